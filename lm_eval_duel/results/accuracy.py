@@ -16,15 +16,14 @@ COUNTED = ("acc",)  # in a loglikelihood task, the share of texts that greedy de
 
 @dataclasses.dataclass(frozen=True)
 class Accuracy:
-    """The averages of a run on a task. `ar`: of the autoregressive baseline."""
+    """The averages of a run on a task."""
 
     run: Run
     task: Task
-    ar: bool
 
     JSON: ClassVar = (
         *("model=run.label", "name", "estimator=run.estimator", "rule=run.rule", "block=run.block", "cache=run.cache"),
-        *("ar", "identity=task.identity", "scores", "reason", "dtype=run.dtype", "file=run.name"),
+        *("ar=run.baseline", "identity=task.identity", "scores", "reason", "dtype=run.dtype", "file=run.name"),
     )
 
     @property
@@ -42,15 +41,14 @@ class Accuracy:
     def name(self) -> str:
         entry = registry.find(self.run.estimator)
         name = "Lattice" if entry.lattice else entry.title
-        return f"{name} ({'baseline' if entry.name == 'ar' else 'AR baseline'})" if self.ar else name
+        return f"{name} ({'baseline' if entry.name == 'ar' else 'AR baseline'})" if self.run.baseline else name
 
 
-def of_tasks(runs: Sequence[Run], ar: Sequence[Run]) -> dict[str, list[Accuracy]]:
+def of_tasks(runs: Sequence[Run]) -> dict[str, list[Accuracy]]:
     """Each task's results, the autoregressive baseline first."""
-    baseline = {run.file for run in ar}
     tasks: dict[str, list[Accuracy]] = {}
-    for run in sorted(runs, key=lambda run: run.file not in baseline):
+    for run in sorted(runs, key=lambda run: not run.baseline):
         for name, task in {**run.tasks, **run.others}.items():
             if task.scores:
-                tasks.setdefault(name, []).append(Accuracy(run, task, run.file in baseline))
+                tasks.setdefault(name, []).append(Accuracy(run, task))
     return tasks

@@ -22,7 +22,6 @@ BETTER = "the MDM is already better under the ELBO"
 def task(
     name: str,
     runs: Sequence[Run],
-    ar: Sequence[Run],
     metric: str | None = None,
     as_published: bool = False,
     choice: str = pairs.NONE,
@@ -31,9 +30,9 @@ def task(
 
     `metric`: the default is the first that all results have. `choice`: of pairs, as in `--pairs`.
     """
-    base = next((run for run in reversed(ar) if name in run.tasks), None)
-    compared = [run for run in runs if name in run.tasks and (base is None or run.file != base.file)]
-    compared = compared if base is None else [base, *compared]
+    compared = [run for run in runs if name in run.tasks]  # oldest first
+    base = next((run for run in reversed(compared) if run.baseline), None)
+    compared.sort(key=lambda run: run is not base)
     metric = _metric(name, metric, compared)
     listed = match.check(name, metric, compared, as_published)
     every = [row for run in compared for row in rows.of(run, name)]

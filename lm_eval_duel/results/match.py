@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.results.read import Run, Task
@@ -13,8 +13,7 @@ TWIN = "score it with --model duel-mdm --model_args pretrained=...,estimator=ar"
 TOKEN_METRICS = ("token_perplexity",)  # not comparable across tokenizers
 
 
-@dataclasses.dataclass(frozen=True)
-class Difference:
+class Difference(NamedTuple):
     """A field in which two runs differ, both values, and the remedy."""
 
     field: str
@@ -27,8 +26,7 @@ class Difference:
         return f"{self.field}: {self.here} in {here.name}, but {self.there} in {there.name}"
 
 
-@dataclasses.dataclass(frozen=True)
-class Windows:
+class Windows(NamedTuple):
     """How a run cuts documents: scheme, target positions per window, and whether they are recorded or derived."""
 
     scheme: str
@@ -82,31 +80,31 @@ def _tokenizer(run: Run, name: str) -> str:
 
 
 def documents(here: Task, there: Task, metric: str) -> Difference | None:
-    """How two document sets differ, judged by the samples if both have them, else by the results files."""
+    """How two document sets differ, judged by the samples if both have them, else by the results files.
+
+    The hash of the results files covers our token counts too, which differ between tokenizers; with counts of documents
+    the limit is not needed. With samples the counts of words or bytes must be equal, too; tokens may differ.
+    """
+    both = here, there
     remedy = "run both on the same documents (task version, --limit, --num_fewshot)"
-    known = here.documents is not None and there.documents is not None
-    for field in ("shots", "version") if known else ("shots", "documents", "limit", "version", "hash"):
-        ours, theirs = (task.identity.get(field) for task in (here, there))
-        if field == "limit":
-            both = here.identity.get("documents") is not None and there.identity.get("documents") is not None
-            ours, theirs = (None, None) if both else (ours or "none", theirs or "none")  # with counts it is not needed
-        if field == "hash" and "token_perplexity" in {**here.metrics, **there.metrics}:
-            continue  # the hash also covers our token counts, which differ between tokenizers
-        if None not in (ours, theirs) and ours != theirs:
-            return Difference("documents" if field == "documents" else f"documents ({field})", ours, theirs, remedy)
+    known = None not in (here.documents, there.documents)
+    fields = ["shots", "version"]
+    if not known:
+        limit = [] if all("documents" in task.identity for task in both) else ["limit"]
+        digest = [] if any("token_perplexity" in task.metrics for task in both) else ["hash"]
+        fields = ["shots", "documents", *limit, "version", *digest]
+    for field in fields:
+        values = [task.identity.get(field, "none" if field == "limit" else None) for task in both]
+        if None not in values and values[0] != values[1]:
+            return Difference("documents" if field == "documents" else f"documents ({field})", *values, remedy)
     if not known:
         return None
-    keys = [{document.key for document in task.documents} for task in (here, there)]
+    keys = [{document.key for document in task.documents} for task in both]
     if keys[0] != keys[1]:
         shared = len(keys[0] & keys[1])
         return Difference("documents", *(f"{len(k)} ({shared} of them in both)" for k in keys), remedy)
-    return _units(here, there, metric)
-
-
-def _units(here: Task, there: Task, metric: str) -> Difference | None:
-    """A difference in the counts of words or bytes; tokens may differ."""
     for name in sorted({metric, "bits_per_byte"} - set(TOKEN_METRICS)):
-        counts = [{d.key: d.values[name][1] for d in task.documents if name in d.values} for task in (here, there)]
+        counts = [{d.key: d.values[name][1] for d in task.documents if name in d.values} for task in both]
         for key in sorted(counts[0].keys() & counts[1].keys()):
             if counts[0][key] != counts[1][key]:
                 sizes = [f"{count[key]:g} in document {key[:12]}" for count in counts]
@@ -128,14 +126,13 @@ def differences(here: Run, there: Run, name: str) -> list[Difference]:
     scored = [positions(run) for run in (here, there)]
     if scored[0] != scored[1]:
         result.append(Difference("scored positions", *scored, "run with bos=given (or none) on our side"))
-    cuts = [run.duel.get("cut_contexts", 0) for run in (here, there)]
-    if not here.tasks[name].rolling:
-        if any(cuts):
-            counts = [f"{n} contexts cut at {run.max_length}" for n, run in zip(cuts, (here, there), strict=True)]
-            result.append(Difference("contexts", *counts, "raise max_length"))
-        return result
-    if (cut := _windows(here, there, name, bool(tokens))) is not None:
-        result.append(cut)
+    if here.tasks[name].rolling:
+        if (cut := _windows(here, there, name, bool(tokens))) is not None:
+            result.append(cut)
+    else:
+        cuts = [f"{run.duel.get('cut_contexts', 0)} contexts cut at {run.max_length}" for run in (here, there)]
+        if any(run.duel.get("cut_contexts") for run in (here, there)):
+            result.append(Difference("contexts", *cuts, "raise max_length"))
     return result
 
 
@@ -189,19 +186,19 @@ def check(name: str, metric: str, compared: Sequence[Run], as_published: bool) -
     first = compared[0]
     with_samples = next((run for run in compared if run.tasks[name].documents is not None), first)
     for other in compared[1:]:
+        refused = []
         for here in (first, with_samples):
             if (apart := documents(here.tasks[name], other.tasks[name], metric)) is not None:
-                raise _refusal(name, metric, apart, here, other, "")
+                refused.append((here, apart, ""))
         for apart in differences(first, other, name):
             across = metric not in TOKEN_METRICS and apart.field.startswith(("tokenizer", "windows"))
             if not (as_published or across):
-                hint = ", or list the difference under the table with --as_published"
-                raise _refusal(name, metric, apart, first, other, hint)
+                refused.append((first, apart, ", or list the difference under the table with --as_published"))
             listed.append(apart.between(first, other))
+        if refused:
+            here, apart, hint = refused[0]
+            raise DuelError(
+                f"{metric} of {name} cannot be compared: {apart.between(here, other)}. To compare, {apart.remedy}"
+                f"{hint}."
+            )
     return list(dict.fromkeys(listed))
-
-
-def _refusal(name: str, metric: str, apart: Difference, here: Run, there: Run, hint: str) -> DuelError:
-    return DuelError(
-        f"{metric} of {name} cannot be compared: {apart.between(here, there)}. To compare, {apart.remedy}{hint}."
-    )

@@ -11,7 +11,7 @@ from typing import Any
 from lm_eval_duel.errors import DuelError, unknown
 from lm_eval_duel.estimators.registry import ESTIMATORS
 from lm_eval_duel.results import samples, stats
-from lm_eval_duel.results.files import load, number, whole
+from lm_eval_duel.results.own_files import load, number, whole
 from lm_eval_duel.results.samples import WRITTEN, Document
 from lm_eval_duel.results.task import Json, Task, check, keys, task
 
@@ -64,6 +64,7 @@ class Run:
     tasks: dict[str, Task]  # those with a perplexity
     others: dict[str, Task]  # tasks without one
     groups: tuple[str, ...]  # groups of tasks
+    baseline: bool = False  # the autoregressive model of the gaps
     # task -> value -> document -> nats, from a trace
     traced: Mapping[str, Mapping[str, Mapping[int, float]]] = dataclasses.field(
         default_factory=dict, repr=False, compare=False

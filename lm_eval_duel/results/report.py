@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from lm_eval_duel.results import (
     reveal_order,
     run_cost,
 )
-from lm_eval_duel.results.files import OwnFiles
+from lm_eval_duel.results.own_files import OwnFiles
 from lm_eval_duel.results.records import plain
 
 FORMAT = "lm_eval_duel report"
@@ -78,36 +79,35 @@ def collect(options: argparse.Namespace) -> dict[str, Any]:
                 f"({match.TWIN}), or one of `--model hf` or of another autoregressive model of the harness."
             )
     notes = [note for run in runs for note in left_out(run)]
+    for name in {name for run in ar for name in run.tasks}:
+        if len(holding := [run.name for run in ar if name in run.tasks]) > 1:
+            raise DuelError(f"--ar holds {name} more than once: {', '.join(holding)}. Name one of these files.")
     if not options.ar:
         ar, note = baseline(runs)
         notes[:0] = [note] if note else []
-    for name in {name for run in ar for name in run.tasks}:
-        if len(holding := [run.name for run in ar if name in run.tasks]) > 1 and options.ar:
-            raise DuelError(f"--ar holds {name} more than once: {', '.join(holding)}. Name one of these files.")
     files = {run.file for run in ar}
-    known = [run for run in runs if run.ours or run.autoregressive]
-    accuracies = accuracy.of_tasks(known, ar)
+    known = [replace(run, baseline=run.file in files) for run in runs if run.ours or run.autoregressive]
+    accuracies = accuracy.of_tasks(known)
     runs = [run for run in known if run.tasks]
     if not runs and not accuracies:
         raise DuelError(f"No perplexity ({', '.join(METRICS)}) to report: {'; '.join(notes)}")
     runs, shown = _traces(runs, options.traces, notes)
-    ar = [run for run in runs if run.file in files]
-    names = dict.fromkeys(name for run in runs if run.file not in files for name in run.tasks)
+    names = dict.fromkeys(name for run in runs if not run.baseline for name in run.tasks)
     if runs and not names and not any(run.others for run in runs):
         raise DuelError("Nothing to compare: RESULTS holds no perplexity other than those of the --ar result.")
-    tasks = {name: compare.task(name, runs, ar, options.metric, options.as_published, options.pairs) for name in names}
+    tasks = {name: compare.task(name, runs, options.metric, options.as_published, options.pairs) for name in names}
     return {
         "format": FORMAT,
         "version": 1,
-        "ar": [run.name for run in ar],
+        "ar": [run.name for run in runs if run.baseline],
         "notes": notes,
         "tasks": tasks,
         "averages": compare.averages({name: task.rows for name, task in tasks.items()}),
         "accuracies": accuracies,
-        "cost": run_cost.table(runs, ar, [row for task in tasks.values() for row in task.rows]),
+        "cost": run_cost.table(runs, [row for task in tasks.values() for row in task.rows]),
         "traces": shown,
         "results": [
-            {"file": run.name, "model": run.label, "ar": run.file in files, "fingerprint": run.fingerprint}
+            {"file": run.name, "model": run.label, "ar": run.baseline, "fingerprint": run.fingerprint}
             | {"spec": run.spec}
             for run in known
             if run.tasks or any(task.scores for task in run.others.values())

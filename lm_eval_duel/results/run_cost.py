@@ -23,7 +23,6 @@ class Cost:
     run, or why there is none."""
 
     run: Run
-    ar: bool = False
     times_elbo: float | None = None
     times_elbo_reason: str = ""
     times_ar: float | None = None
@@ -31,8 +30,8 @@ class Cost:
 
     JSON: ClassVar = (
         *("model=run.label", "estimator=run.estimator", "name", "rule=run.rule", "block=run.block", "cache=run.cache"),
-        *("ar", "tasks", "cached", "device", "ranks", "tokens", "seconds", "whole_run_seconds=run.whole_run_seconds"),
-        *("forwards", "rows", "nfe", "peak_memory_bytes", "file=run.name", "seconds_per_token"),
+        *("ar=run.baseline", "tasks", "cached", "device", "ranks", "tokens", "seconds", "seconds_per_token"),
+        *("whole_run_seconds=run.whole_run_seconds", "forwards", "rows", "nfe", "peak_memory_bytes", "file=run.name"),
         *("times_elbo", "times_elbo_reason", "times_ar", "times_ar_reason"),
     )
 
@@ -67,22 +66,22 @@ class Cost:
         return self.seconds / self.tokens if self.seconds and self.tokens else None
 
 
-def table(runs: Sequence[Run], ar: Sequence[Run], rows: Iterable[Row]) -> list[Cost]:
+def table(runs: Sequence[Run], rows: Iterable[Row]) -> list[Cost]:
     """One entry per run. Ratios are of seconds per token; they are left out if two runs cannot be compared.
 
     The ELBO is the one that gap closed uses in the report's `rows`.
     """
-    baseline = {run.file for run in ar}
-    runs = sorted((run for run in runs if run.tasks), key=lambda run: run.file not in baseline)
-    costs = {run.file: Cost(run, run.file in baseline) for run in runs}
+    runs = sorted((run for run in runs if run.tasks), key=lambda run: not run.baseline)
+    costs = {run.file: Cost(run) for run in runs}
     elbos: dict[Any, Row] = {}  # file of a run -> the Monte Carlo ELBO that its gap closed uses
     for row in rows:
         if row.elbo is not None and row.elbo.estimator == "elbo":
             elbos.setdefault(row.run.file, row.elbo)
     for cost in costs.values():
-        if cost.ar:
+        if cost.run.baseline:
             continue
-        cost.times_ar, cost.times_ar_reason = _ratio(cost, [c for c in costs.values() if c.ar], "AR run")
+        baselines = [other for other in costs.values() if other.run.baseline]
+        cost.times_ar, cost.times_ar_reason = _ratio(cost, baselines, "AR run")
         if cost.run.estimator != "elbo":
             elbo, known = elbos.get(cost.run.file), []
             if elbo:
@@ -92,7 +91,8 @@ def table(runs: Sequence[Run], ar: Sequence[Run], rows: Iterable[Row]) -> list[C
     models, order = [run.label for run in runs], [*registry.ESTIMATORS]
 
     def place(cost: Cost) -> tuple:
-        return not cost.ar, models.index(cost.run.label), order.index(cost.run.estimator), *sort_key(cost.run.rule)
+        run = cost.run
+        return not run.baseline, models.index(run.label), order.index(run.estimator), *sort_key(run.rule)
 
     return sorted(costs.values(), key=place)
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from lm_eval_duel.rates import METRICS
-from lm_eval_duel.results.files import whole
+from lm_eval_duel.results.own_files import whole
 from lm_eval_duel.tasks.columns import MADE, TOKENS
 
 OTHER_NAMES = ("bits_per_residue", "residue_perplexity")  # of bits_per_byte and byte_perplexity, for proteins

@@ -12,7 +12,7 @@ from typing import Any
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.rates import perplexity
 from lm_eval_duel.results import samples
-from lm_eval_duel.results.files import number
+from lm_eval_duel.results.own_files import number
 from lm_eval_duel.results.samples import METRICS, OTHER_NAMES, WRITTEN, Document
 
 SAME = 1e-6  # relative difference up to which two values are one

@@ -16,9 +16,9 @@ from lm_eval_duel.errors import DuelError, usage
 from lm_eval_duel.harness import trace
 from lm_eval_duel.rates import METRICS
 from lm_eval_duel.results import match, published, read, reveal_order
-from lm_eval_duel.results.files import OwnFiles
 from lm_eval_duel.results.leaderboard import board, columns, documents, exports, page, text
 from lm_eval_duel.results.leaderboard.board import Board
+from lm_eval_duel.results.own_files import OwnFiles
 from lm_eval_duel.results.records import plain
 from lm_eval_duel.results.report import left_out
 

@@ -73,8 +73,8 @@ def of(runs: Sequence[Run], metric: str, baseline: Sequence[Run]) -> list[TaskCo
     columns: list[TaskColumn] = []
     for name in dict.fromkeys(name for run in runs for name in run.tasks):
         for members, apart in _groups([run for run in baseline_first if run.has(name, metric)], name, metric):
-            ar = [run for run in members if run.file in files][:1]
-            compared = compare.task(name, members, ar, metric)
+            base = next((run for run in members if run.file in files), None)
+            compared = compare.task(name, [dataclasses.replace(run, baseline=run is base) for run in members], metric)
             columns.append(TaskColumn(f"c{len(columns)}", name, members, apart, compared))
     return [dataclasses.replace(column, label=_label(column, columns)) for column in columns]
 

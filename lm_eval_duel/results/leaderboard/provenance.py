@@ -9,7 +9,7 @@ import shlex
 from collections.abc import Mapping
 from typing import Any
 
-from lm_eval_duel.results.files import whole
+from lm_eval_duel.results.own_files import whole
 from lm_eval_duel.results.read import MODEL, RESULTS, Run
 from lm_eval_duel.results.task import Json
 
