@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -183,14 +182,8 @@ def write(report: dict[str, Any], folder: Path, formats: Sequence[str] = ("png",
     report["folder"] = str(folder)
     own = OwnFiles(folder, FORMAT)
     report["files"] = [own.listing, "report.md", *bodies, *images]
-    texts = {own.listing: _json(report), "report.md": report_files.page(report), **bodies}
+    texts = {own.listing: strict_json.dumps(plain(report)) + "\n", "report.md": report_files.page(report), **bodies}
     own.write({name: text.encode() for name, text in texts.items()} | images)
-
-
-def _json(report: dict[str, Any]) -> str:
-    """The report as JSON, with lists of numbers on one line."""
-    text = strict_json.dumps(plain(report))
-    return re.sub(r"\[\s+([-\d.eE,\s]|null)*\]", lambda numbers: re.sub(r"\s+", " ", numbers[0]), text) + "\n"
 
 
 def main(arguments: Sequence[str]) -> None:

@@ -82,8 +82,6 @@ class Traces:
     def __init__(self, named: Sequence[str | Path]):
         self.spec, self.load = trace.spec, functools.cache(trace.read)  # the header, and the windows, of a file
         self.named = [Path(place).resolve() for place in named]
-        for path in self.named:
-            self.spec(path)  # raises an error that names a file which is not a trace
 
     def of(self, run: Run) -> Path | None:
         """The trace of a run: a named one with the same spec, else its own, at its path or next to the results file."""

@@ -6,7 +6,6 @@ import re
 import pytest
 from results import documents, ours
 
-from lm_eval_duel.errors import DuelError
 from lm_eval_duel.results import figures
 from lm_eval_duel.results.figures import style
 from lm_eval_duel.results.report import collect, parse
@@ -76,12 +75,3 @@ def test_files_in_three_formats_have_the_stated_width(tmp_path):
 
     with Image.open(out / "perplexity_sotu.png") as image:
         assert image.width == round(4.5 * style.PRINT_DPI)
-
-
-def test_wrong_formats_and_widths_are_refused_at_once(tmp_path):
-    ours(tmp_path / "results", {"owt": {"token_perplexity": 20.0}})
-    start = [str(tmp_path / "results"), "--out", str(tmp_path / "out")]
-    with pytest.raises(DuelError, match=r"'--width' is a number of inches from 3 to 30; got '0'"):
-        parse([*start, "--width", "0"])
-    with pytest.raises(DuelError, match="gif"):
-        parse([*start, "--figures", "gif"])
