@@ -85,7 +85,7 @@ class Options(NetworkArguments):
         identity=False,
     )
     trace: str | None = argument(
-        TEXT, None, "a file that gets a line for each window, see [results.md](results.md#traces)", identity=False
+        TEXT, None, "write a line for each window to this file, see [results.md](results.md#traces)", identity=False
     )
     verify: int = argument(
         whole(0),

@@ -3,8 +3,8 @@
 loop        the loop that people run with such a network (loops.py)
 ours        this package
 forwards    the network calls of ours alone: no code around these calls can be faster
-uncached    with --cache: ours without it
-two_phase   with --estimator two_phase: the estimate of the same value
+uncached    with cache=: ours without it
+two_phase   with estimator=two_phase: the estimate of the same value
 """
 
 from __future__ import annotations

@@ -70,19 +70,22 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     settings.words = [*arguments]
     for field in dataclasses.fields(Options):
         if field.name not in READ and getattr(model, field.name) != field.default:
-            raise UsageError(f"bench measures without '{field.name}'; leave it out.")
+            raise UsageError(f"bench does not read '{field.name}'; leave it out.")
     if model.estimator not in ("duel", TWO_PHASE):
         raise UsageError(f"bench measures estimator=duel or {TWO_PHASE}; got {model.estimator}.")
     if model.estimator == TWO_PHASE and model.cache:
         raise DuelError("estimator=two_phase has its own first phase, under cache=dual; leave cache out.")
     if settings.json not in (None, STDOUT) and Path(settings.json).exists():
-        raise UsageError(f"--json {settings.json}: there is such a file; name another one.")
+        raise UsageError(f"--json {settings.json}: this file exists; name another one.")
     if model.rule.spans_blocks:
-        raise DuelError(f"bench runs loops over single blocks; rule {model.rule} keeps a history over them.")
+        raise DuelError(
+            f"bench's loops reveal one block at a time, and rule {model.rule} has a history that spans blocks. Use "
+            "another rule."
+        )
     if isinstance(rules.inner(model.rule), rules.ModuleRule):
         raise DuelError(
-            f"bench compares with a loop that keeps logits alone, and rule {model.rule} may read the input of the LM "
-            "head. Use another rule."
+            f"bench's loops hand logits to a rule, and rule {model.rule} may read the input of the LM head. Use "
+            "another rule."
         )
     return settings
 

@@ -71,7 +71,7 @@ class Function(Denoiser):
 
 
 def parameters(model: torch.nn.Module) -> Mapping[str, inspect.Parameter]:
-    """Those of its forward, by name."""
+    """The parameters of a module's `forward`, by name."""
     return inspect.signature(type(model).forward).parameters
 
 

@@ -36,7 +36,7 @@ CAUSE = re.compile(r"WeightsUnpickler error:\s*(.*?)(?:\. |\n|$)")  # without to
 
 
 def read_config(path: str, revision: str, needed: bool = True) -> dict[str, Any]:
-    """config.json as a dict, without running code of the checkpoint. `needed`: a folder without one is an error."""
+    """config.json as a dict, without running code of the checkpoint. `needed`: raise DuelError if a folder has none."""
     if needed and os.path.isdir(path) and not os.path.isfile(os.path.join(path, "config.json")):
         raise DuelError(f"{path} has no config.json: it is not a checkpoint, or its download is incomplete.")
     with explained(path):
@@ -45,7 +45,7 @@ def read_config(path: str, revision: str, needed: bool = True) -> dict[str, Any]
         except TypeError:  # transformers 4, if it is a list
             config = None
         if not isinstance(config, dict):
-            raise DuelError(f"The config.json of {path} is not a config: expected an object of names and values.")
+            raise DuelError(f"The config.json of {path} is not a JSON object.")
     return config
 
 

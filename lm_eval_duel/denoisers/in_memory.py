@@ -236,7 +236,7 @@ def _of_transformers(model: Any, options: LoadOptions, tokenizer: Any, tested: b
     denoiser: Pretrained = kind_of(family, config, options, tokenizer, config.get("vocab_size"))
     denoiser.refuses = tested
     if isinstance(denoiser, Decoder):
-        denoiser.hold(max_positions(family, model.config.max_position_embeddings, config))
+        denoiser.set_row_length(max_positions(family, model.config.max_position_embeddings, config))
     denoiser.take(model)
     if native and kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
         _require_direction(denoiser, tested)
@@ -263,20 +263,20 @@ class _DecoderInMemory(Decoder):
     def _is_bidirectional_without_mask(self) -> bool:
         return False
 
-    def _hidden(self, *arguments: Any) -> torch.Tensor:
+    def _features(self, *arguments: Any) -> torch.Tensor:
         config = self.model.config
         own = config._attn_implementation
         if own is not None and own.startswith(("flash", "flex", "kernels-community")):
             config._attn_implementation = "sdpa"  # those do not take an additive mask
         try:
-            return super()._hidden(*arguments)
+            return super()._features(*arguments)
         finally:
             if config._attn_implementation != own:
                 config._attn_implementation = own
 
 
 class _AnyId:
-    """Used instead of a tokenizer: every id but [MASK] is a token."""
+    """Stands in for a tokenizer where there is none: every id but [MASK] is a token."""
 
     model_max_length = auto_model.UNBOUNDED
     mask_token_id = None

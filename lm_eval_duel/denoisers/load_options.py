@@ -131,12 +131,15 @@ class NetworkArguments(Arguments):
         "temperature of the network's distributions, for scoring and sampling alike; another distribution",
     )
     top_k: int | None = argument(
-        COUNT, None, "tokens that keep their probability. Most texts then have probability 0. Another distribution"
+        COUNT,
+        None,
+        "how many of the most probable tokens are kept. Most texts then have probability 0. Another distribution",
     )
     top_p: float | None = argument(
         SHARE,
         None,
-        "the least set of tokens with this probability keeps it, as `top_k`. Another distribution",
+        "the fewest most probable tokens that have this probability together are kept, as with `top_k`. "
+        "Another distribution",
     )
     exclude_ids: tuple[int, ...] = argument(
         Kind("token ids, such as 126081 or 126081+126348", _ids),

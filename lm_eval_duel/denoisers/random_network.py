@@ -3,7 +3,7 @@
 Their logits have a standard deviation of 3 nats over the vocabulary and depend on a position and on the
 visible tokens. With flat predictions, float noise would decide every pick.
 
-Shapes: L row length, C hidden positions, D width, V tokens.
+Shapes: L row length, C masked positions, D width, V tokens.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ SIZES = {"dit": (4, 256, 50257), LLADA: (32, 4096, 126464)}  # layers, width, co
 LLADA_MASK = 128  # position of [MASK], in columns from the end
 SPREAD = 3.0  # standard deviation of the logits over the vocabulary
 SHARP = 2.5  # scale of queries and keys, so that attention picks few of many positions
-FAINT = 0.2  # scale of the embedding of [MASK], so that predictions at hidden positions depend on the visible ones
+FAINT = 0.2  # scale of the embedding of [MASK], so that predictions at masked positions depend on the visible ones
 FEATURES_AT = 128  # positions on which the spread is measured
 
 
@@ -163,7 +163,7 @@ def _llada(
     denoiser = Decoder(
         family, {**config, "mask_token_id": mask_id}, LoadOptions(name, device), _Vocabulary(vocab), vocab
     )
-    denoiser.hold(length)
+    denoiser.set_row_length(length)
     denoiser.take(model)
     return denoiser
 
@@ -182,8 +182,8 @@ def _spread(denoiser: Denoiser, head: torch.nn.Linear, generator: torch.Generato
     """Scale the head so that the logits of a half-masked row have the standard deviation SPREAD."""
     length = min(denoiser.max_length, FEATURES_AT)
     ids = torch.randint(denoiser.vocab_size, (1, length), device=denoiser.device, generator=generator)  # (1, L)
-    hidden = slice(min(1, length - 1), None, 2)
-    ids[:, hidden] = denoiser.mask_id
+    masked = slice(min(1, length - 1), None, 2)
+    ids[:, masked] = denoiser.mask_id
     if denoiser.attention == "block_causal":
         of_block = torch.arange(length, device=ids.device) // denoiser.block  # (L,)
         seen = of_block[:, None] >= of_block  # (L, L)
@@ -191,5 +191,5 @@ def _spread(denoiser: Denoiser, head: torch.nn.Linear, generator: torch.Generato
         features = denoiser.stream(ids, positions, seen[None], None)[0]  # (1, L, D)
     else:
         features = denoiser.features(ids, None)  # (1, L, D)
-    logits = denoiser.head(features[0, hidden])  # (C, V)
+    logits = denoiser.head(features[0, masked])  # (C, V)
     head.weight *= SPREAD / float(logits.float().std(1).mean())

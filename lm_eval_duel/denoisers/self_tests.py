@@ -186,10 +186,10 @@ def require_repeatable(denoiser: Denoiser, path: str, length: int = REPEATED) ->
 def require_separate_rows(
     denoiser: Denoiser, path: str, function: Callable[[torch.Tensor], torch.Tensor] | None = None, length: int = LENGTH
 ) -> None:
-    """Raise DuelError if a row has other logits among many equal strangers of its length than alone.
+    """Raise DuelError if the other rows of a call change the logits of a row.
 
-    `function`: logits (R, L, V) of rows (R, L); those of `features` by default. Strangers are equal so that they fill
-    the same experts, where these have a capacity; two short rows fill none.
+    `function`: logits (R, L, V) of rows (R, L); those of `features` by default. The other rows are many and equal, so
+    that they fill an expert's capacity; two short rows fill none.
     """
     logits = function or functools.partial(logits_of, denoiser)
     row = random_rows(denoiser, length, rows=1)  # (1, L)
@@ -206,7 +206,7 @@ def require_separate_rows(
         among = logits(torch.cat([stranger.expand(count, -1), row]))[-1]  # (L, V)
         if not relative_difference(among, alone) <= allowed:
             raise DuelError(
-                f"{path} predicts other tokens for a row among others than for the same row alone: its rows influence "
+                f"{path} predicts differently for a row alone and for the same row in a batch: its rows influence "
                 "each other, as in a mixture of experts with a capacity, or batch normalisation in training mode. No "
                 "number would belong to one text, so it is refused. Put every module into eval mode, and switch the "
                 "capacity off."

@@ -214,7 +214,7 @@ class DuelCallback:
         self.score(state.global_step)
 
     def score(self, step: int) -> None:
-        """Score the texts with the weights of now, and log the numbers, once a step."""
+        """Score the texts with the current weights and log the numbers, at most once a step."""
         if step == self._last:
             return
         self._last = step

@@ -29,7 +29,7 @@ def records(path: Path) -> list[dict[str, Any]]:
         rows = [row for file in (files(path) if path.is_dir() else [path]) for row in FORMATS[file.suffix](file)]
     except Exception as error:  # of any reader: truncated, another format, not readable
         reason = str(error).splitlines() or [""]
-        raise DuelError(f"{path} cannot be read ({type(error).__name__}: {reason[0]}): is it whole?") from None
+        raise DuelError(f"{path} cannot be read ({type(error).__name__}: {reason[0]}). It may be incomplete.") from None
     for number, row in enumerate(rows, 1):
         if not isinstance(row, dict):
             raise DuelError(f"{path}:{number} is not a JSON object with columns; got {type(row).__name__}.")

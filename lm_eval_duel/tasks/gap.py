@@ -33,7 +33,7 @@ class Gap(str):
         return Gap, (str(self), self.suffix)
 
     def __radd__(self, context: str) -> str:
-        """`context + self`, which takes the text for the end of a document."""
+        """`context + self`, as other models join them; raises DuelError, since that leaves the suffix out."""
         if self.suffix:
             raise DuelError(f"This task {BLIND}")
         return context + str(self)

@@ -60,7 +60,7 @@ def requests(
     tasks = load_all(names, metadata, include_path)
     for task in tasks:
         if task.OUTPUT_TYPE == "generate_until":
-            raise DuelError(f"The task {task.config.task} generates text, so it has none that is scored; leave it out.")
+            raise DuelError(f"The task {task.config.task} generates text and has no text to score; leave it out.")
         task.build_all_requests(limit=limit)
     return [request for task in tasks for request in task.instances]
 

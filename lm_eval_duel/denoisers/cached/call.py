@@ -23,7 +23,7 @@ from lm_eval_duel.core.network import KeysValues
 from lm_eval_duel.denoisers.cached.kept_keys import Places, Replaced, Step
 
 ASIDE = 256  # positions of states side by side in a row
-WASTE = 8  # if lanes of several blocks share a call, at most one position in so many is wasted,
+WASTE = 8  # if lanes of several blocks share a call, at most one position in WASTE is wasted,
 SMALL = 1024  # except in calls of so few positions
 
 

@@ -71,8 +71,8 @@ class Step:
 class Slots:
     """The kept keys and values of blocks, a row of each layer for every slot.
 
-    `identity` (S,) says whose they are; -1: nobody's. Those of one call are always slots 0..n-1, so that a call reads
-    them where they are. A slot that no lane of a call needs is overwritten only when its place is wanted.
+    `identity` (S,) says whose they are; -1: a free slot. Those of one call are always slots 0..n-1, so that a call
+    reads them where they are. A slot that no lane of a call needs is overwritten only when its place is wanted.
     """
 
     def __init__(self, length: int, device: torch.device):
@@ -117,7 +117,7 @@ class Slots:
         self.identity[slot] = of  # last: memory may have run out before
 
     def drop(self) -> None:
-        """Give everything back."""
+        """Release all memory."""
         self.layers, self.features = [], None
         self.identity = self.identity[:0]
 

@@ -203,7 +203,7 @@ def _mask(pattern: torch.Tensor | None, step: Step) -> torch.Tensor | None:
 
 
 def _first_position(model: torch.nn.Module) -> int:
-    """The position of a row's first position: RoBERTa counts from after the padding id."""
+    """The position id of a row's first token. RoBERTa counts from after the padding id."""
     for name, module in model.named_modules():
         if name.endswith("position_embeddings") and getattr(module, "padding_idx", None) is not None:
             return module.padding_idx + 1

@@ -20,7 +20,7 @@ from lm_eval_duel.hashing import hashed
 
 # Kept numbers that weigh as much as a network token of a call. On a CPU, more blocks at a time are slower.
 CPU_KEPT, GPU_KEPT = 1 << 13, 1 << 17
-NEW = 8  # at most one block in so many begins in one call, which returns its keys before they are kept
+NEW = 8  # at most one block in NEW begins in one call, which returns its keys before they are kept
 
 
 class CachedView(View):

@@ -53,7 +53,7 @@ class GIDD(Timed):
     """GIDD with masking noise alone: it is given t, the masked share m of the row, in [t_eps, 1 - t_eps].
 
     m counts context, target, tail and suffix, without padding; under `bos="official"`, target and tail. The authors
-    have no deterministic order; this is the time at which training masks so many positions on average.
+    have no deterministic order; this is the time at which training masks this share of positions on average.
     """
 
     t_eps: float  # the margin of the times of its training

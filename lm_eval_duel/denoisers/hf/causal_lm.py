@@ -59,7 +59,7 @@ def load(
     if not auto_model.is_native(model):  # transformers 5 leaves the frequencies of own code uninitialised
         self_tests.rotary_frequencies(model, model_config, options.name)
     positions = auto_model.max_positions(model, tokenizer.model_max_length)
-    denoiser.hold(positions and positions + 1)  # the last token of a row is predicted but never an input
+    denoiser.set_row_length(positions and positions + 1)  # the last token of a row is predicted but never an input
     denoiser.take(model.eval())
     return denoiser
 
@@ -109,7 +109,7 @@ class CausalLM(Pretrained):
         super().take(model)
         with torch.inference_mode():
             first = torch.zeros(1, min(2, self.max_length), dtype=torch.long, device=self.device)  # (1, L)
-            self.predict(self._logits(first).shape[-1])
+            self.set_columns(self._logits(first).shape[-1])
             rows = self_tests.random_rows(self)  # (2, L)
             logits = self._logits(rows)  # (2, L, V)
             self.splits_head = any(self._can_split_at(name, rows, logits) for name in _layer_modules(model))

@@ -27,7 +27,7 @@ class Decoder(Pretrained):
 
     def take(self, model: Any) -> None:
         super().take(model)
-        self.predict(model.config.vocab_size)
+        self.set_columns(model.config.vocab_size)
         if self.attention == "bidirectional":
             self.maskless = self._is_bidirectional_without_mask()
         self.supports_columns = self._narrows_last_layer()
@@ -74,13 +74,13 @@ class Decoder(Pretrained):
         length = ids.shape[1]
         position = torch.arange(length, device=ids.device)[None]  # (1, L)
         if real is None and self.maskless:
-            return self._hidden(ids, position, None, None, columns)
+            return self._features(ids, position, None, None, columns)
         seen = torch.ones(1, length, length, dtype=torch.bool, device=ids.device)  # (1, L, L)
         seen = seen.tril() if self.attention == "causal" else seen
         if real is not None:
             seen = seen & real[:, None]  # (R, L, L)
             seen |= torch.eye(length, dtype=torch.bool, device=ids.device)  # padding sees itself: no empty softmax
-        return self._hidden(ids, position, seen, None, columns)
+        return self._features(ids, position, seen, None, columns)
 
     def stream(
         self,
@@ -92,12 +92,12 @@ class Decoder(Pretrained):
         keys: bool = True,  # they are returned in any case
     ) -> tuple[torch.Tensor, list[KeysValues]]:
         clean = CleanKeys(past)
-        return self._hidden(ids, positions, seen, clean, columns), clean.own
+        return self._features(ids, positions, seen, clean, columns), clean.own
 
     def head(self, features: torch.Tensor) -> torch.Tensor:
         return self.model.lm_head(features).to(self.device)  # (U, V); accelerate moves the input to the head's device
 
-    def _hidden(
+    def _features(
         self,
         ids: torch.Tensor,
         positions: torch.Tensor,

@@ -32,7 +32,7 @@ def load(family: Family, config: dict[str, Any], options: LoadOptions, tokenizer
     model_config = make_config(family, config, options)
     denoiser = Decoder(family, config, options, tokenizer, model_config.vocab_size)
     options.refuse(family.name, "sigma", *(() if denoiser.attention == "causal_prefix" else ("first_token",)))
-    denoiser.hold(max_positions(family, model_config.max_position_embeddings, config))
+    denoiser.set_row_length(max_positions(family, model_config.max_position_embeddings, config))
     model_kwargs = quantization.model_kwargs(config, options) | device_map.model_kwargs(options)
     model = _filled(family, config, options, model_config, model_kwargs)
     if options.peft:

@@ -78,7 +78,7 @@ class MaskedLM(Pretrained):
 
     def take(self, model: Any) -> None:
         super().take(model)
-        self.hold(
+        self.set_row_length(
             min(filter(None, (self.longest, auto_model.max_positions(model, self.model_max_length))), default=None)
         )
         self.pad_id = padding_id(model.config, self.tokens, self.mask_id)
@@ -92,7 +92,7 @@ class MaskedLM(Pretrained):
             )
         self._output = model.get_output_embeddings()
         with torch.no_grad():
-            self.predict(self._first_call().shape[-1])
+            self.set_columns(self._first_call().shape[-1])
             rows = self_tests.probe_rows(self)  # (R, L)
             if self.attention == "bidirectional":
                 self.splits_head = self._can_split_head(rows, self._logits(rows))

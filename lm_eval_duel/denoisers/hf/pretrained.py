@@ -104,8 +104,8 @@ class Pretrained(Denoiser):
         if rows is not None:
             require_fit(self.tokens, self.mask_id, rows, self.path)
 
-    def hold(self, positions: int | None) -> None:
-        """Rows are as long as asked, at most `positions`, which the network holds."""
+    def set_row_length(self, positions: int | None) -> None:
+        """Set the length of rows: the one in the options, at most the `positions` that the network holds."""
         if self.by_blocks and positions is not None and positions < self.block:
             raise DuelError(
                 f"{self.path} takes at most {positions} positions, so its trained block cannot be {self.block}."
@@ -113,7 +113,7 @@ class Pretrained(Denoiser):
         self.max_length = row_length(self.path, self.options.max_length, positions)
 
     def take(self, model: Any) -> None:
-        """The network itself, in eval mode."""
+        """Give it its network, in eval mode."""
         self.model = model
         self.device, self.quantized = device_map.device_of(model), quantization.is_quantized(model)
         self.dtype = next(model.parameters()).dtype
@@ -121,8 +121,8 @@ class Pretrained(Denoiser):
             with torch.no_grad():
                 model(input_ids=torch.zeros(1, 1, dtype=torch.long, device=self.device))
 
-    def predict(self, columns: int) -> None:
-        """The network predicts so many columns, of which the tokenizer's ids but [MASK] are tokens."""
+    def set_columns(self, columns: int) -> None:
+        """Set the number of columns of the logits; those of the tokenizer's ids, [MASK] aside, are tokens."""
         self.vocab_size = columns
         self.excluded = excluded_columns(self.tokens, self.mask_id, columns, self.path, self.device)
 
