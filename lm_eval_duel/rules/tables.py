@@ -18,12 +18,12 @@ def is_rule(text: str) -> bool:
     return name in RULES or (bool(name) and bool(rest) and rest[0].isidentifier())
 
 
-def without_defaults(text: str) -> str:
-    """A rule without the parameters at their defaults: `greedy`, `klass:mu=0.9:nu=0.01`."""
+def without_defaults(text: str, keep: str = "") -> str:
+    """A rule without the parameters at their defaults other than `keep`: `greedy`, `klass:mu=0.9:nu=0.01`."""
     name, *parameters = text.split(":")
     if name not in RULES:
         return text
-    defaults = {f"{field.name}={field.default}" for field in dataclasses.fields(RULES[name])}
+    defaults = {f"{field.name}={field.default}" for field in dataclasses.fields(RULES[name]) if field.name != keep}
     return ":".join([name, *(parameter for parameter in parameters if parameter not in defaults)])
 
 

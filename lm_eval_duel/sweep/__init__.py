@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from lm_eval_duel import signals
-from lm_eval_duel.command_line import INTERRUPTED, process
+from lm_eval_duel.command_line import INTERRUPTED
+from lm_eval_duel.results.own_files import OwnFiles
 from lm_eval_duel.sweep.arguments import parse
 
 
@@ -18,20 +19,13 @@ def main(arguments: Sequence[str]) -> None:
     from lm_eval_duel.sweep import tables
     from lm_eval_duel.sweep.run import Sweep
 
+    OwnFiles(Path(options.out), tables.FORMAT).earlier()
     try:
         sweep = Sweep(options)
         with signals.deferred():
             report = sweep.run()
     except (KeyboardInterrupt, signals.Interrupted) as stop:
-        out = Path(options.out)
-        lines = sum(file.read_bytes().count(b"\n") for file in out.glob("parts/*.jsonl"))
-        rank, ranks = process()
-        name = f" (process {rank} of {ranks})" if ranks > 1 else ""
-        print(
-            f"\nStopped{name}. {out} keeps the finished work ({lines} windows and samples); run the "
-            "same command to continue.",
-            file=sys.stderr,
-        )
+        print(f"\nStopped. {options.out} keeps the finished work: run the same command to continue.", file=sys.stderr)
         sys.exit(stop.code if isinstance(stop, signals.Interrupted) else INTERRUPTED)
     if sweep.ranks.rank == 0:
         tables.write(report, Path(options.out), options.figures, options.width)

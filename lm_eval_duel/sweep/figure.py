@@ -7,12 +7,14 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from lm_eval_duel.results.figures.style import GREY, against_nfe, curve, label, new, wide
+from lm_eval_duel.results.table import Cell
+from lm_eval_duel.sweep.tables import generative, judged, of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 Json = Mapping[str, Any]
-Read = Callable[[Json], tuple[float | None, float | None]]  # a value and its standard error
+Read = Callable[[Json], Cell]  # what a panel shows of a setting
 Lines = dict[str, tuple[float, Any]]  # label -> height and style
 WIDTH, HEIGHT = 5.0, 3.6  # inches of a panel
 NARROW = 2.6  # inches below which panels stand below each other
@@ -32,8 +34,8 @@ def draw(report: Json, width: float | None = None) -> Figure:
         shown, lowest = [value for value, _ in across.values()], 1.0
         families = dict.fromkeys(setting["family"] for setting in report["settings"])
         for n, family in enumerate(families):
-            members = [s for s in report["settings"] if s["family"] == family and read(s[source])[0] is not None]
-            points = sorted((s[source]["nfe_per_token"], *_with_bar(*read(s[source]))) for s in members)
+            members = [s for s in report["settings"] if s["family"] == family and read(s).value is not None]
+            points = sorted(_point(member[source]["nfe_per_token"], read(member)) for member in members)
             if points:
                 curve(axes, n, family, members[0]["k"] is None, points)
                 shown += [value for _, value, _ in points]
@@ -55,42 +57,39 @@ def draw(report: Json, width: float | None = None) -> Figure:
     return figure
 
 
-def _with_bar(value: float, error: float | None) -> tuple[float, list[float] | None]:
+def _point(nfe: float, cell: Cell) -> tuple[float, float, list[float] | None]:
+    """A value with its 95 % interval."""
+    value, error = cell.value, cell.stderr
     bar = None if error is None else [value - min(INTERVAL * error, (1 - FLOOR) * value), value + INTERVAL * error]
-    return value, bar
+    return nfe, value, bar
 
 
 def _panels(report: Json) -> list[tuple[str, str, Read, Lines]]:
-    """Each panel as (title, `text` or `samples`, how to read its value from these, horizontal lines)."""
+    """Each panel as (title, `text` or `samples`, the cell of a setting that it shows, horizontal lines)."""
     bound, reference = report["elbo"], report["reference"]
     dashed: Lines = {}
     if bound:
-        value, error = _with_error(bound)
-        shown = "?" if error is None else f"{error:.2f}"
-        dashed = {f"ELBO, ≤ {value:.2f} ± {shown} (Monte Carlo)": (value, (0, (5, 3)))}
+        cell = judged(bound)
+        error = "?" if cell.stderr is None else f"{cell.stderr:.2f}"
+        dashed = {f"ELBO, ≤ {cell.value:.2f} ± {error} (Monte Carlo)": (cell.value, (0, (5, 3)))}
     panels: list[tuple[str, str, Read, Lines]] = [
-        ("DUEL perplexity of the text (lower is better)", "text", _with_error, dashed)
+        ("DUEL perplexity of the text (lower is better)", "text", lambda row: judged(row["text"]), dashed)
     ]
     if not reference:
         return panels
+    own = {"samples": reference}
 
-    def add(title: str, read: Read, own: float | None) -> None:
-        panels.append((title, "samples", read, {} if own is None else {"the task's own text": (own, ":")}))
+    def add(title: str, read: Read, own: Json | None = own) -> None:
+        lines = {} if own is None else {"the task's own text": (read(own).value, ":")}
+        panels.append((title, "samples", read, lines))
 
     if report["scorer"]:
-        title = label(f"generative perplexity of samples, {report['scorer']}")
-        add(title, lambda s: _with_error(s["generative"]), reference["generative"]["perplexity"])
+        add(label(f"generative perplexity of samples, {report['scorer']}"), generative)
     else:
-        add("own nll per token of samples (nats)", lambda s: (s["own_nll_per_token"], s["own_stderr"]), None)
-    add("entropy of samples (nats)", lambda s: (s["entropy"], s.get("entropy_stderr")), reference["entropy"])
+        add("own nll per token of samples (nats)", of("samples", "own_nll_per_token", "own_stderr"), None)
+    add("entropy of samples (nats)", of("samples", "entropy", "entropy_stderr"))
     if any(setting["samples"]["mauve"] is not None for setting in report["settings"]):
-        add("MAUVE of samples (higher is better)", lambda s: (s["mauve"], None), None)
+        add("MAUVE of samples (higher is better)", of("samples", "mauve"), None)
     else:
-        add("distinct 2-grams of samples (share)", lambda s: (s["distinct_2"], None), reference["distinct_2"])
+        add("distinct 2-grams of samples (share)", of("samples", "distinct_2"))
     return panels
-
-
-def _with_error(judged: Json) -> tuple[float, float | None]:
-    """A perplexity and its standard error."""
-    error = judged["stderr"]
-    return judged["perplexity"], None if error is None else judged["perplexity"] * error

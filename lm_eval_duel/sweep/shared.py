@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -25,13 +26,13 @@ from lm_eval_duel.estimators.base import Estimator, Value
 from lm_eval_duel.estimators.checks import check_rule
 
 
-@dataclasses.dataclass(frozen=True)
-class RuleScore:
-    """The score of one window under one rule."""
+class RuleScore(NamedTuple):
+    """The score of one window under one rule. The first of several rules has all `states` that were evaluated."""
 
     log_prob: float  # nats
     nfe: int
     near_ties: int | None
+    states: int | None = 0  # None for a rule that was followed alone
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,7 +40,6 @@ class SharedScore(WindowScore):
     """One window under several rules, keyed by the rule's text. `log_prob` is that of the first rule."""
 
     rules: dict[str, RuleScore] = dataclasses.field(default_factory=dict)
-    states: int = 0  # evaluated states
 
 
 class Shared(Estimator):
@@ -147,9 +147,9 @@ class SharedAccumulator:
         """(row, score) of the windows without unfinished blocks."""
         rows = finished.row.unique()
         for row in rows[self.blocks[rows] == 0].tolist():
-            scores = {}
+            scores, states = {}, self.evaluated[row].item()
             for rule, log_prob, (nfe, near_ties), known in zip(
                 self.rules, self.log_prob[row].tolist(), self.counts[row].tolist(), self.has_margins, strict=True
             ):
-                scores[str(rule)] = RuleScore(log_prob, nfe, near_ties if known else None)
-            yield row, SharedScore(self.log_prob[row, 0].item(), rules=scores, states=self.evaluated[row].item())
+                scores[str(rule)] = RuleScore(log_prob, nfe, near_ties if known else None, 0 if scores else states)
+            yield row, SharedScore(self.log_prob[row, 0].item(), rules=scores)

@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import datetime
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -22,17 +21,16 @@ from lm_eval_duel.cli.paper import forecast, jobs, recipes, verdict
 from lm_eval_duel.cli.where import where
 from lm_eval_duel.command_line import FAILED, FLAGS, PATH, PROGRAM, Flag, Parser, process
 from lm_eval_duel.errors import DuelError, usage
+from lm_eval_duel.results.own_files import OwnFiles
 
 FORMAT = "lm_eval_duel paper"
-KEY = ("table", "row", "task", "estimator", "rule")  # of a line of paper.json
 PER_CENT = number("a number of per cent, from 0 to below 100", lambda x: 0 <= x < 100)
 PRINTS = f"""\
 Prints a line for each figure of the tables: published, measured, difference, standard error over documents, how many
 documents were scored, and a verdict. Each row is run in a process of its own (--num_processes 8: in eight, a GPU each);
 results, logs and response caches are kept in --out, so after Ctrl-C the same command continues, and finished rows are
 not run again. A row that fails is reported, and the others are still run; the exit code is then {FAILED}.
-Writes DIR/paper.md and DIR/paper.json (everything measured in DIR so far), and DIR/results for `report` and
-`leaderboard`.
+Writes DIR/paper.md and DIR/paper.json, and DIR/results for `report` and `leaderboard`.
 """
 
 
@@ -42,7 +40,7 @@ def main(arguments: Sequence[str]) -> None:
     if options.plan:
         print(forecast.table(options))
         return
-    failures: dict[str, str] = {}
+    failures: dict[Path, str] = {}  # by the job's path
     try:
         _run(options, failures)
     finally:  # what is finished is shown after Ctrl-C, too
@@ -50,7 +48,7 @@ def main(arguments: Sequence[str]) -> None:
         print(verdict.terminal(content, options.tolerance))
         print(f"\nwrote {options.out}/paper.md and {options.out}/paper.json", flush=True)
     if failures:
-        count = len({line.job.path("runs") for line in options.lines})
+        count = len(recipes.jobs(options.lines))
         raise DuelError(f"{len(failures)} of {count} runs failed; their logs are in {options.out}/runs.")
 
 
@@ -99,9 +97,9 @@ def _weights(text: str) -> tuple[str, dict[str, Any]]:
     return name, arguments
 
 
-def _run(options: argparse.Namespace, failures: dict[str, str]) -> None:
+def _run(options: argparse.Namespace, failures: dict[Path, str]) -> None:
     """Run every job that is not finished. `failures` gets why those that failed did."""
-    every = {line.job.path("runs"): line.job for line in options.lines}
+    every = recipes.jobs(options.lines)
     write(options, failures)
     for n, (path, job) in enumerate(every.items(), 1):
         label = f"[{n}/{len(every)}] {job.row} {job.task}"
@@ -110,39 +108,18 @@ def _run(options: argparse.Namespace, failures: dict[str, str]) -> None:
             continue
         print(f"{label} (progress: {PROGRAM} so-far {job.path('cache')})", flush=True)
         if why := jobs.run(job, options):
-            failures[str(path)] = why
+            failures[path] = why
             print(f"{label}: FAILED: {why}", flush=True)
         write(options, failures)
 
 
-def write(options: argparse.Namespace, failures: dict[str, str]) -> list[dict[str, Any]]:
-    """Write paper.md and paper.json: the lines of this command, which are returned, and those that earlier ones
-    finished in the same folder.
-    """
-    out = Path(options.out)
-    out.mkdir(parents=True, exist_ok=True)
+def write(options: argparse.Namespace, failures: dict[Path, str]) -> list[dict[str, Any]]:
+    """Write paper.md and paper.json, and return their lines; raises DuelError for such files that are not ours."""
     tolerance = options.tolerance
-    own = [verdict.described(line, failures.get(str(line.job.path("runs")), ""), tolerance) for line in options.lines]
-    every = [*own, *_earlier(out / "paper.json", own)]
+    lines = [verdict.described(line, failures.get(line.job.path("runs"), ""), tolerance) for line in options.lines]
     date = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
-    body = {"format": FORMAT, "version": 1, "date": date, "tolerance_percent": tolerance, "lines": every}
-    for name, text in (("paper.json", strict_json.dumps(body) + "\n"), ("paper.md", verdict.page(every, tolerance))):
-        part = out / f"{name}.part"
-        part.write_text(text, encoding="utf-8")
-        part.replace(out / name)
-    return own
-
-
-def _earlier(file: Path, own: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The measured lines of an earlier paper.json that are not among those of this command."""
-    if not file.exists():
-        return []
-    try:
-        stored = json.loads(file.read_text(encoding="utf-8"))
-        known = stored["lines"] if stored["format"] == FORMAT else None
-    except (ValueError, KeyError, TypeError):
-        known = None
-    if known is None:
-        raise DuelError(f"{file} was not written by {PROGRAM} paper: name another --out, or remove it.")
-    replaced = {tuple(map(line.get, KEY)): line["documents"] or 0 for line in own}
-    return [line for line in known if (line["documents"] or 0) > replaced.get(tuple(map(line.get, KEY)), 0)]
+    body = {"format": FORMAT, "version": 1, "date": date, "tolerance_percent": tolerance, "lines": lines}
+    texts = {"paper.md": verdict.page(lines, tolerance)}
+    texts["paper.json"] = strict_json.dumps({**body, "files": ["paper.md", "paper.json"]}) + "\n"
+    OwnFiles(Path(options.out), FORMAT).write({name: text.encode() for name, text in texts.items()})
+    return lines

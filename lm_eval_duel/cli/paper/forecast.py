@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from lm_eval_duel.cli import plan
+from lm_eval_duel.cli.paper import recipes
 from lm_eval_duel.cli.paper.jobs import processes_of
 from lm_eval_duel.cli.paper.recipes import Job
 from lm_eval_duel.errors import DuelError
@@ -36,13 +37,12 @@ STOCK = {"wikitext": "duel_wikitext2"}  # lm-eval's own task, and ours with the 
 
 
 def forecast(job: Job, options: argparse.Namespace) -> dict[str, Any]:
-    """Windows, network calls (at least), rows and hours of a job. `rough`: its data set is not on this machine;
-    `most`: an upper bound. Raises DuelError if its network's config.json cannot be read.
+    """Windows, network calls (at least), rows and hours of a job, on one device. `rough`: its data set is not on this
+    machine; `most`: an upper bound. Raises DuelError if its network's config.json cannot be read.
     """
     documents, tokens, rough = _size(job)
     arguments = {key: value for key, value in job.config["model_args"].items() if key != "add_bos_token"}
     arguments |= {"estimator": "ar"} if job.config["model"] == "hf" else {}
-    estimator = arguments.get("estimator", "duel")
     with tempfile.TemporaryDirectory() as folder:
         if job.missing_weights and job.shape:
             (Path(folder) / "config.json").write_text(job.shape, encoding="utf-8")
@@ -51,22 +51,17 @@ def forecast(job: Job, options: argparse.Namespace) -> dict[str, Any]:
         words += ["--utilization", str(options.utilization)]
         words += ["--tflops", str(options.tflops)] if options.tflops else []
         figures = plan.plan(plan.parse(words))
-    method = METHODS.get(estimator, f"elbo {arguments.get('mc_samples', 128)}")
-    return {
-        **figures["methods"][method],
-        "windows": figures["windows"],
-        "rough": rough,
-        "most": figures["upper_bound"] and method == "exact",
-    }
+    method = METHODS.get(arguments.get("estimator", "duel"), f"elbo {arguments.get('mc_samples', 128)}")
+    most = figures["upper_bound"] and method == "exact"
+    return {**figures["methods"][method], "windows": figures["windows"], "rough": rough, "most": most}
 
 
 def _size(job: Job) -> tuple[int, int, bool]:
     """(documents, scored tokens, whether they are rough) of a job."""
-    arguments = job.config["model_args"]
+    arguments, rough = job.config["model_args"], False
     named = {key: arguments[key] for key in ("pretrained", "tokenizer", "bos") if key in arguments}
     try:
         documents, tokens = _counted(job.task, json.dumps({**named, **job.config["metadata"]}, sort_keys=True))
-        rough = False
     except DuelError:
         if job.task not in SIZES:
             raise
@@ -94,31 +89,31 @@ def _counted(task: str, settings: str) -> tuple[int, int]:
 
 def table(options: argparse.Namespace) -> str:
     """The forecasts of a command as a table; a text in the last column says why there is none."""
-    rows, hours, windows, rough = [], [], 0, False
-    for job in {line.job.path("runs"): line.job for line in options.lines}.values():
+    rows, known, hours = [], [], 0.0
+    for job in recipes.jobs(options.lines).values():
         try:
-            figures = None if job.finished else forecast(job, options)
+            why = "finished" if job.finished else ""
+            figures = None if why else forecast(job, options)
         except DuelError as error:
-            rows.append([job.row, job.task, *[""] * 4, one_line(str(error).partition(". ")[0])])
-            continue
+            figures, why = None, one_line(str(error).partition(". ")[0])
         if figures is None:
-            rows.append([job.row, job.task, *[""] * 4, "finished"])
+            rows.append([job.row, job.task, *[""] * 4, why])
             continue
         about, most = "about " if figures["rough"] else "", "<= " if figures["most"] else ""
-        counts = [f"{most}{figures[key]:,}" for key in ("calls_at_least", "rows")]
-        hours.append(figures["hours"] / processes_of(job, options))
-        windows, rough = windows + figures["windows"], rough or figures["rough"]
-        rows.append(
-            [job.row, job.task, f"{about}{figures['windows']:,}", *counts, f"{most}{plan.hours_as_text(hours[-1])}", ""]
-        )
+        counts = [f"{about}{figures['windows']:,}", *(f"{most}{figures[key]:,}" for key in ("calls_at_least", "rows"))]
+        own = figures["hours"] / processes_of(job, options)
+        rows.append([job.row, job.task, *counts, f"{most}{plan.hours_as_text(own)}", ""])
+        known, hours = [*known, figures], hours + own
     devices = f" on {options.num_processes} devices" if options.num_processes > 1 else ""
+    windows = sum(figures["windows"] for figures in known)
     lines = [
         plain_table(HEADER, rows),
         "",
-        f"{len(hours)} run{'s' * (len(hours) != 1)}, {windows:,} windows, {plan.hours_as_text(sum(hours))}.",
+        f"{len(known)} run{'s' * (len(known) != 1)}, {windows:,} windows, {plan.hours_as_text(hours)}.",
         f"Time{devices} at {options.utilization:.0%} of the device's dense rate ({plan.TFLOPS['float32']:g} TFLOP/s in "
         f"float32, {plan.TFLOPS['bfloat16']:g} in bfloat16, an H200's); see --tflops, --utilization. Network calls: at "
         "least.",
     ]
-    lines += ["about: the data set is not on this machine, and its size is known within a quarter."] if rough else []
+    if any(figures["rough"] for figures in known):
+        lines.append("about: the data set is not on this machine, and its size is known within a quarter.")
     return "\n".join(lines)

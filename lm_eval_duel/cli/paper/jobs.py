@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import signal
 import subprocess
 import sys
@@ -14,8 +13,7 @@ from lm_eval_duel._autoload import MODELS
 from lm_eval_duel.cli.paper.recipes import Job
 from lm_eval_duel.command_line import INTERRUPTED, PROGRAM
 
-EVERY = 2.0  # seconds between looks at the log
-SHOWN = 160  # characters of a reason, or of a line of the log
+SHOWN = 320  # characters of a reason
 TORCHRUN = ("torch.distributed.run", "--standalone", "--nproc-per-node")
 
 
@@ -43,16 +41,11 @@ def run(job: Job, options: argparse.Namespace) -> str:
     with log.open("w", encoding="utf-8") as file:  # a session of its own: signals reach it once, from here
         process = subprocess.Popen(command, stdout=file, stderr=file, start_new_session=True)
         try:
-            while process.poll() is None:
-                _show(log)
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    process.wait(EVERY)
+            process.wait()
         except KeyboardInterrupt:
             process.send_signal(signal.SIGINT)
             process.wait()
             raise
-        finally:
-            _show(None)
     if process.returncode == INTERRUPTED:
         raise KeyboardInterrupt
     return "" if process.returncode == 0 and job.finished else reason(log, process.returncode)
@@ -85,12 +78,4 @@ def reason(log: Path, code: int) -> str:
     lines = [line.strip() for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
     own = [line for line in lines if line.startswith(f"{PROGRAM}: ")]
     last = (own[:1] or lines or ["it wrote no results"])[-1].removeprefix(f"{PROGRAM}: ")  # others fail as it has ended
-    return last if len(last) <= 2 * SHOWN else f"{last[: 2 * SHOWN]}..."
-
-
-def _show(log: Path | None) -> None:
-    """Show the last line of a log, such as a progress bar, in a line that the next one overwrites; None clears it."""
-    if sys.stderr.isatty():
-        pieces = log.read_bytes()[-4096:].decode(errors="replace").replace("\r", "\n").split("\n") if log else []
-        text = next((piece.strip() for piece in reversed(pieces) if piece.strip()), "")[:SHOWN]
-        print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
+    return last if len(last) <= SHOWN else f"{last[:SHOWN]}..."

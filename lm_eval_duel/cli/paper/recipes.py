@@ -14,7 +14,7 @@ import hashlib
 import itertools
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +92,11 @@ def missing_folder(name: str) -> bool:
     return (name.count("/") > 1 or name.startswith((".", "/", "~"))) and not os.path.exists(name)
 
 
+def jobs(lines: Iterable[Line]) -> dict[Path, Job]:
+    """The jobs of lines, each once, by the path of its configuration."""
+    return {line.job.path("runs"): line.job for line in lines}
+
+
 def lines(options: argparse.Namespace) -> list[Line]:
     """The lines of a command, in the order of the published figures; raises DuelError for unknown names."""
     figures = published.read([str(options.recipes / "published.csv")])
@@ -142,9 +147,7 @@ def _recipe(folder: Path, row: str, given: bool) -> dict[str, Any]:
     try:
         text = file.read_text(encoding="utf-8")
         content = yaml.safe_load(text)
-        if not isinstance(content["tasks"], list) or not isinstance(content["model_args"], dict):
-            raise KeyError("tasks, model_args")
-    except (OSError, UnicodeDecodeError, yaml.YAMLError, KeyError, TypeError) as error:
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise DuelError(f"{file} is not a recipe ({type(error).__name__}: {' '.join(str(error).split())}).") from None
     comments = itertools.takewhile(lambda line: line.startswith("#"), text.splitlines())
     comment = [line.removeprefix("#").strip() for line in comments]

@@ -19,7 +19,6 @@ from typing import Any
 
 from lm_eval_duel.cli.paper.recipes import Line
 from lm_eval_duel.errors import DuelError
-from lm_eval_duel.estimators.registry import find
 from lm_eval_duel.rates import ratio
 from lm_eval_duel.results import read, rows, stats
 from lm_eval_duel.results.records import Row
@@ -33,13 +32,14 @@ COMMON = (
     "The authors pack rows in each worker process, so the rows at the ends of batches differ; their precision is "
     "bfloat16 autocast, ours float32 (8B: bfloat16 weights). More: docs/paper_tables.md."
 )
+Entries = Mapping[str, Any]  # a line of paper.json
 
 
 @dataclasses.dataclass(frozen=True)
 class Measured:
     """A value of a results file. `stderr`: over documents. `random_stderr`: Monte Carlo; None if unknown or none."""
 
-    value: float
+    measured: float
     stderr: float | None
     random_stderr: float | None
     is_random: bool
@@ -51,8 +51,24 @@ class Measured:
     def subset(self) -> bool:
         return self.documents < self.of
 
+    @property
+    def comparison_error(self) -> float | None:
+        """The standard error of measured minus published; None if it cannot be known.
 
-def measured(line: Line, file: Path) -> Measured:
+        Exact values: that of a subset against all documents, 0 if all were scored. With random draws in both figures
+        the variance of the draws is part of the spread over documents, or known by itself for all documents.
+        """
+        if not self.subset and not self.is_random:
+            return 0.0
+        if not self.subset and self.random_stderr is not None:
+            return math.sqrt(2) * self.random_stderr
+        if self.stderr is None or self.documents < FEWEST:
+            return None
+        share = self.documents / self.of if self.of else 1.0
+        return self.stderr * math.sqrt(1 + share if self.is_random else 1 - share)
+
+
+def measure(line: Line, file: Path) -> Measured:
     """The value of a line in its job's results file; raises DuelError if the file does not hold it."""
     run = read.run(file)
     task, metric, rule = run.tasks[line.job.task], line.figure["metric"], line.figure["rule"]
@@ -61,7 +77,7 @@ def measured(line: Line, file: Path) -> Measured:
         if same and metric in row.metrics:
             size = task.size or 0
             whole = run.content.get("n-samples", {}).get(task.key, {}).get("original") or size
-            drawn = row.error(metric, row.nats_stderr), find(row.estimator).name == "elbo"
+            drawn = row.error(metric, row.nats_stderr), row.estimator == "elbo"
             return Measured(row.metrics[metric], over_documents(row, metric), *drawn, size, whole, run.fingerprint)
     raise DuelError(f"{file} has no {metric} of this line.")
 
@@ -85,42 +101,24 @@ def judge(line: Line, result: Measured, tolerance: float) -> tuple[str, float | 
     """
     if line.job.other_data:
         return OTHER, None, f"other data than the published figure's: {', '.join(line.job.changed)}"
-    error = comparison_error(result)
-    if error is None:
+    if (error := result.comparison_error) is None:
         few = f"{result.documents} documents" if result.documents < FEWEST else "no standard error"
         return UNDECIDED, None, f"{few}: too few for a verdict; at least {FEWEST} are needed"
     rounding = 0.5 * 10.0 ** int(Decimal(line.figure["printed"]).as_tuple().exponent)
     allowed = rounding + tolerance / 100 * line.figure["value"] + stats.CLEAR * error
-    return AGREES if abs(result.value - line.figure["value"]) <= allowed else DIFFERS, allowed, ""
-
-
-def comparison_error(result: Measured) -> float | None:
-    """The standard error of measured minus published; None if it cannot be known.
-
-    Exact values: that of a subset against all documents, 0 if all were scored. With random draws in both figures the
-    variance of the draws is part of the spread over documents, or known by itself for all documents.
-    """
-    share = result.documents / result.of if result.of else 1.0
-    if not result.subset and not result.is_random:
-        return 0.0
-    if not result.subset and result.random_stderr is not None:
-        return math.sqrt(2) * result.random_stderr
-    if result.stderr is None or result.documents < FEWEST:
-        return None
-    return result.stderr * math.sqrt(1 + share if result.is_random else 1 - share)
+    return AGREES if abs(result.measured - line.figure["value"]) <= allowed else DIFFERS, allowed, ""
 
 
 def described(line: Line, failed: str, tolerance: float) -> dict[str, Any]:
     """A line of the table, for JSON. `failed`: why its job failed, if it did."""
-    figure, job, result = line.figure, line.job, None
+    figure, job, result, file = line.figure, line.job, None, line.job.finished
     verdict, allowed, why = None, None, failed
-    if (file := job.finished) is not None:
+    if file is not None:
         try:
-            result = measured(line, file)
+            result = measure(line, file)
             verdict, allowed, why = judge(line, result, tolerance)
         except DuelError as error:
             why = str(error)
-    values = dataclasses.asdict(result) if result else dict.fromkeys(f.name for f in dataclasses.fields(Measured))
     return {
         "table": line.table,
         "row": job.row,
@@ -129,11 +127,10 @@ def described(line: Line, failed: str, tolerance: float) -> dict[str, Any]:
         "published": figure["value"],
         "bound": figure["kind"] == "bound",
         "status": "finished" if result else "FAILED" if why else "not run",
-        "measured": values.pop("value"),
-        "difference": None if result is None else result.value - figure["value"],
-        **values,
-        "subset": None if result is None else result.subset,
-        "file": None if result is None else str(file),
+        **{field.name: getattr(result, field.name, None) for field in dataclasses.fields(Measured)},
+        "difference": result and result.measured - figure["value"],
+        "subset": result and result.subset,
+        "file": result and str(file),
         "limit": job.limit,
         "changed": list(job.changed),
         "verdict": verdict,
@@ -146,26 +143,31 @@ def described(line: Line, failed: str, tolerance: float) -> dict[str, Any]:
 # ---------------------------------------------------------------- as text
 
 
-def table(lines: Sequence[Mapping[str, Any]]) -> Table:
+def table(lines: Sequence[Entries]) -> Table:
     """The lines as a table."""
-    values = [Column(name, ".2f") for name in ("published", "measured")]
-    columns = [Column("row"), Column("task"), Column("method"), *values, Column("difference"), Column("allowed", ".2f")]
-    columns += [Column("+-", ".2f"), Column("documents"), Column("verdict")]
-    return Table(columns, [_cells(line) for line in lines])
+
+    def difference(line: Entries) -> str:
+        difference = line["difference"]
+        return "" if difference is None else f"{difference:+.2f} ({100 * difference / line['published']:+.1f} %)"
+
+    def documents(line: Entries) -> str:
+        if line["documents"] is None:
+            return ""
+        return f"{line['documents']:,} of {line['of']:,}" if line["subset"] else f"all {line['documents']:,}"
+
+    def verdict(line: Entries) -> str:
+        return f"{'subset: ' if line['subset'] else ''}{line['verdict'] or line['status']}"
+
+    columns = [Column(name, cell=lambda line, name=name: line[name]) for name in ("row", "task")]
+    columns.append(Column("method", cell=lambda line: line["rule"] or line["estimator"]))
+    for name in ("published", "measured"):
+        columns.append(Column(name, ".2f", cell=lambda line, name=name: Cell(line[name], bound=line["bound"])))
+    columns += [Column("difference", cell=difference), Column("allowed", ".2f", cell=lambda line: line["allowed"])]
+    columns.append(Column("+-", ".2f", cell=lambda line: line["stderr"]))
+    return Table.of(lines, [*columns, Column("documents", cell=documents), Column("verdict", cell=verdict)])
 
 
-def _cells(line: Mapping[str, Any]) -> list[Any]:
-    first = [line["row"], line["task"], line["rule"] or line["estimator"]]
-    published, measured = (Cell(line[key], bound=line["bound"]) for key in ("published", "measured"))
-    if line["measured"] is None:
-        return [*first, published, *[None] * 5, line["status"]]
-    relative = f"{line['difference']:+.2f} ({100 * line['difference'] / line['published']:+.1f} %)"
-    documents = f"{line['documents']:,} of {line['of']:,}" if line["subset"] else f"all {line['documents']:,}"
-    verdict = f"subset: {line['verdict']}" if line["subset"] else line["verdict"]
-    return [*first, published, measured, relative, line["allowed"], line["stderr"], documents, verdict]
-
-
-def notes(lines: Sequence[Mapping[str, Any]], tolerance: float) -> list[str]:
+def notes(lines: Sequence[Entries], tolerance: float) -> list[str]:
     """What the columns mean, and why lines differ."""
     measured = [line for line in lines if line["measured"] is not None]
     remarks = [f"{line['row']}, {line['task']}: FAILED: {line['why']}" for line in lines if line["status"] == "FAILED"]
@@ -193,12 +195,12 @@ def notes(lines: Sequence[Mapping[str, Any]], tolerance: float) -> list[str]:
     return list(dict.fromkeys(remarks))
 
 
-def terminal(lines: Sequence[Mapping[str, Any]], tolerance: float) -> str:
+def terminal(lines: Sequence[Entries], tolerance: float) -> str:
     """The lines for the terminal."""
     return "\n".join([plain(table(lines)), "", *notes(lines, tolerance)]).rstrip("\n")
 
 
-def page(lines: Sequence[Mapping[str, Any]], tolerance: float) -> str:
+def page(lines: Sequence[Entries], tolerance: float) -> str:
     """The lines as a Markdown page, a table for each table of the paper."""
     escape = MARKDOWN.escape
     parts = ["# Published and measured"]

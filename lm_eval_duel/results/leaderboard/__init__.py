@@ -16,7 +16,7 @@ from lm_eval_duel.errors import DuelError, usage
 from lm_eval_duel.harness import trace
 from lm_eval_duel.rates import METRICS
 from lm_eval_duel.results import match, published, read, reveal_order
-from lm_eval_duel.results.leaderboard import board, columns, documents, exports, page, text
+from lm_eval_duel.results.leaderboard import board, columns, documents, exports, page, views
 from lm_eval_duel.results.leaderboard.board import Board
 from lm_eval_duel.results.own_files import OwnFiles
 from lm_eval_duel.results.records import plain
@@ -79,13 +79,13 @@ def collect(options: argparse.Namespace) -> Board:
         notes += [f"{n} in {run.name} has no {metric} and is left out." for n in run.tasks if not run.has(n, metric)]
     compared = columns.of(known, metric, ar)
     rows, mean_of = board.ranked(board.rows(compared), compared, metric)
-    shown, problems = documents.collect(traces, labels, options.shown, documents.Tokenizers(options.tokenizer))
+    shown, problems = documents.collect(traces, labels, options.shown, documents.texts_by(options.tokenizer))
     return Board(
         title=options.title,
         metric=metric,
         ar=ar[0].label if ar else None,
         mean_of=mean_of,
-        by="mean" if mean_of else board.ranked_in(compared),
+        by="mean" if mean_of else board.most_rows(compared),
         columns=compared,
         rows=rows,
         published=published.tables(published.read(options.published)),
@@ -120,8 +120,8 @@ def write(content: Board, options: argparse.Namespace) -> list[str]:
     own = OwnFiles(Path(options.out), board.FORMAT)
     written = {
         "index.html": page.html(content),
-        "leaderboard.md": text.markdown(content),
-        "leaderboard.csv": text.csv_text(content),
+        "leaderboard.md": views.page(content),
+        "leaderboard.csv": views.csv_text(content),
         **exports.every_eval_ever(content, options.organization),
         **exports.eval_results(content, exports.benchmarks(options.benchmark)),
     }
@@ -136,6 +136,6 @@ def main(arguments: Sequence[str]) -> None:
     OwnFiles(Path(options.out), board.FORMAT).earlier()
     content = collect(options)
     written = write(content, options)
-    print(text.console(content))
+    print(views.console(content))
     several = len(written) - len(MAIN)
     print(f"wrote to {options.out}: {', '.join(MAIN)}{f' and {several} exports' if several else ''}")

@@ -13,7 +13,6 @@ from lm_eval_duel.estimators import registry
 from lm_eval_duel.results import compare, run_cost
 from lm_eval_duel.results.leaderboard import provenance
 from lm_eval_duel.results.leaderboard.columns import TaskColumn
-from lm_eval_duel.results.leaderboard.provenance import Provenance
 from lm_eval_duel.results.read import Run
 from lm_eval_duel.results.records import Average, Row
 from lm_eval_duel.results.rows import NON_IDENTITY_KEYS
@@ -31,7 +30,7 @@ KINDS = {  # of a row: what is said about it
 CELL = (  # the entries of a result in leaderboard.json
     *("value", "interval", "stderr", "stderr_reason", "window_stderr", "reason"),
     *("gap", "gap_interval", "gap_closed", "gap_closed_interval", "gap_closed_stderr", "gap_closed_reason"),
-    *("distinguishable", "nfe", "tokens"),
+    *("distinguishable", "nfe", "tokens", "file"),
 )
 
 
@@ -77,7 +76,7 @@ class BoardRow:
     block = property(lambda self: self.first.block or "")
     autoregressive = property(lambda self: self.first.run.autoregressive)
     baseline = property(lambda self: any(result.ar for result in self.results.values()))
-    dtype = property(lambda self: self.first.run.dtype)
+    dtype = property(lambda self: self.first.dtype)
     spec = property(lambda self: self.first.run.spec)
 
     @property
@@ -106,9 +105,8 @@ class BoardRow:
     @property
     def label(self) -> str:
         """Its name without the model."""
-        block = "" if not self.block else "whole target" if self.block == "none" else f"block {self.block}"
         cache = f"cache={self.cache}" if self.cache not in ("", "none") else ""
-        return ", ".join(filter(None, [self.display, self.rule, block, cache, self.remarks]))
+        return ", ".join(filter(None, [self.display, self.rule, self.first.block_words, cache, self.remarks]))
 
     # ------------------------------------------------------------ gap closed and cost, over its tasks
 
@@ -143,51 +141,50 @@ class BoardRow:
     @property
     def seconds_per_token(self) -> float | None:
         """Of scoring. Rows of one lattice run share its time."""
-        costs = self.costs
-        return None if self.seconds_reason else sum(c.seconds for c in costs) / sum(c.tokens for c in costs)
+        if self.seconds_reason:
+            return None
+        return sum(cost.seconds for cost in self.costs) / sum(cost.tokens for cost in self.costs)
 
     # ------------------------------------------------------------ where it comes from
 
-    @functools.cached_property
-    def sources(self) -> list[Provenance]:
-        return [provenance.of(run) for run in self.runs]
-
-    @property
-    def fingerprint(self) -> str:
-        return ", ".join(dict.fromkeys(run.fingerprint for run in self.runs if run.fingerprint))
-
-    parameters = property(lambda self: next((s.parameters for s in self.sources if s.parameters), None))
-    date = property(lambda self: max(source.date for source in self.sources))
+    fingerprint = property(
+        lambda self: ", ".join(dict.fromkeys(run.fingerprint for run in self.runs if run.fingerprint))
+    )
+    parameters = property(lambda self: next(filter(None, map(provenance.parameters, self.runs)), None))
+    date = property(lambda self: max(map(provenance.date, self.runs)))
     files = property(lambda self: [run.name for run in self.runs])
-    commands = property(lambda self: list(dict.fromkeys(source.command for source in self.sources)))
-    datasets = property(lambda self: {name: found for s in self.sources for name, found in s.datasets.items()})
+    commands = property(lambda self: [*dict.fromkeys(map(provenance.command, self.runs))])
+    datasets = property(lambda self: functools.reduce(dict.__or__, map(provenance.datasets, self.runs)))
 
     @property
     def versions(self) -> dict[str, str]:
-        names = dict.fromkeys(name for source in self.sources for name in source.versions)
-        found = {name: dict.fromkeys(s.versions[name] for s in self.sources if name in s.versions) for name in names}
-        return {name: ", ".join(releases) for name, releases in found.items()}
+        every: dict[str, dict[str, None]] = {}
+        for run in self.runs:
+            for name, version in provenance.versions(run).items():
+                every.setdefault(name, {})[version] = None
+        return {name: ", ".join(versions) for name, versions in every.items()}
 
     @property
     def cells(self) -> dict[str, dict[str, Any]]:
+        bits = "bits_per_byte"
         return {
             column: {key: getattr(result, key) for key in CELL}
-            | {"file": result.run.name}
-            | {"bits_per_byte": result.metrics.get("bits_per_byte")}
-            | {"bits_per_byte_stderr": result.stderrs.get("bits_per_byte")}
+            | {bits: result.metrics.get(bits), f"{bits}_stderr": result.stderrs.get(bits)}
             for column, result in self.results.items()
         }
 
 
 @dataclasses.dataclass(frozen=True)
 class Board:
-    """A leaderboard. `mean_of`: the ids of the columns that means are over; `by`: `mean`, or the id of a column."""
+    """A leaderboard. `ar`: the model of the gaps. `mean_of`: the ids of the columns that means are over. `by`: `mean`,
+    or the id of the column that rows are ranked in.
+    """
 
     title: str
     metric: str
-    ar: str | None  # the model of the gaps
+    ar: str | None
     mean_of: list[str]
-    by: str | None
+    by: str
     columns: list[TaskColumn]
     rows: list[BoardRow]
     published: list[dict[str, Any]]
@@ -210,9 +207,8 @@ class Board:
     @property
     def ranked_by(self) -> str:
         """What rows are ranked by, in words."""
-        if self.by == "mean":
-            return "the mean over tasks"
-        return f"{self.unit} of {next((c.label for c in self.columns if c.id == self.by), 'nothing')}"
+        labels = {column.id: column.label for column in self.columns}
+        return "the mean over tasks" if self.by == "mean" else f"{self.unit} of {labels[self.by]}"
 
     @property
     def groups(self) -> list[tuple[str, list[BoardRow]]]:
@@ -232,12 +228,12 @@ def rows(columns: Sequence[TaskColumn]) -> list[BoardRow]:
     for column in columns:
         for result in column.compared.rows:
             merged.setdefault(_identity(result), {})[column.id] = result
-    found = []
+    joined = []
     for results in merged.values():
         names = [(result.model, result.name) for result in results.values()]
         average = next((averages[name] for name in reversed(names) if name in averages), None)
-        found.append(BoardRow(results, average, max(map(_remarks, results.values()), key=len)))
-    return _told_apart(found)
+        joined.append(BoardRow(results, average, max(map(_qualifiers, results.values()), key=len)))
+    return [replace(row, remarks=", ".join(filter(None, [row.remarks, *_specifics(row, joined)]))) for row in joined]
 
 
 def _identity(result: Row) -> tuple:
@@ -248,68 +244,56 @@ def _identity(result: Row) -> tuple:
     return result.run.key, result.estimator, result.rule, result.block, result.bound, spec
 
 
-def _remarks(result: Row) -> str:
+def _qualifiers(result: Row) -> str:
     """What distinguishes a row beyond model, estimator, rule, block and cache."""
-    parts = [part for part in result.qualifiers.split(", ") if part and not part.startswith("cache=")]
+    parts = [part for part in result.qualifiers.split(", ") if not part.startswith("cache=")]
     return ", ".join(filter(None, [*parts, result.unknown_share]))
 
 
-def _told_apart(found: Sequence[BoardRow]) -> list[BoardRow]:
-    """Add what distinguishes rows of one name: they are in different columns, so the report had no need to."""
-    told = []
-    for row in found:
-        specs = [other.spec for other in found if (other.model, other.label) == (row.model, row.label)]
-        keys = dict.fromkeys(key for spec in specs for key in spec if len({s.get(key) for s in specs}) > 1)
-        parts = [f"{k}={row.spec.get(k, 'not set')}" for k in keys if k not in ("estimator", "rule", "cache")]
-        told.append(replace(row, remarks=", ".join(filter(None, [row.remarks, *parts]))))
-    return told
+def _specifics(row: BoardRow, rows: Sequence[BoardRow]) -> list[str]:
+    """What distinguishes rows of one name: they are in different columns, so the report had no need to say it."""
+    specs = [other.spec for other in rows if (other.model, other.label) == (row.model, row.label)]
+    keys = dict.fromkeys(key for spec in specs for key in spec if len({s.get(key) for s in specs}) > 1)
+    return [f"{k}={row.spec.get(k, 'not set')}" for k in keys if k not in ("estimator", "rule", "cache")]
 
 
 # ---------------------------------------------------------------- ranks and means
 
 
-def ranked(found: Sequence[BoardRow], columns: Sequence[TaskColumn], metric: str) -> tuple[list[BoardRow], list[str]]:
+def ranked(rows: Sequence[BoardRow], columns: Sequence[TaskColumn], metric: str) -> tuple[list[BoardRow], list[str]]:
     """The rows with means and ranks, in order, and the ids of the columns that means are over.
 
     The mean is over the columns that all rows have (the oracle aside); with fewer than two there is none. Rows are
     ranked by it, or else in the column with the most rows.
     """
-    needed = [row for row in found if row.kind != "oracle"]
+    needed = [row for row in rows if row.kind != "oracle"]
     common = [c.id for c in columns if needed and all(_finite(_value(row, c.id)) for row in needed)]
-    common = common if len(common) > 1 else []
-    means = [_mean(row, common, metric) for row in found]
-    by = ranked_in(columns)
-    rows = [
-        replace(row, mean=mean, mean_stderr=error, main=mean if common else _value(row, by))
-        for row, (mean, error) in zip(found, means, strict=True)
-    ]
-    able = [row.ranked and _finite(row.main) for row in rows]
-    best = [row for row, ok in zip(rows, able, strict=True) if ok]
-    for n, row in enumerate(rows):
-        if able[n]:
-            rank = _place(row.main, [other.main for other in best])
-            places = [_place(_value(row, c), [_value(other, c) for other in best]) for c in common]
-            rows[n] = replace(row, rank=rank, mean_rank=sum(places) / len(places) if places else None)
+    common, by = common if len(common) > 1 else [], most_rows(columns)
+    valued = []
+    for row in rows:
+        mean, error = _mean(row, common, metric)
+        valued.append(replace(row, mean=mean, mean_stderr=error, main=mean if common else _value(row, by)))
+    best = [row for row in valued if row.ranked and _finite(row.main)]
+
+    def placed(row: BoardRow) -> BoardRow:
+        if not (row.ranked and _finite(row.main)):
+            return row
+        places = [1 + sum(_value(other, c) < _value(row, c) for other in best) for c in common]
+        mean_rank = sum(places) / len(places) if places else None
+        return replace(row, rank=1 + sum(other.main < row.main for other in best), mean_rank=mean_rank)
+
     models, names = list(dict.fromkeys(row.model for row in rows)), [*registry.ESTIMATORS]
-    rows.sort(
-        key=lambda row: (
-            row.kind == "oracle",
-            row.main if _finite(row.main) else math.inf,
-            models.index(row.model),
-            names.index(row.estimator),
-            sort_key(row.rule),
-        )
-    )
-    return rows, common
+
+    def order(row: BoardRow) -> tuple:
+        main = row.main if _finite(row.main) else math.inf
+        return row.kind == "oracle", main, models.index(row.model), names.index(row.estimator), sort_key(row.rule)
+
+    return sorted(map(placed, valued), key=order), common
 
 
-def ranked_in(columns: Sequence[TaskColumn]) -> str:
-    """The id of the column that rows are ranked in if there is no mean: that with the most rows."""
+def most_rows(columns: Sequence[TaskColumn]) -> str:
+    """The id of the column that rows are ranked in if there is no mean."""
     return max(columns, key=lambda column: len(column.compared.rows)).id
-
-
-def _place(value: float, others: Sequence[float]) -> int:
-    return 1 + sum(other < value for other in others)
 
 
 def _mean(row: BoardRow, common: Sequence[str], metric: str) -> tuple[float | None, float | None]:

@@ -88,14 +88,13 @@ def _groups(runs: Sequence[Run], name: str, metric: str) -> list[tuple[list[Run]
     for run in runs:
         reasons = []
         for members, _ in groups:
-            with_samples = [other for other in members if other.tasks[name].documents is not None]
-            firsts = [members[0], *(other for other in with_samples[:1] if other is not members[0])]
-            reasons.append(next(filter(None, (_apart(name, metric, first, run) for first in firsts)), ""))
+            sampled = [member for member in members if member.tasks[name].documents is not None]
+            reasons.append(next(filter(None, (_apart(name, metric, m, run) for m in (members[0], *sampled[:1]))), ""))
             if not reasons[-1]:
                 members.append(run)
                 break
         else:
-            groups.append(([run], reasons[0] if reasons else ""))
+            groups.append(([run], next(iter(reasons), "")))
     return groups
 
 
@@ -103,9 +102,8 @@ def _apart(name: str, metric: str, here: Run, there: Run) -> str:
     """Why two results may not share a column; empty if they may. Per word and byte, tokenizers may differ."""
     apart = match.documents(here.tasks[name], there.tasks[name], metric)
     if apart is None:
-        others = match.differences(here, there, name)
-        others = [d for d in others if metric in TOKEN_METRICS or not d.field.startswith("tokenizer")]
-        apart = others[0] if others else None
+        fields = match.differences(here, there, name)
+        apart = next((d for d in fields if metric in TOKEN_METRICS or not d.field.startswith("tokenizer")), None)
     return "" if apart is None else f"{apart.field}: {apart.there} here, {apart.here} in the first column of {name}"
 
 
@@ -123,11 +121,11 @@ def _label(column: TaskColumn, columns: Sequence[TaskColumn]) -> str:
 
 def remarks(columns: Sequence[TaskColumn]) -> list[str]:
     """The notes of columns, each once; one that does not hold for all columns says for which tasks it does."""
-    tasks: dict[str, list[TaskColumn]] = {}
+    tasks: dict[str, list[str]] = {}
     for column in columns:
         for note in dict.fromkeys([*column.compared.differences, *column.compared.notes]):
-            tasks.setdefault(note, []).append(column)
+            tasks.setdefault(note, []).append(column.task)
     return [
-        note if len(alike) == len(columns) else f"{', '.join(dict.fromkeys(c.task for c in alike))}: {note}"
-        for note, alike in tasks.items()
+        note if len(names) == len(columns) else f"{', '.join(dict.fromkeys(names))}: {note}"
+        for note, names in tasks.items()
     ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -32,8 +33,7 @@ class Order:
 
     def extend(self, window: Mapping[str, Any], order: Mapping[str, Any]) -> None:
         """Append a window."""
-        first = len(self.ids)
-        self.starts += [first + start for start in window.get("starts") or [0]]
+        self.starts += [len(self.ids) + start for start in window.get("starts") or [0]]
         self.ids += window["ids"]
         self.steps += order["reveal_steps"]
         self.nats += [-value for value in order["token_logprobs"]]
@@ -57,12 +57,12 @@ def collect(
     ]
     shown, notes, values = [], [], 0
     for place in chosen:
-        document, why = _document(place, orders[place], texts)
+        document, remarks = _document(place, orders[place], texts)
         values += sum(len(order["steps"]) for order in document["orders"])
         if values > MAX_VALUES:
             notes.append(f"The document view is full: it shows {len(shown)} of {len(chosen)} documents.")
             break
-        notes += why
+        notes += remarks
         if document["orders"]:
             shown.append(document)
     return shown, notes
@@ -82,8 +82,7 @@ def _orders(traces: reveal_order.Traces, path: Path, model: str) -> Iterator[tup
                 label = _label(model, spec, rule)
                 empty = Order(label, str(header.get("tokenizer") or ""))
                 orders.setdefault(((task, number), label), empty).extend(window, order)
-    for (place, _), order in orders.items():
-        yield place, order
+    return ((place, order) for (place, _), order in orders.items())
 
 
 def _label(model: str, spec: Mapping[str, Any], rule: str) -> str:
@@ -91,57 +90,52 @@ def _label(model: str, spec: Mapping[str, Any], rule: str) -> str:
     estimator = registry.ESTIMATORS.get(str(spec.get("estimator")))
     if estimator is not None and estimator.causal:
         return f"{model}, autoregressive"
+    named = estimator is not None and not (estimator.lattice and rule) and estimator.name != "duel"
     block = str(spec.get("block", "none"))
-    parts = [model, without_defaults(rule), "whole target" if block == "none" else f"block {block}"]
-    if estimator is not None and not (estimator.lattice and rule) and estimator.name != "duel":
-        parts.insert(1, estimator.title)
-    parts += [f"cache={spec['cache']}"] if "cache" in spec else []
-    return ", ".join(filter(None, parts))
+    parts = [model, estimator.title if named else "", without_defaults(rule)]
+    parts += ["whole target" if block == "none" else f"block {block}"]
+    return ", ".join(filter(None, [*parts, f"cache={spec['cache']}" if "cache" in spec else ""]))
 
 
 def _document(place: Place, orders: Iterable[Order], texts: Texts) -> tuple[dict[str, Any], list[str]]:
     """A document for the page. Orders share the pieces of their text if their ids and tokenizers are the same."""
-    pieces: list[list[str]] = []
-    known: dict[tuple[str, tuple[int, ...]], int] = {}
+    pieces: dict[tuple[str, tuple[int, ...]], list[str]] = {}
     shown, notes = [], []
     for order in orders:
         cut = min(len(order.ids), MAX_TOKENS)
         key = order.tokenizer, tuple(order.ids[:cut])
-        if key not in known:
-            try:
-                split = texts(*key)
-            except DuelError as error:
-                notes.append(f"{order.label}, {place[0]} {place[1]} is not shown: {error}")
-                continue
-            known[key] = len(pieces)
-            pieces.append(split)
+        try:
+            pieces[key] = pieces.get(key) or texts(*key)
+        except DuelError as error:
+            notes.append(f"{order.label}, {place[0]} {place[1]} is not shown: {error}")
+            continue
         if cut < len(order.ids):
             notes.append(f"The document view shows the first {cut:,} tokens of {place[0]} {place[1]}.")
         shown.append(
             {
                 "label": order.label,
-                "text": known[key],
+                "text": list(pieces).index(key),
                 "starts": [start for start in dict.fromkeys([0, *sorted(order.starts)]) if start < cut],
                 "steps": order.steps[:cut],
                 "nats": [round(value, 3) for value in order.nats[:cut]],
             }
         )
-    return {"task": place[0], "number": place[1], "pieces": pieces, "orders": shown}, notes
+    return {"task": place[0], "number": place[1], "pieces": [*pieces.values()], "orders": shown}, notes
 
 
-class Tokenizers:
-    """The texts of ids, by tokenizers that are loaded once, when they are needed. `instead`: of those traces name."""
+def texts_by(instead: str | None) -> Texts:
+    """The texts of ids, by tokenizers that are loaded once, when they are needed; `instead` of those traces name."""
 
-    def __init__(self, instead: str | None = None) -> None:
-        self.instead, self.loaded = instead, dict[str, Any]()
-
-    def __call__(self, name: str, ids: Sequence[int]) -> list[str]:
-        """What each id adds to the text; raises DuelError if the tokenizer cannot be loaded."""
+    @functools.cache
+    def load(name: str) -> Any:
         from lm_eval_duel import denoisers
 
-        name = self.instead or name
-        if not name:
+        return denoisers.load_tokenizer({"tokenizer": name})
+
+    def texts(name: str, ids: Sequence[int]) -> list[str]:
+        """What each id adds to the text; raises DuelError if the tokenizer cannot be loaded."""
+        if not (instead or name):
             raise DuelError("its trace names no tokenizer; pass a folder or a hub name with --tokenizer.")
-        if name not in self.loaded:
-            self.loaded[name] = denoisers.load_tokenizer({"tokenizer": name})
-        return token_texts(ids, self.loaded[name])
+        return token_texts(ids, load(instead or name))
+
+    return texts

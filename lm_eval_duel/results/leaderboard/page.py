@@ -15,14 +15,24 @@ from pathlib import Path
 from typing import Any
 
 from lm_eval_duel import strict_json
-from lm_eval_duel.results.leaderboard import table, text
+from lm_eval_duel.results.leaderboard import views
 from lm_eval_duel.results.leaderboard.board import KINDS, Board, BoardRow
+from lm_eval_duel.results.leaderboard.views import Head
 from lm_eval_duel.results.published import UNCHECKED
-from lm_eval_duel.results.table import HTML, WORDS, Cell
+from lm_eval_duel.results.table import HTML, WORDS, Cell, Table
 from lm_eval_duel.tables import one_line
 
 ASSETS = Path(__file__).resolve().parent / "assets"
 SCRIPTS = ("table.js", "documents.js")
+GROUPS = {  # of columns, which the page can hide
+    "mean": "means",
+    "value": "perplexity",
+    "bits": "bits per byte",
+    "gap": "gap",
+    "closed": "gap closed",
+    "cost": "cost",
+    "source": "provenance",
+}
 MANY = 2  # tasks beyond which the page first shows names, means, perplexities and cost only
 FIRST_HIDDEN = ("bits", "gap", "closed", "source")
 WIDTH, MARGIN = 150.0, 9.0  # of a plot
@@ -37,7 +47,7 @@ def html(board: Board) -> str:
 
     style = (ASSETS / "style.css").read_text(encoding="utf-8")
     script = "\n".join((ASSETS / name).read_text(encoding="utf-8") for name in SCRIPTS)
-    heads, axis = table.heads(board), _axis(board)
+    heads, axis = views.heads(board), _axis(board)
     environment = Environment(
         autoescape=True,
         loader=FileSystemLoader(ASSETS),
@@ -55,9 +65,10 @@ def html(board: Board) -> str:
         policy=f"default-src 'none'; img-src data:; style-src {_hash(style)}; script-src {_hash(script)}",
         heads=heads,
         groups=_column_groups(board, heads),
-        tasks={column.id: table.of_task(board, column) for column in board.columns},
-        value=lambda head, cell: HTML.value(cell, head.column),
-        interval=lambda head, cell: HTML.interval(cell, head.column),
+        lines=lambda rows: zip(rows, Table.of(rows, heads).rows, strict=True),
+        tasks={column.id: views.of_task(board, column) for column in board.columns},
+        value=HTML.value,
+        interval=HTML.interval,
         sort_key=_sort_key,
         axis=axis,
         place=lambda row: axis.at(row.main) if _finite(row) else None,
@@ -75,34 +86,31 @@ def _hash(content: str) -> str:
     return f"'sha256-{digest}'"
 
 
-def _column_groups(board: Board, heads: Sequence[table.Head]) -> list[dict[str, Any]]:
+def _column_groups(board: Board, heads: Sequence[Head]) -> list[dict[str, Any]]:
     """The groups of columns that can be hidden; if there are many tasks, only a few groups are shown at first."""
     hidden = FIRST_HIDDEN if len(board.columns) > MANY else ("source",)
-    names = {**table.GROUPS, "value": board.unit, "gap": f"gap to {board.ar}"}
-    there = {head.group for head in heads} - {"name"}
-    return [{"id": key, "name": names[key], "shown": key not in hidden} for key in table.GROUPS if key in there]
+    names = {**GROUPS, "value": board.unit, "gap": f"gap to {board.ar}"}
+    there = {head.group for head in heads}
+    return [{"id": key, "name": names[key], "shown": key not in hidden} for key in GROUPS if key in there]
 
 
-def _sort_key(head: table.Head, cell: Cell) -> float | str | None:
+def _sort_key(cell: Cell, head: Head) -> float | str | None:
     """What the page sorts a cell by: a number, a text, or None (last)."""
-    value = cell.value if cell.value != "" else None
-    if head.column.numeric and isinstance(value, str):
-        return math.inf if value == "whole" else None
-    return value
+    if head.numeric and isinstance(cell.value, str):
+        return math.inf if cell.value == "whole" else None
+    return None if cell.value == "" else cell.value
 
 
 def _published(source: Mapping[str, Any]) -> dict[str, Any]:
-    """A table of published figures, as texts."""
-    shown = text.published(source)
-    cells = shown.rows
-    kept = [n for n in range(len(shown.columns)) if any(row[n].value not in (None, "") for row in cells)]
+    """A table of published figures without empty columns, as texts."""
+    table = views.published(source)
+    kept = [n for n in range(len(table.columns)) if any(row[n].value not in (None, "") for row in table.rows)]
     lines = [
-        (row, [(shown.columns[n], line[n], HTML.value(line[n], shown.columns[n])) for n in kept])
-        for row, line in zip(source["rows"], cells, strict=True)
+        (row, [(table.columns[n], cells[n], HTML.value(cells[n], table.columns[n])) for n in kept])
+        for row, cells in zip(source["rows"], table.rows, strict=True)
     ]
-    return {"source": source["source"], "unit": WORDS[source["metric"]], "lines": lines} | {
-        "columns": [shown.columns[n] for n in kept]
-    }
+    about = {"source": source["source"], "unit": WORDS[source["metric"]]}
+    return about | {"lines": lines, "columns": [table.columns[n] for n in kept]}
 
 
 # ---------------------------------------------------------------- the plot of the value that rows are ranked by

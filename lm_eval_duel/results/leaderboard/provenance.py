@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import datetime
 import json
 import shlex
 from collections.abc import Mapping
 from typing import Any
 
-from lm_eval_duel.results.own_files import whole
-from lm_eval_duel.results.read import MODEL, RESULTS, Run
-from lm_eval_duel.results.task import Json
+from lm_eval_duel.results.read import MODEL, Run
 
 SEEDS = {"random_seed": 0, "numpy_seed": 1234, "torch_seed": 1234, "fewshot_seed": 1234}  # of --seed
 TASK_FOLDER = '"$(lm-eval-duel tools where tasks)"'
@@ -21,41 +18,29 @@ IN_PYTHON = "no command: the model was made in Python"
 DATASET = {"path": "dataset_path", "name": "dataset_name", "split": "test_split"}
 
 
-@dataclasses.dataclass(frozen=True)
-class Provenance:
-    """What a results file says about how it was made."""
-
-    versions: dict[str, str]
-    date: str  # ISO 8601, UTC; empty if it is not known
-    parameters: int | None
-    command: str
-    datasets: dict[str, dict[str, str]]  # task -> path, name and split, if the task names a data set of the hub
+def versions(run: Run) -> dict[str, str]:
+    """The releases that made a result."""
+    duel = run.content["config"].get("duel") or {}
+    others = {name: run.content.get(f"{name}_version") for name in ("lm_eval", "transformers")}
+    own = {name: str(version or "unknown") for name, version in (duel.get("versions") or {}).items()}
+    return {**own, **{name: str(version) for name, version in others.items() if version and name not in own}}
 
 
-def of(run: Run) -> Provenance:
-    """The provenance of a run; raises DuelError for an entry that lm_eval does not write."""
-    with whole(run.file, RESULTS):
-        content, config = run.content, run.content["config"]
-        duel = config.get("duel") or {}
-        releases = {name: str(version or "unknown") for name, version in (duel.get("versions") or {}).items()}
-        for name in ("lm_eval", "transformers"):
-            if content.get(f"{name}_version"):
-                releases.setdefault(name, str(content[f"{name}_version"]))
-        configs = {name: content.get("configs", {}).get(task.key, {}) for name, task in run.tasks.items()}
-        return Provenance(
-            releases,
-            _date(run.date),
-            int(duel.get("parameters") or config.get("model_num_parameters") or 0) or None,
-            command(run),
-            {n: {key: str(c[entry]) for key, entry in DATASET.items() if c.get(entry)} for n, c in configs.items()},
-        )
+def date(run: Run) -> str:
+    """When a result was made: ISO 8601, UTC."""
+    return datetime.datetime.fromtimestamp(run.date, datetime.timezone.utc).isoformat(timespec="seconds")
 
 
-def _date(seconds: float) -> str:
-    try:
-        return datetime.datetime.fromtimestamp(seconds, datetime.timezone.utc).isoformat(timespec="seconds")
-    except (OverflowError, OSError, ValueError):
-        return ""
+def parameters(run: Run) -> int | None:
+    """The size of the network, if it is known."""
+    config = run.content["config"]
+    return int((config.get("duel") or {}).get("parameters") or config.get("model_num_parameters") or 0) or None
+
+
+def datasets(run: Run) -> dict[str, dict[str, str]]:
+    """The path, name and split of each task's data set, if the task names one of the hub."""
+    configs = {name: run.content.get("configs", {}).get(task.key, {}) for name, task in run.tasks.items()}
+    return {n: {key: str(c[entry]) for key, entry in DATASET.items() if c.get(entry)} for n, c in configs.items()}
 
 
 def command(run: Run) -> str:
@@ -67,23 +52,22 @@ def command(run: Run) -> str:
     if run.ours and run.model != MODEL:
         return IN_PYTHON
     words = ["lm-eval-duel", "run"] if run.ours else ["lm_eval", "--model", run.model]
-    if arguments := config.get("model_args"):
-        words += ["--model_args", arguments if isinstance(arguments, str) else _joined(arguments)]
-    words += ["--tasks", ",".join(sorted({*run.tasks, *run.others}))]
-    if metadata := _metadata(content, config):
-        words += ["--metadata", json.dumps(metadata)]
     shots = set(content.get("n-shot", {}).values()) - {None}
     seeds = [config.get(key, default) for key, default in SEEDS.items()]
+    arguments, metadata = config.get("model_args"), _metadata(run)
     flags = {  # as far as they are not at their defaults
-        "--num_fewshot": shots.pop() if len(shots) == 1 and shots != {0} else None,
-        "--limit": None if config.get("limit") is None else f"{float(config['limit']):g}",
-        "--seed": None if seeds == [*SEEDS.values()] else ",".join(map(str, seeds)),
-        "--batch_size": None if config.get("batch_size") in (1, "1") else config.get("batch_size"),
-        "--apply_chat_template": True if content.get("chat_template") else None,
-        "--system_instruction": content.get("system_instruction") or None,
+        "--model_args": arguments if isinstance(arguments, str) else _joined(arguments or {}),
+        "--tasks": ",".join(sorted({*run.tasks, *run.others})),
+        "--metadata": json.dumps(metadata) if metadata else "",
+        "--num_fewshot": shots.pop() if len(shots) == 1 and shots != {0} else "",
+        "--limit": "" if config.get("limit") is None else f"{float(config['limit']):g}",
+        "--seed": "" if seeds == [*SEEDS.values()] else ",".join(map(str, seeds)),
+        "--batch_size": "" if config.get("batch_size") in (None, 1, "1") else config["batch_size"],
     }
-    for flag, value in flags.items():
-        words += [] if value is None else [flag] if value is True else [flag, str(value)]
+    words += [str(word) for flag, value in flags.items() if value != "" for word in (flag, value)]
+    words += ["--apply_chat_template"] if content.get("chat_template") else []
+    if instruction := content.get("system_instruction"):
+        words += ["--system_instruction", instruction]
     line = shlex.join(words)
     return line if run.ours else f"{line} --include_path {TASK_FOLDER}"
 
@@ -98,12 +82,12 @@ def _joined(arguments: Mapping[str, Any]) -> str:
     return ",".join(f"{key}={value}" for key, value in kept.items()) if simple else json.dumps(kept)
 
 
-def _metadata(content: Json, config: Json) -> dict[str, Any]:
+def _metadata(run: Run) -> dict[str, Any]:
     """The entries of --metadata: what all tasks have in common beyond the model args and the task's own version."""
-    entries = [entry.get("metadata") for entry in content.get("configs", {}).values()]
+    entries = [entry.get("metadata") for entry in run.content.get("configs", {}).values()]
     if not entries or None in entries:
         return {}
-    known = config.get("model_args")
+    known = run.content["config"].get("model_args")
     known = set(known) if isinstance(known, dict) else {part.split("=")[0] for part in str(known or "").split(",")}
     shared = {key: value for key, value in entries[0].items() if all(key in e and e[key] == value for e in entries)}
     return {key: value for key, value in shared.items() if key not in {*known, *OF_TASKS}}
