@@ -3,6 +3,7 @@
 import copy
 import functools
 import json
+import math
 import os
 import re
 import socket
@@ -10,6 +11,8 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import lm_eval.tasks
 import pytest
@@ -52,43 +55,41 @@ class Together:
             self.barrier.wait()
             return objects
 
-        ranks = type("Ranks", (), {})()
-        ranks.rank, ranks.all_gather_object = rank, all_gather_object
-        return ranks
+        ranks = Ranks("cpu", rank, len(self.objects))
+        return SimpleNamespace(rank=rank, deal=ranks.deal, all_gather_object=all_gather_object)
 
 
-def run(count, work):
-    """work(ranks) of each rank, in order."""
-    together, results = Together(count), [None] * count
+def journals(folder, count, numbers, about=1):
+    """What each of several ranks finds, computes and has in the end, of work on numbers."""
+    together = Together(count)
 
-    def call(rank):
-        results[rank] = work(together.rank(rank))
+    def work(rank):
+        journal, computed = store.Journal(folder, "numbers", {"spec": about}, together.rank(rank)), []
 
-    threads = [threading.Thread(target=call, args=(rank,)) for rank in range(count)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return results
+        def compute(mine):
+            for n in mine:
+                computed.append(n)
+                yield {("a", n): [-math.inf, None], n: n}
+
+        before = sorted(key for key in journal.results if isinstance(key, int))
+        found = journal.complete([n for n in range(numbers) if n not in before], compute, "numbers")
+        assert all(found["a", n] == [-math.inf, None] for n in range(numbers))
+        return before, computed, sorted(key for key in found if isinstance(key, int))
+
+    with ThreadPoolExecutor(count) as threads:
+        return list(threads.map(work, range(count)))
 
 
-def test_ranks_find_what_all_of_them_wrote(tmp_path):
-    def work(ranks, finishes=True):
-        journal = store.Journal(tmp_path, "windows", {"spec": 1}, ranks)
-        before = [line["window"] for line in journal.lines]
-        for n in range(6):
-            if n % 3 == ranks.rank and n not in before:
-                journal.add({"window": n})
-        return sorted(before), sorted(line["window"] for line in (journal.all() if finishes else journal.added))
-
-    assert run(3, functools.partial(work, finishes=False)) == [([], [0, 3]), ([], [1, 4]), ([], [2, 5])]
+def test_ranks_share_what_is_missing_and_find_what_all_of_them_wrote(tmp_path):
+    assert journals(tmp_path, 3, 6) == [([], [n, n + 3], [*range(6)]) for n in range(3)]
     assert len(list(tmp_path.rglob("*.jsonl"))) == 3
-    (cut, *_) = tmp_path.rglob("*.rank2.jsonl")
-    cut.write_text(cut.read_text() + '{"window": 7')  # killed while it wrote
-    everything = [0, 1, 2, 3, 4, 5]
-    assert run(2, work) == [(everything, everything)] * 2, "another number of processes finds all of it"
-    (tmp_path / "parts" / cut.name).unlink()
-    assert run(3, work) == [([0, 1, 3, 4], everything)] * 3, "and computes what is missing"
+    (cut,) = tmp_path.rglob("*.rank2.jsonl")
+    with cut.open("a") as file:
+        file.write("[7, ")  # killed while it wrote
+    assert journals(tmp_path, 2, 6) == [([*range(6)], [], [*range(6)])] * 2, "another number of ranks finds all of it"
+    cut.unlink()
+    assert [computed for _, computed, _ in journals(tmp_path, 3, 6)] == [[2], [5], []], "and computes what is missing"
+    assert journals(tmp_path, 1, 2, about=2) == [([], [0, 1], [0, 1])], "another spec has files of its own"
 
 
 # ------------------------------------------------------------ the command, on the real launchers
@@ -147,17 +148,16 @@ def test_two_processes_write_what_one_writes(folder, tmp_path, one_process, caps
     out = {name: tmp_path / name for name in ("one", "two")}
     more = ("--limit", "2", "--samples", "2", "--length", "6", "--scorer", folder["ar"], "--elbo", "8")
     one_process(words(folder["mdm"], out["one"], *more))
-    printed = capsys.readouterr().out.splitlines()[0]
-    (status,), said = launch(TORCHRUN, 2, "lm_eval_duel", "sweep", *words(folder["mdm"], out["two"], *more))
-    assert status == 0, said[-3000:]
-    assert said.count(" ".join(printed.split())) == 1, "the first prints"
-    assert said.count("text of sotu, 3 rules: 100%") == 1, "and shows progress"
+    shown = capsys.readouterr().out.splitlines()[0]
+    (status,), output = launch(TORCHRUN, 2, "lm_eval_duel", "sweep", *words(folder["mdm"], out["two"], *more))
+    assert status == 0, output[-3000:]
+    assert output.count(" ".join(shown.split())) == 1, "the first prints"
+    assert output.count("text of sotu, 3 rules: 100%") == 1, "and shows progress"
     one, two = (flat(content(path)) for path in out.values())
     assert one.keys() == two.keys()
     for place, value in one.items():
         assert two[place] == (pytest.approx(value, abs=1e-9) if isinstance(value, float) else value), place
     one_process(words(folder["mdm"], out["two"], *more))
-    assert content(out["two"])["parts/" + next((out["one"] / "parts").glob("elbo*")).name]  # nothing was added
     assert flat(content(out["two"])).keys() == one.keys()
 
 
@@ -193,7 +193,8 @@ def test_a_rank_that_is_killed_ends_the_others_and_one_process_resumes(folder, t
     assert cut.keys() == whole.keys(), "of all ranks"
     for name, lines in whole.items():
         if name.endswith(".jsonl"):
-            scored = [sorted((line["window"], *line["rules"]) for line in file) for file in (cut[name], lines)]
-            assert scored[0] == scored[1], "nothing was scored twice"
+            assert sorted(line[0] for line in cut[name]) == sorted(line[0] for line in lines), (
+                "nothing was scored twice"
+            )
     settings = [{s["name"]: s["text"]["log_prob"] for s in found["sweep.json"]["settings"]} for found in (cut, whole)]
     assert settings[0] == pytest.approx(settings[1], abs=1e-9)
