@@ -75,7 +75,7 @@ def _window(steps):
 def tokens():
     """Traces here name no tokenizer: their texts are their ids."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(view, "Tokenizers", lambda _: lambda name, ids: [f"<b>{n}</b> " for n in ids])
+        patch.setattr(view, "texts_by", lambda _: lambda name, ids: [f"<b>{n}</b> " for n in ids])
         yield
 
 
