@@ -19,9 +19,9 @@ from lm_eval_duel.demo import BUNDLED
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.estimators.elbo import Elbo
 from lm_eval_duel.fingerprint import digest
-from lm_eval_duel.harness import versions
 from lm_eval_duel.harness.lm import DuelMDM
 from lm_eval_duel.harness.loglikelihood import document_windows
+from lm_eval_duel.harness.requests import WHOLE_TEXT, answer_for, arguments_of
 from lm_eval_duel.harness.totals import Total
 from lm_eval_duel.rates import perplexity, ratio
 from lm_eval_duel.rules.tables import family, without_defaults
@@ -49,9 +49,9 @@ class Sweep:
 
         setup_logging()
         task = named.load(options.tasks, {**options.model_args, **options.metadata}, options.include_path)
-        if task.OUTPUT_TYPE != versions.WHOLE_TEXT:
+        if task.OUTPUT_TYPE != WHOLE_TEXT:
             raise DuelError(
-                f"'{options.tasks}' is a {task.OUTPUT_TYPE} task; a sweep scores whole texts ({versions.WHOLE_TEXT})."
+                f"'{options.tasks}' is a {task.OUTPUT_TYPE} task; a sweep scores whole texts ({WHOLE_TEXT})."
             )
         task.build_all_requests(limit=options.limit)
         self.options, self.units, self.notes = options, _units(task), list[str]()
@@ -218,9 +218,9 @@ def _units(task: Task) -> dict[str, int]:
     """The bytes and words that the metrics of a task's documents divide by."""
     units = Counter[str]()
     for request in task.instances:
-        results = task.process_results(request.doc, [versions.answer(request, 0.0)])
+        results = task.process_results(request.doc, [answer_for(request, 0.0)])
         if results is None:  # lm-eval 0.5, which counts them in its own metrics
-            units.update(dict(zip(("words", "bytes"), sizes(*versions.arguments(request)), strict=True)))
+            units.update(dict(zip(("words", "bytes"), sizes(*arguments_of(request)), strict=True)))
         else:
             units.update({UNITS[metric]: value[1] for metric, value in results.items() if metric in UNITS})
     return dict(units)

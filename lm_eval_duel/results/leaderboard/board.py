@@ -30,7 +30,7 @@ KINDS = {  # of a row: what is said about it
 CELL = (  # the entries of a result in leaderboard.json
     *("value", "interval", "stderr", "stderr_reason", "window_stderr", "reason"),
     *("gap", "gap_interval", "gap_closed", "gap_closed_interval", "gap_closed_stderr", "gap_closed_reason"),
-    *("distinguishable", "nfe", "tokens", "file"),
+    *("distinguishable", "nfe", "tokens"),
 )
 
 
@@ -52,7 +52,15 @@ class BoardRow:
 
     JSON: ClassVar = (
         *("model", "pretrained", "estimator", "display", "kind", "about", "ranked", "rule", "block", "cache"),
-        *("remarks", "autoregressive", "baseline", "gap_closed", "gap_closed_stderr", "gap_closed_tasks", "dtype"),
+        *(
+            "remarks",
+            "autoregressive",
+            "baseline",
+            "gap_closed",
+            "gap_closed_stderr",
+            "gap_closed_tasks",
+            "dtype=first.run.dtype",
+        ),
         *("fingerprint", "spec", "cells", "parameters", "versions", "date", "files", "commands", "datasets"),
         *("nfe_per_token", "seconds_per_token", "seconds_reason", "device"),
         *("mean", "mean_stderr", "mean_rank", "main", "rank"),
@@ -76,7 +84,6 @@ class BoardRow:
     block = property(lambda self: self.first.block or "")
     autoregressive = property(lambda self: self.first.run.autoregressive)
     baseline = property(lambda self: any(result.ar for result in self.results.values()))
-    dtype = property(lambda self: self.first.dtype)
     spec = property(lambda self: self.first.run.spec)
 
     @property
@@ -105,8 +112,7 @@ class BoardRow:
     @property
     def label(self) -> str:
         """Its name without the model."""
-        cache = f"cache={self.cache}" if self.cache not in ("", "none") else ""
-        return ", ".join(filter(None, [self.display, self.rule, self.first.block_words, cache, self.remarks]))
+        return ", ".join(filter(None, [self.display, self.rule, *self.first.setting, self.remarks]))
 
     # ------------------------------------------------------------ gap closed and cost, over its tasks
 
@@ -169,7 +175,7 @@ class BoardRow:
         bits = "bits_per_byte"
         return {
             column: {key: getattr(result, key) for key in CELL}
-            | {bits: result.metrics.get(bits), f"{bits}_stderr": result.stderrs.get(bits)}
+            | {"file": result.run.name, bits: result.metrics.get(bits), f"{bits}_stderr": result.stderrs.get(bits)}
             for column, result in self.results.items()
         }
 

@@ -53,7 +53,7 @@ def every_eval_ever(board: Board, organization: str) -> dict[str, str]:
         identity = _uuid(row)
         path, _, model = row.pretrained.strip("/").rpartition("/")
         developer = path.rpartition("/")[2]
-        details = {"deployment_type": "self_deployed", "model_availability": "unknown", "dtype": row.dtype}
+        details = {"deployment_type": "self_deployed", "model_availability": "unknown", "dtype": row.first.run.dtype}
         details |= {"parameters": str(row.parameters)} if row.parameters else {}
         info = {"name": row.model, "id": row.pretrained, "additional_details": details}
         record = {

@@ -225,5 +225,6 @@ def published(source: Mapping[str, Any]) -> Table:
 def csv_text(board: Board) -> str:
     """leaderboard.csv: the unrounded numbers of the measured rows, each with its error and interval."""
     columns: list[Column] = [*map(_titled, heads(board))]
-    columns += [Column(key, cell=attrgetter(key)) for key in ("remarks", "autoregressive", "kind", "dtype")]
+    columns += [Column(key, cell=attrgetter(key)) for key in ("remarks", "autoregressive", "kind")]
+    columns.append(Column("dtype", cell=attrgetter("first.run.dtype")))
     return comma_separated(Table.of(board.rows, [*columns, Column("source", cell=lambda row: "; ".join(row.files))]))
