@@ -30,7 +30,6 @@ from lm_eval_duel.sweep.judges import Judged, Scorer
 from lm_eval_duel.sweep.measure import Measuring, Sample
 from lm_eval_duel.sweep.metrics import look, mean_error
 from lm_eval_duel.sweep.shared import RuleScore
-from lm_eval_duel.sweep.tables import FORMAT
 from lm_eval_duel.tasks import named
 from lm_eval_duel.tasks.metrics import sizes
 
@@ -110,7 +109,6 @@ class Sweep:
         for setting, drawn, of_samples, value in zip(settings, samples, looks, near, strict=False):
             setting["samples"] = self._own(drawn) | of_samples | {"mauve": value}
         return {
-            "format": FORMAT,
             "version": 4,
             "model": model.options.pretrained or BUNDLED,
             "task": {"name": options.tasks, "limit": options.limit, "documents": len(self.documents)}

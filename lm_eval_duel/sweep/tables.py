@@ -1,48 +1,19 @@
-"""The sweep as tables and JSON."""
+"""The tables of a sweep."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import combinations, pairwise
-from pathlib import Path
 from typing import Any
 
-from lm_eval_duel.results.figures import MISSING, available
-from lm_eval_duel.results.own_files import OwnFiles
 from lm_eval_duel.results.stats import CLEAR
 from lm_eval_duel.results.table import CODE, MARKDOWN, Cell, Column, Table, bullets, spaced
 from lm_eval_duel.results.table import markdown as as_markdown
-from lm_eval_duel.strict_json import dumps
 from lm_eval_duel.sweep.metrics import NGRAMS
 
-FORMAT = "lm_eval_duel sweep"
 TIE = 1e-6  # relative difference up to which two perplexities are equal
 Report = Mapping[str, Any]
-
-
-def write(report: dict[str, Any], folder: Path, formats: Sequence[str] = ("png",), width: float | None = None) -> None:
-    """Write sweep.md, sweep.json and the figure, and enter the rankings and file names in `report`.
-
-    Those of an earlier sweep are replaced. Raises DuelError for files in `folder` that are no sweep's.
-    """
-    figures: dict[str, bytes] = {}
-    report["rankings"] = rankings(report["settings"])
-    if available():
-        from lm_eval_duel.results.figures.style import images
-        from lm_eval_duel.sweep.figure import draw
-
-        figures = {f"sweep.{k}": c for k, c in images(draw(report, width), formats, exact=width is not None).items()}
-    else:
-        report["notes"].append(MISSING)
-    report["folder"], report["files"] = str(folder), ["sweep.md", "sweep.json", *figures]
-    texts = {"sweep.md": markdown(report), "sweep.json": dumps(report) + "\n"}
-    OwnFiles(folder, FORMAT).write({name: text.encode() for name, text in texts.items()} | figures)
-
-
-def console(report: Report) -> str:
-    """The text that the command prints."""
-    return f"{markdown(report)}\nwrote to {report['folder']}: {', '.join(report['files'])}"
 
 
 def markdown(report: Report) -> str:
