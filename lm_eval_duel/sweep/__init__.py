@@ -10,7 +10,6 @@ from typing import Any
 
 from lm_eval_duel import signals, strict_json
 from lm_eval_duel.command_line import INTERRUPTED
-from lm_eval_duel.results import figures
 from lm_eval_duel.results.own_files import OwnFiles
 from lm_eval_duel.sweep.arguments import parse
 
@@ -41,6 +40,7 @@ def write(report: dict[str, Any], options: argparse.Namespace) -> str:
 
     Raises DuelError for files in the folder that are no sweep's.
     """
+    from lm_eval_duel.results import figures
     from lm_eval_duel.sweep import figure, tables
 
     images: dict[str, bytes] = {}
