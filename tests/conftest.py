@@ -35,7 +35,7 @@ def the_machine_is_described_once():
         collect_env.get_pretty_env_info = functools.cache(collect_env.get_pretty_env_info)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def folder(tmp_path_factory):
     """A tiny BERT checkpoint whose rows have 16 positions; modules that need another one define their own."""
     import tiny

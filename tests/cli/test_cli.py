@@ -1,4 +1,4 @@
-"""The real harness in a subprocess, and its numbers against the textbook loop over the same checkpoint."""
+"""The real harness in a subprocess: what it prints and writes; and `inspect`."""
 
 import math
 import re
@@ -8,55 +8,26 @@ from harness_requests import choice_answers, text_log_prob
 from harness_runs import evaluate, lm_eval, read
 
 from lm_eval_duel.cli.main import main
-from lm_eval_duel.tasks import task_folder
 
 LIMIT = 2
 
 
-@pytest.fixture(scope="module")
-def run(tmp_path_factory):
-    """The README's command on the first documents, with its results file."""
-    out = tmp_path_factory.mktemp("out")
-    arguments = ["--model", "duel-mdm", "--model_args", "rule=greedy,block=32", "--include_path", task_folder()]
-    done = lm_eval(
-        *arguments,
-        "--tasks",
-        "sotu",
-        "--limit",
-        str(LIMIT),
-        "--output_path",
-        str(out),
-        "--log_samples",
-        "--device",
-        "cpu",
-    )
-    return done, *read(out, "sotu")
-
-
-def test_the_harness_prints_token_word_and_byte_perplexity(run):
-    done, results, samples = run
-    table = results["results"]["sotu"]
-    nats = math.fsum(text_log_prob(s) for s in samples)
-    tokens = sum(s["doc"]["duel_tokens"] for s in samples)
-    size = sum(len(s["doc"]["text"].encode()) for s in samples)
-    words = sum(len(s["doc"]["text"].split()) for s in samples)
+def test_the_command_prints_and_writes_perplexities_and_which_law_they_are_of(tmp_path):
+    arguments = ["--model_args", "rule=greedy,block=32", "--tasks", "sotu", "--limit", str(LIMIT), "--device", "cpu"]
+    done = lm_eval("run", *arguments, "--output_path", str(tmp_path), "--log_samples", module="lm_eval_duel")
+    results, samples = read(tmp_path, "sotu")
+    table, config, texts = results["results"]["sotu"], results["config"], [s["doc"]["text"] for s in samples]
+    nats, tokens = math.fsum(map(text_log_prob, samples)), sum(s["doc"]["duel_tokens"] for s in samples)
+    size, words = sum(len(text.encode()) for text in texts), sum(len(text.split()) for text in texts)
     assert table["token_perplexity,none"] == pytest.approx(math.exp(-nats / tokens))
     assert table["word_perplexity,none"] == pytest.approx(math.exp(-nats / words))
     assert table["byte_perplexity,none"] == pytest.approx(math.exp(-nats / size))
     assert table["bits_per_byte,none"] == pytest.approx(-nats / size / math.log(2))
-    for metric in ("token_perplexity", "word_perplexity", "byte_perplexity", "bits_per_byte"):
-        assert metric in done.stdout
-    assert "scoring with demo-mdm" in done.stderr
-    assert f"the lowest is first: {LIMIT}" in done.stderr
-
-
-def test_the_results_file_says_which_law(run):
-    _, results, _ = run
-    config = results["config"]
+    assert all(metric in done.stdout for metric in ("token_perplexity", "byte_perplexity", "bits_per_byte"))
+    assert "scoring with demo-mdm" in done.stderr and f"the lowest is first: {LIMIT}" in done.stderr
     assert re.fullmatch("[0-9a-f]{12}", config["fingerprint"])
     assert config["spec"]["rule"] == "greedy:k=1" and config["spec"]["block"] == "32"
-    assert config["duel"]["tokens"] == config["duel"]["nfe"] == sum(s["doc"]["duel_tokens"] for s in run[2])
-    assert config["duel"]["all_mask_starts"] == LIMIT
+    assert config["duel"]["tokens"] == config["duel"]["nfe"] == tokens and config["duel"]["all_mask_starts"] == LIMIT
 
 
 def test_multiple_choice_and_a_rule_in_one_word():
