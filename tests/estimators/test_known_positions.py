@@ -60,22 +60,16 @@ def test_the_joint_equals_a_loop_by_hand_alone_and_in_a_batch():
         assert alone.reveal_steps == score.reveal_steps and alone.nfe == len(TARGET) - len(window.known)
 
 
-def test_positions_known_at_an_end_are_context():
-    """Known positions at the ends of a target are what a shorter window has as context and suffix."""
+def test_positions_known_at_an_end_are_context_and_blocks_of_known_positions_alone_are_left_out():
     toy = Toy(length=8)
     [long] = Duel(toy, block=None).log_prob([Window(CONTEXT, TARGET, SUFFIX, known=(0, 4, 5))])
     [short] = Duel(toy, block=None).log_prob([Window((*CONTEXT, TARGET[0]), TARGET[1:4], (*TARGET[4:], *SUFFIX))])
     assert long.log_prob == pytest.approx(short.log_prob, abs=1e-12)
     assert long.reveal_steps[1:4] == short.reveal_steps
-
-
-def test_blocks_of_known_positions_alone_are_left_out():
-    duel = Duel(Toy(), rule="greedy", block=2)
-    window = Window(CONTEXT, TARGET, SUFFIX, known=(2, 3))
+    duel, window = Duel(toy, rule="greedy", block=2), Window(CONTEXT, TARGET, SUFFIX, known=(2, 3))
     [score] = duel.log_prob([window])
-    assert score.nfe == 4
     [again] = duel.replay([window], [score.reveal_steps])
-    assert again.log_prob == pytest.approx(score.log_prob, abs=1e-12)
+    assert score.nfe == 4 and again.log_prob == pytest.approx(score.log_prob, abs=1e-12)
 
 
 def test_known_is_some_positions_of_the_target():

@@ -119,28 +119,23 @@ def test_a_trace_goes_on_where_it_was_cut_off(tmp_path):
     assert (tmp_path / "notes.txt").read_text() == "my notes"
 
 
-def test_a_document_scored_again_is_the_new_one_alone(tmp_path):
-    path = tmp_path / "run[1].jsonl"
-    for rank, windows in ((0, 3), (1, 1)):
-        writer(str(path), HEADER, rank, 2).write(
-            [{"task": "t", "doc": 0, "request": 0, "window": n, "rank": rank} for n in range(windows)]
-        )
-    assert [(r["window"], r["rank"]) for r in trace.read(path)] == [(0, 1)]
-    writer(str(path), HEADER).write([{"task": "t", "doc": 0, "request": 0, "window": 0, "rank": None}])
-    assert [r["rank"] for r in trace.read(path)] == [None]  # the newest file
+def test_the_files_of_all_ranks_are_one_trace_in_which_a_document_scored_again_is_the_new_one(tmp_path):
+    def scored(doc, rank, ranks, windows=1, path=tmp_path / "t.jsonl"):
+        lines = [{"task": "t", "doc": doc, "request": 0, "window": n, "rank": rank} for n in range(windows)]
+        writer(str(path), HEADER, rank, ranks).write(lines)
 
-
-def test_the_files_of_all_ranks_are_one_trace(tmp_path):
-    path = tmp_path / "t.jsonl"
-    for rank in (0, 1, 2):
-        writer(str(path), HEADER, rank, 3).write(
-            [{"task": "t", "doc": doc, "request": 0, "window": 0} for doc in range(rank, 7, 3)]
-        )
+    for doc in range(7):
+        scored(doc, doc % 3, 3)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["t.rank0.jsonl", "t.rank1.jsonl", "t.rank2.jsonl"]
-    assert [r["doc"] for r in trace.read(path)] == list(range(7))
+    assert [r["doc"] for r in trace.read(tmp_path / "t.jsonl")] == list(range(7))
+    again = tmp_path / "run[1].jsonl"
+    scored(0, 0, 2, 3, again), scored(0, 1, 2, 1, again)
+    assert [(r["window"], r["rank"]) for r in trace.read(again)] == [(0, 1)]
+    scored(0, 0, 1, 1, again)  # the newest file, of one process
+    assert [r["rank"] for r in trace.read(again)] == [0]
     writer(str(tmp_path / "t.rank3.jsonl"), {**HEADER, "fingerprint": "old"})
-    with pytest.raises(DuelError, match=r"have different specs \(t.rank0.jsonl: abc.*t.rank3.jsonl: old"):
-        trace.read(path)
+    with pytest.raises(DuelError, match=r"different specs .*t.rank0.jsonl: abc.*t.rank3.jsonl: old"):
+        trace.read(tmp_path / "t.jsonl")
 
 
 def test_what_is_no_trace(tmp_path):

@@ -70,6 +70,8 @@ def test_errors(subtests):
         ({"preset": "llada-fast-dllm-dual", "cache": "prefix"}, "cache=prefix"),
         ({"preset": "llada2", "sub_block": 8}, "sub_block=8"),
         ({"preset": "wino"}, "preset=wino"),
+        ({"preset": "sdar-dynamic", "tau": 0.9}, "tau=0.9"),
+        ({"rule": "dream:alg=origin:steps=4"}, "alg=origin"),
     ):
         with subtests.test(str(arguments)), pytest.raises(DuelError, match=re.escape(named)):
             Options.parse(arguments)
@@ -78,28 +80,10 @@ def test_errors(subtests):
 def test_what_may_be_changed():
     assert Options.parse({"preset": "sdar-dynamic", "block": 8}).block == 8
     assert str(Options.parse({"preset": "llada", "steps": 64}).rule) == "quota:steps=64"
-    with pytest.raises(DuelError, match=r"tau=0.9 is given, too, .* block may be changed"):
-        Options.parse({"preset": "sdar-dynamic", "tau": 0.9})
-    with pytest.raises(DuelError, match="alg=origin of rule 'dream' reveals positions at random"):
-        rules.parse("dream:alg=origin:steps=4")
 
 
-def test_a_checkpoint_that_a_preset_does_not_fit_is_not_loaded(tmp_path):
-    """The family is that of the config, and the weights are not read: here there are none."""
-    (tmp_path / "dream").mkdir()
-    own.write(tmp_path / "dream", own.DREAM, "DreamModel", own.decoder(bias=True))
-    for weights in (tmp_path / "dream").glob("*.safetensors"):
-        weights.unlink()
-    path = str(tmp_path / "dream")
-    for preset in ("llada", "nemotron"):
-        with pytest.raises(DuelError, match=f"preset={preset} is the sampler of .* is of the family dream"):
-            DuelMDM(pretrained=path, preset=preset, device="cpu")
-        with pytest.raises(DuelError, match=f"preset={preset} is the sampler of .* is of the family dream"):
-            Library.from_pretrained(path, preset=preset, device="cpu")
-
-
-def test_a_checkpoint_that_it_fits(tmp_path):
-    """The harness and the library take a preset, and its args written out have the same fingerprint."""
+def test_a_preset_in_the_harness_and_in_the_library_and_checkpoints_that_it_does_not_fit(tmp_path):
+    """Its args written out have the same fingerprint; the family is that of the config, before weights are read."""
     (tmp_path / "dream").mkdir()
     own.write(tmp_path / "dream", own.DREAM, "DreamModel", own.decoder(bias=True))
     path = str(tmp_path / "dream")
@@ -111,3 +95,9 @@ def test_a_checkpoint_that_it_fits(tmp_path):
     assert rules.inner(three.rule) == rules.parse("threshold:mu=0.9") and three.block == 32
     with pytest.raises(DuelError, match="rule=greedy:k=2 is given, too"):
         Library.from_pretrained(path, preset="dream-fast-dllm", rule="greedy:k=2", device="cpu")
+    for weights in (tmp_path / "dream").glob("*.safetensors"):
+        weights.unlink()
+    for make in (lambda preset: DuelMDM(**loaded, preset=preset), lambda p: Library.from_pretrained(path, preset=p)):
+        for preset in ("llada", "nemotron"):
+            with pytest.raises(DuelError, match=f"preset={preset} is the sampler of .* family dream"):
+                make(preset)
