@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -22,7 +22,7 @@ from lm_eval_duel.core.denoiser import Denoiser
 from lm_eval_duel.core.lanes import Lanes
 from lm_eval_duel.core.reveal import BlockSpan, Reveal, WindowGroup
 from lm_eval_duel.core.scores import IndexedScores, Step, WindowScore
-from lm_eval_duel.estimators.base import Estimator, Value
+from lm_eval_duel.estimators.base import Estimator
 from lm_eval_duel.estimators.checks import check_rule
 
 
@@ -45,37 +45,21 @@ class SharedScore(WindowScore):
 class Shared(Estimator):
     """The exact likelihood under each of several state-only rules; the same as one `Duel` per rule.
 
-    The arguments are those of `Duel`. Raises DuelError for a rule that is not state-only, or that this network cannot
+    Other arguments as in `Estimator`. Raises DuelError for a rule that is not state-only, or that this network cannot
     follow.
     """
 
     name = "several rules"
 
     def __init__(
-        self,
-        denoiser: Denoiser,
-        follow: Sequence[rules.Rule],
-        block: int | str | None = "auto",
-        grid: str = "auto",
-        batch_size: int | None = None,
-        max_batch_size: int | None = None,
+        self, denoiser: Denoiser, follow: Sequence[rules.Rule], block: int | str | None = "auto", **layout: Any
     ):
         for rule in follow:
             check_rule(denoiser, rule)
             rules.check_state_only(rule)
         self.rules = [rules.with_checks(rule) for rule in follow]
-        super().__init__(denoiser, block, grid, batch_size, max_batch_size)
-
-    def describe(self) -> dict[str, object]:
-        return {"block": self.block, "grid": self.grid}
-
-    def values(self, scored: SharedScore) -> dict[str, Value]:
-        return {text: Value(score.log_prob, nfe=score.nfe) for text, score in scored.rules.items()}
-
-    @property
-    def empty_score(self) -> SharedScore:
-        empty = {str(rule): RuleScore(0.0, 0, 0) for rule in self.rules}
-        return SharedScore(0.0, rules=empty)
+        super().__init__(denoiser, block, **layout)
+        self.empty_score = SharedScore(0.0, rules={str(rule): RuleScore(0.0, 0, 0) for rule in self.rules})
 
     def score_group(self, group: WindowGroup) -> IndexedScores:
         walks = SharedAccumulator(group, self.rules, self.block_spans(group))

@@ -329,18 +329,14 @@ def test_settings_are_rules_by_k_and_thresholds():
     [
         (["--rules", "gredy"], "Unknown unmasking rule 'gredy'. Did you mean greedy?"),
         (["--k", "1,two"], "'--k' is a whole number, at least 1; got 'two'"),
-        (["--k", "0"], "'--k' is a whole number, at least 1; got '0'"),
         (["--mu", "1.5"], "'mu' of rule 'threshold' is a probability from 0 to 1; got '1.5'"),
-        (["--mu", "high"], "from 0 to 1; got 'high'"),
         (["--rules", "threshold"], "Pass thresholds with --mu"),
         (["--rules", "", "--mu", ""], "Nothing to compare"),
         (["--rules", "greedy:k=2"], "gives k twice"),
         (["--samples", "0"], "--scorer and --mauve need samples"),
-        (["--samples", "many"], "'--samples' is a whole number"),
         (["--kl", "greedy:k=7"], "Unknown setting of --kl 'greedy:k=7'"),
         (["--tasks", "sotu,sotu_full"], "A sweep takes one task"),
         (["--model_args", "rule=greedy"], "'rule' in --model_args is set by the sweep"),
-        (["--model_args", "blok=4"], "Unknown model arg 'blok'. Did you mean block?"),
     ],
 )
 def test_errors_come_before_anything_is_loaded(places, tmp_path, monkeypatch, more, message):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import re
 import time
 import uuid
 from collections.abc import Iterator, Mapping
@@ -47,10 +48,17 @@ def every_eval_ever(board: Board, organization: str) -> dict[str, str]:
     created = f"{time.time():.0f}"
     files = {}
     for row in board.rows:
-        results = [_result(row, *result, name) for result in _results(board, row) for name in _metrics(*result)]
+        results = [
+            _result(row, column, result, metric)
+            for column, result in _results(board, row)
+            for metric in dict.fromkeys([result.metric, BITS])
+            if metric in result.metrics
+        ]
         if row.kind == "oracle" or not results:
             continue
-        identity = _uuid(row)
+        # random-looking, but the same for the same results
+        seed = hashlib.sha256(json.dumps([row.files, row.fingerprint, row.model, row.label]).encode())
+        identity = str(uuid.UUID(bytes=seed.digest()[:16], version=4))
         path, _, model = row.pretrained.strip("/").rpartition("/")
         developer = path.rpartition("/")[2]
         details = {"deployment_type": "self_deployed", "model_availability": "unknown", "dtype": row.first.run.dtype}
@@ -80,19 +88,9 @@ def every_eval_ever(board: Board, organization: str) -> dict[str, str]:
     return files
 
 
-def _uuid(row: BoardRow) -> str:
-    """A random-looking UUID that is the same for the same results."""
-    what = json.dumps([row.files, row.fingerprint, row.model, row.label])
-    return str(uuid.UUID(bytes=hashlib.sha256(what.encode()).digest()[:16], version=4))
-
-
-def _metrics(_: TaskColumn, result: Row) -> list[str]:
-    """The metrics of a result that are exported."""
-    return [name for name in dict.fromkeys([result.metric, BITS]) if name in result.metrics]
-
-
 def _result(row: BoardRow, column: TaskColumn, result: Row, metric: str) -> dict[str, Any]:
-    """A metric of a result."""
+    """A metric of a result, with the data set of the hub if its task names one."""
+    counted = {} if column.documents is None else {"samples": column.documents}
     uncertainty: dict[str, Any] = {}
     if (error := result.stderrs[metric]) is not None:
         uncertainty["standard_error"] = {"value": error, "method": "of the estimate itself (Monte Carlo or sampled)"}
@@ -101,20 +99,26 @@ def _result(row: BoardRow, column: TaskColumn, result: Row, metric: str) -> dict
         interval = {"lower": low, "upper": high, "confidence_level": 0.95}
         uncertainty["confidence_interval"] = interval | {"method": "bootstrap over documents, percentiles"}
         uncertainty["num_bootstrap_samples"] = DRAWS
-        uncertainty |= {"num_samples": column.documents} if column.documents else {}
-    named = {key: getattr(row, key) for key in ("estimator", "rule", "block", "cache")}
+        uncertainty |= {f"num_{key}": count for key, count in counted.items()}
+    dataset, source = row.datasets.get(column.task, {}), {"dataset_name": column.task, "source_type": "other"}
+    if re.fullmatch(r"[^./][^/]*/[^/]*", dataset.get("path", "")):
+        source |= {"source_type": "hf_dataset", "hf_repo": dataset["path"]}
+        source |= {"hf_split": dataset["split"]} if "split" in dataset else {}
+        source |= {f"{key}_number": count for key, count in counted.items()}
+    named = {key: getattr(row, key) for key in ("estimator", "rule", "block", "cache") if getattr(row, key)}
     kind, unit, least = (BITS, "bits", 0.0) if metric == BITS else ("perplexity", "perplexity", 1.0)
+    about = {"fingerprint": row.fingerprint, "command": "; ".join(row.commands)}
     return {
         "evaluation_result_id": f"{column.task}/{column.id}/{metric}/{row.fingerprint or 'unknown'}",
         "evaluation_name": column.task,
-        "source_data": _source(row, column),
+        "source_data": source,
         "metric_config": {
             "evaluation_description": f"{WORDS[metric]}; {row.label}: {row.about}",
             "metric_id": metric,
             "metric_name": WORDS[metric],
             "metric_kind": kind,
             "metric_unit": unit,
-            "metric_parameters": {k: v for k, v in named.items() if v} | {"upper_bound": row.kind == "bound"},
+            "metric_parameters": named | {"upper_bound": row.kind == "bound"},
             "lower_is_better": True,
             "score_type": "continuous",
             "min_score": least,
@@ -122,24 +126,9 @@ def _result(row: BoardRow, column: TaskColumn, result: Row, metric: str) -> dict
         },
         "score_details": {"score": result.metrics[metric], **({"uncertainty": uncertainty} if uncertainty else {})},
         "generation_config": {
-            "additional_details": {
-                "fingerprint": row.fingerprint,
-                "command": "; ".join(row.commands),
-                **{f"spec.{key}": value for key, value in row.spec.items()},
-            }
+            "additional_details": about | {f"spec.{key}": value for key, value in row.spec.items()},
         },
     }
-
-
-def _source(row: BoardRow, column: TaskColumn) -> dict[str, Any]:
-    """The data set: of the hub if the task names one, otherwise by the name of its task."""
-    dataset = row.datasets.get(column.task, {})
-    source: dict[str, Any] = {"dataset_name": column.task}
-    if dataset.get("path", "").count("/") != 1 or dataset["path"].startswith((".", "/")):
-        return source | {"source_type": "other"}
-    source |= {"source_type": "hf_dataset", "hf_repo": dataset["path"]}
-    source |= {"hf_split": dataset["split"]} if "split" in dataset else {}
-    return source | ({"samples_number": column.documents} if column.documents else {})
 
 
 # ---------------------------------------------------------------- the hub
