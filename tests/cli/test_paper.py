@@ -121,7 +121,7 @@ FIGURE = {"value": 20.0, "printed": "20.0", "estimator": "duel", "rule": "greedy
 
 def judged(value, stderr=1.0, random=None, is_random=False, documents=100, of=100, tolerance=1.0, **job):
     found = Measured(value, stderr, random, is_random, documents, of)
-    return judge(Line("t", Job("t/r", "task", {}, Path("out"), **job), FIGURE), found, tolerance)
+    return judge(Line(Job("t/r", "task", {}, Path("out"), **job), FIGURE), found, tolerance)
 
 
 def test_all_documents_have_no_sampling_error():

@@ -82,7 +82,6 @@ class Job:
 class Line:
     """A published figure, and the job that measures it."""
 
-    table: str
     job: Job
     figure: Mapping[str, Any]
 
@@ -111,7 +110,7 @@ def lines(options: argparse.Namespace) -> list[Line]:
         if not any(_matches(row, pattern) for _, row in rows):
             raise unknown("row", pattern, dict.fromkeys(row for _, row in rows))
     chosen, checkpoints = [], {}
-    for (table, row), of_row in rows.items():
+    for (_, row), of_row in rows.items():
         if options.rows and not any(_matches(row, pattern) for pattern in options.rows):
             continue
         recipe = _recipe(options.recipes, row, options.given)
@@ -120,7 +119,7 @@ def lines(options: argparse.Namespace) -> list[Line]:
             if of_task and (not options.tasks or task in options.tasks):
                 checkpoints[str(recipe["model_args"].get("pretrained"))] = None
                 job = _job(options, recipe, task)
-                chosen += [Line(table, job, figure) for figure in of_task]
+                chosen += [Line(job, figure) for figure in of_task]
     if not chosen:
         raise DuelError("Nothing is left to measure: no row of these tables has the chosen tasks.")
     for name in options.weights:

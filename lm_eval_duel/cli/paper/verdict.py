@@ -120,7 +120,7 @@ def described(line: Line, failed: str, tolerance: float) -> dict[str, Any]:
         except DuelError as error:
             why = str(error)
     return {
-        "table": line.table,
+        "table": figure["table"],
         "row": job.row,
         "task": job.task,
         **{key: figure.get(key) or None for key in ("model", "estimator", "rule", "block", "metric", "source")},
