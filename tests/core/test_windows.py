@@ -9,24 +9,9 @@ from toys import Toy
 
 from lm_eval_duel.core.budget import Budget
 from lm_eval_duel.core.lanes import Lanes, Rows, blocks, groups
-from lm_eval_duel.core.windows import Window, conditional, framed, independent, rolling
+from lm_eval_duel.core.windows import Window, conditional, independent, rolling
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.estimators.duel import DuelEstimator
-
-
-def test_conventions_of_framing():
-    row = ((90,), (1, 2, 3), (91,))
-    assert framed(*row) == framed(*row, "none") == Window((90,), (1, 2, 3), (91,))
-    assert framed(*row, "scored") == Window((), (90, 1, 2, 3), (91,))
-    assert framed(*row, "official") == Window((), (90, 1, 2, 3), (91,))
-    assert framed((90,), (1, 2, 3), (), "scored") == Window((), (90, 1, 2, 3))
-    assert framed((90,), (1, 2, 3), (), "official") == Window((), (90, 1, 2), (3,))
-    official = independent(range(10), 5, (90,), (), "official")
-    assert [(w.target, w.suffix) for w in official] == [
-        ((90, 0, 1, 2), (3,)),
-        ((90, 4, 5, 6), (7,)),
-        ((90, 8), (9,)),
-    ]
 
 
 def test_context_is_cut_from_the_left():

@@ -5,7 +5,6 @@ import re
 import signal
 import subprocess
 import sys
-import threading
 import time
 
 import kill
@@ -76,15 +75,6 @@ def test_a_signal_at_the_very_end_counts(model, monkeypatch):
     with pytest.raises(interrupts.Interrupted):
         model.loglikelihood_rolling(ask("loglikelihood_rolling", *TEXTS), disable_tqdm=True)
     interrupts.check()
-
-
-def test_other_threads_have_no_signals(model):
-    values = []
-    asked = ask("loglikelihood_rolling", *TEXTS)
-    thread = threading.Thread(target=lambda: values.extend(model.loglikelihood_rolling(asked, disable_tqdm=True)))
-    thread.start()
-    thread.join()
-    assert len(values) == 4
 
 
 @pytest.mark.slow
