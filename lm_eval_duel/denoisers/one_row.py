@@ -2,8 +2,7 @@
 
     network                         is shown
     bidirectional                   z
-    under a cache                   z as the block began; then the evaluated positions, against the keys and values of
-    that
+    under a cache                   z as the block began; then the evaluated positions, against its keys and values
     block-causal, causal prefix     z up to the end of the block in progress, which is filled up with [MASK] or cut
     causal                          the whole text, once: a prediction does not depend on what follows
 

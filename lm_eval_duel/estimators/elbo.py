@@ -5,12 +5,10 @@ A draw hides random positions of every span of a window (the whole target, or ea
     form            hides                                  weight        from
     count           l positions, l uniform in 1..m             m / l         LLaDA (Nie et al. 2025)
     ratio           each position with probability t           1 / t         MDLM, BD3-LM; t uniform in (eps, 1)
-    score_entropy   each position with probability (1 - e) t   sigma'(t)     SEDD (Lou et al. 2024), its own loss; e =
-    1e-3
+    score_entropy   each position with probability (1 - e) t   sigma'(t)     SEDD's own loss (Lou et al. 2024), e = 1e-3
 
 m is the number of positions of the span. Draws are stratified in t (or l) within a replicate, also across the spans of
-a
-window: t = frac(shift + draw / draws + span phi), with phi the golden ratio. Replicates have independent shifts, so
+a window: t = frac(shift + draw / draws + span phi), with phi the golden ratio. Replicates have independent shifts, so
 their spread gives the standard error. (The weights 1 / t have no finite variance: for ratios the error is an
 underestimate if no draw had a small t. Counts have no such tail.) All random numbers are functions of the seed and the
 window's ids, so results do not depend on batch size, order or rank.

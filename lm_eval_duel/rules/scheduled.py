@@ -169,7 +169,7 @@ def _algorithm(value: Any) -> Any:
     if value == "origin":
         raise DuelError(
             "alg=origin of rule 'dream' reveals positions at random, so a text has many orders. Its exact "
-            "likelihood is estimator=sampled_order,alg=origin,steps=<number>, for blocks of at most 12 positions."
+            "likelihood is estimator=sampled_order,alg=origin,steps=<number>."
         )
     return value
 

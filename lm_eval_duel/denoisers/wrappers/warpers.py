@@ -1,7 +1,6 @@
 """Temperature, top-k and top-p: a wrapper around a denoiser, with an entry of its own in the spec.
 
-    logits / temperature, then the k largest of each position, then the fewest tokens whose probabilities add up to
-    top_p
+    logits / temperature, then the k largest of each position, then the fewest tokens that have probability top_p
 
 Shapes: U rows of features that the LM head runs on, D features, V tokens.
 """

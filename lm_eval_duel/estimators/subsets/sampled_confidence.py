@@ -59,7 +59,7 @@ class SampledConfidence(SetSampler, DuelEstimator):
     draws whose confidence exceeds it, and at least the n best. `strict=False`: all that reach it. `confidence`: a
     draw's probability under the network's own distribution ("untempered": LLaDA, Fast-dLLM), or under that from which
     it is drawn, after temperature, top_k and top_p ("tempered": SDAR, LLaDA2, Dream). Temperature is the denoiser's.
-    `block`: at most 12 positions. Other arguments as in `Estimator`.
+    `block`: at most 12 positions, 48 with a beam. Other arguments as in `Estimator`.
 
     Raises:
         DuelError: an argument is wrong, the block is too large, or this network cannot evaluate every state of a block.

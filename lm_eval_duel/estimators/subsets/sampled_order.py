@@ -40,7 +40,7 @@ class SampledOrder(SetSampler):
     `steps`: of each block. With "origin", r_i = 1 - t_(i+1) / t_i for noise levels t from 1 to 0.001 in equal steps,
     and 1 at the last step; with "entropy" and "topk_margin", n_i = int(m r_i) of the m positions that are left; with
     "random", M // S + (i < M mod S) of M. `alg_temp`: above 0, of "entropy" and "topk_margin". `block`: at most 12
-    positions. Other arguments as in `Estimator`.
+    positions, 48 with a beam. Other arguments as in `Estimator`.
 
     Raises:
         DuelError: an argument is wrong, the block is too large, or this network cannot evaluate every state of a block.
