@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Sequence
 
 from lm_eval_duel import rules
+from lm_eval_duel.arguments import BLOCK, Argument, choice
 from lm_eval_duel.core.denoiser import Denoiser
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.errors import DuelError, another_block, first_position_unseen
@@ -14,24 +15,22 @@ from lm_eval_duel.errors import DuelError, another_block, first_position_unseen
 log = logging.getLogger("lm_eval.duel_mdm")
 
 DEFAULT_BLOCK = 32
+GRID = Argument(choice("auto", "target", "row"), "auto")
 _warned: weakref.WeakSet[Denoiser] = weakref.WeakSet()  # denoisers whose windows lacked special tokens
 
 
 def resolve_block(denoiser: Denoiser, block: int | str | None) -> int | None:
     """The block to use: an int, or None (the whole target); "auto" is the trained or published one, or else 32."""
-    if denoiser.attention == "causal" and block in ("auto", 1):
-        return 1
-    if block == "auto":
-        return denoiser.block or denoiser.published_block or DEFAULT_BLOCK
-    if block is not None and (
-        not isinstance(block, (int, float)) or isinstance(block, bool) or not 1 <= block == int(block)
-    ):
-        raise DuelError(f"block is a number of positions, None (the whole target) or 'auto'; got {block!r}.")
+    number: int | str | None = BLOCK("block", block)
     if denoiser.attention == "causal":
-        raise DuelError(f"A causal network has blocks of one; use block=1 or block=auto, not {block}.")
-    if denoiser.block is not None and block != denoiser.block:
-        raise another_block(denoiser.block, block)
-    return None if block is None else int(block)
+        if number not in ("auto", 1):
+            raise DuelError(f"A causal network has blocks of one; use block=1 or block=auto, not {block}.")
+        return 1
+    if isinstance(number, str):
+        return denoiser.block or denoiser.published_block or DEFAULT_BLOCK
+    if denoiser.block is not None and number != denoiser.block:
+        raise another_block(denoiser.block, number)
+    return number
 
 
 def resolve_grid(denoiser: Denoiser, grid: str) -> str:
@@ -39,8 +38,7 @@ def resolve_grid(denoiser: Denoiser, grid: str) -> str:
 
     A causal prefix ends where the target begins, so blocks count from there, as in the authors' code.
     """
-    if grid not in ("auto", "target", "row"):
-        raise DuelError(f"grid is 'target', 'row' or 'auto'; got {grid!r}.")
+    grid = GRID.read("grid", grid)
     needed = denoiser.anchor if denoiser.attention == "block_causal" else None
     if needed and grid not in ("auto", needed):
         which = "A block-causal network" if needed == "row" else "This network"

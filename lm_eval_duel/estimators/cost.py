@@ -171,29 +171,30 @@ def two_phase(setting: Setting, window: Layout, share: float) -> Cost:
 
 def elbo(setting: Setting, window: Layout, samples: int) -> Cost:
     """The Monte Carlo ELBO with `samples` draws of each span (the whole target, or each block)."""
-    spans, length = setting.places(window), window.length
-    total = Cost(blocks=len(spans), longest=1)
+    spans = setting.places(window)
     head = samples * sum((positions + 1) / 2 for _, _, positions in spans)
-    if setting.denoiser.by_blocks:
-        states = {start: [samples] for start, _, _ in spans}
-        return dataclasses.replace(total + _blocks_of(setting, window, states), head=head)
-    rows = samples * len(spans)
-    tokens = rows * length
-    return dataclasses.replace(total, rows=rows, token_rows=tokens, pairs=tokens * length, head=head, weight=tokens)
+    return _side_by_side(setting, window, {start: samples for start, _, _ in spans}, head)
 
 
 def lattice(setting: Setting, window: Layout, beam: int | None = None) -> Cost:
     """The estimators over all orders: every set of masked positions of a block once, or `beam` sets of each size."""
-    spans, length = setting.places(window), window.length
-    sets = {start: [min(beam or math.inf, math.comb(m, masked)) for masked in range(1, m + 1)] for start, _, m in spans}
-    states = {start: [int(sum(counts))] for start, counts in sets.items()}
+    sets = {
+        start: [min(beam or math.inf, math.comb(m, masked)) for masked in range(1, m + 1)]
+        for start, _, m in setting.places(window)
+    }
     head = sum(masked * count for counts in sets.values() for masked, count in enumerate(counts, 1))
-    total = Cost(blocks=len(spans), longest=max(map(len, sets.values())) if beam else 1)
+    states = {start: int(sum(counts)) for start, counts in sets.items()}
+    return _side_by_side(setting, window, states, head, max(map(len, sets.values())) if beam else 1)
+
+
+def _side_by_side(setting: Setting, window: Layout, states: dict[int, int], head: float, longest: int = 1) -> Cost:
+    """So many states of each block, by its first column, all of which are known before any is evaluated."""
+    total = Cost(blocks=len(states), head=head, longest=longest)
     if setting.denoiser.by_blocks:
-        return dataclasses.replace(total + _blocks_of(setting, window, states), head=head)
-    rows = sum(count for (count,) in states.values())
-    tokens = rows * length
-    return dataclasses.replace(total, rows=rows, token_rows=tokens, pairs=tokens * length, head=head, weight=tokens)
+        return total + _blocks_of(setting, window, {start: [count] for start, count in states.items()})
+    rows = sum(states.values())
+    tokens = rows * window.length
+    return dataclasses.replace(total, rows=rows, token_rows=tokens, pairs=tokens * window.length, weight=tokens)
 
 
 def _causal(window: Layout) -> Cost:
