@@ -191,7 +191,7 @@ def test_guidance_and_temperature_stay_around_the_cached_network():
         (lambda: Toy(), {}, "needs a cached first phase.*it takes no keys.*Use estimator=duel"),
         (lambda: Cached(Attends(), "dual"), {}, "is under cache=dual. Pass the network without it"),
         (lambda: Attends(shift=1), {}, "Pass seed_first=true, which is another rule, or use estimator=duel"),
-        (lambda: Attends(), {"sample": 1.5}, "above 0, at most 1; got 1.5"),
+        (lambda: Attends(), {"sample": 1.5}, "'sample' is a share"),
         (lambda: Attends(), {"rule": "klass:mu=0.9:nu=0.1:kl=authors:across=true"}, "one chain.*or use estimator=duel"),
         (lambda: Attends(), {"cache": "duel"}, "Unknown value of cache 'duel'. Did you mean dual"),
     ],
