@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, TypeAlias
 
 from lm_eval_duel.errors import DuelError
@@ -77,6 +77,12 @@ class Window:
         """A 63-bit number of the ids: what random numbers of this window depend on, besides a seed."""
         text = repr((self.context, self.target, self.suffix, self.tail, *([self.known] if self.known else [])))
         return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
+
+
+def in_target(window: Window, spans: Iterable[tuple[int, int]]) -> list[slice]:
+    """The target positions of blocks at these (first column, width)."""
+    first = len(window.context)
+    return [slice(max(0, start - first), start - first + width) for start, width in spans]
 
 
 def target_capacity(max_length: int, context: Sequence[int] = (), suffix: Sequence[int] = ()) -> int:

@@ -24,7 +24,7 @@ from lm_eval_duel import fingerprint, rules
 from lm_eval_duel.core.denoiser import Denoiser
 from lm_eval_duel.core.reveal import BlockSpan, WindowGroup
 from lm_eval_duel.core.scores import IndexedScores, PhaseCounts, WindowScore, known_sum
-from lm_eval_duel.core.windows import Window
+from lm_eval_duel.core.windows import Window, in_target
 from lm_eval_duel.denoisers.cached.denoiser import under_cache
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.estimators import block_sample
@@ -148,13 +148,13 @@ class TwoPhase(Estimator):
     ) -> TwoPhaseScore:
         """The estimate of a row's window. `weights`: (B,)."""
         window = group.windows[row]
-        spans = self.blocks(window)
-        weight = weights[: len(spans)]  # (B,)
-        g = torch.tensor([_log_prob(window, cached, span) for span in spans], dtype=torch.float64)  # (B,)
+        parts = in_target(window, self.blocks(window))
+        weight = weights[: len(parts)]  # (B,)
+        g = torch.tensor([math.fsum(cached.token_logprobs[part]) for part in parts], dtype=torch.float64)  # (B,)
         f = g.clone()  # (B,) where it is not sampled, its weight is 0
-        for n, span in enumerate(spans):
+        for n, part in enumerate(parts):
             if weight[n]:
-                f[n] = _log_prob(window, cast(WindowScore, uncached), span)
+                f[n] = math.fsum(cast(WindowScore, uncached).token_logprobs[part])
         estimate, variance = block_sample.combine(g, f, weight)
         if not (math.isfinite(estimate) and math.isfinite(variance)):
             index = group.window_indices[row]
@@ -181,9 +181,3 @@ def _under_cache(denoiser: Denoiser, cache: str) -> Denoiser:
         return under_cache(denoiser, cache)
     except DuelError as error:
         raise DuelError(f"estimator=two_phase needs a cached first phase: {error} Use estimator=duel.") from error
-
-
-def _log_prob(window: Window, score: WindowScore, span: tuple[int, int]) -> float:
-    """The log-prob of the block at (first column, width)."""
-    (start, width), first = span, len(window.context)
-    return math.fsum(score.token_logprobs[max(0, start - first) : start - first + width])
