@@ -79,7 +79,7 @@ class Window:
         return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
 
 
-def in_target(window: Window, spans: Iterable[tuple[int, int]]) -> list[slice]:
+def target_parts(window: Window, spans: Iterable[tuple[int, int]]) -> list[slice]:
     """The target positions of blocks at these (first column, width)."""
     first = len(window.context)
     return [slice(max(0, start - first), start - first + width) for start, width in spans]

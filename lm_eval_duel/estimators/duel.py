@@ -23,7 +23,7 @@ from lm_eval_duel.core.denoiser import Denoiser
 from lm_eval_duel.core.reveal import BlockSpan, Reveal, WindowGroup
 from lm_eval_duel.core.scores import IndexedScores, Sample, WindowScore, WindowScores
 from lm_eval_duel.core.tokens import Argmax, Draw, Draws
-from lm_eval_duel.core.windows import Ids, Window, as_ids, in_target
+from lm_eval_duel.core.windows import Ids, Window, as_ids, target_parts
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.estimators.base import Estimator
 from lm_eval_duel.estimators.checks import check_rule, check_windows, rule_for
@@ -107,7 +107,7 @@ class DuelEstimator(Estimator):
         """The recorded orders of windows that can be scored, with steps that count from 0 in each block."""
         orders = self.orders(windows, steps)
         for n, (window, order) in enumerate(zip(windows, orders, strict=True)):
-            for part in in_target(window, self.blocks(window)):
+            for part in target_parts(window, self.blocks(window)):
                 inside = {order[index] for index in set(range(part.start, part.stop)) - set(window.known)}
                 if inside != set(range(len(inside))) and not self.rule.may_pick_none:
                     raise DuelError(

@@ -18,7 +18,7 @@ from lm_eval_duel import rules
 from lm_eval_duel.core.decision import NEAR_TIE
 from lm_eval_duel.core.lanes import Lanes, Rows
 from lm_eval_duel.core.predictions import Predictions
-from lm_eval_duel.core.windows import Ids, Window, in_target
+from lm_eval_duel.core.windows import Ids, Window, target_parts
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.estimators.base import Estimator
 from lm_eval_duel.estimators.duel import DuelEstimator
@@ -99,7 +99,7 @@ def follow(
             followed[group.window_indices[row]] = Trajectory(
                 log_prob=scored.log_prob,
                 token_logprobs=scored.token_logprobs,
-                steps=sum(len(set(of_group[row][part])) for part in in_target(window, duel.blocks(window))),
+                steps=sum(len(set(of_group[row][part])) for part in target_parts(window, duel.blocks(window))),
                 differences=tuple(Difference(*key, margin) for key, margin in differences),
                 log_joint=None if sampler is None else scored.log_prob + math.fsum(factors),
             )
@@ -112,14 +112,14 @@ def in_blocks(order: Sequence[int], window: Window, duel: DuelEstimator, n: int)
     Raises:
         DuelError: a block is not finished before the next one begins.
     """
-    inner = [order[part] for part in in_target(window, Estimator.blocks(duel, window))]
+    inner = [order[part] for part in target_parts(window, Estimator.blocks(duel, window))]
     if duel.rule.spans_blocks and len(inner) > 1 and all(min(part) == min(order) for part in inner):
         raise DuelError(
             f"Rule {duel.rule} keeps a history over blocks, so the steps of window {n} count over the whole text and "
             "do not restart in each block.",
             n,
         )
-    parts = [order[part] for part in in_target(window, duel.blocks(window))]
+    parts = [order[part] for part in target_parts(window, duel.blocks(window))]
     restarts = all(min(part) == min(order) for part in parts)
     if not restarts and any(max(a) >= min(b) for a, b in itertools.pairwise(parts)):
         raise DuelError(

@@ -24,7 +24,7 @@ from lm_eval_duel import fingerprint, rules
 from lm_eval_duel.core.denoiser import Denoiser
 from lm_eval_duel.core.reveal import BlockSpan, WindowGroup
 from lm_eval_duel.core.scores import IndexedScores, PhaseCounts, WindowScore, known_sum
-from lm_eval_duel.core.windows import Window, in_target
+from lm_eval_duel.core.windows import Window, target_parts
 from lm_eval_duel.denoisers.cached.denoiser import under_cache
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.estimators import block_sample
@@ -148,7 +148,7 @@ class TwoPhase(Estimator):
     ) -> TwoPhaseScore:
         """The estimate of a row's window. `weights`: (B,)."""
         window = group.windows[row]
-        parts = in_target(window, self.blocks(window))
+        parts = target_parts(window, self.blocks(window))
         weight = weights[: len(parts)]  # (B,)
         g = torch.tensor([math.fsum(cached.token_logprobs[part]) for part in parts], dtype=torch.float64)  # (B,)
         f = g.clone()  # (B,) where it is not sampled, its weight is 0

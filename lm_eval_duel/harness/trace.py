@@ -30,7 +30,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lm_eval_duel.core.windows import in_target
+from lm_eval_duel.core.windows import target_parts
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.estimators.subsets.sums import BeamSums
 from lm_eval_duel.journal import Journal
@@ -120,7 +120,7 @@ def record(window: Window, score: WindowScore, estimator: Estimator) -> dict[str
     line = {
         "context": start,
         "ids": list(window.target),
-        "starts": [part.start for part in in_target(window, estimator.blocks(window))],
+        "starts": [part.start for part in target_parts(window, estimator.blocks(window))],
         **_order(score),
         "log_prob": score.log_prob,
         "values": {name: value.log_prob for name, value in values.items()},
