@@ -103,7 +103,7 @@ def test_a_run_equals_the_reference(name, rules):
     network, windows, block, grid = NETWORKS[name]
     noise = 1e-7 if "rotary" in name else 1e-9  # planted in those
     for rule in rules:
-        for each in checked(Duel(network, rule, block, grid), windows):
+        for each in checked(Duel(network, rule, block, grid=grid), windows):
             assert each.difference < noise and each.changed_picks == 0 and not each.differs, rule
             assert each.route in (REFERENCE, RUNS_RULE), rule
 
@@ -213,7 +213,7 @@ FAULTS = [
 @pytest.mark.parametrize(("fault", "name"), FAULTS, ids=lambda value: getattr(value, "__name__", value))
 def test_a_fault_of_the_run_differs(fault, name, monkeypatch):
     network, windows, block, grid = NETWORKS[name]
-    duel = Duel(network, "greedy", block, grid)
+    duel = Duel(network, "greedy", block, grid=grid)
     again = [recompute(duel, window) for window in windows]
     fault(monkeypatch)
     found = [
