@@ -58,15 +58,20 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
             none="none",
         ),
     ).parse_args(arguments)
+    check_files(options)
+    return options
+
+
+def check_files(options: argparse.Namespace) -> None:
+    """Raise DuelError for results and traces that are not there or are none; folders of traces become their files."""
     read.files([*options.results, *([] if options.ar is None else [options.ar])])
     options.traces = [file for place in options.traces for file in trace.files(place)]
     for path in options.traces:
         trace.spec(path)
-    return options
 
 
-def collect(options: argparse.Namespace) -> dict[str, Any]:
-    """The content of the report as one dict."""
+def read_runs(options: argparse.Namespace) -> tuple[list[read.Run], list[read.Run]]:
+    """The runs of --ar, and all runs; raises DuelError for an --ar that is not of an autoregressive model."""
     with usage():
         ar = read.runs([options.ar]) if options.ar else []
         runs = read.runs([*options.results, *([options.ar] if options.ar else [])])
@@ -77,6 +82,12 @@ def collect(options: argparse.Namespace) -> dict[str, Any]:
                 f"--ar {run.name} is a result of {what}, not of an autoregressive model; name one of ours "
                 f"({match.TWIN}), or one of `--model hf` or of another autoregressive model of the harness."
             )
+    return ar, runs
+
+
+def collect(options: argparse.Namespace) -> dict[str, Any]:
+    """The content of the report as one dict."""
+    ar, runs = read_runs(options)
     notes = [note for run in runs for note in left_out(run)]
     for name in {name for run in ar for name in run.tasks}:
         if len(holding := [run.name for run in ar if name in run.tasks]) > 1:

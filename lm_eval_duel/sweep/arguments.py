@@ -56,7 +56,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     options.settings = settings(options.rules, options.k, options.mu)
     if not options.samples and (options.scorer or options.mauve):
         raise DuelError("--scorer and --mauve need samples; choose their number: --samples 48.")
-    options.kl = [setting for name in options.kl for setting in between(name, options.settings)]
+    options.kl = between(options.kl, options.settings)
     if options.mauve and importlib.util.find_spec("mauve") is None:
         raise DuelError(
             "--mauve needs the package mauve-text, which is not installed: pip install 'lm-eval-duel[mauve]'."
@@ -111,9 +111,12 @@ def cap(setting: Rule, block: int | None) -> Rule:
     return setting if block is None or k is None or k <= block else rules.replaced(setting, k=block)
 
 
-def between(name: str, settings: Sequence[Rule]) -> list[Rule]:
-    """The settings that a name of `--kl` stands for."""
-    chosen = [s for s in settings if name in ("all", name_of(s), str(s)) or (name == "k=1" and k_of(s) == 1)]
-    if not chosen and name != "k=1":
-        raise unknown("setting of --kl", name, map(name_of, settings))
-    return chosen
+def between(names: Sequence[str], settings: Sequence[Rule]) -> list[Rule]:
+    """The settings that the names of `--kl` stand for."""
+    stand_for: dict[str, list[Rule]] = {"all": [*settings], "k=1": [rule for rule in settings if k_of(rule) == 1]}
+    stand_for |= {name: [rule] for rule in settings for name in (str(rule), name_of(rule))}
+    for name in names:
+        if name not in stand_for:
+            raise unknown("setting of --kl", name, map(name_of, settings))
+    chosen = {str(rule) for name in names for rule in stand_for[name]}
+    return [rule for rule in settings if str(rule) in chosen]

@@ -25,7 +25,7 @@ class Journal:
     """
 
     def __init__(self, folder: Path, kind: str, about: Mapping[str, object], ranks: Ranks):
-        self.ranks, stem = ranks, f"{kind}_{digest(about)}"
+        self.ranks, stem = ranks, f"{kind}_{digest({**about, 'lines': '[key, result]'})}"
         self.path = folder / "parts" / f"{stem}.rank{ranks.rank}.jsonl"
         files = sorted(self.path.parent.glob(f"{stem}.*"))  # on this machine
         self.results: dict[Any, Any] = {}

@@ -314,9 +314,13 @@ def test_settings_are_rules_by_k_and_thresholds():
     names += ["left_to_right:k=1", "left_to_right:k=2", "threshold:mu=0.5", "threshold:mu=0.9"]
     assert [asked.name_of(setting) for setting in found] == names
     assert [asked.k_of(setting) for setting in found] == [1, 2, 1, 2, None, 1, 2, None, None]
-    assert list(map(asked.name_of, asked.between("k=1", found))) == [name for name in names if "k=1" in name]
-    assert list(map(asked.name_of, asked.between("greedy:k=2", found))) == ["greedy:k=2"]
-    assert asked.between("all", found) == found
+    for kl, chosen in (
+        (["k=1"], [name for name in names if "k=1" in name]),
+        (["threshold:mu=0.9", "greedy:k=2"], ["greedy:k=2", "threshold:mu=0.9"]),
+        (["all"], names),
+        ([], []),
+    ):
+        assert [asked.name_of(setting) for setting in asked.between(kl, found)] == chosen
     assert [str(asked.cap(setting, 4)) for setting in asked.settings(["greedy"], ["1", "8"], [])] == [
         "greedy:k=1",
         "greedy:k=4",

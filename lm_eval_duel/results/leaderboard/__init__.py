@@ -13,14 +13,13 @@ from lm_eval_duel import strict_json
 from lm_eval_duel.arguments import TEXT, whole
 from lm_eval_duel.command_line import PATH, Flag, Parser
 from lm_eval_duel.errors import DuelError, usage
-from lm_eval_duel.harness import trace
 from lm_eval_duel.rates import METRICS
 from lm_eval_duel.results import match, published, read, reveal_order
 from lm_eval_duel.results.leaderboard import board, columns, documents, exports, page, views
 from lm_eval_duel.results.leaderboard.board import Board
 from lm_eval_duel.results.own_files import OwnFiles
 from lm_eval_duel.results.records import plain
-from lm_eval_duel.results.report import left_out
+from lm_eval_duel.results.report import check_files, left_out, read_runs
 
 MAIN = ("index.html", "leaderboard.md", "leaderboard.csv", "leaderboard.json")
 EPILOG = """\
@@ -46,10 +45,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         organization=Flag(TEXT, "unknown", "who ran it, for the exports", shows="NAME"),
         benchmark=Flag(TEXT, None, "benchmarks of the hub's export", many=True, shows="TASK=OWNER/DATASET:ID"),
     ).parse_args(arguments)
-    read.files([*options.results, *([] if options.ar is None else [options.ar])])
-    options.traces = [file for place in options.traces for file in trace.files(place)]
-    for path in options.traces:
-        trace.spec(path)
+    check_files(options)
     published.tables(published.read(options.published))
     exports.benchmarks(options.benchmark)
     return options
@@ -57,9 +53,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 def collect(options: argparse.Namespace) -> Board:
     """The content of the leaderboard."""
-    with usage():
-        named = read.runs([options.ar]) if options.ar else []
-        runs = read.runs([*options.results, *([options.ar] if options.ar else [])])
+    named, runs = read_runs(options)
     traces = reveal_order.Traces(options.traces)
     # a page that is sent tells no home folder: files are named from the folder that holds them all
     folder = os.path.commonpath([run.file.parent for run in runs])
@@ -97,12 +91,6 @@ def collect(options: argparse.Namespace) -> Board:
 
 def _baseline(named: Sequence[read.Run], known: Sequence[read.Run]) -> tuple[list[read.Run], list[str]]:
     """The runs of the autoregressive model of the gaps: that of --ar, else the only one; or a note on why none."""
-    for run in named:
-        if not run.autoregressive:
-            raise DuelError(
-                f"--ar {run.name} is not a result of an autoregressive model; name one of ours ({match.TWIN}), or one "
-                "of `--model hf` or of another autoregressive model of the harness."
-            )
     models = {run.key: run.label for run in (named or known) if run.autoregressive}
     if len(models) == 1:
         return [run for run in known if run.autoregressive and run.key in models], []
