@@ -106,7 +106,8 @@ def plan(options: argparse.Namespace) -> dict[str, Any]:
     block = resolve_block(denoiser, None if causal and run.block is None else run.block)
     setting = Setting(denoiser, rule, block, resolve_grid(denoiser, run.grid), denoiser.size.kept)
     documents, windows = _windows(options, denoiser, block)
-    rates = {name: rate * (os.cpu_count() or 1) for name, rate in CPU_CORE.items()} if _cpu(options) else TFLOPS
+    on_cpu, cores = str(options.device).startswith("cpu"), os.cpu_count() or 1
+    rates = {name: rate * cores for name, rate in CPU_CORE.items()} if on_cpu else TFLOPS
     tflops = options.tflops or rates[denoiser.dtype]
     call_tokens = (run.rows or 0) * denoiser.max_length or CALL_TOKENS
     longest = max(window.length for window in windows)
@@ -143,15 +144,11 @@ def plan(options: argparse.Namespace) -> dict[str, Any]:
         "length": longest,
         "tokens": sum(window.target * number for window, number in windows.items()),
         "blocks": next(iter(methods.values()))["blocks"],
-        "device": "a device" if options.tflops else f"a CPU of {os.cpu_count()} cores" if _cpu(options) else "an H200",
+        "device": "a device" if options.tflops else f"a CPU of {cores} cores" if on_cpu else "an H200",
         "tflops": tflops,
         "utilization": options.utilization,
         "methods": methods,
     }
-
-
-def _cpu(options: argparse.Namespace) -> bool:
-    return str(options.device).startswith("cpu")
 
 
 def _methods(setting: Setting, run: Options) -> Iterator[tuple[str, Callable[[Layout], Cost], bool]]:
