@@ -271,10 +271,8 @@ def test_published_figures_have_tables_of_their_own(tmp_path):
         ("model,estimator,task,metric,value,sauce\n", "Unknown column 'sauce'. Did you mean source"),
         ("H\nA,duel,t,token_perplexity,x,s\n", "line 2: value is 'x', not a number"),
         ("H\nA,dule,t,token_perplexity,3,s\n", "line 2: Unknown estimator 'dule'. Did you mean duel"),
-        ("H\nA,duel,t,token_perplexitty,3,s\n", "line 2: Unknown metric .* Did you mean token_perplexity"),
         ("H\nA,duel,t,token_perplexity,3\n", "line 2: there are more or fewer cells"),
         ("H\nA,duel,t,token_perplexity,3,s,more\n", "line 2: there are more or fewer cells"),
-        ("H\n,duel,t,token_perplexity,3,s\n", "line 2: model is empty"),
         ("H\nA,duel,t,token_perplexity,3,s\nA,duel,t,token_perplexity,4,s\n", "twice"),
     ],
 )
@@ -333,7 +331,7 @@ def test_the_hub_s_entries(tmp_path):
     assert any("standard error" in entry["notes"] for entry in entries), "an estimate is never without its error"
     with pytest.raises(DuelError, match="--benchmark ptb: no result has this task"):
         exports.eval_results(content, exports.benchmarks(["ptb=a/b:c"]))
-    for wrong in ("sotu", "sotu=a:b", "sotu=a/b", "=a/b:c", "sotu=a/b/c:d"):
+    for wrong in ("sotu=a:b", "sotu=a/b", "=a/b:c", "sotu=a/b/c:d"):
         with pytest.raises(DuelError, match="write TASK=OWNER/DATASET:TASK_ID"):
             exports.benchmarks([wrong])
 
@@ -372,21 +370,18 @@ def test_windows_of_a_document_are_joined_and_an_infinite_cost_is_null(tmp_path)
 def test_only_files_of_a_leaderboard_are_replaced(tmp_path, capsys):
     out = tmp_path / "site"
     main(["leaderboard", str(several(tmp_path / "in")), "--out", str(out)])
-    assert "rank" not in capsys.readouterr().err
-    first = {path for path in out.rglob("*") if path.is_file()}
-    assert {path.relative_to(out).as_posix() for path in first} == set(
-        json.loads((out / "leaderboard.json").read_text())["files"]
-    )
+    written = {path.relative_to(out).as_posix() for path in out.rglob("*") if path.is_file()}
+    assert written == set(json.loads((out / "leaderboard.json").read_text())["files"])
     (out / "mine.txt").write_text("x")
     main(["leaderboard", str(tmp_path / "in" / "B"), "--out", str(out)])
     assert (out / "mine.txt").read_text() == "x"
     assert len(list(out.rglob("exports/**/*.json"))) == 1, "exports of rows that are gone are gone"
-    foreign = tmp_path / "foreign"
-    foreign.mkdir()
-    (foreign / "index.html").write_text("somebody's page")
-    with pytest.raises(SystemExit, match="which no leaderboard there lists as its own"):
-        main(["leaderboard", str(tmp_path / "in"), "--out", str(foreign)])
-    assert [path.name for path in foreign.iterdir()] == ["index.html"]
-    (foreign / "leaderboard.json").write_text('{"format": "other"}')
-    with pytest.raises(SystemExit, match="was not written by this command"):
-        main(["leaderboard", str(tmp_path / "in"), "--out", str(foreign)])
+    for name, content, message in (
+        ("leaderboard.json", '{"format": "other"}', "was not written by this command"),
+        ("index.html", "somebody's page", "which no leaderboard there lists as its own"),
+    ):
+        (foreign := tmp_path / name.replace(".", "-")).mkdir()
+        (foreign / name).write_text(content)
+        with pytest.raises(SystemExit, match=message):
+            main(["leaderboard", str(tmp_path / "in" / "B"), "--out", str(foreign)])
+        assert [path.read_text() for path in foreign.iterdir()] == [content]
