@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 from attends import Attends, reference
-from laws import RULES, slow_but, strings, total
+from laws import RULES, strings, total
 from textbook import score
 from toys import BlockCausal, Causal, Toy
 
@@ -24,8 +24,8 @@ from lm_eval_duel.options import Options
 from lm_eval_duel.sweep.shared import Shared
 
 CACHES = ["prefix", "dual"]
-FEW = ["greedy:k=1", "margin:k=2", "threshold:mu=0.45", "klass:mu=0.4:nu=0.3", "left_to_right:k=2", "random:k=1:seed=3"]
-FAST = [*FEW[:-1], "random:k=1:seed=0", "entropy_bound:gamma=0.7"]
+FEW = ["greedy:k=1", "margin:k=2", "threshold:mu=0.45", "klass:mu=0.4:nu=0.3"]
+FAST = [*FEW, "random:k=1:seed=0"]
 SOME = [(rule, cache) for rule in FAST for cache in CACHES]
 SOME += [pytest.param(rule, CACHES[n % 2], marks=pytest.mark.slow) for n, rule in enumerate(RULES) if rule not in FAST]
 RAGGED = [
@@ -58,7 +58,6 @@ def agree(scored, result, within=1e-9):
 def test_lanes_equal_the_plain_reference(rule, cache):
     toy = Attends(length=10)
     for block, grid, windows in (
-        (1, "target", RAGGED),
         (3, "target", RAGGED),
         (3, "row", RAGGED),
         (None, "target", RAGGED),
@@ -93,9 +92,7 @@ def test_sample_then_log_prob_is_the_same_path(rule):
     for cache, block, grid, extra in (
         ("prefix", 2, "target", {"tail": 1, "suffix": (0,)}),
         ("prefix", 3, "row", {}),
-        ("dual", 2, "target", {"tail": 2}),
         ("dual", 3, "target", {"suffix": (1,)}),
-        ("dual", None, "row", {}),
     ):
         duel = DuelEstimator(Cached(Attends(), cache), rule, block, grid=grid)
         drawn = duel.sample(contexts, 4, seed=3, **extra)
@@ -115,8 +112,7 @@ def test_is_greedy_iff_decoding_would_write_it():
 # ---------------------------------------------------------------- law 8: alone = in a batch
 
 
-@pytest.mark.parametrize("rule", slow_but(FEW, FEW[2:4]))
-@pytest.mark.parametrize("cache", CACHES)
+@pytest.mark.parametrize(("rule", "cache"), list(zip(FEW[2:], CACHES, strict=True)))
 def test_neither_company_nor_batch_size_changes_a_number(rule, cache):
     toy = Attends(length=10)
     together = DuelEstimator(Cached(toy, cache), rule, 3).log_prob(RAGGED)
@@ -167,8 +163,7 @@ class Small(Attends):
         return super().stream(ids, positions, seen, past)
 
 
-@pytest.mark.parametrize("rule", ["threshold:mu=0.45", "left_to_right:k=2"])
-@pytest.mark.parametrize("cache", CACHES)
+@pytest.mark.parametrize(("rule", "cache"), list(zip(["threshold:mu=0.45", "left_to_right:k=2"], CACHES, strict=True)))
 def test_out_of_memory_halves_and_changes_nothing(rule, cache):
     expected = DuelEstimator(Cached(Attends(length=10), cache), rule, 2).log_prob(RAGGED)
     small = Cached(Small(length=10), cache)
@@ -180,36 +175,23 @@ def test_out_of_memory_halves_and_changes_nothing(rule, cache):
 # ---------------------------------------------------------------- laws 12 and 15: where the cache changes nothing
 
 
-@pytest.mark.parametrize("rule", FEW)
 @pytest.mark.parametrize("cache", CACHES)
-def test_blocks_of_one_and_first_steps_are_those_without_a_cache(rule, cache):
-    toy = Attends(length=10)
-    plain, cached = (DuelEstimator(network, rule, 1).log_prob(RAGGED) for network in (toy, Cached(toy, cache)))
-    same(cached, plain, 1e-9)
-    plain, cached = (DuelEstimator(network, rule, 3).log_prob(RAGGED) for network in (toy, Cached(toy, cache)))
-    for one, other in zip(cached, plain, strict=True):
-        for step, found, before, value in zip(
-            one.reveal_steps, one.token_logprobs, other.reveal_steps, other.token_logprobs, strict=True
-        ):
-            assert (step == 0) == (before == 0)
-            assert step > 0 or found == pytest.approx(value, abs=1e-9)
-
-
-@pytest.mark.parametrize("rule", FEW)
-def test_one_block_that_is_the_whole_row_knows_no_cache(rule):
-    toy, windows = Attends(), [Window((), string) for string in strings(3, 4)[::7]]
-    plain = DuelEstimator(toy, rule, None).log_prob(windows)
-    for cache in CACHES:
-        same(DuelEstimator(Cached(toy, cache), rule, None).log_prob(windows), plain, 1e-9)
-
-
-@pytest.mark.parametrize("cache", CACHES)
-def test_a_cache_is_another_distribution(cache):
-    windows = [Window((1,), string, (2,)) for string in strings(3, 4)[::7]]
-    plain, cached = (
-        DuelEstimator(network, "greedy", 2).log_prob(windows) for network in (Attends(), Cached(Attends(), cache))
-    )
-    assert max(abs(one.log_prob - other.log_prob) for one, other in zip(cached, plain, strict=True)) > 1e-3
+def test_where_a_cache_changes_nothing_and_where_it_does(cache):
+    """Nothing: in blocks of one, at first steps, and where one block is the whole row."""
+    toy, whole = Attends(length=10), [Window((), string) for string in strings(3, 4)[::7]]
+    for rule in FEW:
+        plain, cached = (DuelEstimator(network, rule, 1).log_prob(RAGGED) for network in (toy, Cached(toy, cache)))
+        same(cached, plain, 1e-9)
+        plain, cached = (DuelEstimator(network, rule, None).log_prob(whole) for network in (toy, Cached(toy, cache)))
+        same(cached, plain, 1e-9)
+        plain, cached = (DuelEstimator(network, rule, 3).log_prob(RAGGED) for network in (toy, Cached(toy, cache)))
+        for one, other in zip(cached, plain, strict=True):
+            for step, found, before, value in zip(
+                one.reveal_steps, one.token_logprobs, other.reveal_steps, other.token_logprobs, strict=True
+            ):
+                assert (step == 0) == (before == 0)
+                assert step > 0 or found == pytest.approx(value, abs=1e-9)
+        assert max(abs(one.log_prob - other.log_prob) for one, other in zip(cached, plain, strict=True)) > 1e-3, rule
 
 
 @pytest.mark.parametrize("cache", CACHES)
@@ -305,12 +287,12 @@ SHIFTED = [
 ]
 
 
-@pytest.mark.parametrize("rule", FEW)
+@pytest.mark.parametrize("rule", FEW[1:])
 @pytest.mark.parametrize("cache", [*CACHES, None])
 def test_the_first_position_is_revealed_alone_and_then_the_rule_goes_on(rule, cache):
     toy, rule = Attends(length=10, shift=1), f"{rule}:seed_first=true"
     denoiser = Cached(toy, cache) if cache else toy
-    for block, grid in ((1, "target"), (3, "target"), (3, "row"), (None, "target")):
+    for block, grid in ((3, "target"), (3, "row"), (None, "target")):
         for window, scored in zip(
             SHIFTED, DuelEstimator(denoiser, rule, block, grid=grid).log_prob(SHIFTED), strict=True
         ):
@@ -322,7 +304,7 @@ def test_the_first_position_is_revealed_alone_and_then_the_rule_goes_on(rule, ca
             agree(scored, score(logits_of, toy.mask_id, toy.excluded, parsed, block, window, grid))
 
 
-@pytest.mark.parametrize(("rule", "cache"), list(zip(FEW, CACHES * 3, strict=True)))
+@pytest.mark.parametrize(("rule", "cache"), list(zip(FEW, CACHES * 2, strict=True)))
 def test_a_shifted_network_sums_to_one_and_scores_its_samples(rule, cache):
     duel = DuelEstimator(Cached(Attends(shift=1), cache), f"{rule}:seed_first=true", 2)
     assert abs(total(duel, 4, context=(1,)) - 1) < 1e-9
@@ -335,16 +317,16 @@ def test_a_shifted_network_sums_to_one_and_scores_its_samples(rule, cache):
 
 def test_a_shifted_network_without_seed_first_is_refused():
     shifted = Cached(Attends(shift=1), "dual")
-    with pytest.raises(DuelError, match="seed_first=true"):
-        DuelEstimator(shifted, "greedy", 2)
-    with pytest.raises(DuelError, match="seed_first=true"):
-        Shared(shifted, [rules.parse("greedy")], 2)
-    with pytest.raises(DuelError, match="estimator=mixture evaluates states"):
-        Lattice(shifted, 2)
-    with pytest.raises(DuelError, match="estimator=elbo evaluates states"):
-        Elbo(shifted, 2)
-    with pytest.raises(DuelError, match="seed_first=true"):
-        DuelEstimator(shifted, "greedy:seed_first=true", None).replay([Window((1,), (0, 1, 2))], [(2, 0, 1)])
+    seeded = DuelEstimator(shifted, "greedy:seed_first=true", None)
+    for named, refused in (
+        ("seed_first=true", lambda: DuelEstimator(shifted, "greedy", 2)),
+        ("seed_first=true", lambda: Shared(shifted, [rules.parse("greedy")], 2)),
+        ("estimator=mixture", lambda: Lattice(shifted, 2)),
+        ("estimator=elbo", lambda: Elbo(shifted, 2)),
+        ("seed_first=true", lambda: seeded.replay([Window((1,), (0, 1, 2))], [(2, 0, 1)])),
+    ):
+        with pytest.raises(DuelError, match=named):
+            refused()
 
 
 @pytest.mark.parametrize("text", ["greedy:k=2", "klass:mu=0.9:nu=0.01", "random:k=1:seed=4"])

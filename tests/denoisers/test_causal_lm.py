@@ -2,8 +2,6 @@
 
 import json
 import math
-import re
-import shutil
 
 import pytest
 import tiny
@@ -11,12 +9,9 @@ import torch
 import transformers
 from harness_requests import ask
 from lm_eval.models.huggingface import HFLM
-from safetensors.torch import load_file, save_file
 from torch.nn.functional import log_softmax
-from transformers.modeling_outputs import CausalLMOutput
 
 from lm_eval_duel import denoisers
-from lm_eval_duel.cli.main import main
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.demo import FOLDER, resolve
 from lm_eval_duel.denoisers.hf import causal_lm
@@ -56,7 +51,7 @@ WINDOWS = [
     Window((2,), tuple(range(1, 32))),
     Window((2, 14, 5, 9, 9), (33, 6, 7)),
 ]
-RAGGED = [*WINDOWS, *(Window((2, n), (7, 9, 30, n)) for n in range(5, 15))]  # so many that long and short go together
+RAGGED = [*WINDOWS, *(Window((2, n), (7, 9, 30, n)) for n in range(5, 13))]  # so many that long and short go together
 
 
 def network(name):
@@ -114,14 +109,6 @@ def test_nats_are_those_of_the_networks_own_logits(folders, name):
         assert alone.token_logprobs == pytest.approx(scored.token_logprobs, abs=1e-4)
 
 
-@pytest.mark.parametrize("name", ["GPT2LMHeadModel", "Gemma2ForCausalLM", "ModernBertDecoderForCausalLM"])
-def test_every_token_after_every_context_sums_to_one(folders, name):
-    windows = [Window((2, 6, 9), (token,)) for token in range(len(tiny.WORDS))]
-    scored = DuelEstimator(load(folders[name]), "left_to_right").log_prob(windows)
-    assert math.fsum(math.exp(s.log_prob) for s in scored) == pytest.approx(1, abs=1e-4)
-    assert sum(s.is_greedy for s in scored) == 1
-
-
 def test_rotary_positions_that_change_with_the_length_of_a_batch(tmp_path):
     """LongRoPE has other frequencies from a length on, for all rows of a call: only equal lengths go together."""
     short = {"original_max_position_embeddings": 8}  # transformers 4 and 5 look for it in two places
@@ -151,21 +138,15 @@ def test_one_forward_for_each_window(folders):
         assert (duel.counts.forwards, duel.counts.rows) == (n, n)
     hook.remove()
     assert rows == [(1, window.length - 1) for window in WINDOWS]  # the last token is predicted and never fed
+    heads = []
+    hook = denoiser.model.lm_head.register_forward_hook(lambda *call: heads.append(call[2][..., 0].numel()))
+    duel.log_prob([Window((2, 5, 6, 7), (8, 9, 10))])
+    hook.remove()
+    assert sum(heads) == 3  # at scored positions only
     equal = [Window((n,), tuple(range(1, 32))) for n in range(4)]
     duel = DuelEstimator(denoiser, "left_to_right", batch_size=4)
     duel.log_prob(equal)
     assert (duel.counts.forwards, duel.counts.rows) == (1, 4)
-
-
-def test_the_head_runs_at_scored_positions_only(folders):
-    denoiser = load(folders["Gemma2ForCausalLM"])
-    seen = []
-    hook = denoiser.model.lm_head.register_forward_hook(
-        lambda module, inputs, output: seen.append(output[..., 0].numel())
-    )
-    DuelEstimator(denoiser, "left_to_right").log_prob([Window((2, 5, 6, 7), (8, 9, 10))])
-    hook.remove()
-    assert sum(seen) == 3
 
 
 @pytest.mark.parametrize("name", ["GPT2LMHeadModel", "GraniteForCausalLM", "ModernBertDecoderForCausalLM"])
@@ -191,74 +172,33 @@ def test_a_head_that_cannot_be_split_off_runs_with_the_rest(folders, monkeypatch
         assert a.tokens == b.tokens and a.token_logprobs == pytest.approx(b.token_logprobs, abs=1e-4)
 
 
-@pytest.mark.parametrize(("name", "dtype"), [("MixtralForCausalLM", "bfloat16"), ("GPT2LMHeadModel", "float64")])
-def test_dtypes(folders, name, dtype):
-    denoiser = load(folders[name], dtype=dtype)
-    assert str(denoiser.dtype) == f"torch.{dtype}" and denoiser.splits_head
-    scored = DuelEstimator(denoiser, "left_to_right").log_prob(WINDOWS)
-    if dtype == "float64":
-        model = getattr(transformers, name).from_pretrained(folders[name]).eval()
-        assert [s.token_logprobs for s in scored] == [
-            pytest.approx(by_hand(model, window), abs=1e-4) for window in WINDOWS
-        ]
-    assert denoiser.describe()["dtype"] == dtype
-
-
-def test_lengths(folders, tmp_path):
+def test_dtypes_and_lengths(folders, tmp_path):
     """A network of 32 positions scores rows of 33: the last token is never fed."""
-    denoiser = load(folders["GPT2LMHeadModel"])
-    assert denoiser.max_length == 33
-    duel = DuelEstimator(denoiser, "left_to_right")
-    assert len(duel.log_prob([Window((2,), (5,) * 32)])[0].token_logprobs) == 32
-    with pytest.raises(DuelError, match="Window 0 has 34 positions but the network holds 33"):
-        duel.log_prob([Window((2,), (5,) * 33)])
-    assert load(folders["GPT2LMHeadModel"], max_length=16).max_length == 16
-    with pytest.raises(DuelError, match=r"max_length=34 is too long: .* 33 positions"):
-        load(folders["GPT2LMHeadModel"], max_length=34)
-    boundless = str(tmp_path)
-    network("BloomForCausalLM").save_pretrained(boundless)
-    tiny.tokenizer(mask=False, length=int(1e30)).save_pretrained(boundless)
-    with pytest.raises(DuelError, match="gives its number of positions; pass max_length="):
-        load(boundless, tokenizer=None)
-    assert load(boundless, tokenizer=None, max_length=48).max_length == 48
+    for name, dtype in (("MixtralForCausalLM", "bfloat16"), ("MixtralForCausalLM", "float64")):
+        denoiser = load(folders[name], dtype=dtype)
+        assert str(denoiser.dtype) == f"torch.{dtype}" and denoiser.describe()["dtype"] == dtype
+        assert denoiser.splits_head and denoiser.max_length == 33
+        [scored] = DuelEstimator(denoiser, "left_to_right").log_prob([Window((2,), (5,) * 32)])
+        model = getattr(transformers, name).from_pretrained(folders[name]).eval()
+        right = by_hand(model, Window((2,), (5,) * 32))
+        assert scored.token_logprobs == pytest.approx(right, abs=1e-4 if dtype == "float64" else 0.5)
+    network("BloomForCausalLM").save_pretrained(tmp_path)
+    tiny.tokenizer(mask=False, length=int(1e30)).save_pretrained(tmp_path)
+    with pytest.raises(DuelError, match="max_length"):
+        load(str(tmp_path), tokenizer=None)
+    assert load(str(tmp_path), tokenizer=None, max_length=48).max_length == 48
 
 
 # ---------------------------------------------------------------- what is refused
 
 
-def test_what_a_causal_network_cannot_follow(folders):
-    denoiser = load(folders["LlamaForCausalLM"])
-    with pytest.raises(DuelError, match="A causal network reveals left to right only"):
-        DuelEstimator(denoiser, "greedy")
-    with pytest.raises(DuelError, match="A causal network has blocks of one; use block=1 or block=auto, not 4"):
-        DuelEstimator(denoiser, "left_to_right", 4)
-    duel = DuelEstimator(denoiser, "left_to_right", 1)
-    with pytest.raises(DuelError, match="Window 0 needs a context"):
-        duel.log_prob([Window((), (5, 6))])
-    with pytest.raises(DuelError, match="Window 0 has a suffix, which a causal network never sees"):
-        duel.log_prob([Window((2,), (5, 6), (3,))])
-    with pytest.raises(DuelError, match=r"Window 0 holds id 36, .* not a token of the vocabulary"):
-        duel.log_prob([Window((2,), (36,))])
-    for name, value in {"sigma": "clamped", "shift_logits": True, "mask_token_id": 4}.items():
-        with pytest.raises(DuelError, match=f"is of the family causal LM, which has no choice of '{name}'"):
-            load(folders["LlamaForCausalLM"], **{name: value})
-    with pytest.raises(DuelError, match="cfg_scale masks the whole context, and a causal network"):
-        load(folders["LlamaForCausalLM"], cfg_scale=1.0)
-
-
 def test_networks_that_are_not_autoregressive(tmp_path):
     path = tiny.checkpoint(tmp_path / "bert", "bert")
-    with pytest.raises(DuelError, match="is not causal: its predictions depend on later tokens"):
+    with pytest.raises(DuelError, match="is not causal"):
         load(path)
-    with pytest.raises(DuelError, match="its network is not autoregressive"):
-        load("demo-mdm", tokenizer=None)
-    with pytest.raises(DuelError, match="is block_causal, not causal"):
-        load("demo-bd", tokenizer=None)
-    path = tiny.checkpoint(tmp_path / "llada", "gpt2")
-    config = {**json.loads((tmp_path / "llada" / "config.json").read_text()), "architectures": ["LLaDAModelLM"]}
-    (tmp_path / "llada" / "config.json").write_text(json.dumps(config))
-    with pytest.raises(DuelError, match=r"is a masked diffusion model \(llada\), so it has no autoregressive likelih"):
-        load(path)
+    for name in ("demo-mdm", "demo-bd"):
+        with pytest.raises(DuelError, match=r"not (autoregressive|causal)"):
+            load(name, tokenizer=None)
 
 
 def test_a_class_that_is_not_the_one_in_the_config(folders, tmp_path, caplog):
@@ -274,55 +214,12 @@ def test_a_class_that_is_not_the_one_in_the_config(folders, tmp_path, caplog):
             (tmp_path / "modeling_own.py").write_text("raise RuntimeError('this is not run')")
         (tmp_path / "config.json").write_text(json.dumps(config))
         if names == ["OtherLM"] and code:
-            with pytest.raises(DuelError, match=r"is a OtherLM with code of its own, .* pass trust_remote"):
+            with pytest.raises(DuelError, match=r"OtherLM.*trust_remote_code"):
                 load(str(tmp_path))
         else:
             nats = DuelEstimator(load(str(tmp_path)), "left_to_right").log_prob(WINDOWS)[0].token_logprobs
             assert nats == pytest.approx(by_hand(model, WINDOWS[0]), abs=1e-4)
     assert "is a OtherLM; scoring it as transformers' LlamaForCausalLM" in caplog.text
-
-
-CODE = """
-import torch
-from transformers import PretrainedConfig, PreTrainedModel
-from transformers.modeling_outputs import CausalLMOutput
-
-class LetterConfig(PretrainedConfig):
-    model_type = "letters"
-
-class LetterLM(PreTrainedModel):
-    config_class = LetterConfig
-    def __init__(self, config):
-        super().__init__(config)
-        self.embed = torch.nn.Embedding(config.vocab_size, 8)
-        self.head = torch.nn.Linear(8, config.vocab_size)
-        self.post_init()
-    def get_input_embeddings(self):
-        return self.embed
-    def forward(self, input_ids, attention_mask=None, **kwargs):
-        return CausalLMOutput(logits=self.head(self.embed(input_ids).cumsum(1)))
-"""
-
-
-def test_a_causal_network_with_code_of_its_own(tmp_path):
-    (tmp_path / "letters.py").write_text(CODE)
-    auto_map = {"AutoConfig": "letters.LetterConfig", "AutoModelForCausalLM": "letters.LetterLM"}
-    config = {"model_type": "letters", "vocab_size": tiny.ROWS, "max_position_embeddings": 32, "auto_map": auto_map}
-    (tmp_path / "config.json").write_text(json.dumps({**config, "architectures": ["LetterLM"]}))
-    torch.manual_seed(3)
-    table, head, bias = torch.randn(tiny.ROWS, 8), torch.randn(tiny.ROWS, 8), torch.randn(tiny.ROWS)
-    tensors = {"embed.weight": table, "head.weight": head, "head.bias": bias}
-    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(DuelError, match="pass trust_remote_code=true if you trust it"):
-        load(str(tmp_path))
-    denoiser = load(str(tmp_path), trust_remote_code=True)
-    assert not denoiser.splits_head
-
-    def model(ids):
-        return CausalLMOutput(logits=table[ids].cumsum(1) @ head.T + bias)
-
-    for window, scored in zip(WINDOWS, DuelEstimator(denoiser, "left_to_right").log_prob(WINDOWS), strict=True):
-        assert scored.token_logprobs == pytest.approx(by_hand(model, window), abs=1e-4)
 
 
 def test_an_adapter_is_merged(folders, tmp_path):
@@ -339,37 +236,14 @@ def test_an_adapter_is_merged(folders, tmp_path):
     assert "peft" in denoiser.describe()
 
 
-def test_broken_weights(tmp_path):
-    network("LlamaForCausalLM").save_pretrained(tmp_path)
-    tiny.tokenizer(mask=False).save_pretrained(tmp_path)
-    file = tmp_path / "model.safetensors"
-    weights = load_file(file)
-    gone = next(name for name in weights if "layers.1" in name and "q_proj" in name)
-    save_file({name: value for name, value in weights.items() if name != gone}, file, metadata={"format": "pt"})
-    with pytest.raises(DuelError, match=rf"do not fill LlamaForCausalLM: 1 missing: {gone}\."):
-        load(str(tmp_path))
-    weights["lm_head.weight"][12] = float("nan")
-    save_file(weights, file, metadata={"format": "pt"})
-    with pytest.raises(DuelError, match="returns NaN or infinite logits for arbitrary tokens"):
-        load(str(tmp_path))
-
-
 def test_nan_that_shows_only_when_a_token_is_seen(folders):
     denoiser = load(folders["LlamaForCausalLM"])
     with torch.no_grad():
         denoiser.model.model.embed_tokens.weight[12] = float("nan")
     duel = DuelEstimator(denoiser, "left_to_right")
     assert math.isfinite(duel.log_prob([Window((2, 6), (7, 9, 12))])[0].log_prob)  # its own token is never fed
-    with pytest.raises(NotFinite, match=r"NaN or infinite logits\. \(Window 0, "):
+    with pytest.raises(NotFinite, match="Window 0, "):
         duel.log_prob([Window((2, 6), (7, 12, 9))])
-
-
-def test_the_law_names_what_defines_it(folders):
-    described = load(folders["OPTForCausalLM"]).describe()
-    assert described["denoiser"] == "OPTForCausalLM" and described["attention"] == "causal"
-    assert described["vocabulary"] == f"{len(tiny.WORDS)} of {tiny.ROWS}"
-    assert described["weights"] == load(folders["OPTForCausalLM"]).describe()["weights"]
-    assert described["weights"] != load(folders["BloomForCausalLM"]).describe()["weights"]
 
 
 # ---------------------------------------------------------------- the harness's own model
@@ -426,39 +300,6 @@ def test_continuations_equal_the_harness_own_model(ours, stock, texts):
     agree(*(together(lm, "loglikelihood", pairs(texts[0])) for lm in (bare, stock)))
 
 
-def test_a_tokenizer_that_frames_with_a_bos(texts, tmp_path):
-    shutil.copytree(resolve("demo-ar"), tmp_path / "framed")
-    tokenizer = json.loads((tmp_path / "framed" / "tokenizer.json").read_text())
-    bos = {"id": "<|endoftext|>", "ids": [1], "tokens": ["<|endoftext|>"]}
-    text = [{"SpecialToken": {"id": bos["id"], "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]
-    tokenizer["post_processor"] = {
-        "type": "TemplateProcessing",
-        "single": text,
-        "pair": text,
-        "special_tokens": {bos["id"]: bos},
-    }
-    (tmp_path / "framed" / "tokenizer.json").write_text(json.dumps(tokenizer))
-    folder = str(tmp_path / "framed")
-    framed = DuelMDM(pretrained=folder, attention="causal", rule="left_to_right", device="cpu")
-    assert framed.spec["special_tokens"].startswith("[1] text []")
-    stock = HFLM(pretrained=folder, dtype="float32", device="cpu", batch_size=4)
-    agree(*(together(lm, "loglikelihood", pairs(texts[1])) for lm in (framed, stock)))
-
-
-def test_inspect_says_what_it_is(capsys):
-    main(["inspect", "demo-ar", "--model_args", "attention=causal,rule=left_to_right", "--device", "cpu"])
-    said = capsys.readouterr().out
-    for line in (
-        r"family +causal-lm \(ModernBertDecoderForCausalLM\)",
-        "mask +none: an autoregressive network",
-        "attention +causal",
-        "logit shift +1: a token is predicted from the one before",
-        "padding +invisible: it comes after the text",
-    ):
-        assert re.search(line, said), line
-    assert "all_mask rows" not in said
-
-
 def test_the_authors_windows_of_llama3():
     """bos=first: windows of max_length ids, no BOS, the first id of each given and in no sum."""
     lm = DuelMDM(pretrained="demo-ar", estimator="ar", bos="first", max_length=16, dtype="float32", device="cpu")
@@ -474,5 +315,5 @@ def test_the_authors_windows_of_llama3():
     assert len(ids) > 20
     (value,) = lm.loglikelihood_rolling(ask("loglikelihood_rolling", (text,)), disable_tqdm=True)
     assert value == pytest.approx(total, abs=1e-3)
-    with pytest.raises(DuelError, match="bos=first scores the row from its first position on"):
+    with pytest.raises(DuelError, match="bos=first"):
         lm.loglikelihood(ask("loglikelihood", ("a", " b")), disable_tqdm=True)

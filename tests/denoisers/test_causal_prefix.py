@@ -1,5 +1,5 @@
-"""Networks with a causal prefix and bidirectional blocks (Nemotron-Labs-Diffusion): the laws on a toy, the authors'
-procedure retyped on a tiny checkpoint, and what is refused.
+"""Networks with a causal prefix and bidirectional blocks (Nemotron-Labs-Diffusion): the laws on a toy, and the authors'
+procedure retyped on a tiny checkpoint. What is found at load and refused: test_families.py, test_refusals.py.
 """
 
 import dataclasses
@@ -9,8 +9,9 @@ import plain
 import pytest
 import tiny
 import torch
-from close import close_nats
-from decoder_reference import CASES, YARN, write
+import transformers
+from close import close_nats, same_scores
+from decoder_reference import CASES, YARN, without, write
 from harness_requests import ask
 from laws import RULES, strings, total
 from textbook import score
@@ -30,9 +31,16 @@ from lm_eval_duel.harness.lm import DuelMDM
 
 CASE = CASES["nemotron-labs-diffusion"]
 FIRST = ["causal", "block"]
-FEW = ["left_to_right:k=2", "greedy:k=1", "threshold:mu=0.45", "klass:mu=0.4:nu=0.3"]
+FEW = ["greedy:k=2", "threshold:mu=0.45", "klass:mu=0.4:nu=0.3"]
 EACH = [(rule, first) for rule in FEW for first in FIRST]
 EACH += [pytest.param(rule, FIRST[n % 2], marks=pytest.mark.slow) for n, rule in enumerate(RULES) if rule not in FEW]
+WINDOWS = [
+    Window((1,), (2, 0, 1, 1, 2)),
+    Window((0, 2, 1, 1), (1,)),
+    Window((0, 2), (0, 0, 1), (2,)),
+    Window((2, 2, 1, 0, 1), (2, 1, 0, 0, 1, 1, 2)),
+    Window((0,), (1, 2), tail=3),
+]
 
 
 # ---------------------------------------------------------------- the laws, on a toy in float64
@@ -45,32 +53,22 @@ def test_sums_to_one(rule, first_token):
         toy.last_block = last_block
         duel = DuelEstimator(toy, rule)
         assert (duel.block, duel.grid) == (2, "target")
-        assert total(duel, 3, context=(1,)) == pytest.approx(1, abs=1e-12)
-        assert total(duel, 3, context=(2, 0), suffix=(1,)) == pytest.approx(1, abs=1e-12)
-        assert total(duel, 2, context=(0, 0, 1), tail=2) == pytest.approx(1, abs=1e-12)
+        for length, more in ((3, {"context": (2, 0), "suffix": (1,)}), (2, {"context": (0, 0, 1), "tail": 2})):
+            assert total(duel, length, **more) == pytest.approx(1, abs=1e-12)
         if first_token == "block":
             assert total(duel, 3) == pytest.approx(1, abs=1e-12)
             assert total(DuelEstimator(toy, rule, grid="row"), 3, context=(1,)) == pytest.approx(1, abs=1e-12)
 
 
-WINDOWS = [
-    Window((1,), (2, 0, 1, 1, 2)),
-    Window((0, 2, 1, 1), (1,)),
-    Window((0, 2), (0, 0, 1), (2,)),
-    Window((2, 2, 1, 0, 1), (2, 1, 0, 0, 1, 1, 2)),
-    Window((0,), (1, 2), tail=3),
-]
-
-
 @pytest.mark.parametrize(("rule", "first_token"), EACH)
-def test_lanes_equal_the_textbook_loop(rule, first_token, monkeypatch):
+def test_lanes_equal_the_textbook_loop_and_samples_are_scored_as_drawn(rule, first_token, monkeypatch):
     toy = CausalPrefix(first_token, length=14)
     followed = rules.SeedFirst(rules.parse(rule)) if first_token == "causal" else rules.parse(rule)
     for stretch, clean, batch_size in ((256, 512, None), (4, 3, 1)):
         monkeypatch.setattr(block_causal, "STRETCH", stretch)
         monkeypatch.setattr(block_causal, "CLEAN", clean)
-        scored = DuelEstimator(toy, rule, batch_size=batch_size).log_prob(WINDOWS)
-        for window, found in zip(WINDOWS, scored, strict=True):
+        duel = DuelEstimator(toy, rule, batch_size=batch_size)
+        for window, found in zip(WINDOWS, duel.log_prob(WINDOWS), strict=True):
             origin = len(window.context)
 
             def logits_of(ids, origin=origin):
@@ -80,26 +78,16 @@ def test_lanes_equal_the_textbook_loop(rule, first_token, monkeypatch):
             _, steps, nats, greedy, nfe = score(logits_of, 3, toy.excluded, followed, 2, window, sees="fill")
             assert (found.reveal_steps, found.is_greedy, found.nfe) == (steps, greedy, nfe)
             assert found.token_logprobs == pytest.approx(nats, abs=1e-9)
-
-
-@pytest.mark.parametrize("first_token", FIRST)
-@pytest.mark.parametrize("rule", ["greedy", "threshold:mu=0.45", "klass:mu=0.4:nu=0.3"])
-def test_samples_are_scored_as_they_were_drawn(rule, first_token):
-    duel = DuelEstimator(CausalPrefix(first_token, length=14), rule)
     contexts = [(1,), (0, 2), (1, 1, 0)]
-    for extra in ({}, {"tail": 2}):
-        length = 4 if extra else 5
+    for length, extra in ((5, {}), (4, {"tail": 2})):
         drawn = duel.sample(contexts, length, seed=3, **extra)
         windows = [Window(c, d.tokens, **extra) for c, d in zip(contexts, drawn, strict=True)]
-        scored = duel.log_prob(windows)
-        again = duel.replay(windows, [s.reveal_steps for s in scored])
-        for d, s, r in zip(drawn, scored, again, strict=True):
-            assert (d.reveal_steps, d.nfe, d.is_greedy) == (s.reveal_steps, s.nfe, s.is_greedy)
-            assert d.token_logprobs == pytest.approx(s.token_logprobs, abs=1e-9)
-            assert r.token_logprobs == pytest.approx(s.token_logprobs, abs=1e-9)
-    decoded = duel.sample([(1,)], 4, do_sample=False)[0]
-    scored = duel.log_prob([Window((1,), s) for s in strings(3, 4)])
-    assert [s.is_greedy for s in scored] == [s == decoded.tokens for s in strings(3, 4)]
+        same_scores(drawn, duel.log_prob(windows))
+        again = duel.replay(windows, [d.reveal_steps for d in drawn])
+        assert [r.token_logprobs for r in again] == [pytest.approx(d.token_logprobs, abs=1e-9) for d in drawn]
+    decoded = duel.sample([(1,)], 3, do_sample=False)[0]
+    scored = duel.log_prob([Window((1,), s) for s in strings(3, 3)])
+    assert [s.is_greedy for s in scored] == [s == decoded.tokens for s in strings(3, 3)]
 
 
 def test_the_first_token_is_revealed_alone():
@@ -113,16 +101,10 @@ def test_the_first_token_is_revealed_alone():
     assert same == one
 
 
-def test_a_later_block_changes_nothing_before_it():
-    duel = DuelEstimator(CausalPrefix(length=12), "greedy")
-    one, other = duel.log_prob([Window((1,), (2, 0, 1, 1, 2)), Window((1,), (2, 0, 1, 0, 0))])
-    assert one.token_logprobs[:3] == other.token_logprobs[:3]
-
-
 def test_every_state_of_a_block_needs_the_sampler_that_has_them():
     toy = CausalPrefix(length=12)
     for make in (lambda: Elbo(toy), lambda: Lattice(toy, value="mixture"), lambda: Lattice(toy, value="oracle")):
-        with pytest.raises(DuelError, match=r"reveals each block's first token alone\. .* pass first_token=block"):
+        with pytest.raises(DuelError, match="first_token=block"):
             make()
     toy = CausalPrefix("block", length=12)
     window = Window((1,), (2, 0, 1, 1))
@@ -132,20 +114,6 @@ def test_every_state_of_a_block_needs_the_sampler_that_has_them():
     assert mean <= mixture <= best + 1e-12 and greedy <= best + 1e-12
     drawn = Elbo(toy, samples=512).log_prob([window])[0]
     assert abs(drawn.log_prob - mean) < 4 * drawn.stderr
-
-
-def test_refusals():
-    toy = CausalPrefix(length=12)
-    with pytest.raises(DuelError, match=r"trained on blocks of 2: .* block=4 would be another network"):
-        DuelEstimator(toy, "greedy", 4)
-    with pytest.raises(
-        DuelError, match=r"first_token=causal predicts .* Use grid=target or auto, or first_token=block"
-    ):
-        DuelEstimator(toy, "greedy", grid="row")
-    with pytest.raises(DuelError, match="Window 0 needs a context"):
-        DuelEstimator(toy, "greedy").log_prob([Window((), (2, 0))])
-    with pytest.raises(DuelError, match=r"a suffix up to position 3, but its last target block ends at 2"):
-        DuelEstimator(toy, "greedy").log_prob([Window((1,), (2, 0), (1,))])
 
 
 # ---------------------------------------------------------------- a tiny checkpoint
@@ -172,20 +140,16 @@ def generate(w, window, seeded, threshold):
         begin, own = len(row), window.target[len(nats) : len(nats) + CASE.block]
         positions, found, when = [CASE.mask] * CASE.block, {}, {}
         if seeded:
-            found[0], when[0] = float(logs(row, plain.causal(begin))[-1, own[0]]), 0
+            found[0], when[0] = float(logs(row, plain.block_causal(begin, 1))[-1, own[0]]), 0
             positions[0] = own[0]
         step = len(found)
         while len(found) < len(own):
             now = logs([*row, *positions], plain.causal_prefix(begin + CASE.block, begin))[begin:]
             left = [position for position in range(len(own)) if position not in found]
             first = max(left, key=lambda position: float(now[position].max()))
-            for position in left:
-                if position == first or float(now[position].max()) >= math.log(threshold):
-                    found[position], when[position], positions[position] = (
-                        float(now[position, own[position]]),
-                        step,
-                        own[position],
-                    )
+            for at in left:
+                if at == first or float(now[at].max()) >= math.log(threshold):
+                    found[at], when[at], positions[at] = float(now[at, own[at]]), step, own[at]
             step += 1
         nats += [found[position] for position in range(len(own))]
         steps += [when[position] for position in range(len(own))]
@@ -206,10 +170,19 @@ def test_equals_the_authors_procedure(checkpoint, first_token, rule, threshold):
     path, w = checkpoint
     denoiser = denoisers.load(path, device="cpu", first_token=first_token)
     assert denoiser.describe()["first_token"] == first_token
-    for window, scored in zip(TEXTS, DuelEstimator(denoiser, rule).log_prob(TEXTS), strict=True):
+    duel = DuelEstimator(denoiser, rule)
+    for window, scored in zip(TEXTS, duel.log_prob(TEXTS), strict=True):
         nats, steps = generate(w, window, first_token == "causal", threshold)
         assert scored.near_ties == 0 and scored.reveal_steps == steps
         assert scored.token_logprobs == close_nats(nats)
+    for last_block, length in (("fill", 16), ("cut", 15)):  # and the loop of bench
+        duel.denoiser.last_block = last_block
+        rows = self_tests.random_rows(denoiser, length, 3).tolist()
+        windows = [Window(row[:2], row[2:]) for row in rows]
+        loop = algorithm2(duel, windows)
+        for row, scored in enumerate(duel.log_prob(windows)):
+            assert tuple(loop.reveal_steps[row].tolist()) == scored.reveal_steps
+            assert loop.token_logprobs[row].tolist() == close_nats(scored.token_logprobs)
 
 
 def test_it_is_an_autoregressive_network_too(checkpoint):
@@ -217,12 +190,10 @@ def test_it_is_an_autoregressive_network_too(checkpoint):
     denoiser = denoisers.load(path, device="cpu", attention="causal")
     assert (denoiser.attention, denoiser.shift, denoiser.mask_id, denoiser.bos) == ("causal", 1, None, "given")
     for window, scored in zip(TEXTS, Autoregressive(denoiser).log_prob(TEXTS), strict=True):
-        row = [*window.context, *window.target]
-        logs = plain.logits(CASE.net, w, row, plain.causal(len(row)))
+        row, begin = [*window.context, *window.target], len(window.context)
+        logs = plain.logits(CASE.net, w, row, plain.block_causal(len(row), 1))
         logs = logs.masked_fill(denoiser.excluded, -math.inf).log_softmax(-1)
-        begin = len(window.context)
-        right = [float(logs[i - 1, row[i]]) for i in range(begin, len(row))]
-        assert scored.token_logprobs == close_nats(right)
+        assert scored.token_logprobs == close_nats([float(logs[i - 1, row[i]]) for i in range(begin, len(row))])
     assert Autoregressive(denoiser).sample([(2, 6)], 3, seed=1)[0].tokens
 
 
@@ -235,13 +206,12 @@ def test_the_model_of_the_harness(checkpoint, first_token):
     assert lm.spec["rule"].endswith("seed_first=True") == (first_token == "causal")
     answers = lm.loglikelihood(ask("loglikelihood", ("a b c", " d e f g h i"), ("b", " the of and")), disable_tqdm=True)
     duel = DuelEstimator(denoisers.load(path, device="cpu", first_token=first_token), "threshold:mu=0.3")
-    window = Window((2, *lm.tok_encode("a b c")), lm.tok_encode(" d e f g h i"))
-    [score] = duel.log_prob([window])
-    assert answers[0] == (pytest.approx(score.log_prob, abs=1e-4), score.is_greedy)
+    [scored] = duel.log_prob([Window((2, *lm.tok_encode("a b c")), lm.tok_encode(" d e f g h i"))])
+    assert answers[0] == (pytest.approx(scored.log_prob, abs=1e-4), scored.is_greedy)
     assert all(each.difference < 1e-3 for each in lm.run.stats.checked)
     rolling = lm.loglikelihood_rolling(ask("loglikelihood_rolling", ("a b c d e f",)), disable_tqdm=True)
-    [score] = duel.log_prob([Window((2,), lm.tok_encode("a b c d e f"))])
-    assert rolling == [pytest.approx(score.log_prob, abs=1e-4)]
+    [scored] = duel.log_prob([Window((2,), lm.tok_encode("a b c d e f"))])
+    assert rolling == [pytest.approx(scored.log_prob, abs=1e-4)]
     generated = ask("generate_until", ("a b", {"max_gen_toks": 8}))
     decoded = duel.sample([(2, *lm.tok_encode("a b"))], 8, do_sample=False)[0].tokens
     assert lm.generate_until(generated, disable_tqdm=True)[0] == lm.tokenizer.decode(decoded)
@@ -249,87 +219,41 @@ def test_the_model_of_the_harness(checkpoint, first_token):
     assert fields["attention"] == "causal_prefix, trained on blocks of 4" and fields["block"] == "4 (grid target)"
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("first_token", FIRST)
-def test_the_loop_of_bench(checkpoint, first_token):
-    path, _ = checkpoint
-    for last_block, length in (("fill", 16), ("cut", 15)):
-        denoiser = denoisers.load(path, device="cpu", first_token=first_token, last_block=last_block)
-        rows = self_tests.random_rows(denoiser, length, 3).tolist()
-        windows = [Window(row[:2], row[2:]) for row in rows]
-        for rule in ("greedy", "threshold:mu=0.3"):
-            duel = DuelEstimator(denoiser, rule)
-            loop = algorithm2(duel, windows)
-            for row, scored in enumerate(duel.log_prob(windows)):
-                assert tuple(loop.reveal_steps[row].tolist()) == scored.reveal_steps
-                assert loop.token_logprobs[row].tolist() == pytest.approx(scored.token_logprobs, abs=1e-4)
+def test_the_self_test_finds_a_network_that_is_bidirectional_throughout(checkpoint):
+    denoiser = denoisers.load(checkpoint[0], device="cpu")
+    own = denoiser.stream
+    denoiser.stream = lambda ids, positions, seen, past: own(ids, positions, torch.ones_like(seen), past)
+    with pytest.raises(DuelError, match="is not causal-prefix: a later block changes"):
+        self_tests.run(denoiser, "x")
 
 
-def test_rows_end_where_queries_would_be_scaled(checkpoint, tmp_path):
-    config = {**CASE.config, "max_position_embeddings": 4096}
-    path, _ = write(tmp_path, dataclasses.replace(CASE, config=config))
-    assert denoisers.load(path, device="cpu").max_length == 256 - 4  # a block that is filled up ends below 256
-    with pytest.raises(DuelError, match=r"max_length=253 is too long: .* 252 positions"):
-        denoisers.load(path, device="cpu", max_length=253)
-
-
-def test_what_the_checkpoint_refuses(checkpoint, tmp_path):
-    path, _ = checkpoint
-    for asked, message in (
-        ({"cache": "dual"}, "cache=dual is for bidirectional networks; this one is causal_prefix"),
-        ({"cfg_scale": 1.0}, "cfg_scale masks the whole context, and a causal_prefix network"),
-        ({"block": 8}, "trained on blocks of 4: .* block=8 would be another network"),
-        ({"backend": "remote", "trust_remote_code": True}, "backend=remote does not support the family"),
-        ({"attention": "causal", "first_token": "block"}, "no choice of 'first_token'"),
-        ({"first_token": "blok"}, r"Unknown value of first_token 'blok'\. Did you mean block\?"),
-    ):
-        with pytest.raises(DuelError, match=message):
-            denoisers.load(path, device="cpu", **asked)
-    for change in ({"rope_type": "default"}, {"factor": None}):
-        config = {**CASE.config, "rope_parameters": {**YARN, **change}}
-        wrong, _ = write(tmp_path, dataclasses.replace(CASE, config=config, folder="-".join(change)))
-        with pytest.raises(DuelError, match="its rope_parameters should be YaRN's"):
-            denoisers.load(wrong, device="cpu")
-
-
-def test_rotary_positions_that_are_stretched(tmp_path):
+@pytest.mark.parametrize("older", [False, True])
+def test_rotary_positions_that_are_stretched(tmp_path, older):
     """As in the 8B: a factor above 1, with no scale of attention besides, since mscale equals mscale_all_dim."""
     yarn = {**YARN, "factor": 16.0, "original_max_position_embeddings": 32}
     net = dataclasses.replace(CASE.net, stretch=yarn)
-    config = {**CASE.config, "rope_parameters": yarn, "max_position_embeddings": 512}
+    entries = {"rope_parameters": yarn}
+    if older:  # the spelling
+        scaling = {"type" if key == "rope_type" else key: value for key, value in yarn.items() if key != "rope_theta"}
+        entries = {"rope_scaling": scaling, "rope_theta": yarn["rope_theta"]}
+    config = {**without(CASE.config, "rope_parameters"), **entries, "max_position_embeddings": 512}
     path, w = write(tmp_path, dataclasses.replace(CASE, config=config, net=net))
     denoiser = denoisers.load(path, device="cpu")
     assert denoiser.max_length == 28
-    ids = self_tests.random_rows(denoiser, 28)[:1]
-    seen = torch.tensor([plain.causal_prefix(28, 24)])
-    features, _ = denoiser.stream(ids, torch.arange(28)[None], seen, None)
-    right = plain.logits(net, w, ids[0].tolist(), seen[0])
-    assert (denoiser.head(features[0]) - right).abs().max() < 1e-4
+    ids, seen = self_tests.random_rows(denoiser, 28)[:1], plain.causal_prefix(28, 24)
+    features, _ = denoiser.stream(ids, torch.arange(28)[None], seen[None], None)
+    assert (denoiser.head(features[0]) - plain.logits(net, w, ids[0].tolist(), seen)).abs().max() < 1e-4
 
 
-def test_an_older_spelling_of_its_rotary_positions(checkpoint, tmp_path):
-    old = {"type" if key == "rope_type" else key: value for key, value in YARN.items() if key != "rope_theta"}
-    config = {key: value for key, value in CASE.config.items() if key != "rope_parameters"}
-    config |= {"rope_scaling": old, "rope_theta": YARN["rope_theta"]}
-    path, _ = write(tmp_path, dataclasses.replace(CASE, config=config))
-    old, new = (DuelEstimator(denoisers.load(p, device="cpu")).log_prob(TEXTS) for p in (path, checkpoint[0]))
-    for one, other in zip(old, new, strict=True):
-        assert one.token_logprobs == close_nats(other.token_logprobs)
-
-
-def test_the_queries_scale_is_one_up_to_its_length(checkpoint):
+@pytest.mark.skipif(not hasattr(transformers, "Ministral3ForCausalLM"), reason="transformers 5 has it")
+def test_equals_the_published_network_of_transformers(checkpoint):
     """Ministral3 scales queries by position; below `original_max_position_embeddings` both networks are one."""
-    transformers = pytest.importorskip("transformers")
-    if not hasattr(transformers, "Ministral3ForCausalLM"):
-        pytest.skip("transformers 5 has Ministral3")
-    path, _ = checkpoint
-    model = denoisers.load(path, device="cpu").model
+    model = denoisers.load(checkpoint[0], device="cpu").model
     entries = {key: value for key, value in CASE.config.items() if key not in ("architectures", "auto_map")}
     config = transformers.Ministral3Config(**{**entries, "model_type": "ministral3"})
     twin = transformers.Ministral3ForCausalLM(config).eval()
     twin.load_state_dict(model.state_dict())
-    row = torch.randint(5, 30, (1, 64), generator=torch.Generator().manual_seed(0))
-    mask = torch.zeros(1, 1, 64, 64)
+    row, mask = torch.randint(5, 30, (1, 64), generator=torch.Generator().manual_seed(0)), torch.zeros(1, 1, 64, 64)
     with torch.inference_mode():
         ours, theirs = (net(input_ids=row, attention_mask=mask).logits for net in (model, twin))
     assert (ours - theirs).abs().max() < 1e-4

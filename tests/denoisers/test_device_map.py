@@ -56,24 +56,21 @@ def test_processes_of_a_machine_share_its_gpus_out(machine, gpus, processes):
 
 def test_fewer_gpus_than_processes(machine):
     machine(2, 4, 1)
-    with pytest.raises(DuelError, match=r"4 processes share 2 GPUs of this machine .* start at most 2 \(accelerate"):
+    with pytest.raises(DuelError, match="4 processes share 2 GPUs"):
         options()
     assert options("cuda:1") == {"device_map": "cuda:1"} and options(None) == {}
     machine(8, 4, 1)
-    with pytest.raises(DuelError, match="device_map=balanced_low_0 works with one process per machine only; use auto"):
+    with pytest.raises(DuelError, match="device_map=balanced_low_0"):
         options("balanced_low_0")
     machine(0, 4, 1)
     assert options() == {"device_map": "auto"}  # on CPUs
 
 
 def test_parallelize_is_device_map_auto():
-    for value in (True, "true", 1):
-        assert Options.parse({"parallelize": value}).network["device_map"] == "auto"
-    assert Options.parse({"parallelize": True, "device_map": "auto"}).device_map == "auto"
-    for value in (False, "none", None):
-        assert Options.parse({"parallelize": value, "device_map": "balanced"}).device_map == "balanced"
-        assert Options.parse({"parallelize": value}).device_map is None
-    with pytest.raises(DuelError, match="parallelize=True means device_map=auto, but device_map=balanced is given"):
+    for value, wanted in ((True, "auto"), ("true", "auto"), (False, None), ("none", None)):
+        assert Options.parse({"parallelize": value}).device_map == wanted
+    assert Options.parse({"parallelize": False, "device_map": "balanced"}).device_map == "balanced"
+    with pytest.raises(DuelError, match="device_map=balanced"):
         Options.parse({"parallelize": True, "device_map": "balanced"})
 
 
@@ -118,8 +115,7 @@ def scored(denoiser):
 def test_a_network_on_one_device_by_its_map(folder, kind):
     path, asked = folder(kind), {"attention": "causal"} if kind == "gpt2" else {}
     right = scored(denoisers.load(path, device="cpu", **asked))
-    for layout in ("auto", "sequential", "cpu"):
-        same_scores(scored(denoisers.load(path, device="cpu", device_map=layout, **asked)), right)
+    same_scores(scored(denoisers.load(path, device="cpu", device_map="auto", **asked)), right)
 
 
 @pytest.mark.skipif(transformers.__version__.startswith("4."), reason="keeps no given tensors on a disk")
@@ -140,7 +136,7 @@ def test_a_network_whose_layers_lie_elsewhere(folder, kind, tmp_path, monkeypatc
 
 
 def test_a_network_that_does_not_fit(folder):
-    with pytest.raises(DuelError, match="does not fit into the memory of the device_map: use fewer processes"):
+    with pytest.raises(DuelError, match="device_map"):
         denoisers.load(folder("qwen3"), device="cpu", device_map=DECODER)
 
 
@@ -149,12 +145,8 @@ def test_own_code_by_a_map(tmp_path):
     path = write(tmp_path, DREAM, "DreamModel", decoder(bias=True))
     right = scored(denoisers.load(path, **own))
     assert scored(denoisers.load(path, device_map={"": "cpu"}, **own)) == right
-    with pytest.raises(
-        DuelError, match=r"does not define which of its modules must stay on one device \(_no_split_modules\)"
-    ):
-        denoisers.load(path, device_map="auto", **own)
-    with pytest.raises(DuelError, match=r"cannot be placed as device_map=\{'model': 'cpu'\}: "):
-        denoisers.load(path, device_map={"model": "cpu"}, **own)
+    for layout, named in (("auto", "_no_split_modules"), ({"model": "cpu"}, "device_map=")):
+        with pytest.raises(DuelError, match=named):
+            denoisers.load(path, device_map=layout, **own)
     (tmp_path / "modeling_own.py").write_text(DREAM + '    _no_split_modules = ["Layer"]\n')
-    for layout in ("auto", "sequential"):
-        assert scored(denoisers.load(path, device_map=layout, **own)) == right
+    assert scored(denoisers.load(path, device_map="sequential", **own)) == right

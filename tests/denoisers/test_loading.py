@@ -1,171 +1,182 @@
-"""A config.json that is wrong, or read as another family's: refused in words, before a network takes memory."""
+"""What a checkpoint is taken for; every tensor of a file has its place, and a network without one is refused."""
 
-import dataclasses
+import contextlib
 import json
 import logging
+import math
 import re
 from pathlib import Path
 
-import decoder_reference
-import own
+import dit_reference
 import pytest
 import tiny
 import torch
+from decoder_reference import CASES, LLAMA
+from networks import load, refused, written
 from safetensors.torch import load_file, save_file
 
-from lm_eval_duel import denoisers
-from lm_eval_duel.cli.main import main
-from lm_eval_duel.denoisers.hf import strict_load
-from lm_eval_duel.errors import DuelError
+from lm_eval_duel import Duel, denoisers
+from lm_eval_duel.core.windows import Window
+from lm_eval_duel.denoisers import self_tests
+from lm_eval_duel.denoisers.hf import families, strict_load
+from lm_eval_duel.errors import DuelError, NotFinite
 
+# ---------------------------------------------------------------- what a checkpoint is taken for
 
-def backbone(folder, name, **entries):
-    """A checkpoint of a case, its config changed; an entry that is None is not there."""
-    case = decoder_reference.CASES[name]
-    config = {
-        key: value for key, value in {**case.config, **entries}.items() if value is not None or key not in entries
-    }
-    folder.mkdir(exist_ok=True)
-    path, _ = decoder_reference.write(folder, dataclasses.replace(case, config=config))
-    return path, {key: value for key, value in case.options.items() if key != "tokenizer"}
-
-
-def refused(path, words, **options):
-    with pytest.raises(DuelError) as error:
-        denoisers.load(path, device="cpu", **options)
-    assert re.search(words, str(error.value)), error.value
-
-
-# ---------------------------------------------------------------- entries that are needed
-
-LACKING = [
-    ("dream", "num_attention_heads"),  # unseen in the shape of any tensor, as all that follow
-    ("a2d-llama", "rope_parameters"),
-    ("a2d-qwen2", "max_position_embeddings"),
-    ("sdar-moe", "norm_topk_prob"),
-    ("rnd1", "num_experts_per_tok"),
-    ("llada", "n_heads"),
-    ("llada2", "routed_scaling_factor"),
-    ("llada2", "rope_theta"),
-    ("plain bidirectional", "rms_norm_eps"),
+DETECTED = [  # a case, changes of its config, a folder, options, what is found, and what is logged
+    ("fast-dllm-v2", {}, None, {"block": None}, {"block": 32}, None),  # not config.bd_size
+    ("sdar", {"block_size": 16}, None, {}, {"block": 16}, None),
+    ("sdar", {"block_size": None}, None, {}, {"block": 4}, None),
+    ("sdar", {"block_size": None}, None, {"block": 8}, {"block": 8}, "trained on blocks of 4; using block=8"),
+    ("d2f-llada", {}, None, {"block": None}, {"block": 32}, None),
+    ("d2f-llada", {}, None, {"block": 16}, {"block": 16}, None),
+    ("d2f-llada", {}, None, {"block": 8}, {"block": 8}, "trained on blocks of 16; using block=8"),
+    ("a2d-qwen3-bd3lm", {}, None, {"block": None}, {"family": "a2d-qwen3-bd3lm", "block": 32}, "By its name"),
+    ("a2d-qwen3-bd3lm", {}, None, {"block": None, "family": "a2d-qwen3"}, {"attention": "bidirectional"}, None),
+    ("a2d-qwen3-bd3lm", {}, None, {"block": None, "attention": "bidirectional"}, {"family": "a2d-qwen3"}, None),
+    ("diffullama", {}, "diffullama", {"family": None}, {"family": "diffullama", "shift": 1}, "By its name"),
+    ("diffullama", {}, "diffullama", {"family": None, "attention": "causal"}, {"family": "causal-lm"}, None),
+    (
+        *("diffullama", {}, "diffullama", {"family": None, "attention": "bidirectional", "shift_logits": False}),
+        *({"family": "decoder", "shift": 0}, None),
+    ),
+    ("nemotron-diffusion-research", {"dlm_type": "llada"}, None, {}, {"shift": 0}, None),
+    ("nemotron-labs-diffusion", {"max_position_embeddings": 4096}, None, {}, {"max_length": 256 - 4}, None),
+    ("dream", {}, None, {"max_length": 16}, {"max_length": 16}, None),
+    ("a2d-qwen3", {}, None, {"mask_token_id": 39}, {"mask_id": 39}, None),
+    ("dream", {"right_shift_logits": False}, None, {}, {"shift": 0}, None),
+    ("bert", {"right_shift_logits": True}, None, {}, {"shift": 0}, None),  # an entry of decoders
+    ("mdlm", {"mask_token_id": 7}, None, {}, {"mask_id": 7}, None),
+    ("mdlm", {"mask_token_id": 7}, None, {"mask_token_id": 0}, {"mask_id": 0}, None),
+    ("bd3lm", dict.fromkeys(("block_size", "causal", "adaln"), None), None, {}, {"family": "mdlm"}, None),
+    ("bd3lm", {}, None, {"max_length": 8}, {"max_length": 8}, None),
+    ("gidd", {}, None, {"max_length": 8}, {"max_length": 8}, None),
 ]
 
 
-def test_no_entry_is_left_to_the_defaults_of_a_library(tmp_path, subtests):
-    for name, key in LACKING:
-        with subtests.test(f"{name}: {key}"):
-            path, options = backbone(tmp_path / f"{name} {key}", name, **{key: None})
-            refused(path, f"has no {key.replace('rope_parameters', 'rope_theta')}", **options)
+@pytest.mark.parametrize("case", [pytest.param(case, id=f"{case[0]} {case[1]} {case[3]}") for case in DETECTED])
+def test_what_a_checkpoint_is_taken_for(case, tmp_path, caplog):
+    name, entries, folder, options, wanted, said = case
+    path, default = written(tmp_path, name, entries, folder)
+    denoiser = load(path, default, **options)
+    assert {key: getattr(denoiser, key) for key in wanted} == wanted
+    assert said in caplog.text if said else "By its name" not in caplog.text and "using block" not in caplog.text
 
 
-def test_all_that_is_lacking_is_said(tmp_path):
-    path, _ = backbone(tmp_path, "dream")
-    refused(path, r"has no d_model, n_layers, n_heads, max_sequence_length, mlp_hidden_size, .* llada ", family="llada")
+def test_llada2_that_edits_is_refused_unless_asked_for(tmp_path):
+    path, options = written(tmp_path, "llada2")
+    code = Path(path, "modeling_llada2_moe.py")
+    code.write_text("raise RuntimeError('never run')\n")
+    assert load(path, options).family == "llada2"
+    code.write_text("raise RuntimeError('never run')\ndef generate(self, editing_threshold=0.9): ...\n")
+    refused(path, "family=llada2", **options)
+    assert load(path, options, family="llada2").block == 4
+
+
+def test_networks_without_a_law_are_refused(tmp_path):
+    tiny.tokenizer().save_pretrained(tmp_path)
+    for given in families.REFUSED:
+        for named in ({"architectures": [given]}, {"auto_map": {"AutoModel": f"code.{given}"}}):
+            (tmp_path / "config.json").write_text(json.dumps({**LLAMA, **named}))
+            refused(str(tmp_path), given)
+
+
+def test_the_mask_of_diffugpt_is_that_of_its_size():
+    for rows, mask in ((50257, 10541), (50258, 50257)):
+        config = {**CASES["diffugpt"].config, "vocab_size": rows}
+        assert families.by_tensors(config, ["denoise_model.wpe.weight"]).mask_id == mask
+        assert families.by_tensors(config, ["transformer.wpe.weight"]) is None
+
+
+@pytest.mark.parametrize("rows", [34, 40])
+def test_a_tokenizer_with_a_mask_of_its_own(rows, tmp_path):
+    """As in LM1B, by BERT's vocabulary: the last column is a token, or padding of the table."""
+    path, _ = dit_reference.write(tmp_path, "mdlm", vocab_size=rows)
+    bare = denoisers.load(path, device="cpu", tokenizer=tiny.tokenizer(mask=False))
+    assert bare.mask_id == rows - 1 and bare.excluded[34 : rows - 1].all() and not bare.excluded[4]
+    tiny.tokenizer().save_pretrained(tmp_path)
+    denoiser = denoisers.load(path, device="cpu")
+    assert denoiser.excluded.nonzero()[:, 0].tolist() == [4, *range(34, rows)] and denoiser.mask_id == 4
 
 
 @pytest.mark.parametrize("name", ["llada", "llada2", "sdar"])
 def test_rotary_entries_may_be_where_transformers_5_puts_them(name, tmp_path):
     """LLaDA2's were taken for 10,000 there."""
-    path, options = backbone(tmp_path / "a", name)
-    case = decoder_reference.CASES[name]
-    moved = {"rope_type": "default", "rope_theta": case.config["rope_theta"]}
-    other, _ = backbone(tmp_path / "b", name, rope_theta=None, rope_parameters=moved)
+    path, options = written(tmp_path, name, into="a")
+    moved = {"rope_type": "default", "rope_theta": CASES[name].config["rope_theta"]}
+    other, _ = written(tmp_path, name, {"rope_theta": None, "rope_parameters": moved}, "b")
     ids = torch.tensor([[6, 7, 9, 30, 12, 8]])
     seen, position = torch.ones(1, 6, 6, dtype=torch.bool), torch.arange(6)[None]
-    found = [denoisers.load(p, device="cpu", **options).stream(ids, position, seen, None)[0] for p in (path, other)]
-    assert torch.equal(*found)
+    assert torch.equal(*(load(p, options).stream(ids, position, seen, None)[0] for p in (path, other)))
 
 
-@pytest.mark.parametrize(
-    ("name", "entries", "key"),
-    [
-        ("dream", {"hidden_size": "16"}, "hidden_size|unsupported operand"),
-        ("dream", {"num_hidden_layers": 2.0}, "num_hidden_layers|float"),
-        ("dream", {"right_shift_logits": "fasle"}, "'right_shift_logits'"),
-        ("dream", {"mask_token_id": 40}, "mask_token_id=40"),
-        ("llada", {"n_heads": "4"}, "num_attention_heads|unsupported operand"),
-        ("sdar", {"block_size": -4}, "'block_size'"),
-        ("sdar", {"block_size": 3.5}, "'block_size'"),
-        ("sdar", {"block_size": True}, "'block_size'"),
-        ("illada", {"layer_norm_eps": 1e-5}, r"not the released network .* \(layer_norm_eps=1e-05\)"),
-    ],
-)
-def test_wrong_entries(name, entries, key, tmp_path):
-    """transformers checks most types; a wrong one is an error, and says of which checkpoint."""
-    path, options = backbone(tmp_path, name, **entries)
-    refused(path, key, **options)
+# ---------------------------------------------------------------- tensors: any family, any breakage
+
+TENSORS = {  # one that is broken, by its name in the file
+    "mdlm": "backbone.blocks.1.mlp.0.bias",
+    "gidd": "blocks.1.attn_qkv.weight",
+    "bert": "bert.encoder.layer.1.attention.self.query.weight",
+    "gpt2": "transformer.h.1.mlp.c_fc.weight",
+    "llada": "model.transformer.ff_out.weight",
+    "smdm": "transformer.h.1.mlp.swiglu.w2.weight",
+    "dream": "model.layers.1.self_attn.k_proj.bias",
+    "llada2": "model.layers.2.attention.query_key_value.weight",
+    "rnd1": "model.layers.1.mlp.experts.2.up_proj.weight",
+    "diffugpt": "denoise_model.h.1.ln_2.bias",
+    "own code": "model.layers.1.self_attn.q_proj.bias",
+}
+MISSING = {  # by its name in the network, where the file has another
+    "llada": "lm_head.weight",
+    "smdm": "model.layers.1.mlp.up_proj.weight",
+    "llada2": "model.layers.2.self_attn.k_proj.weight",
+    "diffugpt": "transformer.h.1.ln_2.bias",
+}
 
 
-def test_own_code_is_read_by_type_too(tmp_path):
-    code = own.write(tmp_path, own.SDAR, "SDARForCausalLM", own.decoder(norms=True), block_size=3.5)
-    refused(code, "'block_size' .*; got '3.5'", backend="remote", trust_remote_code=True)
-
-
-# ---------------------------------------------------------------- names
+@pytest.mark.parametrize("name", TENSORS)
+def test_every_tensor_fills_its_place(name, tmp_path, caplog):
+    path, options = written(tmp_path, name)
+    files, key = sorted(Path(path).glob("*.safetensors")), TENSORS[name]
+    tensors = {k: v for file in files for k, v in load_file(file).items()}
+    for file in [*files, *Path(path).glob("*.index.json")]:
+        file.unlink()
+    file, short = Path(path, "model.safetensors"), re.escape(key.removeprefix("backbone."))
+    other = next(k for k in tensors if k != key and tensors[k].dim() == 2 and "1." in k and "expert" not in k)
+    strange = {"model.layers.9.x.weight": torch.ones(2)}
+    broken = [
+        (re.escape(MISSING.get(name, "")) or short, {k: v for k, v in tensors.items() if k != key}),
+        (rf"{short}(?s:.*)", {**tensors, key: tensors[key][:3].clone()}),
+        (r"model\.layers\.9\.x\.weight(?s:.*)", {k: v for k, v in tensors.items() if k != key} | strange),
+    ]
+    if name not in ("bert", "gpt2"):  # transformers warns of those that its class does not use
+        broken.append((r"model\.layers\.9\.x", {**tensors, **strange}))
+    if name not in ("mdlm", "gidd", "own code"):  # all that is wrong, at once
+        everything = {k: v for k, v in tensors.items() if k != other} | strange | {key: tensors[key][:3].clone()}
+        broken.append((r"do not fill \w+: \d missing: .*; 1 unknown: .*; \d of another shape: ", everything))
+    logging.getLogger("transformers").addHandler(caplog.handler)
+    with contextlib.ExitStack() as stack:
+        stack.callback(logging.getLogger("transformers").removeHandler, caplog.handler)
+        for words, content in broken:
+            save_file(content, file, metadata={"format": "pt"})
+            refused(path, words, **options)
+    assert not re.search("newly initialized|LOAD REPORT|TRAIN", caplog.text), caplog.text
+    file.write_bytes(file.read_bytes()[:500])
+    refused(path, re.escape(f"Cannot read {file}") if name != "gpt2" else "Cannot read", **options)
+    if name not in ("mdlm", "gidd"):  # which are not run at load
+        norm = next(k for k in tensors if re.search(r"norm|ln_|LayerNorm", k))
+        save_file({**tensors, norm: tensors[norm] * math.nan}, file, metadata={"format": "pt"})
+        refused(path, "NaN or infinite logits", **options)
 
 
 def test_two_tensors_of_one_place(tmp_path):
-    path, options = backbone(tmp_path, "llada")
-    file = next(Path(path).glob("model-00001*"))
-    tensors = load_file(file)
-    other = next(key for key in tensors if "wte" in key)
-    save_file({**tensors, "model.embed_tokens.weight": tensors[other].clone()}, file)
-    index = Path(path) / "model.safetensors.index.json"
-    places = json.loads(index.read_text())
-    places["weight_map"]["model.embed_tokens.weight"] = file.name
-    index.write_text(json.dumps(places))
-    refused(path, r"hold both model\.\S+ and model\.\S+, which are the same tensor of the family llada\.", **options)
-
-
-# ---------------------------------------------------------------- words
-
-
-def test_an_unknown_kind_of_model(tmp_path):
-    tiny.tokenizer().save_pretrained(tmp_path)
-    advice = (
-        r"\. If its network belongs to a known family, say which: family=llada\|.*backend=remote,trust_remote_code=true"
-    )
-    for config, cause in (
-        (
-            {"model_type": "mdml9", "architectures": ["NewLM"], "hidden_size": 4},
-            "transformers does not know model_type 'mdml9'",
-        ),
-        ({"architectures": ["NewLM"]}, "its config has no model_type"),
+    for name, wanted, twin in (
+        ("smdm", "hold both", "model.embed_tokens.weight"),
+        ("mdlm", "with and without backbone", "vocab_embed.embedding"),
     ):
-        (tmp_path / "config.json").write_text(json.dumps(config))
-        for options in ({}, {"attention": "causal"}):
-            refused(str(tmp_path), cause + advice, **options)
-            with pytest.raises(DuelError) as error:
-                denoisers.load(str(tmp_path), device="cpu", **options)
-            assert "out of date" not in str(error.value) and "upgrade" not in str(error.value)
-
-
-def test_a_misspelt_bundled_name(capsys):
-    for arguments in (["inspect", "demo-md"], ["inspect", "demo_bd"]):
-        with pytest.raises(SystemExit, match=rf"Did you mean the bundled {arguments[1].replace('_', '-')}m?d?m?\?"):
-            main(arguments)
-    refused("gpt", "^((?!Did you mean).)*$")
-
-
-@pytest.mark.parametrize("kind", ["bert", "gpt2"])
-def test_all_that_is_wrong_is_said_at_once_and_by_us(kind, tmp_path, caplog):
-    path = tiny.checkpoint(tmp_path, kind, mask=kind == "bert")
-    file = tmp_path / "model.safetensors"
-    tensors = load_file(file)
-    one, two = [key for key in tensors if tensors[key].dim() == 2 and "1." in key][:2]
-    name = {"bert": "BertForMaskedLM", "gpt2": "GPT2LMHeadModel"}[kind]
-    wrong = {key: tensors[key] for key in tensors if key != one} | {"extra": torch.ones(2), two: torch.ones(3, 4)}
-    save_file(wrong, file, metadata={"format": "pt"})
-    logging.getLogger("transformers").addHandler(caplog.handler)
-    try:
-        refused(
-            path,
-            rf"do not fill {name}: 1 missing: {one}; 1 unknown: extra; 1 of another shape: {two}",
-            attention="causal" if kind == "gpt2" else None,
-        )
-    finally:
-        logging.getLogger("transformers").removeHandler(caplog.handler)
-    assert not re.search("newly initialized|LOAD REPORT|TRAIN", caplog.text), caplog.text
+        path, options = written(tmp_path, name)
+        file = Path(path, "model.safetensors")
+        save_file({**load_file(file), twin: torch.ones(40, 16)}, file)
+        refused(path, wanted, **options)
 
 
 def test_ten_names_of_each_kind_are_shown():
@@ -173,3 +184,29 @@ def test_ten_names_of_each_kind_are_shown():
     with pytest.raises(DuelError, match=r"^They: 12 missing: w00, w01, .*, w09, \.\.\.; 1 unknown: x\.$"):
         strict_load.require_equal("They", wanted, {"x": (2,)})
     strict_load.require_equal("They", wanted, wanted)
+
+
+@pytest.mark.parametrize("name", ["llada", "a2d-qwen2", "llada2"])
+def test_wrong_rotary_frequencies_are_found(name, tmp_path):
+    path, options = written(tmp_path, name)
+    model = load(path, options).model
+    self_tests.rotary_frequencies(model, model.config, path)
+    buffer = next(buffer for key, buffer in model.named_buffers() if key.endswith("rotary_emb.inv_freq"))
+    buffer[-1] *= 1.0001
+    with pytest.raises(DuelError, match="rotary frequencies"):
+        self_tests.rotary_frequencies(model, model.config, path)
+
+
+def test_nan_that_shows_only_when_a_token_is_seen(tmp_path):
+    path, _ = written(tmp_path, "bert", {"tie_word_embeddings": False})
+    weights = load_file(tmp_path / "model.safetensors")
+    table = weights["bert.embeddings.word_embeddings.weight"]
+    weights["cls.predictions.decoder.weight"] = table.clone()
+    weights["cls.predictions.decoder.bias"] = weights["cls.predictions.bias"].clone()
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    token = next(token for token in range(12, 30) if not (self_tests.random_rows(load(path, {})) == token).any())
+    table[token] = math.nan
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    duel = Duel(load(path, {}), "left_to_right", 4)
+    with pytest.raises(NotFinite, match=r"\(Window 1, block at target position 4, step 3\.\)"):
+        duel.log_prob([Window((2,), (10, 9), (3,)), Window((2,), (5, 6, 7, 8, 9, 10, token, 11), (3,))])

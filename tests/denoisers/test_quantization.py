@@ -2,7 +2,6 @@
 
 import importlib.util
 import json
-import logging
 import re
 import sys
 from pathlib import Path
@@ -21,7 +20,6 @@ from lm_eval_duel.core.windows import Window
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.estimators.duel import DuelEstimator
 from lm_eval_duel.fingerprint import digest
-from lm_eval_duel.options import Options
 
 WIDTH, INNER = 64, 128  # what the 4-bit kernels of a CPU take
 QWEN3 = {
@@ -122,19 +120,10 @@ def test_equals_the_network_of_weights_rounded_by_hand(base, kind, bits):
     assert type(head) is torch.nn.Linear and type(found.layers.layers[0].mlp.up_proj) is not torch.nn.Linear
 
 
-@pytest.mark.parametrize("kind", ["bert", "gpt2"])
-def test_other_networks_of_transformers(base, kind):
-    pytest.importorskip("bitsandbytes")
-    found, whole = load(base(kind), load_in_8bit=True), load(base(kind))
-    assert 0.001 < apart(found, whole) < 0.3
-    assert found.relative_positions == whole.relative_positions and found.splits_head
-
-
-@pytest.mark.parametrize(("kind", "dtype"), [("qwen3", "bfloat16"), ("llada", "float32")])
-def test_lanes_equal_the_textbook_loop_over_the_quantized_network(base, kind, dtype):
+def test_lanes_equal_the_textbook_loop_over_the_quantized_network(base):
     """4 bits: with 8, the rows of a call are not independent of each other."""
     pytest.importorskip("bitsandbytes")
-    denoiser = load(base(kind), load_in_4bit=True, dtype=dtype)
+    denoiser = load(base("qwen3"), load_in_4bit=True, dtype="bfloat16")
 
     @torch.inference_mode()
     def plain(ids):
@@ -144,28 +133,22 @@ def test_lanes_equal_the_textbook_loop_over_the_quantized_network(base, kind, dt
     for window, scored in zip(WINDOWS, DuelEstimator(denoiser, "greedy", 4).log_prob(WINDOWS), strict=True):
         right = score(plain, denoiser.mask_id, denoiser.excluded, rules.parse("greedy"), 4, window)
         assert scored.near_ties == 0 and scored.reveal_steps == right[1]
-        assert scored.token_logprobs == pytest.approx(right[2], abs=1e-4 if dtype == "float32" else 0.05)
+        assert scored.token_logprobs == pytest.approx(right[2], abs=0.05)
 
 
-def test_8_bits_are_said_to_depend_on_the_batch(base, caplog):
-    pytest.importorskip("bitsandbytes")
-    with caplog.at_level(logging.WARNING):
-        load(base("qwen3"), load_in_4bit=True)
-        assert "batch size" not in caplog.text
-        load(base("qwen3"), load_in_8bit=True)
-    assert "numbers change a little with the batch" in caplog.text
-
-
-def test_the_quantization_is_part_of_the_law(base):
+def test_the_quantization_is_part_of_the_law(base, caplog):
     pytest.importorskip("bitsandbytes")
     path = base("qwen3")
-    specs = [load(path, **said).describe() for said in ({}, {"load_in_8bit": True}, {"load_in_4bit": True})]
+    specs = []
+    for said, warned in (({}, False), ({"load_in_4bit": True}, False), ({"load_in_8bit": True}, True)):
+        specs.append(load(path, **said).describe())
+        assert ("change a little with the batch" in caplog.text) == warned
     whole = sum(value.numel() for key, value in own.decoder(norms=True).items() if not LINEAR.search(key))
     assert len({digest(spec) for spec in specs}) == 3
     assert [json.loads(spec.pop("quantization", "null")) for spec in specs] == [
         None,
-        {"load_in_8bit": True, "quant_method": "bitsandbytes", "whole_parameters": whole},
         {"bnb_4bit_quant_type": "nf4", "load_in_4bit": True, "quant_method": "bitsandbytes", "whole_parameters": whole},
+        {"load_in_8bit": True, "quant_method": "bitsandbytes", "whole_parameters": whole},
     ]
     assert specs[0] == specs[1] == specs[2]
     half = load(path, load_in_4bit=True, dtype="bfloat16")
@@ -216,36 +199,29 @@ def packed(base, tmp_path):
 
 
 @pytest.mark.parametrize(("kind", "bits"), [("qwen3", 8), ("sdar", 4), ("llada", 4), ("bert", 8), ("gpt2", 8)])
-def test_a_file_of_a_quantized_network_is_that_network(packed, kind, bits):
+def test_a_file_of_a_quantized_network_is_that_network(base, packed, kind, bits):
     path, made = packed(kind, bits)
     found = load(path)
-    assert torch.equal(logits(found), logits(made))
+    assert torch.equal(logits(found), logits(made)) and apart(made, load(base(kind, name="whole"))) > 0.001
     assert json.loads(found.describe()["quantization"]).items() >= {f"load_in_{bits}bit": True}.items()
 
 
 @pytest.mark.parametrize("bits", BITS)
 def test_every_tensor_of_a_quantized_file_has_its_place(packed, bits):
-    key = "model.layers.0.mlp.up_proj.weight"
-    scales = {8: "model.layers.0.mlp.up_proj.SCB", 4: f"{key}.absmax"}[bits]
-    path, _ = packed("qwen3", bits, lambda tensors: {**tensors, "model.layers.0.mlp.up_proj.extra": torch.ones(2)})
-    with pytest.raises(DuelError, match=r"unknown: model\.layers\.0\.mlp\.up_proj\.extra"):
-        load(path)
+    layer = "model.layers.0.mlp.up_proj."
+    key, scales = f"{layer}weight", {8: f"{layer}SCB", 4: f"{layer}weight.absmax"}[bits]
     whole = own.decoder(norms=True)[key]
-    path, _ = packed("qwen3", bits, lambda tensors: {k: v for k, v in tensors.items() if k != key})
-    with pytest.raises(DuelError, match=NOT_WHOLE):
-        load(path)
-    path, _ = packed("qwen3", bits, lambda tensors: {k: v for k, v in tensors.items() if k != scales})
-    with pytest.raises(DuelError, match=NOT_WHOLE):
-        load(path)
-
-    def one_whole(tensors):
-        return {k: v for k, v in tensors.items() if not k.startswith(key.removesuffix("weight"))} | {key: whole}
-
-    path, _ = packed("qwen3", bits, one_whole)
-    if bits == 8 and transformers.__version__.startswith("4."):
-        return  # it is quantized as the others are
-    with pytest.raises(DuelError, match=NOT_WHOLE):
-        load(path)
+    broken = [
+        (r"unknown: model\.layers\.0\.mlp\.up_proj\.extra", lambda t: {**t, f"{layer}extra": torch.ones(2)}),
+        (NOT_WHOLE, lambda t: {k: v for k, v in t.items() if k != key}),
+        (NOT_WHOLE, lambda t: {k: v for k, v in t.items() if k != scales}),
+    ]
+    if bits == 4 or not transformers.__version__.startswith("4."):  # which quantizes it as the others are
+        broken.append((NOT_WHOLE, lambda t: {k: v for k, v in t.items() if not k.startswith(layer)} | {key: whole}))
+    for words, change in broken:
+        path, _ = packed("qwen3", bits, change)
+        with pytest.raises(DuelError, match=words):
+            load(path)
 
 
 def test_a_file_has_quantized_what_the_network_has_not(packed):
@@ -314,8 +290,7 @@ def test_files_of_compressed_tensors(base, kind):
 
 
 @pytest.mark.skipif(transformers.__version__.startswith("4."), reason="takes GPUs for 8-bit floats")
-@pytest.mark.parametrize("kind", ["qwen3", "llada"])
-def test_files_of_8_bit_floats(base, kind):
+def test_files_of_8_bit_floats(base, kind="llada"):
     """A GPU multiplies them as they are; for a CPU transformers makes floats of them: a network like any other."""
 
     def small(tensors):
@@ -349,52 +324,31 @@ def test_files_of_8_bit_floats(base, kind):
 def test_packages_that_are_missing(base, monkeypatch):
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
     for bits in BITS:
-        with pytest.raises(DuelError, match=r"Cannot read checkpoint .*bitsandbytes"):
+        with pytest.raises(DuelError, match="bitsandbytes"):
             load(base("qwen3"), **{f"load_in_{bits}bit": True})
 
 
 @pytest.mark.skipif(importlib.util.find_spec("optimum") is not None, reason="the package is there")
 @pytest.mark.parametrize("kind", ["qwen3", "bert"])
-def test_packages_that_a_file_needs(base, kind, tmp_path):
+def test_packages_that_a_file_needs(base, kind):
     path = base(kind)
     raw = read(path)
-    for method, text in (
-        ("gptq", "requires optimum .`pip install"),
-        ("mystery", "Unknown quantization type .mystery. of "),
-    ):
+    for method, needed in (("gptq", "optimum"), ("mystery", "mystery")):
         said = {"quant_method": method, "bits": 4}
         Path(path, "config.json").write_text(json.dumps({**raw, "quantization_config": said}))
-        with pytest.raises(DuelError, match=text):
+        with pytest.raises(DuelError, match=needed):
             load(path)
 
 
 def test_what_does_not_go_together(base, tmp_path):
-    path = base("qwen3")
-    with pytest.raises(DuelError, match="load_in_8bit and load_in_4bit are both given; leave one out"):
-        load(path, load_in_8bit=True, load_in_4bit=True)
-    with pytest.raises(DuelError, match=r"dtype=float64 does not work with load_in_4bit, whose products are coarser"):
-        load(path, load_in_4bit=True, dtype="float64")
     lora = adapter(tmp_path / "lora", own.decoder(norms=True), NATIVE_MODULES)
-    with pytest.raises(
-        DuelError, match=r"merging it into quantized weights \(load_in_8bit\) would round the adapter too"
+    quantized = {"quantization_config": {"quant_method": "bitsandbytes", "load_in_8bit": True}}
+    for entries, options, named in (
+        ({}, {"load_in_8bit": True, "load_in_4bit": True}, "load_in_8bit and load_in_4bit"),
+        ({}, {"load_in_4bit": True, "dtype": "float64"}, "dtype=float64"),
+        ({}, {"load_in_8bit": True, "peft": lora}, "peft .*load_in_8bit"),
+        (quantized, {"load_in_4bit": True}, "leave load_in_4bit out"),
+        (quantized, {"peft": lora}, "peft .*bitsandbytes"),
     ):
-        load(path, load_in_8bit=True, peft=lora)
-    said = {"quant_method": "bitsandbytes", "load_in_8bit": True}
-    path = base("qwen3", quantization_config=said)
-    with pytest.raises(DuelError, match=r"is quantized already \(bitsandbytes\): leave load_in_4bit out"):
-        load(path, load_in_4bit=True)
-    with pytest.raises(
-        DuelError, match=r"merging it into quantized weights \(the quantization of .* \(bitsandbytes\)\)"
-    ):
-        load(path, peft=lora)
-
-
-def test_networks_that_are_not_quantized(base):
-    own_code = {"backend": "remote", "trust_remote_code": True}
-    with pytest.raises(DuelError, match="own code, which has no choice of 'load_in_8bit'"):
-        load(base("llada"), load_in_8bit=True, **own_code)
-
-
-def test_model_args():
-    assert Options.parse({"load_in_4bit": "true"}).network["load_in_4bit"] is True
-    assert Options.parse({"load_in_8bit": False}).network["load_in_8bit"] is False
+        with pytest.raises(DuelError, match=named):
+            load(base("qwen3", **entries), **options)

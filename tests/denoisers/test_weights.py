@@ -109,15 +109,15 @@ def test_whole_and_sharded(stem, save, tmp_path):
 
     places = json.loads(index.read_text())
     index.write_text(json.dumps({**places, "weight_map": {**places["weight_map"], "lost": names[0]}}))
-    with pytest.raises(DuelError, match=r"1 tensors that .*index\.json names are in no shard: lost\."):
+    with pytest.raises(DuelError, match="are in no shard: lost"):
         weights.read(str(tmp_path))
     index.write_text(json.dumps(places))
     (tmp_path / names[1]).unlink()
-    with pytest.raises(DuelError, match=rf"index\.json names {names[1]}, which is missing: the download is incomplete"):
+    with pytest.raises(DuelError, match=names[1]):
         weights.read(str(tmp_path))
     for text in ('{"weight', '{"metadata": {}}', "[]", '{"weight_map": ["a"]}'):
         index.write_text(text)
-        with pytest.raises(DuelError, match=r"Cannot read .*index\.json"):
+        with pytest.raises(DuelError, match=re.escape(index.name)):
             weights.read(str(tmp_path))
 
 
@@ -166,15 +166,13 @@ def test_lightning_checkpoints_that_cannot_be_scored(tmp_path):
         with pytest.raises(DuelError, match=message):
             weights.read(str(tmp_path))
 
-    count = len(average)
-    refused(rf"do not match its network: {count - 1} tensors for {count} param", ema={"shadow_params": average[:-1]})
-    refused("or other shapes", ema={"shadow_params": [average[1], average[0], *average[2:]]})
-    for ema in ({"decay": 0.9}, [torch.ones(1)], {"shadow_params": None}, {"shadow_params": [1.0] * count}):
-        refused(r"The averaged weights \(EMA\) of .*last\.ckpt do not match its network", ema=ema)
-    refused(r"last\.ckpt is not a Lightning checkpoint: it has no state_dict", state_dict=None)
-    refused("it has no state_dict", state_dict=[torch.ones(1)])
+    for ema in (average[:-1], [average[1], average[0], *average[2:]], None, [1.0] * len(average)):
+        refused(r"EMA\) of .*last\.ckpt", ema={"shadow_params": ema})
+    refused(r"EMA\) of .*last\.ckpt", ema=[torch.ones(1)])
+    for state in (None, [torch.ones(1)]):
+        refused("no state_dict", state_dict=state)
     torch.save([torch.ones(1)], path)
-    with pytest.raises(DuelError, match="it has no state_dict"):
+    with pytest.raises(DuelError, match="no state_dict"):
         weights.read(str(tmp_path))
 
     lightning(path)
@@ -184,7 +182,7 @@ def test_lightning_checkpoints_that_cannot_be_scored(tmp_path):
             weights.read(str(tmp_path))
     for name in ("last.ckpt", "best.ckpt"):
         lightning(tmp_path / name)
-    with pytest.raises(DuelError, match=r"holds 2 \.ckpt files \(best\.ckpt, last\.ckpt\); keep the one to score"):
+    with pytest.raises(DuelError, match=r"2 \.ckpt files \(best\.ckpt, last\.ckpt\)"):
         weights.read(str(tmp_path))
 
 
@@ -214,14 +212,7 @@ class Trap:
 
 @pytest.mark.parametrize(
     ("name", "form"),
-    [
-        ("model.safetensors", "zip"),
-        ("pytorch_model.bin", "legacy"),
-        ("pytorch_model.bin", "zip"),
-        ("last.ckpt", "pickle"),
-        ("last.ckpt", "zip"),
-        ("shard", "pickle"),
-    ],
+    [("pytorch_model.bin", "legacy"), ("pytorch_model.bin", "zip"), ("last.ckpt", "pickle"), ("shard", "zip")],
 )
 def test_no_code_in_a_pickle_is_run(name, form, tmp_path, monkeypatch):
     monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
@@ -236,7 +227,7 @@ def test_no_code_in_a_pickle_is_run(name, form, tmp_path, monkeypatch):
         torch.save(content, file, _use_new_zipfile_serialization=form == "zip")
     if name == "shard":
         (folder / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": {"a": file.name}}))
-    with pytest.raises(DuelError, match=r"Cannot read .*safetensors|\.(bin|ckpt) needs code to be read"):
+    with pytest.raises(DuelError, match=r"\.(bin|ckpt) needs code to be read"):
         scores(folder)
     assert not trap.exists()
     if form == "pickle":
@@ -247,25 +238,18 @@ def test_no_code_in_a_pickle_is_run(name, form, tmp_path, monkeypatch):
 
 
 def test_files_that_hold_no_tensors(tmp_path):
-    with pytest.raises(DuelError, match=r"No weights in .*: expected one of model\.safetensors, pytorch_model\.bin"):
+    with pytest.raises(DuelError, match=r"model\.safetensors, pytorch_model\.bin"):
         weights.read(str(tmp_path))
     file = tmp_path / "pytorch_model.bin"
-    for content in ({"state_dict": {}}, {"a": torch.ones(1), "step": 3}, [torch.ones(1)], torch.ones(1), 3, None):
+    for content in ({"state_dict": {}}, {"a": torch.ones(1), "step": 3}, [torch.ones(1)], 3, None):
         torch.save(content, file)
-        with pytest.raises(
-            DuelError, match=r"pytorch_model\.bin holds more than tensors; save the network's state_dict"
-        ):
+        with pytest.raises(DuelError, match=r"pytorch_model\.bin holds more than tensors"):
             weights.read(str(tmp_path))
-    torch.save(TENSORS, file)
-    whole = file.read_bytes()
-    for wrong in (b"", whole[:100], whole[:-30], b"<!DOCTYPE html>", b"version https://git-lfs"):
-        file.write_bytes(wrong)
-        with pytest.raises(DuelError, match=re.escape(f"Cannot read {file}")):
-            weights.read(str(tmp_path))
-    file = tmp_path / "model.safetensors"
-    save_file(TENSORS, file)
-    whole = file.read_bytes()
-    for wrong in (b"", whole[:5], whole[:-4], b"<!DOCTYPE html>"):
-        file.write_bytes(wrong)
-        with pytest.raises(DuelError, match=re.escape(f"Cannot read {file}")):
-            weights.read(str(tmp_path))
+    for name, save in (("pytorch_model.bin", torch.save), ("model.safetensors", save_file)):
+        file = tmp_path / name
+        save(TENSORS, file)
+        whole = file.read_bytes()
+        for wrong in (b"", whole[:5], whole[:-4], b"<!DOCTYPE html>", b"version https://git-lfs"):
+            file.write_bytes(wrong)
+            with pytest.raises(DuelError, match=re.escape(f"Cannot read {file}")):
+                weights.read(str(tmp_path))

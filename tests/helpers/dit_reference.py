@@ -15,14 +15,12 @@ VOCABULARY = TOKENS + 1
 MDLM = {
     "model_type": "mdlm",
     "architectures": ["MDLM"],
-    "auto_map": {"AutoConfig": "configuration_mdlm.MDLMConfig", "AutoModelForMaskedLM": "modeling_mdlm.MDLM"},
     "vocab_size": VOCABULARY,
     "model_length": LENGTH,
     "hidden_dim": WIDTH,
     "cond_dim": CONDITION,
     "n_blocks": LAYERS,
     "n_heads": HEADS,
-    "dropout": 0.1,
     "time_conditioning": False,
 }
 BD3LM = {
@@ -34,23 +32,31 @@ BD3LM = {
     "causal": False,
     "attn_backend": "flex",
     "var_min": True,
-    "sampling_eps_min": 1e-3,
-    "sampling_eps_max": 0.999,
     "block_size": BLOCK,
 }
 SEDD = {
     "tokens": TOKENS,
     "graph": {"type": "absorb"},
-    "noise": {"type": "loglinear"},
     "model": {
         "hidden_size": WIDTH,
         "cond_dim": CONDITION,
         "length": LENGTH,
         "n_blocks": LAYERS,
         "n_heads": HEADS,
-        "scale_by_sigma": True,
-        "dropout": 0.1,
     },
+}
+T_EPS = 0.05  # 1e-4 in the published files: here a clamp that is seen
+GIDD = {
+    "architectures": ["DIT"],
+    "hidden_size": WIDTH,
+    "max_seq_len": LENGTH,
+    "model_type": "dit",
+    "num_attention_heads": HEADS,
+    "num_hidden_layers": LAYERS,
+    "p_uniform": 0.0,
+    "t_eps": T_EPS,
+    "timestep_cond_dim": CONDITION,
+    "vocab_size": VOCABULARY + 3,  # rows of the table may exceed the tokenizer's
 }
 CONFIGS = {
     "mdlm": MDLM,
@@ -59,6 +65,7 @@ CONFIGS = {
     "bd3lm": BD3LM,
     "sedd-retrained": {**BD3LM, "cross_attn": False, "var_min": False, "time_conditioning": True},
     "sedd": SEDD,
+    "gidd": GIDD,
     "ar": {**BD3LM, "cross_attn": False, "var_min": False, "causal": True, "adaln": False},
 }
 
@@ -105,14 +112,31 @@ def write(folder, kind, **changes):
     """A checkpoint folder of a kind, its config changed: its path, and its tensors in float64."""
     config = {**CONFIGS[kind], **changes}
     (folder / "config.json").write_text(json.dumps(config))
-    tensors = weights(kind != "ar", "" if kind == "sedd" else "backbone.", config.get("vocab_size", VOCABULARY))
+    prefix, rows = (
+        "" if kind in ("sedd", "gidd") else "backbone.",
+        config.get("tokens", config.get("vocab_size", 0) - 1) + 1,
+    )
+    tensors = weights(kind != "ar", prefix, rows)
     if config.get("var_min"):
         tensors |= {"sampling_eps_min": torch.tensor(1e-3), "sampling_eps_max": torch.tensor(0.999)}
+    if kind == "gidd":
+        buffers = {f"rotary_emb.{name}_cached": torch.ones(1, LENGTH, 3, 1, WIDTH // HEADS) for name in ("cos", "sin")}
+        tensors |= buffers
+        words(min(VOCABULARY, rows), mask=True).save_pretrained(folder)
     if kind == "sedd":
         torch.save(tensors, folder / "pytorch_model.bin")
     else:
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     return str(folder), {name.removeprefix("backbone."): value.double() for name, value in tensors.items()}
+
+
+def words(count, mask=False):
+    """A tokenizer of `count` words, <s> the first of them, as GPT-2 has its end of text; [MASK] the last, if asked."""
+    names = ["<s>", *"abcdefghijklmnop"[: count - 1 - mask], *["[MASK]"] * mask]
+    tokenizer = Tokenizer(models.WordLevel({word: n for n, word in enumerate(names)}, unk_token="a"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    special = {"mask_token": "[MASK]"} if mask else {}
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="<s>", **special)
 
 
 def opened(folder, kind, changes=None, **asked):
@@ -171,9 +195,17 @@ def plain(w, ids, sigma=0.0, seen=None, positions=None):
     return linear(norm(x, "output_layer.norm_final") * (1 + scale) + shift, "output_layer.linear")
 
 
+def noise_level(kind, ids, count=None, schedule=False):
+    """The noise level, or time, that a network is given for a row, of `count` positions if not all."""
+    share = sum(token == TOKENS for token in ids) / (count or len(ids))
+    if kind == "gidd":
+        return min(max(share, T_EPS), 1 - T_EPS)
+    if not kind.startswith("sedd"):
+        return 0.0
+    return -math.log(1 - (1 - 1e-3) * share) if schedule else -math.log(1 - min(max(share, 0.1), 0.9))
+
+
 def tiny_mdlm(folder):
-    """A tiny MDLM and a tokenizer of 12 words, <s> the first of them, as GPT-2 has its end of text."""
-    words = Tokenizer(models.WordLevel({word: i for i, word in enumerate(["<s>", *"abcdefghijk"])}, unk_token="k"))
-    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    PreTrainedTokenizerFast(tokenizer_object=words, bos_token="<s>", eos_token="<s>").save_pretrained(folder)
+    """A tiny MDLM and a tokenizer of its words."""
+    words(TOKENS).save_pretrained(folder)
     return write(folder, "mdlm")[0]

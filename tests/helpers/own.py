@@ -189,46 +189,28 @@ class Rotary(Qwen3MoeRotaryEmbedding):
 
 def turned"""
 
-LLADA = """
-import torch
-from torch import nn
-from torch.nn import functional as F
-from transformers import PreTrainedModel
-from transformers.modeling_outputs import CausalLMOutputWithPast
-from .configuration_own import Plain
-
-class Norm(nn.Module):
-    def __init__(self, config):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(config.d_model))
-
-    def forward(self, x):
-        return self.weight * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-5)
-
+LLADA = f"""{DECODER.replace("Config", "Plain")}
 class Block(nn.Module):
     def __init__(self, config):
         super().__init__()
-        self.config, width, inner = config, config.d_model, config.mlp_hidden_size
-        self.attn_norm, self.ff_norm = Norm(config), Norm(config)
+        self.heads, self.theta = config.n_heads, config.rope_theta
+        width, inner = config.d_model, config.mlp_hidden_size
+        self.attn_norm, self.ff_norm = Norm(width), Norm(width)
         for name in ("q_proj", "k_proj", "v_proj", "attn_out"):
             setattr(self, name, nn.Linear(width, width, bias=False))
         self.ff_proj, self.up_proj = nn.Linear(width, inner, bias=False), nn.Linear(width, inner, bias=False)
         self.ff_out = nn.Linear(inner, width, bias=False)
 
-    def turned(self, x):
-        half = x.shape[-1] // 2
-        frequency = self.config.rope_theta ** -(torch.arange(half, device=x.device, dtype=torch.float32) / half)
-        angle = torch.arange(x.shape[2], device=x.device)[:, None] * frequency
-        a, b = x[..., :half], x[..., half:]
-        return torch.cat([a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()], -1).to(x.dtype)
-
     def forward(self, x, bias):
         y = self.attn_norm(x)
         q, k, v = (
-            project(y).unflatten(-1, (self.config.n_heads, -1)).transpose(1, 2)
+            project(y).unflatten(-1, (self.heads, -1)).transpose(1, 2)
             for project in (self.q_proj, self.k_proj, self.v_proj)
         )
-        mixed = F.scaled_dot_product_attention(self.turned(q), self.turned(k), v, attn_mask=bias)
+        half = q.shape[-1] // 2
+        frequency = self.theta ** -(torch.arange(half, device=x.device, dtype=torch.float32) / half)
+        angle = torch.arange(x.shape[1], device=x.device)[:, None] * frequency
+        mixed = F.scaled_dot_product_attention(turned(q, angle), turned(k, angle), v, attn_mask=bias)
         x = x + self.attn_out(mixed.transpose(1, 2).flatten(2))
         y = self.ff_norm(x)
         return x + self.ff_out(F.silu(self.ff_proj(y)) * self.up_proj(y))
@@ -236,12 +218,12 @@ class Block(nn.Module):
 class Inner(nn.Module):
     def __init__(self, config):
         super().__init__()
-        self.transformer = nn.ModuleDict({
+        self.transformer = nn.ModuleDict({{
             "wte": nn.Embedding(config.embedding_size, config.d_model),
             "blocks": nn.ModuleList([Block(config) for _ in range(config.n_layers)]),
-            "ln_f": Norm(config),
+            "ln_f": Norm(config.d_model),
             "ff_out": nn.Linear(config.d_model, config.embedding_size, bias=False),
-        })
+        }})
 
 class LLaDAModelLM(PreTrainedModel):
     config_class, base_model_prefix = Plain, "model"
@@ -267,7 +249,7 @@ class LLaDAModelLM(PreTrainedModel):
         x = parts.wte(input_ids)
         for block in parts.blocks:
             x = block(x, bias)
-        return CausalLMOutputWithPast(logits=parts.ff_out(parts.ln_f(x)))
+        return MaskedLMOutput(logits=parts.ff_out(parts.ln_f(x)))
 """
 
 SIZE = {
@@ -294,7 +276,7 @@ LLADA_SIZE = {
     "mlp_hidden_size": INNER,
     "n_heads": 4,
     "n_layers": LAYERS,
-    "rms_norm_eps": 1e-5,
+    "rms_norm_eps": 1e-6,
     "rope_theta": 500.0,
     "weight_tying": False,
     "mask_token_id": MASK,

@@ -22,9 +22,12 @@ from lm_eval_duel.denoisers import hub  # noqa: E402
 pick_on_cpu = hub.pick_device
 hub.pick_device = lambda name: torch.device(name) if str(name) == simulated_device.NAME else pick_on_cpu(name)
 
+import networks  # noqa: E402
+import tiny  # noqa: E402
+from harness_requests import ask  # noqa: E402
 from toys import BlockCausal, Causal, Toy  # noqa: E402
 
-from lm_eval_duel import denoisers  # noqa: E402
+from lm_eval_duel import Duel, denoisers, training_metrics  # noqa: E402
 from lm_eval_duel.core import budget  # noqa: E402
 from lm_eval_duel.core.windows import Window  # noqa: E402
 from lm_eval_duel.denoisers.cached.denoiser import Cached  # noqa: E402
@@ -35,36 +38,25 @@ from lm_eval_duel.estimators.subsets.lattice import Lattice  # noqa: E402
 from lm_eval_duel.estimators.subsets.sampled_confidence import SampledConfidence  # noqa: E402
 from lm_eval_duel.estimators.subsets.sampled_order import SampledOrder  # noqa: E402
 from lm_eval_duel.estimators.two_phase import TwoPhase  # noqa: E402
+from lm_eval_duel.harness import trace  # noqa: E402
+from lm_eval_duel.harness.distributed import Ranks  # noqa: E402
+from lm_eval_duel.harness.lm import DuelMDM  # noqa: E402
+from lm_eval_duel.rules.learned import save_planner  # noqa: E402
 
 CPU, SIM = "cpu", simulated_device.NAME
-BATCH = 4  # rows
 RULES = (
-    "greedy",
     "margin:k=2",
-    "log_margin",
-    "entropy:k=2",
     "threshold:mu=0.4",
     "klass:mu=0.3:nu=0.5:history=2",
     "entropy_bound:gamma=1.0",
     "random:k=2",
-    "left_to_right",
-    "right_to_left:k=2",
-    "entropy_threshold:tau=1.0",
     "factor:f=1.0",
     "high_or_topk:n=2:tau=0.4",
-    "dinfer_threshold:mu=0.4",
     "hierarchy:tau=0.4:low=0.2",
     "quota:steps=2",
     "dream:alg=entropy:steps=4",
     "greedy:sub_block=2",
     "greedy:seed_first=true",
-)
-WINDOWS = (
-    Window((2, 6), (7, 9, 3, 5, 8, 11), (3,)),
-    Window((2,), (10, 9), (3,)),
-    Window((2, 6), (7, 9, 3, 4, 8, 11), (3,)),
-    Window((9,), (10, 9, 3, 5), (3, 2), tail=4),
-    Window((4, 1, 5), (8, 8, 2, 6, 10)),
 )
 
 
@@ -90,9 +82,7 @@ class MovedBlocks(MovedToy, BlockCausal):
     def stream(self, ids, positions, seen, past):
         if self.device.type == CPU:
             return super().stream(ids, positions, seen, past)
-        held = [plane.cpu() for plane in (self.embed, self.mix, self.out)]
         ones = MovedBlocks(tokens=self.tokens, length=self.max_length, block=self.block)
-        ones.embed, ones.mix, ones.out = held
         past = past and [tuple(plane.cpu() for plane in layer) for layer in past]
         features, own = ones.stream(ids.cpu(), positions.cpu(), seen.cpu(), past)
         return features.to(self.device), [tuple(plane.to(self.device) for plane in layer) for layer in own]
@@ -102,8 +92,7 @@ class MovedCausal(MovedToy, Causal):
     """The causal one."""
 
     def __init__(self, device=CPU, **options):
-        super().__init__(**options)
-        MovedToy.__init__(self, device, **options)
+        super().__init__(device, **options)
         self.mask_id = None
         self.mix = self.mix * torch.ones(len(self.mix), len(self.mix)).tril(-1)[..., None, None].to(device)
 
@@ -115,132 +104,70 @@ def opener(folder, name):
     """A function from a device to the denoiser of this name there."""
     if name in TOYS:
         return lambda device: TOYS[name](device, tokens=12, length=16)
-    import decoder_reference
-    import dit_reference
-    import encoder_reference
-    import tiny
-
-    folder, options = Path(tempfile.mkdtemp(dir=folder)), {}
-    if name in dit_reference.CONFIGS:
-        path, _ = dit_reference.write(folder, name)
-    elif name in decoder_reference.CASES:
-        path, _ = decoder_reference.write(folder, decoder_reference.CASES[name])
-        options = decoder_reference.CASES[name].options
-    elif name in encoder_reference.ENCODERS:
-        path, _ = encoder_reference.ENCODERS[name](folder)
-    elif name in ("esm",):
-        path, _ = encoder_reference.esm(folder)
-    elif name.startswith("demo"):
-        path = name
-    else:
-        path = tiny.checkpoint(folder, name)
-        options = {"attention": "causal"} if name == "gpt2" else {}
+    path, options = networks.written(Path(tempfile.mkdtemp(dir=folder)), name)
     return lambda device, **more: denoisers.load(path, device=device, dtype="float32", **options, **more)
-
-
-def windows_for(denoiser):
-    """The windows that this network can score, of tokens that it has."""
-    known = set((~denoiser.excluded).nonzero()[:, 0].tolist())
-    least = max(denoiser.shift, int(denoiser.needs_visible))
-
-    def fits(window):
-        if window.tail and denoiser.attention != "bidirectional":
-            return False
-        if window.suffix and denoiser.attention != "bidirectional":
-            return False
-        return len(window.context) >= least and known.issuperset(window.context + window.target + window.suffix)
-
-    return [window for window in WINDOWS if fits(window)]
 
 
 # ---------------------------------------------------------------- what is compared
 
 
-def scores(estimator, windows):
-    return [dataclasses.asdict(score) for score in estimator.log_prob(windows)]
-
-
-def runs(denoiser, windows, more):
-    """(name, function) of everything that a network supports."""
-    settings = {"batch_size": BATCH}
-    block = 4 if denoiser.attention == "bidirectional" else "auto"
-    if denoiser.attention == "causal":
-        yield "ar", lambda: scores(Autoregressive(denoiser, traced=True, **settings), windows)
-        yield "sample", lambda: drawn(DuelEstimator(denoiser, "left_to_right", 1, **settings), windows)
-        return
-    texts = RULES if more else RULES[:1]
-    seeded = ":seed_first=true" if denoiser.shift and denoiser.attention == "bidirectional" else ""
-    for rule in texts:
-        yield rule, lambda rule=rule: scores(DuelEstimator(denoiser, rule, block, traced=True, **settings), windows)
-    greedy = DuelEstimator(denoiser, "greedy", block, **settings)
-    yield "sample", lambda: drawn(greedy, windows)
-    yield "elbo", lambda: scores(Elbo(denoiser, samples=16, traced=True, **settings), untailed(windows))
-    yield (
-        "lattice",
-        lambda: scores(Lattice(denoiser, block, follow=["greedy", "entropy:k=2"], traced=True, **settings), windows),
-    )
-    every = more or type(denoiser) in TOYS.values()
-    if every:  # the rest needs no other calls of a network
-        yield from others_of(denoiser, windows, more, block, settings)
-    if denoiser.attention != "bidirectional" or type(denoiser) is MovedToy or not has_cache(denoiser):
-        return
-    for cache in ("prefix", "dual") if every else ("dual",):
-        cached = Cached(denoiser, cache)
-        duel = DuelEstimator(cached, f"greedy{seeded}", block, traced=True, **settings)
-        yield cache, lambda duel=duel: scores(duel, windows)
-        yield f"{cache} sample", lambda duel=duel: drawn(duel, windows[:2])
-        if not seeded:
-            lattice = Lattice(cached, 4, follow=["greedy"], **settings)
-            yield f"{cache} lattice", lambda lattice=lattice: scores(lattice, windows)
-    if every:
-        two_phase = TwoPhase(denoiser, f"greedy{seeded}", 2, **settings, sample=0.5)
-        yield "two_phase", lambda: scores(two_phase, windows)
-
-
-def others_of(denoiser, windows, more, block, settings):
-    """(name, function) of what stands on the same calls of a network."""
-    greedy = DuelEstimator(denoiser, "greedy", block, **settings)
-    yield (
-        "replay",
-        lambda: [
-            dataclasses.asdict(score)
-            for score in greedy.replay(windows, [score.reveal_steps for score in greedy.log_prob(windows)])
-        ],
-    )
-    trial = DuelEstimator(denoiser, "greedy", block)  # how much a call holds is found by trial
-    yield "trial", lambda: scores(trial, windows)
-    for form in ("count", "ratio"):
-        yield (
-            f"elbo {form}",
-            lambda form=form: scores(Elbo(denoiser, samples=9, form=form, **settings), untailed(windows)),
-        )
-    sampler = SampledConfidence(denoiser, block, n=2, tau=0.5, traced=True, **settings)
-    yield "sampled_confidence", lambda: scores(sampler, windows)
-    if more:
-        yield "sampled_confidence sample", lambda: drawn(sampler, windows)
-    for alg, alg_temp in (("origin", None), ("entropy", 0.5)):
-        estimator = SampledOrder(denoiser, block, alg=alg, steps=3, alg_temp=alg_temp, **settings)
-        yield f"sampled_order {alg}", lambda estimator=estimator: scores(estimator, windows)
-
-
-def has_cache(denoiser):
-    """Whether this network supports a cache."""
-    try:
-        return bool(Cached(denoiser, "dual"))
-    except DuelError:
-        return False
-
-
-def untailed(windows):
-    return [dataclasses.replace(window, tail=0) for window in windows]
+def plainly(results):
+    return [dataclasses.asdict(result) for result in results]
 
 
 def drawn(duel, windows):
     """Samples and the argmax decoding, stopped early once."""
     contexts = [window.context for window in windows]
-    settings = {"stop": lambda number, tokens: number == 1 and len(tokens) > 3}
-    samples = duel.sample(contexts, 7, seed=3, **settings) + duel.sample(contexts, 7, do_sample=False)
-    return [dataclasses.asdict(sample) for sample in samples]
+    stopped = duel.sample(contexts, 7, seed=3, stop=lambda number, tokens: number == 1 and len(tokens) > 3)
+    return plainly(stopped + duel.sample(contexts, 7, do_sample=False))
+
+
+def replayed(duel, windows):
+    return plainly(duel.replay(windows, [score.reveal_steps for score in duel.log_prob(windows)]))
+
+
+def runs(denoiser, windows, more):
+    """The estimators of everything that a network supports, by name, and what else is done with them."""
+    settings, untailed = {"batch_size": 4}, [dataclasses.replace(window, tail=0) for window in windows]
+    if denoiser.attention == "causal":
+        yield "ar", plainly(Autoregressive(denoiser, traced=True, **settings).log_prob(windows))
+        yield "sample", drawn(DuelEstimator(denoiser, "left_to_right", 1, **settings), windows)
+        return
+    block = 4 if denoiser.attention == "bidirectional" else "auto"
+    greedy = DuelEstimator(denoiser, "greedy", block, traced=True, **settings)
+    estimators = {"greedy": greedy}
+    estimators["lattice"] = Lattice(denoiser, block, follow=["greedy", "entropy:k=2"], traced=True, **settings)
+    yield "sample", drawn(greedy, windows)
+    yield "elbo", plainly(Elbo(denoiser, samples=16, traced=True, **settings).log_prob(untailed))
+    for rule in RULES if more else ():
+        estimators[rule] = DuelEstimator(denoiser, rule, block, traced=True, **settings)
+    toy = type(denoiser) in TOYS.values()
+    if more or toy:  # the rest needs no other calls of a network
+        yield "replay", replayed(greedy, windows)
+        estimators["trial"] = DuelEstimator(denoiser, "greedy", block)  # how much a call holds is found by trial
+        confidence = SampledConfidence(denoiser, block, n=2, tau=0.5, traced=True, **settings)
+        estimators["sampled_confidence"] = confidence
+        for alg, alg_temp in (("origin", None), ("entropy", 0.5)):
+            order = SampledOrder(denoiser, block, alg=alg, steps=3, alg_temp=alg_temp, **settings)
+            estimators[f"sampled_order {alg}"] = order
+        for form in ("count", "ratio"):
+            yield f"elbo {form}", plainly(Elbo(denoiser, samples=9, form=form, **settings).log_prob(untailed))
+        yield "sampled_confidence sample", drawn(confidence, windows)
+    seeded = ":seed_first=true" if denoiser.shift else ""
+    if denoiser.attention == "bidirectional" and not toy:
+        try:
+            cached = Cached(denoiser, "dual")
+        except DuelError:
+            cached = None
+        if cached:
+            estimators["dual"] = DuelEstimator(cached, f"greedy{seeded}", block, traced=True, **settings)
+            yield "dual sample", drawn(estimators["dual"], windows[:2])
+            if not seeded:
+                estimators["dual lattice"] = Lattice(cached, 4, follow=["greedy"], **settings)
+            if more:
+                estimators["two_phase"] = TwoPhase(denoiser, f"greedy{seeded}", 2, **settings, sample=0.5)
+    for name, estimator in estimators.items():
+        yield name, plainly(estimator.log_prob(windows))
 
 
 def difference(here, there, path=""):
@@ -251,14 +178,11 @@ def difference(here, there, path=""):
         assert here.keys() == there.keys(), path
         return max([difference(here[key], there[key], f"{path}.{key}") for key in here], default=0.0)
     if isinstance(here, list | tuple):
-        assert len(here) == len(there), (path, here, there)
         pairs = zip(here, there, strict=True)
         return max([difference(a, b, f"{path}[{n}]") for n, (a, b) in enumerate(pairs)], default=0.0)
     if isinstance(here, float):
         assert math.isnan(here) == math.isnan(there), (path, here, there)
-        if math.isnan(here) or here == there:
-            return 0.0
-        return abs(here - there) / max(1.0, abs(here))
+        return 0.0 if math.isnan(here) or here == there else abs(here - there) / max(1.0, abs(here))
     assert here == there, (path, here, there)
     return 0.0
 
@@ -272,23 +196,17 @@ def compare(folder, case):
     )
     open_at = opener(folder, name)
     on_cpu, on_sim = open_at(CPU, **options), open_at(SIM, **options)
-    windows = windows_for(on_cpu)
+    windows = list(networks.fitting(on_cpu))
     assert windows
     more = case.endswith("+")
     for (what, here), (_, there) in zip(runs(on_cpu, windows, more), runs(on_sim, windows, more), strict=True):
-        result = {"run": what}
-        expected = here()
-        try:
-            result["difference"] = difference(expected, there())
-        except Exception:
-            result["error"] = traceback.format_exc(limit=-12)
-        yield result
+        yield {"run": what, "difference": difference(here, there)}
 
 
 # ---------------------------------------------------------------- other cases
 
 
-def mixing():
+def mixing(folder):
     """Which mixes of devices raise, as on CUDA, and which do not."""
     here, there = torch.ones(3, 3), torch.ones(3, 3, device=SIM)
     at = torch.tensor([0, 1])
@@ -324,34 +242,24 @@ def waits(folder):
 
 def harness(folder):
     """The model as the harness calls it, with a trace; what ranks exchange; texts in and texts out."""
-    import tiny
-    from harness_requests import ask
-
-    from lm_eval_duel import Duel as TextDuel
-    from lm_eval_duel.harness import trace
-    from lm_eval_duel.harness.distributed import Ranks
-    from lm_eval_duel.harness.lm import DuelMDM
-
     path = tiny.checkpoint(Path(folder), "bert", length=16)
     texts = [("a b c d e f g h i j k l m n o p",), ("the of and",)]
-    answers, traces, generated = {}, {}, {}
+    pairs, prompt = (("a b", " c d"), ("a b", " e")), ("a b", {"until": ["z"], "max_gen_toks": 5})
+    found = {"requests": {}, "trace": {}, "library": {}}
     for device in (CPU, SIM):
         file = Path(folder) / f"{device}.jsonl"
-        model = DuelMDM(
-            pretrained=path, device=device, dtype="float32", max_length=16, block=4, batch_size=4, trace=str(file)
-        )
-        answers[device] = [
+        options = {"device": device, "dtype": "float32", "max_length": 16, "block": 4, "batch_size": 4}
+        model = DuelMDM(pretrained=path, trace=str(file), **options)
+        found["requests"][device] = [
             *model.loglikelihood_rolling(ask("loglikelihood_rolling", *texts), disable_tqdm=True),
-            *model.loglikelihood(ask("loglikelihood", ("a b", " c d"), ("a b", " e")), disable_tqdm=True),
-            *model.generate_until(
-                ask("generate_until", ("a b", {"until": ["z"], "max_gen_toks": 5})), disable_tqdm=True
-            ),
+            *model.loglikelihood(ask("loglikelihood", *pairs), disable_tqdm=True),
+            *model.generate_until(ask("generate_until", prompt), disable_tqdm=True),
         ]
-        traces[device] = trace.read(file)
-        duel = TextDuel.from_pretrained(path, device=device, dtype="float32", block=4, batch_size=4, max_length=16)
-        generated[device] = [score.log_prob for score in duel.score(["a b c d", "the of"])]
-        generated[device] += [text.text for text in duel.generate(["a b"], max_new_tokens=5, do_sample=True, seed=1)]
-    for run, values in (("requests", answers), ("trace", traces), ("library", generated)):
+        found["trace"][device] = trace.read(file)
+        duel = Duel.from_pretrained(path, **options)
+        found["library"][device] = [score.log_prob for score in duel.score(["a b c d", "the of"])]
+        found["library"][device] += [t.text for t in duel.generate(["a b"], max_new_tokens=5, do_sample=True, seed=1)]
+    for run, values in found.items():
         yield {"run": run, "difference": difference(values[CPU], values[SIM])}
 
     def all_gather(parts, mine, group):
@@ -367,12 +275,6 @@ def harness(folder):
 
 def memory(folder):
     """A network in memory: scored under a learned rule too, while it is trained, with gradients."""
-    import tiny
-
-    from lm_eval_duel import Duel as TextDuel
-    from lm_eval_duel import training_metrics
-    from lm_eval_duel.rules.learned import save_planner
-
     tokenizer, planner = tiny.tokenizer(), Path(folder) / "planner.safetensors"
     torch.manual_seed(0)
     save_planner(torch.nn.Linear(17, 1), planner, ("features", "entropy"))
@@ -380,25 +282,22 @@ def memory(folder):
     models = {device: tiny.network("bert").train().to(device) for device in (CPU, SIM)}
 
     def function(model):
-        def logits(ids, real):
-            return model(input_ids=ids, attention_mask=None if real is None else real.long()).logits
-
-        return logits
+        return lambda ids, real: model(input_ids=ids, attention_mask=None if real is None else real.long()).logits
 
     def backward(model):
-        sums = TextDuel.from_model(model, tokenizer, block=3).backward(windows, [1.0, -0.5])
+        sums = Duel.from_model(model, tokenizer, block=3).backward(windows, [1.0, -0.5])
         return sums + [p.grad.norm().item() for p in model.bert.encoder.parameters()]  # others are tied on the CPU only
 
-    def metrics(model):
-        return training_metrics(model, tokenizer, ["the a b of c", "a of the"], block=3, sample=0.5)
+    def scores(*arguments, **options):
+        return plainly(Duel.from_model(*arguments, **options).log_prob(windows))
 
     ids = {"mask_token_id": 4, "max_length": 16, "block": 3}
     cases = {
-        "score": lambda model: scores(TextDuel.from_model(model, tokenizer, block=3), windows),
-        "learned": lambda model: scores(TextDuel.from_model(model, **ids, rule=f"learned:file={planner}"), windows),
-        "cache": lambda model: scores(TextDuel.from_model(model, **ids, cache="dual"), windows),
-        "function": lambda model: scores(TextDuel.from_model(function(model), module=model, **ids), windows),
-        "metrics": metrics,
+        "score": lambda model: scores(model, tokenizer, block=3),
+        "learned": lambda model: scores(model, **ids, rule=f"learned:file={planner}"),
+        "cache": lambda model: scores(model, **ids, cache="dual"),
+        "function": lambda model: scores(function(model), module=model, **ids),
+        "metrics": lambda model: training_metrics(model, tokenizer, ["the a b of c", "a of the"], block=3, sample=0.5),
         "backward": backward,
     }
     for run, case in cases.items():
@@ -408,11 +307,10 @@ def memory(folder):
 def main():
     folder, *cases = sys.argv[1:]
     budget.GPU_TOKENS = 16, 64
-    others = {"mixing": lambda: mixing(), "waits": lambda: waits(folder), "harness": lambda: harness(folder)}
-    others["memory"] = lambda: memory(folder)
+    others = {"mixing": mixing, "waits": waits, "harness": harness, "memory": memory}
     for case in cases:
         try:
-            for result in others[case]() if case in others else compare(folder, case):
+            for result in others[case](folder) if case in others else compare(folder, case):
                 print(json.dumps({"case": case} | result), flush=True)
         except Exception:
             print(json.dumps({"case": case, "run": "", "error": traceback.format_exc(limit=-12)}), flush=True)

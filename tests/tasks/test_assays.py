@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 import pytest
-from encoder_reference import PROTEIN_MASK, VOCABULARY, esm, esm_logits
+from encoder_reference import PROTEIN_MASK, VOCABULARY, esm
 from harness_runs import evaluate
 
 from lm_eval_duel.errors import DuelError
@@ -20,8 +20,8 @@ VARIANTS = ["K2A", "K2W", "T3G", "R10L", "K2A:T3G", "T3W:R10L", "K2V:Y5D:F14M", 
 @pytest.fixture(scope="module")
 def network(tmp_path_factory):
     """The folder of a network, and its logits of ids in float64."""
-    path, w = esm(tmp_path_factory.mktemp("esm"))
-    return path, functools.cache(lambda row: esm_logits(w, row))
+    path, logits = esm(tmp_path_factory.mktemp("esm"))
+    return path, functools.cache(logits)
 
 
 def mutated(mutant):

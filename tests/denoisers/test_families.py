@@ -1,0 +1,246 @@
+"""Every family: what is found at load, and its numbers, by the textbook loop over its plain network in float64."""
+
+import itertools
+import math
+
+import dit_reference
+import plain
+import pytest
+import tiny
+import torch
+from close import close_nats, same_scores
+from decoder_reference import CASES
+from networks import DITS, MASKED_LMS, NAMES, PROTEINS, TEXTS, check, opened, textbook
+
+from lm_eval_duel import Duel
+from lm_eval_duel.core.windows import Window
+from lm_eval_duel.denoisers.cached.denoiser import Cached
+from lm_eval_duel.denoisers.hf import families
+from lm_eval_duel.estimators.elbo import Elbo
+from lm_eval_duel.estimators.subsets.lattice import Lattice
+
+NEMOTRON = "nemotron-labs-diffusion"
+ALIKE = ("mmada", "d2f-dream", "diffullama", "nemotron-diffusion-research", "a2d-qwen2-bd3lm", "a2d-llama-bd3lm")
+ALIKE += (
+    "stable-diffcoder",
+    "dream-reasoner",
+    "dplm",
+    "distilbert",
+    "one-block",
+    "illada",
+)  # of networks seen elsewhere
+FAST = [name for name in NAMES if name not in ALIKE]
+RULES = ["threshold:mu=0.3", "greedy"]
+
+
+def test_every_family_is_here():
+    assert {name for name in CASES if not name.startswith("plain")} == set(families.NAMED)
+
+
+# attention, shift, bos, block, published block, [MASK], positions, columns, relative positions, must see a token
+MASKED_LM = ("masked-lm", "bidirectional", 0, "auto", None, None, 4)
+DIT = ("bidirectional", 0, "given", None, 4, 12, 16, 13, True, False)
+FOUND = {
+    **{name: (*MASKED_LM, 32, tiny.ROWS, name == "modernbert", False) for name in MASKED_LMS},
+    **{name: (*MASKED_LM, 64 if name == "mmbert" else 32, tiny.ROWS, True, False) for name in TEXTS},
+    **dict.fromkeys(PROTEINS, (*MASKED_LM[:-1], 32, 64, 33, False, True)),  # two of 66 positions no residue has
+    **{name: ("sedd" if "sedd" in name else "mdlm", *DIT) for name in DITS},
+    "bd3lm": ("bd3lm", "block_causal", 0, "given", 4, None, 12, 16, 13, True, False),
+    "gidd": ("gidd", "bidirectional", 0, "given", None, None, 12, 16, 16, True, False),
+}
+for name, case in CASES.items():
+    kind = "decoder" if name.startswith("plain") else name
+    FOUND[name] = (kind, case.attention, case.shift, case.bos, case.block, case.published, case.mask, case.length)
+    FOUND[name] += (case.rows, case.relative, False)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_is_found_at_load(family, name):
+    denoiser = family(name).denoiser
+    found = [denoiser.family, denoiser.attention, denoiser.shift, denoiser.bos, denoiser.block]
+    found += [denoiser.published_block, denoiser.mask_id, denoiser.max_length, denoiser.vocab_size]
+    assert (*found, denoiser.relative_positions, denoiser.needs_visible) == FOUND[name]
+    tokens = {*range(33)} if name in PROTEINS else {*range(12)} if name in DITS else {*range(len(tiny.WORDS))}
+    assert set((~denoiser.excluded).nonzero()[:, 0].tolist()) == tokens - {denoiser.mask_id}
+    assert denoiser.seeds_blocks == (name == NEMOTRON) and denoiser.anchor == ("target" if "d2f" in name else "row")
+    if name in CASES:
+        assert denoiser.supports_columns == (name != "diffugpt")  # GPT-2's layers have another form
+    assert denoiser.honours_padding or name in PROTEINS  # ESM reacts to it under transformers 4
+    if name in [*MASKED_LMS, *TEXTS, *PROTEINS]:
+        assert denoiser.splits_head or name in PROTEINS
+        assert type(denoiser.model).__module__.startswith("transformers.models.")
+        assert denoiser.special_tokens == (((0,), (2,)) if name in PROTEINS else ((2,), (3,)))
+
+
+ENDS = [(name, {}) for name in NAMES]
+ENDS += [(name, {"last_block": "cut"}) for name in ("sdar", "fast-dllm-v2", "d2f-llada", "bd3lm", NEMOTRON)]
+ENDS += [("sedd", {"sigma": "schedule", "bos": "official"}), ("sedd-retrained", {"bos": "official"})]
+ENDS += [("gidd", {"bos": "official"})]
+
+
+@pytest.mark.parametrize(
+    ("name", "options"), [pytest.param(*end, marks=pytest.mark.slow) if end[0] in ALIKE else end for end in ENDS]
+)
+def test_lanes_equal_the_textbook_loop(family, name, options):
+    network, near_ties = family(name, **options), 0
+    block, windows = "auto" if network.denoiser.block else 4, network.windows
+    for rule in RULES:
+        duel = Duel(network.denoiser, rule, block)
+        together = duel.log_prob(windows)
+        for window, scored in zip(windows, together, strict=True):
+            if scored.near_ties:  # the order is at the mercy of float noise
+                near_ties += 1
+            else:
+                check(scored, textbook(network, rule, window))
+    assert near_ties <= 1, "choose another seed"
+    same_scores(together, Duel(network.denoiser, rule, block, batch_size=1).log_prob(windows[::-1])[::-1])
+    contexts = [window.context for window in windows[:3]]
+    drawn = duel.sample(contexts, 7, seed=3)
+    same_scores(drawn, duel.log_prob([Window(c, d.tokens) for c, d in zip(contexts, drawn, strict=True)]))
+
+
+NARROWED = ["llada", "dream", "llada2", "fast-dllm-v2", "d2f-llada", NEMOTRON]
+
+
+@pytest.mark.parametrize("name", NARROWED)
+def test_the_last_layer_at_the_wanted_positions_changes_no_number(family, name, monkeypatch):
+    network = family(name, dtype="float64")
+    denoiser = network.denoiser
+    caches = ("prefix", "dual") if name == "llada" else ()
+    for each in [denoiser, *(Cached(denoiser, cache) for cache in caches)]:
+        narrow = Duel(each, "greedy").log_prob(network.windows)
+        with monkeypatch.context() as patch:
+            patch.setattr(denoiser, "supports_columns", False)
+            whole = Duel(each, "greedy").log_prob(network.windows)
+        for one, other in zip(narrow, whole, strict=True):
+            within = 1e-5 if name == "llada2" else 1e-9  # its router runs in float32
+            assert one.token_logprobs == pytest.approx(other.token_logprobs, abs=within)
+    assert "forward" not in vars(denoiser.model.base_model.layers[-1])
+
+
+@pytest.mark.parametrize("names", [["llada2", "dream"], ["sdar", "d2f-llada"]])
+def test_all_pairs_of_tokens_sum_to_one(family, names):
+    for name in names:
+        denoiser = family(name).denoiser
+        tokens = (~denoiser.excluded).nonzero()[:, 0].tolist()
+        pairs = [Window((6, 7), pair) for pair in itertools.product(tokens, repeat=2)]
+        scored = Duel(denoiser, "greedy", "auto" if denoiser.block else 4).log_prob(pairs)
+        assert math.fsum(math.exp(s.log_prob) for s in scored) == pytest.approx(1, abs=1e-4)
+
+
+@pytest.mark.parametrize("name", ["rnd1", "dream", "bert"])
+def test_dtypes(tmp_path, family, name):
+    windows = family(name).windows[:3]
+    exact = Duel(family(name).denoiser, "left_to_right", 4).log_prob(windows)
+    for dtype, tolerance in (("float64", 1e-4), ("bfloat16", 2.0)):
+        denoiser = family(name, dtype=dtype).denoiser
+        assert str(denoiser.dtype) == f"torch.{dtype}" and denoiser.honours_padding
+        scored = Duel(denoiser, "left_to_right", 4).log_prob(windows)
+        assert [s.log_prob for s in scored] == pytest.approx([s.log_prob for s in exact], abs=tolerance)
+
+
+def test_rotary_positions_of_encoders_are_those_of_their_configs(family):
+    """Old configs name them otherwise than transformers 5 does."""
+    model = family("mmbert").denoiser.model
+    buffers = [value for key, value in model.named_buffers() if key.endswith("inv_freq") and "original" not in key]
+    assert {round(float(value[1]) ** -4) for value in buffers} == {160_000, 50_000}
+
+
+# ---------------------------------------------------------------- block-causal networks, two forms of which are one
+
+
+def test_the_authors_two_streams_are_the_blocks_one_by_one(family):
+    """noisy | clean as one row of twice the length, each half at positions 0..L-1, as BD3-LM's code has it."""
+    network, block, length = family("bd3lm"), 4, 14
+    w = {key: value.double() for key, value in network.denoiser.network.state_dict().items()}
+    generator = torch.Generator().manual_seed(length)
+    clean = torch.randint(12, (length,), generator=generator)
+    noisy = clean.masked_fill(torch.rand(length, generator=generator) < 0.6, 12)
+    number = torch.arange(length) // block
+    before, own = number[:, None] > number, number[:, None] == number
+    seen = torch.cat([torch.cat([own, before], 1), torch.cat([torch.zeros_like(own), own | before], 1)])
+    authors = dit_reference.plain(w, torch.cat([noisy, clean]).tolist(), seen=seen, positions=[*range(length)] * 2)
+    for begin in range(0, length, block):
+        row = torch.cat([clean[:begin], noisy[begin : begin + block]]).tolist()
+        assert (network.logits(row, None)[begin:] - authors[begin : len(row)]).abs().max() < 1e-9
+
+
+def test_blocks_count_from_the_target_whatever_the_context(family, monkeypatch):
+    """D2F's context is one block: contexts that end anywhere, long ones in pieces; no block sees a later one."""
+    monkeypatch.setattr("lm_eval_duel.core.block_causal.CLEAN", 4)
+    network = family("d2f-llada")
+    row = (6, 7, 9, 30, 12, 8, 15, 21, 11, 14, 20, 9, 10, 9, 31, 12, 22, 6)
+    windows = [Window(row[:n], row[n:]) for n in (2, 11)]
+    duel = Duel(network.denoiser, "greedy")
+    for window, scored in zip(windows, duel.log_prob(windows), strict=True):
+        check(scored, textbook(network, "greedy", window))
+    [first] = duel.log_prob([Window(row[:3], row[3:7])])
+    [longer], [tail] = (duel.log_prob([Window(row[:3], row[3:n], tail=more)]) for n, more in ((9, 0), (7, 4)))
+    assert longer.token_logprobs[:4] == close_nats(first.token_logprobs)
+    assert tail.token_logprobs == close_nats(first.token_logprobs)
+    assert network.denoiser.describe()["context"] == "one block"
+    assert "context" not in family("sdar").denoiser.describe()
+
+
+def test_a_filled_last_block_is_another_law_than_a_cut_one(family):
+    filled, cut = (family("bd3lm", **more) for more in ({}, {"last_block": "cut"}))
+    values = [Duel(one.denoiser).log_prob(filled.windows) for one in (filled, cut)]
+    assert [abs(a.log_prob - b.log_prob) > 1e-2 for a, b in zip(*values, strict=True)] == [
+        window.length % 4 > 0 for window in filled.windows
+    ]
+
+
+def test_noise_levels_are_laws_and_in_the_spec(family):
+    """SEDD and GIDD are told the masked share of the row, or of the scored positions, which loses no digit near 1."""
+    window = Window((), (3, 4, 5, 6, 7, 8, 1, 0, 11, 9, 2, 2, 9, 10, 7), (8,))
+    choices = [(sigma, bos) for sigma in ("clamped", "schedule") for bos in ("given", "official")]
+    networks = [family("sedd", sigma=sigma, bos=bos).denoiser for sigma, bos in choices]
+    networks += [family("gidd", bos=bos).denoiser for bos in ("given", "official")]
+    values = [Duel(denoiser).log_prob([window])[0].log_prob for denoiser in networks]
+    assert min(abs(a - b) for a, b in itertools.combinations(values, 2)) > 1e-2
+    counted = ["row", "scored positions"]
+    assert [denoiser.describe()["time"] for denoiser in networks[4:]] == [
+        f"masked share of the {count}, in [0.05, 1 - 0.05]" for count in counted
+    ]
+    assert [denoiser.describe()["sigma"] for denoiser in networks[:4]] == [
+        f"{sigma}, of the masked share of the {counted[bos == 'official']}" for sigma, bos in choices
+    ]
+    mean = Lattice(networks[4], 4, value="elbo_exact").log_prob([window])[0].elbo_exact
+    drawn = Elbo(networks[4], 4, samples=256).log_prob([window])[0]
+    assert abs(drawn.log_prob - mean) < 4 * drawn.stderr
+    told, denoiser = [], networks[2]
+    features = denoiser.features
+    denoiser.features = lambda ids, real, sigma, columns: (
+        told.extend(sigma.tolist()) or features(ids, real, sigma, columns)
+    )
+    try:
+        Duel(denoiser, block=None).log_prob([Window((), (3, 4, 5, 6))])
+    finally:
+        del denoiser.features
+    assert told == pytest.approx([-math.log(1 - (1 - 1e-3) * share) for share in (1, 0.75, 0.5, 0.25)], abs=1e-6)
+
+
+@pytest.mark.parametrize("backend", ["flex", "sdpa"])
+def test_the_ar_baseline_reads_from_left_to_right(backend, tmp_path):
+    denoiser, w = dit_reference.opened(tmp_path, "ar", {"attn_backend": backend})
+    assert (denoiser.attention, denoiser.shift, denoiser.mask_id) == ("causal", 1, None)
+    row = [11, 4, 5, 6, 0]
+    logs = dit_reference.plain(w, row, seen=plain.block_causal(5, 1))[:, :12].log_softmax(-1)
+    for k in (1, 2):  # blocks of one, whatever k
+        duel = Duel(denoiser, f"left_to_right:k={k}")
+        [scored] = duel.log_prob([Window(row[:1], row[1:])])
+        assert scored.token_logprobs == close_nats([float(logs[i, row[i + 1]]) for i in range(4)])
+        assert (duel.block, duel.counts.forwards, duel.counts.rows) == (1, 1, 1)  # the whole window in one pass
+
+
+# ---------------------------------------------------------------- compiled
+
+
+@pytest.mark.slow  # compiling takes seconds
+@pytest.mark.parametrize("name", ["sdar", "llada", "dream"])
+def test_a_compiled_network_sees_what_it_saw(family, name, tmp_path, monkeypatch):
+    right = family(name)
+    plain_compile = torch.nn.Module.compile
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda self, **options: plain_compile(self, backend="eager"))
+    denoiser, _, _ = opened(name, tmp_path, compile=True)
+    same_scores(Duel(denoiser).log_prob(right.windows), Duel(right.denoiser).log_prob(right.windows))

@@ -1,0 +1,215 @@
+"""What a network refuses, by name: entries of its config, arguments, rules and windows that do not apply to it."""
+
+import json
+
+import dit_reference
+import pytest
+import tiny
+import torch
+from decoder_reference import YARN
+from networks import OWN, load, refused, written
+
+from lm_eval_duel import Duel, denoisers
+from lm_eval_duel.cli.main import main
+from lm_eval_duel.core.windows import Window
+from lm_eval_duel.denoisers.hub import pick_device
+from lm_eval_duel.errors import DuelError
+
+# ---------------------------------------------------------------- entries of config.json
+
+ENTRIES = [  # a case, an entry that is absent or wrong, and what the error names
+    ("dream", {"num_attention_heads": None}, "has no num_attention_heads"),  # unseen in the shape of any tensor
+    ("a2d-llama", {"rope_parameters": None}, "has no rope_theta"),
+    ("a2d-qwen2", {"max_position_embeddings": None}, "has no max_position_embeddings"),
+    ("sdar-moe", {"norm_topk_prob": None}, "has no norm_topk_prob"),
+    ("rnd1", {"num_experts_per_tok": None}, "has no num_experts_per_tok"),
+    ("llada", {"n_heads": None}, "has no n_heads"),
+    ("llada2", {"routed_scaling_factor": None}, "has no routed_scaling_factor"),
+    ("llada2", {"rope_theta": None}, "has no rope_theta"),
+    ("plain bidirectional", {"rms_norm_eps": None}, "has no rms_norm_eps"),
+    ("nemotron-diffusion-research", {"dlm_type": None}, "has no dlm_type"),
+    ("mdlm", {"hidden_dim": None, "n_heads": None}, "has no hidden_dim, n_heads"),
+    ("gidd", {"p_uniform": None}, "has no p_uniform"),
+    ("gidd", {"t_eps": None}, "has no t_eps"),
+    ("gidd", {"num_attention_heads": None}, "has no num_attention_heads"),
+    ("dream", {"hidden_size": "16"}, "hidden_size|unsupported operand"),  # transformers checks most types
+    ("dream", {"num_hidden_layers": 2.0}, "num_hidden_layers|float"),
+    ("dream", {"right_shift_logits": "fasle"}, "'right_shift_logits'"),
+    ("dream", {"mask_token_id": 40}, "mask_token_id=40"),
+    ("mdlm", {"mask_token_id": 50257}, "mask_token_id=50257"),
+    ("sdar", {"block_size": -4}, "'block_size'"),
+    ("sdar", {"block_size": 3.5}, "'block_size'"),
+    ("bd3lm", {"block_size": True}, "'block_size'"),
+    ("bd3lm", {"causal": "fasle"}, "'causal'"),
+    ("bd3lm", {"time_conditioning": True}, "time conditioning"),
+    ("mdlm", {"time_conditioning": "no"}, "'time_conditioning'"),
+    ("mdlm", {"n_heads": 2.5}, "'n_heads'"),
+    ("gidd", {"p_uniform": "much"}, "'p_uniform'"),
+    ("gidd", {"p_uniform": 0.1}, "uniform noise"),
+    ("gidd", {"num_hidden_layers": 99}, "Missing key"),
+    ("sedd", {"graph": {"type": "uniform"}}, "uniform graph"),
+    ("llada", {"alibi": True}, "alibi=True"),
+    ("llada", {"layer_norm_type": "low_precision"}, "layer_norm_type"),
+    ("llada", {"activation_type": "gelu"}, "activation_type"),
+    ("illada", {"layer_norm_eps": 1e-5}, "layer_norm_eps"),
+    ("llada2", {"use_qkv_bias": True}, "use_qkv_bias"),
+    ("diffugpt", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx"),
+    ("nemotron-diffusion-research", {"disable_qk_norm": True}, "disable_qk_norm"),
+    ("nemotron-diffusion-research", {"dlm_type": "sedd"}, "'dlm_type'"),
+    ("nemotron-labs-diffusion", {"rope_parameters": {**YARN, "rope_type": "default"}}, "YaRN"),
+    ("nemotron-labs-diffusion", {"rope_parameters": {**YARN, "factor": None}}, "YaRN"),
+]
+
+
+def test_no_entry_is_left_to_defaults_and_none_may_be_wrong(tmp_path, subtests):
+    for n, (name, entries, words) in enumerate(ENTRIES):
+        with subtests.test(f"{name}: {entries}"):
+            folder = tmp_path / str(n)
+            folder.mkdir()
+            path, options = written(folder, name, entries)
+            refused(path, words, **options)
+    path, _ = written(tmp_path, "dream")
+    refused(path, "d_model, n_layers, n_heads, max_sequence_length, mlp_hidden_size", family="llada")  # all at once
+
+
+def test_gidd_that_its_name_calls_uniform(tmp_path):
+    for name in ("gidd-base-p_unif-0.2", "gidd-unif-3b"):
+        (tmp_path / name).mkdir()
+        refused(dit_reference.write(tmp_path / name, "gidd")[0], "uniform noise")
+
+
+def test_an_unknown_kind_of_model(tmp_path):
+    tiny.tokenizer().save_pretrained(tmp_path)
+    for config, cause in (
+        ({"model_type": "mdml9", "architectures": ["NewLM"], "hidden_size": 4}, "'mdml9'"),
+        ({"architectures": ["NewLM"]}, "no model_type"),
+    ):
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        for options in ({}, {"attention": "causal"}):
+            refused(str(tmp_path), rf"^(?!.*(out of date|upgrade)).*{cause}.*family=llada\|.*backend=remote", **options)
+
+
+# ---------------------------------------------------------------- arguments that do not apply
+
+BIG = tiny.tokenizer()
+BIG.add_tokens([f"new{n}" for n in range(20)])
+ARGUMENTS = [  # a family, arguments, and what the error names: the last argument unless said
+    ("mdlm", {"family": "mdml"}, None),
+    ("mdlm", {"family": "sedd"}, None),
+    ("mdlm", {"attention": "block_causal"}, None),
+    ("mdlm", {"dtype": "bfloat16"}, None),
+    ("mdlm", {"max_length": 17}, None),
+    ("mdlm", {"tokenizer": BIG}, None),
+    ("mdlm", {"mask_token_id": 13}, None),
+    *(("mdlm", {key: value}, f"no choice of '{key}'") for key, value in (
+        ("sigma", "clamped"), ("backend", "native"), ("shift_logits", True), ("cfg_scale", 1.5), ("peft", "folder"),
+        ("device_map", "auto"), ("load_in_8bit", True), ("load_in_4bit", True), ("first_token", "block"))),
+    ("sedd", {"sigma": "shedule"}, "Did you mean schedule"),
+    ("bd3lm", {"block": 8}, None),
+    ("rnd1", {"tokenizer": BIG}, None),
+    ("dream", {"max_length": 4096}, None),
+    ("dream", {"sigma": "clamped"}, "no choice of 'sigma'"),
+    ("dream", {"family": "open-dlm"}, "Did you mean open-dllm"),
+    ("dream", {"attention": "causal"}, "autoregressive"),
+    ("llada-moe", {"mask_token_id": 40}, None),
+    ("rnd1", {"mask_token_id": 0}, "pad_token_id"),
+    ("rnd1", {"mask_token_id": -1}, None),
+    ("open-dllm", {"family": None}, "estimator=ar"),
+    ("plain block_causal", {"block": None}, None),
+    ("diffugpt", {"attention": "causal"}, "autoregressive"),
+    ("d2f-llada", OWN, "backend"),
+    ("nemotron-labs-diffusion", {"cache": "dual"}, None),
+    ("nemotron-labs-diffusion", {"cfg_scale": 1.0}, None),
+    ("nemotron-labs-diffusion", {"block": 8}, None),
+    ("nemotron-labs-diffusion", OWN, "backend"),
+    ("nemotron-labs-diffusion", {"attention": "causal", "first_token": "block"}, None),
+    ("nemotron-labs-diffusion", {"first_token": "blok"}, "Did you mean block"),
+    ("bert", {"attention": "block_causal"}, None),
+    ("bert", {"attention": "causal"}, "causal"),
+    ("bert", {"max_length": 33}, None),
+    ("bert", {"mask_token_id": 40}, None),
+    *(("bert", {key: value}, f"no choice of '{key}'") for key, value in (
+        ("shift_logits", True), ("backend", "native"), ("sigma", "clamped"), ("peft", "adapter"))),
+    ("bert", OWN, "no code of its own"),
+    ("bert", {"backend": "remote"}, "no code of its own"),
+    ("esm", {"cache": "dual"}, None),
+    ("gpt2", {"attention": None}, "estimator=ar.* family="),
+    ("gpt2", {"attention": "bidirectional", "mask_token_id": 4}, "estimator=ar.* family="),
+    ("gpt2", {"max_length": 34}, None),
+    ("gpt2", {"cfg_scale": 1.0}, None),
+    *(("gpt2", {key: value}, f"no choice of '{key}'") for key, value in (
+        ("sigma", "clamped"), ("shift_logits", True), ("mask_token_id", 4), ("first_token", "block"))),
+    *(("own code", {key: value}, f"no choice of '{key}'") for key, value in (
+        ("sigma", "schedule"), ("load_in_8bit", True), ("load_in_4bit", True))),
+    ("own code", {"attention": "causal"}, None),
+    ("own code", {"trust_remote_code": False}, "trust_remote_code"),
+]  # fmt: skip
+
+
+def test_arguments_that_do_not_apply_are_refused_by_name(tmp_path_factory, subtests):
+    paths = {}
+    for name, arguments, words in ARGUMENTS:
+        if name not in paths:
+            paths[name] = written(tmp_path_factory.mktemp("arguments"), name)
+        path, options = paths[name]
+        with subtests.test(f"{name}: {arguments}"):
+            refused(path, words or list(arguments)[-1], **{**options, **arguments})
+    path, _ = paths["mdlm"]
+    denoisers.load(path, device="cpu", family="mdlm", attention="bidirectional", dtype="float32", shift_logits=False)
+
+
+def test_names_and_devices(capsys, tmp_path):
+    for arguments in (["inspect", "demo-md"], ["inspect", "demo_bd"]):
+        with pytest.raises(SystemExit, match=rf"Did you mean the bundled {arguments[1].replace('_', '-')}m?d?m?\?"):
+            main(arguments)
+    refused("gpt", "^((?!Did you mean).)*$")
+    refused(str(tmp_path / "nothing"), "not a local folder")
+    path, _ = written(tmp_path, "bert")
+    tiny.tokenizer(mask=False).save_pretrained(tmp_path)
+    refused(path, "mask_token_id")
+    assert denoisers.load(path, device="cpu", mask_token_id=4).mask_id == 4
+    assert pick_device("cuda:0") == pick_device("0") == pick_device(None) or torch.cuda.is_available()
+    assert pick_device("cpu:0").type == "cpu"  # the name that accelerate gives
+    for wrong in ("mps", "xpu", "nowhere", *([] if torch.cuda.is_available() else ["cuda"])):
+        with pytest.raises(DuelError, match=f"'{wrong}'"):
+            pick_device(wrong)
+
+
+# ---------------------------------------------------------------- rules and windows that do not apply
+
+FIRST = "nemotron-labs-diffusion"
+USES = [  # a family, what is done with it, and what the error names
+    ("bd3lm", {"block": 8}, None, "block=8"),
+    ("bd3lm", {"block": None}, None, "block=None"),
+    ("bd3lm", {}, Window((), (1,) * 17), "17 positions"),
+    ("bd3lm", {}, Window((), (1,) * 4, (2,)), "suffix"),
+    ("sdar", {"block": 8}, None, "block=8"),
+    ("sdar", {"grid": "target"}, None, "grid|row's first position"),
+    ("d2f-llada", {"grid": "row"}, None, "grid=target"),
+    ("d2f-llada", {}, Window((6, 7, 9), (30, 12, 8), (5, 5, 5)), "suffix"),
+    (FIRST, {"block": 8}, None, "block=8"),
+    (FIRST, {"grid": "row"}, None, "grid=target"),
+    (FIRST, {}, Window((), (5, 6)), "context"),
+    ("dream", {"block": 4}, Window((), (5, 6)), "context"),
+    ("bert", {"block": 4}, Window((), (5,) * 33), "33 positions"),
+    ("bert", {"block": 4}, Window((4,), (5,)), "mask token"),
+    ("bert", {"block": 4}, Window((), (40,)), "id 40"),
+    ("bert", {"block": 4}, Window((), (36,)), "id 36"),
+    ("gpt2", {"rule": "greedy"}, None, "left to right"),
+    ("gpt2", {"block": 4}, None, "block=1"),
+    ("gpt2", {}, Window((), (5, 6)), "context"),
+    ("gpt2", {}, Window((2,), (5, 6), (3,)), "suffix"),
+    ("gpt2", {}, Window((2,), (36,)), "id 36"),
+    ("gpt2", {}, Window((2,), (5,) * 33), "34 positions"),
+]
+
+
+def test_rules_and_windows_that_do_not_apply(tmp_path_factory, subtests):
+    denoiser = {}
+    for name, asked, window, words in USES:
+        if name not in denoiser:
+            path, options = written(tmp_path_factory.mktemp("uses"), name)
+            denoiser[name] = load(path, options)
+        with subtests.test(f"{name}: {asked} {window}"), pytest.raises(DuelError, match=words):
+            asked = {"rule": "left_to_right" if name == "gpt2" else "greedy", **asked}
+            Duel(denoiser[name], **asked).log_prob([window] if window else [])

@@ -1,0 +1,194 @@
+"""Guidance and excluded ids: the spec of the logits written out, on toys by enumeration, and through `load`."""
+
+import itertools
+import math
+
+import pytest
+import tiny
+import torch
+from attends import Attends
+from close import same_scores
+from textbook import score
+from toys import BlockCausal, Causal, Rotary, Toy
+
+from lm_eval_duel import Duel, denoisers, rules
+from lm_eval_duel.core.windows import Window
+from lm_eval_duel.denoisers.cached.denoiser import Cached
+from lm_eval_duel.denoisers.hf.masked_lm import MaskedLM
+from lm_eval_duel.denoisers.wrappers.exclusion import Excluding
+from lm_eval_duel.denoisers.wrappers.guidance import Guided
+from lm_eval_duel.denoisers.wrappers.warpers import Warped
+from lm_eval_duel.errors import DuelError
+from lm_eval_duel.harness.lm import DuelMDM
+
+RULES = ["greedy:k=2", "threshold:mu=0.6", "klass:mu=0.4:nu=0.3", "entropy_bound:gamma=1"]
+WINDOWS = [
+    Window((2, 1, 0), (0, 2, 1, 1, 0)),
+    Window((1,), (1, 2, 0), (2, 0)),
+    Window((), (0, 1, 1, 2, 0, 2)),
+    Window((0, 2), (2,), (1,)),
+]
+
+
+def guided(logits_of, mask_id, scale, window):
+    """unconditional + (1 + scale) (conditional - unconditional); nothing is given in the unconditional row."""
+    begin, end = len(window.context), window.length - len(window.suffix)
+
+    def both(ids):
+        bare = ids.clone()
+        bare[:begin] = bare[end:] = mask_id
+        conditional, unconditional = logits_of(ids), logits_of(bare)
+        return unconditional + (1 + scale) * (conditional - unconditional)
+
+    return both
+
+
+def equals(scored, expected, tolerance=1e-9):
+    _, steps, nats, greedy, nfe = expected
+    assert (scored.reveal_steps, scored.is_greedy, scored.nfe) == (steps, greedy, nfe)
+    assert scored.token_logprobs == pytest.approx(nats, abs=tolerance)
+
+
+# ---------------------------------------------------------------- guidance
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_guidance_equals_the_textbook_loop_over_guided_logits(rule):
+    for toy, block, grid, scale in (
+        (Toy(), 2, "target", -0.5),
+        (Toy(), 3, "row", 2.0),
+        (Toy(honours_padding=False), None, "target", 0.5),
+        (Rotary(), 3, "target", 0.8),  # all-mask starts tie: nothing is given, and nothing guides
+    ):
+        duel, within = Duel(Guided(toy, scale), rule, block, grid), 1e-6 if isinstance(toy, Rotary) else 1e-9
+        together = duel.log_prob(WINDOWS)
+        alone = [Duel(Guided(toy, scale), rule, block, grid, batch_size=1).log_prob([w])[0] for w in WINDOWS]
+        for window, *each in zip(WINDOWS, together, alone, strict=True):
+            logits_of = guided(lambda ids, toy=toy: toy.features(ids[None], None)[0], toy.mask_id, scale, window)
+            tie = isinstance(toy, Rotary)
+            wanted = score(
+                logits_of, toy.mask_id, toy.excluded, rules.parse(rule), block, window, grid, tie_when_all_mask=tie
+            )
+            for scored in each:
+                equals(scored, wanted, within)
+
+
+@pytest.mark.parametrize("rule", RULES[:2])
+def test_guided_texts_sum_to_one_and_samples_have_the_likelihood_they_were_drawn_with(rule):
+    for block, grid, tail, scale in ((2, "target", 2, -0.5), (2, "row", 0, 2.0), (None, "target", 0, 0.5)):
+        duel = Duel(Guided(Toy(), scale), rule, block, grid)
+        scored = duel.log_prob([Window((1,), s, (2,), tail) for s in itertools.product(range(3), repeat=4)])
+        assert abs(math.fsum(math.exp(s.log_prob) for s in scored) - 1) < 1e-9
+        contexts = [(), (1,), (0, 2), (2, 2)] if tail == 0 else [(1,)]
+        drawn = duel.sample(contexts, 4, suffix=(1,), tail=tail, seed=2)
+        again = duel.log_prob([Window(c, d.tokens, (1,), tail) for c, d in zip(contexts, drawn, strict=True)])
+        same_scores(drawn, again)
+        [best] = duel.sample([(1,)], 4, do_sample=False)
+        assert duel.log_prob([Window((1,), best.tokens)])[0].is_greedy
+
+
+def test_two_forwards_a_step():
+    duel = Duel(Guided(Toy(), 0.7), "greedy", None)
+    assert duel.log_prob([Window((1,), (0, 2, 1))])[0].nfe == 3
+    assert (duel.counts.forwards, duel.counts.rows) == (6, 6)
+
+
+class Noisy(Rotary):
+    """Equal features have logits that differ in their last bits, by where they stand in the call."""
+
+    def head(self, features):
+        return features - 1e-9 * torch.arange(len(features))[:, None] * torch.arange(self.vocab_size)
+
+
+@pytest.mark.parametrize("network", [Rotary, Noisy])
+def test_guided_all_mask_starts_tie_and_are_counted(network):
+    duel = Duel(Guided(network(), 0.8), "greedy", None)
+    windows = [Window((), (1, 0, 2, 1)), Window((), (2, 2)), Window((0,), (1, 0, 2))]
+    plain, scored = Duel(network(), "greedy", None).log_prob(windows), duel.log_prob(windows)
+    assert [s.all_mask_starts for s in scored] == [1, 1, 0] and duel.counts.all_mask_starts == 2
+    for one, other in zip(scored[:2], plain[:2], strict=True):
+        assert one.reveal_steps == other.reveal_steps and one.reveal_steps[0] == 0
+        assert one.token_logprobs == pytest.approx(other.token_logprobs, abs=1e-6)
+    assert scored[2].token_logprobs != pytest.approx(plain[2].token_logprobs, abs=1e-3)
+
+
+class Published(Toy):
+    family, published_block, bos, splits_head, relative_positions = "published", 2, "given", False, True
+    shift = 0
+
+
+def test_a_guided_network_is_what_the_plain_one_is():
+    for plain in (Published(), Toy(honours_padding=False)):
+        guide = Guided(plain, 0.5)
+        for name in ("family", "published_block", "bos", "splits_head", "relative_positions", "honours_padding"):
+            assert getattr(guide, name) == getattr(plain, name)
+        assert (guide.mask_id, guide.max_length) == (plain.mask_id, plain.max_length)
+    assert Duel(Guided(Published(), 0.5), "greedy").block == 2
+    assert Guided(Toy(), 2).describe() == {"denoiser": "Toy", "guidance": "classifier-free, cfg_scale=2"}
+    shifted = Toy()
+    shifted.shift = 1
+    for plain in (BlockCausal(), Causal(), shifted):
+        with pytest.raises(DuelError, match="cfg_scale"):
+            Guided(plain, 0.5)
+
+
+def test_guidance_through_load(family):
+    path, model = family("bert").denoiser.path, tiny.network("bert").double()
+    for nothing in (None, 0, 0.0):
+        assert isinstance(denoisers.load(path, device="cpu", cfg_scale=nothing), MaskedLM)
+    guide = denoisers.load(path, device="cpu", cfg_scale=0.5, dtype="float64")
+    assert guide.describe()["guidance"] == "classifier-free, cfg_scale=0.5" and guide.splits_head
+    windows = [Window((2, 6), (7, 9, 30, 12, 8), (3,)), Window((2,), (10, 9), (3,)), Window((), (8, 8, 20))]
+    for window, scored in zip(windows, Duel(guide, "greedy", 4).log_prob(windows), strict=True):
+        with torch.no_grad():
+            logits_of = guided(lambda ids: model(input_ids=ids[None]).logits[0], 4, 0.5, window)
+            equals(scored, score(logits_of, 4, guide.excluded, rules.parse("greedy"), 4, window))
+
+
+# ---------------------------------------------------------------- excluded ids
+
+TOYS = {
+    "bidirectional": (lambda: Excluding(Toy(tokens=4), [1]), "greedy"),
+    "block-causal": (lambda: Excluding(BlockCausal(tokens=4), [1]), "entropy_threshold:tau=0.9"),
+    "cached": (lambda: Excluding(Cached(Attends(tokens=4), "dual"), [1]), "greedy"),
+    "guided": (lambda: Excluding(Guided(Toy(tokens=4), 0.5), [1]), "entropy_threshold:tau=0.9"),
+    "top two": (lambda: Warped(Excluding(Toy(tokens=4), [1]), 0.7, 2), "greedy"),
+}
+
+
+@pytest.mark.parametrize("kind", TOYS)
+def test_texts_without_the_excluded_ids_sum_to_one(kind):
+    network, rule = TOYS[kind]
+    duel = Duel(network(), rule, 2)
+    windows = [Window((1,), target) for target in itertools.product((0, 2, 3), repeat=3)]
+    assert math.fsum(math.exp(s.log_prob) for s in duel.log_prob(windows)) == pytest.approx(1, abs=1e-9)
+    drawn = duel.sample([(1,)] * 20, 3, seed=0)
+    assert all(1 not in sample.tokens for sample in drawn)
+    same_scores(drawn, duel.log_prob([Window((1,), sample.tokens) for sample in drawn]))
+
+
+@pytest.mark.parametrize("rule", ["margin:k=2", "klass:mu=0.4:nu=0.3"])
+def test_exclusion_equals_the_textbook_loop_without_these_columns(rule):
+    toy, windows = Toy(tokens=4), [Window((1, 3), (0, 2, 3, 3)), Window((), (2, 0, 0), (1,))]
+    excluded = toy.excluded | (torch.arange(toy.vocab_size) == 1)
+    for window, scored in zip(windows, Duel(Excluding(toy, [1]), rule, 3).log_prob(windows), strict=True):
+        logits_of = lambda ids: toy.features(ids[None], None)[0]  # noqa: E731
+        equals(scored, score(logits_of, toy.mask_id, excluded, rules.parse(rule), 3, window))
+
+
+def test_wrong_ids_are_refused(family):
+    toy = Toy()
+    for ids in ([99999999], [-1], [toy.mask_id], [0, 1, 2]):
+        with pytest.raises(DuelError, match="exclude_ids"):
+            Excluding(toy, ids)
+    with pytest.raises(DuelError, match="Window 0 holds id 1, which exclude_ids"):
+        Duel(Excluding(toy, [1]), "greedy", 2).log_prob([Window((), (0, 1))])
+
+
+def test_exclusion_through_load_and_the_model_args(family):
+    plain = family("bert").denoiser
+    without = denoisers.load(plain.path, device="cpu", exclude_ids="6+5")
+    assert without.excluded_ids == (5, 6) and without.describe()["exclude_ids"] == "5+6"
+    assert "exclude_ids" not in plain.describe()
+    assert (without.excluded ^ plain.excluded).nonzero()[:, 0].tolist() == [5, 6]
+    assert DuelMDM(pretrained=plain.path, exclude_ids=5, device="cpu").spec["exclude_ids"] == "5"
