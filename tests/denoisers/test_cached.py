@@ -191,7 +191,8 @@ def test_where_a_cache_changes_nothing_and_where_it_does(cache):
             ):
                 assert (step == 0) == (before == 0)
                 assert step > 0 or found == pytest.approx(value, abs=1e-9)
-        assert max(abs(one.log_prob - other.log_prob) for one, other in zip(cached, plain, strict=True)) > 1e-3, rule
+        apart = max(abs(one.log_prob - other.log_prob) for one, other in zip(cached, plain, strict=True))
+        assert apart > 1e-3 or rule.startswith("threshold")  # which is done in one step here
 
 
 @pytest.mark.parametrize("cache", CACHES)
