@@ -63,9 +63,8 @@ def test_a_cache_equals_the_plain_reference(family, name, cache):
 @pytest.mark.parametrize("name", slow_but([name for name in CACHED if name not in DITS], ["modernbert"]))
 def test_a_cache_in_bfloat16_follows_its_own_samples(family, name):
     network = family(name, dtype="bfloat16")
-    duel = Duel(
-        Cached(network.denoiser, CACHES[CACHED.index(name) % 2]), seeded(network.denoiser, "greedy"), 3, batch_size=1
-    )
+    cached = Cached(network.denoiser, CACHES[CACHED.index(name) % 2])
+    duel = DuelEstimator(cached, seeded(network.denoiser, "greedy"), 3, batch_size=1)
     duel.use_single_rows()
     [drawn] = duel.sample([network.windows[0].context], 7, seed=5)
     [scored] = duel.log_prob([Window(network.windows[0].context, drawn.tokens)])
