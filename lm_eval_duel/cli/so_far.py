@@ -9,7 +9,7 @@ finished. Nothing else is read: no task, no tokenizer, no weights.
 from __future__ import annotations
 
 import argparse
-import re
+import glob
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,17 +22,8 @@ from lm_eval_duel.tables import plain_table
 if TYPE_CHECKING:
     from lm_eval_duel.harness.so_far import Document
 
-SHOWN = (
-    "estimator",
-    "rule",
-    "block",
-    "cache",
-    "cheap_cache",
-    "sample",
-    "mc_samples",
-    "beam",
-    "tolerance",
-)  # of the spec
+# entries of the spec that are shown
+SHOWN = ("estimator", "rule", "block", "cache", "cheap_cache", "sample", "mc_samples", "beam", "tolerance")
 ERRORS = {  # what the intervals leave out
     Kind.ESTIMATE: " Its sampling error is not shown here: the finished run prints it.",
     Kind.UPPER_BOUND: " The Monte Carlo error of estimator=elbo is not shown here: the finished run prints it.",
@@ -135,12 +126,11 @@ def _files(path: str) -> list[Path]:
     given = Path(path)
     if given.is_file():
         return [given]
-    prefix, folder = f"{given.name}_rank", given.parent
-    pattern = re.compile(re.escape(prefix) + r"(\d+)\.db")
-    names = list(filter(lambda file: pattern.fullmatch(file.name), folder.iterdir() if folder.is_dir() else ()))
-    if not names:
+    files = given.parent.glob(f"{glob.escape(given.name)}_rank*.db")
+    ranks = {file.stem.removeprefix(f"{given.name}_rank"): file for file in files}
+    if not (ranks := {int(rank): file for rank, file in ranks.items() if rank.isdecimal()}):
         raise UsageError(f"There is no {path}_rank0.db: name a run's --use_cache PATH, or one of its files.")
-    return sorted(names, key=lambda file: int(pattern.fullmatch(file.name)[1]))
+    return [file for _, file in sorted(ranks.items())]
 
 
 def main(arguments: list[str]) -> None:

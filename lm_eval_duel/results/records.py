@@ -123,7 +123,7 @@ class Row:
     @property
     def setting(self) -> list[str]:
         """Block and cache in words, as far as there are any."""
-        block = f"block {self.block}" if (self.block or "").isdecimal() else block_name(self.block)
+        block = block_name(self.block) if self.block in (None, "none") else f"block {self.block}"
         return [block, f"cache={self.run.cache}" if self.run.has_cache else ""]
 
     @property

@@ -130,6 +130,14 @@ def test_a_file_that_contradicts_itself_is_refused_with_both_values(tmp_path, pl
     assert str(file) in str(error.value) and last in str(error.value)
 
 
+def test_half_of_a_task_from_a_response_cache_does_not_contradict_it(tmp_path):
+    file = ours(tmp_path / "results", docs=DOCS)
+    spoiled(file, "config.duel.tasks.sotu.documents", 1)
+    spoiled(file, "config.duel.tasks.sotu.values.duel.log_prob", -30.0)
+    found = run(tmp_path)["tasks"]["sotu"]
+    assert found["rows"][0]["nfe"] is None and any("are of 1 documents of sotu" in note for note in found["notes"])
+
+
 def test_files_that_are_no_results(tmp_path):
     with pytest.raises(DuelError, match="No file or folder"):
         report([str(tmp_path / "none"), "--out", str(tmp_path / "out")])
