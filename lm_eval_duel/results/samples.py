@@ -41,11 +41,11 @@ def documents(file: Path, rolling: bool = True) -> tuple[Document, ...]:
         return numbered((n, _digest(record, rolling), _values(record)) for n, record in sorted(first.items()))
 
 
-def numbered(found: Iterable[tuple[int, str, dict[str, tuple[float, float]]]]) -> tuple[Document, ...]:
+def numbered(documents: Iterable[tuple[int, str, dict[str, tuple[float, float]]]]) -> tuple[Document, ...]:
     """Documents from (number, digest of the text, values), sorted by key; equal texts are counted in order."""
     seen = Counter[str]()
     result = []
-    for number, digest, values in found:
+    for number, digest, values in documents:
         seen[digest] += 1
         result.append(Document(f"{digest}:{seen[digest]}", number, values))
     return tuple(sorted(result, key=lambda document: document.key))

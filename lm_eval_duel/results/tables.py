@@ -174,9 +174,9 @@ def perplexities(tasks: Mapping[str, TaskComparison]) -> Table:
     columns = [Column("model"), Column("method")]
     columns += [Column(f"{name}, {WORDS[task.metric]}", form_of(task.metric)) for name, task in tasks.items()]
     rows = [
-        [model, method, *(value(found.get(name)) for name in tasks)]
+        [model, method, *(value(by_task.get(name)) for name in tasks)]
         for model, of_model in methods.items()
-        for method, found in of_model.items()
+        for method, by_task in of_model.items()
     ]
     return Table(columns, rows, inline=True)
 
