@@ -17,7 +17,7 @@ from lm_eval_duel.sweep import judges
 from lm_eval_duel.sweep.arguments import distinct
 from lm_eval_duel.sweep.judges import Judged, Scorer, Texts
 from lm_eval_duel.sweep.shared import RuleScore, Shared, SharedScore
-from lm_eval_duel.sweep.store import Found, Journal, of_ids, of_windows
+from lm_eval_duel.sweep.store import Journal, Results, of_ids, of_windows
 
 if TYPE_CHECKING:
     from lm_eval_duel.harness.lm import DuelMDM
@@ -57,14 +57,14 @@ class Measuring:
         """The scores of the windows under each rule; a state that several rules reach is evaluated once."""
         journal, keys = self.windows(windows), {str(rule): self.key(rule) for rule in follow}
 
-        def score(left: list[Rule], mine: list[int]) -> Iterator[Found]:
+        def scored(left: list[Rule], mine: list[int]) -> Iterator[Results]:
             shared = left[0].state_only
             estimator = Shared(self.model.denoiser, left, **self.layout) if shared else self.duel(left[0])
-            for i, scored in estimator.stream([windows[n] for n in mine]):
-                of_rules = scored.rules if isinstance(scored, SharedScore) else {str(left[0]): scored}
+            for i, window in estimator.stream([windows[n] for n in mine]):
+                of_rules = window.rules if isinstance(window, SharedScore) else {str(left[0]): window}
                 yield {
-                    (keys[rule], mine[i]): [one.log_prob, one.nfe, one.near_ties, getattr(one, "states", None)]
-                    for rule, one in of_rules.items()
+                    (keys[rule], mine[i]): [score.log_prob, score.nfe, score.near_ties, getattr(score, "states", None)]
+                    for rule, score in of_rules.items()
                 }
 
         alone = [[rule] for rule in follow if not rule.state_only]
@@ -72,7 +72,7 @@ class Measuring:
             missing = [(r, n) for n in range(len(windows)) for r in group if (keys[str(r)], n) not in journal.results]
             left, todo = distinct(rule for rule, _ in missing), sorted({n for _, n in missing})
             name = f"{what}, {left[0] if len(left) == 1 else f'{len(left)} rules'}" if left else ""
-            journal.complete(todo, partial(score, left), name, _steps(windows, todo))
+            journal.complete(todo, partial(scored, left), name, _steps(windows, todo))
         return [[RuleScore(*journal.results[key, n]) for n in range(len(windows))] for key in keys.values()]
 
     def sharing(self, windows: Sequence[Window]) -> dict[str, int]:
@@ -89,55 +89,64 @@ class Measuring:
         seed, text, rules = self.model.options.draw_seed, self.model.text, {self.key(rule): rule for rule in follow}
         journal = self._journal("samples", {**self.spec, "context": context, "length": length, "draw_seed": seed})
 
-        def draw(mine: list[tuple[str, int]]) -> Iterator[Found]:
-            for key, of_rule in groupby(mine, key=lambda item: item[0]):
-                numbers = [n for _, n in of_rule]
+        def draw(mine: list[tuple[str, int]]) -> Iterator[Results]:
+            for key, items in groupby(mine, key=lambda item: item[0]):
+                numbers = [n for _, n in items]
                 contexts, suffix = [context] * len(numbers), tuple(text.suffix)
                 stream = self.duel(rules[key]).stream_samples(contexts, length, suffix=suffix, seed=seed, keys=numbers)
-                for i, one in stream:
-                    yield {(key, numbers[i]): [one.tokens, one.log_prob, one.nfe, text.tokenizer.decode(one.tokens)]}
+                for i, sample in stream:
+                    yield {
+                        (key, numbers[i]): [
+                            sample.tokens,
+                            sample.log_prob,
+                            sample.nfe,
+                            text.tokenizer.decode(sample.tokens),
+                        ]
+                    }
 
         todo = [(key, n) for key in rules for n in range(count) if (key, n) not in journal.results]
-        found = journal.complete(todo, draw, "samples")
-        return [[Sample(tuple(ids), *more) for ids, *more in (found[key, n] for n in range(count))] for key in rules]
+        results = journal.complete(todo, draw, "samples")
+        return [[Sample(tuple(ids), *more) for ids, *more in (results[key, n] for n in range(count))] for key in rules]
 
     def judged(self, scorer: Scorer, groups: Sequence[Texts]) -> list[list[Judged]]:
         """Each text of each group under the scorer."""
         journal = self._journal("judged", {"scorer": scorer.fingerprint, "text": self.model.text.fingerprint})
         texts = {of_ids(ids): ids for group in groups for ids in group}
 
-        def judge(mine: list[str]) -> Iterator[Found]:
+        def judge(mine: list[str]) -> Iterator[Results]:
             for n, judged in scorer.stream([texts[name] for name in mine]):
                 yield {mine[n]: judged}
 
         todo = [name for name in texts if name not in journal.results]
-        found = journal.complete(todo, judge, f"texts under {scorer.name}")
-        return [[Judged(*found[of_ids(ids)]) for ids in group] for group in groups]
+        results = journal.complete(todo, judge, f"texts under {scorer.name}")
+        return [[Judged(*results[of_ids(ids)]) for ids in group] for group in groups]
 
     def mauve(self, groups: Sequence[Texts], references: Texts, model: str, length: int) -> list[float]:
         """MAUVE of each group of texts against the references."""
         journal = self._journal("mauve", {"references": of_ids(references), "model": model, "length": length})
-        every = {of_ids(group): group for group in groups}
+        texts_of = {of_ids(group): group for group in groups}
 
-        def compute(mine: list[str]) -> Iterator[Found]:
+        def compute(mine: list[str]) -> Iterator[Results]:
             for name in mine:
-                texts = [[judges.decode(self.model.text, ids) for ids in group] for group in (every[name], references)]
+                texts = [
+                    [judges.decode(self.model.text, ids) for ids in group] for group in (texts_of[name], references)
+                ]
                 yield {name: judges.mauve(*texts, model, length, self.model.device)}
 
-        found = journal.complete([name for name in every if name not in journal.results], compute, "MAUVE")
-        return [found[of_ids(group)] for group in groups]
+        results = journal.complete([name for name in texts_of if name not in journal.results], compute, "MAUVE")
+        return [results[of_ids(group)] for group in groups]
 
     def bounds(self, elbo: Elbo, windows: Sequence[Window]) -> list[Value]:
         """The ELBO of each window in nats, with its Monte Carlo error."""
         journal = self._journal("elbo", {**self.spec, **elbo.describe(), "windows": of_windows(windows)})
 
-        def score(mine: list[int]) -> Iterator[Found]:
+        def score(mine: list[int]) -> Iterator[Results]:
             for i, bound in elbo.stream([windows[n] for n in mine]):
                 yield {mine[i]: [bound.log_prob, bound.stderr]}
 
         todo = [n for n in range(len(windows)) if n not in journal.results]
-        found = journal.complete(todo, score, f"elbo, {elbo.samples} draws", _steps(windows, todo))
-        return [Value(*found[n]) for n in range(len(windows))]
+        results = journal.complete(todo, score, f"elbo, {elbo.samples} draws", _steps(windows, todo))
+        return [Value(*results[n]) for n in range(len(windows))]
 
     def windows(self, windows: Sequence[Window]) -> Journal:
         return self._journal("windows", {**self.spec, "windows": of_windows(windows)})

@@ -97,17 +97,17 @@ class Sweep:
         samples: list[list[Sample]] = []
         if options.samples:
             samples = measuring.drawn(self.rules, self.context, options.samples, options.length)
-        texts = [[sample.tokens for sample in of_rule] for of_rule in samples]
+        texts = [[sample.tokens for sample in drawn] for drawn in samples]
         groups = [*texts, self.pieces] if self.pieces else texts
         looks = [look(group) for group in groups]
         if self.scorer is not None:
             self._judge(self.scorer, measuring.judged(self.scorer, groups), looks)
-        near: Sequence[float | None] = [None] * len(texts)
+        mauves: Sequence[float | None] = [None] * len(texts)
         if options.mauve:
-            near = measuring.mauve(texts, self.pieces, options.mauve_model, options.length)
+            mauves = measuring.mauve(texts, self.pieces, options.mauve_model, options.length)
         settings = [self._setting(rule, scores) for rule, scores in zip(self.rules, scored, strict=True)]
-        for setting, drawn, of_samples, value in zip(settings, samples, looks, near, strict=False):
-            setting["samples"] = self._own(drawn) | of_samples | {"mauve": value}
+        for setting, drawn, statistics, mauve in zip(settings, samples, looks, mauves, strict=False):
+            setting["samples"] = self._own(drawn) | statistics | {"mauve": mauve}
         return {
             "version": 4,
             "model": model.options.pretrained or BUNDLED,
@@ -168,14 +168,14 @@ class Sweep:
 
     def _judge(self, scorer: Scorer, judged: Sequence[Sequence[Judged]], looks: Sequence[Json]) -> None:
         """Enter the generative perplexity of each group of texts. Texts without tokens are left out."""
-        for of_group, entries in zip(judged, looks, strict=True):
-            kept = [one for one in of_group if one.tokens]
+        for group, entries in zip(judged, looks, strict=True):
+            kept = [text for text in group if text.tokens]
             if not kept:
                 raise DuelError(f"The samples have no token in the tokenizer of {scorer.name}.")
-            per_token, error = ratio([-one.log_prob for one in kept], [one.tokens for one in kept])
-            about = {"nll_per_token": per_token, "stderr": error, "tokens": sum(one.tokens for one in kept)}
+            per_token, error = ratio([-text.log_prob for text in kept], [text.tokens for text in kept])
+            about = {"nll_per_token": per_token, "stderr": error, "tokens": sum(text.tokens for text in kept)}
             entries["generative"] = {"perplexity": perplexity(per_token), **about, "same_ids": scorer.same}
-        if cut := sum(one.pieces > 1 for of_group in judged for one in of_group):
+        if cut := sum(text.pieces > 1 for group in judged for text in group):
             self.notes.append(f"{cut} texts are longer than a row of {scorer.name}, which scores them in pieces.")
 
     def _kl(self, samples: Sequence[Sequence[Sample]]) -> list[Json]:

@@ -14,7 +14,7 @@ from lm_eval_duel.core.windows import Window
 from lm_eval_duel.fingerprint import digest
 from lm_eval_duel.harness.distributed import Ranks
 
-Found = Mapping[Any, Any]  # key (a number, a text, or a tuple of these) -> result
+Results = Mapping[Any, Any]  # key (a number, a text, or a tuple of these) -> result
 
 
 class Journal:
@@ -34,10 +34,10 @@ class Journal:
     def complete(
         self,
         todo: Sequence[Any],
-        compute: Callable[[list[Any]], Iterable[Found]],
+        compute: Callable[[list[Any]], Iterable[Results]],
         what: str,
         costs: Sequence[float] | None = None,
-    ) -> Found:
+    ) -> Results:
         """All results. What is to do is computed, each rank its share, and saved as it comes from `compute`.
 
         `costs`: of each thing to do, to share them equally. The first rank shows its progress with `what`.
@@ -48,8 +48,8 @@ class Journal:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             file = journal.Journal(self.path)
             with tqdm(total=len(mine), desc=what, disable=self.ranks.rank != 0) as bar:
-                for found in compute(mine):
-                    lines = [json.dumps(item) for item in found.items()]
+                for results in compute(mine):
+                    lines = [json.dumps(item) for item in results.items()]
                     file.write(lines)
                     added += lines
                     bar.update()
