@@ -150,7 +150,8 @@ def report_of(out):
 
 
 def lines_of(out):
-    return [line for file in out.glob("parts/*.jsonl") for line in file.read_text().split("\n")[:-1]]
+    """(file, line) of each finished line."""
+    return [(file.name, line) for file in out.glob("parts/*.jsonl") for line in file.read_text().split("\n")[:-1]]
 
 
 def test_the_figures_are_those_of_the_parts_by_hand(places, tmp_path, capsys):
@@ -260,7 +261,7 @@ def test_signals_keep_what_is_done(places, tmp_path, monkeypatch, capsys, after,
     with last.open("a") as file:
         file.write('["cut off in the mid')
     sweep(words)
-    keys = [json.dumps(json.loads(line)[0]) for line in lines_of(tmp_path)]
+    keys = [(name, json.dumps(json.loads(line)[0])) for name, line in lines_of(tmp_path)]
     assert len(keys) == len(set(keys)) > len(kept), "none was computed twice"
 
 
