@@ -179,7 +179,7 @@ CASES = {  # what is named, what provokes it, on which kinds; and whether it sho
     "no tokenizer, none of gpt2": ("'gpt2'", lambda at: at.without("*token*", "vocab*"), DIT, True),
     "a tokenizer cut off": ("config and tokenizer", lambda at: at.change("tokenizer.json", "{"), ALL, True),
     "a config cut off": ("not a valid JSON", lambda at: at.change("config.json", '{"model_type'), ALL, True),
-    "a config that is a list": ("an object", lambda at: at.change("config.json", "[]"), ALL, True),
+    "a config that is a list": ("JSON object", lambda at: at.change("config.json", "[]"), ALL, True),
     "no config": (r"has no config\.json", lambda at: at.without("config.json"), ALL, True),
     "weights cut off": ("download it again", lambda at: spoilt(at, lambda content: content[:-40]), ALL, False),
     "an empty file": ("empty", lambda at: spoilt(at, lambda content: b""), ALL, False),

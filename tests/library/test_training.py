@@ -160,7 +160,7 @@ def test_what_the_callback_refuses(model, tmp_path):
         ({"bolck": 4}, "'bolck'.*block"),
         ({"rules": "greedy"}, "'greedy'"),
         ({"rules": []}, "rules.* none"),
-        ({"sample": 2.0}, "'sample' .*got 2"),
+        ({"sample": 2.0}, "'sample' .*got .2"),
         ({"sample": 0.5, "cache": "dual"}, "sample=0.5 .*cache=dual"),
         ({"cache": "duel"}, "'duel'.*dual"),
         ({"block": 0}, "'block' .* got '0'"),
