@@ -28,6 +28,7 @@ def page_id(page):
 # ---------------------------------------------------------------- Python
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", [page for page in TRIED if blocks(page.read_text(), "python")], ids=page_id)
 def test_python_runs(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

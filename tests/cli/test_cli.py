@@ -12,6 +12,7 @@ from lm_eval_duel.cli.main import main
 LIMIT = 2
 
 
+@pytest.mark.slow
 def test_the_command_prints_and_writes_perplexities_and_which_law_they_are_of(tmp_path):
     arguments = ["--model_args", "rule=greedy,block=32", "--tasks", "sotu", "--limit", str(LIMIT), "--device", "cpu"]
     done = lm_eval("run", *arguments, "--output_path", str(tmp_path), "--log_samples", module="lm_eval_duel")

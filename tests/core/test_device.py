@@ -34,6 +34,7 @@ def check(results, *expected):
     assert {result["run"] for result in results} >= set(expected)
 
 
+@pytest.mark.slow
 def test_toys_score_and_sample_as_on_the_cpu_and_mixed_devices_raise(tmp_path):
     results = run(tmp_path, "mixing", "toy-blocks", "toy-causal")
     refused, allowed = results[0]["refused"], results[0]["allowed"]

@@ -46,6 +46,7 @@ print(make_table({**results, "config": {"duel": {"errors": ["mine"]}}}, sort_res
 IMPORTED = "IMPORTED = {'__builtins__'}\n"
 
 
+@pytest.mark.slow
 def test_importing_our_modules_leaves_lm_eval_untouched():
     done = subprocess.run([sys.executable, "-c", IMPORTED + UNTOUCHED], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

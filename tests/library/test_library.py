@@ -50,7 +50,7 @@ def rolling(lm, texts):
 
 
 @pytest.mark.parametrize(
-    ("name", "texts"), [("demo-bd", TEXTS[:8]), ("demo-mdm", TEXTS[:2])], ids=["demo-bd", "demo-mdm"]
+    ("name", "texts"), [("demo-bd", TEXTS[:8]), pytest.param("demo-mdm", TEXTS[:2], marks=pytest.mark.slow)]
 )
 def test_score_gives_the_numbers_of_the_harness(name, texts):
     duel = Duel.from_pretrained(name, rule="greedy", device="cpu")
@@ -227,6 +227,7 @@ def test_ids_are_whole_numbers_and_windows_come_in_a_list():
             duel.log_prob(wrong)
 
 
+@pytest.mark.slow
 def test_it_needs_no_lm_eval():
     out = python(
         "import sys\n"

@@ -83,7 +83,7 @@ def test_a_damaged_trace_is_named(tmp_path):
             run(tmp_path, "--traces", path)
 
 
-@pytest.mark.parametrize("count", [40, pytest.param(200, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [15, pytest.param(200, marks=pytest.mark.slow)])
 def test_random_edits(tmp_path, count, monkeypatch):
     """Files with a random entry, however deep, replaced or removed: a report, or a DuelError."""
     monkeypatch.setattr("lm_eval_duel.results.stats.DRAWS", 20)
