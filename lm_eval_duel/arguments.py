@@ -68,7 +68,7 @@ class Argument:
     help: str = ""  # one line, in Markdown
     _: dataclasses.KW_ONLY
     none: Any = ...  # what `none` means; ...: the default
-    unset: str = ""  # the default in words, if it is not a value
+    unset: str = ""  # a description of the default, if it is not a value
     identity: bool = True  # the value defines a number, so it changes the fingerprint
     example: Any = None  # a value for messages, of an argument that must be given
     optional: bool = False  # the text of a rule leaves it out at its default

@@ -193,7 +193,7 @@ def groups(windows: Sequence[Window], same_length: bool, buckets: Sequence[int] 
 
 
 class Queue:
-    """Waiting lanes in order, made when they are needed. Whoever reads the loop's results may put more in front.
+    """Waiting lanes in order, made when they are needed. The consumer of the loop's results may put more in front.
 
     Started lanes are kept apart from fresh ones, so that fresh lanes take no rule memory while they wait.
     """

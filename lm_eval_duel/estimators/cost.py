@@ -59,7 +59,7 @@ class Cost:
         return Cost(**{**sums, "longest": max(self.longest, other.longest)})
 
     def times(self, count: float) -> Cost:
-        """So many of these; the calls that must follow each other stay as they are."""
+        """This cost `count` times over, except for `longest`: the number of calls that must follow each other."""
         scaled = {field.name: getattr(self, field.name) * count for field in dataclasses.fields(self)}
         return Cost(**{**scaled, "longest": self.longest})
 
@@ -188,7 +188,7 @@ def lattice(setting: Setting, window: Layout, beam: int | None = None) -> Cost:
 
 
 def _side_by_side(setting: Setting, window: Layout, states: dict[int, int], head: float, longest: int = 1) -> Cost:
-    """So many states of each block, by its first column, all of which are known before any is evaluated."""
+    """The cost of `states`, the number for each block (by its first column), none of which waits for another."""
     total = Cost(blocks=len(states), head=head, longest=longest)
     if setting.denoiser.by_blocks:
         return total + _blocks_of(setting, window, {start: [count] for start, count in states.items()})

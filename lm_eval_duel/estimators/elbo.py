@@ -44,7 +44,7 @@ from lm_eval_duel.rules import rank
 log = logging.getLogger("lm_eval.duel_mdm")
 
 REPLICATES = 8  # the fewest for a standard error
-FEW = 12  # up to so many positions in a span, draws are often equal: equal ones are merged over all draws of the span
+FEW = 12  # in spans of at most this many positions draws are often equal: they are merged over the whole span
 GOLDEN = (math.sqrt(5) - 1) / 2
 POSITIONS, SHIFT = 1, 2  # keys of the random numbers: which positions a draw hides, a replicate's shift
 LAST = torch.iinfo(torch.int64).max

@@ -44,7 +44,7 @@ class Kind(enum.Enum):
 
 @dataclasses.dataclass(frozen=True)
 class MonteCarlo:
-    """What is random in the values of an estimator, in words."""
+    """A description of what is random in the values of an estimator."""
 
     value: str  # what such a value is, in the log
     units: str  # what is drawn; with fewer than 8 of them there is no standard error
@@ -65,7 +65,7 @@ class Entry:
 
     name: str  # as typed
     display: str  # in tables
-    what: str  # it is, in words
+    what: str  # a description
     kind: Kind
     target: str
     settings: Callable[[Options], dict[str, Any]]

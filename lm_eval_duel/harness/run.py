@@ -128,7 +128,7 @@ class Run:
 
     def __post_init__(self) -> None:
         name, rule = self.estimator.name, self.estimator.describe().get("rule", "")
-        self.method = str(rule) if name == "duel" else f"{name} {rule}".rstrip()  # in words
+        self.method = str(rule) if name == "duel" else f"{name} {rule}".rstrip()
         self.estimator.counts = Counts()
         self.text.cut_contexts = self.text.merged_borders = 0
 

@@ -122,7 +122,7 @@ class Row:
 
     @property
     def setting(self) -> list[str]:
-        """Block and cache in words, as far as there are any."""
+        """Descriptions of the block and the cache, if any."""
         block = block_name(self.block) if self.block in (None, "none") else f"block {self.block}"
         return [block, f"cache={self.run.cache}" if self.run.has_cache else ""]
 
@@ -276,7 +276,7 @@ class Speeds:
 
 @dataclasses.dataclass(frozen=True)
 class TaskComparison:
-    """The results of one task side by side. `documents`: their number; `elbo`: the ELBOs of gap closed, in words."""
+    """The results of one task side by side. `documents`: their number; `elbo`: which ELBOs gap closed uses."""
 
     metric: str
     documents: int | None

@@ -135,7 +135,7 @@ class LatticeSums:
             yield dataclasses.replace(lanes.show(group.rows.targets(lanes), masked), memory=places)
 
     def _empty(self, lanes: Lanes, states: int) -> Chunk:
-        """Empty tables of these fresh blocks, of which so many states will be evaluated."""
+        """Empty tables of these fresh blocks, of which `states` states will be evaluated."""
         wide = lanes.masked.shape[1]
         log_probs = self.totals.new_full((len(lanes), 1 << wide, wide), math.nan)  # (B, S, W)
         statistics = log_probs.new_full((*log_probs.shape, len(STATISTICS) * self.lattice.traced), math.nan)

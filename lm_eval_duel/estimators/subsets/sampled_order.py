@@ -4,7 +4,7 @@ At each step of a block, while the positions H are masked, a set A of them is dr
 
     origin      each position by itself, with the step's share r_i
                 P(A) = r_i^|A| (1 - r_i)^|H - A|
-    random      n_i positions, all sets of so many alike
+    random      n_i positions, all sets of this size alike
     entropy,    n_i positions, one after the other without replacement, by weights w = exp(s / alg_temp) of the scores
     topk_margin s = -entropy or s = P1 - P2 (Plackett and Luce):
                 P(A) = sum over i in A of P(A - i) w_i / (sum of w over H - A + i), P(empty set) = 1

@@ -212,7 +212,7 @@ class Board:
 
     @property
     def ranked_by(self) -> str:
-        """What rows are ranked by, in words."""
+        """A description of what rows are ranked by."""
         labels = {column.id: column.label for column in self.columns}
         return "the mean over tasks" if self.by == "mean" else f"{self.unit} of {labels[self.by]}"
 
