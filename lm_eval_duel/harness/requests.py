@@ -9,7 +9,7 @@
 The shape of a request tells which answer is expected, so no version number is read. Inside this package a whole text
 is (text,) and its answer is a number: response caches, orders and traces are the same under both releases.
 
-Requests name the task alone in both. `report.task.keys` reads the names of groups, and `Batch` scores a task of two
+Requests name the task alone in both. `results.task.keys` reads the names of groups, and `Batch` scores a task of two
 groups once. What 0.5.0.dev1 lost is put back by patches.py.
 
 Two more differences are handled in tasks/, which may not import this module: metrics.log_likelihood reads both answers,

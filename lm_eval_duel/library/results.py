@@ -186,7 +186,7 @@ class GeneratedText:
             prompt=prompt,
             text=text,
             log_prob=sample.log_prob,
-            stderr=total.stderr,
+            stderr=None if total.is_bound else total.stderr,
             kind=kind_of(estimator.name, estimator.describe(), total.is_bound),
             tokens=tuple(token_texts(sample.tokens, tokenizer)),
             token_logprobs=sample.token_logprobs,

@@ -87,6 +87,8 @@ class OwnFiles:
             )
         for name in sorted(contents, key=lambda name: name != self.listing):
             (self.folder / name).parent.mkdir(parents=True, exist_ok=True)
-            (self.folder / name).write_bytes(contents[name])
+            part = self.folder / f"{name}.part"
+            part.write_bytes(contents[name])
+            part.replace(self.folder / name)  # a kill leaves no half file
         for name in earlier - contents.keys():
             (self.folder / name).unlink(missing_ok=True)

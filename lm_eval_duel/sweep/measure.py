@@ -49,9 +49,9 @@ class Measuring:
         return DuelEstimator(self.model.denoiser, rule, **self.layout)
 
     def key(self, rule: Rule) -> str:
-        """The rule's text; for a rule of the user's own, also the digest of its code."""
-        code = self.duel(rule).describe().get("rule_code")
-        return f"{rule} {code}" if code else str(rule)
+        """The rule's text, with the digests of the files that it reads and of code of the user's own."""
+        own = self.duel(rule).describe()
+        return " ".join([str(rule), *(own[entry] for entry in ("rule_files", "rule_code") if entry in own)])
 
     def under(self, windows: Sequence[Window], follow: Sequence[Rule], what: str) -> list[list[RuleScore]]:
         """The scores of the windows under each rule; a state that several rules reach is evaluated once."""

@@ -20,7 +20,7 @@ from lm_eval_duel.cli.paper import forecast, jobs, parse, verdict
 from lm_eval_duel.cli.paper.recipes import Job, Line
 from lm_eval_duel.cli.paper.verdict import Measured, judge
 from lm_eval_duel.command_line import Exit
-from lm_eval_duel.errors import UsageError
+from lm_eval_duel.errors import DuelError, UsageError
 from lm_eval_duel.options import Options
 from lm_eval_duel.results import published, read, rows
 from lm_eval_duel.results.published import PAPER_FILE
@@ -105,6 +105,14 @@ def test_weights_and_metadata_of_the_user(tmp_path):
 def test_wrong_arguments(words, message):
     with pytest.raises(UsageError, match=message):
         parse(words.split())
+
+
+def test_a_recipe_without_tasks_is_named(tmp_path):
+    copied = shutil.copytree(PAPER, tmp_path / "recipes")
+    for file in copied.glob("owt/*.yaml"):
+        file.write_text(file.read_text().replace("tasks:", "tsks:"))
+    with pytest.raises(DuelError, match=r"owt/\S+ is not a recipe .*'tasks'"):
+        lines("owt", "--recipes", copied)
 
 
 def test_it_starts_its_processes_itself(monkeypatch):

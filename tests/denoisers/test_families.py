@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from concurrent.futures import ThreadPoolExecutor
 
 import dit_reference
 import plain
@@ -21,14 +22,7 @@ from lm_eval_duel.estimators.subsets.lattice import Lattice
 
 NEMOTRON = "nemotron-labs-diffusion"
 ALIKE = ("mmada", "d2f-dream", "diffullama", "nemotron-diffusion-research", "a2d-qwen2-bd3lm", "a2d-llama-bd3lm")
-ALIKE += (
-    "stable-diffcoder",
-    "dream-reasoner",
-    "dplm",
-    "distilbert",
-    "one-block",
-    "illada",
-)  # of networks seen elsewhere
+ALIKE += ("stable-diffcoder", "dream-reasoner", "dplm", "distilbert", "one-block", "illada")  # like others here
 FAST = [name for name in NAMES if name not in ALIKE]
 RULES = ["threshold:mu=0.3", "greedy"]
 
@@ -108,7 +102,7 @@ def test_the_last_layer_at_the_wanted_positions_changes_no_number(family, name, 
     denoiser = network.denoiser
     block = "auto" if denoiser.block else 4
     caches = ("prefix", "dual") if name == "llada" else ()
-    for each in [denoiser, *(Cached(denoiser, cache) for cache in caches)]:
+    for each in [*(Cached(denoiser, cache) for cache in caches), denoiser]:
         narrow = Duel(each, "greedy", block).log_prob(network.windows)
         with monkeypatch.context() as patch:
             patch.setattr(denoiser, "supports_columns", False)
@@ -116,7 +110,15 @@ def test_the_last_layer_at_the_wanted_positions_changes_no_number(family, name, 
         for one, other in zip(narrow, whole, strict=True):
             within = 1e-5 if name == "llada2" else 1e-9  # its router runs in float32
             assert one.token_logprobs == pytest.approx(other.token_logprobs, abs=within)
-    assert "forward" not in vars(denoiser.model.base_model.layers[-1])
+    layer = denoiser.model.base_model.layers[-1]
+    assert "forward" not in vars(layer)
+    with ThreadPoolExecutor(3) as pool:  # one network, several threads
+        runs = [pool.submit(Duel(denoiser, "greedy", block).log_prob, network.windows) for _ in range(3)]
+    layer.forward = layer.forward  # somebody else's, such as a profiler's
+    replaced = Duel(denoiser, "greedy", block).log_prob(network.windows)
+    del layer.forward
+    for scores in (replaced, *(run.result() for run in runs)):
+        assert [s.log_prob for s in scores] == pytest.approx([s.log_prob for s in whole], abs=1e-4)
 
 
 @pytest.mark.parametrize("name", ["rnd1", "dream", "bert"])

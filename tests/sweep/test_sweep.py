@@ -29,6 +29,7 @@ from lm_eval_duel.results.table import plain
 from lm_eval_duel.sweep import arguments as asked
 from lm_eval_duel.sweep import judges, metrics, store, tables
 from lm_eval_duel.sweep import main as sweep
+from lm_eval_duel.sweep.measure import Measuring
 from lm_eval_duel.sweep.shared import Shared
 from lm_eval_duel.tasks import named
 
@@ -276,6 +277,19 @@ def test_samples_are_tokenized_anew_for_another_tokenizer(places):
     longer = ids * same.text.capacity
     found = dict(same.stream([ids, longer, ()]))
     assert [(found[n].tokens, found[n].pieces > 1) for n in range(3)] == [(4, False), (len(longer), True), (0, False)]
+
+
+def test_a_file_that_a_rule_reads_is_part_of_its_results(places, tmp_path):
+    model, file = DuelMDM(pretrained=places["mdm"], device="cpu"), tmp_path / "table.json"
+    windows, values = [Window((), (5, 6, 31, 5, 7, 8, 9, 20, 11, 30, 12, 6))], set()
+    for seed in (0, 1):
+        counts = torch.randint(1, 5000, (30,), generator=torch.Generator().manual_seed(seed)).tolist()
+        file.write_text(json.dumps({"num_token": 10**6, "p_baseline_dict": {str(n): c for n, c in enumerate(counts)}}))
+        rule, measuring = rules.parse(f"pc:decay=0.01:alpha=10:steps=12:table={file}"), Measuring(tmp_path, model)
+        [[score]] = measuring.under(windows, [rule], "text")
+        assert score.log_prob == pytest.approx(measuring.duel(rule).log_prob(windows)[0].log_prob, abs=1e-4)
+        values.add(round(score.log_prob, 3))
+    assert len(values) == 2
 
 
 # ---------------------------------------------------------------- extras

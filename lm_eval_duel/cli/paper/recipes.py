@@ -146,7 +146,9 @@ def _recipe(folder: Path, row: str, given: bool) -> dict[str, Any]:
     try:
         text = file.read_text(encoding="utf-8")
         content = yaml.safe_load(text)
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        if not isinstance(content["tasks"], list) or not isinstance(content["model_args"], dict):
+            raise TypeError("tasks are a list, model_args a mapping")
+    except (OSError, UnicodeDecodeError, yaml.YAMLError, KeyError, TypeError) as error:
         raise DuelError(f"{file} is not a recipe ({type(error).__name__}: {' '.join(str(error).split())}).") from None
     comments = itertools.takewhile(lambda line: line.startswith("#"), text.splitlines())
     comment = [line.removeprefix("#").strip() for line in comments]

@@ -10,6 +10,8 @@ Shapes: R rows, L row length, N rows of a call, Q queries, K keys, M columns ask
 from __future__ import annotations
 
 import contextlib
+import threading
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,6 +20,8 @@ import torch
 from lm_eval_duel.core.network import KeysValues, Past, joined, take
 from lm_eval_duel.denoisers import self_tests
 from lm_eval_duel.denoisers.hf.pretrained import Pretrained
+
+LOCKS: weakref.WeakKeyDictionary[torch.nn.Module, threading.RLock] = weakref.WeakKeyDictionary()  # one call at a time
 
 
 class Decoder(Pretrained):
@@ -54,7 +58,7 @@ class Decoder(Pretrained):
             whole = take(self.features(rows, None), columns)
             try:
                 narrow = self.features(rows, None, columns)
-            except (AttributeError, RuntimeError, TypeError):  # a layer of another form, such as GPT-2's
+            except (AttributeError, RuntimeError, TypeError, ValueError):  # a layer of another form, such as GPT-2's
                 return False
         noise = self_tests.tolerance(self, whole, self_tests.BATCH_TOLERANCE)
         return narrow.shape == whole.shape and self_tests.relative_difference(whole, narrow) <= noise
@@ -110,15 +114,19 @@ class Decoder(Pretrained):
         if seen is not None:
             lowest = torch.finfo(self.dtype).min  # with -inf, a query that sees nothing would give NaN
             mask = torch.zeros(seen.shape, dtype=self.dtype, device=seen.device).masked_fill(~seen, lowest)[:, None]
-        with contextlib.nullcontext() if columns is None else _narrowed(self.model.base_model.layers[-1], columns):
-            out = self.model.base_model(
-                input_ids=ids,
-                attention_mask=mask,
-                position_ids=positions,
-                past_key_values=clean,
-                use_cache=False,
-            )
-        return out.last_hidden_state.to(self.device)
+        network = self.model.base_model
+        with LOCKS.setdefault(network, threading.RLock()):  # a call of another thread would meet the narrowed layer
+            whole = columns is None or "forward" in vars(network.layers[-1])  # somebody else replaced it
+            with contextlib.nullcontext() if whole else _narrowed(network.layers[-1], columns):
+                out = network(
+                    input_ids=ids,
+                    attention_mask=mask,
+                    position_ids=positions,
+                    past_key_values=clean,
+                    use_cache=False,
+                )
+        features = out.last_hidden_state.to(self.device)
+        return take(features, columns) if whole and columns is not None else features
 
     def describe(self) -> dict[str, object]:
         return {**super().describe(), "denoiser": f"{self.family} as {type(self.model).__name__}"}
@@ -128,10 +136,8 @@ class Decoder(Pretrained):
 def _narrowed(layer: Any, columns: torch.Tensor) -> Iterator[None]:
     """A decoder's last layer returns the positions `columns` (N, M) alone and, past its attention, evaluates no others.
 
-    Raises AttributeError for a layer of another form, and for one that accelerate moves between devices.
+    Raises AttributeError for a layer of another form.
     """
-    if "forward" in vars(layer):
-        raise AttributeError("forward")
 
     def forward(x: torch.Tensor, **more: Any) -> torch.Tensor:
         mixed, _ = layer.self_attn(hidden_states=layer.input_layernorm(x), **more)  # (N, M, D)

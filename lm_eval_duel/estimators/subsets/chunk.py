@@ -38,8 +38,14 @@ MOVES = 64  # subsets of a step that are followed, for each set of a beam
 TABLE = 1 << 24  # values of the sets that they reach, one for each sum and step: 128 MiB
 
 
-def followed(size: int, sums: int, steps: int) -> int:
-    """How many subsets of a step a beam of `size` sets follows; a set has a value for each sum and step."""
+def followed(size: int, every: int, sums: int, steps: int) -> int:
+    """How many subsets of a step a beam of `size` sets follows; a set has a value for each sum and step.
+
+    They reach at most the `every` sets of a block, so where there is room for all of these, or the beam takes them all,
+    the number of steps changes nothing.
+    """
+    if size >= every or every * sums * steps <= TABLE:
+        return MOVES * size
     return min(MOVES * size, max(size, TABLE // (sums * steps)))
 
 
@@ -72,7 +78,7 @@ class Chunk:
         like = torch.zeros((), dtype=torch.float64, device=device)
         self.weight = like.new_full((len(lanes), self.beam.sums, steps), -math.inf)  # (x, C, T)
         self.weight[:, :, 0] = 0
-        self.followed = followed(size, self.beam.sums, steps)
+        self.followed = followed(size, 1 << self.wide, self.beam.sums, steps)
         self.ahead = like.new_zeros(len(lanes))  # (x,) log p of the targets of a set, under the predictions before
         self.value = like.new_full((len(lanes), self.beam.sums), -math.inf)  # (B, C)
         self.path = self.key  # (B,) the sets of argmax decoding as far as it writes the targets; -1: it does not

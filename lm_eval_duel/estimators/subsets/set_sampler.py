@@ -50,7 +50,7 @@ class SetSums:
         while done < len(spans):
             room = self.sampler.budget.room(self.group.view, EVALUATE_ALL, self.group.fresh(spans[done : done + 1]))
             every = 1 << max(width for _, _, width in spans[done:])
-            reached = min(followed(self.beam.most, sums, steps), every)  # by a step of a block
+            reached = min(followed(self.beam.most, every, sums, steps), every)  # by a step of a block
             blocks = min(max(4 * room, STATES) // min(self.beam.most, every), TABLE // (reached * sums * steps))
             here = slice(done, done + max(1, blocks))
             done = here.stop

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import datetime
+import functools
 import json
 import shlex
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
-from lm_eval_duel.results.read import MODEL, Run
+from lm_eval_duel.results.own_files import whole
+from lm_eval_duel.results.read import MODEL, RESULTS, Run
 
+T = TypeVar("T")
 SEEDS = {"random_seed": 0, "numpy_seed": 1234, "torch_seed": 1234, "fewshot_seed": 1234}  # of --seed
 TASK_FOLDER = '"$(lm-eval-duel tools where tasks)"'
 OF_TASKS = ("version", "corpus", "config_source")  # entries of a task's metadata that are its own, not the user's
@@ -18,6 +21,18 @@ IN_PYTHON = "no command: the model was made in Python"
 DATASET = {"path": "dataset_path", "name": "dataset_name", "split": "test_split"}
 
 
+def _of_whole_file(read: Callable[[Run], T]) -> Callable[[Run], T]:
+    """Raise a DuelError that names the run's file, for an entry that lm_eval does not write."""
+
+    @functools.wraps(read)
+    def reading(run: Run) -> T:
+        with whole(run.file, RESULTS):
+            return read(run)
+
+    return reading
+
+
+@_of_whole_file
 def versions(run: Run) -> dict[str, str]:
     """The releases that made a result."""
     duel = run.content["config"].get("duel") or {}
@@ -26,23 +41,27 @@ def versions(run: Run) -> dict[str, str]:
     return {**own, **{name: str(version) for name, version in others.items() if version and name not in own}}
 
 
+@_of_whole_file
 def date(run: Run) -> str:
     """When a result was made: ISO 8601, UTC."""
     return datetime.datetime.fromtimestamp(run.date, datetime.timezone.utc).isoformat(timespec="seconds")
 
 
+@_of_whole_file
 def parameters(run: Run) -> int | None:
     """The size of the network, if it is known."""
     config = run.content["config"]
     return int((config.get("duel") or {}).get("parameters") or config.get("model_num_parameters") or 0) or None
 
 
+@_of_whole_file
 def datasets(run: Run) -> dict[str, dict[str, str]]:
     """The path, name and split of each task's data set, if the task names one of the hub."""
     configs = {name: run.content.get("configs", {}).get(task.key, {}) for name, task in run.tasks.items()}
     return {n: {key: str(c[entry]) for key, entry in DATASET.items() if c.get(entry)} for n, c in configs.items()}
 
 
+@_of_whole_file
 def command(run: Run) -> str:
     """The command line that makes a results file again, quoted for a POSIX shell.
 
