@@ -117,6 +117,14 @@ def test_a_file_that_is_no_database_is_named(model, tmp_path):
         cached(model(), tmp_path)
 
 
+def test_a_file_that_was_cut_is_named(model, tmp_path):
+    """Which the harness opens before anybody else sees it."""
+    cached(model(), tmp_path).loglikelihood_rolling(requests())
+    (tmp_path / "c_rank0.db").write_bytes(b"\xff" * 5000)
+    with pytest.raises(DuelError, match=r"c_rank0.db cannot be read"):
+        cached(model(), tmp_path)
+
+
 def test_the_results_of_a_resumed_run_are_whole(model, tmp_path, monkeypatch):
     """What tasks hold, errors and documents with close picks included; cost is of what was computed."""
     monkeypatch.setattr("lm_eval_duel.core.decision.NEAR_TIE", 1e9)  # every pick is close
