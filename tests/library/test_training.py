@@ -169,6 +169,8 @@ def test_what_the_callback_refuses(model, tmp_path):
     ):
         with pytest.raises(DuelError, match=named):
             DuelCallback(run, **{"texts": TEXTS, "every": 2, **wrong})
+    with pytest.raises(AttributeError, match="scores"):
+        DuelCallback(run, TEXTS, every=2).scores  # noqa: B018
     run.processing_class = None
     with pytest.raises(DuelError, match="tokenizer="):
         DuelCallback(run, TEXTS, every=2)
