@@ -219,6 +219,8 @@ def test_the_ar_baseline_reads_from_left_to_right(backend, tmp_path):
     assert (denoiser.attention, denoiser.shift, denoiser.mask_id) == ("causal", 1, None)
     row = [11, 4, 5, 6, 0]
     logs = dit_reference.plain(w, row, seen=plain.block_causal(5, 1))[:, :12].log_softmax(-1)
+    features = denoiser.features(torch.tensor([row]), None)[0]
+    assert (denoiser.head(features)[:, :12].log_softmax(-1) - logs).abs().max() < 1e-4
     for k in (1, 2):  # blocks of one, whatever k
         duel = Duel(denoiser, f"left_to_right:k={k}")
         [scored] = duel.log_prob([Window(row[:1], row[1:])])
