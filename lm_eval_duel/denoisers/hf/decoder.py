@@ -142,7 +142,8 @@ def _narrowed(layer: Any, columns: torch.Tensor) -> Iterator[None]:
     def forward(x: torch.Tensor, **more: Any) -> torch.Tensor:
         mixed, _ = layer.self_attn(hidden_states=layer.input_layernorm(x), **more)  # (N, M, D)
         x = take(x, columns) + mixed
-        return x + layer.mlp(layer.post_attention_layernorm(x))
+        out = layer.mlp(layer.post_attention_layernorm(x))
+        return x + (out[0] if isinstance(out, tuple) else out)  # transformers 4: experts return their router's logits
 
     narrow = layer.self_attn.o_proj.register_forward_pre_hook(lambda _, inputs: (take(inputs[0], columns),))
     layer.forward = forward
