@@ -93,16 +93,16 @@ def room(path: Path) -> str:
 
 def unique_sites(package: Path) -> dict[tuple[str, str, str], Site]:
     """The sites of a package by their kind, the text of their line and their own, where no other has the same."""
-    found: dict[tuple[str, str, str], list[Site]] = {}
+    alike: dict[tuple[str, str, str], list[Site]] = {}
     for file in sorted(package.rglob("*.py")):
         source = file.read_text(encoding="utf-8")
-        nodes, lines = list(ast.walk(ast.parse(source))), source.splitlines()
-        for kind, number in sites(ast.parse(source)):
+        tree, lines = ast.parse(source), source.splitlines()
+        nodes = list(ast.walk(tree))
+        for kind, number in sites(tree):
             text = " ".join(lines[nodes[number].lineno - 1].split())
-            found.setdefault((kind, text, ast.unparse(nodes[number])), []).append(
-                (file.relative_to(package), kind, number)
-            )
-    return {key: same[0] for key, same in found.items() if len(same) == 1}
+            key = kind, text, ast.unparse(nodes[number])
+            alike.setdefault(key, []).append((file.relative_to(package), kind, number))
+    return {key: places[0] for key, places in alike.items() if len(places) == 1}
 
 
 def draw(package: Path, options: argparse.Namespace) -> list[Site]:

@@ -110,7 +110,9 @@ class Table:
         object.__setattr__(self, "rows", rows)
 
     @classmethod
-    def of(cls, records: Iterable[Any], columns: Sequence[Column], title: str = "", inline: bool = False) -> Table:
+    def from_records(
+        cls, records: Iterable[Any], columns: Sequence[Column], title: str = "", inline: bool = False
+    ) -> Table:
         """A row for each record."""
         return cls(columns, [[column.cell(record) for column in columns] for record in records], title, inline)
 

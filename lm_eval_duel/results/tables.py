@@ -88,7 +88,7 @@ def values(task: TaskComparison) -> Table:
     if task.metric != "bits_per_byte":
         bits = "bits_per_byte"
         columns.append(Column(WORDS[bits], form_of(bits), cell=lambda row: shown(row, bits)))
-    return Table.of(task.rows, columns, WORDS[task.metric])
+    return Table.from_records(task.rows, columns, WORDS[task.metric])
 
 
 def gaps(duels: Sequence[Row]) -> Table:
@@ -108,7 +108,7 @@ def gaps(duels: Sequence[Row]) -> Table:
         Column("DUEL's gap", f"+{form}", cell=lambda row: replace(gap(row), interval=row.gap_interval)),
         Column("gap closed", ".1f", " %", cell=closed),
     ]
-    return Table.of(duels, columns, WORDS[metric])
+    return Table.from_records(duels, columns, WORDS[metric])
 
 
 def _difference(pair: Pair) -> Cell:
@@ -125,7 +125,7 @@ def cache_costs(rows: Sequence[Row]) -> Table:
         Column(f"cost, nats per {pairs.unit(metric)}", "+.4f", cell=lambda row: _difference(row.cache_cost)),
         Column("verdict", cell=lambda row: row.cache_cost.verdict),
     ]
-    return Table.of(rows, columns, WORDS[metric])
+    return Table.from_records(rows, columns, WORDS[metric])
 
 
 def differences(task: TaskComparison) -> Table:
@@ -144,7 +144,7 @@ def differences(task: TaskComparison) -> Table:
         Column(f"difference, nats per {pairs.unit(task.metric)}", "+.4f", cell=_difference),
         Column("verdict", cell=lambda pair: pair.verdict),
     ]
-    return Table.of(task.pairs, columns)
+    return Table.from_records(task.pairs, columns)
 
 
 def speeds(of: Speeds) -> Table:
@@ -155,7 +155,7 @@ def speeds(of: Speeds) -> Table:
         Column("NFE per token", ".3f", cell=lambda row: row.nfe_per_token),
         Column(f"DUEL, {WORDS[metric]}", form_of(metric), cell=lambda row: Cell(row.value, row.interval)),
     ]
-    return Table.of(of.rows, columns, of.title)
+    return Table.from_records(of.rows, columns, of.title)
 
 
 # ---------------------------------------------------------------- over tasks
@@ -199,7 +199,7 @@ def averages(names: Iterable[str], averages: Sequence[Average]) -> Table | None:
     columns = [Column("model", cell=lambda row: row.model), NAME]
     columns += [Column(name, ".1f", cell=lambda row, name=name: closed(row, name)) for name in names]
     columns += [Column("average", ".1f", cell=average), Column("of", ",d", cell=count)]
-    return Table.of(averages, columns, "gap closed, %")
+    return Table.from_records(averages, columns, "gap closed, %")
 
 
 def accuracies(task: str, rows: Sequence[Accuracy]) -> Table:
@@ -216,7 +216,7 @@ def accuracies(task: str, rows: Sequence[Accuracy]) -> Table:
     columns += [
         Column(key, cell=lambda row, key=key: row.task.identity.get(key)) for key in ("documents", "version", "shots")
     ]
-    return Table.of(rows, columns, f"{task}: {', '.join(metrics)}, +- standard error")
+    return Table.from_records(rows, columns, f"{task}: {', '.join(metrics)}, +- standard error")
 
 
 # ---------------------------------------------------------------- of runs and traces
@@ -237,7 +237,7 @@ def cost(costs: Sequence[Cost]) -> Table:
         Column("x AR", ".3g", cell=lambda cost: Cell(cost.times_ar, note=cost.times_ar_reason)),
         Column("whole run, s", ".1f", cell=lambda cost: cost.run.whole_run_seconds),
     ]
-    return Table.of(costs, columns)
+    return Table.from_records(costs, columns)
 
 
 def traces(summaries: Sequence[Mapping[str, Any]]) -> Table:
@@ -255,7 +255,7 @@ def traces(summaries: Sequence[Mapping[str, Any]]) -> Table:
         Column("position x step", "+.2f", cell=lambda t: t["left_to_right"] if t["ordered"] else "no order"),
         Column(" ", cell=lambda trace: trace["flag"]),
     ]
-    return Table.of(summaries, columns)
+    return Table.from_records(summaries, columns)
 
 
 def files(results: Sequence[Mapping[str, Any]]) -> Table:
@@ -271,4 +271,4 @@ def files(results: Sequence[Mapping[str, Any]]) -> Table:
         Column("fingerprint", CODE, cell=lambda result: result["fingerprint"]),
         Column("spec", cell=spec),
     ]
-    return Table.of(results, columns, f"Below {folder}:")
+    return Table.from_records(results, columns, f"Below {folder}:")

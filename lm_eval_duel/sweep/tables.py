@@ -48,7 +48,7 @@ def settings(report: Report) -> Table:
         Column("MAUVE", ".3f", cell=of("samples", "mauve")),
     ]
     own = {"name": Cell("the task's own text", prose=True), "text": None, "samples": report["reference"]}
-    return Table.of([*report["settings"], *([own] if report["reference"] else [])], columns)
+    return Table.from_records([*report["settings"], *([own] if report["reference"] else [])], columns)
 
 
 def of(part: str, key: str, error: str = "") -> Callable[[Report], Cell]:
@@ -151,7 +151,7 @@ def ranked(rankings: Sequence[Report]) -> Table:
         Column("by generative perplexity", cell=lambda r: shown(r["generative"], r["not_distinguishable"])),
         Column("same order", cell=same),
     ]
-    return Table.of(rankings, columns)
+    return Table.from_records(rankings, columns)
 
 
 def divergences(kl: Sequence[Report]) -> Table:

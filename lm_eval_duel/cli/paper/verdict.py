@@ -164,7 +164,7 @@ def table(lines: Sequence[Entries]) -> Table:
         columns.append(Column(name, ".2f", cell=lambda line, name=name: Cell(line[name], bound=line["bound"])))
     columns += [Column("difference", cell=difference), Column("allowed", ".2f", cell=lambda line: line["allowed"])]
     columns.append(Column("+-", ".2f", cell=lambda line: line["stderr"]))
-    return Table.of(lines, [*columns, Column("documents", cell=documents), Column("verdict", cell=verdict)])
+    return Table.from_records(lines, [*columns, Column("documents", cell=documents), Column("verdict", cell=verdict)])
 
 
 def notes(lines: Sequence[Entries], tolerance: float) -> list[str]:

@@ -65,7 +65,7 @@ def html(board: Board) -> str:
         policy=f"default-src 'none'; img-src data:; style-src {_hash(style)}; script-src {_hash(script)}",
         heads=heads,
         groups=_column_groups(board, heads),
-        lines=lambda rows: zip(rows, Table.of(rows, heads).rows, strict=True),
+        lines=lambda rows: zip(rows, Table.from_records(rows, heads).rows, strict=True),
         tasks={column.id: views.of_task(board, column) for column in board.columns},
         value=HTML.value,
         interval=HTML.interval,

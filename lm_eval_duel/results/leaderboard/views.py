@@ -195,7 +195,7 @@ def _table(columns: Sequence[Head], rows: Sequence[BoardRow]) -> Table:
         remarks = filter(None, ["AR" if row.autoregressive else "", row.remarks])
         return " ".join([row.model, *(f"({remark})" for remark in remarks)])
 
-    table = Table.of(rows, [replace(head, cell=model) if head.key == "model" else head for head in columns])
+    table = Table.from_records(rows, [replace(head, cell=model) if head.key == "model" else head for head in columns])
     with_notes = [head.group in ("value", "closed") for head in columns]
     cells = [
         [cell if keep else replace(cell, note="") for keep, cell in zip(with_notes, row, strict=True)]
@@ -219,7 +219,7 @@ def published(source: Mapping[str, Any]) -> Table:
     columns[3] = replace(columns[3], cell=lambda row: "whole" if row["block"] == "none" else row["block"])
     form, small = form_of(source["metric"]), SHORT[source["metric"]]
     columns += [Column(f"{task} {small}", form, cell=figure(task)) for task in source["tasks"]]
-    return Table.of(source["rows"], [*columns, Column("note", cell=itemgetter("note"))])
+    return Table.from_records(source["rows"], [*columns, Column("note", cell=itemgetter("note"))])
 
 
 def csv_text(board: Board) -> str:
@@ -227,4 +227,6 @@ def csv_text(board: Board) -> str:
     columns: list[Column] = [*map(_titled, heads(board))]
     columns += [Column(key, cell=attrgetter(key)) for key in ("remarks", "autoregressive", "kind")]
     columns.append(Column("dtype", cell=attrgetter("first.run.dtype")))
-    return comma_separated(Table.of(board.rows, [*columns, Column("source", cell=lambda row: "; ".join(row.files))]))
+    return comma_separated(
+        Table.from_records(board.rows, [*columns, Column("source", cell=lambda row: "; ".join(row.files))])
+    )
