@@ -15,10 +15,11 @@ LATTICE = ("elbo_exact", "mixture", "oracle")
 
 
 def _file(folder, body, samples):
-    stamp = f"2026-01-01T00-00-{next(COUNT):09.6f}"
+    number = next(COUNT)
+    stamp = f"2026-01-01T{number // 3600:02}-{number // 60 % 60:02}-{number % 60:02}.000000"
     place = folder / body["model_name"].replace("/", "__")
     place.mkdir(parents=True, exist_ok=True)
-    (place / f"results_{stamp}.json").write_text(json.dumps(body | {"date": float(stamp[-9:])}))
+    (place / f"results_{stamp}.json").write_text(json.dumps(body | {"date": float(number)}))
     for task, records in samples.items():
         lines = "".join(json.dumps(record) + "\n" for record in records)
         (place / f"samples_{task}_{stamp}.jsonl").write_text(lines)
