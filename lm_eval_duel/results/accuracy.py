@@ -44,7 +44,7 @@ class Accuracy:
         return f"{name} ({'baseline' if entry.name == 'ar' else 'AR baseline'})" if self.run.baseline else name
 
 
-def of_tasks(runs: Sequence[Run]) -> dict[str, list[Accuracy]]:
+def by_task(runs: Sequence[Run]) -> dict[str, list[Accuracy]]:
     """Each task's results, the autoregressive baseline first."""
     tasks: dict[str, list[Accuracy]] = {}
     for run in sorted(runs, key=lambda run: not run.baseline):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -11,7 +12,7 @@ from lm_eval_duel.errors import DuelError
 from lm_eval_duel.rates import METRICS
 from lm_eval_duel.results import headline, match, pairs, rows, stats
 from lm_eval_duel.results.read import Run
-from lm_eval_duel.results.records import UNCLEAR, Average, Row, Speeds, TaskComparison
+from lm_eval_duel.results.records import UNCLEAR, Average, GapClosed, Row, Speeds, TaskComparison
 from lm_eval_duel.results.table import WORDS, number
 from lm_eval_duel.rules.tables import family
 
@@ -35,30 +36,32 @@ def task(
     compared.sort(key=lambda run: run is not base)
     metric = _metric(name, metric, compared)
     listed = match.check(name, metric, compared, as_published)
-    every = [row for run in compared for row in rows.of(run, name)]
-    shown, twice = rows.in_order((row for row in every if metric in row.metrics), base)
-    for n, row in enumerate(shown):
-        row.number, row.metric = n, metric
-    _draw(shown)
-    _mark_best(shown)
-    used = _compare_gaps(name, shown, as_published)
-    for row in shown:
-        row.cache_cost = pairs.cache_cost(row, shown)
+    every = [row for run in compared for row in rows.from_run(run, name)]
+    ordered, twice = rows.in_order((replace(row, metric=metric) for row in every if metric in row.metrics), base)
+    shown = _with_draws([replace(row, number=n) for n, row in enumerate(ordered)])
+    best, ar = _best(shown), next((row for row in shown if row.ar), None)
+    shown = [replace(row, best=row in best, baseline=None if row is ar else ar) for row in shown]
+    elbos = {row: pairs.find_elbo(row, shown, as_published) for row in shown if row.duel}
+    used = {elbo.number: _describe(elbo, why) for elbo, why in elbos.values() if elbo is not None}
+    shown = [replace(row, elbo=elbos[row][0], closed=_close(row, *elbos[row])) if row.duel else row for row in shown]
+    shown = [replace(row, cache_cost=pairs.cache_cost(row, shown)) for row in shown]
     sizes = {run.tasks[name].size for run in compared} - {None}
-    notes = _notes(name, compared, used) + list(dict.fromkeys([*(r for row in every for r in row.remarks), *twice]))
-    if metric in OTHER_UNITS and any(row.gap_closed is not None for row in shown):
+    described = [used[number] for number in sorted(used)]
+    notes = _notes(name, compared, described)
+    notes += dict.fromkeys([*(remark for row in every for remark in row.remarks), *twice])
+    if metric in OTHER_UNITS and any(row.closed.value is not None for row in shown):
         notes.append(f"gap closed is of {WORDS[metric]} here: the paper's numbers are per token and not these")
     return TaskComparison(
         metric=metric,
         documents=sizes.pop() if len(sizes) == 1 else None,
         rows=shown,
         rules=_speeds(shown),
-        pairs=pairs.of(choice, shown),
-        elbo=used,
+        pairs=pairs.chosen(choice, shown),
+        elbo=described,
         differences=listed,
         as_published=as_published,
         notes=notes,
-        headlines=headline.of(name, shown),
+        headlines=headline.sentences(name, shown),
     )
 
 
@@ -71,25 +74,27 @@ def _metric(name: str, requested: str | None, compared: Sequence[Run]) -> str:
     raise DuelError(f"Wanted {wanted}, but there is: {available}. Name another with --metric, or leave the task out.")
 
 
-def _draw(rows: Sequence[Row]) -> None:
-    """Bootstrap draws of the rows with the documents of the first that has any. All use the same resampling."""
+def _with_draws(rows: Sequence[Row]) -> list[Row]:
+    """Rows with bootstrap draws if they have the documents of the first that has any. All use the same resampling."""
     known = [row for row in rows if len(row.documents.get(row.metric, ())) > 1 and math.isfinite(row.value)]
-    documents = [row.documents[row.metric] for row in known]
-    known = [row for row, own in zip(known, documents, strict=True) if own.keys() == documents[0].keys()]
-    if known:
-        table = [[row.documents[row.metric][key] for row in known] for key in sorted(documents[0])]
-        draws = stats.rates(np.array(table), [row.nats_stderr for row in known])  # of (documents, rows, 2)
-        for column, row in enumerate(known):
-            row.draws = draws[:, column]
+    known = [row for row in known if row.documents[row.metric].keys() == known[0].documents[known[0].metric].keys()]
+    if not known:
+        return list(rows)
+    keys = sorted(known[0].documents[known[0].metric])
+    table = np.array([[row.documents[row.metric][key] for row in known] for key in keys])  # (documents, rows, 2)
+    draws = dict(zip(known, stats.rates(table, [row.nats_stderr for row in known]).T, strict=True))
+    return [replace(row, draws=draws.get(row)) for row in rows]
 
 
-def _mark_best(rows: Sequence[Row]) -> None:
-    """Mark the lowest likelihood of each model with several rows. Bounds and the oracle do not count."""
+def _best(rows: Sequence[Row]) -> set[Row]:
+    """The lowest likelihood of each model with several rows. Bounds and the oracle do not count."""
+    best = set()
     for model in {row.model for row in rows}:
         mine = [row for row in rows if row.model == model and row.likelihood and not row.ar]
         proper = [row for row in mine if row.proper and math.isfinite(row.value)]
         if len(mine) > 1 and proper:
-            min(proper, key=lambda row: row.value).best = True
+            best.add(min(proper, key=lambda row: row.value))
+    return best
 
 
 def _notes(name: str, compared: Sequence[Run], elbos: Sequence[str]) -> list[str]:
@@ -136,32 +141,8 @@ def _speeds(rows: Sequence[Row]) -> list[Speeds]:
 # ---------------------------------------------------------------- gap closed
 
 
-def _compare_gaps(name: str, rows: Sequence[Row], as_published: bool) -> list[str]:
-    """Give rows their gaps and gap closed, and return descriptions of the ELBOs used."""
-    used = {}
-    base = rows[0] if rows and rows[0].ar else None
-    for row in rows:
-        if base is not None and row is not base:
-            row.gap = row.value - base.value
-            if row.draws is not None and base.draws is not None:
-                row.gap_interval = stats.interval(row.drawn - base.drawn)
-        if row.duel:
-            row.elbo, why = pairs.elbo(row, rows, as_published)
-            if row.elbo is not None:
-                used[row.elbo.number] = elbo_in_words(row.elbo) + (f" ({why})" if why else "")
-            if row.metric == "bits_per_byte":
-                row.gap_closed_reason = "gap closed is defined for perplexities"
-            elif row.elbo is None:
-                row.gap_closed_reason = why
-            elif base is None:
-                row.gap_closed_reason = f"no AR result of {name} (--ar)"
-            else:
-                _close_gap(row, row.elbo, base)
-    return [text for _, text in sorted(used.items())]
-
-
-def elbo_in_words(elbo: Row) -> str:
-    """Describe an ELBO and its standard error."""
+def _describe(elbo: Row, why: str) -> str:
+    """An ELBO, its standard error, and how its spec is another one."""
     spec, stderr = elbo.run.spec, elbo.stderr
     if elbo.estimator == "elbo_exact":
         text = f"the mean over all orders in blocks of {elbo.block} (elbo_exact; there is no Monte Carlo ELBO)"
@@ -170,35 +151,40 @@ def elbo_in_words(elbo: Row) -> str:
         eps = f", elbo_eps={elbo.eps:g} (above 0: NO bound)" if elbo.eps else ""
         error = f", standard error {stderr:.2g}" if stderr is not None else ", no standard error"
         text = f"Monte Carlo, mc_samples={spec.get('mc_samples', '?')}{form}, elbo_block={elbo.block}{eps}{error}"
-    return f"ELBO of {elbo.model}{f' ({elbo.variant})' if elbo.variant else ''}: {text}"
+    variant = f" ({elbo.variant})" if elbo.variant else ""
+    return f"ELBO of {elbo.model}{variant}: {text}{f' ({why})' if why else ''}"
 
 
-def _close_gap(row: Row, elbo: Row, ar: Row) -> None:
-    """Give a row its gap closed, with its errors, or the reason why there is none."""
+def _close(row: Row, elbo: Row | None, why: str) -> GapClosed:
+    """Gap closed of a row with its errors, or the reason why there is none. `why`: why there is no ELBO."""
+    ar = row.baseline
+    if row.metric == "bits_per_byte":
+        return GapClosed("gap closed is defined for perplexities")
+    if elbo is None:
+        return GapClosed(why)
+    if ar is None:
+        return GapClosed(f"no AR result of {row.task} (--ar)")
     values = elbo.value, row.value, ar.value
     if not all(map(math.isfinite, values)):
-        row.gap_closed_reason = "no gap closed of an infinite perplexity"
-        return
+        return GapClosed("no gap closed of an infinite perplexity")
     if not stats.clear(elbo.value, ar.value, elbo.stderr_bound):
-        row.gap_closed_reason = f"{UNCLEAR}: ELBO {_with_error(elbo)} and {ar.model} {number(ar.value)}"
-        return
+        return GapClosed(f"{UNCLEAR}: ELBO {_with_error(elbo)} and {ar.model} {number(ar.value)}")
     if (share := stats.gap_closed(*values)) is None:
-        row.gap_closed_reason = BETTER
-        return
+        return GapClosed(BETTER)
     own = 0.0 if row.stderr_bound is None else row.stderr  # an exact value has no error
-    row.closed = share, stats.gap_closed_stderr(*values, elbo.stderr, own)
     known = [error for error in (elbo.stderr_bound, row.stderr_bound) if error is not None]
-    row.distinguishable = stats.clear(elbo.value, row.value, math.hypot(*known) if known else None)
-    reasons = [elbo.stderr_reason, row.stderr_reason]
-    if not row.distinguishable:
+    distinguishable = stats.clear(elbo.value, row.value, math.hypot(*known) if known else None)
+    reasons, interval = [elbo.stderr_reason, row.stderr_reason], None
+    if not distinguishable:
         value = number(row.value) if row.stderr_bound is None else _with_error(row)
         reasons.insert(0, f"{UNCLEAR}: ELBO {_with_error(elbo)} and DUEL {value}")
     if lacking := next((other for other in (elbo, row, ar) if other.draws is None), None):
         reasons.append(f"no interval: {lacking.model}, {lacking.name}: {lacking.reason}")
     else:
-        row.gap_closed_interval, remark = stats.gap_interval(elbo.drawn, row.drawn, ar.drawn)
+        interval, remark = stats.gap_interval(elbo.drawn, row.drawn, ar.drawn)
         reasons.append(remark)
-    row.gap_closed_reason = "; ".join(filter(None, reasons))
+    error = stats.gap_closed_stderr(*values, elbo.stderr, own)
+    return GapClosed("; ".join(filter(None, reasons)), share, error, distinguishable, interval)
 
 
 def _with_error(row: Row) -> str:
@@ -219,18 +205,18 @@ def averages(compared: Mapping[str, Sequence[Row]]) -> list[Average]:
                 tasks_of.setdefault((row.model, row.name), {})[task] = row
     result = []
     for (model, name), tasks in tasks_of.items():
-        known = [row.closed for row in tasks.values() if row.closed is not None]
-        errors = [error for _, error in known]
-        average = sum(value for value, _ in known) / len(known) if len(known) > 1 else None
+        known = [row.closed for row in tasks.values() if row.closed.share is not None]
+        errors = [closed.error for closed in known]
+        average = sum(closed.share for closed in known) / len(known) if len(known) > 1 else None
         error = math.hypot(*errors) / len(known) if average is not None and None not in errors else None
         unclear = average is not None and not stats.clear(average, 0.0, error)
         result.append(
             Average(
                 model,
                 name,
-                tasks={task: row.gap_closed for task, row in tasks.items()},
-                stderrs={task: row.gap_closed_stderr for task, row in tasks.items()},
-                unclear=[task for task, row in tasks.items() if row.distinguishable is False],
+                tasks={task: row.closed.value for task, row in tasks.items()},
+                stderrs={task: row.closed.stderr for task, row in tasks.items()},
+                unclear=[task for task, row in tasks.items() if row.closed.distinguishable is False],
                 average=None if unclear else average,
                 average_stderr=error,
                 average_unclear=unclear,

@@ -12,7 +12,7 @@ from lm_eval_duel.rules.tables import without_defaults
 plain, code = MARKDOWN.escape, MARKDOWN.code
 
 
-def of(name: str, rows: Sequence[Row]) -> list[str]:
+def sentences(name: str, rows: Sequence[Row]) -> list[str]:
     """A sentence for each model of a task except the baseline."""
     base = next((row for row in rows if row.ar), None)
     models = dict.fromkeys(row.model for row in rows if not row.ar and row.estimator != "ar")
@@ -56,14 +56,14 @@ def _value(row: Row) -> str:
 
 def _gap(chosen: Row, form: str) -> str:
     """The ELBO, and how much of its gap to the autoregressive model DUEL closes."""
-    reason, closed, elbo = plain(chosen.gap_closed_reason), chosen.gap_closed, chosen.elbo
+    reason, closed, elbo = plain(chosen.closed.reason), chosen.closed.value, chosen.elbo
     if elbo is None:
         return f", a gap of {number(chosen.gap, form)}; {reason}."
     text = f"; the ELBO gives {_value(elbo)}"
     if elbo.gap is None:
         return f"{text} ({reason})."
     gap = f"the ELBO's gap of {number(elbo.gap, form)}"
-    if chosen.distinguishable is False:
+    if chosen.closed.distinguishable is False:
         return (
             f"{text}, not distinguishable from DUEL (within two standard errors). To learn how much of {gap} DUEL "
             "closes, raise mc_samples."
@@ -71,10 +71,10 @@ def _gap(chosen: Row, form: str) -> str:
     if closed is None:
         return f"{text} ({reason}); the gap is {number(chosen.gap, form)}."
     between = ""  # its interval, or else its Monte Carlo error
-    if chosen.gap_closed_interval is not None:
-        between = " to ".join(number(end, ".1f") for end in chosen.gap_closed_interval)
-    elif chosen.gap_closed_stderr is not None:
-        between = f"+- {number(chosen.gap_closed_stderr, '.1f')}"
+    if chosen.closed.interval is not None:
+        between = " to ".join(number(end, ".1f") for end in chosen.closed.interval)
+    elif chosen.closed.stderr is not None:
+        between = f"+- {number(chosen.closed.stderr, '.1f')}"
     percent = f"{number(closed, '.1f')} %"
     if closed < 0:
         percent += f" {between}" if between else ""

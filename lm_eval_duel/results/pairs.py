@@ -103,7 +103,7 @@ def _names(*both: Row) -> list[str]:
     return [name or row.name for name, row in zip(names, both, strict=True)]
 
 
-def of(choice: str, rows: Sequence[Row]) -> list[Pair]:
+def chosen(choice: str, rows: Sequence[Row]) -> list[Pair]:
     """The pairs of `--pairs`.
 
     `rules`: the DUEL rows of a network with one block and one cache against each other; of more than five, each against
@@ -116,7 +116,7 @@ def of(choice: str, rows: Sequence[Row]) -> list[Pair]:
     groups: dict[tuple, list[Row]] = {}
     if choice in (BOTH, MODELS):
         models = dict.fromkeys(row.model for row in likelihoods)
-        groups[()] = [of_model([row for row in likelihoods if row.model == model]) for model in models]
+        groups[()] = [main_row([row for row in likelihoods if row.model == model]) for model in models]
     for row in likelihoods if choice in (BOTH, RULES) else ():
         if row.estimator == "duel" and not row.ar:
             groups.setdefault((row.model, row.block, row.run.cache, row.qualifiers), []).append(row)
@@ -124,7 +124,7 @@ def of(choice: str, rows: Sequence[Row]) -> list[Pair]:
     return list(itertools.starmap(pair, twos))
 
 
-def of_model(likelihoods: Sequence[Row]) -> Row:
+def main_row(likelihoods: Sequence[Row]) -> Row:
     """A model's row: the baseline, that of its headline, or else its lowest likelihood or bound."""
     baseline = next((row for row in likelihoods if row.ar), None)
     return baseline or headline(likelihoods) or min(likelihoods, key=lambda row: (row.bound, row.value))
@@ -162,7 +162,7 @@ def cache_cost(row: Row, rows: Sequence[Row]) -> Pair | None:
     return pair(row, nearest[0])
 
 
-def elbo(duel: Row, rows: Sequence[Row], as_published: bool = False) -> tuple[Row | None, str]:
+def find_elbo(duel: Row, rows: Sequence[Row], as_published: bool = False) -> tuple[Row | None, str]:
     """The ELBO of a DUEL row, or None and the reason.
 
     The ELBO is of the same model under the same spec, except for the estimator's own entries. It covers the whole

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar
 
 import numpy as np
@@ -21,12 +21,34 @@ Interval = list[float]  # low, high; a list, as in JSON
 Values = Mapping[str, tuple[float, float]]  # document -> (nats, units)
 
 
-@dataclasses.dataclass(eq=False)
+@dataclasses.dataclass(frozen=True)
+class GapClosed:
+    """The share of the ELBO's gap that a DUEL row closes, in per cent. `reason`: why it, or its error, is not known.
+
+    `share` is also that of a row that is not distinguishable from its ELBO; `value` is not.
+    """
+
+    reason: str = ""
+    share: float | None = None
+    error: float | None = None
+    distinguishable: bool | None = None
+    interval: Interval | None = None
+
+    @property
+    def value(self) -> float | None:
+        return self.share if self.distinguishable else None
+
+    @property
+    def stderr(self) -> float | None:
+        return self.error if self.distinguishable else None
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
 class Row:
     """A result of a task: one model under one estimator, rule, block and cache.
 
-    `documents`: metric -> document -> (nats, units); if empty, `missing` says why. What follows `number` is filled in
-    where the rows of a table are known.
+    `documents`: metric -> document -> (nats, units); if empty, `missing` says why. `compare` adds what follows
+    `number`.
     """
 
     run: Run
@@ -50,13 +72,9 @@ class Row:
     ar: bool = False  # the autoregressive baseline
     best: bool = False  # the lowest likelihood of its model
     draws: np.ndarray | None = dataclasses.field(default=None, repr=False)  # of its nats per unit, by the bootstrap
-    gap: float | None = None  # to the baseline
-    gap_interval: Interval | None = None
+    baseline: Row | None = None  # of every other row
     elbo: Row | None = None
-    closed: tuple[float, float | None] | None = None  # gap closed and its error, whether or not it is distinguishable
-    distinguishable: bool | None = None
-    gap_closed_interval: Interval | None = None
-    gap_closed_reason: str = ""
+    closed: GapClosed = GapClosed()
     cache_cost: Pair | None = None
 
     JSON: ClassVar = (
@@ -64,8 +82,8 @@ class Row:
         *("likelihood", "bound", "value", "interval", "stderr", "stderrs", "stderr_bound", "stderr_reason"),
         *("window_stderr", "reason", "metrics", "tokens", "nfe", "nfe_per_token", "dtype=run.dtype"),
         *("fingerprint=run.fingerprint", "file=run.name", "ar", "best", "gap", "gap_interval", "elbo=elbo.number"),
-        *("gap_closed", "gap_closed_stderr", "gap_closed_interval", "distinguishable", "gap_closed_reason"),
-        "cache_cost",
+        *("gap_closed=closed.value", "gap_closed_stderr=closed.stderr", "gap_closed_interval=closed.interval"),
+        *("distinguishable=closed.distinguishable", "gap_closed_reason=closed.reason", "cache_cost"),
     )
 
     # ------------------------------------------------------------ what it is
@@ -169,6 +187,17 @@ class Row:
         return None if self.draws is None else stats.interval(self.drawn)
 
     @property
+    def gap(self) -> float | None:
+        """To the baseline."""
+        return None if self.baseline is None else self.value - self.baseline.value
+
+    @property
+    def gap_interval(self) -> Interval | None:
+        if self.baseline is None or self.draws is None or self.baseline.draws is None:
+            return None
+        return stats.interval(self.drawn - self.baseline.drawn)
+
+    @property
     def reason(self) -> str:
         """Why there is no interval."""
         if self.draws is not None:
@@ -221,15 +250,6 @@ class Row:
         few = count.isdecimal() and int(count) < 8
         why = f"{drawn.argument}={count}; it takes 8 or more" if few else drawn.no_error
         return f"{drawn.error} error not known ({why})"
-
-    @property
-    def gap_closed(self) -> float | None:
-        """Per cent of the ELBO's gap; None if it is not known, or not distinguishable from 0."""
-        return self.closed[0] if self.distinguishable else None
-
-    @property
-    def gap_closed_stderr(self) -> float | None:
-        return self.closed[1] if self.distinguishable else None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -310,18 +330,20 @@ def block_name(block: str | None) -> str:
 
 
 def plain(value: Any) -> Any:
-    """Records as what JSON has: their fields, or the entries that `JSON` lists, as `name` or `name=attributes`."""
+    """Records as what JSON has: their fields, or the entries that `JSON` lists."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        names = getattr(value, "JSON", None) or [field.name for field in dataclasses.fields(value)]
-        entries = [name.partition("=") for name in names]
-        return {name: plain(_at(value, path or name)) for name, _, path in entries}
+        return entries(value, getattr(value, "JSON", None) or [field.name for field in dataclasses.fields(value)])
     if isinstance(value, dict):
         return {key: plain(part) for key, part in value.items()}
     return [plain(part) for part in value] if isinstance(value, list | tuple) else value
 
 
-def _at(record: Any, path: str) -> Any:
-    """An attribute of an attribute of a record; None if one on the way is None."""
-    for name in path.split("."):
-        record = None if record is None else getattr(record, name)
-    return record
+def entries(record: Any, names: Iterable[str]) -> dict[str, Any]:
+    """Entries of a record, as `name` or `name=attributes`: None if one of the attributes on the way is None."""
+    result = {}
+    for name, _, path in (name.partition("=") for name in names):
+        value = record
+        for attribute in (path or name).split("."):
+            value = None if value is None else getattr(value, attribute)
+        result[name] = plain(value)
+    return result

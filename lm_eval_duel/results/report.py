@@ -97,7 +97,7 @@ def collect(options: argparse.Namespace) -> dict[str, Any]:
         notes[:0] = [note] if note else []
     files = {run.file for run in ar}
     known = [replace(run, baseline=run.file in files) for run in runs if run.ours or run.autoregressive]
-    accuracies = accuracy.of_tasks(known)
+    accuracies = accuracy.by_task(known)
     runs = [run for run in known if run.tasks]
     if not runs and not accuracies:
         raise DuelError(f"No perplexity ({', '.join(METRICS)}) to report: {'; '.join(notes)}")
@@ -170,7 +170,7 @@ def _traces(runs: Sequence[read.Run], named: Sequence[str], notes: list[str]) ->
     traces = reveal_order.Traces(named)
     labels: dict[Path, str] = dict.fromkeys(traces.named, "")
     for run in runs:
-        if path := traces.of(run):
+        if path := traces.find(run):
             labels[path] = run.label
         elif run.duel.get("trace"):
             notes.append(f"The trace of {run.name} is no longer at {run.duel['trace']}; name it with --traces.")

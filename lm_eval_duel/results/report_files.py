@@ -51,7 +51,7 @@ def page(report: Mapping[str, Any]) -> str:
         if task.differences:
             title = "Compared as published, although these differ" if task.as_published else "These differ"
             parts += [f"**{title}:**", bullets(task.differences)]
-        for stem, title, table in tables.of_task(task):
+        for stem, title, table in tables.task_tables(task):
             parts += [] if stem == "methods" else [f"### {escape(title)}", markdown(table)]
             parts += [SINGLE] if stem == "pairs" else []
         drawn = any(row.interval and row.entry.drawn for row in task.rows)
@@ -84,7 +84,7 @@ def bodies(report: Mapping[str, Any]) -> dict[str, str]:
         every.append(("perplexity", tables.perplexities(report["tasks"])))
         every.append(("gap_closed", tables.averages([*report["tasks"]], report["averages"])))
     for name, task in report["tasks"].items():
-        for stem, title, table in tables.of_task(task):
+        for stem, title, table in tables.task_tables(task):
             end = f"_{subject(title.partition(': ')[2])}" if stem == "rules" and len(task.rules) > 1 else ""
             every.append((f"{stem}_{safe_name(name)}{end}", table))
     every += [(f"accuracy_{safe_name(n)}", tables.accuracies(n, rows)) for n, rows in report["accuracies"].items()]
@@ -99,7 +99,7 @@ def console(report: Mapping[str, Any]) -> str:
     """The text that the command prints: headlines, perplexities, differences, and the names of the files."""
     parts = [line.replace("**", "") for task in report["tasks"].values() for line in task.headlines]
     for name, task in report["tasks"].items():
-        for stem, title, table in tables.of_task(task):
+        for stem, title, table in tables.task_tables(task):
             if stem in PRINTED:
                 what, comma, unit = title.partition(", ")
                 what = f"{what[0].lower()}{what[1:]} on " if comma else ""

@@ -83,7 +83,7 @@ class Traces:
         self.spec, self.load = trace.spec, functools.cache(trace.read)  # the header, and the windows, of a file
         self.named = [Path(place).resolve() for place in named]
 
-    def of(self, run: Run) -> Path | None:
+    def find(self, run: Run) -> Path | None:
         """The trace of a run: a named one with the same spec, else its own, at its path or next to the results file."""
         own = [Path(run.duel["trace"])] if run.duel.get("trace") else []
         for path in [*self.named, *own, *(run.file.parent / path.name for path in own)]:
@@ -94,7 +94,7 @@ class Traces:
 
     def attach(self, run: Run) -> Run:
         """The run with what its trace holds of each document, if it has a trace: the sums over its windows."""
-        if (path := self.of(run)) is None:
+        if (path := self.find(run)) is None:
             return run
         tasks: dict[str, dict[str, dict[int, float]]] = {}  # task -> value -> document -> nats
         for record in self.load(path):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -24,21 +24,21 @@ LABEL_KEYS = {"cache", *(key for entry in registry.ENTRIES if entry.named for ke
 CACHES = (None, NO_CACHE, "prefix", "dual")  # in the order of tables
 
 
-def of(run: Run, name: str) -> list[Row]:
+def from_run(run: Run, name: str) -> list[Row]:
     """The rows of a run's task: a lattice run has one for each of its estimators and rules."""
     task, scored = run.tasks[name], run.duel["tasks"].get(name, {})
     documents, missing = _sampled(task)
-    tokens = int(sum(units for _, units in documents.get("token_perplexity", {}).values()))
-    selected = Row(run, name, run.estimator, run.rule, task.metrics, tokens=scored.get("tokens") or tokens or None)
-    selected.documents, selected.missing = documents, missing
+    counted = int(sum(units for _, units in documents.get("token_perplexity", {}).values())) or None
     if run.partial(name):
-        selected.tokens = tokens or None
-        selected.remarks = (
+        why = (
             f"the figures in {run.name} are of {run.computed(name)} documents of {name}, its value of {task.size} "
             "(a response cache answered the others, or counted some of another run): only the harness's own value is "
-            "shown",
+            "shown"
         )
-        return [selected]
+        own = Row(run, name, run.estimator, run.rule, task.metrics, tokens=counted)
+        return [replace(own, documents=documents, missing=missing, remarks=(why,))]
+    own = Row(run, name, run.estimator, run.rule, task.metrics, tokens=scored.get("tokens") or counted)
+    own = replace(own, documents=documents, missing=missing)
     values = scored.get("values", {})
     rows, remarks = [], []
     for key, value in values.items():
@@ -51,7 +51,7 @@ def of(run: Run, name: str) -> list[Row]:
             continue
         entry = registry.ESTIMATORS.get(key)  # None: a rule that a lattice followed
         row = replace(
-            selected,
+            own,
             estimator=key if entry else "duel",
             rule=key if entry is None else run.rule if entry.follows_rule else None,
             log_prob=value.get("log_prob"),
@@ -60,12 +60,9 @@ def of(run: Run, name: str) -> list[Row]:
             nfe=value.get("nfe"),
             open_blocks=value.get("open_blocks", 0),
         )
-        if key != run.estimator:
-            _of_lattice(row, values.get(run.estimator, {}).get("log_prob"), key)
-        rows.append(row)
-    rows = rows or [selected]
-    rows[0].remarks += tuple(remarks)
-    return rows
+        rows.append(row if key == run.estimator else _of_lattice(row, values.get(run.estimator, {}), key))
+    first, *others = rows or [own]
+    return [replace(first, remarks=(*first.remarks, *remarks)), *others]
 
 
 def _sampled(task: Task) -> tuple[dict[str, Values], str]:
@@ -86,33 +83,33 @@ def _sampled(task: Task) -> tuple[dict[str, Values], str]:
     return by_metric, missing
 
 
-def _of_lattice(row: Row, own: float | None, key: str) -> None:
-    """Give another row of a lattice run its values, by the ratio of log-likelihoods, and its documents, by the trace.
+def _of_lattice(row: Row, selected: Mapping[str, Any], key: str) -> Row:
+    """Another row of a lattice run with its values, by the ratio of log-likelihoods, and its documents, by the trace.
 
-    `own`: the log-likelihood of the run's own estimator.
+    `selected`: what the run says of its own estimator.
     """
+    own, name = selected.get("log_prob"), row.task
     if not own or row.log_prob is None or not (math.isfinite(own) and row.log_prob < math.inf):
-        row.metrics = {}
-        row.remarks = (f"{row.run.name}: {key} of {row.task} has no finite log-likelihood, so it has no value",)
+        why = f"{row.run.name}: {key} of {name} has no finite log-likelihood, so it has no value"
+        row = replace(row, metrics={}, remarks=(why,))
     else:
-        row.metrics = {m: stats.scaled(m, known, row.log_prob / own) for m, known in row.metrics.items()}
+        metrics = {m: stats.scaled(m, known, row.log_prob / own) for m, known in row.metrics.items()}
+        row = replace(row, metrics=metrics)
     if not row.documents:
-        return
-    nats, documents = row.run.traced.get(row.task, {}).get(key), row.run.tasks[row.task].documents
-    units, row.documents = row.documents, {}
+        return row
+    nats, documents = row.run.traced.get(name, {}).get(key), row.run.tasks[name].documents
     if nats is None:
-        row.missing = f"no trace of {key} per document (run with trace=FILE, or name it with --traces)"
-        return
+        missing = f"no trace of {key} per document (run with trace=FILE, or name it with --traces)"
+        return replace(row, documents={}, missing=missing)
     total = sum(nats.get(document.number, 0.0) for document in documents)
     if row.log_prob is None or not math.isclose(total, row.log_prob, rel_tol=1e-6, abs_tol=1e-6):
         what = f"the trace adds up to {total:.3f} nats of {key}, the result to {row.log_prob}"
-        row.missing = f"{what}: another run's trace"
-        return
-    row.missing = ""
-    row.documents = {
+        return replace(row, documents={}, missing=f"{what}: another run's trace")
+    traced = {
         metric: {document.key: (nats.get(document.number, 0.0), known[document.key][1]) for document in documents}
-        for metric, known in units.items()
+        for metric, known in row.documents.items()
     }
+    return replace(row, documents=traced, missing="")
 
 
 # ---------------------------------------------------------------- in order, each once
@@ -126,8 +123,8 @@ def in_order(rows: Iterable[Row], base: Run | None = None) -> tuple[list[Row], l
     """
     groups: dict[tuple, dict[tuple, Row]] = {}
     remarks = []
-    for row in (rows := list(rows)):
-        row.ar = base is not None and (row.run.file, row.estimator) == (base.file, base.estimator)
+    own = None if base is None else (base.file, base.estimator)
+    rows = [replace(row, ar=(row.run.file, row.estimator) == own) for row in rows]
     for row in sorted(rows, key=lambda row: (not row.ar, registry.find(row.run.estimator).lattice, -row.run.date)):
         spec = row.run.spec
         ignored = NON_IDENTITY_KEYS - ({*row.entry.arguments} if not row.entry.lattice else set())
@@ -139,28 +136,25 @@ def in_order(rows: Iterable[Row], base: Run | None = None) -> tuple[list[Row], l
             other = "" if all(math.isclose(*pair, rel_tol=SAME) for pair in pairs) else ", with ANOTHER value"
             twice = f"{first.run.short_name} is shown, {row.run.short_name} holds it too{other}"
             remarks.append(f"{row.model}, {row.name}: {twice}")
-    for alike in groups.values():
-        _tell_apart([*alike.values()])
-    kept = [row for alike in groups.values() for row in alike.values()]
+    kept = [row for alike in groups.values() for row in _disambiguate([*alike.values()])]
     models = list(dict.fromkeys(row.model for row in sorted(kept, key=lambda row: row.run.date)))
-    kept.sort(key=lambda row: (not row.ar, models.index(row.model), _place(row)))
+    kept.sort(key=lambda row: (not row.ar, models.index(row.model), _sort_key(row)))
     if base is not None and not (kept and kept[0].ar):
         raise DuelError(f"The autoregressive baseline {base.name} has no row; name one result of one model as --ar.")
     return kept, remarks
 
 
-def _tell_apart(group: list[Row]) -> None:
-    """Give rows of one name what distinguishes their specs as their variant."""
+def _disambiguate(group: list[Row]) -> list[Row]:
+    """Rows of one name, with what distinguishes their specs as their variant."""
     keys = dict.fromkeys(key for row in group for key in row.run.spec if key not in ("estimator", "rule"))
     keys = [key for key in keys if len({row.run.spec.get(key) for row in group}) > 1]
     if len(group) < 2 or (keys and LABEL_KEYS.issuperset(keys)):
-        return
+        return group
     keys = [key for key in keys if key not in LABEL_KEYS] or ["version"]
-    for row in group:
-        row.variant = ", ".join(f"{key}={row.run.spec.get(key, 'not set')}" for key in keys)
+    return [replace(r, variant=", ".join(f"{key}={r.run.spec.get(key, 'not set')}" for key in keys)) for r in group]
 
 
-def _place(row: Row) -> tuple[Any, ...]:
+def _sort_key(row: Row) -> tuple[Any, ...]:
     block = int(row.block) if (row.block or "").isdigit() else 10**9
     block = -block if row.estimator == "elbo" else block  # the whole target first
     cache = CACHES.index(row.run.cache) if row.run.cache in CACHES else len(CACHES)

@@ -41,7 +41,7 @@ def cache(records: Iterable[Any]) -> Column:
     return Column("cache", cell=lambda record: record.run.cache if used else None)
 
 
-def of_task(task: TaskComparison) -> Iterator[tuple[str, str, Table]]:
+def task_tables(task: TaskComparison) -> Iterator[tuple[str, str, Table]]:
     """The tables of a task, each with the stem of its file and its title."""
     unit = pairs.unit(task.metric)
     if duels := [row for row in task.rows if row.duel]:
@@ -76,8 +76,8 @@ def with_interval(row: Row) -> Cell:
 
 def closed(row: Row) -> Cell:
     """Gap closed, or that it is not distinguishable from 0."""
-    value = UNCLEAR if row.distinguishable is False else row.gap_closed
-    return Cell(value, row.gap_closed_interval, row.gap_closed_stderr, note=row.gap_closed_reason)
+    value = UNCLEAR if row.closed.distinguishable is False else row.closed.value
+    return Cell(value, row.closed.interval, row.closed.stderr, note=row.closed.reason)
 
 
 def values(task: TaskComparison) -> Table:

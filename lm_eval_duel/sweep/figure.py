@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from lm_eval_duel.results.figures.style import GREY, against_nfe, curve, label, new, wide
 from lm_eval_duel.results.table import Cell
-from lm_eval_duel.sweep.tables import generative, judged, of
+from lm_eval_duel.sweep.tables import entry, generative, judged
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -86,10 +86,10 @@ def _panels(report: Json) -> list[tuple[str, str, Read, Lines]]:
     if report["scorer"]:
         add(label(f"generative perplexity of samples, {report['scorer']}"), generative)
     else:
-        add("own nll per token of samples (nats)", of("samples", "own_nll_per_token", "own_stderr"), None)
-    add("entropy of samples (nats)", of("samples", "entropy", "entropy_stderr"))
+        add("own nll per token of samples (nats)", entry("samples", "own_nll_per_token", "own_stderr"), None)
+    add("entropy of samples (nats)", entry("samples", "entropy", "entropy_stderr"))
     if any(setting["samples"]["mauve"] is not None for setting in report["settings"]):
-        add("MAUVE of samples (higher is better)", of("samples", "mauve"), None)
+        add("MAUVE of samples (higher is better)", entry("samples", "mauve"), None)
     else:
-        add("distinct 2-grams of samples (share)", of("samples", "distinct_2"))
+        add("distinct 2-grams of samples (share)", entry("samples", "distinct_2"))
     return panels

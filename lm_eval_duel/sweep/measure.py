@@ -17,7 +17,7 @@ from lm_eval_duel.sweep import judges
 from lm_eval_duel.sweep.arguments import distinct
 from lm_eval_duel.sweep.judges import Judged, Scorer, Texts
 from lm_eval_duel.sweep.shared import RuleScore, Shared, SharedScore
-from lm_eval_duel.sweep.store import Journal, Results, of_ids, of_windows
+from lm_eval_duel.sweep.store import Journal, Results, ids_digest, windows_digest
 
 if TYPE_CHECKING:
     from lm_eval_duel.harness.lm import DuelMDM
@@ -111,7 +111,7 @@ class Measuring:
     def judged(self, scorer: Scorer, groups: Sequence[Texts]) -> list[list[Judged]]:
         """Each text of each group under the scorer."""
         journal = self._journal("judged", {"scorer": scorer.fingerprint, "text": self.model.text.fingerprint})
-        texts = {of_ids(ids): ids for group in groups for ids in group}
+        texts = {ids_digest(ids): ids for group in groups for ids in group}
 
         def judge(mine: list[str]) -> Iterator[Results]:
             for n, judged in scorer.stream([texts[name] for name in mine]):
@@ -119,12 +119,12 @@ class Measuring:
 
         todo = [name for name in texts if name not in journal.results]
         results = journal.complete(todo, judge, f"texts under {scorer.name}")
-        return [[Judged(*results[of_ids(ids)]) for ids in group] for group in groups]
+        return [[Judged(*results[ids_digest(ids)]) for ids in group] for group in groups]
 
     def mauve(self, groups: Sequence[Texts], references: Texts, model: str, length: int) -> list[float]:
         """MAUVE of each group of texts against the references."""
-        journal = self._journal("mauve", {"references": of_ids(references), "model": model, "length": length})
-        texts_of = {of_ids(group): group for group in groups}
+        journal = self._journal("mauve", {"references": ids_digest(references), "model": model, "length": length})
+        texts_of = {ids_digest(group): group for group in groups}
 
         def compute(mine: list[str]) -> Iterator[Results]:
             for name in mine:
@@ -134,11 +134,11 @@ class Measuring:
                 yield {name: judges.mauve(*texts, model, length, self.model.device)}
 
         results = journal.complete([name for name in texts_of if name not in journal.results], compute, "MAUVE")
-        return [results[of_ids(group)] for group in groups]
+        return [results[ids_digest(group)] for group in groups]
 
     def bounds(self, elbo: Elbo, windows: Sequence[Window]) -> list[Value]:
         """The ELBO of each window in nats, with its Monte Carlo error."""
-        journal = self._journal("elbo", {**self.spec, **elbo.describe(), "windows": of_windows(windows)})
+        journal = self._journal("elbo", {**self.spec, **elbo.describe(), "windows": windows_digest(windows)})
 
         def score(mine: list[int]) -> Iterator[Results]:
             for i, bound in elbo.stream([windows[n] for n in mine]):
@@ -149,7 +149,7 @@ class Measuring:
         return [Value(*results[n]) for n in range(len(windows))]
 
     def windows(self, windows: Sequence[Window]) -> Journal:
-        return self._journal("windows", {**self.spec, "windows": of_windows(windows)})
+        return self._journal("windows", {**self.spec, "windows": windows_digest(windows)})
 
     def _journal(self, kind: str, about: Mapping[str, Any]) -> Journal:
         return Journal(self.folder, kind, about, self.model.ranks)

@@ -62,11 +62,11 @@ class Journal:
                 self.results[tuple(key) if isinstance(key, list) else key] = result
 
 
-def of_windows(windows: Sequence[Window]) -> str:
+def windows_digest(windows: Sequence[Window]) -> str:
     """A digest of windows."""
     return digest({str(n): (w.context, w.target, w.suffix, w.tail) for n, w in enumerate(windows)})
 
 
-def of_ids(ids: object) -> str:
+def ids_digest(ids: object) -> str:
     """A digest of the ids of a text, or of several."""
     return digest({"ids": ids})

@@ -36,22 +36,22 @@ def settings(report: Report) -> Table:
     """One line per setting, and one for the task's own text."""
     columns = [
         Column("setting", CODE, cell=lambda row: row["name"]),
-        Column("NFE/token", ".3f", cell=of("text", "nfe_per_token")),
+        Column("NFE/token", ".3f", cell=entry("text", "nfe_per_token")),
         Column("perplexity (DUEL)", ".2f", cell=lambda row: judged(row["text"])),
         Column("bits per byte", ".4f", cell=_bits),
-        Column("NFE/token, samples", ".3f", cell=of("samples", "nfe_per_token")),
+        Column("NFE/token, samples", ".3f", cell=entry("samples", "nfe_per_token")),
         Column("generative perplexity", ".2f", cell=generative),
-        Column("entropy", ".3f", cell=of("samples", "entropy", "entropy_stderr")),
-        *(Column(f"distinct-{n}", ".3f", cell=of("samples", f"distinct_{n}")) for n in NGRAMS),
-        Column("repetition", ".3f", cell=of("samples", "repetition", "repetition_stderr")),
-        Column("own nll/token", ".2f", cell=of("samples", "own_nll_per_token", "own_stderr")),
-        Column("MAUVE", ".3f", cell=of("samples", "mauve")),
+        Column("entropy", ".3f", cell=entry("samples", "entropy", "entropy_stderr")),
+        *(Column(f"distinct-{n}", ".3f", cell=entry("samples", f"distinct_{n}")) for n in NGRAMS),
+        Column("repetition", ".3f", cell=entry("samples", "repetition", "repetition_stderr")),
+        Column("own nll/token", ".2f", cell=entry("samples", "own_nll_per_token", "own_stderr")),
+        Column("MAUVE", ".3f", cell=entry("samples", "mauve")),
     ]
     own = {"name": Cell("the task's own text", prose=True), "text": None, "samples": report["reference"]}
     return Table.from_records([*report["settings"], *([own] if report["reference"] else [])], columns)
 
 
-def of(part: str, key: str, error: str = "") -> Callable[[Report], Cell]:
+def entry(part: str, key: str, error: str = "") -> Callable[[Report], Cell]:
     """An entry of a setting's text or samples, with its error."""
     return lambda row: Cell((row[part] or {}).get(key), stderr=(row[part] or {}).get(error))
 

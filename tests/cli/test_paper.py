@@ -164,7 +164,7 @@ def test_documents_and_windows_give_one_standard_error():
     """Passages of one window: the samples' route, the run's own sums and the jackknife agree."""
     for file in sorted(BUNDLED.rglob("results_*.json")):
         run = read.run(file)
-        row = rows.of(run, "sotu")[0]
+        row = rows.from_run(run, "sotu")[0]
         assert row.documents or run.estimator == "mixture"
         if not row.documents or row.nats_window_stderr is None:
             continue

@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -234,8 +235,11 @@ def entry(rule, value=20.0, estimator="duel", block="4", cache="none", stderr=0.
 
 
 def compared(first, second, low, high, documents=50):
-    for row, draws in ((first, np.linspace(low, high, 1000)), (second, np.zeros(1000))):
-        row.draws, row.documents = draws + math.log(20.0), {"token_perplexity": dict.fromkeys(range(documents))}
+    known = {"token_perplexity": dict.fromkeys(range(documents))}
+    first, second = (
+        replace(row, draws=draws + math.log(20.0), documents=known)
+        for row, draws in ((first, np.linspace(low, high, 1000)), (second, np.zeros(1000)))
+    )
     forward, backward = pairs.pair(first, second), pairs.pair(second, first)
     assert forward.verdict == backward.verdict
     assert forward.interval == pytest.approx([-value for value in reversed(backward.interval)])
@@ -263,7 +267,7 @@ def test_rows_that_are_compared():
     entries = [*rules, *others, entry(None, estimator="oracle")]
 
     def chosen(choice):
-        return [(entries.index(pair.first), entries.index(pair.second)) for pair in pairs.of(choice, entries)]
+        return [(entries.index(pair.first), entries.index(pair.second)) for pair in pairs.chosen(choice, entries)]
 
     assert chosen("rules") == [*((n, 2) for n in (0, 1, 3, 4, 5, 6)), (7, 8)]  # more than five: with the lowest
     assert len(chosen("all")) == 10 * 9 // 2 and all(10 not in pair for pair in chosen("all"))

@@ -72,7 +72,7 @@ def measure(line: Line, file: Path) -> Measured:
     """The value of a line in its job's results file; raises DuelError if the file does not hold it."""
     run = read.run(file)
     task, metric, rule = run.tasks[line.job.task], line.figure["metric"], line.figure["rule"]
-    for row in rows.of(run, line.job.task):  # a lattice run has one for each rule
+    for row in rows.from_run(run, line.job.task):  # a lattice run has one for each rule
         same = row.estimator == line.figure["estimator"] and (not rule or parse(row.rule or "") == parse(rule))
         if same and metric in row.metrics:
             size = task.size or 0

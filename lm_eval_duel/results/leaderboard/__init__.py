@@ -64,14 +64,14 @@ def collect(options: argparse.Namespace) -> Board:
         raise DuelError(f"No perplexity ({', '.join(METRICS)}) to show: {'; '.join(notes)}")
     labels: dict[Path, str] = {}  # the models of traces
     for run in known:
-        if (path := traces.of(run)) is not None:
+        if (path := traces.find(run)) is not None:
             labels.setdefault(path, run.label)
     known = [replace(traces.attach(run), file=short[run.file]) for run in known]
     ar, note = _baseline(named, known)
     metric = columns.unit(known, options.metric)
     for run in known:
         notes += [f"{n} in {run.name} has no {metric} and is left out." for n in run.tasks if not run.has(n, metric)]
-    compared = columns.of(known, metric, ar)
+    compared = columns.from_runs(known, metric, ar)
     rows, mean_of = board.ranked(board.rows(compared), compared, metric)
     shown, problems = documents.collect(traces, labels, options.shown, documents.texts_by(options.tokenizer))
     return Board(

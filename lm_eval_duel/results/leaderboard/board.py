@@ -14,7 +14,7 @@ from lm_eval_duel.results import compare, run_cost
 from lm_eval_duel.results.leaderboard import provenance
 from lm_eval_duel.results.leaderboard.columns import TaskColumn
 from lm_eval_duel.results.read import Run
-from lm_eval_duel.results.records import Average, Row
+from lm_eval_duel.results.records import Average, Row, entries
 from lm_eval_duel.results.rows import NON_IDENTITY_KEYS
 from lm_eval_duel.results.table import WORDS
 from lm_eval_duel.rules.tables import sort_key, without_defaults
@@ -27,10 +27,10 @@ KINDS = {  # of a row: what is said about it
     "no bound": "a Monte Carlo ELBO that leaves out small noise levels (elbo_eps above 0), so it bounds nothing",
     "oracle": "not a likelihood: it sees the targets",
 }
-CELL = (  # the entries of a result in leaderboard.json
-    *("value", "interval", "stderr", "stderr_reason", "window_stderr", "reason"),
-    *("gap", "gap_interval", "gap_closed", "gap_closed_interval", "gap_closed_stderr", "gap_closed_reason"),
-    *("distinguishable", "nfe", "tokens"),
+CELL = (  # the entries of a result in leaderboard.json, as in those of a report
+    *("value", "interval", "stderr", "stderr_reason", "window_stderr", "reason", "gap", "gap_interval"),
+    *(name for name in Row.JSON if name.startswith(("gap_closed", "distinguishable"))),
+    *("nfe", "tokens", "file=run.name"),
 )
 
 
@@ -174,8 +174,7 @@ class BoardRow:
     def cells(self) -> dict[str, dict[str, Any]]:
         bits = "bits_per_byte"
         return {
-            column: {key: getattr(result, key) for key in CELL}
-            | {"file": result.run.name, bits: result.metrics.get(bits), f"{bits}_stderr": result.stderrs.get(bits)}
+            column: entries(result, CELL) | {bits: result.metrics.get(bits), f"{bits}_stderr": result.stderrs.get(bits)}
             for column, result in self.results.items()
         }
 

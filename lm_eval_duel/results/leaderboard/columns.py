@@ -66,7 +66,7 @@ def unit(runs: Sequence[Run], requested: str | None) -> str:
     return max(allowed or METRICS, key=lambda metric: counts[metric])  # of equal counts the first
 
 
-def of(runs: Sequence[Run], metric: str, baseline: Sequence[Run]) -> list[TaskColumn]:
+def from_runs(runs: Sequence[Run], metric: str, baseline: Sequence[Run]) -> list[TaskColumn]:
     """The columns of runs, with the rows of each. `baseline`: runs of the autoregressive model of the gaps."""
     files = {run.file for run in baseline}
     baseline_first = sorted(runs, key=lambda run: run.file not in files)  # its documents are those of the first column

@@ -66,7 +66,7 @@ def html(board: Board) -> str:
         heads=heads,
         groups=_column_groups(board, heads),
         lines=lambda rows: zip(rows, Table.from_records(rows, heads).rows, strict=True),
-        tasks={column.id: views.of_task(board, column) for column in board.columns},
+        tasks={column.id: views.task_heads(board, column) for column in board.columns},
         value=HTML.value,
         interval=HTML.interval,
         sort_key=_sort_key,

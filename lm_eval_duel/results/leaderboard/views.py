@@ -78,10 +78,10 @@ def heads(board: Board) -> list[Head]:
         "value": True,
         "bits": board.metric != bits and any(bits in result.metrics for result in results),
         "gap": any(result.gap is not None for result in results),
-        "closed": any(result.distinguishable is not None for result in results),
+        "closed": any(result.closed.distinguishable is not None for result in results),
     }
     for group in (group for group in there if there[group]):
-        heads += [of_task(board, column)[group] for column in board.columns]
+        heads += [task_heads(board, column)[group] for column in board.columns]
     if there["closed"] and len(board.columns) > 1:
         about = "over the tasks in which it is known"
         heads.append(_head("gap_closed", "closed", "average", ".1f", "gap closed, %", about, _average))
@@ -99,7 +99,7 @@ def heads(board: Board) -> list[Head]:
     ]
 
 
-def of_task(board: Board, column: TaskColumn) -> dict[str, Head]:
+def task_heads(board: Board, column: TaskColumn) -> dict[str, Head]:
     """The columns about a task, by group. Errors are those of Monte Carlo or sampling, intervals are over documents."""
     form = form_of(board.metric)
     parts = {
