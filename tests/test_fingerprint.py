@@ -198,6 +198,24 @@ def folders(tmp_path_factory):
     return base
 
 
+@pytest.fixture(scope="module", autouse=True)
+def no_network_is_loaded_twice():
+    """Most args are not the network's: one that is loaded with the same ones serves again."""
+    load, loaded = denoisers.load, {}
+
+    def once(name, *, tokenizer=None, **options):
+        key = name, repr(tokenizer), repr(sorted(options.items()))
+        if tokenizer is None:
+            return load(name, **options)
+        if key not in loaded:
+            loaded[key] = load(name, tokenizer=tokenizer, **options)
+        return loaded[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(denoisers, "load", once)
+        yield
+
+
 def printed(folders, checkpoint, **model_args):
     """The fingerprint under these model args; names of folders are those here."""
     for key in ("pretrained", "tokenizer", "peft"):

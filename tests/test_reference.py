@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from drawn_reference import p_value
 from laws import strings
 from toys import Joint, Toy
 
@@ -45,28 +46,21 @@ def test_blocks_count_from_the_target_or_from_the_row():
     assert list(BLOCKS.values()) == [[[1, 2], [3, 4]], [[1], [2, 3], [4]], [[1, 2, 3, 4]]]
 
 
-@pytest.mark.parametrize("rule", RULES)
-def test_it_is_a_distribution(rule):
+@pytest.mark.parametrize(("rule", "blocks"), zip(RULES, [*BLOCKS, *BLOCKS], strict=True))
+def test_it_is_a_distribution(rule, blocks):
     toy = Toy()
-    for name, blocks in BLOCKS.items():
-        total = sum_over_strings(range(3), ROW, blocks, network(toy), RULES[rule], toy.mask_id)
-        assert total == pytest.approx(1, abs=1e-12), name
+    total = sum_over_strings(range(3), ROW, BLOCKS[blocks], network(toy), RULES[rule], toy.mask_id)
+    assert total == pytest.approx(1, abs=1e-12)
 
 
-@pytest.mark.parametrize("rule", ["greedy", "threshold"])
-def test_samples_follow_it(rule):
-    """Pearson's statistic of 1,500 samples; a right sampler fails for one seed in 10^4."""
-    toy, generator, count = Toy(length=3), torch.Generator().manual_seed(0), 1500
-    arguments = ([0, 0, 0], cut(range(3), 2), network(toy), RULES[rule], toy.mask_id)
-    tally = dict.fromkeys(strings(3, 3), 0)
-    for _ in range(count):
-        tally[tuple(sample(*arguments, generator))] += 1
-    statistic = 0.0
-    for string, seen in tally.items():
-        expected = count * math.exp(log_likelihood(list(string), *arguments[1:]).ll)
-        statistic += (seen - expected) ** 2 / expected
-    freedom = torch.tensor((len(tally) - 1) / 2)
-    assert 1 - float(torch.special.gammainc(freedom, torch.tensor(statistic / 2))) > 1e-4
+def test_samples_follow_it():
+    """Pearson's statistic of 500 samples; a right sampler fails for one seed in 10^4."""
+    toy, generator = Toy(length=3), torch.Generator().manual_seed(0)
+    arguments = ([0, 0, 0], cut(range(3), 2), network(toy), RULES["threshold"], toy.mask_id)
+    texts = [sample(*arguments, generator) for _ in range(500)]
+    assert (
+        p_value(texts, {text: math.exp(log_likelihood(list(text), *arguments[1:]).ll) for text in strings(3, 3)}) > 1e-4
+    )
 
 
 @pytest.mark.parametrize("size", [2, None])
@@ -79,8 +73,8 @@ def test_the_elbo_is_the_mean_over_orders(size):
         return log_likelihood(ROW, blocks, network(toy), follow, toy.mask_id).ll
 
     values = [ll(order) for order in orders]
-    mean, stderr = elbo(ROW, blocks, network(toy), toy.mask_id, 2000, torch.Generator().manual_seed(0))
-    assert 0 < stderr < 0.25 and abs(mean - math.fsum(values) / len(values)) < 4 * stderr
+    mean, stderr = elbo(ROW, blocks, network(toy), toy.mask_id, 1000, torch.Generator().manual_seed(0))
+    assert 0 < stderr < 0.35 and abs(mean - math.fsum(values) / len(values)) < 4 * stderr
 
 
 def test_exact_conditionals_give_the_joint():
@@ -105,12 +99,8 @@ LOGITS = [
 ]
 
 
-def test_scores_in_sixty_digits():
-    for logits in LOGITS:
-        agrees_in_sixty_digits(logits)
-
-
-def agrees_in_sixty_digits(logits):
+@pytest.mark.parametrize("logits", LOGITS)
+def test_scores_in_sixty_digits(logits):
     log_P = log_softmax(torch.tensor([logits], dtype=torch.float64))
     with decimal.localcontext(decimal.Context(prec=400)):
         weights = [Decimal(x).exp() for x in logits]
