@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 from attends import Attends, reference
-from laws import RULES, strings, total
+from laws import strings, total
 from textbook import score
 from toys import BlockCausal, Causal, Toy
 
@@ -18,16 +18,13 @@ from lm_eval_duel.denoisers.load_options import LoadOptions
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.estimators.duel import DuelEstimator
 from lm_eval_duel.estimators.elbo import Elbo
-from lm_eval_duel.estimators.registry import LATTICE
 from lm_eval_duel.estimators.subsets.lattice import Lattice
 from lm_eval_duel.options import Options
 from lm_eval_duel.sweep.shared import Shared
 
 CACHES = ["prefix", "dual"]
 FEW = ["greedy:k=1", "margin:k=2", "threshold:mu=0.45", "klass:mu=0.4:nu=0.3"]
-FAST = [*FEW, "random:k=1:seed=0"]
-SOME = [(rule, cache) for rule in FAST for cache in CACHES]
-SOME += [pytest.param(rule, CACHES[n % 2], marks=pytest.mark.slow) for n, rule in enumerate(RULES) if rule not in FAST]
+SOME = [(rule, CACHES[n % 2]) for n, rule in enumerate([*FEW, "random:k=1:seed=0", *FEW[3:]])]
 RAGGED = [
     Window((), (0, 1, 2, 0, 1, 0, 2)),
     Window((2,), (1, 1, 2, 0, 1)),
@@ -88,7 +85,7 @@ def test_sums_to_one(rule):
 
 @pytest.mark.parametrize("rule", FEW)
 def test_sample_then_log_prob_is_the_same_path(rule):
-    contexts = [(), (1,), (0, 2), (1,)] * 3
+    contexts = [(), (1,), (0, 2), (1,)]
     for cache, block, grid, extra in (
         ("prefix", 2, "target", {"tail": 1, "suffix": (0,)}),
         ("prefix", 3, "row", {}),
@@ -97,36 +94,38 @@ def test_sample_then_log_prob_is_the_same_path(rule):
         duel = DuelEstimator(Cached(Attends(), cache), rule, block, grid=grid)
         drawn = duel.sample(contexts, 4, seed=3, **extra)
         scored = duel.log_prob([Window(c, d.tokens, **extra) for c, d in zip(contexts, drawn, strict=True)])
-        for d, s in zip(drawn, scored, strict=True):
-            assert (d.reveal_steps, d.is_greedy, d.nfe) == (s.reveal_steps, s.is_greedy, s.nfe), (cache, block, grid)
-            assert d.token_logprobs == pytest.approx(s.token_logprobs, abs=1e-9), (cache, block, grid)
-
-
-def test_is_greedy_iff_decoding_would_write_it():
-    duel = DuelEstimator(Cached(Attends(), "dual"), "greedy", 2)
-    decoded = duel.sample([(1,)], 4, do_sample=False)[0]
-    scored = duel.log_prob([Window((1,), s) for s in strings(3, 4)])
-    assert [s.is_greedy for s in scored] == [s == decoded.tokens for s in strings(3, 4)]
+        same(drawn, scored, 1e-9)
 
 
 # ---------------------------------------------------------------- law 8: alone = in a batch
-
-
-@pytest.mark.parametrize(("rule", "cache"), list(zip(FEW[2:], CACHES, strict=True)))
-def test_neither_company_nor_batch_size_changes_a_number(rule, cache):
-    toy = Attends(length=10)
-    together = DuelEstimator(Cached(toy, cache), rule, 3).log_prob(RAGGED)
-    for batch_size in (1, 2):
-        same(DuelEstimator(Cached(toy, cache), rule, 3, batch_size=batch_size).log_prob(RAGGED), together)
-    duel = DuelEstimator(Cached(toy, cache), rule, 3)
-    duel.use_single_rows()
-    same([duel.log_prob([window])[0] for window in RAGGED], together)
 
 
 def same(ones, others, within=1e-12):
     for one, other in zip(ones, others, strict=True):
         assert (one.reveal_steps, one.nfe) == (other.reveal_steps, other.nfe)
         assert one.token_logprobs == pytest.approx(other.token_logprobs, abs=within)
+
+
+class Small(Attends):
+    """A device whose memory holds `most` positions a call."""
+
+    most = 1_000
+
+    def stream(self, ids, positions, seen, past):
+        if ids.numel() > self.most:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return super().stream(ids, positions, seen, past)
+
+
+@pytest.mark.parametrize(("rule", "cache"), list(zip(FEW[2:], CACHES, strict=True)))
+def test_neither_company_nor_batch_size_nor_memory_changes_a_number(rule, cache):
+    small = Small(length=10)
+    together = DuelEstimator(Cached(small, cache), rule, 3).log_prob(RAGGED)
+    duels = [DuelEstimator(Cached(small, cache), rule, 3, batch_size=batch_size) for batch_size in (1, 2, 64)]
+    duels[0].use_single_rows()
+    small.most = 21
+    for duel in duels:
+        same(duel.log_prob(RAGGED), together)
 
 
 @pytest.mark.parametrize("cache", CACHES)
@@ -144,32 +143,8 @@ def test_blocks_open_as_others_finish_within_what_may_be_kept(cache, monkeypatch
         monkeypatch.setattr(view, "CPU_KEPT", cached.kept)
         scored = DuelEstimator(cached, "greedy", 2, batch_size=rows).log_prob(RAGGED)
         longest = max(window.length for window in RAGGED)
-        assert (
-            max(slots) <= rows * 10 // longest * longest * cached.kept
-        )  # short windows have slots as long as long ones
-        for one, other in zip(scored, expected, strict=True):
-            assert one.reveal_steps == other.reveal_steps
-            assert one.token_logprobs == pytest.approx(other.token_logprobs, abs=1e-12)
-
-
-class Small(Attends):
-    """A device whose memory holds `most` positions a call."""
-
-    most = 1_000
-
-    def stream(self, ids, positions, seen, past):
-        if ids.numel() > self.most:
-            raise torch.OutOfMemoryError("CUDA out of memory")
-        return super().stream(ids, positions, seen, past)
-
-
-@pytest.mark.parametrize(("rule", "cache"), list(zip(["threshold:mu=0.45", "left_to_right:k=2"], CACHES, strict=True)))
-def test_out_of_memory_halves_and_changes_nothing(rule, cache):
-    expected = DuelEstimator(Cached(Attends(length=10), cache), rule, 2).log_prob(RAGGED)
-    small = Cached(Small(length=10), cache)
-    duel = DuelEstimator(small, rule, 2)
-    small.plain.most = 21
-    same(duel.log_prob(RAGGED), expected)
+        assert max(slots) <= rows * 10 // longest * longest * cached.kept  # all windows have slots of this length
+        same(scored, expected)
 
 
 # ---------------------------------------------------------------- laws 12 and 15: where the cache changes nothing
@@ -195,54 +170,27 @@ def test_where_a_cache_changes_nothing_and_where_it_does(cache):
         assert apart > 1e-3 or rule.startswith("threshold")  # which is done in one step here
 
 
-@pytest.mark.parametrize("cache", CACHES)
-def test_one_target_token_is_one_number_under_every_estimator(cache):
-    denoiser, window = Cached(Attends(), cache), Window((1, 0), (2,), (1,))
-    numbers = [
-        DuelEstimator(denoiser, rule, block).log_prob([window])[0].log_prob for rule in FEW for block in (1, 4, None)
-    ]
-    numbers += [Lattice(denoiser, 4, value=value).log_prob([window])[0].log_prob for value in LATTICE]
-    numbers += [Elbo(denoiser, samples=4).log_prob([window])[0].log_prob]
-    assert numbers == pytest.approx([numbers[0]] * len(numbers), abs=1e-9)
-
-
 # ---------------------------------------------------------------- the lattice, sweeps, fixed orders: states are shared
 
 
 @pytest.mark.parametrize("cache", CACHES)
-def test_the_lattice_agrees_with_the_rules_that_it_follows_and_with_each_order(cache):
+def test_lattice_sweep_and_bound_agree_with_the_rules_that_they_follow_and_with_each_order(cache):
     denoiser = Cached(Attends(length=10), cache)
     follow = ["greedy:k=1", "margin:k=2", "threshold:mu=0.45", "left_to_right:k=1"]
     ordered = Lattice(denoiser, 3, follow=follow).log_prob(RAGGED)
+    swept = Shared(denoiser, [rules.parse(rule) for rule in follow], 3).log_prob(RAGGED)
     for rule in follow:
-        for lattice, scored in zip(ordered, DuelEstimator(denoiser, rule, 3).log_prob(RAGGED), strict=True):
-            assert lattice.rules[str(rules.parse(rule))].log_prob == pytest.approx(scored.log_prob, abs=1e-9)
-    for lattice in ordered:
-        assert lattice.elbo_exact <= lattice.mixture + 1e-12 and lattice.mixture <= lattice.oracle + 1e-12
+        for *found, scored in zip(ordered, swept, DuelEstimator(denoiser, rule, 3).log_prob(RAGGED), strict=True):
+            for one in found:
+                assert one.rules[str(rules.parse(rule))].log_prob == pytest.approx(scored.log_prob, abs=1e-9)
     window, duel = Window((1,), (0, 2, 1), (2,)), DuelEstimator(denoiser, "greedy", None)
     every = [duel.replay([window], [order])[0].log_prob for order in itertools.permutations(range(3))]
     found = Lattice(denoiser, 3).log_prob([window])[0]
     assert found.oracle == pytest.approx(max(every), abs=1e-9)
     assert found.elbo_exact == pytest.approx(sum(every) / len(every), abs=1e-9)
     assert found.mixture == pytest.approx(math.log(math.fsum(map(math.exp, every)) / len(every)), abs=1e-9)
-
-
-@pytest.mark.parametrize("cache", CACHES)
-def test_a_sweep_gives_what_each_rule_gives(cache):
-    denoiser = Cached(Attends(length=10), cache)
-    follow = [rules.parse(rule) for rule in ("greedy:k=1", "greedy:k=2", "margin:k=1", "threshold:mu=0.45")]
-    several = Shared(denoiser, follow, 3).log_prob(RAGGED)
-    for rule in follow:
-        for one, scored in zip(several, DuelEstimator(denoiser, rule, 3).log_prob(RAGGED), strict=True):
-            assert one.rules[str(rule)].log_prob == pytest.approx(scored.log_prob, abs=1e-9)
-
-
-@pytest.mark.parametrize("cache", CACHES)
-def test_the_elbo_lands_near_the_mean_over_orders(cache):
-    denoiser, windows = Cached(Attends(length=10), cache), RAGGED[:2]
-    exact = Lattice(denoiser, 3, value="elbo_exact").log_prob(windows)
-    for one, other in zip(Elbo(denoiser, 3, samples=512).log_prob(windows), exact, strict=True):
-        assert abs(one.log_prob - other.log_prob) < 4 * one.stderr
+    [drawn] = Elbo(denoiser, samples=512).log_prob([window])
+    assert abs(drawn.log_prob - found.elbo_exact) < 4 * drawn.stderr
 
 
 # ---------------------------------------------------------------- what is evaluated, and what is refused
@@ -258,14 +206,9 @@ def test_a_block_costs_one_row_and_then_its_own_cells():
     duel.use_single_rows()
     duel.log_prob([Window((), (0, 1, 2, 0, 1, 0, 2, 1))])
     assert toy.positions == 8 + 3 * 8 + 8 + 3 * 4
-
-
-def test_equal_block_starts_are_evaluated_once():
-    toy = Counting(length=10)
-    duel = DuelEstimator(Cached(toy, "dual"), "greedy", 2)
-    toy.positions = 0
+    duel, toy.positions = DuelEstimator(Cached(toy, "dual"), "greedy", 2), 0
     duel.log_prob([Window((1, 2), (a, b)) for a in range(3) for b in range(3)])
-    assert toy.positions == 4 + 3 * 2  # one row, and the block with each of three tokens in the position that is first
+    assert toy.positions == 4 + 3 * 2  # equal starts once: one row, and the block with each of three tokens revealed
 
 
 class Counting(Attends):
@@ -288,8 +231,7 @@ SHIFTED = [
 ]
 
 
-@pytest.mark.parametrize("rule", FEW[1:])
-@pytest.mark.parametrize("cache", [*CACHES, None])
+@pytest.mark.parametrize(("rule", "cache"), [(FEW[1], None), *zip(FEW[2:], CACHES, strict=True)])
 def test_the_first_position_is_revealed_alone_and_then_the_rule_goes_on(rule, cache):
     toy, rule = Attends(length=10, shift=1), f"{rule}:seed_first=true"
     denoiser = Cached(toy, cache) if cache else toy
@@ -303,17 +245,10 @@ def test_the_first_position_is_revealed_alone_and_then_the_rule_goes_on(rule, ca
             else:
                 logits_of = lambda ids: toy.head(toy.features(ids[None], None)[0]).roll(1, 0)  # noqa: E731
             agree(scored, score(logits_of, toy.mask_id, toy.excluded, parsed, block, window, grid))
-
-
-@pytest.mark.parametrize(("rule", "cache"), list(zip(FEW, CACHES * 2, strict=True)))
-def test_a_shifted_network_sums_to_one_and_scores_its_samples(rule, cache):
-    duel = DuelEstimator(Cached(Attends(shift=1), cache), f"{rule}:seed_first=true", 2)
-    assert abs(total(duel, 4, context=(1,)) - 1) < 1e-9
+    duel = DuelEstimator(denoiser, rule, 2)
     assert abs(total(duel, 3, context=(1, 0), suffix=(2,)) - 1) < 1e-9
-    drawn = duel.sample([(1,), (0, 2)] * 4, 5, seed=3)
-    scored = duel.log_prob([Window(c, d.tokens) for c, d in zip([(1,), (0, 2)] * 4, drawn, strict=True)])
-    for d, s in zip(drawn, scored, strict=True):
-        assert d.reveal_steps == s.reveal_steps and d.token_logprobs == pytest.approx(s.token_logprobs, abs=1e-9)
+    [drawn] = duel.sample([(0, 2)], 5, seed=3)
+    same([drawn], duel.log_prob([Window((0, 2), drawn.tokens)]), 1e-9)
 
 
 def test_a_shifted_network_without_seed_first_is_refused():
@@ -328,18 +263,6 @@ def test_a_shifted_network_without_seed_first_is_refused():
     ):
         with pytest.raises(DuelError, match=named):
             refused()
-
-
-@pytest.mark.parametrize("text", ["greedy:k=2", "klass:mu=0.9:nu=0.01", "random:k=1:seed=4"])
-def test_seed_first_in_text(text):
-    rule = rules.parse(f"{text}:seed_first=true")
-    assert str(rule) == f"{rules.parse(text)}:seed_first=True" and rules.parse(str(rule)) == rule
-    assert rules.parse(f"{text}:seed_first=false") == rules.parse(text)
-    assert Options.parse({"rule": text, "seed_first": True}).rule == rule
-    assert (rule.fixed, rule.state_only, rule.dense_memory) == (rule.rule.fixed, rule.rule.state_only, "klass" in text)
-    with pytest.raises(DuelError, match="'seed_first' is true or false"):
-        rules.parse(f"{text}:seed_first=perhaps")
-    assert str(rules.replaced(rules.parse("greedy:seed_first=true"), k=3)) == "greedy:k=3:seed_first=True"
 
 
 # ---------------------------------------------------------------- what has no cache
@@ -362,14 +285,3 @@ def test_networks_that_have_no_cache_are_refused_with_the_reason():
             LoadOptions("demo-mdm", torch.device("cpu"), **arguments)
     assert LoadOptions("demo-mdm", torch.device("cpu"), cache="none").cache is None
     assert Options.parse({"cache": "none"}).cache is None and Options.parse({"cache": "dual"}).cache == "dual"
-
-
-def test_what_is_described():
-    toy = Attends()
-    assert "cache" not in toy.describe() and Cached(toy, "prefix").describe()["cache"] == "prefix"
-    assert DuelEstimator(Cached(toy, "dual"), "greedy:seed_first=true", 2).describe() == {
-        "estimator": "duel",
-        "rule": "greedy:k=1:seed_first=True",
-        "block": 2,
-        "grid": "target",
-    }

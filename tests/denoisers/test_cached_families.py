@@ -3,14 +3,13 @@
 The reference replaces hidden states before every layer of the very network by those of the block's start, with hooks.
 """
 
-import contextlib
 import functools
+import itertools
 
 import pytest
 from attends import reference
 from close import close_nats, same_scores
 from decoder_reference import CASES
-from laws import slow_but
 from networks import DITS, NAMES, TEXTS, check, textbook
 
 from lm_eval_duel import Duel
@@ -24,7 +23,6 @@ from lm_eval_duel.estimators.duel import DuelEstimator
 CACHES = ["prefix", "dual"]
 CACHED = [name for name in NAMES if name in CASES and CASES[name].attention == "bidirectional"]
 CACHED += ["mdlm", "bidirectional", "one-block", "bert", "roberta", "modernbert", *TEXTS]
-QUICK = ["llada", "dream", "mdlm", "roberta", "modernbert"]
 LAYER_NORMS = ["bert", "roberta", "modernbert", "diffugpt", "mmbert"]  # those in float32 remain within a decoder
 
 
@@ -36,8 +34,13 @@ def seeded(denoiser, rule):
     return f"{rule}:seed_first=true" if denoiser.shift else rule
 
 
-@pytest.mark.parametrize("cache", CACHES)
-@pytest.mark.parametrize("name", slow_but(CACHED, QUICK))
+QUICK = list(zip(["llada", "dream", "mdlm", "roberta", "modernbert"], CACHES * 3, strict=False))
+EACH = [
+    each if each in QUICK else pytest.param(*each, marks=pytest.mark.slow) for each in itertools.product(CACHED, CACHES)
+]
+
+
+@pytest.mark.parametrize(("name", "cache"), EACH)
 def test_a_cache_equals_the_plain_reference(family, name, cache):
     network = family(name, **exact(name))
     denoiser, windows, near_ties = network.denoiser, network.windows, 0
@@ -60,11 +63,9 @@ def test_a_cache_equals_the_plain_reference(family, name, cache):
         same_scores(drawn, other.log_prob(rows))
 
 
-@pytest.mark.parametrize("name", slow_but([name for name in CACHED if name not in DITS], ["modernbert"]))
-def test_a_cache_in_bfloat16_follows_its_own_samples(family, name):
-    network = family(name, dtype="bfloat16")
-    cached = Cached(network.denoiser, CACHES[CACHED.index(name) % 2])
-    duel = DuelEstimator(cached, seeded(network.denoiser, "greedy"), 3, batch_size=1)
+def test_a_cache_in_bfloat16_follows_its_own_samples(family):
+    network = family("modernbert", dtype="bfloat16")
+    duel = DuelEstimator(Cached(network.denoiser, "dual"), "greedy", 3, batch_size=1)
     duel.use_single_rows()
     [drawn] = duel.sample([network.windows[0].context], 7, seed=5)
     [scored] = duel.log_prob([Window(network.windows[0].context, drawn.tokens)])
@@ -72,37 +73,21 @@ def test_a_cache_in_bfloat16_follows_its_own_samples(family, name):
     assert scored.token_logprobs == pytest.approx(drawn.token_logprobs, abs=1e-9)
 
 
-@pytest.mark.parametrize("cache", CACHES)
-def test_guidance_and_temperature_go_around_a_cache(family, cache):
+def test_guidance_and_temperature_go_around_a_cache(family):
     network = family("llada", **exact("llada"))
-    cached, windows = Cached(network.denoiser, cache), network.windows[:3]
-    for wrapped in (Warped(cached, 0.7, top_k=5), Guided(cached, 1.5), Warped(Guided(cached, 0.5), 1.3)):
-        duel = Duel(wrapped, "greedy", 3)
-        drawn = duel.sample([w.context for w in windows], 7, seed=5)
-        same_scores(drawn, duel.log_prob([Window(w.context, d.tokens) for w, d in zip(windows, drawn, strict=True)]))
-        assert wrapped.describe()["cache"] == cache
-    for nothing in (Warped(cached, 1.0), Guided(cached, 0.0)):
-        same_scores(Duel(nothing, "greedy", 3).log_prob(windows), Duel(cached, "greedy", 3).log_prob(windows))
+    cached, windows = Cached(network.denoiser, "dual"), network.windows[:3]
+    wrapped = Warped(Guided(cached, 0.5), 1.3, top_k=5)
+    duel = Duel(wrapped, "greedy", 3)
+    drawn = duel.sample([w.context for w in windows], 7, seed=5)
+    same_scores(drawn, duel.log_prob([Window(w.context, d.tokens) for w, d in zip(windows, drawn, strict=True)]))
+    assert wrapped.describe()["cache"] == "dual"
+    nothing = Duel(Warped(Guided(cached, 0.0), 1.0), "greedy", 3)
+    same_scores(nothing.log_prob(windows), Duel(cached, "greedy", 3).log_prob(windows))
 
 
-def test_networks_that_no_cache_can_be_put_in_say_so(family):
+def test_networks_that_no_cache_can_be_put_in_say_so(family, monkeypatch):
     eager = family("modernbert").denoiser
-    with switched(eager.model.config, "_attn_implementation", "eager"), pytest.raises(DuelError, match="cache=dual"):
-        Cached(eager, "dual")
-    for name in (
-        "sedd",
-        "gidd",
-        "esm-2",
-        "sdar",
-        "nemotron-labs-diffusion",
-    ):
+    monkeypatch.setattr(eager.model.config, "_attn_implementation", "eager")
+    for denoiser in (eager, *(family(name).denoiser for name in ("sedd", "gidd", "esm-2", "sdar"))):
         with pytest.raises(DuelError, match="cache=dual"):
-            Cached(family(name).denoiser, "dual")
-
-
-@contextlib.contextmanager
-def switched(owner, name, value):
-    before = getattr(owner, name)
-    setattr(owner, name, value)
-    yield
-    setattr(owner, name, before)
+            Cached(denoiser, "dual")

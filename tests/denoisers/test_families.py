@@ -24,7 +24,7 @@ NEMOTRON = "nemotron-labs-diffusion"
 ALIKE = ("mmada", "d2f-dream", "diffullama", "nemotron-diffusion-research", "a2d-qwen2-bd3lm", "a2d-llama-bd3lm")
 ALIKE += ("stable-diffcoder", "dream-reasoner", "dplm", "distilbert", "one-block", "illada")  # like others here
 FAST = [name for name in NAMES if name not in ALIKE]
-RULES = ["threshold:mu=0.3", "greedy"]
+RULES = ["threshold:mu=0.3", "greedy"]  # by turns: every rule is compared on toys
 
 
 def test_every_family_is_here():
@@ -78,14 +78,14 @@ ENDS += [("gidd", {"bos": "official"})]
 def test_lanes_equal_the_textbook_loop(family, name, options):
     network, near_ties = family(name, **options), 0
     block, windows = "auto" if network.denoiser.block else 4, network.windows
-    for rule in RULES:
-        duel = Duel(network.denoiser, rule, block)
-        together = duel.log_prob(windows)
-        for window, scored in zip(windows, together, strict=True):
-            if scored.near_ties:  # the order is at the mercy of float noise
-                near_ties += 1
-            else:
-                check(scored, textbook(network, rule, window))
+    rule = RULES[ENDS.index((name, options)) % 2]
+    duel = Duel(network.denoiser, rule, block)
+    together = duel.log_prob(windows)
+    for window, scored in zip(windows, together, strict=True):
+        if scored.near_ties:  # the order is at the mercy of float noise
+            near_ties += 1
+        else:
+            check(scored, textbook(network, rule, window))
     assert near_ties <= 1, "choose another seed"
     same_scores(together, Duel(network.denoiser, rule, block, batch_size=1).log_prob(windows[::-1])[::-1])
     contexts = [window.context for window in windows[:3]]
@@ -93,7 +93,7 @@ def test_lanes_equal_the_textbook_loop(family, name, options):
     same_scores(drawn, duel.log_prob([Window(c, d.tokens) for c, d in zip(contexts, drawn, strict=True)]))
 
 
-NARROWED = ["llada", "dream", "llada2", "fast-dllm-v2", "d2f-llada", NEMOTRON]
+NARROWED = ["llada", "llada2", "d2f-llada", NEMOTRON]
 
 
 @pytest.mark.parametrize("name", NARROWED)
@@ -121,8 +121,8 @@ def test_the_last_layer_at_the_wanted_positions_changes_no_number(family, name, 
         assert [s.log_prob for s in scores] == pytest.approx([s.log_prob for s in whole], abs=1e-4)
 
 
-@pytest.mark.parametrize("name", ["rnd1", "dream", "bert"])
-def test_dtypes(tmp_path, family, name):
+@pytest.mark.parametrize("name", ["rnd1", "bert"])
+def test_dtypes(family, name):
     windows = family(name).windows[:3]
     exact = Duel(family(name).denoiser, "left_to_right", 4).log_prob(windows)
     for dtype, tolerance in (("float64", 1e-4), ("bfloat16", 4.0)):
@@ -130,13 +130,6 @@ def test_dtypes(tmp_path, family, name):
         assert str(denoiser.dtype) == f"torch.{dtype}" and denoiser.honours_padding
         scored = Duel(denoiser, "left_to_right", 4).log_prob(windows)
         assert [s.log_prob for s in scored] == pytest.approx([s.log_prob for s in exact], abs=tolerance)
-
-
-def test_rotary_positions_of_encoders_are_those_of_their_configs(family):
-    """Old configs name them otherwise than transformers 5 does."""
-    model = family("mmbert").denoiser.model
-    buffers = [value for key, value in model.named_buffers() if key.endswith("inv_freq") and "original" not in key]
-    assert {round(float(value[1]) ** -4) for value in buffers} == {160_000, 50_000}
 
 
 # ---------------------------------------------------------------- block-causal networks, two forms of which are one
@@ -173,14 +166,6 @@ def test_blocks_count_from_the_target_whatever_the_context(family, monkeypatch):
     assert tail.token_logprobs == close_nats(first.token_logprobs)
     assert network.denoiser.describe()["context"] == "one block"
     assert "context" not in family("sdar").denoiser.describe()
-
-
-def test_a_filled_last_block_is_another_law_than_a_cut_one(family):
-    filled, cut = (family("bd3lm", **more) for more in ({}, {"last_block": "cut"}))
-    values = [Duel(one.denoiser).log_prob(filled.windows) for one in (filled, cut)]
-    assert [abs(a.log_prob - b.log_prob) > 1e-2 for a, b in zip(*values, strict=True)] == [
-        window.length % 4 > 0 for window in filled.windows
-    ]
 
 
 def test_noise_levels_are_laws_and_in_the_spec(family):
@@ -232,12 +217,11 @@ def test_the_ar_baseline_reads_from_left_to_right(backend, tmp_path):
 
 
 @pytest.mark.slow  # compiling takes seconds
-@pytest.mark.parametrize("name", ["sdar", "llada", "dream"])
+@pytest.mark.parametrize("name", ["sdar", "dream"])
 def test_a_compiled_network_sees_what_it_saw(family, name, tmp_path, monkeypatch):
     right = family(name)
     plain_compile = torch.nn.Module.compile
     monkeypatch.setattr(torch.nn.Module, "compile", lambda self, **options: plain_compile(self, backend="eager"))
     denoiser, _, _ = opened(name, tmp_path, compile=True)
-    block = "auto" if denoiser.block else 4
-    compiled = Duel(denoiser, block=block).log_prob(right.windows)
-    same_scores(compiled, Duel(right.denoiser, block=block).log_prob(right.windows))
+    block, windows = "auto" if denoiser.block else 4, right.windows[:1]
+    same_scores(*(Duel(each, block=block).log_prob(windows) for each in (denoiser, right.denoiser)))

@@ -1,16 +1,14 @@
 """Checkpoints with code of their own: today's transformers runs them, and they agree with what runs without them."""
 
-import plain
 import pytest
 import tiny
 import torch
 import transformers
 from close import same_scores
-from own import CONFIG, DREAM, LAYERS, LLADA, LLADA2, LLADA_SIZE, MASK, NATIVE_ROTARY, RND1, SDAR, decoder, llada, write
-from textbook import score
+from own import CONFIG, DREAM, LLADA, LLADA2, LLADA_SIZE, MASK, NATIVE_ROTARY, RND1, SDAR, SIZE, decoder, llada, write
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from lm_eval_duel import Duel, denoisers, rules
+from lm_eval_duel import Duel, denoisers
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.denoisers.hf import remote_code
 from lm_eval_duel.errors import DuelError
@@ -21,25 +19,20 @@ WINDOWS = [
     Window((2,), (8, 8, 20, 31, 6)),
     Window((2, 14, 5, 9, 9, 25), (33, 6, 7)),
 ]
-NET = plain.Net(head=4, layers=LAYERS, theta=500.0)
-LLADA_NET = plain.Net(head=4, kept=4, layers=LAYERS, theta=500.0, keys=plain.LLADA)
 RND1_MAP = {"AutoModel": "modeling_own.RND1", "AutoModelForMaskedLM": "modeling_own.RND1LM"}  # one without a head
 RND1_MAP["AutoConfig"] = "configuration_own.Plain"
 RND1_ENTRIES = {"rope_scaling": False, "auto_map": RND1_MAP, "model_type": "plain"}  # none, said as false
 BLOCKS, SCALED = {"block_size": 4}, {"rope_scaling": {"type": "linear", "factor": 2.0}}
-KINDS = {  # code, class, tensors, config entries, the plain network, and whether what runs without the code compares
-    "llada": (LLADA, "LLaDAModelLM", llada, {"config": LLADA_SIZE}, LLADA_NET, True),
-    "dream": (DREAM, "DreamModel", lambda: decoder(bias=True), {}, NET, True),
-    "dream, tied": (DREAM, "DreamModel", lambda: decoder(True, tied=True), {"tie_word_embeddings": True}, NET, True),
-    "dream, scaled": (DREAM, "DreamModel", lambda: decoder(True), SCALED, None, True),
-    "sdar": (SDAR, "SDARForCausalLM", lambda: decoder(norms=True), BLOCKS, NET, True),
-    "llada2": (LLADA2, "LLaDA2MoeModelLM", decoder, BLOCKS, NET, False),
-    "of no known class": (LLADA2.replace("LLaDA2MoeModelLM", "UnheardOf"), "UnheardOf", decoder, {}, NET, False),
-    "rnd1": (RND1, "RND1LM", lambda: decoder(norms=True), RND1_ENTRIES, NET, False),
-    "rnd1, native rotary": (
-        *(RND1.replace("def turned", NATIVE_ROTARY), "RND1LM", lambda: decoder(norms=True), RND1_ENTRIES),
-        *(NET, False),
-    ),
+NATIVE_RND1 = RND1.replace("def turned", NATIVE_ROTARY)
+KINDS = {  # code, class, tensors, config entries, and the class of transformers if none runs without the code
+    "llada": (LLADA, "LLaDAModelLM", llada, {"config": LLADA_SIZE}, None),
+    "dream, tied": (DREAM, "DreamModel", lambda: decoder(True, tied=True), {"tie_word_embeddings": True}, None),
+    "dream, scaled": (DREAM, "DreamModel", lambda: decoder(True), SCALED, None),
+    "sdar": (SDAR, "SDARForCausalLM", lambda: decoder(norms=True), BLOCKS, None),
+    "llada2": (LLADA2, "LLaDA2MoeModelLM", decoder, BLOCKS, "Llama"),
+    "of no known class": (LLADA2.replace("LLaDA2MoeModelLM", "UnheardOf"), "UnheardOf", decoder, {}, "Llama"),
+    "rnd1": (RND1, "RND1LM", lambda: decoder(norms=True), RND1_ENTRIES, "Qwen3"),
+    "rnd1, native rotary": (NATIVE_RND1, "RND1LM", lambda: decoder(norms=True), RND1_ENTRIES, "Qwen3"),
 }
 SAME = ("attention", "shift", "mask_id", "max_length", "published_block", "block", "bos", "relative_positions")
 
@@ -50,8 +43,8 @@ def load(path, own=True, **options):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_own_code_equals_the_plain_network_and_what_runs_without_it(tmp_path, kind):
-    code, name, make, entries, net, has_native = KINDS[kind]
+def test_own_code_equals_what_runs_without_it(tmp_path, kind):
+    code, name, make, entries, twin = KINDS[kind]
     tensors = make()
     path = write(tmp_path, code, name, tensors, **entries)
     options = {"attention": "block_causal", "block": 4} if kind == "of no known class" else {}
@@ -63,41 +56,20 @@ def test_own_code_equals_the_plain_network_and_what_runs_without_it(tmp_path, ki
     assert type(own.model).__name__ == own.describe()["denoiser"] == name
     assert own.shift == ("dream" in kind) and (own.block == 4) == (own.attention == "block_causal")
     assert own.honours_padding == (own.attention == "block_causal" or kind == "llada")
-    duels = [Duel(own, "greedy", own.block or 4)]
-    for last_block in ("fill", "cut") if kind == "sdar" else ("fill",):
-        denoiser = own if last_block == "fill" else load(path, last_block="cut")
-        for rule in ("greedy", "threshold:mu=0.3") if net else ():
-            for window, scored in zip(WINDOWS, Duel(denoiser, rule, own.block or 4).log_prob(WINDOWS), strict=True):
-                _, steps, nats, greedy, nfe = score(
-                    lambda row: plain.logits(
-                        net, tensors, row.tolist(), own.block and plain.block_causal(len(row), own.block)
-                    ).roll(own.shift, 0),
-                    *(MASK, own.excluded, rules.parse(rule), 4, window, "row" if own.block else "target"),
-                    sees=last_block if own.block else None,
-                )
-                assert scored.near_ties == 0, "choose another seed: the order is at the mercy of float noise here"
-                assert (scored.reveal_steps, scored.is_greedy, scored.nfe) == (steps, greedy, nfe)
-                assert scored.token_logprobs == pytest.approx(nats, abs=1e-4)
-    contexts = [window.context for window in WINDOWS]
-    drawn = duels[0].sample(contexts, 7)
-    windows = [Window(context, sample.tokens) for context, sample in zip(contexts, drawn, strict=True)]
-    same_scores([duels[0].log_prob([window])[0] for window in windows], drawn)
-    if has_native:
+    if twin:
+        (tmp_path / "twin").mkdir()
+        config = {**SIZE, "architectures": [f"{twin}ForCausalLM"], "model_type": twin.lower()}
+        alike = {"attention": own.attention, "mask_token_id": MASK, "block": own.block}
+        native = load(write(tmp_path / "twin", "", "", tensors, config), own=False, **alike)
+    else:
         native = load(path, own=False)
-        assert [getattr(own, name) for name in SAME] == [getattr(native, name) for name in SAME]
-        same_scores(*(Duel(denoiser, "greedy", own.block or 4).log_prob(WINDOWS) for denoiser in (own, native)))
-        assert "ForCausalLM" in native.describe()["denoiser"]
+        assert [getattr(own, each) for each in SAME] == [getattr(native, each) for each in SAME]
         assert own.describe()["weights"] != native.describe()["weights"], "the code is part of the spec"
-    if kind == "dream":
-        assert load(path, shift_logits=False).shift == 0
-        with pytest.raises(DuelError, match="Window 0 needs a context"):
-            Duel(own, "greedy", 4).log_prob([Window((), (8, 9))])
-        exact = Duel(own, "l2r", 4).log_prob(WINDOWS)
-        for dtype, rough in (("bfloat16", 1.0), ("float64", 1e-4)):
-            other = load(path, dtype=dtype)
-            assert str(other.dtype) == f"torch.{dtype}" and torch.get_default_dtype() == torch.float32
-            scored = Duel(other, "l2r", 4).log_prob(WINDOWS)
-            assert [s.log_prob for s in scored] == pytest.approx([s.log_prob for s in exact], abs=rough)
+    duel, other = (Duel(denoiser, "threshold:mu=0.3", own.block or 4) for denoiser in (own, native))
+    same_scores(duel.log_prob(WINDOWS), other.log_prob(WINDOWS))
+    contexts = [window.context for window in WINDOWS]
+    windows = [Window(c, drawn.tokens) for c, drawn in zip(contexts, duel.sample(contexts, 7), strict=True)]
+    same_scores([duel.log_prob([window])[0] for window in windows], other.log_prob(windows))
 
 
 def test_rows_of_one_call_may_know_different_numbers_of_clean_blocks(tmp_path):

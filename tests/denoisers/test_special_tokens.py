@@ -1,12 +1,11 @@
 """The Python interface at the level of ids: what it warns of, and what it refuses."""
 
 import math
+from pathlib import Path
 
 import pytest
 import tiny
-import torch
 from harness_requests import ask
-from toys import Toy
 
 from lm_eval_duel import Duel, denoisers
 from lm_eval_duel.core.windows import Window
@@ -27,9 +26,6 @@ def warnings(caplog):
     return [record.getMessage() for record in caplog.records if WARNING in record.getMessage()]
 
 
-# ---------------------------------------------------------------- windows without the special tokens of a text
-
-
 def test_a_window_without_its_bos_is_warned_of_once(caplog):
     denoiser = denoisers.load("demo-bd", device="cpu")
     (before, after) = denoiser.special_tokens
@@ -47,14 +43,13 @@ def test_a_window_without_its_bos_is_warned_of_once(caplog):
 
 
 def test_what_the_advice_says_is_what_the_harness_scores(folder, caplog):
-    for name in ("demo-bd", folder):
-        lm = DuelMDM(pretrained=name, device="cpu")
-        denoiser = denoisers.load(name, device="cpu")
-        (before, after), ids = denoiser.special_tokens, lm.tok_encode("a b c d")
-        scored = Duel(denoiser, "greedy").log_prob([Window(before, ids, after)])[0]
-        assert lm.loglikelihood_rolling(ask("loglikelihood_rolling", ("a b c d",))) == [
-            pytest.approx(scored.log_prob, abs=1e-4)
-        ]
+    lm = DuelMDM(pretrained=folder, device="cpu")
+    (before, after), ids = lm.denoiser.special_tokens, lm.tok_encode("a b c d")
+    scored = Duel(lm.denoiser, "greedy").log_prob([Window(before, ids, after)])[0]
+    answers = lm.loglikelihood_rolling(ask("loglikelihood_rolling", ("a b c d",), ("",), ("d " * 40,)))
+    assert answers[0] == pytest.approx(scored.log_prob, abs=1e-4)
+    lm.loglikelihood(ask("loglikelihood", ("", "a"), ("a b", " c")))
+    lm.generate_until(ask("generate_until", ("", {"max_gen_toks": 4}), ("a b", {"max_gen_toks": 4})))
     assert not warnings(caplog)
     wrapped = denoisers.load(folder, device="cpu", cfg_scale=0.5, temperature=0.7)
     assert wrapped.special_tokens == ((2,), (3,))
@@ -69,17 +64,7 @@ def test_no_warning_where_none_are_expected(folder, tmp_path, caplog):
         denoiser = denoisers.load(path, device="cpu", **options)
         assert denoiser.special_tokens is None
         Duel(denoiser, "greedy").log_prob([Window((), (6, 7))])
-    Duel(Toy(), "greedy").log_prob([Window((), (1, 2))])
-    for name, options in (("demo-bd", {}), (folder, {"bos": "none"}), (folder, {"bos": "official"})):
-        lm = DuelMDM(pretrained=name, rule="greedy:k=8", device="cpu", verify=1, **options)
-        lm.loglikelihood_rolling(ask("loglikelihood_rolling", ("a b c",), ("",), ("d " * 40,)))
-        if options != {"bos": "official"}:
-            lm.loglikelihood(ask("loglikelihood", ("", "a"), ("a b", " c")))
-            lm.generate_until(ask("generate_until", ("", {"max_gen_toks": 4}), ("a b", {"max_gen_toks": 4})))
     assert not warnings(caplog)
-
-
-# ---------------------------------------------------------------- networks in memory
 
 
 def test_networks_in_memory_are_refused_by_name(folder):
@@ -88,19 +73,11 @@ def test_networks_in_memory_are_refused_by_name(folder):
         ("'pretrained' .*BertForMaskedLM", lambda: DuelMDM(pretrained=model, tokenizer=tokenizer)),
         ("'tokenizer' ", lambda: DuelMDM(pretrained=folder, tokenizer=tokenizer)),
         ("'name' .*BertForMaskedLM", lambda: denoisers.load(model)),
-        ("'peft' .*Linear", lambda: Options.parse({"peft": torch.nn.Linear(2, 2)})),
     ):
         with pytest.raises(DuelError, match=f"^{name}"):
             refused()
-
-
-def test_names_of_every_kind(folder, tmp_path):
-    from pathlib import Path
-
     assert denoisers.load(Path(folder), device="cpu").mask_id == 4
-    assert Options.parse({"pretrained": Path(folder)}).pretrained == folder
     assert Options.parse({"pretrained": 2024}).pretrained == "2024"  # the harness reads a number
-    assert Options.parse({"pretrained": "none", "tokenizer": None}).pretrained is None
 
 
 def test_factors_of_logits_that_overflow_are_refused_and_the_largest_are_finite(folder):
@@ -108,6 +85,6 @@ def test_factors_of_logits_that_overflow_are_refused_and_the_largest_are_finite(
         for value in values:
             with pytest.raises(DuelError, match=f"'{name}'"):
                 Options.parse({name: value})
-    for options in ({"temperature": 1e-20}, {"temperature": 1e20}, {"cfg_scale": 1e20}):
+    for options in ({"temperature": 1e-20}, {"cfg_scale": 1e20}):
         duel = Duel(denoisers.load(folder, device="cpu", **options), "greedy")
         assert Options.parse(options) and math.isfinite(duel.log_prob([Window((2,), (6, 7), (3,))])[0].log_prob)
