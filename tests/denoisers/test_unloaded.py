@@ -40,7 +40,8 @@ def test_a_network_without_weights_is_of_the_kind_and_size_of_the_loaded_one(tmp
     network = {**options, **others}
     tokenizer = network.pop("tokenizer", None)
     denoiser = load(path, device="cpu", tokenizer=tokenizer, **network)
-    planned = unloaded.read(path, network, tokenizer or load_tokenizer({"pretrained": path}))
+    words = tokenizer if tokenizer or name == "sedd" else load_tokenizer({"pretrained": path})
+    planned = unloaded.read(path, network, words)
     assert {kind: getattr(planned, kind) for kind in KINDS} == {kind: getattr(denoiser, kind) for kind in KINDS}
     weights = (getattr(denoiser, "model", None) or denoiser.network).parameters()
     assert planned.size.parameters == sum(weight.numel() for weight in weights)
