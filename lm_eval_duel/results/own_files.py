@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from lm_eval_duel import strict_json
 from lm_eval_duel.errors import DuelError
 
 SUFFIXES = (".html", ".md", ".csv", ".json", ".yaml", ".tex", ".png", ".svg", ".pdf")
@@ -49,7 +50,7 @@ class OwnFiles:
     `format`: the listing's entry of that name, "lm_eval_duel report" or "lm_eval_duel leaderboard".
     """
 
-    folder: Path
+    folder: str | Path
     format: str
 
     @property
@@ -58,7 +59,7 @@ class OwnFiles:
 
     def earlier(self) -> set[str]:
         """The files of an earlier run; raises DuelError if `listing` is a file of another program."""
-        file = self.folder / self.listing
+        file = Path(self.folder, self.listing)
         if not file.exists():
             return set()
         try:
@@ -74,21 +75,24 @@ class OwnFiles:
         inside = [path for path in paths if not path.is_absolute() and ".." not in path.parts]
         return {str(path) for path in inside if path.suffix in SUFFIXES}
 
-    def write(self, contents: Mapping[str, bytes]) -> None:
-        """Write files, `listing` first, since it names the others, and remove those of an earlier run.
+    def write(self, content: Mapping[str, Any], others: Mapping[str, str | bytes]) -> list[str]:
+        """Write `content` as `listing`, first, since it names the others; remove files of an earlier run; return names.
 
         Raises DuelError, and leaves the folder unchanged, if a file there does not belong to an earlier run.
         """
-        earlier = self.earlier()
-        if foreign := [name for name in contents if name not in earlier and (self.folder / name).exists()]:
+        names, earlier = [self.listing, *others], self.earlier()
+        if foreign := [name for name in names if name not in earlier and Path(self.folder, name).exists()]:
             raise DuelError(
                 f"--out {self.folder} holds {', '.join(foreign)}, which no {self.format.split()[-1]} there lists as "
                 "its own: nothing was written. Name another folder, or move these files."
             )
-        for name in sorted(contents, key=lambda name: name != self.listing):
-            (self.folder / name).parent.mkdir(parents=True, exist_ok=True)
-            part = self.folder / f"{name}.part"
-            part.write_bytes(contents[name])
-            part.replace(self.folder / name)  # a kill leaves no half file
-        for name in earlier - contents.keys():
-            (self.folder / name).unlink(missing_ok=True)
+        listing = strict_json.dumps({"format": self.format, **content, "files": names}) + "\n"
+        for name, text in {self.listing: listing, **others}.items():
+            file = Path(self.folder, name)
+            file.parent.mkdir(parents=True, exist_ok=True)
+            part = file.with_name(f"{file.name}.part")
+            part.write_bytes(text if isinstance(text, bytes) else text.encode())
+            part.replace(file)  # a kill leaves no half file
+        for name in earlier - set(names):
+            Path(self.folder, name).unlink(missing_ok=True)
+        return names

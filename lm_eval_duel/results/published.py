@@ -10,17 +10,21 @@ whether a figure is a bound. `table` and `recipes` (separated by spaces) are for
 from __future__ import annotations
 
 import csv
+import dataclasses
 import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from lm_eval_duel.arguments import number
 from lm_eval_duel.errors import DuelError, unknown
 from lm_eval_duel.estimators import registry
 from lm_eval_duel.rates import METRICS
+from lm_eval_duel.results.own_files import whole
 
 PAPER = "paper"  # on the command line: the paper's tables, which come with the package
 PAPER_FILE = Path(__file__).resolve().parent.parent / "recipes" / "published.csv"
+POSITIVE = dataclasses.replace(number("a number from 0 up", lambda x: 0 <= x < math.inf), nothing=())
 NEEDED = ("model", "estimator", "task", "metric", "value", "source")
 OPTIONAL = ("rule", "block", "cache", "stderr", "note", "table", "recipes")
 UNCHECKED = (
@@ -40,32 +44,26 @@ def read(names: Iterable[str]) -> list[dict[str, Any]]:
 
 
 def _file(file: Path, name: str) -> list[dict[str, Any]]:
-    try:
+    with whole(file, f"a CSV file of published figures (or {PAPER})"):
         reader = csv.DictReader(file.read_text(encoding="utf-8-sig").splitlines(), strict=True)
-    except (OSError, UnicodeDecodeError) as error:
-        raise DuelError(
-            f"--published {name} cannot be read ({type(error).__name__}: {error}); name a CSV file, or {PAPER} for the "
-            "paper's tables."
-        ) from None
-    figures = []
-    try:
-        for column in (header := reader.fieldnames or ()):
-            if column not in (*NEEDED, *OPTIONAL):
-                raise unknown("column", column, (*NEEDED, *OPTIONAL))
-        if missing := [column for column in NEEDED if column not in header]:
-            raise DuelError(f"there is no column {', '.join(missing)}; needed are {', '.join(NEEDED)}.")
-        for line in reader:
-            if None in line or None in line.values():
-                raise DuelError("there are more or fewer cells than the first line has columns.")
-            figures.append(_figure(line))
-    except (DuelError, csv.Error) as error:
-        raise DuelError(f"{name}, line {reader.line_num}: {error}") from None
+        figures = []
+        try:
+            header = reader.fieldnames or ()
+            if other := [column for column in header if column not in (*NEEDED, *OPTIONAL)]:
+                raise unknown("column", other[0], (*NEEDED, *OPTIONAL))
+            if missing := [column for column in NEEDED if column not in header]:
+                raise DuelError(f"there is no column {', '.join(missing)}; needed are {', '.join(NEEDED)}.")
+            figures += map(_figure, reader)
+        except (DuelError, csv.Error) as error:
+            raise DuelError(f"{name}, line {reader.line_num}: {error}") from None
     return figures
 
 
-def _figure(line: Mapping[str, Any]) -> dict[str, Any]:
+def _figure(line: Mapping[Any, Any]) -> dict[str, Any]:
     """A checked figure."""
-    entries = {column: (line.get(column) or "").strip() for column in (*NEEDED, *OPTIONAL)}
+    if None in line or None in line.values():
+        raise DuelError("there are more or fewer cells than the first line has columns.")
+    entries = {column: line.get(column, "").strip() for column in (*NEEDED, *OPTIONAL)}
     if empty := [column for column in NEEDED if not entries[column]]:
         raise DuelError(f"{empty[0]} is empty.")
     if entries["metric"] not in METRICS:
@@ -75,20 +73,10 @@ def _figure(line: Mapping[str, Any]) -> dict[str, Any]:
         "estimator": entry.name,
         "display": entry.display,
         "kind": KINDS.get(entry.kind, "estimate"),
-        "value": _positive(entries, "value"),
+        "value": POSITIVE("value", entries["value"]),
         "printed": entries["value"],
-        "stderr": _positive(entries, "stderr") if entries["stderr"] else None,
+        "stderr": POSITIVE("stderr", entries["stderr"]) if entries["stderr"] else None,
     }
-
-
-def _positive(entries: Mapping[str, str], column: str) -> float:
-    try:
-        number = float(entries[column])
-    except ValueError:
-        number = math.nan
-    if not 0 <= number < math.inf:
-        raise DuelError(f"{column} is '{entries[column]}', not a number from 0 up.")
-    return number
 
 
 def tables(figures: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:

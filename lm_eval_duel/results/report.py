@@ -8,7 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from lm_eval_duel import strict_json
 from lm_eval_duel.arguments import TRUTH, choice
 from lm_eval_duel.command_line import Flag, Parser
 from lm_eval_duel.errors import DuelError, usage
@@ -107,7 +106,6 @@ def collect(options: argparse.Namespace) -> dict[str, Any]:
         raise DuelError("Nothing to compare: RESULTS holds no perplexity other than those of the --ar result.")
     tasks = {name: compare.task(name, runs, options.metric, options.as_published, options.pairs) for name in names}
     return {
-        "format": FORMAT,
         "version": 1,
         "ar": [run.name for run in runs if run.baseline],
         "notes": notes,
@@ -123,7 +121,6 @@ def collect(options: argparse.Namespace) -> dict[str, Any]:
             if run.tasks or any(task.scores for task in run.others.values())
         ],
         "figures": [],
-        "files": [],
     }
 
 
@@ -177,7 +174,7 @@ def _traces(runs: Sequence[read.Run], named: Sequence[str], notes: list[str]) ->
     return [traces.attach(run) for run in runs], [traces.summary(path, label) for path, label in labels.items()]
 
 
-def write(report: dict[str, Any], folder: Path, formats: Sequence[str] = ("png",), width: float | None = None) -> None:
+def write(report: dict[str, Any], folder: str, formats: Sequence[str] = ("png",), width: float | None = None) -> None:
     """Write the report's files and enter their names in `report`. Files of an earlier report are removed.
 
     `formats` and `width` (in inches) are those of the figures.
@@ -189,18 +186,15 @@ def write(report: dict[str, Any], folder: Path, formats: Sequence[str] = ("png",
         report["figures"], images = figures.draw(report, formats, width)
     else:
         report["notes"].append(figures.MISSING)
-    bodies = report_files.bodies(report)
-    report["folder"] = str(folder)
-    own = OwnFiles(folder, FORMAT)
-    report["files"] = [own.listing, "report.md", *bodies, *images]
-    texts = {own.listing: strict_json.dumps(plain(report)) + "\n", "report.md": report_files.page(report), **bodies}
-    own.write({name: text.encode() for name, text in texts.items()} | images)
+    report["folder"] = folder
+    texts = {"report.md": report_files.page(report), **report_files.bodies(report)}
+    report["files"] = OwnFiles(folder, FORMAT).write(plain(report), texts | images)
 
 
 def main(arguments: Sequence[str]) -> None:
     """Write a report and print its tables: `lm-eval-duel report`."""
     options = parse(arguments)
-    OwnFiles(Path(options.out), FORMAT).earlier()
+    OwnFiles(options.out, FORMAT).earlier()
     report = collect(options)
-    write(report, Path(options.out), options.figures, options.width)
+    write(report, options.out, options.figures, options.width)
     print(report_files.console(report))

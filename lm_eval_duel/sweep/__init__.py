@@ -5,10 +5,9 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
-from lm_eval_duel import signals, strict_json
+from lm_eval_duel import signals
 from lm_eval_duel.command_line import INTERRUPTED
 from lm_eval_duel.results.own_files import OwnFiles
 from lm_eval_duel.sweep.arguments import parse
@@ -19,7 +18,7 @@ FORMAT = "lm_eval_duel sweep"
 def main(arguments: Sequence[str]) -> None:
     """Run a sweep and print its tables: `lm-eval-duel sweep`."""
     options = parse(arguments)
-    OwnFiles(Path(options.out), FORMAT).earlier()
+    OwnFiles(options.out, FORMAT).earlier()
     # torch and the harness are imported only after the arguments have been checked
     from lm_eval_duel.sweep.run import Sweep
 
@@ -51,7 +50,6 @@ def write(report: dict[str, Any], options: argparse.Namespace) -> str:
     else:
         report["notes"].append(figures.MISSING)
     page = tables.markdown(report)
-    report |= {"format": FORMAT, "folder": options.out, "files": ["sweep.md", "sweep.json", *images]}
-    texts = {"sweep.md": page, "sweep.json": strict_json.dumps(report) + "\n"}
-    OwnFiles(Path(options.out), FORMAT).write({name: text.encode() for name, text in texts.items()} | images)
+    report["folder"] = options.out
+    report["files"] = OwnFiles(options.out, FORMAT).write(report, {"sweep.md": page, **images})
     return page

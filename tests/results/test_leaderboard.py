@@ -269,7 +269,7 @@ def test_published_figures_have_tables_of_their_own(tmp_path):
     "lines, message",
     [
         ("model,estimator,task,metric,value,sauce\n", "Unknown column 'sauce'. Did you mean source"),
-        ("H\nA,duel,t,token_perplexity,x,s\n", "line 2: value is 'x', not a number"),
+        ("H\nA,duel,t,token_perplexity,x,s\n", "line 2: 'value' is a number"),
         ("H\nA,dule,t,token_perplexity,3,s\n", "line 2: Unknown estimator 'dule'. Did you mean duel"),
         ("H\nA,duel,t,token_perplexity,3\n", "line 2: there are more or fewer cells"),
         ("H\nA,duel,t,token_perplexity,3,s,more\n", "line 2: there are more or fewer cells"),

@@ -15,7 +15,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from lm_eval_duel import strict_json
 from lm_eval_duel.arguments import COUNT, MISSING, TEXT, TRUTH, number
 from lm_eval_duel.cli.paper import forecast, jobs, recipes, verdict
 from lm_eval_duel.cli.where import where
@@ -40,16 +39,31 @@ def main(arguments: Sequence[str]) -> None:
     if options.plan:
         print(forecast.table(options))
         return
-    failures: dict[Path, str] = {}  # by the job's path
+    every = recipes.jobs(options.lines)
+    finished = {path: job.finished for path, job in every.items()}  # the results file, if there is one
+    lines = [verdict.described(line, finished[line.path], "", options.tolerance) for line in options.lines]
+    failed = 0
+    write(options, lines)
     try:
-        _run(options, failures)
+        for n, (path, job) in enumerate(every.items(), 1):
+            label = f"[{n}/{len(every)}] {job.row} {job.task}"
+            if finished[path]:
+                print(f"{label}: finished before", flush=True)
+                continue
+            print(f"{label} (progress: {PROGRAM} so-far {job.path('cache')})", flush=True)
+            if why := jobs.run(job, options):
+                failed += 1
+                print(f"{label}: FAILED: {why}", flush=True)
+            file = job.finished
+            for at, line in enumerate(options.lines):
+                if line.path == path:
+                    lines[at] = verdict.described(line, file, why, options.tolerance)
+            write(options, lines)
     finally:  # what is finished is shown after Ctrl-C, too
-        content = write(options, failures)
-        print(verdict.terminal(content, options.tolerance))
+        print(verdict.terminal(lines, options.tolerance))
         print(f"\nwrote {options.out}/paper.md and {options.out}/paper.json", flush=True)
-    if failures:
-        count = len(recipes.jobs(options.lines))
-        raise DuelError(f"{len(failures)} of {count} runs failed; their logs are in {options.out}/runs.")
+    if failed:
+        raise DuelError(f"{failed} of {len(every)} runs failed; their logs are in {options.out}/runs.")
 
 
 @usage()
@@ -97,29 +111,8 @@ def _weights(text: str) -> tuple[str, dict[str, Any]]:
     return name, arguments
 
 
-def _run(options: argparse.Namespace, failures: dict[Path, str]) -> None:
-    """Run every job that is not finished. `failures` gets why those that failed did."""
-    every = recipes.jobs(options.lines)
-    write(options, failures)
-    for n, (path, job) in enumerate(every.items(), 1):
-        label = f"[{n}/{len(every)}] {job.row} {job.task}"
-        if job.finished:
-            print(f"{label}: finished before", flush=True)
-            continue
-        print(f"{label} (progress: {PROGRAM} so-far {job.path('cache')})", flush=True)
-        if why := jobs.run(job, options):
-            failures[path] = why
-            print(f"{label}: FAILED: {why}", flush=True)
-        write(options, failures)
-
-
-def write(options: argparse.Namespace, failures: dict[Path, str]) -> list[dict[str, Any]]:
-    """Write paper.md and paper.json, and return their lines; raises DuelError for such files that are not ours."""
-    tolerance = options.tolerance
-    lines = [verdict.described(line, failures.get(line.job.path("runs"), ""), tolerance) for line in options.lines]
+def write(options: argparse.Namespace, lines: Sequence[dict[str, Any]]) -> None:
+    """Write paper.md and paper.json; raises DuelError for such files that are not ours."""
     date = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
-    body = {"format": FORMAT, "version": 1, "date": date, "tolerance_percent": tolerance, "lines": lines}
-    texts = {"paper.md": verdict.page(lines, tolerance)}
-    texts["paper.json"] = strict_json.dumps({**body, "files": ["paper.md", "paper.json"]}) + "\n"
-    OwnFiles(Path(options.out), FORMAT).write({name: text.encode() for name, text in texts.items()})
-    return lines
+    content = {"version": 1, "date": date, "tolerance_percent": options.tolerance, "lines": lines}
+    OwnFiles(options.out, FORMAT).write(content, {"paper.md": verdict.page(lines, options.tolerance)})

@@ -85,6 +85,11 @@ class Line:
     job: Job
     figure: Mapping[str, Any]
 
+    @property
+    def path(self) -> Path:
+        """Of the job, which is equal for equal jobs."""
+        return self.job.path("runs")
+
 
 def missing_folder(name: str) -> bool:
     """Whether a checkpoint's name is a path where nothing is; a hub name has one slash at most."""
@@ -93,7 +98,7 @@ def missing_folder(name: str) -> bool:
 
 def jobs(lines: Iterable[Line]) -> dict[Path, Job]:
     """The jobs of lines, each once, by the path of its configuration."""
-    return {line.job.path("runs"): line.job for line in lines}
+    return {line.path: line.job for line in lines}
 
 
 def lines(options: argparse.Namespace) -> list[Line]:

@@ -109,9 +109,9 @@ def judge(line: Line, result: Measured, tolerance: float) -> tuple[str, float | 
     return AGREES if abs(result.measured - line.figure["value"]) <= allowed else DIFFERS, allowed, ""
 
 
-def described(line: Line, failed: str, tolerance: float) -> dict[str, Any]:
-    """A line of the table, for JSON. `failed`: why its job failed, if it did."""
-    figure, job, result, file = line.figure, line.job, None, line.job.finished
+def described(line: Line, file: Path | None, failed: str, tolerance: float) -> dict[str, Any]:
+    """A line of the table, for JSON. `file`: the results of its job; `failed`: why there are none, if it was run."""
+    figure, job, result = line.figure, line.job, None
     verdict, allowed, why = None, None, failed
     if file is not None:
         try:

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from lm_eval_duel import strict_json
 from lm_eval_duel.arguments import TEXT, whole
 from lm_eval_duel.command_line import PATH, Flag, Parser
 from lm_eval_duel.errors import DuelError, usage
@@ -21,6 +20,7 @@ from lm_eval_duel.results.own_files import OwnFiles
 from lm_eval_duel.results.records import plain
 from lm_eval_duel.results.report import check_files, left_out, read_runs
 
+FORMAT = "lm_eval_duel leaderboard"
 MAIN = ("index.html", "leaderboard.md", "leaderboard.csv", "leaderboard.json")
 EPILOG = """\
 Prints ranks and perplexities. Writes index.html (one file that opens from disk, without a network), leaderboard.md,
@@ -105,7 +105,6 @@ def write(content: Board, options: argparse.Namespace) -> list[str]:
 
     Raises DuelError, and leaves the folder unchanged, if a file there does not belong to an earlier leaderboard.
     """
-    own = OwnFiles(Path(options.out), board.FORMAT)
     written = {
         "index.html": page.html(content),
         "leaderboard.md": views.page(content),
@@ -113,17 +112,14 @@ def write(content: Board, options: argparse.Namespace) -> list[str]:
         **exports.every_eval_ever(content, options.organization),
         **exports.eval_results(content, exports.benchmarks(options.benchmark)),
     }
-    written[own.listing] = strict_json.dumps(plain(replace(content, files=[own.listing, *written]))) + "\n"
-    own.write({name: text.encode() for name, text in written.items()})
-    return [own.listing, *(name for name in written if name != own.listing)]
+    return OwnFiles(options.out, FORMAT).write({"version": 1, **plain(content)}, written)
 
 
 def main(arguments: Sequence[str]) -> None:
     """Write a leaderboard and print its table: `lm-eval-duel leaderboard`."""
     options = parse(arguments)
-    OwnFiles(Path(options.out), board.FORMAT).earlier()
+    OwnFiles(options.out, FORMAT).earlier()
     content = collect(options)
-    written = write(content, options)
+    several = len(write(content, options)) - len(MAIN)
     print(views.console(content))
-    several = len(written) - len(MAIN)
     print(f"wrote to {options.out}: {', '.join(MAIN)}{f' and {several} exports' if several else ''}")

@@ -11,15 +11,14 @@ from typing import Any, ClassVar
 
 from lm_eval_duel.estimators import registry
 from lm_eval_duel.results import compare, run_cost
-from lm_eval_duel.results.leaderboard import provenance
 from lm_eval_duel.results.leaderboard.columns import TaskColumn
+from lm_eval_duel.results.leaderboard.provenance import Provenance
 from lm_eval_duel.results.read import Run
 from lm_eval_duel.results.records import Average, Row, entries
 from lm_eval_duel.results.rows import NON_IDENTITY_KEYS
 from lm_eval_duel.results.table import WORDS
 from lm_eval_duel.rules.tables import sort_key, without_defaults
 
-FORMAT = "lm_eval_duel leaderboard"
 KINDS = {  # of a row: what is said about it
     "exact": "an exact likelihood",
     "estimate": "an estimate of a likelihood; +- is its own standard error",
@@ -156,18 +155,21 @@ class BoardRow:
     fingerprint = property(
         lambda self: ", ".join(dict.fromkeys(run.fingerprint for run in self.runs if run.fingerprint))
     )
-    parameters = property(lambda self: next(filter(None, map(provenance.parameters, self.runs)), None))
-    date = property(lambda self: max(map(provenance.date, self.runs)))
     files = property(lambda self: [run.name for run in self.runs])
-    commands = property(lambda self: [*dict.fromkeys(map(provenance.command, self.runs))])
-    datasets = property(lambda self: functools.reduce(dict.__or__, map(provenance.datasets, self.runs)))
+    parameters = property(lambda self: next(filter(None, (origin.parameters for origin in self.provenance)), None))
+    date = property(lambda self: max(origin.date for origin in self.provenance))
+    commands = property(lambda self: [*dict.fromkeys(origin.command for origin in self.provenance)])
+    datasets = property(lambda self: {k: v for origin in self.provenance for k, v in origin.datasets.items()})
+
+    @functools.cached_property
+    def provenance(self) -> list[Provenance]:
+        return [*map(Provenance.from_run, self.runs)]
 
     @property
     def versions(self) -> dict[str, str]:
         every: dict[str, dict[str, None]] = {}
-        for run in self.runs:
-            for name, version in provenance.versions(run).items():
-                every.setdefault(name, {})[version] = None
+        for name, version in (item for origin in self.provenance for item in origin.versions.items()):
+            every.setdefault(name, {})[version] = None
         return {name: ", ".join(versions) for name, versions in every.items()}
 
     @property
@@ -196,13 +198,22 @@ class Board:
     documents: list[dict[str, Any]]
     notes: list[str]
     date: str
-    format: str = FORMAT
-    version: int = 1
-    files: list[str] = dataclasses.field(default_factory=list)  # that belong to it
 
     JSON: ClassVar = (
-        *("format", "version", "title", "metric", "unit", "ar", "mean_of", "by", "columns", "rows", "published"),
-        *("documents", "notes", "date", "files"),
+        *(
+            "title",
+            "metric",
+            "unit",
+            "ar",
+            "mean_of",
+            "by",
+            "columns",
+            "rows",
+            "published",
+            "documents",
+            "notes",
+            "date",
+        ),
     )
 
     @property

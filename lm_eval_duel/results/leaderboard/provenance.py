@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
-import functools
 import json
 import shlex
-from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from collections.abc import Mapping
+from typing import Any
 
 from lm_eval_duel.results.own_files import whole
 from lm_eval_duel.results.read import MODEL, RESULTS, Run
 
-T = TypeVar("T")
 SEEDS = {"random_seed": 0, "numpy_seed": 1234, "torch_seed": 1234, "fewshot_seed": 1234}  # of --seed
 TASK_FOLDER = '"$(lm-eval-duel tools where tasks)"'
 OF_TASKS = ("version", "corpus", "config_source")  # entries of a task's metadata that are its own, not the user's
@@ -21,48 +20,35 @@ IN_PYTHON = "no command: the model was made in Python"
 DATASET = {"path": "dataset_path", "name": "dataset_name", "split": "test_split"}
 
 
-def _of_whole_file(read: Callable[[Run], T]) -> Callable[[Run], T]:
-    """Raise a DuelError that names the run's file, for an entry that lm_eval does not write."""
+@dataclasses.dataclass(frozen=True)
+class Provenance:
+    """Where a run comes from. `parameters`: of the network, if known; `date`: ISO 8601, UTC; `datasets`: by task."""
 
-    @functools.wraps(read)
-    def reading(run: Run) -> T:
+    versions: dict[str, str]
+    date: str
+    parameters: int | None
+    datasets: dict[str, dict[str, str]]  # path, name and split, if the task names a data set of the hub
+    command: str
+
+    @classmethod
+    def from_run(cls, run: Run) -> Provenance:
+        """Raises DuelError that names the run's file, for an entry that lm_eval does not write."""
         with whole(run.file, RESULTS):
-            return read(run)
-
-    return reading
-
-
-@_of_whole_file
-def versions(run: Run) -> dict[str, str]:
-    """The releases that made a result."""
-    duel = run.content["config"].get("duel") or {}
-    others = {name: run.content.get(f"{name}_version") for name in ("lm_eval", "transformers")}
-    own = {name: str(version or "unknown") for name, version in (duel.get("versions") or {}).items()}
-    return {**own, **{name: str(version) for name, version in others.items() if version and name not in own}}
-
-
-@_of_whole_file
-def date(run: Run) -> str:
-    """When a result was made: ISO 8601, UTC."""
-    return datetime.datetime.fromtimestamp(run.date, datetime.timezone.utc).isoformat(timespec="seconds")
+            content, config = run.content, run.content["config"]
+            duel = config.get("duel") or {}
+            own = {name: str(version or "unknown") for name, version in (duel.get("versions") or {}).items()}
+            others = {name: content.get(f"{name}_version") for name in ("lm_eval", "transformers")}
+            configs = {name: content.get("configs", {}).get(task.key, {}) for name, task in run.tasks.items()}
+            return cls(
+                own | {name: str(version) for name, version in others.items() if version and name not in own},
+                datetime.datetime.fromtimestamp(run.date, datetime.timezone.utc).isoformat(timespec="seconds"),
+                int(duel.get("parameters") or config.get("model_num_parameters") or 0) or None,
+                {n: {key: str(c[entry]) for key, entry in DATASET.items() if c.get(entry)} for n, c in configs.items()},
+                _command(run),
+            )
 
 
-@_of_whole_file
-def parameters(run: Run) -> int | None:
-    """The size of the network, if it is known."""
-    config = run.content["config"]
-    return int((config.get("duel") or {}).get("parameters") or config.get("model_num_parameters") or 0) or None
-
-
-@_of_whole_file
-def datasets(run: Run) -> dict[str, dict[str, str]]:
-    """The path, name and split of each task's data set, if the task names one of the hub."""
-    configs = {name: run.content.get("configs", {}).get(task.key, {}) for name, task in run.tasks.items()}
-    return {n: {key: str(c[entry]) for key, entry in DATASET.items() if c.get(entry)} for n, c in configs.items()}
-
-
-@_of_whole_file
-def command(run: Run) -> str:
+def _command(run: Run) -> str:
     """The command line that makes a results file again, quoted for a POSIX shell.
 
     What does not change a number is left out: the device, the output folder, the response cache.
