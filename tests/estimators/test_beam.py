@@ -6,7 +6,7 @@ import statistics
 import pytest
 import torch
 from attends import Attends
-from laws import strings
+from laws import slow_but, strings
 from toys import BlockCausal, Rotary, Toy
 
 from lm_eval_duel.core.windows import Window
@@ -33,7 +33,6 @@ SAMPLERS = {
 TEXTS = [(0, 2, 1, 1, 2, 0, 1, 1), (1, 1, 0, 2, 2, 0, 0, 2), (2, 0, 0, 1, 1, 2, 1, 0, 1)]  # blocks of 8, and of one
 WINDOWS = [
     *(Window((1,), text) for text in TEXTS),
-    Window((), TEXTS[0], (2,)),
     Window((1, 2), TEXTS[1], (0,), tail=2),
     Window((2, 1), (1,), (0,)),
     Window((), ()),
@@ -56,12 +55,11 @@ def sums(scores):
 @pytest.mark.parametrize("sampler", SAMPLERS)
 def test_with_all_sets_it_is_the_exact_value_and_with_fewer_the_bound_is_below(sampler):
     exact = made(sampler).log_prob(WINDOWS)
-    for settings in ({"beam": 4095}, {"tolerance": 1e-9}):
-        every = made(sampler, **settings).log_prob(WINDOWS)
-        for score, known, of in zip(every, exact, sums(every), strict=True):
-            assert score.log_prob == pytest.approx(known.log_prob, abs=1e-9) and of.converged == of.blocks
-            assert of.bound == pytest.approx(of.estimate, abs=1e-9) and score.is_greedy == known.is_greedy
-            assert score.nfe == known.nfe and score.variance == pytest.approx(0, abs=1e-15)
+    every = made(sampler, **({"beam": 4095} if "two" in sampler else {"tolerance": 1e-9})).log_prob(WINDOWS)
+    for score, known, of in zip(every, exact, sums(every), strict=True):
+        assert score.log_prob == pytest.approx(known.log_prob, abs=1e-9) and of.converged == of.blocks
+        assert of.bound == pytest.approx(of.estimate, abs=1e-9) and score.is_greedy == known.is_greedy
+        assert score.nfe == known.nfe and score.variance == pytest.approx(0, abs=1e-15)
     few = made(sampler, beam=16).log_prob(WINDOWS)
     assert all(of.bound <= known.log_prob + 1e-9 for of, known in zip(sums(few), exact, strict=True))
     assert any(of.bound < known.log_prob - 1e-6 for of, known in zip(sums(few), exact, strict=True))
@@ -115,15 +113,9 @@ def check_unbiased(found, errors):
 SOME = [Window((1,), text, (2,)) for text in strings(3, 8)[:: 3**8 // 25]]
 
 
-def test_the_estimate_of_the_probability_is_unbiased():
-    check_unbiased(*ratios("one a step", 8, SOME[:25]))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("sampler", SAMPLERS)
-def test_the_estimate_of_every_sampler_is_unbiased(sampler):
-    """Over 1,000 seeds and more, each of a seed and a window."""
-    check_unbiased(*ratios(sampler, 40, SOME[:25]))
+@pytest.mark.parametrize("sampler", slow_but(["one a step", "threshold", "origin"], ["one a step"]))
+def test_the_estimate_of_the_probability_is_unbiased(sampler):
+    check_unbiased(*ratios(sampler, 8, SOME[:25]))
 
 
 def test_drawn_states_are_unbiased():
@@ -141,7 +133,7 @@ def test_neither_company_nor_batch_size_changes_a_number():
     """Law 8. Equal windows have equal values, and other seeds other ones."""
     together = made("one a step", beam=16, seed=5).log_prob([*WINDOWS, WINDOWS[0]])
     assert together[0] == together[-1]
-    for window, score in [*zip(WINDOWS, together, strict=False)][2:5]:
+    for window, score in [*zip(WINDOWS, together, strict=False)][2:4]:
         [alone] = made("one a step", beam=16, seed=5, batch_size=1).log_prob([window])
         assert alone.log_prob == pytest.approx(score.log_prob, abs=1e-12)
         assert alone.beam == pytest.approx(score.beam, abs=1e-12)
@@ -150,7 +142,7 @@ def test_neither_company_nor_batch_size_changes_a_number():
 
 
 def test_sets_double_until_the_tolerance_and_are_not_evaluated_again():
-    window = WINDOWS[4:5]
+    window = WINDOWS[3:4]
     [exact] = made("one a step").log_prob(window)
     estimator = made("one a step", tolerance=0.02)
     [score] = estimator.log_prob(window)

@@ -55,7 +55,7 @@ def planned(count, texts):
 def test_bidirectional(networks, cache):
     plain = networks["bidirectional"]
     denoiser = Cached(plain, cache) if cache else plain
-    for rule in RULES:
+    for rule in RULES[[None, "prefix", "dual"].index(cache) :: 3] + RULES[-1:]:
         duel = DuelEstimator(denoiser, rule, 8)
         duel.use_single_rows()  # rows of different lanes could be equal, and then one call evaluates them once
         setting = cost.Setting(plain, parse(rule), 8, "target")
@@ -64,7 +64,7 @@ def test_bidirectional(networks, cache):
         assert found == counted(denoiser, duel, texts), rule
 
 
-@pytest.mark.parametrize(("rule", "length"), [(RULES[0], 24), (RULES[1], 22), (RULES[-1], 22)])
+@pytest.mark.parametrize(("rule", "length"), [(RULES[0], 24), (RULES[-1], 22)])
 def test_block_causal(networks, rule, length):
     denoiser = networks["block_causal"]
     duel = DuelEstimator(denoiser, rule)
@@ -137,9 +137,8 @@ def test_causal():
     assert counted(denoiser, estimator, texts) == rows == (2, 17 + 5, 22)
 
 
-@pytest.mark.parametrize("rule", ["threshold:mu=0.3", "entropy_bound:gamma=1.5"])
-def test_rules_that_read_the_text_take_at_most_as_many_steps(networks, rule):
-    denoiser = networks["bidirectional"]
+def test_rules_that_read_the_text_take_at_most_as_many_steps(networks):
+    rule, denoiser = "threshold:mu=0.3", networks["bidirectional"]
     duel, setting = DuelEstimator(denoiser, rule, 8), cost.Setting(denoiser, parse(rule), 8, "target")
     rows, tokens, nfe = counted(denoiser, duel, windows())
     most = planned(lambda w: cost.exact(setting, w), windows())
@@ -148,19 +147,13 @@ def test_rules_that_read_the_text_take_at_most_as_many_steps(networks, rule):
     assert planned(lambda w: cost.exact(everything, w), windows()) == most
 
 
-@pytest.mark.parametrize("rule", ["quota:steps=3", "quota:steps=50", "greedy:k=2:sub_block=3"])
+@pytest.mark.parametrize("rule", ["quota:steps=3", "greedy:k=2:sub_block=3"])
 def test_schedules_and_sub_blocks_that_begin_inside_the_context(networks, rule):
     denoiser = networks["bidirectional"]
     duel, setting = DuelEstimator(denoiser, rule, 8, grid="row"), cost.Setting(denoiser, parse(rule), 8, "row")
     duel.use_single_rows()
     assert setting.is_exact
     assert planned(lambda w: cost.exact(setting, w), windows()) == counted(denoiser, duel, windows())
-
-
-def test_a_chain_of_blocks_takes_its_calls_one_after_the_other(networks):
-    rule = parse("klass:mu=0.9:nu=0.1:kl=authors:across=true")
-    chain = cost.exact(cost.Setting(networks["bidirectional"], rule, 8, "target"), cost.Layout(2, 20, 22))
-    assert (chain.nfe, chain.longest) == (20, 20)
 
 
 def test_two_phase_is_all_of_dual_and_a_share_of_exact(networks):

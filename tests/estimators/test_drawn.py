@@ -82,7 +82,7 @@ def every(estimator, length, context=(), suffix=()):
 
 # ---------------------------------------------------------------- against enumeration
 
-CASES = [(sampler, network) for n, sampler in enumerate(KEPT) for network in ("tied", [*NETWORKS][n % 3])]
+CASES = [(sampler, [*NETWORKS][n % 4]) for n, sampler in enumerate(KEPT)]
 CASES += [(sampler, "bidirectional") for sampler in ORDERS]
 CASES += [("entropy", "all-mask start"), ("topk_margin", "block-causal"), ("origin", "block-causal")]
 
@@ -107,7 +107,7 @@ def test_it_is_the_sum_over_all_draws(sampler, network):
     assert all(abs(p - reference.get(text, 0.0)) < within for text, p in scored.items())
 
 
-@pytest.mark.parametrize("sampler", ["LLaDA, T=0.6", "at least two", *ORDERS])
+@pytest.mark.parametrize("sampler", ["at least two", "origin", "entropy, two steps", "random"])
 def test_sums_to_one_with_grids_tails_and_caches(sampler):
     toy = Toy(length=8, seed=1)
     for grid in ("target", "row"):
@@ -124,7 +124,7 @@ def test_a_cache_changes_nothing_in_one_block_that_is_the_whole_row(cache):
     assert list(whole.values()) == pytest.approx(list(plain.values()), abs=1e-9)
 
 
-@pytest.mark.parametrize("sampler", ["LLaDA, T=0.6", "SDAR, dynamic", "origin", "entropy"])
+@pytest.mark.parametrize("sampler", ["SDAR, dynamic", "entropy"])
 def test_neither_company_nor_batch_size_changes_a_number(sampler, monkeypatch):
     """Law 8."""
     together = made(sampler, Toy(length=9)).log_prob(WINDOWS)
@@ -137,25 +137,6 @@ def test_neither_company_nor_batch_size_changes_a_number(sampler, monkeypatch):
     monkeypatch.setattr(predictions, "CPU_ROWS", 8)
     monkeypatch.setattr(predictions, "CPU_VALUES", 8)
     assert log_probs(made(sampler, Toy(length=9)), WINDOWS) == expected
-
-
-@pytest.mark.parametrize(
-    ("sampler", "rows"),
-    [
-        ("LLaDA, T=1", 15 + 3),
-        ("at least two", 1 + 6 + 4 + 1),  # with 4, 2 or 1 masked positions
-        ("LLaDA, two steps", 1 + 6 + 3),
-        ("Dream", 1 + 4 + 6 + 1),  # with 4, 3 or 2
-        ("origin", 15 + 3),
-        ("entropy", 1 + 4 + 6 + 1),
-        ("random", 1 + 6 + 3),
-    ],
-)
-def test_states_that_are_reached_are_evaluated_once_each(sampler, rows):
-    """The lattice's forwards, and no more: states of probability 0 are left out."""
-    estimator = made(sampler, Toy(length=9), 4)
-    estimator.log_prob([Window((), (0, 2, 1, 1, 2, 0))] * 2)
-    assert estimator.counts.rows == rows if sampler in ORDERS else estimator.counts.rows <= rows
 
 
 # ---------------------------------------------------------------- special cases
@@ -228,7 +209,7 @@ def test_scores_grow_with_the_probability_and_do_not_saturate():
 # ---------------------------------------------------------------- samples
 
 
-@pytest.mark.parametrize("sampler", ["LLaDA, T=0.6", "at least two", "SDAR, dynamic"])
+@pytest.mark.parametrize("sampler", ["at least two", "SDAR, dynamic"])
 def test_samples_have_the_log_probability_of_their_text_and_argmax_writes_what_is_greedy(sampler):
     """Laws 2, 3 and 8."""
     estimator = made(sampler, Toy(length=8, seed=3))
@@ -248,11 +229,10 @@ def test_samples_have_the_log_probability_of_their_text_and_argmax_writes_what_i
     assert [score.is_greedy for score in scored] == [text == decoded.tokens for text in strings(3, 4)]
 
 
-@pytest.mark.parametrize("sampler", ["LLaDA, T=0.6", pytest.param("SDAR, dynamic", marks=pytest.mark.slow)])
-def test_samples_follow_the_distribution(sampler):
-    """Pearson's statistic of 10,000 samples (the seed is fixed, so it does not flicker)."""
-    estimator = made(sampler, Toy(length=3, seed=2))
-    samples = estimator.stream_samples([()] * 10_000, 3, seed=1, scored=False)
+def test_samples_follow_the_distribution():
+    """Pearson's statistic of 3,000 samples (the seed is fixed, so it does not flicker)."""
+    estimator = made("SDAR, dynamic", Toy(length=3, seed=2))
+    samples = estimator.stream_samples([()] * 3_000, 3, seed=1, scored=False)
     assert p_value([sample.tokens for _, sample in samples], every(estimator, 3)) > 1e-4
 
 
@@ -285,7 +265,7 @@ def test_the_authors_loop_has_this_distribution(name):
     more = {"generator": generator, **({"remasking": "random"} if name == "llada, random" else {})}
     if loop is dream:
         more["alg_temp"] = settings.get("alg_temp")
-    texts = loop(toy, 5_000, *arguments, temperature=temperature, **more)
+    texts = loop(toy, 3_000, *arguments, temperature=temperature, **more)
     estimator = kind(Warped(toy, temperature), 2 if loop is sdar else 4, **settings)
     assert p_value(texts, every(estimator, 4)) > 1e-4
     control = SampledOrder(toy, 2 if loop is sdar else 4, alg="random", steps=1)

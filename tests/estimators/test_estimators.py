@@ -48,19 +48,19 @@ def close(network):
 
 
 def every_order(denoiser, window, block):
-    """For each block of a window, the nats of each order of its positions, by replaying them one by one."""
+    """For each block of a window, the nats of each order of its positions, by replaying them."""
     duel = DuelEstimator(denoiser, block=block)
     spans = [(max(0, s - len(window.context)), s + w - len(window.context)) for s, w in duel.blocks(window)]
     found = []
     for begin, end in spans:
-        orders = []
+        steps = []
         for order in itertools.permutations(range(end - begin)):
-            steps = [0] * len(window.target)
+            steps.append([0] * len(window.target))
             for first, last in spans:
-                steps[first:last] = range(last - first)
-            steps[begin:end] = order
-            orders.append(math.fsum(duel.replay([window], [steps])[0].token_logprobs[begin:end]))
-        found.append(orders)
+                steps[-1][first:last] = range(last - first)
+            steps[-1][begin:end] = order
+        replayed = duel.replay([window] * len(steps), steps)
+        found.append([math.fsum(each.token_logprobs[begin:end]) for each in replayed])
     return found
 
 
@@ -82,8 +82,9 @@ def test_lattice_is_the_enumeration_of_all_orders(network):
 def test_lattice_reads_off_every_state_only_rule(network, block):
     toy = NETWORKS[network]()
     windows = WINDOWS if network == "block-causal" else INFILLING
-    scored = Lattice(toy, block, follow=STATE_ONLY, batch_size=1).log_prob(windows)
-    for rule in STATE_ONLY:
+    rules = STATE_ONLY[list(NETWORKS).index(network) % 2 :: 2]
+    scored = Lattice(toy, block, follow=rules, batch_size=1).log_prob(windows)
+    for rule in rules:
         for mine, theirs in zip(scored, DuelEstimator(toy, rule, block).log_prob(windows), strict=True):
             path = mine.rules[rule]
             assert path.reveal_steps == theirs.reveal_steps
@@ -132,7 +133,7 @@ def test_states_are_evaluated_once_each(block):
 
 
 def test_lattice_in_small_pieces_and_out_of_memory():
-    windows = WINDOWS * 2 + [Window((0,), (1, 2, 0, n % 3, n // 3)) for n in range(9)]
+    windows = WINDOWS + [Window((0,), (1, 2, 0, n % 3, n // 3)) for n in range(4)]
     whole = Lattice(Toy(length=9), 4, follow=["greedy"]).log_prob(windows)
     for toy, batch in ((Toy(length=9), 1), (Small(5, length=9), 8), (Toy(length=9, honours_padding=False), 3)):
         pieces = Lattice(toy, 4, batch_size=batch, follow=["greedy"]).log_prob(windows)
@@ -177,11 +178,10 @@ def by_hand(toy, window):
 def test_elbo_is_the_mean_over_hidden_sets(form):
     toy = Toy(length=9, seed=5)
     windows = [w for w in INFILLING if w.target and not w.tail]
-    for seed in range(3):
-        for scored, window in zip(Elbo(toy, form=form, samples=512, seed=seed).log_prob(windows), windows, strict=True):
-            assert abs(scored.log_prob - by_hand(toy, window)) < 4 * scored.stderr + 1e-9
-            assert math.fsum(scored.token_logprobs) == pytest.approx(scored.log_prob, abs=1e-9)
-            assert scored.stderr > 1e-3 or (form == "count" and len(window.target) == 1)
+    for scored, window in zip(Elbo(toy, form=form, samples=512).log_prob(windows), windows, strict=True):
+        assert abs(scored.log_prob - by_hand(toy, window)) < 4 * scored.stderr + 1e-9
+        assert math.fsum(scored.token_logprobs) == pytest.approx(scored.log_prob, abs=1e-9)
+        assert scored.stderr > 1e-3 or (form == "count" and len(window.target) == 1)
 
 
 @pytest.mark.parametrize("network", NETWORKS)
@@ -190,15 +190,14 @@ def test_elbo_by_blocks_lands_on_the_mean_over_orders(network):
     toy = NETWORKS[network]()
     windows = WINDOWS if network == "block-causal" else INFILLING
     exact = Lattice(toy, 4, value="elbo_exact").log_prob(windows)
-    for seed in range(5):
-        for bound, mean in zip(Elbo(toy, 4, samples=256, seed=seed).log_prob(windows), exact, strict=True):
-            assert abs(bound.log_prob - mean.log_prob) < 4 * bound.stderr + close(network)
+    for bound, mean in zip(Elbo(toy, 4, samples=256).log_prob(windows), exact, strict=True):
+        assert abs(bound.log_prob - mean.log_prob) < 4 * bound.stderr + close(network)
 
 
 def test_elbo_stderr_is_the_spread_over_seeds():
     toy, window = Toy(length=9, seed=1), WINDOWS[0]
     for form in ("count", "ratio"):
-        runs = [Elbo(toy, form=form, samples=64, seed=seed).log_prob([window])[0] for seed in range(60)]
+        runs = [Elbo(toy, form=form, samples=64, seed=seed).log_prob([window])[0] for seed in range(40)]
         spread = torch.tensor([run.log_prob for run in runs], dtype=torch.float64).std()
         said = torch.tensor([run.stderr for run in runs], dtype=torch.float64).square().mean().sqrt()
         assert 0.75 < spread / said < 1.33
@@ -311,7 +310,7 @@ def test_one_token_targets_have_one_value(network):
     windows = [Window((1,), (t,)) for t in range(3)] + [Window((2, 0, 1, 1), (t,)) for t in range(3)]
     one = [scored.log_prob for scored in DuelEstimator(toy, "left_to_right", block).log_prob(windows)]
     for rule in ("greedy", "margin", "threshold:mu=0.3", "klass:mu=0.5:nu=0.1", "entropy_bound:gamma=1"):
-        for size in (block,) if network == "block-causal" else (1, 2, 32, None):
+        for size in (block,) if network == "block-causal" else (2, None):
             assert [s.log_prob for s in DuelEstimator(toy, rule, size).log_prob(windows)] == pytest.approx(
                 one, abs=close(network)
             )

@@ -136,7 +136,7 @@ NETWORKS = {
     "fast-dllm-v2, block-causal and shifted": decoder("fast-dllm-v2"),
 }
 IN_MEMORY = {"LoRA": lora, "gradient checkpointing": checkpointing}
-COARSE = ["bert, tied weights", "gpt2, causal", "fast-dllm-v2, block-causal and shifted", "LoRA"]
+COARSE = ["bert, tied weights", "fast-dllm-v2, block-causal and shifted"]
 
 
 @pytest.mark.slow
@@ -183,9 +183,8 @@ def test_gradients_are_those_of_autograd_over_the_textbook(tmp_path, name, dtype
         (Causal, "left_to_right", 1),
     ],
 )
-@pytest.mark.parametrize("batch_size", [1, 7])
-def test_toys(kind, rule, block, batch_size):
-    toy = trainable(kind, length=8)
+def test_toys(kind, rule, block):
+    batch_size, toy = 1 if rule == "greedy" else 7, trainable(kind, length=8)
     duel = Duel(toy, rule=rule, block=block)
     windows = WINDOWS if kind is Toy else WINDOWS[:1]
     scores = duel.log_prob(windows)
@@ -269,10 +268,12 @@ def test_memory_is_that_of_one_step():
     assert len(alive) >= 11 and set(alive) == {0}
 
 
-@pytest.mark.parametrize("around", [lambda: torch.autocast("cpu", torch.bfloat16), torch.inference_mode])
+@pytest.mark.parametrize(
+    "around", [lambda: torch.autocast("cpu", torch.bfloat16), torch.inference_mode], ids=["autocast", "inference"]
+)
 def test_an_autocast_or_inference_mode_around_the_call_changes_nothing(around):
-    denoiser = load("demo-mdm")
-    duel, window = Duel(denoiser, "greedy", 8), Window((), tuple(range(100, 112)))
+    denoiser = load("demo-bd", device="cpu")
+    duel, window = Duel(denoiser, "greedy"), Window((300,), tuple(range(100, 107)))
     parameter = next(denoiser.layers.parameters())
     parameter.requires_grad_(True)
     found = []
