@@ -2,7 +2,6 @@
 
 import ast
 import decimal
-import inspect
 import itertools
 import math
 import re
@@ -136,10 +135,6 @@ def test_the_order_near_one_is_that_of_the_log_odds():
 # ---------------------------------------------------------------- docs/audit.md
 
 PAGE = Path(__file__).parents[1] / "docs" / "audit.md"
-
-
-def test_the_page_quotes_algorithm_2():
-    assert inspect.getsource(log_likelihood).rstrip() in PAGE.read_text()
 
 
 def test_the_page_names_files_that_are_there():
