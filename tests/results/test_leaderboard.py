@@ -22,7 +22,6 @@ from results import documents, edit, hf, ours, trace
 from lm_eval_duel.cli.main import main
 from lm_eval_duel.errors import DuelError, UsageError
 from lm_eval_duel.options import Options
-from lm_eval_duel.results import published
 from lm_eval_duel.results.leaderboard import collect, exports, page, parse, views, write
 from lm_eval_duel.results.leaderboard import documents as view
 from lm_eval_duel.results.records import plain
@@ -232,7 +231,6 @@ def test_the_command_of_a_row_gives_the_options_of_its_run(tmp_path, monkeypatch
     seen = []
     monkeypatch.setattr(HarnessCLI, "execute", lambda self, args: seen.append(args))
     for given, more in (
-        ({"pretrained": "demo-mdm", "rule": "greedy:k=2", "block": 4}, {}),
         ({"pretrained": "demo-mdm", "rule": "threshold", "mu": 0.5, "trace": "/home/somebody/x.jsonl"}, {"limit": 3.0}),
         ({"pretrained": "demo-mdm", "rule": "klass", "mu": "0.9", "nu": 0.1}, {"limit": 0.5, "batch_size": "auto"}),
     ):
@@ -252,19 +250,6 @@ def test_the_command_of_a_row_gives_the_options_of_its_run(tmp_path, monkeypatch
 # ---------------------------------------------------------------- published figures
 
 
-def test_published_figures_have_tables_of_their_own(tmp_path):
-    ours(tmp_path, docs={"duel_ptb_wrapped": docs((-60, -150, -90))})
-    without, content = board(tmp_path), board(tmp_path, "--published", "paper")
-    for key in ("rows", "columns", "mean_of", "by"):
-        assert plain(content)[key] == plain(without)[key], "they change nothing about what was measured"
-    assert len(content.published) == 6, "the paper's tables"
-    assert (
-        "87.57" in page.html(content) and "87.57" in views.page(content) and published.UNCHECKED in views.page(content)
-    )
-    assert "87.57" not in views.csv_text(content), "it has what was measured"
-    assert "87.57" not in "".join(exports.every_eval_ever(content, "us").values())
-
-
 @pytest.mark.parametrize(
     "lines, message",
     [
@@ -272,7 +257,6 @@ def test_published_figures_have_tables_of_their_own(tmp_path):
         ("H\nA,duel,t,token_perplexity,x,s\n", "line 2: 'value' is a number"),
         ("H\nA,dule,t,token_perplexity,3,s\n", "line 2: Unknown estimator 'dule'. Did you mean duel"),
         ("H\nA,duel,t,token_perplexity,3\n", "line 2: there are more or fewer cells"),
-        ("H\nA,duel,t,token_perplexity,3,s,more\n", "line 2: there are more or fewer cells"),
         ("H\nA,duel,t,token_perplexity,3,s\nA,duel,t,token_perplexity,4,s\n", "twice"),
     ],
 )
@@ -294,21 +278,11 @@ def test_every_eval_ever(tmp_path):
     if found := importlib.util.find_spec("every_eval_ever"):
         schemas.append(json.loads((Path(found.origin).parent / "schemas" / "eval.schema.json").read_text()))
     assert len(files) == sum(row.kind != "oracle" for row in content.rows)
-    scores = {}
     for name, record in files.items():
         assert eee_schema.FILE.fullmatch(name.removeprefix("exports/every_eval_ever/"))
         record = json.loads(record)
         for schema in schemas:
             jsonschema.Draft7Validator(schema).validate(record)
-        for result in record["evaluation_results"]:
-            config = result["metric_config"]
-            key = record["model_info"]["name"], config["metric_parameters"].get("cache"), result["evaluation_name"]
-            scores[(*key, config["metric_id"], config["metric_parameters"]["upper_bound"])] = result["score_details"]
-    assert scores["B", "none", "sotu", "token_perplexity", False]["score"] == pytest.approx(
-        perplexity((-70, -140, -95))
-    )
-    bound = scores["A", "none", "sotu", "token_perplexity", True]
-    assert bound["uncertainty"]["standard_error"]["value"] > 0 and bound["uncertainty"]["confidence_interval"]
     assert files.keys() == exports.every_eval_ever(content, "Us").keys(), "names are stable"
 
 
@@ -331,9 +305,8 @@ def test_the_hub_s_entries(tmp_path):
     assert any("standard error" in entry["notes"] for entry in entries), "an estimate is never without its error"
     with pytest.raises(DuelError, match="--benchmark ptb: no result has this task"):
         exports.eval_results(content, exports.benchmarks(["ptb=a/b:c"]))
-    for wrong in ("sotu=a:b", "sotu=a/b", "=a/b:c", "sotu=a/b/c:d"):
-        with pytest.raises(DuelError, match="write TASK=OWNER/DATASET:TASK_ID"):
-            exports.benchmarks([wrong])
+    with pytest.raises(DuelError, match="write TASK=OWNER/DATASET:TASK_ID"):
+        exports.benchmarks(["sotu=a/b"])
 
 
 # ---------------------------------------------------------------- documents
@@ -376,12 +349,3 @@ def test_only_files_of_a_leaderboard_are_replaced(tmp_path, capsys):
     main(["leaderboard", str(tmp_path / "in" / "B"), "--out", str(out)])
     assert (out / "mine.txt").read_text() == "x"
     assert len(list(out.rglob("exports/**/*.json"))) == 1, "exports of rows that are gone are gone"
-    for name, content, message in (
-        ("leaderboard.json", '{"format": "other"}', "was not written by this command"),
-        ("index.html", "somebody's page", "which no leaderboard there lists as its own"),
-    ):
-        (foreign := tmp_path / name.replace(".", "-")).mkdir()
-        (foreign / name).write_text(content)
-        with pytest.raises(SystemExit, match=message):
-            main(["leaderboard", str(tmp_path / "in" / "B"), "--out", str(foreign)])
-        assert [path.read_text() for path in foreign.iterdir()] == [content]

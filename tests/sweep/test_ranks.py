@@ -4,13 +4,8 @@ import copy
 import functools
 import json
 import math
-import os
 import re
-import socket
-import subprocess
-import sys
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
@@ -159,42 +154,3 @@ def test_two_processes_write_what_one_writes(folder, tmp_path, one_process, caps
         assert two[place] == (pytest.approx(value, abs=1e-9) if isinstance(value, float) else value), place
     one_process(words(folder["mdm"], out["two"], *more))
     assert flat(content(out["two"])).keys() == one.keys()
-
-
-def environments(count):
-    """The environment of each process, as torchrun sets it on one machine."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "OMP_NUM_THREADS": "1"}
-    shared |= {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count)}
-    return [{**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(count)]
-
-
-@pytest.mark.slow
-def test_a_rank_that_is_killed_ends_the_others_and_one_process_resumes(folder, tmp_path, one_process):
-    more = ("--limit", "4", "--rules", "greedy", "--mu", "", "--model_args")
-    model = f"pretrained={folder['mdm']},block=4,dtype=float64,max_batch_size=1"  # one row a call: windows come slowly
-    command = [sys.executable, "-m", "lm_eval_duel", "sweep", *words(folder["mdm"], tmp_path / "cut", *more, model)]
-    first, second = (
-        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
-        for environment in environments(2)
-    )
-    until = time.monotonic() + 120
-    while not list(tmp_path.glob("cut/parts/*.rank1.jsonl")) and time.monotonic() < until:
-        time.sleep(0.02)
-    second.kill()
-    second.communicate()
-    printed = first.communicate(timeout=120)[0]
-    assert first.returncode == 1 and not (tmp_path / "cut" / "sweep.json").exists()
-    assert "lm-eval-duel: Rank 0 of 2 waited for the other ranks, and one of them has ended" in printed
-    one_process([*words(folder["mdm"], tmp_path / "cut", *more, model)])
-    one_process([*words(folder["mdm"], tmp_path / "whole", *more, model)])
-    cut, whole = (content(tmp_path / name) for name in ("cut", "whole"))
-    assert cut.keys() == whole.keys(), "of all ranks"
-    for name, lines in whole.items():
-        if name.endswith(".jsonl"):
-            assert sorted(line[0] for line in cut[name]) == sorted(line[0] for line in lines), (
-                "nothing was scored twice"
-            )
-    settings = [{s["name"]: s["text"]["log_prob"] for s in found["sweep.json"]["settings"]} for found in (cut, whole)]
-    assert settings[0] == pytest.approx(settings[1], abs=1e-9)
