@@ -17,15 +17,6 @@ if os.environ.get("LM_EVAL_DUEL_PERTURB"):
     perturb.install()
 
 
-def pytest_collection_modifyitems(items):
-    """Under LM_EVAL_DUEL_PERTURB, skip the tests that stand in its list."""
-    if os.environ.get("LM_EVAL_DUEL_PERTURB"):
-        for item in items:
-            reason = perturb.EXEMPT.get(item.nodeid.split("[")[0])
-            if reason:
-                item.add_marker(pytest.mark.skip(reason=reason))
-
-
 @pytest.fixture(scope="session", autouse=True)
 def the_machine_is_described_once():
     """The harness writes the machine's description into every results file: a `pip list` of half a second each."""
@@ -49,3 +40,25 @@ def lm(folder):
     from lm_eval_duel.harness.lm import DuelMDM
 
     return DuelMDM(pretrained=folder, rule="greedy", block=4, device="cpu")
+
+
+@pytest.fixture(scope="module")
+def one_load():
+    """What is loaded again with the same args is a shallow copy of the network: what is set on it stays its own."""
+    import copy
+
+    from lm_eval_duel import denoisers
+
+    load, loaded = denoisers.load, {}
+
+    def once(name, *, tokenizer=None, **options):
+        key = name, repr(tokenizer), repr(sorted(options.items()))
+        if tokenizer is None:
+            return load(name, **options)
+        if key not in loaded:
+            loaded[key] = load(name, tokenizer=tokenizer, **options)
+        return copy.copy(loaded[key])
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(denoisers, "load", once)
+        yield

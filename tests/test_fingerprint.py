@@ -23,6 +23,8 @@ from lm_eval_duel.harness.lm import DuelMDM
 from lm_eval_duel.options import MODEL_ARGUMENTS
 from lm_eval_duel.rules import RULES
 
+pytestmark = pytest.mark.usefixtures("one_load")
+
 # ---------------------------------------------------------------- model args
 
 WIDTH, INNER = 64, 128  # what the 4-bit kernels of a CPU take
@@ -196,24 +198,6 @@ def folders(tmp_path_factory):
         lora(base / f"lora{ending}", binary=binary)
         lora(base / f"bigger{ending}", 2.0, binary=binary)
     return base
-
-
-@pytest.fixture(scope="module", autouse=True)
-def no_network_is_loaded_twice():
-    """Most args are not the network's: one that is loaded with the same ones serves again."""
-    load, loaded = denoisers.load, {}
-
-    def once(name, *, tokenizer=None, **options):
-        key = name, repr(tokenizer), repr(sorted(options.items()))
-        if tokenizer is None:
-            return load(name, **options)
-        if key not in loaded:
-            loaded[key] = load(name, tokenizer=tokenizer, **options)
-        return loaded[key]
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(denoisers, "load", once)
-        yield
 
 
 def printed(folders, checkpoint, **model_args):

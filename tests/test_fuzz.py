@@ -299,11 +299,11 @@ def run(part, cases, number):
     assert next(ran) >= cases
 
 
-@pytest.mark.parametrize(("part", "cases"), [(check_batch, 50), (check_independent, 15), (check_blocks, 10)])
+@pytest.mark.parametrize(("part", "cases"), [(check_batch, 40), (check_independent, 15), (check_blocks, 10)])
 def test_random_cases(part, cases):
     run(part, cases, 0)
 
 
 @pytest.mark.slow
 def test_many_random_batches():
-    run(check_batch, 800, 1)
+    run(check_batch, 250, 1)

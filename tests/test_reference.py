@@ -45,7 +45,7 @@ def test_blocks_count_from_the_target_or_from_the_row():
     assert list(BLOCKS.values()) == [[[1, 2], [3, 4]], [[1], [2, 3], [4]], [[1, 2, 3, 4]]]
 
 
-@pytest.mark.parametrize(("rule", "blocks"), zip(RULES, [*BLOCKS, *BLOCKS], strict=True))
+@pytest.mark.parametrize(("rule", "blocks"), list(zip(RULES, [*BLOCKS, *BLOCKS], strict=True)))
 def test_it_is_a_distribution(rule, blocks):
     toy = Toy()
     total = sum_over_strings(range(3), ROW, BLOCKS[blocks], network(toy), RULES[rule], toy.mask_id)

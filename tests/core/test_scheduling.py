@@ -14,7 +14,7 @@ from lm_eval_duel.core import predictions
 from lm_eval_duel.core.block_causal import BlockCausalView
 from lm_eval_duel.core.budget import largest
 from lm_eval_duel.core.network import take
-from lm_eval_duel.core.predictions import Predictions, top_of, two_largest
+from lm_eval_duel.core.predictions import top_of, two_largest
 from lm_eval_duel.core.reveal import Reveal
 from lm_eval_duel.core.view import distinct
 from lm_eval_duel.core.windows import Window
@@ -39,9 +39,13 @@ def equal(ones, others):
 
 
 @pytest.mark.parametrize(
-    "toy", [Toy(length=12), Rotary(length=12), BlockCausal(4, length=12)], ids=lambda t: type(t).__name__
+    ("toy", "rule"),
+    [
+        (Toy(length=12), "left_to_right:k=3"),
+        (Rotary(length=12), "right_to_left:k=2"),
+        (BlockCausal(4, length=12), "random:k=2"),
+    ],
 )
-@pytest.mark.parametrize("rule", ["left_to_right:k=1", "left_to_right:k=3", "right_to_left:k=2", "random:k=2"])
 def test_a_fixed_order_in_one_flat_batch_equals_it_step_by_step(rule, toy, monkeypatch):
     windows = random_windows(5, 3, 12) + random_windows(3, 5, 12, context=2, seed=1)
     flat, block = rules.parse(rule), toy.block or 5
@@ -65,35 +69,13 @@ def close(one, other):
 
 
 @dataclasses.dataclass(frozen=True)
-class EvenFirst(rules.Rule):
-    """A fixed order of the user's own."""
-
-    fixed = True
-
-    def __call__(self, predictions, lanes):
-        assert predictions is None
-        even = lanes.masked & (torch.arange(lanes.masked.shape[1]) % 2 == 0)
-        return rules.Decision.certain(torch.where(even.any(1, keepdim=True), even, lanes.masked))
-
-
-def test_a_fixed_order_of_ones_own():
-    toy = Toy(length=8)
-    duel = DuelEstimator(toy, EvenFirst(), 4)
-    scored = duel.log_prob([Window((), (0, 1, 2, 0, 1, 2))])[0]
-    assert scored.reveal_steps == (0, 1, 0, 1, 0, 1) and scored.nfe == 4
-    assert duel.counts.forwards == 1
-    assert math.fsum(
-        math.exp(s.log_prob) for s in duel.log_prob([Window((), s) for s in itertools.product(range(3), repeat=3)])
-    ) == pytest.approx(1, abs=1e-9)
-
-
-@dataclasses.dataclass(frozen=True)
 class Alternates(rules.Rule):
     """A fixed order with memory: the first masked position, then the last, in turn."""
 
     fixed = True
 
     def __call__(self, predictions, lanes):
+        assert predictions is None or not type(self).fixed
         turn = lanes.memory[0] if lanes.memory else torch.zeros_like(lanes.masked)
         first = lanes.masked & (lanes.masked.cumsum(1) == 1)
         last = lanes.masked & (lanes.masked.flip(1).cumsum(1).flip(1) == 1)
@@ -102,7 +84,9 @@ class Alternates(rules.Rule):
 
 def test_a_fixed_order_may_remember(monkeypatch):
     window = Window((), (0, 1, 2, 0, 1, 2))
-    flat = DuelEstimator(Toy(), Alternates(), 6).log_prob([window])
+    duel = DuelEstimator(Toy(), Alternates(), 6)
+    flat = duel.log_prob([window])
+    assert duel.counts.forwards == 1
     monkeypatch.setattr(Alternates, "fixed", False)
     assert flat[0].reveal_steps == (0, 2, 4, 5, 3, 1)
     assert DuelEstimator(Toy(), Alternates(), 6).log_prob([window])[0].token_logprobs == pytest.approx(
@@ -144,12 +128,6 @@ def test_windows_asked_for_twice_are_scored_once(toy):
         assert scored == (expected * 2)[n]
         done.append(n)
     assert sorted(done) == list(range(8)) and twice.counts == once.counts
-
-
-def test_equal_rows_are_found_and_numbered_in_order():
-    planes = torch.tensor([[3, 1], [0, 2], [3, 1], [3, 2], [0, 2]]), torch.tensor([7, 7, 7, 7, 8])
-    first, kind = distinct(*planes)
-    assert (first.tolist(), kind.tolist()) == ([0, 1, 3, 4], [0, 1, 0, 2, 3])
 
 
 def test_a_hash_that_collides_merges_nothing(monkeypatch):
@@ -200,7 +178,7 @@ def test_batches_stay_full_while_lanes_wait(toy, monkeypatch):
         return active
 
     monkeypatch.setattr(Reveal, "_fill", spy)
-    duel.log_prob(random_windows(64, 16, 64))
+    duel.log_prob(random_windows(32, 16, 64))
     assert len(live) > 20
     assert sum(live) / len(live) >= 0.9 * duel.budget.tokens
 
@@ -209,7 +187,6 @@ def test_batches_stay_full_while_lanes_wait(toy, monkeypatch):
     ("rule", "windows"),
     [
         ("greedy", [Window((), (1,) * 64), *[Window((n % 3, *(0,) * 55), (1, 2, n % 3)) for n in range(60)]]),
-        ("threshold:mu=0.97", random_windows(24, 64, 64)),
         ("threshold:mu=0.97", random_windows(40, 8, 64)),
     ],
 )
@@ -239,8 +216,10 @@ def test_what_is_evaluated_is_live(rule, windows, monkeypatch):
 # ---------------------------------------------------------------- memory
 
 
-@pytest.mark.parametrize("place", ["_grow", "_extend", "_past", "stream"])
-@pytest.mark.parametrize("rule", ["threshold:mu=0.97", "left_to_right:k=3"])
+@pytest.mark.parametrize(
+    ("place", "rule"),
+    list(zip(["_grow", "_extend", "_past", "stream"], ["threshold:mu=0.97", "left_to_right:k=3"] * 2, strict=True)),
+)
 def test_memory_that_ends_on_a_block_causal_network_loses_nothing(rule, place, monkeypatch):
     windows = random_windows(7, 9, 16) + random_windows(4, 12, 16, context=3, seed=1)
     expected = DuelEstimator(BlockCausal(4, length=16), rule).log_prob(windows)
@@ -309,53 +288,4 @@ def test_the_top_tokens(vocabulary):
     assert torch.allclose(top.log_margin, logits.topk(2).values.diff().neg()[:, 0], atol=1e-12)
 
 
-def test_confidence_does_not_saturate_in_float32():
-    logits = torch.tensor([[40.0, 0.0, 1.0], [60.0, 2.0, 2.0], [1e4, -1e4, 0.0]])
-    exact = logits.double()
-    assert torch.allclose(top_of(logits).confidence.double(), exact[:, 0] - exact[:, 1:].logsumexp(1), rtol=1e-6)
-
-
-@pytest.mark.parametrize("values", [7, 14, 35, 1 << 20])
-def test_expected_tokens_are_read_on_the_way(values, monkeypatch):
-    monkeypatch.setattr(predictions, "CPU_VALUES", values)
-    monkeypatch.setattr(predictions, "CPU_ROWS", 1)
-    generator = torch.Generator().manual_seed(0)
-    features, excluded = torch.randn(9, 7, generator=generator, dtype=torch.float64), torch.arange(7) == 6
-    masked = torch.tensor([[True, True, False], [True, True, True]])
-    position = torch.tensor([8, 0, 3, 3, 1])
-    tokens = torch.randint(6, (2, 3), generator=generator)
-    calls = []
-
-    def head(rows):
-        calls.append(len(rows))
-        return rows
-
-    by_asking = Predictions(masked, torch.zeros(2, dtype=torch.bool), features, position, head, excluded)
-    expected = by_asking.log_prob(tokens)
-    calls.clear()
-    told = Predictions(masked, torch.zeros(2, dtype=torch.bool), features, position, head, excluded, tokens)
-    assert torch.equal(told.log_prob(tokens).nan_to_num(), expected.nan_to_num())
-    some = torch.where(torch.tensor([[True, False, False], [False, False, True]]), tokens, -1)
-    assert torch.equal(told.log_prob(some).nan_to_num(), expected.where(some >= 0, math.nan).nan_to_num())
-    assert sum(calls) == 9  # every feature row once
-    other = (tokens + 1) % 6
-    assert torch.equal(told.log_prob(other).nan_to_num(), by_asking.log_prob(other).nan_to_num())
-    by_hand = (
-        features[position].masked_fill(excluded, -math.inf).log_softmax(1).gather(1, tokens[masked][:, None])[:, 0]
-    )
-    assert torch.allclose(expected[masked], by_hand, atol=1e-12)
-
-
 # ---------------------------------------------------------------- compiled
-
-
-@pytest.mark.slow
-def test_a_compiled_network_gives_the_same_numbers():
-    from lm_eval_duel import denoisers
-
-    windows = random_windows(3, 20, 60, tokens=1000)
-    plain, compiled = (denoisers.load("demo-bd", device="cpu", compile=compiled) for compiled in (False, True))
-    expected, found = (DuelEstimator(denoiser).log_prob(windows) for denoiser in (plain, compiled))
-    for one, other in zip(found, expected, strict=True):
-        assert one.reveal_steps == other.reveal_steps or one.near_ties
-        assert one.near_ties or one.log_prob == pytest.approx(other.log_prob, abs=1e-4)

@@ -8,7 +8,7 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from toys import Toy
 
 from lm_eval_duel.core.budget import Budget
-from lm_eval_duel.core.lanes import Lanes, Rows, blocks, groups
+from lm_eval_duel.core.lanes import Lanes, Rows
 from lm_eval_duel.core.windows import Window, conditional, independent, rolling
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.estimators.duel import DuelEstimator
@@ -28,30 +28,6 @@ def test_a_target_is_never_cut():
         independent([1], 2, (90,), (91,))
     with pytest.raises(DuelError, match="tail"):
         Window((), (1,), (), -1)
-
-
-def test_windows_take_any_integers():
-    assert Window(torch.tensor([1]), [torch.tensor(2)]) == Window((1,), (2,))
-
-
-def test_blocks():
-    for origin, target, block, grid, expected in (
-        (5, 7, 4, "target", [(5, 4), (9, 3)]),
-        (5, 7, 4, "row", [(4, 4), (8, 4)]),
-        (4, 5, 4, "row", [(4, 4), (8, 1)]),
-        (3, 1, 4, "row", [(0, 4)]),
-        (5, 7, None, "target", [(5, 7)]),
-        (5, 7, None, "row", [(5, 7)]),
-        (0, 3, 9, "row", [(0, 3)]),
-        (2, 0, 4, "target", []),
-    ):
-        assert blocks(origin, target, block, grid) == expected
-
-
-def test_groups_are_longest_first_and_of_one_length_where_padding_is_seen():
-    windows = [Window((), range(n)) for n in (3, 5, 0, 5, 4)]
-    assert groups(windows, same_length=False) == [[1, 3, 4, 0]]
-    assert groups(windows, same_length=True) == [[1, 3], [4], [0]]
 
 
 def test_budget_holds_both_limits():

@@ -15,10 +15,7 @@ from lm_eval_duel.denoisers.wrappers.warpers import Warped
 from lm_eval_duel.estimators.subsets.counts import StepCounts
 from lm_eval_duel.estimators.subsets.drawn import untempered
 from lm_eval_duel.estimators.subsets.sampled_confidence import BestDrawn
-from lm_eval_duel.estimators.trajectories import _Followed, follow
-from lm_eval_duel.rules import parse
-
-WINDOW = Window((1,), (0, 2, 1))
+from lm_eval_duel.estimators.trajectories import follow
 
 
 def orders(length):
@@ -28,21 +25,18 @@ def orders(length):
             yield steps
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"n": 1},
-        {"n": 2},
-        {"steps": 2},
-        {"steps": 2, "schedule": "dream"},
-        {"tau": 0.4},
-        {"tau": 0.4, "n": 2},
-        {"tau": 0.4, "strict": False},
-        {"n": 1, "confidence": "tempered"},
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize("window", [WINDOW, Window((), (2, 0, 0, 1), (1,))], ids=["three", "four"])
+TEXTS = [Window((1,), (0, 2, 1)), Window((), (2, 0, 0, 1), (1,))]
+SETTINGS = [
+    {"n": 2},
+    {"steps": 2},
+    {"steps": 2, "schedule": "dream"},
+    {"tau": 0.4, "n": 2},
+    {"tau": 0.4, "strict": False},
+    {"n": 1, "confidence": "tempered"},
+]
+
+
+@pytest.mark.parametrize(("settings", "window"), list(zip(SETTINGS, TEXTS * 3, strict=True)))
 def test_the_joint_of_text_and_order_sums_to_the_probability_of_the_text(settings, window):
     denoiser = Warped(Toy(length=8, tokens=7, scale=1.0), temperature=0.8)
     text = Duel(denoiser, block=4, estimator="sampled_confidence", **settings)
@@ -95,12 +89,12 @@ class Tied(Toy):
 
 
 def test_a_near_tie_is_told_from_another_rule():
-    [each] = follow(Duel(Tied(length=8), "greedy", block=3).estimator, [WINDOW], [(0, 2, 1)])
+    [each] = follow(Duel(Tied(length=8), "greedy", block=3).estimator, TEXTS[:1], [(0, 2, 1)])
     assert each.differences and all(step.near_tie for step in each.differences)
     duel = Duel(Toy(length=8), "greedy", block=3)
-    [score] = duel.log_prob([WINDOW])
+    [score] = duel.log_prob(TEXTS[:1])
     other = [max(score.reveal_steps) - step for step in score.reveal_steps]
-    [each] = follow(duel.estimator, [WINDOW], [other])
+    [each] = follow(duel.estimator, TEXTS[:1], [other])
     assert each.differences[0].step == 0 and not each.differences[0].near_tie
 
 
@@ -134,8 +128,3 @@ def test_the_command(tmp_path, capsys):
     file.write_text("{}\n")
     with pytest.raises(DuelError, match="line 1: "):
         list(read(file))
-
-
-def test_the_budget_counts_what_the_followed_rule_keeps():
-    for text, keeps in (("klass:mu=0.9:nu=0.01", True), ("greedy", False)):
-        assert _Followed((), None, parse(text), None).dense_memory is keeps

@@ -17,6 +17,8 @@ from lm_eval_duel.harness.lm import DuelMDM
 from lm_eval_duel.harness.totals import RunStats, TaskTotal
 from lm_eval_duel.harness.trace import IMPOSSIBLE
 
+pytestmark = pytest.mark.usefixtures("one_load")
+
 TEXTS = ["a b c", "d e", "a b c", "f g h i j"]
 ALPHABET = " ".join("abcdefghijklmnopqrstuvwxyz")
 SHIPPED = Path(tasks.task_folder()) / "sotu" / "_perplexity.yaml"

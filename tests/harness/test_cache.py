@@ -17,6 +17,8 @@ from lm_eval_duel.errors import DuelError
 from lm_eval_duel.harness import trace
 from lm_eval_duel.harness.lm import DuelMDM
 
+pytestmark = pytest.mark.usefixtures("one_load")
+
 TEXTS = [("a b c",), ("d e",), ("f g h i",), ("a",)]
 
 

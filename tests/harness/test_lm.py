@@ -10,6 +10,8 @@ from lm_eval_duel.core.windows import Window
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.harness.lm import DuelMDM
 
+pytestmark = pytest.mark.usefixtures("one_load")
+
 
 @pytest.fixture(scope="module")
 def demo():

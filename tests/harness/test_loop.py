@@ -15,6 +15,8 @@ from lm_eval_duel.harness.totals import RunStats
 from lm_eval_duel.harness.trace import Writer
 from lm_eval_duel.harness.verify import Verification
 
+pytestmark = pytest.mark.usefixtures("one_load")
+
 LONG = [(f"{letter} " + " ".join("bcdefghijklmnopqrstuvwxyz"),) for letter in "xy"]  # two windows each
 REQUESTS = {
     "loglikelihood_rolling": [LONG[0], ("a b c",), ("d e",), LONG[1], ("f",)],

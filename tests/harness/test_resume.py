@@ -15,6 +15,8 @@ from harness_runs import free_port
 from lm_eval_duel import signals as interrupts
 from lm_eval_duel.harness.lm import DuelMDM
 
+pytestmark = pytest.mark.usefixtures("one_load")
+
 TEXTS = [(" ".join(letter + "bcdefghijkl"),) for letter in "mnop"]  # a row each, nearly
 
 

@@ -17,6 +17,8 @@ from lm_eval_duel.harness.loglikelihood import Scoring
 from lm_eval_duel.harness.requests import make_request
 from lm_eval_duel.harness.so_far import Document, SoFar, estimate, random_order
 
+pytestmark = pytest.mark.usefixtures("one_load")
+
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 DRAW = random.Random(5)
 TEXTS = [" ".join(DRAW.choices(LETTERS, k=DRAW.randrange(3, 30))) for _ in range(12)]

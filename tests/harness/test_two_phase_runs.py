@@ -10,6 +10,8 @@ from lm_eval_duel.errors import DuelError
 from lm_eval_duel.harness import trace
 from lm_eval_duel.harness.lm import DuelMDM
 
+pytestmark = pytest.mark.usefixtures("one_load")
+
 TEXTS = [
     ("a b c d e f g h i j k l m n o p q r s t",),
     ("d e f g h i j",),

@@ -7,6 +7,8 @@ from harness_requests import ask
 from lm_eval_duel.harness.distributed import Ranks
 from lm_eval_duel.harness.lm import DuelMDM
 
+pytestmark = pytest.mark.usefixtures("one_load")
+
 TEXTS = [(" ".join(letter + "bcdefghijkl"),) for letter in "mnopqrs"]
 
 

@@ -13,6 +13,8 @@ from lm_eval_duel.results import samples
 from lm_eval_duel.tasks.metrics import perplexity, token_perplexity
 from lm_eval_duel.tasks.residues import residue_perplexity
 
+pytestmark = pytest.mark.usefixtures("one_load")
+
 TEXTS = ("a b c d e f g", "h i", "", "a b c")
 OLD = [make_request(WHOLE_TEXT, {"text": text}, (text,), "toy", n) for n, text in enumerate(TEXTS)]
 NEW = [make_request(WHOLE_TEXT, {"text": text}, ("", text), "toy", n) for n, text in enumerate(TEXTS)]

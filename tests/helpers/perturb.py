@@ -16,9 +16,6 @@ from lm_eval_duel.denoisers.cached import steering  # before the patch: it knows
 NUDGE = 2e-7  # about two units in the last place
 ATTENTION, LINEAR = steering.ATTENTION, torch.nn.functional.linear
 
-# Tests that this leg leaves out, each with the reason.
-EXEMPT: dict[str, str] = {}
-
 
 @functools.lru_cache(maxsize=512)
 def factors(shape):

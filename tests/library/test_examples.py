@@ -25,16 +25,7 @@ def test_grpo_learns():
     assert statistics.mean(curve[-3:]) > statistics.mean(curve[:3]) + 0.05
 
 
-def test_grpo_begins_with_the_policy_gradient():
-    """At ratio 1 nothing is clipped, and the KL penalty has no gradient against an equal reference."""
-    grpo = example("grpo/train")
-    old = torch.randn(3, 4, dtype=torch.float64)
-    new, advantages = old.clone().requires_grad_(True), torch.tensor([1.0, -2.0, 0.5], dtype=torch.float64)
-    [grad] = torch.autograd.grad(grpo.loss_of(new, old, old, advantages, grpo.Settings()), new)
-    assert torch.allclose(grad, -advantages[:, None].expand(3, 4) / 12)
-
-
-@pytest.mark.parametrize(("kind", "block"), [(Toy, 4), (Toy, 2), (BlockCausal, 2)])
+@pytest.mark.parametrize(("kind", "block"), [(Toy, 4), (BlockCausal, 2)])
 def test_surrogates(kind, block):
     compare = example("surrogates/compare")
     duel, window = Duel(kind(length=8), "greedy", block=block), Window((), (0, 2, 1, 1))
@@ -45,5 +36,5 @@ def test_surrogates(kind, block):
 
     [bound] = Duel(duel.denoiser, block=block, estimator="elbo_exact").log_prob([window])
     assert value(compare.all_orders) == pytest.approx(bound.log_prob, abs=1e-6)  # weights are float32
-    draws = [value(compare.elbo(50)) for _ in range(40)]
-    assert abs(statistics.mean(draws) - bound.log_prob) < 5 * statistics.stdev(draws) / 40**0.5
+    draws = [value(compare.elbo(50)) for _ in range(20)]
+    assert abs(statistics.mean(draws) - bound.log_prob) < 5 * statistics.stdev(draws) / 20**0.5

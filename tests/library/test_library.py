@@ -19,6 +19,7 @@ from lm_eval_duel.harness.lm import DuelMDM
 from lm_eval_duel.harness.requests import make_request
 
 TEXTS = [json.loads(line)["text"] for line in (FOLDER / "text" / "sotu.jsonl").read_text().splitlines()]
+pytestmark = pytest.mark.usefixtures("one_load")
 SHORT = ["The state of the union is strong.", "We the people of the United States"]
 
 

@@ -77,11 +77,6 @@ def test_errors(subtests):
             Options.parse(arguments)
 
 
-def test_what_may_be_changed():
-    assert Options.parse({"preset": "sdar-dynamic", "block": 8}).block == 8
-    assert str(Options.parse({"preset": "llada", "steps": 64}).rule) == "quota:steps=64"
-
-
 def test_a_preset_in_the_harness_and_in_the_library_and_checkpoints_that_it_does_not_fit(tmp_path):
     """Its args written out have the same fingerprint; the family is that of the config, before weights are read."""
     (tmp_path / "dream").mkdir()
