@@ -182,23 +182,22 @@ def check(name: str, metric: str, compared: Sequence[Run], as_published: bool) -
     must always be the same. Values per word and byte also need the same scored positions; other tokenizers and windows
     are only listed.
     """
-    listed = []
+    listed: dict[str, None] = {}
     first = compared[0]
     with_samples = next((run for run in compared if run.tasks[name].documents is not None), first)
     for other in compared[1:]:
-        refused = []
         for here in (first, with_samples):
             if (apart := documents(here.tasks[name], other.tasks[name], metric)) is not None:
-                refused.append((here, apart, ""))
+                raise _refused(f"{metric} of {name}", apart, here, other)
         for apart in differences(first, other, name):
             across = metric not in TOKEN_METRICS and apart.field.startswith(("tokenizer", "windows"))
             if not (as_published or across):
-                refused.append((first, apart, ", or list the difference under the table with --as_published"))
-            listed.append(apart.between(first, other))
-        if refused:
-            here, apart, hint = refused[0]
-            raise DuelError(
-                f"{metric} of {name} cannot be compared: {apart.between(here, other)}. To compare, {apart.remedy}"
-                f"{hint}."
-            )
-    return list(dict.fromkeys(listed))
+                hint = ", or list the difference under the table with --as_published"
+                raise _refused(f"{metric} of {name}", apart, first, other, hint)
+            listed[apart.between(first, other)] = None
+    return list(listed)
+
+
+def _refused(what: str, apart: Difference, here: Run, there: Run, hint: str = "") -> DuelError:
+    difference = apart.between(here, there)
+    return DuelError(f"{what} cannot be compared: {difference}. To compare, {apart.remedy}{hint}.")

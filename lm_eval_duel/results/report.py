@@ -130,14 +130,10 @@ def baseline(runs: Sequence[read.Run]) -> tuple[list[read.Run], str]:
     Of several results of a task under one spec it is the newest.
     """
     causal = [run for run in runs if run.autoregressive and run.tasks]
-    models = {run.key: run.label for run in causal}
-    if not models:
-        return [], f"No gaps: gap closed needs an autoregressive result ({match.TWIN})."
-    if all(run.autoregressive for run in runs if run.tasks):
+    if causal and all(run.autoregressive for run in runs if run.tasks):
         return [], ""
-    if len(models) > 1:
-        names = ", ".join(models.values())
-        return [], f"No gaps: there are {len(models)} autoregressive models ({names}); name one with --ar."
+    if note := no_baseline(causal):
+        return [], note
     newest: dict[str, read.Run] = {}
     for run in causal:  # oldest first
         for name in run.tasks:
@@ -145,6 +141,15 @@ def baseline(runs: Sequence[read.Run]) -> tuple[list[read.Run], str]:
                 return [], f"No gaps: there are several results of {run.label} on {name}; name one with --ar."
             newest[name] = run
     return list({run.file: run for run in newest.values()}.values()), ""
+
+
+def no_baseline(causal: Sequence[read.Run]) -> str:
+    """Why runs of autoregressive models are no baseline; empty if they are of one model."""
+    models = {run.key: run.label for run in causal}
+    if not models:
+        return f"No gaps: gap closed needs an autoregressive result ({match.TWIN})."
+    several = f"No gaps: there are {len(models)} autoregressive models ({', '.join(models.values())})"
+    return f"{several}; name one with --ar." if len(models) > 1 else ""
 
 
 def left_out(run: read.Run) -> list[str]:

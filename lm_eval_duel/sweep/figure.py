@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from lm_eval_duel.results.figures.style import GREY, against_nfe, curve, label, new, wide
+from lm_eval_duel.results.figures.style import GREY, against_nfe, label, new
 from lm_eval_duel.results.table import Cell
 from lm_eval_duel.sweep.tables import entry, generative, judged
 
@@ -31,18 +31,15 @@ def draw(report: Json, width: float | None = None) -> Figure:
     figure, every = new(width, (min(HEIGHT, 0.85 * width / columns)) * rows + 0.6, rows, columns)
     legend: dict[str, Any] = {}
     for (title, source, read, across), axes in zip(panels, every, strict=False):
-        shown, lowest = [value for value, _ in across.values()], 1.0
-        families = dict.fromkeys(setting["family"] for setting in report["settings"])
-        for n, family in enumerate(families):
+        curves = {}
+        for family in dict.fromkeys(setting["family"] for setting in report["settings"]):
             members = [s for s in report["settings"] if s["family"] == family and read(s).value is not None]
             points = sorted(_point(member[source]["nfe_per_token"], read(member)) for member in members)
-            if points:
-                curve(axes, n, family, members[0]["k"] is None, points)
-                shown += [value for _, value, _ in points]
-                lowest = min(lowest, points[0][0])
+            curves[family] = bool(members) and members[0]["k"] is None, points
+        shown = [value for value, _ in across.values()]
+        against_nfe(axes, curves, [*shown, *(value for _, points in curves.values() for _, value, _ in points)])
         for name, (value, style) in across.items():
             axes.axhline(value, color=GREY, linestyle=style, linewidth=1.3, zorder=1, label=name)
-        against_nfe(axes, lowest, wide(shown))
         axes.set_xlabel("NFE per token (log2)", fontsize=9)
         axes.tick_params(labelsize=8.5)
         if title.startswith("MAUVE"):

@@ -7,7 +7,7 @@ import textwrap
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from lm_eval_duel.results.figures.style import GREY, LIGHT, against_nfe, curve, label, new, wide
+from lm_eval_duel.results.figures.style import GREY, LIGHT, against_nfe, label, new
 from lm_eval_duel.results.figures.values import kind_of, legend, whisker
 from lm_eval_duel.results.records import SEES_TRUTH, Speeds, TaskComparison
 from lm_eval_duel.results.table import HTML, WORDS, Column, form_of, number
@@ -25,11 +25,13 @@ def rules(name: str, task: TaskComparison, sweep: Speeds, width: float | None = 
     """Perplexity (log) against NFE per token (log2), one line per rule family; ELBO and AR as grey lines."""
     width = width or WIDTH
     figure, (axes,) = new(width, max(0.6 * HEIGHT, HEIGHT * width / WIDTH))
-    for n, (family, rows) in enumerate(sweep.families.items()):
-        curve(axes, n, family, adaptive(family), [(row.nfe_per_token, row.value, row.interval) for row in rows])
+    curves = {
+        family: (adaptive(family), [(row.nfe_per_token, row.value, row.interval) for row in rows])
+        for family, rows in sweep.families.items()
+    }
+    values = [] if task.metric == "bits_per_byte" else [row.value for row in sweep.rows]
+    logarithmic = against_nfe(axes, curves, values)
     _across(axes, task, sweep)
-    logarithmic = task.metric != "bits_per_byte" and wide([row.value for row in sweep.rows])
-    against_nfe(axes, min(1.0, *(row.nfe_per_token for row in sweep.rows)), logarithmic)
     axes.set_xlabel("NFE per token (network evaluations of the rule; log2)")
     axes.set_ylabel(f"DUEL, {WORDS[task.metric]}{' (log)' if logarithmic else ''}")
     axes.set_title(textwrap.fill(label(f"{name}: {sweep.title}"), int(12 * width)), loc="left", fontsize=11)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import math
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from lm_eval_duel.rules.tables import without_defaults
@@ -105,26 +105,30 @@ def wide(values: Sequence[float]) -> bool:
 Point = tuple[float, float, Sequence[float] | None]  # NFE per token, value, interval
 
 
-def curve(axes: Axes, n: int, family: str, adaptive: bool, points: Sequence[Point]) -> None:
-    """The line of the n-th rule, with its intervals."""
-    shape = {"marker": MARKERS[n % len(MARKERS)], "markersize": 4.5, "markerfacecolor": "none", "linewidth": 1.1}
-    name = f"{label(without_defaults(family))}{' (adaptive: measured NFE)' if adaptive else ''}"
-    at, values, _ = zip(*points, strict=True)
-    axes.plot(at, values, "--" if adaptive else "-", color=rule_colour(family), label=name, **shape)
-    known = [(x, *ends) for x, _, ends in points if ends is not None]
-    if known:
-        axes.vlines(*zip(*known, strict=True), color=rule_colour(family), linewidth=1, alpha=0.5, zorder=1)
+def against_nfe(axes: Axes, curves: Mapping[str, tuple[bool, Sequence[Point]]], values: Sequence[float]) -> bool:
+    """Values against NFE per token: a line for each rule (adaptive or not, points) with its intervals.
 
-
-def against_nfe(axes: Axes, lowest: float, logarithmic: bool) -> None:
-    """Axes of values against NFE per token, of which `lowest` is the lowest."""
+    The axis is logarithmic if `values` need it, which is returned.
+    """
     axes.set_xscale("log", base=2)
-    if logarithmic:
+    if logarithmic := wide(values):
         axes.set_yscale("log")
         plain_log(axes.yaxis)
+    for n, (family, (adaptive, points)) in enumerate(curves.items()):
+        if not points:
+            continue
+        shape = {"marker": MARKERS[n % len(MARKERS)], "markersize": 4.5, "markerfacecolor": "none", "linewidth": 1.1}
+        name = f"{label(without_defaults(family))}{' (adaptive: measured NFE)' if adaptive else ''}"
+        at, shown, _ = zip(*points, strict=True)
+        axes.plot(at, shown, "--" if adaptive else "-", color=rule_colour(family), label=name, **shape)
+        known = [(x, *ends) for x, _, ends in points if ends is not None]
+        if known:
+            axes.vlines(*zip(*known, strict=True), color=rule_colour(family), linewidth=1, alpha=0.5, zorder=1)
+    lowest = min(1.0, *(x for _, points in curves.values() for x, _, _ in points))
     axes.set_xlim(lowest * 0.9, 1.12)
     plain_log(axes.xaxis, 2)
     grid(axes, "both")
+    return logarithmic
 
 
 def label(text: str) -> str:

@@ -13,12 +13,12 @@ from lm_eval_duel.arguments import TEXT, whole
 from lm_eval_duel.command_line import PATH, Flag, Parser
 from lm_eval_duel.errors import DuelError, usage
 from lm_eval_duel.rates import METRICS
-from lm_eval_duel.results import match, published, read, reveal_order
+from lm_eval_duel.results import published, reveal_order
 from lm_eval_duel.results.leaderboard import board, columns, documents, exports, page, views
 from lm_eval_duel.results.leaderboard.board import Board
 from lm_eval_duel.results.own_files import OwnFiles
 from lm_eval_duel.results.records import plain
-from lm_eval_duel.results.report import check_files, left_out, read_runs
+from lm_eval_duel.results.report import check_files, left_out, no_baseline, read_runs
 
 FORMAT = "lm_eval_duel leaderboard"
 MAIN = ("index.html", "leaderboard.md", "leaderboard.csv", "leaderboard.json")
@@ -67,7 +67,9 @@ def collect(options: argparse.Namespace) -> Board:
         if (path := traces.find(run)) is not None:
             labels.setdefault(path, run.label)
     known = [replace(traces.attach(run), file=short[run.file]) for run in known]
-    ar, note = _baseline(named, known)
+    causal = [run for run in named or known if run.autoregressive]
+    note, models = no_baseline(causal), {run.key for run in causal}
+    ar = [] if note else [run for run in known if run.autoregressive and run.key in models]
     metric = columns.unit(known, options.metric)
     for run in known:
         notes += [f"{n} in {run.name} has no {metric} and is left out." for n in run.tasks if not run.has(n, metric)]
@@ -84,20 +86,9 @@ def collect(options: argparse.Namespace) -> Board:
         rows=rows,
         published=published.tables(published.read(options.published)),
         documents=shown,
-        notes=list(dict.fromkeys([*notes, *note, *columns.remarks(compared), *problems])),
+        notes=list(dict.fromkeys([*notes, *filter(None, [note]), *columns.remarks(compared), *problems])),
         date=datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
     )
-
-
-def _baseline(named: Sequence[read.Run], known: Sequence[read.Run]) -> tuple[list[read.Run], list[str]]:
-    """The runs of the autoregressive model of the gaps: that of --ar, else the only one; or a note on why none."""
-    models = {run.key: run.label for run in (named or known) if run.autoregressive}
-    if len(models) == 1:
-        return [run for run in known if run.autoregressive and run.key in models], []
-    if not models:
-        return [], [f"No gaps: there is no autoregressive result ({match.TWIN})."]
-    names = ", ".join(models.values())
-    return [], [f"No gaps: there are {len(models)} autoregressive models ({names}); name one with --ar."]
 
 
 def write(content: Board, options: argparse.Namespace) -> list[str]:
