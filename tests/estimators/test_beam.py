@@ -4,7 +4,6 @@ import math
 import statistics
 
 import pytest
-import torch
 from attends import Attends
 from laws import slow_but, strings
 from toys import BlockCausal, Rotary, Toy
@@ -14,7 +13,6 @@ from lm_eval_duel.denoisers.cached.denoiser import Cached
 from lm_eval_duel.denoisers.wrappers.warpers import Warped
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.estimators.registry import Kind, kind_of
-from lm_eval_duel.estimators.subsets.chunk import sample
 from lm_eval_duel.estimators.subsets.sampled_confidence import SampledConfidence
 from lm_eval_duel.estimators.subsets.sampled_order import SampledOrder
 from lm_eval_duel.estimators.subsets.sums import BeamSums
@@ -118,17 +116,6 @@ def test_the_estimate_of_the_probability_is_unbiased(sampler):
     check_unbiased(*ratios(sampler, 8, SOME[:25]))
 
 
-def test_drawn_states_are_unbiased():
-    """Over many draws, each state counts its weight; the largest are always kept, and no more than asked for."""
-    weight = torch.tensor([0.0, -1.0, -1.0, -2.0, -2.5, -3.0, -3.5, -math.inf, -6.0, -20.0], dtype=torch.float64)
-    draws = torch.zeros(8, 10, dtype=torch.float64)
-    for u in torch.linspace(0, 1, 501, dtype=torch.float64)[:-1]:
-        kept, more = sample(weight[:, None].expand(-1, 3), 6, u.expand(2))
-        assert kept.sum() <= 6 and kept[:4].all() and (more[:4] == 0).all() and not more[:, 0].any()
-        draws[0] += (weight + more[:, 1]).exp() / 500
-    assert draws[0].tolist() == pytest.approx(weight.exp().tolist(), rel=5e-3, abs=4e-3)
-
-
 def test_neither_company_nor_batch_size_changes_a_number():
     """Law 8. Equal windows have equal values, and other seeds other ones."""
     together = made("one a step", beam=16, seed=5).log_prob([*WINDOWS, WINDOWS[0]])
@@ -191,16 +178,6 @@ def test_a_value_is_an_estimate_or_a_bound_and_says_so():
     assert total.beam == BeamSums.total(sums(scores)) and total.is_bound and total.beam.blocks == 4
     described = total.describe(25)["beam"]
     assert described["bound"] <= total.log_prob and described["converged"] < described["blocks"]
-
-
-def test_equal_windows_have_one_error():
-    """They have equal draws, so their errors add up; those of other windows do so in quadrature."""
-    estimator = made("random", beam=16)
-    scores = estimator.log_prob([WINDOWS[0], *[WINDOWS[1]] * 3])
-    total = Outcome.from_scores([WINDOWS[0], *[WINDOWS[1]] * 3], scores, estimator).total
-    one, other = (of.variance for of in sums(scores)[:2])
-    assert total.beam.variance == pytest.approx(one + 9 * other) and other > 0
-    assert total.stderr == pytest.approx(math.sqrt(scores[0].variance + 9 * scores[1].variance))
 
 
 def test_a_sample_carries_the_error_and_the_bound_of_its_value():

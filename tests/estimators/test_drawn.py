@@ -2,7 +2,6 @@
 enumeration of all draws and all sequences of positions, against the authors' loops, and against frequencies.
 """
 
-import itertools
 import math
 
 import pytest
@@ -17,10 +16,7 @@ from lm_eval_duel.core.windows import Window
 from lm_eval_duel.denoisers.cached.denoiser import Cached
 from lm_eval_duel.denoisers.wrappers.warpers import Warped
 from lm_eval_duel.errors import DuelError
-from lm_eval_duel.estimators.duel import DuelEstimator
-from lm_eval_duel.estimators.subsets.drawn import score_of, scores
 from lm_eval_duel.estimators.subsets.lattice import Lattice
-from lm_eval_duel.estimators.subsets.moves import Level, in_turn
 from lm_eval_duel.estimators.subsets.sampled_confidence import SampledConfidence
 from lm_eval_duel.estimators.subsets.sampled_order import SampledOrder
 
@@ -148,62 +144,6 @@ def test_a_random_position_at_each_step_is_the_mixture():
     assert log_probs(SampledOrder(toy, 3, alg="random", steps=9), WINDOWS) == pytest.approx(mixture, abs=1e-12)
     near = log_probs(SampledOrder(toy, 3, alg="origin", steps=1000), WINDOWS[:1])  # hardly ever two at a step
     assert near == pytest.approx(mixture[:1], abs=1e-2)
-
-
-@pytest.mark.parametrize("alg", ["entropy", "topk_margin"])
-def test_alg_temp_near_zero_is_the_rule_and_a_large_alg_temp_is_random(alg):
-    toy = Toy(length=8, seed=3)
-    rule = log_probs(DuelEstimator(toy, f"dream:alg={alg}:steps=4", 3), WINDOWS)
-    cold = SampledOrder(toy, 3, alg=alg, steps=4, alg_temp=1e-5)
-    assert log_probs(cold, WINDOWS) == pytest.approx(rule, abs=1e-9)
-    hot, even = SampledOrder(toy, 3, alg=alg, steps=3, alg_temp=1e9), SampledOrder(toy, 3, alg="random", steps=2)
-    # of three positions Dream reveals one and then two, LLaDA two and then one
-    assert log_probs(hot, WINDOWS[2:]) == pytest.approx(log_probs(even, WINDOWS[2:]), abs=1e-9)
-
-
-def test_all_at_once_and_one_token_targets():
-    """Law 12."""
-    toy = Toy(length=8, seed=3)
-    at_once = log_probs(DuelEstimator(toy, "greedy:k=3", 3), WINDOWS)
-    for settings in ({"alg": "origin"}, {"alg": "random"}):
-        assert log_probs(SampledOrder(toy, 3, steps=1, **settings), WINDOWS) == pytest.approx(at_once, abs=1e-12)
-    assert log_probs(SampledConfidence(toy, 3, n=3), WINDOWS) == pytest.approx(at_once, abs=1e-12)
-    short = [Window((1,), (t,)) for t in range(3)]
-    plain = pytest.approx(log_probs(DuelEstimator(toy, "greedy", 3), short), abs=1e-9)
-    for settings in ORDERS.values():
-        assert log_probs(SampledOrder(toy, 3, **settings), short) == plain
-    assert log_probs(SampledConfidence(toy, 3, tau=0.4), short) == plain
-
-
-def test_the_order_of_positions_that_are_drawn_without_replacement():
-    """Against the sum over all sequences, and of each size all subsets sum to one."""
-    score = torch.tensor([[0.3, -1.0, 0.8, 300.0, 0.0]], dtype=torch.float64)
-    everything = torch.ones(1, 5, dtype=torch.bool)
-    one = torch.ones(1, dtype=torch.int64)
-    level = Level(0 * one, 5 * one, everything, torch.zeros(1, 1, 1, dtype=torch.float64))
-    weights = (score[0] - 300).exp().tolist()
-    for size in range(1, 6):
-        moves = in_turn(level, torch.zeros_like(score), score, size * one, lambda moves: (moves, slice(None)))
-        log_p = dict(zip(moves.chosen.tolist(), moves.log_p[:, 0].tolist(), strict=True))
-        subsets = list(itertools.combinations(range(5), size))
-        assert math.fsum(map(math.exp, log_p.values())) == pytest.approx(1, abs=1e-12) and len(log_p) == len(subsets)
-        for subset in subsets:
-            share = 0.0
-            for sequence in itertools.permutations(subset):
-                left = [math.fsum(weights[c] for c in range(5) if c not in sequence[:at]) for at in range(size)]
-                share += math.prod(weights[c] / rest for c, rest in zip(sequence, left, strict=True))
-            assert math.exp(log_p[sum(1 << c for c in subset)]) == pytest.approx(share, abs=1e-12)
-
-
-def test_scores_grow_with_the_probability_and_do_not_saturate():
-    logits = torch.tensor([[60.0, 20.0, 0.0], [61.0, 20.0, 0.0], [0.1, 0.0, -1.0]])
-    scored = scores(logits, 1.0)
-    assert scored[1, 0] > scored[0, 0] > scored[0, 1] > scored[1, 1]
-    p = logits[2].double().softmax(0)
-    assert scored[2].tolist() == pytest.approx([score_of(float(x)) for x in p])
-    ladder = [score_of(p) for p in (0, 1e-9, 0.49, 0.5, 0.51, 1 - 1e-12, 1)]
-    assert all(low < high for low, high in itertools.pairwise(ladder))
-    assert score_of(0.5) == pytest.approx(score_of(0.5 + 1e-12))
 
 
 # ---------------------------------------------------------------- samples

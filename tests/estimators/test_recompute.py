@@ -21,7 +21,7 @@ from lm_eval_duel.estimators import base
 from lm_eval_duel.estimators.duel import Autoregressive
 from lm_eval_duel.estimators.duel import DuelEstimator as Duel
 from lm_eval_duel.estimators.elbo import Elbo
-from lm_eval_duel.estimators.recompute import ALONE, REFERENCE, RUNS_RULE, Recomputed, recompute, steps_in_blocks
+from lm_eval_duel.estimators.recompute import ALONE, REFERENCE, RUNS_RULE, Recomputed, recompute
 from lm_eval_duel.harness.verify import Checked
 from lm_eval_duel.rules.scores import Greedy
 
@@ -135,11 +135,6 @@ def test_an_autoregressive_network_takes_one_forward(monkeypatch):
         again = recompute(Autoregressive(toy), window)
         assert again.log_prob == pytest.approx(score.log_prob, abs=1e-9) and again.route == REFERENCE
     assert len(calls) == len(windows)
-
-
-def test_steps_count_within_a_block():
-    blocks = [[3, 4], [5, 6, 7]]
-    assert steps_in_blocks(blocks, [[4], [3], [], [6, 7], [5]]) == {4: 0, 3: 1, 6: 1, 7: 1, 5: 2}
 
 
 # ---------------------------------------------------------------- a fault does not go unnoticed

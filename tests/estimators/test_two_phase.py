@@ -201,16 +201,6 @@ def test_what_is_refused(denoiser, settings, message):
         TwoPhase(denoiser(), **settings)
 
 
-def test_a_shifted_network_with_seed_first():
-    toy, windows = Attends(length=10, shift=1), [Window((1,), (0, 2, 1, 1, 2, 0))]
-    rule = "greedy:k=1:seed_first=True"
-    [score], [exact] = (
-        TwoPhase(toy, rule, 3, sample=1.0).log_prob(windows),
-        DuelEstimator(toy, rule, 3).log_prob(windows),
-    )
-    assert score.log_prob == pytest.approx(exact.log_prob, abs=1e-9)
-
-
 def test_a_block_of_probability_zero_is_an_error():
     toy = Warped(Attends(length=10), top_k=1)
     with pytest.raises(DuelError, match="Window 0 has a block of probability 0"):

@@ -4,14 +4,13 @@ import re
 
 import own
 import pytest
-from pages import read, rows, section
 
 from lm_eval_duel import Duel as Library
 from lm_eval_duel import rules
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.harness.lm import DuelMDM
 from lm_eval_duel.options import Options
-from lm_eval_duel.rules import presets, refused
+from lm_eval_duel.rules import presets
 
 SETTINGS = {  # rule, block, cache and grid as the sources have them
     "llada": ("quota:steps=128", 128, None, "auto"),
@@ -37,6 +36,7 @@ SAMPLED = {"sdar-static": {"n": 1}, "sdar-dynamic": {"n": 1, "tau": 0.85}}  # es
 
 
 def test_a_preset_is_its_args_written_out():
+    assert set(presets.PRESETS) == {*SETTINGS, *SAMPLED}
     for name, settings in SETTINGS.items():
         options = Options.parse({"preset": name})
         assert (str(options.rule), options.block, options.cache, options.grid) == settings
@@ -48,17 +48,6 @@ def test_a_preset_is_its_args_written_out():
         arguments = {"estimator": "sampled_confidence", "confidence": "tempered", "block": 4, **settings}
         assert presets.find(name).arguments == arguments
         assert Options.parse({"preset": name}).estimator == "sampled_confidence"
-
-
-def test_every_preset_is_in_the_tables():
-    assert set(presets.PRESETS) == {*SETTINGS, *SAMPLED}
-    page = read("docs/samplers.md")
-    assert [[cell.strip("`") for cell in row] for row in rows(section(page, "## Presets"))] == [
-        [preset.name, preset.written_out, ", ".join(preset.families)] for preset in presets.ENTRIES
-    ]
-    assert {name for row in rows(section(page, "## What is refused")) for name in re.findall("`(.*?)`", row[0])} == set(
-        refused.REFUSED
-    )
 
 
 def test_errors(subtests):
