@@ -1,6 +1,5 @@
 """SharedScore processes: the same numbers as one, balanced, and no rank that waits for ever."""
 
-import json
 import re
 from types import SimpleNamespace
 
@@ -100,25 +99,6 @@ def test_a_rank_that_fails_ends_the_other_machine(tmp_path):
     assert 0 not in status, said[-3000:]
     assert "lm_eval: Request of task broken, document 1: the text holds the mask token" in said
     assert "lm_eval: Rank 0 of 2 waited for the other ranks, and one of them has ended" in said
-
-
-@pytest.mark.slow
-def test_two_ranks_have_the_sums_of_a_beam_that_one_has(tmp_path):
-    """Also where each of them has one of two equal documents, whose errors are one error."""
-    file = write_task(tmp_path, "few", ("My fellow Americans, good evening.", "The state of the union.") * 2)
-    model = "estimator=sampled_confidence,block=8,beam=16,dtype=float64"
-    one = evaluate("few", f"{model},max_batch_size=1", folders=[str(tmp_path)])["config"]["duel"]
-    arguments = ("lm_eval", "--model", "duel-mdm", "--tasks", file, "--device", "cpu", "--model_args", model)
-    (status,), said = launch(TORCHRUN, 2, *arguments, "--output_path", str(tmp_path / "two"))
-    assert status == 0, said[-3000:]
-    (path,) = (tmp_path / "two").glob("**/results_*.json")
-    ours, theirs = (
-        run["tasks"]["few"]["values"]["sampled_confidence"]
-        for run in (one, json.loads(path.read_text())["config"]["duel"])
-    )
-    assert theirs["beam"] == pytest.approx(ours["beam"], abs=1e-9) and ours["beam"]["estimate_stderr"] > 0
-    assert theirs["log_prob"] == pytest.approx(ours["log_prob"], abs=1e-9)
-    assert theirs["stderr"] == pytest.approx(ours["stderr"], abs=1e-9)
 
 
 @pytest.mark.slow

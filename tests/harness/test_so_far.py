@@ -167,7 +167,7 @@ def test_random_order_changes_no_number_and_keeps_the_budget(rule, monkeypatch):
     monkeypatch.setattr(base, "BUCKET", 1)
     denoiser = Toy(tokens=6, length=32)  # in float64
     draw = random.Random(2)
-    windows = [Window((1,), draw.choices(range(6), k=draw.randrange(1, 31))) for _ in range(24)]
+    windows = [Window((1,), draw.choices(range(6), k=draw.randrange(1, 31))) for _ in range(16)]
     scores = []
     for in_order in (False, True):
         duel = DuelEstimator(denoiser, rule, 8, batch_size=3)

@@ -59,7 +59,7 @@ def test_a_trace_holds_every_window_as_it_was_scored(folder, tmp_path):
     assert (header["fingerprint"], header["spec"]) == (lm.fingerprint, lm.spec)
 
 
-@pytest.mark.parametrize("estimator", ["elbo", "elbo_exact", "mixture", "oracle"])
+@pytest.mark.parametrize("estimator", ["elbo", "oracle"])
 def test_every_estimator_leaves_a_trace(folder, tmp_path, estimator):
     extra = {"mc_samples": 16} if estimator == "elbo" else {"lattice_rules": "greedy+margin:k=2"}
     lm, answers = scored(folder, tmp_path / "t.jsonl", estimator=estimator, **extra)
@@ -157,24 +157,6 @@ def test_what_is_no_trace(tmp_path):
 
 
 # ---------------------------------------------------------------- show
-
-
-@pytest.fixture(scope="module")
-def traced(folder, tmp_path_factory):
-    path = tmp_path_factory.mktemp("trace") / "t.jsonl"
-    scored(folder, path)
-    return path
-
-
-def test_show_without_colours_is_a_table(traced, capsys):
-    main(["show", str(traced), "--doc", "1"])
-    lines = capsys.readouterr().out.splitlines()
-    record = next(r for r in trace.read(traced) if r["doc"] == 1)
-    assert lines[0] == "document 1 of toy, window 0: 3 tokens"
-    assert f"duel {record['log_prob']:.2f} nats, perplexity {math.exp(-record['log_prob'] / 3):.2f}" in lines
-    rows = [line.split() for line in lines[-3:]]
-    assert [int(row[2]) for row in rows] == record["reveal_steps"] and [row[-1] for row in rows] == ["the", "of", "and"]
-    assert [float(row[3]) for row in rows] == pytest.approx(record["token_logprobs"], abs=1e-3)
 
 
 def test_show_of_a_lattice_shows_a_rule(folder, tmp_path, capsys):

@@ -13,7 +13,6 @@ from toys import BlockCausal, Toy
 
 from lm_eval_duel import fingerprint, rules
 from lm_eval_duel.bench.options import parse as parse_bench
-from lm_eval_duel.core.lanes import Lanes, Rows
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.denoisers.cached.denoiser import Cached
 from lm_eval_duel.denoisers.wrappers.guidance import Guided
@@ -145,48 +144,6 @@ def test_on_a_lattice_and_in_a_sweep(folder):
         for lattice, sweep, alone in zip(many, shared, DuelEstimator(toy, text, 3).log_prob(windows), strict=True):
             assert lattice.rules[text].log_prob == pytest.approx(alone.log_prob, abs=1e-9)
             assert sweep.rules[text].log_prob == pytest.approx(alone.log_prob, abs=1e-9)
-
-
-# ---------------------------------------------------------------- features
-
-
-def opened(toy, contexts, block, revealed):
-    """A view of windows with these contexts, and the first block of each, with one position revealed (-1: none)."""
-    windows = [Window(context, (0,) * 4) for context in contexts]
-    rows = Rows.from_windows(windows, toy.device)
-    number = torch.arange(len(windows))
-    lanes = Lanes.fresh(rows, number, rows.origin, torch.full_like(number, block))
-    pick = torch.zeros_like(lanes.masked)
-    for n, position in enumerate(revealed):
-        pick[n, position] |= position >= 0
-    return toy.open(rows), lanes.reveal(pick, torch.zeros_like(lanes.tokens), ())
-
-
-@pytest.mark.parametrize("make", [Toy, Attends, BlockCausal, lambda: Cached(Attends(), "dual")])
-def test_equal_lanes_share_features_and_each_cell_gets_its_own(make):
-    toy = make()
-    contexts, revealed = [(), (1, 2), (1, 2), (), (1, 2), (2, 1)], [1, -1, -1, 1, 0, -1]
-    block = toy.block or 3
-    view, lanes = opened(toy, contexts, block, revealed)
-    predictions = view(lanes)
-    assert len(predictions._features) < len(predictions.features) == int(lanes.masked.sum())
-    lane = lanes.masked.nonzero()[:, 0]
-    for n, (context, position) in enumerate(zip(contexts, revealed, strict=True)):
-        alone_view, alone = opened(toy, [context], block, [position])
-        own = alone_view(alone).features
-        assert torch.allclose(predictions.features[lane == n], own, atol=1e-12) and len(own) == alone.masked.sum()
-        if toy.attention == "bidirectional":  # and they are what the network says of the row
-            row = torch.full((1, len(context) + 4), toy.mask_id)
-            row[0, : len(context)] = torch.tensor(context)
-            if position >= 0:
-                row[0, len(context) + position] = 0
-            if position < 0 or toy.cache is None:  # a cached step is another function of the row
-                columns = len(context) + alone.masked[0].nonzero()[:, 0]
-                assert torch.allclose(own, toy.features(row, None)[0, columns], atol=1e-9)
-    plane = predictions.apply(lambda features, entropy: features.sum(1) + entropy, predictions.entropy)
-    assert torch.equal(plane.isnan(), ~lanes.masked)
-    expected = predictions.features.sum(1) + predictions.entropy[lanes.masked]
-    assert torch.allclose(plane[lanes.masked], expected, atol=1e-12)
 
 
 def test_near_ties_are_counted_in_the_planners_logits(tmp_path):

@@ -449,25 +449,6 @@ def test_samplers_that_are_no_distribution_are_refused_with_the_reason():
             assert reason in str(error.value)
 
 
-def test_errors_of_the_new_rules(subtests):
-    for text, named in (
-        ("factor:f=0", "'f'"),
-        ("factor:f=1:variant=d", "variant .*'d'"),
-        ("dream:alg=origins:steps=4", "alg .*'origins'"),
-        ("dream:alg=confidence_threshold:steps=4", "needs tau"),
-        ("dream:alg=entropy:steps=4:tau=0.9", "alg=confidence_threshold only"),
-        ("quota:steps=0", "'steps'"),
-        ("quota:steps=4:eos=inf", "eos .*'inf'"),
-        ("quota:steps=4:eos_id=4", "eos=conf only"),
-        ("high_or_topk", "n and tau"),
-        ("hierarchy:low=2", "'low'"),
-        ("entropy_threshold:tau=-1", "'tau'"),
-        ("pc:decay=1:alpha=0:steps=2:table=x", "'alpha'"),
-    ):
-        with subtests.test(text), pytest.raises(DuelError, match=named):
-            rules.parse(text)
-
-
 def test_near_ties_are_counted():
     """A pick that moves under noise of 1e-4 was counted as near."""
     logits, masked = random_case(7, 400)

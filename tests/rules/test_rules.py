@@ -69,6 +69,10 @@ WRONG = (  # a rule, and what the error names
     ("no.such.module:Rule", "'no.such.module'"),
     (":Rule", "':Rule'"),
     ("textbook:score", "lm_eval_duel.rules.Rule"),
+    ("factor:f=0", "'f'"),
+    ("dream:alg=confidence_threshold:steps=4", "needs tau"),
+    ("dream:alg=entropy:steps=4:tau=0.9", "alg=confidence_threshold only"),
+    ("quota:steps=4:eos_id=4", "eos=conf only"),
     ("custom_rules:Stals", "Did you mean Stalls?"),
 )
 
@@ -161,33 +165,6 @@ def picked(rule, *arguments):
 
 
 FOUR = [[0.5, 0.3, 0.2], [0.5, 0.4, 0.1], [0.9, 0.05, 0.05], [0.5, 0.3, 0.2]]
-
-
-def test_picks_by_hand():
-    for rule, expected in {
-        "greedy": [2],
-        "greedy:k=2": [0, 2],  # 0, 1 and 3 tie: the lowest position
-        "greedy:k=9": [0, 1, 2, 3],
-        "margin:k=2": [0, 2],
-        "margin:k=3": [0, 2, 3],
-        "entropy:k=2": [1, 2],
-        "left_to_right:k=3": [0, 1, 2],
-        "right_to_left": [3],
-        "threshold:mu=0.49": [0, 1, 2, 3],
-        "threshold:mu=0.6": [2],
-        "threshold:mu=0.95": [2],  # none passes: the single most confident
-        "entropy_bound:gamma=0": [2],
-        "entropy_bound:gamma=0.5": [1, 2],
-        "klass:mu=0.1:nu=9": [2],  # no previous step counts as unstable
-    }.items():
-        assert picked(rule, FOUR) == expected, rule
-
-
-def test_margin_and_log_margin_differ():
-    # margins 0.30 and 0.28, ratios 2 and 3.3
-    first, second = [0.60, 0.30, 0.10, 1e-9, 1e-9, 1e-9], [0.40, 0.12, 0.12, 0.12, 0.12, 0.12]
-    assert picked("margin", [first, second]) == [0]
-    assert picked("log_margin", [first, second]) == [1]
 
 
 @pytest.mark.parametrize("lift", [0, 8, 16, 20, 26])
