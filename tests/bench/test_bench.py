@@ -66,22 +66,18 @@ def measured(*words):
 @pytest.mark.parametrize("kind", [*KINDS, "dual", "prefix"])
 def test_loops_agree_with_ours(kind):
     denoiser = network(kind, block=BLOCK) if kind in KINDS else Cached(network("bidirectional"), kind)
-    for rule in RULES if kind in KINDS else RULES[::3]:
-        agree(denoiser, rule, drawn(2))
-    for context in (1, 13):
-        agree(denoiser, "greedy:k=1", drawn(context=context))
+    for rule in RULES[KINDS.index(kind) :: 2] if kind in KINDS else RULES[3::4]:
+        agree(denoiser, rule, drawn(1))
+    agree(denoiser, "greedy:k=2", drawn(2, context=13))
 
 
 def test_loops_agree_on_other_kinds_of_network():
     cut, shifted, from_target = (network("block-causal", block=BLOCK) for _ in range(3))
-    cut.last_block = "cut"
-    agree(cut, "greedy:k=1", drawn())
-    shifted.shift = 1
-    agree(shifted, "greedy:k=1", drawn(context=1))
-    agree(shifted, "greedy:k=2", drawn(context=9))
-    from_target.anchor = "target"
-    agree(from_target, "greedy:k=1", drawn(context=5))
-    agree(network("bidirectional"), "greedy:k=2", drawn(), None)  # the whole target is one block
+    cut.last_block, shifted.shift, from_target.anchor = "cut", 1, "target"
+    agree(cut, "greedy:k=2", drawn(2))
+    agree(shifted, "greedy:k=2", drawn(2, context=9))
+    agree(from_target, "greedy:k=2", drawn(2, context=5))
+    agree(network("bidirectional"), "greedy:k=2", drawn(2), None)  # the whole target is one block
 
 
 def test_keys_are_kept_for_the_blocks_before_only():
@@ -113,11 +109,10 @@ def test_the_recording_makes_the_counted_calls_again(kind):
 
 
 @pytest.mark.slow
-def test_the_memory_of_all_arms():
+def test_the_memory_of_an_arm():
     """Measured in a process for each; the loop holds logits of whole rows, ours those of some positions."""
-    figures = measure(Bench(parse([*SMALL, "--vocab", "20000", "--model_args", "block=10", "--length", "100"])))
-    peaks = {arm: figures["arms"][arm]["peak_bytes"] for arm in ("loop", "ours", "forwards")}
-    assert peaks["loop"] > 2 * 100 * 20000 * 4 and peaks["loop"] > 1.5 * peaks["ours"] and peaks["forwards"] >= 0
+    bench = Bench(parse([*SMALL, "--vocab", "20000", "--model_args", "block=10", "--length", "40"]))
+    assert bench.peak_bytes("loop") > max(2 * 40 * 20000 * 4, 1.5 * bench.peak_bytes("ours"))
 
 
 def test_the_command(capsys, tmp_path):
@@ -153,12 +148,8 @@ def test_a_two_phase_estimate_is_an_arm_of_its_own():
         (["random:bidrectional"], "Did you mean random:bidirectional?"),
         (["demo-ar"], "score it with estimator=ar"),
         (["demo-mdm", "--length", "500"], "--length"),
-        (["--model_args", "dtype=float31"], "Did you mean float32?"),
         (["--model_args", "rule=gredy"], "Did you mean greedy?"),
-        (["--model_args", "rule=greedy:k=2,k=3"], "'k' is given twice"),
         (["--hidden_size", "100", "--vocab", "50"], "a multiple of 64"),
-        (["--windows", "0"], "--windows"),
-        (["--model_args", "block=some"], "'block'"),
         (["--peak-of", "our"], "Did you mean ours?"),
     ],
 )

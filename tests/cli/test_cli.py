@@ -9,7 +9,7 @@ from harness_runs import evaluate, lm_eval, read
 
 from lm_eval_duel.cli.main import main
 
-LIMIT = 2
+LIMIT = 1
 
 
 @pytest.mark.slow
@@ -32,13 +32,11 @@ def test_the_command_prints_and_writes_perplexities_and_which_law_they_are_of(tm
 
 
 def test_multiple_choice_and_a_rule_in_one_word():
-    results = evaluate("sotu_choice", "rule=klass:mu=0.9:nu=0.01", limit=2)
+    results = evaluate("sotu_choice", "rule=klass:mu=0.9:nu=0.01", limit=1)
     assert results["config"]["spec"]["rule"] == "klass:mu=0.9:nu=0.01:history=1:kl=paper"
-    assert len(results["samples"]["sotu_choice"]) == 2
-    for sample in results["samples"]["sotu_choice"]:
-        nats = [answer[0] for answer in choice_answers(sample)]
-        assert len(nats) == 4 and sample["acc"] == (nats.index(max(nats)) == sample["doc"]["label"])
-        assert all(isinstance(answer[1], bool) for answer in choice_answers(sample))
+    [sample] = results["samples"]["sotu_choice"]
+    nats = [answer[0] for answer in choice_answers(sample)]
+    assert len(nats) == 4 and sample["acc"] == (nats.index(max(nats)) == sample["doc"]["label"])
 
 
 def test_inspect_shows_every_guess(capsys):

@@ -53,16 +53,20 @@ def test_the_numbers_are_those_of_the_library(folder, texts, tmp_path, capsys):
     assert "total" in printed and "standard error over documents" in printed
 
 
-def test_text_that_the_tokenizer_does_not_know_is_counted(folder, tmp_path, capsys):
-    names = [tmp_path / name for name in ("known.txt", "unknown.txt")]
+def test_text_that_the_tokenizer_does_not_know_is_counted(folder, tmp_path, monkeypatch, capsys):
+    names = [tmp_path / name for name in ("=cmd().txt", "unknown.txt")]
     for name, text in zip(names, (" a b c\n", "a \u043c\u0438\u0440 \u043c\u0438\u0440"), strict=True):
         name.write_text(text)
-    out = tmp_path / "out.json"
-    printed = run(*map(str, names), "--model_args", f"pretrained={folder}", "--json", str(out), capsys=capsys)
+    out, table = tmp_path / "out.json", tmp_path / "out.csv"
+    monkeypatch.chdir(tmp_path)
+    more = ("--model_args", f"pretrained={folder}", "--json", str(out), "--csv", str(table))
+    printed = run(*(f"./{name.name}" for name in names), *more, capsys=capsys)
     figures = json.loads(out.read_text())
     assert [row["unk_tokens"] for row in (*figures["documents"], figures["total"])] == [0, 2, 2]
     assert [row["words"] for row in figures["documents"]] == [3, 3]  # without the white space around a text
     assert "2 of 6 tokens (33.3%) are [UNK]" in printed
+    first, *_ = csv.DictReader(table.open())
+    assert first["document"] == "'=cmd().txt" and float(first["log_prob"]) < 0  # a name is no formula
 
 
 def test_what_is_not_a_likelihood_is_labelled_and_has_its_error(folder, texts, tmp_path, capsys):
@@ -76,18 +80,6 @@ def test_what_is_not_a_likelihood_is_labelled_and_has_its_error(folder, texts, t
     assert "error unknown" in run(texts, "--model_args", f"{model}elbo,mc_samples=2", capsys=capsys)
     assert "not a likelihood" in run(texts, "--model_args", f"{model}oracle", capsys=capsys)
     assert registry.kind_of("elbo", {"elbo_eps": "0.001"}) == registry.NO_BOUND
-
-
-def test_names_in_csv_are_no_formulas(folder, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    names = ["=cmd().txt", "+1.txt", "@a.txt", "-b.txt"]
-    for name in names:
-        (tmp_path / name).write_text("a b")
-    run(*(f"./{name}" for name in names), "--csv", "out.csv", "--model_args", f"pretrained={folder}", capsys=capsys)
-    with open("out.csv") as file:
-        lines = list(csv.DictReader(file))
-    assert [line["document"] for line in lines] == [f"'{name}" for name in names]
-    assert float(lines[0]["log_prob"]) < 0  # a negative number stays one
 
 
 @pytest.mark.slow

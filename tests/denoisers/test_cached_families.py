@@ -23,7 +23,7 @@ from lm_eval_duel.estimators.duel import DuelEstimator
 CACHES = ["prefix", "dual"]
 CACHED = [name for name in NAMES if name in CASES and CASES[name].attention == "bidirectional"]
 CACHED += ["mdlm", "bidirectional", "one-block", "bert", "roberta", "modernbert", *TEXTS]
-LAYER_NORMS = ["bert", "roberta", "modernbert", "diffugpt", "mmbert"]  # those in float32 remain within a decoder
+LAYER_NORMS = ["bert", "roberta", "modernbert", "diffugpt"]  # those in float32 remain within a decoder
 
 
 def exact(name, **options):

@@ -36,7 +36,7 @@ MASKED_LM = ("masked-lm", "bidirectional", 0, "auto", None, None, 4)
 DIT = ("bidirectional", 0, "given", None, 4, 12, 16, 13, True, False)
 FOUND = {
     **{name: (*MASKED_LM, 32, tiny.ROWS, name == "modernbert", False) for name in MASKED_LMS},
-    **{name: (*MASKED_LM, 64 if name == "mmbert" else 32, tiny.ROWS, True, False) for name in TEXTS},
+    **dict.fromkeys(TEXTS, (*MASKED_LM, 32, tiny.ROWS, True, False)),
     **dict.fromkeys(PROTEINS, (*MASKED_LM[:-1], 32, 64, 33, False, True)),  # two of 66 positions no residue has
     **{name: ("sedd" if "sedd" in name else "mdlm", *DIT) for name in DITS},
     "bd3lm": ("bd3lm", "block_causal", 0, "given", 4, None, 12, 16, 13, True, False),

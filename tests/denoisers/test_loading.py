@@ -27,25 +27,20 @@ DETECTED = [  # a case, changes of its config, a folder, options, what is found,
     ("fast-dllm-v2", {}, None, {"block": None}, {"block": 32}, None),  # not config.bd_size
     ("sdar", {"block_size": None}, None, {}, {"block": 4}, None),
     ("sdar", {"block_size": None}, None, {"block": 8}, {"block": 8}, "trained on blocks of 4; using block=8"),
-    ("d2f-llada", {}, None, {"block": None}, {"block": 32}, None),
     ("d2f-llada", {}, None, {"block": 8}, {"block": 8}, "trained on blocks of 16; using block=8"),
     ("a2d-qwen3-bd3lm", {}, None, {"block": None}, {"family": "a2d-qwen3-bd3lm", "block": 32}, "By its name"),
-    ("a2d-qwen3-bd3lm", {}, None, {"block": None, "family": "a2d-qwen3"}, {"attention": "bidirectional"}, None),
     ("a2d-qwen3-bd3lm", {}, None, {"block": None, "attention": "bidirectional"}, {"family": "a2d-qwen3"}, None),
     ("diffullama", {}, "diffullama", {"family": None}, {"family": "diffullama", "shift": 1}, "By its name"),
-    ("diffullama", {}, "diffullama", {"family": None, "attention": "causal"}, {"family": "causal-lm"}, None),
     (
         *("diffullama", {}, "diffullama", {"family": None, "attention": "bidirectional", "shift_logits": False}),
         *({"family": "decoder", "shift": 0}, None),
     ),
     ("nemotron-diffusion-research", {"dlm_type": "llada"}, None, {}, {"shift": 0}, None),
     ("nemotron-labs-diffusion", {"max_position_embeddings": 4096}, None, {}, {"max_length": 256 - 4}, None),
-    ("a2d-qwen3", {}, None, {"mask_token_id": 39}, {"mask_id": 39}, None),
     ("dream", {"right_shift_logits": False}, None, {}, {"shift": 0}, None),
     ("bert", {"right_shift_logits": True}, None, {}, {"shift": 0}, None),  # an entry of decoders
     ("mdlm", {"mask_token_id": 7}, None, {"mask_token_id": 0}, {"mask_id": 0}, None),
     ("bd3lm", dict.fromkeys(("block_size", "causal", "adaln"), None), None, {}, {"family": "mdlm"}, None),
-    ("bd3lm", {}, None, {"max_length": 8}, {"max_length": 8}, None),
 ]
 
 

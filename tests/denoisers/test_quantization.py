@@ -180,59 +180,6 @@ def test_a_file_of_a_quantized_network_is_that_network_and_every_tensor_has_its_
             load(path)
 
 
-@pytest.mark.skipif(transformers.__version__.startswith("4."), reason="does not save torchao's weights alike")
-def test_files_of_torchao(base, tmp_path):
-    torchao = pytest.importorskip("torchao")
-    path, whole = base("qwen3"), load(base("qwen3"))
-    weights = torchao.quantization.Int8WeightOnlyConfig()
-    config = transformers.Qwen3Config(
-        **{key: QWEN3[key] for key in QWEN3 if key not in ("architectures", "model_type")}
-    )
-    made = transformers.Qwen3ForCausalLM.from_pretrained(
-        path, config=config, dtype=torch.float32, quantization_config=transformers.TorchAoConfig(weights)
-    )
-    made.save_pretrained(tmp_path / "saved")
-    raw = {**read(path), "quantization_config": read(tmp_path / "saved")["quantization_config"]}
-    Path(path, "config.json").write_text(json.dumps(raw))
-    (tmp_path / "saved" / "model.safetensors").replace(tmp_path / "base" / "model.safetensors")
-    found = load(path)
-    assert 0.001 < apart(found, whole) < 0.3 and '"quant_method": "torchao"' in found.describe()["quantization"]
-    ids = torch.tensor([[6, 7, 9, 30]])
-    right = made(input_ids=ids, attention_mask=torch.zeros(1, 1, 4, 4)).logits[0]
-    assert (found.head(found.features(ids, None)[0]) - right).abs().max() < 1e-4
-
-
-@pytest.mark.skipif(transformers.__version__.startswith("4."), reason="other tensors of this package")
-def test_files_of_compressed_tensors(base, kind="llada"):
-    """Which unpacks its weights when the whole network is called first."""
-    package = pytest.importorskip("compressed_tensors.compressors")
-    said = {
-        "quant_method": "compressed-tensors",
-        "format": "pack-quantized",
-        "quantization_status": "compressed",
-        "ignore": ["model.transformer.ff_out"],
-        "config_groups": {"all": {"targets": ["Linear"], "weights": {"num_bits": 8, "strategy": "channel"}}},
-    }
-
-    def packed(tensors):
-        found = {}
-        for key, value in tensors.items():
-            if LINEAR.search(key):
-                scale = value.abs().amax(1, keepdim=True) / 127
-                found[f"{key}_packed"] = package.pack_to_int32((value / scale).round().to(torch.int8), 8)
-                found |= {f"{key}_scale": scale, f"{key}_shape": torch.tensor(value.shape)}
-            else:
-                found[key] = value
-        return found
-
-    found, rounded = (
-        load(base(kind, packed, "packed", quantization_config=said)),
-        load(base(kind, by_hand(8), "rounded")),
-    )
-    assert apart(found, rounded) < 1e-5 < apart(found, load(base(kind)))
-    assert '"quant_method": "compressed-tensors"' in found.describe()["quantization"]
-
-
 @pytest.mark.skipif(transformers.__version__.startswith("4."), reason="takes GPUs for 8-bit floats")
 def test_files_of_8_bit_floats(base, kind="llada"):
     """A GPU multiplies them as they are; for a CPU transformers makes floats of them: a network like any other."""

@@ -45,13 +45,3 @@ class Looks(rules.ModuleRule):
         scores = self.module(features)(features, mean[lane])[:, 0]  # (C,)
         key = torch.full(lanes.masked.shape, torch.inf, dtype=scores.dtype).masked_scatter(lanes.masked, -scores)
         return rules.Decision(lanes.masked & (rules.rank(key) < self.k))
-
-
-@dataclasses.dataclass(frozen=True)
-class InMemory(rules.Rule):
-    """Negative control: weights that are in no file."""
-
-    net: object = None
-
-    def __call__(self, predictions, lanes):
-        return lanes.masked & (lanes.masked.cumsum(1) == 1)

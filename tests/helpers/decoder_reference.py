@@ -12,36 +12,29 @@ from safetensors.torch import save_file
 D, MASK = 16, 4
 
 
-def remote(model):
-    """`architectures` and `auto_map` as authors with code of their own write them."""
-    return {"architectures": [model], "auto_map": {"AutoModel": f"modeling_x.{model}"}}
+def remote(model, base=None, **entries):
+    """A config as authors with code of their own write it."""
+    return {"architectures": [model], "auto_map": {"AutoModel": f"modeling_x.{model}"}, **(base or {}), **entries}
+
+
+def of_class(model, base, **entries):
+    """A config without such code."""
+    return {"architectures": [model], **base, **entries}
 
 
 COMMON = {
-    "hidden_size": D,
-    "intermediate_size": 24,
-    "max_position_embeddings": 64,
-    "num_attention_heads": 4,
-    "num_hidden_layers": 2,
-    "num_key_value_heads": 2,
-    "rms_norm_eps": 1e-6,
-    "rope_scaling": None,
-    "rope_theta": 1_000_000.0,
-    "torch_dtype": "bfloat16",
-    "use_cache": True,
-    "vocab_size": tiny.ROWS,
+    **dict.fromkeys(("num_hidden_layers", "num_key_value_heads"), 2),
+    **{"hidden_size": D, "intermediate_size": 24, "max_position_embeddings": 64, "num_attention_heads": 4},
+    **{"rms_norm_eps": 1e-6, "rope_scaling": None, "rope_theta": 1_000_000.0},
+    **{"torch_dtype": "bfloat16", "use_cache": True, "vocab_size": tiny.ROWS},
 }
 LLAMA = {**COMMON, "model_type": "llama", "rms_norm_eps": 1e-5}
 QWEN2 = {**COMMON, "model_type": "qwen2", "sliding_window": 4, "use_sliding_window": True}  # never read
 QWEN3 = {**QWEN2, "model_type": "qwen3", "head_dim": 8}
 QWEN3_MOE = {
     **QWEN3,
-    "decoder_sparse_step": 1,
-    "mlp_only_layers": [],
-    "moe_intermediate_size": 16,
-    "norm_topk_prob": True,
-    "num_experts": 6,
-    "num_experts_per_tok": 2,
+    **{"decoder_sparse_step": 1, "mlp_only_layers": [], "moe_intermediate_size": 16, "norm_topk_prob": True},
+    **{"num_experts": 6, "num_experts_per_tok": 2},
 }
 STRETCH = {
     "factor": 8.0,
@@ -50,21 +43,10 @@ STRETCH = {
     "original_max_position_embeddings": 16,
     "rope_type": "llama3",
 }
-YARN = {
-    "beta_fast": 32.0,
-    "beta_slow": 1.0,
-    "factor": 0.25,  # below 1, as in the 3B
-    "llama_4_scaling_beta": 0.1,
-    "mscale": 1.0,
-    "mscale_all_dim": 1.0,
-    "original_max_position_embeddings": 256,
-    "rope_theta": 10_000.0,
-    "rope_type": "yarn",
+YARN = {  # its factor is below 1, as in the 3B
+    **{"beta_fast": 32.0, "beta_slow": 1.0, "factor": 0.25, "llama_4_scaling_beta": 0.1, "mscale": 1.0},
+    **{"mscale_all_dim": 1.0, "original_max_position_embeddings": 256, "rope_theta": 10_000.0, "rope_type": "yarn"},
 }
-PLAIN_LLAMA = plain.Net(head=4, theta=1e6, eps=1e-5)
-PLAIN_QWEN2 = plain.Net(head=4, theta=1e6)
-PLAIN_QWEN3 = plain.Net(head=8, theta=1e6)
-PLAIN_MOE = plain.Net(head=8, theta=1e6, experts=6, chosen=2)
 
 
 def without(config, *keys):
@@ -72,17 +54,37 @@ def without(config, *keys):
     return {key: value for key, value in config.items() if key not in keys}
 
 
-@dataclasses.dataclass(frozen=True)
+def net(config, keys=plain.NATIVE, **more):
+    """The plain network of a config; `more`: what it does not say, or what the authors' code does instead."""
+    rotary = config.get("rope_parameters", config)
+    found = {
+        "head": config.get("head_dim", D // 4),
+        "layers": config.get("num_hidden_layers", 2),
+        "theta": rotary.get("rope_theta", 10_000.0),
+        "eps": config.get("rms_norm_eps", 1e-5),
+        "turned": config.get("partial_rotary_factor", 1.0),
+        "stretch": rotary if rotary.get("rope_type", "default") != "default" else None,
+        "experts": config.get("num_experts", 0),
+        "chosen": config.get("num_experts_per_tok", 0),
+        "groups": config.get("n_group", 0),
+        "groups_kept": config.get("topk_group", 0),
+        "scale": config.get("routed_scaling_factor", 1.0),
+        "dense": config.get("first_k_dense_replace", 0),
+    }
+    return plain.Net(keys=keys, **{**found, **more})
+
+
+@dataclasses.dataclass
 class Case:
     """A published checkpoint in small, and what is found at load; `options`: what a user must say to load it."""
 
     config: dict
-    net: plain.Net | None  # None: GPT-2
-    parts: tuple = ()  # "bias" of q, k and v; "norm" of q and k
+    parts: str = ""  # "bias" of q, k and v; "norm" of q and k
     options: dict = dataclasses.field(default_factory=dict)
-    mask: int = MASK  # any other is not in the tokenizer
+    net: plain.Net | None = None  # of the config unless given; none for GPT-2
+    mask: int | None = None  # MASK unless the user or the config says; any other is not in the tokenizer
     shift: int = 0
-    block: int | None = None
+    block: int | None = 0  # as the user or the config says
     attention: str = ""  # bidirectional, or block-causal where it has a block
     bos: str = ""  # given where logits are shifted, else none
     anchor: str = "row"
@@ -96,314 +98,122 @@ class Case:
     seed: int = 3
 
     def __post_init__(self):
-        attention = "bidirectional" if self.block is None else "block_causal"
-        object.__setattr__(self, "attention", self.attention or attention)
-        object.__setattr__(self, "bos", self.bos or ("given" if self.shift else "none"))
+        said = {**self.config, **self.options}
+        if self.net is None and self.config["model_type"] != "gpt2":
+            self.net = net(self.config)
+        self.mask = self.mask or said.get("mask_token_id", MASK)
+        self.block = said.get("block", said.get("block_size")) if self.block == 0 else self.block
+        self.attention = self.attention or ("bidirectional" if self.block is None else "block_causal")
+        self.bos = self.bos or ("given" if self.shift else "none")
 
 
-LLADA = {
-    **remote("LLaDAModelLM"),
-    "activation_type": "silu",
-    "alibi": False,
-    "block_type": "llama",
-    "d_model": D,
-    "embedding_size": 48,
-    "include_bias": False,
-    "layer_norm_type": "rms",
-    "mask_token_id": 45,
-    "max_sequence_length": 64,
-    "mlp_hidden_size": 24,
-    "model_type": "llada",
-    "n_heads": 4,
-    "n_kv_heads": 2,
-    "n_layers": 2,
-    "rope_theta": 500_000.0,
-    "vocab_size": 34,
-    "weight_tying": False,
+LLADA = remote(
+    "LLaDAModelLM",
+    **{"activation_type": "silu", "alibi": False, "block_type": "llama", "d_model": D, "embedding_size": 48},
+    **{"include_bias": False, "layer_norm_type": "rms", "mask_token_id": 45, "max_sequence_length": 64},
+    **{"mlp_hidden_size": 24, "model_type": "llada", "n_heads": 4, "n_kv_heads": 2, "n_layers": 2},
+    **{"rope_theta": 500_000.0, "vocab_size": 34, "weight_tying": False},
+)
+LLADA_NET = net(LLADA, plain.LLADA)
+DREAM = remote("DreamModel", QWEN2, mask_token_id=35, max_position_embeddings=4096, model_type="Dream")
+MMADA = remote("MMadaModelLM", without(LLADA, "architectures", "auto_map"), embedding_size=40, new_vocab_size=48)
+SMDM = {
+    **{"architectures": ["TransEncoder"], "block_size": 64, "intermediate_size": 24, "model_type": "smdm"},
+    **{"n_embd": D, "n_head": 4, "n_layer": 2, "n_query_groups": 2, "norm_eps": 1e-5, "vocab_size": 39},
 }
-PLAIN_LLADA = plain.Net(head=4, keys=plain.LLADA, theta=500_000.0, eps=1e-5)
-DREAM = {**remote("DreamModel"), **QWEN2, "mask_token_id": 35, "max_position_embeddings": 4096, "model_type": "Dream"}
-MMADA = {**LLADA, **remote("MMadaModelLM"), "embedding_size": 40, "new_vocab_size": 48, "model_type": "mmada"}
-A2D_QWEN3 = {"architectures": ["A2DQwen3LMHeadModel"], **QWEN3, "model_type": "a2d-qwen3"}
+LLADA_MOE = remote(
+    "LLaDAMoEModelLM",
+    without(COMMON, "intermediate_size", "rms_norm_eps"),
+    **{"dense_intermediate_size": 24, "expert_intermediate_size": 16, "model_type": "llada"},  # the dense network's
+    **{"norm_topk_prob": True, "num_experts": 6, "num_experts_per_tok": 2, "rope_theta": 50_000},  # never normalised
+)
+LLADA2 = remote(
+    "LLaDA2MoeModelLM",
+    COMMON,
+    **{"first_k_dense_replace": 1, "head_dim": 8, "model_type": "llada2_moe", "moe_intermediate_size": 16},
+    **{"n_group": 4, "norm_topk_prob": True, "num_experts": 12, "num_experts_per_tok": 3, "num_hidden_layers": 3},
+    **{"num_shared_experts": 1, "partial_rotary_factor": 0.5, "rope_theta": 600_000, "routed_scaling_factor": 2.5},
+    **{"sliding_window": 4096, "topk_group": 2, "use_qk_norm": True, "use_qkv_bias": False},
+)
+NEW = without(LLAMA, "rope_scaling", "rope_theta")  # rotary entries as transformers 5 writes them
+NEMOTRON = remote(
+    "NemotronLabsDiffusionModel",
+    NEW,
+    **{"block_size": 4, "head_dim": 8, "mask_token_id": 36, "model_type": "nemotron_labs_diffusion"},
+    rope_parameters=YARN,
+)
+NVRDIFF = remote("DiffEncoderModel", QWEN3, block_size=4, dlm_type="dream", mask_token_id=37, model_type="nvrdiff")
+A2D_QWEN2 = of_class("A2DQwen2LMHeadModel", QWEN2, model_type="a2d-qwen2", tie_word_embeddings=True)
+A2D_QWEN3 = of_class("A2DQwen3LMHeadModel", QWEN3, model_type="a2d-qwen3", tie_word_embeddings=True)
+A2D_NEW = {"rope_parameters": {"rope_theta": 1_000_000.0, "rope_type": "default"}}
+GPT = {"n_embd": D, "n_head": 4, "n_layer": 2, "n_positions": 64, "vocab_size": tiny.ROWS}
 GIVEN_WORDS = {"tokenizer": tiny.tokenizer()}  # beside a qwen2 or gpt2, transformers 5 reads Qwen's or GPT-2's alone
+BD3LM = "Qwen3-0.6B-diffusion-bd3lm-v0.1", "Qwen2.5-Coder-0.5B-Instruct-diffusion-BD3LM-v0.1"  # found by their names
 
 CASES = {
-    "llada": Case(LLADA, PLAIN_LLADA, rows=48, store="sharded", mask=45, published=32),
-    "mmada": Case({**MMADA, "vocab_size": 48}, PLAIN_LLADA, rows=48, mask=45, published=128),
+    "llada": Case(LLADA, net=LLADA_NET, rows=48, store="sharded", published=32),
+    "mmada": Case({**MMADA, "model_type": "mmada", "vocab_size": 48}, net=LLADA_NET, rows=48, published=128),
     "smdm": Case(
-        {
-            "architectures": ["TransEncoder"],
-            "block_size": 64,
-            "intermediate_size": 24,
-            "model_type": "smdm",
-            "n_embd": D,
-            "n_head": 4,
-            "n_layer": 2,
-            "n_query_groups": 2,
-            "norm_eps": 1e-5,
-            "vocab_size": 39,
-        },
-        plain.Net(head=4, keys=plain.SMDM, grouped=True, eps=1e-5),
+        SMDM,
         options={"mask_token_id": 39},
-        masks=1,
-        mask=39,
-        bos="given",
+        net=net(SMDM, plain.SMDM, grouped=True),
+        **{"masks": 1, "bos": "given", "block": None},
     ),
     "illada": Case(
-        {**remote("ILLaDAForCausalLM"), **LLAMA, "layer_norm_eps": None, "tie_word_embeddings": True},
-        PLAIN_LLAMA,
+        remote("ILLaDAForCausalLM", LLAMA, layer_norm_eps=None, tie_word_embeddings=True),
         store="tied and stored",
         mask=5,
     ),
-    "dream": Case(DREAM, PLAIN_QWEN2, ("bias",), mask=35, shift=1, length=2048),
-    "llada-moe": Case(
-        {
-            **remote("LLaDAMoEModelLM"),
-            **without(COMMON, "intermediate_size", "rms_norm_eps"),
-            "dense_intermediate_size": 24,
-            "expert_intermediate_size": 16,
-            "model_type": "llada",  # the dense network's
-            "norm_topk_prob": True,  # its code never does
-            "num_experts": 6,
-            "num_experts_per_tok": 2,
-            "rope_theta": 50_000,
-        },
-        plain.Net(head=4, theta=50_000.0, eps=1e-5, experts=6, chosen=2, normalised=False),
-        ("norm",),
-        published=32,
-    ),
-    "rnd1": Case(
-        {**remote("RND1LM"), **QWEN3_MOE, "mask_token_id": MASK, "model_type": "rnd1", "rope_scaling": False},
-        PLAIN_MOE,
-        ("norm",),
-    ),
-    "a2d-qwen3": Case(
-        {**A2D_QWEN3, "tie_word_embeddings": True},
-        PLAIN_QWEN3,
-        ("norm",),
-        store="tied",
-    ),
-    "a2d-qwen2": Case(
-        {
-            "architectures": ["A2DQwen2LMHeadModel"],
-            **without(QWEN2, "rope_scaling", "rope_theta"),
-            "model_type": "a2d-qwen2",
-            "rope_parameters": {"rope_theta": 1_000_000.0, "rope_type": "default"},  # as transformers 5 writes it
-        },
-        PLAIN_QWEN2,
-        ("bias",),
-    ),
-    "a2d-llama": Case(
-        {
-            "architectures": ["A2DLlamaLMHeadModel"],
-            **without(LLAMA, "rope_scaling", "rope_theta"),
-            "rope_parameters": {**STRETCH, "rope_theta": 1_000_000.0},
-        },
-        plain.Net(head=4, theta=1e6, eps=1e-5, stretch=STRETCH),
-    ),
-    "a2d-qwen3-bd3lm": Case(
-        {**A2D_QWEN3, "tie_word_embeddings": True},
-        PLAIN_QWEN3,
-        ("norm",),
-        {"block": 4},
-        folder="Qwen3-0.6B-diffusion-bd3lm-v0.1",
-        store="tied",
-        block=4,
-    ),
-    "a2d-qwen2-bd3lm": Case(
-        {
-            "architectures": ["A2DQwen2LMHeadModel"],
-            **QWEN2,
-            "model_type": "a2d-qwen2",
-            "tie_word_embeddings": True,  # but the file has a head
-        },
-        PLAIN_QWEN2,
-        ("bias",),
-        {"block": 4},
-        folder="Qwen2.5-Coder-0.5B-Instruct-diffusion-BD3LM-v0.1",
-        block=4,
-    ),
-    "a2d-llama-bd3lm": Case(
-        {"architectures": ["A2DLlamaLMHeadModel"], **LLAMA},
-        PLAIN_LLAMA,
-        options={"family": "a2d-llama-bd3lm", "block": 4},
-        block=4,
-    ),
-    "open-dllm": Case(
-        {"architectures": ["Qwen2ForCausalLM"], **QWEN2},
-        PLAIN_QWEN2,
-        ("bias",),
-        {"family": "open-dllm", **GIVEN_WORDS},
-        shift=1,
-    ),
+    "dream": Case(DREAM, "bias", shift=1, length=2048),
+    "llada-moe": Case(LLADA_MOE, "norm", net=net(LLADA_MOE, normalised=False), published=32),
+    "rnd1": Case(remote("RND1LM", QWEN3_MOE, mask_token_id=MASK, model_type="rnd1", rope_scaling=False), "norm"),
+    "a2d-qwen3": Case(A2D_QWEN3, "norm", store="tied"),
+    "a2d-qwen2": Case({**without(A2D_QWEN2, "rope_scaling", "rope_theta", "tie_word_embeddings"), **A2D_NEW}, "bias"),
+    "a2d-llama": Case(of_class("A2DLlamaLMHeadModel", NEW, rope_parameters={**STRETCH, "rope_theta": 1_000_000.0})),
+    "a2d-qwen3-bd3lm": Case(A2D_QWEN3, "norm", {"block": 4}, folder=BD3LM[0], store="tied"),
+    "a2d-qwen2-bd3lm": Case(A2D_QWEN2, "bias", {"block": 4}, folder=BD3LM[1]),  # tied, but the file has a head
+    "a2d-llama-bd3lm": Case(of_class("A2DLlamaLMHeadModel", LLAMA), options={"family": "a2d-llama-bd3lm", "block": 4}),
+    "open-dllm": Case(of_class("Qwen2ForCausalLM", QWEN2), "bias", {"family": "open-dllm", **GIVEN_WORDS}, shift=1),
     "sdar": Case(
-        {**remote("SDARForCausalLM"), **QWEN3, "block_size": 4, "mask_token_id": 36, "model_type": "sdar"},
-        PLAIN_QWEN3,
-        ("norm",),
-        store="sharded",
-        mask=36,
-        block=4,
+        remote("SDARForCausalLM", QWEN3, block_size=4, mask_token_id=36, model_type="sdar"), "norm", store="sharded"
     ),
-    "sdar-moe": Case(
-        {**remote("SDARMoeForCausalLM"), **QWEN3_MOE, "block_size": 8, "model_type": "sdar_moe"},
-        PLAIN_MOE,
-        ("norm",),
-        block=8,
-    ),
-    "fast-dllm-v2": Case(
-        {
-            **remote("Fast_dLLM_QwenForCausalLM"),
-            **QWEN2,
-            "bd_size": 8,  # its forward takes 32 nevertheless
-            "model_type": "Fast_dLLM_Qwen",
-        },
-        PLAIN_QWEN2,
-        ("bias",),
-        {"block": 4},
+    "sdar-moe": Case(remote("SDARMoeForCausalLM", QWEN3_MOE, block_size=8, model_type="sdar_moe"), "norm"),
+    "fast-dllm-v2": Case(  # its forward takes blocks of 32, whatever bd_size
+        remote("Fast_dLLM_QwenForCausalLM", QWEN2, bd_size=8, model_type="Fast_dLLM_Qwen"),
+        *("bias", {"block": 4}),
         store="bfloat16",
         shift=1,
-        block=4,
     ),
-    "llada2": Case(
-        {
-            **remote("LLaDA2MoeModelLM"),
-            **COMMON,
-            "first_k_dense_replace": 1,
-            "head_dim": 8,
-            "model_type": "llada2_moe",
-            "moe_intermediate_size": 16,
-            "n_group": 4,
-            "norm_topk_prob": True,
-            "num_experts": 12,
-            "num_experts_per_tok": 3,
-            "num_hidden_layers": 3,
-            "num_shared_experts": 1,
-            "partial_rotary_factor": 0.5,
-            "rope_theta": 600_000,
-            "routed_scaling_factor": 2.5,
-            "sliding_window": 4096,
-            "topk_group": 2,
-            "use_qk_norm": True,
-            "use_qkv_bias": False,
-        },
-        plain.Net(
-            head=8,
-            layers=3,
-            keys=plain.LLADA2,
-            theta=600_000.0,
-            turned=0.5,
-            experts=12,
-            chosen=3,
-            groups=4,
-            groups_kept=2,
-            scale=2.5,
-            dense=1,
-        ),
-        ("norm",),
-        {"block": 4},
-        block=4,
-    ),
-    "stable-diffcoder": Case({**remote("StableDiffcoderForCausalLM"), **LLAMA}, PLAIN_LLAMA, mask=5, block=4),
-    "d2f-llada": Case(
-        LLADA,
-        PLAIN_LLADA,
-        options={"family": "d2f-llada", "block": 4},
-        rows=48,
-        mask=45,
-        block=4,
-        anchor="target",
-    ),
-    "d2f-dream": Case(
-        DREAM,
-        PLAIN_QWEN2,
-        ("bias",),
-        {"family": "d2f-dream", "block": 4},
-        mask=35,
-        shift=1,
-        block=4,
-        anchor="target",
-        length=2048,
-    ),
-    "dream-reasoner": Case(
-        {**remote("DreamForCausalLM"), **QWEN2, "mask_token_id": 37, "model_type": "Dream"},  # another network's type
-        PLAIN_QWEN2,
-        ("bias",),
-        {"block": 4},
-        mask=37,
-        block=4,
+    "llada2": Case(LLADA2, "norm", {"block": 4}, net(LLADA2, plain.LLADA2, eps=1e-6)),
+    "stable-diffcoder": Case(remote("StableDiffcoderForCausalLM", LLAMA), mask=5, block=4),
+    "d2f-llada": Case(LLADA, "", {"family": "d2f-llada", "block": 4}, LLADA_NET, rows=48, anchor="target"),
+    "d2f-dream": Case(DREAM, "bias", {"family": "d2f-dream", "block": 4}, shift=1, anchor="target", length=2048),
+    "dream-reasoner": Case(  # another network's type
+        remote("DreamForCausalLM", QWEN2, mask_token_id=37, model_type="Dream"), "bias", {"block": 4}
     ),
     "nemotron-labs-diffusion": Case(
-        {
-            **remote("NemotronLabsDiffusionModel"),
-            **without(LLAMA, "rope_scaling", "rope_theta"),
-            "block_size": 4,
-            "head_dim": 8,
-            "mask_token_id": 36,
-            "model_type": "nemotron_labs_diffusion",
-            "rope_parameters": YARN,
-        },
-        plain.Net(head=8, keys=plain.NEMOTRON, eps=1e-5, stretch=YARN),
-        mask=36,
-        attention="causal_prefix",
-        bos="given",
-        block=4,
+        NEMOTRON, net=net(NEMOTRON, plain.NEMOTRON), attention="causal_prefix", bos="given"
     ),
-    "nemotron-diffusion-research": Case(
-        {
-            **remote("DiffEncoderModel"),
-            **QWEN3,
-            "block_size": 4,
-            "dlm_type": "dream",
-            "mask_token_id": 37,
-            "model_type": "nvrdiff",
-        },
-        dataclasses.replace(PLAIN_QWEN3, keys=plain.NEMOTRON),
-        ("norm",),
-        mask=37,
-        shift=1,
-        block=4,
-    ),
+    "nemotron-diffusion-research": Case(NVRDIFF, "norm", net=net(NVRDIFF, plain.NEMOTRON), shift=1),
     "diffugpt": Case(
-        {
-            "architectures": ["GPT2LMHeadModel"],
-            "layer_norm_epsilon": 1e-5,
-            "model_type": "gpt2",
-            "n_embd": D,
-            "n_head": 4,
-            "n_layer": 2,
-            "n_positions": 64,
-            "vocab_size": tiny.ROWS,
-        },
-        None,
+        of_class("GPT2LMHeadModel", GPT, layer_norm_epsilon=1e-5, model_type="gpt2"),
         options=GIVEN_WORDS,
-        shift=1,
-        relative=False,
-        seed=4,
+        **{"shift": 1, "relative": False, "seed": 4},
     ),
     "diffullama": Case(
-        {"architectures": ["LlamaForCausalLM"], **LLAMA, "max_position_embeddings": 4096},
-        PLAIN_LLAMA,
+        of_class("LlamaForCausalLM", LLAMA, max_position_embeddings=4096),
         options={"family": "diffullama"},
-        store="sharded",
-        shift=1,
-        length=2048,
+        **{"store": "sharded", "shift": 1, "length": 2048},
     ),
     "plain bidirectional": Case(
-        {"architectures": ["LlamaForCausalLM"], **LLAMA},
-        PLAIN_LLAMA,
-        options={"attention": "bidirectional", "mask_token_id": 38},
-        mask=38,
+        of_class("LlamaForCausalLM", LLAMA), options={"attention": "bidirectional", "mask_token_id": 38}
     ),
     "plain block_causal": Case(
-        {"architectures": ["Qwen3ForCausalLM"], **QWEN3},
-        PLAIN_QWEN3,
-        ("norm",),
+        *(of_class("Qwen3ForCausalLM", QWEN3), "norm"),
         {"attention": "block_causal", "block": 2, "shift_logits": True},
         shift=1,
-        block=2,
     ),
 }
-GPT2 = {"vocab_size": tiny.ROWS, "n_embd": D, "n_head": 4, "n_layer": 2, "n_positions": 64}
 METADATA = {"gpt2": {"lm_head.weight": "embed_tokens.weight"}}  # of DiffuGPT's file
 GPT2_KEYS = {"embed_tokens.": "transformer.wte.", "denoise_model.": "transformer."}  # DiffuGPT's names
 
@@ -412,7 +222,7 @@ def weights(case):
     """Random tensors under the names of the family's files."""
     net, generator, made = case.net, torch.Generator().manual_seed(case.seed), {}
     if net is None:
-        state = transformers.GPT2LMHeadModel(transformers.GPT2Config(**GPT2)).state_dict()
+        state = transformers.GPT2LMHeadModel(transformers.GPT2Config(**GPT)).state_dict()
         for key in without(state, "lm_head.weight"):
             for own, native in GPT2_KEYS.items():
                 key = key.replace(native, own)
@@ -469,7 +279,7 @@ def _native(key):
 def logits(case, w, ids, origin=0):
     """Logits (L, V) of the plain network of a case; `origin`: the first target position."""
     if case.net is None:
-        model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**GPT2)).double().eval()
+        model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**GPT)).double().eval()
         model.load_state_dict({_native(key): value for key, value in w.items()}, strict=False)
         seen = torch.zeros(1, 1, len(ids), len(ids), dtype=torch.float64)  # everything
         return model(input_ids=torch.tensor([ids]), attention_mask=seen).logits[0]

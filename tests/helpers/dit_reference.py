@@ -9,6 +9,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from lm_eval_duel import denoisers
+from lm_eval_duel.denoisers.dit.network import DiT, DiTConfig
 
 WIDTH, LAYERS, HEADS, CONDITION, TOKENS, LENGTH, BLOCK = 16, 2, 2, 8, 12, 16, 4
 VOCABULARY = TOKENS + 1
@@ -72,35 +73,10 @@ CONFIGS = {
 
 def weights(adaptive, prefix, vocabulary):
     """Random tensors under the authors' names."""
-    generator = torch.Generator().manual_seed(3)
-    shapes = {"vocab_embed.embedding": (vocabulary, WIDTH)}
-    if adaptive:
-        shapes |= {"sigma_map.mlp.0.weight": (CONDITION, 256), "sigma_map.mlp.0.bias": (CONDITION,)}
-        shapes |= {"sigma_map.mlp.2.weight": (CONDITION, CONDITION), "sigma_map.mlp.2.bias": (CONDITION,)}
-    for n in range(LAYERS):
-        layer = {
-            "norm1.weight": (WIDTH,),
-            "attn_qkv.weight": (3 * WIDTH, WIDTH),
-            "attn_out.weight": (WIDTH, WIDTH),
-            "norm2.weight": (WIDTH,),
-            "mlp.0.weight": (4 * WIDTH, WIDTH),
-            "mlp.0.bias": (4 * WIDTH,),
-            "mlp.2.weight": (WIDTH, 4 * WIDTH),
-            "mlp.2.bias": (WIDTH,),
-        }
-        if adaptive:
-            layer |= {"adaLN_modulation.weight": (6 * WIDTH, CONDITION), "adaLN_modulation.bias": (6 * WIDTH,)}
-        shapes |= {f"blocks.{n}.{name}": shape for name, shape in layer.items()}
-    shapes |= {
-        "output_layer.norm_final.weight": (WIDTH,),
-        "output_layer.linear.weight": (vocabulary, WIDTH),
-        "output_layer.linear.bias": (vocabulary,),
-    }
-    if adaptive:
-        shapes |= {
-            "output_layer.adaLN_modulation.weight": (2 * WIDTH, CONDITION),
-            "output_layer.adaLN_modulation.bias": (2 * WIDTH,),
-        }
+    with torch.device("meta"):
+        network = DiT(DiTConfig(vocabulary, WIDTH, LAYERS, HEADS, CONDITION, adaptive))
+    generator = torch.Generator().manual_seed(8)
+    shapes = {name: value.shape for name, value in network.state_dict().items()}
     made = {prefix + name: torch.randn(shape, generator=generator) * 0.35 for name, shape in shapes.items()}
     for end in ("weight", "bias"):  # so that rules with a threshold pick several at once
         made[f"{prefix}output_layer.linear.{end}"] *= 3

@@ -7,7 +7,6 @@ import json
 
 import decoder_reference
 import plain
-import tiny
 import torch
 import transformers
 from decoder_reference import LLAMA, remote
@@ -37,27 +36,6 @@ ESM = {
 }
 DPLM = {"architectures": ["EsmForDPLM"], "dplm_type": "dplm_esm", "hidden_dropout_prob": 0.1}
 PROTEIN_CASES = {"esm-2": {}, "dplm": DPLM}
-MMBERT = {
-    **SIZE,
-    "architectures": ["ModernBertForMaskedLM"],
-    "bos_token_id": 2,
-    "cls_token_id": 2,
-    "decoder_bias": True,
-    "eos_token_id": 3,
-    "global_attn_every_n_layers": 3,
-    "global_rope_theta": 160_000,
-    "hidden_activation": "gelu",
-    "local_attention": 8,
-    "local_rope_theta": 50_000,
-    "max_position_embeddings": 64,
-    "model_type": "modernbert",
-    "norm_eps": 1e-5,
-    "num_hidden_layers": 3,
-    "pad_token_id": 0,
-    "position_embedding_type": "sans_pos",
-    "sep_token_id": 3,
-    "vocab_size": tiny.ROWS,
-}
 
 
 def protein_ids(sequence):
@@ -114,28 +92,8 @@ def esm(folder, **entries):
 
 def eurobert(folder):
     """A checkpoint as EuroBERT/EuroBERT-* has it, whose config still names code of its own."""
-    config = {
-        **remote("EuroBertForMaskedLM"),
-        **LLAMA,
-        "head_dim": 4,
-        "mask_token": "[MASK]",
-        "model_type": "eurobert",
-        "pad_token_id": 0,
-        "rope_theta": 250_000,
-    }
-    net = plain.Net(head=4, theta=250_000.0, eps=1e-5)
-    path, w = decoder_reference.write(folder, decoder_reference.Case(config, net))
+    entries = {"head_dim": 4, "mask_token": "[MASK]", "model_type": "eurobert", "pad_token_id": 0}
+    config = remote("EuroBertForMaskedLM", LLAMA, **entries, rope_theta=250_000)
+    net = decoder_reference.net(config)
+    path, w = decoder_reference.write(folder, decoder_reference.Case(config))
     return path, lambda ids: plain.logits(net, w, ids)
-
-
-def mmbert(folder):
-    """A checkpoint as jhu-clsp/mmBERT-* has it: ModernBERT with other sizes, rotary bases and vocabulary."""
-    config = {key: value for key, value in MMBERT.items() if key not in ("architectures", "model_type")}
-    tensors = drawn("ModernBertForMaskedLM", transformers.ModernBertConfig(**config))
-    del tensors["decoder.weight"]
-    tiny.tokenizer(length=64).save_pretrained(folder)
-    path = write(folder, MMBERT, tensors)
-    return path, of_transformers("ModernBertForMaskedLM", path)
-
-
-ENCODERS = {"eurobert": eurobert, "mmbert": mmbert}

@@ -26,7 +26,7 @@ from lm_eval_duel.errors import DuelError
 
 DITS = [kind for kind in dit_reference.CONFIGS if kind != "ar"]
 MASKED_LMS = ["bert", "roberta", "distilbert", "modernbert"]
-TEXTS = [name for name in encoder_reference.ENCODERS if name in CONFIG_MAPPING or name != "eurobert"]  # transformers 4
+TEXTS = ["eurobert"] if "eurobert" in CONFIG_MAPPING else []  # not under transformers 4
 PROTEINS = list(encoder_reference.PROTEIN_CASES)
 NAMES = [*CASES, *DITS, *MASKED_LMS, *TEXTS, *PROTEINS]
 WINDOWS = [
@@ -101,7 +101,7 @@ def opened(name, folder, **options):
         )
         return denoiser, lambda ids, window: plainly(input_ids=torch.tensor([ids])).logits[0], layers
     if name in TEXTS:
-        path, plainly = encoder_reference.ENCODERS[name](folder)
+        path, plainly = encoder_reference.eurobert(folder)
     else:
         path, plainly = encoder_reference.esm(folder, **encoder_reference.PROTEIN_CASES[name])
     denoiser = denoisers.load(path, device="cpu", **options)

@@ -34,13 +34,9 @@ from transformers.modeling_outputs import MaskedLMOutput
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from .configuration_own import Config
 
-class Norm(nn.Module):
+class Norm(nn.RMSNorm):
     def __init__(self, size):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(size))
-
-    def forward(self, x):
-        return self.weight * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
+        super().__init__(size, eps=1e-6)
 
 class Rotary(nn.Module):
     def __init__(self, config):
@@ -61,42 +57,33 @@ def turned(x, angle):
 class Attention(nn.Module):
     def __init__(self, config, bias, norms):
         super().__init__()
-        self.heads, self.kept = config.num_attention_heads, config.num_key_value_heads
-        width, self.head = config.hidden_size, config.hidden_size // self.heads
-        self.q_proj = nn.Linear(width, width, bias=bias)
-        self.k_proj = nn.Linear(width, self.kept * self.head, bias=bias)
-        self.v_proj = nn.Linear(width, self.kept * self.head, bias=bias)
+        width, self.head = config.hidden_size, config.hidden_size // config.num_attention_heads
+        kept = self.head * config.num_key_value_heads
+        for name, rows in (("q_proj", width), ("k_proj", kept), ("v_proj", kept)):
+            setattr(self, name, nn.Linear(width, rows, bias=bias))
         self.o_proj = nn.Linear(width, width, bias=False)
         self.q_norm, self.k_norm = (Norm(self.head), Norm(self.head)) if norms else (nn.Identity(), nn.Identity())
 
     def forward(self, x, angle, mask):
-        def split(y):
-            return y.unflatten(-1, (-1, self.head)).transpose(1, 2)
-        q = turned(self.q_norm(split(self.q_proj(x))), angle)
-        k = turned(self.k_norm(split(self.k_proj(x))), angle).repeat_interleave(self.heads // self.kept, 1)
-        v = split(self.v_proj(x)).repeat_interleave(self.heads // self.kept, 1)
-        mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        projections = (self.q_proj(x), self.k_proj(x), self.v_proj(x))
+        q, k, v = (y.unflatten(-1, (-1, self.head)).transpose(1, 2) for y in projections)
+        q, k = turned(self.q_norm(q), angle), turned(self.k_norm(k), angle)
+        mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
         return self.o_proj(mixed.transpose(1, 2).flatten(2))
-
-class Feed(nn.Module):
-    def __init__(self, config):
-        super().__init__()
-        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
-
-    def forward(self, x):
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 class Layer(nn.Module):
     def __init__(self, config, bias, norms):
         super().__init__()
-        self.self_attn, self.mlp = Attention(config, bias, norms), Feed(config)
-        self.input_layernorm, self.post_attention_layernorm = Norm(config.hidden_size), Norm(config.hidden_size)
+        width, inner = config.hidden_size, config.intermediate_size
+        sizes = {"gate_proj": (width, inner), "up_proj": (width, inner), "down_proj": (inner, width)}
+        self.self_attn = Attention(config, bias, norms)
+        self.mlp = nn.ModuleDict({name: nn.Linear(*size, bias=False) for name, size in sizes.items()})
+        self.input_layernorm, self.post_attention_layernorm = Norm(width), Norm(width)
 
     def forward(self, x, angle, mask):
         x = x + self.self_attn(self.input_layernorm(x), angle, mask)
-        return x + self.mlp(self.post_attention_layernorm(x))
+        y = self.post_attention_layernorm(x)
+        return x + self.mlp.down_proj(F.silu(self.mlp.gate_proj(y)) * self.mlp.up_proj(y))
 
 class Body(PreTrainedModel):
     config_class = Config
@@ -203,10 +190,8 @@ class Block(nn.Module):
 
     def forward(self, x, bias):
         y = self.attn_norm(x)
-        q, k, v = (
-            project(y).unflatten(-1, (self.heads, -1)).transpose(1, 2)
-            for project in (self.q_proj, self.k_proj, self.v_proj)
-        )
+        projections = (self.q_proj(y), self.k_proj(y), self.v_proj(y))
+        q, k, v = (y.unflatten(-1, (self.heads, -1)).transpose(1, 2) for y in projections)
         half = q.shape[-1] // 2
         frequency = self.theta ** -(torch.arange(half, device=x.device, dtype=torch.float32) / half)
         angle = torch.arange(x.shape[1], device=x.device)[:, None] * frequency
@@ -253,33 +238,16 @@ class LLaDAModelLM(PreTrainedModel):
 """
 
 SIZE = {
-    "vocab_size": ROWS,
-    "hidden_size": WIDTH,
-    "intermediate_size": INNER,
-    "num_hidden_layers": LAYERS,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 4,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 500.0,
-    "max_position_embeddings": 64,
-    "tie_word_embeddings": False,
+    **{"vocab_size": ROWS, "hidden_size": WIDTH, "intermediate_size": INNER, "num_hidden_layers": LAYERS},
+    **{"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 4, "rms_norm_eps": 1e-6, "rope_theta": 500.0},
+    **{"max_position_embeddings": 64, "tie_word_embeddings": False},
 }
 LLADA_SIZE = {
     "architectures": ["LLaDAModelLM"],
     "auto_map": {"AutoConfig": "configuration_own.Plain", "AutoModel": "modeling_own.LLaDAModelLM"},
-    "model_type": "plain",
-    "d_model": WIDTH,
-    "embedding_size": ROWS,
-    "vocab_size": ROWS,
-    "max_sequence_length": 64,
-    "mlp_hidden_size": INNER,
-    "n_heads": 4,
-    "n_layers": LAYERS,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 500.0,
-    "weight_tying": False,
-    "mask_token_id": MASK,
+    **{"model_type": "plain", "d_model": WIDTH, "embedding_size": ROWS, "vocab_size": ROWS, "mlp_hidden_size": INNER},
+    **{"max_sequence_length": 64, "n_heads": 4, "n_layers": LAYERS, "rms_norm_eps": 1e-6, "rope_theta": 500.0},
+    **{"weight_tying": False, "mask_token_id": MASK},
 }
 
 
@@ -297,8 +265,7 @@ def decoder(bias=False, norms=False, tied=False):
         for name, rows in {"q_proj": WIDTH, "k_proj": WIDTH // 2, "v_proj": WIDTH // 2, "o_proj": WIDTH}.items():
             shapes[f"{layer}self_attn.{name}.weight"] = (rows, WIDTH)
             shapes |= {f"{layer}self_attn.{name}.bias": (rows,)} if bias and name != "o_proj" else {}
-        for name in ("q_norm", "k_norm") if norms else ():
-            shapes[f"{layer}self_attn.{name}.weight"] = (WIDTH // 4,)
+        shapes |= {f"{layer}self_attn.{name}_norm.weight": (WIDTH // 4,) for name in ("qk" if norms else "")}
         shapes[f"{layer}mlp.gate_proj.weight"] = shapes[f"{layer}mlp.up_proj.weight"] = (INNER, WIDTH)
         shapes[f"{layer}mlp.down_proj.weight"] = (WIDTH, INNER)
         shapes[f"{layer}input_layernorm.weight"] = shapes[f"{layer}post_attention_layernorm.weight"] = (WIDTH,)
@@ -307,16 +274,12 @@ def decoder(bias=False, norms=False, tied=False):
 
 def llada():
     inner = "model.transformer."
-    shapes = {
-        f"{inner}wte.weight": (ROWS, WIDTH),
-        f"{inner}ff_out.weight": (ROWS, WIDTH),
-        f"{inner}ln_f.weight": (WIDTH,),
-    }
+    shapes = {f"{inner}{name}.weight": (ROWS, WIDTH) for name in ("wte", "ff_out")} | {f"{inner}ln_f.weight": (WIDTH,)}
     for n in range(LAYERS):
         block = f"{inner}blocks.{n}."
         shapes |= {f"{block}{name}.weight": (WIDTH, WIDTH) for name in ("q_proj", "k_proj", "v_proj", "attn_out")}
         shapes |= {f"{block}{name}.weight": (WIDTH,) for name in ("attn_norm", "ff_norm")}
-        shapes |= {f"{block}ff_proj.weight": (INNER, WIDTH), f"{block}up_proj.weight": (INNER, WIDTH)}
+        shapes |= {f"{block}{name}.weight": (INNER, WIDTH) for name in ("ff_proj", "up_proj")}
         shapes[f"{block}ff_out.weight"] = (WIDTH, INNER)
     return random(shapes)
 

@@ -33,7 +33,6 @@ WAITS = {  # their result, or its shape, is needed by the host
     aten.bincount: "bincount",
     aten.repeat_interleave: "repeat_interleave",
 }
-SHAPES = ("nonzero", "boolean index", "unique", "bincount", "repeat_interleave")  # the host needs a result's shape
 
 
 class Simulated(torch.Tensor):

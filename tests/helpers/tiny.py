@@ -3,20 +3,9 @@
 from types import SimpleNamespace
 
 import torch
+import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
-from transformers import (
-    BertConfig,
-    BertForMaskedLM,
-    DistilBertConfig,
-    DistilBertForMaskedLM,
-    GPT2Config,
-    GPT2LMHeadModel,
-    ModernBertConfig,
-    ModernBertForMaskedLM,
-    PreTrainedTokenizerFast,
-    RobertaConfig,
-    RobertaForMaskedLM,
-)
+from transformers import PreTrainedTokenizerFast
 
 from lm_eval_duel.denoisers.hf.masked_lm import MASKED_LM, MaskedLM
 from lm_eval_duel.denoisers.load_options import LoadOptions
@@ -38,37 +27,24 @@ def tokenizer(framed=True, mask=True, length=32):
     return PreTrainedTokenizerFast(tokenizer_object=words, model_max_length=length, **names)
 
 
+SIZE = {"vocab_size": ROWS, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+SIZE["intermediate_size"] = 32
+SHORT = {"vocab_size": ROWS, "dim": 16, "n_layers": 2, "n_heads": 2}
+SPECIAL = {"pad_token_id": 0, "bos_token_id": 2, "eos_token_id": 3, "cls_token_id": 2, "sep_token_id": 3}
+FAMILIES = {  # class, head, config, and what it calls its number of positions
+    "bert": ("Bert", "ForMaskedLM", SIZE, "max_position_embeddings"),
+    "roberta": ("Roberta", "ForMaskedLM", {**SIZE, "pad_token_id": 0}, "max_position_embeddings"),
+    "distilbert": ("DistilBert", "ForMaskedLM", {**SHORT, "hidden_dim": 32}, "max_position_embeddings"),
+    "modernbert": ("ModernBert", "ForMaskedLM", {**SIZE, **SPECIAL, "local_attention": 8}, "max_position_embeddings"),
+    "gpt2": ("GPT2", "LMHeadModel", {"vocab_size": ROWS, "n_embd": 16, "n_layer": 2, "n_head": 2}, "n_positions"),
+}
+
+
 def network(family, length=32):
     torch.manual_seed(7)
-    size = {"vocab_size": ROWS, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
-    if family == "bert":
-        model = BertForMaskedLM(BertConfig(**size, intermediate_size=32, max_position_embeddings=length))
-    elif family == "roberta":
-        config = RobertaConfig(**size, intermediate_size=32, max_position_embeddings=length + 1, pad_token_id=0)
-        model = RobertaForMaskedLM(config)
-    elif family == "distilbert":
-        config = DistilBertConfig(
-            vocab_size=ROWS, dim=16, n_layers=2, n_heads=2, hidden_dim=32, max_position_embeddings=length
-        )
-        model = DistilBertForMaskedLM(config)
-    elif family == "modernbert":
-        config = ModernBertConfig(
-            **size,
-            intermediate_size=32,
-            max_position_embeddings=length,
-            local_attention=8,
-            pad_token_id=0,
-            bos_token_id=2,
-            eos_token_id=3,
-            cls_token_id=2,
-            sep_token_id=3,
-        )
-        model = ModernBertForMaskedLM(config)
-    elif family == "gpt2":
-        config = GPT2Config(vocab_size=ROWS, n_positions=length, n_embd=16, n_layer=2, n_head=2)
-        model = GPT2LMHeadModel(config)
-    else:
-        raise ValueError(family)
+    name, head, entries, positions = FAMILIES[family]
+    longest = {positions: length + (family == "roberta")}
+    model = getattr(transformers, name + head)(getattr(transformers, f"{name}Config")(**entries, **longest))
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(8)  # random initialisations predict nearly the same at every position

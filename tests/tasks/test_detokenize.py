@@ -20,6 +20,7 @@ CASES = {
         "slash": (r"a 1\/2 share and\/or", "a 1/2 share and/or"),
         "N": ("rose N points", "rose 1 points"),
         "N N": ("in N N N N years", "in 1 1 1 1 years"),
+        "N before a line break": ("with N \n then", "with N\nthen"),
         "N at the ends stays": ("N rose N", "N rose N"),
         "$ 1": ("paid $ N million", "paid $1 million"),
         "# 1": ("paid # N million", "paid #1 million"),
@@ -46,6 +47,8 @@ CASES = {
         ";": ("he came ; she saw", "he came; she saw"),
         "/": ("and / or", "and/or"),
         '"': ('he said " no way " twice', 'he said "no way" twice'),
+        '" around a sentence': ('" It is over . "', '"It is over."'),
+        "' around a sentence": ("' It is over . '", "'It is over.'"),
         '" two': ('" a " b " c "', '"a" b "c"'),
         '" one side': ('he said "no " twice', 'he said "no " twice'),
         '" two spaces': ('a "  no  " b', 'a " no " b'),
@@ -90,37 +93,6 @@ def test_no_rule_is_without_a_case(name):
 
 
 # A rule, a text, the text after all rules in order, and with this rule moved before all others.
-ORDER = {
-    "ptb": [
-        ("$ 1", "paid $ N million", "paid $1 million", "paid $ 1 million"),
-        ("# 1", "paid # N million", "paid #1 million", "paid # 1 million"),
-        (" N ", "with N \n then", "with N\nthen", "with 1\nthen"),
-    ],
-    "lm1b": [
-        (" : ", "see http : / / x.org", "see http://x.org", "see http:// x.org"),
-        (" / ", "see https : / / x.org", "see https://x.org", "see https :// x.org"),
-        ('" ([^"]+) "', '" It is over . "', '"It is over."', '"It is over ."'),
-        ("' ([^']+) '", "' It is over . '", "'It is over.'", "'It is over .'"),
-    ],
-}
-
-
-@pytest.mark.parametrize("name", ORDER)
-def test_order_matters(name):
-    rules = RULES[name]
-    for found, before, after, moved in ORDER[name]:
-        (first,) = {rule for rule in rules if found in (rule[0], getattr(rule[0], "pattern", None))}
-        rest = tuple(rule for rule in rules if rule is not first)
-        assert detokenize.apply(rules, before) == after != moved
-        assert detokenize.apply((first, *rest), before) == moved
-
-
-def test_scientific_is_wikitext_first():
-    text = "see http : / / x.org"
-    assert detokenize.scientific(text) == detokenize.lm1b(detokenize.wikitext(text))
-    assert detokenize.scientific(text) != detokenize.wikitext(detokenize.lm1b(text)) == "see http://x.org"
-
-
 def _soup(count, seed=0):
     """Random strings of what the rules look for, white space and words."""
     marks = "s ' |/' 7/| @-@ | @,@ | @.@ | : | ; | . | ! | ? | , |(|( |)| )|[|[ |]| ]|{|{ |}| }|\"|\" | \"|'|' | '| 's"
@@ -137,7 +109,7 @@ def test_wikitext_equals_that_of_lm_eval():
     """
     from lm_eval.tasks.wikitext.preprocess_wikitext import wikitext_detokenizer
 
-    texts = BEFORE + _soup(10_000)
+    texts = BEFORE + _soup(2_000)
     for text in texts:
         assert detokenize.wikitext(text) == wikitext_detokenizer({"page": text}), repr(text)
     for rule in detokenize.WIKITEXT:

@@ -14,7 +14,7 @@ from lm_eval.tasks import TaskManager
 import benchmarks
 from lm_eval_duel.cli.where import where
 from lm_eval_duel.options import Options
-from lm_eval_duel.tasks import metadata, task_folder
+from lm_eval_duel.tasks import task_folder
 
 FOLDER = Path(where("recipes"))
 NAMES = sorted(path.relative_to(FOLDER).with_suffix("").as_posix() for path in FOLDER.rglob("*.yaml"))
@@ -37,10 +37,6 @@ def test_every_recipe_says_its_conventions_with_names_that_are_known():
             options = Options.parse(found["model_args"])
             block = re.search(r"block(?:_size)?(\d+)$", options.pretrained)
             assert not block or options.block in (int(block[1]), "auto", None), name
-
-
-def test_metadata_is_what_the_tasks_read():
-    assert set(metadata.READERS) == METADATA | {"data_dir", "rows", "bos", "files", "field", "lines", "scoring"}
 
 
 # ---------------------------------------------------------------- one of each kind, end to end
@@ -80,10 +76,8 @@ def demo(name, found, pretrained, copies, length=64):
 KINDS = {
     "owt/ar": "demo-ar",
     "owt/mdlm_elbo": "demo-mdm",
-    "owt/given/bd3lm_block4_duel": "demo-bd",
     "owt/sedd_elbo": "sedd",
     "lm1b/bd3lm_block4_duel": "demo-bd",
-    "oracle/bd3lm_block4": "demo-bd",
     "8b/llada_elbo_1028": "demo-mdm",
     "8b/llama3_windows": "demo-ar",
 }

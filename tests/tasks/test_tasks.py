@@ -1,7 +1,5 @@
 """The bundled tasks: what is in them, and that their token counts are the model's own."""
 
-import math
-
 import datasets
 import pytest
 import tiny
@@ -19,18 +17,11 @@ def test_sotu_is_the_fixed_list():
     assert all(text.rstrip("\"'")[-1] in ".!?" for text in data["text"])
 
 
-def test_sotu_full_holds_every_address():
-    data = tasks.sotu_full()["test"]
-    assert (len(data), sum(data["duel_tokens"])) == (21, 220_661)
-    passages = tasks.sotu()["test"]
-    addresses = dict(zip(data["year"], data["text"], strict=True))
-    assert all(record["text"] in addresses[record["year"]] for record in passages)
-
-
-def test_sotu_choice_has_one_right_answer():
-    data, full = tasks.sotu_choice()["test"], tasks.sotu_full()["test"]
+def test_sotu_full_holds_every_address_and_sotu_choice_has_one_right_answer():
+    full, data, passages = tasks.sotu_full()["test"], tasks.sotu_choice()["test"], tasks.sotu()["test"]
+    assert (len(full), sum(full["duel_tokens"]), len(data)) == (21, 220_661, 40)
     addresses = dict(zip(full["year"], full["text"], strict=True))
-    assert len(data) == 40
+    assert all(record["text"] in addresses[record["year"]] for record in passages)
     for record in data:
         follows = [f"{record['passage']} {option}" in addresses[record["year"]] for option in record["options"]]
         assert follows.index(True) == record["label"] and sum(follows) == 1
@@ -44,15 +35,6 @@ def test_token_counts_follow_the_model_args(tmp_path):
         assert first["duel_tokens"] == len(first["text"].split())
     with pytest.raises(DuelError, match=r"--metadata tokenizer="):
         tasks.sotu(pretrained="/no/such/folder")
-
-
-def test_perplexities_count_their_units():
-    doc = {"text": "One  nation,\nindivisible — yes.", "duel_tokens": 9}
-    metrics = tasks.perplexity(doc, [-12.0])
-    assert metrics["word_perplexity"] == (-12.0, 5)
-    assert metrics["byte_perplexity"] == metrics["bits_per_byte"] == (-12.0, len(doc["text"].encode()))
-    assert metrics["token_perplexity"] == (-12.0, 9)
-    assert math.isfinite(metrics["token_perplexity"][0])
 
 
 def test_proteins_are_whole_and_counted_in_residues():
