@@ -14,6 +14,7 @@ from lm_eval.tasks import TaskManager
 from lm_eval_duel import tasks
 from lm_eval_duel.harness import trace
 from lm_eval_duel.harness.lm import DuelMDM
+from lm_eval_duel.harness.totals import RunStats, TaskTotal
 from lm_eval_duel.harness.trace import IMPOSSIBLE
 
 pytestmark = pytest.mark.usefixtures("one_load")
@@ -191,3 +192,13 @@ def test_minus_infinity_is_null_with_a_reason(model, tmp_path, spec):
         assert record["log_prob"] == value == next(iter(record["values"].values()))
         order = record if not spec else record["rules"]["greedy:k=1"]
         assert math.fsum(order["token_logprobs"]) == -math.inf and None not in order["confidence"]
+
+
+def test_documents_with_near_ties_are_listed():
+    stats = RunStats()
+    assert stats.near_ties == ""
+    for task, near_ties in (("a", {7, 2}), ("b", set()), ("c", set(range(30)))):
+        stats.merge(RunStats(tasks={task: TaskTotal(documents=set(range(99)), near_ties=near_ties)}))
+    assert "32 documents" in stats.near_ties and "a 2, a 7, c 0, c 1, " in stats.near_ties
+    assert "c 17 and 12 more" in stats.near_ties and "c 18" not in stats.near_ties
+    assert "more" not in RunStats(tasks={"a": TaskTotal(documents={1}, near_ties={1})}).near_ties
