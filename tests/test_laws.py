@@ -99,25 +99,6 @@ def test_control_a_rule_that_raises_is_named_with_its_line():
 
 
 @dataclasses.dataclass(frozen=True)
-class Forgets(rules.Rule):
-    """Negative control: returns nothing."""
-
-    def __call__(self, predictions, lanes):
-        return None
-
-
-def test_control_a_rule_that_returns_nothing_raises():
-    with pytest.raises(DuelError, match="NoneType"):
-        Duel(Toy(), Forgets(), 2).log_prob([Window((), (0, 1, 2))])
-
-
-def test_blocks_that_are_none():
-    for block in (0, -1, 2.5, True, "two", [3]):
-        with pytest.raises(DuelError, match="block"):
-            Duel(Toy(), "greedy", block)
-
-
-@dataclasses.dataclass(frozen=True)
 class Repeats(rules.Rule):
     """Negative control: picks everything at every step."""
 
@@ -323,25 +304,6 @@ def test_blank_starts_are_exact_ties_in_any_batch():
         assert a.token_logprobs == pytest.approx(b.token_logprobs, abs=1e-7)  # the planted noise
     assert together[0].reveal_steps[0] == 0  # the lowest position first
     assert together[0].near_ties == 0
-
-
-# ---------------------------------------------------------------- block-causal networks
-
-
-def test_a_later_block_changes_nothing_before_it():
-    duel = Duel(BlockCausal(length=12), "greedy")
-    one, other = duel.log_prob([Window((1,), (2, 0, 1, 1, 2)), Window((1,), (2, 0, 1, 0, 0))])
-    assert one.reveal_steps[:3] == other.reveal_steps[:3] and one.token_logprobs[:3] == other.token_logprobs[:3]
-
-
-def test_block_causal_refusals():
-    toy = BlockCausal(length=12)
-    with pytest.raises(DuelError, match="block=4"):
-        Duel(toy, "greedy", 4)
-    with pytest.raises(DuelError, match="row's first position"):
-        Duel(toy, "greedy", grid="target")
-    with pytest.raises(DuelError, match=r"suffix up to position 4.* ends at 3"):
-        Duel(toy, "greedy").log_prob([Window((1,), (2, 0, 1), (1,))])
 
 
 # ---------------------------------------------------------------- laws 11 to 14

@@ -63,13 +63,6 @@ def test_with_all_sets_it_is_the_exact_value_and_with_fewer_the_bound_is_below(s
     assert any(of.bound < known.log_prob - 1e-6 for of, known in zip(sums(few), exact, strict=True))
 
 
-def test_many_steps_follow_every_subset_where_the_sets_of_a_block_have_room():
-    window, settings = Window((1,), TEXTS[2]), {"alg": "origin", "steps": 512}
-    [exact] = SampledOrder(toy(), 9, **settings).log_prob([window])
-    [score] = SampledOrder(toy(), 9, **settings, beam=126).log_prob([window])  # 126: the sets of 4 of 9 positions
-    assert score.log_prob == pytest.approx(exact.log_prob, abs=1e-9) and BeamSums(*score.beam).converged
-
-
 NETWORKS = {
     "all-mask start": (lambda: Rotary(length=14, seed=5), Window((), TEXTS[0])),
     "block-causal": (lambda: BlockCausal(block=8, length=16, seed=2), Window((1,), TEXTS[0][:7])),

@@ -47,14 +47,6 @@ def results(model):
     return task["values"]["two_phase"], duel
 
 
-def test_with_every_block_answers_are_exact(model, folder):
-    exact = DuelMDM(pretrained=folder, block=4, device="cpu", dtype="float64")
-    full = model(sample=1)
-    assert rolling(full, TEXTS) == pytest.approx(rolling(exact, TEXTS), abs=1e-9)
-    assert results(full)[0]["stderr"] == 0
-    assert full.fingerprint != exact.fingerprint != model(sample=0.5).fingerprint
-
-
 def test_the_results_hold_the_estimate_and_what_it_cost(model, folder):
     lm = model()
     values = rolling(lm, [*TEXTS, *MORE])

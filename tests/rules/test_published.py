@@ -301,18 +301,6 @@ def test_sub_blocks_are_blocks_that_see_the_masks_after_them():
         assert [s.nfe for s in inside] == [s.nfe for s in small]
 
 
-def test_the_first_position_then_sub_blocks():
-    rule = rules.parse("greedy:k=9:sub_block=2:seed_first=true")
-    assert str(rule) == "greedy:k=9:sub_block=2:seed_first=True"
-    assert rules.parse("greedy:seed_first=1:sub_block=2:k=9") == rule
-    assert Duel(Toy(), rule, 6).log_prob([Window((), (0, 1, 2, 0, 1, 2))])[0].reveal_steps == (0, 1, 2, 2, 3, 3)
-    assert Options.parse({"rule": "greedy", "k": 9, "sub_block": 2, "seed_first": True}).rule == rule
-    assert rules.inner(rule) == rules.parse("greedy:k=9")
-    assert rules.replaced(rule, k=2) == rules.parse("greedy:k=2:sub_block=2:seed_first=true")
-    with pytest.raises(DuelError, match="'sub_block' is a whole number, at least 1; got '0'"):
-        rules.parse("greedy:sub_block=0")
-
-
 def test_positions_that_come_last_are_not_near_ties():
     """With eos=conf they tie by definition: only another most probable token changes the order."""
     logits = torch.tensor([3.0, 0.0, 1.0, -1.0, 0.5], dtype=torch.float64).repeat(1, WIDTH, 1)
