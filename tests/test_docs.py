@@ -123,11 +123,6 @@ def resolve_links(page):
             assert anchor in anchors(file.read_text(encoding="utf-8")), f"{page.name}: no heading {target}"
 
 
-def test_the_index_names_every_page():
-    linked = set(re.findall(r"^\| \[\w+\]\(docs/([\w.]+\.md)\)", read("README.md"), re.MULTILINE))
-    assert linked == {page.name for page in PAGES} - {"README.md"}
-
-
 # ---------------------------------------------------------------- tables
 
 

@@ -335,12 +335,6 @@ def test_replay_of_a_recorded_order_is_the_score():
         duel.replay(windows[1:], [(0, 2, 0)])
 
 
-def test_one_token_has_one_value():
-    duels = [Duel(Toy(), rule, block) for rule, block in spread(*BLOCKS)]
-    for window in (Window((), (2,)), Window((1, 0), (2,))):
-        assert len({round(duel.log_prob([window])[0].log_prob, 10) for duel in duels}) == 1
-
-
 @pytest.mark.parametrize("rule", RULES)
 def test_the_truth_under_masked_positions_is_never_seen(rule):
     duel = Duel(Toy(), rule, 3)

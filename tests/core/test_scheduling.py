@@ -2,7 +2,6 @@
 
 import dataclasses
 import itertools
-import math
 
 import pytest
 import torch
@@ -95,17 +94,6 @@ def test_a_fixed_order_may_remember(monkeypatch):
 
 
 # ---------------------------------------------------------------- equal rows once
-
-
-def test_four_one_token_options_are_one_row():
-    for toy in (Toy(), BlockCausal(4)):
-        duel = DuelEstimator(toy, "greedy", toy.block or 4)
-        options = [Window((0, 1, 2), (token,)) for token in (0, 1, 2, 1)]
-        scored = duel.log_prob(options)
-        assert math.fsum(math.exp(s.log_prob) for s in scored[:3]) == pytest.approx(1, abs=1e-9)
-        assert scored[1] == scored[3]
-        assert duel.counts.rows == 1
-    assert duel.counts.forwards == 1  # the context lies in their own block
 
 
 @pytest.mark.parametrize("rule", ["greedy", "klass:mu=0.4:nu=0.3"])

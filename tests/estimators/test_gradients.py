@@ -9,7 +9,7 @@ import tiny
 import torch
 from decoder_reference import CASES, write
 from peft import LoraConfig, get_peft_model
-from toys import BlockCausal, Causal, Rotary, Toy
+from toys import BlockCausal, Causal, Toy
 
 from lm_eval_duel import Duel, DuelError, Window, load
 from lm_eval_duel.denoisers.wrappers.guidance import Guided
@@ -235,17 +235,6 @@ def test_the_graph_obeys_autograd():
         toy.mix += 1.0
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         log_probs.sum().backward()
-
-
-def test_an_all_mask_start_and_a_temperature():
-    toy = Rotary(length=6)
-    for name in PARAMETERS:
-        getattr(toy, name).requires_grad_(True)
-    duel = Duel(Warped(toy, temperature=0.7), rule="greedy", block=None)
-    windows = [Window((), (0, 2, 1))]
-    [value] = duel.backward(windows, [1.0])
-    assert value == pytest.approx(duel.log_prob(windows)[0].log_prob, abs=1e-12)
-    assert toy.embed.grad.abs().max() > 0.01
 
 
 def test_memory_is_that_of_one_step():

@@ -17,7 +17,6 @@ from lm_eval_duel.denoisers.cached.denoiser import Cached
 from lm_eval_duel.denoisers.wrappers.exclusion import Excluding
 from lm_eval_duel.denoisers.wrappers.guidance import Guided
 from lm_eval_duel.denoisers.wrappers.warpers import Warped
-from lm_eval_duel.estimators import base
 from lm_eval_duel.estimators.duel import Autoregressive
 from lm_eval_duel.estimators.duel import DuelEstimator as Duel
 from lm_eval_duel.estimators.elbo import Elbo
@@ -154,18 +153,6 @@ def no_shift(monkeypatch):
     monkeypatch.setattr(views, "masked_positions", lambda lanes: positions(lanes) + 1)
 
 
-def wider_blocks(monkeypatch):
-    blocks = base.blocks
-    monkeypatch.setattr(base, "blocks", lambda origin, target, block, grid: blocks(origin, target, block + 1, grid))
-
-
-def lanes_of_another_row(monkeypatch):
-    def all_equal(*planes):
-        return torch.tensor([0]), torch.zeros(len(planes[0]), dtype=torch.int64)
-
-    monkeypatch.setattr(views, "distinct", all_equal)
-
-
 def mass_on_the_mask(monkeypatch):
     clean = predictions.Predictions._logits
     leaky = lambda self, rows: clean(self, rows).nan_to_num(neginf=0.0)  # noqa: E731
@@ -195,8 +182,6 @@ FAULTS = [
     (least_confident, "bidirectional"),
     (next_position, "bidirectional"),
     (no_shift, "shifted"),
-    (wider_blocks, "bidirectional"),
-    (lanes_of_another_row, "bidirectional"),
     (mass_on_the_mask, "bidirectional"),
     (a_thousandth_of_a_nat, "dual cache"),
     (keys_of_another_column, "block-causal"),

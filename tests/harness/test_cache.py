@@ -1,7 +1,6 @@
 """The harness's --use_cache files: of one spec, of any number of ranks, safe to read, and never in the way of a run."""
 
 import itertools
-import math
 import os
 import pickle
 import re
@@ -203,17 +202,3 @@ def test_windows_of_a_document_that_is_not_finished_are_kept(model, tmp_path, sp
     if traced:
         lines = [[line["reveal_steps"], line["values"].keys()] for line in trace.read(tmp_path / "t.jsonl")]
         assert lines == [[line["reveal_steps"], line["values"].keys()] for line in trace.read(tmp_path / "whole.jsonl")]
-
-
-def test_a_cached_sampler_is_traced_verified_and_kept_apart(model, tmp_path):
-    path = tmp_path / "t.jsonl"
-    wrapped = cached(model(cache="dual", trace=str(path), verify=2), tmp_path)
-    answers = wrapped.loglikelihood_rolling(requests())
-    assert trace.spec(path)["spec"]["cache"] == "dual"
-    for record, answer in zip(trace.read(path), answers, strict=True):
-        assert math.fsum(record["token_logprobs"]) == pytest.approx(answer, abs=1e-9)
-    found = wrapped.get_model_info()["duel"]["verify"]
-    assert (found["windows"], found["changed_picks"]) == (2, 0) and found["largest_difference"] < 1e-4
-    assert answers != pytest.approx(model().loglikelihood_rolling(requests()), abs=1e-3)
-    with pytest.raises(DuelError, match="cache: this run prefix, the other dual"):
-        cached(model(cache="prefix"), tmp_path)

@@ -182,15 +182,6 @@ def test_estimators_take_ids_and_networks_in_memory():
 # ---------------------------------------------------------------- what it is
 
 
-def test_repr_says_what_defines_the_numbers(duel):
-    assert repr(duel) == (
-        f"Duel(rule=greedy:k=1, block=4, grid=row, network=DiT bd3lm (float32), fingerprint={duel.fingerprint})"
-    )
-    toy = Duel(Toy(length=6), "margin:k=2", 2)
-    assert repr(toy).startswith("Duel(rule=margin:k=2, block=2, grid=target, network=Toy, fingerprint=")
-    assert toy.fingerprint != Duel(Toy(length=6), "margin:k=1", 2).fingerprint
-
-
 def test_arguments_are_those_of_the_harness(duel):
     rule = Duel.from_pretrained("demo-bd", rule="klass", mu=0.9, nu=0.01, device="cpu").rule
     assert str(rule) == "klass:mu=0.9:nu=0.01:history=1:kl=paper"

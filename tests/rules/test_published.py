@@ -437,11 +437,20 @@ def test_samplers_that_are_no_distribution_are_refused_with_the_reason():
             assert reason in str(error.value)
 
 
+SCORES = ["greedy", "greedy:k=2", "margin", "log_margin", "entropy:k=2", "threshold:mu=0.5", "entropy_bound:gamma=0.5"]
+
+
 def test_near_ties_are_counted():
     """A pick that moves under noise of 1e-4 was counted as near."""
     logits, masked = random_case(7, 400)
     noise = torch.randn(logits.shape, generator=torch.Generator().manual_seed(8), dtype=torch.float64) * 2e-5
-    for text in [*STATE_ONLY, "quota:steps=3", "dream:alg=maskgit_plus:steps=3", "quota:steps=3:eos=conf:eos_id=2"]:
+    for text in [
+        *STATE_ONLY,
+        *SCORES,
+        "quota:steps=3",
+        "dream:alg=maskgit_plus:steps=3",
+        "quota:steps=3:eos=conf:eos_id=2",
+    ]:
         first, second = decided(text, logits, masked), decided(text, logits + noise, masked)
         moved = (first.pick != second.pick).any(1)  # (R,)
         assert not (moved & ~(torch.minimum(first.decision_margin, second.decision_margin) <= 1e-4)).any(), text
