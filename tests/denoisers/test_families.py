@@ -1,7 +1,5 @@
 """Every family: what is found at load, and its numbers, by the textbook loop over its plain network in float64."""
 
-import itertools
-import math
 from concurrent.futures import ThreadPoolExecutor
 
 import dit_reference
@@ -17,8 +15,6 @@ from lm_eval_duel import Duel
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.denoisers.cached.denoiser import Cached
 from lm_eval_duel.denoisers.hf import families
-from lm_eval_duel.estimators.elbo import Elbo
-from lm_eval_duel.estimators.subsets.lattice import Lattice
 
 NEMOTRON = "nemotron-labs-diffusion"
 ALIKE = ("mmada", "d2f-dream", "diffullama", "nemotron-diffusion-research", "a2d-qwen2-bd3lm", "a2d-llama-bd3lm")
@@ -168,34 +164,15 @@ def test_blocks_count_from_the_target_whatever_the_context(family, monkeypatch):
     assert "context" not in family("sdar").denoiser.describe()
 
 
-def test_noise_levels_are_laws_and_in_the_spec(family):
+def test_noise_levels_are_in_the_spec(family):
     """SEDD and GIDD are told the masked share of the row, or of the scored positions, which loses no digit near 1."""
-    window = Window((), (3, 4, 5, 6, 7, 8, 1, 0, 11, 9, 2, 2, 9, 10, 7), (8,))
-    choices = [(sigma, bos) for sigma in ("clamped", "schedule") for bos in ("given", "official")]
-    networks = [family("sedd", sigma=sigma, bos=bos).denoiser for sigma, bos in choices]
-    networks += [family("gidd", bos=bos).denoiser for bos in ("given", "official")]
-    values = [Duel(denoiser).log_prob([window])[0].log_prob for denoiser in networks]
-    assert min(abs(a - b) for a, b in itertools.combinations(values, 2)) > 1e-2
-    counted = ["row", "scored positions"]
-    assert [denoiser.describe()["time"] for denoiser in networks[4:]] == [
-        f"masked share of the {count}, in [0.05, 1 - 0.05]" for count in counted
-    ]
-    assert [denoiser.describe()["sigma"] for denoiser in networks[:4]] == [
-        f"{sigma}, of the masked share of the {counted[bos == 'official']}" for sigma, bos in choices
-    ]
-    mean = Lattice(networks[4], 4, value="elbo_exact").log_prob([window])[0].elbo_exact
-    drawn = Elbo(networks[4], 4, samples=256).log_prob([window])[0]
-    assert abs(drawn.log_prob - mean) < 4 * drawn.stderr
-    told, denoiser = [], networks[2]
-    features = denoiser.features
-    denoiser.features = lambda ids, real, sigma, columns: (
-        told.extend(sigma.tolist()) or features(ids, real, sigma, columns)
-    )
-    try:
-        Duel(denoiser, block=None).log_prob([Window((), (3, 4, 5, 6))])
-    finally:
-        del denoiser.features
-    assert told == pytest.approx([-math.log(1 - (1 - 1e-3) * share) for share in (1, 0.75, 0.5, 0.25)], abs=1e-6)
+    counted = {"given": "row", "official": "scored positions"}
+    for bos, count in counted.items():
+        for sigma in ("clamped", "schedule"):
+            described = family("sedd", sigma=sigma, bos=bos).denoiser.describe()
+            assert described["sigma"] == f"{sigma}, of the masked share of the {count}"
+        described = family("gidd", bos=bos).denoiser.describe()
+        assert described["time"] == f"masked share of the {count}, in [0.05, 1 - 0.05]"
 
 
 @pytest.mark.parametrize("backend", ["flex", "sdpa"])
