@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 from attends import Attends, reference
+from close import check, exact
 from laws import strings, total
 from textbook import score
 from toys import BlockCausal, Causal, Toy
@@ -40,14 +41,6 @@ def expected(toy, cache, rule, block, window, grid="target"):
     return score(logits_of, toy.mask_id, toy.excluded, rules.parse(rule), block, window, grid)
 
 
-def agree(scored, result, within=1e-9):
-    log_prob, steps, nats, greedy, nfe = result
-    assert scored.reveal_steps == steps
-    assert scored.token_logprobs == pytest.approx(nats, abs=within)
-    assert scored.log_prob == pytest.approx(log_prob, abs=within)
-    assert (scored.is_greedy, scored.nfe) == (greedy, nfe)
-
-
 # ---------------------------------------------------------------- law 5: lanes in parallel = the plain loop
 
 
@@ -62,7 +55,7 @@ def test_lanes_equal_the_plain_reference(rule, cache):
     ):
         scored = DuelEstimator(Cached(toy, cache), rule, block, grid=grid).log_prob(windows)
         for window, result in zip(windows, scored, strict=True):
-            agree(result, expected(toy, cache, rule, block, window, grid))
+            check(result, expected(toy, cache, rule, block, window, grid), exact)
 
 
 # ---------------------------------------------------------------- law 1: sums to one
@@ -244,7 +237,7 @@ def test_the_first_position_is_revealed_alone_and_then_the_rule_goes_on(rule, ca
                 logits_of = reference(toy, toy.network, cache, window, block, grid)
             else:
                 logits_of = lambda ids: toy.head(toy.features(ids[None], None)[0]).roll(1, 0)  # noqa: E731
-            agree(scored, score(logits_of, toy.mask_id, toy.excluded, parsed, block, window, grid))
+            check(scored, score(logits_of, toy.mask_id, toy.excluded, parsed, block, window, grid), exact)
     duel = DuelEstimator(denoiser, rule, 2)
     assert abs(total(duel, 3, context=(1, 0), suffix=(2,)) - 1) < 1e-9
     [drawn] = duel.sample([(0, 2)], 5, seed=3)

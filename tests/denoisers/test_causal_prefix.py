@@ -9,7 +9,7 @@ import plain
 import pytest
 import tiny
 import torch
-from close import close_nats, same_scores
+from close import check, close_nats, exact, same_scores
 from decoder_reference import CASES, YARN, without, write
 from laws import total
 from textbook import score
@@ -69,9 +69,7 @@ def test_lanes_equal_the_textbook_loop_and_samples_are_scored_as_drawn(rule, fir
                 ids = ids.tolist()
                 return toy.logits(ids, origin + (ids.index(3, origin) - origin) // 2 * 2)
 
-            _, steps, nats, greedy, nfe = score(logits_of, 3, toy.excluded, followed, 2, window, sees="fill")
-            assert (found.reveal_steps, found.is_greedy, found.nfe) == (steps, greedy, nfe)
-            assert found.token_logprobs == pytest.approx(nats, abs=1e-9)
+            check(found, score(logits_of, 3, toy.excluded, followed, 2, window, sees="fill"), exact)
     contexts = [(1,), (0, 2), (1, 1, 0)]
     for length, extra in ((5, {}), (4, {"tail": 2})):
         drawn = duel.sample(contexts, length, seed=3, **extra)

@@ -7,9 +7,9 @@ import plain
 import pytest
 import tiny
 import torch
-from close import close_nats, same_scores
+from close import check, close_nats, same_scores
 from decoder_reference import CASES
-from networks import DITS, MASKED_LMS, NAMES, PROTEINS, TEXTS, check, opened, textbook
+from networks import DITS, MASKED_LMS, NAMES, PROTEINS, TEXTS, opened, textbook
 
 from lm_eval_duel import Duel
 from lm_eval_duel.core.windows import Window

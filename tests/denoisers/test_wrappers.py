@@ -7,7 +7,7 @@ import pytest
 import tiny
 import torch
 from attends import Attends
-from close import same_scores
+from close import check, close_nats, exact, same_scores
 from textbook import score
 from toys import BlockCausal, Causal, Rotary, Toy
 
@@ -43,12 +43,6 @@ def guided(logits_of, mask_id, scale, window):
     return both
 
 
-def equals(scored, expected, tolerance=1e-9):
-    _, steps, nats, greedy, nfe = expected
-    assert (scored.reveal_steps, scored.is_greedy, scored.nfe) == (steps, greedy, nfe)
-    assert scored.token_logprobs == pytest.approx(nats, abs=tolerance)
-
-
 # ---------------------------------------------------------------- guidance
 
 
@@ -60,7 +54,7 @@ def test_guidance_equals_the_textbook_loop_over_guided_logits(rule):
         (Toy(honours_padding=False), None, "target", 0.5),
         (Rotary(), 3, "target", 0.8),  # all-mask starts tie: nothing is given, and nothing guides
     ):
-        duel, within = Duel(Guided(toy, scale), rule, block, grid), 1e-6 if isinstance(toy, Rotary) else 1e-9
+        duel, close = Duel(Guided(toy, scale), rule, block, grid), close_nats if isinstance(toy, Rotary) else exact
         alone = Duel(Guided(toy, scale), rule, block, grid, batch_size=1)
         for window, *each in zip(WINDOWS, duel.log_prob(WINDOWS), alone.log_prob(WINDOWS[::-1])[::-1], strict=True):
             logits_of = guided(lambda ids, toy=toy: toy.features(ids[None], None)[0], toy.mask_id, scale, window)
@@ -69,7 +63,7 @@ def test_guidance_equals_the_textbook_loop_over_guided_logits(rule):
                 logits_of, toy.mask_id, toy.excluded, rules.parse(rule), block, window, grid, tie_when_all_mask=tie
             )
             for scored in each:
-                equals(scored, wanted, within)
+                check(scored, wanted, close)
 
 
 @pytest.mark.parametrize("rule", RULES[:2])
@@ -123,7 +117,7 @@ def test_guidance_through_load(family):
     for window, scored in zip(windows, Duel(guide, "greedy", 4).log_prob(windows), strict=True):
         with torch.no_grad():
             logits_of = guided(lambda ids: model(input_ids=ids[None]).logits[0], 4, 0.5, window)
-            equals(scored, score(logits_of, 4, guide.excluded, rules.parse("greedy"), 4, window))
+            check(scored, score(logits_of, 4, guide.excluded, rules.parse("greedy"), 4, window), exact)
 
 
 # ---------------------------------------------------------------- excluded ids

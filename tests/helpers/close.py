@@ -13,6 +13,18 @@ def close_nats(nats, length=None):
     return pytest.approx(nats, rel=0, abs=within)
 
 
+def exact(nats, length=None):
+    """The same for float64."""
+    return pytest.approx(nats, rel=0, abs=1e-9)
+
+
+def check(scored, expected, close=close_nats):
+    """Assert that a window has the order and the nats of `textbook.score`."""
+    _, steps, nats, greedy, nfe = expected
+    assert (scored.reveal_steps, scored.is_greedy, scored.nfe) == (steps, greedy, nfe)
+    assert scored.token_logprobs == close(nats)
+
+
 def same_scores(ones, others):
     """Assert that windows have the same orders and close nats, but for those with a near tie, which are few."""
     pairs = list(zip(ones, others, strict=True))

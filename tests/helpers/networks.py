@@ -15,7 +15,6 @@ import plain
 import pytest
 import tiny
 import torch
-from close import close_nats
 from decoder_reference import CASES
 from textbook import score
 from transformers import CONFIG_MAPPING
@@ -141,9 +140,3 @@ def textbook(network, rule, window, logits_of=None):
             tie_when_all_mask=denoiser.relative_positions,
             sees=denoiser.last_block if denoiser.block else None,
         )
-
-
-def check(scored, expected, close=close_nats):
-    _, steps, nats, greedy, nfe = expected
-    assert (scored.reveal_steps, scored.is_greedy, scored.nfe) == (steps, greedy, nfe)
-    assert scored.token_logprobs == close(nats)

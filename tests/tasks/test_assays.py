@@ -6,9 +6,11 @@ import math
 
 import numpy as np
 import pytest
+import torch
 from encoder_reference import PROTEIN_MASK, VOCABULARY, esm
 from harness_runs import evaluate
 
+from lm_eval_duel import reference
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.tasks import assays
 from lm_eval_duel.tasks.gap import Residues
@@ -34,16 +36,9 @@ def mutated(mutant):
 
 def log_prob(logits, sequence, sites):
     """log p of the residues at `sites` given all others, the most certain first."""
-    row, total = [0, *(VOCABULARY.index(residue) for residue in sequence), 2], 0.0
-    masked = {site + 1 for site in sites}
-    while masked:
-        logs = logits(tuple(PROTEIN_MASK if i in masked else token for i, token in enumerate(row))).clone()
-        logs[:, PROTEIN_MASK] = -math.inf
-        logs = logs.log_softmax(-1)
-        i = max(sorted(masked), key=lambda i: float(logs[i].max()))
-        total += float(logs[i, row[i]])
-        masked.remove(i)
-    return total
+    row = [0, *(VOCABULARY.index(residue) for residue in sequence), 2]
+    network = lambda z: logits(tuple(z.tolist())).index_fill(1, torch.tensor(PROTEIN_MASK), -math.inf)  # noqa: E731
+    return reference.log_likelihood(row, [[s + 1 for s in sites]], network, reference.greedy(1), PROTEIN_MASK).ll
 
 
 def by_hand(logits, scoring, mutant):
