@@ -17,7 +17,7 @@ CACHED = "some answers came from a response cache, so the time covers only a par
 LATTICE = f"lattice: all estimators in one run (oracle is {SEES_TRUTH})"
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(frozen=True)
 class Cost:
     """What a run cost. `times_elbo`, `times_ar`: its seconds per token over those of another run, with a note: which
     run, or why there is none."""
@@ -71,30 +71,35 @@ def table(runs: Sequence[Run], rows: Iterable[Row]) -> list[Cost]:
 
     The ELBO is the one that gap closed uses in the report's `rows`.
     """
-    runs = sorted((run for run in runs if run.tasks), key=lambda run: not run.baseline)
-    costs = {run.file: Cost(run) for run in runs}
+    costs = {run.file: Cost(run) for run in runs if run.tasks}
+    baselines = [cost for cost in costs.values() if cost.run.baseline]
     elbos: dict[Any, Row] = {}  # file of a run -> the Monte Carlo ELBO that its gap closed uses
     for row in rows:
         if row.elbo is not None and row.elbo.estimator == "elbo":
             elbos.setdefault(row.run.file, row.elbo)
-    for cost in costs.values():
+
+    def compared(cost: Cost) -> Cost:
         if cost.run.baseline:
-            continue
-        baselines = [other for other in costs.values() if other.run.baseline]
-        cost.times_ar, cost.times_ar_reason = _ratio(cost, baselines, "AR run")
-        if cost.run.estimator != "elbo":
-            elbo, known = elbos.get(cost.run.file), []
-            if elbo:
-                known, note = [costs[elbo.run.file]], f"the ELBO of {cost.run.label}: {elbo.name}"
-                note += f", mc_samples={elbo.run.spec.get('mc_samples')}"
-            cost.times_elbo, cost.times_elbo_reason = _ratio(cost, known, "Monte Carlo ELBO", note if elbo else "")
-    models, order = [run.label for run in runs], [*registry.ESTIMATORS]
+            return cost
+        ratio, reason = _ratio(cost, baselines, "AR run")
+        cost = dataclasses.replace(cost, times_ar=ratio, times_ar_reason=reason)
+        if cost.run.estimator == "elbo":
+            return cost
+        known, note = [], ""
+        if elbo := elbos.get(cost.run.file):
+            known, note = [costs[elbo.run.file]], f"the ELBO of {cost.run.label}: {elbo.name}"
+            note += f", mc_samples={elbo.run.spec.get('mc_samples')}"
+        ratio, reason = _ratio(cost, known, "Monte Carlo ELBO", note)
+        return dataclasses.replace(cost, times_elbo=ratio, times_elbo_reason=reason)
+
+    every = sorted(costs.values(), key=lambda cost: not cost.run.baseline)
+    models, order = [cost.run.label for cost in every], [*registry.ESTIMATORS]
 
     def place(cost: Cost) -> tuple:
         run = cost.run
         return not run.baseline, models.index(run.label), order.index(run.estimator), *sort_key(run.rule)
 
-    return sorted(costs.values(), key=place)
+    return sorted(map(compared, every), key=place)
 
 
 def _ratio(cost: Cost, others: Sequence[Cost], what: str, note: str = "") -> tuple[float | None, str]:

@@ -25,6 +25,7 @@ from lm_eval_duel.estimators.duel import Autoregressive, DuelEstimator
 from lm_eval_duel.estimators.subsets.lattice import Lattice
 from lm_eval_duel.harness.lm import DuelMDM
 from lm_eval_duel.rates import perplexity, ratio
+from lm_eval_duel.results import figures
 from lm_eval_duel.results.table import plain
 from lm_eval_duel.sweep import arguments as asked
 from lm_eval_duel.sweep import judges, metrics, store, tables
@@ -135,7 +136,8 @@ def places(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def own_tasks_only(monkeypatch):
-    """To index all tasks of the harness takes it seconds each time."""
+    """To index all tasks of the harness takes it seconds each time, and so do figures."""
+    monkeypatch.setattr(figures, "available", lambda: False)
     monkeypatch.setattr(lm_eval.tasks, "TaskManager", functools.partial(TaskManager, include_defaults=False))
 
 
@@ -155,8 +157,9 @@ def lines_of(out):
     return [(file.name, line) for file in out.glob("parts/*.jsonl") for line in file.read_text().split("\n")[:-1]]
 
 
-def test_the_figures_are_those_of_the_parts_by_hand(places, tmp_path, capsys):
+def test_the_figures_are_those_of_the_parts_by_hand(places, tmp_path, monkeypatch, capsys):
     """Of rules that share states, and of one with a memory, which is scored by itself."""
+    monkeypatch.setattr(figures, "available", lambda: True)
     names = ["greedy:k=1", "left_to_right:k=1", "klass:mu=0.3:nu=0.5", "threshold:mu=0.2"]
     rules_ = ["--rules", "greedy,left_to_right,klass:mu=0.3:nu=0.5", "--k", "1"]
     main(["sweep", *arguments(places, tmp_path, "--elbo", "16", *rules_)])
