@@ -1,4 +1,4 @@
-"""Aligned tables, printed by pytablewriter (which lm_eval depends on): Markdown, and plain text for the terminal.
+"""Aligned tables: Markdown, and plain text for the terminal.
 
 Columns of numbers are right-aligned. Columns without a single value are left out. `csv_cell` makes cells of CSV files.
 """
@@ -31,35 +31,37 @@ def csv_cell(value: Any) -> Any:
 
 def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """A Markdown table. Pipes in cells are escaped; any other markup is the caller's."""
-    from pytablewriter import MarkdownTableWriter
-
-    return _table(MarkdownTableWriter, header, rows, margin=1)
+    columns = [[cell.replace("|", r"\|") for cell in column] for column in _columns(header, rows)]
+    aligned = [_aligned(column, 3) for column in columns]
+    for column, cells in zip(columns, aligned, strict=True):
+        width = max(map(_width, cells))
+        cells.insert(1, "-" * (width - 1) + ":" if _is_numeric(column[1:]) else "-" * width)
+    return "\n".join(f"| {' | '.join(line)} |" for line in zip(*aligned, strict=True))
 
 
 def plain_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Columns separated by spaces. `header` may be empty."""
-    from pytablewriter import SpaceAlignedTableWriter
+    aligned = [_aligned(column) for column in _columns(header or [""] * len(rows[0]), rows)]
+    lines = ["  ".join(line).rstrip() for line in zip(*aligned, strict=True)]
+    return "\n".join(lines if header else lines[1:])
 
-    return _table(SpaceAlignedTableWriter, header, rows)
+
+def _columns(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[list[str]]:
+    """The columns with a value, each with its head, as lines of text."""
+    columns = [list(map(one_line, column)) for column in zip(header, *rows, strict=True)]
+    return [column for column in columns if any(column[1:])]
 
 
-def _table(writer_class: type, header: Sequence[str], rows: Sequence[Sequence[str]], **options: int) -> str:
-    from pytablewriter.style import Style
-    from pytablewriter.typehint import String
+def _aligned(column: Sequence[str], least: int = 0) -> list[str]:
+    """The cells of a column in its width: numbers to the right."""
+    width, right = max(least, *map(_width, column)), _is_numeric(column[1:])
+    spaces = [" " * (width - _width(cell)) for cell in column]
+    return [space + cell if right else cell + space for cell, space in zip(column, spaces, strict=True)]
 
-    columns = [list(map(one_line, column)) for column in zip(*rows, strict=True)]
-    kept = [n for n, column in enumerate(columns) if any(column)]
-    styles = [Style(align="right" if _is_numeric(columns[n]) else "left") for n in kept]
-    writer = writer_class(
-        headers=[one_line(header[n]) for n in kept] if header else [],
-        value_matrix=[[columns[n][row] for n in kept] for row in range(len(rows))],
-        type_hints=[String] * len(kept),  # cells are printed as they are
-        column_styles=styles,
-        dequote=False,
-        **options,
-    )
-    writer.add_style_filter(lambda cell, **_: styles[cell.col] if cell.is_header_row() else None)
-    return "\n".join(line.rstrip() for line in writer.dumps().splitlines())
+
+def _width(text: str) -> int:
+    """Places that a text takes in a terminal."""
+    return sum(0 if unicodedata.combining(c) else 1 + (unicodedata.east_asian_width(c) in "WF") for c in text)
 
 
 def _is_numeric(cells: Sequence[str]) -> bool:
