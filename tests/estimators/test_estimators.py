@@ -143,17 +143,6 @@ def test_lattice_in_small_pieces_and_out_of_memory():
                 assert getattr(one, name) == pytest.approx(getattr(other, name), abs=1e-9)
 
 
-def test_what_the_lattice_refuses():
-    for named, network, block, more in (
-        ("4,095 sets.*32", Toy(), "auto", {}),
-        ("the whole target", Toy(), None, {}),
-        ("estimator=ar", Causal(), 1, {}),
-        ("klass:.*memory", Toy(), 4, {"follow": ["klass:mu=0.9:nu=0.1"]}),
-    ):
-        with pytest.raises(DuelError, match=named):
-            Lattice(network, block, **more)
-
-
 # ---------------------------------------------------------------- the Monte Carlo ELBO
 
 

@@ -70,17 +70,6 @@ def test_long_contexts_are_cut_from_the_left_and_counted(folder, caplog):
         lm.loglikelihood(ask("loglikelihood", ("a", " b"), ("a", " b c d e f g h")), disable_tqdm=True)
 
 
-def test_rolling_windows_hold_every_token_once(lm):
-    texts = ["a b c", "", " ".join("abcdefghijklmnopqrstuvwxyz"), "z"]
-    values = lm.loglikelihood_rolling(ask("loglikelihood_rolling", *[(t,) for t in texts]), disable_tqdm=True)
-    ids = lm.tok_encode(texts[2])
-    windows = [Window((2,), ids[i : i + 14], (3,)) for i in (0, 14)]
-    parts = Duel(lm.denoiser, "greedy", 4).log_prob(windows)
-    assert values[2] == pytest.approx(sum(p.log_prob for p in parts), abs=1e-4)
-    assert values[1] == 0.0
-    assert values[0] == by_hand(lm, "", "a b c")[0]
-
-
 def test_conventions_of_framing(folder):
     ids = None
     for bos, windows in {

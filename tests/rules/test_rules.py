@@ -80,12 +80,6 @@ def test_errors_name_the_parameter(subtests):
             rules.parse(text)
 
 
-def test_a_rule_of_ones_own():
-    rule = rules.parse("custom_rules:Stalls:mu=0.25")
-    assert rule.mu == 0.25
-    assert rules.parse(str(rule)) == rule
-
-
 @dataclasses.dataclass(frozen=True)
 class Wide(rules.RULES["greedy"]):
     """A rule of one's own that stands on a built-in one, with fields of several types."""
