@@ -48,11 +48,11 @@ def log_probs(folder):
 
 @pytest.fixture(scope="module")
 def chains(example):
-    """The ends of two chains."""
+    """The ends of four chains."""
     with (ROOT / "examples" / "antibodies" / "antibodies.csv").open() as lines:
         rows = list(csv.DictReader(lines))
     assert {letter for row in rows for letter in row["heavy"] + row["light"]} == set(example.RESIDUES)
-    return [rows[0][chain][-8:] for chain in ("heavy", "light")]
+    return [row[chain][-6:] for row in rows[:2] for chain in ("heavy", "light")]
 
 
 def by_plain_loop(log_probs, sequence, order):

@@ -106,7 +106,7 @@ SOME = [Window((1,), text, (2,)) for text in strings(3, 8)[:: 3**8 // 25]]
 
 @pytest.mark.parametrize("sampler", slow_but(["one a step", "threshold", "origin"], ["one a step"]))
 def test_the_estimate_of_the_probability_is_unbiased(sampler):
-    check_unbiased(*ratios(sampler, 8, SOME[:25]))
+    check_unbiased(*ratios(sampler, 8, SOME[:12]))
 
 
 def test_neither_company_nor_batch_size_changes_a_number():

@@ -143,6 +143,17 @@ def test_lattice_in_small_pieces_and_out_of_memory():
                 assert getattr(one, name) == pytest.approx(getattr(other, name), abs=1e-9)
 
 
+def test_what_the_lattice_refuses():
+    for named, network, block, more in (
+        ("4,095 sets.*32", Toy(), "auto", {}),
+        ("the whole target", Toy(), None, {}),
+        ("estimator=ar", Causal(), 1, {}),
+        ("klass:.*memory", Toy(), 4, {"follow": ["klass:mu=0.9:nu=0.1"]}),
+    ):
+        with pytest.raises(DuelError, match=named):
+            Lattice(network, block, **more)
+
+
 # ---------------------------------------------------------------- the Monte Carlo ELBO
 
 
@@ -186,7 +197,7 @@ def test_elbo_by_blocks_lands_on_the_mean_over_orders(network):
 def test_elbo_stderr_is_the_spread_over_seeds():
     toy, window = Toy(length=9, seed=1), WINDOWS[0]
     for form in ("count", "ratio"):
-        runs = [Elbo(toy, form=form, samples=64, seed=seed).log_prob([window])[0] for seed in range(40)]
+        runs = [Elbo(toy, form=form, samples=64, seed=seed).log_prob([window])[0] for seed in range(30)]
         spread = torch.tensor([run.log_prob for run in runs], dtype=torch.float64).std()
         said = torch.tensor([run.stderr for run in runs], dtype=torch.float64).square().mean().sqrt()
         assert 0.75 < spread / said < 1.33

@@ -52,7 +52,7 @@ def test_probabilities_of_all_fillings_sum_to_one(rule, block):
 
 def test_the_joint_equals_a_loop_by_hand_alone_and_in_a_batch():
     toy = Toy()
-    windows = [*fillings(), *fillings((0, 5)), Window(CONTEXT, TARGET, SUFFIX)]
+    windows = [*list(fillings())[::3], *list(fillings((0, 5)))[::9], Window(CONTEXT, TARGET, SUFFIX)]
     together = Duel(toy, rule="greedy", block=None).log_prob(windows)
     for window, score in zip(windows, together, strict=True):
         assert score.log_prob == pytest.approx(greedy_by_hand(toy, window), abs=1e-9)

@@ -95,7 +95,7 @@ def some(number):
 
 @pytest.mark.parametrize(
     ("name", "rules"),
-    [(name, FEW) for name in NETWORKS]
+    [(name, FEW[n % 2 :: 2]) for n, name in enumerate(NETWORKS)]
     + [pytest.param(name, some(n), marks=pytest.mark.slow) for n, name in enumerate(NETWORKS)],
 )
 def test_a_run_equals_the_reference(name, rules):
