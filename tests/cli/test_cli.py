@@ -32,8 +32,8 @@ def test_the_command_prints_and_writes_perplexities_and_which_law_they_are_of(tm
 
 
 def test_multiple_choice_and_a_rule_in_one_word():
-    results = evaluate("sotu_choice", "rule=klass:mu=0.9:nu=0.01", limit=1)
-    assert results["config"]["spec"]["rule"] == "klass:mu=0.9:nu=0.01:history=1:kl=paper"
+    results = evaluate("sotu_choice", "rule=klass:mu=0.05:nu=9", limit=1)
+    assert results["config"]["spec"]["rule"] == "klass:mu=0.05:nu=9.0:history=1:kl=paper"
     [sample] = results["samples"]["sotu_choice"]
     nats = [answer[0] for answer in choice_answers(sample)]
     assert len(nats) == 4 and sample["acc"] == (nats.index(max(nats)) == sample["doc"]["label"])

@@ -172,7 +172,7 @@ def test_a_residue_is_a_token(protein):
 
 
 def test_the_task_reports_bits_per_residue(protein):
-    model_args = f"pretrained={protein},rule=left_to_right:k=8,block=16,max_length=64"
+    model_args = f"pretrained={protein},rule=left_to_right:k=64,block=64,max_length=64"
     found = evaluate("proteins", model_args, limit=2, bootstrap_iters=0)
     nats = sum(text_log_prob(sample) for sample in found["samples"]["proteins"])
     results = found["results"]["proteins"]

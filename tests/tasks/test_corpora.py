@@ -83,9 +83,9 @@ def test_the_text_for_other_models_is_that_of_the_row(copies):
 # ---------------------------------------------------------------- rows by hand
 
 
-def by_hand(name, texts, insert_eos=False, keep=True):
+def by_hand(tokenizer, name, texts, insert_eos=False, keep=True):
     """Detokenize, tokenize, concatenate, cut, frame."""
-    tokenizer, stream = load_tokenizer({}), []
+    stream = []
     clean = DETOKENIZERS.get(corpora.find(name).detokenize, str)
     end, size = tokenizer.eos_token_id, LENGTH - 2
     for text in texts:
@@ -95,16 +95,17 @@ def by_hand(name, texts, insert_eos=False, keep=True):
 
 
 def test_rows_are_those_made_by_hand(copies, subtests):
+    tokenizer = load_tokenizer({})
     for name in WRAPPED:
         with subtests.test(name):
             corpus = KNOWN[name]["metadata"]["corpus"]
             texts = [record[corpora.find(corpus).columns[0]] for record in benchmarks.records(corpus)]
             joined = bool(KNOWN[name]["metadata"].get("insert_eos"))
             assert joined == (name in ("duel_openwebtext_wrapped", "duel_lm1b_in_domain"))
-            assert rows_of(name, copies)[0] == by_hand(corpus, texts, insert_eos=joined)
+            assert rows_of(name, copies)[0] == by_hand(tokenizer, corpus, texts, insert_eos=joined)
             if name == "duel_ptb_wrapped":
-                assert rows_of(name, copies, insert_eos="true")[0] == by_hand(corpus, texts, insert_eos=True)
-                dropped = by_hand(corpus, texts, keep=False)
+                assert rows_of(name, copies, insert_eos="true")[0] == by_hand(tokenizer, corpus, texts, insert_eos=True)
+                dropped = by_hand(tokenizer, corpus, texts, keep=False)
                 for remainder in ("drop", "official"):
                     assert rows_of(name, copies, remainder=remainder)[0] == dropped
 
