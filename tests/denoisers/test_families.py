@@ -131,22 +131,6 @@ def test_dtypes(family, name):
 # ---------------------------------------------------------------- block-causal networks, two forms of which are one
 
 
-def test_the_authors_two_streams_are_the_blocks_one_by_one(family):
-    """noisy | clean as one row of twice the length, each half at positions 0..L-1, as BD3-LM's code has it."""
-    network, block, length = family("bd3lm"), 4, 14
-    w = {key: value.double() for key, value in network.denoiser.network.state_dict().items()}
-    generator = torch.Generator().manual_seed(length)
-    clean = torch.randint(12, (length,), generator=generator)
-    noisy = clean.masked_fill(torch.rand(length, generator=generator) < 0.6, 12)
-    number = torch.arange(length) // block
-    before, own = number[:, None] > number, number[:, None] == number
-    seen = torch.cat([torch.cat([own, before], 1), torch.cat([torch.zeros_like(own), own | before], 1)])
-    authors = dit_reference.plain(w, torch.cat([noisy, clean]).tolist(), seen=seen, positions=[*range(length)] * 2)
-    for begin in range(0, length, block):
-        row = torch.cat([clean[:begin], noisy[begin : begin + block]]).tolist()
-        assert (network.logits(row, None)[begin:] - authors[begin : len(row)]).abs().max() < 1e-9
-
-
 def test_blocks_count_from_the_target_whatever_the_context(family, monkeypatch):
     """D2F's context is one block: contexts that end anywhere, long ones in pieces; no block sees a later one."""
     monkeypatch.setattr("lm_eval_duel.core.block_causal.CLEAN", 4)

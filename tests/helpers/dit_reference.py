@@ -121,10 +121,10 @@ def opened(folder, kind, changes=None, **asked):
     return denoisers.load(path, device="cpu", **asked), w
 
 
-def plain(w, ids, sigma=0.0, seen=None, positions=None):
+def plain(w, ids, sigma=0.0, seen=None):
     """Logits (L, V) from the description alone, in float64, rotations as complex numbers.
 
-    `seen` (L, L): which keys (columns) a query (row) attends to; all unless given. `positions`: 0..L-1 unless given.
+    `seen` (L, L): which keys (columns) a query (row) attends to; all unless given.
     """
 
     def linear(x, name):
@@ -152,7 +152,7 @@ def plain(w, ids, sigma=0.0, seen=None, positions=None):
         c = silu(linear(silu(c), "sigma_map.mlp.2"))
     length, half = len(ids), WIDTH // HEADS // 2
     seen = torch.ones(length, length, dtype=torch.bool) if seen is None else seen
-    positions = torch.tensor(list(range(length) if positions is None else positions), dtype=torch.float64)
+    positions = torch.arange(length, dtype=torch.float64)
     frequency = 10_000.0 ** (-torch.arange(half, dtype=torch.float64) / half)
     turn = torch.exp(1j * positions[:, None] * frequency)[:, None]  # (L, 1, half)
     x = w["vocab_embed.embedding"][torch.tensor(ids)]

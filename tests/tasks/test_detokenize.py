@@ -6,11 +6,6 @@ import pytest
 
 from lm_eval_duel.tasks import detokenize
 
-RULES = {
-    "ptb": detokenize.PTB,
-    "lm1b": detokenize.LM1B,
-    "lambada": detokenize.LAMBADA,
-}
 CASES = {
     "ptb": {
         "'s": ("the company 's plan", "the company's plan"),
@@ -75,21 +70,12 @@ CASES = {
         "wikitext comes first": ("see http : / / x.org", "see http:// x.org"),
     },
 }
-BEFORE = [before for cases in CASES.values() for before, _ in cases.values()]
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_cases(name):
     found = {rule: detokenize.DETOKENIZERS[name](before) for rule, (before, _) in CASES[name].items()}
     assert found == {rule: after for rule, (_, after) in CASES[name].items()}
-
-
-@pytest.mark.parametrize("name", RULES)
-def test_no_rule_is_without_a_case(name):
-    rules, befores = RULES[name], [before for before, _ in CASES[name].values()]
-    for rule in rules:
-        others = tuple(other for other in rules if other is not rule)
-        assert any(detokenize.apply(rules, text) != detokenize.apply(others, text) for text in befores), rule
 
 
 # A rule, a text, the text after all rules in order, and with this rule moved before all others.
@@ -103,15 +89,10 @@ def _soup(count, seed=0):
 
 
 def test_wikitext_equals_that_of_lm_eval():
-    """The two rule sets are equal, so their outputs are, on any string: the cases, and soup in which every rule fires.
-
-    Only what they are given differs: lm_eval's tasks give a page, the official evaluation of MDLM a line.
-    """
+    """On the cases, and on soup in which every rule fires. Only what they are given differs: lm_eval's tasks give a
+    page, the official evaluation of MDLM a line."""
     from lm_eval.tasks.wikitext.preprocess_wikitext import wikitext_detokenizer
 
-    texts = BEFORE + _soup(2_000)
-    for text in texts:
+    befores = [before for cases in CASES.values() for before, _ in cases.values()]
+    for text in befores + _soup(2_000):
         assert detokenize.wikitext(text) == wikitext_detokenizer({"page": text}), repr(text)
-    for rule in detokenize.WIKITEXT:
-        others = tuple(other for other in detokenize.WIKITEXT if other is not rule)
-        assert any(detokenize.apply(others, text) != detokenize.wikitext(text) for text in texts[len(BEFORE) :]), rule
