@@ -216,12 +216,13 @@ def bundled(job, options):
 
 
 def test_published_beside_measured(tiny, tmp_path, monkeypatch, capsys):
-    ran = []
+    ran, measured, measure = [], [], verdict.measure
     monkeypatch.setattr(jobs, "run", lambda job, options: ran.append(job.row) or bundled(job, options))
+    monkeypatch.setattr(verdict, "measure", lambda line, file: measured.append(line) or measure(line, file))
     words = ["paper", "tiny", "--recipes", str(tiny), "--out", str(tmp_path / "out")]
     main(words)
     printed = capsys.readouterr().out
-    assert ran == ["tiny/ar", "tiny/bd_duel", "tiny/bd_lattice"]
+    assert ran == ["tiny/ar", "tiny/bd_duel", "tiny/bd_lattice"] and len(measured) == 5, "a line once"
     content = json.loads((tmp_path / "out" / "paper.json").read_text())["lines"]
     assert [line["verdict"] for line in content] == ["agrees", *["differs"] * 4]
     assert content[0]["measured"] == pytest.approx(33.4849, abs=1e-4) and content[0]["difference"] < 0.01

@@ -44,8 +44,7 @@ def test_every_rule_has_a_colour_of_its_own():
     assert all(style.rule_colour(name) == style.rule_colour(f"{name}:k=4:seed_first=True") for name in RULES)
 
 
-def test_a_model_and_a_rule_have_one_colour_in_every_figure(tmp_path, monkeypatch):
-    monkeypatch.setattr(figures, "available", lambda: False)
+def test_a_model_and_a_rule_have_one_colour_in_every_figure(tmp_path):
     made(tmp_path)
     task = collect(parse([str(tmp_path / "results"), "--out", str(tmp_path / "out")]))["tasks"]["sotu"]
     (values,) = figures.perplexity("sotu", task).axes
@@ -62,7 +61,8 @@ def test_a_model_and_a_rule_have_one_colour_in_every_figure(tmp_path, monkeypatc
     assert sorted(bar[1][1] - bar[0][1] for bar in bars) == pytest.approx([2 * 1.96 * 0.01 * v for v in (20, 21, 40)])
 
 
-def test_files_in_three_formats_have_the_stated_width(tmp_path):
+def test_files_in_three_formats_have_the_stated_width(tmp_path, monkeypatch):
+    monkeypatch.setattr(figures, "available", lambda: True)
     found = made(tmp_path, "--figures", "pdf", "svg", "png", "--width", "4.5", rules=["greedy:k=1"])
     out = tmp_path / "out"
     (figure,) = found["figures"]

@@ -12,16 +12,11 @@ from results import report as run
 
 from lm_eval_duel import DuelError, compare
 from lm_eval_duel.estimators.registry import NO_BOUND, Kind
-from lm_eval_duel.results import figures, paired, pairs, stats
+from lm_eval_duel.results import paired, pairs, stats
 from lm_eval_duel.results.records import Row
 from lm_eval_duel.results.report import main as report
 
 SIZE = 40
-
-
-@pytest.fixture(autouse=True)
-def no_figures(monkeypatch):
-    monkeypatch.setattr(figures, "available", lambda: False)
 
 
 # ---------------------------------------------------------------- the paper, as printed

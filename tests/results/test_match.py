@@ -7,18 +7,13 @@ from results import documents, edit_samples, hf, ours, per_token, rows
 from results import report as run
 
 from lm_eval_duel.errors import DuelError
-from lm_eval_duel.results import figures, stats
+from lm_eval_duel.results import stats
 
 TEXTS = [f"a text of number {n}" for n in range(4)]
 NATS, TOKENS = (-30.0, -40.0, -50.0, -60.0), (10, 12, 14, 16)
 DOCS = {"sotu": documents(NATS, TOKENS, TEXTS)}
 OTHER_TOKENS = {"docs": {"sotu": documents(NATS, (11, 12, 14, 16), TEXTS)}}
 OTHER_TEXTS = {"docs": {"sotu": documents(NATS, TOKENS, [*TEXTS[:3], "another text"])}}
-
-
-@pytest.fixture(autouse=True)
-def no_figures(monkeypatch):
-    monkeypatch.setattr(figures, "available", lambda: False)
 
 
 def two(tmp_path, here=None, there=None):

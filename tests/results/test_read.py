@@ -11,7 +11,7 @@ from results import documents, edit, edit_samples, hf, ours, trace
 
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.estimators import registry
-from lm_eval_duel.results import accuracy, figures, read
+from lm_eval_duel.results import accuracy, read
 from lm_eval_duel.results.records import SEES_TRUTH
 from lm_eval_duel.results.report import FORMAT
 from lm_eval_duel.results.report import main as report
@@ -22,11 +22,6 @@ LATTICE = {"elbo_exact": 9.0, "mixture": 8.0, "oracle": 6.0, "greedy:k=1": 8.5, 
 GONE = "(gone)"
 IMPOSSIBLE = {"log_prob": None, "stderr": None, "reason": "a token of probability 0"}
 VALUES = [GONE, None, "text", "", [], [1], {}, {"a": 1}, -1, 0, 0.5, True, math.nan, math.inf, -math.inf, 10**400]
-
-
-@pytest.fixture(autouse=True)
-def no_figures(monkeypatch):
-    monkeypatch.setattr(figures, "available", lambda: False)
 
 
 def made(tmp_path):

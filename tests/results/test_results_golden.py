@@ -16,7 +16,6 @@ from results import documents, edit, hf, ours
 
 from lm_eval_duel import demo
 from lm_eval_duel.cli.main import main
-from lm_eval_duel.results import figures
 from lm_eval_duel.sweep import tables as sweep
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -106,8 +105,7 @@ def more(body):
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_what_is_printed_and_written(name, folder, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(figures, "available", lambda: False)
+def test_what_is_printed_and_written(name, folder, tmp_path, capsys):
     main(
         [*(str(folder / word if word in (MADE, FEW) else word) for word in RUNS[name]), "--out", str(tmp_path / "out")]
     )
