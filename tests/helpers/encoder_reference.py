@@ -15,24 +15,12 @@ from safetensors.torch import save_file
 RESIDUES = list("LAGVSERTIDPKQNFYMHWC")
 VOCABULARY = ["<cls>", "<pad>", "<eos>", "<unk>", *RESIDUES, *"XBUZO.-", "<null_1>", "<mask>"]
 PROTEIN_MASK = 32
-SIZE = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2}
 ESM = {
-    **SIZE,
-    "architectures": ["EsmForMaskedLM"],
-    "attention_probs_dropout_prob": 0.0,
-    "emb_layer_norm_before": False,
-    "hidden_act": "gelu",
-    "hidden_dropout_prob": 0.0,
-    "is_folding_model": False,
-    "layer_norm_eps": 1e-5,
-    "mask_token_id": PROTEIN_MASK,
-    "max_position_embeddings": 66,
-    "model_type": "esm",
-    "num_hidden_layers": 2,
-    "pad_token_id": 1,
-    "position_embedding_type": "rotary",
-    "token_dropout": True,
-    "vocab_size": 33,
+    **{"architectures": ["EsmForMaskedLM"], "attention_probs_dropout_prob": 0.0, "emb_layer_norm_before": False},
+    **{"hidden_act": "gelu", "hidden_dropout_prob": 0.0, "hidden_size": 16, "intermediate_size": 24},
+    **{"is_folding_model": False, "layer_norm_eps": 1e-5, "mask_token_id": PROTEIN_MASK, "model_type": "esm"},
+    **{"max_position_embeddings": 66, "num_attention_heads": 2, "num_hidden_layers": 2, "pad_token_id": 1},
+    **{"position_embedding_type": "rotary", "token_dropout": True, "vocab_size": 33},
 }
 DPLM = {"architectures": ["EsmForDPLM"], "dplm_type": "dplm_esm", "hidden_dropout_prob": 0.1}
 PROTEIN_CASES = {"esm-2": {}, "dplm": DPLM}
@@ -42,35 +30,15 @@ def protein_ids(sequence):
     return tuple(VOCABULARY.index(letter) for letter in sequence)
 
 
-def drawn(network, config):
-    """The tensors of a random network of transformers."""
-    generator = torch.Generator().manual_seed(3)
-    made = {}
-    for name, value in getattr(transformers, network)(config).state_dict().items():
-        if not value.is_floating_point() or name.endswith("inv_freq"):
-            continue
-        draw = torch.randn(value.shape, generator=generator)
-        near_one = "norm" in name.lower() and not name.endswith("bias")
-        made[name] = draw * 0.2 + near_one if value.dim() == 1 else draw * (0.5 if "embeddings" in name else 0.3)
-    return made
-
-
-def write(folder, config, tensors):
-    (folder / "config.json").write_text(json.dumps(config))
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    return str(folder)
-
-
-def of_transformers(network, path):
-    """The logits (L, V) of a row by transformers' own network."""
-    model = getattr(transformers, network).from_pretrained(path, dtype=torch.float32).double().eval()
-    return torch.no_grad()(lambda ids: model(input_ids=torch.tensor([ids])).logits[0])
-
-
 def esm(folder, **entries):
     """A checkpoint as facebook/esm2_* has it, with the tensors that its class does not use; its path and logits."""
     config = {key: value for key, value in ESM.items() if key not in ("architectures", "model_type")}
-    tensors = drawn("EsmForMaskedLM", transformers.EsmConfig(**config))
+    generator, tensors = torch.Generator().manual_seed(3), {}
+    for name, value in transformers.EsmForMaskedLM(transformers.EsmConfig(**config)).state_dict().items():
+        if value.is_floating_point() and not name.endswith("inv_freq"):
+            draw = torch.randn(value.shape, generator=generator)
+            near_one = "norm" in name.lower() and not name.endswith("bias")
+            tensors[name] = draw * 0.2 + near_one if value.dim() == 1 else draw * (0.5 if "embeddings" in name else 0.3)
     table = "esm.embeddings.word_embeddings.weight"
     tensors[table][1] = 0  # padding
     tensors["lm_head.decoder.weight"] = tensors[table].clone()
@@ -86,14 +54,16 @@ def esm(folder, **entries):
     (folder / "vocab.txt").write_text("\n".join(VOCABULARY))
     special = {"tokenizer_class": "EsmTokenizer", "do_lower_case": False, "model_max_length": 10**30}
     (folder / "tokenizer_config.json").write_text(json.dumps(special))
-    path = write(folder, {**ESM, **entries}, tensors)
-    return path, of_transformers("EsmForMaskedLM", path)
+    (folder / "config.json").write_text(json.dumps({**ESM, **entries}))
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    model = transformers.EsmForMaskedLM.from_pretrained(folder, dtype=torch.float32).double().eval()
+    return str(folder), torch.no_grad()(lambda ids: model(input_ids=torch.tensor([ids])).logits[0])
 
 
 def eurobert(folder):
     """A checkpoint as EuroBERT/EuroBERT-* has it, whose config still names code of its own."""
     entries = {"head_dim": 4, "mask_token": "[MASK]", "model_type": "eurobert", "pad_token_id": 0}
     config = remote("EuroBertForMaskedLM", LLAMA, **entries, rope_theta=250_000)
-    net = decoder_reference.net(config)
-    path, w = decoder_reference.write(folder, decoder_reference.Case(config))
-    return path, lambda ids: plain.logits(net, w, ids)
+    case = decoder_reference.Case(config)
+    path, w = decoder_reference.write(folder, case)
+    return path, lambda ids: plain.logits(case.net, w, ids)

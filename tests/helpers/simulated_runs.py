@@ -46,8 +46,6 @@ RULES = (
     "klass:mu=0.3:nu=0.5:history=2",
     "entropy_bound:gamma=1.0",
     "random:k=2",
-    "factor:f=1.0",
-    "high_or_topk:n=2:tau=0.4",
     "hierarchy:tau=0.4:low=0.2",
     "dream:alg=entropy:steps=4",
     "greedy:sub_block=2",
@@ -110,7 +108,7 @@ def compare(folder, case):
     path, options = networks.written(Path(tempfile.mkdtemp(dir=folder)), name.rstrip("+"))
     options |= {key: value if key == "exclude_ids" else float(value)} if key else {}
     here, there = (denoisers.load(path, device=device, dtype="float32", **options) for device in (CPU, SIM))
-    windows = list(networks.fitting(here))
+    windows = list(networks.fitting(here))[:3]
     assert windows
     both = (runs(denoiser, windows, name.endswith("+"), not key) for denoiser in (here, there))
     for (what, ours), (_, theirs) in zip(*both, strict=True):
