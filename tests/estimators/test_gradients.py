@@ -184,7 +184,7 @@ def test_gradients_are_those_of_autograd_over_the_textbook(tmp_path, name, dtype
     ],
 )
 def test_toys(kind, rule, block):
-    batch_size, toy = 1 if rule == "greedy" else 7, trainable(kind, length=8)
+    toy, batch_size = trainable(kind, length=8), (1 if rule == "greedy" else 7)
     duel = Duel(toy, rule=rule, block=block)
     windows = WINDOWS if kind is Toy else WINDOWS[:1]
     scores = duel.log_prob(windows)

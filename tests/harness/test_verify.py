@@ -54,8 +54,9 @@ def test_moved_picks_are_counted(folder, caplog):
     assert found["differing_windows"] == 7 and [each for each in caplog.records if each.levelname == "ERROR"]
 
 
-def test_ranks_share_it(folder, caplog):
-    windows, expected, shares = 1, [1, 0, 0], []
+@pytest.mark.parametrize(("windows", "expected"), [(4, [2, 1, 1]), (1, [1, 0, 0])])
+def test_ranks_share_it(folder, windows, expected, caplog):
+    shares = []
     for rank in range(3):
         model = DuelMDM(pretrained=folder, rule="greedy", block=4, device="cpu", verify=windows)
         model.run.ranks = model.ranks = Ranks("cpu", rank, 3)

@@ -51,9 +51,9 @@ def rolling(lm, texts):
 
 
 def test_score_gives_the_numbers_of_the_harness():
-    name, texts = "demo-bd", TEXTS[:3]
-    duel = Duel.from_pretrained(name, rule="greedy", device="cpu")
-    lm = DuelMDM(pretrained=name, rule="greedy", device="cpu")
+    texts = TEXTS[:3]
+    duel = Duel.from_pretrained("demo-bd", rule="greedy", device="cpu")
+    lm = DuelMDM(pretrained="demo-bd", rule="greedy", device="cpu")
     scores = duel.score(texts)
     assert [score.log_prob for score in scores] == pytest.approx(rolling(lm, texts), rel=1e-6)
     for text, score in zip(texts, scores, strict=True):
