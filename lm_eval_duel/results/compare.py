@@ -43,7 +43,8 @@ def task(
     shown = [replace(row, best=row in best, baseline=None if row is ar else ar) for row in shown]
     elbos = {row: pairs.find_elbo(row, shown, as_published) for row in shown if row.duel}
     used = {elbo.number: _describe(elbo, why) for elbo, why in elbos.values() if elbo is not None}
-    shown = [replace(row, elbo=elbos[row][0], closed=_close(row, *elbos[row])) if row.duel else row for row in shown]
+    closed = {row: replace(row, elbo=elbo, closed=_gap_closed(row, elbo, why)) for row, (elbo, why) in elbos.items()}
+    shown = [closed.get(row, row) for row in shown]
     shown = [replace(row, cache_cost=pairs.cache_cost(row, shown)) for row in shown]
     sizes = {run.tasks[name].size for run in compared} - {None}
     described = [used[number] for number in sorted(used)]
@@ -155,7 +156,7 @@ def _describe(elbo: Row, why: str) -> str:
     return f"ELBO of {elbo.model}{variant}: {text}{f' ({why})' if why else ''}"
 
 
-def _close(row: Row, elbo: Row | None, why: str) -> GapClosed:
+def _gap_closed(row: Row, elbo: Row | None, why: str) -> GapClosed:
     """Gap closed of a row with its errors, or the reason why there is none. `why`: why there is no ELBO."""
     ar = row.baseline
     if row.metric == "bits_per_byte":

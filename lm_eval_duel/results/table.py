@@ -138,7 +138,7 @@ AS_PRINTED = {"DUEL": r"\textsc{DUEL}", "DUEL estimate": r"\textsc{DUEL} estimat
 class Form:
     """How one form writes signs and text. This one is for the terminal."""
 
-    at_most, plus, unknown, to, code_mark = "<= ", " +- ", "?", " to ", ""
+    at_most, plus, unknown, to = "<= ", " +- ", "?", " to "
 
     def escape(self, text: str) -> str:
         return one_line(text)
