@@ -6,9 +6,12 @@ from pathlib import Path
 import pytest
 import tiny
 from harness_requests import ask
+from tokenizers import Tokenizer, models, processors
+from transformers import PreTrainedTokenizerFast
 
 from lm_eval_duel import Duel, denoisers
 from lm_eval_duel.core.windows import Window
+from lm_eval_duel.denoisers.special_tokens import added_tokens
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.estimators.elbo import Elbo
 from lm_eval_duel.harness.lm import DuelMDM
@@ -88,3 +91,21 @@ def test_factors_of_logits_that_overflow_are_refused_and_the_largest_are_finite(
     for options in ({"temperature": 1e-20}, {"cfg_scale": 1e20}):
         duel = Duel(denoisers.load(folder, device="cpu", **options), "greedy")
         assert Options.parse(options) and math.isfinite(duel.log_prob([Window((2,), (6, 7), (3,))])[0].log_prob)
+
+
+def test_special_tokens_are_found_without_the_letter_a():
+    """Where it is nothing, unknown, or even the special token itself."""
+    special = {"[CLS]": 0, "[SEP]": 1, "[UNK]": 2, "[MASK]": 3}
+    letters, names = {**special, "G": 4, "T": 5}, {"cls_token": "[CLS]", "sep_token": "[SEP]", "mask_token": "[MASK]"}
+
+    def found(model, unknown):
+        words = Tokenizer(model)
+        frame = {"single": "[CLS] $A [SEP]", "special_tokens": [("[CLS]", 0), ("[SEP]", 1)]}
+        words.post_processor = processors.TemplateProcessing(**frame)
+        return added_tokens(PreTrainedTokenizerFast(tokenizer_object=words, unk_token=unknown, **names))
+
+    assert found(models.BPE(letters, []), None) == ([0], [1])
+    for unknown in ("[UNK]", "[CLS]"):
+        assert found(models.WordLevel(letters, unk_token=unknown), unknown) == ([0], [1])
+    with pytest.raises(DuelError, match="bos=none"):
+        found(models.WordLevel(special, unk_token="[UNK]"), "[UNK]")
