@@ -123,6 +123,11 @@ def resolve_links(page):
             assert anchor in anchors(file.read_text(encoding="utf-8")), f"{page.name}: no heading {target}"
 
 
+def test_the_index_names_every_page():
+    linked = set(re.findall(r"^\| \[\w+\]\(docs/([\w.]+\.md)\)", read("README.md"), re.MULTILINE))
+    assert linked == {page.name for page in PAGES} - {"README.md"}
+
+
 # ---------------------------------------------------------------- tables
 
 
@@ -131,3 +136,15 @@ def test_generated_tables_are_those_of_the_declarations(page, command):
     """Write them again with `lm-eval-duel COMMAND --markdown`."""
     begin, end = f"<!-- lm-eval-duel {command} --markdown -->\n\n", "\n\n<!-- end -->"
     assert read(page).partition(begin)[2].partition(end)[0] == declared.markdown(command)
+
+
+# ---------------------------------------------------------------- the README
+
+
+def test_the_readme_is_two_screens_whose_commands_ci_runs_with_the_tools_of_the_dev_extra():
+    readme, script = read("README.md"), read(".ci/run")
+    assert len(readme.splitlines()) <= 150
+    theirs = re.findall(r"# README: begin.*?\n(.*?)\n# README: end", script, re.DOTALL)
+    assert len(theirs) == 2 and {*theirs} <= {*"".join(blocks(readme, "bash")).splitlines()}
+    dev = re.search(r"^dev = \[(.*)\]", read("pyproject.toml"), re.MULTILINE)[1]
+    assert {*re.findall(r"\w+==[\d.]+", dev)} <= {*re.findall(r"\w+==[\d.]+", script)}

@@ -44,7 +44,7 @@ def read(names: Iterable[str]) -> list[dict[str, Any]]:
 
 
 def _file(file: Path, name: str) -> list[dict[str, Any]]:
-    with whole(file, f"a CSV file of published figures (or {PAPER})"):
+    with whole(file, f"what --published takes, a CSV file of figures or {PAPER!r}"):
         reader = csv.DictReader(file.read_text(encoding="utf-8-sig").splitlines(), strict=True)
         figures = []
         try:

@@ -63,7 +63,7 @@ def plus_minus(value: float | None, metric: str) -> str:
 class Column:
     """A column. `form`: the format of its numbers, or `text`, `code` or `rule`. `unit` stands behind each number.
 
-    `cell`: what it shows of a record, for `Table.of`.
+    `cell`: what it shows of a record, for `Table.from_records`.
     """
 
     title: str

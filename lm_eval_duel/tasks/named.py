@@ -81,7 +81,7 @@ def task_manager(
 
 def holds(manager: TaskManager, names: Iterable[str]) -> bool:
     """Whether all of these tasks, tags and groups are in the index, with all members of the groups."""
-    index, unread, read = manager.task_index, [*names], set()
+    index, unread, read = manager._index, [*names], set()  # `task_index` in lm-eval 0.4 alone
     while unread:
         if (name := unread.pop()) not in index:
             return False

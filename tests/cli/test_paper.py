@@ -1,5 +1,7 @@
 """`paper`: lines are those of the recipes, verdicts are counted by hand, and jobs run, fail, stop and resume."""
 
+import contextlib
+import functools
 import json
 import math
 import shutil
@@ -235,6 +237,21 @@ def test_published_beside_measured(tiny, tmp_path, monkeypatch, capsys):
         assert "99.99" in shown and "differs" in shown and "A note." in shown and "sampling error does not" in shown
     main(words)
     assert len(ran) == 3 and capsys.readouterr().out.count("finished before") == 3
+
+    def stopped(job, options):
+        for each in {line.path: line.job for line in options.lines}.values():  # as another command in the folder does
+            bundled(each, options)
+        if job.row == stop:
+            raise KeyboardInterrupt
+
+    for stop, more in (("tiny/ar", "stopped"), ("", "shared")):
+        words[-1] = str(tmp_path / more)
+        monkeypatch.setattr(jobs, "run", lambda job, options: ran.append(job.row) or stopped(job, options))
+        with contextlib.suppress(Exit):
+            main(words)
+        content = json.loads((tmp_path / more / "paper.json").read_text())["lines"]
+        assert [line["status"] for line in content][: 1 if stop else 5] == ["finished"] * (1 if stop else 5)
+    assert ran[3:] == ["tiny/ar", "tiny/ar"] and capsys.readouterr().out.count("finished meanwhile") == 2
     from lm_eval_duel.results.report import parse as report
 
     report([str(tmp_path / "out" / "results"), "--out", str(tmp_path / "report")])
@@ -346,7 +363,10 @@ def command(folder, copies, out, *more):
 def test_a_run_stops_and_resumes(wrapped, tmp_path):
     """Ctrl-C while a job runs, then the same command, then again: the first jobs are kept, the numbers are real."""
     folder, copies = wrapped
-    process = subprocess.Popen(command(folder, copies, tmp_path), stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    heeds = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # a shell's background job does not
+    process = subprocess.Popen(
+        command(folder, copies, tmp_path), stdout=subprocess.PIPE, stderr=subprocess.PIPE, preexec_fn=heeds
+    )
     until = time.monotonic() + 60
     while not list(Path(tmp_path).rglob("results_*.json")) and time.monotonic() < until:
         time.sleep(0.2)

@@ -209,3 +209,9 @@ def test_the_numbers_are_those_of_the_harness_own_model():
     for lm, asked in ((ours, [("", text) for text in texts[:2]]), (bare, pairs)):
         for (mine, is_greedy), (right, greedy) in zip(*both(lm, "loglikelihood", asked), strict=True):
             assert is_greedy == greedy and mine == pytest.approx(right, abs=1e-4)
+
+
+def test_the_first_id_of_a_window_given_makes_no_continuation():
+    lm = DuelMDM(pretrained="demo-ar", estimator="ar", bos="first", max_length=16, device="cpu")
+    with pytest.raises(DuelError, match="bos=first"):
+        lm.loglikelihood(ask("loglikelihood", ("a", " b")), disable_tqdm=True)

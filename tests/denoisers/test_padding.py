@@ -8,6 +8,7 @@ import torch
 import transformers
 from close import check
 from textbook import score
+from toys import BlockCausal
 
 from lm_eval_duel import Duel, denoisers, rules
 from lm_eval_duel.core.windows import Window
@@ -208,6 +209,14 @@ class Normalised(Experts):
         return self.norm(super().forward(ids, real).flatten(0, 1)).view(*ids.shape, -1)
 
 
+class Mixing(BlockCausal):
+    """A block-causal network that subtracts the mean of the batch."""
+
+    def stream(self, *arguments, **more):
+        features, own = super().stream(*arguments, **more)
+        return features - features.mean((0, 1), keepdim=True), own
+
+
 def in_memory(network, **options):
     return Duel.from_model(network, block=4, mask_token_id=4, max_length=12, **options)
 
@@ -221,6 +230,8 @@ def test_networks_whose_rows_influence_each_other_are_refused():
         with pytest.raises(DuelError, match="rows influence each other"):
             in_memory(network)
         assert in_memory(network, self_tests=False)
+    with pytest.raises(DuelError, match="rows influence each other"):
+        Duel.from_model(Mixing(), block=2)
     windows = [Window((), (0, 1, 2, 3, 5, 6, 7)), Window((2,), (7, 6, 5, 3, 2, 1))]
     scorer = in_memory(Experts())  # without a capacity
     agree(scorer.log_prob(windows), [scorer.log_prob([window])[0] for window in windows])

@@ -143,6 +143,7 @@ def test_names_and_devices(capsys, tmp_path):
 
 FIRST = "nemotron-labs-diffusion"
 USES = [  # a family, what is done with it, and what the error names
+    ("bd3lm", {"block": 8}, None, "block=8"),
     ("bd3lm", {}, Window((), (1,) * 17), "17 positions"),
     ("bd3lm", {}, Window((), (1,) * 4, (2,)), "suffix"),
     ("sdar", {"grid": "target"}, None, "grid|row's first position"),

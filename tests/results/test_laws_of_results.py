@@ -179,6 +179,15 @@ def test_a_bound_an_oracle_and_an_unknown_error(kind, shift, word):
     assert found.verdict == word
 
 
+def test_the_monte_carlo_error_widens_the_interval():
+    a, b = scores(), scores(0.05, seed=2)
+    drawn = scores(0.05, seed=2, kind=Kind.ESTIMATE.value, stderr=3.0)
+    widths = [high - low for low, high in (compare(a, other).interval for other in (b, drawn))]
+    tokens = sum(len(score.tokens) for score in a)
+    error = 3.0 * math.sqrt(SIZE) / tokens
+    assert widths[1] == pytest.approx(math.hypot(widths[0], 2 * 1.96 * error), rel=0.1)
+
+
 def test_a_report_of_score_files_has_the_same_difference(tmp_path):
     files = []
     for name, found in (("A", scores()), ("B", scores(0.05, seed=2))):

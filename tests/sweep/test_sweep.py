@@ -239,6 +239,9 @@ def test_what_is_finished_is_not_run_again(places, tmp_path, count_calls, capsys
     sweep([*arguments(places, tmp_path, samples=""), "--rules", "greedy,margin"])
     assert count_calls == ["bidirectional"]  # two more rules, together
     assert "margin:k=1" in (tmp_path / "sweep.md").read_text()
+    count_calls.clear()
+    sweep([*arguments(places, tmp_path, samples=""), "--model_args", f"pretrained={places['mdm']},block=2"])
+    assert len(count_calls) == 1  # another spec
 
 
 def test_a_signal_keeps_what_is_done(places, tmp_path, monkeypatch, capsys):

@@ -50,15 +50,21 @@ def main(arguments: Sequence[str]) -> None:
             if finished[path]:
                 print(f"{label}: finished before", flush=True)
                 continue
-            print(f"{label} (progress: {PROGRAM} so-far {job.path('cache')})", flush=True)
-            if why := jobs.run(job, options):
-                failed += 1
-                print(f"{label}: FAILED: {why}", flush=True)
-            file = job.finished
-            for at, line in enumerate(options.lines):
-                if line.path == path:
-                    lines[at] = verdict.described(line, file, why, options.tolerance)
-            write(options, lines)
+            why = ""
+            try:
+                if job.finished:  # by another command in this folder
+                    print(f"{label}: finished meanwhile", flush=True)
+                    continue
+                print(f"{label} (progress: {PROGRAM} so-far {job.path('cache')})", flush=True)
+                if why := jobs.run(job, options):
+                    failed += 1
+                    print(f"{label}: FAILED: {why}", flush=True)
+            finally:  # Ctrl-C may come after the results were written
+                file = job.finished
+                for at, line in enumerate(options.lines):
+                    if line.path == path:
+                        lines[at] = verdict.described(line, file, why, options.tolerance)
+                write(options, lines)
     finally:  # what is finished is shown after Ctrl-C, too
         print(verdict.terminal(lines, options.tolerance))
         print(f"\nwrote {options.out}/paper.md and {options.out}/paper.json", flush=True)

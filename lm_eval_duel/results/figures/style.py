@@ -124,7 +124,7 @@ def against_nfe(axes: Axes, curves: Mapping[str, tuple[bool, Sequence[Point]]], 
         known = [(x, *ends) for x, _, ends in points if ends is not None]
         if known:
             axes.vlines(*zip(*known, strict=True), color=rule_colour(family), linewidth=1, alpha=0.5, zorder=1)
-    lowest = min(1.0, *(x for _, points in curves.values() for x, _, _ in points))
+    lowest = min([1.0, *(x for _, points in curves.values() for x, _, _ in points)])
     axes.set_xlim(lowest * 0.9, 1.12)
     plain_log(axes.xaxis, 2)
     grid(axes, "both")
