@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from lm_eval_duel.arguments import MISSING, TEXT, TRUTH
 from lm_eval_duel.command_line import FILE, FLAGS, PATH, STDOUT, Flag, Parser, process, write_json
 from lm_eval_duel.errors import DuelError, too_few_documents, usage
-from lm_eval_duel.estimators.registry import Kind, find, kind_of, of_spec
+from lm_eval_duel.estimators.registry import Kind, arguments, find, kind_of, of_spec
 from lm_eval_duel.options import Options, model_of
 from lm_eval_duel.rates import perplexity, ratio
 from lm_eval_duel.results.paired import PairedDifference, Scored, difference, key_of
@@ -20,6 +20,7 @@ from lm_eval_duel.results.records import plain
 from lm_eval_duel.results.table import Cell as TableCell
 from lm_eval_duel.results.table import Column, Table
 from lm_eval_duel.results.table import plain as text_of
+from lm_eval_duel.rules import PARAMETERS, RULES
 from lm_eval_duel.rules.tables import without_defaults
 from lm_eval_duel.strict_json import finite
 from lm_eval_duel.tables import csv_cell
@@ -82,16 +83,22 @@ def main(arguments: Sequence[str]) -> None:
     from lm_eval_duel.harness.lm import DuelMDM
 
     setup_logging()
-    every = []
-    for model in (options.model, *options.others):
-        lm = DuelMDM(**model)
-        if (rows := score(lm, texts)) is not None:
-            every.append((figures_of(lm, rows), rows))
-            if options.json != STDOUT:
-                print(("\n" if len(every) > 1 else "") + table(every[-1][0]), flush=True)
-    if not every:
-        return
-    (figures, rows), *others = every
+    every: list[tuple[dict[str, Any], list[Row]]] = []
+    try:
+        for model in (options.model, *options.others):
+            lm = DuelMDM(**model)
+            if (rows := score(lm, texts)) is not None:
+                every.append((figures_of(lm, rows), rows))
+                if options.json != STDOUT:
+                    print(("\n" if len(every) > 1 else "") + table(every[-1][0]), flush=True)
+    finally:  # models that are finished are kept if a later one fails
+        if every:
+            write(options, every)
+
+
+def write(options: argparse.Namespace, every: Sequence[tuple[dict[str, Any], Sequence[Row]]]) -> None:
+    """Print the differences and write the files that were asked for."""
+    (figures, _), *others = every
     if others:
         differences = compared(every)
         figures["compared"] = [
@@ -191,9 +198,16 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def _other(text: str, model: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of a model of --compare."""
+    """The arguments of a model of --compare: those of `model`, but for what only its rule or estimator reads if another
+    is given."""
+    if text.endswith(","):
+        raise DuelError(f"--compare {text}: after a comma another model arg follows, without a space.")
     given = FLAGS["model_args"].read("--compare", text)
-    kept = ("device", "batch_size") if "pretrained" in given else tuple(key for key in model if key != "trace")
+    if given.get("pretrained") in RULES:
+        raise DuelError(f"--compare {text}: this is a rule, not a checkpoint. Did you mean rule={text}?")
+    dropped = {"trace", *(PARAMETERS if "rule" in given else ()), *(arguments() if "estimator" in given else ())}
+    dropped -= {*find(str({**model, **given}.get("estimator", "duel"))).arguments}
+    kept = ("device", "batch_size") if "pretrained" in given else [key for key in model if key not in dropped]
     other = {**{key: model[key] for key in kept}, **given}
     Options.parse(other)
     return other
@@ -240,6 +254,11 @@ def _total(lm: DuelMDM, rows: Sequence[Row]) -> dict[str, Any]:
     return {**total.figures(), "bits_per_byte_stderr": error}
 
 
+def _cell(name: str, value: Any, is_bound: bool) -> TableCell:
+    """A figure; perplexities and bits of a bound are upper bounds."""
+    return TableCell(value, bound=is_bound and name.endswith(("_perplexity", "_byte")))
+
+
 def table(figures: dict[str, Any]) -> str:
     """The figures as text, with what the numbers are below."""
     total = figures["total"]
@@ -247,7 +266,8 @@ def table(figures: dict[str, Any]) -> str:
     forms = {"tokens": "d", "log_prob": ".2f", "log_prob_stderr": ".2f"}
     forms |= {"token_perplexity": ".2f", "word_perplexity": ".2f", "bits_per_byte": ".4f"}
     columns = [Column("document"), *(Column(name, form) for name, form in forms.items())]
-    shown = Table(columns, [[row["document"], *(row[name] for name in forms)] for row in rows])
+    is_bound = figures["kind"] == Kind.UPPER_BOUND.value
+    shown = Table(columns, [[row["document"], *(_cell(name, row[name], is_bound) for name in forms)] for row in rows])
     spec = figures["spec"]
     method = ", ".join(f"{key}={spec[key]}" for key in ("rule", "block", "cache") if key in spec)
     lines = [text_of(shown), "", f"{figures['pretrained']}, estimator={figures['estimator']}, {method}".rstrip(", ")]
@@ -264,7 +284,10 @@ def table(figures: dict[str, Any]) -> str:
         )
     if total["bits_per_byte_stderr"] is not None:
         error = total["bits_per_byte_stderr"]
-        lines.append(f"bits per byte {total['bits_per_byte']:.4f} +- {error:.4f} (standard error over documents)")
+        below = "<= " if is_bound else ""
+        lines.append(
+            f"bits per byte {below}{total['bits_per_byte']:.4f} +- {error:.4f} (standard error over documents)"
+        )
     if total["unk_tokens"]:
         from lm_eval_duel.text.text import unknown_share
 

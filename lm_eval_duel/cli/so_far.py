@@ -90,6 +90,8 @@ def _task(strata: list[list[Document]], order: str) -> dict[str, Any]:
 
 def table(figures: dict[str, Any]) -> str:
     """The figures as text."""
+    from lm_eval_duel.harness.so_far import FEWEST
+
     rows, tasks = [], figures["tasks"].values()
     for name, task in figures["tasks"].items():
         status = "PARTIAL" if task["partial"] else "complete"
@@ -106,7 +108,8 @@ def table(figures: dict[str, Any]) -> str:
     if any(task["partial"] for task in tasks):
         notes.append(
             "PARTIAL: perplexities are estimates from a random sample of documents, with the 95 % interval for the "
-            "values that the finished run will print. Do not publish them."
+            "values that the finished run will print. Do not publish them. Documents are taken in a random order; in "
+            f"the estimate are those before the first that is not finished. An interval takes {FEWEST}."
             if all(task["random_sample"] for task in tasks)
             else "PARTIAL, and NOT a random sample: the run takes the longest windows first (order=longest). Do not "
             "publish these values."

@@ -62,6 +62,8 @@ def compare(
     The default is `token` if both count the same tokens of every text, else `byte`. The interval includes the Monte
     Carlo error of estimates and bounds. Raises DuelError for other texts, an unknown unit, and no text at all.
     """
+    if not all(isinstance(scores, Sequence) for scores in (a, b)) or len(names) != 2:
+        raise DuelError("compare() takes two lists of scores, as Duel.score returns, and two names.")
     first, second = (scores[0].kind if scores else Kind.LIKELIHOOD.value for scores in (a, b))
     return difference(list(map(_scored, a)), list(map(_scored, b)), names, (first, second), unit)
 

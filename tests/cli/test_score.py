@@ -10,6 +10,7 @@ from harness_runs import TORCHRUN, launch
 
 from lm_eval_duel import Duel
 from lm_eval_duel.cli import score
+from lm_eval_duel.errors import DuelError, UsageError
 from lm_eval_duel.estimators import registry
 
 TEXTS = ["a b c d e", "the of and a b c d e a b c d e the of and", "a"]
@@ -113,3 +114,32 @@ def test_several_models_end_with_the_paired_differences(folder, texts, tmp_path,
     assert other["difference"]["names"] == ["greedy", "margin"]
     assert "greedy - margin" in printed and "no verdict from 3 documents" in printed
     assert {line["model"] for line in csv.DictReader((tmp_path / "out.csv").open())} == {str(folder)}
+
+
+def test_a_model_that_fails_costs_no_finished_one(folder, texts, tmp_path, capsys):
+    out = tmp_path / "out.json"
+    words = [texts, "--lines", "--model_args", f"pretrained={folder},rule=threshold,mu=0.9", "--json", str(out)]
+    with pytest.raises(DuelError, match="nowhere"):
+        score.main([*words, "--compare", "rule=greedy:k=2", str(tmp_path / "nowhere"), "rule=margin"])
+    content = json.loads(out.read_text())
+    assert content["spec"]["rule"] == "threshold:mu=0.9" and content["total"]["log_prob"] < 0
+    assert [other["spec"]["rule"] for other in content["compared"]] == ["greedy:k=2"], (
+        "without the mu of the other rule"
+    )
+    assert "threshold" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("other", "named"), [("rule=margin,", "comma"), ("margin", "rule=margin"), ("rule=gredy", "greedy")]
+)
+def test_a_wrong_model_is_named_before_anything_is_scored(folder, texts, other, named):
+    with pytest.raises(UsageError, match=named):
+        score.parse([texts, "--model_args", f"pretrained={folder}", "--compare", other])
+
+
+def test_another_estimator_has_its_own_arguments(folder, texts):
+    model = f"pretrained={folder},estimator=elbo,mc_samples=4,rule=greedy,block=2"
+    [other] = score.parse([texts, "--model_args", model, "--compare", "estimator=duel"]).others
+    assert "mc_samples" not in other and (other["rule"], other["block"]) == ("greedy", 2)
+    [other] = score.parse([texts, "--model_args", model, "--compare", "rule=margin"]).others
+    assert other["mc_samples"] == 4
