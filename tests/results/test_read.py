@@ -309,6 +309,19 @@ def test_a_new_estimator_is_shown_under_its_own_name_and_kind(tmp_path, monkeypa
     assert (kind.value in rows["fake"]["name"]) is (kind is registry.Kind.NOT_A_LIKELIHOOD)
 
 
+@pytest.mark.parametrize(
+    ("place", "value", "named"),
+    [
+        ("config.duel.estimator", "fake", "estimator 'fake'"),
+        ("config.duel.tasks.sotu.values.fake", {"log_prob": -90.0, "windows": 3}, "estimator or rule 'fake'"),
+    ],
+)
+def test_names_that_are_not_registered_are_refused(tmp_path, place, value, named):
+    spoiled(ours(tmp_path / "results", docs=DOCS, estimator="mixture", values={"sotu": {"mixture": 7.0}}), place, value)
+    with pytest.raises(DuelError, match=rf"results_\d.*json: Unknown {named}"):
+        run(tmp_path)
+
+
 def test_a_folder_of_something_else_is_left_as_it_is(tmp_path):
     made(tmp_path)
     out = tmp_path / "out"

@@ -16,6 +16,7 @@ import torch
 from lm_eval.tasks import TaskManager
 from toys import BlockCausal, Toy
 
+import benchmarks
 from lm_eval_duel import denoisers, rules
 from lm_eval_duel.cli.main import main
 from lm_eval_duel.core.reveal import Reveal
@@ -207,6 +208,16 @@ def test_the_figures_are_those_of_the_parts_by_hand(places, tmp_path, monkeypatc
     assert report["shared"]["evaluated"] < report["shared"]["steps"]
     shared = [setting["text"]["nfe"] for setting in report["settings"] if "klass" not in setting["name"]]
     assert report["shared"]["steps"] == sum(shared)
+
+
+def test_rows_of_a_wrapped_task_keep_their_ids(tmp_path):
+    benchmarks.write(tmp_path / "data")
+    words = ["--model_args", "pretrained=demo-mdm,block=4,bos=given", "--tasks", "duel_ptb_wrapped", "--limit", "2"]
+    words += ["--rules", "left_to_right", "--k", "4", "--device", "cpu", "--out", str(tmp_path)]
+    sweep([*words, "--metadata", f"data_dir={tmp_path / 'data'},rows={benchmarks.ROWS},length=32"])
+    report = report_of(tmp_path)
+    assert report["task"]["tokens"] == 62 and report["task"]["windows"] == 2  # of each row the first id is given
+    assert report["settings"][0]["text"]["bits_per_byte"] is None  # rows have no bytes of their own
 
 
 @pytest.fixture
