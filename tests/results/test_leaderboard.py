@@ -100,6 +100,19 @@ def test_perplexity_per_token_needs_one_tokenizer(tmp_path):
     assert members(shown_as(tmp_path, "--metric", "token_perplexity")) == ["AB", "C"]
 
 
+def test_the_command_repeats_metadata_and_quotes(tmp_path):
+    file = ours(tmp_path, docs={"sotu": docs((-60, -150, -90))})
+    model = {"pretrained": "my model, $(rm x)", "rule": "greedy"}
+
+    def change(body):
+        body["config"]["model_args"] = model
+        body["configs"]["sotu"]["metadata"] = {"version": 1.0, "corpus": "ptb", "length": 1024, **model}
+
+    (row,) = shown_as(edit(file, change))["rows"]
+    words = shlex.split(row["commands"][0])
+    assert json.loads(words[words.index("--metadata") + 1]) == {"length": 1024}
+
+
 # ---------------------------------------------------------------- ranks and means
 
 

@@ -3,7 +3,7 @@
 import re
 
 import pytest
-from results import documents, edit_samples, hf, ours, per_token, rows
+from results import documents, edit, edit_samples, hf, ours, per_token, rows
 from results import report as run
 
 from lm_eval_duel.errors import DuelError
@@ -178,3 +178,22 @@ def test_a_missing_result_without_a_cache_is_stated(tmp_path, reason):
     ours(tmp_path / "results", docs=DOCS, spec={"cache": "dual"})
     (cost,) = [row["cache_cost"] for row in run(tmp_path, ar=False)["tasks"]["sotu"]["rows"] if row["cache"] == "dual"]
     assert (cost["second"], cost["difference"], cost["reason"]) == (None, None, reason)
+
+
+def test_the_longest_document_is_the_tasks(tmp_path):
+    duel = {"row_capacity": 126, "longest_document": 9000}
+    two(tmp_path, {"max_length": 128, "log": False}, {"spec": {"windows": "independent"}, "duel": duel, "log": False})
+    with pytest.raises(DuelError, match="windows: harness, 128"):
+        run(tmp_path)
+    (file,) = (tmp_path / "results").rglob("results_*.json")
+    edit(file, lambda body: body["config"]["duel"]["tasks"]["sotu"].update(longest_document=16))
+    assert run(tmp_path)["tasks"]["sotu"]["differences"] == []
+    edit(file, lambda body: body["config"]["duel"]["tasks"]["sotu"].update(documents=3))  # the others: not known
+    with pytest.raises(DuelError, match="windows: harness, 128"):
+        run(tmp_path)
+
+
+def test_the_twin_scored_by_us_is_the_first_advice(tmp_path):
+    two(tmp_path, {"max_length": 8}, {"spec": {"windows": "independent"}, "duel": {"row_capacity": 12}})
+    with pytest.raises(DuelError, match=r"score ARM with --model duel-mdm .*pretrained=ARM,estimator=ar"):
+        run(tmp_path)
