@@ -60,7 +60,7 @@ def _aligned(column: Sequence[str], least: int = 0) -> list[str]:
 
 
 def _width(text: str) -> int:
-    """Places that a text takes in a terminal."""
+    """How many columns of a terminal a text takes."""
     return sum(0 if unicodedata.combining(c) else 1 + (unicodedata.east_asian_width(c) in "WF") for c in text)
 
 

@@ -163,16 +163,16 @@ def tests_of_line(contexts: Path, file: Path, line: int, paths: list[str]) -> li
     running = {context.split("[")[0].partition("::")[::2] for context in data.contexts_by_lineno(name).get(line, ())}
     if ("", "") in running:
         return paths
-    found = []
+    chosen = []
     for path in paths:
         place, text = path[path.index("/tests/") + 1 :], Path(path).read_text(encoding="utf-8")
         if re.search(r"^\w.*importorskip", text, re.MULTILINE):  # pytest takes no names in a file that it skips
-            found.append(path)
+            chosen.append(path)
             continue
         tests = re.findall(r"^def (test_\w+)", text, re.MULTILINE)
         known = {test for measured_file, test in measured if measured_file == place}
-        found += [f"{path}::{test}" for test in tests if test not in known or (place, test) in running]
-    return found
+        chosen += [f"{path}::{test}" for test in tests if test not in known or (place, test) in running]
+    return chosen
 
 
 def failed(root: Path, arguments: list[str], timeout: float) -> str | None:

@@ -198,12 +198,16 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def _other(text: str, model: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of a model of --compare: those of `model`, but for what only its rule or estimator reads if another
-    is given."""
+    """The model args of a model of --compare: those given, and the first model's that still apply.
+
+    Another rule or estimator does not inherit the arguments of the one that it replaces.
+    """
     if text.endswith(","):
-        raise DuelError(f"--compare {text}: after a comma another model arg follows, without a space.")
+        raise DuelError(
+            f"--compare {text}: nothing follows the last comma; separate model args by commas without spaces."
+        )
     given = FLAGS["model_args"].read("--compare", text)
-    if given.get("pretrained") in RULES:
+    if text.split(",")[0] in RULES:
         raise DuelError(f"--compare {text}: this is a rule, not a checkpoint. Did you mean rule={text}?")
     dropped = {"trace", *(PARAMETERS if "rule" in given else ()), *(arguments() if "estimator" in given else ())}
     dropped -= {*find(str({**model, **given}.get("estimator", "duel"))).arguments}

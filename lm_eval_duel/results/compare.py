@@ -143,7 +143,7 @@ def _speeds(rows: Sequence[Row]) -> list[Speeds]:
 
 
 def _describe(elbo: Row, why: str) -> str:
-    """An ELBO, its standard error, and how its spec is another one."""
+    """A description of an ELBO with its standard error. `why`: how its spec differs from the row's."""
     spec, stderr = elbo.run.spec, elbo.stderr
     if elbo.estimator == "elbo_exact":
         text = f"the mean over all orders in blocks of {elbo.block} (elbo_exact; there is no Monte Carlo ELBO)"

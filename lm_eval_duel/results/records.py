@@ -72,7 +72,7 @@ class Row:
     ar: bool = False  # the autoregressive baseline
     best: bool = False  # the lowest likelihood of its model
     draws: np.ndarray | None = dataclasses.field(default=None, repr=False)  # of its nats per unit, by the bootstrap
-    baseline: Row | None = None  # of every other row
+    baseline: Row | None = None  # the row of the autoregressive model; None for itself
     elbo: Row | None = None
     closed: GapClosed = GapClosed()
     cache_cost: Pair | None = None
@@ -188,7 +188,7 @@ class Row:
 
     @property
     def gap(self) -> float | None:
-        """To the baseline."""
+        """The difference from the baseline's value."""
         return None if self.baseline is None else self.value - self.baseline.value
 
     @property

@@ -49,22 +49,9 @@ def main(arguments: Sequence[str]) -> None:
             label = f"[{n}/{len(every)}] {job.row} {job.task}"
             if finished[path]:
                 print(f"{label}: finished before", flush=True)
-                continue
-            why = ""
-            try:
-                if job.finished:  # by another command in this folder
-                    print(f"{label}: finished meanwhile", flush=True)
-                    continue
-                print(f"{label} (progress: {PROGRAM} so-far {job.path('cache')})", flush=True)
-                if why := jobs.run(job, options):
-                    failed += 1
-                    print(f"{label}: FAILED: {why}", flush=True)
-            finally:  # Ctrl-C may come after the results were written
-                file = job.finished
-                for at, line in enumerate(options.lines):
-                    if line.path == path:
-                        lines[at] = verdict.described(line, file, why, options.tolerance)
-                write(options, lines)
+            elif why := _run(job, label, options, lines):
+                failed += 1
+                print(f"{label}: FAILED: {why}", flush=True)
     finally:  # what is finished is shown after Ctrl-C, too
         print(verdict.terminal(lines, options.tolerance))
         print(f"\nwrote {options.out}/paper.md and {options.out}/paper.json", flush=True)
@@ -115,6 +102,24 @@ def _weights(text: str) -> tuple[str, dict[str, Any]]:
     if recipes.missing_folder(str(arguments["pretrained"])):
         raise DuelError(f"The weights of {name}: there is no folder {arguments['pretrained']}.")
     return name, arguments
+
+
+def _run(job: recipes.Job, label: str, options: argparse.Namespace, lines: list[dict[str, Any]]) -> str:
+    """Run a job, describe its lines again and write them; returns why it failed, or an empty text."""
+    why = ""
+    try:
+        if job.finished:  # by another command in this folder
+            print(f"{label}: finished meanwhile", flush=True)
+        else:
+            print(f"{label} (progress: {PROGRAM} so-far {job.path('cache')})", flush=True)
+            why = jobs.run(job, options)
+    finally:  # Ctrl-C may come after the results were written
+        file = job.finished
+        for at, line in enumerate(options.lines):
+            if line.path == job.path("runs"):
+                lines[at] = verdict.described(line, file, why, options.tolerance)
+        write(options, lines)
+    return why
 
 
 def write(options: argparse.Namespace, lines: Sequence[dict[str, Any]]) -> None:

@@ -87,7 +87,7 @@ class Line:
 
     @property
     def path(self) -> Path:
-        """Of the job, which is equal for equal jobs."""
+        """The path of the job's configuration; lines of one job share it."""
         return self.job.path("runs")
 
 
