@@ -173,15 +173,15 @@ def test_lattice_sweep_and_bound_agree_with_the_rules_that_they_follow_and_with_
     ordered = Lattice(denoiser, 3, follow=follow).log_prob(RAGGED)
     swept = Shared(denoiser, [rules.parse(rule) for rule in follow], 3).log_prob(RAGGED)
     for rule in follow:
-        for *found, scored in zip(ordered, swept, DuelEstimator(denoiser, rule, 3).log_prob(RAGGED), strict=True):
-            for one in found:
-                assert one.rules[str(rules.parse(rule))].log_prob == pytest.approx(scored.log_prob, abs=1e-9)
+        for *shared, scored in zip(ordered, swept, DuelEstimator(denoiser, rule, 3).log_prob(RAGGED), strict=True):
+            for score in shared:
+                assert score.rules[str(rules.parse(rule))].log_prob == pytest.approx(scored.log_prob, abs=1e-9)
     window, duel = Window((1,), (0, 2, 1), (2,)), DuelEstimator(denoiser, "greedy", None)
     every = [duel.replay([window], [order])[0].log_prob for order in itertools.permutations(range(3))]
-    found = Lattice(denoiser, 3).log_prob([window])[0]
-    assert found.oracle == pytest.approx(max(every), abs=1e-9)
-    assert found.elbo_exact == pytest.approx(sum(every) / len(every), abs=1e-9)
-    assert found.mixture == pytest.approx(math.log(math.fsum(map(math.exp, every)) / len(every)), abs=1e-9)
+    lattice = Lattice(denoiser, 3).log_prob([window])[0]
+    assert lattice.oracle == pytest.approx(max(every), abs=1e-9)
+    assert lattice.elbo_exact == pytest.approx(sum(every) / len(every), abs=1e-9)
+    assert lattice.mixture == pytest.approx(math.log(math.fsum(map(math.exp, every)) / len(every)), abs=1e-9)
     [drawn] = Elbo(denoiser, samples=512).log_prob([window])
     assert abs(drawn.log_prob - found.elbo_exact) < 4 * drawn.stderr
 
