@@ -174,8 +174,8 @@ def test_lattice_sweep_and_bound_agree_with_the_rules_that_they_follow_and_with_
     swept = Shared(denoiser, [rules.parse(rule) for rule in follow], 3).log_prob(RAGGED)
     for rule in follow:
         for *shared, scored in zip(ordered, swept, DuelEstimator(denoiser, rule, 3).log_prob(RAGGED), strict=True):
-            for score in shared:
-                assert score.rules[str(rules.parse(rule))].log_prob == pytest.approx(scored.log_prob, abs=1e-9)
+            for each in shared:
+                assert each.rules[str(rules.parse(rule))].log_prob == pytest.approx(scored.log_prob, abs=1e-9)
     window, duel = Window((1,), (0, 2, 1), (2,)), DuelEstimator(denoiser, "greedy", None)
     every = [duel.replay([window], [order])[0].log_prob for order in itertools.permutations(range(3))]
     lattice = Lattice(denoiser, 3).log_prob([window])[0]
@@ -183,7 +183,7 @@ def test_lattice_sweep_and_bound_agree_with_the_rules_that_they_follow_and_with_
     assert lattice.elbo_exact == pytest.approx(sum(every) / len(every), abs=1e-9)
     assert lattice.mixture == pytest.approx(math.log(math.fsum(map(math.exp, every)) / len(every)), abs=1e-9)
     [drawn] = Elbo(denoiser, samples=512).log_prob([window])
-    assert abs(drawn.log_prob - found.elbo_exact) < 4 * drawn.stderr
+    assert abs(drawn.log_prob - lattice.elbo_exact) < 4 * drawn.stderr
 
 
 # ---------------------------------------------------------------- what is evaluated, and what is refused
