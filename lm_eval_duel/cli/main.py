@@ -26,7 +26,6 @@ COMMANDS = {  # name: (module below lm_eval_duel with its `main`, what it does)
     "sweep": ("sweep", "compare unmasking rules at several speeds: likelihood of a task's text and quality of samples"),
     "replay": ("cli.replay", "log-probabilities of recorded trajectories, and whether a rule reproduces their order"),
     "show": ("cli.show", "print one document of a trace, its tokens coloured by reveal step or by likelihood"),
-    "so-far": ("cli.so_far", "print the perplexity of an unfinished run, with its interval, from its --use_cache file"),
     "paper": ("cli.paper", "measure the paper's tables: published and measured side by side, with a verdict"),
     "plan": ("cli.plan", "count what a run will cost before it starts: rows, operations, memory, hours"),
     "audit": ("cli.audit", "compare the numbers of a few documents with the specification, reference.py, in float32"),

@@ -40,7 +40,6 @@ log = logging.getLogger("lm_eval.duel_mdm")
 
 SPEC = "lm_eval_duel spec"
 RULES, RULE_CODE = "lattice_rules", "lattice_rule_code"  # stored with the spec: the rules that a lattice follows
-DOCUMENTS = "documents "  # before the kind of requests: which documents a run has, and in which order it takes them
 WINDOW = "window "  # before the key of a window of a request that is not finished
 TIMEOUT = 60  # seconds to wait for a file that another rank is writing
 KEYS = 'SELECT key FROM "unnamed"'
@@ -223,16 +222,6 @@ def _select(file: sqlite3.Connection, path: Path, query: str, *values: str) -> l
         raise unreadable(path, error) from error
 
 
-def contents(path: Path) -> dict[str, Any]:
-    """The spec, the orders of documents and the answers in a file, by key; raises DuelError if it cannot be read."""
-    try:
-        with contextlib.closing(_open(path)) as file:
-            rows = _select(file, path, f"SELECT key, value FROM \"unnamed\" WHERE key NOT LIKE '{WINDOW}%'")
-    except sqlite3.Error as error:
-        raise unreadable(path, error) from error
-    return {key: _read((value,)) for key, value in rows}
-
-
 def unreadable(path: str | Path, error: Exception) -> DuelError:
     """The error for a file that cannot be read."""
     return DuelError(f"The --use_cache file {path} cannot be read ({error}). Delete it: its answers are scored again.")
@@ -242,7 +231,7 @@ def _checked_keys(
     path: Path, file: sqlite3.Connection, spec: Mapping[str, str], follows: Mapping[str, str]
 ) -> list[str]:
     """The keys of answers and windows in a file; raises DuelError if they are of another spec, or of none."""
-    keys = [key for (key,) in _select(file, path, KEYS) if key != SPEC and not key.startswith(DOCUMENTS)]
+    keys = [key for (key,) in _select(file, path, KEYS) if key != SPEC]
     stored = next(map(_read, _select(file, path, READ, SPEC)), None)
     if not isinstance(stored, dict):  # missing or damaged
         if keys:

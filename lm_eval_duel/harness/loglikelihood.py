@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 from lm_eval_duel.core.scores import WindowScore
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.errors import DuelError, naming
-from lm_eval_duel.harness.cache import DOCUMENTS, Unfinished, request_key
-from lm_eval_duel.harness.requests import Batch, answer_for, arguments_of, document_of, name
+from lm_eval_duel.harness.cache import Unfinished, request_key
+from lm_eval_duel.harness.requests import Batch, answer_for, arguments_of, document_of, name, random_order
 from lm_eval_duel.harness.run import Finished, Run, Work
-from lm_eval_duel.harness.so_far import Document, SoFar, plain, random_order
+from lm_eval_duel.harness.so_far import Document, SoFar
 from lm_eval_duel.harness.totals import Outcome
 from lm_eval_duel.harness.verify import Verification
 from lm_eval_duel.tasks.columns import MADE, TOKENS
@@ -188,11 +188,9 @@ class WholeTexts(Scoring):
         super().__init__(run, batch, document_windows(run.text, batch.requests))
         if run.options.order == "random":
             self.order = random_order(self.requests, run.options.draw_seed)
-        self.documents = {n: Document.from_request(self.requests[n], self.windows[n], self.keys[n]) for n in self.order}
+        self.documents = {n: Document(str(self.requests[n].task_name), self.tokens[n]) for n in self.order}
         if run.options.order == "random" and self.requests:
             self.so_far = SoFar(self.documents.values(), run.stats.perplexity_error)
-        if run.store is not None:
-            run.store.keep(DOCUMENTS + self.kind, plain(self.documents.values(), run.options.order))
 
     def reply(self, n: int, answer: Outcome) -> float | tuple[float, bool]:
         """The log-likelihood, in the form of the release that asks."""

@@ -18,6 +18,7 @@ and infilling.py takes its base classes by output type (0.4.13 has one class for
 
 from __future__ import annotations
 
+import hashlib
 from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -98,3 +99,10 @@ def make_request(
 
     metadata = (task, number, repeats)  # 0.5 reads it too, but requires the names of task and document
     return Instance(kind, doc, arguments, idx=0, task_name=task, doc_id=number, metadata=metadata)
+
+
+def random_order(requests: Sequence[Instance], seed: int) -> list[int]:
+    """The indices of requests in an order that depends on `seed` and on each request alone."""
+    texts = [f"{seed} {request.task_name} {arguments_of(request)}" for request in requests]
+    keys = [hashlib.sha256(text.encode()).digest() for text in texts]
+    return sorted(range(len(requests)), key=lambda n: (keys[n], n))

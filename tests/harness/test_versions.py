@@ -7,8 +7,7 @@ import pytest
 from lm_eval.api.model import CachingLM
 
 from lm_eval_duel.harness.lm import DuelMDM
-from lm_eval_duel.harness.requests import WHOLE_TEXT, make_request
-from lm_eval_duel.harness.so_far import random_order
+from lm_eval_duel.harness.requests import WHOLE_TEXT, make_request, random_order
 from lm_eval_duel.results import samples
 from lm_eval_duel.tasks.metrics import perplexity, token_perplexity
 from lm_eval_duel.tasks.residues import residue_perplexity

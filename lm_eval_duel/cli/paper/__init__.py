@@ -18,7 +18,7 @@ from typing import Any
 from lm_eval_duel.arguments import COUNT, MISSING, TEXT, TRUTH, number
 from lm_eval_duel.cli.paper import forecast, jobs, recipes, verdict
 from lm_eval_duel.cli.where import where
-from lm_eval_duel.command_line import FAILED, FLAGS, PATH, PROGRAM, Flag, Parser, process
+from lm_eval_duel.command_line import FAILED, FLAGS, PATH, Flag, Parser, process
 from lm_eval_duel.errors import DuelError, usage
 from lm_eval_duel.results.own_files import OwnFiles
 
@@ -111,7 +111,7 @@ def _run(job: recipes.Job, label: str, options: argparse.Namespace, lines: list[
         if job.finished:  # by another command in this folder
             print(f"{label}: finished meanwhile", flush=True)
         else:
-            print(f"{label} (progress: {PROGRAM} so-far {job.path('cache')})", flush=True)
+            print(label, flush=True)
             why = jobs.run(job, options)
     finally:  # Ctrl-C may come after the results were written
         file = job.finished
