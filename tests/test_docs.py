@@ -2,6 +2,7 @@
 
 import importlib
 import re
+import runpy
 import shlex
 import shutil
 from pathlib import Path
@@ -68,8 +69,6 @@ def place(tmp_path, monkeypatch):
         results.hf(tmp_path / folder)
     results.trace(tmp_path / "demo-bd.jsonl", results.ours(tmp_path / "other"), [])
     shutil.rmtree(tmp_path / "other")
-    (tmp_path / "mauve.py").touch()  # an optional dependency, looked for and not imported
-    monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -99,6 +98,8 @@ def parse(line, monkeypatch):
             getattr(module, function or ("parse" if hasattr(module, "parse") else "main"))(
                 words[1 + len(name.split()) :]
             )
+        elif words[0] == "python":
+            runpy.run_path(str(ROOT / words[1]))["parse"](words[2:])
         else:
             assert words[0] in OTHER_PROGRAMS
 

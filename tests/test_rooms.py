@@ -21,14 +21,14 @@ FLOORS = (  # from the lowest
     {"text"},
     {"harness"},
     {"library", "results"},
-    {"bench", "cli", "sweep"},
+    {"bench", "cli"},
 )
 FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 ENTRIES = {"__main__", "_autoload"}  # how the package is started: they may import any room
 MOST_ROOMS, MOST_FLOORS, MOST_ARROWS = 20, 10, 78
 
 MAY_IMPORT = {
-    "lm_eval": {"harness", "tasks", "sweep", "cli", "_autoload"},
+    "lm_eval": {"harness", "tasks", "cli", "_autoload"},
     "transformers": {"denoisers", "demo"},
 }
 

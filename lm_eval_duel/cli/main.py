@@ -23,7 +23,6 @@ COMMANDS = {  # name: (module below lm_eval_duel with its `main`, what it does)
         "results.leaderboard",
         "one page of lm_eval results to sort, filter and send, with a view of texts",
     ),
-    "sweep": ("sweep", "compare unmasking rules at several speeds: likelihood of a task's text and quality of samples"),
     "replay": ("cli.replay", "log-probabilities of recorded trajectories, and whether a rule reproduces their order"),
     "show": ("cli.show", "print one document of a trace, its tokens coloured by reveal step or by likelihood"),
     "paper": ("cli.paper", "measure the paper's tables: published and measured side by side, with a verdict"),
@@ -44,7 +43,7 @@ COMMANDS = {  # name: (module below lm_eval_duel with its `main`, what it does)
         "print the absolute path of the tasks, the recipes, a bundled checkpoint or its results",
     ),
 }
-SHARED = ("run", "score", "sweep")  # all processes of a launch take part
+SHARED = ("run", "score")  # all processes of a launch take part
 PACKAGES = ("lm_eval", "torch", "transformers")
 
 

@@ -1,6 +1,6 @@
 """The ranks of accelerate or torchrun.
 
-The harness gives every nth document to rank n. `Ranks.deal` shares out what the harness does not: a sweep, and `score`.
+The harness gives every nth document to rank n. `Ranks.deal` shares out the texts of `score`.
 No rank waits for another one while it computes. The little that ranks exchange (numbers and results) goes over gloo,
 also on GPUs: over TCP a process that has ended is noticed at once, on any machine.
 """

@@ -49,7 +49,6 @@ TYPOS = [
     (["tools", "data", "check", "duel_ptp"], "Unknown benchmark task 'duel_ptp'. Did you mean duel_ptb?"),
     (["show", "nosuch.jsonl"], "There is no trace nosuch.jsonl"),
     (["report", "nosuch", "--out", "o"], "No file or folder nosuch"),
-    (["sweep", "--tasks", "sotu", "--out", "o", "--rules", "gredy"], "Did you mean greedy?"),
     (["tools", "where", "task"], "Unknown value of WHAT 'task'"),
     (["inspct", "demo-mdm"], "Unknown command 'inspct'. Did you mean inspect?"),
     (["--model_args", "rule=greedy"], "comes after a command: lm-eval-duel run --model_args ..."),

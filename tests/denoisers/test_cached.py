@@ -21,7 +21,6 @@ from lm_eval_duel.estimators.duel import DuelEstimator
 from lm_eval_duel.estimators.elbo import Elbo
 from lm_eval_duel.estimators.subsets.lattice import Lattice
 from lm_eval_duel.options import Options
-from lm_eval_duel.sweep.shared import Shared
 
 CACHES = ["prefix", "dual"]
 FEW = ["greedy:k=1", "margin:k=2", "threshold:mu=0.45", "klass:mu=0.4:nu=0.3"]
@@ -163,19 +162,17 @@ def test_where_a_cache_changes_nothing_and_where_it_does(cache):
         assert apart > 1e-3 or rule.startswith("threshold")  # which is done in one step here
 
 
-# ---------------------------------------------------------------- the lattice, sweeps, fixed orders: states are shared
+# ---------------------------------------------------------------- the lattice, fixed orders: states are shared
 
 
 @pytest.mark.parametrize("cache", CACHES)
-def test_lattice_sweep_and_bound_agree_with_the_rules_that_they_follow_and_with_each_order(cache):
+def test_lattice_and_bound_agree_with_the_rules_that_they_follow_and_with_each_order(cache):
     denoiser = Cached(Attends(length=10), cache)
     follow = ["greedy:k=1", "margin:k=2", "threshold:mu=0.45", "left_to_right:k=1"]
     ordered = Lattice(denoiser, 3, follow=follow).log_prob(RAGGED)
-    swept = Shared(denoiser, [rules.parse(rule) for rule in follow], 3).log_prob(RAGGED)
     for rule in follow:
-        for *shared, scored in zip(ordered, swept, DuelEstimator(denoiser, rule, 3).log_prob(RAGGED), strict=True):
-            for each in shared:
-                assert each.rules[str(rules.parse(rule))].log_prob == pytest.approx(scored.log_prob, abs=1e-9)
+        for shared, scored in zip(ordered, DuelEstimator(denoiser, rule, 3).log_prob(RAGGED), strict=True):
+            assert shared.rules[str(rules.parse(rule))].log_prob == pytest.approx(scored.log_prob, abs=1e-9)
     window, duel = Window((1,), (0, 2, 1), (2,)), DuelEstimator(denoiser, "greedy", None)
     every = [duel.replay([window], [order])[0].log_prob for order in itertools.permutations(range(3))]
     lattice = Lattice(denoiser, 3).log_prob([window])[0]
@@ -249,7 +246,6 @@ def test_a_shifted_network_without_seed_first_is_refused():
     seeded = DuelEstimator(shifted, "greedy:seed_first=true", None)
     for named, refused in (
         ("seed_first=true", lambda: DuelEstimator(shifted, "greedy", 2)),
-        ("seed_first=true", lambda: Shared(shifted, [rules.parse("greedy")], 2)),
         ("estimator=mixture", lambda: Lattice(shifted, 2)),
         ("estimator=elbo", lambda: Elbo(shifted, 2)),
         ("seed_first=true", lambda: seeded.replay([Window((1,), (0, 1, 2))], [(2, 0, 1)])),

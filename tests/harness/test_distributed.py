@@ -1,4 +1,4 @@
-"""SharedScore processes: the same numbers as one, balanced, and no rank that waits for ever."""
+"""Several processes: the same numbers as one, balanced, and no rank that waits for ever."""
 
 import re
 from types import SimpleNamespace
@@ -15,6 +15,19 @@ from lm_eval_duel.harness.lm import DuelMDM
 from lm_eval_duel.harness.requests import Batch, make_request
 
 pytestmark = pytest.mark.usefixtures("one_load")
+
+# ------------------------------------------------------------ dealing
+
+
+@pytest.mark.parametrize("ranks", [1, 3, 8])
+@pytest.mark.parametrize("costs", [[], [0, 0, 5], [9, 1, 1, 1, 1, 1, 1, 1], list(range(100))])
+def test_every_item_goes_to_one_rank_and_the_work_is_balanced(ranks, costs):
+    shares = [Ranks("cpu", rank, ranks).deal(costs) for rank in range(ranks)]
+    assert sorted(n for share in shares for n in share) == list(range(len(costs)))
+    assert all(share == sorted(share) for share in shares)
+    work = [sum(costs[n] for n in share) for share in shares]
+    assert max(work) - min(work) <= max(costs, default=0)
+
 
 # ------------------------------------------------------------ requests that fill up a rank
 

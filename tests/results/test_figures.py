@@ -12,7 +12,6 @@ from lm_eval_duel.results.figures import style
 from lm_eval_duel.results.report import collect, parse
 from lm_eval_duel.results.report import main as report
 from lm_eval_duel.rules import RULES
-from lm_eval_duel.sweep import figure as sweep_figure
 
 AVAILABLE = figures.available  # the others in this folder have none
 RATES = {"greedy:k=1": (3.0, 1.0), "greedy:k=2": (4.0, 0.5), "margin:k=1": (3.1, 1.0), "mine:Outward:k=1": (3.2, 1.0)}
@@ -34,11 +33,6 @@ def colours_of(axes):
     return {line.get_label(): line.get_color() for line in axes.lines if not line.get_label().startswith("_")}
 
 
-def setting(rule, nfe, value):
-    text = {"nfe_per_token": nfe, "perplexity": value, "stderr": 0.01}
-    return {"family": rule.split(":")[0], "k": 1, "text": text, "samples": None}
-
-
 def test_every_rule_has_a_colour_of_its_own():
     colours = [style.rule_colour(name) for name in style.RULES]
     assert len({*colours, *style.OTHER_RULES}) == len(colours) + len(style.OTHER_RULES)
@@ -55,12 +49,6 @@ def test_a_model_and_a_rule_have_one_colour_in_every_figure(tmp_path):
     for sweep in task.rules:
         (axes,) = figures.rules("sotu", task, sweep).axes
         assert colours_of(axes) == {name: style.rule_colour(name) for name in ("greedy", "margin", "mine:Outward")}
-    rows = [setting("margin", 1.0, 20.0), setting("greedy", 1.0, 21.0), setting("greedy", 0.5, 40.0)]
-    report = {"settings": rows, "elbo": None, "reference": None, "block": 4, "model": "m", "task": {"name": "sotu"}}
-    (axes,) = sweep_figure.draw(report).axes
-    assert colours_of(axes) == {name: style.rule_colour(name) for name in ("greedy", "margin")}
-    bars = [bar for group in axes.collections for bar in group.get_segments()]
-    assert sorted(bar[1][1] - bar[0][1] for bar in bars) == pytest.approx([2 * 1.96 * 0.01 * v for v in (20, 21, 40)])
 
 
 def test_files_in_three_formats_have_the_stated_width(tmp_path, monkeypatch):

@@ -16,7 +16,6 @@ from results import documents, edit, hf, ours
 
 from lm_eval_duel import demo
 from lm_eval_duel.cli.main import main
-from lm_eval_duel.sweep import tables as sweep
 
 GOLDEN = Path(__file__).parent / "golden"
 RESULTS = demo.FOLDER / "results"
@@ -125,9 +124,3 @@ def test_what_is_printed_and_written(name, folder, tmp_path, capsys):
             {kind.partition(": ")[2]: record for kind, record in zip(kinds, exported, strict=True)}.values()
         )
         check("board_exports.json", json.dumps(exported, indent=0))
-
-
-def test_the_tables_of_the_bundled_sweep():
-    report = json.loads((demo.FOLDER / "sweep" / "sweep.json").read_text())
-    report["rankings"] = sweep.rankings(report["settings"])
-    check("sweep.md", sweep.markdown(report))

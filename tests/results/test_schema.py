@@ -42,10 +42,6 @@ def test_bundled_traces(file):
         check("trace_window", window)
 
 
-def test_the_bundled_sweep():
-    check("sweep", json.loads((demo.FOLDER / "sweep" / "sweep.json").read_text()))
-
-
 def test_a_leaderboard(tmp_path):
     leaderboard.main([str(RESULTS / "demo-bd"), "--out", str(tmp_path)])
     check("leaderboard", json.loads((tmp_path / "leaderboard.json").read_text()))

@@ -22,7 +22,6 @@ from lm_eval_duel.estimators.subsets.lattice import Lattice
 from lm_eval_duel.estimators.two_phase import TwoPhase
 from lm_eval_duel.options import Options
 from lm_eval_duel.rules.learned import save_planner
-from lm_eval_duel.sweep.shared import Shared
 
 WIDTHS = {"toy": 4, "attends": 8}  # features: of a toy its logits, [MASK] included
 INPUTS = ("entropy", "features", "confidence")  # features not first, so that the order counts
@@ -121,7 +120,7 @@ def test_orders_are_those_of_the_formula(make, folder):
     assert len(orders) > 3  # the planner's order is no fixed one
 
 
-# ---------------------------------------------------------------- caches, the lattice, sweeps, estimates
+# ---------------------------------------------------------------- caches, the lattice, estimates
 
 
 @pytest.mark.parametrize("number", RULES)
@@ -135,15 +134,13 @@ def test_under_caches_and_in_two_phases(number, folder):
         assert [s.log_prob for s in every] == pytest.approx([s.log_prob for s in exact], abs=1e-9)
 
 
-def test_on_a_lattice_and_in_a_sweep(folder):
+def test_on_a_lattice(folder):
     state_only, toy = [text for text in texts(folder) if "seed_first" not in text], Toy()
     windows = [Window((), (0, 1, 2, 0, 1, 0, 2)), Window((2,), (1, 1, 2, 0, 1)), Window((), (0, 1, 2, 0, 1, 0, 2))]
     many = Lattice(toy, 3, follow=state_only).log_prob(windows)
-    shared = Shared(toy, [rules.parse(text) for text in state_only], 3).log_prob(windows)
     for text in state_only:
-        for lattice, sweep, alone in zip(many, shared, DuelEstimator(toy, text, 3).log_prob(windows), strict=True):
+        for lattice, alone in zip(many, DuelEstimator(toy, text, 3).log_prob(windows), strict=True):
             assert lattice.rules[text].log_prob == pytest.approx(alone.log_prob, abs=1e-9)
-            assert sweep.rules[text].log_prob == pytest.approx(alone.log_prob, abs=1e-9)
 
 
 def test_near_ties_are_counted_in_the_planners_logits(tmp_path):

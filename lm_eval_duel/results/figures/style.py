@@ -51,7 +51,7 @@ def model_colour(model: str) -> str:
 
 
 def rule_colour(rule: str) -> str:
-    """The colour of a rule, which is the same in every figure, report and sweep."""
+    """The colour of a rule, which is the same in every figure and report."""
     name = rule.split(":")[0]
     return RULES.get(name) or OTHER_RULES[zlib.crc32(name.encode()) % len(OTHER_RULES)]
 
