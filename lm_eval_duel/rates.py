@@ -21,11 +21,11 @@ def ratio(values: Sequence[float], sizes: Sequence[float]) -> tuple[float, float
 
         rate = sum values / sum sizes,   stderr = sqrt(n / (n - 1) sum (value - rate size)^2) / sum sizes
 
-    The error is None for fewer than two texts and for an infinite sum; both sizes add up to more than 0.
+    The error is None for fewer than two texts of a size above 0, and for an infinite sum. The sum of sizes is above 0.
     """
     count, size = len(values), math.fsum(sizes)
     rate = math.fsum(values) / size
-    if count < 2 or not math.isfinite(rate):
+    if sum(own > 0 for own in sizes) < 2 or not math.isfinite(rate):
         return rate, None
     spread = math.fsum((value - rate * own) ** 2 for value, own in zip(values, sizes, strict=True))
     return rate, math.sqrt(count / (count - 1) * spread) / size

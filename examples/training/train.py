@@ -77,7 +77,7 @@ def main(out: str, steps: int = 300, every: int = 50) -> list[dict[str, float]]:
     trainer = MaskedDiffusion(ModernBertForMaskedLM(config), arguments, train_dataset=rows, processing_class=tokenizer)
     trainer.add_callback(DuelCallback(trainer, texts, every=every, rules=["greedy", "left_to_right"], block=8))
     trainer.train()
-    return [log for log in trainer.state.log_history if "duel/greedy/bits_per_byte" in log]
+    return [log for log in trainer.state.log_history if "duel/greedy,block=8/bits_per_byte" in log]
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ queries, K keys, M columns asked for.
 from __future__ import annotations
 
 import abc
+import contextlib
 from typing import Protocol
 
 import torch
@@ -112,6 +113,10 @@ class Network(abc.ABC):
     def ties(self, rule: UnmaskingRule) -> str | None:
         """Why `rule` cannot tell the positions of this network apart, as a sentence; None if it can."""
         return None
+
+    def evaluating(self) -> contextlib.AbstractContextManager[None]:
+        """The modes in which calls run, and in which gradient checkpointing repeats them in the backward pass."""
+        return contextlib.nullcontext()
 
     @property
     def layers(self) -> torch.nn.Module:

@@ -131,7 +131,7 @@ class InMemory(Denoiser):
         return self.plain.layers
 
     def features(self, ids: torch.Tensor, real: torch.Tensor | None, **more: torch.Tensor) -> torch.Tensor:
-        with self._evaluating():
+        with self.evaluating():
             return self.plain.features(ids.clone(), real, **more)  # a copy outside of inference mode
 
     def stream(
@@ -142,14 +142,14 @@ class InMemory(Denoiser):
         past: list[Past] | None,
         **more: Any,
     ) -> tuple[torch.Tensor, list[KeysValues]]:
-        with self._evaluating():
+        with self.evaluating():
             return self.plain.stream(ids.clone(), positions, seen, past, **more)
 
     def head(self, features: torch.Tensor) -> torch.Tensor:
-        with self._evaluating():
+        with self.evaluating():
             return self.plain.head(features)
 
-    def _evaluating(self) -> contextlib.AbstractContextManager[None]:
+    def evaluating(self) -> contextlib.AbstractContextManager[None]:
         return user_module.evaluating(self.module, self.device, self.autocast)
 
     def describe(self) -> dict[str, object]:

@@ -3,7 +3,7 @@
     log p(x) = sum over steps t, over positions l picked at t, of log P_l[x_l | state before t]
 
 The states are token ids, so no gradient passes from one step to another: the gradient of the sum is the sum of the
-calls' gradients, and no graph outlives its call.
+calls' gradients, and no graph outlives its call. Hooks of parameters see that sum, once, as after one backward pass.
 
 Shapes: N windows, T target positions of the longest window, R lanes, W block width, C masked positions of a call, U
 rows of features that the LM head runs on, V tokens.
@@ -11,7 +11,9 @@ rows of features that the LM head runs on, V tokens.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any, TypeAlias
 
@@ -21,7 +23,7 @@ from torch.autograd.function import once_differentiable
 from lm_eval_duel.core.budget import Budget
 from lm_eval_duel.core.denoiser import Denoiser
 from lm_eval_duel.core.lanes import Lanes, Rows
-from lm_eval_duel.core.reveal import without_autocast
+from lm_eval_duel.core.reveal import WindowGroup, without_autocast
 from lm_eval_duel.core.view import View
 from lm_eval_duel.core.windows import Ids, Window
 from lm_eval_duel.errors import DuelError
@@ -89,36 +91,49 @@ class RecordedOrders:
         """The log-probs (N, T), and the gradient of (weights * log_probs).sum() for each parameter; None: not used."""
         sums: list[torch.Tensor | None] = [None] * len(self.parameters)
         known = {id(parameter) for parameter in self.parameters}
-        with torch.inference_mode(False), torch.enable_grad(), without_autocast(self.duel.denoiser):
+        denoiser = self.duel.denoiser
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(torch.inference_mode(False))
+            stack.enter_context(torch.enable_grad())
+            stack.enter_context(without_autocast(denoiser))
+            stack.enter_context(denoiser.evaluating())
+            stack.enter_context(without_hooks(self.parameters))
             log_probs = self._zeros()
             weights = weights.to(log_probs)
-            for values, index in self._calls():
-                _require_graph(values, known)
+            for group, lanes in self._calls():
+                values, index = self._call(group, lanes)
                 _require_finite(values, index[0])
+                leaves = unknown_leaves(values, known)
                 log_probs[index] = values.detach()
                 parts = torch.autograd.grad(values, self.parameters, weights[index].to(values), allow_unused=True)
+                del values  # and the leaves that the call has made
+                _require_known(leaves)
                 sums = [
                     part if total is None else total if part is None else total + part
                     for total, part in zip(sums, parts, strict=True)
                 ]
         return log_probs, sums
 
-    def _calls(self) -> Iterator[tuple[torch.Tensor, Index]]:
-        """The log-probs (C,) of each network call, with its graph, and the tokens that they belong to."""
+    def _calls(self) -> Iterator[tuple[WindowGroup, Lanes]]:
+        """The lanes of each network call, and their group."""
         duel = self.duel
         for group in duel.groups(self.windows, range(len(self.windows))):
-            window = torch.tensor(group.window_indices, device=group.rows.ids.device)  # (n,)
             rule = Replay(tuple(self.orders[n] for n in group.window_indices))
             for state in fixed_states(duel, group, rule, duel.block_spans(group)):
                 size = self.budget.rows(int(group.view.cost(state).max()))
                 for start in range(0, len(state), size):
-                    lanes = state.select(slice(start, start + size))
-                    view = duel.denoiser.open(group.rows)  # a new one: what it keeps belongs to this call's graph
-                    lane, position = lanes.masked_at  # (C,) each
-                    target = lanes.columns[lane, position] - lanes.origin[lane]  # (C,)
-                    yield log_probs_of(duel.denoiser, view, lanes, group.rows), (window[lanes.row[lane]], target)
-                    duel.counts.forwards += view.forwards
-                    duel.counts.rows += view.evaluated
+                    yield group, state.select(slice(start, start + size))
+
+    def _call(self, group: WindowGroup, lanes: Lanes) -> tuple[torch.Tensor, Index]:
+        """The log-probs (C,) of one network call, with its graph, and the tokens that they belong to."""
+        window = torch.tensor(group.window_indices, device=group.rows.ids.device)  # (n,)
+        view = self.duel.denoiser.open(group.rows)  # a new one: what it keeps belongs to this call's graph
+        lane, position = lanes.masked_at  # (C,) each
+        target = lanes.columns[lane, position] - lanes.origin[lane]  # (C,)
+        values = log_probs_of(self.duel.denoiser, view, lanes, group.rows)  # (C,)
+        self.duel.counts.forwards += view.forwards
+        self.duel.counts.rows += view.evaluated
+        return values, (window[lanes.row[lane]], target)
 
     def _zeros(self) -> torch.Tensor:
         longest = max((len(window.target) for window in self.windows), default=0)
@@ -147,12 +162,9 @@ def backward(
         reveal_steps = [scored.reveal_steps for scored in duel.log_prob(windows)]
     orders = RecordedOrders.from_steps(duel, windows, reveal_steps, batch_size)
     log_probs, gradients = orders.gradients(plane)  # (N, T)
-    for parameter, gradient in zip(orders.parameters, gradients, strict=True):
-        if gradient is not None:
-            if parameter.grad is None:
-                parameter.grad = gradient
-            else:
-                parameter.grad.add_(gradient)  # in place: it may be a view of DDP's buckets
+    used = [n for n, gradient in enumerate(gradients) if gradient is not None]
+    with torch.inference_mode(False):  # through autograd: hooks run, and `grad` may be a view of DDP's buckets
+        torch.autograd.backward([orders.parameters[n] for n in used], [gradients[n] for n in used])
     return log_probs.sum(1).tolist()
 
 
@@ -199,23 +211,52 @@ def trainable(denoiser: Denoiser) -> dict[int, torch.Tensor]:
     return parameters
 
 
-def _require_graph(values: torch.Tensor, known: set[int]) -> None:
-    """Raise DuelError for log-probs without a graph, or with a parameter in it that is not among those `known`."""
+@contextlib.contextmanager
+def without_hooks(parameters: Sequence[torch.Tensor]) -> Iterator[None]:
+    """Hold back the hooks of parameters (`register_hook`), which `torch.autograd.grad` would run at every call."""
+    hooked = [(parameter, parameter._backward_hooks) for parameter in parameters if parameter._backward_hooks]
+    for parameter, _ in hooked:
+        parameter._backward_hooks = None
+    try:
+        yield
+    finally:
+        for parameter, hooks in hooked:
+            parameter._backward_hooks = hooks
+
+
+def unknown_leaves(values: torch.Tensor, known: set[int]) -> list[weakref.ref[torch.Tensor]]:
+    """The tensors in the graph of `values` that gather a gradient and are not among those `known`.
+
+    Raises:
+        DuelError: `values` have no graph.
+    """
     if not values.requires_grad:
         raise DuelError("The network's logits have no gradient: a function calls it under torch.no_grad.")
-    nodes, seen = [values.grad_fn], set()
+    nodes, seen, leaves = [values.grad_fn], set(), []
     while nodes:
         node = nodes.pop()
         if node is None or node in seen:
             continue
         seen.add(node)
         leaf = getattr(node, "variable", None)
-        if isinstance(leaf, torch.nn.Parameter) and id(leaf) not in known:
-            raise DuelError(
-                f"The network has a parameter of the shape {tuple(leaf.shape)} in a module that the denoiser does not "
-                "hold. Pass a module with all parameters as module= to from_model."
-            )
+        if leaf is not None and id(leaf) not in known:
+            leaves.append(weakref.ref(leaf))
         nodes += [following for following, _ in node.next_functions]
+    return leaves
+
+
+def _require_known(leaves: Sequence[weakref.ref[torch.Tensor]]) -> None:
+    """Raise DuelError for a leaf that has outlived its call: it is the user's, and would get no gradient.
+
+    A leaf that the call itself made is gone, such as the embeddings' output under PEFT's gradient checkpointing.
+    """
+    for reference in leaves:
+        if (leaf := reference()) is not None:
+            raise DuelError(
+                f"The network reads a tensor of the shape {tuple(leaf.shape)} that requires a gradient, and the "
+                "denoiser does not hold it, so it would get none. Make it an nn.Parameter of a module, and pass that "
+                "as module= to from_model."
+            )
 
 
 def _require_finite(log_probs: torch.Tensor, window: torch.Tensor | int) -> None:

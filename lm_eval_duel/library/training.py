@@ -15,11 +15,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from lm_eval_duel.arguments import COUNT, RAW, Argument
 from lm_eval_duel.denoisers.load_options import LoadOptions
 from lm_eval_duel.errors import DuelError, unknown
 from lm_eval_duel.estimators import cost
 from lm_eval_duel.estimators.arguments import TwoPhaseArguments
 from lm_eval_duel.library.duel import Block, Duel
+from lm_eval_duel.options import MODEL_ARGUMENTS
 from lm_eval_duel.rates import ratio
 from lm_eval_duel.rules import parse
 
@@ -38,7 +40,11 @@ NOT_ARGUMENTS = {
     "network",
     "arguments",
 }  # positional, or of one Duel
-LABELLED = ("cache", "cfg_scale", "temperature", "top_k", "top_p")  # arguments that make another distribution
+# arguments on which no number depends, or that say what the network is
+UNLABELLED = (
+    *("attention", "batch_size", "device", "family", "mask_token_id", "module", "self_tests", "shift_logits"),
+    "weights",
+)
 
 
 def training_metrics(
@@ -58,6 +64,8 @@ def training_metrics(
         duel/greedy/bits_per_byte           -sum log2 p(text) / sum of UTF-8 bytes
         duel/greedy/bits_per_byte_stderr    over texts (ratio of sums, delta method); with two texts or more
 
+    Arguments that define another number are part of the name: "greedy,block=8", "greedy,cache=dual,temperature=0.7".
+
     If torch.distributed is initialized, every rank must call this: each scores a share of the texts, and all of them
     get the same numbers. An error on one rank is raised on all.
 
@@ -66,8 +74,7 @@ def training_metrics(
         texts: The same ones each time, so that the numbers can be compared.
         rules: Rules, such as "greedy:k=2".
         sample: The share of blocks for a two-phase estimate (docs/estimators.md) instead of the exact value; names
-            then say "greedy,two_phase". With cache="dual" or "prefix" among `arguments`, the cached sampler is scored,
-            and names say "greedy,cache=dual"; so they do of guidance, temperature, top_k and top_p.
+            then say "greedy,two_phase".
         token_budget: The most tokens that the network may evaluate, over all ranks and rules, as `planned_tokens`
             counts them. The first texts that fit are scored.
         name: The first part of the names.
@@ -75,7 +82,7 @@ def training_metrics(
     Raises:
         DuelError: As `Duel.from_model` and `Duel.score`, or if not even the first text fits the budget.
     """
-    check_arguments(texts, rules, block=block, sample=sample, **arguments)
+    ways = check_arguments(texts, rules, block=block, sample=sample, token_budget=token_budget, **arguments)
     rank, world = _ranks()
 
     def score() -> list[list[tuple[int, float, int]]]:
@@ -92,8 +99,6 @@ def training_metrics(
 
     of_ranks = _gathered(score, world)
     metrics = {}
-    ways = ["two_phase"] if sample is not None else []
-    ways += [f"{key}={arguments[key]}" for key in LABELLED if arguments.get(key)]
     for place, rule in enumerate(rules):
         scores = sorted(scored for own in of_ranks for scored in own[place])
         prefix = "/".join((name, ",".join([str(rule), *ways]), "bits_per_byte"))
@@ -105,8 +110,18 @@ def training_metrics(
     return metrics
 
 
-def check_arguments(texts: Any, rules: Any = ("greedy",), sample: float | None = None, **arguments: Any) -> None:
-    """Raise DuelError for arguments of `training_metrics` that are wrong for every network."""
+def check_arguments(
+    texts: Any,
+    rules: Any = ("greedy",),
+    sample: float | None = None,
+    token_budget: int | None = None,
+    **arguments: Any,
+) -> list[str]:
+    """What the names of these arguments' metrics say besides the rule, such as "block=8".
+
+    Raises:
+        DuelError: For arguments of `training_metrics` that are wrong for every network.
+    """
     from lm_eval_duel.denoisers import in_memory  # imports transformers
 
     for what, values in (("texts", texts), ("rules", rules)):
@@ -127,8 +142,16 @@ def check_arguments(texts: Any, rules: Any = ("greedy",), sample: float | None =
             f"sample={sample:g} estimates the value without a cache, and cache={arguments['cache']} scores the cached "
             "sampler; leave one of them out."
         )
+    COUNT("token_budget", token_budget)
     network = {key: value for key, value in arguments.items() if key in in_memory.ARGUMENTS}
     LoadOptions("model", torch.device("cpu"), **network)
+    ways = ["two_phase"] if sample is not None else []
+    for key, value in sorted(arguments.items()):
+        argument = MODEL_ARGUMENTS.get(key, Argument(RAW))
+        if key not in UNLABELLED and (read := argument.read(key, value)) != argument.default:
+            text = "+".join(map(str, read)) if isinstance(read, tuple) else str(read)
+            ways.append(f"{key}={text.removeprefix('torch.')}")
+    return ways
 
 
 def planned_tokens(duel: Duel, texts: Sequence[str], sample: float | None = None) -> int:

@@ -14,6 +14,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 from lm_eval_duel import Duel, DuelCallback, DuelError, planned_tokens, training_metrics
 from lm_eval_duel.library import training
 
+VALUE = "duel/greedy,block=3/bits_per_byte"
 TEXTS = ["the a b of c", "a of the", "c d e f g h i of", "and the b of a"]
 
 
@@ -26,19 +27,19 @@ def test_the_numbers_are_those_of_score(model):
     metrics = training_metrics(model, tiny.tokenizer(), TEXTS, rules=["greedy", "margin:k=2"], block=3)
     assert model.training
     assert sorted(metrics) == sorted(
-        f"duel/{rule}/bits_per_byte{end}" for rule in ("greedy", "margin:k=2") for end in ("", "_stderr")
+        f"duel/{rule},block=3/bits_per_byte{end}" for rule in ("greedy", "margin:k=2") for end in ("", "_stderr")
     )
     for rule in ("greedy", "margin:k=2"):
         scores = Duel.from_model(model, tiny.tokenizer(), rule=rule, block=3).score(TEXTS)
         sizes = [len(text.encode()) for text in TEXTS]
         bits = [-score.log_prob / math.log(2) for score in scores]
         value = sum(bits) / sum(sizes)
-        assert metrics[f"duel/{rule}/bits_per_byte"] == pytest.approx(value, rel=1e-5)
+        assert metrics[f"duel/{rule},block=3/bits_per_byte"] == pytest.approx(value, rel=1e-5)
         apart = [b - value * size for b, size in zip(bits, sizes, strict=True)]
         error = statistics.stdev(apart) / math.sqrt(len(TEXTS)) / statistics.mean(sizes)
-        assert metrics[f"duel/{rule}/bits_per_byte_stderr"] == pytest.approx(error, rel=1e-4)
+        assert metrics[f"duel/{rule},block=3/bits_per_byte_stderr"] == pytest.approx(error, rel=1e-4)
     assert list(training_metrics(model, tiny.tokenizer(), TEXTS[:1], block=3, name="eval")) == [
-        "eval/greedy/bits_per_byte"
+        "eval/greedy,block=3/bits_per_byte"
     ]
 
 
@@ -46,14 +47,26 @@ def test_estimates_and_caches_carry_their_label(model):
     estimate = training_metrics(model, tiny.tokenizer(), TEXTS, block=3, sample=1.0)
     exact = training_metrics(model, tiny.tokenizer(), TEXTS, block=3)
     cached = training_metrics(model, tiny.tokenizer(), TEXTS, block=3, cache="dual")
-    assert set(estimate) == {f"duel/greedy,two_phase/bits_per_byte{end}" for end in ("", "_stderr")}
+    assert set(estimate) == {f"duel/greedy,two_phase,block=3/bits_per_byte{end}" for end in ("", "_stderr")}
     warm = training_metrics(model, tiny.tokenizer(), TEXTS[:1], block=3, temperature=0.5, top_k=20)
-    assert set(warm) == {"duel/greedy,temperature=0.5,top_k=20/bits_per_byte"}
-    assert set(cached) == {f"duel/greedy,cache=dual/bits_per_byte{end}" for end in ("", "_stderr")}
-    assert estimate["duel/greedy,two_phase/bits_per_byte"] == pytest.approx(
-        exact["duel/greedy/bits_per_byte"], rel=1e-5
-    )
-    assert cached["duel/greedy,cache=dual/bits_per_byte"] != pytest.approx(exact["duel/greedy/bits_per_byte"], rel=1e-6)
+    assert set(warm) == {"duel/greedy,block=3,temperature=0.5,top_k=20/bits_per_byte"}
+    assert set(cached) == {f"duel/greedy,block=3,cache=dual/bits_per_byte{end}" for end in ("", "_stderr")}
+    assert estimate["duel/greedy,two_phase,block=3/bits_per_byte"] == pytest.approx(exact[VALUE], rel=1e-5)
+    assert cached["duel/greedy,block=3,cache=dual/bits_per_byte"] != pytest.approx(exact[VALUE], rel=1e-6)
+
+
+def test_what_defines_another_number_is_in_its_name(model):
+    """And what changes no number, or says what the network is, is not."""
+    given = {"exclude_ids": [9, 7], "autocast": torch.bfloat16, "windows": "harness", "grid": "row", "batch_size": 2}
+    plain = {"cfg_scale": 0, "windows": "independent", "cache": "none", "mask_token_id": 4}
+    named = training.check_arguments(TEXTS, sample=0.5, block="auto", **given)
+    assert named == ["two_phase", "autocast=bfloat16", "exclude_ids=7+9", "grid=row", "windows=harness"]
+    assert training.check_arguments(TEXTS, **plain) == []
+
+
+def test_an_error_needs_two_texts_with_bytes(model):
+    metrics = training_metrics(model, tiny.tokenizer(), ["", "a of"], block=3)
+    assert list(metrics) == [VALUE]
 
 
 def test_the_cost_is_known_before(model, caplog):
@@ -138,17 +151,17 @@ def test_the_trainer_logs_the_numbers(model, tmp_path):
     before = training_metrics(model, tiny.tokenizer(), TEXTS, block=3)
     training_run.add_callback(DuelCallback(training_run, TEXTS, every=2, block=3))
     training_run.train()
-    scored = [(step, logs) for step, logs in reporter.logs if "duel/greedy/bits_per_byte" in logs]
+    scored = [(step, logs) for step, logs in reporter.logs if VALUE in logs]
     assert [step for step, _ in scored] == [2, 4], "once where a step is due and evaluated"
     assert [step for step, logs in reporter.logs if "loss" in logs] == [1, 2, 3, 4], "no loss is left out"
     assert scored == [
         (log["step"], {key: value for key, value in log.items() if key != "step"})
         for log in training_run.state.log_history
-        if "duel/greedy/bits_per_byte" in log
+        if VALUE in log
     ]
     after = training_metrics(model, tiny.tokenizer(), TEXTS, block=3)
-    assert scored[-1][1]["duel/greedy/bits_per_byte"] == pytest.approx(after["duel/greedy/bits_per_byte"], rel=1e-5)
-    assert scored[0][1]["duel/greedy/bits_per_byte"] != pytest.approx(before["duel/greedy/bits_per_byte"])
+    assert scored[-1][1][VALUE] == pytest.approx(after[VALUE], rel=1e-5)
+    assert scored[0][1][VALUE] != pytest.approx(before[VALUE])
 
 
 def test_what_the_callback_refuses(model, tmp_path):
@@ -166,6 +179,8 @@ def test_what_the_callback_refuses(model, tmp_path):
         ({"block": 0}, "'block' .* got '0'"),
         ({"texts": "of the"}, "'of the'"),
         ({"texts": []}, "texts.* none"),
+        ({"token_budget": math.nan}, "token_budget.*nan"),
+        ({"token_budget": 0}, "token_budget.*0"),
     ):
         with pytest.raises(DuelError, match=named):
             DuelCallback(run, **{"texts": TEXTS, "every": 2, **wrong})
@@ -183,5 +198,5 @@ def test_the_example_of_the_docs_learns(tmp_path):
     spec.loader.exec_module(example)
     logs = example.main(str(tmp_path), steps=12, every=6)
     assert [log["step"] for log in logs] == [6, 12]
-    first, last = (log["duel/greedy/bits_per_byte"] for log in logs)
+    first, last = (log["duel/greedy,block=8/bits_per_byte"] for log in logs)
     assert last < first - 0.1

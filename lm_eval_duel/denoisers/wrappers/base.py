@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import torch
 
 from lm_eval_duel.core.denoiser import Denoiser
@@ -23,6 +25,9 @@ class Wrapper(Denoiser):
     @property
     def layers(self) -> torch.nn.Module:
         return self.plain.layers
+
+    def evaluating(self) -> contextlib.AbstractContextManager[None]:
+        return self.plain.evaluating()
 
     def stream(self, *arguments: torch.Tensor, **keywords: torch.Tensor) -> tuple[torch.Tensor, list[KeysValues]]:
         return self.plain.stream(*arguments, **keywords)
