@@ -26,7 +26,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from lm_eval_duel.core.denoiser import Denoiser
 from lm_eval_duel.core.network import KeysValues, Network, Past
-from lm_eval_duel.denoisers import loading, self_tests, special_tokens, user_module
+from lm_eval_duel.denoisers import identity, loading, self_tests, special_tokens, user_module
 from lm_eval_duel.denoisers.function import Function, by_keyword, parameters
 from lm_eval_duel.denoisers.hf import auto_model, families, masked_lm
 from lm_eval_duel.denoisers.hf.decoder import Decoder
@@ -225,6 +225,7 @@ def _of_transformers(model: Any, options: LoadOptions, tokenizer: Any, tested: b
             "from_model scores masked diffusion models, and attention=causal is for autoregressive ones: save a "
             "checkpoint and score it with estimator=ar."
         )
+    identity.require_masks({"architectures": [kind]}, options.name, options.family)
     found = families.find({"architectures": [kind]}, options, None)
     family = found or (masked_lm.MASKED_LM if native and options.shift_logits is None else masked_lm.OWN_CODE)
     if getattr(model.config, "attention_type", None) == "block_sparse":

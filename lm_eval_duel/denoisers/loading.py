@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from lm_eval_duel.arguments import CHECKPOINT, TRUTH
 from lm_eval_duel.core.denoiser import Denoiser
 from lm_eval_duel.demo import BUNDLED, resolve
-from lm_eval_duel.denoisers import hub, special_tokens, weights
+from lm_eval_duel.denoisers import hub, identity, special_tokens, weights
 from lm_eval_duel.denoisers.cached.denoiser import Cached
 from lm_eval_duel.denoisers.dit import checkpoint as dit_checkpoint
 from lm_eval_duel.denoisers.hf import causal_lm, decoder_checkpoint, families, masked_lm, remote_code
@@ -50,7 +50,9 @@ def _options(name: str, device: str | None, network: dict[str, Any]) -> tuple[Lo
             raise unknown("network argument", key, (*NETWORK_ARGUMENTS, "tokenizer"))
     name = resolve(CHECKPOINT("name", name) or BUNDLED)
     options = hub.pin_revision(LoadOptions(name, hub.pick_device(device), **network))
-    return options, hub.read_config(options.name, options.revision)
+    config = hub.read_config(options.name, options.revision)
+    identity.require_masks(config, options.name, options.family)
+    return options, config
 
 
 def wrapped(denoiser: Denoiser, options: LoadOptions) -> Denoiser:
@@ -65,7 +67,7 @@ def wrapped(denoiser: Denoiser, options: LoadOptions) -> Denoiser:
 def find_family(name: str, **network: Any) -> str | None:
     """The decoder family of a checkpoint by its config.json, before any weight is read; None for all other networks."""
     options, config = _options(name, "cpu", network)
-    if dit_checkpoint.is_dit(config) or options.attention == "causal" or options.backend == "remote":
+    if dit_checkpoint.is_dit(config, options.name) or options.attention == "causal" or options.backend == "remote":
         return None
     family = _family(config, options)
     return None if family is None else family.name
@@ -84,7 +86,7 @@ def _load_network(config: dict[str, Any], options: LoadOptions, tokenizer: PreTr
         """The options with the checkpoint as a folder: only transformers' own loaders know the hub."""
         return dataclasses.replace(options, name=hub.local_folder(options.name, options.revision))
 
-    if dit_checkpoint.is_dit(config):
+    if dit_checkpoint.is_dit(config, options.name):
         return dit_checkpoint.load(config, local(), tokenizer)
     family = _family(config, options)
     causal, remote = options.attention == "causal", options.backend == "remote"
@@ -105,7 +107,7 @@ def _tokenizer(config: dict[str, Any], options: LoadOptions) -> PreTrainedTokeni
         return options.tokenizer
     if options.tokenizer is not None:
         return hub.load_tokenizer(resolve(options.tokenizer), options.trust_remote_code, "main")
-    if dit_checkpoint.is_dit(config) and not hub.has_tokenizer(options.name, options.revision):
+    if dit_checkpoint.is_dit(config, options.name) and not hub.has_tokenizer(options.name, options.revision):
         return None
     return hub.load_tokenizer(options.name, options.trust_remote_code, options.revision)
 
@@ -120,6 +122,6 @@ def load_tokenizer(arguments: Mapping[str, Any]) -> PreTrainedTokenizerBase:
     trust_remote_code = TRUTH("trust_remote_code", arguments.get("trust_remote_code")) or False
     tokenizer_only = bool(arguments.get("tokenizer")) or (os.path.isdir(name) and hub.has_tokenizer(name, revision))
     config = hub.read_config(name, revision, needed=not tokenizer_only)
-    if dit_checkpoint.is_dit(config) and not hub.has_tokenizer(name, revision):
+    if dit_checkpoint.is_dit(config, name) and not hub.has_tokenizer(name, revision):
         return hub.load_tokenizer(dit_checkpoint.TOKENIZER, trust_remote_code, "main")
     return hub.load_tokenizer(name, trust_remote_code, revision)

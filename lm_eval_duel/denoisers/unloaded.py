@@ -18,7 +18,7 @@ import transformers
 from lm_eval_duel.core.denoiser import Denoiser
 from lm_eval_duel.core.network import Network
 from lm_eval_duel.demo import resolve
-from lm_eval_duel.denoisers import hub
+from lm_eval_duel.denoisers import hub, identity
 from lm_eval_duel.denoisers.dit import checkpoint as dit_checkpoint
 from lm_eval_duel.denoisers.dit import gidd
 from lm_eval_duel.denoisers.hf import auto_model, decoder_checkpoint, families
@@ -77,8 +77,9 @@ def read(name: str, network: dict[str, Any], tokenizer: Any = None) -> Unloaded:
     known = CONFIGS.get(name) if not os.path.isdir(name) else None
     options = LoadOptions(resolve(name), torch.device("cpu"), tokenizer, **network)
     config = known or hub.read_config(options.name, options.revision)
+    identity.require_masks(config, options.name, options.family)
     with hub.explained(options.name):
-        if dit_checkpoint.is_dit(config):
+        if dit_checkpoint.is_dit(config, options.name):
             return _dit(config, options)
         family = families.find(config, options, None)
         if family is not None and (options.attention != "causal" or family.attention == "causal_prefix"):
@@ -88,7 +89,9 @@ def read(name: str, network: dict[str, Any], tokenizer: Any = None) -> Unloaded:
 
 def _dit(config: dict[str, Any], options: LoadOptions) -> Unloaded:
     """MDLM, BD3-LM, SEDD, GIDD or AR."""
-    if config.get("model_type") == gidd.MODEL_TYPE and options.mask_token_id is None:  # a plan needs no tokenizer
+    if (
+        gidd.MODEL_TYPE in map(str.lower, identity.model_names(config)) and options.mask_token_id is None
+    ):  # a plan needs no tokenizer
         options = dataclasses.replace(options, mask_token_id=min(gidd.MASK, config["vocab_size"] - 1))
     denoiser, unloaded = dit_checkpoint.make(config, options, None), Unloaded()
     for name in Network.__annotations__:

@@ -152,7 +152,8 @@ def test_what_is_refused(folders, tmp_path):
 def test_a_class_that_is_not_the_one_in_the_config(folders, tmp_path, caplog):
     """No code of a checkpoint is run; transformers' class stands for its own only where they have one name."""
     model = network("LlamaForCausalLM")
-    for names, code in ((["LLaMAForCausalLM"], True), (["OtherLM"], False), (["OtherLM"], True)):
+    cases = (["LLaMAForCausalLM"], True), (["LlamaModel"], False), (["OtherLM"], False), (["OtherLM"], True)
+    for names, code in cases:
         model.save_pretrained(tmp_path)
         tiny.tokenizer(mask=False).save_pretrained(tmp_path)
         config = json.loads((tmp_path / "config.json").read_text())
@@ -161,13 +162,13 @@ def test_a_class_that_is_not_the_one_in_the_config(folders, tmp_path, caplog):
             config["auto_map"] = {"AutoModelForCausalLM": f"modeling_own.{names[0]}"}
             (tmp_path / "modeling_own.py").write_text("raise RuntimeError('this is not run')")
         (tmp_path / "config.json").write_text(json.dumps(config))
-        if names == ["OtherLM"] and code:
-            with pytest.raises(DuelError, match=r"OtherLM.*trust_remote_code"):
+        if names == ["OtherLM"]:
+            with pytest.raises(DuelError, match=r"OtherLM.*trust_remote_code" if code else "OtherLM.*LlamaForCausalLM"):
                 load(str(tmp_path))
         else:
             nats = DuelEstimator(load(str(tmp_path)), "left_to_right").log_prob(WINDOWS)[0].token_logprobs
             assert nats == pytest.approx(by_hand(model, WINDOWS[0]), abs=1e-4)
-    assert "is a OtherLM; scoring it as transformers' LlamaForCausalLM" in caplog.text
+    assert "is a LlamaModel; scoring it as transformers' LlamaForCausalLM" in caplog.text
 
 
 def test_an_adapter_is_merged(folders, tmp_path):

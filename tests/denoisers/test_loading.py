@@ -14,7 +14,7 @@ from networks import load, refused, written
 from safetensors.torch import load_file, save_file
 
 from lm_eval_duel import denoisers
-from lm_eval_duel.denoisers import self_tests
+from lm_eval_duel.denoisers import identity, self_tests
 from lm_eval_duel.denoisers.hf import families
 from lm_eval_duel.errors import DuelError
 
@@ -62,7 +62,7 @@ def test_llada2_that_edits_is_refused_unless_asked_for(tmp_path):
 
 def test_networks_without_a_law_are_refused(tmp_path):
     tiny.tokenizer().save_pretrained(tmp_path)
-    for given in families.REFUSED:
+    for given in identity.REFUSED:
         for named in ({"architectures": [given]}, {"auto_map": {"AutoModel": f"code.{given}"}}):
             (tmp_path / "config.json").write_text(json.dumps({**LLAMA, **named}))
             refused(str(tmp_path), given)

@@ -64,7 +64,7 @@ CONFIGS = {
     "bidirectional": {**BD3LM, "cross_attn": False},
     "one-block": {**BD3LM, "block_size": LENGTH},
     "bd3lm": BD3LM,
-    "sedd-retrained": {**BD3LM, "cross_attn": False, "var_min": False, "time_conditioning": True},
+    "sedd-retrained": {**BD3LM, "cross_attn": False, "var_min": False, "time_conditioning": True, "model_type": "sedd"},
     "sedd": SEDD,
     "gidd": GIDD,
     "ar": {**BD3LM, "cross_attn": False, "var_min": False, "causal": True, "adaln": False},

@@ -1,20 +1,27 @@
 """Checkpoints of the MDLM, BD3-LM, SEDD and GIDD authors, read into our own DiT from config and weights alone.
 
-The family follows from the config, never from the checkpoint's name: `causal` means the AR baseline, `cross_attn` with
-a block shorter than the row means BD3-LM, an `absorb` graph or time conditioning means SEDD, model_type `dit` means
-GIDD, and anything else is MDLM.
+A config is one of these by its names (`architectures`, `auto_map`, `model_type`), or by the sections of SEDD's authors:
+
+    MDLM, BD3LM    `causal`: the AR baseline; `cross_attn` with a block shorter than the row: BD3-LM; else MDLM
+                   `time_conditioning`: SEDD, if its name or family= says so
+    sedd           the same entries, a SEDD
+    DIT            GIDD
+    none           `graph`, `tokens` and `model`, the graph absorbing: SEDD
+
 None of a checkpoint's code is run.
 """
 
 from __future__ import annotations
 
+import logging
+import os
 from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
 from lm_eval_duel.arguments import COUNT, TRUTH
-from lm_eval_duel.denoisers import weights
+from lm_eval_duel.denoisers import identity, weights
 from lm_eval_duel.denoisers.dit import gidd
 from lm_eval_duel.denoisers.dit.denoiser import ATTENTION, SEDD, DiTDenoiser
 from lm_eval_duel.denoisers.dit.gidd import entries
@@ -23,7 +30,11 @@ from lm_eval_duel.denoisers.hub import find_mask_id, row_length
 from lm_eval_duel.denoisers.load_options import LoadOptions
 from lm_eval_duel.errors import DuelError
 
-LAYOUT = ("hidden_dim", "n_blocks", "n_heads", "model_length")  # entries of config.json that identify these networks
+log = logging.getLogger("lm_eval.duel_mdm")
+
+NAMES = {"mdlm", "bd3lm", "sedd"}  # class names and model types in lower case; GIDD's is gidd.MODEL_TYPE
+LAYOUT = ("hidden_dim", "n_blocks", "n_heads", "model_length")  # entries of config.json of such networks
+SECTIONS = ("graph", "model", "tokens")  # of the config.json of SEDD's authors, which names no class
 IGNORED = ("rotary_emb.", "sampling_eps_min", "sampling_eps_max", "noise.")  # recomputed, or for sampling
 PREFIX = "backbone."  # of tensor names in some files
 TOKENIZER = "gpt2"  # for the published checkpoints, which have none
@@ -31,10 +42,22 @@ KINDS = {"sedd": SEDD, "gidd": gidd.GIDD}  # of families with a class of their o
 REFUSED = ("shift_logits", "first_token", "backend", "cfg_scale", "peft", "device_map", "load_in_8bit", "load_in_4bit")
 
 
-def is_dit(config: dict[str, Any]) -> bool:
-    """Whether a config.json belongs to one of these families."""
-    known = config.get("model_type") in ("mdlm", "bd3lm", gidd.MODEL_TYPE)
-    return known or "graph" in config or all(key in config for key in LAYOUT)
+def is_dit(config: dict[str, Any], path: str) -> bool:
+    """Whether a config.json belongs to one of these families; raises DuelError if its names contradict its entries."""
+    names = identity.model_names(config)
+    lower = {name.lower() for name in names}
+    if lower and (lower <= NAMES or lower == {gidd.MODEL_TYPE}):
+        return True
+    if not names and all(key in config for key in SECTIONS):
+        return True
+    if lower & NAMES or all(key in config for key in LAYOUT):
+        says = f"names {', '.join(dict.fromkeys(names))}" if names else "names neither a class nor a model type"
+        raise DuelError(
+            f"The config.json of {path} {says}. MDLM, BD3-LM, SEDD, GIDD and their AR baseline are recognised by their "
+            f"names alone ({', '.join(sorted(NAMES))}, {gidd.MODEL_TYPE}). If its network is one of them, say so in "
+            "model_type."
+        )
+    return False
 
 
 def load(config: dict[str, Any], options: LoadOptions, tokenizer: PreTrainedTokenizerBase | None) -> DiTDenoiser:
@@ -56,7 +79,7 @@ def make(config: dict[str, Any], options: LoadOptions, tokenizer: PreTrainedToke
 
     `tokenizer`: columns that are not among its tokens get no probability; its mask token, if it has one, is [MASK].
     """
-    family, shape, length, block = read_shape(config, options.name)
+    family, shape, length, block = read_shape(config, options)
     attention = ATTENTION.get(family, "bidirectional")
     options.refuse("DiT", *REFUSED, *(() if family == "sedd" else ("sigma",)))
     for name, value, own in (("family", options.family, family), ("attention", options.attention, attention)):
@@ -87,21 +110,13 @@ def make(config: dict[str, Any], options: LoadOptions, tokenizer: PreTrainedToke
     return denoiser
 
 
-def read_shape(config: dict[str, Any], name: str) -> tuple[str, DiTConfig, int, int | None]:
+def read_shape(config: dict[str, Any], options: LoadOptions) -> tuple[str, DiTConfig, int, int | None]:
     """Family, network shape, row length and trained block; raises DuelError for a config that is wrong."""
-    if config.get("model_type") == gidd.MODEL_TYPE:
-        shape, length = gidd.read_shape(config, name)
-        return "gidd", shape, length, None
-    if "graph" in config:  # SEDD describes its network in a section of its own, and does not count [MASK]
-        if (kind := config["graph"].get("type")) != "absorb":
-            raise DuelError(
-                f"This SEDD has a {kind} graph: without a mask state there is no order of unmasking to score."
-            )
-        (tokens,) = entries(config, name, COUNT, "tokens")
-        *sizes, length = entries(
-            config["model"], name, COUNT, "hidden_size", "n_blocks", "n_heads", "cond_dim", "length"
-        )
-        return "sedd", DiTConfig(tokens + 1, *sizes, time=True), length, None
+    name, names = options.name, [name.lower() for name in identity.model_names(config)]
+    if gidd.MODEL_TYPE in names:
+        return "gidd", *gidd.read_shape(config, name), None
+    if not names:
+        return "sedd", *_read_sections(config, name), None
     *sizes, length = entries(config, name, COUNT, "vocab_size", "hidden_dim", "n_blocks", "n_heads", "model_length")
     causal, time, crossed = (TRUTH(key, config.get(key)) for key in ("causal", "time_conditioning", "cross_attn"))
     adaptive = TRUTH("adaln", config.get("adaln"))
@@ -112,8 +127,29 @@ def read_shape(config: dict[str, Any], name: str) -> tuple[str, DiTConfig, int, 
         time=bool(time),
     )
     block = COUNT("block_size", config.get("block_size"))
+    sedd = "sedd" in (*names, str(config.get("parameterization")).lower(), options.family)
+    if time and not causal and not sedd and "sedd" in os.path.basename(name.rstrip("/")).lower():
+        log.warning("By its name %s is taken as a SEDD; its config does not say. Set family=sedd to decide", name)
+        sedd = True
+    if sedd != bool(time) or (causal and time):
+        raise DuelError(
+            f"The config.json of {name} has time_conditioning={str(bool(time)).lower()}. Of the networks with these "
+            "entries SEDD is given the noise level, and MDLM, BD3-LM and their AR baseline are not. If it is a SEDD "
+            "with time_conditioning=true, pass family=sedd or set its model_type to sedd."
+        )
     if causal or not crossed or block is None or block >= length:
-        return "ar" if causal else "sedd" if time else "mdlm", shape, length, None
-    if time:
+        return "ar" if causal else "sedd" if sedd else "mdlm", shape, length, None
+    if sedd:
         raise DuelError("A block-causal network with time conditioning is not supported: its blocks differ in noise.")
     return "bd3lm", shape, length, block
+
+
+def _read_sections(config: dict[str, Any], name: str) -> tuple[DiTConfig, int]:
+    """The shape and the row length of a SEDD in its authors' layout, which does not count [MASK]."""
+    if not all(isinstance(config[key], dict) for key in ("graph", "model")) or not config["graph"].get("type"):
+        raise DuelError(f"The config.json of {name} has a graph without a type, or a model without sizes.")
+    if TRUTH("scale_by_sigma", config["model"].get("scale_by_sigma")) is False:
+        raise DuelError(f"{name} has scale_by_sigma=false: its output is not the score of the published SEDDs.")
+    (tokens,) = entries(config, name, COUNT, "tokens")
+    *sizes, length = entries(config["model"], name, COUNT, "hidden_size", "n_blocks", "n_heads", "cond_dim", "length")
+    return DiTConfig(tokens + 1, *sizes, time=True), length

@@ -11,6 +11,7 @@ import os
 from typing import Any
 
 import torch
+import transformers
 from transformers.utils import cached_file
 
 from lm_eval_duel.denoisers import weights
@@ -64,6 +65,19 @@ def load_model(
             "Weights of %s that the network does not use: %s", options.name, sorted(unknown)[: strict_load.SHOWN]
         )
     return model if "device_map" in model_kwargs else model.to(options.device)
+
+
+def require_known(config: dict[str, Any], name: str, native: str, also: tuple[str, ...] = ()) -> None:
+    """Raise DuelError if a config names a class that transformers does not have, and that is not one of `also`.
+
+    Its model type alone does not make it transformers' class `native`: it may be a diffusion model built on it.
+    """
+    known = {each.lower() for each in (*dir(transformers), *also)}
+    if unknown := [each for each in config.get("architectures") or [] if str(each).lower() not in known]:
+        raise DuelError(
+            f"By its config {name} is a {', '.join(unknown)}, which transformers does not have, and its {native} may "
+            f'be another network. If it is the same one, set architectures to ["{native}"] in its config.json.'
+        )
 
 
 def max_positions(model: torch.nn.Module, model_max_length: int) -> int | None:

@@ -83,6 +83,7 @@ def _require_causal(model_config: Any, config: dict[str, Any], options: LoadOpti
             f"By its config {options.name} is a {classes} with code of its own, and transformers' {native.__name__} "
             "may be another network. If it is autoregressive and you trust its code, pass trust_remote_code=true."
         )
+    auto_model.require_known(config, options.name, native.__name__)
     if classes:
         log.warning("By its config %s is a %s; scoring it as transformers' %s", options.name, classes, native.__name__)
 

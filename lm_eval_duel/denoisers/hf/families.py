@@ -1,4 +1,4 @@
-"""The families of masked diffusion models that transformers' own decoder classes can run, and models that are refused.
+"""The families of masked diffusion models that transformers' own decoder classes can run.
 
 A family is detected by the class names in config.json (`architectures`, `auto_map`), never by `model_type`, which is
 wrong in some checkpoints. Each entry of the table names the native class with the same network, how tensors and config
@@ -18,6 +18,7 @@ from typing import Any
 from lm_eval_duel.arguments import COUNT
 from lm_eval_duel.denoisers.hf import family_layouts as layouts
 from lm_eval_duel.denoisers.hf.family_layouts import Config, Tensors
+from lm_eval_duel.denoisers.identity import NO_ORDER, class_names
 from lm_eval_duel.denoisers.load_options import LoadOptions
 from lm_eval_duel.errors import DuelError, unknown
 
@@ -196,16 +197,6 @@ FAMILIES += tuple(
 NAMED = {family.name: family for family in FAMILIES}
 PLAIN = {f"{native}ForCausalLM": native for native in ("Llama", "Qwen2", "Qwen3", "Qwen3Moe", "Glm4Moe")}
 
-NO_ORDER = "so no deterministic order of unmasking explains a text, and the theorem does not cover it"
-REFUSED = {
-    "DiffusionGemmaForBlockDiffusion": f"it starts from random tokens, not masks, and adds noise again, {NO_ORDER}",
-    "WeDLMForCausalLM": f"it reorders tokens under causal attention and revises revealed tokens, {NO_ORDER}",
-    "LLaDA21MoeModelLM": f"it edits revealed tokens, {NO_ORDER}",
-    "E2D2": "it is an encoder-decoder with a wrapper of its own, which is not supported",
-    "EsmForDPLM2": "it has a second track of structure tokens (DPLM-2), which is not supported",
-    "EsmForDPLM2Bit": "it has a second track of structure tokens (DPLM-2 Bit), which is not supported",
-    "NemotronLabsDiffusionVLMModel": "it needs images, which are not supported",
-}
 EDITS = re.compile(r"editing_threshold|edit_threshold")
 
 
@@ -213,12 +204,9 @@ def find(config: Config, options: LoadOptions, folder: str | None) -> Family | N
     """The family of the options, else that of a config.json; None if it is none of these.
 
     `folder`: holds the checkpoint's code, as text. Raises DuelError for an unknown name, for an autoregressive network
-    without any sign that it was trained as a diffusion model, and for networks that the theorem does not cover.
+    without any sign that it was trained as a diffusion model, and for one that edits revealed tokens.
     """
     classes = class_names(config)
-    for name in classes:
-        if name in REFUSED and options.family is None:
-            raise DuelError(f"{options.name} is a {name}: {REFUSED[name]}.")
     if options.family is not None:
         if options.family not in NAMED:
             raise unknown("family", options.family, NAMED)
@@ -278,13 +266,6 @@ def _adapted(family: Family, config: Config) -> Family:
 
 def _base_name(path: str) -> str:
     return os.path.basename(path.rstrip("/")).lower()
-
-
-def class_names(config: Config) -> list[str]:
-    """Class names in `architectures` and in `auto_map`, whose values are module.Class or lists of them."""
-    auto_map = (config.get("auto_map") or {}).values()
-    values = [value for entry in auto_map for value in (entry if isinstance(entry, list) else [entry])]
-    return [*(config.get("architectures") or []), *(str(value).rsplit(".", 1)[-1] for value in values if value)]
 
 
 def _edits(folder: str | None) -> bool:

@@ -35,6 +35,7 @@ log = logging.getLogger("lm_eval.duel_mdm")
 
 MASKED_LM = Family("masked-lm", "", bos="auto")
 OWN_CODE = Family("own code", "", bos="auto")  # of no family that is known
+SAME = ("EsmForDPLM",)  # classes of others that are transformers' own network
 MOVED = ("eurobert",)  # model types that were published with code of their own, which is now in transformers
 COPIED_PARAMETERS = 2_000_000_000  # up to this size a network's tensors are copied into float32 for self-tests
 
@@ -56,6 +57,7 @@ def load(config: dict[str, Any], options: LoadOptions, tokenizer: PreTrainedToke
             "If it is autoregressive, score it with estimator=ar. If it is a masked diffusion model whose network "
             "belongs to a known family, pass family=; to run its own code, backend=remote,trust_remote_code=true."
         )
+    auto_model.require_known(config, options.name, MODEL_FOR_MASKED_LM_MAPPING[type(model_config)].__name__, SAME)
     options.refuse("masked LM", "shift_logits", "backend", "sigma", "first_token", "peft")
     if options.attention not in (None, "bidirectional"):
         raise DuelError(f"{options.name} is a masked LM of transformers, so bidirectional; leave attention out.")

@@ -1,0 +1,69 @@
+"""What a config.json says that its network is: class names, a model type, and entries that name its noise.
+
+A reader accepts a config because of these, never because it has the right sizes. No torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from lm_eval_duel.errors import DuelError
+
+Config = dict[str, Any]
+
+NO_ORDER = "so no deterministic order of unmasking explains a text, and the theorem does not cover it"
+UNIFORM = f"its noise is random tokens, not masks, {NO_ORDER}"
+REFUSED = {  # by class name or model type
+    "DUO": UNIFORM,
+    "UDLM": UNIFORM,
+    "DiffusionGemmaForBlockDiffusion": f"it starts from random tokens, not masks, and adds noise again, {NO_ORDER}",
+    "diffusion_gemma": f"it starts from random tokens, not masks, and adds noise again, {NO_ORDER}",
+    "WeDLMForCausalLM": f"it reorders tokens under causal attention and revises revealed tokens, {NO_ORDER}",
+    "LLaDA21MoeModelLM": f"it edits revealed tokens, {NO_ORDER}",
+    "E2D2": "it is an encoder-decoder with a wrapper of its own, which is not supported",
+    "EsmForDPLM2": "it has a second track of structure tokens (DPLM-2), which is not supported",
+    "EsmForDPLM2Bit": "it has a second track of structure tokens (DPLM-2 Bit), which is not supported",
+    "NemotronLabsDiffusionVLMModel": "it needs images, which are not supported",
+}
+_REFUSED = {name.lower(): (name, reason) for name, reason in REFUSED.items()}
+MASKING = {  # entries that name the noise or what the output means, and their values for masks
+    "diffusion": ("absorbing_state", "absorbing", "absorb", "masked", "mask"),
+    "graph": ("absorbing_state", "absorbing", "absorb"),
+    "noise": ("loglinear", "log-linear", "log_linear"),
+    "parameterization": ("subs", "sedd", "ar"),
+}
+
+
+def class_names(config: Config) -> list[str]:
+    """Class names in `architectures` and in `auto_map`, whose values are module.Class or lists of them."""
+    auto_map = (config.get("auto_map") or {}).values()
+    values = [value for entry in auto_map for value in (entry if isinstance(entry, list) else [entry])]
+    return [*(config.get("architectures") or []), *(str(value).rsplit(".", 1)[-1] for value in values if value)]
+
+
+def model_names(config: Config) -> list[str]:
+    """The names of the network itself: its classes, without those of its config and tokenizer, and its model type."""
+    auto_map = config.get("auto_map") or {}
+    models = {key: value for key, value in auto_map.items() if key.startswith("AutoModel")}
+    names = class_names({"architectures": config.get("architectures"), "auto_map": models})
+    return [*names, *([str(config["model_type"])] if config.get("model_type") else [])]
+
+
+def require_masks(config: Config, name: str, family: str | None = None) -> None:
+    """Raise DuelError if the config.json of checkpoint `name` says that the network is not a masked one.
+
+    `family`: as the user calls the network, whatever its names.
+    """
+    for given in model_names(config) if family is None else ():
+        if given.lower() in _REFUSED:
+            known, reason = _REFUSED[given.lower()]
+            raise DuelError(f"{name} is a {known}: {reason}.")
+    for key, values in MASKING.items():
+        entry = config.get(key)
+        kind = entry.get("type") if isinstance(entry, Mapping) else entry
+        if isinstance(kind, str) and kind.lower() not in values:
+            raise DuelError(
+                f"The config.json of {name} has {key}={kind}, and masked diffusion has {key}={values[0]}. With other "
+                "noise there is no mask state, and no order of unmasking to score."
+            )

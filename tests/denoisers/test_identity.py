@@ -1,0 +1,110 @@
+"""What every known class of discrete diffusion models is taken for by its config.json alone, or why it is refused."""
+
+import json
+
+import dit_reference
+import pytest
+import tiny
+from decoder_reference import CASES, LLAMA, QWEN3
+from networks import refused
+
+from lm_eval_duel.denoisers import unloaded
+
+GPT2_SIZE = {"hidden_dim": 768, "n_blocks": 12, "n_heads": 12, "cond_dim": 128, "model_length": 1024}
+MDLM, BD3LM, SEDD, GIDD = (dit_reference.CONFIGS[name] for name in ("mdlm", "bd3lm", "sedd", "gidd"))
+SIZES = {key: MDLM[key] for key in ("vocab_size", "model_length", "hidden_dim", "n_blocks", "n_heads")}
+DUO = {
+    "architectures": ["DUO"],
+    "model_type": "DUO",
+    "causal": False,
+    "var_min": True,
+    "vocab_size": 50258,
+    **GPT2_SIZE,
+}
+UDLM = {"model_type": "udlm", "time_conditioning": True, "vocab_size": 30522, **GPT2_SIZE}
+TIMED = {**MDLM, "time_conditioning": True}
+
+
+def of_class(name, base=QWEN3, **entries):
+    return {**base, "architectures": [name], "model_type": "own", **entries}
+
+
+def without(config, *keys):
+    return {key: value for key, value in config.items() if key not in keys}
+
+
+ACCEPTED = {  # a config, and the family that it is
+    **{f"{name} by its class": (case.config, name) for name, case in CASES.items() if not case.options},
+    "MDLM": (MDLM, "mdlm"),
+    "MDLM without a class": (without(MDLM, "architectures"), "mdlm"),
+    "MDLM without a model type": (without(MDLM, "model_type"), "mdlm"),
+    "MDLM with its authors' entries": ({**MDLM, "parameterization": "subs", "diffusion": "absorbing_state"}, "mdlm"),
+    "MDLM and entries of no effect": ({**MDLM, "return_dict": False, "dropout": 0.1, "noise": 0.5}, "mdlm"),
+    "BD3-LM": (BD3LM, "bd3lm"),
+    "BD3-LM of one block": ({**BD3LM, "block_size": dit_reference.LENGTH}, "mdlm"),
+    "the AR baseline": (dit_reference.CONFIGS["ar"], "ar"),
+    "SEDD in MDLM's layout": ({**TIMED, "model_type": "sedd"}, "sedd"),
+    "SEDD by its parameterization": ({**TIMED, "parameterization": "sedd"}, "sedd"),
+    "SEDD of its authors": (SEDD, "sedd"),
+    "SEDD and its noise": ({**SEDD, "noise": {"type": "loglinear", "sigma_max": 20}}, "sedd"),
+    "GIDD": (GIDD, "gidd"),
+}
+REFUSED = {  # a config, and what the error names
+    "Duo as published": (DUO, "DUO.*random tokens"),
+    "Duo without a class": (without(DUO, "architectures"), "DUO"),
+    "Duo without a model type": (without(DUO, "model_type"), "DUO"),
+    "Duo that calls itself MDLM": ({**DUO, "model_type": "mdlm"}, "DUO"),
+    "Duo by its code": ({**MDLM, "auto_map": {"AutoModelForMaskedLM": "model.DUO"}}, "DUO"),
+    "UDLM as published": (UDLM, "UDLM"),
+    "UDLM by its class": ({**without(UDLM, "model_type"), "architectures": ["UDLM"]}, "UDLM"),
+    "MDLM's sizes without a name": (SIZES, "neither a class nor a model type"),
+    "MDLM's sizes under another name": ({**SIZES, "model_type": "mdlm2"}, "mdlm2"),
+    "MDLM of another class": ({**MDLM, "architectures": ["MDLMBPE"]}, "MDLMBPE"),
+    "MDLM of E2D2's authors": ({"model_type": "mdlm", "architectures": ["MDLM"], "length": 1024}, "hidden_dim"),
+    "MDLM with uniform noise": ({**MDLM, "diffusion": "uniform"}, "diffusion=uniform"),
+    "MDLM as D3PM": ({**MDLM, "parameterization": "d3pm"}, "parameterization=d3pm"),
+    "MDLM that is given the time": (TIMED, "family=sedd"),
+    "MDLM with a uniform graph": ({**MDLM, "graph": {"type": "uniform"}}, "graph=uniform"),
+    "SEDD that is not given the time": ({**MDLM, "model_type": "sedd"}, "time_conditioning=false"),
+    "SEDD with a uniform graph": ({**SEDD, "graph": {"type": "uniform"}}, "graph=uniform"),
+    "SEDD with a graph of no type": ({**SEDD, "graph": {}}, "graph without a type"),
+    "SEDD with geometric noise": ({**SEDD, "noise": {"type": "geometric"}}, "noise=geometric"),
+    "SEDD of another scale": ({**SEDD, "model": {**SEDD["model"], "scale_by_sigma": False}}, "scale_by_sigma"),
+    "SEDD with the class of a Llama": ({**SEDD, **LLAMA, "architectures": ["LlamaForCausalLM"]}, "estimator=ar"),
+    "GIDD with uniform noise": ({**GIDD, "p_uniform": 0.1}, "uniform noise"),
+    "GIDD of another class": ({**GIDD, "architectures": ["GiddForDiffusionLM"], "model_type": "gidd"}, "gidd"),
+    "GIDD with MDLM's class": ({**GIDD, "architectures": ["MDLM"]}, "names MDLM, dit"),
+    "an image DiT": ({"model_type": "dit", "hidden_size": 768}, "has no vocab_size"),
+    "DiffusionGemma": (of_class("DiffusionGemmaForBlockDiffusion"), "random tokens"),
+    "DiffusionGemma by its type": ({"model_type": "diffusion_gemma"}, "random tokens"),
+    "WeDLM": (of_class("WeDLMForCausalLM"), "reorders tokens"),
+    "LLaDA2.1": (of_class("LLaDA21MoeModelLM"), "edits revealed tokens"),
+    "E2D2": (of_class("E2D2"), "encoder-decoder"),
+    "DPLM-2": (of_class("EsmForDPLM2"), "structure tokens"),
+    "DPLM-2 Bit": (of_class("EsmForDPLM2Bit"), "structure tokens"),
+    "Nemotron with images": (of_class("NemotronLabsDiffusionVLMModel"), "images"),
+    "a Llama, such as DiffuLLaMA": ({**LLAMA, "architectures": ["LlamaForCausalLM"]}, "estimator=ar"),
+    "a Qwen3, such as I-DLM": ({**QWEN3, "architectures": ["Qwen3ForCausalLM"]}, "estimator=ar"),
+    "a class of no family, such as NeoBERT": (of_class("NeoBERTLMHead"), "'own'"),
+    "a class of no family on a BERT": (of_class("DiffusionBertForMaskedLM", {}, model_type="bert"), "DiffusionBert"),
+    "Dream with uniform noise": ({**CASES["dream"].config, "diffusion": "uniform"}, "diffusion=uniform"),
+    "LLaDA with a uniform graph": ({**CASES["llada"].config, "graph": "uniform"}, "graph=uniform"),
+    "LLaDA and Duo": ({**CASES["llada"].config, "architectures": ["LLaDAModelLM", "DUO"]}, "DUO"),
+}
+
+
+@pytest.mark.parametrize("case", ACCEPTED)
+def test_a_config_is_accepted_for_what_it_says(case, tmp_path):
+    config, family = ACCEPTED[case]
+    (tmp_path / "config.json").write_text(
+        json.dumps({key: value for key, value in config.items() if value is not None})
+    )
+    assert unloaded.read(str(tmp_path), {"mask_token_id": 12}).family == family
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_config_is_refused_if_it_says_something_else(case, tmp_path):
+    config, words = REFUSED[case]
+    tiny.tokenizer().save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    refused(str(tmp_path), words)
