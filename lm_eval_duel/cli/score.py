@@ -15,7 +15,7 @@ from lm_eval_duel.errors import DuelError, too_few_documents, usage
 from lm_eval_duel.estimators.registry import Kind, arguments, find, kind_of, of_spec
 from lm_eval_duel.options import Options, model_of
 from lm_eval_duel.rates import perplexity, ratio
-from lm_eval_duel.results.paired import PairedDifference, Scored, difference, key_of
+from lm_eval_duel.results.paired import PairedDifference, Scored, Texts, difference, key_of, unknown_error
 from lm_eval_duel.results.records import plain
 from lm_eval_duel.results.table import Cell as TableCell
 from lm_eval_duel.results.table import Column, Table
@@ -140,9 +140,13 @@ def figures_of(lm: DuelMDM, rows: Sequence[Row]) -> dict[str, Any]:
 
 def compared(every: Sequence[tuple[dict[str, Any], Sequence[Row]]]) -> list[PairedDifference]:
     """The first model against each of the others, on the same texts."""
-    (figures, rows), *others = every
+    sides = []
+    for figures, rows in every:
+        stderr = figures["total"]["log_prob_stderr"]
+        sides.append(Texts(rows, figures["kind"], stderr, unknown_error(figures["estimator"], figures["spec"], stderr)))
+    (first, _), *others = every
     return [
-        difference(rows, theirs, _names(figures, other), (figures["kind"], other["kind"])) for other, theirs in others
+        difference(sides[0], side, _names(first, other)) for side, (other, _) in zip(sides[1:], others, strict=True)
     ]
 
 

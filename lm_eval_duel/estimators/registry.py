@@ -52,6 +52,13 @@ class MonteCarlo:
     argument: str = ""  # the model arg that says how many are drawn, if one does
     no_error: str = "the results have none"  # why a report may lack the error
 
+    def unknown(self, spec: Mapping[str, Any]) -> str:
+        """Why a value with this spec has no standard error."""
+        count = str(spec.get(self.argument, ""))
+        few = count.isdecimal() and int(count) < 8
+        why = f"{self.argument}={count}; it takes 8 or more" if few else self.no_error
+        return f"{self.error} error not known ({why})"
+
 
 @dataclasses.dataclass(frozen=True)
 class Entry:

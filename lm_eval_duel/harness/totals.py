@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from lm_eval_duel.core.scores import WindowScore, known_sum
@@ -67,10 +67,8 @@ class Outcome(NamedTuple):
     @property
     def total(self) -> Total:
         """The sum over its windows, with the Monte Carlo error of `log_prob`, if there is one and it is known."""
-        total = Total()
-        for window, values in zip(self.windows, self.values, strict=True):
-            total.merge(Total.from_value(window, next(iter(values.values()))))
-        return total
+        pairs = zip(self.windows, self.values, strict=True)
+        return Total.from_parts(Total.from_value(window, next(iter(values.values()))) for window, values in pairs)
 
 
 @dataclasses.dataclass
@@ -96,6 +94,14 @@ class Total:
         errors = None if error is None else {hash(window): (1, error, math.sqrt(beam.variance if beam else 0))}
         squares = value.log_prob**2, value.log_prob * tokens, tokens**2
         return cls(value.log_prob, errors, value.nfe, 1, squares, phases, beam)
+
+    @classmethod
+    def from_parts(cls, parts: Iterable[Total]) -> Total:
+        """The sum of several sums; equal windows in them have one error."""
+        total = cls()
+        for part in parts:
+            total.merge(part)
+        return total
 
     def merge(self, other: Total) -> None:
         """Add another sum to this one."""

@@ -262,8 +262,10 @@ class Duel(OnIds):
         )
         estimator.phases["uncached"].budget = budget
         estimates = {
-            n: TextEstimate.from_scores(texts[n], length, scores)
-            for n, length, _, scores in score_texts(self._require_text("estimate", texts), texts, estimator.stream)
+            n: TextEstimate.from_scores(texts[n], length, windows, scores, estimator)
+            for n, length, windows, scores in score_texts(
+                self._require_text("estimate", texts), texts, estimator.stream
+            )
         }
         return [estimates[n] for n in range(len(texts))]
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, cast
 
@@ -13,7 +12,7 @@ from lm_eval_duel.core.scores import Sample, WindowScore, known_sum
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.estimators.phases import Phases
 from lm_eval_duel.estimators.registry import Kind, kind_of
-from lm_eval_duel.harness.totals import Outcome
+from lm_eval_duel.harness.totals import Outcome, Total
 from lm_eval_duel.text.token_text import token_texts
 
 if TYPE_CHECKING:
@@ -45,6 +44,8 @@ class TextScore:
     near_ties: int | None  # steps whose order float noise could change; None: the rule does not say
     windows: tuple[Window, ...]  # what was scored, special tokens included
     window_scores: tuple[WindowScore, ...]
+    sums: Total = dataclasses.field(repr=False)  # over windows; with those of other texts, equal windows have one error
+    spec: dict[str, object] = dataclasses.field(repr=False)  # the estimator and its settings
     unk_tokens: int = 0  # text that the tokenizer does not know; with any, bits_per_byte is no likelihood of the text
 
     @classmethod
@@ -60,7 +61,8 @@ class TextScore:
     ) -> TextScore:
         """The score of a text of `length` tokens from those of its windows."""
         total = Outcome.from_scores(windows, scores, estimator).total
-        kind = kind_of(estimator.name, estimator.describe(), total.is_bound)
+        spec = estimator.describe()
+        kind = kind_of(estimator.name, spec, total.is_bound)
         log_prob = math.fsum(score.log_prob for score in scores)
         nfe: int | None = 0
         near_ties: int | None = 0
@@ -81,6 +83,8 @@ class TextScore:
             near_ties=near_ties,
             windows=tuple(windows),
             window_scores=tuple(scores),
+            sums=total,
+            spec=spec,
             unk_tokens=unknown,
         )
 
@@ -102,6 +106,13 @@ class TextEstimate:
     sampled_blocks: int  # scored without the cache, too
     correlation: float | None  # of a block's log-probs with and without the cache, over sampled blocks
     window_scores: tuple[TwoPhaseScore, ...]
+    sums: Total = dataclasses.field(repr=False)  # over windows; equal windows have one error
+    spec: dict[str, object] = dataclasses.field(repr=False)  # the estimator and its settings
+
+    @property
+    def kind(self) -> str:
+        """What the value is, as in `TextScore`."""
+        return Kind.ESTIMATE.value
 
     @property
     def perplexity(self) -> float:
@@ -120,33 +131,45 @@ class TextEstimate:
 
     @classmethod
     def from_scores(
-        cls, text: str | None, tokens: int, scores: Sequence[WindowScore], bytes: int | None = None
+        cls, text: str, tokens: int, windows: Sequence[Window], scores: Sequence[WindowScore], estimator: Estimator
     ) -> TextEstimate:
         """The estimate of a text of `tokens` tokens from those of its windows."""
-        own = cast("Sequence[TwoPhaseScore]", scores)
-        phases = Phases.total(Phases.read(score.phases) for score in own)
-        times = Counter((score.phases, score.weights, score.cached, score.uncached) for score in own)  # equal windows
-        phases = phases._replace(
-            variance=math.fsum(count**2 * Phases.read(sums).variance for (sums, *_), count in times.items())
-        )
-        return cls(
-            text=text,
-            tokens=tokens,
-            bytes=len(text.encode()) if text is not None else bytes or 0,
-            log_prob=math.fsum(score.log_prob for score in own),
-            stderr=phases.stderr,
-            blocks=phases.blocks,
-            sampled_blocks=phases.sampled,
-            correlation=phases.correlation,
-            window_scores=tuple(own),
-        )
+        sums = Outcome.from_scores(windows, scores, estimator).total
+        own = cast("tuple[TwoPhaseScore, ...]", tuple(scores))
+        return cls._from_sums(text, tokens, len(text.encode()), own, sums, estimator.describe())
 
     @classmethod
     def total(cls, estimates: Sequence[TextEstimate]) -> TextEstimate:
         """The estimate of all these texts together. Equal texts have one sample, which the error takes into account."""
-        scores = [score for estimate in estimates for score in estimate.window_scores]
+        scores = tuple(score for estimate in estimates for score in estimate.window_scores)
         tokens, size = (sum(getattr(estimate, name) for estimate in estimates) for name in ("tokens", "bytes"))
-        return cls.from_scores(None, tokens, scores, size)
+        sums = Total.from_parts(estimate.sums for estimate in estimates)
+        return cls._from_sums(None, tokens, size, scores, sums, estimates[0].spec if estimates else {})
+
+    @classmethod
+    def _from_sums(
+        cls,
+        text: str | None,
+        tokens: int,
+        bytes: int,
+        scores: tuple[TwoPhaseScore, ...],
+        sums: Total,
+        spec: dict[str, object],
+    ) -> TextEstimate:
+        phases = sums.phases or Phases()
+        return cls(
+            text=text,
+            tokens=tokens,
+            bytes=bytes,
+            log_prob=math.fsum(score.log_prob for score in scores),
+            stderr=sums.stderr if sums.windows else 0.0,
+            blocks=phases.blocks,
+            sampled_blocks=phases.sampled,
+            correlation=phases.correlation,
+            window_scores=scores,
+            sums=sums,
+            spec=spec,
+        )
 
 
 @dataclasses.dataclass(frozen=True)

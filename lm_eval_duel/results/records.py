@@ -244,12 +244,7 @@ class Row:
     def stderr_reason(self) -> str:
         """Why a value that is drawn has no error; empty if it has one, and for other rows."""
         drawn = self.entry.drawn
-        if drawn is None or self.stderr is not None:
-            return ""
-        count = self.run.spec.get(drawn.argument, "")
-        few = count.isdecimal() and int(count) < 8
-        why = f"{drawn.argument}={count}; it takes 8 or more" if few else drawn.no_error
-        return f"{drawn.error} error not known ({why})"
+        return "" if drawn is None or self.stderr is not None else drawn.unknown(self.run.spec)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -5,7 +5,10 @@ import itertools
 import json
 import math
 
-from lm_eval_duel import fingerprint
+from lm_eval_duel import TextScore, Window, fingerprint
+from lm_eval_duel.estimators import registry
+from lm_eval_duel.estimators.base import Value
+from lm_eval_duel.harness.totals import Total
 from lm_eval_duel.results.report import main
 
 COUNT = itertools.count()
@@ -218,6 +221,17 @@ def ours(
     }
     samples = {task: _samples(found) for task, found in docs.items()} if log else {}
     return _file(folder, _body(model, config, tasks, size=size, **body), samples)
+
+
+def text_score(text, nats, tokens, estimator="duel", stderr=None, sets=None, phases=None, **spec):
+    """A score as `Duel.score` returns it, of a text in one window. `stderr`: of draws; `sets`: those of a beam."""
+    window = Window((), tuple(text.encode()))
+    sums = Total.from_value(window, Value(nats, stderr, None, phases, sets))
+    spec = {"estimator": estimator, **spec}
+    kind = registry.kind_of(estimator, spec, sums.is_bound)
+    bound, rest = kind == registry.Kind.UPPER_BOUND.value, ((-1.0,) * tokens, (0,) * tokens, None, None, (), ())
+    values = math.exp(-nats / tokens), -nats / math.log(2) / len(text)
+    return TextScore(text, nats, sums.stderr, bound, kind, *values, ("x",) * tokens, *rest, sums, spec)
 
 
 def trace(path, result, records):

@@ -4,16 +4,17 @@ import json
 import math
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 import torch
 from toys import Toy
 
-from lm_eval_duel import Duel, DuelError, TextEstimate, Window, load
+from lm_eval_duel import Duel, DuelError, TextEstimate, Window, compare, load
 from lm_eval_duel.demo import FOLDER
 from lm_eval_duel.estimators import registry
 from lm_eval_duel.estimators.phases import Phases
-from lm_eval_duel.estimators.two_phase import TwoPhaseScore
+from lm_eval_duel.estimators.two_phase import TwoPhase, TwoPhaseScore
 from lm_eval_duel.harness.generation import key_of
 from lm_eval_duel.harness.lm import DuelMDM
 from lm_eval_duel.harness.requests import make_request
@@ -238,11 +239,25 @@ def test_it_needs_no_lm_eval():
 
 def test_equal_texts_have_one_sampling_error():
     """The blocks of equal texts are sampled together, so twice the texts have twice the error, not sqrt(2) times."""
-    scores = [
-        TwoPhaseScore(log_prob, phases=tuple(Phases(blocks=20, sampled=10, drawn=10, variance=variance)))
-        for log_prob, variance in ((-50.0, 9.0), (-60.0, 16.0))
-    ]
-    first, second = (TextEstimate.from_scores(None, 30, [score]) for score in scores)
+    estimator = TwoPhase(load("demo-mdm", device="cpu"), "greedy", 2)
+    first, second = (
+        TextEstimate.from_scores(text, 30, [Window((), (tokens,))], [score], estimator)
+        for text, tokens, score in (
+            ("a", 0, TwoPhaseScore(-50.0, phases=tuple(Phases(blocks=20, sampled=10, drawn=10, variance=9.0)))),
+            ("b", 1, TwoPhaseScore(-60.0, phases=tuple(Phases(blocks=20, sampled=10, drawn=10, variance=16.0)))),
+        )
+    )
     assert (first.stderr, TextEstimate.total([first, second]).stderr) == (3.0, 5.0)
     assert TextEstimate.total([first, second, first, second]).stderr == 10.0
     assert TextEstimate.total([first, first, second]).stderr == math.hypot(6.0, 4.0)
+
+
+def test_scores_are_compared_with_estimates_of_them():
+    duel = Duel.from_pretrained("demo-mdm", rule="left_to_right", block=4, device="cpu")
+    scores, estimates = (
+        call(["We the people", "of the States"]) for call in (duel.score, partial(duel.estimate, sample=1.0))
+    )
+    found = compare(scores, estimates)
+    assert found.difference == pytest.approx(0, abs=1e-5) and found.stderrs == (None, 0.0)
+    with pytest.raises(DuelError, match="several"):
+        compare(scores[:1], [TextEstimate.total(estimates)])

@@ -1,5 +1,6 @@
 """Laws of the statistics: bootstrap intervals, paired differences, verdicts, gap closed, and the paper's tables."""
 
+import dataclasses
 import json
 import math
 from dataclasses import replace
@@ -7,11 +8,12 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from results import documents, hf, ours, per_token, rows
+from results import documents, hf, ours, per_token, rows, text_score
 from results import report as run
 
 from lm_eval_duel import DuelError, compare
-from lm_eval_duel.estimators.registry import NO_BOUND, Kind
+from lm_eval_duel.estimators.phases import Phases
+from lm_eval_duel.estimators.registry import Kind
 from lm_eval_duel.results import paired, pairs, stats
 from lm_eval_duel.results.records import Row
 from lm_eval_duel.results.report import main as report
@@ -114,16 +116,14 @@ def test_the_error_of_gap_closed_against_a_simulation():
 # ---------------------------------------------------------------- two scores of the same texts
 
 
-def scores(shift=0.0, seed=1, tokens=None, kind=Kind.LIKELIHOOD.value, stderr=None):
-    """Scores of the same texts; `shift` in nats per token."""
+def scores(shift=0.0, seed=1, tokens=None, **drawn):
+    """Scores of the same texts; `shift` in nats per token. `drawn`: as in `text_score`."""
     texts, noise = np.random.default_rng(0), np.random.default_rng(seed)
     found = []
     for n in range(SIZE):
         count, hard = int(texts.integers(20, 60)), texts.normal(3.4, 0.5)
         nats = -count * (hard + shift + noise.normal(0, 0.02))
-        text = f"text {n} " + "word " * count
-        found.append(SimpleNamespace(text=text, log_prob=nats, tokens=("x",) * count, stderr=stderr, kind=kind))
-        found[-1].tokens = ("x",) * (tokens or count)
+        found.append(text_score(f"text {n} " + "word " * count, nats, tokens or count, **drawn))
     return found
 
 
@@ -165,23 +165,72 @@ def test_other_texts_are_refused(other):
         compare(scores(), other)
 
 
+BOUND, OPEN, CONVERGED = (
+    {"estimator": "elbo", "mc_samples": 16, "stderr": 0.1},
+    (2, 1, -9, -8, 0, 9),
+    (2, 2, -9, -8, 0, 9),
+)
+
+
 @pytest.mark.parametrize(
-    ("kind", "shift", "word"),
+    ("drawn", "shift", "why"),
     [
-        (Kind.UPPER_BOUND.value, 0.05, "no verdict: second is an upper bound"),
-        (NO_BOUND, 0.05, "no verdict: second is neither a likelihood nor a bound"),
-        (Kind.NOT_A_LIKELIHOOD.value, -0.05, "no verdict: second is not a likelihood"),
-        (Kind.ESTIMATE.value, 0.05, "no verdict: the error of second is not known"),
+        (BOUND, 0.05, "upper bound"),
+        (BOUND | {"elbo_eps": 0.001}, 0.05, "neither a likelihood nor a bound"),
+        ({"estimator": "elbo", "mc_samples": 4}, 0.05, "mc_samples=4"),
+        ({"estimator": "elbo", "mc_samples": 4}, -0.05, "mc_samples=4"),
+        ({"estimator": "two_phase", "phases": Phases(blocks=20)}, 0.05, "not known"),
+        ({"estimator": "oracle"}, -0.05, "not a likelihood"),
+        ({"estimator": "sampled_order", "sets": OPEN, "stderr": 0.0, "beam": 8}, 0.05, "upper bound"),
     ],
 )
-def test_a_bound_an_oracle_and_an_unknown_error(kind, shift, word):
-    found = compare(scores(), scores(shift, seed=2, kind=kind), ("first", "second"))
-    assert found.verdict == word
+def test_values_that_allow_no_verdict(drawn, shift, why):
+    """Whatever a report has doubts about, `compare` has, too."""
+    other = scores(shift, seed=2, **drawn)
+    for found in (compare(scores(), other), compare(other, scores())):
+        assert found.verdict.startswith("no verdict") and why in found.verdict
+
+
+def test_an_error_that_is_known_of_all_texts_together_is_enough():
+    few = scores(0.05, seed=2, estimator="two_phase", phases=Phases(20, 2, 2, 1e-4))
+    assert few[0].stderr is None and compare(scores(), few).verdict == "first is better"
+
+
+def test_a_value_is_a_bound_if_that_of_any_text_is():
+    """A beam that has not converged in one text makes a bound of the whole."""
+    settings = {"estimator": "sampled_order", "stderr": 0.0, "beam": 8}
+    beams = scores(0.05, sets=CONVERGED, **settings)
+    assert compare(scores(), beams).verdict == "first is better"
+    open_one = scores(0.05, sets=OPEN, **settings)[-1]
+    found = compare(scores(), [*beams[:-1], open_one])
+    assert found.verdict.startswith("no verdict") and "<=" in str(found) and found.kinds[1] == Kind.UPPER_BOUND.value
+
+
+def test_equal_texts_share_their_draws():
+    """Twelve copies of one text have one error twelve times, as in the total of a run."""
+    exact = [text_score("the same text", -30.0, 10)] * 12
+    drawn = [text_score("the same text", -29.0, 10, **BOUND | {"stderr": 1.0})] * 12
+    low, high = compare(exact, drawn).interval
+    assert (high - low) / (2 * 1.96) == pytest.approx(1.0 / 10, rel=0.05)
+    assert compare(exact, drawn).stderrs == (None, pytest.approx(math.exp(2.9) * 0.1))
+    others = [text_score(f"other text {n}", -29.0, 10, **BOUND | {"stderr": 1.0}) for n in range(12)]
+    low, high = compare([text_score(s.text, -30.0, 10) for s in others], others).interval
+    assert (high - low) / (2 * 1.96) == pytest.approx(1.0 / 10 / math.sqrt(12), rel=0.05)
+
+
+def test_what_is_no_score_of_one_model_is_refused():
+    mixed = [*scores()[:-1], scores(estimator="oracle")[-1]]
+    positive = [dataclasses.replace(scores()[0], log_prob=1.0), *scores()[1:]]
+    unknown = [dataclasses.replace(scores()[0], log_prob=math.nan), *scores()[1:]]
+    for other in (mixed, positive, unknown, ["text"] * SIZE, [3.0] * SIZE, "text"):
+        for lists in ((scores(), other), (other, scores())):
+            with pytest.raises(DuelError):
+                compare(*lists)
 
 
 def test_the_monte_carlo_error_widens_the_interval():
     a, b = scores(), scores(0.05, seed=2)
-    drawn = scores(0.05, seed=2, kind=Kind.ESTIMATE.value, stderr=3.0)
+    drawn = scores(0.05, seed=2, estimator="elbo", mc_samples=16, stderr=3.0)
     widths = [high - low for low, high in (compare(a, other).interval for other in (b, drawn))]
     tokens = sum(len(score.tokens) for score in a)
     error = 3.0 * math.sqrt(SIZE) / tokens
