@@ -99,11 +99,7 @@ ELSEWHERE = {
     "sigma": "of SEDD, below",
     "first_token": "of a causal prefix: denoisers/test_causal_prefix.py",
     "revision": "of the hub, below",
-    "file": "of learned, in test_learned.py",
-    **dict.fromkeys(("decay", "alpha", "table"), "of pc, with its file, in test_published.py"),
-    "pc steps": "as the others of pc",
     "quota eos": "with ids of a tokenizer, in test_presets.py",
-    **dict.fromkeys(("learned k", "learned_threshold mu"), "as k and mu of others; with a file"),
 }
 OWNERS = {  # the arguments of each owner, and the model args that name it
     "": (MODEL_ARGUMENTS, {}),

@@ -86,9 +86,7 @@ def fits(toy, block, grid, window):
     )
 
 
-ELSEWHERE = (  # in tests/rules: a tie, a schedule, files
-    *("hierarchy", "dream", "pc", "learned", "learned_threshold"),
-)
+ELSEWHERE = ("hierarchy", "dream")  # in tests/rules: a tie, a schedule
 
 
 def some_rule(chance):

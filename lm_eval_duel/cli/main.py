@@ -37,7 +37,6 @@ COMMANDS = {  # name: (module below lm_eval_duel with its `main`, what it does)
         "cli.data",
         "check the benchmarks' data sets: `tools data check` loads them and prints their contents",
     ),
-    "tools frequencies": ("cli.frequencies", "count how often each token occurs in a text, for the rule pc"),
     "tools where": (
         "cli.where",
         "print the absolute path of the tasks, the recipes, a bundled checkpoint or its results",

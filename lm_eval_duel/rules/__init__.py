@@ -23,9 +23,7 @@ from lm_eval_duel.rules.checked import with_checks
 from lm_eval_duel.rules.deployed import DinferThreshold, EntropyThreshold, Factor, Hierarchy, HighOrTopk
 from lm_eval_duel.rules.fixed import LeftToRight, Random, RightToLeft
 from lm_eval_duel.rules.klass import Klass
-from lm_eval_duel.rules.learned import Learned, LearnedThreshold
 from lm_eval_duel.rules.modules import ModuleRule, compute_dtype, in_memory
-from lm_eval_duel.rules.pc import PC
 from lm_eval_duel.rules.refused import require_covered
 from lm_eval_duel.rules.scheduled import Dream, Quota
 from lm_eval_duel.rules.scores import Entropy, Greedy, LogMargin, Margin
@@ -73,9 +71,6 @@ RULES: dict[str, type[Rule]] = {
         Hierarchy,
         Quota,
         Dream,
-        PC,
-        Learned,
-        LearnedThreshold,
     )
 }  # in the order of tables
 ALIASES = {

@@ -41,7 +41,7 @@ class Looks(rules.ModuleRule):
     def __call__(self, predictions, lanes):
         features, lane = predictions.features, lanes.masked.nonzero()[:, 0]  # (C, D), (C,)
         count = lanes.masked.sum(1)[:, None]  # (R, 1)
-        mean = torch.zeros(len(lanes), features.shape[1], dtype=features.dtype).index_add(0, lane, features) / count
+        mean = features.new_zeros(len(lanes), features.shape[1]).index_add(0, lane, features) / count
         scores = self.module(features)(features, mean[lane])[:, 0]  # (C,)
-        key = torch.full(lanes.masked.shape, torch.inf, dtype=scores.dtype).masked_scatter(lanes.masked, -scores)
+        key = scores.new_full(lanes.masked.shape, torch.inf).masked_scatter(lanes.masked, -scores)
         return rules.Decision(lanes.masked & (rules.rank(key) < self.k))

@@ -24,6 +24,7 @@ hub.pick_device = lambda name: torch.device(name) if str(name) == simulated_devi
 import networks  # noqa: E402
 import tiny  # noqa: E402
 from harness_requests import ask  # noqa: E402
+from safetensors.torch import save_file  # noqa: E402
 from torch.utils._pytree import tree_flatten  # noqa: E402
 
 from lm_eval_duel import Duel, denoisers, training_metrics  # noqa: E402
@@ -38,7 +39,6 @@ from lm_eval_duel.estimators.subsets.sampled_order import SampledOrder  # noqa: 
 from lm_eval_duel.estimators.two_phase import TwoPhase  # noqa: E402
 from lm_eval_duel.harness.distributed import Ranks  # noqa: E402
 from lm_eval_duel.harness.lm import DuelMDM  # noqa: E402
-from lm_eval_duel.rules.learned import save_planner  # noqa: E402
 
 CPU, SIM = "cpu", simulated_device.NAME
 RULES = (
@@ -154,9 +154,9 @@ def waits(folder):
 
 def harness(folder):
     """The model as the harness calls it, what ranks exchange, and a network in memory while it is trained."""
-    path, planner = tiny.checkpoint(Path(folder), "bert", length=16), Path(folder) / "planner.safetensors"
+    path, looks = tiny.checkpoint(Path(folder), "bert", length=16), Path(folder) / "looks.safetensors"
     torch.manual_seed(0)
-    save_planner(torch.nn.Linear(17, 1), planner, ("features", "entropy"))
+    save_file({"weight": torch.randn(1, 16, 16)}, looks)
     windows = [Window((2,), (7, 9, 30, 12, 8), (3,)), Window((14, 20, 9), (10, 9, 31, 12), (13,))]
     ids = {"mask_token_id": 4, "max_length": 16, "block": 3}
 
@@ -173,7 +173,7 @@ def harness(folder):
         model, tokenizer = tiny.network("bert").train().to(device), tiny.tokenizer()
         function = lambda ids, real: model(input_ids=ids, attention_mask=None if real is None else real.long()).logits  # noqa: E731
         for arguments, options in (
-            ((model,), {**ids, "rule": f"learned:file={planner}"}),
+            ((model,), {**ids, "rule": f"custom_rules:Looks:file={looks}"}),
             ((model,), {**ids, "cache": "dual"}),
             ((function,), {**ids, "module": model}),
         ):

@@ -10,6 +10,7 @@ import published
 import pytest
 import torch
 from laws import check_scored_as_drawn, total
+from pages import ROOT
 from toys import BlockCausal, Rotary, Toy
 
 from lm_eval_duel import Duel, rules
@@ -20,16 +21,16 @@ from lm_eval_duel.errors import DuelError, RuleStalled
 from lm_eval_duel.estimators.checks import check_rule
 from lm_eval_duel.options import Options
 from lm_eval_duel.rules import refused
-from lm_eval_duel.rules.pc import COUNTS, TOTAL
 
 WIDTH, TOKENS = 7, 5
+PC = f"{ROOT}/examples/rules/pc.py:PC"
 
 
 @pytest.fixture(scope="module")
 def table(tmp_path_factory):
-    """The counts of tokens 0 and 2 among 20, for the rule pc."""
+    """The counts of tokens 0 and 2 among 20, for examples/rules/pc.py."""
     path = tmp_path_factory.mktemp("pc") / "table.json"
-    path.write_text(json.dumps({TOTAL: 20, COUNTS: {"0": 9, "2": 3}}))
+    path.write_text(json.dumps({"num_token": 20, "p_baseline_dict": {"0": 9, "2": 3}}))
     return str(path)
 
 
@@ -116,10 +117,10 @@ def test_quotas_are_those_of_the_authors(steps, step, lanes, table):
         f"quota:steps={steps}:eos=conf:eos_id=2:eot_id=4": lambda p, masked, m: published.quota_without_ends(
             p, masked, m, steps, step, ends
         ),
-        f"pc:decay=0.25:alpha=0.9:steps={steps}:table={table}": lambda p, masked, m: published.pc(
+        f"{PC}:decay=0.25:alpha=0.9:steps={steps}:table={table}": lambda p, masked, m: published.pc(
             p, masked, m, steps, step, 0.25, 0.9, 20, {0: 9, 2: 3}
         ),
-        f"pc:decay=0.0:alpha=0.9:steps={steps}:table={table}": lambda p, masked, m: published.pc(
+        f"{PC}:decay=0.0:alpha=0.9:steps={steps}:table={table}": lambda p, masked, m: published.pc(
             p, masked, m, steps, step, 0.0, 0.9, 20, {0: 9, 2: 3}
         ),
     }
@@ -253,7 +254,7 @@ def new_rules(table):
         "entropy_bound:gamma=1.5:inclusive=true",
         "quota:steps=2",
         "quota:steps=3:eos=conf:eos_id=1",
-        f"pc:decay=0.25:alpha=0.9:steps=2:table={table}",
+        f"{PC}:decay=0.25:alpha=0.9:steps=2:table={table}",
         "dream:alg=topk_margin:steps=2",
         "dream:alg=confidence_threshold:steps=1:tau=0.5",
         KLASS.format(mu=0.4, nu=0.4, history=1),

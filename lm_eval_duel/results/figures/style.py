@@ -34,9 +34,6 @@ RULES = {  # Okabe and Ito's colours, and Tol's for the others: both colour-blin
     "dinfer_threshold": "#6699CC",
     "quota": "#DDCC77",
     "dream": "#888888",
-    "pc": "#AA4466",
-    "learned": "#EE7733",
-    "learned_threshold": "#0077BB",
 }
 OTHER_RULES = ("#33BBEE", "#EE3377", "#CC3311", "#225522", "#BBCC33")  # a user's rule: chosen by its name
 MODELS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#882255", "#332288", "#117733", "#661100", "#0077BB", "#AA4499")

@@ -1,0 +1,159 @@
+"""Learned rules: a small network, a planner, scores each masked position, and the largest scores are revealed.
+
+    score = linear layers of [features of the position, statistics of its distribution]
+
+A planner is trained to say whether the network's most probable token is right (as in Learn2PD, Bao et al. 2025). The
+likelihood under it is exact, too, because it sees only what a rule sees. Train one for `demo-mdm`, then score with it:
+
+    python examples/rules/learned.py --out planner.safetensors
+    lm-eval-duel run demo-mdm --tasks sotu --limit 2 \
+        --model_args rule=examples/rules/learned.py:Learned:file=planner.safetensors:k=4,block=32
+
+Shapes: N rows, L length, R lanes, W block width, C masked positions, U positions that differ, D features, V tokens.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import lzma
+import math
+from collections.abc import Sequence
+
+import torch
+from safetensors.torch import save_file
+
+from lm_eval_duel import Duel
+from lm_eval_duel.core.lanes import Lanes
+from lm_eval_duel.core.predictions import Predictions
+from lm_eval_duel.demo import FOLDER
+from lm_eval_duel.errors import DuelError, unknown
+from lm_eval_duel.rules import Decision, ModuleRule, compute_dtype
+from lm_eval_duel.rules.base import best, log_odds, nearest, sure_or_best
+
+FEATURES = "features"  # the input of the LM head
+STATISTICS = ("confidence", "margin", "log_margin", "entropy")
+LARGEST = 100.0  # statistics are cut to +-100: the confidence of a probability of 1 is infinite
+
+
+@dataclasses.dataclass(frozen=True)
+class Planner(ModuleRule):
+    """Base of the rules that follow a planner's scores; near ties are counted in the planner's own scores.
+
+    `file`: what `save_planner` wrote. `ModuleRule` puts its content into the fingerprint.
+    """
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in self.inputs:
+            if name not in (FEATURES, *STATISTICS):
+                raise unknown(f"input of the planner {self.file}", name, [FEATURES, *STATISTICS])
+
+    @property
+    def inputs(self) -> list[str]:
+        """The inputs that the planner reads, in their order."""
+        return self.header().metadata.get("inputs", "").split(",")
+
+    @classmethod
+    def build(cls, tensors: dict[str, torch.Tensor], metadata: dict[str, str]) -> torch.nn.Module:
+        modules = []
+        for key in sorted((key for key in tensors if key.endswith("weight")), key=lambda key: int(key.split(".")[0])):
+            height, width = tensors[key].shape
+            modules += [getattr(torch.nn, metadata["activation"])()] if modules else []
+            modules.append(torch.nn.Linear(width, height))
+        planner = torch.nn.Sequential(*modules)
+        planner.load_state_dict(tensors)
+        return planner
+
+    def score(self, predictions: Predictions, lanes: Lanes) -> torch.Tensor:
+        """The planner's score of each masked position, float32 or float64 (R, W)."""
+        statistics = [name for name in self.inputs if name != FEATURES]
+
+        def scores(features: torch.Tensor, *values: torch.Tensor) -> torch.Tensor:  # (U, D) and (U,) each -> (U,)
+            columns = {name: value[:, None] for name, value in zip(statistics, values, strict=True)}
+            columns = {name: column.clamp(-LARGEST, LARGEST) for name, column in columns.items()} | {FEATURES: features}
+            stacked = torch.cat([columns[name].to(compute_dtype(features)) for name in self.inputs], 1)
+            planner = self.module(features)
+            if stacked.shape[1] != planner[0].in_features:
+                raise DuelError(
+                    f"{self.file} reads {planner[0].in_features} numbers of a position, and this network gives "
+                    f"{stacked.shape[1]}: it was trained on another one."
+                )
+            return planner(stacked)[:, 0]
+
+        plane = predictions.apply(scores, *(getattr(predictions, name) for name in statistics))  # (R, W)
+        if not plane[lanes.masked].isfinite().all():
+            raise DuelError(f"The scores of {self.file} are NaN or infinite on this network's features.")
+        return plane
+
+
+@dataclasses.dataclass(frozen=True)
+class Learned(Planner):
+    """The k positions with the largest score."""
+
+    state_only = True
+    k: int = 1
+
+    def __call__(self, predictions: Predictions, lanes: Lanes) -> Decision:
+        return Decision(*best(predictions, lanes, self.score(predictions, lanes), self.k, 1.0))
+
+
+@dataclasses.dataclass(frozen=True)
+class LearnedThreshold(Planner):
+    """All positions with sigmoid(score) >= mu, or else the one with the largest score."""
+
+    state_only = True
+    adaptive = True  # the number of steps depends on the text
+    mu: float = 0.9
+
+    def __call__(self, predictions: Predictions, lanes: Lanes) -> Decision:
+        score, least = self.score(predictions, lanes), log_odds(self.mu)
+        distance = nearest(score - least, lanes.masked)  # (R,)
+        return Decision(*sure_or_best(predictions, lanes, lanes.masked & (score >= least), distance, score, 1.0))
+
+
+def save_planner(planner: torch.nn.Sequential, path: str, inputs: Sequence[str]) -> None:
+    """Write linear layers with one activation of torch.nn between them, from `inputs` (I,) to one score.
+
+    `inputs`: of "features", "confidence", "margin", "log_margin" and "entropy", in the planner's order; "features"
+    stands for all D of them.
+    """
+    kinds = [type(layer) for layer in planner]
+    if {*kinds[::2]} != {torch.nn.Linear} or len({*kinds[1::2]}) > 1:
+        raise DuelError(f"A planner is linear layers with one activation between them, not {planner}: write a `build`.")
+    metadata = {"inputs": ",".join(inputs)} | ({"activation": kinds[1].__name__} if kinds[1:] else {})
+    save_file({key: value.contiguous() for key, value in planner.state_dict().items()}, path, metadata)
+
+
+def train(steps: int = 200) -> torch.nn.Sequential:
+    """A planner for `demo-mdm`, which reads features and entropy, trained on bundled text in a few seconds."""
+    duel = Duel.from_pretrained("demo-mdm", device="cpu")
+    with lzma.open(FOLDER / "text" / "sotu_full.jsonl.xz", "rt", encoding="utf-8") as file:
+        ids = torch.tensor(duel.tokenizer(json.loads(file.readline())["text"][:60000])["input_ids"])
+    rows = ids[: len(ids) // 64 * 64].view(-1, 64)  # (N, L)
+    masked = torch.rand(rows.shape) < torch.rand(len(rows), 1)  # (N, L) from few masks to many
+    with torch.no_grad():
+        hidden = rows.masked_fill(masked, duel.denoiser.mask_id)
+        features = duel.denoiser.features(hidden, None)[masked].float()  # (C, D)
+        logits = duel.denoiser.head(features).float().masked_fill(duel.denoiser.excluded, -math.inf)  # (C, V)
+    log_p = logits.log_softmax(1)  # (C, V)
+    inputs = torch.cat([features, torch.special.entr(log_p.exp()).sum(1, keepdim=True)], 1)  # (C, D + 1)
+    right = (log_p.argmax(1) == rows[masked]).float()  # (C,)
+    planner = torch.nn.Sequential(torch.nn.Linear(inputs.shape[1], 64), torch.nn.GELU(), torch.nn.Linear(64, 1))
+    optimizer = torch.optim.AdamW(planner.parameters(), lr=1e-3)
+    for _ in range(steps):
+        batch = torch.randint(len(inputs), (256,))
+        loss = torch.nn.functional.binary_cross_entropy_with_logits(planner(inputs[batch])[:, 0], right[batch])
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    print(f"loss of the last batch: {loss.item():.3f} nats a position")
+    return planner
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description="Train a planner for demo-mdm.")
+    parser.add_argument("--out", default="planner.safetensors", help="the file to write")
+    torch.manual_seed(0)
+    save_planner(train(), parser.parse_args().out, ("features", "entropy"))
