@@ -23,7 +23,6 @@ COMMANDS = {  # name: (module below lm_eval_duel with its `main`, what it does)
         "results.leaderboard",
         "one page of lm_eval results to sort, filter and send, with a view of texts",
     ),
-    "replay": ("cli.replay", "log-probabilities of recorded trajectories, and whether a rule reproduces their order"),
     "show": ("cli.show", "print one document of a trace, its tokens coloured by reveal step or by likelihood"),
     "paper": ("cli.paper", "measure the paper's tables: published and measured side by side, with a verdict"),
     "plan": ("cli.plan", "count what a run will cost before it starts: rows, operations, memory, hours"),

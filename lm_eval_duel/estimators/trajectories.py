@@ -11,18 +11,23 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
 from lm_eval_duel import rules
 from lm_eval_duel.core.decision import NEAR_TIE
+from lm_eval_duel.core.denoiser import Denoiser
 from lm_eval_duel.core.lanes import Lanes, Rows
 from lm_eval_duel.core.predictions import Predictions
 from lm_eval_duel.core.windows import Ids, Window, target_parts
 from lm_eval_duel.errors import DuelError
+from lm_eval_duel.estimators.arguments import ConfidenceArguments
 from lm_eval_duel.estimators.base import Estimator
 from lm_eval_duel.estimators.duel import DuelEstimator
 from lm_eval_duel.estimators.fixed_orders import Replay
+from lm_eval_duel.estimators.subsets.counts import StepCounts
+from lm_eval_duel.estimators.subsets.drawn import untempered
 from lm_eval_duel.estimators.subsets.sampled_confidence import BestDrawn
 
 
@@ -104,6 +109,13 @@ def follow(
                 log_joint=None if sampler is None else scored.log_prob + math.fsum(factors),
             )
     return followed
+
+
+def best_drawn(denoiser: Denoiser, **arguments: Any) -> BestDrawn:
+    """The sampler of estimator=sampled_confidence with these arguments, for `follow`."""
+    own = ConfidenceArguments(**arguments)
+    scale = untempered(denoiser) if own.confidence == "untempered" else 1.0
+    return BestDrawn(StepCounts.from_arguments(own), own.tau, own.strict, scale)
 
 
 def in_blocks(order: Sequence[int], window: Window, duel: DuelEstimator, n: int) -> tuple[int, ...]:

@@ -1,7 +1,6 @@
 """Recorded trajectories: the joint probability of text and order, and what is said of an order."""
 
 import itertools
-import json
 import math
 
 import pytest
@@ -9,13 +8,8 @@ import torch
 from toys import BlockCausal, Toy
 
 from lm_eval_duel import Duel, DuelError, Window
-from lm_eval_duel.cli.main import main
-from lm_eval_duel.cli.replay import read
 from lm_eval_duel.denoisers.wrappers.warpers import Warped
-from lm_eval_duel.estimators.subsets.counts import StepCounts
-from lm_eval_duel.estimators.subsets.drawn import untempered
-from lm_eval_duel.estimators.subsets.sampled_confidence import BestDrawn
-from lm_eval_duel.estimators.trajectories import follow
+from lm_eval_duel.estimators.trajectories import best_drawn, follow
 
 
 def orders(length):
@@ -40,13 +34,9 @@ SETTINGS = [
 def test_the_joint_of_text_and_order_sums_to_the_probability_of_the_text(settings, window):
     denoiser = Warped(Toy(length=8, tokens=7, scale=1.0), temperature=0.8)
     text = Duel(denoiser, block=4, estimator="sampled_confidence", **settings)
-    settings = {"n": None, "tau": None, "steps": None, "schedule": "even", "confidence": "untempered", **settings}
-    counts = StepCounts(settings["n"] or 1, settings["steps"], settings["schedule"], settings["tau"] is not None)
-    scale = untempered(denoiser) if settings["confidence"] == "untempered" else 1.0
-    sampler = BestDrawn(counts, settings["tau"], settings.get("strict", True), scale)
     every = list(orders(len(window.target)))
     along = Duel(denoiser, "left_to_right", 4).estimator
-    joints = [each.log_joint for each in follow(along, [window] * len(every), every, sampler)]
+    joints = [each.log_joint for each in follow(along, [window] * len(every), every, best_drawn(denoiser, **settings))]
     [score] = text.log_prob([window])
     assert math.log(math.fsum(map(math.exp, joints))) == pytest.approx(score.log_prob, abs=1e-9)
     assert sum(joint > -math.inf for joint in joints) > 1
@@ -106,25 +96,3 @@ def test_steps_that_restart_under_a_rule_over_blocks_are_refused():
     assert each.log_prob == pytest.approx(score.log_prob, abs=1e-9) and not each.differences
     with pytest.raises(DuelError, match="do not restart"):
         follow(duel.estimator, [window], [(0, 1, 2, 0, 1, 2)])
-
-
-@pytest.mark.slow
-def test_the_command(tmp_path, capsys):
-    duel = Duel.from_pretrained("demo-bd", rule="greedy")
-    [sample] = duel.sample([(300, 301)], length=8, seed=2)
-    ours = {"context": [300, 301], "target": sample.tokens, "reveal_steps": sample.reveal_steps}
-    steps = {"step_maps": [step + 1 for step in sample.reveal_steps]}
-    server = {"input_ids": [300, 301], "output_ids": sample.tokens, "meta_info": steps}
-    file, out = tmp_path / "rollouts.jsonl", tmp_path / "out.json"
-    file.write_text("\n".join(map(json.dumps, (ours, server))) + "\n")
-    main(["replay", str(file), "--model_args", "pretrained=demo-bd,rule=greedy", "--json", str(out)])
-    assert capsys.readouterr().out.count("the rule's order") == 2
-    for figures in json.loads(out.read_text()):
-        assert figures["log_prob"] == pytest.approx(sample.log_prob, abs=1e-4)
-    model = "pretrained=demo-bd,estimator=sampled_confidence,n=1,temperature=0.8"
-    main(["replay", str(file), "--model_args", model, "--json", str(out)])
-    joint = json.loads(out.read_text())[0]
-    assert joint["log_joint"] < joint["log_prob"]
-    file.write_text("{}\n")
-    with pytest.raises(DuelError, match="line 1: "):
-        list(read(file))
