@@ -28,8 +28,7 @@ from typing import TYPE_CHECKING, Any
 
 from lm_eval_duel import fingerprint
 from lm_eval_duel.errors import DuelError
-from lm_eval_duel.tasks.gap import Gap
-from lm_eval_duel.tasks.tokenized_text import TokenText
+from lm_eval_duel.text.annotated import Gap, TokenText
 
 if TYPE_CHECKING:
     from lm_eval_duel.core.scores import WindowScore

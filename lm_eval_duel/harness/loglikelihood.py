@@ -20,9 +20,8 @@ from lm_eval_duel.harness.run import Finished, Run, Work
 from lm_eval_duel.harness.so_far import Document, SoFar
 from lm_eval_duel.harness.totals import Outcome
 from lm_eval_duel.harness.verify import Verification
-from lm_eval_duel.tasks.columns import MADE, TOKENS
-from lm_eval_duel.tasks.gap import Gap, Residues
-from lm_eval_duel.tasks.tokenized_text import MADE as MADE_HERE
+from lm_eval_duel.tasks.columns import MADE, MADE_HERE, TOKENS
+from lm_eval_duel.text.annotated import Gap, Residues
 from lm_eval_duel.text.text import Text
 
 if TYPE_CHECKING:

@@ -8,17 +8,13 @@ positions.
 from lm_eval_duel.tasks.benchmarks import LENGTH, documents, own_documents, own_rows, token_text, wrapped
 from lm_eval_duel.tasks.bundled import sotu, sotu_choice, sotu_full, task_folder
 from lm_eval_duel.tasks.metrics import perplexity, sizes, token_perplexity
-from lm_eval_duel.tasks.residues import only_residues, proteins, residue_perplexity
 
 __all__ = [
     "LENGTH",
     "documents",
-    "only_residues",
     "own_documents",
     "own_rows",
     "perplexity",
-    "proteins",
-    "residue_perplexity",
     "sizes",
     "sotu",
     "sotu_choice",

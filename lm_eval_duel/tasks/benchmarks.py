@@ -11,12 +11,12 @@ from lm_eval_duel.core.windows import of_row
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.fingerprint import hash_texts, of_tokenizer
 from lm_eval_duel.tasks import corpora, metadata, own_text
-from lm_eval_duel.tasks.columns import MADE, TOKENS
+from lm_eval_duel.tasks.columns import MADE, TOKENS, made
 from lm_eval_duel.tasks.detokenize import DETOKENIZERS
 from lm_eval_duel.tasks.metadata import batched, encoded, load_tokenizer
 from lm_eval_duel.tasks.metrics import sizes
 from lm_eval_duel.tasks.packing import Wrapping
-from lm_eval_duel.tasks.tokenized_text import TokenText, made
+from lm_eval_duel.text.annotated import TokenText
 
 if TYPE_CHECKING:
     import datasets

@@ -14,8 +14,8 @@ from lm_eval.api import task as lm_eval_tasks
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.tasks import metadata, own_text
 from lm_eval_duel.tasks.columns import TOKENS
-from lm_eval_duel.tasks.gap import BLIND, Gap
 from lm_eval_duel.tasks.metrics import perplexity, sizes
+from lm_eval_duel.text.annotated import BLIND, Gap
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -21,7 +21,7 @@ def _patterns(key: str, value: Any) -> list[str]:
     return patterns
 
 
-SCORINGS = ("joint", "marginals", "sequence")  # of variants, see `assays`
+SCORINGS = ("joint", "marginals", "sequence")  # of variants, see task_configs/proteins/utils.py
 
 READERS = {
     "files": _patterns,

@@ -16,8 +16,7 @@ from lm_eval_duel.denoisers.load_options import WHOLE_ROW_BOS
 from lm_eval_duel.denoisers.special_tokens import convention, end_of_text
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.fingerprint import of_tokenizer
-from lm_eval_duel.tasks.gap import Gap, Residues
-from lm_eval_duel.tasks.tokenized_text import TokenText
+from lm_eval_duel.text.annotated import Gap, Residues, TokenText
 
 NORMALISED = (("lower case", "The House", "the house"), ("accents", "caf\u00e9", "cafe"))  # and texts that tell
 

@@ -10,7 +10,6 @@ from lm_eval_duel.harness.lm import DuelMDM
 from lm_eval_duel.harness.requests import WHOLE_TEXT, make_request, random_order
 from lm_eval_duel.results import samples
 from lm_eval_duel.tasks.metrics import perplexity, token_perplexity
-from lm_eval_duel.tasks.residues import residue_perplexity
 
 pytestmark = pytest.mark.usefixtures("one_load")
 
@@ -41,7 +40,7 @@ def test_a_run_is_resumed_under_the_other_release(folder, tmp_path):
     assert random_order(OLD, 3) == random_order(NEW, 3)
 
 
-@pytest.mark.parametrize("function", [perplexity, token_perplexity, residue_perplexity])
+@pytest.mark.parametrize("function", [perplexity, token_perplexity])
 def test_tasks_read_both_answers(function):
     doc = {"text": "ACD", "duel_tokens": 3, "words": 1, "bytes": 3}
     assert function(doc, [-2.5]) == function(doc, [(-2.5, False)])

@@ -17,7 +17,7 @@ from lm_eval_duel.errors import DuelError, UsageError
 from lm_eval_duel.estimators.duel import DuelEstimator
 from lm_eval_duel.harness.cache import request_key
 from lm_eval_duel.tasks import infilling, named, own_text
-from lm_eval_duel.tasks.gap import Gap
+from lm_eval_duel.text.annotated import Gap
 
 
 def write(folder, name, content):

@@ -12,7 +12,7 @@ from lm_eval_duel.core.windows import Window
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.harness.lm import DuelMDM
 from lm_eval_duel.tasks.packing import Wrapping
-from lm_eval_duel.tasks.tokenized_text import TokenText
+from lm_eval_duel.text.annotated import TokenText
 
 B, E = 90, 91
 DOCUMENTS = [[1, 2, 3], [4, 5], [], [6, 7, 8, 9, 10], [11]]

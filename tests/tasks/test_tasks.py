@@ -1,6 +1,5 @@
 """The bundled tasks: what is in them, and that their token counts are the model's own."""
 
-import datasets
 import pytest
 import tiny
 
@@ -35,32 +34,3 @@ def test_token_counts_follow_the_model_args(tmp_path):
         assert first["duel_tokens"] == len(first["text"].split())
     with pytest.raises(DuelError, match=r"--metadata tokenizer="):
         tasks.sotu(pretrained="/no/such/folder")
-
-
-def test_proteins_are_whole_and_counted_in_residues():
-    data = tasks.only_residues(tasks.proteins()["test"])
-    assert {record["accession"]: len(record["text"]) for record in data} == {  # lengths as UniProtKB has them
-        "P0CG48": 76,  # the first of nine equal ubiquitins
-        "P99999": 105,
-        "P01308": 110,
-        "P69905": 142,
-        "P00698": 147,
-        "P02144": 154,
-        "P42212": 238,
-    }
-    assert tasks.residue_perplexity(data[0], [-152.0])["bits_per_residue"] == (-152.0, 76)
-
-
-def test_what_is_no_residue_is_refused_before_anything_is_scored():
-    def checked(*texts):
-        return tasks.only_residues(datasets.Dataset.from_list([{"text": text} for text in texts]))
-
-    assert checked("MKT\nAYI\n", "M")["text"] == ["MKTAYI", "M"]
-    with pytest.raises(DuelError, match=r"Protein 1 has 'a', 'k', which are not .*: write residues in upper case"):
-        checked("MKT", "Mka")
-    with pytest.raises(DuelError, match=r"Protein 0 has '\*', 'J', which are not letters of residues \(ABC.*: remove"):
-        checked("MJ*")
-    with pytest.raises(DuelError, match=r"Protein 1 is None, not text with a letter for each residue"):
-        checked("MKT", None)
-    with pytest.raises(DuelError, match=r"have no column 'text'; they have seq\. Name the column with the sequences"):
-        tasks.only_residues(datasets.Dataset.from_list([{"seq": "MKT"}]))

@@ -1,7 +1,8 @@
-"""A continuation that knows the text after it.
+"""Strings of the harness that carry more than their characters: token ids, or the text after a gap.
 
-To the harness it is a `str`. duel-mdm reads the suffix and shows it to the network. Other models join the text to its
-context before they encode it, and are refused there, before anything is scored.
+To the harness and to other models they are a `str`; duel-mdm reads the rest. `TokenText` holds its token ids, which
+decoding and encoding could change. `Gap` knows the text after it, which the network sees. Other models join a gap to
+its context before they encode it, and are refused there, before anything is scored.
 """
 
 from __future__ import annotations
@@ -66,3 +67,42 @@ class Residues(Gap):
     @property
     def digest(self) -> str:
         return hashlib.sha256(json.dumps(["residues", self.suffix, self.known]).encode()).hexdigest()[:16]
+
+
+class TokenText(str):
+    """A text and its row of ids.
+
+    `token_ids`: the whole row; `special_tokens`: how many of them, at its beginning and at its end, are special tokens;
+    `tokenizer`: the name and the fingerprint of its tokenizer; `bos`: the convention by which its scored positions were
+    counted, or "".
+    """
+
+    token_ids: tuple[int, ...]
+    special_tokens: tuple[int, int]
+    tokenizer: tuple[str, str]
+    bos: str
+
+    def __new__(
+        cls,
+        text: str,
+        token_ids: Sequence[int],
+        special_tokens: tuple[int, int] = (0, 0),
+        tokenizer: tuple[str, str] = ("", ""),
+        bos: str = "",
+    ) -> TokenText:
+        before, after = special_tokens
+        if before < 0 or after < 0 or before + after > len(token_ids):
+            raise DuelError(f"A row of {len(token_ids)} ids cannot have {before} and {after} special tokens.")
+        self = super().__new__(cls, text)
+        self.token_ids = tuple(int(token) for token in token_ids)
+        self.special_tokens, self.tokenizer, self.bos = (int(before), int(after)), tuple(tokenizer), bos
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return TokenText, (str(self), self.token_ids, self.special_tokens, self.tokenizer, self.bos)
+
+    @property
+    def digest(self) -> str:
+        """Sixteen hexadecimal digits of ids, special tokens and tokenizer."""
+        content = json.dumps([self.token_ids, self.special_tokens, self.tokenizer])
+        return hashlib.sha256(content.encode()).hexdigest()[:16]

@@ -1,9 +1,11 @@
-"""The task proteingym on a tiny random ESM-2: scores against a loop by hand, metrics against their definitions."""
+"""Proteins as tasks; proteingym on a tiny random ESM-2 against a loop by hand, metrics against their definitions."""
 
 import csv
 import functools
+import importlib.util
 import math
 
+import datasets
 import numpy as np
 import pytest
 import torch
@@ -12,8 +14,11 @@ from harness_runs import evaluate
 
 from lm_eval_duel import reference
 from lm_eval_duel.errors import DuelError
-from lm_eval_duel.tasks import assays
-from lm_eval_duel.tasks.gap import Residues
+from lm_eval_duel.tasks import task_folder
+from lm_eval_duel.text.annotated import Residues
+
+SPEC = importlib.util.spec_from_file_location("proteins", f"{task_folder()}/proteins/utils.py")
+SPEC.loader.exec_module(utils := importlib.util.module_from_spec(SPEC))
 
 WILD = "MKTAYIAKQRQISF"
 VARIANTS = ["K2A", "K2W", "T3G", "R10L", "K2A:T3G", "T3W:R10L", "K2V:Y5D:F14M", "Y5C:I6D:A7E"]
@@ -113,14 +118,13 @@ def test_spearman_and_auc_are_those_of_their_definitions():
     scores, measured = generator.integers(0, 6, 40).astype(float), generator.normal(size=40)
     fit = measured > 0
     pairs = [(a > b) + 0.5 * (a == b) for a in scores[fit] for b in scores[~fit]]
-    assert assays.area_under_curve(scores, fit) == pytest.approx(np.mean(pairs))
+    assert utils.area_under_curve(scores, fit) == pytest.approx(np.mean(pairs))
     rank = [sum(scores < s) + (sum(scores == s) + 1) / 2 for s in scores]
-    assert assays.ranks(scores).tolist() == rank
     other = [sum(measured < m) + 1 for m in measured]
-    assert assays.rank_correlation(scores, measured) == pytest.approx(np.corrcoef(rank, other)[0, 1])
-    assert math.isnan(assays.rank_correlation(np.ones(4), measured[:4]))
-    assert math.isnan(assays.area_under_curve(scores, np.ones(40)))
-    value, low, high = assays.with_interval(40, lambda n: assays.rank_correlation(measured[n], measured[n] + scores[n]))
+    assert utils.rank_correlation(scores, measured) == pytest.approx(np.corrcoef(rank, other)[0, 1])
+    assert math.isnan(utils.rank_correlation(np.ones(4), measured[:4]))
+    assert math.isnan(utils.area_under_curve(scores, np.ones(40)))
+    value, low, high = utils.with_interval(40, lambda n: utils.rank_correlation(measured[n], measured[n] + scores[n]))
     assert low < value < high
 
 
@@ -137,10 +141,39 @@ def test_spearman_and_auc_are_those_of_their_definitions():
 def test_wrong_rows_are_named(tmp_path, row, names):
     file = write(tmp_path / "assay.csv", [*substitutions()[2:3], row])
     with pytest.raises(DuelError, match=names):
-        assays.assays(files=file)
+        utils.assays(files=file)
 
 
 def test_other_models_are_refused():
     with pytest.raises(DuelError, match="bidirectional"):
         "MK" + Residues("T", "AY")
     assert Residues("TAY", "K", (1,)).digest != Residues("TAY", "K").digest
+
+
+def test_proteins_are_whole_and_counted_in_residues():
+    data = utils.only_residues(utils.proteins()["test"])
+    assert {record["accession"]: len(record["text"]) for record in data} == {  # lengths as UniProtKB has them
+        "P0CG48": 76,  # the first of nine equal ubiquitins
+        "P99999": 105,
+        "P01308": 110,
+        "P69905": 142,
+        "P00698": 147,
+        "P02144": 154,
+        "P42212": 238,
+    }
+    assert utils.residue_perplexity(data[0], [-152.0])["bits_per_residue"] == (-152.0, 76)
+
+
+def test_what_is_no_residue_is_refused_before_anything_is_scored():
+    def checked(*texts):
+        return utils.only_residues(datasets.Dataset.from_list([{"text": text} for text in texts]))
+
+    assert checked("MKT\nAYI\n", "M")["text"] == ["MKTAYI", "M"]
+    with pytest.raises(DuelError, match=r"Protein 1 has 'a', 'k', which are not .*: write residues in upper case"):
+        checked("MKT", "Mka")
+    with pytest.raises(DuelError, match=r"Protein 0 has '\*', 'J', which are not letters of residues \(ABC.*: remove"):
+        checked("MJ*")
+    with pytest.raises(DuelError, match=r"Protein 1 is None, not text with a letter for each residue"):
+        checked("MKT", None)
+    with pytest.raises(DuelError, match=r"have no column 'text'; they have seq\. Name the column with the sequences"):
+        utils.only_residues(datasets.Dataset.from_list([{"seq": "MKT"}]))

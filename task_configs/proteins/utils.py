@@ -1,7 +1,10 @@
-"""Deep mutational scans from files in ProteinGym's format: does log p of a variant rank what was measured?
+"""Proteins, one letter a residue: perplexities per residue, and deep mutational scans in ProteinGym's format.
 
-A file is an assay: rows of `mutant` ("A24G", "A24G:K30R"), `mutated_sequence`, `DMS_score`, and `DMS_score_bin` where
-there is one. The score of a variant is
+The bits per residue of proteins with log-likelihood ll are -ll / (residues ln 2), summed over all proteins before
+dividing.
+
+A file of `proteingym` is an assay: rows of `mutant` ("A24G", "A24G:K30R"), `mutated_sequence`, `DMS_score`, and
+`DMS_score_bin` where there is one. Does log p of a variant rank what was measured? The score of a variant is
 
     joint       log p(its residues at the mutated sites | all others) - the same of the wild type: for one site the
                 masked marginal, for several the exact joint under the rule
@@ -16,33 +19,75 @@ import logging
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any
 
+import datasets
 import numpy as np
 from lm_eval.api.instance import Instance
+from lm_eval.api.task import ConfigurableTask
+from scipy.stats import rankdata
 
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.tasks import metadata, own_text
-from lm_eval_duel.tasks.gap import Residues
-from lm_eval_duel.tasks.infilling import base_config, base_task
-from lm_eval_duel.tasks.residues import LETTERS
-
-if TYPE_CHECKING:
-    import datasets
+from lm_eval_duel.tasks.bundled import bundled
+from lm_eval_duel.text.annotated import Residues
 
 log = logging.getLogger("lm_eval.duel_mdm")
 
+# the 20 amino acids, the rare O and U, and the placeholders B, X and Z; ESM-2 has no J and reads it as <unk>
+LETTERS = frozenset("ACDEFGHIKLMNPQRSTVWY" + "OU" + "BXZ")
 SUBSTITUTION = re.compile(r"([A-Z])(\d+)([A-Z])")  # wild type, position from 1, mutant
 DRAWS = 1000  # of a bootstrap
+NOWHERE = (float("nan"),) * 3
+
+Item = tuple[str, float, float, int | None]  # assay, score, DMS_score, DMS_score_bin
 
 
-# ---------------------------------------------------------------- files -> documents
+# ---------------------------------------------------------------- whole proteins
+
+
+def proteins(**metadata: Any) -> dict[str, datasets.Dataset]:
+    """Seven well-known proteins of UniProtKB, 972 residues."""
+    return bundled("proteins.jsonl")
+
+
+def only_residues(data: datasets.Dataset) -> datasets.Dataset:
+    """The proteins of the column 'text' without whitespace, as in a wrapped FASTA file.
+
+    Raises DuelError for a letter that is no residue: a protein tokenizer would score it as one unknown token.
+    """
+    if "text" not in data.column_names:
+        raise DuelError(
+            f"These proteins have no column 'text'; they have {', '.join(data.column_names)}. Name the column with the "
+            "sequences 'text'."
+        )
+    return type(data).from_list([{**doc, "text": _checked(doc["text"], n)} for n, doc in enumerate(data)])
+
+
+def _checked(text: Any, index: int) -> str:
+    if not isinstance(text, str):
+        raise DuelError(f"Protein {index} is {text!r}, not text with a letter for each residue.")
+    text = "".join(text.split())
+    if wrong := sorted(set(text) - LETTERS):
+        advice = "write residues in upper case" if set(text.upper()) <= LETTERS else "remove or replace them"
+        raise DuelError(
+            f"Protein {index} has {', '.join(map(repr, wrong))}, which are not letters of residues "
+            f"({''.join(sorted(LETTERS))}): {advice}."
+        )
+    return text
+
+
+def residue_perplexity(doc: dict[str, Any], results: list[float]) -> dict[str, tuple[float, int]]:
+    """(log-likelihood, residues) of a protein, for each metric. A residue is one byte: bits per byte are the same."""
+    (log_prob,) = results
+    return dict.fromkeys(("bits_per_residue", "residue_perplexity", "bits_per_byte"), (log_prob, len(doc["text"])))
+
+
+# ---------------------------------------------------------------- files of assays -> documents
 
 
 def assays(**model_args: Any) -> dict[str, datasets.Dataset]:
     """The variants of the files that --metadata names, and how each is scored."""
-    import datasets
-
     settings = metadata.read(model_args)
     scoring = settings.get("scoring", "joint")
     records = []
@@ -117,11 +162,11 @@ def _part(doc: dict[str, Any], sites: list[int], sign: int) -> tuple[int, str, R
     return sign, text[:start], Residues(text[start:end], text[end:], known)
 
 
-class Assays(base_task("LoglikelihoodTask")):
+class Assays(ConfigurableTask):
     """`proteingym`."""
 
     def __init__(self, config: dict[str, Any]):
-        super().__init__(config=base_config(config))
+        super().__init__(config={key: value for key, value in config.items() if key != "class"})
 
     def construct_requests(self, doc: dict[str, Any], ctx: str, **kwargs: Any) -> list[Instance]:
         kwargs = {key: value for key, value in kwargs.items() if key not in ("apply_chat_template", "chat_template")}
@@ -131,20 +176,11 @@ class Assays(base_task("LoglikelihoodTask")):
         ]
 
 
-class Variant(NamedTuple):
-    """What the metrics read."""
-
-    assay: str
-    score: float
-    measured: float
-    fit: int | None
-
-
-def variant(doc: dict[str, Any], results: list[Any]) -> dict[str, Variant]:
+def variant(doc: dict[str, Any], results: list[Any]) -> dict[str, Item]:
     """The score of a variant, and what was measured."""
     score = sum(sign * answer[0] for (sign, *_), answer in zip(parts(doc), results, strict=True))
     fit = doc["DMS_score_bin"]
-    item = Variant(doc["assay"], float(score), doc["DMS_score"], None if fit is None else int(fit))
+    item = doc["assay"], float(score), doc["DMS_score"], None if fit is None else int(fit)
     names = ("spearman",) if fit is None else ("spearman", "auc")
     return {f"{name}{end}": item for name in names for end in ("", "_low", "_high")}
 
@@ -152,18 +188,10 @@ def variant(doc: dict[str, Any], results: list[Any]) -> dict[str, Variant]:
 # ---------------------------------------------------------------- scores -> metrics
 
 
-def ranks(values: np.ndarray) -> np.ndarray:
-    """From 1; equal values share the mean of their ranks."""
-    _, kind, count = np.unique(values, return_inverse=True, return_counts=True)
-    return (count.cumsum() - (count - 1) / 2)[kind]
-
-
 def rank_correlation(scores: np.ndarray, measured: np.ndarray) -> float:
     """Spearman's; NaN if one side is constant."""
-    a, b = ranks(scores), ranks(measured)
-    a, b = a - a.mean(), b - b.mean()
-    size = np.sqrt((a @ a) * (b @ b))
-    return float(a @ b / size) if size else float("nan")
+    with np.errstate(invalid="ignore"):
+        return float(np.corrcoef(rankdata(scores), rankdata(measured))[0, 1])
 
 
 def area_under_curve(scores: np.ndarray, fit: np.ndarray) -> float:
@@ -172,7 +200,7 @@ def area_under_curve(scores: np.ndarray, fit: np.ndarray) -> float:
     above, below = int(fit.sum()), int((~fit).sum())
     if not above or not below:
         return float("nan")
-    return float((ranks(scores)[fit].sum() - above * (above + 1) / 2) / (above * below))
+    return float((rankdata(scores)[fit].sum() - above * (above + 1) / 2) / (above * below))
 
 
 def with_interval(count: int, statistic: Callable[[np.ndarray], float]) -> tuple[float, float, float]:
@@ -185,14 +213,14 @@ def with_interval(count: int, statistic: Callable[[np.ndarray], float]) -> tuple
 
 
 @functools.lru_cache(maxsize=4)
-def by_assay(name: str, items: tuple[Variant, ...]) -> dict[str, tuple[float, float, float]]:
+def by_assay(name: str, items: tuple[Item, ...]) -> dict[str, tuple[float, float, float]]:
     """A metric of each assay with its interval over variants, and under "" the mean over assays with its own."""
     measure = rank_correlation if name == "spearman" else area_under_curve
     table = {}
-    for assay in dict.fromkeys(item.assay for item in items):
-        rows = [item for item in items if item.assay == assay]
-        scores = np.array([item.score for item in rows])
-        against = np.array([item.measured if name == "spearman" else item.fit for item in rows])
+    for assay in dict.fromkeys(assay for assay, *_ in items):
+        rows = [item for item in items if item[0] == assay]
+        scores = np.array([score for _, score, _, _ in rows])
+        against = np.array([measured if name == "spearman" else fit for _, _, measured, fit in rows])
         table[assay] = with_interval(len(rows), lambda n, s=scores, a=against: measure(s[n], a[n]))
         log.info("%s of %s: %.3f (%.3f to %.3f), %d variants", name, assay, *table[assay], len(rows))
     means = np.array([value for value, *_ in table.values() if np.isfinite(value)])
@@ -201,13 +229,12 @@ def by_assay(name: str, items: tuple[Variant, ...]) -> dict[str, tuple[float, fl
     elif len(means):
         table[""] = with_interval(len(means), lambda n: float(means[n].mean()))
         log.info("%s, mean of %d assays: %.3f (%.3f to %.3f)", name, len(means), *table[""])
-    return table or {"": (float("nan"),) * 3}
+    return table
 
 
-def _metric(name: str, column: int) -> Callable[[list[Variant]], float]:
-    def aggregate(items: list[Variant]) -> float:
-        table = by_assay(name, tuple(Variant(*item) for item in items))
-        return table.get("", (float("nan"),) * 3)[column]
+def _metric(name: str, column: int) -> Callable[[list[Item]], float]:
+    def aggregate(items: list[Item]) -> float:
+        return by_assay(name, tuple(map(tuple, items))).get("", NOWHERE)[column]
 
     return aggregate
 
