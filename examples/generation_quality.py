@@ -119,7 +119,9 @@ def compare(options: argparse.Namespace) -> Iterator[Quality]:
     before, after = windows[0].context, windows[0].suffix  # special tokens
     for rule in options.rules:
         duel = Duel(first.denoiser, rule=rule, block=options.block, tokenizer=first.tokenizer)
-        drawn = duel.sample([before] * options.samples, options.length, suffix=after, seed=options.seed)
+        drawn = duel.sample(
+            [before] * options.samples, options.length, suffixes=[after] * options.samples, seed=options.seed
+        )
         samples = [sample.tokens for sample in drawn]
         texts = decode(samples)
         yield quality(rule, samples, texts, judge)._replace(

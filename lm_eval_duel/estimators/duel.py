@@ -125,7 +125,7 @@ class DuelEstimator(Estimator):
         contexts: Sequence[Ids],
         length: int,
         *,
-        suffix: Ids = (),
+        suffixes: Sequence[Ids] | None = None,
         tail: int = 0,
         do_sample: bool = True,
         seed: int = 0,
@@ -137,11 +137,15 @@ class DuelEstimator(Estimator):
 
         `scored=False`: the log-probability is not needed. Here it costs nothing, so samples have it in any case.
         """
-        if keys is not None and len(keys) != len(contexts):
-            raise DuelError(f"sample needs a key for each context; got {len(contexts)} contexts, {len(keys)} keys.")
+        for what, given in (("key", keys), ("suffix", suffixes)):
+            if given is not None and len(given) != len(contexts):
+                raise DuelError(
+                    f"sample needs a {what} for each context; got {len(contexts)} contexts and {len(given)}."
+                )
         if length < 0:
             raise DuelError(f"length is the number of tokens to generate, at least 0; got {length}.")
-        prompts = [Window(context, (0,) * length, suffix, tail) for context in contexts]  # targets are placeholders
+        placeholder, suffixes = (0,) * length, [()] * len(contexts) if suffixes is None else suffixes
+        prompts = [Window(context, placeholder, after, tail) for context, after in zip(contexts, suffixes, strict=True)]
         check_windows(self.denoiser, self.block, self.grid, prompts, generating=True)
         keys = range(len(contexts)) if keys is None else keys
         return self._sampled(prompts, keys if do_sample else None, seed, stop)

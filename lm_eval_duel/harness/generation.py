@@ -13,6 +13,7 @@ import json
 import logging
 from collections.abc import Iterator, Sequence
 
+from lm_eval_duel.core.windows import Window
 from lm_eval_duel.errors import naming
 from lm_eval_duel.harness.cache import request_key
 from lm_eval_duel.harness.requests import Batch, name
@@ -34,8 +35,7 @@ class Prompt:
 
     n: int  # the request's index
     repeat: int
-    length: int  # positions to generate
-    context: tuple[int, ...]  # ids, special tokens included
+    window: Window  # the positions to generate, between ids with special tokens
     key: int  # with the draw seed, what a sample depends on
     cache_key: str  # a sample's names its draw, since lm-eval's own key is the same for all repeats
 
@@ -50,7 +50,7 @@ class Generation(Work):
         self.estimator = run.sampler
         self.groups = _grouped(run, batch)
         self.prompts = {prompt.n: prompt for _, prompts in self.groups for prompt in prompts}
-        self.tokens = [self.prompts[n].length for n in self.order]
+        self.tokens = [len(self.prompts[n].window.target) for n in self.order]
 
     def cached(self) -> Iterator[tuple[int, str]]:
         for prompt in self.prompts.values():
@@ -62,11 +62,11 @@ class Generation(Work):
         wanted, bar = set(remaining), self.run.progress.bar
         for generator, prompts in self.groups:
             missing = [prompt for prompt in prompts if prompt.n in wanted]
-            contexts, keys = [prompt.context for prompt in missing], [prompt.key for prompt in missing]
+            windows, keys = [prompt.window for prompt in missing], [prompt.key for prompt in missing]
             description = _description(self.run, generator.settings)
-            for i, text, window, sample in generator.stream(contexts, keys):
+            for i, text, window, sample in generator.stream(windows, keys):
                 prompt = missing[i]
-                self.run.progress.add_window(prompt.length)
+                self.run.progress.add_window(len(prompt.window.target))
                 bar.set_postfix_str(f"NFE {self.estimator.counts.nfe}")
                 about = {"repeat": prompt.repeat, "generated": description, "text": text, "tail": sample.tail}
                 yield Finished(prompt.n, text, [window], [sample], about)
@@ -91,12 +91,12 @@ def _grouped(run: Run, batch: Batch) -> list[tuple[Generator, list[Prompt]]]:
                 seed, scored = run.options.draw_seed, run.trace is not None
                 generators[settings] = Generator(run.sampler, run.text, settings, seed, scored)
             generator = generators[settings]
-            context = generator.context(request.args[0])
+            window = generator.prompt(request.args[0])
         run.stats.generated.add(_description(run, settings))
         for note in generator.notes:
             notes.setdefault(note, []).append(str(request.task_name))
         cache_key = request_key("generate_until", request.args, spec, *([str(key)] if settings.temperature else []))
-        groups.setdefault(settings, []).append(Prompt(n, repeat, settings.length, context, key, cache_key))
+        groups.setdefault(settings, []).append(Prompt(n, repeat, window, key, cache_key))
     for note, tasks in notes.items():
         log.warning("generation settings of %s: %s", " and ".join(dict.fromkeys(tasks)), note)
     if cut := run.text.cut_contexts - cut:

@@ -16,15 +16,16 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast, get_args
 
 from lm_eval_duel.core.budget import GPU_TOKENS
 from lm_eval_duel.core.denoiser import Denoiser
-from lm_eval_duel.core.windows import Window
-from lm_eval_duel.errors import DuelError, unknown
+from lm_eval_duel.core.scores import Sample
+from lm_eval_duel.core.windows import Ids, Window
+from lm_eval_duel.errors import DuelError, naming, unknown
 from lm_eval_duel.estimators import registry
 from lm_eval_duel.estimators.arguments import TwoPhaseArguments
 from lm_eval_duel.estimators.two_phase import TwoPhase
 from lm_eval_duel.library.ids import SAMPLERS, OnIds
 from lm_eval_duel.library.keywords import estimator_options, own_arguments, pretrained_options
 from lm_eval_duel.library.results import GeneratedText, TextEstimate, TextScore
-from lm_eval_duel.library.texts import generate_texts, score_texts
+from lm_eval_duel.library.texts import TextOrIds, beside, generate_texts, score_texts
 from lm_eval_duel.options import Windows
 from lm_eval_duel.rules import Rule, parse
 from lm_eval_duel.text.generation import Generator, Settings
@@ -208,25 +209,41 @@ class Duel(OnIds):
         text_side = self._require_text("windows", [text])
         return text_side.document(text_side.encode(text))
 
-    def score(self, texts: Sequence[str]) -> list[TextScore]:
+    def score(
+        self,
+        texts: Sequence[str],
+        contexts: Sequence[TextOrIds] | None = None,
+        suffixes: Sequence[TextOrIds] | None = None,
+    ) -> list[TextScore]:
         """The score of each text, in order: the same numbers as in the harness.
 
         Special tokens stand where the checkpoint's convention puts them. Long texts are cut into windows, and every
         token is scored once.
 
+        Args:
+            texts: Texts.
+            contexts, suffixes: What stands visible before and after each text, as text or ids. With either, the value
+                is log p(text | context, suffix), in one window. Contexts and suffixes that do not fit are truncated at
+                their far ends. White space at the end of a context is scored with the text after it.
+
         Raises:
             DuelError: If this Duel has no tokenizer, or a text cannot be scored; the message names it.
         """
-        scores = dict(self.score_stream(texts))
+        scores = dict(self.score_stream(texts, contexts, suffixes))
         return [scores[n] for n in range(len(texts))]
 
-    def score_stream(self, texts: Sequence[str]) -> Iterator[tuple[int, TextScore]]:
-        """(index, score) of each text as it is finished, in any order."""
+    def score_stream(
+        self,
+        texts: Sequence[str],
+        contexts: Sequence[TextOrIds] | None = None,
+        suffixes: Sequence[TextOrIds] | None = None,
+    ) -> Iterator[tuple[int, TextScore]]:
+        """(index, score) of each text as it is finished, in any order. Arguments and errors: see `score`."""
         text_side = self._require_text("score", texts)
         if empty := [str(n) for n, text in enumerate(texts) if not text]:
             log.warning("no perplexity is defined for a text without tokens (nan): text %s", ", ".join(empty))
         missing = tokens = 0
-        for n, length, windows, scores in score_texts(text_side, texts, self.stream):
+        for n, length, windows, scores in score_texts(text_side, texts, self.stream, contexts, suffixes):
             mine = text_side.unknown(windows, texts[n])
             missing, tokens = missing + mine, tokens + length
             yield n, TextScore.from_scores(texts[n], length, windows, scores, self.estimator, text_side.tokenizer, mine)
@@ -273,8 +290,9 @@ class Duel(OnIds):
 
     def generate(
         self,
-        prompts: Sequence[str],
+        prompts: Sequence[TextOrIds],
         *,
+        suffixes: Sequence[TextOrIds] | None = None,
         max_new_tokens: int = 256,
         do_sample: bool | None = None,
         temperature: float | None = None,
@@ -287,7 +305,8 @@ class Duel(OnIds):
         """A continuation of each prompt (Algorithm 1), as the harness's `generate_until` writes it.
 
         Args:
-            prompts: Texts. One that leaves no room for `max_new_tokens` is cut from the left, with a warning.
+            prompts: Texts or ids. One that leaves no room for `max_new_tokens` is cut from the left, with a warning.
+            suffixes: What stands visible after each generated text, as text or ids (infilling).
             max_new_tokens: Positions of the generation window, filled block after block.
             do_sample: Draw tokens; False: the most probable token at every pick. None: draw if `temperature` is
                 above 0.
@@ -309,11 +328,31 @@ class Duel(OnIds):
                 "until": until if isinstance(until, str) else list(until),
             }
         )
-        generator = Generator(
-            self._sampler("generate", *SAMPLERS), self._require_text("generate", prompts), settings, seed
-        )
-        texts = dict(generate_texts(generator, prompts, range(len(prompts)) if keys is None else keys))
+        written = [prompt for prompt in prompts if isinstance(prompt, str)] if not isinstance(prompts, str) else prompts
+        text_side = self._require_text("generate", written)
+        generator = Generator(self._sampler("generate", *SAMPLERS), text_side, settings, seed)
+        texts = dict(generate_texts(generator, prompts, range(len(prompts)) if keys is None else keys, suffixes))
         return [texts[n] for n in range(len(prompts))]
+
+    def stream_samples(
+        self,
+        contexts: Sequence[TextOrIds],
+        length: int,
+        *,
+        suffixes: Sequence[TextOrIds] | None = None,
+        **settings: Any,
+    ) -> Iterator[tuple[int, Sample]]:
+        """See `OnIds.stream_samples`."""
+        befores: list[Ids] = []
+        afters: list[Ids] = []
+        for n, (before, after) in enumerate(zip(contexts, beside(contexts, suffixes, "suffixes", ()), strict=True)):
+            if isinstance(before, str) or isinstance(after, str):
+                with naming(f"Context {n}"):
+                    window = self._require_text("sample", []).prompt(before, length, after)
+                before, after = window.context, window.suffix
+            befores.append(before)
+            afters.append(after)
+        return super().stream_samples(befores, length, suffixes=afters, **settings)
 
     def _require_text(self, method: str, texts: Sequence[str]) -> Text:
         """The text side; raises DuelError if there is none, or if `texts` are not texts."""

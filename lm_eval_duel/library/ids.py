@@ -110,7 +110,7 @@ class OnIds:
         contexts: Sequence[Ids],
         length: int,
         *,
-        suffix: Ids = (),
+        suffixes: Sequence[Ids] | None = None,
         tail: int = 0,
         do_sample: bool = True,
         seed: int = 0,
@@ -119,12 +119,15 @@ class OnIds:
     ) -> Iterator[tuple[int, Sample]]:
         """(index, sample) of each context as it is finished.
 
+        `suffixes`: what stands visible after each sample (infilling). With a tokenizer, contexts and suffixes may be
+        texts, which get the checkpoint's special tokens; ids are the whole row as they are.
+
         A draw depends on (`seed`, key, position) only; `keys` defaults to the index of each context.
         `do_sample=False`: the most probable token at every pick. `stop(index, tokens)` is called after each finished
         block: if it returns true, no further block is drawn, and the sample's `tail` counts the positions left.
         """
         return self._sampler("sample", *SAMPLERS).stream_samples(
-            contexts, length, suffix=suffix, tail=tail, do_sample=do_sample, seed=seed, keys=keys, stop=stop
+            contexts, length, suffixes=suffixes, tail=tail, do_sample=do_sample, seed=seed, keys=keys, stop=stop
         )
 
     def replay(self, windows: Sequence[Window], steps: Sequence[Ids]) -> list[WindowScore]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, cast
 
 from lm_eval_duel import rates
 from lm_eval_duel.core.scores import Sample, WindowScore, known_sum
-from lm_eval_duel.core.windows import Window
+from lm_eval_duel.core.windows import Ids, Window
 from lm_eval_duel.estimators.phases import Phases
 from lm_eval_duel.estimators.registry import Kind, kind_of
 from lm_eval_duel.harness.totals import Outcome, Total
@@ -181,7 +181,7 @@ class GeneratedText:
     `temperature`, `top_k` or `top_p` changed the distribution.
     """
 
-    prompt: str
+    prompt: str | Ids
     text: str
     log_prob: float  # nats, of all `tokens` given the prompt
     stderr: float | None  # nats, of an estimate
@@ -196,7 +196,7 @@ class GeneratedText:
     @classmethod
     def from_sample(
         cls,
-        prompt: str,
+        prompt: str | Ids,
         text: str,
         window: Window,
         sample: Sample,

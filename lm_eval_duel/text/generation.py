@@ -14,7 +14,7 @@ from lm_eval_duel import fingerprint
 from lm_eval_duel.arguments import COUNT, MAX_FACTOR, SHARE, TRUTH, number, whole
 from lm_eval_duel.core.denoiser import Denoiser
 from lm_eval_duel.core.scores import Sample
-from lm_eval_duel.core.windows import Window
+from lm_eval_duel.core.windows import Ids, Window
 from lm_eval_duel.denoisers.wrappers.warpers import Warped
 from lm_eval_duel.errors import DuelError, unknown
 from lm_eval_duel.estimators.checks import check_windows
@@ -175,22 +175,21 @@ class Generator:
         tie = self.duel.denoiser.ties(self.duel.rule) if self.settings.temperature else None
         return [note for note in (*self.settings.notes, tie) if note]
 
-    def context(self, prompt: str) -> tuple[int, ...]:
-        """The ids before a generation; raises DuelError for a prompt that cannot be continued."""
-        context = tuple(self.text.prompt(prompt, self.settings.length))
-        window = Window(context, (0,) * self.settings.length, tuple(self.text.suffix))
+    def prompt(self, before: str | Ids, after: str | Ids = "") -> Window:
+        """The window to fill between two texts or ids; raises DuelError if it cannot be generated."""
+        window = self.text.prompt(before, self.settings.length, after)
         check_windows(self.duel.denoiser, self.duel.block, self.duel.grid, [window], generating=True)
-        return context
+        return window
 
-    def stream(
-        self, contexts: Sequence[tuple[int, ...]], keys: Sequence[int]
-    ) -> Iterator[tuple[int, str, Window, Sample]]:
-        """(index, text, window, sample) of each context, as it is finished. Scoring `window` again gives the sample's
-        log-probability."""
+    def stream(self, prompts: Sequence[Window], keys: Sequence[int]) -> Iterator[tuple[int, str, Window, Sample]]:
+        """(index, text, window, sample) of each prompt, as it is finished.
+
+        Scoring `window` again gives the sample's log-probability.
+        """
         samples = self.duel.stream_samples(
-            contexts,
+            [prompt.context for prompt in prompts],
             self.settings.length,
-            suffix=self.text.suffix,
+            suffixes=[prompt.suffix for prompt in prompts],
             do_sample=self.settings.temperature > 0,
             seed=self.seed,
             keys=keys,
@@ -198,7 +197,7 @@ class Generator:
             scored=self.scored,
         )
         for n, sample in samples:
-            window = Window(contexts[n], sample.tokens, tuple(self.text.suffix), sample.tail)
+            window = Window(prompts[n].context, sample.tokens, prompts[n].suffix, sample.tail)
             yield n, self.cut(sample.tokens), window, sample
 
     def _stops(self, index: int, tokens: tuple[int, ...]) -> bool:

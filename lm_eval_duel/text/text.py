@@ -11,7 +11,17 @@ from functools import cached_property
 from typing import Any
 
 from lm_eval_duel.core.denoiser import Denoiser
-from lm_eval_duel.core.windows import Window, conditional, independent, infilled, of_row, rolling, target_capacity
+from lm_eval_duel.core.windows import (
+    Ids,
+    Window,
+    as_ids,
+    conditional,
+    independent,
+    infilled,
+    of_row,
+    rolling,
+    target_capacity,
+)
 from lm_eval_duel.denoisers.load_options import WHOLE_ROW_BOS
 from lm_eval_duel.denoisers.special_tokens import convention, end_of_text
 from lm_eval_duel.errors import DuelError
@@ -195,8 +205,23 @@ class Text:
         self.cut_contexts += lost > 0
         return window
 
-    def prompt(self, text: str, length: int) -> list[int]:
-        """The ids before `length` positions to generate, special tokens included; truncated from the left if too long.
+    def gap(self, before: str | Ids, inside: str | Ids, after: str | Ids = "") -> Window:
+        """The window of a text between two others, with special tokens around them; each is given as text or as ids.
+
+        Three texts are encoded together, as the harness does; beside ids, a text is encoded alone. Raises DuelError as
+        `continuation` does.
+        """
+        parts = (before, inside, after)
+        if not all(isinstance(part, str) for part in parts):
+            return self.continuation(
+                *(self.encode(part) if isinstance(part, str) else [*as_ids(part)] for part in parts)
+            )
+        if after:
+            return self.continuation(*self.encode_gap(before, Gap(inside, after)))
+        return self.continuation(*self.encode_pair(before, inside))
+
+    def prompt(self, before: str | Ids, length: int, after: str | Ids = "") -> Window:
+        """The window of `length` positions to generate; its target is a placeholder. What does not fit is truncated.
 
         Raises DuelError if `length` alone is too long.
         """
@@ -208,7 +233,7 @@ class Text:
                 "gen_kwargs), or raise max_length if the network allows it."
             )
         any_token = next(token for token in range(2) if token != self.denoiser.mask_id)
-        return list(self.continuation(self.encode(text), [any_token] * length).context)
+        return self.gap(before, [any_token] * length, after)
 
     def windows(self, text: str, counted: int | None = None) -> list[Window]:
         """The windows of a whole text.

@@ -103,7 +103,7 @@ def test_a_short_row_beside_a_longer_one_is_right(name):
             [Elbo(denoiser, batch_size=1, samples=4).log_prob([window])[0] for window in RAGGED],
         )
         contexts = [(2,), (2, 6, 7, 9), (2, 30, 12)]
-        drawn = duel.sample(contexts, 4, suffix=(3,), seed=1)
+        drawn = duel.sample(contexts, 4, suffixes=[(3,)] * 3, seed=1)
         agree(drawn, duel.log_prob([Window(c, one.tokens, (3,)) for c, one in zip(contexts, drawn, strict=True)]))
 
 

@@ -73,7 +73,7 @@ def test_guided_texts_sum_to_one_and_samples_have_the_likelihood_they_were_drawn
         scored = duel.log_prob([Window((1,), s, (2,), tail) for s in itertools.product(range(3), repeat=4)])
         assert abs(math.fsum(math.exp(s.log_prob) for s in scored) - 1) < 1e-9
         contexts = [(), (1,), (0, 2), (2, 2)] if tail == 0 else [(1,)]
-        drawn = duel.sample(contexts, 4, suffix=(1,), tail=tail, seed=2)
+        drawn = duel.sample(contexts, 4, suffixes=[(1,)] * len(contexts), tail=tail, seed=2)
         again = duel.log_prob([Window(c, d.tokens, (1,), tail) for c, d in zip(contexts, drawn, strict=True)])
         same_scores(drawn, again)
     duel = Duel(Guided(Toy(), 0.7), "greedy", None)

@@ -154,15 +154,15 @@ def test_samples_have_the_log_probability_of_their_text_and_argmax_writes_what_i
     """Laws 2, 3 and 8."""
     estimator = made(sampler, Toy(length=8, seed=3))
     contexts = [(1,), (), (2, 0)] * 3
-    drawn = estimator.sample(contexts, 4, seed=7, suffix=(1,))
+    drawn = estimator.sample(contexts, 4, seed=7, suffixes=[(1,)] * len(contexts))
     assert estimator.counts.windows == 9
     scored = estimator.log_prob([Window(c, d.tokens, (1,)) for c, d in zip(contexts, drawn, strict=True)])
     for sample, score in zip(drawn, scored, strict=True):
         assert sample.log_prob == pytest.approx(score.log_prob, abs=1e-12) and sample.is_greedy == score.is_greedy
         assert sample.token_logprobs == () and len(sample.reveal_steps) == 4
-    [(_, unscored)] = estimator.stream_samples([(1,)], 4, seed=7, suffix=(1,), scored=False)
+    [(_, unscored)] = estimator.stream_samples([(1,)], 4, seed=7, suffixes=[(1,)], scored=False)
     assert unscored.tokens == drawn[0].tokens and math.isnan(unscored.log_prob)
-    few = made(sampler, Toy(length=8, seed=3), batch_size=1).sample(contexts[:3], 4, seed=7, suffix=(1,))
+    few = made(sampler, Toy(length=8, seed=3), batch_size=1).sample(contexts[:3], 4, seed=7, suffixes=[(1,)] * 3)
     assert [s.tokens for s in few] == [s.tokens for s in drawn[:3]]
     [decoded] = estimator.sample([(1,)], 4, do_sample=False)
     scored = estimator.log_prob([Window((1,), text) for text in strings(3, 4)])

@@ -202,9 +202,35 @@ def test_ids_may_be_lists_tuples_or_tensors(ids):
     duel, window = Duel(Toy(length=6), "greedy", 2), Window(ids([1]), ids([0, 2, 1, 0]), ids([2]))
     assert window == Window((1,), (0, 2, 1, 0), (2,))
     [score] = duel.log_prob([window])
-    assert duel.sample([ids([1])], 4, suffix=ids([2]), seed=3) == duel.sample([(1,)], 4, suffix=(2,), seed=3)
+    assert duel.sample([ids([1])], 4, suffixes=[ids([2])], seed=3) == duel.sample([(1,)], 4, suffixes=[(2,)], seed=3)
     [replayed] = duel.replay([window], [ids(list(score.reveal_steps))])
     assert replayed.log_prob == pytest.approx(score.log_prob, abs=1e-9)
+
+
+def test_texts_between_others(duel):
+    """Infilling: the harness's windows, equal from texts and from ids; samples have their own log-prob again."""
+    before, inside, after = "The state of", " the union is", " strong."
+    ids = [duel.tokenizer(part, add_special_tokens=False)["input_ids"] for part in (before, inside, after)]
+    [alone, filled] = duel.score([inside, inside], contexts=[before, before], suffixes=["", after])
+    special_tokens = duel.denoiser.special_tokens
+    row = (*special_tokens[0], *ids[0]), ids[1], (*ids[2], *special_tokens[1])
+    assert filled.windows == (Window(*row),) and filled.text == inside and len(filled.tokens) == len(ids[1])
+    assert filled.log_prob != pytest.approx(alone.log_prob, abs=1e-3)
+    assert filled.log_prob == pytest.approx(duel.log_prob([Window(*row)])[0].log_prob, abs=1e-4)
+    [by_ids] = duel.score([inside], contexts=[torch.tensor(ids[0])], suffixes=[ids[2]])
+    assert by_ids.windows == filled.windows
+
+    texts = duel.generate([before, ids[0]], suffixes=[after, ids[2]], max_new_tokens=3, do_sample=True, keys=[5, 5])
+    assert texts[0].window == texts[1].window and texts[0].window.suffix == row[2]
+    drawn = duel.sample([before, row[0]], 3, suffixes=[after, row[2]], keys=[5, 5])
+    assert drawn[0].tokens == drawn[1].tokens == texts[0].window.target
+    assert duel.log_prob([texts[0].window])[0].log_prob == pytest.approx(texts[0].log_prob, abs=1e-4)
+
+    for call in (partial(duel.score, [inside]), partial(duel.generate, [inside]), partial(duel.sample, [inside], 3)):
+        with pytest.raises(DuelError, match="suffixes"):
+            call(suffixes=after)
+        with pytest.raises(DuelError, match=r"suffixes.*got 2"):
+            call(suffixes=[after, after])
 
 
 def test_ids_are_whole_numbers_and_windows_come_in_a_list():

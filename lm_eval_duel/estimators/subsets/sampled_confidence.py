@@ -127,21 +127,22 @@ class SampledConfidence(SetSampler, DuelEstimator):
         if not scored:
             yield from ((n, _unscored(sample)) for n, sample in samples)
             return
-        suffix, waiting = tuple(settings.get("suffix", ())), []
+        suffixes, waiting = settings.get("suffixes") or [()] * len(contexts), []
         for n, sample in samples:
             waiting.append((n, sample))
             if len(waiting) == SCORED_AT_ONCE:
-                yield from self._with_scores(contexts, suffix, waiting)
+                yield from self._with_scores(contexts, suffixes, waiting)
                 waiting = []
-        yield from self._with_scores(contexts, suffix, waiting)
+        yield from self._with_scores(contexts, suffixes, waiting)
 
     def _with_scores(
-        self, contexts: Sequence[Ids], suffix: tuple[int, ...], samples: list[tuple[int, Sample]]
+        self, contexts: Sequence[Ids], suffixes: Sequence[Ids], samples: list[tuple[int, Sample]]
     ) -> list[tuple[int, Sample]]:
         """The samples with the log-probability of their texts. They are counted once."""
         scorer = copy.copy(self)
         scorer.counts = Counts()
-        scores = scorer.log_prob([Window(contexts[n], sample.tokens, suffix, sample.tail) for n, sample in samples])
+        windows = [Window(contexts[n], sample.tokens, suffixes[n], sample.tail) for n, sample in samples]
+        scores = scorer.log_prob(windows)
         self.counts.forwards += scorer.counts.forwards
         self.counts.rows += scorer.counts.rows
         names = ("log_prob", "is_greedy", "variance", "beam")
