@@ -56,4 +56,4 @@ def test_generation_quality(tmp_path):
     samples = duel.sample([duel.windows("a")[0].context] * 2, 8, seed=0)
     assert drawn.own.value == pytest.approx(-sum(sample.log_prob for sample in samples) / 16)
     assert drawn.nfe == 5 / 8 and drawn.perplexity.value > text.perplexity.value > 1
-    assert (text.name, text.own, text.mauve) == ("1 pieces of the text", None, None)
+    assert (text.name, text.own, text.mauve) == ("2 pieces of the text", None, None)
