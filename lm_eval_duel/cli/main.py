@@ -24,7 +24,6 @@ COMMANDS = {  # name: (module below lm_eval_duel with its `main`, what it does)
         "one page of lm_eval results to sort, filter and send, with a view of texts",
     ),
     "show": ("cli.show", "print one document of a trace, its tokens coloured by reveal step or by likelihood"),
-    "paper": ("cli.paper", "measure the paper's tables: published and measured side by side, with a verdict"),
     "plan": ("cli.plan", "count what a run will cost before it starts: rows, operations, memory, hours"),
     "audit": ("cli.audit", "compare the numbers of a few documents with the specification, reference.py, in float32"),
     "bench": ("bench", "measure speed and memory against the loops that people run"),
@@ -38,7 +37,7 @@ COMMANDS = {  # name: (module below lm_eval_duel with its `main`, what it does)
     ),
     "tools where": (
         "cli.where",
-        "print the absolute path of the tasks, the recipes, a bundled checkpoint or its results",
+        "print the absolute path of the tasks, a bundled checkpoint or its results",
     ),
 }
 SHARED = ("run", "score")  # all processes of a launch take part

@@ -4,7 +4,7 @@
     MDLM,duel,greedy,4,,duel_ptb_wrapped,token_perplexity,87.57,,"Turok et al. (2026), zero-shot",
 
 The columns model, estimator, task, metric, value and source are needed. An estimator is one of `estimator=`; it says
-whether a figure is a bound. `table` and `recipes` (separated by spaces) are for the command `paper`.
+whether a figure is a bound. `table` and `recipes` (separated by spaces) are for examples/paper.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from lm_eval_duel.rates import METRICS
 from lm_eval_duel.results.own_files import whole
 
 PAPER = "paper"  # on the command line: the paper's tables, which come with the package
-PAPER_FILE = Path(__file__).resolve().parent.parent / "recipes" / "published.csv"
+PAPER_FILE = Path(__file__).resolve().with_name("published.csv")
 POSITIVE = dataclasses.replace(number("a number from 0 up", lambda x: 0 <= x < math.inf), nothing=())
 NEEDED = ("model", "estimator", "task", "metric", "value", "source")
 OPTIONAL = ("rule", "block", "cache", "stderr", "note", "table", "recipes")

@@ -1,15 +1,24 @@
-"""The examples: a loop learns, an ELBO over all orders is that of its estimator, quality of samples by hand."""
+"""The examples: a loop learns, sums over all orders agree, quality of samples by hand, each run of the paper's once."""
 
+import csv
 import importlib.util
 import math
 import statistics
 
+import data_copies
 import pytest
 import torch
+import yaml
+from lm_eval.tasks import TaskManager
 from pages import ROOT
 from toys import BlockCausal, Toy
 
 from lm_eval_duel import Duel, Window
+from lm_eval_duel.cli.main import main
+from lm_eval_duel.options import Options
+from lm_eval_duel.results.published import PAPER_FILE
+from lm_eval_duel.rules import parse
+from lm_eval_duel.tasks import task_folder
 
 
 def example(path):
@@ -57,3 +66,57 @@ def test_generation_quality(tmp_path):
     assert drawn.own.value == pytest.approx(-sum(sample.log_prob for sample in samples) / 16)
     assert drawn.nfe == 5 / 8 and drawn.perplexity.value > text.perplexity.value > 1
     assert (text.name, text.own, text.mauve) == ("2 pieces of the text", None, None)
+
+
+# ---------------------------------------------------------------- the paper's tables
+
+
+def test_the_papers_rows_are_those_of_the_published_figures(tmp_path):
+    paper = example("paper/run")
+    known = {*TaskManager(include_path=task_folder(), include_defaults=False).all_tasks, "wikitext"}
+    words = ["*", "--out", str(tmp_path)]
+    jobs = {(job.row, job.task): job for job in paper.jobs(paper.parse(words))}
+    assert {task for _, task in jobs} <= known
+    given = [job.config["model_args"] for job in paper.jobs(paper.parse([*words, "--given"]))]
+    assert len(given) == len(jobs) and {arguments.get("bos") for arguments in given} == {"given", "none", "first", None}
+    with PAPER_FILE.open(encoding="utf-8") as file:
+        figures = [(row, figure) for figure in csv.DictReader(file) for row in figure["recipes"].split()]
+    assert {row for row, _ in figures} == {row for row, _ in jobs}
+    for row, figure in figures:
+        config = jobs[row, figure["task"]].config
+        if config["model"] == "hf":
+            continue
+        options = Options.parse(config["model_args"])
+        assert options.estimator in ("oracle", figure["estimator"])
+        if options.estimator == "duel":
+            assert options.rule == parse(figure["rule"])
+        if figure["block"].isdigit() and "zero_shot/bd3lm_block16" not in row:  # what the scripts ran as block 4
+            assert int(figure["block"]) in (options.block, options.estimator_args.get("elbo_block"))
+
+
+def test_a_finished_run_of_the_papers_is_not_run_again(tmp_path, monkeypatch, capsys):
+    paper, started = example("paper/run"), []
+    table = yaml.safe_load(paper.RECIPES.read_text())
+    (group,) = (group for group in table["groups"] if "oracle/bd3lm_block4" in group["rows"])
+    group["rows"]["oracle/bd3lm_block4"]["pretrained"] = "demo-bd"
+    elbo = {"pretrained": "demo-bd", "estimator": "elbo", "mc_samples": 8, "bos": "given", "dtype": "float32"}
+    group["rows"]["zero_shot/bd3lm_block4_elbo"] = elbo
+    group["metadata"] |= {"data_dir": str(data_copies.write(tmp_path / "data")), "rows": data_copies.ROWS, "length": 12}
+    (tmp_path / "recipes.yaml").write_text(yaml.safe_dump({"groups": [group]}))
+
+    def execute(words):
+        started.append(words[:3])
+        main(words[3:])
+
+    monkeypatch.setattr(paper, "execute", execute)
+    words = ["*_block4*", "--recipes", str(tmp_path / "recipes.yaml"), "--out", str(tmp_path), "--limit", "2"]
+    paper.main([*words, "--device", "cpu", "--launch", "python"])
+    lines = capsys.readouterr().out.splitlines()
+    assert started == [["python", "-m", "lm_eval_duel"]] * 2
+    (oracle, *rules, elbo) = (line.split(" | ") for line in lines if line.startswith(("| oracle", "| zero")))
+    assert [cells[2] for cells in rules] == ["left_to_right", "greedy", "margin", "threshold:mu=0.95"]
+    assert all(float(oracle[4]) < float(cells[4]) for cells in rules)  # the best of all orders
+    assert elbo[4].startswith("<= ") and " ± " in elbo[4] and elbo[-1].startswith("2 of ")
+    paper.main([*words, "--device", "cpu"])
+    again = capsys.readouterr().out.splitlines()
+    assert len(started) == 2 and again[2:] == lines[2 - len(again) :]

@@ -2,12 +2,12 @@
 
 import math
 
+import data_copies
 import harness_runs
 import pytest
 import tiny
 from harness_requests import IS_0_5, text_log_prob
 
-import benchmarks
 from lm_eval_duel import demo, tasks
 from lm_eval_duel.cli import data
 from lm_eval_duel.cli.main import main
@@ -25,18 +25,18 @@ AR = f"pretrained={demo.resolve('demo-ar')},dtype=float32"
 
 @pytest.fixture(scope="module")
 def copies(tmp_path_factory):
-    return benchmarks.write(tmp_path_factory.mktemp("copies"))
+    return data_copies.write(tmp_path_factory.mktemp("copies"))
 
 
 def evaluate(names, copies, model_args=MDM, model="duel-mdm", limit=2, **metadata):
     """A run of the harness; metadata are the model args' and what is given, as on the command line."""
-    metadata = {"data_dir": copies, "rows": benchmarks.ROWS, "length": LENGTH, **metadata}
+    metadata = {"data_dir": copies, "rows": data_copies.ROWS, "length": LENGTH, **metadata}
     return harness_runs.evaluate(names, model_args, model, metadata, limit=limit, bootstrap_iters=0)
 
 
 def rows_of(name, copies, **metadata):
     """The rows of a wrapped task's own corpus, as lists of ids."""
-    said = {"data_dir": copies, "rows": benchmarks.ROWS, "length": LENGTH, **metadata}
+    said = {"data_dir": copies, "rows": data_copies.ROWS, "length": LENGTH, **metadata}
     found = tasks.wrapped(**{**KNOWN[name]["metadata"], **said})["test"]
     return [[int(token) for token in row["ids"].split()] for row in found], found
 
@@ -99,7 +99,7 @@ def test_rows_are_those_made_by_hand(copies, subtests):
     for name in WRAPPED:
         with subtests.test(name):
             corpus = KNOWN[name]["metadata"]["corpus"]
-            texts = [record[corpora.find(corpus).columns[0]] for record in benchmarks.records(corpus)]
+            texts = [record[corpora.find(corpus).columns[0]] for record in data_copies.records(corpus)]
             joined = bool(KNOWN[name]["metadata"].get("insert_eos"))
             assert joined == (name in ("duel_openwebtext_wrapped", "duel_lm1b_in_domain"))
             assert rows_of(name, copies)[0] == by_hand(tokenizer, corpus, texts, insert_eos=joined)
@@ -160,9 +160,9 @@ def test_copies_that_cannot_be_used(tmp_path):
     refused(r"No copy of ptb in .*: expected ptb\.parquet")
     (tmp_path / "ptb").mkdir()
     refused("No copy of ptb in")  # an empty folder holds nothing
-    benchmarks.as_lines(tmp_path / "ptb" / "a.jsonl", [{"text": "a"}])
+    data_copies.as_lines(tmp_path / "ptb" / "a.jsonl", [{"text": "a"}])
     refused("row 0 has no text in sentence", 1)
-    benchmarks.as_lines(tmp_path / "ptb.jsonl", [{"sentence": "a"}, {"sentence": None}])
+    data_copies.as_lines(tmp_path / "ptb.jsonl", [{"sentence": "a"}, {"sentence": None}])
     refused("row 1 has no text in sentence", 2)
     (tmp_path / "ptb.jsonl").write_text('{"sentence": "a"}\n{"sente')
     refused(r"ptb\.jsonl cannot be read \(JSONDecodeError")
@@ -201,17 +201,17 @@ def test_another_text_and_missing_shards_are_refused(tmp_path):
     """A whole copy is the whole set: a file by its digest, shards by their numbers, texts by their bytes."""
     own = tmp_path / "lambada_openai" / "data" / "lambada_test.jsonl"
     own.parent.mkdir(parents=True)
-    benchmarks.as_lines(own, [{"text": "x"}] * 5153)
+    data_copies.as_lines(own, [{"text": "x"}] * 5153)
     with pytest.raises(DuelError, match="is not the pinned file of lambada"):
         corpora.texts("lambada", str(tmp_path))
-    benchmarks.as_lines(tmp_path / "ag_news.jsonl", [{"text": "x"}] * 7600)
+    data_copies.as_lines(tmp_path / "ag_news.jsonl", [{"text": "x"}] * 7600)
     with pytest.raises(DuelError, match="has 7600 bytes of text, but ag_news has 1788274: the texts differ"):
         corpora.texts("ag_news", str(tmp_path))
     shards = tmp_path / "openwebtext"
     shards.mkdir()
     for number in (0, 1):
-        benchmarks.as_lines(shards / f"train-0000{number}-of-00080.jsonl", [{"text": "x"}])
+        data_copies.as_lines(shards / f"train-0000{number}-of-00080.jsonl", [{"text": "x"}])
     with pytest.raises(DuelError, match="lacks shard 79 of the 80 of openwebtext_1k"):
         corpora.texts("openwebtext_1k", str(tmp_path))
-    benchmarks.as_lines(shards / "train-00079-of-00080.jsonl", [{"text": str(n)} for n in range(1172)])
+    data_copies.as_lines(shards / "train-00079-of-00080.jsonl", [{"text": str(n)} for n in range(1172)])
     assert corpora.texts("openwebtext_1k", str(tmp_path)) == [str(n) for n in range(172, 1172)]
