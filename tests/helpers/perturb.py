@@ -1,6 +1,6 @@
 """Another machine's float32: matrix products and attention whose last bits are not this machine's.
 
-    LM_EVAL_DUEL_PERTURB=1 pytest tests/{core,estimators,library,test_laws.py,test_golden.py}
+    LM_EVAL_DUEL_PERTURB=1 pytest tests/{core,estimators,library,cli/test_score.py,test_laws.py,test_golden.py}
 
 multiplies what `linear` and `scaled_dot_product_attention` return in float32 by 1 + 2e-7 x (a sign for each element).
 The signs are fixed for a shape and unrelated between shapes, as rounding is in a library that chooses its kernel by the

@@ -5,6 +5,8 @@ import itertools
 import json
 import math
 
+from golden import nudged
+
 from lm_eval_duel import TextScore, Window, fingerprint
 from lm_eval_duel.estimators import registry
 from lm_eval_duel.estimators.base import Value
@@ -22,9 +24,11 @@ def _file(folder, body, samples):
     stamp = f"2026-01-01T{number // 3600:02}-{number // 60 % 60:02}-{number % 60:02}.000000"
     place = folder / body["model_name"].replace("/", "__")
     place.mkdir(parents=True, exist_ok=True)
+    config = body["config"] | {key: nudged(part) for key, part in body["config"].items() if key == "duel"}
+    body = body | {"results": nudged(body["results"]), "config": config}
     (place / f"results_{stamp}.json").write_text(json.dumps(body | {"date": float(number)}))
     for task, records in samples.items():
-        lines = "".join(json.dumps(record) + "\n" for record in records)
+        lines = "".join(json.dumps(nudged(record)) + "\n" for record in records)
         (place / f"samples_{task}_{stamp}.jsonl").write_text(lines)
     return place / f"results_{stamp}.json"
 

@@ -7,7 +7,6 @@ from results import documents, edit, edit_samples, hf, ours, per_token, rows
 from results import report as run
 
 from lm_eval_duel.errors import DuelError
-from lm_eval_duel.results import stats
 
 TEXTS = [f"a text of number {n}" for n in range(4)]
 NATS, TOKENS = (-30.0, -40.0, -50.0, -60.0), (10, 12, 14, 16)
@@ -91,7 +90,7 @@ def test_an_unknown_tokenizer_is_refused_and_the_quotient_of_metrics_tells(tmp_p
     other = tmp_path / "other"
     hf(other / "ar", {"owt": {"token_perplexity": 20.0, "word_perplexity": 400.0}})
     ours(other / "results", {"owt": {"token_perplexity": 25.0, "word_perplexity": 625.0}})
-    assert rows(run(other), "owt")["MDLM"]["value"] == 25.0
+    assert rows(run(other), "owt")["MDLM"]["value"] == pytest.approx(25.0)
 
 
 def test_word_perplexity_stands_across_tokenizers(tmp_path):
@@ -130,9 +129,33 @@ def test_the_elbo_is_over_the_whole_target_and_of_the_same_law(tmp_path, apart, 
     assert row["gap_closed"] is None and row["gap_closed_reason"] == reason
     owt(tmp_path, ar=(), elbo=(23.0, {"spec": {"mc_samples": "8"}}))
     found = run(tmp_path, "--as_published")
-    assert rows(found, "owt")["MDLM"]["gap_closed"] == pytest.approx(stats.gap_closed(23.0, 22.0, 17.54))
+    assert rows(found, "owt")["MDLM"]["gap_closed"] == pytest.approx(100 * (23.0 - 22.0) / (23.0 - 17.54))
     (words,) = found["tasks"]["owt"]["elbo"]
     assert words.startswith("ELBO of MDLM") and "mc_samples=8, elbo_form=count, elbo_block=none" in words
+
+
+def test_a_bound_is_the_elbo_rather_than_more_draws_of_no_bound(tmp_path):
+    owt(tmp_path, duel=(22.0, {}), elbo=(24.0, {"spec": {"mc_samples": "8"}}))
+    for samples, value in (("4096", 21.0), ("64", 23.0)):
+        owt(tmp_path, ar=(), elbo=(value, {"spec": {"mc_samples": samples, "elbo_eps": "0.001"}}))
+    found = run(tmp_path, "--as_published")
+    row = rows(found, "owt")["MDLM"]
+    assert found["tasks"]["owt"]["rows"][row["elbo"]]["value"] == pytest.approx(24.0)
+    assert row["gap_closed"] == pytest.approx(100 * (24.0 - 22.0) / (24.0 - 17.54))
+
+
+@pytest.mark.parametrize("known", [None, 0.5])
+def test_gap_closed_has_an_error_only_if_that_of_its_value_is_known(tmp_path, known):
+    """An estimate without a sampling error, and the same with one. Only over windows is its error known in both."""
+
+    def errors(body):
+        body["config"]["duel"]["tasks"]["owt"]["values"]["two_phase"] |= {"stderr": known, "window_stderr": 2.0}
+
+    owt(tmp_path, elbo=(24.0, {}))
+    edit(ours(tmp_path / "results", per_token(["owt"], [20.0]), estimator="two_phase", spec={"sample": "0.05"}), errors)
+    row = rows(run(tmp_path, "--as_published"), "owt", "two_phase")["MDLM"]
+    assert row["gap_closed"] == pytest.approx(100 * (24.0 - 20.0) / (24.0 - 17.54))
+    assert (row["gap_closed_stderr"] is None) == (row["stderr"] is None) == (known is None)
 
 
 def test_the_baseline_stays_whatever_else_is_there(tmp_path):

@@ -4,11 +4,11 @@ LM_EVAL_DUEL_RECORD=1 writes the files anew.
 """
 
 import itertools
-import json
-import os
 import re
+import shutil
 from pathlib import Path
 
+import golden
 import numpy as np
 import pytest
 import results
@@ -31,26 +31,11 @@ RUNS = {
     "board": ["leaderboard", MADE, "--benchmark", "sotu=a/b:c"],
     "few_board": ["leaderboard", FEW, "--metric", "bits_per_byte"],
 }
-DATE = re.compile(r"\d{4}-\d\d-\d\dT\S+|[Bb]elow .*|wrote to .*|/\S*/(made|few|RESULTS)|\d{4}-\d\d-\d\d")
+DATE = re.compile(r"\d{4}-\d\d-\d\dT\S+|[Bb]elow .*|wrote to .*|/\S*/(made|few|bundled)|\d{4}-\d\d-\d\d")
 
 
 def check(name, text):
-    file = GOLDEN / name
-    text = DATE.sub("...", text.replace(str(RESULTS), "RESULTS"))
-    if os.environ.get("LM_EVAL_DUEL_RECORD"):
-        file.parent.mkdir(exist_ok=True)
-        file.write_text(text, encoding="utf-8")
-    assert text == file.read_text(encoding="utf-8"), name
-
-
-def rounded(value):
-    """JSON with numbers that another CPU gives too, without what differs from run to run."""
-    if isinstance(value, dict):
-        apart = ("files", "file", "folder", "version", "versions", "retrieved_timestamp", "evaluation_id")
-        return {key: rounded(part) for key, part in value.items() if key not in apart}
-    if isinstance(value, list):
-        return [rounded(part) for part in value]
-    return float(f"{value:.4g}") if isinstance(value, float) else value
+    golden.check(GOLDEN / name, DATE.sub("...", text))
 
 
 @pytest.fixture(scope="module")
@@ -103,24 +88,41 @@ def more(body):
     body |= {"chat_template": "x", "system_instruction": "be brief"}
 
 
+@pytest.fixture(scope="module")
+def bundled(tmp_path_factory):
+    """The bundled results with other last digits."""
+    copy = tmp_path_factory.mktemp("other") / "bundled"
+    shutil.copytree(RESULTS, copy)
+    golden.nudge_results(copy)
+    return copy
+
+
 @pytest.mark.parametrize("name", RUNS)
-def test_what_is_printed_and_written(name, folder, tmp_path, capsys):
-    main(
-        [*(str(folder / word if word in (MADE, FEW) else word) for word in RUNS[name]), "--out", str(tmp_path / "out")]
-    )
+def test_what_is_printed_and_written(name, folder, bundled, tmp_path, capsys):
+    """Tables are the golden ones, and every number that a file shows is one of the JSON."""
+    words = [str(folder / word) if word in (MADE, FEW) else str(word) for word in RUNS[name]]
+    main([word.replace(str(RESULTS), str(bundled)) for word in words] + ["--out", str(tmp_path / "out")])
     check(f"{name}.txt", capsys.readouterr().out)
-    for file in sorted((tmp_path / "out").iterdir()):
-        if file.suffix in (".md", ".tex", ".csv") and not (name == "words" and file.suffix == ".tex"):
-            check(f"{name}_{file.name}", file.read_text(encoding="utf-8"))
-        if file.suffix == ".json" and name in ("few", "board"):
-            check(f"{name}_{file.name}", json.dumps(rounded(json.loads(file.read_text())), indent=0))
-    if name == "board":
-        main_part = re.search("<main>.*</main>", (tmp_path / "out" / "index.html").read_text(), re.DOTALL)
-        check("board_main.html", main_part[0])
-        files = (tmp_path / "out" / "exports").rglob("*.json")
-        exported = sorted((rounded(json.loads(file.read_text())) for file in files), key=json.dumps)
-        kinds = [record["evaluation_results"][0]["metric_config"]["evaluation_description"] for record in exported]
-        exported = list(
-            {kind.partition(": ")[2]: record for kind, record in zip(kinds, exported, strict=True)}.values()
-        )
-        check("board_exports.json", json.dumps(exported, indent=0))
+    files = [file for file in sorted((tmp_path / "out").iterdir()) if file.is_file()]
+    written = {file.name: file.read_text(encoding="utf-8") for file in files}
+    for file, text in written.items():
+        if file.endswith((".md", ".tex", ".csv")) and not (name == "words" and file.endswith(".tex")):
+            check(f"{name}_{file}", text)
+    [known] = [decimals(text) for file, text in written.items() if file.endswith(".json")]
+    for file, text in written.items():
+        unknown = [number for number in decimals(text) if not any(is_rounded(number, value) for value in known)]
+        assert not unknown, (file, "shows what is not in the JSON", unknown)
+
+
+def decimals(text):
+    """The numbers with a decimal point that a file shows, as they stand there, without signs."""
+    if page := re.search("<main>.*</main>", text, re.DOTALL):
+        text = re.sub("<svg.*?</svg>|<[^>]*>", " ", page[0], flags=re.DOTALL)
+    return {number.lstrip("+-") for number in golden.NUMBER.findall(text) if "." in number}
+
+
+def is_rounded(shown, value):
+    """Whether a printed number may be this one, or this share in per cent."""
+    digits = len(shown.partition("e")[0].partition(".")[2])
+    unit = 10.0 ** (int(shown.partition("e")[2] or 0) - digits)
+    return any(abs(float(shown) - scale * float(value)) <= 0.500001 * unit for scale in (1, 100))
