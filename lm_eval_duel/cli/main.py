@@ -15,6 +15,10 @@ COMMANDS = {  # name: (module below lm_eval_duel with its `main`, what it does)
     "run": ("cli.run", "evaluate tasks: lm-eval's run, with this package's model as the default and its tasks known"),
     "inspect": ("cli.inspect", "show how a checkpoint is read (family, mask, block, ...) and score one text"),
     "score": ("cli.score", "score your own texts: log-probability, perplexity and bits per byte of each document"),
+    "generate": (
+        "cli.generate",
+        "draw texts under the rule that is scored, as JSON lines with their log-probabilities",
+    ),
     "report": (
         "results.report",
         "tables and figures of lm_eval results: perplexities, differences, the gap to an AR baseline",

@@ -288,7 +288,12 @@ class Duel(OnIds):
 
     # ------------------------------------------------------------ text out
 
-    def generate(
+    def generate(self, prompts: Sequence[TextOrIds], **settings: Any) -> list[GeneratedText]:
+        """A continuation of each prompt, in order. Settings and errors: see `generate_stream`."""
+        texts = dict(self.generate_stream(prompts, **settings))
+        return [texts[n] for n in range(len(prompts))]
+
+    def generate_stream(
         self,
         prompts: Sequence[TextOrIds],
         *,
@@ -301,8 +306,8 @@ class Duel(OnIds):
         until: str | Sequence[str] = (),
         seed: int = 0,
         keys: Sequence[int] | None = None,
-    ) -> list[GeneratedText]:
-        """A continuation of each prompt (Algorithm 1), as the harness's `generate_until` writes it.
+    ) -> Iterator[tuple[int, GeneratedText]]:
+        """(index, continuation) of each prompt as it is finished (Algorithm 1), as `generate_until` writes it.
 
         Args:
             prompts: Texts or ids. One that leaves no room for `max_new_tokens` is cut from the left, with a warning.
@@ -328,11 +333,10 @@ class Duel(OnIds):
                 "until": until if isinstance(until, str) else list(until),
             }
         )
-        written = [prompt for prompt in prompts if isinstance(prompt, str)] if not isinstance(prompts, str) else prompts
+        written = prompts if isinstance(prompts, str) else [prompt for prompt in prompts if isinstance(prompt, str)]
         text_side = self._require_text("generate", written)
         generator = Generator(self._sampler("generate", *SAMPLERS), text_side, settings, seed)
-        texts = dict(generate_texts(generator, prompts, range(len(prompts)) if keys is None else keys, suffixes))
-        return [texts[n] for n in range(len(prompts))]
+        return generate_texts(generator, prompts, range(len(prompts)) if keys is None else keys, suffixes)
 
     def stream_samples(
         self,

@@ -11,7 +11,7 @@ from typing import Any
 
 from lm_eval_duel.errors import DuelError
 
-SAVED = "dataset_info.json"  # which `datasets` writes next to the data that it saves
+SAVED, SPLITS = "dataset_info.json", "dataset_dict.json"  # `save_to_disk` writes them beside a data set, and splits
 
 
 def files(folder: Path) -> list[Path]:
@@ -48,6 +48,16 @@ def _csv(file: Path) -> list[Any]:
     return pyarrow.csv.read_csv(file).to_pylist()
 
 
+def _arrow(file: Path) -> list[Any]:
+    import pyarrow
+
+    with pyarrow.memory_map(str(file)) as source:
+        try:
+            return pyarrow.ipc.open_stream(source).read_all().to_pylist()
+        except pyarrow.ArrowInvalid:  # the format of files, also called Feather
+            return pyarrow.ipc.open_file(source).read_all().to_pylist()
+
+
 def _json(file: Path) -> list[Any]:
     """One record per line, or one list of records. Columns may hold values of several types."""
     with open(file, encoding="utf-8-sig") as content:
@@ -56,4 +66,10 @@ def _json(file: Path) -> list[Any]:
         return json.load(content) if first == "[" else [json.loads(line) for line in content if line.strip()]
 
 
-FORMATS = {".parquet": _parquet, ".jsonl": _json, ".json": _json, ".csv": _csv}  # readers, by file name extension
+FORMATS = {  # readers, by file name extension
+    ".parquet": _parquet,
+    ".arrow": _arrow,
+    ".jsonl": _json,
+    ".json": _json,
+    ".csv": _csv,
+}

@@ -27,10 +27,17 @@ class OwnText(NamedTuple):
 def find(patterns: Sequence[str]) -> list[Path]:
     """The files of names, of patterns such as texts/*.jsonl, and of folders, each once, in the order of the patterns.
 
-    Raises DuelError for one that matches no file, or a file of another format.
+    A folder that `datasets` saved (`save_to_disk`) counts as a file. Raises DuelError for a name that matches no file,
+    for a file of another format, and for a saved folder with several splits.
     """
     matching: dict[Path, None] = {}
     for pattern in patterns:
+        if (Path(pattern) / files.SPLITS).exists():
+            splits = ", ".join(sorted(str(file.parent) for file in Path(pattern).glob(f"*/{files.SAVED}")))
+            raise DuelError(f"{pattern} holds several splits of a data set; name one of them: {splits}.")
+        if (Path(pattern) / files.SAVED).exists():
+            matching[Path(pattern)] = None
+            continue
         if Path(pattern).is_dir():
             matches = sorted(file for file in Path(pattern).iterdir() if file.suffix in FORMATS)
             wanted = f"a folder with {', '.join(FORMATS)} files"

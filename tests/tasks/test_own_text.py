@@ -3,8 +3,11 @@
 import io
 import json
 import math
+import re
 from types import SimpleNamespace
 
+import datasets
+import pyarrow.feather
 import pytest
 from harness_requests import ask, choice_answers
 from harness_runs import evaluate
@@ -43,6 +46,21 @@ def test_a_file_a_line_or_a_row_is_a_document(tmp_path, monkeypatch):
     assert own_text.texts([table, listed], "body") == own_text.texts([f"{tmp_path}/*.json*"], "body")
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"typed")))
     assert own_text.texts(["-"]) == [("stdin", "typed")]
+
+
+def test_what_datasets_saves_is_read(tmp_path):
+    texts = ["one", "two"]
+    splits = datasets.DatasetDict({"train": datasets.Dataset.from_dict({"text": texts, "n": [1, 2]})})
+    splits.save_to_disk(tmp_path / "saved")
+    train = str(tmp_path / "saved" / "train")
+    assert [text for _, text in own_text.texts([train])] == texts
+    assert [text for _, text in own_text.texts([f"{train}/*.arrow"])] == texts
+    with pytest.raises(DuelError, match=re.escape(train)):
+        own_text.texts([str(tmp_path / "saved")])
+    pyarrow.feather.write_feather(
+        pyarrow.table({"text": texts}), tmp_path / "feather.arrow", compression="uncompressed"
+    )
+    assert [text for _, text in own_text.texts([str(tmp_path / "feather.arrow")])] == texts
 
 
 def test_byte_order_marks_and_line_ends_are_no_text(tmp_path, monkeypatch):

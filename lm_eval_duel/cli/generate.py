@@ -1,0 +1,106 @@
+"""`lm-eval-duel generate`: samples as JSON lines, each with its own log-probability."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from typing import IO
+
+from lm_eval_duel.arguments import COUNT, NOT_NEGATIVE, SHARE, TEXT, whole
+from lm_eval_duel.command_line import FILE, PATH, STDOUT, Flag, Parser
+from lm_eval_duel.demo import BUNDLED
+from lm_eval_duel.errors import UsageError, usage
+from lm_eval_duel.options import model_of
+from lm_eval_duel.strict_json import finite
+from lm_eval_duel.tasks import own_text
+
+PRINTS = """\
+Writes a JSON object a line, as each text is finished: prompt and sample (numbers from 0), text, log_prob (nats, of all
+tokens given prompt and suffix) and its kind, tokens with their log-probabilities and reveal steps, rule, block, seed.
+A sample depends on the seed, its prompt's number and its own number, not on how many others there are.
+"""
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Write samples: `lm-eval-duel generate`."""
+    options = parse(arguments)
+    from lm_eval_duel import Duel
+
+    model = dict(options.model)
+    name, batch_size = model.pop("pretrained", None) or BUNDLED, model.pop("batch_size")
+    duel = Duel.from_pretrained(name, batch_size=None if batch_size == "auto" else int(batch_size), **model)
+    about = {
+        "pretrained": name,
+        "fingerprint": duel.fingerprint,
+        "estimator": duel.estimator.name,
+        "rule": None if duel.rule is None else str(duel.rule),
+        "block": duel.block,
+        "seed": options.seed,
+        "temperature": options.temperature,
+        "top_k": options.top_k,
+        "top_p": options.top_p,
+    }
+    numbers = [(prompt, sample) for prompt in range(len(options.prompts)) for sample in range(options.num)]
+    samples = duel.generate_stream(
+        [options.prompts[prompt] for prompt, _ in numbers],
+        suffixes=[options.suffix] * len(numbers),
+        max_new_tokens=options.max_new_tokens,
+        do_sample=options.temperature > 0,
+        temperature=options.temperature,
+        top_k=options.top_k,
+        top_p=options.top_p,
+        until=options.until,
+        seed=options.seed,
+        keys=[prompt << 32 | sample for prompt, sample in numbers],
+    )
+    with opened(options.out) as file:
+        for n, generated in samples:
+            line = dataclasses.asdict(generated)
+            line["window"].pop("known")
+            prompt, sample = numbers[n]
+            words = {"prompt": prompt, "sample": sample, "context": line.pop("prompt"), "suffix": options.suffix}
+            print(json.dumps(finite(words | line | about), ensure_ascii=False), file=file, flush=True)
+
+
+@contextlib.contextmanager
+def opened(path: str) -> Iterator[IO[str]]:
+    """The file to write to; `-` is standard output."""
+    if path == STDOUT:
+        yield sys.stdout
+    else:
+        with open(path, "w", encoding="utf-8") as file:
+            yield file
+
+
+@usage()
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    """The parsed command line, with `model` (model args) and `prompts` (texts); raises UsageError."""
+    options = Parser(
+        "generate",
+        "Draw texts under the rule that is scored (Algorithm 1), each with its exact log-probability.",
+        PRINTS,
+        "demo-mdm --model_args rule=greedy,block=32 --prompt 'We the' --num 4 --max_new_tokens 64",
+        *("NAME", "model_args", "device", "batch_size"),
+        prompt=Flag(TEXT, None, "the texts to continue; none: the empty text", many=True, shows="TEXT"),
+        prompts=Flag(PATH, None, "files of prompts: a table, or plain text with one a line", many=True, shows="FILE"),
+        field=Flag(TEXT, "prompt", "the column of a table that holds the prompt"),
+        suffix=Flag(TEXT, "", "what stands after the text to write (infilling)"),
+        num=Flag(COUNT, 1, "samples of each prompt", shows="N"),
+        max_new_tokens=Flag(COUNT, 64, "positions to generate", shows="N"),
+        temperature=Flag(NOT_NEGATIVE, 1.0, "0: the most probable token at every pick"),
+        top_k=Flag(COUNT, None, "keep this many of the most probable tokens", unset="all"),
+        top_p=Flag(SHARE, None, "keep the fewest tokens with this probability", unset="all"),
+        until=Flag(TEXT, None, "stop strings", many=True, shows="TEXT"),
+        seed=Flag(whole(0), 0, "seed of all draws", shows="N"),
+        out=Flag(FILE, STDOUT, "the file to write", unset="standard output", shows="FILE"),
+    ).parse_args(arguments)
+    if options.prompt and options.prompts:
+        raise UsageError("generate: name prompts by --prompt or by --prompts; leave one out.")
+    files = own_text.texts(options.prompts, options.field, lines=True) if options.prompts else []
+    options.prompts = [text.text for text in files] or options.prompt or [""]
+    options.model = model_of(options)
+    return options

@@ -1,0 +1,39 @@
+"""`lm-eval-duel generate`: JSON lines whose log-probs are those of scoring."""
+
+import json
+
+import pytest
+
+from lm_eval_duel import Duel, Window
+from lm_eval_duel.cli.main import main
+
+
+def lines(capsys, *arguments):
+    main(["generate", "demo-mdm", "--model_args", "block=4", "--device", "cpu", "--max_new_tokens", "6", *arguments])
+    return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+
+
+def test_samples_are_written_with_their_log_probs(tmp_path, capsys):
+    (tmp_path / "prompts.txt").write_text("The state of\nWe the\n")
+    arguments = ("--prompts", str(tmp_path / "prompts.txt"), "--suffix", " strong.", "--seed", "3")
+    samples = lines(capsys, *arguments, "--num", "2")
+    assert sorted((line["prompt"], line["sample"]) for line in samples) == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    assert {line["context"] for line in samples} == {"The state of", "We the"}
+    duel = Duel.from_pretrained("demo-mdm", rule="greedy", block=4, device="cpu")
+    scores = duel.log_prob([Window(**line["window"]) for line in samples])
+    for line, score in zip(samples, scores, strict=True):
+        assert line["log_prob"] == pytest.approx(score.log_prob, abs=1e-4) and line["kind"] == "a likelihood"
+        assert (line["rule"], line["block"], line["seed"]) == ("greedy:k=1", 4, 3)
+        assert line["fingerprint"] == duel.fingerprint and len(line["tokens"]) == len(line["reveal_steps"]) == 6
+    alone = lines(capsys, *arguments)
+    found = {(line["prompt"], line["sample"]): line["text"] for line in samples}
+    assert all(found[line["prompt"], line["sample"]] == line["text"] for line in alone), "however many there are"
+
+
+def test_prompts_of_a_table_and_the_argmax(tmp_path, capsys):
+    (tmp_path / "rows.jsonl").write_text('{"ask": "We the"}\n')
+    arguments = ("--prompts", str(tmp_path / "rows.jsonl"), "--field", "ask", "--temperature", "0", "--num", "2")
+    first, second = lines(capsys, *arguments)
+    assert first["text"] == second["text"]
+    with pytest.raises(SystemExit, match="--prompts"):
+        lines(capsys, *arguments, "--prompt", "a")
