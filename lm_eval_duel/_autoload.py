@@ -1,6 +1,6 @@
 """Registration: `lm_eval --model duel-mdm` works once this package is installed.
 
-lm-eval 0.4.13 and 0.5.0.dev1 do not discover plugins, so a `.pth` file of one line in site-packages calls `install()`
+lm-eval 0.4.13 does not discover plugins, so a `.pth` file of one line in site-packages calls `install()`
 when the interpreter starts. It imports nothing: it puts a finder on `sys.meta_path`, which waits for `lm_eval.models`
 to be imported, registers the name `duel-mdm` (a string; neither torch nor transformers is imported) and removes itself.
 Later releases will read the entry point `lm_eval.models`. A name that is already registered is left alone.

@@ -76,13 +76,8 @@ class DuelMDM(TemplateLM):
         self._warn_if_never_greedy()
         return self._answer(Continuations, requests, disable_tqdm)
 
-    def loglikelihood_rolling(
-        self, requests: list[Instance], disable_tqdm: bool = False
-    ) -> list[float | tuple[float, bool]]:
-        """log p of whole texts, with each token in exactly one window; an empty text is 0.0.
-
-        lm-eval 0.5 gets (log p, False) for each, see `requests`.
-        """
+    def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
+        """log p of whole texts, with each token in exactly one window; an empty text is 0.0."""
         from lm_eval_duel.harness.loglikelihood import WholeTexts
 
         return self._answer(WholeTexts, requests, disable_tqdm)

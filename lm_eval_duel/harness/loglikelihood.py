@@ -15,7 +15,7 @@ from lm_eval_duel.core.scores import WindowScore
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.errors import DuelError, naming
 from lm_eval_duel.harness.cache import Unfinished, request_key
-from lm_eval_duel.harness.requests import Batch, answer_for, arguments_of, document_of, name, random_order
+from lm_eval_duel.harness.requests import Batch, document_of, name, random_order
 from lm_eval_duel.harness.run import Finished, Run, Work
 from lm_eval_duel.harness.so_far import Document, SoFar
 from lm_eval_duel.harness.totals import Outcome
@@ -69,7 +69,7 @@ def document_windows(text: Text, requests: Sequence[Instance]) -> list[list[Wind
     windows = []
     for request in requests:
         with naming(name(request)):
-            (document,) = arguments_of(request)
+            (document,) = request.args
             doc = request.doc if isinstance(request.doc, dict) else {}
             if MADE in doc and doc[MADE] not in MADE_HERE:
                 raise DuelError(
@@ -96,7 +96,7 @@ class Scoring(Work):
         self.all_mask_starts = run.estimator.counts.all_mask_starts
         self.keys = [""] * len(batch.requests)  # in the response cache, if there is one
         if run.store is not None:
-            self.keys = [request_key(self.kind, arguments_of(request)) for request in batch.requests]
+            self.keys = [request_key(self.kind, request.args) for request in batch.requests]
 
     def cached(self) -> Iterator[tuple[int, Outcome]]:
         for n in self.order:
@@ -159,7 +159,7 @@ class Scoring(Work):
 
     def _count(self, n: int, outcome: Outcome) -> None:
         request = self.requests[n]
-        unknown = self.run.text.unknown(outcome.windows, str(arguments_of(request)[-1]))
+        unknown = self.run.text.unknown(outcome.windows, str(request.args[-1]))
         self.run.stats.add_request(str(request.task_name), document_of(request), outcome, unknown)
 
 
@@ -191,10 +191,10 @@ class WholeTexts(Scoring):
         if run.options.order == "random" and self.requests:
             self.so_far = SoFar(self.documents.values(), run.stats.perplexity_error)
 
-    def reply(self, n: int, answer: Outcome) -> float | tuple[float, bool]:
-        """The log-likelihood, in the form of the release that asks."""
-        (text,) = arguments_of(self.requests[n])
-        return answer_for(self.requests[n], TextLogLikelihood(answer, text))
+    def reply(self, n: int, answer: Outcome) -> TextLogLikelihood:
+        """The log-likelihood."""
+        (text,) = self.requests[n].args
+        return TextLogLikelihood(answer, text)
 
     def _count(self, n: int, outcome: Outcome) -> None:
         super()._count(n, outcome)

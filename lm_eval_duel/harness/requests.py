@@ -1,20 +1,4 @@
-"""Requests of the harness: which are distinct, what users call them, and how the releases of lm-eval differ.
-
-                                0.4.13                               0.5, as of 0.5.0.dev1
-    a whole text's arguments    (text,)                              ("", text)
-    its answer                  log p                                (log p, False)
-    fields of a request         metadata=(task, document, repeats)   task_name=, doc_id=, repeats=
-    a task of a group           TASK, in one group only              GROUP::TASK in results files, once for each group
-
-The shape of a request tells which answer is expected, so no version number is read. Inside this package a whole text
-is (text,) and its answer is a number: response caches, orders and traces are the same under both releases.
-
-Requests name the task alone in both. `results.task.keys` reads the names of groups, and `Batch` scores a task of two
-groups once. What 0.5.0.dev1 lost is put back by patches.py.
-
-Two more differences are handled in tasks/, which may not import this module: metrics.log_likelihood reads both answers,
-and infilling.py takes its base classes by output type (0.4.13 has one class for all).
-"""
+"""Requests of the harness: which are distinct, and what users call them."""
 
 from __future__ import annotations
 
@@ -26,15 +10,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 if TYPE_CHECKING:
     from lm_eval.api.instance import Instance
 
-WHOLE_TEXT = "loglikelihood_rolling"
 FILE = "file of this document"  # an entry of documents that are the user's own files
 
 
 class Batch(NamedTuple):
-    """The distinct requests of one call, without those that the harness repeats to give all ranks equally many.
-
-    A task of two groups is loaded twice by lm-eval 0.5; its requests are scored and counted once.
-    """
+    """The distinct requests of one call, without those that the harness repeats to give all ranks equally many."""
 
     requests: list[Instance]
     repeats: list[int]  # of each request: how often it came before
@@ -81,28 +61,17 @@ def name(request: Instance) -> str:
     return f"Request of task {request.task_name}, document {request.doc_id}"
 
 
-def arguments_of(request: Instance) -> tuple[Any, ...]:
-    """The arguments of a request; of a whole text, the text alone."""
-    return request.args[-1:] if request.request_type == WHOLE_TEXT else request.args
-
-
-def answer_for(request: Instance, log_prob: float) -> float | tuple[float, bool]:
-    """The answer to a request for a whole text, as the harness that made the request expects it."""
-    return log_prob if len(request.args) == 1 else (log_prob, False)
-
-
 def make_request(
     kind: str, doc: dict[str, Any], arguments: tuple[Any, ...], task: str, number: int, repeats: int = 1
 ) -> Instance:
-    """A request of the installed release, for document `number` of a task."""
+    """A request for document `number` of a task."""
     from lm_eval.api.instance import Instance
 
-    metadata = (task, number, repeats)  # 0.5 reads it too, but requires the names of task and document
-    return Instance(kind, doc, arguments, idx=0, task_name=task, doc_id=number, metadata=metadata)
+    return Instance(kind, doc, arguments, idx=0, metadata=(task, number, repeats))
 
 
 def random_order(requests: Sequence[Instance], seed: int) -> list[int]:
     """The indices of requests in an order that depends on `seed` and on each request alone."""
-    texts = [f"{seed} {request.task_name} {arguments_of(request)}" for request in requests]
+    texts = [f"{seed} {request.task_name} {request.args}" for request in requests]
     keys = [hashlib.sha256(text.encode()).digest() for text in texts]
     return sorted(range(len(requests)), key=lambda n: (keys[n], n))

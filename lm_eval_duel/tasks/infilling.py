@@ -6,10 +6,9 @@ the suffix visible from the first step. Autoregressive models cannot do this, so
 
 from __future__ import annotations
 
-import inspect
 from typing import TYPE_CHECKING, Any
 
-from lm_eval.api import task as lm_eval_tasks
+from lm_eval.api.task import ConfigurableTask
 
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.tasks import metadata, own_text
@@ -18,48 +17,15 @@ from lm_eval_duel.tasks.metrics import perplexity, sizes
 from lm_eval_duel.text.annotated import BLIND, Gap
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     import datasets
     from lm_eval.api.instance import Instance
 
 
-HAS_CLASSES = hasattr(lm_eval_tasks, "LoglikelihoodTask")  # for each output type, as in lm-eval 0.5
-
-
-def base_task(name: str) -> type:
-    """lm-eval's class of tasks: 0.5 has one for each output type, 0.4.13 one for all.
-
-    0.4.13 has an abstract MultipleChoiceTask, too, for tasks written in Python.
-    """
-    native = getattr(lm_eval_tasks, name, None)
-    return lm_eval_tasks.ConfigurableTask if native is None or inspect.isabstract(native) else native
-
-
-def _of_process_results(name: str) -> Callable[..., Any]:
-    """A metric whose values come from `process_results`. By name, 0.5 takes perplexities for rolling requests only."""
-
-    def metric(*args: Any, **options: Any) -> Any:
-        raise DuelError(f"{name} is computed by process_results, which returned nothing.")
-
-    metric.__name__ = name
-    return metric
-
-
-def base_config(config: dict[str, Any]) -> dict[str, Any]:
-    """The config that lm-eval's class takes."""
-    config = {key: value for key, value in config.items() if key != "class"}
-    if HAS_CLASSES and config["output_type"] == "loglikelihood":
-        metrics = [{**metric, "metric": _of_process_results(metric["metric"])} for metric in config["metric_list"]]
-        config["metric_list"] = metrics
-    return config
-
-
-class _Gaps:
-    """A task whose continuations are followed by the document's `suffix`."""
+class Gaps(ConfigurableTask):
+    """`duel_infill` and `duel_choice`: continuations are followed by the document's `suffix`."""
 
     def __init__(self, config: dict[str, Any]):
-        super().__init__(config=base_config(config))
+        super().__init__(config={key: value for key, value in config.items() if key != "class"})
 
     def construct_requests(self, doc: dict[str, Any], ctx: str, **kwargs: Any) -> list[Instance] | Instance:
         """The harness's requests, with the suffix attached to each continuation."""
@@ -77,14 +43,6 @@ class _Gaps:
         if doc["suffix"] and not all(getattr(answer[0], "sees_suffix", False) for answer in results):
             raise DuelError(f"Task {self.config.task} {BLIND}")
         return super().process_results(doc, results)
-
-
-class Infilling(_Gaps, base_task("LoglikelihoodTask")):
-    """`duel_infill`."""
-
-
-class InfillingChoice(_Gaps, base_task("MultipleChoiceTask")):
-    """`duel_choice`."""
 
 
 def gaps(**model_args: Any) -> dict[str, datasets.Dataset]:

@@ -13,27 +13,19 @@ from lm_eval_duel.tasks.columns import TOKENS
 log = logging.getLogger("lm_eval.duel_mdm")  # lm-eval prints its own loggers only
 
 
-Answer = float | tuple[float, bool]  # of a whole text, by the release of lm-eval
-
-
-def log_likelihood(results: list[Answer]) -> float:
-    """The log-likelihood in the one answer of a whole text: a number in lm-eval 0.4.13, (number, False) in 0.5."""
-    (answer,) = results
-    return answer[0] if isinstance(answer, tuple | list) else answer
-
-
-def token_perplexity(doc: dict[str, Any], results: list[Answer]) -> dict[str, tuple[float, int]]:
+def token_perplexity(doc: dict[str, Any], results: list[float]) -> dict[str, tuple[float, int]]:
     """(log-likelihood, scored positions) of a row."""
-    return {"token_perplexity": (log_likelihood(results), doc[TOKENS])}
+    (log_prob,) = results
+    return {"token_perplexity": (log_prob, doc[TOKENS])}
 
 
-def perplexity(doc: dict[str, Any], results: list[Answer]) -> dict[str, tuple[float, int]]:
+def perplexity(doc: dict[str, Any], results: list[float]) -> dict[str, tuple[float, int]]:
     """(log-likelihood, units) of a document, for each metric of a loglikelihood_rolling task.
 
     A user's own data do not count tokens: duel-mdm's answer tells which text it scored, and its number of tokens. If
     another model answers, tokens are unknown: there is no token perplexity, and a warning says so.
     """
-    log_prob = log_likelihood(results)
+    (log_prob,) = results
     text = getattr(log_prob, "text", doc.get("text"))
     if text is None:
         raise DuelError(

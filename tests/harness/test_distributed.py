@@ -44,14 +44,6 @@ def test_requests_that_fill_up_a_rank_are_not_asked():
     assert batch.spread("abcd") == ["a", "b", "c", "d", *"d" * 6]
 
 
-def test_a_task_of_two_groups_is_scored_once():
-    """lm-eval 0.5 builds its requests twice; a text of another document or task is scored for itself."""
-    one, same, other = request(repeats=2), request(repeats=2), request(repeats=2, doc=1)
-    batch = Batch.from_requests([one, one, same, same, other, other, other])
-    assert batch.requests == [one, one, other, other] and batch.repeats == [0, 1, 0, 1]
-    assert batch.spread("abcd") == ["a", "b", "a", "b", "c", "d", "d"]
-
-
 def test_they_cost_nothing_and_are_in_no_trace(folder, tmp_path):
     last = request(doc=1)
     drawn = make_request(

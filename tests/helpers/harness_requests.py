@@ -1,10 +1,6 @@
-"""Requests as the harness sends them to a model, and answers as it logs them, in all supported releases."""
-
-from lm_eval.api import task
+"""Requests as the harness sends them to a model, and answers as it logs them."""
 
 from lm_eval_duel.harness.requests import make_request
-
-IS_0_5 = hasattr(task, "LoglikelihoodTask")  # the release of lm-eval
 
 
 def ask(kind, *arguments, doc=None, task="toy"):
@@ -12,7 +8,7 @@ def ask(kind, *arguments, doc=None, task="toy"):
 
 
 def text_log_prob(sample):
-    """The log-likelihood of a whole text in a record of samples_*.jsonl, which 0.5 nests: [[[log_prob, False]]]."""
+    """The log-likelihood of a whole text in a record of samples_*.jsonl: a number, or (number, is_greedy)."""
     value = sample["filtered_resps"][0]
     while isinstance(value, list | tuple):
         value = value[0]
@@ -20,5 +16,5 @@ def text_log_prob(sample):
 
 
 def choice_answers(sample):
-    """The (log-likelihood, is_greedy) of each option in a record; 0.5 keeps the repeats of each in a list."""
-    return [answer[0] if isinstance(answer[0], list | tuple) else answer for answer in sample["filtered_resps"]]
+    """The (log-likelihood, is_greedy) of each option in a record."""
+    return sample["filtered_resps"]

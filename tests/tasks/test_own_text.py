@@ -151,7 +151,7 @@ def test_the_file_of_duel_infill_in_the_harness(tmp_path, folder, lm):
     assert metrics["bits_per_byte,none"] == pytest.approx(-nats / math.log(2) / len(" c da b"))
     assert metrics["acc,none"] == sum(is_greedy for _, is_greedy in answers) / 2
     [row, bare] = infilling.gaps(files=file)["test"]
-    other = infilling.Infilling({"metadata": {"files": file}, **INFILL})
+    other = infilling.Gaps({"metadata": {"files": file}, **INFILL})
     with pytest.raises(DuelError, match="sees the prefix only"):
         other.process_results(row, [(-1.0, True)])
     assert other.process_results(bare, [(-1.0, True)])["acc"] == 1.0  # nothing to see after this one
