@@ -1,4 +1,4 @@
-"""What `bench` does not measure on a device: where the host waits for it, and the gradient of a long window.
+"""What the arms do not measure on a device: where the host waits for it, and the gradient of a long window.
 
 python benchmarks/device.py DEVICE NAME LAYERS WIDTH VOCAB TOKENS
 
@@ -23,9 +23,10 @@ if DEVICE == "sim":
     simulated_device.register()  # before the package is imported
     torch.Generator = type("Generator", (torch.Generator,), {"__new__": lambda cls, *_: super(cls, cls).__new__(cls)})
 
+sys.path.append(str(Path(__file__).parents[1]))
+from benchmarks import random_network  # noqa: E402
 from lm_eval_duel import Duel, Window  # noqa: E402
 from lm_eval_duel.core import budget  # noqa: E402
-from lm_eval_duel.denoisers import random_network  # noqa: E402
 
 DTYPE = "bfloat16" if DEVICE.startswith("cuda") else "float32"
 READS = 200  # of which the time of one is taken

@@ -42,7 +42,7 @@ step() {  # NAME SECONDS COMMAND...: the output goes to NAME.log
 
 bench() {  # NAME NETWORK MODEL_ARGS
   rm -f "$out/$1.json"
-  step "$1" 240 python -m lm_eval_duel bench "random:$2" --model_args "rule=greedy,block=32,dtype=$dtype$3" \
+  step "$1" 240 python -m benchmarks "random:$2" --model_args "rule=greedy,block=32,dtype=$dtype$3" \
     --layers $layers --hidden_size $width --vocab $vocab --length $length --repeats 1 --device "$DEVICE" \
     $([ "$DEVICE" = cpu ] && echo --no_memory) --json "$out/$1.json"
 }

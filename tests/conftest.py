@@ -3,11 +3,13 @@
 import functools
 import os
 import sys
+from pathlib import Path
 
 import pytest
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # benchmarks/; last, so that an installed package is tested
 if "PYTEST_XDIST_WORKER" in os.environ:  # one of several processes: before torch counts the cores
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 

@@ -12,6 +12,7 @@ import results
 from lm_eval._cli import HarnessCLI
 from pages import PAGES, ROOT, anchors, blocks, read
 
+from benchmarks import options
 from lm_eval_duel.cli import declared, inspect
 from lm_eval_duel.cli.main import COMMANDS
 from lm_eval_duel.cli.where import where
@@ -98,6 +99,8 @@ def parse(line, monkeypatch):
             getattr(module, function or ("parse" if hasattr(module, "parse") else "main"))(
                 words[1 + len(name.split()) :]
             )
+        elif words[0] == "benchmarks":
+            options.parse(words[1:])
         elif words[0] == "python":
             runpy.run_path(str(ROOT / words[1]))["parse"](words[2:])
         else:

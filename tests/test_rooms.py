@@ -22,7 +22,7 @@ FLOORS = (  # from the lowest
     {"tasks"},
     {"harness"},
     {"library", "results"},
-    {"bench", "cli"},
+    {"cli"},
 )
 FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 ENTRIES = {"__main__", "_autoload"}  # how the package is started: they may import any room

@@ -30,7 +30,6 @@ COMMANDS = {  # name: (module below lm_eval_duel with its `main`, what it does)
     "show": ("cli.show", "print one document of a trace, its tokens coloured by reveal step or by likelihood"),
     "plan": ("cli.plan", "count what a run will cost before it starts: rows, operations, memory, hours"),
     "audit": ("cli.audit", "compare the numbers of a few documents with the specification, reference.py, in float32"),
-    "bench": ("bench", "measure speed and memory against the loops that people run"),
     "args": ("cli.declared:args", "list the model args: default and meaning of each"),
     "rules": ("cli.declared:rule_list", "list the unmasking rules and their parameters"),
     "estimators": ("cli.declared:estimator_list", "list the estimators and their model args"),

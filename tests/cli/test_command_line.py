@@ -44,8 +44,8 @@ TYPOS = [
     (["run", "--tasks", "sotu", "--include_path", "nosuch"], "--include_path nosuch: there is no such folder."),
     (["run", "--tasks", "sotu", "--config", "nosuch.yaml"], "--config nosuch.yaml: Config file not found"),
     (["inspect", "demo-mdm", "--model_arg", "blok=4"], "Unknown model arg 'blok'"),  # a beginning that is clear
-    (["bench", "--model_args", "rule=gredy"], "Did you mean greedy?"),
-    (["bench", "--length", "long"], "'--length' is a whole number, at least 1; got 'long'."),
+    (["plan", "--model_args", "rule=gredy", "--tokens", "9"], "Did you mean greedy?"),
+    (["plan", "--tokens", "long"], "'--tokens' is a whole number, at least 1; got 'long'."),
     (["tools", "data", "check", "duel_ptp"], "Unknown benchmark task 'duel_ptp'. Did you mean duel_ptb?"),
     (["show", "nosuch.jsonl"], "There is no trace nosuch.jsonl"),
     (["report", "nosuch", "--out", "o"], "No file or folder nosuch"),

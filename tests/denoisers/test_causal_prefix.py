@@ -15,8 +15,8 @@ from laws import total
 from textbook import score
 from toys import CausalPrefix
 
+from benchmarks.loops import algorithm2
 from lm_eval_duel import denoisers, rules
-from lm_eval_duel.bench.loops import algorithm2
 from lm_eval_duel.core import block_causal
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.denoisers import self_tests
@@ -156,7 +156,7 @@ def test_equals_the_authors_procedure(checkpoint, first_token, rule, threshold):
         assert scored.token_logprobs == close_nats(nats)
     rows = self_tests.random_rows(denoiser, 16, 3).tolist()
     windows = [Window(row[:2], row[2:]) for row in rows]
-    loop = algorithm2(duel, windows)  # of bench
+    loop = algorithm2(duel, windows)
     for row, scored in enumerate(duel.log_prob(windows)):
         assert tuple(loop.reveal_steps[row].tolist()) == scored.reveal_steps
         assert loop.token_logprobs[row].tolist() == close_nats(scored.token_logprobs)

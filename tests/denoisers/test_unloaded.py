@@ -12,7 +12,6 @@ from lm_eval_duel import load
 from lm_eval_duel.denoisers import load_tokenizer, unloaded
 from lm_eval_duel.denoisers.cached.denoiser import Cached
 from lm_eval_duel.denoisers.published import CONFIGS
-from lm_eval_duel.denoisers.random_network import make
 from lm_eval_duel.errors import DuelError
 
 KINDS = ("max_length", "attention", "block", "published_block", "shift", "vocab_size", "bos", "appends_sep", "family")
@@ -51,16 +50,10 @@ def test_a_network_without_weights_is_of_the_kind_and_size_of_the_loaded_one(tmp
 
 
 @torch.inference_mode()
-def test_operations_are_those_of_a_call():
+def test_operations_are_those_of_a_call(tmp_path):
     """Against torch's own counter, for a decoder whose layers run at every position."""
-    denoiser = make("random:llada-8b", torch.device("cpu"), layers=2, width=64, vocab=200, length=32)
-    config = {**CONFIGS["GSAI-ML/LLaDA-8B-Base"], "d_model": 64, "mlp_hidden_size": 192, "n_layers": 2, "n_heads": 1}
-    config |= {"n_kv_heads": 1, "vocab_size": 200, "embedding_size": 200, "mask_token_id": 72}
-    CONFIGS["tiny"] = config
-    try:
-        size = unloaded.read("tiny", {}).size
-    finally:
-        del CONFIGS["tiny"]
+    path, options = written(tmp_path, "llada")
+    denoiser, size = load(path, device="cpu", **options), unloaded.read(path, options).size
     assert size.parameters == sum(weight.numel() for weight in denoiser.model.parameters())
     rows, length, positions = 3, 20, 7
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):  # the only kernel it counts here

@@ -2,21 +2,21 @@
 
 import pytest
 import torch
+from attends import Attends
 from decoder_reference import CASES, write
+from toys import BlockCausal
 
+from benchmarks.recording import Recording
 from lm_eval_duel import load
-from lm_eval_duel.bench.arms import Recording
 from lm_eval_duel.core import block_causal
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.denoisers.cached.denoiser import Cached
-from lm_eval_duel.denoisers.random_network import make
 from lm_eval_duel.estimators import cost
 from lm_eval_duel.estimators.duel import Autoregressive, DuelEstimator
 from lm_eval_duel.estimators.elbo import Elbo
 from lm_eval_duel.estimators.subsets.lattice import Lattice
 from lm_eval_duel.rules import parse
 
-SIZES = {"layers": 1, "width": 64, "vocab": 60, "length": 24, "block": 8}
 RULES = (
     *("greedy:k=1", "margin:k=3", "left_to_right:k=2", "entropy:k=2:seed_first=True"),
     *("greedy:k=3:sub_block=4", "quota:steps=3:sub_block=5:seed_first=True"),
@@ -26,8 +26,8 @@ RULES = (
 
 @pytest.fixture(scope="module")
 def networks():
-    names = {"bidirectional": "bidirectional", "block_causal": "block-causal"}
-    return {kind: make(f"random:{name}", torch.device("cpu"), **SIZES) for kind, name in names.items()}
+    sizes = {"tokens": 59, "length": 24}
+    return {"bidirectional": Attends(**sizes), "block_causal": BlockCausal(block=8, **sizes)}
 
 
 def windows(length=22):

@@ -8,7 +8,7 @@ from lm_eval.api.model import CachingLM
 from scipy import stats
 from toys import Toy
 
-from lm_eval_duel.bench.arms import Recording
+from benchmarks.recording import Recording
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.estimators import base
 from lm_eval_duel.estimators.duel import DuelEstimator

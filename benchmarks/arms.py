@@ -1,43 +1,95 @@
-"""What `bench` measures: a network, a spec and windows, and the arms that score them.
-
-loop        the loop that people run with such a network (loops.py)
-ours        this package
-forwards    the network calls of ours alone: no code around these calls can be faster
-uncached    with cache=: ours without it
-two_phase   with estimator=two_phase: the estimate of the same value
-"""
+"""What is measured: a network, a spec and windows, and the arms that score them."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
 import ctypes
-import inspect
+import dataclasses
 import os
 import resource
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from benchmarks import random_network
+from benchmarks.loops import algorithm2, loop_for
+from benchmarks.recording import Recording
 from lm_eval_duel import denoisers
-from lm_eval_duel.bench.loops import algorithm2, loop_for
-from lm_eval_duel.bench.options import TWO_PHASE
 from lm_eval_duel.core.denoiser import Denoiser
 from lm_eval_duel.core.windows import Window
-from lm_eval_duel.denoisers import random_network, self_tests
+from lm_eval_duel.denoisers import self_tests
 from lm_eval_duel.denoisers.cached.denoiser import Cached
 from lm_eval_duel.denoisers.hub import pick_device
-from lm_eval_duel.errors import DuelError
+from lm_eval_duel.errors import DuelError, unknown
 from lm_eval_duel.estimators.checks import DEFAULT_BLOCK
 from lm_eval_duel.estimators.duel import DuelEstimator
 from lm_eval_duel.estimators.phases import Phases
 from lm_eval_duel.estimators.two_phase import TwoPhase
+
+
+@dataclasses.dataclass(frozen=True)
+class Arm:
+    """A way to score the windows.
+
+    `denoiser`: the network whose calls are counted. `more`: entries of the JSON, from the result of the first run; they
+    replace the counted ones. `line`: what is printed below the table, from the entries of the JSON.
+    """
+
+    score: Callable[[Sequence[Window]], Any]
+    denoiser: Denoiser
+    more: Callable[[Any], dict[str, Any]] = lambda result: {}
+    line: Callable[[dict[str, Any]], str] = lambda figures: ""
+
+
+def uncached(bench: Bench) -> Arm | None:
+    """Ours without the cache."""
+    if not bench.settings.model.cache:
+        return None
+    return Arm(DuelEstimator(bench.plain, *bench.layout, batch_size=bench.rows).log_prob, bench.plain)
+
+
+def two_phase(bench: Bench) -> Arm | None:
+    """The estimate of the same value. Its calls are spread over two networks, so it counts them itself."""
+    if bench.settings.model.estimator != TwoPhase.name:
+        return None
+    estimator = TwoPhase(bench.plain, *bench.layout, batch_size=bench.rows, **bench.settings.model.estimator_args)
+
+    def more(result: Any) -> dict[str, Any]:
+        sums = Phases.total(Phases.read(score.phases) for score in result)
+        sample = {"blocks": sums.blocks, "sampled": sums.sampled, "log_prob_stderr": sums.stderr}
+        counts = estimator.counts
+        return {"forwards": counts.forwards, "rows": counts.rows, "token_rows": None, "sample": sample}
+
+    def line(figures: dict[str, Any]) -> str:
+        return "{sampled} of {blocks} blocks also without the cache".format(**figures["sample"])
+
+    return Arm(estimator.log_prob, bench.plain, more, line)
+
+
+def forwards(bench: Bench) -> Arm:
+    """The network calls of ours alone: no code around these calls can be faster."""
+
+    def more(result: Any) -> dict[str, Any]:
+        recording = bench.recording
+        return {"forwards": recording.forwards, "rows": recording.rows, "token_rows": recording.tokens}
+
+    return Arm(lambda windows: bench.recording.replay(), bench.denoiser, more)
+
+
+ARMS: dict[str, Callable[[Bench], Arm | None]] = {  # None: these settings have no such arm
+    "loop": lambda bench: Arm(partial(algorithm2, bench.duel), bench.denoiser),  # the one that people run (loops.py)
+    "ours": lambda bench: Arm(bench.duel.log_prob, bench.denoiser),
+    "uncached": uncached,
+    "two_phase": two_phase,
+    "forwards": forwards,
+}
 
 
 class Bench:
@@ -45,22 +97,18 @@ class Bench:
 
     def __init__(self, settings: argparse.Namespace):
         self.settings, model = settings, settings.model
-        plain = _load(settings)
-        self.denoiser = Cached(plain, model.cache) if model.cache else plain
+        self.plain = _load(settings)
+        self.denoiser = Cached(self.plain, model.cache) if model.cache else self.plain
         self.title = loop_for(self.denoiser).title
         self.windows = _windows(self.denoiser, settings)
-        shared = model.rule, _block(settings) if _is_random(settings) and model.block else model.block
-        self.duel = DuelEstimator(self.denoiser, *shared, batch_size=model.rows)
-        self.estimators: dict[str, DuelEstimator | TwoPhase] = {"ours": self.duel}
-        if model.cache:
-            self.estimators["uncached"] = DuelEstimator(plain, *shared, batch_size=model.rows)
-        if model.estimator == TWO_PHASE:
-            self.estimators[TWO_PHASE] = TwoPhase(plain, *shared, batch_size=model.rows, **model.estimator_args)
-
-    @property
-    def arms(self) -> list[str]:
-        """The arms of these settings."""
-        return ["loop", *self.estimators, "forwards"]
+        self.rows = model.rows
+        self.layout = model.rule, _block(settings) if _is_random(settings) and model.block else model.block
+        self.duel = DuelEstimator(self.denoiser, *self.layout, batch_size=self.rows)
+        self.arms = {name: arm for name, make in ARMS.items() if (arm := make(self)) is not None}
+        if model.estimator not in ("duel", *self.arms):
+            raise DuelError(f"There is no arm for estimator={model.estimator}.")
+        if model.estimator != "duel" and model.cache:
+            raise DuelError("The arms of other estimators are measured without a cache; leave cache out.")
 
     @cached_property
     def recording(self) -> Recording:
@@ -70,14 +118,14 @@ class Bench:
             self.duel.log_prob(self.windows)
         return recording
 
+    def arm(self, name: str) -> Arm:
+        if name not in self.arms:
+            raise unknown("arm", name, self.arms)
+        return self.arms[name]
+
     def run(self, arm: str, windows: Sequence[Window] | None = None) -> tuple[float, Any]:
         """Run an arm over `windows` (default: all). Returns its seconds and its result."""
-        windows = windows or self.windows
-        if arm == "forwards":
-            return self.seconds(self.recording.replay)
-        if arm == "loop":
-            return self.seconds(partial(algorithm2, self.duel, windows))
-        return self.seconds(partial(self.estimators[arm].log_prob, windows))
+        return self.seconds(partial(self.arm(arm).score, windows or self.windows))
 
     def seconds(self, work: Callable[[], Any]) -> tuple[float, Any]:
         """The time of some work in seconds, and its result."""
@@ -91,20 +139,14 @@ class Bench:
         if self.denoiser.device.type == "cuda":
             torch.cuda.synchronize(self.denoiser.device)
 
-    def count(self, arm: str) -> tuple[dict[str, Any], Any]:
+    def count(self, name: str) -> tuple[dict[str, Any], Any]:
         """The network calls, rows and token-rows of an arm's first run, and its result."""
-        if arm == "forwards":
-            recording, result = self.recording, None
-        else:
-            recording = Recording(self.estimators.get(arm, self.duel).denoiser, keep=False)
-            with recording.record():
-                _, result = self.run(arm)
+        arm = self.arm(name)
+        recording = Recording(arm.denoiser, keep=False)
+        with recording.record():
+            _, result = self.run(name)
         counts = {"forwards": recording.forwards, "rows": recording.rows, "token_rows": recording.tokens}
-        if arm == TWO_PHASE:  # its calls are spread over two networks
-            counted, sums = self.estimators[arm].counts, Phases.total(Phases.read(score.phases) for score in result)
-            sample = {"blocks": sums.blocks, "sampled": sums.sampled, "log_prob_stderr": sums.stderr}
-            counts = {"forwards": counted.forwards, "rows": counted.rows, "token_rows": None, "sample": sample}
-        return counts, result
+        return counts | arm.more(result), result
 
     # ------------------------------------------------------------ memory
 
@@ -116,8 +158,9 @@ class Bench:
             before = torch.cuda.memory_allocated(device)
             self.run(arm)
             return torch.cuda.max_memory_allocated(device) - before
-        command = [sys.executable, "-m", "lm_eval_duel", "bench", *self.settings.words, "--peak_of", arm]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        command = [sys.executable, "-m", "benchmarks", *self.settings.words, "--peak_of", arm]
+        root = Path(__file__).resolve().parents[1]
+        done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=root)
         if done.returncode:
             reason = (done.stderr.strip().splitlines() or [f"It ended with code {done.returncode}."])[-1]
             raise DuelError(f"Could not measure the memory of {arm}; --no_memory skips this. {reason}")
@@ -195,64 +238,3 @@ def _windows(denoiser: Denoiser, settings: argparse.Namespace) -> list[Window]:
         raise DuelError(f"{name} needs a visible first token: pass --length 2 or more.")
     rows = self_tests.random_rows(denoiser, settings.length, settings.windows, settings.seed).tolist()
     return [Window(tuple(row[:visible]), tuple(row[visible:])) for row in rows]
-
-
-class Recording:
-    """The network calls of a run (`features`, `stream`, `head`), which can be replayed without the code around them."""
-
-    NAMES = ("features", "stream", "head")
-
-    def __init__(self, denoiser: Denoiser, keep: bool = True):
-        self.denoiser, self.keep = denoiser, keep  # keep=False: counts alone
-        self.names = getattr(denoiser, "calls", self.NAMES)
-        self.calls: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = []
-        self.forwards = self.rows = self.tokens = 0
-        self._inside = False
-
-    @contextlib.contextmanager
-    def record(self) -> Iterator[None]:
-        """Record the calls made inside this context."""
-        for name in self.names:
-            setattr(self.denoiser, name, self._recorder(name, getattr(self.denoiser, name)))
-        try:
-            yield
-        finally:
-            for name in self.names:
-                delattr(self.denoiser, name)  # back to the class's method
-
-    def _recorder(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
-        signature = inspect.signature(method)
-
-        def recorder(*args: Any, **kwargs: Any) -> Any:
-            if not self._inside:
-                if self.keep:
-                    bound = signature.bind(*args, **kwargs)
-                    # past is large and read-only; its values do not affect the time
-                    for key, value in bound.arguments.items():
-                        if key != "past":
-                            bound.arguments[key] = _copy(value)
-                    self.calls.append((name, bound.args, bound.kwargs))
-                if name != "head":
-                    self.forwards += 1
-                    self.rows += len(args[0])
-                    self.tokens += args[0].numel()
-            outer, self._inside = self._inside, True
-            try:
-                return method(*args, **kwargs)
-            finally:
-                self._inside = outer
-
-        return recorder
-
-    @torch.inference_mode()
-    def replay(self) -> None:
-        """Repeat the calls in order."""
-        for name, args, kwargs in self.calls:
-            getattr(self.denoiser, name)(*args, **kwargs)
-
-
-def _copy(value: Any) -> Any:
-    """Copy a tensor, or the tensors in a tuple or list; return anything else unchanged."""
-    if isinstance(value, torch.Tensor):
-        return value.clone()
-    return type(value)(map(_copy, value)) if type(value) in (tuple, list) else value

@@ -1,4 +1,4 @@
-"""The loops that people run today, for `bench` to compare with: Algorithm 2, one block after another.
+"""The loops that people run today, to compare with: Algorithm 2, one block after another.
 
 | network | loop | whose code does so |
 |---|---|---|
@@ -167,15 +167,15 @@ def loop_for(denoiser: Denoiser) -> type[WholeRow]:
     """The loop that people run with such a network.
 
     Raises:
-        DuelError: bench has none for it.
+        DuelError: there is none for it.
     """
     if denoiser.attention == "causal":
-        raise DuelError("bench compares ways of unmasking; an autoregressive network scores a window in one pass.")
+        raise DuelError("The arms are ways of unmasking; an autoregressive network scores a window in one pass.")
     if isinstance(denoiser, Cached):
         return KeptRow
     if type(denoiser).open is not Denoiser.open:
         raise DuelError(
-            f"bench's loop does not support {type(denoiser).__name__}, which does more than one plain network call per "
+            f"The loop does not support {type(denoiser).__name__}, which does more than one plain network call per "
             "step (noise level or guidance): use another network."
         )
     return WholeRow if denoiser.attention == "bidirectional" else KeptKeys

@@ -1,4 +1,4 @@
-"""Networks with random weights in the shape of real ones, for `bench`.
+"""Networks with random weights in the shape of real ones.
 
 Their logits have a standard deviation of 3 nats over the vocabulary and depend on a position and on the
 visible tokens. With flat predictions, float noise would decide every pick.

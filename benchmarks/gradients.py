@@ -1,6 +1,6 @@
 """Memory and time of the gradient of log p(x), as the target grows: `duel.differentiable` and plain autograd.
 
-python scripts/bench_gradients.py [tokens ...]
+python benchmarks/gradients.py [tokens ...]
 
 Memory is the most that autograd keeps for the backward pass at any time. The network is bidirectional and reveals one
 token at a step: T network calls. By plain autograd, every call's graph lives until the backward pass.

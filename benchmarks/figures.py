@@ -1,4 +1,4 @@
-"""Measure the arms and print: `lm-eval-duel bench`.
+"""The figures of all arms, and their table.
 
 Every arm runs in full on the same windows. A first run warms up, counts network calls and gives the numbers to compare.
 Then the arms take turns, in another order in each repeat; ratios are medians of the ratios within a repeat.
@@ -17,10 +17,8 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from lm_eval_duel.bench.arms import Bench
-from lm_eval_duel.bench.loops import Revealed
-from lm_eval_duel.bench.options import TWO_PHASE, described
-from lm_eval_duel.command_line import STDOUT, write_json
+from benchmarks.arms import Bench
+from benchmarks.loops import Revealed
 from lm_eval_duel.core.scores import WindowScore
 from lm_eval_duel.tables import plain_table
 
@@ -28,26 +26,10 @@ IDLE_LOAD = 1.0  # a higher load average before the start means that other progr
 MATRIX = 8192  # rows of the matrix product that measures the chip's peak rate
 
 
-def run(settings: argparse.Namespace) -> None:
-    """Measure and print: `lm-eval-duel bench`."""
-    bench = Bench(settings)
-    if settings.peak_of is not None:
-        print(bench.own_peak_bytes(settings.peak_of))
-        return
-    figures = measure(bench)
-    if settings.json != STDOUT:
-        print(table(figures))
-    if settings.json:
-        write_json(settings.json, figures)
-
-
-# ---------------------------------------------------------------- the figures
-
-
 def measure(bench: Bench) -> dict[str, Any]:
     """All figures of the run, by name."""
     load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
-    repeats, arms = bench.settings.repeats, bench.arms
+    repeats, arms = bench.settings.repeats, [*bench.arms]
     figures: dict[str, dict[str, Any]] = {}
     results: dict[str, Any] = {}
     with tqdm(total=len(arms) * (1 + repeats + (not bench.settings.no_memory)), unit="run") as bar:
@@ -70,6 +52,7 @@ def measure(bench: Bench) -> dict[str, Any]:
         "arms": figures,
         "ratios": ratios | {"ours / forwards": _ratio(figures, "ours", "forwards")},
         "compared": _compare(results["ours"], results["loop"]),
+        "remarks": [f"{arm}: {line}" for arm in arms if (line := bench.arms[arm].line(figures[arm]))],
         "tokens": sum(len(window.target) for window in bench.windows),
         "load_before": load,
         **_operations(bench, median(figures["ours"]["seconds"])),
@@ -122,13 +105,25 @@ def _environment(bench: Bench) -> dict[str, Any]:
     network = getattr(denoiser, "model", None) or getattr(denoiser, "network", None)
     packages = ("lm-eval-duel", "torch", "transformers")
     return {
-        "settings": described(bench.settings),
+        "settings": _described(bench.settings),
         "loop": bench.title,
         "rule": str(bench.duel.rule),
         "block": bench.duel.block,
         "parameters": sum(weight.numel() for weight in network.parameters()),
         "device": f"{device.type}, {name}",
         "versions": {"python": platform.python_version(), **{name: metadata.version(name) for name in packages}},
+    }
+
+
+def _described(settings: argparse.Namespace) -> dict[str, Any]:
+    names = ("length", "windows", "repeats", "layers", "hidden_size", "vocab", "seed", "no_memory")
+    model = settings.model
+    return {
+        **{name: getattr(settings, name) for name in names},
+        **{name: getattr(model, name) for name in ("pretrained", "block", "cache", "compile", "dtype", "estimator")},
+        **model.estimator_args,
+        "rule": str(model.rule),
+        "batch_size": model.rows,
     }
 
 
@@ -163,8 +158,7 @@ def _below(figures: dict[str, Any]) -> list[str]:
     lines = [f"{name}: {ratio:.2f}" for name, ratio in figures["ratios"].items()]
     if figures["load_before"] > IDLE_LOAD:
         lines.insert(0, f"the load average before the start was {figures['load_before']:.1f}: times are unreliable")
-    if sample := figures["arms"].get(TWO_PHASE, {}).get("sample"):
-        lines.append(f"two_phase: {sample['sampled']} of {sample['blocks']} blocks also without the cache")
+    lines += figures["remarks"]
     difference, ties = compared["max_abs_diff_nats"], compared["near_ties"]
     nats = "not known, every window has changed picks" if difference is None else f"{difference:.1e} nats"
     lines.append(
