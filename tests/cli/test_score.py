@@ -25,7 +25,7 @@ def folder(tmp_path_factory):
 @pytest.fixture(autouse=True)
 def other_digits(monkeypatch):
     """No test here depends on the last digits of a float."""
-    golden.nudge_functions(monkeypatch)
+    golden.nudge_functions(monkeypatch.setattr)
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import statistics
 
 import dit_reference
 import pytest
@@ -93,6 +94,17 @@ def test_lattice_reads_off_every_state_only_rule(network, block):
             assert mine.elbo_exact <= mine.mixture + close(network) and mine.mixture <= mine.oracle + close(network)
             if ":k=1" in rule:
                 assert path.log_prob <= mine.oracle + close(network)
+
+
+def test_near_ties_in_a_lattice_are_those_of_the_rule():
+    """On a nearly flat network some steps are near ties and others are not."""
+    toy, rules = Toy(length=9, seed=1, scale=3e-4), ["greedy:k=1", "margin:k=1", "entropy:k=1"]
+    scored = Lattice(toy, 2, follow=rules).log_prob(INFILLING)
+    for rule in rules:
+        found = [score.rules[rule] for score in scored]
+        expected = DuelEstimator(toy, rule, 2).log_prob(INFILLING)
+        assert [path.near_ties for path in found] == [score.near_ties for score in expected]
+        assert 0 < sum(path.near_ties for path in found) < sum(path.nfe for path in found)
 
 
 @pytest.mark.parametrize("grid", ["target", "row"])
@@ -201,6 +213,32 @@ def test_elbo_stderr_is_the_spread_over_seeds():
         spread = torch.tensor([run.log_prob for run in runs], dtype=torch.float64).std()
         said = torch.tensor([run.stderr for run in runs], dtype=torch.float64).square().mean().sqrt()
         assert 0.75 < spread / said < 1.33
+
+
+def draws_of(scored, both, alone):
+    """The draws behind a bound of two positions: `both` are masked, or one, whose log-prob counts twice.
+
+    The number of each kind is the one that adds up to each position's share of the bound.
+    """
+    draws = 8
+    for n, m in itertools.product(range(draws + 1), repeat=2):
+        k = draws - n - m
+        shares = [(k * both[i] + 2 * times * alone[i]) / draws for i, times in enumerate((n, m))]
+        if k >= 0 and shares == pytest.approx(scored.token_logprobs, abs=1e-12):
+            return [sum(both)] * k + [2 * alone[0]] * n + [2 * alone[1]] * m
+    raise AssertionError("no draws have these shares")
+
+
+def test_elbo_and_its_error_by_hand():
+    """Eight draws are eight replicates: the mean of their values, and the standard error of a mean."""
+    toy, window = Toy(length=4, seed=1), Window((1,), (0, 2))
+    shown = [DuelEstimator(toy, block=2).replay([window], [steps])[0] for steps in ([0, 0], [1, 0], [0, 1])]
+    both, alone = shown[0].token_logprobs, (shown[1].token_logprobs[0], shown[2].token_logprobs[1])
+    for seed in range(4):
+        [scored] = Elbo(toy, samples=8, form="count", seed=seed).log_prob([window])
+        draws = draws_of(scored, both, alone)
+        assert scored.log_prob == pytest.approx(statistics.fmean(draws), abs=1e-12)
+        assert scored.stderr == pytest.approx(statistics.stdev(draws) / math.sqrt(8), abs=1e-12)
 
 
 def test_elbo_depends_on_seed_and_ids_only():

@@ -53,14 +53,14 @@ def nudge_results(folder):
             file.write_text(json.dumps(content | {"results": nudged(content["results"]), "config": config}))
 
 
-def nudge_functions(monkeypatch):
+def nudge_functions(setattr=setattr):
     """Nudge what the functions of `math` and numpy return that statistics are made with."""
     for module, names in (
         (math, ("exp", "log", "sqrt", "hypot", "fsum")),
         (np, ("exp", "log", "sqrt", "percentile", "var", "mean", "std")),
     ):
         for name in names:
-            monkeypatch.setattr(module, name, _nudging(getattr(module, name)))
+            setattr(module, name, _nudging(getattr(module, name)))
 
 
 def _nudging(call):

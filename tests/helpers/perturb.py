@@ -4,11 +4,13 @@
 
 multiplies what `linear` and `scaled_dot_product_attention` return in float32 by 1 + 2e-7 x (a sign for each element).
 The signs are fixed for a shape and unrelated between shapes, as rounding is in a library that chooses its kernel by the
-size of a batch. Other processes that a test starts keep their own rounding: they compare two machines.
+size of a batch. What `math` and numpy compute in float64 is nudged as well (`golden`). Other processes
+that a test starts keep their own rounding: they compare two machines.
 """
 
 import functools
 
+import golden
 import torch
 
 from lm_eval_duel.denoisers.cached import steering  # before the patch: it knows torch's attention by identity
@@ -44,3 +46,4 @@ def install():
     """Patch torch."""
     torch.nn.functional.linear = nudged(LINEAR)
     torch.nn.functional.scaled_dot_product_attention = nudged(ATTENTION)
+    golden.nudge_functions()

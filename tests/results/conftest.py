@@ -9,7 +9,7 @@ from lm_eval_duel.results import figures
 @pytest.fixture(autouse=True)
 def other_digits(monkeypatch):
     """No test here depends on the last digits of a float: they are others in every run of it."""
-    golden.nudge_functions(monkeypatch)
+    golden.nudge_functions(monkeypatch.setattr)
 
 
 @pytest.fixture(autouse=True)
