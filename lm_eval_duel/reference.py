@@ -14,13 +14,18 @@ package is, and the tests and `lm-eval-duel audit` hold it to this page. Names a
 
 `blocks` lists the positions to score or to sample; a block is finished before the next one begins. Every other position
 is as in x from the first step on: that is how a context or a suffix is given.
+
+`relative_positions`: the denoiser tells positions apart by their distances to others alone, as rotary networks do. A
+row of nothing but masks then has one distribution at every position, and only float noise would choose among them, by
+the length of the row or the dtype. Here it is an exact tie, so the lowest position is first.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, TypeAlias
 
 import torch
@@ -31,6 +36,8 @@ Ids: TypeAlias = Sequence[int]
 Blocks: TypeAlias = Sequence[Sequence[int]]
 Network: TypeAlias = Callable[[Tensor], Tensor]
 Rule: TypeAlias = Callable[[Tensor, list[int]], list[int]]
+Draw: TypeAlias = Sequence[tuple[Sequence[int], float | None]]  # of each block: masked positions, and their t if any
+States: TypeAlias = Callable[[frozenset[int]], Tensor]  # the masked positions of a block -> log_P
 
 
 class Path(NamedTuple):
@@ -41,12 +48,16 @@ class Path(NamedTuple):
     log_p: dict[int, float]  # log P_ell[x_ell] at the step that unmasked ell
 
 
-def log_likelihood(x: Ids, blocks: Blocks, logits_of: Network, F: Rule, m: int) -> Path:
+def log_likelihood(
+    x: Ids, blocks: Blocks, logits_of: Network, F: Rule, m: int, relative_positions: bool = False
+) -> Path:
     """Algorithm 2: exact likelihood."""
     z, ll, sigma, log_p = masked(x, blocks, m), 0.0, [], {}
     for block in blocks:
         while M := [ell for ell in block if z[ell] == m]:
             log_P = log_softmax(logits_of(torch.tensor(z)))  # token probabilities
+            if relative_positions and {*z} == {m}:  # nothing is visible: an exact tie
+                log_P = log_P[M[0]].expand_as(log_P)
             I = F(log_P, M)  # positions to unmask
             for ell in I:
                 log_p[ell] = float(log_P[ell, x[ell]])
@@ -56,40 +67,27 @@ def log_likelihood(x: Ids, blocks: Blocks, logits_of: Network, F: Rule, m: int) 
     return Path(ll, sigma, log_p)
 
 
-def sample(x: Ids, blocks: Blocks, logits_of: Network, F: Rule, m: int, generator: torch.Generator) -> list[int]:
+def sample(
+    x: Ids,
+    blocks: Blocks,
+    logits_of: Network,
+    F: Rule,
+    m: int,
+    generator: torch.Generator,
+    relative_positions: bool = False,
+) -> list[int]:
     """Algorithm 1: sampling. Returns x with new tokens in its blocks."""
     z = masked(x, blocks, m)
     for block in blocks:
         while M := [ell for ell in block if z[ell] == m]:
             log_P = log_softmax(logits_of(torch.tensor(z)))  # token probabilities
+            if relative_positions and {*z} == {m}:  # nothing is visible: an exact tie
+                log_P = log_P[M[0]].expand_as(log_P)
             I = F(log_P, M)  # positions to unmask
             for ell in I:
                 x_ell = log_P[ell].exp().multinomial(1, generator=generator)  # sample token
                 z[ell] = int(x_ell)  # reveal token
     return z
-
-
-def elbo(x: Ids, blocks: Blocks, logits_of: Network, m: int, K: int, generator: torch.Generator) -> tuple[float, float]:
-    """The Monte Carlo ELBO of log p(x) and its standard error, from K draws.
-
-    In a draw, n random positions of each block are masked, n uniform on 1..L', and their log-probabilities weighted by
-    L' / n. Blocks before it are revealed, and blocks after it are masked.
-    """
-    draws = []
-    for _ in range(K):
-        z, draw = masked(x, blocks, m), 0.0
-        for block in blocks:
-            n = int(torch.randint(1, len(block) + 1, (), generator=generator))
-            order = [block[i] for i in torch.randperm(len(block), generator=generator)]
-            for ell in order[n:]:
-                z[ell] = x[ell]
-            log_P = log_softmax(logits_of(torch.tensor(z)))
-            for ell in order[:n]:
-                draw += len(block) / n * float(log_P[ell, x[ell]])
-                z[ell] = x[ell]
-        draws.append(draw)
-    draws = torch.tensor(draws, dtype=torch.float64)
-    return float(draws.mean()), float(draws.std()) / math.sqrt(K)
 
 
 def sum_over_strings(tokens: Ids, x: Ids, blocks: Blocks, logits_of: Network, F: Rule, m: int) -> float:
@@ -113,6 +111,99 @@ def masked(x: Ids, blocks: Blocks, m: int) -> list[int]:
 def cut(positions: Ids, size: int | None, origin: int = 0) -> list[list[int]]:
     """Positions as blocks of L' = `size`, counted from `origin`; None: one block."""
     return [list(block) for _, block in itertools.groupby(positions, lambda ell: size and (ell - origin) // size)]
+
+
+# ---------------------------------------------------------------- bounds, random orders, estimates
+
+
+def elbo(x: Ids, blocks: Blocks, logits_of: Network, m: int, draws: Sequence[Draw]) -> list[float]:
+    """The Monte Carlo ELBO of log p(x): the value of each draw, of which the mean is the estimate.
+
+    A draw masks n random positions of each block, n uniform on 1..L', and weights their log-probabilities by L' / n; or
+    each position with probability t, uniform on 0..1, and weights by 1 / t. The blocks before are revealed.
+    """
+    values = []
+    for draw in draws:
+        value = 0.0
+        for (M, t), (block, log_P) in zip(draw, states(x, blocks, logits_of, m), strict=True):
+            if M:
+                weight, P = len(block) / len(M) if t is None else 1 / t, log_P(frozenset(M))
+                value += weight * math.fsum(float(P[ell, x[ell]]) for ell in M)
+        values.append(value)
+    return values
+
+
+def random_draw(blocks: Blocks, generator: torch.Generator) -> Draw:
+    """A draw of the ELBO: n random positions of each block, n uniform on 1..L'."""
+    draw = []
+    for block in blocks:
+        n = int(torch.randint(1, len(block) + 1, (), generator=generator))
+        draw.append(([block[i] for i in torch.randperm(len(block), generator=generator)[:n]], None))
+    return draw
+
+
+def mean_and_error(values: Sequence[float], S: int) -> tuple[float, float]:
+    """The mean of draws and its standard error, from S independent parts of equal size: draw i is in part i mod S."""
+    parts = torch.tensor(values, dtype=torch.float64).view(-1, S).mean(0)
+    return float(parts.mean()), float(parts.std()) / math.sqrt(S)
+
+
+def over_orders(
+    x: Ids,
+    blocks: Blocks,
+    logits_of: Network,
+    m: int,
+    combine: Callable[[list[float]], float],
+    relative_positions: bool = False,
+) -> float:
+    """A value over all orders that unmask one position at a time, added up over blocks.
+
+    `combine`: `mean`, the ELBO; `log_mean_exp`, the likelihood of a uniformly random order; `max`, that of the best
+    order, which is no likelihood.
+    """
+
+    def over(block: Sequence[int], log_P: States) -> float:
+        @functools.cache
+        def value(M: frozenset[int]) -> float:
+            P = log_P(M) if M else None
+            return 0.0 if P is None else combine([float(P[ell, x[ell]]) + value(M - {ell}) for ell in sorted(M)])
+
+        return value(frozenset(block))
+
+    return math.fsum(over(*each) for each in states(x, blocks, logits_of, m, relative_positions))
+
+
+def two_phase(g: Sequence[float], f: dict[int, float], share: float) -> tuple[float, float]:
+    """An estimate of the sum of f over blocks, and its standard error, from a cheap g of each block.
+
+    f is known of some blocks, each drawn with probability `share` (Horvitz and Thompson 1952).
+    """
+    estimate = math.fsum(g) + math.fsum((f[b] - g[b]) / share for b in f)
+    return estimate, math.sqrt(math.fsum((1 - share) * ((f[b] - g[b]) / share) ** 2 for b in f))
+
+
+def states(
+    x: Ids, blocks: Blocks, logits_of: Network, m: int, relative_positions: bool = False
+) -> Iterator[tuple[Sequence[int], States]]:
+    """Each block, and log_P while M of its positions are masked. The blocks before are revealed, those after masked."""
+
+    def log_P(n: int, M: frozenset[int]) -> Tensor:
+        z = masked(x, [sorted(M), *blocks[n + 1 :]], m)
+        P = log_softmax(logits_of(torch.tensor(z)))
+        return P[min(M)].expand_as(P) if relative_positions and {*z} == {m} else P
+
+    for n, block in enumerate(blocks):
+        yield block, functools.partial(log_P, n)
+
+
+def mean(values: list[float]) -> float:
+    """The mean."""
+    return math.fsum(values) / len(values)
+
+
+def log_mean_exp(values: list[float]) -> float:
+    """The log of the mean of exp."""
+    return float(torch.tensor(values, dtype=torch.float64).logsumexp(0)) - math.log(len(values))
 
 
 # ---------------------------------------------------------------- unmasking rules; of equals, the lowest position wins

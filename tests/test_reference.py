@@ -12,10 +12,10 @@ import pytest
 import torch
 from drawn_reference import p_value
 from laws import strings
-from toys import Joint, Toy
+from toys import Joint, Rotary, Toy
 
 from lm_eval_duel import reference
-from lm_eval_duel.reference import cut, elbo, log_likelihood, log_softmax, sample, sum_over_strings
+from lm_eval_duel.reference import cut, log_likelihood, log_softmax, over_orders, sample, sum_over_strings
 
 FILE = Path(reference.__file__)
 RULES = {
@@ -71,9 +71,55 @@ def test_the_elbo_is_the_mean_over_orders(size):
         follow = lambda log_P, M: [next(ell for part in order for ell in part if ell in M)]  # noqa: E731
         return log_likelihood(ROW, blocks, network(toy), follow, toy.mask_id).ll
 
-    values = [ll(order) for order in orders]
-    mean, stderr = elbo(ROW, blocks, network(toy), toy.mask_id, 1000, torch.Generator().manual_seed(0))
-    assert 0 < stderr < 0.35 and abs(mean - math.fsum(values) / len(values)) < 4 * stderr
+    values = torch.tensor([ll(order) for order in orders], dtype=torch.float64)
+    generator = torch.Generator().manual_seed(0)
+    draws = [reference.random_draw(blocks, generator) for _ in range(1000)]
+    drawn = reference.elbo(ROW, blocks, network(toy), toy.mask_id, draws)
+    mean, stderr = reference.mean_and_error(drawn, 1000)
+    assert 0 < stderr < 0.35 and abs(mean - float(values.mean())) < 4 * stderr
+    counted = [(len(block) / len(M)) for draw in draws for block, (M, _) in zip(blocks, draw, strict=True)]
+    levels = [([*M], len(M) / len(block)) for draw in draws for block, (M, _) in zip(blocks, draw, strict=True)]
+    assert counted == [1 / t for _, t in levels]
+    by_level = [[(M, t) for M, t in levels[n : n + len(blocks)]] for n in range(0, len(levels), len(blocks))]
+    assert reference.elbo(ROW, blocks, network(toy), toy.mask_id, by_level) == pytest.approx(drawn, abs=1e-9)
+    every = ROW, blocks, network(toy), toy.mask_id
+    assert over_orders(*every, reference.mean) == pytest.approx(float(values.mean()), abs=1e-9)
+    assert over_orders(*every, reference.log_mean_exp) == pytest.approx(
+        reference.log_mean_exp(values.tolist()), abs=1e-9
+    )
+    assert over_orders(*every, max) == pytest.approx(float(values.max()), abs=1e-9)
+
+
+def test_the_mean_and_error_of_replicates():
+    assert reference.mean_and_error([1.0, 5.0, 3.0, 7.0], 2) == (4.0, 2.0)
+
+
+def test_a_two_phase_estimate_is_unbiased_over_its_samples():
+    """Over all samples of three blocks, with their probabilities; and its squared errors are its variance."""
+    g, f, share = [-3.0, -5.0, -2.0], [-2.5, -5.2, -2.9], 0.3
+    mean = square = errors = 0.0
+    for drawn in itertools.product([True, False], repeat=3):
+        chance = math.prod(share if each else 1 - share for each in drawn)
+        estimate, error = reference.two_phase(g, {b: f[b] for b in range(3) if drawn[b]}, share)
+        mean, square, errors = mean + chance * estimate, square + chance * estimate**2, errors + chance * error**2
+    assert mean == pytest.approx(sum(f)) and square - mean**2 == pytest.approx(errors)
+
+
+def test_a_row_of_masks_is_an_exact_tie():
+    """What the network's float noise says of its positions does not count, in either algorithm."""
+    toy = Rotary(length=6, tokens=4)
+    toy.noise = -1e-9  # the other sign chooses the first position
+    noisy, F = network(toy), reference.greedy()
+    x, blocks = [3, 1, 2, 0], [range(4)]
+    tied = log_likelihood(x, blocks, noisy, F, toy.mask_id, relative_positions=True)
+    literal = log_likelihood(x, blocks, noisy, F, toy.mask_id)
+    assert tied.sigma[0] == [0] and literal.sigma[0] != [0] and abs(tied.ll - literal.ll) > 1e-3, (tied, literal)
+    first = lambda log_P, M: [M[0]] if len(M) == 4 else F(log_P, M)  # noqa: E731
+    assert log_likelihood(x, blocks, noisy, first, toy.mask_id).ll == pytest.approx(tied.ll, abs=1e-7)
+    asked = []
+    noting = lambda log_P, M: asked.append(log_P) or F(log_P, M)  # noqa: E731
+    sample(x, blocks, noisy, noting, toy.mask_id, torch.Generator(), relative_positions=True)
+    assert (asked[0] == asked[0][0]).all() and not (asked[1] == asked[1][0]).all()
 
 
 def test_exact_conditionals_give_the_joint():

@@ -6,36 +6,42 @@ import argparse
 import dataclasses
 import itertools
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from lm_eval_duel.command_line import FLAGS, Parser
+from lm_eval_duel.command_line import FLAGS, Exit, Parser
 from lm_eval_duel.errors import DuelError, usage
 from lm_eval_duel.options import model_of
 from lm_eval_duel.tables import plain_table
 
 if TYPE_CHECKING:
-    from lm_eval_duel.harness.verify import Checked
+    from lm_eval_duel.audit.checked import Checked
 
+UNCHECKED = 3  # the exit code if nothing could be compared
 PRINTS = """\
-Scores the windows of a few documents twice, in float32: as a run does, all blocks side by side in batches, and again by
-another route. Prints both numbers in nats, their difference, and how many reveal steps differ. The routes:
-  reference                       Algorithm 2 and the rule of lm_eval_duel/reference.py: one row, one step at a time
-  reference with the run's rule   the same loop with the rule of the run, which is not among the paper's
-  alone                           the estimator of the run, which is not in reference.py, one row in each call
-The exit code is 1 if a window without a near tie differs by more than max(1e-4, 1e-6 x tokens) nats, or in its order.
+Scores the windows of a few documents twice, in float32: as a run does, all blocks side by side in batches, and by
+lm_eval_duel/reference.py, one row and one step at a time. The run's order is followed through the reference: the values
+along it must agree to max(1e-4, 1e-6 x tokens) nats, and at each state the rule must pick what the run picked, or be
+within a tie there, in the reference's numbers. Nothing that the run reports excuses a difference. The routes:
+  reference                       the algorithm and the rule (or the bound, or the sum over orders) of the reference
+  reference with the run's rule   the same with the rule of the run, which is not among the paper's
+  run alone                       the run's own code, one row in each call: not checked independently
+Exit codes: 0 if nothing differs, 1 if something differs, 3 if nothing could be checked.
 """
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Audit a checkpoint: `lm-eval-duel audit`. Raises DuelError if a window differs."""
+    """Audit a checkpoint: `lm-eval-duel audit`. Raises DuelError if something differs."""
     options = parse(arguments)
     checked = audit(options)
     print(table(checked))
-    if not checked:
-        raise DuelError("No window was compared.")
     if differing := [each.where for each in checked if each.differs]:
         raise DuelError(f"{len(differing)} of {len(checked)} windows differ: {'; '.join(differing[:3])}.")
+    if not any(each.independent for each in checked):
+        message = "Nothing was checked: no window could be compared with the reference."
+        print(message, file=sys.stderr)
+        raise Exit(UNCHECKED, message)
 
 
 @usage()
@@ -75,28 +81,22 @@ def request_type(request: Any) -> str:
 
 
 def table(checked: Sequence[Checked]) -> str:
-    """A line for each window, and the largest difference."""
-    rows = [
-        (
-            each.where,
-            str(each.tokens),
-            f"{each.log_prob:.6f}",
-            f"{each.again:.6f}",
-            f"{each.difference:.1e}",
-            "-" if each.changed_picks is None else str(each.changed_picks),
-            "-" if each.near_ties is None else str(each.near_ties),
-            each.route + ("  DIFFERS" if each.differs else ""),
-        )
-        for each in checked
-    ]
-    head = ["window", "tokens", "run", "again", "difference", "steps differ", "near ties", "route"]
+    """A line for each window, what differs in it, and the count of what agrees, differs and was not checked."""
+    rows = []
+    for each in checked:
+        again = each.again
+        counts = ["-" if count is None else str(count) for count in (again.other_picks, again.ties)]
+        values = (f"{value:.6f}" for value in (each.log_prob, again.log_prob))
+        mark = "  DIFFERS" if each.differs else ""
+        rows.append((each.where, str(each.tokens), *values, f"{each.difference:.1e}", *counts, again.route + mark))
+    head = ["window", "tokens", "run", "again", "difference", "other picks", "ties", "route"]
+    notes = [f"{each.where}: {'; '.join(each.problems)}" for each in checked if each.differs]
+    reasons = Counter(each.again.why_alone for each in checked if not each.independent)
+    notes += [f"Not checked independently: {count} windows, since {reason}." for reason, count in reasons.items()]
     largest = max((each.difference for each in checked), default=0.0)
-    differing = sum(each.differs for each in checked)
-    return "\n".join(
-        [
-            plain_table(head, rows),
-            "",
-            f"{len(checked)} windows, {sum(each.tokens for each in checked)} tokens. Largest difference: {largest:.2e} "
-            f"nats. Windows that differ: {differing}.",
-        ]
+    tokens = sum(each.tokens for each in checked)
+    total = (
+        f"{len(checked)} windows, {tokens} tokens. Largest difference: {largest:.2e} nats. "
+        f"Windows that differ: {sum(each.differs for each in checked)}. Not checked independently: {reasons.total()}."
     )
+    return "\n".join([plain_table(head, rows), "", *notes, total])

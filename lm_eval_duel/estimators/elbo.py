@@ -157,10 +157,8 @@ class Elbo(Estimator):
 
         Their memory is the weight of each position, and SEDD's noise level.
         """
-        replicate, strata = draw % self.replicates, self.samples // self.replicates  # (R,)
         key = key[lanes.row]  # (R,)
-        shift = uniform(key, self.seed, SHIFT, replicate)  # (R,)
-        t = (shift + (draw // self.replicates).double() / strata + span.double() * GOLDEN) % 1  # (R,)
+        t = self._levels(key, span, draw)
         keys = key[:, None], self.seed, POSITIONS, draw[:, None], lanes.columns - lanes.origin[:, None]  # (R, W)
         level: tuple[torch.Tensor, ...] = ()
         if self.form == "count":
@@ -169,7 +167,6 @@ class Elbo(Estimator):
             masked = lanes.masked & (rank(torch.where(lanes.masked, hashed(*keys), LAST)) < count[:, None])
             weight = m.double() / count  # (R,)
         else:
-            t = self.eps + (1 - self.eps) * t
             chance, weight = t, 1 / t  # (R,) each
             if self.form == "score_entropy":
                 level = (cast(SEDD, self.denoiser).schedule(t),)  # (R,)
@@ -177,6 +174,26 @@ class Elbo(Estimator):
             masked = lanes.masked & (uniform(*keys) < chance[:, None])  # (R, W)
         memory = tuple(plane[:, None].expand_as(masked) for plane in (weight, *level))
         return dataclasses.replace(lanes.show(group.rows.targets(lanes), masked), memory=memory)
+
+    def _levels(self, key: torch.Tensor, span: torch.Tensor, draw: torch.Tensor) -> torch.Tensor:
+        """t of each draw, uniform in (eps, 1); for counts, which have no eps, the share that l is made of, (R,)."""
+        replicate, strata = draw % self.replicates, self.samples // self.replicates  # (R,)
+        shift = uniform(key, self.seed, SHIFT, replicate)  # (R,)
+        t = (shift + (draw // self.replicates).double() / strata + span.double() * GOLDEN) % 1  # (R,)
+        return self.eps + (1 - self.eps) * t
+
+    def draws(self, window: Window) -> list[list[tuple[list[int], float | None]]]:
+        """The draws of a window: of each span the masked columns, and t unless `form` is "count"."""
+        group = self.open([window], [0])
+        lanes = group.fresh(self.block_spans(group))
+        key = torch.full_like(lanes.row[:1], window.key)  # (1,)
+        span, found = torch.arange(len(lanes), device=key.device), []
+        for number in range(self.samples):
+            draw = torch.full_like(lanes.row, number)  # (R,)
+            masked, levels = self._hide(group, lanes, key, span, draw).masked, self._levels(key[lanes.row], span, draw)
+            t = [None if self.form == "count" else level for level in levels.tolist()]
+            found.append([(lanes.columns[r][masked[r]].tolist(), t[r]) for r in range(len(lanes))])
+        return found
 
     def _merged(self, lanes: Lanes, place: torch.Tensor, draw: torch.Tensor) -> Lanes:
         """The draws that hide something, equal ones of a span `place` (R,) once.

@@ -11,6 +11,7 @@ import logging
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+from lm_eval_duel.audit.verify import Verification
 from lm_eval_duel.core.scores import WindowScore
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.errors import DuelError, naming
@@ -19,7 +20,6 @@ from lm_eval_duel.harness.requests import Batch, document_of, name, random_order
 from lm_eval_duel.harness.run import Finished, Run, Work
 from lm_eval_duel.harness.so_far import Document, SoFar
 from lm_eval_duel.harness.totals import Outcome
-from lm_eval_duel.harness.verify import Verification
 from lm_eval_duel.tasks.columns import MADE, MADE_HERE, TOKENS
 from lm_eval_duel.text.annotated import Gap, Residues
 from lm_eval_duel.text.text import Text
@@ -115,7 +115,8 @@ class Scoring(Work):
         """
         run, windows = self.run, self.windows
         if run.options.verify:
-            self.verification = Verification(run.options, run.ranks, {n: windows[n] for n in remaining})
+            ranks = run.ranks.rank, run.ranks.world_size, run.ranks.device
+            self.verification = Verification(run.options, {n: windows[n] for n in remaining}, *ranks)
         kept = self.unfinished
         scores = {n: {} if kept is None else kept.resume(windows[n]) for n in remaining}  # of each request, by part
         missing = [(n, part) for n in remaining for part in range(len(windows[n])) if part not in scores[n]]

@@ -11,15 +11,15 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
+from lm_eval_duel.audit import checked
+from lm_eval_duel.audit.checked import Checked
 from lm_eval_duel.core.scores import WindowScore, known_sum
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.estimators.base import Estimator, Value
 from lm_eval_duel.estimators.phases import Phases
 from lm_eval_duel.estimators.registry import BEAM, ESTIMATORS, Kind, MonteCarlo, of_spec
 from lm_eval_duel.estimators.subsets.sums import BeamSums
-from lm_eval_duel.harness import verify
 from lm_eval_duel.harness.trace import IMPOSSIBLE
-from lm_eval_duel.harness.verify import Checked
 from lm_eval_duel.rates import perplexity
 from lm_eval_duel.text.text import unknown_share
 
@@ -281,7 +281,7 @@ class RunStats:
         if self.ranks > 1:
             lines.append(self.balance)
             if self.checked:
-                lines.append(f"on all ranks, {verify.in_words(self.checked)}")
+                lines.append(f"on all ranks, {checked.in_words(self.checked)}")
         return lines
 
     def errors(self, bound: str) -> list[str]:
@@ -336,7 +336,7 @@ class RunStats:
             "peak_memory_bytes": self.peak_memory,
             "longest_document": max((total.longest_document for total in self.tasks.values()), default=0),
             "generated": sorted(self.generated),
-            "verify": verify.describe(self.checked) if self.checked else None,
+            "verify": checked.describe(self.checked) if self.checked else None,
             **({"phases": self.phases} if self.phases else {}),
             "tasks": {name: total.describe() for name, total in self.tasks.items()},
         }

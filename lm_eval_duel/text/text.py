@@ -246,7 +246,10 @@ class Text:
         else:
             ids = self.encode(text)
             windows = self.document(ids)
-            scored, remedy = len(ids), "Name the tokenizer: --metadata tokenizer=<folder or hub name>"
+            scored = sum(len(window.target) for window in windows)
+            if self.bos in WHOLE_ROW_BOS:  # special tokens are scored, or an id of each row is context
+                scored = len(ids)
+            remedy = "Name the tokenizer: --metadata tokenizer=<folder or hub name>"
         if counted not in (None, scored):
             raise DuelError(
                 f"the task counted {counted} tokens but this model's tokenizer has {scored}: token perplexity would be "

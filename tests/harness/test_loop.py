@@ -5,6 +5,7 @@ from close import close_nats
 from harness_requests import ask
 from lm_eval.api.model import CachingLM
 
+from lm_eval_duel.audit.verify import Verification
 from lm_eval_duel.harness.cache import ResponseCache, Unfinished
 from lm_eval_duel.harness.generation import Generation
 from lm_eval_duel.harness.lm import DuelMDM
@@ -13,7 +14,6 @@ from lm_eval_duel.harness.run import Progress, Run
 from lm_eval_duel.harness.so_far import SoFar
 from lm_eval_duel.harness.totals import RunStats
 from lm_eval_duel.harness.trace import Writer
-from lm_eval_duel.harness.verify import Verification
 
 pytestmark = pytest.mark.usefixtures("one_load")
 

@@ -8,6 +8,8 @@ from attends import Attends
 from laws import RULES
 from toys import BlockCausal, Causal, CausalPrefix, Rotary, RotaryBlocks, Toy
 
+from lm_eval_duel.audit.checked import Checked
+from lm_eval_duel.audit.recompute import ALONE, REFERENCE, RUNS_RULE, Recomputed, recompute
 from lm_eval_duel.core import block_causal, predictions
 from lm_eval_duel.core import view as views
 from lm_eval_duel.core.scores import WindowScore
@@ -20,8 +22,8 @@ from lm_eval_duel.denoisers.wrappers.warpers import Warped
 from lm_eval_duel.estimators.duel import Autoregressive
 from lm_eval_duel.estimators.duel import DuelEstimator as Duel
 from lm_eval_duel.estimators.elbo import Elbo
-from lm_eval_duel.estimators.recompute import ALONE, REFERENCE, RUNS_RULE, Recomputed, recompute
-from lm_eval_duel.harness.verify import Checked
+from lm_eval_duel.estimators.subsets.lattice import Lattice
+from lm_eval_duel.estimators.subsets.sampled_order import SampledOrder
 from lm_eval_duel.rules.scores import Greedy
 
 WINDOWS = [
@@ -85,7 +87,7 @@ MORE = [
 def checked(estimator, windows):
     """Each window in the run and once more."""
     found = zip(windows, estimator.log_prob(windows), strict=True)
-    return [Checked.from_scores("", window, score, recompute(estimator, window)) for window, score in found]
+    return [Checked.from_scores("", window, score, recompute(estimator, window, score)) for window, score in found]
 
 
 def some(number):
@@ -103,18 +105,28 @@ def test_a_run_equals_the_reference(name, rules):
     noise = 1e-7 if "rotary" in name else 1e-9  # planted in those
     for rule in rules:
         for each in checked(Duel(network, rule, block, grid=grid), windows):
-            assert each.difference < noise and each.changed_picks == 0 and not each.differs, rule
-            assert each.route in (REFERENCE, RUNS_RULE), rule
+            assert each.difference < noise and not each.problems and each.again.ties == 0, (rule, each)
+            assert each.again.route in (REFERENCE, RUNS_RULE), rule
+
+
+def route(estimator, window):
+    [score] = estimator.log_prob([window])
+    again = recompute(estimator, window, score)
+    assert bool(again.why_alone) == (again.route == ALONE)
+    return again.route
 
 
 def test_routes():
     duel, [window] = Duel(Toy(), "greedy", 2), WINDOWS[:1]
-    assert recompute(duel, window).route == REFERENCE
+    assert route(duel, window) == REFERENCE
     for rule in ("klass:mu=0.4:nu=0.3", "greedy:seed_first=true", "threshold:mu=0.4:strict=true", "random"):
-        assert recompute(Duel(Toy(), rule, 2), window).route == RUNS_RULE
-    assert recompute(Elbo(Toy(), samples=8), window).route == ALONE
-    assert recompute(Duel(Toy(), "klass:mu=0.4:nu=0.3:kl=authors:across=true", 2), window).route == ALONE
-    assert recompute(Duel(OwnWay(), "greedy", 2), window).route == ALONE
+        assert route(Duel(Toy(), rule, 2), window) == RUNS_RULE
+    assert route(Duel(Toy(), "klass:mu=0.4:nu=0.3:kl=authors:across=true", 2), window) == RUNS_RULE
+    assert route(Elbo(Toy(), samples=8), window) == REFERENCE
+    assert route(Elbo(Toy(), samples=8, form="ratio", eps=0.1), window) == ALONE
+    assert route(Lattice(Toy(length=8), 8), Window((), (0, 1, 2, 0, 1, 2, 0))) == ALONE
+    assert route(SampledOrder(Toy(), 4, alg="random", steps=2, beam=16), window) == ALONE
+    assert route(Duel(OwnWay(), "greedy", 2), window) == ALONE
 
 
 class OwnWay(Toy):
@@ -131,7 +143,7 @@ def test_an_autoregressive_network_takes_one_forward(monkeypatch):
     features = Causal.features
     monkeypatch.setattr(Causal, "features", lambda self, ids, real: calls.append(ids) or features(self, ids, real))
     for window, score in zip(windows, scores, strict=True):
-        again = recompute(Autoregressive(toy), window)
+        again = recompute(Autoregressive(toy), window, score)
         assert again.log_prob == pytest.approx(score.log_prob, abs=1e-9) and again.route == REFERENCE
     assert len(calls) == len(windows)
 
@@ -194,29 +206,18 @@ FAULTS = [
 def test_a_fault_of_the_run_differs(fault, name, monkeypatch):
     network, windows, block, grid = NETWORKS[name]
     duel = Duel(network, "greedy", block, grid=grid)
-    again = [recompute(duel, window) for window in windows]
     fault(monkeypatch)
-    found = [
-        Checked.from_scores("", window, score, other)
-        for window, score, other in zip(windows, duel.log_prob(windows), again, strict=True)
-    ]
-    assert any(each.differs for each in found)
-    again = [recompute(duel, window) for window in windows]  # the reference does not share the fault
-    assert any(
-        Checked.from_scores("", window, score, other).differs
-        for window, score, other in zip(windows, duel.log_prob(windows), again, strict=True)
-    )
+    assert any(each.differs for each in checked(duel, windows))
 
 
 def test_what_differs():
     window, score = Window((), (1, 2)), WindowScore(-3.0, reveal_steps=(0, 1), near_ties=0)
 
-    def differs(again=-3.0, steps=(0, 1), **changes):
-        run = dataclasses.replace(score, **changes)
-        return Checked.from_scores("", window, run, Recomputed(again, steps, REFERENCE)).differs
+    def problems(again=-3.0, run=-3.0, **found):
+        recomputed = Recomputed(again, REFERENCE, **{"other_picks": 0, "ties": 0, **found})
+        return Checked.from_scores("", window, dataclasses.replace(score, log_prob=run), recomputed).problems
 
-    assert not differs() and not differs(-3.00005)
-    assert differs(-3.001) and differs(steps=(1, 0)) and differs(float("nan")) and differs(-float("inf"))
-    assert not differs(-3.5, (1, 0), near_ties=1)
-    assert differs(-3.5, (1, 0), near_ties=None)
-    assert not differs(-float("inf"), log_prob=-float("inf"))
+    assert not problems() and not problems(-3.00005) and not problems(ties=1, own_order=-9.0)
+    assert problems(-3.001) and problems(other_picks=1) and problems(problems=("is_greedy is True",))
+    assert problems(float("nan")) and problems(-float("inf"))
+    assert not problems(-float("inf"), run=-float("inf"))

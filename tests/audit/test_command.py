@@ -1,4 +1,4 @@
-"""`lm-eval-duel audit`: both sides of a few documents, and its exit code."""
+"""`lm-eval-duel audit`: both sides of a few documents, and its exit codes."""
 
 import pytest
 
@@ -14,14 +14,15 @@ def texts(tmp_path):
     return str(file)
 
 
-def command(folder, texts, *more):
-    return ["--model_args", f"pretrained={folder},rule=greedy,block=4", "--tasks", texts, "--device", "cpu", *more]
+def command(folder, texts, *more, args="rule=greedy,block=4"):
+    return ["--model_args", f"pretrained={folder},{args}", "--tasks", texts, "--device", "cpu", *more]
 
 
 def test_both_sides(folder, texts, capsys):
     audit.main(command(folder, texts))
     out = capsys.readouterr().out
     assert out.count(" reference\n") == 2 and "DIFFERS" not in out  # of 14 and 4 tokens
+    assert "Windows that differ: 0. Not checked independently: 0." in out
 
 
 def test_a_fault_is_the_exit_code(folder, texts, capsys, monkeypatch):
@@ -30,6 +31,16 @@ def test_a_fault_is_the_exit_code(folder, texts, capsys, monkeypatch):
     with pytest.raises(SystemExit) as ended:
         main(["audit", *command(folder, texts)])
     assert ended.value.code == 1 and capsys.readouterr().out.count("DIFFERS") == 2
+
+
+def test_what_the_run_alone_computed_twice_is_not_checked(folder, tmp_path, capsys):
+    texts = str(tmp_path / "seven.txt")
+    (tmp_path / "seven.txt").write_text("m b c d e f g\n")
+    with pytest.raises(SystemExit) as ended:
+        main(["audit", *command(folder, texts, args="estimator=mixture,block=7")])
+    assert ended.value.code == 3
+    out = capsys.readouterr().out
+    assert "Windows that differ: 0. Not checked independently: 1." in out and out.count(" run alone\n") == 1
 
 
 def test_a_coarser_dtype_is_raised_to_float32(folder, texts):

@@ -1,0 +1,92 @@
+"""Windows that were scored twice: what is compared, what counts as different, and what it says in logs and results."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+from lm_eval_duel.audit.recompute import ALONE, Recomputed, distance, tolerance
+from lm_eval_duel.core.scores import WindowScore
+from lm_eval_duel.core.windows import Window
+
+
+@dataclasses.dataclass(frozen=True)
+class Checked:
+    """One window of a run, and its second score."""
+
+    where: str
+    tokens: int
+    log_prob: float  # in the run, nats
+    again: Recomputed
+
+    @classmethod
+    def from_scores(cls, where: str, window: Window, score: WindowScore, again: Recomputed) -> Checked:
+        """The comparison of a run's score of a window with its second one."""
+        return cls(where, len(window.target), score.log_prob, again)
+
+    @property
+    def difference(self) -> float:
+        """The absolute difference in nats, along the run's order; infinite if one value is no number."""
+        return distance(self.log_prob, self.again.log_prob)
+
+    @property
+    def order_difference(self) -> float:
+        """The absolute difference in nats from the value along the reference's own order."""
+        own = self.again.own_order
+        return self.difference if own is None else distance(self.log_prob, own)
+
+    @property
+    def independent(self) -> bool:
+        """Whether the second score is not that of the run's own code."""
+        return self.again.route != ALONE
+
+    @property
+    def problems(self) -> list[str]:
+        """What differs by more than float32 noise, in words; nothing that the run reports excuses it."""
+        found = []
+        if self.difference > tolerance(self.tokens):
+            found.append(f"{self.log_prob:.6f} nats, not {self.again.log_prob:.6f}")
+        if self.again.other_picks:
+            found.append(f"{self.again.other_picks} picks that are not the rule's")
+        return [*found, *self.again.problems]
+
+    @property
+    def differs(self) -> bool:
+        """Whether anything differs by more than float32 noise."""
+        return bool(self.problems)
+
+
+def describe(checked: Sequence[Checked]) -> dict[str, Any]:
+    """The comparison of at least one window, for the results JSON; null for a largest difference that is infinite."""
+    largest, order = (
+        max(checked, key=key) for key in (lambda each: each.difference, lambda each: each.order_difference)
+    )
+    values = f"{largest.log_prob:.6f} in the run, {largest.again.log_prob:.6f} by {largest.again.route}"
+    return {
+        "windows": len(checked),
+        "tokens": sum(each.tokens for each in checked),
+        "routes": dict(Counter(each.again.route for each in checked)),
+        "not_checked_independently": sum(not each.independent for each in checked),
+        "largest_difference": largest.difference if math.isfinite(largest.difference) else None,
+        "largest_order_difference": order.order_difference if math.isfinite(order.order_difference) else None,
+        "where": f"{largest.where}: {values}",
+        "changed_picks": sum(each.again.other_picks or 0 for each in checked),
+        "ties": sum(each.again.ties or 0 for each in checked),
+        "differing_windows": sum(each.differs for each in checked),
+    }
+
+
+def in_words(checked: Sequence[Checked]) -> str:
+    """The comparison of at least one window, for the log."""
+    of = describe(checked)
+    routes = ", ".join(f"{count} by {route}" for route, count in of["routes"].items())
+    alone = of["not_checked_independently"]
+    return (
+        f"verify: {of['windows']} windows scored again in float32 ({routes}): largest difference along the run's order "
+        f"{max(each.difference for each in checked):.3g} nats ({of['where']}); {of['changed_picks']} picks are not the "
+        f"rule's and {of['ties']} are its ties; {of['differing_windows']} windows differ by more than float32 noise"
+        + (f"; {alone} not checked independently" if alone else "")
+    )

@@ -1,0 +1,134 @@
+"""Bounds, estimates and sums over orders by `reference.py`: the definition over one row at a time.
+
+elbo                                  `reference.elbo` on the run's own draws; their weights and error recomputed
+elbo_exact, mixture, oracle           all orders of each block of at most `SMALL` positions
+sampled_confidence, sampled_order     all ways of such a sampler (samplers.py)
+two_phase                             g of every block and f of the drawn ones by Algorithm 2, weights recomputed
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple, cast
+
+from lm_eval_duel import reference
+from lm_eval_duel.audit import samplers
+from lm_eval_duel.audit.one_row import OneRow
+from lm_eval_duel.audit.other_networks import one_row
+from lm_eval_duel.audit.replay import Watched, rule_of
+from lm_eval_duel.core.scores import WindowScore
+from lm_eval_duel.core.windows import Window
+from lm_eval_duel.estimators.base import Estimator
+from lm_eval_duel.estimators.elbo import Elbo, ElboScore
+from lm_eval_duel.estimators.registry import LATTICE
+from lm_eval_duel.estimators.subsets.drawn import untempered
+from lm_eval_duel.estimators.subsets.lattice import Lattice
+from lm_eval_duel.estimators.subsets.sampled_confidence import SampledConfidence
+from lm_eval_duel.estimators.subsets.sampled_order import SampledOrder
+from lm_eval_duel.estimators.two_phase import TwoPhase, TwoPhaseScore
+
+SMALL = 6  # positions of a block: 63 states, and 729 pairs of a state and a set that it may unmask
+NOISE = 1e-4  # nats, and relative
+COMBINED = {"elbo_exact": reference.mean, "mixture": reference.log_mean_exp, "oracle": max}
+
+
+class Value(NamedTuple):
+    """A window's value by the reference, and what else differs from the run."""
+
+    log_prob: float
+    problems: tuple[str, ...] = ()
+    ties: int = 0  # blocks that are not compared, since their order may be another one
+
+
+def value(estimator: Estimator, network: OneRow, window: Window, score: WindowScore) -> Value | str:
+    """The value of a window; the reason if the reference does not have it."""
+    if isinstance(estimator, Elbo):
+        return _elbo(estimator, network, window, cast(ElboScore, score))
+    if isinstance(estimator, TwoPhase):
+        return _two_phase(estimator, network, window, cast(TwoPhaseScore, score))
+    if any(len(block) > SMALL for block in network.blocks):
+        return f"a block of more than {SMALL} positions has too many orders to list"
+    arguments = network.x, network.blocks, network, network.m
+    if isinstance(estimator, Lattice):
+        found = {
+            name: reference.over_orders(*arguments, COMBINED[name], network.relative_positions) for name in LATTICE
+        }
+        return Value(found[estimator.name], _unequal({name: (getattr(score, name), found[name]) for name in LATTICE}))
+    if isinstance(estimator, SampledConfidence | SampledOrder):
+        if not estimator.own.all_sets:
+            return "a beam follows some sets of positions only"
+        select = (
+            _confidence(estimator, network) if isinstance(estimator, SampledConfidence) else _order(estimator, network)
+        )
+        return Value(samplers.over_selections(*arguments, select, network.relative_positions))
+    return f"the reference has no estimator {estimator.name}"
+
+
+def _elbo(elbo: Elbo, network: OneRow, window: Window, score: ElboScore) -> Value | str:
+    if elbo.form == "score_entropy":
+        return "the reference does not have SEDD's own loss"
+    if elbo.eps:
+        return "the reference has no elbo_eps: the value is no bound"
+    values = reference.elbo(network.x, network.blocks, network, network.m, elbo.draws(window))
+    if elbo.replicates == 1:
+        return Value(reference.mean(values))
+    mean, error = reference.mean_and_error(values, elbo.replicates)
+    return Value(mean, _unequal({"stderr": (math.nan if score.stderr is None else score.stderr, error)}))
+
+
+def _two_phase(estimator: TwoPhase, network: OneRow, window: Window, score: TwoPhaseScore) -> Value | str:
+    """g and f of the blocks along the reference's own order, since an estimate records none.
+
+    Where that has a tie, the run may have taken another order: its own value stands, and the tie is counted.
+    """
+    make = rule_of(estimator.rule)
+    cheap = one_row(estimator.phases["cached"].denoiser, window, estimator.block, estimator.grid)
+    if make is None or cheap is None:
+        return "an estimate records no order, and the reference does not have the rule"
+    drawn, pairs, ties = [n for n, weight in enumerate(score.weights) if weight], {}, 0
+    g, f = list(score.cached), dict(zip(drawn, score.uncached, strict=True))
+    for name, rows, values in (("g", cheap, dict(enumerate(g))), ("f", network, f)):
+        for n, run in values.items():
+            F = Watched(make())
+            found = _of_block(rows, F, n)
+            ties += F.tied
+            if not F.tied:
+                pairs[f"{name} of block {n}"] = run, found
+                if name == "g":
+                    g[n] = found
+                else:
+                    f[n] = found
+    pairs |= {f"weight of block {n}": (score.weights[n], 1 / estimator.sample) for n in drawn}
+    estimate, error = reference.two_phase(g, f, estimator.sample)
+    pairs |= {} if score.stderr is None else {"stderr": (score.stderr, error)}
+    return Value(estimate, _unequal(pairs), ties)
+
+
+def _of_block(network: OneRow, F: reference.Rule, n: int) -> float:
+    """log p of block n, with the blocks before it revealed and those after it masked."""
+    after = {ell for block in network.blocks[n + 1 :] for ell in block}
+    x = [network.m if ell in after else token for ell, token in enumerate(network.x)]
+    return reference.log_likelihood(x, [network.blocks[n]], network, F, network.m, network.relative_positions).ll
+
+
+def _confidence(estimator: SampledConfidence, network: OneRow) -> samplers.Select:
+    own = estimator.own
+    scale = 1.0 if own.confidence == "tempered" else untempered(estimator.denoiser)
+    n = own.n or 1
+    count: samplers.Count = lambda size, left, t: min(n, left)  # noqa: E731
+    if own.steps is not None:
+        count = samplers.scheduled(own.schedule, own.steps)
+    return samplers.best_drawn(network.x, count, own.tau, own.strict, scale)
+
+
+def _order(estimator: SampledOrder, network: OneRow) -> samplers.Select:
+    return samplers.drawn_positions(network.x, estimator.own.alg, estimator.own.steps, estimator.own.alg_temp)
+
+
+def _unequal(pairs: dict[str, tuple[float, float]]) -> tuple[str, ...]:
+    """What differs between the run and the reference."""
+    return tuple(
+        f"{name} is {run:.6g}, not {other:.6g}"
+        for name, (run, other) in pairs.items()
+        if run != other and not abs(run - other) <= NOISE * max(1.0, abs(other))
+    )

@@ -1,0 +1,105 @@
+"""A network as `reference.py` calls it: one row z (L,) -> logits (L, V), without lanes, batches or kept keys.
+
+    network                         is shown
+    bidirectional                   z
+    block-causal, causal prefix     z up to the end of the block in progress, which is filled up with [MASK] or cut
+    causal                          the whole text, once: a prediction does not depend on what follows
+
+It is written apart from the views, and shares the network's calls alone with them: `features` or `stream`, and `head`.
+Caches, guidance, warpers and noise levels: other_networks.py.
+
+Shapes: L row length, D features, V tokens.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from lm_eval_duel import reference
+from lm_eval_duel.core.denoiser import Denoiser
+from lm_eval_duel.core.windows import Window
+
+NO_ID = -1  # the mask of a causal network, which is never shown one
+
+
+class OneRow:
+    """`denoiser` for one window; `block` and `grid` as in an estimator.
+
+    `x`, `blocks`, `m` and `relative_positions` are the arguments of `reference.log_likelihood` beside this network and
+    a rule. `inputs` (L, D): the input of the LM head in the last call, None if there are two. `unlike`: by how much the
+    logits of a row of masks differ between positions, in their standard deviations, where `relative_positions` says
+    that they are equal.
+    """
+
+    def __init__(self, denoiser: Denoiser, window: Window, block: int | None, grid: str):
+        self.denoiser, self.block = denoiser, block
+        self.relative_positions = denoiser.relative_positions
+        self.m = NO_ID if denoiser.mask_id is None else denoiser.mask_id
+        self.origin, self.end = len(window.context), len(window.context) + len(window.target)
+        self.suffix = len(window.suffix)
+        self.x = [*window.context, *window.target, *[self.m] * window.tail, *window.suffix]
+        self.zero = 0 if grid == "row" and block is not None else self.origin  # blocks count from here
+        self.known = [self.origin + index for index in window.known]
+        self.scored = [column for column in range(self.origin, self.end) if column not in self.known]
+        self.blocks: Sequence[Sequence[int]] = reference.cut(self.scored, block, self.zero)
+        self.inputs: torch.Tensor | None = None
+        self.unlike = 0.0
+        self._causal: torch.Tensor | None = None  # (L, V)
+
+    def span(self, position: int) -> tuple[int, int]:
+        """The first column of the block of a target position, and the column after its last."""
+        if self.block is None:
+            return self.origin, self.end
+        begin = position - (position - self.zero) % self.block
+        return begin, min(begin + self.block, self.end)
+
+    @torch.inference_mode()
+    def __call__(self, z: torch.Tensor) -> torch.Tensor:
+        """Logits (L, V) at the positions of the block in progress; others may be NaN, or not there."""
+        logits = self.logits(self.denoiser, z.to(self.denoiser.device))
+        if self.relative_positions and (z == self.m).all():
+            block = logits[list(self.blocks[0])][:, ~self.denoiser.excluded].nan_to_num(neginf=0.0)  # (W, V)
+            self.unlike = max(self.unlike, float((block - block[0]).abs().max() / block.std()))
+        return logits.masked_fill(self.denoiser.excluded, -math.inf)
+
+    def logits(self, denoiser: Denoiser, z: torch.Tensor) -> torch.Tensor:
+        """Logits (L, V) of a row in float64."""
+        if self._causal is not None:
+            return self._causal
+        masked = (z[self.origin : self.end] == self.m).nonzero()
+        begin, _ = self.span(self.origin + int(masked[0]))
+        features = self.features(denoiser, self.shown(denoiser, z, begin), begin)  # (L, D)
+        # the prediction for a position is read where the network makes it
+        at = torch.arange(len(features) + denoiser.shift * (denoiser.attention == "causal")) - denoiser.shift
+        if denoiser.seeds_blocks:
+            at[begin] = begin - 1
+        self.inputs = features[at.clamp(min=0).to(features.device)]
+        logits = denoiser.head(self.inputs).double()
+        self._causal = logits if denoiser.attention == "causal" else None
+        return logits
+
+    def shown(self, denoiser: Denoiser, z: torch.Tensor, begin: int) -> torch.Tensor:
+        """The row that the network sees while the block at `begin` is revealed."""
+        if denoiser.attention == "causal":
+            return torch.tensor(self.x[: len(z) - denoiser.shift], device=z.device)
+        if not denoiser.by_blocks:
+            return z
+        stop = begin + (denoiser.block or 1)
+        filled = max(0, stop - len(z)) if denoiser.last_block == "fill" else 0
+        return torch.nn.functional.pad(z[:stop], (0, filled), value=self.m)
+
+    def features(self, denoiser: Denoiser, shown: torch.Tensor, begin: int) -> torch.Tensor:
+        """The input of the LM head (L, D) of the row."""
+        ids, column = shown[None], torch.arange(len(shown), device=shown.device)
+        if not denoiser.by_blocks:
+            return denoiser.features(ids, None)[0]
+        if denoiser.attention == "block_causal":
+            zero = self.origin if denoiser.anchor == "target" else 0
+            number = ((column - zero) // (denoiser.block or 1)).clamp(min=-1)  # (L,)
+            seen = number[:, None] >= number  # (L, L)
+        else:  # causal_prefix
+            seen = (column[:, None] >= column) | (column[:, None] >= begin)  # (L, L)
+        return denoiser.stream(ids, column[None], seen[None], None)[0][0]

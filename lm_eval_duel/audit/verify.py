@@ -1,0 +1,90 @@
+"""`verify=N` and `audit`: some windows of a run, scored once more in float32. A coarser run is reported, not judged."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from lm_eval_duel import denoisers
+from lm_eval_duel.audit.checked import Checked, in_words
+from lm_eval_duel.audit.recompute import Recomputed, recompute
+from lm_eval_duel.core.denoiser import Denoiser
+from lm_eval_duel.core.scores import WindowScore
+from lm_eval_duel.core.windows import Window
+from lm_eval_duel.demo import BUNDLED
+from lm_eval_duel.errors import DuelError
+from lm_eval_duel.estimators import registry
+from lm_eval_duel.options import Options
+from lm_eval_duel.text.text import Text
+
+if TYPE_CHECKING:
+    from lm_eval.api.instance import Instance
+
+log = logging.getLogger("lm_eval.duel_mdm")
+
+
+class Verification:
+    """A random sample of the windows of requests, drawn by (`draw_seed`, rank), and the run's scores of them."""
+
+    def __init__(
+        self,
+        options: Options,
+        windows: Mapping[int, Sequence[Window]],
+        rank: int = 0,
+        ranks: int = 1,
+        device: str | None = None,
+    ):
+        self.options, self.windows, self.device = options, windows, device
+        candidates = [(n, part) for n, parts in windows.items() for part in range(len(parts)) if parts[part].target]
+        share = options.verify // ranks + (rank < options.verify % ranks)
+        chance = random.Random(f"{options.draw_seed} {rank}")
+        self.drawn = frozenset(chance.sample(candidates, min(share, len(candidates))))
+        self.scores: dict[tuple[int, int], WindowScore] = {}
+
+    def keep(self, n: int, scores: Sequence[WindowScore]) -> None:
+        """Remember the run's scores of the drawn windows of request `n`."""
+        self.scores |= {(n, part): score for part, score in enumerate(scores) if (n, part) in self.drawn}
+
+    def compare(self, requests: Sequence[Instance], text: Text) -> list[Checked]:
+        """Score the drawn windows again; an error in the log if one differs, unless the run's dtype is coarse.
+
+        If that fails (out of memory, say), log why: the run's scores are kept.
+        """
+        checked: list[Checked] = []
+        try:
+            for (n, part), again in self._score_again(text):
+                where = f"task {requests[n].task_name}, document {requests[n].doc_id}, window {part}"
+                checked.append(Checked.from_scores(where, self.windows[n][part], self.scores[n, part], again))
+        except (DuelError, RuntimeError) as error:
+            log.error("verify failed, so no window is verified; scores are unaffected: %s", str(error).splitlines()[0])
+            return []
+        if not self.windows:
+            log.warning("verify: all answers came from the response cache, so no window is verified")
+        if checked:
+            wrong = any(each.differs for each in checked) and not is_coarse(text.denoiser)
+            log.log(logging.ERROR if wrong else logging.INFO, "%s", in_words(checked))
+        return checked
+
+    def _score_again(self, text: Text) -> Iterator[tuple[tuple[int, int], Recomputed]]:
+        if not self.scores:
+            return
+        options = dataclasses.replace(self.options, batch_size=2)  # any number: skips the search for a batch size
+        estimator = registry.make(float32_network(options, text, self.device), options)
+        for n, part in sorted(self.scores):
+            yield (n, part), recompute(estimator, self.windows[n][part], self.scores[n, part])
+
+
+def is_coarse(denoiser: Denoiser) -> bool:
+    """Whether a network runs in a dtype below float32."""
+    return str(denoiser.describe()["dtype"]) not in ("float32", "float64")
+
+
+def float32_network(options: Options, text: Text, device: str | None) -> Denoiser:
+    """The network in float32, or in float64 if that is what it runs in."""
+    if not is_coarse(text.denoiser):
+        return text.denoiser
+    arguments = {**options.network, "dtype": "float32", "compile": False}
+    return denoisers.load(options.pretrained or BUNDLED, device=device, tokenizer=text.tokenizer, **arguments)
