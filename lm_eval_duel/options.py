@@ -213,7 +213,8 @@ def _estimator_arguments(arguments: Mapping[str, Any]) -> dict[str, registry.Arg
     """The args that estimators read. A name that rules have, too, is the rule's unless the estimator given reads it."""
     named = registry.ESTIMATORS.get(str(arguments.get("estimator", "duel")))
     own = {} if named is None else named.arguments
-    return {key: value for key, value in registry.arguments().items() if key in own or key not in rules.PARAMETERS}
+    readable = {**registry.arguments(), **own}  # estimators may share a name
+    return {key: value for key, value in readable.items() if key in own or key not in rules.PARAMETERS}
 
 
 def _with_preset(

@@ -272,3 +272,66 @@ def entropy_nats(log_P: Tensor) -> Tensor:
     """The entropy, -log P1 + sum_v P_v log(P1 / P_v), in which no summand is negative, so that nothing cancels."""
     ratio = log_P.amax(-1, keepdim=True) - log_P
     return softplus(-confidence(log_P)) + (log_P.exp() * ratio).nan_to_num(nan=0.0).sum(-1)
+
+
+# ---------------------------------------------------------------- noise that is not masks, removed in T steps
+
+
+Level: TypeAlias = tuple[float, Tensor]  # a_t and b_t (V,): q(x_t | x_0) = a_t 1[x_t = x_0] + b_t(x_t)
+
+
+def noised_elbo(
+    x: Ids,
+    positions: Ids,
+    logits_of: Callable[[Tensor, float], Tensor],
+    level: Callable[[float], Level],
+    T: int,
+    denoiser: bool,
+    K: int,
+    generator: torch.Generator,
+) -> tuple[float, float]:
+    """The Monte Carlo bound of log p(x) and its standard error, from K draws of one of its T terms.
+
+    `logits_of(z, t)`: the network on x with noise at `positions`; `denoiser`: its softmax is p(x_0 | x_t), own token
+    included; else it stands for x_0 in the posterior.
+    """
+    draws = []
+    for _ in range(K):
+        i = int(torch.randint(1, T + 1, (), generator=generator))
+        (a_s, b_s), (a_t, b_t) = level((i - 1) / T), level(i / T)
+        z = torch.tensor(x)
+        for ell in positions:
+            z[ell] = noisy(x[ell], a_t, b_t).multinomial(1, generator=generator)
+        P = log_softmax(logits_of(z, i / T)).exp()
+        draws.append(-T * noised_term(x, positions, z, P, (a_s, b_s), (a_t, b_t), denoiser))
+    values = torch.tensor(draws, dtype=torch.float64)
+    return float(values.mean()), float(values.std()) / math.sqrt(K)
+
+
+def noised_term(x: Ids, positions: Ids, z: Tensor, P: Tensor, s: Level, t: Level, denoiser: bool) -> float:
+    """sum_ell KL(q(x_s | x_t = z, x_0 = x) || k(x_s | x_t = z)); with s = 0 it is -log k(x_0 | x_t = z)."""
+    (a_s, b_s), (a_t, b_t), total = s, t, 0.0  # noise at times s < t
+    a, b = a_t / a_s, b_t - a_t / a_s * b_s  # q(x_t | x_s)
+    one_hot = torch.eye(len(b_t), dtype=torch.float64)
+    for ell in positions:
+        token = int(z[ell])
+        step = a * one_hot[token] + b[token]  # q(x_t = token | x_s), (V,)
+
+        q = posterior(one_hot[x[ell]], token, step, s, t)
+        if denoiser:
+            k = sum(P[ell, v] * posterior(one_hot[v], token, step, s, t) for v in P[ell].nonzero()[:, 0])
+        else:
+            k = posterior(P[ell], token, step, s, t)
+        total += float(torch.where(q > 0, q * (q / k).log(), 0.0).sum())
+    return total
+
+
+def posterior(x_0: Tensor, token: int, step: Tensor, s: Level, t: Level) -> Tensor:
+    """q(x_s | x_t = token, x_0) for a distribution x_0 (V,) in place of a token; `step`: q(x_t = token | x_s)."""
+    (a_s, b_s), (a_t, b_t) = s, t
+    return step * (a_s * x_0 + b_s) / (a_t * x_0[token] + b_t[token])
+
+
+def noisy(token: int, a: float, b: Tensor) -> Tensor:
+    """q(x_t | x_0 = token), (V,)."""
+    return a * torch.eye(len(b), dtype=torch.float64)[token] + b

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import abc
 import contextlib
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
 from lm_eval_duel.core.decision import UnmaskingRule
+
+if TYPE_CHECKING:
+    from lm_eval_duel.core.noise import Noised
 
 KeysValues = tuple[torch.Tensor, torch.Tensor]  # of one layer, (N, H, K, D / H) each
 
@@ -74,6 +77,8 @@ class Network(abc.ABC):
     cache: str | None = None  # of a cached sampler: "prefix" or "dual"
     excluded_ids: tuple[int, ...] = ()  # tokens that are left out of the vocabulary
     quantized: bool = False  # its weights are coarser than its dtype
+    noised: Noised | None = None  # how it was trained, if its noise is random tokens; None: [MASK] alone
+    reads_causally: bool = False  # a `noised` network that is an autoregressive one, too (attention=causal)
     fixed_weights: bool = True  # they do not change; otherwise the spec is read again from `describe` each time
 
     @property
@@ -109,6 +114,10 @@ class Network(abc.ABC):
     @abc.abstractmethod
     def head(self, features: torch.Tensor) -> torch.Tensor:
         """Logits (U, V) of feature rows (U, D)."""
+
+    def noise_inputs(self, t: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Inputs of a `noised` network besides the rows, at times t (R,), (R, ...) each."""
+        return {}
 
     def ties(self, rule: UnmaskingRule) -> str | None:
         """Why `rule` cannot tell the positions of this network apart, as a sentence; None if it can."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 from lm_eval_duel import fingerprint, rules
@@ -49,6 +50,37 @@ class ElboArguments(Arguments):
         super().__post_init__()
         if self.elbo_eps and self.elbo_form == "count":
             raise DuelError("'elbo_eps' is the least ratio, of elbo_form=ratio; counts have none. Leave one out.")
+
+
+def _steps(value: Any) -> float:
+    """A number of steps, or inf."""
+    return math.inf if str(value).lower() in ("inf", "infinity") else COUNT.convert(value)
+
+
+@dataclasses.dataclass(frozen=True)
+class NoisedElboArguments(Arguments):
+    """Of `noised_elbo`."""
+
+    mc_samples: int = argument(COUNT, 128, "draws of a window")
+    steps: float | None = argument(
+        Kind("a number of steps, or inf", _steps),
+        None,
+        "steps of the ancestral sampler whose bound it is; `inf`: the limit",
+        unset="the network's: 48 for DiffusionGemma, else `inf`",
+    )
+    prediction: str = argument(
+        choice("auto", "denoiser", "plugin"),
+        "auto",
+        "what the network's output is: the `denoiser`'s distribution of the clean token, given the noisy text, or a "
+        "`plugin` that stands for the clean token in the posterior. `auto`: as in training",
+    )
+    self_conditioning: str = argument(
+        choice("auto", "none", "twice", "chain"),
+        "auto",
+        "the network's own earlier output among its inputs: `none`; `twice`, for the same noisy text; `chain`, of the "
+        "step before. `auto`: as in training",
+        none="none",
+    )
 
 
 @dataclasses.dataclass(frozen=True)

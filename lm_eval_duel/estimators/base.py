@@ -25,7 +25,7 @@ from lm_eval_duel.core.reveal import BlockSpan, WindowGroup
 from lm_eval_duel.core.scores import Counts, IndexedScores, WindowScore
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.errors import DuelError
-from lm_eval_duel.estimators.checks import check_windows, resolve_block, resolve_grid
+from lm_eval_duel.estimators.checks import check_windows, require_masks, resolve_block, resolve_grid
 
 BUCKET = 8  # network calls that the windows of one bucket fill, if windows are taken in the order given
 
@@ -52,6 +52,7 @@ class Estimator(abc.ABC):
     name: str  # as in estimator=
     decodes: ClassVar[bool] = False  # `is_greedy` says what decoding would write
     takes_known: ClassVar[bool] = False  # whether windows may have known target positions
+    takes_noise: ClassVar[bool] = False  # whether the network's noise may be random tokens
     in_order: bool = False  # windows are taken in the order given, in buckets that fill a few network calls
     empty_score: WindowScore = WindowScore(0.0, is_greedy=True, nfe=0, near_ties=0)  # of an empty target
 
@@ -64,6 +65,8 @@ class Estimator(abc.ABC):
         max_batch_size: int | None = None,
         traced: bool = False,
     ):
+        if not self.takes_noise:
+            require_masks(denoiser, self.name)
         self.denoiser, self.traced = denoiser, traced
         self.block = resolve_block(denoiser, block)
         self.grid = resolve_grid(denoiser, grid)

@@ -19,6 +19,16 @@ GRID = Argument(choice("auto", "target", "row"), "auto")
 _warned: weakref.WeakSet[Denoiser] = weakref.WeakSet()  # denoisers whose windows lacked special tokens
 
 
+def require_masks(denoiser: Denoiser, name: str) -> None:
+    """Raise DuelError for a network whose noise is random tokens, which estimator `name` does not score."""
+    if denoiser.noised is not None:
+        raise DuelError(
+            f"The noise of this network ({denoiser.family}) is {denoiser.noised.noise.name}, so tokens that stand may "
+            f"change, and there is no order of unmasking for estimator={name}. Use estimator=noised_elbo, a bound"
+            f"{', or estimator=ar' if denoiser.reads_causally else ''}."
+        )
+
+
 def resolve_block(denoiser: Denoiser, block: int | str | None) -> int | None:
     """The block to use: an int, or None (the whole target); "auto" is the trained or published one, or else 32."""
     number: int | str | None = BLOCK("block", block)

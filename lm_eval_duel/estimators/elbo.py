@@ -91,13 +91,7 @@ class Elbo(Estimator):
         own = ElboArguments(samples, resolve_form(denoiser, form, block), elbo_eps=eps)
         self.samples, self.form, self.eps, self.seed = own.mc_samples, own.elbo_form, own.elbo_eps, seed
         self.replicates = replicates(samples)
-        if samples < REPLICATES:
-            log.warning(
-                "mc_samples=%d is less than %d, too few for a Monte Carlo standard error: stderr is null, and only the "
-                "error over windows (window_stderr) is known",
-                samples,
-                REPLICATES,
-            )
+        warn_if_few(samples)
         super().__init__(denoiser, block, **layout)
 
     def describe(self) -> dict[str, object]:
@@ -293,6 +287,17 @@ def replicates(samples: int) -> int:
     """The number of replicates of equal size: 16 or a little more, at least 8, or 1 if there are too few draws."""
     least = min(2 * REPLICATES, samples)
     return next(count for count in range(least, samples + 1) if samples % count == 0) if samples >= REPLICATES else 1
+
+
+def warn_if_few(samples: int) -> None:
+    """Warn if there are too few draws for a standard error."""
+    if samples < REPLICATES:
+        log.warning(
+            "mc_samples=%d is less than %d, too few for a Monte Carlo standard error: stderr is null, and only the "
+            "error over windows (window_stderr) is known",
+            samples,
+            REPLICATES,
+        )
 
 
 def resolve_form(denoiser: Denoiser, form: str, block: int | str | None) -> str:

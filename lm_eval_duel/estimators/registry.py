@@ -18,6 +18,7 @@ from lm_eval_duel.estimators.arguments import (
     ConfidenceArguments,
     ElboArguments,
     LatticeArguments,
+    NoisedElboArguments,
     OrderArguments,
     TwoPhaseArguments,
     check_block,
@@ -113,6 +114,17 @@ def _elbo_settings(options: Options) -> dict[str, Any]:
     }
 
 
+def _noised_settings(options: Options) -> dict[str, Any]:
+    arguments = dict(options.estimator_args)
+    return {"samples": arguments.pop("mc_samples"), **arguments, "seed": options.draw_seed}
+
+
+def _check_noised(options: Options, own: Arguments) -> None:
+    for name in ("cache", "cfg_scale", "exclude_ids", "temperature", "top_k", "top_p"):
+        if getattr(options, name):
+            raise DuelError(f"estimator=noised_elbo bounds the network's own process, without '{name}'; leave it out.")
+
+
 def _check_sets(options: Options, own: Arguments) -> None:
     if options.block != "auto":
         check_block(options.estimator, own, options.block)
@@ -189,6 +201,18 @@ ENTRIES = (  # in the order of tables
         ElboArguments,
         drawn=MonteCarlo("ELBO", "draws", "Monte Carlo", argument="mc_samples"),
         ignored_args=("rule", "block"),
+    ),
+    Entry(
+        "noised_elbo",
+        "Noised ELBO",
+        "the Monte Carlo bound of ancestral sampling in `steps` steps, for networks whose noise is random tokens",
+        Kind.UPPER_BOUND,
+        "lm_eval_duel.estimators.noised_elbo:NoisedElbo",
+        _noised_settings,
+        NoisedElboArguments,
+        drawn=MonteCarlo("noised ELBO", "draws", "Monte Carlo", argument="mc_samples"),
+        ignored_args=("rule", "block"),
+        check=_check_noised,
     ),
     _lattice(
         "elbo_exact",

@@ -1,0 +1,233 @@
+"""Noise that replaces tokens by random tokens or by [MASK], and the terms of the bound under it.
+
+    q(x_t | x_0) = a_t 1[x_t = x_0] + u_t 1[x_t is a token] + m_t 1[x_t = MASK],    positions independent
+
+The network gives r, a distribution over tokens at each position, and the model's step from t to s < t is
+
+    k(x_s | x_t) = q(x_t | x_s) [a_s r(x_s) + b_s(x_s)] / [a_t r(x_t) + b_t(x_t)],    b = u at a token, m at [MASK]
+
+Both terms below need three numbers of r at a position: r(x_0), r(x_t) and sum_v log(1 + r(v) a / u).
+
+Shapes: R lanes, W span width, P positions, V tokens.
+"""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+from typing import NamedTuple
+
+import torch
+
+
+class Level(NamedTuple):
+    """q(x_t | x_0) at times (R, 1): the mass that stays (`a`), at each token (`u`), at [MASK] (`m`), (R, 1) each."""
+
+    a: torch.Tensor
+    u: torch.Tensor
+    m: torch.Tensor
+
+
+class Observed(NamedTuple):
+    """What the noise has done to positions (R, W) bool: the token is the clean one (`same`), or [MASK] (`masked`)."""
+
+    same: torch.Tensor
+    masked: torch.Tensor
+
+
+class Statistics(NamedTuple):
+    """Three numbers of r at positions (R, W), float64: log r(x_0), log r(x_t), and sum_v log(1 + r(v) a / u)."""
+
+    clean: torch.Tensor
+    noisy: torch.Tensor
+    total: torch.Tensor
+
+
+@dataclasses.dataclass(frozen=True)
+class Noise(abc.ABC):
+    """A forward process over `tokens` tokens, and [MASK] if it uses one; times from 0 (clean) to 1."""
+
+    tokens: int
+    name = ""
+
+    @abc.abstractmethod
+    def level(self, t: torch.Tensor, rest: torch.Tensor) -> Level:
+        """The level at times t (R, 1); `rest`: 1 - t, without cancellation."""
+
+    @abc.abstractmethod
+    def rates(self, t: torch.Tensor, rest: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The rates b' - (a' / a) b at which a token (u) and [MASK] (m) enter, at times t (R, 1), (R, 1) each."""
+
+    def time(self, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """(t, 1 - t, dt / dv) of uniform numbers v (R, 1): denser near 0, so that draws have a finite variance.
+
+        At a small t a position is noisy with probability t and weight 1 / t.
+        """
+        v = v.clamp(min=2.0**-53)
+        return v**2, (1 - v) * (1 + v), 2 * v
+
+
+@dataclasses.dataclass(frozen=True)
+class Uniform(Noise):
+    """A token is replaced by a uniformly random one with probability t: a = 1 - t (Duo, UDLM, DiffusionGemma)."""
+
+    name = "uniform"
+
+    def level(self, t: torch.Tensor, rest: torch.Tensor) -> Level:
+        return Level(rest, t / self.tokens, torch.zeros_like(t))
+
+    def rates(self, t: torch.Tensor, rest: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return 1 / (rest * self.tokens), torch.zeros_like(t)
+
+
+@dataclasses.dataclass(frozen=True)
+class Hybrid(Noise):
+    """GIDD's noise (von Rütte et al. 2025): masks and uniform tokens, `uniform` the share of the latter at t = 1/2.
+
+    With c = B sqrt(t (1 - t)) and B = 2 p / (1 - p): a = (1 - t) / (1 + c), m = t / (1 + c), and c / (1 + c) is uniform
+    over the tokens. p = 0 is masking.
+    """
+
+    uniform: float = 0.0
+
+    @property
+    def name(self) -> str:  # type: ignore[override]
+        return f"masks and {self.uniform:g} uniform" if self.uniform else "masks"
+
+    @property
+    def scale(self) -> float:
+        """B."""
+        return 2 * self.uniform / (1 - self.uniform)
+
+    def level(self, t: torch.Tensor, rest: torch.Tensor) -> Level:
+        c = self.scale * (t * rest).sqrt()  # (R, 1)
+        return Level(rest / (1 + c), c / (1 + c) / self.tokens, t / (1 + c))
+
+    def rates(self, t: torch.Tensor, rest: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        root = (t * rest).sqrt()  # (R, 1)
+        c = self.scale * root
+        return self.scale / (2 * root * (1 + c) * self.tokens), 1 / (rest * (1 + c))
+
+    def time(self, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """As in `Noise.time`; denser near 1 too, where the rate of uniform tokens is infinite as well."""
+        if not self.uniform:
+            return super().time(v)
+        v = v.clamp(min=2.0**-53)
+        low, high = v**3, (1 - v) ** 3
+        return low / (low + high), high / (low + high), 3 * (v * (1 - v)) ** 2 / (low + high) ** 2
+
+
+class Noised(NamedTuple):
+    """How a network was trained: its noise, and what its output and its inputs mean."""
+
+    noise: Noise
+    prediction: str  # "denoiser": p(x_0 | x_t); "plugin": r, which is put into the posterior in place of x_0
+    steps: int | None  # the default number of steps; None: infinitely many
+    self_conditioning: str = "none"  # the default; "none": its own output is not among its inputs
+    timed: bool = True  # it is given the time
+    note: str = ""  # what the spec says about the time
+
+
+# ---------------------------------------------------------------- the terms of the bound
+
+
+def step_kl(before: Level, now: Level, of: Statistics, observed: Observed) -> torch.Tensor:
+    """KL(q(x_s | x_t, x_0) || k(x_s | x_t)) in nats, float64 (R, W); at s = 0 it is -log k(x_0 | x_t).
+
+    `before`: the level at s; `now`: at t > s. `of.total` has the ratio a / u of s. A state y that is neither x_0 nor
+    x_t has the ratio of posteriors u / (a r(y) + u), and [MASK] has the ratio 1.
+    """
+    same, masked = observed
+    stays = now.a / before.a  # (R, 1)
+    enters = torch.where(masked, now.m - stays * before.m, now.u - stays * before.u)  # (R, W) q(x_t | y), y != x_t
+    reached = _reached(now, observed)  # (R, W)
+    at_clean, clean, noisy = _log_ratios(before, of)
+    alone = ~(same | masked)  # x_t is a token, and not x_0
+    others = of.total - clean - torch.where(alone, noisy, 0.0)  # (R, W)
+    weight_clean = (enters + torch.where(same, stays, 0.0)) * (before.a + before.u) / reached
+    weight_noisy = torch.where(alone, (enters + stays) * before.u / reached, 0.0)
+    value = -enters * before.u / reached * others - weight_clean * at_clean - _log_evidence(now, of, observed)
+    return value - torch.where(weight_noisy > 0, weight_noisy * noisy, 0.0)
+
+
+def limit_rate(
+    now: Level, rates: tuple[torch.Tensor, torch.Tensor], of: Statistics, observed: Observed
+) -> torch.Tensor:
+    """The integrand of the bound with infinitely many steps at time t, in nats, float64 (R, W).
+
+    g / q(x_t | x_0) [KL(q_t(. | x_0) || q_t(. | r)) + y - log y - 1],  y = q(x_t | x_0) / q(x_t | r)
+    """
+    at_clean, clean, _ = _log_ratios(now, of)
+    divergence = -(now.a + now.u) * at_clean - now.u * (of.total - clean)  # (R, W)
+    log_y = _log_evidence(now, of, observed)
+    rate = torch.where(observed.masked, rates[1], rates[0]) / _reached(now, observed)
+    return rate * (divergence + torch.expm1(log_y) - log_y)
+
+
+def _reached(now: Level, observed: Observed) -> torch.Tensor:
+    """q(x_t | x_0), (R, W)."""
+    return torch.where(observed.masked, now.m, now.u + torch.where(observed.same, now.a, 0.0))
+
+
+def _log_ratios(level: Level, of: Statistics) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """log (a r + u) / (a + u) at x_0, and log (a r + u) / u at x_0 and at x_t, 0 if u is 0; (R, W) each."""
+    a, u, _ = level
+    ratio = torch.where(u > 0, a / u, 0.0)  # (R, 1)
+    return _log_share(level, of.clean), torch.log1p(ratio * of.clean.exp()), torch.log1p(ratio * of.noisy.exp())
+
+
+def _log_share(level: Level, log_r: torch.Tensor) -> torch.Tensor:
+    """log (a r + u) / (a + u), (R, W), exact for r near 1 and for r near 0."""
+    a, u, _ = level
+    likely = torch.log1p(a / (a + u) * torch.expm1(log_r))
+    unlikely = torch.logaddexp(a.log() + log_r, u.log()) - (a + u).log()
+    return torch.where(log_r > -1, likely, unlikely)
+
+
+def _log_evidence(now: Level, of: Statistics, observed: Observed) -> torch.Tensor:
+    """log q(x_t | x_0) / (a r(x_t) + b(x_t)), (R, W)."""
+    same, masked = observed
+    kept = _log_share(now, of.noisy)  # (R, W)
+    changed = torch.log1p(now.a / now.u * of.noisy.exp())  # (R, W)
+    return -torch.where(masked, 0.0, torch.where(same, kept, changed))
+
+
+# ---------------------------------------------------------------- noisy tokens, and the statistics of a network
+
+
+def draw(noise: Noise, level: Level, clean: torch.Tensor, u: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """x_t (R, W) as numbers of tokens, from x_0 `clean` (R, W) and uniform numbers u, v (R, W); [MASK] is -1."""
+    replaced = (v * noise.tokens).long().clamp(max=noise.tokens - 1)  # (R, W)
+    noisy = torch.where(u < level.a + level.m, -1, replaced)
+    return torch.where(u < level.a, clean, noisy)
+
+
+def between(before: Level, now: Level) -> Level:
+    """q(x_t | x_s) as a level."""
+    stays = now.a / before.a  # (R, 1)
+    return Level(stays, now.u - stays * before.u, now.m - stays * before.m)
+
+
+def as_plugin(level: Level, masked: torch.Tensor) -> torch.Tensor:
+    """What to add to the logit of x_t, so that a denoiser's distribution becomes r: log u / (a + u), (R, W).
+
+    A denoiser gives p(x_0 | x_t), and r(v) is proportional to p(v) / q(x_t | v). It is 0 at [MASK], and
+    without uniform noise.
+    """
+    shift = torch.where(level.u > 0, -torch.log1p(level.a / level.u), 0.0)  # (R, 1)
+    return torch.where(masked, 0.0, shift)
+
+
+def statistics(
+    logits: torch.Tensor, clean: torch.Tensor, noisy: torch.Tensor, shift: torch.Tensor, ratio: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`Statistics` of some positions (P,) from their logits (P, V), which are overwritten.
+
+    `clean`, `noisy`: the columns of x_0 and x_t; `shift`: what is added to the logit of x_t; `ratio`: a / u; (P,) each.
+    """
+    at = torch.stack([clean, noisy], 1)  # (P, 2)
+    logits.scatter_add_(1, noisy[:, None], shift[:, None].to(logits.dtype))
+    log_r = logits.sub_(logits.logsumexp(1, keepdim=True))  # (P, V)
+    picked = log_r.gather(1, at).double()  # (P, 2)
+    total = log_r.exp_().mul_(ratio[:, None].to(log_r.dtype)).log1p_().sum(1, dtype=torch.float64)  # (P,)
+    return picked[:, 0], picked[:, 1], total

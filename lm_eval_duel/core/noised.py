@@ -1,0 +1,52 @@
+"""The view of a network that sees noisy tokens in place of [MASK].
+
+Shapes: N windows, L row length, R lanes, W span width, D features, V tokens.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from lm_eval_duel.core.lanes import Lanes
+from lm_eval_duel.core.predictions import Predictions
+from lm_eval_duel.core.view import View
+
+
+class NoisedView(View):
+    """A network opened on a group of rows: noisy tokens in, a distribution at every position of a span out.
+
+    A lane sees the context, its span as given, and the suffix. A network with canvases (`block`) sees the targets
+    before its span, and nothing after it.
+    """
+
+    def __call__(self, lanes: Lanes, targets: torch.Tensor | None = None) -> Predictions:
+        """The predictions at all positions of fresh lanes, at t = 1/2: a trial of what one call holds."""
+        half = torch.full(lanes.row.shape, 0.5, dtype=torch.float64, device=lanes.row.device)  # (R,)
+        features = self.features(lanes, self.rows.targets(lanes), half)[lanes.masked_at]  # (C, D)
+        every = torch.arange(len(features), device=features.device)  # (C,)
+        no_ties = torch.zeros_like(lanes.row, dtype=torch.bool)  # (R,)
+        excluded = self.denoiser.excluded
+        return Predictions(lanes.masked, no_ties, features, every, self.denoiser.head, excluded, targets)
+
+    def features(
+        self, lanes: Lanes, noisy: torch.Tensor, t: torch.Tensor, before: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """The input of the LM head (R, W, D) at all columns of `lanes`, which show `noisy` (R, W) at times t (R,).
+
+        `before`: the logits (R, W, V) of the pass before, for a network with self-conditioning.
+        """
+        rows, row, columns = self.rows, lanes.row, lanes.columns
+        end = rows.length[row] if self.denoiser.block is None else lanes.start + lanes.width  # (R,)
+        length = int(end.max())
+        real = torch.arange(length, device=row.device) < end[:, None]  # (R, L)
+        at = torch.where(lanes.masked, columns, length)  # (R, W) others go into another column
+        ids = rows.ids.new_zeros(len(row), length + 1)
+        ids[:, :length] = rows.ids[row, :length]
+        ids = ids.scatter_(1, at, noisy)[:, :length]  # (R, L)
+        columns = columns.clamp(max=length - 1)
+        extra, padded = self.denoiser.noise_inputs(t), None if real.all() else real
+        self.forwards += 1
+        self.evaluated += len(row)
+        if self.denoiser.supports_columns:
+            return self.denoiser.features(ids, padded, columns=columns, **extra)
+        return self.denoiser.features(ids, padded, **extra)[torch.arange(len(row))[:, None], columns]

@@ -1,0 +1,313 @@
+"""The bound of networks whose noise is random tokens: ancestral sampling in T steps, with its standard error.
+
+    -log p(x_0) <= KL(q(x_T | x_0) || p(x_T)) + sum_i E_{q(x_i | x_0)} KL(q(x_{i-1} | x_i, x_0) || k(x_{i-1} | x_i))
+
+The generative process starts from noise and draws all positions of x_{i-1} from k, given the network's output for x_i.
+Nothing of x_0 is left at t = 1, so the first term is 0. A draw is one step i, its noisy text x_i and T times the exact
+KL of core/noise.py; draws are stratified in i. `steps=inf` is the integral over t. With self_conditioning=chain a draw
+is a whole path x_T, ..., x_1 and all T terms. Replicates with independent shifts give the standard error, as in
+elbo.py. Random numbers are functions of the seed and the window's ids.
+
+Shapes: N windows, L row length, R lanes, W span width, S replicates, V tokens, P positions.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any, cast
+
+import torch
+
+from lm_eval_duel import signals
+from lm_eval_duel.core import noise as noises
+from lm_eval_duel.core.denoiser import Denoiser
+from lm_eval_duel.core.lanes import Lanes
+from lm_eval_duel.core.noise import Noised
+from lm_eval_duel.core.noised import NoisedView
+from lm_eval_duel.core.predictions import CPU_ROWS, CPU_VALUES, GPU_VALUES
+from lm_eval_duel.core.reveal import WindowGroup, without_autocast
+from lm_eval_duel.core.scores import IndexedScores, WindowScore
+from lm_eval_duel.core.windows import Window
+from lm_eval_duel.errors import DuelError, NotFinite
+from lm_eval_duel.estimators.arguments import NoisedElboArguments
+from lm_eval_duel.estimators.base import Estimator, Value
+from lm_eval_duel.estimators.elbo import GOLDEN, SHIFT, ElboScore, replicates, warn_if_few
+from lm_eval_duel.hashing import uniform
+
+KIND, TOKEN = 5, 6  # keys of the random numbers: whether a position becomes noise, and which token
+
+
+class NoisedElbo(Estimator):
+    """A Monte Carlo estimate of the bound of log p under ancestral sampling, in nats.
+
+    `steps`: T, or math.inf; `prediction`: "denoiser" or "plugin", what the network's output is; `self_conditioning`:
+    "none", "twice" (its own output for the same x_i) or "chain" (its output for x_{i+1}). None: as the network was
+    trained. `samples`: draws of each window. Other arguments as in `Estimator`.
+
+    Raises:
+        DuelError: the network has no such bound, or an argument is out of range.
+    """
+
+    name = "noised_elbo"
+    takes_noise = True
+    empty_score = ElboScore(0.0, stderr=0.0)
+
+    def __init__(
+        self,
+        denoiser: Denoiser,
+        *,
+        samples: int = 128,
+        steps: float | None = None,
+        prediction: str = "auto",
+        self_conditioning: str = "auto",
+        seed: int = 0,
+        **layout: Any,
+    ):
+        if denoiser.noised is None:
+            raise DuelError("estimator=noised_elbo is for networks whose noise is random tokens; use estimator=elbo.")
+        trained: Noised = denoiser.noised
+        own = NoisedElboArguments(samples, steps, prediction, self_conditioning)
+        self.noise, self.samples, self.seed = trained.noise, own.mc_samples, seed
+        self.steps = own.steps if own.steps is not None else math.inf if trained.steps is None else trained.steps
+        self.prediction = trained.prediction if own.prediction == "auto" else own.prediction
+        asked = own.self_conditioning
+        self.conditioning = trained.self_conditioning if asked == "auto" else asked
+        if asked in ("twice", "chain") and trained.self_conditioning == "none":
+            raise DuelError(f"self_conditioning={asked}: this network's output is not among its inputs. Leave it out.")
+        if self.steps == math.inf and self.conditioning == "chain":
+            raise DuelError("self_conditioning=chain is a path of a number of steps: pass steps=<number>.")
+        if self.steps == math.inf and self.prediction == "denoiser" and not trained.timed:
+            raise DuelError(
+                "A denoiser that is not given the time has no limit of infinitely many steps: its bound grows with the "
+                "logarithm of their number. Pass steps=<number>, such as 48."
+            )
+        self.replicates = replicates(samples)
+        warn_if_few(samples)
+        super().__init__(denoiser, denoiser.block, **layout)
+        tokens = (~denoiser.excluded).nonzero()[:, 0]  # (K,)
+        self.tokens, self.number = tokens, torch.full_like(denoiser.excluded, -1, dtype=torch.int64)  # (V,)
+        self.number[tokens] = torch.arange(len(tokens), device=tokens.device)
+
+    def describe(self) -> dict[str, object]:
+        trained = cast(Noised, self.denoiser.noised)
+        return {
+            "estimator": self.name,
+            "noise": self.noise.name,
+            "steps": "inf" if self.steps == math.inf else int(self.steps),
+            "prediction": self.prediction,
+            "self_conditioning": self.conditioning,
+            **({"canvas": self.block, "last_canvas": "short"} if self.block else {}),
+            **({"time": trained.note} if trained.note else {}),
+            "mc_samples": self.samples,
+            "draw_seed": self.seed,
+        }
+
+    def values(self, scored: WindowScore) -> dict[str, Value]:
+        return {self.name: Value(scored.log_prob, cast(ElboScore, scored).stderr)}
+
+    def check(self, windows: Sequence[Window]) -> None:
+        super().check(windows)
+        for n, window in enumerate(windows):
+            if window.tail:
+                raise DuelError(f"Window {n} has a tail of [MASK], and the noise here is {self.noise.name}.", n)
+            if window.suffix and self.block:
+                raise DuelError(f"Window {n} has a suffix, which a canvas never sees. Leave it out.", n)
+
+    def lanes(self, window: Window) -> int:
+        return self.samples * len(self.blocks(window))
+
+    def score_group(self, group: WindowGroup) -> IndexedScores:
+        spans, sums = self.block_spans(group), Sums(group, self)
+        key = torch.tensor([window.key for window in group.windows], device=group.rows.ids.device)  # (N,)
+        nth = torch.tensor([n for window in group.windows for n in range(len(self.blocks(window)))], device=key.device)
+        view, done = cast(NoisedView, group.view), 0
+        before = view.forwards, view.evaluated
+        try:
+            while done < len(spans) * self.samples:
+                done += self._draw(group, spans, key, nth, done, sums)
+                yield from sums.finished()
+                signals.check()
+        finally:
+            self.counts.forwards += view.forwards - before[0]
+            self.counts.rows += view.evaluated - before[1]
+
+    def _draw(
+        self, group: WindowGroup, spans: list[Any], key: torch.Tensor, nth: torch.Tensor, first: int, sums: Sums
+    ) -> int:
+        """Evaluate as many draws from number `first` on as one call holds; their number. Draws count within spans."""
+        place = first // self.samples
+        while True:
+            cost = int(group.view.cost(group.fresh(spans[place : place + 1]))[0])
+            dense = self.conditioning != "none" or not self.denoiser.splits_head
+            width = max(width for _, _, width in spans[place:])
+            room = self.budget.rows(cost, (3 * width if dense else 0) * self.denoiser.vocab_size)
+            number = torch.arange(first, min(first + room, len(spans) * self.samples), device=key.device)  # (R,)
+            lanes = group.fresh(spans[place : int(number[-1]) // self.samples + 1])
+            lanes, draw = lanes.select(number // self.samples - place), number % self.samples
+            try:
+                with without_autocast(self.denoiser):
+                    value = self._values(group, lanes, key[lanes.row], nth[number // self.samples], draw)  # (R, W)
+                sums.add(lanes, draw % self.replicates, value)
+                return len(number)
+            except torch.OutOfMemoryError:
+                if len(number) == 1:
+                    raise
+            self.budget.halve(self.denoiser.device)
+
+    # ------------------------------------------------------------ draws
+
+    def _values(
+        self, group: WindowGroup, lanes: Lanes, key: torch.Tensor, span: torch.Tensor, draw: torch.Tensor
+    ) -> torch.Tensor:
+        """The weighted terms of draws, nats (R, W): each draw's sum is an unbiased estimate of the negative bound."""
+        clean = self.number[group.rows.targets(lanes)]  # (R, W)
+        strata = self.samples // self.replicates
+        shift = uniform(key, self.seed, SHIFT, draw % self.replicates)  # (R,)
+        v = ((shift + (draw // self.replicates).double() / strata + span.double() * GOLDEN) % 1)[:, None]  # (R, 1)
+        if self.conditioning == "chain":
+            return self._chain(group, lanes, key, clean, draw)
+        if self.steps == math.inf:
+            t, rest, weight = self.noise.time(v)
+            now = before = self.noise.level(t, rest)
+        else:
+            step = 1 + (v * self.steps).long()  # (R, 1) from 1 to T
+            before, now, t = self._level(step - 1), self._level(step), step / self.steps
+            weight = torch.full_like(t, self.steps)
+        noisy = self._noisy(key, clean, now, draw, lanes, 0)
+        past = self._logits(group, lanes, noisy, t, None) if self.conditioning == "twice" else None
+        of, observed, _ = self._predict(group, lanes, clean, noisy, now, before, t, past)
+        if self.steps == math.inf:
+            return weight * noises.limit_rate(now, self.noise.rates(t, rest), of, observed)
+        return weight * noises.step_kl(before, now, of, observed)
+
+    def _chain(
+        self, group: WindowGroup, lanes: Lanes, key: torch.Tensor, clean: torch.Tensor, draw: torch.Tensor
+    ) -> torch.Tensor:
+        """All T terms on one path of each draw, (R, W): the network reads its own output of the noisier step."""
+        steps = torch.arange(int(self.steps) + 1, device=key.device)[:, None, None]  # (T + 1, 1, 1)
+        levels = [self._level(step) for step in steps]
+        path = [clean]
+        for i in range(1, len(levels)):
+            kernel = noises.between(levels[i - 1], levels[i])
+            path.append(self._noisy(key, path[-1], kernel, draw, lanes, i))
+        total, past = torch.zeros(clean.shape, dtype=torch.float64, device=key.device), None
+        for i in range(len(path) - 1, 0, -1):
+            t = (steps[i] / self.steps).expand(len(lanes), 1)  # (R, 1)
+            of, observed, past = self._predict(group, lanes, clean, path[i], levels[i], levels[i - 1], t, past)
+            total += noises.step_kl(levels[i - 1], levels[i], of, observed)
+        return total
+
+    def _level(self, step: torch.Tensor) -> noises.Level:
+        return self.noise.level(step / self.steps, (self.steps - step) / self.steps)
+
+    def _noisy(
+        self, key: torch.Tensor, clean: torch.Tensor, level: noises.Level, draw: torch.Tensor, lanes: Lanes, step: int
+    ) -> torch.Tensor:
+        """Noisy tokens (R, W) by number, from `clean` (R, W)."""
+        at = draw[:, None], step, lanes.columns - lanes.origin[:, None]  # (R, W)
+        u, v = (uniform(key[:, None], self.seed, kind, *at) for kind in (KIND, TOKEN))
+        return noises.draw(self.noise, level, clean, u, v)
+
+    # ------------------------------------------------------------ the network
+
+    def _predict(
+        self,
+        group: WindowGroup,
+        lanes: Lanes,
+        clean: torch.Tensor,
+        noisy: torch.Tensor,
+        now: noises.Level,
+        before: noises.Level,
+        t: torch.Tensor,
+        past: torch.Tensor | None,
+    ) -> tuple[noises.Statistics, noises.Observed, torch.Tensor | None]:
+        """The statistics of r at all positions, what the noise did there, and the logits for the next step's input."""
+        observed = noises.Observed(noisy == clean, noisy < 0)
+        shift = torch.zeros_like(clean, dtype=torch.float64)  # (R, W)
+        if self.prediction == "denoiser":
+            shift = noises.as_plugin(now, observed.masked)
+        ratio = torch.where(before.u > 0, before.a / before.u, 0.0).expand(clean.shape)  # (R, W)
+        columns = self.tokens[clean], self.tokens[torch.where(observed.masked, clean, noisy)]  # (R, W) each
+        logits = None
+        if self.conditioning == "chain":
+            logits = self._logits(group, lanes, noisy, t, past)
+            inputs = logits.flatten(0, 1)  # (P, V)
+        else:
+            inputs = self._features(group, lanes, noisy, t, past).flatten(0, 1)  # (P, D)
+        wanted = lanes.masked.flatten().nonzero()[:, 0]  # (P,)
+        planes = [plane.flatten()[wanted] for plane in (*columns, shift, ratio)]
+        vocabulary = self.denoiser.vocab_size
+        chunk = max(CPU_ROWS, CPU_VALUES // vocabulary) if inputs.device.type == "cpu" else GPU_VALUES // vocabulary
+        parts = []
+        for part in torch.arange(len(wanted), device=wanted.device).split(max(1, chunk)):
+            here = inputs[wanted[part]]
+            own = self._head(here) if logits is None else here
+            parts.append(noises.statistics(own, *(plane[part] for plane in planes)))
+        values = [torch.cat(column) for column in zip(*parts, strict=True)]  # (P,) each
+        if not all(bool((~value.isnan()).all()) for value in values):
+            raise NotFinite("The weights are broken or the dtype is too narrow: the network returned NaN.")
+        blank = torch.zeros(clean.shape, dtype=torch.float64, device=clean.device)
+        full = (blank.masked_scatter(lanes.masked, value) for value in values)
+        return noises.Statistics(*full), observed, logits
+
+    def _features(
+        self, group: WindowGroup, lanes: Lanes, noisy: torch.Tensor, t: torch.Tensor, past: torch.Tensor | None
+    ) -> torch.Tensor:
+        ids = torch.where(noisy < 0, self.denoiser.mask_id or 0, self.tokens[noisy.clamp(min=0)])  # (R, W)
+        return cast(NoisedView, group.view).features(lanes, ids, t[:, 0], past)
+
+    def _logits(
+        self, group: WindowGroup, lanes: Lanes, noisy: torch.Tensor, t: torch.Tensor, past: torch.Tensor | None
+    ) -> torch.Tensor:
+        """All logits of a pass (R, W, V), for self-conditioning."""
+        features = self._features(group, lanes, noisy, t, past)  # (R, W, D)
+        return self._head(features.flatten(0, 1)).view(*features.shape[:2], -1)
+
+    def _head(self, features: torch.Tensor) -> torch.Tensor:
+        """Logits (P, V) in float32 or better, -inf at columns that are no token."""
+        logits: torch.Tensor = self.denoiser.head(features)
+        wide = logits.clone() if logits.dtype.itemsize >= 4 else logits.float()
+        wide[:, self.denoiser.excluded] = -math.inf
+        return wide
+
+
+class Sums:
+    """The sums over draws of one group of windows, float64."""
+
+    def __init__(self, group: WindowGroup, estimator: NoisedElbo):
+        count, length = group.rows.ids.shape
+        device = group.rows.ids.device
+        self.windows, self.samples, self.replicates = group.windows, estimator.samples, estimator.replicates
+        self.tokens = torch.zeros(count, length + 1, dtype=torch.float64, device=device)  # (N, L + 1)
+        self.means = torch.zeros(count, self.replicates, dtype=torch.float64, device=device)  # (N, S)
+        draws = [estimator.samples * len(estimator.blocks(window)) for window in group.windows]
+        self.waiting = torch.tensor(draws, device=device)  # (N,) draws that are missing
+
+    def add(self, lanes: Lanes, replicate: torch.Tensor, values: torch.Tensor) -> None:
+        """Add the terms (R, W) of draws of `replicate` (R,)."""
+        values = torch.where(lanes.masked, values, 0.0)  # (R, W)
+        column = torch.where(lanes.masked, lanes.columns, self.tokens.shape[1] - 1)  # (R, W)
+        row, sums = lanes.row[:, None].expand_as(column), values.sum(1)
+        # on out-of-memory before this line, nothing has been added yet
+        self.tokens.index_put_((row, column), values, accumulate=True)
+        self.means.index_put_((lanes.row, replicate), sums, accumulate=True)
+        self.waiting.index_add_(0, lanes.row, -torch.ones_like(lanes.row))
+
+    def finished(self) -> Iterator[tuple[int, ElboScore]]:
+        """(row, bound) of the windows that miss no draw, each once."""
+        rows = (self.waiting == 0).nonzero()[:, 0]
+        self.waiting[rows] = -1  # taken
+        means = -self.means[rows].cpu() / (self.samples // self.replicates)  # (n, S)
+        shares = -self.tokens[rows].cpu() / self.samples  # (n, L + 1)
+        for n, row in enumerate(rows.tolist()):
+            start, count = len(self.windows[row].context), len(self.windows[row].target)
+            error = float(means[n].std() / math.sqrt(self.replicates)) if self.replicates > 1 else math.nan
+            yield (
+                row,
+                ElboScore(
+                    log_prob=float(means[n].mean()),
+                    token_logprobs=tuple(shares[n, start : start + count].tolist()),
+                    stderr=error if math.isfinite(error) else None,
+                ),
+            )

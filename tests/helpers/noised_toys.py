@@ -1,0 +1,155 @@
+"""Toy networks that see noisy tokens, in float64, and exact bounds by enumeration."""
+
+import itertools
+import math
+
+import torch
+from toys import Toy
+
+from lm_eval_duel import reference
+from lm_eval_duel.core.noise import Hybrid, Noised, Uniform
+from lm_eval_duel.core.noised import NoisedView
+
+
+class ConditionedView(NoisedView):
+    """Adds a function of the logits of the pass before to the features; without any, they count as zero signal."""
+
+    def features(self, lanes, noisy, t, before=None):
+        plain = super().features(lanes, noisy, t)
+        return plain if before is None else plain + before.softmax(2).flip(2) * 2
+
+
+class NoisyToy(Toy):
+    """A random smooth function of the whole row and, if `timed`, of the time; a few tokens, and [MASK] if hybrid."""
+
+    relative_positions = False
+
+    def __init__(self, tokens=3, length=3, share=None, prediction="plugin", timed=True, conditioned=False, scale=2.0):
+        super().__init__(tokens=tokens, length=length, scale=scale)
+        self.masks, self.timed, self.conditioned = share is not None, timed, conditioned
+        noise = Uniform(tokens) if share is None else Hybrid(tokens, share)
+        self.noised = Noised(noise, prediction, 4, "twice" if conditioned else "none", timed)
+        if not self.masks:
+            self.vocab_size, self.mask_id = tokens, None
+            self.embed, self.out = self.embed[:, :tokens], self.out[:, :, :tokens]
+
+    @property
+    def excluded(self):
+        return torch.arange(self.vocab_size) >= self.tokens
+
+    def open(self, rows, generating=False):
+        if self.noised is None:
+            return super().open(rows, generating)
+        return (ConditionedView if self.conditioned else NoisedView)(self, rows)
+
+    def noise_inputs(self, t):
+        return {"t": t} if self.timed else {}
+
+    def features(self, ids, real, t=None):
+        plain = super().features(ids, real)  # (R, L, V)
+        return plain if t is None else plain * (1 + t.double()[:, None, None])
+
+    def logits(self, z, t, before=None):
+        """Logits (L, V) of a row z (L,), for the reference."""
+        found = self.features(z[None], None, **self.noise_inputs(torch.tensor([t], dtype=torch.float64)))[0]
+        found = found if before is None else found + before.softmax(1).flip(1) * 2
+        return found.masked_fill(self.excluded, -math.inf)
+
+    def level(self, t):
+        """a_t and b_t (V,) of the reference."""
+        a, u, m = self.noised.noise.level(*torch.tensor([t, 1 - t], dtype=torch.float64))
+        b = torch.full((self.vocab_size,), float(u), dtype=torch.float64)
+        if self.masks:
+            b[self.mask_id] = m
+        return float(a), b
+
+
+def states(toy, length):
+    """All rows of noisy tokens."""
+    return [torch.tensor(row) for row in itertools.product(range(toy.vocab_size), repeat=length)]
+
+
+def bound(toy, x, steps, conditioning="none"):
+    """The exact bound of -log p(x), summed over all noisy rows of each step, or over all paths (chain)."""
+    denoiser, every = toy.noised.prediction == "denoiser", range(len(x))
+    levels = [toy.level(i / steps) for i in range(steps + 1)]
+
+    def chance(z, y, a, b):
+        return math.prod(float(reference.noisy(int(y[i]), a, b)[z[i]]) for i in every)
+
+    def term(z, i, logits):
+        P = reference.log_softmax(logits).exp()
+        return reference.noised_term(x, every, z, P, levels[i - 1], levels[i], denoiser)
+
+    def twice(z, t):
+        return toy.logits(z, t, toy.logits(z, t) if conditioning == "twice" else None)
+
+    rows = states(toy, len(x))
+    if conditioning != "chain":
+        return math.fsum(
+            chance(z, x, *levels[i]) * term(z, i, twice(z, i / steps))
+            for i in range(1, steps + 1)
+            for z in rows
+            if chance(z, x, *levels[i])
+        )
+    total = 0.0
+    for path in itertools.product(rows, repeat=steps):  # x_1 .. x_T
+        weight, previous = 1.0, torch.tensor(x)
+        for i, z in enumerate(path, 1):
+            (a_s, b_s), (a_t, b_t) = levels[i - 1], levels[i]
+            weight *= chance(z, previous, a_t / a_s, b_t - a_t / a_s * b_s)
+            previous = z
+        if not weight:
+            continue
+        before = None
+        for i in range(steps, 0, -1):
+            before = toy.logits(path[i - 1], i / steps, before)
+            total += weight * term(path[i - 1], i, before)
+    return total
+
+
+def of_position(r, token, s, t, denoiser):
+    """k(x_s | x_t = token) at one position, (V,), from the network's distribution r (V,)."""
+    (a_s, b_s), (a_t, b_t) = s, t
+    one_hot = torch.eye(len(r), dtype=torch.float64)
+    step = a_t / a_s * one_hot[token] + b_t[token] - a_t / a_s * b_s[token]
+    if not denoiser:
+        return reference.posterior(r, token, step, s, t)
+    return sum(r[v] * reference.posterior(one_hot[v], token, step, s, t) for v in r.nonzero()[:, 0])
+
+
+def sampled(toy, length, steps, conditioning="none", merged=True):
+    """p of every text, by the ancestral sampler: all positions of x_s are drawn from k, given the output for x_t.
+
+    `merged`: equal rows of a step become one (transfer matrices); otherwise, and under chain, every path is followed.
+    """
+    denoiser, rows = toy.noised.prediction == "denoiser", states(toy, length)
+    prior = toy.level(1.0)[1]
+    # the state is (row, logits of the step before) under chain
+    mass = {tuple(z.tolist()): (float(prior[z].prod()), None) for z in rows}
+    carried = [(z, weight, before) for z, (weight, before) in mass.items() if weight]
+    for i in range(steps, 0, -1):
+        arriving = []
+        for z, weight, before in carried:
+            z = torch.tensor(z)
+            own = toy.logits(z, i / steps, before)
+            if conditioning == "twice":
+                own = toy.logits(z, i / steps, own)
+            P = reference.log_softmax(own).exp()
+            s, t = toy.level((i - 1) / steps), toy.level(i / steps)
+            kernel = [of_position(P[ell], token, s, t, denoiser) for ell, token in enumerate(z.tolist())]
+            for y in rows:
+                p = math.prod(float(kernel[ell][token]) for ell, token in enumerate(y.tolist()))
+                if p:
+                    arriving.append((tuple(y.tolist()), weight * p, own if conditioning == "chain" else None))
+        if conditioning == "chain" or not merged:
+            carried = arriving
+        else:
+            sums = {}
+            for z, weight, _ in arriving:
+                sums[z] = sums.get(z, 0.0) + weight
+            carried = [(z, weight, None) for z, weight in sums.items()]
+    p = {}
+    for z, weight, _ in carried:
+        p[z] = p.get(z, 0.0) + weight
+    return p
