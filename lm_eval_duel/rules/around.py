@@ -63,6 +63,13 @@ def inner(rule: Rule) -> Rule:
     return inner(rule.rule) if isinstance(rule, Around) else rule
 
 
+def replaced(rule: Rule, **values: Any) -> Rule:
+    """The rule with other parameters, inside what is around it."""
+    if isinstance(rule, Around):
+        return dataclasses.replace(rule, rule=replaced(rule.rule, **values))
+    return dataclasses.replace(rule, **values)
+
+
 def emptied(memory: tuple[Any, ...], lanes: Any) -> tuple[Any, ...]:
     """The memory with zeros in `lanes` (R,)."""
     return tuple(plane.masked_fill(lanes.view(-1, *[1] * (plane.dim() - 1)), 0) for plane in memory)

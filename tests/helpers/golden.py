@@ -53,21 +53,21 @@ def nudge_results(folder):
             file.write_text(json.dumps(content | {"results": nudged(content["results"]), "config": config}))
 
 
-def nudge_functions(setattr=setattr):
+def nudge_functions(setattr=setattr, by=NUDGE):
     """Nudge what the functions of `math` and numpy return that statistics are made with."""
     for module, names in (
         (math, ("exp", "log", "sqrt", "hypot", "fsum")),
         (np, ("exp", "log", "sqrt", "percentile", "var", "mean", "std")),
     ):
         for name in names:
-            setattr(module, name, _nudging(getattr(module, name)))
+            setattr(module, name, _nudging(getattr(module, name), by))
 
 
-def _nudging(call):
+def _nudging(call, by):
     def wrapper(*args, **kwargs):
         value = call(*args, **kwargs)
         if isinstance(value, np.ndarray):
-            return value * (1 + NUDGE * (2 * (np.arange(value.size).reshape(value.shape) % 2) - 1))
-        return value * (1 + NUDGE * _sign(value))
+            return value * (1 + by * (2 * (np.arange(value.size).reshape(value.shape) % 2) - 1))
+        return value * (1 + by * _sign(value))
 
     return wrapper
