@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import shlex
 from collections.abc import Callable, Iterable, Iterator
 
 LISTED = 4  # near names in an error
@@ -92,6 +93,12 @@ def too_few_documents(what: str, documents: int, processes: int) -> DuelError:
         f"needs at least one. Start at most {documents} (--num_processes {documents} of accelerate launch, "
         f"--nproc-per-node {documents} of torchrun), or raise --limit."
     )
+
+
+def autoregressive(name: str) -> str:
+    """What to do with an autoregressive checkpoint: the whole command."""
+    command = f"lm-eval-duel run {shlex.quote(name)} --model_args estimator=ar --tasks sotu"
+    return f"If it is autoregressive, score it with estimator=ar: {command}"
 
 
 def another_block(trained: int, block: object) -> DuelError:

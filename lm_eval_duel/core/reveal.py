@@ -160,7 +160,8 @@ def naming_window(lanes: Lanes, window_indices: Sequence[int]) -> Iterator[None]
         if error.window is not None:
             raise
         lane = error.lane
-        window, position = window_indices[int(lanes.row[lane])], int(lanes.start[lane] - lanes.origin[lane])
+        window = window_indices[int(lanes.row[lane])]
+        position = max(0, int(lanes.start[lane] - lanes.origin[lane]))  # a block may begin inside the context
         place = f"(Window {window}, block at target position {position}, step {int(lanes.step[lane])}.)"
         raise type(error)(f"{error} {place}", window) from None
 

@@ -34,7 +34,7 @@ def resolve_block(denoiser: Denoiser, block: int | str | None) -> int | None:
     number: int | str | None = BLOCK("block", block)
     if denoiser.attention == "causal":
         if number not in ("auto", 1):
-            raise DuelError(f"A causal network has blocks of one; use block=1 or block=auto, not {block}.")
+            raise _one_order(f"block={block}")
         return 1
     if isinstance(number, str):
         return denoiser.block or denoiser.published_block or DEFAULT_BLOCK
@@ -68,10 +68,17 @@ def rule_for(denoiser: Denoiser, rule: rules.Rule) -> rules.Rule:
     return rule
 
 
+def _one_order(given: str) -> DuelError:
+    return DuelError(
+        "A causal network reveals left to right only, one token at a time, so rule and block do not apply to it: leave "
+        f"both out and pass estimator=ar; got {given}."
+    )
+
+
 def check_rule(denoiser: Denoiser, rule: rules.Rule) -> None:
     """Raise DuelError for a rule that this network does not support."""
     if denoiser.attention == "causal" and not isinstance(rule, rules.LeftToRight):
-        raise DuelError(f"A causal network reveals left to right only; use rule=left_to_right, not {rule}.")
+        raise _one_order(f"rule={rule}")
     if denoiser.shift and denoiser.cache and not isinstance(rule, rules.SeedFirst):
         raise first_position_unseen(denoiser.cache)
     if in_memory := list(rules.in_memory(rule)):

@@ -11,6 +11,7 @@ import atexit
 import contextlib
 import datetime
 import heapq
+import logging
 import os
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -19,6 +20,8 @@ import torch
 
 from lm_eval_duel import signals
 from lm_eval_duel.errors import DuelError
+
+log = logging.getLogger("lm_eval.duel_mdm")  # lm-eval prints its own loggers only
 
 TIMEOUT = datetime.timedelta(weeks=52)  # a rank that has finished waits for the slowest one, however long that takes
 
@@ -35,6 +38,11 @@ class Ranks(NamedTuple):
     def join(cls, device: str | None) -> Ranks:
         """Join the other processes, if there are any."""
         if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+            if "ACCELERATE_USE_CPU" in os.environ and "MASTER_ADDR" in os.environ:  # what its launcher leaves behind
+                log.warning(
+                    "accelerate launch has started one process, not --num_processes: on CPUs it starts no others. Use "
+                    "torchrun --nproc-per-node N -m lm_eval ..."
+                )
             return cls(device)
         from accelerate import Accelerator
 

@@ -12,6 +12,10 @@
                                 prints the Monte Carlo and sampling errors of our estimators above the table of results,
                                 which has no place for them
 
+    GeneralConfigTracker.log_experiment_args
+                                names the folder of results after the bundled model if no other is named; lm-eval draws
+                                a name
+
     sys.excepthook              prints our errors in one line, in lm_eval's own command only
 
     TaskManager.__init__        does not read lm-eval's own 14,000 task files, which takes seconds; only while
@@ -37,6 +41,8 @@ from lm_eval.api.model import CacheHook, CachingLM
 from lm_eval.api.task import Task
 from lm_eval.tasks import TaskManager
 
+from lm_eval_duel._autoload import MODELS
+from lm_eval_duel.demo import BUNDLED
 from lm_eval_duel.errors import DuelError, too_few_documents
 from lm_eval_duel.harness.cache import ResponseCache, unreadable
 
@@ -49,6 +55,7 @@ def apply() -> None:
     _patch(CachingLM, "__init__", _open_cache)
     if loggers := sys.modules.get("lm_eval.loggers"):  # in lm-eval's command, which alone prints the table
         _patch(loggers.EvaluationTracker, "save_results_aggregated", _save_results)
+        _patch(loggers.evaluation_tracker.GeneralConfigTracker, "log_experiment_args", _name_model)
 
 
 def print_errors_in_one_line() -> None:
@@ -113,6 +120,14 @@ def _save_results(original: Callable[..., None], tracker: Any, results: dict[str
     original(tracker, results=results, **options)
     for line in results.get("config", {}).get("duel", {}).get("errors", []):
         print(line)
+
+
+def _name_model(
+    original: Callable[..., None], tracker: Any, model_source: str, model_args: Any, **options: Any
+) -> None:
+    original(tracker, model_source=model_source, model_args=model_args, **options)
+    if model_source in MODELS and "pretrained" not in model_args:
+        tracker.model_name = tracker.model_name_sanitized = BUNDLED
 
 
 def _require_documents(task: Task, limit: int | None, samples: list[int] | None, world_size: int) -> None:

@@ -11,7 +11,7 @@ import importlib
 import importlib.util
 import os
 import sys
-from typing import Any
+from typing import Any, TypeGuard
 
 from lm_eval_duel.arguments import MISSING, declared
 from lm_eval_duel.core.decision import NEAR_TIE, Decision
@@ -180,6 +180,10 @@ def blockwise(rule: Rule, block: int | None) -> Rule:
     return rule if block is None else SubBlock(rule, block, carries=True)
 
 
+def _is_rule(kind: Any) -> TypeGuard[type[Rule]]:
+    return isinstance(kind, type) and issubclass(kind, Rule)
+
+
 def _custom(name: str) -> type[Rule]:
     module_name, class_name = name.split(":")
     if not class_name or not (module_name.endswith(".py") or all(module_name.split("."))):
@@ -200,9 +204,8 @@ def _custom(name: str) -> type[Rule]:
         sys.path.remove(folder)
     rule = getattr(module, class_name, None)
     if rule is None:
-        raise unknown(
-            f"class in module '{module_name}'", class_name, [n for n in vars(module) if not n.startswith("_")]
-        )
-    if not (isinstance(rule, type) and issubclass(rule, Rule)):
+        known = [n for n, kind in vars(module).items() if _is_rule(kind) and kind.__module__ == module.__name__]
+        raise unknown(f"rule in module '{module_name}'", class_name, known)
+    if not _is_rule(rule):
         raise DuelError(f"'{name}' must be a subclass of lm_eval_duel.rules.Rule with @dataclass(frozen=True).")
     return rule

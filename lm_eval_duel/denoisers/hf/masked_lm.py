@@ -29,7 +29,7 @@ from lm_eval_duel.denoisers.hf.families import Family
 from lm_eval_duel.denoisers.hf.pretrained import Pretrained
 from lm_eval_duel.denoisers.hf.row_effects import padding_id, without_block_sparse
 from lm_eval_duel.denoisers.load_options import LoadOptions
-from lm_eval_duel.errors import DuelError
+from lm_eval_duel.errors import DuelError, autoregressive
 
 log = logging.getLogger("lm_eval.duel_mdm")
 
@@ -54,8 +54,8 @@ def load(config: dict[str, Any], options: LoadOptions, tokenizer: PreTrainedToke
     if type(model_config) not in MODEL_FOR_MASKED_LM_MAPPING:
         raise DuelError(
             f"{options.name} ({classes}) is neither a masked LM of transformers nor of a known diffusion family. "
-            "If it is autoregressive, score it with estimator=ar. If it is a masked diffusion model whose network "
-            "belongs to a known family, pass family=; to run its own code, backend=remote,trust_remote_code=true."
+            "If it is a masked diffusion model whose network belongs to a known family, pass family=; to run its own "
+            f"code, backend=remote,trust_remote_code=true. {autoregressive(options.name)}"
         )
     auto_model.require_known(config, options.name, MODEL_FOR_MASKED_LM_MAPPING[type(model_config)].__name__, SAME)
     options.refuse("masked LM", "shift_logits", "backend", "sigma", "first_token", "peft")
