@@ -70,7 +70,7 @@ def _score(lm: DuelMDM) -> str:
     seconds = time.perf_counter() - began
     steps = "" if any(score.nfe is None for score in scores) else f", {sum(score.nfe for score in scores)} steps"
     nats, total = sum(score.log_prob for score in scores), Outcome.from_scores(windows, scores, lm.estimator).total
-    kind = kind_of(lm.estimator.name, lm.spec, total.is_bound)
+    kind = kind_of(lm.estimator.name, lm.spec, total.beam)
     error = "" if total.stderr is None else f" +- {total.stderr:.3f}"
     nats_of = f"{nats:.3f}{error} nats for the {tokens} tokens of {TEXT!r}"
     return f"{nats_of}, {lm.spec.get('rule', lm.estimator.name)}{steps}, {kind}, {seconds:.2f} s"

@@ -181,8 +181,9 @@ def _methods(setting: Setting, run: Options) -> Iterator[tuple[str, Callable[[La
     if setting.block is None or not (entry.lattice or isinstance(own, BeamArguments)):
         return
     if isinstance(own, BeamArguments) and not own.all_sets:
-        for size in sorted({own.first, own.most}):
-            yield f"beam {size}", lambda window, size=size: cost.lattice(setting, window, size), by_blocks
+        for count in sorted({1 if own.tolerance else len(own.sizes), len(own.sizes)}):  # at most: beams share sets
+            sets = sum(own.sizes[:count])
+            yield f"beam {own.sizes[count - 1]}", lambda window, n=sets: cost.lattice(setting, window, n), by_blocks
     else:
         yield "lattice", lambda window: cost.lattice(setting, window), by_blocks
 

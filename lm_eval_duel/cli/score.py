@@ -13,6 +13,7 @@ from lm_eval_duel.arguments import MISSING, TEXT, TRUTH
 from lm_eval_duel.command_line import FILE, FLAGS, PATH, STDOUT, Flag, Parser, process, write_json
 from lm_eval_duel.errors import DuelError, too_few_documents, usage
 from lm_eval_duel.estimators.registry import Kind, arguments, find, kind_of, of_spec
+from lm_eval_duel.estimators.subsets.sums import BeamSums
 from lm_eval_duel.options import Options, model_of
 from lm_eval_duel.rates import perplexity, ratio
 from lm_eval_duel.results.paired import PairedDifference, Scored, Texts, difference, key_of, unknown_error
@@ -127,7 +128,7 @@ def figures_of(lm: DuelMDM, rows: Sequence[Row]) -> dict[str, Any]:
         "fingerprint": info["fingerprint"],
         "spec": info["spec"],
         "estimator": lm.estimator.name,
-        "kind": kind_of(lm.estimator.name, info["spec"], bool(own and own.is_bound)),
+        "kind": kind_of(lm.estimator.name, info["spec"], own.beam if own else None),
         "documents": [row.figures() for row in rows],
         "total": _total(lm, rows),
         **({"beam": own.beam.describe()} if own and own.beam else {}),
@@ -285,11 +286,7 @@ def table(figures: dict[str, Any]) -> str:
     if drawn and total["log_prob_stderr"] is None:
         lines.append(f"{drawn.error} error unknown: it takes at least 8 {drawn.units}")
     if "beam" in figures:
-        sums = figures["beam"]
-        lines.append(
-            f"{sums['converged']} of {sums['blocks']} blocks have converged; lower bound {sums['bound']:.2f}, estimate "
-            f"{sums['estimate']:.2f} +- {sums['estimate_stderr']:.2f} nats, {sums['rows']:,} rows"
-        )
+        lines.append(BeamSums.read(figures["beam"]).words)
     if total["bits_per_byte_stderr"] is not None:
         error = total["bits_per_byte_stderr"]
         below = "<= " if is_bound else ""

@@ -19,7 +19,8 @@ from lm_eval_duel import rules
 from lm_eval_duel.arguments import MISSING, TEXT, choice, whole
 from lm_eval_duel.command_line import FLAGS, PATH, Flag, Parser
 from lm_eval_duel.errors import DuelError, usage
-from lm_eval_duel.estimators.registry import ESTIMATORS, Kind
+from lm_eval_duel.estimators.registry import BEAM, ESTIMATORS, Kind, of_spec
+from lm_eval_duel.estimators.subsets.sums import BeamSums
 from lm_eval_duel.harness import trace
 from lm_eval_duel.rates import perplexity
 from lm_eval_duel.tables import one_line, plain_table
@@ -88,7 +89,8 @@ def _heading(record: dict[str, Any]) -> str:
         estimator = ESTIMATORS.get(name)  # None: a rule
         note = "" if estimator is None else NOTES[estimator.kind]
         if beam is not None:
-            note = NOTES[Kind.UPPER_BOUND if beam["converged"] < beam["blocks"] else Kind.ESTIMATE]
+            sums = BeamSums.read(beam)
+            note = NOTES[of_spec(name, {BEAM: ""}, sums).kind] + (f" ({sums.remark})" if sums.remark else "")
         lines.append(_value(one_line(name) + note, log_prob, tokens, error))
         error = None
     if record.get("nfe") is not None:

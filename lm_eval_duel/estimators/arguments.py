@@ -27,7 +27,7 @@ LATTICE_BLOCK = 12  # the most positions of a block whose sets are all evaluated
 BEAM_BLOCK = 48  # the most positions of a block of which a beam evaluates some sets
 FIRST_BEAM, LARGEST_BEAM = 32, 1024  # sets of each size: the first K, and the largest one if none is given
 TOLERANCE = 0.05  # nats, of a beam of a given size
-REPETITIONS = 8  # the fewest for two standard errors
+REPETITIONS = 8  # the fewest for a standard error
 SCORED_ORDERS = ("entropy", "topk_margin")
 
 
@@ -123,15 +123,17 @@ class BeamArguments(Arguments):
     beam: int | None = argument(
         whole(2 * REPETITIONS, f"a number of sets, at least {2 * REPETITIONS}"),
         None,
-        "sets of a block that are evaluated, of each size, instead of all; an estimate, or a bound",
+        "sets of a block that are evaluated, of each size, instead of all; an estimate, or a lower bound",
     )
     tolerance: float | None = argument(
-        POSITIVE, None, "nats for a block: the sets double, up to `beam` (1024), until it is reached"
+        POSITIVE,
+        None,
+        "nats for the error of a block: the sets double, up to `beam` (1024), until it is reached",
     )
     repetitions: int = argument(
         whole(REPETITIONS, f"a number of repetitions, at least {REPETITIONS}"),
         REPETITIONS,
-        "independent sums of a beam: the first half decides whether a block has converged, the others are its estimate",
+        "independent sums of a beam, whose mean is its estimate",
     )
 
     def __post_init__(self) -> None:
@@ -155,13 +157,20 @@ class BeamArguments(Arguments):
     @property
     def most(self) -> int:
         """The largest number of sets of a size."""
-        return 1 << LATTICE_BLOCK if self.all_sets else self.beam or LARGEST_BEAM
+        return self.sizes[-1]
 
     @property
-    def first(self) -> int:
-        """The first number of sets of a size, which doubles until the tolerance is reached."""
-        least = self.most if self.tolerance is None else FIRST_BEAM
-        return min(self.most, max(2 * self.repetitions, least))
+    def sizes(self) -> tuple[int, ...]:
+        """The numbers of sets of one beam after the other, each twice the one before.
+
+        The last three if there is no tolerance to reach: an error takes three.
+        """
+        if self.all_sets:
+            return (1 << LATTICE_BLOCK,)
+        most = self.beam or LARGEST_BEAM
+        least, count = (0, 3) if self.tolerance is None else (FIRST_BEAM, most.bit_length())
+        halved = [most >> n for n in range(count)]
+        return tuple(size for size in reversed(halved) if size == most or size >= max(2 * self.repetitions, least))
 
     def describe(self, seed: int) -> dict[str, object]:
         """The beam's entries of the spec."""

@@ -9,7 +9,7 @@
     two_phase    dual, and a share of the blocks exact as well
     elbo         for each draw one row of L positions (bidirectional), or of each block's positions (by blocks)
     lattice      2^m - 1 rows of L positions (bidirectional), or of the block's own positions (by blocks)
-    beam         sum over h of min(K, m choose h) such rows, or fewer if steps reveal several positions
+    beam         at most sum over h of min(K + K/2 + ..., m choose h) such rows, for beams of several sizes
 
 Rules with sub-blocks, a schedule of steps or `seed_first` take other steps; see `reveals`. Equal windows are scored
 once, and counted once. Equal rows of different windows, which a network call evaluates once, are not foreseen, nor is
@@ -177,7 +177,7 @@ def elbo(setting: Setting, window: Layout, samples: int) -> Cost:
 
 
 def lattice(setting: Setting, window: Layout, beam: int | None = None) -> Cost:
-    """The estimators over all orders: every set of masked positions of a block once, or `beam` sets of each size."""
+    """The estimators over all orders: every set of masked positions of a block once, or at most `beam` sets of each size."""
     sets = {
         start: [min(beam or math.inf, math.comb(m, masked)) for masked in range(1, m + 1)]
         for start, _, m in setting.places(window)

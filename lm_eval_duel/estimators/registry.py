@@ -23,6 +23,7 @@ from lm_eval_duel.estimators.arguments import (
     TwoPhaseArguments,
     check_block,
 )
+from lm_eval_duel.estimators.subsets.sums import BeamSums
 from lm_eval_duel.rules import presets
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 
 Options: TypeAlias = Any  # lm_eval_duel.options.Options, which imports this file
 BEAM = "beam"  # in the spec, if only some sets of positions are evaluated
+CONVERGED = "an estimate of a log-likelihood"  # by a beam
 NO_BOUND = "no bound: elbo_eps above 0 leaves out small noise levels"
 
 
@@ -311,22 +313,28 @@ def ignored_args(given: Mapping[str, Any], estimator: str) -> list[str]:
     return [key for key in find(estimator).ignored_args if key in given]
 
 
-def of_spec(estimator: str, spec: Mapping[str, Any], is_bound: bool = False) -> Entry:
+def of_spec(estimator: str, spec: Mapping[str, Any], beam: BeamSums | None = None) -> Entry:
     """The entry of an estimator with this spec: a likelihood becomes an estimate under a beam, or a bound.
 
-    `is_bound`: a beam has not converged in every block.
+    `beam`: what it has found. Without it the entry is that of an estimate; if all blocks are exact, the estimator's.
     """
     entry = find(estimator)
-    if BEAM not in spec or BEAM not in entry.arguments:
+    if BEAM not in spec or BEAM not in entry.arguments or (beam is not None and beam.kind == "exact"):
         return entry
-    drawn = MonteCarlo("sum over orders by a beam", "repetitions", "Monte Carlo")
-    return dataclasses.replace(entry, kind=Kind.UPPER_BOUND if is_bound else Kind.ESTIMATE, drawn=drawn)
+    kind = Kind.UPPER_BOUND if beam is not None and beam.kind == "bound" else Kind.ESTIMATE
+    return dataclasses.replace(
+        entry, kind=kind, drawn=MonteCarlo("sum over orders by a beam", "repetitions", "convergence")
+    )
 
 
-def kind_of(estimator: str, spec: Mapping[str, Any], is_bound: bool = False) -> str:
+def kind_of(estimator: str, spec: Mapping[str, Any], beam: BeamSums | None = None) -> str:
     """What the values of an estimator with this spec are: a likelihood, an estimate, a bound, or none of these."""
-    kind = of_spec(estimator, spec, is_bound).kind
-    return NO_BOUND if kind is Kind.UPPER_BOUND and float(spec.get("elbo_eps", 0)) else kind.value
+    entry = of_spec(estimator, spec, beam)
+    if entry.kind is Kind.UPPER_BOUND and float(spec.get("elbo_eps", 0)):
+        return NO_BOUND
+    if entry.kind is Kind.ESTIMATE and BEAM in entry.arguments:
+        return f"{CONVERGED} ({beam.remark})" if beam is not None and beam.remark else CONVERGED
+    return str(entry.kind.value)
 
 
 def make(denoiser: Denoiser, options: Options, **sizes: Any) -> Estimator:

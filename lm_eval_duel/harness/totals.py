@@ -76,8 +76,7 @@ class Total:
     """The sum of one value over windows."""
 
     log_prob: float = 0.0
-    # hash of a window: how often it came, its Monte Carlo error, and that of a beam's estimate
-    errors: dict[int, tuple[int, float, float]] | None = None
+    errors: dict[int, tuple[int, float]] | None = None  # hash of a window: how often it came, its Monte Carlo error
     nfe: int | None = 0
     windows: int = 0
     squares: tuple[float, float, float] = (0.0, 0.0, 0.0)  # of log_prob, of log_prob x tokens, of tokens
@@ -91,7 +90,7 @@ class Total:
         phases = None if value.phases is None else Phases.read(value.phases)
         error = value.stderr if phases is None else math.sqrt(phases.variance)
         beam = None if value.beam is None else BeamSums(*value.beam)
-        errors = None if error is None else {hash(window): (1, error, math.sqrt(beam.variance if beam else 0))}
+        errors = None if error is None else {hash(window): (1, error)}
         squares = value.log_prob**2, value.log_prob * tokens, tokens**2
         return cls(value.log_prob, errors, value.nfe, 1, squares, phases, beam)
 
@@ -119,11 +118,9 @@ class Total:
         if self.errors is None or other.errors is None:
             self.errors = None
             return
-        for window, (count, error, spread) in other.errors.items():
+        for window, (count, error) in other.errors.items():
             before = self.errors[window][0] if window in self.errors else 0
-            self.errors[window] = (before + count, error, spread)
-            if self.beam is not None:  # equal windows have one error: (a + b)^2 = a^2 + b^2 + 2 a b
-                self.beam = self.beam._replace(variance=self.beam.variance + 2 * before * count * spread**2)
+            self.errors[window] = (before + count, error)
 
     @property
     def stderr(self) -> float | None:
@@ -133,17 +130,13 @@ class Total:
         """
         if self.errors is None or (self.phases is not None and self.phases.stderr is None):
             return None
-        return math.sqrt(math.fsum((count * error) ** 2 for count, error, _ in self.errors.values()))
+        errors = [count * error for count, error in self.errors.values()]
+        return math.fsum(errors) if self.beam else math.hypot(*errors)  # errors of a beam have one sign as a rule
 
     def perplexity(self, tokens: int) -> tuple[float, float | None]:
         """The perplexity per token, and its Monte Carlo error; None as for `stderr`."""
         value = perplexity(-self.log_prob / tokens)
         return value, None if (error := self.stderr) is None else value * error / tokens
-
-    @property
-    def is_bound(self) -> bool:
-        """Whether a beam has not converged in every block."""
-        return self.beam is not None and self.beam.is_bound
 
     def describe(self, tokens: int) -> dict[str, Any]:
         """For the results JSON of a task of `tokens` tokens; null, with the reason, if the sum is infinite."""
@@ -289,7 +282,8 @@ class RunStats:
         lines: list[str] = []
         for name, task, total in ((name, task, total) for name in ESTIMATORS for task, total in self.tasks.items()):
             value = total.values.get(name)
-            entry = of_spec(name, {} if value is None or value.beam is None else {BEAM: ""})
+            beam = None if value is None else value.beam
+            entry = of_spec(name, {} if beam is None else {BEAM: ""}, beam)
             if entry.drawn is None or value is None or not total.tokens:
                 continue
             title = entry.drawn.value + (f" ({bound})" if entry.kind is Kind.UPPER_BOUND else "")

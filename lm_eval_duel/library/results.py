@@ -62,7 +62,7 @@ class TextScore:
         """The score of a text of `length` tokens from those of its windows."""
         total = Outcome.from_scores(windows, scores, estimator).total
         spec = estimator.describe()
-        kind = kind_of(estimator.name, spec, total.is_bound)
+        kind = kind_of(estimator.name, spec, total.beam)
         log_prob = math.fsum(score.log_prob for score in scores)
         nfe: int | None = 0
         near_ties: int | None = 0
@@ -174,7 +174,7 @@ class TextEstimate:
 
 @dataclasses.dataclass(frozen=True)
 class GeneratedText:
-    """One generated text with its own log-probability; exact, but for the estimate or bound of a beam (`kind`).
+    """One generated text with its own log-probability; exact, but for the estimate or bound of a beam (see `kind`).
 
     `text` ends before the first stop string or end-of-text token. The other fields cover everything that was
     generated, up to the end of the block in which it stopped. `Duel.log_prob([window])` gives `log_prob` again, unless
@@ -209,8 +209,8 @@ class GeneratedText:
             prompt=prompt,
             text=text,
             log_prob=sample.log_prob,
-            stderr=None if total.is_bound else total.stderr,
-            kind=kind_of(estimator.name, estimator.describe(), total.is_bound),
+            stderr=total.stderr,
+            kind=kind_of(estimator.name, estimator.describe(), total.beam),
             tokens=tuple(token_texts(sample.tokens, tokenizer)),
             token_logprobs=sample.token_logprobs,
             reveal_steps=sample.reveal_steps,

@@ -117,7 +117,7 @@ def _texts(scores: Sequence[Any], name: str) -> Texts:
         return Texts([], Kind.LIKELIHOOD.value)
     total, spec = Total.from_parts(score.sums for score in scores), scores[0].spec
     estimator, texts = str(spec["estimator"]), list(map(_scored, scores))
-    kind = kind_of(estimator, spec, total.is_bound)
+    kind = kind_of(estimator, spec, total.beam)
     return Texts(texts, kind, total.stderr, unknown_error(estimator, spec, total.stderr))
 
 

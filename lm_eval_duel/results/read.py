@@ -10,6 +10,7 @@ from typing import Any
 
 from lm_eval_duel.errors import DuelError, unknown
 from lm_eval_duel.estimators.registry import ESTIMATORS
+from lm_eval_duel.estimators.subsets.sums import BeamSums
 from lm_eval_duel.results import samples, stats
 from lm_eval_duel.results.own_files import load, number, whole
 from lm_eval_duel.results.samples import WRITTEN, Document
@@ -273,7 +274,7 @@ def _duel(duel: Json) -> dict[str, Any]:
             impossible = value.get("log_prob") is None and value.get("reason") is not None
             values[key] = {"log_prob": -math.inf if impossible else None} | _typed(value, VALUE)
             if beam := value.get("beam"):
-                values[key]["open_blocks"] = int(beam["blocks"]) - int(beam["converged"])
+                values[key]["beam"] = BeamSums.read(beam)
         entries["tasks"][name] = _typed(scored, TASK) | {"values": values}
     return entries
 

@@ -11,6 +11,7 @@ import numpy as np
 
 from lm_eval_duel.estimators import registry
 from lm_eval_duel.estimators.registry import Kind
+from lm_eval_duel.estimators.subsets.sums import BeamSums
 from lm_eval_duel.results import stats
 from lm_eval_duel.results.read import Run
 from lm_eval_duel.rules.tables import without_defaults
@@ -61,7 +62,7 @@ class Row:
     nats_window_stderr: float | None = None  # over windows
     nfe: int | None = None
     tokens: int | None = None
-    open_blocks: int = 0  # in which a beam has not converged, so that the value is a bound
+    beam: BeamSums | None = None  # of a sum over orders by a beam
     documents: Mapping[str, Values] = dataclasses.field(default_factory=dict)
     missing: str = ""
     remarks: tuple[str, ...] = ()
@@ -90,7 +91,7 @@ class Row:
 
     @property
     def entry(self) -> registry.Entry:
-        return registry.of_spec(self.estimator, self.run.spec, self.open_blocks > 0)
+        return registry.of_spec(self.estimator, self.run.spec, self.beam)
 
     @property
     def block(self) -> str | None:
@@ -135,8 +136,7 @@ class Row:
         spec = self.run.spec
         named = [self.entry.named.format(f"{key}={spec[key]}") for key in self.entry.arguments if key in spec]
         eps = f"eps={self.eps:g}: no bound" if self.eps else ""
-        bounds = f"{self.open_blocks} blocks not converged" if self.open_blocks else ""
-        return ", ".join(filter(None, [eps, *named, bounds, self.variant]))
+        return ", ".join(filter(None, [eps, *named, self.beam.remark if self.beam else "", self.variant]))
 
     @property
     def setting(self) -> list[str]:

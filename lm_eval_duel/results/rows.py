@@ -58,7 +58,7 @@ def from_run(run: Run, name: str) -> list[Row]:
             nats_stderr=value.get("stderr"),
             nats_window_stderr=value.get("window_stderr"),
             nfe=value.get("nfe"),
-            open_blocks=value.get("open_blocks", 0),
+            beam=value.get("beam"),
         )
         rows.append(row if key == run.estimator else _of_lattice(row, values.get(run.estimator, {}), key))
     first, *others = rows or [own]

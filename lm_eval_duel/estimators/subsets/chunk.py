@@ -11,9 +11,13 @@ Thinning keeps half of the sets by their weight. For each of several independent
 drawn, each with probability min(1, weight / c), and count 1 / probability times (Fearnhead and Clifford 2003).
 
     bound       the sum over the sets that were evaluated: never above log p
-    estimate    log of the mean of the repetitions; the mean itself is an unbiased estimate of p
+    estimate    log of the mean of the repetitions, which is an unbiased estimate of p, or the bound if that is larger
 
-Random numbers are functions of (seed, the window's ids, block), so that equal windows have equal values.
+Beams of K, 2 K and 4 K sets that miss the same orders agree by chance once, but rarely twice. So the error of an
+estimate is the largest of its two differences from the last two, and of the standard errors of all three; before the
+third beam it is not known. Each beam has draws of its own.
+
+Random numbers are functions of (seed, the window's ids, block, K), so that equal windows have equal values.
 
 Shapes: N windows, R lanes, W block width, B blocks of a chunk, x sets that are reached, X sets of a level, I moves, C
 sums (the bound, and each repetition), T steps of a schedule of which a state must know its own (else 1).
@@ -23,7 +27,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -63,13 +67,39 @@ class Sampler(Protocol):
         """What the next step of each state of a level can reveal."""
 
 
-class Chunk:
-    """The blocks, with at most `size` sets of a level (K); `nth` (B,): the number of each block in its window."""
+class Found(NamedTuple):
+    """The log p of some blocks, (B,) each."""
 
-    def __init__(self, group: WindowGroup, sampler: Sampler, number: int, lanes: Lanes, nth: torch.Tensor, size: int):
+    exact: torch.Tensor  # bool: every set was evaluated
+    bound: torch.Tensor  # the largest lower bound of all beams so far
+    estimate: torch.Tensor
+    stderr: torch.Tensor  # of the repetitions
+    error: torch.Tensor  # of the estimate; infinite: not known
+
+    def select(self, keep: torch.Tensor) -> Found:
+        """Those of the blocks `keep` (B,) bool."""
+        return Found(*(plane[keep] for plane in self))
+
+
+class Chunk:
+    """The blocks, with a beam of one size; `nth` (B,): the number of each block in its window.
+
+    `smaller`: what beams of the sizes before have found.
+    """
+
+    def __init__(
+        self,
+        group: WindowGroup,
+        sampler: Sampler,
+        number: int,
+        lanes: Lanes,
+        nth: torch.Tensor,
+        smaller: tuple[Found, ...] = (),
+    ):
         self.group, self.sampler, self.number = group, sampler, number
-        self.lanes, self.nth, self.size = lanes, nth, size
+        self.lanes, self.nth, self.smaller = lanes, nth, smaller
         self.beam, shares = sampler.own, sampler.shares
+        self.size, self.is_largest = self.beam.sizes[len(smaller)], len(smaller) + 1 == len(self.beam.sizes)
         self.shares = None if shares is None else shares.to(lanes.row.device)  # (T,)
         self.wide, device = lanes.masked.shape[1], lanes.row.device
         full, steps = number_of(lanes.masked), 1 if self.shares is None else len(self.shares)
@@ -78,7 +108,7 @@ class Chunk:
         like = torch.zeros((), dtype=torch.float64, device=device)
         self.weight = like.new_full((len(lanes), self.beam.sums, steps), -math.inf)  # (x, C, T)
         self.weight[:, :, 0] = 0
-        self.followed = followed(size, 1 << self.wide, self.beam.sums, steps)
+        self.followed = followed(self.size, 1 << self.wide, self.beam.sums, steps)
         self.ahead = like.new_zeros(len(lanes))  # (x,) log p of the targets of a set, under the predictions before
         self.value = like.new_full((len(lanes), self.beam.sums), -math.inf)  # (B, C)
         self.path = self.key  # (B,) the sets of argmax decoding as far as it writes the targets; -1: it does not
@@ -111,7 +141,7 @@ class Chunk:
         self.level = Level(block, self.lanes.masked.sum(1)[block], masked, weight[kept] + more[:, :, None])
         missing, self.planes = torch.ones_like(self.level_key, dtype=torch.bool), {}  # (X,)
         if self.positions in self.known:
-            keys, planes = self.known[self.positions]
+            keys, planes = self.known.pop(self.positions)
             at = torch.searchsorted(keys, self.level_key).clamp(max=len(keys) - 1)
             missing = keys[at] != self.level_key
             self.planes = {name: plane[at] for name, plane in planes.items()}
@@ -133,7 +163,7 @@ class Chunk:
     def follow(self) -> None:
         """From the sets of a level, all of which have been evaluated, to those after the next step."""
         level, shares = self.level, self.shares
-        if self.beam.tolerance is not None:
+        if not self.is_largest:
             self.known[self.positions] = self.level_key, self.planes
         leaving, pace = level.weight, None
         if shares is not None:  # each step reveals each position with its share, or none: a set is left at any step
@@ -209,10 +239,26 @@ class Chunk:
         index = kept.nonzero()[:, 0]
         return index, more[index]
 
-    def doubled(self, number: int, again: torch.Tensor) -> Chunk:
-        """The blocks of `again` (B,) from their start, with twice as many sets of a size."""
-        size = min(2 * self.size, self.beam.most)
-        twin = Chunk(self.group, self.sampler, number, self.lanes.select(again), self.nth[again], size)
+    def found(self) -> Found:
+        """What the beams up to this one say of each block."""
+        exact, bound = self.thinned == 0, self.value[:, 0]  # (B,) each
+        if self.beam.all_sets:
+            return Found(exact, bound, bound, torch.zeros_like(bound), torch.zeros_like(bound))
+        estimate, stderr = log_mean(self.value[:, 1:])
+        if self.smaller:
+            bound = bound.maximum(self.smaller[-1].bound)
+        estimate = torch.where(exact, bound, estimate.maximum(bound))
+        error = torch.full_like(bound, math.inf)
+        if len(self.smaller) > 1:
+            before, last = self.smaller[-2:]
+            differences = (estimate - last.estimate).abs(), (last.estimate - before.estimate).abs()
+            error = torch.stack([*differences, stderr, last.stderr, before.stderr]).amax(0)  # (B,)
+        return Found(exact, bound, estimate, stderr, error.masked_fill(exact, 0.0))
+
+    def larger(self, number: int, found: Found, again: torch.Tensor) -> Chunk:
+        """The blocks of `again` (B,) from their start, with a beam of the next size; `found` by this one."""
+        smaller = tuple(one.select(again) for one in (*self.smaller, found))
+        twin = Chunk(self.group, self.sampler, number, self.lanes.select(again), self.nth[again], smaller)
         place = again.cumsum(0) - 1  # (B,)
         for positions, (key, planes) in self.known.items():
             mine = again[key >> self.wide]
@@ -222,12 +268,6 @@ class Chunk:
             twin.known[positions] = block << self.wide | rest, {name: plane[mine] for name, plane in planes.items()}
         twin.rows = self.rows[again]
         return twin
-
-    def estimates(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Estimates of the log p of each block and their standard errors, (B,) each: of the first repetitions, which
-        decide, and of the others, so that the decision does not choose among the values that are reported."""
-        half = 1 + self.beam.repetitions // 2
-        return [_estimate(self.value[:, 1:half]), _estimate(self.value[:, half:])]
 
 
 def _arrived(
@@ -249,7 +289,7 @@ def _arrived(
     return torch.stack(sums, 1).log() + top[:, :, None]
 
 
-def _estimate(value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def log_mean(value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The log of the mean of exp of the repetitions, and its standard error: (B, repetitions) -> (B,) each."""
     count, top = value.shape[1], value.amax(1, keepdim=True).clamp(min=torch.finfo(value.dtype).min)
     p = (value - top).exp()

@@ -145,7 +145,7 @@ class SampledConfidence(SetSampler, DuelEstimator):
         scores = scorer.log_prob(windows)
         self.counts.forwards += scorer.counts.forwards
         self.counts.rows += scorer.counts.rows
-        names = ("log_prob", "is_greedy", "variance", "beam")
+        names = ("log_prob", "is_greedy", "stderr", "beam")
         return [
             (n, SetSample(**vars(_unscored(sample)) | {name: getattr(score, name) for name in names}))
             for (n, sample), score in zip(samples, scores, strict=True)

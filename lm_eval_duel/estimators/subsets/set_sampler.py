@@ -1,8 +1,8 @@
 """Estimators of samplers whose text has many orders: the sum over them, exact or by a beam (chunk.py).
 
-A block has converged if the estimate of half of the repetitions is within `tolerance` of the bound, and so is its
-standard error; the other half is the estimate that is reported. With `tolerance` K doubles until then; sets that were
-evaluated before are not evaluated again.
+A block has converged if the error of its estimate, over beams of three sizes, is at most `tolerance`; it then counts
+with its estimate, else with its bound. With `tolerance` K doubles until then. The sets of one beam are not evaluated
+again for the next.
 
 Shapes: N windows, R lanes, W block width, B blocks of a chunk, T steps.
 """
@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-import math
 from collections.abc import Iterator
 from typing import cast
 
@@ -21,9 +20,9 @@ from lm_eval_duel.core.decision import EVALUATE_ALL
 from lm_eval_duel.core.lanes import Lanes
 from lm_eval_duel.core.reveal import Reveal, WindowGroup
 from lm_eval_duel.core.scores import IndexedScores, Sample, Step, WindowScore, known_sum
-from lm_eval_duel.estimators.arguments import TOLERANCE, BeamArguments, check_block
+from lm_eval_duel.estimators.arguments import LATTICE_BLOCK, TOLERANCE, BeamArguments, check_block
 from lm_eval_duel.estimators.base import Estimator, Value
-from lm_eval_duel.estimators.subsets.chunk import TABLE, Chunk, followed
+from lm_eval_duel.estimators.subsets.chunk import TABLE, Chunk, Found, followed
 from lm_eval_duel.estimators.subsets.moves import Level, Moves, Planes, Thin
 from lm_eval_duel.estimators.subsets.sums import BeamSums
 
@@ -56,16 +55,17 @@ class SetSums:
             done = here.stop
             lanes = self.group.fresh(spans[here])
             numbers = torch.tensor(nth[here], device=lanes.row.device)  # (B,)
-            chunk = Chunk(self.group, self.sampler, self.begun, lanes, numbers, self.beam.first)
+            chunk = Chunk(self.group, self.sampler, self.begun, lanes, numbers)
             self.begun += 1
             yield cast(Lanes, self._next(chunk))  # the states in which all positions are masked
 
     def _next(self, chunk: Chunk) -> Lanes | None:
         """The next states of a chunk, or of its blocks that need more sets; None: all blocks are finished."""
         while (lanes := chunk.advance()) is None:
-            if not (again := self._finish(chunk)).any():
+            found = chunk.found()
+            if not (again := self._finish(chunk, found)).any():
                 return None
-            chunk = chunk.doubled(self.begun, again)
+            chunk = chunk.larger(self.begun, found, again)
             self.begun += 1
         self.chunks[chunk.number] = chunk
         return lanes
@@ -97,29 +97,30 @@ class SetSums:
                 following = lanes if following is None else following.concat(lanes)
         return following
 
-    def _finish(self, chunk: Chunk) -> torch.Tensor:
+    def _finish(self, chunk: Chunk, found: Found) -> torch.Tensor:
         """Add up the blocks of a finished chunk, but for those that need more sets, (B,) bool."""
-        beam, bound = self.beam, chunk.value[:, 0]  # (B,)
-        exact = bound, torch.zeros_like(bound)
-        (first, first_error), (estimate, error) = [exact, exact] if beam.all_sets else chunk.estimates()
-        limit = beam.tolerance or TOLERANCE
-        converged = (((first - bound).abs() <= limit) & (first_error <= limit)) | (first == bound)
-        again = ~converged & (chunk.size < beam.most)
+        converged = ~found.exact & (found.error <= (self.beam.tolerance or TOLERANCE))
+        again = ~found.exact & (not chunk.is_largest)
+        if self.beam.tolerance is not None:
+            again &= ~converged
+        value = torch.where(found.exact | converged, found.estimate, found.bound)  # (B,)
+        error = torch.where(converged, found.error, 0.0)  # (B,)
+        positions = chunk.lanes.masked.sum(1)  # (B,)
         greedy = chunk.path == chunk.block << chunk.wide  # (B,)
-        of_chunk = (chunk.lanes.row, chunk.lanes.masked.sum(1), again, greedy, converged)  # (B,) each
-        values = (bound, estimate, error, chunk.rows)  # (B,) each
-        lists = zip(*(plane.tolist() for plane in (*of_chunk, *values)), strict=True)
-        for row, positions, goes_on, is_greedy, is_estimate, low, value, stderr, rows in lists:
+        sums = (found.exact, converged, converged & (positions > LATTICE_BLOCK), found.bound, chunk.rows)
+        planes = (chunk.lanes.row, positions, again, greedy, value, error, *sums)
+        lists = zip(*(plane.tolist() for plane in planes), strict=True)
+        for row, m, goes_on, is_greedy, log_prob, stderr, *of_block in lists:
             if goes_on:
                 continue
             mine = self.sums[row]
             self.sums[row] = dataclasses.replace(
                 mine,
-                log_prob=mine.log_prob + (value if is_estimate else low),
+                log_prob=mine.log_prob + log_prob,
                 is_greedy=mine.is_greedy and is_greedy,
-                nfe=known_sum(mine.nfe, self.sampler.steps(positions)),
-                variance=mine.variance + is_estimate * stderr**2,
-                beam=tuple(BeamSums.total([mine.beam, (1, is_estimate, low, value, stderr**2, rows)])),
+                nfe=known_sum(mine.nfe, self.sampler.steps(m)),
+                stderr=mine.stderr + stderr,
+                beam=tuple(BeamSums.total([mine.beam, (1, *of_block)])),
             )
             self.waiting[row] -= 1
             if not self.waiting[row]:
@@ -137,8 +138,13 @@ class SetSums:
 class SetScore(WindowScore):
     """One window's sum over orders. Of a beam: estimates, and the bounds of blocks that have not converged."""
 
-    variance: float = 0.0  # of the estimates in `log_prob`
+    stderr: float = 0.0  # of the estimates in `log_prob`, nats: the sum of the errors of their blocks
     beam: tuple[float, ...] = tuple(BeamSums())
+
+    @property
+    def kind(self) -> str:
+        """What `log_prob` is: "exact", "estimate", or "bound"; then it is a lower bound, up to its error."""
+        return BeamSums.total([self.beam]).kind
 
 
 @dataclasses.dataclass(frozen=True)
@@ -186,4 +192,4 @@ class SetSampler(Estimator):
         if self.own.all_sets:
             return Estimator.values(self, scored)
         own = cast(SetScore, scored)
-        return {self.name: Value(own.log_prob, math.sqrt(own.variance), own.nfe, beam=tuple(own.beam))}
+        return {self.name: Value(own.log_prob, own.stderr, own.nfe, beam=tuple(own.beam))}

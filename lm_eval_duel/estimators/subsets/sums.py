@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal, NamedTuple
+
+from lm_eval_duel.estimators.arguments import LATTICE_BLOCK
 
 
 class BeamSums(NamedTuple):
-    """Sums over the blocks of some windows, in nats. A block that has not converged counts with its bound."""
+    """Sums over the blocks of some windows. A block that has not converged counts with its lower bound."""
 
     blocks: int = 0
-    converged: int = 0
-    bound: float = 0.0  # lower bound of the log-likelihood
-    estimate: float = 0.0  # of all blocks, also of those that have not converged
-    variance: float = 0.0  # of the estimate
+    exact: int = 0  # every set was evaluated
+    converged: int = 0  # of the others
+    unproven: int = 0  # of these, with more positions than blocks whose exact values are known
+    bound: float = 0.0  # lower bound of the log-likelihood, nats
     rows: int = 0
 
     @classmethod
@@ -21,25 +23,40 @@ class BeamSums(NamedTuple):
         """The sums over several windows."""
         return cls(*map(sum, zip(cls(), *parts, strict=True)))
 
+    @classmethod
+    def read(cls, entries: Mapping[str, Any]) -> BeamSums:
+        """The inverse of `describe`."""
+        return cls(*(entries[name] for name in cls._fields))
+
     @property
-    def is_bound(self) -> bool:
-        """Whether some block is a bound, so that the sum is one."""
-        return self.converged < self.blocks
+    def open(self) -> int:
+        """How many blocks count with their bound."""
+        return self.blocks - self.exact - self.converged
+
+    @property
+    def kind(self) -> Literal["bound", "estimate", "exact"]:
+        """What the sum of these blocks is."""
+        if self.open:
+            return "bound"
+        return "estimate" if self.converged else "exact"
 
     def describe(self) -> dict[str, Any]:
         """For the results JSON."""
-        entries: dict[str, Any] = self._asdict()
-        entries["estimate_stderr"] = entries.pop("variance") ** 0.5
-        return entries
+        return {"kind": self.kind, **self._asdict()}
+
+    @property
+    def remark(self) -> str:
+        """What limits the value, in a few words; empty for one that is exact or proven."""
+        parts = [f"{self.open:,} of {self.blocks:,} blocks with their lower bound"] if self.open else []
+        if self.unproven:
+            parts.append(f"error not proven: blocks above {LATTICE_BLOCK} positions")
+        return ", ".join(parts)
 
     @property
     def words(self) -> str:
         """For the log."""
-        text = f"lower bound {self.bound:.2f} nats, {self.rows:,} rows"
-        if self.is_bound:
-            error = self.variance**0.5
-            text += (
-                f"; {self.blocks - self.converged:,} of {self.blocks:,} blocks have not converged and count with their "
-                f"bound, so the value is a bound; estimate {self.estimate:.2f} +- {error:.2f}: raise beam"
-            )
-        return text
+        text = f"{self.exact:,} of {self.blocks:,} blocks exact, {self.converged:,} converged"
+        text += f", {self.open:,} with their lower bound: raise beam" if self.open else ""
+        if self.unproven:
+            text += f"; the error of {self.unproven:,} converged blocks above {LATTICE_BLOCK} positions is not proven"
+        return f"{text}; at least {self.bound:.2f} nats, {self.rows:,} rows"
