@@ -177,7 +177,7 @@ def elbo(setting: Setting, window: Layout, samples: int) -> Cost:
 
 
 def lattice(setting: Setting, window: Layout, beam: int | None = None) -> Cost:
-    """The estimators over all orders: every set of masked positions of a block once, or at most `beam` sets of each size."""
+    """The estimators over all orders: every set of masked positions of a block once, or `beam` of a size."""
     sets = {
         start: [min(beam or math.inf, math.comb(m, masked)) for masked in range(1, m + 1)]
         for start, _, m in setting.places(window)
