@@ -198,9 +198,9 @@ def test_left_to_right_on_a_causal_network_is_its_autoregressive_log_likelihood(
     by_hand = [float(logs[i, token]) for i, token in enumerate(string)]
     scored = Duel(toy, "left_to_right").log_prob([Window((), string)])[0]
     assert scored.token_logprobs == pytest.approx(by_hand, abs=1e-9)
-    with pytest.raises(DuelError, match="A causal network reveals left to right only"):
+    with pytest.raises(DuelError, match="estimator=ar; got rule=greedy"):
         Duel(toy, "greedy")
-    with pytest.raises(DuelError, match="blocks of one"):
+    with pytest.raises(DuelError, match="estimator=ar; got block="):
         Duel(toy, "left_to_right", 4)
 
 

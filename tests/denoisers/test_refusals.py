@@ -99,8 +99,8 @@ ARGUMENTS = [  # a family, arguments, and what the error names: the last argumen
         ("shift_logits", True), ("backend", "native"), ("sigma", "clamped"), ("peft", "adapter"))),
     ("bert", OWN, "no code of its own"),
     ("esm", {"cache": "dual"}, None),
-    ("gpt2", {"attention": None}, "estimator=ar.* family="),
-    ("gpt2", {"attention": "bidirectional", "mask_token_id": 4}, "estimator=ar.* family="),
+    ("gpt2", {"attention": None}, "family=.* estimator=ar"),
+    ("gpt2", {"attention": "bidirectional", "mask_token_id": 4}, "family=.* estimator=ar"),
     *(("gpt2", {key: value}, f"no choice of '{key}'") for key, value in (
         ("sigma", "clamped"), ("shift_logits", True), ("mask_token_id", 4), ("first_token", "block"))),
     *(("own code", {key: value}, f"no choice of '{key}'") for key, value in (
@@ -155,7 +155,7 @@ USES = [  # a family, what is done with it, and what the error names
     ("bert", {"block": 4}, Window((4,), (5,)), "mask token"),
     ("bert", {"block": 4}, Window((), (40,)), "id 40"),
     ("gpt2", {"rule": "greedy"}, None, "left to right"),
-    ("gpt2", {"block": 4}, None, "block=1"),
+    ("gpt2", {"block": 4}, None, "block=4"),
     ("gpt2", {}, Window((), (5, 6)), "context"),
 ]
 
