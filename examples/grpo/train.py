@@ -2,7 +2,7 @@
 
 python examples/grpo/train.py
 
-The bundled block-causal network (0.6 million parameters, blocks of 4) learns to write tokens that begin with a capital
+The bundled block-causal network (3.4 million parameters, blocks of 4) learns to write tokens that begin with a capital
 letter. The reward is the share of such tokens in a completion of 16, so its optimum is 1. Two minutes on a CPU core.
 """
 

@@ -196,7 +196,13 @@ def test_the_example_of_the_docs_learns(tmp_path):
     spec = importlib.util.spec_from_file_location("training_example", ROOT / "examples" / "training" / "train.py")
     example = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(example)
-    logs = example.main(str(tmp_path), steps=12, every=6)
-    assert [log["step"] for log in logs] == [6, 12]
-    first, last = (log["duel/greedy,block=8/bits_per_byte"] for log in logs)
-    assert last < first - 0.1
+    points = list(example.train(steps=40, every=20))
+    assert [(point.step, point.way) for point in points] == [
+        (step, way) for step in (0, 20, 40) for way in example.WAYS
+    ]
+    for first, second in zip(points, points[3:], strict=False):
+        change, low, high = second.change
+        assert change == pytest.approx(second.value - first.value, abs=1e-6) and low <= change <= high
+        assert second.step == 40 or high < -1
+    example.draw(points, str(tmp_path / "training.png"))
+    assert (tmp_path / "training.png").stat().st_size > 1000
