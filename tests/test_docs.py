@@ -10,17 +10,25 @@ from pathlib import Path
 import pytest
 import results
 from lm_eval._cli import HarnessCLI
+from benchmarks.__main__ import main as measure
 from pages import PAGES, ROOT, anchors, blocks, read
 
 from benchmarks import options
 from lm_eval_duel.cli import declared, inspect
-from lm_eval_duel.cli.main import COMMANDS
+from lm_eval_duel.cli.main import COMMANDS, main
 from lm_eval_duel.cli.where import where
+from lm_eval_duel.demo import FOLDER as BUNDLED
 
 GENERATED = [("docs/model_args.md", "args"), ("docs/rules.md", "rules"), ("docs/estimators.md", "estimators")]
 RUN_ELSEWHERE = {"adding.md": "test_adding.py"}  # pages whose code is followed step by step
 TRIED = [page for page in PAGES if page.name not in RUN_ELSEWHERE]
-OTHER_PROGRAMS = ("pip", "pytest")
+OTHER_PROGRAMS = ("pip", "pytest", "accelerate")
+HUB = r"(GSAI-ML|airkingbd|facebook)/|tools data check"  # what needs the hub
+SMALLER = {  # more arguments, for a short run
+    "lm-eval-duel run": ["--limit", "1", "--device", "cpu"],
+    "python examples/generation_quality.py": ["--samples", "2", "--length", "16"],
+    "python examples/paper/run.py": ["--limit", "1"],
+}
 
 
 def page_id(page):
@@ -70,6 +78,12 @@ def place(tmp_path, monkeypatch):
         results.hf(tmp_path / folder)
     results.trace(tmp_path / "demo-bd.jsonl", results.ours(tmp_path / "other"), [])
     shutil.rmtree(tmp_path / "other")
+    (tmp_path / "notes.txt").write_text("The state of the union is strong.")
+    (tmp_path / "articles").mkdir()
+    (tmp_path / "articles" / "one.jsonl").write_text('{"text": "We the people."}\n{"text": "My fellow citizens,"}\n')
+    (tmp_path / "gaps.jsonl").write_text(
+        '{"prefix": "The state of", "target": " the union is", "suffix": " strong."}\n'
+    )
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -105,6 +119,32 @@ def parse(line, monkeypatch):
             runpy.run_path(str(ROOT / words[1]))["parse"](words[2:])
         else:
             assert words[0] in OTHER_PROGRAMS
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", [page for page in TRIED if [*command_lines(page)]], ids=page_id)
+def test_commands_run(page, place, monkeypatch, subtests):
+    """On one document, where the model is bundled; CI runs the README's commands as they are printed."""
+    shutil.rmtree("results")
+    shutil.copytree(BUNDLED / "results", "results")
+    shutil.copy(BUNDLED / "results" / "traces" / "demo-bd_greedy.jsonl", "demo-bd.jsonl")
+    for line in command_lines(page):
+        if re.search(HUB, line) or line.split()[0] in OTHER_PROGRAMS:
+            continue
+        line = re.sub(r"\$\(lm-eval-duel tools where ([\w-]+)\)", lambda match: str(where(match[1])), line)
+        words = shlex.split(line, comments=True)
+        if words[0] == "lm_eval":
+            words = ["lm-eval-duel", "run", *words[1:]]
+        small = SMALLER.get(" ".join(words[:2]), [])
+        with subtests.test(line):
+            if "-m" in words:
+                assert words[:3] == ["python", "-m", "benchmarks"]
+                measure([*words[3:], "--windows", "1", "--length", "16"])
+            elif words[0] == "python":
+                monkeypatch.setattr("sys.argv", [*words[1:], *small])
+                runpy.run_path(str(ROOT / words[1]), run_name="__main__")
+            else:
+                main([*words[1:], *small])
 
 
 # ---------------------------------------------------------------- links
