@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 import results
 from lm_eval._cli import HarnessCLI
-from benchmarks.__main__ import main as measure
 from pages import PAGES, ROOT, anchors, blocks, read
 
 from benchmarks import options
+from benchmarks.__main__ import main as measure
 from lm_eval_duel.cli import declared, inspect
 from lm_eval_duel.cli.main import COMMANDS, main
 from lm_eval_duel.cli.where import where
@@ -127,7 +127,6 @@ def test_commands_run(page, place, monkeypatch, subtests):
     """On one document, where the model is bundled; CI runs the README's commands as they are printed."""
     shutil.rmtree("results")
     shutil.copytree(BUNDLED / "results", "results")
-    shutil.copy(BUNDLED / "results" / "traces" / "demo-bd_greedy.jsonl", "demo-bd.jsonl")
     for line in command_lines(page):
         if re.search(HUB, line) or line.split()[0] in OTHER_PROGRAMS:
             continue
@@ -136,6 +135,8 @@ def test_commands_run(page, place, monkeypatch, subtests):
         if words[0] == "lm_eval":
             words = ["lm-eval-duel", "run", *words[1:]]
         small = SMALLER.get(" ".join(words[:2]), [])
+        if traced := re.search(r"trace=([\w.-]+)", line):
+            Path(traced[1]).unlink(missing_ok=True)
         with subtests.test(line):
             if "-m" in words:
                 assert words[:3] == ["python", "-m", "benchmarks"]
