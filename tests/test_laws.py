@@ -130,7 +130,8 @@ def test_sample_then_log_prob_is_the_same_path(rule, shape):
     toy, block, grid, more = shape
     contexts = [(), (0, 2)] * 4 if more and toy is FILL else [(), (1,), (0, 2)] * 3
     duel = Duel(toy, rule, block, grid)
-    drawn = duel.sample(contexts, 4, seed=3, **more)
+    suffixes = [more.get("suffix", ())] * len(contexts)
+    drawn = duel.sample(contexts, 4, seed=3, suffixes=suffixes, tail=more.get("tail", 0))
     scored = duel.log_prob([Window(c, d.tokens, **more) for c, d in zip(contexts, drawn, strict=True)])
     for d, s in zip(drawn, scored, strict=True):
         assert (d.reveal_steps, d.nfe, d.is_greedy) == (s.reveal_steps, s.nfe, s.is_greedy)

@@ -84,7 +84,8 @@ def test_sample_then_log_prob_is_the_same_path(rule):
         ("dual", 3, "target", {"suffix": (1,)}),
     ):
         duel = DuelEstimator(Cached(Attends(), cache), rule, block, grid=grid)
-        drawn = duel.sample(contexts, 4, seed=3, **extra)
+        suffixes = [extra.get("suffix", ())] * len(contexts)
+        drawn = duel.sample(contexts, 4, seed=3, suffixes=suffixes, tail=extra.get("tail", 0))
         scored = duel.log_prob([Window(c, d.tokens, **extra) for c, d in zip(contexts, drawn, strict=True)])
         same(drawn, scored, 1e-9)
 
