@@ -77,7 +77,7 @@ class OneRow:
         if denoiser.seeds_blocks:
             at[begin] = begin - 1
         self.inputs = features[at.clamp(min=0).to(features.device)]
-        logits = denoiser.head(self.inputs).double()
+        logits = self.head(denoiser, self.inputs).double()
         self._causal = logits if denoiser.attention == "causal" else None
         return logits
 
@@ -96,10 +96,17 @@ class OneRow:
         ids, column = shown[None], torch.arange(len(shown), device=shown.device)
         if not denoiser.by_blocks:
             return denoiser.features(ids, None)[0]
-        if denoiser.attention == "block_causal":
-            zero = self.origin if denoiser.anchor == "target" else 0
-            number = ((column - zero) // (denoiser.block or 1)).clamp(min=-1)  # (L,)
-            seen = number[:, None] >= number  # (L, L)
-        else:  # causal_prefix
-            seen = (column[:, None] >= column) | (column[:, None] >= begin)  # (L, L)
+        seen = self.attended(denoiser, column, begin)
         return denoiser.stream(ids, column[None], seen[None], None)[0][0]
+
+    def attended(self, denoiser: Denoiser, column: torch.Tensor, begin: int) -> torch.Tensor:
+        """Which columns each of `column` (L,) attends to in a network that works by blocks, (L, L)."""
+        if denoiser.attention == "causal_prefix":
+            return (column[:, None] >= column) | (column[:, None] >= begin)
+        zero = self.origin if denoiser.anchor == "target" else 0
+        number = ((column - zero) // (denoiser.block or 1)).clamp(min=-1)  # (L,)
+        return number[:, None] >= number
+
+    def head(self, denoiser: Denoiser, features: torch.Tensor) -> torch.Tensor:
+        """Logits (L, V) of features (L, D)."""
+        return denoiser.head(features)

@@ -33,11 +33,22 @@ def load(
     family: Family | None, config: dict[str, Any], options: LoadOptions, tokenizer: PreTrainedTokenizerBase
 ) -> MaskedLM:
     """The denoiser of a checkpoint's own code; raises DuelError if it does not load strictly or fails a self-test."""
-    reference, family = _class_reference(config, options), family or OWN_CODE
+    _class_reference(config, options)
+    family = family or OWN_CODE
     rows = max((config[key] for key in ROWS if isinstance(config.get(key), int)), default=None)
     denoiser = MaskedLM(family, config, options, tokenizer, rows)
     if denoiser.attention == "causal_prefix" or family.anchor == "target":
         raise DuelError(f"backend=remote does not support the family {family.name}; leave backend out.")
+    model = own_network(config, options)
+    if options.peft:
+        model = lora.merge(model, denoiser.options.peft, None)
+    denoiser.take(device_map.place(model, options).eval())
+    return denoiser
+
+
+def own_network(config: dict[str, Any], options: LoadOptions) -> Any:
+    """The network of a checkpoint's own code, on the CPU; raises DuelError if it does not load strictly."""
+    reference = _class_reference(config, options)
     dtype = pick_dtype(options.dtype, options.device)
     tensors = {key: value for key, value in weights.read(options.name).items() if not key.endswith(COMPUTED)}
     if dtype == "auto":
@@ -49,10 +60,7 @@ def load(
     cast = {key: value.to(dtype) if value.is_floating_point() else value for key, value in tensors.items()}
     _fill(model, cast, model_config)
     self_tests.rotary_frequencies(model, model_config, options.name)
-    if options.peft:
-        model = lora.merge(model, denoiser.options.peft, None)
-    denoiser.take(device_map.place(model, options).eval())
-    return denoiser
+    return model
 
 
 def _class_reference(config: dict[str, Any], options: LoadOptions) -> str:
