@@ -18,14 +18,22 @@ class Checked:
     """One window of a run, and its second score."""
 
     where: str
-    tokens: int
+    window: Window
     log_prob: float  # in the run, nats
     again: Recomputed
+    request: int = 0  # the index of its request among those of one kind
 
     @classmethod
-    def from_scores(cls, where: str, window: Window, score: WindowScore, again: Recomputed) -> Checked:
+    def from_scores(
+        cls, where: str, window: Window, score: WindowScore, again: Recomputed, request: int = 0
+    ) -> Checked:
         """The comparison of a run's score of a window with its second one."""
-        return cls(where, len(window.target), score.log_prob, again)
+        return cls(where, window, score.log_prob, again, request)
+
+    @property
+    def tokens(self) -> int:
+        """The number of target tokens."""
+        return len(self.window.target)
 
     @property
     def difference(self) -> float:

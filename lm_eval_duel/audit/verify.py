@@ -57,7 +57,7 @@ class Verification:
         try:
             for (n, part), again in self._score_again(text):
                 where = f"task {requests[n].task_name}, document {requests[n].doc_id}, window {part}"
-                checked.append(Checked.from_scores(where, self.windows[n][part], self.scores[n, part], again))
+                checked.append(Checked.from_scores(where, self.windows[n][part], self.scores[n, part], again, n))
         except (DuelError, RuntimeError) as error:
             log.error("verify failed, so no window is verified; scores are unaffected: %s", str(error).splitlines()[0])
             return []

@@ -4,40 +4,59 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import itertools
+import math
 import sys
 from collections import Counter
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from lm_eval_duel.command_line import FLAGS, Exit, Parser
+from lm_eval_duel.arguments import TRUTH
+from lm_eval_duel.command_line import FLAGS, Exit, Flag, Parser
 from lm_eval_duel.errors import DuelError, usage
 from lm_eval_duel.options import model_of
 from lm_eval_duel.tables import plain_table
 
 if TYPE_CHECKING:
     from lm_eval_duel.audit.checked import Checked
+    from lm_eval_duel.audit.own_code import Compared
 
 UNCHECKED = 3  # the exit code if nothing could be compared
 PRINTS = """\
-Scores the windows of a few documents twice, in float32: as a run does, all blocks side by side in batches, and by
-lm_eval_duel/reference.py, one row and one step at a time. The run's order is followed through the reference: the values
-along it must agree to max(1e-4, 1e-6 x tokens) nats, and at each state the rule must pick what the run picked, or be
-within a tie there, in the reference's numbers. Nothing that the run reports excuses a difference. The routes:
-  reference                       the algorithm and the rule (or the bound, or the sum over orders) of the reference
-  reference with the run's rule   the same with the rule of the run, which is not among the paper's
-  run alone                       the run's own code, one row in each call: not checked independently
+1. The network beside the checkpoint's own code (or its class in transformers): log-probabilities at masked positions of
+   a few rows.
+2. The windows of a few documents twice, in float32: as a run scores them, and by lm_eval_duel/reference.py, one row and
+   one step at a time. The run's order is followed through the reference: the values along it must agree to max(1e-4,
+   1e-6 x tokens) nats, and at each state the rule must pick what the run picked, or be within a tie there, in the
+   reference's numbers. Nothing that the run reports excuses a difference. The routes:
+     reference                       the algorithm and the rule (the bound, the sum over orders) of the reference
+     reference with the run's rule   the same with the rule of the run, which is not among the paper's
+     run alone                       the run's own code, one row in each call: not checked independently
+3. Whole texts from the raw text on: ids by the tokenizer alone, counts, the reference's sums, and the perplexities
+   beside those that the task prints.
 Exit codes: 0 if nothing differs, 1 if something differs, 3 if nothing could be checked.
 """
 
 
+class Audit(NamedTuple):
+    """What an audit found."""
+
+    checked: list[Checked]
+    network: Compared | str  # a text: why it was not compared
+    lines: list[str]  # from text to the printed numbers
+    problems: list[str]  # that concern no single window
+
+
 def main(arguments: Sequence[str]) -> None:
     """Audit a checkpoint: `lm-eval-duel audit`. Raises DuelError if something differs."""
-    options = parse(arguments)
-    checked = audit(options)
-    print(table(checked))
-    if differing := [each.where for each in checked if each.differs]:
-        raise DuelError(f"{len(differing)} of {len(checked)} windows differ: {'; '.join(differing[:3])}.")
+    found = audit(parse(arguments))
+    checked, network = found.checked, found.network
+    print(f"network: not compared: {network}." if isinstance(network, str) else network)
+    print("\n".join(["", table(checked), "", *found.lines, "", total(checked)]))
+    windows = [each.where for each in checked if each.differs]
+    problems = [f"{len(windows)} of {len(checked)} windows differ: {'; '.join(windows[:3])}"] if windows else []
+    problems += [*found.problems, *([] if isinstance(network, str) or not network.differs else ["the network differs"])]
+    if problems:
+        raise DuelError(f"{'; '.join(problems)}.")
     if not any(each.independent for each in checked):
         message = "Nothing was checked: no window could be compared with the reference."
         print(message, file=sys.stderr)
@@ -54,30 +73,54 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         "demo-mdm --model_args rule=greedy,block=32 --tasks sotu --limit 1",
         *("NAME", "model_args", "device", "batch_size", "tasks", "include_path", "metadata"),
         limit=dataclasses.replace(FLAGS["limit"], default=3, unset=""),
+        no_own_code=Flag(TRUTH, False, "do not run the checkpoint's own code beside its network"),
     ).parse_args(arguments)
     model = model_of(options)
     options.model = {**model, "dtype": "float64" if model.get("dtype") == "float64" else "float32"}
     return options
 
 
-def audit(options: argparse.Namespace) -> list[Checked]:
-    """Every window of the first documents of each task, scored twice."""
+def audit(options: argparse.Namespace) -> Audit:
+    """Every window of the first documents of each task, scored twice; the network; and each task from its text on."""
     from lm_eval.utils import setup_logging
 
+    from lm_eval_duel.audit import own_code
+    from lm_eval_duel.audit.from_text import FromText
+    from lm_eval_duel.audit.recompute import distance, tolerance
     from lm_eval_duel.harness.lm import DuelMDM
+    from lm_eval_duel.harness.requests import Batch, name
     from lm_eval_duel.tasks import named
 
     setup_logging()
     metadata = {**options.model_args, **options.metadata}
-    requests = named.requests(options.tasks, metadata, options.include_path, options.limit)
+    tasks = named.built(options.tasks, metadata, options.include_path, options.limit)
     lm = DuelMDM(**{**options.model, "verify": sys.maxsize})
-    for kind, of_kind in itertools.groupby(sorted(requests, key=request_type), request_type):
-        getattr(lm, kind)(list(of_kind))
-    return lm.run.stats.checked
-
-
-def request_type(request: Any) -> str:
-    return str(request.request_type)
+    found = Audit([], "--no_own_code", [], [])
+    if not options.no_own_code:
+        found = found._replace(network=own_code.compare(lm.options, lm.denoiser, lm.ranks.device))
+    for task in tasks:
+        of_task = FromText(str(task.config.task), lm.text.encode, lm.text.bos)
+        batch, before = Batch.from_requests(task.instances), len(lm.run.stats.checked)
+        answers = getattr(lm, task.OUTPUT_TYPE)(batch.requests)
+        checked = lm.run.stats.checked[before:]
+        found.checked.extend(checked)
+        items: dict[str, list[Any]] = {}
+        for n, (request, answer) in enumerate(zip(batch.requests, answers, strict=True)):
+            windows = [each.window for each in checked if each.request == n]
+            nats = math.fsum(each.again.log_prob for each in checked if each.request == n)
+            if distance(nats, given := float(answer[0] if isinstance(answer, tuple) else answer)) > tolerance(
+                sum(len(w.target) for w in windows)
+            ):
+                found.problems.append(f"the answer to {name(request)} is {given:.4f} nats, not {nats:.4f}")
+            if task.OUTPUT_TYPE == "loglikelihood_rolling":
+                of_task.add(name(request), request.doc, request.args[0], windows, nats)
+                for metric, item in task.process_results(request.doc, [answer]).items():
+                    items.setdefault(metric, []).append(item)
+        if items:
+            printed = {metric: task.aggregation()[metric](values) for metric, values in items.items()}
+            found.lines.extend(of_task.lines(printed))
+            found.problems.extend(of_task.differing(printed))
+    return found
 
 
 def table(checked: Sequence[Checked]) -> str:
@@ -93,10 +136,17 @@ def table(checked: Sequence[Checked]) -> str:
     notes = [f"{each.where}: {'; '.join(each.problems)}" for each in checked if each.differs]
     reasons = Counter(each.again.why_alone for each in checked if not each.independent)
     notes += [f"Not checked independently: {count} windows, since {reason}." for reason, count in reasons.items()]
-    largest = max((each.difference for each in checked), default=0.0)
-    tokens = sum(each.tokens for each in checked)
-    total = (
-        f"{len(checked)} windows, {tokens} tokens. Largest difference: {largest:.2e} nats. "
-        f"Windows that differ: {sum(each.differs for each in checked)}. Not checked independently: {reasons.total()}."
+    return "\n".join([plain_table(head, rows), *notes])
+
+
+def total(checked: Sequence[Checked]) -> str:
+    """How many windows agree, differ and were not checked."""
+    tokens, differing = sum(each.tokens for each in checked), sum(each.differs for each in checked)
+    largest, alone = (
+        max((each.difference for each in checked), default=0.0),
+        sum(not each.independent for each in checked),
     )
-    return "\n".join([plain_table(head, rows), "", *notes, total])
+    return (
+        f"{len(checked)} windows, {tokens} tokens. Largest difference: {largest:.2e} nats. "
+        f"Windows that differ: {differing}. Not checked independently: {alone}."
+    )

@@ -57,12 +57,19 @@ def requests(
     names: Sequence[str], metadata: dict[str, Any], include_path: str | None = None, limit: int | None = None
 ) -> list[Any]:
     """The requests of the first documents of tasks; raises DuelError for a task that generates text."""
+    return [request for task in built(names, metadata, include_path, limit) for request in task.instances]
+
+
+def built(
+    names: Sequence[str], metadata: dict[str, Any], include_path: str | None = None, limit: int | None = None
+) -> list[Task]:
+    """Tasks with the requests of their first documents; raises DuelError for a task that generates text."""
     tasks = load_all(names, metadata, include_path)
     for task in tasks:
         if task.OUTPUT_TYPE == "generate_until":
             raise DuelError(f"The task {task.config.task} generates text and has no text to score; leave it out.")
         task.build_all_requests(limit=limit)
-    return [request for task in tasks for request in task.instances]
+    return tasks
 
 
 def task_manager(

@@ -1,10 +1,15 @@
 """`lm-eval-duel audit`: both sides of a few documents, and its exit codes."""
 
+import dataclasses
+
 import pytest
 
 from lm_eval_duel.cli import audit
 from lm_eval_duel.cli.main import main
 from lm_eval_duel.core import predictions
+from lm_eval_duel.harness import totals
+from lm_eval_duel.tasks import metrics
+from lm_eval_duel.text import text
 
 
 @pytest.fixture
@@ -31,6 +36,47 @@ def test_a_fault_is_the_exit_code(folder, texts, capsys, monkeypatch):
     with pytest.raises(SystemExit) as ended:
         main(["audit", *command(folder, texts)])
     assert ended.value.code == 1 and capsys.readouterr().out.count("DIFFERS") == 2
+
+
+def test_from_text_to_the_printed_numbers(folder, texts, capsys):
+    audit.main(command(folder, texts))
+    out = capsys.readouterr().out
+    assert "1 documents, 36 bytes, 19 words, 18 tokens" in out  # the line end is a word of the harness
+    for metric in ("token_perplexity", "word_perplexity", "byte_perplexity", "bits_per_byte"):
+        [line] = [line.split() for line in out.splitlines() if metric in line]
+        assert float(line[1]) == pytest.approx(float(line[3]), rel=1e-5)
+    assert "network: equals BertForMaskedLM" in out
+    audit.main(command(folder, texts, "--no_own_code"))
+    assert "network: not compared: --no_own_code." in capsys.readouterr().out
+
+
+def dropped_token(monkeypatch):
+    whole = text.independent
+    cut = lambda *a, **k: [dataclasses.replace(window, target=window.target[:-1]) for window in whole(*a, **k)]  # noqa: E731
+    monkeypatch.setattr(text, "independent", cut)
+
+
+def other_ids(monkeypatch):
+    document = text.Text.document
+    monkeypatch.setattr(text.Text, "document", lambda self, ids: document(self, ids[::-1]))
+
+
+def smaller_totals(monkeypatch):
+    total = totals.Outcome.log_prob.fget
+    monkeypatch.setattr(totals.Outcome, "log_prob", property(lambda self: 0.99 * total(self)))
+
+
+def another_count(monkeypatch):
+    monkeypatch.setattr(metrics, "sizes", lambda text: (len(text.split()), len(text)))
+
+
+@pytest.mark.parametrize("fault", [dropped_token, other_ids, smaller_totals, another_count])
+def test_a_fault_between_text_and_metric_is_the_exit_code(fault, folder, texts, capsys, monkeypatch):
+    fault(monkeypatch)
+    with pytest.raises(SystemExit) as ended:
+        main(["audit", *command(folder, texts)])
+    assert ended.value.code == 1, "though no window differs"
+    assert "DIFFERS" not in capsys.readouterr().out
 
 
 def test_what_the_run_alone_computed_twice_is_not_checked(folder, tmp_path, capsys):

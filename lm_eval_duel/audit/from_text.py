@@ -1,0 +1,79 @@
+"""From raw text to the printed number, without anything that a run computes but the network.
+
+text of the documents -> ids by the tokenizer alone -> tokens, words and bytes counted
+log-probabilities by the reference -> sums -> perplexities and bits per byte, beside those that the task prints
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from lm_eval_duel.core.windows import Window
+from lm_eval_duel.denoisers.load_options import WHOLE_ROW_BOS
+from lm_eval_duel.text.annotated import TokenText
+
+RELATIVE = 1e-5  # of a perplexity: float32 noise
+
+
+@dataclasses.dataclass
+class FromText:
+    """The documents of a task. `encode`: a text -> ids; `bos`: which positions of a row are scored."""
+
+    task: str
+    encode: Callable[[str], Sequence[int]]
+    bos: str
+    documents: int = 0
+    log_prob: float = 0.0
+    tokens: int = 0
+    words: int = 0
+    bytes: int = 0
+    problems: list[str] = dataclasses.field(default_factory=list)
+
+    def add(self, name: str, doc: Mapping[str, Any], text: str, windows: Sequence[Window], nats: float) -> None:
+        """Add a document, its windows in the run and its log-probability by the reference."""
+        raw = next((doc[column] for column in ("page", "text") if isinstance(doc.get(column), str)), text)
+        ids, scored = list(self.encode(text)), [token for window in windows for token in window.target]
+        if isinstance(text, TokenText):  # a row that its task has cut
+            rows = [token for window in windows for token in (*window.context, *window.target, *window.suffix)]
+            ids = scored if rows == [*text.token_ids] or self.bos == "none" else [*text.token_ids]
+        if scored != ids and self.bos not in WHOLE_ROW_BOS:
+            self.problems.append(f"{name}: its text has {len(ids)} ids, but other ids are scored ({len(scored)})")
+        self.documents += 1
+        self.log_prob += nats
+        self.tokens += len(ids)
+        self.words += doc.get("words", len(re.split(r"\s+", raw)))
+        self.bytes += doc.get("bytes", len(raw.encode()))
+
+    def values(self) -> dict[str, float]:
+        """The metrics that a task may print."""
+        per = {"token": self.tokens, "word": self.words, "byte": self.bytes}
+        found = {f"{unit}_perplexity": math.exp(-self.log_prob / count) for unit, count in per.items() if count}
+        return found | ({"bits_per_byte": -self.log_prob / self.bytes / math.log(2)} if self.bytes else {})
+
+    def differing(self, printed: Mapping[str, float]) -> list[str]:
+        """What differs from the numbers that the task prints."""
+        values = self.values()
+        pairs = {name: (printed[name], values[name]) for name in values if name in printed}
+        far = [
+            f"{self.task} prints a {name} of {run:.4f}, not {own:.4f}"
+            for name, (run, own) in pairs.items()
+            if not abs(run - own) <= RELATIVE * abs(own)
+        ]
+        return [*self.problems, *far]
+
+    def lines(self, printed: Mapping[str, float]) -> list[str]:
+        """For people: the counts, the sum, and each metric beside the printed one."""
+        return [
+            f"From the text of {self.task}, by the tokenizer and the reference alone:",
+            f"  {self.documents} documents, {self.bytes:,} bytes, {self.words:,} words, {self.tokens:,} tokens, "
+            f"{self.log_prob:.4f} nats",
+            *(
+                f"  {name:<17} {value:>14.4f}   printed {printed[name]:>14.4f}"
+                for name, value in self.values().items()
+                if name in printed
+            ),
+        ]
