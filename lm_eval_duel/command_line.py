@@ -176,7 +176,6 @@ FLAGS: dict[str, Flag] = {  # of several commands: the same name, values and hel
     "metric": Flag(choice(*METRICS), None, "the perplexity to compare", unset="the first that all results have"),
     "metadata": Flag(KEY_VALUES, {}, "metadata of the tasks, as for lm_eval: length=...,data_dir=..."),
     "tokenizer": Flag(CHECKPOINT, None, "a folder, a hub name or a bundled name", shows="NAME"),
-    "length": Flag(COUNT, 128, "positions of a window or a sample", shows="N"),
     "NAMES": Flag(TEXT, None, "only these", many=True, unset="all"),
     "markdown": Flag(TRUTH, False, "print the tables of docs/"),
     "RESULTS": Flag(PATH, MISSING, "results_*.json files, or folders that hold them", many=True),

@@ -59,9 +59,9 @@ def version() -> str:
     return f"{PROGRAM} {versions['lm_eval_duel']} ({others}, Python {sys.version.split()[0]})"
 
 
-def overview(prefix: str = "") -> str:
-    """The commands whose names begin with `prefix`, one line each."""
-    listed = [(name, text) for name, (_, text) in COMMANDS.items() if name.startswith(prefix)]
+def overview() -> str:
+    """The commands, one line each."""
+    listed = [(name, text) for name, (_, text) in COMMANDS.items()]
     return "\n".join(
         [
             "Exact likelihood of masked diffusion language models, through lm-evaluation-harness.",
@@ -89,10 +89,8 @@ def main(arguments: list[str] | None = None) -> None:
     with ends(own=name != "run"):
         if rank and name not in SHARED:
             print(f"{PROGRAM}: process {rank} of {processes} has nothing to do: the first does it.", file=sys.stderr)
-        elif name in ("-h", "--help"):
+        elif name in ("-h", "--help", "tools", "tools -h", "tools --help"):
             print(overview())
-        elif name in ("tools", "tools -h", "tools --help"):
-            print(overview("tools "))
         elif name == "--version":
             print(version())
         elif name in COMMANDS:
