@@ -148,3 +148,12 @@ def unknown(what: str, name: object, known: Iterable[str]) -> DuelError:
         others = f" Others like it: {', '.join(nearest[1:LISTED])}." if nearest[1:] else ""
         return DuelError(f"Unknown {what} '{name}'.{hint}{others}")
     return DuelError(f"Unknown {what} '{name}'.{hint} Known: {', '.join(known)}.")
+
+
+def random_tokens(name: str, estimator: str, causal: bool = False) -> DuelError:
+    """The error of `estimator` for a network whose noise is random tokens; `causal`: it is an AR model, too."""
+    return DuelError(
+        f"The noise of {name} is random tokens, so tokens that stand may change, and no order of unmasking explains a "
+        f"text: estimator={estimator} has no value. Use estimator=noised_elbo, a bound"
+        f"{', or estimator=ar, exact' if causal else ''}."
+    )

@@ -39,6 +39,7 @@ GIVES = {  # and whether the rule's steps are in the counts
     "dual": ("another distribution, exactly", True),
     "two_phase": ("an estimate of exact, with its error", True),
     "elbo": ("a bound, with its error", False),
+    "noised_elbo": ("a bound, with its error", False),
     "lattice": ("the sum over all orders", False),
     "beam": ("an estimate of lattice, or a bound", False),
 }
@@ -154,10 +155,22 @@ def plan(options: argparse.Namespace) -> dict[str, Any]:
 def _methods(setting: Setting, run: Options) -> Iterator[tuple[str, Callable[[Layout], Cost], bool]]:
     """Each way to score windows that the network supports: its name, its cost, and whether keys are kept."""
     from lm_eval_duel.estimators import cost
-    from lm_eval_duel.estimators.arguments import BeamArguments, ElboArguments, TwoPhaseArguments
+    from lm_eval_duel.estimators.arguments import BeamArguments, ElboArguments, NoisedElboArguments, TwoPhaseArguments
     from lm_eval_duel.rules import SeedFirst
 
     denoiser, by_blocks = setting.denoiser, setting.denoiser.by_blocks
+    if (trained := denoiser.noised) is not None:
+        own = NoisedElboArguments(**run.estimator_args) if run.estimator == "noised_elbo" else NoisedElboArguments()
+        asked = own.self_conditioning if own.self_conditioning != "auto" else trained.self_conditioning
+        steps = own.steps or trained.steps or math.inf
+        passes = {"none": 1, "twice": 2, "chain": steps if steps < math.inf else 1}[asked]
+        draws, canvas = own.mc_samples, denoiser.block
+        yield (
+            f"noised_elbo {draws}",
+            lambda window: cost.noised(setting, window, draws, int(passes), canvas),
+            False,
+        )
+        return
     if denoiser.attention == "causal":
         yield "chain rule", lambda window: cost.exact(setting, window), False
         return

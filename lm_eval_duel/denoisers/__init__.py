@@ -43,6 +43,17 @@ def find_family(name: str, **network: Any) -> str | None:
     return loading.find_family(name, **network)
 
 
+def require_estimator(name: str, estimator: str, takes_noise: bool, **network: Any) -> None:
+    """Check that an estimator is for the noise of a checkpoint, by its config.json, before any weight is read.
+
+    Raises:
+        DuelError: it is not; the message names those that are.
+    """
+    from lm_eval_duel.denoisers import loading
+
+    loading.require_estimator(name, estimator, takes_noise, **network)
+
+
 def load_tokenizer(arguments: Mapping[str, Any]) -> PreTrainedTokenizerBase:
     """The tokenizer that model args name: `tokenizer`, else the one beside the weights or of the family.
 

@@ -13,10 +13,7 @@ from lm_eval_duel.errors import DuelError
 Config = dict[str, Any]
 
 NO_ORDER = "so no deterministic order of unmasking explains a text, and the theorem does not cover it"
-UNIFORM = f"its noise is random tokens, not masks, {NO_ORDER}"
 REFUSED = {  # by class name or model type
-    "DUO": UNIFORM,
-    "UDLM": UNIFORM,
     "DiffusionGemmaForBlockDiffusion": f"it starts from random tokens, not masks, and adds noise again, {NO_ORDER}",
     "diffusion_gemma": f"it starts from random tokens, not masks, and adds noise again, {NO_ORDER}",
     "WeDLMForCausalLM": f"it reorders tokens under causal attention and revises revealed tokens, {NO_ORDER}",
@@ -27,6 +24,7 @@ REFUSED = {  # by class name or model type
     "NemotronLabsDiffusionVLMModel": "it needs images, which are not supported",
 }
 _REFUSED = {name.lower(): (name, reason) for name, reason in REFUSED.items()}
+NOISED = ("duo", "udlm")  # names in lower case, of networks whose noise is random tokens
 MASKING = {  # entries that name the noise or what the output means, and their values for masks
     "diffusion": ("absorbing_state", "absorbing", "absorb", "masked", "mask"),
     "graph": ("absorbing_state", "absorbing", "absorb"),
@@ -50,8 +48,14 @@ def model_names(config: Config) -> list[str]:
     return [*names, *([str(config["model_type"])] if config.get("model_type") else [])]
 
 
-def require_masks(config: Config, name: str, family: str | None = None) -> None:
-    """Raise DuelError if the config.json of checkpoint `name` says that the network is not a masked one.
+def noise(config: Config) -> bool:
+    """Whether the noise of a network is random tokens, by its names, or for GIDD by its `p_uniform`."""
+    names = [name.lower() for name in model_names(config)]
+    return any(name in NOISED for name in names) or ("dit" in names and bool(config.get("p_uniform")))
+
+
+def require_supported(config: Config, name: str, family: str | None = None) -> None:
+    """Raise DuelError if the config.json of checkpoint `name` says that the network is none that is scored here.
 
     `family`: as the user calls the network, whatever its names.
     """
@@ -59,7 +63,7 @@ def require_masks(config: Config, name: str, family: str | None = None) -> None:
         if given.lower() in _REFUSED:
             known, reason = _REFUSED[given.lower()]
             raise DuelError(f"{name} is a {known}: {reason}.")
-    for key, values in MASKING.items():
+    for key, values in () if noise(config) else MASKING.items():
         entry = config.get(key)
         kind = entry.get("type") if isinstance(entry, Mapping) else entry
         if isinstance(kind, str) and kind.lower() not in values:

@@ -225,7 +225,9 @@ def _of_transformers(model: Any, options: LoadOptions, tokenizer: Any, tested: b
             "from_model scores masked diffusion models, and attention=causal is for autoregressive ones: save a "
             "checkpoint and score it with estimator=ar."
         )
-    identity.require_masks({"architectures": [kind]}, options.name, options.family)
+    identity.require_supported({"architectures": [kind]}, options.name, options.family)
+    if identity.noise({"architectures": [kind]}):
+        raise DuelError(f"{kind} is scored from a checkpoint, with estimator=noised_elbo; not in memory.")
     found = families.find({"architectures": [kind]}, options, None)
     family = found or (masked_lm.MASKED_LM if native and options.shift_logits is None else masked_lm.OWN_CODE)
     if getattr(model.config, "attention_type", None) == "block_sparse":

@@ -206,7 +206,7 @@ class LoadOptions(NetworkArguments):
     def refuse(self, family: str, *names: str) -> None:
         """Raise DuelError if one of these arguments was given, which `family` does not support."""
         for name in names:
-            if getattr(self, name) not in (None, False):
+            if getattr(self, name) not in (None, False, ()):
                 raise DuelError(
                     f"{self.name} is of the family {family}, which has no choice of '{name}'; leave it out."
                 )

@@ -25,7 +25,7 @@ from lm_eval_duel.denoisers.load_options import NETWORK_ARGUMENTS, LoadOptions, 
 from lm_eval_duel.denoisers.wrappers.exclusion import Excluding
 from lm_eval_duel.denoisers.wrappers.guidance import Guided
 from lm_eval_duel.denoisers.wrappers.warpers import Warped
-from lm_eval_duel.errors import unknown
+from lm_eval_duel.errors import DuelError, random_tokens, unknown
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -51,7 +51,7 @@ def _options(name: str, device: str | None, network: dict[str, Any]) -> tuple[Lo
     name = resolve(CHECKPOINT("name", name) or BUNDLED)
     options = hub.pin_revision(LoadOptions(name, hub.pick_device(device), **network))
     config = hub.read_config(options.name, options.revision)
-    identity.require_masks(config, options.name, options.family)
+    identity.require_supported(config, options.name, options.family)
     return options, config
 
 
@@ -62,6 +62,18 @@ def wrapped(denoiser: Denoiser, options: LoadOptions) -> Denoiser:
     denoiser = Excluding(denoiser, options.exclude_ids) if options.exclude_ids else denoiser
     warpers = options.temperature, options.top_k, options.top_p
     return denoiser if warpers == (None, None, None) else Warped(denoiser, *warpers)
+
+
+def require_estimator(name: str, estimator: str, takes_noise: bool, **network: Any) -> None:
+    """Raise DuelError if estimator `estimator` is not for this network's noise, before any weight is read."""
+    options, config = _options(name, "cpu", network)
+    if identity.noise(config) and not takes_noise:
+        raise random_tokens(options.name, estimator)
+    if takes_noise and not identity.noise(config):
+        raise DuelError(
+            f"estimator={estimator} is for networks whose noise is random tokens, and {options.name} is none by its "
+            "config. Use estimator=elbo, or leave estimator out for the exact likelihood."
+        )
 
 
 def find_family(name: str, **network: Any) -> str | None:

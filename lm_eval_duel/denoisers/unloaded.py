@@ -77,7 +77,7 @@ def read(name: str, network: dict[str, Any], tokenizer: Any = None) -> Unloaded:
     known = CONFIGS.get(name) if not os.path.isdir(name) else None
     options = LoadOptions(resolve(name), torch.device("cpu"), tokenizer, **network)
     config = known or hub.read_config(options.name, options.revision)
-    identity.require_masks(config, options.name, options.family)
+    identity.require_supported(config, options.name, options.family)
     with hub.explained(options.name):
         if dit_checkpoint.is_dit(config, options.name):
             return _dit(config, options)

@@ -10,7 +10,7 @@ from lm_eval_duel import rules
 from lm_eval_duel.arguments import BLOCK, Argument, choice
 from lm_eval_duel.core.denoiser import Denoiser
 from lm_eval_duel.core.windows import Window
-from lm_eval_duel.errors import DuelError, another_block, first_position_unseen
+from lm_eval_duel.errors import DuelError, another_block, first_position_unseen, random_tokens
 
 log = logging.getLogger("lm_eval.duel_mdm")
 
@@ -22,11 +22,7 @@ _warned: weakref.WeakSet[Denoiser] = weakref.WeakSet()  # denoisers whose window
 def require_masks(denoiser: Denoiser, name: str) -> None:
     """Raise DuelError for a network whose noise is random tokens, which estimator `name` does not score."""
     if denoiser.noised is not None:
-        raise DuelError(
-            f"The noise of this network ({denoiser.family}) is {denoiser.noised.noise.name}, so tokens that stand may "
-            f"change, and there is no order of unmasking for estimator={name}. Use estimator=noised_elbo, a bound"
-            f"{', or estimator=ar' if denoiser.reads_causally else ''}."
-        )
+        raise random_tokens(f"this network ({denoiser.family})", name, denoiser.reads_causally)
 
 
 def resolve_block(denoiser: Denoiser, block: int | str | None) -> int | None:

@@ -176,6 +176,19 @@ def elbo(setting: Setting, window: Layout, samples: int) -> Cost:
     return _side_by_side(setting, window, {start: samples for start, _, _ in spans}, head)
 
 
+def noised(setting: Setting, window: Layout, samples: int, passes: int, canvas: int | None) -> Cost:
+    """The bound under random tokens with `samples` draws of each span (the whole target, or each canvas).
+
+    `passes`: network passes of a draw.
+    """
+    total = Cost()
+    for start, width in blocks(window.context, window.target, canvas, "target"):
+        length = window.length if canvas is None else start + width
+        rows = samples * passes
+        total += Cost(1, 0, rows, rows * length, rows * length**2, rows * width, rows * length, passes)
+    return total
+
+
 def lattice(setting: Setting, window: Layout, beam: int | None = None) -> Cost:
     """The estimators over all orders: every set of masked positions of a block once, or `beam` of a size."""
     sets = {

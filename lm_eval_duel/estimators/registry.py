@@ -86,6 +86,7 @@ class Entry:
     drawn: MonteCarlo | None = None  # None: its values depend on no random numbers
     named: str = ""  # empty: names of rows hold no arguments
     causal: bool = False  # the network is read as an autoregressive one, whose blocks have one position
+    takes_noise: bool = False  # for networks whose noise is random tokens, not masks
     lattice: bool = False  # one run computes the values of all lattice estimators, and of the rules that it follows
     check: Callable[[Options, Arguments], None] = lambda options, own: None
     own_cache: bool = False  # `cache` is a setting of the estimator; the network is loaded without
@@ -213,6 +214,7 @@ ENTRIES = (  # in the order of tables
         _noised_settings,
         NoisedElboArguments,
         drawn=MonteCarlo("noised ELBO", "draws", "Monte Carlo", argument="mc_samples"),
+        takes_noise=True,
         ignored_args=("rule", "block"),
         check=_check_noised,
     ),

@@ -52,6 +52,8 @@ def load_scorer(
             "pretrained=<folder or hub name>,...",
             BUNDLED,
         )
+    entry = registry.find(options.estimator)
+    denoisers.require_estimator(name, entry.name, entry.takes_noise, **options.network)
     tokenizer = denoisers.load_tokenizer(vars(options)) if tokenizer is None else tokenizer
     options = options.with_tokenizer(tokenizer)
     if options.preset is not None:

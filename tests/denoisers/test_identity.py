@@ -9,6 +9,9 @@ from decoder_reference import CASES, LLAMA, QWEN3
 from networks import refused
 
 from lm_eval_duel.denoisers import unloaded
+from lm_eval_duel.errors import DuelError
+from lm_eval_duel.options import Options
+from lm_eval_duel.text.loading import load_scorer
 
 GPT2_SIZE = {"hidden_dim": 768, "n_blocks": 12, "n_heads": 12, "cond_dim": 128, "model_length": 1024}
 MDLM, BD3LM, SEDD, GIDD = (dit_reference.CONFIGS[name] for name in ("mdlm", "bd3lm", "sedd", "gidd"))
@@ -48,15 +51,21 @@ ACCEPTED = {  # a config, and the family that it is
     "SEDD of its authors": (SEDD, "sedd"),
     "SEDD and its noise": ({**SEDD, "noise": {"type": "loglinear", "sigma_max": 20}}, "sedd"),
     "GIDD": (GIDD, "gidd"),
+    "GIDD with uniform noise": ({**GIDD, "p_uniform": 0.1}, "gidd-uniform"),
+    "Duo as published": (DUO, "duo"),
+    "Duo without a class": (without(DUO, "architectures"), "duo"),
+    "Duo without a model type": (without(DUO, "model_type"), "duo"),
+    "UDLM as published": (UDLM, "udlm"),
+    "UDLM by its class": ({**without(UDLM, "model_type"), "architectures": ["UDLM"]}, "udlm"),
 }
+NOISED = [case for case, (_, family) in ACCEPTED.items() if family in ("gidd-uniform", "duo", "udlm")]
 REFUSED = {  # a config, and what the error names
-    "Duo as published": (DUO, "DUO.*random tokens"),
-    "Duo without a class": (without(DUO, "architectures"), "DUO"),
-    "Duo without a model type": (without(DUO, "model_type"), "DUO"),
     "Duo that calls itself MDLM": ({**DUO, "model_type": "mdlm"}, "DUO"),
     "Duo by its code": ({**MDLM, "auto_map": {"AutoModelForMaskedLM": "model.DUO"}}, "DUO"),
-    "UDLM as published": (UDLM, "UDLM"),
-    "UDLM by its class": ({**without(UDLM, "model_type"), "architectures": ["UDLM"]}, "UDLM"),
+    "Duo that is causal": ({**DUO, "causal": True}, "causal=true"),
+    "UDLM without the time": ({**UDLM, "time_conditioning": False}, "time_conditioning"),
+    "UDLM with classes": ({**UDLM, "cfg": True}, "cfg=true"),
+    "GIDD of noise without masks": ({**GIDD, "p_uniform": 1.0}, "p_uniform=1"),
     "MDLM's sizes without a name": (SIZES, "neither a class nor a model type"),
     "MDLM's sizes under another name": ({**SIZES, "model_type": "mdlm2"}, "mdlm2"),
     "MDLM of another class": ({**MDLM, "architectures": ["MDLMBPE"]}, "MDLMBPE"),
@@ -71,7 +80,6 @@ REFUSED = {  # a config, and what the error names
     "SEDD with geometric noise": ({**SEDD, "noise": {"type": "geometric"}}, "noise=geometric"),
     "SEDD of another scale": ({**SEDD, "model": {**SEDD["model"], "scale_by_sigma": False}}, "scale_by_sigma"),
     "SEDD with the class of a Llama": ({**SEDD, **LLAMA, "architectures": ["LlamaForCausalLM"]}, "estimator=ar"),
-    "GIDD with uniform noise": ({**GIDD, "p_uniform": 0.1}, "uniform noise"),
     "GIDD of another class": ({**GIDD, "architectures": ["GiddForDiffusionLM"], "model_type": "gidd"}, "gidd"),
     "GIDD with MDLM's class": ({**GIDD, "architectures": ["MDLM"]}, "names MDLM, dit"),
     "an image DiT": ({"model_type": "dit", "hidden_size": 768}, "has no vocab_size"),
@@ -99,7 +107,8 @@ def test_a_config_is_accepted_for_what_it_says(case, tmp_path):
     (tmp_path / "config.json").write_text(
         json.dumps({key: value for key, value in config.items() if value is not None})
     )
-    assert unloaded.read(str(tmp_path), {"mask_token_id": 12}).family == family
+    mask = {} if family in ("duo", "udlm") else {"mask_token_id": 12}
+    assert unloaded.read(str(tmp_path), mask).family == family
 
 
 @pytest.mark.parametrize("case", REFUSED)
@@ -108,3 +117,18 @@ def test_a_config_is_refused_if_it_says_something_else(case, tmp_path):
     tiny.tokenizer().save_pretrained(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(config))
     refused(str(tmp_path), words)
+
+
+@pytest.mark.parametrize("case", NOISED)
+@pytest.mark.parametrize("estimator", ["duel", "ar", "elbo", "mixture", "two_phase"])
+def test_noise_of_random_tokens_has_one_estimator(case, estimator, tmp_path):
+    """Before any weight is read: the folder has none."""
+    (tmp_path / "config.json").write_text(json.dumps(ACCEPTED[case][0]))
+    with pytest.raises(DuelError, match="noised_elbo"):
+        load_scorer(Options.parse({"pretrained": str(tmp_path), "estimator": estimator}))
+
+
+def test_noise_of_masks_has_others(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(MDLM))
+    with pytest.raises(DuelError, match="estimator=elbo"):
+        load_scorer(Options.parse({"pretrained": str(tmp_path), "estimator": "noised_elbo"}))

@@ -28,7 +28,6 @@ ENTRIES = [  # a case, an entry that is absent or wrong, and what the error name
     ("dream", {"mask_token_id": 40}, "mask_token_id=40"),
     ("sdar", {"block_size": -4}, "'block_size'"),
     ("bd3lm", {"time_conditioning": True}, "time_conditioning=true"),
-    ("gidd", {"p_uniform": 0.1}, "uniform noise"),
     ("gidd", {"num_hidden_layers": 99}, "Missing key"),
     ("sedd", {"graph": {"type": "uniform"}}, "graph=uniform"),
     ("llada", {"alibi": True}, "alibi=True"),

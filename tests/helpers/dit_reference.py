@@ -67,6 +67,9 @@ CONFIGS = {
     "sedd-retrained": {**BD3LM, "cross_attn": False, "var_min": False, "time_conditioning": True, "model_type": "sedd"},
     "sedd": SEDD,
     "gidd": GIDD,
+    "duo": {**MDLM, "model_type": "DUO", "architectures": ["DUO"], "time_conditioning": None, "var_min": True},
+    "udlm": {**MDLM, "model_type": "udlm", "architectures": ["UDLM"], "time_conditioning": True},
+    "gidd-uniform": {**GIDD, "p_uniform": 0.2},
     "ar": {**BD3LM, "cross_attn": False, "var_min": False, "causal": True, "adaln": False},
 }
 
@@ -89,13 +92,13 @@ def write(folder, kind, **changes):
     config = {**CONFIGS[kind], **changes}
     (folder / "config.json").write_text(json.dumps(config))
     prefix, rows = (
-        "" if kind in ("sedd", "gidd") else "backbone.",
+        "" if kind in ("sedd", "gidd", "gidd-uniform") else "backbone.",
         config.get("tokens", config.get("vocab_size", 0) - 1) + 1,
     )
     tensors = weights(kind != "ar", prefix, rows)
     if config.get("var_min"):
         tensors |= {"sampling_eps_min": torch.tensor(1e-3), "sampling_eps_max": torch.tensor(0.999)}
-    if kind == "gidd":
+    if kind.startswith("gidd"):
         buffers = {f"rotary_emb.{name}_cached": torch.ones(1, LENGTH, 3, 1, WIDTH // HEADS) for name in ("cos", "sin")}
         tensors |= buffers
         words(min(VOCABULARY, rows), mask=True).save_pretrained(folder)

@@ -23,7 +23,8 @@ from lm_eval_duel import denoisers, rules
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.errors import DuelError
 
-DITS = [kind for kind in dit_reference.CONFIGS if kind != "ar"]
+NOISED = ["duo", "udlm", "gidd-uniform"]
+DITS = [kind for kind in dit_reference.CONFIGS if kind not in ("ar", *NOISED)]
 MASKED_LMS = ["bert", "roberta", "distilbert", "modernbert"]
 TEXTS = ["eurobert"] if "eurobert" in CONFIG_MAPPING else []  # not under transformers 4
 PROTEINS = list(encoder_reference.PROTEIN_CASES)

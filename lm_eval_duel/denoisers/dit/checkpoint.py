@@ -5,7 +5,8 @@ A config is one of these by its names (`architectures`, `auto_map`, `model_type`
     MDLM, BD3LM    `causal`: the AR baseline; `cross_attn` with a block shorter than the row: BD3-LM; else MDLM
                    `time_conditioning`: SEDD, if its name or family= says so
     sedd           the same entries, a SEDD
-    DIT            GIDD
+    DIT            GIDD, under masks alone or under masks and random tokens
+    DUO, udlm      Duo, UDLM: uniform noise
     none           `graph`, `tokens` and `model`, the graph absorbing: SEDD
 
 None of a checkpoint's code is run.
@@ -13,6 +14,7 @@ None of a checkpoint's code is run.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
 from typing import Any
@@ -22,7 +24,7 @@ from transformers import PreTrainedTokenizerBase
 
 from lm_eval_duel.arguments import COUNT, TRUTH
 from lm_eval_duel.denoisers import identity, weights
-from lm_eval_duel.denoisers.dit import gidd
+from lm_eval_duel.denoisers.dit import gidd, uniform
 from lm_eval_duel.denoisers.dit.denoiser import ATTENTION, SEDD, DiTDenoiser
 from lm_eval_duel.denoisers.dit.gidd import entries
 from lm_eval_duel.denoisers.dit.network import DiT, DiTConfig
@@ -38,7 +40,12 @@ SECTIONS = ("graph", "model", "tokens")  # of the config.json of SEDD's authors,
 IGNORED = ("rotary_emb.", "sampling_eps_min", "sampling_eps_max", "noise.")  # recomputed, or for sampling
 PREFIX = "backbone."  # of tensor names in some files
 TOKENIZER = "gpt2"  # for the published checkpoints, which have none
-KINDS = {"sedd": SEDD, "gidd": gidd.GIDD}  # of families with a class of their own
+KINDS = {  # of families with a class of their own
+    "sedd": SEDD,
+    "gidd": gidd.GIDD,
+    gidd.NOISED: gidd.NoisedGIDD,
+    **dict.fromkeys(uniform.FAMILIES, uniform.NoisedDiT),
+}
 REFUSED = ("shift_logits", "first_token", "backend", "cfg_scale", "peft", "device_map", "load_in_8bit", "load_in_4bit")
 
 
@@ -46,16 +53,16 @@ def is_dit(config: dict[str, Any], path: str) -> bool:
     """Whether a config.json belongs to one of these families; raises DuelError if its names contradict its entries."""
     names = identity.model_names(config)
     lower = {name.lower() for name in names}
-    if lower and (lower <= NAMES or lower == {gidd.MODEL_TYPE}):
+    if lower and (lower <= NAMES or (len(lower) == 1 and lower <= {gidd.MODEL_TYPE, *uniform.FAMILIES})):
         return True
     if not names and all(key in config for key in SECTIONS):
         return True
-    if lower & NAMES or all(key in config for key in LAYOUT):
+    if lower & {*NAMES, *uniform.FAMILIES} or all(key in config for key in LAYOUT):
         says = f"names {', '.join(dict.fromkeys(names))}" if names else "names neither a class nor a model type"
         raise DuelError(
-            f"The config.json of {path} {says}. MDLM, BD3-LM, SEDD, GIDD and their AR baseline are recognised by their "
-            f"names alone ({', '.join(sorted(NAMES))}, {gidd.MODEL_TYPE}). If its network is one of them, say so in "
-            "model_type."
+            f"The config.json of {path} {says}. MDLM, BD3-LM, SEDD, GIDD, Duo, UDLM and the AR baseline are recognised "
+            f"by their names alone ({', '.join((*sorted(NAMES), gidd.MODEL_TYPE, *uniform.FAMILIES))}). If its network "
+            "is one of them, say so in model_type."
         )
     return False
 
@@ -92,29 +99,45 @@ def make(config: dict[str, Any], options: LoadOptions, tokenizer: PreTrainedToke
     if block is not None:
         options.require_block(block)
     row = row_length(options.name, options.max_length, length)
-    # [MASK] of the options, else of the config or the tokenizer (BERT's for LM1B), else the last column (GPT-2)
-    last = shape.vocab_size - 1
-    known = last if family != "gidd" else gidd.MASK if last >= gidd.MASK else None
-    mask_id = find_mask_id(options, config, tokenizer, known, shape.vocab_size)
-    columns = range(mask_id if family == "gidd" else shape.vocab_size)  # GIDD's after [MASK] are padding
-    tokens = set(columns) if tokenizer is None else set(tokenizer.get_vocab().values())
+    mask_id = find_mask(family, config, options, tokenizer, shape.vocab_size)
+    # GIDD's columns after [MASK] are padding
+    columns = range(mask_id if family in gidd.FAMILIES and mask_id is not None else shape.vocab_size)
+    noised = family == gidd.NOISED or family in uniform.FAMILIES  # noise is over all columns, whatever the tokenizer
+    tokens = set(columns) if tokenizer is None or noised else set(tokenizer.get_vocab().values())
     with torch.device("meta"):
         network = DiT(shape).eval()
-    denoiser = KINDS.get(family, DiTDenoiser)(network, family, row, options.name, tokens, mask_id, block)
+    kind, more = KINDS.get(family, DiTDenoiser), {} if block is None else {"block": block}
+    if family in gidd.FAMILIES:
+        more = {"t_eps": config["t_eps"], **({"uniform": config["p_uniform"]} if noised else {})}
+    if noised:
+        options.refuse(family, "cache", "temperature", "top_k", "top_p", "exclude_ids")
+    denoiser = kind(network, family, row, options.name, tokens, mask_id, **more)
     denoiser.last_block = options.last_block
     denoiser.bos = options.bos or denoiser.bos
     if options.sigma is not None:
         denoiser.sigma = options.sigma
-    if family == "gidd":
-        denoiser.t_eps, denoiser.published_block = config["t_eps"], None
     return denoiser
+
+
+def find_mask(
+    family: str, config: dict[str, Any], options: LoadOptions, tokenizer: PreTrainedTokenizerBase | None, rows: int
+) -> int | None:
+    """[MASK] of the options, else of the config or the tokenizer (BERT's for LM1B), else the last column (GPT-2).
+
+    None if all noise is random tokens.
+    """
+    if family in uniform.FAMILIES:
+        options.refuse(family, "mask_token_id")
+        return None
+    known = rows - 1 if family not in gidd.FAMILIES else gidd.MASK if rows > gidd.MASK else None
+    return find_mask_id(options, config, tokenizer, known, rows)
 
 
 def read_shape(config: dict[str, Any], options: LoadOptions) -> tuple[str, DiTConfig, int, int | None]:
     """Family, network shape, row length and trained block; raises DuelError for a config that is wrong."""
     name, names = options.name, [name.lower() for name in identity.model_names(config)]
     if gidd.MODEL_TYPE in names:
-        return "gidd", *gidd.read_shape(config, name), None
+        return *gidd.read_shape(config, name), None
     if not names:
         return "sedd", *_read_sections(config, name), None
     *sizes, length = entries(config, name, COUNT, "vocab_size", "hidden_dim", "n_blocks", "n_heads", "model_length")
@@ -126,6 +149,9 @@ def read_shape(config: dict[str, Any], options: LoadOptions) -> tuple[str, DiTCo
         adaptive=not causal if adaptive is None else adaptive,
         time=bool(time),
     )
+    if names[0] in uniform.FAMILIES:
+        uniform.require_known(config, name, names[0])
+        return names[0], dataclasses.replace(shape, time=True), length, None
     block = COUNT("block_size", config.get("block_size"))
     sedd = "sedd" in (*names, str(config.get("parameterization")).lower(), options.family)
     if time and not causal and not sedd and "sedd" in os.path.basename(name.rstrip("/")).lower():

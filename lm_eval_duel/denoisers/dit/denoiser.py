@@ -1,4 +1,6 @@
-"""MDLM, BD3-LM, SEDD and the AR baseline as denoisers: our own DiT, and how each family uses it. GIDD: gidd.py.
+"""MDLM, BD3-LM, SEDD and the AR baseline as denoisers: our own DiT, and how each family uses it.
+
+GIDD: gidd.py. Duo and UDLM: uniform.py.
 
 Shapes: N windows, R rows or lanes, L row length, Q queries, K keys, D width, V tokens.
 """
@@ -41,7 +43,7 @@ class DiTDenoiser(Denoiser):
         max_length: int,
         path: str,
         tokens: set[int],
-        mask_id: int,
+        mask_id: int | None,
         block: int | None = None,
     ):
         self.network, self.family, self.max_length, self.path = network, family, max_length, path

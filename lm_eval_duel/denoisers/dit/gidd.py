@@ -1,8 +1,8 @@
-"""GIDD trained with p_uniform 0 (von Rütte et al. 2025): MDLM's network, conditioned on the time t itself.
+"""GIDD (von Rütte et al. 2025): MDLM's network, conditioned on the time t itself.
 
-At p_uniform 0 its noise is masking alone: at time t a position is masked with probability t. Under an unmasking rule, t
-is the masked share of the row, clamped to the times of its training. With p_uniform above 0 its sampler also replaces
-revealed tokens, so such checkpoints are refused.
+With p_uniform 0 its noise is masking alone: at time t a position is masked with probability t. Under an unmasking rule,
+t is the masked share of the row, clamped to the times of its training. With p_uniform above 0 tokens are also replaced
+by random ones, so that no rule applies, and `estimator=noised_elbo` is its bound.
 
 Shapes: R rows or lanes.
 """
@@ -16,11 +16,15 @@ from typing import Any
 import torch
 
 from lm_eval_duel.arguments import COUNT, PROBABILITY, Kind
+from lm_eval_duel.core.noise import Hybrid, Noise
 from lm_eval_duel.denoisers.dit.denoiser import Timed
 from lm_eval_duel.denoisers.dit.network import DiTConfig
+from lm_eval_duel.denoisers.dit.uniform import NoisedDiT
 from lm_eval_duel.errors import DuelError
 
 MODEL_TYPE = "dit"  # in config.json
+NOISED = "gidd-uniform"
+FAMILIES = ("gidd", NOISED)
 SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "timestep_cond_dim", "max_seq_len")
 MASK = 50258  # the authors add [PAD] and [MASK] to GPT-2's tokenizer
 UNIFORM = re.compile(r"p_unif-0*\.?0*[1-9]|gidd-unif")  # in the names of checkpoints with uniform noise
@@ -34,19 +38,17 @@ def entries(config: dict[str, Any], name: str, kind: Kind, *keys: str) -> list[A
     return values
 
 
-def read_shape(config: dict[str, Any], name: str) -> tuple[DiTConfig, int]:
-    """The network's shape and its row length; raises DuelError if it was trained with uniform noise."""
+def read_shape(config: dict[str, Any], name: str) -> tuple[str, DiTConfig, int]:
+    """The family, the network's shape and its row length; raises DuelError if name and config contradict each other."""
     *shape, length = entries(config, name, COUNT, *SIZES)
     uniform, margin = entries(config, name, PROBABILITY, "p_uniform", "t_eps")
     if not 0 < margin < 0.5:
         raise DuelError(f"'t_eps' is above 0 and below 0.5; got {margin:g} in the config.json of {name}.")
-    if uniform or UNIFORM.search(os.path.basename(name.rstrip("/"))):
-        raise DuelError(
-            f"{name} is a GIDD trained with uniform noise (p_uniform {uniform:g}): its sampler replaces "
-            "revealed tokens, so no order of unmasking explains a text, and the theorem does not cover it. Those with "
-            "p_uniform 0 (gidd-small-p_unif-0.0) are covered."
-        )
-    return DiTConfig(*shape, time=True), length
+    if not uniform and UNIFORM.search(os.path.basename(name.rstrip("/"))):
+        raise DuelError(f"By its name {name} was trained with uniform noise, and its config.json has p_uniform=0.")
+    if uniform == 1:
+        raise DuelError(f"{name} has p_uniform=1: noise without masks is not supported.")
+    return NOISED if uniform else "gidd", DiTConfig(*shape, time=True), length
 
 
 class GIDD(Timed):
@@ -54,9 +56,12 @@ class GIDD(Timed):
 
     m counts context, target, tail and suffix, without padding; under `bos="official"`, target and tail. The authors
     have no deterministic order; this is the time at which training masks this share of positions on average.
+    `t_eps`: the margin of the times of its training.
     """
 
-    t_eps: float  # the margin of the times of its training
+    def __init__(self, *network: Any, t_eps: float):
+        super().__init__(*network)
+        self.t_eps, self.published_block = t_eps, None
 
     def noise_level(self, share: torch.Tensor) -> torch.Tensor:
         return share.clamp(self.t_eps, 1 - self.t_eps).float()
@@ -66,3 +71,25 @@ class GIDD(Timed):
             **super().describe(),
             "time": f"masked share of the {self.counted}, in [{self.t_eps:g}, 1 - {self.t_eps:g}]",
         }
+
+
+class NoisedGIDD(NoisedDiT):
+    """GIDD with masks and random tokens: it is given the time t, in [t_eps, 1 - t_eps].
+
+    `uniform`: its p_uniform. Random tokens are all but [MASK] (and the table's padding).
+    """
+
+    def __init__(self, *network: Any, t_eps: float, uniform: float):
+        self.t_eps, self.uniform = t_eps, uniform
+        super().__init__(*network)
+
+    @property
+    def noise(self) -> Noise:
+        return Hybrid(int((~self.excluded).sum()), self.uniform)
+
+    @property
+    def note(self) -> str:
+        return f"t in [{self.t_eps:g}, 1 - {self.t_eps:g}]"
+
+    def noise_inputs(self, t: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"sigma": t.clamp(self.t_eps, 1 - self.t_eps).float()}

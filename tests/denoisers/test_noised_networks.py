@@ -1,0 +1,127 @@
+"""Networks whose noise is random tokens, as tiny random checkpoints, against their plain networks in float64."""
+
+import math
+
+import dit_reference
+import networks
+import plain
+import pytest
+import torch
+from noised_toys import bound
+
+from lm_eval_duel import reference
+from lm_eval_duel.cli.main import main
+from lm_eval_duel.core.windows import Window
+from lm_eval_duel.denoisers import load
+from lm_eval_duel.estimators.noised_elbo import NoisedElbo
+
+EPS = {"duo": 1e-3, "udlm": 1e-3, "gidd-uniform": dit_reference.T_EPS}
+
+
+class Plain:
+    """A checkpoint as the specification wants it: logits of a row at a time, and its noise."""
+
+    def __init__(self, name, w, denoiser, before=(), after=()):
+        self.name, self.w, self.noised, self.before, self.after = name, w, denoiser.noised, before, after
+        self.excluded, self.mask_id = denoiser.excluded, denoiser.mask_id
+        self.vocab_size = dit_reference.VOCABULARY + (3 if name == "gidd-uniform" else 0)
+        self.tokens = [v for v in range(self.vocab_size) if not self.excluded[v]]
+
+    def logits(self, z, t, before=None):
+        kept = min(max(1 - t, EPS[self.name]), 1 - EPS[self.name])
+        level = 1 - kept if self.name == "gidd-uniform" else -math.log(kept)
+        ids = [*self.before, *z.tolist(), *self.after]
+        found = dit_reference.plain(self.w, ids, level, plain.block_causal(len(ids), len(ids)))
+        found = found[len(self.before) : len(self.before) + len(z)].double()
+        return found.masked_fill(self.excluded, -math.inf)
+
+    def level(self, t):
+        K, c = len(self.tokens), 0.0
+        if self.name == "gidd-uniform":
+            c = 2 * 0.2 / (1 - 0.2) * math.sqrt(t * (1 - t))
+        b = torch.zeros(self.vocab_size, dtype=torch.float64)
+        b[self.tokens] = c / (1 + c) / K if self.name == "gidd-uniform" else t / K
+        if self.mask_id is not None:
+            b[self.mask_id] = t / (1 + c)
+        return (1 - t) / (1 + c), b
+
+
+@pytest.mark.parametrize("name", networks.NOISED)
+def test_the_bound_is_that_of_the_plain_network(name, tmp_path):
+    """By enumeration of all noisy rows, with a context, and of the context's and the suffix's tokens as they are."""
+    path, w = dit_reference.write(tmp_path, name)
+    denoiser = load(path, device="cpu", tokenizer=None if name == "gidd-uniform" else dit_reference.words(12))
+    assert denoiser.family == name and denoiser.noised.prediction == "plugin" and denoiser.noised.steps is None
+    window = Window((3,), (5, 9), (2,))
+    exact = bound(Plain(name, w, denoiser, window.context, window.suffix), window.target, 2)
+    scores = [NoisedElbo(denoiser, samples=1024, steps=2, seed=seed).log_prob([window])[0] for seed in range(2)]
+    assert all(abs(score.log_prob + exact) < 4 * score.stderr < exact for score in scores)
+    spec = NoisedElbo(denoiser).describe()
+    assert spec["steps"] == "inf" and str(EPS[name]).strip("0.") in spec["time"].replace("0.", "")
+
+
+@pytest.mark.parametrize("name", networks.NOISED)
+def test_padding_and_batches_change_nothing(name, tmp_path):
+    tokenizer = None if name == "gidd-uniform" else dit_reference.words(12)
+    denoiser = load(dit_reference.write(tmp_path, name)[0], device="cpu", tokenizer=tokenizer)
+    windows = [Window((3,), (5, 9, 1, 1, 4)), Window((), (5, 9), (2,)), Window((7, 7), (8,))]
+    together = NoisedElbo(denoiser, samples=16).log_prob(windows)
+    alone = [NoisedElbo(denoiser, samples=16, batch_size=1).log_prob([window])[0] for window in windows]
+    assert [score.log_prob for score in together] == pytest.approx([score.log_prob for score in alone], rel=1e-4)
+
+
+def published_rate(clean, z, r, alpha):
+    """The integrand of Duo's and UDLM's bound as published, for alpha = 1 - t, from r (V,)."""
+    K = len(r)
+    bar = K * alpha * torch.eye(K, dtype=torch.float64)[clean] + 1 - alpha
+    model = K * alpha * r + 1 - alpha
+    logs = (bar / bar[z] * (model[z] * bar / (model * bar[z])).log()).sum()
+    return float(-1 / (K * alpha) * (K / bar[z] - K / model[z] - logs))
+
+
+def test_the_limit_is_the_published_integrand_of_duo_and_udlm():
+    from lm_eval_duel.core import noise as noises
+
+    noise, r = noises.Uniform(5), torch.tensor([0.5, 0.1, 0.2, 0.15, 0.05], dtype=torch.float64)
+    for alpha in (0.9, 0.3, 0.01):
+        t, rest = (torch.tensor([[value]], dtype=torch.float64) for value in (1 - alpha, alpha))
+        level = noise.level(t, rest)
+        for clean, z in ((0, 0), (0, 3), (4, 2)):
+            ratio = (level.a / level.u)[0]
+            found = noises.statistics(r.log()[None].clone(), *torch.tensor([[clean], [z]]), torch.zeros(1), ratio)
+            of = noises.Statistics(*(value[None] for value in found))
+            observed = noises.Observed(torch.tensor([[clean == z]]), torch.tensor([[False]]))
+            rate = float(noises.limit_rate(level, noise.rates(t, rest), of, observed))
+            assert rate == pytest.approx(published_rate(clean, z, r, alpha), rel=1e-9)
+
+
+def test_the_reference_estimates_the_same_bound(tmp_path):
+    path, w = dit_reference.write(tmp_path, "duo")
+    denoiser = load(path, device="cpu", tokenizer=dit_reference.words(12))
+    spec = Plain("duo", w, denoiser)
+    generator = torch.Generator().manual_seed(1)
+    wanted, error = reference.noised_elbo((5, 9), range(2), spec.logits, spec.level, 4, False, 400, generator)
+    score = NoisedElbo(denoiser, samples=1024, steps=4).log_prob([Window((), (5, 9))])[0]
+    assert abs(score.log_prob - wanted) < 4 * math.hypot(score.stderr, error)
+
+
+def test_a_plan_counts_it(tmp_path, capsys):
+    path, _ = dit_reference.write(tmp_path, "duo")
+    arguments = [
+        "plan",
+        path,
+        "--tokens",
+        "32",
+        "--documents",
+        "2",
+        "--model_args",
+        "estimator=noised_elbo,mc_samples=8",
+    ]
+    main(arguments)
+    assert "noised_elbo 8" in capsys.readouterr().out
+
+
+def test_a_distilled_duo_warns(tmp_path, caplog):
+    (tmp_path / "duo-distilled").mkdir()
+    load(dit_reference.write(tmp_path / "duo-distilled", "duo")[0], device="cpu", tokenizer=dit_reference.words(12))
+    assert "distilled" in caplog.text
