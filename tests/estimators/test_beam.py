@@ -184,7 +184,7 @@ def test_a_told_error_covers(sampler):
     held = []
     for seed in range(2):
         scores = made(sampler, network, block=10, tolerance=3, seed=seed).log_prob(LONG)
-        assert all(score.log_prob >= BeamSums(*score.beam).bound - 1e-9 and score.stderr <= 3 for score in scores)
+        assert all(score.stderr <= 3 for score in scores)
         held += covered(exact, scores)
     assert len(held) >= len(LONG) and sum(held) >= 0.9 * len(held)
 
@@ -201,6 +201,13 @@ def test_a_told_error_covers_on_texts(sampler):
     scores = made(sampler, network, block=10, tolerance=1).log_prob(windows)
     held = covered(exact, scores)
     assert len(held) >= 2 and sum(held) >= 0.9 * len(held)
+
+
+def test_an_estimate_is_not_below_its_own_bound():
+    """On this network the mean of the repetitions is, by up to 0.9 nats."""
+    scores = made("random", Toy(length=14, seed=3, scale=3.0), block=10, tolerance=6).log_prob(LONG)
+    assert sum(score.kind == "estimate" for score in scores) > len(LONG) / 2
+    assert all(score.log_prob >= BeamSums(*score.beam).bound - 1e-9 for score in scores)
 
 
 def test_errors_of_blocks_add_up():

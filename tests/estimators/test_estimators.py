@@ -215,6 +215,19 @@ def test_elbo_stderr_is_the_spread_over_seeds():
         assert 0.75 < spread / said < 1.33
 
 
+def test_intervals_of_the_elbo_cover():
+    """Law 20, with 16 draws. Of eight the interval is too short, as for eight of anything: Student's t."""
+    toy = Toy(length=10, seed=3)
+    windows = [
+        Window((1,), text, (2,)) for text in itertools.islice(itertools.product(range(3), repeat=8), 0, 6561, 800)
+    ]
+    exact, held = Lattice(toy, 8, value="elbo_exact").log_prob(windows), []
+    for seed in range(20):
+        scores = Elbo(toy, form="count", samples=16, seed=seed).log_prob(windows)
+        held += [abs(a.log_prob - b.log_prob) <= 1.96 * a.stderr for a, b in zip(scores, exact, strict=True)]
+    assert sum(held) >= 0.9 * len(held)
+
+
 def draws_of(scored, both, alone):
     """The draws behind a bound of two positions: `both` are masked, or one, whose log-prob counts twice.
 
