@@ -4,7 +4,7 @@ import sys
 from collections.abc import Sequence
 
 from benchmarks.options import parse
-from lm_eval_duel.command_line import STDOUT, ends, write_json
+from lm_eval_duel.console.command_line import STDOUT, ends, write_json
 
 
 def main(arguments: Sequence[str]) -> None:

@@ -19,8 +19,8 @@ from tqdm import tqdm
 
 from benchmarks.arms import Bench
 from benchmarks.loops import Revealed
+from lm_eval_duel.console.tables import plain_table
 from lm_eval_duel.core.scores import WindowScore
-from lm_eval_duel.tables import plain_table
 
 IDLE_LOAD = 1.0  # a higher load average before the start means that other programs are running
 MATRIX = 8192  # rows of the matrix product that measures the chip's peak rate

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from lm_eval_duel import rules
-from lm_eval_duel.command_line import STDOUT, key_values
+from lm_eval_duel.console.command_line import STDOUT, key_values
 from lm_eval_duel.errors import UsageError, usage
 from lm_eval_duel.options import Options
 

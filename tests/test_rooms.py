@@ -14,7 +14,7 @@ PACKAGE = Path(lm_eval_duel.__file__).parent
 FLOORS = (  # from the lowest
     {"base", "demo"},
     {"core"},
-    {"rules"},
+    {"rules", "console"},
     {"denoisers"},
     {"estimators"},
     {"options"},

@@ -10,7 +10,7 @@ from typing import Any
 
 from lm_eval_duel import tasks
 from lm_eval_duel.arguments import MISSING, TEXT, choice
-from lm_eval_duel.command_line import Flag, Parser
+from lm_eval_duel.console.command_line import Flag, Parser
 from lm_eval_duel.demo import BUNDLED
 from lm_eval_duel.errors import DuelError, unknown, usage
 from lm_eval_duel.tasks import corpora

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from lm_eval_duel import rules
 from lm_eval_duel.arguments import MISSING, Argument, declared
-from lm_eval_duel.command_line import Parser
+from lm_eval_duel.console.command_line import Parser
 from lm_eval_duel.errors import unknown, usage
 from lm_eval_duel.estimators import registry
 from lm_eval_duel.options import MODEL_ARGUMENTS

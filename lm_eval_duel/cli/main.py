@@ -7,9 +7,9 @@ import sys
 import textwrap
 from importlib import metadata
 
-from lm_eval_duel.command_line import PROGRAM, documentation, ends, process
+from lm_eval_duel.console.command_line import PROGRAM, documentation, ends, process
+from lm_eval_duel.console.tables import plain_table
 from lm_eval_duel.errors import UsageError, unknown
-from lm_eval_duel.tables import plain_table
 
 COMMANDS = {  # name: (module below lm_eval_duel with its `main`, what it does)
     "run": ("cli.run", "evaluate tasks: lm-eval's run, with this package's model as the default and its tasks known"),

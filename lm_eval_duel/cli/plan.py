@@ -17,12 +17,12 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from lm_eval_duel.arguments import COUNT
-from lm_eval_duel.command_line import FLAGS, STDOUT, Flag, Parser, write_json
+from lm_eval_duel.console.command_line import FLAGS, STDOUT, Flag, Parser, write_json
+from lm_eval_duel.console.tables import plain_table
 from lm_eval_duel.demo import BUNDLED
 from lm_eval_duel.errors import DuelError, usage
 from lm_eval_duel.estimators import registry
 from lm_eval_duel.options import Options, model_of
-from lm_eval_duel.tables import plain_table
 
 if TYPE_CHECKING:
     from lm_eval_duel.denoisers.unloaded import Unloaded

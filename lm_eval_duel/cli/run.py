@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lm_eval_duel._autoload import MODELS, register
-from lm_eval_duel.command_line import FLAGS, KEY_VALUES, be_quiet, documentation
+from lm_eval_duel.console.command_line import FLAGS, KEY_VALUES, be_quiet, documentation
 from lm_eval_duel.errors import UsageError, unknown, usage
 from lm_eval_duel.options import Options
 from lm_eval_duel.tasks import named, task_folder

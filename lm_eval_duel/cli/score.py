@@ -10,12 +10,14 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from lm_eval_duel.arguments import MISSING, TEXT, TRUTH
-from lm_eval_duel.command_line import FILE, FLAGS, PATH, STDOUT, Flag, Parser, process, write_json
+from lm_eval_duel.console.command_line import FILE, FLAGS, PATH, STDOUT, Flag, Parser, process, write_json
+from lm_eval_duel.console.strict_json import finite
+from lm_eval_duel.console.tables import csv_cell
+from lm_eval_duel.core.rates import perplexity, ratio
 from lm_eval_duel.errors import DuelError, too_few_documents, usage
 from lm_eval_duel.estimators.registry import Kind, arguments, find, kind_of, of_spec
 from lm_eval_duel.estimators.subsets.sums import BeamSums
 from lm_eval_duel.options import Options, model_of
-from lm_eval_duel.rates import perplexity, ratio
 from lm_eval_duel.results.paired import PairedDifference, Scored, Texts, difference, key_of, unknown_error
 from lm_eval_duel.results.records import plain
 from lm_eval_duel.results.table import Cell as TableCell
@@ -23,8 +25,6 @@ from lm_eval_duel.results.table import Column, Table
 from lm_eval_duel.results.table import plain as text_of
 from lm_eval_duel.rules import PARAMETERS, RULES
 from lm_eval_duel.rules.tables import without_defaults
-from lm_eval_duel.strict_json import finite
-from lm_eval_duel.tables import csv_cell
 from lm_eval_duel.tasks import own_text
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from lm_eval_duel.arguments import MISSING, choice
-from lm_eval_duel.command_line import Flag, Parser
+from lm_eval_duel.console.command_line import Flag, Parser
 from lm_eval_duel.demo import FOLDER, NAMES, resolve
 from lm_eval_duel.tasks import task_folder
 

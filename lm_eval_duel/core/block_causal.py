@@ -32,10 +32,10 @@ import torch
 import torch.nn.functional as F
 
 from lm_eval_duel.core.block_packing import Call
+from lm_eval_duel.core.hashing import hashed
 from lm_eval_duel.core.lanes import Lanes, Rows
 from lm_eval_duel.core.network import KeysValues, Network, Past, take
 from lm_eval_duel.core.view import Positions, View, distinct, masked_positions
-from lm_eval_duel.hashing import hashed
 
 STRETCH = 256  # columns of a window whose blocks are evaluated together
 CLEAN = 512  # columns of clean blocks that are evaluated together: a later piece reads the keys of an earlier one

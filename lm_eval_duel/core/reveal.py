@@ -21,7 +21,7 @@ from typing import TypeAlias, cast
 
 import torch
 
-from lm_eval_duel import signals
+from lm_eval_duel.core import signals
 from lm_eval_duel.core.budget import Budget
 from lm_eval_duel.core.decision import UnmaskingRule, require_pick
 from lm_eval_duel.core.lanes import Lanes, Queue, Rows

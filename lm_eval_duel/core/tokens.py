@@ -11,9 +11,9 @@ from typing import Protocol
 
 import torch
 
+from lm_eval_duel.core.hashing import uniform
 from lm_eval_duel.core.lanes import Lanes
 from lm_eval_duel.core.predictions import Predictions
-from lm_eval_duel.hashing import uniform
 
 
 class Draw(Protocol):

@@ -12,10 +12,10 @@ from typing import NamedTuple
 
 import torch
 
+from lm_eval_duel.core.hashing import hashed
 from lm_eval_duel.core.lanes import Lanes, Rows
 from lm_eval_duel.core.network import Network, take
 from lm_eval_duel.core.predictions import Predictions
-from lm_eval_duel.hashing import hashed
 
 
 class Positions(NamedTuple):

@@ -25,7 +25,7 @@ from collections.abc import Sequence
 
 import torch
 
-from lm_eval_duel.hashing import uniform
+from lm_eval_duel.core.hashing import uniform
 
 BLOCK = 3  # key of the random numbers, unlike those of the ELBO
 

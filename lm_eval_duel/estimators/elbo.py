@@ -28,6 +28,7 @@ import torch
 
 from lm_eval_duel.core.decision import EVALUATE_ALL
 from lm_eval_duel.core.denoiser import Denoiser
+from lm_eval_duel.core.hashing import hashed, uniform
 from lm_eval_duel.core.lanes import Lanes
 from lm_eval_duel.core.reveal import Reveal, WindowGroup
 from lm_eval_duel.core.scores import IndexedScores, Step, WindowScore
@@ -38,7 +39,6 @@ from lm_eval_duel.errors import DuelError
 from lm_eval_duel.estimators.arguments import ElboArguments
 from lm_eval_duel.estimators.base import Estimator, Value
 from lm_eval_duel.estimators.checks import check_every_order
-from lm_eval_duel.hashing import hashed, uniform
 from lm_eval_duel.rules import rank
 
 log = logging.getLogger("lm_eval.duel_mdm")

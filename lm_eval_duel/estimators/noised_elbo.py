@@ -19,9 +19,10 @@ from typing import Any, cast
 
 import torch
 
-from lm_eval_duel import signals
 from lm_eval_duel.core import noise as noises
+from lm_eval_duel.core import signals
 from lm_eval_duel.core.denoiser import Denoiser
+from lm_eval_duel.core.hashing import uniform
 from lm_eval_duel.core.lanes import Lanes
 from lm_eval_duel.core.noise import Noised
 from lm_eval_duel.core.noised import NoisedView
@@ -33,7 +34,6 @@ from lm_eval_duel.errors import DuelError, NotFinite
 from lm_eval_duel.estimators.arguments import NoisedElboArguments
 from lm_eval_duel.estimators.base import Estimator, Value
 from lm_eval_duel.estimators.elbo import GOLDEN, SHIFT, ElboScore, replicates, warn_if_few
-from lm_eval_duel.hashing import uniform
 
 KIND, TOKEN = 5, 6  # keys of the random numbers: whether a position becomes noise, and which token
 

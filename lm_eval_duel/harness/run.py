@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from tqdm import tqdm
 
-from lm_eval_duel import signals
+from lm_eval_duel.core import signals
 from lm_eval_duel.core.scores import Counts, WindowScore
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.estimators import registry

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from scipy.special import stdtrit
 
-from lm_eval_duel.rates import perplexity, ratio
+from lm_eval_duel.core.rates import perplexity, ratio
 
 FEWEST = 5  # documents for an interval
 

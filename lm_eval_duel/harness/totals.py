@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from lm_eval_duel.audit import checked
 from lm_eval_duel.audit.checked import Checked
+from lm_eval_duel.core.rates import perplexity
 from lm_eval_duel.core.scores import WindowScore, known_sum
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.estimators.base import Estimator, Value
@@ -20,7 +21,6 @@ from lm_eval_duel.estimators.phases import Phases
 from lm_eval_duel.estimators.registry import BEAM, ESTIMATORS, Kind, MonteCarlo, of_spec
 from lm_eval_duel.estimators.subsets.sums import BeamSums
 from lm_eval_duel.harness.trace import IMPOSSIBLE
-from lm_eval_duel.rates import perplexity
 from lm_eval_duel.text.text import unknown_share
 
 SHOWN = 20  # documents listed in a log line

@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, cast
 
-from lm_eval_duel import rates
+from lm_eval_duel.core import rates
 from lm_eval_duel.core.scores import Sample, WindowScore, known_sum
 from lm_eval_duel.core.windows import Ids, Window
 from lm_eval_duel.estimators.phases import Phases

@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lm_eval_duel.arguments import COUNT, RAW, Argument
+from lm_eval_duel.core.rates import ratio
 from lm_eval_duel.denoisers.load_options import LoadOptions
 from lm_eval_duel.errors import DuelError, unknown
 from lm_eval_duel.estimators import cost
 from lm_eval_duel.estimators.arguments import TwoPhaseArguments
 from lm_eval_duel.library.duel import Block, Duel
 from lm_eval_duel.options import MODEL_ARGUMENTS
-from lm_eval_duel.rates import ratio
 from lm_eval_duel.rules import parse
 
 if TYPE_CHECKING:

@@ -8,8 +8,8 @@ from dataclasses import replace
 
 import numpy as np
 
+from lm_eval_duel.core.rates import METRICS
 from lm_eval_duel.errors import DuelError
-from lm_eval_duel.rates import METRICS
 from lm_eval_duel.results import headline, match, pairs, rows, stats
 from lm_eval_duel.results.read import Run
 from lm_eval_duel.results.records import UNCLEAR, Average, GapClosed, Row, Speeds, TaskComparison

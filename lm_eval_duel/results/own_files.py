@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from lm_eval_duel import strict_json
+from lm_eval_duel.console import strict_json
 from lm_eval_duel.errors import DuelError
 
 SUFFIXES = (".html", ".md", ".csv", ".json", ".yaml", ".tex", ".png", ".svg", ".pdf")

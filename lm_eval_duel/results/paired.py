@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from lm_eval_duel.core.rates import perplexity
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.estimators.registry import NO_BOUND, Kind, kind_of, of_spec
-from lm_eval_duel.rates import perplexity
 from lm_eval_duel.results import pairs, stats
 from lm_eval_duel.results.table import number, plus_minus
 

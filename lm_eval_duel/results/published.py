@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from lm_eval_duel.arguments import number
+from lm_eval_duel.core.rates import METRICS
 from lm_eval_duel.errors import DuelError, unknown
 from lm_eval_duel.estimators import registry
-from lm_eval_duel.rates import METRICS
 from lm_eval_duel.results.own_files import whole
 
 PAPER = "paper"  # on the command line: the paper's tables, which come with the package

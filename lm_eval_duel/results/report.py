@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from lm_eval_duel.arguments import TRUTH, choice
-from lm_eval_duel.command_line import Flag, Parser
+from lm_eval_duel.console.command_line import Flag, Parser
+from lm_eval_duel.core.rates import METRICS
 from lm_eval_duel.errors import DuelError, usage
 from lm_eval_duel.harness import trace
-from lm_eval_duel.rates import METRICS
 from lm_eval_duel.results import (
     accuracy,
     compare,

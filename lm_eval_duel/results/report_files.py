@@ -8,9 +8,9 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 from urllib.parse import quote
 
+from lm_eval_duel.console.tables import one_line
 from lm_eval_duel.results import tables
 from lm_eval_duel.results.table import MARKDOWN, WORDS, Table, bullets, latex, markdown, plain, spaced
-from lm_eval_duel.tables import one_line
 
 MAX_LENGTH = 100  # characters of a task's name in a file name
 SINGLE = "Each 95 % interval is for its pair alone: of twenty pairs of equal rows, about one is called different."

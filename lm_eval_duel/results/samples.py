@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from lm_eval_duel.rates import METRICS
+from lm_eval_duel.core.rates import METRICS
 from lm_eval_duel.results.own_files import whole
 from lm_eval_duel.tasks.columns import MADE, TOKENS
 

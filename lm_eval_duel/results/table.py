@@ -13,8 +13,8 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from lm_eval_duel.console.tables import csv_cell, markdown_table, one_line, plain_table
 from lm_eval_duel.rules.tables import adaptive, kind, label, without_defaults
-from lm_eval_duel.tables import csv_cell, markdown_table, one_line, plain_table
 
 WORDS = {
     "token_perplexity": "perplexity per token",

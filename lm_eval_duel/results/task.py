@@ -9,8 +9,8 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
+from lm_eval_duel.core.rates import perplexity
 from lm_eval_duel.errors import DuelError
-from lm_eval_duel.rates import perplexity
 from lm_eval_duel.results import samples
 from lm_eval_duel.results.own_files import number
 from lm_eval_duel.results.samples import METRICS, OTHER_NAMES, WRITTEN, Document

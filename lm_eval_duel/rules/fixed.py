@@ -6,7 +6,7 @@ import dataclasses
 from typing import TYPE_CHECKING, ClassVar
 
 from lm_eval_duel.arguments import INTEGER, argument
-from lm_eval_duel.hashing import hashed
+from lm_eval_duel.core.hashing import hashed
 from lm_eval_duel.rules.base import Counted, Decision, rank
 
 if TYPE_CHECKING:

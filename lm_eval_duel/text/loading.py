@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import logging
+import os
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lm_eval_duel import denoisers
-from lm_eval_duel.command_line import process
 from lm_eval_duel.core.denoiser import Denoiser
 from lm_eval_duel.demo import BUNDLED
 from lm_eval_duel.estimators import registry
@@ -46,7 +46,7 @@ def load_scorer(
         DuelError: the checkpoint cannot be read, or the options define no distribution of this network.
     """
     name = options.pretrained or BUNDLED
-    if options.pretrained is None and process()[0] == 0:
+    if options.pretrained is None and os.environ.get("RANK", "0") == "0":
         log.warning(
             "no checkpoint named: scoring with %s, a small bundled demonstration network. Name yours with --model_args "
             "pretrained=<folder or hub name>,...",

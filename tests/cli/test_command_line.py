@@ -11,10 +11,10 @@ import pytest
 from lm_eval.tasks import TaskManager
 from lm_eval.utils import simple_parse_args_string
 
-from lm_eval_duel import command_line
 from lm_eval_duel.cli import main as program
 from lm_eval_duel.cli import run
-from lm_eval_duel.command_line import Exit, Parser, ends
+from lm_eval_duel.console import command_line
+from lm_eval_duel.console.command_line import Exit, Parser, ends
 from lm_eval_duel.errors import DuelError, UsageError
 from lm_eval_duel.harness.lm import DuelMDM
 from lm_eval_duel.options import model_of
@@ -135,7 +135,7 @@ def test_what_is_no_error_of_ours_keeps_its_traceback(error, own):
 def test_a_reader_that_left_is_no_error():
     code = (
         "import os, sys; sys.stdout = os.fdopen(os.open('/dev/full', os.O_WRONLY), 'w')\n"
-        "from lm_eval_duel.command_line import ends\n"
+        "from lm_eval_duel.console.command_line import ends\n"
         "with ends():\n    raise BrokenPipeError(32, 'Broken pipe')"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)

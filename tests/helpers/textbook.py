@@ -6,7 +6,7 @@ import math
 import torch
 
 from lm_eval_duel import reference, rules
-from lm_eval_duel.hashing import hashed
+from lm_eval_duel.core.hashing import hashed
 from lm_eval_duel.reference import best, confidence, entropy_nats
 
 PAPER = {

@@ -5,8 +5,8 @@ import re
 
 import pytest
 
+from lm_eval_duel.console.tables import markdown_table, one_line
 from lm_eval_duel.results.table import LATEX, MARKDOWN
-from lm_eval_duel.tables import markdown_table, one_line
 
 plain, code, escape, rule_name = MARKDOWN.escape, MARKDOWN.code, LATEX.escape, LATEX.rule
 NAMES = (

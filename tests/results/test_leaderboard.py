@@ -20,13 +20,13 @@ from lm_eval._cli import HarnessCLI
 from results import documents, edit, hf, ours, trace
 
 from lm_eval_duel.cli.main import main
+from lm_eval_duel.console.tables import one_line
 from lm_eval_duel.errors import DuelError, UsageError
 from lm_eval_duel.options import Options
 from lm_eval_duel.results.leaderboard import collect, exports, page, parse, views, write
 from lm_eval_duel.results.leaderboard import documents as view
 from lm_eval_duel.results.records import plain
 from lm_eval_duel.results.reveal_order import Traces
-from lm_eval_duel.tables import one_line
 
 TEXTS = [f"text {n}" for n in range(3)]
 TOKENS = (20, 40, 30)

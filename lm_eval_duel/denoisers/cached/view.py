@@ -10,13 +10,13 @@ import dataclasses
 
 import torch
 
+from lm_eval_duel.core.hashing import hashed
 from lm_eval_duel.core.lanes import Lanes, Rows
 from lm_eval_duel.core.view import Positions, View, distinct, masked_positions
 from lm_eval_duel.denoisers.cached.call import nearby, one_each, side_by_side
 from lm_eval_duel.denoisers.cached.kept_keys import Slots
 from lm_eval_duel.denoisers.wrappers.base import Wrapper
 from lm_eval_duel.errors import first_position_unseen
-from lm_eval_duel.hashing import hashed
 
 # Kept numbers that weigh as much as a network token of a call. On a CPU, more blocks at a time are slower.
 CPU_KEPT, GPU_KEPT = 1 << 13, 1 << 17

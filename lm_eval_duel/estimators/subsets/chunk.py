@@ -31,11 +31,11 @@ from typing import NamedTuple, Protocol
 
 import torch
 
+from lm_eval_duel.core.hashing import hashed, uniform
 from lm_eval_duel.core.lanes import Lanes
 from lm_eval_duel.core.reveal import WindowGroup
 from lm_eval_duel.estimators.arguments import BeamArguments
 from lm_eval_duel.estimators.subsets.moves import Level, Moves, Planes, Thin, bits, number_of
-from lm_eval_duel.hashing import hashed, uniform
 
 BEAM = 4  # key of the random numbers, unlike those of other estimators
 MOVES = 64  # subsets of a step that are followed, for each set of a beam

@@ -31,6 +31,7 @@ import torch
 
 from lm_eval_duel import fingerprint, rules
 from lm_eval_duel.core.denoiser import Denoiser
+from lm_eval_duel.core.hashing import uniform
 from lm_eval_duel.core.lanes import Lanes
 from lm_eval_duel.core.predictions import Predictions
 from lm_eval_duel.core.scores import Counts, Sample, Step, WindowScore
@@ -45,7 +46,6 @@ from lm_eval_duel.estimators.subsets.counts import StepCounts
 from lm_eval_duel.estimators.subsets.drawn import compare, exceeds, score_of, token_scores, untempered
 from lm_eval_duel.estimators.subsets.moves import Level, Moves, Planes, Thin, independent
 from lm_eval_duel.estimators.subsets.set_sampler import SetSample, SetSampler
-from lm_eval_duel.hashing import uniform
 
 SCORED_AT_ONCE = 64  # samples
 

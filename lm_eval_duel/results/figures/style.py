@@ -8,8 +8,8 @@ import zlib
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from lm_eval_duel.console.tables import one_line
 from lm_eval_duel.rules.tables import without_defaults
-from lm_eval_duel.tables import one_line
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -10,9 +10,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from lm_eval_duel.arguments import TEXT, whole
-from lm_eval_duel.command_line import PATH, Flag, Parser
+from lm_eval_duel.console.command_line import PATH, Flag, Parser
+from lm_eval_duel.core.rates import METRICS
 from lm_eval_duel.errors import DuelError, usage
-from lm_eval_duel.rates import METRICS
 from lm_eval_duel.results import published, reveal_order
 from lm_eval_duel.results.leaderboard import board, columns, documents, exports, page, views
 from lm_eval_duel.results.leaderboard.board import Board

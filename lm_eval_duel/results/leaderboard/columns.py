@@ -11,8 +11,8 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import ClassVar
 
+from lm_eval_duel.core.rates import METRICS
 from lm_eval_duel.errors import DuelError
-from lm_eval_duel.rates import METRICS
 from lm_eval_duel.results import compare, match
 from lm_eval_duel.results.match import TOKEN_METRICS
 from lm_eval_duel.results.read import Run

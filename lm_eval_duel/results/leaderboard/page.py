@@ -14,13 +14,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lm_eval_duel import strict_json
+from lm_eval_duel.console import strict_json
+from lm_eval_duel.console.tables import one_line
 from lm_eval_duel.results.leaderboard import views
 from lm_eval_duel.results.leaderboard.board import KINDS, Board, BoardRow
 from lm_eval_duel.results.leaderboard.views import Head
 from lm_eval_duel.results.published import UNCHECKED
 from lm_eval_duel.results.table import HTML, WORDS, Cell, Table
-from lm_eval_duel.tables import one_line
 
 ASSETS = Path(__file__).resolve().parent / "assets"
 SCRIPTS = ("table.js", "documents.js")

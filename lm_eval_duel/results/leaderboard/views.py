@@ -8,6 +8,7 @@ from dataclasses import replace
 from operator import attrgetter, itemgetter
 from typing import Any
 
+from lm_eval_duel.console.tables import one_line
 from lm_eval_duel.results import tables
 from lm_eval_duel.results.leaderboard.board import Board, BoardRow
 from lm_eval_duel.results.leaderboard.columns import TaskColumn
@@ -27,7 +28,6 @@ from lm_eval_duel.results.table import (
     plain,
     spaced,
 )
-from lm_eval_duel.tables import one_line
 
 SHORT = {  # heads of the metric's own columns
     "token_perplexity": "ppl/token",

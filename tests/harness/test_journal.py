@@ -1,6 +1,6 @@
 """A file of lines that is only appended to."""
 
-from lm_eval_duel.journal import Journal
+from lm_eval_duel.harness.journal import Journal
 
 
 def test_a_journal_continues_after_its_last_whole_line(tmp_path):

@@ -17,7 +17,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from lm_eval_duel import strict_json
 from lm_eval_duel.arguments import (
     CHECKPOINT,
     COUNT,
@@ -31,8 +30,9 @@ from lm_eval_duel.arguments import (
     choice,
     number,
 )
+from lm_eval_duel.console import strict_json
+from lm_eval_duel.core.rates import METRICS
 from lm_eval_duel.errors import DuelError, UsageError, about_file, unknown, usage
-from lm_eval_duel.rates import METRICS
 
 PROGRAM = "lm-eval-duel"
 FIGURES = ("png", "svg", "pdf")
@@ -195,7 +195,7 @@ FLAGS: dict[str, Flag] = {  # of several commands: the same name, values and hel
 
 def documentation() -> str:
     """Where the documentation is: in the installed package, or beside the package in a checkout."""
-    package = Path(__file__).resolve().parent
+    package = Path(__file__).resolve().parents[1]
     return str(next((folder for folder in (package / "docs", package.parent / "docs") if folder.is_dir()), "docs/"))
 
 
