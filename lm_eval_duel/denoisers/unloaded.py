@@ -9,7 +9,9 @@ Shapes: V tokens, D features.
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,9 +28,10 @@ from lm_eval_duel.denoisers.hf.causal_lm import CAUSAL_LM
 from lm_eval_duel.denoisers.hf.masked_lm import MASKED_LM
 from lm_eval_duel.denoisers.hf.pretrained import max_positions, settle
 from lm_eval_duel.denoisers.load_options import LoadOptions
-from lm_eval_duel.denoisers.published import CONFIGS
 from lm_eval_duel.errors import DuelError
 
+# the entries of published config.json files that a plan needs, so that it works without the hub
+CONFIGS: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_name("published.json").read_text(encoding="utf-8"))
 ROUTED = ".experts."  # in the names of weights of which a position uses `num_experts_per_tok`
 OF_ROWS = ("sigma_map", "adaLN_modulation")  # products of our DiT with the time condition: once a row
 AUTO_CLASSES = {  # by whether attention is causal

@@ -11,7 +11,6 @@ from torch.utils.flop_counter import FlopCounterMode
 from lm_eval_duel import load
 from lm_eval_duel.denoisers import load_tokenizer, unloaded
 from lm_eval_duel.denoisers.cached.denoiser import Cached
-from lm_eval_duel.denoisers.published import CONFIGS
 from lm_eval_duel.errors import DuelError
 
 KINDS = ("max_length", "attention", "block", "published_block", "shift", "vocab_size", "bos", "appends_sep", "family")
@@ -70,7 +69,7 @@ def test_published_networks_have_their_published_sizes():
 
     The autoregressive network lacks the layers that depend on time.
     """
-    sizes = {name: round(unloaded.read(name, {}).size.parameters / 1e6) for name in CONFIGS}
+    sizes = {name: round(unloaded.read(name, {}).size.parameters / 1e6) for name in unloaded.CONFIGS}
     assert list(sizes.values()) == [8016, 7616, 170, 162, 170, 170, 170, 170]
 
 

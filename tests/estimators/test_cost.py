@@ -119,7 +119,7 @@ def test_lattice(networks, kind):
     rows, tokens, _ = counted(denoiser, lattice, texts)
     planned_rows, planned_tokens, _ = planned(lambda w: cost.lattice(setting, w), texts)
     if kind == "bidirectional":
-        spans = [positions for _, _, positions in setting.places(cost.Layout(2, 22, 24))]
+        spans = [block.masked[0] for block in setting.blocks(cost.Layout(2, 22, 24))]
         assert (
             rows == planned_rows == sum(2**positions - 1 for positions in spans)
             and tokens == planned_tokens == 24 * rows
