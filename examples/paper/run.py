@@ -74,12 +74,14 @@ def execute(words: Sequence[str]) -> int:
         raise
 
 
-def run(job: Job, launch: Sequence[str]) -> None:
+def run(job: Job, launch: Sequence[str]) -> bool:
+    """Whether the job finished."""
     job.folder.mkdir(parents=True, exist_ok=True)
     file = job.folder / "config.yaml"
     file.write_text(yaml.safe_dump(job.config), encoding="utf-8")
     if code := execute([*launch, "-m", "lm_eval_duel", "run", "--config", str(file)]):
         print(f"{job.row} {job.task}: FAILED with exit code {code}", flush=True)
+    return not code
 
 
 def beside(job: Job, results: dict[str, Any]) -> Iterator[list[str]]:
@@ -125,18 +127,20 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def main(arguments: Sequence[str]) -> None:
+def main(arguments: Sequence[str]) -> int:
+    """The number of jobs that failed."""
     options = parse(arguments)
-    chosen = list(jobs(options))
+    chosen, failed = list(jobs(options)), 0
     for n, job in enumerate(chosen, 1):
         print(f"[{n}/{len(chosen)}] {job.row} {job.task}{': finished before' if job.results else ''}", flush=True)
         if not job.results:
-            run(job, shlex.split(options.launch))
+            failed += not run(job, shlex.split(options.launch))
     print("| row | task | rule | published | measured | difference | documents |\n|---|---|---|---|---|---|---|")
     for job in chosen:
         for cells in beside(job, job.results) if job.results else ():
             print(f"| {' | '.join(cells)} |")
+    return failed
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    sys.exit(bool(main(sys.argv[1:])))

@@ -147,7 +147,8 @@ def _methods(setting: Any, run: Options) -> Iterator[tuple[str, partial[Any], st
     if (trained := setting.denoiser.noised) is not None:
         noise = NoisedElboArguments(**run.estimator_args) if run.estimator == "noised_elbo" else NoisedElboArguments()
         asked = noise.self_conditioning if noise.self_conditioning != "auto" else trained.self_conditioning
-        passes = {"none": 1, "twice": 2, "chain": noise.steps or trained.steps or 1}[asked]
+        steps = noise.steps or trained.steps or math.inf
+        passes = {"none": 1, "twice": 2, "chain": int(steps) if steps < math.inf else 1}[asked]
         canvas = setting.denoiser.block
         draws = partial(cost.noised, setting, samples=noise.mc_samples, passes=passes, canvas=canvas)
         yield f"noised_elbo {noise.mc_samples}", draws, bound, 0, False

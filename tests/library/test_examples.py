@@ -110,7 +110,7 @@ def test_a_finished_run_of_the_papers_is_not_run_again(tmp_path, monkeypatch, ca
 
     monkeypatch.setattr(paper, "execute", execute)
     words = ["*_block4*", "--recipes", str(tmp_path / "recipes.yaml"), "--out", str(tmp_path), "--limit", "2"]
-    paper.main([*words, "--device", "cpu", "--launch", "python"])
+    assert paper.main([*words, "--device", "cpu", "--launch", "python"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert started == [["python", "-m", "lm_eval_duel"]] * 2
     (oracle, *rules, elbo) = (line.split(" | ") for line in lines if line.startswith(("| oracle", "| zero")))
