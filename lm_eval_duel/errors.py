@@ -42,6 +42,10 @@ class NotFinite(LaneError):
     """The network returned NaN or infinite logits."""
 
 
+class Suspect(LaneError):
+    """The same question has got two answers, so values that were computed before may be wrong, too."""
+
+
 @contextlib.contextmanager
 def naming(name: str | Callable[[int], str]) -> Iterator[None]:
     """Put a name before a DuelError; a function names the window that it concerns, if it concerns one."""

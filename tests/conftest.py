@@ -44,6 +44,14 @@ def lm(folder):
     return DuelMDM(pretrained=folder, rule="greedy", block=4, device="cpu")
 
 
+@pytest.fixture
+def no_row_checks(monkeypatch):
+    """No row is evaluated twice, for tests that count network calls."""
+    from lm_eval_duel.core.row_checks import RowChecks
+
+    monkeypatch.setattr(RowChecks, "due", lambda *_: 0)
+
+
 @pytest.fixture(scope="module")
 def one_load():
     """What is loaded again with the same args is a shallow copy of the network: what is set on it stays its own."""

@@ -64,7 +64,7 @@ class Verification:
         if not self.windows:
             log.warning("verify: all answers came from the response cache, so no window is verified")
         if checked:
-            wrong = any(each.differs for each in checked) and not is_coarse(text.denoiser)
+            wrong = any(each.differs for each in checked) and not text.denoiser.coarse
             log.log(logging.ERROR if wrong else logging.INFO, "%s", in_words(checked))
         return checked
 
@@ -77,14 +77,9 @@ class Verification:
             yield (n, part), recompute(estimator, self.windows[n][part], self.scores[n, part])
 
 
-def is_coarse(denoiser: Denoiser) -> bool:
-    """Whether a network runs in a dtype below float32."""
-    return str(denoiser.describe()["dtype"]) not in ("float32", "float64")
-
-
 def float32_network(options: Options, text: Text, device: str | None) -> Denoiser:
     """The network in float32, or in float64 if that is what it runs in."""
-    if not is_coarse(text.denoiser):
+    if not text.denoiser.coarse:
         return text.denoiser
     arguments = {**options.network, "dtype": "float32", "compile": False}
     return denoisers.load(options.pretrained or BUNDLED, device=device, tokenizer=text.tokenizer, **arguments)

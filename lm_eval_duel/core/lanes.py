@@ -51,6 +51,12 @@ class Rows:
             return cls(*(plane.pin_memory().to(device, non_blocking=True) for plane in planes))
         return cls(*(plane.to(device) for plane in planes))
 
+    def alone(self, row: int) -> Rows:
+        """A copy of one window, without padding."""
+        here, length = slice(row, row + 1), int(self.length[row])
+        ids, visible = (plane[here, :length].clone() for plane in (self.ids, self.visible))
+        return Rows(ids, visible, self.origin[here], self.target[here], self.length[here])
+
     def targets(self, lanes: Lanes) -> torch.Tensor:
         """The token at each position of `lanes`, (R, W)."""
         return self.ids[lanes.row[:, None], lanes.columns.clamp(max=self.ids.shape[1] - 1)]
@@ -118,6 +124,10 @@ class Lanes:
         """Fresh lanes with `masked` (R, W) of their positions still masked and `tokens` (R, W) at the others."""
         shown = torch.where(self.masked & ~masked, tokens, self.tokens)  # (R, W)
         return dataclasses.replace(self, masked=masked, tokens=shown)
+
+    def in_row(self: Self, row: int) -> Self:
+        """These lanes as blocks of the window number `row`."""
+        return dataclasses.replace(self, row=torch.full_like(self.row, row))
 
     def select(self: Self, keep: torch.Tensor | slice) -> Self:
         """The lanes at `keep`: a boolean plane (R,), indices, or a slice."""

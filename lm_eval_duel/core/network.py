@@ -79,12 +79,18 @@ class Network(abc.ABC):
     quantized: bool = False  # its weights are coarser than its dtype
     noised: Noised | None = None  # how it was trained, if its noise is random tokens; None: [MASK] alone
     reads_causally: bool = False  # a `noised` network that is an autoregressive one, too (attention=causal)
+    separate_tokens: int = 0  # of the largest call in which a self-test found that rows are; 0: not tested
     fixed_weights: bool = True  # they do not change; otherwise the spec is read again from `describe` each time
 
     @property
     def by_blocks(self) -> bool:
         """Whether a position sees no later block, so that clean positions are evaluated once."""
         return self.attention in BY_BLOCKS
+
+    @property
+    def coarse(self) -> bool:
+        """Whether it runs in a dtype below float32."""
+        return False
 
     def features(
         self, ids: torch.Tensor, real: torch.Tensor | None, columns: torch.Tensor | None = None
@@ -139,3 +145,8 @@ class Network(abc.ABC):
     def describe(self) -> dict[str, object]:
         """The part of the spec that this network defines, for the fingerprint and the results."""
         return {"denoiser": type(self).__name__}
+
+
+def without_autocast(network: Network) -> torch.autocast:
+    """A context in which an autocast around the call does not count: numbers are those of the dtype in the spec."""
+    return torch.autocast(network.device.type, enabled=False)

@@ -17,20 +17,22 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cached_property
 from typing import TypeAlias, cast
 
 import torch
 
-from lm_eval_duel.core import signals
+from lm_eval_duel.core import row_checks, signals
 from lm_eval_duel.core.budget import Budget
 from lm_eval_duel.core.decision import UnmaskingRule, require_pick
 from lm_eval_duel.core.lanes import Lanes, Queue, Rows
-from lm_eval_duel.core.network import Network
+from lm_eval_duel.core.network import without_autocast
+from lm_eval_duel.core.row_checks import RowChecks
 from lm_eval_duel.core.scores import Counts, IndexedScores, Scores, Step
 from lm_eval_duel.core.tokens import Draw
 from lm_eval_duel.core.view import View
 from lm_eval_duel.core.windows import Window
-from lm_eval_duel.errors import NotFinite, RuleStalled
+from lm_eval_duel.errors import LaneError
 
 BlockSpan: TypeAlias = tuple[int, int, int]  # (row, first column, width) of a block
 
@@ -42,7 +44,12 @@ class WindowGroup:
     windows: list[Window]
     window_indices: list[int]  # the index of each window among all that are scored
     rows: Rows
-    view: View
+    opened: Callable[[Rows], View]  # how windows are opened
+
+    @cached_property
+    def view(self) -> View:
+        """The windows, opened."""
+        return self.opened(self.rows)
 
     def fresh(self, spans: Sequence[BlockSpan]) -> Lanes:
         """Lanes at the start of these blocks."""
@@ -58,7 +65,8 @@ class Reveal:
         lanes: Those to reveal, made when they are needed.
         scores: What adds up the steps, and says which windows are finished.
         budget: How much one network call holds. Out of memory, it is halved.
-        counts: Network calls and rows are added to it.
+        counts: Network calls, rows and checks are added to it.
+        checks: Draws lanes to evaluate them again alone.
         draw: The tokens to reveal at a pick (Algorithm 1). None: the targets (Algorithm 2).
         following: The lanes that finished lanes make possible, which go before those that wait.
     """
@@ -71,27 +79,34 @@ class Reveal:
         scores: Scores,
         budget: Budget,
         counts: Counts,
+        checks: RowChecks,
         draw: Draw | None = None,
         following: Callable[[Lanes], Lanes | None] | None = None,
     ):
         self.group, self.view, self.rule, self.scores, self.draw = group, group.view, rule, scores, draw
-        self.budget, self.counts, self.following = budget, counts, following
+        self.budget, self.counts, self.checks, self.following = budget, counts, checks, following
         self.waiting = Queue(lanes)
         self.active: Lanes | None = None
 
     def __iter__(self) -> IndexedScores:
-        rows, forwards = self.view.evaluated, self.view.forwards
+        rows, forwards, price = self.view.evaluated, self.view.forwards, 0.0
         try:
             while (active := self._fill()) is not None:
+                price = price or self._price(active)
+                if due := self.checks.due(self.counts, len(active), price):
+                    self.checks.compare(self.counts)
                 after = None
                 while after is None:
                     try:
-                        after = self._step(active)
+                        after = self._step(active, due)
                     except torch.OutOfMemoryError:
                         if len(active) == 1:
                             raise
                     if after is None:  # outside the handler, so that the tensors of the step are released
                         active = self._halve(active)
+                self.counts.lane_steps += len(after)
+                if due and not self.view.denoiser.fixed_weights:  # they may change before the next step
+                    self.checks.compare(self.counts)
                 finished = ~after.masked.any(1)  # (R,)
                 self.active = after
                 if finished.any():
@@ -104,8 +119,12 @@ class Reveal:
             self.counts.forwards += self.view.forwards - forwards
             self.counts.rows += self.view.evaluated - rows
 
-    def _step(self, lanes: Lanes) -> Lanes:
-        """The lanes after one step, which is added to the scores."""
+    def _price(self, lanes: Lanes) -> float:
+        """How many lanes cost as much as a whole row."""
+        return max(1.0, float(self.group.rows.length[lanes.row].sum() / self.view.cost(lanes).sum()))
+
+    def _step(self, lanes: Lanes, due: int) -> Lanes:
+        """The lanes after one step, which is added to the scores; `due` of them are drawn to be evaluated again."""
         with naming_window(lanes, self.group.window_indices), without_autocast(self.view.denoiser):
             targets = self.group.rows.targets(lanes) if self.draw is None else None  # (R, W)
             predictions = self.view(lanes, targets)
@@ -117,7 +136,10 @@ class Reveal:
                 tokens = torch.where(decision.pick, cast(torch.Tensor, targets), -1)
             log_prob = predictions.log_prob(tokens)  # (R, W)
             after = lanes.reveal(decision.pick, tokens, decision.memory)  # before the scores: it may run out of memory
+            read = (predictions, tokens, log_prob, self.group.window_indices)
+            drawn = row_checks.draw(due, self.group.opened, self.group.rows, lanes, *read) if due else []
             self.scores.add(Step(lanes, predictions, decision, tokens, log_prob))
+            self.checks.waiting += drawn
         return after
 
     def _fill(self) -> Lanes | None:
@@ -156,7 +178,7 @@ def naming_window(lanes: Lanes, window_indices: Sequence[int]) -> Iterator[None]
     """Add the window, the block and the step to an error in one of `lanes`."""
     try:
         yield
-    except (NotFinite, RuleStalled) as error:
+    except LaneError as error:
         if error.window is not None:
             raise
         lane = error.lane
@@ -164,8 +186,3 @@ def naming_window(lanes: Lanes, window_indices: Sequence[int]) -> Iterator[None]
         position = max(0, int(lanes.start[lane] - lanes.origin[lane]))  # a block may begin inside the context
         place = f"(Window {window}, block at target position {position}, step {int(lanes.step[lane])}.)"
         raise type(error)(f"{error} {place}", window) from None
-
-
-def without_autocast(network: Network) -> torch.autocast:
-    """A context in which an autocast around the call does not count: numbers are those of the dtype in the spec."""
-    return torch.autocast(network.device.type, enabled=False)

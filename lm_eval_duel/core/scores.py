@@ -18,6 +18,10 @@ from lm_eval_duel.core.lanes import Lanes, Rows
 if TYPE_CHECKING:
     from lm_eval_duel.core.predictions import Predictions
 
+WORK = (  # of Counts
+    *("forwards", "rows", "lane_steps", "rows_checked", "rows_differing"),
+    *("decisions", "decisions_checked", "decisions_differing"),
+)
 STATISTICS = ("confidence", "margin", "entropy")  # of Predictions, in a trace
 
 
@@ -77,10 +81,21 @@ class Counts:
     nfe: int | None = 0  # None: more than one order
     forwards: int = 0  # network calls
     rows: int = 0  # rows evaluated
+    lane_steps: int = 0  # steps of lanes
+    rows_checked: int = 0  # lanes that were evaluated again alone
+    rows_differing: int = 0  # those whose predictions differed by more than noise
+    decisions: int = 0  # calls of a user's rule with a real choice
+    decisions_checked: int = 0  # those that were asked again
+    decisions_differing: int = 0  # those that differed
     near_ties: int | None = 0  # None: the rule does not know
     near_tie_windows: int | None = 0  # windows that have any
     all_mask_starts: int = 0
     phases: dict[str, PhaseCounts] = dataclasses.field(default_factory=dict)  # of a two-phase estimate
+
+    def add_work(self, other: Counts) -> None:
+        """Add what another count has of calls and checks, and none of its windows."""
+        for name in WORK:
+            setattr(self, name, getattr(self, name) + getattr(other, name))
 
     def add(self, scored: WindowScore, tokens: int) -> None:
         """Add one finished window of `tokens` target tokens."""

@@ -127,6 +127,15 @@ class InMemory(Denoiser):
         self.fixed_weights = False
 
     @property
+    def coarse(self) -> bool:
+        return self.autocast is not None or self._dtype.itemsize < 4
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        parameter = next(self.module.parameters(), None) if self.module is not None else None
+        return parameter.dtype if parameter is not None else torch.get_default_dtype()
+
+    @property
     def layers(self) -> torch.nn.Module:
         return self.plain.layers
 
@@ -154,9 +163,8 @@ class InMemory(Denoiser):
 
     def describe(self) -> dict[str, object]:
         """The weights are "in memory", the text that the user gave, or a digest of what they are now."""
-        parameter = next(self.module.parameters(), None) if self.module is not None else None
         digested = self.weights == DIGEST and self.module is not None
-        dtype = str(parameter.dtype if parameter is not None else torch.get_default_dtype()).removeprefix("torch.")
+        dtype = str(self._dtype).removeprefix("torch.")
         of_transformers = isinstance(self.plain, Function | masked_lm.MaskedLM | Decoder)  # or nothing to say
         described: dict[str, object] = {
             **({} if of_transformers else self.plain.describe()),

@@ -5,16 +5,17 @@ Shapes: R rows, L row length, B the trained block, D features, V tokens, T of th
 
 from __future__ import annotations
 
-import functools
 import logging
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from lm_eval_duel.core.budget import VALUES, free
 from lm_eval_duel.core.denoiser import Denoiser
+from lm_eval_duel.core.row_checks import is_routed
 from lm_eval_duel.denoisers import user_module
 from lm_eval_duel.denoisers.hf.row_effects import scales_by_length, unscaled_length
+from lm_eval_duel.denoisers.wrappers.base import Wrapper
 from lm_eval_duel.errors import DuelError
 
 log = logging.getLogger("lm_eval.duel_mdm")
@@ -84,7 +85,11 @@ def logits_of(denoiser: Denoiser, rows: torch.Tensor, real: torch.Tensor | None 
 
     MDLM's forward sets them to -1e6 there, next to which all differences between predictions would look like noise.
     """
-    logits = _head(denoiser, denoiser.features(rows, real))
+    return _comparable(denoiser, rows, _head(denoiser, denoiser.features(rows, real)))
+
+
+def _comparable(denoiser: Denoiser, rows: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+    """Logits (R, L, V) of `rows` (R, L), zero at visible positions of a bidirectional network."""
     if denoiser.attention == "bidirectional" and not denoiser.shift and denoiser.max_length > 2:
         logits = logits.masked_fill((rows != denoiser.mask_id)[..., None], 0)
     return logits
@@ -183,27 +188,26 @@ def require_repeatable(denoiser: Denoiser, path: str, length: int = REPEATED) ->
         )
 
 
-def require_separate_rows(
-    denoiser: Denoiser, path: str, function: Callable[[torch.Tensor], torch.Tensor] | None = None, length: int = LENGTH
-) -> None:
-    """Raise DuelError if the other rows of a call change the logits of a row.
+def require_separate_rows(denoiser: Denoiser, path: str, tokens: int = MANY) -> None:
+    """Raise DuelError if the other rows of a call of `tokens` positions change the logits of a row.
 
-    `function`: logits (R, L, V) of rows (R, L); those of `features` by default. The other rows are many and equal, so
-    that they fill an expert's capacity; two short rows fill none.
+    The other rows are many and equal, so that they fill an expert's capacity; two short rows fill none.
     """
-    logits = function or functools.partial(logits_of, denoiser)
+    length = 2 * denoiser.block if denoiser.by_blocks else LENGTH
     row = random_rows(denoiser, length, rows=1)  # (1, L)
-    row = row.repeat(1, length)[:, :length] if function else row  # `function` takes rows of this length alone
+    row = row.repeat(1, length)[:, :length] if denoiser.by_blocks else row
     strangers = [row.flip(1), row[:, :1].expand_as(row)]
     if denoiser.mask_id is not None:
         row[:, 1::2] = denoiser.mask_id
         strangers[1] = torch.full_like(row, denoiser.mask_id)
-    alone, count = logits(row)[0], max(3, MANY // row.shape[1] - 1)
+    alone, count = _last_logits(denoiser, row), max(3, tokens // row.shape[1] - 1)
     allowed = _batch_tolerance(denoiser, alone) if alone.dtype.itemsize >= 4 else BATCH_TOLERANCE_QUANTIZED
-    if not relative_difference(logits(row)[0], alone) <= allowed:
+    if tokens > MANY and is_routed(denoiser):  # among many rows, noise may choose other experts
+        allowed = BATCH_TOLERANCE_QUANTIZED
+    if not relative_difference(_last_logits(denoiser, row), alone) <= allowed:
         return  # it draws random numbers, as `require_repeatable` says
     for stranger in strangers:
-        among = logits(torch.cat([stranger.expand(count, -1), row]))[-1]  # (L, V)
+        among = _last_logits(denoiser, torch.cat([stranger.expand(count, -1), row]))  # (L, V)
         if not relative_difference(among, alone) <= allowed:
             raise DuelError(
                 f"{path} predicts differently for a row alone and for the same row in a batch: its rows influence "
@@ -211,6 +215,34 @@ def require_separate_rows(
                 "number would belong to one text, so it is refused. Put every module into eval mode, and switch the "
                 "capacity off."
             )
+    denoiser.separate_tokens = max(denoiser.separate_tokens, tokens)
+
+
+def cover(denoiser: Denoiser, tokens: int) -> None:
+    """Repeat the test of separate rows with the `tokens` that a call of the run holds, if they were tested at load."""
+    plain = denoiser
+    while isinstance(plain, Wrapper):
+        plain = plain.plain
+    if not plain.splits_head:  # its calls hold fewer
+        tokens = min(tokens, VALUES // plain.vocab_size)
+    while 0 < plain.separate_tokens < tokens:
+        try:
+            with torch.inference_mode(), user_module.buffers_kept(plain):
+                require_separate_rows(plain, str(getattr(plain, "path", "The network")), tokens)
+            return
+        except torch.OutOfMemoryError:  # neither will a call of the run have as many
+            free(plain.device)
+            tokens //= 2
+
+
+def _last_logits(denoiser: Denoiser, rows: torch.Tensor) -> torch.Tensor:
+    """The logits (L, V) of the last of `rows` (R, L), as in `logits_of`."""
+    if denoiser.by_blocks:
+        seen, position = _seen(denoiser)
+        features, _ = denoiser.stream(rows, position.expand_as(rows), seen.expand(len(rows), -1, -1), None)
+    else:
+        features = denoiser.features(rows, None)
+    return _comparable(denoiser, rows[-1:], _head(denoiser, features[-1:]))[0]
 
 
 def ties_when_all_mask(denoiser: Denoiser) -> bool:
@@ -230,10 +262,7 @@ def _by_blocks(denoiser: Denoiser, path: str) -> None:
             "they are constant."
         )
     rows = random_rows(denoiser, 2 * block).repeat(1, 2 * block)[:, : 2 * block]  # (2, 2 B)
-    position = torch.arange(2 * block, device=rows.device)
-    seen = position[:, None] // block >= position // block  # (2 B, 2 B)
-    if denoiser.attention == "causal_prefix":
-        seen[:block] = position[:block, None] >= position
+    seen, position = _seen(denoiser)
 
     def logits(ids: torch.Tensor) -> torch.Tensor:
         features, _ = denoiser.stream(ids, position.expand_as(ids), seen.expand(len(ids), -1, -1), None)
@@ -241,7 +270,7 @@ def _by_blocks(denoiser: Denoiser, path: str) -> None:
 
     whole = logits(rows)
     require_finite(whole, path)
-    require_separate_rows(denoiser, path, logits, 2 * block)
+    require_separate_rows(denoiser, path)
     later, own = rows.clone(), rows.clone()
     later[:, block:] = rows[:, :1]
     own[:, -1] = denoiser.mask_id
@@ -257,6 +286,16 @@ def _by_blocks(denoiser: Denoiser, path: str) -> None:
         denoiser, all_mask, BATCH_TOLERANCE
     )
     denoiser.honours_padding = True  # padding lies in later blocks, or is masked
+
+
+def _seen(denoiser: Denoiser) -> tuple[torch.Tensor, torch.Tensor]:
+    """Which of two blocks' positions each of them sees (2 B, 2 B), and the positions (2 B,)."""
+    block = denoiser.block
+    position = torch.arange(2 * block, device=denoiser.device)
+    seen = position[:, None] // block >= position // block  # (2 B, 2 B)
+    if denoiser.attention == "causal_prefix":
+        seen[:block] = position[:block, None] >= position
+    return seen, position
 
 
 def rotary_frequencies(model: torch.nn.Module, config: Any, path: str) -> None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import ClassVar, NamedTuple
 
 import torch
@@ -22,8 +23,10 @@ from lm_eval_duel.core.budget import Budget, plan
 from lm_eval_duel.core.denoiser import Denoiser
 from lm_eval_duel.core.lanes import Rows, blocks, groups
 from lm_eval_duel.core.reveal import BlockSpan, WindowGroup
+from lm_eval_duel.core.row_checks import RowChecks
 from lm_eval_duel.core.scores import Counts, IndexedScores, WindowScore
 from lm_eval_duel.core.windows import Window
+from lm_eval_duel.denoisers import self_tests
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.estimators.checks import check_windows, require_masks, resolve_block, resolve_grid
 
@@ -71,7 +74,9 @@ class Estimator(abc.ABC):
         self.block = resolve_block(denoiser, block)
         self.grid = resolve_grid(denoiser, grid)
         self.budget = plan(denoiser, self.block, self.grid, batch_size, max_batch_size)  # of a network call, at present
+        self_tests.cover(denoiser, self.budget.tokens)
         self.counts = Counts()  # of what has been computed; may be shared by estimators
+        self.row_checks = RowChecks()
 
     def describe(self) -> dict[str, object]:
         """The entries of the spec that define this estimator's numbers."""
@@ -127,6 +132,7 @@ class Estimator(abc.ABC):
                 window = group.windows[row]
                 self.counts.add(score, len(window.target) - len(window.known))
                 yield from ((n, score) for n in equal[window])
+        self.row_checks.compare(self.counts)  # the last ones that were drawn
 
     def groups(
         self, windows: Sequence[Window], window_indices: Sequence[int], generating: bool = False
@@ -140,7 +146,7 @@ class Estimator(abc.ABC):
     def open(self, windows: list[Window], window_indices: list[int], generating: bool = False) -> WindowGroup:
         """One group of windows; `window_indices`: of each among all that are scored."""
         rows = Rows.from_windows(windows, self.denoiser.device)
-        return WindowGroup(windows, window_indices, rows, self.denoiser.open(rows, generating))
+        return WindowGroup(windows, window_indices, rows, partial(self.denoiser.open, generating=generating))
 
     def _buckets(self, windows: Sequence[Window]) -> list[int]:
         """The bucket of each window: as many in a row as fill a few calls, so that sorting them saves the padding."""

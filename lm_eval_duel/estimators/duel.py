@@ -21,6 +21,7 @@ from lm_eval_duel import fingerprint, rules
 from lm_eval_duel.core.decision import EVALUATE_ALL, UnmaskingRule
 from lm_eval_duel.core.denoiser import Denoiser
 from lm_eval_duel.core.reveal import BlockSpan, Reveal, WindowGroup
+from lm_eval_duel.core.row_checks import is_coarse
 from lm_eval_duel.core.scores import IndexedScores, Sample, WindowScore, WindowScores
 from lm_eval_duel.core.tokens import Argmax, Draw, Draws
 from lm_eval_duel.core.windows import Ids, Window, as_ids, target_parts
@@ -57,10 +58,12 @@ class DuelEstimator(Estimator):
         self.rule = rule_for(denoiser, rules.parse(rule) if isinstance(rule, str) else rule)
         check_rule(denoiser, self.rule)
         super().__init__(denoiser, block, **layout)
-        # what the loop asks: the rule with its checks
-        self.followed = rules.with_checks(
-            rules.blockwise(self.rule, self.block) if self.rule.spans_blocks else self.rule
-        )
+
+    @property
+    def followed(self) -> rules.Rule:
+        """What the loop asks: the rule with its checks."""
+        rule = rules.blockwise(self.rule, self.block) if self.rule.spans_blocks else self.rule
+        return rules.with_checks(rule, self.counts, is_coarse(self.denoiser))
 
     def blocks(self, window: Window) -> list[tuple[int, int]]:
         places = super().blocks(window)
@@ -90,6 +93,7 @@ class DuelEstimator(Estimator):
             for row, scored in self.score_blocks(group, self.block_spans(group), replay):
                 self.counts.add(scored, len(group.windows[row].target) - len(group.windows[row].known))
                 scores[group.window_indices[row]] = scored
+        self.row_checks.compare(self.counts)
         return scores
 
     def orders(self, windows: Sequence[Window], steps: Sequence[Ids]) -> list[tuple[int, ...]]:
@@ -161,10 +165,12 @@ class DuelEstimator(Estimator):
             samples = Samples(group, self, stop)
             rule, draw = self.sampler(None if keys is None else [keys[n] for n in group.window_indices], seed)
             first = group.fresh([samples.next_block(row) for row in range(len(group.windows))])
-            sampled = Reveal(group, rule, [first], samples, self.budget, self.counts, draw, samples.following)
+            work = (self.budget, self.counts, self.row_checks)
+            sampled = Reveal(group, rule, [first], samples, *work, draw, samples.following)
             for row, sample in cast(Iterator[tuple[int, Sample]], sampled):
                 self.counts.add(sample, len(sample.tokens))
                 yield group.window_indices[row], sample
+        self.row_checks.compare(self.counts)
 
     def sampler(self, keys: Sequence[int] | None, seed: int) -> tuple[UnmaskingRule, Draw]:
         """The rule and the tokens to sample in rows with these keys; None: the most probable tokens."""
@@ -182,11 +188,11 @@ class DuelEstimator(Estimator):
         """
         fresh = group.fresh(spans)
         expected = torch.zeros_like(group.rows.target).index_add_(0, fresh.row, fresh.masked.sum(1))  # (N,)
-        scores = WindowScores(group.rows, self.traced, expected)
+        scores, work = WindowScores(group.rows, self.traced, expected), (self.budget, self.counts, self.row_checks)
         if rule.fixed:  # all states are known before any is evaluated
             states = fixed_states(self, group, rule, spans)
-            return iter(Reveal(group, EVALUATE_ALL, states, scores, self.budget, self.counts))
-        return iter(Reveal(group, rule, [fresh], scores, self.budget, self.counts))
+            return iter(Reveal(group, EVALUATE_ALL, states, scores, *work))
+        return iter(Reveal(group, rule, [fresh], scores, *work))
 
 
 class Autoregressive(DuelEstimator):

@@ -22,6 +22,7 @@ import dataclasses
 import logging
 import math
 from collections.abc import Iterator
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -116,10 +117,11 @@ class Elbo(Estimator):
 
     def score_group(self, group: WindowGroup) -> IndexedScores:
         if self.form == "score_entropy":
-            view = cast(SEDD, self.denoiser).open_at(group.rows, lambda lanes: lanes.memory[1][:, 0])
-            group = dataclasses.replace(group, view=view)
+            opened = partial(cast(SEDD, self.denoiser).open_at, level=lambda lanes: lanes.memory[1][:, 0])
+            group = dataclasses.replace(group, opened=opened)
         sums = ElboSums(group, self)
-        yield from Reveal(group, EVALUATE_ALL, self._draws(group, sums), sums, self.budget, self.counts)
+        work = (self.budget, self.counts, self.row_checks)
+        yield from Reveal(group, EVALUATE_ALL, self._draws(group, sums), sums, *work)
         yield from sums.rest()
 
     def _draws(self, group: WindowGroup, sums: ElboSums) -> Iterator[Lanes]:

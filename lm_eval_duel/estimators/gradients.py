@@ -23,7 +23,8 @@ from torch.autograd.function import once_differentiable
 from lm_eval_duel.core.budget import Budget
 from lm_eval_duel.core.denoiser import Denoiser
 from lm_eval_duel.core.lanes import Lanes, Rows
-from lm_eval_duel.core.reveal import WindowGroup, without_autocast
+from lm_eval_duel.core.network import without_autocast
+from lm_eval_duel.core.reveal import WindowGroup
 from lm_eval_duel.core.view import View
 from lm_eval_duel.core.windows import Ids, Window
 from lm_eval_duel.errors import DuelError

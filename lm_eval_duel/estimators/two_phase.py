@@ -128,8 +128,8 @@ class TwoPhase(Estimator):
         if not spans:
             return
         duel, phase = self.phases[name], self.counts.phases.setdefault(name, PhaseCounts())
-        duel.counts = self.counts
-        before, group = copy.copy(self.counts), dataclasses.replace(group, view=duel.denoiser.open(group.rows))
+        duel.counts, duel.row_checks = self.counts, self.row_checks
+        before, group = copy.copy(self.counts), dataclasses.replace(group, opened=duel.denoiser.open)
         scores = duel.score_blocks(group, spans, duel.followed)
         try:
             while True:

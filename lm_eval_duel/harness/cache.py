@@ -39,6 +39,7 @@ log = logging.getLogger("lm_eval.duel_mdm")
 
 SPEC = "lm_eval_duel spec"
 RULES, RULE_CODE = "lattice_rules", "lattice_rule_code"  # stored with the spec: the rules that a lattice follows
+SUSPECT = "lm_eval_duel suspect"  # why the answers may be wrong
 WINDOW = "window "  # before the key of a window of a request that is not finished
 TIMEOUT = 60  # seconds to wait for a file that another rank is writing
 KEYS = 'SELECT key FROM "unnamed"'
@@ -126,6 +127,10 @@ class ResponseCache:
         if was_full:
             log.info("%s is writable again: the %d answers that waited are saved", self.path, len(self.waiting))
         self.waiting.clear()
+
+    def suspect(self, reason: str) -> None:
+        """Note that the answers may be wrong: they are not used any more, and not deleted."""
+        self.keep(SUSPECT, reason)
 
     def forget(self, keys: Sequence[str]) -> None:
         """Delete records, as far as possible."""
@@ -244,5 +249,11 @@ def _checked_keys(
         raise DuelError(
             f"The --use_cache file {path} was written under another spec ({theirs}, this run is "
             f"{fingerprint.digest(spec)}): {changed}. Name another file, or delete this one."
+        )
+    if SUSPECT in keys:
+        reason = next(map(_read, _select(file, path, READ, SUSPECT)), None)
+        raise DuelError(
+            f"The answers in the --use_cache file {path} are suspect ({fingerprint.digest(spec)}): {reason} Once that "
+            "is mended, delete the file or name another one."
         )
     return keys

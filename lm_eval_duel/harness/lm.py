@@ -11,7 +11,7 @@ from lm_eval.api.model import TemplateLM
 
 from lm_eval_duel import fingerprint
 from lm_eval_duel.demo import BUNDLED
-from lm_eval_duel.errors import DuelError, unchained
+from lm_eval_duel.errors import DuelError, Suspect, unchained
 from lm_eval_duel.options import Options
 
 if TYPE_CHECKING:
@@ -115,12 +115,15 @@ class DuelMDM(TemplateLM):
         remaining = [n for n in work.order if n not in answers]
         run.count_cached(len(answers), len(remaining))
         with run.show(work, remaining) as progress, run.computing():
-            for done in work.finished(remaining):
-                work.save(done)  # first: whatever fails below, this request is not lost
-                answers[done.n] = done.answer
-                work.count(done)
-                progress.finish_request(len(done.windows))
-                run.write_trace(work, done)
+            try:
+                for done in work.finished(remaining):
+                    work.save(done)  # first: whatever fails below, this request is not lost
+                    answers[done.n] = done.answer
+                    work.count(done)
+                    progress.finish_request(len(done.windows))
+                    run.write_trace(work, done)
+            except Suspect as error:
+                raise run.suspected(error, self.fingerprint) from None
         with run.computing():
             work.after()
         return batch.spread([work.reply(n, answers[n]) for n in range(len(answers))])

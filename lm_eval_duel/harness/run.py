@@ -17,6 +17,7 @@ from tqdm import tqdm
 from lm_eval_duel.core import signals
 from lm_eval_duel.core.scores import Counts, WindowScore
 from lm_eval_duel.core.windows import Window
+from lm_eval_duel.errors import Suspect
 from lm_eval_duel.estimators import registry
 from lm_eval_duel.estimators.base import Estimator
 from lm_eval_duel.estimators.duel import DuelEstimator
@@ -177,6 +178,15 @@ class Run:
             self.stats.seconds += time.perf_counter() - start
             if self.trace is not None:
                 self.trace.flush()
+
+    def suspected(self, error: Suspect, digest: str) -> Suspect:
+        """The error with what it means for saved answers; a response cache is marked, so that no later run uses it."""
+        where = "results files"
+        if self.store is not None:
+            self.store.suspect(str(error))
+            where = f"{self.store.path}, which are kept and not used any more, and those in results files"
+        suspects = f"Suspect: all answers with the fingerprint {digest} in {where}."
+        return Suspect(f"{error} {suspects}", error.window)
 
     def count_cached(self, cached: int, remaining: int) -> None:
         """Count the answers from the response cache, and log them in the harness's words."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from lm_eval_duel.audit import checked
@@ -291,12 +291,22 @@ class RunStats:
         return lines
 
     def warnings(self) -> list[str]:
-        """For the log: the tasks with text that the tokenizer does not know."""
+        """For the log: the tasks with text that the tokenizer does not know, and checks with two answers."""
         return [
-            f"{task}: {unknown_share(total.unknown.total(), total.tokens)}"
-            for task, total in self.tasks.items()
-            if total.unknown
+            *self._two_answers(),
+            *(
+                f"{task}: {unknown_share(total.unknown.total(), total.tokens)}"
+                for task, total in self.tasks.items()
+                if total.unknown
+            ),
         ]
+
+    def _two_answers(self) -> Iterator[str]:
+        """What differed more than its noise when it was computed again: counted, since the numbers are coarse."""
+        for what, how in (("rows", "evaluated again alone"), ("decisions", "asked of the rule again")):
+            differing, checked = (self.counts.get(f"{what}_{each}") for each in ("differing", "checked"))
+            if differing:
+                yield f"{differing} of {checked} {what} that were {how} differ by more than noise of this dtype"
 
     @property
     def balance(self) -> str:

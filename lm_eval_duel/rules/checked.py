@@ -11,48 +11,71 @@ import traceback
 from typing import TYPE_CHECKING, Any
 
 from lm_eval_duel.core.decision import Decision
-from lm_eval_duel.errors import DuelError, RuleStalled
+from lm_eval_duel.errors import DuelError, RuleStalled, Suspect
 from lm_eval_duel.rules.around import Around
 from lm_eval_duel.rules.base import Rule
 
 if TYPE_CHECKING:
     import torch
 
-REPEATED = 8  # calls with a real choice that are repeated
+    from lm_eval_duel.core.scores import Counts
+
+SHARE = 1 / 16  # of a rule's calls that are repeated, in a long run
 NOISE = 1e-5  # of memory, relative and absolute: the same sums in another order
 
 
-def with_checks(rule: Rule) -> Rule:
-    """The rule, with the innermost one checked at every step if a user wrote it."""
+def with_checks(rule: Rule, counts: Counts, coarse: bool) -> Rule:
+    """The rule, with the innermost one checked at every step if a user wrote it.
+
+    `counts`: of the run; its checks are added to it. `coarse`: the network's numbers are, so a different answer is
+    counted and does not end the run.
+    """
     if type(rule).__module__.partition(".")[0] != "lm_eval_duel":
-        return Checked(rule)
+        return Checked(rule, counts, coarse)
     if isinstance(rule, Around) and not isinstance(rule, Checked):
-        return dataclasses.replace(rule, rule=with_checks(rule.rule))
+        return dataclasses.replace(rule, rule=with_checks(rule.rule, counts, coarse))
     return rule
 
 
 @dataclasses.dataclass(frozen=True)
 class Checked(Around):
-    """A user's rule, which may return the pick alone.
+    """A user's rule, which may return the pick alone. In its lanes `row` is zero: a rule knows no window's number.
 
-    Its first calls with a real choice are repeated, on the same predictions and on one lane alone: picks and memory
-    must agree, except in near ties. This detects a rule that is no function of a lane's predictions; it proves nothing.
+    Throughout a run some calls are repeated, on the same predictions and on one lane alone, drawn by a hash of (window,
+    block, step): picks and memory must agree, except in near ties. This detects a rule that is no function of a lane's
+    predictions; it proves nothing.
 
     Raises:
-        DuelError: the rule raised an exception, returned something else than planes of the lanes' shape and device,
-            changed the lanes, or decided differently when it was asked again.
+        DuelError: the rule raised an exception, returned something else than planes of the lanes' shape and device, or
+            changed the lanes.
+        Suspect: it decided differently when it was asked again.
         RuleStalled: it picked nothing, unless it may wait and its step or memory moves on, or what is not masked.
     """
 
-    repeats: list[int] = dataclasses.field(default_factory=lambda: [REPEATED], init=False, repr=False, compare=False)
+    counts: Counts = dataclasses.field(repr=False, compare=False)
+    coarse: bool = dataclasses.field(repr=False, compare=False)
 
     def __call__(self, predictions: Any, lanes: Any) -> Decision:
-        choice = (lanes.masked.sum(1) > 1).nonzero()[:, 0].tolist() if self.repeats[0] else []  # lanes with a choice
-        if not choice:
-            return self._decided(predictions, lanes)
-        self.repeats[0] -= 1
-        others = choice[1:] or choice  # what a rule draws for the first lane may be what it draws for one alone
-        return self._repeated(predictions, lanes, others[self.repeats[0] % len(others)])
+        lane = self._drawn(lanes)
+        lanes = lanes.in_row(0)
+        return self._decided(predictions, lanes) if lane is None else self._repeated(predictions, lanes, lane)
+
+    def _drawn(self, lanes: Any) -> int | None:
+        """The lane with a real choice that is asked again alone; None: this call is not repeated."""
+        from lm_eval_duel.core.row_checks import FIRST, wanted
+        from lm_eval_duel.hashing import hashed
+
+        choice = (lanes.masked.sum(1) > 1).nonzero()[:, 0]  # (r,)
+        if not len(choice):
+            return None
+        self.counts.decisions += 1
+        count = self.counts.decisions
+        if self.counts.decisions_checked >= int(min(count, FIRST) + wanted(count, SHARE)):
+            return None
+        self.counts.decisions_checked += 1
+        choice = choice[1:] if len(choice) > 1 else choice  # a draw for the first lane may be that for one alone
+        keys = (lanes.row, lanes.start - lanes.origin, lanes.step)
+        return int(choice[hashed(*(key[choice] for key in keys)).argmin()])
 
     def _repeated(self, predictions: Any, lanes: Any, lane: int) -> Decision:
         """The rule's decision, which must be the same when it is asked again, and for `lane` alone."""
@@ -63,15 +86,29 @@ class Checked(Around):
         if not all(map(torch.equal, before, _planes(lanes))):
             raise DuelError(f"Rule {self} changed the lanes that it was given; it must return new tensors.")
         near = decision.near_tie
-        self._compare(decision, self._decided(predictions, lanes), ~near, "when it was asked again")
+        again = self._decided(predictions, lanes)
         width = int(lanes.width[lane])
-        alone = None if predictions is None else predictions.of_lane(lane, width)
-        again = self._decided(alone, _alone(lanes, lane, width))
+        single = None if predictions is None else predictions.of_lane(lane, width)
+        alone = self._decided(single, _alone(lanes, lane, width))
         here = slice(lane, lane + 1)
         cut = Decision(decision.pick[here, :width], None, tuple(plane[here, :width] for plane in decision.memory))
-        tie = near[here] if alone is None else near[here] | alone.all_mask
-        self._compare(cut, again, ~tie, "when it was asked about one lane alone")
+        tie = near[here] if single is None else near[here] | single.all_mask
+        if not _agree(decision, again, ~near):
+            self._differs("when it was asked again")
+        elif not _agree(cut, alone, ~tie):
+            self._differs("when it was asked about one lane alone", lane)
         return decision
+
+    def _differs(self, when: str, lane: int = 0) -> None:
+        """Count a different decision; raise Suspect unless the network's numbers are coarse."""
+        self.counts.decisions_differing += 1
+        if not self.coarse:
+            raise Suspect(
+                f"Rule {self} is not deterministic: it decided otherwise {when}. A rule is a function of a lane's own "
+                "predictions, masked positions, step and memory; anything else gives no likelihood, so every value "
+                "that was computed with it is suspect.",
+                lane=lane,
+            )
 
     def _decided(self, predictions: Any, lanes: Any) -> Decision:
         """The rule's decision, of the right form."""
@@ -133,23 +170,20 @@ class Checked(Around):
                 waits |= (old != new).flatten(1).any(1)
         return waits
 
-    def _compare(self, decision: Decision, again: Decision, lanes: torch.Tensor, when: str) -> None:
-        """Raise DuelError unless both are one decision in `lanes` (R,) bool."""
-        import torch
-
-        one, other = ((decided.pick, *decided.memory) for decided in (decision, again))
-        same = len(one) == len(other)
-        for old, new in zip(one, other, strict=False):
-            same = same and old.shape == new.shape
-            same = same and torch.allclose(old[lanes].double(), new[lanes].double(), NOISE, NOISE, equal_nan=True)
-        if not same:
-            raise DuelError(
-                f"Rule {self} is not deterministic: it decided otherwise {when}. A rule is a function of a lane's own "
-                "predictions, masked positions, step and memory; anything else gives no likelihood."
-            )
-
     def __str__(self) -> str:
         return str(self.rule)
+
+
+def _agree(one: Decision, other: Decision, lanes: torch.Tensor) -> bool:
+    """Whether both are one decision in `lanes` (R,) bool."""
+    import torch
+
+    first, second = ((decided.pick, *decided.memory) for decided in (one, other))
+    return len(first) == len(second) and all(
+        old.shape == new.shape
+        and torch.allclose(old[lanes].double(), new[lanes].double(), NOISE, NOISE, equal_nan=True)
+        for old, new in zip(first, second, strict=True)
+    )
 
 
 def _planes(lanes: Any) -> list[torch.Tensor]:

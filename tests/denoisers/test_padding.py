@@ -237,6 +237,23 @@ def test_networks_whose_rows_influence_each_other_are_refused():
     agree(scorer.log_prob(windows), [scorer.log_prob([window])[0] for window in windows])
 
 
+def test_the_largest_call_of_a_run_is_tested():
+    class Floor(Experts):  # room for 128 tokens in any call
+        def forward(self, ids, real):
+            self.capacity = 128 / ids.numel()
+            return super().forward(ids, real)
+
+    def crowd(rows):
+        return lambda ids, real: Experts()(ids, real) * (1 + 0.1 * (len(ids) > rows))
+
+    for network in (Floor(), crowd(16)):
+        with pytest.raises(DuelError, match="rows influence each other"):
+            in_memory(network)
+    assert in_memory(crowd(256))  # 2048 tokens are 256 rows of 8
+    with pytest.raises(DuelError, match="rows influence each other"):
+        in_memory(crowd(256), batch_size=200)
+
+
 def test_batch_normalisation_in_training_mode_is_refused_and_its_statistics_stay():
     network = Normalised().train()
     before = {name: buffer.clone() for name, buffer in network.named_buffers()}

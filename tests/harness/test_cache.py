@@ -12,7 +12,7 @@ from lm_eval.api.model import CachingLM, hash_args
 from lm_eval.models.dummy import DummyLM
 from sqlitedict import SqliteDict
 
-from lm_eval_duel.errors import DuelError
+from lm_eval_duel.errors import DuelError, Suspect
 from lm_eval_duel.harness import trace
 from lm_eval_duel.harness.lm import DuelMDM
 
@@ -89,6 +89,22 @@ def test_no_code_of_a_record_runs(model, tmp_path):
     with pytest.raises(DuelError, match="no spec of duel-mdm"):  # its spec is none any more, either
         cached(model(), tmp_path)
     assert not (tmp_path / "ran").exists()
+
+
+def test_suspect_answers_are_kept_and_not_used_again(model, tmp_path, monkeypatch):
+    """A network that changes after some calls ends the run; what was saved stays, and the file says why."""
+    first = cached(model(batch_size=2), tmp_path)
+    network, calls = first.lm.denoiser, itertools.count()
+    features = network.features
+    monkeypatch.setattr(network, "features", lambda *args, **more: features(*args, **more) * (1 + (next(calls) > 9)))
+    asked = requests([(" ".join(words),) for words in itertools.product("abcdefgh", repeat=2)])
+    with pytest.raises(Suspect, match=rf"task toy, .*{first.lm.fingerprint} in .*c_rank0.db"):
+        first.loglikelihood_rolling(asked)
+    assert 0 < len(keys(first)) == first.lm.run.progress.finished < len(asked)
+    with pytest.raises(DuelError, match="db are suspect"):
+        cached(model(), tmp_path)
+    with pytest.raises(DuelError, match="db are suspect"):  # another rank's counts as well
+        cached(model(), tmp_path, rank=1)
 
 
 def test_a_full_disk_stops_nothing(model, tmp_path, caplog):

@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import math
+import random
 from typing import ClassVar
 
 import pytest
@@ -11,10 +12,10 @@ from laws import total
 from toys import Toy
 
 from lm_eval_duel import Window, rules
-from lm_eval_duel.errors import DuelError
+from lm_eval_duel.core.row_checks import FIRST
+from lm_eval_duel.errors import DuelError, Suspect
 from lm_eval_duel.estimators.duel import DuelEstimator
 from lm_eval_duel.estimators.subsets.lattice import Lattice
-from lm_eval_duel.rules.checked import REPEATED
 
 
 def largest(lanes, scores):
@@ -137,6 +138,57 @@ def test_a_rule_that_is_no_function_of_what_it_sees_is_refused(how, around):
 
 
 @dataclasses.dataclass(frozen=True)
+class Sometimes(Own):
+    """Negative control: one call in twenty reveals the first position instead."""
+
+    chance: ClassVar = random.Random(1)
+
+    def __call__(self, predictions, lanes):
+        if self.chance.random() < 0.05:
+            return lanes.masked & (lanes.masked.cumsum(1) == 1)
+        return super().__call__(predictions, lanes)
+
+
+def test_a_rule_that_is_random_now_and_then_is_found():
+    torch.manual_seed(0)
+    found, toy = 0, Toy(length=12)
+    windows = [Window((), tuple(torch.randint(3, (12,)).tolist())) for _ in range(30)]
+    for seed in range(10):
+        Sometimes.chance.seed(seed)
+        try:
+            DuelEstimator(toy, Sometimes(), 12, batch_size=1).log_prob(windows)
+        except Suspect as error:
+            found += "Window" in str(error)
+    assert found >= 9
+
+
+def test_what_a_rule_decides_differently_is_counted_where_numbers_are_coarse():
+    class Coarse(Toy):
+        coarse = True
+
+    duel = DuelEstimator(Coarse(length=8), Chance("batch"), 8)
+    assert len(duel.log_prob([Window((), (n, 0, 1, 2, 0, 1, 2, n)) for n in range(3)])) == 3
+    assert 0 < duel.counts.decisions_differing <= duel.counts.decisions_checked
+
+
+@dataclasses.dataclass(frozen=True)
+class ReadsRow(Own):
+    """A rule that prefers late positions in windows with odd numbers."""
+
+    def __call__(self, predictions, lanes):
+        odd = (lanes.row % 2 == 1)[:, None]
+        score = torch.where(odd, torch.arange(lanes.masked.shape[1]).double(), predictions.confidence)
+        return lanes.masked & (rules.rank(torch.where(lanes.masked, -score, math.inf)) < 1)
+
+
+def test_a_rule_does_not_know_the_number_of_a_window():
+    windows = [Window((), tuple(torch.randint(3, (8,)).tolist())) for _ in range(6)]
+    duel = DuelEstimator(Toy(), ReadsRow(), 8)
+    alone = [duel.log_prob([window])[0].log_prob for window in windows]
+    assert [score.log_prob for score in duel.log_prob(windows)] == pytest.approx(alone, abs=1e-9)
+
+
+@dataclasses.dataclass(frozen=True)
 class Counting(Own):
     """Counts its calls."""
 
@@ -147,9 +199,10 @@ class Counting(Own):
         return super().__call__(predictions, lanes)
 
 
-def test_a_rule_is_asked_again_in_its_first_calls_with_a_choice():
+def test_a_rule_is_asked_again_throughout_a_run():
     Counting.calls.clear()
     duel = DuelEstimator(Toy(length=12), Counting(), 12)
     assert math.isfinite(duel.log_prob([Window((), (0,) * 12), Window((), (1,) * 12)])[0].log_prob)
-    assert len(Counting.calls) == 12 + 2 * REPEATED
+    assert duel.counts.decisions == 11 and duel.counts.decisions_checked >= FIRST
+    assert len(Counting.calls) == 12 + 2 * duel.counts.decisions_checked
     assert abs(total(duel, 3) - 1) < 1e-9

@@ -127,6 +127,10 @@ class Pretrained(Denoiser):
         self.excluded = excluded_columns(self.tokens, self.mask_id, columns, self.path, self.device)
 
     @property
+    def coarse(self) -> bool:
+        return self.dtype.itemsize < 4
+
+    @property
     def layers(self) -> torch.nn.Module:
         return self.model
 

@@ -23,6 +23,10 @@ class Wrapper(Denoiser):
         self.model = getattr(plain, "model", None) or getattr(plain, "network", None)
 
     @property
+    def coarse(self) -> bool:
+        return self.plain.coarse
+
+    @property
     def layers(self) -> torch.nn.Module:
         return self.plain.layers
 

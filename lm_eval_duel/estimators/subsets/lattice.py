@@ -30,6 +30,7 @@ from lm_eval_duel.core.decision import EVALUATE_ALL, require_pick
 from lm_eval_duel.core.denoiser import Denoiser
 from lm_eval_duel.core.lanes import Lanes
 from lm_eval_duel.core.reveal import Reveal, WindowGroup
+from lm_eval_duel.core.row_checks import is_coarse
 from lm_eval_duel.core.scores import STATISTICS, IndexedScores, Step, WindowScore
 from lm_eval_duel.estimators.arguments import LatticeArguments, check_block
 from lm_eval_duel.estimators.base import Estimator, Value
@@ -83,7 +84,7 @@ class Lattice(Estimator):
         self.name = value
         followed = tuple(rules.parse(rule) if isinstance(rule, str) else rule for rule in follow)
         own = LatticeArguments(followed)
-        self.rules = [rules.with_checks(rule) for rule in followed]
+        self.rules = list(followed)
         super().__init__(denoiser, block, **layout)
         check_block(value, own, self.block, only=denoiser.block is not None)
         self.empty_score = LatticeScore(
@@ -97,7 +98,7 @@ class Lattice(Estimator):
 
     def score_group(self, group: WindowGroup) -> IndexedScores:
         sums = LatticeSums(group, self)
-        return iter(Reveal(group, EVALUATE_ALL, sums.states(), sums, self.budget, self.counts))
+        return iter(Reveal(group, EVALUATE_ALL, sums.states(), sums, self.budget, self.counts, self.row_checks))
 
 
 class LatticeSums:
@@ -105,6 +106,8 @@ class LatticeSums:
 
     def __init__(self, group: WindowGroup, lattice: Lattice):
         self.group, self.lattice = group, lattice
+        coarse = is_coarse(lattice.denoiser)
+        self.followed = [rules.with_checks(rule, lattice.counts, coarse) for rule in lattice.rules]
         count, self.length = group.rows.ids.shape
         like = torch.zeros(count, self.length, dtype=torch.float64, device=group.rows.ids.device)  # (N, L)
         self.totals = like.new_zeros(count, len(LATTICE))  # (N, 3)
@@ -148,7 +151,7 @@ class LatticeSums:
         (number, block), state = (plane[:, 0] for plane in lanes.memory), number_of(lanes.masked)  # (R,) each
         lanes = dataclasses.replace(lanes, memory=())
         statistics = [getattr(predictions, name).double() for name in STATISTICS] if self.lattice.traced else []
-        decided = [rule(predictions, lanes) for rule in self.lattice.rules]
+        decided = [rule(predictions, lanes) for rule in self.followed]
         for rule, choice in zip(self.lattice.rules, decided, strict=True):
             require_pick(rule, choice)
         parts = {n: number == n for n in number.unique().tolist()}

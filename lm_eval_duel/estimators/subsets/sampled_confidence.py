@@ -143,8 +143,7 @@ class SampledConfidence(SetSampler, DuelEstimator):
         scorer.counts = Counts()
         windows = [Window(contexts[n], sample.tokens, suffixes[n], sample.tail) for n, sample in samples]
         scores = scorer.log_prob(windows)
-        self.counts.forwards += scorer.counts.forwards
-        self.counts.rows += scorer.counts.rows
+        self.counts.add_work(scorer.counts)
         names = ("log_prob", "is_greedy", "stderr", "beam")
         return [
             (n, SetSample(**vars(_unscored(sample)) | {name: getattr(score, name) for name in names}))

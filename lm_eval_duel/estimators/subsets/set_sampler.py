@@ -185,7 +185,7 @@ class SetSampler(Estimator):
 
     def score_group(self, group: WindowGroup) -> IndexedScores:
         sums = SetSums(group, self)
-        scores = (sums.fresh(), sums, self.budget, self.counts)
+        scores = (sums.fresh(), sums, self.budget, self.counts, self.row_checks)
         return iter(Reveal(group, EVALUATE_ALL, *scores, following=sums.following))
 
     def values(self, scored: WindowScore) -> dict[str, Value]:

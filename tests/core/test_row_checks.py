@@ -1,0 +1,146 @@
+"""Rows evaluated again alone during a run: what is found, what is not stopped, and what it costs."""
+
+import dataclasses
+import math
+
+import pytest
+import torch
+from toys import BlockCausal, Causal, CausalPrefix, Rotary, Small, Toy
+
+from lm_eval_duel.core.row_checks import FIRST, SHARE, RowChecks, wanted
+from lm_eval_duel.core.scores import Counts
+from lm_eval_duel.core.windows import Window
+from lm_eval_duel.errors import Suspect
+from lm_eval_duel.estimators.duel import Autoregressive, DuelEstimator
+from lm_eval_duel.estimators.elbo import Elbo
+from lm_eval_duel.estimators.subsets.lattice import Lattice
+
+
+class Faulty(Toy):
+    """What a row's predictions are multiplied by, given the flat position of its tokens in the call."""
+
+    coarse = False
+    calls = 0
+
+    def factor(self, row, rows, token):
+        return torch.ones_like(token)
+
+    def features(self, ids, real):
+        self.calls += 1
+        token = torch.arange(ids.numel()).view(ids.shape)  # (R, L)
+        return super().features(ids, real) * self.factor(token[:, :1] // ids.shape[1], len(ids), token)[..., None]
+
+
+class Capacity(Faulty):
+    def factor(self, row, rows, token):
+        return torch.where(token < 128, 1.0, 0.5)
+
+
+class Crowd(Faulty):
+    def factor(self, row, rows, token):
+        return torch.full(token.shape, 0.9 if rows > 16 else 1.0)
+
+
+class Counter(Faulty):
+    def factor(self, row, rows, token):
+        return torch.full(token.shape, 0.9 if self.calls > 40 else 1.0)
+
+
+class Neighbour(Faulty):
+    """The last row of a call of several depends on the others."""
+
+    def factor(self, row, rows, token):
+        return torch.where((row == rows - 1) & (rows > 1), 0.9, 1.0).expand(token.shape)
+
+
+def windows(count, length=8, tokens=3, context=0, seed=0):
+    drawn = torch.randint(tokens, (count, length), generator=torch.Generator().manual_seed(seed)).tolist()
+    return [Window(row[:context], row[context:]) for row in drawn]
+
+
+FAULTS = [(Capacity, None), (Crowd, None), (Counter, 2), (Neighbour, 8)]
+
+
+@pytest.mark.parametrize(("fault", "batch_size"), FAULTS)
+def test_rows_that_others_or_earlier_calls_change_end_a_run(fault, batch_size):
+    estimator = DuelEstimator(fault(), "greedy", 4, batch_size=batch_size)
+    finished = {}
+    with pytest.raises(Suspect) as raised:
+        for index, score in estimator.stream(windows(40)):
+            finished[index] = score
+    assert raised.value.window is not None and f"Window {raised.value.window}," in str(raised.value)
+    assert estimator.counts.rows_differing == 1
+    assert all(math.isfinite(score.log_prob) for score in finished.values())
+
+
+@pytest.mark.parametrize(("fault", "batch_size"), FAULTS)
+def test_with_coarse_numbers_they_are_counted(fault, batch_size):
+    toy = fault()
+    toy.coarse = True
+    estimator = DuelEstimator(toy, "greedy", 4, batch_size=batch_size)
+    assert len(estimator.log_prob(windows(40))) == 40
+    assert 0 < estimator.counts.rows_differing <= estimator.counts.rows_checked
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: Elbo(Crowd(), samples=64),
+        lambda: Lattice(Crowd(), block=4),
+        lambda: DuelEstimator(Crowd(), "left_to_right", 4),
+    ],
+)
+def test_every_way_of_scoring_is_checked(make):
+    with pytest.raises(Suspect):
+        make().log_prob(windows(20))
+
+
+def test_samples_and_recorded_orders_are_checked():
+    with pytest.raises(Suspect):
+        DuelEstimator(Crowd(), "greedy", 4).sample([window.target for window in windows(30, length=4)], 4)
+    orders = [(0, 1, 2, 3) * 2] * 20
+    with pytest.raises(Suspect):
+        DuelEstimator(Crowd(), "greedy", 4).replay(windows(20), orders)
+
+
+def ordinary():
+    """Estimators of every kind of view, and windows of two lengths."""
+    ragged = [*windows(12), *windows(6, length=5, seed=1)]
+    prefixed = [dataclasses.replace(window, context=(0,)) for window in windows(9, length=7)]
+    toys = (Toy(), Toy(honours_padding=False), Rotary(), BlockCausal(4, length=8), Small(3))
+    for toy in toys:
+        yield DuelEstimator(toy, "greedy", 4), ragged
+        yield DuelEstimator(toy, "threshold:mu=0.5", 4, batch_size=2), ragged
+        yield DuelEstimator(toy, "random", 4), ragged
+    yield Autoregressive(Causal()), ragged
+    yield DuelEstimator(CausalPrefix(length=8), "greedy"), prefixed
+    yield Elbo(Toy(), samples=32), ragged
+    yield Lattice(Toy(), block=4), ragged
+
+
+def test_ordinary_networks_never_differ(subtests):
+    for estimator, scored in ordinary():
+        with subtests.test(f"{type(estimator.denoiser).__name__} {estimator.describe()}"):
+            estimator.log_prob(scored)
+            counts = estimator.counts
+            assert counts.rows_checked >= min(FIRST, counts.lane_steps) and counts.rows_differing == 0
+
+
+def test_a_training_run_may_change_the_weights_between_steps():
+    toy = Toy()
+    toy.fixed_weights = False
+    estimator = DuelEstimator(toy, "greedy", 4, batch_size=1)
+    for _ in estimator.stream(windows(8)):
+        toy.out = toy.out * 1.1
+    assert estimator.counts.rows_checked >= FIRST
+
+
+def test_the_share_of_a_long_run_is_small():
+    checks, counts, price = RowChecks(), Counts(), 1.0
+    for _ in range(20_000):
+        counts.rows_checked += checks.due(counts, 10, price)
+        counts.lane_steps += 10
+    assert SHARE <= counts.rows_checked / counts.lane_steps < 1.05 * SHARE
+    assert counts.rows_checked == int(FIRST + wanted(200_000))
+    few = Counts()
+    assert checks.due(few, 3, price) == 3 and checks.due(few, 50, 10 * price) >= FIRST
