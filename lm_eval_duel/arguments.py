@@ -21,7 +21,7 @@ from typing import Any, TypeVar, get_args
 
 from lm_eval_duel.errors import DuelError, unknown
 
-NOTHING = (None, "", "none", "None", "null")
+NOTHING = (None, "none", "None", "null")
 MAX_FACTOR = 1e20  # of logits: a larger one may overflow float32
 INTEGERS = 2**63  # those of tensors are smaller
 MISSING = dataclasses.MISSING
@@ -44,6 +44,11 @@ class Kind:
         Raises:
             DuelError: any other value; the message names the argument and what it takes.
         """
+        if value == "" and self.nothing is NOTHING:
+            raise DuelError(
+                f"'{name}'{of} is {self.words}; got an empty value, as from a shell variable that is not set. Leave "
+                f"'{name}' out for the default."
+            )
         if value in self.nothing:
             return None
         try:

@@ -117,6 +117,8 @@ class Options(NetworkArguments):
         Raises:
             UsageError: one is wrong; the message names it, and the nearest known name.
         """
+        if arguments.get("rule") == "":
+            MODEL_ARGUMENTS["rule"].read("rule", "")  # raises
         name = MODEL_ARGUMENTS["preset"].read("preset", arguments.get("preset"))
         preset = None if name is None else presets.find(name)
         estimators = _estimator_arguments({**(preset.arguments if preset else {}), **arguments})

@@ -19,6 +19,7 @@ from lm_eval_duel.denoisers.cached.denoiser import Cached
 from lm_eval_duel.errors import DuelError, UsageError
 from lm_eval_duel.estimators.duel import DuelEstimator
 
+pytestmark = pytest.mark.usefixtures("no_row_checks")
 LENGTH, BLOCK = 14, 4
 RULES = ("greedy:k=3", "left_to_right:k=1", "threshold:mu=0.3", "klass:mu=0.2:nu=0.5", "entropy_bound:gamma=1.5")
 SMALL = ["--layers", "1", "--hidden_size", "64", "--vocab", "300", "--length", "20", "--windows", "2", "--repeats", "1"]
@@ -121,11 +122,11 @@ def test_an_arm_is_one_entry(monkeypatch):
         (["demo-mdm", "--length", "500"], "--length"),
         (["--model_args", "rule=gredy"], "Did you mean greedy?"),
         (["--model_args", "temperature=2"], "temperature"),
-        (["--hidden_size", "100", "--vocab", "50"], "a multiple of 64"),
+        (["--hidden_size", "100"], "a multiple of 64"),
         (["--peak_of", "our"], "Did you mean ours?"),
     ],
 )
 def test_what_is_refused(words, named):
     with pytest.raises(DuelError) as error:
-        main([*SMALL, *words])
+        main(words)
     assert named in str(error.value)

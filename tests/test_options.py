@@ -109,6 +109,8 @@ WRONG = (  # model args, and what the error names: the argument, its value, the 
     ({"rule": "greedy:k=2", "k": 3}, "'k' is given twice"),
     ({"rule": "threshold"}, "mu"),
     ({"block": 0}, "'block'"),
+    *(({name: ""}, f"'{name}'") for name in ("block", "rule", "trace", "cache", "mc_samples", "pretrained")),
+    ({"rule": "greedy:k="}, "'k'"),
     ({"windows": "independant"}, "Did you mean independent?"),
     ({"batch_size": 0}, "'batch_size'"),
     ({"dtype": "flot32"}, "Did you mean float32?"),

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lm_eval_duel._autoload import MODELS, register
-from lm_eval_duel.console.command_line import FLAGS, KEY_VALUES, be_quiet, documentation
+from lm_eval_duel.console.command_line import FLAGS, KEY_VALUES, be_quiet, documentation, once
 from lm_eval_duel.errors import UsageError, unknown, usage
 from lm_eval_duel.options import Options
 from lm_eval_duel.tasks import named, task_folder
@@ -97,9 +97,8 @@ def _named(arguments: Sequence[str]) -> list[str]:
     model = [] if ours.model is None else ["--model", ours.model]
     if not (name or ours.model_args):
         return [*model, *rest]
-    given = {"pretrained": name} if name else {}
-    for text in ours.model_args:
-        given |= FLAGS["model_args"].read("--model_args", text)
+    texts = [FLAGS["model_args"].read("--model_args", text) for text in ours.model_args]
+    given = once([*({"pretrained": name} if name else {}).items(), *(pair for text in texts for pair in text.items())])
     if ours.model in (None, *MODELS):
         Options.parse(given)
     return [*model, "--model_args", json.dumps(given), *rest]

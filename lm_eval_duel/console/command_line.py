@@ -13,7 +13,7 @@ import json
 import os
 import sys
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -131,9 +131,19 @@ def _file(value: Any) -> str:
 def key_values(text: str) -> dict[str, Any]:
     """`key=value,...` or a JSON object as a dict, with values of the types that lm_eval gives them."""
     if text.lstrip().startswith("{"):
-        return json.loads(text)
+        return json.loads(text, object_pairs_hook=once)
     pairs = [part.partition("=") for part in text.strip().split(",") if part]
-    return {key: _value(value.strip()) for key, _, value in pairs}
+    return once([(key, _value(value.strip())) for key, _, value in pairs])
+
+
+def once(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    """Pairs as a dict; raises DuelError for a key with two values."""
+    result: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in result:
+            raise DuelError(f"'{key}' is given twice, as {key}={result[key]} and {key}={value}. Leave one of them out.")
+        result[key] = value
+    return result
 
 
 def _value(text: str) -> Any:
@@ -238,12 +248,16 @@ class Parser(argparse.ArgumentParser):
     def parse_known_args(
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> tuple[argparse.Namespace, list[str]]:
-        spelled = [*(sys.argv[1:] if args is None else args)]
+        spelled, given = [*(sys.argv[1:] if args is None else args)], set()
         for n, word in enumerate(spelled):
             if word == "--":
                 break
             if word.startswith("--"):
                 spelled[n] = self._spelled(word)
+                flag = spelled[n].partition("=")[0]
+                if flag in given:
+                    self.error(f"{flag} is given twice")
+                given.add(flag)
         parsed, rest = super().parse_known_args(spelled, namespace)
         with usage():
             for name, flag in self.flags.items():

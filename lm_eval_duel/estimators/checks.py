@@ -10,6 +10,8 @@ from lm_eval_duel import rules
 from lm_eval_duel.arguments import BLOCK, Argument, choice
 from lm_eval_duel.core.denoiser import Denoiser
 from lm_eval_duel.core.windows import Window
+from lm_eval_duel.denoisers.wrappers.base import Wrapper
+from lm_eval_duel.denoisers.wrappers.guidance import Guided
 from lm_eval_duel.errors import DuelError, another_block, first_position_unseen, random_tokens
 
 log = logging.getLogger("lm_eval.duel_mdm")
@@ -211,7 +213,7 @@ def _problem(denoiser: Denoiser, block: int | None, grid: str, window: Window, i
             )
     if window.known and (denoiser.attention != "bidirectional" or denoiser.cache):
         return "has known target positions, which only a bidirectional network without cache= sees from the first step."
-    if window.known and "cfg_scale" in denoiser.describe():
+    if window.known and _is_guided(denoiser):
         return "has known target positions, and cfg_scale masks what is given: leave one of them out."
     if window.tail:
         end = len(window.target) + (len(window.context) if grid == "row" else 0)
@@ -221,3 +223,12 @@ def _problem(denoiser: Denoiser, block: int | None, grid: str, window: Window, i
                 f"block {block} do not. Off a border the value is not a probability."
             )
     return None
+
+
+def _is_guided(denoiser: Denoiser) -> bool:
+    """Whether a denoiser is under classifier-free guidance, perhaps inside other wrappers."""
+    while isinstance(denoiser, Wrapper):
+        if isinstance(denoiser, Guided):
+            return True
+        denoiser = denoiser.plain
+    return False

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from lm_eval.api.model import TemplateLM
 
 from lm_eval_duel import fingerprint
+from lm_eval_duel.console.command_line import key_values
 from lm_eval_duel.demo import BUNDLED
 from lm_eval_duel.errors import DuelError, Suspect, unchained
 from lm_eval_duel.options import Options
@@ -39,7 +40,7 @@ class DuelMDM(TemplateLM):
         if "lm_eval.evaluator" in sys.modules:  # as in lm_eval's command; elsewhere patches.py would import torch here
             from lm_eval_duel.harness import patches
 
-            patches.print_errors_in_one_line()
+            patches.in_lm_evals_command()
         self.options = options = Options.parse(arguments)
         # torch and transformers are imported only after the arguments were checked
         from lm_eval_duel.estimators import registry
@@ -60,6 +61,13 @@ class DuelMDM(TemplateLM):
         self.run = self._new_run()
         if self.rank == 0:
             self._log_spec(registry.ignored_args(arguments, options.estimator))
+
+    @classmethod
+    @unchained()
+    def create_from_arg_string(cls, arg_string: str, additional_config: dict[str, Any] | None = None) -> DuelMDM:
+        """The model of `key=value,...`; raises DuelError for a key with two values, of which lm-eval takes the last."""
+        key_values(arg_string)
+        return super().create_from_arg_string(arg_string, additional_config)
 
     # ------------------------------------------------------------ requests
 

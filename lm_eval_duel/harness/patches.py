@@ -42,6 +42,7 @@ from lm_eval.api.task import Task
 from lm_eval.tasks import TaskManager
 
 from lm_eval_duel._autoload import MODELS
+from lm_eval_duel.console.command_line import key_values, once
 from lm_eval_duel.demo import BUNDLED
 from lm_eval_duel.errors import DuelError, too_few_documents
 from lm_eval_duel.harness.cache import ResponseCache, unreadable
@@ -58,11 +59,28 @@ def apply() -> None:
         _patch(loggers.evaluation_tracker.GeneralConfigTracker, "log_experiment_args", _name_model)
 
 
-def print_errors_in_one_line() -> None:
-    """In lm_eval's own command, as in `lm-eval-duel run`, a DuelError is one line; elsewhere it keeps its traceback."""
+def in_lm_evals_command() -> None:
+    """In lm_eval's own command, as in `lm-eval-duel run`, a DuelError is one line; elsewhere it keeps its traceback.
+
+    Raises:
+        DuelError: its command line gives a model arg twice, of which lm-eval takes the last value.
+    """
     command = Path(sys.argv[0])
     if command.stem in ("lm_eval", "lm-eval") or command.parts[-2:] == ("lm_eval", "__main__.py"):
         sys.excepthook = _one_line
+        once(pair for text in _model_args(sys.argv[1:]) for pair in key_values(text).items())
+
+
+def _model_args(words: list[str]) -> Iterator[str]:
+    """The values of --model_args on a command line."""
+    inside = False
+    for word in words:
+        flag, _, value = word.partition("=")
+        if word.startswith("-"):
+            inside = flag in ("--model_args", "-a")
+            word = value
+        if inside and word:
+            yield word
 
 
 def _one_line(kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> None:

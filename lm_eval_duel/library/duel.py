@@ -23,7 +23,7 @@ from lm_eval_duel.estimators import registry
 from lm_eval_duel.estimators.arguments import TwoPhaseArguments
 from lm_eval_duel.estimators.two_phase import TwoPhase
 from lm_eval_duel.library.ids import SAMPLERS, OnIds
-from lm_eval_duel.library.keywords import estimator_options, own_arguments, pretrained_options
+from lm_eval_duel.library.keywords import AUTO, DUEL, GREEDY, estimator_options, own_arguments, pretrained_options
 from lm_eval_duel.library.results import GeneratedText, TextEstimate, TextScore
 from lm_eval_duel.library.texts import TextOrIds, beside, generate_texts, score_texts
 from lm_eval_duel.options import Windows
@@ -99,10 +99,10 @@ class Duel(OnIds):
         cls,
         name: str = "demo-mdm",
         *,
-        rule: str | Rule = "greedy",
-        block: Block = "auto",
-        grid: Grid = "auto",
-        estimator: str = "duel",
+        rule: str | Rule = GREEDY,
+        block: Block = AUTO,
+        grid: Grid = AUTO,
+        estimator: str = DUEL,
         windows: Windows = "independent",
         device: str | None = None,
         tokenizer: str | PreTrainedTokenizerBase | None = None,
@@ -125,7 +125,12 @@ class Duel(OnIds):
         Raises:
             DuelError: If an argument is wrong or the checkpoint cannot be read.
         """
-        sampler = {"rule": str(rule), "block": block, "grid": grid, "estimator": estimator}
+        sampler = {
+            "rule": rule if isinstance(rule, str) else str(rule),
+            "block": block,
+            "grid": grid,
+            "estimator": estimator,
+        }
         loaded = tokenizer if not isinstance(tokenizer, str) else None
         named = {"tokenizer": tokenizer} if isinstance(tokenizer, str) else {}
         options = pretrained_options(name, sampler, {"windows": windows, **named, **network})

@@ -10,7 +10,14 @@ from lm_eval_duel.errors import DuelError, unknown
 from lm_eval_duel.estimators import registry
 from lm_eval_duel.options import MODEL_ARGUMENTS, Options
 
-UNSET = {"rule": "greedy", "block": "auto", "grid": "auto", "estimator": "duel"}  # the defaults of `from_pretrained`
+
+class Default(str):
+    """The default of a keyword of `from_pretrained`, unlike the same value where it is given."""
+
+
+GREEDY: Any = Default("greedy")
+AUTO: Any = Default("auto")
+DUEL: Any = Default("duel")
 HARNESS_ARGS = ("trace", "verify", "order", "parallelize")  # not args of a Duel
 
 
@@ -19,9 +26,8 @@ def pretrained_options(name: str, sampler: Mapping[str, Any], arguments: Mapping
     for key in HARNESS_ARGS:
         if key in arguments:
             raise DuelError(f"'{key}' is a model arg of the harness's model; Duel.from_pretrained does not take it.")
-    if arguments.get("preset"):  # it sets what is not given
-        sampler = {key: value for key, value in sampler.items() if value != UNSET[key]}
-    return Options.parse({"pretrained": name, **sampler, **arguments})
+    given = {key: value for key, value in sampler.items() if not isinstance(value, Default)}  # a preset sets others
+    return Options.parse({"pretrained": name, **given, **arguments})
 
 
 def own_arguments(entry: registry.Entry) -> list[str]:

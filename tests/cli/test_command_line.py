@@ -171,6 +171,28 @@ def test_key_values_are_those_of_lm_eval():
         assert repr(command_line.key_values(text)) == repr(simple_parse_args_string(text)), value
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--model_args", "demo-bd,block=8,block=16"],
+        ["--model_args", '{"block": 8, "block": 16}'],
+        ["--model_args", "block=8", "--model_args", "block=16"],
+        ["demo-bd", "--model_args", "pretrained=demo-bd"],
+    ],
+)
+def test_what_is_given_twice_is_an_error_that_names_both_values(words, monkeypatch):
+    with pytest.raises(DuelError, match=r"block=8 and block=16|model_args is given twice|named twice"):
+        model_of(Parser("x", "", "", "", *MODEL).parse_args(words))
+    with pytest.raises(DuelError, match=r"block=8 and block=16|pretrained=demo-bd"):
+        run._named(words)
+    monkeypatch.setattr(sys, "argv", ["/bin/lm_eval", "run", *words[words[0] == "demo-bd" :], "--tasks", "x=1,x=2"])
+    if words[0] != "demo-bd":
+        with pytest.raises(DuelError, match="block=8 and block=16"):
+            DuelMDM(pretrained="demo-bd", block=16)
+    with pytest.raises(DuelError, match="block=8 and block=16"):
+        DuelMDM.create_from_arg_string("pretrained=demo-bd,block=8,block=16")
+
+
 def test_the_model_is_named_alike_in_every_command():
     for words in (
         ["demo-bd", "--model_args", "block=4"],

@@ -187,7 +187,7 @@ def test_lattice_and_bound_agree_with_the_rules_that_they_follow_and_with_each_o
 # ---------------------------------------------------------------- what is evaluated, and what is refused
 
 
-def test_a_block_costs_one_row_and_then_its_own_cells():
+def test_a_block_costs_one_row_and_then_its_own_cells(no_row_checks):
     toy = Counting(length=10)
     duel = DuelEstimator(Cached(toy, "dual"), "greedy", 4)
     toy.positions = 0

@@ -8,6 +8,8 @@ import torch
 from toys import Toy
 
 from lm_eval_duel import Duel, Window
+from lm_eval_duel.denoisers.wrappers.guidance import Guided
+from lm_eval_duel.denoisers.wrappers.warpers import Warped
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.estimators.elbo import Elbo
 
@@ -89,3 +91,10 @@ def test_where_known_positions_are_refused():
     with pytest.raises(DuelError, match="bidirectional"):
         Duel(Causal(), block=2).log_prob([Window((), TARGET, known=KNOWN)])
     assert window.key != Window(CONTEXT, TARGET, SUFFIX).key
+
+
+def test_guidance_is_refused():
+    guided = Guided(Toy(), 1.5)
+    for denoiser in (guided, Warped(guided, temperature=0.5)):
+        with pytest.raises(DuelError, match="cfg_scale"):
+            Duel(denoiser, block=2).log_prob([Window(CONTEXT, TARGET, SUFFIX, known=KNOWN)])
