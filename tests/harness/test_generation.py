@@ -105,12 +105,12 @@ VALUES = (
 )
 GOOD = {  # the values of VALUES that a setting takes
     "until": ("", "none", "warm", "0.7", "5", [], ["a"], ()),
-    "do_sample": (0, 1, True, False, "", "none"),
-    "temperature": (0, 1, 5, 0.5, 2.7, "", "none", "0.7", "5"),
-    "top_k": (0, 1, 5, "", "none", "5"),
-    "top_p": (1, 0.5, 1e-45, "", "none", "0.7"),
+    "do_sample": (0, 1, True, False, "none"),
+    "temperature": (0, 1, 5, 0.5, 2.7, "none", "0.7", "5"),
+    "top_k": (0, 1, 5, "none", "5"),
+    "top_p": (1, 0.5, 1e-45, "none", "0.7"),
     "num_beams": (1, True),
-    **dict.fromkeys(LENGTHS, (1, 5, "", "none", "5")),
+    **dict.fromkeys(LENGTHS, (1, 5, "none", "5")),
 }
 
 
