@@ -15,13 +15,13 @@ from typing import NamedTuple
 
 import torch
 
+from lm_eval_duel.core.hashing import hashed
 from lm_eval_duel.core.lanes import Lanes, Rows
 from lm_eval_duel.core.network import Network, without_autocast
 from lm_eval_duel.core.predictions import Predictions
 from lm_eval_duel.core.scores import Counts
 from lm_eval_duel.core.view import View
 from lm_eval_duel.errors import Suspect
-from lm_eval_duel.core.hashing import hashed
 
 log = logging.getLogger("lm_eval.duel_mdm")
 

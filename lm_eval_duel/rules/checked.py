@@ -62,8 +62,8 @@ class Checked(Around):
 
     def _drawn(self, lanes: Any) -> int | None:
         """The lane with a real choice that is asked again alone; None: this call is not repeated."""
-        from lm_eval_duel.core.row_checks import FIRST, wanted
         from lm_eval_duel.core.hashing import hashed
+        from lm_eval_duel.core.row_checks import FIRST, wanted
 
         choice = (lanes.masked.sum(1) > 1).nonzero()[:, 0]  # (r,)
         if not len(choice):
