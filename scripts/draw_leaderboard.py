@@ -21,7 +21,7 @@ def main() -> None:
     results = ROOT / "lm_eval_duel" / "demo" / "results"
     with tempfile.TemporaryDirectory() as folder:
         site = Path(folder) / "site"
-        arguments = ["leaderboard", results, "--trace", results / "traces", "--title", "The bundled models on sotu"]
+        arguments = ["leaderboard", results, "--traces", results / "traces", "--title", "The bundled models on sotu"]
         subprocess.run([sys.executable, "-m", "lm_eval_duel", *arguments, "--out", site], check=True, cwd=ROOT)
         window = browser.Browser(Path(folder) / "profile", WIDTH, HEIGHT)
         window.call("Emulation.setDeviceMetricsOverride", width=WIDTH, height=HEIGHT, deviceScaleFactor=1, mobile=False)

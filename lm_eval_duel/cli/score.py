@@ -3,51 +3,52 @@
 from __future__ import annotations
 
 import argparse
-import csv
+import contextlib
 import dataclasses
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lm_eval_duel.arguments import MISSING, TEXT, TRUTH
 from lm_eval_duel.console.command_line import FILE, FLAGS, PATH, STDOUT, Flag, Parser, process, write_json
 from lm_eval_duel.console.strict_json import finite
-from lm_eval_duel.console.tables import csv_cell
 from lm_eval_duel.core.rates import perplexity, ratio
 from lm_eval_duel.errors import DuelError, too_few_documents, usage
 from lm_eval_duel.estimators.registry import Kind, arguments, find, kind_of, of_spec
 from lm_eval_duel.estimators.subsets.sums import BeamSums
 from lm_eval_duel.options import Options, model_of
-from lm_eval_duel.results.paired import PairedDifference, Scored, Texts, difference, key_of, unknown_error
-from lm_eval_duel.results.records import plain
-from lm_eval_duel.results.table import Cell as TableCell
-from lm_eval_duel.results.table import Column, Table
-from lm_eval_duel.results.table import plain as text_of
+from lm_eval_duel.results import compare, match, pairs, read, report, stats, tables
+from lm_eval_duel.results.paired import Scored, key_of
+from lm_eval_duel.results.rows import Pair, Row
+from lm_eval_duel.results.table import LEVEL, Table, csv_text, number, pm, spaced
 from lm_eval_duel.rules import PARAMETERS, RULES
-from lm_eval_duel.rules.tables import without_defaults
 from lm_eval_duel.tasks import own_text
 
 if TYPE_CHECKING:
     from lm_eval_duel.harness.lm import DuelMDM
     from lm_eval_duel.harness.totals import Total
 
-FORMAT = "lm_eval_duel score"
 TASK = "score"  # what traces and results call these documents
-PRINTS = """\
+SETTINGS = ("block", "cache")  # network arguments that a comparison of checkpoints holds fixed
+OF_CHECKPOINT = ("tokenizer", "revision", "family", "adapter", "mask_token_id", "sigma")  # not another checkpoint's
+PRINTS = f"""\
 Prints a line for each document (tokens, log-probability in nats, perplexity per token and per word, bits per byte) and
 the total with its standard error over documents. The numbers are those of the harness: the same windows, special tokens
 and model args. Words are those of the text without white space around it; the harness counts one more for a text that
 ends in a newline. An estimate or a bound has its Monte Carlo error in a column of its own.
---compare scores the same texts under other models and ends with the paired differences: in nats per token if both
-count the same tokens, else per byte, each with its 95 % interval over documents and a verdict.
+--compare scores the same texts under other models and prints a line for each model, then the paired differences to the
+first: in nats per token if all count the same tokens, else per byte. Each has its {LEVEL} (bootstrap over documents;
+it includes the Monte Carlo error of estimates and bounds) and, from {pairs.FEW} documents on, a verdict. --documents
+prints the lines of single documents, too.
 A .jsonl, .json, .parquet or .csv file has a document in each row (--field names the column); a .txt or .md file is one
 document, or with --lines one for each line. The file - is standard input.
 """
 
 
 @dataclasses.dataclass(frozen=True)
-class Row(Scored):
-    """One line of the output."""
+class Line(Scored):
+    """One line of the output: a document, or the total."""
 
     name: str = ""
     unknown: int = 0  # [UNK] tokens
@@ -84,46 +85,51 @@ def main(arguments: Sequence[str]) -> None:
     from lm_eval_duel.harness.lm import DuelMDM
 
     setup_logging()
-    every: list[tuple[dict[str, Any], list[Row]]] = []
+    every: list[dict[str, Any]] = []
     try:
-        for model in (options.model, *options.others):
+        for model in (options.model, *(_fitting(other, options.model) for other in options.others)):
             lm = DuelMDM(**model)
-            if (rows := score(lm, texts)) is not None:
-                every.append((figures_of(lm, rows), rows))
-                if options.json != STDOUT:
-                    print(("\n" if len(every) > 1 else "") + table(every[-1][0]), flush=True)
+            if (lines := score(lm, texts)) is not None:
+                every.append(figures_of(lm, lines))
+                if options.json != STDOUT and (options.documents or not options.others):
+                    print(("\n" if len(every) > 1 else "") + table(every[-1]), flush=True)
     finally:  # models that are finished are kept if a later one fails
         if every:
             write(options, every)
 
 
-def write(options: argparse.Namespace, every: Sequence[tuple[dict[str, Any], Sequence[Row]]]) -> None:
-    """Print the differences and write the files that were asked for."""
-    (figures, _), *others = every
+def write(options: argparse.Namespace, every: Sequence[dict[str, Any]]) -> None:
+    """Print the comparison and write the files that were asked for."""
+    first, *others = every
+    lines = [names_of(each) | line for each in every for line in each["documents"]]
     if others:
-        differences = compared(every)
-        figures["compared"] = [
-            other | {"difference": plain(d)} for (other, _), d in zip(others, differences, strict=True)
+        task, text = compared(every)
+        first["compared"] = [
+            other | {"difference": _plain(pair)} for other, pair in zip(others, task.pairs, strict=True)
         ]
         if options.json != STDOUT:
-            print(f"\n{text_of(differences_table(differences))}")
+            print(f"\n{text}" if options.documents else text, end="")
+    elif options.others and not options.documents and options.json != STDOUT:  # the others failed
+        print(table(first))
     if options.json:
-        write_json(options.json, figures)
+        write_json(options.json, first)
     if options.csv:
-        names = [{"model": each["pretrained"]} if others else {} for each, _ in every]
-        lines = [name | line for name, (each, _) in zip(names, every, strict=True) for line in each["documents"]]
-        with open(options.csv, "w", newline="", encoding="utf-8") as file:
-            writer = csv.DictWriter(file, list(lines[0]))
-            writer.writeheader()
-            writer.writerows({key: csv_cell(value) for key, value in line.items()} for line in lines)
+        Path(options.csv).write_text(csv_text(lines), encoding="utf-8", newline="")
 
 
-def figures_of(lm: DuelMDM, rows: Sequence[Row]) -> dict[str, Any]:
+def names_of(figures: Mapping[str, Any]) -> dict[str, str]:
+    """What tells the lines of models apart in --csv."""
+    spec = {key: figures["spec"].get(key, "") for key in ("rule", "block", "cache")}
+    names = {"model": figures["pretrained"], "estimator": figures["estimator"], **spec}
+    return names | {"fingerprint": figures["fingerprint"], "kind": figures["kind"]}
+
+
+def figures_of(lm: DuelMDM, rows: Sequence[Line]) -> dict[str, Any]:
     """The content of --json for one model. Null stands for a value that does not exist or is infinite."""
     info, own = lm.get_model_info(), next(iter(_values(lm)), None)
     return {
-        "format": FORMAT,
-        "version": 1,
+        "format": read.SCORE,
+        "version": read.SCORE_VERSION,
         "pretrained": info["duel"]["pretrained"],
         "fingerprint": info["fingerprint"],
         "spec": info["spec"],
@@ -139,38 +145,42 @@ def figures_of(lm: DuelMDM, rows: Sequence[Row]) -> dict[str, Any]:
 # ---------------------------------------------------------------- several models
 
 
-def compared(every: Sequence[tuple[dict[str, Any], Sequence[Row]]]) -> list[PairedDifference]:
-    """The first model against each of the others, on the same texts."""
-    sides = []
-    for figures, rows in every:
-        stderr = figures["total"]["log_prob_stderr"]
-        sides.append(Texts(rows, figures["kind"], stderr, unknown_error(figures["estimator"], figures["spec"], stderr)))
-    (first, _), *others = every
-    return [
-        difference(sides[0], side, _names(first, other)) for side, (other, _) in zip(sides[1:], others, strict=True)
-    ]
+def compared(every: Sequence[dict[str, Any]]) -> tuple[compare.Comparison, str]:
+    """The models on the same texts, as `report` compares them, and its text. The pairs: the first with each other."""
+    runs = [read.of_score(Path(f"model {n}"), figures) for n, figures in enumerate(every, 1)]
+    read.tell_apart(runs)
+    for run in report.baseline(runs)[0]:
+        run.baseline = True
+    same = all(match.same_tokens(runs[0], run, TASK) for run in runs)
+    task = compare.task(TASK, runs, match.PER_TOKEN if same else "bits_per_byte", as_published=True)
+
+    def own(run: read.Run) -> Row:
+        mine = (row for row in task.rows if (row.run, row.estimator) == (run, run.estimator))
+        return next(mine, task.rows[0] if run is runs[0] else own(runs[0]))  # the same model twice has one row
+
+    task = dataclasses.replace(task, pairs=[pairs.pair(own(runs[0]), own(run)) for run in runs[1:]])
+    parts = [tables.values(task).text(), tables.differences(task).text()]
+    listed = [*(f"differs: {line}" for line in task.differences), *task.notes]
+    return task, spaced([*parts, "\n".join(listed)])
 
 
-def _names(first: dict[str, Any], second: dict[str, Any]) -> tuple[str, str]:
-    """The shortest names that tell two models apart."""
-    labels = []
-    for figures in (first, second):
-        spec, entry = figures["spec"], find(figures["estimator"])
-        method = without_defaults(spec["rule"]) if entry.follows_rule and "rule" in spec else entry.display
-        block = f"block {spec['block']}" if "block" in spec and not entry.causal else ""
-        cache = f"cache={spec['cache']}" if "cache" in spec else ""
-        labels.append([figures["pretrained"], method, block, cache, figures["fingerprint"]])
-    differing = [pair for pair in zip(*labels, strict=True) if pair[0] != pair[1]]
-    kept = differing[:-1] if len(differing) > 1 else differing or [(first["pretrained"], second["pretrained"])]
-    here, there = (", ".join(filter(None, names)) for names in zip(*kept, strict=True))
-    return here, there
-
-
-def differences_table(differences: Sequence[PairedDifference]) -> Table:
-    """The differences as a table; below 0 the first is better."""
-    columns = [Column("first - second"), Column("unit"), Column("difference, nats per unit", "+.4f"), Column("verdict")]
-    rows = [[" - ".join(d.names), d.unit, TableCell(d.difference, d.interval), d.verdict] for d in differences]
-    return Table(columns, rows)
+def _plain(pair: Pair) -> dict[str, Any]:
+    """The difference of two models, for --json."""
+    rows = pair.first, pair.second or pair.first
+    rates = [stats.rate(row.metric, row.value) for row in rows]
+    errors = [None if row.nats_stderr is None else row.nats_stderr * rate / -row.log_prob
+              for row, rate in zip(rows, rates, strict=True)]  # fmt: skip
+    return {
+        "names": [*pair.names],
+        "unit": pairs.unit(rows[0].metric),
+        "documents": len(rows[0].documents),
+        "perplexities": list(map(perplexity, rates)),
+        "stderrs": [error and perplexity(rate) * error for rate, error in zip(rates, errors, strict=True)],
+        "kinds": [kind_of(row.estimator, row.run.spec, row.beam) for row in rows],
+        "difference": pair.difference,
+        "interval": pair.interval,
+        "verdict": pair.verdict,
+    }
 
 
 @usage()
@@ -188,10 +198,11 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         compare=Flag(
             TEXT,
             None,
-            "other models: model args (without pretrained: those of --model_args but for these), or a name",
+            "other models: model args, or a name; what they do not set is as in --model_args",
             many=True,
             shows="MODEL",
         ),
+        documents=Flag(TRUTH, False, "with --compare: print the lines of single documents, too"),
         csv=Flag(FILE, None, "also write the line of each document to this file", shows="FILE"),
         trace=Flag(PATH, None, "also write a trace, which `show` and `leaderboard` display", shows="FILE"),
     ).parse_args(arguments)
@@ -214,15 +225,39 @@ def _other(text: str, model: dict[str, Any]) -> dict[str, Any]:
     given = FLAGS["model_args"].read("--compare", text)
     if text.split(",")[0] in RULES:
         raise DuelError(f"--compare {text}: this is a rule, not a checkpoint. Did you mean rule={text}?")
+    entry = find(str({**model, **given}.get("estimator", "duel")))
     dropped = {"trace", *(PARAMETERS if "rule" in given else ()), *(arguments() if "estimator" in given else ())}
-    dropped -= {*find(str({**model, **given}.get("estimator", "duel"))).arguments}
-    kept = ("device", "batch_size") if "pretrained" in given else [key for key in model if key not in dropped]
-    other = {**{key: model[key] for key in kept}, **given}
+    dropped -= {*entry.arguments}
+    dropped |= {*entry.ignored_args, *PARAMETERS} if entry.causal else set()
+    dropped |= {"pretrained", *OF_CHECKPOINT} if "pretrained" in given else set()
+    other = {**{key: value for key, value in model.items() if key not in dropped}, **given}
     Options.parse(other)
     return other
 
 
-def score(lm: DuelMDM, texts: Sequence[own_text.OwnText]) -> list[Row] | None:
+def _fitting(other: dict[str, Any], model: Mapping[str, Any]) -> dict[str, Any]:
+    """The model args of another checkpoint without settings of the first that its network cannot have."""
+    from lm_eval_duel.denoisers import unloaded
+    from lm_eval_duel.denoisers.load_options import NETWORK_ARGUMENTS
+
+    if other.get("pretrained") == model.get("pretrained"):
+        return other
+    cannot: set[str] = set()
+    with contextlib.suppress(DuelError):  # a network that only its own code knows is loaded as it stands
+        network = {key: value for key, value in other.items() if key in NETWORK_ARGUMENTS and key not in SETTINGS}
+        known = unloaded.read(str(other.get("pretrained", "demo-mdm")), network)
+        cannot |= {"rule", "block", *PARAMETERS} if known.attention == "causal" else set()
+        cannot |= {"cache"} if known.attention != "bidirectional" else set()
+        cannot |= {"block"} if known.attention == "block_causal" and other.get("block") != known.block else set()
+    kept = {key: value for key, value in other.items() if key not in cannot or value != model.get(key)}
+    replaced = {*PARAMETERS} if "rule" in kept else {*arguments()}
+    left = [key for key in model if key not in (*kept, *replaced, *OF_CHECKPOINT, "pretrained", "trace")]
+    if left:
+        print(f"{other['pretrained']} is scored without the {', '.join(left)} of the first model, which it cannot have")
+    return kept
+
+
+def score(lm: DuelMDM, texts: Sequence[own_text.OwnText]) -> list[Line] | None:
     """The score of each text under a model of the harness; None on ranks other than the first."""
     from lm_eval_duel.harness.requests import FILE, make_request
     from lm_eval_duel.tasks import sizes
@@ -238,7 +273,7 @@ def score(lm: DuelMDM, texts: Sequence[own_text.OwnText]) -> list[Row] | None:
     for n, answer in zip(mine, answers, strict=True):
         name, text = texts[n]
         units = answer.tokens, sizes(text.strip())[0], sizes(text)[1]  # words without the white space around the text
-        rows[n] = Row(key_of(text), float(answer), *units, answer.stderr, name, unknown.get(name, 0))
+        rows[n] = Line(key_of(text), float(answer), *units, answer.stderr, name, unknown.get(name, 0))
     if (shares := lm.gather_object(rows)) is None:
         return None
     every = {n: row for share in shares for n, row in share.items()}
@@ -250,36 +285,34 @@ def _values(lm: DuelMDM) -> Iterable[Total]:
     return lm.run.total().tasks[TASK].values.values()
 
 
-def _total(lm: DuelMDM, rows: Sequence[Row]) -> dict[str, Any]:
+def _total(lm: DuelMDM, rows: Sequence[Line]) -> dict[str, Any]:
     """The figures of all documents together.
 
     `bits_per_byte_stderr`: over documents, as a ratio to bytes.
     """
     stderr = next((value.stderr for value in _values(lm)), None)  # equal windows: one error
     counts = [sum(getattr(row, unit) for row in rows) for unit in ("tokens", "words", "bytes", "unknown")]
-    total = Row("", math.fsum(row.log_prob for row in rows), *counts[:3], stderr, "total", counts[3])
+    total = Line("", math.fsum(row.log_prob for row in rows), *counts[:3], stderr, "total", counts[3])
     bits = [-row.log_prob / math.log(2) for row in rows]
     error = ratio(bits, [row.bytes for row in rows])[1] if total.bytes else None
     return {**total.figures(), "bits_per_byte_stderr": error}
 
 
-def _cell(name: str, value: Any, is_bound: bool) -> TableCell:
-    """A figure; perplexities and bits of a bound are upper bounds."""
-    return TableCell(value, bound=is_bound and name.endswith(("_perplexity", "_byte")))
-
-
 def table(figures: dict[str, Any]) -> str:
     """The figures as text, with what the numbers are below."""
-    total = figures["total"]
+    total, spec = figures["total"], figures["spec"]
     rows = [*figures["documents"], total] if len(figures["documents"]) > 1 else figures["documents"]
     forms = {"tokens": "d", "log_prob": ".2f", "log_prob_stderr": ".2f"}
     forms |= {"token_perplexity": ".2f", "word_perplexity": ".2f", "bits_per_byte": ".4f"}
-    columns = [Column("document"), *(Column(name, form) for name, form in forms.items())]
-    is_bound = figures["kind"] == Kind.UPPER_BOUND.value
-    shown = Table(columns, [[row["document"], *(_cell(name, row[name], is_bound) for name in forms)] for row in rows])
-    spec = figures["spec"]
+    below = "≤ " if figures["kind"] == Kind.UPPER_BOUND.value else ""
+
+    def shown(name: str, form: str) -> Callable[[dict[str, Any]], str]:
+        bound = below if name.endswith(("_perplexity", "_byte")) else ""  # the others are sums of log-probabilities
+        return lambda row: "" if row[name] is None else f"{bound}{number(row[name], form)}"
+
+    columns = {"document": lambda row: row["document"]} | {name: shown(name, form) for name, form in forms.items()}
     method = ", ".join(f"{key}={spec[key]}" for key in ("rule", "block", "cache") if key in spec)
-    lines = [text_of(shown), "", f"{figures['pretrained']}, estimator={figures['estimator']}, {method}".rstrip(", ")]
+    lines = [f"{figures['pretrained']}, estimator={figures['estimator']}, {method}".rstrip(", ")]
     if figures["kind"] != Kind.LIKELIHOOD.value:
         lines[-1] += f" ({figures['kind']})"
     drawn = of_spec(figures["estimator"], spec).drawn
@@ -287,14 +320,12 @@ def table(figures: dict[str, Any]) -> str:
         lines.append(f"{drawn.error} error unknown: it takes at least 8 {drawn.units}")
     if "beam" in figures:
         lines.append(BeamSums.read(figures["beam"]).words)
-    if total["bits_per_byte_stderr"] is not None:
-        error = total["bits_per_byte_stderr"]
-        below = "<= " if is_bound else ""
+    if (error := total["bits_per_byte_stderr"]) is not None:
         lines.append(
-            f"bits per byte {below}{total['bits_per_byte']:.4f} +- {error:.4f} (standard error over documents)"
+            f"bits per byte {below}{total['bits_per_byte']:.4f}{pm(error, '.4f')} (standard error over documents)"
         )
     if total["unk_tokens"]:
         from lm_eval_duel.text.text import unknown_share
 
         lines.append(unknown_share(total["unk_tokens"], total["tokens"]))
-    return "\n".join([*lines, f"fingerprint {figures['fingerprint']}"])
+    return "\n".join([Table.of("", rows, columns).text(), "", *lines, f"fingerprint {figures['fingerprint']}"])

@@ -1,23 +1,59 @@
-"""Results of one task side by side: intervals, gap closed as the paper defines it, paired differences, speeds."""
+"""Results of one task side by side: intervals, gap closed as the paper defines it, paired differences, speeds.
+
+`task` makes the rows once and fills them in the order of the text: values and intervals, baseline, ELBO and gap closed,
+cost of the cache. Tables, pages and figures show them and compute nothing.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
 import numpy as np
 
 from lm_eval_duel.core.rates import METRICS
 from lm_eval_duel.errors import DuelError
-from lm_eval_duel.results import headline, match, pairs, rows, stats
+from lm_eval_duel.results import match, pairs, stats
+from lm_eval_duel.results import rows as task_rows
+from lm_eval_duel.results.pairs import UNCLEAR
 from lm_eval_duel.results.read import Run
-from lm_eval_duel.results.records import UNCLEAR, Average, GapClosed, Row, Speeds, TaskComparison
-from lm_eval_duel.results.table import WORDS, number
+from lm_eval_duel.results.rows import Pair, Row
+from lm_eval_duel.results.table import WORDS, number, pm
 from lm_eval_duel.rules.tables import family
 
 OTHER_UNITS = ("word_perplexity", "byte_perplexity")
 BETTER = "the MDM is already better under the ELBO"
+
+
+@dataclasses.dataclass(frozen=True)
+class Speeds:
+    """The rows of one model, block and cache against NFE. `families`: each rule at several speeds, fastest first."""
+
+    title: str
+    elbo: Row | None
+    ar: Row | None
+    oracle: Row | None
+    families: dict[str, list[Row]]
+
+    @property
+    def rows(self) -> list[Row]:
+        return [row for points in self.families.values() for row in points]
+
+
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """The results of one task side by side. `documents`: their number; `elbo`: which ELBOs gap closed uses."""
+
+    metric: str
+    documents: int | None
+    rows: list[Row]
+    rules: list[Speeds]
+    pairs: list[Pair]
+    elbo: list[str]
+    differences: list[str]
+    as_published: bool
+    notes: list[str]
 
 
 def task(
@@ -26,7 +62,7 @@ def task(
     metric: str | None = None,
     as_published: bool = False,
     choice: str = pairs.NONE,
-) -> TaskComparison:
+) -> Comparison:
     """One task: its rows with intervals and gap closed, paired differences, and the notes under its tables.
 
     `metric`: the default is the first that all results have. `choice`: of pairs, as in `--pairs`.
@@ -36,34 +72,32 @@ def task(
     compared.sort(key=lambda run: run is not base)
     metric = _metric(name, metric, compared)
     listed = match.check(name, metric, compared, as_published)
-    every = [row for run in compared for row in rows.from_run(run, name)]
-    ordered, twice = rows.in_order((replace(row, metric=metric) for row in every if metric in row.metrics), base)
-    shown = _with_draws([replace(row, number=n) for n, row in enumerate(ordered)])
-    best, ar = _best(shown), next((row for row in shown if row.ar), None)
-    shown = [replace(row, best=row in best, baseline=None if row is ar else ar) for row in shown]
-    elbos = {row: pairs.find_elbo(row, shown, as_published) for row in shown if row.duel}
-    used = {elbo.number: _describe(elbo, why) for elbo, why in elbos.values() if elbo is not None}
-    closed = {row: replace(row, elbo=elbo, closed=_gap_closed(row, elbo, why)) for row, (elbo, why) in elbos.items()}
-    shown = [closed.get(row, row) for row in shown]
-    shown = [replace(row, cache_cost=pairs.cache_cost(row, shown)) for row in shown]
-    sizes = {run.tasks[name].size for run in compared} - {None}
-    described = [used[number] for number in sorted(used)]
-    notes = _notes(name, compared, described)
-    notes += dict.fromkeys([*(remark for row in every for remark in row.remarks), *twice])
-    if metric in OTHER_UNITS and any(row.closed.value is not None for row in shown):
+    remarks: list[str] = []
+    made = [row for run in compared for row in task_rows.of_run(run, name, metric, remarks)]
+    for row in made:
+        row.ar = base is not None and (row.run, row.estimator) == (base, base.estimator)
+    rows = task_rows.in_order([row for row in made if metric in row.metrics], base, remarks)
+    _draw(rows)
+    _mark_best(rows)
+    ar = next((row for row in rows if row.ar), None)
+    for row in rows:
+        _add_gap(row, ar)
+    reasons = {row: "" for row in rows if row.duel}
+    for row in reasons:
+        row.elbo, reasons[row] = pairs.find_elbo(row, rows, as_published)
+    for row, why in reasons.items():
+        _close_gap(row, ar, why)
+    for row in rows:
+        row.cache_cost = pairs.cache_cost(row, rows)
+    used = {rows.index(row.elbo): _describe(row.elbo, why) for row, why in reasons.items() if row.elbo is not None}
+    elbos = [used[n] for n in sorted(used)]
+    notes = [*_notes(name, compared, elbos), *dict.fromkeys(remarks)]
+    if metric in OTHER_UNITS and any(row.gap_closed is not None for row in rows):
         notes.append(f"gap closed is of {WORDS[metric]} here: the paper's numbers are per token and not these")
-    return TaskComparison(
-        metric=metric,
-        documents=sizes.pop() if len(sizes) == 1 else None,
-        rows=shown,
-        rules=_speeds(shown),
-        pairs=pairs.chosen(choice, shown),
-        elbo=described,
-        differences=listed,
-        as_published=as_published,
-        notes=notes,
-        headlines=headline.sentences(name, shown),
-    )
+    sizes = {run.tasks[name].size for run in compared} - {None}
+    documents = sizes.pop() if len(sizes) == 1 else None
+    chosen = pairs.chosen(choice, rows)
+    return Comparison(metric, documents, rows, _speeds(rows, ar), chosen, elbos, listed, as_published, notes)
 
 
 def _metric(name: str, requested: str | None, compared: Sequence[Run]) -> str:
@@ -75,32 +109,37 @@ def _metric(name: str, requested: str | None, compared: Sequence[Run]) -> str:
     raise DuelError(f"Wanted {wanted}, but there is: {available}. Name another with --metric, or leave the task out.")
 
 
-def _with_draws(rows: Sequence[Row]) -> list[Row]:
-    """Rows with bootstrap draws if they have the documents of the first that has any. All use the same resampling."""
-    known = [row for row in rows if len(row.documents.get(row.metric, ())) > 1 and math.isfinite(row.value)]
-    known = [row for row in known if row.documents[row.metric].keys() == known[0].documents[known[0].metric].keys()]
+def _draw(rows: Sequence[Row]) -> None:
+    """Give bootstrap draws to rows that have the documents of the first that has any. All use the same resampling."""
+    known = [row for row in rows if len(row.documents) > 1 and math.isfinite(row.value)]
+    known = [row for row in known if row.documents.keys() == known[0].documents.keys()]
     if not known:
-        return list(rows)
-    keys = sorted(known[0].documents[known[0].metric])
-    table = np.array([[row.documents[row.metric][key] for row in known] for key in keys])  # (documents, rows, 2)
-    draws = dict(zip(known, stats.rates(table, [row.nats_stderr for row in known]).T, strict=True))
-    return [replace(row, draws=draws.get(row)) for row in rows]
+        return
+    table = np.array([[row.documents[key] for row in known] for key in sorted(known[0].documents)])
+    for row, draws in zip(known, stats.rates(table, [row.nats_stderr for row in known]).T, strict=True):
+        row.draws = draws
+        row.interval = stats.interval(row.drawn)
 
 
-def _best(rows: Sequence[Row]) -> set[Row]:
-    """The lowest likelihood of each model with several rows. Bounds and the oracle do not count."""
-    best = set()
+def _mark_best(rows: Sequence[Row]) -> None:
+    """Mark the lowest likelihood of each model with several rows. Bounds and the oracle do not count."""
     for model in {row.model for row in rows}:
         mine = [row for row in rows if row.model == model and row.likelihood and not row.ar]
         proper = [row for row in mine if row.proper and math.isfinite(row.value)]
         if len(mine) > 1 and proper:
-            best.add(min(proper, key=lambda row: row.value))
-    return best
+            min(proper, key=lambda row: row.value).best = True
+
+
+def _add_gap(row: Row, ar: Row | None) -> None:
+    if ar is not None and row is not ar:
+        row.gap = row.value - ar.value
+        if row.draws is not None and ar.draws is not None:
+            row.gap_interval = stats.interval(row.drawn - ar.drawn)
 
 
 def _notes(name: str, compared: Sequence[Run], elbos: Sequence[str]) -> list[str]:
     """Notes on unknown tokens, ELBOs, networks in low precision (whose orders and sums are coarser), and windows."""
-    shares = dict.fromkeys((run.label, run.unknown(name)) for run in compared if run.unknown(name))
+    shares = dict.fromkeys((run.label, run.tasks[name].unknown) for run in compared if run.tasks[name].unknown)
     notes = [
         f"{share:.1%} of the tokens of {label} are [UNK]: its bits per byte, byte and word perplexity are not a "
         "likelihood of the text"
@@ -116,7 +155,7 @@ def _notes(name: str, compared: Sequence[Run], elbos: Sequence[str]) -> list[str
     return [*notes, "windows: " + "; ".join(f"{label}: {' and '.join(of_label)}" for label, of_label in cuts.items())]
 
 
-def _speeds(rows: Sequence[Row]) -> list[Speeds]:
+def _speeds(rows: Sequence[Row], ar: Row | None) -> list[Speeds]:
     """Rule families against NFE, for each model, block and cache with two or more different NFEs."""
     groups: dict[tuple, list[Row]] = {}
     for row in rows:
@@ -131,10 +170,10 @@ def _speeds(rows: Sequence[Row]) -> list[Speeds]:
             for points in families.values():
                 points.sort(key=lambda row: row.nfe_per_token)
             elbo = next((row.elbo for row in members if row.elbo is not None), None)
-            ar = next((row for row in rows if row.ar), None)
             oracle = model, "oracle", block, cache
             alike = (row for row in rows if (row.model, row.estimator, row.block, row.run.cache) == oracle)
-            title = ", ".join(filter(None, [model, *members[0].setting, variant]))
+            parts = members[0].parts
+            title = ", ".join(filter(None, [model, parts["block"], parts["cache"] if cache != "none" else "", variant]))
             speeds.append(Speeds(title, elbo, ar, next(alike, None), families))
     return speeds
 
@@ -145,7 +184,7 @@ def _speeds(rows: Sequence[Row]) -> list[Speeds]:
 def _describe(elbo: Row, why: str) -> str:
     """A description of an ELBO with its standard error. `why`: how its spec differs from the row's."""
     spec, stderr = elbo.run.spec, elbo.stderr
-    if elbo.estimator == "elbo_exact":
+    if elbo.entry.lattice:
         text = f"the mean over all orders in blocks of {elbo.block} (elbo_exact; there is no Monte Carlo ELBO)"
     else:
         form = f", elbo_form={spec['elbo_form']}" if "elbo_form" in spec else ""
@@ -156,40 +195,55 @@ def _describe(elbo: Row, why: str) -> str:
     return f"ELBO of {elbo.model}{variant}: {text}{f' ({why})' if why else ''}"
 
 
-def _gap_closed(row: Row, elbo: Row | None, why: str) -> GapClosed:
-    """Gap closed of a row with its errors, or the reason why there is none. `why`: why there is no ELBO."""
-    ar = row.baseline
+def _close_gap(row: Row, ar: Row | None, why: str) -> None:
+    """Enter gap closed with its errors, or the reason why there is none. `why`: why there is no ELBO."""
+    elbo = row.elbo
     if row.metric == "bits_per_byte":
-        return GapClosed("gap closed is defined for perplexities")
-    if elbo is None:
-        return GapClosed(why)
-    if ar is None:
-        return GapClosed(f"no AR result of {row.task} (--ar)")
-    values = elbo.value, row.value, ar.value
-    if not all(map(math.isfinite, values)):
-        return GapClosed("no gap closed of an infinite perplexity")
-    if not stats.clear(elbo.value, ar.value, elbo.stderr_bound):
-        return GapClosed(f"{UNCLEAR}: ELBO {_with_error(elbo)} and {ar.model} {number(ar.value)}")
-    if (share := stats.gap_closed(*values)) is None:
-        return GapClosed(BETTER)
-    own = 0.0 if row.stderr_bound is None else row.stderr  # an exact value has no error
-    known = [error for error in (elbo.stderr_bound, row.stderr_bound) if error is not None]
-    distinguishable = stats.clear(elbo.value, row.value, math.hypot(*known) if known else None)
-    reasons, interval = [elbo.stderr_reason, row.stderr_reason], None
-    if not distinguishable:
-        value = number(row.value) if row.stderr_bound is None else _with_error(row)
-        reasons.insert(0, f"{UNCLEAR}: ELBO {_with_error(elbo)} and DUEL {value}")
-    if lacking := next((other for other in (elbo, row, ar) if other.draws is None), None):
-        reasons.append(f"no interval: {lacking.model}, {lacking.name}: {lacking.reason}")
+        row.gap_closed_reason = "gap closed is defined for perplexities"
+    elif elbo is None:
+        row.gap_closed_reason = why
+    elif ar is None:
+        row.gap_closed_reason = f"no AR result of {row.task} (--ar)"
+    elif not all(map(math.isfinite, (elbo.value, row.value, ar.value))):
+        row.gap_closed_reason = "no gap closed of an infinite perplexity"
+    elif not stats.clear(elbo.value, ar.value, elbo.stderr_bound):
+        row.gap_closed_reason = f"{UNCLEAR}: ELBO {_with_error(elbo)} and {ar.model} {number(ar.value)}"
+    elif elbo.value <= ar.value:
+        row.gap_closed_reason = BETTER
     else:
-        interval, remark = stats.gap_interval(elbo.drawn, row.drawn, ar.drawn)
-        reasons.append(remark)
-    error = stats.gap_closed_stderr(*values, elbo.stderr, own)
-    return GapClosed("; ".join(filter(None, reasons)), share, error, distinguishable, interval)
+        values = elbo.value, row.value, ar.value
+        row.share = stats.gap_closed(*values)
+        own = 0.0 if row.stderr_bound is None else row.stderr  # an exact value has no error
+        row.share_stderr = stats.gap_closed_stderr(*values, elbo.stderr, own)
+        known = [error for error in (elbo.stderr_bound, row.stderr_bound) if error is not None]
+        row.distinguishable = stats.clear(elbo.value, row.value, math.hypot(*known) if known else None)
+        reasons = [elbo.stderr_reason, row.stderr_reason]
+        if not row.distinguishable:
+            reasons.insert(0, f"{UNCLEAR}: ELBO {_with_error(elbo)} and DUEL {_with_error(row)}")
+        if lacking := next((other for other in (elbo, row, ar) if other.draws is None), None):
+            reasons.append(f"no interval: {lacking.model}, {lacking.name}: {lacking.reason}")
+        else:
+            row.gap_closed_interval, remark = stats.gap_interval(elbo.drawn, row.drawn, ar.drawn)
+            reasons.append(remark)
+        row.gap_closed_reason = "; ".join(filter(None, reasons))
 
 
 def _with_error(row: Row) -> str:
-    return f"{number(row.value)} +- {'?' if row.stderr is None else number(row.stderr)}"
+    error = "" if row.stderr_bound is None else " ± ?" if row.stderr is None else pm(row.stderr)
+    return f"{number(row.value)}{error}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Average:
+    """Gap closed of a DUEL row over tasks. `averaged`: the number of tasks with a gap closed."""
+
+    model: str
+    name: str
+    rows: dict[str, Row]
+    average: float | None
+    stderr: float | None
+    unclear: bool
+    averaged: int
 
 
 def averages(compared: Mapping[str, Sequence[Row]]) -> list[Average]:
@@ -199,29 +253,17 @@ def averages(compared: Mapping[str, Sequence[Row]]) -> list[Average]:
     average would be too high. It has a standard error if all of them have one, and is not shown if it is within two
     standard errors of 0.
     """
-    tasks_of: dict[tuple[str, str], dict[str, Row]] = {}
-    for task, shown in compared.items():
+    of_name: dict[tuple[str, str], dict[str, Row]] = {}
+    for name, shown in compared.items():
         for row in shown:
             if row.duel:
-                tasks_of.setdefault((row.model, row.name), {})[task] = row
+                of_name.setdefault((row.model, row.name), {})[name] = row
     result = []
-    for (model, name), tasks in tasks_of.items():
-        known = [row.closed for row in tasks.values() if row.closed.share is not None]
-        errors = [closed.error for closed in known]
-        average = sum(closed.share for closed in known) / len(known) if len(known) > 1 else None
+    for (model, name), rows in of_name.items():
+        known = [row for row in rows.values() if row.share is not None]
+        errors = [row.share_stderr for row in known]
+        average = sum(row.share for row in known) / len(known) if len(known) > 1 else None
         error = math.hypot(*errors) / len(known) if average is not None and None not in errors else None
         unclear = average is not None and not stats.clear(average, 0.0, error)
-        result.append(
-            Average(
-                model,
-                name,
-                tasks={task: row.closed.value for task, row in tasks.items()},
-                stderrs={task: row.closed.stderr for task, row in tasks.items()},
-                unclear=[task for task, row in tasks.items() if row.closed.distinguishable is False],
-                average=None if unclear else average,
-                average_stderr=error,
-                average_unclear=unclear,
-                averaged=len(known),
-            )
-        )
+        result.append(Average(model, name, rows, None if unclear else average, error, unclear, len(known)))
     return result

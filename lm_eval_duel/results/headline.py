@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from lm_eval_duel.results import pairs
-from lm_eval_duel.results.records import Row
-from lm_eval_duel.results.table import MARKDOWN, WORDS, form_of, number, plus_minus
+from lm_eval_duel.results.rows import Row
+from lm_eval_duel.results.table import WORDS, escape, form_of, number, pm, span
 from lm_eval_duel.rules.tables import without_defaults
-
-plain, code = MARKDOWN.escape, MARKDOWN.code
 
 
 def sentences(name: str, rows: Sequence[Row]) -> list[str]:
-    """A sentence for each model of a task except the baseline."""
+    """A sentence, in Markdown, for each model of a task except the baseline."""
     base = next((row for row in rows if row.ar), None)
     models = dict.fromkeys(row.model for row in rows if not row.ar and row.estimator != "ar")
     return [_sentence(name, base, [row for row in rows if row.model == model and not row.ar]) for model in models]
@@ -22,14 +20,14 @@ def sentences(name: str, rows: Sequence[Row]) -> list[str]:
 def _sentence(name: str, base: Row | None, mine: Sequence[Row]) -> str:
     chosen, metric = pairs.headline(mine), mine[0].metric
     form, unit = form_of(metric), "" if metric in ("token_perplexity", "perplexity") else f", {WORDS[metric]}"
-    start = f"**{plain(mine[0].model)}** on {plain(name)}{unit}"
-    against = f" against {number(base.value, form)} for {plain(base.model)}" if base else ""
+    start = f"**{escape(mine[0].model)}** on {escape(name)}{unit}"
+    against = f" against {number(base.value, form)} for {escape(base.model)}" if base else ""
     if chosen is None:
         bound = min((row for row in mine if row.likelihood), key=lambda row: (row.bound, row.value), default=None)
         if bound is None:
             return f"{start}: the oracle only; no DUEL result (estimator=duel)."
         against += f", a gap of {'at most ' if bound.bound else ''}{number(bound.gap, form)}" if base else ""
-        return f"{start}: {_value(bound)} ({plain(bound.name)}){against}; no DUEL result (estimator=duel)."
+        return f"{start}: {_value(bound)} ({escape(bound.name)}){against}; no DUEL result (estimator=duel)."
     text = f"{start}: {_value(chosen)} under {_rule(chosen)} ({chosen.entry.display}){against}"
     text += "." if chosen.elbo is None and base is None else _gap(chosen, form)
     lowest = min((row for row in mine if row.proper), key=lambda row: row.value, default=chosen)
@@ -40,41 +38,38 @@ def _sentence(name: str, base: Row | None, mine: Sequence[Row]) -> str:
 
 
 def _rule(row: Row) -> str:
-    return f"{code(without_defaults(row.rule))}{_cache(row)}"
+    return f"{escape(without_defaults(row.rule))}{_cache(row)}"
 
 
 def _cache(row: Row) -> str:
-    return f" with cache={plain(row.run.cache)}" if row.run.has_cache else ""
+    return f" with cache={escape(row.run.cache)}" if row.run.has_cache else ""
 
 
 def _value(row: Row) -> str:
     """A row's value, with its bound and its error."""
     remarks = "; ".join(filter(None, [f"eps={row.eps:g}: no bound" if row.eps else "", row.stderr_reason]))
-    value = f"{number(row.value, form_of(row.metric))}{plus_minus(row.stderr, row.metric)}"
-    return f"{'<= ' if row.bound else ''}{value}{f' ({remarks})' if remarks else ''}"
+    form = form_of(row.metric)
+    text = f"{'≤ ' if row.bound else ''}{number(row.value, form)}{pm(row.stderr, form)}"
+    return f"{text} ({remarks})" if remarks else text
 
 
 def _gap(chosen: Row, form: str) -> str:
     """The ELBO, and how much of its gap to the autoregressive model DUEL closes."""
-    reason, closed, elbo = plain(chosen.closed.reason), chosen.closed.value, chosen.elbo
+    reason, closed, elbo = escape(chosen.gap_closed_reason), chosen.gap_closed, chosen.elbo
     if elbo is None:
         return f", a gap of {number(chosen.gap, form)}; {reason}."
     text = f"; the ELBO gives {_value(elbo)}"
     if elbo.gap is None:
         return f"{text} ({reason})."
     gap = f"the ELBO's gap of {number(elbo.gap, form)}"
-    if chosen.closed.distinguishable is False:
+    if chosen.distinguishable is False:
         return (
             f"{text}, not distinguishable from DUEL (within two standard errors). To learn how much of {gap} DUEL "
             "closes, raise mc_samples."
         )
     if closed is None:
         return f"{text} ({reason}); the gap is {number(chosen.gap, form)}."
-    between = ""  # its interval, or else its Monte Carlo error
-    if chosen.closed.interval is not None:
-        between = " to ".join(number(end, ".1f") for end in chosen.closed.interval)
-    elif chosen.closed.stderr is not None:
-        between = f"+- {number(chosen.closed.stderr, '.1f')}"
+    between = span(chosen.gap_closed_interval, ".1f") or pm(chosen.gap_closed_stderr, ".1f").strip()
     percent = f"{number(closed, '.1f')} %"
     if closed < 0:
         percent += f" {between}" if between else ""

@@ -14,7 +14,7 @@ from lm_eval_duel.core.rates import perplexity
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.estimators.registry import NO_BOUND, Kind, kind_of, of_spec
 from lm_eval_duel.results import pairs, stats
-from lm_eval_duel.results.table import number, plus_minus
+from lm_eval_duel.results.table import number, pm
 
 UNITS = ("token", "word", "byte")
 
@@ -73,10 +73,10 @@ class PairedDifference:
     verdict: str
 
     def __str__(self) -> str:
-        values, metric = [], f"{self.unit}_perplexity"
+        values = []
         for name, kind, value, error in zip(self.names, self.kinds, self.perplexities, self.stderrs, strict=True):
-            below = "<= " if kind == Kind.UPPER_BOUND.value else ""
-            values.append(f"{name} {below}{number(value)}{plus_minus(error, metric)}")
+            below = "≤ " if kind == Kind.UPPER_BOUND.value else ""
+            values.append(f"{name} {below}{number(value)}{pm(error)}")
         text = f"perplexity per {self.unit}: {' and '.join(values)}"
         if self.difference is not None:
             text += f"; difference {number(self.difference, '+.4f')} nats per {self.unit}"

@@ -14,21 +14,18 @@ from typing import NamedTuple
 
 import numpy as np
 
-from lm_eval_duel.results import stats
+from lm_eval_duel.results import rows, stats
 from lm_eval_duel.results.read import NO_CACHE
-from lm_eval_duel.results.records import UNCLEAR, Interval, Pair, Row
-from lm_eval_duel.results.rows import NON_IDENTITY_KEYS
-from lm_eval_duel.rules.tables import without_defaults
+from lm_eval_duel.results.rows import NON_IDENTITY_KEYS, OF_ESTIMATOR, Interval, Pair, Row
 
 UNITS = {"token_perplexity": "token", "perplexity": "document", "word_perplexity": "word"}  # of others: byte
 BOTH, RULES, MODELS, ALL, NONE = "both", "rules", "models", "all", "none"
 CHOICES = (BOTH, RULES, MODELS, ALL, NONE)  # of --pairs
+UNCLEAR = "not distinguishable"  # within two standard errors
 MOST_ROWS = 5  # of which all pairs are listed; of more, each is compared with the lowest
 FEW = 10  # documents below which a bootstrap interval is too narrow for a verdict
 EQUAL = 1e-6  # nats per unit that are float noise
 PAPER_RULE = "greedy:k=1"  # the rule of the paper's perplexity tables
-# entries of a spec that belong to the estimator, as NON_IDENTITY_KEYS
-OF_ESTIMATOR = {"block", "grid", "rule_code", "cheap_cache"}
 CONVENTIONS = {"special_tokens", "windows", "max_length", "sigma"}  # entries in which published figures may differ
 
 
@@ -77,40 +74,29 @@ def difference(first: Side, second: Side, documents: int) -> tuple[float | None,
 
 def pair(first: Row, second: Row) -> Pair:
     """The difference of two rows with its interval (or the reason why there is none) and verdict."""
-    names, sides = _names(first, second), []
-    for row, name in zip((first, second), names, strict=True):
+    here, there = rows.names((first, second))
+    sides = []
+    for row, name in ((first, here), (second, there)):
         doubt = f"{name} is neither a likelihood nor a bound" if row.eps else row.stderr_reason
         sides.append(Side(name, stats.rate(row.metric, row.value), row.draws, row.bound, doubt))
-    value, interval, verdict = difference(*sides, len(first.documents.get(first.metric, ())))
+    value, interval, verdict = difference(*sides, len(first.documents))
     reason = ""
     if value is None:
         reason = "no difference of an infinite perplexity"
     elif interval is None:
         lacking = first if first.draws is None else second
         reason = f"no interval: {lacking.model}, {lacking.name}: {lacking.reason}"
-    return Pair(first, second, names, value, interval, reason, verdict)
+    return Pair(first, second, (here, there), value, interval, reason, verdict)
 
 
-def _names(*both: Row) -> list[str]:
-    """The shortest names that tell two rows apart."""
-    labels = []
-    for row in both:
-        method = without_defaults(row.rule) if row.rule else row.entry.title
-        cache = "" if row.run.cache is None else f"cache={row.run.cache}"
-        labels.append([row.model, method, row.setting[0], cache, row.qualifiers])
-    differing = [parts for parts in zip(*labels, strict=True) if len(set(parts)) > 1]
-    names = [", ".join(filter(None, parts)) for parts in zip(*differing, strict=True)] or ["", ""]
-    return [name or row.name for name, row in zip(names, both, strict=True)]
-
-
-def chosen(choice: str, rows: Sequence[Row]) -> list[Pair]:
+def chosen(choice: str, shown: Sequence[Row]) -> list[Pair]:
     """The pairs of `--pairs`.
 
     `rules`: the DUEL rows of a network with one block and one cache against each other; of more than five, each against
     the lowest. `models`: the row of each model that its headline is about, in the same way; `both`: these two. `all`:
     every two rows. The oracle, which is not a likelihood, is in no pair.
     """
-    likelihoods = [row for row in rows if row.likelihood]
+    likelihoods = [row for row in shown if row.likelihood]
     if choice == ALL:
         return list(itertools.starmap(pair, itertools.combinations(likelihoods, 2)))
     groups: dict[tuple, list[Row]] = {}
@@ -120,8 +106,12 @@ def chosen(choice: str, rows: Sequence[Row]) -> list[Pair]:
     for row in likelihoods if choice in (BOTH, RULES) else ():
         if row.estimator == "duel" and not row.ar:
             groups.setdefault((row.model, row.block, row.run.cache, row.qualifiers), []).append(row)
-    twos = [two for group in groups.values() for two in _within(group)]
-    return list(itertools.starmap(pair, twos))
+    found: list[tuple[Row, Row]] = []
+    for group in groups.values():
+        lowest = min(group, key=lambda row: row.value, default=None)
+        every = itertools.combinations(group, 2) if len(group) <= MOST_ROWS else ((row, lowest) for row in group)
+        found += [(first, second) for first, second in every if first is not second]
+    return list(itertools.starmap(pair, found))
 
 
 def main_row(likelihoods: Sequence[Row]) -> Row:
@@ -130,39 +120,35 @@ def main_row(likelihoods: Sequence[Row]) -> Row:
     return baseline or headline(likelihoods) or min(likelihoods, key=lambda row: (row.bound, row.value))
 
 
-def headline(rows: Sequence[Row]) -> Row | None:
+def headline(shown: Sequence[Row]) -> Row | None:
     """The DUEL row of a headline: the paper's rule, else the best; rows without a cache, then with an ELBO, first."""
-    duels = [row for row in rows if row.estimator == "duel"] or [row for row in rows if row.entry.follows_rule]
+    duels = [row for row in shown if row.estimator == "duel"] or [row for row in shown if row.entry.follows_rule]
     duels = [row for row in duels if row.rule == PAPER_RULE] or duels
     return min(duels, key=lambda row: (row.run.has_cache, row.elbo is None, row.value), default=None)
 
 
-def _within(group: Sequence[Row]) -> list[tuple[Row, Row]]:
-    if len(group) <= MOST_ROWS:
-        return list(itertools.combinations(group, 2))
-    lowest = min(group, key=lambda row: row.value)
-    return [(row, lowest) for row in group if row is not lowest]
+# ---------------------------------------------------------------- which rows belong together
 
 
-def cache_cost(row: Row, rows: Sequence[Row]) -> Pair | None:
+def cache_cost(row: Row, shown: Sequence[Row]) -> Pair | None:
     """Cached minus uncached, everything else in the spec the same; None for a row without a cache."""
     if not row.run.has_cache:
         return None
-    kept = {"estimator"} if row.estimator == "elbo" else NON_IDENTITY_KEYS  # the draws of an ELBO are part of its value
+    ignored = NON_IDENTITY_KEYS if row.entry.drawn is None else {"estimator"}  # the draws are part of its value
 
     def fits(other: Row) -> bool:
         return other.run.cache == NO_CACHE and (other.estimator, other.rule) == (row.estimator, row.rule)
 
-    nearest, apart = _nearest(row, rows, fits, kept | {"cache"})
-    if not nearest:
-        return Pair(row, None, reason="there is no result of this network and rule with cache=none")
+    nearest, apart = _nearest(row, shown, fits, ignored | {"cache"})
+    if nearest and not apart:
+        return pair(row, nearest[0])
+    reason = "there is no result of this network and rule with cache=none"
     if apart:
         reason = f"the result with cache=none is of another spec: {'; '.join(apart.values())}"
-        return Pair(row, None, reason=reason)
-    return pair(row, nearest[0])
+    return Pair(row, None, reason=reason)
 
 
-def find_elbo(duel: Row, rows: Sequence[Row], as_published: bool = False) -> tuple[Row | None, str]:
+def find_elbo(duel: Row, shown: Sequence[Row], as_published: bool = False) -> tuple[Row | None, str]:
     """The ELBO of a DUEL row, or None and the reason.
 
     The ELBO is of the same model under the same spec, except for the estimator's own entries. It covers the whole
@@ -171,9 +157,12 @@ def find_elbo(duel: Row, rows: Sequence[Row], as_published: bool = False) -> tup
     of the same spec, accept one with other windows or scored positions, and return the differences.
     """
     causal = duel.run.duel.get("attention") in ("block_causal", "causal_prefix")
-    wanted, kinds = (duel.run.block, ("elbo", "elbo_exact")) if causal else ("none", ("elbo",))
-    ignored = NON_IDENTITY_KEYS | OF_ESTIMATOR
-    nearest, apart = _nearest(duel, rows, lambda row: row.estimator in kinds and row.block == wanted, ignored)
+    wanted, ignored = duel.run.block if causal else "none", NON_IDENTITY_KEYS | OF_ESTIMATOR
+
+    def fits(row: Row) -> bool:
+        return row.block == wanted and (row.drawn_bound or (causal and row.estimator == "elbo_exact"))
+
+    nearest, apart = _nearest(duel, shown, fits, ignored)
     if not nearest:
         return None, f"no ELBO (estimator=elbo, elbo_block={wanted})"
     differences = "; ".join(apart.values())
@@ -182,18 +171,18 @@ def find_elbo(duel: Row, rows: Sequence[Row], as_published: bool = False) -> tup
 
     def worth(row: Row) -> tuple:
         draws = row.run.spec.get("mc_samples", "")
-        return not row.eps, row.estimator == "elbo", float(draws) if draws not in ("", "none") else 1.0
+        return not row.eps, row.drawn_bound, float(draws) if draws not in ("", "none") else 1.0
 
     return max(nearest, key=worth), f"as published, of another convention: {differences}" if apart else ""
 
 
 def _nearest(
-    row: Row, rows: Sequence[Row], fits: Callable[[Row], bool], ignored: Collection[str]
+    row: Row, shown: Sequence[Row], fits: Callable[[Row], bool], ignored: Collection[str]
 ) -> tuple[list[Row], dict[str, str]]:
     """The fitting rows of a row's model whose specs are nearest to its own, and how they differ."""
     here = row.run.spec
     apart: list[tuple[Row, dict[str, str]]] = []
-    for other in rows:
+    for other in shown:
         if other.run.key == row.run.key and fits(other):
             there = other.run.spec
             differences = {

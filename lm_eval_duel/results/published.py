@@ -10,90 +10,85 @@ whether a figure is a bound. `table` and `recipes` (separated by spaces) are for
 from __future__ import annotations
 
 import csv
-import dataclasses
-import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from lm_eval_duel.arguments import number
 from lm_eval_duel.core.rates import METRICS
 from lm_eval_duel.errors import DuelError, unknown
 from lm_eval_duel.estimators import registry
+from lm_eval_duel.estimators.registry import Kind
 from lm_eval_duel.results.own_files import whole
+from lm_eval_duel.results.table import WORDS, Table, form_of, number, pm
 
 PAPER = "paper"  # on the command line: the paper's tables, which come with the package
 PAPER_FILE = Path(__file__).resolve().with_name("published.csv")
-POSITIVE = dataclasses.replace(number("a number from 0 up", lambda x: 0 <= x < math.inf), nothing=())
 NEEDED = ("model", "estimator", "task", "metric", "value", "source")
-OPTIONAL = ("rule", "block", "cache", "stderr", "note", "table", "recipes")
+NAMES = ("model", "estimator", "rule", "block", "cache", "note")  # what a row is
 UNCHECKED = (
     "Published figures, as their sources print them. They were not measured here, and their documents and windows were "
     "not checked against the table above."
 )
-KINDS = {
-    registry.Kind.LIKELIHOOD: "exact",
-    registry.Kind.UPPER_BOUND: "bound",
-    registry.Kind.NOT_A_LIKELIHOOD: "oracle",
-}
 
 
 def read(names: Iterable[str]) -> list[dict[str, Any]]:
     """The figures of CSV files; raises DuelError that names the file and line of a wrong one."""
-    return [figure for name in names for figure in _file(PAPER_FILE if name == PAPER else Path(name), name)]
-
-
-def _file(file: Path, name: str) -> list[dict[str, Any]]:
-    with whole(file, f"what --published takes, a CSV file of figures or {PAPER!r}"):
-        reader = csv.DictReader(file.read_text(encoding="utf-8-sig").splitlines(), strict=True)
-        figures = []
-        try:
-            header = reader.fieldnames or ()
-            if other := [column for column in header if column not in (*NEEDED, *OPTIONAL)]:
-                raise unknown("column", other[0], (*NEEDED, *OPTIONAL))
-            if missing := [column for column in NEEDED if column not in header]:
-                raise DuelError(f"there is no column {', '.join(missing)}; needed are {', '.join(NEEDED)}.")
-            figures += map(_figure, reader)
-        except (DuelError, csv.Error) as error:
-            raise DuelError(f"{name}, line {reader.line_num}: {error}") from None
+    figures = []
+    for name in names:
+        file = PAPER_FILE if name == PAPER else Path(name)
+        with whole(file, f"what --published takes, a CSV file of figures or {PAPER!r}"):
+            reader = csv.DictReader(file.read_text(encoding="utf-8-sig").splitlines())
+            if missing := [column for column in NEEDED if column not in (reader.fieldnames or ())]:
+                raise DuelError(f"{name} has no column {', '.join(missing)}; needed are {', '.join(NEEDED)}.")
+            for line in reader:
+                try:
+                    figures.append(_figure({key: (line.get(key) or "").strip() for key in (*NAMES, *NEEDED, "stderr")}))
+                except (DuelError, ValueError) as error:
+                    raise DuelError(f"{name}, line {reader.line_num}: {error}") from None
     return figures
 
 
-def _figure(line: Mapping[Any, Any]) -> dict[str, Any]:
-    """A checked figure."""
-    if None in line or None in line.values():
-        raise DuelError("there are more or fewer cells than the first line has columns.")
-    entries = {column: line.get(column, "").strip() for column in (*NEEDED, *OPTIONAL)}
-    if empty := [column for column in NEEDED if not entries[column]]:
-        raise DuelError(f"{empty[0]} is empty.")
-    if entries["metric"] not in METRICS:
-        raise unknown("metric", entries["metric"], METRICS)
-    entry = registry.find(entries["estimator"])
-    return entries | {
-        "estimator": entry.name,
-        "display": entry.display,
-        "kind": KINDS.get(entry.kind, "estimate"),
-        "value": POSITIVE("value", entries["value"]),
-        "printed": entries["value"],
-        "stderr": POSITIVE("stderr", entries["stderr"]) if entries["stderr"] else None,
-    }
+def _figure(line: dict[str, str]) -> dict[str, Any]:
+    if line["metric"] not in METRICS:
+        raise unknown("metric", line["metric"], METRICS)
+    entry = registry.find(line["estimator"])
+    bound = entry.kind is Kind.UPPER_BOUND
+    error = float(line["stderr"]) if line["stderr"] else None
+    names = {"estimator": entry.name, "display": entry.title, "bound": bound}
+    return line | names | {"value": float(line["value"]), "stderr": error}
 
 
-def tables(figures: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """A table for each source and metric: the tasks it has, and a row for each model, estimator, rule, block, cache."""
-    sources: dict[tuple[str, str], dict[str, Any]] = {}
+def sources(figures: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The figures of each source and metric."""
+    found: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for figure in figures:
-        key = figure["source"], figure["metric"]
-        table = sources.setdefault(key, {"source": key[0], "metric": key[1], "tasks": [], "rows": {}})
-        if figure["task"] not in table["tasks"]:
-            table["tasks"].append(figure["task"])
-        names = {k: figure[k] for k in ("model", "estimator", "display", "kind", "rule", "block", "cache", "note")}
-        row = table["rows"].setdefault(tuple(names.values()), names | {"cells": {}})
-        if figure["task"] in row["cells"]:
-            raise DuelError(
-                f"Published figures: {figure['task']} of {figure['model']} ({figure['estimator']} "
-                f"{figure['rule']} {figure['block']}) is given twice in {figure['source']}. Leave one out, or "
-                "tell them apart with a note."
-            )
-        row["cells"][figure["task"]] = {"value": figure["value"], "stderr": figure["stderr"]}
-    return [table | {"rows": [*table["rows"].values()]} for table in sources.values()]
+        found.setdefault((figure["source"], figure["metric"]), []).append(figure)
+    return [{"source": source, "metric": metric, "figures": of} for (source, metric), of in found.items()]
+
+
+def table(source: dict[str, Any]) -> Table:
+    """A source's figures: a column for each task, a row for each model, estimator, rule, block and cache."""
+    rows: dict[tuple, dict[str, Any]] = {}
+    for figure in source["figures"]:
+        row = rows.setdefault(tuple(figure[name] for name in NAMES), figure | {"cells": {}})
+        row["cells"][figure["task"]] = figure
+    form = form_of(source["metric"])
+
+    def of_task(task: str) -> Callable[[dict[str, Any]], str]:
+        def shown(row: dict[str, Any]) -> str:
+            if (figure := row["cells"].get(task)) is None:
+                return ""
+            return f"{'≤ ' if row['bound'] else ''}{number(figure['value'], form)}{pm(figure['stderr'], form)}"
+
+        return shown
+
+    columns: dict[str, Callable[[dict[str, Any]], str]] = {
+        "model": lambda row: row["model"],
+        "estimator": lambda row: row["display"],
+        "rule": lambda row: row["rule"],
+        "block": lambda row: "whole target" if row["block"] == "none" else row["block"],
+        "cache": lambda row: row["cache"],
+    }
+    columns |= {task: of_task(task) for task in dict.fromkeys(figure["task"] for figure in source["figures"])}
+    title = f"{source['source']}: {WORDS[source['metric']]}"
+    return Table.of(title, rows.values(), columns | {"note": lambda row: row["note"]})

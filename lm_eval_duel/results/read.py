@@ -1,4 +1,4 @@
-"""Results files of the harness and of `score --json`, as records. Nothing is compared or computed here."""
+"""Results files of the harness and of `score --json`, as records: a `Run` a model, a `Task` a task of it."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from lm_eval_duel.core.rates import METRICS, perplexity
 from lm_eval_duel.errors import DuelError, unknown
-from lm_eval_duel.estimators.registry import ESTIMATORS
+from lm_eval_duel.estimators.registry import ESTIMATORS, kind_of
 from lm_eval_duel.estimators.subsets.sums import BeamSums
 from lm_eval_duel.results import samples, stats
 from lm_eval_duel.results.own_files import load, number, whole
-from lm_eval_duel.results.samples import WRITTEN, Document
-from lm_eval_duel.results.task import Json, Task, check, keys, task
+from lm_eval_duel.results.samples import OTHER_NAMES, WRITTEN, Documents
 
-MODEL, SCORE, NO_CACHE = "duel-mdm", "lm_eval_duel score", "none"
+MODEL, SCORE, SCORE_VERSION, NO_CACHE = "duel-mdm", "lm_eval_duel score", 1, "none"
 AUTOREGRESSIVE = {  # names of --model in the harness, and the classes of model objects
     *("hf", "hf-auto", "huggingface", "hf-mistral3", "hf-multimodal", "hf-audiolm-qwen", "steered", "HFLM"),
     *("SteeredModel", "vllm", "vllm-vlm", "VLLM", "sglang", "sglang-generate", "SGLangLM", "gguf", "ggml", "GGUFLM"),
@@ -26,6 +26,8 @@ AUTOREGRESSIVE = {  # names of --model in the harness, and the classes of model 
 }
 RESULTS = "a results file of lm_eval"
 NOT_IN_SPEC = ("batch_size", "max_batch_size", "device", "dtype")  # model args; the loaded dtype is stored elsewhere
+SAME = 1e-6  # relative difference up to which two values are one
+Json = Mapping[str, Any]
 
 
 def _text(value: Any) -> str | None:
@@ -33,53 +35,98 @@ def _text(value: Any) -> str | None:
 
 
 TASK_COUNTS = ("documents", "windows", "tokens", "longest_document", "unk_tokens")
-TASK = dict.fromkeys(TASK_COUNTS, int)  # entries of config.duel.tasks.NAME that are read
-VALUE = TASK | {"nfe": int, "log_prob": number, "stderr": number, "window_stderr": number}  # of each of its values
-DUEL = {  # of config.duel
+COUNTS: dict[str, Callable[[Any], Any]] = dict.fromkeys(TASK_COUNTS, int)  # entries of config.duel.tasks.NAME
+VALUE = COUNTS | {"nfe": int, "log_prob": number, "stderr": number, "window_stderr": number}  # of each of its values
+DUEL: dict[str, Callable[[Any], Any]] = {  # entries of config.duel
     **dict.fromkeys(("estimator", "rule", "block", "dtype", "attention", "weights", "bos", "device"), _text),
     **dict.fromkeys(("pretrained", "trace"), _text),
     **dict.fromkeys(("tokens", "forwards", "rows", "nfe", "longest_document", "row_capacity", "cut_contexts"), int),
-    **dict.fromkeys(("answers_from_cache", "ranks", "peak_memory_bytes"), int),
+    **dict.fromkeys(("answers_from_cache", "ranks", "peak_memory_bytes", "parameters"), int),
     "seconds": number,
 }
 
 
-@dataclasses.dataclass(frozen=True)
-class Run:
-    """One results file. Other models of the harness have no `duel` entry; their spec is what they were loaded with."""
+@dataclasses.dataclass(eq=False)
+class Task:
+    """A task's part of a results file. Without logged samples there are no `documents`, and `missing` says so."""
 
+    name: str
+    metrics: dict[str, float]  # perplexities, each of the first filter that has it
+    scores: dict[str, tuple[float, float | None]]  # other averages over documents, with their standard errors
+    identity: dict[str, str]  # effective samples, limit, version, shots, hash
+    output_type: str
+    entry: dict[str, Any]  # its entry in config.duel.tasks
+    documents: Documents | None = None
+    missing: str = ""
+
+    @property
+    def rolling(self) -> bool:
+        return self.output_type == "loglikelihood_rolling"
+
+    @property
+    def size(self) -> int | None:
+        """Number of scored documents."""
+        known = self.identity.get("documents")
+        return int(known) if known else (None if self.documents is None else len(self.documents.numbers))
+
+    @property
+    def computed(self) -> int:
+        """Documents that the run scored itself; the others came from a response cache."""
+        count = self.entry.get("documents")
+        return (self.size or 0) if count is None else count
+
+    @property
+    def partial(self) -> bool:
+        """Whether the run scored fewer (or other) documents than its values cover."""
+        return self.size is not None and self.computed != self.size
+
+    @property
+    def unknown(self) -> float:
+        """The share of tokens that the tokenizer does not know ([UNK]): 0 for other models of the harness."""
+        return self.entry.get("unk_tokens", 0) / (self.entry.get("tokens") or 1)
+
+    @property
+    def tokens(self) -> dict[str, float] | None:
+        """The number of tokens of each document, if they are known."""
+        known = {} if self.documents is None else self.documents.values.get("token_perplexity", {})
+        if self.documents is None or len(known) < len(self.documents.numbers):
+            return None
+        return {key: units for key, (_, units) in known.items()}
+
+
+@dataclasses.dataclass(eq=False)
+class Run:
+    """One results file. The spec of another model of the harness is what it was loaded with; its `duel` is empty."""
+
+    name: str  # the file as messages name it
     file: Path
-    content: Json = dataclasses.field(repr=False, compare=False)
+    content: Json = dataclasses.field(repr=False)
     ours: bool
     model: str  # --model, or the class of a model object
     pretrained: str
     label: str  # how tables name the model
     key: str  # equal for the same model: digest of the weights, else the name that was loaded
     dtype: str
-    fingerprint: str | None
     spec: dict[str, str]
     duel: dict[str, Any]
     max_length: int | None
     date: float
     whole_run_seconds: float | None
-    tasks: dict[str, Task]  # those with a perplexity
-    others: dict[str, Task]  # tasks without one
-    groups: tuple[str, ...]  # groups of tasks
+    tasks: dict[str, Task] = dataclasses.field(default_factory=dict)  # those with a perplexity
+    others: dict[str, Task] = dataclasses.field(default_factory=dict)  # tasks without one
+    groups: tuple[str, ...] = ()  # groups of tasks
     baseline: bool = False  # the autoregressive model of the gaps
-    # task -> value -> document -> nats, from a trace
-    traced: Mapping[str, Mapping[str, Mapping[int, float]]] = dataclasses.field(
-        default_factory=dict, repr=False, compare=False
-    )
-
-    @property
-    def name(self) -> str:
-        """The file as messages name it."""
-        return str(self.file)
+    traced: dict[tuple[str, str], dict[int, float]] = dataclasses.field(default_factory=dict, repr=False)
+    """(task, value) -> document -> nats, from a trace."""
 
     @property
     def short_name(self) -> str:
         """The file and its folder, for notes."""
         return "/".join(self.file.parts[-2:])
+
+    @property
+    def fingerprint(self) -> str | None:
+        return _text(self.content["config"].get("fingerprint"))
 
     @property
     def estimator(self) -> str:
@@ -89,42 +136,21 @@ class Run:
     @property
     def autoregressive(self) -> bool:
         """Whether the values are known to be those of an autoregressive model."""
-        return self.model in AUTOREGRESSIVE or (
-            self.ours and (self.estimator == "ar" or self.duel.get("attention") == "causal")
-        )
+        causal = self.estimator == "ar" or self.duel.get("attention") == "causal"
+        return self.model in AUTOREGRESSIVE or (self.ours and causal)
 
     @property
     def cached(self) -> bool:
         """Whether answers may have come from a response cache, so that times cover only a part of the run."""
         if not self.ours:
             return bool(self.content["config"].get("use_cache"))
-        return bool(self.duel.get("answers_from_cache")) or any(self.partial(name) for name in self.tasks)
-
-    def has(self, name: str, metric: str) -> bool:
-        """Whether a task of this run has a metric."""
-        return name in self.tasks and metric in self.tasks[name].metrics
-
-    def computed(self, name: str) -> int:
-        """Documents of a task that this run scored itself; the others came from a response cache."""
-        count = self.duel["tasks"].get(name, {}).get("documents")
-        return (self.tasks[name].size or 0) if count is None else count
-
-    def partial(self, name: str) -> bool:
-        """Whether this run scored fewer (or other) documents of a task than its values cover."""
-        size = self.tasks[name].size
-        return size is not None and self.computed(name) != size
-
-    def unknown(self, name: str) -> float:
-        """The share of a task's tokens that the tokenizer does not know ([UNK]): 0 for other models of the harness."""
-        scored = self.duel["tasks"].get(name, {})
-        return scored.get("unk_tokens", 0) / (scored.get("tokens") or 1)
+        return bool(self.duel.get("answers_from_cache")) or any(task.partial for task in self.tasks.values())
 
     @property
     def rule(self) -> str | None:
         """The rule of a `duel` run, or of an estimate of its value."""
-        if not ESTIMATORS[self.estimator].follows_rule:
-            return None
-        return _text(self.duel.get("rule") or self.spec.get("rule"))
+        follows = ESTIMATORS[self.estimator].follows_rule
+        return _text(self.duel.get("rule") or self.spec.get("rule")) if follows else None
 
     @property
     def block(self) -> str | None:
@@ -144,14 +170,26 @@ class Run:
     def has_cache(self) -> bool:
         return self.cache not in (None, NO_CACHE)
 
+    def left_out(self) -> list[str]:
+        """Notes on the parts of the file that tables leave out."""
+        if not self.ours and not self.autoregressive:
+            return [
+                f"{self.name} is a result of --model {self.model}, not known to be autoregressive, and is left out."
+            ]
+        notes = [f"{name} in {self.name} is a group of tasks and is left out." for name in self.groups]
+        empty = [name for name, task in self.others.items() if not task.scores]
+        notes += [f"{name} in {self.name} holds no perplexity and no accuracy, and is left out." for name in empty]
+        return notes if self.tasks or self.others else [*notes, f"{self.name} holds no perplexity and is left out."]
+
 
 # ---------------------------------------------------------------- files
 
 
 def runs(places: Iterable[str | Path]) -> list[Run]:
-    """The runs in result files and below folders; each file once, oldest first."""
-    every = [run for file in files(places) for run in _of_file(file)]
-    return _distinct(sorted(every, key=lambda run: (run.date, run.name)))
+    """The runs in result files and below folders; each file once, oldest first, with labels that tell models apart."""
+    every = sorted((run for file in files(places) for run in of_file(file)), key=lambda run: (run.date, run.name))
+    tell_apart(every)
+    return every
 
 
 def files(places: Iterable[str | Path]) -> list[Path]:
@@ -162,15 +200,15 @@ def files(places: Iterable[str | Path]) -> list[Path]:
     every: list[Path] = []
     for name in places:
         place = Path(name)
-        if str(name) and place.is_dir():
-            inside = [f for f in sorted(place.rglob("*.json")) if f.name[:8] == "results_" or WRITTEN.search(f.stem)]
-            if not inside:
-                raise DuelError(
-                    f"No results_*.json (or *_DATE.json) in {place} or below; lm_eval writes them to --output_path."
-                )
-            every += inside
-        elif place.is_file():
+        inside = [f for f in sorted(place.rglob("*.json")) if f.name[:8] == "results_" or WRITTEN.search(f.stem)]
+        if place.is_file():
             every.append(place)
+        elif inside:
+            every += inside
+        elif str(name) and place.is_dir():
+            raise DuelError(
+                f"No results_*.json (or *_DATE.json) in {place} or below; lm_eval writes them to --output_path."
+            )
         else:
             raise DuelError(
                 f"No file or folder {name}; name results_*.json files of lm_eval, or folders that hold them."
@@ -178,91 +216,173 @@ def files(places: Iterable[str | Path]) -> list[Path]:
     return list(dict.fromkeys(path.resolve() for path in every))
 
 
-def run(file: Path) -> Run:
-    """Read a results file; raises DuelError for any other file, and for entries that lm_eval does not write."""
-    return _of_file(file)[0]
+def of_file(file: Path) -> list[Run]:
+    """The run of a results file; a file of `score --compare` has one for each model.
 
-
-def _of_file(file: Path) -> list[Run]:
-    """The run of a results file; a file of `score --compare` has one for each model."""
+    Raises DuelError for any other file, for entries that lm_eval does not write, and for values that are NaN or
+    contradict each other.
+    """
     content = load(file, RESULTS)
     with whole(file, RESULTS):
         if content.get("format") != SCORE:
-            return [_run(file, content, None)]
-        scored = [content, *content.get("compared", [])]
-        names = [file, *(Path(f"{file}#{n}") for n in range(2, len(scored) + 1))]
-        return [_run(name, *_as_results(model)) for name, model in zip(names, scored, strict=True)]
+            return [_of_harness(file, content)]
+        if content["version"] != SCORE_VERSION:
+            raise ValueError(f"its version is {content['version']}, and this release reads {SCORE_VERSION}")
+        models = [content, *content.get("compared", [])]
+        return [of_score(Path(f"{file}#{n}" if n > 1 else file), model) for n, model in enumerate(models, 1)]
 
 
-def _as_results(content: Json) -> tuple[Json, tuple[Document, ...]]:
-    """A file of `score --json` as lm_eval writes results, and its documents."""
-    units = {"token_perplexity": "tokens", "word_perplexity": "words"}
-    units |= {"byte_perplexity": "bytes", "bits_per_byte": "bytes"}
-    documents, totals = [], dict.fromkeys(units, (0.0, 0.0))
-    for n, entry in enumerate(content["documents"]):
-        nats = -math.inf if entry["log_prob"] is None else float(entry["log_prob"])
-        values = {metric: (nats, float(entry[unit])) for metric, unit in units.items() if entry[unit]}
-        totals = {m: (known[0] + nats, known[1] + entry[units[m]]) for m, known in totals.items()}
-        documents.append((n, str(entry["sha256"]), values))
-    results = {
-        "results": {"score": {f"{m},none": stats.value(m, *total) for m, total in totals.items() if total[1]}},
-        "config": {"model": MODEL, "model_args": {"pretrained": content["pretrained"]}}
-        | {key: content[key] for key in ("fingerprint", "spec", "duel")},
-        "n-samples": {"score": {"original": len(documents), "effective": len(documents)}},
-    }
-    return results, samples.numbered(documents)
+def tell_apart(runs: Iterable[Run]) -> None:
+    """Add to the labels of models what tells those of one name apart."""
+    models: dict[str, dict[str, list[Run]]] = {}
+    for run in runs:
+        models.setdefault(run.label, {}).setdefault(run.key, []).append(run)
+    for label, of_label in models.items():
+        longer = {key: "/".join(Path(of_key[0].pretrained).parts[-2:]) for key, of_key in of_label.items()}
+        unique = len(set(longer.values())) == len(of_label)
+        for key, of_key in of_label.items() if len(of_label) > 1 else ():
+            for run in of_key:
+                run.label = longer[key] if unique else f"{label} ({key[:8]})"
 
 
-def _run(file: Path, content: Json, documents: tuple[Document, ...] | None) -> Run:
-    """A results file. `documents`: those that the file itself holds."""
+def of_score(file: Path, content: Json) -> Run:
+    """A model of a file of `score --json`. Its task is called `score`."""
+    duel = _duel(content["duel"])
+    documents = samples.of_score(content["documents"])
+    metrics = {m: stats.value(m, *map(sum, zip(*known.values(), strict=True))) for m, known in documents.values.items()}
+    task = Task(
+        "score",
+        {metric: metrics[metric] for metric in METRICS if metric in metrics},
+        {},
+        {"documents": str(len(documents.numbers))},
+        "loglikelihood_rolling",
+        duel["tasks"].get("score", {}),
+        documents,
+    )
+    config = {"model": MODEL, "fingerprint": content["fingerprint"], "duel": content["duel"]}
+    run = _run(file, {"config": config}, _strings(content["spec"]), duel, str(content["pretrained"]), ours=True)
+    if str(content["kind"]) != _kind(run, task):
+        raise ValueError(f"its kind is {content['kind']}, and estimator={run.estimator} gives {_kind(run, task)}")
+    run.tasks = {"score": task}
+    _check(run)
+    return run
+
+
+def _kind(run: Run, task: Task) -> str:
+    values = task.entry.get("values", {}).get(run.estimator, {})
+    return kind_of(run.estimator, run.spec, values.get("beam"))
+
+
+def _of_harness(file: Path, content: Json) -> Run:
     config = content["config"]
     model, arguments = str(config["model"]), _arguments(config.get("model_args"))
-    spec = {key: _string(value) for key, value in (config.get("spec") or {}).items()}
-    duel = _duel(config.get("duel") or {})
+    spec, duel = _strings(config.get("spec") or {}), _duel(config.get("duel") or {})
     ours = model == MODEL or bool(spec or config.get("duel"))  # a model object is recorded by its class
-    dtype = _text(duel.get("dtype")) or _text(spec.get("dtype")) or _text(config.get("model_dtype")) or "unknown"
-    dtype = dtype.removeprefix("torch.")
     pretrained = str(duel.get("pretrained") or arguments.get("pretrained") or content.get("model_name") or model)
     if not ours:
+        dtype = (_text(config.get("model_dtype")) or "unknown").removeprefix("torch.")
         spec = {key: value for key, value in arguments.items() if key not in NOT_IN_SPEC} | {"dtype": dtype}
         spec |= {"model_sha": str(config["model_sha"])} if config.get("model_sha") else {}
-    for key in ("elbo_eps", "mc_samples"):
-        number(spec[key] if spec.get(key, "none") != "none" else None)
-    length = spec.get("max_length") if ours else content.get("max_length")
+    run = _run(file, content, spec, duel, pretrained, ours)
     groups = {name for name, parts in (content.get("group_subtasks") or {}).items() if parts}
     groups |= set(content.get("groups") or {})
-    tasks = {name: task(file, content, name, key, documents) for name, key in keys(content, groups).items()}
-    result = Run(
+    run.groups = tuple(sorted(groups & content["results"].keys()))
+    tasks = {name: _task(run, name) for name in content["results"] if name not in groups}
+    run.tasks = {name: task for name, task in tasks.items() if task.metrics}
+    run.others = {name: task for name, task in sorted(tasks.items()) if not task.metrics}
+    _check(run)
+    return run
+
+
+def _run(file: Path, content: Json, spec: dict[str, str], duel: dict[str, Any], pretrained: str, ours: bool) -> Run:
+    """A run without its tasks."""
+    for key in ("elbo_eps", "mc_samples"):
+        number(spec[key] if spec.get(key, "none") != "none" else None)
+    config, length = content["config"], spec.get("max_length") if ours else content.get("max_length")
+    dtype = _text(duel.get("dtype")) or _text(spec.get("dtype")) or _text(config.get("model_dtype")) or "unknown"
+    run = Run(
+        name=str(file),
         file=file,
         content=content,
         ours=ours,
-        model=model,
+        model=str(config["model"]),
         pretrained=pretrained,
         label=pretrained.rstrip("/").split("/")[-1] or pretrained,
         key=str((duel.get("weights") or spec.get("weights")) if ours else pretrained),
-        dtype=dtype,
-        fingerprint=_text(config.get("fingerprint")),
+        dtype=dtype.removeprefix("torch."),
         spec=spec,
         duel=duel,
         max_length=int(length) if str(length).isdecimal() else None,
         date=number(content.get("date")) or 0.0,
         whole_run_seconds=number(content.get("total_evaluation_time_seconds")),
-        tasks={name: task for name, task in tasks.items() if task.metrics},
-        others={name: task for name, task in sorted(tasks.items()) if not task.metrics},
-        groups=tuple(sorted(groups & content["results"].keys())),
     )
-    if result.estimator not in ESTIMATORS:
-        raise DuelError(f"{file}: {unknown('estimator', result.estimator, ESTIMATORS)}")
-    for name, scored in result.tasks.items():
-        check(file, scored, {} if result.partial(name) else duel["tasks"].get(name, {}), result.estimator)
-    return result
+    if run.estimator not in ESTIMATORS:
+        raise DuelError(f"{file}: {unknown('estimator', run.estimator, ESTIMATORS)}")
+    if ours and "version" not in spec:
+        raise ValueError("its spec has no version")
+    return run
+
+
+def _task(run: Run, name: str) -> Task:
+    content, file = run.content, run.file
+    values, config = content["results"][name], content.get("configs", {}).get(name, {})
+    identity = {
+        "documents": content.get("n-samples", {}).get(name, {}).get("effective"),
+        "limit": content["config"].get("limit"),
+        "version": content.get("versions", {}).get(name),
+        "shots": content.get("n-shot", {}).get(name),
+        "hash": content.get("task_hashes", {}).get(name),
+    }
+    output_type = str(config.get("output_type") or "loglikelihood_rolling")
+    known = {key: str(value) for key, value in identity.items() if value is not None}
+    task = Task(name, {}, {}, known, output_type, run.duel["tasks"].get(name, {}))
+    for entry, value in values.items():
+        metric, comma, filtered = entry.partition(",")
+        if metric in METRICS:
+            if value is None or math.isnan(value := float(value)):
+                raise ValueError(f"{entry} of {name} is {'null' if value is None else 'NaN'}")
+            task.metrics.setdefault(metric, value)
+        elif comma and not metric.endswith("_stderr") and metric not in OTHER_NAMES and type(value) in (int, float):
+            error = values.get(f"{metric}_stderr,{filtered}")  # or "N/A", or NaN
+            error = None if error == "N/A" or error != error else number(error)
+            task.scores[metric if filtered == "none" else f"{metric} ({filtered})"] = float(value), error
+    task.scores = {shown: score for shown, score in task.scores.items() if not math.isnan(score[0])}
+    if task.metrics:
+        task.documents, task.missing = samples.beside(file, name, task.rolling)
+    return task
+
+
+def _check(run: Run) -> None:
+    """Raise DuelError if log_prob, tokens and perplexity of a task do not agree, or are no probability's."""
+    for name, task in run.tasks.items():
+        entry = {} if task.partial else task.entry
+        log_probs = {key: v["log_prob"] for key, v in entry.get("values", {}).items() if v["log_prob"] is not None}
+        own, known = log_probs.get(run.estimator), task.metrics.get("token_perplexity")
+        if entry.get("tokens") and own is not None and known is not None:
+            implied = perplexity(-own / entry["tokens"])
+            if not math.isclose(known, implied, rel_tol=SAME):
+                raise DuelError(
+                    f"{run.name} contradicts itself: token_perplexity of {name} is {known:.10g}, but its log_prob and "
+                    f"tokens make it {implied:.10g}. Run the task again, or leave the file out."
+                )
+        impossible = [(m, v) for m, v in task.metrics.items() if v < 0 or (not v and "bits" not in m)]
+        impossible += [(f"log_prob of {key}", nats) for key, nats in log_probs.items() if nats > 0]
+        for what, known in impossible:
+            raise DuelError(
+                f"{run.name}: {what} of {name} is {known:g}, and a probability is at most 1. Run the task again, or "
+                "leave the file out."
+            )
 
 
 def _arguments(model_args: Any) -> dict[str, str]:
     """The model args; lm_eval's Python API stores them as text."""
     if isinstance(model_args, str):
         return dict(part.split("=", 1) for part in model_args.split(",") if "=" in part)
-    return {key: _string(value) for key, value in (model_args or {}).items()}
+    return _strings(model_args or {})
+
+
+def _strings(entries: Json) -> dict[str, str]:
+    return {key: "none" if value in (None, "None") else str(value) for key, value in entries.items()}
 
 
 def _duel(duel: Json) -> dict[str, Any]:
@@ -275,27 +395,9 @@ def _duel(duel: Json) -> dict[str, Any]:
             values[key] = {"log_prob": -math.inf if impossible else None} | _typed(value, VALUE)
             if beam := value.get("beam"):
                 values[key]["beam"] = BeamSums.read(beam)
-        entries["tasks"][name] = _typed(scored, TASK) | {"values": values}
+        entries["tasks"][name] = _typed(scored, COUNTS) | {"values": values}
     return entries
 
 
 def _typed(entries: Json, kinds: Mapping[str, Callable[[Any], Any]]) -> dict[str, Any]:
     return {key: kind(entries[key]) for key, kind in kinds.items() if entries.get(key) is not None}
-
-
-def _string(value: Any) -> str:
-    return "none" if value in (None, "None") else str(value)
-
-
-def _distinct(runs: list[Run]) -> list[Run]:
-    """Runs with labels that are unique per model: if two models share one, what distinguishes them is added."""
-    keys: dict[str, dict[str, str]] = {}
-    for run in runs:
-        keys.setdefault(run.label, {}).setdefault(run.key, run.pretrained)
-    labels = {}
-    for label, models in keys.items():
-        apart = {key: "/".join(Path(name).parts[-2:]) for key, name in models.items()}
-        if len(set(apart.values())) < len(models):
-            apart = {key: f"{label} ({key[:8]})" for key in models}
-        labels |= {(label, key): label if len(models) == 1 else apart[key] for key in models}
-    return [dataclasses.replace(run, label=labels[run.label, run.key]) for run in runs]

@@ -3,38 +3,69 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
-from dataclasses import replace
-from pathlib import Path
+import dataclasses
+import itertools
+import re
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
+from urllib.parse import quote
 
 from lm_eval_duel.arguments import TRUTH, choice
 from lm_eval_duel.console.command_line import Flag, Parser
 from lm_eval_duel.core.rates import METRICS
 from lm_eval_duel.errors import DuelError, usage
 from lm_eval_duel.harness import trace
-from lm_eval_duel.results import (
-    accuracy,
-    compare,
-    figures,
-    match,
-    pairs,
-    read,
-    report_files,
-    reveal_order,
-    run_cost,
-)
+from lm_eval_duel.results import as_json, compare, cost, figures, headline, match, pairs, read, tables
+from lm_eval_duel.results.figures import Image
 from lm_eval_duel.results.own_files import OwnFiles
-from lm_eval_duel.results.records import plain
+from lm_eval_duel.results.read import Run
+from lm_eval_duel.results.samples import Traces
+from lm_eval_duel.results.table import WORDS, Table, bullets, escape, spaced
 
 FORMAT = "lm_eval_duel report"
-
 EPILOG = """\
 Prints the perplexities of every task and the share of the gap to the autoregressive baseline that DUEL closes.
-Writes report.md, report.json, LaTeX table bodies (.tex) and, if matplotlib is installed, figures.
+Writes report.md, report.json, LaTeX tables (.tex) and, if matplotlib is installed, figures.
 Compared results must have the same documents, windows, scored positions and tokenizers; otherwise an error names both
 files. Intervals need samples: run lm_eval with --log_samples.
 """
+SINGLE = "Each 95 % interval is for its pair alone: of twenty pairs of equal rows, about one is called different."
+DRAWN = (
+    "95 % intervals are over documents, which carry the Monte Carlo errors of their values along: those of estimates "
+    "and of the ELBO include it. ± is that error alone."
+)
+PRINTED = ("methods", "cache", "pairs")  # tables of a task that the command prints
+MAX_LENGTH = 100  # characters of a task's name in a file name
+
+
+@dataclasses.dataclass
+class Report:
+    """What the files of a report show."""
+
+    runs: list[Run]
+    tasks: dict[str, compare.Comparison]
+    notes: list[str]
+
+    def tables(self) -> Iterator[tuple[str, str, Table]]:
+        """Every table: the task that it is about, or "" for one over tasks; its kind; and itself."""
+        if len(self.tasks) > 1:
+            yield "", "perplexity", tables.perplexities(self.tasks)
+            averages = compare.averages({name: task.rows for name, task in self.tasks.items()})
+            if (table := tables.averages(self.tasks, averages)) is not None:
+                yield "", "gap_closed", table
+        for name, task in self.tasks.items():
+            yield from ((name, kind, table) for kind, table in tables.task_tables(task))
+        for name, table in tables.accuracies(self.runs):
+            yield name, "accuracy", table
+        if costs := self.costs:
+            yield "", "cost", tables.cost(costs)
+
+    @property
+    def costs(self) -> list[cost.Cost]:
+        return cost.table(self.runs, [row for task in self.tasks.values() for row in task.rows])
+
+
+# ---------------------------------------------------------------- what is compared
 
 
 @usage()
@@ -69,11 +100,12 @@ def check_files(options: argparse.Namespace) -> None:
         trace.spec(path)
 
 
-def read_runs(options: argparse.Namespace) -> tuple[list[read.Run], list[read.Run]]:
+def read_runs(options: argparse.Namespace) -> tuple[list[Run], list[Run]]:
     """The runs of --ar, and all runs; raises DuelError for an --ar that is not of an autoregressive model."""
     with usage():
-        ar = read.runs([options.ar]) if options.ar else []
         runs = read.runs([*options.results, *([options.ar] if options.ar else [])])
+        files = {str(file) for file in read.files([options.ar])} if options.ar else set()
+    ar = [run for run in runs if run.name in files]
     for run in ar:
         if not run.autoregressive:
             what = f"estimator={run.estimator}" if run.ours else f"--model {run.model}"
@@ -84,47 +116,40 @@ def read_runs(options: argparse.Namespace) -> tuple[list[read.Run], list[read.Ru
     return ar, runs
 
 
-def collect(options: argparse.Namespace) -> dict[str, Any]:
-    """The content of the report as one dict."""
+def collect(options: argparse.Namespace) -> Report:
+    """The content of the report."""
     ar, runs = read_runs(options)
-    notes = [note for run in runs for note in left_out(run)]
+    notes = [note for run in runs for note in run.left_out()]
     for name in {name for run in ar for name in run.tasks}:
         if len(holding := [run.name for run in ar if name in run.tasks]) > 1:
             raise DuelError(f"--ar holds {name} more than once: {', '.join(holding)}. Name one of these files.")
     if not options.ar:
         ar, note = baseline(runs)
         notes[:0] = [note] if note else []
-    files = {run.file for run in ar}
-    known = [replace(run, baseline=run.file in files) for run in runs if run.ours or run.autoregressive]
-    accuracies = accuracy.by_task(known)
-    runs = [run for run in known if run.tasks]
-    if not runs and not accuracies:
+    for run in ar:
+        run.baseline = True
+    known = [run for run in runs if run.ours or run.autoregressive]
+    shown = [run for run in known if run.tasks or any(task.scores for task in run.others.values())]
+    if not shown:
         raise DuelError(f"No perplexity ({', '.join(METRICS)}) to report: {'; '.join(notes)}")
-    runs, shown = _traces(runs, options.traces, notes)
-    names = dict.fromkeys(name for run in runs if not run.baseline for name in run.tasks)
-    if runs and not names and not any(run.others for run in runs):
+    attach(shown, Traces(options.traces), notes)
+    names = dict.fromkeys(name for run in shown if not run.baseline for name in run.tasks)
+    if not names and any(run.tasks for run in shown) and not any(run.others for run in shown):
         raise DuelError("Nothing to compare: RESULTS holds no perplexity other than those of the --ar result.")
-    tasks = {name: compare.task(name, runs, options.metric, options.as_published, options.pairs) for name in names}
-    return {
-        "version": 1,
-        "ar": [run.name for run in runs if run.baseline],
-        "notes": notes,
-        "tasks": tasks,
-        "averages": compare.averages({name: task.rows for name, task in tasks.items()}),
-        "accuracies": accuracies,
-        "cost": run_cost.table(runs, [row for task in tasks.values() for row in task.rows]),
-        "traces": shown,
-        "results": [
-            {"file": run.name, "model": run.label, "ar": run.baseline, "fingerprint": run.fingerprint}
-            | {"spec": run.spec}
-            for run in known
-            if run.tasks or any(task.scores for task in run.others.values())
-        ],
-        "figures": [],
-    }
+    tasks = {name: compare.task(name, shown, options.metric, options.as_published, options.pairs) for name in names}
+    return Report(shown, tasks, notes)
 
 
-def baseline(runs: Sequence[read.Run]) -> tuple[list[read.Run], str]:
+def attach(runs: Iterable[Run], traces: Traces, notes: list[str]) -> None:
+    """Give runs the values of each document that their traces hold. Notes on traces that are gone are added."""
+    for run in runs:
+        if path := traces.find(run.fingerprint, run.duel.get("trace"), run.file):
+            run.traced = traces.values(path)
+        elif run.duel.get("trace"):
+            notes.append(f"The trace of {run.name} is no longer at {run.duel['trace']}; name it with --traces.")
+
+
+def baseline(runs: Sequence[Run]) -> tuple[list[Run], str]:
     """The results of the only autoregressive model among others, or none of them and a note that says why.
 
     Of several results of a task under one spec it is the newest.
@@ -134,16 +159,16 @@ def baseline(runs: Sequence[read.Run]) -> tuple[list[read.Run], str]:
         return [], ""
     if note := no_baseline(causal):
         return [], note
-    newest: dict[str, read.Run] = {}
+    newest: dict[str, Run] = {}
     for run in causal:  # oldest first
         for name in run.tasks:
             if newest.setdefault(name, run).spec != run.spec:
                 return [], f"No gaps: there are several results of {run.label} on {name}; name one with --ar."
             newest[name] = run
-    return list({run.file: run for run in newest.values()}.values()), ""
+    return list({run.name: run for run in newest.values()}.values()), ""
 
 
-def no_baseline(causal: Sequence[read.Run]) -> str:
+def no_baseline(causal: Sequence[Run]) -> str:
     """Why runs of autoregressive models are no baseline; empty if they are of one model."""
     models = {run.key: run.label for run in causal}
     if not models:
@@ -152,48 +177,106 @@ def no_baseline(causal: Sequence[read.Run]) -> str:
     return f"{several}; name one with --ar." if len(models) > 1 else ""
 
 
-def left_out(run: read.Run) -> list[str]:
-    """Notes on the parts of a results file that are left out."""
-    if not run.ours and not run.autoregressive:
-        return [f"{run.name} is a result of --model {run.model}, not known to be autoregressive, and is left out."]
-    notes = [f"{name} in {run.name} is a group of tasks and is left out." for name in run.groups]
-    notes += [f"{line}, and is left out." for task in [*run.tasks.values(), *run.others.values()] for line in task.nans]
-    notes += [
-        f"{name} in {run.name} holds no perplexity and no accuracy, and is left out."
-        for name, task in run.others.items()
-        if not task.scores
-    ]
-    nothing = not (run.tasks or run.others)
-    return [*notes, f"{run.name} holds no perplexity and is left out."] if nothing else notes
+# ---------------------------------------------------------------- what is written
 
 
-def _traces(runs: Sequence[read.Run], named: Sequence[str], notes: list[str]) -> tuple[list[read.Run], list[dict]]:
-    """The runs with what their traces hold of each document, and the summary of every trace."""
-    traces = reveal_order.Traces(named)
-    labels: dict[Path, str] = dict.fromkeys(traces.named, "")
-    for run in runs:
-        if path := traces.find(run):
-            labels[path] = run.label
-        elif run.duel.get("trace"):
-            notes.append(f"The trace of {run.name} is no longer at {run.duel['trace']}; name it with --traces.")
-    return [traces.attach(run) for run in runs], [traces.summary(path, label) for path, label in labels.items()]
+def safe_name(name: str) -> str:
+    """A name as part of a file name: safe on any file system."""
+    return "".join(c if c.isalnum() or c in "-_." else "_" for c in name)[:MAX_LENGTH]
 
 
-def write(report: dict[str, Any], folder: str, formats: Sequence[str] = ("png",), width: float | None = None) -> None:
-    """Write the report's files and enter their names in `report`. Files of an earlier report are removed.
+def stems(found: Iterable[tuple[str, str, str]]) -> Iterator[str]:
+    """File names of tables and figures, from (task, kind, title), each different even where case is ignored."""
+    found = list(found)
+    used: set[str] = set()
+    for name, kind, title in found:
+        several = sum((name, kind) == (other, its_kind) for other, its_kind, _ in found) > 1
+        subject = re.sub(r"[\s,:=/]+", "_", title.partition(": ")[2]) if several else ""
+        stem = "_".join(safe_name(part) for part in (kind, name, subject) if part)
+        numbered = (f"{stem}{'' if n == 1 else f'_{n}'}" for n in itertools.count(1))
+        stem = next(name for name in numbered if name.casefold() not in used)
+        used.add(stem.casefold())
+        yield stem
 
-    `formats` and `width` (in inches) are those of the figures.
 
-    Raises DuelError, and leaves the folder unchanged, if a file there does not belong to an earlier report.
+def page(report: Report, images: Sequence[Image] = ()) -> str:
+    """report.md."""
+    every = list(report.tables())
+    parts = ["# How far from autoregressive?"]
+    lines = [line for name, task in report.tasks.items() for line in headline.sentences(name, task.rows)]
+    parts += ["\n".join(f"- {line}" for line in lines), bullets(report.notes)]
+    for name, task in report.tasks.items():
+        own = [(kind, table) for about, kind, table in every if about == name and kind != "accuracy"]
+        documents = "" if task.documents is None else f", {task.documents} documents"
+        parts.append(f"## {escape(name)}: {WORDS[task.metric]}{documents}")
+        parts += [table.markdown() for kind, table in own if kind == "methods"]
+        parts += [image.markdown(quote) for image in images if (image.task, image.kind) == (name, "perplexity")]
+        if task.differences:
+            title = "Compared as published, although these differ" if task.as_published else "These differ"
+            parts += [f"**{title}:**", bullets(task.differences)]
+        for kind, table in own:
+            parts += [] if kind == "methods" else [f"### {escape(table.title)}", table.markdown()]
+            parts += [SINGLE] if kind == "pairs" else []
+        parts += [image.markdown(quote) for image in images if (image.task, image.kind) == (name, "rules")]
+        drawn = any(row.interval and row.entry.drawn for row in task.rows)
+        parts += ["### Notes", bullets([*task.notes, *([DRAWN] if drawn else [])])]
+    for about, kind, table in every:
+        if kind == "accuracy" or (not about and kind != "perplexity"):
+            parts += [f"## {escape(table.title)}", table.markdown()]
+    listed = tables.files(report.runs)
+    return spaced([*parts, "## Files", escape(listed.title), listed.markdown()])
+
+
+def console(report: Report) -> str:
+    """The text that the command prints: headlines, perplexities, differences, and notes."""
+    lines = [line for name, task in report.tasks.items() for line in headline.sentences(name, task.rows)]
+    parts = [re.sub(r"\\(?=[^\w\s])", "", line.replace("**", "")) for line in lines]
+    for name, kind, table in report.tables():
+        if kind in (*PRINTED, "accuracy"):
+            title = table.title if kind == "accuracy" else f"{name}: {table.title}"
+            parts += [title, table.text()]
+    parts += [f"differs: {line}" for task in report.tasks.values() for line in task.differences]
+    return spaced([*parts, "\n".join(report.notes)])
+
+
+def write(report: Report, folder: str, formats: Sequence[str] = ("png",), width: float | None = None) -> list[str]:
+    """Write the report's files and return their names. Files of an earlier report are removed.
+
+    `formats` and `width` (in inches) are those of the figures. Raises DuelError, and leaves the folder unchanged, if a
+    file there does not belong to an earlier report.
     """
-    images: dict[str, bytes] = {}
+    images: list[Image] = []
     if figures.available():
-        report["figures"], images = figures.draw(report, formats, width)
+        images = figures.draw(report.tasks, formats, width, stems)
     else:
-        report["notes"].append(figures.MISSING)
-    report["folder"] = folder
-    texts = {"report.md": report_files.page(report), **report_files.bodies(report)}
-    report["files"] = OwnFiles(folder, FORMAT).write(plain(report), texts | images)
+        report.notes.append(figures.MISSING)
+    found = [(name, kind, table) for name, kind, table in report.tables() if kind != "cost"]
+    named = stems((name, kind, table.title) for name, kind, table in found)
+    texts = {f"{stem}.tex": table.latex() for stem, (_, _, table) in zip(named, found, strict=True)}
+    pictures = {file: content for image in images for file, content in image.files.items()}
+    return OwnFiles(folder, FORMAT).write(content(report), {"report.md": page(report, images)} | texts | pictures)
+
+
+def content(report: Report) -> dict[str, Any]:
+    """report.json."""
+    tasks = {}
+    for name, task in report.tasks.items():
+        lines = headline.sentences(name, task.rows)
+        tasks[name] = as_json.comparison(task) | {"headlines": lines}
+    averages = compare.averages({name: task.rows for name, task in report.tasks.items()})
+    return {
+        "version": 1,
+        "ar": [run.name for run in report.runs if run.baseline],
+        "notes": report.notes,
+        "tasks": tasks,
+        "averages": [as_json.average(average) for average in averages],
+        "accuracies": {name: as_json.accuracies(report.runs, name) for name, _ in tables.accuracies(report.runs)},
+        "cost": [as_json.cost(of) for of in report.costs],
+        "results": [
+            {"file": run.name, "model": run.label, "ar": run.baseline, "fingerprint": run.fingerprint, "spec": run.spec}
+            for run in report.runs
+        ],
+    }
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -201,5 +284,5 @@ def main(arguments: Sequence[str]) -> None:
     options = parse(arguments)
     OwnFiles(options.out, FORMAT).earlier()
     report = collect(options)
-    write(report, options.out, options.figures, options.width)
-    print(report_files.console(report))
+    files = write(report, options.out, options.figures, options.width)
+    print(console(report), f"wrote to {options.out}: {', '.join(files)}", sep="\n")

@@ -1,56 +1,298 @@
-"""The rows of a task: of each run one for each value that it computed; in order, each once, told apart by name."""
+"""The rows of a task's table: one for each value that a run computed; in order, each once, told apart by name."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Iterable, Mapping
-from dataclasses import replace
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
+
+import numpy as np
 
 from lm_eval_duel.errors import DuelError, unknown
 from lm_eval_duel.estimators import registry
+from lm_eval_duel.estimators.registry import Kind
+from lm_eval_duel.estimators.subsets.sums import BeamSums
 from lm_eval_duel.results import stats
-from lm_eval_duel.results.read import NO_CACHE, TASK_COUNTS, Run
-from lm_eval_duel.results.records import Row, Values
-from lm_eval_duel.results.task import Task
+from lm_eval_duel.results.read import NO_CACHE, TASK_COUNTS, Run, Task
+from lm_eval_duel.results.samples import Values
 from lm_eval_duel.rules import RULES
-from lm_eval_duel.rules.tables import is_rule, sort_key
+from lm_eval_duel.rules.tables import is_rule, sort_key, without_defaults
 
 SAME = 1e-4  # relative difference up to which two ways to one value agree
 # entries of a spec that vary within one model
 NON_IDENTITY_KEYS = {"estimator", "rule", "draw_seed", *registry.arguments()}
 # entries of a spec that every row names if it has them
 LABEL_KEYS = {"cache", *(key for entry in registry.ENTRIES if entry.named for key in entry.arguments)}
+# entries of a spec that belong to the estimator, as NON_IDENTITY_KEYS
+OF_ESTIMATOR = {"block", "grid", "rule_code", "cheap_cache"}
+SAMPLING = ("dtype", "warpers")  # entries that change the law of any checkpoint
 CACHES = (None, NO_CACHE, "prefix", "dual")  # in the order of tables
+Interval = list[float]  # low, high
 
 
-def from_run(run: Run, name: str) -> list[Row]:
-    """The rows of a run's task: a lattice run has one for each of its estimators and rules."""
-    task, scored = run.tasks[name], run.duel["tasks"].get(name, {})
-    documents, missing = _sampled(task)
-    counted = int(sum(units for _, units in documents.get("token_perplexity", {}).values())) or None
-    if run.partial(name):
-        why = (
-            f"the figures in {run.name} are of {run.computed(name)} documents of {name}, its value of {task.size} "
-            "(a response cache answered the others, or counted some of another run): only the harness's own value is "
-            "shown"
+@dataclasses.dataclass(eq=False)
+class Row:
+    """What the table of a task shows of one model under one estimator, rule, block and cache.
+
+    `of_run` makes it; `compare.task` fills in what follows `variant`.
+    """
+
+    run: Run
+    task: str
+    metric: str
+    estimator: str
+    rule: str | None
+    metrics: dict[str, float]
+    log_prob: float | None = None
+    nats_stderr: float | None = None  # Monte Carlo
+    nats_window_stderr: float | None = None  # over windows
+    nfe: int | None = None
+    tokens: int | None = None
+    beam: BeamSums | None = None  # of a sum over orders by a beam
+    documents: Values = dataclasses.field(default_factory=dict, repr=False)
+    missing: str = ""  # why there are no documents
+    variant: str = ""  # what distinguishes it from a row of the same model, rule and block
+
+    ar: bool = False  # the autoregressive baseline
+    best: bool = False  # the lowest likelihood of its model
+    draws: np.ndarray | None = dataclasses.field(default=None, repr=False)  # of its nats per unit, by the bootstrap
+    interval: Interval | None = None  # 95 %, over documents
+    gap: float | None = None  # to the baseline
+    gap_interval: Interval | None = None
+    elbo: Row | None = None
+    share: float | None = None  # gap closed, also of a row that is not distinguishable from its ELBO
+    share_stderr: float | None = None
+    distinguishable: bool | None = None
+    gap_closed_interval: Interval | None = None
+    gap_closed_reason: str = ""  # why gap closed, or its error, is not known
+    cache_cost: Pair | None = None
+
+    # ------------------------------------------------------------ what it is
+
+    @property
+    def entry(self) -> registry.Entry:
+        return registry.of_spec(self.estimator, self.run.spec, self.beam)
+
+    @property
+    def block(self) -> str | None:
+        """None for autoregressive and other models, `none` for the whole target."""
+        return self.run.spec.get("elbo_block", "none") if self.drawn_bound else self.run.block
+
+    @property
+    def drawn_bound(self) -> bool:
+        """Whether it is a Monte Carlo ELBO, or another bound that is drawn."""
+        entry = registry.find(self.estimator)
+        return entry.kind is Kind.UPPER_BOUND and entry.drawn is not None
+
+    @property
+    def eps(self) -> float:
+        """The least t of a Monte Carlo ELBO; above 0 it is not a bound."""
+        eps = self.run.spec.get("elbo_eps", "none")
+        return float(eps) if self.drawn_bound and eps != "none" else 0.0
+
+    @property
+    def likelihood(self) -> bool:
+        """Whether it is a likelihood, or an estimate or bound of one: not the oracle."""
+        return self.entry.kind is not Kind.NOT_A_LIKELIHOOD
+
+    @property
+    def bound(self) -> bool:
+        """Whether the perplexity is an upper bound."""
+        return self.entry.kind is Kind.UPPER_BOUND and not self.eps
+
+    @property
+    def proper(self) -> bool:
+        """Whether it is the likelihood itself: no estimate, bound or oracle."""
+        return self.entry.kind is Kind.LIKELIHOOD
+
+    @property
+    def duel(self) -> bool:
+        """Whether its value is that of a rule, or an estimate of it, and not the baseline's."""
+        return self.entry.follows_rule and not self.ar
+
+    # ------------------------------------------------------------ names
+
+    @property
+    def model(self) -> str:
+        return self.run.label
+
+    @property
+    def qualifiers(self) -> str:
+        """What distinguishes it beyond estimator, rule, block and cache."""
+        spec = self.run.spec
+        named = [self.entry.named.format(f"{key}={spec[key]}") for key in self.entry.arguments if key in spec]
+        eps = f"eps={self.eps:g}: no bound" if self.eps else ""
+        return ", ".join(filter(None, [eps, *named, self.beam.remark if self.beam else "", self.variant]))
+
+    @property
+    def parts(self) -> dict[str, str]:
+        """What names are made of, in their order; empty if a part does not apply."""
+        block = {"none": "whole target", None: ""}.get(self.block, f"block {self.block}")
+        return {
+            "model": self.model,
+            "estimator": self.entry.title,
+            "rule": without_defaults(self.rule or ""),
+            "block": block,
+            "cache": "" if self.run.cache is None else f"cache={self.run.cache}",
+            "qualifiers": self.qualifiers,
+        }
+
+    @property
+    def name(self) -> str:
+        """Its name without the model."""
+        parts = self.parts | ({} if self.run.has_cache else {"cache": ""})
+        return ", ".join(part for key, part in parts.items() if part and key != "model")
+
+    @property
+    def title(self) -> str:
+        """The estimator with remarks: the baseline, a bound that does not hold, another spec, unknown tokens."""
+        remarks = ", ".join(filter(None, [self.baseline_remark, self.qualifiers, self.unknown_share]))
+        return f"{self.entry.title}{f' ({remarks})' if remarks else ''}"
+
+    @property
+    def baseline_remark(self) -> str:
+        return ("baseline" if self.estimator == "ar" else "AR baseline") if self.ar else ""
+
+    @property
+    def unknown(self) -> float:
+        """The share of [UNK] among its tokens."""
+        return self.run.tasks[self.task].unknown
+
+    @property
+    def unknown_share(self) -> str:
+        return f"{self.unknown:.1%} [UNK]" if self.unknown else ""
+
+    # ------------------------------------------------------------ values and their errors
+
+    @property
+    def value(self) -> float:
+        return self.metrics[self.metric]
+
+    @property
+    def drawn(self) -> np.ndarray:
+        """The value in each draw of the bootstrap."""
+        return stats.value(self.metric, -self.draws, 1.0)
+
+    @property
+    def reason(self) -> str:
+        """Why there is no interval."""
+        if self.draws is not None:
+            return ""
+        return self.missing or ("one document" if self.documents else "no values per document")
+
+    @property
+    def nfe_per_token(self) -> float | None:
+        return self.nfe / self.tokens if self.nfe and self.tokens else None
+
+    def error(self, nats_stderr: float | None, metric: str | None = None) -> float | None:
+        """Standard error of a metric's value from that of its log-likelihood; None if not known."""
+        known = self.metrics.get(metric or self.metric)
+        return None if known is None else stats.stderr(metric or self.metric, known, self.log_prob, nats_stderr)
+
+    @property
+    def stderr(self) -> float | None:
+        """Monte Carlo, or of a sample."""
+        return self.error(self.nats_stderr)
+
+    @property
+    def stderrs(self) -> dict[str, float | None]:
+        return {metric: self.error(self.nats_stderr, metric) for metric in self.metrics}
+
+    @property
+    def window_stderr(self) -> float | None:
+        """Over windows, if there is no interval."""
+        return self.error(self.nats_window_stderr) if self.draws is None else None
+
+    @property
+    def stderr_bound(self) -> float | None:
+        """An upper bound of the error of a value that is drawn, such as a Monte Carlo ELBO; None for other values.
+
+        If the error itself is not known, the error over windows bounds it, since their spread contains that of the
+        draws. Infinite if neither is known.
+        """
+        if self.entry.drawn is None:
+            return None
+        known = [self.stderr, self.error(self.nats_window_stderr), math.inf]
+        return next(error for error in known if error is not None)
+
+    @property
+    def stderr_reason(self) -> str:
+        """Why a value that is drawn has no error; empty if it has one, and for other rows."""
+        drawn = self.entry.drawn
+        return "" if drawn is None or self.stderr is not None else drawn.unknown(self.run.spec)
+
+    @property
+    def gap_closed(self) -> float | None:
+        return self.share if self.distinguishable else None
+
+    @property
+    def gap_closed_stderr(self) -> float | None:
+        return self.share_stderr if self.distinguishable else None
+
+
+@dataclasses.dataclass(frozen=True)
+class Pair:
+    """The paired difference of two rows in nats per unit, first minus second: below 0 the first is better.
+
+    `second` is None, with the `reason`, if there is no row to compare with.
+    """
+
+    first: Row
+    second: Row | None
+    names: tuple[str, str] = ("", "")
+    difference: float | None = None
+    interval: Interval | None = None
+    reason: str = ""
+    verdict: str = ""
+
+
+def names(rows: Sequence[Row]) -> list[str]:
+    """The shortest names that tell rows apart: the arguments that differ."""
+    labels = [row.parts for row in rows]
+    for label in labels:
+        label["estimator"] = "" if label["rule"] else label["estimator"]
+    differing = [key for key in labels[0] if len({label[key] for label in labels}) > 1]
+    specs = [row.run.spec for row in rows]
+    keys = differing_keys(specs, {*NON_IDENTITY_KEYS, *OF_ESTIMATOR, *LABEL_KEYS, "version"})
+    if len({row.run.key for row in rows}) > 1:  # checkpoints differ in much more
+        keys = [key for key in keys if key in SAMPLING]
+    named = []
+    for row, label in zip(rows, labels, strict=True):
+        more = [argument(row.run.spec, key) for key in keys if argument(row.run.spec, key) not in row.variant]
+        named.append(", ".join([*(label[key] for key in differing if label[key]), *more]))
+    return [name or row.name for name, row in zip(named, rows, strict=True)]
+
+
+# ---------------------------------------------------------------- from results
+
+
+def of_run(run: Run, name: str, metric: str, notes: list[str]) -> list[Row]:
+    """The rows of a run's task: a lattice run has one for each of its estimators and rules. Adds remarks to `notes`."""
+    task = run.tasks[name]
+    documents, missing = _documents(task, metric)
+    counted = None if task.tokens is None else int(sum(task.tokens.values())) or None
+    own = Row(run, name, metric, run.estimator, run.rule, task.metrics, documents=documents, missing=missing)
+    own.tokens = counted if task.partial else task.entry.get("tokens") or counted
+    if task.partial:
+        notes.append(
+            f"the figures in {run.name} are of {task.computed} documents of {name}, its value of {task.size} (a "
+            "response cache answered the others, or counted some of another run): only the harness's own value is shown"
         )
-        own = Row(run, name, run.estimator, run.rule, task.metrics, tokens=counted)
-        return [replace(own, documents=documents, missing=missing, remarks=(why,))]
-    own = Row(run, name, run.estimator, run.rule, task.metrics, tokens=scored.get("tokens") or counted)
-    own = replace(own, documents=documents, missing=missing)
-    values = scored.get("values", {})
-    rows, remarks = [], []
+        return [own]
+    rows, values = [], task.entry.get("values", {})
     for key, value in values.items():
         if key not in registry.ESTIMATORS and not is_rule(key):
             raise DuelError(f"{run.name}: {unknown('estimator or rule', key, [*registry.ESTIMATORS, *RULES])}")
-        fewer = [unit for unit in TASK_COUNTS if unit in value and unit in scored and value[unit] != scored[unit]]
+        fewer = [
+            unit for unit in TASK_COUNTS if unit in value and unit in task.entry and value[unit] != task.entry[unit]
+        ]
         if fewer:  # a cache continued a lattice run with other rules
-            why = f"it is of {value[fewer[0]]} {fewer[0]}, the task of {scored[fewer[0]]}"
-            remarks.append(f"{key} of {name} in {run.name} is left out: {why}")
+            why = f"it is of {value[fewer[0]]} {fewer[0]}, the task of {task.entry[fewer[0]]}"
+            notes.append(f"{key} of {name} in {run.name} is left out: {why}")
             continue
         entry = registry.ESTIMATORS.get(key)  # None: a rule that a lattice followed
-        row = replace(
+        row = dataclasses.replace(
             own,
             estimator=key if entry else "duel",
             rule=key if entry is None else run.rule if entry.follows_rule else None,
@@ -60,71 +302,59 @@ def from_run(run: Run, name: str) -> list[Row]:
             nfe=value.get("nfe"),
             beam=value.get("beam"),
         )
-        rows.append(row if key == run.estimator else _of_lattice(row, values.get(run.estimator, {}), key))
-    first, *others = rows or [own]
-    return [replace(first, remarks=(*first.remarks, *remarks)), *others]
+        if key != run.estimator and not _of_lattice(row, values.get(run.estimator, {}).get("log_prob"), key):
+            notes.append(f"{run.name}: {key} of {name} has no finite log-likelihood, so it has no value")
+            continue
+        rows.append(row)
+    return rows or [own]
 
 
-def _sampled(task: Task) -> tuple[dict[str, Values], str]:
-    """(nats, units) per document of each metric, if the samples reproduce the task's value; else the reason."""
+def _documents(task: Task, metric: str) -> tuple[Values, str]:
+    """(nats, units) of each document, if the samples reproduce the task's value; else the reason."""
     if task.documents is None:
         return {}, task.missing
-    by_metric: dict[str, Values] = {}
-    missing = ""
-    for metric, known in task.metrics.items():
-        if all(metric in document.values for document in task.documents):
-            values = {document.key: document.values[metric] for document in task.documents}
-            value = stats.value(metric, *(sum(column) for column in zip(*values.values(), strict=True)))
-            if math.isclose(value, known, rel_tol=SAME):
-                by_metric[metric] = values
-            else:
-                missing = f"the samples of {task.name} give {metric} {value:.6g}, the results {known:.6g}"
-                missing += ": another run's"
-    return by_metric, missing
+    values, known = task.documents.values.get(metric, {}), task.metrics.get(metric)
+    if known is None or not values or len(values) < len(task.documents.numbers):
+        return {}, ""
+    found = stats.value(metric, *map(sum, zip(*values.values(), strict=True)))
+    if not math.isclose(found, known, rel_tol=SAME):
+        return {}, f"the samples of {task.name} give {metric} {found:.6g}, the results {known:.6g}: another run's"
+    return values, ""
 
 
-def _of_lattice(row: Row, selected: Mapping[str, Any], key: str) -> Row:
-    """Another row of a lattice run with its values, by the ratio of log-likelihoods, and its documents, by the trace.
+def _of_lattice(row: Row, own: float | None, key: str) -> bool:
+    """Give another row of a lattice run its values, by the ratio of log-likelihoods, and its documents, by the trace.
 
-    `selected`: what the run says of its own estimator.
+    False if it has no value. `own`: the log-likelihood of the run's own estimator.
     """
-    own, name = selected.get("log_prob"), row.task
     if not own or row.log_prob is None or not (math.isfinite(own) and row.log_prob < math.inf):
-        why = f"{row.run.name}: {key} of {name} has no finite log-likelihood, so it has no value"
-        row = replace(row, metrics={}, remarks=(why,))
-    else:
-        metrics = {m: stats.scaled(m, known, row.log_prob / own) for m, known in row.metrics.items()}
-        row = replace(row, metrics=metrics)
+        return False
+    rates = {metric: stats.rate(metric, known) * (row.log_prob / own) for metric, known in row.metrics.items()}
+    row.metrics = {metric: float(stats.value(metric, -rate, 1.0)) for metric, rate in rates.items()}
     if not row.documents:
-        return row
-    nats, documents = row.run.traced.get(name, {}).get(key), row.run.tasks[name].documents
+        return True
+    nats, numbers = row.run.traced.get((row.task, key)), row.run.tasks[row.task].documents.numbers
     if nats is None:
-        missing = f"no trace of {key} per document (run with trace=FILE, or name it with --traces)"
-        return replace(row, documents={}, missing=missing)
-    total = sum(nats.get(document.number, 0.0) for document in documents)
-    if row.log_prob is None or not math.isclose(total, row.log_prob, rel_tol=1e-6, abs_tol=1e-6):
+        row.missing = f"no trace of {key} per document (run with trace=FILE, or name it with --traces)"
+        row.documents = {}
+    elif not math.isclose(total := sum(nats.get(n, 0.0) for n in numbers.values()), row.log_prob, rel_tol=1e-6):
         what = f"the trace adds up to {total:.3f} nats of {key}, the result to {row.log_prob}"
-        return replace(row, documents={}, missing=f"{what}: another run's trace")
-    traced = {
-        metric: {document.key: (nats.get(document.number, 0.0), known[document.key][1]) for document in documents}
-        for metric, known in row.documents.items()
-    }
-    return replace(row, documents=traced, missing="")
+        row.documents, row.missing = {}, f"{what}: another run's trace"
+    else:
+        row.documents = {key: (nats.get(numbers[key], 0.0), units) for key, (_, units) in row.documents.items()}
+    return True
 
 
 # ---------------------------------------------------------------- in order, each once
 
 
-def in_order(rows: Iterable[Row], base: Run | None = None) -> tuple[list[Row], list[str]]:
-    """The rows of a table, the baseline first, and remarks on those that are there twice.
+def in_order(rows: Iterable[Row], base: Run | None, notes: list[str]) -> list[Row]:
+    """The rows of a table, the baseline first; remarks on those that are there twice are added to `notes`.
 
     A rule that was scored by itself and in a lattice run has one row: its own. Rows of different specs that share a
     name get a variant. The baseline is always kept. Raises DuelError if the baseline has no row.
     """
     groups: dict[tuple, dict[tuple, Row]] = {}
-    remarks = []
-    own = None if base is None else (base.file, base.estimator)
-    rows = [replace(row, ar=(row.run.file, row.estimator) == own) for row in rows]
     for row in sorted(rows, key=lambda row: (not row.ar, registry.find(row.run.estimator).lattice, -row.run.date)):
         spec = row.run.spec
         ignored = NON_IDENTITY_KEYS - ({*row.entry.arguments} if not row.entry.lattice else set())
@@ -135,27 +365,41 @@ def in_order(rows: Iterable[Row], base: Run | None = None) -> tuple[list[Row], l
             pairs = [(value, row.metrics[metric]) for metric, value in first.metrics.items() if metric in row.metrics]
             other = "" if all(math.isclose(*pair, rel_tol=SAME) for pair in pairs) else ", with ANOTHER value"
             twice = f"{first.run.short_name} is shown, {row.run.short_name} holds it too{other}"
-            remarks.append(f"{row.model}, {row.name}: {twice}")
-    kept = [row for alike in groups.values() for row in _disambiguate([*alike.values()])]
+            notes.append(f"{row.model}, {row.name}: {twice}")
+    for alike in groups.values():
+        _disambiguate([*alike.values()])
+    kept = [row for alike in groups.values() for row in alike.values()]
     models = list(dict.fromkeys(row.model for row in sorted(kept, key=lambda row: row.run.date)))
     kept.sort(key=lambda row: (not row.ar, models.index(row.model), _sort_key(row)))
     if base is not None and not (kept and kept[0].ar):
         raise DuelError(f"The autoregressive baseline {base.name} has no row; name one result of one model as --ar.")
-    return kept, remarks
+    return kept
 
 
-def _disambiguate(group: list[Row]) -> list[Row]:
-    """Rows of one name, with what distinguishes their specs as their variant."""
-    keys = dict.fromkeys(key for row in group for key in row.run.spec if key not in ("estimator", "rule"))
-    keys = [key for key in keys if len({row.run.spec.get(key) for row in group}) > 1]
+def differing_keys(specs: Sequence[Mapping[str, str]], named: Iterable[str]) -> list[str]:
+    """The entries in which specs differ, without those that names hold anyway."""
+    keys = dict.fromkeys(key for spec in specs for key in spec if len({other.get(key) for other in specs}) > 1)
+    return [key for key in keys if key not in named]
+
+
+def _disambiguate(group: Sequence[Row]) -> None:
+    """Give rows of one name what distinguishes their specs as their variant."""
+    specs = [row.run.spec for row in group]
+    keys = differing_keys(specs, ("estimator", "rule"))
     if len(group) < 2 or (keys and LABEL_KEYS.issuperset(keys)):
-        return group
-    keys = [key for key in keys if key not in LABEL_KEYS] or ["version"]
-    return [replace(r, variant=", ".join(f"{key}={r.run.spec.get(key, 'not set')}" for key in keys)) for r in group]
+        return
+    keys = differing_keys(specs, {"estimator", "rule", *LABEL_KEYS}) or ["version"]
+    for row in group:
+        row.variant = ", ".join(argument(row.run.spec, key) for key in keys)
+
+
+def argument(spec: Mapping[str, str], key: str) -> str:
+    """An entry of a spec in a name. The warpers are model args, such as `temperature=0.7`."""
+    return spec.get(key, f"no {key}") if key == "warpers" else f"{key}={spec.get(key, 'not set')}"
 
 
 def _sort_key(row: Row) -> tuple[Any, ...]:
     block = int(row.block) if (row.block or "").isdigit() else 10**9
-    block = -block if row.estimator == "elbo" else block  # the whole target first
+    block = -block if row.drawn_bound else block  # the whole target first
     cache = CACHES.index(row.run.cache) if row.run.cache in CACHES else len(CACHES)
     return ([*registry.ESTIMATORS].index(row.estimator), block, *sort_key(row.rule), cache, row.variant)

@@ -1,81 +1,131 @@
-"""The harness's samples_*.jsonl: the documents and their log-likelihoods."""
+"""Documents and their log-likelihoods: from the harness's samples_*.jsonl, from `score --json`, and from traces."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import json
 import math
+import os
 import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from lm_eval_duel.core.rates import METRICS
+from lm_eval_duel.errors import DuelError
+from lm_eval_duel.harness import trace
 from lm_eval_duel.results.own_files import whole
 from lm_eval_duel.tasks.columns import MADE, TOKENS
 
 OTHER_NAMES = ("bits_per_residue", "residue_perplexity")  # of bits_per_byte and byte_perplexity, for proteins
-TARGET_ZERO = hashlib.sha256(b"0").hexdigest()
+UNITS = {"token_perplexity": "tokens", "word_perplexity": "words", "byte_perplexity": "bytes", "bits_per_byte": "bytes"}
 WRITTEN = re.compile(r"\d{4}-\d\d-\d\dT[\d.:-]+$")  # the date at the end of the harness's file names
+Values = dict[str, tuple[float, float]]  # document -> (nats, units)
 
 
-@dataclasses.dataclass(frozen=True)
-class Document:
-    """One document of a task: its key, and (nats, units) of each metric (a plain number counts as one unit)."""
+@dataclasses.dataclass
+class Documents:
+    """The documents of a task by key, which is equal for equal texts. A plain number of nats counts as one unit."""
 
-    key: str
-    number: int
-    values: dict[str, tuple[float, float]]
+    numbers: dict[str, int]  # sorted by key
+    values: dict[str, Values]  # of each metric
+    stderrs: dict[str, float] = dataclasses.field(default_factory=dict)  # Monte Carlo, nats; those that are known
 
 
-def documents(file: Path, rolling: bool = True) -> tuple[Document, ...]:
-    """The documents of a samples file, sorted by key."""
-    first: dict[int, dict[str, Any]] = {}
+def beside(results: Path, task: str, rolling: bool) -> tuple[Documents | None, str]:
+    """The samples of a task next to a results file, or None and the reason."""
+    date = WRITTEN.search(results.stem)  # --output_path may be a folder, or a file whose name precedes the date
+    file = results.parent / f"samples_{task}_{date[0] if date else results.stem.removeprefix('results_')}.jsonl"
+    if not os.path.isfile(file):  # False, too, if the task's name is not a valid file name
+        return None, f"no samples of {task} next to it (run lm_eval with --log_samples)"
+    first: dict[int, Mapping[str, Any]] = {}
     with whole(file, "samples of lm_eval"):
         for line in file.read_text(encoding="utf-8").split("\n"):
             if line.strip():
                 record = json.loads(line)
                 first.setdefault(int(record["doc_id"]), record)  # one line per filter, with equal values
-        return numbered((n, _digest(record, rolling), _values(record)) for n, record in sorted(first.items()))
+        records = [(n, _digest(record, rolling), record) for n, record in sorted(first.items())]
+        return _numbered(records), ""
 
 
-def numbered(documents: Iterable[tuple[int, str, dict[str, tuple[float, float]]]]) -> tuple[Document, ...]:
-    """Documents from (number, digest of the text, values), sorted by key; equal texts are counted in order."""
-    seen = Counter[str]()
-    result = []
-    for number, digest, values in documents:
+def of_score(documents: Iterable[Mapping[str, Any]]) -> Documents:
+    """The documents of a file of `score --json`. A log_prob of null is minus infinity."""
+    records = []
+    for n, entry in enumerate(documents):
+        nats = -math.inf if entry["log_prob"] is None else entry["log_prob"]
+        values = {metric: (nats, entry[unit]) for metric, unit in UNITS.items() if entry[unit]}
+        records.append((n, str(entry["sha256"]), values | {"stderr": entry.get("log_prob_stderr")}))
+    return _numbered(records)
+
+
+def _numbered(records: Iterable[tuple[int, str, Mapping[str, Any]]]) -> Documents:
+    """Documents from (number, digest of the text, record), sorted by key; equal texts are counted in order."""
+    seen, keyed = Counter[str](), {}
+    for n, digest, record in records:
         seen[digest] += 1
-        result.append(Document(f"{digest}:{seen[digest]}", number, values))
-    return tuple(sorted(result, key=lambda document: document.key))
+        keyed[f"{digest}:{seen[digest]}"] = n, record
+    result = Documents({}, {})
+    for key, (n, record) in sorted(keyed.items()):
+        result.numbers[key] = n
+        if record.get("stderr") is not None:
+            result.stderrs[key] = float(record["stderr"])
+        for metric in METRICS:
+            if (value := record.get(metric)) is not None:
+                nats, units = map(float, value if isinstance(value, list | tuple) else (value, 1.0))
+                if math.isnan(nats) or not 0 <= units < math.inf:
+                    raise ValueError(f"{metric} of document {n} is {value}")
+                result.values.setdefault(metric, {})[key] = nats, units
+    return result
 
 
-def _digest(record: dict[str, Any], rolling: bool) -> str:
+def _digest(record: Mapping[str, Any], rolling: bool) -> str:
     """Identifies a document by the harness's hashes of the document, of the scored text and of the prompt before it.
 
     Our token count is not part of it, since it differs between tokenizers. Neither is the name of the tokenizer that
-    wrote a row of ids: the ids are. lm-eval 0.5 logs 0 as the target of a text, whose last argument is the text.
+    wrote a row of ids: the ids are.
     """
     doc, name = record.get("doc"), record.get("doc_hash") or record["doc_id"]
     if isinstance(doc, dict) and TOKENS in doc:
         apart = {TOKENS, MADE} | ({"tokenizer"} if "ids" in doc else set())
         rest = {key: value for key, value in doc.items() if key not in apart}
         name = hashlib.sha256(json.dumps(rest, sort_keys=True, default=str).encode()).hexdigest()
-    target, requests = record.get("target_hash"), list((record.get("arguments") or {}).values())
-    if target == TARGET_ZERO and len(requests) == 1:  # of lm-eval 0.5; of several requests it is the right option
-        text = list(requests[0].values())[-1]
-        target = hashlib.sha256(text.encode()).hexdigest() if isinstance(text, str) else target
-    return " ".join(str(part) for part in (name, target, None if rolling else record.get("prompt_hash")) if part)
+    parts = name, record.get("target_hash"), None if rolling else record.get("prompt_hash")
+    return " ".join(str(part) for part in parts if part)
 
 
-def _values(record: dict[str, Any]) -> dict[str, tuple[float, float]]:
-    """(nats, units) of each metric."""
-    values = {}
-    for metric in METRICS:
-        if (value := record.get(metric)) is not None:
-            nats, units = map(float, value if isinstance(value, list) else (value, 1.0))
-            if math.isnan(nats) or not 0 <= units < math.inf:
-                raise ValueError(f"{metric} of document {record['doc_id']} is {value}")
-            values[metric] = (nats, units)
-    return values
+# ---------------------------------------------------------------- traces
+
+
+class Traces:
+    """The trace files that the command line or results name, each read once."""
+
+    def __init__(self, named: Iterable[str | Path]):
+        self.named = [Path(place).resolve() for place in named]
+        self.windows: dict[Path, list[dict[str, Any]]] = {}
+
+    def read(self, path: Path) -> list[dict[str, Any]]:
+        """The windows of a file."""
+        if path not in self.windows:
+            self.windows[path] = trace.read(path)
+        return self.windows[path]
+
+    def find(self, fingerprint: str | None, own: str | None, results: Path) -> Path | None:
+        """The trace of a run: a named one with its spec, else its own, at its path or next to the results file."""
+        places = [Path(own), results.parent / Path(own).name] if own else []
+        for path in [*self.named, *places]:
+            with contextlib.suppress(DuelError, OSError, ValueError):  # ValueError: not a valid file name
+                if trace.spec(path).get("fingerprint", "") == fingerprint:
+                    return path
+        return None
+
+    def values(self, path: Path) -> dict[tuple[str, str], dict[int, float]]:
+        """(task, value) -> document -> nats: the sums over windows."""
+        found: dict[tuple[str, str], dict[int, float]] = {}
+        for record in self.read(path):
+            for name, nats in (record.get("values") or {}).items():
+                documents, document = found.setdefault((str(record["task"]), str(name)), {}), int(record["doc"])
+                documents[document] = documents.get(document, 0.0) + float(nats)
+        return found

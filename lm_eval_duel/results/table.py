@@ -1,19 +1,17 @@
-"""Tables as data, and their forms: text for the terminal, Markdown, LaTeX (booktabs), CSV, and parts of cells for HTML.
-
-A number is formatted here and nowhere else, and each form escapes text in one place.
-"""
+"""Tables of text, and their forms: text for the terminal, Markdown, LaTeX (booktabs). Numbers are formatted here."""
 
 from __future__ import annotations
 
 import csv
 import dataclasses
 import io
-import itertools
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from lm_eval_duel.console.tables import csv_cell, markdown_table, one_line, plain_table
+from tabulate import tabulate
+
+from lm_eval_duel.console.tables import csv_cell, one_line
 from lm_eval_duel.rules.tables import adaptive, kind, label, without_defaults
 
 WORDS = {
@@ -24,8 +22,6 @@ WORDS = {
     "bits_per_byte": "bits per byte",
 }
 LEVEL = "95 % interval"
-TEXT, CODE, RULE = "text", "code", "rule"  # of columns without numbers
-Value = float | int | str | None
 
 # ---------------------------------------------------------------- numbers
 
@@ -36,291 +32,158 @@ def form_of(metric: str) -> str:
 
 
 def number(value: float, form: str = ".2f") -> str:
-    """A number in a format such as `.2f`, `+.4f`, `.3g` or `,d`, without negative zero; `si`: as 3.22 M."""
-    if form == "si":
-        scale, unit = next(((s, u) for s, u in ((10**9, " B"), (10**6, " M")) if value >= s), (1, ""))
-        return f"{value / scale:.3g}{unit}" if unit else str(value)
+    """A number in a format such as `.2f`, `+.4f`, `.3g` or `,d`, without negative zero."""
     if form[-1] == "f":
         value = round(value, int(form[:-1].rpartition(".")[2])) + 0.0
     return format(value, form)
 
 
-def error(value: float, form: str) -> str:
-    """A standard error in the format of its value; with one digit if it is smaller than the shown decimals."""
-    text = number(value, form.lstrip("+"))
-    return text if text.strip("0.") else format(value, ".1g")
+def pm(error: float | None, form: str = ".2f") -> str:
+    """` ± ` and a standard error in the format of its value; one digit if it is smaller than the shown decimals."""
+    if error is None:
+        return ""
+    text = number(error, form.lstrip("+"))
+    return f" ± {text if text.strip('0.') else format(error, '.1g')}"
 
 
-def plus_minus(value: float | None, metric: str) -> str:
-    """` +- ` and a standard error of a metric, for sentences; empty if there is none."""
-    return "" if value is None else f" +- {error(value, form_of(metric))}"
+def span(interval: Sequence[float] | None, form: str) -> str:
+    """The ends of an interval; empty without one."""
+    return "" if interval is None else " to ".join(number(end, form) for end in interval)
 
 
-# ---------------------------------------------------------------- the model
+# ---------------------------------------------------------------- tables
 
 
-@dataclasses.dataclass(frozen=True)
-class Column:
-    """A column. `form`: the format of its numbers, or `text`, `code` or `rule`. `unit` stands behind each number.
-
-    `cell`: what it shows of a record, for `Table.from_records`.
-    """
-
-    title: str
-    form: str = TEXT
-    unit: str = ""
-    cell: Callable[[Any], Cell | Value] = lambda record: None
-
-    @property
-    def numeric(self) -> bool:
-        return self.form not in (TEXT, CODE, RULE)
+class Bold(str):
+    """A cell that is printed in bold."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Cell:
-    """A value with what must not be separated from it.
-
-    `bound`: the true value is at or below it; `unsure`: it has an error that is not known; `prose`: text in a column of
-    code; `note`: a remark below the table; `instead`: what stands in the place of an interval.
-    """
-
-    value: Value = None
-    interval: Sequence[float] | None = None
-    stderr: float | None = None
-    bound: bool = False
-    best: bool = False
-    unsure: bool = False
-    prose: bool = False
-    note: str = ""
-    instead: str = ""
+Cell = str | tuple[str, str] | None  # a text, or a text and a remark for below the table
 
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-    """Columns and rows of cells. A plain value in a row is a cell without error. `inline`: intervals stand in
-    brackets behind their values, not in a column of their own."""
+    """Heads and rows of text. `remarks`: the remarks of cells by their mark, which the cells end with."""
 
-    columns: Sequence[Column]
-    rows: Sequence[Sequence[Any]]
-    title: str = ""
-    inline: bool = False
-
-    def __post_init__(self) -> None:
-        rows = [[value if isinstance(value, Cell) else Cell(value) for value in row] for row in self.rows]
-        object.__setattr__(self, "rows", rows)
+    title: str
+    heads: list[str]
+    rows: list[list[str]]
+    remarks: dict[str, str]
 
     @classmethod
-    def from_records(
-        cls, records: Iterable[Any], columns: Sequence[Column], title: str = "", inline: bool = False
-    ) -> Table:
-        """A row for each record."""
-        return cls(columns, [[column.cell(record) for column in columns] for record in records], title, inline)
+    def of(cls, title: str, records: Iterable[Any], columns: Mapping[str, Callable[[Any], Cell]]) -> Table:
+        """A row for each record; a column says what it shows of one. Columns without a single text are left out."""
+        marks: dict[str, str] = {}
+        rows: list[list[str]] = []
+        for record in records:
+            rows.append([])
+            for column in columns.values():
+                cell = column(record) or ""
+                text, remark = cell if isinstance(cell, tuple) else (cell, "")
+                mark = marks.setdefault(remark, f"[{len(marks) + 1}]") if remark else ""
+                rows[-1].append(type(text)(one_line(f"{text} {mark}".strip())))
+        kept = [n for n in range(len(columns)) if any(row[n] for row in rows)]
+        heads = list(columns)
+        return cls(
+            title,
+            [heads[n] for n in kept],
+            [[row[n] for n in kept] for row in rows],
+            {mark: remark for remark, mark in marks.items()},
+        )
+
+    def drawn(self, form: str, escape: Callable[[str], str], bold: str) -> str:
+        """The table in a form of `tabulate`, numbers to the right, and its remarks. `bold`: a template."""
+        if not self.rows:
+            return ""
+        rows = [[bold.format(escape(c)) if isinstance(c, Bold) else escape(c) for c in row] for row in self.rows]
+        align = ["right" if numeric(column) else "left" for column in zip(*self.rows, strict=True)]
+        return tabulate(rows, list(map(escape, self.heads)), form, disable_numparse=True, colalign=align)
+
+    def text(self) -> str:
+        """For the terminal."""
+        return _with_remarks(self.drawn("plain", str, "{}"), self.remarks, str, "\n")
+
+    def markdown(self) -> str:
+        """Names are text, never markup."""
+        return _with_remarks(self.drawn("pipe", _cell, "**{}**"), self.remarks, escape, "  \n")
+
+    def latex(self) -> str:
+        r"""A tabular for booktabs. Rules are named as the paper prints them; a model's name stands in its first row."""
+        names = ["", *(row[0] for row in self.rows)]
+        rows = [["" if row[0] == above else row[0], *row[1:]] for above, row in zip(names, self.rows, strict=False)]
+        if "rule" in self.heads:
+            at = self.heads.index("rule")
+            rows = [[*row[:at], paper_name(row[at]), *row[at + 1 :]] for row in rows]
+        rows = [[f"{BOLD}{cell}{END}" if isinstance(cell, Bold) else cell for cell in row] for row in rows]
+        align = ["right" if numeric(column) else "left" for column in zip(*self.rows, strict=True)]
+        text = tabulate(rows, self.heads, "latex_booktabs", disable_numparse=True, colalign=align) if rows else ""
+        for sign, command in SIGNS.items():
+            text = text.replace(sign, command)
+        text = re.sub(r"(?<=, )([a-z])=(?=[\d.])", r"$\1$=", re.sub(r"\bDUEL\b", r"\\textsc{DUEL}", text))
+        text = re.sub(r"^( *)([\[*])", r"\1{\2}", text, flags=re.MULTILINE)  # arguments of the \\ before them
+        lines = [f"% {self.title}", text, *(f"% {mark} {remark}" for mark, remark in self.remarks.items())]
+        return "\n".join(map(str.rstrip, lines)) + "\n"
 
 
-# ---------------------------------------------------------------- forms
+def numeric(cells: Iterable[str]) -> bool:
+    """Whether every cell that is not empty starts with a number."""
+    return all(cell.lstrip("≤+- [")[:1].isdigit() for cell in cells if cell)
 
+
+def _with_remarks(text: str, remarks: Mapping[str, str], escape: Callable[[str], str], end: str) -> str:
+    lines = end.join(f"{mark} {escape(remark)}" for mark, remark in remarks.items())
+    return "\n\n".join(filter(None, [text, lines]))
+
+
+def csv_text(lines: Sequence[Mapping[str, Any]]) -> str:
+    """CSV with a column for each key of any line; numbers are unrounded."""
+    out, heads = io.StringIO(), dict.fromkeys(key for line in lines for key in line)
+    writer = csv.DictWriter(out, list(heads), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows({key: csv_cell(value) for key, value in line.items()} for line in lines)
+    return out.getvalue()
+
+
+# ---------------------------------------------------------------- LaTeX
+
+BOLD, END = "\ue000", "\ue001"  # private characters: no name holds them
+GREEK = {"mu": "\u03bc", "nu": "\u03bd", "gamma": "\u03b3"}
+SIGNS = {"≤ ": r"$\leq$ ", "±": r"$\pm$", "†": r"$^\dagger$", BOLD: r"\textbf{", END: "}"}
+SIGNS |= {letter: rf"$\{name}$" for name, letter in GREEK.items()}
+
+
+def paper_name(text: str) -> str:
+    """A rule as the paper prints it, with a dagger if its number of steps depends on the text."""
+    _, *parameters = without_defaults(text).split(":")
+    if not kind(text).label:  # module:Name
+        return text
+    pairs = (parameter.partition("=") for parameter in parameters)
+    shown = [f"{GREEK.get(key, key)}={value}" for key, _, value in pairs]
+    return ", ".join([label(text) + ("†" if adaptive(text) else ""), *shown])
+
+
+# ---------------------------------------------------------------- Markdown
 
 MARKUP = re.compile(  # emphasis, code, formulas, tags, entities, links; the start of a list or heading, or its end
     r"[`*~\\$]|(?<![^\W_])_|_(?![^\W_])|<(?=[A-Za-z/!?])|&(?=#?\w+;)|(?<=\])[(\[:]|^(?=[#>+-])|(?<!^)#(?=#*\s*$)"
 )
 NUMBERED = re.compile(r"^(\d+)(?=[.)](\s|$))")  # the start of a numbered list
 ENTITIES = {"<": "&lt;", "&": "&amp;"}
-DAGGER = r"$^\dagger$"  # adaptive NFE
-GREEK = {"mu": r"\mu", "nu": r"\nu", "gamma": r"\gamma"}
-SPECIAL = {
-    **{"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "`": r"\textasciigrave{}"},
-    **{"<": r"\textless{}", ">": r"\textgreater{}", "|": r"\textbar{}"},
-    **{"[": "{[}", "*": "{*}"},  # arguments of the \\ that ends the row before
-}
-AS_PRINTED = {"DUEL": r"\textsc{DUEL}", "DUEL estimate": r"\textsc{DUEL} estimate"}  # as the paper prints them
 
 
-class Form:
-    """How one form writes signs and text. This one is for the terminal."""
-
-    at_most, plus, unknown, to = "<= ", " +- ", "?", " to "
-
-    def escape(self, text: str) -> str:
-        return one_line(text)
-
-    def code(self, text: str) -> str:
-        return self.escape(text)
-
-    def rule(self, text: str) -> str:
-        return self.code(without_defaults(text))
-
-    def bold(self, text: str) -> str:
-        return text
-
-    def number(self, value: float, form: str) -> str:
-        return number(value, form)
-
-    def brackets(self, low: str, high: str) -> str:
-        return f"{low}{self.to}{high}"
-
-    def value(self, cell: Cell, column: Column) -> str:
-        """A cell's value with its bound and its error."""
-        value = cell.value
-        if value is None or value == "":
-            return ""
-        if isinstance(value, str):
-            forms = {CODE: self.code, RULE: self.rule}
-            return self.escape(value) if cell.prose else forms.get(column.form, self.escape)(value)
-        text = self.number(value, column.form) if column.numeric else str(value)
-        if column.numeric and cell.stderr is not None:
-            text += self.plus + error(cell.stderr, column.form)
-        elif cell.unsure:
-            text += self.plus + self.unknown
-        text = (self.at_most if cell.bound else "") + text + self.escape(column.unit)
-        return self.bold(text) if cell.best else text
-
-    def interval(self, cell: Cell, column: Column) -> str:
-        """A cell's interval, or what stands instead of it."""
-        if cell.interval is None:
-            return self.escape(cell.instead)
-        low, high = (self.number(end, column.form) for end in cell.interval)
-        return self.brackets(low, high) + self.escape(column.unit)
+def escape(text: str) -> str:
+    """Text that Markdown shows as it is."""
+    text = MARKUP.sub(lambda match: ENTITIES.get(match[0], f"\\{match[0]}"), one_line(text))
+    return NUMBERED.sub(r"\1\\", text)
 
 
-class Markdown(Form):
-    """Names are text, never markup."""
-
-    def escape(self, text: str) -> str:
-        text = MARKUP.sub(lambda match: ENTITIES.get(match[0], f"\\{match[0]}"), one_line(text))
-        return NUMBERED.sub(r"\1\\", text)
-
-    def code(self, text: str) -> str:
-        """Text as code, or as escaped text if it holds a character that would end the code."""
-        return f"`{text}`" if text == one_line(text) and not set(text) & set("`|\\<") else self.escape(text)
-
-    def bold(self, text: str) -> str:
-        return f"**{text}**"
-
-
-class Html(Form):
-    """The template escapes text."""
-
-    at_most, plus = "≤ ", " ± "
-
-
-class Latex(Form):
-    r"""For tables with booktabs and multirow. Rules are named as the paper prints them."""
-
-    at_most, plus = r"$\leq$", r" $\pm$ "
-
-    def escape(self, text: str) -> str:
-        name, bracket, rest = text.partition(" (")
-        if name in AS_PRINTED:
-            return AS_PRINTED[name] + (self.escape(bracket + rest) if rest else "")
-        return "".join(SPECIAL.get(c, f"\\{c}" if c in "&%$#_{}" else c) for c in one_line(text))
-
-    def rule(self, text: str) -> str:
-        _, *parameters = without_defaults(text).split(":")
-        if not kind(text).label:  # module:Name
-            return self.escape(text)
-        pairs = [parameter.partition("=") for parameter in parameters]
-        # one letter stands in formulas as it is
-        letters = {
-            key: f"${GREEK.get(key, key)}$" for key, _, _ in pairs if key in GREEK or re.fullmatch("[A-Za-z]", key)
-        }
-        shown = [f"{letters.get(key, self.escape(key))}={self.escape(value)}" for key, _, value in pairs]
-        return ", ".join([label(text) + (DAGGER if adaptive(text) else ""), *shown])
-
-    def bold(self, text: str) -> str:
-        return rf"\textbf{{{text}}}"
-
-    def number(self, value: float, form: str) -> str:
-        return number(value, form).replace("-", "$-$")
-
-    def brackets(self, low: str, high: str) -> str:
-        """Braces keep LaTeX from reading it as an option of the line break before it."""
-        return f"{{[{low}, {high}]}}"
-
-
-PLAIN, MARKDOWN, LATEX, HTML = Form(), Markdown(), Latex(), Html()
-
-
-def _grid(table: Table, form: Form, remarks: dict[str, str] | None = None) -> tuple[list[str], list[list[str]]]:
-    """The heads and texts of a table; columns of intervals beside those of their values, none without a value.
-
-    `remarks`: gets the notes of cells, with their marks; None: there are no marks.
-    """
-    heads: list[str] = []
-    columns: list[list[str]] = []
-    for n, column in enumerate(table.columns):
-        values, intervals = [], []
-        for cell in (row[n] for row in table.rows):
-            value, interval = form.value(cell, column), form.interval(cell, column)
-            if table.inline and interval:
-                value, interval = f"{value} ({interval})".strip(), ""
-            if cell.note and remarks is not None:
-                mark = remarks.setdefault(form.escape(cell.note), f"[{len(remarks) + 1}]")
-                value, interval = (value, f"{interval} {mark}") if interval else (f"{value} {mark}".strip(), "")
-            values.append(value)
-            intervals.append(interval)
-        heads += [form.escape(column.title), form.escape(LEVEL)]
-        columns += [values, intervals]
-    kept = [n for n, column in enumerate(columns) if any(column)]
-    return [heads[n] for n in kept], [[columns[n][row] for n in kept] for row in range(len(table.rows))]
-
-
-def plain(table: Table) -> str:
-    """A table for the terminal."""
-    return _with_remarks(table, PLAIN, plain_table, "\n")
-
-
-def markdown(table: Table) -> str:
-    """A table in Markdown, with its remarks below."""
-    return _with_remarks(table, MARKDOWN, markdown_table, "  \n")
-
-
-def _with_remarks(table: Table, form: Form, aligned: Callable[..., str], end: str) -> str:
-    remarks: dict[str, str] = {}
-    text = aligned(*_grid(table, form, remarks))
-    return "\n\n".join(filter(None, [text, end.join(f"{mark} {remark}" for remark, mark in remarks.items())]))
-
-
-def latex(table: Table) -> str:
-    r"""The rows between \toprule and \bottomrule; the first line is a comment that names the columns.
-
-    Rows with one first cell, such as those of a model, form a group, between \midrule if there are several rows.
-    """
-    heads, rows = _grid(table, LATEX)
-    groups = [list(group) for _, group in itertools.groupby(rows, key=lambda row: row[0])]
-    several = any(len(group) > 1 for group in groups)
-    about = f"   ({LATEX.escape(table.title)})" if table.title else ""
-    bodies = []
-    for group in groups:
-        first = group[0][0] if len(group) == 1 else rf"\multirow{{{len(group)}}}{{*}}{{{group[0][0]}}}"
-        lines = [[" " if n else first, *row[1:]] for n, row in enumerate(group)]
-        bodies.append("\n".join(rf"{' & '.join(line)} \\" for line in lines))
-    return f"% {' & '.join(heads)}{about}\n" + ("\n\\midrule\n" if several else "\n").join(bodies) + "\n"
-
-
-def comma_separated(table: Table) -> str:
-    """A table as CSV: unrounded numbers, each with its error and the ends of its interval if its column has them."""
-    columns: list[list[Any]] = []
-    for n, column in enumerate(table.columns):
-        cells = [row[n] for row in table.rows]
-        columns.append([column.title, *(cell.value for cell in cells)])
-        if any(cell.interval is not None for cell in cells):
-            for end, name in enumerate(("low", "high")):
-                ends = [None if cell.interval is None else cell.interval[end] for cell in cells]
-                columns.append([f"{column.title} 95 % {name}", *ends])
-        if any(cell.stderr is not None for cell in cells):
-            columns.append([f"{column.title} standard error", *(cell.stderr for cell in cells)])
-    out = io.StringIO()
-    lines = ([csv_cell(value) for value in line] for line in zip(*columns, strict=True))
-    csv.writer(out, lineterminator="\n").writerows(lines)
-    return out.getvalue()
-
-
-# ---------------------------------------------------------------- Markdown pages
+def _cell(text: str) -> str:
+    return re.sub(r"^\\(?=[+-]\d)", "", escape(text)).replace("|", r"\|")
 
 
 def bullets(notes: Iterable[str]) -> str:
     """A list of escaped sentences."""
-    return "\n".join(f"- {MARKDOWN.escape(note)}" for note in notes)
+    return "\n".join(f"- {escape(note)}" for note in notes)
 
 
 def spaced(parts: Iterable[str]) -> str:

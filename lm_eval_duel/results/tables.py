@@ -1,18 +1,20 @@
-"""The tables of a report, as columns that say what they show of a record. Their forms are in `table`."""
+"""The tables of results: columns by name, each with what it shows of a record."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from lm_eval_duel.estimators import registry
 from lm_eval_duel.results import pairs
-from lm_eval_duel.results.accuracy import Accuracy
-from lm_eval_duel.results.records import UNCLEAR, Average, Pair, Row, Speeds, TaskComparison, block_name
-from lm_eval_duel.results.run_cost import Cost
-from lm_eval_duel.results.table import CODE, RULE, WORDS, Cell, Column, Table, form_of
-from lm_eval_duel.rules.tables import adaptive
+from lm_eval_duel.results.compare import Average, Comparison, Speeds
+from lm_eval_duel.results.cost import Cost
+from lm_eval_duel.results.pairs import UNCLEAR
+from lm_eval_duel.results.read import Run, Task
+from lm_eval_duel.results.rows import Pair, Row
+from lm_eval_duel.results.table import LEVEL, WORDS, Bold, Cell, Table, form_of, number, pm, span
+from lm_eval_duel.rules.tables import adaptive, without_defaults
 
 SPEC = (  # the entries of a spec that are listed
     *("estimator", "rule", "block", "cache", "cheap_cache", "sample"),
@@ -20,255 +22,296 @@ SPEC = (  # the entries of a spec that are listed
     *("pretrained", "revision", "dtype", "windows", "max_length", "special_tokens"),
 )
 AVERAGED = "the average includes tasks whose gap closed is not distinguishable from 0; without them it is too high"
-TRACES = (
-    "nll: negative log-likelihood, in nats. position x step: correlation of a token's position in its block with its "
-    "step; +1 is left to right, -1 right to left."
-)
-MODEL = Column("model", cell=lambda record: record.run.label)
-ESTIMATOR = Column("estimator", cell=lambda row: row.title)
-UNMASKING = Column("rule", RULE, cell=lambda row: row.rule)
-BLOCK = Column("block", cell=lambda row: block_name(row.block))
-NAME = Column("estimator", cell=lambda record: record.name)
-OF_RUN = (  # of records of a whole run
-    *(MODEL, NAME, Column("rule", RULE, cell=lambda record: record.run.rule)),
-    Column("block", cell=lambda record: block_name(record.run.block)),
-)
+NOT_DECODED = "counts whether greedy decoding would produce the text, which this estimator does not know"
+COUNTED = "acc"  # in a loglikelihood task, the share of texts that greedy decoding would produce
+Columns = dict[str, Callable[[Any], Cell]]
 
 
-def cache(records: Iterable[Any]) -> Column:
-    """The cache of each record; nothing if none is under a cache."""
-    used = any(record.run.has_cache for record in records)
-    return Column("cache", cell=lambda record: record.run.cache if used else None)
+# ---------------------------------------------------------------- columns
 
 
-def task_tables(task: TaskComparison) -> Iterator[tuple[str, str, Table]]:
-    """The tables of a task, each with the stem of its file and its title."""
-    unit = pairs.unit(task.metric)
-    if duels := [row for row in task.rows if row.duel]:
-        yield "gap", "Gap to the autoregressive model", gaps(duels)
-    yield "methods", WORDS[task.metric], values(task)
-    if cached := [row for row in task.rows if row.cache_cost]:
-        yield "cache", f"Cost of the cache, nats per {unit}", cache_costs(cached)
-    if task.pairs:
-        yield "pairs", f"Paired differences, nats per {unit}", differences(task)
-    for of_model in task.rules:
-        yield "rules", f"Rules against NFE: {of_model.title}", speeds(of_model)
+def names(rows: Iterable[Row]) -> Columns:
+    """The columns that say what a row is: model, estimator, rule, block, and the cache if any row is under one."""
+    used = any(row.run.has_cache for row in rows)
+    return _names(lambda row: row.run, lambda row: row.title, used)
+
+
+def names_of_runs(runs: Iterable[Run]) -> Columns:
+    """The columns that say what a whole run is."""
+
+    def estimator(run: Run) -> str:
+        entry = registry.find(run.estimator)
+        name = "Lattice" if entry.lattice else entry.title
+        return f"{name} ({'baseline' if entry.name == 'ar' else 'AR baseline'})" if run.baseline else name
+
+    return _names(lambda run: run, estimator, any(run.has_cache for run in runs))
+
+
+def _names(run: Callable[[Any], Run], estimator: Callable[[Any], str], cache: bool) -> Columns:
+    return {
+        "model": lambda record: run(record).label,
+        "estimator": estimator,
+        "rule": lambda record: without_defaults(record.rule or ""),
+        "block": lambda record: block_name(record.block),
+        "cache": lambda record: run(record).cache if cache else "",
+    }
+
+
+def block_name(block: str | None) -> str:
+    return "whole target" if block == "none" else block or ""
+
+
+def value(row: Row | None, metric: str | None = None) -> str:
+    """A row's value, or that of another metric of it, with its bound and its Monte Carlo error."""
+    if row is None or (known := row.metrics.get(metric or row.metric)) is None:
+        return ""
+    form, error = form_of(metric or row.metric), row.error(row.nats_stderr, metric)
+    unsure = " ± ?" if row.stderr_reason and error is None else ""
+    text = f"{'≤ ' if row.bound else ''}{number(known, form)}{pm(error, form)}{unsure}"
+    return Bold(text) if row.best and metric is None else text
+
+
+def gap(row: Row | None) -> str:
+    """The gap to the autoregressive model, with the error of the row's value."""
+    if row is None or row.gap is None:
+        return ""
+    form = f"+{form_of(row.metric)}"
+    return f"{number(row.gap, form)}{pm(row.stderr, form)}{' ± ?' if row.stderr_reason else ''}"
+
+
+def closed(row: Row, unit: str = "") -> str:
+    """Gap closed, or that it is not distinguishable from 0."""
+    if row.distinguishable is None:
+        return ""
+    return (
+        UNCLEAR
+        if row.gap_closed is None
+        else f"{number(row.gap_closed, '.1f')}{pm(row.gap_closed_stderr, '.1f')}{unit}"
+    )
+
+
+def interval(row: Row) -> str:
+    """The interval over documents of a row's value, or else its error over windows."""
+    windows = "" if row.window_stderr is None else f"s.e. {row.window_stderr:.2g} over windows"
+    return span(row.interval, form_of(row.metric)) or windows
 
 
 # ---------------------------------------------------------------- of a task
 
 
-def shown(row: Row | None, metric: str | None = None) -> Cell:
-    """A row's value, or that of another metric of it, with its Monte Carlo error."""
-    if row is None or (metric or row.metric) not in row.metrics:
-        return Cell()
-    error = row.stderrs[metric or row.metric]
-    unsure = bool(row.stderr_reason) and error is None
-    best = row.best and metric is None
-    return Cell(row.metrics[metric or row.metric], stderr=error, bound=row.bound, best=best, unsure=unsure)
+def task_tables(task: Comparison) -> Iterator[tuple[str, Table]]:
+    """The tables of a task, each with the stem of its file."""
+    if duels := [row for row in task.rows if row.duel]:
+        yield "gap", gaps(duels)
+    yield "methods", values(task)
+    if cached := [row for row in task.rows if row.cache_cost]:
+        yield "cache", cache_costs(cached)
+    if task.pairs:
+        yield "pairs", differences(task)
+    for of_model in task.rules:
+        yield "rules", speeds(of_model)
 
 
-def with_interval(row: Row) -> Cell:
-    """A row's value with its interval, or its error over windows, or why it has neither."""
-    windows = "" if row.window_stderr is None else f"s.e. {row.window_stderr:.2g} over windows"
-    return replace(shown(row), interval=row.interval, instead=windows, note=row.reason)
-
-
-def closed(row: Row) -> Cell:
-    """Gap closed, or that it is not distinguishable from 0."""
-    value = UNCLEAR if row.closed.distinguishable is False else row.closed.value
-    return Cell(value, row.closed.interval, row.closed.stderr, note=row.closed.reason)
-
-
-def values(task: TaskComparison) -> Table:
+def values(task: Comparison) -> Table:
     """Perplexity of every row with its interval or standard error, or a remark that says why it has neither."""
-    columns = [MODEL, ESTIMATOR, UNMASKING, BLOCK, cache(task.rows)]
-    columns.append(Column(WORDS[task.metric], form_of(task.metric), cell=with_interval))
-    columns.append(Column("s.e. (Monte Carlo)", ".2g", cell=lambda row: Cell(row.stderr, note=row.stderr_reason)))
+    columns: Columns = {
+        **names(task.rows),
+        WORDS[task.metric]: value,
+        LEVEL: lambda row: (interval(row), row.reason),
+        "s.e. (Monte Carlo)": lambda row: (pm(row.stderr, ".2g").removeprefix(" ± "), row.stderr_reason),
+    }
     if task.metric != "bits_per_byte":
-        bits = "bits_per_byte"
-        columns.append(Column(WORDS[bits], form_of(bits), cell=lambda row: shown(row, bits)))
-    return Table.from_records(task.rows, columns, WORDS[task.metric])
+        columns["bits per byte"] = lambda row: value(row, "bits_per_byte")
+    return Table.of(WORDS[task.metric], task.rows, columns)
 
 
 def gaps(duels: Sequence[Row]) -> Table:
     """For each DUEL row: ELBO, DUEL, their gaps to the AR model, and gap closed."""
-    metric = duels[0].metric
-    form = form_of(metric)
-
-    def gap(row: Row | None) -> Cell:
-        """The gap to the autoregressive model, with the error of the row's value."""
-        return Cell() if row is None or row.gap is None else replace(shown(row), value=row.gap, bound=False, best=False)
-
-    columns = [
-        *(MODEL, UNMASKING, Column("remarks", cell=lambda row: row.qualifiers), BLOCK, cache(duels)),
-        Column("ELBO", form, cell=lambda row: shown(row.elbo)),
-        Column("DUEL", form, cell=lambda row: replace(shown(row), interval=row.interval)),
-        Column("ELBO's gap", f"+{form}", cell=lambda row: gap(row.elbo)),
-        Column("DUEL's gap", f"+{form}", cell=lambda row: replace(gap(row), interval=row.gap_interval)),
-        Column("gap closed", ".1f", " %", cell=closed),
-    ]
-    return Table.from_records(duels, columns, WORDS[metric])
-
-
-def _difference(pair: Pair) -> Cell:
-    return Cell(pair.difference, pair.interval, note=pair.reason)
+    form, named = form_of(duels[0].metric), names(duels)
+    named["estimator"] = lambda row: row.qualifiers
+    columns: Columns = {
+        **{"remarks" if key == "estimator" else key: column for key, column in named.items()},
+        "ELBO": lambda row: value(row.elbo),
+        "DUEL": value,
+        LEVEL: interval,
+        "ELBO's gap": lambda row: gap(row.elbo),
+        "DUEL's gap": gap,
+        "its 95 % interval": lambda row: span(row.gap_interval, f"+{form}"),
+        "gap closed": lambda row: (closed(row, " %"), row.gap_closed_reason),
+        "95 % interval of it": lambda row: span(row.gap_closed_interval, ".1f"),
+    }
+    return Table.of("Gap to the autoregressive model", duels, columns)
 
 
 def cache_costs(rows: Sequence[Row]) -> Table:
     """Each row under a cache next to the one without, and their paired difference: above 0, the cache costs."""
-    metric = rows[0].metric
-    columns = [
-        *(MODEL, ESTIMATOR, UNMASKING, BLOCK, Column("cache", cell=lambda row: row.run.cache)),
-        Column("cache=none", form_of(metric), cell=lambda row: shown(row.cache_cost.second, metric)),
-        Column("with the cache", form_of(metric), cell=lambda row: shown(row, metric)),
-        Column(f"cost, nats per {pairs.unit(metric)}", "+.4f", cell=lambda row: _difference(row.cache_cost)),
-        Column("verdict", cell=lambda row: row.cache_cost.verdict),
-    ]
-    return Table.from_records(rows, columns, WORDS[metric])
+    metric, unit = rows[0].metric, pairs.unit(rows[0].metric)
+    columns: Columns = {
+        **names(rows),
+        "cache=none": lambda row: value(row.cache_cost.second, metric),
+        "with the cache": lambda row: value(row, metric),
+        f"cost, nats per {unit}": lambda row: _difference(row.cache_cost),
+        LEVEL: lambda row: span(row.cache_cost.interval, "+.4f"),
+        "verdict": lambda row: row.cache_cost.verdict,
+    }
+    return Table.of(f"Cost of the cache, nats per {unit}", rows, columns)
 
 
-def differences(task: TaskComparison) -> Table:
+def differences(task: Comparison) -> Table:
     """The task's pairs: what both rows share, their names, the paired difference, and which is better."""
 
-    def shared(column: Column) -> Column:
-        def cell(pair: Pair) -> Any:
-            first, second = column.cell(pair.first), column.cell(pair.second)
-            return first if first == second else ""
+    def shared(column: Callable[[Any], Cell]) -> Callable[[Pair], Cell]:
+        return lambda pair: column(pair.first) if column(pair.first) == column(pair.second) else ""
 
-        return replace(column, cell=cell)
+    named, unit = names(task.rows), pairs.unit(task.metric)
+    columns: Columns = {
+        **{key: shared(named[key]) for key in ("model", "block", "cache")},
+        "first - second": lambda pair: " - ".join(pair.names),
+        f"difference, nats per {unit}": _difference,
+        LEVEL: lambda pair: span(pair.interval, "+.4f"),
+        "verdict": lambda pair: pair.verdict,
+    }
+    return Table.of(f"Paired differences, nats per {unit}", task.pairs, columns)
 
-    columns = [
-        *map(shared, (MODEL, BLOCK, cache(task.rows))),
-        Column("first - second", cell=lambda pair: " - ".join(pair.names)),
-        Column(f"difference, nats per {pairs.unit(task.metric)}", "+.4f", cell=_difference),
-        Column("verdict", cell=lambda pair: pair.verdict),
-    ]
-    return Table.from_records(task.pairs, columns)
+
+def _difference(pair: Pair) -> Cell:
+    return "" if pair.difference is None else number(pair.difference, "+.4f"), pair.reason
 
 
 def speeds(of: Speeds) -> Table:
     """The perplexity and NFE of each rule, its interval with it."""
     metric = of.rows[0].metric
-    columns = [
-        *(UNMASKING, Column("steps", cell=lambda row: "adaptive" if adaptive(row.rule) else "")),
-        Column("NFE per token", ".3f", cell=lambda row: row.nfe_per_token),
-        Column(f"DUEL, {WORDS[metric]}", form_of(metric), cell=lambda row: Cell(row.value, row.interval)),
-    ]
-    return Table.from_records(of.rows, columns, of.title)
+    columns: Columns = {
+        "rule": lambda row: without_defaults(row.rule),
+        "steps": lambda row: "adaptive" if adaptive(row.rule) else "",
+        "NFE per token": lambda row: number(row.nfe_per_token, ".3f"),
+        f"DUEL, {WORDS[metric]}": lambda row: number(row.value, form_of(metric)),
+        LEVEL: lambda row: span(row.interval, form_of(metric)),
+    }
+    return Table.of(f"Rules against NFE: {of.title}", of.rows, columns)
 
 
 # ---------------------------------------------------------------- over tasks
 
 
-def perplexities(tasks: Mapping[str, TaskComparison]) -> Table:
+def perplexities(tasks: Mapping[str, Comparison]) -> Table:
     """Every row on every task."""
     methods: dict[str, dict[str, dict[str, Row]]] = {}  # model -> method -> task -> row
     for name, task in tasks.items():
         for row in task.rows:
             methods.setdefault(row.model, {}).setdefault(row.name, {})[name] = row
 
-    def value(row: Row | None) -> Cell:
-        return Cell() if row is None else replace(shown(row), interval=row.interval)
+    def shown(name: str) -> Callable[[tuple[str, str, dict[str, Row]]], str]:
+        return lambda record: with_interval(record[2].get(name))
 
-    columns = [Column("model"), Column("method")]
-    columns += [Column(f"{name}, {WORDS[task.metric]}", form_of(task.metric)) for name, task in tasks.items()]
-    rows = [
-        [model, method, *(value(by_task.get(name)) for name in tasks)]
-        for model, of_model in methods.items()
-        for method, by_task in of_model.items()
-    ]
-    return Table(columns, rows, inline=True)
+    columns: Columns = {"model": lambda record: record[0], "method": lambda record: record[1]}
+    columns |= {f"{name}, {WORDS[task.metric]}": shown(name) for name, task in tasks.items()}
+    records = [(model, name, rows) for model, of_model in methods.items() for name, rows in of_model.items()]
+    return Table.of("Perplexities", records, columns)
 
 
-def averages(names: Iterable[str], averages: Sequence[Average]) -> Table | None:
+def with_interval(row: Row | None) -> str:
+    """A row's value with its interval in brackets."""
+    text = value(row)
+    return type(text)(f"{text} ({span(row.interval, form_of(row.metric))})") if row and row.interval else text
+
+
+def averages(tasks: Iterable[str], averages: Sequence[Average]) -> Table | None:
     """Gap closed, one column per task, and the average; None if no task has any."""
-    if not any(value is not None for row in averages for value in row.tasks.values()):
+    if not any(row.gap_closed is not None for average in averages for row in average.rows.values()):
         return None
 
-    def closed(row: Average, name: str) -> Cell:
-        return Cell(UNCLEAR) if name in row.unclear else Cell(row.tasks.get(name), stderr=row.stderrs.get(name))
+    def of_task(name: str) -> Callable[[Average], str]:
+        return lambda of: closed(of.rows[name]) if name in of.rows else ""
 
-    def average(row: Average) -> Cell:
-        return Cell(UNCLEAR) if row.average_unclear else Cell(row.average, stderr=row.average_stderr)
+    def average(of: Average) -> str:
+        known = "" if of.average is None else f"{number(of.average, '.1f')}{pm(of.stderr, '.1f')}"
+        return UNCLEAR if of.unclear else known
 
-    def count(row: Average) -> Cell:
-        known = average(row).value is not None
-        return Cell(row.averaged if known else None, note=AVERAGED if row.unclear and known else "")
+    def count(of: Average) -> Cell:
+        unclear = any(row.distinguishable is False for row in of.rows.values())
+        shown = average(of)
+        return str(of.averaged) if shown else "", AVERAGED if unclear and shown else ""
 
-    columns = [Column("model", cell=lambda row: row.model), NAME]
-    columns += [Column(name, ".1f", cell=lambda row, name=name: closed(row, name)) for name in names]
-    columns += [Column("average", ".1f", cell=average), Column("of", ",d", cell=count)]
-    return Table.from_records(averages, columns, "gap closed, %")
-
-
-def accuracies(task: str, rows: Sequence[Accuracy]) -> Table:
-    """Metrics other than perplexity, with the harness's standard errors."""
-
-    def score(row: Accuracy, metric: str) -> Cell:
-        known = row.scores.get(metric)
-        value, error = (None, None) if known is None else (known.value, known.stderr)
-        return Cell(value, stderr=error, unsure=error is None, note=row.reason)
-
-    metrics = dict.fromkeys(metric for row in rows for metric in row.scores)
-    columns = [*OF_RUN, cache(rows)]
-    columns += [Column(metric, ".4f", cell=lambda row, metric=metric: score(row, metric)) for metric in metrics]
-    columns += [
-        Column(key, cell=lambda row, key=key: row.task.identity.get(key)) for key in ("documents", "version", "shots")
-    ]
-    return Table.from_records(rows, columns, f"{task}: {', '.join(metrics)}, +- standard error")
+    columns: Columns = {"model": lambda of: of.model, "estimator": lambda of: of.name}
+    columns |= {name: of_task(name) for name in tasks} | {"average": average, "of": count}
+    return Table.of("Gap closed over tasks, %", averages, columns)
 
 
-# ---------------------------------------------------------------- of runs and traces
+def accuracies(runs: Sequence[Run]) -> Iterator[tuple[str, Table]]:
+    """Metrics other than perplexity, with the harness's standard errors: a table for each task."""
+    of_task: dict[str, list[tuple[Run, Task]]] = {}
+    for run in sorted(runs, key=lambda run: not run.baseline):
+        for name, task in {**run.tasks, **run.others}.items():
+            if task.scores:
+                of_task.setdefault(name, []).append((run, task))
+    for name, found in of_task.items():
+        metrics = dict.fromkeys(metric for _, task in found for metric in task.scores)
+        columns: Columns = {key: _first(column) for key, column in names_of_runs([run for run, _ in found]).items()}
+        columns |= {metric: _score(metric) for metric in metrics}
+        columns |= {key: _identity(key) for key in ("documents", "version", "shots")}
+        yield name, Table.of(f"{name}: {', '.join(metrics)}, ± standard error", found, columns)
+
+
+def _first(column: Callable[[Any], Cell]) -> Callable[[tuple[Run, Task]], Cell]:
+    return lambda record: column(record[0])
+
+
+def _identity(key: str) -> Callable[[tuple[Run, Task]], Cell]:
+    return lambda record: record[1].identity.get(key)
+
+
+def _score(metric: str) -> Callable[[tuple[Run, Task]], Cell]:
+    def shown(record: tuple[Run, Task]) -> Cell:
+        run, task = record
+        if metric not in task.scores:
+            return ""
+        known, error = task.scores[metric]
+        decodes = task.output_type != "loglikelihood" or registry.find(run.estimator).decodes
+        text = f"{number(known, '.4f')}{' ± ?' if error is None else pm(error, '.4f')}"
+        return text, "" if decodes or metric.split(" (")[0] != COUNTED else NOT_DECODED
+
+    return shown
+
+
+# ---------------------------------------------------------------- of runs
 
 
 def cost(costs: Sequence[Cost]) -> Table:
     """Time, network calls and memory of each run."""
 
-    def peak(cost: Cost) -> float | None:
-        return None if cost.peak_memory_bytes is None else cost.peak_memory_bytes / 2**20
+    def shown(form: str, read: Callable[[Cost], float | None]) -> Callable[[Cost], str]:
+        return lambda of: "" if read(of) is None else number(read(of), form)
 
-    columns = [
-        *(*OF_RUN, cache(costs), Column("s per token", ".3g", cell=lambda cost: cost.seconds_per_token)),
-        Column("forwards", ",d", cell=lambda cost: cost.forwards),
-        Column("rows", ",d", cell=lambda cost: cost.rows),
-        Column("peak MiB", ",.0f", cell=peak),
-        Column("x ELBO", ".3g", cell=lambda cost: Cell(cost.times_elbo, note=cost.times_elbo_reason)),
-        Column("x AR", ".3g", cell=lambda cost: Cell(cost.times_ar, note=cost.times_ar_reason)),
-        Column("whole run, s", ".1f", cell=lambda cost: cost.run.whole_run_seconds),
-    ]
-    return Table.from_records(costs, columns)
+    def entry(key: str, scale: float = 1) -> Callable[[Cost], float | None]:
+        return lambda of: None if of.count(key) is None else of.count(key) / scale
 
-
-def traces(summaries: Sequence[Mapping[str, Any]]) -> Table:
-    """Each trace in a few numbers; report.json has the arrays."""
-
-    def at(end: int) -> Any:
-        return lambda trace: trace["by_step"]["mean_nll"][end] if trace["by_step"] else None
-
-    columns = [
-        Column("trace", cell=lambda trace: trace["label"]),
-        Column("windows", ",d", cell=lambda trace: trace["windows"]),
-        Column("tokens", ",d", cell=lambda trace: trace["tokens"]),
-        Column("nll per token", ".3f", cell=lambda trace: trace["mean_nll"]),
-        *(Column("first step", ".3f", cell=at(0)), Column("last step", ".3f", cell=at(-1))),
-        Column("position x step", "+.2f", cell=lambda t: t["left_to_right"] if t["ordered"] else "no order"),
-        Column(" ", cell=lambda trace: trace["flag"]),
-    ]
-    return Table.from_records(summaries, columns)
+    named = names_of_runs([of.run for of in costs])
+    columns: Columns = {key: lambda of, column=column: column(of.run) for key, column in named.items()}
+    columns |= {
+        "estimator": lambda of: of.name,
+        "s per token": shown(".3g", lambda of: of.seconds_per_token),
+        "forwards": shown(",.0f", entry("forwards")),
+        "rows": shown(",.0f", entry("rows")),
+        "peak MiB": shown(",.0f", entry("peak_memory_bytes", 2**20)),
+        "x ELBO": lambda of: (shown(".3g", lambda of: of.times_elbo)(of), of.times_elbo_reason),
+        "x AR": lambda of: (shown(".3g", lambda of: of.times_ar)(of), of.times_ar_reason),
+        "whole run, s": shown(".1f", lambda of: of.run.whole_run_seconds),
+    }
+    return Table.of("Cost", costs, columns)
 
 
-def files(results: Sequence[Mapping[str, Any]]) -> Table:
+def files(runs: Sequence[Run]) -> Table:
     """The results files and the spec of each."""
-    folder = os.path.commonpath([os.path.dirname(result["file"]) for result in results])
+    folder = os.path.commonpath([os.path.dirname(run.name) for run in runs])
 
-    def spec(result: Mapping[str, Any]) -> str:
-        return ", ".join(f"{key}={result['spec'][key]}" for key in SPEC if result["spec"].get(key, "none") != "none")
+    def spec(run: Run) -> str:
+        return ", ".join(f"{key}={run.spec[key]}" for key in SPEC if run.spec.get(key, "none") != "none")
 
-    columns = [
-        Column("file", cell=lambda result: os.path.relpath(result["file"], folder)),
-        Column("model", cell=lambda result: f"{result['model']}{' (AR baseline)' if result['ar'] else ''}"),
-        Column("fingerprint", CODE, cell=lambda result: result["fingerprint"]),
-        Column("spec", cell=spec),
-    ]
-    return Table.from_records(results, columns, f"Below {folder}:")
+    columns: Columns = {
+        "file": lambda run: os.path.relpath(run.name, folder),
+        "model": lambda run: f"{run.label}{' (AR baseline)' if run.baseline else ''}",
+        "fingerprint": lambda run: run.fingerprint,
+        "spec": spec,
+    }
+    return Table.of(f"Below {folder}:", runs, columns)

@@ -232,7 +232,7 @@ def text_score(text, nats, tokens, estimator="duel", stderr=None, sets=None, pha
     window = Window((), tuple(text.encode()))
     sums = Total.from_value(window, Value(nats, stderr, None, phases, sets))
     spec = {"estimator": estimator, **spec}
-    kind = registry.kind_of(estimator, spec, sums.is_bound)
+    kind = registry.kind_of(estimator, spec, sums.beam)
     bound, rest = kind == registry.Kind.UPPER_BOUND.value, ((-1.0,) * tokens, (0,) * tokens, None, None, (), ())
     values = math.exp(-nats / tokens), -nats / math.log(2) / len(text)
     return TextScore(text, nats, sums.stderr, bound, kind, *values, ("x",) * tokens, *rest, sums, spec)

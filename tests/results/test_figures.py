@@ -8,7 +8,6 @@ import pytest
 from results import documents, ours
 
 from lm_eval_duel.results import figures
-from lm_eval_duel.results.figures import style
 from lm_eval_duel.results.report import collect, parse
 from lm_eval_duel.results.report import main as report
 from lm_eval_duel.rules import RULES
@@ -34,37 +33,36 @@ def colours_of(axes):
 
 
 def test_every_rule_has_a_colour_of_its_own():
-    colours = [style.rule_colour(name) for name in style.RULES]
-    assert len({*colours, *style.OTHER_RULES}) == len(colours) + len(style.OTHER_RULES)
-    assert style.RULES.keys() <= RULES.keys()
-    assert all(style.rule_colour(name) == style.rule_colour(f"{name}:k=4:seed_first=True") for name in RULES)
+    colours = [figures.rule_colour(name) for name in figures.RULES]
+    assert len({*colours, *figures.OTHER_RULES}) == len(colours) + len(figures.OTHER_RULES)
+    assert figures.RULES.keys() <= RULES.keys()
+    assert all(figures.rule_colour(name) == figures.rule_colour(f"{name}:k=4:seed_first=True") for name in RULES)
 
 
 def test_a_model_and_a_rule_have_one_colour_in_every_figure(tmp_path):
     made(tmp_path)
-    task = collect(parse([str(tmp_path / "results"), "--out", str(tmp_path / "out")]))["tasks"]["sotu"]
+    task = collect(parse([str(tmp_path / "results"), "--out", str(tmp_path / "out")])).tasks["sotu"]
     (values,) = figures.perplexity("sotu", task).axes
     of_rows = [line.get_color() for line in values.lines if line.get_marker() == "o"]
-    assert of_rows == [style.model_colour(row.model) for row in task.rows]
+    assert of_rows == [figures.model_colour(row.model) for row in task.rows]
     for sweep in task.rules:
         (axes,) = figures.rules("sotu", task, sweep).axes
-        assert colours_of(axes) == {name: style.rule_colour(name) for name in ("greedy", "margin", "mine:Outward")}
+        assert colours_of(axes) == {name: figures.rule_colour(name) for name in ("greedy", "margin", "mine:Outward")}
 
 
 def test_files_in_three_formats_have_the_stated_width(tmp_path, monkeypatch):
     monkeypatch.setattr(figures, "available", lambda: True)
     found = made(tmp_path, "--figures", "pdf", "svg", "png", "--width", "4.5", rules=["greedy:k=1"])
     out = tmp_path / "out"
-    (figure,) = found["figures"]
-    assert figure["file"] == "perplexity_sotu.svg" and "](perplexity_sotu.svg)" in (out / "report.md").read_text()
-    assert set(figure["files"]) == {f"perplexity_sotu.{kind}" for kind in ("pdf", "svg", "png")} <= set(found["files"])
+    assert "](perplexity_sotu.svg)" in (out / "report.md").read_text()
+    assert {f"perplexity_sotu.{kind}" for kind in ("pdf", "svg", "png")} <= set(found["files"])
     box = re.search(rb"/MediaBox \[ 0 0 ([\d.]+) ", (out / "perplexity_sotu.pdf").read_bytes())
     assert float(box[1]) == pytest.approx(72 * 4.5)
     assert 'width="324pt"' in (out / "perplexity_sotu.svg").read_text()
     from PIL import Image
 
     with Image.open(out / "perplexity_sotu.png") as image:
-        assert image.width == round(4.5 * style.PRINT_DPI)
+        assert image.width == round(4.5 * figures.PRINT_DPI)
 
 
 def test_without_matplotlib_there_are_none(monkeypatch):

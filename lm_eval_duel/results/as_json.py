@@ -1,0 +1,103 @@
+"""report.json and leaderboard.json: the entries of records under their names in the file."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from lm_eval_duel.results.board import Board
+from lm_eval_duel.results.compare import Average, Comparison, Speeds
+from lm_eval_duel.results.cost import Cost
+from lm_eval_duel.results.read import Run
+from lm_eval_duel.results.rows import Pair, Row
+
+GAP = (
+    *("gap_closed", "gap_closed_stderr", "gap_closed_interval", "distinguishable", "gap_closed_reason"),
+    *("nfe", "tokens", "file=run.name"),
+)
+ROW = (
+    *("model", "name", "estimator", "rule", "block", "cache=run.cache", "qualifiers", "unknown", "eps"),
+    *("likelihood", "bound", "value", "interval", "stderr", "stderrs", "stderr_bound", "stderr_reason"),
+    *("window_stderr", "reason", "metrics", "nfe_per_token", "dtype=run.dtype", "fingerprint=run.fingerprint"),
+    *("ar", "best", "gap", "gap_interval", *GAP),
+)
+CELL = ("value", "interval", "stderr", "stderr_reason", "window_stderr", "reason", "gap", "gap_interval", *GAP)
+COST = (
+    *("model=run.label", "estimator=run.estimator", "name", "rule=run.rule", "block=run.block", "cache=run.cache"),
+    *("ar=run.baseline", "tasks", "cached=run.cached", "tokens", "seconds_per_token"),
+    *("whole_run_seconds=run.whole_run_seconds", "file=run.name"),
+    *("times_elbo", "times_elbo_reason", "times_ar", "times_ar_reason"),
+)
+COUNTS = ("device", "ranks", "seconds", "forwards", "rows", "nfe", "peak_memory_bytes")  # entries of config.duel
+RUN = ("model=label", "estimator", "rule", "block", "cache", "ar=baseline", "dtype", "file=name")
+BOARD = ("title", "metric", "unit", "ar", "mean_of", "by", "published", "documents", "notes", "date")
+COLUMN = ("id", "task", "label", "documents", "windows", "apart")
+BOARD_ROW = (
+    *("model", "pretrained", "estimator", "display", "kind", "ranked", "rule", "block", "cache", "remarks"),
+    *("autoregressive", "dtype=run.dtype", "fingerprint", "spec", "parameters", "versions", "date", "files"),
+    *("commands", "nfe_per_token", "seconds_per_token", "seconds_reason", "device"),
+    *("mean", "mean_rank", "main", "rank"),
+)
+
+
+def entries(record: Any, names: Iterable[str]) -> dict[str, Any]:
+    """Entries of a record, as `name` or `name=attributes`."""
+    result = {}
+    for name, _, path in (name.partition("=") for name in names):
+        value = record
+        for attribute in (path or name).split("."):
+            value = getattr(value, attribute)
+        result[name] = value
+    return result
+
+
+def comparison(task: Comparison) -> dict[str, Any]:
+    """A task of report.json; rows refer to each other by their numbers."""
+    numbers: dict[Row | None, int | None] = {row: n for n, row in enumerate(task.rows)} | {None: None}
+
+    def pair(of: Pair | None) -> dict[str, Any] | None:
+        return of and vars(of) | {"first": numbers[of.first], "second": numbers[of.second], "names": [*of.names]}
+
+    def speeds(of: Speeds) -> dict[str, Any]:
+        lines = {key: numbers[getattr(of, key)] for key in ("elbo", "ar", "oracle")}
+        families = {name: [numbers[row] for row in rows] for name, rows in of.families.items()}
+        return {"title": of.title, **lines, "families": families}
+
+    rows = [entries(r, ROW) | {"elbo": numbers[r.elbo], "cache_cost": pair(r.cache_cost)} for r in task.rows]
+    return vars(task) | {"rows": rows, "rules": list(map(speeds, task.rules)), "pairs": list(map(pair, task.pairs))}
+
+
+def average(of: Average) -> dict[str, Any]:
+    shown = {"tasks": {name: row.gap_closed for name, row in of.rows.items()}}
+    shown["stderrs"] = {name: row.gap_closed_stderr for name, row in of.rows.items()}
+    shown["unclear"] = [name for name, row in of.rows.items() if row.distinguishable is False]
+    own = entries(of, ("model", "name", "average", "average_stderr=stderr", "average_unclear=unclear", "averaged"))
+    return own | shown
+
+
+def accuracies(runs: Sequence[Run], name: str) -> list[dict[str, Any]]:
+    """The averages of a task other than perplexities, of each run that has any."""
+    found = []
+    for run in sorted(runs, key=lambda run: not run.baseline):
+        task = run.tasks.get(name) or run.others.get(name)
+        if task is not None and task.scores:
+            scores = {metric: {"value": value, "stderr": error} for metric, (value, error) in task.scores.items()}
+            found.append(entries(run, RUN) | {"identity": task.identity, "scores": scores})
+    return found
+
+
+def cost(of: Cost) -> dict[str, Any]:
+    return entries(of, COST) | {key: of.count(key) for key in COUNTS}
+
+
+def cell(of: Row) -> dict[str, Any]:
+    """A result of a leaderboard."""
+    bits = "bits_per_byte"
+    return entries(of, CELL) | {bits: of.metrics.get(bits), f"{bits}_stderr": of.error(of.nats_stderr, bits)}
+
+
+def board(of: Board) -> dict[str, Any]:
+    """leaderboard.json."""
+    columns = [entries(column, COLUMN) for column in of.columns]
+    rows = [entries(row, BOARD_ROW) | {"cells": {c: cell(r) for c, r in row.results.items()}} for row in of.rows]
+    return entries(of, BOARD) | {"columns": columns, "rows": rows}

@@ -1,0 +1,110 @@
+"""The cost of runs: seconds, network calls and memory, compared with the ELBO and the AR model."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+
+from lm_eval_duel.estimators import registry
+from lm_eval_duel.estimators.registry import Kind
+from lm_eval_duel.results.read import Run
+from lm_eval_duel.results.rows import Row
+from lm_eval_duel.rules.tables import sort_key
+
+WHOLE = "times of whole runs, loading included: results of other models hold no other time, and no device"
+CACHED = "some answers came from a response cache, so the time covers only a part of the run"
+LATTICE = f"lattice: all estimators in one run (oracle is {Kind.NOT_A_LIKELIHOOD.value})"
+
+
+@dataclasses.dataclass(eq=False)
+class Cost:
+    """What a run cost. `times_elbo`, `times_ar`: its seconds per token over those of another run, with a note: which
+    run, or why there is none."""
+
+    run: Run
+    times_elbo: float | None = None
+    times_elbo_reason: str = ""
+    times_ar: float | None = None
+    times_ar_reason: str = ""
+
+    def count(self, key: str) -> float | None:
+        """Seconds, forwards and the like: an entry of `config.duel`, None if the results have none."""
+        return self.run.duel.get(key)
+
+    @property
+    def name(self) -> str:
+        return LATTICE if registry.find(self.run.estimator).lattice else self.run.estimator
+
+    @property
+    def tasks(self) -> list[str]:
+        return sorted([*self.run.tasks, *self.run.others])
+
+    @property
+    def place(self) -> tuple[str | None, int | None]:
+        """Device and number of ranks."""
+        return self.run.duel.get("device"), self.run.duel.get("ranks")
+
+    @property
+    def tokens(self) -> int | None:
+        """Scored tokens; those of a run of another model are from its samples."""
+        counts = [task.tokens for task in self.run.tasks.values()]
+        known = None if None in counts else int(sum(sum(of_task.values()) for of_task in counts))
+        return self.run.duel.get("tokens") or known or None
+
+    @property
+    def seconds_per_token(self) -> float | None:
+        seconds = self.count("seconds")
+        return seconds / self.tokens if seconds and self.tokens else None
+
+
+def table(runs: Sequence[Run], rows: Iterable[Row]) -> list[Cost]:
+    """One entry per run. Ratios are of seconds per token; they are left out if two runs cannot be compared.
+
+    The ELBO is the one that gap closed uses in the report's `rows`.
+    """
+    costs = {run.name: Cost(run) for run in runs if run.tasks}
+    every = sorted(costs.values(), key=lambda cost: not cost.run.baseline)
+    baselines = [cost for cost in every if cost.run.baseline]
+    elbos: dict[str, Row] = {}  # the Monte Carlo ELBO that the gap closed of a run uses
+    for row in rows:
+        if row.elbo is not None and row.elbo.drawn_bound:
+            elbos.setdefault(row.run.name, row.elbo)
+    for cost in every:
+        if cost.run.baseline:
+            continue
+        cost.times_ar, cost.times_ar_reason = _ratio(cost, baselines, "AR run")
+        if cost.run.estimator != "elbo":
+            known, note = [], ""
+            if elbo := elbos.get(cost.run.name):
+                known, note = [costs[elbo.run.name]], f"the ELBO of {cost.run.label}: {elbo.name}"
+                note += f", mc_samples={elbo.run.spec.get('mc_samples')}"
+            cost.times_elbo, cost.times_elbo_reason = _ratio(cost, known, "Monte Carlo ELBO", note)
+    models, order = [cost.run.label for cost in every], [*registry.ESTIMATORS]
+
+    def place(cost: Cost) -> tuple:
+        run = cost.run
+        return not run.baseline, models.index(run.label), order.index(run.estimator), *sort_key(run.rule)
+
+    return sorted(every, key=place)
+
+
+def _ratio(cost: Cost, others: Sequence[Cost], what: str, note: str = "") -> tuple[float | None, str]:
+    """Seconds per token over those of another run of the same tasks, and a note: which run, or why there is none."""
+    if not others:
+        return None, f"no {what} to compare with"
+    same = [other for other in others if other.tasks == cost.tasks]
+    if not same:
+        return None, f"the {what} is of other tasks"
+    if cost.run.cached or any(other.run.cached for other in same):
+        return None, CACHED
+    timed = [other for other in same if other.seconds_per_token]
+    if timed and cost.seconds_per_token:
+        alike = [other for other in timed if other.place == cost.place]
+        if not alike:
+            return None, f"the {what} ran on {timed[0].place[0]} x {timed[0].place[1]}"
+        return cost.seconds_per_token / alike[-1].seconds_per_token, note
+    whole = [other for other in same if other.run.whole_run_seconds]
+    if whole and cost.run.whole_run_seconds:
+        ratio = cost.run.whole_run_seconds / whole[-1].run.whole_run_seconds
+        return ratio, "; ".join(filter(None, [note, WHOLE]))
+    return None, f"no time of the {what}"

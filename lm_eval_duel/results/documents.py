@@ -1,0 +1,142 @@
+"""Documents with the orders in which their tokens were revealed, from traces, for the document view."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from lm_eval_duel.errors import DuelError
+from lm_eval_duel.estimators import registry
+from lm_eval_duel.harness import trace
+from lm_eval_duel.results.samples import Traces
+from lm_eval_duel.rules.tables import without_defaults
+from lm_eval_duel.text.token_text import token_texts
+
+MAX_TOKENS = 1024  # of a document
+MAX_VALUES = 100_000  # tokens of all orders together: about 1 MB
+Texts = Callable[[str, Sequence[int]], list[str]]  # (tokenizer, ids) -> what each id adds to the text
+Place = tuple[str, int]  # task and document
+
+
+@dataclasses.dataclass
+class Order:
+    """One order of one document. `starts`: token indices of its blocks; `steps` count from 0 in every block."""
+
+    label: str
+    tokenizer: str
+    ids: list[int] = dataclasses.field(default_factory=list)
+    starts: list[int] = dataclasses.field(default_factory=list)
+    steps: list[int] = dataclasses.field(default_factory=list)
+    nats: list[float] = dataclasses.field(default_factory=list)
+
+    def extend(self, window: Mapping[str, Any], order: Mapping[str, Any]) -> None:
+        """Append a window."""
+        self.starts += [len(self.ids) + start for start in window.get("starts") or [0]]
+        self.ids += window["ids"]
+        self.steps += order["reveal_steps"]
+        self.nats += [-value for value in order["token_logprobs"]]
+
+
+def collect(
+    traces: Traces, labels: Mapping[Path, str], most: int, texts: Texts
+) -> tuple[list[dict[str, Any]], list[str]]:
+    """The documents to show, `most` of each task, and notes. Those in the most traces come first, then the lowest.
+
+    `labels`: the models of traces; a trace without one is named as its file.
+    """
+    orders: dict[Place, list[Order]] = {}
+    for path in dict.fromkeys([*labels, *traces.named]):
+        for place, order in _orders(traces, path, labels.get(path, path.stem)):
+            orders.setdefault(place, []).append(order)
+    chosen = [
+        place
+        for task in dict.fromkeys(task for task, _ in orders)
+        for place in sorted((p for p in orders if p[0] == task), key=lambda p: (-len(orders[p]), p[1]))[:most]
+    ]
+    shown, notes, values = [], [], 0
+    for place in chosen:
+        document, remarks = _document(place, orders[place], texts)
+        values += sum(len(order["steps"]) for order in document["orders"])
+        if values > MAX_VALUES:
+            notes.append(f"The document view is full: it shows {len(shown)} of {len(chosen)} documents.")
+            break
+        notes += remarks
+        if document["orders"]:
+            shown.append(document)
+    return shown, notes
+
+
+def _orders(traces: Traces, path: Path, model: str) -> Iterator[tuple[Place, Order]]:
+    """The orders of every document of a trace: its own, and those of the rules that a lattice followed."""
+    header = trace.spec(path)
+    spec = header["spec"]
+    orders: dict[tuple[Place, str], Order] = {}
+    for window in traces.read(path):
+        task, number = window.get("task"), window.get("doc")
+        if task is None or number is None or window.get("request") or window.get("repeat") or "generated" in window:
+            continue  # of several answers the first
+        for rule, order in ({str(spec.get("rule", "")): window} | (window.get("rules") or {})).items():
+            if order.get("reveal_steps"):
+                label = _label(model, spec, rule)
+                empty = Order(label, str(header.get("tokenizer") or ""))
+                orders.setdefault(((task, number), label), empty).extend(window, order)
+    return ((place, order) for (place, _), order in orders.items())
+
+
+def _label(model: str, spec: Mapping[str, Any], rule: str) -> str:
+    """The name of an order: model, rule, block and cache. One of no rule, or of an estimate, names its estimator."""
+    estimator = registry.ESTIMATORS.get(str(spec.get("estimator")))
+    if estimator is not None and estimator.causal:
+        return f"{model}, autoregressive"
+    named = estimator is not None and not (estimator.lattice and rule) and estimator.name != "duel"
+    block = str(spec.get("block", "none"))
+    parts = [model, estimator.title if named else "", without_defaults(rule)]
+    parts += ["whole target" if block == "none" else f"block {block}"]
+    return ", ".join(filter(None, [*parts, f"cache={spec['cache']}" if "cache" in spec else ""]))
+
+
+def _document(place: Place, orders: Iterable[Order], texts: Texts) -> tuple[dict[str, Any], list[str]]:
+    """A document for the page. Orders share the pieces of their text if their ids and tokenizers are the same."""
+    pieces: dict[tuple[str, tuple[int, ...]], list[str]] = {}
+    shown, notes = [], []
+    for order in orders:
+        cut = min(len(order.ids), MAX_TOKENS)
+        key = order.tokenizer, tuple(order.ids[:cut])
+        try:
+            pieces[key] = pieces.get(key) or texts(*key)
+        except DuelError as error:
+            notes.append(f"{order.label}, {place[0]} {place[1]} is not shown: {error}")
+            continue
+        if cut < len(order.ids):
+            notes.append(f"The document view shows the first {cut:,} tokens of {place[0]} {place[1]}.")
+        shown.append(
+            {
+                "label": order.label,
+                "text": list(pieces).index(key),
+                "starts": [start for start in dict.fromkeys([0, *sorted(order.starts)]) if start < cut],
+                "steps": order.steps[:cut],
+                "nats": [round(value, 3) for value in order.nats[:cut]],
+            }
+        )
+    return {"task": place[0], "number": place[1], "pieces": [*pieces.values()], "orders": shown}, notes
+
+
+def texts_by(instead: str | None) -> Texts:
+    """The texts of ids, by tokenizers that are loaded once, when they are needed; `instead` of those traces name."""
+
+    @functools.cache
+    def load(name: str) -> Any:
+        from lm_eval_duel import denoisers
+
+        return denoisers.load_tokenizer({"tokenizer": name})
+
+    def texts(name: str, ids: Sequence[int]) -> list[str]:
+        """What each id adds to the text; raises DuelError if the tokenizer cannot be loaded."""
+        if not (instead or name):
+            raise DuelError("its trace names no tokenizer; pass a folder or a hub name with --tokenizer.")
+        return token_texts(ids, load(instead or name))
+
+    return texts

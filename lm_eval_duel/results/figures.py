@@ -1,0 +1,301 @@
+"""Figures of a report as PNG, SVG or PDF: perplexities with intervals, rules against NFE. Needs matplotlib to draw.
+
+A model and a rule have one colour in every figure.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import math
+import textwrap
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from lm_eval_duel.console.tables import one_line
+from lm_eval_duel.estimators import registry
+from lm_eval_duel.estimators.registry import Kind
+from lm_eval_duel.results.compare import Comparison, Speeds
+from lm_eval_duel.results.rows import Row
+from lm_eval_duel.results.stats import CLEAR
+from lm_eval_duel.results.table import WORDS, escape, form_of, number
+from lm_eval_duel.results.tables import value
+from lm_eval_duel.rules.tables import adaptive, without_defaults
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+MISSING = "No figures: matplotlib is not installed (pip install 'lm-eval-duel[plots]')."
+GREY, LIGHT, DARK = "#555555", "#bbbbbb", "#222222"
+RULES = {  # Okabe and Ito's colours, and Tol's for the others: both colour-blind safe
+    "left_to_right": "#000000",
+    "right_to_left": "#882255",
+    "random": "#999933",
+    "greedy": "#D55E00",
+    "margin": "#009E73",
+    "log_margin": "#44AA99",
+    "entropy": "#0072B2",
+    "threshold": "#CC79A7",
+    "klass": "#E69F00",
+    "entropy_bound": "#56B4E9",
+    "entropy_threshold": "#332288",
+    "factor": "#117733",
+    "high_or_topk": "#AA4499",
+    "hierarchy": "#661100",
+    "dinfer_threshold": "#6699CC",
+    "quota": "#DDCC77",
+    "dream": "#888888",
+}
+OTHER_RULES = ("#33BBEE", "#EE3377", "#CC3311", "#225522", "#BBCC33")  # a user's rule: chosen by its name
+MODELS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#882255", "#332288", "#117733", "#661100", "#0077BB", "#AA4499")
+MARKERS = ("o", "s", "^", "D", "v", "P", "X")
+LOOKS = {  # estimator: marker, colour in the legend, whether it is filled; rows have the colours of their models
+    "ar": ("D", GREY, True),
+    "elbo": ("<", DARK, False),
+    "elbo_exact": ("v", DARK, False),
+    "mixture": ("s", DARK, True),
+    "duel": ("o", DARK, True),
+    "two_phase": ("o", DARK, False),
+}
+OTHER_LOOKS = {  # of any other estimator
+    Kind.LIKELIHOOD: ("P", DARK, True),
+    Kind.ESTIMATE: ("P", DARK, False),
+    Kind.UPPER_BOUND: (">", DARK, False),
+    Kind.NOT_A_LIKELIHOOD: ("x", LIGHT, True),
+}
+NO_BOUND = "ELBO, eps > 0 (no bound)"
+WIDTH, LINE = 7.5, 0.25  # inches: of the figure of values, and of a row in it
+RULES_WIDTH, RULES_HEIGHT = 6.8, 4.6  # inches
+FONT, DIGIT = 8.5, 0.62  # points, and the width of a character in it
+CHARACTERS = 12  # of a title in an inch
+LOG_FROM = 2.5  # an axis is logarithmic if the largest value is more than this times the smallest
+DPI, PRINT_DPI = 110, 200  # of PNG files; the second at a stated width
+
+
+@dataclasses.dataclass(frozen=True)
+class Image:
+    """A figure of a task: its files by name, one for each format."""
+
+    task: str
+    kind: str
+    title: str
+    files: dict[str, bytes]
+
+    def markdown(self, quote: Callable[[str], str]) -> str:
+        """A picture; a link if there is a PDF file only."""
+        file = next((file for file in self.files if not file.endswith(".pdf")), next(iter(self.files)))
+        return f"{'' if file.endswith('.pdf') else '!'}[{escape(self.title)}]({quote(file)})"
+
+
+def available() -> bool:
+    """Whether figures can be drawn."""
+    try:
+        import matplotlib.figure  # noqa: F401
+    except ImportError:
+        return False
+    return True
+
+
+def draw(
+    tasks: Mapping[str, Comparison],
+    formats: Sequence[str],
+    width: float | None,
+    stems: Callable[[Iterable[tuple[str, str, str]]], Iterator[str]],
+) -> list[Image]:
+    """Every figure of a report, `width` inches wide. `stems`: file names from (task, kind, title)."""
+    drawn: list[tuple[str, str, str, Figure]] = []
+    for name, task in tasks.items():
+        drawn.append((name, "perplexity", f"perplexities on {name}", perplexity(name, task, width)))
+        for of in task.rules:
+            title = f"rules against NFE on {name}: {of.title}"
+            drawn.append((name, "rules", title, rules(name, task, of, width)))
+    named = stems((name, kind, title) for name, kind, title, _ in drawn)
+    return [
+        Image(name, kind, title, {f"{stem}.{form}": _file(figure, form, width is not None) for form in formats})
+        for stem, (name, kind, title, figure) in zip(named, drawn, strict=True)
+    ]
+
+
+def _file(figure: Figure, form: str, exact: bool) -> bytes:
+    """A figure in a format. `exact`: keep its width, else cut empty margins. The time of writing is not in the file."""
+    import matplotlib
+
+    options: dict[str, Any] = {"png": {"dpi": PRINT_DPI if exact else DPI}, "svg": {"metadata": {"Date": None}}}
+    options |= {"pdf": {"metadata": {"CreationDate": None}}}
+    margins: dict[str, Any] = {} if exact else {"bbox_inches": "tight"}
+    out = io.BytesIO()
+    with matplotlib.rc_context({"svg.hashsalt": "lm-eval-duel", "pdf.fonttype": 42}):
+        figure.savefig(out, format=form, facecolor="white", **options[form], **margins)
+    return out.getvalue()
+
+
+# ---------------------------------------------------------------- how figures look
+
+
+def model_colour(model: str) -> str:
+    return MODELS[zlib.crc32(model.encode()) % len(MODELS)]
+
+
+def rule_colour(rule: str) -> str:
+    name = rule.split(":")[0]
+    return RULES.get(name) or OTHER_RULES[zlib.crc32(name.encode()) % len(OTHER_RULES)]
+
+
+def _new(width: float, height: float) -> tuple[Figure, Axes]:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), layout="constrained")
+    axes = figure.subplots()
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.set_axisbelow(True)
+    return figure, axes
+
+
+def _label(text: str) -> str:
+    """Escape text for matplotlib, which would read a pair of $ as a formula."""
+    return one_line(text).replace("$", r"\$")
+
+
+def _plain_log(axis: Any, base: int = 10) -> None:
+    """Label a logarithmic axis with plain numbers."""
+    from matplotlib import ticker
+
+    subs = (1.0,) if base == 2 else (1.0, 2.0, 3.0, 5.0)
+    axis.set_major_locator(ticker.LogLocator(base=base, subs=subs, numticks=12))
+    axis.set_major_formatter(ticker.FuncFormatter(lambda value, _: f"{value:g}"))
+    axis.set_minor_formatter(ticker.NullFormatter())
+    if base == 2:
+        axis.set_minor_locator(ticker.NullLocator())
+
+
+def _logarithmic(metric: str, rows: Iterable[Row]) -> bool:
+    """Whether values need a logarithmic axis (never with infinite ones)."""
+    values = [row.value for row in rows]
+    finite = all(0 < value < math.inf for value in values)
+    return metric != "bits_per_byte" and finite and bool(values) and max(values) / min(values) > LOG_FROM
+
+
+def _whisker(row: Row) -> list[float]:
+    """Two Monte Carlo standard errors to either side, above 0 for a logarithmic axis."""
+    return [max(row.value - CLEAR * row.stderr, row.value / 10), row.value + CLEAR * row.stderr]
+
+
+def _kind(row: Row) -> str:
+    """An estimator in a legend."""
+    entry = registry.find(row.estimator)
+    return NO_BOUND if row.eps else f"{entry.title}{' (upper bound)' if entry.kind is Kind.UPPER_BOUND else ''}"
+
+
+# ---------------------------------------------------------------- the values of a task
+
+
+def perplexity(name: str, task: Comparison, width: float | None = None) -> Figure:
+    """One line per row, with its value and interval; the AR baseline as a dotted line. `width`: in inches."""
+    rows, metric, width = task.rows, task.metric, width or WIDTH
+    figure, axes = _new(width, 1.3 + LINE * (len(rows) + len({row.model for row in rows})))
+    texts = [str(value(row)) for row in rows]
+    edge = axes.get_yaxis_transform()
+    shift = {"xytext": (FONT * DIGIT * max(map(len, texts)), 0), "textcoords": "offset points"}
+    at, last, names, seen = 0.0, None, {}, {}
+    for row, text in zip(rows, texts, strict=True):
+        if row.model != last:
+            at -= 1 if last is None else 1.4
+            last = row.model
+            axes.text(0.0, at, f"{_label(last)} ", weight="bold", transform=edge, ha="right", va="center")
+        at -= 1
+        names[at] = _name(row)
+        _line(axes, row, at, seen)
+        weight = "bold" if row.best else "normal"
+        axes.annotate(text, (1, at), xycoords=edge, ha="right", va="center", fontsize=FONT, weight=weight, **shift)
+    axes.set_yticks([*names], [*names.values()], fontsize=FONT)
+    axes.tick_params(axis="y", length=0)
+    axes.set_ylim(at - 0.7, -0.4)
+    if logarithmic := _logarithmic(metric, rows):
+        axes.set_xscale("log")
+        _plain_log(axes.xaxis)
+    axes.set_xlabel(f"{WORDS[metric]} ({'log scale; ' if logarithmic else ''}lower is better)")
+    axes.grid(axis="x", color="#e5e5e5", linewidth=0.8)
+    about = ", with 95 % bootstrap intervals over documents" if any(row.interval for row in rows) else ""
+    about += "; wide bars: two Monte Carlo standard errors" if any(row.stderr is not None for row in rows) else ""
+    title = textwrap.fill(f"{_label(name)}: {WORDS[metric]}{about}", int(CHARACTERS * width))
+    figure.suptitle(title, x=0.01, ha="left", fontsize=10.5)
+    _legend(figure, list(seen.values()), list(seen), width >= WIDTH)
+    return figure
+
+
+def _legend(figure: Figure, handles: Sequence[Any], labels: Sequence[str], wide: bool) -> None:
+    columns = 2 if wide else 1
+    figure.legend(handles, labels, loc="outside lower center", ncols=columns, frameon=False, fontsize=FONT)
+
+
+def _name(row: Row) -> str:
+    if not row.likelihood:
+        return registry.find(row.estimator).title
+    remarks = ", ".join(filter(None, [row.baseline_remark, row.unknown_share]))
+    return _label(row.name.removeprefix("DUEL, ")) + (f" ({remarks})" if remarks else "")
+
+
+def _line(axes: Axes, row: Row, at: float, seen: dict[str, Any]) -> None:
+    """A row's interval, Monte Carlo error and value at height `at`; the first marker of each kind is put in `seen`."""
+    from matplotlib.lines import Line2D
+
+    marker, neutral, filled = LOOKS.get(row.estimator) or OTHER_LOOKS[row.entry.kind]
+    neutral = LIGHT if row.eps else neutral
+    colour = neutral if row.ar or not row.likelihood else model_colour(row.model)
+    if row.interval is not None:
+        axes.plot(row.interval, [at, at], "|-", color=colour, linewidth=1.4, markersize=7, zorder=2)
+    if row.stderr is not None:
+        axes.plot(_whisker(row), [at, at], "-", color=colour, linewidth=4, alpha=0.35, zorder=2)
+    shape = {"marker": marker, "markersize": 5, "markeredgewidth": 1.4, "linestyle": "none"}
+    axes.plot(row.value, at, color=colour, markerfacecolor=colour if filled else "white", zorder=3, **shape)
+    kind = _kind(row) + (" (dotted line: the autoregressive baseline)" if row.ar else "")
+    seen.setdefault(kind, Line2D([], [], color=neutral, fillstyle="full" if filled else "none", **shape))
+    if row.ar:
+        axes.axvline(row.value, color=GREY, linestyle=":", linewidth=1.2, zorder=1)
+
+
+# ---------------------------------------------------------------- rules against NFE
+
+
+def rules(name: str, task: Comparison, of: Speeds, width: float | None = None) -> Figure:
+    """Perplexity against NFE per token (log2), one line per rule family; ELBO and AR as grey lines."""
+    width = width or RULES_WIDTH
+    figure, axes = _new(width, max(0.6 * RULES_HEIGHT, RULES_HEIGHT * width / RULES_WIDTH))
+    axes.set_xscale("log", base=2)
+    if logarithmic := _logarithmic(task.metric, of.rows):
+        axes.set_yscale("log")
+        _plain_log(axes.yaxis)
+    for n, (family, rows) in enumerate(of.families.items()):
+        shape = {"marker": MARKERS[n % len(MARKERS)], "markersize": 4.5, "markerfacecolor": "none", "linewidth": 1.1}
+        steps, style = (" (adaptive: measured NFE)", "--") if adaptive(family) else ("", "-")
+        values = [row.nfe_per_token for row in rows], [row.value for row in rows]
+        colour = rule_colour(family)
+        axes.plot(*values, style, color=colour, label=f"{_label(without_defaults(family))}{steps}", **shape)
+        if known := [(row.nfe_per_token, *row.interval) for row in rows if row.interval is not None]:
+            axes.vlines(*zip(*known, strict=True), color=colour, linewidth=1, alpha=0.5, zorder=1)
+    axes.set_xlim(min([1.0, *(row.nfe_per_token for row in of.rows)]) * 0.9, 1.12)
+    _plain_log(axes.xaxis, 2)
+    axes.grid(axis="both", color="#e5e5e5", linewidth=0.8)
+    _across(axes, of, form_of(task.metric))
+    axes.set_xlabel("NFE per token (network evaluations of the rule; log2)")
+    axes.set_ylabel(f"DUEL, {WORDS[task.metric]}{' (log)' if logarithmic else ''}")
+    title = textwrap.fill(_label(f"{name}: {of.title}"), int(CHARACTERS * width))
+    axes.set_title(title, loc="left", fontsize=11)
+    _legend(figure, *axes.get_legend_handles_labels(), width >= RULES_WIDTH)
+    return figure
+
+
+def _across(axes: Axes, of: Speeds, form: str) -> None:
+    """The ELBO and the autoregressive model as lines, the oracle as a cross."""
+    for row, style in ((of.elbo, (0, (5, 3))), (of.ar, ":")):
+        if row is not None and math.isfinite(row.value):
+            name = "autoregressive model" if row is of.ar else _kind(row)
+            if row.stderr is not None:
+                axes.axhspan(*_whisker(row), color=GREY, alpha=0.12, linewidth=0, zorder=0)
+            text = f"{name}, {value(row).removeprefix('≤ ')}"
+            axes.axhline(row.value, color=GREY, linestyle=style, linewidth=1.3, zorder=1, label=text)
+    if of.oracle is not None:
+        text = f"oracle, {number(of.oracle.value, form)} ({Kind.NOT_A_LIKELIHOOD.value})"
+        axes.plot([1.0], [of.oracle.value], "x", color=LIGHT, markeredgewidth=2, label=text)

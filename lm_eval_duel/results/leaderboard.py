@@ -1,0 +1,111 @@
+"""`lm-eval-duel leaderboard`: one page to sort, filter and send, and the same as Markdown, CSV and JSON."""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from lm_eval_duel.arguments import TEXT, whole
+from lm_eval_duel.console.command_line import PATH, Flag, Parser
+from lm_eval_duel.core.rates import METRICS
+from lm_eval_duel.errors import DuelError, usage
+from lm_eval_duel.results import as_json, board, board_views, documents, page, published
+from lm_eval_duel.results.board import Board
+from lm_eval_duel.results.own_files import OwnFiles
+from lm_eval_duel.results.report import attach, check_files, no_baseline, read_runs
+from lm_eval_duel.results.samples import Traces
+
+FORMAT = "lm_eval_duel leaderboard"
+EPILOG = """\
+Prints ranks and perplexities. Writes index.html (one file that opens from disk, without a network), leaderboard.md,
+leaderboard.csv and leaderboard.json.
+Results with other documents, windows or scored positions get columns of their own. Intervals need samples: run lm_eval
+with --log_samples. The document view needs traces: --model_args trace=FILE.
+"""
+
+
+@usage()
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    """The parsed command line; raises UsageError, also for missing results, traces and published figures."""
+    options = Parser(
+        "leaderboard",
+        __doc__,
+        EPILOG,
+        "results results_ar --out site",
+        *("RESULTS", "ar", "out", "metric", "traces", "tokenizer"),
+        title=Flag(TEXT, "Perplexity leaderboard", "the heading of the page"),
+        published=Flag(PATH, None, "published figures; `paper` for those of the paper", many=True, shows="CSV"),
+        shown=Flag(whole(0), 3, "documents to show of each task", shows="N"),
+    ).parse_args(arguments)
+    check_files(options)
+    published.read(options.published)
+    return options
+
+
+def collect(options: argparse.Namespace) -> Board:
+    """The content of the leaderboard."""
+    named, runs = read_runs(options)
+    traces = Traces(options.traces)
+    labels: dict[Path, str] = {}  # the models of traces
+    for run in (run for run in runs if (run.ours or run.autoregressive) and run.tasks):
+        if (path := traces.find(run.fingerprint, run.duel.get("trace"), run.file)) is not None:
+            labels.setdefault(path, run.label)
+    # a page that is sent tells no home folder: files are named from the folder that holds them all
+    folder = os.path.commonpath([run.file.parent for run in runs])
+    for run in runs:
+        run.name = os.path.relpath(run.name, folder)
+    notes = [note for run in runs for note in run.left_out()]
+    known = [run for run in runs if (run.ours or run.autoregressive) and run.tasks]
+    if not known:
+        raise DuelError(f"No perplexity ({', '.join(METRICS)}) to show: {'; '.join(notes)}")
+    attach(known, traces, [])
+    causal = [run for run in named or known if run.autoregressive]
+    note, models = no_baseline(causal), {run.key for run in causal}
+    for run in known:
+        run.baseline = not note and run.autoregressive and run.key in models
+    metric = board.unit(known, options.metric)
+    for run in known:
+        without = [name for name, task in run.tasks.items() if metric not in task.metrics]
+        notes += [f"{name} in {run.name} has no {metric} and is left out." for name in without]
+    columns = board.columns(known, metric)
+    rows, mean_of, by = board.rank(board.rows(columns), columns, metric)
+    shown, problems = documents.collect(traces, labels, options.shown, documents.texts_by(options.tokenizer))
+    return Board(
+        title=options.title,
+        metric=metric,
+        ar=next((run.label for run in known if run.baseline), None),
+        mean_of=mean_of,
+        by=by,
+        columns=columns,
+        rows=rows,
+        published=published.sources(published.read(options.published)),
+        documents=shown,
+        notes=list(dict.fromkeys([*notes, *filter(None, [note]), *board.remarks(columns), *problems])),
+        date=datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
+    )
+
+
+def write(content: Board, options: argparse.Namespace) -> list[str]:
+    """Write the leaderboard's files and return their names. Files of an earlier leaderboard are replaced or removed.
+
+    Raises DuelError, and leaves the folder unchanged, if a file there does not belong to an earlier leaderboard.
+    """
+    written = {
+        "index.html": page.html(content),
+        "leaderboard.md": board_views.page(content),
+        "leaderboard.csv": board_views.csv(content),
+    }
+    return OwnFiles(options.out, FORMAT).write({"version": 1, **as_json.board(content)}, written)
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Write a leaderboard and print its table: `lm-eval-duel leaderboard`."""
+    options = parse(arguments)
+    OwnFiles(options.out, FORMAT).earlier()
+    content = collect(options)
+    files = write(content, options)
+    print(board_views.console(content))
+    print(f"wrote to {options.out}: {', '.join(files)}")

@@ -1,0 +1,76 @@
+"""Where a result comes from: versions, date, and the command that makes it again."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import json
+import shlex
+from collections.abc import Mapping
+from typing import Any
+
+from lm_eval_duel.results.own_files import whole
+from lm_eval_duel.results.read import MODEL, RESULTS, Run
+
+TASK_FOLDER = '"$(lm-eval-duel tools where tasks)"'
+UNREAD = ("trace",)  # model args that change no number, and may name a private folder
+IN_PYTHON = "no command: the model was made in Python"
+OWN_TEXTS = "no command: these are texts of your own, scored by lm-eval-duel score"
+
+
+@dataclasses.dataclass(frozen=True)
+class Provenance:
+    """Where a run comes from. `date`: ISO 8601, UTC."""
+
+    versions: dict[str, str]
+    date: str
+    command: str
+
+    @classmethod
+    def from_run(cls, run: Run) -> Provenance:
+        """Raises DuelError that names the run's file, for an entry that lm_eval does not write."""
+        with whole(run.file, RESULTS):
+            content, duel = run.content, run.content["config"].get("duel") or {}
+            own = {name: str(version or "unknown") for name, version in (duel.get("versions") or {}).items()}
+            others = {name: content.get(f"{name}_version") for name in ("lm_eval", "transformers")}
+            more = {name: str(version) for name, version in others.items() if version and name not in own}
+            date = datetime.datetime.fromtimestamp(run.date, datetime.timezone.utc).isoformat(timespec="seconds")
+            return cls(own | more, date if run.date else "", _command(run))
+
+
+def _command(run: Run) -> str:
+    """The command line that makes a results file again, quoted for a POSIX shell.
+
+    What does not change a number is left out: the device, the output folder, the response cache.
+    """
+    content, config = run.content, run.content["config"]
+    if "results" not in content:
+        return OWN_TEXTS
+    if run.ours and run.model != MODEL:
+        return IN_PYTHON
+    words = ["lm-eval-duel", "run"] if run.ours else ["lm_eval", "--model", run.model]
+    shots = set(content.get("n-shot", {}).values()) - {None}
+    arguments = config.get("model_args")
+    flags = {  # as far as they are not at their defaults
+        "--model_args": arguments if isinstance(arguments, str) else _joined(arguments or {}),
+        "--tasks": ",".join(sorted({*run.tasks, *run.others})),
+        "--num_fewshot": shots.pop() if len(shots) == 1 and shots != {0} else "",
+        "--limit": "" if config.get("limit") is None else f"{float(config['limit']):g}",
+        "--batch_size": "" if config.get("batch_size") in (None, 1, "1") else config["batch_size"],
+    }
+    words += [str(word) for flag, value in flags.items() if value != "" for word in (flag, value)]
+    words += ["--apply_chat_template"] if content.get("chat_template") else []
+    if instruction := content.get("system_instruction"):
+        words += ["--system_instruction", str(instruction)]
+    line = shlex.join(words)
+    return line if run.ours else f"{line} --include_path {TASK_FOLDER}"
+
+
+def _joined(arguments: Mapping[str, Any]) -> str:
+    """Model args as key=value,...; as JSON if a value would not survive that."""
+    kept = {str(key): value for key, value in arguments.items() if key not in UNREAD}
+    simple = all(
+        isinstance(value, str | int | float | bool | None) and not set(f"{key}{value}") & set(",=\"'{}[] ")
+        for key, value in kept.items()
+    )
+    return ",".join(f"{key}={value}" for key, value in kept.items()) if simple else json.dumps(kept)
