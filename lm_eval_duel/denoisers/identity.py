@@ -14,8 +14,6 @@ Config = dict[str, Any]
 
 NO_ORDER = "so no deterministic order of unmasking explains a text, and the theorem does not cover it"
 REFUSED = {  # by class name or model type
-    "DiffusionGemmaForBlockDiffusion": f"it starts from random tokens, not masks, and adds noise again, {NO_ORDER}",
-    "diffusion_gemma": f"it starts from random tokens, not masks, and adds noise again, {NO_ORDER}",
     "WeDLMForCausalLM": f"it reorders tokens under causal attention and revises revealed tokens, {NO_ORDER}",
     "LLaDA21MoeModelLM": f"it edits revealed tokens, {NO_ORDER}",
     "E2D2": "it is an encoder-decoder with a wrapper of its own, which is not supported",
@@ -24,7 +22,8 @@ REFUSED = {  # by class name or model type
     "NemotronLabsDiffusionVLMModel": "it needs images, which are not supported",
 }
 _REFUSED = {name.lower(): (name, reason) for name, reason in REFUSED.items()}
-NOISED = ("duo", "udlm")  # names in lower case, of networks whose noise is random tokens
+GEMMA = ("diffusiongemmaforblockdiffusion", "diffusion_gemma")  # names in lower case
+NOISED = ("duo", "udlm", *GEMMA)  # of networks whose noise is random tokens
 MASKING = {  # entries that name the noise or what the output means, and their values for masks
     "diffusion": ("absorbing_state", "absorbing", "absorb", "masked", "mask"),
     "graph": ("absorbing_state", "absorbing", "absorb"),
@@ -52,6 +51,11 @@ def noise(config: Config) -> bool:
     """Whether the noise of a network is random tokens, by its names, or for GIDD by its `p_uniform`."""
     names = [name.lower() for name in model_names(config)]
     return any(name in NOISED for name in names) or ("dit" in names and bool(config.get("p_uniform")))
+
+
+def is_diffusion_gemma(config: Config) -> bool:
+    """Whether a network is DiffusionGemma, whose encoder is an autoregressive network as well."""
+    return any(name.lower() in GEMMA for name in model_names(config))
 
 
 def require_supported(config: Config, name: str, family: str | None = None) -> None:

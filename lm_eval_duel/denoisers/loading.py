@@ -4,6 +4,7 @@ config.json -> our own DiT (MDLM, BD3-LM, SEDD, GIDD, AR)    dit/checkpoint.py
             -> transformers' decoders, explicit mask         hf/decoder_checkpoint.py, hf/families.py
             -> transformers' masked LMs                      hf/masked_lm.py
             -> transformers' causal LMs                      hf/causal_lm.py
+            -> DiffusionGemma of transformers                hf/diffusion_gemma.py
             -> the checkpoint's own code, if trusted         hf/remote_code.py
 """
 
@@ -20,7 +21,7 @@ from lm_eval_duel.demo import BUNDLED, resolve
 from lm_eval_duel.denoisers import hub, identity, special_tokens, weights
 from lm_eval_duel.denoisers.cached.denoiser import Cached
 from lm_eval_duel.denoisers.dit import checkpoint as dit_checkpoint
-from lm_eval_duel.denoisers.hf import causal_lm, decoder_checkpoint, families, masked_lm, remote_code
+from lm_eval_duel.denoisers.hf import causal_lm, decoder_checkpoint, diffusion_gemma, families, masked_lm, remote_code
 from lm_eval_duel.denoisers.load_options import NETWORK_ARGUMENTS, LoadOptions, tokenizer_source
 from lm_eval_duel.denoisers.wrappers.exclusion import Excluding
 from lm_eval_duel.denoisers.wrappers.guidance import Guided
@@ -67,8 +68,9 @@ def wrapped(denoiser: Denoiser, options: LoadOptions) -> Denoiser:
 def require_estimator(name: str, estimator: str, takes_noise: bool, **network: Any) -> None:
     """Raise DuelError if estimator `estimator` is not for this network's noise, before any weight is read."""
     options, config = _options(name, "cpu", network)
-    if identity.noise(config) and not takes_noise:
-        raise random_tokens(options.name, estimator)
+    causal = identity.is_diffusion_gemma(config)
+    if identity.noise(config) and not takes_noise and not (causal and options.attention == "causal"):
+        raise random_tokens(options.name, estimator, causal)
     if takes_noise and not identity.noise(config):
         raise DuelError(
             f"estimator={estimator} is for networks whose noise is random tokens, and {options.name} is none by its "
@@ -100,6 +102,8 @@ def _load_network(config: dict[str, Any], options: LoadOptions, tokenizer: PreTr
 
     if dit_checkpoint.is_dit(config, options.name):
         return dit_checkpoint.load(config, local(), tokenizer)
+    if identity.is_diffusion_gemma(config):
+        return diffusion_gemma.load(config, local(), tokenizer)
     family = _family(config, options)
     causal, remote = options.attention == "causal", options.backend == "remote"
     if family is None and config.get("model_type") == "gpt2" and (os.path.isdir(options.name) or not causal):

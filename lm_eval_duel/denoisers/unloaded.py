@@ -81,6 +81,8 @@ def read(name: str, network: dict[str, Any], tokenizer: Any = None) -> Unloaded:
     options = LoadOptions(resolve(name), torch.device("cpu"), tokenizer, **network)
     config = known or hub.read_config(options.name, options.revision)
     identity.require_supported(config, options.name, options.family)
+    if identity.is_diffusion_gemma(config):
+        raise DuelError(f"{options.name} is a DiffusionGemma, which a plan does not count yet.")
     with hub.explained(options.name):
         if dit_checkpoint.is_dit(config, options.name):
             return _dit(config, options)

@@ -83,8 +83,6 @@ REFUSED = {  # a config, and what the error names
     "GIDD of another class": ({**GIDD, "architectures": ["GiddForDiffusionLM"], "model_type": "gidd"}, "gidd"),
     "GIDD with MDLM's class": ({**GIDD, "architectures": ["MDLM"]}, "names MDLM, dit"),
     "an image DiT": ({"model_type": "dit", "hidden_size": 768}, "has no vocab_size"),
-    "DiffusionGemma": (of_class("DiffusionGemmaForBlockDiffusion"), "random tokens"),
-    "DiffusionGemma by its type": ({"model_type": "diffusion_gemma"}, "random tokens"),
     "WeDLM": (of_class("WeDLMForCausalLM"), "reorders tokens"),
     "LLaDA2.1": (of_class("LLaDA21MoeModelLM"), "edits revealed tokens"),
     "E2D2": (of_class("E2D2"), "encoder-decoder"),
@@ -117,6 +115,20 @@ def test_a_config_is_refused_if_it_says_something_else(case, tmp_path):
     tiny.tokenizer().save_pretrained(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(config))
     refused(str(tmp_path), words)
+
+
+GEMMA = {  # DiffusionGemma, which estimator=ar scores, too
+    "its class": of_class("DiffusionGemmaForBlockDiffusion"),
+    "its type": {"model_type": "diffusion_gemma"},
+}
+
+
+@pytest.mark.parametrize("case", GEMMA)
+@pytest.mark.parametrize("estimator", ["duel", "elbo"])
+def test_diffusion_gemma_has_two_estimators(case, estimator, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(GEMMA[case]))
+    with pytest.raises(DuelError, match=r"noised_elbo.*estimator=ar"):
+        load_scorer(Options.parse({"pretrained": str(tmp_path), "estimator": estimator}))
 
 
 @pytest.mark.parametrize("case", NOISED)

@@ -1,0 +1,111 @@
+"""DiffusionGemma: its encoder as an autoregressive model, and the bound of its decoder, against its own class."""
+
+import itertools
+import json
+import math
+
+import pytest
+import torch
+import transformers
+from networks import refused
+from noised_toys import bound
+
+from lm_eval_duel import Duel, denoisers
+from lm_eval_duel.core.windows import Window
+from lm_eval_duel.denoisers.hf import diffusion_gemma
+from lm_eval_duel.denoisers.load_options import LoadOptions
+from lm_eval_duel.errors import DuelError
+from lm_eval_duel.estimators.duel import Autoregressive
+from lm_eval_duel.estimators.noised_elbo import NoisedElbo
+from lm_eval_duel.options import Options
+from lm_eval_duel.text.loading import load_scorer
+
+CONTEXT, TEXT = (0, 2, 1), (2, 1)
+
+
+def test_it_says_which_transformers_it_needs(tmp_path, monkeypatch):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "diffusion_gemma"}))
+    monkeypatch.setattr(transformers, "DiffusionGemmaForBlockDiffusion", None, raising=False)
+    with pytest.raises(DuelError, match=r"5\.13"):
+        diffusion_gemma.load({}, LoadOptions(str(tmp_path), torch.device("cpu")), None)
+
+
+if not hasattr(transformers, "DiffusionGemmaForBlockDiffusion"):
+    pytest.skip("DiffusionGemma needs transformers 5.13 or later", allow_module_level=True)
+
+import gemma_reference  # noqa: E402
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    return gemma_reference.write(tmp_path_factory.mktemp("gemma"))
+
+
+@pytest.fixture(scope="module")
+def decoder(path):
+    return denoisers.load(path, device="cpu", dtype="float64")
+
+
+def test_the_encoder_is_a_likelihood(path):
+    encoder = denoisers.load(path, device="cpu", dtype="float64", attention="causal")
+    estimator = Autoregressive(encoder)
+    texts = list(itertools.product(range(gemma_reference.TOKENS), repeat=3))
+    scores = estimator.log_prob([Window((0,), text) for text in texts])
+    assert math.fsum(math.exp(score.log_prob) for score in scores) == pytest.approx(1, abs=1e-9)
+    long = (0, 2, 1, 2, 1, 0, 2, 0, 1)  # beyond the sliding window
+    wanted = gemma_reference.encoder_log_probs(long).tolist()
+    assert estimator.log_prob([Window(long[:1], long[1:])])[0].token_logprobs == pytest.approx(wanted, abs=1e-5)
+
+
+@pytest.fixture(scope="module")
+def exact(decoder):
+    """The bound by enumeration of all canvases, or of all paths, through its own class."""
+    plain = gemma_reference.Plain(decoder, CONTEXT)
+    return {kind: bound(plain, TEXT, 2, kind) for kind in ("none", "twice", "chain")}
+
+
+@pytest.mark.parametrize("conditioning", ["none", "twice", "chain"])
+def test_the_bound_is_that_of_its_own_class(decoder, exact, conditioning):
+    """The three self-conditionings are three processes."""
+    for seed in range(2):
+        estimator = NoisedElbo(decoder, samples=1024, steps=2, self_conditioning=conditioning, seed=seed)
+        [score] = estimator.log_prob([Window(CONTEXT, TEXT)])
+        assert abs(score.log_prob + exact[conditioning]) < 4 * score.stderr < exact[conditioning]
+    assert all(abs(value - exact[conditioning]) > 0.01 for kind, value in exact.items() if kind != conditioning)
+
+
+def test_canvases_and_windows_do_not_influence_each_other(decoder):
+    """Each canvas sees the clean tokens before it, through keys that are extended canvas by canvas; the last is short.
+
+    Two windows whose draws are the same: those of a canvas are a function of the window and the canvas's number.
+    """
+    windows = [Window((0,), (2, 1, 0, 2, 1)), Window((0, 1), (2, 1)), Window((0,), (2, 1, 0, 2, 1))]
+    together = NoisedElbo(decoder, samples=16, steps=4).log_prob(windows)
+    alone = [NoisedElbo(decoder, samples=16, steps=4, batch_size=1).log_prob([window])[0] for window in windows]
+    assert [score.log_prob for score in together] == pytest.approx([score.log_prob for score in alone], abs=1e-9)
+    exact = sum(
+        bound(gemma_reference.Plain(decoder, (0, *windows[0].target[:start])), windows[0].target[start : start + 2], 2)
+        for start in (0, 2, 4)
+    )
+    estimator = NoisedElbo(decoder, samples=1024, steps=2, self_conditioning="none")
+    [score] = estimator.log_prob(windows[:1])
+    assert abs(score.log_prob + exact) < 4 * score.stderr
+
+
+def test_what_is_said_and_what_is_refused(path, decoder):
+    assert NoisedElbo(decoder).describe() == {
+        **{"estimator": "noised_elbo", "noise": "uniform", "steps": 48, "prediction": "denoiser"},
+        **{"self_conditioning": "twice", "canvas": 2, "last_canvas": "short", "mc_samples": 128, "draw_seed": 0},
+    }
+    with pytest.raises(DuelError, match="no limit"):
+        NoisedElbo(decoder, steps=math.inf)
+    with pytest.raises(DuelError, match="suffix"):
+        NoisedElbo(decoder).log_prob([Window((0,), (1,), (2,))])
+    with pytest.raises(DuelError, match=r"noised_elbo.*estimator=ar"):
+        Duel(decoder, "greedy")
+    with pytest.raises(DuelError, match=r"noised_elbo.*estimator=ar"):
+        load_scorer(Options.parse({"pretrained": path}))
+    refused(path, "cache", cache="dual")
+    refused(path, "peft", peft="folder")
+    for estimator in ("ar", "noised_elbo"):
+        assert load_scorer(Options.parse({"pretrained": path, "estimator": estimator})).estimator.name == estimator
