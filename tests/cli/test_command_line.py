@@ -3,6 +3,7 @@
 What is measured are specs, not times: which modules a refused command has imported, its exit code, its lines on stderr.
 """
 
+import importlib
 import json
 import subprocess
 import sys
@@ -144,6 +145,7 @@ def test_a_reader_that_left_is_no_error():
 
 @pytest.mark.parametrize(("command", "shown"), [("/bin/lm_eval", "lm_eval: a\n"), ("my_evaluation.py", "Traceback")])
 def test_lm_evals_own_command_prints_one_line(command, shown, monkeypatch, capsys):
+    importlib.import_module("lm_eval.evaluator")  # as in lm_eval's command
     monkeypatch.setattr(sys, "argv", [command])
     monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
     with pytest.raises(DuelError):
