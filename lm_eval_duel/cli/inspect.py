@@ -61,7 +61,7 @@ def inspect(model: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def _score(lm: DuelMDM) -> str:
-    from lm_eval_duel.harness.totals import Outcome
+    from lm_eval_duel.estimators.totals import Outcome
 
     windows = lm.text.windows(TEXT)
     tokens = sum(len(window.target) for window in windows)

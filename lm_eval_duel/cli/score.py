@@ -26,8 +26,8 @@ from lm_eval_duel.rules import PARAMETERS, RULES
 from lm_eval_duel.tasks import own_text
 
 if TYPE_CHECKING:
+    from lm_eval_duel.estimators.totals import Total
     from lm_eval_duel.harness.lm import DuelMDM
-    from lm_eval_duel.harness.totals import Total
 
 TASK = "score"  # what traces and results call these documents
 SETTINGS = ("block", "cache")  # network arguments that a comparison of checkpoints holds fixed

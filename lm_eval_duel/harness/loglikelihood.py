@@ -15,11 +15,11 @@ from lm_eval_duel.audit.verify import Verification
 from lm_eval_duel.core.scores import WindowScore
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.errors import DuelError, naming
+from lm_eval_duel.estimators.totals import Outcome
 from lm_eval_duel.harness.cache import Unfinished, request_key
 from lm_eval_duel.harness.requests import Batch, document_of, name, random_order
 from lm_eval_duel.harness.run import Finished, Run, Work
 from lm_eval_duel.harness.so_far import Document, SoFar
-from lm_eval_duel.harness.totals import Outcome
 from lm_eval_duel.tasks.columns import MADE, MADE_HERE, TOKENS
 from lm_eval_duel.text.annotated import Gap, Residues
 from lm_eval_duel.text.text import Text

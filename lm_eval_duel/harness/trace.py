@@ -34,6 +34,7 @@ from lm_eval_duel.console.strict_json import finite
 from lm_eval_duel.core.windows import target_parts
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.estimators.subsets.sums import BeamSums
+from lm_eval_duel.estimators.totals import IMPOSSIBLE
 from lm_eval_duel.harness.journal import Journal
 
 if TYPE_CHECKING:
@@ -45,10 +46,6 @@ FORMAT = 1
 BEGINNING = '{"duel_trace"'
 REQUEST = ("task", "doc", "request", "repeat")  # identify the request of a window
 STATISTICS = ("confidence", "margin", "entropy")
-IMPOSSIBLE = (
-    "a token has probability 0 under this spec (for example because of top_k or top_p), so its log-likelihood is "
-    "-infinity"
-)
 
 
 class Writer:

@@ -12,7 +12,7 @@ from lm_eval_duel.core.scores import Sample, WindowScore, known_sum
 from lm_eval_duel.core.windows import Ids, Window
 from lm_eval_duel.estimators.phases import Phases
 from lm_eval_duel.estimators.registry import Kind, kind_of
-from lm_eval_duel.harness.totals import Outcome, Total
+from lm_eval_duel.estimators.totals import Outcome, Total
 from lm_eval_duel.text.token_text import token_texts
 
 if TYPE_CHECKING:

@@ -101,7 +101,7 @@ def compare(
 
 def _texts(scores: Sequence[Any], name: str) -> Texts:
     """The scores of `Duel.score`, or the estimates of `Duel.estimate`, as they are compared."""
-    from lm_eval_duel.harness.totals import Total  # imports torch, as the scores did
+    from lm_eval_duel.estimators.totals import Total  # imports torch, as the scores did
 
     for n, score in enumerate(scores):
         if not isinstance(getattr(score, "sums", None), Total):

@@ -21,7 +21,7 @@ from lm_eval_duel.estimators.subsets import chunk
 from lm_eval_duel.estimators.subsets.sampled_confidence import SampledConfidence
 from lm_eval_duel.estimators.subsets.sampled_order import SampledOrder
 from lm_eval_duel.estimators.subsets.sums import BeamSums
-from lm_eval_duel.harness.totals import Outcome
+from lm_eval_duel.estimators.totals import Outcome
 from lm_eval_duel.options import Options
 
 SAMPLERS = {

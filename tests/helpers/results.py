@@ -10,7 +10,7 @@ from golden import nudged
 from lm_eval_duel import TextScore, Window, fingerprint
 from lm_eval_duel.estimators import registry
 from lm_eval_duel.estimators.base import Value
-from lm_eval_duel.harness.totals import Total
+from lm_eval_duel.estimators.totals import Total
 from lm_eval_duel.results.report import main
 
 COUNT = itertools.count()
