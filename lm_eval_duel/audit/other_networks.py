@@ -21,9 +21,7 @@ from lm_eval_duel.core.windows import Window
 from lm_eval_duel.denoisers.cached.denoiser import Cached
 from lm_eval_duel.denoisers.cached.kept_keys import Step
 from lm_eval_duel.denoisers.dit.denoiser import Timed
-from lm_eval_duel.denoisers.wrappers.exclusion import Excluding
-from lm_eval_duel.denoisers.wrappers.guidance import Guided
-from lm_eval_duel.denoisers.wrappers.warpers import Warped
+from lm_eval_duel.denoisers.wrappers import Excluding, Guided, Warped
 
 OTHER = (Cached, Excluding, Guided, Timed, Warped)
 

@@ -21,7 +21,7 @@ from lm_eval_duel.core.windows import Window
 from lm_eval_duel.demo import BUNDLED
 from lm_eval_duel.denoisers.hf import own_class
 from lm_eval_duel.denoisers.self_tests import random_rows
-from lm_eval_duel.denoisers.wrappers.base import Wrapper
+from lm_eval_duel.denoisers.wrappers import Wrapper
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.options import Options
 

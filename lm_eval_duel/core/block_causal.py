@@ -34,7 +34,7 @@ import torch.nn.functional as F
 from lm_eval_duel.core.block_packing import Call
 from lm_eval_duel.core.hashing import hashed
 from lm_eval_duel.core.lanes import Lanes, Rows
-from lm_eval_duel.core.network import KeysValues, Network, Past, take
+from lm_eval_duel.core.network import KeysValues, Network, Past
 from lm_eval_duel.core.view import Positions, View, distinct, masked_positions
 
 STRETCH = 256  # columns of a window whose blocks are evaluated together
@@ -243,10 +243,7 @@ class BlockCausalView(View):
             self._calls[n] = call
             past = self._past(slot[lane][call.lane[:, 0]], call.ahead)
             wanted, inputs = call.queries(read[lane]), ids[lane][call.lane].flatten(1)  # (P, A M), (P, Q)
-            if self.denoiser.supports_columns:
-                part, _ = self.denoiser.stream(inputs, call.columns, call.seen, past, columns=wanted)  # (P, A M, D)
-            else:
-                part = take(self.denoiser.stream(inputs, call.columns, call.seen, past)[0], wanted)
+            part, _ = self.denoiser.stream_at(wanted, inputs, call.columns, call.seen, past)  # (P, A M, D)
             self.forwards += 1
             self.evaluated += len(inputs)
             lanes_of.append(lane)

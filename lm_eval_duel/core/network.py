@@ -69,7 +69,6 @@ class Network(abc.ABC):
     bos: str = "auto"  # the special tokens that this family expects; "auto": those that the tokenizer adds
     appends_sep: bool = False  # a row ends with the tokenizer's closing token, if it has one
     splits_head: bool = True  # the head can run at masked positions only; otherwise it runs at every position of a row
-    supports_columns: bool = False  # accepts `columns` and evaluates its last layer at these only
     honours_padding: bool = False  # under an attention mask, padding changes nothing
     relative_positions: bool = False  # a row of masks has the same distribution at every position
     needs_visible: bool = False  # a row of masks has no distribution: the network divides by the visible tokens
@@ -82,6 +81,12 @@ class Network(abc.ABC):
     separate_tokens: int = 0  # of the largest call in which a self-test found that rows are; 0: not tested
     fixed_weights: bool = True  # they do not change; otherwise the spec is read again from `describe` each time
 
+    def resemble(self, other: Network) -> None:
+        """Take every declared attribute that `other` has, as a denoiser around it does."""
+        for name in Network.__annotations__:
+            if hasattr(other, name):
+                setattr(self, name, getattr(other, name))
+
     @property
     def by_blocks(self) -> bool:
         """Whether a position sees no later block, so that clean positions are evaluated once."""
@@ -92,14 +97,15 @@ class Network(abc.ABC):
         """Whether it runs in a dtype below float32."""
         return False
 
-    def features(
-        self, ids: torch.Tensor, real: torch.Tensor | None, columns: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """The input of the LM head (R, L, D) for rows of ids (R, L); `real` (R, L) is False at padding.
-
-        `columns` (R, M) is passed only to a network that `supports_columns`, which then returns (R, M, D).
-        """
+    def features(self, ids: torch.Tensor, real: torch.Tensor | None) -> torch.Tensor:
+        """The input of the LM head (R, L, D) for rows of ids (R, L); `real` (R, L) is False at padding."""
         raise NotImplementedError(f"{type(self).__name__} is {self.attention} and does not evaluate whole rows.")
+
+    def features_at(
+        self, columns: torch.Tensor, ids: torch.Tensor, real: torch.Tensor | None, **extra: torch.Tensor
+    ) -> torch.Tensor:
+        """`features` at `columns` (R, M), (R, M, D); `extra`: more inputs, which the network's own view passes."""
+        return take(self.features(ids, real, **extra), columns)
 
     def stream(
         self,
@@ -107,15 +113,26 @@ class Network(abc.ABC):
         positions: torch.Tensor,
         seen: torch.Tensor | None,
         past: list[Past] | None,
-        columns: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, list[KeysValues]]:
         """The input of the LM head (N, Q, D) for ids (N, Q) at `positions` (N, Q), and their keys and values.
 
         `seen` (N, Q, K + Q): which of the K keys of `past` and of the call's own keys each query attends to;
-        None: all. `columns` (N, M) of the queries is passed only to a network that `supports_columns`, which then
-        returns (N, M, D); the keys and values of such a call are used only if `keys=True` is passed, too.
+        None: all.
         """
         raise NotImplementedError(f"{type(self).__name__} is {self.attention} and does not evaluate blocks.")
+
+    def stream_at(
+        self,
+        columns: torch.Tensor,
+        ids: torch.Tensor,
+        positions: torch.Tensor,
+        seen: torch.Tensor | None,
+        past: list[Past] | None,
+        keys: bool = False,
+    ) -> tuple[torch.Tensor, list[KeysValues]]:
+        """`stream` at the queries `columns` (N, M), (N, M, D); the keys and values are used only with `keys`."""
+        features, own = self.stream(ids, positions, seen, past)
+        return take(features, columns), own
 
     @abc.abstractmethod
     def head(self, features: torch.Tensor) -> torch.Tensor:

@@ -47,6 +47,4 @@ class NoisedView(View):
         extra, padded = self.denoiser.noise_inputs(t), None if real.all() else real
         self.forwards += 1
         self.evaluated += len(row)
-        if self.denoiser.supports_columns:
-            return self.denoiser.features(ids, padded, columns=columns, **extra)
-        return self.denoiser.features(ids, padded, **extra)[torch.arange(len(row))[:, None], columns]
+        return self.denoiser.features_at(columns, ids, padded, **extra)

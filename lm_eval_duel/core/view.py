@@ -14,7 +14,7 @@ import torch
 
 from lm_eval_duel.core.hashing import hashed
 from lm_eval_duel.core.lanes import Lanes, Rows
-from lm_eval_duel.core.network import Network, take
+from lm_eval_duel.core.network import Network
 from lm_eval_duel.core.predictions import Predictions
 
 
@@ -137,10 +137,7 @@ class View:
         columns = lanes.start[:, None] + masked_positions(lanes) - self.denoiser.shift  # (R, M)
         columns = columns.clamp(0, ids.shape[1] - 1)  # columns that pad `masked_positions` may lie outside
         extra, padded = self._extra_inputs(lanes, shown, real), self._padding(real)
-        if self.denoiser.supports_columns:
-            features = self.denoiser.features(ids, padded, columns=columns, **extra)  # (R, M, D)
-        else:
-            features = take(self.denoiser.features(ids, padded, **extra), columns)
+        features = self.denoiser.features_at(columns, ids, padded, **extra)  # (R, M, D)
         self.forwards += 1
         self.evaluated += len(lanes)
         all_mask = ~shown.any(1) & self.denoiser.relative_positions  # (R,)

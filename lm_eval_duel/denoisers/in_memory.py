@@ -25,7 +25,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from lm_eval_duel.core.denoiser import Denoiser
-from lm_eval_duel.core.network import KeysValues, Network, Past
+from lm_eval_duel.core.network import KeysValues, Past
 from lm_eval_duel.denoisers import identity, loading, self_tests, special_tokens, user_module
 from lm_eval_duel.denoisers.function import Function, by_keyword, parameters
 from lm_eval_duel.denoisers.hf import auto_model, families, masked_lm
@@ -119,7 +119,8 @@ class InMemory(Denoiser):
         weights: str | None = None,
         autocast: torch.dtype | None = None,
     ):
-        for attribute in (*Network.__annotations__, "model", "steers_attention", "maskless", "sparse_from"):
+        self.resemble(plain)
+        for attribute in ("model", "steers_attention", "maskless", "sparse_from"):
             if hasattr(plain, attribute):
                 setattr(self, attribute, getattr(plain, attribute))
         self.plain, self.module, self.path = plain, module, name
@@ -139,9 +140,15 @@ class InMemory(Denoiser):
     def layers(self) -> torch.nn.Module:
         return self.plain.layers
 
-    def features(self, ids: torch.Tensor, real: torch.Tensor | None, **more: torch.Tensor) -> torch.Tensor:
+    def features(self, ids: torch.Tensor, real: torch.Tensor | None, **extra: torch.Tensor) -> torch.Tensor:
         with self.evaluating():
-            return self.plain.features(ids.clone(), real, **more)  # a copy outside of inference mode
+            return self.plain.features(ids.clone(), real, **extra)  # a copy outside of inference mode
+
+    def features_at(
+        self, columns: torch.Tensor, ids: torch.Tensor, real: torch.Tensor | None, **extra: torch.Tensor
+    ) -> torch.Tensor:
+        with self.evaluating():
+            return self.plain.features_at(columns, ids.clone(), real, **extra)
 
     def stream(
         self,
@@ -149,10 +156,15 @@ class InMemory(Denoiser):
         positions: torch.Tensor,
         seen: torch.Tensor | None,
         past: list[Past] | None,
-        **more: Any,
     ) -> tuple[torch.Tensor, list[KeysValues]]:
         with self.evaluating():
-            return self.plain.stream(ids.clone(), positions, seen, past, **more)
+            return self.plain.stream(ids.clone(), positions, seen, past)
+
+    def stream_at(
+        self, columns: torch.Tensor, ids: torch.Tensor, *more: Any, **keywords: Any
+    ) -> tuple[torch.Tensor, list[KeysValues]]:
+        with self.evaluating():
+            return self.plain.stream_at(columns, ids.clone(), *more, **keywords)
 
     def head(self, features: torch.Tensor) -> torch.Tensor:
         with self.evaluating():

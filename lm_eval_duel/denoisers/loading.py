@@ -23,9 +23,7 @@ from lm_eval_duel.denoisers.cached.denoiser import Cached
 from lm_eval_duel.denoisers.dit import checkpoint as dit_checkpoint
 from lm_eval_duel.denoisers.hf import causal_lm, decoder_checkpoint, diffusion_gemma, families, masked_lm, remote_code
 from lm_eval_duel.denoisers.load_options import NETWORK_ARGUMENTS, LoadOptions, tokenizer_source
-from lm_eval_duel.denoisers.wrappers.exclusion import Excluding
-from lm_eval_duel.denoisers.wrappers.guidance import Guided
-from lm_eval_duel.denoisers.wrappers.warpers import Warped
+from lm_eval_duel.denoisers.wrappers import Excluding, Guided, Warped
 from lm_eval_duel.errors import DuelError, random_tokens, unknown
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from lm_eval_duel.core.denoiser import Denoiser
 from lm_eval_duel.core.row_checks import is_routed
 from lm_eval_duel.denoisers import user_module
 from lm_eval_duel.denoisers.hf.row_effects import scales_by_length, unscaled_length
-from lm_eval_duel.denoisers.wrappers.base import Wrapper
+from lm_eval_duel.denoisers.wrappers import Wrapper
 from lm_eval_duel.errors import DuelError
 
 log = logging.getLogger("lm_eval.duel_mdm")

@@ -18,7 +18,6 @@ import torch
 import transformers
 
 from lm_eval_duel.core.denoiser import Denoiser
-from lm_eval_duel.core.network import Network
 from lm_eval_duel.demo import resolve
 from lm_eval_duel.denoisers import hub, identity
 from lm_eval_duel.denoisers.dit import checkpoint as dit_checkpoint
@@ -99,9 +98,8 @@ def _dit(config: dict[str, Any], options: LoadOptions) -> Unloaded:
     ):  # a plan needs no tokenizer
         options = dataclasses.replace(options, mask_token_id=min(gidd.MASK, config["vocab_size"] - 1))
     denoiser, unloaded = dit_checkpoint.make(config, options, None), Unloaded()
-    for name in Network.__annotations__:
-        if hasattr(denoiser, name) and name != "device":
-            setattr(unloaded, name, getattr(denoiser, name))
+    unloaded.resemble(denoiser)
+    unloaded.device = Unloaded.device
     shape, network = denoiser.network.config, dict(denoiser.network.named_parameters())
     unloaded.dtype, kept = "float32", 2 * shape.layers * shape.width
     products = sum(

@@ -10,8 +10,7 @@ from lm_eval_duel import rules
 from lm_eval_duel.arguments import BLOCK, Argument, choice
 from lm_eval_duel.core.denoiser import Denoiser
 from lm_eval_duel.core.windows import Window
-from lm_eval_duel.denoisers.wrappers.base import Wrapper
-from lm_eval_duel.denoisers.wrappers.guidance import Guided
+from lm_eval_duel.denoisers.wrappers import Guided, Wrapper
 from lm_eval_duel.errors import DuelError, another_block, first_position_unseen, random_tokens
 
 log = logging.getLogger("lm_eval.duel_mdm")

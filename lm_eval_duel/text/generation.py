@@ -15,7 +15,7 @@ from lm_eval_duel.arguments import COUNT, MAX_FACTOR, SHARE, TRUTH, number, whol
 from lm_eval_duel.core.denoiser import Denoiser
 from lm_eval_duel.core.scores import Sample
 from lm_eval_duel.core.windows import Ids, Window
-from lm_eval_duel.denoisers.wrappers.warpers import Warped
+from lm_eval_duel.denoisers.wrappers import Warped
 from lm_eval_duel.errors import DuelError, unknown
 from lm_eval_duel.estimators.checks import check_windows
 from lm_eval_duel.estimators.duel import DuelEstimator

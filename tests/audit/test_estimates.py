@@ -11,7 +11,7 @@ from toys import BlockCausal, Rotary, Toy
 from lm_eval_duel.audit.checked import Checked
 from lm_eval_duel.audit.recompute import REFERENCE, recompute
 from lm_eval_duel.core.windows import Window
-from lm_eval_duel.denoisers.wrappers.warpers import Warped
+from lm_eval_duel.denoisers.wrappers import Warped
 from lm_eval_duel.estimators.elbo import Elbo
 from lm_eval_duel.estimators.subsets.lattice import Lattice
 from lm_eval_duel.estimators.subsets.sampled_confidence import SampledConfidence

@@ -16,9 +16,7 @@ from lm_eval_duel.core.scores import WindowScore
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.denoisers.cached import view as cached_view
 from lm_eval_duel.denoisers.cached.denoiser import Cached
-from lm_eval_duel.denoisers.wrappers.exclusion import Excluding
-from lm_eval_duel.denoisers.wrappers.guidance import Guided
-from lm_eval_duel.denoisers.wrappers.warpers import Warped
+from lm_eval_duel.denoisers.wrappers import Excluding, Guided, Warped
 from lm_eval_duel.estimators.duel import Autoregressive
 from lm_eval_duel.estimators.duel import DuelEstimator as Duel
 from lm_eval_duel.estimators.elbo import Elbo

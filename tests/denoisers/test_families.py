@@ -1,7 +1,5 @@
 """Every family: what is found at load, and its numbers, by the textbook loop over its plain network in float64."""
 
-from concurrent.futures import ThreadPoolExecutor
-
 import dit_reference
 import plain
 import pytest
@@ -13,7 +11,6 @@ from networks import DITS, MASKED_LMS, NAMES, PROTEINS, TEXTS, opened, textbook
 
 from lm_eval_duel import Duel
 from lm_eval_duel.core.windows import Window
-from lm_eval_duel.denoisers.cached.denoiser import Cached
 from lm_eval_duel.denoisers.hf import families
 
 NEMOTRON = "nemotron-labs-diffusion"
@@ -53,8 +50,6 @@ def test_what_is_found_at_load(family, name):
     tokens = {*range(33)} if name in PROTEINS else {*range(12)} if name in DITS else {*range(len(tiny.WORDS))}
     assert set((~denoiser.excluded).nonzero()[:, 0].tolist()) == tokens - {denoiser.mask_id}
     assert denoiser.seeds_blocks == (name == NEMOTRON) and denoiser.anchor == ("target" if "d2f" in name else "row")
-    if name in CASES:
-        assert denoiser.supports_columns == (name != "diffugpt")  # GPT-2's layers have another form
     assert denoiser.honours_padding or name in PROTEINS  # ESM reacts to it under transformers 4
     if name in [*MASKED_LMS, *TEXTS, *PROTEINS]:
         assert denoiser.splits_head or name in PROTEINS
@@ -87,34 +82,6 @@ def test_lanes_equal_the_textbook_loop(family, name, options):
     contexts = [window.context for window in windows[:3]]
     drawn = duel.sample(contexts, 7, seed=3)
     same_scores(drawn, duel.log_prob([Window(c, d.tokens) for c, d in zip(contexts, drawn, strict=True)]))
-
-
-NARROWED = ["llada", "llada2", "d2f-llada", NEMOTRON]
-
-
-@pytest.mark.parametrize("name", NARROWED)
-def test_the_last_layer_at_the_wanted_positions_changes_no_number(family, name, monkeypatch):
-    exact = name != "llada2"  # its router runs in float32
-    network = family(name, dtype="float64" if exact else "float32")
-    denoiser = network.denoiser
-    block = "auto" if denoiser.block else 4
-    caches = ("prefix", "dual") if name == "llada" else ()
-    for each in [*(Cached(denoiser, cache) for cache in caches), denoiser]:
-        narrow = Duel(each, "greedy", block).log_prob(network.windows)
-        with monkeypatch.context() as patch:
-            patch.setattr(denoiser, "supports_columns", False)
-            whole = Duel(each, "greedy", block).log_prob(network.windows)
-        for one, other in zip(narrow, whole, strict=True):
-            assert one.token_logprobs == pytest.approx(other.token_logprobs, abs=1e-9 if exact else 1e-4)
-    layer = denoiser.model.base_model.layers[-1]
-    assert "forward" not in vars(layer)
-    with ThreadPoolExecutor(3) as pool:  # one network, several threads
-        runs = [pool.submit(Duel(denoiser, "greedy", block).log_prob, network.windows) for _ in range(3)]
-    layer.forward = layer.forward  # somebody else's, such as a profiler's
-    replaced = Duel(denoiser, "greedy", block).log_prob(network.windows)
-    del layer.forward
-    for scores in (replaced, *(run.result() for run in runs)):
-        assert [s.log_prob for s in scores] == pytest.approx([s.log_prob for s in whole], abs=1e-4)
 
 
 @pytest.mark.parametrize("name", ["rnd1", "bert"])

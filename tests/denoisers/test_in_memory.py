@@ -19,7 +19,7 @@ from transformers import (
 
 from lm_eval_duel import Duel, DuelError, Window, denoisers
 from lm_eval_duel.denoisers.user_module import digest
-from lm_eval_duel.denoisers.wrappers.warpers import Warped
+from lm_eval_duel.denoisers.wrappers import Warped
 
 FUNCTION = {"mask_token_id": 7, "max_length": 12}
 SHORT = [Window((), (1, 2, 3)), Window((4,), (4, 0, 2, 6, 5))]

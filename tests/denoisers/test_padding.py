@@ -12,7 +12,7 @@ from toys import BlockCausal
 
 from lm_eval_duel import Duel, denoisers, rules
 from lm_eval_duel.core.windows import Window
-from lm_eval_duel.denoisers.wrappers.guidance import Guided
+from lm_eval_duel.denoisers.wrappers import Guided
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.estimators.duel import DuelEstimator
 from lm_eval_duel.estimators.elbo import Elbo

@@ -15,9 +15,7 @@ from lm_eval_duel import Duel, denoisers, rules
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.denoisers.cached.denoiser import Cached
 from lm_eval_duel.denoisers.hf.masked_lm import MaskedLM
-from lm_eval_duel.denoisers.wrappers.exclusion import Excluding
-from lm_eval_duel.denoisers.wrappers.guidance import Guided
-from lm_eval_duel.denoisers.wrappers.warpers import Warped
+from lm_eval_duel.denoisers.wrappers import Excluding, Guided, Warped
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.harness.lm import DuelMDM
 

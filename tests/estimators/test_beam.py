@@ -14,7 +14,7 @@ import lm_eval_duel
 from lm_eval_duel import load, rules
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.denoisers.cached.denoiser import Cached
-from lm_eval_duel.denoisers.wrappers.warpers import Warped
+from lm_eval_duel.denoisers.wrappers import Warped
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.estimators.registry import Kind, kind_of
 from lm_eval_duel.estimators.subsets import chunk

@@ -14,7 +14,7 @@ from toys import BlockCausal, Causal, Rotary, Small, Toy
 from lm_eval_duel.core import predictions
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.denoisers.cached.denoiser import Cached
-from lm_eval_duel.denoisers.wrappers.warpers import Warped
+from lm_eval_duel.denoisers.wrappers import Warped
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.estimators.subsets.lattice import Lattice
 from lm_eval_duel.estimators.subsets.sampled_confidence import SampledConfidence

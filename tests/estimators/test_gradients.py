@@ -12,8 +12,7 @@ from peft import LoraConfig, get_peft_model
 from toys import BlockCausal, Causal, Toy
 
 from lm_eval_duel import Duel, DuelError, Window, load, reference
-from lm_eval_duel.denoisers.wrappers.guidance import Guided
-from lm_eval_duel.denoisers.wrappers.warpers import Warped
+from lm_eval_duel.denoisers.wrappers import Guided, Warped
 from lm_eval_duel.estimators.gradients import trainable as trainable_tensors
 
 WINDOWS = [Window((), (0, 2, 1, 1, 0)), Window((1,), (2, 2, 0, 1)), Window((), (1, 0, 2), (0,))]

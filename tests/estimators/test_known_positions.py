@@ -8,8 +8,7 @@ import torch
 from toys import Toy
 
 from lm_eval_duel import Duel, Window
-from lm_eval_duel.denoisers.wrappers.guidance import Guided
-from lm_eval_duel.denoisers.wrappers.warpers import Warped
+from lm_eval_duel.denoisers.wrappers import Guided, Warped
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.estimators.elbo import Elbo
 

@@ -8,7 +8,7 @@ import torch
 from toys import BlockCausal, Toy
 
 from lm_eval_duel import Duel, DuelError, Window
-from lm_eval_duel.denoisers.wrappers.warpers import Warped
+from lm_eval_duel.denoisers.wrappers import Warped
 from lm_eval_duel.estimators.trajectories import best_drawn, follow
 
 

@@ -12,8 +12,7 @@ from toys import BlockCausal, Causal, Toy
 
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.denoisers.cached.denoiser import Cached, under_cache
-from lm_eval_duel.denoisers.wrappers.guidance import Guided
-from lm_eval_duel.denoisers.wrappers.warpers import Warped
+from lm_eval_duel.denoisers.wrappers import Guided, Warped
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.estimators import block_sample
 from lm_eval_duel.estimators.duel import DuelEstimator

@@ -10,7 +10,7 @@ from toys import BlockCausal, Toy
 
 from lm_eval_duel import rules
 from lm_eval_duel.core.windows import Window
-from lm_eval_duel.denoisers.wrappers.warpers import Warped
+from lm_eval_duel.denoisers.wrappers import Warped
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.estimators.duel import DuelEstimator
 from lm_eval_duel.harness import trace

@@ -10,7 +10,7 @@ from toys import BlockCausal
 
 from lm_eval_duel import Duel
 from lm_eval_duel.core.windows import Window
-from lm_eval_duel.denoisers.wrappers.warpers import Warped
+from lm_eval_duel.denoisers.wrappers import Warped
 from lm_eval_duel.estimators.subsets.sampled_confidence import SampledConfidence
 from lm_eval_duel.options import Options
 

@@ -16,7 +16,7 @@ from toys import BlockCausal, Toy
 from lm_eval_duel import fingerprint, rules
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.denoisers.cached.denoiser import Cached
-from lm_eval_duel.denoisers.wrappers.guidance import Guided
+from lm_eval_duel.denoisers.wrappers import Guided
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.estimators.duel import DuelEstimator
 from lm_eval_duel.estimators.subsets.lattice import Lattice

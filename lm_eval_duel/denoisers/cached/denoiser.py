@@ -30,7 +30,7 @@ from lm_eval_duel.denoisers.cached.kept_keys import Step
 from lm_eval_duel.denoisers.cached.steering import Attentions, NotSteered, Steering, Streams
 from lm_eval_duel.denoisers.cached.view import CachedView
 from lm_eval_duel.denoisers.load_options import CACHES
-from lm_eval_duel.denoisers.wrappers.base import Wrapper
+from lm_eval_duel.denoisers.wrappers import Wrapper
 from lm_eval_duel.errors import DuelError, clean_keys_exact, no_key_stays, unknown
 
 

@@ -48,16 +48,11 @@ class Streams:
         positions = torch.arange(ids.shape[1], device=ids.device)[None]  # (1, L)
         seen = None if real is None else real[:, None]  # (P, 1, L)
         seen = self._explicit(seen, ids.shape[1])
-        if self.plain.supports_columns:
-            return self.plain.stream(ids, positions, seen, None, columns=columns, keys=True)
-        features, keys = self.plain.stream(ids, positions, seen, None)
-        return take(features, columns), keys
+        return self.plain.stream_at(columns, ids, positions, seen, None, keys=True)
 
     def step(self, ids: torch.Tensor, step: Step) -> torch.Tensor:
         seen = self._explicit(step.seen, step.places.shape[1])
-        if self.plain.supports_columns:
-            return self.plain.stream(ids, step.positions, seen, step.past, columns=step.columns)[0]
-        return take(self.plain.stream(ids, step.positions, seen, step.past)[0], step.columns)
+        return self.plain.stream_at(step.columns, ids, step.positions, seen, step.past)[0]
 
     def _explicit(self, seen: torch.Tensor | None, keys: int) -> torch.Tensor | None:
         """`seen`, always a tensor for transformers' decoders, which would build a mask of their own."""

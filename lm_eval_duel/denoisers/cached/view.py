@@ -15,7 +15,7 @@ from lm_eval_duel.core.lanes import Lanes, Rows
 from lm_eval_duel.core.view import Positions, View, distinct, masked_positions
 from lm_eval_duel.denoisers.cached.call import nearby, one_each, side_by_side
 from lm_eval_duel.denoisers.cached.kept_keys import Slots
-from lm_eval_duel.denoisers.wrappers.base import Wrapper
+from lm_eval_duel.denoisers.wrappers import Wrapper
 from lm_eval_duel.errors import first_position_unseen
 
 # Kept numbers that weigh as much as a network token of a call. On a CPU, more blocks at a time are slower.

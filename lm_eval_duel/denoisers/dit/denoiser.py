@@ -8,6 +8,7 @@ Shapes: N windows, R rows or lanes, L row length, Q queries, K keys, D width, V 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -33,7 +34,6 @@ class DiTDenoiser(Denoiser):
     """
 
     honours_padding = True
-    supports_columns = True
     bos = "given"
 
     def __init__(
@@ -71,13 +71,26 @@ class DiTDenoiser(Denoiser):
     def layers(self) -> torch.nn.Module:
         return self.network
 
-    def features(
+    def features(self, ids: torch.Tensor, real: torch.Tensor | None, sigma: torch.Tensor | None = None) -> torch.Tensor:
+        return self._features(ids, real, sigma, None)
+
+    def features_at(
         self,
+        columns: torch.Tensor,
         ids: torch.Tensor,
         real: torch.Tensor | None,
         sigma: torch.Tensor | None = None,
-        columns: torch.Tensor | None = None,
     ) -> torch.Tensor:
+        return self._features(ids, real, sigma, columns)
+
+    def _features(
+        self,
+        ids: torch.Tensor,
+        real: torch.Tensor | None,
+        sigma: torch.Tensor | None,
+        columns: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """The last layer runs at `columns` (R, M) only; None: at all."""
         sigma = self._level(ids) if sigma is None else sigma
         if self.attention == "causal":
             whole = self.network(ids, sigma, causal=True)[0]  # (R, L, D)
@@ -91,10 +104,22 @@ class DiTDenoiser(Denoiser):
         positions: torch.Tensor,
         seen: torch.Tensor | None,
         past: list[Past] | None,
-        columns: torch.Tensor | None = None,
-        keys: bool = False,
     ) -> tuple[torch.Tensor, list[KeysValues]]:
-        keys = keys or columns is None
+        return self._stream(ids, positions, seen, past)
+
+    def stream_at(self, columns: torch.Tensor, *call: Any, keys: bool = False) -> tuple[torch.Tensor, list[KeysValues]]:
+        return self._stream(*call, columns=columns, keys=keys)
+
+    def _stream(
+        self,
+        ids: torch.Tensor,
+        positions: torch.Tensor,
+        seen: torch.Tensor | None,
+        past: list[Past] | None,
+        columns: torch.Tensor | None = None,
+        keys: bool = True,
+    ) -> tuple[torch.Tensor, list[KeysValues]]:
+        """The last layer runs at `columns` (N, M) only; without `keys`, so do its keys and values."""
         level, mask = self._level(ids), None if seen is None else seen[:, None]
         return self.network(ids, level, mask, positions=positions, past=past, columns=columns, keys=keys)
 

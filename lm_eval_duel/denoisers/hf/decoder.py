@@ -4,24 +4,18 @@ Their networks are those of Llama, Qwen2, Qwen3, Qwen3-MoE, GLM-4-MoE and GPT-2,
 weights are loaded into those classes (decoder_checkpoint.py), and every call passes a 4-D additive mask. So none of a
 checkpoint's code is run, and the same network can be bidirectional, block-causal or causal.
 
-Shapes: R rows, L row length, N rows of a call, Q queries, K keys, M columns asked for, D features, V tokens.
+Shapes: R rows, L row length, N rows of a call, Q queries, K keys, D features, V tokens.
 """
 
 from __future__ import annotations
 
-import contextlib
-import threading
-import weakref
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 
-from lm_eval_duel.core.network import KeysValues, Past, joined, take
+from lm_eval_duel.core.network import KeysValues, Past, joined
 from lm_eval_duel.denoisers import self_tests
 from lm_eval_duel.denoisers.hf.pretrained import Pretrained
-
-LOCKS: weakref.WeakKeyDictionary[torch.nn.Module, threading.RLock] = weakref.WeakKeyDictionary()  # one call at a time
 
 
 class Decoder(Pretrained):
@@ -34,7 +28,6 @@ class Decoder(Pretrained):
         self.set_columns(model.config.vocab_size)
         if self.attention == "bidirectional":
             self.maskless = self._is_bidirectional_without_mask()
-        self.supports_columns = self._narrows_last_layer()
         self_tests.run(self, self.path, self.refuses)
 
     def _is_bidirectional_without_mask(self) -> bool:
@@ -50,41 +43,25 @@ class Decoder(Pretrained):
         self.maskless = False
         return bool(layers) and self_tests.relative_difference(masked, unmasked) <= self_tests.tolerance(self, unmasked)
 
-    def _narrows_last_layer(self) -> bool:
-        """Whether the last layer, evaluated at some positions only, gives what it gives there when it evaluates all."""
-        rows = self_tests.random_rows(self)  # (2, L)
-        columns = torch.tensor([[rows.shape[1] - 1, 0]], device=rows.device).expand(2, -1)  # (2, 2)
-        with torch.no_grad():
-            whole = take(self.features(rows, None), columns)
-            try:
-                narrow = self.features(rows, None, columns)
-            except (AttributeError, RuntimeError, TypeError, ValueError):  # a layer of another form, such as GPT-2's
-                return False
-        noise = self_tests.tolerance(self, whole, self_tests.BATCH_TOLERANCE)
-        return narrow.shape == whole.shape and self_tests.relative_difference(whole, narrow) <= noise
-
     @property
     def layers(self) -> torch.nn.Module:
         return self.model.base_model
 
     def compile(self) -> None:
         self.maskless = False  # when traced, transformers creates a causal mask if none is given
-        self.supports_columns = False  # each call's own last layer would be traced again
         super().compile()
 
-    def features(
-        self, ids: torch.Tensor, real: torch.Tensor | None, columns: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def features(self, ids: torch.Tensor, real: torch.Tensor | None) -> torch.Tensor:
         length = ids.shape[1]
         position = torch.arange(length, device=ids.device)[None]  # (1, L)
         if real is None and self.maskless:
-            return self._features(ids, position, None, None, columns)
+            return self._features(ids, position, None, None)
         seen = torch.ones(1, length, length, dtype=torch.bool, device=ids.device)  # (1, L, L)
         seen = seen.tril() if self.attention == "causal" else seen
         if real is not None:
             seen = seen & real[:, None]  # (R, L, L)
             seen |= torch.eye(length, dtype=torch.bool, device=ids.device)  # padding sees itself: no empty softmax
-        return self._features(ids, position, seen, None, columns)
+        return self._features(ids, position, seen, None)
 
     def stream(
         self,
@@ -92,11 +69,9 @@ class Decoder(Pretrained):
         positions: torch.Tensor,
         seen: torch.Tensor | None,
         past: list[Past] | None,
-        columns: torch.Tensor | None = None,
-        keys: bool = True,  # they are returned in any case
     ) -> tuple[torch.Tensor, list[KeysValues]]:
         clean = CleanKeys(past)
-        return self._features(ids, positions, seen, clean, columns), clean.own
+        return self._features(ids, positions, seen, clean), clean.own
 
     def head(self, features: torch.Tensor) -> torch.Tensor:
         return self.model.lm_head(features).to(self.device)  # (U, V); accelerate moves the input to the head's device
@@ -107,51 +82,19 @@ class Decoder(Pretrained):
         positions: torch.Tensor,
         seen: torch.Tensor | None,
         clean: CleanKeys | None,
-        columns: torch.Tensor | None,
     ) -> torch.Tensor:
-        """The input of the LM head (N, Q or M, D); `seen` (N or 1, Q, K + Q), None: all of it."""
+        """The input of the LM head (N, Q, D); `seen` (N or 1, Q, K + Q), None: all of it."""
         mask = None
         if seen is not None:
             lowest = torch.finfo(self.dtype).min  # with -inf, a query that sees nothing would give NaN
             mask = torch.zeros(seen.shape, dtype=self.dtype, device=seen.device).masked_fill(~seen, lowest)[:, None]
-        network = self.model.base_model
-        with LOCKS.setdefault(network, threading.RLock()):  # a call of another thread would meet the narrowed layer
-            whole = columns is None or "forward" in vars(network.layers[-1])  # somebody else replaced it
-            with contextlib.nullcontext() if whole else _narrowed(network.layers[-1], columns):
-                out = network(
-                    input_ids=ids,
-                    attention_mask=mask,
-                    position_ids=positions,
-                    past_key_values=clean,
-                    use_cache=False,
-                )
-        features = out.last_hidden_state.to(self.device)
-        return take(features, columns) if whole and columns is not None else features
+        out = self.model.base_model(
+            input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=clean, use_cache=False
+        )
+        return out.last_hidden_state.to(self.device)
 
     def describe(self) -> dict[str, object]:
         return {**super().describe(), "denoiser": f"{self.family} as {type(self.model).__name__}"}
-
-
-@contextlib.contextmanager
-def _narrowed(layer: Any, columns: torch.Tensor) -> Iterator[None]:
-    """A decoder's last layer returns the positions `columns` (N, M) alone and, past its attention, evaluates no others.
-
-    Raises AttributeError for a layer of another form.
-    """
-
-    def forward(x: torch.Tensor, **more: Any) -> torch.Tensor:
-        mixed, _ = layer.self_attn(hidden_states=layer.input_layernorm(x), **more)  # (N, M, D)
-        x = take(x, columns) + mixed
-        out = layer.mlp(layer.post_attention_layernorm(x))
-        return x + (out[0] if isinstance(out, tuple) else out)  # transformers 4: experts return their router's logits
-
-    narrow = layer.self_attn.o_proj.register_forward_pre_hook(lambda _, inputs: (take(inputs[0], columns),))
-    layer.forward = forward
-    try:
-        yield
-    finally:
-        narrow.remove()
-        del layer.forward
 
 
 class CleanKeys:

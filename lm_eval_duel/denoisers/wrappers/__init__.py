@@ -1,1 +1,0 @@
-"""Denoisers that wrap a denoiser."""
