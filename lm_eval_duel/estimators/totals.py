@@ -10,18 +10,13 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-from lm_eval_duel.core.rates import perplexity
+from lm_eval_duel.core.rates import IMPOSSIBLE, perplexity
 from lm_eval_duel.core.scores import WindowScore, known_sum
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.estimators.base import Estimator, Value
 from lm_eval_duel.estimators.phases import Phases
 from lm_eval_duel.estimators.registry import MonteCarlo
 from lm_eval_duel.estimators.subsets.sums import BeamSums
-
-IMPOSSIBLE = (
-    "a token has probability 0 under this spec (for example because of top_k or top_p), so its log-likelihood is "
-    "-infinity"
-)
 
 
 class Outcome(NamedTuple):
