@@ -1,4 +1,4 @@
-"""Aligned tables: Markdown, and plain text for the terminal.
+"""Aligned tables for the terminal.
 
 Columns of numbers are right-aligned. Columns without a single value are left out. `csv_cell` makes cells of CSV files.
 """
