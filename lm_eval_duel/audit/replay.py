@@ -62,7 +62,7 @@ def replay(network: OneRow, make_rule: Callable[[], reference.Rule], steps: Sequ
     of = dict(zip(range(network.origin, network.end), steps, strict=True))
     if any(of[ell] < 0 for ell in network.scored):
         raise NoOrder
-    followed = Followed(network.x, of, make_rule())
+    followed = Followed(network, of, make_rule())
     arguments = network.x, network.blocks, network
     path = reference.log_likelihood(*arguments, followed, network.m, network.relative_positions)
     own_order = None
@@ -76,8 +76,8 @@ def replay(network: OneRow, make_rule: Callable[[], reference.Rule], steps: Sequ
 class Followed:
     """A recorded order as a rule of the reference. `F` is asked at each of its states, and what it says is counted."""
 
-    def __init__(self, x: reference.Ids, steps: dict[int, int], F: reference.Rule):
-        self.x, self.steps, self.F, self.step = x, steps, F, 0
+    def __init__(self, network: OneRow, steps: dict[int, int], F: reference.Rule):
+        self.network, self.steps, self.F, self.step = network, steps, F, 0
         self.other_picks = self.ties = 0
         self.is_greedy, self.unclear = True, False
 
@@ -86,13 +86,14 @@ class Followed:
         if min(self.steps[ell] for ell in M) < self.step:
             raise NoOrder
         if {*self.F(log_P, M)} != {*picked}:
-            tie = any({*self.F(moved(log_P, M, picked, *by), M)} == {*picked} for by in TIES)
+            tied = self.network.relative_positions and bool((log_P[M] == log_P[M[0]]).all())  # the lowest is first
+            tie = not tied and any({*self.F(moved(log_P, M, picked, *by), M)} == {*picked} for by in TIES)
             self.ties, self.other_picks = self.ties + tie, self.other_picks + (not tie)
         if isinstance(self.F, RunsRule):
             self.F.advance()
         for ell in picked:
             first, second = log_P[ell].topk(min(2, len(log_P[ell]))).values.tolist()[:2]
-            behind = first - float(log_P[ell, self.x[ell]])
+            behind = first - float(log_P[ell, self.network.x[ell]])
             self.is_greedy &= behind < NEAR_TIE
             self.unclear |= behind < NEAR_TIE and first - second < NEAR_TIE
         self.step = 0 if len(picked) == len(M) else self.step + 1
