@@ -10,7 +10,7 @@ from toys import BlockCausal, Causal, CausalPrefix, Rotary, RotaryBlocks, Toy
 
 from lm_eval_duel.audit.checked import Checked
 from lm_eval_duel.audit.recompute import ALONE, REFERENCE, RUNS_RULE, Recomputed, recompute
-from lm_eval_duel.core import block_causal, predictions
+from lm_eval_duel.core import block_causal, network, predictions
 from lm_eval_duel.core import view as views
 from lm_eval_duel.core.scores import WindowScore
 from lm_eval_duel.core.windows import Window
@@ -101,10 +101,10 @@ def some(number):
     + [pytest.param(name, some(n), marks=pytest.mark.slow) for n, name in enumerate(NETWORKS)],
 )
 def test_a_run_equals_the_reference(name, rules):
-    network, windows, block, grid = NETWORKS[name]
+    toy, windows, block, grid = NETWORKS[name]
     noise = 1e-7 if "rotary" in name else 1e-9  # planted in those
     for rule in rules:
-        for each in checked(Duel(network, rule, block, grid=grid), windows):
+        for each in checked(Duel(toy, rule, block, grid=grid), windows):
             assert each.difference < noise and not each.problems and each.again.ties == 0, (rule, each)
             assert each.again.route in (REFERENCE, RUNS_RULE), rule
 
@@ -156,8 +156,11 @@ def least_confident(monkeypatch):
 
 
 def next_position(monkeypatch):
-    take = views.take
-    monkeypatch.setattr(views, "take", lambda plane, at: take(plane, (at + 1).clamp(max=plane.shape[1] - 1)))
+    at = network.Network.features_at
+    following = lambda self, columns, ids, *more, **others: at(  # noqa: E731
+        self, (columns + 1).clamp(max=ids.shape[1] - 1), ids, *more, **others
+    )
+    monkeypatch.setattr(network.Network, "features_at", following)
 
 
 def no_shift(monkeypatch):
@@ -204,8 +207,8 @@ FAULTS = [
 
 @pytest.mark.parametrize(("fault", "name"), FAULTS, ids=lambda value: getattr(value, "__name__", value))
 def test_a_fault_of_the_run_differs(fault, name, monkeypatch, no_row_checks):
-    network, windows, block, grid = NETWORKS[name]
-    duel = Duel(network, "greedy", block, grid=grid)
+    toy, windows, block, grid = NETWORKS[name]
+    duel = Duel(toy, "greedy", block, grid=grid)
     fault(monkeypatch)
     assert any(each.differs for each in checked(duel, windows))
 
