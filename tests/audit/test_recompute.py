@@ -8,6 +8,7 @@ from attends import Attends
 from laws import RULES
 from toys import BlockCausal, Causal, CausalPrefix, Rotary, RotaryBlocks, Toy
 
+from lm_eval_duel import rules
 from lm_eval_duel.audit.checked import Checked
 from lm_eval_duel.audit.recompute import ALONE, REFERENCE, RUNS_RULE, Recomputed, recompute
 from lm_eval_duel.core import block_causal, network, predictions
@@ -22,7 +23,8 @@ from lm_eval_duel.estimators.duel import DuelEstimator as Duel
 from lm_eval_duel.estimators.elbo import Elbo
 from lm_eval_duel.estimators.subsets.lattice import Lattice
 from lm_eval_duel.estimators.subsets.sampled_order import SampledOrder
-from lm_eval_duel.rules.scores import Greedy
+from lm_eval_duel.rules.base import best
+from lm_eval_duel.rules.scores import Greedy, Scored
 
 WINDOWS = [
     Window((1,), (2, 0, 1, 1, 2)),
@@ -155,6 +157,14 @@ def least_confident(monkeypatch):
     monkeypatch.setattr(Greedy, "score", staticmethod(lambda p: (-p.confidence, 2.0)))
 
 
+def reversed_with_margins_of_zero(monkeypatch):
+    def decide(self, predictions, lanes):
+        score, _ = self.score(predictions)
+        return rules.Decision(best(predictions, lanes, -score, self.k)[0], torch.zeros(len(score)))
+
+    monkeypatch.setattr(Scored, "__call__", decide)
+
+
 def next_position(monkeypatch):
     at = network.Network.features_at
     following = lambda self, columns, ids, *more, **others: at(  # noqa: E731
@@ -195,6 +205,7 @@ def keys_of_another_block(monkeypatch):
 
 FAULTS = [
     (least_confident, "bidirectional"),
+    (reversed_with_margins_of_zero, "bidirectional"),
     (next_position, "bidirectional"),
     (no_shift, "shifted"),
     (mass_on_the_mask, "bidirectional"),
@@ -224,3 +235,33 @@ def test_what_differs():
     assert problems(-3.001) and problems(other_picks=1) and problems(problems=("is_greedy is True",))
     assert problems(float("nan")) and problems(-float("inf"))
     assert not problems(-float("inf"), run=-float("inf"))
+
+
+# ---------------------------------------------------------------- ties
+
+
+@dataclasses.dataclass(frozen=True)
+class Nudged(rules.Rule):
+    """Greedy, but for positions that are within `by` of the best one: the last of them is picked."""
+
+    by: float = 0.0
+
+    def __call__(self, predictions, lanes):
+        score = torch.where(lanes.masked, predictions.confidence, -torch.inf)
+        best = score >= score.amax(1, keepdim=True) - self.by
+        last = best & (best.flip(1).cumsum(1).flip(1) == 1)
+        return rules.Decision(last & lanes.masked, torch.zeros(len(last)))  # every margin is 0, whatever is picked
+
+
+@pytest.mark.parametrize(("by", "ties"), [(5e-5, True), (0.5, False)])
+def test_a_tie_is_one_of_the_reference(by, ties):
+    """The positions of this network differ by 4e-5 in their logits: within a tie, or not by a rule that is far off."""
+    toy = Toy(length=10)
+    toy.codes = torch.tensor([[1.0, 0, 0.3, 0], [1.00004, 0, 0.3, 0], [0.7, 0.1, 0, 0]], dtype=torch.float64)
+    window = Window((1,), (2, 0, 1, 1, 2, 0, 1))
+    run = Duel(toy, Nudged(by), 4)
+    [score] = run.log_prob([window])
+    found = recompute(Duel(toy, "greedy", 4), window, score)
+    assert found.log_prob == pytest.approx(score.log_prob, abs=1e-9), "values are those of the run's order"
+    assert (found.other_picks == 0) == ties and (found.ties > 0 or not ties)
+    assert found.own_order is not None
