@@ -143,5 +143,4 @@ def main(arguments: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    if main(sys.argv[1:]):
-        sys.exit(1)
+    sys.exit(bool(main(sys.argv[1:])))

@@ -13,8 +13,8 @@ from lm_eval_duel.core import predictions
 from lm_eval_duel.core.block_causal import BlockCausalView
 from lm_eval_duel.core.budget import largest
 from lm_eval_duel.core.network import take
+from lm_eval_duel.core.predictions import top_of, two_largest
 from lm_eval_duel.core.reveal import Reveal
-from lm_eval_duel.core.top_tokens import top_of, two_largest
 from lm_eval_duel.core.view import distinct
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.estimators.duel import DuelEstimator
@@ -149,6 +149,16 @@ def test_the_head_runs_at_masked_positions_and_once(kind, monkeypatch, no_row_ch
     rows.clear()
     DuelEstimator(toy, "left_to_right:k=3", 8).log_prob(windows)
     assert sum(rows) == 32  # at the picks alone
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_logits_in_half_precision_are_normalised_in_float32(dtype, monkeypatch):
+    toy, window = Toy(length=2, unused=2), Window((1,), (2,))
+    head = toy.head
+    monkeypatch.setattr(toy, "head", lambda features: head(features).to(dtype))
+    logits = toy.head(toy.features(torch.tensor([[1, toy.mask_id]]), None))[0, 1, : toy.tokens]
+    expected = logits.float().log_softmax(0)[2]
+    assert DuelEstimator(toy, "greedy", 1).log_prob([window])[0].log_prob == pytest.approx(float(expected), abs=1e-6)
 
 
 # ---------------------------------------------------------------- batches

@@ -21,6 +21,13 @@ def test_a_target_is_never_cut():
         Window((), (1,), (), -1)
 
 
+def test_windows_that_differ_in_any_part_have_their_own_random_numbers():
+    parts = {"context": (1,), "target": (2, 3, 4), "suffix": (5,), "tail": 1, "known": ()}
+    others = {"context": (2,), "target": (2, 3, 5), "suffix": (6,), "tail": 2, "known": (1,)}
+    windows = [Window(**parts), *(Window(**parts | {name: other}) for name, other in others.items())]
+    assert len({window.key for window in windows}) == len(windows) == len(set(windows))
+
+
 def test_budget_holds_both_limits():
     budget = Budget(tokens=1000, values=10_000)
     assert budget.rows(cost=100) == 10

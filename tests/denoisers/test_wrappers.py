@@ -86,6 +86,14 @@ class Noisy(Rotary):
         return features - 1e-9 * torch.arange(len(features))[:, None] * torch.arange(self.vocab_size)
 
 
+def test_guided_rows_that_differ_in_where_the_suffix_begins_are_not_merged():
+    """The row without context hides the suffix, but not what has been revealed."""
+    duel = Duel(Guided(Toy(), 0.7), "right_to_left", None)
+    windows = [Window((1,), (0, 2, 1), (0, 1)), Window((1,), (0, 2, 1, 0), (1,)), Window((1,), (0, 2, 1, 0, 1))]
+    for window, together in zip(windows, duel.log_prob(windows), strict=True):
+        assert together.log_prob == pytest.approx(duel.log_prob([window])[0].log_prob, abs=1e-9)
+
+
 def test_guided_all_mask_starts_tie_and_are_counted(network=Noisy):
     duel = Duel(Guided(network(), 0.8), "greedy", None)
     windows = [Window((), (1, 0, 2, 1)), Window((), (2, 2)), Window((0,), (1, 0, 2))]

@@ -59,6 +59,9 @@ def test_the_joint_equals_a_loop_by_hand_alone_and_in_a_batch():
         assert score.log_prob == pytest.approx(greedy_by_hand(toy, window), abs=1e-9)
         [alone] = Duel(toy, rule="greedy", block=None, batch_size=1).log_prob([window])
         assert alone.reveal_steps == score.reveal_steps and alone.nfe == len(TARGET) - len(window.known)
+    duel = Duel(toy, rule="greedy", block=None)
+    duel.log_prob(windows)
+    assert duel.counts.tokens == sum(score.nfe for score in together)
 
 
 def test_positions_known_at_an_end_are_context_and_blocks_of_known_positions_alone_are_left_out():

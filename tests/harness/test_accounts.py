@@ -174,6 +174,16 @@ def test_a_users_own_data_need_no_token_counts(model, tmp_path, column):
 # ---------------------------------------------------------------- numbers that JSON does not have
 
 
+def test_the_error_over_windows_by_hand(model):
+    """That of a ratio of two sums, nats and tokens, times the tokens."""
+    lm, tokens = model(), [3, 2, 3, 5]
+    nats = lm.loglikelihood_rolling(rolling(*TEXTS))
+    rate = sum(nats) / sum(tokens)
+    rest = [value - rate * count for value, count in zip(nats, tokens, strict=True)]
+    found = told(lm)["tasks"]["toy"]["values"]["duel"]
+    assert found["window_stderr"] == pytest.approx(math.sqrt(4 / 3 * sum(value**2 for value in rest)))
+
+
 @pytest.mark.parametrize("spec", [{}, {"estimator": "mixture", "lattice_rules": "greedy"}], ids=["duel", "mixture"])
 def test_minus_infinity_is_null_with_a_reason(model, tmp_path, spec):
     lm = model(top_k=1, trace=str(tmp_path / "t.jsonl"), verify=4, **spec)

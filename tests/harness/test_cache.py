@@ -4,6 +4,7 @@ import itertools
 import os
 import pickle
 import re
+import shutil
 import sqlite3
 
 import pytest
@@ -206,6 +207,12 @@ def test_windows_of_a_document_that_is_not_finished_are_kept(model, tmp_path, sp
     with pytest.MonkeyPatch.context() as patch, pytest.raises(Stop):
         patch.setattr(type(first.dbdict), "keep", stopped)
         first.loglikelihood_rolling(requests(texts))
+    shutil.copytree(tmp_path, tmp_path / "copy")
+    other = cached(
+        model(**options("t.jsonl") | {"trace": None if traced else str(tmp_path / "o.jsonl")}), tmp_path / "copy"
+    )
+    assert other.loglikelihood_rolling(requests(texts)) == pytest.approx(values, abs=1e-9)
+    assert computed(other) == 2, "a score without the statistics of a trace is none with them"
     again = cached(model(**options("t.jsonl"), batch_size=2), tmp_path)
     assert len(keys(again, "window ")) == 1
     assert again.loglikelihood_rolling(requests(texts)) == pytest.approx(values, abs=1e-9)

@@ -85,6 +85,14 @@ def test_tempered_distributions_by_hand(temperature, top_k, top_p):
         assert [math.exp(one.log_prob) for one in found] == pytest.approx(wanted, abs=1e-12)
 
 
+def test_top_p_keeps_the_fewest_tokens_that_reach_it():
+    toy = Toy(tokens=4, length=2)
+    toy.features = lambda ids, real: torch.zeros(*ids.shape, 5)  # four tokens of probability 1/4
+    for top_p, kept in ((0.25, 1), (0.5, 2), (0.75, 3), (0.76, 4)):
+        found = DuelEstimator(Warped(toy, top_p=top_p), "greedy", 1).log_prob([Window((0,), (v,)) for v in range(4)])
+        assert [one.log_prob > -math.inf for one in found] == [v < kept for v in range(4)]
+
+
 # ---------------------------------------------------------------- what a task asks for
 
 

@@ -51,6 +51,9 @@ def test_the_scored_ids_always_spell_the_continuation(demo):
         ids, target = demo.text.encode_pair(context, continuation)
         assert target and demo.tokenizer.decode(target) == continuation
         assert demo.tokenizer.decode(ids) == context
+    for context, continuation in [("the ", "people"), ("the people  ", "of"), ("  ", "of"), ("", "the")]:
+        ids, target = demo.text.encode_pair(context, continuation)
+        assert demo.tokenizer.decode(ids) + demo.tokenizer.decode(target) == context + continuation
     assert demo.text.merged_borders - before >= 3
     value, _ = demo.loglikelihood(ask("loglikelihood", ("th", "e")), disable_tqdm=True)[0]
     assert value < 0

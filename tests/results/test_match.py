@@ -77,6 +77,15 @@ def test_refused_with_both_files_or_listed_as_published(tmp_path, message):
         assert re.fullmatch(files, listed)
 
 
+def test_equal_texts_are_documents_of_their_own(tmp_path):
+    texts = ["one text", "one text", *(f"text {n}" for n in range(8))]
+    docs = {"sotu": documents(range(-30, -40, -1), range(10, 20), texts)}
+    ours(tmp_path / "results", docs=docs)
+    ours(tmp_path / "results", docs=docs, rule="margin:k=1")
+    found = run(tmp_path, ar=False)["tasks"]["sotu"]
+    assert found["documents"] == 10 and all(row["interval"] for row in found["rows"])
+
+
 def test_documents_are_compared_with_the_first_that_has_samples(tmp_path):
     two(tmp_path, {"log": False})
     ours(tmp_path / "results", estimator="elbo", **OTHER_TEXTS)

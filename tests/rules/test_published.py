@@ -1,15 +1,14 @@
 """The rules of published samplers against their own pick functions, retyped in published.py, on random predictions."""
 
+import collections
 import dataclasses
 import functools
 import itertools
 import json
 import math
-import sys
 
 import published
 import pytest
-import tiny
 import torch
 from laws import check_scored_as_drawn, total
 from pages import ROOT
@@ -21,6 +20,7 @@ from lm_eval_duel.core.predictions import Predictions
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.errors import DuelError, RuleStalled
 from lm_eval_duel.estimators.checks import check_rule
+from lm_eval_duel.estimators.subsets.lattice import Lattice
 from lm_eval_duel.options import Options
 from lm_eval_duel.rules import refused
 
@@ -34,18 +34,6 @@ def table(tmp_path_factory):
     path = tmp_path_factory.mktemp("pc") / "table.json"
     path.write_text(json.dumps({"num_token": 20, "p_baseline_dict": {"0": 9, "2": 3}}))
     return str(path)
-
-
-def test_frequencies_are_counted(tmp_path):
-    """By the main of examples/rules/pc.py, in the layout that its rule reads."""
-    tiny.tokenizer().save_pretrained(tmp_path)
-    (tmp_path / "one.txt").write_text("a b a")
-    (tmp_path / "two.jsonl").write_text('{"text": "c a"}\n')
-    out, example = tmp_path / "table.json", sys.modules[rules.find(PC).__module__]
-    texts = [str(tmp_path / name) for name in ("one.txt", "two.jsonl")]
-    example.main(["--tokenizer", str(tmp_path), "--tasks", *texts, "--out", str(out)])
-    a, b, c = tiny.tokenizer()("a b c", add_special_tokens=False)["input_ids"]
-    assert example.read_table(str(out), None) == (5, {a: 3, b: 1, c: 1})
 
 
 def random_case(seed, lanes):
@@ -453,6 +441,80 @@ def test_samplers_that_are_no_distribution_are_refused_with_the_reason():
 
 
 SCORES = ["greedy", "greedy:k=2", "margin", "log_margin", "entropy:k=2", "threshold:mu=0.5", "entropy_bound:gamma=0.5"]
+
+
+@dataclasses.dataclass(frozen=True)
+class FirstTwo(rules.Rule):
+    """A rule that does not know by how much its picks are decided."""
+
+    state_only = True
+
+    def __call__(self, predictions, lanes):
+        return lanes.masked & (lanes.masked.cumsum(1) <= 2)
+
+
+def test_near_ties_of_a_rule_without_margins_are_not_known():
+    window = Window((1,), (0, 2, 1, 1))
+    assert Duel(Toy(), FirstTwo(), 4).log_prob([window])[0].near_ties is None
+    [scored] = Lattice(Toy(), 4, follow=[FirstTwo(), "greedy:k=1"]).log_prob([window])
+    assert [path.near_ties is None for path in scored.rules.values()] == [True, False]
+
+
+EVEN, SURE = [0.0, 0.0, -math.inf, -math.inf, -math.inf], [0.0, *[-math.inf] * 4]  # P1 = 1/2, and P1 = 1
+AT_THE_BOUND = {  # the picks of positions that are all even, or all sure
+    "threshold:mu=0.5": (EVEN, WIDTH),
+    "threshold:mu=0.5:strict=true": (EVEN, 1),
+    "entropy_bound:gamma=0.0": (SURE, WIDTH),
+    "entropy_bound:gamma=0.0:inclusive=true": (SURE, 1),
+}
+
+
+@pytest.mark.parametrize("rule", AT_THE_BOUND)
+def test_a_value_at_the_bound(rule):
+    logits, count = AT_THE_BOUND[rule]
+    masked = torch.ones(1, WIDTH, dtype=torch.bool)
+    logits = torch.tensor(logits, dtype=torch.float64).expand(1, WIDTH, TOKENS)
+    assert int(decided(rule, logits, masked).pick.sum()) == count
+
+
+def klass_by_hand(toy, window, mu, nu, history):
+    """The reveal steps of KLASS over a whole target: sure for `history` steps in a row, else the most confident one."""
+    row, start = [*window.context, *window.target], len(window.context)
+    masked, before, streak, steps = set(range(start, len(row))), {}, collections.Counter(), {}
+    while masked:
+        ids = torch.tensor([[toy.mask_id if column in masked else token for column, token in enumerate(row)]])
+        log_p = toy.head(toy.features(ids, None))[0, :, : toy.tokens].log_softmax(1)
+        for column in masked:
+            moved = float((before[column].exp() * (before[column] - log_p[column])).sum()) if before else math.inf
+            streak[column] = streak[column] + 1 if moved <= nu else 0
+        sure = {column for column in masked if streak[column] >= history and float(log_p[column].max().exp()) >= mu}
+        picked = sure or {max(sorted(masked), key=lambda column: float(log_p[column].max()))}
+        steps |= dict.fromkeys(picked, 1 + max(steps.values(), default=-1))
+        before, masked = dict(enumerate(log_p)), masked - picked
+    return tuple(steps[column] for column in range(start, len(row)))
+
+
+@pytest.mark.parametrize("history", [1, 2])
+def test_klass_by_hand(history):
+    found = set()
+    for seed in range(12):
+        toy = Toy(length=10, seed=seed, scale=1.0)
+        window = Window((1,), (0, 2, 1, 1, 2, 0, 0, 1))
+        expected = klass_by_hand(toy, window, 0.4, 0.05, history)
+        scored = Duel(toy, f"klass:mu=0.4:nu=0.05:history={history}", None).log_prob([window])[0]
+        assert scored.reveal_steps == expected
+        found.add(expected)
+    assert len(found) > 6  # not from one end to the other
+
+
+@pytest.mark.parametrize("rule", ["greedy:k=2", "quota:steps=4", "klass:mu=0.4:nu=0.3", "threshold:mu=0.5"])
+def test_after_the_first_position_of_a_block_a_rule_starts_anew(rule):
+    toy, target = Toy(length=9), (2, 0, 1, 1, 2, 0, 0)
+    [seeded] = Duel(toy, f"{rule}:seed_first=true", None).log_prob([Window((1,), target)])
+    [first] = Duel(toy, "left_to_right", None).log_prob([Window((1,), target)])
+    [rest] = Duel(toy, rule, None).log_prob([Window((1, target[0]), target[1:])])
+    assert seeded.token_logprobs == pytest.approx((first.token_logprobs[0], *rest.token_logprobs), abs=1e-12)
+    assert seeded.reveal_steps == (0, *(step + 1 for step in rest.reveal_steps))
 
 
 def test_near_ties_are_counted():

@@ -1,0 +1,116 @@
+"""Planted faults: each is made in a copy of the tree, and the tests that should find it are run.
+
+    python scripts/faults.py            all faults of faults.txt
+    python scripts/faults.py elbo.py    those with this text in their entry
+
+The tests must pass without faults, and one of them must fail with each. The exit code is 1 if a fault is missed, or
+cannot be planted because its text is gone or stands in its file several times. An entry of faults.txt:
+
+    core/windows.py                 the file, below lm_eval_duel
+    - *context[cut:]                what stands there, one or more lines
+    + *context[: -cut]              what replaces it
+    ? harness/test_lm.py::test_x    a test that finds it, below tests, one or more
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import importlib
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from mutants import HEAVY, NOT_COPIED, failed
+
+TABLE = Path(__file__).with_suffix(".txt")
+TIMEOUT = 300  # seconds
+
+
+class Fault(NamedTuple):
+    """An entry of the table."""
+
+    file: str
+    old: str
+    new: str
+    tests: list[str]
+
+
+def table() -> Iterator[Fault]:
+    """The planted faults."""
+    for entry in TABLE.read_text(encoding="utf-8").split("\n\n"):
+        lines = [line for line in entry.splitlines() if not line.startswith("#")]
+        if lines:
+            parts = {mark: [line[2:] for line in lines[1:] if line[0] == mark] for mark in "-+?"}
+            old, new = "\n".join(parts["-"]), "\n".join(parts["+"])
+            yield Fault(lines[0], old, new, [f"tests/{test}" for test in parts["?"]])
+
+
+def place(package: Path, fault: Fault) -> Path:
+    """The file of a fault, or the only other one in which its text stands once; raises ValueError if there is none."""
+    counts = {file: file.read_text(encoding="utf-8").count(fault.old) for file in package.rglob("*.py")}
+    if counts.get(package / fault.file) == 1:
+        return package / fault.file
+    others = [file for file, count in counts.items() if count == 1]
+    if len(others) != 1:
+        raise ValueError(f"{fault.old!r} stands {counts.get(package / fault.file, 0)} times in {fault.file}")
+    return others[0]
+
+
+def planted(source: str, fault: Fault) -> str:
+    """The source with the fault; raises ValueError if that is no code, or the same code."""
+    changed = source.replace(fault.old, fault.new)
+    try:
+        same = ast.dump(ast.parse(changed)) == ast.dump(ast.parse(source))
+    except SyntaxError as error:
+        raise ValueError(f"it is no code: {error}") from error
+    if same:
+        raise ValueError("it changes nothing")
+    return changed
+
+
+def verdict(root: Path, fault: Fault) -> tuple[bool, str]:
+    """Whether the tests find a fault, and which one does, or why there is no answer."""
+    try:
+        file = place(root / "lm_eval_duel", fault)
+        source = file.read_text(encoding="utf-8")
+        changed = planted(source, fault)
+    except ValueError as error:
+        return False, f"NOT PLANTED: {error}"
+    file.write_text(changed, encoding="utf-8")
+    by = failed(root, fault.tests, TIMEOUT)
+    file.write_text(source, encoding="utf-8")
+    if by is None:
+        return False, f"MISSED by {' '.join(fault.tests)}"
+    return by.startswith("FAILED"), by.replace(f"{root}/", "")
+
+
+def main() -> None:
+    """Print a line for each fault."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("words", nargs="*", help="only the faults whose entry holds one of these texts")
+    words = parser.parse_args().words
+    chosen = [fault for fault in table() if not words or any(word in str(fault) for word in words)]
+    for name in HEAVY:
+        importlib.import_module(name)
+    found = 0
+    with tempfile.TemporaryDirectory() as folder:
+        root = Path(folder) / "tree"
+        shutil.copytree(Path.cwd(), root, ignore=NOT_COPIED, symlinks=True)
+        tests = sorted({test for fault in chosen for test in fault.tests})
+        if by := failed(root, tests, len(chosen) * TIMEOUT):
+            sys.exit(f"without any fault: {by}")
+        for fault in chosen:
+            is_found, what = verdict(root, fault)
+            found += is_found
+            change = " ".join(f"{fault.old} -> {fault.new}".split())
+            print(f"{fault.file}: {change[:120]}\n    {what}", flush=True)
+    print(f"{found} of {len(chosen)} found")
+    sys.exit(found < len(chosen))
+
+
+if __name__ == "__main__":
+    main()
