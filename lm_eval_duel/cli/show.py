@@ -155,12 +155,7 @@ def main(arguments: list[str]) -> None:
     tokenizer = denoisers.load_tokenizer({"tokenizer": name})
     terminal = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
     coloured = terminal if options.color == "auto" else options.color == "always"
-    try:
-        print(show(records, tokenizer, options.by, coloured, options.rule))
-    except (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError) as error:
-        if isinstance(error, DuelError):
-            raise
-        raise DuelError(f"{options.trace} is damaged: a line is not what a trace holds ({error!r}).") from None
+    print(show(records, tokenizer, options.by, coloured, options.rule))
 
 
 @usage()
