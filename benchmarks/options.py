@@ -14,6 +14,7 @@ from lm_eval_duel.options import Options
 
 READ = {"pretrained", "rule", "block", "cache", "estimator", "estimator_args"}
 READ |= {"compile", "dtype", "device", "batch_size"}
+WHAT = "Measure speed and memory against the loops that people run, on the same windows in the same process."
 EPILOG = """\
 The model is a checkpoint or a random network: random:bidirectional (the default), random:block-causal, which is built
 for its block, or random:llada-8b. Each arm has seconds, tokens/s, network calls, rows, token-rows and peak memory, all
@@ -26,7 +27,7 @@ nats and in picks. cache=dual adds ours without the cache, estimator=two_phase t
 @usage()
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """The parsed command line, with `model`, the model args, and `words`, what was given; raises UsageError."""
-    parser = argparse.ArgumentParser("python -m benchmarks", description=__doc__, epilog=EPILOG)
+    parser = argparse.ArgumentParser("python -m benchmarks", description=WHAT, epilog=EPILOG)
     parser.add_argument("name", nargs="?", default="random:bidirectional")
     parser.add_argument("--model_args", type=key_values, default={}, help="rule, block, cache, compile, dtype, ...")
     parser.add_argument("--device")

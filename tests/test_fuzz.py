@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 from toys import BlockCausal, Causal, Rotary, RotaryBlocks, Toy
 
 from lm_eval_duel import rules
-from lm_eval_duel.core import block_causal, lanes, predictions
-from lm_eval_duel.core.lanes import blocks, groups
+from lm_eval_duel.core import block_causal, predictions, queue
+from lm_eval_duel.core.lanes import blocks
+from lm_eval_duel.core.queue import groups
 from lm_eval_duel.core.windows import Window, independent
 from lm_eval_duel.denoisers.load_options import BOS, LastBlock
 from lm_eval_duel.errors import DuelError
@@ -178,7 +179,7 @@ def check_batch(data):
     note(windows)
 
     sizes = {  # whatever is cut into pieces, in other pieces
-        (lanes, "GROUP"): [4096, 1, 2],
+        (queue, "GROUP"): [4096, 1, 2],
         (block_causal, "STRETCH"): [256, 1, 3, 7],
         (block_causal, "CLEAN"): [512, 1, 5],
         (predictions, "CPU_VALUES"): [1 << 20, 1],

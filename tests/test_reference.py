@@ -186,3 +186,9 @@ PAGE = Path(__file__).parents[1] / "docs" / "audit.md"
 def test_the_page_names_files_that_are_there():
     named = set(re.findall(r"`(tests/[\w/]+\.py)`", PAGE.read_text()))
     assert len(named) > 10 and all((PAGE.parents[1] / file).is_file() for file in named)
+
+
+def test_the_way_through_it_is_short():
+    section = PAGE.read_text().split("## Read it")[1].split("\nOff this way")[0]
+    files = [PAGE.parent / link for link in re.findall(r"\]\((\.\./[\w/]+\.py)\)", section)]
+    assert len(files) == 8 and sum(len(file.read_text().splitlines()) for file in files) < 1900

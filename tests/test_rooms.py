@@ -122,6 +122,11 @@ def test_rooms_floors_and_arrows_are_few():
     assert len(ARROWS) <= MOST_ARROWS, sorted(ARROWS)
 
 
+def test_the_top_level_shows_rooms():
+    files = {path.stem for path in PACKAGE.glob("*.py")} - ENTRIES
+    assert files == {"__init__", "reference", "options", "arguments", "errors", "fingerprint"}
+
+
 def test_naming_the_model_imports_neither_torch_nor_transformers():
     code = (
         "import sys, lm_eval_duel\n"

@@ -143,4 +143,5 @@ def main(arguments: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(bool(main(sys.argv[1:])))
+    if main(sys.argv[1:]):
+        sys.exit(1)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lm_eval_duel.core.windows import Window
@@ -21,10 +21,10 @@ RELATIVE = 1e-5  # of a perplexity: float32 noise
 
 @dataclasses.dataclass
 class FromText:
-    """The documents of a task. `encode`: a text -> ids; `bos`: which positions of a row are scored."""
+    """The documents of a task. `bos`: which positions of a row are scored."""
 
     task: str
-    encode: Callable[[str], Sequence[int]]
+    tokenizer: Any
     bos: str
     documents: int = 0
     log_prob: float = 0.0
@@ -36,7 +36,8 @@ class FromText:
     def add(self, name: str, doc: Mapping[str, Any], text: str, windows: Sequence[Window], nats: float) -> None:
         """Add a document, its windows in the run and its log-probability by the reference."""
         raw = next((doc[column] for column in ("page", "text") if isinstance(doc.get(column), str)), text)
-        ids, scored = list(self.encode(text)), [token for window in windows for token in window.target]
+        ids = self.tokenizer(str(text), add_special_tokens=False, verbose=False)["input_ids"]
+        scored = [token for window in windows for token in window.target]
         if isinstance(text, TokenText):  # a row that its task has cut
             rows = [token for window in windows for token in (*window.context, *window.target, *window.suffix)]
             ids = scored if rows == [*text.token_ids] or self.bos == "none" else [*text.token_ids]

@@ -19,7 +19,8 @@ from lm_eval_duel import rules
 from lm_eval_duel.audit import estimates
 from lm_eval_duel.audit.one_row import OneRow
 from lm_eval_duel.audit.other_networks import one_row
-from lm_eval_duel.audit.replay import NoOrder, ReadsFeatures, RunsRule, replay, rule_of
+from lm_eval_duel.audit.replay import NoOrder, replay, rule_of
+from lm_eval_duel.audit.runs_rule import ReadsFeatures, RunsRule
 from lm_eval_duel.core.scores import WindowScore
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.estimators.base import Estimator

@@ -4,12 +4,11 @@ The order is the run's; every number is the reference's. Where the rule of the r
 the pick is either wrong or within a tie: then some change of the reference's own logits by at most `NEAR_TIE` gives the
 run's pick. So a tie at one step excuses neither a value nor a later pick, and nothing that the run reports excuses it.
 
-Shapes: L row length, W block width, D features, V tokens.
+Shapes: L row length, V tokens.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -18,9 +17,8 @@ import torch
 
 from lm_eval_duel import reference, rules
 from lm_eval_duel.audit.one_row import OneRow
+from lm_eval_duel.audit.runs_rule import RunsRule
 from lm_eval_duel.core.decision import NEAR_TIE
-from lm_eval_duel.core.lanes import Lanes
-from lm_eval_duel.core.predictions import Predictions
 
 PAPER: dict[type[rules.Rule], Callable[..., reference.Rule]] = {
     rules.LeftToRight: lambda rule: reference.left_to_right(rule.k),
@@ -29,8 +27,8 @@ PAPER: dict[type[rules.Rule], Callable[..., reference.Rule]] = {
     rules.Entropy: lambda rule: reference.entropy(rule.k),
     rules.Threshold: lambda rule: reference.threshold(rule.mu),
 }
-# how the top logit of the positions that the run picked, and of the others, may move
-TIES = [(sign * NEAR_TIE, other * NEAR_TIE) for sign, other in itertools.product((1, -1), repeat=2)]
+# how the logits of the positions that the run picked, and of the others, may move; and whether the top one moves alone
+TIES = [(a * NEAR_TIE, b * NEAR_TIE, top) for a, b, top in itertools.product((1, -1), (1, -1), (True, False))]
 
 
 class NoOrder(Exception):
@@ -62,7 +60,7 @@ def replay(network: OneRow, make_rule: Callable[[], reference.Rule], steps: Sequ
     of = dict(zip(range(network.origin, network.end), steps, strict=True))
     if any(of[ell] < 0 for ell in network.scored):
         raise NoOrder
-    followed = Followed(network.x, of, make_rule())
+    followed = Followed(network, of, make_rule())
     arguments = network.x, network.blocks, network
     path = reference.log_likelihood(*arguments, followed, network.m, network.relative_positions)
     own_order = None
@@ -76,8 +74,8 @@ def replay(network: OneRow, make_rule: Callable[[], reference.Rule], steps: Sequ
 class Followed:
     """A recorded order as a rule of the reference. `F` is asked at each of its states, and what it says is counted."""
 
-    def __init__(self, x: reference.Ids, steps: dict[int, int], F: reference.Rule):
-        self.x, self.steps, self.F, self.step = x, steps, F, 0
+    def __init__(self, network: OneRow, steps: dict[int, int], F: reference.Rule):
+        self.network, self.steps, self.F, self.step = network, steps, F, 0
         self.other_picks = self.ties = 0
         self.is_greedy, self.unclear = True, False
 
@@ -86,13 +84,14 @@ class Followed:
         if min(self.steps[ell] for ell in M) < self.step:
             raise NoOrder
         if {*self.F(log_P, M)} != {*picked}:
-            tie = any({*self.F(moved(log_P, M, picked, *by), M)} == {*picked} for by in TIES)
+            tied = self.network.relative_positions and bool((log_P[M] == log_P[M[0]]).all())  # the lowest is first
+            tie = not tied and any({*self.F(moved(log_P, M, picked, *by), M)} == {*picked} for by in TIES)
             self.ties, self.other_picks = self.ties + tie, self.other_picks + (not tie)
         if isinstance(self.F, RunsRule):
             self.F.advance()
         for ell in picked:
             first, second = log_P[ell].topk(min(2, len(log_P[ell]))).values.tolist()[:2]
-            behind = first - float(log_P[ell, self.x[ell]])
+            behind = first - float(log_P[ell, self.network.x[ell]])
             self.is_greedy &= behind < NEAR_TIE
             self.unclear |= behind < NEAR_TIE and first - second < NEAR_TIE
         self.step = 0 if len(picked) == len(M) else self.step + 1
@@ -112,79 +111,19 @@ class Watched:
         return picked
 
 
-def moved(log_P: torch.Tensor, M: list[int], picked: list[int], by: float, others_by: float) -> torch.Tensor:
-    """log_P with the top logit of the picked positions of M moved by `by`, and of the other ones by `others_by`."""
+def moved(log_P: torch.Tensor, M: list[int], picked: list[int], by: float, others_by: float, top: bool) -> torch.Tensor:
+    """log_P with the logits of the picked positions of M moved by at most `by`, and of the other ones by `others_by`.
+
+    `top`: the top logit alone; else those above the mean of log_P up and those below it down, which changes entropies
+    most.
+    """
     at = torch.tensor(M, device=log_P.device)
     rows = log_P[at]  # (M, V)
-    moves = log_P.new_tensor([by if ell in picked else others_by for ell in M])  # (M,)
+    moves = log_P.new_tensor([by if ell in picked else others_by for ell in M])[:, None]  # (M, 1)
+    if top:
+        rows = rows.scatter_add(1, rows.argmax(1, keepdim=True), moves)
+    else:
+        rows = rows + moves * (rows + reference.entropy_nats(rows)[:, None]).sign()
     changed = log_P.clone()
-    changed[at] = rows.scatter_add(1, rows.argmax(1, keepdim=True), moves[:, None]).log_softmax(1)
+    changed[at] = rows.log_softmax(1)
     return changed
-
-
-# ---------------------------------------------------------------- rules that the reference does not have
-
-
-class ReadsFeatures(Exception):
-    """A rule reads the input of the LM head, and there are two."""
-
-
-class OneLane(Predictions):
-    """The distributions of one lane, as the run's rules read them; `inputs` (C, D): of the LM head."""
-
-    def __init__(self, masked: torch.Tensor, log_P: torch.Tensor, inputs: torch.Tensor | None):
-        every = torch.arange(len(log_P), device=log_P.device)  # (C,)
-        none = torch.zeros(log_P.shape[1], dtype=torch.bool, device=log_P.device)  # (V,)
-        all_mask = torch.zeros(1, dtype=torch.bool, device=log_P.device)
-        super().__init__(masked, all_mask, log_P, every, lambda logits: logits, none)
-        self.inputs = inputs
-
-    def _one_input(self) -> torch.Tensor:
-        if self.inputs is None:
-            raise ReadsFeatures
-        return self.inputs
-
-
-class RunsRule:
-    """A rule of the run as a rule of the reference: it is shown one lane, in float64.
-
-    It may be asked several times at a state; `advance` goes on to the next one, with what it remembered when it was
-    asked first. `chain`: its lane is the whole target, for a rule that keeps a history over blocks.
-    """
-
-    def __init__(self, rule: rules.Rule, network: OneRow, chain: bool = False):
-        self.rule, self.network, self.chain = rule, network, chain
-        self.lane: Lanes | None = None
-        self.decided: rules.Decision | None = None
-
-    def __call__(self, log_P: torch.Tensor, M: list[int]) -> list[int]:
-        network = self.network
-        begin, end = (network.origin, network.end) if self.chain else network.span(M[0])
-        if self.lane is None or int(self.lane.start) != begin:
-            self.lane = self._fresh(begin, end, log_P.device)
-        masked = torch.zeros_like(self.lane.masked)  # (1, W)
-        masked[0, [ell - begin for ell in M]] = True
-        tokens = torch.tensor([network.x[begin:end]], device=log_P.device).masked_fill(masked, -1)  # (1, W)
-        self.lane = dataclasses.replace(self.lane, masked=masked, tokens=tokens)
-        inputs = None if network.inputs is None else network.inputs[M]
-        if inputs is not None and (log_P[M] == log_P[M[0]]).all():  # an exact tie
-            inputs = inputs[:1].expand_as(inputs)
-        decision = self.rule(OneLane(masked, log_P[M], inputs), self.lane)
-        if isinstance(decision, torch.Tensor):
-            decision = rules.Decision(decision)
-        self.decided = self.decided or decision
-        return [begin + int(position) for position in decision.pick[0].nonzero()]
-
-    def advance(self) -> None:
-        """Go on to the next step."""
-        if self.lane is not None and self.decided is not None:
-            self.lane = dataclasses.replace(self.lane, step=self.lane.step + 1, memory=self.decided.memory)
-        self.decided = None
-
-    def _fresh(self, begin: int, end: int, device: torch.device) -> Lanes:
-        """The lane of a block at its start."""
-        row, start, origin, width = (
-            torch.tensor([n], device=device) for n in (0, begin, self.network.origin, end - begin)
-        )
-        tokens = torch.zeros(1, end - begin, dtype=torch.int64, device=device)  # (1, W)
-        return Lanes(row, start, origin, width, tokens, tokens.bool(), torch.zeros_like(row))

@@ -99,7 +99,7 @@ def audit(options: argparse.Namespace) -> Audit:
     if not options.no_own_code:
         found = found._replace(network=own_code.compare(lm.options, lm.denoiser, lm.ranks.device))
     for task in tasks:
-        of_task = FromText(str(task.config.task), lm.text.encode, lm.text.bos)
+        of_task = FromText(str(task.config.task), lm.tokenizer, lm.text.bos)
         batch, before = Batch.from_requests(task.instances), len(lm.run.stats.checked)
         answers = getattr(lm, task.OUTPUT_TYPE)(batch.requests)
         checked = lm.run.stats.checked[before:]

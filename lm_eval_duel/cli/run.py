@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lm_eval_duel._autoload import MODELS, register
-from lm_eval_duel.console.command_line import FLAGS, KEY_VALUES, be_quiet, documentation, once
+from lm_eval_duel.console.command_line import FLAGS, be_quiet, documentation, once
 from lm_eval_duel.errors import UsageError, unknown, usage
 from lm_eval_duel.options import Options
 from lm_eval_duel.tasks import named, task_folder
@@ -144,9 +144,6 @@ def _nearest_flag(cli: HarnessCLI, message: str) -> str:
 def _complete(args: argparse.Namespace) -> None:
     """Fill in this package's model and tasks, keeping what a --config file sets (a flag would override it)."""
     config = {} if args.config is None else _load_config(args.config)
-    for key, types in VALUE_TYPES.items():
-        if dict in types and isinstance(config.get(key), str) and not getattr(args, key, None):
-            setattr(args, key, KEY_VALUES(f"{key} of --config", config[key]))  # lm-eval 0.5.0.dev1 keeps it as text
     if args.model is None:
         args.model = config.get("model") or MODEL
     folders = args.include_path or config.get("include_path") or []

@@ -19,7 +19,7 @@ from lm_eval_duel.estimators.registry import Kind, arguments, find, kind_of, of_
 from lm_eval_duel.estimators.subsets.sums import BeamSums
 from lm_eval_duel.options import Options, model_of
 from lm_eval_duel.results import compare, match, pairs, read, report, stats, tables
-from lm_eval_duel.results.paired import Scored, key_of
+from lm_eval_duel.results.paired import key_of
 from lm_eval_duel.results.rows import Pair, Row
 from lm_eval_duel.results.table import LEVEL, Table, csv_text, number, pm, spaced
 from lm_eval_duel.rules import PARAMETERS, RULES
@@ -47,9 +47,15 @@ document, or with --lines one for each line. The file - is standard input.
 
 
 @dataclasses.dataclass(frozen=True)
-class Line(Scored):
-    """One line of the output: a document, or the total."""
+class Line:
+    """One line of the output: a document, or the total. `key`: equal for equal texts."""
 
+    key: str
+    log_prob: float  # nats
+    tokens: int
+    words: int
+    bytes: int
+    stderr: float | None  # Monte Carlo, nats
     name: str = ""
     unknown: int = 0  # [UNK] tokens
 

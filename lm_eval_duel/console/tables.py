@@ -1,4 +1,4 @@
-"""Aligned tables: Markdown, and plain text for the terminal.
+"""Aligned tables for the terminal.
 
 Columns of numbers are right-aligned. Columns without a single value are left out. `csv_cell` makes cells of CSV files.
 """
@@ -29,16 +29,6 @@ def csv_cell(value: Any) -> Any:
     return one_line(f"'{value}" if value.startswith(FORMULA) else value)
 
 
-def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A Markdown table. Pipes in cells are escaped; any other markup is the caller's."""
-    columns = [[cell.replace("|", r"\|") for cell in column] for column in _columns(header, rows)]
-    aligned = [_aligned(column, 3) for column in columns]
-    for column, cells in zip(columns, aligned, strict=True):
-        width = max(map(_width, cells))
-        cells.insert(1, "-" * (width - 1) + ":" if _is_numeric(column[1:]) else "-" * width)
-    return "\n".join(f"| {' | '.join(line)} |" for line in zip(*aligned, strict=True))
-
-
 def plain_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Columns separated by spaces. `header` may be empty."""
     aligned = [_aligned(column) for column in _columns(header or [""] * len(rows[0]), rows)]
@@ -52,9 +42,9 @@ def _columns(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[list[
     return [column for column in columns if any(column[1:])]
 
 
-def _aligned(column: Sequence[str], least: int = 0) -> list[str]:
+def _aligned(column: Sequence[str]) -> list[str]:
     """The cells of a column in its width: numbers to the right."""
-    width, right = max(least, *map(_width, column)), _is_numeric(column[1:])
+    width, right = max(map(_width, column)), _is_numeric(column[1:])
     spaces = [" " * (width - _width(cell)) for cell in column]
     return [space + cell if right else cell + space for cell, space in zip(column, spaces, strict=True)]
 

@@ -6,16 +6,13 @@ Shapes: N windows, L row length, R lanes, W block width, C masked positions.
 from __future__ import annotations
 
 import dataclasses
-from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from typing import TypeVar
 
 import torch
 
 from lm_eval_duel.core.windows import Window
-
-GROUP = 4096  # windows opened at once, which bounds the ids in memory, not the batch
 
 Self = TypeVar("Self", bound="Lanes")
 
@@ -183,51 +180,3 @@ def blocks(origin: int, target: int, block: int | None, grid: str) -> list[tuple
         return [(origin, target)]
     first = origin if grid == "target" else origin - origin % block
     return [(start, min(block, end - start)) for start in range(first, end, block)]
-
-
-def groups(windows: Sequence[Window], same_length: bool, buckets: Sequence[int] | None = None) -> list[list[int]]:
-    """Which windows are opened together: longest first, and only windows of one length if the network sees padding.
-
-    `buckets`: a number for each window; a smaller one goes first, and only windows of one number are sorted by length.
-    """
-    order = sorted((n for n, window in enumerate(windows) if window.target), key=lambda n: -windows[n].length)
-    if buckets is not None:
-        order.sort(key=lambda n: buckets[n])
-    result: list[list[int]] = []
-    for n in order:
-        full = not result or len(result[-1]) >= GROUP
-        if full or (same_length and windows[result[-1][0]].length != windows[n].length):
-            result.append([])
-        result[-1].append(n)
-    return result
-
-
-class Queue:
-    """Waiting lanes in order, made when they are needed. The consumer of the loop's results may put more in front.
-
-    Started lanes are kept apart from fresh ones, so that fresh lanes take no rule memory while they wait.
-    """
-
-    def __init__(self, lanes: Iterable[Lanes]):
-        self._ready: deque[Lanes] = deque()
-        self._coming = iter(lanes)
-
-    def __bool__(self) -> bool:
-        if not self._ready and (following := next(self._coming, None)) is not None:
-            self._ready.append(following)
-        return bool(self._ready)
-
-    def first(self) -> Lanes:
-        """The next lane, which stays in the queue."""
-        return self._ready[0].select(slice(0, 1))
-
-    def take(self, count: int) -> Lanes:
-        """The next lanes, at most `count`."""
-        part = self._ready.popleft()
-        if len(part) > count:
-            self._ready.appendleft(part.select(slice(count, None)))
-        return part.select(slice(0, count))
-
-    def put_first(self, lanes: Lanes) -> None:
-        """Put these lanes in front."""
-        self._ready.appendleft(lanes)

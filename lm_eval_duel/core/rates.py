@@ -6,6 +6,10 @@ import math
 from collections.abc import Sequence
 
 METRICS = ("token_perplexity", "perplexity", "word_perplexity", "byte_perplexity", "bits_per_byte")  # by preference
+IMPOSSIBLE = (  # the reason of an infinite value
+    "a token has probability 0 under this spec (for example because of top_k or top_p), so its log-likelihood is "
+    "-infinity"
+)
 
 
 def perplexity(nll: float) -> float:

@@ -25,8 +25,9 @@ import torch
 from lm_eval_duel.core import row_checks, signals
 from lm_eval_duel.core.budget import Budget
 from lm_eval_duel.core.decision import UnmaskingRule, require_pick
-from lm_eval_duel.core.lanes import Lanes, Queue, Rows
+from lm_eval_duel.core.lanes import Lanes, Rows
 from lm_eval_duel.core.network import without_autocast
+from lm_eval_duel.core.queue import Queue
 from lm_eval_duel.core.row_checks import RowChecks
 from lm_eval_duel.core.scores import Counts, IndexedScores, Scores, Step
 from lm_eval_duel.core.tokens import Draw

@@ -115,7 +115,7 @@ def _dit(config: dict[str, Any], options: LoadOptions) -> Unloaded:
 def _decoder(family: families.Family, config: dict[str, Any], options: LoadOptions, tokenizer: Any) -> Unloaded:
     """A family of families.py, as `decoder_checkpoint` reads it."""
     model_config = decoder_checkpoint.make_config(family, config, options)
-    unloaded = _measured(transformers.AutoModelForCausalLM, model_config, config, options)
+    unloaded = _measured(_build(transformers.AutoModelForCausalLM, model_config), model_config, config, options)
     settle(unloaded, family, config, options)
     positions = max_positions(family, model_config.max_position_embeddings, config)
     unloaded.max_length = hub.row_length(options.name, options.max_length, positions)
@@ -134,20 +134,24 @@ def _transformers_lm(config: dict[str, Any], options: LoadOptions, tokenizer: An
         )
     model_config = transformers.AutoConfig.from_pretrained(options.name, revision=options.revision)
     auto_class, family = AUTO_CLASSES[options.attention == "causal"]
-    unloaded = _measured(auto_class, model_config, config, options)
+    model = _build(auto_class, model_config)
+    unloaded = _measured(model, model_config, config, options)
     settle(unloaded, family, config, options)
     unloaded.appends_sep = unloaded.attention != "causal"
-    lengths = [length for key in auto_model.LENGTHS if (length := getattr(model_config, key, None))]
-    positions = min(lengths) + unloaded.shift if lengths else None
-    unloaded.max_length = hub.row_length(options.name, options.max_length, positions)
+    positions = auto_model.max_positions(model, getattr(tokenizer, "model_max_length", auto_model.UNBOUNDED))
+    unloaded.max_length = hub.row_length(options.name, options.max_length, positions and positions + unloaded.shift)
     unloaded.mask_id = getattr(tokenizer, "mask_token_id", None)
     return unloaded
 
 
-def _measured(auto_class: Any, model_config: Any, config: dict[str, Any], options: LoadOptions) -> Unloaded:
-    """Build the network on the meta device and count. A config without a dtype means float32, as in transformers."""
+def _build(auto_class: Any, model_config: Any) -> torch.nn.Module:
+    """The network on the meta device."""
     with torch.device("meta"):
-        model = auto_class.from_config(model_config)
+        return auto_class.from_config(model_config)
+
+
+def _measured(model: Any, model_config: Any, config: dict[str, Any], options: LoadOptions) -> Unloaded:
+    """Count what a network holds and multiplies. A config without a dtype means float32, as in transformers."""
     unloaded = Unloaded()
     output = model.get_output_embeddings().weight  # (V, D)
     tables = {id(module.weight) for module in model.modules() if isinstance(module, torch.nn.Embedding)}

@@ -21,7 +21,8 @@ import torch
 
 from lm_eval_duel.core.budget import Budget, plan
 from lm_eval_duel.core.denoiser import Denoiser
-from lm_eval_duel.core.lanes import Rows, blocks, groups
+from lm_eval_duel.core.lanes import Rows, blocks
+from lm_eval_duel.core.queue import groups
 from lm_eval_duel.core.reveal import BlockSpan, WindowGroup
 from lm_eval_duel.core.row_checks import RowChecks
 from lm_eval_duel.core.scores import Counts, IndexedScores, WindowScore

@@ -43,7 +43,7 @@ class Cost(NamedTuple):
 def total(costs: Iterable[tuple[Cost, float]]) -> Cost:
     """The sum of costs, each with a factor; `longest` is the largest."""
     costs = list(costs)
-    sums = [math.fsum(cost[n] * factor for cost, factor in costs) for n in range(len(Cost._fields) - 1)]
+    sums = [sum(cost[n] * factor for cost, factor in costs) for n in range(len(Cost._fields) - 1)]
     return Cost._make([*sums, max((cost.longest for cost, _ in costs), default=0)])
 
 

@@ -335,7 +335,7 @@ def kind_of(estimator: str, spec: Mapping[str, Any], beam: BeamSums | None = Non
     if entry.kind is Kind.UPPER_BOUND and float(spec.get("elbo_eps", 0)):
         return NO_BOUND
     if entry.kind is Kind.ESTIMATE and BEAM in entry.arguments:
-        return f"{CONVERGED} ({beam.remark})" if beam is not None and beam.remark else CONVERGED
+        return f"{CONVERGED}, {beam.remark}" if beam is not None and beam.remark else CONVERGED
     return str(entry.kind.value)
 
 

@@ -10,18 +10,13 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-from lm_eval_duel.core.rates import perplexity
+from lm_eval_duel.core.rates import IMPOSSIBLE, perplexity
 from lm_eval_duel.core.scores import WindowScore, known_sum
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.estimators.base import Estimator, Value
 from lm_eval_duel.estimators.phases import Phases
 from lm_eval_duel.estimators.registry import MonteCarlo
 from lm_eval_duel.estimators.subsets.sums import BeamSums
-
-IMPOSSIBLE = (
-    "a token has probability 0 under this spec (for example because of top_k or top_p), so its log-likelihood is "
-    "-infinity"
-)
 
 
 class Outcome(NamedTuple):
@@ -156,9 +151,11 @@ class Total:
         (value, value_error), error = self.perplexity(tokens), self.stderr
         if error is None:
             errors, note = (" +- ?", " +- ?"), f"{drawn.error} error unknown: it takes at least 8 {drawn.units}"
+        elif self.beam is not None and not self.beam.converged:
+            errors, note = ("", ""), "a lower bound"
         else:
             errors = (f" +- {error:.2f}", f" +- {value_error:.2f}")
-            note = f"{drawn.error} standard error"
+            note = f"{drawn.error} {'error' if self.beam else 'standard error'}"
         note += "".join(f"; {sums.words}" for sums in (self.phases, self.beam) if sums is not None)
         return f"{self.log_prob:.2f}{errors[0]} nats, perplexity {value:.2f}{errors[1]} per token ({note})"
 

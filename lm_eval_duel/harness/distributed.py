@@ -93,14 +93,6 @@ class Ranks(NamedTuple):
             torch.distributed.gather_object(obj, objects, dst=dst, group=self.group)
         return objects
 
-    def all_gather_object(self, obj: Any) -> list[Any]:
-        """The objects of all ranks, on every rank."""
-        objects = [obj] * self.world_size
-        if self.world_size > 1:
-            with self.waiting():
-                torch.distributed.all_gather_object(objects, obj, group=self.group)
-        return objects
-
     def barrier(self) -> None:
         """Wait for all ranks."""
         if self.world_size > 1:

@@ -156,17 +156,14 @@ def _require_documents(task: Task, limit: int | None, samples: list[int] | None,
 
 
 def _open_cache(original: Callable[..., None], caching: CachingLM, lm: Any, cache_db: str, *args: Any) -> None:
-    remedy = "Name a path in a folder that can be written."
-    if os.path.isdir(cache_db):
-        raise DuelError(f"The --use_cache file {cache_db} cannot be made: it is a folder. {remedy}")
     try:
         original(caching, lm, cache_db, *args)
-    except sqlite3.Error as error:
-        if os.path.exists(cache_db):
+    except (sqlite3.Error, OSError) as error:
+        if os.path.isfile(cache_db):
             raise unreadable(cache_db, error) from error
-        raise DuelError(f"The --use_cache file {cache_db} cannot be made: {error}. {remedy}") from error
-    except OSError as error:
-        raise DuelError(f"The --use_cache file {cache_db} cannot be made: {error}. {remedy}") from error
+        raise DuelError(
+            f"The --use_cache file {cache_db} cannot be made: {error}. Name a path in a folder that can be written."
+        ) from error
     if isinstance(lm.cache_hook.dbdict, ResponseCache):
         caching.dbdict, lm.cache_hook = lm.cache_hook.dbdict, CacheHook(None)
         for kind in ("loglikelihood", "loglikelihood_rolling", "generate_until"):

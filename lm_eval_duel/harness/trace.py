@@ -31,10 +31,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lm_eval_duel.console.strict_json import finite
+from lm_eval_duel.core.rates import IMPOSSIBLE
 from lm_eval_duel.core.windows import target_parts
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.estimators.subsets.sums import BeamSums
-from lm_eval_duel.estimators.totals import IMPOSSIBLE
 from lm_eval_duel.harness.journal import Journal
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ GAP = (
 )
 ROW = (
     *("model", "name", "estimator", "rule", "block", "cache=run.cache", "qualifiers", "unknown", "eps"),
-    *("likelihood", "bound", "value", "interval", "stderr", "stderrs", "stderr_bound", "stderr_reason"),
+    *("likelihood", "bound", "value", "interval", "stderr", "stderr_reason"),
     *("window_stderr", "reason", "metrics", "nfe_per_token", "dtype=run.dtype", "fingerprint=run.fingerprint"),
     *("ar", "best", "gap", "gap_interval", *GAP),
 )
@@ -63,7 +63,11 @@ def comparison(task: Comparison) -> dict[str, Any]:
         families = {name: [numbers[row] for row in rows] for name, rows in of.families.items()}
         return {"title": of.title, **lines, "families": families}
 
-    rows = [entries(r, ROW) | {"elbo": numbers[r.elbo], "cache_cost": pair(r.cache_cost)} for r in task.rows]
+    def row(of: Row) -> dict[str, Any]:
+        stderrs = {metric: of.error(of.nats_stderr, metric) for metric in of.metrics}
+        return entries(of, ROW) | {"stderrs": stderrs, "elbo": numbers[of.elbo], "cache_cost": pair(of.cache_cost)}
+
+    rows = list(map(row, task.rows))
     return vars(task) | {"rows": rows, "rules": list(map(speeds, task.rules)), "pairs": list(map(pair, task.pairs))}
 
 
@@ -87,7 +91,7 @@ def accuracies(runs: Sequence[Run], name: str) -> list[dict[str, Any]]:
 
 
 def cost(of: Cost) -> dict[str, Any]:
-    return entries(of, COST) | {key: of.count(key) for key in COUNTS}
+    return entries(of, COST) | {key: of.run.duel.get(key) for key in COUNTS}
 
 
 def cell(of: Row) -> dict[str, Any]:

@@ -124,7 +124,7 @@ class BoardRow:
         if self.seconds_reason:
             return None
         costs = list(map(Cost, self.runs))
-        return sum(cost.count("seconds") for cost in costs) / sum(cost.tokens for cost in costs)
+        return sum(cost.seconds for cost in costs) / sum(cost.tokens for cost in costs)
 
     @property
     def versions(self) -> dict[str, str]:

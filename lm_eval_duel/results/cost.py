@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable, Sequence
 
 from lm_eval_duel.estimators import registry
@@ -16,45 +15,23 @@ CACHED = "some answers came from a response cache, so the time covers only a par
 LATTICE = f"lattice: all estimators in one run (oracle is {Kind.NOT_A_LIKELIHOOD.value})"
 
 
-@dataclasses.dataclass(eq=False)
 class Cost:
     """What a run cost. `times_elbo`, `times_ar`: its seconds per token over those of another run, with a note: which
     run, or why there is none."""
 
-    run: Run
-    times_elbo: float | None = None
-    times_elbo_reason: str = ""
-    times_ar: float | None = None
-    times_ar_reason: str = ""
-
-    def count(self, key: str) -> float | None:
-        """Seconds, forwards and the like: an entry of `config.duel`, None if the results have none."""
-        return self.run.duel.get(key)
-
-    @property
-    def name(self) -> str:
-        return LATTICE if registry.find(self.run.estimator).lattice else self.run.estimator
-
-    @property
-    def tasks(self) -> list[str]:
-        return sorted([*self.run.tasks, *self.run.others])
-
-    @property
-    def place(self) -> tuple[str | None, int | None]:
-        """Device and number of ranks."""
-        return self.run.duel.get("device"), self.run.duel.get("ranks")
-
-    @property
-    def tokens(self) -> int | None:
-        """Scored tokens; those of a run of another model are from its samples."""
-        counts = [task.tokens for task in self.run.tasks.values()]
+    def __init__(self, run: Run):
+        self.run, duel = run, run.duel
+        self.name = LATTICE if registry.find(run.estimator).lattice else run.estimator
+        self.tasks = sorted([*run.tasks, *run.others])
+        self.place = duel.get("device"), duel.get("ranks")
+        counts = [task.tokens for task in run.tasks.values()]  # of a run of another model, from its samples
         known = None if None in counts else int(sum(sum(of_task.values()) for of_task in counts))
-        return self.run.duel.get("tokens") or known or None
-
-    @property
-    def seconds_per_token(self) -> float | None:
-        seconds = self.count("seconds")
-        return seconds / self.tokens if seconds and self.tokens else None
+        self.tokens: int | None = duel.get("tokens") or known or None
+        self.seconds: float | None = duel.get("seconds")
+        self.seconds_per_token = self.seconds / self.tokens if self.seconds and self.tokens else None
+        self.times_elbo: float | None = None
+        self.times_ar: float | None = None
+        self.times_elbo_reason = self.times_ar_reason = ""
 
 
 def table(runs: Sequence[Run], rows: Iterable[Row]) -> list[Cost]:

@@ -35,7 +35,7 @@ GROUPS = {  # of columns, which the page can hide
 MANY = 2  # tasks beyond which the page first shows names, means, perplexities and cost only
 FIRST_HIDDEN = ("bits", "gap", "closed", "source")
 NUMBER = re.compile(r"[+-]?[\d,]*\.?\d+(e[+-]?\d+)?|inf")
-WIDTH, MARGIN = 150.0, 9.0  # of a plot
+WIDTH, MARGIN = 140.0, 9.0  # of a plot
 ROUND = ((1, 1.5, 2, 3, 4, 5, 7), (1, 2, 3, 5), (1, 3), (1,))  # mantissas of ticks, the most that fit
 MOST_TICKS = 5
 

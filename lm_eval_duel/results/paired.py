@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,27 +14,17 @@ from lm_eval_duel.core.rates import perplexity
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.estimators.registry import NO_BOUND, Kind, kind_of, of_spec
 from lm_eval_duel.results import pairs, stats
-from lm_eval_duel.results.table import number, pm
+from lm_eval_duel.results.table import number, pm, span
 
 UNITS = ("token", "word", "byte")
-
-
-@dataclasses.dataclass(frozen=True)
-class Scored:
-    """A text as it was scored. `key`: equal for equal texts."""
-
-    key: str
-    log_prob: float  # nats
-    tokens: int
-    words: int
-    bytes: int
-    stderr: float | None = None  # Monte Carlo, nats
 
 
 class Texts(NamedTuple):
     """The scores of some texts under one model. `stderr`: of their sum, nats; equal texts share one error."""
 
-    scores: Sequence[Scored]
+    keys: list[str]  # equal for equal texts
+    log_probs: list[float]  # nats
+    counts: dict[str, list[int]]  # by unit
     kind: str  # of the values, as `registry.kind_of` says
     stderr: float | None = None  # Monte Carlo
     unknown: str = ""  # why values that are drawn have no `stderr`
@@ -47,11 +37,12 @@ class Texts(NamedTuple):
 
     def check(self, name: str) -> None:
         """Raise DuelError for a log-probability above 0: of the sum, if the values are estimates."""
-        values = [(f"text {n}", score.log_prob, score.tokens) for n, score in enumerate(self.scores)]
+        tokens = self.counts["token"]
+        values = [(f"text {n}", *value) for n, value in enumerate(zip(self.log_probs, tokens, strict=True))]
         if self.kind == Kind.ESTIMATE.value:
-            values = [("the sum", math.fsum(nats for _, nats, _ in values), sum(tokens for *_, tokens in values))]
-        for what, nats, tokens in values:
-            if not nats <= pairs.EQUAL * max(1, tokens):
+            values = [("the sum", math.fsum(self.log_probs), sum(tokens))]
+        for what, nats, count in values:
+            if not nats <= pairs.EQUAL * max(1, count):
                 raise DuelError(
                     f"The log-probability of {what} of {name} is {nats:g}, and a probability is at most 1. Score the "
                     "texts again."
@@ -81,8 +72,7 @@ class PairedDifference:
         if self.difference is not None:
             text += f"; difference {number(self.difference, '+.4f')} nats per {self.unit}"
         if self.interval is not None:
-            low, high = (number(end, "+.4f") for end in self.interval)
-            text += f" (95 % interval {low} to {high}, {self.documents} documents)"
+            text += f" (95 % interval {span(self.interval, '+.4f')}, {self.documents} documents)"
         return f"{text}: {self.verdict}" if self.verdict else text
 
 
@@ -96,7 +86,40 @@ def compare(
     """
     if not all(isinstance(scores, Sequence) and not isinstance(scores, str) for scores in (a, b)) or len(names) != 2:
         raise DuelError("compare() takes two lists of scores, as Duel.score returns, and two names.")
-    return difference(_texts(a, names[0]), _texts(b, names[1]), names, unit)
+    both = first, second = _texts(a, names[0]), _texts(b, names[1])
+    if first.keys != second.keys or not a:
+        apart = next((n for n, (x, y) in enumerate(zip(first.keys, second.keys, strict=False)) if x != y), 0)
+        what = f"text {apart} differs" if len(a) == len(b) and a else f"there are {len(a)} and {len(b)} texts"
+        raise DuelError(f"compare() takes two lists of scores of the same texts in the same order, but {what}.")
+    if unit not in (None, *UNITS):
+        raise DuelError(f"'unit' is one of {', '.join(UNITS)}; got {unit}.")
+    for texts, name in zip(both, names, strict=True):
+        texts.check(name)
+    same = first.counts["token"] == second.counts["token"]
+    unit = unit or ("token" if same else "byte")
+    if unit == "token" and not same:
+        raise DuelError("The two lists count other tokens, so they cannot be compared per token; use unit='byte'.")
+    order = sorted(range(len(a)), key=first.keys.__getitem__)  # as in a report, so that the intervals are its
+    table = np.array([[(texts.log_probs[n], texts.counts[unit][n]) for texts in both] for n in order], dtype=float)
+    units = table[:, :, 1].sum(0)  # (2,)
+    if not units.all():
+        raise DuelError(f"The texts have no {unit}s, so there is no rate to compare.")
+    rates = [float(rate) for rate in -table[:, :, 0].sum(0) / units]
+    draws: Any = (None, None)
+    if len(a) > 1 and all(map(math.isfinite, rates)):
+        draws = stats.rates(table, [first.stderr, second.stderr]).T
+    sides = [
+        pairs.Side(name, rate, drawn, texts.kind == Kind.UPPER_BOUND.value, texts.doubt(name))
+        for name, rate, drawn, texts in zip(names, rates, draws, both, strict=True)
+    ]
+    value, interval, verdict = pairs.difference(*sides, len(a))
+    values = perplexity(rates[0]), perplexity(rates[1])
+    one, other = (
+        None if texts.stderr is None or not math.isfinite(known) else known * texts.stderr / float(count)
+        for known, texts, count in zip(values, both, units, strict=True)
+    )
+    ends, kinds = None if interval is None else (interval[0], interval[1]), (first.kind, second.kind)
+    return PairedDifference(names, unit, len(a), values, (one, other), kinds, value, ends, verdict)
 
 
 def _texts(scores: Sequence[Any], name: str) -> Texts:
@@ -114,67 +137,20 @@ def _texts(scores: Sequence[Any], name: str) -> Texts:
         if score.spec != scores[0].spec:
             raise DuelError(f"compare() takes the scores of one model in a list; {name} has 0 and {n} of several.")
     if not scores:
-        return Texts([], Kind.LIKELIHOOD.value)
+        return Texts([], [], {}, Kind.LIKELIHOOD.value)
     total, spec = Total.from_parts(score.sums for score in scores), scores[0].spec
-    estimator, texts = str(spec["estimator"]), list(map(_scored, scores))
-    kind = kind_of(estimator, spec, total.beam)
-    return Texts(texts, kind, total.stderr, unknown_error(estimator, spec, total.stderr))
-
-
-def unknown_error(estimator: str, spec: Mapping[str, Any], stderr: float | None) -> str:
-    """Why a value of this spec has no standard error; empty if it has one, or if nothing is drawn."""
+    estimator, stderr = str(spec["estimator"]), total.stderr
     drawn = of_spec(estimator, spec).drawn
-    return "" if drawn is None or stderr is not None else drawn.unknown(spec)
-
-
-def _scored(score: Any) -> Scored:
-    tokens = score.tokens if isinstance(score.tokens, int) else len(score.tokens)
-    text = score.text
-    return Scored(key_of(text), score.log_prob, tokens, len(text.split()), len(text.encode()), score.stderr)
+    unknown = "" if drawn is None or stderr is not None else drawn.unknown(spec)
+    counts = {
+        "token": [score.tokens if isinstance(score.tokens, int) else len(score.tokens) for score in scores],
+        "word": [len(score.text.split()) for score in scores],
+        "byte": [len(score.text.encode()) for score in scores],
+    }
+    keys, log_probs = [key_of(score.text) for score in scores], [score.log_prob for score in scores]
+    return Texts(keys, log_probs, counts, kind_of(estimator, spec, total.beam), stderr, unknown)
 
 
 def key_of(text: str) -> str:
     """A digest of a text, to know it again."""
     return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-def difference(first: Texts, second: Texts, names: tuple[str, str], unit: str | None = None) -> PairedDifference:
-    """As `compare`, of texts known by their keys."""
-    both = first.scores, second.scores
-    keys, other_keys = ([score.key for score in scores] for scores in both)
-    if keys != other_keys or not keys:
-        apart = next((n for n, (a, b) in enumerate(zip(keys, other_keys, strict=False)) if a != b), 0)
-        counts = f"there are {len(keys)} and {len(other_keys)} texts"
-        what = f"text {apart} differs" if len(keys) == len(other_keys) and keys else counts
-        raise DuelError(f"compare() takes two lists of scores of the same texts in the same order, but {what}.")
-    if unit not in (None, *UNITS):
-        raise DuelError(f"'unit' is one of {', '.join(UNITS)}; got {unit}.")
-    first.check(names[0])
-    second.check(names[1])
-    same = all(a.tokens == b.tokens for a, b in zip(*both, strict=True))
-    unit = unit or ("token" if same else "byte")
-    if unit == "token" and not same:
-        raise DuelError("The two lists count other tokens, so they cannot be compared per token; use unit='byte'.")
-    order = sorted(range(len(keys)), key=keys.__getitem__)  # as in a report, so that the intervals are its
-    columns = [[[scores[n].log_prob, getattr(scores[n], f"{unit}s")] for n in order] for scores in both]
-    table = np.array(columns, dtype=np.float64).transpose(1, 0, 2)  # (texts, 2, 2)
-    units = table[:, :, 1].sum(0)
-    if not units.all():
-        raise DuelError(f"The texts have no {unit}s, so there is no rate to compare.")
-    rates = [float(rate) for rate in -table[:, :, 0].sum(0) / units]
-    draws: Any = (None, None)
-    if len(keys) > 1 and all(map(math.isfinite, rates)):
-        draws = stats.rates(table, [first.stderr, second.stderr]).T
-    sides = [
-        pairs.Side(name, rate, drawn, texts.kind == Kind.UPPER_BOUND.value, texts.doubt(name))
-        for name, rate, drawn, texts in zip(names, rates, draws, (first, second), strict=True)
-    ]
-    value, interval, verdict = pairs.difference(*sides, len(keys))
-    perplexities = perplexity(rates[0]), perplexity(rates[1])
-    one, other = (
-        None if texts.stderr is None or not math.isfinite(known) else known * texts.stderr / float(count)
-        for known, texts, count in zip(perplexities, (first, second), units, strict=True)
-    )
-    ends = None if interval is None else (interval[0], interval[1])
-    kinds = first.kind, second.kind
-    return PairedDifference(names, unit, len(keys), perplexities, (one, other), kinds, value, ends, verdict)

@@ -12,6 +12,7 @@ from typing import Any
 from lm_eval_duel.results.own_files import whole
 from lm_eval_duel.results.read import MODEL, RESULTS, Run
 
+SEEDS = {"random_seed": 0, "numpy_seed": 1234, "torch_seed": 1234, "fewshot_seed": 1234}  # of --seed
 TASK_FOLDER = '"$(lm-eval-duel tools where tasks)"'
 UNREAD = ("trace",)  # model args that change no number, and may name a private folder
 IN_PYTHON = "no command: the model was made in Python"
@@ -50,12 +51,13 @@ def _command(run: Run) -> str:
         return IN_PYTHON
     words = ["lm-eval-duel", "run"] if run.ours else ["lm_eval", "--model", run.model]
     shots = set(content.get("n-shot", {}).values()) - {None}
-    arguments = config.get("model_args")
+    seeds, arguments = [config.get(key, default) for key, default in SEEDS.items()], config.get("model_args")
     flags = {  # as far as they are not at their defaults
         "--model_args": arguments if isinstance(arguments, str) else _joined(arguments or {}),
         "--tasks": ",".join(sorted({*run.tasks, *run.others})),
         "--num_fewshot": shots.pop() if len(shots) == 1 and shots != {0} else "",
         "--limit": "" if config.get("limit") is None else f"{float(config['limit']):g}",
+        "--seed": "" if seeds == [*SEEDS.values()] else ",".join(map(str, seeds)),
         "--batch_size": "" if config.get("batch_size") in (None, 1, "1") else config["batch_size"],
     }
     words += [str(word) for flag, value in flags.items() if value != "" for word in (flag, value)]

@@ -68,43 +68,19 @@ class Row:
     gap_closed_reason: str = ""  # why gap closed, or its error, is not known
     cache_cost: Pair | None = None
 
-    # ------------------------------------------------------------ what it is
-
-    @property
-    def entry(self) -> registry.Entry:
-        return registry.of_spec(self.estimator, self.run.spec, self.beam)
-
-    @property
-    def block(self) -> str | None:
-        """None for autoregressive and other models, `none` for the whole target."""
-        return self.run.spec.get("elbo_block", "none") if self.drawn_bound else self.run.block
-
-    @property
-    def drawn_bound(self) -> bool:
-        """Whether it is a Monte Carlo ELBO, or another bound that is drawn."""
-        entry = registry.find(self.estimator)
-        return entry.kind is Kind.UPPER_BOUND and entry.drawn is not None
-
-    @property
-    def eps(self) -> float:
-        """The least t of a Monte Carlo ELBO; above 0 it is not a bound."""
-        eps = self.run.spec.get("elbo_eps", "none")
-        return float(eps) if self.drawn_bound and eps != "none" else 0.0
-
-    @property
-    def likelihood(self) -> bool:
-        """Whether it is a likelihood, or an estimate or bound of one: not the oracle."""
-        return self.entry.kind is not Kind.NOT_A_LIKELIHOOD
-
-    @property
-    def bound(self) -> bool:
-        """Whether the perplexity is an upper bound."""
-        return self.entry.kind is Kind.UPPER_BOUND and not self.eps
-
-    @property
-    def proper(self) -> bool:
-        """Whether it is the likelihood itself: no estimate, bound or oracle."""
-        return self.entry.kind is Kind.LIKELIHOOD
+    def __post_init__(self) -> None:
+        spec = self.run.spec
+        self.entry = registry.of_spec(self.estimator, spec, self.beam)
+        kind, estimator = self.entry.kind, registry.find(self.estimator)
+        # a Monte Carlo ELBO, or another bound that is drawn
+        self.drawn_bound = estimator.kind is Kind.UPPER_BOUND and estimator.drawn is not None
+        # None for autoregressive and other models, `none` for the whole target
+        self.block = spec.get("elbo_block", "none") if self.drawn_bound else self.run.block
+        eps = spec.get("elbo_eps", "none") if self.drawn_bound else "none"
+        self.eps = 0.0 if eps == "none" else float(eps)  # the least t of an ELBO; above 0 it is not a bound
+        self.likelihood = kind is not Kind.NOT_A_LIKELIHOOD  # or an estimate or bound of one
+        self.bound = kind is Kind.UPPER_BOUND and not self.eps  # of the perplexity, from above
+        self.proper = kind is Kind.LIKELIHOOD  # itself: no estimate, bound or oracle
 
     @property
     def duel(self) -> bool:
@@ -155,13 +131,11 @@ class Row:
         return ("baseline" if self.estimator == "ar" else "AR baseline") if self.ar else ""
 
     @property
-    def unknown(self) -> float:
-        """The share of [UNK] among its tokens."""
-        return self.run.tasks[self.task].unknown
-
-    @property
     def unknown_share(self) -> str:
+        """The share of [UNK] among its tokens."""
         return f"{self.unknown:.1%} [UNK]" if self.unknown else ""
+
+    unknown = property(lambda self: self.run.tasks[self.task].unknown)
 
     # ------------------------------------------------------------ values and their errors
 
@@ -194,10 +168,6 @@ class Row:
     def stderr(self) -> float | None:
         """Monte Carlo, or of a sample."""
         return self.error(self.nats_stderr)
-
-    @property
-    def stderrs(self) -> dict[str, float | None]:
-        return {metric: self.error(self.nats_stderr, metric) for metric in self.metrics}
 
     @property
     def window_stderr(self) -> float | None:

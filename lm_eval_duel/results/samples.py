@@ -32,7 +32,6 @@ class Documents:
 
     numbers: dict[str, int]  # sorted by key
     values: dict[str, Values]  # of each metric
-    stderrs: dict[str, float] = dataclasses.field(default_factory=dict)  # Monte Carlo, nats; those that are known
 
 
 def beside(results: Path, task: str, rolling: bool) -> tuple[Documents | None, str]:
@@ -57,7 +56,7 @@ def of_score(documents: Iterable[Mapping[str, Any]]) -> Documents:
     for n, entry in enumerate(documents):
         nats = -math.inf if entry["log_prob"] is None else entry["log_prob"]
         values = {metric: (nats, entry[unit]) for metric, unit in UNITS.items() if entry[unit]}
-        records.append((n, str(entry["sha256"]), values | {"stderr": entry.get("log_prob_stderr")}))
+        records.append((n, str(entry["sha256"]), values))
     return _numbered(records)
 
 
@@ -70,8 +69,6 @@ def _numbered(records: Iterable[tuple[int, str, Mapping[str, Any]]]) -> Document
     result = Documents({}, {})
     for key, (n, record) in sorted(keyed.items()):
         result.numbers[key] = n
-        if record.get("stderr") is not None:
-            result.stderrs[key] = float(record["stderr"])
         for metric in METRICS:
             if (value := record.get(metric)) is not None:
                 nats, units = map(float, value if isinstance(value, list | tuple) else (value, 1.0))

@@ -284,7 +284,7 @@ def cost(costs: Sequence[Cost]) -> Table:
         return lambda of: "" if read(of) is None else number(read(of), form)
 
     def entry(key: str, scale: float = 1) -> Callable[[Cost], float | None]:
-        return lambda of: None if of.count(key) is None else of.count(key) / scale
+        return lambda of: None if of.run.duel.get(key) is None else of.run.duel[key] / scale
 
     named = names_of_runs([of.run for of in costs])
     columns: Columns = {key: lambda of, column=column: column(of.run) for key, column in named.items()}

@@ -94,10 +94,7 @@ def column(name: str, row: dict[str, Any], key: str) -> Any:
 
 def _documents(file: Path, field: str, lines: bool) -> list[OwnText]:
     if file.suffix in PLAIN:
-        try:
-            return _plain(str(file), file.read_bytes(), lines)
-        except OSError as error:
-            raise DuelError(f"{file} cannot be read ({error.strerror}).") from None
+        return _plain(str(file), file.read_bytes(), lines)
     documents = []
     for name, row in rows([str(file)]):
         text = column(name, row, field)

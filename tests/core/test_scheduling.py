@@ -13,8 +13,8 @@ from lm_eval_duel.core import predictions
 from lm_eval_duel.core.block_causal import BlockCausalView
 from lm_eval_duel.core.budget import largest
 from lm_eval_duel.core.network import take
-from lm_eval_duel.core.predictions import top_of, two_largest
 from lm_eval_duel.core.reveal import Reveal
+from lm_eval_duel.core.top_tokens import top_of, two_largest
 from lm_eval_duel.core.view import distinct
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.estimators.duel import DuelEstimator

@@ -41,6 +41,19 @@ def test_the_head_is_evaluated_at_masked_positions_only_and_all_mask_starts_tie(
     assert scored[0].reveal_steps[0] == 0
 
 
+def test_features_are_the_input_of_the_head(family):
+    """Learned planners read them: after BERT's transform, not before it."""
+    denoiser = family("bert").denoiser
+    ids = torch.tensor([[2, 6, denoiser.mask_id, 9, 3]])
+    with torch.inference_mode():
+        hidden = denoiser.model.bert(ids).last_hidden_state
+        expected = denoiser.model.cls.predictions.transform(hidden)
+        assert torch.allclose(denoiser.features(ids, None), expected, atol=1e-5)
+        logits = denoiser.head(denoiser.features(ids, None)[0])
+        assert torch.allclose(logits, denoiser.model(ids).logits[0], atol=1e-4)
+    assert denoiser.splits_head and not torch.allclose(expected, hidden, atol=1e-2)
+
+
 class Deaf(MaskedLM):
     """A network that does not listen to its attention mask."""
 

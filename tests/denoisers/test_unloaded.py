@@ -21,6 +21,7 @@ NETWORKS = [
     ("demo-bd", {}),
     ("gpt2", {}),
     ("modernbert", {"max_length": 16}),
+    ("roberta", {}),
     ("gidd", {"max_length": 16}),
     ("sedd", {}),
     ("d2f-dream", {}),

@@ -210,6 +210,13 @@ def test_an_estimate_is_not_below_its_own_bound():
     assert all(score.log_prob >= BeamSums(*score.beam).bound - 1e-9 for score in scores)
 
 
+def test_a_converged_block_above_12_positions_is_not_proven():
+    network, text = Toy(length=15, seed=3, scale=0.3), (0, 2, 1, 1, 2, 0, 1, 1, 2, 0, 1, 2, 2)
+    estimator = made("random", network, block=13, tolerance=50, beam=128)
+    scores = estimator.log_prob([Window((1,), text), Window((1,), text[:10])])
+    assert [(of.converged, of.unproven) for of in sums(scores)] == [(1, 1), (1, 0)]
+
+
 def test_errors_of_blocks_add_up():
     """They have one sign as a rule, so a root of squares would be too small for many blocks."""
     network = Toy(length=14, seed=3, scale=1.0)

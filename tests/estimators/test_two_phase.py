@@ -16,7 +16,7 @@ from lm_eval_duel.denoisers.wrappers import Guided, Warped
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.estimators import block_sample
 from lm_eval_duel.estimators.duel import DuelEstimator
-from lm_eval_duel.estimators.phases import Phases
+from lm_eval_duel.estimators.phases import FEW, Phases
 from lm_eval_duel.estimators.two_phase import TwoPhase
 
 RULES = ["greedy:k=1", "left_to_right:k=2", "threshold:mu=0.45", "klass:mu=0.4:nu=0.3"]
@@ -104,6 +104,21 @@ def test_unbiased_and_covering_over_seeds(share):
     assert abs(means.mean() - f.sum()) < 4 * means.std() / math.sqrt(seeds)
     assert abs(variances.mean() - means.var()) < 4 * error
     assert 0.93 <= ((means - f.sum()).abs() < 1.96 * variances.sqrt()).double().mean() <= 0.97
+
+
+def test_intervals_cover_from_the_fewest_drawn_blocks_on():
+    """Law 20: of the samples that have a standard error at all, in which about 11 blocks are drawn."""
+    toy, windows = Attends(length=12), list(dict.fromkeys(texts(150, lengths=(12, 10, 5), seed=1)))[:30]
+    exact, cached = DuelEstimator(toy, "greedy", 3), DuelEstimator(Cached(toy, "dual"), "greedy", 3)
+    f, g = per_block(exact, windows), per_block(cached, windows)
+    keys, blocks = [window.key for window in windows], [len(exact.blocks(window)) for window in windows]
+    held = []
+    for seed in range(400):
+        weights = block_sample.weights(keys, blocks, 0.1, seed)
+        estimate, variance = (part.sum() for part in block_sample.combine(g, f, weights))
+        if (weights > 0).sum() >= FEW:
+            held.append(bool((estimate - f.sum()).abs() <= 1.96 * variance.sqrt()))
+    assert len(held) > 100 and sum(held) >= 0.9 * len(held)
 
 
 # ---------------------------------------------------------------- laws 8 and 12

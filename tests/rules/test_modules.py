@@ -13,7 +13,7 @@ from pages import ROOT
 from safetensors.torch import load_file, save_file
 from toys import BlockCausal, Toy
 
-from lm_eval_duel import fingerprint, rules
+from lm_eval_duel import Duel, fingerprint, rules
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.denoisers.cached.denoiser import Cached
 from lm_eval_duel.denoisers.wrappers import Guided
@@ -192,3 +192,12 @@ def test_planners_that_do_not_fit_the_network(folder):
     for network, rule, named in ((Toy(), wide, "10 numbers .* 6"), (Guided(Toy(), 0.5), fitting, "cfg_scale")):
         with pytest.raises(DuelError, match=named):
             DuelEstimator(network, rule).log_prob([Window((1,), (0, 1))])
+
+
+@pytest.mark.slow
+def test_the_example_trains_a_planner(tmp_path):
+    example, file = sys.modules[rules.find(LEARNED).__module__], tmp_path / "planner.safetensors"
+    example.save_planner(example.train(steps=2), file, ("features", "entropy"))
+    duel = Duel.from_pretrained("demo-mdm", rule=f"{LEARNED}:file={file}:k=4", block=8, device="cpu")
+    [score] = duel.log_prob([Window((), tuple(range(300, 312)))])
+    assert score.nfe == 3 and math.isfinite(score.log_prob)

@@ -6,9 +6,11 @@ import functools
 import itertools
 import json
 import math
+import sys
 
 import published
 import pytest
+import tiny
 import torch
 from laws import check_scored_as_drawn, total
 from pages import ROOT
@@ -34,6 +36,18 @@ def table(tmp_path_factory):
     path = tmp_path_factory.mktemp("pc") / "table.json"
     path.write_text(json.dumps({"num_token": 20, "p_baseline_dict": {"0": 9, "2": 3}}))
     return str(path)
+
+
+def test_frequencies_are_counted(tmp_path):
+    """By the main of examples/rules/pc.py, in the layout that its rule reads."""
+    tiny.tokenizer().save_pretrained(tmp_path)
+    (tmp_path / "one.txt").write_text("a b a")
+    (tmp_path / "two.jsonl").write_text('{"text": "c a"}\n')
+    out, example = tmp_path / "table.json", sys.modules[rules.find(PC).__module__]
+    texts = [str(tmp_path / name) for name in ("one.txt", "two.jsonl")]
+    example.main(["--tokenizer", str(tmp_path), "--tasks", *texts, "--out", str(out)])
+    a, b, c = tiny.tokenizer()("a b c", add_special_tokens=False)["input_ids"]
+    assert example.read_table(str(out), None) == (5, {a: 3, b: 1, c: 1})
 
 
 def random_case(seed, lanes):

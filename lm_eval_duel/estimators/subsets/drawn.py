@@ -15,7 +15,8 @@ import torch
 import torch.nn.functional as F
 
 from lm_eval_duel.core.denoiser import Denoiser
-from lm_eval_duel.core.predictions import Predictions, top_of
+from lm_eval_duel.core.predictions import Predictions
+from lm_eval_duel.core.top_tokens import top_of
 from lm_eval_duel.denoisers.wrappers import Warped
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.rules.base import log_odds

@@ -1,0 +1,93 @@
+"""Laws 1 and 19 at the sizes where the code branches: more tokens than one run of columns, rows of more columns than a
+piece of the clean stream, several chunks of the head, many windows in one call."""
+
+import random
+
+import pytest
+import torch
+from attends import Attends
+from laws import total
+from toys import Toy
+
+from lm_eval_duel.audit.checked import Checked
+from lm_eval_duel.audit.recompute import recompute
+from lm_eval_duel.core import block_causal, predictions, top_tokens
+from lm_eval_duel.core.windows import Window
+from lm_eval_duel.denoisers.cached.denoiser import Cached
+from lm_eval_duel.estimators.duel import Autoregressive
+from lm_eval_duel.estimators.duel import DuelEstimator as Duel
+
+TOKENS = 2 * top_tokens.RUN + 9  # two runs of columns, and a rest
+LENGTH = block_causal.CLEAN + 80
+
+
+class ByBlocks(Attends):
+    """A network that attends by blocks."""
+
+    attention = "block_causal"
+    block = 16
+
+
+class Prefix(ByBlocks):
+    """A causal prefix, and blocks that see it and themselves."""
+
+    attention = "causal_prefix"
+    seeds_blocks = True
+
+
+class Shifted(ByBlocks):
+    """An autoregressive network."""
+
+    attention = "causal"
+    block = None
+
+    def features(self, ids, real):
+        column = torch.arange(ids.shape[1])
+        return self.stream(ids, column[None], (column[:, None] >= column)[None], None)[0]
+
+
+def tokens(count, seed=0):
+    return tuple(random.Random(seed).choices(range(TOKENS), k=count))
+
+
+def agree(estimator, windows):
+    for window, score in zip(windows, estimator.log_prob(windows), strict=True):
+        found = Checked.from_scores("", window, score, recompute(estimator, window, score))
+        assert not found.problems and found.difference < 1e-8 and found.again.ties == 0, found.problems
+
+
+@pytest.mark.parametrize("rule", ["greedy:k=1", "margin:k=1", "entropy:k=2", "threshold:mu=0.02"])
+def test_sums_to_one_over_many_tokens(rule):
+    assert abs(total(Duel(Toy(TOKENS - 60, length=2), rule, 2), 2, tokens=TOKENS - 60) - 1) < 1e-9
+
+
+@pytest.mark.parametrize(
+    ("network", "rule", "block"),
+    [
+        (Attends(TOKENS, LENGTH, layers=1), "greedy:k=24", 48),
+        (Cached(Attends(TOKENS, LENGTH, layers=1), "dual"), "margin:k=24", 48),
+        (ByBlocks(TOKENS, LENGTH, layers=1), "entropy:k=4", "auto"),
+        (Prefix(TOKENS, LENGTH, layers=1), "greedy:k=4", "auto"),
+    ],
+    ids=["bidirectional", "cached", "block-causal", "causal prefix"],
+)
+def test_long_rows_equal_the_reference(network, rule, block):
+    """A context of more than a piece of the clean stream, and a target of that length."""
+    long = block_causal.CLEAN + 10
+    windows = [Window(tokens(long, 1), tokens(50, 2)), Window(tokens(20, 3), tokens(long, 4))]
+    agree(Duel(network, rule, block), windows if network.by_blocks else windows[:1])
+
+
+def test_a_long_text_under_an_autoregressive_network():
+    agree(Autoregressive(Shifted(TOKENS, LENGTH, layers=1, shift=1)), [Window(tokens(1), tokens(LENGTH - 1, 2))])
+
+
+@pytest.mark.parametrize("cache", [None, "prefix", "dual"])
+def test_windows_that_differ_in_their_suffix_alone(cache, monkeypatch):
+    """In one call, with the head in several chunks."""
+    monkeypatch.setattr(predictions, "CPU_VALUES", 5 * TOKENS)
+    monkeypatch.setattr(predictions, "CPU_ROWS", 3)
+    network = Attends(TOKENS, 40, layers=1)
+    suffixes = [(), tokens(3, 5), tokens(3, 6), tokens(4, 6), tokens(3, 7)]
+    windows = [Window(tokens(4), tokens(12, 8), suffix) for suffix in suffixes]
+    agree(Duel(network if cache is None else Cached(network, cache), "greedy:k=2", 4), windows)
