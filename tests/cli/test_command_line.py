@@ -8,6 +8,7 @@ import json
 import subprocess
 import sys
 
+import lm_eval.evaluator  # noqa: F401  as in its own command
 import pytest
 from lm_eval.tasks import TaskManager
 from lm_eval.utils import simple_parse_args_string
