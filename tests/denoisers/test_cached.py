@@ -57,6 +57,32 @@ def test_lanes_equal_the_plain_reference(rule, cache):
             check(result, expected(toy, cache, rule, block, window, grid), exact)
 
 
+ALIKE = [  # pairs that differ in one thing alone
+    (Window((1,), (0, 1, 2, 0), (0, 2)), Window((1,), (0, 1, 2, 0), (2, 0))),
+    (Window((1,), (0, 1, 2, 0), (0,)), Window((1,), (0, 1, 2, 0), (0, 0))),
+    (Window((1,), (0, 1, 2, 0), (0,)), Window((2,), (0, 1, 2, 0), (0,))),
+    (Window((1,), (0, 1, 2, 0), (2,)), Window((1, 0), (1, 2, 0), (2,))),
+    (Window((1,), (0, 1, 2, 0), (2,)), Window((1,), (0, 1, 2), (0, 2))),
+    (Window((1,), (0, 1, 2, 0), (2,)), Window((1,), (0, 1, 2, 0), (2,), tail=2)),
+    (Window((1,), (0, 1, 2, 0)), Window((1,), (0, 1, 2, 0), tail=2)),
+    (Window((1,), (0, 1, 2, 0), (2,)), Window((1,), (0, 2, 2, 0), (2,))),
+]
+
+
+@pytest.mark.parametrize("cache", [None, *CACHES])
+def test_windows_that_differ_in_one_thing_alone_keep_their_values(cache, no_row_checks):
+    toy = Attends(length=10)
+    network = toy if cache is None else Cached(toy, cache)
+    for pair, rule in itertools.product(ALIKE, ("greedy:k=1", "left_to_right:k=2")):
+        block = 2 if len(pair[0].target) == len(pair[1].target) else None
+        duel = DuelEstimator(network, rule, block)
+        alone = [duel.log_prob([window])[0] for window in pair]
+        assert alone[0].log_prob != pytest.approx(alone[1].log_prob, abs=1e-9)
+        for together, single in zip(duel.log_prob(list(pair)), alone, strict=True):
+            assert together.reveal_steps == single.reveal_steps, pair
+            assert together.token_logprobs == pytest.approx(single.token_logprobs, abs=1e-9), pair
+
+
 # ---------------------------------------------------------------- law 1: sums to one
 
 

@@ -26,6 +26,17 @@ class Misspelt(rules.Rule):
 
 
 @dataclasses.dataclass(frozen=True)
+class Turns(rules.Rule):
+    """The first masked position and the last one in turns; its memory says whose turn it is."""
+
+    def __call__(self, predictions, lanes):
+        last = lanes.memory[0] if lanes.memory else torch.zeros_like(lanes.masked)  # (R, W)
+        count = lanes.masked.cumsum(1)
+        ends = torch.where(last, count == count[:, -1:], count == 1) & lanes.masked
+        return rules.Decision(ends, memory=(~last,))
+
+
+@dataclasses.dataclass(frozen=True)
 class Looks(rules.ModuleRule):
     """A module that looks at several positions: a position's score depends on the mean features of its lane."""
 

@@ -6,13 +6,14 @@ import functools
 import itertools
 import json
 import math
+import re
 import sys
 
 import published
 import pytest
 import tiny
 import torch
-from laws import check_scored_as_drawn, total
+from laws import RULES, check_scored_as_drawn, total
 from pages import ROOT
 from toys import BlockCausal, Rotary, Toy
 
@@ -27,6 +28,7 @@ from lm_eval_duel.options import Options
 from lm_eval_duel.rules import refused
 
 WIDTH, TOKENS = 7, 5
+WORD = re.compile(r"\w+").findall
 PC = f"{ROOT}/examples/rules/pc.py:PC"
 
 
@@ -309,13 +311,41 @@ def test_a_block_of_masks_alone():
 # ---------------------------------------------------------------- inside a block
 
 
-def test_sub_blocks_are_blocks_that_see_the_masks_after_them():
-    """In a bidirectional network, sub-blocks of a block are smaller blocks."""
-    toy, windows = Toy(length=9), [Window((1,), (2, 0, 1, 1, 2, 0, 0)), Window((), (0, 0, 1, 2))]
-    for rule in ("greedy:k=2", "klass:mu=0.4:nu=0.3", "quota:steps=1", "random:k=1:seed=3", "left_to_right:k=2"):
-        small, inside = Duel(toy, rule, 2).log_prob(windows), Duel(toy, f"{rule}:sub_block=2", 4).log_prob(windows)
-        assert [s.token_logprobs for s in inside] == [pytest.approx(s.token_logprobs, abs=1e-12) for s in small]
-        assert [s.nfe for s in inside] == [s.nfe for s in small]
+def every_rule(table):
+    """A text of every rule with several schedules, without what goes around rules and without files of weights."""
+    texts = [
+        *RULES,
+        *(text for text in new_rules(table) if not {"across", "sub_block", "seed_first"} & set(WORD(text))),
+    ]
+    texts += ["klass:mu=0.4:nu=0.4:history=2", "quota:steps=3", "dream:alg=entropy:steps=3"]
+    texts += ["custom_rules:Turns"]
+    named = {rules.split(text)[0] for text in texts}
+    assert named >= {*rules.RULES} - {"learned", "learned_threshold"}
+    return texts
+
+
+def test_sub_blocks_are_blocks_that_see_the_masks_after_them(table, subtests):
+    """In a bidirectional network, sub-blocks are smaller blocks: a rule's steps and memory start again in each."""
+    toy, windows = Toy(length=9), [Window((1,), (2, 0, 1, 1, 2, 0, 0, 1)), Window((), (0, 0, 1, 2, 1))]
+    for rule in every_rule(table):
+        with subtests.test(rule):
+            small, inside = Duel(toy, rule, 3).log_prob(windows), Duel(toy, f"{rule}:sub_block=3", 6).log_prob(windows)
+            assert [s.token_logprobs for s in inside] == [pytest.approx(s.token_logprobs, abs=1e-12) for s in small]
+            assert [s.nfe for s in inside] == [s.nfe for s in small]
+
+
+def test_after_a_blocks_first_position_a_rule_starts_afresh(table, subtests):
+    """The first position of a block alone, then the rule as in a block that begins behind it."""
+    toy, window = Toy(length=9), Window((1,), (2, 0, 1, 1, 2))
+    rest = Window((1, 2), (0, 1, 1, 2))
+    for rule in every_rule(table):
+        if rules.parse(rule).name in ("dream", "random"):
+            continue  # its schedule goes on, see `after_first`; its order is that of the whole block
+        with subtests.test(rule):
+            seeded, after = Duel(toy, f"{rule}:seed_first=true", 5).log_prob([window])[0], Duel(toy, rule, 4)
+            followed = after.log_prob([rest])[0]
+            assert seeded.reveal_steps == (0, *(step + 1 for step in followed.reveal_steps))
+            assert seeded.token_logprobs[1:] == pytest.approx(followed.token_logprobs, abs=1e-12)
 
 
 def test_positions_that_come_last_are_not_near_ties():
@@ -452,6 +482,64 @@ def test_samplers_that_are_no_distribution_are_refused_with_the_reason():
             with pytest.raises(DuelError) as error:
                 Options.parse(arguments)
             assert reason in str(error.value)
+
+
+BOUNDS = {  # a rule with one parameter left open, and values between which its picks differ
+    "threshold:mu={}": (0.0, 1.0),
+    "threshold:strict=True:mu={}": (0.0, 1.0),
+    "klass:nu=0.5:mu={}": (0.0, 1.0),
+    "klass:mu=0.3:nu={}": (0.0, 2.0),
+    "entropy_threshold:tau={}": (0.0, 2.0),
+    "entropy_bound:gamma={}": (0.0, 5.0),
+    "entropy_bound:inclusive=True:gamma={}": (0.0, 5.0),
+    "factor:f={}": (0.01, 5.0),
+    "factor:variant=b:f={}": (0.01, 5.0),
+    "factor:variant=c:f={}": (0.01, 5.0),
+    "hierarchy:tau=0.9:low={}": (0.0, 0.9),
+    "hierarchy:low=0.2:tau={}": (0.2, 1.0),
+    "dinfer_threshold:mu={}": (0.0, 1.0),
+    "high_or_topk:n=2:tau={}": (0.0, 1.0),
+    "dream:alg=confidence_threshold:steps=1:tau={}": (0.0, 1.0),
+}
+
+
+def test_a_parameter_a_hair_from_another_pick_is_a_near_tie(subtests):
+    """Where a parameter a hair larger gives another pick, on both sides float noise could do the same."""
+
+    def decision(text, value, logits, masked):
+        if not text.startswith("klass"):
+            return decided(text.format(value), logits, masked)
+        before = (logits.roll(1, 1) * 0.2 + logits).log_softmax(2), torch.zeros_like(masked, dtype=torch.int64)
+        return decided(text.format(value), logits, masked, 1, before)
+
+    for text, (low, high) in BOUNDS.items():
+        found = 0
+        for seed in range(6):
+            logits, masked = random_case(100 + seed, 1)
+            grid = torch.linspace(low, high, 9, dtype=torch.float64).tolist()
+            picks = [decision(text, value, logits, masked).pick for value in grid]
+            for n, (one, other) in enumerate(itertools.pairwise(picks)):
+                if torch.equal(one, other):
+                    continue
+                below, above = grid[n], grid[n + 1]
+                while above - below > 1e-9:
+                    middle = (below + above) / 2
+                    same = torch.equal(decision(text, middle, logits, masked).pick, one)
+                    below, above = (middle, above) if same else (below, middle)
+                found += 1
+                with subtests.test(text, seed=seed, value=above):
+                    near = [bool(decision(text, value, logits, masked).near_tie) for value in (below, above)]
+                    assert near == [True, True]
+        assert found, text
+
+
+def test_a_threshold_a_hair_above_the_most_probable_token_is_a_near_tie():
+    """Which position is revealed does not change there, but whether it was sure does."""
+    logits = torch.tensor([[[2.0, 0, 0, 0, 0], [1.0, 0, 0, 0, 0], *[[0.5, 0, 0, 0, 0]] * 5]], dtype=torch.float64)
+    p = float(logits[0, 0].softmax(0).max())
+    for mu, near in ((p + 1e-6, True), (p - 1e-6, True), (p + 0.01, False)):
+        decision = decided(f"threshold:mu={mu}", logits, torch.ones(1, WIDTH, dtype=torch.bool))
+        assert decision.pick.nonzero().tolist() == [[0, 0]] and bool(decision.near_tie) == near
 
 
 SCORES = ["greedy", "greedy:k=2", "margin", "log_margin", "entropy:k=2", "threshold:mu=0.5", "entropy_bound:gamma=0.5"]

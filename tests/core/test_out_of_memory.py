@@ -1,0 +1,83 @@
+"""Memory that runs out while a step is added: it is added once, wherever that happens."""
+
+import dataclasses
+
+import pytest
+import torch
+from laws import strings
+from torch.utils._python_dispatch import TorchDispatchMode
+from toys import Toy
+
+from lm_eval_duel.core.scores import WindowScores
+from lm_eval_duel.core.windows import Window
+from lm_eval_duel.estimators.duel import DuelEstimator
+from lm_eval_duel.estimators.elbo import Elbo, ElboSums
+from lm_eval_duel.estimators.subsets.lattice import Lattice, LatticeSums
+from lm_eval_duel.estimators.subsets.sampled_confidence import SampledConfidence
+from lm_eval_duel.estimators.subsets.set_sampler import SetSums
+
+pytestmark = pytest.mark.usefixtures("no_row_checks")
+
+
+class Flat(Toy):
+    """A network of which nearly every step is a near tie."""
+
+    def __init__(self):
+        super().__init__()
+        self.out = self.out * 1e-5
+
+
+class Short(TorchDispatchMode):
+    """The memory runs out at operation number `at`. A sum into what exists takes none."""
+
+    def __init__(self, at):
+        super().__init__()
+        self.at, self.count = at, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is not torch.ops.aten.index_add_.default:
+            self.count += 1
+            if self.count == self.at + 1:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+        return func(*args, **(kwargs or {}))
+
+
+CASES = {
+    "scores": (WindowScores, lambda: DuelEstimator(Flat(), "threshold:mu=0.4", 4, traced=True)),
+    "elbo": (ElboSums, lambda: Elbo(Toy(), samples=16)),
+    "lattice": (LatticeSums, lambda: Lattice(Flat(), block=3, follow=["greedy", "threshold:mu=0.4"], traced=True)),
+    "sets": (SetSums, lambda: SampledConfidence(Toy(), block=3, n=1)),
+}
+
+
+def numbers(value):
+    """All numbers of scores, in order."""
+    if dataclasses.is_dataclass(value):
+        return numbers([getattr(value, field.name) for field in dataclasses.fields(value)])
+    if isinstance(value, dict):
+        return numbers([*value.values()])
+    if isinstance(value, list | tuple):
+        return [number for each in value for number in numbers(each)]
+    return [float("nan") if value is None else float(value)]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_step_is_added_once_at_whatever_operation_memory_runs_out(name, monkeypatch):
+    windows = [Window((), target) for target in strings(3, 4)[::16]]
+    kind, make = CASES[name]
+    expected, whole = numbers(make().log_prob(windows)), kind.add
+    for at in range(1000):
+        short = []
+
+        def add(self, step, at=at, short=short):
+            if short:
+                return whole(self, step)
+            short.append(Short(at))
+            with short[0]:
+                return whole(self, step)
+
+        monkeypatch.setattr(kind, "add", add)
+        assert numbers(make().log_prob(windows)) == pytest.approx(expected, abs=1e-12, nan_ok=True), at
+        if short[0].count <= at:  # it did not run out any more
+            break
+    assert 3 < at < 999
