@@ -43,7 +43,7 @@ class Short(TorchDispatchMode):
 
 
 CASES = {
-    "scores": (WindowScores, lambda: DuelEstimator(Flat(), "threshold:mu=0.4", 4, traced=True)),
+    "scores": (WindowScores, lambda: DuelEstimator(Flat(), "threshold:mu=0.4", 3, traced=True)),
     "elbo": (ElboSums, lambda: Elbo(Toy(), samples=16)),
     "lattice": (LatticeSums, lambda: Lattice(Flat(), block=3, follow=["greedy", "threshold:mu=0.4"], traced=True)),
     "sets": (SetSums, lambda: SampledConfidence(Toy(), block=3, n=1)),
@@ -63,7 +63,7 @@ def numbers(value):
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_step_is_added_once_at_whatever_operation_memory_runs_out(name, monkeypatch):
-    windows = [Window((), target) for target in strings(3, 4)[::16]]
+    windows = [Window((), target) for target in strings(3, 3)[::11]]
     kind, make = CASES[name]
     expected, whole = numbers(make().log_prob(windows)), kind.add
     for at in range(1000):

@@ -516,10 +516,10 @@ def test_a_parameter_a_hair_from_another_pick_is_a_near_tie(subtests):
         found = 0
         for seed in range(6):
             logits, masked = random_case(100 + seed, 1)
-            grid = torch.linspace(low, high, 9, dtype=torch.float64).tolist()
+            grid = torch.linspace(low, high, 6, dtype=torch.float64).tolist()
             picks = [decision(text, value, logits, masked).pick for value in grid]
             for n, (one, other) in enumerate(itertools.pairwise(picks)):
-                if torch.equal(one, other):
+                if found > 1 or torch.equal(one, other):
                     continue
                 below, above = grid[n], grid[n + 1]
                 while above - below > 1e-9:
