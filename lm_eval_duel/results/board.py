@@ -12,10 +12,9 @@ from lm_eval_duel.core.rates import METRICS
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.estimators import registry
 from lm_eval_duel.estimators.registry import Kind
-from lm_eval_duel.results import compare, match
+from lm_eval_duel.results import compare, match, provenance
 from lm_eval_duel.results.cost import CACHED, Cost
 from lm_eval_duel.results.match import PER_TOKEN
-from lm_eval_duel.results.provenance import Provenance
 from lm_eval_duel.results.read import Run
 from lm_eval_duel.results.rows import NON_IDENTITY_KEYS, Row, argument, differing_keys
 from lm_eval_duel.results.table import WORDS
@@ -49,7 +48,7 @@ class TaskColumn:
     @property
     def windows(self) -> list[str]:
         """How its runs cut documents."""
-        return [*dict.fromkeys(str(match.windows(run)) for run in self.runs)]
+        return [*dict.fromkeys(match.windows_of(run) for run in self.runs)]
 
 
 class BoardRow:
@@ -65,11 +64,33 @@ class BoardRow:
         self.autoregressive = first.run.autoregressive
         self.remarks = max(map(_qualifiers, results.values()), key=len)
         self.runs = [*{row.run.name: row.run for row in results.values()}.values()]
-        self.provenance = [*map(Provenance.from_run, self.runs)]
+        self.files, self.pretrained, self.spec = [run.name for run in self.runs], first.run.pretrained, first.run.spec
+        self.fingerprint = ", ".join(dict.fromkeys(run.fingerprint for run in self.runs if run.fingerprint))
+        self.parameters = next(filter(None, (run.duel.get("parameters") for run in self.runs)), None)
+        self.versions = provenance.versions(self.runs)
+        self.date = max(map(provenance.date, self.runs))
+        self.commands = [*dict.fromkeys(map(provenance.command, self.runs))]
+        self._add_costs()
         self.mean: float | None = None
         self.mean_rank: float | None = None
         self.main: float | None = None  # the value that rows are ranked by
         self.rank: int | None = None
+
+    def _add_costs(self) -> None:
+        """NFE and seconds per token, over its tasks. Rows of one lattice run share its time."""
+        counted = [row for row in self.results.values() if row.nfe and row.tokens]
+        tokens = sum(row.tokens for row in counted)
+        self.nfe_per_token = sum(row.nfe for row in counted) / tokens if counted else None
+        costs = list(map(Cost, self.runs))
+        places = sorted({cost.place for cost in costs}, key=str)
+        self.device = ", ".join(f"{device or 'unknown device'} x {ranks or 1}" for device, ranks in places)
+        self.seconds_reason = f"its tasks ran on {self.device}" if len(places) > 1 else ""
+        if any(run.cached for run in self.runs):
+            self.seconds_reason = CACHED
+        elif not all(cost.seconds_per_token for cost in costs):
+            self.seconds_reason = "the results hold no time of the scoring alone"
+        seconds = None if self.seconds_reason else sum(cost.seconds for cost in costs)
+        self.seconds_per_token = None if seconds is None else seconds / sum(cost.tokens for cost in costs)
 
     @property
     def kind(self) -> str:
@@ -97,52 +118,6 @@ class BoardRow:
         """The value in a column; None if there is none, or an infinite one."""
         known = self.results[column].value if column in self.results else math.inf
         return known if math.isfinite(known) else None
-
-    @property
-    def nfe_per_token(self) -> float | None:
-        counted = [row for row in self.results.values() if row.nfe and row.tokens]
-        return sum(row.nfe for row in counted) / sum(row.tokens for row in counted) if counted else None
-
-    @property
-    def device(self) -> str:
-        places = sorted({Cost(run).place for run in self.runs}, key=str)
-        return ", ".join(f"{device or 'unknown device'} x {ranks or 1}" for device, ranks in places)
-
-    @property
-    def seconds_reason(self) -> str:
-        """Why `seconds_per_token` is not known."""
-        costs = list(map(Cost, self.runs))
-        if any(cost.run.cached for cost in costs):
-            return CACHED
-        if not all(cost.seconds_per_token for cost in costs):
-            return "the results hold no time of the scoring alone"
-        return f"its tasks ran on {self.device}" if len({cost.place for cost in costs}) > 1 else ""
-
-    @property
-    def seconds_per_token(self) -> float | None:
-        """Of scoring. Rows of one lattice run share its time."""
-        if self.seconds_reason:
-            return None
-        costs = list(map(Cost, self.runs))
-        return sum(cost.seconds for cost in costs) / sum(cost.tokens for cost in costs)
-
-    @property
-    def versions(self) -> dict[str, str]:
-        every: dict[str, dict[str, None]] = {}
-        for name, version in (item for origin in self.provenance for item in origin.versions.items()):
-            every.setdefault(name, {})[version] = None
-        return {name: ", ".join(versions) for name, versions in every.items()}
-
-    @property
-    def fingerprint(self) -> str:
-        return ", ".join(dict.fromkeys(run.fingerprint for run in self.runs if run.fingerprint))
-
-    parameters = property(lambda self: next(filter(None, (run.duel.get("parameters") for run in self.runs)), None))
-    pretrained = property(lambda self: self.run.pretrained)
-    spec = property(lambda self: self.run.spec)
-    files = property(lambda self: [run.name for run in self.runs])
-    date = property(lambda self: max(origin.date for origin in self.provenance))
-    commands = property(lambda self: [*dict.fromkeys(origin.command for origin in self.provenance)])
 
 
 @dataclasses.dataclass

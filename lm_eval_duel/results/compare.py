@@ -148,7 +148,7 @@ def _notes(name: str, compared: Sequence[Run], elbos: Sequence[str]) -> list[str
     notes += elbos
     cuts: dict[str, dict[str, None]] = {}
     for run in compared:
-        cuts.setdefault(run.label, {})[str(match.windows(run))] = None
+        cuts.setdefault(run.label, {})[match.windows_of(run)] = None
         if run.dtype not in ("float32", "float64"):
             default = "" if run.ours else " (the default of --model hf; dtype=float32 changes it)"
             notes.append(f"{run.label} ran in {run.dtype}{default}: {run.short_name}")

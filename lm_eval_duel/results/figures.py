@@ -30,23 +30,11 @@ if TYPE_CHECKING:
 MISSING = "No figures: matplotlib is not installed (pip install 'lm-eval-duel[plots]')."
 GREY, LIGHT, DARK = "#555555", "#bbbbbb", "#222222"
 RULES = {  # Okabe and Ito's colours, and Tol's for the others: both colour-blind safe
-    "left_to_right": "#000000",
-    "right_to_left": "#882255",
-    "random": "#999933",
-    "greedy": "#D55E00",
-    "margin": "#009E73",
-    "log_margin": "#44AA99",
-    "entropy": "#0072B2",
-    "threshold": "#CC79A7",
-    "klass": "#E69F00",
-    "entropy_bound": "#56B4E9",
-    "entropy_threshold": "#332288",
-    "factor": "#117733",
-    "high_or_topk": "#AA4499",
-    "hierarchy": "#661100",
-    "dinfer_threshold": "#6699CC",
-    "quota": "#DDCC77",
-    "dream": "#888888",
+    **{"left_to_right": "#000000", "right_to_left": "#882255", "random": "#999933", "greedy": "#D55E00"},
+    **{"margin": "#009E73", "log_margin": "#44AA99", "entropy": "#0072B2", "threshold": "#CC79A7"},
+    **{"klass": "#E69F00", "entropy_bound": "#56B4E9", "entropy_threshold": "#332288", "factor": "#117733"},
+    **{"high_or_topk": "#AA4499", "hierarchy": "#661100", "dinfer_threshold": "#6699CC", "quota": "#DDCC77"},
+    **{"dream": "#888888"},
 }
 OTHER_RULES = ("#33BBEE", "#EE3377", "#CC3311", "#225522", "#BBCC33")  # a user's rule: chosen by its name
 MODELS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#882255", "#332288", "#117733", "#661100", "#0077BB", "#AA4499")

@@ -26,23 +26,17 @@ class Difference(NamedTuple):
         return f"{self.field}: {self.here} in {here.name}, but {self.there} in {there.name}"
 
 
-class Windows(NamedTuple):
-    """How a run cuts documents: scheme, target positions per window, and whether they are recorded or derived."""
-
-    scheme: str
-    capacity: int | None
-    derived: bool
-
-    def __str__(self) -> str:
-        size = "unknown length" if self.capacity is None else f"{self.capacity} target positions"
-        return f"{self.scheme}, {size}{' (derived)' if self.derived else ''}"
+def windows(run: Run) -> tuple[str, int | None]:
+    """How a run cuts documents, and target positions per window; other models have the harness's rolling windows."""
+    ours = run.spec.get("windows", "independent"), run.duel.get("row_capacity")
+    return ours if run.ours else ("harness", run.max_length)
 
 
-def windows(run: Run) -> Windows:
-    """A run's windows; other models use the harness's rolling ones, with max_length targets after a prefix."""
-    if not run.ours:
-        return Windows("harness", run.max_length, True)
-    return Windows(run.spec.get("windows", "independent"), run.duel.get("row_capacity"), False)
+def windows_of(run: Run) -> str:
+    """The windows in words, and whether they are derived."""
+    scheme, capacity = windows(run)
+    size = "unknown length" if capacity is None else f"{capacity} target positions"
+    return f"{scheme}, {size}{'' if run.ours else ' (derived)'}"
 
 
 def positions(run: Run) -> str:
@@ -120,7 +114,7 @@ def differences(here: Run, there: Run, name: str) -> list[Difference]:
                 "score both with windows=harness and a max_length that gives equal target positions, or with one that "
                 "holds every document"
             )
-            result.append(Difference("windows", str(windows(here)), str(windows(there)), remedy))
+            result.append(Difference("windows", windows_of(here), windows_of(there), remedy))
     elif any(run.duel.get("cut_contexts") for run in (here, there)):
         cuts = [f"{run.duel.get('cut_contexts', 0)} contexts cut at {run.max_length}" for run in (here, there)]
         result.append(Difference("contexts", *cuts, "raise max_length"))
@@ -136,14 +130,15 @@ def _tokenizer(run: Run, name: str) -> str:
 
 def _same_windows(here: Run, there: Run, name: str, same_tokenizer: bool) -> bool:
     """Whether documents are cut alike: the same windows, or every document is one window in both runs."""
-    first, second = windows(here), windows(there)
-    if first.capacity is None or second.capacity is None:
-        return first == second and here.spec.get("max_length") == there.spec.get("max_length")
+    cuts = [windows(run) for run in (here, there)]
+    if None in (cuts[0][1], cuts[1][1]):
+        same = cuts[0] == cuts[1] and here.ours == there.ours
+        return same and here.spec.get("max_length") == there.spec.get("max_length")
     longest = [_longest(run, run.tasks[name]) for run in (here, there)]
     if same_tokenizer:
         longest = [max((n for n in longest if n is not None), default=None)] * 2
-    whole = all(n is not None and n <= cut.capacity for n, cut in zip(longest, (first, second), strict=True))
-    return whole or first[:2] == second[:2]
+    whole = all(n is not None and n <= capacity for n, (_, capacity) in zip(longest, cuts, strict=True))
+    return whole or cuts[0] == cuts[1]
 
 
 def _longest(run: Run, task: Task) -> int | None:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import datetime
 import json
 import shlex
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from lm_eval_duel.results.own_files import whole
@@ -19,31 +18,36 @@ IN_PYTHON = "no command: the model was made in Python"
 OWN_TEXTS = "no command: these are texts of your own, scored by lm-eval-duel score"
 
 
-@dataclasses.dataclass(frozen=True)
-class Provenance:
-    """Where a run comes from. `date`: ISO 8601, UTC."""
-
-    versions: dict[str, str]
-    date: str
-    command: str
-
-    @classmethod
-    def from_run(cls, run: Run) -> Provenance:
-        """Raises DuelError that names the run's file, for an entry that lm_eval does not write."""
+def versions(runs: Iterable[Run]) -> dict[str, str]:
+    """The versions of packages that made some runs, by name."""
+    found: dict[str, dict[str, None]] = {}
+    for run in runs:
         with whole(run.file, RESULTS):
-            content, duel = run.content, run.content["config"].get("duel") or {}
-            own = {name: str(version or "unknown") for name, version in (duel.get("versions") or {}).items()}
-            others = {name: content.get(f"{name}_version") for name in ("lm_eval", "transformers")}
-            more = {name: str(version) for name, version in others.items() if version and name not in own}
-            date = datetime.datetime.fromtimestamp(run.date, datetime.timezone.utc).isoformat(timespec="seconds")
-            return cls(own | more, date if run.date else "", _command(run))
+            others = {name: run.content.get(f"{name}_version") for name in ("lm_eval", "transformers")}
+            own = (run.content["config"].get("duel") or {}).get("versions") or {}
+            for name, version in {**{k: v for k, v in others.items() if v}, **own}.items():
+                found.setdefault(name, {})[str(version or "unknown")] = None
+    return {name: ", ".join(of_name) for name, of_name in found.items()}
+
+
+def date(run: Run) -> str:
+    """ISO 8601, UTC; empty if the results have none."""
+    with whole(run.file, RESULTS):
+        when = datetime.datetime.fromtimestamp(run.date, datetime.timezone.utc)
+        return when.isoformat(timespec="seconds") if run.date else ""
+
+
+def command(run: Run) -> str:
+    """The command line that makes a results file again, quoted for a POSIX shell.
+
+    What does not change a number is left out: the device, the output folder, the response cache. Raises DuelError that
+    names the file, for an entry that lm_eval does not write.
+    """
+    with whole(run.file, RESULTS):
+        return _command(run)
 
 
 def _command(run: Run) -> str:
-    """The command line that makes a results file again, quoted for a POSIX shell.
-
-    What does not change a number is left out: the device, the output folder, the response cache.
-    """
     content, config = run.content, run.content["config"]
     if "results" not in content:
         return OWN_TEXTS

@@ -261,16 +261,12 @@ def of_score(file: Path, content: Json) -> Run:
     )
     config = {"model": MODEL, "fingerprint": content["fingerprint"], "duel": content["duel"]}
     run = _run(file, {"config": config}, _strings(content["spec"]), duel, str(content["pretrained"]), ours=True)
-    if str(content["kind"]) != _kind(run, task):
-        raise ValueError(f"its kind is {content['kind']}, and estimator={run.estimator} gives {_kind(run, task)}")
+    kind = kind_of(run.estimator, run.spec, task.entry.get("values", {}).get(run.estimator, {}).get("beam"))
+    if content["kind"] != kind:
+        raise ValueError(f"its kind is {content['kind']}, and estimator={run.estimator} gives {kind}")
     run.tasks = {"score": task}
     _check(run)
     return run
-
-
-def _kind(run: Run, task: Task) -> str:
-    values = task.entry.get("values", {}).get(run.estimator, {})
-    return kind_of(run.estimator, run.spec, values.get("beam"))
 
 
 def _of_harness(file: Path, content: Json) -> Run:
