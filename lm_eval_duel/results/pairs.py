@@ -78,6 +78,7 @@ def pair(first: Row, second: Row) -> Pair:
     sides = []
     for row, name in ((first, here), (second, there)):
         doubt = f"{name} is neither a likelihood nor a bound" if row.eps else row.stderr_reason
+        doubt = doubt if row.likelihood else f"{name} is not a likelihood"
         sides.append(Side(name, stats.rate(row.metric, row.value), row.draws, row.bound, doubt))
     value, interval, verdict = difference(*sides, len(first.documents))
     reason = ""

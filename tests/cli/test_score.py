@@ -13,6 +13,7 @@ from lm_eval_duel import Duel
 from lm_eval_duel.cli import score
 from lm_eval_duel.errors import DuelError, UsageError
 from lm_eval_duel.estimators import registry
+from lm_eval_duel.results.report import main as report
 
 TEXTS = ["a b c d e", "the of and a b c d e a b c d e the of and", "a"]
 
@@ -121,6 +122,34 @@ def test_several_models_end_with_the_paired_differences(folder, texts, tmp_path,
     assert other["difference"]["names"] == ["greedy", "margin"]
     assert "greedy - margin" in printed and "no verdict from 3 documents" in printed
     assert {line["model"] for line in csv.DictReader((tmp_path / "out.csv").open())} == {str(folder)}
+
+
+def test_models_are_compared_as_a_report_compares_them(folder, texts, tmp_path, capsys):
+    """The same rows and differences as those of a report of the file, under the arguments that differ."""
+    other, out = tiny.checkpoint(tmp_path / "other", "modernbert", length=8), tmp_path / "out.json"
+    model = f"pretrained={folder},rule=margin,k=2,block=4"
+    more = ("--compare", str(other), "estimator=elbo,mc_samples=16", "temperature=0.5", "estimator=oracle")
+    printed = run(texts, "--lines", "--model_args", model, *more, "--json", str(out), "--csv", str(tmp_path / "t.csv"),
+                  capsys=capsys)  # fmt: skip
+    figures = json.loads(out.read_text())
+    every = [figures, *figures["compared"]]
+    assert {each["spec"]["rule"] for each in every[:2]} == {"margin:k=2"} and every[1]["spec"]["block"] == "4"
+    names = [each["difference"]["names"] for each in figures["compared"]]
+    assert names[2] == ["no warpers", "temperature=0.5"]
+    assert "not a likelihood" in figures["compared"][3]["difference"]["verdict"]
+    assert not [name for pair in names for name in pair for each in every if each["fingerprint"] in name]
+    report([str(out), "--out", str(tmp_path / "report"), "--pairs", "all", "--metric", "token_perplexity"])
+    found = json.loads((tmp_path / "report" / "report.json").read_text())["tasks"]["score"]
+    pairs = {tuple(pair["names"]): pair for pair in found["pairs"]}
+    for each in figures["compared"][:3]:
+        pair = pairs.get(tuple(each["difference"]["names"])) or pairs[tuple(each["difference"]["names"][::-1])]
+        assert abs(pair["difference"]) == pytest.approx(abs(each["difference"]["difference"]))
+        assert pair["verdict"] == each["difference"]["verdict"]
+    for row in found["rows"]:
+        assert f"{row['value']:.2f}" in printed
+    lines = list(csv.DictReader((tmp_path / "t.csv").open()))
+    assert len({(line["model"], line["estimator"], line["fingerprint"], line["kind"]) for line in lines}) == len(every)
+    assert "document" not in printed.splitlines()[0] and lines[2 * len(TEXTS)]["log_prob_stderr"]
 
 
 def test_a_model_that_fails_costs_no_finished_one(folder, texts, tmp_path, capsys):

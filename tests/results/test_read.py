@@ -213,6 +213,12 @@ def test_a_rule_of_fewer_documents_is_not_in_the_table(tmp_path):
     assert any(note.startswith("margin:k=1 of sotu in") and "left out: " in note for note in found["notes"])
 
 
+def test_models_of_one_name_are_told_apart(tmp_path):
+    for model in ("one/M", "two/M", "N"):
+        ours(tmp_path / "results", model=model, docs=DOCS)
+    assert {row["model"] for row in run(tmp_path)["tasks"]["sotu"]["rows"]} == {"one/M", "two/M", "N"}
+
+
 # ---------------------------------------------------------------- traces
 
 
