@@ -13,9 +13,9 @@ from lm_eval_duel.core.denoiser import Denoiser
 
 
 class Recording:
-    """The network calls of a run (`features`, `stream`, `head`), which can be replayed without the code around them."""
+    """The network calls of a run, which can be replayed without the code around them."""
 
-    NAMES = ("features", "stream", "head")
+    NAMES = ("features", "features_at", "stream", "stream_at", "head")
 
     def __init__(self, denoiser: Denoiser, keep: bool = True):
         self.denoiser, self.keep = denoiser, keep  # keep=False: counts alone
@@ -51,9 +51,10 @@ class Recording:
                             bound.arguments[key] = _copy(value)
                     self.calls.append((name, bound.args, bound.kwargs))
                 if name != "head":
+                    ids = args[name.endswith("_at")]  # (R, L)
                     self.forwards += 1
-                    self.rows += len(args[0])
-                    self.tokens += args[0].numel()
+                    self.rows += len(ids)
+                    self.tokens += ids.numel()
             outer, self._inside = self._inside, True
             try:
                 return method(*args, **kwargs)
@@ -70,7 +71,7 @@ class Recording:
 
 
 def _copy(value: Any) -> Any:
-    """Copy a tensor, or the tensors in a tuple or list; return anything else unchanged."""
+    """Copy a tensor, or the tensors in a tuple; return anything else unchanged."""
     if isinstance(value, torch.Tensor):
         return value.clone()
-    return type(value)(map(_copy, value)) if type(value) in (tuple, list) else value
+    return tuple(map(_copy, value)) if type(value) is tuple else value
