@@ -12,11 +12,11 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from lm_eval_duel.audit.recompute import distance, tolerance
+from lm_eval_duel.core.rates import perplexity
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.denoisers.load_options import WHOLE_ROW_BOS
 from lm_eval_duel.text.annotated import TokenText
-
-RELATIVE = 1e-5  # of a perplexity: float32 noise
 
 
 @dataclasses.dataclass
@@ -28,6 +28,7 @@ class FromText:
     bos: str
     documents: int = 0
     log_prob: float = 0.0
+    noise: float = 0.0  # nats, by which the run's sum may be apart
     tokens: int = 0
     words: int = 0
     bytes: int = 0
@@ -45,25 +46,32 @@ class FromText:
             self.problems.append(f"{name}: its text has {len(ids)} ids, but other ids are scored ({len(scored)})")
         self.documents += 1
         self.log_prob += nats
+        self.noise += sum(tolerance(len(window.target)) for window in windows)
         self.tokens += len(ids)
         self.words += doc.get("words", len(re.split(r"\s+", raw)))
         self.bytes += doc.get("bytes", len(raw.encode()))
 
-    def values(self) -> dict[str, float]:
-        """The metrics that a task may print."""
-        per = {"token": self.tokens, "word": self.words, "byte": self.bytes}
-        found = {f"{unit}_perplexity": math.exp(-self.log_prob / count) for unit, count in per.items() if count}
-        return found | ({"bits_per_byte": -self.log_prob / self.bytes / math.log(2)} if self.bytes else {})
+    @property
+    def counts(self) -> dict[str, tuple[int, str]]:
+        """What each metric that a task may print divides by, and the name of that."""
+        found = {f"{unit}_perplexity": (getattr(self, f"{unit}s"), f"{unit}s") for unit in ("token", "word", "byte")}
+        return {name: each for name, each in {**found, "bits_per_byte": (self.bytes, "bytes")}.items() if each[0]}
+
+    def value(self, metric: str) -> float:
+        """A metric from the counts and the sum."""
+        rate = -self.log_prob / self.counts[metric][0]
+        return rate / math.log(2) if metric == "bits_per_byte" else perplexity(rate)
 
     def differing(self, printed: Mapping[str, float]) -> list[str]:
         """What differs from the numbers that the task prints."""
-        values = self.values()
-        pairs = {name: (printed[name], values[name]) for name in values if name in printed}
-        far = [
-            f"{self.task} prints a {name} of {run:.4f}, not {own:.4f}"
-            for name, (run, own) in pairs.items()
-            if not abs(run - own) <= RELATIVE * abs(own)
-        ]
+        far = []
+        for metric, (count, units) in self.counts.items():
+            if metric in printed:
+                value = printed[metric]
+                nats = -count * (value * math.log(2) if metric == "bits_per_byte" else math.log(value))
+                if distance(nats, self.log_prob) > self.noise:
+                    own = f"{self.value(metric):.4f} over {count:,} {units}"
+                    far.append(f"{self.task} prints a {metric} of {value:.4f}, not {own}")
         return [*self.problems, *far]
 
     def lines(self, printed: Mapping[str, float]) -> list[str]:
@@ -73,8 +81,8 @@ class FromText:
             f"  {self.documents} documents, {self.bytes:,} bytes, {self.words:,} words, {self.tokens:,} tokens, "
             f"{self.log_prob:.4f} nats",
             *(
-                f"  {name:<17} {value:>14.4f}   printed {printed[name]:>14.4f}"
-                for name, value in self.values().items()
-                if name in printed
+                f"  {metric:<17} {self.value(metric):>14.4f}   printed {printed[metric]:>14.4f}"
+                for metric in self.counts
+                if metric in printed
             ),
         ]
