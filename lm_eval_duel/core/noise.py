@@ -19,6 +19,8 @@ from typing import NamedTuple
 
 import torch
 
+RUN = 4096  # columns that are summed in the dtype of the logits
+
 
 class Level(NamedTuple):
     """q(x_t | x_0) at times (R, 1): the mass that stays (`a`), at each token (`u`), at [MASK] (`m`), (R, 1) each."""
@@ -225,9 +227,16 @@ def statistics(
 
     `clean`, `noisy`: the columns of x_0 and x_t; `shift`: what is added to the logit of x_t; `ratio`: a / u; (P,) each.
     """
-    at = torch.stack([clean, noisy], 1)  # (P, 2)
     logits.scatter_add_(1, noisy[:, None], shift[:, None].to(logits.dtype))
-    log_r = logits.sub_(logits.logsumexp(1, keepdim=True))  # (P, V)
-    picked = log_r.gather(1, at).double()  # (P, 2)
-    total = log_r.exp_().mul_(ratio[:, None].to(log_r.dtype)).log1p_().sum(1, dtype=torch.float64)  # (P,)
-    return picked[:, 0], picked[:, 1], total
+    top = logits.amax(1, keepdim=True)  # (P, 1)
+    picked = logits.gather(1, torch.stack([clean, noisy], 1)).double() - top.double()  # (P, 2)
+    mass = logits.sub_(top).exp_()  # (P, V) in proportion to r
+    whole = _sum(mass)  # (P,)
+    total = _sum(mass.mul_((ratio / whole)[:, None].to(mass.dtype)).log1p_())  # (P,)
+    log_r = picked - whole.log()[:, None]  # (P, 2)
+    return log_r[:, 0], log_r[:, 1], total
+
+
+def _sum(plane: torch.Tensor) -> torch.Tensor:
+    """The sum of each row of `plane` (P, V), float64 (P,), without a float64 plane."""
+    return sum((part.sum(1).double() for part in plane.split(RUN, 1)), start=plane.new_zeros(len(plane)).double())

@@ -267,7 +267,8 @@ class NoisedElbo(Estimator):
     def _head(self, features: torch.Tensor) -> torch.Tensor:
         """Logits (P, V) in float32 or better, -inf at columns that are no token."""
         logits: torch.Tensor = self.denoiser.head(features)
-        wide = logits.clone() if logits.dtype.itemsize >= 4 else logits.float()
+        own = logits.data_ptr() == features.data_ptr()  # a head that is not split off returns what it gets
+        wide = logits.float() if logits.dtype.itemsize < 4 else logits.clone() if own else logits
         wide[:, self.denoiser.excluded] = -math.inf
         return wide
 
