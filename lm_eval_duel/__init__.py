@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from lm_eval_duel.errors import DuelError, RuleStalled, UsageError
     from lm_eval_duel.estimators.duel import Autoregressive
     from lm_eval_duel.estimators.elbo import Elbo
+    from lm_eval_duel.estimators.noised_elbo import NoisedElbo
     from lm_eval_duel.estimators.subsets.lattice import Lattice
     from lm_eval_duel.estimators.subsets.sampled_confidence import SampledConfidence
     from lm_eval_duel.estimators.subsets.sampled_order import SampledOrder
@@ -35,6 +36,7 @@ _HOMES = {  # the module that defines each public name
     "DuelCallback": "lm_eval_duel.library.training",
     "DuelError": "lm_eval_duel.errors",
     "Elbo": "lm_eval_duel.estimators.elbo",
+    "NoisedElbo": "lm_eval_duel.estimators.noised_elbo",
     "GeneratedText": "lm_eval_duel.library.results",
     "Lattice": "lm_eval_duel.estimators.subsets.lattice",
     "Rule": "lm_eval_duel.rules",
@@ -65,6 +67,7 @@ __all__ = [
     "Elbo",
     "GeneratedText",
     "Lattice",
+    "NoisedElbo",
     "Rule",
     "RuleStalled",
     "Sample",

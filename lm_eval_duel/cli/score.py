@@ -15,7 +15,7 @@ from lm_eval_duel.console.command_line import FILE, FLAGS, PATH, STDOUT, Flag, P
 from lm_eval_duel.console.strict_json import finite
 from lm_eval_duel.core.rates import perplexity, ratio
 from lm_eval_duel.errors import DuelError, too_few_documents, usage
-from lm_eval_duel.estimators.registry import Kind, arguments, find, kind_of, of_spec
+from lm_eval_duel.estimators.registry import Kind, arguments, find, is_bound, kind_of, of_spec
 from lm_eval_duel.estimators.subsets.sums import BeamSums
 from lm_eval_duel.options import Options, model_of
 from lm_eval_duel.results import compare, match, pairs, read, report, stats, tables
@@ -310,7 +310,7 @@ def table(figures: dict[str, Any]) -> str:
     rows = [*figures["documents"], total] if len(figures["documents"]) > 1 else figures["documents"]
     forms = {"tokens": "d", "log_prob": ".2f", "log_prob_stderr": ".2f"}
     forms |= {"token_perplexity": ".2f", "word_perplexity": ".2f", "bits_per_byte": ".4f"}
-    below = "≤ " if figures["kind"] == Kind.UPPER_BOUND.value else ""
+    below = "≤ " if is_bound(figures["kind"]) else ""
 
     def shown(name: str, form: str) -> Callable[[dict[str, Any]], str]:
         bound = below if name.endswith(("_perplexity", "_byte")) else ""  # the others are sums of log-probabilities

@@ -96,7 +96,7 @@ class NoisedElbo(Estimator):
             "noise": self.noise.name,
             "steps": "inf" if self.steps == math.inf else int(self.steps),
             "prediction": self.prediction,
-            "self_conditioning": self.conditioning,
+            **({"self_conditioning": self.conditioning} if trained.self_conditioning != "none" else {}),
             **({"canvas": self.block, "last_canvas": "short"} if self.block else {}),
             **({"time": trained.note} if trained.note else {}),
             "mc_samples": self.samples,

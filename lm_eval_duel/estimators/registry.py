@@ -86,6 +86,7 @@ class Entry:
     drawn: MonteCarlo | None = None  # None: its values depend on no random numbers
     named: str = ""  # empty: names of rows hold no arguments
     causal: bool = False  # the network is read as an autoregressive one, whose blocks have one position
+    process: Callable[[Mapping[str, Any]], str] = lambda spec: ""  # whose bound it is, as words that follow the kind
     takes_noise: bool = False  # for networks whose noise is random tokens, not masks
     lattice: bool = False  # one run computes the values of all lattice estimators, and of the rules that it follows
     check: Callable[[Options, Arguments], None] = lambda options, own: None
@@ -96,6 +97,12 @@ class Entry:
     def arguments(self) -> dict[str, Argument]:
         """The model args that it reads and others do not, by name."""
         return declared(self.own)
+
+    @property
+    def label_args(self) -> list[str]:
+        """The arguments that names of rows hold: not the number of draws."""
+        draws = self.drawn.argument if self.drawn else ""
+        return [key for key in self.arguments if key != draws] if self.named else []
 
     @property
     def title(self) -> str:
@@ -120,6 +127,11 @@ def _elbo_settings(options: Options) -> dict[str, Any]:
 def _noised_settings(options: Options) -> dict[str, Any]:
     arguments = dict(options.estimator_args)
     return {"samples": arguments.pop("mc_samples"), **arguments, "seed": options.draw_seed}
+
+
+def _sampler(spec: Mapping[str, Any]) -> str:
+    steps = spec.get("steps", "inf")
+    return f" of ancestral sampling in {'infinitely many' if steps == 'inf' else steps} steps"
 
 
 def _check_noised(options: Options, own: Arguments) -> None:
@@ -214,6 +226,8 @@ ENTRIES = (  # in the order of tables
         _noised_settings,
         NoisedElboArguments,
         drawn=MonteCarlo("noised ELBO", "draws", "Monte Carlo", argument="mc_samples"),
+        named="{}",
+        process=_sampler,
         takes_noise=True,
         ignored_args=("rule", "block"),
         check=_check_noised,
@@ -336,7 +350,12 @@ def kind_of(estimator: str, spec: Mapping[str, Any], beam: BeamSums | None = Non
         return NO_BOUND
     if entry.kind is Kind.ESTIMATE and BEAM in entry.arguments:
         return f"{CONVERGED}, {beam.remark}" if beam is not None and beam.remark else CONVERGED
-    return str(entry.kind.value)
+    return str(entry.kind.value) + entry.process(spec)
+
+
+def is_bound(kind: str) -> bool:
+    """Whether values of this kind, as `kind_of` names it, are upper bounds of the perplexity."""
+    return kind.startswith(Kind.UPPER_BOUND.value)
 
 
 def make(denoiser: Denoiser, options: Options, **sizes: Any) -> Estimator:

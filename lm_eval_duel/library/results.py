@@ -11,7 +11,7 @@ from lm_eval_duel.core import rates
 from lm_eval_duel.core.scores import Sample, WindowScore, known_sum
 from lm_eval_duel.core.windows import Ids, Window
 from lm_eval_duel.estimators.phases import Phases
-from lm_eval_duel.estimators.registry import Kind, kind_of
+from lm_eval_duel.estimators.registry import Kind, is_bound, kind_of
 from lm_eval_duel.estimators.totals import Outcome, Total
 from lm_eval_duel.text.token_text import token_texts
 
@@ -72,7 +72,7 @@ class TextScore:
             text=text,
             log_prob=log_prob,
             stderr=total.stderr,
-            bound=kind == Kind.UPPER_BOUND.value,
+            bound=is_bound(kind),
             kind=kind,
             perplexity=rates.perplexity(-log_prob / length) if length else math.nan,
             bits_per_byte=-log_prob / math.log(2) / len(text.encode()) if text else math.nan,

@@ -12,7 +12,7 @@ import numpy as np
 
 from lm_eval_duel.core.rates import perplexity
 from lm_eval_duel.errors import DuelError
-from lm_eval_duel.estimators.registry import NO_BOUND, Kind, kind_of, of_spec
+from lm_eval_duel.estimators.registry import NO_BOUND, Kind, is_bound, kind_of, of_spec
 from lm_eval_duel.results import pairs, stats
 from lm_eval_duel.results.table import number, pm, span
 
@@ -66,7 +66,7 @@ class PairedDifference:
     def __str__(self) -> str:
         values = []
         for name, kind, value, error in zip(self.names, self.kinds, self.perplexities, self.stderrs, strict=True):
-            below = "≤ " if kind == Kind.UPPER_BOUND.value else ""
+            below = "≤ " if is_bound(kind) else ""
             values.append(f"{name} {below}{number(value)}{pm(error)}")
         text = f"perplexity per {self.unit}: {' and '.join(values)}"
         if self.difference is not None:
@@ -109,7 +109,7 @@ def compare(
     if len(a) > 1 and all(map(math.isfinite, rates)):
         draws = stats.rates(table, [first.stderr, second.stderr]).T
     sides = [
-        pairs.Side(name, rate, drawn, texts.kind == Kind.UPPER_BOUND.value, texts.doubt(name))
+        pairs.Side(name, rate, drawn, is_bound(texts.kind), texts.doubt(name))
         for name, rate, drawn, texts in zip(names, rates, draws, both, strict=True)
     ]
     value, interval, verdict = pairs.difference(*sides, len(a))

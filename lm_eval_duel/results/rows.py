@@ -23,7 +23,7 @@ SAME = 1e-4  # relative difference up to which two ways to one value agree
 # entries of a spec that vary within one model
 NON_IDENTITY_KEYS = {"estimator", "rule", "draw_seed", *registry.arguments()}
 # entries of a spec that every row names if it has them
-LABEL_KEYS = {"cache", *(key for entry in registry.ENTRIES if entry.named for key in entry.arguments)}
+LABEL_KEYS = {"cache", *(key for entry in registry.ENTRIES for key in entry.label_args)}
 # entries of a spec that belong to the estimator, as NON_IDENTITY_KEYS
 OF_ESTIMATOR = {"block", "grid", "rule_code", "cheap_cache"}
 SAMPLING = ("dtype", "warpers")  # entries that change the law of any checkpoint
@@ -97,7 +97,7 @@ class Row:
     def qualifiers(self) -> str:
         """What distinguishes it beyond estimator, rule, block and cache."""
         spec = self.run.spec
-        named = [self.entry.named.format(f"{key}={spec[key]}") for key in self.entry.arguments if key in spec]
+        named = [self.entry.named.format(f"{key}={spec[key]}") for key in self.entry.label_args if key in spec]
         eps = f"eps={self.eps:g}: no bound" if self.eps else ""
         return ", ".join(filter(None, [eps, *named, self.beam.remark if self.beam else "", self.variant]))
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from noised_toys import bound
 
-from lm_eval_duel import reference
+from lm_eval_duel import Duel, reference
 from lm_eval_duel.cli.main import main
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.denoisers import load
@@ -125,3 +125,11 @@ def test_a_distilled_duo_warns(tmp_path, caplog):
     (tmp_path / "duo-distilled").mkdir()
     load(dit_reference.write(tmp_path / "duo-distilled", "duo")[0], device="cpu", tokenizer=dit_reference.words(12))
     assert "distilled" in caplog.text
+
+
+def test_a_text_has_a_bound_that_says_whose(tmp_path):
+    path, _ = dit_reference.write(tmp_path, "udlm")
+    dit_reference.words(12).save_pretrained(path)
+    duel = Duel.from_pretrained(path, estimator="noised_elbo", mc_samples=8, steps=48, device="cpu")
+    [score] = duel.score(["a b c d"])
+    assert score.bound and score.stderr > 0 and "ancestral sampling in 48 steps" in score.kind
