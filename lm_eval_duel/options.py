@@ -37,73 +37,72 @@ class Options(NetworkArguments):
     pretrained: str | None = argument(
         CHECKPOINT,
         None,
-        "a folder, a hub name or a bundled name, see [checkpoints](checkpoints.md)",
+        "a folder, a hub name or a bundled name: [checkpoints](checkpoints.md)",
         unset="demo-mdm",
     )
     tokenizer: str | None = argument(CHECKPOINT, None, "another folder or hub name", unset="the checkpoint's")
     preset: str | None = argument(
         Kind("the name of a preset", lambda value: presets.find(str(value)).name),
         None,
-        "a [deployed sampler](samplers.md) by name: sets rule, block, cache and thresholds as its own code has them",
+        "a [deployed sampler](samplers.md) by name, with the rule, block, cache and thresholds of its own code",
     )
     rule: rules.Rule = argument(
         Kind("a rule", lambda value: value if isinstance(value, rules.Rule) else rules.parse(str(value))),
         rules.Greedy(),
-        "the [unmasking rule](rules.md); its parameters may also be args of their own",
+        "the [unmasking rule](rules.md); its parameters may be args, too",
     )
     block: int | str | None = argument(
         BLOCK,
         "auto",
-        "positions that are finished before the next ones are begun. `none`: the whole text. `auto`: the trained or "
-        "published block, else 32",
+        "positions finished before the next ones begin. `none`: the whole text. `auto`: the trained or published "
+        "block, else 32",
         none=None,
     )
     grid: Grid = argument(
         choice(Grid),
         "auto",
-        "where blocks start counting: at the first scored position (`target`) or at the row's first (`row`). `auto`: "
-        "`row` for block-causal networks except [D2F](checkpoints.md#d2f), else `target`",
+        "where blocks start counting: at the first scored position or at the row's first. `auto`: `row` for "
+        "block-causal networks except [D2F](checkpoints.md#d2f), else `target`",
     )
     windows: Windows = argument(
         choice(Windows),
         "independent",
-        "how long texts are cut: into consecutive windows, each from scratch, as in the paper, or into the harness's "
-        "own rolling windows",
+        "long texts are cut into consecutive windows, each from scratch, as in the paper, or into the `harness`'s "
+        "rolling windows",
     )
     estimator: str = argument(
         Kind("the name of an estimator", lambda value: registry.find(str(value)).name),
         "duel",
-        "what is computed, see [estimators.md](estimators.md)",
+        "[what is computed](estimators.md)",
     )
     estimator_args: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # those that only this estimator reads
-    draw_seed: int = argument(whole(0), 0, "seed of all random draws, of samples and of estimators")
+    draw_seed: int = argument(whole(0), 0, "seed of all random draws")
     order: Order = argument(
         choice(Order),
         "random",
-        "the order of whole texts: `random`, for a [running estimate](running.md#running-estimates), or `longest` "
+        "score whole texts in `random` order, for a [running estimate](running.md#running-estimates), or `longest` "
         "first",
         identity=False,
     )
     trace: str | None = argument(
-        TEXT, None, "write a line for each window to this file, see [results.md](results.md#traces)", identity=False
+        TEXT, None, "write a line for each window to this [file](results.md#traces)", identity=False
     )
     verify: int = argument(
         whole(0),
         0,
-        "score this many windows again by the specification, in float32, and report "
-        "[the difference](running.md#verify-a-run)",
+        "score this many windows again by the specification, in float32: [verify](running.md#verify-a-run)",
         identity=False,
     )
     batch_size: int | str = argument(
         Kind("a number of rows, at least 1, or auto", _batch_size),
         "auto",
-        "rows of `max_length` in a network call, see [below](#batch-size)",
+        "[rows of `max_length`](#batch-size) in a network call",
         identity=False,
     )
     max_batch_size: int | None = argument(
         COUNT, None, "at most this many rows of `max_length` in a call (more of shorter ones)", identity=False
     )
-    device: str | None = argument(TEXT, None, "cpu, cuda, ...", unset="a GPU if there is one", identity=False)
+    device: str | None = argument(TEXT, None, "`cpu`, `cuda`, `cuda:1`", unset="a GPU if there is one", identity=False)
 
     def __post_init__(self) -> None:
         defaults = {name: argument.default for name, argument in registry.find(self.estimator).arguments.items()}

@@ -92,33 +92,33 @@ class NetworkArguments(Arguments):
     bos: Bos | None = argument(
         choice(Bos, convert=lambda value: str(value).lower()),
         None,
-        "which special tokens are visible and which are scored, see [below](#special-tokens); also `add_bos_token`",
+        "which [special tokens](#special-tokens) are visible or scored; also `add_bos_token`",
         none="none",
         unset="the family's",
     )
     last_block: LastBlock = argument(
         choice(LastBlock),
         "fill",
-        "a short last block of a network with trained blocks is filled with [MASK], or cut",
+        "the short last block of a network with trained blocks is filled with [MASK], or cut",
     )
     first_token: FirstToken | None = argument(
         choice(FirstToken),
         None,
-        "Nemotron-Labs-Diffusion: the causal prefix predicts the first token of a block, which is revealed alone, as "
-        "in the authors' code, or the `block` predicts it, as in vLLM",
+        "Nemotron-Labs-Diffusion: the causal prefix predicts the first token of a block, as in the authors' code, or "
+        "the `block` does, as in vLLM",
         unset="causal",
     )
     sigma: Sigma | None = argument(
         choice(Sigma),
         None,
-        "SEDD's noise level: from the masked share clamped to [0.1, 0.9], as in its evaluation, or from its `schedule`",
+        "SEDD's noise level: the masked share clamped to [0.1, 0.9], as in its evaluation, or its `schedule`",
         unset="clamped",
     )
     cache: Cache | None = argument(
         choice(Cache),
         None,
-        "the [cached sampler](samplers.md#cached-samplers) of Fast-dLLM, another distribution; with "
-        "`estimator=two_phase` its first phase, and the default is `dual`",
+        "the [cached sampler](samplers.md#cached-samplers) of Fast-dLLM, another distribution. The first phase of "
+        "`estimator=two_phase`, where the default is `dual`",
     )
     cfg_scale: float | None = argument(
         Kind(f"a number >= 0 (0: no guidance), at most {MAX_FACTOR:g}", _cfg_scale),
@@ -128,24 +128,23 @@ class NetworkArguments(Arguments):
     temperature: float | None = argument(
         Kind(f"a number above 0, from {1 / MAX_FACTOR:g} to {MAX_FACTOR:g}", _temperature),
         None,
-        "temperature of the network's distributions, for scoring and sampling alike; another distribution",
+        "temperature of the network's distributions, when scoring and sampling; another distribution",
     )
     top_k: int | None = argument(
         COUNT,
         None,
-        "how many of the most probable tokens are kept. Most texts then have probability 0. Another distribution",
+        "only the k most probable tokens are kept, so most texts have probability 0. Another distribution",
     )
     top_p: float | None = argument(
         SHARE,
         None,
-        "the fewest most probable tokens that have this probability together are kept, as with `top_k`. "
-        "Another distribution",
+        "only the fewest tokens that have this probability together are kept, as with `top_k`. Another distribution",
     )
     exclude_ids: tuple[int, ...] = argument(
         Kind("token ids, such as 126081 or 126081+126348", _ids),
         (),
-        "ids that are left out of the vocabulary (LLaDA's `logits_eos_inf`), another distribution. "
-        "A text that holds one is an error; a context may hold them",
+        "ids left out of the vocabulary (LLaDA's `logits_eos_inf`), another distribution. Contexts may hold them, "
+        "scored texts may not",
     )
     peft: str | None = argument(CHECKPOINT, None, "a LoRA, merged into the weights")
     load_in_8bit: bool = argument(
@@ -160,11 +159,11 @@ class NetworkArguments(Arguments):
     device_map: str | Mapping[str, int | str | torch.device] | None = argument(
         Kind("a text or a mapping", lambda value: value if isinstance(value, Mapping) else str(value)),
         None,
-        "`auto` (or `parallelize=true`): [the layers are spread](running.md#a-model-larger-than-one-gpu) over GPUs",
+        "`auto` (or `parallelize=true`): spread [the layers](running.md#a-model-larger-than-one-gpu) over GPUs",
         identity=False,
     )
     compile: bool = argument(
-        TRUTH, False, "`torch.compile` the layers: the first minute is slower, long runs are faster", identity=False
+        TRUTH, False, "`torch.compile` the layers: a slower start, a faster long run", identity=False
     )
 
 

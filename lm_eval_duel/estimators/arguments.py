@@ -43,7 +43,7 @@ class ElboArguments(Arguments):
     elbo_eps: float = argument(
         number("a share from 0 (nothing left out) to below 1", lambda x: 0 <= x < 1),
         0.0,
-        "noise levels below it are left out, as in the authors' evaluations; the value is then no bound",
+        "leave out noise levels below this, as the authors' evaluations do; the value is then no bound",
     )
 
     def __post_init__(self) -> None:
@@ -65,20 +65,20 @@ class NoisedElboArguments(Arguments):
     steps: float | None = argument(
         Kind("a number of steps, or inf", _steps),
         None,
-        "steps of the ancestral sampler whose bound it is; `inf`: the limit",
+        "steps of the ancestral sampler; `inf`: the limit",
         unset="the network's: 48 for DiffusionGemma, else `inf`",
     )
     prediction: str = argument(
         choice("auto", "denoiser", "plugin"),
         "auto",
-        "what the network's output is: the `denoiser`'s distribution of the clean token, given the noisy text, or a "
-        "`plugin` that stands for the clean token in the posterior. `auto`: as in training",
+        "the network's output is the `denoiser`'s distribution of the clean token, or a `plugin` for the clean token "
+        "in the posterior. `auto`: as in training",
     )
     self_conditioning: str = argument(
         choice("auto", "none", "twice", "chain"),
         "auto",
-        "the network's own earlier output among its inputs: `none`; `twice`, for the same noisy text; `chain`, of the "
-        "step before. `auto`: as in training",
+        "input of the network's own output: `none`; `twice`, for the same noisy text; `chain`, of the step before. "
+        "`auto`: as in training",
         none="none",
     )
 
@@ -90,7 +90,7 @@ class TwoPhaseArguments(Arguments):
     sample: float = argument(
         number("a share of blocks above 0, at most 1", lambda x: 0 < x <= 1),
         0.05,
-        "the share of blocks that are also scored without the cache",
+        "share of blocks that are also scored without the cache",
     )
 
 
@@ -123,12 +123,12 @@ class BeamArguments(Arguments):
     beam: int | None = argument(
         whole(2 * REPETITIONS, f"a number of sets, at least {2 * REPETITIONS}"),
         None,
-        "sets of a block that are evaluated, of each size, instead of all; an estimate, or a lower bound",
+        "sets of each size that are evaluated, instead of all; an estimate, or a lower bound",
     )
     tolerance: float | None = argument(
         POSITIVE,
         None,
-        "nats for the error of a block: the sets double, up to `beam` (1024), until it is reached",
+        "nats of error in a block: the sets double until it is reached, up to `beam` (1024)",
     )
     repetitions: int = argument(
         whole(REPETITIONS, f"a number of repetitions, at least {REPETITIONS}"),
@@ -184,14 +184,16 @@ class BeamArguments(Arguments):
 class ConfidenceArguments(BeamArguments):
     """Of `sampled_confidence`."""
 
-    n: int | None = argument(COUNT, None, "draws that are kept at a step; 1 if `steps` is not given either")
+    n: int | None = argument(COUNT, None, "draws kept at a step; 1 if `steps` is not given either")
     steps: int | None = argument(COUNT, None, "steps of a block, instead of `n` and `tau`")
     schedule: str = argument(choice("even", "dream"), "even", "how `steps` spread over a block, `even` or as Dream's")
-    tau: float | None = argument(PROBABILITY, None, "draws of at least this probability are kept")
+    tau: float | None = argument(PROBABILITY, None, "draws above this probability are kept")
     confidence: str = argument(
-        choice("untempered", "tempered"), "untempered", "which probability of a draw counts, if there is a temperature"
+        choice("untempered", "tempered"),
+        "untempered",
+        "the probability of a draw before or after the temperature decides",
     )
-    strict: bool = argument(TRUTH, True, "draws above `tau` are kept, not those at it")
+    strict: bool = argument(TRUTH, True, "draws at exactly `tau` are not kept")
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -30,9 +30,8 @@ EPS = 1e-12  # inside the authors' logarithms
 
 @dataclasses.dataclass(frozen=True)
 class Klass(Thresholded):
-    """All positions with P1 >= mu now and KL <= nu in each of the last `history` steps (Kim et al. 2025).
-
-    If there is none: the single most confident one.
+    """All positions with P1 >= mu and KL <= nu in each of the last `history` steps, or else the single most confident
+    one (Kim et al. 2025).
 
     `kl=paper`: KL(previous, current); `kl=authors`: KL(current, previous), as in the authors' code. The first step of
     a block has no previous predictions and counts as unstable.
@@ -58,7 +57,7 @@ class Klass(Thresholded):
         "`paper`: KL(previous, current); `authors`: KL(current, previous), as in their code",
     )
     across: bool = argument(
-        TRUTH, False, "the history outlives the block, as in the authors' loop; needs `kl=authors`", optional=True
+        TRUTH, False, "the history outlives the block, as in the authors' code; needs `kl=authors`", optional=True
     )
 
     def __post_init__(self) -> None:

@@ -27,7 +27,7 @@ class SubBlock(Around):
     sub_block: int = argument(
         COUNT,
         None,
-        "positions are finished in sub-blocks of this size, from left to right, counted from the block's start",
+        "finish sub-blocks of this size from left to right, counted from the block's start",
     )
     carries: bool = False
 
