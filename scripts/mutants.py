@@ -197,7 +197,7 @@ def failed(root: Path, arguments: list[str], timeout: float) -> str | None:
         if pid:
             code = os.waitstatus_to_exitcode(status)
             lines = log.read_text(errors="replace").splitlines()
-            by = next((line.split(" - ")[0] for line in lines if line.startswith(("FAILED", "ERROR"))), f"exit {code}")
+            by = next((line.split(" - ")[0] for line in lines if re.match(r"(FAILED|ERROR) \S", line)), f"exit {code}")
             return None if code in (0, 5) else by
         time.sleep(0.1)
     os.killpg(child, signal.SIGKILL)

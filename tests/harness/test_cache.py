@@ -119,6 +119,8 @@ def test_a_full_disk_stops_nothing(model, tmp_path, caplog):
     assert "cannot be written (database or disk is full): the run continues" in caplog.text
     waiting = len(full.waiting)
     assert waiting and f"{waiting} answers are not in " in caplog.text
+    scored = computed(wrapped)
+    assert wrapped.loglikelihood_rolling(many) == values and computed(wrapped) == scored  # those that wait are known
     full.file.execute("PRAGMA max_page_count = 100000")  # somebody made room
     with caplog.at_level("INFO", logger="lm_eval.duel_mdm"):
         wrapped.loglikelihood_rolling(requests([("z",)]))

@@ -54,7 +54,7 @@ def rolling(lm, texts):
 
 
 def test_score_gives_the_numbers_of_the_harness():
-    texts = TEXTS[:3]
+    texts = [*TEXTS[:2], "Na\u00efve caf\u00e9"]
     duel = Duel.from_pretrained("demo-bd", rule="greedy", device="cpu")
     lm = DuelMDM(pretrained="demo-bd", rule="greedy", device="cpu")
     scores = duel.score(texts)
