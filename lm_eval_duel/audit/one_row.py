@@ -30,8 +30,7 @@ class OneRow:
 
     `x`, `blocks`, `m` and `relative_positions` are the arguments of `reference.log_likelihood` beside this network and
     a rule. `inputs` (L, D): the input of the LM head in the last call, None if there are two. `unlike`: by how much the
-    logits of a row of masks differ between positions, in their standard deviations, where `relative_positions` says
-    that they are equal.
+    logits of a row of masks differ between positions, in their standard deviations; None if there was no such row.
     """
 
     def __init__(self, denoiser: Denoiser, window: Window, block: int | None, grid: str):
@@ -46,7 +45,7 @@ class OneRow:
         self.scored = [column for column in range(self.origin, self.end) if column not in self.known]
         self.blocks: Sequence[Sequence[int]] = reference.cut(self.scored, block, self.zero)
         self.inputs: torch.Tensor | None = None
-        self.unlike = 0.0
+        self.unlike: float | None = None
         self._causal: torch.Tensor | None = None  # (L, V)
 
     def span(self, position: int) -> tuple[int, int]:
@@ -60,9 +59,9 @@ class OneRow:
     def __call__(self, z: torch.Tensor) -> torch.Tensor:
         """Logits (L, V) at the positions of the block in progress; others may be NaN, or not there."""
         logits = self.logits(self.denoiser, z.to(self.denoiser.device))
-        if self.relative_positions and (z == self.m).all():
+        if (z == self.m).all() and len(self.blocks[0]) > 1:
             block = logits[list(self.blocks[0])][:, ~self.denoiser.excluded].nan_to_num(neginf=0.0)  # (W, V)
-            self.unlike = max(self.unlike, float((block - block[0]).abs().max() / block.std()))
+            self.unlike = float((block - block[0]).abs().max() / block.std().clamp(min=1e-12))
         return logits.masked_fill(self.denoiser.excluded, -math.inf)
 
     def logits(self, denoiser: Denoiser, z: torch.Tensor) -> torch.Tensor:

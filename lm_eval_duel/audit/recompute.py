@@ -28,7 +28,7 @@ from lm_eval_duel.estimators.duel import DuelEstimator
 
 REFERENCE, RUNS_RULE, ALONE = ROUTES = ("reference", "reference with the run's rule", "run alone")
 ABSOLUTE, PER_TOKEN = 1e-4, 1e-6  # nats: float32 noise of a window's score
-UNLIKE = 0.01  # standard deviations of logits: more is no float noise, also in bfloat16
+UNLIKE, ALIKE = 0.01, 1e-4  # standard deviations of logits: above and below, they are no float noise, or only that
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,9 +69,12 @@ def recompute(estimator: Estimator, window: Window, score: WindowScore) -> Recom
         estimator.use_single_rows()
         [again] = estimator.log_prob([window])
         return Recomputed(again.log_prob, ALONE, why_alone=found)
-    if network is not None and network.unlike > UNLIKE:
-        uneven = f"a row of masks has different logits at its positions (by {network.unlike:.2g} standard deviations)"
-        found = dataclasses.replace(found, problems=(*found.problems, uneven))
+    if network is not None and network.unlike is not None:
+        about = f"the logits of a row of masks differ by {network.unlike:.2g} standard deviations between positions"
+        if network.relative_positions and network.unlike > UNLIKE:
+            found = dataclasses.replace(found, problems=(*found.problems, f"{about}, but count as equal"))
+        if not network.relative_positions and 0 < network.unlike < ALIKE:
+            found = dataclasses.replace(found, problems=(*found.problems, f"{about}, but do not count as equal"))
     return found
 
 

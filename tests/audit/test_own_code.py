@@ -24,22 +24,26 @@ def compared(path, denoiser=None, **arguments):
     return own_code.compare(options, denoiser, "cpu")
 
 
-@pytest.fixture(scope="module", params=KINDS)
-def folder(request, tmp_path_factory):
-    code, name, make, entries = KINDS[request.param]
-    return write(tmp_path_factory.mktemp("own"), code, name, make(), **entries), name
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """The path of each checkpoint."""
+    made = {}
+    for kind, (code, name, make, entries) in KINDS.items():
+        made[kind] = write(tmp_path_factory.mktemp(kind), code, name, make(), **entries)
+    return made
 
 
-def test_a_network_equals_its_own_code(folder):
-    path, name = folder
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_network_equals_its_own_code(kind, folders):
+    path, name = folders[kind], KINDS[kind][1]
     found = compared(path)
     assert (found.name, found.differs) == (name, False) and found.positions > 20, found
     assert found.difference < 1e-4
 
 
-@pytest.mark.parametrize("fault", ["head", "rotary", "layer"])
-def test_a_fault_of_the_network_differs(folder, fault, monkeypatch):
-    path, _ = folder
+@pytest.mark.parametrize(("fault", "kind"), [("head", "llada"), ("rotary", "dream"), ("layer", "sdar")])
+def test_a_fault_of_the_network_differs(fault, kind, folders, monkeypatch):
+    path = folders[kind]
     denoiser = denoisers.load(path, device="cpu")
     network = denoiser.model.base_model
     if fault == "head":

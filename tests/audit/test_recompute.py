@@ -237,6 +237,15 @@ def test_what_differs():
     assert not problems(-float("inf"), run=-float("inf"))
 
 
+def test_whether_a_row_of_masks_ties_is_checked():
+    window = Window((), (0, 1, 2, 0, 1, 0))
+    for make, claimed in ((Rotary, False), (Toy, True)):
+        toy = make(length=10)
+        toy.relative_positions = claimed
+        [found] = checked(Duel(toy, "greedy", 4), [window])
+        assert any("row of masks" in problem for problem in found.problems)
+
+
 # ---------------------------------------------------------------- ties
 
 

@@ -29,7 +29,7 @@ def load(name: str, device: str | None, network: Mapping[str, Any]) -> torch.nn.
     arguments = {key: network[key] for key in READ if key in network}
     options = hub.pin_revision(LoadOptions(resolve(name), hub.pick_device(device), **arguments))
     config = hub.read_config(options.name, options.revision)
-    if config.get("auto_map"):
+    if any(name in (config.get("auto_map") or {}) for name in remote_code.HEADED):
         if not options.trust_remote_code:
             raise DuelError("its own code is run only where it is trusted; pass trust_remote_code=true.")
         folder = hub.local_folder(options.name, options.revision)
