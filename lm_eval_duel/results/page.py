@@ -150,11 +150,9 @@ def _axis(board: Board) -> Axis | None:
 def _ticks(low: float, high: float) -> list[float]:
     """Round numbers between two values, five at most, and two at least if they are far enough apart."""
     powers = range(math.floor(math.log10(low)) if low > 0 else -6, math.ceil(math.log10(high)) + 1)
-    ticks: list[float] = []
-    for mantissas in ROUND:
-        ticks = [m * 10.0**power for power in powers for m in mantissas if low <= m * 10.0**power <= high]
-        if len(ticks) <= MOST_TICKS:
-            break
+    every = ([m * 10.0**power for power in powers for m in mantissas] for mantissas in ROUND)
+    inside = [[tick for tick in ticks if low <= tick <= high] for ticks in every]
+    ticks = next((ticks for ticks in inside if len(ticks) <= MOST_TICKS), inside[-1])
     if len(ticks) > 1:
         return ticks
     step = 10.0 ** math.floor(math.log10(high - low))  # close together: even steps

@@ -34,14 +34,19 @@ def _text(value: Any) -> str | None:
     return None if value is None or str(value).lower() in ("none", "") else str(value)
 
 
+def _count(value: Any) -> int:
+    float(count := int(value))  # raises OverflowError
+    return count
+
+
 TASK_COUNTS = ("documents", "windows", "tokens", "longest_document", "unk_tokens")
-COUNTS: dict[str, Callable[[Any], Any]] = dict.fromkeys(TASK_COUNTS, int)  # entries of config.duel.tasks.NAME
-VALUE = COUNTS | {"nfe": int, "log_prob": number, "stderr": number, "window_stderr": number}  # of each of its values
+COUNTS: dict[str, Callable[[Any], Any]] = dict.fromkeys(TASK_COUNTS, _count)  # entries of config.duel.tasks.NAME
+VALUE = COUNTS | {"nfe": _count, "log_prob": number, "stderr": number, "window_stderr": number}  # of each of its values
 DUEL: dict[str, Callable[[Any], Any]] = {  # entries of config.duel
     **dict.fromkeys(("estimator", "rule", "block", "dtype", "attention", "weights", "bos", "device"), _text),
     **dict.fromkeys(("pretrained", "trace"), _text),
-    **dict.fromkeys(("tokens", "forwards", "rows", "nfe", "longest_document", "row_capacity", "cut_contexts"), int),
-    **dict.fromkeys(("answers_from_cache", "ranks", "peak_memory_bytes", "parameters"), int),
+    **dict.fromkeys(("tokens", "forwards", "rows", "nfe", "longest_document", "row_capacity", "cut_contexts"), _count),
+    **dict.fromkeys(("answers_from_cache", "ranks", "peak_memory_bytes", "parameters"), _count),
     "seconds": number,
 }
 
@@ -201,18 +206,10 @@ def files(places: Iterable[str | Path]) -> list[Path]:
     for name in places:
         place = Path(name)
         inside = [f for f in sorted(place.rglob("*.json")) if f.name[:8] == "results_" or WRITTEN.search(f.stem)]
-        if place.is_file():
-            every.append(place)
-        elif inside:
-            every += inside
-        elif str(name) and place.is_dir():
-            raise DuelError(
-                f"No results_*.json (or *_DATE.json) in {place} or below; lm_eval writes them to --output_path."
-            )
-        else:
-            raise DuelError(
-                f"No file or folder {name}; name results_*.json files of lm_eval, or folders that hold them."
-            )
+        if not place.is_file() and not inside:
+            what = f"No results_*.json (or *_DATE.json) in {place} or below" if place.is_dir() else f"No file {name}"
+            raise DuelError(f"{what}; name results_*.json files of lm_eval, or folders that hold them.")
+        every += [place] if place.is_file() else inside
     return list(dict.fromkeys(path.resolve() for path in every))
 
 
@@ -361,13 +358,13 @@ def _check(run: Run) -> None:
                     f"{run.name} contradicts itself: token_perplexity of {name} is {known:.10g}, but its log_prob and "
                     f"tokens make it {implied:.10g}. Run the task again, or leave the file out."
                 )
-        impossible = [(m, v) for m, v in task.metrics.items() if v < 0 or (not v and "bits" not in m)]
-        impossible += [(f"log_prob of {key}", nats) for key, nats in log_probs.items() if nats > 0]
-        for what, known in impossible:
-            raise DuelError(
-                f"{run.name}: {what} of {name} is {known:g}, and a probability is at most 1. Run the task again, or "
-                "leave the file out."
-            )
+        values = {**task.metrics, **{f"log_prob of {key}": -nats for key, nats in log_probs.items()}}
+        for what, known in values.items():
+            if known < 0 or (not known and what in METRICS and what != "bits_per_byte"):
+                raise DuelError(
+                    f"{run.name}: {what} of {name} is impossible: a probability is at most 1. Run the task again, "
+                    "or leave the file out."
+                )
 
 
 def _arguments(model_args: Any) -> dict[str, str]:

@@ -30,35 +30,26 @@ Columns = dict[str, Callable[[Any], Cell]]
 # ---------------------------------------------------------------- columns
 
 
-def names(rows: Iterable[Row]) -> Columns:
-    """The columns that say what a row is: model, estimator, rule, block, and the cache if any row is under one."""
-    used = any(row.run.has_cache for row in rows)
-    return _names(lambda row: row.run, lambda row: row.title, used)
+def names(records: Iterable[Row | Run]) -> Columns:
+    """The columns that say what a row, or a whole run, is; with the cache if any is under one."""
 
+    def run(record: Row | Run) -> Run:
+        return record if isinstance(record, Run) else record.run
 
-def names_of_runs(runs: Iterable[Run]) -> Columns:
-    """The columns that say what a whole run is."""
-
-    def estimator(run: Run) -> str:
-        entry = registry.find(run.estimator)
-        name = "Lattice" if entry.lattice else entry.title
-        return f"{name} ({'baseline' if entry.name == 'ar' else 'AR baseline'})" if run.baseline else name
-
-    return _names(lambda run: run, estimator, any(run.has_cache for run in runs))
-
-
-def _names(run: Callable[[Any], Run], estimator: Callable[[Any], str], cache: bool) -> Columns:
+    cached = any(run(record).has_cache for record in records)
     return {
         "model": lambda record: run(record).label,
-        "estimator": estimator,
+        "estimator": lambda record: _title(record) if isinstance(record, Run) else record.title,
         "rule": lambda record: without_defaults(record.rule or ""),
-        "block": lambda record: block_name(record.block),
-        "cache": lambda record: run(record).cache if cache else "",
+        "block": lambda record: "whole target" if record.block == "none" else record.block,
+        "cache": lambda record: run(record).cache if cached else "",
     }
 
 
-def block_name(block: str | None) -> str:
-    return "whole target" if block == "none" else block or ""
+def _title(run: Run) -> str:
+    entry = registry.find(run.estimator)
+    name = "Lattice" if entry.lattice else entry.title
+    return f"{name} ({'baseline' if entry.name == 'ar' else 'AR baseline'})" if run.baseline else name
 
 
 def value(row: Row | None, metric: str | None = None) -> str:
@@ -81,13 +72,9 @@ def gap(row: Row | None) -> str:
 
 def closed(row: Row, unit: str = "") -> str:
     """Gap closed, or that it is not distinguishable from 0."""
-    if row.distinguishable is None:
-        return ""
-    return (
-        UNCLEAR
-        if row.gap_closed is None
-        else f"{number(row.gap_closed, '.1f')}{pm(row.gap_closed_stderr, '.1f')}{unit}"
-    )
+    if row.gap_closed is None:
+        return UNCLEAR if row.distinguishable is False else ""
+    return f"{number(row.gap_closed, '.1f')}{pm(row.gap_closed_stderr, '.1f')}{unit}"
 
 
 def interval(row: Row) -> str:
@@ -247,7 +234,7 @@ def accuracies(runs: Sequence[Run]) -> Iterator[tuple[str, Table]]:
                 of_task.setdefault(name, []).append((run, task))
     for name, found in of_task.items():
         metrics = dict.fromkeys(metric for _, task in found for metric in task.scores)
-        columns: Columns = {key: _first(column) for key, column in names_of_runs([run for run, _ in found]).items()}
+        columns: Columns = {key: _first(column) for key, column in names([run for run, _ in found]).items()}
         columns |= {metric: _score(metric) for metric in metrics}
         columns |= {key: _identity(key) for key in ("documents", "version", "shots")}
         yield name, Table.of(f"{name}: {', '.join(metrics)}, ± standard error", found, columns)
@@ -286,7 +273,7 @@ def cost(costs: Sequence[Cost]) -> Table:
     def entry(key: str, scale: float = 1) -> Callable[[Cost], float | None]:
         return lambda of: None if of.run.duel.get(key) is None else of.run.duel[key] / scale
 
-    named = names_of_runs([of.run for of in costs])
+    named = names([of.run for of in costs])
     columns: Columns = {key: lambda of, column=column: column(of.run) for key, column in named.items()}
     columns |= {
         "estimator": lambda of: of.name,
