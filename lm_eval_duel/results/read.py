@@ -207,7 +207,11 @@ def files(places: Iterable[str | Path]) -> list[Path]:
         place = Path(name)
         inside = [f for f in sorted(place.rglob("*.json")) if f.name[:8] == "results_" or WRITTEN.search(f.stem)]
         if not place.is_file() and not inside:
-            what = f"No results_*.json (or *_DATE.json) in {place} or below" if place.is_dir() else f"No file {name}"
+            what = (
+                f"No results_*.json (or *_DATE.json) in {place} or below"
+                if place.is_dir()
+                else f"No file or folder {name}"
+            )
             raise DuelError(f"{what}; name results_*.json files of lm_eval, or folders that hold them.")
         every += [place] if place.is_file() else inside
     return list(dict.fromkeys(path.resolve() for path in every))

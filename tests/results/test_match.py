@@ -86,6 +86,14 @@ def test_equal_texts_are_documents_of_their_own(tmp_path):
     assert found["documents"] == 10 and all(row["interval"] for row in found["rows"])
 
 
+def test_contexts_that_were_cut_are_another_task(tmp_path):
+    two(tmp_path, there={"duel": {"cut_contexts": 2}})
+    for file in tmp_path.rglob("results_*.json"):
+        edit(file, lambda body: body["configs"]["sotu"].update(output_type="loglikelihood"))
+    with pytest.raises(DuelError, match=r"contexts: 0 contexts cut at 1024 in .*, but 2 contexts cut at 1025 in"):
+        run(tmp_path)
+
+
 def test_documents_are_compared_with_the_first_that_has_samples(tmp_path):
     two(tmp_path, {"log": False})
     ours(tmp_path / "results", estimator="elbo", **OTHER_TEXTS)

@@ -134,7 +134,7 @@ def test_half_of_a_task_from_a_response_cache_does_not_contradict_it(tmp_path):
 
 
 def test_files_that_are_no_results(tmp_path):
-    with pytest.raises(DuelError, match="No file"):
+    with pytest.raises(DuelError, match="No file or folder"):
         report([str(tmp_path / "none"), "--out", str(tmp_path / "out")])
     with pytest.raises(DuelError, match=r"No results_\*\.json \(or \*_DATE\.json\) in"):
         report([str(tmp_path), "--out", str(tmp_path / "out")])
