@@ -134,7 +134,17 @@ def plan(options: argparse.Namespace) -> dict[str, Any]:
             "kept_bytes": kept * size.itemsize * longest,
         }
         figures.setdefault("blocks", int(total.blocks))
+    dense = 0
+    if denoiser.noised is not None and _conditioning(denoiser.noised, run) != "none":
+        dense = 4 * denoiser.vocab_size * min(denoiser.block or longest, longest)
+    figures["canvas_logits_bytes"] = dense
     return figures | {"seed_first": bool(denoiser.shift) and "dual" in methods, "methods": methods}
+
+
+def _conditioning(trained: Any, run: Options) -> str:
+    """The self-conditioning of a network that was `trained` so, as asked."""
+    asked = str(run.estimator_args.get("self_conditioning", "auto"))
+    return trained.self_conditioning if asked == "auto" else asked
 
 
 def _methods(setting: Any, run: Options) -> Iterator[tuple[str, partial[Any], str, int, bool]]:
@@ -146,7 +156,7 @@ def _methods(setting: Any, run: Options) -> Iterator[tuple[str, partial[Any], st
     bound = "a bound, with its error"
     if (trained := setting.denoiser.noised) is not None:
         noise = NoisedElboArguments(**run.estimator_args) if run.estimator == "noised_elbo" else NoisedElboArguments()
-        asked = noise.self_conditioning if noise.self_conditioning != "auto" else trained.self_conditioning
+        asked = _conditioning(trained, run)
         steps = noise.steps or trained.steps or math.inf
         passes = {"none": 1, "twice": 2, "chain": int(steps) if steps < math.inf else 1}[asked]
         canvas = setting.denoiser.block
@@ -242,6 +252,10 @@ def table(figures: dict[str, Any]) -> str:
         notes.append(f"{most}one position a step is counted: this rule's steps depend on the text, and {bound}.")
     if figures["seed_first"]:
         notes.append("prefix, dual and two_phase with seed_first=true, which this network needs under a cache.")
+    if dense := figures["canvas_logits_bytes"]:
+        notes.append(
+            f"Self-conditioning takes the logits of a whole canvas, {dense / 1e6:,.0f} MB for each row of a call."
+        )
     return "\n".join([*lines, *([""] if notes else []), *notes])
 
 

@@ -22,7 +22,7 @@ from lm_eval_duel.demo import resolve
 from lm_eval_duel.denoisers import hub, identity
 from lm_eval_duel.denoisers.dit import checkpoint as dit_checkpoint
 from lm_eval_duel.denoisers.dit import gidd
-from lm_eval_duel.denoisers.hf import auto_model, decoder_checkpoint, families
+from lm_eval_duel.denoisers.hf import auto_model, decoder_checkpoint, diffusion_gemma, families
 from lm_eval_duel.denoisers.hf.causal_lm import CAUSAL_LM
 from lm_eval_duel.denoisers.hf.masked_lm import MASKED_LM
 from lm_eval_duel.denoisers.hf.pretrained import max_positions, settle
@@ -80,9 +80,9 @@ def read(name: str, network: dict[str, Any], tokenizer: Any = None) -> Unloaded:
     options = LoadOptions(resolve(name), torch.device("cpu"), tokenizer, **network)
     config = known or hub.read_config(options.name, options.revision)
     identity.require_supported(config, options.name, options.family)
-    if identity.is_diffusion_gemma(config):
-        raise DuelError(f"{options.name} is a DiffusionGemma, which a plan does not count yet.")
     with hub.explained(options.name):
+        if identity.is_diffusion_gemma(config):
+            return _gemma(config, options)
         if dit_checkpoint.is_dit(config, options.name):
             return _dit(config, options)
         family = families.find(config, options, None)
@@ -110,6 +110,35 @@ def _dit(config: dict[str, Any], options: LoadOptions) -> Unloaded:
     parameters = sum(weight.numel() for weight in network.values())
     unloaded.size = Size(parameters, products, shape.width * shape.vocab_size, kept, kept, 4)
     return unloaded
+
+
+def _gemma(config: dict[str, Any], options: LoadOptions) -> Unloaded:
+    """DiffusionGemma: its encoder under attention=causal, else its decoder."""
+    kind, model_config = diffusion_gemma.find(options)
+    text, causal = model_config.text_config, options.attention == "causal"
+    text.num_experts_per_tok = text.top_k_experts
+    with torch.device("meta"):
+        model = kind(model_config)
+    part = model.model.encoder.language_model if causal else model.model.decoder
+    unloaded = _measured(_Part(part, model.lm_head), text, config, options)
+    parameters = sum(weight.numel() for weight in model.parameters())
+    unloaded.size = dataclasses.replace(unloaded.size, parameters=parameters)
+    settle(unloaded, diffusion_gemma.ENCODER if causal else diffusion_gemma.CANVAS, config, options)
+    unloaded.max_length = hub.row_length(options.name, options.max_length, text.max_position_embeddings + causal)
+    if not causal:
+        unloaded.block, unloaded.noised = diffusion_gemma.canvas(model_config, options)
+    return unloaded
+
+
+class _Part(torch.nn.Module):
+    """A part of a network, and its head."""
+
+    def __init__(self, part: torch.nn.Module, lm_head: torch.nn.Module):
+        super().__init__()
+        self.part, self.lm_head = part, lm_head
+
+    def get_output_embeddings(self) -> torch.nn.Module:
+        return self.lm_head
 
 
 def _decoder(family: families.Family, config: dict[str, Any], options: LoadOptions, tokenizer: Any) -> Unloaded:

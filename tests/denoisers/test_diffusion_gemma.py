@@ -11,7 +11,9 @@ from networks import refused
 from noised_toys import bound
 
 from lm_eval_duel import Duel, denoisers
+from lm_eval_duel.cli.main import main
 from lm_eval_duel.core.windows import Window
+from lm_eval_duel.denoisers import unloaded
 from lm_eval_duel.denoisers.hf import diffusion_gemma
 from lm_eval_duel.denoisers.load_options import LoadOptions
 from lm_eval_duel.errors import DuelError
@@ -109,3 +111,12 @@ def test_what_is_said_and_what_is_refused(path, decoder):
     refused(path, "peft", peft="folder")
     for estimator in ("ar", "noised_elbo"):
         assert load_scorer(Options.parse({"pretrained": path, "estimator": estimator})).estimator.name == estimator
+
+
+@pytest.mark.parametrize(("estimator", "method"), [("ar", "chain rule"), ("noised_elbo", "noised_elbo 128")])
+def test_a_plan_counts_both_parts(path, capsys, estimator, method):
+    main(["plan", path, "--tokens", "16", "--model_args", f"estimator={estimator}"])
+    said = capsys.readouterr().out
+    assert method in said and ("logits of a canvas" in said) == (estimator == "noised_elbo")
+    parameters = sum(weight.numel() for weight in gemma_reference.network().parameters())
+    assert unloaded.read(path, {}).size.parameters == parameters

@@ -138,11 +138,28 @@ def test_masks_alone_give_the_mean_over_all_orders():
 
 def test_a_denoiser_without_the_time_grows_with_the_logarithm_of_the_steps():
     toy = NoisyToy(prediction="denoiser", timed=False, scale=0.3)
-    slope = (bound(toy, TEXT, 256) - bound(toy, TEXT, 128)) / math.log(2)
+    slope = (bound(toy, TEXT, 128) - bound(toy, TEXT, 64)) / math.log(2)
     certain = reference.log_softmax(toy.logits(torch.tensor(TEXT), 0.0)).exp()
-    assert slope == pytest.approx(sum(1 - float(certain[ell, x]) for ell, x in enumerate(TEXT)), rel=0.05)
+    assert slope == pytest.approx(sum(1 - float(certain[ell, x]) for ell, x in enumerate(TEXT)), rel=0.1)
     with pytest.raises(DuelError, match="no limit"):
         NoisedElbo(toy, steps=math.inf)
+
+
+def test_float32_is_enough_for_a_large_vocabulary():
+    tokens = 262_144
+    noise, generator = noises.Uniform(tokens), torch.Generator().manual_seed(1)
+    logits = 4 * torch.randn(3, tokens, generator=generator, dtype=torch.float64)
+    clean, noisy = torch.tensor([7, 8, 9]), torch.tensor([7, 5, logits[2].argmax()])
+    observed = noises.Observed((noisy == clean)[None], torch.zeros(1, 3, dtype=torch.bool))
+    for step in (1, 2, 24, 48):
+        before, now = (noise.level(*times(n / 48, (48 - n) / 48)) for n in (step - 1, step))
+        ratio = torch.where(before.u > 0, before.a / before.u, 0.0)[0].expand(3)
+        shift = noises.as_plugin(now, observed.masked)[0]
+        terms = []
+        for dtype in (torch.float32, torch.float64):
+            values = noises.statistics(logits.to(dtype), clean, noisy, shift, ratio)
+            terms.append(noises.step_kl(before, now, noises.Statistics(*(v[None] for v in values)), observed))
+        assert torch.allclose(*terms, rtol=0, atol=2e-6)
 
 
 def test_a_wrong_reading_of_the_output_is_another_process():

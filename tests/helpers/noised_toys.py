@@ -92,7 +92,7 @@ def bound(toy, x, steps, conditioning="none"):
             for z in rows
             if chance(z, x, *levels[i])
         )
-    total = 0.0
+    total, known = 0.0, {}  # logits by the part of the path that the network has seen
     for path in itertools.product(rows, repeat=steps):  # x_1 .. x_T
         weight, previous = 1.0, torch.tensor(x)
         for i, z in enumerate(path, 1):
@@ -103,7 +103,10 @@ def bound(toy, x, steps, conditioning="none"):
             continue
         before = None
         for i in range(steps, 0, -1):
-            before = toy.logits(path[i - 1], i / steps, before)
+            seen = tuple(tuple(z.tolist()) for z in path[i - 1 :])
+            if seen not in known:
+                known[seen] = toy.logits(path[i - 1], i / steps, before)
+            before = known[seen]
             total += weight * term(path[i - 1], i, before)
     return total
 

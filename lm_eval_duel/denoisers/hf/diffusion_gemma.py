@@ -40,14 +40,10 @@ OF_DECODER = ("cache", "cfg_scale", "temperature", "top_k", "top_p", "exclude_id
 
 def load(config: dict[str, Any], options: LoadOptions, tokenizer: PreTrainedTokenizerBase) -> Pretrained:
     """The encoder under attention=causal, else the decoder; raises DuelError if transformers is too old."""
-    kind = getattr(transformers, CLASS, None)
-    if kind is None:
-        version = transformers.__version__
-        raise DuelError(f"{options.name} is a {CLASS}; transformers {version} has none. Install 5.13 or later.")
     options.refuse(NAME, *REFUSED)
     if options.attention not in (None, "causal"):
         raise DuelError(f"{options.name} is a {CLASS}; leave attention={options.attention} out.")
-    model_config = transformers.AutoConfig.from_pretrained(options.name, revision=options.revision)
+    kind, model_config = find(options)
     if options.dtype == "float64":
         model_config._experts_implementation = "eager"  # grouped products stop at float32
         model_config.text_config._experts_implementation = "eager"
@@ -62,6 +58,21 @@ def load(config: dict[str, Any], options: LoadOptions, tokenizer: PreTrainedToke
     denoiser.set_row_length(text.max_position_embeddings + (options.attention == "causal"))
     denoiser.take(auto_model.load_model(kind, model_config, config, options).eval())
     return denoiser
+
+
+def find(options: LoadOptions) -> tuple[Any, Any]:
+    """The class of transformers and the config; raises DuelError if transformers is too old."""
+    kind = getattr(transformers, CLASS, None)
+    if kind is None:
+        version = transformers.__version__
+        raise DuelError(f"{options.name} is a {CLASS}; transformers {version} has none. Install 5.13 or later.")
+    return kind, transformers.AutoConfig.from_pretrained(options.name, revision=options.revision)
+
+
+def canvas(model_config: Any, options: LoadOptions) -> tuple[int, Noised]:
+    """The length of a canvas, and how the decoder was trained: on noise over all columns, not told the time."""
+    length = options.block if isinstance(options.block, int) else model_config.canvas_length
+    return length, Noised(Uniform(model_config.text_config.vocab_size), "denoiser", STEPS, "twice", timed=False)
 
 
 class Encoder(CausalLM):
@@ -101,8 +112,7 @@ class Canvases(Pretrained):
         columns = model_config.text_config.vocab_size
         require_fit(set(tokenizer.get_vocab().values()), None, columns, self.path)
         self.vocab_size, self.tokens = columns, set(range(columns))  # noise is over all columns
-        self.block = options.block if isinstance(options.block, int) else model_config.canvas_length
-        self.noised = Noised(Uniform(columns), "denoiser", STEPS, "twice", timed=False)
+        self.block, self.noised = canvas(model_config, options)
 
     def open(self, rows: Rows, generating: bool = False) -> NoisedView:
         return CanvasView(self, rows)
