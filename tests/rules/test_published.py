@@ -609,16 +609,6 @@ def test_klass_by_hand(history):
     assert len(found) > 6  # not from one end to the other
 
 
-@pytest.mark.parametrize("rule", ["greedy:k=2", "quota:steps=4", "klass:mu=0.4:nu=0.3", "threshold:mu=0.5"])
-def test_after_the_first_position_of_a_block_a_rule_starts_anew(rule):
-    toy, target = Toy(length=9), (2, 0, 1, 1, 2, 0, 0)
-    [seeded] = Duel(toy, f"{rule}:seed_first=true", None).log_prob([Window((1,), target)])
-    [first] = Duel(toy, "left_to_right", None).log_prob([Window((1,), target)])
-    [rest] = Duel(toy, rule, None).log_prob([Window((1, target[0]), target[1:])])
-    assert seeded.token_logprobs == pytest.approx((first.token_logprobs[0], *rest.token_logprobs), abs=1e-12)
-    assert seeded.reveal_steps == (0, *(step + 1 for step in rest.reveal_steps))
-
-
 def test_near_ties_are_counted():
     """A pick that moves under noise of 1e-4 was counted as near."""
     logits, masked = random_case(7, 400)
