@@ -32,7 +32,7 @@ GROUPS = {  # of columns, which the page can hide
     "cost": "cost",
     "source": "provenance",
 }
-MANY = 2  # tasks beyond which the page first shows names, means, perplexities and cost only
+MANY = 1  # tasks beyond which the page first shows names, means, perplexities and cost only
 FIRST_HIDDEN = ("bits", "gap", "closed", "source")
 NUMBER = re.compile(r"[+-]?[\d,]*\.?\d+(e[+-]?\d+)?|inf")
 WIDTH, MARGIN = 140.0, 9.0  # of a plot
