@@ -52,10 +52,11 @@ def test_a_model_and_a_rule_have_one_colour_in_every_figure(tmp_path):
 
 def test_files_in_three_formats_have_the_stated_width(tmp_path, monkeypatch):
     monkeypatch.setattr(figures, "available", lambda: True)
-    found = made(tmp_path, "--figures", "pdf", "svg", "png", "--width", "4.5", rules=["greedy:k=1"])
+    found = made(tmp_path, "--figures", "pdf", "svg", "png", "--width", "4.5", rules=["greedy:k=1", "greedy:k=2"])
     out = tmp_path / "out"
     assert "](perplexity_sotu.svg)" in (out / "report.md").read_text()
-    assert {f"perplexity_sotu.{kind}" for kind in ("pdf", "svg", "png")} <= set(found["files"])
+    names = ["perplexity_sotu", *(f"rules_sotu_MDLM_block_4{cache}" for cache in ("", "_cache_dual"))]
+    assert {f"{name}.{kind}" for name in names for kind in ("pdf", "svg", "png")} <= set(found["files"])
     box = re.search(rb"/MediaBox \[ 0 0 ([\d.]+) ", (out / "perplexity_sotu.pdf").read_bytes())
     assert float(box[1]) == pytest.approx(72 * 4.5)
     assert 'width="324pt"' in (out / "perplexity_sotu.svg").read_text()

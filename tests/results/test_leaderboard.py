@@ -224,11 +224,17 @@ def test_names_cannot_leave_the_folder(tmp_path):
 
 def test_the_command_of_a_row_gives_the_options_of_its_run(tmp_path, monkeypatch):
     """The command is read by the program itself; its model args must be those of the results file."""
-    seen = []
+    seen, seeds = [], {"random_seed": 0, "numpy_seed": 1234, "torch_seed": 1234, "fewshot_seed": 1234, "batch_size": 1}
     monkeypatch.setattr(HarnessCLI, "execute", lambda self, args: seen.append(args))
     for given, more in (
-        ({"pretrained": "demo-mdm", "rule": "threshold", "mu": 0.5, "trace": "/home/somebody/x.jsonl"}, {"limit": 3.0}),
-        ({"pretrained": "demo-mdm", "rule": "klass", "mu": "0.9", "nu": 0.1}, {"limit": 0.5, "batch_size": "auto"}),
+        (
+            {"pretrained": "demo-mdm", "rule": "threshold", "mu": 0.5, "trace": "/home/somebody/x.jsonl"},
+            {"limit": 3.0, **seeds},
+        ),
+        (
+            {"pretrained": "demo-mdm", "rule": "klass", "mu": "0.9", "nu": 0.1},
+            {"limit": 0.5, **seeds, "torch_seed": 7} | {"batch_size": "auto"},
+        ),
     ):
         file = ours(tmp_path, docs={"sotu": docs((-60, -150, -90))})
         edit(file, lambda body, given=given, more=more: body["config"].update(more, model_args=given))
@@ -236,6 +242,7 @@ def test_the_command_of_a_row_gives_the_options_of_its_run(tmp_path, monkeypatch
         (command,) = row.commands
         words = shlex.split(command)
         assert words[:2] == ["lm-eval-duel", "run"] and "somebody" not in command
+        assert ("--seed" in words, "--batch_size" in words) == ("torch_seed" in more and more["torch_seed"] == 7,) * 2
         importlib.import_module("lm_eval_duel.cli.run").main(words[2:])
         parsed = seen.pop()
         wanted = {key: value for key, value in given.items() if key != "trace"}
