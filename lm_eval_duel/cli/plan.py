@@ -253,9 +253,7 @@ def table(figures: dict[str, Any]) -> str:
     if figures["seed_first"]:
         notes.append("prefix, dual and two_phase with seed_first=true, which this network needs under a cache.")
     if dense := figures["canvas_logits_bytes"]:
-        notes.append(
-            f"Self-conditioning takes the logits of a whole canvas, {dense / 1e6:,.0f} MB for each row of a call."
-        )
+        notes.append(f"Self-conditioning takes all logits of a canvas, {dense / 1e6:,.0f} MB for each row of a call.")
     return "\n".join([*lines, *([""] if notes else []), *notes])
 
 
