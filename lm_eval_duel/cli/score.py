@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import dataclasses
 import math
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,7 +32,10 @@ if TYPE_CHECKING:
 
 TASK = "score"  # what traces and results call these documents
 SETTINGS = ("block", "cache")  # network arguments that a comparison of checkpoints holds fixed
-OF_CHECKPOINT = ("tokenizer", "revision", "family", "adapter", "mask_token_id", "sigma")  # not another checkpoint's
+OF_CHECKPOINT = (  # model args that another checkpoint does not take over
+    *("tokenizer", "revision", "family", "peft", "backend", "trust_remote_code", "mask_token_id", "exclude_ids"),
+    *("attention", "shift_logits", "sigma", "first_token", "last_block"),
+)
 PRINTS = f"""\
 Prints a line for each document (tokens, log-probability in nats, perplexity per token and per word, bits per byte) and
 the total with its standard error over documents. The numbers are those of the harness: the same windows, special tokens
@@ -258,8 +262,11 @@ def _fitting(other: dict[str, Any], model: Mapping[str, Any]) -> dict[str, Any]:
     kept = {key: value for key, value in other.items() if key not in cannot or value != model.get(key)}
     replaced = {*PARAMETERS} if "rule" in kept else {*arguments()}
     left = [key for key in model if key not in (*kept, *replaced, *OF_CHECKPOINT, "pretrained", "trace")]
-    if left:
-        print(f"{other['pretrained']} is scored without the {', '.join(left)} of the first model, which it cannot have")
+    if left and process()[0] == 0:
+        lacks = (
+            f"{other['pretrained']} is scored without the {', '.join(left)} of the first model, which it cannot have"
+        )
+        print(lacks, file=sys.stderr)
     return kept
 
 
