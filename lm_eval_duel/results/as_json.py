@@ -17,7 +17,7 @@ GAP = (
 )
 ROW = (
     *("model", "name", "estimator", "rule", "block", "cache=run.cache", "qualifiers", "unknown", "eps"),
-    *("likelihood", "bound", "value", "interval", "stderr", "stderr_reason"),
+    *("likelihood", "bound", "value", "interval", "stderr", "stderr_bound", "stderr_reason"),
     *("window_stderr", "reason", "metrics", "nfe_per_token", "dtype=run.dtype", "fingerprint=run.fingerprint"),
     *("ar", "best", "gap", "gap_interval", *GAP),
 )
