@@ -56,7 +56,8 @@ class Verification:
         checked: list[Checked] = []
         try:
             for (n, part), again in self._score_again(text):
-                where = f"task {requests[n].task_name}, document {requests[n].doc_id}, window {part}"
+                option = f", option {requests[n].idx}" if requests[n].idx else ""
+                where = f"task {requests[n].task_name}, document {requests[n].doc_id}{option}, window {part}"
                 checked.append(Checked.from_scores(where, self.windows[n][part], self.scores[n, part], again, n))
         except (DuelError, RuntimeError) as error:
             log.error("verify failed, so no window is verified; scores are unaffected: %s", str(error).splitlines()[0])

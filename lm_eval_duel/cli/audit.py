@@ -19,6 +19,7 @@ from lm_eval_duel.options import model_of
 if TYPE_CHECKING:
     from lm_eval_duel.audit.checked import Checked
     from lm_eval_duel.audit.own_code import Compared
+    from lm_eval_duel.harness.lm import DuelMDM
 
 UNCHECKED = 3  # the exit code if nothing could be compared
 PRINTS = """\
@@ -85,10 +86,7 @@ def audit(options: argparse.Namespace) -> Audit:
     from lm_eval.utils import setup_logging
 
     from lm_eval_duel.audit import own_code
-    from lm_eval_duel.audit.from_text import FromText
-    from lm_eval_duel.audit.recompute import distance, tolerance
     from lm_eval_duel.harness.lm import DuelMDM
-    from lm_eval_duel.harness.requests import Batch, name
     from lm_eval_duel.tasks import named
 
     setup_logging()
@@ -99,28 +97,38 @@ def audit(options: argparse.Namespace) -> Audit:
     if not options.no_own_code:
         found = found._replace(network=own_code.compare(lm.options, lm.denoiser, lm.ranks.device))
     for task in tasks:
-        of_task = FromText(str(task.config.task), lm.tokenizer, lm.text.bos)
-        batch, before = Batch.from_requests(task.instances), len(lm.run.stats.checked)
-        answers = getattr(lm, task.OUTPUT_TYPE)(batch.requests)
-        checked = lm.run.stats.checked[before:]
-        found.checked.extend(checked)
-        items: dict[str, list[Any]] = {}
-        for n, (request, answer) in enumerate(zip(batch.requests, answers, strict=True)):
-            windows = [each.window for each in checked if each.request == n]
-            nats = math.fsum(each.again.log_prob for each in checked if each.request == n)
-            if distance(nats, given := float(answer[0] if isinstance(answer, tuple) else answer)) > tolerance(
-                sum(len(w.target) for w in windows)
-            ):
-                found.problems.append(f"the answer to {name(request)} is {given:.4f} nats, not {nats:.4f}")
-            if task.OUTPUT_TYPE == "loglikelihood_rolling":
-                of_task.add(name(request), request.doc, request.args[0], windows, nats)
-                for metric, item in task.process_results(request.doc, [answer]).items():
-                    items.setdefault(metric, []).append(item)
-        if items:
-            printed = {metric: task.aggregation()[metric](values) for metric, values in items.items()}
-            found.lines.extend(of_task.lines(printed))
-            found.problems.extend(of_task.differing(printed))
+        for kind in sorted({request.request_type for request in task.instances}):
+            audit_requests(lm, task, [request for request in task.instances if request.request_type == kind], found)
     return found
+
+
+def audit_requests(lm: DuelMDM, task: Any, requests: list[Any], found: Audit) -> None:
+    """Add the requests of a task that are of one type to what was found."""
+    from lm_eval_duel.audit.from_text import FromText
+    from lm_eval_duel.audit.recompute import distance, tolerance
+    from lm_eval_duel.harness.requests import Batch, name
+
+    batch, before = Batch.from_requests(requests), len(lm.run.stats.checked)
+    answers = getattr(lm, batch.requests[0].request_type)(batch.requests)
+    checked = lm.run.stats.checked[before:]
+    found.checked.extend(checked)
+    of_task, items = FromText(str(task.config.task), lm.tokenizer, lm.text.bos), dict[str, list[Any]]()
+    for n, (request, answer) in enumerate(zip(batch.requests, answers, strict=True)):
+        mine = [each for each in checked if each.request == n]
+        nats, given = (
+            math.fsum(each.again.log_prob for each in mine),
+            answer[0] if isinstance(answer, tuple) else answer,
+        )
+        if distance(nats, float(given)) > math.fsum(tolerance(each.tokens) for each in mine):
+            found.problems.append(f"the answer to {name(request)} is {given:.4f} nats, not {nats:.4f}")
+        if request.request_type == "loglikelihood_rolling":
+            of_task.add(name(request), request.doc, request.args[0], [each.window for each in mine], nats)
+            for metric, item in task.process_results(request.doc, [answer]).items():
+                items.setdefault(metric, []).append(item)
+    if items:
+        printed = {metric: task.aggregation()[metric](values) for metric, values in items.items()}
+        found.lines.extend(of_task.lines(printed))
+        found.problems.extend(of_task.differing(printed))
 
 
 def table(checked: Sequence[Checked]) -> str:

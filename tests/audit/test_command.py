@@ -1,6 +1,7 @@
 """`lm-eval-duel audit`: both sides of a few documents, and its exit codes."""
 
 import dataclasses
+import json
 
 import pytest
 
@@ -23,6 +24,17 @@ def texts(tmp_path):
 
 def command(folder, texts, *more, args="rule=greedy,block=4"):
     return ["--model_args", f"pretrained={folder},{args}", "--tasks", texts, "--device", "cpu", *more]
+
+
+def test_options_before_different_texts(folder, tmp_path, capsys):
+    """Their windows differ in the suffix alone."""
+    rows = [{"prefix": "m b", "options": [" c d", " e f"], "label": 0, "suffix": suffix} for suffix in (" g h", " i j")]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    files = ["--metadata", f"files={tmp_path}/rows.jsonl", "--no_own_code"]
+    audit.main(command(folder, "duel_choice", *files))
+    out = capsys.readouterr().out
+    assert "4 windows, 8 tokens" in out and "Windows that differ: 0. Not checked independently: 0." in out
+    assert "document 1, option 1, window 0" in out
 
 
 def test_a_fault_is_the_exit_code(folder, texts, capsys, monkeypatch):

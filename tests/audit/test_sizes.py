@@ -56,9 +56,14 @@ def agree(estimator, windows):
         assert not found.problems and found.difference < 1e-8 and found.again.ties == 0, found.problems
 
 
-@pytest.mark.parametrize("rule", ["greedy:k=1", "margin:k=1", "entropy:k=2", "threshold:mu=0.02"])
+@pytest.mark.parametrize("rule", ["greedy:k=1", "threshold:mu=0.02"])
 def test_sums_to_one_over_many_tokens(rule):
     assert abs(total(Duel(Toy(TOKENS - 60, length=2), rule, 2), 2, tokens=TOKENS - 60) - 1) < 1e-9
+
+
+@pytest.mark.parametrize("rule", ["greedy", "margin", "log_margin", "entropy", "threshold:mu=0.2"])
+def test_every_rule_over_many_tokens(rule):
+    agree(Duel(Attends(TOKENS, 60, layers=1), rule, 25), [Window(tokens(4, 1), tokens(50, 2))])
 
 
 @pytest.mark.parametrize(
