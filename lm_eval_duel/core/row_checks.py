@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -43,12 +44,11 @@ def wanted(count: float, share: float = SHARE) -> float:
 class Drawn(NamedTuple):
     """A lane to evaluate again, and what was read of it."""
 
-    opened: Callable[[Rows], View]  # as the view in which it was evaluated
-    rows: Rows  # its window alone
-    lane: Lanes  # (1, W)
-    tokens: torch.Tensor  # (1, W)
+    again: Callable[[], torch.Tensor]  # evaluates it alone, (S, W)
     statistics: torch.Tensor  # (S, W)
+    network: Network
     window: int  # its index among all that are scored
+    place: str  # in its window
 
 
 class RowChecks:
@@ -73,24 +73,31 @@ class RowChecks:
         """
         waiting, self.waiting = self.waiting, []
         for drawn in waiting:
-            view = drawn.opened(drawn.rows)
             try:
-                with without_autocast(view.denoiser):
-                    predictions = view(drawn.lane)
-                    again = statistics(predictions, predictions.log_prob(drawn.tokens))[:, 0]  # (S, W)
+                with without_autocast(drawn.network):
+                    apart = difference(drawn.statistics, drawn.again())
             except torch.OutOfMemoryError:  # so nothing is known of this one
                 continue
             counts.rows_checked += 1
-            apart = difference(drawn.statistics, again)
-            if not apart <= NOISE and not apart <= (noise := tolerance(view.denoiser)):
+            if not apart <= NOISE and not apart <= (noise := tolerance(drawn.network)):
                 counts.rows_differing += 1
-                _report(drawn, apart, noise, is_coarse(view.denoiser))
+                _report(drawn, apart, noise)
+
+
+def chosen(lanes: Lanes, number: int, *keys: torch.Tensor) -> list[int]:
+    """`number` of the lanes, drawn by a hash of (window, block, step) and of `keys` (R,)."""
+    return hashed(lanes.row, lanes.start - lanes.origin, lanes.step, *keys).argsort()[:number].tolist()
+
+
+def place_of(lanes: Lanes, lane: int) -> str:
+    """Where a lane is in its window."""
+    return f"block at target position {int(lanes.start[lane] - lanes.origin[lane])}, step {int(lanes.step[lane])}"
 
 
 def draw(
     number: int,
     opened: Callable[[Rows], View],
-    rows: Rows,
+    view: View,
     lanes: Lanes,
     predictions: Predictions,
     tokens: torch.Tensor,
@@ -98,15 +105,20 @@ def draw(
     window_indices: Sequence[int],
 ) -> list[Drawn]:
     """`number` of the lanes, with their predictions and the log-probs (R, W) of `tokens` (R, W)."""
-    chosen = hashed(lanes.row, lanes.start - lanes.origin, lanes.step).argsort()[:number]  # (n,)
     read = statistics(predictions, log_prob)  # (S, R, W)
     drawn = []
-    for lane in chosen.tolist():
-        one = lanes.select(slice(lane, lane + 1))
-        row = int(one.row)
-        of_lane = tokens[lane : lane + 1].clone(), read[:, lane].clone()
-        drawn.append(Drawn(opened, rows.alone(row), one.in_row(0), *of_lane, window_indices[row]))
+    for lane in chosen(lanes, number):
+        one, row, here = lanes.select(slice(lane, lane + 1)), int(lanes.row[lane]), slice(lane, lane + 1)
+        again = partial(_alone, opened, view.rows.alone(row), one.in_row(0), tokens[here].clone())
+        of_lane = read[:, lane].clone(), view.denoiser, window_indices[row], place_of(lanes, lane)
+        drawn.append(Drawn(again, *of_lane))
     return drawn
+
+
+def _alone(opened: Callable[[Rows], View], rows: Rows, lane: Lanes, tokens: torch.Tensor) -> torch.Tensor:
+    """The statistics (S, W) of one lane of one window."""
+    predictions = opened(rows)(lane)
+    return statistics(predictions, predictions.log_prob(tokens))[:, 0]
 
 
 def statistics(predictions: Predictions, log_prob: torch.Tensor) -> torch.Tensor:
@@ -127,12 +139,12 @@ def tolerance(network: Network) -> float:
     """The difference that batches of other rows may make, see `difference`."""
     if network.quantized or is_routed(network):
         return NOISE_ROUTED
-    return NOISE_COARSE if network.coarse else NOISE
+    return NOISE_COARSE if is_coarse(network) else NOISE
 
 
 def is_coarse(network: Network) -> bool:
-    """Whether a network is quantized or runs in a dtype below float32."""
-    return network.quantized or network.coarse
+    """Whether a network's numbers are coarser than float32: by quantization, its dtype, or its products (TF32)."""
+    return network.quantized or network.coarse or torch.get_float32_matmul_precision() != "highest"
 
 
 def is_routed(network: Network) -> bool:
@@ -144,20 +156,18 @@ def is_routed(network: Network) -> bool:
     return False
 
 
-def _report(drawn: Drawn, apart: float, noise: float, coarse: bool) -> None:
+def _report(drawn: Drawn, apart: float, noise: float) -> None:
     """Raise Suspect for a lane that differs; with coarse numbers log it."""
-    lane = drawn.lane
-    place = f"block at target position {int(lane.start - lane.origin)}, step {int(lane.step)}"
-    if coarse:
+    if is_coarse(drawn.network):
         log.warning(
             "Window %d, %s: evaluated again alone, its predictions differ by %.2g of their size. Such rows are counted "
             "(rows_differing in the results)",
-            *(drawn.window, place, apart),
+            *(drawn.window, drawn.place, apart),
         )
         return
     raise Suspect(
-        f"Window {drawn.window}, {place}: evaluated again alone, its predictions differ by {apart:.2g} of their size; "
-        f"float noise is below {noise:g}. Other rows of a call, or earlier calls, change them, as a capacity of "
+        f"Window {drawn.window}, {drawn.place}: evaluated again alone, its predictions differ by {apart:.2g} of their "
+        f"size; float noise is below {noise:g}. Other rows of a call, or earlier calls, change them, as a capacity of "
         "experts, statistics of the batch or a counter do. So every value of this spec is suspect, not this one alone. "
         "Make the network a function of each row.",
         window=drawn.window,

@@ -28,6 +28,7 @@ from lm_eval_duel.core.noise import Noised
 from lm_eval_duel.core.noised import NoisedView
 from lm_eval_duel.core.predictions import CPU_ROWS, CPU_VALUES, GPU_VALUES
 from lm_eval_duel.core.reveal import WindowGroup, without_autocast
+from lm_eval_duel.core.row_checks import Drawn, chosen, place_of
 from lm_eval_duel.core.scores import IndexedScores, WindowScore
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.errors import DuelError, NotFinite
@@ -145,15 +146,33 @@ class NoisedElbo(Estimator):
             number = torch.arange(first, min(first + room, len(spans) * self.samples), device=key.device)  # (R,)
             lanes = group.fresh(spans[place : int(number[-1]) // self.samples + 1])
             lanes, draw = lanes.select(number // self.samples - place), number % self.samples
+            what = key[lanes.row], nth[number // self.samples], draw  # (R,) each
+            if due := self.row_checks.due(self.counts, len(number), 1.0):
+                self.row_checks.compare(self.counts)
             try:
                 with without_autocast(self.denoiser):
-                    value = self._values(group, lanes, key[lanes.row], nth[number // self.samples], draw)  # (R, W)
+                    value = self._values(group, lanes, *what)  # (R, W)
+                drawn = [self._to_check(group, lanes, lane, value, *what) for lane in chosen(lanes, due, draw)]
                 sums.add(lanes, draw % self.replicates, value)
+                self.counts.lane_steps += len(number)
+                self.row_checks.waiting += drawn
                 return len(number)
             except torch.OutOfMemoryError:
                 if len(number) == 1:
                     raise
             self.budget.halve(self.denoiser.device)
+
+    def _to_check(self, group: WindowGroup, lanes: Lanes, lane: int, value: torch.Tensor, *what: torch.Tensor) -> Drawn:
+        """A draw to evaluate again alone."""
+        here, row = slice(lane, lane + 1), int(lanes.row[lane])
+        window = group.window_indices[row]
+        alone = WindowGroup([group.windows[row]], [window], group.rows.alone(row), group.opened)
+        one, of_lane = lanes.select(here), [plane[here] for plane in what]
+
+        def again() -> torch.Tensor:
+            return self._values(alone, one.in_row(0), *of_lane).masked_fill(~one.masked, 0.0)  # (1, W)
+
+        return Drawn(again, value[here].masked_fill(~one.masked, 0.0), self.denoiser, window, place_of(lanes, lane))
 
     # ------------------------------------------------------------ draws
 
@@ -280,27 +299,29 @@ class Sums:
         count, length = group.rows.ids.shape
         device = group.rows.ids.device
         self.windows, self.samples, self.replicates = group.windows, estimator.samples, estimator.replicates
-        self.tokens = torch.zeros(count, length + 1, dtype=torch.float64, device=device)  # (N, L + 1)
-        self.means = torch.zeros(count, self.replicates, dtype=torch.float64, device=device)  # (N, S)
+        self.length = length  # the column of positions that are not scored
+        # (N, L + 1 + S): of each column, and of each replicate
+        self.sums = torch.zeros(count, length + 1 + self.replicates, dtype=torch.float64, device=device)
         draws = [estimator.samples * len(estimator.blocks(window)) for window in group.windows]
         self.waiting = torch.tensor(draws, device=device)  # (N,) draws that are missing
 
     def add(self, lanes: Lanes, replicate: torch.Tensor, values: torch.Tensor) -> None:
         """Add the terms (R, W) of draws of `replicate` (R,)."""
         values = torch.where(lanes.masked, values, 0.0)  # (R, W)
-        column = torch.where(lanes.masked, lanes.columns, self.tokens.shape[1] - 1)  # (R, W)
-        row, sums = lanes.row[:, None].expand_as(column), values.sum(1)
+        column = torch.where(lanes.masked, lanes.columns, self.length)  # (R, W)
+        column = torch.cat([column, self.length + 1 + replicate[:, None]], 1)  # (R, W + 1)
+        values = torch.cat([values, values.sum(1, keepdim=True)], 1)  # (R, W + 1)
+        row, done = lanes.row[:, None].expand_as(column), -torch.ones_like(lanes.row)  # (R, W + 1), (R,)
         # on out-of-memory before this line, nothing has been added yet
-        self.tokens.index_put_((row, column), values, accumulate=True)
-        self.means.index_put_((lanes.row, replicate), sums, accumulate=True)
-        self.waiting.index_add_(0, lanes.row, -torch.ones_like(lanes.row))
+        self.sums.index_put_((row, column), values, accumulate=True)
+        self.waiting.index_add_(0, lanes.row, done)
 
     def finished(self) -> Iterator[tuple[int, ElboScore]]:
         """(row, bound) of the windows that miss no draw, each once."""
         rows = (self.waiting == 0).nonzero()[:, 0]
         self.waiting[rows] = -1  # taken
-        means = -self.means[rows].cpu() / (self.samples // self.replicates)  # (n, S)
-        shares = -self.tokens[rows].cpu() / self.samples  # (n, L + 1)
+        shares, means = self.sums[rows].cpu().tensor_split([self.length + 1], dim=1)
+        shares, means = -shares / self.samples, -means / (self.samples // self.replicates)  # (n, L + 1), (n, S)
         for n, row in enumerate(rows.tolist()):
             start, count = len(self.windows[row].context), len(self.windows[row].target)
             error = float(means[n].std() / math.sqrt(self.replicates)) if self.replicates > 1 else math.nan

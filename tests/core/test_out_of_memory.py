@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 import torch
 from laws import strings
+from noised_toys import NoisyToy
 from torch.utils._python_dispatch import TorchDispatchMode
 from toys import Toy
 
@@ -12,6 +13,7 @@ from lm_eval_duel.core.scores import WindowScores
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.estimators.duel import DuelEstimator
 from lm_eval_duel.estimators.elbo import Elbo, ElboSums
+from lm_eval_duel.estimators.noised_elbo import NoisedElbo, Sums
 from lm_eval_duel.estimators.subsets.lattice import Lattice, LatticeSums
 from lm_eval_duel.estimators.subsets.sampled_confidence import SampledConfidence
 from lm_eval_duel.estimators.subsets.set_sampler import SetSums
@@ -45,6 +47,7 @@ class Short(TorchDispatchMode):
 CASES = {
     "scores": (WindowScores, lambda: DuelEstimator(Flat(), "threshold:mu=0.4", 3, traced=True)),
     "elbo": (ElboSums, lambda: Elbo(Toy(), samples=16)),
+    "noised": (Sums, lambda: NoisedElbo(NoisyToy(length=6), samples=16, steps=2)),
     "lattice": (LatticeSums, lambda: Lattice(Flat(), block=3, follow=["greedy", "threshold:mu=0.4"], traced=True)),
     "sets": (SetSums, lambda: SampledConfidence(Toy(), block=3, n=1)),
 }
@@ -69,12 +72,12 @@ def test_a_step_is_added_once_at_whatever_operation_memory_runs_out(name, monkey
     for at in range(1000):
         short = []
 
-        def add(self, step, at=at, short=short):
+        def add(self, *step, at=at, short=short):
             if short:
-                return whole(self, step)
+                return whole(self, *step)
             short.append(Short(at))
             with short[0]:
-                return whole(self, step)
+                return whole(self, *step)
 
         monkeypatch.setattr(kind, "add", add)
         assert numbers(make().log_prob(windows)) == pytest.approx(expected, abs=1e-12, nan_ok=True), at

@@ -10,8 +10,9 @@ from noised_toys import NoisyToy, bound, sampled, states
 
 from lm_eval_duel import Duel, reference
 from lm_eval_duel.core import noise as noises
+from lm_eval_duel.core.row_checks import FIRST
 from lm_eval_duel.core.windows import Window
-from lm_eval_duel.errors import DuelError
+from lm_eval_duel.errors import DuelError, Suspect
 from lm_eval_duel.estimators.noised_elbo import NoisedElbo
 from lm_eval_duel.estimators.subsets.lattice import Lattice
 
@@ -205,6 +206,19 @@ def test_out_of_memory_halves_the_batch():
     toy.features = small
     estimator = NoisedElbo(toy, samples=32)
     assert estimator.log_prob([Window((), (1, 2, 0))])[0].log_prob == pytest.approx(exact.log_prob, abs=1e-9)
+
+
+@pytest.mark.parametrize("conditioning", ["none", "chain"])
+def test_rows_that_others_change_end_a_run(conditioning):
+    toy = NoisyToy(length=6, conditioned=True)
+    plain, windows = toy.features, [Window((), (1, 2, 0, n % 3)) for n in range(3)]
+    arguments = {"samples": 32, "steps": 4, "self_conditioning": conditioning}
+    ordinary = NoisedElbo(toy, **arguments)
+    ordinary.log_prob(windows)
+    assert ordinary.counts.rows_checked >= FIRST and ordinary.counts.rows_differing == 0
+    toy.features = lambda ids, *args, **more: plain(ids, *args, **more) * (1 + (len(ids) > 4))
+    with pytest.raises(Suspect):
+        NoisedElbo(toy, **arguments).log_prob(windows)
 
 
 REFUSED = [
