@@ -178,8 +178,10 @@ def _plain(pair: Pair) -> dict[str, Any]:
     """The difference of two models, for --json."""
     rows = pair.first, pair.second or pair.first
     rates = [stats.rate(row.metric, row.value) for row in rows]
-    errors = [None if row.nats_stderr is None else row.nats_stderr * rate / -row.log_prob
-              for row, rate in zip(rows, rates, strict=True)]  # fmt: skip
+    errors = [
+        row.nats_stderr * rate / -row.log_prob if row.nats_stderr and row.log_prob else row.nats_stderr
+        for row, rate in zip(rows, rates, strict=True)
+    ]
     return {
         "names": [*pair.names],
         "unit": pairs.unit(rows[0].metric),
