@@ -88,6 +88,7 @@ TRIES = {  # by name, or by owner and name
     "sampled_order alg_temp": Try((0.5, 0.50000001), {"alg": "entropy"}),
     **{f"{name} beam": Try((None, 64, 65)) for name in ("sampled_confidence", "sampled_order")},
     **{f"{name} repetitions": Try((8, 9), {"beam": 64}) for name in ("sampled_confidence", "sampled_order")},
+    "noised_elbo prediction": Try(("denoiser", "plugin")),
     "klass across": Try((), {"kl": "authors"}),
     "quota eos_id": Try((5, 6), {"eos": "conf"}),
     "quota eot_id": Try((5, 6), {"eos": "conf", "eos_id": 7}),
@@ -99,6 +100,7 @@ ELSEWHERE = {
     "sigma": "of SEDD, below",
     "first_token": "of a causal prefix: denoisers/test_causal_prefix.py",
     "revision": "of the hub, below",
+    "noised_elbo self_conditioning": "of DiffusionGemma: denoisers/test_diffusion_gemma.py",
     "quota eos": "with ids of a tokenizer, in test_presets.py",
 }
 OWNERS = {  # the arguments of each owner, and the model args that name it
@@ -129,8 +131,9 @@ def tried(owner):
         if name in ELSEWHERE or label in ELSEWHERE:
             continue
         case = TRIES.get(label) or (TRIES.get(name) if not owner else None) or Try()
+        checkpoint = "duo" if owner == "noised_elbo" else case.checkpoint
         values = case.values or (*two_values(argument), *([None] if argument.default is None else []))
-        yield case.checkpoint, name, argument, values, {**named, **(needed if owner in RULES else {}), **case.beside}
+        yield checkpoint, name, argument, values, {**named, **(needed if owner in RULES else {}), **case.beside}
 
 
 CHANGES = [  # checkpoint, an arg, two values that are two specs, and what goes with both
@@ -183,6 +186,9 @@ def folders(tmp_path_factory):
     lower = tiny.tokenizer()
     lower.backend_tokenizer.normalizer = normalizers.Lowercase()
     lower.save_pretrained(base / "lower")
+    (base / "duo").mkdir()
+    dit_reference.write(base / "duo", "duo")
+    dit_reference.words(dit_reference.VOCABULARY).save_pretrained(base / "duo")
     (base / "own").mkdir()
     own.write(base / "own", own.DREAM, "DreamModel", own.decoder(bias=True))
     (base / "qwen3").mkdir()
@@ -209,6 +215,7 @@ def test_arguments_change_the_fingerprint_if_and_only_if_they_define_a_number(
     folders, owner, tmp_path, monkeypatch, subtests
 ):
     monkeypatch.chdir(tmp_path)  # where a trace is written
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda *arguments, **keywords: None)  # slow, and no number's affair
     for checkpoint, name, argument, values, more in tried(owner):
         with subtests.test(name):
             if package := {"peft": "peft", "load_in_8bit": "bitsandbytes", "load_in_4bit": "bitsandbytes"}.get(name):
