@@ -112,6 +112,10 @@ class NoisedElbo(Estimator):
         for n, window in enumerate(windows):
             if window.tail:
                 raise DuelError(f"Window {n} has a tail of [MASK], and the noise here is {self.noise.name}.", n)
+            if window.target and self.block and not window.context:
+                raise DuelError(
+                    f"Window {n} needs a context: its first canvas has no clean token to read. Keep BOS.", n
+                )
             if window.suffix and self.block:
                 raise DuelError(f"Window {n} has a suffix, which a canvas never sees. Leave it out.", n)
 

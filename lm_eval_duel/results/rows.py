@@ -75,7 +75,7 @@ class Row:
         # a Monte Carlo ELBO, or another bound that is drawn
         self.drawn_bound = estimator.kind is Kind.UPPER_BOUND and estimator.drawn is not None
         # None for autoregressive and other models, `none` for the whole target
-        self.block = spec.get("elbo_block", "none") if self.drawn_bound else self.run.block
+        self.block = spec.get("elbo_block", spec.get("canvas", "none")) if self.drawn_bound else self.run.block
         eps = spec.get("elbo_eps", "none") if self.drawn_bound else "none"
         self.eps = 0.0 if eps == "none" else float(eps)  # the least t of an ELBO; above 0 it is not a bound
         self.likelihood = kind is not Kind.NOT_A_LIKELIHOOD  # or an estimate or bound of one

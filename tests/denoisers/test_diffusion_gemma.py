@@ -101,6 +101,8 @@ def test_what_is_said_and_what_is_refused(path, decoder):
     }
     with pytest.raises(DuelError, match="no limit"):
         NoisedElbo(decoder, steps=math.inf)
+    with pytest.raises(DuelError, match="context"):
+        NoisedElbo(decoder).log_prob([Window((), (1,))])
     with pytest.raises(DuelError, match="suffix"):
         NoisedElbo(decoder).log_prob([Window((0,), (1,), (2,))])
     with pytest.raises(DuelError, match=r"noised_elbo.*estimator=ar"):
