@@ -125,7 +125,7 @@ def collect(options: argparse.Namespace) -> Report:
             raise DuelError(f"--ar holds {name} more than once: {', '.join(holding)}. Name one of these files.")
     if not options.ar:
         ar, note = baseline(runs)
-        notes[:0] = [note] if note else []
+        notes = [*filter(None, [note]), *notes]
     for run in ar:
         run.baseline = True
     known = [run for run in runs if run.ours or run.autoregressive]
