@@ -27,6 +27,7 @@ from typing import NamedTuple
 
 sys.path += [str(Path(__file__).parent), str(Path(__file__).parents[1] / "tests" / "helpers")]
 
+from faults import place, planted
 from mutants import HEAVY, NOT_COPIED, failed
 
 LAWS = ["tests/audit/test_recompute.py", "tests/audit/test_estimates.py", "tests/audit/test_sizes.py"]
@@ -138,13 +139,9 @@ def main() -> None:
                 sys.exit(f"without any fault, {fault.audit}: {(root / 'audit.log').read_text()[-2000:]}")
         print("| fault | file | `audit` | `verify=N` | laws |\n|---|---|---|---|---|", flush=True)
         for fault in chosen:
-            file = root / "lm_eval_duel" / fault.file
-            source = file.read_text(encoding="utf-8") if file.exists() else ""
-            if source.count(fault.old) != 1:
-                print(f"NOT PLANTED: {fault.old!r} stands {source.count(fault.old)} times in {fault.file}", flush=True)
-                missed += 1
-                continue
-            file.write_text(source.replace(fault.old, fault.new), encoding="utf-8")
+            file = place(root / "lm_eval_duel", fault)
+            source = file.read_text(encoding="utf-8")
+            file.write_text(planted(source, fault), encoding="utf-8")
             found = (False, False) if options.only == "laws" else audit(root, fault, checkpoints)
             outside = options.only == "audit" or fault.file.startswith(OUTSIDE)
             law = None if outside else failed(root, LAWS, TIMEOUT)

@@ -1,6 +1,6 @@
 """Planted faults: each is made in a copy of the tree, and the tests that should find it are run.
 
-    python scripts/faults.py            all faults of faults.txt
+    python scripts/faults.py            all faults of faults.txt, and those of audit_faults.py
     python scripts/faults.py elbo.py    those with this text in their entry
 
 The tests must pass without faults, and one of them must fail with each. The exit code is 1 if a fault is missed, or
@@ -26,7 +26,7 @@ from typing import NamedTuple
 
 from mutants import HEAVY, NOT_COPIED, failed
 
-TABLE = Path(__file__).with_suffix(".txt")
+TABLES = [Path(__file__).with_name(name) for name in ("faults.txt", "audit_faults.txt")]
 TIMEOUT = 300  # seconds
 
 
@@ -41,7 +41,7 @@ class Fault(NamedTuple):
 
 def table() -> Iterator[Fault]:
     """The planted faults."""
-    for entry in TABLE.read_text(encoding="utf-8").split("\n\n"):
+    for entry in "\n\n".join(file.read_text(encoding="utf-8") for file in TABLES).split("\n\n"):
         lines = [line for line in entry.splitlines() if not line.startswith("#")]
         if lines:
             parts = {mark: [line[2:] for line in lines[1:] if line[0] == mark] for mark in "-+?"}
