@@ -92,7 +92,7 @@ def _along_the_order(network: OneRow, rule: rules.Rule, window: Window, score: W
     path, problems = found.path, []
     nats = [path.log_p.get(ell, 0.0) for ell in range(network.origin, network.end)]
     worst = max(range(len(nats)), key=lambda n: distance(nats[n], score.token_logprobs[n]))
-    if distance(nats[worst], score.token_logprobs[worst]) > ABSOLUTE:
+    if distance(nats[worst], score.token_logprobs[worst]) > tolerance(len(nats)):
         problems.append(f"token {worst} has {score.token_logprobs[worst]:.4f} nats, not {nats[worst]:.4f}")
     if distance(math.fsum(score.token_logprobs), score.log_prob) > tolerance(len(nats)):
         problems.append(f"its tokens add up to {math.fsum(score.token_logprobs):.4f} nats")
