@@ -1,5 +1,7 @@
 """Every family: what is found at load, and its numbers, by the textbook loop over its plain network in float64."""
 
+import math
+
 import dit_reference
 import plain
 import pytest
@@ -124,6 +126,17 @@ def test_noise_levels_are_in_the_spec(family):
             assert described["sigma"] == f"{sigma}, of the masked share of the {count}"
         described = family("gidd", bos=bos).denoiser.describe()
         assert described["time"] == f"masked share of the {count}, in [0.05, 1 - 0.05]"
+
+
+def test_sedds_noise_level_is_clamped(tmp_path):
+    """Of a share below 0.1, one position of 16, and of a row of masks."""
+    denoiser, w = dit_reference.opened(tmp_path, "sedd")
+    tokens = tuple(range(1, 8)) * 2
+    for context, share in (((0, *tokens), 0.1), ((), 0.9)):
+        row = torch.tensor([*context, dit_reference.TOKENS])
+        logits = dit_reference.plain(w, row.tolist(), -math.log(1 - share))[-1, : dit_reference.TOKENS]
+        [scored] = Duel(denoiser, "greedy", None).log_prob([Window(context, (3,))])
+        assert scored.log_prob == close_nats(float(logits.log_softmax(0)[3]), 1)
 
 
 @pytest.mark.parametrize("backend", ["flex", "sdpa"])
