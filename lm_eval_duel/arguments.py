@@ -91,7 +91,7 @@ class Argument:
     def shown(self) -> str:
         """The default, as it is typed."""
         if self.unset or self.default is MISSING:
-            return self.unset or "must be given"
+            return self.unset or "required"
         value = "none" if self.default in (None, ()) else self.default
         return str(value).lower() if isinstance(value, bool) else str(value)
 
