@@ -42,7 +42,7 @@ class Fault(NamedTuple):
 def table() -> Iterator[Fault]:
     """The planted faults."""
     for entry in "\n\n".join(file.read_text(encoding="utf-8") for file in TABLES).split("\n\n"):
-        lines = [line for line in entry.splitlines() if not line.startswith("#")]
+        lines = [line for line in entry.splitlines() if line and not line.startswith("#")]
         if lines:
             parts = {mark: [line[2:] for line in lines[1:] if line[0] == mark] for mark in "-+?"}
             old, new = "\n".join(parts["-"]), "\n".join(parts["+"])
