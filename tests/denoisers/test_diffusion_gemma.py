@@ -82,6 +82,7 @@ def test_canvases_and_windows_do_not_influence_each_other(decoder):
     Two windows whose draws are the same: those of a canvas are a function of the window and the canvas's number.
     """
     windows = [Window((0,), (2, 1, 0, 2, 1)), Window((0, 1), (2, 1)), Window((0,), (2, 1, 0, 2, 1))]
+    windows += [Window((2, 1), (2, 1))]  # of the length and the start of another
     together = NoisedElbo(decoder, samples=16, steps=4).log_prob(windows)
     alone = [NoisedElbo(decoder, samples=16, steps=4, batch_size=1).log_prob([window])[0] for window in windows]
     assert [score.log_prob for score in together] == pytest.approx([score.log_prob for score in alone], abs=1e-9)

@@ -52,6 +52,8 @@ def test_the_bound_is_that_of_the_plain_network(name, tmp_path):
     path, w = dit_reference.write(tmp_path, name)
     denoiser = load(path, device="cpu", tokenizer=None if name == "gidd-uniform" else dit_reference.words(12))
     assert denoiser.family == name and denoiser.noised.prediction == "plugin" and denoiser.noised.steps is None
+    # all columns but [MASK] and what is after it, whatever the tokenizer
+    assert denoiser.noised.noise.tokens == (denoiser.mask_id or dit_reference.VOCABULARY)
     window = Window((3,), (5, 9), (2,))
     exact = bound(Plain(name, w, denoiser, window.context, window.suffix), window.target, 2)
     scores = [NoisedElbo(denoiser, samples=1024, steps=2, seed=seed).log_prob([window])[0] for seed in range(2)]

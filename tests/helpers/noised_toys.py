@@ -16,7 +16,7 @@ class ConditionedView(NoisedView):
 
     def features(self, lanes, noisy, t, before=None):
         plain = super().features(lanes, noisy, t)
-        return plain if before is None else plain + before.softmax(2).flip(2) * 2
+        return plain if before is None else plain + before.softmax(2).flip(2) * 6
 
 
 class NoisyToy(Toy):
@@ -52,7 +52,7 @@ class NoisyToy(Toy):
     def logits(self, z, t, before=None):
         """Logits (L, V) of a row z (L,), for the reference."""
         found = self.features(z[None], None, **self.noise_inputs(torch.tensor([t], dtype=torch.float64)))[0]
-        found = found if before is None else found + before.softmax(1).flip(1) * 2
+        found = found if before is None else found + before.softmax(1).flip(1) * 6
         return found.masked_fill(self.excluded, -math.inf)
 
     def level(self, t):
