@@ -49,9 +49,14 @@ def table() -> Iterator[Fault]:
             yield Fault(lines[0], old, new, [f"tests/{test}" for test in parts["?"]])
 
 
-def place(package: Path, fault: Fault) -> Path:
+def sources(package: Path) -> dict[Path, str]:
+    """The text of each file."""
+    return {file: file.read_text(encoding="utf-8") for file in package.rglob("*.py")}
+
+
+def place(files: dict[Path, str], package: Path, fault: Fault) -> Path:
     """The file of a fault, or the only other one in which its text stands once; raises ValueError if there is none."""
-    counts = {file: file.read_text(encoding="utf-8").count(fault.old) for file in package.rglob("*.py")}
+    counts = {file: source.count(fault.old) for file, source in files.items()}
     if counts.get(package / fault.file) == 1:
         return package / fault.file
     others = [file for file, count in counts.items() if count == 1]
@@ -75,8 +80,8 @@ def planted(source: str, fault: Fault) -> str:
 def verdict(root: Path, fault: Fault) -> tuple[bool, str]:
     """Whether the tests find a fault, and which one does, or why there is no answer."""
     try:
-        file = place(root / "lm_eval_duel", fault)
-        source = file.read_text(encoding="utf-8")
+        file = place(files := sources(root / "lm_eval_duel"), root / "lm_eval_duel", fault)
+        source = files[file]
         changed = planted(source, fault)
     except ValueError as error:
         return False, f"NOT PLANTED: {error}"

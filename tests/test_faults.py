@@ -1,0 +1,19 @@
+"""The planted faults of scripts/faults.py: each can still be planted. Run the script to see that each is found."""
+
+import importlib
+import sys
+from pathlib import Path
+
+from pages import ROOT
+
+PACKAGE = ROOT / "lm_eval_duel"
+
+
+def test_every_fault_can_be_planted(monkeypatch, subtests):
+    monkeypatch.setattr(sys, "path", [*sys.path, str(ROOT / "scripts")])
+    faults = importlib.import_module("faults")
+    files = faults.sources(PACKAGE)
+    for fault in faults.table():
+        with subtests.test(fault.file, old=fault.old):
+            faults.planted(files[faults.place(files, PACKAGE, fault)], fault)
+            assert all((ROOT / Path(test.split("::")[0])).exists() for test in fault.tests)
