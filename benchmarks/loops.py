@@ -29,7 +29,7 @@ from lm_eval_duel.core.network import KeysValues
 from lm_eval_duel.core.predictions import Predictions
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.denoisers.cached.denoiser import Cached
-from lm_eval_duel.denoisers.cached.kept_keys import Places, Replaced, Step
+from lm_eval_duel.denoisers.cached.kept_keys import CachedStep, Places, Replaced
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.estimators.duel import DuelEstimator
 
@@ -157,7 +157,7 @@ class KeptRow(WholeRow):
         own = every[:, start : start + width if self.denoiser.cache == "dual" else None]  # (1, Q)
         places = Places(own, torch.ones_like(own, dtype=torch.bool))
         past = [Replaced(keys, values, places) for keys, values in self.kept]
-        features = self.denoiser.step(ids[:, own[0]], Step(own, None, past, every, own - start))  # (1, Q, D)
+        features = self.denoiser.step(ids[:, own[0]], CachedStep(own, None, past, every, own - start))  # (1, Q, D)
         if shift:  # the first position is revealed, so its prediction is never read
             features = torch.cat([features[:, :1], features[:, :-1]], dim=1)
         return self.log_softmax(features)[:, :width]

@@ -30,7 +30,7 @@ KEY = "argument"  # in the metadata of a dataclass field
 
 
 @dataclasses.dataclass(frozen=True)
-class Kind:
+class ArgumentType:
     """The values that an argument takes. `convert` raises ValueError or its like for any other value."""
 
     words: str  # completes "'block' is ..."
@@ -68,7 +68,7 @@ class Kind:
 class Argument:
     """One argument. `default` is MISSING for one that must be given."""
 
-    kind: Kind
+    kind: ArgumentType
     default: Any = None
     help: str = ""  # one line, in Markdown
     _: dataclasses.KW_ONLY
@@ -79,7 +79,7 @@ class Argument:
     optional: bool = False  # the text of a rule leaves it out at its default
 
     def read(self, name: str, value: Any, of: str = "") -> Any:
-        """The value with its type; raises DuelError for a wrong one, see `Kind`."""
+        """The value with its type; raises DuelError for a wrong one, see `ArgumentType`."""
         result = self.kind(name, value, of)
         if result is not None:
             return result
@@ -101,12 +101,12 @@ class Argument:
         return self.help if self.identity else f"{self.help}. Changes no number"
 
 
-def argument(kind: Kind, default: Any, help: str, **more: Any) -> Any:
+def argument(kind: ArgumentType, default: Any, help: str, **more: Any) -> Any:
     """A dataclass field that is an argument; `more`: other fields of `Argument`."""
     return dataclasses.field(default=default, metadata={KEY: Argument(kind, default, help, **more)})
 
 
-def required(kind: Kind, help: str, example: Any) -> Any:
+def required(kind: ArgumentType, help: str, example: Any) -> Any:
     """A dataclass field that is an argument without a default."""
     return argument(kind, MISSING, help, example=example)
 
@@ -150,7 +150,7 @@ def declaration(field: dataclasses.Field[Any]) -> Argument:
 # ---------------------------------------------------------------- kinds
 
 
-def whole(least: int | None = 1, what: str = "a whole number") -> Kind:
+def whole(least: int | None = 1, what: str = "a whole number") -> ArgumentType:
     """Whole numbers from `least` up, of an int, a float or a text, to the last digit."""
 
     def convert(value: Any) -> int:
@@ -164,10 +164,10 @@ def whole(least: int | None = 1, what: str = "a whole number") -> Kind:
             raise ValueError(value)
         return result
 
-    return Kind(what if least is None else f"{what}, at least {least}", convert)
+    return ArgumentType(what if least is None else f"{what}, at least {least}", convert)
 
 
-def number(words: str, accepts: Callable[[float], bool] = lambda x: not math.isnan(x)) -> Kind:
+def number(words: str, accepts: Callable[[float], bool] = lambda x: not math.isnan(x)) -> ArgumentType:
     """Numbers for which `accepts` is true; `words` describes them."""
 
     def convert(value: Any) -> float:
@@ -175,18 +175,18 @@ def number(words: str, accepts: Callable[[float], bool] = lambda x: not math.isn
             raise ValueError(value)
         return result
 
-    return Kind(words, convert)
+    return ArgumentType(words, convert)
 
 
-def choice(*names: Any, convert: Callable[[Any], Any] = lambda value: value) -> Kind:
+def choice(*names: Any, convert: Callable[[Any], Any] = lambda value: value) -> ArgumentType:
     """One of these names, or of those of a Literal."""
     names = get_args(names[0]) or names
-    return Kind(" or ".join(names), convert, names)
+    return ArgumentType(" or ".join(names), convert, names)
 
 
-def either(word: str, kind: Kind) -> Kind:
+def either(word: str, kind: ArgumentType) -> ArgumentType:
     """A word, or a value of `kind`."""
-    return Kind(f"{kind.words}, or {word}", lambda value: value if value == word else kind.convert(value))
+    return ArgumentType(f"{kind.words}, or {word}", lambda value: value if value == word else kind.convert(value))
 
 
 def _truth(value: Any) -> bool:
@@ -201,9 +201,9 @@ def _name(value: Any) -> str:
     raise TypeError(value)
 
 
-TEXT = Kind("a text", str)
-RAW = Kind("a text", str, nothing=(None,))
-TRUTH = Kind("true or false", _truth)
+TEXT = ArgumentType("a text", str)
+RAW = ArgumentType("a text", str, nothing=(None,))
+TRUTH = ArgumentType("true or false", _truth)
 COUNT = whole(1)
 INTEGER = whole(None)
 NUMBER = number("a number")
@@ -213,7 +213,7 @@ POSITIVE = number("a number above 0", lambda x: 0 < x < math.inf)
 NOT_NEGATIVE = number("a number, at least 0", lambda x: x >= 0)
 BLOCK = either("auto", whole(1, "a number of positions"))  # none: the whole target
 ANNOTATED = {"int": INTEGER, "float": NUMBER, "bool": TRUTH}
-CHECKPOINT = Kind(
+CHECKPOINT = ArgumentType(
     "a folder or a hub name (write a network in memory with save_pretrained(folder), or score it with "
     "Duel.from_model(model, tokenizer))",
     _name,

@@ -100,7 +100,7 @@ def too_few_documents(what: str, documents: int, processes: int) -> DuelError:
 
 
 def autoregressive(name: str) -> str:
-    """What to do with an autoregressive checkpoint: the whole command."""
+    """The whole command that scores an autoregressive checkpoint, as a sentence."""
     command = f"lm-eval-duel run {shlex.quote(name)} --model_args estimator=ar --tasks sotu"
     return f"If it is autoregressive, score it with estimator=ar: {command}"
 

@@ -33,7 +33,7 @@ class Described(Protocol):
     """A part of a spec: a denoiser, an estimator, or the text side."""
 
     def describe(self) -> dict[str, object]:
-        """What of this part defines a number."""
+        """The entries of this part that define a number."""
 
 
 def spec_of(*parts: Described) -> dict[str, str]:
@@ -202,7 +202,7 @@ def of_tokenizer(tokenizer: Any) -> str:
 
 
 def _in_python(tokenizer: Any) -> dict[str, Any]:
-    """What defines a tokenizer written in Python: class, vocabulary, files, added tokens, settings."""
+    """The definition of a tokenizer written in Python: class, vocabulary, files, added tokens, settings."""
     plain = {key: value for key, value in vars(tokenizer).items() if isinstance(value, bool | int | float | str)}
     settings = {**getattr(tokenizer, "init_kwargs", {}), **plain}
     return {

@@ -14,7 +14,18 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from lm_eval_duel import rules
-from lm_eval_duel.arguments import BLOCK, CHECKPOINT, COUNT, TEXT, Argument, Kind, argument, choice, declared, whole
+from lm_eval_duel.arguments import (
+    BLOCK,
+    CHECKPOINT,
+    COUNT,
+    TEXT,
+    Argument,
+    ArgumentType,
+    argument,
+    choice,
+    declared,
+    whole,
+)
 from lm_eval_duel.denoisers.load_options import ALIASES, NETWORK_ARGUMENTS, WHOLE_ROW_BOS, NetworkArguments
 from lm_eval_duel.errors import DuelError, UsageError, unknown, usage
 from lm_eval_duel.estimators import registry
@@ -42,12 +53,12 @@ class Options(NetworkArguments):
     )
     tokenizer: str | None = argument(CHECKPOINT, None, "another folder or hub name", unset="the checkpoint's")
     preset: str | None = argument(
-        Kind("the name of a preset", lambda value: presets.find(str(value)).name),
+        ArgumentType("the name of a preset", lambda value: presets.find(str(value)).name),
         None,
         "a [deployed sampler](samplers.md) by name, with the rule, block, cache and thresholds of its own code",
     )
     rule: rules.Rule = argument(
-        Kind("a rule", lambda value: value if isinstance(value, rules.Rule) else rules.parse(str(value))),
+        ArgumentType("a rule", lambda value: value if isinstance(value, rules.Rule) else rules.parse(str(value))),
         rules.Greedy(),
         "the [unmasking rule](rules.md); its parameters may be args, too",
     )
@@ -71,7 +82,7 @@ class Options(NetworkArguments):
         "rolling windows",
     )
     estimator: str = argument(
-        Kind("the name of an estimator", lambda value: registry.find(str(value)).name),
+        ArgumentType("the name of an estimator", lambda value: registry.find(str(value)).name),
         "duel",
         "[what is computed](estimators.md)",
     )
@@ -94,7 +105,7 @@ class Options(NetworkArguments):
         identity=False,
     )
     batch_size: int | str = argument(
-        Kind("a number of rows, at least 1, or auto", _batch_size),
+        ArgumentType("a number of rows, at least 1, or auto", _batch_size),
         "auto",
         "[rows of `max_length`](#batch-size) in a network call",
         identity=False,

@@ -136,3 +136,15 @@ def test_naming_the_model_imports_neither_torch_nor_transformers():
         "assert not {'torch', 'transformers', 'lm_eval'} & set(sys.modules)\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_class_name_is_one_thing_and_docstrings_are_statements():
+    """In the whole package; a docstring begins with a noun phrase or a verb."""
+    homes, questions = {}, ("Which", "What", "How", "Whether", "Why", "Where")
+    for name, path in FILES.items():
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ClassDef):
+                assert homes.setdefault(node.name, name) == name, node.name
+            if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.Module):
+                words = (ast.get_docstring(node) or "").split()
+                assert not words or words[0] not in questions, (name, words)

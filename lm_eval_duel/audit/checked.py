@@ -14,7 +14,7 @@ from lm_eval_duel.core.windows import Window
 
 
 @dataclasses.dataclass(frozen=True)
-class Checked:
+class CheckedWindow:
     """One window of a run, and its second score."""
 
     where: str
@@ -26,7 +26,7 @@ class Checked:
     @classmethod
     def from_scores(
         cls, where: str, window: Window, score: WindowScore, again: Recomputed, request: int = 0
-    ) -> Checked:
+    ) -> CheckedWindow:
         """The comparison of a run's score of a window with its second one."""
         return cls(where, window, score.log_prob, again, request)
 
@@ -48,12 +48,12 @@ class Checked:
 
     @property
     def independent(self) -> bool:
-        """Whether the second score is not that of the run's own code."""
+        """True if the second score is not that of the run's own code."""
         return self.again.route != ALONE
 
     @property
     def problems(self) -> list[str]:
-        """What differs by more than float32 noise, in words; nothing that the run reports excuses it."""
+        """The differences beyond float32 noise, as text; nothing that the run reports excuses one."""
         found = []
         if self.difference > tolerance(self.tokens):
             found.append(f"{self.log_prob:.6f} nats, not {self.again.log_prob:.6f}")
@@ -63,11 +63,11 @@ class Checked:
 
     @property
     def differs(self) -> bool:
-        """Whether anything differs by more than float32 noise."""
+        """True if anything differs by more than float32 noise."""
         return bool(self.problems)
 
 
-def describe(checked: Sequence[Checked]) -> dict[str, Any]:
+def describe(checked: Sequence[CheckedWindow]) -> dict[str, Any]:
     """The comparison of at least one window, for the results JSON; null for a largest difference that is infinite."""
     largest, order = (
         max(checked, key=key) for key in (lambda each: each.difference, lambda each: each.order_difference)
@@ -87,7 +87,7 @@ def describe(checked: Sequence[Checked]) -> dict[str, Any]:
     }
 
 
-def in_words(checked: Sequence[Checked]) -> str:
+def in_words(checked: Sequence[CheckedWindow]) -> str:
     """The comparison of at least one window, for the log."""
     of = describe(checked)
     routes = ", ".join(f"{count} by {route}" for route, count in of["routes"].items())

@@ -32,7 +32,7 @@ NOISE = 1e-4  # nats, and relative
 COMBINED = {"elbo_exact": reference.mean, "mixture": reference.log_mean_exp, "oracle": max}
 
 
-class Value(NamedTuple):
+class DefinedValue(NamedTuple):
     """A window's value by the reference, and what else differs from the run."""
 
     log_prob: float
@@ -40,7 +40,7 @@ class Value(NamedTuple):
     ties: int = 0  # blocks that are not compared, since their order may be another one
 
 
-def value(estimator: Estimator, network: OneRow, window: Window, score: WindowScore) -> Value | str:
+def value(estimator: Estimator, network: OneRow, window: Window, score: WindowScore) -> DefinedValue | str:
     """The value of a window; the reason if the reference does not have it."""
     if isinstance(estimator, Elbo):
         return _elbo(estimator, network, window, cast(ElboScore, score))
@@ -55,30 +55,32 @@ def value(estimator: Estimator, network: OneRow, window: Window, score: WindowSc
         found = {
             name: reference.over_orders(*arguments, COMBINED[name], network.relative_positions) for name in LATTICE
         }
-        return Value(found[estimator.name], _unequal({name: (getattr(score, name), found[name]) for name in LATTICE}))
+        return DefinedValue(
+            found[estimator.name], _unequal({name: (getattr(score, name), found[name]) for name in LATTICE})
+        )
     if isinstance(estimator, SampledConfidence | SampledOrder):
         if not estimator.own.all_sets:
             return "a beam follows some sets of positions only"
         select = (
             _confidence(estimator, network) if isinstance(estimator, SampledConfidence) else _order(estimator, network)
         )
-        return Value(samplers.over_selections(*arguments, select, network.relative_positions))
+        return DefinedValue(samplers.over_selections(*arguments, select, network.relative_positions))
     return f"the reference has no estimator {estimator.name}"
 
 
-def _elbo(elbo: Elbo, network: OneRow, window: Window, score: ElboScore) -> Value | str:
+def _elbo(elbo: Elbo, network: OneRow, window: Window, score: ElboScore) -> DefinedValue | str:
     if elbo.form == "score_entropy":
         return "the reference does not have SEDD's own loss"
     if elbo.eps:
         return "the reference has no elbo_eps: the value is no bound"
     values = reference.elbo(network.x, network.blocks, network, network.m, elbo.draws(window))
     if elbo.replicates == 1:
-        return Value(reference.mean(values))
+        return DefinedValue(reference.mean(values))
     mean, error = reference.mean_and_error(values, elbo.replicates)
-    return Value(mean, _unequal({"stderr": (math.nan if score.stderr is None else score.stderr, error)}))
+    return DefinedValue(mean, _unequal({"stderr": (math.nan if score.stderr is None else score.stderr, error)}))
 
 
-def _two_phase(estimator: TwoPhase, network: OneRow, window: Window, score: TwoPhaseScore) -> Value | str:
+def _two_phase(estimator: TwoPhase, network: OneRow, window: Window, score: TwoPhaseScore) -> DefinedValue | str:
     """g and f of the blocks along the reference's own order, since an estimate records none.
 
     Where that has a tie, the run may have taken another order: its own value stands, and the tie is counted.
@@ -103,7 +105,7 @@ def _two_phase(estimator: TwoPhase, network: OneRow, window: Window, score: TwoP
     pairs |= {f"weight of block {n}": (score.weights[n], 1 / estimator.sample) for n in drawn}
     estimate, error = reference.two_phase(g, f, estimator.sample)
     pairs |= {} if score.stderr is None else {"stderr": (score.stderr, error)}
-    return Value(estimate, _unequal(pairs), ties)
+    return DefinedValue(estimate, _unequal(pairs), ties)
 
 
 def _of_block(network: OneRow, F: reference.Rule, n: int) -> float:
@@ -128,7 +130,7 @@ def _order(estimator: SampledOrder, network: OneRow) -> samplers.Select:
 
 
 def _unequal(pairs: dict[str, tuple[float, float]]) -> tuple[str, ...]:
-    """What differs between the run and the reference."""
+    """The differences between the run and the reference, as text."""
     return tuple(
         f"{name} is {run:.6g}, not {other:.6g}"
         for name, (run, other) in pairs.items()

@@ -53,7 +53,7 @@ class FromText:
 
     @property
     def counts(self) -> dict[str, tuple[int, str]]:
-        """What each metric that a task may print divides by, and the name of that."""
+        """The divisor of each metric that a task may print, and the divisor's name."""
         found = {f"{unit}_perplexity": (getattr(self, f"{unit}s"), f"{unit}s") for unit in ("token", "word", "byte")}
         return {name: each for name, each in {**found, "bits_per_byte": (self.bytes, "bytes")}.items() if each[0]}
 
@@ -63,7 +63,7 @@ class FromText:
         return rate / math.log(2) if metric == "bits_per_byte" else perplexity(rate)
 
     def differing(self, printed: Mapping[str, float]) -> list[str]:
-        """What differs from the numbers that the task prints."""
+        """The differences from the numbers that the task prints, as text."""
         far = []
         for metric, (count, units) in self.counts.items():
             if metric in printed:

@@ -99,7 +99,7 @@ class OneRow:
         return denoiser.stream(ids, column[None], seen[None], None)[0][0]
 
     def attended(self, denoiser: Denoiser, column: torch.Tensor, begin: int) -> torch.Tensor:
-        """Which columns each of `column` (L,) attends to in a network that works by blocks, (L, L)."""
+        """The columns that each of `column` (L,) attends to in a network that works by blocks, (L, L) bool."""
         if denoiser.attention == "causal_prefix":
             return (column[:, None] >= column) | (column[:, None] >= begin)
         zero = self.origin if denoiser.anchor == "target" else 0

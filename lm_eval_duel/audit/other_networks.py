@@ -19,7 +19,7 @@ from lm_eval_duel.audit.one_row import OneRow
 from lm_eval_duel.core.denoiser import Denoiser
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.denoisers.cached.denoiser import Cached
-from lm_eval_duel.denoisers.cached.kept_keys import Step
+from lm_eval_duel.denoisers.cached.kept_keys import CachedStep
 from lm_eval_duel.denoisers.dit.denoiser import Timed
 from lm_eval_duel.denoisers.wrappers import Excluding, Guided, Warped
 
@@ -79,7 +79,7 @@ class OtherRow(OneRow):
         outside, inside = column[~own], column[own]  # (K,), (Q,)
         past = [tuple(plane[:, :, outside.to(plane.device)] for plane in layer) for layer in layers]
         places = torch.cat([outside, inside])[None]
-        step = Step(inside[None], None, past, places, (inside - begin)[None])
+        step = CachedStep(inside[None], None, past, places, (inside - begin)[None])
         evaluated = torch.full_like(features[0], math.nan)
         evaluated[inside] = denoiser.step(z[inside][None], step)[0]
         return evaluated

@@ -43,7 +43,7 @@ class Compared(NamedTuple):
 
     @property
     def differs(self) -> bool:
-        """Whether float noise does not explain the difference."""
+        """True if float noise does not explain the difference."""
         return not self.difference <= self.tolerance
 
     def __str__(self) -> str:
@@ -144,7 +144,7 @@ class OwnRow(OneRow):
         return features[:, : self.denoiser.vocab_size]
 
     def seen(self, denoiser: Denoiser, column: torch.Tensor, begin: int) -> torch.Tensor | None:
-        """Which columns each column attends to (L, L); None if the class knows by itself."""
+        """The columns that each column attends to, (L, L) bool; None if the class knows by itself."""
         if denoiser.by_blocks:
             return self.attended(denoiser, column, begin)
         native = type(self.model).__module__.startswith("transformers.")

@@ -45,7 +45,7 @@ class Recomputed:
 
 
 def tolerance(tokens: int) -> float:
-    """How far two float32 scores of a window may be apart, in nats."""
+    """The largest difference of two float32 scores of a window that is noise, in nats."""
     return max(ABSOLUTE, PER_TOKEN * tokens)
 
 

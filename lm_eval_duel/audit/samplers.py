@@ -79,7 +79,7 @@ def share(t: int, S: int) -> Tensor:
 
 
 def scheduled(schedule: str, S: int) -> Count:
-    """How many positions step t of S reveals: "even" (LLaDA) or "dream"."""
+    """The number of positions that step t of S reveals: "even" (LLaDA) or "dream"."""
     if schedule == "even":
         return lambda size, left, t: size // S + (t < size % S)
     return lambda size, left, t: int(left * share(t, S))

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from lm_eval_duel import denoisers
-from lm_eval_duel.audit.checked import Checked, in_words
+from lm_eval_duel.audit.checked import CheckedWindow, in_words
 from lm_eval_duel.audit.recompute import Recomputed, recompute
 from lm_eval_duel.core.denoiser import Denoiser
 from lm_eval_duel.core.scores import WindowScore
@@ -48,17 +48,17 @@ class Verification:
         """Remember the run's scores of the drawn windows of request `n`."""
         self.scores |= {(n, part): score for part, score in enumerate(scores) if (n, part) in self.drawn}
 
-    def compare(self, requests: Sequence[Instance], text: Text) -> list[Checked]:
+    def compare(self, requests: Sequence[Instance], text: Text) -> list[CheckedWindow]:
         """Score the drawn windows again; an error in the log if one differs, unless the run's dtype is coarse.
 
         If that fails (out of memory, say), log why: the run's scores are kept.
         """
-        checked: list[Checked] = []
+        checked: list[CheckedWindow] = []
         try:
             for (n, part), again in self._score_again(text):
                 option = f", option {requests[n].idx}" if requests[n].idx else ""
                 where = f"task {requests[n].task_name}, document {requests[n].doc_id}{option}, window {part}"
-                checked.append(Checked.from_scores(where, self.windows[n][part], self.scores[n, part], again, n))
+                checked.append(CheckedWindow.from_scores(where, self.windows[n][part], self.scores[n, part], again, n))
         except (DuelError, RuntimeError) as error:
             log.error("verify failed, so no window is verified; scores are unaffected: %s", str(error).splitlines()[0])
             return []

@@ -17,7 +17,7 @@ from lm_eval_duel.errors import DuelError, usage
 from lm_eval_duel.options import model_of
 
 if TYPE_CHECKING:
-    from lm_eval_duel.audit.checked import Checked
+    from lm_eval_duel.audit.checked import CheckedWindow
     from lm_eval_duel.audit.own_code import Compared
     from lm_eval_duel.harness.lm import DuelMDM
 
@@ -39,9 +39,9 @@ Exit codes: 0 if nothing differs, 1 if something differs, 3 if nothing could be 
 
 
 class Audit(NamedTuple):
-    """What an audit found."""
+    """The findings of an audit."""
 
-    checked: list[Checked]
+    checked: list[CheckedWindow]
     network: Compared | str  # a text: why it was not compared
     lines: list[str]  # from text to the printed numbers
     problems: list[str]  # that concern no single window
@@ -131,7 +131,7 @@ def audit_requests(lm: DuelMDM, task: Any, requests: list[Any], found: Audit) ->
         found.problems.extend(of_task.differing(printed))
 
 
-def table(checked: Sequence[Checked]) -> str:
+def table(checked: Sequence[CheckedWindow]) -> str:
     """A line for each window, what differs in it, and the count of what agrees, differs and was not checked."""
     rows = []
     for each in checked:
@@ -147,8 +147,8 @@ def table(checked: Sequence[Checked]) -> str:
     return "\n".join([plain_table(head, rows), *notes])
 
 
-def total(checked: Sequence[Checked]) -> str:
-    """How many windows agree, differ and were not checked."""
+def total(checked: Sequence[CheckedWindow]) -> str:
+    """The counts of windows that agree, that differ, and that were not checked."""
     tokens, differing = sum(each.tokens for each in checked), sum(each.differs for each in checked)
     largest, alone = (
         max((each.difference for each in checked), default=0.0),

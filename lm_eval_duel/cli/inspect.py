@@ -20,7 +20,7 @@ TEXT = "The state of the union is strong."
 
 
 def inspect(model: dict[str, Any]) -> list[tuple[str, str]]:
-    """How the checkpoint of model args is read, as (label, value). Loads it and scores one short text."""
+    """Load the checkpoint of model args, score one short text, and return how it is read, as (label, value) pairs."""
     from lm_eval_duel.harness.lm import DuelMDM
 
     lm = DuelMDM(**model)

@@ -128,7 +128,7 @@ def write(options: argparse.Namespace, every: Sequence[dict[str, Any]]) -> None:
 
 
 def names_of(figures: Mapping[str, Any]) -> dict[str, str]:
-    """What tells the lines of models apart in --csv."""
+    """The columns of --csv that tell the lines of models apart."""
     spec = {key: figures["spec"].get(key, "") for key in ("rule", "block", "cache")}
     names = {"model": figures["pretrained"], "estimator": figures["estimator"], **spec}
     return names | {"fingerprint": figures["fingerprint"], "kind": figures["kind"]}

@@ -1,1 +1,1 @@
-"""What commands share: how arguments are read, how a command ends, and how tables and JSON are written."""
+"""Shared by all commands: reading arguments, ending a command, writing tables and JSON."""

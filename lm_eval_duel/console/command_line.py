@@ -1,4 +1,4 @@
-"""What all subcommands share: how arguments are read, and how a command ends.
+"""Shared by all subcommands: reading arguments and ending a command.
 
 Exit codes: 0 on success; 1 if the command failed; 2 if an argument is wrong, which is checked before torch,
 transformers or a data set is loaded; 130 after Ctrl-C. Messages go to stderr, as one line.
@@ -26,7 +26,7 @@ from lm_eval_duel.arguments import (
     TEXT,
     TRUTH,
     Argument,
-    Kind,
+    ArgumentType,
     choice,
     number,
 )
@@ -165,11 +165,13 @@ def _model_args(text: str) -> dict[str, Any]:
 
 STDOUT = "-"
 NOTHING_GIVEN = (None, "")
-KEY_VALUES = Kind("key=value,... or a JSON object", key_values, nothing=NOTHING_GIVEN)
-NAMES = Kind("names, separated by commas", lambda text: [part.strip() for part in text.split(",") if part.strip()])
-PATH = Kind("a path", _path, nothing=(None,))
-FOLDER = Kind("a folder that can be written to; it is created if it does not exist", _folder, nothing=(None,))
-FILE = Kind("a file that can be written, in a folder that exists", _file, nothing=(None,))
+KEY_VALUES = ArgumentType("key=value,... or a JSON object", key_values, nothing=NOTHING_GIVEN)
+NAMES = ArgumentType(
+    "names, separated by commas", lambda text: [part.strip() for part in text.split(",") if part.strip()]
+)
+PATH = ArgumentType("a path", _path, nothing=(None,))
+FOLDER = ArgumentType("a folder that can be written to; it is created if it does not exist", _folder, nothing=(None,))
+FILE = ArgumentType("a file that can be written, in a folder that exists", _file, nothing=(None,))
 INCHES = number(f"a number of inches from {WIDTHS[0]:g} to {WIDTHS[1]:g}", lambda x: WIDTHS[0] <= x <= WIDTHS[1])
 FLAGS: dict[str, Flag] = {  # of several commands: the same name, values and help everywhere
     "NAME": Flag(CHECKPOINT, None, "the model: a folder, a hub name or a bundled name, as pretrained=NAME"),
@@ -204,7 +206,7 @@ FLAGS: dict[str, Flag] = {  # of several commands: the same name, values and hel
 
 
 def documentation() -> str:
-    """Where the documentation is: in the installed package, or beside the package in a checkout."""
+    """The path of the documentation: in the installed package, or beside the package in a checkout."""
     package = Path(__file__).resolve().parents[1]
     return str(next((folder for folder in (package / "docs", package.parent / "docs") if folder.is_dir()), "docs/"))
 

@@ -50,10 +50,10 @@ def _aligned(column: Sequence[str]) -> list[str]:
 
 
 def _width(text: str) -> int:
-    """How many columns of a terminal a text takes."""
+    """The number of terminal columns that a text takes."""
     return sum(0 if unicodedata.combining(c) else 1 + (unicodedata.east_asian_width(c) in "WF") for c in text)
 
 
 def _is_numeric(cells: Sequence[str]) -> bool:
-    """Whether every non-empty cell starts with a number."""
+    """True if every non-empty cell starts with a number."""
     return all(cell.strip(NUMBER_SIGNS)[:1].isdigit() for cell in cells if cell)

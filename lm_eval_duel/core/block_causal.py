@@ -31,7 +31,7 @@ from collections.abc import Iterator
 import torch
 import torch.nn.functional as F
 
-from lm_eval_duel.core.block_packing import Call
+from lm_eval_duel.core.block_packing import PackedCall
 from lm_eval_duel.core.hashing import hashed
 from lm_eval_duel.core.lanes import Lanes, Rows
 from lm_eval_duel.core.network import KeysValues, Network, Past
@@ -42,7 +42,7 @@ CLEAN = 512  # columns of clean blocks that are evaluated together: a later piec
 
 
 def clean_group(denoiser: Network) -> int:
-    """How many positions the clean stream reads together, G."""
+    """The number of positions that the clean stream reads together, G."""
     return (denoiser.block or 1) if denoiser.attention == "block_causal" else 1
 
 
@@ -71,7 +71,7 @@ class BlockCausalView(View):
         self._slots = 0  # S
         self._clean: list[KeysValues] = []  # of each layer, (S, H, L, D / H) each
         self._edge = torch.empty(0, 0, 0)  # (S, L / G, D) features of the last position before each group
-        self._calls: dict[int, Call] = {}  # of the last step, by stretch
+        self._calls: dict[int, PackedCall] = {}  # of the last step, by stretch
         self._past_hash: torch.Tensor | None = None  # (N, L + 1) of the columns before each
 
     def cost(self, lanes: Lanes) -> torch.Tensor:
@@ -239,7 +239,7 @@ class BlockCausalView(View):
             layout = slot[lane], lanes.start[lane], real[lane]
             call = calls.get(n)
             if call is None or not call.holds(*layout):
-                call = Call.from_slots(*layout, max(1, STRETCH // self.block))
+                call = PackedCall.from_slots(*layout, max(1, STRETCH // self.block))
             self._calls[n] = call
             past = self._past(slot[lane][call.lane[:, 0]], call.ahead)
             wanted, inputs = call.queries(read[lane]), ids[lane][call.lane].flatten(1)  # (P, A M), (P, Q)

@@ -16,8 +16,8 @@ import torch
 
 
 @dataclasses.dataclass(frozen=True)
-class Call:
-    """How lanes are laid out in one call. The next step can reuse it if it has the same lanes."""
+class PackedCall:
+    """The layout of lanes in one call. The next step can reuse it if it has the same lanes."""
 
     slot: torch.Tensor  # (R,) where the clean keys of each lane's window are kept
     start: torch.Tensor  # (R,) first column of each lane's block
@@ -29,7 +29,7 @@ class Call:
     ahead: int  # clean columns that the call sees, K
 
     @classmethod
-    def from_slots(cls, slot: torch.Tensor, start: torch.Tensor, real: torch.Tensor, most: int) -> Call:
+    def from_slots(cls, slot: torch.Tensor, start: torch.Tensor, real: torch.Tensor, most: int) -> PackedCall:
         """The call over lanes whose clean keys are at `slot` (R,), with at most `most` lanes in a row."""
         device, block = start.device, real.shape[1]
         number, place = arrange(slot, widest(slot, most))  # (P, A)
@@ -45,7 +45,7 @@ class Call:
         return cls(slot, start, real, lane, place, columns, torch.cat([past, own], dim=2), ahead)
 
     def holds(self, slot: torch.Tensor, start: torch.Tensor, real: torch.Tensor) -> bool:
-        """Whether this layout is that of these lanes."""
+        """True if this layout is that of these lanes."""
         ours, theirs = (self.slot, self.start, self.real), (slot, start, real)
         return all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 

@@ -1,4 +1,4 @@
-"""How much one network call holds: as given, or found by trial.
+"""The size of a network call: as given, or found by trial.
 
 Shapes: R lanes.
 """
@@ -32,19 +32,19 @@ _largest: weakref.WeakKeyDictionary[Denoiser, dict[tuple[int | None, str], int]]
 
 @dataclasses.dataclass
 class Budget:
-    """What one network call may hold: `tokens` that the network evaluates, and `values` of whole distributions."""
+    """The limits of one network call: `tokens` that the network evaluates, and `values` of whole distributions."""
 
     tokens: int
     values: int = VALUES
     halved: bool = False
 
     def rows(self, cost: int, values: int = 0) -> int:
-        """How many lanes fit of `cost` network tokens and `values` in memory each, at least one."""
+        """The number of lanes that fit, of `cost` network tokens and `values` in memory each; at least one."""
         fits = self.tokens // max(cost, 1)
         return max(1, min(fits, self.values // values) if values else fits)
 
     def room(self, view: View, rule: UnmaskingRule, *lanes: Lanes) -> int:
-        """How many lanes as expensive as the most expensive of `lanes` one network call holds."""
+        """The number of lanes in one network call, each as expensive as the most expensive of `lanes`."""
         cost, denoiser = int(torch.cat([view.cost(part) for part in lanes]).max()), view.denoiser
         values = 0
         if not denoiser.splits_head:

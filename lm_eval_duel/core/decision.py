@@ -1,4 +1,4 @@
-"""What a rule is to the reveal loop, and what it returns. No torch: rules are named and parsed without it.
+"""The contract between a rule and the reveal loop. No torch: rules are named and parsed without it.
 
 Shapes: R lanes, W block width.
 """
@@ -21,7 +21,7 @@ NEAR_TIE = 1e-4  # logits: with a smaller margin, float noise could change the o
 
 
 class Decision(NamedTuple):
-    """What a rule decided in one step.
+    """The decision of a rule in one step.
 
     `decision_margin`: the margin of each lane's decision, that is, by how much logits must change before the pick does.
     It is infinite for an order that does not depend on the network, and None if the rule does not know it.
@@ -50,7 +50,7 @@ class Decision(NamedTuple):
 
 
 class UnmaskingRule(Protocol):
-    """What the loop reads of a rule; see `rules.Rule` for each attribute."""
+    """The attributes of a rule that the loop reads; see `rules.Rule` for each."""
 
     fixed: ClassVar[bool]
     reads_step: ClassVar[bool]
@@ -58,7 +58,7 @@ class UnmaskingRule(Protocol):
     dense_memory: ClassVar[bool]
 
     def __call__(self, predictions: Predictions, lanes: Lanes) -> Decision:
-        """Which masked positions of each lane to reveal next."""
+        """Pick the masked positions of each lane to reveal next."""
 
 
 class EvaluateAll:

@@ -95,7 +95,7 @@ class Lanes:
 
     @property
     def in_target(self) -> torch.Tensor:
-        """Which positions of the blocks are the target's, and not of the context, (R, W) bool."""
+        """The positions of the blocks that belong to the target and not to the context, (R, W) bool."""
         columns = self.columns  # (R, W)
         return (columns >= self.origin[:, None]) & (columns < (self.start + self.width)[:, None])
 

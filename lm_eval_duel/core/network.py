@@ -89,12 +89,12 @@ class Network(abc.ABC):
 
     @property
     def by_blocks(self) -> bool:
-        """Whether a position sees no later block, so that clean positions are evaluated once."""
+        """True if a position sees no later block, so that clean positions are evaluated once."""
         return self.attention in BY_BLOCKS
 
     @property
     def coarse(self) -> bool:
-        """Whether it runs in a dtype below float32."""
+        """True if it runs in a dtype below float32."""
         return False
 
     def features(self, ids: torch.Tensor, real: torch.Tensor | None) -> torch.Tensor:
@@ -143,7 +143,7 @@ class Network(abc.ABC):
         return {}
 
     def ties(self, rule: UnmaskingRule) -> str | None:
-        """Why `rule` cannot tell the positions of this network apart, as a sentence; None if it can."""
+        """A sentence that says why `rule` cannot tell the positions of this network apart; None if it can."""
         return None
 
     def evaluating(self) -> contextlib.AbstractContextManager[None]:

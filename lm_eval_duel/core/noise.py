@@ -31,7 +31,9 @@ class Level(NamedTuple):
 
 
 class Observed(NamedTuple):
-    """What the noise has done to positions (R, W) bool: the token is the clean one (`same`), or [MASK] (`masked`)."""
+    """The effect of the noise on positions, (R, W) bool each: the clean token stands there (`same`), or [MASK]
+    (`masked`).
+    """
 
     same: torch.Tensor
     masked: torch.Tensor
@@ -120,7 +122,7 @@ class Hybrid(Noise):
 
 
 class Noised(NamedTuple):
-    """How a network was trained: its noise, and what its output and its inputs mean."""
+    """The training of a network: its noise, and the meaning of its output and its inputs."""
 
     noise: Noise
     prediction: str  # "denoiser": p(x_0 | x_t); "plugin": r, which is put into the posterior in place of x_0
@@ -211,7 +213,7 @@ def between(before: Level, now: Level) -> Level:
 
 
 def as_plugin(level: Level, masked: torch.Tensor) -> torch.Tensor:
-    """What to add to the logit of x_t, so that a denoiser's distribution becomes r: log u / (a + u), (R, W).
+    """The term to add to the logit of x_t, so that a denoiser's distribution becomes r: log u / (a + u), (R, W).
 
     A denoiser gives p(x_0 | x_t), and r(v) is proportional to p(v) / q(x_t | v). It is 0 at [MASK], and
     without uniform noise.

@@ -15,7 +15,7 @@ GROUP = 4096  # windows opened at once, which bounds the ids in memory, not the 
 
 
 def groups(windows: Sequence[Window], same_length: bool, buckets: Sequence[int] | None = None) -> list[list[int]]:
-    """Which windows are opened together: longest first, and only windows of one length if the network sees padding.
+    """Groups of windows to open together: longest first, and of one length only if the network sees padding.
 
     `buckets`: a number for each window; a smaller one goes first, and only windows of one number are sorted by length.
     """

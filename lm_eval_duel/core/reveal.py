@@ -121,7 +121,7 @@ class Reveal:
             self.counts.rows += self.view.evaluated - rows
 
     def _price(self, lanes: Lanes) -> float:
-        """How many lanes cost as much as a whole row."""
+        """The number of lanes that cost as much as a whole row."""
         return max(1.0, float(self.group.rows.length[lanes.row].sum() / self.view.cost(lanes).sum()))
 
     def _step(self, lanes: Lanes, due: int) -> Lanes:

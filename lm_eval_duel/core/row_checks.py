@@ -36,7 +36,7 @@ NOISE_ROUTED = 0.5  # of quantized weights, and of experts: noise may choose oth
 
 
 def wanted(count: float, share: float = SHARE) -> float:
-    """How many of the first `count` events of a run are checked besides the first `FIRST`."""
+    """The number of checks due among the first `count` events of a run, besides the first `FIRST`."""
     rare = EARLY / share  # from here on a constant share
     return EARLY * math.log(max(1.0, min(count, rare) / FIRST)) + share * max(0.0, count - rare)
 
@@ -58,7 +58,8 @@ class RowChecks:
         self.waiting: list[Drawn] = []
 
     def due(self, counts: Counts, lanes: int, price: float) -> int:
-        """How many of the next `lanes` are drawn; `price`: how many lanes cost as much as one that is evaluated alone.
+        """The number of the next `lanes` to check; `price`: the number of lanes that cost as much as one evaluated
+        alone.
 
         At least `FIRST` of a run, and of a long one `SHARE` of its cost.
         """
@@ -90,7 +91,7 @@ def chosen(lanes: Lanes, number: int, *keys: torch.Tensor) -> list[int]:
 
 
 def place_of(lanes: Lanes, lane: int) -> str:
-    """Where a lane is in its window."""
+    """The place of a lane in its window, as text."""
     return f"block at target position {int(lanes.start[lane] - lanes.origin[lane])}, step {int(lanes.step[lane])}"
 
 
@@ -122,7 +123,9 @@ def _alone(opened: Callable[[Rows], View], rows: Rows, lane: Lanes, tokens: torc
 
 
 def statistics(predictions: Predictions, log_prob: torch.Tensor) -> torch.Tensor:
-    """What rules and scores read of predictions, (S, R, W) float64: log-odds, margin, log of the sum, log-probs."""
+    """The statistics of predictions that rules and scores read, (S, R, W) float64: log-odds, margin, log of the sum,
+    log-probs.
+    """
     read = (predictions.confidence, predictions.log_margin, predictions.log_sum, log_prob)
     return torch.stack([plane.double() for plane in read])
 
@@ -143,12 +146,12 @@ def tolerance(network: Network) -> float:
 
 
 def is_coarse(network: Network) -> bool:
-    """Whether a network's numbers are coarser than float32: by quantization, its dtype, or its products (TF32)."""
+    """True if a network's numbers are coarser than float32: by quantization, its dtype, or its products (TF32)."""
     return network.quantized or network.coarse or torch.get_float32_matmul_precision() != "highest"
 
 
 def is_routed(network: Network) -> bool:
-    """Whether a network has experts, of which a position uses some."""
+    """True if a network has experts, of which a position uses some."""
     for value in vars(network).values():
         names = (name for name, _ in value.named_modules()) if isinstance(value, torch.nn.Module) else ()
         if any("expert" in name for name in names) or (isinstance(value, Network) and is_routed(value)):

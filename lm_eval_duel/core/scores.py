@@ -65,7 +65,7 @@ class Sample(WindowScore):
 
 @dataclasses.dataclass
 class PhaseCounts:
-    """What one phase of an estimate has cost."""
+    """The cost of one phase of an estimate."""
 
     forwards: int = 0
     rows: int = 0
@@ -127,7 +127,7 @@ IndexedScores: TypeAlias = Iterator[tuple[int, WindowScore]]  # (index, score) o
 
 
 class Scores(Protocol):
-    """What adds up the steps of one group of windows."""
+    """An accumulator of the steps of one group of windows."""
 
     def add(self, step: Step) -> None:
         """Add one step. After an out-of-memory error in here, the same step is added again."""

@@ -50,7 +50,7 @@ class Positions(NamedTuple):
 
 
 def distinct(*planes: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Which rows are equal in all integer or boolean planes (R, ...).
+    """Find the rows that are equal in all integer or boolean planes (R, ...).
 
     Returns the index of the first row of each kind (r,) and the kind of each row (R,). Rows are compared by a 64-bit
     hash, then in full: if two rows with the same hash differ, all rows count as different.
@@ -120,7 +120,7 @@ class View:
 
     @cached_property
     def _unpadded(self) -> bool:
-        """Whether all rows have one length."""
+        """True if all rows have one length."""
         return bool((self.rows.length == self.rows.ids.shape[1]).all())
 
     def positions(self, lanes: Lanes) -> Positions:

@@ -86,7 +86,7 @@ def target_parts(window: Window, spans: Iterable[tuple[int, int]]) -> list[slice
 
 
 def target_capacity(max_length: int, context: Sequence[int] = (), suffix: Sequence[int] = ()) -> int:
-    """How many target positions fit into a row with these special tokens."""
+    """The number of target positions that fit into a row with these special tokens."""
     capacity = max_length - len(context) - len(suffix)
     if capacity < 1:
         special = len(context) + len(suffix)

@@ -77,7 +77,7 @@ def local_folder(path: str, revision: str, code_only: bool = False) -> str:
 
 
 def has_tokenizer(path: str, revision: str) -> bool:
-    """Whether a checkpoint has a tokenizer."""
+    """True if a checkpoint has a tokenizer."""
     return any(
         cached_file(path, name, revision=revision, **QUIET) is not None
         for name in ("tokenizer.json", "tokenizer_config.json", "vocab.txt")

@@ -1,4 +1,4 @@
-"""What a config.json says that its network is: class names, a model type, and entries that name its noise.
+"""The identity of a network by its config.json: class names, a model type, and entries that name its noise.
 
 A reader accepts a config because of these, never because it has the right sizes. No torch.
 """
@@ -48,13 +48,13 @@ def model_names(config: Config) -> list[str]:
 
 
 def noise(config: Config) -> bool:
-    """Whether the noise of a network is random tokens, by its names, or for GIDD by its `p_uniform`."""
+    """True if the noise of a network is random tokens, by its names, or for GIDD by its `p_uniform`."""
     names = [name.lower() for name in model_names(config)]
     return any(name in NOISED for name in names) or ("dit" in names and bool(config.get("p_uniform")))
 
 
 def is_diffusion_gemma(config: Config) -> bool:
-    """Whether a network is DiffusionGemma, whose encoder is an autoregressive network as well."""
+    """True if a network is DiffusionGemma, whose encoder is an autoregressive network as well."""
     return any(name.lower() in GEMMA for name in model_names(config))
 
 

@@ -313,7 +313,7 @@ class _AnyId:
 
 
 def _takes_input_ids(model: Any) -> bool:
-    """Whether a network is called as those of transformers are, and says what it is as they do."""
+    """True if a network is called as those of transformers are, and says what it is as they do."""
     if isinstance(model, torch.nn.Module) and "input_ids" in parameters(model):
         return all(hasattr(model, name) for name in ("config", "get_input_embeddings", "get_output_embeddings"))
     return False

@@ -22,7 +22,7 @@ from lm_eval_duel.arguments import (
     TRUTH,
     Argument,
     Arguments,
-    Kind,
+    ArgumentType,
     argument,
     choice,
     declared,
@@ -121,12 +121,12 @@ class NetworkArguments(Arguments):
         "`estimator=two_phase`, where the default is `dual`",
     )
     cfg_scale: float | None = argument(
-        Kind(f"a number >= 0 (0: no guidance), at most {MAX_FACTOR:g}", _cfg_scale),
+        ArgumentType(f"a number >= 0 (0: no guidance), at most {MAX_FACTOR:g}", _cfg_scale),
         None,
         "classifier-free guidance as in LLaDA, another distribution",
     )
     temperature: float | None = argument(
-        Kind(f"a number above 0, from {1 / MAX_FACTOR:g} to {MAX_FACTOR:g}", _temperature),
+        ArgumentType(f"a number above 0, from {1 / MAX_FACTOR:g} to {MAX_FACTOR:g}", _temperature),
         None,
         "temperature of the network's distributions, when scoring and sampling; another distribution",
     )
@@ -141,7 +141,7 @@ class NetworkArguments(Arguments):
         "only the fewest tokens that have this probability together are kept, as with `top_k`. Another distribution",
     )
     exclude_ids: tuple[int, ...] = argument(
-        Kind("token ids, such as 126081 or 126081+126348", _ids),
+        ArgumentType("token ids, such as 126081 or 126081+126348", _ids),
         (),
         "ids left out of the vocabulary (LLaDA's `logits_eos_inf`), another distribution. Contexts may hold them, "
         "scored texts may not",
@@ -157,7 +157,7 @@ class NetworkArguments(Arguments):
     revision: str = argument(TEXT, "main", "branch, tag or commit of a hub checkpoint")
     trust_remote_code: bool = argument(TRUTH, False, "run code of the checkpoint, as in `--model hf`", identity=False)
     device_map: str | Mapping[str, int | str | torch.device] | None = argument(
-        Kind("a text or a mapping", lambda value: value if isinstance(value, Mapping) else str(value)),
+        ArgumentType("a text or a mapping", lambda value: value if isinstance(value, Mapping) else str(value)),
         None,
         "`auto` (or `parallelize=true`): spread [the layers](running.md#a-model-larger-than-one-gpu) over GPUs",
         identity=False,
@@ -176,7 +176,7 @@ ALIASES: dict[str, tuple[str, Callable[[str, Any], Any]]] = {  # the harness's w
 
 @dataclasses.dataclass(frozen=True)
 class LoadOptions(NetworkArguments):
-    """What `denoisers.load` is asked for; every network argument is read and checked here."""
+    """The arguments of `denoisers.load`; every network argument is read and checked here."""
 
     name: str
     device: torch.device

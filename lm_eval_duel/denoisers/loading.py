@@ -1,4 +1,4 @@
-"""How a checkpoint is loaded: its reader, its tokenizer, and the wrappers around its network.
+"""Load a checkpoint: its reader, its tokenizer, and the wrappers around its network.
 
 config.json -> our own DiT (MDLM, BD3-LM, SEDD, GIDD, AR)    dit/checkpoint.py
             -> transformers' decoders, explicit mask         hf/decoder_checkpoint.py, hf/families.py

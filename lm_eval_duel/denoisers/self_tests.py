@@ -139,7 +139,7 @@ def require_direction(denoiser: Denoiser, path: str, rows: torch.Tensor, logits:
 
 
 def honours_padding(denoiser: Denoiser) -> bool:
-    """Whether a row has the same logits in a batch with longer ones as alone, up to float noise.
+    """True if a row has the same logits in a batch with longer ones as alone, up to float noise.
 
     The rows are padded as in a batch and half masked: the effect of padding may depend on the masked positions of a
     row.
@@ -246,7 +246,7 @@ def _last_logits(denoiser: Denoiser, rows: torch.Tensor) -> torch.Tensor:
 
 
 def ties_when_all_mask(denoiser: Denoiser) -> bool:
-    """Whether a row of masks has the same distribution at every position."""
+    """True if a row of masks has the same distribution at every position."""
     row = torch.full((1, min(32, denoiser.max_length)), denoiser.mask_id, device=denoiser.device)
     logits = logits_of(denoiser, row)[0]  # (L, V)
     return relative_difference(logits, logits[:1].expand_as(logits)) <= tolerance(denoiser, logits)
@@ -289,7 +289,7 @@ def _by_blocks(denoiser: Denoiser, path: str) -> None:
 
 
 def _seen(denoiser: Denoiser) -> tuple[torch.Tensor, torch.Tensor]:
-    """Which of two blocks' positions each of them sees (2 B, 2 B), and the positions (2 B,)."""
+    """The positions of two blocks that each of them sees, (2 B, 2 B) bool, and the positions (2 B,)."""
     block = denoiser.block
     position = torch.arange(2 * block, device=denoiser.device)
     seen = position[:, None] // block >= position // block  # (2 B, 2 B)

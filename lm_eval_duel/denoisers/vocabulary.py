@@ -1,4 +1,4 @@
-"""Which columns of the logits are tokens of the vocabulary."""
+"""The columns of the logits that are tokens of the vocabulary."""
 
 from __future__ import annotations
 

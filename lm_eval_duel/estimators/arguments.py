@@ -14,7 +14,7 @@ from lm_eval_duel.arguments import (
     PROBABILITY,
     TRUTH,
     Arguments,
-    Kind,
+    ArgumentType,
     argument,
     choice,
     number,
@@ -63,7 +63,7 @@ class NoisedElboArguments(Arguments):
 
     mc_samples: int = argument(COUNT, 128, "draws of a window")
     steps: float | None = argument(
-        Kind("a number of steps, or inf", _steps),
+        ArgumentType("a number of steps, or inf", _steps),
         None,
         "steps of the ancestral sampler; `inf`: the limit",
         unset="the network's: 48 for DiffusionGemma, else `inf`",
@@ -107,7 +107,7 @@ class LatticeArguments(Arguments):
     """Of the estimators over all orders."""
 
     lattice_rules: tuple[rules.Rule, ...] | None = argument(
-        Kind("state-only rules, such as greedy+margin:k=2", _rules),
+        ArgumentType("state-only rules, such as greedy+margin:k=2", _rules),
         None,
         "rules whose value the lattice also gives, such as `greedy+margin`",
         none=(),
@@ -118,7 +118,7 @@ class LatticeArguments(Arguments):
 
 @dataclasses.dataclass(frozen=True)
 class BeamArguments(Arguments):
-    """How many sets of each size are evaluated: without `beam` and `tolerance`, all of them."""
+    """The sets of each size to evaluate: without `beam` and `tolerance`, all of them."""
 
     beam: int | None = argument(
         whole(2 * REPETITIONS, f"a number of sets, at least {2 * REPETITIONS}"),
@@ -146,7 +146,7 @@ class BeamArguments(Arguments):
 
     @property
     def all_sets(self) -> bool:
-        """Whether every set is evaluated, so that the sum is exact."""
+        """True if every set is evaluated, so that the sum is exact."""
         return self.beam is None and self.tolerance is None
 
     @property
@@ -208,7 +208,7 @@ class ConfidenceArguments(BeamArguments):
 
 
 def _order(value: Any) -> str:
-    """How positions are drawn, from the value of a model arg."""
+    """The way in which positions are drawn, from the value of a model arg."""
     if value == "maskgit_plus":
         raise DuelError(
             "alg=maskgit_plus scores a position by the token drawn there, so the order depends on every draw. Without "
@@ -223,7 +223,7 @@ class OrderArguments(BeamArguments):
     """Of `sampled_order`."""
 
     alg: str = argument(
-        Kind("how positions are drawn", _order, ("origin", *SCORED_ORDERS, "random")),
+        ArgumentType("how positions are drawn", _order, ("origin", *SCORED_ORDERS, "random")),
         "origin",
         "how positions are drawn",
     )

@@ -173,5 +173,5 @@ class Estimator(abc.ABC):
         return [(row, *span) for row, window in enumerate(group.windows) for span in self.blocks(window)]
 
     def lanes(self, window: Window) -> int:
-        """How many lanes of a window can be evaluated side by side."""
+        """The number of lanes of a window that can be evaluated side by side."""
         return len(self.blocks(window))

@@ -1,4 +1,5 @@
-"""Which blocks of a two-phase estimate are also scored without the cache, and what is made of their differences.
+"""The sample of blocks of a two-phase estimate that are also scored without the cache, and the use of their
+differences.
 
     estimate = sum over blocks of g_b + sum over sampled blocks of w_b (f_b - g_b)
     variance = sum over sampled blocks of w_b (w_b - 1) (f_b - g_b)^2

@@ -1,4 +1,4 @@
-"""Which combinations of network, rule, block and window are supported; all others are a DuelError."""
+"""Checks of network, rule, block and window; a combination that is not supported is a DuelError."""
 
 from __future__ import annotations
 
@@ -179,7 +179,7 @@ def _warn_without_special_tokens(denoiser: Denoiser, windows: Sequence[Window]) 
 
 
 def _problem(denoiser: Denoiser, block: int | None, grid: str, window: Window, ids: tuple[int, ...]) -> str | None:
-    """What is wrong with a window whose ids are `ids`, if anything."""
+    """The fault of a window whose ids are `ids`, as text; empty if there is none."""
     if window.length > denoiser.max_length:
         return (
             f"has {window.length} positions but the network holds {denoiser.max_length}; "
@@ -225,7 +225,7 @@ def _problem(denoiser: Denoiser, block: int | None, grid: str, window: Window, i
 
 
 def _is_guided(denoiser: Denoiser) -> bool:
-    """Whether a denoiser is under classifier-free guidance, perhaps inside other wrappers."""
+    """True if a denoiser is under classifier-free guidance, perhaps inside other wrappers."""
     while isinstance(denoiser, Wrapper):
         if isinstance(denoiser, Guided):
             return True

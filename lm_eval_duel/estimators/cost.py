@@ -1,4 +1,4 @@
-"""What windows will cost under each way to score them: counted, not run.
+"""The cost of windows under each way to score them: counted, not run.
 
 A formula for each method: a block of m masked positions, k revealed at a step, in a row of L positions. Rules with
 sub-blocks, a schedule of steps or `seed_first` take other steps; see `reveals`. Equal windows are scored once, and
@@ -24,7 +24,7 @@ from lm_eval_duel.rules.scheduled import Scheduled, even_counts
 
 
 class Cost(NamedTuple):
-    """What scoring takes.
+    """The cost of scoring.
 
     `pairs`: queries times keys, summed over rows. `head`: positions at which the LM head runs. `weight`: what the rows
     take of the tokens that a network call holds (`View.cost`, on a GPU). `longest`: calls that must follow each other.
@@ -55,7 +55,7 @@ class Layout(NamedTuple):
     length: int
 
 
-class Block(NamedTuple):
+class BlockCount(NamedTuple):
     """A block, and how many positions are masked before each step. `start`: its first column."""
 
     start: int
@@ -74,25 +74,25 @@ class Setting(NamedTuple):
 
     @property
     def is_exact(self) -> bool:
-        """Whether the number of steps is known; otherwise one position a step is assumed."""
+        """True if the number of steps is known; otherwise one position a step is assumed."""
         return isinstance(inner(self.rule), Counted | Scheduled)
 
-    def blocks(self, window: Layout) -> list[Block]:
+    def blocks(self, window: Layout) -> list[BlockCount]:
         found = []
         for start, width in blocks(window.context, window.target, self.block, self.grid):
             positions = start + width - max(start, window.context)
             done = itertools.accumulate(reveals(self.rule, positions, width - positions)[:-1], initial=0)
-            found.append(Block(start, width, tuple(positions - count for count in done)))
+            found.append(BlockCount(start, width, tuple(positions - count for count in done)))
         return found
 
-    def head(self, block: Block) -> int:
+    def head(self, block: BlockCount) -> int:
         """Positions at which the head runs: those that are masked, or only the picks if the order is fixed."""
         return block.masked[0] if inner(self.rule).fixed else sum(block.masked)
 
 
 def reveals(rule: Rule, positions: int, first: int) -> list[int]:
-    """How many positions each step of a block reveals, if `positions` are masked, from `first` on; one each if not
-    known.
+    """The number of positions that each step of a block reveals, if `positions` are masked, from `first` on; one each
+    if not known.
     """
     if isinstance(rule, SeedFirst):  # a block that begins inside the context has no first token of its own
         return reveals(rule.rule, positions, first) if first else [1, *reveals(rule.rule, positions - 1, 1)]
@@ -166,7 +166,9 @@ def lattice(setting: Setting, window: Layout, beam: int | None = None) -> Cost:
     return _states(setting, window, states, max(map(len, sets.values())) if beam else 1)._replace(head=head)
 
 
-def _states(setting: Setting, window: Layout, states: Mapping[Block, int], longest: int, in_turn: bool = False) -> Cost:
+def _states(
+    setting: Setting, window: Layout, states: Mapping[BlockCount, int], longest: int, in_turn: bool = False
+) -> Cost:
     """The rows of `states` of each block, with at least `longest` calls; `in_turn`: a block's states wait in line."""
     denoiser, count, length = setting.denoiser, sum(states.values()), window.length
     if not denoiser.by_blocks:
@@ -178,7 +180,7 @@ def _states(setting: Setting, window: Layout, states: Mapping[Block, int], longe
     clean = zero + (window.context + window.target - 1 - zero) // group * group
     piece, abreast = max(group, CLEAN // group * group), max(1, STRETCH // width)
     borders = sorted({0, *range(zero + piece, clean, piece), clean})
-    stretches: dict[int, list[Block]] = {}
+    stretches: dict[int, list[BlockCount]] = {}
     for block in states:
         stretches.setdefault(block.start // max(width, STRETCH), []).append(block)
     rows, pairs = len(borders) - 1, sum((end - start) * end for start, end in itertools.pairwise(borders))
@@ -192,7 +194,7 @@ def _states(setting: Setting, window: Layout, states: Mapping[Block, int], longe
 
 
 def layouts(windows: Iterable[Window]) -> Counter[Layout]:
-    """How many different windows there are of each layout."""
+    """The number of different windows of each layout."""
     different = dict.fromkeys(window for window in windows if window.target)
     return Counter(Layout(len(window.context), len(window.target), window.length) for window in different)
 

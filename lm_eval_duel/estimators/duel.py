@@ -61,7 +61,7 @@ class DuelEstimator(Estimator):
 
     @property
     def followed(self) -> rules.Rule:
-        """What the loop asks: the rule with its checks."""
+        """The rule that the loop calls: the given one with its checks."""
         rule = rules.blockwise(self.rule, self.block) if self.rule.spans_blocks else self.rule
         return rules.with_checks(rule, self.counts, is_coarse(self.denoiser))
 

@@ -201,7 +201,7 @@ def log_probs_of(denoiser: Denoiser, view: View, lanes: Lanes, rows: Rows) -> to
 
 
 def trainable(denoiser: Denoiser) -> dict[int, torch.Tensor]:
-    """What requires a gradient among the tensors and in the modules that a denoiser holds, by id."""
+    """The tensors that require a gradient, among the attributes and in the modules of a denoiser, by id."""
     parameters: dict[int, torch.Tensor] = {}
     for value in vars(denoiser).values():
         if isinstance(value, Denoiser):

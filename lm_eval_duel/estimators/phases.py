@@ -1,4 +1,4 @@
-"""What a two-phase estimate is made of, as sums over blocks: they add up over windows, tasks and ranks.
+"""The parts of a two-phase estimate, as sums over blocks: they add up over windows, tasks and ranks.
 
 Shapes: B blocks of a window.
 """

@@ -37,7 +37,7 @@ NO_BOUND = "no bound: elbo_eps above 0 leaves out small noise levels"
 
 
 class Kind(enum.Enum):
-    """What the value of an estimator is."""
+    """The kind of value that an estimator gives."""
 
     LIKELIHOOD = "a likelihood"
     ESTIMATE = "an unbiased estimate of a log-likelihood"
@@ -56,7 +56,7 @@ class MonteCarlo:
     no_error: str = "the results have none"  # why a report may lack the error
 
     def unknown(self, spec: Mapping[str, Any]) -> str:
-        """Why a value with this spec has no standard error."""
+        """The reason that a value with this spec has no standard error."""
         count = str(spec.get(self.argument, ""))
         few = count.isdecimal() and int(count) < 8
         why = f"{self.argument}={count}; it takes 8 or more" if few else self.no_error
@@ -344,7 +344,7 @@ def of_spec(estimator: str, spec: Mapping[str, Any], beam: BeamSums | None = Non
 
 
 def kind_of(estimator: str, spec: Mapping[str, Any], beam: BeamSums | None = None) -> str:
-    """What the values of an estimator with this spec are: a likelihood, an estimate, a bound, or none of these."""
+    """The kind of the values of an estimator with this spec: a likelihood, an estimate, a bound, or none of these."""
     entry = of_spec(estimator, spec, beam)
     if entry.kind is Kind.UPPER_BOUND and float(spec.get("elbo_eps", 0)):
         return NO_BOUND
@@ -354,7 +354,7 @@ def kind_of(estimator: str, spec: Mapping[str, Any], beam: BeamSums | None = Non
 
 
 def is_bound(kind: str) -> bool:
-    """Whether values of this kind, as `kind_of` names it, are upper bounds of the perplexity."""
+    """True if values of this kind, as `kind_of` names it, are upper bounds of the perplexity."""
     return kind.startswith(Kind.UPPER_BOUND.value)
 
 

@@ -1,4 +1,4 @@
-"""What adds up samples (the paper, Algorithm 1), in a reveal loop with one lane for each row.
+"""An accumulator of samples (the paper, Algorithm 1), for a reveal loop with one lane for each row.
 
 A finished block is committed, so that later blocks see it, and then the row's next block enters.
 

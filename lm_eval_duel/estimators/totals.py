@@ -20,7 +20,7 @@ from lm_eval_duel.estimators.subsets.sums import BeamSums
 
 
 class Outcome(NamedTuple):
-    """What one request contributes to the results, over all its windows."""
+    """The contribution of one request to the results, over all its windows."""
 
     windows: Sequence[Window]
     values: list[dict[str, Value]]  # of each window, by name; the first ones add up to `log_prob`

@@ -32,7 +32,7 @@ from lm_eval_duel.estimators.subsets.sampled_confidence import BestDrawn
 
 
 @dataclasses.dataclass(frozen=True)
-class Difference:
+class Departure:
     """A step at which the rule picks other positions than those recorded."""
 
     block: int  # target position at which the block begins
@@ -41,7 +41,7 @@ class Difference:
 
     @property
     def near_tie(self) -> bool:
-        """Whether float noise explains it."""
+        """True if float noise explains it."""
         return self.margin is not None and self.margin < NEAR_TIE
 
 
@@ -52,7 +52,7 @@ class Trajectory:
     log_prob: float  # of the tokens along the order
     token_logprobs: tuple[float, ...]
     steps: int
-    differences: tuple[Difference, ...] = ()  # from the rule, in order
+    differences: tuple[Departure, ...] = ()  # from the rule, in order
     log_joint: float | None = None  # of tokens and order, if a sampler was given
 
 
@@ -105,7 +105,7 @@ def follow(
                 log_prob=scored.log_prob,
                 token_logprobs=scored.token_logprobs,
                 steps=sum(len(set(of_group[row][part])) for part in target_parts(window, duel.blocks(window))),
-                differences=tuple(Difference(*key, margin) for key, margin in differences),
+                differences=tuple(Departure(*key, margin) for key, margin in differences),
                 log_joint=None if sampler is None else scored.log_prob + math.fsum(factors),
             )
     return followed

@@ -17,7 +17,7 @@ from lm_eval_duel.core.windows import Window
 from lm_eval_duel.errors import naming
 from lm_eval_duel.harness.cache import request_key
 from lm_eval_duel.harness.requests import Batch, name
-from lm_eval_duel.harness.run import Finished, Run, Work
+from lm_eval_duel.harness.run import Finished, HarnessRun, Work
 from lm_eval_duel.text.generation import Generator, Settings
 
 log = logging.getLogger("lm_eval.duel_mdm")  # lm-eval prints its own loggers only
@@ -45,7 +45,7 @@ class Generation(Work):
 
     kind = "generate_until"
 
-    def __init__(self, run: Run, batch: Batch):
+    def __init__(self, run: HarnessRun, batch: Batch):
         super().__init__(run, batch)
         self.estimator = run.sampler
         self.groups = _grouped(run, batch)
@@ -76,7 +76,7 @@ class Generation(Work):
             self.run.store.keep(self.prompts[done.n].cache_key, done.answer)
 
 
-def _grouped(run: Run, batch: Batch) -> list[tuple[Generator, list[Prompt]]]:
+def _grouped(run: HarnessRun, batch: Batch) -> list[tuple[Generator, list[Prompt]]]:
     """The prompts by their settings; raises DuelError, with the request's name, for a wrong setting or prompt."""
     generators: dict[Settings, Generator] = {}
     groups: dict[Settings, list[Prompt]] = {}
@@ -104,7 +104,7 @@ def _grouped(run: Run, batch: Batch) -> list[tuple[Generator, list[Prompt]]]:
     return [(generators[settings], prompts) for settings, prompts in groups.items()]
 
 
-def _description(run: Run, settings: Settings) -> str:
-    """How texts are generated, for the results."""
+def _description(run: HarnessRun, settings: Settings) -> str:
+    """A description of how texts are generated, for the results."""
     rule = "" if run.estimator.decodes else f", rule={run.sampler.rule}, block={run.sampler.block}"
     return settings.description + rule

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from lm_eval.api.model import CacheHook
 
     from lm_eval_duel.harness.requests import Batch
-    from lm_eval_duel.harness.run import Run, Work
+    from lm_eval_duel.harness.run import HarnessRun, Work
 
 log = logging.getLogger("lm_eval.duel_mdm")  # lm-eval prints its own loggers only
 
@@ -109,7 +109,9 @@ class DuelMDM(TemplateLM):
 
     # ------------------------------------------------------------ evaluations
 
-    def _answer(self, kind: Callable[[Run, Batch], Work], requests: list[Instance], disable_tqdm: bool) -> list[Any]:
+    def _answer(
+        self, kind: Callable[[HarnessRun, Batch], Work], requests: list[Instance], disable_tqdm: bool
+    ) -> list[Any]:
         """The answer to each request: cached, or computed now and saved at once."""
         from lm_eval_duel.harness import patches
         from lm_eval_duel.harness.requests import Batch
@@ -136,12 +138,12 @@ class DuelMDM(TemplateLM):
             work.after()
         return batch.spread([work.reply(n, answers[n]) for n in range(len(answers))])
 
-    def _new_run(self) -> Run:
+    def _new_run(self) -> HarnessRun:
         from lm_eval_duel.harness import patches
-        from lm_eval_duel.harness.run import Run
+        from lm_eval_duel.harness.run import HarnessRun
 
         patches.answering.add(self)
-        return Run(self.options, self.text, self.estimator, self.ranks, self.trace)
+        return HarnessRun(self.options, self.text, self.estimator, self.ranks, self.trace)
 
     def _require_whole_texts_only(self) -> None:
         """Raise DuelError if the estimator does not compare continuations."""

@@ -18,7 +18,7 @@ from lm_eval_duel.errors import DuelError, naming
 from lm_eval_duel.estimators.totals import Outcome
 from lm_eval_duel.harness.cache import Unfinished, request_key
 from lm_eval_duel.harness.requests import Batch, document_of, name, random_order
-from lm_eval_duel.harness.run import Finished, Run, Work
+from lm_eval_duel.harness.run import Finished, HarnessRun, Work
 from lm_eval_duel.harness.so_far import Document, SoFar
 from lm_eval_duel.tasks.columns import MADE, MADE_HERE, TOKENS
 from lm_eval_duel.text.annotated import Gap, Residues
@@ -86,7 +86,7 @@ def document_windows(text: Text, requests: Sequence[Instance]) -> list[list[Wind
 class Scoring(Work):
     """Requests for log-likelihoods. The answer to each is its `Outcome`."""
 
-    def __init__(self, run: Run, batch: Batch, windows: list[list[Window]]):
+    def __init__(self, run: HarnessRun, batch: Batch, windows: list[list[Window]]):
         super().__init__(run, batch)
         self.label = f" {run.method}"
         self.windows = windows  # of each request
@@ -169,7 +169,7 @@ class Continuations(Scoring):
 
     kind = "loglikelihood"
 
-    def __init__(self, run: Run, batch: Batch):
+    def __init__(self, run: HarnessRun, batch: Batch):
         super().__init__(run, batch, continuation_windows(run.text, batch.requests))
 
     def reply(self, n: int, answer: Outcome) -> tuple[float, bool]:
@@ -184,7 +184,7 @@ class WholeTexts(Scoring):
 
     kind = "loglikelihood_rolling"
 
-    def __init__(self, run: Run, batch: Batch):
+    def __init__(self, run: HarnessRun, batch: Batch):
         super().__init__(run, batch, document_windows(run.text, batch.requests))
         if run.options.order == "random":
             self.order = random_order(self.requests, run.options.draw_seed)

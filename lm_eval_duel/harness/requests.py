@@ -50,7 +50,7 @@ def _identity(request: Instance) -> Any:
 
 
 def document_of(request: Instance) -> Any:
-    """What a request's document is called: its file, if the document says so, else its number."""
+    """The name of a request's document: its file, if the document says so, else its number."""
     return request.doc.get(FILE, request.doc_id) if isinstance(request.doc, dict) else request.doc_id
 
 

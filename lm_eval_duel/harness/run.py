@@ -56,7 +56,7 @@ class Work(abc.ABC):
     tokens: Sequence[int]  # of each request, for the progress bar
     so_far: SoFar | None = None  # estimates of the final value, for the progress bar
 
-    def __init__(self, run: Run, batch: Batch):
+    def __init__(self, run: HarnessRun, batch: Batch):
         self.run, self.estimator, self.requests = run, run.estimator, batch.requests
         self.order: Sequence[int] = range(len(batch.requests))  # in which they are taken
 
@@ -84,7 +84,9 @@ class Work(abc.ABC):
 
 
 class Progress:
-    """How far the requests of one call are; `finished` requests, and `windows` of requests that are not finished."""
+    """The progress of the requests of one call: `finished` requests, and `windows` of requests that are not
+    finished.
+    """
 
     def __init__(self, work: Work, remaining: Sequence[int], hidden: bool):
         self.work, self.finished, self.windows = work, len(work.requests) - len(remaining), 0
@@ -113,7 +115,7 @@ class Progress:
 
 
 @dataclasses.dataclass
-class Run:
+class HarnessRun:
     """One evaluation of a model. Creating it resets the counts of `estimator` and `text`."""
 
     options: Options

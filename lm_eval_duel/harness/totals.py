@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from lm_eval_duel.audit import checked
-from lm_eval_duel.audit.checked import Checked
+from lm_eval_duel.audit.checked import CheckedWindow
 from lm_eval_duel.core.scores import known_sum
 from lm_eval_duel.estimators.registry import BEAM, ESTIMATORS, Kind, of_spec
 from lm_eval_duel.estimators.totals import Outcome, Total
@@ -67,7 +67,7 @@ class RunStats:
     peak_memory: int = 0  # bytes
     ranks: int = 1
     shares: list[Share] = dataclasses.field(default_factory=list)  # of each rank
-    checked: list[Checked] = dataclasses.field(default_factory=list)  # windows that were scored twice
+    checked: list[CheckedWindow] = dataclasses.field(default_factory=list)  # windows that were scored twice
     phases: dict[str, dict[str, float]] = dataclasses.field(default_factory=dict)  # costs of a two-phase estimate
 
     def add_request(self, task: str, document: Any, outcome: Outcome, unknown: int = 0) -> None:
@@ -144,7 +144,9 @@ class RunStats:
         ]
 
     def _two_answers(self) -> Iterator[str]:
-        """What differed more than its noise when it was computed again: counted, since the numbers are coarse."""
+        """A sentence on values that differed by more than noise when they were computed again: counted, since they are
+        coarse.
+        """
         for what, how in (("rows", "evaluated again alone"), ("decisions", "asked of the rule again")):
             differing, checked = (self.counts.get(f"{what}_{each}") for each in ("differing", "checked"))
             if differing:
@@ -152,7 +154,7 @@ class RunStats:
 
     @property
     def balance(self) -> str:
-        """How evenly the ranks were loaded."""
+        """The balance of the load over ranks."""
         parts = [
             f"{name} {' '.join(f'{work:,.0f}' for work in load['ranks'])} (max/mean {load['max_over_mean'] or 0:.2f})"
             for name, load in balance(self.shares).items()

@@ -209,7 +209,7 @@ def _header(path: Path) -> dict[str, Any]:
 
 
 def _is_cut_header(path: Path) -> bool:
-    """Whether a file is empty, or has only the beginning of a trace's first line."""
+    """True if a file is empty, or has only the beginning of a trace's first line."""
     with path.open(encoding="utf-8", errors="replace") as lines:
         first = lines.readline()
     return not first.endswith("\n") and first[: len(BEGINNING)] == BEGINNING[: len(first)]

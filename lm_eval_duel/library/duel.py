@@ -210,7 +210,7 @@ class Duel(OnIds):
     # ------------------------------------------------------------ text in
 
     def windows(self, text: str) -> list[Window]:
-        """What `score` scores of a text: its windows, special tokens included. Raises DuelError as `score` does."""
+        """The windows of a text that `score` scores, special tokens included. Raises DuelError as `score` does."""
         text_side = self._require_text("windows", [text])
         return text_side.document(text_side.encode(text))
 

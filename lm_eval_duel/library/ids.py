@@ -1,4 +1,4 @@
-"""What `Duel` says of itself, and what it does with token ids: scores, samples, recorded orders and gradients."""
+"""The part of `Duel` for token ids: scores, samples, recorded orders and gradients."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class OnIds:
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase | None:
-        """What turns texts into ids, if this Duel takes texts."""
+        """The tokenizer, if this Duel takes texts."""
         return None if self._text is None else self._text.tokenizer
 
     @property
@@ -73,12 +73,12 @@ class OnIds:
 
     @property
     def grid(self) -> str:
-        """Where blocks count from, "target" or "row"."""
+        """The position that blocks count from, "target" or "row"."""
         return self.estimator.grid
 
     @property
     def counts(self) -> Counts:
-        """What has been computed so far: windows, tokens, network calls, rows, near ties."""
+        """The counts of the work so far: windows, tokens, network calls, rows, near ties."""
         return self.estimator.counts
 
     def __repr__(self) -> str:

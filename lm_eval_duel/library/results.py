@@ -1,4 +1,4 @@
-"""What `Duel.score` and `Duel.generate` return."""
+"""The results of `Duel.score` and `Duel.generate`."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ class TextEstimate:
 
     @property
     def kind(self) -> str:
-        """What the value is, as in `TextScore`."""
+        """The kind of value, as in `TextScore`."""
         return Kind.ESTIMATE.value
 
     @property

@@ -61,7 +61,7 @@ def score_texts(
 def beside(
     texts: Sequence[Any], given: Sequence[TextOrIds] | None, name: str, nothing: TextOrIds = ""
 ) -> Sequence[TextOrIds]:
-    """What stands beside each text; raises DuelError if there is not one for each."""
+    """The context or suffix of each text; raises DuelError if there is not one for each."""
     if given is None:
         return [nothing] * len(texts)
     if isinstance(given, str) or len(given) != len(texts):

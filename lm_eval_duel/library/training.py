@@ -117,7 +117,7 @@ def check_arguments(
     token_budget: int | None = None,
     **arguments: Any,
 ) -> list[str]:
-    """What the names of these arguments' metrics say besides the rule, such as "block=8".
+    """Check the arguments, and return the parts of the metrics' names besides the rule, such as "block=8".
 
     Raises:
         DuelError: For arguments of `training_metrics` that are wrong for every network.
@@ -267,7 +267,7 @@ def _duels(
 
 
 def _fitting(duels: Sequence[Duel], texts: Sequence[str], sample: float | None, budget: int) -> int:
-    """How many of the first texts fit the budget; equal windows are scored, and counted, once."""
+    """The number of first texts that fit the budget; equal windows are scored, and counted, once."""
 
     def tokens(count: int) -> int:
         return sum(planned_tokens(duel, texts[:count], sample) for duel in duels)
@@ -298,7 +298,7 @@ def _ranks() -> tuple[int, int]:
 
 
 def _gathered(work: Callable[[], Any], world: int) -> list[Any]:
-    """What `work` gives on each rank, on all of them; an error on one is raised on all."""
+    """The results of `work` on all ranks, gathered on each; an error on one is raised on all."""
     if world == 1:
         return [work()]
     result, error, reason = None, None, None

@@ -7,7 +7,7 @@ from typing import Any
 
 from lm_eval_duel.results.board import Board
 from lm_eval_duel.results.compare import Average, Comparison, Speeds
-from lm_eval_duel.results.cost import Cost
+from lm_eval_duel.results.cost import RunCost
 from lm_eval_duel.results.read import Run
 from lm_eval_duel.results.rows import Pair, Row
 
@@ -90,7 +90,7 @@ def accuracies(runs: Sequence[Run], name: str) -> list[dict[str, Any]]:
     return found
 
 
-def cost(of: Cost) -> dict[str, Any]:
+def cost(of: RunCost) -> dict[str, Any]:
     return entries(of, COST) | {key: of.run.duel.get(key) for key in COUNTS}
 
 

@@ -13,7 +13,7 @@ from lm_eval_duel.errors import DuelError
 from lm_eval_duel.estimators import registry
 from lm_eval_duel.estimators.registry import Kind
 from lm_eval_duel.results import compare, match, provenance
-from lm_eval_duel.results.cost import CACHED, Cost
+from lm_eval_duel.results.cost import CACHED, RunCost
 from lm_eval_duel.results.match import PER_TOKEN
 from lm_eval_duel.results.read import Run
 from lm_eval_duel.results.rows import NON_IDENTITY_KEYS, Row, argument, differing_keys
@@ -47,7 +47,7 @@ class TaskColumn:
 
     @property
     def windows(self) -> list[str]:
-        """How its runs cut documents."""
+        """The way in which its runs cut documents."""
         return [*dict.fromkeys(match.windows_of(run) for run in self.runs)]
 
 
@@ -81,7 +81,7 @@ class BoardRow:
         counted = [row for row in self.results.values() if row.nfe and row.tokens]
         tokens = sum(row.tokens for row in counted)
         self.nfe_per_token = sum(row.nfe for row in counted) / tokens if counted else None
-        costs = list(map(Cost, self.runs))
+        costs = list(map(RunCost, self.runs))
         places = sorted({cost.place for cost in costs}, key=str)
         self.device = ", ".join(f"{device or 'unknown device'} x {ranks or 1}" for device, ranks in places)
         self.seconds_reason = f"its tasks ran on {self.device}" if len(places) > 1 else ""
@@ -104,7 +104,7 @@ class BoardRow:
 
     @property
     def ranked(self) -> bool:
-        """Whether it may have a rank: a bound may be far above its model's value, the oracle is no likelihood."""
+        """True if it may have a rank: a bound may be far above its model's value, the oracle is no likelihood."""
         return self.kind in ("exact", "estimate")
 
     @property
@@ -202,7 +202,8 @@ def columns(runs: Sequence[Run], metric: str) -> list[TaskColumn]:
 
 
 def _apart(name: str, metric: str, members: Sequence[Run], run: Run) -> str:
-    """Why a run may not share the column of others, judged by the first and the first with samples; empty if it may.
+    """The reason that a run may not share the column of others, judged by the first and the first with samples; empty
+    if it may.
 
     Per word and byte, tokenizers may differ.
     """
@@ -266,7 +267,7 @@ def rows(columns: Sequence[TaskColumn]) -> list[BoardRow]:
 
 
 def _qualifiers(result: Row) -> str:
-    """What distinguishes a row beyond model, estimator, rule, block and cache."""
+    """The settings that distinguish a row beyond model, estimator, rule, block and cache."""
     parts = [part for part in result.qualifiers.split(", ") if not part.startswith("cache=")]
     return ", ".join(filter(None, [*parts, result.unknown_share]))
 

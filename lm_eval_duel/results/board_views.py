@@ -1,4 +1,4 @@
-"""What a leaderboard shows: its columns, which the page, Markdown, the terminal and CSV share."""
+"""The columns of a leaderboard, shared by the page, Markdown, the terminal and CSV."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def _mean(row: BoardRow, form: str) -> str:
 
 
 def about(board: Board) -> str:
-    """What the numbers are."""
+    """A description of the numbers."""
     baseline = f" Gaps are to {board.ar}." if board.ar else ""
     return (
         f"{board.unit.capitalize()}, lower is better. Rank: among likelihoods, by {board.ranked_by}; bounds (≤) and "

@@ -15,8 +15,8 @@ CACHED = "some answers came from a response cache, so the time covers only a par
 LATTICE = f"lattice: all estimators in one run (oracle is {Kind.NOT_A_LIKELIHOOD.value})"
 
 
-class Cost:
-    """What a run cost. `times_elbo`, `times_ar`: its seconds per token over those of another run, with a note: which
+class RunCost:
+    """The cost of a run. `times_elbo`, `times_ar`: its seconds per token over those of another run, with a note: which
     run, or why there is none."""
 
     def __init__(self, run: Run):
@@ -34,12 +34,12 @@ class Cost:
         self.times_elbo_reason = self.times_ar_reason = ""
 
 
-def table(runs: Sequence[Run], rows: Iterable[Row]) -> list[Cost]:
+def table(runs: Sequence[Run], rows: Iterable[Row]) -> list[RunCost]:
     """One entry per run. Ratios are of seconds per token; they are left out if two runs cannot be compared.
 
     The ELBO is the one that gap closed uses in the report's `rows`.
     """
-    costs = {run.name: Cost(run) for run in runs if run.tasks}
+    costs = {run.name: RunCost(run) for run in runs if run.tasks}
     every = sorted(costs.values(), key=lambda cost: not cost.run.baseline)
     baselines = [cost for cost in every if cost.run.baseline]
     elbos: dict[str, Row] = {}  # the Monte Carlo ELBO that the gap closed of a run uses
@@ -58,14 +58,14 @@ def table(runs: Sequence[Run], rows: Iterable[Row]) -> list[Cost]:
             cost.times_elbo, cost.times_elbo_reason = _ratio(cost, known, "Monte Carlo ELBO", note)
     models, order = [cost.run.label for cost in every], [*registry.ESTIMATORS]
 
-    def place(cost: Cost) -> tuple:
+    def place(cost: RunCost) -> tuple:
         run = cost.run
         return not run.baseline, models.index(run.label), order.index(run.estimator), *sort_key(run.rule)
 
     return sorted(every, key=place)
 
 
-def _ratio(cost: Cost, others: Sequence[Cost], what: str, note: str = "") -> tuple[float | None, str]:
+def _ratio(cost: RunCost, others: Sequence[RunCost], what: str, note: str = "") -> tuple[float | None, str]:
     """Seconds per token over those of another run of the same tasks, and a note: which run, or why there is none."""
     if not others:
         return None, f"no {what} to compare with"

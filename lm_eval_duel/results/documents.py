@@ -134,7 +134,7 @@ def texts_by(instead: str | None) -> Texts:
         return denoisers.load_tokenizer({"tokenizer": name})
 
     def texts(name: str, ids: Sequence[int]) -> list[str]:
-        """What each id adds to the text; raises DuelError if the tokenizer cannot be loaded."""
+        """The text that each id adds; raises DuelError if the tokenizer cannot be loaded."""
         if not (instead or name):
             raise DuelError("its trace names no tokenizer; pass a folder or a hub name with --tokenizer.")
         return token_texts(ids, load(instead or name))

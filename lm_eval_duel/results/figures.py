@@ -78,7 +78,7 @@ class Image:
 
 
 def available() -> bool:
-    """Whether figures can be drawn."""
+    """True if figures can be drawn."""
     try:
         import matplotlib.figure  # noqa: F401
     except ImportError:
@@ -159,7 +159,7 @@ def _plain_log(axis: Any, base: int = 10) -> None:
 
 
 def _logarithmic(metric: str, rows: Iterable[Row]) -> bool:
-    """Whether values need a logarithmic axis (never with infinite ones)."""
+    """True if values need a logarithmic axis (never with infinite ones)."""
     values = [row.value for row in rows]
     finite = all(0 < value < math.inf for value in values)
     return metric != "bits_per_byte" and finite and bool(values) and max(values) / min(values) > LOG_FROM

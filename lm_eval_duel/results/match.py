@@ -1,4 +1,4 @@
-"""Which runs may be compared: documents, windows, scored positions and tokenizers must match."""
+"""Checks of which runs may be compared: documents, windows, scored positions and tokenizers must match."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Difference(NamedTuple):
 
 
 def windows(run: Run) -> tuple[str, int | None]:
-    """How a run cuts documents, and target positions per window; other models have the harness's rolling windows."""
+    """The windows of a run, and target positions per window; other models have the harness's rolling windows."""
     ours = run.spec.get("windows", "independent"), run.duel.get("row_capacity")
     return ours if run.ours else ("harness", run.max_length)
 
@@ -40,13 +40,13 @@ def windows_of(run: Run) -> str:
 
 
 def positions(run: Run) -> str:
-    """Which positions of a row are scored: `the text` only, unless a benchmark's convention says otherwise."""
+    """The scored positions of a row: `the text` only, unless a benchmark's convention says otherwise."""
     bos = str(run.duel.get("bos") or run.spec.get("special_tokens", "").rpartition("bos=")[2] or "given").split(",")[0]
     return "the text" if not run.ours or bos in ("given", "none") else f"bos={bos}"
 
 
 def same_tokens(here: Run, there: Run, name: str) -> bool | None:
-    """Whether two runs count the same tokens in a task; None if that is not known."""
+    """True if two runs count the same tokens in a task; None if that is not known."""
     ours = [run.spec.get("tokenizer") if run.ours else None for run in (here, there)]
     if None not in ours and ours[0] == ours[1]:
         return True
@@ -63,7 +63,7 @@ def same_tokens(here: Run, there: Run, name: str) -> bool | None:
 
 
 def documents(here: Task, there: Task, metric: str) -> Difference | None:
-    """How two document sets differ, judged by the samples if both have them, else by the results files.
+    """The difference of two document sets, judged by the samples if both have them, else by the results files.
 
     The hash of the results files covers our token counts too, which differ between tokenizers; with counts of documents
     the limit is not needed. With samples the counts of words or bytes must be equal, too; tokens may differ.
@@ -122,14 +122,14 @@ def differences(here: Run, there: Run, name: str) -> list[Difference]:
 
 
 def _tokenizer(run: Run, name: str) -> str:
-    """What is known about a run's tokenizer, for messages."""
+    """A description of a run's tokenizer, for messages."""
     counts = run.tasks[name].tokens
     tokenizer = run.spec.get("tokenizer", "unknown") if run.ours else "unknown"
     return tokenizer if counts is None else f"{tokenizer} ({sum(counts.values()):.0f} tokens)"
 
 
 def _same_windows(here: Run, there: Run, name: str, same_tokenizer: bool) -> bool:
-    """Whether documents are cut alike: the same windows, or every document is one window in both runs."""
+    """True if documents are cut alike: the same windows, or every document is one window in both runs."""
     cuts = [windows(run) for run in (here, there)]
     if None in (cuts[0][1], cuts[1][1]):
         same = cuts[0] == cuts[1] and here.ours == there.ours

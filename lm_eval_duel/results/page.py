@@ -119,7 +119,7 @@ def _ends(board: Board, row: BoardRow) -> list[float] | None:
 
 @dataclasses.dataclass(frozen=True)
 class Axis:
-    """Where values stand, on a logarithmic scale for perplexities. `base`: the place of the baseline."""
+    """The scale of an axis, logarithmic for perplexities. `base`: the place of the baseline."""
 
     low: float
     high: float

@@ -30,7 +30,7 @@ class Texts(NamedTuple):
     unknown: str = ""  # why values that are drawn have no `stderr`
 
     def doubt(self, name: str) -> str:
-        """Why these values allow no verdict; empty if they do."""
+        """The reason that these values allow no verdict; empty if they do."""
         if self.kind == NO_BOUND:
             return f"{name} is neither a likelihood nor a bound"
         return f"{name} is not a likelihood" if self.kind == Kind.NOT_A_LIKELIHOOD.value else self.unknown

@@ -30,7 +30,7 @@ CONVENTIONS = {"special_tokens", "windows", "max_length", "sigma"}  # entries in
 
 
 def unit(metric: str) -> str:
-    """What a metric counts: `token`, `word`, ..."""
+    """The unit that a metric counts: `token`, `word`, ..."""
     return UNITS.get(metric, "byte")
 
 

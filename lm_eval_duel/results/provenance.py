@@ -1,4 +1,4 @@
-"""Where a result comes from: versions, date, and the command that makes it again."""
+"""The provenance of a result: versions, date, and the command that makes it again."""
 
 from __future__ import annotations
 

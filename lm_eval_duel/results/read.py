@@ -82,7 +82,7 @@ class Task:
 
     @property
     def partial(self) -> bool:
-        """Whether the run scored fewer (or other) documents than its values cover."""
+        """True if the run scored fewer (or other) documents than its values cover."""
         return self.size is not None and self.computed != self.size
 
     @property
@@ -140,13 +140,13 @@ class Run:
 
     @property
     def autoregressive(self) -> bool:
-        """Whether the values are known to be those of an autoregressive model."""
+        """True if the values are known to be those of an autoregressive model."""
         causal = self.estimator == "ar" or self.duel.get("attention") == "causal"
         return self.model in AUTOREGRESSIVE or (self.ours and causal)
 
     @property
     def cached(self) -> bool:
-        """Whether answers may have come from a response cache, so that times cover only a part of the run."""
+        """True if answers may have come from a response cache, so that times cover only a part of the run."""
         if not self.ours:
             return bool(self.content["config"].get("use_cache"))
         return bool(self.duel.get("answers_from_cache")) or any(task.partial for task in self.tasks.values())

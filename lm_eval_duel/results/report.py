@@ -40,7 +40,7 @@ MAX_LENGTH = 100  # characters of a task's name in a file name
 
 @dataclasses.dataclass
 class Report:
-    """What the files of a report show."""
+    """The content of the files of a report."""
 
     runs: list[Run]
     tasks: dict[str, compare.Comparison]
@@ -61,7 +61,7 @@ class Report:
             yield "", "cost", tables.cost(costs)
 
     @property
-    def costs(self) -> list[cost.Cost]:
+    def costs(self) -> list[cost.RunCost]:
         return cost.table(self.runs, [row for task in self.tasks.values() for row in task.rows])
 
 
@@ -169,7 +169,7 @@ def baseline(runs: Sequence[Run]) -> tuple[list[Run], str]:
 
 
 def no_baseline(causal: Sequence[Run]) -> str:
-    """Why runs of autoregressive models are no baseline; empty if they are of one model."""
+    """The reason that runs of autoregressive models are no baseline; empty if they are of one model."""
     models = {run.key: run.label for run in causal}
     if not models:
         return f"No gaps: gap closed needs an autoregressive result ({match.TWIN})."

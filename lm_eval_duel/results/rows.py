@@ -33,7 +33,7 @@ Interval = list[float]  # low, high
 
 @dataclasses.dataclass(eq=False)
 class Row:
-    """What the table of a task shows of one model under one estimator, rule, block and cache.
+    """One line of a task's table: a model under one estimator, rule, block and cache.
 
     `of_run` makes it; `compare.task` fills in what follows `variant`.
     """
@@ -84,7 +84,7 @@ class Row:
 
     @property
     def duel(self) -> bool:
-        """Whether its value is that of a rule, or an estimate of it, and not the baseline's."""
+        """True if its value is that of a rule, or an estimate of it, and not the baseline's."""
         return self.entry.follows_rule and not self.ar
 
     # ------------------------------------------------------------ names
@@ -95,7 +95,7 @@ class Row:
 
     @property
     def qualifiers(self) -> str:
-        """What distinguishes it beyond estimator, rule, block and cache."""
+        """The settings that distinguish it beyond estimator, rule, block and cache."""
         spec = self.run.spec
         named = [self.entry.named.format(f"{key}={spec[key]}") for key in self.entry.label_args if key in spec]
         eps = f"eps={self.eps:g}: no bound" if self.eps else ""
@@ -103,7 +103,7 @@ class Row:
 
     @property
     def parts(self) -> dict[str, str]:
-        """What names are made of, in their order; empty if a part does not apply."""
+        """The parts of names, in their order; empty if a part does not apply."""
         block = {"none": "whole target", None: ""}.get(self.block, f"block {self.block}")
         return {
             "model": self.model,
@@ -150,7 +150,7 @@ class Row:
 
     @property
     def reason(self) -> str:
-        """Why there is no interval."""
+        """The reason that there is no interval."""
         if self.draws is not None:
             return ""
         return self.missing or ("one document" if self.documents else "no values per document")
@@ -188,7 +188,7 @@ class Row:
 
     @property
     def stderr_reason(self) -> str:
-        """Why a value that is drawn has no error; empty if it has one, and for other rows."""
+        """The reason that a drawn value has no error; empty if it has one, and for other rows."""
         drawn = self.entry.drawn
         return "" if drawn is None or self.stderr is not None else drawn.unknown(self.run.spec)
 

@@ -37,7 +37,7 @@ def stderr(metric: str, known: float, nats: float | None, error: float | None) -
 
 
 def clear(here: float, there: float, error: float | None) -> bool:
-    """Whether two values differ by more than two standard errors of their difference (always, without an error)."""
+    """True if two values differ by more than two standard errors of their difference (always, without an error)."""
     return error is None or abs(here - there) > CLEAR * error
 
 

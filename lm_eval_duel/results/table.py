@@ -126,7 +126,7 @@ class Table:
 
 
 def numeric(cells: Iterable[str]) -> bool:
-    """Whether every cell that is not empty starts with a number."""
+    """True if every cell that is not empty starts with a number."""
     return all(cell.lstrip("≤+- [")[:1].isdigit() for cell in cells if cell)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from lm_eval_duel.estimators import registry
 from lm_eval_duel.results import pairs
 from lm_eval_duel.results.compare import Average, Comparison, Speeds
-from lm_eval_duel.results.cost import Cost
+from lm_eval_duel.results.cost import RunCost
 from lm_eval_duel.results.pairs import UNCLEAR
 from lm_eval_duel.results.read import Run, Task
 from lm_eval_duel.results.rows import Pair, Row
@@ -264,13 +264,13 @@ def _score(metric: str) -> Callable[[tuple[Run, Task]], Cell]:
 # ---------------------------------------------------------------- of runs
 
 
-def cost(costs: Sequence[Cost]) -> Table:
+def cost(costs: Sequence[RunCost]) -> Table:
     """Time, network calls and memory of each run."""
 
-    def shown(form: str, read: Callable[[Cost], float | None]) -> Callable[[Cost], str]:
+    def shown(form: str, read: Callable[[RunCost], float | None]) -> Callable[[RunCost], str]:
         return lambda of: "" if read(of) is None else number(read(of), form)
 
-    def entry(key: str, scale: float = 1) -> Callable[[Cost], float | None]:
+    def entry(key: str, scale: float = 1) -> Callable[[RunCost], float | None]:
         return lambda of: None if of.run.duel.get(key) is None else of.run.duel[key] / scale
 
     named = names([of.run for of in costs])

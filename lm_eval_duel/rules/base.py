@@ -55,7 +55,7 @@ class Rule(Arguments):
         return f" of rule '{self.name}'"
 
     def __call__(self, predictions: Predictions, lanes: Lanes) -> Decision:
-        """Which masked positions of each lane to reveal next."""
+        """Pick the masked positions of each lane to reveal next."""
         raise NotImplementedError
 
     @property

@@ -132,7 +132,7 @@ class Checked(Around):
         return decision
 
     def _of_form(self, returned: Any, lanes: Any) -> Decision:
-        """What the rule returned as a Decision; raises DuelError unless its planes fit the lanes."""
+        """The rule's return value as a Decision; raises DuelError unless its planes fit the lanes."""
         import torch
 
         decision = Decision(returned) if isinstance(returned, torch.Tensor) else returned
@@ -160,7 +160,7 @@ class Checked(Around):
         return decision
 
     def _waits(self, decision: Decision, lanes: Any) -> torch.Tensor:
-        """Which lanes may pick nothing now, because the rule's step or memory moves on, (R,)."""
+        """The lanes that may pick nothing now, because the rule's step or memory moves on, (R,) bool."""
         import torch
 
         waits = torch.full_like(lanes.row, self.may_pick_none and self.reads_step, dtype=torch.bool)  # (R,)
@@ -175,7 +175,7 @@ class Checked(Around):
 
 
 def _agree(one: Decision, other: Decision, lanes: torch.Tensor) -> bool:
-    """Whether both are one decision in `lanes` (R,) bool."""
+    """True if both are one decision in `lanes` (R,) bool."""
     import torch
 
     first, second = ((decided.pick, *decided.memory) for decided in (one, other))

@@ -14,7 +14,7 @@ import os
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from lm_eval_duel.arguments import Kind, required
+from lm_eval_duel.arguments import ArgumentType, required
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.rules.base import Rule
 
@@ -30,11 +30,11 @@ def _path(value: Any) -> str:
     return str(value)
 
 
-PATH = Kind("a file whose path has no ':'", _path, nothing=(None,))
+PATH = ArgumentType("a file whose path has no ':'", _path, nothing=(None,))
 
 
 class Header(NamedTuple):
-    """What a safetensors file says of itself: the shape of each tensor, and its metadata."""
+    """The header of a safetensors file: the shape of each tensor, and its metadata."""
 
     shapes: dict[str, tuple[int, ...]]
     metadata: dict[str, str]
@@ -82,7 +82,7 @@ def compute_dtype(like: torch.Tensor) -> torch.dtype:
 
 
 def signature(path: str) -> tuple[int, int] | None:
-    """What changes when a file is written again; None if it cannot be read."""
+    """A value that changes when a file is written again; None if it cannot be read."""
     try:
         entry = os.stat(path)
     except (OSError, ValueError):

@@ -35,12 +35,14 @@ STEPS, TOKEN_ID = whole(1, "a number of steps"), whole(0, "a token id")
 
 
 def even_counts(m: int, steps: int) -> list[int]:
-    """How many of m positions each step reveals, m // S + (i < m mod S) at step i; steps that reveal none left out."""
+    """The number of positions that each step reveals of m, m // S + (i < m mod S) at step i; steps that reveal none
+    left out.
+    """
     return [m // steps + (step < m % steps) for step in range(min(steps, m))]
 
 
 def dream_counts(m: int, steps: int) -> list[int]:
-    """How many of m positions each step of Dream reveals; steps that reveal none left out."""
+    """The number of positions that each step of Dream reveals of m; steps that reveal none left out."""
     counts, left = [], m
     for share in dream_shares(steps):
         counts.append(int(left * share))  # a product in float32, as in their code
@@ -68,7 +70,7 @@ class Scheduled(Rule):
     speed: ClassVar[tuple[str, ...]] = ("steps",)
 
     def quota(self, lanes: Lanes) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
-        """How many positions this step reveals (R, 1), and the memory, which is m."""
+        """The number of positions that this step reveals (R, 1), and the memory, which is m."""
         m = first_count(lanes)  # (R, W)
         steps = self.steps  # type: ignore[attr-defined]
         return (m // steps)[:, :1] + (lanes.step[:, None] < (m % steps)[:, :1]), (m,)
@@ -224,7 +226,9 @@ class Dream(Rule):
         return Decision(*best(predictions, lanes, score, count, slope), (index,))
 
     def _next_step(self, lanes: Lanes) -> tuple[torch.Tensor, torch.Tensor]:
-        """How many positions the next step that reveals any reveals (R, 1), and the number of the step after it."""
+        """The number of positions revealed by the next step that reveals any (R, 1), and the number of the step after
+        it.
+        """
         import torch
 
         device, left = lanes.masked.device, lanes.masked.sum(1, keepdim=True)  # (R, 1)

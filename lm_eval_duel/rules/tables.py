@@ -1,4 +1,4 @@
-"""How tables and figures name and order rules, by their text: results may hold rules that are not installed here."""
+"""Names and order of rules in tables and figures, by their text: results may hold rules that are not installed here."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def kind(text: str) -> type[Rule]:
 
 
 def is_rule(text: str) -> bool:
-    """Whether a text is that of a rule: of this package, or module:Name of the user's own."""
+    """True if a text is that of a rule: of this package, or module:Name of the user's own."""
     name, *rest = text.split(":")
     return name in RULES or (bool(name) and bool(rest) and rest[0].isidentifier())
 
@@ -41,7 +41,7 @@ def family(text: str) -> tuple[str, float]:
 
 
 def sort_key(text: str | None) -> tuple[int, str, float]:
-    """Where a rule stands among others: in the order of `RULES`, then by family and speed."""
+    """The sort key of a rule: in the order of `RULES`, then by family and speed."""
     name, speed = family(text or "")
     first = name.split(":")[0]
     return ([*RULES, first].index(first), name, speed)
@@ -53,5 +53,5 @@ def label(text: str) -> str:
 
 
 def adaptive(text: str) -> bool:
-    """Whether the number of a rule's steps depends on the text."""
+    """True if the number of a rule's steps depends on the text."""
     return kind(text).adaptive

@@ -1,4 +1,4 @@
-"""What the task YAMLs name: data sets, texts and metrics.
+"""Functions that the task YAMLs name: data sets, texts and metrics.
 
 The perplexities of a text with log-likelihood ll are exp(-ll / words), exp(-ll / bytes) and exp(-ll / tokens), each
 summed over documents before dividing. Tokens are those of the model's own tokenizer; in a wrapped task, the scored

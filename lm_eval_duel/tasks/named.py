@@ -87,7 +87,7 @@ def task_manager(
 
 
 def holds(manager: TaskManager, names: Iterable[str]) -> bool:
-    """Whether all of these tasks, tags and groups are in the index, with all members of the groups."""
+    """True if all of these tasks, tags and groups are in the index, with all members of the groups."""
     index, unread, read = manager._index, [*names], set()  # `task_index` in lm-eval 0.4 alone
     while unread:
         if (name := unread.pop()) not in index:
@@ -110,10 +110,10 @@ def check(name: str, include_path: str | None = None) -> None:
 
 
 def is_yaml(name: str) -> bool:
-    """Whether `name` is that of a task's file."""
+    """True if `name` is that of a task's file."""
     return Path(name).suffix in YAML
 
 
 def is_text(name: str) -> bool:
-    """Whether `name` is a file, a folder or a pattern of texts: tasks have no dots and no slashes in their names."""
+    """True if `name` is a file, a folder or a pattern of texts: tasks have no dots and no slashes in their names."""
     return Path(name).suffix in own_text.FORMATS or ("/" in name and Path(name).is_dir())

@@ -20,7 +20,8 @@ BATCH = 1000  # documents that the authors' code wraps at a time (the default of
 
 @dataclasses.dataclass(frozen=True)
 class Wrapping:
-    """How documents are wrapped. `length`: ids of a row, special tokens included. `framed`: rows begin with `bos` and
+    """The settings of wrapped documents. `length`: ids of a row, special tokens included. `framed`: rows begin with
+    `bos` and
     end with `eos`. `insert_eos`: an `eos` after each document.
 
     `remainder`: what to do with ids that do not fill a row: "keep" (the last row is short), "drop", or "official":
@@ -42,7 +43,7 @@ class Wrapping:
 
     @property
     def special_tokens(self) -> tuple[int, int]:
-        """How many special tokens a row has at its beginning and at its end."""
+        """The number of special tokens at a row's beginning and at its end."""
         return (1, 1) if self.framed else (0, 0)
 
     def rows(self, documents: Iterable[Sequence[int]]) -> Iterator[list[int]]:

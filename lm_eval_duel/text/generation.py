@@ -59,7 +59,7 @@ OTHERS: dict[str, tuple[Any, str]] = {  # settings of other back ends: the value
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """How one request is generated. `temperature=0` takes the most probable token at every pick."""
+    """The settings of one generated request. `temperature=0` takes the most probable token at every pick."""
 
     until: tuple[str, ...] = ()
     length: int = DEFAULT_LENGTH

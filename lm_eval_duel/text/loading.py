@@ -22,7 +22,7 @@ log = logging.getLogger("lm_eval.duel_mdm")
 
 
 class Scorer(NamedTuple):
-    """What scores texts. `options`: as given, with the ids that the rule takes from the tokenizer."""
+    """The parts that score texts. `options`: as given, with the ids that the rule takes from the tokenizer."""
 
     options: Options
     tokenizer: PreTrainedTokenizerBase

@@ -70,7 +70,7 @@ class Text:
         return None if unk in (self.tokenizer.eos_token_id, self.tokenizer.bos_token_id) else unk
 
     def unknown(self, windows: Iterable[Window], text: str) -> int:
-        """How many scored tokens stand for something in `text` that the tokenizer does not know.
+        """The number of scored tokens that stand for something in `text` that the tokenizer does not know.
 
         An unknown token that the text itself spells out, as in WikiText, does not count.
         """
@@ -81,11 +81,13 @@ class Text:
 
     @cached_property
     def normalises(self) -> str:
-        """What the tokenizer drops of a text before it is split, so that several texts have one probability."""
+        """The parts of a text that the tokenizer drops before it is split, so that several texts have one
+        probability.
+        """
         return ", ".join(what for what, *texts in NORMALISED if self._one_encoding(*texts))
 
     def _one_encoding(self, text: str, other: str) -> bool:
-        """Whether both texts are known, and have the same ids."""
+        """True if both texts are known, and have the same ids."""
         ids = self.encode(text)
         return bool(ids) and self.unk_id not in ids and ids == self.encode(other)
 
@@ -298,7 +300,7 @@ class Text:
 
 
 def unknown_share(unknown: int, tokens: int) -> str:
-    """How many tokens are [UNK], and what that means for the numbers."""
+    """A sentence on how many tokens are [UNK], and its meaning for the numbers."""
     return (
         f"{unknown:,} of {tokens:,} tokens ({unknown / tokens:.1%}) are [UNK], text that the tokenizer does not know. "
         "Bits per byte and word perplexity are then not a likelihood of the text, nor comparable between tokenizers"

@@ -1,4 +1,4 @@
-"""What each token adds to a text, for people to read."""
+"""The text that each token adds, for people to read."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ CONTEXT = 8  # tokens decoded before each one, because some tokenizers decode th
 
 
 def token_texts(ids: Sequence[int], tokenizer: Any) -> list[str]:
-    """What each id adds to the text. The pieces add up to the decoded text.
+    """The text that each id adds. The pieces add up to the decoded text.
 
     A character of several ids stands at the last of them; the others get an empty piece. `tokenizer` has `decode(ids)`.
     """

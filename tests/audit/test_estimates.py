@@ -8,7 +8,7 @@ import torch
 from attends import Attends
 from toys import BlockCausal, Rotary, Toy
 
-from lm_eval_duel.audit.checked import Checked
+from lm_eval_duel.audit.checked import CheckedWindow
 from lm_eval_duel.audit.recompute import REFERENCE, recompute
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.denoisers.wrappers import Warped
@@ -57,7 +57,9 @@ def checked(name):
     windows = PLAIN if estimator.denoiser.attention == "block_causal" else WINDOWS
     scores = estimator.log_prob(windows)
     pairs = zip(windows, scores, strict=True)
-    return [Checked.from_scores(name, window, score, recompute(estimator, window, score)) for window, score in pairs]
+    return [
+        CheckedWindow.from_scores(name, window, score, recompute(estimator, window, score)) for window, score in pairs
+    ]
 
 
 @pytest.mark.parametrize("name", ESTIMATORS)

@@ -9,7 +9,7 @@ from laws import RULES
 from toys import BlockCausal, Causal, CausalPrefix, Rotary, RotaryBlocks, Toy
 
 from lm_eval_duel import rules
-from lm_eval_duel.audit.checked import Checked
+from lm_eval_duel.audit.checked import CheckedWindow
 from lm_eval_duel.audit.recompute import ALONE, REFERENCE, RUNS_RULE, Recomputed, recompute
 from lm_eval_duel.core import block_causal, network, predictions
 from lm_eval_duel.core import view as views
@@ -89,7 +89,9 @@ MORE = [
 def checked(estimator, windows):
     """Each window in the run and once more."""
     found = zip(windows, estimator.log_prob(windows), strict=True)
-    return [Checked.from_scores("", window, score, recompute(estimator, window, score)) for window, score in found]
+    return [
+        CheckedWindow.from_scores("", window, score, recompute(estimator, window, score)) for window, score in found
+    ]
 
 
 def some(number):
@@ -229,7 +231,7 @@ def test_what_differs():
 
     def problems(again=-3.0, run=-3.0, **found):
         recomputed = Recomputed(again, REFERENCE, **{"other_picks": 0, "ties": 0, **found})
-        return Checked.from_scores("", window, dataclasses.replace(score, log_prob=run), recomputed).problems
+        return CheckedWindow.from_scores("", window, dataclasses.replace(score, log_prob=run), recomputed).problems
 
     assert not problems() and not problems(-3.00005) and not problems(ties=1, own_order=-9.0)
     assert problems(-3.001) and problems(other_picks=1) and problems(problems=("is_greedy is True",))

@@ -9,7 +9,7 @@ from attends import Attends
 from laws import total
 from toys import Toy
 
-from lm_eval_duel.audit.checked import Checked
+from lm_eval_duel.audit.checked import CheckedWindow
 from lm_eval_duel.audit.recompute import recompute
 from lm_eval_duel.core import block_causal, predictions, top_tokens
 from lm_eval_duel.core.windows import Window
@@ -52,7 +52,7 @@ def tokens(count, seed=0):
 
 def agree(estimator, windows):
     for window, score in zip(windows, estimator.log_prob(windows), strict=True):
-        found = Checked.from_scores("", window, score, recompute(estimator, window, score))
+        found = CheckedWindow.from_scores("", window, score, recompute(estimator, window, score))
         assert not found.problems and found.difference < 1e-8 and found.again.ties == 0, found.problems
 
 

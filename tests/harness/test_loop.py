@@ -10,7 +10,7 @@ from lm_eval_duel.harness.cache import ResponseCache, Unfinished
 from lm_eval_duel.harness.generation import Generation
 from lm_eval_duel.harness.lm import DuelMDM
 from lm_eval_duel.harness.loglikelihood import Scoring
-from lm_eval_duel.harness.run import Progress, Run
+from lm_eval_duel.harness.run import HarnessRun, Progress
 from lm_eval_duel.harness.so_far import SoFar
 from lm_eval_duel.harness.totals import RunStats
 from lm_eval_duel.harness.trace import Writer
@@ -40,10 +40,10 @@ STEPS = [  # kind, class, method, of which call it fails, windows that are lost
     (ROLLING, Writer, "flush", 1, 0),
     (ROLLING, Verification, "compare", 1, 0),
     (PAIRS, RunStats, "add_request", 2, 0),
-    (PAIRS, Run, "write_trace", 2, 0),
+    (PAIRS, HarnessRun, "write_trace", 2, 0),
     (TEXTS, Generation, "save", 2, 1),  # the one that could not be saved
     (TEXTS, Progress, "finish_request", 2, 0),
-    (TEXTS, Run, "write_trace", 2, 0),
+    (TEXTS, HarnessRun, "write_trace", 2, 0),
 ]
 
 

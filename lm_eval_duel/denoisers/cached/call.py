@@ -19,7 +19,7 @@ import torch
 from lm_eval_duel.core.block_packing import arrange, widest
 from lm_eval_duel.core.lanes import Lanes
 from lm_eval_duel.core.network import KeysValues
-from lm_eval_duel.denoisers.cached.kept_keys import Places, Replaced, Step
+from lm_eval_duel.denoisers.cached.kept_keys import CachedStep, Places, Replaced
 
 ASIDE = 256  # positions of states side by side in a row
 WASTE = 8  # if lanes of several blocks share a call, at most one position in WASTE is wasted,
@@ -27,11 +27,11 @@ SMALL = 1024  # except in calls of so few positions
 
 
 @dataclasses.dataclass(frozen=True)
-class Call:
+class CachedCall:
     """One network call. `by_lane` regroups its features (P, ., D) by lane, (R, M, D)."""
 
     ids: torch.Tensor  # (P, Q)
-    step: Step  # asks for M positions of a row, or A M
+    step: CachedStep  # asks for M positions of a row, or A M
     by_lane: Callable[[torch.Tensor], torch.Tensor]
 
 
@@ -56,7 +56,7 @@ def one_each(
     slot: torch.Tensor,
     layers: list[KeysValues],
     wanted: torch.Tensor,
-) -> Call:
+) -> CachedCall:
     """Positions of every lane by itself, against whole kept rows.
 
     `ids` (R, Q) at `columns` (R, Q) of rows of `length` (R,) positions; the keys and values of those that are `real`
@@ -68,8 +68,8 @@ def one_each(
     places = Places(columns, real)
     kept = _rows(slot)
     past = [Replaced(_taken(keys, kept, most), _taken(values, kept, most), places) for keys, values in layers]
-    step = Step(columns.clamp(max=most - 1), seen, past, every, wanted)
-    return Call(ids, step, lambda features: features)
+    step = CachedStep(columns.clamp(max=most - 1), seen, past, every, wanted)
+    return CachedCall(ids, step, lambda features: features)
 
 
 def side_by_side(
@@ -79,7 +79,7 @@ def side_by_side(
     slot: torch.Tensor,
     layers: list[KeysValues],
     wanted: torch.Tensor,
-) -> Call:
+) -> CachedCall:
     """The positions `ids` (R, W) of lanes' blocks, states of one block behind each other in a row of the call."""
     width, most, device = ids.shape[1], int(length.max()), ids.device
     number, place = arrange(slot, widest(slot, max(1, ASIDE // width)))  # (P, A)
@@ -101,12 +101,12 @@ def side_by_side(
     past = [(_taken(keys, rows, most), _taken(values, rows, most)) for keys, values in layers]
     before = torch.arange(lane.shape[1], device=device)[:, None] * width  # (A, 1)
     places = torch.cat([every.expand(len(first), -1), columns], 1)  # (P, K + Q)
-    step = Step(columns, seen, past, places, (before + wanted[lane]).flatten(1))
-    return Call(ids[lane].flatten(1), step, lambda features: features.unflatten(1, (lane.shape[1], -1))[place])
+    step = CachedStep(columns, seen, past, places, (before + wanted[lane]).flatten(1))
+    return CachedCall(ids[lane].flatten(1), step, lambda features: features.unflatten(1, (lane.shape[1], -1))[place])
 
 
 def _inside(lanes: Lanes) -> torch.Tensor:
-    """Which positions of each lane's plane are of its block, (R, W)."""
+    """The positions of each lane's plane that belong to its block, (R, W) bool."""
     return torch.arange(lanes.masked.shape[1], device=lanes.width.device) < lanes.width[:, None]
 
 

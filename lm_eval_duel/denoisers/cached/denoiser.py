@@ -26,7 +26,7 @@ from lm_eval_duel.core.lanes import Rows
 from lm_eval_duel.core.network import KeysValues
 from lm_eval_duel.core.view import View
 from lm_eval_duel.denoisers import self_tests
-from lm_eval_duel.denoisers.cached.kept_keys import Step
+from lm_eval_duel.denoisers.cached.kept_keys import CachedStep
 from lm_eval_duel.denoisers.cached.steering import Attentions, NotSteered, Steering, Streams
 from lm_eval_duel.denoisers.cached.view import CachedView
 from lm_eval_duel.denoisers.load_options import CACHES
@@ -72,7 +72,7 @@ class Cached(Wrapper):
         return self._steering.begin(ids, real, columns)
 
     @torch.inference_mode()
-    def step(self, ids: torch.Tensor, step: Step) -> torch.Tensor:
+    def step(self, ids: torch.Tensor, step: CachedStep) -> torch.Tensor:
         """The evaluation of some positions against what is kept, as in `Steering.step`."""
         return self._steering.step(ids, step)
 
@@ -87,7 +87,7 @@ class Cached(Wrapper):
         return {**self.plain.describe(), "cache": self.cache}
 
     def _try_out(self) -> int:
-        """How many numbers are kept per position; raises NotSteered if a step is inconsistent with a block's start.
+        """The number of values kept per position; raises NotSteered if a step is inconsistent with a block's start.
 
         While nothing is revealed, a step must give what the whole row gives.
         """
@@ -100,7 +100,7 @@ class Cached(Wrapper):
         outside = torch.cat([columns[:, :first], columns[:, last:]], 1)  # (1, K)
         past = [tuple(plane[:, :, outside[0].to(plane.device)] for plane in layer) for layer in layers]
         own = columns[:, first:last]  # (1, Q)
-        step = Step(own, None, past, torch.cat([outside, own], 1), own - first)
+        step = CachedStep(own, None, past, torch.cat([outside, own], 1), own - first)
         again = self.step(row[:, first:last], step)
         whole, again = self.head(whole[0, first:last]), self.head(again[0])  # (Q, V) each
         apart = self_tests.relative_difference(*(logits.masked_fill(self.excluded, 0) for logits in (whole, again)))
@@ -138,7 +138,7 @@ def _require_cacheable(plain: Denoiser, cache: str) -> None:
 
 
 def _steering(plain: Denoiser) -> Steering:
-    """How this network takes kept keys and values."""
+    """The way in which this network takes kept keys and values."""
     if getattr(plain, "steers_attention", False):
         return Attentions(plain)
     if type(_inside(plain)).stream is Denoiser.stream:

@@ -18,7 +18,7 @@ from lm_eval_duel.core.network import KeysValues, Past
 
 @dataclasses.dataclass(frozen=True)
 class Places:
-    """Where the positions of a call stand in the kept rows. Positions that are not `real` are evaluated and not
+    """The places of a call's positions in the kept rows. Positions that are not `real` are evaluated and not
     kept.
     """
 
@@ -58,8 +58,8 @@ class Replaced:
 
 
 @dataclasses.dataclass(frozen=True)
-class Step:
-    """What the positions (P, Q) of a call are, and what they attend to: the arguments of a step after its ids."""
+class CachedStep:
+    """The positions (P, Q) of a call and the keys that they attend to: the arguments of a step after its ids."""
 
     positions: torch.Tensor  # (P or 1, Q)
     seen: torch.Tensor | None  # (P, Q or 1, K) which keys each position attends to; None: all

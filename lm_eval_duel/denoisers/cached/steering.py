@@ -1,4 +1,4 @@
-"""How a bidirectional network evaluates some positions of a row against kept keys and values of the others.
+"""Evaluate some positions of a row of a bidirectional network against kept keys and values of the others.
 
 A network with `stream` (our DiT, the decoders) takes them as its past. Networks that know no past (transformers' masked
 LMs) are steered where they attend: every attention of theirs is a call of `scaled_dot_product_attention`, the n-th call
@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from lm_eval_duel.core.denoiser import Denoiser
 from lm_eval_duel.core.network import KeysValues, Past, joined, take
-from lm_eval_duel.denoisers.cached.kept_keys import Step
+from lm_eval_duel.denoisers.cached.kept_keys import CachedStep
 
 ATTENTION = torch.nn.functional.scaled_dot_product_attention
 NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")  # its arguments, which may come by place
@@ -32,7 +32,7 @@ class Steering(Protocol):
         """Whole rows (P, L), `real` (P, L) False at padding: the input of the head at `columns` (P, M), (P, M, D), and
         the keys and values of all positions, of each layer."""
 
-    def step(self, ids: torch.Tensor, step: Step) -> torch.Tensor:
+    def step(self, ids: torch.Tensor, step: CachedStep) -> torch.Tensor:
         """The positions `ids` (P, Q): the input of the head at the columns (P, M) asked for, (P, M, D)."""
 
 
@@ -50,7 +50,7 @@ class Streams:
         seen = self._explicit(seen, ids.shape[1])
         return self.plain.stream_at(columns, ids, positions, seen, None, keys=True)
 
-    def step(self, ids: torch.Tensor, step: Step) -> torch.Tensor:
+    def step(self, ids: torch.Tensor, step: CachedStep) -> torch.Tensor:
         seen = self._explicit(step.seen, step.places.shape[1])
         return self.plain.stream_at(step.columns, ids, step.positions, seen, step.past)[0]
 
@@ -82,7 +82,7 @@ class Attentions:
         self._require(len(heard.own) == len(self._patterns))
         return take(features, columns), heard.own
 
-    def step(self, ids: torch.Tensor, step: Step) -> torch.Tensor:
+    def step(self, ids: torch.Tensor, step: CachedStep) -> torch.Tensor:
         self._look(int(step.places.max()) + 1)
         masks: dict[int, torch.Tensor | None] = {}  # layers share theirs
         for pattern in self._patterns:
@@ -172,7 +172,9 @@ def _ungrouped(arguments: dict[str, Any]) -> KeysValues:
 
 
 def _pattern(mask: torch.Tensor | None) -> torch.Tensor | None:
-    """Which positions see which, (L, L) bool, of an attention's mask (1, 1, L, L) or less; None: all see all."""
+    """The positions that each position sees, (L, L) bool, by an attention's mask (1, 1, L, L) or less; None: all see
+    all.
+    """
     if mask is None:
         return None
     if mask.dtype != torch.bool:
@@ -189,7 +191,7 @@ def _pattern(mask: torch.Tensor | None) -> torch.Tensor | None:
     return mask
 
 
-def _mask(pattern: torch.Tensor | None, step: Step) -> torch.Tensor | None:
+def _mask(pattern: torch.Tensor | None, step: CachedStep) -> torch.Tensor | None:
     """The mask (P, 1, Q or 1, K) of a layer in a call."""
     if pattern is None:
         return None if step.seen is None else step.seen[:, None]

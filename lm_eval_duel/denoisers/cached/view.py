@@ -72,7 +72,7 @@ class CachedView(View):
         return hashed(shown, after[row], lanes.start, lanes.origin, lanes.width, rows.length[row])
 
     def _all_mask(self, lanes: Lanes, revealed: torch.Tensor) -> torch.Tensor:
-        """Which lanes' rows show nothing, (R,)."""
+        """The lanes whose rows show nothing, (R,) bool."""
         shown = self.rows.visible[lanes.row].any(1) | (lanes.start > lanes.origin) | revealed.any(1)
         return ~shown & self.denoiser.relative_positions
 

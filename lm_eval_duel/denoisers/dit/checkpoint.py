@@ -50,7 +50,7 @@ REFUSED = ("shift_logits", "first_token", "backend", "cfg_scale", "peft", "devic
 
 
 def is_dit(config: dict[str, Any], path: str) -> bool:
-    """Whether a config.json belongs to one of these families; raises DuelError if its names contradict its entries."""
+    """True if a config.json belongs to one of these families; raises DuelError if its names contradict its entries."""
     names = identity.model_names(config)
     lower = {name.lower() for name in names}
     if lower and (lower <= NAMES or (len(lower) == 1 and lower <= {gidd.MODEL_TYPE, *uniform.FAMILIES})):

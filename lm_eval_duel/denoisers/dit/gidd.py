@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from lm_eval_duel.arguments import COUNT, PROBABILITY, Kind
+from lm_eval_duel.arguments import COUNT, PROBABILITY, ArgumentType
 from lm_eval_duel.core.noise import Hybrid, Noise
 from lm_eval_duel.denoisers.dit.denoiser import Timed
 from lm_eval_duel.denoisers.dit.network import DiTConfig
@@ -30,7 +30,7 @@ MASK = 50258  # the authors add [PAD] and [MASK] to GPT-2's tokenizer
 UNIFORM = re.compile(r"p_unif-0*\.?0*[1-9]|gidd-unif")  # in the names of checkpoints with uniform noise
 
 
-def entries(config: dict[str, Any], name: str, kind: Kind, *keys: str) -> list[Any]:
+def entries(config: dict[str, Any], name: str, kind: ArgumentType, *keys: str) -> list[Any]:
     """Values that the config.json of `name` must have; raises DuelError that names all that are missing."""
     values = [kind(key, config.get(key), f" in the config.json of {name}") for key in keys]
     if missing := [key for key, value in zip(keys, values, strict=True) if value is None]:

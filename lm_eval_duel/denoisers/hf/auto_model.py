@@ -93,7 +93,7 @@ def max_positions(model: torch.nn.Module, model_max_length: int) -> int | None:
 
 
 def is_native(model: torch.nn.Module) -> bool:
-    """Whether the class of a network belongs to transformers, not to a checkpoint's own code."""
+    """True if the class of a network belongs to transformers, not to a checkpoint's own code."""
     return type(model).__module__.startswith("transformers.")
 
 

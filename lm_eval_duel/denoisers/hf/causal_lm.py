@@ -157,7 +157,7 @@ class CausalLM(Pretrained):
         return auto_model.logits_of(self._rest, ids).to(self.device)
 
     def _can_split_at(self, name: str, rows: torch.Tensor, logits: torch.Tensor) -> bool:
-        """Whether the output of the module `name` alone determines the logits, bit for bit."""
+        """True if the output of the module `name` alone determines the logits, bit for bit."""
         self._layers = self.model.get_submodule(name)
         try:
             out = self._layers(input_ids=rows)

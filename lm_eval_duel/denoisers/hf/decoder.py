@@ -31,7 +31,7 @@ class Decoder(Pretrained):
         self_tests.run(self, self.path, self.refuses)
 
     def _is_bidirectional_without_mask(self) -> bool:
-        """Whether layers with is_causal=False see whole rows without a mask: flash kernels do not accept one."""
+        """True if layers with is_causal=False see whole rows without a mask: flash kernels do not accept one."""
         layers = [module for module in self.model.modules() if hasattr(module, "is_causal")]
         for layer in layers:
             layer.is_causal = False  # read only in calls without a mask

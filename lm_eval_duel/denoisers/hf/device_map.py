@@ -1,4 +1,4 @@
-"""Where the layers of a network are placed: on one device, or split over several (`device_map`)."""
+"""The placement of a network's layers: on one device, or split over several (`device_map`)."""
 
 from __future__ import annotations
 

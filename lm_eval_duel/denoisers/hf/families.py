@@ -269,7 +269,7 @@ def _base_name(path: str) -> str:
 
 
 def _edits(folder: str | None) -> bool:
-    """Whether a checkpoint's own code, read as text, has an editing threshold."""
+    """True if a checkpoint's own code, read as text, has an editing threshold."""
     for name in os.listdir(folder) if folder else ():
         if name.endswith(".py"):
             with open(os.path.join(folder, name), encoding="utf-8", errors="replace") as file:

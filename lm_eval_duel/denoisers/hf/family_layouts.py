@@ -1,4 +1,4 @@
-"""How the config entries and tensors of each family are translated to those of transformers' own classes."""
+"""The translation of each family's config entries and tensors to transformers' own classes."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def nemotron(config: Config) -> Config:
 
 
 def nemotron_research_fields(config: Config) -> dict[str, Any]:
-    """Whether logits are shifted: in Dream's way (dlm_type "dream"), or not, as LLaDA's."""
+    """True if logits are shifted: in Dream's way (dlm_type "dream"), or not, as LLaDA's."""
     kind = config.get("dlm_type")
     if kind not in (None, "llada", "dream"):
         raise DuelError(f"The config.json is wrong: 'dlm_type' must be llada or dream; got {kind!r}.")

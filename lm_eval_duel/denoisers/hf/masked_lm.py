@@ -41,7 +41,7 @@ COPIED_PARAMETERS = 2_000_000_000  # up to this size a network's tensors are cop
 
 
 def is_native(config: dict[str, Any]) -> bool:
-    """Whether transformers has the network of a checkpoint that still carries it as code."""
+    """True if transformers has the network of a checkpoint that still carries it as code."""
     return config.get("model_type") in MOVED and config["model_type"] in CONFIG_MAPPING
 
 
@@ -173,7 +173,7 @@ class MaskedLM(Pretrained):
         return logits
 
     def _can_split_head(self, ids: torch.Tensor, logits: torch.Tensor) -> bool:
-        """Whether the output embedding, applied to its own input, gives the network's logits bit for bit."""
+        """True if the output embedding, applied to its own input, gives the network's logits bit for bit."""
         if self._output is None:
             return False
         self.splits_head = True

@@ -1,4 +1,4 @@
-"""What is common to the networks of transformers, and to a checkpoint's own code: from config to denoiser.
+"""The common part of transformers' networks and of a checkpoint's own code: from config to denoiser.
 
     config.json, options -> family: what kind of network it is           settle
     tokenizer            -> [MASK], and which columns are tokens         Pretrained.__init__

@@ -73,7 +73,7 @@ def method_of(scheme: dict[str, Any]) -> str:
 
 
 def is_quantized(model: Any) -> bool:
-    """Whether a network of transformers has quantized layers."""
+    """True if a network of transformers has quantized layers."""
     return getattr(model, "hf_quantizer", None) is not None
 
 

@@ -30,7 +30,7 @@ def without_block_sparse(model: Any) -> int | None:
 
 
 def scales_by_length(denoiser: Denoiser) -> bool:
-    """Whether rotary frequencies change with the longest row of a call, as in Phi-3's long versions."""
+    """True if rotary frequencies change with the longest row of a call, as in Phi-3's long versions."""
     unscaled = unscaled_length(denoiser)
     return unscaled is not None and denoiser.max_length > unscaled
 

@@ -35,7 +35,7 @@ from lm_eval_duel.core.hashing import hashed, uniform
 from lm_eval_duel.core.lanes import Lanes
 from lm_eval_duel.core.reveal import WindowGroup
 from lm_eval_duel.estimators.arguments import BeamArguments
-from lm_eval_duel.estimators.subsets.moves import Level, Moves, Planes, Thin, bits, number_of
+from lm_eval_duel.estimators.subsets.moves import Moves, Planes, StateLevel, Thin, bits, number_of
 
 BEAM = 4  # key of the random numbers, unlike those of other estimators
 MOVES = 64  # subsets of a step that are followed, for each set of a beam
@@ -43,7 +43,7 @@ TABLE = 1 << 24  # values of the sets that they reach, one for each sum and step
 
 
 def followed(size: int, every: int, sums: int, steps: int) -> int:
-    """How many subsets of a step a beam of `size` sets follows; a set has a value for each sum and step.
+    """The number of subsets of a step that a beam of `size` sets follows; a set has a value for each sum and step.
 
     They reach at most the `every` sets of a block, so where there is room for all of these, or the beam takes them all,
     the number of steps changes nothing.
@@ -54,7 +54,7 @@ def followed(size: int, every: int, sums: int, steps: int) -> int:
 
 
 class Sampler(Protocol):
-    """What is read of a sampler."""
+    """The attributes of a sampler that a chunk reads."""
 
     own: BeamArguments
     seed: int
@@ -63,8 +63,8 @@ class Sampler(Protocol):
     def shares(self) -> torch.Tensor | None:
         """(T,) with which probability each step reveals a masked position, if that is all there is to a step."""
 
-    def moves(self, level: Level, planes: Planes, thin: Thin) -> Moves:
-        """What the next step of each state of a level can reveal."""
+    def moves(self, level: StateLevel, planes: Planes, thin: Thin) -> Moves:
+        """The subsets that the next step of each state of a level can reveal."""
 
 
 class Found(NamedTuple):
@@ -138,7 +138,7 @@ class Chunk:
         kept, more = self._thinned(key >> self.wide, weight.logsumexp(2) + ahead[:, None], self.size, on_path)
         self.level_key = key[kept]
         block, masked = self.level_key >> self.wide, bits(self.level_key, self.wide)  # (X,), (X, W)
-        self.level = Level(block, self.lanes.masked.sum(1)[block], masked, weight[kept] + more[:, :, None])
+        self.level = StateLevel(block, self.lanes.masked.sum(1)[block], masked, weight[kept] + more[:, :, None])
         missing, self.planes = torch.ones_like(self.level_key, dtype=torch.bool), {}  # (X,)
         if self.positions in self.known:
             keys, planes = self.known.pop(self.positions)
@@ -240,7 +240,7 @@ class Chunk:
         return index, more[index]
 
     def found(self) -> Found:
-        """What the beams up to this one say of each block."""
+        """The result of the beams up to this one, for each block."""
         exact, bound = self.thinned == 0, self.value[:, 0]  # (B,) each
         if self.beam.all_sets:
             return Found(exact, bound, bound, torch.zeros_like(bound), torch.zeros_like(bound))
@@ -297,7 +297,7 @@ def log_mean(value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def sample(weight: torch.Tensor, count: int, u: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Which `count` of some states to keep, (x,) bool, and what to add to their log weights `weight` (x, C), (x, C).
+    """Choose `count` of some states, (x,) bool, and the terms to add to their log weights `weight` (x, C), (x, C).
 
     `u` (C - 1,): a uniform number for each repetition. Its draws are systematic, with probability min(1, weight / c).
     """

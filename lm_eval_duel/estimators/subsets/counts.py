@@ -1,4 +1,4 @@
-"""How many positions each step of a block reveals: n, or as many as a schedule of S steps says.
+"""The number of positions that each step of a block reveals: n, or as many as a schedule of S steps says.
 
 A schedule counts steps, but how many positions are masked says which step is next: steps that reveal none change
 nothing. So a set of masked positions is all there is to a state, and sets of other sizes are never reached.
@@ -38,13 +38,13 @@ class StepCounts:
         return cls(own.n or 1, own.steps, own.schedule, or_more=own.tau is not None)
 
     def of_block(self, m: int) -> list[int]:
-        """How many of m positions each step reveals, if none reveals more."""
+        """The number of positions that each step reveals, of m in all."""
         if self.steps is None:
             return [min(self.n, m - done) for done in range(0, m, self.n)]
         return COUNTS[self.schedule](m, self.steps)
 
     def of_state(self, m: int, masked: int) -> int:
-        """How many positions the next step reveals when `masked` of m are left; 0 if no step begins there."""
+        """The number of positions that the next step reveals when `masked` of m are left; 0 if no step begins there."""
         if self.or_more:
             return min(self.n, masked) if masked == m or masked <= m - self.n else 0
         left = m
@@ -55,7 +55,9 @@ class StepCounts:
         return 0
 
     def of_lanes(self, lanes: Lanes) -> torch.Tensor:
-        """How many positions the next step of each lane reveals, (R,); 0 for a lane that no step begins with."""
+        """The number of positions that the next step of each lane reveals, (R,); 0 for a lane that no step begins
+        with.
+        """
         return self.of_sizes(lanes.in_target.sum(1), lanes.masked.sum(1))
 
     def of_sizes(self, first: torch.Tensor, masked: torch.Tensor) -> torch.Tensor:
@@ -65,7 +67,7 @@ class StepCounts:
 
 @lru_cache(maxsize=64)
 def table(counts: StepCounts, device: torch.device) -> torch.Tensor:
-    """How many positions a step reveals, by those of the block and those that are masked: (M + 1, M + 1).
+    """The number of positions that a step reveals, by the block's width and its masked positions: (M + 1, M + 1).
 
     0 where no step begins.
     """

@@ -1,4 +1,4 @@
-"""How confident a network is of a drawn token, and how likely a position is to draw a less confident one.
+"""The confidence of a drawn token, and the probability that a position draws a less confident one.
 
 The score of a token grows with its probability p, and does not saturate near 1: log p up to p = 1/2, and
 log p - log(1 - p) - log 2 above.
@@ -32,7 +32,7 @@ def score_of(p: float) -> float:
 
 
 def exceeds(score: torch.Tensor, threshold: float, strict: bool) -> torch.Tensor:
-    """Which scores are above a threshold; not `strict`: or equal to it."""
+    """The scores above a threshold; not `strict`: or equal to it."""
     return score > threshold if strict else score >= threshold
 
 
@@ -62,7 +62,7 @@ def untempered(denoiser: Denoiser) -> float:
     return scale
 
 
-class Draws(NamedTuple):
+class DrawnScores(NamedTuple):
     """The draws of some states, against the targets."""
 
     score: torch.Tensor  # (R, W) of each position's target
@@ -71,7 +71,7 @@ class Draws(NamedTuple):
     log_quiet: torch.Tensor  # (R, W) log p that the draw of a position does not exceed the threshold
 
 
-def compare(predictions: Predictions, targets: torch.Tensor, scale: float, tau: float, strict: bool) -> Draws:
+def compare(predictions: Predictions, targets: torch.Tensor, scale: float, tau: float, strict: bool) -> DrawnScores:
     """Every position's draw against the targets (R, W) of all positions of its lane, and against the threshold `tau`, a
     score.
 
@@ -99,7 +99,7 @@ def compare(predictions: Predictions, targets: torch.Tensor, scale: float, tau: 
         planes[0, lanes][lane, position] = target
         planes[1, lanes][lane, position] = of_row.amax(1)[row]
         planes[2, lanes][lane, position] = torch.where(quiet, p, 0.0).sum(1).log()
-    return Draws(planes[0], planes[1], log_after, planes[2])
+    return DrawnScores(planes[0], planes[1], log_after, planes[2])
 
 
 def token_scores(predictions: Predictions, tokens: torch.Tensor, scale: float) -> torch.Tensor:

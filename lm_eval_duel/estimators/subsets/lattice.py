@@ -37,7 +37,7 @@ from lm_eval_duel.estimators.base import Estimator, Value
 from lm_eval_duel.estimators.checks import check_every_order
 from lm_eval_duel.estimators.registry import LATTICE
 from lm_eval_duel.estimators.subsets.moves import number_of
-from lm_eval_duel.estimators.subsets.orders import Chunk, Orders, fold
+from lm_eval_duel.estimators.subsets.orders import OrderChunk, Orders, fold
 
 TABLE = 1 << 22  # the most values of a table of a chunk
 
@@ -115,7 +115,7 @@ class LatticeSums:
         self.best = Orders(like, lattice.traced)
         self.paths = [Orders(like, lattice.traced) for _ in lattice.rules]
         self.has_margins = [True] * len(lattice.rules)
-        self.chunks: dict[int, Chunk] = {}
+        self.chunks: dict[int, OrderChunk] = {}
         self.waiting = [len(lattice.blocks(window)) for window in group.windows]  # blocks that are missing
 
     def states(self) -> Iterator[Lanes]:
@@ -137,13 +137,13 @@ class LatticeSums:
             self.chunks[begun], begun = self._empty(fresh, len(lanes)), begun + 1
             yield dataclasses.replace(lanes.show(group.rows.targets(lanes), masked), memory=places)
 
-    def _empty(self, lanes: Lanes, states: int) -> Chunk:
+    def _empty(self, lanes: Lanes, states: int) -> OrderChunk:
         """Empty tables of these fresh blocks, of which `states` states will be evaluated."""
         wide = lanes.masked.shape[1]
         log_probs = self.totals.new_full((len(lanes), 1 << wide, wide), math.nan)  # (B, S, W)
         statistics = log_probs.new_full((*log_probs.shape, len(STATISTICS) * self.lattice.traced), math.nan)
         after = lanes.row.new_full((*log_probs.shape[:2], len(self.paths)), -1)  # (B, S, F)
-        return Chunk(lanes, states, log_probs, statistics, after, torch.zeros_like(after, dtype=torch.bool))
+        return OrderChunk(lanes, states, log_probs, statistics, after, torch.zeros_like(after, dtype=torch.bool))
 
     def add(self, step: Step) -> None:
         """Enter the log-probs of these states, and what each rule would pick."""
@@ -179,7 +179,7 @@ class LatticeSums:
                 if not self.waiting[row]:
                     yield row, self._score(row)
 
-    def _fold(self, chunk: Chunk) -> None:
+    def _fold(self, chunk: OrderChunk) -> None:
         """From the states of some blocks to the log-probs of their orders."""
         lanes = chunk.lanes
         values, share, best = fold(chunk.log_probs, lanes.masked)  # (B, 3), (B, W), (B, S)

@@ -1,4 +1,4 @@
-"""What one step of a sampler can reveal in many states at once: subsets of the masked positions, with probabilities.
+"""The moves of a sampler in many states at once: subsets of the masked positions, with probabilities.
 
 Shapes: X states, W block width, c products, I moves, C sums, T steps.
 """
@@ -14,7 +14,7 @@ import torch
 Planes: TypeAlias = dict[str, torch.Tensor]  # (X, ...) each: what a sampler keeps of the predictions in some states
 
 
-class Level(NamedTuple):
+class StateLevel(NamedTuple):
     """The sets of one size that are evaluated."""
 
     block: torch.Tensor  # (X,)
@@ -24,7 +24,7 @@ class Level(NamedTuple):
 
 
 class Moves(NamedTuple):
-    """What the next step reveals, or a part of it."""
+    """The positions that the next step reveals, or a part of them."""
 
     state: torch.Tensor  # (I,) the set before
     chosen: torch.Tensor  # (I,) the number of the positions revealed
@@ -53,7 +53,7 @@ def log_sums(values: torch.Tensor, at: torch.Tensor, count: int) -> torch.Tensor
 
 
 def independent(
-    level: Level, state: torch.Tensor, log_in: torch.Tensor, log_out: torch.Tensor, count: torch.Tensor, thin: Thin
+    level: StateLevel, state: torch.Tensor, log_in: torch.Tensor, log_out: torch.Tensor, count: torch.Tensor, thin: Thin
 ) -> Moves:
     """The subsets whose probability is a product over positions, of log_in for members and log_out for others.
 
@@ -76,7 +76,7 @@ def independent(
     return moves
 
 
-def in_turn(level: Level, log_p: torch.Tensor, score: torch.Tensor, count: torch.Tensor, thin: Thin) -> Moves:
+def in_turn(level: StateLevel, log_p: torch.Tensor, score: torch.Tensor, count: torch.Tensor, thin: Thin) -> Moves:
     """Subsets of `count` (X,) positions, drawn one after the other without replacement by weights exp(score) (X, W).
 
     `log_p` (X, W): of the targets. The sum over the orders in which a subset is drawn (Plackett and Luce).

@@ -26,7 +26,7 @@ from lm_eval_duel.estimators.subsets.moves import bits, number_of
 
 
 @dataclasses.dataclass
-class Chunk:
+class OrderChunk:
     """Some blocks while the tables of their states are filled."""
 
     lanes: Lanes  # (B,) as their blocks begin
@@ -51,7 +51,7 @@ class Orders:
         self.sums = torch.zeros(len(like), 2, dtype=torch.int64, device=like.device)  # (N, 2) NFE, near ties
         self.statistics = like.new_full((*like.shape, len(STATISTICS) * traced), math.nan)  # (N, L, T)
 
-    def follow(self, chunk: Chunk, after: torch.Tensor, near_tie: torch.Tensor) -> None:
+    def follow(self, chunk: OrderChunk, after: torch.Tensor, near_tie: torch.Tensor) -> None:
         """Enter the path of each block, from the state in which all its positions are masked until none is.
 
         `after` (B, S): the state that follows each state; `near_tie` (B, S): the states whose pick is a near tie.

@@ -44,7 +44,7 @@ from lm_eval_duel.estimators.checks import check_every_order
 from lm_eval_duel.estimators.duel import DuelEstimator
 from lm_eval_duel.estimators.subsets.counts import StepCounts
 from lm_eval_duel.estimators.subsets.drawn import compare, exceeds, score_of, token_scores, untempered
-from lm_eval_duel.estimators.subsets.moves import Level, Moves, Planes, Thin, independent
+from lm_eval_duel.estimators.subsets.moves import Moves, Planes, StateLevel, Thin, independent
 from lm_eval_duel.estimators.subsets.set_sampler import SetSample, SetSampler
 
 SCORED_AT_ONCE = 64  # samples
@@ -172,7 +172,7 @@ class SampledConfidence(SetSampler, DuelEstimator):
         read = {"log_after": drawn.log_after, "log_quiet": drawn.log_quiet, "pick": pick, "missed": missed}
         return {"log_probs": log_prob, "score": drawn.score, **read}
 
-    def moves(self, level: Level, planes: Planes, thin: Thin) -> Moves:
+    def moves(self, level: StateLevel, planes: Planes, thin: Thin) -> Moves:
         """A product for each state and each position that may rank last in it; with `tau`, one more for each state."""
         masked, log_p, score = level.masked, planes["log_probs"], planes["score"]  # (X, W) each
         count = self.counted.of_sizes(level.first, masked.sum(1))  # (X,)
@@ -219,7 +219,7 @@ class BestDrawn(rules.Rule):
         return rules.Decision(self.pick(token_scores(predictions, tokens, self.scale), lanes))
 
     def pick(self, score: torch.Tensor, lanes: Lanes) -> torch.Tensor:
-        """Which of the draws with these scores are kept, (R, W) bool."""
+        """The draws to keep among those with these scores, (R, W) bool."""
         masked, n = lanes.masked, self.counts.of_lanes(lanes)[:, None]  # (R, W), (R, 1)
         key = torch.where(masked, score.clamp(min=torch.finfo(score.dtype).min), -math.inf)  # (R, W)
         best = masked & (rules.rank(-key) < n)  # (R, W)

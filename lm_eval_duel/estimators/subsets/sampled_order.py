@@ -28,7 +28,7 @@ from lm_eval_duel.core.scores import Step
 from lm_eval_duel.estimators.arguments import OrderArguments
 from lm_eval_duel.estimators.checks import check_every_order
 from lm_eval_duel.estimators.subsets.counts import StepCounts
-from lm_eval_duel.estimators.subsets.moves import Level, Moves, Planes, Thin, in_turn, independent
+from lm_eval_duel.estimators.subsets.moves import Moves, Planes, StateLevel, Thin, in_turn, independent
 from lm_eval_duel.estimators.subsets.set_sampler import SetSampler
 from lm_eval_duel.rules.scheduled import dream_shares
 
@@ -64,7 +64,7 @@ class SampledOrder(SetSampler):
 
     @property
     def counted(self) -> StepCounts | None:
-        """How many positions a step reveals; None: it is drawn."""
+        """The number of positions that a step reveals; None: it is drawn."""
         if self.own.alg == "origin":
             return None
         return StepCounts(steps=self.own.steps, schedule="even" if self.own.alg == "random" else "dream")
@@ -87,7 +87,7 @@ class SampledOrder(SetSampler):
             score = predictions.margin.double()
         return {"log_probs": log_prob, "score": score / (self.own.alg_temp or 1.0)}
 
-    def moves(self, level: Level, planes: Planes, thin: Thin) -> Moves:
+    def moves(self, level: StateLevel, planes: Planes, thin: Thin) -> Moves:
         """In turn; or one product for each state, where all sets of a size are alike."""
         masked, log_p = level.masked, planes["log_probs"]  # (X, W) each
         size, every = masked.sum(1), torch.arange(len(masked), device=masked.device)  # (X,) each

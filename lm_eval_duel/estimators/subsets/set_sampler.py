@@ -23,7 +23,7 @@ from lm_eval_duel.core.scores import IndexedScores, Sample, Step, WindowScore, k
 from lm_eval_duel.estimators.arguments import LATTICE_BLOCK, TOLERANCE, BeamArguments, check_block
 from lm_eval_duel.estimators.base import Estimator, Value
 from lm_eval_duel.estimators.subsets.chunk import TABLE, Chunk, Found, followed
-from lm_eval_duel.estimators.subsets.moves import Level, Moves, Planes, Thin
+from lm_eval_duel.estimators.subsets.moves import Moves, Planes, StateLevel, Thin
 from lm_eval_duel.estimators.subsets.sums import BeamSums
 
 STATES = 4096  # of a chunk of blocks in a level, if a network call holds fewer
@@ -143,7 +143,7 @@ class SetScore(WindowScore):
 
     @property
     def kind(self) -> str:
-        """What `log_prob` is: "exact", "estimate", or "bound"; then it is a lower bound, up to its error."""
+        """The kind of `log_prob`: "exact", "estimate", or "bound", a lower bound up to its error."""
         return BeamSums.total([self.beam]).kind
 
 
@@ -166,21 +166,22 @@ class SetSampler(Estimator):
 
     @abc.abstractmethod
     def planes(self, step: Step) -> Planes:
-        """What is kept of the predictions in some states, (R, W, ...) each; among it "log_probs", of the targets.
+        """The planes of predictions to keep in some states, (R, W, ...) each; "log_probs" of the targets is one of
+        them.
 
         With "pick" (R, W) and "missed" (R,), what argmax decoding reveals next, and whether a token of it is no target.
         """
 
     @abc.abstractmethod
-    def moves(self, level: Level, planes: Planes, thin: Thin) -> Moves:
-        """What the next step of each state of a level can reveal."""
+    def moves(self, level: StateLevel, planes: Planes, thin: Thin) -> Moves:
+        """The subsets that the next step of each state of a level can reveal."""
 
     def check_block(self) -> None:
         """Raise DuelError for a block that is too large."""
         check_block(self.name, self.own, self.block, only=self.denoiser.block is not None)
 
     def steps(self, m: int) -> int | None:
-        """How many steps a block of m positions takes; None: not known."""
+        """The number of steps that a block of m positions takes; None: not known."""
         return None
 
     def score_group(self, group: WindowGroup) -> IndexedScores:

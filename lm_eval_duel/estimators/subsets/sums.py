@@ -1,4 +1,4 @@
-"""What the beams of a sum over orders have found, as sums over blocks: they add up over windows, tasks and ranks."""
+"""The results of beams of a sum over orders, as sums over blocks: they add up over windows, tasks and ranks."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ class BeamSums(NamedTuple):
 
     @property
     def open(self) -> int:
-        """How many blocks count with their bound."""
+        """The number of blocks that count with their bound."""
         return self.blocks - self.exact - self.converged
 
     @property
     def kind(self) -> Literal["bound", "estimate", "exact"]:
-        """What the sum of these blocks is."""
+        """The kind of the sum of these blocks."""
         if self.open:
             return "bound"
         return "estimate" if self.converged else "exact"
@@ -46,7 +46,7 @@ class BeamSums(NamedTuple):
 
     @property
     def remark(self) -> str:
-        """What limits the value, in a few words; empty for one that is exact or proven."""
+        """A short remark on what limits the value; empty for one that is exact or proven."""
         parts = [f"{self.open:,} of {self.blocks:,} blocks with their lower bound"] if self.open else []
         if self.unproven:
             parts.append(f"error not proven: blocks above {LATTICE_BLOCK} positions")
