@@ -247,11 +247,16 @@ class Duel(OnIds):
         text_side = self._require_text("score", texts)
         if empty := [str(n) for n, text in enumerate(texts) if not text]:
             log.warning("no perplexity is defined for a text without tokens (nan): text %s", ", ".join(empty))
+        before, after = beside(texts, contexts, "contexts"), beside(texts, suffixes, "suffixes")
         missing = tokens = 0
         for n, length, windows, scores in score_texts(text_side, texts, self.stream, contexts, suffixes):
-            mine = text_side.unknown(windows, texts[n])
-            missing, tokens = missing + mine, tokens + length
-            yield n, TextScore.from_scores(texts[n], length, windows, scores, self.estimator, text_side.tokenizer, mine)
+            absent = text_side.unknown(windows, texts[n])
+            missing, tokens = missing + absent, tokens + length
+            given = (absent, before[n], after[n])
+            yield (
+                n,
+                TextScore.from_scores(texts[n], length, windows, scores, self.estimator, text_side.tokenizer, *given),
+            )
         if missing:
             log.warning("%s", unknown_share(missing, tokens))
 

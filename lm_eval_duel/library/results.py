@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, cast
 
 from lm_eval_duel.core import rates
 from lm_eval_duel.core.scores import Sample, WindowScore, known_sum
-from lm_eval_duel.core.windows import Ids, Window
+from lm_eval_duel.core.windows import Ids, Window, as_ids
 from lm_eval_duel.estimators.phases import Phases
 from lm_eval_duel.estimators.registry import Kind, is_bound, kind_of
 from lm_eval_duel.estimators.totals import Outcome, Total
@@ -47,6 +47,8 @@ class TextScore:
     sums: Total = dataclasses.field(repr=False)  # over windows; with those of other texts, equal windows have one error
     spec: dict[str, object] = dataclasses.field(repr=False)  # the estimator and its settings
     unk_tokens: int = 0  # text that the tokenizer does not know; with any, bits_per_byte is no likelihood of the text
+    context: str | tuple[int, ...] = ""  # visible before the text, as given
+    suffix: str | tuple[int, ...] = ""  # visible after it
 
     @classmethod
     def from_scores(
@@ -58,6 +60,8 @@ class TextScore:
         estimator: Estimator,
         tokenizer: PreTrainedTokenizerBase,
         unknown: int = 0,
+        context: str | Ids = "",
+        suffix: str | Ids = "",
     ) -> TextScore:
         """The score of a text of `length` tokens from those of its windows."""
         total = Outcome.from_scores(windows, scores, estimator).total
@@ -86,6 +90,8 @@ class TextScore:
             sums=total,
             spec=spec,
             unk_tokens=unknown,
+            context=context if isinstance(context, str) else as_ids(context),
+            suffix=suffix if isinstance(suffix, str) else as_ids(suffix),
         )
 
 

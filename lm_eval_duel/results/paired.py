@@ -147,8 +147,14 @@ def _texts(scores: Sequence[Any], name: str) -> Texts:
         "word": [len(score.text.split()) for score in scores],
         "byte": [len(score.text.encode()) for score in scores],
     }
-    keys, log_probs = [key_of(score.text) for score in scores], [score.log_prob for score in scores]
+    keys, log_probs = [key_of(_identity(score)) for score in scores], [score.log_prob for score in scores]
     return Texts(keys, log_probs, counts, kind_of(estimator, spec, total.beam), stderr, unknown)
+
+
+def _identity(score: Any) -> str:
+    """A text, with what stood beside it if anything did: the same text in another context is another one."""
+    beside = getattr(score, "context", ""), getattr(score, "suffix", "")
+    return score.text if beside == ("", "") else repr((score.text, *beside))
 
 
 def key_of(text: str) -> str:

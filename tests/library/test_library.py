@@ -228,6 +228,10 @@ def test_texts_between_others(duel):
     [by_ids] = duel.score([inside], contexts=[torch.tensor(ids[0])], suffixes=[ids[2]])
     assert by_ids.windows == filled.windows
 
+    assert compare([filled], [filled]).documents == 1
+    with pytest.raises(DuelError, match="text 0 differs"):
+        compare([alone], [filled])
+
     texts = duel.generate([before, ids[0]], suffixes=[after, ids[2]], max_new_tokens=3, do_sample=True, keys=[5, 5])
     assert texts[0].window == texts[1].window and texts[0].window.suffix == row[2]
     drawn = duel.sample([before, row[0]], 3, suffixes=[after, row[2]], keys=[5, 5])
