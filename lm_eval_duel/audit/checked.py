@@ -89,12 +89,14 @@ def describe(checked: Sequence[CheckedWindow]) -> dict[str, Any]:
 
 def in_words(checked: Sequence[CheckedWindow]) -> str:
     """The comparison of at least one window, for the log."""
-    of = describe(checked)
+    of, order = describe(checked), max(checked, key=lambda each: each.order_difference)
     routes = ", ".join(f"{count} by {route}" for route, count in of["routes"].items())
     alone = of["not_checked_independently"]
     return (
-        f"verify: {of['windows']} windows scored again in float32 ({routes}): largest difference along the run's order "
-        f"{max(each.difference for each in checked):.3g} nats ({of['where']}); {of['changed_picks']} picks are not the "
-        f"rule's and {of['ties']} are its ties; {of['differing_windows']} windows differ by more than float32 noise"
+        f"verify: {of['windows']} windows scored again in float32 ({routes}): largest difference "
+        f"{order.order_difference:.3g} nats along the order of the second score ({order.where}), "
+        f"{max(each.difference for each in checked):.3g} nats along the run's order ({of['where']}); "
+        f"{of['changed_picks']} picks are not the rule's and {of['ties']} are its ties; "
+        f"{of['differing_windows']} windows differ by more than float32 noise"
         + (f"; {alone} not checked independently" if alone else "")
     )

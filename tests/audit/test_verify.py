@@ -35,13 +35,16 @@ def test_float32_agrees_and_nothing_else_is_counted(folder, caplog):
 
 
 def test_a_coarser_run_is_held_against_float32(folder, caplog):
-    model, values = scored(folder, verify=99, dtype="bfloat16")
+    with caplog.at_level("INFO", logger="lm_eval.duel_mdm"):
+        model, values = scored(folder, verify=99, dtype="bfloat16")
     assert not [each for each in caplog.records if each.levelname == "ERROR"], "it is reported, not judged"
     _, fine = scored(folder)
     found = model.get_model_info()["duel"]["verify"]
     worst = max(abs(one - other) for one, other in zip(values, fine, strict=True))
     assert found["windows"] == 7 and found["largest_order_difference"] == pytest.approx(worst, abs=1e-4)
     assert worst > 1e-3 and found["largest_difference"] > 1e-3
+    for largest in (found["largest_difference"], found["largest_order_difference"]):
+        assert f"{largest:.3g} nats" in caplog.text
 
 
 def test_moved_picks_are_counted(folder, caplog):
