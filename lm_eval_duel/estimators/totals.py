@@ -146,6 +146,10 @@ class Total:
             **({} if self.beam is None else {"beam": self.beam.describe()}),
         }
 
+    def figures(self, tokens: int) -> str:
+        """A value without an error, of `tokens` tokens, for the log."""
+        return f"{self.log_prob:.2f} nats, perplexity {self.perplexity(tokens)[0]:.2f} per token"
+
     def in_words(self, tokens: int, drawn: MonteCarlo) -> str:
         """A value that is drawn, of `tokens` tokens, with its standard error, for the log."""
         (value, value_error), error = self.perplexity(tokens), self.stderr

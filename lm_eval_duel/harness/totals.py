@@ -120,13 +120,20 @@ class RunStats:
         return lines
 
     def errors(self, bound: str) -> list[str]:
-        """The values that depend on random numbers, with their errors. `bound`: what kind of number an ELBO is."""
+        """The values that depend on random numbers, with their errors, and those of the run that are no likelihoods.
+
+        `bound`: what kind of number an ELBO is.
+        """
         lines: list[str] = []
         for name, task, total in ((name, task, total) for name in ESTIMATORS for task, total in self.tasks.items()):
             value = total.values.get(name)
             beam = None if value is None else value.beam
             entry = of_spec(name, {} if beam is None else {BEAM: ""}, beam)
-            if entry.drawn is None or value is None or not total.tokens:
+            if value is None or not total.tokens:
+                continue
+            if entry.drawn is None:
+                if entry.kind is not Kind.LIKELIHOOD and name == next(iter(total.values)):
+                    lines.append(f"{entry.display} of {task}: {value.figures(total.tokens)} ({entry.kind.value})")
                 continue
             title = entry.drawn.value + (f" ({bound})" if entry.kind is Kind.UPPER_BOUND else "")
             lines.append(f"{title} of {task}: {value.in_words(total.tokens, entry.drawn)}")

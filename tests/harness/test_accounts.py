@@ -212,3 +212,10 @@ def test_documents_with_near_ties_are_listed():
     assert "32 documents" in stats.near_ties and "a 2, a 7, c 0, c 1, " in stats.near_ties
     assert "c 17 and 12 more" in stats.near_ties and "c 18" not in stats.near_ties
     assert "more" not in RunStats(tasks={"a": TaskTotal(documents={1}, near_ties={1})}).near_ties
+
+
+@pytest.mark.parametrize(("estimator", "labelled"), [("duel", False), ("mixture", False), ("oracle", True)])
+def test_what_is_no_likelihood_is_labelled_beside_the_results(model, estimator, labelled):
+    scored = model(estimator=estimator, block=2)
+    scored.loglikelihood_rolling(rolling(*TEXTS))
+    assert bool(told(scored)["errors"]) == labelled
