@@ -93,11 +93,15 @@ def main(arguments: Sequence[str]) -> None:
     from lm_eval.utils import setup_logging
 
     from lm_eval_duel.harness.lm import DuelMDM
+    from lm_eval_duel.text.loading import require_loadable
 
     setup_logging()
     every: list[dict[str, Any]] = []
+    models = [options.model, *(_fitting(other, options.model) for other in options.others)]
+    for model in models:  # all of them before the first is scored
+        require_loadable(Options.parse(model))
     try:
-        for model in (options.model, *(_fitting(other, options.model) for other in options.others)):
+        for model in models:
             lm = DuelMDM(**model)
             if (lines := score(lm, texts)) is not None:
                 every.append(figures_of(lm, lines))

@@ -79,7 +79,10 @@ def require_estimator(name: str, estimator: str, takes_noise: bool, **network: A
 def find_family(name: str, **network: Any) -> str | None:
     """The decoder family of a checkpoint by its config.json, before any weight is read; None for all other networks."""
     options, config = _options(name, "cpu", network)
-    if dit_checkpoint.is_dit(config, options.name) or options.attention == "causal" or options.backend == "remote":
+    if dit_checkpoint.is_dit(config, options.name):
+        dit_checkpoint.require_float32(options)
+        return None
+    if identity.is_diffusion_gemma(config) or options.attention == "causal" or options.backend == "remote":
         return None
     family = _family(config, options)
     return None if family is None else family.name

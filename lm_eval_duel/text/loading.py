@@ -61,3 +61,10 @@ def load_scorer(
     network = denoisers.load(name, device=device or options.device, tokenizer=tokenizer, **options.network)
     estimator = registry.make(network, options, **sizes)
     return Scorer(options, tokenizer, network, estimator, Text(tokenizer, network, options.windows, estimator.block))
+
+
+def require_loadable(options: Options) -> None:
+    """Raise DuelError for what config.json shows to be wrong, without reading any weight."""
+    name, entry = options.pretrained or BUNDLED, registry.find(options.estimator)
+    denoisers.require_estimator(name, entry.name, entry.takes_noise, **options.network)
+    denoisers.find_family(name, **options.network)

@@ -3,6 +3,7 @@
 import csv
 import json
 import math
+import shutil
 
 import golden
 import pytest
@@ -153,16 +154,24 @@ def test_models_are_compared_as_a_report_compares_them(folder, texts, tmp_path, 
 
 
 def test_a_model_that_fails_costs_no_finished_one(folder, texts, tmp_path, capsys):
-    out = tmp_path / "out.json"
+    out, damaged = tmp_path / "out.json", tmp_path / "damaged"
     words = [texts, "--lines", "--model_args", f"pretrained={folder},rule=threshold,mu=0.9", "--json", str(out)]
-    with pytest.raises(DuelError, match="nowhere"):
-        score.main([*words, "--compare", "rule=greedy:k=2", str(tmp_path / "nowhere"), "rule=margin"])
+    shutil.copytree(folder, damaged)
+    (damaged / "model.safetensors").write_bytes(b"none")
+    with pytest.raises(DuelError, match="damaged"):
+        score.main([*words, "--compare", "rule=greedy:k=2", str(damaged), "rule=margin"])
     content = json.loads(out.read_text())
     assert content["spec"]["rule"] == "threshold:mu=0.9" and content["total"]["log_prob"] < 0
     assert [other["spec"]["rule"] for other in content["compared"]] == ["greedy:k=2"], (
         "without the mu of the other rule"
     )
     assert "threshold" in capsys.readouterr().out
+
+
+def test_a_model_without_a_config_is_found_before_the_first_is_loaded(folder, texts, tmp_path, monkeypatch):
+    monkeypatch.setattr("lm_eval_duel.harness.lm.DuelMDM", None)
+    with pytest.raises(DuelError, match="nowhere"):
+        score.main([texts, "--model_args", f"pretrained={folder}", "--compare", str(tmp_path / "nowhere")])
 
 
 @pytest.mark.parametrize(

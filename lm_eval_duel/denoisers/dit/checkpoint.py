@@ -92,10 +92,7 @@ def make(config: dict[str, Any], options: LoadOptions, tokenizer: PreTrainedToke
     for name, value, own in (("family", options.family, family), ("attention", options.attention, attention)):
         if value not in (None, own):
             raise DuelError(f"By its config.json {options.name} is {own}, not {value}; leave {name} out.")
-    if options.dtype not in ("auto", "float32"):
-        raise DuelError(
-            f"MDLM, BD3-LM, SEDD and their AR baseline run in float32, not {options.dtype}; leave dtype out."
-        )
+    require_float32(options)
     if block is not None:
         options.require_block(block)
     row = row_length(options.name, options.max_length, length)
@@ -117,6 +114,14 @@ def make(config: dict[str, Any], options: LoadOptions, tokenizer: PreTrainedToke
     if options.sigma is not None:
         denoiser.sigma = options.sigma
     return denoiser
+
+
+def require_float32(options: LoadOptions) -> None:
+    """Raise DuelError for another dtype."""
+    if options.dtype not in ("auto", "float32"):
+        raise DuelError(
+            f"MDLM, BD3-LM, SEDD and their AR baseline run in float32, not {options.dtype}; leave dtype out."
+        )
 
 
 def find_mask(
