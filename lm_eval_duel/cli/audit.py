@@ -14,7 +14,7 @@ from lm_eval_duel.arguments import TRUTH
 from lm_eval_duel.console.command_line import FLAGS, Exit, Flag, Parser
 from lm_eval_duel.console.tables import plain_table
 from lm_eval_duel.errors import DuelError, usage
-from lm_eval_duel.options import model_of
+from lm_eval_duel.options import Options, model_of
 
 if TYPE_CHECKING:
     from lm_eval_duel.audit.checked import CheckedWindow
@@ -43,6 +43,7 @@ class Audit(NamedTuple):
 
     checked: list[CheckedWindow]
     network: Compared | str  # a text: why it was not compared
+    dtype: str  # the dtype audited, and its fingerprint
     lines: list[str]  # from text to the printed numbers
     problems: list[str]  # that concern no single window
 
@@ -51,6 +52,7 @@ def main(arguments: Sequence[str]) -> None:
     """Audit a checkpoint: `lm-eval-duel audit`. Raises DuelError if something differs."""
     found = audit(parse(arguments))
     checked, network = found.checked, found.network
+    print(found.dtype)
     print(f"network: not compared: {network}." if isinstance(network, str) else network)
     print("\n".join(["", table(checked), "", *found.lines, "", total(checked)]))
     windows = [each.where for each in checked if each.differs]
@@ -77,6 +79,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         no_own_code=Flag(TRUTH, False, "do not run the checkpoint's own code beside its network"),
     ).parse_args(arguments)
     model = model_of(options)
+    options.dtype = Options.parse(model).dtype
     options.model = {**model, "dtype": "float64" if model.get("dtype") == "float64" else "float32"}
     return options
 
@@ -88,18 +91,30 @@ def audit(options: argparse.Namespace) -> Audit:
     from lm_eval_duel.audit import own_code
     from lm_eval_duel.harness.lm import DuelMDM
     from lm_eval_duel.tasks import named
+    from lm_eval_duel.text.loading import require_loadable
 
     setup_logging()
+    require_loadable(Options.parse({**options.model, "dtype": options.dtype}))
     metadata = {**options.model_args, **options.metadata}
     tasks = named.built(options.tasks, metadata, options.include_path, options.limit)
     lm = DuelMDM(**{**options.model, "verify": sys.maxsize})
-    found = Audit([], "--no_own_code", [], [])
+    found = Audit([], "--no_own_code", audited(lm, options.dtype), [], [])
     if not options.no_own_code:
         found = found._replace(network=own_code.compare(lm.options, lm.denoiser, lm.ranks.device))
     for task in tasks:
         for kind in sorted({request.request_type for request in task.instances}):
             audit_requests(lm, task, [request for request in task.instances if request.request_type == kind], found)
     return found
+
+
+def audited(lm: DuelMDM, dtype: str) -> str:
+    """The dtype that is audited and its fingerprint; `dtype`: that of the run's model args."""
+    used = str(lm.options.dtype)
+    others = "another dtype" if dtype in ("auto", used) else dtype
+    return (
+        f"Audited in {used}, fingerprint {lm.fingerprint}. A run in {others} has another fingerprint; "
+        "its verify=N measures how far its numbers are from these."
+    )
 
 
 def audit_requests(lm: DuelMDM, task: Any, requests: list[Any], found: Audit) -> None:
@@ -122,6 +137,7 @@ def audit_requests(lm: DuelMDM, task: Any, requests: list[Any], found: Audit) ->
         if distance(nats, float(given)) > math.fsum(tolerance(each.tokens) for each in mine):
             found.problems.append(f"the answer to {name(request)} is {given:.4f} nats, not {nats:.4f}")
         if request.request_type == "loglikelihood_rolling":
+            of_task.alone += sum(not each.independent for each in mine)
             of_task.add(name(request), request.doc, request.args[0], [each.window for each in mine], nats)
             for metric, item in task.process_results(request.doc, [answer]).items():
                 items.setdefault(metric, []).append(item)

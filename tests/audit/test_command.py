@@ -8,6 +8,7 @@ import pytest
 from lm_eval_duel.cli import audit
 from lm_eval_duel.cli.main import main
 from lm_eval_duel.core import predictions
+from lm_eval_duel.errors import DuelError
 from lm_eval_duel.estimators import totals
 from lm_eval_duel.tasks import metrics
 from lm_eval_duel.text import text
@@ -97,6 +98,18 @@ def test_what_the_run_alone_computed_twice_is_not_checked(folder, tmp_path, caps
     assert "Windows that differ: 0. Not checked independently: 1." in out and out.count(" run alone\n") == 1
 
 
-def test_a_coarser_dtype_is_raised_to_float32(folder, texts):
-    options = audit.parse(["--model_args", "dtype=bfloat16", "--tasks", texts])
-    assert options.model["dtype"] == "float32"
+def test_a_coarser_dtype_is_raised_to_float32(folder, texts, capsys):
+    audit.main(command(folder, texts, "--no_own_code", args="rule=greedy,block=4,dtype=bfloat16"))
+    assert "Audited in float32, fingerprint" in capsys.readouterr().out
+
+
+def test_a_dtype_that_a_run_refuses_is_refused(texts):
+    with pytest.raises(DuelError, match="bfloat16"):
+        audit.main(command("demo-bd", texts, args="dtype=bfloat16"))
+
+
+def test_a_beam_has_no_figures_by_the_reference(folder, texts, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["audit", *command(folder, texts, "--no_own_code", args="estimator=sampled_confidence,block=4,beam=16")])
+    out = capsys.readouterr().out
+    assert ended.value.code == 3 and "token_perplexity" not in out and "18 tokens" in out
