@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
+from lm_eval_duel.errors import DuelError, unknown
 from lm_eval_duel.results.published import PAPER_FILE
 from lm_eval_duel.rules import parse as parse_rule
 
@@ -45,8 +46,14 @@ class Job(NamedTuple):
 
 
 def jobs(options: argparse.Namespace) -> Iterator[Job]:
-    """The jobs of the rows that match a pattern."""
-    for group in yaml.safe_load(Path(options.recipes).read_text(encoding="utf-8"))["groups"]:
+    """The jobs of the rows that match a pattern; raises DuelError for a pattern that matches none."""
+    groups = yaml.safe_load(Path(options.recipes).read_text(encoding="utf-8"))["groups"]
+    rows = {row: group["tasks"] for group in groups for row in group["rows"]}
+    known = [name for row, tasks in rows.items() for name in (row, *(f"{row}/{task}" for task in tasks))]
+    for pattern in options.rows:
+        if not fnmatch.filter(known, pattern):
+            raise unknown("row", pattern, known if pattern.count("/") > 1 else rows)
+    for group in groups:
         for row, arguments in group["rows"].items():
             arguments = group.get("model_args", {}) | arguments
             if options.given and arguments.get("bos") in ("official", "scored"):
@@ -143,5 +150,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    if main(sys.argv[1:]):
-        sys.exit(1)
+    try:
+        sys.exit(main(sys.argv[1:]) > 0)
+    except DuelError as error:
+        sys.exit(f"run.py: {error}")

@@ -15,6 +15,7 @@ from toys import BlockCausal, Toy
 
 from lm_eval_duel import Duel, Window
 from lm_eval_duel.cli.main import main
+from lm_eval_duel.errors import DuelError
 from lm_eval_duel.options import Options
 from lm_eval_duel.results.published import PAPER_FILE
 from lm_eval_duel.rules import parse
@@ -92,6 +93,13 @@ def test_the_papers_rows_are_those_of_the_published_figures(tmp_path):
             assert options.rule == parse(figure["rule"])
         if figure["block"].isdigit() and "zero_shot/bd3lm_block16" not in row:  # what the scripts ran as block 4
             assert int(figure["block"]) in (options.block, options.estimator_args.get("elbo_block"))
+
+
+@pytest.mark.parametrize("row", ["owt/bd3lm_blok4", "owt/bd3lm_block4/duel_otw"])
+def test_a_row_of_the_papers_that_does_not_exist(row, tmp_path):
+    paper = example("paper/run")
+    with pytest.raises(DuelError, match=row):
+        paper.main(["oracle/*", row, "--out", str(tmp_path)])
 
 
 def test_a_finished_run_of_the_papers_is_not_run_again(tmp_path, monkeypatch, capsys):
