@@ -24,6 +24,7 @@ from __future__ import annotations
 import glob
 import itertools
 import json
+import logging
 import math
 import re
 from collections.abc import Iterable, Iterator
@@ -41,6 +42,8 @@ if TYPE_CHECKING:
     from lm_eval_duel.core.scores import WindowScore
     from lm_eval_duel.core.windows import Window
     from lm_eval_duel.estimators.base import Estimator
+
+log = logging.getLogger("lm_eval.duel_mdm")
 
 FORMAT = 1
 BEGINNING = '{"duel_trace"'
@@ -162,12 +165,22 @@ def read(path: str | Path) -> list[dict[str, Any]]:
 
 
 def files(place: str) -> list[str]:
-    """The traces in a folder, or that of a file; the files of several ranks are one. Raises DuelError without any."""
+    """The traces in a folder, or that of a file; the files of several ranks are one. Raises DuelError without any.
+
+    Other *.jsonl files of a folder are left out, with a warning.
+    """
     if not Path(place).is_dir():
         return [place]
-    found = [re.sub(r"\.rank\d+(?=\.jsonl$)", "", str(path)) for path in sorted(Path(place).glob("*.jsonl"))]
+    found = []
+    for path in sorted(Path(place).glob("*.jsonl")):
+        try:
+            _header(path)
+        except DuelError:
+            log.warning("%s is left out: it is not a trace, or one of another format", path)
+        else:
+            found.append(re.sub(r"\.rank\d+(?=\.jsonl$)", "", str(path)))
     if not found:
-        raise DuelError(f"{place} holds no *.jsonl; write a trace with --model_args trace=FILE.jsonl,...")
+        raise DuelError(f"{place} holds no trace; write a trace with --model_args trace=FILE.jsonl,...")
     return list(dict.fromkeys(found))
 
 

@@ -11,6 +11,7 @@ from results import documents, edit, edit_samples, hf, ours, trace
 
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.estimators import registry
+from lm_eval_duel.harness.trace import files
 from lm_eval_duel.results import read, tables
 from lm_eval_duel.results.report import FORMAT
 from lm_eval_duel.results.report import main as report
@@ -75,6 +76,13 @@ def test_a_damaged_trace_is_named(tmp_path):
         path = trace(tmp_path / "t.jsonl", file, [window | change])
         with pytest.raises(DuelError, match=r"t\.jsonl, line 2 is "):
             run(tmp_path, "--traces", path)
+
+
+def test_another_file_in_a_folder_of_traces_is_left_out(tmp_path, caplog):
+    (tmp_path / "traces").mkdir()
+    path = trace(tmp_path / "traces" / "t.jsonl", made(tmp_path), [])
+    (tmp_path / "traces" / "samples.jsonl").write_text('{"doc_id": 0}\n')
+    assert files(str(path.parent)) == [str(path)] and "samples.jsonl" in caplog.text
 
 
 @pytest.mark.parametrize("count", [15, pytest.param(200, marks=pytest.mark.slow)])
