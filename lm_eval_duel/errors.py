@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import difflib
-import shlex
 from collections.abc import Callable, Iterable, Iterator
 
 LISTED = 4  # near names in an error
@@ -99,12 +98,6 @@ def too_few_documents(what: str, documents: int, processes: int) -> DuelError:
     )
 
 
-def autoregressive(name: str) -> str:
-    """The whole command that scores an autoregressive checkpoint, as a sentence."""
-    command = f"lm-eval-duel run {shlex.quote(name)} --model_args estimator=ar --tasks sotu"
-    return f"If it is autoregressive, score it with estimator=ar: {command}"
-
-
 def another_block(trained: int, block: object) -> DuelError:
     """The error for a block other than the one that a block-causal network was trained on."""
     return DuelError(
@@ -151,7 +144,8 @@ def unknown(what: str, name: object, known: Iterable[str]) -> DuelError:
     if len(known) > LONGEST_LIST and nearest:
         others = f" Others like it: {', '.join(nearest[1:LISTED])}." if nearest[1:] else ""
         return DuelError(f"Unknown {what} '{name}'.{hint}{others}")
-    return DuelError(f"Unknown {what} '{name}'.{hint} Known: {', '.join(known)}.")
+    listed = f" Known: {', '.join(known)}." if known else " There are none."
+    return DuelError(f"Unknown {what} '{name}'.{hint}{listed}")
 
 
 def random_tokens(name: str, estimator: str, causal: bool = False) -> DuelError:

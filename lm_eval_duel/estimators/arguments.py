@@ -121,7 +121,7 @@ class BeamArguments(Arguments):
     """The sets of each size to evaluate: without `beam` and `tolerance`, all of them."""
 
     beam: int | None = argument(
-        whole(2 * REPETITIONS, f"a number of sets, at least {2 * REPETITIONS}"),
+        whole(2 * REPETITIONS, "a number of sets"),
         None,
         "sets of each size that are evaluated, instead of all; an estimate, or a lower bound",
     )
@@ -131,7 +131,7 @@ class BeamArguments(Arguments):
         "nats of error in a block: the sets double until it is reached, up to `beam` (1024)",
     )
     repetitions: int = argument(
-        whole(REPETITIONS, f"a number of repetitions, at least {REPETITIONS}"),
+        whole(REPETITIONS, "a number of repetitions"),
         REPETITIONS,
         "independent sums of a beam, whose mean is its estimate",
     )

@@ -13,7 +13,7 @@ import os
 import sys
 from typing import Any, TypeGuard
 
-from lm_eval_duel.arguments import MISSING, declared
+from lm_eval_duel.arguments import INTEGER, MISSING, RAW, TEXT, Argument, declared
 from lm_eval_duel.core.decision import NEAR_TIE, Decision
 from lm_eval_duel.errors import DuelError, unknown
 from lm_eval_duel.rules.adaptive import EntropyBound, Threshold
@@ -136,11 +136,20 @@ def build(name: str, arguments: dict[str, Any]) -> Rule:
             raise unknown(f"parameter of rule {name}", key, parameters)
     missing = [key for key, parameter in parameters.items() if key not in arguments and parameter.default is MISSING]
     if missing:
-        values = {key: parameters[key].example or 0.9 for key in missing} | arguments
+        values = {key: _example(key, parameters[key]) for key in missing} | arguments
         example = ":".join([name, *(f"{key}={values[key]}" for key in parameters if key in values)])
         hints = "".join(f" {key}: {parameters[key].help}." for key in missing if parameters[key].help)
-        raise DuelError(f"Rule '{name}' needs {' and '.join(missing)}, e.g. {example}.{hints}")
+        raise DuelError(f"Rule '{name}' needs {', '.join(missing)}, e.g. {example}.{hints}")
     return rule(**{key: parameters[key].read(key, value, f" of rule '{name}'") for key, value in arguments.items()})
+
+
+def _example(name: str, parameter: Argument) -> Any:
+    """A value for messages, of a parameter that must be given."""
+    if parameter.example is not None:
+        return parameter.example
+    if parameter.kind in (TEXT, RAW):
+        return name.upper()
+    return 8 if parameter.kind is INTEGER else 0.9
 
 
 def find(name: str) -> type[Rule]:

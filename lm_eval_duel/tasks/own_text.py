@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from lm_eval_duel.demo import NAMES
 from lm_eval_duel.errors import DuelError, unknown
 from lm_eval_duel.tasks import files
 
@@ -46,7 +47,8 @@ def find(patterns: Sequence[str]) -> list[Path]:
             matches = [Path(pattern)] if exact else [Path(name) for name in sorted(glob.glob(pattern, recursive=True))]
             wanted = "a file, a folder, or a pattern such as 'texts/*.jsonl'"
         if not matches:
-            raise DuelError(f"{pattern} matches no file; name {wanted}. A model is named by --model_args.")
+            model = " A model is named by --model_args." if pattern in NAMES else ""
+            raise DuelError(f"{pattern} matches no file; name {wanted}.{model}")
         for file in matches:
             if file.suffix not in FORMATS:
                 raise DuelError(f"{file} is not {', '.join(FORMATS[:-1])} or {FORMATS[-1]}; convert it to one of them.")

@@ -98,8 +98,8 @@ ARGUMENTS = [  # a family, arguments, and what the error names: the last argumen
         ("shift_logits", True), ("backend", "native"), ("sigma", "clamped"), ("peft", "adapter"))),
     ("bert", OWN, "no code of its own"),
     ("esm", {"cache": "dual"}, None),
-    ("gpt2", {"attention": None}, "family=.* estimator=ar"),
-    ("gpt2", {"attention": "bidirectional", "mask_token_id": 4}, "family=.* estimator=ar"),
+    ("gpt2", {"attention": None}, "estimator=ar.*family="),
+    ("gpt2", {"attention": "bidirectional", "mask_token_id": 4}, "estimator=ar.*family="),
     *(("gpt2", {key: value}, f"no choice of '{key}'") for key, value in (
         ("sigma", "clamped"), ("shift_logits", True), ("mask_token_id", 4), ("first_token", "block"))),
     *(("own code", {key: value}, f"no choice of '{key}'") for key, value in (

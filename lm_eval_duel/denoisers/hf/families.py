@@ -20,7 +20,7 @@ from lm_eval_duel.denoisers.hf import family_layouts as layouts
 from lm_eval_duel.denoisers.hf.family_layouts import Config, Tensors
 from lm_eval_duel.denoisers.identity import NO_ORDER, class_names
 from lm_eval_duel.denoisers.load_options import LoadOptions
-from lm_eval_duel.errors import DuelError, autoregressive, unknown
+from lm_eval_duel.errors import DuelError, unknown
 
 log = logging.getLogger("lm_eval.duel_mdm")
 
@@ -224,9 +224,9 @@ def find(config: Config, options: LoadOptions, folder: str | None) -> Family | N
                 return NAMED["diffullama"]
             if options.attention is None:
                 raise DuelError(
-                    f"By its config {options.name} is a {name}, an autoregressive network. If it is a masked diffusion "
-                    f"model, pass family={'|'.join(NAMED)}, or attention=bidirectional with mask_token_id=<id>. "
-                    f"{autoregressive(options.name)}"
+                    f"By its config {options.name} is a {name}, autoregressive: add estimator=ar. If it is a masked "
+                    f"diffusion model, pass family={'|'.join(NAMED)}, or attention=bidirectional with "
+                    "mask_token_id=<id>."
                 )
             return Family("decoder", PLAIN[name])
     return None

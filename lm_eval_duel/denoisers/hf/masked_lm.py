@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from transformers import (
     CONFIG_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_MASKED_LM_MAPPING,
     AutoConfig,
     AutoModelForMaskedLM,
@@ -29,7 +30,7 @@ from lm_eval_duel.denoisers.hf.families import Family
 from lm_eval_duel.denoisers.hf.pretrained import Pretrained
 from lm_eval_duel.denoisers.hf.row_effects import padding_id, without_block_sparse
 from lm_eval_duel.denoisers.load_options import LoadOptions
-from lm_eval_duel.errors import DuelError, autoregressive
+from lm_eval_duel.errors import DuelError
 
 log = logging.getLogger("lm_eval.duel_mdm")
 
@@ -52,10 +53,11 @@ def load(config: dict[str, Any], options: LoadOptions, tokenizer: PreTrainedToke
     if getattr(model_config, "is_encoder_decoder", False):
         raise DuelError(f"{options.name} ({classes}) is an encoder-decoder network, which this package does not score.")
     if type(model_config) not in MODEL_FOR_MASKED_LM_MAPPING:
+        causal = type(model_config) in MODEL_FOR_CAUSAL_LM_MAPPING
+        kind = "autoregressive: add estimator=ar" if causal else "neither a masked LM nor of a known diffusion family"
         raise DuelError(
-            f"{options.name} ({classes}) is neither a masked LM of transformers nor of a known diffusion family. "
-            "If it is a masked diffusion model whose network belongs to a known family, pass family=; to run its own "
-            f"code, backend=remote,trust_remote_code=true. {autoregressive(options.name)}"
+            f"{options.name} ({classes}) is {kind}. If it is a masked diffusion model whose network belongs to a known "
+            "family, pass family=; to run its own code, backend=remote,trust_remote_code=true."
         )
     auto_model.require_known(config, options.name, MODEL_FOR_MASKED_LM_MAPPING[type(model_config)].__name__, SAME)
     options.refuse("masked LM", "shift_logits", "backend", "sigma", "first_token", "peft")
