@@ -140,8 +140,10 @@ class Options(NetworkArguments):
             if key not in known and key not in rules.PARAMETERS:
                 raise unknown("model arg", key, known)
         readable.pop("rule")  # read together with its parameters
-        rule = _rule({key: value for key, value in arguments.items() if key not in (*readable, *ALIASES)})
+        of_rule = {key: value for key, value in arguments.items() if key not in (*readable, *ALIASES)}
         values = {key: readable[key].read(key, arguments[key]) for key in arguments if key in readable}
+        registry.check_rule([*of_rule] if preset is None else ["preset"], values.get("estimator", "duel"))
+        rule = _rule(of_rule)
         _read_aliases(arguments, values)
         if values.get("windows") == "harness" and values.get("bos") in WHOLE_ROW_BOS:
             raise DuelError(

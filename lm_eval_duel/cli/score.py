@@ -245,6 +245,7 @@ def _other(text: str, model: dict[str, Any]) -> dict[str, Any]:
     dropped = {"trace", *(PARAMETERS if "rule" in given else ()), *(arguments() if "estimator" in given else ())}
     dropped -= {*entry.arguments}
     dropped |= {*entry.ignored_args, *PARAMETERS} if entry.causal else set()
+    dropped |= {"rule", *PARAMETERS} - {*entry.arguments} if entry.takes_noise else set()
     dropped |= {"pretrained", *OF_CHECKPOINT} if "pretrained" in given else set()
     other = {**{key: value for key, value in model.items() if key not in dropped}, **given}
     Options.parse(other)

@@ -75,6 +75,7 @@ class Network(abc.ABC):
     special_tokens: tuple[tuple[int, ...], tuple[int, ...]] | None = None  # before and after a text, if expected
     cache: str | None = None  # of a cached sampler: "prefix" or "dual"
     excluded_ids: tuple[int, ...] = ()  # tokens that are left out of the vocabulary
+    image_ids: frozenset[int] = frozenset()  # tokens that stand for images, which no window may hold
     quantized: bool = False  # its weights are coarser than its dtype
     noised: Noised | None = None  # how it was trained, if its noise is random tokens; None: [MASK] alone
     reads_causally: bool = False  # a `noised` network that is an autoregressive one, too (attention=causal)

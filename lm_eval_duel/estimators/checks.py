@@ -198,6 +198,11 @@ def _problem(denoiser: Denoiser, block: int | None, grid: str, window: Window, i
     if ids and not (min(ids) >= 0 and max(ids) < denoiser.vocab_size):
         wrong = next(token for token in ids if not 0 <= token < denoiser.vocab_size)
         return f"holds id {wrong}; the network's ids are 0 to {denoiser.vocab_size - 1}."
+    if images := denoiser.image_ids.intersection(ids):
+        return (
+            f"holds id {min(images)}, which stands for an image or its border. Images are not scored: leave them and "
+            "their tokens out."
+        )
     if denoiser.mask_id in ids:
         return f"holds the mask token (id {denoiser.mask_id}), which can be neither context nor target."
     if window.suffix and window.target and denoiser.attention == "causal":

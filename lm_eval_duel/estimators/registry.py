@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from lm_eval_duel.arguments import Argument, Arguments, declared
@@ -229,7 +229,7 @@ ENTRIES = (  # in the order of tables
         named="{}",
         process=_sampler,
         takes_noise=True,
-        ignored_args=("rule", "block"),
+        ignored_args=("block",),
         check=_check_noised,
     ),
     _lattice(
@@ -322,6 +322,15 @@ def check_arguments(given: Mapping[str, Any], estimator: str) -> None:
                 f"'{key}' is read by estimator={' or '.join(readers)} only, and this run has estimator={estimator}. "
                 "Leave it out, or change the estimator."
             )
+
+
+def check_rule(given: Collection[str], estimator: str) -> None:
+    """Raise DuelError if `given`, the arguments of a rule, is not empty and the network's noise is random tokens."""
+    if given and find(estimator).takes_noise:
+        raise DuelError(
+            f"estimator={estimator} is for networks whose noise is random tokens: none is unmasked, so no rule applies "
+            f"to it. Leave {' and '.join(given)} out."
+        )
 
 
 def ignored_args(given: Mapping[str, Any], estimator: str) -> list[str]:

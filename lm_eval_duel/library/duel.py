@@ -23,7 +23,7 @@ from lm_eval_duel.estimators import registry
 from lm_eval_duel.estimators.arguments import TwoPhaseArguments
 from lm_eval_duel.estimators.two_phase import TwoPhase
 from lm_eval_duel.library.ids import SAMPLERS, OnIds
-from lm_eval_duel.library.keywords import AUTO, DUEL, GREEDY, estimator_options, own_arguments, pretrained_options
+from lm_eval_duel.library.keywords import AUTO, DUEL, GREEDY, Default, estimator_options, own_arguments, pretrained_options
 from lm_eval_duel.library.results import GeneratedText, TextEstimate, TextScore
 from lm_eval_duel.library.texts import TextOrIds, beside, generate_texts, score_texts
 from lm_eval_duel.options import Windows
@@ -72,7 +72,7 @@ class Duel(OnIds):
     def __init__(
         self,
         denoiser: Denoiser,
-        rule: str | Rule = "greedy",
+        rule: str | Rule = GREEDY,
         block: Block = "auto",
         grid: Grid = "auto",
         batch_size: int | None = None,
@@ -86,6 +86,7 @@ class Duel(OnIds):
     ):
         if windows not in get_args(Windows):
             raise unknown("value of windows", windows, get_args(Windows))
+        registry.check_rule([] if isinstance(rule, Default) else ["rule"], estimator)
         if isinstance(rule, str):
             rule = parse(rule) if tokenizer is None else parse(rule).with_tokenizer(tokenizer)
         options = estimator_options(estimator, arguments)
@@ -148,7 +149,7 @@ class Duel(OnIds):
         model: Any,
         tokenizer: PreTrainedTokenizerBase | None = None,
         *,
-        rule: str | Rule = "greedy",
+        rule: str | Rule = GREEDY,
         block: Block = "auto",
         grid: Grid = "auto",
         estimator: str = "duel",

@@ -3,6 +3,8 @@
 import itertools
 import json
 import math
+import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -114,6 +116,19 @@ def test_what_is_said_and_what_is_refused(path, decoder):
     refused(path, "peft", peft="folder")
     for estimator in ("ar", "noised_elbo"):
         assert load_scorer(Options.parse({"pretrained": path, "estimator": estimator})).estimator.name == estimator
+
+
+@pytest.mark.parametrize("attention", ["causal", None])
+def test_tokens_of_images_are_refused(path, attention, tmp_path):
+    config = json.loads(Path(path, "config.json").read_text())
+    shutil.copytree(path, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "config.json").write_text(json.dumps({**config, "boi_token_id": 1}))
+    denoiser = denoisers.load(str(tmp_path), device="cpu", attention=attention)
+    estimator = NoisedElbo(denoiser, samples=8) if attention is None else Autoregressive(denoiser)
+    for window in (Window((0,), (2, 1)), Window((1, 0), (2,))):
+        with pytest.raises(DuelError, match=r"Window 0 holds id 1, .*image"):
+            estimator.log_prob([window])
+    assert len(estimator.log_prob([Window((0,), (2, 2))])) == 1
 
 
 @pytest.mark.parametrize(("estimator", "method"), [("ar", "chain rule"), ("noised_elbo", "noised_elbo 128")])

@@ -13,6 +13,7 @@ from lm_eval_duel import Duel, reference
 from lm_eval_duel.cli.main import main
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.denoisers import load
+from lm_eval_duel.errors import DuelError
 from lm_eval_duel.estimators.noised_elbo import NoisedElbo
 
 EPS = {"duo": 1e-3, "udlm": 1e-3, "gidd-uniform": dit_reference.T_EPS}
@@ -133,5 +134,9 @@ def test_a_text_has_a_bound_that_says_whose(tmp_path):
     path, _ = dit_reference.write(tmp_path, "udlm")
     dit_reference.words(12).save_pretrained(path)
     duel = Duel.from_pretrained(path, estimator="noised_elbo", mc_samples=8, steps=48, device="cpu")
+    with pytest.raises(DuelError, match="Leave rule out"):
+        Duel.from_pretrained(path, rule="greedy", estimator="noised_elbo", device="cpu")
+    with pytest.raises(DuelError, match="Leave rule out"):
+        Duel(duel.denoiser, "greedy", estimator="noised_elbo")
     [score] = duel.score(["a b c d"])
     assert score.bound and score.stderr > 0 and "ancestral sampling in 48 steps" in score.kind

@@ -99,6 +99,15 @@ def test_the_estimate_is_within_its_errors_and_they_cover(name, conditioning):
     assert max(map(abs, distances)) < 4 and 0.3 < torch.tensor(distances).std() < 2
 
 
+@pytest.mark.parametrize("steps", [16, math.inf])
+def test_the_told_error_is_that_of_the_estimate(steps):
+    """Its variance over seeds; draws at different times differ by more than those at one time, in a long text."""
+    toy, window = NoisyToy(length=16), Window((), tuple(n * n % 3 for n in range(16)))
+    scores = [NoisedElbo(toy, samples=8, steps=steps, seed=seed).log_prob([window])[0] for seed in range(100)]
+    values, told = (torch.tensor(of) for of in zip(*((score.log_prob, score.stderr) for score in scores), strict=True))
+    assert 0.5 < float(values.var() / told.square().mean()) < 2  # its spread is about 0.15
+
+
 def limit(toy, x):
     """The bound with infinitely many steps: all noisy rows, and Gauss's quadrature over the time's uniform number."""
     noise, total = toy.noised.noise, 0.0

@@ -35,6 +35,7 @@ CANVAS = Family(NAME, "", bos="given")
 ENCODER = dataclasses.replace(CAUSAL_LM, name=NAME)
 STEPS = 48  # of its generation config
 REFUSED = ("shift_logits", "mask_token_id", "sigma", "first_token", "backend", "peft", "compile")
+IMAGE_IDS = ("image_token_id", "boi_token_id", "eoi_token_id")
 OF_DECODER = ("cache", "cfg_scale", "temperature", "top_k", "top_p", "exclude_ids")
 
 
@@ -54,6 +55,7 @@ def load(config: dict[str, Any], options: LoadOptions, tokenizer: PreTrainedToke
     else:
         options.refuse(NAME, *OF_DECODER)
         denoiser = Canvases(model_config, config, options, tokenizer)
+    denoiser.image_ids = frozenset(getattr(model_config, name) for name in IMAGE_IDS) - {None}
     # a row's last token is predicted by the encoder, but never its input
     denoiser.set_row_length(text.max_position_embeddings + (options.attention == "causal"))
     denoiser.take(auto_model.load_model(kind, model_config, config, options).eval())
