@@ -14,7 +14,8 @@ import time
 from collections.abc import Callable, Sequence
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from statistics import median
+from typing import Any, cast
 
 import torch
 
@@ -26,10 +27,14 @@ from lm_eval_duel.core.denoiser import Denoiser
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.denoisers import self_tests
 from lm_eval_duel.denoisers.cached.denoiser import Cached
+from lm_eval_duel.denoisers.dit.denoiser import DiTDenoiser
+from lm_eval_duel.denoisers.dit.uniform import NoisedDiT
 from lm_eval_duel.denoisers.hub import pick_device
 from lm_eval_duel.errors import DuelError, unknown
+from lm_eval_duel.estimators.base import Estimator
 from lm_eval_duel.estimators.checks import DEFAULT_BLOCK
 from lm_eval_duel.estimators.duel import DuelEstimator
+from lm_eval_duel.estimators.noised_elbo import NoisedElbo
 from lm_eval_duel.estimators.phases import Phases
 from lm_eval_duel.estimators.two_phase import TwoPhase
 
@@ -76,11 +81,32 @@ def two_phase(bench: Bench) -> Arm | None:
 def forwards(bench: Bench) -> Arm:
     """The network calls of ours alone: no code around these calls can be faster."""
 
-    def more(result: Any) -> dict[str, Any]:
-        recording = bench.recording
-        return {"forwards": recording.forwards, "rows": recording.rows, "token_rows": recording.tokens}
+    return Arm(lambda windows: bench.recording.replay(), bench.denoiser, lambda result: bench.recording.counts)
 
-    return Arm(lambda windows: bench.recording.replay(), bench.denoiser, more)
+
+def noised_elbo(bench: Bench) -> Arm | None:
+    """The bound of ancestral sampling, by the same weights read as a Duo."""
+    if (estimator := bench.noised) is None:
+        return None
+    return Arm(estimator.log_prob, estimator.denoiser, line=partial(_draws, bench, estimator))
+
+
+def noised_forwards(bench: Bench) -> Arm | None:
+    """The network calls of the bound alone."""
+    if bench.noised is None:
+        return None
+    line = partial(_draws, bench, bench.noised)
+    return Arm(
+        lambda windows: bench.noised_recording.replay(),
+        bench.noised.denoiser,
+        lambda result: bench.noised_recording.counts,
+        line,
+    )
+
+
+def _draws(bench: Bench, estimator: NoisedElbo, figures: dict[str, Any]) -> str:
+    rate = estimator.samples * len(bench.windows) / median(figures["seconds"])
+    return f"{rate:,.1f} draws/s at {estimator.denoiser.vocab_size:,} tokens"
 
 
 ARMS: dict[str, Callable[[Bench], Arm | None]] = {  # None: these settings have no such arm
@@ -89,6 +115,8 @@ ARMS: dict[str, Callable[[Bench], Arm | None]] = {  # None: these settings have 
     "uncached": uncached,
     "two_phase": two_phase,
     "forwards": forwards,
+    "noised_elbo": noised_elbo,
+    "noised_forwards": noised_forwards,
 }
 
 
@@ -111,11 +139,31 @@ class Bench:
             raise DuelError("The arms of other estimators are measured without a cache; leave cache out.")
 
     @cached_property
+    def noised(self) -> NoisedElbo | None:
+        """The bound under uniform noise, by the network's weights; None: this is not what is measured."""
+        model, plain = self.settings.model, self.plain
+        if model.estimator != NoisedElbo.name or not isinstance(plain, DiTDenoiser) or plain.family != "mdlm":
+            return None
+        every = set(range(plain.vocab_size))
+        network = NoisedDiT(plain.network, "duo", plain.max_length, model.pretrained, every, None)
+        arguments = dict(model.estimator_args)
+        samples = arguments.pop("mc_samples")
+        return NoisedElbo(network, samples=samples, **arguments, batch_size=self.rows)
+
+    @cached_property
     def recording(self) -> Recording:
         """The network calls of ours."""
-        recording = Recording(self.denoiser)
+        return self._record(self.duel)
+
+    @cached_property
+    def noised_recording(self) -> Recording:
+        """The network calls of the bound under uniform noise."""
+        return self._record(cast(NoisedElbo, self.noised))
+
+    def _record(self, estimator: Estimator) -> Recording:
+        recording = Recording(estimator.denoiser)
         with recording.record():
-            self.duel.log_prob(self.windows)
+            estimator.log_prob(self.windows)
         return recording
 
     def arm(self, name: str) -> Arm:
@@ -145,8 +193,7 @@ class Bench:
         recording = Recording(arm.denoiser, keep=False)
         with recording.record():
             _, result = self.run(name)
-        counts = {"forwards": recording.forwards, "rows": recording.rows, "token_rows": recording.tokens}
-        return counts | arm.more(result), result
+        return recording.counts | arm.more(result), result
 
     # ------------------------------------------------------------ memory
 

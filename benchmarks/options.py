@@ -20,7 +20,8 @@ The model is a checkpoint or a random network: random:bidirectional (the default
 for its block, or random:llada-8b. Each arm has seconds, tokens/s, network calls, rows, token-rows and peak memory, all
 for the same windows: the loop that people run with such a network, this package ("ours"), and the network calls of ours
 alone ("forwards", the floor). Below the table: ratios, and how far the numbers of ours and of the loop are apart, in
-nats and in picks. cache=dual adds ours without the cache, estimator=two_phase the two-phase estimate.
+nats and in picks. cache=dual adds ours without the cache, estimator=two_phase the two-phase estimate, and
+estimator=noised_elbo the bound under random tokens, with the same weights, beside its network calls alone.
 """
 
 

@@ -24,6 +24,11 @@ class Recording:
         self.forwards = self.rows = self.tokens = 0
         self._inside = False
 
+    @property
+    def counts(self) -> dict[str, Any]:
+        """The number of calls, and the rows and token-rows in them."""
+        return {"forwards": self.forwards, "rows": self.rows, "token_rows": self.tokens}
+
     @contextlib.contextmanager
     def record(self) -> Iterator[None]:
         """Record the calls made inside this context."""

@@ -115,6 +115,15 @@ def test_an_arm_is_one_entry(monkeypatch):
     ]
 
 
+def test_draws_of_the_bound_against_their_network_calls():
+    words = [*SMALL, "--no_memory", "--model_args", "estimator=noised_elbo,mc_samples=8"]
+    figures = measure(Bench(parse(words)))
+    ours, bare = figures["arms"]["noised_elbo"], figures["arms"]["noised_forwards"]
+    assert all(ours[name] == bare[name] for name in ("forwards", "rows", "token_rows"))
+    assert ours["rows"] == 2 * 8 and ours["token_rows"] == 2 * 8 * 20
+    assert ["draws/s at 300 tokens" in remark for remark in figures["remarks"]] == [True, True]
+
+
 @pytest.mark.parametrize(
     ("words", "named"),
     [

@@ -192,7 +192,7 @@ def test_a_cache_and_a_history_that_outlives_blocks():
 def test_a_rule_does_not_apply_to_random_tokens():
     """Nor does a preset, nor a rule's parameter alone; `steps` is the estimator's own."""
     for given in ({"rule": "greedy"}, {"k": 2}, {"preset": "llada", "steps": 4}):
-        with pytest.raises(UsageError, match=f"noised_elbo.*Leave {[*given][0]} out"):
+        with pytest.raises(UsageError, match=f"noised_elbo.*Leave {next(iter(given))} out"):
             Options.parse({**given, "estimator": "noised_elbo"})
     assert Options.parse({"estimator": "noised_elbo", "steps": 4}).estimator_args["steps"] == 4
     Options.parse({"rule": "greedy", "estimator": "elbo"})  # random unmasking: the rule is not read

@@ -23,7 +23,15 @@ from lm_eval_duel.estimators import registry
 from lm_eval_duel.estimators.arguments import TwoPhaseArguments
 from lm_eval_duel.estimators.two_phase import TwoPhase
 from lm_eval_duel.library.ids import SAMPLERS, OnIds
-from lm_eval_duel.library.keywords import AUTO, DUEL, GREEDY, Default, estimator_options, own_arguments, pretrained_options
+from lm_eval_duel.library.keywords import (
+    AUTO,
+    DUEL,
+    GREEDY,
+    Default,
+    estimator_options,
+    own_arguments,
+    pretrained_options,
+)
 from lm_eval_duel.library.results import GeneratedText, TextEstimate, TextScore
 from lm_eval_duel.library.texts import TextOrIds, beside, generate_texts, score_texts
 from lm_eval_duel.options import Windows
