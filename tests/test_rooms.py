@@ -45,7 +45,8 @@ def module_name(path):
     return ".".join(("lm_eval_duel", *path.relative_to(PACKAGE).with_suffix("").parts)).removesuffix(".__init__")
 
 
-FILES = {module_name(path): path for path in sorted(PACKAGE.rglob("*.py"))}
+TASKS = PACKAGE / "task_configs"  # in an installed package: files of tasks, with code as lm-eval's own have it
+FILES = {module_name(path): path for path in sorted(PACKAGE.rglob("*.py")) if TASKS not in path.parents}
 INSTALLED = [name for name in FILES if "." in name]
 
 
