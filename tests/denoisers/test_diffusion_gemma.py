@@ -97,6 +97,26 @@ def test_canvases_and_windows_do_not_influence_each_other(decoder):
     assert abs(score.log_prob + exact) < 4 * score.stderr
 
 
+def test_keys_are_kept_once_when_memory_runs_out(decoder):
+    """The layers have extended the keys of the clean tokens before the last norm runs."""
+    window = Window((0,), (2, 1, 0, 2, 1))
+    [wanted] = NoisedElbo(decoder, samples=16, steps=4).log_prob([window])
+    for failing in range(3):  # one encode for each canvas
+        encodes = itertools.count()
+
+        def run_out(*_, failing=failing, encodes=encodes):
+            if next(encodes) == failing:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+
+        hook = decoder.model.model.encoder.language_model.norm.register_forward_pre_hook(run_out)
+        try:
+            [score] = NoisedElbo(decoder, samples=16, steps=4).log_prob([window])
+        finally:
+            hook.remove()
+        assert next(encodes) > failing + 1, "memory ran out, and the encode was repeated"
+        assert score.token_logprobs == pytest.approx(wanted.token_logprobs, abs=1e-9)
+
+
 def test_what_is_said_and_what_is_refused(path, decoder):
     assert NoisedElbo(decoder).describe() == {
         **{"estimator": "noised_elbo", "noise": "uniform", "steps": 48, "prediction": "denoiser"},

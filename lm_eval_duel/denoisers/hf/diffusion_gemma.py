@@ -194,8 +194,10 @@ class CanvasView(NoisedView):
         if row != self._row or end < self._end:
             self._row, self._end, self._past = row, 0, None
         if end > self._end:
-            self._past = self.denoiser.encode(self.rows.ids[row : row + 1, self._end : end], self._past)
-            self._end = end
+            begin, past = self._end, self._past
+            self._row, self._end, self._past = -1, 0, None  # an encode that fails leaves `past` partly extended
+            past = self.denoiser.encode(self.rows.ids[row : row + 1, begin:end], past)
+            self._row, self._end, self._past = row, end, past
             self.forwards += 1
         return self._past
 
