@@ -121,7 +121,7 @@ def test_random_order_changes_no_number_and_keeps_the_budget(rule, monkeypatch):
         recording = Recording(denoiser)
         with recording.record():
             scores.append(duel.log_prob(windows))
-        largest = max(ids.numel() for name, (_, ids, *_), *_ in recording.calls if name == "features_at")
+        largest = max(call[1][1].numel() for call in recording.calls if call[0] == "features_at")
         assert 60 <= largest <= duel.budget.tokens == 3 * 32
     for longest, given in zip(*scores, strict=True):
         assert longest.reveal_steps == given.reveal_steps
