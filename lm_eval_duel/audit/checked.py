@@ -94,7 +94,7 @@ def in_words(checked: Sequence[CheckedWindow]) -> str:
     alone = of["not_checked_independently"]
     return (
         f"verify: {of['windows']} windows scored again in float32 ({routes}): largest difference "
-        f"{order.order_difference:.3g} nats along the order of the second score ({order.where}), "
+        f"{order.order_difference:.3g} nats along the rule's order in float32 ({order.where}), "
         f"{max(each.difference for each in checked):.3g} nats along the run's order ({of['where']}); "
         f"{of['changed_picks']} picks are not the rule's and {of['ties']} are its ties; "
         f"{of['differing_windows']} windows differ by more than float32 noise"
