@@ -37,7 +37,6 @@ class DefinedValue(NamedTuple):
 
     log_prob: float
     problems: tuple[str, ...] = ()
-    ties: int = 0  # blocks that are not compared, since their order may be another one
 
 
 def value(estimator: Estimator, network: OneRow, window: Window, score: WindowScore) -> DefinedValue | str:
@@ -83,29 +82,29 @@ def _elbo(elbo: Elbo, network: OneRow, window: Window, score: ElboScore) -> Defi
 def _two_phase(estimator: TwoPhase, network: OneRow, window: Window, score: TwoPhaseScore) -> DefinedValue | str:
     """g and f of the blocks along the reference's own order, since an estimate records none.
 
-    Where that has a tie, the run may have taken another order: its own value stands, and the tie is counted.
+    Where that has a tie, the run may have taken another order, so a block whose value then differs is not checked.
     """
     make = rule_of(estimator.rule)
     cheap = one_row(estimator.phases["cached"].denoiser, window, estimator.block, estimator.grid)
     if make is None or cheap is None:
         return "an estimate records no order, and the reference does not have the rule"
-    drawn, pairs, ties = [n for n, weight in enumerate(score.weights) if weight], {}, 0
-    g, f = list(score.cached), dict(zip(drawn, score.uncached, strict=True))
-    for name, rows, values in (("g", cheap, dict(enumerate(g))), ("f", network, f)):
+    drawn, pairs, tied = [n for n, weight in enumerate(score.weights) if weight], {}, False
+    g, f = dict(enumerate(score.cached)), dict(zip(drawn, score.uncached, strict=True))
+    for name, rows, values in (("g", cheap, g), ("f", network, f)):
         for n, run in values.items():
             F = Watched(make())
-            found = _of_block(rows, F, n)
-            ties += F.tied
-            if not F.tied:
-                pairs[f"{name} of block {n}"] = run, found
-                if name == "g":
-                    g[n] = found
-                else:
-                    f[n] = found
+            values[n] = _of_block(rows, F, n)
+            pair = {f"{name} of block {n}": (run, values[n])}
+            if F.tied and _unequal(pair):
+                tied = True
+            else:
+                pairs |= pair
     pairs |= {f"weight of block {n}": (score.weights[n], 1 / estimator.sample) for n in drawn}
-    estimate, error = reference.two_phase(g, f, estimator.sample)
+    if tied and not _unequal(pairs):
+        return "an estimate records no order, and blocks with ties have other values along the reference's"
+    estimate, error = reference.two_phase([*g.values()], f, estimator.sample)
     pairs |= {} if score.stderr is None else {"stderr": (score.stderr, error)}
-    return DefinedValue(estimate, _unequal(pairs), ties)
+    return DefinedValue(estimate, _unequal(pairs))
 
 
 def _of_block(network: OneRow, F: reference.Rule, n: int) -> float:

@@ -60,11 +60,7 @@ def recompute(estimator: Estimator, window: Window, score: WindowScore) -> Recom
         found = _along_the_order(network, estimator.rule, window, score)
     else:
         value = estimates.value(estimator, network, window, score)
-        found = (
-            value
-            if isinstance(value, str)
-            else Recomputed(value.log_prob, REFERENCE, ties=value.ties, problems=value.problems)
-        )
+        found = value if isinstance(value, str) else Recomputed(value.log_prob, REFERENCE, problems=value.problems)
     if isinstance(found, str):
         estimator.use_single_rows()
         [again] = estimator.log_prob([window])

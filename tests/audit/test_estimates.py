@@ -1,5 +1,6 @@
 """Bounds, estimates and sums over orders equal their definitions in `reference.py` and samplers.py, and faults show."""
 
+import dataclasses
 import itertools
 import math
 
@@ -9,7 +10,7 @@ from attends import Attends
 from toys import BlockCausal, Rotary, Toy
 
 from lm_eval_duel.audit.checked import CheckedWindow
-from lm_eval_duel.audit.recompute import REFERENCE, recompute
+from lm_eval_duel.audit.recompute import ALONE, REFERENCE, recompute
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.denoisers.wrappers import Warped
 from lm_eval_duel.estimators.elbo import Elbo
@@ -67,6 +68,20 @@ def test_an_estimate_equals_its_definition(name):
     for each in checked(name):
         assert each.again.route == REFERENCE and not each.problems, each
         assert each.difference < (1e-7 if "rotary" in name else 1e-9)
+
+
+def test_a_tie_does_not_let_a_wrong_block_pass():
+    """Positions of two kinds, so two of them tie in every block."""
+    network = Attends(length=12)
+    network.place[2:] = network.place[:2].repeat(5, 1)
+    estimator = TwoPhase(network, "greedy", 4, sample=1.0)
+    window = Window((), (2, 0, 1, 1, 2, 0, 1, 2))
+    [score] = estimator.log_prob([window])
+    more = [tuple(value + 0.5 for value in values) for values in (score.cached, score.uncached)]
+    wrong = dataclasses.replace(score, log_prob=score.log_prob + 1, cached=more[0], uncached=more[1])
+    found = recompute(estimator, window, wrong)
+    assert found.route == ALONE and CheckedWindow.from_scores("", window, wrong, found).differs, found
+    assert recompute(estimator, window, score).log_prob == pytest.approx(score.log_prob, abs=1e-9)
 
 
 def test_draws_are_uniform_in_number_and_in_place():
