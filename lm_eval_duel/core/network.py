@@ -139,6 +139,10 @@ class Network(abc.ABC):
     def head(self, features: torch.Tensor) -> torch.Tensor:
         """Logits (U, V) of feature rows (U, D)."""
 
+    def smooth_head(self, features: torch.Tensor) -> torch.Tensor:
+        """`head` before its distributions are truncated: float noise changes these logits by float noise."""
+        return self.head(features)
+
     def noise_inputs(self, t: torch.Tensor) -> dict[str, torch.Tensor]:
         """Inputs of a `noised` network besides the rows, at times t (R,), (R, ...) each."""
         return {}

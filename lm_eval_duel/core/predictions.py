@@ -87,6 +87,11 @@ class Predictions:
         at = (torch.zeros_like(self._at[0]), self._at[1])
         return self._part(self.masked[lane : lane + 1, :width], keep, at, self.all_mask[lane : lane + 1])
 
+    def under(self, head: Callable[[torch.Tensor], torch.Tensor]) -> Predictions:
+        """The predictions at the same positions under another head."""
+        inputs = (self.masked, self.all_mask, self._features, self._row, head, self._excluded)
+        return Predictions(*inputs, columns=self._columns, masked_at=self._at)
+
     def _part(
         self, masked: torch.Tensor, keep: torch.Tensor, at: tuple[torch.Tensor, ...], all_mask: torch.Tensor
     ) -> Predictions:

@@ -29,10 +29,12 @@ log = logging.getLogger("lm_eval.duel_mdm")
 FIRST = 8  # checks at the start of a run
 EARLY = 4  # more each time that the run has become e times as long, until they are a constant share of it
 SHARE = 0.005  # of the lanes of a long run
-# How far statistics may differ, in units of the largest one of the lane, or of 1.
+# How far statistics may differ, in units of the largest one of their kind in the lane, or of 1.
 NOISE = 1e-3  # in float32, as between the batches of `self_tests`
 NOISE_COARSE = 0.05  # in half precision
 NOISE_ROUTED = 0.5  # of quantized weights, and of experts: noise may choose others
+LOG_SUM = 2  # its number among the statistics
+OFFSET = 0.01  # of what logits have in common, which cancels but for its float noise; in half precision all of it
 
 
 def wanted(count: float, share: float = SHARE) -> float:
@@ -49,6 +51,7 @@ class Drawn(NamedTuple):
     network: Network
     window: int  # its index among all that are scored
     place: str  # in its window
+    logits: float = 0.0  # their size, by the log of the sum
 
 
 class RowChecks:
@@ -76,7 +79,8 @@ class RowChecks:
         for drawn in waiting:
             try:
                 with without_autocast(drawn.network):
-                    apart = difference(drawn.statistics, drawn.again())
+                    least = drawn.logits * (1.0 if is_coarse(drawn.network) else OFFSET)
+                    apart = difference(drawn.statistics, drawn.again(), least)
             except torch.OutOfMemoryError:  # so nothing is known of this one
                 continue
             counts.rows_checked += 1
@@ -85,9 +89,10 @@ class RowChecks:
                 _report(drawn, apart, noise)
 
 
-def chosen(lanes: Lanes, number: int, *keys: torch.Tensor) -> list[int]:
+def chosen(lanes: Lanes, number: int, window_indices: Sequence[int], *keys: torch.Tensor) -> list[int]:
     """`number` of the lanes, drawn by a hash of (window, block, step) and of `keys` (R,)."""
-    return hashed(lanes.row, lanes.start - lanes.origin, lanes.step, *keys).argsort()[:number].tolist()
+    window = torch.tensor(window_indices, device=lanes.row.device)[lanes.row]  # (R,)
+    return hashed(window, lanes.start - lanes.origin, lanes.step, *keys).argsort()[:number].tolist()
 
 
 def place_of(lanes: Lanes, lane: int) -> str:
@@ -105,21 +110,42 @@ def draw(
     log_prob: torch.Tensor,
     window_indices: Sequence[int],
 ) -> list[Drawn]:
-    """`number` of the lanes, with their predictions and the log-probs (R, W) of `tokens` (R, W)."""
-    read = statistics(predictions, log_prob)  # (S, R, W)
-    drawn = []
-    for lane in chosen(lanes, number):
+    """`number` of the lanes, with their predictions and the log-probs (R, W) of `tokens` (R, W).
+
+    Where distributions are truncated, by top-p say, float noise may move a token across the border and every statistic
+    with it. So those of the smooth head are read.
+    """
+    network, drawn = view.denoiser, []
+    truncated = type(network).smooth_head is not Network.smooth_head
+    read = None if truncated else statistics(predictions, log_prob)  # (S, R, W)
+    for lane in chosen(lanes, number, window_indices):
         one, row, here = lanes.select(slice(lane, lane + 1)), int(lanes.row[lane]), slice(lane, lane + 1)
-        again = partial(_alone, opened, view.rows.alone(row), one.in_row(0), tokens[here].clone())
-        of_lane = read[:, lane].clone(), view.denoiser, window_indices[row], place_of(lanes, lane)
-        drawn.append(Drawn(again, *of_lane))
+        of_lane = tokens[here].clone()  # (1, W)
+        again = partial(_alone, opened, view.rows.alone(row), one.in_row(0), of_lane, truncated)
+        if read is None:
+            values = _smooth(predictions.of_lane(lane, of_lane.shape[1]), network, of_lane)  # (S, W)
+        else:
+            values = read[:, lane].clone()
+        size = float(values[LOG_SUM].nan_to_num(nan=0.0, posinf=0.0, neginf=0.0).abs().max())
+        drawn.append(Drawn(again, values, network, window_indices[row], place_of(lanes, lane), size))
     return drawn
 
 
-def _alone(opened: Callable[[Rows], View], rows: Rows, lane: Lanes, tokens: torch.Tensor) -> torch.Tensor:
+def _alone(
+    opened: Callable[[Rows], View], rows: Rows, lane: Lanes, tokens: torch.Tensor, truncated: bool
+) -> torch.Tensor:
     """The statistics (S, W) of one lane of one window."""
-    predictions = opened(rows)(lane)
+    view = opened(rows)
+    predictions = view(lane)
+    if truncated:
+        return _smooth(predictions, view.denoiser, tokens)
     return statistics(predictions, predictions.log_prob(tokens))[:, 0]
+
+
+def _smooth(predictions: Predictions, network: Network, tokens: torch.Tensor) -> torch.Tensor:
+    """The statistics (S, W) of one lane before its distributions are truncated."""
+    smooth = predictions.under(network.smooth_head)
+    return statistics(smooth, smooth.log_prob(tokens))[:, 0]
 
 
 def statistics(predictions: Predictions, log_prob: torch.Tensor) -> torch.Tensor:
@@ -130,12 +156,12 @@ def statistics(predictions: Predictions, log_prob: torch.Tensor) -> torch.Tensor
     return torch.stack([plane.double() for plane in read])
 
 
-def difference(one: torch.Tensor, other: torch.Tensor) -> float:
-    """The largest difference of statistics (S, W), in units of the largest one, or of 1."""
+def difference(one: torch.Tensor, other: torch.Tensor, least: float = 0.0) -> float:
+    """The largest difference of statistics (S, W), each in units of its own largest value, of `least`, or of 1."""
     same = (one == other) | (one.isnan() & other.isnan())
     apart = (one - other).abs().nan_to_num(nan=math.inf, posinf=math.inf)
-    largest = one.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0).abs().max().clamp(min=1.0)
-    return float(torch.where(same, 0.0, apart).max() / largest)
+    largest = one.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0).abs().amax(1).clamp(min=max(1.0, least))  # (S,)
+    return float((torch.where(same, 0.0, apart).amax(1) / largest).max())
 
 
 def tolerance(network: Network) -> float:

@@ -206,6 +206,9 @@ class Warped(Wrapper):
             ordered = ordered.masked_fill(before >= self.top_p, -math.inf)
         return torch.empty_like(logits).scatter_(1, ids, ordered)
 
+    def smooth_head(self, features: torch.Tensor) -> torch.Tensor:
+        return self.plain.smooth_head(features)
+
     def describe(self) -> dict[str, object]:
         return {**self.plain.describe(), "warpers": self.words}
 

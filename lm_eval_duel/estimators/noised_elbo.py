@@ -156,7 +156,8 @@ class NoisedElbo(Estimator):
             try:
                 with without_autocast(self.denoiser):
                     value = self._values(group, lanes, *what)  # (R, W)
-                drawn = [self._to_check(group, lanes, lane, value, *what) for lane in chosen(lanes, due, draw)]
+                checked = chosen(lanes, due, group.window_indices, draw)
+                drawn = [self._to_check(group, lanes, lane, value, *what) for lane in checked]
                 sums.add(lanes, draw % self.replicates, value)
                 self.counts.lane_steps += len(number)
                 self.row_checks.waiting += drawn

@@ -7,9 +7,11 @@ import pytest
 import torch
 from toys import BlockCausal, Causal, CausalPrefix, Rotary, Small, Toy
 
-from lm_eval_duel.core.row_checks import FIRST, SHARE, RowChecks, wanted
+from lm_eval_duel.core.lanes import Lanes, Rows
+from lm_eval_duel.core.row_checks import FIRST, SHARE, RowChecks, chosen, wanted
 from lm_eval_duel.core.scores import Counts
 from lm_eval_duel.core.windows import Window
+from lm_eval_duel.denoisers.wrappers import Warped
 from lm_eval_duel.errors import Suspect
 from lm_eval_duel.estimators.duel import Autoregressive, DuelEstimator
 from lm_eval_duel.estimators.elbo import Elbo
@@ -53,6 +55,24 @@ class Neighbour(Faulty):
         return torch.where((row == rows - 1) & (rows > 1), 0.9, 1.0).expand(token.shape)
 
 
+class Offset(Crowd):
+    """Logits with a large common part, which cancels."""
+
+    def features(self, ids, real):
+        return super().features(ids, real) + 1000
+
+
+class Border(Toy):
+    """Float noise, of calls with several rows, in distributions at the border of top_p=0.8."""
+
+    coarse = False
+
+    def features(self, ids, real):
+        p = torch.tensor([0.5, 0.3, 0.2, 0.0], dtype=torch.float64)
+        noise = torch.tensor([0, 0, 1e-9 if len(ids) > 1 else -1e-9, 0], dtype=torch.float64)
+        return (p.clamp(min=1e-30).log() + noise).expand(*ids.shape, 4).clone()
+
+
 def windows(count, length=8, tokens=3, context=0, seed=0):
     drawn = torch.randint(tokens, (count, length), generator=torch.Generator().manual_seed(seed)).tolist()
     return [Window(row[:context], row[context:]) for row in drawn]
@@ -93,6 +113,32 @@ def test_with_coarse_numbers_they_are_counted(fault, batch_size):
 def test_every_way_of_scoring_is_checked(make):
     with pytest.raises(Suspect):
         make().log_prob(windows(20))
+
+
+def test_a_common_part_of_the_logits_hides_no_difference():
+    with pytest.raises(Suspect):
+        DuelEstimator(Offset(), "greedy", 4).log_prob(windows(20))
+
+
+def test_a_token_at_the_border_of_top_p_stops_no_run():
+    warped = Warped(Border(), top_p=0.8)
+    batch, alone = (warped.head(Border().features(torch.zeros(rows, 1), None)[:1, 0]) for rows in (2, 1))
+    assert batch.isinf().sum() != alone.isinf().sum()
+    estimator = DuelEstimator(warped, "left_to_right", 4)
+    estimator.log_prob(windows(20, tokens=2))
+    assert estimator.counts.rows_checked >= FIRST and estimator.counts.rows_differing == 0
+
+
+@pytest.mark.parametrize("warpers", [{"temperature": 0.5}, {"top_k": 2}, {"top_p": 0.9}])
+def test_rows_under_warpers_are_checked(warpers):
+    with pytest.raises(Suspect):
+        DuelEstimator(Warped(Crowd(), **warpers), "left_to_right", 4).log_prob(windows(20))
+
+
+def test_the_places_checked_differ_with_the_window():
+    rows = Rows.from_windows(windows(1), torch.device("cpu"))
+    lanes = Lanes.fresh(rows, torch.zeros(4, dtype=torch.int64), torch.arange(0, 8, 2), torch.full((4,), 2))
+    assert {lane for window in range(40) for lane in chosen(lanes, 1, [window])} == {0, 1, 2, 3}
 
 
 def test_samples_and_recorded_orders_are_checked():
