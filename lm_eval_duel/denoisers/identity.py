@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from lm_eval_duel.arguments import PROBABILITY
 from lm_eval_duel.errors import DuelError
 
 Config = dict[str, Any]
@@ -24,11 +25,30 @@ REFUSED = {  # by class name or model type
 _REFUSED = {name.lower(): (name, reason) for name, reason in REFUSED.items()}
 GEMMA = ("diffusiongemmaforblockdiffusion", "diffusion_gemma")  # names in lower case
 NOISED = ("duo", "udlm", *GEMMA)  # of networks whose noise is random tokens
+GIDD = "dit"  # its model type
+ABSORBING = ("absorbing_state", "absorbing", "absorb", "masked", "mask")
+LINEAR = ("loglinear", "log-linear", "log_linear")
 MASKING = {  # entries that name the noise or what the output means, and their values for masks
-    "diffusion": ("absorbing_state", "absorbing", "absorb", "masked", "mask"),
-    "graph": ("absorbing_state", "absorbing", "absorb"),
-    "noise": ("loglinear", "log-linear", "log_linear"),
+    "diffusion": ABSORBING,
+    "graph": ABSORBING,
+    "noise": LINEAR,
     "parameterization": ("subs", "sedd", "ar"),
+    "noise_type": (*LINEAR, *ABSORBING),
+    "forward_process": ABSORBING,
+}
+UNIFORM = ("uniform", "uniform_state")
+RANDOM = {  # for the random tokens of Duo and UDLM
+    "diffusion": UNIFORM,
+    "graph": UNIFORM,
+    "noise": LINEAR,
+    "parameterization": ("mean", "d3pm"),
+    "noise_type": (*LINEAR, *UNIFORM),
+    "forward_process": UNIFORM,
+}
+HYBRID = ("hybrid", "gidd")
+MIXED = {  # for GIDD's masks and random tokens
+    **dict.fromkeys(("diffusion", "graph", "noise_type", "forward_process"), HYBRID),
+    **dict.fromkeys(("noise", "parameterization"), (*HYBRID, "linear")),
 }
 
 
@@ -50,7 +70,30 @@ def model_names(config: Config) -> list[str]:
 def noise(config: Config) -> bool:
     """True if the noise of a network is random tokens, by its names, or for GIDD by its `p_uniform`."""
     names = [name.lower() for name in model_names(config)]
-    return any(name in NOISED for name in names) or ("dit" in names and bool(config.get("p_uniform")))
+    return any(name in NOISED for name in names) or (GIDD in names and bool(_p_uniform(config)))
+
+
+def _p_uniform(config: Config) -> float:
+    """The share of random tokens in the noise, 0 if the config does not say."""
+    return float(PROBABILITY("p_uniform", config.get("p_uniform"), " in config.json") or 0.0)
+
+
+def _known_noise(config: Config) -> dict[str, tuple[str, ...]]:
+    """The entries that name the noise, and their values for the network that a config names."""
+    names = {name.lower() for name in model_names(config)}
+    if is_diffusion_gemma(config):
+        return {}
+    return MASKING if not noise(config) else MIXED if GIDD in names else RANDOM
+
+
+def _kinds(name: str, key: str, entry: Any) -> list[str]:
+    """The kinds of noise that an entry names: a text, or a section with a type or a name; of a number, none."""
+    if not isinstance(entry, Mapping):
+        return [entry] if isinstance(entry, str) else []
+    kinds = [str(entry[field]) for field in ("type", "name") if entry.get(field) is not None]
+    if not kinds:
+        raise DuelError(f"The config.json of {name} has a {key} without a type or a name, so its noise is not known.")
+    return kinds
 
 
 def is_diffusion_gemma(config: Config) -> bool:
@@ -67,11 +110,17 @@ def require_supported(config: Config, name: str, family: str | None = None) -> N
         if given.lower() in _REFUSED:
             known, reason = _REFUSED[given.lower()]
             raise DuelError(f"{name} is a {known}: {reason}.")
-    for key, values in () if noise(config) else MASKING.items():
-        entry = config.get(key)
-        kind = entry.get("type") if isinstance(entry, Mapping) else entry
-        if isinstance(kind, str) and kind.lower() not in values:
-            raise DuelError(
-                f"The config.json of {name} has {key}={kind}, and masked diffusion has {key}={values[0]}. With other "
-                "noise there is no mask state, and no order of unmasking to score."
-            )
+    names = [given.lower() for given in model_names(config)]
+    if GIDD not in names and (share := _p_uniform(config)):
+        raise DuelError(
+            f"The config.json of {name} has p_uniform={share:g}, which is GIDD's, and it names no GIDD. If it is one, "
+            f"set its model_type to {GIDD}."
+        )
+    for key, values in _known_noise(config).items():
+        for kind in _kinds(name, key, config.get(key)):
+            if kind.lower() not in values:
+                own = "this family" if noise(config) else "masked diffusion"
+                raise DuelError(
+                    f"The config.json of {name} has {key}={kind}, and {own} has {key}={values[0]}. A network that was "
+                    "trained with other noise, or whose output means something else, would get a wrong number."
+                )

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from lm_eval_duel.arguments import COUNT, TRUTH
+from lm_eval_duel.arguments import COUNT, PROBABILITY, TRUTH
 from lm_eval_duel.denoisers import identity, weights
 from lm_eval_duel.denoisers.dit import gidd, uniform
 from lm_eval_duel.denoisers.dit.denoiser import ATTENTION, SEDD, DiTDenoiser
@@ -105,7 +105,8 @@ def make(config: dict[str, Any], options: LoadOptions, tokenizer: PreTrainedToke
         network = DiT(shape).eval()
     kind, more = KINDS.get(family, DiTDenoiser), {} if block is None else {"block": block}
     if family in gidd.FAMILIES:
-        more = {"t_eps": config["t_eps"], **({"uniform": config["p_uniform"]} if noised else {})}
+        uniform_share, margin = entries(config, options.name, PROBABILITY, "p_uniform", "t_eps")
+        more = {"t_eps": margin, **({"uniform": uniform_share} if noised else {})}
     if noised:
         options.refuse(family, "cache", "temperature", "top_k", "top_p", "exclude_ids")
     denoiser = kind(network, family, row, options.name, tokens, mask_id, **more)
@@ -167,6 +168,11 @@ def read_shape(config: dict[str, Any], options: LoadOptions) -> tuple[str, DiTCo
             f"The config.json of {name} has time_conditioning={str(bool(time)).lower()}. Of the networks with these "
             "entries SEDD is given the noise level, and MDLM, BD3-LM and their AR baseline are not. If it is a SEDD "
             "with time_conditioning=true, pass family=sedd or set its model_type to sedd."
+        )
+    if "bd3lm" in names and crossed is None and not causal and block is not None and block < length:
+        raise DuelError(
+            f"The config.json of {name} has block_size={block} and no cross_attn, so it does not say if its blocks see "
+            "the later ones. Set cross_attn: true for a BD3-LM, false for a network that sees the whole row."
         )
     if causal or not crossed or block is None or block >= length:
         return "ar" if causal else "sedd" if sedd else "mdlm", shape, length, None
