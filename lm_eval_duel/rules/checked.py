@@ -6,6 +6,7 @@ Shapes: R lanes, W block width.
 from __future__ import annotations
 
 import dataclasses
+import logging
 import sys
 import traceback
 from typing import TYPE_CHECKING, Any
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
     import torch
 
     from lm_eval_duel.core.scores import Counts
+
+log = logging.getLogger("lm_eval.duel_mdm")
 
 SHARE = 1 / 16  # of a rule's calls that are repeated, in a long run
 NOISE = 1e-5  # of memory, relative and absolute: the same sums in another order
@@ -41,9 +44,10 @@ def with_checks(rule: Rule, counts: Counts, coarse: bool) -> Rule:
 class Checked(Around):
     """A user's rule, which may return the pick alone. In its lanes `row` is zero: a rule knows no window's number.
 
-    Throughout a run some calls are repeated, on the same predictions and on one lane alone, drawn by a hash of (window,
-    block, step): picks and memory must agree, except in near ties. This detects a rule that is no function of a lane's
-    predictions; it proves nothing.
+    Throughout a run some calls are repeated, on the same predictions and on one lane alone, drawn by a hash of (call,
+    row, block, step): picks and memory must agree, except in near ties. A rule without a decision_margin has unknown
+    near ties, so what it decides differently for a lane alone is counted and logged. This detects a rule that is no
+    function of a lane's predictions; it proves nothing.
 
     Raises:
         DuelError: the rule raised an exception, returned something else than planes of the lanes' shape and device, or
@@ -75,7 +79,7 @@ class Checked(Around):
         self.counts.decisions_checked += 1
         choice = choice[1:] if len(choice) > 1 else choice  # a draw for the first lane may be that for one alone
         keys = (lanes.row, lanes.start - lanes.origin, lanes.step)
-        return int(choice[hashed(*(key[choice] for key in keys)).argmin()])
+        return int(choice[hashed(count, *(key[choice] for key in keys)).argmin()])
 
     def _repeated(self, predictions: Any, lanes: Any, lane: int) -> Decision:
         """The rule's decision, which must be the same when it is asked again, and for `lane` alone."""
@@ -96,13 +100,20 @@ class Checked(Around):
         if not _agree(decision, again, ~near):
             self._differs("when it was asked again")
         elif not _agree(cut, alone, ~tie):
-            self._differs("when it was asked about one lane alone", lane)
+            known = decision.decision_margin is not None and alone.decision_margin is not None
+            self._differs("when it was asked about one lane alone", lane, near_ties_known=known)
         return decision
 
-    def _differs(self, when: str, lane: int = 0) -> None:
-        """Count a different decision; raise Suspect unless the network's numbers are coarse."""
+    def _differs(self, when: str, lane: int = 0, near_ties_known: bool = True) -> None:
+        """Count a different decision; raise Suspect unless float noise can explain it."""
         self.counts.decisions_differing += 1
-        if not self.coarse:
+        if not near_ties_known:
+            log.warning(
+                "Rule %s decided otherwise %s. Without a decision_margin this may be a near tie. Such decisions are "
+                "counted (decisions_differing in the results); with many of them, the rule depends on other lanes",
+                *(self, when),
+            )
+        elif not self.coarse:
             raise Suspect(
                 f"Rule {self} is not deterministic: it decided otherwise {when}. A rule is a function of a lane's own "
                 "predictions, masked positions, step and memory; anything else gives no likelihood, so every value "

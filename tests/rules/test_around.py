@@ -93,6 +93,7 @@ class Chance(rules.Rule):
     """Negative control: it is no function of what it sees, in one way or another."""
 
     how: str = "global"
+    margin: bool = True  # it gives one
     state_only = True
     calls: ClassVar = itertools.count()
 
@@ -116,7 +117,8 @@ class Chance(rules.Rule):
             first = lanes.masked & (lanes.masked.cumsum(1) == 1)
             lanes.tokens[first] = 0
             return first
-        return lanes.masked & (rules.rank(torch.where(lanes.masked, -score, math.inf)) < 1)
+        pick = lanes.masked & (rules.rank(torch.where(lanes.masked, -score, math.inf)) < 1)
+        return rules.Decision(pick, torch.ones(len(lanes)) if self.margin else None)
 
 
 @pytest.mark.parametrize(
@@ -128,7 +130,7 @@ class Chance(rules.Rule):
 )
 def test_a_rule_that_is_no_function_of_what_it_sees_is_refused(how, around):
     windows = [Window((1,), (0, 1, 2, 0, 1, 2)), Window((), (0, 0, 2, 1)), Window((2,), (2, 2, 1, 0, 1, 1))]
-    with pytest.raises(DuelError, match=f"(?i)rule test_around:Chance:how={how} "):
+    with pytest.raises(DuelError, match=f"(?i)rule test_around:Chance:how={how}\\b"):
         DuelEstimator(Toy(length=8), rules.parse(f"test_around:Chance:how={how}{around}"), 6).log_prob(windows)
     if how == "global" and not around:
         with pytest.raises(DuelError, match="not deterministic"):
@@ -169,6 +171,17 @@ def test_what_a_rule_decides_differently_is_counted_where_numbers_are_coarse():
     duel = DuelEstimator(Coarse(length=8), Chance("batch"), 8)
     assert len(duel.log_prob([Window((), (n, 0, 1, 2, 0, 1, 2, n)) for n in range(3)])) == 3
     assert 0 < duel.counts.decisions_differing <= duel.counts.decisions_checked
+
+
+@pytest.mark.parametrize("how", ["seeded", "batch", "width"])
+def test_without_a_margin_a_lane_alone_may_be_a_near_tie(how, caplog):
+    windows = [Window((1,), (0, 1, 2, 0, 1, 2)), Window((), (0, 0, 2, 1)), Window((2,), (2, 2, 1, 0, 1, 1))]
+    duel = DuelEstimator(Toy(length=8), Chance(how, margin=False), 6)
+    assert len(duel.log_prob(windows)) == 3
+    assert 0 < duel.counts.decisions_differing <= duel.counts.decisions_checked
+    assert "decided otherwise" in caplog.text
+    with pytest.raises(Suspect):
+        DuelEstimator(Toy(length=8), Chance(margin=False), 6).log_prob(windows)
 
 
 @dataclasses.dataclass(frozen=True)
