@@ -15,42 +15,63 @@ from typing import Any
 from lm_eval_duel.audit.recompute import distance, tolerance
 from lm_eval_duel.core.rates import perplexity
 from lm_eval_duel.core.windows import Window
-from lm_eval_duel.denoisers.load_options import WHOLE_ROW_BOS
 from lm_eval_duel.text.annotated import TokenText
+
+COUNTED = "duel_tokens"  # a column of the tasks of this package, which count their documents' tokens
 
 
 @dataclasses.dataclass
 class FromText:
-    """The documents of a task. `bos`: which positions of a row are scored."""
+    """The documents of a task.
+
+    `bos`: which positions of a row are scored; `length`: of the longest row; `prefix`, `suffix`: its special tokens.
+    """
 
     task: str
     tokenizer: Any
     bos: str
+    length: int
+    prefix: Sequence[int] = ()
+    suffix: Sequence[int] = ()
     documents: int = 0
     log_prob: float = 0.0
     noise: float = 0.0  # nats, by which the run's sum may be apart
     tokens: int = 0
     words: int = 0
     bytes: int = 0
+    counted_before: bool = False  # words and bytes are the task's, of texts that its documents do not hold
     alone: int = 0  # windows that the reference did not compute
     problems: list[str] = dataclasses.field(default_factory=list)
 
     def add(self, name: str, doc: Mapping[str, Any], text: str, windows: Sequence[Window], nats: float) -> None:
         """Add a document, its windows in the run and its log-probability by the reference."""
-        raw = next((doc[column] for column in ("page", "text") if isinstance(doc.get(column), str)), text)
         ids = self.tokenizer(str(text), add_special_tokens=False, verbose=False)["input_ids"]
         scored = [token for window in windows for token in window.target]
-        if isinstance(text, TokenText):  # a row that its task has cut
-            rows = [token for window in windows for token in (*window.context, *window.target, *window.suffix)]
-            ids = scored if rows == [*text.token_ids] or self.bos == "none" else [*text.token_ids]
-        if scored != ids and self.bos not in WHOLE_ROW_BOS:
-            self.problems.append(f"{name}: its text has {len(ids)} ids, but other ids are scored ({len(scored)})")
+        wanted = of_row(text, self.bos) if isinstance(text, TokenText) else self.of_text(ids)
+        if scored != wanted:
+            self.problems.append(
+                f"{name}: of its text, {len(wanted)} ids are to be scored, but not these {len(scored)}"
+            )
         self.documents += 1
         self.log_prob += nats
         self.noise += sum(tolerance(len(window.target)) for window in windows)
-        self.tokens += len(ids)
-        self.words += doc.get("words", len(re.split(r"\s+", raw)))
-        self.bytes += doc.get("bytes", len(raw.encode()))
+        self.tokens += len(wanted) if isinstance(text, TokenText) else len(ids)
+        raw = next((doc[column] for column in ("page", "text") if isinstance(doc.get(column), str)), text)
+        words, size = len(re.split(r"\s+", raw)), len(raw.encode())
+        if "page" not in doc and {COUNTED, "words", "bytes"} <= doc.keys():
+            words, size, self.counted_before = doc["words"], doc["bytes"], True
+        self.words += words
+        self.bytes += size
+
+    def of_text(self, ids: Sequence[int]) -> list[int]:
+        """The ids that are scored of a text of these ids, which is cut into rows."""
+        before, after = len(self.prefix), len(self.suffix)
+        found, room = [], self.length - before - after
+        for start in range(0, len(ids), room):
+            row = [*self.prefix, *ids[start : start + room], *self.suffix]
+            begin, end = {"official": (0, 1), "scored": (0, after), "first": (1, 0)}.get(self.bos, (before, after))
+            found += row[begin : len(row) - end]
+        return found
 
     @property
     def counts(self) -> dict[str, tuple[int, str]]:
@@ -78,6 +99,10 @@ class FromText:
     def lines(self, printed: Mapping[str, float]) -> list[str]:
         """For people: the counts, and the sum and metrics if the reference computed every window."""
         counts = f"{self.documents} documents, {self.bytes:,} bytes, {self.words:,} words, {self.tokens:,} tokens"
+        if self.counted_before:
+            counts += (
+                " (bytes and words as the task gives them: its documents do not hold the texts before detokenizing)"
+            )
         if self.alone:
             return [
                 f"From the text of {self.task}, by the tokenizer alone:",
@@ -93,3 +118,12 @@ class FromText:
                 if metric in printed
             ),
         ]
+
+
+def of_row(text: TokenText, bos: str) -> list[int]:
+    """The ids that are scored of a row that its task has cut."""
+    before, after = text.special_tokens
+    begin, end = {"given": (1, 0), "official": (0, 1), "scored": (0, 0), "first": (before + 1, after)}.get(
+        bos, (before, after)
+    )
+    return list(text.token_ids[begin : len(text.token_ids) - end])

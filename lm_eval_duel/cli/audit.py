@@ -127,7 +127,8 @@ def audit_requests(lm: DuelMDM, task: Any, requests: list[Any], found: Audit) ->
     answers = getattr(lm, batch.requests[0].request_type)(batch.requests)
     checked = lm.run.stats.checked[before:]
     found.checked.extend(checked)
-    of_task, items = FromText(str(task.config.task), lm.tokenizer, lm.text.bos), dict[str, list[Any]]()
+    special = lm.text.bos, lm.denoiser.max_length, lm.text.prefix, lm.text.suffix
+    of_task, items = FromText(str(task.config.task), lm.tokenizer, *special), dict[str, list[Any]]()
     for n, (request, answer) in enumerate(zip(batch.requests, answers, strict=True)):
         mine = [each for each in checked if each.request == n]
         nats, given = (

@@ -248,9 +248,10 @@ class Text:
         else:
             ids = self.encode(text)
             windows = self.document(ids)
-            scored = sum(len(window.target) for window in windows)
-            if self.bos in WHOLE_ROW_BOS:  # special tokens are scored, or an id of each row is context
-                scored = len(ids)
+            # the task counts the ids of the text: special tokens that are scored are none, an id that is context is one
+            before, after = len(self.prefix), len(self.suffix)
+            more = {"scored": before, "official": before + after - 1, "first": -1}.get(self.bos, 0)  # of each row
+            scored = sum(len(window.target) - more for window in windows)
             remedy = "Name the tokenizer: --metadata tokenizer=<folder or hub name>"
         if counted not in (None, scored):
             raise DuelError(

@@ -78,11 +78,18 @@ def another_count(monkeypatch):
     monkeypatch.setattr(metrics, "sizes", lambda text: (len(text.split()), len(text)))
 
 
-@pytest.mark.parametrize("fault", [dropped_token, other_ids, smaller_totals, another_count])
-def test_a_fault_between_text_and_metric_is_the_exit_code(fault, folder, texts, capsys, monkeypatch):
+@pytest.mark.parametrize(
+    ("fault", "bos"),
+    [
+        (dropped_token, "given"),
+        (dropped_token, "scored"),
+        *((f, "given") for f in (other_ids, smaller_totals, another_count)),
+    ],
+)
+def test_a_fault_between_text_and_metric_is_the_exit_code(fault, bos, folder, texts, capsys, monkeypatch):
     fault(monkeypatch)
     with pytest.raises(SystemExit) as ended:
-        main(["audit", *command(folder, texts, "--no_own_code")])
+        main(["audit", *command(folder, texts, "--no_own_code", args=f"rule=greedy,block=4,bos={bos}")])
     assert ended.value.code == 1, "though no window differs"
     out = capsys.readouterr().out
     assert "DIFFERS" not in out and ("network: not compared: --no_own_code." in out or fault is dropped_token)
