@@ -292,6 +292,8 @@ def noised_elbo(
 ) -> tuple[float, float]:
     """The Monte Carlo bound of log p(x) and its standard error, from K draws of one of its T terms.
 
+    It assumes a(1) = 0: nothing of x is left at t = 1, so the term of the prior is 0 and left out.
+
     `logits_of(z, t)`: the network on x with noise at `positions`; `denoiser`: its softmax is p(x_0 | x_t), own token
     included; else it stands for x_0 in the posterior.
     """

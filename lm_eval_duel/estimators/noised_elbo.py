@@ -27,7 +27,7 @@ from lm_eval_duel.core.lanes import Lanes
 from lm_eval_duel.core.noise import Noised
 from lm_eval_duel.core.noised import NoisedView
 from lm_eval_duel.core.predictions import CPU_ROWS, CPU_VALUES, GPU_VALUES
-from lm_eval_duel.core.reveal import WindowGroup, without_autocast
+from lm_eval_duel.core.reveal import WindowGroup, naming_window, without_autocast
 from lm_eval_duel.core.row_checks import Drawn, chosen, place_of
 from lm_eval_duel.core.scores import IndexedScores, WindowScore
 from lm_eval_duel.core.windows import Window
@@ -154,7 +154,7 @@ class NoisedElbo(Estimator):
             if due := self.row_checks.due(self.counts, len(number), 1.0):
                 self.row_checks.compare(self.counts)
             try:
-                with without_autocast(self.denoiser):
+                with naming_window(lanes, group.window_indices), without_autocast(self.denoiser):
                     value = self._values(group, lanes, *what)  # (R, W)
                 checked = chosen(lanes, due, group.window_indices, draw)
                 drawn = [self._to_check(group, lanes, lane, value, *what) for lane in checked]
@@ -269,8 +269,10 @@ class NoisedElbo(Estimator):
             own = self._head(here) if logits is None else here
             parts.append(noises.statistics(own, *(plane[part] for plane in planes)))
         values = [torch.cat(column) for column in zip(*parts, strict=True)]  # (P,) each
-        if not all(bool((~value.isnan()).all()) for value in values):
-            raise NotFinite("The weights are broken or the dtype is too narrow: the network returned NaN.")
+        if bool((broken := torch.stack(values).isnan().any(0)).any()):  # (P,)
+            lane = int(wanted[broken][0]) // lanes.masked.shape[1]
+            message = "The weights are broken or the dtype is too narrow: the network returned NaN."
+            raise NotFinite(message, lane=lane)
         blank = torch.zeros(clean.shape, dtype=torch.float64, device=clean.device)
         full = (blank.masked_scatter(lanes.masked, value) for value in values)
         return noises.Statistics(*full), observed, logits

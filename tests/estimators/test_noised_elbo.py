@@ -12,7 +12,7 @@ from lm_eval_duel import Duel, reference
 from lm_eval_duel.core import noise as noises
 from lm_eval_duel.core.row_checks import FIRST
 from lm_eval_duel.core.windows import Window
-from lm_eval_duel.errors import DuelError, Suspect
+from lm_eval_duel.errors import DuelError, NotFinite, Suspect
 from lm_eval_duel.estimators.noised_elbo import NoisedElbo
 from lm_eval_duel.estimators.subsets.lattice import Lattice
 
@@ -260,3 +260,14 @@ def test_a_chain_reads_the_output_of_the_step_before():
     estimator = NoisedElbo(toy, samples=1 << 13, steps=2, self_conditioning="chain")
     [score] = estimator.log_prob([Window((), text)])
     assert abs(score.log_prob + chain) < 4 * score.stderr < abs(chain - none)
+
+
+def test_nan_names_its_window():
+    class Poisoned(NoisyToy):
+        def features(self, ids, real, t=None):
+            return super().features(ids, real, t).masked_fill((ids[:, :1] == 2)[:, :, None], math.nan)
+
+    windows = [Window((1,), (0, 1)), Window((2,), (0, 1))]
+    with pytest.raises(NotFinite, match=r"Window 1, ") as raised:
+        NoisedElbo(Poisoned(), samples=16).log_prob(windows)
+    assert raised.value.window == 1
