@@ -9,7 +9,9 @@ Shapes: L row length, C masked positions, V tokens.
 
 from __future__ import annotations
 
+import contextlib
 import logging
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -60,13 +62,28 @@ def compare(options: Options, denoiser: Denoiser, device: str | None) -> Compare
         denoiser = denoiser.plain
     if type(getattr(denoiser, "model", None)).__module__.startswith("transformers_modules"):
         return "the run itself has the network of the checkpoint's own code"
-    try:  # whatever the code of others raises
-        model = own_class.load(options.pretrained or BUNDLED, device, options.network)
+    try:
+        with theirs():
+            model = own_class.load(options.pretrained or BUNDLED, device, options.network)
         with torch.inference_mode():
             return difference(denoiser, model)
+    except NotRun as error:
+        return str(error)
+
+
+class NotRun(Exception):
+    """The code of others raised an error, of which this is the text."""
+
+
+@contextlib.contextmanager
+def theirs() -> Iterator[None]:
+    """Raise NotRun for whatever the code of others raises in here."""
+    try:
+        yield
     except Exception as error:
         log.debug("the checkpoint's own class", exc_info=True)
-        return f"{'' if isinstance(error, DuelError) else type(error).__name__ + ': '}{first_line(error)}"
+        name = "" if isinstance(error, DuelError) else f"{type(error).__name__}: "
+        raise NotRun(f"{name}{first_line(error)}") from error
 
 
 def first_line(error: Exception) -> str:
@@ -137,7 +154,8 @@ class OwnRow(OneRow):
             none = torch.zeros(seen.shape, dtype=dtype, device=shown.device)
             more["attention_mask"] = none.masked_fill(~seen, torch.finfo(dtype).min)[None, None]
             more["position_ids"] = column[None]
-        out = self.model(input_ids=shown[None], **more)
+        with theirs():
+            out = self.model(input_ids=shown[None], **more)
         return (out if isinstance(out, torch.Tensor) else out[0] if isinstance(out, tuple) else out.logits)[0]
 
     def head(self, denoiser: Denoiser, features: torch.Tensor) -> torch.Tensor:

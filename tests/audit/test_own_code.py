@@ -92,3 +92,21 @@ def test_what_cannot_be_compared_says_why(tmp_path):
     assert "trust_remote_code=true" in compared(path, trust_remote_code=False)
     (tmp_path / "modeling_own.py").write_text("import no_such_package\n" + DREAM)
     assert "no_such_package" in compared(path)
+
+
+def test_an_error_of_this_network_is_no_reason_to_skip_the_comparison(folders, monkeypatch):
+    """The code of others may fail, which is a text; our own network may not."""
+    denoiser = denoisers.load(folders["llada"], device="cpu")
+
+    def broken(*_, **__):
+        raise KeyError("ours")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(own_code.OwnRow, "seen", lambda self, *_: {}["ours"])
+        with pytest.raises(KeyError, match="ours"):
+            compared(folders["llada"], denoiser)
+    monkeypatch.setattr(own_code.own_class, "load", lambda *_: broken)
+    assert compared(folders["llada"], denoiser) == "KeyError: 'ours'"
+    monkeypatch.setattr(denoiser, "head", broken)
+    with pytest.raises(KeyError, match="ours"):
+        compared(folders["llada"], denoiser)
