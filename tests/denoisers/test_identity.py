@@ -5,10 +5,13 @@ import json
 import dit_reference
 import pytest
 import tiny
+import torch
 from decoder_reference import CASES, LLAMA, QWEN3
 from networks import refused
 
 from lm_eval_duel.denoisers import unloaded
+from lm_eval_duel.denoisers.dit import checkpoint
+from lm_eval_duel.denoisers.load_options import LoadOptions
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.options import Options
 from lm_eval_duel.text.loading import load_scorer
@@ -124,6 +127,14 @@ def test_a_config_is_accepted_for_what_it_says(case, tmp_path):
     )
     mask = {} if family in ("duo", "udlm") else {"mask_token_id": 12}
     assert unloaded.read(str(tmp_path), mask).family == family
+
+
+def test_numbers_that_are_text_are_numbers(tmp_path):
+    config = {**GIDD, "p_uniform": "0.1", "t_eps": "0.25"}
+    denoiser = checkpoint.make(
+        config, LoadOptions(name=str(tmp_path), mask_token_id=12, device=torch.device("cpu")), None
+    )
+    assert (denoiser.uniform, denoiser.t_eps) == (0.1, 0.25)
 
 
 @pytest.mark.parametrize("case", REFUSED)

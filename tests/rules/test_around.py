@@ -12,10 +12,13 @@ from laws import total
 from toys import Toy
 
 from lm_eval_duel import Window, rules
+from lm_eval_duel.core.lanes import Lanes, Rows
 from lm_eval_duel.core.row_checks import FIRST
+from lm_eval_duel.core.scores import Counts
 from lm_eval_duel.errors import DuelError, Suspect
 from lm_eval_duel.estimators.duel import DuelEstimator
 from lm_eval_duel.estimators.subsets.lattice import Lattice
+from lm_eval_duel.rules.checked import with_checks
 
 
 def largest(lanes, scores):
@@ -182,6 +185,13 @@ def test_without_a_margin_a_lane_alone_may_be_a_near_tie(how, caplog):
     assert "decided otherwise" in caplog.text
     with pytest.raises(Suspect):
         DuelEstimator(Toy(length=8), Chance(margin=False), 6).log_prob(windows)
+
+
+def test_the_lane_asked_again_differs_with_the_call():
+    rows = Rows.from_windows([Window((), (0,) * 8)], torch.device("cpu"))
+    lanes = Lanes.fresh(rows, torch.zeros(4, dtype=torch.int64), torch.arange(0, 8, 2), torch.full((4,), 2))
+    checked = with_checks(Own(), Counts(), False)
+    assert {checked._drawn(lanes) for _ in range(40)} >= {1, 2, 3}
 
 
 @dataclasses.dataclass(frozen=True)
