@@ -45,6 +45,12 @@ class Suspect(LaneError):
     """The same question has got two answers, so values that were computed before may be wrong, too."""
 
 
+def first_line(error: Exception) -> str:
+    """The first line of an error's message, after the name of its class if it is none of this package."""
+    name = "" if isinstance(error, DuelError) else f"{type(error).__name__}: "
+    return name + (str(error).strip().splitlines() or [""])[0]
+
+
 @contextlib.contextmanager
 def naming(name: str | Callable[[int], str]) -> Iterator[None]:
     """Put a name before a DuelError; a function names the window that it concerns, if it concerns one."""

@@ -24,7 +24,7 @@ from lm_eval_duel.demo import BUNDLED
 from lm_eval_duel.denoisers.hf import own_class
 from lm_eval_duel.denoisers.self_tests import random_rows
 from lm_eval_duel.denoisers.wrappers import Wrapper
-from lm_eval_duel.errors import DuelError
+from lm_eval_duel.errors import first_line
 from lm_eval_duel.options import Options
 
 log = logging.getLogger("lm_eval.duel_mdm")
@@ -82,13 +82,7 @@ def theirs() -> Iterator[None]:
         yield
     except Exception as error:
         log.debug("the checkpoint's own class", exc_info=True)
-        name = "" if isinstance(error, DuelError) else f"{type(error).__name__}: "
-        raise NotRun(f"{name}{first_line(error)}") from error
-
-
-def first_line(error: Exception) -> str:
-    """The first line of an error's message."""
-    return (str(error).strip().splitlines() or [""])[0].rstrip(".")
+        raise NotRun(first_line(error).rstrip(".")) from error
 
 
 def difference(denoiser: Denoiser, model: Any) -> Compared:

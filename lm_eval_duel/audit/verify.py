@@ -15,7 +15,7 @@ from lm_eval_duel.core.denoiser import Denoiser
 from lm_eval_duel.core.scores import WindowScore
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.demo import BUNDLED
-from lm_eval_duel.errors import DuelError
+from lm_eval_duel.errors import first_line
 from lm_eval_duel.estimators import registry
 from lm_eval_duel.options import Options
 from lm_eval_duel.text.text import Text
@@ -43,6 +43,7 @@ class Verification:
         chance = random.Random(f"{options.draw_seed} {rank}")
         self.drawn = frozenset(chance.sample(candidates, min(share, len(candidates))))
         self.scores: dict[tuple[int, int], WindowScore] = {}
+        self.failure = ""  # the reason why some windows are not verified
 
     def keep(self, n: int, scores: Sequence[WindowScore]) -> None:
         """Remember the run's scores of the drawn windows of request `n`."""
@@ -51,7 +52,8 @@ class Verification:
     def compare(self, requests: Sequence[Instance], text: Text) -> list[CheckedWindow]:
         """Score the drawn windows again; an error in the log if one differs, unless the run's dtype is coarse.
 
-        If that fails (out of memory, say), log why: the run's scores are kept.
+        If that fails (out of memory, say, or in a rule of the user), `failure` and the log say why: the run's scores
+        are kept, and the windows that were compared before are returned.
         """
         checked: list[CheckedWindow] = []
         try:
@@ -59,9 +61,10 @@ class Verification:
                 option = f", option {requests[n].idx}" if requests[n].idx else ""
                 where = f"task {requests[n].task_name}, document {requests[n].doc_id}{option}, window {part}"
                 checked.append(CheckedWindow.from_scores(where, self.windows[n][part], self.scores[n, part], again, n))
-        except (DuelError, RuntimeError) as error:
-            log.error("verify failed, so no window is verified; scores are unaffected: %s", str(error).splitlines()[0])
-            return []
+        except Exception as error:
+            self.failure = first_line(error)
+            count = f"{len(checked)} of {len(self.scores)} windows"
+            log.error("verify failed after %s; scores are unaffected: %s", count, self.failure)
         if not self.windows:
             log.warning("verify: all answers came from the response cache, so no window is verified")
         if checked:

@@ -127,6 +127,10 @@ def audit_requests(lm: DuelMDM, task: Any, requests: list[Any], found: Audit) ->
     answers = getattr(lm, batch.requests[0].request_type)(batch.requests)
     checked = lm.run.stats.checked[before:]
     found.checked.extend(checked)
+    if failures := lm.run.stats.verify_failures:
+        found.problems.extend(f"verification failed: {failure.rstrip('.')}" for failure in failures)
+        failures.clear()
+        return  # some windows have no second score
     special = lm.text.bos, lm.denoiser.max_length, lm.text.prefix, lm.text.suffix
     of_task, items = FromText(str(task.config.task), lm.tokenizer, *special), dict[str, list[Any]]()
     for n, (request, answer) in enumerate(zip(batch.requests, answers, strict=True)):

@@ -152,6 +152,7 @@ class Scoring(Work):
             log.info("blocks that started from masks alone, where all positions tie and the lowest is first: %d", ties)
         if self.verification is not None:
             self.run.stats.checked += self.verification.compare(self.requests, self.run.text)
+            self.run.stats.verify_failures += [self.verification.failure] if self.verification.failure else []
 
     def _joined(self, n: int, scores: dict[int, WindowScore]) -> Finished:
         """A request whose windows are all scored."""

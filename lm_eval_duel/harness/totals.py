@@ -68,6 +68,7 @@ class RunStats:
     ranks: int = 1
     shares: list[Share] = dataclasses.field(default_factory=list)  # of each rank
     checked: list[CheckedWindow] = dataclasses.field(default_factory=list)  # windows that were scored twice
+    verify_failures: list[str] = dataclasses.field(default_factory=list)  # reasons why others were not
     phases: dict[str, dict[str, float]] = dataclasses.field(default_factory=dict)  # costs of a two-phase estimate
 
     def add_request(self, task: str, document: Any, outcome: Outcome, unknown: int = 0) -> None:
@@ -106,6 +107,7 @@ class RunStats:
         self.ranks += other.ranks
         self.shares += other.shares
         self.checked += other.checked
+        self.verify_failures += other.verify_failures
         for phase, costs in other.phases.items():
             mine = self.phases.setdefault(phase, {})
             self.phases[phase] = {name: mine.get(name, 0) + cost for name, cost in costs.items()}
@@ -192,6 +194,7 @@ class RunStats:
             "longest_document": max((total.longest_document for total in self.tasks.values()), default=0),
             "generated": sorted(self.generated),
             "verify": checked.describe(self.checked) if self.checked else None,
+            **({"verify_failed": self.verify_failures} if self.verify_failures else {}),
             **({"phases": self.phases} if self.phases else {}),
             "tasks": {name: total.describe() for name, total in self.tasks.items()},
         }

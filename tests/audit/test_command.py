@@ -5,6 +5,7 @@ import json
 
 import pytest
 
+from lm_eval_duel.audit import verify
 from lm_eval_duel.cli import audit
 from lm_eval_duel.cli.main import main
 from lm_eval_duel.core import predictions
@@ -93,6 +94,13 @@ def test_a_fault_between_text_and_metric_is_the_exit_code(fault, bos, folder, te
     assert ended.value.code == 1, "though no window differs"
     out = capsys.readouterr().out
     assert "DIFFERS" not in out and ("network: not compared: --no_own_code." in out or fault is dropped_token)
+
+
+def test_a_verification_that_fails_is_the_exit_code(folder, texts, capsys, monkeypatch):
+    monkeypatch.setattr(verify, "recompute", lambda *_: {}["a key"])
+    with pytest.raises(SystemExit) as ended:
+        main(["audit", *command(folder, texts, "--no_own_code")])
+    assert ended.value.code == 1 and "verification failed: KeyError: 'a key'" in capsys.readouterr().err
 
 
 def test_what_the_run_alone_computed_twice_is_not_checked(folder, tmp_path, capsys):

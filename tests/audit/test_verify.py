@@ -4,6 +4,7 @@ import pytest
 from close import close_nats
 from harness_requests import ask
 
+from lm_eval_duel.audit import verify
 from lm_eval_duel.harness.distributed import Ranks
 from lm_eval_duel.harness.lm import DuelMDM
 
@@ -57,6 +58,23 @@ def test_moved_picks_are_counted(folder, caplog):
     found = model.get_model_info()["duel"]["verify"]
     assert found["changed_picks"] > 20 and found["largest_difference"] < 1e-4 < 0.1 < found["largest_order_difference"]
     assert found["differing_windows"] == 7 and [each for each in caplog.records if each.levelname == "ERROR"]
+
+
+@pytest.mark.parametrize("error", [KeyError("a rule of the user"), RuntimeError("")])
+def test_a_failure_loses_no_answer_and_no_window_that_was_compared(folder, monkeypatch, error):
+    again, done = verify.recompute, []
+
+    def fails(*arguments):
+        done.append(arguments)
+        if len(done) == 3:
+            raise error
+        return again(*arguments)
+
+    monkeypatch.setattr(verify, "recompute", fails)
+    model, values = scored(folder, verify=5)
+    assert len(values) == 7
+    found = model.get_model_info()["duel"]
+    assert found["verify"]["windows"] == 2 and type(error).__name__ in found["verify_failed"][0]
 
 
 @pytest.mark.parametrize(("windows", "expected"), [(4, [2, 1, 1]), (1, [1, 0, 0])])
