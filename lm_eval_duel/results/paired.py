@@ -112,7 +112,7 @@ def compare(
         pairs.Side(name, rate, drawn, is_bound(texts.kind), texts.doubt(name))
         for name, rate, drawn, texts in zip(names, rates, draws, both, strict=True)
     ]
-    value, interval, verdict = pairs.difference(*sides, len(a))
+    value, interval, verdict = pairs.difference(*sides, len(set(first.keys)))
     values = perplexity(rates[0]), perplexity(rates[1])
     one, other = (
         None if texts.stderr is None or not math.isfinite(known) else known * texts.stderr / float(count)

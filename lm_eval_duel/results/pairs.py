@@ -23,7 +23,7 @@ BOTH, RULES, MODELS, ALL, NONE = "both", "rules", "models", "all", "none"
 CHOICES = (BOTH, RULES, MODELS, ALL, NONE)  # of --pairs
 UNCLEAR = "not distinguishable"  # within two standard errors
 MOST_ROWS = 5  # of which all pairs are listed; of more, each is compared with the lowest
-FEW = 10  # documents below which a bootstrap interval is too narrow for a verdict
+FEW = 10  # distinct documents below which a bootstrap interval is too narrow for a verdict
 EQUAL = 1e-6  # nats per unit that are float noise
 PAPER_RULE = "greedy:k=1"  # the rule of the paper's perplexity tables
 CONVENTIONS = {"special_tokens", "windows", "max_length", "sigma"}  # entries in which published figures may differ
@@ -45,21 +45,24 @@ class Side(NamedTuple):
 
 
 def difference(first: Side, second: Side, documents: int) -> tuple[float | None, Interval | None, str]:
-    """First minus second (None if a rate is infinite), its interval, and which is better by that interval."""
+    """First minus second (None if a rate is infinite), its interval, and which is better by that interval.
+
+    `documents`: the number of distinct texts; copies of one text say nothing about others.
+    """
     if not (math.isfinite(first.rate) and math.isfinite(second.rate)):
         return None, None, ""
     value = first.rate - second.rate
     if first.draws is None or second.draws is None:
         return value, None, ""
     drawn = first.draws - second.draws
-    low, high = interval = stats.interval(drawn[np.isfinite(drawn)])  # a draw of empty documents only has no rate
+    low, high = interval = stats.interval(drawn)
     better, worse = (first, second) if high < 0 else (second, first)
     if doubt := first.doubt or second.doubt:
         verdict = f"no verdict: {doubt}"
     elif max(abs(low), abs(high)) < EQUAL:
         verdict = "equal"
     elif documents < FEW:
-        verdict = f"no verdict from {documents} documents"
+        verdict = f"no verdict from {documents} distinct documents"
     elif low <= 0 <= high:
         verdict = UNCLEAR
     elif worse.bound:  # its own value may be lower than its bound
@@ -80,7 +83,7 @@ def pair(first: Row, second: Row) -> Pair:
         doubt = f"{name} is neither a likelihood nor a bound" if row.eps else row.stderr_reason
         doubt = doubt if row.likelihood else f"{name} is not a likelihood"
         sides.append(Side(name, stats.rate(row.metric, row.value), row.draws, row.bound, doubt))
-    value, interval, verdict = difference(*sides, len(first.documents))
+    value, interval, verdict = difference(*sides, len({key.rpartition(":")[0] for key in first.documents}))
     reason = ""
     if value is None:
         reason = "no difference of an infinite perplexity"

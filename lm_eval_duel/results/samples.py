@@ -52,10 +52,11 @@ def beside(results: Path, task: str, rolling: bool) -> tuple[Documents | None, s
 
 def of_score(documents: Iterable[Mapping[str, Any]]) -> Documents:
     """The documents of a file of `score --json`. A log_prob of null is minus infinity."""
-    records = []
-    for n, entry in enumerate(documents):
+    entries, records = list(documents), []
+    counted = {unit for unit in UNITS.values() if any(entry[unit] for entry in entries)}  # an empty text has none
+    for n, entry in enumerate(entries):
         nats = -math.inf if entry["log_prob"] is None else entry["log_prob"]
-        values = {metric: (nats, entry[unit]) for metric, unit in UNITS.items() if entry[unit]}
+        values = {metric: (nats, entry[unit]) for metric, unit in UNITS.items() if unit in counted}
         records.append((n, str(entry["sha256"]), values))
     return _numbered(records)
 

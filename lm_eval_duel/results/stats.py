@@ -42,8 +42,8 @@ def clear(here: float, there: float, error: float | None) -> bool:
 
 
 def interval(values: np.ndarray) -> list[float]:
-    """The 95 % percentile interval of draws."""
-    low, high = np.percentile(values, LEVEL)
+    """The 95 % percentile interval of draws. A draw of empty documents only has no rate and is left out."""
+    low, high = np.percentile(values[np.isfinite(values)], LEVEL)
     return [float(low), float(high)]
 
 
@@ -97,7 +97,7 @@ def with_error(rates: np.ndarray, column: int, error: float) -> np.ndarray:
     unless there are few documents. Only the part that is missing in the difference to the nearest row is added.
     """
     others = [rates[:, column] - rates[:, n] for n in range(rates.shape[1]) if n != column] or [rates[:, column]]
-    missing = math.sqrt(max(0.0, error**2 - min(float(np.var(other)) for other in others)))
+    missing = math.sqrt(max(0.0, error**2 - min(float(np.var(other[np.isfinite(other)])) for other in others)))
     return rates[:, column] + missing * np.random.default_rng([SEED, column]).standard_normal(len(rates))
 
 

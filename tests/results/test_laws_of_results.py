@@ -218,6 +218,30 @@ def test_equal_texts_share_their_draws():
     assert (high - low) / (2 * 1.96) == pytest.approx(1.0 / 10 / math.sqrt(12), rel=0.05)
 
 
+def in_a_report(tmp_path, first, second):
+    """The pair that a report finds between two files of `score --json`."""
+    for name, found in (("A", first), ("B", second)):
+        (tmp_path / f"{name}.json").write_text(json.dumps(score_file(name, found)))
+    files = [str(tmp_path / name) for name in ("A.json", "B.json")]
+    report([*files, "--out", str(tmp_path / "out"), "--metric", "token_perplexity"])
+    (task,) = json.loads((tmp_path / "out" / "report.json").read_text())["tasks"].values()
+    return task["pairs"][0]
+
+
+def test_copies_of_a_text_count_once_for_a_verdict(tmp_path):
+    copies = [[text_score("the same text", nats, 10)] * 12 for nats in (-30.0, -31.0)]
+    found = [compare(*copies).verdict, in_a_report(tmp_path, *copies)["verdict"]]
+    assert all(verdict.startswith("no verdict from 1 ") for verdict in found)
+
+
+@pytest.mark.parametrize("size", [2, 12])
+def test_an_empty_document_takes_no_interval_away(tmp_path, size):
+    empty = dataclasses.replace(scores()[0], text="", tokens=(), log_prob=0.0)
+    first, second = ([*found[:size], empty] for found in (scores(), scores(0.05, seed=2)))
+    pair, expected = in_a_report(tmp_path, first, second), compare(first, second, ("A", "B"))
+    assert pair["interval"] == pytest.approx(expected.interval) and pair["verdict"] == expected.verdict
+
+
 def test_what_is_no_score_of_one_model_is_refused():
     mixed = [*scores()[:-1], scores(estimator="oracle")[-1]]
     positive = [dataclasses.replace(scores()[0], log_prob=1.0), *scores()[1:]]
@@ -283,7 +307,7 @@ def entry(rule, value=20.0, estimator="duel", block="4", cache="none", stderr=0.
 
 
 def compared(first, second, low, high, documents=50):
-    known = dict.fromkeys(range(documents))
+    known = dict.fromkeys(f"text {n}:1" for n in range(documents))
     first, second = (
         replace(row, draws=draws + math.log(20.0), documents=known)
         for row, draws in ((first, np.linspace(low, high, 1000)), (second, np.zeros(1000)))
@@ -300,7 +324,7 @@ def test_verdicts():
     assert compared(greedy, margin, 0.1, 0.2) == "margin is better"
     assert compared(greedy, margin, -0.1, 0.2) == "not distinguishable"
     assert compared(greedy, margin, -1e-9, 2e-8) == "equal"
-    assert compared(greedy, margin, 0.1, 0.2, 9) == "no verdict from 9 documents"
+    assert compared(greedy, margin, 0.1, 0.2, 9) == "no verdict from 9 distinct documents"
     assert compared(greedy, elbo, 0.1, 0.2) == "ELBO is better"  # its likelihood is better still
     assert compared(greedy, elbo, -0.2, -0.1) == "no verdict: ELBO is an upper bound"
     assert compared(greedy, entry(None, estimator="elbo", elbo_eps="0.1"), 0.1, 0.2).endswith("nor a bound")
