@@ -169,8 +169,9 @@ def compared(every: Sequence[dict[str, Any]]) -> tuple[compare.Comparison, str]:
     task = compare.task(TASK, runs, match.PER_TOKEN if same else "bits_per_byte", as_published=True)
 
     def own(run: read.Run) -> Row:
-        mine = (row for row in task.rows if (row.run, row.estimator) == (run, run.estimator))
-        return next(mine, task.rows[0] if run is runs[0] else own(runs[0]))  # the same model twice has one row
+        """The row of a model's own value, or the one that stands for it: the same model twice has one row."""
+        wanted = run, run.estimator
+        return next(row for row in task.rows if wanted in [(each.run, each.estimator) for each in (row, *row.same)])
 
     task = dataclasses.replace(task, pairs=[pairs.pair(own(runs[0]), own(run)) for run in runs[1:]])
     parts = [tables.values(task).text(), tables.differences(task).text()]

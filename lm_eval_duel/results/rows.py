@@ -53,6 +53,7 @@ class Row:
     documents: Values = dataclasses.field(default_factory=dict, repr=False)
     missing: str = ""  # why there are no documents
     variant: str = ""  # what distinguishes it from a row of the same model, rule and block
+    same: tuple[Row, ...] = dataclasses.field(default=(), repr=False)  # rows of the same value that it stands for
 
     ar: bool = False  # the autoregressive baseline
     best: bool = False  # the lowest likelihood of its model
@@ -321,17 +322,21 @@ def _of_lattice(row: Row, own: float | None, key: str) -> bool:
 def in_order(rows: Iterable[Row], base: Run | None, notes: list[str]) -> list[Row]:
     """The rows of a table, the baseline first; remarks on those that are there twice are added to `notes`.
 
-    A rule that was scored by itself and in a lattice run has one row: its own. Rows of different specs that share a
-    name get a variant. The baseline is always kept. Raises DuelError if the baseline has no row.
+    A value that was scored by itself and in a lattice run has one row: its own, which has values of documents. Rows of
+    different specs that share a name get a variant. The baseline is always kept.
+
+    Raises:
+        DuelError: the baseline has no row.
     """
     groups: dict[tuple, dict[tuple, Row]] = {}
-    for row in sorted(rows, key=lambda row: (not row.ar, registry.find(row.run.estimator).lattice, -row.run.date)):
+    for row in sorted(rows, key=lambda row: (not row.ar, row.estimator != row.run.estimator, -row.run.date)):
         spec = row.run.spec
         ignored = NON_IDENTITY_KEYS - ({*row.entry.arguments} if not row.entry.lattice else set())
         apart = tuple(sorted((k, v) for k, v in spec.items() if row.entry.drawn or k not in ignored))
         alike = groups.setdefault((row.run.key, row.estimator, row.rule, row.block), {})
         first = alike.setdefault(apart, row)
         if first is not row:
+            first.same += (row,)
             pairs = [(value, row.metrics[metric]) for metric, value in first.metrics.items() if metric in row.metrics]
             other = "" if all(math.isclose(*pair, rel_tol=SAME) for pair in pairs) else ", with ANOTHER value"
             twice = f"{first.run.short_name} is shown, {row.run.short_name} holds it too{other}"
@@ -355,10 +360,10 @@ def differing_keys(specs: Sequence[Mapping[str, str]], named: Iterable[str]) -> 
 def _disambiguate(group: Sequence[Row]) -> None:
     """Give rows of one name what distinguishes their specs as their variant."""
     specs = [row.run.spec for row in group]
-    keys = differing_keys(specs, ("estimator", "rule"))
-    if len(group) < 2 or (keys and LABEL_KEYS.issuperset(keys)):
+    keys, named = differing_keys(specs, ("estimator", "rule")), {"cache", *group[0].entry.label_args}
+    if len(group) < 2 or (keys and named.issuperset(keys)):
         return
-    keys = differing_keys(specs, {"estimator", "rule", *LABEL_KEYS}) or ["version"]
+    keys = differing_keys(specs, {"estimator", "rule", *named}) or ["version"]
     for row in group:
         row.variant = ", ".join(argument(row.run.spec, key) for key in keys)
 

@@ -153,6 +153,29 @@ def test_models_are_compared_as_a_report_compares_them(folder, texts, tmp_path, 
     assert "document" not in printed.splitlines()[0] and lines[2 * len(TEXTS)]["log_prob_stderr"]
 
 
+@pytest.mark.parametrize(
+    ("model", "others"),
+    [
+        ("estimator=elbo_exact,block=4", ["estimator=mixture", "estimator=oracle"]),
+        ("estimator=mixture,block=4", ["estimator=duel,rule=greedy", "estimator=oracle", "estimator=mixture"]),
+        ("rule=left_to_right,block=4", ["rule=greedy", "rule=greedy,k=1", "rule=left_to_right", "estimator=mixture"]),
+        ("estimator=sampled_order,alg=entropy,alg_temp=0.5,beam=16,block=8", ["beam=32", "rule=greedy,estimator=duel"]),
+    ],
+)
+def test_a_difference_is_that_of_the_totals(folder, texts, tmp_path, capsys, model, others):
+    """Of every model, also of one whose value a lattice run or another model has too; names differ as models do."""
+    out = tmp_path / "out.json"
+    arguments = ("--lines", "--model_args", f"pretrained={folder},{model}", "--json", str(out))
+    run(texts, *arguments, "--compare", *others, capsys=capsys)
+    first = json.loads(out.read_text())
+    for other in first["compared"]:
+        pair, totals = other["difference"], [first["total"], other["total"]]
+        assert pair["perplexities"] == pytest.approx([total["token_perplexity"] for total in totals], rel=1e-5)
+        assert len({*pair["names"]}) == len({first["fingerprint"], other["fingerprint"]})
+        assert pair["kinds"] == [first["kind"], other["kind"]]
+        assert pair["interval"]
+
+
 def test_a_model_that_fails_costs_no_finished_one(folder, texts, tmp_path, capsys):
     out, damaged = tmp_path / "out.json", tmp_path / "damaged"
     words = [texts, "--lines", "--model_args", f"pretrained={folder},rule=threshold,mu=0.9", "--json", str(out)]
