@@ -8,6 +8,7 @@ import dataclasses
 import json
 import sys
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import IO
 
 from lm_eval_duel.arguments import COUNT, NOT_NEGATIVE, SHARE, TEXT, whole
@@ -18,6 +19,7 @@ from lm_eval_duel.errors import UsageError, usage
 from lm_eval_duel.options import model_of
 from lm_eval_duel.tasks import own_text
 
+WARPERS = ("temperature", "top_k", "top_p")  # flags of the draws, and model args of the network
 PRINTS = """\
 Writes a JSON object a line, as each text is finished: prompt and sample (numbers from 0), text, log_prob (nats, of all
 tokens given prompt and suffix) and its kind, tokens with their log-probabilities and reveal steps, rule, block, seed.
@@ -33,24 +35,28 @@ def main(arguments: Sequence[str]) -> None:
     model = dict(options.model)
     name, batch_size = model.pop("pretrained", None) or BUNDLED, model.pop("batch_size")
     duel = Duel.from_pretrained(name, batch_size=None if batch_size == "auto" else int(batch_size), **model)
+    temperature = 1.0 if options.temperature is None else options.temperature  # of the network's own distributions
     about = {
         "pretrained": name,
         "fingerprint": duel.fingerprint,
         "estimator": duel.estimator.name,
         "rule": None if duel.rule is None else str(duel.rule),
         "block": duel.block,
+        "grid": duel.grid,
+        "cache": duel.denoiser.cache,
         "seed": options.seed,
-        "temperature": options.temperature,
-        "top_k": options.top_k,
-        "top_p": options.top_p,
+        **{
+            key: model.get(key, value)
+            for key, value in zip(WARPERS, (temperature, options.top_k, options.top_p), strict=True)
+        },
     }
     numbers = [(prompt, sample) for prompt in range(len(options.prompts)) for sample in range(options.num)]
     samples = duel.generate_stream(
         [options.prompts[prompt] for prompt, _ in numbers],
         suffixes=[options.suffix] * len(numbers),
         max_new_tokens=options.max_new_tokens,
-        do_sample=options.temperature > 0,
-        temperature=options.temperature,
+        do_sample=temperature > 0,
+        temperature=temperature,
         top_k=options.top_k,
         top_p=options.top_p,
         until=options.until,
@@ -91,7 +97,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         suffix=Flag(TEXT, "", "what stands after the text to write (infilling)"),
         num=Flag(COUNT, 1, "samples of each prompt", shows="N"),
         max_new_tokens=Flag(COUNT, 64, "positions to generate", shows="N"),
-        temperature=Flag(NOT_NEGATIVE, 1.0, "0: the most probable token at every pick"),
+        temperature=Flag(NOT_NEGATIVE, None, "0: the most probable token at every pick", unset="1"),
         top_k=Flag(COUNT, None, "keep this many of the most probable tokens", unset="all"),
         top_p=Flag(SHARE, None, "keep the fewest tokens with this probability", unset="all"),
         until=Flag(TEXT, None, "stop strings", many=True, shows="TEXT"),
@@ -103,4 +109,10 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     files = own_text.texts(options.prompts, options.field, lines=True) if options.prompts else []
     options.prompts = [text.text for text in files] or options.prompt or [""]
     options.model = model_of(options)
+    for key in WARPERS:
+        if key in options.model and getattr(options, key) is not None:
+            twice = f"--{key} {getattr(options, key):g} and {key}={options.model[key]} of --model_args"
+            raise UsageError(f"generate: {twice} would both apply, one after the other; leave one out.")
+    if options.out != STDOUT and Path(options.out).is_file():
+        raise UsageError(f"generate: {options.out} exists; remove it, or name another file with --out.")
     return options

@@ -5,7 +5,9 @@ import json
 import pytest
 
 from lm_eval_duel import Duel, Window
+from lm_eval_duel.cli.generate import parse
 from lm_eval_duel.cli.main import main
+from lm_eval_duel.errors import UsageError
 
 
 def lines(capsys, *arguments):
@@ -37,3 +39,24 @@ def test_prompts_of_a_table_and_the_argmax(tmp_path, capsys):
     assert first["text"] == second["text"]
     with pytest.raises(SystemExit, match="--prompts"):
         lines(capsys, *arguments, "--prompt", "a")
+
+
+def test_a_file_is_not_overwritten_and_a_setting_is_not_given_twice(tmp_path):
+    (tmp_path / "old.jsonl").write_text("finished work")
+    words = ["demo-mdm", "--model_args", "temperature=0.5,top_k=3"]
+    for more, named in (
+        (["--out", str(tmp_path / "old.jsonl")], "old.jsonl exists"),
+        (["--temperature", "0.7"], "temperature=0.5"),
+        (["--top_k", "3"], "top_k=3"),
+    ):
+        with pytest.raises(UsageError, match=named):
+            parse([*words, *more])
+    parse([*words, "--top_p", "0.9", "--out", str(tmp_path / "new.jsonl")])
+
+
+def test_a_line_names_what_its_numbers_depend_on(capsys):
+    args = "block=4,cache=dual,temperature=0.5"
+    main(["generate", "demo-mdm", "--model_args", args, "--device", "cpu", "--max_new_tokens", "4"])
+    [line] = map(json.loads, capsys.readouterr().out.splitlines())
+    named = {"cache": "dual", "grid": "target", "temperature": 0.5, "top_k": None}
+    assert {key: line[key] for key in named} == named
