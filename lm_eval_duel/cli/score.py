@@ -336,11 +336,12 @@ def table(figures: dict[str, Any]) -> str:
     lines = [f"{figures['pretrained']}, estimator={figures['estimator']}, {method}".rstrip(", ")]
     if figures["kind"] != Kind.LIKELIHOOD.value:
         lines[-1] += f" ({figures['kind']})"
-    drawn = of_spec(figures["estimator"], spec).drawn
+    beam = BeamSums.read(figures["beam"]) if "beam" in figures else None
+    drawn = of_spec(figures["estimator"], spec, beam).drawn
     if drawn and total["log_prob_stderr"] is None:
         lines.append(f"{drawn.error} error unknown: it takes at least 8 {drawn.units}")
-    if "beam" in figures:
-        lines.append(BeamSums.read(figures["beam"]).words)
+    if beam:
+        lines.append(beam.words)
     if (error := total["bits_per_byte_stderr"]) is not None:
         lines.append(
             f"bits per byte {below}{total['bits_per_byte']:.4f}{pm(error, '.4f')} (standard error over documents)"

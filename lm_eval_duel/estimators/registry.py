@@ -346,6 +346,8 @@ def of_spec(estimator: str, spec: Mapping[str, Any], beam: BeamSums | None = Non
     entry = find(estimator)
     if BEAM not in spec or BEAM not in entry.arguments or (beam is not None and beam.kind == "exact"):
         return entry
+    if beam is not None and beam.only_bounded:
+        return dataclasses.replace(entry, kind=Kind.UPPER_BOUND)
     kind = Kind.UPPER_BOUND if beam is not None and beam.kind == "bound" else Kind.ESTIMATE
     return dataclasses.replace(
         entry, kind=kind, drawn=MonteCarlo("sum over orders by a beam", "repetitions", "convergence")

@@ -120,9 +120,12 @@ class Total:
     def stderr(self) -> float | None:
         """The Monte Carlo error of `log_prob`: equal windows have the same draws, so their errors are one error.
 
-        None: not known, for example because too few blocks of a two-phase estimate were drawn.
+        None: not known, for example because too few blocks of a two-phase estimate were drawn, or because no block of a
+        beam has converged, so that its value is a bound at an unknown distance.
         """
         if self.errors is None or (self.phases is not None and self.phases.stderr is None):
+            return None
+        if self.beam is not None and self.beam.only_bounded:
             return None
         errors = [count * error for count, error in self.errors.values()]
         return math.fsum(errors) if self.beam else math.hypot(*errors)  # errors of a beam have one sign as a rule
@@ -155,8 +158,6 @@ class Total:
         (value, value_error), error = self.perplexity(tokens), self.stderr
         if error is None:
             errors, note = (" +- ?", " +- ?"), f"{drawn.error} error unknown: it takes at least 8 {drawn.units}"
-        elif self.beam is not None and not self.beam.converged:
-            errors, note = ("", ""), "a lower bound"
         else:
             errors = (f" +- {error:.2f}", f" +- {value_error:.2f}")
             note = f"{drawn.error} {'error' if self.beam else 'standard error'}"

@@ -130,7 +130,9 @@ def record(window: Window, score: WindowScore, estimator: Estimator) -> dict[str
     if weights := getattr(score, "weights", None):  # of a two-phase estimate
         line["two_phase"] = {"cached": list(score.cached), "weights": list(weights), "uncached": list(score.uncached)}
     if beam := values[next(iter(values))].beam:
-        line["beam"] = BeamSums(*beam).describe()
+        sums = BeamSums(*beam)
+        line["beam"] = sums.describe()
+        values = {} if sums.only_bounded else values  # whose errors are not known
     if not math.isfinite(score.log_prob):
         line["reason"] = IMPOSSIBLE
     errors = {name: value.stderr for name, value in values.items() if value.stderr is not None}

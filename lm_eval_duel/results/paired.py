@@ -140,7 +140,7 @@ def _texts(scores: Sequence[Any], name: str) -> Texts:
         return Texts([], [], {}, Kind.LIKELIHOOD.value)
     total, spec = Total.from_parts(score.sums for score in scores), scores[0].spec
     estimator, stderr = str(spec["estimator"]), total.stderr
-    drawn = of_spec(estimator, spec).drawn
+    drawn = of_spec(estimator, spec, total.beam).drawn
     unknown = "" if drawn is None or stderr is not None else drawn.unknown(spec)
     counts = {
         "token": [score.tokens if isinstance(score.tokens, int) else len(score.tokens) for score in scores],

@@ -332,7 +332,7 @@ def in_order(rows: Iterable[Row], base: Run | None, notes: list[str]) -> list[Ro
     for row in sorted(rows, key=lambda row: (not row.ar, row.estimator != row.run.estimator, -row.run.date)):
         spec = row.run.spec
         ignored = NON_IDENTITY_KEYS - ({*row.entry.arguments} if not row.entry.lattice else set())
-        apart = tuple(sorted((k, v) for k, v in spec.items() if row.entry.drawn or k not in ignored))
+        apart = tuple(sorted((k, v) for k, v in spec.items() if row.entry.drawn or row.beam or k not in ignored))
         alike = groups.setdefault((row.run.key, row.estimator, row.rule, row.block), {})
         first = alike.setdefault(apart, row)
         if first is not row:

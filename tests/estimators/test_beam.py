@@ -238,6 +238,7 @@ def test_a_value_is_an_estimate_or_a_bound_and_says_so():
     outcome = Outcome.from_scores(WINDOWS[:3], scores, estimator)
     assert Outcome.from_record(outcome.record, WINDOWS[:3]) == outcome
     total = outcome.total
+    assert total.beam.only_bounded and total.stderr is None and total.describe(25)["stderr"] is None
     assert total.beam == BeamSums.total(sums(scores)) and total.beam.kind == "bound" and total.beam.blocks == 4
     described = total.describe(25)["beam"]
     assert described["bound"] <= total.log_prob + 1e-9 and described["kind"] == "bound"

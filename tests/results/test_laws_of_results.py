@@ -206,6 +206,14 @@ def test_a_value_is_a_bound_if_that_of_any_text_is():
     assert found.verdict.startswith("no verdict") and "≤" in str(found) and found.kinds[1] == Kind.UPPER_BOUND.value
 
 
+def test_a_bound_alone_has_no_error():
+    """Its distance is not known: neither 0 nor the standard error of anything."""
+    beams = scores(0.05, sets=(2, 0, 0, 0, -9, 9), estimator="sampled_order", stderr=0.0, beam=8)
+    found = compare(scores(), beams)
+    assert found.stderrs == (None, None) and beams[0].stderr is None and "±" not in str(found)
+    assert found.verdict == "no verdict: second is an upper bound"
+
+
 def test_equal_texts_share_their_draws():
     """Twelve copies of one text have one error twelve times, as in the total of a run."""
     exact = [text_score("the same text", -30.0, 10)] * 12

@@ -34,6 +34,11 @@ class BeamSums(NamedTuple):
         return self.blocks - self.exact - self.converged
 
     @property
+    def only_bounded(self) -> bool:
+        """True if some blocks count with their bound and none has converged: there is no error to tell."""
+        return bool(self.open) and not self.converged
+
+    @property
     def kind(self) -> Literal["bound", "estimate", "exact"]:
         """The kind of the sum of these blocks."""
         if self.open:
