@@ -60,6 +60,7 @@ def from_model(
     for key in network:
         if key not in ARGUMENTS:
             raise unknown("argument of from_model", key, ARGUMENTS)
+    require_dtype(autocast)
     bare = user_module.unwrapped(model)
     module = user_module.unwrapped(module) if module is not None else user_module.module_of(bare)
     if module is not None:
@@ -87,6 +88,12 @@ def from_model(
     denoiser = InMemory(plain, module, name, weights, autocast)
     denoiser.special_tokens = special_tokens.expected(denoiser, tokenizer)
     return loading.wrapped(denoiser, options)
+
+
+def require_dtype(autocast: torch.dtype | None) -> None:
+    """Raise DuelError for an autocast that is no dtype of floats."""
+    if autocast is not None and not (isinstance(autocast, torch.dtype) and autocast.is_floating_point):
+        raise DuelError(f"'autocast' is a dtype, such as torch.bfloat16, or None; got {autocast!r}.")
 
 
 _half: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()  # modules that were named in the warning

@@ -65,6 +65,8 @@ def training_metrics(
         duel/greedy/bits_per_byte_stderr    over texts (ratio of sums, delta method); with two texts or more
 
     Arguments that define another number are part of the name: "greedy,block=8", "greedy,cache=dual,temperature=0.7".
+    Those that say what the network or its mask is are not (attention, family, mask_token_id, shift_logits), and neither
+    are `texts` and `token_budget`, which choose what is scored: keep them the same to compare numbers.
 
     If torch.distributed is initialized, every rank must call this: each scores a share of the texts, and all of them
     get the same numbers. An error on one rank is raised on all.
@@ -144,6 +146,7 @@ def check_arguments(
         )
     COUNT("token_budget", token_budget)
     network = {key: value for key, value in arguments.items() if key in in_memory.ARGUMENTS}
+    in_memory.require_dtype(arguments.get("autocast"))
     LoadOptions("model", torch.device("cpu"), **network)
     ways = ["two_phase"] if sample is not None else []
     for key, value in sorted(arguments.items()):

@@ -180,6 +180,7 @@ def test_what_the_callback_refuses(model, tmp_path):
         ({"texts": "of the"}, "'of the'"),
         ({"texts": []}, "texts.* none"),
         ({"token_budget": math.nan}, "token_budget.*nan"),
+        ({"autocast": "bfloat16"}, "torch.bfloat16, or None; got 'bfloat16'"),
         ({"token_budget": 0}, "token_budget.*0"),
     ):
         with pytest.raises(DuelError, match=named):
