@@ -32,7 +32,7 @@ class TextScore:
 
     text: str
     log_prob: float  # nats, summed over windows
-    stderr: float | None  # nats, the Monte Carlo or sampling error of log_prob; None: nothing is drawn, or too little
+    stderr: float | None  # nats, the Monte Carlo or sampling error of log_prob; None: not drawn, or not known
     bound: bool  # log_prob is a lower bound of the log-likelihood, so the perplexity is an upper bound
     kind: str  # what the value is, such as "a likelihood"
     perplexity: float  # per token of the text; NaN for a text without tokens

@@ -138,9 +138,7 @@ def cache_cost(row: Row, shown: Sequence[Row]) -> Pair | None:
     """Cached minus uncached, everything else in the spec the same; None for a row without a cache."""
     if not row.run.has_cache:
         return None
-    ignored = (
-        NON_IDENTITY_KEYS if row.entry.drawn is None and row.beam is None else {"estimator"}
-    )  # the draws are part of its value
+    ignored = {"estimator"} if row.of_draws else NON_IDENTITY_KEYS  # the draws are part of its value
 
     def fits(other: Row) -> bool:
         return other.run.cache == NO_CACHE and (other.estimator, other.rule) == (row.estimator, row.rule)

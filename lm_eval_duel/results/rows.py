@@ -88,6 +88,11 @@ class Row:
         """True if its value is that of a rule, or an estimate of it, and not the baseline's."""
         return self.entry.follows_rule and not self.ar
 
+    @property
+    def of_draws(self) -> bool:
+        """True if its value depends on random numbers, as does a bound by a beam, which has no error."""
+        return self.entry.drawn is not None or (self.beam is not None and self.beam.open > 0)
+
     # ------------------------------------------------------------ names
 
     @property
@@ -332,7 +337,7 @@ def in_order(rows: Iterable[Row], base: Run | None, notes: list[str]) -> list[Ro
     for row in sorted(rows, key=lambda row: (not row.ar, row.estimator != row.run.estimator, -row.run.date)):
         spec = row.run.spec
         ignored = NON_IDENTITY_KEYS - ({*row.entry.arguments} if not row.entry.lattice else set())
-        apart = tuple(sorted((k, v) for k, v in spec.items() if row.entry.drawn or row.beam or k not in ignored))
+        apart = tuple(sorted((k, v) for k, v in spec.items() if row.of_draws or k not in ignored))
         alike = groups.setdefault((row.run.key, row.estimator, row.rule, row.block), {})
         first = alike.setdefault(apart, row)
         if first is not row:
