@@ -23,7 +23,7 @@ from lm_eval_duel.results import compare, match, pairs, read, report, stats, tab
 from lm_eval_duel.results.paired import key_of
 from lm_eval_duel.results.rows import Pair, Row
 from lm_eval_duel.results.table import LEVEL, Table, csv_text, number, pm, spaced
-from lm_eval_duel.rules import PARAMETERS, RULES
+from lm_eval_duel.rules import PARAMETERS, RULES, presets
 from lm_eval_duel.tasks import own_text
 
 if TYPE_CHECKING:
@@ -113,22 +113,25 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def write(options: argparse.Namespace, every: Sequence[dict[str, Any]]) -> None:
-    """Print the comparison and write the files that were asked for."""
+    """Print the comparison and write the files that were asked for. The scores are kept if they have no comparison."""
     first, *others = every
     lines = [names_of(each) | line for each in every for line in each["documents"]]
-    if others:
-        task, text = compared(every)
-        first["compared"] = [
-            other | {"difference": _plain(pair)} for other, pair in zip(others, task.pairs, strict=True)
-        ]
-        if options.json != STDOUT:
-            print(f"\n{text}" if options.documents else text, end="")
-    elif options.others and not options.documents and options.json != STDOUT:  # the others failed
-        print(table(first))
-    if options.json:
-        write_json(options.json, first)
     if options.csv:
         Path(options.csv).write_text(csv_text(lines), encoding="utf-8", newline="")
+    text = ""
+    try:
+        if others:
+            first["compared"] = others
+            task, text = compared(every)
+            for other, pair in zip(others, task.pairs, strict=True):
+                other["difference"] = _plain(pair)
+    finally:
+        if options.json:
+            write_json(options.json, first)
+        if options.json != STDOUT and options.others and not (text or options.documents):
+            print("\n\n".join(map(table, every)))
+    if options.json != STDOUT and text:
+        print(f"\n{text}" if options.documents else text, end="")
 
 
 def names_of(figures: Mapping[str, Any]) -> dict[str, str]:
@@ -223,6 +226,8 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         csv=Flag(FILE, None, "also write the line of each document to this file", shows="FILE"),
         trace=Flag(PATH, None, "also write a trace, which `show` and `leaderboard` display", shows="FILE"),
     ).parse_args(arguments)
+    if options.csv and options.json and Path(options.csv).resolve() == Path(options.json).resolve():
+        raise DuelError(f"--csv and --json name the same file, {options.csv}; name two.")
     if "-" in options.file and process()[1] > 1:
         raise DuelError("Standard input (-) cannot be read by several processes; name a file.")
     options.model = model_of(options) | ({} if options.trace is None else {"trace": options.trace})
@@ -233,7 +238,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 def _other(text: str, model: dict[str, Any]) -> dict[str, Any]:
     """The model args of a model of --compare: those given, and the first model's that still apply.
 
-    Another rule or estimator does not inherit the arguments of the one that it replaces.
+    Another rule, estimator or preset does not inherit the arguments of the one that it replaces.
     """
     if text.endswith(","):
         raise DuelError(
@@ -242,8 +247,19 @@ def _other(text: str, model: dict[str, Any]) -> dict[str, Any]:
     given = FLAGS["model_args"].read("--compare", text)
     if text.split(",")[0] in RULES:
         raise DuelError(f"--compare {text}: this is a rule, not a checkpoint. Did you mean rule={text}?")
-    entry = find(str({**model, **given}.get("estimator", "duel")))
-    dropped = {"trace", *(PARAMETERS if "rule" in given else ()), *(arguments() if "estimator" in given else ())}
+    model, settings = dict(model), {}
+    if name := given.get("preset", model.get("preset")):
+        settings = dict(presets.find(str(name)).arguments)
+    if "preset" in given:
+        replaced = {"rule", "block", "cache"} | ({"estimator", *arguments()} if "estimator" in settings else set())
+        model = {key: value for key, value in model.items() if key not in replaced}
+    elif {"rule", "estimator"} & given.keys():  # the preset is left, its other settings are not
+        model = {**settings, **{key: value for key, value in model.items() if key != "preset"}}
+        settings = {}
+    entry = find(str({**settings, **model, **given}.get("estimator", "duel")))
+    before = find(str({**settings, **model}.get("estimator", "duel")))
+    dropped = {"trace", *(PARAMETERS if {"rule", "preset"} & given.keys() else ())}
+    dropped |= {*before.arguments} if "estimator" in given else set()
     dropped -= {*entry.arguments}
     dropped |= {*entry.ignored_args, *PARAMETERS} if entry.causal else set()
     dropped |= {"rule", *PARAMETERS} - {*entry.arguments} if entry.takes_noise else set()
@@ -268,8 +284,7 @@ def _fitting(other: dict[str, Any], model: Mapping[str, Any]) -> dict[str, Any]:
         cannot |= {"cache"} if known.attention != "bidirectional" else set()
         cannot |= {"block"} if known.attention == "block_causal" and other.get("block") != known.block else set()
     kept = {key: value for key, value in other.items() if key not in cannot or value != model.get(key)}
-    replaced = {*PARAMETERS} if "rule" in kept else {*arguments()}
-    left = [key for key in model if key not in (*kept, *replaced, *OF_CHECKPOINT, "pretrained", "trace")]
+    left = [key for key in other if key not in kept]
     if left and process()[0] == 0:
         lacks = (
             f"{other['pretrained']} is scored without the {', '.join(left)} of the first model, which it cannot have"

@@ -191,6 +191,24 @@ def test_a_model_that_fails_costs_no_finished_one(folder, texts, tmp_path, capsy
     assert "threshold" in capsys.readouterr().out
 
 
+def test_scores_without_a_comparison_are_kept(folder, tmp_path, capsys):
+    empty, out, table = tmp_path / "empty.jsonl", tmp_path / "out.json", tmp_path / "out.csv"
+    empty.write_text('{"text": ""}\n' * 2)
+    more = ("--json", str(out), "--csv", str(table))
+    with pytest.raises(DuelError):
+        run(str(empty), "--model_args", f"pretrained={folder}", "--compare", "rule=margin", *more, capsys=capsys)
+    content = json.loads(out.read_text())
+    assert [len(each["documents"]) for each in (content, *content["compared"])] == [2, 2]
+    assert len(table.read_text().splitlines()) == 5
+    assert capsys.readouterr().out.count("total") == 2
+
+
+def test_files_that_overwrite_each_other_are_refused(folder, texts, tmp_path):
+    file = str(tmp_path / "out")
+    with pytest.raises(UsageError, match="same file"):
+        score.parse([texts, "--model_args", f"pretrained={folder}", "--csv", file, "--json", file])
+
+
 def test_a_model_without_a_config_is_found_before_the_first_is_loaded(folder, texts, tmp_path, monkeypatch):
     monkeypatch.setattr("lm_eval_duel.harness.lm.DuelMDM", None)
     with pytest.raises(DuelError, match="nowhere"):
@@ -211,3 +229,20 @@ def test_another_estimator_has_its_own_arguments(folder, texts):
     assert "mc_samples" not in other and (other["rule"], other["block"]) == ("greedy", 2)
     [other] = score.parse([texts, "--model_args", model, "--compare", "rule=margin"]).others
     assert other["mc_samples"] == 4
+
+
+@pytest.mark.parametrize(
+    ("model", "other", "expected"),
+    [
+        ("preset=llada", "rule=greedy", {"rule": "greedy", "block": 128}),
+        ("preset=llada,steps=64", "rule=margin", {"rule": "margin", "block": 128}),
+        ("preset=sdar-static", "estimator=duel,rule=greedy", {"estimator": "duel", "rule": "greedy", "block": 4}),
+        ("preset=llada", "estimator=elbo", {"estimator": "elbo", "rule": "quota", "steps": 128, "block": 128}),
+        ("rule=threshold,mu=0.8,block=4,cache=dual", "preset=llada", {"preset": "llada"}),
+        ("preset=llada-fast-dllm", "preset=llada", {"preset": "llada"}),
+        ("estimator=elbo,mc_samples=4", "preset=sdar-static", {"preset": "sdar-static"}),
+    ],
+)
+def test_presets_are_entered_and_left(folder, texts, model, other, expected):
+    [args] = score.parse([texts, "--model_args", f"pretrained={folder},{model}", "--compare", other]).others
+    assert {key: value for key, value in args.items() if key not in ("pretrained", "batch_size", "device")} == expected
