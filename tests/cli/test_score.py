@@ -102,7 +102,8 @@ def test_two_processes_score_what_one_scores(folder, texts, tmp_path, capsys):
     one, two = (json.loads((tmp_path / f"{name}.json").read_text()) for name in ("one", "two"))
     for first, second in zip([*one["documents"], one["total"]], [*two["documents"], two["total"]], strict=True):
         assert second == {
-            name: pytest.approx(value, abs=1e-9) if isinstance(value, float) else value for name, value in first.items()
+            name: pytest.approx(value, rel=1e-9, abs=1e-9) if isinstance(value, float) else value
+            for name, value in first.items()
         }
     assert one["spec"] == two["spec"]
 
