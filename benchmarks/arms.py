@@ -53,6 +53,22 @@ class Arm:
     line: Callable[[dict[str, Any]], str] = lambda figures: ""
 
 
+def ours(bench: Bench) -> Arm:
+    """This package. Some rows of the first run are evaluated again alone (core/row_checks.py)."""
+
+    def more(result: Any) -> dict[str, Any]:
+        return {"rows_checked": bench.duel.counts.rows_checked}
+
+    def line(figures: dict[str, Any]) -> str:
+        if not figures["rows_checked"]:
+            return ""
+        return "{rows_checked} rows of the first run were evaluated again alone, and are among its rows".format(
+            **figures
+        )
+
+    return Arm(bench.duel.log_prob, bench.denoiser, more, line)
+
+
 def uncached(bench: Bench) -> Arm | None:
     """Ours without the cache."""
     if not bench.settings.model.cache:
@@ -111,7 +127,7 @@ def _draws(bench: Bench, estimator: NoisedElbo, figures: dict[str, Any]) -> str:
 
 ARMS: dict[str, Callable[[Bench], Arm | None]] = {  # None: these settings have no such arm
     "loop": lambda bench: Arm(partial(algorithm2, bench.duel), bench.denoiser),  # the one that people run (loops.py)
-    "ours": lambda bench: Arm(bench.duel.log_prob, bench.denoiser),
+    "ours": ours,
     "uncached": uncached,
     "two_phase": two_phase,
     "forwards": forwards,
