@@ -33,7 +33,7 @@ from lm_eval_duel.library.keywords import (
     pretrained_options,
 )
 from lm_eval_duel.library.results import GeneratedText, TextEstimate, TextScore
-from lm_eval_duel.library.texts import TextOrIds, beside, generate_texts, score_texts
+from lm_eval_duel.library.texts import TextOrIds, generate_texts, one_each, score_texts
 from lm_eval_duel.options import Windows
 from lm_eval_duel.rules import Rule, parse
 from lm_eval_duel.text.generation import Generator, Settings
@@ -256,7 +256,7 @@ class Duel(OnIds):
         text_side = self._require_text("score", texts)
         if empty := [str(n) for n, text in enumerate(texts) if not text]:
             log.warning("no perplexity is defined for a text without tokens (nan): text %s", ", ".join(empty))
-        before, after = beside(texts, contexts, "contexts"), beside(texts, suffixes, "suffixes")
+        before, after = one_each(texts, contexts, "contexts"), one_each(texts, suffixes, "suffixes")
         missing = tokens = 0
         for n, length, windows, scores in score_texts(text_side, texts, self.stream, contexts, suffixes):
             absent = text_side.unknown(windows, texts[n])
@@ -368,7 +368,7 @@ class Duel(OnIds):
         """See `OnIds.stream_samples`."""
         befores: list[Ids] = []
         afters: list[Ids] = []
-        for n, (before, after) in enumerate(zip(contexts, beside(contexts, suffixes, "suffixes", ()), strict=True)):
+        for n, (before, after) in enumerate(zip(contexts, one_each(contexts, suffixes, "suffixes", ()), strict=True)):
             if isinstance(before, str) or isinstance(after, str):
                 with naming(f"Context {n}"):
                     window = self._require_text("sample", []).prompt(before, length, after)

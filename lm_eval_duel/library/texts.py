@@ -28,7 +28,7 @@ def score_texts(
     """(index, tokens, windows, their scores) of each text as it is finished, in any order."""
     lengths: list[int] = []
     windows: list[list[Window]] = []
-    before, after = beside(texts, contexts, "contexts"), beside(texts, suffixes, "suffixes")
+    before, after = one_each(texts, contexts, "contexts"), one_each(texts, suffixes, "suffixes")
     cut_before = text_side.cut_contexts
     for n, text in enumerate(texts):
         with naming(f"Text {n}"):
@@ -58,7 +58,7 @@ def score_texts(
                 yield n, lengths[n], windows[n], scores
 
 
-def beside(
+def one_each(
     texts: Sequence[Any], given: Sequence[TextOrIds] | None, name: str, nothing: TextOrIds = ""
 ) -> Sequence[TextOrIds]:
     """The context or suffix of each text; raises DuelError if there is not one for each."""
@@ -80,7 +80,7 @@ def generate_texts(
     text_side, settings = generator.text, generator.settings
     for note in generator.notes:
         log.warning("%s", note)
-    windows, after = [], beside(prompts, suffixes, "suffixes")
+    windows, after = [], one_each(prompts, suffixes, "suffixes")
     cut_before = text_side.cut_contexts
     for n, prompt in enumerate(prompts):
         with naming(f"Prompt {n}"):

@@ -152,9 +152,9 @@ def _texts(scores: Sequence[Any], name: str) -> Texts:
 
 
 def _identity(score: Any) -> str:
-    """A text, with what stood beside it if anything did: the same text in another context is another one."""
-    beside = getattr(score, "context", ""), getattr(score, "suffix", "")
-    return score.text if beside == ("", "") else repr((score.text, *beside))
+    """A text with its context and suffix, if it has any: the same text in another context is another one."""
+    context, suffix = getattr(score, "context", ""), getattr(score, "suffix", "")
+    return repr((score.text, context, suffix)) if context or suffix else score.text
 
 
 def key_of(text: str) -> str:
