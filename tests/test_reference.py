@@ -12,6 +12,7 @@ import pytest
 import torch
 from drawn_reference import p_value
 from laws import strings
+from pages import ROOT, section
 from toys import Joint, Rotary, Toy
 
 from lm_eval_duel import reference
@@ -178,17 +179,16 @@ def test_the_order_near_one_is_that_of_the_log_odds():
         assert make(2)(log_P, [0, 1, 2]) == [1, 2]
 
 
-# ---------------------------------------------------------------- docs/audit.md
-
-PAGE = Path(__file__).parents[1] / "docs" / "audit.md"
+# ---------------------------------------------------------------- docs/audit.md, tests/README.md
 
 
 def test_the_page_names_files_that_are_there():
-    named = set(re.findall(r"`(tests/[\w/]+\.py)`", PAGE.read_text()))
-    assert len(named) > 10 and all((PAGE.parents[1] / file).is_file() for file in named)
+    named = set(re.findall(r"`(tests/[\w/]+\.py)`", (ROOT / "tests" / "README.md").read_text()))
+    assert len(named) > 10 and all((ROOT / file).is_file() for file in named)
 
 
 def test_the_way_through_it_is_short():
-    section = PAGE.read_text().split("## Read it")[1].split("\nOff this way")[0]
-    files = [PAGE.parent / link for link in re.findall(r"\]\((\.\./[\w/]+\.py)\)", section)]
+    page = ROOT / "docs" / "audit.md"
+    route = section(page.read_text(), "## Read it")
+    files = [page.parent / link for link in re.findall(r"\]\((\.\./[\w/]+\.py)\)", route)]
     assert len(files) == 8 and sum(len(file.read_text().splitlines()) for file in files) < 1900

@@ -3,7 +3,7 @@
 python examples/antibodies/antiberty.py [--antibodies 6] [--folder antiberty]
 
 Downloads the wheel of antiberty 0.1.3 (97 MB, MIT licence) for its weights; nothing of the package is imported. What
-the numbers mean: docs/tasks.md.
+the numbers mean: task_configs/proteins/README.md.
 """
 
 from __future__ import annotations

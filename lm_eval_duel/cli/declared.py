@@ -1,4 +1,4 @@
-"""`lm-eval-duel args`, `rules`, `estimators` and `presets`: what is declared, as a list or as the tables of docs/."""
+"""`lm-eval-duel args`, `rules`, `estimators` and `presets`: what is declared, as a list or as the table of docs/."""
 
 from __future__ import annotations
 
@@ -107,9 +107,9 @@ TABLES: dict[str, tuple[Table, ...]] = {  # by command
 
 
 def markdown(command: str) -> str:
-    """The tables of a command, as docs/ have them."""
-    tables = [(header, tuple("---" for _ in header), *rows()) for header, rows in TABLES[command]]
-    return "\n\n".join("\n".join(f"| {' | '.join(row)} |" for row in table) for table in tables)
+    """The first table of a command, as docs/ have it."""
+    header, rows = TABLES[command][0]
+    return "\n".join(f"| {' | '.join(row)} |" for row in (header, tuple("---" for _ in header), *rows()))
 
 
 def listing(command: str, names: Sequence[str] = ()) -> str:
@@ -144,7 +144,7 @@ def main(command: str, what: str, example: str, arguments: Sequence[str]) -> Non
         options = Parser(
             command,
             f"List {what}.",
-            "Prints a list; with --markdown, the tables of the documentation.",
+            "Prints a list; with --markdown, the table of the documentation.",
             example,
             *("NAMES", "markdown"),
         ).parse_args(list(arguments))

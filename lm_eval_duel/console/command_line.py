@@ -189,7 +189,7 @@ FLAGS: dict[str, Flag] = {  # of several commands: the same name, values and hel
     "metadata": Flag(KEY_VALUES, {}, "metadata of the tasks, as for lm_eval: length=...,data_dir=..."),
     "tokenizer": Flag(CHECKPOINT, None, "a folder, a hub name or a bundled name", shows="NAME"),
     "NAMES": Flag(TEXT, None, "only these", many=True, unset="all"),
-    "markdown": Flag(TRUTH, False, "print the tables of docs/"),
+    "markdown": Flag(TRUTH, False, "print the table of docs/"),
     "RESULTS": Flag(PATH, MISSING, "results_*.json files, or folders that hold them", many=True),
     "ar": Flag(PATH, None, "results of the autoregressive baseline", unset="the only one found", shows="RESULT"),
     "traces": Flag(PATH, None, "traces, or folders of them, that results do not name", many=True, shows="FILE"),

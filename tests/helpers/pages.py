@@ -1,10 +1,11 @@
-"""The README and the pages of docs/, for tests that hold them to the code."""
+"""The READMEs and the pages of docs/, for tests that hold them to the code."""
 
 import re
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+READMES = ["README.md", "examples/paper/README.md", "task_configs/proteins/README.md", "tests/README.md"]
+PAGES = [*(ROOT / name for name in READMES), *sorted((ROOT / "docs").glob("*.md"))]
 
 
 def read(name):
