@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from lm_eval_duel.results import as_json, published, tables
+from lm_eval_duel.results import as_json, columns, published
 from lm_eval_duel.results.board import KINDS, Board, BoardRow
 from lm_eval_duel.results.rows import Row
 from lm_eval_duel.results.table import Cell, Table, bullets, csv_text, escape, form_of, number, span
@@ -48,7 +48,7 @@ def heads(board: Board) -> list[Head]:
     results = [result for row in board.rows for result in row.results.values()]
     there: dict[str, tuple[bool, str, Callable[[Row], Cell]]] = {
         "value": (True, SHORT[board.metric], _value),
-        "bits": (board.metric != bits, "bits/byte", lambda result: tables.value(result, bits)),
+        "bits": (board.metric != bits, "bits/byte", lambda result: columns.value(result, bits)),
         "gap": (any(result.gap is not None for result in results), "gap", _gap),
         "closed": (any(r.distinguishable is not None for r in results), "gap closed, %", _closed),
     }
@@ -90,18 +90,18 @@ def _in_brackets(text: str, more: str) -> str:
 
 def _value(result: Row) -> Cell:
     """A result's value. Its remark says why it has no error or interval."""
-    more = tables.interval(result)
+    more = columns.interval(result)
     reasons = [result.stderr_reason, "" if result.window_stderr is not None else result.reason]
-    return _in_brackets(str(tables.value(result)), more), "; ".join(filter(None, reasons))
+    return _in_brackets(str(columns.value(result)), more), "; ".join(filter(None, reasons))
 
 
 def _gap(result: Row) -> str:
-    text = ("≤ " if result.bound and result.gap is not None else "") + tables.gap(result)
+    text = ("≤ " if result.bound and result.gap is not None else "") + columns.gap(result)
     return _in_brackets(text, span(result.gap_interval, f"+{form_of(result.metric)}"))
 
 
 def _closed(result: Row) -> Cell:
-    text = _in_brackets(tables.closed(result), span(result.gap_closed_interval, ".1f"))
+    text = _in_brackets(columns.closed(result), span(result.gap_closed_interval, ".1f"))
     return text, result.gap_closed_reason
 
 

@@ -175,6 +175,18 @@ class Run:
     def has_cache(self) -> bool:
         return self.cache not in (None, NO_CACHE)
 
+    @property
+    def title(self) -> str:
+        """The estimator, or that it was a lattice run, and whether it is the baseline."""
+        entry = ESTIMATORS[self.estimator]
+        name = "Lattice" if entry.lattice else entry.title
+        return f"{name} ({'baseline' if entry.name == 'ar' else 'AR baseline'})" if self.baseline else name
+
+    @property
+    def every_task(self) -> dict[str, Task]:
+        """The tasks with a perplexity and those without."""
+        return {**self.tasks, **self.others}
+
     def left_out(self) -> list[str]:
         """Notes on the parts of the file that tables leave out."""
         if not self.ours and not self.autoregressive:

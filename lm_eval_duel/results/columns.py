@@ -1,0 +1,125 @@
+"""The columns of results, by name: the heads and the cells of every table, picked by `pick`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from lm_eval_duel.results.pairs import UNCLEAR
+from lm_eval_duel.results.read import Run
+from lm_eval_duel.results.rows import Row
+from lm_eval_duel.results.table import LEVEL, WORDS, Bold, Cell, form_of, number, pm, span
+from lm_eval_duel.rules.tables import without_defaults
+
+SHORT = {  # heads of values after the name of a task
+    "token_perplexity": "ppl/token",
+    "perplexity": "ppl",
+    "word_perplexity": "ppl/word",
+    "byte_perplexity": "ppl/byte",
+    "bits_per_byte": "bits/byte",
+}
+
+
+Columns = dict[str, Callable[[Any], Cell]]  # the cells of a table by their heads, as `Table.of` takes them
+
+
+class Column(NamedTuple):
+    """A head, and the cell of a record below it. `short`: the head after the name of a task, if it has another one."""
+
+    head: str
+    cell: Callable[[Any], Cell]
+    short: str = ""
+
+
+def pick(columns: Mapping[str, Column], *names: str) -> Columns:
+    """Some columns for a table."""
+    return {columns[name].head: columns[name].cell for name in names}
+
+
+def naming(records: Sequence[Row | Run]) -> dict[str, Column]:
+    """The columns that name rows, or whole runs. The cache is named if any of them is under one."""
+
+    def run(record: Row | Run) -> Run:
+        return record if isinstance(record, Run) else record.run
+
+    cached = any(run(record).has_cache for record in records)
+    return {
+        "model": Column("model", lambda record: run(record).label),
+        "estimator": Column("estimator", lambda record: record.title),
+        "rule": Column("rule", lambda record: without_defaults(record.rule or "")),
+        "block": Column("block", lambda record: "whole target" if record.block == "none" else record.block),
+        "cache": Column("cache", lambda record: run(record).cache if cached else ""),
+    }
+
+
+def of_rows(metric: str, rows: Sequence[Row]) -> dict[str, Column]:
+    """The columns of rows in a table of this metric."""
+    form, bits = form_of(metric), "bits_per_byte"
+    return {
+        **naming(rows),
+        "remarks": Column("remarks", lambda row: row.qualifiers),
+        "value": Column(WORDS[metric], value, SHORT[metric]),
+        "interval": Column(LEVEL, lambda row: (interval(row), row.reason)),
+        "stderr": Column("s.e. (Monte Carlo)", lambda row: (error(row), row.stderr_reason)),
+        "bits": Column("bits per byte", lambda row: value(row, bits), "bits/byte"),
+        "elbo": Column("ELBO", lambda row: value(row.elbo)),
+        "elbo_gap": Column("ELBO's gap", lambda row: gap(row.elbo)),
+        "gap": Column(
+            "DUEL's gap", lambda row: f"{'≤ ' if row.bound and row.gap is not None else ''}{gap(row)}", "gap"
+        ),
+        "gap_interval": Column("its 95 % interval", lambda row: span(row.gap_interval, f"+{form}")),
+        "closed": Column("gap closed", lambda row: (closed(row, " %"), row.gap_closed_reason)),
+        "share": Column("gap closed, %", lambda row: (closed(row), row.gap_closed_reason)),
+        "closed_interval": Column("95 % interval of it", lambda row: span(row.gap_closed_interval, ".1f")),
+        "nfe": Column("NFE per token", lambda row: optional(row.nfe_per_token, ".3f")),
+    }
+
+
+# ---------------------------------------------------------------- cells
+
+
+def optional(known: float | None, form: str) -> str:
+    """A number, or nothing."""
+    return "" if known is None else number(known, form)
+
+
+def value(row: Row | None, metric: str | None = None) -> str:
+    """A row's value, or that of another metric of it, with its bound and its Monte Carlo error."""
+    if row is None or (known := row.metrics.get(metric or row.metric)) is None:
+        return ""
+    form, stderr = form_of(metric or row.metric), row.error(row.nats_stderr, metric)
+    unsure = " ± ?" if row.stderr_reason and stderr is None else ""
+    text = f"{'≤ ' if row.bound else ''}{number(known, form)}{pm(stderr, form)}{unsure}"
+    return Bold(text) if row.best and metric is None else text
+
+
+def error(row: Row) -> str:
+    """The Monte Carlo error of a row's value."""
+    return pm(row.stderr, ".2g").removeprefix(" ± ")
+
+
+def interval(row: Row) -> str:
+    """The interval over documents of a row's value, or else its error over windows."""
+    windows = "" if row.window_stderr is None else f"s.e. {row.window_stderr:.2g} over windows"
+    return span(row.interval, form_of(row.metric)) or windows
+
+
+def with_interval(row: Row | None) -> str:
+    """A row's value with its interval in brackets."""
+    text = value(row)
+    return type(text)(f"{text} ({span(row.interval, form_of(row.metric))})") if row and row.interval else text
+
+
+def gap(row: Row | None) -> str:
+    """The gap to the autoregressive model, with the error of the row's value."""
+    if row is None or row.gap is None:
+        return ""
+    form = f"+{form_of(row.metric)}"
+    return f"{number(row.gap, form)}{pm(row.stderr, form)}{' ± ?' if row.stderr_reason else ''}"
+
+
+def closed(row: Row, unit: str = "") -> str:
+    """Gap closed, or that it is not distinguishable from 0."""
+    if row.gap_closed is None:
+        return UNCLEAR if row.distinguishable is False else ""
+    return f"{number(row.gap_closed, '.1f')}{pm(row.gap_closed_stderr, '.1f')}{unit}"
