@@ -23,7 +23,7 @@ from lm_eval_duel.errors import DuelError, unknown
 
 NOTHING = (None, "none", "None", "null")
 MAX_FACTOR = 1e20  # of logits: a larger one may overflow float32
-INTEGERS = 2**63  # those of tensors are smaller
+INTEGERS = 2**63  # integers of tensors are smaller
 MISSING = dataclasses.MISSING
 Taken = TypeVar("Taken", bound="Arguments")
 KEY = "argument"  # in the metadata of a dataclass field
@@ -89,7 +89,7 @@ class Argument:
 
     @property
     def shown(self) -> str:
-        """The default, as it is typed."""
+        """The default, as a user types it."""
         if self.unset or self.default is MISSING:
             return self.unset or "required"
         value = "none" if self.default in (None, ()) else self.default
@@ -179,7 +179,7 @@ def number(words: str, accepts: Callable[[float], bool] = lambda x: not math.isn
 
 
 def choice(*names: Any, convert: Callable[[Any], Any] = lambda value: value) -> ArgumentType:
-    """One of these names, or of those of a Literal."""
+    """One of these names, or of the names in a Literal."""
     names = get_args(names[0]) or names
     return ArgumentType(" or ".join(names), convert, names)
 

@@ -120,7 +120,8 @@ def _named(folder: str | os.PathLike[str], name: str) -> Iterator[str]:
 
 
 def code_of(kind: type) -> str:
-    """The hash of a class's code, libraries aside: its file, those of its bases, and the files beside them they import.
+    """The hash of a class's code without libraries: its file, the files of its bases, and the neighbouring files that
+    these import.
 
     Raises DuelError for a class that is not defined in a file.
     """

@@ -2,8 +2,8 @@
 
     --model_args pretrained=...,rule=klass,mu=0.9,nu=0.01,block=32
 
-The network's arguments are declared in `denoisers/load_options.py`, those of single estimators in
-`estimators/registry.py`, a rule's parameters on its class; all others here.
+The network's arguments are declared in `denoisers/load_options.py`, the arguments of single estimators in
+`estimators/arguments.py`, a rule's parameters on its class, and all others here.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Options(NetworkArguments):
     preset: str | None = argument(
         ArgumentType("the name of a preset", lambda value: presets.find(str(value)).name),
         None,
-        "a [deployed sampler](samplers.md) by name, with the rule, block, cache and thresholds of its own code",
+        "a [deployed sampler](samplers.md) by name, with the rule, block, cache and thresholds of its authors' code",
     )
     rule: rules.Rule = argument(
         ArgumentType("a rule", lambda value: value if isinstance(value, rules.Rule) else rules.parse(str(value))),
@@ -185,7 +185,7 @@ class Options(NetworkArguments):
         return None if self.batch_size in ("auto", 1) else self.batch_size
 
 
-MODEL_ARGUMENTS: dict[str, Argument] = {  # those of `Options` itself first
+MODEL_ARGUMENTS: dict[str, Argument] = {  # the fields of `Options` itself first
     name: value
     for name, value in sorted(declared(Options).items(), key=lambda item: item[0] in {*NETWORK_ARGUMENTS} - {"block"})
     if name != "estimator_args"
@@ -270,7 +270,7 @@ def _parameters(arguments: Mapping[str, Any]) -> list[str]:
 
 
 def _rule(arguments: Mapping[str, Any]) -> rules.Rule:
-    """The rule of `rule=` and of the parameters given as model args of their own."""
+    """The rule of `rule=` and of the parameters given as separate model args."""
     text = str(arguments.get("rule", "greedy"))
     name, inside = rules.read(text)
     outside = {key: value for key, value in arguments.items() if key != "rule"}

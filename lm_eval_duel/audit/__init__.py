@@ -1,1 +1,1 @@
-"""An audit: what a run computed, once more by `reference.py`, and the network beside the checkpoint's own code."""
+"""An audit: a run computed again by `reference.py`, and its network compared with the checkpoint's own code."""

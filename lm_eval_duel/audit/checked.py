@@ -21,7 +21,7 @@ class CheckedWindow:
     window: Window
     log_prob: float  # in the run, nats
     again: Recomputed
-    request: int = 0  # the index of its request among those of one kind
+    request: int = 0  # the index of its request among all of one kind
 
     @classmethod
     def from_scores(

@@ -1,7 +1,7 @@
 """From raw text to the printed number, without anything that a run computes but the network.
 
 text of the documents -> ids by the tokenizer alone -> tokens, words and bytes counted
-log-probabilities by the reference -> sums -> perplexities and bits per byte, beside those that the task prints
+log-probabilities by the reference -> sums -> perplexities and bits per byte -> compared with the task's
 """
 
 from __future__ import annotations

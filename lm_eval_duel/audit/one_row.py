@@ -28,9 +28,9 @@ NO_ID = -1  # the mask of a causal network, which is never shown one
 class OneRow:
     """`denoiser` for one window; `block` and `grid` as in an estimator.
 
-    `x`, `blocks`, `m` and `relative_positions` are the arguments of `reference.log_likelihood` beside this network and
-    a rule. `inputs` (L, D): the input of the LM head in the last call, None if there are two. `unlike`: by how much the
-    logits of a row of masks differ between positions, in their standard deviations; None if there was no such row.
+    `x`, `blocks`, `m` and `relative_positions` are the arguments of `reference.log_likelihood`, besides this network
+    and a rule. `inputs` (L, D): the input of the LM head in the last call, None if there are two. `unlike`: by how much
+    the logits of a row of masks differ between positions, in their standard deviations; None if there was no such row.
     """
 
     def __init__(self, denoiser: Denoiser, window: Window, block: int | None, grid: str):

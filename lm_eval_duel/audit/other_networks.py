@@ -27,7 +27,7 @@ OTHER = (Cached, Excluding, Guided, Timed, Warped)
 
 
 def one_row(denoiser: Denoiser, window: Window, block: int | None, grid: str) -> OneRow | None:
-    """The network of one window; None if it opens rows in a way of its own, so that what it is shown is not known."""
+    """The network of one window; None if it overrides how rows are opened, so that what it is shown is not known."""
     plain = denoiser
     while isinstance(plain, Cached | Excluding | Guided | Warped):
         plain = plain.plain

@@ -1,4 +1,4 @@
-"""The network beside the checkpoint's own class: log-probabilities at masked positions of a few random rows.
+"""The network compared with the checkpoint's own class: log-probabilities at masked positions of a few random rows.
 
 Ours go the way of a run: a view, rows of different lengths in one call if the network may see padding. Theirs are whole
 rows, one at a time, by the forward of the authors' code (or of a class of transformers). What both share is which row a
@@ -35,7 +35,7 @@ DECODERS = ("ForCausalLM", "LMHeadModel")  # classes of transformers that are ca
 
 
 class Compared(NamedTuple):
-    """A network beside another class of it."""
+    """The comparison of a network with another class of it."""
 
     name: str  # of that class
     rows: int

@@ -55,7 +55,7 @@ def recompute(estimator: Estimator, window: Window, score: WindowScore) -> Recom
         return Recomputed(0.0, REFERENCE, 0, 0)
     network = one_row(estimator.denoiser, window, estimator.block, estimator.grid)
     if network is None:
-        found: Recomputed | str = "the network opens rows in a way of its own"
+        found: Recomputed | str = "the network overrides how rows are opened"
     elif isinstance(estimator, DuelEstimator) and estimator.name in ("duel", "ar"):
         found = _along_the_order(network, estimator.rule, window, score)
     else:

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 UNCHECKED = 3  # the exit code if nothing could be compared
 PRINTS = """\
-1. The network beside the checkpoint's own code (or its class in transformers): log-probabilities at masked positions of
-   a few rows.
+1. The network with the checkpoint's own code (or its class in transformers): log-probabilities at masked positions of a
+   few rows.
 2. The windows of a few documents twice, in float32: as a run scores them, and by lm_eval_duel/reference.py, one row and
    one step at a time. The run's order is followed through the reference: the values along it must agree to max(1e-4,
    1e-6 x tokens) nats, and at each state the rule must pick what the run picked, or be within a tie there, in the
@@ -32,8 +32,8 @@ PRINTS = """\
      reference                       the algorithm and the rule (the bound, the sum over orders) of the reference
      reference with the run's rule   the same with the rule of the run, which is not among the paper's
      run alone                       the run's own code, one row in each call: not checked independently
-3. Whole texts from the raw text on: ids by the tokenizer alone, counts, the reference's sums, and the perplexities
-   beside those that the task prints.
+3. The printed perplexities with perplexities from the raw text: ids by the tokenizer alone, counts, the reference's
+   sums.
 Exit codes: 0 if nothing differs, 1 if something differs, 3 if nothing could be checked.
 """
 
@@ -76,7 +76,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         "demo-mdm --model_args rule=greedy,block=32 --tasks sotu --limit 1",
         *("NAME", "model_args", "device", "batch_size", "tasks", "include_path", "metadata"),
         limit=dataclasses.replace(FLAGS["limit"], default=3, unset=""),
-        no_own_code=Flag(TRUTH, False, "do not run the checkpoint's own code beside its network"),
+        no_own_code=Flag(TRUTH, False, "do not compare with the checkpoint's own code"),
     ).parse_args(arguments)
     model = model_of(options)
     options.dtype = Options.parse(model).dtype

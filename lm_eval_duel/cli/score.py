@@ -38,9 +38,9 @@ OF_CHECKPOINT = (  # model args that another checkpoint does not take over
 )
 PRINTS = f"""\
 Prints a line for each document (tokens, log-probability in nats, perplexity per token and per word, bits per byte) and
-the total with its standard error over documents. The numbers are those of the harness: the same windows, special tokens
-and model args. Words are those of the text without white space around it; the harness counts one more for a text that
-ends in a newline. An estimate or a bound has its Monte Carlo error in a column of its own.
+the total with its standard error over documents. The numbers equal the harness's: the same windows, special tokens and
+model args. Words are counted without white space around the text; the harness counts one more for a text that ends in a
+newline. An estimate or a bound has its Monte Carlo error in a separate column.
 --compare scores the same texts under other models and prints a line for each model, then the paired differences to the
 first: in nats per token if all count the same tokens, else per byte. Each has its {LEVEL} (bootstrap over documents;
 it includes the Monte Carlo error of estimates and bounds) and, from {pairs.FEW} documents on, a verdict. --documents

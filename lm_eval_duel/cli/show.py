@@ -3,7 +3,7 @@
     lm-eval-duel show TRACE --doc N --by step|nll
 
 Tokens are coloured by the step at which they were revealed in their block, or by their negative log-likelihood (nll).
-Without colours (a pipe, NO_COLOR) each token is printed on a line of its own with its numbers.
+Without colours (a pipe, NO_COLOR) each token is printed on a separate line with its numbers.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def show(records: list[dict[str, Any]], tokenizer: Any, by: str, coloured: bool,
 
 
 def _order(record: dict[str, Any], rule: str | None) -> dict[str, Any]:
-    """The order of a lattice's rule: the requested one, or the first if the estimator has no order of its own."""
+    """The order of a lattice's rule: the requested one, or the first if the estimator itself has no order."""
     orders = record.get("rules", {})
     if rule is None and (record["reveal_steps"] or not orders):
         return {}

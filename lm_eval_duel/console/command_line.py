@@ -206,7 +206,7 @@ FLAGS: dict[str, Flag] = {  # of several commands: the same name, values and hel
 
 
 def documentation() -> str:
-    """The path of the documentation: in the installed package, or beside the package in a checkout."""
+    """The path of the documentation: in the installed package, or next to the package in a checkout."""
     package = Path(__file__).resolve().parents[1]
     return str(next((folder for folder in (package / "docs", package.parent / "docs") if folder.is_dir()), "docs/"))
 

@@ -61,7 +61,7 @@ class Network(abc.ABC):
     device: torch.device
     attention: str = "bidirectional"  # or "block_causal", "causal_prefix", "causal"
     block: int | None = None  # the trained block
-    anchor: str = "row"  # where a block-causal network counts blocks from; "target": the context is a block of its own
+    anchor: str = "row"  # where a block-causal network counts blocks from; "target": the context is one block
     published_block: int | None = None  # the block of the published results, for block=auto
     last_block: str = "fill"  # a short last block of a block-causal network is filled up with [MASK], or "cut"
     shift: int = 0  # the logits for position i are read at position i - shift, which must be visible
@@ -170,5 +170,5 @@ class Network(abc.ABC):
 
 
 def without_autocast(network: Network) -> torch.autocast:
-    """A context in which an autocast around the call does not count: numbers are those of the dtype in the spec."""
+    """A context in which an autocast around the call does not count: numbers are of the dtype in the spec."""
     return torch.autocast(network.device.type, enabled=False)

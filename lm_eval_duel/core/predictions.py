@@ -37,7 +37,7 @@ class Predictions:
 
     Each statistic is (R, W), NaN (or -1 for ids) where nothing is masked. Nothing is computed before it is asked for.
     The head runs in chunks under a memory bound; a single chunk is kept. With several, one pass gives the top tokens
-    and the probabilities of the `targets`, and entropies take a pass of their own if they are not asked for first.
+    and the probabilities of the `targets`, and entropies take another pass if they are not asked for first.
 
     Args:
         masked: (R, W) bool.
@@ -95,9 +95,7 @@ class Predictions:
     def _part(
         self, masked: torch.Tensor, keep: torch.Tensor, at: tuple[torch.Tensor, ...], all_mask: torch.Tensor
     ) -> Predictions:
-        """Predictions at `masked`, which are those of my masked positions to `keep` (C,), `at` (lane, position) of
-        `masked`.
-        """
+        """Predictions at `masked`: my masked positions to `keep` (C,), which `masked` has `at` (lane, position)."""
         rows, position = self._row[keep].unique(return_inverse=True)  # (u,), (c,)
         part = Predictions(
             masked,
@@ -161,7 +159,7 @@ class Predictions:
     def features(self) -> torch.Tensor:
         """The input of the LM head at each masked position, in the order of `masked.nonzero()`, (C, D).
 
-        For a network whose head is not split off these are its logits, with those of [MASK] and padding (C, V).
+        For a network whose head is not split off these are its logits (C, V), [MASK] and padding included.
 
         Raises:
             DuelError: under classifier-free guidance, where a position has two inputs of the head.

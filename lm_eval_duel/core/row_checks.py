@@ -113,7 +113,7 @@ def draw(
     """`number` of the lanes, with their predictions and the log-probs (R, W) of `tokens` (R, W).
 
     Where distributions are truncated, by top-p say, float noise may move a token across the border and every statistic
-    with it. So those of the smooth head are read.
+    with it. So the statistics of the smooth head are read.
     """
     network, drawn = view.denoiser, []
     truncated = type(network).smooth_head is not Network.smooth_head

@@ -29,7 +29,7 @@ STATISTICS = ("confidence", "margin", "entropy")  # of Predictions, in a trace
 class WindowScore:
     """One window's score. `reveal_steps` and `token_logprobs` are per target token; steps restart in every block.
 
-    Those of a window's known positions are -1 and 0.
+    They are -1 and 0 for a window's known positions.
     """
 
     log_prob: float  # nats

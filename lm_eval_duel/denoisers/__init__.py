@@ -55,7 +55,7 @@ def require_estimator(name: str, estimator: str, takes_noise: bool, **network: A
 
 
 def load_tokenizer(arguments: Mapping[str, Any]) -> PreTrainedTokenizerBase:
-    """The tokenizer that model args name: `tokenizer`, else the one beside the weights or of the family.
+    """The tokenizer that model args name: `tokenizer`, else the one next to the weights or of the family.
 
     Raises:
         DuelError: there is none.

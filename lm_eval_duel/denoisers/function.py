@@ -76,7 +76,7 @@ def parameters(model: torch.nn.Module) -> Mapping[str, inspect.Parameter]:
 
 
 def by_keyword(model: Callable[..., Any]) -> Callable[..., Any]:
-    """f(ids, real) of a module whose arguments are named as in transformers; any other function as it is."""
+    """f(ids, real) of a module whose arguments are named as in transformers; any other function unchanged."""
     if not isinstance(model, torch.nn.Module) or "input_ids" not in parameters(model):
         return model
     takes_mask = "attention_mask" in parameters(model)

@@ -87,7 +87,7 @@ def has_tokenizer(path: str, revision: str) -> bool:
 def load_tokenizer(path: str, trust_remote_code: bool, revision: str) -> PreTrainedTokenizerBase:
     """The tokenizer of a folder or hub name; raises DuelError if there is none.
 
-    Dream's has code of its own, but is Qwen2's with other special tokens.
+    Dream's has its own code, but is Qwen2's with other special tokens.
     """
     configs = logging.getLogger("transformers.configuration_utils")
     level = configs.level
@@ -168,7 +168,7 @@ def _with_hint(path: str, what: str, error: Exception, remedy: str) -> str:
     cause, text = short_reason(error), str(error)
     hint = f" {remedy}" if remedy else ""
     if "trust_remote_code" in text:
-        hint = " It runs code of its own: pass trust_remote_code=true if you trust it."
+        hint = " It runs its own code: pass trust_remote_code=true if you trust it."
     elif match := UNKNOWN_MODEL_TYPE.search(text):
         cause = f"transformers does not know model_type {match[1]!r}" if match[1] else "its config has no model_type"
         hint = (

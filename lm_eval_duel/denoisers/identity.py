@@ -17,7 +17,7 @@ NO_ORDER = "so no deterministic order of unmasking explains a text, and the theo
 REFUSED = {  # by class name or model type
     "WeDLMForCausalLM": f"it reorders tokens under causal attention and revises revealed tokens, {NO_ORDER}",
     "LLaDA21MoeModelLM": f"it edits revealed tokens, {NO_ORDER}",
-    "E2D2": "it is an encoder-decoder with a wrapper of its own, which is not supported",
+    "E2D2": "it is an encoder-decoder inside a wrapper, which is not supported",
     "EsmForDPLM2": "it has a second track of structure tokens (DPLM-2), which is not supported",
     "EsmForDPLM2Bit": "it has a second track of structure tokens (DPLM-2 Bit), which is not supported",
     "NemotronLabsDiffusionVLMModel": "it needs images, which are not supported",
@@ -60,7 +60,7 @@ def class_names(config: Config) -> list[str]:
 
 
 def model_names(config: Config) -> list[str]:
-    """The names of the network itself: its classes, without those of its config and tokenizer, and its model type."""
+    """The names of the network itself: its model type and its classes, without the config's and the tokenizer's."""
     auto_map = config.get("auto_map") or {}
     models = {key: value for key, value in auto_map.items() if key.startswith("AutoModel")}
     names = class_names({"architectures": config.get("architectures"), "auto_map": models})

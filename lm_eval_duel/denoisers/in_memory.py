@@ -37,7 +37,7 @@ from lm_eval_duel.errors import DuelError, unknown
 
 log = logging.getLogger("lm_eval.duel_mdm")
 
-ARGUMENTS = (  # those of `load_options.NetworkArguments` that concern a network which is loaded already
+ARGUMENTS = (  # the `load_options.NetworkArguments` that concern a network which is loaded already
     *("attention", "block", "bos", "cache", "cfg_scale", "exclude_ids", "family", "last_block", "mask_token_id"),
     *("max_length", "shift_logits", "temperature", "top_k", "top_p"),
 )
@@ -107,7 +107,7 @@ def _warn_of_half_precision(module: torch.nn.Module | None, name: str) -> None:
         return
     _half.add(module)
     log.warning(
-        "The weights of %s are in %s, so its numbers differ from those of the same weights in float32, by tenths of a "
+        "The weights of %s are in %s, so its numbers differ from the same weights in float32 by tenths of a "
         "nat for a sentence. transformers keeps the dtype of a checkpoint; pass dtype=torch.float32 to its "
         "from_pretrained",
         name,
@@ -320,7 +320,7 @@ class _AnyId:
 
 
 def _takes_input_ids(model: Any) -> bool:
-    """True if a network is called as those of transformers are, and says what it is as they do."""
+    """True if a network is called, and describes itself, like transformers' own."""
     if isinstance(model, torch.nn.Module) and "input_ids" in parameters(model):
         return all(hasattr(model, name) for name in ("config", "get_input_embeddings", "get_output_embeddings"))
     return False

@@ -43,8 +43,8 @@ AUTO_CLASSES = {  # by whether attention is causal
 class Size:
     """The size of a network. Products are multiply-adds; one is two floating point operations.
 
-    `products`: the matrix products of all layers at one position, without the head. `head`: those of the LM head at one
-    position. `pair`: one query with one key in all layers, scores and mixing together.
+    `products`: the matrix products of all layers at one position, without the head. `head`: the product of the LM head
+    at one position. `pair`: one query with one key in all layers, scores and mixing together.
     """
 
     parameters: int
@@ -158,7 +158,7 @@ def _transformers_lm(config: dict[str, Any], options: LoadOptions, tokenizer: An
     """A masked or causal LM of transformers."""
     if config.get("auto_map") and config.get("model_type") not in transformers.CONFIG_MAPPING:
         raise DuelError(
-            f"{options.name} has code of its own, which a plan does not run. If its network is of a known family, pass "
+            f"{options.name} has its own code, which a plan does not run. If its network is of a known family, pass "
             f"family={'|'.join(families.NAMED)}."
         )
     model_config = transformers.AutoConfig.from_pretrained(options.name, revision=options.revision)

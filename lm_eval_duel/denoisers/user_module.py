@@ -56,7 +56,7 @@ def evaluating(
 ) -> Iterator[None]:
     """Dropout off; autocast off, or to the given dtype; nothing compiled; no inference mode; restored at the end.
 
-    The gradient mode stays as it is: tensors that a network keeps from call to call, such as rotary tables, must not
+    The gradient mode does not change: tensors that a network keeps from call to call, such as rotary tables, must not
     come from inference mode, or the next training step fails.
     """
     grad = torch.is_grad_enabled()

@@ -58,7 +58,7 @@ class Wrapper(Denoiser):
 
 
 class WrappedView(View):
-    """A view of the plain denoiser whose predictions are those of the wrapper around it."""
+    """A view of the plain denoiser, with the predictions of the wrapper around it."""
 
     def __init__(self, denoiser: Wrapper, plain: View):
         super().__init__(denoiser, plain.rows)

@@ -142,7 +142,7 @@ class BeamArguments(Arguments):
         if (most := self.beam or LARGEST_BEAM) < 2 * repetitions:
             raise DuelError(f"A beam has at least two sets for each repetition; got {repetitions=} and {most} sets.")
         if self.all_sets and repetitions != REPETITIONS:
-            raise DuelError(f"'repetitions' (got {repetitions}) are those of a beam; pass beam= or tolerance=, too.")
+            raise DuelError(f"'repetitions' (got {repetitions}) belong to a beam; pass beam= or tolerance=, too.")
 
     @property
     def all_sets(self) -> bool:

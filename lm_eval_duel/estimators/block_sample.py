@@ -28,7 +28,7 @@ import torch
 
 from lm_eval_duel.core.hashing import uniform
 
-BLOCK = 3  # key of the random numbers, unlike those of the ELBO
+BLOCK = 3  # key of the random numbers, different for each estimator
 
 
 def weights(keys: Sequence[int], blocks: Sequence[int], share: float, seed: int) -> torch.Tensor:

@@ -94,7 +94,7 @@ def reveals(rule: Rule, positions: int, first: int) -> list[int]:
     """The number of positions that each step of a block reveals, if `positions` are masked, from `first` on; one each
     if not known.
     """
-    if isinstance(rule, SeedFirst):  # a block that begins inside the context has no first token of its own
+    if isinstance(rule, SeedFirst):  # the first token of a block that begins inside the context is known
         return reveals(rule.rule, positions, first) if first else [1, *reveals(rule.rule, positions - 1, 1)]
     if isinstance(rule, SubBlock):
         parts = Counter(position // rule.sub_block for position in range(first, first + positions))

@@ -194,7 +194,7 @@ class Elbo(Estimator):
     def _merged(self, lanes: Lanes, place: torch.Tensor, draw: torch.Tensor) -> Lanes:
         """The draws that hide something, equal ones of a span `place` (R,) once.
 
-        Their weight becomes (R, W, S), by replicate. Draws with a noise level of their own are all different.
+        Their weight becomes (R, W, S), by replicate. If each draw has its own noise level, all are different.
         """
         weight, *level = lanes.memory  # (R, W) each
         first, number = distinct(place, lanes.masked, draw) if level else distinct(place, lanes.masked)

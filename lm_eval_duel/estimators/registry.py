@@ -70,7 +70,7 @@ class Entry:
     `target`: its class, as module:Class. `settings`: the other keywords of the class than grid and batch size, from
     the options. `own`: the model args that it reads and others do not; `ignored_args`: those that it does not read.
     `named`: how names of rows hold an argument, such as "{}" for key=value. `check` raises DuelError for options, and
-    arguments of its own, that it cannot follow.
+    for its own arguments, that it cannot follow.
     """
 
     name: str  # as typed
@@ -372,7 +372,7 @@ def is_bound(kind: str) -> bool:
 def make(denoiser: Denoiser, options: Options, **sizes: Any) -> Estimator:
     """The estimator that the options name; raises DuelError if there is none of its kind for this network.
 
-    `sizes`: batch_size, max_batch_size and traced, if they are not those of the options.
+    `sizes`: batch_size, max_batch_size and traced, to override the options.
     """
     presets.require_fit(options.preset, denoiser.family)
     entry = find(options.estimator)

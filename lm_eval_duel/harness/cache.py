@@ -155,7 +155,7 @@ class ResponseCache:
         return value
 
     def _other_files(self) -> list[Path]:
-        """The files of other ranks, also those of an earlier run with more ranks."""
+        """The files of other ranks, also of an earlier run with more ranks."""
         if (parts := re.fullmatch(r"(.*_rank)\d+(\.db)", self.path.name, re.DOTALL)) is None:
             return []
         pattern = re.compile(re.escape(parts[1]) + r"\d+" + re.escape(parts[2]))

@@ -27,7 +27,7 @@ TIMEOUT = datetime.timedelta(weeks=52)  # a rank that has finished waits for the
 
 
 class Ranks(NamedTuple):
-    """This process among those of one launch. `device`: as given, or the one that accelerate chose for this rank."""
+    """This process among all of one launch. `device`: as given, or the one that accelerate chose for this rank."""
 
     device: str | None = None
     rank: int = 0

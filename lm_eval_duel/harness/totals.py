@@ -122,7 +122,7 @@ class RunStats:
         return lines
 
     def errors(self, bound: str) -> list[str]:
-        """The values that depend on random numbers, with their errors, and those of the run that are no likelihoods.
+        """The values of the run that depend on random numbers, with their errors, or are no likelihoods.
 
         `bound`: what kind of number an ELBO is.
         """

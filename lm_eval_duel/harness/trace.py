@@ -16,7 +16,7 @@ of a lattice also has "rules": by name, the order of each rule that it followed.
 the cache. The line of a generated text also has
 "text", how it was "generated", the number of its "repeat", and as "tail" the positions left when it stopped.
 
-Each rank writes a file of its own; `read` merges them.
+Each rank writes its own file; `read` merges them.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
     [score] = duel.score(["We the people"])
     [generated] = duel.generate(["We the"], max_new_tokens=64, do_sample=True, seed=0)
 
-Special tokens and windows are those of the harness (text/text.py), so the numbers are too. lm_eval is not needed.
+Texts get the special tokens and windows of the harness (text/text.py), and so the same numbers. lm_eval is not needed.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Duel(OnIds):
             "sampled_confidence", "sampled_order" or "two_phase".
         tokenizer: Turns texts into ids. None: this Duel takes ids only.
         windows: How long texts are cut, "independent" (each window from scratch) or "harness" (its rolling windows).
-        arguments: Those of the estimator, such as mc_samples=256 or draw_seed=1.
+        arguments: Arguments of the estimator, such as mc_samples=256 or draw_seed=1.
 
     Raises:
         DuelError: If the combination defines no distribution of this network.

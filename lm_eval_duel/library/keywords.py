@@ -31,7 +31,7 @@ def pretrained_options(name: str, sampler: Mapping[str, Any], arguments: Mapping
 
 
 def own_arguments(entry: registry.Entry) -> list[str]:
-    """The arguments of an estimator, besides those of every one."""
+    """The arguments that this estimator has and not every other."""
     return [*entry.arguments, "draw_seed", *(["cache"] if entry.own_cache else [])]
 
 

@@ -44,7 +44,7 @@ class TextScore:
     near_ties: int | None  # steps whose order float noise could change; None: the rule does not say
     windows: tuple[Window, ...]  # what was scored, special tokens included
     window_scores: tuple[WindowScore, ...]
-    sums: Total = dataclasses.field(repr=False)  # over windows; with those of other texts, equal windows have one error
+    sums: Total = dataclasses.field(repr=False)  # over windows; equal windows of several texts share one error
     spec: dict[str, object] = dataclasses.field(repr=False)  # the estimator and its settings
     unk_tokens: int = 0  # text that the tokenizer does not know; with any, bits_per_byte is no likelihood of the text
     context: str | tuple[int, ...] = ""  # visible before the text, as given
@@ -63,7 +63,7 @@ class TextScore:
         context: str | Ids = "",
         suffix: str | Ids = "",
     ) -> TextScore:
-        """The score of a text of `length` tokens from those of its windows."""
+        """The score of a text of `length` tokens from the scores of its windows."""
         total = Outcome.from_scores(windows, scores, estimator).total
         spec = estimator.describe()
         kind = kind_of(estimator.name, spec, total.beam)
@@ -139,7 +139,7 @@ class TextEstimate:
     def from_scores(
         cls, text: str, tokens: int, windows: Sequence[Window], scores: Sequence[WindowScore], estimator: Estimator
     ) -> TextEstimate:
-        """The estimate of a text of `tokens` tokens from those of its windows."""
+        """The estimate of a text of `tokens` tokens from the scores of its windows."""
         sums = Outcome.from_scores(windows, scores, estimator).total
         own = cast("tuple[TwoPhaseScore, ...]", tuple(scores))
         return cls._from_sums(text, tokens, len(text.encode()), own, sums, estimator.describe())

@@ -178,8 +178,8 @@ def unit(runs: Sequence[Run], requested: str | None) -> str:
 
 
 def columns(runs: Sequence[Run], metric: str) -> list[TaskColumn]:
-    """The columns of runs. What may not share a column gets one of its own, which says what is different."""
-    ordered = sorted(runs, key=lambda run: not run.baseline)  # its documents are those of the first column
+    """The columns of runs. A result that may not share a column gets a separate one, which says what is different."""
+    ordered = sorted(runs, key=lambda run: not run.baseline)  # the baseline's documents make the first column
     found: list[TaskColumn] = []
     for name in dict.fromkeys(name for run in runs for name in run.tasks):
         groups: list[tuple[list[Run], str]] = []
@@ -258,7 +258,7 @@ def rows(columns: Sequence[TaskColumn]) -> list[BoardRow]:
     alike: dict[tuple[str, str], list[BoardRow]] = {}
     for row in joined:
         alike.setdefault((row.model, row.label), []).append(row)
-    for group in alike.values():  # of one name: they are in different columns, so no report told them apart
+    for group in alike.values():  # equal names in different columns, which no report had to distinguish
         keys = differing_keys([row.spec for row in group], ("estimator", "rule", "cache"))
         for row in group:
             more = [argument(row.spec, key) for key in keys]
@@ -275,7 +275,7 @@ def _qualifiers(result: Row) -> str:
 def rank(rows: Sequence[BoardRow], columns: Sequence[TaskColumn], metric: str) -> tuple[list[BoardRow], list[str], str]:
     """Enter means and ranks; return the rows in order, the ids of the columns that means are over, and `Board.by`.
 
-    The mean is over the columns that all rows have (the oracle aside): geometric for perplexities. With fewer than two
+    The mean is over the columns that all rows but the oracle have: geometric for perplexities. With fewer than two
     there is none, and rows are ranked in the column with the most rows.
     """
     needed = [row for row in rows if row.kind != "oracle"]

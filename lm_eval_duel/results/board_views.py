@@ -29,7 +29,7 @@ class Head(NamedTuple):
 
 
 def heads(board: Board) -> list[Head]:
-    """The columns of a leaderboard. Errors are those of Monte Carlo or sampling, intervals are over documents."""
+    """The columns of a leaderboard. Errors are of Monte Carlo or sampling, intervals over documents."""
     form, bits = form_of(board.metric), "bits_per_byte"
     every = [
         Head("#", "name", lambda row: str(row.rank or "")),
@@ -173,7 +173,7 @@ def csv(board: Board) -> str:
 
 
 def _flat(entries: dict[str, Any]) -> dict[str, Any]:
-    """Entries with the ends of each interval in columns of their own."""
+    """Entries with the ends of each interval in separate columns."""
     flat: dict[str, Any] = {}
     for key, value in entries.items():
         if key.endswith("interval"):

@@ -70,7 +70,7 @@ def collect(
 
 
 def _orders(traces: Traces, path: Path, model: str) -> Iterator[tuple[Place, Order]]:
-    """The orders of every document of a trace: its own, and those of the rules that a lattice followed."""
+    """The orders of every document of a trace: of its own rule, and of the rules that a lattice followed."""
     header = trace.spec(path)
     spec = header["spec"]
     orders: dict[tuple[Place, str], Order] = {}

@@ -22,7 +22,7 @@ FORMAT = "lm_eval_duel leaderboard"
 EPILOG = """\
 Prints ranks and perplexities. Writes index.html (one file that opens from disk, without a network), leaderboard.md,
 leaderboard.csv and leaderboard.json.
-Results with other documents, windows or scored positions get columns of their own. Intervals need samples: run lm_eval
+Results with other documents, windows or scored positions get separate columns. Intervals need samples: run lm_eval
 with --log_samples. The document view needs traces: --model_args trace=FILE.
 """
 
@@ -37,7 +37,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         "results results_ar --out site",
         *("RESULTS", "ar", "out", "metric", "traces", "tokenizer"),
         title=Flag(TEXT, "Perplexity leaderboard", "the heading of the page"),
-        published=Flag(PATH, None, "published figures; `paper` for those of the paper", many=True, shows="CSV"),
+        published=Flag(PATH, None, "published figures; `paper`: the figures of the DUEL paper", many=True, shows="CSV"),
         shown=Flag(whole(0), 3, "documents to show of each task", shows="N"),
     ).parse_args(arguments)
     check_files(options)

@@ -33,7 +33,7 @@ def windows(run: Run) -> tuple[str, int | None]:
 
 
 def windows_of(run: Run) -> str:
-    """The windows in words, and whether they are derived."""
+    """The windows as text, and whether they are derived."""
     scheme, capacity = windows(run)
     size = "unknown length" if capacity is None else f"{capacity} target positions"
     return f"{scheme}, {size}{'' if run.ours else ' (derived)'}"

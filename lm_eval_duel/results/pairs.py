@@ -1,4 +1,4 @@
-"""Paired differences: nats per unit on the same documents, with an interval and a verdict in words.
+"""Paired differences: nats per unit on the same documents, with an interval and a verdict.
 
     difference = rate(first) - rate(second),   rate = -log p / units over all documents
 

@@ -15,7 +15,7 @@ SEEDS = {"random_seed": 0, "numpy_seed": 1234, "torch_seed": 1234, "fewshot_seed
 TASK_FOLDER = '"$(lm-eval-duel tools where tasks)"'
 UNREAD = ("trace",)  # model args that change no number, and may name a private folder
 IN_PYTHON = "no command: the model was made in Python"
-OWN_TEXTS = "no command: these are texts of your own, scored by lm-eval-duel score"
+OWN_TEXTS = "no command: these are your own texts, scored by lm-eval-duel score"
 
 
 def versions(runs: Iterable[Run]) -> dict[str, str]:

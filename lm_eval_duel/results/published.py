@@ -1,4 +1,4 @@
-"""Published figures from a CSV file: shown in tables of their own, never ranked, averaged or subtracted.
+"""Published figures from a CSV file: shown in separate tables, never ranked, averaged or subtracted.
 
     model,estimator,rule,block,cache,task,metric,value,stderr,source,note
     MDLM,duel,greedy,4,,duel_ptb_wrapped,token_perplexity,87.57,,"Turok et al. (2026), zero-shot",

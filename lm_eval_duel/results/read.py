@@ -140,7 +140,7 @@ class Run:
 
     @property
     def autoregressive(self) -> bool:
-        """True if the values are known to be those of an autoregressive model."""
+        """True if the values are known to come from an autoregressive model."""
         causal = self.estimator == "ar" or self.duel.get("attention") == "causal"
         return self.model in AUTOREGRESSIVE or (self.ours and causal)
 
@@ -246,7 +246,7 @@ def of_file(file: Path) -> list[Run]:
 
 
 def tell_apart(runs: Iterable[Run]) -> None:
-    """Add to the labels of models what tells those of one name apart."""
+    """Extend equal labels of models until they differ."""
     models: dict[str, dict[str, list[Run]]] = {}
     for run in runs:
         models.setdefault(run.label, {}).setdefault(run.key, []).append(run)

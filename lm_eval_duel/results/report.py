@@ -31,8 +31,8 @@ files. Intervals need samples: run lm_eval with --log_samples.
 """
 SINGLE = "Each 95 % interval is for its pair alone: of twenty pairs of equal rows, about one is called different."
 DRAWN = (
-    "95 % intervals are over documents, which carry the Monte Carlo errors of their values along: those of estimates "
-    "and of the ELBO include it. ± is that error alone."
+    "95 % intervals are over documents; for estimates and the ELBO they include the Monte Carlo error of each value. "
+    "± is the Monte Carlo error alone."
 )
 PRINTED = ("methods", "cache", "pairs")  # tables of a task that the command prints
 MAX_LENGTH = 100  # characters of a task's name in a file name
@@ -135,7 +135,7 @@ def collect(options: argparse.Namespace) -> Report:
     attach(shown, Traces(options.traces), notes)
     names = dict.fromkeys(name for run in shown if not run.baseline for name in run.tasks)
     if not names and any(run.tasks for run in shown) and not any(run.others for run in shown):
-        raise DuelError("Nothing to compare: RESULTS holds no perplexity other than those of the --ar result.")
+        raise DuelError("Nothing to compare: only the --ar result of RESULTS has perplexities.")
     tasks = {name: compare.task(name, shown, options.metric, options.as_published, options.pairs) for name in names}
     return Report(shown, tasks, notes)
 
@@ -242,7 +242,7 @@ def console(report: Report) -> str:
 def write(report: Report, folder: str, formats: Sequence[str] = ("png",), width: float | None = None) -> list[str]:
     """Write the report's files and return their names. Files of an earlier report are removed.
 
-    `formats` and `width` (in inches) are those of the figures. Raises DuelError, and leaves the folder unchanged, if a
+    `formats` and `width` (in inches) are for the figures. Raises DuelError, and leaves the folder unchanged, if a
     file there does not belong to an earlier report.
     """
     images: list[Image] = []

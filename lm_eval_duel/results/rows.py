@@ -1,4 +1,4 @@
-"""The rows of a task's table: one for each value that a run computed; in order, each once, told apart by name."""
+"""The rows of a task's table: one for each value that a run computed; in order, each once, with a unique name."""
 
 from __future__ import annotations
 

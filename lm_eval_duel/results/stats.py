@@ -59,7 +59,7 @@ def gap_closed(elbo: float, duel: float, ar: float) -> float | None:
 def gap_closed_stderr(
     elbo: float, duel: float, ar: float, elbo_error: float | None, duel_error: float | None = 0.0
 ) -> float | None:
-    """Standard error of gap closed, in percentage points, from those of the ELBO and of DUEL (delta method).
+    """Standard error of gap closed, in percentage points, from the errors of the ELBO and of DUEL (delta method).
 
     The two are drawn independently. None if one of them is not known.
     """

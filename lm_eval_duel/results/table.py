@@ -172,7 +172,7 @@ ENTITIES = {"<": "&lt;", "&": "&amp;"}
 
 
 def escape(text: str) -> str:
-    """Text that Markdown shows as it is."""
+    """Text with the characters escaped that Markdown would interpret."""
     text = MARKUP.sub(lambda match: ENTITIES.get(match[0], f"\\{match[0]}"), one_line(text))
     return NUMBERED.sub(r"\1\\", text)
 

@@ -180,7 +180,7 @@ def check_state_only(rule: Rule) -> None:
     if not rule.state_only:
         raise DuelError(
             f"lattice_rules takes rules whose pick depends on the revealed tokens alone; {rule} has a memory, or its "
-            "class does not declare `state_only = True`. Score it in a run of its own: estimator=duel,rule=..."
+            "class does not declare `state_only = True`. Score it in a separate run: estimator=duel,rule=..."
         )
 
 

@@ -34,7 +34,7 @@ class Rule(Arguments):
     adaptive: ClassVar[bool] = False  # the number of steps depends on the text
     speed: ClassVar[tuple[str, ...]] = ("k", "mu", "gamma")  # parameters that set it; without them: the rule's family
 
-    # what the rule reads; a subclass with a `__call__` of its own declares these again
+    # what the rule reads; a subclass that overrides `__call__` declares these again
     fixed: ClassVar[bool] = False  # no predictions: `predictions` is None if all steps are evaluated at once
     state_only: ClassVar[bool] = False  # neither memory nor `step`: the pick depends on the revealed tokens alone
     reads_step: ClassVar[bool] = False  # the number of steps taken in the block

@@ -118,7 +118,7 @@ class Klass(Thresholded):
         """The same, with the history of the whole window. The previous probabilities of its first step are zeros."""
         import torch
 
-        whole = predictions.whole  # of all masked positions of the window, not those of the block alone
+        whole = predictions.whole  # of all masked positions of the window, not of the block alone
         positions, dense = whole.masked, whole.dense().exp()  # (R, W), (C, V)
         current = dense.new_zeros(*positions.shape, dense.shape[1])  # (R, W, V) probabilities
         current[positions] = dense

@@ -1,8 +1,8 @@
 """Functions that the task YAMLs name: data sets, texts and metrics.
 
 The perplexities of a text with log-likelihood ll are exp(-ll / words), exp(-ll / bytes) and exp(-ll / tokens), each
-summed over documents before dividing. Tokens are those of the model's own tokenizer; in a wrapped task, the scored
-positions.
+summed over documents before dividing. Tokens are counted by the model's tokenizer; in a wrapped task, they are the
+scored positions.
 """
 
 from lm_eval_duel.tasks.benchmarks import LENGTH, documents, own_documents, own_rows, token_text, wrapped

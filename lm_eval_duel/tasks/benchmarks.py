@@ -29,7 +29,7 @@ _integer = functools.cache(int)  # equal ids of all rows are one object, which t
 def documents(corpus: str, **model_args: Any) -> dict[str, datasets.Dataset]:
     """The texts of a data set of `corpora`, each a document, with its tokens counted.
 
-    `model_args`: those of the model, and `data_dir` (a local copy), `rows` (how many it has).
+    `model_args`: the model args, and `data_dir` (a local copy), `rows` (how many it has).
     """
     settings, source = metadata.read(model_args), corpora.find(corpus)
     raw = corpora.texts(corpus, settings.get("data_dir"), settings.get("rows"))
@@ -54,7 +54,7 @@ def wrapped(corpus: str, **model_args: Any) -> dict[str, datasets.Dataset]:
 def own_documents(**model_args: Any) -> dict[str, datasets.Dataset]:
     """The user's own texts, each a document, with its tokens counted.
 
-    `model_args`: those of the model, and `files`, `field` (text), `lines` (false), which docs/tasks.md explains.
+    `model_args`: the model args, and `files`, `field` (text), `lines` (false), which docs/tasks.md explains.
     """
     settings = metadata.read(model_args)
     texts = _own_texts(settings, "duel_text")
@@ -75,7 +75,7 @@ def _own_texts(settings: dict[str, Any], task: str) -> list[str]:
 
 
 def _documents(raw: list[str], texts: list[str], tokenizer: Any, how: list[Any]) -> dict[str, datasets.Dataset]:
-    """`texts` as documents; words and bytes are those of `raw`, where they differ."""
+    """`texts` as documents; words and bytes are counted in `raw`, where the two differ."""
     import datasets
 
     records = [{"text": text, TOKENS: len(ids)} for text, ids in encoded(texts, tokenizer)]

@@ -203,7 +203,7 @@ def texts(name: str, data_dir: str | None = None, rows: int | None = None) -> li
         if not all(isinstance(part, str) for part in parts):
             raise DuelError(
                 f"{place}: row {number} has no text in {' or '.join(corpus.columns)}; its columns are "
-                f"{', '.join(record)}. Use the split as it is on the hub: {corpus.repo}, {corpus.file}."
+                f"{', '.join(record)}. Use the unchanged split of the hub: {corpus.repo}, {corpus.file}."
             )
         lines.append(" ".join(parts))
     size = sum(len(line.encode("utf-8")) for line in lines)

@@ -2,8 +2,8 @@
 
 PTB, WikiText, LM1B and LAMBADA are published with spaces around punctuation and with placeholders for numbers. The
 models were trained on plain text, so the official evaluation of MDLM, BD3-LM and SEDD, which the DUEL paper follows,
-undoes that by a fixed list of replacements, and published perplexities are of the result. The list is kept as it is,
-including replacements that never match or do harm: better ones would be another benchmark.
+undoes that by a fixed list of replacements, and published perplexities are of the result. The list is unchanged, with
+the replacements that never match or do harm: better ones would be another benchmark.
 """
 
 from __future__ import annotations

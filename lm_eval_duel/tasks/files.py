@@ -11,7 +11,7 @@ from typing import Any
 
 from lm_eval_duel.errors import DuelError
 
-SAVED, SPLITS = "dataset_info.json", "dataset_dict.json"  # `save_to_disk` writes them beside a data set, and splits
+SAVED, SPLITS = "dataset_info.json", "dataset_dict.json"  # `save_to_disk` writes them next to a data set, and splits
 
 
 def files(folder: Path) -> list[Path]:

@@ -58,8 +58,8 @@ def choices(**model_args: Any) -> dict[str, datasets.Dataset]:
 def target_perplexity(doc: dict[str, Any], results: list[Any]) -> dict[str, Any]:
     """Perplexities of the target, and whether argmax decoding writes it.
 
-    With one document a row, `results` holds its (log-likelihood, is_greedy). Words and bytes are those of the text that
-    was scored: spaces at the end of the prefix belong to it, those at the end of the target do not.
+    With one document a row, `results` holds its (log-likelihood, is_greedy). Words and bytes are counted in the text
+    that was scored: spaces at the end of the prefix belong to it, spaces at the end of the target do not.
     """
     ((log_prob, is_greedy),) = results
     prefix, target = doc["prefix"], doc["target"]

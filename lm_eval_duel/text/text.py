@@ -140,8 +140,8 @@ class Text:
     def encode_gap(self, context: str, gap: Gap) -> tuple[list[int], list[int], list[int]]:
         """The ids of a context, of the text in the gap after it, and of what follows.
 
-        All are encoded together, and the spaces at the end of the gap belong to its suffix, as those of a context
-        belong to its continuation. If a token spans a border, the text after that border is encoded alone.
+        All are encoded together. Spaces at the end of the gap belong to its suffix, as spaces at the end of a context
+        belong to the continuation. If a token spans a border, the text after that border is encoded alone.
         """
         inside = gap.rstrip() or str(gap)
         suffix = gap[len(inside) :] + gap.suffix
@@ -210,8 +210,8 @@ class Text:
     def gap(self, before: str | Ids, inside: str | Ids, after: str | Ids = "") -> Window:
         """The window of a text between two others, with special tokens around them; each is given as text or as ids.
 
-        Three texts are encoded together, as the harness does; beside ids, a text is encoded alone. Raises DuelError as
-        `continuation` does.
+        Three texts are encoded together, as the harness does; if one is given as ids, a text is encoded alone. Raises
+        DuelError as `continuation` does.
         """
         parts = (before, inside, after)
         if not all(isinstance(part, str) for part in parts):
@@ -268,7 +268,7 @@ class Text:
         name, tokenizer = text.tokenizer
         if tokenizer != self.fingerprint:
             raise DuelError(
-                f"the ids are those of the tokenizer {name} ({tokenizer}), but this model's is "
+                f"the ids come from the tokenizer {name} ({tokenizer}), but this model's is "
                 f"{self.tokenizer.name_or_path} ({self.fingerprint}). Name the model's: --metadata tokenizer=..."
             )
         if text.bos not in ("", self.bos):

@@ -76,5 +76,5 @@ def test_published_networks_have_their_published_sizes():
 
 def test_own_code_is_not_run(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "new", "auto_map": {"AutoModel": "code.New"}}))
-    with pytest.raises(DuelError, match="has code of its own, which a plan does not run"):
+    with pytest.raises(DuelError, match="has its own code, which a plan does not run"):
         unloaded.read(str(tmp_path), {})

@@ -126,7 +126,7 @@ def test_the_conventions_count_what_is_scored(copies, bos, scored):
 
 def test_ids_of_another_tokenizer_are_refused(copies, tmp_path):
     tiny.tokenizer().save_pretrained(tmp_path)
-    with pytest.raises(DuelError, match=rf"those of the tokenizer {tmp_path} .* this model's is \S*demo-mdm "):
+    with pytest.raises(DuelError, match=rf"the ids come from the tokenizer {tmp_path} .* this model's is \S*demo-mdm "):
         evaluate(["duel_ptb_wrapped"], copies, tokenizer=str(tmp_path))
 
 

@@ -94,7 +94,7 @@ def test_the_ids_are_scored_as_they_stand(dit):
     alone = Duel(lm.denoiser, "greedy", 2, "row").log_prob([Window((0,), (3, 1, 2, 0))])[0]
     assert value == pytest.approx(alone.log_prob, abs=1e-4)
     for wrong, message in (
-        (TokenText("x", row, (1, 1), ("gpt2", "0123")), r"those of the tokenizer gpt2 \(0123\), but this model's is"),
+        (TokenText("x", row, (1, 1), ("gpt2", "0123")), r"come from the tokenizer gpt2 \(0123\), but this model's is"),
         (TokenText("x", row * 99, (1, 1), mine), "rows of a wrapped task are not cut again"),
     ):
         with pytest.raises(DuelError, match=message):

@@ -1,6 +1,6 @@
 """One call of a step under a cache: which positions of which blocks it evaluates, and what they see.
 
-    one lane a block      whole kept rows, in which the call's own keys and values replace those of its positions;
+    one lane a block      whole kept rows, in which the call's keys and values replace the kept ones of its positions;
                           nothing is copied where the slots of the lanes follow each other
     several lanes         the states of a block stand side by side in one row of the call, behind the kept keys:
                           | kept, all but the block's positions | state 1 | state 2 | ...  (dual only)

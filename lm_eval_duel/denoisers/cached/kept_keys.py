@@ -1,8 +1,8 @@
-"""Keys and values that are kept between calls, and how a layer puts them together with those of the call.
+"""Keys and values that are kept between calls, and how a layer joins them with the call's own.
 
 Two ways. A pair of tensors stands before the call's own (`(keys, values)`: block-causal networks, and several states of
-one block side by side). `Replaced` holds a whole row, in which the call's own replace those of the positions that it
-evaluates: nothing is copied.
+one block side by side). `Replaced` holds a whole row, in which the call's own replace the kept ones of the positions
+that it evaluates: nothing is copied.
 
 Shapes: P rows of a call, Q its positions, K columns of a row, S slots, H heads, D features, X real positions.
 """
@@ -71,8 +71,8 @@ class CachedStep:
 class Slots:
     """The kept keys and values of blocks, a row of each layer for every slot.
 
-    `identity` (S,) says whose they are; -1: a free slot. Those of one call are always slots 0..n-1, so that a call
-    reads them where they are. A slot that no lane of a call needs is overwritten only when its place is wanted.
+    `identity` (S,) says whose they are; -1: a free slot. One call always uses slots 0..n-1, and so reads them where
+    they are. A slot that no lane of a call needs is overwritten only when its place is wanted.
     """
 
     def __init__(self, length: int, device: torch.device):
@@ -105,7 +105,7 @@ class Slots:
         return slot, missing
 
     def fill(self, slot: torch.Tensor, of: torch.Tensor, features: torch.Tensor, layers: list[KeysValues]) -> None:
-        """Keep what a block's first evaluation gave: `slot` (n,) are those of `of` (n,).
+        """Keep what a block's first evaluation gave: `slot` (n,) for the blocks `of` (n,).
 
         `features` (n, w, D) of the block's positions; keys and values (n, H, K, D / H) of each layer.
         """

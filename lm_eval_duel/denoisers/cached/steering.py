@@ -55,7 +55,7 @@ class Streams:
         return self.plain.stream_at(step.columns, ids, step.positions, seen, step.past)[0]
 
     def _explicit(self, seen: torch.Tensor | None, keys: int) -> torch.Tensor | None:
-        """`seen`, always a tensor for transformers' decoders, which would build a mask of their own."""
+        """`seen`, always a tensor for transformers' decoders, which would otherwise build a mask."""
         if seen is None and hasattr(self.plain, "maskless"):
             return torch.ones(1, 1, keys, dtype=torch.bool, device=self.plain.device)
         return seen
@@ -162,7 +162,7 @@ class _Splicing(TorchFunctionMode):
 def _ungrouped(arguments: dict[str, Any]) -> KeysValues:
     """The keys and values of an attention call, with as many heads as its queries.
 
-    transformers repeats those of grouped heads before a call with a mask, and leaves it to the kernel without one.
+    transformers repeats the keys of grouped heads before a call with a mask, and leaves it to the kernel without one.
     """
     heads = arguments["query"].shape[1]
     keys, values = (arguments[name] for name in ("key", "value"))

@@ -145,7 +145,7 @@ class CachedView(View):
         """The input of the head at `position` (R, M) of the lanes' blocks, (R, M, D), in one network call."""
         shift, length = self.denoiser.shift, self.rows.length[lanes.row]  # (R,)
         layers = self._slots.layers
-        wanted = (position - shift).clamp(0, ids.shape[1] - 1)  # (R, M) those of no masked position may lie outside
+        wanted = (position - shift).clamp(0, ids.shape[1] - 1)  # (R, M) may lie outside where nothing is masked
         if self.denoiser.cache == "prefix":
             begin = int(lanes.start.min())
             whole, _, real = self._input(lanes)  # (R, L)

@@ -40,7 +40,7 @@ SECTIONS = ("graph", "model", "tokens")  # of the config.json of SEDD's authors,
 IGNORED = ("rotary_emb.", "sampling_eps_min", "sampling_eps_max", "noise.")  # recomputed, or for sampling
 PREFIX = "backbone."  # of tensor names in some files
 TOKENIZER = "gpt2"  # for the published checkpoints, which have none
-KINDS = {  # of families with a class of their own
+KINDS = {  # of families with a separate class
     "sedd": SEDD,
     "gidd": gidd.GIDD,
     gidd.NOISED: gidd.NoisedGIDD,

@@ -1,7 +1,7 @@
 """Our own DiT: the network behind MDLM, BD3-LM, SEDD and the MDLM authors' AR baseline.
 
 Written from the published description of the architecture: float32, scaled dot product attention. None of a
-checkpoint's code is run. The names of the parameters are those of the authors' files:
+checkpoint's code is run. The parameters have the names of the authors' files:
 
     vocab_embed.embedding, sigma_map.mlp.{0,2}, blocks.N.{norm1,attn_qkv,attn_out,norm2,mlp.{0,2},adaLN_modulation},
     output_layer.{norm_final,linear,adaLN_modulation}

@@ -80,7 +80,7 @@ def _require_causal(model_config: Any, config: dict[str, Any], options: LoadOpti
     classes = ", ".join(architectures)
     if config.get("auto_map"):
         raise DuelError(
-            f"By its config {options.name} is a {classes} with code of its own, and transformers' {native.__name__} "
+            f"By its config {options.name} is a {classes} with its own code, and transformers' {native.__name__} "
             "may be another network. If it is autoregressive and you trust its code, pass trust_remote_code=true."
         )
     auto_model.require_known(config, options.name, native.__name__)

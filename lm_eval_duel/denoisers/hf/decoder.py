@@ -1,6 +1,6 @@
 """Decoders that became diffusion models (LLaDA, Dream, SDAR, ...) in transformers' own classes, with an explicit mask.
 
-Their networks are those of Llama, Qwen2, Qwen3, Qwen3-MoE, GLM-4-MoE and GPT-2, with another attention pattern. The
+They have the networks of Llama, Qwen2, Qwen3, Qwen3-MoE, GLM-4-MoE and GPT-2, with another attention pattern. The
 weights are loaded into those classes (decoder_checkpoint.py), and every call passes a 4-D additive mask. So none of a
 checkpoint's code is run, and the same network can be bidirectional, block-causal or causal.
 

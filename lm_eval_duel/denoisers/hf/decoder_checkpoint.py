@@ -65,7 +65,7 @@ def _filled(
     stored = {key: value for key, value in weights.read(options.name).items() if not key.endswith(IGNORED)}
     tensors, origin = native_tensors(family, stored, config)
     table = tensors.get(TABLES.get(family.native, TABLE))
-    if model_config.tie_word_embeddings and HEAD in tensors:  # the file may have a head of its own
+    if model_config.tie_word_embeddings and HEAD in tensors:  # the file may have a separate head
         model_config.tie_word_embeddings = table is None or torch.equal(tensors[HEAD], table)
     dtype = pick_dtype(options.dtype, options.device)
     if dtype == "auto":

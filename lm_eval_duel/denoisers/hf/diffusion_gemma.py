@@ -72,7 +72,7 @@ def find(options: LoadOptions) -> tuple[Any, Any]:
 
 
 def canvas(model_config: Any, options: LoadOptions) -> tuple[int, Noised]:
-    """The length of a canvas, and how the decoder was trained: on noise over all columns, not told the time."""
+    """The length of a canvas, and the decoder's training: on noise over all columns, without the time as an input."""
     length = options.block if isinstance(options.block, int) else model_config.canvas_length
     return length, Noised(Uniform(model_config.text_config.vocab_size), "denoiser", STEPS, "twice", timed=False)
 
@@ -103,7 +103,7 @@ class Encoder(CausalLM):
 
 
 class Canvases(Pretrained):
-    """The decoder on canvases of noisy tokens: p(x_0 | x_t), not told the time, given its own earlier output."""
+    """The decoder on canvases of noisy tokens: p(x_0 | x_t) given its own earlier output, but not the time."""
 
     reads_causally = True
     honours_padding = True  # canvases of other rows are other calls
@@ -132,7 +132,7 @@ class Canvases(Pretrained):
         return {**super().describe(), "part": "decoder"}
 
     def encode(self, ids: torch.Tensor, past: Any = None) -> Any:
-        """The keys and values of clean ids (1, L), after those of `past`, which is extended in place."""
+        """The keys and values of `past` and of clean ids (1, L) after it; `past` is extended in place."""
         return self.model.model.encoder(input_ids=ids, past_key_values=past).past_key_values
 
     def decode(self, canvases: torch.Tensor, past: Any, before: torch.Tensor | None) -> torch.Tensor:

@@ -36,7 +36,7 @@ class Family:
     shift: int = 0
     block: int | None = None  # the trained block of a block-causal network
     block_keys: tuple[str, ...] = ("block_size", "bd_size", "block_length")  # entries of config.json with this block
-    anchor: str = "row"  # where blocks count from; "target": the context is a block of its own
+    anchor: str = "row"  # where blocks count from; "target": the context is one block
     published_block: int | None = None
     mask_id: int | None = None
     max_length: int | None = None  # if the network was trained on fewer positions than its config has
@@ -44,7 +44,7 @@ class Family:
     bos: str = "none"
     entries: Mapping[str, str] = field(default_factory=dict)  # native names of config entries that have other ones
     values: Mapping[str, Any] = field(default_factory=dict)  # of native entries that a config may lack
-    needs: tuple[str, ...] = ()  # entries that config.json must have, besides those of the native class
+    needs: tuple[str, ...] = ()  # entries that config.json must have, besides the native class's
     released: Mapping[str, Any] = field(
         default_factory=dict
     )  # entries without which the native class is another network

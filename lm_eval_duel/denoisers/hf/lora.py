@@ -59,7 +59,7 @@ def merge(model: Any, path: str, family: Family | None) -> Any:
 
 
 def _untie(model: Any, modules: set[str]) -> None:
-    """Give the head weights of its own if they are tied to the embedding and the adapter changes one of the two."""
+    """Untie the head's weights from the embedding if the adapter changes one of the two."""
     head, table = model.get_output_embeddings(), model.get_input_embeddings()
     if head is None or head.weight is not table.weight:
         return

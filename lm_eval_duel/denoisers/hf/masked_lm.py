@@ -37,7 +37,7 @@ log = logging.getLogger("lm_eval.duel_mdm")
 MASKED_LM = Family("masked-lm", "", bos="auto")
 OWN_CODE = Family("own code", "", bos="auto")  # of no family that is known
 SAME = ("EsmForDPLM", "AntiBERTy")  # classes of others that are transformers' own network
-MOVED = ("eurobert",)  # model types that were published with code of their own, which is now in transformers
+MOVED = ("eurobert",)  # model types that were published with their own code, which is now in transformers
 COPIED_PARAMETERS = 2_000_000_000  # up to this size a network's tensors are copied into float32 for self-tests
 
 

@@ -13,7 +13,7 @@ UNQUANTIZED = ("llm_int8_skip_modules", "modules_to_not_convert", "ignore")  # l
 
 
 def native_config(family: Family, config: Config, name: str) -> Config:
-    """The entries of the native config: those of config.json, with the family's translations.
+    """The entries of the native config: config.json, with the family's translations.
 
     No entry is left to the defaults of the native class: raises DuelError if the config.json of `name` lacks one, or
     has one with which the native class would be another network.

@@ -18,7 +18,7 @@ READ = ("dtype", "revision", "trust_remote_code")  # network arguments that conc
 
 
 def load(name: str, device: str | None, network: Mapping[str, Any]) -> torch.nn.Module:
-    """The network of a checkpoint: of its own code, if that is trusted, or of a class of transformers.
+    """The network of a checkpoint, from its own code, if that is trusted, or from a class of transformers.
 
     Raises:
         DuelError: it has neither, or its code is not trusted; the message is the reason.
@@ -37,7 +37,7 @@ def load(name: str, device: str | None, network: Mapping[str, Any]) -> torch.nn.
         return model.to(options.device).eval()
     kind = next((getattr(transformers, each, None) for each in config.get("architectures") or ()), None)
     if kind is None:
-        raise DuelError("it has no code of its own, and its class is none of transformers.")
+        raise DuelError("it has no own code, and its class is none of transformers.")
     dtype = hub.pick_dtype(options.dtype, options.device)
     model = kind.from_pretrained(options.name, dtype=dtype, revision=options.revision)
     return model.to(options.device).eval()

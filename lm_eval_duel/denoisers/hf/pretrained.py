@@ -67,7 +67,7 @@ def trained_block(family: Family, config: dict[str, Any], options: LoadOptions) 
 
 
 def max_positions(family: Family, positions: int | None, config: dict[str, Any]) -> int | None:
-    """The positions that a network of a family was trained on, at most `positions`, those of its config.
+    """The positions that a network of a family was trained on, at most the `positions` of its config.
 
     If queries are scaled from some position on (`Family.unscaled`), a last block that is filled up ends before it.
     """
@@ -94,7 +94,7 @@ class Pretrained(Denoiser):
         tokenizer: PreTrainedTokenizerBase,
         rows: int | None,
     ):
-        """`rows`: those of the embedding, if the config has them."""
+        """`rows`: the rows of the embedding, if the config has them."""
         settle(self, family, config, options)
         self.options, self.path = lora.fetch(options) if options.peft else options, options.name
         self.mask_id = None
@@ -122,7 +122,7 @@ class Pretrained(Denoiser):
                 model(input_ids=torch.zeros(1, 1, dtype=torch.long, device=self.device))
 
     def set_columns(self, columns: int) -> None:
-        """Set the number of columns of the logits; those of the tokenizer's ids, [MASK] aside, are tokens."""
+        """Set the number of columns of the logits; the columns of the tokenizer's ids, except [MASK], are tokens."""
         self.vocab_size = columns
         self.excluded = excluded_columns(self.tokens, self.mask_id, columns, self.path, self.device)
 

@@ -68,7 +68,7 @@ def _class_reference(config: dict[str, Any], options: LoadOptions) -> str:
     names = config.get("auto_map") or {}
     reference = next((names[key] for key in HEADED if key in names), None)
     if reference is None:
-        raise DuelError(f"{options.name} has no code of its own (no auto_map with a model in config.json).")
+        raise DuelError(f"{options.name} has no own code (no auto_map with a model in config.json).")
     options.refuse("own code", "cache", "sigma", "first_token", "load_in_8bit", "load_in_4bit")
     if options.attention == "causal":
         raise DuelError(
@@ -76,7 +76,7 @@ def _class_reference(config: dict[str, Any], options: LoadOptions) -> str:
             "autoregressive network of a class that transformers does not have needs trust_remote_code=true only."
         )
     if not options.trust_remote_code:
-        raise DuelError(f"{options.name} runs code of its own: pass trust_remote_code=true if you trust it.")
+        raise DuelError(f"{options.name} runs its own code: pass trust_remote_code=true if you trust it.")
     return reference
 
 

@@ -15,7 +15,7 @@ drawn, each with probability min(1, weight / c), and count 1 / probability times
 
 Beams of K, 2 K and 4 K sets that miss the same orders agree by chance once, but rarely twice. So the error of an
 estimate is the largest of its two differences from the last two, and of the standard errors of all three; before the
-third beam it is not known. Each beam has draws of its own.
+third beam it is not known. Each beam has separate draws.
 
 Random numbers are functions of (seed, the window's ids, block, K), so that equal windows have equal values.
 
@@ -37,7 +37,7 @@ from lm_eval_duel.core.reveal import WindowGroup
 from lm_eval_duel.estimators.arguments import BeamArguments
 from lm_eval_duel.estimators.subsets.moves import Moves, Planes, StateLevel, Thin, bits, number_of
 
-BEAM = 4  # key of the random numbers, unlike those of other estimators
+BEAM = 4  # key of the random numbers, different for each estimator
 MOVES = 64  # subsets of a step that are followed, for each set of a beam
 TABLE = 1 << 24  # values of the sets that they reach, one for each sum and step: 128 MiB
 
@@ -77,7 +77,7 @@ class Found(NamedTuple):
     error: torch.Tensor  # of the estimate; infinite: not known
 
     def select(self, keep: torch.Tensor) -> Found:
-        """Those of the blocks `keep` (B,) bool."""
+        """The values of the blocks `keep` (B,) bool."""
         return Found(*(plane[keep] for plane in self))
 
 

@@ -22,7 +22,7 @@ COUNTS = {"even": even_counts, "dream": dream_counts}
 
 @dataclasses.dataclass(frozen=True)
 class StepCounts:
-    """`n` positions at every step, or those of `steps` steps by a `schedule`: "even" (LLaDA) or "dream".
+    """The number of positions at each step: `n`, or by a `schedule` over `steps` steps, "even" (LLaDA) or "dream".
 
     `or_more`: a step may reveal more than n.
     """
@@ -34,7 +34,7 @@ class StepCounts:
 
     @classmethod
     def from_arguments(cls, own: ConfidenceArguments) -> StepCounts:
-        """Those of `sampled_confidence`."""
+        """The counts of `sampled_confidence`."""
         return cls(own.n or 1, own.steps, own.schedule, or_more=own.tau is not None)
 
     def of_block(self, m: int) -> list[int]:

@@ -46,8 +46,8 @@ TABLE = 1 << 22  # the most values of a table of a chunk
 class LatticeScore(WindowScore):
     """One window over all orders. `log_prob` is the value that the estimator names.
 
-    `reveal_steps` and `token_logprobs` are those of the best order for the oracle; elbo_exact has each position's mean
-    share, and the mixture neither. `rules`: the score of each rule, by its text.
+    `reveal_steps` and `token_logprobs`: of the best order for the oracle; elbo_exact has each position's mean share,
+    and the mixture neither. `rules`: the score of each rule, by its text.
     """
 
     elbo_exact: float = 0.0
