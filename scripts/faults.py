@@ -28,6 +28,7 @@ from mutants import HEAVY, NOT_COPIED, failed
 
 TABLES = [Path(__file__).with_name(name) for name in ("faults.txt", "audit_faults.txt")]
 TIMEOUT = 300  # seconds
+ALL = ("-m", "")  # slow tests, too
 
 
 class Fault(NamedTuple):
@@ -86,7 +87,7 @@ def verdict(root: Path, fault: Fault) -> tuple[bool, str]:
     except ValueError as error:
         return False, f"NOT PLANTED: {error}"
     file.write_text(changed, encoding="utf-8")
-    by = failed(root, fault.tests, TIMEOUT)
+    by = failed(root, [*ALL, *fault.tests], TIMEOUT)
     file.write_text(source, encoding="utf-8")
     if by is None:
         return False, f"MISSED by {' '.join(fault.tests)}"
@@ -108,7 +109,7 @@ def main() -> None:
         root = Path(folder) / "tree"
         shutil.copytree(Path.cwd(), root, ignore=NOT_COPIED, symlinks=True)
         tests = sorted({test for fault in chosen for test in fault.tests})
-        if by := failed(root, tests, len(chosen) * TIMEOUT):
+        if by := failed(root, [*ALL, *tests], len(chosen) * TIMEOUT):
             sys.exit(f"without any fault: {by}")
         for fault in chosen:
             is_found, what = verdict(root, fault)

@@ -6,7 +6,7 @@ The mutants are drawn in proportion to lines by room. Their kinds take turns, so
 a number off by one, a statement dropped, a constant changed, two arguments swapped. Everything runs on a copy of the
 tree, one mutant after the other, stops at the first failure, and is logged, so that a second call goes on where the
 first ended. The tests of the mutant's own room come first, among them those that name its module; survivors meet the
-rest. `--contexts` takes a data file of coverage.py with one context a test and leaves out tests that do not run the
+rest, then the slow tests in the same order. `--contexts` takes a data file of coverage.py with one context a test and leaves out tests that do not run the
 mutated line; `--tests` takes the tests of another tree.
 
 To compare the suites of two trees on the same mutants: `--common OTHER` draws only at lines that stand once in both
@@ -208,13 +208,14 @@ def failed(root: Path, arguments: list[str], timeout: float) -> str | None:
 def meet(root: Path, file: Path, line: int, options: argparse.Namespace, after: int) -> tuple[str | None, int]:
     """The first test that fails on a mutant, or None, and how many stages it has met."""
     paths = list(stages(root, file))[: 2 if options.own else None]
-    for stage, tests in enumerate(paths):
+    every = [(marker, tests) for marker in ("not slow", "slow") for tests in paths]
+    for stage, (marker, tests) in enumerate(every):
         if options.contexts:
             tests = tests_of_line(options.contexts, file, line, tests)
-        by = failed(root, tests, options.timeout) if tests and stage >= after else None
+        by = failed(root, ["-m", marker, *tests], options.timeout) if tests and stage >= after else None
         if by:
             return by.replace(f"{root}/", ""), stage + 1
-    return None, len(paths)
+    return None, len(every)
 
 
 def main() -> None:
@@ -247,7 +248,7 @@ def main() -> None:
             changed, what = mutate(source, kind, number)
             name = f"{file}:{what}"
             after = log.get(name, {}).get("stages", 0)
-            if options.list or log.get(name, {}).get("by") or after >= (2 if options.own else 4):
+            if options.list or log.get(name, {}).get("by") or after >= (4 if options.own else 8):
                 print(name)
                 continue
             (package / file).write_text(changed, encoding="utf-8")

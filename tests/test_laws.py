@@ -1,6 +1,6 @@
 """The laws of the design, on toy denoisers by exact enumeration. Float64 agrees to 1e-9 and in order.
 
-Every rule meets every law in one shape of a bidirectional network and in one of a block-causal network.
+Every rule meets every law; the shapes of bidirectional and block-causal networks take turns.
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ from lm_eval_duel.core.windows import Window
 from lm_eval_duel.errors import DuelError, RuleStalled
 
 ONE_AT_A_TIME = [r for r in RULES if ":k=1" in r] + ["threshold:mu=1.0", "entropy_bound:gamma=0.0"]
-BLOCKS = [1, 2, 3, None]
+BLOCKS = [2, None]
 
 
 def spread(*shapes):
@@ -50,7 +50,6 @@ SUMS = spread(
     (TOY, None, "target", 3, INSIDE),
     (TOY, 2, "target", 4, {"context": (0,), "suffix": (1,), "tail": 2}),
     (TOY, 1, "target", 3, {"context": (0,), "suffix": (1,), "tail": 2}),
-) + spread(
     (FILL, "auto", "auto", 4, {}),
     (CUT, "auto", "auto", 3, {"context": (1,)}),
     (FILL, "auto", "auto", 3, {"context": (1,)}),
@@ -123,7 +122,10 @@ DRAWN = spread(
     *((TOY, block, grid, {}) for block in (2, None) for grid in ("target", "row")),
     *((TOY, 2, "target", more) for more in ({"suffix": (1,)}, {"tail": 2}, {"tail": 1, "suffix": (0,)})),
     (TOY, None, "target", {"suffix": (1,)}),
-) + spread((FILL, "auto", "auto", {}), (CUT, "auto", "auto", {}), (FILL, "auto", "auto", {"tail": 2}))
+    (FILL, "auto", "auto", {}),
+    (CUT, "auto", "auto", {}),
+    (FILL, "auto", "auto", {"tail": 2}),
+)
 
 
 @pytest.mark.parametrize(("rule", "shape"), DRAWN)
@@ -150,7 +152,7 @@ def test_samples_follow_the_law(rule):
     assert p_value([sample.tokens for sample in drawn], expected) > 1e-4
 
 
-@pytest.mark.parametrize(("rule", "shape"), spread((TOY, 2), (TOY, None)) + spread((FILL, "auto"), (CUT, "auto")))
+@pytest.mark.parametrize(("rule", "shape"), spread((TOY, 2), (TOY, None), (FILL, "auto"), (CUT, "auto")))
 def test_is_greedy_iff_decode_would_write_it(rule, shape):
     toy, block = shape
     duel = Duel(toy, rule, block)
@@ -213,7 +215,6 @@ LONG = Toy(length=12, tokens=5)
 LANES = spread(
     *((LONG, block, grid, 0) for block, grid in ((1, "target"), (2, "row"), (3, "target"), (3, "row"))),
     (LONG, None, "target", 0),
-) + spread(
     *(
         (block_causal_toy(block, last_block, length=16, tokens=5), block, "row", stretch)
         for block, last_block, stretch in (
@@ -223,7 +224,7 @@ LANES = spread(
             (3, "fill", 7),
             (4, "fill", 5),
         )
-    )
+    ),
 )
 
 
