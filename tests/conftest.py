@@ -54,7 +54,10 @@ def no_row_checks(monkeypatch):
 
 @pytest.fixture(scope="module")
 def one_load():
-    """What is loaded again with the same args is a shallow copy of the network: what is set on it stays its own."""
+    """What is loaded again with the same args is a shallow copy of the network: what is set on it stays its own.
+
+    The test of separate rows ran at load; no estimator repeats it with more rows.
+    """
     import copy
 
     from lm_eval_duel import denoisers
@@ -67,6 +70,7 @@ def one_load():
             return load(name, **options)
         if key not in loaded:
             loaded[key] = load(name, tokenizer=tokenizer, **options)
+            loaded[key].separate_tokens = 0
         return copy.copy(loaded[key])
 
     with pytest.MonkeyPatch.context() as patch:
