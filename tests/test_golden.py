@@ -21,6 +21,7 @@ from lm_eval_duel.denoisers import load_tokenizer
 from lm_eval_duel.harness import trace
 from lm_eval_duel.results.read import load
 
+pytestmark = pytest.mark.usefixtures("one_load")
 RUNS = sorted((FOLDER / "results").glob("*/results_*.json"))
 PUBLISHED = {"pretrained": "demo-mdm", "rule": "greedy", "block": 32}  # the command of the README
 FAST = [

@@ -9,6 +9,7 @@ from harness_runs import evaluate, lm_eval, read
 
 from lm_eval_duel.cli.main import main
 
+pytestmark = pytest.mark.usefixtures("one_load")
 LIMIT = 1
 
 

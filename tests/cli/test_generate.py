@@ -9,6 +9,8 @@ from lm_eval_duel.cli.generate import parse
 from lm_eval_duel.cli.main import main
 from lm_eval_duel.errors import UsageError
 
+pytestmark = pytest.mark.usefixtures("one_load")
+
 
 def lines(capsys, *arguments):
     main(["generate", "demo-mdm", "--model_args", "block=4", "--device", "cpu", "--max_new_tokens", "6", *arguments])

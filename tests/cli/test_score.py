@@ -16,6 +16,7 @@ from lm_eval_duel.errors import DuelError, UsageError
 from lm_eval_duel.estimators import registry
 from lm_eval_duel.results.report import main as report
 
+pytestmark = pytest.mark.usefixtures("one_load")
 TEXTS = ["a b c d e", "the of and a b c d e a b c d e the of and", "a"]
 
 
@@ -160,7 +161,11 @@ def test_models_are_compared_as_a_report_compares_them(folder, texts, tmp_path, 
         ("estimator=elbo_exact,block=4", ["estimator=mixture", "estimator=oracle"]),
         ("estimator=mixture,block=4", ["estimator=duel,rule=greedy", "estimator=oracle", "estimator=mixture"]),
         ("rule=left_to_right,block=4", ["rule=greedy", "rule=greedy,k=1", "rule=left_to_right", "estimator=mixture"]),
-        ("estimator=sampled_order,alg=entropy,alg_temp=0.5,beam=16,block=8", ["beam=17", "rule=greedy,estimator=duel"]),
+        pytest.param(
+            "estimator=sampled_order,alg=entropy,alg_temp=0.5,beam=16,block=8",
+            ["beam=17", "rule=greedy,estimator=duel"],
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_a_difference_is_that_of_the_totals(folder, texts, tmp_path, capsys, model, others):

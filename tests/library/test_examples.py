@@ -21,6 +21,8 @@ from lm_eval_duel.results.published import PAPER_FILE
 from lm_eval_duel.rules import parse
 from lm_eval_duel.tasks import task_folder
 
+pytestmark = pytest.mark.usefixtures("one_load")
+
 
 def example(path):
     spec = importlib.util.spec_from_file_location(path.replace("/", "_"), ROOT / "examples" / f"{path}.py")

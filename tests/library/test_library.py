@@ -166,9 +166,9 @@ def test_every_estimator_scores_texts(name, arguments, bound, drawn):
 
 
 def test_estimators_take_ids_and_networks_in_memory():
-    windows = [Window((), (300, 517, 261, 300))]
+    windows, denoiser = [Window((), (300, 517, 261, 300))], load("demo-mdm", device="cpu")
     for estimator, arguments in (("elbo", {"mc_samples": 32, "draw_seed": 2}), ("mixture", {}), ("two_phase", {})):
-        duel = Duel(load("demo-mdm", device="cpu"), block=4, estimator=estimator, **arguments)
+        duel = Duel(denoiser, block=4, estimator=estimator, **arguments)
         assert duel.log_prob(windows) == duel.estimator.log_prob(windows)
         assert f"estimator={estimator}" in repr(duel) and ("rule=" in repr(duel)) == (estimator == "two_phase")
     toy = Toy(length=6)

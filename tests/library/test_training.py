@@ -14,6 +14,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 from lm_eval_duel import Duel, DuelCallback, DuelError, planned_tokens, training_metrics
 from lm_eval_duel.library import training
 
+pytestmark = pytest.mark.usefixtures("one_load")
 VALUE = "duel/greedy,block=3/bits_per_byte"
 TEXTS = ["the a b of c", "a of the", "c d e f g h i of", "and the b of a"]
 

@@ -12,6 +12,7 @@ import golden
 import numpy as np
 import pytest
 import results
+from laws import slow_but
 from results import documents, edit, hf, ours
 
 from lm_eval_duel import demo
@@ -98,7 +99,7 @@ def bundled(tmp_path_factory):
     return copy
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", slow_but(RUNS, {*RUNS} - {"leaderboard"}))
 def test_what_is_printed_and_written(name, folder, bundled, tmp_path, capsys):
     """Tables are the golden ones, and every number that a file shows is one of the JSON."""
     words = [str(folder / word) if word in (MADE, FEW) else str(word) for word in RUNS[name]]

@@ -16,6 +16,7 @@ from lm_eval_duel.errors import DuelError
 from lm_eval_duel.tasks import corpora
 from lm_eval_duel.tasks.detokenize import DETOKENIZERS
 
+pytestmark = pytest.mark.usefixtures("one_load")
 KNOWN = data.benchmarks()
 WRAPPED = [name for name, config in KNOWN.items() if config["custom_dataset"].endswith("wrapped")]
 LENGTH = 64

@@ -22,6 +22,8 @@ from lm_eval_duel.harness.cache import request_key
 from lm_eval_duel.tasks import infilling, named, own_text
 from lm_eval_duel.text.annotated import Gap
 
+pytestmark = pytest.mark.usefixtures("one_load")
+
 
 def write(folder, name, content):
     (folder / name).write_text(content, encoding="utf-8")

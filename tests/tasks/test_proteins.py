@@ -17,6 +17,7 @@ from lm_eval_duel.errors import DuelError
 from lm_eval_duel.tasks import task_folder
 from lm_eval_duel.text.annotated import Residues
 
+pytestmark = pytest.mark.usefixtures("one_load")
 SPEC = importlib.util.spec_from_file_location("proteins", f"{task_folder()}/proteins/utils.py")
 SPEC.loader.exec_module(utils := importlib.util.module_from_spec(SPEC))
 

@@ -6,6 +6,8 @@ import tiny
 from lm_eval_duel import tasks
 from lm_eval_duel.errors import DuelError
 
+pytestmark = pytest.mark.usefixtures("one_load")
+
 
 def test_sotu_is_the_fixed_list():
     data = tasks.sotu()["test"]
