@@ -14,7 +14,6 @@ from lm_eval_duel.core.budget import VALUES, free
 from lm_eval_duel.core.denoiser import Denoiser
 from lm_eval_duel.core.row_checks import is_routed
 from lm_eval_duel.denoisers import user_module
-from lm_eval_duel.denoisers.hf.row_effects import scales_by_length, unscaled_length
 from lm_eval_duel.denoisers.wrappers import Wrapper
 from lm_eval_duel.errors import DuelError
 
@@ -34,6 +33,7 @@ ROTARY_TOLERANCE = 1e-5  # relative
 LENGTH = 8
 MANY = 128  # tokens of the rows among which a row is tested: enough to fill an expert's capacity
 REPEATED = 128  # positions; longer than the chunks in which some networks hash
+LENGTHENED = ("dynamic", "longrope")  # rotary types that depend on the row length
 
 
 def run(denoiser: Denoiser, path: str, refuse: bool = True) -> None:
@@ -59,7 +59,7 @@ def run(denoiser: Denoiser, path: str, refuse: bool = True) -> None:
             all_mask = torch.full_like(rows[:1], denoiser.mask_id)  # (1, L)
             denoiser.needs_visible = not bool(logits_of(denoiser, all_mask).isfinite().all())
             denoiser.relative_positions = ties_when_all_mask(denoiser)
-        denoiser.honours_padding = not scales_by_length(denoiser) and (
+        denoiser.honours_padding = not _scales_by_length(denoiser) and (
             denoiser.attention == "causal" or honours_padding(denoiser)
         )
 
@@ -255,10 +255,10 @@ def ties_when_all_mask(denoiser: Denoiser) -> bool:
 def _by_blocks(denoiser: Denoiser, path: str) -> None:
     """Check that a block sees all of itself, and that clean positions see no later block."""
     block, kind = denoiser.block, denoiser.attention.replace("_", "-")
-    if scales_by_length(denoiser):
+    if _scales_by_length(denoiser):
         raise DuelError(
             f"The rotary frequencies of {path} change with the longest row of a call, so the values of a block would "
-            f"depend on the other blocks of the call. Pass max_length={unscaled_length(denoiser)}: up to that length "
+            f"depend on the other blocks of the call. Pass max_length={_unscaled_length(denoiser)}: up to that length "
             "they are constant."
         )
     rows = random_rows(denoiser, 2 * block).repeat(1, 2 * block)[:, : 2 * block]  # (2, 2 B)
@@ -336,3 +336,23 @@ def _batch_tolerance(denoiser: Denoiser, logits: torch.Tensor) -> float:
 def relative_difference(a: torch.Tensor, b: torch.Tensor) -> float:
     """The largest difference of logits, in units of their standard deviation."""
     return float((a.double() - b.double()).abs().max() / a.double().std().clamp(min=1e-12))
+
+
+def _scales_by_length(denoiser: Denoiser) -> bool:
+    """True if rotary frequencies change with the longest row of a call, as in Phi-3's long versions."""
+    unscaled = _unscaled_length(denoiser)
+    return unscaled is not None and denoiser.max_length > unscaled
+
+
+def _unscaled_length(denoiser: Denoiser) -> int | None:
+    """The longest row with the same rotary frequencies as shorter rows; None if every row has the same."""
+    config = getattr(getattr(denoiser, "model", None), "config", None)
+    sections = [getattr(config, name, None) or {} for name in ("rope_parameters", "rope_scaling")]
+    sections += [
+        value for section in sections for value in section.values() if isinstance(value, dict)
+    ]  # per layer type
+    if not any((section.get("rope_type") or section.get("type")) in LENGTHENED for section in sections):
+        return None
+    names = ("original_max_position_embeddings", "max_position_embeddings")
+    lengths = [section.get(names[0]) for section in sections] + [getattr(config, name, None) for name in names]
+    return min((length for length in lengths if length), default=0)

@@ -14,7 +14,7 @@ from torch.nn.functional import log_softmax
 from lm_eval_duel import denoisers
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.demo import FOLDER, resolve
-from lm_eval_duel.denoisers.hf import causal_lm
+from lm_eval_duel.denoisers.hf import own_forward
 from lm_eval_duel.errors import DuelError, NotFinite
 from lm_eval_duel.estimators.duel import DuelEstimator
 from lm_eval_duel.harness.lm import DuelMDM
@@ -120,7 +120,7 @@ def test_nats_are_those_of_the_networks_own_logits(folders, name, no_row_checks)
 
 def test_a_head_that_cannot_be_split_off_runs_with_the_rest(folders, monkeypatch):
     right = DuelEstimator(load(folders["Gemma2ForCausalLM"]), "left_to_right")
-    monkeypatch.setattr(causal_lm, "_layer_modules", lambda model: ["model.layers.1", "model.norm", "lm_head"])
+    monkeypatch.setattr(own_forward, "layer_modules", lambda model: ["model.layers.1", "model.norm", "lm_head"])
     denoiser = load(folders["Gemma2ForCausalLM"])
     assert not denoiser.splits_head and denoiser.layers is denoiser.model
     whole = DuelEstimator(denoiser, "left_to_right")

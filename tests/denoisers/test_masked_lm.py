@@ -31,7 +31,8 @@ WINDOWS = [
 def test_the_head_is_evaluated_at_masked_positions_only_and_all_mask_starts_tie(family, no_row_checks):
     seen, denoiser = [], family("modernbert").denoiser
     duel = Duel(denoiser, "greedy", 4)
-    hook = denoiser._output.register_forward_hook(lambda module, inputs, output: seen.append(output[..., 0].numel()))
+    head = denoiser.model.get_output_embeddings()
+    hook = head.register_forward_hook(lambda module, inputs, output: seen.append(output[..., 0].numel()))
     duel.log_prob([Window((2, 5, 6, 7), (8, 9, 10), (3,))])
     hook.remove()
     assert sum(seen) == 3 + 2 + 1

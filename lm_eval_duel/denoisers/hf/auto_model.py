@@ -1,7 +1,4 @@
-"""Networks in the classes of transformers' Auto mappings: how they are loaded and called.
-
-Shapes: R rows, L row length, V tokens.
-"""
+"""Networks in the classes of transformers' Auto mappings: how they are loaded, and what their configs say."""
 
 from __future__ import annotations
 
@@ -102,11 +99,3 @@ def max_positions(model: torch.nn.Module, model_max_length: int) -> int | None:
 def is_native(model: torch.nn.Module) -> bool:
     """True if the class of a network belongs to transformers, not to a checkpoint's own code."""
     return type(model).__module__.startswith("transformers.")
-
-
-def logits_of(
-    model: torch.nn.Module, ids: torch.Tensor, mask: torch.Tensor | None = None, **more: torch.Tensor
-) -> torch.Tensor:
-    """Logits (R, L, V), in whichever form the network returns them."""
-    out = model(input_ids=ids, **more) if mask is None else model(input_ids=ids, attention_mask=mask, **more)
-    return out if isinstance(out, torch.Tensor) else out[0] if isinstance(out, tuple) else out.logits

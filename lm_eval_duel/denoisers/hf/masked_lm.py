@@ -1,9 +1,6 @@
-"""Networks through their own forward: transformers' masked LMs (BERT, RoBERTa, ...), and a checkpoint's own code.
+"""transformers' masked LMs (BERT, RoBERTa, ...), and the networks of a checkpoint's own code.
 
-All they need to have in common is ids in, logits out. Small forward passes at load detect whether the head can be
-split off and whether the attention mask has an effect.
-
-Shapes: R rows, L row length, N rows of a call, Q queries, K keys, U positions, D features, V tokens.
+Shapes: R rows, L row length, N rows of a call, Q queries, K keys, D features, V tokens.
 """
 
 from __future__ import annotations
@@ -27,8 +24,7 @@ from lm_eval_duel.core.network import KeysValues
 from lm_eval_duel.denoisers import self_tests
 from lm_eval_duel.denoisers.hf import auto_model
 from lm_eval_duel.denoisers.hf.families import Family
-from lm_eval_duel.denoisers.hf.pretrained import Pretrained
-from lm_eval_duel.denoisers.hf.row_effects import padding_id, without_block_sparse
+from lm_eval_duel.denoisers.hf.own_forward import OwnForward
 from lm_eval_duel.denoisers.load_options import LoadOptions
 from lm_eval_duel.errors import DuelError
 
@@ -69,24 +65,15 @@ def load(config: dict[str, Any], options: LoadOptions, tokenizer: PreTrainedToke
     return denoiser
 
 
-class MaskedLM(Pretrained):
-    """A network of transformers, or of a checkpoint's own code, through its own forward."""
+class MaskedLM(OwnForward):
+    """A masked LM of transformers, or a network of a checkpoint's own code."""
 
     appends_sep = True
     steers_attention = True  # a cache is inserted at its attention calls (cached/steering.py): `stream` keeps no keys
-    splits_head = False
-
-    def __init__(self, family: Family, config: dict[str, Any], options: LoadOptions, tokenizer: Any, rows: int | None):
-        super().__init__(family, config, options, tokenizer, rows)
-        self.longest, self.model_max_length = family.max_length, tokenizer.model_max_length
 
     def take(self, model: Any) -> None:
+        self.pad_id, self.sparse_from = padding_id(model.config, self.tokens, self.mask_id), without_block_sparse(model)
         super().take(model)
-        self.set_row_length(
-            min(filter(None, (self.longest, auto_model.max_positions(model, self.model_max_length))), default=None)
-        )
-        self.pad_id = padding_id(model.config, self.tokens, self.mask_id)
-        self.sparse_from = without_block_sparse(model)
         if self.sparse_from is not None and self.max_length >= self.sparse_from:
             log.warning(
                 "By its config %s has block-sparse attention from %d positions on; it is scored with full attention at "
@@ -94,16 +81,10 @@ class MaskedLM(Pretrained):
                 self.path,
                 self.sparse_from,
             )
-        self._output = model.get_output_embeddings()
-        with torch.no_grad():
-            self.set_columns(self._first_call().shape[-1])
-            rows = self_tests.probe_rows(self)  # (R, L)
-            if self.attention == "bidirectional":
-                self.splits_head = self._can_split_head(rows, self._logits(rows))
-            self_tests.run(self, self.path, self.refuses)
-            if self.attention == "bidirectional" and self.refuses:
-                long = auto_model.is_native(model)
-                self_tests.require_repeatable(self, self.path, self_tests.REPEATED if long else self_tests.LENGTH)
+        if self.attention == "bidirectional" and self.refuses:
+            length = self_tests.REPEATED if auto_model.is_native(model) else self_tests.LENGTH
+            with torch.no_grad():
+                self_tests.require_repeatable(self, self.path, length)
                 if self.dtype.itemsize < 4 and not self.quantized:
                     self._retest_in_float32()
 
@@ -112,20 +93,7 @@ class MaskedLM(Pretrained):
         if real is not None:
             mask = real.long()  # (R, L)
             ids = ids.masked_fill(~real, self.pad_id)  # not [MASK]: ESM counts the masked positions of a row
-        if not self.splits_head:
-            return self._logits(ids, mask, **more)  # (R, L, V)
-        caught = []
-
-        def catch(module: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-            caught.append(inputs[0])
-            return (inputs[0][:, :0], *inputs[1:])  # an empty input: the head runs later, at masked positions only
-
-        hook = self._output.register_forward_pre_hook(catch)
-        try:
-            self._logits(ids, mask, **more)
-        finally:
-            hook.remove()
-        return caught[-1].to(self.device)  # (R, L, D)
+        return self._features(ids, mask, **more)
 
     def stream(
         self, ids: torch.Tensor, positions: torch.Tensor, seen: torch.Tensor, past: list[KeysValues] | None
@@ -139,50 +107,15 @@ class MaskedLM(Pretrained):
         allowed = torch.cat([torch.cat([known, none], 2), seen], 1)  # (N, K + Q, K + Q)
         lowest = torch.finfo(self.dtype).min
         mask = torch.zeros(allowed.shape, dtype=self.dtype, device=ids.device).masked_fill(~allowed, lowest)
-        logits = auto_model.logits_of(
-            self.model,
-            torch.cat([clean, ids], 1),
-            mask[:, None],
-            position_ids=torch.cat([places.expand_as(clean), positions.expand_as(ids)], 1),
-        )  # (N, K + Q, V)
-        return logits[:, clean.shape[1] :].to(self.device), [(own, own)]
-
-    def head(self, features: torch.Tensor) -> torch.Tensor:
-        return self._output(features).to(self.device) if self.splits_head else features  # (U, V)
+        whole = torch.cat([clean, ids], 1)  # (N, K + Q)
+        position_ids = torch.cat([places.expand_as(clean), positions.expand_as(ids)], 1)
+        logits = self._logits(whole, mask[:, None], position_ids=position_ids)  # (N, K + Q, V)
+        return logits[:, clean.shape[1] :], [(own, own)]
 
     def describe(self) -> dict[str, object]:
         if self.sparse_from is None or self.max_length < self.sparse_from:
             return super().describe()
         return {**super().describe(), "attention_type": "original_full, not block_sparse as in its config"}
-
-    def _logits(self, ids: torch.Tensor, mask: torch.Tensor | None = None, **more: torch.Tensor) -> torch.Tensor:
-        return auto_model.logits_of(self.model, ids, mask, **more).to(self.device)  # (R, L, V)
-
-    # ------------------------------------------------------------ detection at load
-
-    def _first_call(self) -> torch.Tensor:
-        """Logits of a first small row."""
-        ids = torch.full((1, min(2, self.max_length)), self.mask_id, device=self.device)  # (1, L)
-        if self.attention == "block_causal":
-            seen = torch.ones(1, ids.shape[1], ids.shape[1], dtype=torch.bool, device=self.device)
-            return self.stream(ids, torch.arange(ids.shape[1], device=self.device)[None], seen, None)[0]
-        logits = self._logits(ids)
-        if logits.shape[:2] != ids.shape:
-            raise DuelError(
-                f"{self.path} returns logits of shape {tuple(logits.shape)} for a row of {ids.shape[1]} positions; "
-                "expected one distribution for each position. It is not supported."
-            )
-        return logits
-
-    def _can_split_head(self, ids: torch.Tensor, logits: torch.Tensor) -> bool:
-        """True if the output embedding, applied to its own input, gives the network's logits bit for bit."""
-        if self._output is None:
-            return False
-        self.splits_head = True
-        try:
-            return torch.equal(self.head(self.features(ids, None)), logits)
-        except (RuntimeError, IndexError, TypeError, ValueError, AttributeError, AssertionError):
-            return False  # the network does more with the head's input or output
 
     def _retest_in_float32(self) -> None:
         """Repeat two self-tests in float32, if the network is small enough.
@@ -212,3 +145,23 @@ def _in_float32(model: torch.nn.Module) -> Iterator[None]:
     finally:
         for store, name, value in own:
             store[name] = value
+
+
+def padding_id(config: Any, tokens: set[int], mask_id: int) -> int:
+    """The id for padding: that of the config, if it is a token other than [MASK]; otherwise the lowest token."""
+    pad_id = getattr(config, "pad_token_id", None)
+    known = isinstance(pad_id, int) and pad_id in tokens and pad_id != mask_id
+    return pad_id if known else min(tokens - {mask_id})
+
+
+def without_block_sparse(model: Any) -> int | None:
+    """Give a BigBird full attention; returns the row length from which its config has block-sparse attention.
+
+    None for other networks. BigBird's code switches to full attention for good at the first shorter row. Here attention
+    is full from the start, so that no number depends on earlier rows.
+    """
+    config = model.config
+    if getattr(config, "attention_type", None) != "block_sparse" or not hasattr(model, "base_model"):
+        return None
+    model.base_model.set_attention_type("original_full")
+    return (5 + 2 * config.num_random_blocks) * config.block_size + 1

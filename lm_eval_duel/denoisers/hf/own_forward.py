@@ -1,0 +1,180 @@
+"""Networks through the forward of their own class: ids in, logits out.
+
+The layers run over whole rows, the head at some positions only. A test at load finds the place where the class can be
+divided, the first of these whose two parts together give the network's logits bit for bit:
+
+    BeforeHead     at the input of the output embedding
+    AfterLayers    at the output of the layers: head, soft cap, scale and bias run later
+
+If there is none, the whole network runs at every position.
+
+Shapes: R rows, L row length, U positions, D features, V tokens.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import logging
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+
+from lm_eval_duel.denoisers import self_tests
+from lm_eval_duel.denoisers.hf import auto_model
+from lm_eval_duel.denoisers.hf.families import Family
+from lm_eval_duel.denoisers.hf.pretrained import Pretrained
+from lm_eval_duel.denoisers.load_options import LoadOptions
+from lm_eval_duel.errors import DuelError
+
+log = logging.getLogger("lm_eval.duel_mdm")
+
+
+class BeforeHead:
+    """A network divided at the input of its output embedding, which is the last thing that it computes."""
+
+    def __init__(self, model: Any, logits_of: Callable[..., torch.Tensor]):
+        self.layers, self.head = model, model.get_output_embeddings()
+        self._logits_of = logits_of
+
+    def features(self, *call: Any, **more: Any) -> torch.Tensor:
+        """The input of the embedding (R, L, D) in a call of the network."""
+        caught = []
+
+        def catch(module: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+            caught.append(inputs[0])
+            return (inputs[0][:, :0], *inputs[1:])  # no position: the embedding runs later
+
+        hook = self.head.register_forward_pre_hook(catch)
+        try:
+            self._logits_of(*call, **more)
+        finally:
+            hook.remove()
+        return caught[-1]
+
+
+class AfterLayers:
+    """A network divided at the output of its layers, the module `name`."""
+
+    def __init__(self, model: Any, name: str):
+        self.layers, self._stand_in = model.get_submodule(name), StandIn()
+        self._rest = _replaced(model, name, self._stand_in)
+
+    def features(self, ids: torch.Tensor) -> torch.Tensor:
+        """The output of the layers (R, L, D) for rows without padding."""
+        out = self.layers(input_ids=ids)
+        self._stand_in.output_class = type(out)
+        return out.last_hidden_state
+
+    def head(self, features: torch.Tensor) -> torch.Tensor:
+        """Logits (U, V) that the class computes from features (U, D)."""
+        self._stand_in.features = features[None]
+        ids = torch.zeros(1, len(features), dtype=torch.long, device=features.device)  # ignored
+        return logits_of(self._rest, ids)[0]
+
+
+class StandIn(torch.nn.Module):
+    """Replaces the layers of a network and returns features that were computed before."""
+
+    features: torch.Tensor
+    output_class: type  # of the layers
+
+    def forward(self, *ignored: Any, **also_ignored: Any) -> Any:
+        return self.output_class(last_hidden_state=self.features)
+
+
+class OwnForward(Pretrained):
+    """A network of transformers, or of a checkpoint's own code, through its own forward."""
+
+    parts: BeforeHead | AfterLayers | None = None
+    splits_head = False
+
+    def __init__(self, family: Family, config: dict[str, Any], options: LoadOptions, tokenizer: Any, rows: int | None):
+        super().__init__(family, config, options, tokenizer, rows)
+        self._longest, self._model_max_length = family.max_length, tokenizer.model_max_length
+
+    def take(self, model: Any) -> None:
+        super().take(model)
+        positions = auto_model.max_positions(model, self._model_max_length)
+        if positions and self.attention == "causal":
+            positions += 1  # the last token of a row is predicted but never an input
+        self.set_row_length(min(filter(None, (self._longest, positions)), default=None))
+        with torch.no_grad():
+            self.set_columns(self._first_call().shape[-1])
+            if not self.by_blocks:
+                self._divide()
+            self_tests.run(self, self.path, self.refuses)
+
+    @property
+    def layers(self) -> torch.nn.Module:
+        return self.parts.layers if self.parts is not None else self.model
+
+    def head(self, features: torch.Tensor) -> torch.Tensor:
+        return self.parts.head(features).to(self.device) if self.splits_head else features  # (U, V)
+
+    def _features(self, *call: Any, **more: Any) -> torch.Tensor:
+        """The input of the head (R, L, D) in a call of the network; the logits (R, L, V) if it is not split off."""
+        return self.parts.features(*call, **more).to(self.device) if self.splits_head else self._logits(*call, **more)
+
+    def _logits(self, ids: torch.Tensor, mask: torch.Tensor | None = None, **more: torch.Tensor) -> torch.Tensor:
+        return logits_of(self.model, ids, mask, **more).to(self.device)  # (R, L, V)
+
+    # ------------------------------------------------------------ detection at load
+
+    def _first_call(self) -> torch.Tensor:
+        """Logits of a first small row."""
+        ids = torch.full((1, min(2, self.max_length)), self.mask_id or 0, device=self.device)  # (1, L)
+        if self.by_blocks:
+            seen = torch.ones(1, ids.shape[1], ids.shape[1], dtype=torch.bool, device=self.device)
+            return self.stream(ids, torch.arange(ids.shape[1], device=self.device)[None], seen, None)[0]
+        logits = self._logits(ids)
+        if logits.shape[:2] != ids.shape:
+            raise DuelError(
+                f"{self.path} returns logits of shape {tuple(logits.shape)} for a row of {ids.shape[1]} positions; "
+                "expected one distribution for each position. It is not supported."
+            )
+        return logits
+
+    def _divide(self) -> None:
+        """Split the head off at the first place where both parts give the logits of a few rows bit for bit.
+
+        For masked LMs that is the input of the head, which learned planners read.
+        """
+        places: list[Callable[[], BeforeHead | AfterLayers]] = [partial(BeforeHead, self.model, self._logits)]
+        if self.attention == "causal":
+            places += [partial(AfterLayers, self.model, name) for name in layer_modules(self.model)]
+        rows = self_tests.probe_rows(self)  # (R, L)
+        logits = self._logits(rows).flatten(0, 1)  # (R L, V)
+        for divided in places:
+            with contextlib.suppress(RuntimeError, IndexError, TypeError, ValueError, AttributeError, AssertionError):
+                parts = divided()
+                if torch.equal(parts.head(parts.features(rows).flatten(0, 1)).to(self.device), logits):
+                    self.parts, self.splits_head = parts, True
+                    return
+        log.info("The head of %s cannot be split off: it runs at every position of a row", type(self.model).__name__)
+
+
+def logits_of(
+    model: torch.nn.Module, ids: torch.Tensor, mask: torch.Tensor | None = None, **more: torch.Tensor
+) -> torch.Tensor:
+    """Logits (R, L, V), in whichever form the network returns them."""
+    out = model(input_ids=ids, **more) if mask is None else model(input_ids=ids, attention_mask=mask, **more)
+    return out if isinstance(out, torch.Tensor) else out[0] if isinstance(out, tuple) else out.logits
+
+
+def layer_modules(model: Any) -> Iterator[str]:
+    """Names of modules that may be a network without its head: transformers' base model and decoder."""
+    decoder = model.get_decoder() if hasattr(model, "get_decoder") else None
+    return (name for name, module in model.named_modules() if name and module in (model.base_model, decoder))
+
+
+def _replaced(module: torch.nn.Module, name: str, part: torch.nn.Module) -> torch.nn.Module:
+    """A copy of a network that shares everything except the module `name`, which becomes `part`."""
+    copied = copy.copy(module)
+    copied._modules = dict(module._modules)
+    copied.__dict__.pop("forward", None)  # accelerate's wrapper belongs to the original
+    child, _, rest = name.partition(".")
+    copied._modules[child] = _replaced(module._modules[child], rest, part) if rest else part
+    return copied
