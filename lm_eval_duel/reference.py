@@ -158,7 +158,7 @@ def over_orders(
 ) -> float:
     """A value over all orders that unmask one position at a time, added up over blocks.
 
-    `combine`: `mean`, the ELBO; `log_mean_exp`, the likelihood of a uniformly random order; `max`, that of the best
+    `combine`: `fmean`, the ELBO; `log_mean_exp`, the likelihood of a uniformly random order; `max`, that of the best
     order, which is no likelihood.
     """
 
@@ -194,11 +194,6 @@ def states(
 
     for n, block in enumerate(blocks):
         yield block, functools.partial(log_P, n)
-
-
-def mean(values: list[float]) -> float:
-    """The mean."""
-    return math.fsum(values) / len(values)
 
 
 def log_mean_exp(values: list[float]) -> float:
@@ -274,66 +269,71 @@ def entropy_nats(log_P: Tensor) -> Tensor:
     return softplus(-confidence(log_P)) + (log_P.exp() * ratio).nan_to_num(nan=0.0).sum(-1)
 
 
-# ---------------------------------------------------------------- noise that is not masks, removed in T steps
+# ---------------------------------------------------------------- noise that is not masks
 
-
-Level: TypeAlias = tuple[float, Tensor]  # a_t and b_t (V,): q(x_t | x_0) = a_t 1[x_t = x_0] + b_t(x_t)
+Noise: TypeAlias = tuple[Tensor, Tensor]  # a_t and b_t (V,): q(x_t | x_0) = a_t 1[x_t = x_0] + b_t(x_t)
+NoisyDraw: TypeAlias = tuple[Tensor, Tensor, float, Ids]  # times s <= t, a weight, and x with the noise of time t
 
 
 def noised_elbo(
     x: Ids,
     positions: Ids,
     logits_of: Callable[[Tensor, float], Tensor],
-    level: Callable[[float], Level],
-    T: int,
+    level: Callable[[Tensor], Noise],
+    draws: Sequence[NoisyDraw],
     denoiser: bool,
-    K: int,
-    generator: torch.Generator,
-) -> tuple[float, float]:
-    """The Monte Carlo bound of log p(x) and its standard error, from K draws of one of its T terms.
+) -> list[float]:
+    """The Monte Carlo bound of log p(x): the value of each draw, of which the mean is the estimate.
 
-    It assumes a(1) = 0: nothing of x is left at t = 1, so the term of the prior is 0 and left out.
+    With T steps a draw has s = (i - 1) / T, t = i / T for a random i, and weight T. With infinitely many it has s = t,
+    and weight 1 / (density of t). The term of the prior is left out: a(1) = 0, so it is 0.
 
     `logits_of(z, t)`: the network on x with noise at `positions`; `denoiser`: its softmax is p(x_0 | x_t), own token
     included; else it stands for x_0 in the posterior.
     """
-    draws = []
-    for _ in range(K):
-        i = int(torch.randint(1, T + 1, (), generator=generator))
-        (a_s, b_s), (a_t, b_t) = level((i - 1) / T), level(i / T)
-        z = torch.tensor(x)
-        for ell in positions:
-            z[ell] = noisy(x[ell], a_t, b_t).multinomial(1, generator=generator)
-        P = log_softmax(logits_of(z, i / T)).exp()
-        draws.append(-T * noised_term(x, positions, z, P, (a_s, b_s), (a_t, b_t), denoiser))
-    values = torch.tensor(draws, dtype=torch.float64)
-    return float(values.mean()), float(values.std()) / math.sqrt(K)
+    values = []
+    for s, t, weight, z in draws:
+        P = log_softmax(logits_of(torch.tensor(z), float(t))).exp()
+        now, slope = torch.func.jvp(level, (t,), (torch.ones_like(t),))
+        r = [plug_in(P[ell], z[ell], now) if denoiser else P[ell] for ell in positions]
+        term, other = (noised_term, level(s)) if s < t else (noised_rate, slope)
+        terms = [term(x[ell], z[ell], r_ell, now, other) for ell, r_ell in zip(positions, r, strict=True)]
+        values.append(-weight * math.fsum(terms))
+    return values
 
 
-def noised_term(x: Ids, positions: Ids, z: Tensor, P: Tensor, s: Level, t: Level, denoiser: bool) -> float:
-    """sum_ell KL(q(x_s | x_t = z, x_0 = x) || k(x_s | x_t = z)); with s = 0 it is -log k(x_0 | x_t = z)."""
-    (a_s, b_s), (a_t, b_t), total = s, t, 0.0  # noise at times s < t
-    a, b = a_t / a_s, b_t - a_t / a_s * b_s  # q(x_t | x_s)
-    one_hot = torch.eye(len(b_t), dtype=torch.float64)
-    for ell in positions:
-        token = int(z[ell])
-        step = a * one_hot[token] + b[token]  # q(x_t = token | x_s), (V,)
-
-        q = posterior(one_hot[x[ell]], token, step, s, t)
-        if denoiser:
-            k = sum(P[ell, v] * posterior(one_hot[v], token, step, s, t) for v in P[ell].nonzero()[:, 0])
-        else:
-            k = posterior(P[ell], token, step, s, t)
-        total += float(torch.where(q > 0, q * (q / k).log(), 0.0).sum())
-    return total
+def noised_term(clean: int, noisy: int, r: Tensor, t: Noise, s: Noise) -> float:
+    """KL(q(x_s | x_t = noisy, x_0 = clean) || k(x_s | x_t = noisy)) at one position; with s = 0, -log k(clean)."""
+    return kl(posterior(one_hot(clean, r), noisy, s, t), posterior(r, noisy, s, t))
 
 
-def posterior(x_0: Tensor, token: int, step: Tensor, s: Level, t: Level) -> Tensor:
-    """q(x_s | x_t = token, x_0) for a distribution x_0 (V,) in place of a token; `step`: q(x_t = token | x_s)."""
-    (a_s, b_s), (a_t, b_t) = s, t
-    return step * (a_s * x_0 + b_s) / (a_t * x_0[token] + b_t[token])
+def noised_rate(clean: int, noisy: int, r: Tensor, t: Noise, slope: Noise) -> float:
+    """The limit of `noised_term` / (t - s) as s approaches t; `slope`: the derivatives of a_t and b_t."""
+    (a, b), (da, db) = t, slope
+    q, k = a * one_hot(clean, r) + b, a * r + b  # q(x_t | x_0) of the token and of r, (V,)
+    y, rate = q[noisy] / k[noisy], (db - da / a * b)[noisy] / q[noisy]
+    return float(rate * (kl(q, k) + y - 1 - y.log()))
 
 
-def noisy(token: int, a: float, b: Tensor) -> Tensor:
-    """q(x_t | x_0 = token), (V,)."""
-    return a * torch.eye(len(b), dtype=torch.float64)[token] + b
+def posterior(x_0: Tensor, noisy: int, s: Noise, t: Noise) -> Tensor:
+    """q(x_s | x_t = noisy, x_0) for a distribution x_0 (V,) in place of a token."""
+    (a_s, b_s), (a_t, b_t) = s, t  # noise at times s < t
+    step = a_t / a_s * (one_hot(noisy, x_0) - b_s[noisy]) + b_t[noisy]  # q(x_t = noisy | x_s), (V,)
+    return step * (a_s * x_0 + b_s) / (a_t * x_0[noisy] + b_t[noisy])
+
+
+def plug_in(P: Tensor, noisy: int, t: Noise) -> Tensor:
+    """r ~ P / q(x_t = noisy | x_0): `posterior` of r is the mean over P(x_0) of that of x_0."""
+    a, b = t
+    r = torch.where(P > 0, P / (a * one_hot(noisy, P) + b[noisy]), 0.0)
+    return r / r.sum()
+
+
+def kl(q: Tensor, k: Tensor) -> float:
+    """KL(q || k)."""
+    return float(torch.where(q > 0, q * (q / k).log(), 0.0).sum())
+
+
+def one_hot(token: int, like: Tensor) -> Tensor:
+    """1 at the token, 0 elsewhere, (V,)."""
+    return (torch.arange(len(like), device=like.device) == token).double()

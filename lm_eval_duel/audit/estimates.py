@@ -1,6 +1,6 @@
 """Bounds, estimates and sums over orders by `reference.py`: the definition over one row at a time.
 
-elbo                                  `reference.elbo` on the run's own draws; their weights and error recomputed
+elbo, noised_elbo                     `reference.elbo`, `.noised_elbo` on the run's own draws; their error recomputed
 elbo_exact, mixture, oracle           all orders of each block of at most `SMALL` positions
 sampled_confidence, sampled_order     all ways of such a sampler (samplers.py)
 two_phase                             g of every block and f of the drawn ones by Algorithm 2, weights recomputed
@@ -9,7 +9,10 @@ two_phase                             g of every block and f of the drawn ones b
 from __future__ import annotations
 
 import math
+from statistics import fmean
 from typing import NamedTuple, cast
+
+import torch
 
 from lm_eval_duel import reference
 from lm_eval_duel.audit import samplers
@@ -20,6 +23,7 @@ from lm_eval_duel.core.scores import WindowScore
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.estimators.base import Estimator
 from lm_eval_duel.estimators.elbo import Elbo, ElboScore
+from lm_eval_duel.estimators.noised_elbo import NoisedElbo
 from lm_eval_duel.estimators.registry import LATTICE
 from lm_eval_duel.estimators.subsets.drawn import untempered
 from lm_eval_duel.estimators.subsets.lattice import Lattice
@@ -29,7 +33,7 @@ from lm_eval_duel.estimators.two_phase import TwoPhase, TwoPhaseScore
 
 SMALL = 6  # positions of a block: 63 states, and 729 pairs of a state and a set that it may unmask
 NOISE = 1e-4  # nats, and relative
-COMBINED = {"elbo_exact": reference.mean, "mixture": reference.log_mean_exp, "oracle": max}
+COMBINED = {"elbo_exact": fmean, "mixture": reference.log_mean_exp, "oracle": max}
 
 
 class DefinedValue(NamedTuple):
@@ -45,8 +49,8 @@ def value(estimator: Estimator, network: OneRow, window: Window, score: WindowSc
         return _elbo(estimator, network, window, cast(ElboScore, score))
     if isinstance(estimator, TwoPhase):
         return _two_phase(estimator, network, window, cast(TwoPhaseScore, score))
-    if estimator.takes_noise:
-        return "noise that is not masks is held to `reference.noised_elbo` by tests alone"
+    if isinstance(estimator, NoisedElbo):
+        return _noised_elbo(estimator, network, window, cast(ElboScore, score))
     if any(len(block) > SMALL for block in network.blocks):
         return f"a block of more than {SMALL} positions has too many orders to list"
     arguments = network.x, network.blocks, network, network.m
@@ -73,9 +77,37 @@ def _elbo(elbo: Elbo, network: OneRow, window: Window, score: ElboScore) -> Defi
     if elbo.eps:
         return "the reference has no elbo_eps: the value is no bound"
     values = reference.elbo(network.x, network.blocks, network, network.m, elbo.draws(window))
-    if elbo.replicates == 1:
-        return DefinedValue(reference.mean(values))
-    mean, error = reference.mean_and_error(values, elbo.replicates)
+    return _monte_carlo(values, elbo.replicates, score)
+
+
+def _noised_elbo(elbo: NoisedElbo, network: OneRow, window: Window, score: ElboScore) -> DefinedValue | str:
+    denoiser, noise = elbo.denoiser, elbo.noise
+    if elbo.block or elbo.conditioning != "none":
+        return "the reference has neither canvases nor self-conditioning"
+
+    @torch.inference_mode()
+    def logits_of(z: torch.Tensor, t: float) -> torch.Tensor:
+        time = torch.tensor([t], dtype=torch.float64, device=denoiser.device)
+        features = denoiser.features(z[None].to(denoiser.device), None, **denoiser.noise_inputs(time))[0]
+        return denoiser.head(features).double().masked_fill(denoiser.excluded, -math.inf)
+
+    def level(t: torch.Tensor) -> reference.Noise:
+        a, u, m = noise.level(t, 1 - t)
+        b = torch.where(denoiser.excluded, 0.0, u)
+        if denoiser.mask_id is not None:
+            b[denoiser.mask_id] = m
+        return a, b
+
+    draws, by_mean = elbo.draws(window), elbo.prediction == "denoiser"
+    values = reference.noised_elbo(network.x, network.scored, logits_of, level, draws, by_mean)
+    return _monte_carlo(values, elbo.replicates, score)
+
+
+def _monte_carlo(values: list[float], replicates: int, score: ElboScore) -> DefinedValue:
+    """The mean of draws, and the difference of their standard error, if there are enough for one."""
+    if replicates == 1:
+        return DefinedValue(fmean(values))
+    mean, error = reference.mean_and_error(values, replicates)
     return DefinedValue(mean, _unequal({"stderr": (math.nan if score.stderr is None else score.stderr, error)}))
 
 

@@ -186,18 +186,11 @@ class NoisedElbo(Estimator):
     ) -> torch.Tensor:
         """The weighted terms of draws, nats (R, W): each draw's sum is an unbiased estimate of the negative bound."""
         clean = self.number[group.rows.targets(lanes)]  # (R, W)
-        strata = self.samples // self.replicates
-        shift = uniform(key, self.seed, SHIFT, draw % self.replicates)  # (R,)
-        v = ((shift + (draw // self.replicates).double() / strata + span.double() * GOLDEN) % 1)[:, None]  # (R, 1)
         if self.conditioning == "chain":
             return self._chain(group, lanes, key, clean, draw)
-        if self.steps == math.inf:
-            t, rest, weight = self.noise.time(v)
-            now = before = self.noise.level(t, rest)
-        else:
-            step = 1 + (v * self.steps).long()  # (R, 1) from 1 to T
-            before, now, t = self._level(step - 1), self._level(step), step / self.steps
-            weight = torch.full_like(t, self.steps)
+        s, t, rest, weight = self._times(key, span, draw)
+        now = self.noise.level(t, rest)
+        before = now if self.steps == math.inf else self.noise.level(s, 1 - s)
         noisy = self._noisy(key, clean, now, draw, lanes, 0)
         past = self._logits(group, lanes, noisy, t, None) if self.conditioning == "twice" else None
         of, observed, _ = self._predict(group, lanes, clean, noisy, now, before, t, past)
@@ -205,12 +198,34 @@ class NoisedElbo(Estimator):
             return weight * noises.limit_rate(now, self.noise.rates(t, rest), of, observed)
         return weight * noises.step_kl(before, now, of, observed)
 
+    def _times(self, key: torch.Tensor, span: torch.Tensor, draw: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """s, t, 1 - t and the weight of draws, (R, 1) each; s = t for infinitely many steps."""
+        strata = self.samples // self.replicates
+        shift = uniform(key, self.seed, SHIFT, draw % self.replicates)  # (R,)
+        v = ((shift + (draw // self.replicates).double() / strata + span.double() * GOLDEN) % 1)[:, None]  # (R, 1)
+        if self.steps == math.inf:
+            t, rest, weight = self.noise.time(v)
+            return t, t, rest, weight
+        step = 1 + (v * self.steps).floor()  # (R, 1) from 1 to T
+        t, rest = step / self.steps, (self.steps - step) / self.steps
+        return (step - 1) / self.steps, t, rest, torch.full_like(t, self.steps)
+
+    def draws(self, window: Window) -> list[tuple[torch.Tensor, torch.Tensor, float, list[int]]]:
+        """The draws of a window without canvases: s, t, the weight, and its row with noisy targets."""
+        group, number = self.open([window], [0]), torch.arange(self.samples, device=self.denoiser.device)  # (R,)
+        lanes = group.fresh(self.block_spans(group)).select(torch.zeros_like(number))
+        key, clean = torch.full_like(number, window.key), self.number[group.rows.targets(lanes)]
+        s, t, rest, weight = self._times(key, torch.zeros_like(number), number)
+        noisy = self._noisy(key, clean, self.noise.level(t, rest), number, lanes, 0)
+        row = group.rows.ids[0].repeat(len(number), 1).scatter(1, lanes.columns, self._ids(noisy))  # (R, L)
+        return list(zip(s[:, 0], t[:, 0], weight[:, 0].tolist(), row.tolist(), strict=True))
+
     def _chain(
         self, group: WindowGroup, lanes: Lanes, key: torch.Tensor, clean: torch.Tensor, draw: torch.Tensor
     ) -> torch.Tensor:
         """All T terms on one path of each draw, (R, W): the network reads its own output of the noisier step."""
-        steps = torch.arange(int(self.steps) + 1, device=key.device)[:, None, None]  # (T + 1, 1, 1)
-        levels = [self._level(step) for step in steps]
+        steps = torch.arange(int(self.steps) + 1, device=key.device).double()[:, None, None]  # (T + 1, 1, 1)
+        levels = [self.noise.level(step / self.steps, (self.steps - step) / self.steps) for step in steps]
         path = [clean]
         for i in range(1, len(levels)):
             kernel = noises.between(levels[i - 1], levels[i])
@@ -221,9 +236,6 @@ class NoisedElbo(Estimator):
             of, observed, past = self._predict(group, lanes, clean, path[i], levels[i], levels[i - 1], t, past)
             total += noises.step_kl(levels[i - 1], levels[i], of, observed)
         return total
-
-    def _level(self, step: torch.Tensor) -> noises.Level:
-        return self.noise.level(step / self.steps, (self.steps - step) / self.steps)
 
     def _noisy(
         self, key: torch.Tensor, clean: torch.Tensor, level: noises.Level, draw: torch.Tensor, lanes: Lanes, step: int
@@ -280,8 +292,11 @@ class NoisedElbo(Estimator):
     def _features(
         self, group: WindowGroup, lanes: Lanes, noisy: torch.Tensor, t: torch.Tensor, past: torch.Tensor | None
     ) -> torch.Tensor:
-        ids = torch.where(noisy < 0, self.denoiser.mask_id or 0, self.tokens[noisy.clamp(min=0)])  # (R, W)
-        return cast(NoisedView, group.view).features(lanes, ids, t[:, 0], past)
+        return cast(NoisedView, group.view).features(lanes, self._ids(noisy), t[:, 0], past)
+
+    def _ids(self, noisy: torch.Tensor) -> torch.Tensor:
+        """The ids of noisy tokens (R, W) that are given by number."""
+        return torch.where(noisy < 0, self.denoiser.mask_id or 0, self.tokens[noisy.clamp(min=0)])
 
     def _logits(
         self, group: WindowGroup, lanes: Lanes, noisy: torch.Tensor, t: torch.Tensor, past: torch.Tensor | None

@@ -7,13 +7,16 @@ import math
 import pytest
 import torch
 from attends import Attends
+from noised_toys import NoisyToy, of_position
 from toys import BlockCausal, Rotary, Toy
 
+from lm_eval_duel import reference
 from lm_eval_duel.audit.checked import CheckedWindow
 from lm_eval_duel.audit.recompute import ALONE, REFERENCE, recompute
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.denoisers.wrappers import Warped
 from lm_eval_duel.estimators.elbo import Elbo
+from lm_eval_duel.estimators.noised_elbo import NoisedElbo
 from lm_eval_duel.estimators.subsets.lattice import Lattice
 from lm_eval_duel.estimators.subsets.sampled_confidence import SampledConfidence
 from lm_eval_duel.estimators.subsets.sampled_order import SampledOrder
@@ -50,6 +53,14 @@ ESTIMATORS = {
     "order, margin": SampledOrder(TOY, 3, alg="topk_margin", steps=5, alg_temp=0.2),
     "two phases": TwoPhase(Attends(length=12), "greedy", 2, sample=0.5, seed=1),
     "two phases, prefix": TwoPhase(Attends(length=12), "margin:k=2", 3, cache="prefix", sample=1.0),
+    "random tokens": NoisedElbo(NoisyToy(length=12), samples=32, seed=2),
+    "random tokens, no limit": NoisedElbo(NoisyToy(length=12), samples=32, steps=math.inf),
+    "random tokens, denoiser": NoisedElbo(NoisyToy(length=12, prediction="denoiser", timed=False), samples=32),
+    "random tokens and masks": NoisedElbo(NoisyToy(length=12, share=0.2, prediction="denoiser"), samples=32),
+    "random tokens and masks, no limit": NoisedElbo(NoisyToy(length=12, share=0.2), samples=32, steps=math.inf),
+    "random tokens, denoiser, no limit": NoisedElbo(
+        NoisyToy(length=12, prediction="denoiser"), samples=4, steps=math.inf
+    ),
 }
 
 
@@ -61,6 +72,23 @@ def checked(name):
     return [
         CheckedWindow.from_scores(name, window, score, recompute(estimator, window, score)) for window, score in pairs
     ]
+
+
+@pytest.mark.parametrize("share", [None, 0.2])
+@pytest.mark.parametrize("denoiser", [True, False])
+def test_one_reading_of_the_noise_gives_the_mean_over_clean_tokens_and_the_limit(share, denoiser):
+    """The kernel by Bayes' rule over all clean tokens; the rate, by ever smaller steps."""
+    toy = NoisyToy(share=share)
+    s, t = (torch.tensor(time, dtype=torch.float64) for time in (0.4, 0.7))
+    before, now = toy.level(s), toy.level(t)
+    P = torch.tensor([0.5, 0.2, 0.3, 0.0], dtype=torch.float64)[: toy.vocab_size]
+    for noisy in range(toy.vocab_size):
+        r = reference.plug_in(P, noisy, now) if denoiser else P
+        wanted = of_position(P, noisy, before, now, denoiser)
+        assert torch.allclose(reference.posterior(r, noisy, before, now), wanted, atol=1e-14)
+        rate = reference.noised_rate(1, noisy, r, *torch.func.jvp(toy.level, (t,), (torch.ones_like(t),)))
+        steps = [reference.noised_term(1, noisy, r, now, toy.level(t - h)) / h for h in (1e-3, 1e-4)]
+        assert steps[1] == pytest.approx(rate, rel=1e-3) and abs(steps[1] - rate) < abs(steps[0] - rate) / 5
 
 
 @pytest.mark.parametrize("name", ESTIMATORS)

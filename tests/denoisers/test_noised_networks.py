@@ -7,7 +7,7 @@ import networks
 import plain
 import pytest
 import torch
-from noised_toys import bound
+from noised_toys import bound, noisy
 
 from lm_eval_duel import Duel, reference
 from lm_eval_duel.cli.main import main
@@ -37,10 +37,10 @@ class Plain:
         return found.masked_fill(self.excluded, -math.inf)
 
     def level(self, t):
-        K, c = len(self.tokens), 0.0
+        t, K, c = torch.as_tensor(t, dtype=torch.float64), len(self.tokens), 0.0
         if self.name == "gidd-uniform":
-            c = 2 * 0.2 / (1 - 0.2) * math.sqrt(t * (1 - t))
-        b = torch.zeros(self.vocab_size, dtype=torch.float64)
+            c = 2 * 0.2 / (1 - 0.2) * (t * (1 - t)).sqrt()
+        b = t.new_zeros(self.vocab_size)
         b[self.tokens] = c / (1 + c) / K if self.name == "gidd-uniform" else t / K
         if self.mask_id is not None:
             b[self.mask_id] = t / (1 + c)
@@ -102,8 +102,13 @@ def test_the_reference_estimates_the_same_bound(tmp_path):
     path, w = dit_reference.write(tmp_path, "duo")
     denoiser = load(path, device="cpu", tokenizer=dit_reference.words(12))
     spec = Plain("duo", w, denoiser)
-    generator = torch.Generator().manual_seed(1)
-    wanted, error = reference.noised_elbo((5, 9), range(2), spec.logits, spec.level, 4, False, 400, generator)
+    steps = [i % 4 + 1 for i in range(400)]
+    times = [(torch.tensor((i - 1) / 4).double(), torch.tensor(i / 4).double()) for i in steps]
+    torch.manual_seed(1)
+    rows = [[int(noisy(token, *spec.level(t)).multinomial(1)) for token in (5, 9)] for _, t in times]
+    draws = [(*each, 4.0, row) for each, row in zip(times, rows, strict=True)]
+    values = reference.noised_elbo((5, 9), range(2), spec.logits, spec.level, draws, denoiser=False)
+    wanted, error = reference.mean_and_error(values, 100)
     score = NoisedElbo(denoiser, samples=1024, steps=4).log_prob([Window((), (5, 9))])[0]
     assert abs(score.log_prob - wanted) < 4 * math.hypot(score.stderr, error)
 

@@ -6,7 +6,7 @@ import math
 import numpy
 import pytest
 import torch
-from noised_toys import NoisyToy, bound, sampled, states
+from noised_toys import Conditioned, NoisyToy, bound, noisy, row_term, sampled, states
 
 from lm_eval_duel import Duel, reference
 from lm_eval_duel.core import noise as noises
@@ -22,8 +22,8 @@ TOYS = {
     "hybrid plugin": NoisyToy(share=0.2),
     "hybrid denoiser": NoisyToy(share=0.2, prediction="denoiser"),
     "masks": NoisyToy(share=0.0),
-    "conditioned": NoisyToy(conditioned=True),
-    "conditioned denoiser": NoisyToy(conditioned=True, prediction="denoiser"),
+    "conditioned": Conditioned(),
+    "conditioned denoiser": Conditioned(prediction="denoiser"),
 }
 PLAIN = [name for name in TOYS if "conditioned" not in name]
 TEXT = (1, 2)
@@ -62,15 +62,13 @@ def test_three_numbers_give_the_terms_of_the_specification(name):
     for i in range(1, steps + 1):
         before, now = (noise.level(*times(n / steps, (steps - n) / steps)) for n in (i - 1, i))
         for z in states(toy, 2):
-            reached = math.prod(
-                float(reference.noisy(x, *toy.level(i / steps))[token]) for x, token in zip(TEXT, z, strict=True)
-            )
+            reached = math.prod(float(noisy(x, *toy.level(i / steps))[token]) for x, token in zip(TEXT, z, strict=True))
             if not reached:
                 continue
             of, observed = observed_and_statistics(toy, TEXT, z, before, now, i / steps, prediction)
             P = reference.log_softmax(toy.logits(z, i / steps)).exp()
-            levels = toy.level((i - 1) / steps), toy.level(i / steps)
-            wanted = reference.noised_term(TEXT, range(2), z, P, *levels, prediction == "denoiser")
+            levels = toy.level(i / steps), toy.level((i - 1) / steps)
+            wanted = row_term(TEXT, z, P, *levels, prediction == "denoiser")
             assert float(noises.step_kl(before, now, of, observed).sum()) == pytest.approx(wanted, abs=1e-12)
 
 
@@ -116,7 +114,7 @@ def limit(toy, x):
         now = noise.level(t, rest)
         a, b = toy.level(float(t))
         for z in states(toy, len(x)):
-            chance = math.prod(float(reference.noisy(token, a, b)[seen]) for token, seen in zip(x, z, strict=True))
+            chance = math.prod(float(noisy(token, a, b)[seen]) for token, seen in zip(x, z, strict=True))
             if chance:
                 of, observed = observed_and_statistics(toy, x, z, now, now, float(t), toy.noised.prediction)
                 rate = noises.limit_rate(now, noise.rates(t, rest), of, observed).sum()
@@ -219,7 +217,7 @@ def test_out_of_memory_halves_the_batch():
 
 @pytest.mark.parametrize("conditioning", ["none", "chain"])
 def test_rows_that_others_change_end_a_run(conditioning):
-    toy = NoisyToy(length=6, conditioned=True)
+    toy = Conditioned(length=6)
     plain, windows = toy.features, [Window((), (1, 2, 0, n % 3)) for n in range(3)]
     arguments = {"samples": 32, "steps": 4, "self_conditioning": conditioning}
     ordinary = NoisedElbo(toy, **arguments)

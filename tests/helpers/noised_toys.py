@@ -24,11 +24,11 @@ class NoisyToy(Toy):
 
     relative_positions = False
 
-    def __init__(self, tokens=3, length=3, share=None, prediction="plugin", timed=True, conditioned=False, scale=2.0):
+    def __init__(self, tokens=3, length=3, share=None, prediction="plugin", timed=True, scale=2.0):
         super().__init__(tokens=tokens, length=length, scale=scale)
-        self.masks, self.timed, self.conditioned = share is not None, timed, conditioned
+        self.masks, self.timed = share is not None, timed
         noise = Uniform(tokens) if share is None else Hybrid(tokens, share)
-        self.noised = Noised(noise, prediction, 4, "twice" if conditioned else "none", timed)
+        self.noised = Noised(noise, prediction, 4, timed=timed)
         if not self.masks:
             self.vocab_size, self.mask_id = tokens, None
             self.embed, self.out = self.embed[:, :tokens], self.out[:, :, :tokens]
@@ -36,11 +36,6 @@ class NoisyToy(Toy):
     @property
     def excluded(self):
         return torch.arange(self.vocab_size) >= self.tokens
-
-    def open(self, rows, generating=False):
-        if self.noised is None:
-            return super().open(rows, generating)
-        return (ConditionedView if self.conditioned else NoisedView)(self, rows)
 
     def noise_inputs(self, t):
         return {"t": t} if self.timed else {}
@@ -57,16 +52,40 @@ class NoisyToy(Toy):
 
     def level(self, t):
         """a_t and b_t (V,) of the reference."""
-        a, u, m = self.noised.noise.level(*torch.tensor([t, 1 - t], dtype=torch.float64))
-        b = torch.full((self.vocab_size,), float(u), dtype=torch.float64)
+        t = torch.as_tensor(t, dtype=torch.float64)
+        a, u, m = self.noised.noise.level(t, 1 - t)
+        b = u.repeat(self.vocab_size)
         if self.masks:
             b[self.mask_id] = m
-        return float(a), b
+        return a, b
+
+
+class Conditioned(NoisyToy):
+    """A toy that reads its own output."""
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.noised = self.noised._replace(self_conditioning="twice")
+
+    def open(self, rows, generating=False):
+        return ConditionedView(self, rows)
+
+
+def noisy(token, a, b):
+    """q(x_t | x_0 = token), (V,)."""
+    return a * torch.eye(len(b), dtype=torch.float64)[token] + b
 
 
 def states(toy, length):
     """All rows of noisy tokens."""
     return [torch.tensor(row) for row in itertools.product(range(toy.vocab_size), repeat=length)]
+
+
+def row_term(x, z, P, t, s, denoiser):
+    """The term of a step from t to s, summed over all positions."""
+    z = z.tolist()
+    r = [reference.plug_in(P[ell], z[ell], t) if denoiser else P[ell] for ell in range(len(x))]
+    return math.fsum(reference.noised_term(*each, t, s) for each in zip(x, z, r, strict=True))
 
 
 def bound(toy, x, steps, conditioning="none"):
@@ -75,11 +94,10 @@ def bound(toy, x, steps, conditioning="none"):
     levels = [toy.level(i / steps) for i in range(steps + 1)]
 
     def chance(z, y, a, b):
-        return math.prod(float(reference.noisy(int(y[i]), a, b)[z[i]]) for i in every)
+        return math.prod(float(noisy(int(y[i]), a, b)[z[i]]) for i in every)
 
     def term(z, i, logits):
-        P = reference.log_softmax(logits).exp()
-        return reference.noised_term(x, every, z, P, levels[i - 1], levels[i], denoiser)
+        return row_term(x, z, reference.log_softmax(logits).exp(), levels[i], levels[i - 1], denoiser)
 
     def twice(z, t):
         return toy.logits(z, t, toy.logits(z, t) if conditioning == "twice" else None)
@@ -112,13 +130,15 @@ def bound(toy, x, steps, conditioning="none"):
 
 
 def of_position(r, token, s, t, denoiser):
-    """k(x_s | x_t = token) at one position, (V,), from the network's distribution r (V,)."""
+    """k(x_s | x_t = token) at one position, (V,), from the network's distribution r (V,), by Bayes' rule."""
     (a_s, b_s), (a_t, b_t) = s, t
     one_hot = torch.eye(len(r), dtype=torch.float64)
     step = a_t / a_s * one_hot[token] + b_t[token] - a_t / a_s * b_s[token]
-    if not denoiser:
-        return reference.posterior(r, token, step, s, t)
-    return sum(r[v] * reference.posterior(one_hot[v], token, step, s, t) for v in r.nonzero()[:, 0])
+
+    def posterior(x_0):
+        return step * (a_s * x_0 + b_s) / (a_t * x_0[token] + b_t[token])
+
+    return sum(r[v] * posterior(one_hot[v]) for v in r.nonzero()[:, 0]) if denoiser else posterior(r)
 
 
 def sampled(toy, length, steps, conditioning="none", merged=True):
