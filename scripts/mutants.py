@@ -6,8 +6,8 @@ The mutants are drawn in proportion to lines by room. Their kinds take turns, so
 a number off by one, a statement dropped, a constant changed, two arguments swapped. Everything runs on a copy of the
 tree, one mutant after the other, stops at the first failure, and is logged, so that a second call goes on where the
 first ended. The tests of the mutant's own room come first, among them those that name its module; survivors meet the
-rest, then the slow tests in the same order. `--contexts` takes a data file of coverage.py with one context a test and leaves out tests that do not run the
-mutated line; `--tests` takes the tests of another tree.
+rest, then the slow tests in the same order. `--contexts` takes a data file of coverage.py with one context a test and
+leaves out tests that do not run the mutated line; `--tests` takes the tests of another tree.
 
 To compare the suites of two trees on the same mutants: `--common OTHER` draws only at lines that stand once in both
 packages, and `--like LOG`, run in the other tree, makes the mutants of that log wherever their line stands there.
