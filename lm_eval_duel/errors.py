@@ -11,9 +11,9 @@ LONGEST_LIST = 40  # names; of a longer list only the near ones are printed, if 
 
 
 class DuelError(ValueError):
-    """A request cannot be carried out; the message says why, and what to do instead.
+    """The base class of this package's errors. The message says why a request failed, and what to do instead.
 
-    `window`: the index of the window that it concerns, if it concerns one.
+    `window`: the index of the window that caused it, or None.
     """
 
     def __init__(self, message: str, window: int | None = None):
@@ -22,7 +22,7 @@ class DuelError(ValueError):
 
 
 class UsageError(DuelError):
-    """An argument is wrong, and nothing has been loaded yet: a command ends with exit code 2."""
+    """A wrong argument, found before anything is loaded. A command ends with exit code 2."""
 
 
 class LaneError(DuelError):
@@ -42,7 +42,7 @@ class NotFinite(LaneError):
 
 
 class Suspect(LaneError):
-    """The same question has got two answers, so values that were computed before may be wrong, too."""
+    """The same input had two outputs, so values that were computed before may be wrong, too."""
 
 
 def first_line(error: Exception) -> str:

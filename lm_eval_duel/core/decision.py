@@ -21,13 +21,14 @@ NEAR_TIE = 1e-4  # logits: with a smaller margin, float noise could change the o
 
 
 class Decision(NamedTuple):
-    """The decision of a rule in one step.
+    """The decision of a rule in one step, for R lanes of block width W.
 
-    `decision_margin`: the margin of each lane's decision, that is, by how much logits must change before the pick does.
-    It is infinite for an order that does not depend on the network, and None if the rule does not know it.
-
-    `memory`: tensors with leading (R, W). The next step gets them as `lanes.memory`: zeros in lanes at step 0, and an
-    empty tuple if all lanes are at step 0.
+    Args:
+        pick: The positions to reveal, a subset of `lanes.masked`.
+        decision_margin: How much the logits of a lane must change before its pick does. Infinite for an order that does
+            not depend on the network; None if the rule does not know.
+        memory: Tensors with leading (R, W), which the next step gets as `lanes.memory`: zeros in lanes at step 0, and
+            an empty tuple if all lanes are at step 0.
     """
 
     pick: torch.Tensor  # (R, W) bool
@@ -43,7 +44,7 @@ class Decision(NamedTuple):
 
     @classmethod
     def certain(cls, pick: torch.Tensor) -> Decision:
-        """The decision for a pick (R, W) that does not depend on the network, so that its margin is infinite."""
+        """The decision for a pick (R, W) that does not depend on the network: its margin is infinite."""
         import torch
 
         return cls(pick, torch.full((len(pick),), math.inf, dtype=torch.float64, device=pick.device))
@@ -77,6 +78,6 @@ EVALUATE_ALL = EvaluateAll()
 
 
 def require_pick(rule: UnmaskingRule, decision: Decision) -> None:
-    """Raise RuleStalled unless something is picked in every lane, or the rule may wait."""
+    """Raise RuleStalled unless something is picked in every lane, or the rule may pick nothing."""
     if not rule.may_pick_none and not (picked := decision.pick.any(1)).all():
         raise RuleStalled(f"Rule {rule} picked nothing.", lane=int((~picked).nonzero()[0]))

@@ -10,7 +10,10 @@ from lm_eval_duel.core.view import View
 
 
 class Denoiser(Network):
-    """A network and how it is opened. A subclass implements what `Network` asks for."""
+    """A network, opened on windows: masked rows in, a distribution over tokens at each masked position out.
+
+    To bring your own network, subclass it and implement the methods of `Network`: `head`, and `features` or `stream`.
+    """
 
     def open(self, rows: Rows, generating: bool = False) -> View:
         """A view of one group of windows, for scoring or for generating."""

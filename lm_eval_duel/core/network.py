@@ -1,4 +1,4 @@
-"""A network as views call it: rows of ids to features, features to logits. All that is particular to a checkpoint.
+"""A network as views call it: from rows of ids to features, from features to logits.
 
 Shapes: N windows, L row length, R rows, U rows of features that the LM head runs on, D features, V tokens, H heads, Q
 queries, K keys, M columns asked for.
@@ -50,7 +50,8 @@ BY_BLOCKS = ("block_causal", "causal_prefix")  # attention of networks with a tr
 class Network(abc.ABC):
     """A network as a function from rows of ids to features, and from features to logits.
 
-    A bidirectional or causal network implements `features`; one that works `by_blocks` implements `stream`.
+    A bidirectional or causal network implements `features`, a network that works `by_blocks` implements `stream`, and
+    both implement `head`. The attributes below describe the checkpoint; those without a default are required.
     """
 
     family: str = "own"
@@ -83,7 +84,7 @@ class Network(abc.ABC):
     fixed_weights: bool = True  # they do not change; otherwise the spec is read again from `describe` each time
 
     def resemble(self, other: Network) -> None:
-        """Take every declared attribute that `other` has, as a denoiser around it does."""
+        """Copy every declared attribute of `other`, for a denoiser that wraps it."""
         for name in Network.__annotations__:
             if hasattr(other, name):
                 setattr(self, name, getattr(other, name))
@@ -148,7 +149,7 @@ class Network(abc.ABC):
         return {}
 
     def ties(self, rule: UnmaskingRule) -> str | None:
-        """A sentence that says why `rule` cannot tell the positions of this network apart; None if it can."""
+        """The reason that every position of this network ties under `rule`, as a sentence; None if they do not."""
         return None
 
     def evaluating(self) -> contextlib.AbstractContextManager[None]:

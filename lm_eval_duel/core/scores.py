@@ -27,12 +27,13 @@ STATISTICS = ("confidence", "margin", "entropy")  # of Predictions, in a trace
 
 @dataclasses.dataclass(frozen=True)
 class WindowScore:
-    """One window's score. `reveal_steps` and `token_logprobs` are per target token; steps restart in every block.
+    """The score of one window.
 
-    They are -1 and 0 for a window's known positions.
+    `reveal_steps` and `token_logprobs` have an entry for each target token: the step that revealed it, counted from 0
+    in every block, and its log-probability at that step, in nats. They are -1 and 0 at known positions.
     """
 
-    log_prob: float  # nats
+    log_prob: float  # nats, the sum over the target
     is_greedy: bool = False  # every token was the argmax when it was revealed
     reveal_steps: tuple[int, ...] = ()
     token_logprobs: tuple[float, ...] = ()
@@ -52,7 +53,7 @@ class WindowScore:
 
 @dataclasses.dataclass(frozen=True)
 class Sample(WindowScore):
-    """A sample (or the argmax decoding) and its own log-probability."""
+    """A sample, or an argmax decoding, with its own score: `log_prob` is the log-probability of `tokens`."""
 
     tokens: tuple[int, ...] = ()
     tail: int = 0  # positions never revealed: generation stopped early, or the prompt had a tail

@@ -1,4 +1,4 @@
-"""Windows: what is visible and what is scored. Ids only: no text, no torch.
+"""Windows: the ids of a row, visible or scored. No text, no torch.
 
 A row is laid out as
 
@@ -39,12 +39,20 @@ def as_ids(ids: Ids) -> tuple[int, ...]:
 
 @dataclasses.dataclass(frozen=True, init=False)
 class Window:
-    """One thing to score: log p(target | context, suffix), with `tail` more [MASK] positions after the target.
+    """One row to score: log p(target | context, suffix).
 
-    `known`: indices of target positions that are given. They are visible from the first step and not scored, so that
-    the window's value is the joint of the others given them: their log-prob is 0 and their reveal step -1.
+    Args:
+        context, suffix: Visible ids before and after the target.
+        target: The ids to score.
+        tail: [MASK] positions after the target, which are shown and never revealed. With a target that ends on a block
+            border, the value is then the probability that a longer generation starts with the target.
+        known: Indices of target positions that are visible from the first step and not scored: the value is
+            log p(other positions | known ones). Their log-probability is 0 and their reveal step -1.
 
-    Ids may be lists, tuples or tensors; they are kept as tuples.
+    Ids may be lists, tuples or tensors; they are stored as tuples.
+
+    Raises:
+        DuelError: If ids are not whole numbers, `tail` is negative, or `known` names no or all target positions.
     """
 
     context: tuple[int, ...]
@@ -69,12 +77,12 @@ class Window:
 
     @property
     def length(self) -> int:
-        """Positions in the row."""
+        """The number of positions in the row."""
         return len(self.context) + len(self.target) + self.tail + len(self.suffix)
 
     @property
     def key(self) -> int:
-        """A 63-bit number of the ids: what random numbers of this window depend on, besides a seed."""
+        """A 63-bit hash of the ids, on which the random numbers of this window depend, besides a seed."""
         text = repr((self.context, self.target, self.suffix, self.tail, *([self.known] if self.known else [])))
         return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
 

@@ -15,17 +15,17 @@ if TYPE_CHECKING:
 
 
 def load(name: str = "demo-mdm", *, device: str | None = None, **network: Any) -> Denoiser:
-    """The denoiser of a local folder, a hub name or a bundled name.
+    """Load the denoiser of a checkpoint.
 
     Args:
-        name: a folder, a hub name, or one of the bundled `demo-mdm`, `demo-bd` and `demo-ar`.
-        device: `cpu`, `cuda`, `cuda:0`, ...; None picks a GPU if there is one.
-        network: `tokenizer` (a folder, a hub name, or a loaded tokenizer) and the arguments of
-            `load_options.NetworkArguments`. What is not given is detected.
+        name: A local folder, a hub name, or a bundled name ("demo-mdm", "demo-bd", "demo-ar").
+        device: "cpu", "cuda", "cuda:0", ... None: a GPU if there is one.
+        network: `tokenizer` (a folder, a hub name, or a loaded tokenizer), and the model args of the network in
+            docs/model_args.md, such as `dtype`, `family` or `cache`. The others are detected.
 
     Raises:
-        DuelError: an argument is wrong, or the checkpoint cannot be read, does not fill its network exactly, or is not
-            what its config says.
+        DuelError: If an argument is wrong, or the checkpoint cannot be read, does not fill its network exactly, or
+            contradicts its config.
     """
     from lm_eval_duel.denoisers import loading
 
@@ -55,10 +55,14 @@ def require_estimator(name: str, estimator: str, takes_noise: bool, **network: A
 
 
 def load_tokenizer(arguments: Mapping[str, Any]) -> PreTrainedTokenizerBase:
-    """The tokenizer that model args name: `tokenizer`, else the one next to the weights or of the family.
+    """Load the tokenizer of a checkpoint.
+
+    Args:
+        arguments: Model args, such as {"pretrained": "demo-mdm"}: `tokenizer` if it is given, else the tokenizer next
+            to the weights of `pretrained`, or of its family.
 
     Raises:
-        DuelError: there is none.
+        DuelError: If there is none.
     """
     from lm_eval_duel.denoisers import loading
 

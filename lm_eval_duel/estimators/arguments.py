@@ -1,4 +1,4 @@
-"""The arguments of single estimators, a record for each: what it takes, and which values go together. No torch."""
+"""The arguments of single estimators, a record for each, with checks of values that do not go together. No torch."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SCORED_ORDERS = ("entropy", "topk_margin")
 
 @dataclasses.dataclass(frozen=True)
 class ElboArguments(Arguments):
-    """Of `elbo`."""
+    """Arguments of the Monte Carlo ELBO."""
 
     mc_samples: int = argument(COUNT, 128, "draws of a window")
     elbo_form: str = argument(choice("auto", *ELBO_FORMS), "auto", "how masked positions are drawn and weighted")
@@ -59,7 +59,7 @@ def _steps(value: Any) -> float:
 
 @dataclasses.dataclass(frozen=True)
 class NoisedElboArguments(Arguments):
-    """Of `noised_elbo`."""
+    """Arguments of the bound under random tokens."""
 
     mc_samples: int = argument(COUNT, 128, "draws of a window")
     steps: float | None = argument(
@@ -85,7 +85,7 @@ class NoisedElboArguments(Arguments):
 
 @dataclasses.dataclass(frozen=True)
 class TwoPhaseArguments(Arguments):
-    """Of `two_phase`."""
+    """Arguments of the two-phase estimator."""
 
     sample: float = argument(
         number("a share of blocks above 0, at most 1", lambda x: 0 < x <= 1),
@@ -104,7 +104,7 @@ def _rules(value: Any) -> tuple[rules.Rule, ...]:
 
 @dataclasses.dataclass(frozen=True)
 class LatticeArguments(Arguments):
-    """Of the estimators over all orders."""
+    """Arguments of the estimators over all orders."""
 
     lattice_rules: tuple[rules.Rule, ...] | None = argument(
         ArgumentType("state-only rules, such as greedy+margin:k=2", _rules),
@@ -151,7 +151,7 @@ class BeamArguments(Arguments):
 
     @property
     def sums(self) -> int:
-        """The bound, and each repetition."""
+        """The number of sums: the bound, and each repetition."""
         return 1 if self.all_sets else 1 + self.repetitions
 
     @property
@@ -161,9 +161,9 @@ class BeamArguments(Arguments):
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """The numbers of sets of one beam after the other, each twice the one before.
+        """The number of sets of each beam in order, which doubles from beam to beam.
 
-        The last three if there is no tolerance to reach: an error takes three.
+        Without a tolerance to reach, there are three beams, the fewest for an error.
         """
         if self.all_sets:
             return (1 << LATTICE_BLOCK,)
@@ -182,7 +182,7 @@ class BeamArguments(Arguments):
 
 @dataclasses.dataclass(frozen=True)
 class ConfidenceArguments(BeamArguments):
-    """Of `sampled_confidence`."""
+    """Arguments of samplers that select after sampling."""
 
     n: int | None = argument(COUNT, None, "draws kept at a step; 1 if `steps` is not given either")
     steps: int | None = argument(COUNT, None, "steps of a block, instead of `n` and `tau`")
@@ -220,7 +220,7 @@ def _order(value: Any) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class OrderArguments(BeamArguments):
-    """Of `sampled_order`."""
+    """Arguments of samplers that draw positions."""
 
     alg: str = argument(
         ArgumentType("how positions are drawn", _order, ("origin", *SCORED_ORDERS, "random")),

@@ -1,4 +1,4 @@
-"""The base class of estimators: windows in, and a score for each as it is finished. Equal windows are evaluated once.
+"""The base class of estimators: windows in, a score for each as it is finished. Equal windows are evaluated once.
 
     for index, score in estimator.stream(windows): ...
 
@@ -45,12 +45,21 @@ class Value(NamedTuple):
 
 
 class Estimator(abc.ABC):
-    """A denoiser, a block, and a way to combine log-probabilities: a subclass says how to score a group of windows.
+    """A denoiser, a block, and a way to combine log-probabilities. Subclasses implement `score_group`.
 
-    `batch_size`: rows of max_length in a network call (more if rows are shorter). None: on a CPU 2048 tokens or one
-    row; on a GPU as many as fit, found by trial, and at most `max_batch_size`. On out-of-memory the batch is halved.
-    Neither argument changes a number beyond float noise. `traced`: scores carry the confidence, margin and entropy of
-    each token, too.
+    Args:
+        denoiser: A network, from `load`.
+        block: The number of positions that are finished before the next ones begin. None: the whole target. "auto": the
+            trained or published block, else 32.
+        grid: Where blocks start counting: "target", "row", or "auto" ("row" for block-causal networks).
+        batch_size: Rows of max_length in one network call, more if rows are shorter. None: 2048 tokens or one row on a
+            CPU; on a GPU as many as fit, found by trial. On out-of-memory the batch is halved. Changes no number beyond
+            float noise.
+        max_batch_size: The most rows of max_length that the trial takes.
+        traced: Add the confidence, margin and entropy of each token to the scores.
+
+    Raises:
+        DuelError: If the network does not support the estimator, the block or the grid.
     """
 
     name: str  # as in estimator=
@@ -89,7 +98,7 @@ class Estimator(abc.ABC):
 
     @abc.abstractmethod
     def score_group(self, group: WindowGroup) -> IndexedScores:
-        """Score one group of windows; (row, score) of each as it is finished."""
+        """Score one group of windows; yield (row, score) of each as it is finished."""
 
     def use_single_rows(self) -> None:
         """Evaluate one row in each network call."""
@@ -103,12 +112,12 @@ class Estimator(abc.ABC):
         return [scores[n] for n in range(len(windows))]
 
     def stream(self, windows: Sequence[Window]) -> IndexedScores:
-        """(index, score) of each window as it is finished, in any order.
+        """Yield (index, score) of each window as it is finished, in any order.
 
-        Equal windows are scored once, and so are equal rows of different windows.
+        Equal windows are scored once, and equal rows of different windows are evaluated once.
 
         Raises:
-            DuelError: a window cannot be scored; raised before any is, and the message names it.
+            DuelError: If a window cannot be scored; raised before any is, and the message names it.
         """
         self.check(windows)
         return self._scored(windows)
@@ -173,5 +182,5 @@ class Estimator(abc.ABC):
         return [(row, *span) for row, window in enumerate(group.windows) for span in self.blocks(window)]
 
     def lanes(self, window: Window) -> int:
-        """The number of lanes of a window that can be evaluated side by side."""
+        """The number of lanes of a window that can be evaluated together."""
         return len(self.blocks(window))

@@ -35,13 +35,13 @@ from lm_eval_duel.estimators.sampling import Samples, Stop
 class DuelEstimator(Estimator):
     """A denoiser, an unmasking rule and a block: one distribution, to score (`log_prob`, Algorithm 2) and to sample.
 
-    `block`: how many positions are finished before the next ones; None: the whole target; "auto": the trained block,
-    else the published one, else 32. `grid`: "target" (blocks count from the first target position), "row" (from the
-    row's first position), or "auto" (row for block-causal networks). `batch_size`, `max_batch_size`, `traced`: see
-    `Estimator`.
+    Args:
+        denoiser, block: As in `Estimator`.
+        rule: The unmasking rule, such as "greedy:k=2", or an instance of `Rule`.
+        layout: The other arguments of `Estimator`.
 
     Raises:
-        DuelError: this network does not support the rule, block or grid.
+        DuelError: If the network does not support the rule, block or grid.
     """
 
     name = "duel"
@@ -82,12 +82,9 @@ class DuelEstimator(Estimator):
         return twin
 
     @torch.inference_mode()
-    def replay(self, windows: Sequence[Window], steps: Sequence[Ids]) -> list[WindowScore]:
-        """The score of recorded orders, given as `WindowScore.reveal_steps`.
-
-        A diagnostic: the result is a likelihood only if a rule produced the order.
-        """
-        orders, scores = self.checked_orders(windows, steps), [self.empty_score] * len(windows)
+    def replay(self, windows: Sequence[Window], reveal_steps: Sequence[Ids]) -> list[WindowScore]:
+        """Score windows along recorded orders; see `Duel.replay`."""
+        orders, scores = self.checked_orders(windows, reveal_steps), [self.empty_score] * len(windows)
         for group in self.groups(windows, range(len(windows))):
             replay = Replay(tuple(orders[n] for n in group.window_indices))
             for row, scored in self.score_blocks(group, self.block_spans(group), replay):
@@ -120,7 +117,7 @@ class DuelEstimator(Estimator):
         return orders
 
     def sample(self, contexts: Sequence[Ids], length: int, **settings: Any) -> list[Sample]:
-        """`length` tokens after each context (Algorithm 1), each with its own score. Settings: see `stream_samples`."""
+        """Draw `length` tokens after each context (Algorithm 1); see `Duel.sample`."""
         samples = dict(self.stream_samples(contexts, length, **settings))
         return [samples[n] for n in range(len(contexts))]
 
@@ -137,7 +134,7 @@ class DuelEstimator(Estimator):
         stop: Stop | None = None,
         scored: bool = True,
     ) -> Iterator[tuple[int, Sample]]:
-        """(index, sample) of each context as it is finished; see `Duel.stream_samples` (library/ids.py).
+        """Yield (index, sample) of each context as it is finished; see `Duel.stream_samples`.
 
         `scored=False`: the log-probability is not needed. Here it costs nothing, so samples have it in any case.
         """
@@ -196,10 +193,14 @@ class DuelEstimator(Estimator):
 
 
 class Autoregressive(DuelEstimator):
-    """The chain rule of an autoregressive network: the same windows, with one forward for each.
+    """The chain rule of an autoregressive network: log p = sum over i of log p(x_i | x_<i), one forward a window.
+
+    Args:
+        denoiser: A network with `attention="causal"`.
+        layout: The other arguments of `Estimator`.
 
     Raises:
-        DuelError: the network is not autoregressive.
+        DuelError: If the network is not autoregressive.
     """
 
     name = "ar"

@@ -53,21 +53,27 @@ LAST = torch.iinfo(torch.int64).max
 
 @dataclasses.dataclass(frozen=True)
 class ElboScore(WindowScore):
-    """One window's bound. `token_logprobs` are each position's share; there are no reveal steps."""
+    """The bound of one window. `token_logprobs` are each position's share, in nats; there are no reveal steps."""
 
     stderr: float | None = None  # Monte Carlo standard error of `log_prob`, nats; None: too few draws
 
 
 class Elbo(Estimator):
-    """A Monte Carlo estimate of the ELBO of each window, in nats.
+    """A Monte Carlo estimate of the ELBO of each window under uniformly random unmasking, in nats.
 
-    `block`: the spans. None: the whole target; a number: one block, with the targets before it and [MASK] after it;
-    "auto": the trained block of a block-causal network, else None. `form`: "count", "ratio", "score_entropy" (SEDD
-    only, whole target only), or "auto": score_entropy for SEDD, else count. `samples`: draws of each window. `eps`: the
-    least t; above 0 the estimate is not a bound. Other arguments as in `Estimator`.
+    Args:
+        denoiser: A network that is not autoregressive.
+        block: The positions that are masked together. None: the whole target. A number: one block, with the targets
+            before it and [MASK] after it. "auto": the trained block of a block-causal network, else None.
+        samples: Draws of each window. Fewer than 8 have no standard error.
+        form: How positions are masked and weighted: "count", "ratio", "score_entropy" (SEDD only, whole target only),
+            or "auto", score_entropy for SEDD and else count. docs/estimators.md has the formulas.
+        eps: The least t of "ratio" and "score_entropy". Above 0 the value is not a bound.
+        seed: The seed of the draws.
+        layout: The other arguments of `Estimator`.
 
     Raises:
-        DuelError: the network has no such bound, or an argument is out of range.
+        DuelError: If the network has no such bound, or an argument is out of range.
     """
 
     name = "elbo"

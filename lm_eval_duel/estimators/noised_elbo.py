@@ -40,14 +40,20 @@ KIND, TOKEN = 5, 6  # keys of the random numbers: whether a position becomes noi
 
 
 class NoisedElbo(Estimator):
-    """A Monte Carlo estimate of the bound of log p under ancestral sampling, in nats.
+    """A Monte Carlo estimate of the lower bound of log p under ancestral sampling, in nats.
 
-    `steps`: T, or math.inf; `prediction`: "denoiser" or "plugin", what the network's output is; `self_conditioning`:
-    "none", "twice" (its own output for the same x_i) or "chain" (its output for x_{i+1}). None: as the network was
-    trained. `samples`: draws of each window. Other arguments as in `Estimator`.
+    Args:
+        denoiser: A network whose noise is random tokens.
+        samples: Draws of each window. Fewer than 8 have no standard error.
+        steps: The number of steps T, or math.inf. None: as the network was trained.
+        prediction: The meaning of the network's output, "denoiser" or "plugin". "auto": as in training.
+        self_conditioning: The network's own output as an input: "none", "twice" (for the same x_i) or "chain" (for
+            x_{i+1}). "auto": as in training.
+        seed: The seed of the draws.
+        layout: The other arguments of `Estimator`.
 
     Raises:
-        DuelError: the network has no such bound, or an argument is out of range.
+        DuelError: If the network has no such bound, or an argument is out of range.
     """
 
     name = "noised_elbo"

@@ -39,7 +39,7 @@ BATCHES = 4  # network calls' worth of sampled blocks that are evaluated before 
 
 @dataclasses.dataclass(frozen=True)
 class TwoPhaseScore(WindowScore):
-    """One window's estimate. It has no single order, so there are no steps and no log-probs of tokens."""
+    """The estimate of one window. It has no single order, so no reveal steps and no log-probs of tokens."""
 
     stderr: float | None = None  # sampling standard error of `log_prob`, nats; None: too few blocks were drawn
     cached: tuple[float, ...] = ()  # log-prob of each block under the cache
@@ -51,14 +51,18 @@ class TwoPhaseScore(WindowScore):
 class TwoPhase(Estimator):
     """An unbiased estimate of the log-likelihood that `Duel(denoiser, rule, block)` gives, with its standard error.
 
-    Perplexity is a convex function of it, so that of an estimate is too high by about half its squared relative error:
-    by 0.00125 % at a standard error of 0.5 %.
+    Perplexity is a convex function of the log-likelihood, so the perplexity of an estimate is too high by about half
+    its squared relative error: by 0.00125 % at a standard error of 0.5 %.
 
-    `cache`: the cached sampler of the first phase, "dual" or "prefix". `sample`: the share of blocks that are scored
-    without it, too. `seed`: of the sample. Other arguments as in `Duel`.
+    Args:
+        denoiser, rule, block: As in `Duel`.
+        cache: The cached sampler of the first phase, "dual" or "prefix".
+        sample: The share of blocks that are scored without the cache, too, above 0 and at most 1.
+        seed: The seed of the sample.
+        layout: The other arguments of `Estimator`.
 
     Raises:
-        DuelError: this network supports no cache, or none with this rule; sample is out of range.
+        DuelError: If the network supports no cache, or none with this rule, or `sample` is out of range.
     """
 
     name = "two_phase"

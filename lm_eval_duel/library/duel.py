@@ -53,24 +53,24 @@ Grid: TypeAlias = Literal["auto", "target", "row"]
 class Duel(OnIds):
     """A denoiser, an unmasking rule and a block: one distribution, to score and to sample.
 
-    Made from a denoiser, it takes token ids: `log_prob`, `stream`, `sample`, `replay`. With a tokenizer, as
-    `from_pretrained` has it, it also takes texts: `score`, `generate`. Under another `estimator` than "duel" it scores
-    the same windows in another way; what that estimator does not define raises DuelError.
+    `log_prob`, `stream`, `sample` and `replay` take token ids. With a tokenizer, which `from_pretrained` loads,
+    `score` and `generate` take texts. Another `estimator` than "duel" scores the same windows in another way; methods
+    that it does not define raise DuelError.
 
     Args:
         denoiser: A network, from `load`.
         rule: The unmasking rule, such as "greedy:k=2", or an instance of `Rule`.
-        block: Positions that are finished before the next ones are begun. None: the whole target. "auto": the trained
-            or published block, else 32.
-        grid: Where blocks count from, the first target position or the first position of the row. "auto": "row" for
-            block-causal networks, else "target".
-        batch_size: Rows of max_length in one network call. None: what the device takes. Changes no number.
-        max_batch_size: At most this many.
-        traced: Scores carry the confidence, margin and entropy of each token.
-        estimator: What is computed, as in docs/estimators.md: "duel", "ar", "elbo", "elbo_exact", "mixture", "oracle",
-            "sampled_confidence", "sampled_order" or "two_phase".
-        tokenizer: Turns texts into ids. None: this Duel takes ids only.
-        windows: How long texts are cut, "independent" (each window from scratch) or "harness" (its rolling windows).
+        block: The number of positions that are finished before the next ones begin. None: the whole target. "auto":
+            the trained or published block, else 32.
+        grid: Where blocks start counting: "target", at the first target position; "row", at the first position of the
+            row; "auto", "row" for block-causal networks except D2F, else "target".
+        batch_size: Rows of max_length in one network call. None: as many as the device takes. Changes no number.
+        max_batch_size: The most rows of max_length in one call, if `batch_size` is None. Changes no number.
+        traced: Add the confidence, margin and entropy of each token to the scores.
+        estimator: The value to compute, as in docs/estimators.md: "duel", "ar", "elbo", "noised_elbo", "elbo_exact",
+            "mixture", "oracle", "sampled_confidence", "sampled_order" or "two_phase".
+        tokenizer: The tokenizer of texts. None: this Duel takes ids only.
+        windows: How to cut long texts: "independent", each window from scratch, or "harness", its rolling windows.
         arguments: Arguments of the estimator, such as mc_samples=256 or draw_seed=1.
 
     Raises:
@@ -120,11 +120,12 @@ class Duel(OnIds):
         traced: bool = False,
         **network: Any,
     ) -> Duel:
-        """A checkpoint with its tokenizer: a local folder, a hub name, or a bundled name.
+        """Load a checkpoint with its tokenizer.
 
         Args:
-            name: The checkpoint.
-            device: None picks a GPU if there is one.
+            name: A local folder, a hub name, or a bundled name ("demo-mdm", "demo-bd", "demo-ar").
+            rule, block, grid, estimator, windows, batch_size, max_batch_size, traced: As in `Duel`.
+            device: "cpu", "cuda", "cuda:1", ... None: a GPU if there is one.
             tokenizer: A folder, a hub name, or a loaded tokenizer. None: the checkpoint's own.
             network: The model args of the network, as in docs/model_args.md: dtype, revision, trust_remote_code, bos,
                 mask_token_id, max_length, family, attention, shift_logits, temperature, peft, device_map, ... The
@@ -171,24 +172,25 @@ class Duel(OnIds):
         autocast: torch.dtype | None = None,
         **network: Any,
     ) -> Duel:
-        """A network in memory, such as one that is being trained. Its weights are not copied.
+        """Wrap a network in memory, such as one that is being trained, without a copy of its weights.
 
-        Each call runs with dropout off, and leaves train mode, gradient mode and autocast as they were.
+        Each call runs with dropout off. Afterwards, train mode, gradient mode and autocast are restored.
 
         Args:
             model: A network of transformers, a class that is called with input_ids and attention_mask (LLaDA, Dream),
-                a function logits = f(ids, real) as in docs/python_api.md, or a `Denoiser`. DistributedDataParallel,
-                torch.compile and PEFT around it are seen through; sharded networks (FSDP, DeepSpeed ZeRO-3) are
+                a function logits = f(ids, real) as in docs/python_api.md, or a `Denoiser`. DistributedDataParallel
+                and torch.compile are unwrapped, PEFT adapters stay; sharded networks (FSDP, DeepSpeed ZeRO-3) are
                 refused.
-            tokenizer: None: this Duel takes ids only, and every id but [MASK] is a token.
+            tokenizer: The tokenizer. None: this Duel takes ids only, and every id but [MASK] is a token.
+            rule, block, grid, estimator, windows, traced: As in `Duel`.
             batch_size: Rows of max_length in one call. None: 2048 tokens on a CPU, 16384 on a GPU.
-            module: The module that the function runs, to be put into eval mode; needed if it is not the function
-                itself or the owner of the method.
-            device: Of the ids. None: that of the module, else the CPU.
-            self_tests: False: only the tests that detect what numbers depend on.
-            weights: What the spec says of the weights: None: "in memory", so that the fingerprint does not depend on
-                them; "digest": a hash of what they are when the spec is read; or a text, such as "run 7, step 2000".
-            autocast: The dtype to which calls are cast. None: none, whatever is in force outside.
+            module: The module that the function runs, which is put into eval mode. Needed if the function is neither a
+                module nor a method of one.
+            device: The device of the ids. None: the module's, else the CPU.
+            self_tests: Run all self-tests. False: only the tests that detect what numbers depend on.
+            weights: The entry for the weights in the spec. None: "in memory", so that the fingerprint does not depend
+                on them; "digest": a hash of the weights when the spec is read; or a text, such as "run 7, step 2000".
+            autocast: The dtype of autocast during calls. None: no autocast, whatever is active outside.
             network: mask_token_id, max_length, attention, shift_logits, bos, last_block, family, cache, temperature,
                 top_k, top_p, exclude_ids, cfg_scale, as in docs/model_args.md; and the estimator's own arguments.
 
@@ -219,7 +221,7 @@ class Duel(OnIds):
     # ------------------------------------------------------------ text in
 
     def windows(self, text: str) -> list[Window]:
-        """The windows of a text that `score` scores, special tokens included. Raises DuelError as `score` does."""
+        """The windows of a text, special tokens included, as `score` scores them. Raises DuelError as `score` does."""
         text_side = self._require_text("windows", [text])
         return text_side.document(text_side.encode(text))
 
@@ -229,15 +231,14 @@ class Duel(OnIds):
         contexts: Sequence[TextOrIds] | None = None,
         suffixes: Sequence[TextOrIds] | None = None,
     ) -> list[TextScore]:
-        """The score of each text, in order: the same numbers as in the harness.
+        """Score each text, in order, with the numbers of the harness: log p(text) in nats, perplexity, bits per byte.
 
-        Special tokens stand where the checkpoint's convention puts them. Long texts are cut into windows, and every
-        token is scored once.
+        Special tokens follow the checkpoint's convention. Long texts are cut into windows; every token is scored once.
 
         Args:
             texts: Texts.
-            contexts, suffixes: What stands visible before and after each text, as text or ids. With either, the value
-                is log p(text | context, suffix), in one window. Contexts and suffixes that do not fit are truncated at
+            contexts, suffixes: The visible text or ids before and after each text. With either, the value is
+                log p(text | context, suffix), in one window. Contexts and suffixes that do not fit are truncated at
                 their far ends. White space at the end of a context is scored with the text after it.
 
         Raises:
@@ -252,7 +253,7 @@ class Duel(OnIds):
         contexts: Sequence[TextOrIds] | None = None,
         suffixes: Sequence[TextOrIds] | None = None,
     ) -> Iterator[tuple[int, TextScore]]:
-        """(index, score) of each text as it is finished, in any order. Arguments and errors: see `score`."""
+        """Like `score`, but yield (index, score) of each text as it is finished, in any order."""
         text_side = self._require_text("score", texts)
         if empty := [str(n) for n, text in enumerate(texts) if not text]:
             log.warning("no perplexity is defined for a text without tokens (nan): text %s", ", ".join(empty))
@@ -277,18 +278,19 @@ class Duel(OnIds):
         cache: Literal["dual", "prefix"] = "dual",
         seed: int = 0,
     ) -> list[TextEstimate]:
-        """A two-phase estimate of what `score` gives for each text, and the standard error: a fraction of the work.
+        """Estimate the value of `score` for each text, with its standard error, for a fraction of the work.
 
-        Single texts have few sampled blocks; `TextEstimate.total(estimates)` is the estimate for all of them.
+        A two-phase estimate, unbiased in log-probability (docs/estimators.md). Single texts have few sampled blocks;
+        `TextEstimate.total(estimates)` is the estimate for all of them.
 
         Args:
             texts: Texts.
-            sample: The share of blocks that are scored without the cache, too.
+            sample: The share of blocks that are scored without the cache, too, above 0 and at most 1.
             cache: The cached sampler under which all blocks are scored.
-            seed: Of the sample.
+            seed: The seed of the sample.
 
         Raises:
-            DuelError: If this network supports no cache, or for what `score` raises it.
+            DuelError: If this network supports no cache, or as `score`.
         """
         self._sampler("estimate", "duel")
         rule, budget = cast(Rule, self.rule), self.estimator.budget
@@ -308,7 +310,7 @@ class Duel(OnIds):
     # ------------------------------------------------------------ text out
 
     def generate(self, prompts: Sequence[TextOrIds], **settings: Any) -> list[GeneratedText]:
-        """A continuation of each prompt, in order. Settings and errors: see `generate_stream`."""
+        """Continue each prompt, in order. For the settings and errors, see `generate_stream`."""
         texts = dict(self.generate_stream(prompts, **settings))
         return [texts[n] for n in range(len(prompts))]
 
@@ -326,16 +328,19 @@ class Duel(OnIds):
         seed: int = 0,
         keys: Sequence[int] | None = None,
     ) -> Iterator[tuple[int, GeneratedText]]:
-        """(index, continuation) of each prompt as it is finished (Algorithm 1), as `generate_until` writes it.
+        """Like `generate`, but yield (index, continuation) of each prompt as it is finished, in any order.
+
+        Texts are drawn by Algorithm 1, as under `generate_until` of the harness.
 
         Args:
-            prompts: Texts or ids. One that leaves no room for `max_new_tokens` is cut from the left, with a warning.
-            suffixes: What stands visible after each generated text, as text or ids (infilling).
+            prompts: Texts or ids. A prompt that leaves no room for `max_new_tokens` is cut from the left, with a
+                warning.
+            suffixes: Visible text or ids after each generated text (infilling).
             max_new_tokens: Positions of the generation window, filled block after block.
-            do_sample: Draw tokens; False: the most probable token at every pick. None: draw if `temperature` is
+            do_sample: Draw tokens. False: take the most probable token at every pick. None: draw if `temperature` is
                 above 0.
             temperature, top_k, top_p: Change the distribution that is drawn from, and with it `log_prob`.
-            until: Stop strings. They are looked for after each finished block.
+            until: Stop strings, looked for after each finished block.
             seed, keys: A draw depends on the seed, the prompt's key and the position only. A prompt's key is its index
                 unless `keys` are given.
 
@@ -378,7 +383,7 @@ class Duel(OnIds):
         return super().stream_samples(befores, length, suffixes=afters, **settings)
 
     def _require_text(self, method: str, texts: Sequence[str]) -> Text:
-        """The text side; raises DuelError if there is none, or if `texts` are not texts."""
+        """The encoder of texts; raises DuelError if there is none, or if `texts` are not texts."""
         if self._text is None:
             raise DuelError(
                 f"Duel.{method} takes texts, and this Duel has no tokenizer. Make it with Duel.from_pretrained(name), "

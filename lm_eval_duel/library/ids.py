@@ -1,4 +1,4 @@
-"""The part of `Duel` for token ids: scores, samples, recorded orders and gradients."""
+"""Methods of `Duel` on token ids: scores, samples, recorded orders and gradients."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ FIXED_ORDERS = ("duel", "ar")  # a window has one order
 
 
 class OnIds:
-    """The part of `Duel` that needs no tokenizer."""
+    """Methods of `Duel` that need no tokenizer."""
 
     denoiser: Denoiser
     estimator: Estimator
@@ -41,9 +41,9 @@ class OnIds:
 
     @property
     def spec(self) -> dict[str, str]:
-        """A description of everything that defines a number; with a tokenizer, equal to the harness's spec.
+        """Everything that defines a number, by name; with a tokenizer, the spec of the harness.
 
-        For a network in memory, it says "in memory" for the weights, or what `from_model` was given.
+        The weights of a network in memory are "in memory", or the `weights` that `from_model` was given.
         """
         if self._spec is None or not self.denoiser.fixed_weights:
             parts = (self.denoiser, self.estimator, *(() if self._text is None else (self._text,)))
@@ -52,7 +52,7 @@ class OnIds:
 
     @property
     def fingerprint(self) -> str:
-        """The spec as a short digest."""
+        """A short digest of the spec."""
         return fingerprint.digest(self.spec)
 
     @property
@@ -62,23 +62,23 @@ class OnIds:
 
     @property
     def rule(self) -> Rule | None:
-        """The unmasking rule; None: the estimator follows none."""
+        """The unmasking rule, or None if the estimator follows none."""
         entry = registry.find(self.estimator.name)
         return getattr(self.estimator, "rule", None) if entry.follows_rule or entry.causal else None
 
     @property
     def block(self) -> int | None:
-        """Positions of a block; None: the whole target."""
+        """The number of positions of a block, or None for the whole target."""
         return self.estimator.block
 
     @property
     def grid(self) -> str:
-        """The position that blocks count from, "target" or "row"."""
+        """The position from which blocks count: "target", the first of the target, or "row", the first of the row."""
         return self.estimator.grid
 
     @property
     def counts(self) -> Counts:
-        """The counts of the work so far: windows, tokens, network calls, rows, near ties."""
+        """Counts of the work so far: windows, tokens, network calls, rows, near ties."""
         return self.estimator.counts
 
     def __repr__(self) -> str:
@@ -93,15 +93,25 @@ class OnIds:
     # ------------------------------------------------------------ ids in
 
     def log_prob(self, windows: Sequence[Window]) -> list[WindowScore]:
-        """The score of each window, in order. Raises DuelError, naming it, for one that cannot be scored."""
+        """Score each window: log p(target | context, suffix) under the estimator, in nats (Algorithm 2).
+
+        Returns:
+            The scores, in the order of `windows`.
+
+        Raises:
+            DuelError: If a window cannot be scored; the message names it, and nothing has been scored.
+        """
         return self.estimator.log_prob(windows)
 
     def stream(self, windows: Sequence[Window]) -> IndexedScores:
-        """(index, score) of each window as it is finished, in any order."""
+        """Like `log_prob`, but yield (index, score) of each window as it is finished, in any order."""
         return self.estimator.stream(windows)
 
     def sample(self, contexts: Sequence[Ids], length: int, **settings: Any) -> list[Sample]:
-        """`length` tokens after each context (Algorithm 1), each with its own score. Settings: see `stream_samples`."""
+        """Draw `length` tokens after each context (Algorithm 1), in the order of `contexts`.
+
+        Each sample has its own exact log-probability. For the settings and errors, see `stream_samples`.
+        """
         samples = dict(self.stream_samples(contexts, length, **settings))
         return [samples[n] for n in range(len(contexts))]
 
@@ -117,33 +127,48 @@ class OnIds:
         keys: Sequence[int] | None = None,
         stop: Stop | None = None,
     ) -> Iterator[tuple[int, Sample]]:
-        """(index, sample) of each context as it is finished.
+        """Like `sample`, but yield (index, sample) of each context as it is finished, in any order.
 
-        `suffixes`: what stands visible after each sample (infilling). With a tokenizer, contexts and suffixes may be
-        texts, which get the checkpoint's special tokens; ids are the whole row as they are.
+        Args:
+            contexts: Visible ids before each sample. With a tokenizer, contexts and suffixes may be texts, which get
+                the checkpoint's special tokens; ids are used unchanged.
+            length: Positions to draw.
+            suffixes: Visible ids after each sample (infilling). None: nothing.
+            tail: More [MASK] positions after the `length` drawn ones, which are never revealed.
+            do_sample: Draw tokens. False: take the most probable token at every pick.
+            seed, keys: A draw depends on the seed, the context's key and the position only. None: the key is the index.
+            stop: `stop(index, tokens)` is called after each finished block. If it returns True, no further block is
+                drawn, and the sample's `tail` counts the positions left.
 
-        A draw depends on (`seed`, key, position) only; `keys` defaults to the index of each context.
-        `do_sample=False`: the most probable token at every pick. `stop(index, tokens)` is called after each finished
-        block: if it returns true, no further block is drawn, and the sample's `tail` counts the positions left.
+        Raises:
+            DuelError: If the estimator cannot sample, or a context does not fit into a row.
         """
         return self._sampler("sample", *SAMPLERS).stream_samples(
             contexts, length, suffixes=suffixes, tail=tail, do_sample=do_sample, seed=seed, keys=keys, stop=stop
         )
 
-    def replay(self, windows: Sequence[Window], steps: Sequence[Ids]) -> list[WindowScore]:
-        """The score of recorded orders, given as `WindowScore.reveal_steps`.
+    def replay(self, windows: Sequence[Window], reveal_steps: Sequence[Ids]) -> list[WindowScore]:
+        """Score windows along recorded orders: the sum of log P(token) at the step that reveals it, in nats.
 
-        A diagnostic: the result is a likelihood only if a rule produced the order.
+        This is a diagnostic: the value is a likelihood only if a rule produced the order.
+
+        Args:
+            windows: Windows.
+            reveal_steps: The order of each, as `sample` and `log_prob` return it: a step for each target token, which
+                counts from 0 in every block.
+
+        Raises:
+            DuelError: If a window cannot be scored, or an order does not fit its window.
         """
-        return self._sampler("replay", *FIXED_ORDERS).replay(windows, steps)
+        return self._sampler("replay", *FIXED_ORDERS).replay(windows, reveal_steps)
 
     def differentiable(
         self, windows: Sequence[Window], reveal_steps: Sequence[Ids], batch_size: int = 1
     ) -> torch.Tensor:
-        """The log-probability of each token along recorded orders, for any loss: a tensor with a graph.
+        """The log-probability of each token along recorded orders, as a tensor with a graph, for any loss.
 
-        Memory is that of one network call, for any number of steps. The forward pass is `replay`; the backward pass
-        evaluates the calls again, one at a time. Dropout is off.
+        The forward pass is `replay`. The backward pass evaluates the network calls again, one at a time, so that
+        memory is bounded by one call, for any number of steps. Dropout is off.
 
         Args:
             windows: Windows.
@@ -151,10 +176,10 @@ class OnIds:
             batch_size: Rows of max_length in one call with gradients, which take more memory than one without.
 
         Returns:
-            float64 (N, T), in nats; 0 behind the end of a target shorter than T, and at known positions.
+            float64 (N, T), in nats; 0 after the end of a target shorter than T, and at known positions.
 
         Raises:
-            DuelError: If a window cannot be scored, an order is not one of its window, or the network gives no
+            DuelError: If a window cannot be scored, an order does not fit its window, or the network gives no
                 gradients (quantized weights, frozen parameters, a cache).
         """
         duel = self._sampler("differentiable", *FIXED_ORDERS)
@@ -169,18 +194,18 @@ class OnIds:
     ) -> list[float]:
         """Add the gradient of the weighted sum of log-probabilities to the parameters' `grad`.
 
-        As `(weights * differentiable(windows, reveal_steps)).sum().backward()`, in one pass. Where a change of the
-        network would change an order, log_prob jumps; everywhere else this is its exact gradient.
+        This is `(weights * differentiable(windows, reveal_steps)).sum().backward()` in one pass. The gradient is exact,
+        except where a small change of the network changes an order: there log_prob jumps.
 
         Args:
             windows: Windows.
-            weights: Of each window (N,), or of its tokens: (N, T), or a list for each window. Optimizers minimize: to
-                raise log_prob, its weight is negative.
-            reveal_steps: The order of each window. None: found first, by scoring the windows.
+            weights: A weight for each window (N,), or for each token: (N, T), or a list for each window. Optimizers
+                minimize, so a negative weight raises log_prob.
+            reveal_steps: The order of each window. None: score the windows first to find it.
             batch_size: As in `differentiable`.
 
         Returns:
-            log_prob of each window, in nats.
+            The log_prob of each window, in nats, without its weight.
 
         Raises:
             DuelError: As in `differentiable`.

@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 class TextScore:
     """The score of one text.
 
-    `tokens` are the scored tokens as pieces of text. They add up to the text, as far as the tokenizer can write it
-    back. `token_logprobs` and `reveal_steps` have an entry for each; steps count from 0 in every block.
+    `tokens` are the scored tokens as pieces of text. Joined, they are the text, as far as the tokenizer can decode it.
+    `token_logprobs` and `reveal_steps` have an entry for each; steps count from 0 in every block.
     """
 
     text: str
@@ -99,8 +99,8 @@ class TextScore:
 class TextEstimate:
     """A two-phase estimate of the score of a text, or of several (`total`).
 
-    `stderr` is its sampling standard error; None if fewer than 8 blocks were drawn. It does not cover how the value
-    varies between texts.
+    `stderr` is its sampling standard error, or None if fewer than 8 blocks were drawn. It does not include the
+    variation between texts.
     """
 
     text: str | None  # None: several
@@ -117,12 +117,12 @@ class TextEstimate:
 
     @property
     def kind(self) -> str:
-        """The kind of value, as in `TextScore`."""
+        """The kind of value, as in `TextScore.kind`."""
         return Kind.ESTIMATE.value
 
     @property
     def perplexity(self) -> float:
-        """Per token; NaN without tokens."""
+        """exp(-log_prob / tokens), NaN without tokens."""
         return rates.perplexity(-self.log_prob / self.tokens) if self.tokens else math.nan
 
     @property
@@ -132,7 +132,7 @@ class TextEstimate:
 
     @property
     def bits_per_byte(self) -> float:
-        """NaN for an empty text."""
+        """-log_prob in bits per UTF-8 byte, NaN for an empty text."""
         return -self.log_prob / math.log(2) / self.bytes if self.bytes else math.nan
 
     @classmethod
@@ -146,7 +146,7 @@ class TextEstimate:
 
     @classmethod
     def total(cls, estimates: Sequence[TextEstimate]) -> TextEstimate:
-        """The estimate of all these texts together. Equal texts have one sample, which the error takes into account."""
+        """The estimate of several texts together. Equal texts have one sample, and the error takes it into account."""
         scores = tuple(score for estimate in estimates for score in estimate.window_scores)
         tokens, size = (sum(getattr(estimate, name) for estimate in estimates) for name in ("tokens", "bytes"))
         sums = Total.from_parts(estimate.sums for estimate in estimates)
@@ -180,7 +180,7 @@ class TextEstimate:
 
 @dataclasses.dataclass(frozen=True)
 class GeneratedText:
-    """One generated text with its own log-probability; exact, but for the estimate or bound of a beam (see `kind`).
+    """A generated text with its own log-probability, which is exact unless a beam was used (see `kind`).
 
     `text` ends before the first stop string or end-of-text token. The other fields cover everything that was
     generated, up to the end of the block in which it stopped. `Duel.log_prob([window])` gives `log_prob` again, unless

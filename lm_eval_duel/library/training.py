@@ -59,24 +59,24 @@ def training_metrics(
     name: str = "duel",
     **arguments: Any,
 ) -> dict[str, float]:
-    """Bits per byte of `texts` under each rule, with its standard error, by name, as a training loop logs them.
+    """Compute the bits per byte of `texts` under each rule, with the standard error, by the names that a loop logs:
 
         duel/greedy/bits_per_byte           -sum log2 p(text) / sum of UTF-8 bytes
         duel/greedy/bits_per_byte_stderr    over texts (ratio of sums, delta method); with two texts or more
 
     Arguments that define another number are part of the name: "greedy,block=8", "greedy,cache=dual,temperature=0.7".
-    Those that say what the network or its mask is are not (attention, family, mask_token_id, shift_logits), and neither
-    are `texts` and `token_budget`, which choose what is scored: keep them the same to compare numbers.
+    Arguments that describe the network are not (attention, family, mask_token_id, shift_logits), nor are `texts` and
+    `token_budget`, which choose what is scored: keep them the same to compare numbers.
 
-    If torch.distributed is initialized, every rank must call this: each scores a share of the texts, and all of them
-    get the same numbers. An error on one rank is raised on all.
+    If torch.distributed is initialized, every rank must call this. Each scores a share of the texts, and all get the
+    same numbers. An error on one rank is raised on all.
 
     Args:
         model, tokenizer, block, arguments: As in `Duel.from_model`.
-        texts: The same ones each time, so that the numbers can be compared.
+        texts: Held-out texts, the same at each call.
         rules: Rules, such as "greedy:k=2".
-        sample: The share of blocks for a two-phase estimate (docs/estimators.md) instead of the exact value; names
-            then say "greedy,two_phase".
+        sample: The share of blocks for a two-phase estimate (docs/estimators.md) instead of the exact value; the names
+            are then "greedy,two_phase".
         token_budget: The most tokens that the network may evaluate, over all ranks and rules, as `planned_tokens`
             counts them. The first texts that fit are scored.
         name: The first part of the names.
@@ -158,11 +158,18 @@ def check_arguments(
 
 
 def planned_tokens(duel: Duel, texts: Sequence[str], sample: float | None = None) -> int:
-    """The tokens (positions of rows) that the network evaluates to score `texts`, at most: counted, not run.
+    """Count the tokens (positions of rows) that the network evaluates to score `texts`, at most, without running it.
 
     A window of L positions takes ceil(m / k) rows of L for each block of m, or with cache="dual" one row of L and then
-    rows of m; see docs/running.md. Rules without k are counted as k=1. Padding is not counted: the rows of a call
-    are filled up to the longest of them.
+    rows of m; see docs/running.md. Rules without k count as k=1. Padding is not counted.
+
+    Args:
+        duel: A Duel with estimator="duel".
+        texts: The texts to score.
+        sample: Count a two-phase estimate with this share of sampled blocks.
+
+    Raises:
+        DuelError: If the estimator is another one, or a text cannot be scored.
     """
     rule = duel.rule
     if rule is None or duel.estimator.name != "duel":
@@ -180,20 +187,19 @@ def planned_tokens(duel: Duel, texts: Sequence[str], sample: float | None = None
 
 
 class DuelCallback:
-    """A callback of transformers' Trainer that logs `training_metrics` through the Trainer.
+    """A callback of transformers' Trainer that logs `training_metrics` through the Trainer (wandb, TensorBoard, ...).
 
-    So wandb, TensorBoard, trackio and `trainer.state.log_history` get them. The network is scored at each evaluation of
-    the Trainer, and every `every` steps. All ranks share the work.
+    It scores the network at each evaluation of the Trainer, and every `every` steps. All ranks share the work.
 
     Args:
         trainer: The Trainer, whose model is scored.
         texts, rules, block, sample, token_budget, name, arguments: As in `training_metrics`.
-        every: Steps between two scores, besides the Trainer's evaluations. None: at its evaluations alone.
-        tokenizer: None: the Trainer's processing class.
+        every: Steps between two scores, besides the Trainer's evaluations. None: only at its evaluations.
+        tokenizer: The tokenizer. None: the Trainer's processing class.
 
     Raises:
-        DuelError: If it would never score, or an argument is wrong for every network. An error at a score, such as a
-            network that is refused, ends the training.
+        DuelError: If it would never score, or an argument is wrong for every network. A later error, such as a network
+            that is refused, ends the training.
     """
 
     def __init__(
@@ -221,13 +227,13 @@ class DuelCallback:
         self._last: int | None = None  # the step that was scored last
 
     def __getattr__(self, event: str) -> Callable[..., None]:
-        """The Trainer's other events: nothing happens."""
+        """Ignore the Trainer's other events."""
         if not event.startswith("on_"):
             raise AttributeError(f"{type(self).__name__} has no attribute {event!r}")
         return lambda *arguments, **more: None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
-        """Steps are counted from the start again."""
+        """Forget the last step that was scored."""
         self._last = None
 
     def on_step_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:

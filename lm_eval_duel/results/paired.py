@@ -51,7 +51,7 @@ class Texts(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class PairedDifference:
-    """First minus second in nats per unit: below 0 the first is better."""
+    """The difference of two models, first minus second, in nats per unit: below 0 the first is better."""
 
     names: tuple[str, str]
     unit: str  # token, word or byte
@@ -79,10 +79,19 @@ class PairedDifference:
 def compare(
     a: Sequence[Any], b: Sequence[Any], names: tuple[str, str] = ("first", "second"), unit: str | None = None
 ) -> PairedDifference:
-    """Two lists of scores of the same texts, in the same order, as `Duel.score` returns. `unit`: token, word or byte.
+    """Compare two models on the same texts: difference = rate(a) - rate(b), with rate = -log p / units over all texts.
 
-    The default is `token` if both count the same tokens of every text, else `byte`. The interval includes the Monte
-    Carlo error of estimates and bounds. Raises DuelError for other texts, an unknown unit, and no text at all.
+    Args:
+        a, b: Scores of the same texts in the same order, from `Duel.score`, or estimates, from `Duel.estimate`.
+        names: The names of the two models, for printing.
+        unit: "token", "word" or "byte". None: "token" if both count the same tokens of every text, else "byte".
+
+    Returns:
+        The difference in nats per unit, its 95 % interval (bootstrap over texts, including the Monte Carlo error of
+        estimates and bounds), and a verdict.
+
+    Raises:
+        DuelError: If the texts differ, there are none, or the unit is unknown.
     """
     if not all(isinstance(scores, Sequence) and not isinstance(scores, str) for scores in (a, b)) or len(names) != 2:
         raise DuelError("compare() takes two lists of scores, as Duel.score returns, and two names.")

@@ -27,7 +27,11 @@ LOG_ODDS_SLOPE = 2.0  # the L1 norm of d(log-odds)/d(logits), and of d(log P1 - 
 
 @dataclasses.dataclass(frozen=True)
 class Rule(Arguments):
-    """Base of all rules. Subclasses are frozen dataclasses whose fields are the rule's parameters."""
+    """The base class of unmasking rules. Subclasses are frozen dataclasses whose fields are the rule's parameters.
+
+    `rule(predictions, lanes)` returns a `Decision`. It must be a function of a lane's own predictions, masked
+    positions, step and memory. docs/adding.md shows how to write one.
+    """
 
     name: ClassVar[str] = ""  # as typed
     label: ClassVar[str] = ""  # in tables of a paper

@@ -44,7 +44,7 @@ TABLE = 1 << 22  # the most values of a table of a chunk
 
 @dataclasses.dataclass(frozen=True)
 class LatticeScore(WindowScore):
-    """One window over all orders. `log_prob` is the value that the estimator names.
+    """The score of one window over all orders. `log_prob` is the value that the estimator names.
 
     `reveal_steps` and `token_logprobs`: of the best order for the oracle; elbo_exact has each position's mean share,
     and the mixture neither. `rules`: the score of each rule, by its text.
@@ -62,13 +62,17 @@ class LatticeScore(WindowScore):
 
 
 class Lattice(Estimator):
-    """All orders inside the blocks of each window.
+    """All orders inside the blocks of each window: the mean of log p, the log of the mean of p, and the best order.
 
-    `value`: which of elbo_exact, mixture and oracle is the score's `log_prob`. `follow`: state-only rules whose paths
-    are scored as well. `block`: at most 12 positions. Other arguments as in `Estimator`.
+    Args:
+        denoiser: A network that is not autoregressive.
+        block: At most 12 positions.
+        value: The `log_prob` of the scores: "elbo_exact", "mixture" or "oracle". Scores hold all three.
+        follow: State-only rules whose paths are scored as well, such as "greedy:k=2".
+        layout: The other arguments of `Estimator`.
 
     Raises:
-        DuelError: the block is too large, a rule is not state-only, or the network is autoregressive.
+        DuelError: If the block is too large, a rule is not state-only, or the network is autoregressive.
     """
 
     def __init__(

@@ -53,16 +53,23 @@ SCORED_AT_ONCE = 64  # samples
 class SampledConfidence(SetSampler, DuelEstimator):
     """A sampler that keeps the most probable of the tokens drawn: one distribution, to score and to sample.
 
-    Takes `ConfidenceArguments`: `n`, how many draws are kept at a step, 1 if nothing is given; ties go to the lowest
-    position. `steps`, instead of n: in how many steps a block is revealed; `schedule`: with m positions, m // S + (i <
-    m mod S) at step i ("even": LLaDA), or Dream's noise levels ("dream", see `rules.scheduled.Dream`). `tau`: keep all
-    draws whose confidence exceeds it, and at least the n best. `strict=False`: all that reach it. `confidence`: a
-    draw's probability under the network's own distribution ("untempered": LLaDA, Fast-dLLM), or under that from which
-    it is drawn, after temperature, top_k and top_p ("tempered": SDAR, LLaDA2, Dream). Temperature is the denoiser's.
-    `block`: at most 12 positions, 48 with a beam. Other arguments as in `Estimator`.
+    Args:
+        denoiser: A network, with the sampler's temperature, top_k and top_p.
+        block: At most 12 positions, 48 with a beam.
+        seed: The seed of a beam.
+        n: How many draws are kept at a step, 1 if nothing is given. Ties go to the lowest position.
+        steps, schedule: Instead of `n`, the number of steps S of a block of m positions, which keep m // S +
+            (i < m mod S) at step i ("even": LLaDA) or follow Dream's noise levels ("dream").
+        tau, strict: Keep all draws whose confidence exceeds `tau` (reaches it with `strict=False`), and at least the
+            `n` best.
+        confidence: The probability that decides: under the network's own distribution ("untempered": LLaDA,
+            Fast-dLLM), or under the one that is drawn from ("tempered": SDAR, LLaDA2, Dream).
+        beam, tolerance, repetitions: Evaluate some sets of positions only; see docs/estimators.md.
+        arguments: These, and the other arguments of `Estimator`.
 
     Raises:
-        DuelError: an argument is wrong, the block is too large, or this network cannot evaluate every state of a block.
+        DuelError: If an argument is wrong, the block is too large, or the network cannot evaluate every state of a
+            block.
     """
 
     name = "sampled_confidence"
