@@ -14,7 +14,6 @@ counted for the requests of this run, whichever run computed it. lm-eval's own l
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import hashlib
 import io
 import logging
@@ -24,23 +23,17 @@ import sqlite3
 import urllib.parse
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lm_eval_duel import fingerprint
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.text.annotated import Gap, TokenText
-
-if TYPE_CHECKING:
-    from lm_eval_duel.core.scores import WindowScore
-    from lm_eval_duel.core.windows import Window
-    from lm_eval_duel.estimators.base import Estimator
 
 log = logging.getLogger("lm_eval.duel_mdm")
 
 SPEC = "lm_eval_duel spec"
 RULES, RULE_CODE = "lattice_rules", "lattice_rule_code"  # stored with the spec: the rules that a lattice follows
 SUSPECT = "lm_eval_duel suspect"  # why the answers may be wrong
-WINDOW = "window "  # before the key of a window of a request that is not finished
 TIMEOUT = 60  # seconds to wait for a file that another rank is writing
 KEYS = 'SELECT key FROM "unnamed"'
 READ = 'SELECT value FROM "unnamed" WHERE key = ?'
@@ -161,39 +154,6 @@ class ResponseCache:
         pattern = re.compile(re.escape(parts[1]) + r"\d+" + re.escape(parts[2]))
         files = self.path.absolute().parent.iterdir()
         return sorted(file for file in files if pattern.fullmatch(file.name) and file.name != self.path.name)
-
-
-class Unfinished:
-    """Scores of the windows of requests that are not finished, kept in a response cache until they are.
-
-    A long document has many windows: without this an interrupted run would start the document again.
-    """
-
-    def __init__(self, store: ResponseCache, estimator: Estimator):
-        self.store, self.kind = store, type(estimator.empty_score)
-        # part of a score and not of the spec: its fields, the statistics of a trace, the rules that a lattice follows
-        fields = [field.name for field in dataclasses.fields(self.kind)]
-        self.contents = str((fields, estimator.traced, *map(str, getattr(estimator, "rules", ()))))
-
-    def resume(self, windows: Sequence[Window]) -> dict[int, WindowScore]:
-        """The kept scores of a request's windows, by index. A request of one window has none."""
-        if len(windows) < 2:
-            return {}
-        found = {n: self.store.find(self.key(window), dict) for n, window in enumerate(windows)}
-        return {n: self.kind.from_fields(fields) for n, fields in found.items() if fields is not None}
-
-    def keep(self, window: Window, score: WindowScore) -> None:
-        """Keep a score until its request is saved."""
-        self.store.keep(self.key(window), dataclasses.asdict(score))
-
-    def forget(self, windows: Sequence[Window]) -> None:
-        """Delete the scores of a finished request."""
-        if len(windows) > 1:
-            self.store.forget([self.key(window) for window in windows])
-
-    def key(self, window: Window) -> str:
-        """The key of a window's score."""
-        return WINDOW + hashlib.sha256(f"{self.contents} {window}".encode()).hexdigest()
 
 
 class _PlainUnpickler(pickle.Unpickler):

@@ -11,14 +11,18 @@ import dataclasses
 import hashlib
 import json
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.errors import naming
 from lm_eval_duel.harness.cache import request_key
 from lm_eval_duel.harness.requests import Batch, name
-from lm_eval_duel.harness.run import Finished, HarnessRun, Work
+from lm_eval_duel.harness.run import HarnessRun
 from lm_eval_duel.text.generation import Generator, Settings
+
+if TYPE_CHECKING:
+    from lm_eval.api.instance import Instance
 
 log = logging.getLogger("lm_eval.duel_mdm")  # lm-eval prints its own loggers only
 
@@ -40,40 +44,32 @@ class Prompt:
     cache_key: str  # a sample's names its draw, since lm-eval's own key is the same for all repeats
 
 
-class Generation(Work):
-    """Requests for texts."""
-
-    kind = "generate_until"
-
-    def __init__(self, run: HarnessRun, batch: Batch):
-        super().__init__(run, batch)
-        self.estimator = run.sampler
-        self.groups = _grouped(run, batch)
-        self.prompts = {prompt.n: prompt for _, prompts in self.groups for prompt in prompts}
-        self.tokens = [len(self.prompts[n].window.target) for n in self.order]
-
-    def cached(self) -> Iterator[tuple[int, str]]:
-        for prompt in self.prompts.values():
-            if self.run.store is not None and (text := self.run.store.find(prompt.cache_key, str)) is not None:
-                yield prompt.n, text
-
-    def finished(self, remaining: Sequence[int]) -> Iterator[Finished]:
-        """Each of the other requests, as its text is finished; those with the same settings side by side."""
-        wanted, bar = set(remaining), self.run.progress.bar
-        for generator, prompts in self.groups:
-            missing = [prompt for prompt in prompts if prompt.n in wanted]
-            windows, keys = [prompt.window for prompt in missing], [prompt.key for prompt in missing]
-            description = _description(self.run, generator.settings)
-            for i, text, window, sample in generator.stream(windows, keys):
+def generate(run: HarnessRun, requests: Sequence[Instance]) -> list[str]:
+    """The text of each request: from the response cache, or generated now; those with equal settings side by side."""
+    batch, texts = Batch.from_requests(requests), dict[int, str]()
+    groups = _grouped(run, batch)
+    prompts = {prompt.n: prompt for _, group in groups for prompt in group}
+    if run.store is not None:
+        found = {n: run.store.find(prompt.cache_key, str) for n, prompt in prompts.items()}
+        texts = {n: text for n, text in found.items() if text is not None}
+    tokens = [len(prompts[n].window.target) for n in range(len(prompts))]
+    progress = run.begin("generate_until", tokens, [n for n in prompts if n not in texts])
+    with run.computing(), progress.bar:
+        for generator, group in groups:
+            missing = [prompt for prompt in group if prompt.n not in texts]
+            description = _description(run, generator.settings)
+            samples = generator.stream([prompt.window for prompt in missing], [prompt.key for prompt in missing])
+            for i, text, window, sample in samples:
                 prompt = missing[i]
-                self.run.progress.add_window(len(prompt.window.target))
-                bar.set_postfix_str(f"NFE {self.estimator.counts.nfe}")
+                if run.store is not None:
+                    run.store.keep(prompt.cache_key, text)  # first: whatever fails below, this text is not lost
+                texts[prompt.n] = text
+                progress.add_window(len(prompt.window.target))
+                progress.finish_request(1)
+                progress.bar.set_postfix_str(f"NFE {run.estimator.counts.nfe}")
                 about = {"repeat": prompt.repeat, "generated": description, "text": text, "tail": sample.tail}
-                yield Finished(prompt.n, text, [window], [sample], about)
-
-    def save(self, done: Finished) -> None:
-        if self.run.store is not None:
-            self.run.store.keep(self.prompts[done.n].cache_key, done.answer)
+                run.write_trace(batch.requests[prompt.n], [window], [sample], run.sampler, **about)
+    return batch.spread([texts[n] for n in range(len(texts))])
 
 
 def _grouped(run: HarnessRun, batch: Batch) -> list[tuple[Generator, list[Prompt]]]:

@@ -12,18 +12,15 @@ from lm_eval.api.model import TemplateLM
 from lm_eval_duel import fingerprint
 from lm_eval_duel.console.command_line import key_values
 from lm_eval_duel.demo import BUNDLED
-from lm_eval_duel.errors import DuelError, Suspect, unchained
+from lm_eval_duel.errors import DuelError, unchained
 from lm_eval_duel.options import Options
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     import torch
     from lm_eval.api.instance import Instance
     from lm_eval.api.model import CacheHook
 
-    from lm_eval_duel.harness.requests import Batch
-    from lm_eval_duel.harness.run import HarnessRun, Work
+    from lm_eval_duel.harness.run import HarnessRun
 
 log = logging.getLogger("lm_eval.duel_mdm")  # lm-eval prints its own loggers only
 
@@ -78,26 +75,26 @@ class DuelMDM(TemplateLM):
         for the row is truncated from the left; a continuation too long is an error. `is_greedy` is always False if the
         estimator has no decoding.
         """
-        from lm_eval_duel.harness.loglikelihood import Continuations
+        from lm_eval_duel.harness.loglikelihood import score_continuations
 
         self._require_whole_texts_only()
         self._warn_if_never_greedy()
-        return self._answer(Continuations, requests, disable_tqdm)
+        return score_continuations(self._begin(disable_tqdm), requests)
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
         """log p of whole texts, with each token in exactly one window; an empty text is 0.0."""
-        from lm_eval_duel.harness.loglikelihood import WholeTexts
+        from lm_eval_duel.harness.loglikelihood import score_texts
 
-        return self._answer(WholeTexts, requests, disable_tqdm)
+        return score_texts(self._begin(disable_tqdm), requests)
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         """A text after each prompt, by Algorithm 1 under the rule and block that are scored.
 
         A sample is seeded by (draw_seed, task, document, request, repeat). Temperature 0 takes the argmax of each pick.
         """
-        from lm_eval_duel.harness.generation import Generation
+        from lm_eval_duel.harness.generation import generate
 
-        return self._answer(Generation, requests, disable_tqdm)
+        return generate(self._begin(disable_tqdm), requests)
 
     def _loglikelihood_tokens(
         self, requests: list[tuple[tuple[str, str] | None, list[int], list[int]]], disable_tqdm: bool = False
@@ -109,34 +106,14 @@ class DuelMDM(TemplateLM):
 
     # ------------------------------------------------------------ evaluations
 
-    def _answer(
-        self, kind: Callable[[HarnessRun, Batch], Work], requests: list[Instance], disable_tqdm: bool
-    ) -> list[Any]:
-        """The answer to each request: cached, or computed now and saved at once."""
+    def _begin(self, disable_tqdm: bool) -> HarnessRun:
+        """The evaluation under way, for one more call."""
         from lm_eval_duel.harness import patches
-        from lm_eval_duel.harness.requests import Batch
 
         if self not in patches.answering:
             self.run = self._new_run()
-        run, batch = self.run, Batch.from_requests(requests)
-        run.store, run.show_progress = self.cache_hook.dbdict, not disable_tqdm
-        work = kind(run, batch)  # every request is checked here
-        answers = dict(work.cached())
-        remaining = [n for n in work.order if n not in answers]
-        run.count_cached(len(answers), len(remaining))
-        with run.show(work, remaining) as progress, run.computing():
-            try:
-                for done in work.finished(remaining):
-                    work.save(done)  # first: whatever fails below, this request is not lost
-                    answers[done.n] = done.answer
-                    work.count(done)
-                    progress.finish_request(len(done.windows))
-                    run.write_trace(work, done)
-            except Suspect as error:
-                raise run.suspected(error, self.fingerprint) from None
-        with run.computing():
-            work.after()
-        return batch.spread([work.reply(n, answers[n]) for n in range(len(answers))])
+        self.run.store, self.run.show_progress = self.cache_hook.dbdict, not disable_tqdm
+        return self.run
 
     def _new_run(self) -> HarnessRun:
         from lm_eval_duel.harness import patches

@@ -8,18 +8,19 @@ Every request is scored once, in the order in which windows are finished, and sa
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from lm_eval_duel.audit.verify import Verification
-from lm_eval_duel.core.scores import WindowScore
+from lm_eval_duel.core.scores import IndexedScores, WindowScore
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.errors import DuelError, naming
+from lm_eval_duel.estimators.documents import score_documents
 from lm_eval_duel.estimators.totals import Outcome
-from lm_eval_duel.harness.cache import Unfinished, request_key
-from lm_eval_duel.harness.requests import Batch, document_of, name, random_order
-from lm_eval_duel.harness.run import Finished, HarnessRun, Work
-from lm_eval_duel.harness.so_far import Document, SoFar
+from lm_eval_duel.harness.answers import Answers
+from lm_eval_duel.harness.requests import Batch, name, random_order
+from lm_eval_duel.harness.run import HarnessRun
+from lm_eval_duel.harness.so_far import SoFar
 from lm_eval_duel.tasks.columns import MADE, MADE_HERE, TOKENS
 from lm_eval_duel.text.annotated import Gap, Residues
 from lm_eval_duel.text.text import Text
@@ -80,127 +81,96 @@ def document_windows(text: Text, requests: Sequence[Instance]) -> list[list[Wind
     return windows
 
 
-# ---------------------------------------------------------------- what the loop of lm.py asks
+# ---------------------------------------------------------------- requests -> answers
 
 
-class Scoring(Work):
-    """Requests for log-likelihoods. The answer to each is its `Outcome`."""
-
-    def __init__(self, run: HarnessRun, batch: Batch, windows: list[list[Window]]):
-        super().__init__(run, batch)
-        self.label = f" {run.method}"
-        self.windows = windows  # of each request
-        self.tokens = [sum(len(window.target) for window in parts) for parts in windows]
-        self.unfinished = None if run.store is None else Unfinished(run.store, run.estimator)
-        self.verification: Verification | None = None
-        self.all_mask_starts = run.estimator.counts.all_mask_starts
-        self.keys = [""] * len(batch.requests)  # in the response cache, if there is one
-        if run.store is not None:
-            self.keys = [request_key(self.kind, request.args) for request in batch.requests]
-
-    def cached(self) -> Iterator[tuple[int, Outcome]]:
-        for n in self.order:
-            if self.run.store is None or (record := self.run.store.find(self.keys[n], tuple)) is None:
-                continue
-            if (outcome := Outcome.from_record(record, self.windows[n])) is None:
-                self.run.store.drop()
-            else:
-                self._count(n, outcome)
-                yield n, outcome
-
-    def finished(self, remaining: Sequence[int]) -> Iterator[Finished]:
-        """Each of the other requests, as the last of its windows is scored.
-
-        Until then its scores are kept in the response cache, so an interrupted run loses only the windows in flight.
-        """
-        run, windows = self.run, self.windows
-        if run.options.verify:
-            ranks = run.ranks.rank, run.ranks.world_size, run.ranks.device
-            self.verification = Verification(run.options, {n: windows[n] for n in remaining}, *ranks)
-        kept = self.unfinished
-        scores = {n: {} if kept is None else kept.resume(windows[n]) for n in remaining}  # of each request, by part
-        missing = [(n, part) for n in remaining for part in range(len(windows[n])) if part not in scores[n]]
-        for n in remaining:
-            for part in scores[n]:
-                run.progress.add_window(len(windows[n][part].target))
-            if len(scores[n]) == len(windows[n]):
-                yield self._joined(n, scores.pop(n))
-        with naming(lambda i: name(self.requests[missing[i][0]])):
-            for i, score in run.estimator.stream([windows[n][part] for n, part in missing]):
-                n, part = missing[i]
-                if kept is not None and len(windows[n]) > 1:  # else it is the request's score, which is saved next
-                    kept.keep(windows[n][part], score)
-                run.progress.add_window(len(windows[n][part].target))
-                scores[n][part] = score
-                if len(scores[n]) == len(windows[n]):
-                    yield self._joined(n, scores.pop(n))
-
-    def save(self, done: Finished) -> None:
-        if self.unfinished is not None:
-            self.unfinished.store.keep(self.keys[done.n], done.answer.record)
-            self.unfinished.forget(done.windows)
-
-    def count(self, done: Finished) -> None:
-        """Add a request to the statistics, and to the windows that may be verified."""
-        self._count(done.n, done.answer)
-        if self.verification is not None:
-            self.verification.keep(done.n, done.scores)
-
-    def after(self) -> None:
-        """Log ties, and score some windows again."""
-        if ties := self.estimator.counts.all_mask_starts - self.all_mask_starts:
-            log.info("blocks that started from masks alone, where all positions tie and the lowest is first: %d", ties)
-        if self.verification is not None:
-            self.run.stats.checked += self.verification.compare(self.requests, self.run.text)
-            self.run.stats.verify_failures += [self.verification.failure] if self.verification.failure else []
-
-    def _joined(self, n: int, scores: dict[int, WindowScore]) -> Finished:
-        """A request whose windows are all scored."""
-        parts = [scores[part] for part in range(len(scores))]
-        return Finished(n, Outcome.from_scores(self.windows[n], parts, self.estimator), self.windows[n], parts)
-
-    def _count(self, n: int, outcome: Outcome) -> None:
-        request = self.requests[n]
-        unknown = self.run.text.unknown(outcome.windows, str(request.args[-1]))
-        self.run.stats.add_request(str(request.task_name), document_of(request), outcome, unknown)
+def score_continuations(run: HarnessRun, requests: Sequence[Instance]) -> list[tuple[float, bool]]:
+    """The log-likelihood of each continuation, and whether decoding would write it."""
+    batch = Batch.from_requests(requests)
+    outcomes = score_requests(run, "loglikelihood", batch.requests, continuation_windows(run.text, batch.requests))
+    answers: list[tuple[float, bool]] = []
+    for request, outcome in zip(batch.requests, outcomes, strict=True):
+        continuation = request.args[1]
+        log_prob = TextLogLikelihood(outcome, continuation) if isinstance(continuation, Gap) else outcome.log_prob
+        answers.append((log_prob, outcome.is_greedy))
+    return batch.spread(answers)
 
 
-class Continuations(Scoring):
-    """Requests of a context and its continuation."""
-
-    kind = "loglikelihood"
-
-    def __init__(self, run: HarnessRun, batch: Batch):
-        super().__init__(run, batch, continuation_windows(run.text, batch.requests))
-
-    def reply(self, n: int, answer: Outcome) -> tuple[float, bool]:
-        """The log-likelihood, and whether decoding would write the continuation."""
-        continuation = self.requests[n].args[1]
-        log_prob = TextLogLikelihood(answer, continuation) if isinstance(continuation, Gap) else answer.log_prob
-        return log_prob, answer.is_greedy
+def score_texts(run: HarnessRun, requests: Sequence[Instance]) -> list[TextLogLikelihood]:
+    """The log-likelihood of each whole text."""
+    batch, shuffled = Batch.from_requests(requests), run.options.order == "random"
+    windows = document_windows(run.text, batch.requests)
+    outcomes = score_requests(run, "loglikelihood_rolling", batch.requests, windows, shuffled)
+    pairs = zip(batch.requests, outcomes, strict=True)
+    return batch.spread([TextLogLikelihood(outcome, request.args[0]) for request, outcome in pairs])
 
 
-class WholeTexts(Scoring):
-    """Requests of whole texts; with `order=random` there are estimates of the final value while they are scored."""
+def score_requests(
+    run: HarnessRun,
+    kind: str,
+    requests: Sequence[Instance],
+    windows: Sequence[Sequence[Window]],
+    shuffled: bool = False,
+) -> list[Outcome]:
+    """The outcome of each request: from the response cache, or computed now and saved as soon as it is finished.
 
-    kind = "loglikelihood_rolling"
+    `windows`: of each request. `shuffled`: take the requests in a random order, and show estimates of the final values.
+    """
+    answers, outcomes = Answers(run.store, run.estimator, kind, requests, windows), dict[int, Outcome]()
+    for n, outcome in answers.saved():
+        outcomes[n] = outcome
+        run.count(requests[n], outcome)
+    order = random_order(requests, run.options.draw_seed) if shuffled else range(len(requests))
+    remaining = [n for n in order if n not in outcomes]
+    tokens = [sum(len(window.target) for window in parts) for parts in windows]
+    tasks: dict[str, list[tuple[int, int]]] = {}
+    for n in order:
+        tasks.setdefault(str(requests[n].task_name), []).append((n, tokens[n]))
+    so_far = SoFar(tasks, outcomes, run.stats.perplexity_error) if shuffled else None
+    progress = run.begin(kind, tokens, remaining, f" {run.method}", so_far)
+    verification = None
+    if run.options.verify:
+        ranks = run.ranks.rank, run.ranks.world_size, run.ranks.device
+        verification = Verification(run.options, {n: windows[n] for n in remaining}, *ranks)
+    ties = run.estimator.counts.all_mask_starts
+    with run.computing():
+        with progress.bar:
+            for n, scores in _scored(run, answers, remaining, lambda i: name(requests[i])):
+                outcome = Outcome.from_scores(windows[n], scores, run.estimator)
+                answers.save(n, outcome)  # first: whatever fails below, this request is not lost
+                outcomes[n] = outcome
+                run.count(requests[n], outcome)
+                if verification is not None:
+                    verification.keep(n, scores)
+                progress.finish_request(len(scores))
+                run.write_trace(requests[n], windows[n], scores, run.estimator)
+        if verification is not None:
+            run.stats.checked += verification.compare(requests, run.text)
+            run.stats.verify_failures += [verification.failure] if verification.failure else []
+    if ties := run.estimator.counts.all_mask_starts - ties:
+        log.info("blocks that started from masks alone, where all positions tie and the lowest is first: %d", ties)
+    return [outcomes[n] for n in range(len(requests))]
 
-    def __init__(self, run: HarnessRun, batch: Batch):
-        super().__init__(run, batch, document_windows(run.text, batch.requests))
-        if run.options.order == "random":
-            self.order = random_order(self.requests, run.options.draw_seed)
-        self.documents = {n: Document(str(self.requests[n].task_name), self.tokens[n]) for n in self.order}
-        if run.options.order == "random" and self.requests:
-            self.so_far = SoFar(self.documents.values(), run.stats.perplexity_error)
 
-    def reply(self, n: int, answer: Outcome) -> TextLogLikelihood:
-        """The log-likelihood."""
-        (text,) = self.requests[n].args
-        return TextLogLikelihood(answer, text)
+def _scored(
+    run: HarnessRun, answers: Answers, remaining: Sequence[int], name: Callable[[int], str]
+) -> Iterator[tuple[int, list[WindowScore]]]:
+    """(index, scores of its windows) of each remaining request as it is finished; windows are kept until then."""
+    documents, progress = [answers.windows[n] for n in remaining], run.progress
+    known = answers.kept(remaining)
+    for windows in documents:
+        for window in windows:
+            if window in known:
+                progress.add_window(len(window.target))
 
-    def _count(self, n: int, outcome: Outcome) -> None:
-        super()._count(n, outcome)
-        self.documents[n].log_prob = outcome.log_prob
+    def stream(windows: Sequence[Window]) -> IndexedScores:
+        for index, score in run.estimator.stream(windows):
+            answers.keep(windows[index], score)
+            progress.add_window(len(windows[index].target))
+            yield index, score
+
+    for i, scores in score_documents(documents, stream, lambda i: name(remaining[i]), known):
+        yield remaining[i], scores
 
 
 class TextLogLikelihood(float):

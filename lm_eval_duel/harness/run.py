@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import abc
 import contextlib
 import dataclasses
 import logging
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
+from lm_eval_duel import fingerprint
 from lm_eval_duel.core import signals
 from lm_eval_duel.core.scores import Counts, WindowScore
 from lm_eval_duel.core.windows import Window
@@ -21,8 +21,10 @@ from lm_eval_duel.errors import Suspect
 from lm_eval_duel.estimators import registry
 from lm_eval_duel.estimators.base import Estimator
 from lm_eval_duel.estimators.duel import DuelEstimator
+from lm_eval_duel.estimators.totals import Outcome
 from lm_eval_duel.harness.cache import ResponseCache
 from lm_eval_duel.harness.distributed import Ranks
+from lm_eval_duel.harness.requests import document_of
 from lm_eval_duel.harness.so_far import SoFar
 from lm_eval_duel.harness.spec import peak_memory
 from lm_eval_duel.harness.totals import RunStats, Share
@@ -31,69 +33,26 @@ from lm_eval_duel.options import Options
 from lm_eval_duel.text.text import Text
 
 if TYPE_CHECKING:
-    from lm_eval_duel.harness.requests import Batch
+    from lm_eval.api.instance import Instance
 
 log = logging.getLogger("lm_eval.duel_mdm")  # lm-eval prints its own loggers only
 
 EVERY = 1.0  # seconds between two estimates in a progress bar
 
 
-class Finished(NamedTuple):
-    """A request that has just been computed. Its answer and its windows' scores, and more about it for the trace."""
-
-    n: int  # its index in the batch
-    answer: Any
-    windows: Sequence[Window]
-    scores: Sequence[WindowScore]
-    about: Mapping[str, Any] = {}
-
-
-class Work(abc.ABC):
-    """The requests of one call: what differs between scoring and generation in the loop of lm.py. `n`: an index."""
-
-    kind: ClassVar[str]  # the method of the model that answers them
-    label = ""  # for the progress bar
-    tokens: Sequence[int]  # of each request, for the progress bar
-    so_far: SoFar | None = None  # estimates of the final value, for the progress bar
-
-    def __init__(self, run: HarnessRun, batch: Batch):
-        self.run, self.estimator, self.requests = run, run.estimator, batch.requests
-        self.order: Sequence[int] = range(len(batch.requests))  # in which they are taken
-
-    @abc.abstractmethod
-    def cached(self) -> Iterator[tuple[int, Any]]:
-        """(n, answer) of each request with an answer in the response cache, counted as if computed now."""
-
-    @abc.abstractmethod
-    def finished(self, remaining: Sequence[int]) -> Iterator[Finished]:
-        """The other requests, each as it is finished."""
-
-    @abc.abstractmethod
-    def save(self, done: Finished) -> None:
-        """Save a request in the response cache, if there is one."""
-
-    def count(self, done: Finished) -> None:  # noqa: B027  # a text contributes to no total
-        """Add a request to the statistics."""
-
-    def after(self) -> None:  # noqa: B027  # texts are not verified
-        """Log and verify what was computed."""
-
-    def reply(self, n: int, answer: Any) -> Any:
-        """An answer as lm-eval expects it."""
-        return answer
-
-
 class Progress:
-    """The progress of the requests of one call: `finished` requests, and `windows` of requests that are not
-    finished.
+    """The progress of the requests of one call: `finished` ones, and `windows` of others.
+
+    `tokens`: of the requests that were not finished before. `so_far`: estimates of the final value.
     """
 
-    def __init__(self, work: Work, remaining: Sequence[int], hidden: bool):
-        self.work, self.finished, self.windows = work, len(work.requests) - len(remaining), 0
+    def __init__(
+        self, kind: str, requests: int, finished: int, tokens: int, *, title: str, so_far: SoFar | None, hidden: bool
+    ):
+        self.kind, self.requests, self.finished, self.windows, self.so_far = kind, requests, finished, 0, so_far
         self.shown = -math.inf  # when estimates were computed
-        tokens = sum(work.tokens[n] for n in remaining)
         off = {"disable": True} if hidden else {}  # else as TQDM_DISABLE says
-        self.bar = tqdm(total=tokens, desc=f"{work.kind}{work.label}", unit="tok", **off)
+        self.bar = tqdm(total=tokens, desc=title, unit="tok", **off)
 
     def add_window(self, tokens: int) -> None:
         """One more window is finished."""
@@ -104,14 +63,13 @@ class Progress:
         """One more request, of `windows` windows, is finished."""
         self.finished += 1
         self.windows -= windows
-        last = self.finished == len(self.work.requests)
-        if self.work.so_far is not None and (time.monotonic() - self.shown > EVERY or last):
+        if self.so_far is not None and (time.monotonic() - self.shown > EVERY or self.finished == self.requests):
             self.shown = time.monotonic()
-            self.bar.set_postfix_str(str(self.work.so_far), refresh=False)
+            self.bar.set_postfix_str(str(self.so_far), refresh=False)
 
     def __str__(self):
         windows = f" and {self.windows} windows of unfinished ones" if self.windows else ""
-        return f"{self.finished} of {len(self.work.requests)} {self.work.kind} requests{windows}"
+        return f"{self.finished} of {self.requests} {self.kind} requests{windows}"
 
 
 @dataclasses.dataclass
@@ -146,24 +104,38 @@ class HarnessRun:
 
     # ------------------------------------------------------------ while requests are answered
 
-    @contextlib.contextmanager
-    def show(self, work: Work, remaining: Sequence[int]) -> Iterator[Progress]:
-        """A progress bar, with the estimates so far (of this rank's documents).
+    def begin(
+        self, kind: str, tokens: Sequence[int], remaining: Sequence[int], title: str = "", so_far: SoFar | None = None
+    ) -> Progress:
+        """Count the answers from the response cache, and show the progress of the requests that remain.
 
-        Until it ends, windows are taken in the order given if there are estimates, and longest first otherwise.
+        `tokens`: of each request. `title`: follows the kind of request.
         """
-        self.progress = Progress(work, remaining, hidden=not self.show_progress or self.ranks.rank != 0)
-        self.estimator.in_order = work.so_far is not None
-        with self.progress.bar:
-            try:
-                yield self.progress
-            finally:
-                self.estimator.in_order = False
+        found = len(tokens) - len(remaining)
+        if self.store is not None:
+            log.info("Cached requests: %d, Requests remaining: %d", found, len(remaining))  # as the harness says it
+        if found:
+            self.stats.add_count("answers_from_cache", found)
+        self.progress = Progress(
+            kind,
+            len(tokens),
+            found,
+            sum(tokens[n] for n in remaining),
+            title=kind + title,
+            so_far=so_far,
+            hidden=not self.show_progress or self.ranks.rank != 0,
+        )
+        return self.progress
 
     @contextlib.contextmanager
     def computing(self) -> Iterator[None]:
-        """Time the estimator. A signal ends the run after the network call under way; the log says what was saved."""
+        """Time the estimator. A signal ends the run after the network call under way; the log says what was saved.
+
+        A Suspect error says what it means for saved answers, and the response cache is marked, so that no later run
+        uses it.
+        """
         start = time.perf_counter()
+        self.estimator.in_order = self.progress.so_far is not None  # else the longest windows are first
         try:
             with signals.deferred():
                 yield
@@ -172,40 +144,44 @@ class HarnessRun:
             if self.store is not None:
                 saved = f"They are saved in {self.store.path}: run the same command to resume."
             log.warning("Interrupted by %s on rank %d after %s. %s", signal.name, self.ranks.rank, self.progress, saved)
-            if estimates := str(self.progress.work.so_far or ""):
+            if estimates := str(self.progress.so_far or ""):
                 name = self.estimator.name
                 log.warning("Estimate so far (estimator=%s), from this rank's documents: %s", name, estimates)
             raise
+        except Suspect as error:
+            where = "results files"
+            if self.store is not None:
+                self.store.suspect(str(error))
+                where = f"{self.store.path}, which are kept and not used any more, and those in results files"
+            digest = fingerprint.digest(fingerprint.spec_of(self.estimator.denoiser, self.estimator, self.text))
+            suspects = f"Suspect: all answers with the fingerprint {digest} in {where}."
+            raise Suspect(f"{error} {suspects}", error.window) from None
         finally:
+            self.estimator.in_order = False
             self.stats.seconds += time.perf_counter() - start
             if self.trace is not None:
                 self.trace.flush()
 
-    def suspected(self, error: Suspect, digest: str) -> Suspect:
-        """The error with what it means for saved answers; a response cache is marked, so that no later run uses it."""
-        where = "results files"
-        if self.store is not None:
-            self.store.suspect(str(error))
-            where = f"{self.store.path}, which are kept and not used any more, and those in results files"
-        suspects = f"Suspect: all answers with the fingerprint {digest} in {where}."
-        return Suspect(f"{error} {suspects}", error.window)
+    def count(self, request: Instance, outcome: Outcome) -> None:
+        """Add a request to the statistics."""
+        unknown = self.text.unknown(outcome.windows, str(request.args[-1]))
+        self.stats.add_request(str(request.task_name), document_of(request), outcome, unknown)
 
-    def count_cached(self, cached: int, remaining: int) -> None:
-        """Count the answers from the response cache, and log them in the harness's words."""
-        if self.store is not None:
-            log.info("Cached requests: %d, Requests remaining: %d", cached, remaining)
-        if cached:
-            self.stats.add_count("answers_from_cache", cached)
-
-    def write_trace(self, work: Work, done: Finished) -> None:
+    def write_trace(
+        self,
+        request: Instance,
+        windows: Sequence[Window],
+        scores: Sequence[WindowScore],
+        estimator: Estimator,
+        **about: Any,
+    ) -> None:
         """Write a line for each window of a finished request."""
         if self.trace is None:
             return
-        request = work.requests[done.n]
-        origin = {"task": request.task_name, "doc": request.doc_id, "request": request.idx, **done.about}
+        origin = {"task": request.task_name, "doc": request.doc_id, "request": request.idx, **about}
         self.trace.write(
-            {**origin, "window": part, **record(window, score, work.estimator)}
-            for part, (window, score) in enumerate(zip(done.windows, done.scores, strict=True))
+            {**origin, "window": part, **record(window, score, estimator)}
+            for part, (window, score) in enumerate(zip(windows, scores, strict=True))
         )
 
     # ------------------------------------------------------------ afterwards

@@ -1,7 +1,8 @@
 """Perplexity of a task before all of it is scored: an estimate from a random sample of its documents.
 
 The first n documents of a random order that are all finished are a simple random sample without replacement, whatever
-their lengths. (Those that finish out of turn are left out: short ones do so early.) From log-likelihoods l and sizes t,
+their lengths. (Documents that finish out of turn are left out: short ones do so early.) From log-likelihoods l and
+sizes t,
 
     rate = sum l / sum t,   stderr^2 = (1 - n / N) n / (n - 1) sum (l - rate t)^2 / (sum t)^2,   perplexity = exp(-rate)
 
@@ -11,43 +12,39 @@ section 6.11). So the interval is for the value that the finished run will print
 
 from __future__ import annotations
 
-import dataclasses
-import itertools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from itertools import takewhile
 
 from scipy.special import stdtrit
 
 from lm_eval_duel.core.rates import perplexity, ratio
+from lm_eval_duel.estimators.totals import Outcome
 
 FEWEST = 5  # documents for an interval
 
 
-@dataclasses.dataclass
-class Document:
-    """The size of a document and, once it is finished, its log-likelihood."""
-
-    task: str
-    tokens: int
-    log_prob: float | None = None
-
-
 class SoFar:
-    """The documents of one call, in the order in which they are taken; `str` is the text for a progress bar.
+    """Estimates of the final values of one call; `str` is the text for a progress bar.
 
-    `error_of`: the Monte Carlo error of a task's perplexity.
+    `tasks`: the (index, tokens) of each task's documents, in the order in which they are taken. `outcomes`: of the
+    documents that are finished, by index. `error_of`: the Monte Carlo error of a task's perplexity.
     """
 
-    def __init__(self, documents: Iterable[Document], error_of: Callable[[str], float | None] = lambda task: None):
-        self.error_of = error_of
-        self.tasks: dict[str, list[Document]] = {}
-        for document in documents:
-            self.tasks.setdefault(document.task, []).append(document)
+    def __init__(
+        self,
+        tasks: Mapping[str, Sequence[tuple[int, int]]],
+        outcomes: Mapping[int, Outcome],
+        error_of: Callable[[str], float | None] = lambda task: None,
+    ):
+        self.tasks, self.outcomes, self.error_of = tasks, outcomes, error_of
 
     def __str__(self) -> str:
         texts, interval = [], False
         for task, documents in self.tasks.items():
-            if (estimated := estimate(documents)) is not None:
+            finished = [*takewhile(lambda document: document[0] in self.outcomes, documents)]
+            log_probs, tokens = [self.outcomes[n].log_prob for n, _ in finished], [size for _, size in finished]
+            if (estimated := estimate(log_probs, tokens, len(documents))) is not None:
                 value, low, high = estimated
                 text = f"ppl {task} {value:.4g}" if len(self.tasks) > 1 else f"ppl {value:.4g}"
                 if (error := self.error_of(task)) is not None:
@@ -58,17 +55,17 @@ class SoFar:
         return ", ".join(texts) + (" (95 % interval of the final value)" if interval else "")
 
 
-def estimate(documents: Sequence[Document]) -> tuple[float, float | None, float | None] | None:
-    """The perplexity per token and its 95 % interval, None before the first document is finished.
+def estimate(
+    log_probs: Sequence[float], tokens: Sequence[int], documents: int
+) -> tuple[float, float | None, float | None] | None:
+    """The perplexity per token of `documents` documents from a sample of them, and its 95 % interval.
 
-    The interval is (None, None) for fewer than five documents, and when all are finished.
+    None for a sample without tokens. The interval is (None, None) for fewer than five documents, and for all of them.
     """
-    sample = list(itertools.takewhile(lambda document: document.log_prob is not None, documents))
-    sizes = [document.tokens for document in sample]
-    if not sum(sizes):
+    if not sum(tokens):
         return None
-    rate, stderr = ratio([-document.log_prob for document in sample], sizes)
-    if stderr is None or not FEWEST <= len(sample) < len(documents):
+    rate, stderr = ratio([-log_prob for log_prob in log_probs], tokens)
+    if stderr is None or not FEWEST <= len(tokens) < documents:
         return perplexity(rate), None, None
-    reach = stdtrit(len(sample) - 1, 0.975) * stderr * math.sqrt(1 - len(sample) / len(documents))
+    reach = stdtrit(len(tokens) - 1, 0.975) * stderr * math.sqrt(1 - len(tokens) / documents)
     return perplexity(rate), perplexity(rate - reach), perplexity(rate + reach)

@@ -13,6 +13,7 @@ from lm_eval.tasks import TaskManager
 
 from lm_eval_duel import tasks
 from lm_eval_duel.harness import trace
+from lm_eval_duel.harness.answers import Answers
 from lm_eval_duel.harness.lm import DuelMDM
 from lm_eval_duel.harness.totals import RunStats, TaskTotal
 from lm_eval_duel.harness.trace import IMPOSSIBLE
@@ -116,17 +117,15 @@ OTHERS = {
 
 @pytest.mark.parametrize("estimator", OTHERS)
 def test_windows_of_every_estimator_are_read_again(model, tmp_path, estimator):
-    from lm_eval_duel.harness.cache import Unfinished
-
     lm = cached(model(estimator=estimator, **OTHERS[estimator]), tmp_path)
-    unfinished = Unfinished(lm.dbdict, lm.lm.estimator)
     windows = lm.lm.text.windows(ALPHABET)
-    scores = lm.lm.estimator.log_prob(windows)
-    for window, score in zip(windows, scores, strict=True):
-        unfinished.keep(window, score)
-    assert unfinished.resume(windows) == dict(enumerate(scores))
-    lm.dbdict.keep(unfinished.key(windows[0]), 5)
-    assert list(unfinished.resume(windows)) == list(range(1, len(windows)))
+    answers = Answers(lm.dbdict, lm.lm.estimator, "loglikelihood_rolling", rolling(ALPHABET), [windows])
+    scores = dict(zip(windows, lm.lm.estimator.log_prob(windows), strict=True))
+    for window, score in scores.items():
+        answers.keep(window, score)
+    assert answers.kept([0]) == scores
+    lm.dbdict.keep(answers.key(windows[0]), 5)
+    assert answers.kept([0]).keys() == {*windows[1:]}
 
 
 # ---------------------------------------------------------------- evaluations of one model, and a user's own data

@@ -6,10 +6,10 @@ from harness_requests import ask
 from lm_eval.api.model import CachingLM
 
 from lm_eval_duel.audit.verify import Verification
-from lm_eval_duel.harness.cache import ResponseCache, Unfinished
-from lm_eval_duel.harness.generation import Generation
+from lm_eval_duel.estimators import documents
+from lm_eval_duel.harness.answers import Answers
+from lm_eval_duel.harness.cache import ResponseCache
 from lm_eval_duel.harness.lm import DuelMDM
-from lm_eval_duel.harness.loglikelihood import Scoring
 from lm_eval_duel.harness.run import HarnessRun, Progress
 from lm_eval_duel.harness.so_far import SoFar
 from lm_eval_duel.harness.totals import RunStats
@@ -26,11 +26,11 @@ REQUESTS = {
 WINDOWS = {"loglikelihood_rolling": 7, "loglikelihood": 3, "generate_until": 3}
 ROLLING, PAIRS, TEXTS = REQUESTS
 STEPS = [  # kind, class, method, of which call it fails, windows that are lost
-    (ROLLING, Unfinished, "resume", 2, 0),
-    (ROLLING, Unfinished, "keep", 2, 1),  # the one that could not be kept
-    (ROLLING, Scoring, "_joined", 2, 1),  # a request of one window
+    (ROLLING, Answers, "kept", 1, 0),
+    (ROLLING, Answers, "keep", 2, 1),  # the one that could not be kept
+    (ROLLING, documents, "_in_order", 2, 1),  # a request of one window
     (ROLLING, ResponseCache, "keep", 3, 1),  # after the spec and a window
-    (ROLLING, Unfinished, "forget", 2, 0),
+    (ROLLING, ResponseCache, "forget", 1, 0),
     (ROLLING, RunStats, "add_request", 2, 0),
     (ROLLING, Verification, "keep", 2, 0),
     (ROLLING, SoFar, "__str__", 1, 0),
@@ -41,7 +41,7 @@ STEPS = [  # kind, class, method, of which call it fails, windows that are lost
     (ROLLING, Verification, "compare", 1, 0),
     (PAIRS, RunStats, "add_request", 2, 0),
     (PAIRS, HarnessRun, "write_trace", 2, 0),
-    (TEXTS, Generation, "save", 2, 1),  # the one that could not be saved
+    (TEXTS, ResponseCache, "keep", 3, 1),  # the one that could not be saved
     (TEXTS, Progress, "finish_request", 2, 0),
     (TEXTS, HarnessRun, "write_trace", 2, 0),
 ]

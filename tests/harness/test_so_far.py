@@ -1,7 +1,9 @@
 """Running estimates: they equal the formula by hand and are unbiased, and a random order changes no number."""
 
+import itertools
 import math
 import random
+from types import SimpleNamespace
 
 import pytest
 from lm_eval.api.model import CachingLM
@@ -12,10 +14,10 @@ from benchmarks.recording import Recording
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.estimators import base
 from lm_eval_duel.estimators.duel import DuelEstimator
+from lm_eval_duel.harness.answers import Answers
 from lm_eval_duel.harness.lm import DuelMDM
-from lm_eval_duel.harness.loglikelihood import Scoring
 from lm_eval_duel.harness.requests import make_request, random_order
-from lm_eval_duel.harness.so_far import Document, SoFar, estimate
+from lm_eval_duel.harness.so_far import SoFar, estimate
 
 pytestmark = pytest.mark.usefixtures("one_load")
 
@@ -48,21 +50,25 @@ def by_hand(order, finished):
 def test_the_estimate_of_a_killed_run_is_that_by_hand(folder, tmp_path, monkeypatch):
     monkeypatch.setattr(base, "BUCKET", 1)
     model = DuelMDM(pretrained=folder, rule="greedy", block=4, device="cpu", max_batch_size=1)
-    finished, works, save = {}, [], Scoring.save
+    finished, save = {}, Answers.save
 
-    def save_or_stop(work, done):
+    def save_or_stop(answers, n, outcome):
         if len(finished) == 8:
             raise KeyboardInterrupt
-        works.append(work)
-        finished[work.requests[done.n].args[0]] = done.answer.log_prob
-        save(work, done)
+        finished[TEXTS[n]] = outcome.log_prob
+        save(answers, n, outcome)
 
-    monkeypatch.setattr(Scoring, "save", save_or_stop)
+    monkeypatch.setattr(Answers, "save", save_or_stop)
     with pytest.raises(KeyboardInterrupt):
         CachingLM(model, str(tmp_path / "c_rank0.db")).loglikelihood_rolling(requests(TEXTS), disable_tqdm=True)
     order = [TEXTS[n] for n in random_order(requests(TEXTS), 0)]
     assert order != TEXTS and order != sorted(TEXTS, key=len, reverse=True)
-    assert estimate(list(works[0].documents.values())) == pytest.approx(by_hand(order, finished), rel=1e-12)
+    so_far = model.run.progress.so_far
+    value, low, high = by_hand(order, finished)
+    assert str(so_far) == f"ppl {value:.4g} [{low:.4g}, {high:.4g}] (95 % interval of the final value)"
+    sample = [*itertools.takewhile(finished.__contains__, order)]
+    estimated = estimate([finished[text] for text in sample], [len(text.split()) for text in sample], len(TEXTS))
+    assert estimated == pytest.approx((value, low, high), rel=1e-12)
 
 
 def test_the_bar_has_the_error_of_the_draws_and_no_interval_of_a_final_value(folder, capsys):
@@ -87,9 +93,8 @@ def test_intervals_cover_the_final_value_and_long_documents_do_not_bias():
     covered, rates = 0, []
     for _ in range(300):
         shuffled = draw.sample(documents, len(documents))
-        value, low, high = estimate(
-            [Document("toy", size, value if n < 20 else None) for n, (value, size) in enumerate(shuffled)]
-        )
+        log_probs, tokens = zip(*shuffled[:20], strict=True)
+        value, low, high = estimate(log_probs, tokens, len(documents))
         covered += low <= math.exp(final) <= high
         rates.append(math.log(value))
     mean = sum(rates) / len(rates)
@@ -98,13 +103,12 @@ def test_intervals_cover_the_final_value_and_long_documents_do_not_bias():
 
 
 def test_few_documents_have_no_interval_and_none_no_estimate():
-    documents = [Document("toy", size, -3.0 * size) for size in (4, 9, 2, 5, 7, 8)]
-    for n in (2, 5):
-        documents[n].log_prob = None
-    assert estimate(documents) == (pytest.approx(math.e**3), None, None)
-    assert str(SoFar(documents)) == "ppl 20.09"
-    documents[0].log_prob = None
-    assert estimate(documents) is None and str(SoFar(documents)) == ""
+    sizes = (4, 9, 2, 5, 7, 8)
+    outcomes = {n: SimpleNamespace(log_prob=-3.0 * sizes[n]) for n in (0, 1, 3, 4)}
+    so_far = SoFar({"toy": [*enumerate(sizes)]}, outcomes)
+    assert str(so_far) == "ppl 20.09" and estimate([-12.0, -27.0], [4, 9], 6) == (pytest.approx(math.e**3), None, None)
+    outcomes.pop(0)
+    assert str(so_far) == "" and estimate([], [], 6) is None
 
 
 @pytest.mark.parametrize("rule", ["greedy", "left_to_right"])

@@ -1,0 +1,78 @@
+"""The content of a response cache: answers to requests, and scores of windows of unfinished requests."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from lm_eval_duel.core.scores import WindowScore
+from lm_eval_duel.core.windows import Window
+from lm_eval_duel.estimators.base import Estimator
+from lm_eval_duel.estimators.totals import Outcome
+from lm_eval_duel.harness.cache import ResponseCache, request_key
+
+if TYPE_CHECKING:
+    from lm_eval.api.instance import Instance
+
+WINDOW = "window "  # before the key of a window's score
+
+
+class Answers:
+    """The answers to the requests of one call, saved as they are finished.
+
+    A long document has many windows, so the score of each is kept until its request is saved: an interrupted run loses
+    only the windows in flight. Without a response cache nothing is found and nothing is kept.
+    """
+
+    def __init__(
+        self,
+        store: ResponseCache | None,
+        estimator: Estimator,
+        kind: str,
+        requests: Sequence[Instance],
+        windows: Sequence[Sequence[Window]],
+    ):
+        self.store, self.windows, self.score_type = store, windows, type(estimator.empty_score)
+        self.keys: list[str] = []
+        self.parts: set[Window] = set()  # windows of requests that have several
+        if store is not None:
+            self.keys = [request_key(kind, request.args) for request in requests]
+            self.parts = {window for parts in windows if len(parts) > 1 for window in parts}
+        # part of a score and not of the spec: its fields, the statistics of a trace, the rules that a lattice follows
+        fields = [field.name for field in dataclasses.fields(self.score_type)]
+        self.contents = str((fields, estimator.traced, *map(str, getattr(estimator, "rules", ()))))
+
+    def saved(self) -> Iterator[tuple[int, Outcome]]:
+        """(index, outcome) of each request that an earlier run has finished."""
+        for n, key in enumerate(self.keys):
+            if (record := self.store.find(key, tuple)) is not None:
+                if (outcome := Outcome.from_record(record, self.windows[n])) is None:
+                    self.store.drop()
+                else:
+                    yield n, outcome
+
+    def kept(self, requests: Iterable[int]) -> dict[Window, WindowScore]:
+        """The scores of windows of these requests that an earlier run has kept."""
+        scores = {}
+        for window in self.parts.intersection(window for n in requests for window in self.windows[n]):
+            if (fields := self.store.find(self.key(window), dict)) is not None:
+                scores[window] = self.score_type.from_fields(fields)
+        return scores
+
+    def keep(self, window: Window, score: WindowScore) -> None:
+        """Keep the score of a window until its request is saved; if that has no other window, it is saved next."""
+        if window in self.parts:
+            self.store.keep(self.key(window), dataclasses.asdict(score))
+
+    def save(self, n: int, outcome: Outcome) -> None:
+        """Save a finished request, and delete the scores of its windows."""
+        if self.store is not None:
+            self.store.keep(self.keys[n], outcome.record)
+            if len(self.windows[n]) > 1:
+                self.store.forget([self.key(window) for window in self.windows[n]])
+
+    def key(self, window: Window) -> str:
+        """The key of a window's score."""
+        return WINDOW + hashlib.sha256(f"{self.contents} {window}".encode()).hexdigest()
