@@ -21,6 +21,7 @@ from lm_eval_duel.core.windows import Ids, Window
 from lm_eval_duel.errors import DuelError, naming, unknown
 from lm_eval_duel.estimators import registry
 from lm_eval_duel.estimators.arguments import TwoPhaseArguments
+from lm_eval_duel.estimators.documents import score_documents
 from lm_eval_duel.estimators.two_phase import TwoPhase
 from lm_eval_duel.library.ids import SAMPLERS, OnIds
 from lm_eval_duel.library.keywords import (
@@ -33,7 +34,7 @@ from lm_eval_duel.library.keywords import (
     pretrained_options,
 )
 from lm_eval_duel.library.results import GeneratedText, TextEstimate, TextScore
-from lm_eval_duel.library.texts import TextOrIds, generate_texts, one_each, score_texts
+from lm_eval_duel.library.texts import TextOrIds, generate_texts, one_each, text_windows
 from lm_eval_duel.options import Windows
 from lm_eval_duel.rules import Rule, parse
 from lm_eval_duel.text.generation import Generator, Settings
@@ -257,16 +258,15 @@ class Duel(OnIds):
         text_side = self._require_text("score", texts)
         if empty := [str(n) for n, text in enumerate(texts) if not text]:
             log.warning("no perplexity is defined for a text without tokens (nan): text %s", ", ".join(empty))
-        before, after = one_each(texts, contexts, "contexts"), one_each(texts, suffixes, "suffixes")
+        around = [*zip(one_each(texts, contexts, "contexts"), one_each(texts, suffixes, "suffixes"), strict=True)]
+        documents = text_windows(text_side, texts, None if contexts is None and suffixes is None else around)
         missing = tokens = 0
-        for n, length, windows, scores in score_texts(text_side, texts, self.stream, contexts, suffixes):
+        for n, scores in score_documents([windows for _, windows in documents], self.stream, "Text {}".format):
+            length, windows = documents[n]
             absent = text_side.unknown(windows, texts[n])
             missing, tokens = missing + absent, tokens + length
-            given = (absent, before[n], after[n])
-            yield (
-                n,
-                TextScore.from_scores(texts[n], length, windows, scores, self.estimator, text_side.tokenizer, *given),
-            )
+            more = text_side.tokenizer, absent, *around[n]
+            yield n, TextScore.from_scores(texts[n], length, windows, scores, self.estimator, *more)
         if missing:
             log.warning("%s", unknown_share(missing, tokens))
 
@@ -299,11 +299,10 @@ class Duel(OnIds):
             self.denoiser, rule, self.block, grid=self.grid, batch_size=rows, cache=cache, sample=sample, seed=seed
         )
         estimator.phases["uncached"].budget = budget
+        documents = text_windows(self._require_text("estimate", texts), texts)
         estimates = {
-            n: TextEstimate.from_scores(texts[n], length, windows, scores, estimator)
-            for n, length, windows, scores in score_texts(
-                self._require_text("estimate", texts), texts, estimator.stream
-            )
+            n: TextEstimate.from_scores(texts[n], *documents[n], scores, estimator)
+            for n, scores in score_documents([windows for _, windows in documents], estimator.stream, "Text {}".format)
         }
         return [estimates[n] for n in range(len(texts))]
 

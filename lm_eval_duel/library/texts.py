@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, TypeAlias
 
-from lm_eval_duel.core.scores import IndexedScores, WindowScore
 from lm_eval_duel.core.windows import Ids, Window
 from lm_eval_duel.errors import DuelError, naming
 from lm_eval_duel.library.results import GeneratedText
@@ -18,44 +17,30 @@ TextOrIds: TypeAlias = "str | Ids"
 log = logging.getLogger("lm_eval.duel_mdm")
 
 
-def score_texts(
-    text_side: Text,
-    texts: Sequence[str],
-    stream: Callable[[Sequence[Window]], IndexedScores],
-    contexts: Sequence[TextOrIds] | None = None,
-    suffixes: Sequence[TextOrIds] | None = None,
-) -> Iterator[tuple[int, int, list[Window], list[WindowScore]]]:
-    """(index, tokens, windows, their scores) of each text as it is finished, in any order."""
-    lengths: list[int] = []
-    windows: list[list[Window]] = []
-    before, after = one_each(texts, contexts, "contexts"), one_each(texts, suffixes, "suffixes")
+def text_windows(
+    text_side: Text, texts: Sequence[str], around: Sequence[tuple[TextOrIds, TextOrIds]] | None = None
+) -> list[tuple[int, list[Window]]]:
+    """(tokens, windows) of each text, as in the harness.
+
+    `around`: the context and the suffix of each; None: whole texts. Raises DuelError, naming the text, for one that
+    cannot be scored.
+    """
+    found = []
     cut_before = text_side.cut_contexts
     for n, text in enumerate(texts):
         with naming(f"Text {n}"):
-            if contexts is None and suffixes is None:
+            if around is None:
                 ids = text_side.encode(text)
-                lengths.append(len(ids))
-                windows.append(text_side.document(ids))
+                found.append((len(ids), text_side.document(ids)))
             else:
-                window = text_side.gap(before[n], text, after[n])
-                lengths.append(len(window.target))
-                windows.append([window] if window.target else [])
+                before, after = around[n]
+                window = text_side.gap(before, text, after)
+                found.append((len(window.target), [window] if window.target else []))
     if cut := text_side.cut_contexts - cut_before:
         log.warning(
             "%d texts lost a part of their context or suffix: max_length=%d", cut, text_side.denoiser.max_length
         )
-    owners = [(n, place) for n, parts in enumerate(windows) for place in range(len(parts))]
-    unfinished: list[dict[int, Any]] = [{} for _ in texts]  # scores of each text's windows so far
-    for n, parts in enumerate(windows):
-        if not parts:
-            yield n, lengths[n], [], []
-    with naming(lambda index: f"Text {owners[index][0]}"):
-        for index, score in stream([windows[n][place] for n, place in owners]):
-            n, place = owners[index]
-            unfinished[n][place] = score
-            if len(unfinished[n]) == len(windows[n]):
-                scores = [unfinished[n][place] for place in range(len(windows[n]))]
-                yield n, lengths[n], windows[n], scores
+    return found
 
 
 def one_each(
