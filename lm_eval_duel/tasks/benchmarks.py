@@ -41,7 +41,7 @@ def wrapped(corpus: str, **model_args: Any) -> dict[str, datasets.Dataset]:
     """The rows of a data set as the 110M models are evaluated: detokenized, tokenized, concatenated and cut.
 
     `model_args`: as for `documents`, and `length` (1024), `insert_eos` (false), `framed` (true), `remainder` (keep) and
-    `bos` (given), which docs/tasks.md explains.
+    `bos` (given), which task_configs/benchmarks/README.md explains.
     """
     settings, source = metadata.read(model_args), corpora.find(corpus)
     copy = settings.pop("data_dir", None), settings.pop("rows", None)

@@ -4,7 +4,8 @@ import re
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-READMES = ["README.md", "examples/paper/README.md", "task_configs/proteins/README.md", "tests/README.md"]
+READMES = ["README.md", "examples/paper/README.md", "tests/README.md"]
+READMES += [f"task_configs/{folder}/README.md" for folder in ("benchmarks", "proteins")]
 PAGES = [*(ROOT / name for name in READMES), *sorted((ROOT / "docs").glob("*.md"))]
 
 
