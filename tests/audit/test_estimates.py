@@ -115,7 +115,7 @@ def test_a_tie_does_not_let_a_wrong_block_pass():
 def test_draws_are_uniform_in_number_and_in_place():
     """Pearson's statistic over masked sets of four positions; right draws fail for one seed in 10^4."""
     [window] = [Window((1,), (2, 0, 1, 1))]
-    draws = [draw for seed in range(40) for draw in Elbo(TOY, samples=64, seed=seed).draws(window)]
+    draws = [draw for seed in range(12) for draw in Elbo(TOY, samples=64, seed=seed).draws(window)]
     sets = [(*sorted(M),) for ((M, t),) in draws]
     every = [chosen for n in range(1, 5) for chosen in itertools.combinations(range(1, 5), n)]
     assert {*sets} == {*every} and all(t is None for ((_, t),) in draws)

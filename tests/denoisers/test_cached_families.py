@@ -30,7 +30,7 @@ def seeded(denoiser, rule):
     return f"{rule}:seed_first=true" if denoiser.shift else rule
 
 
-QUICK = dict(zip(["llada", "dream", "mdlm", "roberta", "modernbert"], CACHES * 3, strict=False))
+QUICK = dict(zip(["llada", "dream", "mdlm", "modernbert"], CACHES * 3, strict=False))
 OTHERS = [(name, CACHES[QUICK.get(name, CACHES[n % 2]) == CACHES[0]]) for n, name in enumerate(CACHED)]
 EACH = [*QUICK.items(), *(pytest.param(*each, marks=pytest.mark.slow) for each in OTHERS)]
 

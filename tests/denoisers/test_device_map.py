@@ -5,6 +5,7 @@ import tiny
 import torch
 import transformers
 from close import same_scores
+from laws import slow_but
 from own import DREAM, SDAR, decoder, write
 
 from lm_eval_duel import denoisers
@@ -108,7 +109,7 @@ def scored(denoiser):
 
 
 @pytest.mark.skipif(transformers.__version__.startswith("4."), reason="keeps no given tensors on a disk")
-@pytest.mark.parametrize("kind", MAPS)
+@pytest.mark.parametrize("kind", slow_but(MAPS, ["sdar"]))
 def test_a_network_whose_layers_lie_elsewhere(folder, kind, tmp_path, monkeypatch):
     """Weights on a disk, brought in for each call by the hooks that move inputs between GPUs too."""
     path, asked = folder(kind), {"attention": "causal"} if kind == "gpt2" else {}

@@ -71,10 +71,9 @@ def exact(decoder):
 @pytest.mark.parametrize("conditioning", ["none", "twice", "chain"])
 def test_the_bound_is_that_of_its_own_class(decoder, exact, conditioning):
     """The three self-conditionings are three processes."""
-    for seed in range(2):
-        estimator = NoisedElbo(decoder, samples=1024, steps=2, self_conditioning=conditioning, seed=seed)
-        [score] = estimator.log_prob([Window(CONTEXT, TEXT)])
-        assert abs(score.log_prob + exact[conditioning]) < 4 * score.stderr < exact[conditioning]
+    estimator = NoisedElbo(decoder, samples=1024, steps=2, self_conditioning=conditioning)
+    [score] = estimator.log_prob([Window(CONTEXT, TEXT)])
+    assert abs(score.log_prob + exact[conditioning]) < 4 * score.stderr < exact[conditioning]
     assert all(abs(value - exact[conditioning]) > 0.01 for kind, value in exact.items() if kind != conditioning)
 
 
@@ -92,7 +91,7 @@ def test_canvases_and_windows_do_not_influence_each_other(decoder):
         bound(gemma_reference.Plain(decoder, (0, *windows[0].target[:start])), windows[0].target[start : start + 2], 2)
         for start in (0, 2, 4)
     )
-    estimator = NoisedElbo(decoder, samples=1024, steps=2, self_conditioning="none")
+    estimator = NoisedElbo(decoder, samples=512, steps=2, self_conditioning="none")
     [score] = estimator.log_prob(windows[:1])
     assert abs(score.log_prob + exact) < 4 * score.stderr
 

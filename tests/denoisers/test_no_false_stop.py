@@ -1,6 +1,6 @@
 """No ordinary network stops a run: every family in float32, alone and under each cache that it takes, many rows a call.
 
-Slow tests cover every family; the plain ones a mixture of experts and the two demonstration networks.
+Slow tests cover every family; the plain ones a mixture of experts and a demonstration network.
 """
 
 import pytest
@@ -15,7 +15,7 @@ from lm_eval_duel.denoisers.cached.denoiser import Cached
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.estimators.duel import DuelEstimator
 
-FAST = ("llada-moe", "demo-mdm", "demo-bd")
+FAST = ("llada-moe", "demo-bd")
 ALL = [*NAMES, "demo-mdm", "demo-bd"]
 
 

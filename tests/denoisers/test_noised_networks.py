@@ -57,8 +57,8 @@ def test_the_bound_is_that_of_the_plain_network(name, tmp_path):
     assert denoiser.noised.noise.tokens == (denoiser.mask_id or dit_reference.VOCABULARY)
     window = Window((3,), (5, 9), (2,))
     exact = bound(Plain(name, w, denoiser, window.context, window.suffix), window.target, 2)
-    scores = [NoisedElbo(denoiser, samples=1024, steps=2, seed=seed).log_prob([window])[0] for seed in range(2)]
-    assert all(abs(score.log_prob + exact) < 4 * score.stderr < exact for score in scores)
+    [score] = NoisedElbo(denoiser, samples=1024, steps=2).log_prob([window])
+    assert abs(score.log_prob + exact) < 4 * score.stderr < exact
     spec = NoisedElbo(denoiser).describe()
     assert spec["steps"] == "inf" and str(EPS[name]).strip("0.") in spec["time"].replace("0.", "")
 

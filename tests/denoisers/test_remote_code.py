@@ -5,6 +5,7 @@ import tiny
 import torch
 import transformers
 from close import same_scores
+from laws import slow_but
 from own import CONFIG, DREAM, LLADA, LLADA2, LLADA_SIZE, MASK, NATIVE_ROTARY, RND1, SDAR, SIZE, decoder, llada, write
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -42,7 +43,7 @@ def load(path, own=True, **options):
     return denoisers.load(path, device="cpu", **{**chosen, **options})
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", slow_but(KINDS, ["llada", "dream, tied", "sdar", "of no known class", "rnd1"]))
 def test_own_code_equals_what_runs_without_it(tmp_path, kind):
     code, name, make, entries, twin = KINDS[kind]
     tensors = make()

@@ -89,21 +89,21 @@ def test_the_estimate_is_within_its_errors_and_they_cover(name, conditioning):
     toy, steps = TOYS[name], 3 if conditioning == "none" else 2
     exact = bound(toy, TEXT, steps, conditioning)
     distances = []
-    for seed in range(6):
-        estimator = NoisedElbo(toy, samples=4096, steps=steps, self_conditioning=conditioning, seed=seed)
+    for seed in range(5):
+        estimator = NoisedElbo(toy, samples=2048, steps=steps, self_conditioning=conditioning, seed=seed)
         [score] = estimator.log_prob([Window((), TEXT)])
         assert math.fsum(score.token_logprobs) == pytest.approx(score.log_prob, abs=1e-9)
         distances.append((score.log_prob + exact) / score.stderr)
     assert max(map(abs, distances)) < 4 and 0.3 < torch.tensor(distances).std() < 2
 
 
-@pytest.mark.parametrize("steps", [16, math.inf])
+@pytest.mark.parametrize("steps", [16, pytest.param(math.inf, marks=pytest.mark.slow)])
 def test_the_told_error_is_that_of_the_estimate(steps):
     """Its variance over seeds; draws at different times differ by more than those at one time, in a long text."""
     toy, window = NoisyToy(length=16), Window((), tuple(n * n % 3 for n in range(16)))
-    scores = [NoisedElbo(toy, samples=8, steps=steps, seed=seed).log_prob([window])[0] for seed in range(100)]
+    scores = [NoisedElbo(toy, samples=8, steps=steps, seed=seed).log_prob([window])[0] for seed in range(60)]
     values, told = (torch.tensor(of) for of in zip(*((score.log_prob, score.stderr) for score in scores), strict=True))
-    assert 0.5 < float(values.var() / told.square().mean()) < 2  # its spread is about 0.15
+    assert 0.5 < float(values.var() / told.square().mean()) < 2  # its spread is about 0.2
 
 
 def limit(toy, x):
@@ -128,7 +128,7 @@ def test_many_steps_approach_the_limit(name, order):
     exact = limit(toy, x)
     first, second = (abs(bound(toy, x, steps) - exact) for steps in (16, 64))
     assert second < 0.1 * exact and first / second == pytest.approx(4**order, rel=0.35)
-    [score] = NoisedElbo(toy, samples=4096, steps=math.inf).log_prob([Window((), x)])
+    [score] = NoisedElbo(toy, samples=1024, steps=math.inf).log_prob([Window((), x)])
     assert abs(score.log_prob + exact) < 4 * score.stderr and score.stderr < 0.05 * exact
 
 

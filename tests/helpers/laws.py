@@ -39,7 +39,10 @@ RULES = [
 
 def slow_but(cases, fast):
     """Parameters of a test: all `cases`, those outside `fast` marked slow."""
-    return [case if case in fast else pytest.param(case, marks=pytest.mark.slow) for case in cases]
+    return [
+        case if case in fast else pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.slow)
+        for case in cases
+    ]
 
 
 def strings(tokens, length):

@@ -5,7 +5,7 @@ import inspect
 import pytest
 import torch
 from drawn_reference import logits_of, p_value
-from laws import strings
+from laws import slow_but, strings
 from toys import BlockCausal
 
 from lm_eval_duel import Duel
@@ -41,7 +41,7 @@ def refine(toy, context, steps, count=1, generator=None, **settings):
 @pytest.mark.parametrize(("steps", "threshold"), [(4, 0.45), (4, 0.7), (2, 0.45), (1, 0.45), (4, 1.5)])
 def test_without_temperature_it_is_high_or_topk(steps, threshold):
     """A threshold above 1 is never passed, so the quota alone decides, as with greedy."""
-    for seed in range(12):
+    for seed in range(4):
         toy = BlockCausal(block=BLOCK, length=8, seed=seed)
         context = (1, 0, 2, seed % 3)
         ids, when = refine(toy, context, steps, temperature=0.0, threshold=threshold)
@@ -54,7 +54,7 @@ def test_without_temperature_it_is_high_or_topk(steps, threshold):
         assert scored.is_greedy and scored.reveal_steps == drawn.reveal_steps
 
 
-@pytest.mark.parametrize(("n", "threshold"), [(1, 0.45), (1, 1.0), (2, 0.6)])
+@pytest.mark.parametrize(("n", "threshold"), slow_but([(1, 0.45), (1, 1.0), (2, 0.6)], [(2, 0.6)]))
 def test_at_a_temperature_it_is_sampled_confidence(n, threshold):
     """2,000 texts fit the exact probabilities; those of another threshold are rejected."""
     toy, context, temperature = BlockCausal(block=BLOCK, length=8, seed=3), (1, 0, 2, 1), 0.8
@@ -73,6 +73,7 @@ def test_at_a_temperature_it_is_sampled_confidence(n, threshold):
     assert p_value(seen, probabilities(0.05)) < 1e-3
 
 
+@pytest.mark.slow  # importing the pipeline takes seconds
 def test_the_preset_has_the_pipelines_defaults():
     """But for editing, which replaces revealed tokens and has no likelihood under an unmasking rule."""
     defaults = {
