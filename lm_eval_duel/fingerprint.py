@@ -30,14 +30,14 @@ NO_IDS = (  # settings of a tokenizer that do not change the ids of a text
 
 
 class Described(Protocol):
-    """A part of a spec: a denoiser, an estimator, or the text side."""
+    """A part of a spec: a denoiser, an estimator, or a `Text`."""
 
     def describe(self) -> dict[str, object]:
         """The entries of this part that define a number."""
 
 
 def spec_of(*parts: Described) -> dict[str, str]:
-    """A description of everything that defines a number; `digest` makes the fingerprint of it."""
+    """The spec: everything that defines a number, by name. Its `digest` is the fingerprint."""
     spec = {key: str(value) for part in parts for key, value in part.describe().items()}
     return {**spec, "version": str(SPEC_VERSION)}
 
@@ -49,7 +49,7 @@ def digest(spec: Mapping[str, object]) -> str:
 
 
 def number(value: float) -> str:
-    """A number in the fewest digits that identify it, so that different values have different texts."""
+    """A number as text, in the fewest digits that distinguish it from every other."""
     short = f"{float(value):g}"
     return short if float(short) == float(value) else repr(float(value))
 

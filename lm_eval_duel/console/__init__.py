@@ -1,1 +1,1 @@
-"""Shared by all commands: reading arguments, ending a command, writing tables and JSON."""
+"""Arguments, exit codes, tables and JSON of all commands."""

@@ -50,7 +50,7 @@ def _aligned(column: Sequence[str]) -> list[str]:
 
 
 def _width(text: str) -> int:
-    """The number of terminal columns that a text takes."""
+    """The width of a text in terminal columns."""
     return sum(0 if unicodedata.combining(c) else 1 + (unicodedata.east_asian_width(c) in "WF") for c in text)
 
 

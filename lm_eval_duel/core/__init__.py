@@ -1,1 +1,1 @@
-"""Windows, lanes, predictions, and the loop that reveals them: every estimator is made of these."""
+"""Windows, lanes, predictions and the reveal loop, which all estimators share."""

@@ -1,4 +1,4 @@
-"""Block-causal networks: a block sees itself whole and the clean blocks before it, never a later one.
+"""Block-causal networks: a block sees all of itself and the clean blocks before it, never a later one.
 
 The keys and values of a window's clean blocks are computed once and kept while lanes of the window are being revealed.
 A step evaluates many blocks of a window side by side in one row of the batch (block_packing.py):
@@ -97,14 +97,14 @@ class BlockCausalView(View):
         return positions if unique is lanes else positions.spread(lanes, unique, number)
 
     def _prefix_hash(self, lanes: Lanes) -> torch.Tensor:
-        """A hash of the ids before each lane's block, (R,)."""
+        """A hash of the ids before the block of each lane, (R,)."""
         if self._past_hash is None:
             columns = torch.arange(self.rows.ids.shape[1], device=self.rows.ids.device)  # (L,)
             total = hashed(self.rows.ids, columns).cumsum(1)  # (N, L) wraps
             self._past_hash = F.pad(total, (1, 0))  # (N, L + 1)
         return self._past_hash[lanes.row, lanes.start]
 
-    # ------------------------------------------------------------ what a block shows
+    # ------------------------------------------------------------ inputs of a block
 
     def _blocks(self, lanes: Lanes) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Input ids of whole blocks, which positions show a token, and which positions exist; (R, B) each."""
@@ -152,7 +152,7 @@ class BlockCausalView(View):
                 yield part, until[part]
 
     def _group_of(self, row: torch.Tensor, column: torch.Tensor) -> torch.Tensor:
-        """The number of the clean group of `column` (P, Q) in windows `row` (P,); -1 before the first (the context)."""
+        """The index of the clean group of `column` (P, Q) in windows `row` (P,); -1 in the context before the first."""
         return ((column - self._zero[row][:, None]) // self.group).clamp(min=-1)  # (P, Q)
 
     def _extend(self, row: torch.Tensor, end: torch.Tensor) -> None:

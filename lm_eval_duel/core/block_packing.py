@@ -1,4 +1,4 @@
-"""One call over blocks of many windows: which lanes share a row, and what their positions see.
+"""The packing of blocks of many windows into one call: the lanes that share a row, and what their positions see.
 
     row of a window    block 3 | block 4 | block 5      its lanes
     columns            12 13 14 15 16 17 18 19 ...      their positions in the window
@@ -45,7 +45,7 @@ class PackedCall:
         return cls(slot, start, real, lane, place, columns, torch.cat([past, own], dim=2), ahead)
 
     def holds(self, slot: torch.Tensor, start: torch.Tensor, real: torch.Tensor) -> bool:
-        """True if this layout is that of these lanes."""
+        """True if these lanes have this layout."""
         ours, theirs = (self.slot, self.start, self.real), (slot, start, real)
         return all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 

@@ -84,7 +84,7 @@ def plan(
 
 
 def largest(denoiser: Denoiser, block: int | None, grid: str, least: int, most: int) -> int:
-    """The network tokens that one call holds: `least`, doubled until a trial call runs out of memory, up to `most`."""
+    """The network tokens of the largest call: `least`, doubled until a trial runs out of memory, up to `most`."""
     tokens = max(least, denoiser.max_length)
     while 2 * tokens <= most:
         try:

@@ -1,4 +1,4 @@
-"""Rows and lanes: what the network sees, and the blocks that are being revealed in it; and how they are grouped.
+"""Rows and lanes: whole windows, and the blocks of them that are being revealed.
 
 Shapes: N windows, L row length, R lanes, W block width, C masked positions.
 """
@@ -118,12 +118,12 @@ class Lanes:
         )
 
     def show(self: Self, tokens: torch.Tensor, masked: torch.Tensor) -> Self:
-        """Fresh lanes with `masked` (R, W) of their positions still masked and `tokens` (R, W) at the others."""
+        """Fresh lanes with the positions `masked` (R, W) masked and `tokens` (R, W) at the others."""
         shown = torch.where(self.masked & ~masked, tokens, self.tokens)  # (R, W)
         return dataclasses.replace(self, masked=masked, tokens=shown)
 
     def in_row(self: Self, row: int) -> Self:
-        """These lanes as blocks of the window number `row`."""
+        """These lanes as blocks of window `row`."""
         return dataclasses.replace(self, row=torch.full_like(self.row, row))
 
     def select(self: Self, keep: torch.Tensor | slice) -> Self:
@@ -153,7 +153,7 @@ class Lanes:
         return dataclasses.replace(self, **rest, **planes, memory=memory)
 
     def _memory_like(self, other: Lanes) -> tuple[torch.Tensor, ...]:
-        """This memory, or zeros in the shapes of the other lanes' memory."""
+        """The memory of these lanes, or zeros in the shapes of the other lanes' memory."""
         return self.memory or tuple(plane.new_zeros(*self.masked.shape, *plane.shape[2:]) for plane in other.memory)
 
 

@@ -122,13 +122,13 @@ class Hybrid(Noise):
 
 
 class Noised(NamedTuple):
-    """The training of a network: its noise, and the meaning of its output and its inputs."""
+    """The training of a network with random tokens: its noise, and the meaning of its output and inputs."""
 
     noise: Noise
     prediction: str  # "denoiser": p(x_0 | x_t); "plugin": r, which is put into the posterior in place of x_0
     steps: int | None  # the default number of steps; None: infinitely many
-    self_conditioning: str = "none"  # the default; "none": its own output is not among its inputs
-    timed: bool = True  # it is given the time
+    self_conditioning: str = "none"  # the default; "none": the network has no such input
+    timed: bool = True  # the time is an input
     note: str = ""  # what the spec says about the time
 
 
@@ -200,7 +200,7 @@ def _log_evidence(now: Level, of: Statistics, observed: Observed) -> torch.Tenso
 
 
 def draw(noise: Noise, level: Level, clean: torch.Tensor, u: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """x_t (R, W) as numbers of tokens, from x_0 `clean` (R, W) and uniform numbers u, v (R, W); [MASK] is -1."""
+    """Draw x_t (R, W) as token indices, -1 for [MASK], from x_0 `clean` (R, W) and uniform numbers u, v (R, W)."""
     replaced = (v * noise.tokens).long().clamp(max=noise.tokens - 1)  # (R, W)
     noisy = torch.where(u < level.a + level.m, -1, replaced)
     return torch.where(u < level.a, clean, noisy)

@@ -20,7 +20,7 @@ class NoisedView(View):
     """
 
     def __call__(self, lanes: Lanes, targets: torch.Tensor | None = None) -> Predictions:
-        """The predictions at all positions of fresh lanes, at t = 1/2: a trial of what one call holds."""
+        """The predictions at all positions of fresh lanes, at t = 1/2, for a trial of the size of a call."""
         half = torch.full(lanes.row.shape, 0.5, dtype=torch.float64, device=lanes.row.device)  # (R,)
         features = self.features(lanes, self.rows.targets(lanes), half)[lanes.masked_at]  # (C, D)
         every = torch.arange(len(features), device=features.device)  # (C,)

@@ -75,7 +75,7 @@ class Predictions:
         self._known: dict[str, torch.Tensor] = {}  # what passes over the logits have given, by name
         self._part_of: Predictions | None = None
 
-    # ------------------------------------------------------------ a part of them
+    # ------------------------------------------------------------ parts
 
     def among(self, masked: torch.Tensor) -> Predictions:
         """The same predictions at `masked` alone, (R, W), a part of the masked positions; nothing is computed again."""
@@ -116,7 +116,7 @@ class Predictions:
 
     @property
     def whole(self) -> Predictions:
-        """The predictions at all positions that are masked, where a rule around a rule has narrowed them."""
+        """The predictions at all masked positions, before a rule such as `sub_block` narrowed them."""
         return self._part_of or self
 
     # ------------------------------------------------------------ statistics

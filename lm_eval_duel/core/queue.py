@@ -1,4 +1,4 @@
-"""In which order windows are opened and lanes wait.
+"""The order in which windows are opened and lanes wait.
 
 Shapes: R lanes.
 """
@@ -34,7 +34,7 @@ def groups(windows: Sequence[Window], same_length: bool, buckets: Sequence[int] 
 class Queue:
     """Waiting lanes in order, made when they are needed. The consumer of the loop's results may put more in front.
 
-    Started lanes are kept apart from fresh ones, so that fresh lanes take no rule memory while they wait.
+    Started and fresh lanes wait separately, so that fresh lanes take no rule memory.
     """
 
     def __init__(self, lanes: Iterable[Lanes]):

@@ -44,7 +44,7 @@ def wanted(count: float, share: float = SHARE) -> float:
 
 
 class Drawn(NamedTuple):
-    """A lane to evaluate again, and what was read of it."""
+    """A lane to evaluate again, and its statistics the first time."""
 
     again: Callable[[], torch.Tensor]  # evaluates it alone, (S, W)
     statistics: torch.Tensor  # (S, W)
@@ -55,7 +55,7 @@ class Drawn(NamedTuple):
 
 
 class RowChecks:
-    """The lanes that wait for their second evaluation. The numbers of lanes drawn and compared are in `Counts`."""
+    """The lanes that wait for their second evaluation. `Counts` has the number of lanes compared."""
 
     def __init__(self) -> None:
         self.waiting: list[Drawn] = []

@@ -1,5 +1,4 @@
-"""The sample of blocks of a two-phase estimate that are also scored without the cache, and the use of their
-differences.
+"""The sample of blocks that a two-phase estimate also scores without the cache, and its weights.
 
     estimate = sum over blocks of g_b + sum over sampled blocks of w_b (f_b - g_b)
     variance = sum over sampled blocks of w_b (w_b - 1) (f_b - g_b)^2
@@ -8,7 +7,7 @@ f_b and g_b are the log-probs of a block without and with the cache.
 
 With a share s, block b of a window is sampled if u_b < s, and w_b = 1 / s. u_b is a uniform number that is a function
 of (seed, the window's ids, b) alone: so the sample is the same for every batch size, order, number of ranks and resumed
-run, and nobody needs to know how many blocks there are elsewhere. Blocks are drawn without replacement, independently,
+run, and does not depend on the number of blocks elsewhere. Blocks are drawn without replacement, independently,
 and each with the same probability (Poisson sampling; Horvitz and Thompson 1952). Let I_b be 1 if block b is sampled,
 else 0. E[I_b w_b] = 1, so the estimate is unbiased. Var(I_b w_b) = 1 / s - 1 = E[I_b w_b (w_b - 1)], and variances of
 independent blocks add up, so that of the estimate is sum (1 / s - 1) (f_b - g_b)^2 and the second line is unbiased for

@@ -1,4 +1,4 @@
-"""Checks of network, rule, block and window; a combination that is not supported is a DuelError."""
+"""Checks of network, rule, block and window. A combination that is not supported raises DuelError."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def resolve_grid(denoiser: Denoiser, grid: str) -> str:
 
 
 def rule_for(denoiser: Denoiser, rule: rules.Rule) -> rules.Rule:
-    """The rule as the sampler of this network follows it: after each block's first token, if that is revealed alone."""
+    """The rule for this network: within `seed_first` if it reveals the first token of each block alone."""
     if denoiser.seeds_blocks and not isinstance(rule, rules.SeedFirst):
         return rules.SeedFirst(rule)
     return rule

@@ -1,8 +1,8 @@
-"""The cost of windows under each way to score them: counted, not run.
+"""The cost of each way to score windows, counted without running it.
 
 A formula for each method: a block of m masked positions, k revealed at a step, in a row of L positions. Rules with
 sub-blocks, a schedule of steps or `seed_first` take other steps; see `reveals`. Equal windows are scored once, and
-counted once. Equal rows of different windows, which a network call evaluates once, are not foreseen, nor is padding.
+counted once. Equal rows of different windows are counted each, although a call evaluates them once; padding is not.
 """
 
 from __future__ import annotations

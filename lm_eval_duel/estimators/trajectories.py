@@ -1,4 +1,4 @@
-"""Recorded trajectories: the probability of their tokens along their order, and what gave the order.
+"""Recorded trajectories: the probability of their tokens along their order, and of the order under a rule or sampler.
 
 An order is followed state by state. A rule is asked at every state what it would pick. For a sampler that selects after
 sampling (subsets/sampled_confidence.py), the joint probability of text and order is a product over steps, so it needs
@@ -33,7 +33,7 @@ from lm_eval_duel.estimators.subsets.sampled_confidence import BestDrawn
 
 @dataclasses.dataclass(frozen=True)
 class Departure:
-    """A step at which the rule picks other positions than those recorded."""
+    """A step at which the rule picks other positions than the recorded ones."""
 
     block: int  # target position at which the block begins
     step: int
@@ -88,9 +88,16 @@ class _Followed(Replay):
 def follow(
     duel: DuelEstimator, windows: Sequence[Window], steps: Sequence[Ids], sampler: BestDrawn | None = None
 ) -> list[Trajectory]:
-    """Recorded trajectories, each against the rule of `duel`, or under a sampler that selects after sampling.
+    """Follow recorded trajectories, and compare each with the rule of `duel` or with a sampler.
 
-    `steps`: of each target token, counted from any number, in its block or in the whole text.
+    Args:
+        duel: The estimator of a `Duel`.
+        windows: Windows.
+        steps: The step of each target token, counted from any number, in its block or in the whole text.
+        sampler: From `best_drawn`: also compute the joint log-probability of tokens and order.
+
+    Raises:
+        DuelError: If a window cannot be scored, or is not revealed block by block.
     """
     orders = [in_blocks(order, windows[n], duel, n) for n, order in enumerate(duel.orders(windows, steps))]
     followed = [Trajectory(0.0, (), 0)] * len(windows)

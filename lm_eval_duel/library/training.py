@@ -30,16 +30,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("lm_eval.duel_mdm")
 
-NOT_ARGUMENTS = {
-    "model",
-    "tokenizer",
-    "texts",
-    "rule",
-    "traced",
-    "estimator",
-    "network",
-    "arguments",
-}  # positional, or of one Duel
+NOT_ARGUMENTS = {  # positional, or of a single Duel
+    *("model", "tokenizer", "texts", "rule", "traced", "estimator", "network", "arguments")
+}
 # arguments on which no number depends, or that say what the network is
 UNLABELLED = (
     *("attention", "batch_size", "device", "family", "mask_token_id", "module", "self_tests", "shift_logits"),

@@ -77,7 +77,7 @@ class Rule(Arguments):
         return self
 
     def after_first(self) -> Rule:
-        """The rule as it goes on where `seed_first` revealed a block's first position alone."""
+        """The rule that follows once `seed_first` has revealed a block's first position alone."""
         return self
 
     def check_network(self, denoiser: Any) -> None:
@@ -125,7 +125,7 @@ def log_odds(p: float) -> float:
 
 
 def rank(key: torch.Tensor) -> torch.Tensor:
-    """The place of each position in ascending (key, position), (R, W)."""
+    """The rank of each position, from 0, in ascending order of (key, position), (R, W)."""
     import torch
 
     order = key.sort(dim=1, stable=True).indices
@@ -172,7 +172,7 @@ def sure_or_best(
     score: torch.Tensor | None = None,
     slope: torch.Tensor | float = LOG_ODDS_SLOPE,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The sure positions (R, W), or the single best one of a lane that has none; and the margin (R,).
+    """The positions `sure` (R, W), or the best one of a lane that has none; and the margin (R,).
 
     `distance` (R,): how far the nearest position is from becoming, or ceasing to be, sure. `score` (R, W): the
     confidence, unless another one is given.

@@ -1,6 +1,6 @@
-"""The parallel rules of published samplers, as their codes run them: `presets.py` has the sources.
+"""The parallel rules of published samplers, as in their code; `presets.py` has the sources.
 
-They count or bound what is revealed in a step, and always reveal at least one position.
+Each reveals at least one position at a step.
 """
 
 from __future__ import annotations
@@ -118,8 +118,8 @@ class HighOrTopk(Rule):
 class DinferThreshold(Thresholded):
     """All positions with P1 >= min(mu, the largest P1 - 1e-5), as in dInfer.
 
-    Unlike `threshold`, it reveals every position that is as confident as the best one: all of a block that starts from
-    masks alone, if the network cannot tell its positions apart.
+    Unlike `threshold`, it reveals every position that is as confident as the best one: a whole block at an all-mask
+    start, where all positions tie.
     """
 
     name: ClassVar[str] = "dinfer_threshold"

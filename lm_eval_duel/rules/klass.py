@@ -115,7 +115,7 @@ class Klass(Thresholded):
     def _across(
         self, predictions: Predictions, lanes: Lanes
     ) -> tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor, ...]]:
-        """The same, with the history of the whole window. The previous probabilities of its first step are zeros."""
+        """Like `_inside`, with the history of the whole window. Before its first step, probabilities are zeros."""
         import torch
 
         whole = predictions.whole  # of all masked positions of the window, not of the block alone

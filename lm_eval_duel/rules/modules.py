@@ -1,6 +1,6 @@
-"""Rules whose decisions a network computes: a `torch.nn.Module` whose weights are in a file.
+"""Rules whose decisions a `torch.nn.Module` computes.
 
-A rule is its text, so its weights are in a file that the text names, and the file's content is part of the fingerprint.
+A rule is its text. So the weights are in a file that the text names, and its content is part of the fingerprint.
 
 Shapes: U positions that differ, D features.
 """
@@ -42,12 +42,12 @@ class Header(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class ModuleRule(Rule):
-    """Base of rules that hold a module: `build` makes it of the tensors in `file`, `module` returns it.
+    """The base class of rules with a module: `build` makes it from the tensors in `file`, `module` returns it.
 
-    `file`: a safetensors file. A subclass declares what its `__call__` reads, as any rule does.
+    `file`: a safetensors file. A subclass declares what its `__call__` reads, like any rule.
 
     Raises:
-        DuelError: the file cannot be read, or its path holds a ':', which the text of a rule cannot.
+        DuelError: If the file cannot be read, or its path holds a ':', which separates the parameters of a rule.
     """
 
     file: str = required(PATH, "a safetensors file, whose content is in the fingerprint", "planner.safetensors")
@@ -58,7 +58,7 @@ class ModuleRule(Rule):
 
     @classmethod
     def build(cls, tensors: dict[str, torch.Tensor], metadata: dict[str, str]) -> torch.nn.Module:
-        """The module of these tensors, in any dtype and on the CPU; the metadata is that of the file."""
+        """Make the module from the tensors and the metadata of the file, in any dtype and on the CPU."""
         raise NotImplementedError(f"{cls.__name__} does not define `build`.")
 
     @property
@@ -75,7 +75,7 @@ class ModuleRule(Rule):
 
 
 def compute_dtype(like: torch.Tensor) -> torch.dtype:
-    """The dtype in which a module is run: float64 if `like` is, otherwise float32."""
+    """The dtype in which the module runs: float64 if `like` is float64, otherwise float32."""
     import torch
 
     return torch.float64 if like.dtype == torch.float64 else torch.float32
@@ -128,7 +128,7 @@ def _opened(path: str, framework: str) -> Iterator[Any]:
 
 
 def in_memory(rule: Rule) -> Iterator[str]:
-    """The parameters of a rule that hold a module or a tensor, which the rule's text cannot say."""
+    """The parameters of a rule that hold a module or a tensor, which the text of a rule cannot hold."""
     for field in dataclasses.fields(rule):
         value = getattr(rule, field.name)
         if any(base.__module__.partition(".")[0] == "torch" for base in type(value).__mro__):

@@ -1,4 +1,4 @@
-"""Presets: deployed samplers by name, with the settings that their own code has by default.
+"""Presets: deployed samplers by name, with the default settings of their authors' code.
 
 A preset is model args and nothing else, so `preset=NAME` and its args written out have the same fingerprint.
 """
@@ -15,7 +15,7 @@ from lm_eval_duel.rules.refused import require_covered
 
 @dataclasses.dataclass(frozen=True)
 class Preset:
-    """One deployed sampler. `free`: the args that may be changed; the others are what the preset is."""
+    """One deployed sampler. `free`: the args that a user may change."""
 
     name: str
     what: str
@@ -26,7 +26,7 @@ class Preset:
 
     @property
     def written_out(self) -> str:
-        """The model args, as they are typed."""
+        """The model args, as a user would type them."""
         return ",".join(f"{key}={'none' if value is None else value}" for key, value in self.arguments.items())
 
 
@@ -189,7 +189,7 @@ PRESETS: dict[str, Preset] = {preset.name: preset for preset in ENTRIES}
 
 
 def find(name: str) -> Preset:
-    """The preset of a name; raises DuelError for any other, with the reason if the sampler is one that is refused."""
+    """The preset of a name; raises DuelError for any other, with the reason if that sampler is refused."""
     require_covered("preset", name)
     if name not in PRESETS:
         raise unknown("preset", name, PRESETS)

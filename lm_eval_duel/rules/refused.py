@@ -1,4 +1,4 @@
-"""Samplers that no unmasking rule describes, by the names that people type, with the reason."""
+"""Samplers that no unmasking rule describes, by name, with the reason."""
 
 from __future__ import annotations
 
@@ -43,6 +43,6 @@ REFUSED = {  # name: (what it is, why)
 
 
 def require_covered(what: str, name: str) -> None:
-    """Raise DuelError, with the reason, if `name` is that of a sampler which is refused."""
+    """Raise DuelError, with the reason, if `name` is a sampler that is refused."""
     if entry := REFUSED.get(name.lower().replace("_", "-")):
         raise DuelError(f"{what}={name} is {entry[0]}, which cannot be scored: {entry[1]}.")

@@ -42,7 +42,7 @@ def even_counts(m: int, steps: int) -> list[int]:
 
 
 def dream_counts(m: int, steps: int) -> list[int]:
-    """The number of positions that each step of Dream reveals of m; steps that reveal none left out."""
+    """The number of positions that each step of Dream reveals of m, without the steps that reveal none."""
     counts, left = [], m
     for share in dream_shares(steps):
         counts.append(int(left * share))  # a product in float32, as in their code
@@ -51,7 +51,7 @@ def dream_counts(m: int, steps: int) -> list[int]:
 
 
 def dream_shares(steps: int) -> torch.Tensor:
-    """The share of the masked positions that each of Dream's steps reveals, 1 - t_(i+1) / t_i, in the end all; (S,)."""
+    """The share of the masked positions that each of Dream's steps reveals, 1 - t_(i+1) / t_i, at last 1; (S,)."""
     import torch
 
     level = torch.linspace(1, EPS, steps + 1)  # (S + 1,) float32, as in their code

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class Scored(Counted):
-    """Base of rules that reveal the k masked positions with the largest `score`."""
+    """The base class of rules that reveal the k masked positions with the largest `score`."""
 
     state_only: ClassVar[bool] = True
 

@@ -1,4 +1,4 @@
-"""Names and order of rules in tables and figures, by their text: results may hold rules that are not installed here."""
+"""Names and order of rules in tables and figures, by text: the rules of results need not be installed."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from lm_eval_duel.rules import RULES, Rule
 
 
 def kind(text: str) -> type[Rule]:
-    """The class of a rule of this package; `Rule` itself for a rule of the user's own."""
+    """The class of a rule of this package; `Rule` itself for a user's rule."""
     return RULES.get(text.split(":")[0], Rule)
 
 
 def is_rule(text: str) -> bool:
-    """True if a text is that of a rule: of this package, or module:Name of the user's own."""
+    """True if a text is a rule: of this package, or module:Name of a user's."""
     name, *rest = text.split(":")
     return name in RULES or (bool(name) and bool(rest) and rest[0].isidentifier())
 
 
 def without_defaults(text: str, keep: str = "") -> str:
-    """A rule without the parameters at their defaults other than `keep`: `greedy`, `klass:mu=0.9:nu=0.01`."""
+    """The text of a rule without parameters at their defaults, except `keep`: `greedy`, `klass:mu=0.9:nu=0.01`."""
     name, *parameters = text.split(":")
     if name not in RULES:
         return text

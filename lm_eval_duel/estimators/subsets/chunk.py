@@ -1,4 +1,4 @@
-"""Some blocks, from the state in which all positions are masked to that in which none is, level by level.
+"""Sweep blocks from fully masked to fully revealed, level by level.
 
     alpha(H) = p that a sampler comes to mask exactly the positions H, with the targets elsewhere
     alpha(H - A) = sum over H of alpha(H) P(A | H), larger sets first; alpha(no position) = p of the block
@@ -61,14 +61,14 @@ class Sampler(Protocol):
 
     @property
     def shares(self) -> torch.Tensor | None:
-        """(T,) with which probability each step reveals a masked position, if that is all there is to a step."""
+        """The probability with which each step reveals a masked position, (T,), if steps have no other parameter."""
 
     def moves(self, level: StateLevel, planes: Planes, thin: Thin) -> Moves:
         """The subsets that the next step of each state of a level can reveal."""
 
 
 class Found(NamedTuple):
-    """The log p of some blocks, (B,) each."""
+    """The results of beams for some blocks, in nats, (B,) each."""
 
     exact: torch.Tensor  # bool: every set was evaluated
     bound: torch.Tensor  # the largest lower bound of all beams so far
@@ -128,7 +128,7 @@ class Chunk:
         return None
 
     def _begin(self) -> Lanes:
-        """Choose the sets of the next level. Those that are not known are the lanes."""
+        """Choose the sets of the next level; return the lanes of sets that have not been evaluated."""
         sizes = bits(self.key, self.wide).sum(1)  # (x,)
         self.positions = int(sizes.max())
         here = sizes == self.positions
@@ -161,7 +161,7 @@ class Chunk:
             self.planes[name][index] = plane
 
     def follow(self) -> None:
-        """From the sets of a level, all of which have been evaluated, to those after the next step."""
+        """Go from the sets of a level, all of which have been evaluated, to the sets after the next step."""
         level, shares = self.level, self.shares
         if not self.is_largest:
             self.known[self.positions] = self.level_key, self.planes

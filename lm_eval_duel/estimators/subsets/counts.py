@@ -1,7 +1,7 @@
-"""The number of positions that each step of a block reveals: n, or as many as a schedule of S steps says.
+"""The number of positions that each step of a block reveals: n, or a schedule of S steps.
 
-A schedule counts steps, but how many positions are masked says which step is next: steps that reveal none change
-nothing. So a set of masked positions is all there is to a state, and sets of other sizes are never reached.
+Steps that reveal none change nothing, so the number of masked positions determines the next step of a schedule. A state
+is therefore a set of masked positions, and sets of other sizes are never reached.
 
 Shapes: R lanes, M the most positions of a block.
 """

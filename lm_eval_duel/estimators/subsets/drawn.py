@@ -46,7 +46,7 @@ def scores(logits: torch.Tensor, scale: float) -> torch.Tensor:
 
 
 def untempered(denoiser: Denoiser) -> float:
-    """By how much to multiply the logits of `denoiser` to undo its temperature.
+    """The factor of the logits of `denoiser` that undoes its temperature.
 
     Raises:
         DuelError: its distributions are truncated as well, and truncation cannot be undone.

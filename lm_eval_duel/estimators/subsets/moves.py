@@ -45,7 +45,7 @@ def number_of(positions: torch.Tensor) -> torch.Tensor:
 
 
 def log_sums(values: torch.Tensor, at: torch.Tensor, count: int) -> torch.Tensor:
-    """The log of the sum of exp of the values (I, ...) that stand `at` (I,) each of `count` places, (count, ...)."""
+    """The logsumexp of the values (I, ...) at each of `count` places, (count, ...); `at` (I,): the place of a value."""
     index = at.reshape(-1, *[1] * (values.dim() - 1)).expand_as(values)
     top = values.new_full((count, *values.shape[1:]), -math.inf).scatter_reduce(0, index, values, "amax")
     top = top.clamp(min=torch.finfo(values.dtype).min)
