@@ -94,7 +94,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         prompt=Flag(TEXT, None, "the texts to continue; none: the empty text", many=True, shows="TEXT"),
         prompts=Flag(PATH, None, "files of prompts: a table, or plain text with one a line", many=True, shows="FILE"),
         field=Flag(TEXT, "prompt", "the column of a table that holds the prompt"),
-        suffix=Flag(TEXT, "", "what stands after the text to write (infilling)"),
+        suffix=Flag(TEXT, "", "visible text after the generated one (infilling)"),
         num=Flag(COUNT, 1, "samples of each prompt", shows="N"),
         max_new_tokens=Flag(COUNT, 64, "positions to generate", shows="N"),
         temperature=Flag(NOT_NEGATIVE, None, "0: the most probable token at every pick", unset="1"),

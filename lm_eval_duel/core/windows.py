@@ -105,7 +105,7 @@ def target_capacity(max_length: int, context: Sequence[int] = (), suffix: Sequen
 
 
 def framed(prefix: Sequence[int], ids: Sequence[int], suffix: Sequence[int], bos: str = "given") -> Window:
-    """The window of the row prefix | ids | suffix; `bos` says which of its positions are scored (a dot: context).
+    """The window of the row prefix | ids | suffix, with the positions scored that `bos` names (a dot is context).
 
         row          [B] a b c [S]
         given         .  a b c  .       special tokens are context (as with "none", which has none)

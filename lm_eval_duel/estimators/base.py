@@ -159,7 +159,7 @@ class Estimator(abc.ABC):
         return WindowGroup(windows, window_indices, rows, partial(self.denoiser.open, generating=generating))
 
     def _buckets(self, windows: Sequence[Window]) -> list[int]:
-        """The bucket of each window: as many in a row as fill a few calls, so that sorting them saves the padding."""
+        """The bucket of each window. A bucket fills a few calls: sorting its windows by length saves padding."""
         numbers, work = [], 0
         whole_rows = self.denoiser.attention == "bidirectional"
         for window in windows:

@@ -1,4 +1,4 @@
-"""The spec, which describes everything that defines a number; and what a run's results say besides it."""
+"""The spec of a run, and the other entries of its results."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PACKAGES = ("lm_eval_duel", "lm_eval", "torch", "transformers", "accelerate")
 
 
 def generation(spec: dict[str, str], estimator: Estimator, tokenizer: Any, options: Options) -> dict[str, str]:
-    """The spec of generated texts: with the rule, even if the estimator has none, the seed, and how ids become text."""
+    """The spec of generated texts: also the rule, even if the estimator has none, the seed, and how ids become text."""
     from lm_eval_duel.text.generation import end_tokens
 
     if not estimator.decodes:

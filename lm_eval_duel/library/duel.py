@@ -223,8 +223,8 @@ class Duel(OnIds):
 
     def windows(self, text: str) -> list[Window]:
         """The windows of a text, special tokens included, as `score` scores them. Raises DuelError as `score` does."""
-        text_side = self._require_text("windows", [text])
-        return text_side.document(text_side.encode(text))
+        encoder = self._require_text("windows", [text])
+        return encoder.document(encoder.encode(text))
 
     def score(
         self,
@@ -255,17 +255,17 @@ class Duel(OnIds):
         suffixes: Sequence[TextOrIds] | None = None,
     ) -> Iterator[tuple[int, TextScore]]:
         """Like `score`, but yield (index, score) of each text as it is finished, in any order."""
-        text_side = self._require_text("score", texts)
+        encoder = self._require_text("score", texts)
         if empty := [str(n) for n, text in enumerate(texts) if not text]:
             log.warning("no perplexity is defined for a text without tokens (nan): text %s", ", ".join(empty))
         around = [*zip(one_each(texts, contexts, "contexts"), one_each(texts, suffixes, "suffixes"), strict=True)]
-        documents = text_windows(text_side, texts, None if contexts is None and suffixes is None else around)
+        documents = text_windows(encoder, texts, None if contexts is None and suffixes is None else around)
         missing = tokens = 0
         for n, scores in score_documents([windows for _, windows in documents], self.stream, "Text {}".format):
             length, windows = documents[n]
-            absent = text_side.unknown(windows, texts[n])
+            absent = encoder.unknown(windows, texts[n])
             missing, tokens = missing + absent, tokens + length
-            more = text_side.tokenizer, absent, *around[n]
+            more = encoder.tokenizer, absent, *around[n]
             yield n, TextScore.from_scores(texts[n], length, windows, scores, self.estimator, *more)
         if missing:
             log.warning("%s", unknown_share(missing, tokens))
@@ -357,8 +357,8 @@ class Duel(OnIds):
             }
         )
         written = prompts if isinstance(prompts, str) else [prompt for prompt in prompts if isinstance(prompt, str)]
-        text_side = self._require_text("generate", written)
-        generator = Generator(self._sampler("generate", *SAMPLERS), text_side, settings, seed)
+        encoder = self._require_text("generate", written)
+        generator = Generator(self._sampler("generate", *SAMPLERS), encoder, settings, seed)
         return generate_texts(generator, prompts, range(len(prompts)) if keys is None else keys, suffixes)
 
     def stream_samples(

@@ -18,7 +18,7 @@ log = logging.getLogger("lm_eval.duel_mdm")
 
 
 def text_windows(
-    text_side: Text, texts: Sequence[str], around: Sequence[tuple[TextOrIds, TextOrIds]] | None = None
+    encoder: Text, texts: Sequence[str], around: Sequence[tuple[TextOrIds, TextOrIds]] | None = None
 ) -> list[tuple[int, list[Window]]]:
     """(tokens, windows) of each text, as in the harness.
 
@@ -26,20 +26,18 @@ def text_windows(
     cannot be scored.
     """
     found = []
-    cut_before = text_side.cut_contexts
+    cut_before = encoder.cut_contexts
     for n, text in enumerate(texts):
         with naming(f"Text {n}"):
             if around is None:
-                ids = text_side.encode(text)
-                found.append((len(ids), text_side.document(ids)))
+                ids = encoder.encode(text)
+                found.append((len(ids), encoder.document(ids)))
             else:
                 before, after = around[n]
-                window = text_side.gap(before, text, after)
+                window = encoder.gap(before, text, after)
                 found.append((len(window.target), [window] if window.target else []))
-    if cut := text_side.cut_contexts - cut_before:
-        log.warning(
-            "%d texts lost a part of their context or suffix: max_length=%d", cut, text_side.denoiser.max_length
-        )
+    if cut := encoder.cut_contexts - cut_before:
+        log.warning("%d texts lost a part of their context or suffix: max_length=%d", cut, encoder.denoiser.max_length)
     return found
 
 
@@ -62,16 +60,16 @@ def generate_texts(
     suffixes: Sequence[TextOrIds] | None = None,
 ) -> Iterator[tuple[int, GeneratedText]]:
     """(index, generated text) of each prompt as it is finished, in any order."""
-    text_side, settings = generator.text, generator.settings
+    encoder, settings = generator.text, generator.settings
     for note in generator.notes:
         log.warning("%s", note)
     windows, after = [], one_each(prompts, suffixes, "suffixes")
-    cut_before = text_side.cut_contexts
+    cut_before = encoder.cut_contexts
     for n, prompt in enumerate(prompts):
         with naming(f"Prompt {n}"):
             windows.append(generator.prompt(prompt, after[n]))
-    if cut := text_side.cut_contexts - cut_before:
+    if cut := encoder.cut_contexts - cut_before:
         log.warning("%d prompts were cut to leave room for max_new_tokens=%d", cut, settings.length)
     with naming("Prompt {}".format):
         for n, text, window, sample in generator.stream(windows, keys):
-            yield n, GeneratedText.from_sample(prompts[n], text, window, sample, generator.duel, text_side.tokenizer)
+            yield n, GeneratedText.from_sample(prompts[n], text, window, sample, generator.duel, encoder.tokenizer)

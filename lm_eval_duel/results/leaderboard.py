@@ -32,7 +32,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """The parsed command line; raises UsageError, also for missing results, traces and published figures."""
     options = Parser(
         "leaderboard",
-        __doc__,
+        "Show results files of lm_eval on one page to sort, filter and share.",
         EPILOG,
         "results results_ar --out site",
         *("RESULTS", "ar", "out", "metric", "traces", "tokenizer"),

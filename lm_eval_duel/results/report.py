@@ -73,7 +73,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """The parsed command line; raises UsageError, also for missing results and traces."""
     options = Parser(
         "report",
-        __doc__,
+        "Compare results files of lm_eval: perplexities, paired differences, the gap to an autoregressive baseline.",
         EPILOG,
         "results/duel results/elbo --ar results/ar --out report",
         *("RESULTS", "ar", "out", "metric", "traces", "figures", "width"),

@@ -38,7 +38,7 @@ def load_scorer(
     device: str | None = None,
     **sizes: Any,
 ) -> Scorer:
-    """The tokenizer, the network, the estimator and the text side of the options, read in this order.
+    """The tokenizer, the network, the estimator and the `Text` of the options, read in this order.
 
     `tokenizer` and `device` replace those of the options; `sizes`: see `registry.make`.
 

@@ -67,7 +67,7 @@ class Sampler(Protocol):
         """The subsets that the next step of each state of a level can reveal."""
 
 
-class Found(NamedTuple):
+class BeamResult(NamedTuple):
     """The results of beams for some blocks, in nats, (B,) each."""
 
     exact: torch.Tensor  # bool: every set was evaluated
@@ -76,9 +76,9 @@ class Found(NamedTuple):
     stderr: torch.Tensor  # of the repetitions
     error: torch.Tensor  # of the estimate; infinite: not known
 
-    def select(self, keep: torch.Tensor) -> Found:
+    def select(self, keep: torch.Tensor) -> BeamResult:
         """The values of the blocks `keep` (B,) bool."""
-        return Found(*(plane[keep] for plane in self))
+        return BeamResult(*(plane[keep] for plane in self))
 
 
 class Chunk:
@@ -94,7 +94,7 @@ class Chunk:
         number: int,
         lanes: Lanes,
         nth: torch.Tensor,
-        smaller: tuple[Found, ...] = (),
+        smaller: tuple[BeamResult, ...] = (),
     ):
         self.group, self.sampler, self.number = group, sampler, number
         self.lanes, self.nth, self.smaller = lanes, nth, smaller
@@ -239,11 +239,11 @@ class Chunk:
         index = kept.nonzero()[:, 0]
         return index, more[index]
 
-    def found(self) -> Found:
+    def found(self) -> BeamResult:
         """The result of the beams up to this one, for each block."""
         exact, bound = self.thinned == 0, self.value[:, 0]  # (B,) each
         if self.beam.all_sets:
-            return Found(exact, bound, bound, torch.zeros_like(bound), torch.zeros_like(bound))
+            return BeamResult(exact, bound, bound, torch.zeros_like(bound), torch.zeros_like(bound))
         estimate, stderr = log_mean(self.value[:, 1:])
         if self.smaller:
             bound = bound.maximum(self.smaller[-1].bound)
@@ -253,9 +253,9 @@ class Chunk:
             before, last = self.smaller[-2:]
             differences = (estimate - last.estimate).abs(), (last.estimate - before.estimate).abs()
             error = torch.stack([*differences, stderr, last.stderr, before.stderr]).amax(0)  # (B,)
-        return Found(exact, bound, estimate, stderr, error.masked_fill(exact, 0.0))
+        return BeamResult(exact, bound, estimate, stderr, error.masked_fill(exact, 0.0))
 
-    def larger(self, number: int, found: Found, again: torch.Tensor) -> Chunk:
+    def larger(self, number: int, found: BeamResult, again: torch.Tensor) -> Chunk:
         """The blocks of `again` (B,) from their start, with a beam of the next size; `found` by this one."""
         smaller = tuple(one.select(again) for one in (*self.smaller, found))
         twin = Chunk(self.group, self.sampler, number, self.lanes.select(again), self.nth[again], smaller)

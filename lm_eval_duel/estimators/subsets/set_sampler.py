@@ -22,7 +22,7 @@ from lm_eval_duel.core.reveal import Reveal, WindowGroup
 from lm_eval_duel.core.scores import IndexedScores, Sample, Step, WindowScore, known_sum
 from lm_eval_duel.estimators.arguments import LATTICE_BLOCK, TOLERANCE, BeamArguments, check_block
 from lm_eval_duel.estimators.base import Estimator, Value
-from lm_eval_duel.estimators.subsets.chunk import TABLE, Chunk, Found, followed
+from lm_eval_duel.estimators.subsets.chunk import TABLE, Chunk, BeamResult, followed
 from lm_eval_duel.estimators.subsets.moves import Moves, Planes, StateLevel, Thin
 from lm_eval_duel.estimators.subsets.sums import BeamSums
 
@@ -97,7 +97,7 @@ class SetSums:
                 following = lanes if following is None else following.concat(lanes)
         return following
 
-    def _finish(self, chunk: Chunk, found: Found) -> torch.Tensor:
+    def _finish(self, chunk: Chunk, found: BeamResult) -> torch.Tensor:
         """Add up the blocks of a finished chunk, but for those that need more sets, (B,) bool."""
         converged = ~found.exact & (found.error <= (self.beam.tolerance or TOLERANCE))
         again = ~found.exact & (not chunk.is_largest)
