@@ -19,9 +19,9 @@ from lm_eval_duel.errors import DuelError, too_few_documents, usage
 from lm_eval_duel.estimators.registry import Kind, arguments, find, is_bound, kind_of, of_spec
 from lm_eval_duel.estimators.subsets.sums import BeamSums
 from lm_eval_duel.options import Options, model_of
-from lm_eval_duel.results import compare, match, pairs, read, report, stats, tables
-from lm_eval_duel.results.paired import key_of
-from lm_eval_duel.results.rows import Pair, Row
+from lm_eval_duel.results import compare, match, paired, pairs, read, report, tables
+from lm_eval_duel.results.paired import PairedDifference, key_of
+from lm_eval_duel.results.rows import Row
 from lm_eval_duel.results.table import LEVEL, Table, csv_text, number, pm, spaced
 from lm_eval_duel.rules import PARAMETERS, RULES, presets
 from lm_eval_duel.tasks import own_text
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from lm_eval_duel.harness.lm import DuelMDM
 
 TASK = "score"  # what traces and results call these documents
+DIFFERENCE = [field.name for field in dataclasses.fields(PairedDifference)]  # entries of a comparison in --json
 SETTINGS = ("block", "cache")  # network arguments that a comparison of checkpoints holds fixed
 OF_CHECKPOINT = (  # model args that another checkpoint does not take over
     *("tokenizer", "revision", "family", "peft", "backend", "trust_remote_code", "mask_token_id", "exclude_ids"),
@@ -43,7 +44,7 @@ model args. Words are counted without white space around the text; the harness c
 newline. An estimate or a bound has its Monte Carlo error in a separate column.
 --compare scores the same texts under other models and prints a line for each model, then the paired differences to the
 first: in nats per token if all count the same tokens, else per byte. Each has its {LEVEL} (bootstrap over documents;
-it includes the Monte Carlo error of estimates and bounds) and, from {pairs.FEW} documents on, a verdict. --documents
+it includes the Monte Carlo error of estimates and bounds) and, from {paired.FEW} documents on, a verdict. --documents
 prints the lines of single documents, too.
 A .jsonl, .json, .parquet or .csv file has a document in each row (--field names the column); a .txt or .md file is one
 document, or with --lines one for each line. The file - is standard input.
@@ -124,7 +125,7 @@ def write(options: argparse.Namespace, every: Sequence[dict[str, Any]]) -> None:
             first["compared"] = others
             task, text = compared(every)
             for other, pair in zip(others, task.pairs, strict=True):
-                other["difference"] = _plain(pair)
+                other["difference"] = {key: getattr(pair, key) for key in DIFFERENCE}
     finally:
         if options.json:
             write_json(options.json, first)
@@ -180,27 +181,6 @@ def compared(every: Sequence[dict[str, Any]]) -> tuple[compare.Comparison, str]:
     parts = [tables.values(task).text(), tables.differences(task).text()]
     listed = [*(f"differs: {line}" for line in task.differences), *task.notes]
     return task, spaced([*parts, "\n".join(listed)])
-
-
-def _plain(pair: Pair) -> dict[str, Any]:
-    """The difference of two models, for --json."""
-    rows = pair.first, pair.second or pair.first
-    rates = [stats.rate(row.metric, row.value) for row in rows]
-    errors = [
-        row.nats_stderr * rate / -row.log_prob if row.nats_stderr and row.log_prob else row.nats_stderr
-        for row, rate in zip(rows, rates, strict=True)
-    ]
-    return {
-        "names": [*pair.names],
-        "unit": pairs.unit(rows[0].metric),
-        "documents": len(rows[0].documents),
-        "perplexities": list(map(perplexity, rates)),
-        "stderrs": [error and perplexity(rate) * error for rate, error in zip(rates, errors, strict=True)],
-        "kinds": [kind_of(row.estimator, row.run.spec, row.beam) for row in rows],
-        "difference": pair.difference,
-        "interval": pair.interval,
-        "verdict": pair.verdict,
-    }
 
 
 @usage()

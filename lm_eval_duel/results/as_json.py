@@ -21,6 +21,7 @@ ROW = (
     *("window_stderr", "reason", "metrics", "nfe_per_token", "dtype=run.dtype", "fingerprint=run.fingerprint"),
     *("ar", "best", "gap", "gap_interval", *GAP),
 )
+PAIR = ("names", "difference", "interval", "reason", "verdict")
 CELL = ("value", "interval", "stderr", "stderr_reason", "window_stderr", "reason", "gap", "gap_interval", *GAP)
 COST = (
     *("model=run.label", "estimator=run.estimator", "name", "rule=run.rule", "block=run.block", "cache=run.cache"),
@@ -56,7 +57,7 @@ def comparison(task: Comparison) -> dict[str, Any]:
     numbers: dict[Row | None, int | None] = {row: n for n, row in enumerate(task.rows)} | {None: None}
 
     def pair(of: Pair | None) -> dict[str, Any] | None:
-        return of and vars(of) | {"first": numbers[of.first], "second": numbers[of.second], "names": [*of.names]}
+        return of and {"first": numbers[of.first], "second": numbers[of.second]} | entries(of, PAIR)
 
     def speeds(of: Speeds) -> dict[str, Any]:
         lines = {key: numbers[getattr(of, key)] for key in ("elbo", "ar", "oracle")}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from lm_eval_duel.results.pairs import UNCLEAR
+from lm_eval_duel.results.paired import UNCLEAR
 from lm_eval_duel.results.read import Run
 from lm_eval_duel.results.rows import Row
 from lm_eval_duel.results.table import LEVEL, WORDS, Bold, Cell, form_of, number, pm, span

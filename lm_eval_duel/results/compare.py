@@ -16,7 +16,7 @@ from lm_eval_duel.core.rates import METRICS
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.results import match, pairs, stats
 from lm_eval_duel.results import rows as task_rows
-from lm_eval_duel.results.pairs import UNCLEAR
+from lm_eval_duel.results.paired import UNCLEAR
 from lm_eval_duel.results.read import Run
 from lm_eval_duel.results.rows import Pair, Row
 from lm_eval_duel.results.table import WORDS, number, pm
@@ -71,33 +71,34 @@ def task(
     base = next((run for run in reversed(compared) if run.baseline), None)
     compared.sort(key=lambda run: run is not base)
     metric = _metric(name, metric, compared)
-    listed = match.check(name, metric, compared, as_published)
+    differences = match.check(name, metric, compared, as_published)
     remarks: list[str] = []
     made = [row for run in compared for row in task_rows.of_run(run, name, metric, remarks)]
     for row in made:
         row.ar = base is not None and (row.run, row.estimator) == (base, base.estimator)
     rows = task_rows.in_order([row for row in made if metric in row.metrics], base, remarks)
-    _draw(rows)
+    ar = rows[0] if base else None
+    _add_intervals(rows)
     _mark_best(rows)
-    ar = next((row for row in rows if row.ar), None)
-    for row in rows:
-        _add_gap(row, ar)
-    reasons = {row: "" for row in rows if row.duel}
-    for row in reasons:
-        row.elbo, reasons[row] = pairs.find_elbo(row, rows, as_published)
-    for row, why in reasons.items():
-        _close_gap(row, ar, why)
+    _add_gaps(rows, ar)
+    elbos = _close_gaps(rows, ar, as_published)
     for row in rows:
         row.cache_cost = pairs.cache_cost(row, rows)
-    used = {rows.index(row.elbo): _describe(row.elbo, why) for row, why in reasons.items() if row.elbo is not None}
-    elbos = [used[n] for n in sorted(used)]
     notes = [*_notes(name, compared, elbos), *dict.fromkeys(remarks)]
     if metric in OTHER_UNITS and any(row.gap_closed is not None for row in rows):
         notes.append(f"gap closed is of {WORDS[metric]} here: the paper's numbers are per token and not these")
     sizes = {run.tasks[name].size for run in compared} - {None}
-    documents = sizes.pop() if len(sizes) == 1 else None
-    chosen = pairs.chosen(choice, rows)
-    return Comparison(metric, documents, rows, _speeds(rows, ar), chosen, elbos, listed, as_published, notes)
+    return Comparison(
+        metric=metric,
+        documents=sizes.pop() if len(sizes) == 1 else None,
+        rows=rows,
+        rules=_speeds(rows, ar),
+        pairs=pairs.chosen(choice, rows),
+        elbo=elbos,
+        differences=differences,
+        as_published=as_published,
+        notes=notes,
+    )
 
 
 def _metric(name: str, requested: str | None, compared: Sequence[Run]) -> str:
@@ -109,16 +110,18 @@ def _metric(name: str, requested: str | None, compared: Sequence[Run]) -> str:
     raise DuelError(f"Wanted {wanted}, but there is: {available}. Name another with --metric, or leave the task out.")
 
 
-def _draw(rows: Sequence[Row]) -> None:
+# ---------------------------------------------------------------- the steps that fill rows
+
+
+def _add_intervals(rows: Sequence[Row]) -> None:
     """Give bootstrap draws to rows that have the documents of the first that has any. All use the same resampling."""
     known = [row for row in rows if len(row.documents) > 1 and math.isfinite(row.value)]
     known = [row for row in known if row.documents.keys() == known[0].documents.keys()]
-    if not known:
-        return
-    table = np.array([[row.documents[key] for row in known] for key in sorted(known[0].documents)])
-    for row, draws in zip(known, stats.rates(table, [row.nats_stderr for row in known]).T, strict=True):
-        row.draws = draws
-        row.interval = stats.interval(row.drawn)
+    if known:
+        table = np.array([[row.documents[key] for row in known] for key in sorted(known[0].documents)])
+        for row, draws in zip(known, stats.rates(table, [row.nats_stderr for row in known]).T, strict=True):
+            row.draws = draws
+            row.interval = stats.interval(row.drawn)
 
 
 def _mark_best(rows: Sequence[Row]) -> None:
@@ -130,69 +133,24 @@ def _mark_best(rows: Sequence[Row]) -> None:
             min(proper, key=lambda row: row.value).best = True
 
 
-def _add_gap(row: Row, ar: Row | None) -> None:
-    if ar is not None and row is not ar:
-        row.gap = row.value - ar.value
-        if row.draws is not None and ar.draws is not None:
-            row.gap_interval = stats.interval(row.drawn - ar.drawn)
-
-
-def _notes(name: str, compared: Sequence[Run], elbos: Sequence[str]) -> list[str]:
-    """Notes on unknown tokens, ELBOs, networks in low precision (whose orders and sums are coarser), and windows."""
-    shares = dict.fromkeys((run.label, run.tasks[name].unknown) for run in compared if run.tasks[name].unknown)
-    notes = [
-        f"{share:.1%} of the tokens of {label} are [UNK]: its bits per byte, byte and word perplexity are not a "
-        "likelihood of the text"
-        for label, share in shares
-    ]
-    notes += elbos
-    cuts: dict[str, dict[str, None]] = {}
-    for run in compared:
-        cuts.setdefault(run.label, {})[match.windows_of(run)] = None
-        if run.dtype not in ("float32", "float64"):
-            default = "" if run.ours else " (the default of --model hf; dtype=float32 changes it)"
-            notes.append(f"{run.label} ran in {run.dtype}{default}: {run.short_name}")
-    return [*notes, "windows: " + "; ".join(f"{label}: {' and '.join(of_label)}" for label, of_label in cuts.items())]
-
-
-def _speeds(rows: Sequence[Row], ar: Row | None) -> list[Speeds]:
-    """Rule families against NFE, for each model, block and cache with two or more different NFEs."""
-    groups: dict[tuple, list[Row]] = {}
+def _add_gaps(rows: Sequence[Row], ar: Row | None) -> None:
     for row in rows:
-        if row.estimator == "duel" and row.nfe_per_token:
-            groups.setdefault((row.model, row.block, row.run.cache, row.variant), []).append(row)
-    speeds = []
-    for (model, block, cache, variant), members in groups.items():
-        if len({round(row.nfe_per_token, 3) for row in members}) > 1:
-            families: dict[str, list[Row]] = {}
-            for row in members:
-                families.setdefault(family(row.rule)[0], []).append(row)
-            for points in families.values():
-                points.sort(key=lambda row: row.nfe_per_token)
-            elbo = next((row.elbo for row in members if row.elbo is not None), None)
-            oracle = model, "oracle", block, cache
-            alike = (row for row in rows if (row.model, row.estimator, row.block, row.run.cache) == oracle)
-            parts = members[0].parts
-            title = ", ".join(filter(None, [model, parts["block"], parts["cache"] if cache != "none" else "", variant]))
-            speeds.append(Speeds(title, elbo, ar, next(alike, None), families))
-    return speeds
+        if ar is not None and row is not ar:
+            row.gap = row.value - ar.value
+            if row.draws is not None and ar.draws is not None:
+                row.gap_interval = stats.interval(row.drawn - ar.drawn)
 
 
-# ---------------------------------------------------------------- gap closed
-
-
-def _describe(elbo: Row, why: str) -> str:
-    """A description of an ELBO with its standard error. `why`: how its spec differs from the row's."""
-    spec, stderr = elbo.run.spec, elbo.stderr
-    if elbo.entry.lattice:
-        text = f"the mean over all orders in blocks of {elbo.block} (elbo_exact; there is no Monte Carlo ELBO)"
-    else:
-        form = f", elbo_form={spec['elbo_form']}" if "elbo_form" in spec else ""
-        eps = f", elbo_eps={elbo.eps:g} (above 0: NO bound)" if elbo.eps else ""
-        error = f", standard error {stderr:.2g}" if stderr is not None else ", no standard error"
-        text = f"Monte Carlo, mc_samples={spec.get('mc_samples', '?')}{form}, elbo_block={elbo.block}{eps}{error}"
-    variant = f" ({elbo.variant})" if elbo.variant else ""
-    return f"ELBO of {elbo.model}{variant}: {text}{f' ({why})' if why else ''}"
+def _close_gaps(rows: Sequence[Row], ar: Row | None, as_published: bool) -> list[str]:
+    """Enter the ELBO and gap closed of each DUEL row; return descriptions of these ELBOs."""
+    used: dict[int, str] = {}
+    for row in rows:
+        if row.duel:
+            row.elbo, why = pairs.find_elbo(row, rows, as_published)
+            _close_gap(row, ar, why)
+            if row.elbo is not None:
+                used[rows.index(row.elbo)] = _describe(row.elbo, why)
+    return [used[n] for n in sorted(used)]
 
 
 def _close_gap(row: Row, ar: Row | None, why: str) -> None:
@@ -211,10 +169,9 @@ def _close_gap(row: Row, ar: Row | None, why: str) -> None:
     elif elbo.value <= ar.value:
         row.gap_closed_reason = BETTER
     else:
-        values = elbo.value, row.value, ar.value
-        row.share = stats.gap_closed(*values)
+        row.share = 100 * (elbo.value - row.value) / (elbo.value - ar.value)
         own = 0.0 if row.stderr_bound is None else row.stderr  # an exact value has no error
-        row.share_stderr = stats.gap_closed_stderr(*values, elbo.stderr, own)
+        row.share_stderr = stats.gap_closed_stderr(elbo.value, row.value, ar.value, elbo.stderr, own)
         known = [error for error in (elbo.stderr_bound, row.stderr_bound) if error is not None]
         row.distinguishable = stats.clear(elbo.value, row.value, math.hypot(*known) if known else None)
         reasons = [elbo.stderr_reason, row.stderr_reason]
@@ -231,6 +188,68 @@ def _close_gap(row: Row, ar: Row | None, why: str) -> None:
 def _with_error(row: Row) -> str:
     error = "" if row.stderr_bound is None else " ± ?" if row.stderr is None else pm(row.stderr)
     return f"{number(row.value)}{error}"
+
+
+def _describe(elbo: Row, why: str) -> str:
+    """A description of an ELBO with its standard error. `why`: how its spec differs from the row's."""
+    spec, stderr = elbo.run.spec, elbo.stderr
+    if elbo.entry.lattice:
+        text = f"the mean over all orders in blocks of {elbo.block} (elbo_exact; there is no Monte Carlo ELBO)"
+    else:
+        form = f", elbo_form={spec['elbo_form']}" if "elbo_form" in spec else ""
+        eps = f", elbo_eps={elbo.eps:g} (above 0: NO bound)" if elbo.eps else ""
+        error = f", standard error {stderr:.2g}" if stderr is not None else ", no standard error"
+        text = f"Monte Carlo, mc_samples={spec.get('mc_samples', '?')}{form}, elbo_block={elbo.block}{eps}{error}"
+    variant = f" ({elbo.variant})" if elbo.variant else ""
+    return f"ELBO of {elbo.model}{variant}: {text}{f' ({why})' if why else ''}"
+
+
+# ---------------------------------------------------------------- notes and speeds
+
+
+def _notes(name: str, compared: Sequence[Run], elbos: Sequence[str]) -> list[str]:
+    """Notes on unknown tokens, ELBOs, networks in low precision (whose orders and sums are coarser), and windows."""
+    shares = dict.fromkeys((run.label, run.tasks[name].unknown) for run in compared if run.tasks[name].unknown)
+    notes = [
+        f"{share:.1%} of the tokens of {label} are [UNK]: its bits per byte, byte and word perplexity are not a "
+        "likelihood of the text"
+        for label, share in shares
+    ]
+    notes += elbos
+    windows: dict[str, dict[str, None]] = {}
+    for run in compared:
+        windows.setdefault(run.label, {})[match.windows_of(run)] = None
+        if run.dtype not in ("float32", "float64"):
+            default = "" if run.ours else " (the default of --model hf; dtype=float32 changes it)"
+            notes.append(f"{run.label} ran in {run.dtype}{default}: {run.short_name}")
+    listed = "; ".join(f"{label}: {' and '.join(of_label)}" for label, of_label in windows.items())
+    return [*notes, f"windows: {listed}"]
+
+
+def _speeds(rows: Sequence[Row], ar: Row | None) -> list[Speeds]:
+    """Rule families against NFE, for each model, block and cache with two or more different NFEs."""
+    groups: dict[tuple, list[Row]] = {}
+    for row in rows:
+        if row.estimator == "duel" and row.nfe_per_token:
+            groups.setdefault((row.model, row.block, row.run.cache, row.variant), []).append(row)
+    speeds = []
+    for (model, block, cache, variant), members in groups.items():
+        if len({round(row.nfe_per_token, 3) for row in members}) > 1:
+            families: dict[str, list[Row]] = {}
+            for row in members:
+                families.setdefault(family(row.rule)[0], []).append(row)
+            for points in families.values():
+                points.sort(key=lambda row: row.nfe_per_token)
+            elbo = next((row.elbo for row in members if row.elbo is not None), None)
+            oracle = (model, "oracle", block, cache)
+            alike = (row for row in rows if (row.model, row.estimator, row.block, row.run.cache) == oracle)
+            parts = members[0].parts
+            title = ", ".join(filter(None, [model, parts["block"], parts["cache"] if cache != "none" else "", variant]))
+            speeds.append(Speeds(title, elbo, ar, next(alike, None), families))
+    return speeds
+
+
+# ---------------------------------------------------------------- over tasks
 
 
 @dataclasses.dataclass(frozen=True)

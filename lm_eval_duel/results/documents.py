@@ -11,8 +11,8 @@ from typing import Any
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.estimators import registry
 from lm_eval_duel.harness import trace
+from lm_eval_duel.results.rows import setting
 from lm_eval_duel.results.samples import Traces
-from lm_eval_duel.rules.tables import without_defaults
 from lm_eval_duel.text.token_text import token_texts
 
 MAX_TOKENS = 1024  # of a document
@@ -88,14 +88,12 @@ def _orders(traces: Traces, path: Path, model: str) -> Iterator[tuple[Place, Ord
 
 def _label(model: str, spec: Mapping[str, Any], rule: str) -> str:
     """The name of an order: model, rule, block and cache. One of no rule, or of an estimate, names its estimator."""
-    estimator = registry.ESTIMATORS.get(str(spec.get("estimator")))
-    if estimator is not None and estimator.causal:
+    entry = registry.ESTIMATORS.get(str(spec.get("estimator")))
+    if entry is not None and entry.causal:
         return f"{model}, autoregressive"
-    named = estimator is not None and not (estimator.lattice and rule) and estimator.name != "duel"
-    block = str(spec.get("block", "none"))
-    parts = [model, estimator.title if named else "", without_defaults(rule)]
-    parts += ["whole target" if block == "none" else f"block {block}"]
-    return ", ".join(filter(None, [*parts, f"cache={spec['cache']}" if "cache" in spec else ""]))
+    named = entry is not None and not (entry.lattice and rule) and entry.name != "duel"
+    parts = setting(rule, str(spec.get("block", "none")), spec.get("cache")).values()
+    return ", ".join(filter(None, [model, entry.title if named else "", *parts]))
 
 
 def _document(place: Place, orders: Iterable[Order], texts: Texts) -> tuple[dict[str, Any], list[str]]:

@@ -1,4 +1,9 @@
-"""Two scores of the same texts: the paired difference with its interval, and a verdict. In Python: `compare(a, b)`."""
+"""Two scores of the same texts: the paired difference with its interval, and a verdict. In Python: `compare(a, b)`.
+
+    difference = rate(first) - rate(second),   rate = -log p / units over all texts
+
+Below 0 the first is better. The interval is from a bootstrap over texts that both share.
+"""
 
 from __future__ import annotations
 
@@ -13,40 +18,31 @@ import numpy as np
 from lm_eval_duel.core.rates import perplexity
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.estimators.registry import NO_BOUND, Kind, is_bound, kind_of, of_spec
-from lm_eval_duel.results import pairs, stats
+from lm_eval_duel.results import stats
 from lm_eval_duel.results.table import number, pm, span
 
 UNITS = ("token", "word", "byte")
+UNCLEAR = "not distinguishable"  # the interval holds 0
+FEW = 10  # distinct texts below which a bootstrap interval is too narrow for a verdict
+EQUAL = 1e-6  # nats per unit that are float noise
 
 
-class Texts(NamedTuple):
-    """The scores of some texts under one model. `stderr`: of their sum, nats; equal texts share one error."""
+class Side(NamedTuple):
+    """One of two scores of the same texts."""
 
-    keys: list[str]  # equal for equal texts
-    log_probs: list[float]  # nats
-    counts: dict[str, list[int]]  # by unit
-    kind: str  # of the values, as `registry.kind_of` says
-    stderr: float | None = None  # Monte Carlo
-    unknown: str = ""  # why values that are drawn have no `stderr`
+    name: str
+    kind: str  # of the value, as `registry.kind_of` names it
+    rate: float  # nats per unit
+    stderr: float | None  # of the rate, Monte Carlo
+    unknown: str  # why a value that is drawn has no `stderr`
+    draws: np.ndarray | None = None  # of the rate, by the bootstrap
 
-    def doubt(self, name: str) -> str:
-        """The reason that these values allow no verdict; empty if they do."""
+    @property
+    def doubt(self) -> str:
+        """The reason that this value allows no verdict; empty if it does."""
         if self.kind == NO_BOUND:
-            return f"{name} is neither a likelihood nor a bound"
-        return f"{name} is not a likelihood" if self.kind == Kind.NOT_A_LIKELIHOOD.value else self.unknown
-
-    def check(self, name: str) -> None:
-        """Raise DuelError for a log-probability above 0: of the sum, if the values are estimates."""
-        tokens = self.counts["token"]
-        values = [(f"text {n}", *value) for n, value in enumerate(zip(self.log_probs, tokens, strict=True))]
-        if self.kind == Kind.ESTIMATE.value:
-            values = [("the sum", math.fsum(self.log_probs), sum(tokens))]
-        for what, nats, count in values:
-            if not nats <= pairs.EQUAL * max(1, count):
-                raise DuelError(
-                    f"The log-probability of {what} of {name} is {nats:g}, and a probability is at most 1. Score the "
-                    "texts again."
-                )
+            return f"{self.name} is neither a likelihood nor a bound"
+        return f"{self.name} is not a likelihood" if self.kind == Kind.NOT_A_LIKELIHOOD.value else self.unknown
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,6 +72,53 @@ class PairedDifference:
         return f"{text}: {self.verdict}" if self.verdict else text
 
 
+def difference(first: Side, second: Side, unit: str, keys: Sequence[str]) -> PairedDifference:
+    """The difference of two scores of texts, with a verdict if both have draws. `keys`: equal for equal texts."""
+    value = interval = None
+    verdict = ""
+    if math.isfinite(first.rate) and math.isfinite(second.rate):
+        value = first.rate - second.rate
+        if first.draws is not None and second.draws is not None:
+            low, high = stats.interval(first.draws - second.draws)
+            interval, verdict = (low, high), _verdict(first, second, low, high, len(set(keys)))
+    perplexities = perplexity(first.rate), perplexity(second.rate)
+    one, other = (
+        None if side.stderr is None or not math.isfinite(known) else known * side.stderr
+        for side, known in zip((first, second), perplexities, strict=True)
+    )
+    kinds = first.kind, second.kind
+    names = first.name, second.name
+    return PairedDifference(names, unit, len(keys), perplexities, (one, other), kinds, value, interval, verdict)
+
+
+def _verdict(first: Side, second: Side, low: float, high: float, texts: int) -> str:
+    """The better of two by the interval of their difference. Copies of a text say nothing about other `texts`."""
+    better, worse = (first, second) if high < 0 else (second, first)
+    if doubt := first.doubt or second.doubt:
+        return f"no verdict: {doubt}"
+    if max(abs(low), abs(high)) < EQUAL:
+        return "equal"
+    if texts < FEW:
+        return f"no verdict from {texts} distinct documents"
+    if low <= 0 <= high:
+        return UNCLEAR
+    if is_bound(worse.kind):  # its own value may be lower than its bound
+        return f"no verdict: {worse.name} is an upper bound"
+    return f"{better.name} is better"
+
+
+# ---------------------------------------------------------------- scores of the library
+
+
+class Texts(NamedTuple):
+    """The scores of some texts under one model."""
+
+    keys: list[str]  # equal for equal texts
+    log_probs: list[float]  # nats
+    counts: dict[str, list[int]]  # by unit
+    side: Side  # its rate and error are those of the sum in nats; equal texts share one error
+
+
 def compare(
     a: Sequence[Any], b: Sequence[Any], names: tuple[str, str] = ("first", "second"), unit: str | None = None
 ) -> PairedDifference:
@@ -102,8 +145,6 @@ def compare(
         raise DuelError(f"compare() takes two lists of scores of the same texts in the same order, but {what}.")
     if unit not in (None, *UNITS):
         raise DuelError(f"'unit' is one of {', '.join(UNITS)}; got {unit}.")
-    for texts, name in zip(both, names, strict=True):
-        texts.check(name)
     same = first.counts["token"] == second.counts["token"]
     unit = unit or ("token" if same else "byte")
     if unit == "token" and not same:
@@ -113,22 +154,15 @@ def compare(
     units = table[:, :, 1].sum(0)  # (2,)
     if not units.all():
         raise DuelError(f"The texts have no {unit}s, so there is no rate to compare.")
-    rates = [float(rate) for rate in -table[:, :, 0].sum(0) / units]
+    rates = -table[:, :, 0].sum(0) / units
     draws: Any = (None, None)
-    if len(a) > 1 and all(map(math.isfinite, rates)):
-        draws = stats.rates(table, [first.stderr, second.stderr]).T
-    sides = [
-        pairs.Side(name, rate, drawn, is_bound(texts.kind), texts.doubt(name))
-        for name, rate, drawn, texts in zip(names, rates, draws, both, strict=True)
-    ]
-    value, interval, verdict = pairs.difference(*sides, len(set(first.keys)))
-    values = perplexity(rates[0]), perplexity(rates[1])
-    one, other = (
-        None if texts.stderr is None or not math.isfinite(known) else known * texts.stderr / float(count)
-        for known, texts, count in zip(values, both, units, strict=True)
-    )
-    ends, kinds = None if interval is None else (interval[0], interval[1]), (first.kind, second.kind)
-    return PairedDifference(names, unit, len(a), values, (one, other), kinds, value, ends, verdict)
+    if len(a) > 1 and np.isfinite(rates).all():
+        draws = stats.rates(table, [texts.side.stderr for texts in both]).T
+    sides = []
+    for texts, rate, count, drawn in zip(both, rates, units, draws, strict=True):
+        error = texts.side.stderr
+        sides.append(texts.side._replace(rate=float(rate), stderr=error and error / float(count), draws=drawn))
+    return difference(*sides, unit, first.keys)
 
 
 def _texts(scores: Sequence[Any], name: str) -> Texts:
@@ -146,18 +180,28 @@ def _texts(scores: Sequence[Any], name: str) -> Texts:
         if score.spec != scores[0].spec:
             raise DuelError(f"compare() takes the scores of one model in a list; {name} has 0 and {n} of several.")
     if not scores:
-        return Texts([], [], {}, Kind.LIKELIHOOD.value)
+        return Texts([], [], {}, Side(name, Kind.LIKELIHOOD.value, 0.0, None, ""))
     total, spec = Total.from_parts(score.sums for score in scores), scores[0].spec
     estimator, stderr = str(spec["estimator"]), total.stderr
     drawn = of_spec(estimator, spec, total.beam).drawn
     unknown = "" if drawn is None or stderr is not None else drawn.unknown(spec)
+    kind, log_probs = kind_of(estimator, spec, total.beam), [score.log_prob for score in scores]
     counts = {
         "token": [score.tokens if isinstance(score.tokens, int) else len(score.tokens) for score in scores],
         "word": [len(score.text.split()) for score in scores],
         "byte": [len(score.text.encode()) for score in scores],
     }
-    keys, log_probs = [key_of(_identity(score)) for score in scores], [score.log_prob for score in scores]
-    return Texts(keys, log_probs, counts, kind_of(estimator, spec, total.beam), stderr, unknown)
+    sums = [(f"text {n}", *value) for n, value in enumerate(zip(log_probs, counts["token"], strict=True))]
+    if kind == Kind.ESTIMATE.value:  # of which a single one may be above 0
+        sums = [("the sum", math.fsum(log_probs), sum(counts["token"]))]
+    for what, nats, tokens in sums:
+        if not nats <= EQUAL * max(1, tokens):
+            raise DuelError(
+                f"The log-probability of {what} of {name} is {nats:g}, and a probability is at most 1. Score the texts "
+                "again."
+            )
+    side = Side(name, kind, -math.fsum(log_probs), stderr, unknown)
+    return Texts([key_of(_identity(score)) for score in scores], log_probs, counts, side)
 
 
 def _identity(score: Any) -> str:

@@ -1,30 +1,19 @@
-"""Paired differences: nats per unit on the same documents, with an interval and a verdict.
-
-    difference = rate(first) - rate(second),   rate = -log p / units over all documents
-
-Below 0 the first is better. The interval is from the bootstrap over documents that both share.
-"""
+"""The rows that are compared: pairs with their differences, the ELBO of a row, and the row without its cache."""
 
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Callable, Collection, Sequence
-from typing import NamedTuple
 
-import numpy as np
-
-from lm_eval_duel.results import rows, stats
+from lm_eval_duel.results import paired, rows, stats
+from lm_eval_duel.results.paired import Side
 from lm_eval_duel.results.read import NO_CACHE
-from lm_eval_duel.results.rows import NON_IDENTITY_KEYS, OF_ESTIMATOR, Interval, Pair, Row
+from lm_eval_duel.results.rows import NON_IDENTITY_KEYS, OF_ESTIMATOR, Pair, Row
 
 UNITS = {"token_perplexity": "token", "perplexity": "document", "word_perplexity": "word"}  # of others: byte
 BOTH, RULES, MODELS, ALL, NONE = "both", "rules", "models", "all", "none"
 CHOICES = (BOTH, RULES, MODELS, ALL, NONE)  # of --pairs
-UNCLEAR = "not distinguishable"  # within two standard errors
 MOST_ROWS = 5  # of which all pairs are listed; of more, each is compared with the lowest
-FEW = 10  # distinct documents below which a bootstrap interval is too narrow for a verdict
-EQUAL = 1e-6  # nats per unit that are float noise
 PAPER_RULE = "greedy:k=1"  # the rule of the paper's perplexity tables
 CONVENTIONS = {"special_tokens", "windows", "max_length", "sigma"}  # entries in which published figures may differ
 
@@ -34,63 +23,21 @@ def unit(metric: str) -> str:
     return UNITS.get(metric, "byte")
 
 
-class Side(NamedTuple):
-    """One of two that are compared. `draws`: bootstrap draws of its rate; `doubt`: why it allows no verdict."""
-
-    name: str
-    rate: float  # nats per unit
-    draws: np.ndarray | None
-    bound: bool  # of its perplexity, from above
-    doubt: str
-
-
-def difference(first: Side, second: Side, documents: int) -> tuple[float | None, Interval | None, str]:
-    """First minus second (None if a rate is infinite), its interval, and which is better by that interval.
-
-    `documents`: the number of distinct texts; copies of one text say nothing about others.
-    """
-    if not (math.isfinite(first.rate) and math.isfinite(second.rate)):
-        return None, None, ""
-    value = first.rate - second.rate
-    if first.draws is None or second.draws is None:
-        return value, None, ""
-    drawn = first.draws - second.draws
-    low, high = interval = stats.interval(drawn)
-    better, worse = (first, second) if high < 0 else (second, first)
-    if doubt := first.doubt or second.doubt:
-        verdict = f"no verdict: {doubt}"
-    elif max(abs(low), abs(high)) < EQUAL:
-        verdict = "equal"
-    elif documents < FEW:
-        verdict = f"no verdict from {documents} distinct documents"
-    elif low <= 0 <= high:
-        verdict = UNCLEAR
-    elif worse.bound:  # its own value may be lower than its bound
-        verdict = f"no verdict: {worse.name} is an upper bound"
-    else:
-        verdict = f"{better.name} is better"
-    return value, interval, verdict
-
-
-# ---------------------------------------------------------------- of rows
-
-
 def pair(first: Row, second: Row) -> Pair:
     """The difference of two rows with its interval (or the reason why there is none) and verdict."""
-    here, there = rows.names((first, second))
     sides = []
-    for row, name in ((first, here), (second, there)):
-        doubt = f"{name} is neither a likelihood nor a bound" if row.eps else row.stderr_reason
-        doubt = doubt if row.likelihood else f"{name} is not a likelihood"
-        sides.append(Side(name, stats.rate(row.metric, row.value), row.draws, row.bound, doubt))
-    value, interval, verdict = difference(*sides, len({key.rpartition(":")[0] for key in first.documents}))
+    for row, name in zip((first, second), rows.names((first, second)), strict=True):
+        rate = stats.rate(row.metric, row.value)
+        error = row.nats_stderr * rate / -row.log_prob if row.nats_stderr and row.log_prob else row.nats_stderr
+        sides.append(Side(name, row.kind, rate, error, row.stderr_reason, row.draws))
+    found = paired.difference(*sides, unit(first.metric), [key.rpartition(":")[0] for key in first.documents])
     reason = ""
-    if value is None:
+    if found.difference is None:
         reason = "no difference of an infinite perplexity"
-    elif interval is None:
+    elif found.interval is None:
         lacking = first if first.draws is None else second
         reason = f"no interval: {lacking.model}, {lacking.name}: {lacking.reason}"
-    return Pair(first, second, (here, there), value, interval, reason, verdict)
+    return Pair(**vars(found), first=first, second=second, reason=reason)
 
 
 def chosen(choice: str, shown: Sequence[Row]) -> list[Pair]:
@@ -143,13 +90,14 @@ def cache_cost(row: Row, shown: Sequence[Row]) -> Pair | None:
     def fits(other: Row) -> bool:
         return other.run.cache == NO_CACHE and (other.estimator, other.rule) == (row.estimator, row.rule)
 
-    nearest, apart = _nearest(row, shown, fits, ignored | {"cache"})
-    if nearest and not apart:
+    nearest, differences = _nearest(row, shown, fits, ignored | {"cache"})
+    if nearest and not differences:
         return pair(row, nearest[0])
     reason = "there is no result of this network and rule with cache=none"
-    if apart:
-        reason = f"the result with cache=none is of another spec: {'; '.join(apart.values())}"
-    return Pair(row, None, reason=reason)
+    if differences:
+        reason = f"the result with cache=none is of another spec: {'; '.join(differences.values())}"
+    none = paired.PairedDifference(("", ""), unit(row.metric), 0, (), (), (), None, None, "")
+    return Pair(**vars(none), first=row, second=None, reason=reason)
 
 
 def find_elbo(duel: Row, shown: Sequence[Row], as_published: bool = False) -> tuple[Row | None, str]:
@@ -161,23 +109,23 @@ def find_elbo(duel: Row, shown: Sequence[Row], as_published: bool = False) -> tu
     of the same spec, accept one with other windows or scored positions, and return the differences.
     """
     causal = duel.run.duel.get("attention") in ("block_causal", "causal_prefix")
-    wanted, ignored = duel.run.block if causal else "none", NON_IDENTITY_KEYS | OF_ESTIMATOR
+    wanted = duel.run.block if causal else "none"
 
     def fits(row: Row) -> bool:
         return row.block == wanted and (row.drawn_bound or (causal and row.estimator == "elbo_exact"))
 
-    nearest, apart = _nearest(duel, shown, fits, ignored)
+    nearest, differences = _nearest(duel, shown, fits, NON_IDENTITY_KEYS | OF_ESTIMATOR)
     if not nearest:
         return None, f"no ELBO (estimator=elbo, elbo_block={wanted})"
-    differences = "; ".join(apart.values())
-    if apart and not (as_published and apart.keys() <= CONVENTIONS):
-        return None, f"no ELBO of the same spec: {differences}"
+    listed = "; ".join(differences.values())
+    if differences and not (as_published and differences.keys() <= CONVENTIONS):
+        return None, f"no ELBO of the same spec: {listed}"
 
     def worth(row: Row) -> tuple:
         draws = row.run.spec.get("mc_samples", "")
         return not row.eps, row.drawn_bound, float(draws) if draws not in ("", "none") else 1.0
 
-    return max(nearest, key=worth), f"as published, of another convention: {differences}" if apart else ""
+    return max(nearest, key=worth), f"as published, of another convention: {listed}" if differences else ""
 
 
 def _nearest(
@@ -185,7 +133,7 @@ def _nearest(
 ) -> tuple[list[Row], dict[str, str]]:
     """The fitting rows of a row's model whose specs are nearest to its own, and how they differ."""
     here = row.run.spec
-    apart: list[tuple[Row, dict[str, str]]] = []
+    found: list[tuple[Row, dict[str, str]]] = []
     for other in shown:
         if other.run.key == row.run.key and fits(other):
             there = other.run.spec
@@ -194,6 +142,6 @@ def _nearest(
                 for key in sorted({*here, *there} - set(ignored))
                 if here.get(key, "not set") != there.get(key, "not set")
             }
-            apart.append((other, differences))
-    least = min((differences for _, differences in apart), key=len, default={})
-    return [other for other, differences in apart if differences == least], least
+            found.append((other, differences))
+    least = min((differences for _, differences in found), key=len, default={})
+    return [other for other, differences in found if differences == least], least

@@ -1,4 +1,4 @@
-"""The rows of a task's table: one for each value that a run computed; in order, each once, with a unique name."""
+"""The rows of a task's table: one for each value that a run computed, in order, each once, with its name."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from lm_eval_duel.estimators import registry
 from lm_eval_duel.estimators.registry import Kind
 from lm_eval_duel.estimators.subsets.sums import BeamSums
 from lm_eval_duel.results import stats
+from lm_eval_duel.results.paired import PairedDifference
 from lm_eval_duel.results.read import NO_CACHE, TASK_COUNTS, Run, Task
 from lm_eval_duel.results.samples import Values
 from lm_eval_duel.rules import RULES
@@ -35,7 +36,7 @@ Interval = list[float]  # low, high
 class Row:
     """One line of a task's table: a model under one estimator, rule, block and cache.
 
-    `of_run` makes it; `compare.task` fills in what follows `variant`.
+    `of_run` makes it; `in_order` fills in `variant` and `same`, and `compare.task` what follows, in this order.
     """
 
     run: Run
@@ -56,9 +57,9 @@ class Row:
     same: tuple[Row, ...] = dataclasses.field(default=(), repr=False)  # rows of the same value that it stands for
 
     ar: bool = False  # the autoregressive baseline
-    best: bool = False  # the lowest likelihood of its model
     draws: np.ndarray | None = dataclasses.field(default=None, repr=False)  # of its nats per unit, by the bootstrap
     interval: Interval | None = None  # 95 %, over documents
+    best: bool = False  # the lowest likelihood of its model
     gap: float | None = None  # to the baseline
     gap_interval: Interval | None = None
     elbo: Row | None = None
@@ -72,16 +73,24 @@ class Row:
     def __post_init__(self) -> None:
         spec = self.run.spec
         self.entry = registry.of_spec(self.estimator, spec, self.beam)
-        kind, estimator = self.entry.kind, registry.find(self.estimator)
+        kind, estimator, drawn = self.entry.kind, registry.find(self.estimator), self.entry.drawn
         # a Monte Carlo ELBO, or another bound that is drawn
         self.drawn_bound = estimator.kind is Kind.UPPER_BOUND and estimator.drawn is not None
         # None for autoregressive and other models, `none` for the whole target
         self.block = spec.get("elbo_block", spec.get("canvas", "none")) if self.drawn_bound else self.run.block
         eps = spec.get("elbo_eps", "none") if self.drawn_bound else "none"
         self.eps = 0.0 if eps == "none" else float(eps)  # the least t of an ELBO; above 0 it is not a bound
+        self.kind = registry.kind_of(self.estimator, {**spec, "elbo_eps": self.eps}, self.beam)
         self.likelihood = kind is not Kind.NOT_A_LIKELIHOOD  # or an estimate or bound of one
         self.bound = kind is Kind.UPPER_BOUND and not self.eps  # of the perplexity, from above
         self.proper = kind is Kind.LIKELIHOOD  # itself: no estimate, bound or oracle
+        self.unknown = self.run.tasks[self.task].unknown
+        self.stderr = self.error(self.nats_stderr)  # Monte Carlo, or of a sample
+        # why a drawn value has no error
+        self.stderr_reason = "" if drawn is None or self.stderr is not None else drawn.unknown(spec)
+        # the spread over windows contains that of the draws, so its error bounds theirs; infinite if neither is known
+        known = [self.stderr, self.error(self.nats_window_stderr), math.inf]
+        self.stderr_bound = next(error for error in known if error is not None) if drawn else None
 
     @property
     def duel(self) -> bool:
@@ -110,13 +119,10 @@ class Row:
     @property
     def parts(self) -> dict[str, str]:
         """The parts of names, in their order; empty if a part does not apply."""
-        block = {"none": "whole target", None: ""}.get(self.block, f"block {self.block}")
         return {
             "model": self.model,
             "estimator": self.entry.title,
-            "rule": without_defaults(self.rule or ""),
-            "block": block,
-            "cache": "" if self.run.cache is None else f"cache={self.run.cache}",
+            **setting(self.rule, self.block, self.run.cache),
             "qualifiers": self.qualifiers,
         }
 
@@ -129,19 +135,14 @@ class Row:
     @property
     def title(self) -> str:
         """The estimator with remarks: the baseline, a bound that does not hold, another spec, unknown tokens."""
-        remarks = ", ".join(filter(None, [self.baseline_remark, self.qualifiers, self.unknown_share]))
+        baseline = ("baseline" if self.estimator == "ar" else "AR baseline") if self.ar else ""
+        remarks = ", ".join(filter(None, [baseline, self.qualifiers, self.unknown_share]))
         return f"{self.entry.title}{f' ({remarks})' if remarks else ''}"
-
-    @property
-    def baseline_remark(self) -> str:
-        return ("baseline" if self.estimator == "ar" else "AR baseline") if self.ar else ""
 
     @property
     def unknown_share(self) -> str:
         """The share of [UNK] among its tokens."""
         return f"{self.unknown:.1%} [UNK]" if self.unknown else ""
-
-    unknown = property(lambda self: self.run.tasks[self.task].unknown)
 
     # ------------------------------------------------------------ values and their errors
 
@@ -171,32 +172,9 @@ class Row:
         return None if known is None else stats.stderr(metric or self.metric, known, self.log_prob, nats_stderr)
 
     @property
-    def stderr(self) -> float | None:
-        """Monte Carlo, or of a sample."""
-        return self.error(self.nats_stderr)
-
-    @property
     def window_stderr(self) -> float | None:
         """Over windows, if there is no interval."""
         return self.error(self.nats_window_stderr) if self.draws is None else None
-
-    @property
-    def stderr_bound(self) -> float | None:
-        """An upper bound of the error of a value that is drawn, such as a Monte Carlo ELBO; None for other values.
-
-        If the error itself is not known, the error over windows bounds it, since their spread contains that of the
-        draws. Infinite if neither is known.
-        """
-        if self.entry.drawn is None:
-            return None
-        known = [self.stderr, self.error(self.nats_window_stderr), math.inf]
-        return next(error for error in known if error is not None)
-
-    @property
-    def stderr_reason(self) -> str:
-        """The reason that a drawn value has no error; empty if it has one, and for other rows."""
-        drawn = self.entry.drawn
-        return "" if drawn is None or self.stderr is not None else drawn.unknown(self.run.spec)
 
     @property
     def gap_closed(self) -> float | None:
@@ -208,23 +186,28 @@ class Row:
 
 
 @dataclasses.dataclass(frozen=True)
-class Pair:
-    """The paired difference of two rows in nats per unit, first minus second: below 0 the first is better.
-
-    `second` is None, with the `reason`, if there is no row to compare with.
-    """
+class Pair(PairedDifference):
+    """The paired difference of two rows; `second` is None, with the `reason`, if there is no row to compare with."""
 
     first: Row
     second: Row | None
-    names: tuple[str, str] = ("", "")
-    difference: float | None = None
-    interval: Interval | None = None
-    reason: str = ""
-    verdict: str = ""
+    reason: str  # why there is no difference, or no interval
+
+
+# ---------------------------------------------------------------- labels
+
+
+def setting(rule: str | None, block: str | None, cache: str | None) -> dict[str, str]:
+    """Rule, block and cache as parts of a name; empty if one does not apply."""
+    return {
+        "rule": without_defaults(rule or ""),
+        "block": {"none": "whole target", None: ""}.get(block, f"block {block}"),
+        "cache": "" if cache is None else f"cache={cache}",
+    }
 
 
 def names(rows: Sequence[Row]) -> list[str]:
-    """The shortest names that tell rows apart: the arguments that differ."""
+    """The shortest names that distinguish rows: the arguments that differ."""
     labels = [row.parts for row in rows]
     for label in labels:
         label["estimator"] = "" if label["rule"] else label["estimator"]
@@ -240,6 +223,17 @@ def names(rows: Sequence[Row]) -> list[str]:
     return [name or row.name for name, row in zip(named, rows, strict=True)]
 
 
+def differing_keys(specs: Sequence[Mapping[str, str]], named: Iterable[str]) -> list[str]:
+    """The entries in which specs differ, without those that names hold anyway."""
+    keys = dict.fromkeys(key for spec in specs for key in spec if len({other.get(key) for other in specs}) > 1)
+    return [key for key in keys if key not in named]
+
+
+def argument(spec: Mapping[str, str], key: str) -> str:
+    """An entry of a spec in a name. The warpers are model args, such as `temperature=0.7`."""
+    return spec.get(key, f"no {key}") if key == "warpers" else f"{key}={spec.get(key, 'not set')}"
+
+
 # ---------------------------------------------------------------- from results
 
 
@@ -248,14 +242,16 @@ def of_run(run: Run, name: str, metric: str, notes: list[str]) -> list[Row]:
     task = run.tasks[name]
     documents, missing = _documents(task, metric)
     counted = None if task.tokens is None else int(sum(task.tokens.values())) or None
-    own = Row(run, name, metric, run.estimator, run.rule, task.metrics, documents=documents, missing=missing)
-    own.tokens = counted if task.partial else task.entry.get("tokens") or counted
+    tokens = counted if task.partial else task.entry.get("tokens") or counted
+    plain = Row(
+        *(run, name, metric, run.estimator, run.rule, task.metrics), tokens=tokens, documents=documents, missing=missing
+    )
     if task.partial:
         notes.append(
             f"the figures in {run.name} are of {task.computed} documents of {name}, its value of {task.size} (a "
             "response cache answered the others, or counted some of another run): only the harness's own value is shown"
         )
-        return [own]
+        return [plain]
     rows, values = [], task.entry.get("values", {})
     for key, value in values.items():
         if key not in registry.ESTIMATORS and not is_rule(key):
@@ -267,22 +263,33 @@ def of_run(run: Run, name: str, metric: str, notes: list[str]) -> list[Row]:
             why = f"it is of {value[fewer[0]]} {fewer[0]}, the task of {task.entry[fewer[0]]}"
             notes.append(f"{key} of {name} in {run.name} is left out: {why}")
             continue
-        entry = registry.ESTIMATORS.get(key)  # None: a rule that a lattice followed
-        row = dataclasses.replace(
-            own,
-            estimator=key if entry else "duel",
-            rule=key if entry is None else run.rule if entry.follows_rule else None,
-            log_prob=value.get("log_prob"),
-            nats_stderr=value.get("stderr"),
-            nats_window_stderr=value.get("window_stderr"),
-            nfe=value.get("nfe"),
-            beam=value.get("beam"),
+        entry, log_prob, metrics = registry.ESTIMATORS.get(key), value.get("log_prob"), task.metrics
+        if key != run.estimator:
+            first = values.get(run.estimator, {}).get("log_prob")
+            if not first or log_prob is None or not (math.isfinite(first) and log_prob < math.inf):
+                notes.append(f"{run.name}: {key} of {name} has no finite log-likelihood, so it has no value")
+                continue
+            rates = {each: stats.rate(each, known) * (log_prob / first) for each, known in metrics.items()}
+            metrics = {each: float(stats.value(each, -rate, 1.0)) for each, rate in rates.items()}
+            documents, missing = _traced(plain, key, log_prob)
+        else:
+            documents, missing = plain.documents, plain.missing
+        rows.append(
+            dataclasses.replace(
+                plain,
+                estimator=key if entry else "duel",  # no estimator: a rule that a lattice followed
+                rule=key if entry is None else run.rule if entry.follows_rule else None,
+                metrics=metrics,
+                log_prob=log_prob,
+                nats_stderr=value.get("stderr"),
+                nats_window_stderr=value.get("window_stderr"),
+                nfe=value.get("nfe"),
+                beam=value.get("beam"),
+                documents=documents,
+                missing=missing,
+            )
         )
-        if key != run.estimator and not _of_lattice(row, values.get(run.estimator, {}).get("log_prob"), key):
-            notes.append(f"{run.name}: {key} of {name} has no finite log-likelihood, so it has no value")
-            continue
-        rows.append(row)
-    return rows or [own]
+    return rows or [plain]
 
 
 def _documents(task: Task, metric: str) -> tuple[Values, str]:
@@ -298,27 +305,17 @@ def _documents(task: Task, metric: str) -> tuple[Values, str]:
     return values, ""
 
 
-def _of_lattice(row: Row, own: float | None, key: str) -> bool:
-    """Give another row of a lattice run its values, by the ratio of log-likelihoods, and its documents, by the trace.
-
-    False if it has no value. `own`: the log-likelihood of the run's own estimator.
-    """
-    if not own or row.log_prob is None or not (math.isfinite(own) and row.log_prob < math.inf):
-        return False
-    rates = {metric: stats.rate(metric, known) * (row.log_prob / own) for metric, known in row.metrics.items()}
-    row.metrics = {metric: float(stats.value(metric, -rate, 1.0)) for metric, rate in rates.items()}
+def _traced(row: Row, key: str, log_prob: float) -> tuple[Values, str]:
+    """The documents of another value of a lattice run than that of `row`, from its trace; or the reason for none."""
     if not row.documents:
-        return True
+        return {}, row.missing
     nats, numbers = row.run.traced.get((row.task, key)), row.run.tasks[row.task].documents.numbers
     if nats is None:
-        row.missing = f"no trace of {key} per document (run with trace=FILE, or name it with --traces)"
-        row.documents = {}
-    elif not math.isclose(total := sum(nats.get(n, 0.0) for n in numbers.values()), row.log_prob, rel_tol=1e-6):
-        what = f"the trace adds up to {total:.3f} nats of {key}, the result to {row.log_prob}"
-        row.documents, row.missing = {}, f"{what}: another run's trace"
-    else:
-        row.documents = {key: (nats.get(numbers[key], 0.0), units) for key, (_, units) in row.documents.items()}
-    return True
+        return {}, f"no trace of {key} per document (run with trace=FILE, or name it with --traces)"
+    if not math.isclose(total := sum(nats.get(n, 0.0) for n in numbers.values()), log_prob, rel_tol=1e-6):
+        what = f"the trace adds up to {total:.3f} nats of {key}, the result to {log_prob}"
+        return {}, f"{what}: another run's trace"
+    return {document: (nats.get(numbers[document], 0.0), units) for document, (_, units) in row.documents.items()}, ""
 
 
 # ---------------------------------------------------------------- in order, each once
@@ -337,9 +334,9 @@ def in_order(rows: Iterable[Row], base: Run | None, notes: list[str]) -> list[Ro
     for row in sorted(rows, key=lambda row: (not row.ar, row.estimator != row.run.estimator, -row.run.date)):
         spec = row.run.spec
         ignored = NON_IDENTITY_KEYS - ({*row.entry.arguments} if not row.entry.lattice else set())
-        apart = tuple(sorted((k, v) for k, v in spec.items() if row.of_draws or k not in ignored))
+        identity = tuple(sorted((k, v) for k, v in spec.items() if row.of_draws or k not in ignored))
         alike = groups.setdefault((row.run.key, row.estimator, row.rule, row.block), {})
-        first = alike.setdefault(apart, row)
+        first = alike.setdefault(identity, row)
         if first is not row:
             first.same += (row,)
             pairs = [(value, row.metrics[metric]) for metric, value in first.metrics.items() if metric in row.metrics]
@@ -356,26 +353,15 @@ def in_order(rows: Iterable[Row], base: Run | None, notes: list[str]) -> list[Ro
     return kept
 
 
-def differing_keys(specs: Sequence[Mapping[str, str]], named: Iterable[str]) -> list[str]:
-    """The entries in which specs differ, without those that names hold anyway."""
-    keys = dict.fromkeys(key for spec in specs for key in spec if len({other.get(key) for other in specs}) > 1)
-    return [key for key in keys if key not in named]
-
-
 def _disambiguate(group: Sequence[Row]) -> None:
     """Give rows of one name what distinguishes their specs as their variant."""
     specs = [row.run.spec for row in group]
     keys, named = differing_keys(specs, ("estimator", "rule")), {"cache", *group[0].entry.label_args}
     if len(group) < 2 or (keys and named.issuperset(keys)):
         return
-    keys = differing_keys(specs, {"estimator", "rule", *named}) or ["version"]
+    keys = [key for key in keys if key not in named] or ["version"]
     for row in group:
         row.variant = ", ".join(argument(row.run.spec, key) for key in keys)
-
-
-def argument(spec: Mapping[str, str], key: str) -> str:
-    """An entry of a spec in a name. The warpers are model args, such as `temperature=0.7`."""
-    return spec.get(key, f"no {key}") if key == "warpers" else f"{key}={spec.get(key, 'not set')}"
 
 
 def _sort_key(row: Row) -> tuple[Any, ...]:

@@ -1,4 +1,4 @@
-"""Perplexities with their errors, gap closed, and bootstrap draws over documents that all rows of a table share."""
+"""Perplexities with their errors, the error of gap closed, and bootstrap draws over documents that all rows share."""
 
 from __future__ import annotations
 
@@ -50,18 +50,12 @@ def interval(values: np.ndarray) -> list[float]:
 # ---------------------------------------------------------------- gap closed
 
 
-def gap_closed(elbo: float, duel: float, ar: float) -> float | None:
-    """(ELBO - DUEL) / (ELBO - AR) x 100 in perplexity; None unless the ELBO's gap is positive."""
-    finite = all(map(math.isfinite, (elbo, duel, ar)))
-    return 100 * (elbo - duel) / (elbo - ar) if finite and elbo > ar else None
-
-
 def gap_closed_stderr(
-    elbo: float, duel: float, ar: float, elbo_error: float | None, duel_error: float | None = 0.0
+    elbo: float, duel: float, ar: float, elbo_error: float | None, duel_error: float | None
 ) -> float | None:
-    """Standard error of gap closed, in percentage points, from the errors of the ELBO and of DUEL (delta method).
+    """Standard error of (ELBO - DUEL) / (ELBO - AR) in percentage points, from those of the ELBO and of DUEL.
 
-    The two are drawn independently. None if one of them is not known.
+    The two are drawn independently (delta method). None if one of them is not known.
     """
     if elbo_error is None or duel_error is None:
         return None
@@ -90,25 +84,22 @@ def resample(columns: np.ndarray, seed: int = SEED) -> np.ndarray:
     return np.array([np.bincount(random.integers(size, size=size), minlength=size) @ columns for _ in range(DRAWS)])
 
 
-def with_error(rates: np.ndarray, column: int, error: float) -> np.ndarray:
-    """Add Monte Carlo error to the bootstrap draws of one row: (draws, rows) -> (draws,).
-
-    Resampled documents carry their Monte Carlo errors along, so the spread over documents already includes that error,
-    unless there are few documents. Only the part that is missing in the difference to the nearest row is added.
-    """
-    others = [rates[:, column] - rates[:, n] for n in range(rates.shape[1]) if n != column] or [rates[:, column]]
-    missing = math.sqrt(max(0.0, error**2 - min(float(np.var(other[np.isfinite(other)])) for other in others)))
-    return rates[:, column] + missing * np.random.default_rng([SEED, column]).standard_normal(len(rates))
-
-
 def rates(table: np.ndarray, errors: Sequence[float | None]) -> np.ndarray:
-    """Bootstrap draws of nats per unit: (documents, K, 2) nats and units -> (draws, K), each with its error in nats."""
+    """Bootstrap draws of nats per unit: (documents, K, 2) nats and units -> (draws, K).
+
+    `errors`: the Monte Carlo errors of the K sums of nats. Resampled documents carry their Monte Carlo errors along, so
+    the spread over documents already includes them, unless there are few documents. Only the part that is missing in
+    the difference to the nearest column is added.
+    """
     documents, count, _ = table.shape
     sums = resample(table.reshape(documents, -1)).reshape(-1, count, 2)
     with np.errstate(divide="ignore", invalid="ignore"):
         drawn = sums[..., 0] / sums[..., 1]  # (draws, K)
     result = drawn.copy()
-    for column, error in enumerate(errors):
+    for k, error in enumerate(errors):
         if error and math.isfinite(error):
-            result[:, column] = with_error(drawn, column, error / table[:, column, 1].sum())
+            others = [drawn[:, k] - drawn[:, n] for n in range(count) if n != k] or [drawn[:, k]]
+            present = min(float(np.var(other[np.isfinite(other)])) for other in others)
+            missing = math.sqrt(max(0.0, (error / table[:, k, 1].sum()) ** 2 - present))
+            result[:, k] += missing * np.random.default_rng([SEED, k]).standard_normal(len(drawn))
     return -result

@@ -11,7 +11,7 @@ from lm_eval_duel.results import columns, pairs
 from lm_eval_duel.results.columns import Columns, optional, pick
 from lm_eval_duel.results.compare import Average, Comparison, Speeds
 from lm_eval_duel.results.cost import RunCost
-from lm_eval_duel.results.pairs import UNCLEAR
+from lm_eval_duel.results.paired import UNCLEAR
 from lm_eval_duel.results.read import Run
 from lm_eval_duel.results.rows import Pair, Row
 from lm_eval_duel.results.table import LEVEL, WORDS, Cell, Table, form_of, number, pm, span
