@@ -166,7 +166,7 @@ def figures_of(lm: DuelMDM, rows: Sequence[Line]) -> dict[str, Any]:
 def compared(every: Sequence[dict[str, Any]]) -> tuple[compare.Comparison, str]:
     """The models on the same texts, as `report` compares them, and its text. The pairs: the first with each other."""
     runs = [read.of_score(Path(f"model {n}"), figures) for n, figures in enumerate(every, 1)]
-    read.tell_apart(runs)
+    read.distinguish(runs)
     for run in report.baseline(runs)[0]:
         run.baseline = True
     same = all(match.same_tokens(runs[0], run, TASK) for run in runs)

@@ -109,14 +109,8 @@ class Run:
     ours: bool
     model: str  # --model, or the class of a model object
     pretrained: str
-    label: str  # how tables name the model
-    key: str  # equal for the same model: digest of the weights, else the name that was loaded
-    dtype: str
     spec: dict[str, str]
     duel: dict[str, Any]
-    max_length: int | None
-    date: float
-    whole_run_seconds: float | None
     tasks: dict[str, Task] = dataclasses.field(default_factory=dict)  # those with a perplexity
     others: dict[str, Task] = dataclasses.field(default_factory=dict)  # tasks without one
     groups: tuple[str, ...] = ()  # groups of tasks
@@ -124,56 +118,41 @@ class Run:
     traced: dict[tuple[str, str], dict[int, float]] = dataclasses.field(default_factory=dict, repr=False)
     """(task, value) -> document -> nats, from a trace."""
 
+    def __post_init__(self) -> None:
+        spec, duel, config = self.spec, self.duel, self.content["config"]
+        self.label = self.pretrained.rstrip("/").split("/")[-1] or self.pretrained  # how tables name the model
+        # equal for the same model: digest of the weights, else the name that was loaded
+        self.key = str((duel.get("weights") or spec.get("weights")) if self.ours else self.pretrained)
+        self.fingerprint = _text(config.get("fingerprint"))
+        dtype = duel.get("dtype") or _text(spec.get("dtype")) or _text(config.get("model_dtype")) or "unknown"
+        self.dtype = dtype.removeprefix("torch.")
+        length = str(spec.get("max_length") if self.ours else self.content.get("max_length"))
+        self.max_length = int(length) if length.isdecimal() else None
+        self.date = number(self.content.get("date")) or 0.0
+        self.whole_run_seconds = number(self.content.get("total_evaluation_time_seconds"))
+        # the estimator behind the harness's values; other models are autoregressive
+        self.estimator = str(duel.get("estimator") or spec.get("estimator") or "duel") if self.ours else "ar"
+        if self.estimator not in ESTIMATORS:
+            raise DuelError(f"{self.file}: {unknown('estimator', self.estimator, ESTIMATORS)}")
+        causal = self.estimator == "ar"
+        # True if the values are known to come from an autoregressive model
+        self.autoregressive = self.model in AUTOREGRESSIVE or (
+            self.ours and (causal or duel.get("attention") == "causal")
+        )
+        # of a `duel` run, or of an estimate of its value
+        follows = ESTIMATORS[self.estimator].follows_rule
+        self.rule = duel.get("rule") or _text(spec.get("rule")) if follows else None
+        # a number, or `none` (the whole target); None for autoregressive and other models
+        self.block = None if causal else duel.get("block") or _text(spec.get("block")) or "none"
+        # of the sampler: `none`, `prefix` or `dual`; None for networks that have no such choice
+        no_cache = NO_CACHE if duel.get("attention") == "bidirectional" else None
+        self.cache = None if causal else spec.get("cache", no_cache)
+        self.has_cache = self.cache not in (None, NO_CACHE)
+
     @property
     def short_name(self) -> str:
         """The file and its folder, for notes."""
         return "/".join(self.file.parts[-2:])
-
-    @property
-    def fingerprint(self) -> str | None:
-        return _text(self.content["config"].get("fingerprint"))
-
-    @property
-    def estimator(self) -> str:
-        """The estimator behind the harness's values of this run; other models are autoregressive."""
-        return str(self.duel.get("estimator") or self.spec.get("estimator") or "duel") if self.ours else "ar"
-
-    @property
-    def autoregressive(self) -> bool:
-        """True if the values are known to come from an autoregressive model."""
-        causal = self.estimator == "ar" or self.duel.get("attention") == "causal"
-        return self.model in AUTOREGRESSIVE or (self.ours and causal)
-
-    @property
-    def cached(self) -> bool:
-        """True if answers may have come from a response cache, so that times cover only a part of the run."""
-        if not self.ours:
-            return bool(self.content["config"].get("use_cache"))
-        return bool(self.duel.get("answers_from_cache")) or any(task.partial for task in self.tasks.values())
-
-    @property
-    def rule(self) -> str | None:
-        """The rule of a `duel` run, or of an estimate of its value."""
-        follows = ESTIMATORS[self.estimator].follows_rule
-        return _text(self.duel.get("rule") or self.spec.get("rule")) if follows else None
-
-    @property
-    def block(self) -> str | None:
-        """The block as text: a number, or `none` (the whole target); None for autoregressive and other models."""
-        if self.estimator == "ar":
-            return None
-        return _text(self.duel.get("block")) or _text(self.spec.get("block")) or "none"
-
-    @property
-    def cache(self) -> str | None:
-        """The cache of the sampler: `none`, `prefix` or `dual`; None for networks that have no such choice."""
-        if self.estimator == "ar":
-            return None
-        return self.spec.get("cache", NO_CACHE if self.duel.get("attention") == "bidirectional" else None)
-
-    @property
-    def has_cache(self) -> bool:
-        return self.cache not in (None, NO_CACHE)
 
     @property
     def title(self) -> str:
@@ -187,6 +166,13 @@ class Run:
         """The tasks with a perplexity and those without."""
         return {**self.tasks, **self.others}
 
+    @property
+    def cached(self) -> bool:
+        """True if answers may have come from a response cache, so that times cover only a part of the run."""
+        if not self.ours:
+            return bool(self.content["config"].get("use_cache"))
+        return bool(self.duel.get("answers_from_cache")) or any(task.partial for task in self.tasks.values())
+
     def left_out(self) -> list[str]:
         """Notes on the parts of the file that tables leave out."""
         if not self.ours and not self.autoregressive:
@@ -196,16 +182,16 @@ class Run:
         notes = [f"{name} in {self.name} is a group of tasks and is left out." for name in self.groups]
         empty = [name for name, task in self.others.items() if not task.scores]
         notes += [f"{name} in {self.name} holds no perplexity and no accuracy, and is left out." for name in empty]
-        return notes if self.tasks or self.others else [*notes, f"{self.name} holds no perplexity and is left out."]
+        return notes if self.every_task else [*notes, f"{self.name} holds no perplexity and is left out."]
 
 
 # ---------------------------------------------------------------- files
 
 
 def runs(places: Iterable[str | Path]) -> list[Run]:
-    """The runs in result files and below folders; each file once, oldest first, with labels that tell models apart."""
+    """The runs in result files and below folders; each file once, oldest first, with labels that distinguish models."""
     every = sorted((run for file in files(places) for run in of_file(file)), key=lambda run: (run.date, run.name))
-    tell_apart(every)
+    distinguish(every)
     return every
 
 
@@ -215,15 +201,11 @@ def files(places: Iterable[str | Path]) -> list[Path]:
     The harness writes results_DATE.json, or NAME_DATE.json for --output_path NAME.json.
     """
     every: list[Path] = []
-    for name in places:
-        place = Path(name)
+    for place in map(Path, places):
         inside = [f for f in sorted(place.rglob("*.json")) if f.name[:8] == "results_" or WRITTEN.search(f.stem)]
         if not place.is_file() and not inside:
-            what = (
-                f"No results_*.json (or *_DATE.json) in {place} or below"
-                if place.is_dir()
-                else f"No file or folder {name}"
-            )
+            below = f"No results_*.json (or *_DATE.json) in {place} or below"
+            what = below if place.is_dir() else f"No file or folder {place}"
             raise DuelError(f"{what}; name results_*.json files of lm_eval, or folders that hold them.")
         every += [place] if place.is_file() else inside
     return list(dict.fromkeys(path.resolve() for path in every))
@@ -245,8 +227,8 @@ def of_file(file: Path) -> list[Run]:
         return [of_score(Path(f"{file}#{n}" if n > 1 else file), model) for n, model in enumerate(models, 1)]
 
 
-def tell_apart(runs: Iterable[Run]) -> None:
-    """Extend equal labels of models until they differ."""
+def distinguish(runs: Iterable[Run]) -> None:
+    """Give different models of one label longer ones: with the folder, or else with the digest of the weights."""
     models: dict[str, dict[str, list[Run]]] = {}
     for run in runs:
         models.setdefault(run.label, {}).setdefault(run.key, []).append(run)
@@ -260,80 +242,71 @@ def tell_apart(runs: Iterable[Run]) -> None:
 
 def of_score(file: Path, content: Json) -> Run:
     """A model of a file of `score --json`. Its task is called `score`."""
-    duel = _duel(content["duel"])
-    documents = samples.of_score(content["documents"])
-    metrics = {m: stats.value(m, *map(sum, zip(*known.values(), strict=True))) for m, known in documents.values.items()}
-    task = Task(
-        "score",
-        {metric: metrics[metric] for metric in METRICS if metric in metrics},
-        {},
-        {"documents": str(len(documents.numbers))},
-        "loglikelihood_rolling",
-        duel["tasks"].get("score", {}),
-        documents,
-    )
+    duel, documents = _duel(content["duel"]), samples.of_score(content["documents"])
+    totals = {metric: map(sum, zip(*known.values(), strict=True)) for metric, known in documents.values.items()}
     config = {"model": MODEL, "fingerprint": content["fingerprint"], "duel": content["duel"]}
-    run = _run(file, {"config": config}, _strings(content["spec"]), duel, str(content["pretrained"]), ours=True)
-    kind = kind_of(run.estimator, run.spec, task.entry.get("values", {}).get(run.estimator, {}).get("beam"))
+    run = _checked(
+        Run(
+            name=str(file),
+            file=file,
+            content={"config": config},
+            ours=True,
+            model=MODEL,
+            pretrained=str(content["pretrained"]),
+            spec=_strings(content["spec"]),
+            duel=duel,
+            tasks={
+                "score": Task(
+                    "score",
+                    {metric: float(stats.value(metric, *totals[metric])) for metric in METRICS if metric in totals},
+                    {},
+                    {"documents": str(len(documents.numbers))},
+                    "loglikelihood_rolling",
+                    duel["tasks"].get("score", {}),
+                    documents,
+                )
+            },
+        )
+    )
+    value = run.tasks["score"].entry.get("values", {}).get(run.estimator, {})
+    kind = kind_of(run.estimator, run.spec, value.get("beam"))
     if content["kind"] != kind:
         raise ValueError(f"its kind is {content['kind']}, and estimator={run.estimator} gives {kind}")
-    run.tasks = {"score": task}
-    _check(run)
     return run
 
 
 def _of_harness(file: Path, content: Json) -> Run:
     config = content["config"]
-    model, arguments = str(config["model"]), _arguments(config.get("model_args"))
-    spec, duel = _strings(config.get("spec") or {}), _duel(config.get("duel") or {})
+    model, arguments = str(config["model"]), config.get("model_args") or {}
+    if isinstance(arguments, str):  # of lm_eval's Python API
+        arguments = dict(part.split("=", 1) for part in arguments.split(",") if "=" in part)
+    arguments, spec, duel = _strings(arguments), _strings(config.get("spec") or {}), _duel(config.get("duel") or {})
     ours = model == MODEL or bool(spec or config.get("duel"))  # a model object is recorded by its class
-    pretrained = str(duel.get("pretrained") or arguments.get("pretrained") or content.get("model_name") or model)
     if not ours:
         dtype = (_text(config.get("model_dtype")) or "unknown").removeprefix("torch.")
         spec = {key: value for key, value in arguments.items() if key not in NOT_IN_SPEC} | {"dtype": dtype}
         spec |= {"model_sha": str(config["model_sha"])} if config.get("model_sha") else {}
-    run = _run(file, content, spec, duel, pretrained, ours)
     groups = {name for name, parts in (content.get("group_subtasks") or {}).items() if parts}
     groups |= set(content.get("groups") or {})
-    run.groups = tuple(sorted(groups & content["results"].keys()))
-    tasks = {name: _task(run, name) for name in content["results"] if name not in groups}
-    run.tasks = {name: task for name, task in tasks.items() if task.metrics}
-    run.others = {name: task for name, task in sorted(tasks.items()) if not task.metrics}
-    _check(run)
-    return run
-
-
-def _run(file: Path, content: Json, spec: dict[str, str], duel: dict[str, Any], pretrained: str, ours: bool) -> Run:
-    """A run without its tasks."""
-    for key in ("elbo_eps", "mc_samples"):
-        number(spec[key] if spec.get(key, "none") != "none" else None)
-    config, length = content["config"], spec.get("max_length") if ours else content.get("max_length")
-    dtype = _text(duel.get("dtype")) or _text(spec.get("dtype")) or _text(config.get("model_dtype")) or "unknown"
-    run = Run(
-        name=str(file),
-        file=file,
-        content=content,
-        ours=ours,
-        model=str(config["model"]),
-        pretrained=pretrained,
-        label=pretrained.rstrip("/").split("/")[-1] or pretrained,
-        key=str((duel.get("weights") or spec.get("weights")) if ours else pretrained),
-        dtype=dtype.removeprefix("torch."),
-        spec=spec,
-        duel=duel,
-        max_length=int(length) if str(length).isdecimal() else None,
-        date=number(content.get("date")) or 0.0,
-        whole_run_seconds=number(content.get("total_evaluation_time_seconds")),
+    tasks = [_task(file, content, duel, name) for name in content["results"] if name not in groups]
+    return _checked(
+        Run(
+            name=str(file),
+            file=file,
+            content=content,
+            ours=ours,
+            model=model,
+            pretrained=str(duel.get("pretrained") or arguments.get("pretrained") or content.get("model_name") or model),
+            spec=spec,
+            duel=duel,
+            tasks={task.name: task for task in tasks if task.metrics},
+            others={task.name: task for task in sorted(tasks, key=lambda task: task.name) if not task.metrics},
+            groups=tuple(sorted(groups & content["results"].keys())),
+        )
     )
-    if run.estimator not in ESTIMATORS:
-        raise DuelError(f"{file}: {unknown('estimator', run.estimator, ESTIMATORS)}")
-    if ours and "version" not in spec:
-        raise ValueError("its spec has no version")
-    return run
 
 
-def _task(run: Run, name: str) -> Task:
-    content, file = run.content, run.file
+def _task(file: Path, content: Json, duel: Json, name: str) -> Task:
     values, config = content["results"][name], content.get("configs", {}).get(name, {})
     identity = {
         "documents": content.get("n-samples", {}).get(name, {}).get("effective"),
@@ -344,7 +317,7 @@ def _task(run: Run, name: str) -> Task:
     }
     output_type = str(config.get("output_type") or "loglikelihood_rolling")
     known = {key: str(value) for key, value in identity.items() if value is not None}
-    task = Task(name, {}, {}, known, output_type, run.duel["tasks"].get(name, {}))
+    task = Task(name, {}, {}, known, output_type, duel["tasks"].get(name, {}))
     for entry, value in values.items():
         metric, comma, filtered = entry.partition(",")
         if metric in METRICS:
@@ -354,15 +327,19 @@ def _task(run: Run, name: str) -> Task:
         elif comma and not metric.endswith("_stderr") and metric not in OTHER_NAMES and type(value) in (int, float):
             error = values.get(f"{metric}_stderr,{filtered}")  # or "N/A", or NaN
             error = None if error == "N/A" or error != error else number(error)
-            task.scores[metric if filtered == "none" else f"{metric} ({filtered})"] = float(value), error
-    task.scores = {shown: score for shown, score in task.scores.items() if not math.isnan(score[0])}
+            if not math.isnan(value):
+                task.scores[metric if filtered == "none" else f"{metric} ({filtered})"] = float(value), error
     if task.metrics:
-        task.documents, task.missing = samples.beside(file, name, task.rolling)
+        task.documents, task.missing = samples.of_harness(file, name, task.rolling)
     return task
 
 
-def _check(run: Run) -> None:
-    """Raise DuelError if log_prob, tokens and perplexity of a task do not agree, or are no probability's."""
+def _checked(run: Run) -> Run:
+    """A run; raises an error if log_prob, tokens and perplexity of a task do not agree, or are no probability's."""
+    for key in ("elbo_eps", "mc_samples"):
+        number(run.spec[key] if run.spec.get(key, "none") != "none" else None)
+    if run.ours and "version" not in run.spec:
+        raise ValueError("its spec has no version")
     for name, task in run.tasks.items():
         entry = {} if task.partial else task.entry
         log_probs = {key: v["log_prob"] for key, v in entry.get("values", {}).items() if v["log_prob"] is not None}
@@ -381,13 +358,7 @@ def _check(run: Run) -> None:
                     f"{run.name}: {what} of {name} is impossible: a probability is at most 1. Run the task again, "
                     "or leave the file out."
                 )
-
-
-def _arguments(model_args: Any) -> dict[str, str]:
-    """The model args; lm_eval's Python API stores them as text."""
-    if isinstance(model_args, str):
-        return dict(part.split("=", 1) for part in model_args.split(",") if "=" in part)
-    return _strings(model_args or {})
+    return run
 
 
 def _strings(entries: Json) -> dict[str, str]:

@@ -34,7 +34,7 @@ class Documents:
     values: dict[str, Values]  # of each metric
 
 
-def beside(results: Path, task: str, rolling: bool) -> tuple[Documents | None, str]:
+def of_harness(results: Path, task: str, rolling: bool) -> tuple[Documents | None, str]:
     """The samples of a task next to a results file, or None and the reason."""
     date = WRITTEN.search(results.stem)  # --output_path may be a folder, or a file whose name precedes the date
     file = results.parent / f"samples_{task}_{date[0] if date else results.stem.removeprefix('results_')}.jsonl"
