@@ -61,8 +61,11 @@ def comparison(task: Comparison) -> dict[str, Any]:
 
     def speeds(of: Speeds) -> dict[str, Any]:
         lines = {key: numbers[getattr(of, key)] for key in ("elbo", "ar", "oracle")}
-        families = {name: [numbers[row] for row in rows] for name, rows in of.families.items()}
-        return {"title": of.title, **lines, "families": families}
+        return {
+            "title": of.title,
+            **lines,
+            "families": {k: [numbers[row] for row in v] for k, v in of.families.items()},
+        }
 
     def row(of: Row) -> dict[str, Any]:
         stderrs = {metric: of.error(of.nats_stderr, metric) for metric in of.metrics}
@@ -73,21 +76,22 @@ def comparison(task: Comparison) -> dict[str, Any]:
 
 
 def average(of: Average) -> dict[str, Any]:
-    shown = {"tasks": {name: row.gap_closed for name, row in of.rows.items()}}
-    shown["stderrs"] = {name: row.gap_closed_stderr for name, row in of.rows.items()}
-    shown["unclear"] = [name for name, row in of.rows.items() if row.distinguishable is False]
-    own = entries(of, ("model", "name", "average", "average_stderr=stderr", "average_unclear=unclear", "averaged"))
-    return own | shown
+    """Gap closed of a row over tasks."""
+    return {
+        **entries(of, ("model", "name", "average", "average_stderr=stderr", "average_unclear=unclear", "averaged")),
+        "tasks": {name: row.gap_closed for name, row in of.rows.items()},
+        "stderrs": {name: row.gap_closed_stderr for name, row in of.rows.items()},
+        "unclear": [name for name, row in of.rows.items() if row.distinguishable is False],
+    }
 
 
 def accuracies(runs: Sequence[Run], name: str) -> list[dict[str, Any]]:
     """The averages of a task other than perplexities, of each run that has any."""
     found = []
     for run in sorted(runs, key=lambda run: not run.baseline):
-        task = run.tasks.get(name) or run.others.get(name)
-        if task is not None and task.scores:
-            scores = {metric: {"value": value, "stderr": error} for metric, (value, error) in task.scores.items()}
-            found.append(entries(run, RUN) | {"identity": task.identity, "scores": scores})
+        scores = {metric: {"value": value, "stderr": error} for metric, (value, error) in run.scores(name).items()}
+        if scores:
+            found.append(entries(run, RUN) | {"identity": run.every_task[name].identity, "scores": scores})
     return found
 
 

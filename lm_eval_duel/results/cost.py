@@ -16,13 +16,15 @@ LATTICE = f"lattice: all estimators in one run (oracle is {Kind.NOT_A_LIKELIHOOD
 
 
 class RunCost:
-    """The cost of a run. `times_elbo`, `times_ar`: its seconds per token over those of another run, with a note: which
-    run, or why there is none."""
+    """The cost of a run. `times_elbo` and `times_ar` are its seconds per token over another run's.
+
+    Each of these has a reason: which run that is, or why there is none.
+    """
 
     def __init__(self, run: Run):
         self.run, duel = run, run.duel
         self.name = LATTICE if registry.find(run.estimator).lattice else run.estimator
-        self.tasks = sorted([*run.tasks, *run.others])
+        self.tasks = sorted(run.every_task)
         self.place = duel.get("device"), duel.get("ranks")
         counts = [task.tokens for task in run.tasks.values()]  # of a run of another model, from its samples
         known = None if None in counts else int(sum(sum(of_task.values()) for of_task in counts))
@@ -39,40 +41,39 @@ def table(runs: Sequence[Run], rows: Iterable[Row]) -> list[RunCost]:
 
     The ELBO is the one that gap closed uses in the report's `rows`.
     """
-    costs = {run.name: RunCost(run) for run in runs if run.tasks}
-    every = sorted(costs.values(), key=lambda cost: not cost.run.baseline)
-    baselines = [cost for cost in every if cost.run.baseline]
+    costs = {run.name: RunCost(run) for run in sorted(runs, key=lambda run: not run.baseline) if run.tasks}
+    baselines = [cost for cost in costs.values() if cost.run.baseline]
     elbos: dict[str, Row] = {}  # the Monte Carlo ELBO that the gap closed of a run uses
     for row in rows:
         if row.elbo is not None and row.elbo.drawn_bound:
             elbos.setdefault(row.run.name, row.elbo)
-    for cost in every:
+    for cost in costs.values():
         if cost.run.baseline:
             continue
         cost.times_ar, cost.times_ar_reason = _ratio(cost, baselines, "AR run")
         if cost.run.estimator != "elbo":
             known, note = [], ""
             if elbo := elbos.get(cost.run.name):
-                known, note = [costs[elbo.run.name]], f"the ELBO of {cost.run.label}: {elbo.name}"
-                note += f", mc_samples={elbo.run.spec.get('mc_samples')}"
+                known, samples = [costs[elbo.run.name]], elbo.run.spec.get("mc_samples")
+                note = f"the ELBO of {cost.run.label}: {elbo.name}, mc_samples={samples}"
             cost.times_elbo, cost.times_elbo_reason = _ratio(cost, known, "Monte Carlo ELBO", note)
-    models, order = [cost.run.label for cost in every], [*registry.ESTIMATORS]
+    models, order = [cost.run.label for cost in costs.values()], [*registry.ESTIMATORS]
 
     def place(cost: RunCost) -> tuple:
         run = cost.run
         return not run.baseline, models.index(run.label), order.index(run.estimator), *sort_key(run.rule)
 
-    return sorted(every, key=place)
+    return sorted(costs.values(), key=place)
 
 
 def _ratio(cost: RunCost, others: Sequence[RunCost], what: str, note: str = "") -> tuple[float | None, str]:
-    """Seconds per token over those of another run of the same tasks, and a note: which run, or why there is none."""
+    """Seconds per token over another run's of the same tasks, and a note: which run, or why there is none."""
     if not others:
         return None, f"no {what} to compare with"
     same = [other for other in others if other.tasks == cost.tasks]
     if not same:
         return None, f"the {what} is of other tasks"
-    if cost.run.cached or any(other.run.cached for other in same):
+    if any(other.run.cached for other in (cost, *same)):
         return None, CACHED
     timed = [other for other in same if other.seconds_per_token]
     if timed and cost.seconds_per_token:
@@ -80,8 +81,7 @@ def _ratio(cost: RunCost, others: Sequence[RunCost], what: str, note: str = "") 
         if not alike:
             return None, f"the {what} ran on {timed[0].place[0]} x {timed[0].place[1]}"
         return cost.seconds_per_token / alike[-1].seconds_per_token, note
-    whole = [other for other in same if other.run.whole_run_seconds]
+    whole = [other.run.whole_run_seconds for other in same if other.run.whole_run_seconds]
     if whole and cost.run.whole_run_seconds:
-        ratio = cost.run.whole_run_seconds / whole[-1].run.whole_run_seconds
-        return ratio, "; ".join(filter(None, [note, WHOLE]))
+        return cost.run.whole_run_seconds / whole[-1], "; ".join(filter(None, [note, WHOLE]))
     return None, f"no time of the {what}"

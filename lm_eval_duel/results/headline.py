@@ -32,17 +32,14 @@ def _sentence(name: str, base: Row | None, mine: Sequence[Row]) -> str:
     text += "." if chosen.elbo is None and base is None else _gap(chosen, form)
     lowest = min((row for row in mine if row.proper), key=lambda row: row.value, default=chosen)
     if lowest is not chosen:
-        name = _rule(lowest) if lowest.estimator == "duel" else f"{lowest.entry.display.lower()}{_cache(lowest)}"
-        text += f" Lowest of its likelihoods: {name}, {number(lowest.value, form)}."
+        text += f" Lowest of its likelihoods: {_rule(lowest)}, {number(lowest.value, form)}."
     return text
 
 
 def _rule(row: Row) -> str:
-    return f"{escape(without_defaults(row.rule))}{_cache(row)}"
-
-
-def _cache(row: Row) -> str:
-    return f" with cache={escape(row.run.cache)}" if row.run.has_cache else ""
+    """The rule of a DUEL row, or the estimator of another, with the cache."""
+    method = escape(without_defaults(row.rule)) if row.duel else row.entry.display.lower()
+    return f"{method} with cache={escape(row.run.cache)}" if row.run.has_cache else method
 
 
 def _value(row: Row) -> str:

@@ -97,26 +97,26 @@ def documents(here: Task, there: Task, metric: str) -> Difference | None:
 def differences(here: Run, there: Run, name: str) -> list[Difference]:
     """The differences of two runs of a task that affect their perplexities, other than the document set."""
     result = []
-    tokens = same_tokens(here, there, name)
+    both, tokens = (here, there), same_tokens(here, there, name)
     if not tokens:
         remedy = "compare word or byte perplexity (--metric word_perplexity)"
         if tokens is None:
-            remedy = "run both with --log_samples, so that their token counts can be compared, or " + remedy
-            remedy = _twin(here, there) + remedy
+            logged = "run both with --log_samples, so that their token counts can be compared, or "
+            remedy = _twin(here, there) + logged + remedy
         field = "tokenizer" if tokens is False else "tokenizer (unknown)"
-        result.append(Difference(field, _tokenizer(here, name), _tokenizer(there, name), remedy))
+        result.append(Difference(field, *(_tokenizer(run, name) for run in both), remedy))
     if positions(here) != positions(there):
         remedy = "run with bos=given (or none) on our side"
-        result.append(Difference("scored positions", positions(here), positions(there), remedy))
+        result.append(Difference("scored positions", *map(positions, both), remedy))
     if here.tasks[name].rolling:
         if not _same_windows(here, there, name, bool(tokens)):
             remedy = _twin(here, there) + (
                 "score both with windows=harness and a max_length that gives equal target positions, or with one that "
                 "holds every document"
             )
-            result.append(Difference("windows", windows_of(here), windows_of(there), remedy))
-    elif any(run.duel.get("cut_contexts") for run in (here, there)):
-        cuts = [f"{run.duel.get('cut_contexts', 0)} contexts cut at {run.max_length}" for run in (here, there)]
+            result.append(Difference("windows", *map(windows_of, both), remedy))
+    elif any(run.duel.get("cut_contexts") for run in both):
+        cuts = [f"{run.duel.get('cut_contexts', 0)} contexts cut at {run.max_length}" for run in both]
         result.append(Difference("contexts", *cuts, "raise max_length"))
     return result
 

@@ -44,32 +44,28 @@ def command(run: Run) -> str:
     names the file, for an entry that lm_eval does not write.
     """
     with whole(run.file, RESULTS):
-        return _command(run)
-
-
-def _command(run: Run) -> str:
-    content, config = run.content, run.content["config"]
-    if "results" not in content:
-        return OWN_TEXTS
-    if run.ours and run.model != MODEL:
-        return IN_PYTHON
-    words = ["lm-eval-duel", "run"] if run.ours else ["lm_eval", "--model", run.model]
-    shots = set(content.get("n-shot", {}).values()) - {None}
-    seeds, arguments = [config.get(key, default) for key, default in SEEDS.items()], config.get("model_args")
-    flags = {  # as far as they are not at their defaults
-        "--model_args": arguments if isinstance(arguments, str) else _joined(arguments or {}),
-        "--tasks": ",".join(sorted({*run.tasks, *run.others})),
-        "--num_fewshot": shots.pop() if len(shots) == 1 and shots != {0} else "",
-        "--limit": "" if config.get("limit") is None else f"{float(config['limit']):g}",
-        "--seed": "" if seeds == [*SEEDS.values()] else ",".join(map(str, seeds)),
-        "--batch_size": "" if config.get("batch_size") in (None, 1, "1") else config["batch_size"],
-    }
-    words += [str(word) for flag, value in flags.items() if value != "" for word in (flag, value)]
-    words += ["--apply_chat_template"] if content.get("chat_template") else []
-    if instruction := content.get("system_instruction"):
-        words += ["--system_instruction", str(instruction)]
-    line = shlex.join(words)
-    return line if run.ours else f"{line} --include_path {TASK_FOLDER}"
+        content, config = run.content, run.content["config"]
+        if "results" not in content:
+            return OWN_TEXTS
+        if run.ours and run.model != MODEL:
+            return IN_PYTHON
+        words = ["lm-eval-duel", "run"] if run.ours else ["lm_eval", "--model", run.model]
+        shots = set(content.get("n-shot", {}).values()) - {None}
+        seeds, arguments = [config.get(key, default) for key, default in SEEDS.items()], config.get("model_args")
+        flags = {  # as far as they are not at their defaults
+            "--model_args": arguments if isinstance(arguments, str) else _joined(arguments or {}),
+            "--tasks": ",".join(sorted({*run.tasks, *run.others})),
+            "--num_fewshot": shots.pop() if len(shots) == 1 and shots != {0} else "",
+            "--limit": "" if config.get("limit") is None else f"{float(config['limit']):g}",
+            "--seed": "" if seeds == [*SEEDS.values()] else ",".join(map(str, seeds)),
+            "--batch_size": "" if config.get("batch_size") in (None, 1, "1") else config["batch_size"],
+        }
+        words += [str(word) for flag, value in flags.items() if value != "" for word in (flag, value)]
+        words += ["--apply_chat_template"] if content.get("chat_template") else []
+        if instruction := content.get("system_instruction"):
+            words += ["--system_instruction", str(instruction)]
+        line = shlex.join(words)
+        return line if run.ours else f"{line} --include_path {TASK_FOLDER}"
 
 
 def _joined(arguments: Mapping[str, Any]) -> str:

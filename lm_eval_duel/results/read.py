@@ -166,6 +166,10 @@ class Run:
         """The tasks with a perplexity and those without."""
         return {**self.tasks, **self.others}
 
+    def scores(self, name: str) -> dict[str, tuple[float, float | None]]:
+        """The averages of a task other than perplexities, with their standard errors."""
+        return self.every_task[name].scores if name in self.every_task else {}
+
     @property
     def cached(self) -> bool:
         """True if answers may have come from a response cache, so that times cover only a part of the run."""

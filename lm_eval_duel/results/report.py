@@ -50,15 +50,24 @@ class Report:
         """Every table: the task that it is about, or "" for one over tasks; its kind; and itself."""
         if len(self.tasks) > 1:
             yield "", "perplexity", tables.perplexities(self.tasks)
-            averages = compare.averages({name: task.rows for name, task in self.tasks.items()})
-            if (table := tables.averages(self.tasks, averages)) is not None:
-                yield "", "gap_closed", table
+            if any(row.gap_closed is not None for task in self.tasks.values() for row in task.rows):
+                yield "", "gap_closed", tables.averages(self.tasks, self.averages)
         for name, task in self.tasks.items():
             yield from ((name, kind, table) for kind, table in tables.task_tables(task))
-        for name, table in tables.accuracies(self.runs):
-            yield name, "accuracy", table
+        for name in self.scored:
+            yield name, "accuracy", tables.accuracies(name, self.runs)
         if costs := self.costs:
             yield "", "cost", tables.cost(costs)
+
+    @property
+    def averages(self) -> list[compare.Average]:
+        return compare.averages({name: task.rows for name, task in self.tasks.items()})
+
+    @property
+    def scored(self) -> list[str]:
+        """The tasks with other averages than perplexities."""
+        runs = sorted(self.runs, key=lambda run: not run.baseline)
+        return list(dict.fromkeys(name for run in runs for name, task in run.every_task.items() if task.scores))
 
     @property
     def costs(self) -> list[cost.RunCost]:
@@ -259,19 +268,17 @@ def write(report: Report, folder: str, formats: Sequence[str] = ("png",), width:
 
 def content(report: Report) -> dict[str, Any]:
     """report.json."""
-    tasks = {}
-    for name, task in report.tasks.items():
-        lines = headline.sentences(name, task.rows)
-        tasks[name] = as_json.comparison(task) | {"headlines": lines}
-    averages = compare.averages({name: task.rows for name, task in report.tasks.items()})
     return {
         "version": 1,
         "ar": [run.name for run in report.runs if run.baseline],
         "notes": report.notes,
-        "tasks": tasks,
-        "averages": [as_json.average(average) for average in averages],
-        "accuracies": {name: as_json.accuracies(report.runs, name) for name, _ in tables.accuracies(report.runs)},
-        "cost": [as_json.cost(of) for of in report.costs],
+        "tasks": {
+            name: as_json.comparison(task) | {"headlines": headline.sentences(name, task.rows)}
+            for name, task in report.tasks.items()
+        },
+        "averages": list(map(as_json.average, report.averages)),
+        "accuracies": {name: as_json.accuracies(report.runs, name) for name in report.scored},
+        "cost": list(map(as_json.cost, report.costs)),
         "results": [
             {"file": run.name, "model": run.label, "ar": run.baseline, "fingerprint": run.fingerprint, "spec": run.spec}
             for run in report.runs

@@ -135,9 +135,12 @@ class Row:
     @property
     def title(self) -> str:
         """The estimator with remarks: the baseline, a bound that does not hold, another spec, unknown tokens."""
-        baseline = ("baseline" if self.estimator == "ar" else "AR baseline") if self.ar else ""
-        remarks = ", ".join(filter(None, [baseline, self.qualifiers, self.unknown_share]))
+        remarks = ", ".join(filter(None, [self.baseline_remark, self.qualifiers, self.unknown_share]))
         return f"{self.entry.title}{f' ({remarks})' if remarks else ''}"
+
+    @property
+    def baseline_remark(self) -> str:
+        return ("baseline" if self.estimator == "ar" else "AR baseline") if self.ar else ""
 
     @property
     def unknown_share(self) -> str:

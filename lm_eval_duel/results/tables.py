@@ -121,19 +121,12 @@ def perplexities(tasks: Mapping[str, Comparison]) -> Table:
     return Table.of("Perplexities", records, shown)
 
 
-def averages(tasks: Iterable[str], averages: Sequence[Average]) -> Table | None:
-    """Gap closed, one column per task, and the average; None if no task has any."""
-    if not any(row.gap_closed is not None for average in averages for row in average.rows.values()):
-        return None
+def averages(tasks: Iterable[str], averages: Sequence[Average]) -> Table:
+    """Gap closed, one column per task, and the average."""
 
     def average(of: Average) -> str:
-        return (
-            UNCLEAR
-            if of.unclear
-            else ""
-            if of.average is None
-            else f"{number(of.average, '.1f')}{pm(of.stderr, '.1f')}"
-        )
+        known = "" if of.average is None else f"{number(of.average, '.1f')}{pm(of.stderr, '.1f')}"
+        return UNCLEAR if of.unclear else known
 
     def count(of: Average) -> Cell:
         unclear = any(row.distinguishable is False for row in of.rows.values())
@@ -149,26 +142,22 @@ def averages(tasks: Iterable[str], averages: Sequence[Average]) -> Table | None:
 # ---------------------------------------------------------------- of runs
 
 
-def accuracies(runs: Sequence[Run]) -> Iterator[tuple[str, Table]]:
-    """Metrics other than perplexity, with the harness's standard errors: a table for each task."""
-    runs = sorted(runs, key=lambda run: not run.baseline)
-    for name in dict.fromkeys(name for run in runs for name, task in run.every_task.items() if task.scores):
-        found = [run for run in runs if name in run.every_task and run.every_task[name].scores]
-        metrics = dict.fromkeys(metric for run in found for metric in run.every_task[name].scores)
-        shown = pick(columns.naming(found), *NAMES)
-        shown |= {metric: _score(name, metric) for metric in metrics}
-        for key in ("documents", "version", "shots"):
-            shown[key] = lambda run, name=name, key=key: run.every_task[name].identity.get(key)
-        yield name, Table.of(f"{name}: {', '.join(metrics)}, ± standard error", found, shown)
+def accuracies(name: str, runs: Sequence[Run]) -> Table:
+    """Averages of a task other than perplexities, with the harness's standard errors."""
+    runs = [run for run in sorted(runs, key=lambda run: not run.baseline) if run.scores(name)]
+    metrics = dict.fromkeys(metric for run in runs for metric in run.scores(name))
+    shown = pick(columns.naming(runs), *NAMES) | {metric: _score(name, metric) for metric in metrics}
+    for key in ("documents", "version", "shots"):
+        shown[key] = lambda run, key=key: run.every_task[name].identity.get(key)
+    return Table.of(f"{name}: {', '.join(metrics)}, ± standard error", runs, shown)
 
 
 def _score(name: str, metric: str) -> Callable[[Run], Cell]:
     def cell(run: Run) -> Cell:
-        task = run.every_task[name]
-        if metric not in task.scores:
+        if metric not in run.scores(name):
             return ""
-        known, error = task.scores[metric]
-        decodes = task.output_type != "loglikelihood" or registry.find(run.estimator).decodes
+        known, error = run.scores(name)[metric]
+        decodes = run.every_task[name].output_type != "loglikelihood" or registry.find(run.estimator).decodes
         text = f"{number(known, '.4f')}{' ± ?' if error is None else pm(error, '.4f')}"
         return text, "" if decodes or metric.split(" (")[0] != COUNTED else NOT_DECODED
 

@@ -95,14 +95,16 @@ def test_draws_without_a_positive_gap_are_counted_or_end_the_interval():
 def test_a_bootstrap_that_holds_the_monte_carlo_error_gets_no_more_of_it():
     generator = np.random.default_rng(1)
     hard, noise = generator.normal(3, 1, 500), generator.normal(0, 0.5, 500)
-    columns = np.stack([hard + noise, hard], 1)
-    rates = stats.resample(columns) / 500
-    error = 0.5 / math.sqrt(500)
-    assert np.std(rates[:, 0]) == pytest.approx(np.std(hard + noise) / math.sqrt(500), rel=0.05)  # and so its interval
-    spread = np.std(stats.with_error(rates, 0, error) - rates[:, 1])
-    assert spread == pytest.approx(error, rel=0.15)
-    few = stats.with_error(rates[:, [1, 1]], 0, error) - rates[:, 1]  # draws that know nothing of it
-    assert np.std(few) == pytest.approx(error, rel=0.05)
+    error, units = 0.5 * math.sqrt(500), np.ones(500)
+
+    def draws(*columns):
+        return stats.rates(np.stack([np.stack([column, units], 1) for column in columns], 1), [error, None]).T
+
+    first, second = draws(hard + noise, hard)
+    assert np.std(first) == pytest.approx(np.std(hard + noise) / math.sqrt(500), rel=0.05)  # and so its interval
+    assert np.std(first - second) == pytest.approx(error / 500, rel=0.15)
+    first, second = draws(hard, hard)  # which know nothing of the error
+    assert np.std(first - second) == pytest.approx(error / 500, rel=0.05)
 
 
 def test_the_error_of_gap_closed_against_a_simulation():
@@ -309,7 +311,9 @@ def entry(rule, value=20.0, estimator="duel", block="4", cache="none", stderr=0.
     """A row with such a perplexity per token, of 10 tokens."""
     spec = {"elbo_block": block, **spec}
     run = SimpleNamespace(
-        label="MDM", ours=True, block=block, cache=cache, has_cache=cache != "none", spec=spec, key="w"
+        **{"label": "MDM", "ours": True, "block": block, "cache": cache, "has_cache": cache != "none", "key": "w"},
+        spec=spec,
+        tasks={"t": SimpleNamespace(unknown=0)},
     )
     return Row(run, "t", "token_perplexity", estimator, rule, {"token_perplexity": value}, -30.0, stderr)
 
