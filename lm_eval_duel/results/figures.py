@@ -6,6 +6,7 @@ A model and a rule have one colour in every figure.
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import io
 import math
 import textwrap
@@ -38,25 +39,14 @@ RULES = {  # Okabe and Ito's colours, and Tol's for the others: both colour-blin
 }
 OTHER_RULES = ("#33BBEE", "#EE3377", "#CC3311", "#225522", "#BBCC33")  # a user's rule: chosen by its name
 MODELS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#882255", "#332288", "#117733", "#661100", "#0077BB", "#AA4499")
-MARKERS = ("o", "s", "^", "D", "v", "P", "X")
-LOOKS = {  # estimator: marker, colour in the legend, whether it is filled; rows have the colours of their models
-    "ar": ("D", GREY, True),
-    "elbo": ("<", DARK, False),
-    "elbo_exact": ("v", DARK, False),
-    "mixture": ("s", DARK, True),
-    "duel": ("o", DARK, True),
-    "two_phase": ("o", DARK, False),
-}
-OTHER_LOOKS = {  # of any other estimator
-    Kind.LIKELIHOOD: ("P", DARK, True),
-    Kind.ESTIMATE: ("P", DARK, False),
-    Kind.UPPER_BOUND: (">", DARK, False),
-    Kind.NOT_A_LIKELIHOOD: ("x", LIGHT, True),
-}
+LINE_MARKERS = ("o", "s", "^", "D", "v", "P", "X")  # of rules against NFE, in turn
+MARKERS = {"ar": "D", "elbo": "<", "elbo_exact": "v", "mixture": "s", "duel": "o", "two_phase": "o"}
+OTHER_MARKERS = {Kind.UPPER_BOUND: ">", Kind.NOT_A_LIKELIHOOD: "x"}
 NO_BOUND = "ELBO, eps > 0 (no bound)"
 WIDTH, LINE = 7.5, 0.25  # inches: of the figure of values, and of a row in it
 RULES_WIDTH, RULES_HEIGHT = 6.8, 4.6  # inches
 FONT, DIGIT = 8.5, 0.62  # points, and the width of a character in it
+LEGEND: dict[str, Any] = {"loc": "outside lower center", "frameon": False, "fontsize": FONT}
 CHARACTERS = 12  # of a title in an inch
 LOG_FROM = 2.5  # an axis is logarithmic if the largest value is more than this times the smallest
 DPI, PRINT_DPI = 110, 200  # of PNG files; the second at a stated width
@@ -79,11 +69,7 @@ class Image:
 
 def available() -> bool:
     """True if figures can be drawn."""
-    try:
-        import matplotlib.figure  # noqa: F401
-    except ImportError:
-        return False
-    return True
+    return importlib.util.find_spec("matplotlib") is not None
 
 
 def draw(
@@ -93,16 +79,16 @@ def draw(
     stems: Callable[[Iterable[tuple[str, str, str]]], Iterator[str]],
 ) -> list[Image]:
     """Every figure of a report, `width` inches wide. `stems`: file names from (task, kind, title)."""
-    drawn: list[tuple[str, str, str, Figure]] = []
+    drawn = []
     for name, task in tasks.items():
         drawn.append((name, "perplexity", f"perplexities on {name}", perplexity(name, task, width)))
         for of in task.rules:
             title = f"rules against NFE on {name}: {of.title}"
             drawn.append((name, "rules", title, rules(name, task, of, width)))
-    named = stems((name, kind, title) for name, kind, title, _ in drawn)
+    named = stems(about for *about, _ in drawn)
     return [
-        Image(name, kind, title, {f"{stem}.{form}": _file(figure, form, width is not None) for form in formats})
-        for stem, (name, kind, title, figure) in zip(named, drawn, strict=True)
+        Image(*about, {f"{stem}.{form}": _file(figure, form, width is not None) for form in formats})
+        for stem, (*about, figure) in zip(named, drawn, strict=True)
     ]
 
 
@@ -110,12 +96,14 @@ def _file(figure: Figure, form: str, exact: bool) -> bytes:
     """A figure in a format. `exact`: keep its width, else cut empty margins. The time of writing is not in the file."""
     import matplotlib
 
-    options: dict[str, Any] = {"png": {"dpi": PRINT_DPI if exact else DPI}, "svg": {"metadata": {"Date": None}}}
-    options |= {"pdf": {"metadata": {"CreationDate": None}}}
-    margins: dict[str, Any] = {} if exact else {"bbox_inches": "tight"}
+    options: dict[str, Any] = {
+        "dpi": PRINT_DPI if exact else DPI,
+        "metadata": {"svg": {"Date": None}, "pdf": {"CreationDate": None}}.get(form),
+        "bbox_inches": None if exact else "tight",
+    }
     out = io.BytesIO()
     with matplotlib.rc_context({"svg.hashsalt": "lm-eval-duel", "pdf.fonttype": 42}):
-        figure.savefig(out, format=form, facecolor="white", **options[form], **margins)
+        figure.savefig(out, format=form, facecolor="white", **options)
     return out.getvalue()
 
 
@@ -161,8 +149,9 @@ def _plain_log(axis: Any, base: int = 10) -> None:
 def _logarithmic(metric: str, rows: Iterable[Row]) -> bool:
     """True if values need a logarithmic axis (never with infinite ones)."""
     values = [row.value for row in rows]
-    finite = all(0 < value < math.inf for value in values)
-    return metric != "bits_per_byte" and finite and bool(values) and max(values) / min(values) > LOG_FROM
+    if metric == "bits_per_byte" or not values or min(values) <= 0 or max(values) == math.inf:
+        return False
+    return max(values) / min(values) > LOG_FROM
 
 
 def _whisker(row: Row) -> list[float]:
@@ -209,13 +198,8 @@ def perplexity(name: str, task: Comparison, width: float | None = None) -> Figur
     about += "; wide bars: two Monte Carlo standard errors" if any(row.stderr is not None for row in rows) else ""
     title = textwrap.fill(f"{_label(name)}: {WORDS[metric]}{about}", int(CHARACTERS * width))
     figure.suptitle(title, x=0.01, ha="left", fontsize=10.5)
-    _legend(figure, list(seen.values()), list(seen), width >= WIDTH)
+    figure.legend(seen.values(), seen, ncols=2 if width >= WIDTH else 1, **LEGEND)
     return figure
-
-
-def _legend(figure: Figure, handles: Sequence[Any], labels: Sequence[str], wide: bool) -> None:
-    columns = 2 if wide else 1
-    figure.legend(handles, labels, loc="outside lower center", ncols=columns, frameon=False, fontsize=FONT)
 
 
 def _name(row: Row) -> str:
@@ -229,17 +213,17 @@ def _line(axes: Axes, row: Row, at: float, seen: dict[str, Any]) -> None:
     """A row's interval, Monte Carlo error and value at height `at`; the first marker of each kind is put in `seen`."""
     from matplotlib.lines import Line2D
 
-    marker, neutral, filled = LOOKS.get(row.estimator) or OTHER_LOOKS[row.entry.kind]
-    neutral = LIGHT if row.eps else neutral
+    marker = MARKERS.get(row.estimator) or OTHER_MARKERS.get(row.entry.kind, "P")
+    neutral = GREY if row.estimator == "ar" else DARK if row.likelihood and not row.eps else LIGHT
     colour = neutral if row.ar or not row.likelihood else model_colour(row.model)
     if row.interval is not None:
         axes.plot(row.interval, [at, at], "|-", color=colour, linewidth=1.4, markersize=7, zorder=2)
     if row.stderr is not None:
         axes.plot(_whisker(row), [at, at], "-", color=colour, linewidth=4, alpha=0.35, zorder=2)
     shape = {"marker": marker, "markersize": 5, "markeredgewidth": 1.4, "linestyle": "none"}
-    axes.plot(row.value, at, color=colour, markerfacecolor=colour if filled else "white", zorder=3, **shape)
+    axes.plot(row.value, at, color=colour, markerfacecolor=colour if row.proper else "white", zorder=3, **shape)
     kind = _kind(row) + (" (dotted line: the autoregressive baseline)" if row.ar else "")
-    seen.setdefault(kind, Line2D([], [], color=neutral, fillstyle="full" if filled else "none", **shape))
+    seen.setdefault(kind, Line2D([], [], color=neutral, fillstyle="full" if row.proper else "none", **shape))
     if row.ar:
         axes.axvline(row.value, color=GREY, linestyle=":", linewidth=1.2, zorder=1)
 
@@ -256,7 +240,8 @@ def rules(name: str, task: Comparison, of: Speeds, width: float | None = None) -
         axes.set_yscale("log")
         _plain_log(axes.yaxis)
     for n, (family, rows) in enumerate(of.families.items()):
-        shape = {"marker": MARKERS[n % len(MARKERS)], "markersize": 4.5, "markerfacecolor": "none", "linewidth": 1.1}
+        marker = LINE_MARKERS[n % len(LINE_MARKERS)]
+        shape = {"marker": marker, "markersize": 4.5, "markerfacecolor": "none", "linewidth": 1.1}
         steps, style = (" (adaptive: measured NFE)", "--") if adaptive(family) else ("", "-")
         values = [row.nfe_per_token for row in rows], [row.value for row in rows]
         colour = rule_colour(family)
@@ -266,24 +251,19 @@ def rules(name: str, task: Comparison, of: Speeds, width: float | None = None) -
     axes.set_xlim(min([1.0, *(row.nfe_per_token for row in of.rows)]) * 0.9, 1.12)
     _plain_log(axes.xaxis, 2)
     axes.grid(axis="both", color="#e5e5e5", linewidth=0.8)
-    _across(axes, of, form_of(task.metric))
+    for row, style in ((of.elbo, (0, (5, 3))), (of.ar, ":")):
+        if row is not None and math.isfinite(row.value):
+            kind = "autoregressive model" if row is of.ar else _kind(row)
+            if row.stderr is not None:
+                axes.axhspan(*_whisker(row), color=GREY, alpha=0.12, linewidth=0, zorder=0)
+            text = f"{kind}, {value(row).removeprefix('≤ ')}"
+            axes.axhline(row.value, color=GREY, linestyle=style, linewidth=1.3, zorder=1, label=text)
+    if of.oracle is not None:
+        text = f"oracle, {number(of.oracle.value, form_of(task.metric))} ({Kind.NOT_A_LIKELIHOOD.value})"
+        axes.plot([1.0], [of.oracle.value], "x", color=LIGHT, markeredgewidth=2, label=text)
     axes.set_xlabel("NFE per token (network evaluations of the rule; log2)")
     axes.set_ylabel(f"DUEL, {WORDS[task.metric]}{' (log)' if logarithmic else ''}")
     title = textwrap.fill(_label(f"{name}: {of.title}"), int(CHARACTERS * width))
     axes.set_title(title, loc="left", fontsize=11)
-    _legend(figure, *axes.get_legend_handles_labels(), width >= RULES_WIDTH)
+    figure.legend(ncols=2 if width >= RULES_WIDTH else 1, **LEGEND)
     return figure
-
-
-def _across(axes: Axes, of: Speeds, form: str) -> None:
-    """The ELBO and the autoregressive model as lines, the oracle as a cross."""
-    for row, style in ((of.elbo, (0, (5, 3))), (of.ar, ":")):
-        if row is not None and math.isfinite(row.value):
-            name = "autoregressive model" if row is of.ar else _kind(row)
-            if row.stderr is not None:
-                axes.axhspan(*_whisker(row), color=GREY, alpha=0.12, linewidth=0, zorder=0)
-            text = f"{name}, {value(row).removeprefix('≤ ')}"
-            axes.axhline(row.value, color=GREY, linestyle=style, linewidth=1.3, zorder=1, label=text)
-    if of.oracle is not None:
-        text = f"oracle, {number(of.oracle.value, form)} ({Kind.NOT_A_LIKELIHOOD.value})"
-        axes.plot([1.0], [of.oracle.value], "x", color=LIGHT, markeredgewidth=2, label=text)

@@ -10,7 +10,7 @@ whether a figure is a bound. `table` and `recipes` (separated by spaces) are for
 from __future__ import annotations
 
 import csv
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -48,14 +48,13 @@ def read(names: Iterable[str]) -> list[dict[str, Any]]:
     return figures
 
 
-def _figure(line: dict[str, str]) -> dict[str, Any]:
+def _figure(line: Mapping[str, str]) -> dict[str, Any]:
     if line["metric"] not in METRICS:
         raise unknown("metric", line["metric"], METRICS)
     entry = registry.find(line["estimator"])
-    bound = entry.kind is Kind.UPPER_BOUND
+    names = {"estimator": entry.name, "display": entry.title, "bound": entry.kind is Kind.UPPER_BOUND}
     error = float(line["stderr"]) if line["stderr"] else None
-    names = {"estimator": entry.name, "display": entry.title, "bound": bound}
-    return line | names | {"value": float(line["value"]), "stderr": error}
+    return {**line, **names, "value": float(line["value"]), "stderr": error}
 
 
 def sources(figures: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -66,29 +65,16 @@ def sources(figures: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{"source": source, "metric": metric, "figures": of} for (source, metric), of in found.items()]
 
 
-def table(source: dict[str, Any]) -> Table:
+def table(source: Mapping[str, Any]) -> Table:
     """A source's figures: a column for each task, a row for each model, estimator, rule, block and cache."""
-    rows: dict[tuple, dict[str, Any]] = {}
+    rows: dict[tuple, dict[str, str]] = {}
+    tasks, form = dict.fromkeys(figure["task"] for figure in source["figures"]), form_of(source["metric"])
     for figure in source["figures"]:
-        row = rows.setdefault(tuple(figure[name] for name in NAMES), figure | {"cells": {}})
-        row["cells"][figure["task"]] = figure
-    form = form_of(source["metric"])
-
-    def of_task(task: str) -> Callable[[dict[str, Any]], str]:
-        def shown(row: dict[str, Any]) -> str:
-            if (figure := row["cells"].get(task)) is None:
-                return ""
-            return f"{'≤ ' if row['bound'] else ''}{number(figure['value'], form)}{pm(figure['stderr'], form)}"
-
-        return shown
-
-    columns: dict[str, Callable[[dict[str, Any]], str]] = {
-        "model": lambda row: row["model"],
-        "estimator": lambda row: row["display"],
-        "rule": lambda row: row["rule"],
-        "block": lambda row: "whole target" if row["block"] == "none" else row["block"],
-        "cache": lambda row: row["cache"],
-    }
-    columns |= {task: of_task(task) for task in dict.fromkeys(figure["task"] for figure in source["figures"])}
-    title = f"{source['source']}: {WORDS[source['metric']]}"
-    return Table.of(title, rows.values(), columns | {"note": lambda row: row["note"]})
+        name = tuple(figure[key] for key in NAMES)
+        row = rows.setdefault(name, dict(zip(NAMES, name, strict=True)) | {"estimator": figure["display"]})
+        row["block"] = "whole target" if figure["block"] == "none" else figure["block"]
+        bound = "≤ " if figure["bound"] else ""
+        row[figure["task"]] = f"{bound}{number(figure['value'], form)}{pm(figure['stderr'], form)}"
+    heads = (*NAMES[:-1], *tasks, NAMES[-1])
+    columns = {head: lambda row, head=head: row.get(head, "") for head in heads}
+    return Table.of(f"{source['source']}: {WORDS[source['metric']]}", rows.values(), columns)

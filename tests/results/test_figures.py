@@ -67,5 +67,5 @@ def test_files_in_three_formats_have_the_stated_width(tmp_path, monkeypatch):
 
 
 def test_without_matplotlib_there_are_none(monkeypatch):
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert not AVAILABLE()
