@@ -32,12 +32,18 @@ COST = (
 COUNTS = ("device", "ranks", "seconds", "forwards", "rows", "nfe", "peak_memory_bytes")  # entries of config.duel
 RUN = ("model=label", "estimator", "rule", "block", "cache", "ar=baseline", "dtype", "file=name")
 BOARD = ("title", "metric", "unit", "ar", "mean_of", "by", "published", "documents", "notes", "date")
-COLUMN = ("id", "task", "label", "documents", "windows", "apart")
+COLUMN = ("id", "task", "label", "documents=compared.documents", "windows", "apart")
 BOARD_ROW = (
-    *("model", "pretrained", "estimator", "display", "kind", "ranked", "rule", "block", "cache", "remarks"),
-    *("autoregressive", "dtype=run.dtype", "fingerprint", "spec", "parameters", "versions", "date", "files"),
-    *("commands", "nfe_per_token", "seconds_per_token", "seconds_reason", "device"),
-    *("mean", "mean_rank", "main", "rank"),
+    *(
+        "model=named.model",
+        "pretrained=named.run.pretrained",
+        "estimator=named.estimator",
+        "display=named.entry.display",
+    ),
+    *("kind", "ranked", "rule", "block", "cache", "remarks"),
+    *("autoregressive", "dtype=named.run.dtype", "fingerprint", "spec=named.run.spec"),
+    *("parameters", "versions", "date", "files", "commands"),
+    *("nfe_per_token", "seconds_per_token", "seconds_reason", "device", "mean", "mean_rank", "main", "rank"),
 )
 
 

@@ -5,22 +5,24 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import Counter
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 from lm_eval_duel.core.rates import METRICS
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.estimators import registry
 from lm_eval_duel.estimators.registry import Kind
+from lm_eval_duel.results import columns as cells
 from lm_eval_duel.results import compare, match, provenance
+from lm_eval_duel.results.columns import optional
 from lm_eval_duel.results.cost import CACHED, RunCost
 from lm_eval_duel.results.match import PER_TOKEN
 from lm_eval_duel.results.read import Run
 from lm_eval_duel.results.rows import NON_IDENTITY_KEYS, Row, argument, differing_keys
-from lm_eval_duel.results.table import WORDS
+from lm_eval_duel.results.table import WORDS, Cell, form_of, number
 from lm_eval_duel.rules.tables import sort_key, without_defaults
 
-KINDS = {  # of a row: what is said about it
+KINDS = {  # of a row: its meaning
     "exact": "an exact likelihood",
     "estimate": "an estimate of a likelihood; ± is its own standard error",
     "bound": "an upper bound of the perplexity: the true value is at or below it",
@@ -34,21 +36,11 @@ class TaskColumn:
     """Results of one task that may be compared. `apart`: how they differ from the task's first column."""
 
     id: str
+    label: str
     task: str
-    runs: list[Run]
+    windows: list[str]  # the ways in which its runs cut documents
     apart: str
     compared: compare.Comparison
-    label: str = ""  # the task, and what tells its columns apart
-
-    @property
-    def documents(self) -> int | None:
-        """The number of documents, if it is known."""
-        return next((run.tasks[self.task].size for run in self.runs if run.tasks[self.task].size is not None), None)
-
-    @property
-    def windows(self) -> list[str]:
-        """The way in which its runs cut documents."""
-        return [*dict.fromkeys(match.windows_of(run) for run in self.runs)]
 
 
 class BoardRow:
@@ -56,25 +48,21 @@ class BoardRow:
 
     def __init__(self, results: dict[str, Row]):
         self.results = results
-        self.first = first = next(iter(results.values()))
-        self.run = first.run
-        self.model, self.estimator, self.display = first.model, first.estimator, first.entry.display
-        self.rule, self.block = without_defaults(first.rule or ""), first.block or ""
-        self.cache = first.run.cache or ""
-        self.autoregressive = first.run.autoregressive
-        self.remarks = max(map(_qualifiers, results.values()), key=len)
+        self.named = max(results.values(), key=lambda row: len(row.title))  # the most remarks
+        self.rule, self.block = without_defaults(self.named.rule or ""), self.named.block or ""
+        self.cache, self.autoregressive = self.named.run.cache or "", self.named.run.autoregressive
         self.runs = [*{row.run.name: row.run for row in results.values()}.values()]
-        self.files, self.pretrained, self.spec = [run.name for run in self.runs], first.run.pretrained, first.run.spec
+        self.files = [run.name for run in self.runs]
         self.fingerprint = ", ".join(dict.fromkeys(run.fingerprint for run in self.runs if run.fingerprint))
         self.parameters = next(filter(None, (run.duel.get("parameters") for run in self.runs)), None)
         self.versions = provenance.versions(self.runs)
         self.date = max(map(provenance.date, self.runs))
         self.commands = [*dict.fromkeys(map(provenance.command, self.runs))]
-        self._add_costs()
         self.mean: float | None = None
         self.mean_rank: float | None = None
         self.main: float | None = None  # the value that rows are ranked by
         self.rank: int | None = None
+        self._add_costs()
 
     def _add_costs(self) -> None:
         """NFE and seconds per token, over its tasks. Rows of one lattice run share its time."""
@@ -84,23 +72,24 @@ class BoardRow:
         costs = list(map(RunCost, self.runs))
         places = sorted({cost.place for cost in costs}, key=str)
         self.device = ", ".join(f"{device or 'unknown device'} x {ranks or 1}" for device, ranks in places)
-        self.seconds_reason = f"its tasks ran on {self.device}" if len(places) > 1 else ""
+        self.seconds_per_token, self.seconds_reason = None, ""
         if any(run.cached for run in self.runs):
             self.seconds_reason = CACHED
         elif not all(cost.seconds_per_token for cost in costs):
             self.seconds_reason = "the results hold no time of the scoring alone"
-        seconds = None if self.seconds_reason else sum(cost.seconds for cost in costs)
-        self.seconds_per_token = None if seconds is None else seconds / sum(cost.tokens for cost in costs)
+        elif len(places) > 1:
+            self.seconds_reason = f"its tasks ran on {self.device}"
+        else:
+            self.seconds_per_token = sum(cost.seconds for cost in costs) / sum(cost.tokens for cost in costs)
 
     @property
     def kind(self) -> str:
         """A key of KINDS."""
-        row = self.first
-        if not row.likelihood:
+        if not self.named.likelihood:
             return "oracle"
-        if row.entry.kind is Kind.UPPER_BOUND:
-            return "bound" if row.bound else "no bound"
-        return "exact" if row.proper and row.stderr is None else "estimate"
+        if self.named.entry.kind is Kind.UPPER_BOUND:
+            return "bound" if self.named.bound else "no bound"
+        return "exact" if self.named.proper and self.named.stderr is None else "estimate"
 
     @property
     def ranked(self) -> bool:
@@ -108,11 +97,14 @@ class BoardRow:
         return self.kind in ("exact", "estimate")
 
     @property
+    def remarks(self) -> str:
+        """The settings that distinguish it beyond model, estimator, rule, block and cache."""
+        return ", ".join(filter(None, [self.named.qualifiers, self.named.unknown_share]))
+
+    @property
     def label(self) -> str:
         """Its name without the model."""
-        parts = self.first.parts
-        cache = parts["cache"] if self.run.has_cache else ""
-        return ", ".join(filter(None, [self.display, self.rule, parts["block"], cache, self.remarks]))
+        return ", ".join(filter(None, [self.named.name, self.named.unknown_share]))
 
     def value(self, column: str) -> float | None:
         """The value in a column; None if there is none, or an infinite one."""
@@ -143,14 +135,20 @@ class Board:
         return WORDS[self.metric]
 
     @property
-    def ranked_by(self) -> str:
-        """A description of what rows are ranked by."""
+    def about(self) -> str:
+        """A description of the numbers."""
         labels = {column.id: column.label for column in self.columns}
-        return "the mean over tasks" if self.by == "mean" else f"{self.unit} of {labels[self.by]}"
+        by = "the mean over tasks" if self.by == "mean" else f"{self.unit} of {labels[self.by]}"
+        baseline = f" Gaps are to {self.ar}." if self.ar else ""
+        return (
+            f"{self.unit.capitalize()}, lower is better. Rank: among likelihoods, by {by}; bounds (≤) and the oracle "
+            f"have none.{baseline} 95 % intervals are over documents. ±: standard error of a Monte Carlo or sampled "
+            "estimate."
+        )
 
     @property
     def groups(self) -> list[tuple[str, list[BoardRow]]]:
-        """The rows that stand together, with a title: the oracle's are apart from those that say something."""
+        """The rows with a title: the oracle's are apart from those that say something."""
         oracles = [row for row in self.rows if row.kind == "oracle"]
         others = [row for row in self.rows if row.kind != "oracle"]
         return [group for group in (("", others), (f"Oracle: {KINDS['oracle']}", oracles)) if group[1]]
@@ -178,8 +176,8 @@ def unit(runs: Sequence[Run], requested: str | None) -> str:
 
 
 def columns(runs: Sequence[Run], metric: str) -> list[TaskColumn]:
-    """The columns of runs. A result that may not share a column gets a separate one, which says what is different."""
-    ordered = sorted(runs, key=lambda run: not run.baseline)  # the baseline's documents make the first column
+    """The columns of runs. What may not share a column gets one of its own, which says what is different."""
+    ordered = sorted(runs, key=lambda run: not run.baseline)  # its documents are those of the first column
     found: list[TaskColumn] = []
     for name in dict.fromkeys(name for run in runs for name in run.tasks):
         groups: list[tuple[list[Run], str]] = []
@@ -189,15 +187,10 @@ def columns(runs: Sequence[Run], metric: str) -> list[TaskColumn]:
                 groups[reasons.index("")][0].append(run)
             else:
                 groups.append(([run], next(iter(reasons), "")))
-        for members, apart in groups:
-            several = [run for run in members if run.baseline][1:]  # the first is the column's
-            for run in several:
-                run.baseline = False
-            found.append(TaskColumn(f"c{len(found)}", name, members, apart, compare.task(name, members, metric)))
-            for run in several:
-                run.baseline = True
-    for column in found:
-        column.label = _label(column, found)
+        for n, (members, apart) in enumerate(groups, 1):
+            label, windows = name if len(groups) == 1 else f"{name} ({n})", map(match.windows_of, members)
+            compared = compare.task(name, members, metric)
+            found.append(TaskColumn(f"c{len(found)}", label, name, [*dict.fromkeys(windows)], apart, compared))
     return found
 
 
@@ -216,18 +209,6 @@ def _apart(name: str, metric: str, members: Sequence[Run], run: Run) -> str:
         if apart is not None:
             return f"{apart.field}: {apart.there} here, {apart.here} in the first column of {name}"
     return ""
-
-
-def _label(column: TaskColumn, columns: Sequence[TaskColumn]) -> str:
-    alike = [other for other in columns if other.task == column.task]
-    parts = []
-    if len({other.documents for other in alike}) > 1:
-        parts.append(f"{column.documents or 'unknown number of'} documents")
-    if len({tuple(other.windows) for other in alike}) > 1:
-        parts.append(" and ".join(column.windows))
-    if sum((other.documents, other.windows) == (column.documents, column.windows) for other in alike) > 1:
-        parts.append(f"column {alike.index(column) + 1}")
-    return f"{column.task} ({', '.join(parts)})" if parts else column.task
 
 
 def remarks(columns: Sequence[TaskColumn]) -> list[str]:
@@ -249,33 +230,27 @@ def rows(columns: Sequence[TaskColumn]) -> list[BoardRow]:
     """A row for each model under an estimator, rule, block and cache, with a result for each column that it is in."""
     merged: dict[tuple, dict[str, Row]] = {}
     for column in columns:
-        for result in column.compared.rows:
-            varies = {"estimator", "rule"} if result.entry.drawn else NON_IDENTITY_KEYS  # draws belong to an estimate
-            spec = tuple(sorted((key, value) for key, value in result.run.spec.items() if key not in varies))
-            identity = result.run.key, result.estimator, result.rule, result.block, result.bound, spec
-            merged.setdefault(identity, {})[column.id] = result
-    joined = [BoardRow(results) for results in merged.values()]
-    alike: dict[tuple[str, str], list[BoardRow]] = {}
-    for row in joined:
-        alike.setdefault((row.model, row.label), []).append(row)
-    for group in alike.values():  # equal names in different columns, which no report had to distinguish
-        keys = differing_keys([row.spec for row in group], ("estimator", "rule", "cache"))
-        for row in group:
-            more = [argument(row.spec, key) for key in keys]
-            row.remarks = ", ".join(filter(None, [row.remarks, *more]))
-    return joined
-
-
-def _qualifiers(result: Row) -> str:
-    """The settings that distinguish a row beyond model, estimator, rule, block and cache."""
-    parts = [part for part in result.qualifiers.split(", ") if not part.startswith("cache=")]
-    return ", ".join(filter(None, [*parts, result.unknown_share]))
+        for row in column.compared.rows:
+            varies = {"estimator", "rule"} if row.entry.drawn else NON_IDENTITY_KEYS  # draws belong to an estimate
+            spec = tuple(sorted((key, value) for key, value in row.run.spec.items() if key not in varies))
+            identity = row.run.key, row.estimator, row.rule, row.block, row.bound, spec
+            merged.setdefault(identity, {})[column.id] = row
+    alike: dict[tuple[str, str], list[dict[str, Row]]] = {}
+    for results in merged.values():
+        longest = max(results.values(), key=lambda row: len(row.title))
+        alike.setdefault((longest.model, longest.name), []).append(results)
+    for group in alike.values():  # of one name: they are in different columns, so no comparison told them apart
+        specs = [next(iter(results.values())).run.spec for results in group]
+        for key in differing_keys(specs, ("estimator", "rule", "cache")):
+            for row in (row for results in group for row in results.values()):
+                row.variant = ", ".join(filter(None, [row.variant, argument(row.run.spec, key)]))
+    return list(map(BoardRow, merged.values()))
 
 
 def rank(rows: Sequence[BoardRow], columns: Sequence[TaskColumn], metric: str) -> tuple[list[BoardRow], list[str], str]:
     """Enter means and ranks; return the rows in order, the ids of the columns that means are over, and `Board.by`.
 
-    The mean is over the columns that all rows but the oracle have: geometric for perplexities. With fewer than two
+    The mean is over the columns that all rows have (the oracle aside): geometric for perplexities. With fewer than two
     there is none, and rows are ranked in the column with the most rows.
     """
     needed = [row for row in rows if row.kind != "oracle"]
@@ -295,10 +270,79 @@ def rank(rows: Sequence[BoardRow], columns: Sequence[TaskColumn], metric: str) -
         if common:
             places = [1 + sum(other.value(c) < row.value(c) for other in best) for c in common]
             row.mean_rank = sum(places) / len(places)
-    models, names = list(dict.fromkeys(row.model for row in rows)), [*registry.ESTIMATORS]
+    models, names = list(dict.fromkeys(row.named.model for row in rows)), [*registry.ESTIMATORS]
 
     def order(row: BoardRow) -> tuple:
         main = math.inf if row.main is None else row.main
-        return row.kind == "oracle", main, models.index(row.model), names.index(row.estimator), sort_key(row.rule)
+        kind = models.index(row.named.model), names.index(row.named.estimator), *sort_key(row.named.rule)
+        return row.kind == "oracle", main, *kind
 
     return sorted(rows, key=order), common, "mean" if common else most
+
+
+# ---------------------------------------------------------------- heads
+
+
+class Head(NamedTuple):
+    """A column: its title, the group that the page can hide, its cells, and the intervals that stand below them."""
+
+    title: str
+    group: str
+    cell: Callable[[BoardRow], Cell]
+    below: Callable[[BoardRow], str] = lambda row: ""
+
+    @property
+    def numeric(self) -> bool:
+        return self.group not in ("name", "source") or self.title in ("#", "block", "parameters")
+
+
+def heads(board: Board) -> list[Head]:
+    """The columns of a leaderboard, empty ones included."""
+    form, results = form_of(board.metric), [result for row in board.rows for result in row.results.values()]
+    every = cells.of_rows(board.metric, results)
+    found = [Head("#", "name", lambda row: str(row.rank or ""))]
+    for name in ("model", "estimator", "rule", "block", "cache"):
+        found.append(Head(name, "name", lambda row, name=name: every[name].cell(row.named)))
+    if board.mean_of:
+        kind = "mean" if board.metric == "bits_per_byte" else "geometric mean"
+        found += [
+            Head(f"{kind}, {len(board.mean_of)} tasks", "mean", lambda row: _mean(row, form)),
+            Head("mean rank", "mean", lambda row: optional(row.mean_rank, ".2f")),
+        ]
+    of_task = {
+        "value": (every["value"].short, _value, cells.interval),
+        "bits": (every["bits"].short, every["bits"].cell, lambda result: ""),
+        "gap": (every["gap"].short, every["gap"].cell, every["gap_interval"].cell),
+        "closed": (every["share"].head, every["share"].cell, every["closed_interval"].cell),
+    }
+    if board.metric == "bits_per_byte":
+        del of_task["bits"]
+    if all(result.distinguishable is None for result in results):
+        del of_task["closed"]
+    for group, (short, *both) in of_task.items():
+        for column in board.columns:
+            found.append(Head(f"{column.label} {short}", group, *(_of(column.id, cell) for cell in both)))
+    return [
+        *found,
+        Head("NFE per token", "cost", lambda row: optional(row.nfe_per_token, ".3f")),
+        Head("seconds per token", "cost", lambda row: optional(row.seconds_per_token, ".2g")),
+        Head("device", "source", lambda row: row.device),
+        Head("parameters", "source", lambda row: optional(row.parameters, ",d")),
+        Head("fingerprint", "source", lambda row: row.fingerprint),
+        Head("versions", "source", lambda row: ", ".join(map(" ".join, row.versions.items()))),
+        Head("date", "source", lambda row: row.date[:10]),
+    ]
+
+
+def _mean(row: BoardRow, form: str) -> str:
+    return "" if row.mean is None else f"{'≤ ' if row.named.bound else ''}{number(row.mean, form)}"
+
+
+def _value(result: Row) -> Cell:
+    """A result's value. Its remark says why it has no error or interval."""
+    return str(cells.value(result)), "; ".join(filter(None, [result.stderr_reason, result.reason]))
+
+
+def _of(column: str, cell: Callable[[Row], Any]) -> Callable[[BoardRow], Any]:
+    """A cell of the result in a column, empty if there is none."""
+    return lambda row: cell(row.results[column]) if column in row.results else ""

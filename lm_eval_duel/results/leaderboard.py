@@ -5,18 +5,20 @@ from __future__ import annotations
 import argparse
 import datetime
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from lm_eval_duel.arguments import TEXT, whole
 from lm_eval_duel.console.command_line import PATH, Flag, Parser
 from lm_eval_duel.core.rates import METRICS
 from lm_eval_duel.errors import DuelError, usage
-from lm_eval_duel.results import as_json, board, board_views, documents, page, published
-from lm_eval_duel.results.board import Board
+from lm_eval_duel.results import as_json, board, documents, page, published
+from lm_eval_duel.results.board import Board, BoardRow, Head, heads
 from lm_eval_duel.results.own_files import OwnFiles
 from lm_eval_duel.results.report import attach, check_files, no_baseline, read_runs
 from lm_eval_duel.results.samples import Traces
+from lm_eval_duel.results.table import Cell, Table, bullets, csv_text, escape, spaced, split
 
 FORMAT = "lm_eval_duel leaderboard"
 EPILOG = """\
@@ -25,6 +27,8 @@ leaderboard.csv and leaderboard.json.
 Results with other documents, windows or scored positions get separate columns. Intervals need samples: run lm_eval
 with --log_samples. The document view needs traces: --model_args trace=FILE.
 """
+NAMES = ("rank", "model", "estimator", "kind", "rule", "block", "cache", "remarks")  # of a line of CSV
+SOURCE = ("nfe_per_token", "seconds_per_token", "device", "parameters", "dtype", "fingerprint", "date")
 
 
 @usage()
@@ -71,6 +75,7 @@ def collect(options: argparse.Namespace) -> Board:
         without = [name for name, task in run.tasks.items() if metric not in task.metrics]
         notes += [f"{name} in {run.name} has no {metric} and is left out." for name in without]
     columns = board.columns(known, metric)
+    notes += [f"{column.label}: {column.apart}" for column in columns if column.apart]
     rows, mean_of, by = board.rank(board.rows(columns), columns, metric)
     shown, problems = documents.collect(traces, labels, options.shown, documents.texts_by(options.tokenizer))
     return Board(
@@ -88,17 +93,63 @@ def collect(options: argparse.Namespace) -> Board:
     )
 
 
+# ---------------------------------------------------------------- what is written
+
+
+def markdown(content: Board) -> str:
+    """leaderboard.md."""
+
+    def cell(row: BoardRow, head: Head) -> Cell:
+        text, remark = split(head.cell(row))
+        return f"{text} ({head.below(row)})" if head.below(row) else text, remark
+
+    heads_shown = [head for head in heads(content) if head.title not in ("versions", "device")]
+    shown = {head.title: lambda row, head=head: cell(row, head) for head in heads_shown}
+    parts = [f"# {escape(content.title)}", escape(content.about)]
+    for title, rows in content.groups:
+        parts += [title and f"## {title}", Table.of(content.title, rows, shown).markdown()]
+    for source in content.published:
+        parts += [f"## Published: {escape(source['source'])}", published.UNCHECKED, published.table(source).markdown()]
+    parts += ["## Notes", bullets(content.notes)] if content.notes else []
+    return spaced(parts)
+
+
+def console(content: Board) -> str:
+    """The text that the command prints: ranks, names, means and perplexities."""
+    shown = [head for head in heads(content) if head.group in ("name", "mean", "value")]
+    texts = {head.title: lambda row, head=head: split(head.cell(row))[0] for head in shown}
+    return spaced([Table.of(content.title, content.rows, texts).text(), "\n".join(content.notes)]).rstrip()
+
+
+def csv(content: Mapping[str, Any]) -> str:
+    """leaderboard.csv: a line for each result of leaderboard.json, with unrounded numbers."""
+    labels = {column["id"]: column["label"] for column in content["columns"]}
+    names = (*NAMES, "mean", "mean_rank") if content["mean_of"] else NAMES
+    lines = []
+    for row in content["rows"]:
+        for column, cell in row["cells"].items():
+            line = {key: row[key] for key in names} | {"task": labels[column], "metric": content["metric"]}
+            for key, value in cell.items():
+                if key.endswith("interval"):
+                    line[f"{key} low"], line[f"{key} high"] = value or (None, None)
+                else:
+                    line[key] = value
+            lines.append(line | {key: row[key] for key in SOURCE})
+    return csv_text(lines)
+
+
 def write(content: Board, options: argparse.Namespace) -> list[str]:
     """Write the leaderboard's files and return their names. Files of an earlier leaderboard are replaced or removed.
 
     Raises DuelError, and leaves the folder unchanged, if a file there does not belong to an earlier leaderboard.
     """
+    listing = as_json.board(content)
     written = {
         "index.html": page.html(content),
-        "leaderboard.md": board_views.page(content),
-        "leaderboard.csv": board_views.csv(content),
+        "leaderboard.md": markdown(content),
+        "leaderboard.csv": csv(listing),
     }
-    return OwnFiles(options.out, FORMAT).write({"version": 1, **as_json.board(content)}, written)
+    return OwnFiles(options.out, FORMAT).write({"version": 1, **listing}, written)
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -107,5 +158,5 @@ def main(arguments: Sequence[str]) -> None:
     OwnFiles(options.out, FORMAT).earlier()
     content = collect(options)
     files = write(content, options)
-    print(board_views.console(content))
+    print(console(content))
     print(f"wrote to {options.out}: {', '.join(files)}")

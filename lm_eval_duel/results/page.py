@@ -10,33 +10,19 @@ import base64
 import dataclasses
 import hashlib
 import math
-import re
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from lm_eval_duel.console import strict_json
 from lm_eval_duel.console.tables import one_line
-from lm_eval_duel.results import board_views, published
-from lm_eval_duel.results.board import KINDS, Board, BoardRow
-from lm_eval_duel.results.board_views import Head
+from lm_eval_duel.results import published
+from lm_eval_duel.results.board import KINDS, Board, BoardRow, heads
+from lm_eval_duel.results.table import Table
 
 ASSETS = Path(__file__).resolve().parent / "assets"
 SCRIPTS = ("table.js", "documents.js")
-GROUPS = {  # of columns, which the page can hide
-    "mean": "means",
-    "value": "perplexity",
-    "bits": "bits per byte",
-    "gap": "gap",
-    "closed": "gap closed",
-    "cost": "cost",
-    "source": "provenance",
-}
-MANY = 1  # tasks beyond which the page first shows names, means, perplexities and cost only
-FIRST_HIDDEN = ("bits", "gap", "closed", "source")
-NUMBER = re.compile(r"[+-]?[\d,]*\.?\d+(e[+-]?\d+)?|inf")
+FIRST_HIDDEN = ("source", "bits", "gap", "closed")  # groups of columns: the first, with several tasks all of them
 WIDTH, MARGIN = 140.0, 9.0  # of a plot
-ROUND = ((1, 1.5, 2, 3, 4, 5, 7), (1, 2, 3, 5), (1, 3), (1,))  # mantissas of ticks, the most that fit
+MANTISSAS = ((1, 1.5, 2, 3, 4, 5, 7), (1, 2, 3, 5), (1, 3), (1,))  # of ticks: the most that fit
 MOST_TICKS = 5
 
 
@@ -47,10 +33,15 @@ def html(board: Board) -> str:
 
     style = (ASSETS / "style.css").read_text(encoding="utf-8")
     script = "\n".join((ASSETS / name).read_text(encoding="utf-8") for name in SCRIPTS)
-    heads, axis = board_views.heads(board), _axis(board)
-    table = board_views.table(board, heads, [row for _, rows in board.groups for row in rows])
-    heads = [head for head in heads if head.title in table.heads]
-    lines = iter(table.rows)
+    every, rows = heads(board), [row for _, of_group in board.groups for row in of_group]
+    table = Table.of(board.title, rows, {head.title: head.cell for head in every})
+    shown = [head for head in every if head.title in table.heads]
+    texts = dict(zip(map(id, rows), table.rows, strict=True))
+    kinds = {"AR": "an autoregressive model, exact"} if any(row.autoregressive for row in rows) else {}
+    kinds |= {kind: KINDS[kind] for kind in KINDS if any(row.kind == kind for row in rows)}
+    switches = {"mean": "means", "value": board.unit, "bits": "bits per byte", "gap": f"gap to {board.ar}"}
+    switches |= {"closed": "gap closed", "cost": "cost", "source": "provenance"}
+    hidden = FIRST_HIDDEN[: 1 if len(board.columns) == 1 else None]
     environment = Environment(
         autoescape=True,
         loader=FileSystemLoader(ASSETS),
@@ -64,15 +55,18 @@ def html(board: Board) -> str:
         style=Markup(style),
         script=Markup(script),
         policy=f"default-src 'none'; img-src data:; style-src {_hash(style)}; script-src {_hash(script)}",
-        heads=heads,
-        column_groups=_column_groups(board, heads),
-        lines=[(title, [(row, _cells(heads, next(lines))) for row in rows]) for title, rows in board.groups],
+        kinds=kinds,
+        choices={
+            "estimator": sorted({row.named.entry.display for row in rows}),
+            "cache": sorted({row.cache for row in rows} - {""}),
+        },
+        switches={key: name for key, name in switches.items() if any(head.group == key for head in shown)},
+        hidden=hidden,
+        names=[head for head in shown if head.group == "name"],
+        values=[head for head in shown if head.group != "name"],
+        cells=lambda row: {head.title: text for head, text in zip(shown, texts[id(row)], strict=True)},
         remarks=table.remarks,
-        axis=axis,
-        place=lambda row: None if axis is None or row.main is None else axis.at(row.main),
-        ends=lambda row: None if (ends := _ends(board, row)) is None else list(map(axis.at, ends)),
-        choices={key: sorted({getattr(row, key) for row in board.rows} - {""}) for key in ("display", "cache")},
-        kinds={kind: KINDS[kind] for kind in KINDS if any(row.kind == kind for row in board.rows)},
+        plot=Plot.of(board),
         published=[(source["source"], published.table(source)) for source in board.published],
         unchecked=published.UNCHECKED,
         documents=strict_json.finite(board.documents),
@@ -84,76 +78,58 @@ def _hash(content: str) -> str:
     return f"'sha256-{digest}'"
 
 
-def _column_groups(board: Board, heads: Sequence[Head]) -> list[dict[str, Any]]:
-    """The groups of columns that can be hidden; if there are many tasks, only a few groups are shown at first."""
-    hidden = FIRST_HIDDEN if len(board.columns) > MANY else ("source",)
-    names = {**GROUPS, "value": board.unit, "gap": f"gap to {board.ar}"}
-    there = {head.group for head in heads}
-    return [{"id": key, "name": names[key], "shown": key not in hidden} for key in GROUPS if key in there]
+@dataclasses.dataclass
+class Plot:
+    """The plot of the value that rows are ranked by, logarithmic for perplexities. `base`: the autoregressive model's.
 
+    Places are pixels from the left.
+    """
 
-def _cells(heads: Sequence[Head], texts: Sequence[str]) -> list[dict[str, Any]]:
-    """The cells of a row: the text, the interval that stands below it, and the number that it is sorted by."""
-    cells = []
-    for head, text in zip(heads, texts, strict=True):
-        shown, small, number = text, "", None
-        if head.numeric:
-            shown, bracket, rest = text.partition(" (")
-            interval, _, mark = rest.partition(")")
-            shown, small = f"{shown}{mark}" if bracket else shown, interval
-            found = NUMBER.search(text)
-            number = found[0].replace(",", "") if found and not text.startswith("[") else ""
-            number = "inf" if text == "whole" else number
-        cells.append({"head": head, "text": shown, "small": small, "number": number})
-    return cells
-
-
-# ---------------------------------------------------------------- the plot of the value that rows are ranked by
-
-
-def _ends(board: Board, row: BoardRow) -> list[float] | None:
-    """The interval over documents of a row's value, if it is that of one task."""
-    interval = row.results[board.by].interval if board.by in row.results and row.main is not None else None
-    return interval if interval and all(map(math.isfinite, interval)) else None
-
-
-@dataclasses.dataclass(frozen=True)
-class Axis:
-    """The scale of an axis, logarithmic for perplexities. `base`: the place of the baseline."""
-
+    board: Board
     low: float
     high: float
     log: bool
+    base: float | None
     width: float = WIDTH
-    base: float | None = None
+
+    @classmethod
+    def of(cls, board: Board) -> Plot | None:
+        """The plot of all rows; None if there is nothing to show."""
+        rows = [row for row in board.rows if row.main is not None]
+        points = [value for row in rows for value in [row.main, *(_interval(board, row) or [])]]
+        if not points or min(points) == max(points):
+            return None
+        base = next((row.main for row in reversed(rows) if any(result.ar for result in row.results.values())), None)
+        return cls(board, min(points), max(points), board.metric != "bits_per_byte" and min(points) > 0, base)
 
     def at(self, value: float) -> float:
         low, high, value = (math.log(x) if self.log else x for x in (self.low, self.high, value))
         return round(MARGIN + (value - low) / (high - low) * (WIDTH - 2 * MARGIN), 1)
 
+    def place(self, row: BoardRow) -> float | None:
+        """The place of a row's value; None if it has none."""
+        return None if row.main is None else self.at(row.main)
+
+    def interval(self, row: BoardRow) -> list[float]:
+        """The ends of a row's interval; empty without one."""
+        return list(map(self.at, _interval(self.board, row) or []))
+
     @property
-    def ticks(self) -> list[tuple[float, str]]:
-        return [(self.at(tick), f"{tick:g}") for tick in _ticks(self.low, self.high)]
+    def ticks(self) -> list[float]:
+        """Round numbers, five at most, and two at least if they are far enough apart."""
+        low, high = self.low, self.high
+        powers = range(math.floor(math.log10(low)) if low > 0 else -6, math.ceil(math.log10(high)) + 1)
+        for mantissas in MANTISSAS:
+            ticks = [m * 10.0**power for power in powers for m in mantissas if low <= m * 10.0**power <= high]
+            if len(ticks) <= MOST_TICKS:
+                break
+        if len(ticks) > 1:
+            return ticks
+        step = 10.0 ** math.floor(math.log10(high - low))  # close together: even steps
+        return [n * step for n in range(math.ceil(low / step), math.floor(high / step) + 1)][:MOST_TICKS]
 
 
-def _axis(board: Board) -> Axis | None:
-    """The axis of all rows; None if there is nothing to plot."""
-    rows = [row for row in board.rows if row.main is not None]
-    points = [value for row in rows for value in [row.main, *(_ends(board, row) or [])]]
-    if not points or min(points) == max(points):
-        return None
-    axis = Axis(min(points), max(points), log=board.metric != "bits_per_byte" and min(points) > 0)
-    base = next((row.main for row in reversed(rows) if any(result.ar for result in row.results.values())), None)
-    return axis if base is None else dataclasses.replace(axis, base=axis.at(base))
-
-
-def _ticks(low: float, high: float) -> list[float]:
-    """Round numbers between two values, five at most, and two at least if they are far enough apart."""
-    powers = range(math.floor(math.log10(low)) if low > 0 else -6, math.ceil(math.log10(high)) + 1)
-    every = ([m * 10.0**power for power in powers for m in mantissas] for mantissas in ROUND)
-    inside = [[tick for tick in ticks if low <= tick <= high] for ticks in every]
-    ticks = next((ticks for ticks in inside if len(ticks) <= MOST_TICKS), inside[-1])
-    if len(ticks) > 1:
-        return ticks
-    step = 10.0 ** math.floor(math.log10(high - low))  # close together: even steps
-    return [n * step for n in range(math.ceil(low / step), math.floor(high / step) + 1)][:MOST_TICKS]
+def _interval(board: Board, row: BoardRow) -> list[float] | None:
+    """The interval over documents of a row's value, if it is the value of one task."""
+    interval = row.results[board.by].interval if board.by in row.results and row.main is not None else None
+    return interval if interval and all(map(math.isfinite, interval)) else None

@@ -61,6 +61,11 @@ class Bold(str):
 Cell = str | tuple[str, str] | None  # a text, or a text and a remark for below the table
 
 
+def split(cell: Cell) -> tuple[str, str]:
+    """The text and the remark of a cell."""
+    return cell if isinstance(cell, tuple) else (cell or "", "")
+
+
 @dataclasses.dataclass(frozen=True)
 class Table:
     """Heads and rows of text. `remarks`: the remarks of cells by their mark, which the cells end with."""
@@ -78,8 +83,7 @@ class Table:
         for record in records:
             rows.append([])
             for column in columns.values():
-                cell = column(record) or ""
-                text, remark = cell if isinstance(cell, tuple) else (cell, "")
+                text, remark = split(column(record))
                 mark = marks.setdefault(remark, f"[{len(marks) + 1}]") if remark else ""
                 rows[-1].append(type(text)(one_line(f"{text} {mark}".strip())))
         kept = [n for n in range(len(columns)) if any(row[n] for row in rows)]

@@ -19,9 +19,10 @@ from lm_eval_duel.cli.main import main
 from lm_eval_duel.console.tables import one_line
 from lm_eval_duel.errors import UsageError
 from lm_eval_duel.options import Options
-from lm_eval_duel.results import as_json, board_views, page
+from lm_eval_duel.results import as_json, page
 from lm_eval_duel.results import documents as view
-from lm_eval_duel.results.leaderboard import collect, parse, write
+from lm_eval_duel.results.leaderboard import collect, markdown, parse, write
+from lm_eval_duel.results.leaderboard import csv as to_csv
 from lm_eval_duel.results.samples import Traces
 
 TEXTS = [f"text {n}" for n in range(3)]
@@ -192,19 +193,19 @@ def test_names_are_text_in_every_output(tmp_path):
     for name in NAMES:
         assert one_line(name) in words, f"{name!r} is shown as it is"
     assert str(1234 * 3) not in words
-    markdown = board_views.page(content)
-    for line in markdown.splitlines():
+    text = markdown(content)
+    for line in text.splitlines():
         if line.startswith("|"):
             cells = re.split(r"(?<!\\)\|", re.sub(r"`[^`]*`", "", line))
             assert not re.search(r"(?<!\\)[$<](?=[a-z/!])|(?<!\\)\[f\]\(", line), line
-            assert len(cells) in widths(markdown), line
-    for row in csv.reader(io.StringIO(board_views.csv(content))):
+            assert len(cells) in widths(text), line
+    for row in csv.reader(io.StringIO(to_csv(as_json.board(content)))):
         assert not [cell for cell in row if cell.startswith(("=", "@", "+", "\t")) or re.match(r"-[^\d]|-1\+", cell)]
 
 
-def widths(markdown):
+def widths(text):
     """The numbers of cells of the tables' heads."""
-    return {len(line.split("|")) for line in markdown.splitlines() if re.fullmatch(r"[|: -]+", line)}
+    return {len(line.split("|")) for line in text.splitlines() if re.fullmatch(r"[|: -]+", line)}
 
 
 def test_names_cannot_leave_the_folder(tmp_path):

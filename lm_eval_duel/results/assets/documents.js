@@ -1,46 +1,41 @@
-// The document view: tokens coloured by nats or by reveal step, a slider that plays the unmasking, two orders side by side.
-(() => {
-  const section = document.getElementById("documents");
-  if (!section) return;
-  const data = JSON.parse(document.getElementById("documents-data").textContent);
+// Documents: tokens coloured by nats or by reveal step, two orders side by side, a slider that plays the unmasking.
+if (document.getElementById("documents")) {
   const find = (id) => document.getElementById(id);
-  const MOST_NATS = 8; // the reddest
+  const data = JSON.parse(find("documents-data").textContent);
   const slider = find("step"), play = find("play"), chooser = find("document");
-  const byStep = () => section.querySelector("input[name=colour]:checked").value === "step";
+  const MOST_NATS = 8; // the reddest, as the page says
 
-  // When each token is revealed by the sampler, which writes one block after the other.
+  // When the sampler reveals each token: it writes one block after the other.
   function schedule(order) {
     const at = [], share = [];
-    let before = 0;
+    let total = 0;
     order.starts.forEach((start, block) => {
-      const end = order.starts[block + 1] ?? order.steps.length;
-      const steps = order.steps.slice(start, end);
-      const last = steps.reduce((a, b) => Math.max(a, b), 0);
-      for (const step of steps) { at.push(before + step + 1); share.push(last ? step / last : 0); }
-      before += last + 1;
+      const steps = order.steps.slice(start, order.starts[block + 1]);
+      const last = Math.max(...steps);
+      for (const step of steps) {
+        at.push(total + step + 1);
+        share.push(last ? step / last : 0);
+      }
+      total += last + 1;
     });
-    return { at, share, total: before };
+    return { at, share, total };
   }
-  const nats = (value) => value === null ? "∞" : value.toFixed(2);
 
   class Side {
     constructor(name) {
       this.root = find(name);
       this.select = find(`${name}-order`);
       this.tokens = this.root.querySelector(".tokens");
-      this.here = -1;
       this.select.addEventListener("change", () => { this.show(); refresh(); });
-      this.tokens.addEventListener("pointerover", (event) => { if (event.target.dataset.n) this.tell(Number(event.target.dataset.n)); });
+      this.tokens.addEventListener("pointerover", ({ target }) => { if (target.dataset.n) this.point(Number(target.dataset.n)); });
       this.tokens.addEventListener("keydown", (event) => {
         const move = { ArrowRight: 1, ArrowDown: 1, ArrowLeft: -1, ArrowUp: -1 }[event.key];
         if (!move) return;
         event.preventDefault();
-        this.spans[this.here]?.classList.remove("here");
-        this.here = Math.min(this.spans.length - 1, Math.max(0, this.here + move));
-        this.spans[this.here]?.classList.add("here");
-        this.tell(this.here);
+        this.point(Math.min(this.spans.length - 1, Math.max(0, this.here + move)));
       });
     }
+    write(line, text) { this.root.querySelector(line).textContent = text; }
     load(text, first) {
       this.text = text;
       this.select.replaceChildren(...text.orders.map((order, n) => new Option(order.label, n, false, n === first)));
@@ -49,73 +44,74 @@
     }
     show() {
       this.order = this.text.orders[this.select.value];
-      this.pieces = this.text.pieces[this.order.text];
       this.plan = schedule(this.order);
       this.here = -1;
-      this.spans = this.pieces.map((piece, n) => {
+      this.spans = this.text.pieces[this.order.text].map((piece, n) => {
         const span = document.createElement("span");
         span.textContent = piece;
         span.dataset.n = n;
         return span;
       });
+      this.nats = this.order.nats.map((value) => value ?? Infinity);
       this.tokens.replaceChildren(...this.spans);
-      const finite = this.order.nats.every((value) => value !== null);
-      const sum = finite ? this.order.nats.reduce((a, b) => a + b, 0) : Infinity;
-      const perplexity = Math.exp(sum / this.pieces.length);
-      const line = this.root.querySelector(".sum");
-      line.dataset.order = this.order.label;
-      line.textContent = `${sum.toFixed(1)} nats, perplexity ${perplexity.toFixed(2)} per token, ${this.plan.total} steps for ${this.pieces.length} tokens`;
+      const sum = this.nats.reduce((a, b) => a + b, 0), count = this.spans.length;
+      const perplexity = Math.exp(sum / count).toFixed(2);
+      this.root.querySelector(".sum").dataset.order = this.order.label;
+      this.write(".sum", `${sum.toFixed(1)} nats, perplexity ${perplexity} per token, ${this.plan.total} steps for ${count} tokens`);
     }
-    tell(n) {
-      const masked = this.spans[n].classList.contains("masked");
-      const block = this.order.starts.filter((start) => start <= n).length;
-      const what = masked ? "still masked" : `“${this.pieces[n].replace(/\n/g, "⏎")}”: ${nats(this.order.nats[n])} nats`;
-      this.root.querySelector(".token").textContent = `Token ${n + 1}, ${what}, revealed at step ${this.order.steps[n] + 1} of block ${block}`;
+    point(n) {
+      this.spans[this.here]?.classList.remove("here");
+      this.here = n;
+      const span = this.spans[n], block = this.order.starts.filter((start) => start <= n).length;
+      span.classList.add("here");
+      const text = `“${span.textContent.replace(/\n/g, "⏎")}”: ${this.nats[n].toFixed(2)} nats`;
+      const what = span.matches(".masked") ? "still masked" : text;
+      this.write(".token", `Token ${n + 1}, ${what}, revealed at step ${this.order.steps[n] + 1} of block ${block}`);
     }
-    draw(step) {
-      if (this.root.hidden) return;
-      const time = Math.min(step, this.plan.total), coloured = byStep();
-      let revealed = 0, spent = 0;
+    draw(step, byStep) {
+      const { at, share, total } = this.plan, time = Math.min(step, total);
       this.spans.forEach((span, n) => {
-        const there = this.plan.at[n] <= time, value = this.order.nats[n] ?? Infinity;
-        span.classList.toggle("masked", !there);
-        span.classList.toggle("now", this.plan.at[n] === time && step <= this.plan.total && step < Number(slider.max));
-        span.style.setProperty("--share", coloured ? this.plan.share[n] : Math.min(value / MOST_NATS, 1).toFixed(3));
-        if (there) { revealed += 1; spent += value; }
+        span.classList.toggle("masked", at[n] > time);
+        span.classList.toggle("now", at[n] === step && step < Number(slider.max));
+        span.style.setProperty("--share", byStep ? share[n] : Math.min(this.nats[n] / MOST_NATS, 1));
       });
-      this.root.querySelector(".progress").textContent = `step ${time} of ${this.plan.total}: ${revealed} of ${this.spans.length} tokens, ${spent.toFixed(1)} nats so far`;
+      const spent = this.nats.filter((_, n) => at[n] <= time);
+      const nats = spent.reduce((a, b) => a + b, 0).toFixed(1);
+      this.write(".progress", `step ${time} of ${total}: ${spent.length} of ${at.length} tokens, ${nats} nats so far`);
     }
   }
   const sides = [new Side("left"), new Side("right")];
+  const shown = () => sides.filter((side) => !side.root.hidden);
 
   function draw() {
-    section.classList.toggle("by-step", byStep());
-    find("scale-low").textContent = byStep() ? "first in its block" : "0 nats";
-    find("scale-high").textContent = byStep() ? "last" : `${MOST_NATS} or more`;
-    for (const side of sides) side.draw(Number(slider.value));
+    const byStep = find("by-step").checked;
+    find("documents").classList.toggle("by-step", byStep);
     find("step-text").textContent = `${slider.value} of ${slider.max}`;
+    for (const side of shown()) side.draw(Number(slider.value), byStep);
   }
   // At the end of the slider everything is revealed; it stays there when another order is chosen.
-  function refresh() {
-    const end = slider.value === slider.max;
-    slider.max = Math.max(...sides.filter((side) => !side.root.hidden).map((side) => side.plan.total));
+  function refresh(end = slider.value === slider.max) {
+    slider.max = Math.max(...shown().map((side) => side.plan.total));
     if (end) slider.value = slider.max;
     draw();
   }
+  // The first two orders that differ, of networks that have a choice.
   function choose() {
     stop();
-    const text = data[chooser.value];
-    // First two orders that differ, of networks that have a choice.
-    const orders = text.orders, left = Math.max(0, orders.findIndex((order) => order.starts.length < order.steps.length));
+    const text = data[chooser.value], orders = text.orders;
+    const left = Math.max(0, orders.findIndex((order) => order.starts.length < order.steps.length));
     const other = orders.findIndex((order, n) => n > left && String(order.steps) !== String(orders[left].steps));
     sides[0].load(text, left);
     sides[1].load(text, other >= 0 ? other : orders.length > 1 ? Number(left === 0) : orders.length);
-    slider.value = slider.max;
-    refresh();
+    refresh(true);
   }
 
   let timer = null;
-  function stop() { clearInterval(timer); timer = null; play.textContent = "Play"; }
+  function stop() {
+    clearInterval(timer);
+    timer = null;
+    play.textContent = "Play";
+  }
   play.addEventListener("click", () => {
     if (timer !== null) return stop();
     if (slider.value === slider.max) slider.value = 0;
@@ -128,11 +124,8 @@
     }, Math.max(30, Math.min(250, 16000 / slider.max)));
   });
   slider.addEventListener("input", () => { stop(); draw(); });
-  for (const radio of section.querySelectorAll("input[name=colour]")) radio.addEventListener("change", draw);
-  section.querySelector("form").addEventListener("submit", (event) => event.preventDefault());
+  for (const radio of document.querySelectorAll("[name=colour]")) radio.addEventListener("change", draw);
   chooser.append(...data.map((text, n) => new Option(`${text.task}, document ${text.number}`, n)));
   chooser.addEventListener("change", choose);
-  section.hidden = false;
-  slider.max = 0;
   choose();
-})();
+}
