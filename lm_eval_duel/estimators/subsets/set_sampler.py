@@ -22,7 +22,7 @@ from lm_eval_duel.core.reveal import Reveal, WindowGroup
 from lm_eval_duel.core.scores import IndexedScores, Sample, Step, WindowScore, known_sum
 from lm_eval_duel.estimators.arguments import LATTICE_BLOCK, TOLERANCE, BeamArguments, check_block
 from lm_eval_duel.estimators.base import Estimator, Value
-from lm_eval_duel.estimators.subsets.chunk import TABLE, Chunk, BeamResult, followed
+from lm_eval_duel.estimators.subsets.chunk import TABLE, BeamResult, Chunk, followed
 from lm_eval_duel.estimators.subsets.moves import Moves, Planes, StateLevel, Thin
 from lm_eval_duel.estimators.subsets.sums import BeamSums
 
