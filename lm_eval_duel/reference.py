@@ -323,7 +323,7 @@ def posterior(x_0: Tensor, noisy: int, s: Noise, t: Noise) -> Tensor:
 
 
 def plug_in(P: Tensor, noisy: int, t: Noise) -> Tensor:
-    """r ~ P / q(x_t = noisy | x_0): `posterior` of r is the mean over P(x_0) of that of x_0."""
+    """r ~ P / q(x_t = noisy | x_0): `posterior` of r is the mean over P(x_0) of the posterior of x_0."""
     a, b = t
     r = torch.where(P > 0, P / (a * one_hot(noisy, P) + b[noisy]), 0.0)
     return r / r.sum()

@@ -98,7 +98,7 @@ def best_drawn(x: Ids, count: Count, tau: float | None = None, strict: bool = Tr
     """LLaDA, SDAR, Fast-dLLM: every masked position draws a token, and the most confident draws are kept.
 
     `count`: how many, or at least how many. `tau`: all whose confidence exceeds it (not `strict`: or reaches it).
-    `scale`: the confidence is that of softmax(scale log_P). Of equal draws the left one is more confident.
+    `scale`: the confidence is taken from softmax(scale log_P). Of equal draws the left one is more confident.
     """
 
     def select(log_P: Tensor, M: list[int], t: int, size: int) -> Chosen:

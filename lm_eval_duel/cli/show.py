@@ -52,8 +52,8 @@ probability of the most likely token (p1), margin and entropy.
 def show(records: list[dict[str, Any]], tokenizer: Any, by: str, coloured: bool, rule: str | None = None) -> str:
     """The windows of one document, as text for a terminal. `tokenizer` needs `decode(ids)`.
 
-    `rule` selects the order of one rule of a lattice. By default the estimator's own order is shown, or that of the
-    first rule if the estimator has none.
+    `rule` selects the order of one rule of a lattice. By default the estimator's order is shown, or the order of
+    the first rule if the estimator has none.
     """
     parts, last_step = [], 0
     for record in records:

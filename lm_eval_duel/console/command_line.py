@@ -96,7 +96,7 @@ def _stop(code: int, message: str) -> NoReturn:
 
 @dataclasses.dataclass(frozen=True)
 class Flag(Argument):
-    """An argument of a command. Its name is that of a flag, or in capitals that of a positional argument."""
+    """An argument of a command: a flag, or, if its name is in capitals, a positional argument."""
 
     many: bool = False  # several values, separated by spaces
     alone: str | None = None  # the value of a flag that is given without one

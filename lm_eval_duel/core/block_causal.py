@@ -227,7 +227,7 @@ class BlockCausalView(View):
     def _evaluate(self, lanes: Lanes, ids: torch.Tensor, shown: torch.Tensor, real: torch.Tensor) -> Positions:
         """The input of the LM head at the masked positions of the lanes' blocks, one call for each stretch of columns.
 
-        A call's layout is that of the previous step if its lanes are the same.
+        A call keeps the layout of the previous step if its lanes are the same.
         """
         position = masked_positions(lanes)  # (R, M)
         read = (position - self.denoiser.shift).clamp(min=0)  # (R, M)

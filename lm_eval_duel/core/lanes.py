@@ -101,9 +101,7 @@ class Lanes:
 
     @cached_property
     def masked_at(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """(lane, position) of each masked position, (C,) each, in the order of masked.nonzero(); kept, as it is a host
-        sync.
-        """
+        """(lane, position) of each masked position, (C,) each, in the order of masked.nonzero(): a host sync."""
         lane, position = self.masked.nonzero().unbind(1)
         return lane, position
 

@@ -20,7 +20,7 @@ _pending: tuple[int, float] | None = None  # the deferred signal, and when it ar
 
 
 class Interrupted(SystemExit):
-    """A signal has ended the run; the exit status is that of a shell, 128 + its number."""
+    """A signal has ended the run. The exit status is 128 + its number, as in a shell."""
 
     def __init__(self, number: int):
         super().__init__(128 + number)

@@ -21,7 +21,7 @@ RUNTIME = ("_name_or_path", "dtype", "torch_dtype", "transformers_version", "use
 
 
 def unwrapped(model: Any) -> Any:
-    """The network inside DistributedDataParallel, torch.compile and PEFT: the same weights, called by itself.
+    """The network inside DistributedDataParallel, torch.compile and PEFT: the same weights, called directly.
 
     DistributedDataParallel would wait for the other ranks at each call, and a compiled network would be compiled again
     for each shape. PEFT's adapters are in the layers of the network, so they count.

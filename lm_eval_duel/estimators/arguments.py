@@ -212,7 +212,7 @@ def _order(value: Any) -> str:
     if value == "maskgit_plus":
         raise DuelError(
             "alg=maskgit_plus scores a position by the token drawn there, so the order depends on every draw. Without "
-            "alg_temp its likelihood is that of estimator=sampled_confidence,confidence=tempered,schedule=dream,"
+            "alg_temp its likelihood is estimator=sampled_confidence,confidence=tempered,schedule=dream,"
             "steps=<number>; with alg_temp it has no closed form."
         )
     return str(value)

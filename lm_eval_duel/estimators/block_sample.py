@@ -5,16 +5,16 @@
 
 f_b and g_b are the log-probs of a block without and with the cache.
 
-With a share s, block b of a window is sampled if u_b < s, and w_b = 1 / s. u_b is a uniform number that is a function
-of (seed, the window's ids, b) alone: so the sample is the same for every batch size, order, number of ranks and resumed
-run, and does not depend on the number of blocks elsewhere. Blocks are drawn without replacement, independently,
-and each with the same probability (Poisson sampling; Horvitz and Thompson 1952). Let I_b be 1 if block b is sampled,
-else 0. E[I_b w_b] = 1, so the estimate is unbiased. Var(I_b w_b) = 1 / s - 1 = E[I_b w_b (w_b - 1)], and variances of
-independent blocks add up, so that of the estimate is sum (1 / s - 1) (f_b - g_b)^2 and the second line is unbiased for
-it. Both hold for every window, and therefore for every document and corpus.
+With a share s, block b of a window is sampled if u_b < s, and w_b = 1 / s. The uniform number u_b depends on the seed,
+the window's ids and b alone, so the sample is the same for every batch size, order, number of ranks and resumed run.
+Blocks are drawn independently and with the same probability (Poisson sampling; Horvitz and Thompson 1952). Let I_b be 1
+if block b is sampled, else 0. E[I_b w_b] = 1, so the estimate is unbiased. Var(I_b w_b) = 1 / s - 1 =
+E[I_b w_b (w_b - 1)], and variances of independent blocks add up, so the variance of the estimate is
+sum (1 / s - 1) (f_b - g_b)^2, and the second line is unbiased for it. Both hold for every window, and so for every
+document and corpus.
 
-A sample of a fixed size, or strata that span windows, would need the other windows, and inside a window there are often
-fewer blocks than 1 / s. What this costs: the variance has the mean square of the differences, not their variance.
+A sample of fixed size, or strata that span windows, would need the other windows, and a window often has fewer blocks
+than 1 / s. The price is that the variance has the mean square of the differences, not their variance.
 
 Shapes: N windows, B blocks of a window.
 """

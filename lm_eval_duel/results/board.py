@@ -176,8 +176,8 @@ def unit(runs: Sequence[Run], requested: str | None) -> str:
 
 
 def columns(runs: Sequence[Run], metric: str) -> list[TaskColumn]:
-    """The columns of runs. What may not share a column gets one of its own, which says what is different."""
-    ordered = sorted(runs, key=lambda run: not run.baseline)  # its documents are those of the first column
+    """The columns of runs. A result that may not share a column gets a separate one, which says what is different."""
+    ordered = sorted(runs, key=lambda run: not run.baseline)  # the baseline's documents make the first column
     found: list[TaskColumn] = []
     for name in dict.fromkeys(name for run in runs for name in run.tasks):
         groups: list[tuple[list[Run], str]] = []
@@ -239,7 +239,7 @@ def rows(columns: Sequence[TaskColumn]) -> list[BoardRow]:
     for results in merged.values():
         longest = max(results.values(), key=lambda row: len(row.title))
         alike.setdefault((longest.model, longest.name), []).append(results)
-    for group in alike.values():  # of one name: they are in different columns, so no comparison told them apart
+    for group in alike.values():  # equal names in different columns, which no comparison had to distinguish
         specs = [next(iter(results.values())).run.spec for results in group]
         for key in differing_keys(specs, ("estimator", "rule", "cache")):
             for row in (row for results in group for row in results.values()):
@@ -250,7 +250,7 @@ def rows(columns: Sequence[TaskColumn]) -> list[BoardRow]:
 def rank(rows: Sequence[BoardRow], columns: Sequence[TaskColumn], metric: str) -> tuple[list[BoardRow], list[str], str]:
     """Enter means and ranks; return the rows in order, the ids of the columns that means are over, and `Board.by`.
 
-    The mean is over the columns that all rows have (the oracle aside): geometric for perplexities. With fewer than two
+    The mean is over the columns that all rows but the oracle have: geometric for perplexities. With fewer than two
     there is none, and rows are ranked in the column with the most rows.
     """
     needed = [row for row in rows if row.kind != "oracle"]

@@ -84,7 +84,7 @@ def optional(known: float | None, form: str) -> str:
 
 
 def value(row: Row | None, metric: str | None = None) -> str:
-    """A row's value, or that of another metric of it, with its bound and its Monte Carlo error."""
+    """A row's value, or its value in another metric, with its bound and its Monte Carlo error."""
     if row is None or (known := row.metrics.get(metric or row.metric)) is None:
         return ""
     form, stderr = form_of(metric or row.metric), row.error(row.nats_stderr, metric)

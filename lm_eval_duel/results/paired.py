@@ -116,7 +116,7 @@ class Texts(NamedTuple):
     keys: list[str]  # equal for equal texts
     log_probs: list[float]  # nats
     counts: dict[str, list[int]]  # by unit
-    side: Side  # its rate and error are those of the sum in nats; equal texts share one error
+    side: Side  # its rate and error are of the sum, in nats; equal texts share one error
 
 
 def compare(

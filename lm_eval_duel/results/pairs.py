@@ -66,7 +66,7 @@ def chosen(choice: str, shown: Sequence[Row]) -> list[Pair]:
 
 
 def main_row(likelihoods: Sequence[Row]) -> Row:
-    """A model's row: the baseline, that of its headline, or else its lowest likelihood or bound."""
+    """A model's row: the baseline, the row of its headline, or else its lowest likelihood or bound."""
     baseline = next((row for row in likelihoods if row.ar), None)
     return baseline or headline(likelihoods) or min(likelihoods, key=lambda row: (row.bound, row.value))
 

@@ -88,13 +88,13 @@ class Row:
         self.stderr = self.error(self.nats_stderr)  # Monte Carlo, or of a sample
         # why a drawn value has no error
         self.stderr_reason = "" if drawn is None or self.stderr is not None else drawn.unknown(spec)
-        # the spread over windows contains that of the draws, so its error bounds theirs; infinite if neither is known
+        # the spread over windows includes the spread of draws, so its error is a bound; infinite if neither is known
         known = [self.stderr, self.error(self.nats_window_stderr), math.inf]
         self.stderr_bound = next(error for error in known if error is not None) if drawn else None
 
     @property
     def duel(self) -> bool:
-        """True if its value is that of a rule, or an estimate of it, and not the baseline's."""
+        """True if its value is a rule's, or an estimate of one, and not the baseline's."""
         return self.entry.follows_rule and not self.ar
 
     @property
@@ -170,7 +170,7 @@ class Row:
         return self.nfe / self.tokens if self.nfe and self.tokens else None
 
     def error(self, nats_stderr: float | None, metric: str | None = None) -> float | None:
-        """Standard error of a metric's value from that of its log-likelihood; None if not known."""
+        """Standard error of a metric's value, from its log-likelihood's; None if not known."""
         known = self.metrics.get(metric or self.metric)
         return None if known is None else stats.stderr(metric or self.metric, known, self.log_prob, nats_stderr)
 

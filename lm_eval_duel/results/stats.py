@@ -29,7 +29,7 @@ def rate(metric: str, known: float) -> float:
 
 
 def stderr(metric: str, known: float, nats: float | None, error: float | None) -> float | None:
-    """Standard error of a metric's value from that of its log-likelihood (delta method); None if not finite."""
+    """Standard error of a metric's value from its log-likelihood's (delta method); None if not finite."""
     if not nats or error is None or not all(map(math.isfinite, (known, nats, error))):
         return None
     relative = abs(error / nats)  # the rate is proportional to the nats
@@ -53,7 +53,7 @@ def interval(values: np.ndarray) -> list[float]:
 def gap_closed_stderr(
     elbo: float, duel: float, ar: float, elbo_error: float | None, duel_error: float | None
 ) -> float | None:
-    """Standard error of (ELBO - DUEL) / (ELBO - AR) in percentage points, from those of the ELBO and of DUEL.
+    """Standard error of (ELBO - DUEL) / (ELBO - AR) in percentage points, from the ELBO's and DUEL's.
 
     The two are drawn independently (delta method). None if one of them is not known.
     """

@@ -137,7 +137,7 @@ ENTRIES = (
         ("sdar", "sdar-moe"),
         {**SAMPLED, "n": 1},
         SDAR,
-        free=("block",),  # that of the checkpoint
+        free=("block",),  # the checkpoint's
     ),
     Preset(
         "sdar-dynamic",

@@ -20,7 +20,7 @@ LEAVES_MASKS = (
 HISTORY = "its state spans blocks and is more than the revealed tokens, which is not implemented"
 UNPUBLISHED = (
     "its filter reads the network's probabilities at revealed positions of the block too, which no rule sees, and its "
-    "weights are not in its repository. A filter of your own can be a rule (docs/rules.md)"
+    "weights are not in its repository. Your own filter can be a rule (docs/rules.md)"
 )
 
 REFUSED = {  # name: (what it is, why)

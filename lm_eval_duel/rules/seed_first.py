@@ -1,4 +1,4 @@
-"""Reveal a block's first position by itself, then follow another rule: `greedy:k=1:seed_first=True`.
+"""Reveal a block's first position alone, then follow another rule: `greedy:k=1:seed_first=True`.
 
 Fast-dLLM's sampler for Dream does this: the network predicts a token from the position before it, and under a prefix or
 dual cache the position before a block is evaluated only at the block's start. Fast_dLLM_v2 takes a block's first token
@@ -18,7 +18,7 @@ from lm_eval_duel.arguments import KEY, TRUTH, Argument
 from lm_eval_duel.rules.around import Around, emptied
 from lm_eval_duel.rules.base import Decision, Rule
 
-SEED_FIRST = Argument(TRUTH, False, "the first position of a block is revealed by itself, at the block's first step")
+SEED_FIRST = Argument(TRUTH, False, "the first position of a block is revealed alone, at the block's first step")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -57,7 +57,7 @@ def one_each(
     layers: list[KeysValues],
     wanted: torch.Tensor,
 ) -> CachedCall:
-    """Positions of every lane by itself, against whole kept rows.
+    """Positions of every lane in a separate row, against whole kept rows.
 
     `ids` (R, Q) at `columns` (R, Q) of rows of `length` (R,) positions; the keys and values of those that are `real`
     (R, Q) stand for what is kept. `wanted` (R, M): which of the Q are asked for.

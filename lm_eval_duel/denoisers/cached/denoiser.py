@@ -147,6 +147,6 @@ def _steering(plain: Denoiser) -> Steering:
 
 
 def _inside(plain: Denoiser) -> Denoiser:
-    """The denoiser inside that of a network in memory."""
+    """The denoiser that a network in memory wraps; any other unchanged."""
     inside: Denoiser = getattr(plain, "plain", plain)
     return inside

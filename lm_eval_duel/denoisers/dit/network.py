@@ -34,7 +34,7 @@ class DiTConfig:
     heads: int
     condition: int = 128  # width of the time condition
     adaptive: bool = True  # layers are modulated by the time condition (all but the AR baseline)
-    time: bool = False  # the time condition is that of the noise level; otherwise that of level 0
+    time: bool = False  # the network reads the noise level; otherwise the time condition is of level 0
 
     def __post_init__(self) -> None:
         if self.width % (2 * self.heads):
@@ -198,7 +198,7 @@ class DiT(nn.Module):
         self.output_layer = Output(config)
 
     def condition(self, sigma: torch.Tensor) -> torch.Tensor | None:
-        """The time condition (R, condition) of noise levels (R,); that of level 0 if the network ignores time."""
+        """The time condition (R, condition) of noise levels (R,); of level 0 if the network ignores time."""
         if self.sigma_map is None:
             return None
         return self.sigma_map(sigma if self.config.time else torch.zeros_like(sigma))

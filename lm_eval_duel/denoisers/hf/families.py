@@ -201,7 +201,7 @@ EDITS = re.compile(r"editing_threshold|edit_threshold")
 
 
 def find(config: Config, options: LoadOptions, folder: str | None) -> Family | None:
-    """The family of the options, else that of a config.json; None if it is none of these.
+    """The family of the options, else of a config.json; None if it is none of these.
 
     `folder`: holds the checkpoint's code, as text. Raises DuelError for an unknown name, for an autoregressive network
     without any sign that it was trained as a diffusion model, and for one that edits revealed tokens.

@@ -57,7 +57,7 @@ def independent(
 ) -> Moves:
     """The subsets whose probability is a product over positions, of log_in for members and log_out for others.
 
-    `state` (c,): that of each product; log_in, log_out (c, W); `count` (2, c): the least and the most members.
+    `state` (c,): the state of each product; log_in, log_out (c, W); `count` (2, c): the least and the most members.
     """
     possible = (log_in > -math.inf).long()  # (c, W)
     later = possible.flip(1).cumsum(1).flip(1) - possible  # (c, W) possible members after each position

@@ -2,7 +2,7 @@
 
 At each step of a block, while the positions H are masked, a set A of them is drawn and their tokens with it:
 
-    origin      each position by itself, with the step's share r_i
+    origin      each position independently, with the step's share r_i
                 P(A) = r_i^|A| (1 - r_i)^|H - A|
     random      n_i positions, all sets of this size alike
     entropy,    n_i positions, one after the other without replacement, by weights w = exp(s / alg_temp) of the scores
