@@ -2,6 +2,6 @@
 
     python -m benchmarks random:block-causal --model_args block=4 --vocab 8192 --length 1024
 
-Each arm is an entry of `arms.ARMS`. gpu.sh runs all that is to be measured on a GPU; device.py and gradients.py measure
-waits of the host and the memory of gradients.
+Each arm is an entry of `arms.ARMS`. gpu.sh runs everything for a GPU; device.py and gradients.py measure waits of
+the host and the memory of gradients.
 """

@@ -1,4 +1,4 @@
-"""What is measured: a network, a spec and windows, and the arms that score them."""
+"""The arms of the benchmark: ways to score the same windows under one network and spec."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""What the arms do not measure on a device: where the host waits for it, and the gradient of a long window.
+"""Measurements beyond the arms: where the host waits for the device, and the gradient of a long window.
 
 python benchmarks/device.py DEVICE NAME LAYERS WIDTH VOCAB TOKENS
 
-NAME is that of a random network, in bfloat16 on a GPU. Prints JSON. DEVICE=sim is the device that the tests
-simulate: it counts waits by kind, on any machine, and its times mean nothing.
+NAME is a random network, in bfloat16 on a GPU. Prints JSON. DEVICE=sim is the device that the tests simulate: it counts
+waits by kind, on any machine, and its times mean nothing.
 """
 
 import collections

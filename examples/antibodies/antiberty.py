@@ -1,9 +1,9 @@
-"""Exact likelihoods of antibodies under AntiBERTy, beside its ELBO and its pseudo-log-likelihood.
+"""Exact likelihoods of antibodies under AntiBERTy, compared with its ELBO and its pseudo-log-likelihood.
 
 python examples/antibodies/antiberty.py [--antibodies 6] [--folder antiberty]
 
-Downloads the wheel of antiberty 0.1.3 (97 MB, MIT licence) for its weights; nothing of the package is imported. What
-the numbers mean: task_configs/proteins/README.md.
+Downloads the wheel of antiberty 0.1.3 (97 MB, MIT licence) for its weights; nothing of the package is imported.
+task_configs/proteins/README.md explains the numbers.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def measure(network: Denoiser, sequences: list[str], draws: int = 128) -> list[d
 
 
 def sums_over_strings(network: Denoiser, length: int = 3) -> dict[str, float]:
-    """The sum of exp(value) over all strings of a length: 1 for whatever is a distribution."""
+    """The sum of exp(value) over all strings of a length: 1 for a distribution."""
     strings = ["".join(letters) for letters in itertools.product(RESIDUES, repeat=length)]
     together = {"batch_size": 128}  # rows of 512 positions: all short strings in one call, equal states once
     values = {"pseudo": pseudo_log_likelihoods(network, strings, **together)}
@@ -108,11 +108,11 @@ def sums_over_strings(network: Denoiser, length: int = 3) -> dict[str, float]:
     return {name: math.fsum(map(math.exp, each)) for name, each in values.items()}
 
 
-# ---------------------------------------------------------------- what one learns
+# ---------------------------------------------------------------- report
 
 
 def report(chains: list[str], nats: list[dict[str, float]]) -> None:
-    """What `nats` of the chains say; the heavy and the light chain of an antibody follow each other."""
+    """Print the measures of the chains from their `nats`; heavy and light chains of an antibody follow each other."""
     lengths = np.array([len(chain) for chain in chains]).reshape(-1, 2)  # (A, 2)
     table = {name: np.array([values[name] for values in nats]).reshape(-1, 2) for name in nats[0]}  # (A, 2) each
     error = math.hypot(*table.pop("error").ravel()) / lengths.sum()
@@ -153,7 +153,7 @@ def with_interval(antibodies: int, statistic: Callable[[np.ndarray], float]) -> 
 
 
 def several_sites(network: Denoiser, sequence: str, loop: slice, variants: int = 40) -> None:
-    """Random variants of a loop at m sites: the exact joint of the sites beside the sum of their masked marginals."""
+    """Compare the exact joint of m sites of a loop with the sum of their masked marginals, on random variants."""
     generator = np.random.default_rng(0)
     wild, estimator = ids(sequence), Duel(network, "greedy", block=None)
 

@@ -34,7 +34,7 @@ def rewards_of(completions: Sequence[Sequence[int]], good: Tensor) -> Tensor:
 
 
 def token_logprobs(scores: Sequence[WindowScore]) -> Tensor:
-    """Those of samples or replayed orders, (N, T)."""
+    """The token log-probabilities of samples or replayed orders, (N, T)."""
     return torch.tensor([score.token_logprobs for score in scores], dtype=torch.float64)
 
 

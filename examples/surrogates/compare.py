@@ -1,11 +1,11 @@
-"""What the log-probabilities of RL methods for diffusion language models get wrong, against the exact one.
+"""Errors of the log-probabilities that RL methods for diffusion language models use, and of their gradients.
 
 python examples/surrogates/compare.py [texts] [draws]
 
-Texts are drawn by the sampler. A surrogate is a list of states of a block, that is, which positions are masked, with a
-weight for each masked position; its value is the weighted sum of log p, and its gradient that of the sum. So is the
-exact log-probability under a rule, whose states are those of the text's own order. Blocks before a state's block are
-clean and the prompt is visible, which is kinder to surrogates than their authors' code.
+Texts are drawn by the sampler. A surrogate is a list of states of a block (sets of masked positions) with a weight for
+each masked position; its value is the weighted sum of log p. The exact log-probability under a rule is such a sum over
+the states of the text's order. Blocks before a state's block are clean and the prompt is visible, which is kinder to
+surrogates than their authors' code.
 
 Shapes: W positions of a block, S states, P parameters.
 """
@@ -146,7 +146,7 @@ def summary(name: str, exact: list[float], found: list[list[float]], cosines: li
 
 
 def ranks(values: list[float]) -> list[float]:
-    """The place of each value in ascending order."""
+    """The rank of each value in ascending order."""
     return [float(place) for place in torch.tensor(values).argsort().argsort()]
 
 

@@ -2,8 +2,8 @@
 
 python examples/training/train.py [FIGURE.png]
 
-Prints, as the network learns, bits per byte of held-out texts under two rules and their ELBO, each with the paired
-difference from the score before it; the texts are the same, so it is known far better than the values themselves.
+Prints, as the network learns, bits per byte of held-out texts under two rules and the ELBO, each with the paired
+difference from the score before. The texts are the same, so the error of the difference is far smaller.
 """
 
 import json
@@ -117,7 +117,7 @@ def train(steps: int = 600, every: int = 100) -> Iterator[Point]:
 
 
 def draw(points: list[Point], file: str) -> None:
-    """The curves; an error bar is that of the change since the score before."""
+    """Draw the curves; error bars are of the change since the score before."""
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(figsize=(6, 4), layout="constrained")
