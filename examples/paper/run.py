@@ -12,22 +12,24 @@ import argparse
 import csv
 import fnmatch
 import hashlib
+import itertools
 import json
-import math
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import yaml
 
 from lm_eval_duel.errors import DuelError, unknown
+from lm_eval_duel.results import columns, compare, read
 from lm_eval_duel.results.published import PAPER_FILE
 from lm_eval_duel.rules import parse as parse_rule
 
 RECIPES = Path(__file__).with_name("recipes.yaml")
+HEADS = ("row", "task", "rule", "published", "measured", "difference", "documents")
 
 
 class Job(NamedTuple):
@@ -39,36 +41,41 @@ class Job(NamedTuple):
     folder: Path
 
     @property
-    def results(self) -> dict[str, Any] | None:
-        """The newest results; None if it is not finished."""
-        files = sorted(Path(self.config["output_path"]).rglob("results_*.json"))
-        return json.loads(files[-1].read_text(encoding="utf-8")) if files else None
+    def finished(self) -> bool:
+        return any(Path(self.config["output_path"]).rglob("results_*.json"))
+
+
+def rows(group: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The rows of a group and their model args. An argument with several values stands for a row for each."""
+    for name, arguments in group["rows"].items():
+        several = {key: values for key, values in arguments.items() if isinstance(values, list)}
+        for values in itertools.product(*several.values()):
+            one = arguments | dict(zip(several, values, strict=True))
+            texts = {key: value.format(**one) for key, value in one.items() if isinstance(value, str)}
+            yield name.format(**one), group.get("model_args", {}) | one | texts
 
 
 def jobs(options: argparse.Namespace) -> Iterator[Job]:
     """The jobs of the rows that match a pattern; raises DuelError for a pattern that matches none."""
     groups = yaml.safe_load(Path(options.recipes).read_text(encoding="utf-8"))["groups"]
-    rows = {row: group["tasks"] for group in groups for row in group["rows"]}
-    known = [name for row, tasks in rows.items() for name in (row, *(f"{row}/{task}" for task in tasks))]
+    every = [(group, *row, task) for group in groups for row in rows(group) for task in group["tasks"]]
+    names = [name for _, row, _, task in every for name in (row, f"{row}/{task}")]
     for pattern in options.rows:
-        if not fnmatch.filter(known, pattern):
-            raise unknown("row", pattern, known if pattern.count("/") > 1 else rows)
-    for group in groups:
-        for row, arguments in group["rows"].items():
-            arguments = group.get("model_args", {}) | arguments
-            if options.given and arguments.get("bos") in ("official", "scored"):
-                arguments["bos"] = "given"
-            for task in group["tasks"]:
-                if not any(fnmatch.fnmatchcase(name, p) for p in options.rows for name in (row, f"{row}/{task}")):
-                    continue
-                config = {"model": group.get("model", "duel-mdm"), "model_args": arguments, "tasks": [task]}
-                config["metadata"] = group.get("metadata", {})
-                digest = hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()[:8]
-                folder = Path(options.out, row, f"{task}-{digest}")  # other settings have another folder
-                config |= {"batch_size": group.get("batch_size", "auto"), "device": options.device, "log_samples": True}
-                config |= {"limit": options.limit, "use_cache": str(folder / "cache")}
-                config |= {"output_path": str(folder / (f"limit{options.limit}" if options.limit else "all"))}
-                yield Job(row, task, {key: value for key, value in config.items() if value is not None}, folder)
+        if not fnmatch.filter(names, pattern):
+            raise unknown("row", pattern, dict.fromkeys(names))
+    for group, row, arguments, task in every:
+        if not any(fnmatch.fnmatchcase(name, pattern) for pattern in options.rows for name in (row, f"{row}/{task}")):
+            continue
+        if options.given and arguments.get("bos") in ("official", "scored"):
+            arguments["bos"] = "given"
+        config = {"model": group.get("model", "duel-mdm"), "model_args": arguments, "tasks": [task]}
+        config["metadata"] = group.get("metadata", {})
+        digest = hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()[:8]
+        folder = Path(options.out, row, f"{task}-{digest}")  # other settings have another folder
+        config |= {"batch_size": group.get("batch_size", "auto"), "device": options.device, "log_samples": True}
+        config |= {"limit": options.limit, "use_cache": str(folder / "cache")}
+        config |= {"output_path": str(folder / (f"limit{options.limit}" if options.limit else "all"))}
+        yield Job(row, task, {key: value for key, value in config.items() if value is not None}, folder)
 
 
 def execute(words: Sequence[str]) -> int:
@@ -81,45 +88,21 @@ def execute(words: Sequence[str]) -> int:
         raise
 
 
-def run(job: Job, launch: Sequence[str]) -> bool:
-    """Whether the job finished."""
-    job.folder.mkdir(parents=True, exist_ok=True)
-    file = job.folder / "config.yaml"
-    file.write_text(yaml.safe_dump(job.config), encoding="utf-8")
-    if code := execute([*launch, "-m", "lm_eval_duel", "run", "--config", str(file)]):
-        print(f"{job.row} {job.task}: FAILED with exit code {code}", flush=True)
-    return not code
-
-
-def beside(job: Job, results: dict[str, Any]) -> Iterator[list[str]]:
-    """A line for each published figure of a job: row, task, rule, published, measured, difference, documents."""
+def beside(job: Job) -> Iterator[tuple[str, ...]]:
+    """The cells of HEADS for each published figure of a finished job."""
+    runs = read.runs([job.config["output_path"]])
+    counts = runs[-1].content["n-samples"][job.task]
     with PAPER_FILE.open(encoding="utf-8") as file:
-        figures = [figure for figure in csv.DictReader(file) if job.row in figure["recipes"].split()]
-    counts = results["n-samples"][job.task]
-    own = results["config"].get("duel", {}).get("tasks", {}).get(job.task, {"values": {}})
-    done = set()
-    for figure in (figure for figure in figures if figure["task"] == job.task):
-        estimator, metric, published = figure["estimator"], figure["metric"], float(figure["value"])
-        name = estimator if estimator in own["values"] else str(parse_rule(figure["rule"])) if figure["rule"] else ""
-        if name in done:  # two tables print it
-            continue
-        done.add(name)
-        sums = own["values"].get(name)  # None: a baseline of the harness's own
-        measured = results["results"][job.task][f"{metric},none"]
-        if len(own["values"]) > 1:  # one run of all orders has the oracle and the rules
-            measured = math.exp(-sums["log_prob"] / own["tokens"])
-        bound, error = "<= " * (estimator == "elbo"), ""
-        if sums and sums["stderr"] is not None:  # Monte Carlo, from nats to perplexity by the delta method
-            error = f" ± {measured * math.log(measured) * sums['stderr'] / -sums['log_prob']:.2f}"
-        change = f"{measured - published:+.2f} ({100 * (measured / published - 1):+.1f} %)"
-        cells = [
-            job.row,
-            job.task,
-            figure["rule"] or estimator,
-            f"{bound}{published:.2f}",
-            f"{bound}{measured:.2f}{error}",
-        ]
-        yield [*cells, change, f"{counts['effective']:,} of {counts['original']:,}"]
+        lines = [line for line in csv.DictReader(file) if line["task"] == job.task]
+    own = [line for line in lines if job.row in line["recipes"].split()]
+    for line in {(line["estimator"], line["rule"]): line for line in own}.values():  # two tables print some of them
+        name = line["estimator"], str(parse_rule(line["rule"])) if line["rule"] else None
+        published, found = float(line["value"]), compare.task(job.task, runs, line["metric"]).rows
+        for row in (row for row in found if (row.estimator, row.rule) == name):
+            change = f"{row.value - published:+.2f} ({100 * (row.value / published - 1):+.1f} %)"
+            values = f"{'≤ ' if row.bound else ''}{published:.2f}", columns.value(row), change
+            documents = f"{counts['effective']:,} of {counts['original']:,}"
+            yield job.row, job.task, line["rule"] or row.estimator, *values, documents
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
@@ -139,13 +122,17 @@ def main(arguments: Sequence[str]) -> int:
     options = parse(arguments)
     chosen, failed = list(jobs(options)), 0
     for n, job in enumerate(chosen, 1):
-        print(f"[{n}/{len(chosen)}] {job.row} {job.task}{': finished before' if job.results else ''}", flush=True)
-        if not job.results:
-            failed += not run(job, shlex.split(options.launch))
-    print("| row | task | rule | published | measured | difference | documents |\n|---|---|---|---|---|---|---|")
-    for job in chosen:
-        for cells in beside(job, job.results) if job.results else ():
-            print(f"| {' | '.join(cells)} |")
+        print(f"[{n}/{len(chosen)}] {job.row} {job.task}{': finished before' if job.finished else ''}", flush=True)
+        if not job.finished:
+            job.folder.mkdir(parents=True, exist_ok=True)
+            file = job.folder / "config.yaml"
+            file.write_text(yaml.safe_dump(job.config), encoding="utf-8")
+            if code := execute([*shlex.split(options.launch), "-m", "lm_eval_duel", "run", "--config", str(file)]):
+                print(f"{job.row} {job.task}: FAILED with exit code {code}", flush=True)
+                failed += 1
+    print(f"| {' | '.join(HEADS)} |\n{'|---' * len(HEADS)}|")
+    for cells in (cells for job in chosen if job.finished for cells in beside(job)):
+        print(f"| {' | '.join(cells)} |")
     return failed
 
 

@@ -126,7 +126,7 @@ def test_a_finished_run_of_the_papers_is_not_run_again(tmp_path, monkeypatch, ca
     (oracle, *rules, elbo) = (line.split(" | ") for line in lines if line.startswith(("| oracle", "| zero")))
     assert [cells[2] for cells in rules] == ["left_to_right", "greedy", "margin", "threshold:mu=0.95"]
     assert all(float(oracle[4]) < float(cells[4]) for cells in rules)  # the best of all orders
-    assert elbo[4].startswith("<= ") and " ± " in elbo[4] and elbo[-1].startswith("2 of ")
+    assert elbo[4].startswith("≤ ") and " ± " in elbo[4] and elbo[-1].startswith("2 of ")
     paper.main([*words, "--device", "cpu"])
     again = capsys.readouterr().out.splitlines()
     assert len(started) == 2 and again[2:] == lines[2 - len(again) :]
