@@ -47,6 +47,7 @@ def test_a_model_and_a_rule_have_one_colour_in_every_figure(tmp_path):
     assert of_rows == [figures.model_colour(row.model) for row in task.rows]
     for sweep in task.rules:
         (axes,) = figures.rules("sotu", task, sweep).axes
+        assert axes.get_xlim()[0] < 0.5 and axes.get_xlim()[1] > 1, "from left to right"
         assert colours_of(axes) == {name: figures.rule_colour(name) for name in ("greedy", "margin", "mine:Outward")}
 
 

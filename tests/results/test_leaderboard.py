@@ -2,15 +2,14 @@
 
 import csv
 import dataclasses
-import html.parser
 import importlib
-import importlib.util
 import io
 import json
 import math
 import re
 import shlex
 
+import markupsafe
 import pytest
 from lm_eval._cli import HarnessCLI
 from results import documents, edit, hf, ours, trace
@@ -21,7 +20,7 @@ from lm_eval_duel.errors import UsageError
 from lm_eval_duel.options import Options
 from lm_eval_duel.results import as_json, page
 from lm_eval_duel.results import documents as view
-from lm_eval_duel.results.leaderboard import collect, markdown, parse, write
+from lm_eval_duel.results.leaderboard import collect, markdown, parse
 from lm_eval_duel.results.leaderboard import csv as to_csv
 from lm_eval_duel.results.samples import Traces
 
@@ -81,7 +80,7 @@ def test_unequal_documents_and_windows_never_share_a_column(tmp_path):
     content = shown_as(tmp_path, "--metric", "word_perplexity")
     assert members(content) == ["AB", "Few", "Other", "Short"]
     labels = [column["label"] for column in content["columns"]]
-    assert len(set(labels)) == 4, "and the columns are told apart"
+    assert len(set(labels)) == 4
     assert [bool(column["apart"]) for column in content["columns"]] == [False, True, True, True]
     assert all(row["rank"] is None for row in content["rows"] if row["model"] not in "AB")
 
@@ -148,107 +147,72 @@ def test_only_likelihoods_have_ranks_and_means_are_over_all_tasks(tmp_path):
 # ---------------------------------------------------------------- names are text
 
 
-def parsed(content):
-    """The tags, attributes and text of a page."""
-    page, tags, attributes, texts = html.parser.HTMLParser(), [], set(), []
-    page.handle_starttag = lambda tag, attrs: (tags.append(tag), attributes.update(name for name, _ in attrs))
-    page.handle_data = texts.append
-    page.feed(content)
-    page.close()
-    return tags, attributes, "".join(texts)
+def named(folder, name):
+    """A results file with a name in every place that one can stand."""
 
+    def rename(body):
+        duel = body["config"]["duel"]
+        duel["pretrained"] = body["config"]["model_args"]["pretrained"] = body["config"]["fingerprint"] = name
+        duel["versions"] = {name: name}
+        for part in (*(body[key] for key in ("results", "configs", "versions", "n-samples")), duel["tasks"]):
+            part[name] = part.pop("sotu")
 
-def named(folder, names):
-    """A results file with a name in every place that one can stand, and a page of it."""
-    for name in names:
-        file = ours(folder, model="x", docs={"sotu": docs((-60, -150, -90))}, spec={"note": name, "weights": name})
-        edit(file, lambda body, name=name: rename(body, name))
-    figures = io.StringIO()
-    writer = csv.writer(figures)
-    writer.writerow(["model", "estimator", "task", "metric", "value", "source", "rule", "note"])
-    for name in names:
-        clean = name.replace("\ud83d", "").replace("\n", " ")
-        writer.writerow([clean, "duel", clean, "token_perplexity", "3", clean, clean, clean])
-    (folder / "published.csv").write_text(figures.getvalue(), encoding="utf-8")
-    return board(folder, "--published", folder / "published.csv", "--title", names[0])
-
-
-def rename(body, name):
-    body["config"]["duel"]["pretrained"] = body["config"]["model_args"]["pretrained"] = name
-    body["config"]["duel"]["versions"] = {name: name}
-    body["config"]["fingerprint"] = name
-    for part in (
-        *(body[key] for key in ("results", "configs", "versions", "n-samples")),
-        body["config"]["duel"]["tasks"],
-    ):
-        part[name] = part.pop("sotu")
+    edit(ours(folder, docs={"sotu": docs((-60, -150, -90))}, spec={"note": name, "weights": name}), rename)
 
 
 def test_names_are_text_in_every_output(tmp_path):
-    content = named(tmp_path, NAMES)
-    plain = named(tmp_path / "plain", [f"plain {n}" for n in range(len(NAMES))])
-    (tags, attributes, words), (plain_tags, plain_attributes, _) = (parsed(page.html(b)) for b in (content, plain))
-    assert set(tags) <= {*plain_tags, "wbr"} and tags.count("script") == plain_tags.count("script")
-    assert attributes <= plain_attributes
+    lines = [["model", "estimator", "task", "metric", "value", "source", "rule", "note"]]
     for name in NAMES:
-        assert one_line(name) in words, f"{name!r} is shown as it is"
-    assert str(1234 * 3) not in words
+        named(tmp_path, name)
+        clean = name.replace("\ud83d", "").replace("\n", " ")
+        lines.append([clean, "duel", clean, "token_perplexity", "3", clean, clean, clean])
+    with (tmp_path / "published.csv").open("w", encoding="utf-8", newline="") as file:
+        csv.writer(file).writerows(lines)
+    content = board(tmp_path, "--published", tmp_path / "published.csv", "--title", NAMES[0])
+    shown = page.html(content)
+    for name in NAMES:
+        assert str(markupsafe.escape(one_line(name))) in shown, f"{name!r} is shown as it is"
+        assert "<" not in name or name not in shown
     text = markdown(content)
-    for line in text.splitlines():
-        if line.startswith("|"):
-            cells = re.split(r"(?<!\\)\|", re.sub(r"`[^`]*`", "", line))
-            assert not re.search(r"(?<!\\)[$<](?=[a-z/!])|(?<!\\)\[f\]\(", line), line
-            assert len(cells) in widths(text), line
+    widths = {line.count("|") for line in text.splitlines() if re.fullmatch(r"[|: -]+", line)}
+    for line in (line for line in text.splitlines() if line.startswith("|")):
+        assert not re.search(r"(?<!\\)[$<](?=[a-z/!])|(?<!\\)\[f\]\(", line), line
+        assert len(re.findall(r"(?<!\\)\|", line)) in widths, line
     for row in csv.reader(io.StringIO(to_csv(as_json.board(content)))):
         assert not [cell for cell in row if cell.startswith(("=", "@", "+", "\t")) or re.match(r"-[^\d]|-1\+", cell)]
 
 
-def widths(text):
-    """The numbers of cells of the tables' heads."""
-    return {len(line.split("|")) for line in text.splitlines() if re.fullmatch(r"[|: -]+", line)}
-
-
 def test_names_cannot_leave_the_folder(tmp_path):
     for name in ("../../../up", "/root/x", "..", "a/../..", "C:\\x"):
-        edit(ours(tmp_path / "in", docs={"sotu": docs((-60, -150, -90))}), lambda body, name=name: rename(body, name))
-    out = tmp_path / "a" / "site"
-    options = parse([str(tmp_path / "in"), "--out", str(out)])
-    content = collect(options)
-    before = set(tmp_path.rglob("*"))
-    names = write(content, options)
-    assert all(out in path.parents or path in (out, out.parent) for path in set(tmp_path.rglob("*")) - before)
-    assert all((out / name).is_file() for name in names)
+        named(tmp_path / "in", name)
+    out, before = tmp_path / "a" / "site", {*tmp_path.rglob("*")}
+    main(["leaderboard", str(tmp_path / "in"), "--out", str(out)])
+    assert {*tmp_path.rglob("*")} - before == {out.parent, out, *out.iterdir()}
 
 
 # ---------------------------------------------------------------- commands
 
 
-def test_the_command_of_a_row_gives_the_options_of_its_run(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    "given, config, seeded",
+    [
+        ({"pretrained": "demo-mdm", "rule": "threshold", "mu": 0.5, "trace": "/home/somebody/x.jsonl"}, {}, False),
+        ({"pretrained": "demo-mdm", "rule": "klass", "mu": "0.9", "nu": 0.1}, {"torch_seed": 7}, True),
+    ],
+)
+def test_the_command_of_a_row_gives_the_options_of_its_run(given, config, seeded, tmp_path, monkeypatch):
     """The command is read by the program itself; its model args must be those of the results file."""
-    seen, seeds = [], {"random_seed": 0, "numpy_seed": 1234, "torch_seed": 1234, "fewshot_seed": 1234, "batch_size": 1}
+    config = {"limit": 3.0, "random_seed": 0, "numpy_seed": 1234, "torch_seed": 1234, "fewshot_seed": 1234} | config
+    file = ours(tmp_path, docs={"sotu": docs((-60, -150, -90))})
+    edit(file, lambda body: body["config"].update(config, model_args=given))
+    [[command]] = [row.commands for row in board(file).rows]
+    words, seen = shlex.split(command), []
+    assert words[:2] == ["lm-eval-duel", "run"] and "somebody" not in command and ("--seed" in words) == seeded
     monkeypatch.setattr(HarnessCLI, "execute", lambda self, args: seen.append(args))
-    for given, more in (
-        (
-            {"pretrained": "demo-mdm", "rule": "threshold", "mu": 0.5, "trace": "/home/somebody/x.jsonl"},
-            {"limit": 3.0, **seeds},
-        ),
-        (
-            {"pretrained": "demo-mdm", "rule": "klass", "mu": "0.9", "nu": 0.1},
-            {"limit": 0.5, **seeds, "torch_seed": 7} | {"batch_size": "auto"},
-        ),
-    ):
-        file = ours(tmp_path, docs={"sotu": docs((-60, -150, -90))})
-        edit(file, lambda body, given=given, more=more: body["config"].update(more, model_args=given))
-        (row,) = board(file).rows
-        (command,) = row.commands
-        words = shlex.split(command)
-        assert words[:2] == ["lm-eval-duel", "run"] and "somebody" not in command
-        assert ("--seed" in words, "--batch_size" in words) == ("torch_seed" in more and more["torch_seed"] == 7,) * 2
-        importlib.import_module("lm_eval_duel.cli.run").main(words[2:])
-        parsed = seen.pop()
-        wanted = {key: value for key, value in given.items() if key != "trace"}
-        assert str(Options.parse(parsed.model_args)) == str(Options.parse(wanted))
-        assert parsed.tasks in ("sotu", ["sotu"]) and parsed.limit == more.get("limit")
+    importlib.import_module("lm_eval_duel.cli.run").main(words[2:])
+    wanted = {key: value for key, value in given.items() if key != "trace"}
+    assert str(Options.parse(seen[0].model_args)) == str(Options.parse(wanted))
+    assert seen[0].tasks in ("sotu", ["sotu"]) and seen[0].limit == 3.0
 
 
 # ---------------------------------------------------------------- published figures
@@ -273,27 +237,21 @@ def test_a_wrong_file_of_published_figures(tmp_path, lines, message):
 # ---------------------------------------------------------------- documents
 
 
-def window(steps, ids=(5, 6, 7, 8), **more):
-    line = {"task": "sotu", "doc": 0, "request": 0, "window": 0, "ids": [*ids], "starts": [0, 2]}
-    line |= {"reveal_steps": [*steps], "token_logprobs": [-0.5, -1.0, -2.0, -4.0][: len(ids)], "values": {}}
-    return line | more
-
-
-def shown(folder, *records, most=3):
-    result = ours(folder, docs={"sotu": docs((-60, -150, -90))})
-    path = trace(folder / f"{len(list(folder.iterdir()))}.jsonl", result, records)
-    return view.collect(Traces([path]), {}, most, lambda name, ids: [f"{n} " for n in ids])
+def window(**more):
+    line = {"task": "sotu", "doc": 0, "request": 0, "window": 0, "ids": [5, 6, 7, 8], "starts": [0, 2], "values": {}}
+    return line | {"reveal_steps": [0, 1, 1, 0], "token_logprobs": [-0.5, -1.0, -2.0, -4.0]} | more
 
 
 def test_windows_of_a_document_are_joined_and_an_infinite_cost_is_null(tmp_path):
-    costly = window([1, 0], ids=(9, 9), window=1, starts=[0], token_logprobs=[-1.0, None])
-    (document,), notes = shown(tmp_path, window([0, 1, 1, 0]), costly)
+    result = ours(tmp_path, docs={"sotu": docs((-60, -150, -90))})
+    costly = window(window=1, ids=[9, 9], starts=[0], reveal_steps=[1, 0], token_logprobs=[-1.0, None])
+    path = trace(tmp_path / "trace.jsonl", result, [window(), costly])
+    (document,), notes = view.collect(Traces([path]), {}, 3, lambda name, ids: [f"{n} " for n in ids])
     assert notes == [] and document["pieces"] == [["5 ", "6 ", "7 ", "8 ", "9 ", "9 "]]
     (order,) = document["orders"]
     assert order["starts"] == [0, 2, 4] and order["steps"] == [0, 1, 1, 0, 1, 0]
     assert order["nats"] == [0.5, 1.0, 2.0, 4.0, 1.0, math.inf]
-    ours(tmp_path / "in", docs={"sotu": docs((-60, -150, -90))})
-    content = dataclasses.replace(board(tmp_path / "in"), documents=[document])
+    content = dataclasses.replace(board(result), documents=[document])
     data = re.search(r'id="documents-data">(.*?)</script>', page.html(content))[1]
     assert json.loads(data)[0]["orders"][0]["nats"][-1] is None
 

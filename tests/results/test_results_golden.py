@@ -114,6 +114,8 @@ def test_what_is_printed_and_written(name, folder, bundled, tmp_path, capsys):
     for file, text in {**written, "the terminal": printed}.items():
         unknown = [number for number in decimals(text) if not any(is_rounded(number, value) for value in known)]
         assert not unknown, (file, "shows what is not in the JSON", unknown)
+    if "index.html" in written:
+        assert decimals(written["leaderboard.md"]) <= decimals(written["index.html"]), "the page shows the same"
 
 
 def decimals(text):
