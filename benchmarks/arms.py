@@ -32,10 +32,10 @@ from lm_eval_duel.denoisers.dit.uniform import NoisedDiT
 from lm_eval_duel.denoisers.hub import pick_device
 from lm_eval_duel.errors import DuelError, unknown
 from lm_eval_duel.estimators.base import Estimator
+from lm_eval_duel.estimators.blocks import TwoPhaseBlocks
 from lm_eval_duel.estimators.checks import DEFAULT_BLOCK
 from lm_eval_duel.estimators.duel import DuelEstimator
 from lm_eval_duel.estimators.noised_elbo import NoisedElbo
-from lm_eval_duel.estimators.phases import Phases
 from lm_eval_duel.estimators.two_phase import TwoPhase
 
 
@@ -83,8 +83,8 @@ def two_phase(bench: Bench) -> Arm | None:
     estimator = TwoPhase(bench.plain, *bench.layout, batch_size=bench.rows, **bench.settings.model.estimator_args)
 
     def more(result: Any) -> dict[str, Any]:
-        sums = Phases.total(Phases.read(score.phases) for score in result)
-        sample = {"blocks": sums.blocks, "sampled": sums.sampled, "log_prob_stderr": sums.stderr}
+        sums = sum((score.blocks for score in result), TwoPhaseBlocks())
+        sample = {"blocks": sums.count, "sampled": sums.sampled, "log_prob_stderr": sums.stderr}
         counts = estimator.counts
         return {"forwards": counts.forwards, "rows": counts.rows, "token_rows": None, "sample": sample}
 

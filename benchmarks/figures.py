@@ -20,7 +20,7 @@ from tqdm import tqdm
 from benchmarks.arms import Bench
 from benchmarks.loops import Revealed
 from lm_eval_duel.console.tables import plain_table
-from lm_eval_duel.core.scores import WindowScore
+from lm_eval_duel.core.scores import Score
 
 IDLE_LOAD = 1.0  # a higher load average before the start means that other programs are running
 MATRIX = 8192  # rows of the matrix product that measures the chip's peak rate
@@ -69,7 +69,7 @@ def _ratio(figures: dict[str, dict[str, Any]], numerator: str, denominator: str)
     return float(median(a / b for a, b in pairs))
 
 
-def _compare(scores: Sequence[WindowScore], loop: Revealed) -> dict[str, Any]:
+def _compare(scores: Sequence[Score], loop: Revealed) -> dict[str, Any]:
     """How far our numbers and those of the loop are apart."""
     log_prob = torch.tensor([score.log_prob for score in scores], dtype=torch.float64)  # (N,)
     changed = (loop.reveal_steps != torch.tensor([score.reveal_steps for score in scores])).sum(1)  # (N,)

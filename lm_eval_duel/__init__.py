@@ -9,7 +9,7 @@ interpreter start, so this file imports nothing, not even `typing`.
 TYPE_CHECKING = False  # as typing.TYPE_CHECKING: type checkers read it as True
 if TYPE_CHECKING:
     from lm_eval_duel.core.denoiser import Denoiser
-    from lm_eval_duel.core.scores import Sample, WindowScore
+    from lm_eval_duel.core.scores import Sample, Score
     from lm_eval_duel.core.windows import Window
     from lm_eval_duel.denoisers import load, load_tokenizer
     from lm_eval_duel.errors import DuelError, RuleStalled, UsageError
@@ -49,7 +49,7 @@ _HOMES = {  # the module that defines each public name
     "TwoPhase": "lm_eval_duel.estimators.two_phase",
     "UsageError": "lm_eval_duel.errors",
     "Window": "lm_eval_duel.core.windows",
-    "WindowScore": "lm_eval_duel.core.scores",
+    "Score": "lm_eval_duel.core.scores",
     "compare": "lm_eval_duel.results.paired",
     "load": "lm_eval_duel.denoisers",
     "load_tokenizer": "lm_eval_duel.denoisers",
@@ -73,12 +73,12 @@ __all__ = [
     "Sample",
     "SampledConfidence",
     "SampledOrder",
+    "Score",
     "TextEstimate",
     "TextScore",
     "TwoPhase",
     "UsageError",
     "Window",
-    "WindowScore",
     "compare",
     "load",
     "load_tokenizer",

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from lm_eval_duel import Duel, Window, WindowScore, load, load_tokenizer
+from lm_eval_duel import Duel, Score, Window, load, load_tokenizer
 
 PROMPTS = ("We the people of the", "My fellow", "The state of the", "In the last year")
 
@@ -33,7 +33,7 @@ def rewards_of(completions: Sequence[Sequence[int]], good: Tensor) -> Tensor:
     return good[torch.tensor(completions)].double().mean(1)  # (N,)
 
 
-def token_logprobs(scores: Sequence[WindowScore]) -> Tensor:
+def token_logprobs(scores: Sequence[Score]) -> Tensor:
     """The token log-probabilities of samples or replayed orders, (N, T)."""
     return torch.tensor([score.token_logprobs for score in scores], dtype=torch.float64)
 

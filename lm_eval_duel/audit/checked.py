@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from lm_eval_duel.audit.recompute import ALONE, Recomputed, distance, tolerance
-from lm_eval_duel.core.scores import WindowScore
+from lm_eval_duel.core.scores import Score
 from lm_eval_duel.core.windows import Window
 
 
@@ -25,7 +25,7 @@ class CheckedWindow:
 
     @classmethod
     def from_scores(
-        cls, where: str, window: Window, score: WindowScore, again: Recomputed, request: int = 0
+        cls, where: str, window: Window, score: Score, again: Recomputed, request: int = 0
     ) -> CheckedWindow:
         """The comparison of a run's score of a window with its second one."""
         return cls(where, window, score.log_prob, again, request)

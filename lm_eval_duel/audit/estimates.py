@@ -19,17 +19,18 @@ from lm_eval_duel.audit import samplers
 from lm_eval_duel.audit.one_row import OneRow
 from lm_eval_duel.audit.other_networks import one_row
 from lm_eval_duel.audit.replay import Watched, rule_of
-from lm_eval_duel.core.scores import WindowScore
+from lm_eval_duel.core.scores import Score
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.estimators.base import Estimator
-from lm_eval_duel.estimators.elbo import Elbo, ElboScore
+from lm_eval_duel.estimators.blocks import TwoPhaseBlocks
+from lm_eval_duel.estimators.elbo import Elbo
 from lm_eval_duel.estimators.noised_elbo import NoisedElbo
 from lm_eval_duel.estimators.registry import LATTICE
 from lm_eval_duel.estimators.subsets.drawn import untempered
 from lm_eval_duel.estimators.subsets.lattice import Lattice
 from lm_eval_duel.estimators.subsets.sampled_confidence import SampledConfidence
 from lm_eval_duel.estimators.subsets.sampled_order import SampledOrder
-from lm_eval_duel.estimators.two_phase import TwoPhase, TwoPhaseScore
+from lm_eval_duel.estimators.two_phase import TwoPhase
 
 SMALL = 6  # positions of a block: 63 states, and 729 pairs of a state and a set that it may unmask
 NOISE = 1e-4  # nats, and relative
@@ -43,14 +44,14 @@ class DefinedValue(NamedTuple):
     problems: tuple[str, ...] = ()
 
 
-def value(estimator: Estimator, network: OneRow, window: Window, score: WindowScore) -> DefinedValue | str:
+def value(estimator: Estimator, network: OneRow, window: Window, score: Score) -> DefinedValue | str:
     """The value of a window; the reason if the reference does not have it."""
     if isinstance(estimator, Elbo):
-        return _elbo(estimator, network, window, cast(ElboScore, score))
+        return _elbo(estimator, network, window, score)
     if isinstance(estimator, TwoPhase):
-        return _two_phase(estimator, network, window, cast(TwoPhaseScore, score))
+        return _two_phase(estimator, network, window, score)
     if isinstance(estimator, NoisedElbo):
-        return _noised_elbo(estimator, network, window, cast(ElboScore, score))
+        return _noised_elbo(estimator, network, window, score)
     if any(len(block) > SMALL for block in network.blocks):
         return f"a block of more than {SMALL} positions has too many orders to list"
     arguments = network.x, network.blocks, network, network.m
@@ -58,8 +59,9 @@ def value(estimator: Estimator, network: OneRow, window: Window, score: WindowSc
         found = {
             name: reference.over_orders(*arguments, COMBINED[name], network.relative_positions) for name in LATTICE
         }
+        values = {estimator.name: score, **score.others}
         return DefinedValue(
-            found[estimator.name], _unequal({name: (getattr(score, name), found[name]) for name in LATTICE})
+            found[estimator.name], _unequal({name: (values[name].log_prob, found[name]) for name in LATTICE})
         )
     if isinstance(estimator, SampledConfidence | SampledOrder):
         if not estimator.own.all_sets:
@@ -71,7 +73,7 @@ def value(estimator: Estimator, network: OneRow, window: Window, score: WindowSc
     return f"the reference has no estimator {estimator.name}"
 
 
-def _elbo(elbo: Elbo, network: OneRow, window: Window, score: ElboScore) -> DefinedValue | str:
+def _elbo(elbo: Elbo, network: OneRow, window: Window, score: Score) -> DefinedValue | str:
     if elbo.form == "score_entropy":
         return "the reference does not have SEDD's own loss"
     if elbo.eps:
@@ -80,7 +82,7 @@ def _elbo(elbo: Elbo, network: OneRow, window: Window, score: ElboScore) -> Defi
     return _monte_carlo(values, elbo.replicates, score)
 
 
-def _noised_elbo(elbo: NoisedElbo, network: OneRow, window: Window, score: ElboScore) -> DefinedValue | str:
+def _noised_elbo(elbo: NoisedElbo, network: OneRow, window: Window, score: Score) -> DefinedValue | str:
     denoiser, noise = elbo.denoiser, elbo.noise
     if elbo.block or elbo.conditioning != "none":
         return "the reference has neither canvases nor self-conditioning"
@@ -103,7 +105,7 @@ def _noised_elbo(elbo: NoisedElbo, network: OneRow, window: Window, score: ElboS
     return _monte_carlo(values, elbo.replicates, score)
 
 
-def _monte_carlo(values: list[float], replicates: int, score: ElboScore) -> DefinedValue:
+def _monte_carlo(values: list[float], replicates: int, score: Score) -> DefinedValue:
     """The mean of draws, and the difference of their standard error, if there are enough for one."""
     if replicates == 1:
         return DefinedValue(fmean(values))
@@ -111,7 +113,7 @@ def _monte_carlo(values: list[float], replicates: int, score: ElboScore) -> Defi
     return DefinedValue(mean, _unequal({"stderr": (math.nan if score.stderr is None else score.stderr, error)}))
 
 
-def _two_phase(estimator: TwoPhase, network: OneRow, window: Window, score: TwoPhaseScore) -> DefinedValue | str:
+def _two_phase(estimator: TwoPhase, network: OneRow, window: Window, score: Score) -> DefinedValue | str:
     """g and f of the blocks along the reference's own order, since an estimate records none.
 
     Where that has a tie, the run may have taken another order, so a block whose value then differs is not checked.
@@ -120,8 +122,9 @@ def _two_phase(estimator: TwoPhase, network: OneRow, window: Window, score: TwoP
     cheap = one_row(estimator.phases["cached"].denoiser, window, estimator.block, estimator.grid)
     if make is None or cheap is None:
         return "an estimate records no order, and the reference does not have the rule"
-    drawn, pairs, tied = [n for n, weight in enumerate(score.weights) if weight], {}, False
-    g, f = dict(enumerate(score.cached)), dict(zip(drawn, score.uncached, strict=True))
+    blocks = cast(TwoPhaseBlocks, score.blocks)
+    drawn, pairs, tied = [n for n, weight in enumerate(blocks.weights) if weight], {}, False
+    g, f = dict(enumerate(blocks.cached)), dict(zip(drawn, blocks.uncached, strict=True))
     for name, rows, values in (("g", cheap, g), ("f", network, f)):
         for n, run in values.items():
             F = Watched(make())
@@ -131,7 +134,7 @@ def _two_phase(estimator: TwoPhase, network: OneRow, window: Window, score: TwoP
                 tied = True
             else:
                 pairs |= pair
-    pairs |= {f"weight of block {n}": (score.weights[n], 1 / estimator.sample) for n in drawn}
+    pairs |= {f"weight of block {n}": (blocks.weights[n], 1 / estimator.sample) for n in drawn}
     if tied and not _unequal(pairs):
         return "an estimate records no order, and blocks with ties have other values along the reference's"
     estimate, error = reference.two_phase([*g.values()], f, estimator.sample)

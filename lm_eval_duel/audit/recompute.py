@@ -21,7 +21,7 @@ from lm_eval_duel.audit.one_row import OneRow
 from lm_eval_duel.audit.other_networks import one_row
 from lm_eval_duel.audit.replay import NoOrder, replay, rule_of
 from lm_eval_duel.audit.runs_rule import ReadsFeatures, RunsRule
-from lm_eval_duel.core.scores import WindowScore
+from lm_eval_duel.core.scores import Score
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.estimators.base import Estimator
 from lm_eval_duel.estimators.duel import DuelEstimator
@@ -49,7 +49,7 @@ def tolerance(tokens: int) -> float:
     return max(ABSOLUTE, PER_TOKEN * tokens)
 
 
-def recompute(estimator: Estimator, window: Window, score: WindowScore) -> Recomputed:
+def recompute(estimator: Estimator, window: Window, score: Score) -> Recomputed:
     """The score of a window by the reference; where that does not reach, by the estimator alone."""
     if not window.target:
         return Recomputed(0.0, REFERENCE, 0, 0)
@@ -74,7 +74,7 @@ def recompute(estimator: Estimator, window: Window, score: WindowScore) -> Recom
     return found
 
 
-def _along_the_order(network: OneRow, rule: rules.Rule, window: Window, score: WindowScore) -> Recomputed | str:
+def _along_the_order(network: OneRow, rule: rules.Rule, window: Window, score: Score) -> Recomputed | str:
     """The run's order through the reference; a reason if that cannot be done."""
     make, route = rule_of(rule), REFERENCE
     if make is None:

@@ -12,7 +12,7 @@ from lm_eval_duel import denoisers
 from lm_eval_duel.audit.checked import CheckedWindow, in_words
 from lm_eval_duel.audit.recompute import Recomputed, recompute
 from lm_eval_duel.core.denoiser import Denoiser
-from lm_eval_duel.core.scores import WindowScore
+from lm_eval_duel.core.scores import Score
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.demo import BUNDLED
 from lm_eval_duel.errors import first_line
@@ -42,10 +42,10 @@ class Verification:
         share = options.verify // ranks + (rank < options.verify % ranks)
         chance = random.Random(f"{options.draw_seed} {rank}")
         self.drawn = frozenset(chance.sample(candidates, min(share, len(candidates))))
-        self.scores: dict[tuple[int, int], WindowScore] = {}
+        self.scores: dict[tuple[int, int], Score] = {}
         self.failure = ""  # the reason why some windows are not verified
 
-    def keep(self, n: int, scores: Sequence[WindowScore]) -> None:
+    def keep(self, n: int, scores: Sequence[Score]) -> None:
         """Remember the run's scores of the drawn windows of request `n`."""
         self.scores |= {(n, part): score for part, score in enumerate(scores) if (n, part) in self.drawn}
 

@@ -16,8 +16,8 @@ from lm_eval_duel.console.command_line import FILE, FLAGS, PATH, STDOUT, Flag, P
 from lm_eval_duel.console.strict_json import finite
 from lm_eval_duel.core.rates import perplexity, ratio
 from lm_eval_duel.errors import DuelError, too_few_documents, usage
+from lm_eval_duel.estimators.blocks import BeamBlocks
 from lm_eval_duel.estimators.registry import Kind, arguments, find, is_bound, kind_of, of_spec
-from lm_eval_duel.estimators.subsets.sums import BeamSums
 from lm_eval_duel.options import Options, model_of
 from lm_eval_duel.results import compare, match, paired, pairs, read, report, tables
 from lm_eval_duel.results.paired import PairedDifference, key_of
@@ -331,7 +331,7 @@ def table(figures: dict[str, Any]) -> str:
     lines = [f"{figures['pretrained']}, estimator={figures['estimator']}, {method}".rstrip(", ")]
     if figures["kind"] != Kind.LIKELIHOOD.value:
         lines[-1] += f" ({figures['kind']})"
-    beam = BeamSums.read(figures["beam"]) if "beam" in figures else None
+    beam = BeamBlocks.read(figures["beam"]) if "beam" in figures else None
     drawn = of_spec(figures["estimator"], spec, beam).drawn
     if drawn and total["log_prob_stderr"] is None:
         lines.append(f"{drawn.error} error unknown: it takes at least 8 {drawn.units}")

@@ -21,8 +21,8 @@ from lm_eval_duel.console.command_line import FLAGS, PATH, Flag, Parser
 from lm_eval_duel.console.tables import one_line, plain_table
 from lm_eval_duel.core.rates import perplexity
 from lm_eval_duel.errors import DuelError, usage
+from lm_eval_duel.estimators.blocks import BeamBlocks
 from lm_eval_duel.estimators.registry import BEAM, ESTIMATORS, Kind, of_spec
-from lm_eval_duel.estimators.subsets.sums import BeamSums
 from lm_eval_duel.harness import trace
 from lm_eval_duel.text.token_text import token_texts
 
@@ -89,7 +89,7 @@ def _heading(record: dict[str, Any]) -> str:
         estimator = ESTIMATORS.get(name)  # None: a rule
         note = "" if estimator is None else NOTES[estimator.kind]
         if beam is not None:
-            sums = BeamSums.read(beam)
+            sums = BeamBlocks.read(beam)
             note = NOTES[of_spec(name, {BEAM: ""}, sums).kind] + (f" ({sums.remark})" if sums.remark else "")
         lines.append(_value(one_line(name) + note, log_prob, tokens, error))
         error = None

@@ -23,13 +23,14 @@ from typing import TypeAlias, cast
 import torch
 
 from lm_eval_duel.core import row_checks, signals
+from lm_eval_duel.core.accumulators import Accumulator, Step
 from lm_eval_duel.core.budget import Budget
 from lm_eval_duel.core.decision import UnmaskingRule, require_pick
 from lm_eval_duel.core.lanes import Lanes, Rows
 from lm_eval_duel.core.network import without_autocast
 from lm_eval_duel.core.queue import Queue
 from lm_eval_duel.core.row_checks import RowChecks
-from lm_eval_duel.core.scores import Counts, IndexedScores, Scores, Step
+from lm_eval_duel.core.scores import Counts, IndexedScores
 from lm_eval_duel.core.tokens import Draw
 from lm_eval_duel.core.view import View
 from lm_eval_duel.core.windows import Window
@@ -77,7 +78,7 @@ class Reveal:
         group: WindowGroup,
         rule: UnmaskingRule,
         lanes: Iterable[Lanes],
-        scores: Scores,
+        scores: Accumulator,
         budget: Budget,
         counts: Counts,
         checks: RowChecks,

@@ -1,36 +1,75 @@
-"""Results: the score of one window, the counts of a run, and the accumulator that is filled while lanes are revealed.
+"""Results: the score of one window, a sample, and the counts of a run.
 
-Shapes: N windows, L row length, R lanes, W block width, P picked positions.
+Nothing here imports torch.
 """
 
 from __future__ import annotations
 
+import abc
 import dataclasses
-import math
+import enum
+import operator
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
-
-import torch
-
-from lm_eval_duel.core.decision import Decision
-from lm_eval_duel.core.lanes import Lanes, Rows
-
-if TYPE_CHECKING:
-    from lm_eval_duel.core.predictions import Predictions
+from typing import Any, ClassVar, TypeAlias, TypeVar
 
 WORK = (  # of Counts
     *("forwards", "rows", "lane_steps", "rows_checked", "rows_differing"),
     *("decisions", "decisions_checked", "decisions_differing"),
 )
 STATISTICS = ("confidence", "margin", "entropy")  # of Predictions, in a trace
+Sums = TypeVar("Sums", bound="BlockSums")
+
+
+class Kind(enum.Enum):
+    """The kind of value that an estimator gives."""
+
+    LIKELIHOOD = "a likelihood"
+    ESTIMATE = "an unbiased estimate of a log-likelihood"
+    UPPER_BOUND = "an upper bound of the perplexity"
+    NOT_A_LIKELIHOOD = "not a likelihood: it sees the targets"
 
 
 @dataclasses.dataclass(frozen=True)
-class WindowScore:
+class BlockSums(abc.ABC):
+    """The blocks behind an estimate: sums over the blocks of one window, or of several windows added together."""
+
+    name: ClassVar[str]  # in the results JSON
+
+    def __add__(self: Sums, other: Sums) -> Sums:
+        return type(self)(*map(operator.add, vars(self).values(), vars(other).values()))
+
+    @property
+    @abc.abstractmethod
+    def error(self) -> float:
+        """The estimated standard error, nats, however few blocks were drawn."""
+
+    @property
+    @abc.abstractmethod
+    def kind(self) -> Kind:
+        """The kind of the sum of these blocks' values."""
+
+    @property
+    @abc.abstractmethod
+    def stderr(self) -> float | None:
+        """The standard error of the sum of these blocks' values, nats; None: not known."""
+
+    @abc.abstractmethod
+    def describe(self) -> dict[str, Any]:
+        """For the results JSON."""
+
+    @property
+    @abc.abstractmethod
+    def words(self) -> str:
+        """For the log."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Score:
     """The score of one window.
 
     `reveal_steps` and `token_logprobs` have an entry for each target token: the step that revealed it, counted from 0
-    in every block, and its log-probability at that step, in nats. They are -1 and 0 at known positions.
+    in every block, and its log-probability at that step, in nats. They are -1 and 0 at known positions, and empty if
+    there is no single order.
     """
 
     log_prob: float  # nats, the sum over the target
@@ -44,24 +83,21 @@ class WindowScore:
     confidence: tuple[float, ...] = ()
     margin: tuple[float, ...] = ()
     entropy: tuple[float, ...] = ()
-
-    @classmethod
-    def from_fields(cls, fields: Mapping[str, Any]) -> WindowScore:
-        """The score whose `dataclasses.asdict` these fields are."""
-        return cls(**fields)
+    kind: Kind = Kind.LIKELIHOOD  # of `log_prob`
+    stderr: float | None = None  # nats, the Monte Carlo error of `log_prob`; None: nothing is drawn, or it is not known
+    blocks: BlockSums | None = None  # of a two-phase estimate, or of a beam
+    others: Mapping[str, Score] = dataclasses.field(default_factory=dict)  # the window's other values, by name
 
 
 @dataclasses.dataclass(frozen=True)
-class Sample(WindowScore):
+class Sample(Score):
     """A sample, or an argmax decoding, with its own score: `log_prob` is the log-probability of `tokens`."""
 
     tokens: tuple[int, ...] = ()
     tail: int = 0  # positions never revealed: generation stopped early, or the prompt had a tail
 
-    @classmethod
-    def from_score(cls, scored: WindowScore, tokens: tuple[int, ...], tail: int) -> Sample:
-        """A sample from its score and its tokens."""
-        return cls(**vars(scored), tokens=tokens, tail=tail)
+
+IndexedScores: TypeAlias = Iterator[tuple[int, Score]]  # (index, score) of each window as it is finished
 
 
 @dataclasses.dataclass
@@ -98,13 +134,13 @@ class Counts:
         for name in WORK:
             setattr(self, name, getattr(self, name) + getattr(other, name))
 
-    def add(self, scored: WindowScore, tokens: int) -> None:
+    def add(self, score: Score, tokens: int) -> None:
         """Add one finished window of `tokens` target tokens."""
         self.windows += 1
         self.tokens += tokens
-        self.all_mask_starts += scored.all_mask_starts
-        near_ties = scored.near_ties
-        self.nfe = known_sum(self.nfe, scored.nfe)
+        self.all_mask_starts += score.all_mask_starts
+        near_ties = score.near_ties
+        self.nfe = known_sum(self.nfe, score.nfe)
         self.near_ties = known_sum(self.near_ties, near_ties)
         self.near_tie_windows = known_sum(self.near_tie_windows, None if near_ties is None else int(near_ties > 0))
 
@@ -112,91 +148,3 @@ class Counts:
 def known_sum(a: int | None, b: int | None) -> int | None:
     """The sum, or None if one of the numbers is not known."""
     return None if a is None or b is None else a + b
-
-
-class Step(NamedTuple):
-    """One step of some lanes."""
-
-    lanes: Lanes  # before it
-    predictions: Predictions
-    decision: Decision
-    tokens: torch.Tensor  # (R, W) revealed at the picks; -1 elsewhere
-    log_prob: torch.Tensor  # (R, W) of the tokens, float64
-
-
-IndexedScores: TypeAlias = Iterator[tuple[int, WindowScore]]  # (index, score) of each window as it is finished
-
-
-class Scores(Protocol):
-    """An accumulator of the steps of one group of windows."""
-
-    def add(self, step: Step) -> None:
-        """Add one step. After an out-of-memory error in here, the same step is added again."""
-
-    def take(self, finished: Lanes) -> IndexedScores:
-        """(row, score) of each window that these finished lanes complete."""
-
-
-class WindowScores:
-    """The scores of one group of windows, on the network's device, in float64."""
-
-    def __init__(self, rows: Rows, traced: bool = False, expected: torch.Tensor | None = None):
-        count, length = rows.ids.shape
-        device = rows.ids.device
-        self.origin, self.target = rows.origin.tolist(), rows.target.tolist()
-        self.length = length  # the column of positions that are not picked
-        self.log_probs = torch.full((count, length + 1), math.nan, dtype=torch.float64, device=device)  # (N, L + 1)
-        self.reveal_steps = torch.full((count, length + 1), -1, dtype=torch.int32, device=device)  # (N, L + 1)
-        self.sums = torch.zeros(count, 5, dtype=torch.int64, device=device)  # (N, 5) as in `add`
-        column = torch.arange(length, device=device)  # (L,)
-        known = rows.visible & (column >= rows.origin[:, None]) & (column < (rows.origin + rows.target)[:, None])
-        # (N,) target positions to reveal
-        self.expected = rows.target - known.sum(1) if expected is None else expected
-        self.has_margins = True
-        # (N, L + 1) each
-        self.statistics = {name: torch.full_like(self.log_probs, math.nan) for name in STATISTICS if traced}
-        for plane in (self.log_probs, *self.statistics.values()):
-            plane[:, :length].masked_fill_(known, 0.0)
-
-    def add(self, step: Step) -> None:
-        """Add one step: log-probs and steps at the picks; NFE, near ties, all-mask starts."""
-        lanes, predictions, decision, tokens, log_prob = step
-        pick = decision.pick
-        missed = ((tokens != predictions.argmax) & pick).any(1)  # (R,)
-        one = torch.ones_like(missed)  # (R,)
-        sums = torch.stack([pick.sum(1), one, missed, decision.near_tie, predictions.all_mask], 1).long()  # (R, 5)
-        row, column = lanes.row[:, None].expand_as(pick), torch.where(pick, lanes.columns, self.length)  # (R, W)
-        self.log_probs.index_put_((row, column), log_prob)
-        self.reveal_steps.index_put_((row, column), lanes.step[:, None].int().expand_as(pick))
-        for name, plane in self.statistics.items():
-            plane.index_put_((row, column), getattr(predictions, name).double())
-        # on out-of-memory before this line, the step is taken again and writes the same values
-        self.sums.index_add_(0, lanes.row, sums)
-        self.has_margins &= decision.decision_margin is not None
-
-    def take(self, finished: Lanes) -> IndexedScores:
-        """(row, score) of each window that has no lane left."""
-        rows = finished.row.unique()  # (n,)
-        rows = rows[self.sums[rows, 0] == self.expected[rows]]
-        if not len(rows):
-            return
-        log_probs, steps, sums = (plane[rows].cpu() for plane in (self.log_probs, self.reveal_steps, self.sums))
-        planes = {name: plane[rows].cpu() for name, plane in self.statistics.items()}
-        for n, row in enumerate(rows.tolist()):
-            span = slice(self.origin[row], self.origin[row] + self.target[row])
-            statistics = [tuple(planes[name][n, span].tolist()) if planes else () for name in STATISTICS]
-            confidence, margin, entropy = statistics
-            _, nfe, missed, near_ties, all_mask = sums[n].tolist()
-            scored = WindowScore(
-                log_prob=float(log_probs[n, span].sum()),
-                is_greedy=not missed,
-                reveal_steps=tuple(steps[n, span].tolist()),
-                token_logprobs=tuple(log_probs[n, span].tolist()),
-                nfe=nfe,
-                near_ties=near_ties if self.has_margins else None,
-                all_mask_starts=all_mask,
-                confidence=confidence,
-                margin=margin,
-                entropy=entropy,
-            )
-            yield row, scored

@@ -15,7 +15,7 @@ from __future__ import annotations
 import abc
 from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 import torch
 
@@ -25,23 +25,13 @@ from lm_eval_duel.core.lanes import Rows, blocks
 from lm_eval_duel.core.queue import groups
 from lm_eval_duel.core.reveal import BlockSpan, WindowGroup
 from lm_eval_duel.core.row_checks import RowChecks
-from lm_eval_duel.core.scores import Counts, IndexedScores, WindowScore
+from lm_eval_duel.core.scores import Counts, IndexedScores, Score
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.denoisers import self_tests
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.estimators.checks import check_windows, require_masks, resolve_block, resolve_grid
 
 BUCKET = 8  # network calls that the windows of one bucket fill, if windows are taken in the order given
-
-
-class Value(NamedTuple):
-    """One value of a window under one estimator."""
-
-    log_prob: float
-    stderr: float | None = None  # Monte Carlo standard error, nats
-    nfe: int | None = None  # rule steps
-    phases: tuple[float, ...] | None = None  # of a two-phase estimate, as in `phases.Phases`
-    beam: tuple[float, ...] | None = None  # of a sum over orders, as in `subsets.sums.BeamSums`
 
 
 class Estimator(abc.ABC):
@@ -67,7 +57,7 @@ class Estimator(abc.ABC):
     takes_known: ClassVar[bool] = False  # whether windows may have known target positions
     takes_noise: ClassVar[bool] = False  # whether the network's noise may be random tokens
     in_order: bool = False  # windows are taken in the order given, in buckets that fill a few network calls
-    empty_score: WindowScore = WindowScore(0.0, is_greedy=True, nfe=0, near_ties=0)  # of an empty target
+    empty_score: Score = Score(0.0, is_greedy=True, nfe=0, near_ties=0)  # of an empty target
 
     def __init__(
         self,
@@ -92,10 +82,6 @@ class Estimator(abc.ABC):
         """The entries of the spec that define this estimator's numbers."""
         return {"estimator": self.name, "block": self.block, "grid": self.grid}
 
-    def values(self, scored: WindowScore) -> dict[str, Value]:
-        """All values of one score, by name; the first is its `log_prob`."""
-        return {self.name: Value(scored.log_prob, nfe=scored.nfe)}
-
     @abc.abstractmethod
     def score_group(self, group: WindowGroup) -> IndexedScores:
         """Score one group of windows; yield (row, score) of each as it is finished."""
@@ -106,7 +92,7 @@ class Estimator(abc.ABC):
 
     # ------------------------------------------------------------ windows in, scores out
 
-    def log_prob(self, windows: Sequence[Window]) -> list[WindowScore]:
+    def log_prob(self, windows: Sequence[Window]) -> list[Score]:
         """The score of each window, in order."""
         scores = dict(self.stream(windows))
         return [scores[n] for n in range(len(windows))]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 
-from lm_eval_duel.core.scores import IndexedScores, WindowScore
+from lm_eval_duel.core.scores import IndexedScores, Score
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.errors import naming
 
@@ -14,8 +14,8 @@ def score_documents(
     documents: Sequence[Sequence[Window]],
     stream: Callable[[Sequence[Window]], IndexedScores],
     name: Callable[[int], str] = "Document {}".format,
-    known: Mapping[Window, WindowScore] = MappingProxyType({}),
-) -> Iterator[tuple[int, list[WindowScore]]]:
+    known: Mapping[Window, Score] = MappingProxyType({}),
+) -> Iterator[tuple[int, list[Score]]]:
     """(index, scores of its windows) of each document, in any order, as the last of its windows is scored.
 
     Args:
@@ -27,7 +27,7 @@ def score_documents(
     Raises:
         DuelError: a window cannot be scored; the message names its document.
     """
-    scores: dict[int, dict[int, WindowScore]] = {}  # of each unfinished document, by window
+    scores: dict[int, dict[int, Score]] = {}  # of each unfinished document, by window
     missing: list[tuple[int, int]] = []  # the document of each window without a score, and its place there
     for n, windows in enumerate(documents):
         scores[n] = {place: known[window] for place, window in enumerate(windows) if window in known}
@@ -43,5 +43,5 @@ def score_documents(
                 yield n, _in_order(scores.pop(n))
 
 
-def _in_order(scores: Mapping[int, WindowScore]) -> list[WindowScore]:
+def _in_order(scores: Mapping[int, Score]) -> list[Score]:
     return [score for _, score in sorted(scores.items())]

@@ -18,11 +18,12 @@ from typing import Any, cast
 import torch
 
 from lm_eval_duel import fingerprint, rules
+from lm_eval_duel.core.accumulators import ScoreAccumulator
 from lm_eval_duel.core.decision import EVALUATE_ALL, UnmaskingRule
 from lm_eval_duel.core.denoiser import Denoiser
 from lm_eval_duel.core.reveal import BlockSpan, Reveal, WindowGroup
 from lm_eval_duel.core.row_checks import is_coarse
-from lm_eval_duel.core.scores import IndexedScores, Sample, WindowScore, WindowScores
+from lm_eval_duel.core.scores import IndexedScores, Sample, Score
 from lm_eval_duel.core.tokens import Argmax, Draw, Draws
 from lm_eval_duel.core.windows import Ids, Window, as_ids, target_parts
 from lm_eval_duel.errors import DuelError
@@ -82,7 +83,7 @@ class DuelEstimator(Estimator):
         return twin
 
     @torch.inference_mode()
-    def replay(self, windows: Sequence[Window], reveal_steps: Sequence[Ids]) -> list[WindowScore]:
+    def replay(self, windows: Sequence[Window], reveal_steps: Sequence[Ids]) -> list[Score]:
         """Score windows along recorded orders; see `Duel.replay`."""
         orders, scores = self.checked_orders(windows, reveal_steps), [self.empty_score] * len(windows)
         for group in self.groups(windows, range(len(windows))):
@@ -157,7 +158,7 @@ class DuelEstimator(Estimator):
     ) -> Iterator[tuple[int, Sample]]:
         for n, prompt in enumerate(prompts):
             if not prompt.target:
-                yield n, Sample.from_score(Estimator.empty_score, (), prompt.tail)
+                yield n, Sample(**vars(Estimator.empty_score), tail=prompt.tail)
         for group in self.groups(prompts, range(len(prompts)), generating=True):
             samples = Samples(group, self, stop)
             rule, draw = self.sampler(None if keys is None else [keys[n] for n in group.window_indices], seed)
@@ -185,7 +186,7 @@ class DuelEstimator(Estimator):
         """
         fresh = group.fresh(spans)
         expected = torch.zeros_like(group.rows.target).index_add_(0, fresh.row, fresh.masked.sum(1))  # (N,)
-        scores, work = WindowScores(group.rows, self.traced, expected), (self.budget, self.counts, self.row_checks)
+        scores, work = ScoreAccumulator(group.rows, self.traced, expected), (self.budget, self.counts, self.row_checks)
         if rule.fixed:  # all states are known before any is evaluated
             states = fixed_states(self, group, rule, spans)
             return iter(Reveal(group, EVALUATE_ALL, states, scores, *work))

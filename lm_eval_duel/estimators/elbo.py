@@ -27,18 +27,19 @@ from typing import Any, cast
 
 import torch
 
+from lm_eval_duel.core.accumulators import Step
 from lm_eval_duel.core.decision import EVALUATE_ALL
 from lm_eval_duel.core.denoiser import Denoiser
 from lm_eval_duel.core.hashing import hashed, uniform
 from lm_eval_duel.core.lanes import Lanes
 from lm_eval_duel.core.reveal import Reveal, WindowGroup
-from lm_eval_duel.core.scores import IndexedScores, Step, WindowScore
+from lm_eval_duel.core.scores import IndexedScores, Kind, Score
 from lm_eval_duel.core.view import distinct
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.denoisers.dit.denoiser import SEDD
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.estimators.arguments import ElboArguments
-from lm_eval_duel.estimators.base import Estimator, Value
+from lm_eval_duel.estimators.base import Estimator
 from lm_eval_duel.estimators.checks import check_every_order
 from lm_eval_duel.rules import rank
 
@@ -49,13 +50,6 @@ FEW = 12  # in spans of at most this many positions draws are often equal: they 
 GOLDEN = (math.sqrt(5) - 1) / 2
 POSITIONS, SHIFT = 1, 2  # keys of the random numbers: which positions a draw hides, a replicate's shift
 LAST = torch.iinfo(torch.int64).max
-
-
-@dataclasses.dataclass(frozen=True)
-class ElboScore(WindowScore):
-    """The bound of one window. `token_logprobs` are each position's share, in nats; there are no reveal steps."""
-
-    stderr: float | None = None  # Monte Carlo standard error of `log_prob`, nats; None: too few draws
 
 
 class Elbo(Estimator):
@@ -77,7 +71,7 @@ class Elbo(Estimator):
     """
 
     name = "elbo"
-    empty_score = ElboScore(0.0, stderr=0.0)
+    empty_score = Score(0.0, kind=Kind.UPPER_BOUND, stderr=0.0)
 
     def __init__(
         self,
@@ -114,9 +108,6 @@ class Elbo(Estimator):
             "mc_samples": self.samples,
             "draw_seed": self.seed,
         }
-
-    def values(self, scored: WindowScore) -> dict[str, Value]:
-        return {self.name: Value(scored.log_prob, cast(ElboScore, scored).stderr)}
 
     def lanes(self, window: Window) -> int:
         return self.samples * len(self.blocks(window))
@@ -270,9 +261,10 @@ class ElboSums:
             start, count = len(self.windows[row].context), len(self.windows[row].target)
             enough = self.elbo.replicates > 1
             error = float(means[n].std() / math.sqrt(self.elbo.replicates)) if enough else math.nan
-            bound = ElboScore(
+            bound = Score(
                 log_prob=float(means[n].mean()),
                 token_logprobs=tuple(shares[n, start : start + count].tolist()),
+                kind=Kind.UPPER_BOUND,
                 stderr=error if math.isfinite(error) else None,  # of infinite log-probs neither
             )
             yield row, bound

@@ -22,7 +22,7 @@ from lm_eval_duel.estimators.base import Estimator
 
 @dataclasses.dataclass(frozen=True)
 class Replay(rules.Rule):
-    """The recorded orders of a group of windows, as in `WindowScore.reveal_steps`."""
+    """The recorded orders of a group of windows, as in `Score.reveal_steps`."""
 
     name: ClassVar[str] = "replay"
     fixed: ClassVar[bool] = True

@@ -14,7 +14,7 @@ Shapes: N windows, L row length, R lanes, W span width, S replicates, V tokens, 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
@@ -29,12 +29,12 @@ from lm_eval_duel.core.noised import NoisedView
 from lm_eval_duel.core.predictions import CPU_ROWS, CPU_VALUES, GPU_VALUES
 from lm_eval_duel.core.reveal import WindowGroup, naming_window, without_autocast
 from lm_eval_duel.core.row_checks import Drawn, chosen, place_of
-from lm_eval_duel.core.scores import IndexedScores, WindowScore
+from lm_eval_duel.core.scores import IndexedScores, Kind, Score
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.errors import DuelError, NotFinite
 from lm_eval_duel.estimators.arguments import NoisedElboArguments
-from lm_eval_duel.estimators.base import Estimator, Value
-from lm_eval_duel.estimators.elbo import GOLDEN, SHIFT, ElboScore, replicates, warn_if_few
+from lm_eval_duel.estimators.base import Estimator
+from lm_eval_duel.estimators.elbo import GOLDEN, SHIFT, Elbo, replicates, warn_if_few
 
 KIND, TOKEN = 5, 6  # keys of the random numbers: whether a position becomes noise, and which token
 
@@ -58,7 +58,7 @@ class NoisedElbo(Estimator):
 
     name = "noised_elbo"
     takes_noise = True
-    empty_score = ElboScore(0.0, stderr=0.0)
+    empty_score = Elbo.empty_score
 
     def __init__(
         self,
@@ -109,9 +109,6 @@ class NoisedElbo(Estimator):
             "mc_samples": self.samples,
             "draw_seed": self.seed,
         }
-
-    def values(self, scored: WindowScore) -> dict[str, Value]:
-        return {self.name: Value(scored.log_prob, cast(ElboScore, scored).stderr)}
 
     def check(self, windows: Sequence[Window]) -> None:
         super().check(windows)
@@ -344,7 +341,7 @@ class Sums:
         self.sums.index_put_((row, column), values, accumulate=True)
         self.waiting.index_add_(0, lanes.row, done)
 
-    def finished(self) -> Iterator[tuple[int, ElboScore]]:
+    def finished(self) -> IndexedScores:
         """(row, bound) of the windows that miss no draw, each once."""
         rows = (self.waiting == 0).nonzero()[:, 0]
         self.waiting[rows] = -1  # taken
@@ -355,9 +352,10 @@ class Sums:
             error = float(means[n].std() / math.sqrt(self.replicates)) if self.replicates > 1 else math.nan
             yield (
                 row,
-                ElboScore(
+                Score(
                     log_prob=float(means[n].mean()),
                     token_logprobs=tuple(shares[n, start : start + count].tolist()),
+                    kind=Kind.UPPER_BOUND,
                     stderr=error if math.isfinite(error) else None,
                 ),
             )

@@ -7,12 +7,12 @@ imported when an estimator is made.
 from __future__ import annotations
 
 import dataclasses
-import enum
 import importlib
 from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from lm_eval_duel.arguments import Argument, Arguments, declared
+from lm_eval_duel.core.scores import Kind
 from lm_eval_duel.errors import DuelError, unknown
 from lm_eval_duel.estimators.arguments import (
     ConfidenceArguments,
@@ -23,7 +23,7 @@ from lm_eval_duel.estimators.arguments import (
     TwoPhaseArguments,
     check_block,
 )
-from lm_eval_duel.estimators.subsets.sums import BeamSums
+from lm_eval_duel.estimators.blocks import BeamBlocks
 from lm_eval_duel.rules import presets
 
 if TYPE_CHECKING:
@@ -34,15 +34,6 @@ Options: TypeAlias = Any  # lm_eval_duel.options.Options, which imports this fil
 BEAM = "beam"  # in the spec, if only some sets of positions are evaluated
 CONVERGED = "an estimate of a log-likelihood"  # by a beam
 NO_BOUND = "no bound: elbo_eps above 0 leaves out small noise levels"
-
-
-class Kind(enum.Enum):
-    """The kind of value that an estimator gives."""
-
-    LIKELIHOOD = "a likelihood"
-    ESTIMATE = "an unbiased estimate of a log-likelihood"
-    UPPER_BOUND = "an upper bound of the perplexity"
-    NOT_A_LIKELIHOOD = "not a likelihood: it sees the targets"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -338,23 +329,23 @@ def ignored_args(given: Mapping[str, Any], estimator: str) -> list[str]:
     return [key for key in find(estimator).ignored_args if key in given]
 
 
-def of_spec(estimator: str, spec: Mapping[str, Any], beam: BeamSums | None = None) -> Entry:
+def of_spec(estimator: str, spec: Mapping[str, Any], beam: BeamBlocks | None = None) -> Entry:
     """The entry of an estimator with this spec: a likelihood becomes an estimate under a beam, or a bound.
 
     `beam`: what it has found. Without it the entry is that of an estimate; if all blocks are exact, the estimator's.
     """
     entry = find(estimator)
-    if BEAM not in spec or BEAM not in entry.arguments or (beam is not None and beam.kind == "exact"):
+    if BEAM not in spec or BEAM not in entry.arguments or (beam is not None and beam.kind is Kind.LIKELIHOOD):
         return entry
     if beam is not None and beam.only_bounded:
         return dataclasses.replace(entry, kind=Kind.UPPER_BOUND)
-    kind = Kind.UPPER_BOUND if beam is not None and beam.kind == "bound" else Kind.ESTIMATE
+    kind = Kind.ESTIMATE if beam is None else beam.kind
     return dataclasses.replace(
         entry, kind=kind, drawn=MonteCarlo("sum over orders by a beam", "repetitions", "convergence")
     )
 
 
-def kind_of(estimator: str, spec: Mapping[str, Any], beam: BeamSums | None = None) -> str:
+def kind_of(estimator: str, spec: Mapping[str, Any], beam: BeamBlocks | None = None) -> str:
     """The kind of the values of an estimator with this spec: a likelihood, an estimate, a bound, or none of these."""
     entry = of_spec(estimator, spec, beam)
     if entry.kind is Kind.UPPER_BOUND and float(spec.get("elbo_eps", 0)):

@@ -11,15 +11,16 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import TypeAlias
 
+from lm_eval_duel.core.accumulators import ScoreAccumulator
 from lm_eval_duel.core.lanes import Lanes
 from lm_eval_duel.core.reveal import BlockSpan, WindowGroup
-from lm_eval_duel.core.scores import Sample, WindowScores
+from lm_eval_duel.core.scores import Sample
 from lm_eval_duel.estimators.base import Estimator
 
 Stop: TypeAlias = Callable[[int, tuple[int, ...]], bool]  # (index, tokens so far) -> whether to stop here
 
 
-class Samples(WindowScores):
+class Samples(ScoreAccumulator):
     """The samples of one group of prompts: their scores, their tokens, and the blocks that are not begun."""
 
     def __init__(self, group: WindowGroup, estimator: Estimator, stop: Stop | None):
@@ -53,4 +54,5 @@ class Samples(WindowScores):
         """(row, sample) of each text that is complete."""
         for row, scored in super().take(finished):
             tokens, prompt = self.tokens(row), self.group.windows[row]
-            yield row, Sample.from_score(scored, tokens, prompt.tail + len(prompt.target) - len(tokens))
+            tail = prompt.tail + len(prompt.target) - len(tokens)
+            yield row, Sample(**vars(scored), tokens=tokens, tail=tail)

@@ -11,46 +11,27 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from lm_eval_duel.core.rates import IMPOSSIBLE, perplexity
-from lm_eval_duel.core.scores import WindowScore, known_sum
+from lm_eval_duel.core.scores import BlockSums, Score, known_sum
 from lm_eval_duel.core.windows import Window
-from lm_eval_duel.estimators.base import Estimator, Value
-from lm_eval_duel.estimators.phases import Phases
+from lm_eval_duel.estimators.base import Estimator
+from lm_eval_duel.estimators.blocks import BeamBlocks
 from lm_eval_duel.estimators.registry import MonteCarlo
-from lm_eval_duel.estimators.subsets.sums import BeamSums
 
 
 class Outcome(NamedTuple):
     """The contribution of one request to the results, over all its windows."""
 
     windows: Sequence[Window]
-    values: list[dict[str, Value]]  # of each window, by name; the first ones add up to `log_prob`
+    values: list[dict[str, Score]]  # of each window, by name; the first ones add up to `log_prob`
     is_greedy: bool
     near_ties: bool  # whether any of its windows has near ties
 
     @classmethod
-    def from_scores(cls, windows: Sequence[Window], scores: Sequence[WindowScore], estimator: Estimator) -> Outcome:
+    def from_scores(cls, windows: Sequence[Window], scores: Sequence[Score], estimator: Estimator) -> Outcome:
         """From the scores of a request's windows."""
-        values = [estimator.values(score) for score in scores]
+        values = [{estimator.name: score, **score.others} for score in scores]
         is_greedy, near_ties = all(score.is_greedy for score in scores), any(score.near_ties for score in scores)
         return cls(windows, values, is_greedy, near_ties)
-
-    @property
-    def record(self) -> tuple[Any, ...]:
-        """As plain values, for a response cache; `log_prob` is first."""
-        values = [{name: tuple(value) for name, value in values.items()} for values in self.values]
-        return self.log_prob, values, self.is_greedy, self.near_ties
-
-    @classmethod
-    def from_record(cls, record: tuple[Any, ...], windows: Sequence[Window]) -> Outcome | None:
-        """Read a `record`; None if it is inconsistent or has another number of windows."""
-        try:
-            log_prob, plain, is_greedy, near_ties = record
-            values = [{name: Value(*value) for name, value in window.items()} for window in plain]
-            outcome = cls(windows, values, is_greedy, near_ties)
-            whole = len(values) == len(windows) and all(values)
-            return outcome if whole and outcome.log_prob == log_prob else None
-        except (TypeError, ValueError, AttributeError):
-            return None
 
     @property
     def log_prob(self) -> float:
@@ -73,19 +54,16 @@ class Total:
     nfe: int | None = 0
     windows: int = 0
     squares: tuple[float, float, float] = (0.0, 0.0, 0.0)  # of log_prob, of log_prob x tokens, of tokens
-    phases: Phases | None = None  # of a two-phase estimate
-    beam: BeamSums | None = None  # of a sum over orders by a beam
+    blocks: BlockSums | None = None
 
     @classmethod
-    def from_value(cls, window: Window, value: Value) -> Total:
+    def from_value(cls, window: Window, value: Score) -> Total:
         """The value of one window."""
         tokens = float(len(window.target))
-        phases = None if value.phases is None else Phases.read(value.phases)
-        error = value.stderr if phases is None else math.sqrt(phases.variance)
-        beam = None if value.beam is None else BeamSums.total([value.beam])
+        error = value.stderr if value.blocks is None else value.blocks.error
         errors = None if error is None else {hash(window): (1, error)}
         squares = value.log_prob**2, value.log_prob * tokens, tokens**2
-        return cls(value.log_prob, errors, value.nfe, 1, squares, phases, beam)
+        return cls(value.log_prob, errors, value.nfe, 1, squares, value.blocks)
 
     @classmethod
     def from_parts(cls, parts: Iterable[Total]) -> Total:
@@ -100,13 +78,11 @@ class Total:
         if not self.windows:  # unknown in the first one: unknown in the sum
             self.errors = None if other.errors is None else {}
             self.nfe = None if other.nfe is None else 0
-            self.phases = None if other.phases is None else Phases()
-            self.beam = None if other.beam is None else BeamSums()
+            self.blocks = None if other.blocks is None else type(other.blocks)()
         self.log_prob += other.log_prob
         self.nfe = known_sum(self.nfe, other.nfe)
         self.windows += other.windows
-        self.phases = Phases.total([self.phases, other.phases]) if self.phases and other.phases else None
-        self.beam = BeamSums.total([self.beam, other.beam]) if self.beam and other.beam else None
+        self.blocks = self.blocks + other.blocks if self.blocks and other.blocks else None
         (a, b, c), (x, y, z) = self.squares, other.squares
         self.squares = a + x, b + y, c + z
         if self.errors is None or other.errors is None:
@@ -123,12 +99,16 @@ class Total:
         None: not known, for example because too few blocks of a two-phase estimate were drawn, or because no block of a
         beam has converged, so that its value is a bound at an unknown distance.
         """
-        if self.errors is None or (self.phases is not None and self.phases.stderr is None):
+        if self.errors is None or (self.blocks is not None and self.blocks.stderr is None):
             return None
-        if self.beam is not None and self.beam.only_bounded:
-            return None
-        errors = [count * error for count, error in self.errors.values()]
-        return math.fsum(errors) if self.beam else math.hypot(*errors)  # errors of a beam have one sign as a rule
+        if self.beam is not None:
+            return self.beam.stderr
+        return math.hypot(*(count * error for count, error in self.errors.values()))
+
+    @property
+    def beam(self) -> BeamBlocks | None:
+        """The blocks of a sum over orders by a beam."""
+        return self.blocks if isinstance(self.blocks, BeamBlocks) else None
 
     def perplexity(self, tokens: int) -> tuple[float, float | None]:
         """The perplexity per token, and its Monte Carlo error; None as for `stderr`."""
@@ -145,8 +125,7 @@ class Total:
             "window_stderr": self._over_windows(tokens),
             "nfe": self.nfe,
             "windows": self.windows,
-            **({} if self.phases is None else {"two_phase": self.phases.describe()}),
-            **({} if self.beam is None else {"beam": self.beam.describe()}),
+            **({} if self.blocks is None else {self.blocks.name: self.blocks.describe()}),
         }
 
     def figures(self, tokens: int) -> str:
@@ -161,7 +140,7 @@ class Total:
         else:
             errors = (f" +- {error:.2f}", f" +- {value_error:.2f}")
             note = f"{drawn.error} {'error' if self.beam else 'standard error'}"
-        note += "".join(f"; {sums.words}" for sums in (self.phases, self.beam) if sums is not None)
+        note += f"; {self.blocks.words}" if self.blocks else ""
         return f"{self.log_prob:.2f}{errors[0]} nats, perplexity {value:.2f}{errors[1]} per token ({note})"
 
     def _over_windows(self, tokens: int) -> float | None:

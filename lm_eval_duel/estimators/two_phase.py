@@ -23,29 +23,18 @@ import torch
 from lm_eval_duel import fingerprint, rules
 from lm_eval_duel.core.denoiser import Denoiser
 from lm_eval_duel.core.reveal import BlockSpan, WindowGroup
-from lm_eval_duel.core.scores import IndexedScores, PhaseCounts, WindowScore, known_sum
+from lm_eval_duel.core.scores import IndexedScores, Kind, PhaseCounts, Score, known_sum
 from lm_eval_duel.core.windows import Window, target_parts
 from lm_eval_duel.denoisers.cached.denoiser import under_cache
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.estimators import block_sample
 from lm_eval_duel.estimators.arguments import TwoPhaseArguments
-from lm_eval_duel.estimators.base import Estimator, Value
+from lm_eval_duel.estimators.base import Estimator
+from lm_eval_duel.estimators.blocks import TwoPhaseBlocks
 from lm_eval_duel.estimators.checks import check_two_phase
 from lm_eval_duel.estimators.duel import DuelEstimator
-from lm_eval_duel.estimators.phases import Phases
 
 BATCHES = 4  # network calls' worth of sampled blocks that are evaluated before their windows' cached phase
-
-
-@dataclasses.dataclass(frozen=True)
-class TwoPhaseScore(WindowScore):
-    """The estimate of one window. It has no single order, so no reveal steps and no log-probs of tokens."""
-
-    stderr: float | None = None  # sampling standard error of `log_prob`, nats; None: too few blocks were drawn
-    cached: tuple[float, ...] = ()  # log-prob of each block under the cache
-    weights: tuple[float, ...] = ()  # of each block; 0: not in the sample
-    uncached: tuple[float, ...] = ()  # log-prob of each sampled block without the cache
-    phases: tuple[float, ...] = tuple(Phases())  # the sums of `Phases`
 
 
 class TwoPhase(Estimator):
@@ -66,7 +55,7 @@ class TwoPhase(Estimator):
     """
 
     name = "two_phase"
-    empty_score = TwoPhaseScore(0.0, near_ties=0, stderr=0.0)
+    empty_score = Score(0.0, near_ties=0, kind=Kind.ESTIMATE, stderr=0.0, blocks=TwoPhaseBlocks())
 
     def __init__(
         self,
@@ -102,10 +91,6 @@ class TwoPhase(Estimator):
             "sample": fingerprint.number(self.sample),
             "draw_seed": self.seed,
         }
-
-    def values(self, scored: WindowScore) -> dict[str, Value]:
-        scored = cast(TwoPhaseScore, scored)
-        return {self.name: Value(scored.log_prob, scored.stderr, phases=scored.phases)}
 
     def weights(self, windows: Sequence[Window]) -> torch.Tensor:
         """The weight of each block of each window, (N, B) float64; 0: not in the sample, or no block."""
@@ -148,8 +133,8 @@ class TwoPhase(Estimator):
             phase.rows += self.counts.rows - before.rows
 
     def _estimate(
-        self, group: WindowGroup, row: int, weights: torch.Tensor, cached: WindowScore, uncached: WindowScore | None
-    ) -> TwoPhaseScore:
+        self, group: WindowGroup, row: int, weights: torch.Tensor, cached: Score, uncached: Score | None
+    ) -> Score:
         """The estimate of a row's window. `weights`: (B,)."""
         window = group.windows[row]
         parts = target_parts(window, self.blocks(window))
@@ -158,7 +143,7 @@ class TwoPhase(Estimator):
         f = g.clone()  # (B,) where it is not sampled, its weight is 0
         for n, part in enumerate(parts):
             if weight[n]:
-                f[n] = math.fsum(cast(WindowScore, uncached).token_logprobs[part])
+                f[n] = math.fsum(cast(Score, uncached).token_logprobs[part])
         estimate, variance = block_sample.combine(g, f, weight)
         if not (math.isfinite(estimate) and math.isfinite(variance)):
             index = group.window_indices[row]
@@ -167,16 +152,14 @@ class TwoPhase(Estimator):
                 "log-probability is not finite. Use estimator=duel.",
                 index,
             )
-        phases = Phases.from_blocks(g, f, weight, float(variance))
-        return TwoPhaseScore(
+        blocks = TwoPhaseBlocks.from_blocks(g, f, weight, float(variance))
+        return Score(
             log_prob=float(estimate),
             near_ties=known_sum(cached.near_ties, uncached.near_ties if uncached else 0),
             all_mask_starts=cached.all_mask_starts + (uncached.all_mask_starts if uncached else 0),
-            stderr=phases.stderr,
-            cached=tuple(g.tolist()),
-            weights=tuple(weight.tolist()),
-            uncached=tuple(f[weight > 0].tolist()),
-            phases=tuple(phases),
+            kind=blocks.kind,
+            stderr=blocks.stderr,
+            blocks=blocks,
         )
 
 

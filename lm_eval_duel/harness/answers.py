@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from lm_eval_duel.core.scores import WindowScore
+from lm_eval_duel.core.scores import Score
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.estimators.base import Estimator
+from lm_eval_duel.estimators.records import read_request, read_window, request_record, window_record
 from lm_eval_duel.estimators.totals import Outcome
 from lm_eval_duel.harness.cache import ResponseCache, request_key
 
@@ -34,42 +34,43 @@ class Answers:
         requests: Sequence[Instance],
         windows: Sequence[Sequence[Window]],
     ):
-        self.store, self.windows, self.score_type = store, windows, type(estimator.empty_score)
+        self.store, self.windows, self.estimator = store, windows, estimator
         self.keys: list[str] = []
         self.parts: set[Window] = set()  # windows of requests that have several
         if store is not None:
             self.keys = [request_key(kind, request.args) for request in requests]
             self.parts = {window for parts in windows if len(parts) > 1 for window in parts}
         # part of a score and not of the spec: its fields, the statistics of a trace, the rules that a lattice follows
-        fields = [field.name for field in dataclasses.fields(self.score_type)]
+        fields = list(window_record(estimator.empty_score, estimator))
         self.contents = str((fields, estimator.traced, *map(str, getattr(estimator, "rules", ()))))
 
     def saved(self) -> Iterator[tuple[int, Outcome]]:
         """(index, outcome) of each request that an earlier run has finished."""
         for n, key in enumerate(self.keys):
             if (record := self.store.find(key, tuple)) is not None:
-                if (outcome := Outcome.from_record(record, self.windows[n])) is None:
+                scores = read_request(record, len(self.windows[n]), self.estimator)
+                if scores is None:
                     self.store.drop()
                 else:
-                    yield n, outcome
+                    yield n, Outcome.from_scores(self.windows[n], scores, self.estimator)
 
-    def kept(self, requests: Iterable[int]) -> dict[Window, WindowScore]:
+    def kept(self, requests: Iterable[int]) -> dict[Window, Score]:
         """The scores of windows of these requests that an earlier run has kept."""
         scores = {}
         for window in self.parts.intersection(window for n in requests for window in self.windows[n]):
             if (fields := self.store.find(self.key(window), dict)) is not None:
-                scores[window] = self.score_type.from_fields(fields)
+                scores[window] = read_window(fields, self.estimator)
         return scores
 
-    def keep(self, window: Window, score: WindowScore) -> None:
+    def keep(self, window: Window, score: Score) -> None:
         """Keep the score of a window until its request is saved; if that has no other window, it is saved next."""
         if window in self.parts:
-            self.store.keep(self.key(window), dataclasses.asdict(score))
+            self.store.keep(self.key(window), window_record(score, self.estimator))
 
-    def save(self, n: int, outcome: Outcome) -> None:
+    def save(self, n: int, scores: Sequence[Score]) -> None:
         """Save a finished request, and delete the scores of its windows."""
         if self.store is not None:
-            self.store.keep(self.keys[n], outcome.record)
+            self.store.keep(self.keys[n], request_record(scores, self.estimator))
             if len(self.windows[n]) > 1:
                 self.store.forget([self.key(window) for window in self.windows[n]])
 

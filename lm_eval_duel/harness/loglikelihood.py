@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from lm_eval_duel.audit.verify import Verification
-from lm_eval_duel.core.scores import IndexedScores, WindowScore
+from lm_eval_duel.core.scores import IndexedScores, Score
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.errors import DuelError, naming
 from lm_eval_duel.estimators.documents import score_documents
@@ -137,7 +137,7 @@ def score_requests(
         with progress.bar:
             for n, scores in _scored(run, answers, remaining, lambda i: name(requests[i])):
                 outcome = Outcome.from_scores(windows[n], scores, run.estimator)
-                answers.save(n, outcome)  # first: whatever fails below, this request is not lost
+                answers.save(n, scores)  # first: whatever fails below, this request is not lost
                 outcomes[n] = outcome
                 run.count(requests[n], outcome)
                 if verification is not None:
@@ -154,7 +154,7 @@ def score_requests(
 
 def _scored(
     run: HarnessRun, answers: Answers, remaining: Sequence[int], name: Callable[[int], str]
-) -> Iterator[tuple[int, list[WindowScore]]]:
+) -> Iterator[tuple[int, list[Score]]]:
     """(index, scores of its windows) of each remaining request as it is finished; windows are kept until then."""
     documents, progress = [answers.windows[n] for n in remaining], run.progress
     known = answers.kept(remaining)

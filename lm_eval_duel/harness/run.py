@@ -15,7 +15,7 @@ from tqdm import tqdm
 
 from lm_eval_duel import fingerprint
 from lm_eval_duel.core import signals
-from lm_eval_duel.core.scores import Counts, WindowScore
+from lm_eval_duel.core.scores import Counts, Score
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.errors import Suspect
 from lm_eval_duel.estimators import registry
@@ -171,7 +171,7 @@ class HarnessRun:
         self,
         request: Instance,
         windows: Sequence[Window],
-        scores: Sequence[WindowScore],
+        scores: Sequence[Score],
         estimator: Estimator,
         **about: Any,
     ) -> None:

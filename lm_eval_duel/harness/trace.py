@@ -35,11 +35,12 @@ from lm_eval_duel.console.strict_json import finite
 from lm_eval_duel.core.rates import IMPOSSIBLE
 from lm_eval_duel.core.windows import target_parts
 from lm_eval_duel.errors import DuelError
-from lm_eval_duel.estimators.subsets.sums import BeamSums
+from lm_eval_duel.estimators.blocks import BeamBlocks, TwoPhaseBlocks
+from lm_eval_duel.estimators.registry import LATTICE
 from lm_eval_duel.harness.journal import Journal
 
 if TYPE_CHECKING:
-    from lm_eval_duel.core.scores import WindowScore
+    from lm_eval_duel.core.scores import Score
     from lm_eval_duel.core.windows import Window
     from lm_eval_duel.estimators.base import Estimator
 
@@ -113,10 +114,10 @@ def _with_infinities(line: dict[str, Any]) -> dict[str, Any]:
     return restored
 
 
-def record(window: Window, score: WindowScore, estimator: Estimator) -> dict[str, Any]:
+def record(window: Window, score: Score, estimator: Estimator) -> dict[str, Any]:
     """The line of a window."""
     start = len(window.context)
-    values = estimator.values(score)
+    values = {estimator.name: score, **score.others}
     line = {
         "context": start,
         "ids": list(window.target),
@@ -125,21 +126,19 @@ def record(window: Window, score: WindowScore, estimator: Estimator) -> dict[str
         "log_prob": score.log_prob,
         "values": {name: value.log_prob for name, value in values.items()},
     }
-    if orders := getattr(score, "rules", None):  # of a lattice
-        line["rules"] = {name: _order(order) for name, order in orders.items()}
-    if weights := getattr(score, "weights", None):  # of a two-phase estimate
-        line["two_phase"] = {"cached": list(score.cached), "weights": list(weights), "uncached": list(score.uncached)}
-    if beam := values[next(iter(values))].beam:
-        sums = BeamSums(*beam)
-        line["beam"] = sums.describe()
-        values = {} if sums.only_bounded else values  # whose errors are not known
+    if rules := {name: _order(path) for name, path in score.others.items() if name not in LATTICE}:
+        line["rules"] = rules
+    blocks = score.blocks
+    if isinstance(blocks, TwoPhaseBlocks) and blocks.count:
+        line["two_phase"] = {name: list(getattr(blocks, name)) for name in ("cached", "weights", "uncached")}
+    if isinstance(blocks, BeamBlocks):
+        line["beam"] = blocks.describe()
     if not math.isfinite(score.log_prob):
         line["reason"] = IMPOSSIBLE
-    errors = {name: value.stderr for name, value in values.items() if value.stderr is not None}
-    return line | ({"stderr": errors[next(iter(values))]} if errors else {})
+    return line if score.stderr is None else line | {"stderr": score.stderr}
 
 
-def _order(score: WindowScore) -> dict[str, Any]:
+def _order(score: Score) -> dict[str, Any]:
     """One order and its statistics."""
     return {
         "reveal_steps": list(score.reveal_steps),

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from lm_eval_duel import fingerprint
 from lm_eval_duel.core.denoiser import Denoiser
-from lm_eval_duel.core.scores import Counts, IndexedScores, Sample, WindowScore
+from lm_eval_duel.core.scores import Counts, IndexedScores, Sample, Score
 from lm_eval_duel.core.windows import Ids, Window
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.estimators import gradients, registry
@@ -92,7 +92,7 @@ class OnIds:
 
     # ------------------------------------------------------------ ids in
 
-    def log_prob(self, windows: Sequence[Window]) -> list[WindowScore]:
+    def log_prob(self, windows: Sequence[Window]) -> list[Score]:
         """Score each window: log p(target | context, suffix) under the estimator, in nats (Algorithm 2).
 
         Returns:
@@ -147,7 +147,7 @@ class OnIds:
             contexts, length, suffixes=suffixes, tail=tail, do_sample=do_sample, seed=seed, keys=keys, stop=stop
         )
 
-    def replay(self, windows: Sequence[Window], reveal_steps: Sequence[Ids]) -> list[WindowScore]:
+    def replay(self, windows: Sequence[Window], reveal_steps: Sequence[Ids]) -> list[Score]:
         """Score windows along recorded orders: the sum of log P(token) at the step that reveals it, in nats.
 
         This is a diagnostic: the value is a likelihood only if a rule produced the order.

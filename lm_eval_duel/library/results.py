@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, cast
 
 from lm_eval_duel.core import rates
-from lm_eval_duel.core.scores import Sample, WindowScore, known_sum
+from lm_eval_duel.core.scores import Sample, Score, known_sum
 from lm_eval_duel.core.windows import Ids, Window, as_ids
-from lm_eval_duel.estimators.phases import Phases
+from lm_eval_duel.estimators.blocks import TwoPhaseBlocks
 from lm_eval_duel.estimators.registry import Kind, is_bound, kind_of
 from lm_eval_duel.estimators.totals import Outcome, Total
 from lm_eval_duel.text.token_text import token_texts
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from lm_eval_duel.estimators.base import Estimator
-    from lm_eval_duel.estimators.two_phase import TwoPhaseScore
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,7 +42,7 @@ class TextScore:
     nfe: int | None  # rule steps, summed over blocks
     near_ties: int | None  # steps whose order float noise could change; None: the rule does not say
     windows: tuple[Window, ...]  # what was scored, special tokens included
-    window_scores: tuple[WindowScore, ...]
+    window_scores: tuple[Score, ...]
     sums: Total = dataclasses.field(repr=False)  # over windows; equal windows of several texts share one error
     spec: dict[str, object] = dataclasses.field(repr=False)  # the estimator and its settings
     unk_tokens: int = 0  # text that the tokenizer does not know; with any, bits_per_byte is no likelihood of the text
@@ -56,7 +55,7 @@ class TextScore:
         text: str,
         length: int,
         windows: Sequence[Window],
-        scores: Sequence[WindowScore],
+        scores: Sequence[Score],
         estimator: Estimator,
         tokenizer: PreTrainedTokenizerBase,
         unknown: int = 0,
@@ -111,7 +110,7 @@ class TextEstimate:
     blocks: int
     sampled_blocks: int  # scored without the cache, too
     correlation: float | None  # of a block's log-probs with and without the cache, over sampled blocks
-    window_scores: tuple[TwoPhaseScore, ...]
+    window_scores: tuple[Score, ...]
     sums: Total = dataclasses.field(repr=False)  # over windows; equal windows have one error
     spec: dict[str, object] = dataclasses.field(repr=False)  # the estimator and its settings
 
@@ -137,12 +136,11 @@ class TextEstimate:
 
     @classmethod
     def from_scores(
-        cls, text: str, tokens: int, windows: Sequence[Window], scores: Sequence[WindowScore], estimator: Estimator
+        cls, text: str, tokens: int, windows: Sequence[Window], scores: Sequence[Score], estimator: Estimator
     ) -> TextEstimate:
         """The estimate of a text of `tokens` tokens from the scores of its windows."""
         sums = Outcome.from_scores(windows, scores, estimator).total
-        own = cast("tuple[TwoPhaseScore, ...]", tuple(scores))
-        return cls._from_sums(text, tokens, len(text.encode()), own, sums, estimator.describe())
+        return cls._from_sums(text, tokens, len(text.encode()), tuple(scores), sums, estimator.describe())
 
     @classmethod
     def total(cls, estimates: Sequence[TextEstimate]) -> TextEstimate:
@@ -158,20 +156,20 @@ class TextEstimate:
         text: str | None,
         tokens: int,
         bytes: int,
-        scores: tuple[TwoPhaseScore, ...],
+        scores: tuple[Score, ...],
         sums: Total,
         spec: dict[str, object],
     ) -> TextEstimate:
-        phases = sums.phases or Phases()
+        blocks = cast(TwoPhaseBlocks, sums.blocks or TwoPhaseBlocks())
         return cls(
             text=text,
             tokens=tokens,
             bytes=bytes,
             log_prob=math.fsum(score.log_prob for score in scores),
             stderr=sums.stderr if sums.windows else 0.0,
-            blocks=phases.blocks,
-            sampled_blocks=phases.sampled,
-            correlation=phases.correlation,
+            blocks=blocks.count,
+            sampled_blocks=blocks.sampled,
+            correlation=blocks.correlation,
             window_scores=scores,
             sums=sums,
             spec=spec,

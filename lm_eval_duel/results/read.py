@@ -10,8 +10,8 @@ from typing import Any
 
 from lm_eval_duel.core.rates import METRICS, perplexity
 from lm_eval_duel.errors import DuelError, unknown
+from lm_eval_duel.estimators.blocks import BeamBlocks
 from lm_eval_duel.estimators.registry import ESTIMATORS, kind_of
-from lm_eval_duel.estimators.subsets.sums import BeamSums
 from lm_eval_duel.results import samples, stats
 from lm_eval_duel.results.own_files import load, number, whole
 from lm_eval_duel.results.samples import OTHER_NAMES, WRITTEN, Documents
@@ -378,7 +378,7 @@ def _duel(duel: Json) -> dict[str, Any]:
             impossible = value.get("log_prob") is None and value.get("reason") is not None
             values[key] = {"log_prob": -math.inf if impossible else None} | _typed(value, VALUE)
             if beam := value.get("beam"):
-                values[key]["beam"] = BeamSums.read(beam)
+                values[key]["beam"] = BeamBlocks.read(beam)
         entries["tasks"][name] = _typed(scored, COUNTS) | {"values": values}
     return entries
 

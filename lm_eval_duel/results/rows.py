@@ -11,8 +11,8 @@ import numpy as np
 
 from lm_eval_duel.errors import DuelError, unknown
 from lm_eval_duel.estimators import registry
+from lm_eval_duel.estimators.blocks import BeamBlocks
 from lm_eval_duel.estimators.registry import Kind
-from lm_eval_duel.estimators.subsets.sums import BeamSums
 from lm_eval_duel.results import stats
 from lm_eval_duel.results.paired import PairedDifference
 from lm_eval_duel.results.read import NO_CACHE, TASK_COUNTS, Run, Task
@@ -50,7 +50,7 @@ class Row:
     nats_window_stderr: float | None = None  # over windows
     nfe: int | None = None
     tokens: int | None = None
-    beam: BeamSums | None = None  # of a sum over orders by a beam
+    beam: BeamBlocks | None = None  # of a sum over orders by a beam
     documents: Values = dataclasses.field(default_factory=dict, repr=False)
     missing: str = ""  # why there are no documents
     variant: str = ""  # what distinguishes it from a row of the same model, rule and block

@@ -105,8 +105,9 @@ def test_a_tie_does_not_let_a_wrong_block_pass():
     estimator = TwoPhase(network, "greedy", 4, sample=1.0)
     window = Window((), (2, 0, 1, 1, 2, 0, 1, 2))
     [score] = estimator.log_prob([window])
-    more = [tuple(value + 0.5 for value in values) for values in (score.cached, score.uncached)]
-    wrong = dataclasses.replace(score, log_prob=score.log_prob + 1, cached=more[0], uncached=more[1])
+    more = [tuple(value + 0.5 for value in values) for values in (score.blocks.cached, score.blocks.uncached)]
+    blocks = dataclasses.replace(score.blocks, cached=more[0], uncached=more[1])
+    wrong = dataclasses.replace(score, log_prob=score.log_prob + 1, blocks=blocks)
     found = recompute(estimator, window, wrong)
     assert found.route == ALONE and CheckedWindow.from_scores("", window, wrong, found).differs, found
     assert recompute(estimator, window, score).log_prob == pytest.approx(score.log_prob, abs=1e-9)

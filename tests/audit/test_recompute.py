@@ -13,7 +13,7 @@ from lm_eval_duel.audit.checked import CheckedWindow
 from lm_eval_duel.audit.recompute import ALONE, REFERENCE, RUNS_RULE, Recomputed, recompute
 from lm_eval_duel.core import block_causal, network, predictions
 from lm_eval_duel.core import view as views
-from lm_eval_duel.core.scores import WindowScore
+from lm_eval_duel.core.scores import Score
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.denoisers.cached import view as cached_view
 from lm_eval_duel.denoisers.cached.denoiser import Cached
@@ -227,7 +227,7 @@ def test_a_fault_of_the_run_differs(fault, name, monkeypatch, no_row_checks):
 
 
 def test_what_differs():
-    window, score = Window((), (1, 2)), WindowScore(-3.0, reveal_steps=(0, 1), near_ties=0)
+    window, score = Window((), (1, 2)), Score(-3.0, reveal_steps=(0, 1), near_ties=0)
 
     def problems(again=-3.0, run=-3.0, **found):
         recomputed = Recomputed(again, REFERENCE, **{"other_picks": 0, "ties": 0, **found})

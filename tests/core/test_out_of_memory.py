@@ -9,7 +9,8 @@ from noised_toys import NoisyToy
 from torch.utils._python_dispatch import TorchDispatchMode
 from toys import Toy
 
-from lm_eval_duel.core.scores import WindowScores
+from lm_eval_duel.core.accumulators import ScoreAccumulator
+from lm_eval_duel.core.scores import Kind
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.estimators.duel import DuelEstimator
 from lm_eval_duel.estimators.elbo import Elbo, ElboSums
@@ -45,7 +46,7 @@ class Short(TorchDispatchMode):
 
 
 CASES = {
-    "scores": (WindowScores, lambda: DuelEstimator(Flat(), "threshold:mu=0.4", 3, traced=True)),
+    "scores": (ScoreAccumulator, lambda: DuelEstimator(Flat(), "threshold:mu=0.4", 3, traced=True)),
     "elbo": (ElboSums, lambda: Elbo(Toy(), samples=16)),
     "noised": (Sums, lambda: NoisedElbo(NoisyToy(length=6), samples=16, steps=2)),
     "lattice": (LatticeSums, lambda: Lattice(Flat(), block=3, follow=["greedy", "threshold:mu=0.4"], traced=True)),
@@ -59,6 +60,8 @@ def numbers(value):
         return numbers([getattr(value, field.name) for field in dataclasses.fields(value)])
     if isinstance(value, dict):
         return numbers([*value.values()])
+    if isinstance(value, Kind):
+        return []
     if isinstance(value, list | tuple):
         return [number for each in value for number in numbers(each)]
     return [float("nan") if value is None else float(value)]

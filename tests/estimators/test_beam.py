@@ -16,11 +16,12 @@ from lm_eval_duel.core.windows import Window
 from lm_eval_duel.denoisers.cached.denoiser import Cached
 from lm_eval_duel.denoisers.wrappers import Warped
 from lm_eval_duel.errors import DuelError
+from lm_eval_duel.estimators.blocks import BeamBlocks
+from lm_eval_duel.estimators.records import read_request, request_record
 from lm_eval_duel.estimators.registry import Kind, kind_of
 from lm_eval_duel.estimators.subsets import chunk
 from lm_eval_duel.estimators.subsets.sampled_confidence import SampledConfidence
 from lm_eval_duel.estimators.subsets.sampled_order import SampledOrder
-from lm_eval_duel.estimators.subsets.sums import BeamSums
 from lm_eval_duel.estimators.totals import Outcome
 from lm_eval_duel.options import Options
 
@@ -42,7 +43,7 @@ WINDOWS = [
 ]
 
 
-BOTH = {("bound", True), ("exact", False)}
+BOTH = {(Kind.UPPER_BOUND, True), (Kind.LIKELIHOOD, False)}
 
 
 def toy():
@@ -55,7 +56,7 @@ def made(sampler, network=None, block=8, **more):
 
 
 def sums(scores):
-    return [BeamSums(*score.beam) for score in scores]
+    return [score.blocks for score in scores]
 
 
 @pytest.mark.parametrize("sampler", SAMPLERS)
@@ -63,9 +64,10 @@ def test_with_all_sets_it_is_the_exact_value_and_with_fewer_the_bound_is_below(s
     exact = made(sampler).log_prob(WINDOWS)
     every = made(sampler, **({"beam": 4095} if "two" in sampler else {"tolerance": 1e-9})).log_prob(WINDOWS)
     for score, known, of in zip(every, exact, sums(every), strict=True):
-        assert score.log_prob == pytest.approx(known.log_prob, abs=1e-9) and of.exact == of.blocks
+        assert score.log_prob == pytest.approx(known.log_prob, abs=1e-9) and of.exact == of.count
         assert of.bound == pytest.approx(score.log_prob, abs=1e-9) and score.is_greedy == known.is_greedy
-        assert score.nfe == known.nfe and score.stderr == 0 and score.kind == known.kind == "exact"
+        assert score.nfe == known.nfe and score.stderr == 0 and known.stderr is None
+        assert score.kind is known.kind is Kind.LIKELIHOOD
     few = made(sampler, beam=16).log_prob(WINDOWS)
     assert all(of.bound <= known.log_prob + 1e-9 for of, known in zip(sums(few), exact, strict=True))
     assert any(of.bound < known.log_prob - 1e-6 for of, known in zip(sums(few), exact, strict=True))
@@ -89,7 +91,7 @@ def test_every_network_and_grid(name):
     [every] = made("two a step", network(), grid=grid, beam=4095).log_prob([window])
     [few] = made("two a step", network(), grid=grid, beam=16).log_prob([window])
     assert every.log_prob == pytest.approx(exact.log_prob, abs=1e-9)
-    assert BeamSums(*few.beam).bound <= exact.log_prob + 1e-9
+    assert few.blocks.bound <= exact.log_prob + 1e-9
 
 
 chunk_log_mean = chunk.log_mean
@@ -137,9 +139,9 @@ def test_neither_company_nor_batch_size_changes_a_number():
     for window, score in [*zip(WINDOWS, together, strict=False)][2:4]:
         [alone] = made("one a step", beam=16, seed=5, batch_size=1).log_prob([window])
         assert alone.log_prob == pytest.approx(score.log_prob, abs=1e-12)
-        assert alone.beam == pytest.approx(score.beam, abs=1e-12)
+        assert vars(alone.blocks) == pytest.approx(vars(score.blocks), abs=1e-12)
     [other] = made("one a step", beam=16, seed=6).log_prob(WINDOWS[:1])
-    assert BeamSums(*other.beam).bound != BeamSums(*together[0].beam).bound
+    assert other.blocks.bound != together[0].blocks.bound
 
 
 def test_sets_double_until_the_tolerance_and_are_not_evaluated_again():
@@ -148,12 +150,13 @@ def test_sets_double_until_the_tolerance_and_are_not_evaluated_again():
     estimator = made("random", block=10, tolerance=0.3)
     scores = estimator.log_prob(windows)
     for score, known, of in zip(scores, exact, sums(scores), strict=True):
-        assert of.converged == of.blocks == 1 and score.kind == "estimate"
+        assert of.converged == of.count == 1 and score.kind is Kind.ESTIMATE
         assert abs(score.log_prob - known.log_prob) <= 1.96 * score.stderr and 0 < score.stderr <= 0.3
         assert of.rows == estimator.counts.rows < 1023
     [stopped] = made("one a step", beam=32, tolerance=1e-12).log_prob(WINDOWS[3:4])
-    of = BeamSums(*stopped.beam)
-    assert of.converged == 0 and stopped.log_prob == of.bound and stopped.stderr == 0 and stopped.kind == "bound"
+    of = stopped.blocks
+    assert of.converged == 0 and stopped.log_prob == of.bound
+    assert stopped.stderr is None and stopped.kind is Kind.UPPER_BOUND
 
 
 def test_blocks_of_several_widths_double_with_any_number_of_repetitions():
@@ -172,7 +175,7 @@ def covered(exact, scores):
     return [
         abs(score.log_prob - known.log_prob) <= 1.96 * score.stderr
         for score, known in zip(scores, exact, strict=True)
-        if score.kind == "estimate"
+        if score.kind is Kind.ESTIMATE
     ]
 
 
@@ -206,8 +209,8 @@ def test_a_told_error_covers_on_texts(sampler):
 def test_an_estimate_is_not_below_its_own_bound():
     """On this network the mean of the repetitions is, by up to 0.9 nats."""
     scores = made("random", Toy(length=14, seed=3, scale=3.0), block=10, tolerance=6).log_prob(LONG)
-    assert sum(score.kind == "estimate" for score in scores) > len(LONG) / 2
-    assert all(score.log_prob >= BeamSums(*score.beam).bound - 1e-9 for score in scores)
+    assert sum(score.kind is Kind.ESTIMATE for score in scores) > len(LONG) / 2
+    assert all(score.log_prob >= score.blocks.bound - 1e-9 for score in scores)
 
 
 def test_a_converged_block_above_12_positions_is_not_proven():
@@ -229,20 +232,22 @@ def test_errors_of_blocks_add_up():
 def test_a_value_is_an_estimate_or_a_bound_and_says_so():
     spec = {"beam": "64"}
     assert kind_of("sampled_order", {}) == Kind.LIKELIHOOD.value
-    assert kind_of("sampled_order", spec, BeamSums(blocks=2, exact=2)) == Kind.LIKELIHOOD.value
-    assert kind_of("sampled_order", spec, BeamSums(blocks=2, converged=1)) == Kind.UPPER_BOUND.value
-    labels = {kind_of("sampled_order", spec, BeamSums(1, converged=1, unproven=n)) for n in (0, 1)}
+    assert kind_of("sampled_order", spec, BeamBlocks(count=2, exact=2)) == Kind.LIKELIHOOD.value
+    assert kind_of("sampled_order", spec, BeamBlocks(count=2, converged=1)) == Kind.UPPER_BOUND.value
+    labels = {kind_of("sampled_order", spec, BeamBlocks(1, converged=1, unproven=n)) for n in (0, 1)}
     assert len(labels) == 2 and not labels & {Kind.LIKELIHOOD.value, Kind.UPPER_BOUND.value}
     estimator = made("random", beam=16)
     scores = estimator.log_prob(WINDOWS[:3])
     outcome = Outcome.from_scores(WINDOWS[:3], scores, estimator)
-    assert Outcome.from_record(outcome.record, WINDOWS[:3]) == outcome
+    read = read_request(request_record(scores, estimator), 3, estimator)
+    assert Outcome.from_scores(WINDOWS[:3], read, estimator).total == outcome.total
     total = outcome.total
     assert total.beam.only_bounded and total.stderr is None and total.describe(25)["stderr"] is None
-    assert total.beam == BeamSums.total(sums(scores)) and total.beam.kind == "bound" and total.beam.blocks == 4
+    assert total.beam == sum(sums(scores), BeamBlocks())
+    assert total.beam.kind is Kind.UPPER_BOUND and total.beam.count == 4
     described = total.describe(25)["beam"]
     assert described["bound"] <= total.log_prob + 1e-9 and described["kind"] == "bound"
-    assert BeamSums.read(described) == total.beam
+    assert BeamBlocks.read(described) == total.beam
 
 
 def test_a_sample_carries_the_error_and_the_bound_of_its_value():
@@ -250,8 +255,8 @@ def test_a_sample_carries_the_error_and_the_bound_of_its_value():
     drawn = estimator.sample(contexts, 8, seed=3)
     windows = [Window(context, one.tokens) for context, one in zip(contexts, drawn, strict=True)]
     for one, score in zip(drawn, estimator.log_prob(windows), strict=True):
-        assert one.log_prob == pytest.approx(score.log_prob, abs=1e-12) and one.beam == pytest.approx(score.beam)
-        assert estimator.values(one)["sampled_confidence"].beam == one.beam and one.kind == score.kind
+        assert one.log_prob == pytest.approx(score.log_prob, abs=1e-12) and one.kind is score.kind
+        assert vars(one.blocks) == pytest.approx(vars(score.blocks))
     [none] = estimator.sample([(1,)], 0)
     assert none.log_prob == 0 and none.tokens == ()
 

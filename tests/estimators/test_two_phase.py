@@ -15,8 +15,8 @@ from lm_eval_duel.denoisers.cached.denoiser import Cached, under_cache
 from lm_eval_duel.denoisers.wrappers import Guided, Warped
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.estimators import block_sample
+from lm_eval_duel.estimators.blocks import FEW, TwoPhaseBlocks
 from lm_eval_duel.estimators.duel import DuelEstimator
-from lm_eval_duel.estimators.phases import FEW, Phases
 from lm_eval_duel.estimators.two_phase import TwoPhase
 
 RULES = ["greedy:k=1", "left_to_right:k=2", "threshold:mu=0.45", "klass:mu=0.4:nu=0.3"]
@@ -48,7 +48,7 @@ def per_block(duel, windows):
 
 
 def total(scores):
-    phases = Phases.total(Phases(*score.phases) for score in scores)
+    phases = sum((score.blocks for score in scores), TwoPhaseBlocks())
     return math.fsum(score.log_prob for score in scores), phases
 
 
@@ -65,7 +65,7 @@ def test_with_every_block_in_the_sample_it_is_the_exact_value(rule, cache):
         full = TwoPhase(toy, rule, block, grid=grid, cache=cache, sample=1.0).log_prob(windows)
         for window, one, other in zip(windows, full, exact, strict=True):
             assert one.log_prob == pytest.approx(other.log_prob, abs=1e-9) and one.stderr == 0
-            assert len(one.cached) == len(one.uncached) == len(one.weights) or not window.target
+            assert len(one.blocks.cached) == len(one.blocks.uncached) == len(one.blocks.weights) or not window.target
 
 
 @pytest.mark.parametrize("rule", slow_but(RULES, {"greedy:k=1", "left_to_right:k=2"}))
@@ -77,16 +77,16 @@ def test_the_estimate_is_what_the_formula_makes_of_two_exact_runs(rule, cache):
     scores = estimator.log_prob(MIXED[:-1])
     sampled = 0
     for n, score in enumerate(scores):
-        chosen = [b for b, weight in enumerate(score.weights) if weight]
-        assert all(score.weights[b] == 1 / share for b in chosen)
-        assert score.cached == pytest.approx(g[n, : len(score.cached)].tolist(), abs=1e-9)
-        assert score.uncached == pytest.approx([f[n, b].item() for b in chosen], abs=1e-9)
+        chosen = [b for b, weight in enumerate(score.blocks.weights) if weight]
+        assert all(score.blocks.weights[b] == 1 / share for b in chosen)
+        assert score.blocks.cached == pytest.approx(g[n, : len(score.blocks.cached)].tolist(), abs=1e-9)
+        assert score.blocks.uncached == pytest.approx([f[n, b].item() for b in chosen], abs=1e-9)
         differences = [(f - g)[n, b].item() for b in chosen]
         assert score.log_prob == pytest.approx(g[n].sum().item() + sum(differences) / share, abs=1e-9)
         variance = sum(d * d for d in differences) * (1 - share) / share**2
-        assert Phases(*score.phases).variance == pytest.approx(variance, abs=1e-9)
+        assert score.blocks.variance == pytest.approx(variance, abs=1e-9)
         sampled += len(chosen)
-    assert 0 < sampled < sum(len(score.weights) for score in scores)
+    assert 0 < sampled < sum(len(score.blocks.weights) for score in scores)
     assert total(scores)[1].sampled == sampled
 
 
@@ -127,7 +127,9 @@ def test_intervals_cover_from_the_fewest_drawn_blocks_on():
 def same(one, other):
     for field in dataclasses.fields(one):
         mine, theirs = getattr(one, field.name), getattr(other, field.name)
-        if not (mine is None and theirs is None):
+        if dataclasses.is_dataclass(mine):
+            same(mine, theirs)
+        elif not (mine is None and theirs is None):
             assert mine == pytest.approx(theirs, abs=1e-9), field.name
 
 
@@ -152,7 +154,7 @@ def test_only_the_sampled_blocks_are_evaluated_without_the_cache():
     scores = estimator.log_prob(windows)
     _, phases = total(scores)
     tokens = sum(len(w.target) for w in windows)
-    assert phases.blocks == sum(len(estimator.blocks(window)) for window in windows)
+    assert phases.count == sum(len(estimator.blocks(window)) for window in windows)
     assert 0 < estimator.counts.phases["uncached"].rows < tokens / 2
     assert estimator.counts.phases["cached"].rows <= tokens
     counts, phases = estimator.counts, estimator.counts.phases.values()
@@ -173,11 +175,10 @@ def test_too_few_drawn_blocks_have_no_standard_error():
 def test_the_correlation_is_that_of_the_sampled_blocks():
     toy, windows = Attends(length=10), texts(40)
     scores = TwoPhase(toy, block=3, sample=0.5).log_prob(windows)
-    pairs = [
-        (f, g)
-        for s in scores
-        for f, g in zip(s.uncached, [g for g, w in zip(s.cached, s.weights, strict=True) if w], strict=True)
-    ]
+    pairs = []
+    for of in (score.blocks for score in scores):
+        sampled = [value for value, weight in zip(of.cached, of.weights, strict=True) if weight]
+        pairs += zip(of.uncached, sampled, strict=True)
     assert total(scores)[1].correlation == pytest.approx(torch.corrcoef(torch.tensor(pairs).double().T)[0, 1].item())
 
 
@@ -194,7 +195,7 @@ def test_guidance_and_temperature_stay_around_the_cached_network():
     [exact], [cached] = (DuelEstimator(denoiser, "greedy", 3).log_prob(window) for denoiser in (wrapped, cheap))
     [own] = DuelEstimator(Warped(Guided(Cached(toy, "dual"), 0.5), 0.7), "greedy", 3).log_prob(window)
     assert score.log_prob == pytest.approx(exact.log_prob, abs=1e-9)
-    assert sum(score.cached) == pytest.approx(cached.log_prob, abs=1e-9) == pytest.approx(own.log_prob, abs=1e-9)
+    assert sum(score.blocks.cached) == pytest.approx(cached.log_prob, abs=1e-9) == pytest.approx(own.log_prob, abs=1e-9)
 
 
 @pytest.mark.parametrize(

@@ -223,7 +223,8 @@ def test_windows_of_a_document_that_is_not_finished_are_kept(model, tmp_path, sp
     ours, theirs = again.lm.run.stats.tasks["toy"], whole.run.stats.tasks["toy"]
     for name, total in theirs.values.items():
         assert ours.values[name].log_prob == pytest.approx(total.log_prob, abs=1e-9)
-        assert ours.values[name].beam == pytest.approx(total.beam, abs=1e-9)
+        if total.beam is not None:
+            assert vars(ours.values[name].beam) == pytest.approx(vars(total.beam), abs=1e-9)
     if traced:
         lines = [[line["reveal_steps"], line["values"].keys()] for line in trace.read(tmp_path / "t.jsonl")]
         assert lines == [[line["reveal_steps"], line["values"].keys()] for line in trace.read(tmp_path / "whole.jsonl")]

@@ -8,8 +8,8 @@ import math
 from golden import nudged
 
 from lm_eval_duel import TextScore, Window, fingerprint
+from lm_eval_duel.core.scores import Score
 from lm_eval_duel.estimators import registry
-from lm_eval_duel.estimators.base import Value
 from lm_eval_duel.estimators.totals import Total
 from lm_eval_duel.results.report import main
 
@@ -227,10 +227,10 @@ def ours(
     return _file(folder, _body(model, config, tasks, size=size, **body), samples)
 
 
-def text_score(text, nats, tokens, estimator="duel", stderr=None, sets=None, phases=None, **spec):
-    """A score as `Duel.score` returns it, of a text in one window. `stderr`: of draws; `sets`: those of a beam."""
+def text_score(text, nats, tokens, estimator="duel", stderr=None, blocks=None, **spec):
+    """A score as `Duel.score` returns it, of a text in one window. `stderr`: of draws; `blocks`: of an estimate."""
     window = Window((), tuple(text.encode()))
-    sums = Total.from_value(window, Value(nats, stderr, None, phases, sets))
+    sums = Total.from_value(window, Score(nats, stderr=stderr, blocks=blocks))
     spec = {"estimator": estimator, **spec}
     kind = registry.kind_of(estimator, spec, sums.beam)
     bound, rest = kind == registry.Kind.UPPER_BOUND.value, ((-1.0,) * tokens, (0,) * tokens, None, None, (), ())

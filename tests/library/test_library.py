@@ -13,10 +13,11 @@ from close import close_nats
 from toys import Toy
 
 from lm_eval_duel import Duel, DuelError, TextEstimate, Window, compare, load
+from lm_eval_duel.core.scores import Score
 from lm_eval_duel.demo import FOLDER
 from lm_eval_duel.estimators import registry
-from lm_eval_duel.estimators.phases import Phases
-from lm_eval_duel.estimators.two_phase import TwoPhase, TwoPhaseScore
+from lm_eval_duel.estimators.blocks import TwoPhaseBlocks
+from lm_eval_duel.estimators.two_phase import TwoPhase
 from lm_eval_duel.harness.generation import key_of
 from lm_eval_duel.harness.lm import DuelMDM
 from lm_eval_duel.harness.requests import make_request
@@ -294,8 +295,8 @@ def test_equal_texts_have_one_sampling_error():
     first, second = (
         TextEstimate.from_scores(text, 30, [Window((), (tokens,))], [score], estimator)
         for text, tokens, score in (
-            ("a", 0, TwoPhaseScore(-50.0, phases=tuple(Phases(blocks=20, sampled=10, drawn=10, variance=9.0)))),
-            ("b", 1, TwoPhaseScore(-60.0, phases=tuple(Phases(blocks=20, sampled=10, drawn=10, variance=16.0)))),
+            ("a", 0, Score(-50.0, blocks=TwoPhaseBlocks(20, sampled=10, drawn=10, variance=9.0))),
+            ("b", 1, Score(-60.0, blocks=TwoPhaseBlocks(20, sampled=10, drawn=10, variance=16.0))),
         )
     )
     for texts, error in (((first,), 3), ((first, second), 5), ((first, second) * 2, 10), ((first, first), 6)):

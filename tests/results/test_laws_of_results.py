@@ -12,7 +12,7 @@ from results import documents, hf, ours, per_token, rows, text_score
 from results import report as run
 
 from lm_eval_duel import DuelError, compare
-from lm_eval_duel.estimators.phases import Phases
+from lm_eval_duel.estimators.blocks import BeamBlocks, TwoPhaseBlocks
 from lm_eval_duel.estimators.registry import Kind
 from lm_eval_duel.results import paired, pairs, stats
 from lm_eval_duel.results.report import main as report
@@ -169,8 +169,8 @@ def test_other_texts_are_refused(other):
 
 BOUND, OPEN, CONVERGED = (
     {"estimator": "elbo", "mc_samples": 16, "stderr": 0.1},
-    (2, 0, 1, 0, -9, 9),
-    (2, 0, 2, 0, -9, 9),
+    BeamBlocks(2, 0, 1, 0, -9, 9),
+    BeamBlocks(2, 0, 2, 0, -9, 9),
 )
 
 
@@ -181,9 +181,9 @@ BOUND, OPEN, CONVERGED = (
         (BOUND | {"elbo_eps": 0.001}, 0.05, "neither a likelihood nor a bound"),
         ({"estimator": "elbo", "mc_samples": 4}, 0.05, "mc_samples=4"),
         ({"estimator": "elbo", "mc_samples": 4}, -0.05, "mc_samples=4"),
-        ({"estimator": "two_phase", "phases": Phases(blocks=20)}, 0.05, "not known"),
+        ({"estimator": "two_phase", "blocks": TwoPhaseBlocks(20)}, 0.05, "not known"),
         ({"estimator": "oracle"}, -0.05, "not a likelihood"),
-        ({"estimator": "sampled_order", "sets": OPEN, "stderr": 0.0, "beam": 8}, 0.05, "upper bound"),
+        ({"estimator": "sampled_order", "blocks": OPEN, "beam": 8}, 0.05, "upper bound"),
     ],
 )
 def test_values_that_allow_no_verdict(drawn, shift, why):
@@ -194,23 +194,23 @@ def test_values_that_allow_no_verdict(drawn, shift, why):
 
 
 def test_an_error_that_is_known_of_all_texts_together_is_enough():
-    few = scores(0.05, seed=2, estimator="two_phase", phases=Phases(20, 2, 2, 1e-4))
+    few = scores(0.05, seed=2, estimator="two_phase", blocks=TwoPhaseBlocks(20, 2, 2, 1e-4))
     assert few[0].stderr is None and compare(scores(), few).verdict == "first is better"
 
 
 def test_a_value_is_a_bound_if_that_of_any_text_is():
     """A beam that has not converged in one text makes a bound of the whole."""
-    settings = {"estimator": "sampled_order", "stderr": 0.0, "beam": 8}
-    beams = scores(0.05, sets=CONVERGED, **settings)
+    settings = {"estimator": "sampled_order", "beam": 8}
+    beams = scores(0.05, blocks=CONVERGED, **settings)
     assert compare(scores(), beams).verdict == "first is better"
-    open_one = scores(0.05, sets=OPEN, **settings)[-1]
+    open_one = scores(0.05, blocks=OPEN, **settings)[-1]
     found = compare(scores(), [*beams[:-1], open_one])
     assert found.verdict.startswith("no verdict") and "≤" in str(found) and found.kinds[1] == Kind.UPPER_BOUND.value
 
 
 def test_a_bound_alone_has_no_error():
     """Its distance is not known: neither 0 nor the standard error of anything."""
-    beams = scores(0.05, sets=(2, 0, 0, 0, -9, 9), estimator="sampled_order", stderr=0.0, beam=8)
+    beams = scores(0.05, blocks=BeamBlocks(2, 0, 0, 0, -9, 9), estimator="sampled_order", beam=8)
     found = compare(scores(), beams)
     assert found.stderrs == (None, None) and beams[0].stderr is None and "±" not in str(found)
     assert found.verdict == "no verdict: second is an upper bound"

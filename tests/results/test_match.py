@@ -7,7 +7,7 @@ from results import documents, edit, edit_samples, hf, ours, per_token, rows
 from results import report as run
 
 from lm_eval_duel.errors import DuelError
-from lm_eval_duel.estimators.subsets.sums import BeamSums
+from lm_eval_duel.estimators.blocks import BeamBlocks
 
 TEXTS = [f"a text of number {n}" for n in range(4)]
 NATS, TOKENS = (-30.0, -40.0, -50.0, -60.0), (10, 12, 14, 16)
@@ -178,7 +178,7 @@ def test_gap_closed_has_an_error_only_if_that_of_its_value_is_known(tmp_path, kn
 
 @pytest.mark.parametrize("kind", ["bound", "estimate", "exact"])
 def test_a_sum_over_orders_by_a_beam_is_what_its_blocks_are(tmp_path, kind):
-    sums = BeamSums(blocks=10, exact=10 - (kind != "exact"), converged=int(kind == "estimate"), bound=-40.0, rows=99)
+    sums = BeamBlocks(count=10, exact=10 - (kind != "exact"), converged=int(kind == "estimate"), bound=-40.0, rows=99)
 
     def beam(body):
         body["config"]["duel"]["tasks"]["owt"]["values"]["sampled_order"] |= {"beam": sums.describe(), "stderr": 0.0}
@@ -186,7 +186,7 @@ def test_a_sum_over_orders_by_a_beam_is_what_its_blocks_are(tmp_path, kind):
     owt(tmp_path)
     edit(ours(tmp_path / "results", per_token(["owt"], [20.0]), estimator="sampled_order", spec={"beam": "64"}), beam)
     row = rows(run(tmp_path, "--as_published"), "owt", "sampled_order")["MDLM"]
-    assert sums.kind == kind and row["bound"] == (kind == "bound")
+    assert sums.describe()["kind"] == kind and row["bound"] == (kind == "bound")
     assert ("1 of 10 blocks" in row["qualifiers"]) == (kind == "bound")
 
 

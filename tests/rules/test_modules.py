@@ -140,7 +140,7 @@ def test_on_a_lattice(folder):
     many = Lattice(toy, 3, follow=state_only).log_prob(windows)
     for text in state_only:
         for lattice, alone in zip(many, DuelEstimator(toy, text, 3).log_prob(windows), strict=True):
-            assert lattice.rules[str(rules.parse(text))].log_prob == pytest.approx(alone.log_prob, abs=1e-9)
+            assert lattice.others[str(rules.parse(text))].log_prob == pytest.approx(alone.log_prob, abs=1e-9)
 
 
 def test_near_ties_are_counted_in_the_planners_logits(tmp_path):

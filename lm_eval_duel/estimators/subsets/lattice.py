@@ -21,44 +21,27 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 
 from lm_eval_duel import rules
+from lm_eval_duel.core.accumulators import Step
 from lm_eval_duel.core.decision import EVALUATE_ALL, require_pick
 from lm_eval_duel.core.denoiser import Denoiser
 from lm_eval_duel.core.lanes import Lanes
 from lm_eval_duel.core.reveal import Reveal, WindowGroup
 from lm_eval_duel.core.row_checks import is_coarse
-from lm_eval_duel.core.scores import STATISTICS, IndexedScores, Step, WindowScore
+from lm_eval_duel.core.scores import STATISTICS, IndexedScores, Score
 from lm_eval_duel.estimators.arguments import LatticeArguments, check_block
-from lm_eval_duel.estimators.base import Estimator, Value
+from lm_eval_duel.estimators.base import Estimator
 from lm_eval_duel.estimators.checks import check_every_order
-from lm_eval_duel.estimators.registry import LATTICE
+from lm_eval_duel.estimators.registry import ESTIMATORS, LATTICE
 from lm_eval_duel.estimators.subsets.moves import number_of
 from lm_eval_duel.estimators.subsets.orders import OrderChunk, Orders, fold
 
 TABLE = 1 << 22  # the most values of a table of a chunk
-
-
-@dataclasses.dataclass(frozen=True)
-class LatticeScore(WindowScore):
-    """The score of one window over all orders. `log_prob` is the value that the estimator names.
-
-    `reveal_steps` and `token_logprobs`: of the best order for the oracle; elbo_exact has each position's mean share,
-    and the mixture neither. `rules`: the score of each rule, by its text.
-    """
-
-    elbo_exact: float = 0.0
-    mixture: float = 0.0
-    oracle: float = 0.0  # NOT a likelihood
-    rules: dict[str, WindowScore] = dataclasses.field(default_factory=dict)
-
-    @classmethod
-    def from_fields(cls, fields: Mapping[str, Any]) -> LatticeScore:
-        orders = {rule: WindowScore(**order) for rule, order in fields["rules"].items()}
-        return cls(**{**fields, "rules": orders})
+KINDS = {name: ESTIMATORS[name].kind for name in LATTICE}
 
 
 class Lattice(Estimator):
@@ -91,14 +74,13 @@ class Lattice(Estimator):
         self.rules = list(followed)
         super().__init__(denoiser, block, **layout)
         check_block(value, own, self.block, only=denoiser.block is not None)
-        self.empty_score = LatticeScore(
-            0.0, rules={str(rule): WindowScore(0.0, nfe=0, near_ties=0) for rule in self.rules}
-        )
+        paths = {str(rule): Score(0.0, nfe=0, near_ties=0) for rule in self.rules}
+        self.empty_score = self.score(dict.fromkeys(LATTICE, 0.0), paths)
 
-    def values(self, scored: WindowScore) -> dict[str, Value]:
-        scored = cast(LatticeScore, scored)
-        values = {name: Value(getattr(scored, name)) for name in sorted(LATTICE, key=lambda name: name != self.name)}
-        return values | {text: Value(path.log_prob, nfe=path.nfe) for text, path in scored.rules.items()}
+    def score(self, values: Mapping[str, float], paths: Mapping[str, Score], **order: Any) -> Score:
+        """The score of a window from its values over all orders, the scores of rules, and the value's own `order`."""
+        others = {name: Score(value, kind=KINDS[name]) for name, value in values.items() if name != self.name}
+        return Score(values[self.name], **order, kind=KINDS[self.name], others={**others, **paths})
 
     def score_group(self, group: WindowGroup) -> IndexedScores:
         sums = LatticeSums(group, self)
@@ -193,7 +175,7 @@ class LatticeSums:
         for after, near_tie, orders in zip(chunk.after.unbind(2), chunk.near_tie.unbind(2), self.paths, strict=True):
             orders.follow(chunk, after, near_tie)
 
-    def _score(self, row: int) -> LatticeScore:
+    def _score(self, row: int) -> Score:
         window, name = self.group.windows[row], self.lattice.name
         span = slice(len(window.context), len(window.context) + len(window.target))
         totals = dict(zip(LATTICE, self.totals[row].tolist(), strict=True))
@@ -207,4 +189,4 @@ class LatticeSums:
             order = {key: getattr(best, key) for key in ("reveal_steps", "token_logprobs", *STATISTICS)}
         elif name == "elbo_exact":
             order = {"token_logprobs": tuple(self.shares[row, span].tolist())}
-        return LatticeScore(totals[name], **order, **totals, rules=paths)
+        return self.lattice.score(totals, paths, **order)

@@ -21,7 +21,7 @@ from itertools import combinations
 import torch
 
 from lm_eval_duel.core.lanes import Lanes
-from lm_eval_duel.core.scores import STATISTICS, WindowScore
+from lm_eval_duel.core.scores import STATISTICS, Score
 from lm_eval_duel.estimators.subsets.moves import bits, number_of
 
 
@@ -68,13 +68,13 @@ class Orders:
             self.sums.index_add_(0, row, torch.stack([unfinished, unfinished & near_tie[block, state]], 1).long())
             state, step = following, step + 1
 
-    def path(self, row: int, span: slice, has_margins: bool) -> WindowScore:
+    def path(self, row: int, span: slice, has_margins: bool) -> Score:
         """The order of one window, whose target is at the columns `span`, and its log-prob."""
         log_probs = tuple(self.log_probs[row, span].tolist())
         nfe, near_ties = self.sums[row].tolist()
         values = [tuple(plane) for plane in self.statistics[row, span].T.tolist()] or [()] * len(STATISTICS)
         confidence, margin, entropy = values
-        return WindowScore(
+        return Score(
             log_prob=math.fsum(log_probs),
             reveal_steps=tuple(self.reveal_steps[row, span].tolist()),
             token_logprobs=log_probs,

@@ -30,22 +30,22 @@ from typing import Any, ClassVar
 import torch
 
 from lm_eval_duel import fingerprint, rules
+from lm_eval_duel.core.accumulators import Step
 from lm_eval_duel.core.denoiser import Denoiser
 from lm_eval_duel.core.hashing import uniform
 from lm_eval_duel.core.lanes import Lanes
 from lm_eval_duel.core.predictions import Predictions
-from lm_eval_duel.core.scores import Counts, Sample, Step, WindowScore
+from lm_eval_duel.core.scores import Counts, Sample, Score
 from lm_eval_duel.core.tokens import Argmax, Draw
 from lm_eval_duel.core.windows import Ids, Window
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.estimators.arguments import ConfidenceArguments
 from lm_eval_duel.estimators.base import Estimator
-from lm_eval_duel.estimators.checks import check_every_order
 from lm_eval_duel.estimators.duel import DuelEstimator
 from lm_eval_duel.estimators.subsets.counts import StepCounts
 from lm_eval_duel.estimators.subsets.drawn import compare, exceeds, score_of, token_scores, untempered
 from lm_eval_duel.estimators.subsets.moves import Moves, Planes, StateLevel, Thin, independent
-from lm_eval_duel.estimators.subsets.set_sampler import SetSample, SetSampler
+from lm_eval_duel.estimators.subsets.set_sampler import SetSampler
 
 SCORED_AT_ONCE = 64  # samples
 
@@ -84,13 +84,11 @@ class SampledConfidence(SetSampler, DuelEstimator):
         seed: int = 0,
         **arguments: Any,
     ):
-        self.own, self.seed = ConfidenceArguments.popped_from(arguments), seed
-        check_every_order(denoiser, self.name)
-        self.tau, self.strict = self.own.tau, self.own.strict
-        self.counted = StepCounts.from_arguments(self.own)
+        own = ConfidenceArguments.popped_from(arguments)
+        self.tau, self.strict = own.tau, own.strict
+        self.counted = StepCounts.from_arguments(own)
         rule = BestDrawn(self.counted, self.tau, self.strict)
-        super().__init__(denoiser, rule, block, **arguments)
-        self.check_block()
+        super().__init__(denoiser, rule, block, own=own, seed=seed, **arguments)
         self.scale  # noqa: B018 - raises DuelError for a truncated distribution
 
     @property
@@ -118,7 +116,7 @@ class SampledConfidence(SetSampler, DuelEstimator):
         twin.scale  # noqa: B018 - raises DuelError for a truncated distribution
         return twin
 
-    def replay(self, windows: Sequence[Window], steps: Sequence[Ids]) -> list[WindowScore]:
+    def replay(self, windows: Sequence[Window], steps: Sequence[Ids]) -> list[Score]:
         """Not defined: a text has many orders here. `Duel.replay` follows one."""
         raise DuelError("estimator=sampled_confidence sums over orders; to follow a recorded one, use Duel.replay.")
 
@@ -151,9 +149,9 @@ class SampledConfidence(SetSampler, DuelEstimator):
         windows = [Window(contexts[n], sample.tokens, suffixes[n], sample.tail) for n, sample in samples]
         scores = scorer.log_prob(windows)
         self.counts.add_work(scorer.counts)
-        names = ("log_prob", "is_greedy", "stderr", "beam")
+        names = ("log_prob", "is_greedy", "kind", "stderr", "blocks")
         return [
-            (n, SetSample(**vars(_unscored(sample)) | {name: getattr(score, name) for name in names}))
+            (n, dataclasses.replace(_unscored(sample), **{name: getattr(score, name) for name in names}))
             for (n, sample), score in zip(samples, scores, strict=True)
         ]
 

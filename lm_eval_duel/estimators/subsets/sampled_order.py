@@ -23,10 +23,9 @@ from typing import Any
 import torch
 
 from lm_eval_duel import fingerprint
+from lm_eval_duel.core.accumulators import Step
 from lm_eval_duel.core.denoiser import Denoiser
-from lm_eval_duel.core.scores import Step
 from lm_eval_duel.estimators.arguments import OrderArguments
-from lm_eval_duel.estimators.checks import check_every_order
 from lm_eval_duel.estimators.subsets.counts import StepCounts
 from lm_eval_duel.estimators.subsets.moves import Moves, Planes, StateLevel, Thin, in_turn, independent
 from lm_eval_duel.estimators.subsets.set_sampler import SetSampler
@@ -65,10 +64,8 @@ class SampledOrder(SetSampler):
         seed: int = 0,
         **arguments: Any,
     ):
-        self.own, self.seed = OrderArguments.popped_from(arguments), seed
-        check_every_order(denoiser, self.name)
-        super().__init__(denoiser, block, **arguments)
-        self.check_block()
+        own = OrderArguments.popped_from(arguments)
+        super().__init__(denoiser, block, own=own, seed=seed, **arguments)
 
     @property
     def counted(self) -> StepCounts | None:

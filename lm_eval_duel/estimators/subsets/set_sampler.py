@@ -12,19 +12,22 @@ from __future__ import annotations
 import abc
 import dataclasses
 from collections.abc import Iterator
-from typing import cast
+from typing import Any, cast
 
 import torch
 
+from lm_eval_duel.core.accumulators import Step
 from lm_eval_duel.core.decision import EVALUATE_ALL
+from lm_eval_duel.core.denoiser import Denoiser
 from lm_eval_duel.core.lanes import Lanes
 from lm_eval_duel.core.reveal import Reveal, WindowGroup
-from lm_eval_duel.core.scores import IndexedScores, Sample, Step, WindowScore, known_sum
+from lm_eval_duel.core.scores import IndexedScores, Score, known_sum
 from lm_eval_duel.estimators.arguments import LATTICE_BLOCK, TOLERANCE, BeamArguments, check_block
-from lm_eval_duel.estimators.base import Estimator, Value
+from lm_eval_duel.estimators.base import Estimator
+from lm_eval_duel.estimators.blocks import BeamBlocks
+from lm_eval_duel.estimators.checks import check_every_order
 from lm_eval_duel.estimators.subsets.chunk import TABLE, BeamResult, Chunk, followed
 from lm_eval_duel.estimators.subsets.moves import Moves, Planes, StateLevel, Thin
-from lm_eval_duel.estimators.subsets.sums import BeamSums
 
 STATES = 4096  # of a chunk of blocks in a level, if a network call holds fewer
 
@@ -39,7 +42,9 @@ class SetSums:
         self.complete: list[int] = []  # chunks whose level has been evaluated
         self.waiting = [len(sampler.blocks(window)) for window in group.windows]  # blocks that are missing
         self.finished: list[int] = []  # rows of windows
-        self.sums = [SetScore(0.0, is_greedy=True, nfe=0) for _ in group.windows]
+        windows = len(group.windows)  # of each, over its finished blocks:
+        self.log_prob, self.is_greedy, self.blocks = [0.0] * windows, [True] * windows, [BeamBlocks()] * windows
+        self.nfe: list[int | None] = [0] * windows
 
     def fresh(self) -> Iterator[Lanes]:
         """The first states of every block, one chunk of blocks after the other."""
@@ -107,21 +112,16 @@ class SetSums:
         error = torch.where(converged, found.error, 0.0)  # (B,)
         positions = chunk.lanes.masked.sum(1)  # (B,)
         greedy = chunk.path == chunk.block << chunk.wide  # (B,)
-        sums = (found.exact, converged, converged & (positions > LATTICE_BLOCK), found.bound, chunk.rows)
-        planes = (chunk.lanes.row, positions, again, greedy, value, error, *sums)
+        of_block = (found.exact, converged, converged & (positions > LATTICE_BLOCK), found.bound, chunk.rows, error)
+        planes = (chunk.lanes.row, positions, again, greedy, value, *of_block)
         lists = zip(*(plane.tolist() for plane in planes), strict=True)
-        for row, m, goes_on, is_greedy, log_prob, stderr, *of_block in lists:
+        for row, m, goes_on, is_greedy, log_prob, *sums in lists:
             if goes_on:
                 continue
-            mine = self.sums[row]
-            self.sums[row] = dataclasses.replace(
-                mine,
-                log_prob=mine.log_prob + log_prob,
-                is_greedy=mine.is_greedy and is_greedy,
-                nfe=known_sum(mine.nfe, self.sampler.steps(m)),
-                stderr=mine.stderr + stderr,
-                beam=tuple(BeamSums.total([mine.beam, (1, *of_block)])),
-            )
+            self.log_prob[row] += log_prob
+            self.is_greedy[row] &= is_greedy
+            self.nfe[row] = known_sum(self.nfe[row], self.sampler.steps(m))
+            self.blocks[row] += BeamBlocks(1, *sums)
             self.waiting[row] -= 1
             if not self.waiting[row]:
                 self.finished.append(row)
@@ -131,33 +131,24 @@ class SetSums:
         """(row, score) of the windows that have all their blocks."""
         while self.finished:
             row = self.finished.pop()
-            yield row, self.sums[row]
-
-
-@dataclasses.dataclass(frozen=True)
-class SetScore(WindowScore):
-    """One window's sum over orders. Of a beam: estimates, and the bounds of blocks that have not converged."""
-
-    stderr: float = 0.0  # of the estimates in `log_prob`, nats: the sum of the errors of their blocks
-    beam: tuple[float, ...] = tuple(BeamSums())
-
-    @property
-    def kind(self) -> str:
-        """The kind of `log_prob`: "exact", "estimate", or "bound", a lower bound up to its error."""
-        return BeamSums.total([self.beam]).kind
-
-
-@dataclasses.dataclass(frozen=True)
-class SetSample(Sample, SetScore):
-    """A sample, with the sum over orders of its text."""
+            yield row, self.sampler.score(self.log_prob[row], self.is_greedy[row], self.nfe[row], self.blocks[row])
 
 
 class SetSampler(Estimator):
     """A sampler whose text has many orders, and whose next step depends on which positions are masked, alone."""
 
-    empty_score = SetScore(0.0, is_greedy=True, nfe=0, near_ties=0)
-    own: BeamArguments
-    seed: int
+    def __init__(self, denoiser: Denoiser, *arguments: Any, own: BeamArguments, seed: int, **layout: Any):
+        self.own, self.seed = own, seed
+        check_every_order(denoiser, self.name)
+        super().__init__(denoiser, *arguments, **layout)
+        check_block(self.name, own, self.block, only=denoiser.block is not None)
+        self.empty_score = dataclasses.replace(self.score(0.0, True, 0, BeamBlocks()), near_ties=0)
+
+    def score(self, log_prob: float, is_greedy: bool, nfe: int | None, blocks: BeamBlocks) -> Score:
+        """The score of a window. That of a beam has estimates, and the bounds of blocks that have not converged."""
+        if self.own.all_sets:
+            return Score(log_prob, is_greedy, nfe=nfe)
+        return Score(log_prob, is_greedy, nfe=nfe, kind=blocks.kind, stderr=blocks.stderr, blocks=blocks)
 
     @property
     def shares(self) -> torch.Tensor | None:
@@ -176,10 +167,6 @@ class SetSampler(Estimator):
     def moves(self, level: StateLevel, planes: Planes, thin: Thin) -> Moves:
         """The subsets that the next step of each state of a level can reveal."""
 
-    def check_block(self) -> None:
-        """Raise DuelError for a block that is too large."""
-        check_block(self.name, self.own, self.block, only=self.denoiser.block is not None)
-
     def steps(self, m: int) -> int | None:
         """The number of steps that a block of m positions takes; None: not known."""
         return None
@@ -188,9 +175,3 @@ class SetSampler(Estimator):
         sums = SetSums(group, self)
         scores = (sums.fresh(), sums, self.budget, self.counts, self.row_checks)
         return iter(Reveal(group, EVALUATE_ALL, *scores, following=sums.following))
-
-    def values(self, scored: WindowScore) -> dict[str, Value]:
-        if self.own.all_sets:
-            return Estimator.values(self, scored)
-        own = cast(SetScore, scored)
-        return {self.name: Value(own.log_prob, own.stderr, own.nfe, beam=tuple(own.beam))}

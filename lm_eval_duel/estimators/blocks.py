@@ -1,0 +1,175 @@
+"""The blocks behind an estimate: sums that add up over windows, tasks and ranks.
+
+Shapes: B blocks of a window.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from lm_eval_duel.core.scores import BlockSums, Kind
+from lm_eval_duel.estimators.arguments import LATTICE_BLOCK
+
+if TYPE_CHECKING:
+    import torch
+
+FEW = 8  # drawn blocks: with fewer there is no standard error
+FAIR = 30  # drawn blocks: with fewer the standard error is itself uncertain
+BEAM_KINDS = {Kind.LIKELIHOOD: "exact", Kind.ESTIMATE: "estimate", Kind.UPPER_BOUND: "bound"}  # in the results JSON
+
+
+@dataclasses.dataclass(frozen=True)
+class TwoPhaseBlocks(BlockSums):
+    """The blocks of a two-phase estimate. f and g: a block's log-prob without and with the cache, nats.
+
+    `sampled` blocks have both; `drawn` ones are sampled blocks that stand for others, too (their weight is above 1).
+    """
+
+    name: ClassVar[str] = "two_phase"
+    count: int = 0
+    sampled: int = 0
+    drawn: int = 0
+    variance: float = 0.0  # unbiased estimate of the variance of the log-prob
+    sum_g: float = 0.0  # over all blocks
+    f: float = 0.0  # these five over the sampled blocks
+    g: float = 0.0
+    ff: float = 0.0
+    gg: float = 0.0
+    fg: float = 0.0
+    # of each block of a single window; a sum over windows has none
+    cached: tuple[float, ...] = ()  # g
+    weights: tuple[float, ...] = ()  # 0: not sampled
+    uncached: tuple[float, ...] = ()  # f of the sampled blocks
+
+    @classmethod
+    def from_blocks(cls, g: torch.Tensor, f: torch.Tensor, weight: torch.Tensor, variance: float) -> TwoPhaseBlocks:
+        """From g, f and the weight of each block of a window, (B,)."""
+        sampled_f, sampled_g = f[weight > 0], g[weight > 0]  # (b,) each
+        return cls(
+            count=len(g),
+            sampled=len(sampled_f),
+            drawn=int((weight > 1).sum()),
+            variance=variance,
+            sum_g=float(g.sum()),
+            f=float(sampled_f.sum()),
+            g=float(sampled_g.sum()),
+            ff=float(sampled_f @ sampled_f),
+            gg=float(sampled_g @ sampled_g),
+            fg=float(sampled_f @ sampled_g),
+            cached=tuple(g.tolist()),
+            weights=tuple(weight.tolist()),
+            uncached=tuple(sampled_f.tolist()),
+        )
+
+    def __add__(self, other: TwoPhaseBlocks) -> TwoPhaseBlocks:
+        return dataclasses.replace(super().__add__(other), cached=(), weights=(), uncached=())
+
+    @property
+    def error(self) -> float:
+        return math.sqrt(self.variance)
+
+    @property
+    def kind(self) -> Kind:
+        return Kind.ESTIMATE
+
+    @property
+    def stderr(self) -> float | None:
+        """The sampling standard error, nats; None: too few blocks were drawn."""
+        return self.error if self.drawn >= FEW or self.sampled == self.count else None
+
+    @property
+    def correlation(self) -> float | None:
+        """The correlation of f and g over the sampled blocks."""
+        n = self.sampled
+        spread = (n * self.ff - self.f**2) * (n * self.gg - self.g**2)
+        return (n * self.fg - self.f * self.g) / math.sqrt(spread) if n > 2 and spread > 0 else None
+
+    def describe(self) -> dict[str, Any]:
+        return {
+            "blocks": self.count,
+            "sampled_blocks": self.sampled,
+            "cached_log_prob": self.sum_g,
+            "correlation": self.correlation,
+        }
+
+    @property
+    def words(self) -> str:
+        text = f"{self.sampled:,} of {self.count:,} blocks also without the cache"
+        if self.correlation is not None:
+            text += f", correlation {self.correlation:.4f}"
+        if self.stderr is not None and FEW <= self.drawn < FAIR:
+            text += f"; the standard error of {self.drawn} drawn blocks is uncertain itself: raise the sample"
+        return text
+
+
+@dataclasses.dataclass(frozen=True)
+class BeamBlocks(BlockSums):
+    """The blocks of a sum over orders by a beam. A block that has not converged counts with its lower bound."""
+
+    name: ClassVar[str] = "beam"
+    count: int = 0
+    exact: int = 0  # every set was evaluated
+    converged: int = 0  # of the others
+    unproven: int = 0  # of these, with more positions than blocks whose exact values are known
+    bound: float = 0.0  # lower bound of the log-likelihood, nats
+    rows: int = 0
+    errors: float = 0.0  # of the converged blocks, nats: errors of a beam have one sign as a rule, so they add up
+
+    @classmethod
+    def read(cls, entries: Mapping[str, Any]) -> BeamBlocks:
+        """From the entries of results (`describe`), which hold the error elsewhere."""
+        return cls(entries["blocks"], *(entries[name] for name in ("exact", "converged", "unproven", "bound", "rows")))
+
+    @property
+    def open(self) -> int:
+        """The number of blocks that count with their bound."""
+        return self.count - self.exact - self.converged
+
+    @property
+    def only_bounded(self) -> bool:
+        """True if some blocks count with their bound and none has converged, so that no error is known."""
+        return bool(self.open) and not self.converged
+
+    @property
+    def error(self) -> float:
+        return self.errors
+
+    @property
+    def kind(self) -> Kind:
+        if self.open:
+            return Kind.UPPER_BOUND
+        return Kind.ESTIMATE if self.converged else Kind.LIKELIHOOD
+
+    @property
+    def stderr(self) -> float | None:
+        return None if self.only_bounded else self.error
+
+    def describe(self) -> dict[str, Any]:
+        return {
+            "kind": BEAM_KINDS[self.kind],
+            "blocks": self.count,
+            "exact": self.exact,
+            "converged": self.converged,
+            "unproven": self.unproven,
+            "bound": self.bound,
+            "rows": self.rows,
+        }
+
+    @property
+    def remark(self) -> str:
+        """A short remark on what limits the value; empty for one that is exact or proven."""
+        parts = [f"{self.open:,} of {self.count:,} blocks with their lower bound"] if self.open else []
+        if self.unproven:
+            parts.append(f"error not proven: blocks above {LATTICE_BLOCK} positions")
+        return ", ".join(parts)
+
+    @property
+    def words(self) -> str:
+        text = f"{self.exact:,} of {self.count:,} blocks exact, {self.converged:,} converged"
+        text += f", {self.open:,} with their lower bound: raise beam" if self.open else ""
+        if self.unproven:
+            text += f"; the error of {self.unproven:,} converged blocks above {LATTICE_BLOCK} positions is not proven"
+        return f"{text}; at least {self.bound:.2f} nats, {self.rows:,} rows"
