@@ -1,4 +1,4 @@
-"""Everything around a network: its files in a folder or on the hub, its tokenizer, device and dtype."""
+"""The files of a checkpoint in a folder or on the hub, its tokenizer, device and dtype."""
 
 from __future__ import annotations
 
@@ -153,8 +153,8 @@ def short_reason(error: Exception) -> str:
 def explained(path: str, what: str = "read checkpoint", remedy: str = "") -> Iterator[None]:
     """Turn whatever a library or a checkpoint's own code raises into a DuelError, with the likely remedy.
 
-    transformers, safetensors, peft and the packages of quantization check files and configs in their own ways; this
-    is the one place that says of which checkpoint their error is, and what to do.
+    transformers, safetensors, peft and the packages of quantization check files and configs in their own ways; only
+    here do their errors get the name of the checkpoint and a remedy.
     """
     try:
         yield

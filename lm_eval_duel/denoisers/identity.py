@@ -1,6 +1,6 @@
 """The identity of a network by its config.json: class names, a model type, and entries that name its noise.
 
-A reader accepts a config because of these, never because it has the right sizes. No torch.
+A config is recognised by these, never by its sizes. No torch.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def _known_noise(config: Config) -> dict[str, tuple[str, ...]]:
 
 
 def _kinds(name: str, key: str, entry: Any) -> list[str]:
-    """The kinds of noise that an entry names: a text, or a section with a type or a name; of a number, none."""
+    """The kinds of noise that an entry names: a text, or a section with a type or a name. A number names none."""
     if not isinstance(entry, Mapping):
         return [entry] if isinstance(entry, str) else []
     kinds = [str(entry[field]) for field in ("type", "name") if entry.get(field) is not None]

@@ -281,14 +281,14 @@ def _require_direction(denoiser: Denoiser, tested: bool) -> None:
 
 
 class _MaskedLMInMemory(masked_lm.MaskedLM):
-    """Without the self-tests on a float32 copy: the weights are not copied."""
+    """A masked LM without the self-tests on a float32 copy, since the weights are not copied."""
 
     def _retest_in_float32(self) -> None:
         pass
 
 
 class _DecoderInMemory(Decoder):
-    """Always under an explicit mask: calls without one need another value of `is_causal` in the layers."""
+    """A decoder that always gets an explicit mask: without one, its layers would need another `is_causal`."""
 
     def _is_bidirectional_without_mask(self) -> bool:
         return False
@@ -315,7 +315,7 @@ class _AnyId:
         self.rows = getattr(getattr(module, "config", None), "vocab_size", None) or 0
 
     def get_vocab(self) -> dict[str, int]:
-        """Ids by names; empty if their number is not known yet."""
+        """The ids by name; empty until their number is known."""
         return {str(token): token for token in range(self.rows)}
 
 

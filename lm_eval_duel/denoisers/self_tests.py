@@ -1,4 +1,4 @@
-"""Self-tests at load: small forward passes that detect what a network does and check that it is what it claims.
+"""Self-tests at load: small forward passes that detect properties of a network and check the declared ones.
 
 Shapes: R rows, L row length, B the trained block, D features, V tokens, T of them without [MASK] and padding.
 """

@@ -1,4 +1,4 @@
-"""Special tokens around a text: those that a tokenizer adds, and those that a network expects."""
+"""Special tokens around a text, as a tokenizer adds them and as a network expects them."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def convention(tokenizer: Any, denoiser: Denoiser) -> tuple[str, list[int], list
 def expected(denoiser: Denoiser, tokenizer: Any | None) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
     """The special tokens before and after a text, as the harness adds them; None if texts are scored without.
 
-    Empty if the network expects special tokens and there is no tokenizer to say which.
+    Empty if the network expects special tokens and there is no tokenizer that names them.
     """
     if tokenizer is None:
         return ((), ()) if denoiser.bos == "given" else None

@@ -1,4 +1,4 @@
-"""A module that belongs to the user: found inside its wrappers, called in evaluation mode, left as it was."""
+"""A user's module: found inside its wrappers, called in evaluation mode, and restored."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def module_of(model: Any) -> torch.nn.Module | None:
 
 
 def modules_of(model: Any) -> list[torch.nn.Module]:
-    """The modules that a network consists of, as far as they can be found: those that a function refers to, too."""
+    """The modules of a network, as far as they can be found, also those that a function refers to."""
     if (module := module_of(model)) is not None:
         return [module]
     function = getattr(model, "function", model)
@@ -152,7 +152,7 @@ def device_of(model: Any, module: torch.nn.Module | None, device: torch.device |
 
 
 def require_whole(module: torch.nn.Module) -> None:
-    """Raise DuelError for a network of which this process holds a part only."""
+    """Raise DuelError for a network of which this process holds only a part."""
     classes = {cls.__name__ for part in module.modules() for cls in type(part).__mro__}
     sharded = {"FSDPModule", "FullyShardedDataParallel"} & classes
     parts = [parameter for parameter in module.parameters() if hasattr(parameter, "ds_id") or _is_sharded(parameter)]

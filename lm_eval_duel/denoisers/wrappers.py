@@ -26,7 +26,7 @@ from lm_eval_duel.rules import Rule
 
 
 class Wrapper(Denoiser):
-    """Has every attribute of `plain`, the wrapped denoiser; a subclass changes its distributions."""
+    """The base class of wrappers: every attribute of `plain`, with distributions that a subclass changes."""
 
     def __init__(self, plain: Denoiser):
         self.plain = plain
@@ -77,7 +77,7 @@ class WrappedView(View):
 
 
 class Excluding(Wrapper):
-    """`plain` with `ids` out of the vocabulary before it normalises. They may stand in a context.
+    """`plain` with `ids` excluded from the vocabulary before it normalises. Contexts may hold them.
 
     LLaDA's `logits_eos_inf` is this, with the id of EOS. Texts with such a token have probability 0.
 
@@ -213,8 +213,7 @@ class Warped(Wrapper):
         return {**self.plain.describe(), "warpers": self.words}
 
     def ties(self, rule: Rule) -> str | None:
-        """A sentence if only one token is left in every position, so that `rule` cannot tell positions apart; otherwise
-        None.
+        """The reason that all positions tie under `rule`, as a sentence, if only one token is left in each; else None.
 
         The most probable of V tokens has at least 1/V, so a top_p of at most that keeps it alone.
         """

@@ -1,8 +1,8 @@
 """The Monte Carlo ELBO: a lower bound of log p under uniformly random unmasking, with its standard error.
 
-A draw hides random positions of every span of a window (the whole target, or each block) and weights their log-probs:
+A draw masks random positions of every span of a window (the whole target, or each block) and weights their log-probs:
 
-    form            hides                                  weight        from
+    form            masks                                  weight        from
     count           l positions, l uniform in 1..m             m / l         LLaDA (Nie et al. 2025)
     ratio           each position with probability t           1 / t         MDLM, BD3-LM; t uniform in (eps, 1)
     score_entropy   each position with probability (1 - e) t   sigma'(t)     SEDD's own loss (Lou et al. 2024), e = 1e-3
@@ -48,7 +48,7 @@ log = logging.getLogger("lm_eval.duel_mdm")
 REPLICATES = 8  # the fewest for a standard error
 FEW = 12  # in spans of at most this many positions draws are often equal: they are merged over the whole span
 GOLDEN = (math.sqrt(5) - 1) / 2
-POSITIONS, SHIFT = 1, 2  # keys of the random numbers: which positions a draw hides, a replicate's shift
+POSITIONS, SHIFT = 1, 2  # keys of the random numbers: the masked positions of a draw, a replicate's shift
 LAST = torch.iinfo(torch.int64).max
 
 
@@ -189,7 +189,7 @@ class Elbo(Estimator):
         return found
 
     def _merged(self, lanes: Lanes, place: torch.Tensor, draw: torch.Tensor) -> Lanes:
-        """The draws that hide something, equal ones of a span `place` (R,) once.
+        """The draws that mask something, equal ones of a span `place` (R,) once.
 
         Their weight becomes (R, W, S), by replicate. If each draw has its own noise level, all are different.
         """
@@ -218,7 +218,7 @@ class ElboSums:
     def skip(self, rows: torch.Tensor, samples: int, kept: torch.Tensor) -> None:
         """Of `samples` draws of each span in `rows`, only those in `kept` need the network.
 
-        The others equal one of them, or hide nothing.
+        The others equal one of them, or mask nothing.
         """
         self.waiting.index_add_(0, rows, torch.full_like(rows, -samples))
         self.waiting.index_add_(0, kept, torch.ones_like(kept))
@@ -311,5 +311,5 @@ def resolve_form(denoiser: Denoiser, form: str, block: int | str | None) -> str:
     if form == "score_entropy" and not sedd:
         raise DuelError("elbo_form=score_entropy is SEDD's own loss and this network is not SEDD; use count or ratio.")
     if form == "score_entropy" and block is not None:
-        raise DuelError("elbo_form=score_entropy hides positions of the whole target; use elbo_block=none with it.")
+        raise DuelError("elbo_form=score_entropy masks positions of the whole target; use elbo_block=none with it.")
     return form

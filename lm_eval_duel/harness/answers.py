@@ -63,7 +63,7 @@ class Answers:
         return scores
 
     def keep(self, window: Window, score: Score) -> None:
-        """Keep the score of a window until its request is saved; if that has no other window, it is saved next."""
+        """Keep the score of a window until its request is saved, unless the request has only this window."""
         if window in self.parts:
             self.store.keep(self.key(window), window_record(score, self.estimator))
 

@@ -7,8 +7,8 @@ The harness writes PATH_rank0.db, PATH_rank1.db, ..., one per process, as pickle
 * limited to plain numbers and texts: any other record, or one that was cut off, is dropped and scored again;
 * safe on a full disk: what could not be written waits in memory, so the run continues and loses nothing.
 
-A request has one record: its text, or what each of its windows contributes to the results, so a cached answer is
-counted for the requests of this run, whichever run computed it. lm-eval's own look-up by text alone is not used.
+A request has one record: its text, or the contribution of each window to the results. So a cached answer counts in the
+results of this run, whichever run computed it. lm-eval's own look-up by text alone is not used.
 """
 
 from __future__ import annotations

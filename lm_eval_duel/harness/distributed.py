@@ -114,7 +114,7 @@ class Ranks(NamedTuple):
 
 
 def _leave(group: Any) -> None:
-    """Close the connections. If Python's exit does it, a process that has finished is aborted at times (torch 2.13)."""
+    """Close the connections. If Python's exit closes them, finished processes are sometimes aborted (torch 2.13)."""
     if torch.distributed.is_initialized():
         gloo = torch.distributed.get_backend() == "gloo"
         torch.distributed.destroy_process_group(None if gloo else group)  # NCCL's own might wait for a lost process

@@ -1,4 +1,4 @@
-"""Requests of the harness: which are distinct, and what users call them."""
+"""Requests of the harness: the distinct ones, and their names for users."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def document_of(request: Instance) -> Any:
 
 
 def name(request: Instance) -> str:
-    """A request in the words of a user."""
+    """The name of a request for users."""
     if (document := document_of(request)) != request.doc_id:
         return str(document)
     return f"Request of task {request.task_name}, document {request.doc_id}"

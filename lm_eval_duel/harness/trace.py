@@ -11,10 +11,10 @@ count from 0 in every block. `confidence` is the log-odds of P1, `margin` is P1 
 the step at which the token was revealed. `values` are all log-probabilities of the estimator, and `stderr` is its Monte
 Carlo error. JSON has no infinities: null is -infinity among log-probabilities (the line has the "reason") and +infinity
 as a confidence; `read` restores them. What an estimator does not have (the order of an ELBO) is an empty list. The line
-of a lattice also has "rules": by name, the order of each rule that it followed. That of a two-phase estimate has
-"two_phase": the log-prob of each block under the cache, its weight, and of those with a weight also the one without
-the cache. The line of a generated text also has
-"text", how it was "generated", the number of its "repeat", and as "tail" the positions left when it stopped.
+of a lattice also has "rules": by name, the order of each rule that it followed. A two-phase estimate has "two_phase":
+the log-prob of each block under the cache, its weight, and, if the weight is not 0, the log-prob without the cache. A
+generated text has "text", how it was "generated", the number of its "repeat", and as "tail" the positions left when it
+stopped.
 
 Each rank writes its own file; `read` merges them.
 """
@@ -55,7 +55,7 @@ STATISTICS = ("confidence", "margin", "entropy")
 class Writer:
     """The trace of this rank; raises DuelError for a file that cannot be written, or is not a trace.
 
-    It is opened before a checkpoint is read; `begin` writes its first line, which says what the checkpoint is.
+    It is opened before a checkpoint is read; `begin` writes its first line, which describes the checkpoint.
     """
 
     def __init__(self, path: str | Path, rank: int = 0, ranks: int = 1):
@@ -166,7 +166,7 @@ def read(path: str | Path) -> list[dict[str, Any]]:
 
 
 def files(place: str) -> list[str]:
-    """The traces in a folder, or that of a file; the files of several ranks are one. Raises DuelError without any.
+    """The traces in a folder, or of a file; the files of several ranks are one trace. Raises DuelError without any.
 
     Other *.jsonl files of a folder are left out, with a warning.
     """

@@ -45,7 +45,7 @@ def collect(
 ) -> tuple[list[dict[str, Any]], list[str]]:
     """The documents to show, `most` of each task, and notes. Those in the most traces come first, then the lowest.
 
-    `labels`: the models of traces; a trace without one is named as its file.
+    `labels`: the models of traces; a trace without one gets the name of its file.
     """
     orders: dict[Place, list[Order]] = {}
     for path in dict.fromkeys([*labels, *traces.named]):
@@ -87,7 +87,7 @@ def _orders(traces: Traces, path: Path, model: str) -> Iterator[tuple[Place, Ord
 
 
 def _label(model: str, spec: Mapping[str, Any], rule: str) -> str:
-    """The name of an order: model, rule, block and cache. One of no rule, or of an estimate, names its estimator."""
+    """The name of an order: model, rule, block and cache; without a rule, or for an estimate, also the estimator."""
     entry = registry.ESTIMATORS.get(str(spec.get("estimator")))
     if entry is not None and entry.causal:
         return f"{model}, autoregressive"

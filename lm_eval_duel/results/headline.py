@@ -51,7 +51,7 @@ def _value(row: Row) -> str:
 
 
 def _gap(chosen: Row, form: str) -> str:
-    """The ELBO, and how much of its gap to the autoregressive model DUEL closes."""
+    """The ELBO, and the share of its gap to the autoregressive model that DUEL closes."""
     reason, closed, elbo = escape(chosen.gap_closed_reason), chosen.gap_closed, chosen.elbo
     if elbo is None:
         return f", a gap of {number(chosen.gap, form)}; {reason}."

@@ -19,7 +19,7 @@ OWN_TEXTS = "no command: these are your own texts, scored by lm-eval-duel score"
 
 
 def versions(runs: Iterable[Run]) -> dict[str, str]:
-    """The versions of packages that made some runs, by name."""
+    """The versions of the packages that made some runs, by name."""
     found: dict[str, dict[str, None]] = {}
     for run in runs:
         with whole(run.file, RESULTS):
@@ -40,7 +40,7 @@ def date(run: Run) -> str:
 def command(run: Run) -> str:
     """The command line that makes a results file again, quoted for a POSIX shell.
 
-    What does not change a number is left out: the device, the output folder, the response cache. Raises DuelError that
+    It leaves out what changes no number: the device, the output folder, the response cache. Raises DuelError that
     names the file, for an entry that lm_eval does not write.
     """
     with whole(run.file, RESULTS):

@@ -11,8 +11,8 @@ MADE_HERE: set[str] = set()  # digests of how the documents and rows of this pro
 
 
 def made(*how: object) -> str:
-    """The digest of how documents were made (data set, tokenizer, metadata). It is remembered, so that documents from a
-    request cache that were made differently are recognised."""
+    """A digest of what made the documents: data set, tokenizer, metadata. It is stored in them, so that documents of a
+    request cache with other metadata are recognised."""
     digest = hashlib.sha256(json.dumps(how, sort_keys=True, default=str).encode()).hexdigest()[:16]
     MADE_HERE.add(digest)
     return digest

@@ -1,4 +1,4 @@
-"""The paper's data sets as they can be loaded today: one file of a pinned revision each, with its number of rows.
+"""The paper's data sets: for each, one file of a pinned revision, with its number of rows.
 
 `datasets` 4 and 5 do not run loading scripts, and whole repositories have up to 24 GB, so only the parquet or JSON file
 of the split is fetched. `data_dir` names a folder of local copies. Too few or too many rows are an error, because they

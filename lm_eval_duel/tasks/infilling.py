@@ -38,7 +38,7 @@ class Gaps(ConfigurableTask):
     def process_results(self, doc: dict[str, Any], results: list[Any]) -> dict[str, Any] | None:
         """The metrics; raises DuelError if the answers come from a model that did not see the suffix.
 
-        Most models are refused before they score anything (see `gap`); not those that never join the texts.
+        Models that join context and gap are refused before they score anything (see `Gap`); others are refused here.
         """
         if doc["suffix"] and not all(getattr(answer[0], "sees_suffix", False) for answer in results):
             raise DuelError(f"Task {self.config.task} {BLIND}")

@@ -1,4 +1,4 @@
-"""Task metadata: the model args, and what `--metadata` says about a data set and its rows."""
+"""Task metadata: the model args, and the entries of `--metadata` about a data set and its rows."""
 
 from __future__ import annotations
 

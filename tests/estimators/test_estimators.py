@@ -349,7 +349,7 @@ def test_sedd_has_its_own_bound(tmp_path):
         assert abs(scored.log_prob - score_entropy_by_hand(w, window)) < 4 * scored.stderr
     assert Elbo(denoiser).describe()["elbo_form"] == "score_entropy"
     assert Elbo(denoiser, 4).describe()["elbo_form"] == "count"
-    with pytest.raises(DuelError, match="hides positions of the whole target; use elbo_block=none"):
+    with pytest.raises(DuelError, match="masks positions of the whole target; use elbo_block=none"):
         Elbo(denoiser, 4, form="score_entropy")
 
 

@@ -1,4 +1,4 @@
-"""One call of a step under a cache: which positions of which blocks it evaluates, and what they see.
+"""The layout of one call under a cache: the positions of blocks that it evaluates, and what they see.
 
     one lane a block      whole kept rows, in which the call's keys and values replace the kept ones of its positions;
                           nothing is copied where the slots of the lanes follow each other
@@ -21,7 +21,7 @@ from lm_eval_duel.core.lanes import Lanes
 from lm_eval_duel.core.network import KeysValues
 from lm_eval_duel.denoisers.cached.kept_keys import CachedStep, Places, Replaced
 
-ASIDE = 256  # positions of states side by side in a row
+ROW = 256  # positions of states that share a row
 WASTE = 8  # if lanes of several blocks share a call, at most one position in WASTE is wasted,
 SMALL = 1024  # except in calls of so few positions
 
@@ -36,7 +36,7 @@ class CachedCall:
 
 
 def nearby(start: torch.Tensor, length: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Lanes (r,) that evaluate their rows from nearly the same column on, of those that begin at `start` (R,)."""
+    """Groups of lanes (r,) whose rows are evaluated from nearly the same column on; `start` (R,): their columns."""
     order = start.argsort(stable=True)  # (R,)
     ascending, end = start[order].tolist(), int(length.max())
     begin = 0
@@ -48,7 +48,7 @@ def nearby(start: torch.Tensor, length: torch.Tensor) -> Iterator[torch.Tensor]:
     yield order[begin:]
 
 
-def one_each(
+def separate_rows(
     ids: torch.Tensor,
     columns: torch.Tensor,
     real: torch.Tensor,
@@ -72,7 +72,7 @@ def one_each(
     return CachedCall(ids, step, lambda features: features)
 
 
-def side_by_side(
+def shared_rows(
     lanes: Lanes,
     ids: torch.Tensor,
     length: torch.Tensor,
@@ -82,7 +82,7 @@ def side_by_side(
 ) -> CachedCall:
     """The positions `ids` (R, W) of lanes' blocks, states of one block behind each other in a row of the call."""
     width, most, device = ids.shape[1], int(length.max()), ids.device
-    number, place = arrange(slot, widest(slot, max(1, ASIDE // width)))  # (P, A)
+    number, place = arrange(slot, widest(slot, max(1, ROW // width)))  # (P, A)
     used, lane = number >= 0, number.clamp(min=0)  # (P, A)
     first = lane[:, 0]  # (P,) a lane of the row
     start, real = lanes.start[first], _inside(lanes)  # (P,), (R, W)

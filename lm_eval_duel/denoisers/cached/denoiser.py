@@ -1,4 +1,4 @@
-"""The cached samplers in use (Fast-dLLM's prefix and dual cache): a denoiser around a denoiser.
+"""The cached samplers of Fast-dLLM, with a prefix or a dual cache: a denoiser around a denoiser.
 
 At a block's start the whole row is evaluated once. Later steps evaluate only some of its positions. In every layer
 these attend to the kept keys and values of the others:
@@ -10,7 +10,7 @@ With the targets known, what is kept depends only on the targets before the bloc
 order in which the block is revealed. So a cached network is a function of the block's tokens, like any other: the
 theorem holds, all blocks of all windows are evaluated side by side, and all states of a block share what is kept.
 
-It is a different distribution from that without a cache, so the cache is part of the spec.
+It is another distribution than without a cache, so the cache is part of the spec.
 
 Shapes: L row length, P rows of a call, Q positions of a call, K keys, V tokens.
 """

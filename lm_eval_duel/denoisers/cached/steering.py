@@ -1,9 +1,9 @@
 """Evaluate some positions of a row of a bidirectional network against kept keys and values of the others.
 
-A network with `stream` (our DiT, the decoders) takes them as its past. Networks that know no past (transformers' masked
-LMs) are steered where they attend: every attention of theirs is a call of `scaled_dot_product_attention`, the n-th call
-of a forward is the n-th layer, and a mode of torch's puts kept keys, values and masks in. Nothing of a class is copied
-or patched, and every release of transformers works alike.
+A network with `stream` (our DiT, the decoders) takes them as its past. Networks without a past (transformers' masked
+LMs) are steered where they attend: each attention is a call of `scaled_dot_product_attention`, the n-th call of a
+forward belongs to the n-th layer, and a torch function mode inserts kept keys, values and masks. No class is copied or
+patched, so this works for every release of transformers.
 
 Shapes: P rows of a call, L row length, Q positions of a call, K keys, H heads, D features, M columns asked for.
 """

@@ -13,7 +13,7 @@ import torch
 from lm_eval_duel.core.hashing import hashed
 from lm_eval_duel.core.lanes import Lanes, Rows
 from lm_eval_duel.core.view import Positions, View, distinct, masked_positions
-from lm_eval_duel.denoisers.cached.call import nearby, one_each, side_by_side
+from lm_eval_duel.denoisers.cached.call import nearby, separate_rows, shared_rows
 from lm_eval_duel.denoisers.cached.kept_keys import Slots
 from lm_eval_duel.denoisers.wrappers import Wrapper
 from lm_eval_duel.errors import first_position_unseen
@@ -32,7 +32,7 @@ class CachedView(View):
         self._contents: tuple[torch.Tensor, torch.Tensor] | None = None  # (N, L + 1), (N,) hashes
 
     def cost(self, lanes: Lanes) -> torch.Tensor:
-        """The positions of a later step, or of what is kept for them if that weighs more."""
+        """The positions that a later step evaluates, or its kept positions if these take more memory."""
         length, device = self.rows.length[lanes.row], lanes.row.device  # (R,)
         positions = lanes.width if self.denoiser.cache == "dual" else length - lanes.start  # (R,)
         columns, kept = self.rows.ids.shape[1], CPU_KEPT if device.type == "cpu" else GPU_KEPT  # slots are equally long
@@ -58,7 +58,7 @@ class CachedView(View):
     # ------------------------------------------------------------ which block it is
 
     def _identity(self, lanes: Lanes) -> torch.Tensor:
-        """A hash of all that is kept of each lane's block: what the row shows at the block's start, and where, (R,)."""
+        """A hash of what determines the kept keys of each lane: the row at the block's start, and the block, (R,)."""
         rows = self.rows
         if self._contents is None:
             columns = torch.arange(rows.ids.shape[1], device=rows.ids.device)  # (L,)
@@ -72,7 +72,7 @@ class CachedView(View):
         return hashed(shown, after[row], lanes.start, lanes.origin, lanes.width, rows.length[row])
 
     def _all_mask(self, lanes: Lanes, revealed: torch.Tensor) -> torch.Tensor:
-        """The lanes whose rows show nothing, (R,) bool."""
+        """The lanes whose rows show only [MASK], (R,) bool."""
         shown = self.rows.visible[lanes.row].any(1) | (lanes.start > lanes.origin) | revealed.any(1)
         return ~shown & self.denoiser.relative_positions
 
@@ -152,12 +152,12 @@ class CachedView(View):
             columns = torch.arange(begin, whole.shape[1], device=ids.device).expand(len(lanes), -1)  # (R, Q)
             own = real[:, begin:] & (columns >= lanes.start[:, None])  # (R, Q)
             wanted = (wanted + (lanes.start - begin)[:, None]).clamp(max=columns.shape[1] - 1)
-            call = one_each(whole[:, begin:], columns, own, length, slot, layers, wanted)
+            call = separate_rows(whole[:, begin:], columns, own, length, slot, layers, wanted)
         elif len(slot.unique()) < len(slot):
-            call = side_by_side(lanes, ids, length, slot, layers, wanted)
+            call = shared_rows(lanes, ids, length, slot, layers, wanted)
         else:
             own = torch.arange(ids.shape[1], device=ids.device) < lanes.width[:, None]  # (R, W)
-            call = one_each(ids, lanes.columns, own, length, slot, layers, wanted)
+            call = separate_rows(ids, lanes.columns, own, length, slot, layers, wanted)
         values = self.denoiser.step(call.ids, call.step)
         self.forwards += 1
         self.evaluated += len(call.ids)

@@ -52,7 +52,7 @@ def read_shape(config: dict[str, Any], name: str) -> tuple[str, DiTConfig, int]:
 
 
 class GIDD(Timed):
-    """GIDD with masking noise alone: it is given t, the masked share m of the row, in [t_eps, 1 - t_eps].
+    """GIDD with masking noise alone. Its time t is the masked share m of the row, clamped to [t_eps, 1 - t_eps].
 
     m counts context, target, tail and suffix, without padding; under `bos="official"`, target and tail. The authors
     have no deterministic order; this is the time at which training masks this share of positions on average.
@@ -74,7 +74,7 @@ class GIDD(Timed):
 
 
 class NoisedGIDD(NoisedDiT):
-    """GIDD with masks and random tokens: it is given the time t, in [t_eps, 1 - t_eps].
+    """GIDD with masks and random tokens, at the time t, clamped to [t_eps, 1 - t_eps].
 
     `uniform`: its p_uniform. Random tokens are all but [MASK] (and the table's padding).
     """

@@ -41,7 +41,7 @@ class NoisedDiT(DiTDenoiser):
 
     @property
     def note(self) -> str:
-        """The spec's entry on the level that it is given."""
+        """The entry of the spec on its noise level."""
         return f"sigma = -log alpha, alpha in [{NOISE_EPS:g}, 1 - {NOISE_EPS:g}]"
 
     def noise_inputs(self, t: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -63,12 +63,12 @@ LLADA: dict[str, Any] = {
 
 
 def llada(config: Config) -> Config:
-    """LLaDA's rows, some of which are padding."""
+    """The rows of LLaDA's embedding, some of which are padding."""
     return {"vocab_size": config.get("embedding_size") or config["vocab_size"]}
 
 
 def mmada(config: Config) -> Config:
-    """LLaDA's rows, and those that MMaDA added for the codes of images."""
+    """The rows of LLaDA's embedding, and the rows that MMaDA added for the codes of images."""
     return {"vocab_size": max(config.get(key) or 0 for key in ("vocab_size", "embedding_size", "new_vocab_size"))}
 
 

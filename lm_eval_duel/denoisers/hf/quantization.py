@@ -1,7 +1,7 @@
 """Quantized networks: checkpoints with a `quantization_config`, or weights quantized by bitsandbytes at load.
 
 transformers replaces the layers, reads their scales, zero points and code books, and says which package is missing.
-This module checks what the user asked for, and how the spec describes it.
+This module checks the user's request and describes it in the spec.
 """
 
 from __future__ import annotations

@@ -104,7 +104,7 @@ def fold(table: torch.Tensor, masked: torch.Tensor) -> tuple[torch.Tensor, torch
         mixture[:, state] = (w + mixture[:, rest]).logsumexp(2) - math.log(size)
         oracle[:, state], at = (w + oracle[:, rest]).max(2)
         best[:, state] = rest.expand(blocks, -1, -1).gather(2, at[:, :, None])[:, :, 0]
-        # an order hides a given set of `size` of m positions with probability 1 / C(m, size)
+        # an order passes a given set of `size` of m masked positions with probability 1 / C(m, size)
         chance = table.new_tensor([1 / max(1, math.comb(m, size)) for m in counts])  # (B,)
         is_state = (state & ~full[:, None] == 0)[:, :, None]  # (B, n, 1)
         part = torch.where(is_state, w, 0.0) * chance[:, None, None] / size  # (B, n, size)
