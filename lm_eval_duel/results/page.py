@@ -56,10 +56,6 @@ def html(board: Board) -> str:
         script=Markup(script),
         policy=f"default-src 'none'; img-src data:; style-src {_hash(style)}; script-src {_hash(script)}",
         kinds=kinds,
-        choices={
-            "estimator": sorted({row.named.entry.display for row in rows}),
-            "cache": sorted({row.cache for row in rows} - {""}),
-        },
         switches={key: name for key, name in switches.items() if any(head.group == key for head in shown)},
         hidden=hidden,
         names=[head for head in shown if head.group == "name"],

@@ -20,7 +20,7 @@ from lm_eval_duel.errors import UsageError
 from lm_eval_duel.options import Options
 from lm_eval_duel.results import as_json, page
 from lm_eval_duel.results import documents as view
-from lm_eval_duel.results.leaderboard import collect, markdown, parse
+from lm_eval_duel.results.leaderboard import collect, console, markdown, parse
 from lm_eval_duel.results.leaderboard import csv as to_csv
 from lm_eval_duel.results.samples import Traces
 
@@ -121,7 +121,8 @@ def with_error(body):
 
 
 def test_only_likelihoods_have_ranks_and_means_are_over_all_tasks(tmp_path):
-    content = shown_as(several(tmp_path))
+    made = board(several(tmp_path))
+    content, printed = as_json.board(made), console(made)
     rows = by_label(content)
     nats = {
         ("A", "duel", "greedy", "none"): ((-60, -150, -90), (-50, -40, -80)),
@@ -137,6 +138,7 @@ def test_only_likelihoods_have_ranks_and_means_are_over_all_tasks(tmp_path):
         assert rows[name]["rank"] == 1 + sum(other < mean for other in means.values())
         places = [1 + sum(v[n] < expected[name][n] for v in expected.values()) for n in (0, 1)]
         assert rows[name]["mean_rank"] == sum(places) / 2
+        assert all(f" {value:.2f}" in printed for value in (mean, *expected[name]))
     for name in (("A", "oracle", "", "none"), ("A", "elbo", "", "none")):
         assert rows[name]["rank"] is None and rows[name]["mean_rank"] is None, "although its numbers are the lowest"
         assert rows[name]["mean"] < min(means.values())

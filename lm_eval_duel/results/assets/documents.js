@@ -27,7 +27,9 @@ if (document.getElementById("documents")) {
       this.select = find(`${name}-order`);
       this.tokens = this.root.querySelector(".tokens");
       this.select.addEventListener("change", () => { this.show(); refresh(); });
-      this.tokens.addEventListener("pointerover", ({ target }) => { if (target.dataset.n) this.point(Number(target.dataset.n)); });
+      this.tokens.addEventListener("pointerover", ({ target }) => {
+        if (target !== this.tokens) this.point(this.spans.indexOf(target));
+      });
       this.tokens.addEventListener("keydown", (event) => {
         const move = { ArrowRight: 1, ArrowDown: 1, ArrowLeft: -1, ArrowUp: -1 }[event.key];
         if (!move) return;
@@ -46,18 +48,16 @@ if (document.getElementById("documents")) {
       this.order = this.text.orders[this.select.value];
       this.plan = schedule(this.order);
       this.here = -1;
-      this.spans = this.text.pieces[this.order.text].map((piece, n) => {
+      this.spans = this.text.pieces[this.order.text].map((piece) => {
         const span = document.createElement("span");
         span.textContent = piece;
-        span.dataset.n = n;
         return span;
       });
       this.nats = this.order.nats.map((value) => value ?? Infinity);
       this.tokens.replaceChildren(...this.spans);
       const sum = this.nats.reduce((a, b) => a + b, 0), count = this.spans.length;
-      const perplexity = Math.exp(sum / count).toFixed(2);
-      this.root.querySelector(".sum").dataset.order = this.order.label;
-      this.write(".sum", `${sum.toFixed(1)} nats, perplexity ${perplexity} per token, ${this.plan.total} steps for ${count} tokens`);
+      const perplexity = `perplexity ${Math.exp(sum / count).toFixed(2)} per token`;
+      this.write(".sum", `${sum.toFixed(1)} nats, ${perplexity}, ${this.plan.total} steps for ${count} tokens`);
     }
     point(n) {
       this.spans[this.here]?.classList.remove("here");

@@ -5,7 +5,7 @@
   function key(cell) {
     const text = cell.dataset.text ?? cell.firstChild?.textContent.trim() ?? "";
     if (text === "") return null;
-    const number = text === "inf" || text === "whole" ? Infinity : Number(text.replace(/^≤ | ±.*$| \[\d+\]$|,/g, ""));
+    const number = text === "inf" || text === "whole target" ? Infinity : Number(text.replace(/^≤ | ±.*$| \[\d+\]$|,/g, ""));
     return Number.isNaN(number) ? text : number;
   }
   function compare(a, b) {
@@ -32,7 +32,9 @@
 
   const board = document.getElementById("board");
   for (const box of document.querySelectorAll("[data-group]")) {
-    const show = () => board.querySelectorAll(`.g-${box.dataset.group}`).forEach((cell) => { cell.hidden = !box.checked; });
+    const show = () => {
+      for (const cell of board.querySelectorAll(`.g-${box.dataset.group}`)) cell.hidden = !box.checked;
+    };
     box.addEventListener("change", show);
     show();
   }
@@ -48,21 +50,16 @@
     });
   }
 
-  const filters = [...document.querySelectorAll("[data-filter]")];
-  const matches = (row, field) => {
-    const text = row.dataset[field.dataset.filter].toLowerCase(), wanted = field.value.trim().toLowerCase();
-    if (field.type === "search") return wanted.split(/\s+/).every((word) => text.includes(word));
-    return wanted === "" || text === wanted;
-  };
+  const field = document.getElementById("filter");
   function filter() {
+    const words = field.value.toLowerCase().split(/\s+/);
     for (const row of rows) {
-      row.hidden = !filters.every((field) => matches(row, field));
+      row.hidden = !words.every((word) => row.textContent.toLowerCase().includes(word));
       if (row.hidden) open(row, false);
     }
     for (const body of board.tBodies) body.hidden = [...body.querySelectorAll(".row")].every((row) => row.hidden);
-    const shown = rows.filter((row) => !row.hidden).length;
-    document.getElementById("count").textContent = `${shown === rows.length ? "" : `${shown} of `}${rows.length} rows`;
+    document.getElementById("count").textContent = `${rows.filter((row) => !row.hidden).length} of ${rows.length} rows`;
   }
-  for (const field of filters) field.addEventListener("input", filter);
+  field.addEventListener("input", filter);
   filter();
 }
