@@ -336,7 +336,7 @@ def table(figures: dict[str, Any]) -> str:
     if drawn and total["log_prob_stderr"] is None:
         lines.append(f"{drawn.error} error unknown: it takes at least 8 {drawn.units}")
     if beam:
-        lines.append(beam.words)
+        lines.append(beam.summary)
     if (error := total["bits_per_byte_stderr"]) is not None:
         lines.append(
             f"bits per byte {below}{total['bits_per_byte']:.4f}{pm(error, '.4f')} (standard error over documents)"

@@ -89,7 +89,7 @@ class RowChecks:
                 _report(drawn, apart, noise)
 
 
-def chosen(lanes: Lanes, number: int, window_indices: Sequence[int], *keys: torch.Tensor) -> list[int]:
+def draw_lanes(lanes: Lanes, number: int, window_indices: Sequence[int], *keys: torch.Tensor) -> list[int]:
     """`number` of the lanes, drawn by a hash of (window, block, step) and of `keys` (R,)."""
     window = torch.tensor(window_indices, device=lanes.row.device)[lanes.row]  # (R,)
     return hashed(window, lanes.start - lanes.origin, lanes.step, *keys).argsort()[:number].tolist()
@@ -118,7 +118,7 @@ def draw(
     network, drawn = view.denoiser, []
     truncated = type(network).smooth_head is not Network.smooth_head
     read = None if truncated else statistics(predictions, log_prob)  # (S, R, W)
-    for lane in chosen(lanes, number, window_indices):
+    for lane in draw_lanes(lanes, number, window_indices):
         one, row, here = lanes.select(slice(lane, lane + 1)), int(lanes.row[lane]), slice(lane, lane + 1)
         of_lane = tokens[here].clone()  # (1, W)
         again = partial(_alone, opened, view.rows.alone(row), one.in_row(0), of_lane, truncated)

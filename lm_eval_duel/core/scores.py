@@ -59,7 +59,7 @@ class BlockSums(abc.ABC):
 
     @property
     @abc.abstractmethod
-    def words(self) -> str:
+    def summary(self) -> str:
         """For the log."""
 
 

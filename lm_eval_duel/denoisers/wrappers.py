@@ -210,7 +210,7 @@ class Warped(Wrapper):
         return self.plain.smooth_head(features)
 
     def describe(self) -> dict[str, object]:
-        return {**self.plain.describe(), "warpers": self.words}
+        return {**self.plain.describe(), "warpers": self.warping}
 
     def ties(self, rule: Rule) -> str | None:
         """The reason that all positions tie under `rule`, as a sentence, if only one token is left in each; else None.
@@ -227,7 +227,7 @@ class Warped(Wrapper):
         )
 
     @property
-    def words(self) -> str:
+    def warping(self) -> str:
         """The warpers as text, for the spec."""
         parts = [f"temperature={number(self.temperature)}"]
         parts += [f"top_k={self.top_k}"] if self.top_k is not None else []

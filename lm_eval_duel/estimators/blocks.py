@@ -96,7 +96,7 @@ class TwoPhaseBlocks(BlockSums):
         }
 
     @property
-    def words(self) -> str:
+    def summary(self) -> str:
         text = f"{self.sampled:,} of {self.count:,} blocks also without the cache"
         if self.correlation is not None:
             text += f", correlation {self.correlation:.4f}"
@@ -167,7 +167,7 @@ class BeamBlocks(BlockSums):
         return ", ".join(parts)
 
     @property
-    def words(self) -> str:
+    def summary(self) -> str:
         text = f"{self.exact:,} of {self.count:,} blocks exact, {self.converged:,} converged"
         text += f", {self.open:,} with their lower bound: raise beam" if self.open else ""
         if self.unproven:

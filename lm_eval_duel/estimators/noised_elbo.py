@@ -28,7 +28,7 @@ from lm_eval_duel.core.noise import Noised
 from lm_eval_duel.core.noised import NoisedView
 from lm_eval_duel.core.predictions import CPU_ROWS, CPU_VALUES, GPU_VALUES
 from lm_eval_duel.core.reveal import WindowGroup, naming_window, without_autocast
-from lm_eval_duel.core.row_checks import Drawn, chosen, place_of
+from lm_eval_duel.core.row_checks import Drawn, draw_lanes, place_of
 from lm_eval_duel.core.scores import IndexedScores, Kind, Score
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.errors import DuelError, NotFinite
@@ -159,7 +159,7 @@ class NoisedElbo(Estimator):
             try:
                 with naming_window(lanes, group.window_indices), without_autocast(self.denoiser):
                     value = self._values(group, lanes, *what)  # (R, W)
-                checked = chosen(lanes, due, group.window_indices, draw)
+                checked = draw_lanes(lanes, due, group.window_indices, draw)
                 drawn = [self._to_check(group, lanes, lane, value, *what) for lane in checked]
                 sums.add(lanes, draw % self.replicates, value)
                 self.counts.lane_steps += len(number)

@@ -132,7 +132,7 @@ class Total:
         """A value without an error, of `tokens` tokens, for the log."""
         return f"{self.log_prob:.2f} nats, perplexity {self.perplexity(tokens)[0]:.2f} per token"
 
-    def in_words(self, tokens: int, drawn: MonteCarlo) -> str:
+    def with_error(self, tokens: int, drawn: MonteCarlo) -> str:
         """A value that is drawn, of `tokens` tokens, with its standard error, for the log."""
         (value, value_error), error = self.perplexity(tokens), self.stderr
         if error is None:
@@ -140,7 +140,7 @@ class Total:
         else:
             errors = (f" +- {error:.2f}", f" +- {value_error:.2f}")
             note = f"{drawn.error} {'error' if self.beam else 'standard error'}"
-        note += f"; {self.blocks.words}" if self.blocks else ""
+        note += f"; {self.blocks.summary}" if self.blocks else ""
         return f"{self.log_prob:.2f}{errors[0]} nats, perplexity {value:.2f}{errors[1]} per token ({note})"
 
     def _over_windows(self, tokens: int) -> float | None:

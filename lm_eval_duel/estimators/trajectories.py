@@ -27,8 +27,7 @@ from lm_eval_duel.estimators.base import Estimator
 from lm_eval_duel.estimators.duel import DuelEstimator
 from lm_eval_duel.estimators.fixed_orders import Replay
 from lm_eval_duel.estimators.subsets.counts import StepCounts
-from lm_eval_duel.estimators.subsets.drawn import untempered
-from lm_eval_duel.estimators.subsets.sampled_confidence import BestDrawn
+from lm_eval_duel.estimators.subsets.sampled_confidence import BestDrawn, scale_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,8 +120,7 @@ def follow(
 def best_drawn(denoiser: Denoiser, **arguments: Any) -> BestDrawn:
     """The sampler of estimator=sampled_confidence with these arguments, for `follow`."""
     own = ConfidenceArguments(**arguments)
-    scale = untempered(denoiser) if own.confidence == "untempered" else 1.0
-    return BestDrawn(StepCounts.from_arguments(own), own.tau, own.strict, scale)
+    return BestDrawn(StepCounts.from_arguments(own), own.tau, own.strict, scale_of(denoiser, own))
 
 
 def in_blocks(order: Sequence[int], window: Window, duel: DuelEstimator, n: int) -> tuple[int, ...]:

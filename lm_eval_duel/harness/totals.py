@@ -134,14 +134,14 @@ class RunStats:
             if value is None or not total.tokens:
                 continue
             if entry.drawn is None:
-                found = "" if beam is None else f"; {beam.words}"
+                found = "" if beam is None else f"; {beam.summary}"
                 if entry.kind is not Kind.LIKELIHOOD and name == next(iter(total.values)):
                     lines.append(
                         f"{entry.display} of {task}: {value.figures(total.tokens)} ({entry.kind.value}{found})"
                     )
                 continue
             title = entry.drawn.value + (f" ({bound})" if entry.kind is Kind.UPPER_BOUND else "")
-            lines.append(f"{title} of {task}: {value.in_words(total.tokens, entry.drawn)}")
+            lines.append(f"{title} of {task}: {value.with_error(total.tokens, entry.drawn)}")
         return lines
 
     def warnings(self) -> list[str]:

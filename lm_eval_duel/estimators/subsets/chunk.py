@@ -35,7 +35,7 @@ from lm_eval_duel.core.hashing import hashed, uniform
 from lm_eval_duel.core.lanes import Lanes
 from lm_eval_duel.core.reveal import WindowGroup
 from lm_eval_duel.estimators.arguments import BeamArguments
-from lm_eval_duel.estimators.subsets.moves import Moves, Planes, StateLevel, Thin, bits, number_of
+from lm_eval_duel.estimators.subsets.moves import Moves, Planes, StateLevel, Thin, from_bitmask, to_bitmask
 
 BEAM = 4  # key of the random numbers, different for each estimator
 MOVES = 64  # subsets of a step that are followed, for each set of a beam
@@ -102,7 +102,7 @@ class Chunk:
         self.size, self.is_largest = self.beam.sizes[len(smaller)], len(smaller) + 1 == len(self.beam.sizes)
         self.shares = None if shares is None else shares.to(lanes.row.device)  # (T,)
         self.wide, device = lanes.masked.shape[1], lanes.row.device
-        full, steps = number_of(lanes.masked), 1 if self.shares is None else len(self.shares)
+        full, steps = to_bitmask(lanes.masked), 1 if self.shares is None else len(self.shares)
         self.block = torch.arange(len(lanes), device=device)  # (B,)
         self.key = self.block << self.wide | full  # (x,) of the sets that are reached and have not been evaluated
         like = torch.zeros((), dtype=torch.float64, device=device)
@@ -129,7 +129,7 @@ class Chunk:
 
     def _begin(self) -> Lanes:
         """Choose the sets of the next level; return the lanes of sets that have not been evaluated."""
-        sizes = bits(self.key, self.wide).sum(1)  # (x,)
+        sizes = from_bitmask(self.key, self.wide).sum(1)  # (x,)
         self.positions = int(sizes.max())
         here = sizes == self.positions
         key, weight, ahead = self.key[here], self.weight[here], self.ahead[here]
@@ -137,7 +137,7 @@ class Chunk:
         on_path = torch.isin(key, self.path)
         kept, more = self._thinned(key >> self.wide, weight.logsumexp(2) + ahead[:, None], self.size, on_path)
         self.level_key = key[kept]
-        block, masked = self.level_key >> self.wide, bits(self.level_key, self.wide)  # (X,), (X, W)
+        block, masked = self.level_key >> self.wide, from_bitmask(self.level_key, self.wide)  # (X,), (X, W)
         self.level = StateLevel(block, self.lanes.masked.sum(1)[block], masked, weight[kept] + more[:, :, None])
         missing, self.planes = torch.ones_like(self.level_key, dtype=torch.bool), {}  # (X,)
         if self.positions in self.known:
@@ -177,7 +177,7 @@ class Chunk:
         log_p = self.planes["log_probs"].nan_to_num(0.0).clamp(min=-1e3)  # (X, W) for what is ahead
 
         def ahead(moves: Moves) -> torch.Tensor:
-            return (log_p[moves.state] * (level.masked[moves.state] & ~bits(moves.chosen, self.wide))).sum(1)
+            return (log_p[moves.state] * (level.masked[moves.state] & ~from_bitmask(moves.chosen, self.wide))).sum(1)
 
         def thin(moves: Moves) -> tuple[Moves, torch.Tensor | slice]:
             if len(moves.state) <= self.followed:
@@ -194,7 +194,7 @@ class Chunk:
         old, new = at[: len(self.key)], at[len(self.key) + len(greedy) :]
         arrived = _arrived(leaving, state, moves.log_p, new, len(keys))  # (x, C, T)
         if pace is not None:
-            left = self.positions - bits(keys, self.wide).sum(1)  # (x,) how many each of them reveals
+            left = self.positions - from_bitmask(keys, self.wide).sum(1)  # (x,) how many each of them reveals
             arrived = arrived + pace[left][:, None]
         done = keys & ((1 << self.wide) - 1) == 0  # (x,)
         block = keys[done] >> self.wide
@@ -216,7 +216,7 @@ class Chunk:
         block = self.level.block[torch.isin(self.level_key, self.path)]  # (b,) whose path has this level
         at = torch.searchsorted(self.level_key, self.path[block])
         missed = self.planes["missed"][at]
-        following = self.path[block] & ~number_of(self.planes["pick"][at])
+        following = self.path[block] & ~to_bitmask(self.planes["pick"][at])
         self.path[block] = torch.where(missed, -1, following)
         return following[~missed]
 

@@ -56,7 +56,7 @@ def untempered(denoiser: Denoiser) -> float:
         if denoiser.top_k is not None or denoiser.top_p < 1:
             raise DuelError(
                 "confidence=untempered is the probability before temperature, and no sampler that we know combines it "
-                f"with top_k or top_p; got {denoiser.words}. Leave them out, or use confidence=tempered."
+                f"with top_k or top_p; got {denoiser.warping}. Leave them out, or use confidence=tempered."
             )
         scale, denoiser = scale * denoiser.temperature, denoiser.plain
     return scale

@@ -37,7 +37,7 @@ from lm_eval_duel.estimators.arguments import LatticeArguments, check_block
 from lm_eval_duel.estimators.base import Estimator
 from lm_eval_duel.estimators.checks import check_every_order
 from lm_eval_duel.estimators.registry import ESTIMATORS, LATTICE
-from lm_eval_duel.estimators.subsets.moves import number_of
+from lm_eval_duel.estimators.subsets.moves import to_bitmask
 from lm_eval_duel.estimators.subsets.orders import OrderChunk, Orders, fold
 
 TABLE = 1 << 22  # the most values of a table of a chunk
@@ -134,7 +134,7 @@ class LatticeSums:
     def add(self, step: Step) -> None:
         """Enter the log-probs of these states, and what each rule would pick."""
         lanes, predictions, _, _, log_prob = step
-        (number, block), state = (plane[:, 0] for plane in lanes.memory), number_of(lanes.masked)  # (R,) each
+        (number, block), state = (plane[:, 0] for plane in lanes.memory), to_bitmask(lanes.masked)  # (R,) each
         lanes = dataclasses.replace(lanes, memory=())
         statistics = [getattr(predictions, name).double() for name in STATISTICS] if self.lattice.traced else []
         decided = [rule(predictions, lanes) for rule in self.followed]
@@ -148,7 +148,7 @@ class LatticeSums:
             for t, plane in enumerate(statistics):
                 chunk.statistics[..., t][at] = plane[mine, wide]
             for f, choice in enumerate(decided):
-                chunk.after[..., f][at] = number_of(lanes.masked & ~choice.pick)[mine]
+                chunk.after[..., f][at] = to_bitmask(lanes.masked & ~choice.pick)[mine]
                 chunk.near_tie[..., f][at] = choice.near_tie[mine]
         for n, mine in parts.items():  # once everything is entered: a step that runs out of memory comes again
             self.chunks[n].missing -= int(mine.sum())

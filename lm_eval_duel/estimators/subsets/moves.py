@@ -34,13 +34,13 @@ class Moves(NamedTuple):
 Thin: TypeAlias = Callable[[Moves], tuple[Moves, torch.Tensor | slice]]  # those to follow, and which they were
 
 
-def bits(number: torch.Tensor, wide: int) -> torch.Tensor:
-    """The positions of a number, the sum of 2^position: (X,) -> (X, W) bool."""
+def from_bitmask(number: torch.Tensor, wide: int) -> torch.Tensor:
+    """The positions of bit masks: (X,) -> (X, W) bool."""
     return (number[:, None] >> torch.arange(wide, device=number.device) & 1).bool()
 
 
-def number_of(positions: torch.Tensor) -> torch.Tensor:
-    """The number of some positions: (X, W) bool -> (X,)."""
+def to_bitmask(positions: torch.Tensor) -> torch.Tensor:
+    """The bit mask of positions, the sum of 2^position: (X, W) bool -> (X,)."""
     return (positions.long() << torch.arange(positions.shape[1], device=positions.device)).sum(1)
 
 
@@ -84,7 +84,7 @@ def in_turn(level: StateLevel, log_p: torch.Tensor, score: torch.Tensor, count: 
     wide, state = score.shape[1], torch.arange(len(score), device=score.device)  # (X,)
     moves = Moves(state, torch.zeros_like(state), score.new_zeros(len(score), level.weight.shape[1]))
     for turn in range(int(count.max())):
-        left = level.masked[moves.state] & ~bits(moves.chosen, wide)  # (I, W)
+        left = level.masked[moves.state] & ~from_bitmask(moves.chosen, wide)  # (I, W)
         total = score[moves.state].masked_fill(~left, -math.inf).logsumexp(1)  # (I,)
         growing = count[moves.state] > turn  # (I,)
         i, position = (left & growing[:, None]).nonzero().unbind(1)

@@ -22,7 +22,7 @@ import torch
 
 from lm_eval_duel.core.lanes import Lanes
 from lm_eval_duel.core.scores import STATISTICS, Score
-from lm_eval_duel.estimators.subsets.moves import bits, number_of
+from lm_eval_duel.estimators.subsets.moves import from_bitmask, to_bitmask
 
 
 @dataclasses.dataclass
@@ -39,7 +39,7 @@ class OrderChunk:
     @property
     def full(self) -> torch.Tensor:
         """The state in which all positions of a block are masked, (B,)."""
-        return number_of(self.lanes.masked)
+        return to_bitmask(self.lanes.masked)
 
 
 class Orders:
@@ -60,7 +60,7 @@ class Orders:
         block = torch.arange(len(row), device=row.device)  # (B,)
         while (unfinished := state > 0).any():
             following = after[block, state] * unfinished  # (B,)
-            b, position = bits(state & ~following, columns.shape[1]).nonzero().unbind(1)  # (c,)
+            b, position = from_bitmask(state & ~following, columns.shape[1]).nonzero().unbind(1)  # (c,)
             where = row[b], columns[b, position]
             self.reveal_steps[where] = step
             self.log_probs[where] = chunk.log_probs[b, state[b], position]
@@ -96,7 +96,7 @@ def fold(table: torch.Tensor, masked: torch.Tensor) -> tuple[torch.Tensor, torch
     mean, mixture, oracle = (table.new_zeros(blocks, states) for _ in range(3))
     best = torch.zeros(blocks, states, dtype=torch.int64, device=table.device)
     share = table.new_zeros(blocks, wide)
-    full, counts = number_of(masked), masked.sum(1).tolist()  # (B,) each
+    full, counts = to_bitmask(masked), masked.sum(1).tolist()  # (B,) each
     for size in range(1, wide + 1):
         state, position, rest = (indices.to(table.device) for indices in sets(wide, size))  # (n,), (n, size), (n, size)
         w = table[:, state[:, None], position]  # (B, n, size) NaN for sets that are no state of the block

@@ -89,12 +89,7 @@ class SampledConfidence(SetSampler, DuelEstimator):
         self.counted = StepCounts.from_arguments(own)
         rule = BestDrawn(self.counted, self.tau, self.strict)
         super().__init__(denoiser, rule, block, own=own, seed=seed, **arguments)
-        self.scale  # noqa: B018 - raises DuelError for a truncated distribution
-
-    @property
-    def scale(self) -> float:
-        """By how much the logits are multiplied in the confidence."""
-        return untempered(self.denoiser) if self.own.confidence == "untempered" else 1.0
+        self.scale = scale_of(denoiser, own)
 
     def describe(self) -> dict[str, object]:
         tau = {} if self.tau is None else {"tau": fingerprint.number(self.tau), "strict": str(self.strict).lower()}
@@ -113,7 +108,7 @@ class SampledConfidence(SetSampler, DuelEstimator):
     def with_denoiser(self, denoiser: Denoiser) -> SampledConfidence:
         twin = super().with_denoiser(denoiser)
         assert isinstance(twin, SampledConfidence)
-        twin.scale  # noqa: B018 - raises DuelError for a truncated distribution
+        twin.scale = scale_of(denoiser, self.own)
         return twin
 
     def replay(self, windows: Sequence[Window], steps: Sequence[Ids]) -> list[Score]:
@@ -202,8 +197,13 @@ class SampledConfidence(SetSampler, DuelEstimator):
         return independent(level, state, log_in, log_out, torch.stack([least, most]), thin)
 
 
+def scale_of(denoiser: Denoiser, own: ConfidenceArguments) -> float:
+    """The factor of the logits in the confidence; raises DuelError for truncated distributions (see `untempered`)."""
+    return untempered(denoiser) if own.confidence == "untempered" else 1.0
+
+
 def _unscored(sample: Sample) -> Sample:
-    """A sample whose log-probability is not known: that of its order is not that of its text."""
+    """The sample without a log-probability: the one along its order is not the one of its text."""
     return dataclasses.replace(sample, log_prob=math.nan, is_greedy=False, token_logprobs=())
 
 
