@@ -22,7 +22,7 @@ from typing import Any, TypeVar, get_args
 from lm_eval_duel.errors import DuelError, unknown
 
 NOTHING = (None, "none", "None", "null")
-MAX_FACTOR = 1e20  # of logits: a larger one may overflow float32
+MAX_FACTOR = 1e20  # of logits: with a larger one they may overflow float32
 INTEGERS = 2**63  # integers of tensors are smaller
 MISSING = dataclasses.MISSING
 Taken = TypeVar("Taken", bound="Arguments")
@@ -218,12 +218,3 @@ CHECKPOINT = ArgumentType(
     "Duel.from_model(model, tokenizer))",
     _name,
 )
-
-
-def require_finite(key: str, value: float, *factors: float) -> None:
-    """Raise DuelError if logits times `value` or one of `factors` may be infinite in float32."""
-    if not all(abs(factor) <= MAX_FACTOR for factor in (value, *factors)):
-        least = f"from {1 / MAX_FACTOR:g} " if factors else ""
-        raise DuelError(
-            f"'{key}' must be a number {least}up to {MAX_FACTOR:g}; with {value:g}, logits overflow float32."
-        )

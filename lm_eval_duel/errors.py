@@ -112,22 +112,6 @@ def another_block(trained: int, block: object) -> DuelError:
     )
 
 
-def clean_keys_exact(cache: str, attention: str) -> DuelError:
-    """The error for a cache of a network that is not bidirectional."""
-    return DuelError(
-        f"cache={cache} is for bidirectional networks; this one is {attention}, whose clean keys and values are exact "
-        "already: they are kept, and no later block changes them. Leave cache out."
-    )
-
-
-def no_key_stays(cache: str, family: str) -> DuelError:
-    """The error for a cache of a network that gets another noise level at each step."""
-    return DuelError(
-        f"cache={cache} keeps keys and values from a block's first step, but a {family} network gets another noise "
-        "level at each step, so none of them stay valid. Leave cache out."
-    )
-
-
 def first_position_unseen(cache: str) -> DuelError:
     """The error for a shifted network that would have to predict a block's first position in a later step under a
     cache.

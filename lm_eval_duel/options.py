@@ -199,13 +199,17 @@ def model_of(flags: argparse.Namespace) -> dict[str, Any]:
             twice = f"{name} and pretrained={flags.model_args['pretrained']}"
             raise UsageError(f"The model is named twice: {twice}; leave one out.")
         flags.model_args = {"pretrained": name, **flags.model_args}  # tasks read them, too
-    given = dict(flags.model_args)
-    for key in ("device", "batch_size"):
-        if key in given:
-            raise UsageError(f"'{key}' is not one of --model_args; pass it as --{key} VALUE.")
-        given[key] = getattr(flags, key)
+    given = with_flags(flags.model_args, device=flags.device, batch_size=flags.batch_size)
     Options.parse(given)
     return given
+
+
+def with_flags(model_args: Mapping[str, Any], **flags: Any) -> dict[str, Any]:
+    """The model args and those that have a flag of their own; raises UsageError for one given among the model args."""
+    for key in flags:
+        if key in model_args:
+            raise UsageError(f"'{key}' is not one of --model_args; pass it as --{key} VALUE.")
+    return {**model_args, **flags}
 
 
 def _check_cache(options: Options, given: Any) -> None:

@@ -111,7 +111,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", required=True, help="the file to write")
     options = parser.parse_args(arguments)
     tokenizer, counts = load_tokenizer({"tokenizer": options.tokenizer}), Counter()
-    for request in named.requests(options.tasks, {"tokenizer": options.tokenizer}):
+    tasks = named.load(options.tasks, {"tokenizer": options.tokenizer})
+    for request in (request for task in tasks for request in task.instances):
         counts.update(tokenizer(str(request.args[-1]), add_special_tokens=False, verbose=False)["input_ids"])
     table = {TOTAL: counts.total(), COUNTS: {str(token): count for token, count in sorted(counts.items())}}
     Path(options.out).write_text(json.dumps(table) + "\n", encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Windows that were scored twice: what is compared, what counts as different, and what it says in logs and results."""
+"""Windows that were scored twice: what is compared, what counts as different, and how it is reported."""
 
 from __future__ import annotations
 
@@ -8,9 +8,24 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from lm_eval_duel.audit.recompute import ALONE, Recomputed, distance, tolerance
-from lm_eval_duel.core.scores import Score
 from lm_eval_duel.core.windows import Window
+
+# routes of the second score; recompute.py explains them
+REFERENCE, RUNS_RULE, ALONE = "reference", "reference with the run's rule", "run alone"
+ABSOLUTE, PER_TOKEN = 1e-4, 1e-6  # nats: float32 noise of a window's score
+
+
+@dataclasses.dataclass(frozen=True)
+class Recomputed:
+    """A window's log-probability in nats, along the run's order if it has one, and what else was compared."""
+
+    log_prob: float
+    route: str = REFERENCE
+    other_picks: int | None = None  # states at which the rule picks otherwise; None: there is no order to compare
+    ties: int | None = None  # states at which it does so within a tie of the reference's numbers
+    own_order: float | None = None  # the log-probability along the reference's order, where that is another one
+    problems: tuple[str, ...] = ()  # what else differs
+    why_alone: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,13 +37,6 @@ class CheckedWindow:
     log_prob: float  # in the run, nats
     again: Recomputed
     request: int = 0  # the index of its request among all of one kind
-
-    @classmethod
-    def from_scores(
-        cls, where: str, window: Window, score: Score, again: Recomputed, request: int = 0
-    ) -> CheckedWindow:
-        """The comparison of a run's score of a window with its second one."""
-        return cls(where, window, score.log_prob, again, request)
 
     @property
     def tokens(self) -> int:
@@ -53,7 +61,7 @@ class CheckedWindow:
 
     @property
     def problems(self) -> list[str]:
-        """The differences beyond float32 noise, as text; nothing that the run reports excuses one."""
+        """The differences beyond float32 noise, as text. Nothing that the run reports excuses one."""
         found = []
         if self.difference > tolerance(self.tokens):
             found.append(f"{self.log_prob:.6f} nats, not {self.again.log_prob:.6f}")
@@ -100,3 +108,14 @@ def in_words(checked: Sequence[CheckedWindow]) -> str:
         f"{of['differing_windows']} windows differ by more than float32 noise"
         + (f"; {alone} not checked independently" if alone else "")
     )
+
+
+def tolerance(tokens: int) -> float:
+    """The largest difference of two float32 scores of a window that is noise, in nats."""
+    return max(ABSOLUTE, PER_TOKEN * tokens)
+
+
+def distance(one: float, other: float) -> float:
+    """The absolute difference; 0 if both are -infinity, and infinite if one is not a number."""
+    difference = 0.0 if one == other else abs(one - other)
+    return math.inf if math.isnan(difference) else difference

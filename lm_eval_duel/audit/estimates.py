@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import math
 from statistics import fmean
-from typing import NamedTuple, cast
+from typing import cast
 
 import torch
 
 from lm_eval_duel import reference
 from lm_eval_duel.audit import samplers
+from lm_eval_duel.audit.checked import Recomputed
 from lm_eval_duel.audit.one_row import OneRow
 from lm_eval_duel.audit.other_networks import one_row
 from lm_eval_duel.audit.replay import Watched, rule_of
@@ -37,15 +38,8 @@ NOISE = 1e-4  # nats, and relative
 COMBINED = {"elbo_exact": fmean, "mixture": reference.log_mean_exp, "oracle": max}
 
 
-class DefinedValue(NamedTuple):
-    """A window's value by the reference, and what else differs from the run."""
-
-    log_prob: float
-    problems: tuple[str, ...] = ()
-
-
-def value(estimator: Estimator, network: OneRow, window: Window, score: Score) -> DefinedValue | str:
-    """The value of a window; the reason if the reference does not have it."""
+def value(estimator: Estimator, network: OneRow, window: Window, score: Score) -> Recomputed | str:
+    """A window's value by the reference; the reason if it has none."""
     if isinstance(estimator, Elbo):
         return _elbo(estimator, network, window, score)
     if isinstance(estimator, TwoPhase):
@@ -60,20 +54,19 @@ def value(estimator: Estimator, network: OneRow, window: Window, score: Score) -
             name: reference.over_orders(*arguments, COMBINED[name], network.relative_positions) for name in LATTICE
         }
         values = {estimator.name: score, **score.others}
-        return DefinedValue(
-            found[estimator.name], _unequal({name: (values[name].log_prob, found[name]) for name in LATTICE})
-        )
+        pairs = {name: (values[name].log_prob, found[name]) for name in LATTICE}
+        return Recomputed(found[estimator.name], problems=_unequal(pairs))
     if isinstance(estimator, SampledConfidence | SampledOrder):
         if not estimator.own.all_sets:
             return "a beam follows some sets of positions only"
         select = (
             _confidence(estimator, network) if isinstance(estimator, SampledConfidence) else _order(estimator, network)
         )
-        return DefinedValue(samplers.over_selections(*arguments, select, network.relative_positions))
+        return Recomputed(samplers.over_selections(*arguments, select, network.relative_positions))
     return f"the reference has no estimator {estimator.name}"
 
 
-def _elbo(elbo: Elbo, network: OneRow, window: Window, score: Score) -> DefinedValue | str:
+def _elbo(elbo: Elbo, network: OneRow, window: Window, score: Score) -> Recomputed | str:
     if elbo.form == "score_entropy":
         return "the reference does not have SEDD's own loss"
     if elbo.eps:
@@ -82,7 +75,7 @@ def _elbo(elbo: Elbo, network: OneRow, window: Window, score: Score) -> DefinedV
     return _monte_carlo(values, elbo.replicates, score)
 
 
-def _noised_elbo(elbo: NoisedElbo, network: OneRow, window: Window, score: Score) -> DefinedValue | str:
+def _noised_elbo(elbo: NoisedElbo, network: OneRow, window: Window, score: Score) -> Recomputed | str:
     denoiser, noise = elbo.denoiser, elbo.noise
     if elbo.block or elbo.conditioning != "none":
         return "the reference has neither canvases nor self-conditioning"
@@ -105,15 +98,15 @@ def _noised_elbo(elbo: NoisedElbo, network: OneRow, window: Window, score: Score
     return _monte_carlo(values, elbo.replicates, score)
 
 
-def _monte_carlo(values: list[float], replicates: int, score: Score) -> DefinedValue:
+def _monte_carlo(values: list[float], replicates: int, score: Score) -> Recomputed:
     """The mean of draws, and the difference of their standard error, if there are enough for one."""
     if replicates == 1:
-        return DefinedValue(fmean(values))
+        return Recomputed(fmean(values))
     mean, error = reference.mean_and_error(values, replicates)
-    return DefinedValue(mean, _unequal({"stderr": (math.nan if score.stderr is None else score.stderr, error)}))
+    return Recomputed(mean, problems=_unequal({"stderr": (math.nan if score.stderr is None else score.stderr, error)}))
 
 
-def _two_phase(estimator: TwoPhase, network: OneRow, window: Window, score: Score) -> DefinedValue | str:
+def _two_phase(estimator: TwoPhase, network: OneRow, window: Window, score: Score) -> Recomputed | str:
     """g and f of the blocks along the reference's own order, since an estimate records none.
 
     Where that has a tie, the run may have taken another order, so a block whose value then differs is not checked.
@@ -139,7 +132,7 @@ def _two_phase(estimator: TwoPhase, network: OneRow, window: Window, score: Scor
         return "an estimate records no order, and blocks with ties have other values along the reference's"
     estimate, error = reference.two_phase([*g.values()], f, estimator.sample)
     pairs |= {} if score.stderr is None else {"stderr": (score.stderr, error)}
-    return DefinedValue(estimate, _unequal(pairs))
+    return Recomputed(estimate, problems=_unequal(pairs))
 
 
 def _of_block(network: OneRow, F: reference.Rule, n: int) -> float:

@@ -12,7 +12,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from lm_eval_duel.audit.recompute import distance, tolerance
+from lm_eval_duel.audit.checked import distance, tolerance
 from lm_eval_duel.core.rates import perplexity
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.text.annotated import TokenText

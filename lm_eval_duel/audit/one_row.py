@@ -48,6 +48,10 @@ class OneRow:
         self.unlike: float | None = None
         self._causal: torch.Tensor | None = None  # (L, V)
 
+    def path(self, F: reference.Rule) -> reference.Path:
+        """The likelihood of the window under this network and a rule."""
+        return reference.log_likelihood(self.x, self.blocks, self, F, self.m, self.relative_positions)
+
     def span(self, position: int) -> tuple[int, int]:
         """The first column of the block of a target position, and the column after its last."""
         if self.block is None:

@@ -10,8 +10,7 @@ Shapes: L row length, V tokens.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable
 
 import torch
 
@@ -31,58 +30,25 @@ PAPER: dict[type[rules.Rule], Callable[..., reference.Rule]] = {
 TIES = [(a * NEAR_TIE, b * NEAR_TIE, top) for a, b, top in itertools.product((1, -1), (1, -1), (True, False))]
 
 
-class NoOrder(Exception):
-    """The recorded steps of a run reveal some position never."""
-
-
-class Replayed(NamedTuple):
-    """A run's order through the reference."""
-
-    path: reference.Path
-    other_picks: int  # states at which the rule picks otherwise
-    ties: int  # the same, but within a tie of the reference's numbers
-    is_greedy: bool | None  # None: two tokens tie
-    own_order: float | None  # log-probability along the order of the reference; None: it is that of the run
-
-
 def rule_of(rule: rules.Rule) -> Callable[..., reference.Rule] | None:
     """The reference's own rule for a rule of the paper; None for other rules."""
     make = PAPER.get(type(rule))
     return None if make is None or getattr(rule, "strict", False) else lambda: make(rule)
 
 
-def replay(network: OneRow, make_rule: Callable[[], reference.Rule], steps: Sequence[int]) -> Replayed:
-    """Follow the recorded steps of each target position, counted from 0 in each block.
-
-    Raises:
-        NoOrder: a position that is scored has no step.
-    """
-    of = dict(zip(range(network.origin, network.end), steps, strict=True))
-    if any(of[ell] < 0 for ell in network.scored):
-        raise NoOrder
-    followed = Followed(network, of, make_rule())
-    arguments = network.x, network.blocks, network
-    path = reference.log_likelihood(*arguments, followed, network.m, network.relative_positions)
-    own_order = None
-    if followed.other_picks or followed.ties:
-        own = reference.log_likelihood(*arguments, make_rule(), network.m, network.relative_positions)
-        own_order = own.ll
-    is_greedy = None if followed.unclear and followed.is_greedy else followed.is_greedy
-    return Replayed(path, followed.other_picks, followed.ties, is_greedy, own_order)
-
-
 class Followed:
-    """A recorded order as a rule of the reference. `F` is asked at each of its states, and what it says is counted."""
+    """A recorded order as a rule of the reference: `steps` of the positions, counted from 0 in each block.
+
+    `F` is asked at each state. `other_picks` counts where it picks otherwise, `ties` where that is within a tie.
+    """
 
     def __init__(self, network: OneRow, steps: dict[int, int], F: reference.Rule):
         self.network, self.steps, self.F, self.step = network, steps, F, 0
         self.other_picks = self.ties = 0
-        self.is_greedy, self.unclear = True, False
+        self.is_greedy, self.top_tokens_tie = True, False
 
     def __call__(self, log_P: torch.Tensor, M: list[int]) -> list[int]:
         picked = [ell for ell in M if self.steps[ell] == self.step]
-        if min(self.steps[ell] for ell in M) < self.step:
-            raise NoOrder
         if {*self.F(log_P, M)} != {*picked}:
             tied = self.network.relative_positions and bool((log_P[M] == log_P[M[0]]).all())  # the lowest is first
             tie = not tied and any({*self.F(moved(log_P, M, picked, *by), M)} == {*picked} for by in TIES)
@@ -93,7 +59,7 @@ class Followed:
             first, second = log_P[ell].topk(min(2, len(log_P[ell]))).values.tolist()[:2]
             behind = first - float(log_P[ell, self.network.x[ell]])
             self.is_greedy &= behind < NEAR_TIE
-            self.unclear |= behind < NEAR_TIE and first - second < NEAR_TIE
+            self.top_tokens_tie |= behind < NEAR_TIE and first - second < NEAR_TIE
         self.step = 0 if len(picked) == len(M) else self.step + 1
         return picked
 

@@ -9,8 +9,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from lm_eval_duel import denoisers
-from lm_eval_duel.audit.checked import CheckedWindow, in_words
-from lm_eval_duel.audit.recompute import Recomputed, recompute
+from lm_eval_duel.audit.checked import CheckedWindow, Recomputed, in_words
+from lm_eval_duel.audit.recompute import recompute
 from lm_eval_duel.core.denoiser import Denoiser
 from lm_eval_duel.core.scores import Score
 from lm_eval_duel.core.windows import Window
@@ -60,7 +60,8 @@ class Verification:
             for (n, part), again in self._score_again(text):
                 option = f", option {requests[n].idx}" if requests[n].idx else ""
                 where = f"task {requests[n].task_name}, document {requests[n].doc_id}{option}, window {part}"
-                checked.append(CheckedWindow.from_scores(where, self.windows[n][part], self.scores[n, part], again, n))
+                run = self.scores[n, part].log_prob
+                checked.append(CheckedWindow(where, self.windows[n][part], run, again, n))
         except Exception as error:
             self.failure = first_line(error)
             count = f"{len(checked)} of {len(self.scores)} windows"

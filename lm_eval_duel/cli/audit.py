@@ -96,7 +96,7 @@ def audit(options: argparse.Namespace) -> Audit:
     setup_logging()
     require_loadable(Options.parse({**options.model, "dtype": options.dtype}))
     metadata = {**options.model_args, **options.metadata}
-    tasks = named.built(options.tasks, metadata, options.include_path, options.limit)
+    tasks = named.load(options.tasks, metadata, options.include_path, options.limit)
     lm = DuelMDM(**{**options.model, "verify": sys.maxsize})
     found = Audit([], "--no_own_code", audited(lm, options.dtype), [], [])
     if not options.no_own_code:
@@ -119,8 +119,8 @@ def audited(lm: DuelMDM, dtype: str) -> str:
 
 def audit_requests(lm: DuelMDM, task: Any, requests: list[Any], found: Audit) -> None:
     """Add the requests of a task that are of one type to what was found."""
+    from lm_eval_duel.audit.checked import distance, tolerance
     from lm_eval_duel.audit.from_text import FromText
-    from lm_eval_duel.audit.recompute import distance, tolerance
     from lm_eval_duel.harness.requests import Batch, name
 
     batch, before = Batch.from_requests(requests), len(lm.run.stats.checked)

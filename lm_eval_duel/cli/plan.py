@@ -63,7 +63,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     for name in options.tasks or ():
         from lm_eval_duel.tasks import named
 
-        named.check(name, options.include_path)
+        named.check(name)
     return options
 
 
@@ -217,7 +217,8 @@ def _windows(options: argparse.Namespace, denoiser: Any, block: int | None) -> t
     denoiser.mask_id = getattr(tokenizer, "mask_token_id", None) if denoiser.mask_id is None else denoiser.mask_id
     text = Text(tokenizer, denoiser, options.run.windows, block)
     metadata = {**options.model_args, **options.metadata}
-    requests = named.requests(options.tasks, metadata, options.include_path, options.limit)
+    tasks = named.load(options.tasks, metadata, options.include_path, options.limit)
+    requests = [request for task in tasks for request in task.instances]
     whole = [request for request in requests if request.request_type == "loglikelihood_rolling"]
     parts = [request for request in requests if request.request_type != "loglikelihood_rolling"]
     cut = [*document_windows(text, whole), *continuation_windows(text, parts)]

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from lm_eval_duel._autoload import MODELS, register
 from lm_eval_duel.console.command_line import FLAGS, be_quiet, documentation, once
 from lm_eval_duel.errors import UsageError, unknown, usage
-from lm_eval_duel.options import Options
+from lm_eval_duel.options import Options, with_flags
 from lm_eval_duel.tasks import named, task_folder
 
 if TYPE_CHECKING:
@@ -148,10 +148,8 @@ def _complete(args: argparse.Namespace) -> None:
         args.model = config.get("model") or MODEL
     folders = args.include_path or config.get("include_path") or []
     folders = [folders] if isinstance(folders, str) else folders
-    for folder in folders:
-        if not Path(folder).is_dir():
-            raise UsageError(f"--include_path {folder}: there is no such folder.")
-    args.include_path = [task_folder(), *folders]
+    read = FLAGS["include_path"].read
+    args.include_path = [task_folder(), *(read("--include_path", folder) for folder in folders)]
     _take_texts(args)
 
 
@@ -203,13 +201,10 @@ def _check(args: argparse.Namespace) -> list[str]:
         raise UsageError(f"Unknown --model '{config.model}'. Did you mean {MODEL}?")
     if config.model not in MODELS:
         return names
-    flags = {"batch_size": config.batch_size, "max_batch_size": config.max_batch_size, "device": config.device}
-    flags = {key: value for key, value in flags.items() if value is not None}
-    for key in flags:
-        if key in config.model_args:
-            raise UsageError(f"'{key}' is not one of --model_args; pass it as --{key} VALUE.")
+    flags = {key: getattr(config, key) for key in ("batch_size", "max_batch_size", "device")}
+    given = with_flags(config.model_args, **{key: value for key, value in flags.items() if value is not None})
     trusted = {"trust_remote_code": True} if getattr(args, "trust_remote_code", False) else {}
-    Options.parse({**config.model_args, **trusted, **flags})
+    Options.parse({**given, **trusted})
     return names
 
 

@@ -109,6 +109,12 @@ def _path(value: Any) -> str:
     return str(value)
 
 
+def _existing(value: Any) -> str:
+    if not Path(value).is_dir():
+        raise ValueError(value)
+    return str(value)
+
+
 def _folder(value: Any) -> str:
     existing = next(path for path in (Path(value).absolute(), *Path(value).absolute().parents) if os.path.lexists(path))
     if not (value and existing.is_dir() and os.access(existing, os.W_OK | os.X_OK)):
@@ -170,6 +176,7 @@ NAMES = ArgumentType(
     "names, separated by commas", lambda text: [part.strip() for part in text.split(",") if part.strip()]
 )
 PATH = ArgumentType("a path", _path, nothing=(None,))
+EXISTING = ArgumentType("a folder that exists", _existing, nothing=(None,))
 FOLDER = ArgumentType("a folder that can be written to; it is created if it does not exist", _folder, nothing=(None,))
 FILE = ArgumentType("a file that can be written, in a folder that exists", _file, nothing=(None,))
 INCHES = number(f"a number of inches from {WIDTHS[0]:g} to {WIDTHS[1]:g}", lambda x: WIDTHS[0] <= x <= WIDTHS[1])
@@ -184,7 +191,7 @@ FLAGS: dict[str, Flag] = {  # of several commands: the same name, values and hel
     "batch_size": Flag(TEXT, "auto", "rows of max_length in a network call"),
     "tasks": Flag(NAMES, MISSING, "names of tasks, their YAML files, or files of text, separated by commas"),
     "limit": Flag(COUNT, None, "only the first documents of each task", unset="all", shows="N"),
-    "include_path": Flag(PATH, None, "a folder of your own task files", shows="DIR"),
+    "include_path": Flag(EXISTING, None, "a folder of your own task files", shows="DIR"),
     "metric": Flag(choice(*METRICS), None, "the perplexity to compare", unset="the first that all results have"),
     "metadata": Flag(KEY_VALUES, {}, "metadata of the tasks, as for lm_eval: length=...,data_dir=..."),
     "tokenizer": Flag(CHECKPOINT, None, "a folder, a hub name or a bundled name", shows="NAME"),

@@ -15,8 +15,6 @@ from lm_eval_duel.arguments import (
     CHECKPOINT,
     COUNT,
     MAX_FACTOR,
-    NOT_NEGATIVE,
-    POSITIVE,
     SHARE,
     TEXT,
     TRUTH,
@@ -26,7 +24,7 @@ from lm_eval_duel.arguments import (
     argument,
     choice,
     declared,
-    require_finite,
+    number,
     whole,
 )
 from lm_eval_duel.demo import BUNDLED
@@ -51,14 +49,8 @@ BOS: tuple[str, ...] = get_args(Bos)
 WHOLE_ROW_BOS = ("scored", "official", "first")  # values of `bos` that say which positions of a whole row are scored
 
 
-def _temperature(value: Any) -> float:
-    require_finite("temperature", number := POSITIVE.convert(value), 1 / number)
-    return number
-
-
-def _cfg_scale(value: Any) -> float | None:
-    require_finite("cfg_scale", number := NOT_NEGATIVE.convert(value))
-    return number or None
+TEMPERATURE = number(f"a number from {1 / MAX_FACTOR:g} to {MAX_FACTOR:g}", lambda x: 1 / MAX_FACTOR <= x <= MAX_FACTOR)
+GUIDANCE = number(f"a number from 0 (no guidance) to {MAX_FACTOR:g}", lambda x: 0 <= x <= MAX_FACTOR)
 
 
 def _ids(value: Any) -> tuple[int, ...]:
@@ -121,12 +113,12 @@ class NetworkArguments(Arguments):
         "`estimator=two_phase`, where the default is `dual`",
     )
     cfg_scale: float | None = argument(
-        ArgumentType(f"a number >= 0 (0: no guidance), at most {MAX_FACTOR:g}", _cfg_scale),
+        ArgumentType(GUIDANCE.words, lambda value: GUIDANCE.convert(value) or None),
         None,
         "classifier-free guidance as in LLaDA, another distribution",
     )
     temperature: float | None = argument(
-        ArgumentType(f"a number above 0, from {1 / MAX_FACTOR:g} to {MAX_FACTOR:g}", _temperature),
+        TEMPERATURE,
         None,
         "temperature of the network's distributions, when scoring and sampling; another distribution",
     )

@@ -1,8 +1,7 @@
-"""The task that a command names: one of the harness or of this package, a YAML file, or files of text."""
+"""The tasks that a command names: tasks of the harness or of this package, YAML files, or files of text."""
 
 from __future__ import annotations
 
-import difflib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,52 +18,25 @@ if TYPE_CHECKING:
 YAML = (".yaml", ".yml")
 
 
-def load(name: str, metadata: dict[str, Any], include_path: str | None = None) -> Task:
-    """The task of a name, of a YAML file, or of texts (a file, a folder or a pattern), with its data.
-
-    `include_path`: a folder of the user's task files. Raises DuelError if there is no such task, or it is a group.
-    """
-    check(name, include_path)
-    if is_text(name):
-        name, metadata = "duel_text", {**metadata, "files": name}
-    manager = task_manager([name], metadata, include_path)
-    if not is_yaml(name) and name not in manager.all_tasks:
-        near = difflib.get_close_matches(name, manager.all_tasks, n=1)
-        raise DuelError(f"No task '{name}'.{f' Did you mean {near[0]}?' if near else ''} All: lm_eval ls tasks.")
-    if not is_yaml(name) and name not in manager.all_subtasks:  # before the data of its tasks are loaded
-        raise DuelError(f"'{name}' is a group of tasks; name one task.")
-    loaded = manager.load([name])
-    if loaded["groups"] or len(loaded["tasks"]) != 1:
-        raise DuelError(f"{name} is not the file of one task; name one with a line 'task: NAME'.")
-    return next(iter(loaded["tasks"].values()))
-
-
-def load_all(names: Sequence[str], metadata: dict[str, Any], include_path: str | None = None) -> list[Task]:
-    """The tasks of names, YAML files and texts as for `load`; a group stands for its tasks."""
-    files = [name for name in names if is_yaml(name) or is_text(name)]
-    others = [name for name in names if name not in files]
-    tasks = [load(name, metadata, include_path) for name in files]
-    if others:
-        manager = task_manager(others, metadata, include_path)
-        for name in others:
-            if name not in manager.all_tasks:
-                raise DuelError(str(unknown("task", name, manager.all_tasks)).split(" Known:")[0])
-        tasks += manager.load(others)["tasks"].values()
-    return tasks
-
-
-def requests(
-    names: Sequence[str], metadata: dict[str, Any], include_path: str | None = None, limit: int | None = None
-) -> list[Any]:
-    """The requests of the first documents of tasks; raises DuelError for a task that generates text."""
-    return [request for task in built(names, metadata, include_path, limit) for request in task.instances]
-
-
-def built(
+def load(
     names: Sequence[str], metadata: dict[str, Any], include_path: str | None = None, limit: int | None = None
 ) -> list[Task]:
-    """Tasks with the requests of their first documents; raises DuelError for a task that generates text."""
-    tasks = load_all(names, metadata, include_path)
+    """Tasks with their data and the requests of their first `limit` documents; a group stands for its tasks.
+
+    A file, a folder or a pattern of texts is the task `duel_text`. `include_path`: a folder of the user's task files.
+    Raises DuelError for an unknown name, and for a task that generates text.
+    """
+    for name in names:
+        check(name)
+    others = [name for name in names if not is_text(name)]
+    parts = [(["duel_text"], {**metadata, "files": name}) for name in names if is_text(name)]
+    tasks: list[Task] = []
+    for part, settings in [*parts, (others, metadata)] if others else parts:
+        manager = task_manager(part, settings, include_path)
+        for name in part:
+            if not is_yaml(name) and name not in manager.all_tasks:
+                raise DuelError(str(unknown("task", name, manager.all_tasks)).split(" Known:")[0])
+        tasks += manager.load(part)["tasks"].values()
     for task in tasks:
         if task.OUTPUT_TYPE == "generate_until":
             raise DuelError(f"The task {task.config.task} generates text and has no text to score; leave it out.")
@@ -99,10 +71,8 @@ def holds(manager: TaskManager, names: Iterable[str]) -> bool:
     return True
 
 
-def check(name: str, include_path: str | None = None) -> None:
-    """Raise DuelError for files and folders that do not exist, before anything is loaded."""
-    if include_path is not None and not Path(include_path).is_dir():
-        raise DuelError(f"--include_path {include_path}: there is no such folder.")
+def check(name: str) -> None:
+    """Raise DuelError for a file or a pattern that does not exist, before anything is loaded."""
     if is_yaml(name) and not Path(name).is_file():
         raise DuelError(f"--tasks {name}: there is no such file.")
     if is_text(name):
@@ -110,7 +80,7 @@ def check(name: str, include_path: str | None = None) -> None:
 
 
 def is_yaml(name: str) -> bool:
-    """True if `name` is that of a task's file."""
+    """True if `name` is a task's file."""
     return Path(name).suffix in YAML
 
 

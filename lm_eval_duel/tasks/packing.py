@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
 
-from lm_eval_duel.errors import DuelError, unknown
+from lm_eval_duel.errors import DuelError
 
 REMAINDERS = ("keep", "drop", "official")
 BATCH = 1000  # documents that the authors' code wraps at a time (the default of datasets.map)
@@ -20,9 +20,10 @@ BATCH = 1000  # documents that the authors' code wraps at a time (the default of
 
 @dataclasses.dataclass(frozen=True)
 class Wrapping:
-    """The settings of wrapped documents. `length`: ids of a row, special tokens included. `framed`: rows begin with
-    `bos` and
-    end with `eos`. `insert_eos`: an `eos` after each document.
+    """The settings of wrapped documents.
+
+    `length`: ids of a row, special tokens included. `framed`: rows begin with `bos` and end with `eos`. `insert_eos`:
+    an `eos` after each document.
 
     `remainder`: what to do with ids that do not fill a row: "keep" (the last row is short), "drop", or "official":
     documents are wrapped 1,000 at a time and the remainder of each batch is dropped, as in the authors' code.
@@ -36,8 +37,6 @@ class Wrapping:
     remainder: str = "keep"
 
     def __post_init__(self) -> None:
-        if self.remainder not in REMAINDERS:
-            raise unknown("value of remainder", self.remainder, REMAINDERS)
         if self.length <= 2 * self.framed:
             raise DuelError(f"length={self.length} leaves no position for text in a row; raise it.")
 

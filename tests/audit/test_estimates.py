@@ -69,9 +69,7 @@ def checked(name):
     windows = PLAIN if estimator.denoiser.attention == "block_causal" else WINDOWS
     scores = estimator.log_prob(windows)
     pairs = zip(windows, scores, strict=True)
-    return [
-        CheckedWindow.from_scores(name, window, score, recompute(estimator, window, score)) for window, score in pairs
-    ]
+    return [CheckedWindow(name, window, score.log_prob, recompute(estimator, window, score)) for window, score in pairs]
 
 
 @pytest.mark.parametrize("share", [None, 0.2])
@@ -109,7 +107,7 @@ def test_a_tie_does_not_let_a_wrong_block_pass():
     blocks = dataclasses.replace(score.blocks, cached=more[0], uncached=more[1])
     wrong = dataclasses.replace(score, log_prob=score.log_prob + 1, blocks=blocks)
     found = recompute(estimator, window, wrong)
-    assert found.route == ALONE and CheckedWindow.from_scores("", window, wrong, found).differs, found
+    assert found.route == ALONE and CheckedWindow("", window, wrong.log_prob, found).differs, found
     assert recompute(estimator, window, score).log_prob == pytest.approx(score.log_prob, abs=1e-9)
 
 

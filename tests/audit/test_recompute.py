@@ -13,7 +13,6 @@ from lm_eval_duel.audit.checked import CheckedWindow
 from lm_eval_duel.audit.recompute import ALONE, REFERENCE, RUNS_RULE, Recomputed, recompute
 from lm_eval_duel.core import block_causal, network, predictions
 from lm_eval_duel.core import view as views
-from lm_eval_duel.core.scores import Score
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.denoisers.cached import view as cached_view
 from lm_eval_duel.denoisers.cached.denoiser import Cached
@@ -89,9 +88,7 @@ MORE = [
 def checked(estimator, windows):
     """Each window in the run and once more."""
     found = zip(windows, estimator.log_prob(windows), strict=True)
-    return [
-        CheckedWindow.from_scores("", window, score, recompute(estimator, window, score)) for window, score in found
-    ]
+    return [CheckedWindow("", window, score.log_prob, recompute(estimator, window, score)) for window, score in found]
 
 
 def some(rules, number):
@@ -227,11 +224,11 @@ def test_a_fault_of_the_run_differs(fault, name, monkeypatch, no_row_checks):
 
 
 def test_what_differs():
-    window, score = Window((), (1, 2)), Score(-3.0, reveal_steps=(0, 1), near_ties=0)
+    window = Window((), (1, 2))
 
     def problems(again=-3.0, run=-3.0, **found):
         recomputed = Recomputed(again, REFERENCE, **{"other_picks": 0, "ties": 0, **found})
-        return CheckedWindow.from_scores("", window, dataclasses.replace(score, log_prob=run), recomputed).problems
+        return CheckedWindow("", window, run, recomputed).problems
 
     assert not problems() and not problems(-3.00005) and not problems(ties=1, own_order=-9.0)
     assert problems(-3.001) and problems(other_picks=1) and problems(problems=("is_greedy is True",))

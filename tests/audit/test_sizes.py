@@ -52,7 +52,7 @@ def tokens(count, seed=0):
 
 def agree(estimator, windows):
     for window, score in zip(windows, estimator.log_prob(windows), strict=True):
-        found = CheckedWindow.from_scores("", window, score, recompute(estimator, window, score))
+        found = CheckedWindow("", window, score.log_prob, recompute(estimator, window, score))
         assert not found.problems and found.difference < 1e-8 and found.again.ties == 0, found.problems
 
 

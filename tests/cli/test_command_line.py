@@ -43,7 +43,7 @@ TYPOS = [
     (["run", "--model", "duel-mdn", "--tasks", "sotu"], "Unknown --model 'duel-mdn'. Did you mean duel-mdm?"),
     (["run", "--model_args", "rule=greedy"], "No task to run"),
     (["run", "--tasks", "sotu", "--model_args", "batch_size=4"], "--batch_size VALUE"),
-    (["run", "--tasks", "sotu", "--include_path", "nosuch"], "--include_path nosuch: there is no such folder."),
+    (["run", "--tasks", "sotu", "--include_path", "nosuch"], "'--include_path' is a folder that exists; got 'nosuch'."),
     (["run", "--tasks", "sotu", "--config", "nosuch.yaml"], "--config nosuch.yaml: Config file not found"),
     (["inspect", "demo-mdm", "--model_arg", "blok=4"], "Unknown model arg 'blok'"),  # a beginning that is clear
     (["plan", "--model_args", "rule=gredy", "--tokens", "9"], "Did you mean greedy?"),

@@ -196,13 +196,10 @@ def test_a_command_takes_a_task_a_yaml_file_or_texts(tmp_path, folder, monkeypat
     yaml = write(tmp_path, "mine.yaml", mine + f"metadata:\n  version: 1.0\n  files: {texts}\n")
     metadata = {"tokenizer": folder}
     for name, include_path in ((yaml, None), ("mine", str(tmp_path))):
-        task = named.load(name, metadata, include_path)
-        task.build_all_requests()
+        [task] = named.load([name], metadata, include_path)
         assert [request.args[-1] for request in task.instances] == ["a b c d", "e"]
-    with pytest.raises(DuelError, match="is a group of tasks"):
-        named.load("duel_zero_shot", metadata)
     with pytest.raises(DuelError, match="Did you mean sotu"):
-        named.load("sotus", metadata)
+        named.load(["sotus"], metadata)
 
 
 def test_run_reads_files_of_text_as_a_task(tmp_path):

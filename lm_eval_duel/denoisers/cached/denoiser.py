@@ -31,7 +31,7 @@ from lm_eval_duel.denoisers.cached.steering import Attentions, NotSteered, Steer
 from lm_eval_duel.denoisers.cached.view import CachedView
 from lm_eval_duel.denoisers.load_options import CACHES
 from lm_eval_duel.denoisers.wrappers import Wrapper
-from lm_eval_duel.errors import DuelError, clean_keys_exact, no_key_stays, unknown
+from lm_eval_duel.errors import DuelError, unknown
 
 
 class Cached(Wrapper):
@@ -121,7 +121,10 @@ def under_cache(denoiser: Denoiser, cache: str) -> Denoiser:
 def _require_cacheable(plain: Denoiser, cache: str) -> None:
     """Raise DuelError, with the reason, for a kind of network that does not support a cache."""
     if plain.attention != "bidirectional":
-        raise clean_keys_exact(cache, plain.attention)
+        raise DuelError(
+            f"cache={cache} is for bidirectional networks; this one is {plain.attention}, whose clean keys and values "
+            "are exact already: they are kept, and no later block changes them. Leave cache out."
+        )
     if plain.needs_visible:
         raise DuelError(
             f"cache={cache} evaluates a part of a row, and this network scales its input by the share of masked "
@@ -134,7 +137,10 @@ def _require_cacheable(plain: Denoiser, cache: str) -> None:
             f"{type(plain).__name__}(Cached(network, ...), ...)."
         )
     if type(plain).open is not Denoiser.open:
-        raise no_key_stays(cache, plain.family)
+        raise DuelError(
+            f"cache={cache} keeps keys and values from a block's first step, but a {plain.family} network gets another "
+            "noise level at each step, so none of them stay valid. Leave cache out."
+        )
 
 
 def _steering(plain: Denoiser) -> Steering:
