@@ -8,23 +8,32 @@ interpreter start, so this file imports nothing, not even `typing`.
 
 TYPE_CHECKING = False  # as typing.TYPE_CHECKING: type checkers read it as True
 if TYPE_CHECKING:
-    from lm_eval_duel.core.denoiser import Denoiser
-    from lm_eval_duel.core.scores import Sample, Score
-    from lm_eval_duel.core.windows import Window
-    from lm_eval_duel.denoisers import load, load_tokenizer
-    from lm_eval_duel.errors import DuelError, RuleStalled, UsageError
-    from lm_eval_duel.estimators.duel import Autoregressive
-    from lm_eval_duel.estimators.elbo import Elbo
-    from lm_eval_duel.estimators.noised_elbo import NoisedElbo
-    from lm_eval_duel.estimators.subsets.lattice import Lattice
-    from lm_eval_duel.estimators.subsets.sampled_confidence import SampledConfidence
-    from lm_eval_duel.estimators.subsets.sampled_order import SampledOrder
-    from lm_eval_duel.estimators.two_phase import TwoPhase
-    from lm_eval_duel.library.duel import Duel
-    from lm_eval_duel.library.results import GeneratedText, TextEstimate, TextScore
-    from lm_eval_duel.library.training import DuelCallback, planned_tokens, training_metrics
-    from lm_eval_duel.results.paired import compare
-    from lm_eval_duel.rules import Decision, Rule
+    from lm_eval_duel.core.denoiser import Denoiser as Denoiser
+    from lm_eval_duel.core.scores import Sample as Sample
+    from lm_eval_duel.core.scores import Score as Score
+    from lm_eval_duel.core.windows import Window as Window
+    from lm_eval_duel.denoisers import load as load
+    from lm_eval_duel.denoisers import load_tokenizer as load_tokenizer
+    from lm_eval_duel.errors import DuelError as DuelError
+    from lm_eval_duel.errors import RuleStalled as RuleStalled
+    from lm_eval_duel.errors import UsageError as UsageError
+    from lm_eval_duel.estimators.duel import Autoregressive as Autoregressive
+    from lm_eval_duel.estimators.elbo import Elbo as Elbo
+    from lm_eval_duel.estimators.noised_elbo import NoisedElbo as NoisedElbo
+    from lm_eval_duel.estimators.subsets.lattice import Lattice as Lattice
+    from lm_eval_duel.estimators.subsets.sampled_confidence import SampledConfidence as SampledConfidence
+    from lm_eval_duel.estimators.subsets.sampled_order import SampledOrder as SampledOrder
+    from lm_eval_duel.estimators.two_phase import TwoPhase as TwoPhase
+    from lm_eval_duel.library.duel import Duel as Duel
+    from lm_eval_duel.library.results import GeneratedText as GeneratedText
+    from lm_eval_duel.library.results import TextEstimate as TextEstimate
+    from lm_eval_duel.library.results import TextScore as TextScore
+    from lm_eval_duel.library.training import DuelCallback as DuelCallback
+    from lm_eval_duel.library.training import planned_tokens as planned_tokens
+    from lm_eval_duel.library.training import training_metrics as training_metrics
+    from lm_eval_duel.results.paired import compare as compare
+    from lm_eval_duel.rules import Decision as Decision
+    from lm_eval_duel.rules import Rule as Rule
 
     __version__: str
 
@@ -57,34 +66,7 @@ _HOMES = {  # the module that defines each public name
     "training_metrics": "lm_eval_duel.library.training",
 }
 
-__all__ = [
-    "Autoregressive",
-    "Decision",
-    "Denoiser",
-    "Duel",
-    "DuelCallback",
-    "DuelError",
-    "Elbo",
-    "GeneratedText",
-    "Lattice",
-    "NoisedElbo",
-    "Rule",
-    "RuleStalled",
-    "Sample",
-    "SampledConfidence",
-    "SampledOrder",
-    "Score",
-    "TextEstimate",
-    "TextScore",
-    "TwoPhase",
-    "UsageError",
-    "Window",
-    "compare",
-    "load",
-    "load_tokenizer",
-    "planned_tokens",
-    "training_metrics",
-]
+__all__ = sorted(_HOMES)
 
 
 def __getattr__(name: str) -> object:

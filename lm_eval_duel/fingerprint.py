@@ -132,14 +132,6 @@ def code_of(kind: type) -> str:
     return hash_files(files)
 
 
-def of_rule(rule: Any) -> dict[str, str]:
-    """A rule as entries of the spec: its text, the hash of the files that it reads, and of a user's own code."""
-    kind = rule.code_class
-    own = kind.__module__.partition(".")[0] not in LIBRARIES
-    files = {"rule_files": hash_contents(rule.files)} if rule.files else {}
-    return {"rule": str(rule)} | files | ({"rule_code": code_of(kind)} if own else {})
-
-
 def _code_files(kind: type) -> set[str]:
     files: set[str] = set()
     for base in kind.__mro__:

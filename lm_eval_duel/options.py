@@ -135,7 +135,8 @@ class Options(NetworkArguments):
         readable = {**MODEL_ARGUMENTS, **estimators}
         if preset is not None:
             arguments = _with_preset(preset, arguments, readable)
-        known = [*readable, *ALIASES, *_parameters(arguments)]
+        rule_class = rules.find(rules.split(arguments.get("rule", "greedy"))[0])
+        known = [*readable, *ALIASES, *declared(rule_class)]
         for key in arguments:
             if key not in known and key not in rules.PARAMETERS:
                 raise unknown("model arg", key, known)
@@ -156,10 +157,6 @@ class Options(NetworkArguments):
         entry.check(options, entry.own(**options.estimator_args))
         _check_cache(options, arguments.get("cache"))
         return options
-
-    def require_preset_fits(self, family: str | None) -> None:
-        """Raise DuelError if the preset is not for checkpoints of this family; None is a family not known yet."""
-        presets.require_fit(self.preset, family)
 
     def with_tokenizer(self, tokenizer: Any) -> Options:
         """These options with the ids that the rule takes from a tokenizer."""
@@ -266,11 +263,6 @@ def _read_aliases(arguments: Mapping[str, Any], values: dict[str, Any]) -> None:
         if values.get(name) not in (None, value):
             raise DuelError(f"{alias}={arguments[alias]} means {name}={value}, but {name}={values[name]} is given.")
         values[name] = value
-
-
-def _parameters(arguments: Mapping[str, Any]) -> list[str]:
-    """The parameters of the rule that is named."""
-    return [field.name for field in dataclasses.fields(rules.find(rules.split(arguments.get("rule", "greedy"))[0]))]
 
 
 def _rule(arguments: Mapping[str, Any]) -> rules.Rule:

@@ -53,7 +53,7 @@ class Planner(ModuleRule):
     @property
     def inputs(self) -> list[str]:
         """The inputs that the planner reads, in their order."""
-        return self.header().metadata.get("inputs", "").split(",")
+        return self.metadata().get("inputs", "").split(",")
 
     @classmethod
     def build(cls, tensors: dict[str, torch.Tensor], metadata: dict[str, str]) -> torch.nn.Module:

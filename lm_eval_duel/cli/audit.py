@@ -23,17 +23,18 @@ if TYPE_CHECKING:
 
 UNCHECKED = 3  # the exit code if nothing could be compared
 PRINTS = """\
-1. The network with the checkpoint's own code (or its class in transformers): log-probabilities at masked positions of a
+Prints three comparisons:
+1. The network and the checkpoint's own code (or its class in transformers): log-probabilities at masked positions of a
    few rows.
-2. The windows of a few documents twice, in float32: as a run scores them, and by lm_eval_duel/reference.py, one row and
-   one step at a time. The run's order is followed through the reference: the values along it must agree to max(1e-4,
-   1e-6 x tokens) nats, and at each state the rule must pick what the run picked, or be within a tie there, in the
-   reference's numbers. Nothing that the run reports excuses a difference. The routes:
+2. The windows of a few documents, scored twice in float32: by a run, and by lm_eval_duel/reference.py, one row and one
+   step at a time, along the run's order. The values must agree to max(1e-4, 1e-6 x tokens) nats, and at each state the
+   rule must pick what the run picked, up to ties in the reference's numbers. Nothing that the run reports excuses a
+   difference. The routes:
      reference                       the algorithm and the rule (the bound, the sum over orders) of the reference
      reference with the run's rule   the same with the rule of the run, which is not among the paper's
      run alone                       the run's own code, one row in each call: not checked independently
-3. The printed perplexities with perplexities from the raw text: ids by the tokenizer alone, counts, the reference's
-   sums.
+3. The perplexities that each task prints, and those from its raw text: ids by the tokenizer alone, counts, and the sums
+   of the reference.
 Exit codes: 0 if nothing differs, 1 if something differs, 3 if nothing could be checked.
 """
 

@@ -17,7 +17,7 @@ from lm_eval_duel.estimators import registry
 from lm_eval_duel.options import MODEL_ARGUMENTS
 from lm_eval_duel.rules import presets
 
-Rows = list[tuple[str, ...]]  # positions in Markdown; the first is the name, the last a sentence
+Rows = list[tuple[str, ...]]  # cells in Markdown; the first is the name, the last a sentence
 LINK = re.compile(r"\[([^]]*)\]\([^)]*\)")
 
 
@@ -114,7 +114,7 @@ def markdown(command: str) -> str:
 
 def listing(command: str, names: Sequence[str] = ()) -> str:
     """The tables of a command for the terminal; `names`: only these rows. Raises DuelError for an unknown name."""
-    tables = [[tuple(_plain(position) for position in row) for row in rows()] for _, rows in TABLES[command]]
+    tables = [[tuple(_without_markdown(cell) for cell in row) for row in rows()] for _, rows in TABLES[command]]
     known = {word.strip("()"): row for table in reversed(tables) for row in table for word in row[0].split()}
     for name in names:
         if name not in known:
@@ -129,12 +129,12 @@ def listing(command: str, names: Sequence[str] = ()) -> str:
 
 
 def _entry(row: tuple[str, ...], width: int) -> str:
-    name, *positions, meaning = row
-    first = "  ".join([name, *(f"[{position}]" for position in positions if position)])
+    name, *cells, meaning = row
+    first = "  ".join([name, *(f"[{cell}]" for cell in cells if cell)])
     return f"{first}\n{textwrap.indent(textwrap.fill(meaning, width - 4), '    ')}"
 
 
-def _plain(text: str) -> str:
+def _without_markdown(text: str) -> str:
     return LINK.sub(r"\1", text).replace("`", "")
 
 

@@ -21,8 +21,9 @@ from lm_eval_duel.tasks import own_text
 
 WARPERS = ("temperature", "top_k", "top_p")  # flags of the draws, and model args of the network
 PRINTS = """\
-Writes a JSON object a line, as each text is finished: prompt and sample (numbers from 0), text, log_prob (nats, of all
-tokens given prompt and suffix) and its kind, tokens with their log-probabilities and reveal steps, rule, block, seed.
+Writes one line of JSON for each text, as soon as it is finished: prompt and sample (numbers from 0), text, log_prob
+(nats, of all tokens given prompt and suffix) and its kind, tokens with their log-probabilities and reveal steps, rule,
+block, seed.
 A sample depends on the seed, its prompt's number and its own number, not on how many others there are.
 """
 
@@ -91,13 +92,15 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         PRINTS,
         "demo-mdm --model_args rule=greedy,block=32 --prompt 'We the' --num 4 --max_new_tokens 64",
         *("NAME", "model_args", "device", "batch_size"),
-        prompt=Flag(TEXT, None, "the texts to continue; none: the empty text", many=True, shows="TEXT"),
-        prompts=Flag(PATH, None, "files of prompts: a table, or plain text with one a line", many=True, shows="FILE"),
+        prompt=Flag(TEXT, None, "texts to continue", many=True, unset="the empty text", shows="TEXT"),
+        prompts=Flag(
+            PATH, None, "files of prompts: tables, or plain text with one a line", many=True, shows="FILE"
+        ),
         field=Flag(TEXT, "prompt", "the column of a table that holds the prompt"),
         suffix=Flag(TEXT, "", "visible text after the generated one (infilling)"),
         num=Flag(COUNT, 1, "samples of each prompt", shows="N"),
         max_new_tokens=Flag(COUNT, 64, "positions to generate", shows="N"),
-        temperature=Flag(NOT_NEGATIVE, None, "0: the most probable token at every pick", unset="1"),
+        temperature=Flag(NOT_NEGATIVE, None, "of the draws; 0 takes the most probable token at every pick", unset="1"),
         top_k=Flag(COUNT, None, "keep this many of the most probable tokens", unset="all"),
         top_p=Flag(SHARE, None, "keep the fewest tokens with this probability", unset="all"),
         until=Flag(TEXT, None, "stop strings", many=True, shows="TEXT"),

@@ -15,18 +15,9 @@ COMMANDS = {  # name: (module below lm_eval_duel with its `main`, what it does)
     "run": ("cli.run", "evaluate tasks: lm-eval's run, with this package's model as the default and its tasks known"),
     "inspect": ("cli.inspect", "show how a checkpoint is read (family, mask, block, ...) and score one text"),
     "score": ("cli.score", "score your own texts: log-probability, perplexity and bits per byte of each document"),
-    "generate": (
-        "cli.generate",
-        "draw texts under the rule that is scored, as JSON lines with their log-probabilities",
-    ),
-    "report": (
-        "results.report",
-        "tables and figures of lm_eval results: perplexities, differences, the gap to an AR baseline",
-    ),
-    "leaderboard": (
-        "results.leaderboard",
-        "one page of lm_eval results to sort, filter and send, with a view of texts",
-    ),
+    "generate": ("cli.generate", "draw texts under the rule that is scored, each with its log-probability"),
+    "report": ("results.report", "tables and figures of lm_eval results: perplexities, differences, the gap to AR"),
+    "leaderboard": ("results.leaderboard", "one page of lm_eval results to sort and filter, with a view of texts"),
     "show": ("cli.show", "print one document of a trace, its tokens coloured by reveal step or by likelihood"),
     "plan": ("cli.plan", "count what a run will cost before it starts: rows, operations, memory, hours"),
     "audit": ("cli.audit", "compare the numbers of a few documents with the specification, reference.py, in float32"),
@@ -34,14 +25,8 @@ COMMANDS = {  # name: (module below lm_eval_duel with its `main`, what it does)
     "rules": ("cli.declared:rule_list", "list the unmasking rules and their parameters"),
     "estimators": ("cli.declared:estimator_list", "list the estimators and their model args"),
     "presets": ("cli.declared:preset_list", "list the named settings of deployed samplers, and the model args of each"),
-    "tools data": (
-        "cli.data",
-        "check the benchmarks' data sets: `tools data check` loads them and prints their contents",
-    ),
-    "tools where": (
-        "cli.where",
-        "print the absolute path of the tasks, a bundled checkpoint or its results",
-    ),
+    "tools data": ("cli.data", "check that the data sets of the benchmark tasks can be loaded, and describe them"),
+    "tools where": ("cli.where", "print the absolute path of the tasks, a bundled checkpoint or the bundled results"),
 }
 SHARED = ("run", "score")  # all processes of a launch take part
 PACKAGES = ("lm_eval", "torch", "transformers")
@@ -61,24 +46,20 @@ def version() -> str:
 
 def overview() -> str:
     """The commands, one line each."""
-    listed = [(name, text) for name, (_, text) in COMMANDS.items()]
-    return "\n".join(
-        [
-            "Exact likelihood of masked diffusion language models, through lm-evaluation-harness.",
-            "",
-            f"usage: {PROGRAM} COMMAND ...",
-            "",
-            textwrap.indent(plain_table([], listed), "  "),
-            "",
-            f"{PROGRAM} COMMAND --help explains a command and gives an example. {PROGRAM} --version prints versions.",
-            "Exit codes: 0 on success, 1 if the command failed while running, 2 if an argument is wrong,",
-            "3 if `audit` could check nothing.",
-            f"Documentation: {documentation()}",
-            "",
-            "example:",
-            f"  {PROGRAM} run demo-mdm --model_args rule=greedy,block=32 --tasks sotu --limit 4",
-        ]
-    )
+    listed = plain_table([], [(name, text) for name, (_, text) in COMMANDS.items()])
+    return f"""\
+Exact likelihood of masked diffusion language models, through lm-evaluation-harness.
+
+usage: {PROGRAM} COMMAND ...
+
+{textwrap.indent(listed, "  ")}
+
+{PROGRAM} COMMAND --help explains a command and gives an example. {PROGRAM} --version prints versions.
+Exit codes: 0 on success, 1 if the command failed, 2 if an argument is wrong, 3 if `audit` could check nothing.
+Documentation: {documentation()}
+
+example:
+  {PROGRAM} run demo-mdm --model_args rule=greedy,block=32 --tasks sotu --limit 4"""
 
 
 def main(arguments: list[str] | None = None) -> None:

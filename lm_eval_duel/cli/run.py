@@ -43,7 +43,7 @@ TYPE_NAMES = {
 }
 HELP = f"""\
 lm-eval's `run`, with --model {MODEL} as the default and this package's tasks available without --include_path.
-The model is named by NAME first, by --model_args pretrained=NAME,... or by --model_args NAME,...
+Name the model first, or in --model_args: NAME,... or pretrained=NAME,...
 Prints lm-eval's table of results: token, word and byte perplexity of each task, accuracies, standard errors.
 --output_path DIR saves the results with the fingerprint of the scored distribution and the cost of the run.
 

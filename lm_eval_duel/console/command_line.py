@@ -239,7 +239,8 @@ class Parser(argparse.ArgumentParser):
 
     def _add(self, name: str, flag: Flag) -> None:
         positional, must, choices = name.isupper(), flag.default is MISSING, flag.kind.choices
-        shown = flag.unset or ("" if flag.default in (MISSING, None, "", False, (), {}) else flag.shown)
+        nothing = flag.default in (MISSING, None, "", (), {}) or flag.default is False
+        shown = flag.unset or ("" if nothing else flag.shown)
         help = flag.help if flag.help == argparse.SUPPRESS else flag.help.replace("%", "%%")
         words: dict[str, Any] = {"help": f"{help} ({shown})" if shown else help}
         if flag.kind is TRUTH:

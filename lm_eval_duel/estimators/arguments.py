@@ -98,7 +98,11 @@ def _rules(value: Any) -> tuple[rules.Rule, ...]:
     """Rules of a text such as greedy+margin:k=2, each of which is state-only."""
     parsed = value if isinstance(value, tuple) else tuple(rules.parse(text) for text in str(value).split("+"))
     for rule in parsed:
-        rules.check_state_only(rule)
+        if not rule.state_only:
+            raise DuelError(
+                f"lattice_rules takes rules whose pick depends on the revealed tokens alone; {rule} has a memory, or "
+                "its class does not declare `state_only = True`. Score it in another run: estimator=duel,rule=..."
+            )
     return parsed
 
 

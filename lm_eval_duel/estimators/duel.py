@@ -17,7 +17,7 @@ from typing import Any, cast
 
 import torch
 
-from lm_eval_duel import fingerprint, rules
+from lm_eval_duel import rules
 from lm_eval_duel.core.accumulators import ScoreAccumulator
 from lm_eval_duel.core.decision import EVALUATE_ALL, UnmaskingRule
 from lm_eval_duel.core.denoiser import Denoiser
@@ -74,7 +74,7 @@ class DuelEstimator(Estimator):
         return [(start, last + width - start)]
 
     def describe(self) -> dict[str, object]:
-        return {**super().describe(), **fingerprint.of_rule(self.rule)}
+        return {**super().describe(), **rules.described(self.rule)}
 
     def with_denoiser(self, denoiser: Denoiser) -> DuelEstimator:
         """The same rule and block on a wrapped network of the same kind, with shared counts."""

@@ -11,6 +11,7 @@ import torch
 
 from lm_eval_duel import fingerprint
 from lm_eval_duel.harness.cache import RULE_CODE, RULES
+from lm_eval_duel.rules import described
 
 if TYPE_CHECKING:
     from lm_eval_duel.core.denoiser import Denoiser
@@ -26,7 +27,7 @@ def generation(spec: dict[str, str], estimator: Estimator, tokenizer: Any, optio
 
     if not estimator.decodes:
         spec = {**spec, "estimator": "duel", "block": str(options.block), "grid": options.grid}
-        spec |= fingerprint.of_rule(options.rule)
+        spec |= described(options.rule)
     return {
         **spec,
         "draw_seed": str(options.draw_seed),
@@ -39,9 +40,9 @@ def followed_rules(estimator: Estimator) -> dict[str, str]:
     """The rules whose orders a lattice reads off, with the code of custom ones: in the results, but not in the spec."""
     if (rules := getattr(estimator, "rules", None)) is None:
         return {}
-    described = [fingerprint.of_rule(rule) for rule in rules]
-    codes = [rule["rule_code"] for rule in described if "rule_code" in rule]
-    return {RULES: "+".join(rule["rule"] for rule in described), **({RULE_CODE: "+".join(codes)} if codes else {})}
+    specs = [described(rule) for rule in rules]
+    codes = [spec["rule_code"] for spec in specs if "rule_code" in spec]
+    return {RULES: "+".join(spec["rule"] for spec in specs), **({RULE_CODE: "+".join(codes)} if codes else {})}
 
 
 def trace_header(estimator: Estimator, spec: dict[str, str], tokenizer: str) -> dict[str, Any]:

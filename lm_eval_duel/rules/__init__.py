@@ -13,11 +13,11 @@ import os
 import sys
 from typing import Any, TypeGuard
 
-from lm_eval_duel.arguments import INTEGER, MISSING, RAW, TEXT, Argument, declared
+from lm_eval_duel.arguments import MISSING, declared
 from lm_eval_duel.core.decision import NEAR_TIE, Decision
 from lm_eval_duel.errors import DuelError, unknown
 from lm_eval_duel.rules.adaptive import EntropyBound, Threshold
-from lm_eval_duel.rules.around import inner, replaced
+from lm_eval_duel.rules.around import described, inner, replaced
 from lm_eval_duel.rules.base import Rule, rank
 from lm_eval_duel.rules.checked import with_checks
 from lm_eval_duel.rules.deployed import DinferThreshold, EntropyThreshold, Factor, Hierarchy, HighOrTopk
@@ -39,8 +39,8 @@ __all__ = [
     "SubBlock",
     "blockwise",
     "build",
-    "check_state_only",
     "compute_dtype",
+    "described",
     "find",
     "in_memory",
     "inner",
@@ -136,20 +136,11 @@ def build(name: str, arguments: dict[str, Any]) -> Rule:
             raise unknown(f"parameter of rule {name}", key, parameters)
     missing = [key for key, parameter in parameters.items() if key not in arguments and parameter.default is MISSING]
     if missing:
-        values = {key: _example(key, parameters[key]) for key in missing} | arguments
+        values = {key: parameters[key].example or key.upper() for key in missing} | arguments
         example = ":".join([name, *(f"{key}={values[key]}" for key in parameters if key in values)])
         hints = "".join(f" {key}: {parameters[key].help}." for key in missing if parameters[key].help)
         raise DuelError(f"Rule '{name}' needs {', '.join(missing)}, e.g. {example}.{hints}")
     return rule(**{key: parameters[key].read(key, value, f" of rule '{name}'") for key, value in arguments.items()})
-
-
-def _example(name: str, parameter: Argument) -> Any:
-    """A value for messages, of a parameter that must be given."""
-    if parameter.example is not None:
-        return parameter.example
-    if parameter.kind in (TEXT, RAW):
-        return name.upper()
-    return 8 if parameter.kind is INTEGER else 0.9
 
 
 def find(name: str) -> type[Rule]:
@@ -173,15 +164,6 @@ def _folder_and_module(file: str) -> tuple[str, str]:
     if other is not None and os.path.abspath(other.origin or "") != path:
         raise DuelError(f"'{module}' is also the module {other.origin}; give the rule's file {file} another name.")
     return folder, module
-
-
-def check_state_only(rule: Rule) -> None:
-    """Raise DuelError for a rule whose pick depends on more than the revealed tokens."""
-    if not rule.state_only:
-        raise DuelError(
-            f"lattice_rules takes rules whose pick depends on the revealed tokens alone; {rule} has a memory, or its "
-            "class does not declare `state_only = True`. Score it in a separate run: estimator=duel,rule=..."
-        )
 
 
 def blockwise(rule: Rule, block: int | None) -> Rule:

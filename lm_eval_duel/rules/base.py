@@ -63,11 +63,6 @@ class Rule(Arguments):
         raise NotImplementedError
 
     @property
-    def code_class(self) -> type[Rule]:
-        """The class whose code decides, for the fingerprint."""
-        return type(self)
-
-    @property
     def files(self) -> tuple[str, ...]:
         """The files that the rule reads, for the fingerprint."""
         return ()
@@ -85,7 +80,7 @@ class Rule(Arguments):
 
     def __str__(self) -> str:
         values = (
-            f"{field.name}={_plain(declaration(field), getattr(self, field.name))}"
+            f"{field.name}={_canonical(declaration(field), getattr(self, field.name))}"
             for field in dataclasses.fields(self)
             if not (declaration(field).optional and getattr(self, field.name) == field.default)
         )
@@ -110,12 +105,10 @@ class Thresholded(Rule):
     mu: float = required(PROBABILITY, "the least P1 at which positions are revealed", 0.9)
 
 
-def _plain(declared: Argument, value: Any) -> Any:
-    """A parameter as a Python number of its type, so that equal values have one text."""
-    if value is None or isinstance(value, str):
-        return value
+def _canonical(declared: Argument, value: Any) -> Any:
+    """A parameter with its declared type, so that equal values have one text: 0.5 for torch.tensor(0.5)."""
     with contextlib.suppress(DuelError, TypeError, ValueError, OverflowError):  # a value of another type
-        return declared.kind.convert(value)
+        return value if value is None else declared.kind.convert(value)
     return value
 
 

@@ -12,7 +12,7 @@ import dataclasses
 import functools
 import os
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from lm_eval_duel.arguments import ArgumentType, required
 from lm_eval_duel.errors import DuelError
@@ -33,13 +33,6 @@ def _path(value: Any) -> str:
 PATH = ArgumentType("a file whose path has no ':'", _path, nothing=(None,))
 
 
-class Header(NamedTuple):
-    """The header of a safetensors file: the shape of each tensor, and its metadata."""
-
-    shapes: dict[str, tuple[int, ...]]
-    metadata: dict[str, str]
-
-
 @dataclasses.dataclass(frozen=True)
 class ModuleRule(Rule):
     """The base class of rules with a module: `build` makes it from the tensors in `file`, `module` returns it.
@@ -54,7 +47,7 @@ class ModuleRule(Rule):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.header()
+        self.metadata()
 
     @classmethod
     def build(cls, tensors: dict[str, torch.Tensor], metadata: dict[str, str]) -> torch.nn.Module:
@@ -65,9 +58,9 @@ class ModuleRule(Rule):
     def files(self) -> tuple[str, ...]:
         return (self.file,)
 
-    def header(self) -> Header:
-        """The shapes and the metadata of the file."""
-        return _header(self.file, signature(self.file))
+    def metadata(self) -> dict[str, str]:
+        """The metadata of the file."""
+        return _metadata(self.file, signature(self.file))
 
     def module(self, like: torch.Tensor) -> torch.nn.Module:
         """The module in evaluation mode without gradients, on the device of `like`, for input of `compute_dtype`."""
@@ -91,10 +84,9 @@ def signature(path: str) -> tuple[int, int] | None:
 
 
 @functools.lru_cache(maxsize=8)
-def _header(path: str, signature: tuple[int, int] | None) -> Header:
+def _metadata(path: str, signature: tuple[int, int] | None) -> dict[str, str]:
     with _opened(path, "np") as file:
-        names = file.keys()
-        return Header({name: tuple(file.get_slice(name).get_shape()) for name in names}, file.metadata() or {})
+        return file.metadata() or {}
 
 
 @functools.lru_cache(maxsize=4)
@@ -102,8 +94,7 @@ def _module(
     build: Build, path: str, signature: tuple[int, int] | None, device: str, dtype: torch.dtype
 ) -> torch.nn.Module:
     with _opened(path, "pt") as file:
-        names, metadata = file.keys(), file.metadata() or {}
-        tensors = {name: file.get_tensor(name) for name in names}
+        metadata, tensors = file.metadata() or {}, {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     broken = [name for name, tensor in tensors.items() if not tensor.isfinite().all()]
     if broken:
         raise DuelError(f"The weights in {path} are broken: {', '.join(broken)} have NaN or infinite values.")

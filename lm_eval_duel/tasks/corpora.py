@@ -19,7 +19,7 @@ CONVERTED = "refs/convert/parquet"  # the branch with the hub's conversion of re
 SHARD = re.compile(r"-(\d{5})-of-(\d{5})$")
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Corpus:
     """A data set as a benchmark uses it.
 
@@ -29,12 +29,12 @@ class Corpus:
     """
 
     repo: str
-    revision: str
+    revision: str = CONVERTED
     file: str
-    split: str
-    columns: tuple[str, ...]
+    split: str = "test"
+    columns: tuple[str, ...] = ("text",)
     rows: int
-    licence: str
+    licence: str = "not stated"
     detokenize: str | None = None
     last: bool = False
     size: int | None = None  # UTF-8 bytes of all texts
@@ -43,126 +43,101 @@ class Corpus:
     sha256: str | None = None
 
 
-WIKITEXT = "Salesforce/wikitext", "b08601e04326c79dfdd32d625aee71d232d685c3"
-PAPERS = "armanc/scientific_papers", CONVERTED
-TAIL = (
-    "Skylion007/openwebtext",
-    "79d93d786212f7344586290adb811d4ae6a1762c",
-    "plain_text/train-00079-of-00080.parquet",  # the last of 80: the end of the set without its 24 GB
-    "train",
-    ("text",),
+WIKITEXT2 = Corpus(
+    repo="Salesforce/wikitext",
+    revision="b08601e04326c79dfdd32d625aee71d232d685c3",
+    file="wikitext-2-raw-v1/validation-00000-of-00001.parquet",
+    split="validation",
+    rows=3760,
+    licence="CC BY-SA 3.0, GFDL",
+    detokenize="wikitext",
+)
+WIKITEXT103 = dataclasses.replace(WIKITEXT2, file="wikitext-103-raw-v1/validation-00000-of-00001.parquet")
+PUBMED = Corpus(
+    repo="armanc/scientific_papers",
+    file="pubmed/validation/0000.parquet",
+    split="validation",
+    columns=("article",),
+    rows=6633,
+    detokenize="scientific",
+)
+OPENWEBTEXT = Corpus(
+    repo="Skylion007/openwebtext",
+    revision="79d93d786212f7344586290adb811d4ae6a1762c",
+    file="plain_text/train-00079-of-00080.parquet",  # the last of 80: the end of the set without its 24 GB
+    split="train",
+    rows=100_000,
+    licence="CC0 (the packaging)",
+    last=True,
 )
 CORPORA = {
     "ptb": Corpus(
-        "ptb-text-only/ptb_text_only",
-        CONVERTED,
-        "penn_treebank/validation/0000.parquet",
-        "validation",
-        ("sentence",),
-        3370,
-        "LDC User Agreement for Non-Members",
-        "ptb",
+        repo="ptb-text-only/ptb_text_only",
+        file="penn_treebank/validation/0000.parquet",
+        split="validation",
+        columns=("sentence",),
+        rows=3370,
+        licence="LDC User Agreement for Non-Members",
+        detokenize="ptb",
         size=389_672,
     ),
-    "wikitext2": Corpus(
-        *WIKITEXT,
-        "wikitext-2-raw-v1/validation-00000-of-00001.parquet",
-        "validation",
-        ("text",),
-        3760,
-        "CC BY-SA 3.0, GFDL",
-        "wikitext",
-    ),
+    "wikitext2": WIKITEXT2,
     "wikitext2_pages": Corpus(
-        "EleutherAI/wikitext_document_level",
-        "647234772b9554e208af6c826f23b99e3cac88c8",
-        "wikitext-2-raw-v1/wikitext-2-raw-v1-test.parquet",
-        "test",
-        ("page",),
-        62,
-        "CC BY-SA 3.0",
-        "wikitext",
+        repo="EleutherAI/wikitext_document_level",
+        revision="647234772b9554e208af6c826f23b99e3cac88c8",
+        file="wikitext-2-raw-v1/wikitext-2-raw-v1-test.parquet",
+        columns=("page",),
+        rows=62,
+        licence="CC BY-SA 3.0",
+        detokenize="wikitext",
         tidied=True,
         sha256="e7fc7d4c385d027e0360f7eb320866df61adb68f385986e5c7f4f3911d62f4eb",
     ),
-    "wikitext103": Corpus(
-        *WIKITEXT,
-        "wikitext-103-raw-v1/validation-00000-of-00001.parquet",
-        "validation",
-        ("text",),
-        3760,
-        "CC BY-SA 3.0, GFDL",
-        "wikitext",
-    ),
-    "wikitext103_pages": Corpus(
-        *WIKITEXT,
-        "wikitext-103-raw-v1/validation-00000-of-00001.parquet",
-        "validation",
-        ("text",),
-        3760,
-        "CC BY-SA 3.0, GFDL",
-        "wikitext",
-        pages=True,
-        tidied=True,
-    ),
+    "wikitext103": WIKITEXT103,
+    "wikitext103_pages": dataclasses.replace(WIKITEXT103, pages=True, tidied=True),
     "lm1b": Corpus(
-        "billion-word-benchmark/lm1b",
-        "8d52bfd3cc2819fc1166dbb8144c328e2690de3e",
-        "plain_text/test/0000.parquet",
-        "test",
-        ("text",),
-        306_688,
-        "not stated",
-        "lm1b",
+        repo="billion-word-benchmark/lm1b",
+        revision="8d52bfd3cc2819fc1166dbb8144c328e2690de3e",
+        file="plain_text/test/0000.parquet",
+        rows=306_688,
+        detokenize="lm1b",
         sha256="d3c7b4b2a48c24e9ae8353d6316dbac1453b08f2d870da9fa096c941e8f4cc8a",
     ),
     "lambada": Corpus(
-        "EleutherAI/lambada_openai",
-        "900124bf3b8235c6daf21033af9948b3f07346c4",
-        "data/lambada_test.jsonl",
-        "test",
-        ("text",),
-        5153,
-        "MIT, modified (OpenAI)",
-        "lambada",
+        repo="EleutherAI/lambada_openai",
+        revision="900124bf3b8235c6daf21033af9948b3f07346c4",
+        file="data/lambada_test.jsonl",
+        rows=5153,
+        licence="MIT, modified (OpenAI)",
+        detokenize="lambada",
         sha256="4aa8d02cd17c719165fc8a7887fddd641f43fcafa4b1c806ca8abc31fabdb226",
     ),
     "lambada_plain": Corpus(
-        "cimec/lambada",
-        "main",
-        "plain_text/test-00000-of-00001.parquet",
-        "test",
-        ("text",),
-        5153,
-        "CC BY 4.0",
+        repo="cimec/lambada",
+        revision="main",
+        file="plain_text/test-00000-of-00001.parquet",
+        rows=5153,
+        licence="CC BY 4.0",
     ),
     "ag_news": Corpus(
-        "fancyzhx/ag_news",
-        "eb185aade064a813bc0b7f42de02595523103ca4",
-        "data/test-00000-of-00001.parquet",
-        "test",
-        ("text",),
-        7600,
-        "not stated (non-commercial use)",
+        repo="fancyzhx/ag_news",
+        revision="eb185aade064a813bc0b7f42de02595523103ca4",
+        file="data/test-00000-of-00001.parquet",
+        rows=7600,
+        licence="not stated (non-commercial use)",
         size=1_788_274,
     ),
     "ag_news_parts": Corpus(
-        "sh0416/ag_news",
-        "70e3fa1915be9a8daebec5e840f20df9a8e18793",
-        "test.jsonl",
-        "test",
-        ("title", "description"),
-        7600,
-        "not stated",
+        repo="sh0416/ag_news",
+        revision="70e3fa1915be9a8daebec5e840f20df9a8e18793",
+        file="test.jsonl",
+        columns=("title", "description"),
+        rows=7600,
     ),
-    "pubmed": Corpus(
-        *PAPERS, "pubmed/validation/0000.parquet", "validation", ("article",), 6633, "not stated", "scientific"
-    ),
-    "arxiv": Corpus(
-        *PAPERS, "arxiv/partial-validation/0000.parquet", "validation", ("article",), 6436, "not stated", "scientific"
-    ),
-    "openwebtext": Corpus(*TAIL, 100_000, "CC0 (the packaging)", last=True),
-    "openwebtext_1k": Corpus(*TAIL, 1000, "CC0 (the packaging)", last=True),
+    "pubmed": PUBMED,
+    "arxiv": dataclasses.replace(PUBMED, file="arxiv/partial-validation/0000.parquet", rows=6436),
+    "openwebtext": OPENWEBTEXT,
+    "openwebtext_1k": dataclasses.replace(OPENWEBTEXT, rows=1000),
 }
 
 

@@ -79,17 +79,17 @@ def _dataset(task: str, model_args: dict[str, Any], read: Any) -> dict[str, data
     return {"test": datasets.Dataset.from_list(records)}
 
 
-def _text(name: str, row: dict[str, Any], key: str, default: str | None = None) -> str:
-    text = default if default is not None and row.get(key) is None else own_text.column(name, row, key)
-    if not isinstance(text, str):
-        raise DuelError(f"{name}: column '{key}' holds {type(text).__name__}, not text.")
-    return text
+def _surroundings(name: str, row: dict[str, Any]) -> list[str]:
+    """Prefix and suffix; a missing one is empty."""
+    given = {key: value for key, value in row.items() if value is not None}
+    return [own_text.text_column(name, {key: "", **given}, key) for key in ("prefix", "suffix")]
 
 
 def _gap(name: str, row: dict[str, Any]) -> dict[str, Any]:
-    if not (target := _text(name, row, "target")):
+    if not (target := own_text.text_column(name, row, "target")):
         raise DuelError(f"{name}: column 'target' is empty, so there is nothing to score; leave this row out.")
-    return {"prefix": _text(name, row, "prefix", ""), "target": target, "suffix": _text(name, row, "suffix", "")}
+    prefix, suffix = _surroundings(name, row)
+    return {"prefix": prefix, "target": target, "suffix": suffix}
 
 
 def _choice(name: str, row: dict[str, Any]) -> dict[str, Any]:
@@ -104,5 +104,5 @@ def _choice(name: str, row: dict[str, Any]) -> dict[str, Any]:
             f"{name}: column 'label' must be one of the options, or its number from 0 to {len(options) - 1}; "
             f"got {label!r}."
         )
-    prefix, suffix = _text(name, row, "prefix", ""), _text(name, row, "suffix", "")
+    prefix, suffix = _surroundings(name, row)
     return {"prefix": prefix, "options": options, "suffix": suffix, "label": label}

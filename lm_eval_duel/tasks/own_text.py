@@ -68,7 +68,7 @@ def texts(patterns: Sequence[str], field: str = "text", lines: bool = False) -> 
     documents: list[OwnText] = []
     for file in sources:
         if file is None:
-            documents += _plain("stdin", sys.stdin.buffer.read(), lines)
+            documents += _text_documents("stdin", sys.stdin.buffer.read(), lines)
         else:
             documents += _documents(file, field, lines)
     if not documents:
@@ -94,19 +94,20 @@ def column(name: str, row: dict[str, Any], key: str) -> Any:
     return row[key]
 
 
+def text_column(name: str, row: dict[str, Any], key: str) -> str:
+    """The entry of a row, which must be a text."""
+    if not isinstance(text := column(name, row, key), str):
+        raise DuelError(f"{name}: column '{key}' holds {type(text).__name__}, not text; name another one.")
+    return text
+
+
 def _documents(file: Path, field: str, lines: bool) -> list[OwnText]:
     if file.suffix in PLAIN:
-        return _plain(str(file), file.read_bytes(), lines)
-    documents = []
-    for name, row in rows([str(file)]):
-        text = column(name, row, field)
-        if not isinstance(text, str):
-            raise DuelError(f"{name}: column '{field}' holds {type(text).__name__}, not text; name another one.")
-        documents.append(OwnText(name, text))
-    return documents
+        return _text_documents(str(file), file.read_bytes(), lines)
+    return [OwnText(name, text_column(name, row, field)) for name, row in rows([str(file)])]
 
 
-def _plain(name: str, content: bytes, lines: bool) -> list[OwnText]:
+def _text_documents(name: str, content: bytes, lines: bool) -> list[OwnText]:
     """The documents of UTF-8 text, with or without a byte order mark; line ends become \\n."""
     try:
         text = io.TextIOWrapper(io.BytesIO(content), encoding="utf-8-sig").read()

@@ -13,7 +13,7 @@ from pages import ROOT
 from safetensors.torch import load_file, save_file
 from toys import BlockCausal, Toy
 
-from lm_eval_duel import Duel, fingerprint, rules
+from lm_eval_duel import Duel, rules
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.denoisers.cached.denoiser import Cached
 from lm_eval_duel.denoisers.wrappers import Guided
@@ -165,13 +165,13 @@ def test_the_weights_are_part_of_the_fingerprint(folder, tmp_path):
     text = f"{LEARNED}:file={file}"
     rule = rules.parse(text)
     before, orders = (
-        fingerprint.of_rule(rule),
+        rules.described(rule),
         [s.reveal_steps for s in DuelEstimator(Toy(), text, None).log_prob(windows)],
     )
     assert rule == rules.parse(str(rule)) and before["rule_files"]
     planner = torch.nn.Sequential(torch.nn.Linear(6, 5), torch.nn.GELU(), torch.nn.Linear(5, 1))
     save_planner(planner, file, INPUTS)
-    assert fingerprint.of_rule(rules.parse(text)) != before
+    assert rules.described(rules.parse(text)) != before
     assert [
         s.reveal_steps for s in DuelEstimator(Toy(), text, None).log_prob(windows)
     ] != orders  # the new file is read

@@ -254,7 +254,7 @@ def test_a_history_across_blocks_is_refused_where_there_is_none():
     with pytest.raises(DuelError, match="add kl=authors"):
         rules.parse("klass:mu=0.4:nu=0.3:across=true")
     with pytest.raises(DuelError, match="has a memory"):
-        rules.check_state_only(rules.parse(text))
+        Options.parse({"estimator": "mixture", "lattice_rules": text})
 
 
 # ---------------------------------------------------------------- laws
