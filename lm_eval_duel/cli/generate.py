@@ -93,9 +93,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         "demo-mdm --model_args rule=greedy,block=32 --prompt 'We the' --num 4 --max_new_tokens 64",
         *("NAME", "model_args", "device", "batch_size"),
         prompt=Flag(TEXT, None, "texts to continue", many=True, unset="the empty text", shows="TEXT"),
-        prompts=Flag(
-            PATH, None, "files of prompts: tables, or plain text with one a line", many=True, shows="FILE"
-        ),
+        prompts=Flag(PATH, None, "files of prompts: tables, or plain text with one a line", many=True, shows="FILE"),
         field=Flag(TEXT, "prompt", "the column of a table that holds the prompt"),
         suffix=Flag(TEXT, "", "visible text after the generated one (infilling)"),
         num=Flag(COUNT, 1, "samples of each prompt", shows="N"),

@@ -74,7 +74,7 @@ class DuelEstimator(Estimator):
         return [(start, last + width - start)]
 
     def describe(self) -> dict[str, object]:
-        return {**super().describe(), **rules.described(self.rule)}
+        return {**super().describe(), **self.rule.describe()}
 
     def with_denoiser(self, denoiser: Denoiser) -> DuelEstimator:
         """The same rule and block on a wrapped network of the same kind, with shared counts."""

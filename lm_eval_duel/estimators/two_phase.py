@@ -86,7 +86,7 @@ class TwoPhase(Estimator):
     def describe(self) -> dict[str, object]:
         return {
             **super().describe(),
-            **rules.described(self.rule),
+            **self.rule.describe(),
             "cheap_cache": self.cache,
             "sample": fingerprint.number(self.sample),
             "draw_seed": self.seed,

@@ -11,7 +11,6 @@ import torch
 
 from lm_eval_duel import fingerprint
 from lm_eval_duel.harness.cache import RULE_CODE, RULES
-from lm_eval_duel.rules import described
 
 if TYPE_CHECKING:
     from lm_eval_duel.core.denoiser import Denoiser
@@ -27,7 +26,7 @@ def generation(spec: dict[str, str], estimator: Estimator, tokenizer: Any, optio
 
     if not estimator.decodes:
         spec = {**spec, "estimator": "duel", "block": str(options.block), "grid": options.grid}
-        spec |= described(options.rule)
+        spec |= options.rule.describe()
     return {
         **spec,
         "draw_seed": str(options.draw_seed),
@@ -40,7 +39,7 @@ def followed_rules(estimator: Estimator) -> dict[str, str]:
     """The rules whose orders a lattice reads off, with the code of custom ones: in the results, but not in the spec."""
     if (rules := getattr(estimator, "rules", None)) is None:
         return {}
-    specs = [described(rule) for rule in rules]
+    specs = [rule.describe() for rule in rules]
     codes = [spec["rule_code"] for spec in specs if "rule_code" in spec]
     return {RULES: "+".join(spec["rule"] for spec in specs), **({RULE_CODE: "+".join(codes)} if codes else {})}
 

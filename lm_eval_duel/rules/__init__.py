@@ -17,7 +17,7 @@ from lm_eval_duel.arguments import MISSING, declared
 from lm_eval_duel.core.decision import NEAR_TIE, Decision
 from lm_eval_duel.errors import DuelError, unknown
 from lm_eval_duel.rules.adaptive import EntropyBound, Threshold
-from lm_eval_duel.rules.around import described, inner, replaced
+from lm_eval_duel.rules.around import inner, replaced
 from lm_eval_duel.rules.base import Rule, rank
 from lm_eval_duel.rules.checked import with_checks
 from lm_eval_duel.rules.deployed import DinferThreshold, EntropyThreshold, Factor, Hierarchy, HighOrTopk
@@ -40,7 +40,6 @@ __all__ = [
     "blockwise",
     "build",
     "compute_dtype",
-    "described",
     "find",
     "in_memory",
     "inner",

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, ClassVar
 
-from lm_eval_duel import fingerprint
 from lm_eval_duel.rules.base import READS, Decision, Rule
 
 COPIED = ("name", "label", "adaptive", "speed", *READS, "spans_blocks", "dense_memory")  # from the rule inside
@@ -31,6 +30,9 @@ class Around(Rule):
         """The rule that decides inside."""
         return self.rule
 
+    def describe(self) -> dict[str, str]:
+        return {**self.rule.describe(), "rule": str(self)}
+
     def with_tokenizer(self, tokenizer: Any) -> Rule:
         return dataclasses.replace(self, rule=self.rule.with_tokenizer(tokenizer))
 
@@ -54,14 +56,6 @@ class Around(Rule):
 def inner(rule: Rule) -> Rule:
     """The rule inside all that is around it, or the rule itself."""
     return inner(rule.rule) if isinstance(rule, Around) else rule
-
-
-def described(rule: Rule) -> dict[str, str]:
-    """A rule as entries of the spec: its text, and the hashes of the files that it reads and of a user's own code."""
-    decides = inner(rule)
-    files = {"rule_files": fingerprint.hash_contents(decides.files)} if decides.files else {}
-    users = type(decides).__module__.partition(".")[0] not in fingerprint.LIBRARIES
-    return {"rule": str(rule)} | files | ({"rule_code": fingerprint.code_of(type(decides))} if users else {})
 
 
 def replaced(rule: Rule, **values: Any) -> Rule:

@@ -10,6 +10,7 @@ import dataclasses
 import math
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from lm_eval_duel import fingerprint
 from lm_eval_duel.arguments import PROBABILITY, Argument, Arguments, argument, declaration, required, whole
 from lm_eval_duel.core.decision import Decision
 from lm_eval_duel.errors import DuelError
@@ -66,6 +67,12 @@ class Rule(Arguments):
     def files(self) -> tuple[str, ...]:
         """The files that the rule reads, for the fingerprint."""
         return ()
+
+    def describe(self) -> dict[str, str]:
+        """The entries of the spec: its text, and the hashes of the files that it reads and of a user's own code."""
+        files = {"rule_files": fingerprint.hash_contents(self.files)} if self.files else {}
+        users = type(self).__module__.partition(".")[0] not in fingerprint.LIBRARIES
+        return {"rule": str(self)} | files | ({"rule_code": fingerprint.code_of(type(self))} if users else {})
 
     def with_tokenizer(self, tokenizer: Any) -> Rule:
         """The rule with the ids that it takes from a tokenizer, if any; raises DuelError for missing ids."""

@@ -12,7 +12,6 @@ from lm_eval_duel.demo import BUNDLED
 from lm_eval_duel.estimators import registry
 from lm_eval_duel.estimators.base import Estimator
 from lm_eval_duel.options import Options
-from lm_eval_duel.rules import presets
 from lm_eval_duel.text.text import Text
 
 if TYPE_CHECKING:
@@ -58,7 +57,7 @@ def load_scorer(
     tokenizer = denoisers.load_tokenizer(vars(options)) if tokenizer is None else tokenizer
     options = options.with_tokenizer(tokenizer)
     if options.preset is not None:
-        presets.require_fit(options.preset, denoisers.find_family(name, **options.network))
+        options.require_preset_fits(denoisers.find_family(name, **options.network))
     network = denoisers.load(name, device=device or options.device, tokenizer=tokenizer, **options.network)
     estimator = registry.make(network, options, **sizes)
     return Scorer(options, tokenizer, network, estimator, Text(tokenizer, network, options.windows, estimator.block))

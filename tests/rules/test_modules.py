@@ -165,13 +165,13 @@ def test_the_weights_are_part_of_the_fingerprint(folder, tmp_path):
     text = f"{LEARNED}:file={file}"
     rule = rules.parse(text)
     before, orders = (
-        rules.described(rule),
+        rule.describe(),
         [s.reveal_steps for s in DuelEstimator(Toy(), text, None).log_prob(windows)],
     )
     assert rule == rules.parse(str(rule)) and before["rule_files"]
     planner = torch.nn.Sequential(torch.nn.Linear(6, 5), torch.nn.GELU(), torch.nn.Linear(5, 1))
     save_planner(planner, file, INPUTS)
-    assert rules.described(rules.parse(text)) != before
+    assert rules.parse(text).describe() != before
     assert [
         s.reveal_steps for s in DuelEstimator(Toy(), text, None).log_prob(windows)
     ] != orders  # the new file is read
