@@ -15,6 +15,7 @@ def score_documents(
     stream: Callable[[Sequence[Window]], IndexedScores],
     name: Callable[[int], str] = "Document {}".format,
     known: Mapping[Window, Score] = MappingProxyType({}),
+    keep: Callable[[Window, Score], None] | None = None,
 ) -> Iterator[tuple[int, list[Score]]]:
     """(index, scores of its windows) of each document, in any order, as the last of its windows is scored.
 
@@ -23,6 +24,7 @@ def score_documents(
         stream: What scores windows, such as `Estimator.stream`.
         name: The name of a document in error messages, by its index.
         known: Windows that have a score already; they are not scored again.
+        keep: Called with each window and its score as soon as it is scored, before its document is finished.
 
     Raises:
         DuelError: a window cannot be scored; the message names its document.
@@ -38,6 +40,8 @@ def score_documents(
     with naming(lambda index: name(missing[index][0])):
         for index, score in stream([documents[n][place] for n, place in missing]):
             n, place = missing[index]
+            if keep is not None:
+                keep(documents[n][place], score)
             scores[n][place] = score
             if len(scores[n]) == len(documents[n]):
                 yield n, _in_order(scores.pop(n))

@@ -8,11 +8,11 @@ Every request is scored once, in the order in which windows are finished, and sa
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from lm_eval_duel.audit.verify import Verification
-from lm_eval_duel.core.scores import IndexedScores, Score
+from lm_eval_duel.core.scores import Score
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.errors import DuelError, naming
 from lm_eval_duel.estimators.documents import score_documents
@@ -123,11 +123,17 @@ def score_requests(
     order = random_order(requests, run.options.draw_seed) if shuffled else range(len(requests))
     remaining = [n for n in order if n not in outcomes]
     tokens = [sum(len(window.target) for window in parts) for parts in windows]
-    tasks: dict[str, list[tuple[int, int]]] = {}
-    for n in order:
-        tasks.setdefault(str(requests[n].task_name), []).append((n, tokens[n]))
-    so_far = SoFar(tasks, outcomes, run.stats.perplexity_error) if shuffled else None
+    documents = [(n, str(requests[n].task_name), tokens[n]) for n in order]
+    so_far = SoFar(documents, outcomes, run.stats.perplexity_error) if shuffled else None
     progress = run.begin(kind, tokens, remaining, f" {run.method}", so_far)
+    known = answers.kept(remaining)
+    for window in (window for n in remaining for window in windows[n] if window in known):
+        progress.add_window(len(window.target))
+
+    def keep(window: Window, score: Score) -> None:
+        answers.keep(window, score)
+        progress.add_window(len(window.target))
+
     verification = None
     if run.options.verify:
         ranks = run.ranks.rank, run.ranks.world_size, run.ranks.device
@@ -135,7 +141,15 @@ def score_requests(
     ties = run.estimator.counts.all_mask_starts
     with run.computing():
         with progress.bar:
-            for n, scores in _scored(run, answers, remaining, lambda i: name(requests[i])):
+            stream = score_documents(
+                [windows[n] for n in remaining],
+                run.estimator.stream,
+                lambda i: name(requests[remaining[i]]),
+                known,
+                keep,
+            )
+            for i, scores in stream:
+                n = remaining[i]
                 outcome = Outcome.from_scores(windows[n], scores, run.estimator)
                 answers.save(n, scores)  # first: whatever fails below, this request is not lost
                 outcomes[n] = outcome
@@ -150,27 +164,6 @@ def score_requests(
     if ties := run.estimator.counts.all_mask_starts - ties:
         log.info("blocks that started from masks alone, where all positions tie and the lowest is first: %d", ties)
     return [outcomes[n] for n in range(len(requests))]
-
-
-def _scored(
-    run: HarnessRun, answers: Answers, remaining: Sequence[int], name: Callable[[int], str]
-) -> Iterator[tuple[int, list[Score]]]:
-    """(index, scores of its windows) of each remaining request as it is finished; windows are kept until then."""
-    documents, progress = [answers.windows[n] for n in remaining], run.progress
-    known = answers.kept(remaining)
-    for windows in documents:
-        for window in windows:
-            if window in known:
-                progress.add_window(len(window.target))
-
-    def stream(windows: Sequence[Window]) -> IndexedScores:
-        for index, score in run.estimator.stream(windows):
-            answers.keep(windows[index], score)
-            progress.add_window(len(windows[index].target))
-            yield index, score
-
-    for i, scores in score_documents(documents, stream, lambda i: name(remaining[i]), known):
-        yield remaining[i], scores
 
 
 class TextLogLikelihood(float):

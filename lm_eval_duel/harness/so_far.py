@@ -13,7 +13,7 @@ section 6.11). So the interval is for the value that the finished run will print
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import takewhile
 
 from scipy.special import stdtrit
@@ -27,17 +27,20 @@ FEWEST = 5  # documents for an interval
 class SoFar:
     """Estimates of the final values of one call; `str` is the text for a progress bar.
 
-    `tasks`: the (index, tokens) of each task's documents, in the order in which they are taken. `outcomes`: of the
-    documents that are finished, by index. `error_of`: the Monte Carlo error of a task's perplexity.
+    `documents`: the (index, task, tokens) of each, in the order in which they are taken. `outcomes`: of the documents
+    that are finished, by index. `error_of`: the Monte Carlo error of a task's perplexity.
     """
 
     def __init__(
         self,
-        tasks: Mapping[str, Sequence[tuple[int, int]]],
+        documents: Iterable[tuple[int, str, int]],
         outcomes: Mapping[int, Outcome],
         error_of: Callable[[str], float | None] = lambda task: None,
     ):
-        self.tasks, self.outcomes, self.error_of = tasks, outcomes, error_of
+        self.outcomes, self.error_of = outcomes, error_of
+        self.tasks: dict[str, list[tuple[int, int]]] = {}  # (index, tokens)
+        for n, task, tokens in documents:
+            self.tasks.setdefault(task, []).append((n, tokens))
 
     def __str__(self) -> str:
         texts, interval = [], False
