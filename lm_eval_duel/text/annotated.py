@@ -25,13 +25,10 @@ class Gap(str):
 
     suffix: str
 
-    def __new__(cls, text: str, suffix: str) -> Gap:
+    def __new__(cls, text: str, suffix: str = "") -> Gap:
         self = super().__new__(cls, text)
         self.suffix = suffix
         return self
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Gap, (str(self), self.suffix)
 
     def __radd__(self, context: str) -> str:
         """`context + self`, as other models join them; raises DuelError, since that leaves the suffix out."""
@@ -41,8 +38,8 @@ class Gap(str):
 
     @property
     def digest(self) -> str:
-        """Sixteen hexadecimal digits of the suffix, for the key of a response cache."""
-        return hashlib.sha256(json.dumps(["suffix", self.suffix]).encode()).hexdigest()[:16]
+        """Sixteen hexadecimal digits of what the text alone does not say, for the key of a response cache."""
+        return _digest("suffix", self.suffix)
 
 
 class Residues(Gap):
@@ -55,9 +52,6 @@ class Residues(Gap):
         self.known = tuple(known)
         return self
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Residues, (str(self), self.suffix, self.known)
-
     def __radd__(self, context: str) -> str:
         raise DuelError(
             "This task scores single residues given all others, but this model sees only the residues before them. Use "
@@ -66,7 +60,7 @@ class Residues(Gap):
 
     @property
     def digest(self) -> str:
-        return hashlib.sha256(json.dumps(["residues", self.suffix, self.known]).encode()).hexdigest()[:16]
+        return _digest("residues", self.suffix, self.known)
 
 
 class TokenText(str):
@@ -85,7 +79,7 @@ class TokenText(str):
     def __new__(
         cls,
         text: str,
-        token_ids: Sequence[int],
+        token_ids: Sequence[int] = (),
         special_tokens: tuple[int, int] = (0, 0),
         tokenizer: tuple[str, str] = ("", ""),
         bos: str = "",
@@ -98,11 +92,11 @@ class TokenText(str):
         self.special_tokens, self.tokenizer, self.bos = (int(before), int(after)), tuple(tokenizer), bos
         return self
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return TokenText, (str(self), self.token_ids, self.special_tokens, self.tokenizer, self.bos)
-
     @property
     def digest(self) -> str:
         """Sixteen hexadecimal digits of ids, special tokens and tokenizer."""
-        content = json.dumps([self.token_ids, self.special_tokens, self.tokenizer])
-        return hashlib.sha256(content.encode()).hexdigest()[:16]
+        return _digest(self.token_ids, self.special_tokens, self.tokenizer)
+
+
+def _digest(*content: Any) -> str:
+    return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]

@@ -29,31 +29,21 @@ TEMPERATURE = number(
     lambda value: value == 0 or 1 / MAX_FACTOR <= value <= MAX_FACTOR,
 )
 
-_DISTRIBUTION = "only temperature, top_k and top_p change the distribution that is sampled"
-_SHORTEST = "a text ends at its first stop string or end of text, however early"
-_BEAMS = "a rule follows one order, without beams"
-_ONE_ANSWER = "a request has one answer; set `repeats:` in the task to draw several"
-OTHERS: dict[str, tuple[Any, str]] = {  # settings of other back ends: the value that has no effect, and why no other
-    "num_beams": (1, _BEAMS),
-    "num_beam_groups": (1, _BEAMS),
-    "length_penalty": (1, _BEAMS),
-    "early_stopping": (False, _BEAMS),
-    "repetition_penalty": (1, _DISTRIBUTION),
-    "presence_penalty": (0, _DISTRIBUTION),
-    "frequency_penalty": (0, _DISTRIBUTION),
-    "no_repeat_ngram_size": (0, _DISTRIBUTION),
-    "typical_p": (1, _DISTRIBUTION),
-    "min_p": (0, _DISTRIBUTION),
-    "min_length": (0, _SHORTEST),
-    "min_new_tokens": (0, _SHORTEST),
-    "min_tokens": (0, _SHORTEST),
-    "num_return_sequences": (1, _ONE_ANSWER),
-    "best_of": (1, _ONE_ANSWER),
-    "n": (1, _ONE_ANSWER),
-    "max_length": (None, "it would count the prompt too; set max_gen_toks, the positions to generate"),
-    "stop": (None, "name stop strings in `until`"),
-    "stop_strings": (None, "name stop strings in `until`"),
-    "seed": (None, "set the model arg draw_seed"),
+OTHERS = {  # settings of other back ends: the value that has no effect, and why no other is taken
+    name: (neutral, why)
+    for neutral, why, names in (
+        (1, "a rule follows one order, without beams", "num_beams num_beam_groups length_penalty"),
+        (False, "a rule follows one order, without beams", "early_stopping"),
+        (1, "only temperature, top_k and top_p change the distribution", "repetition_penalty typical_p"),
+        (0, "only temperature, top_k and top_p change the distribution", "presence_penalty frequency_penalty"),
+        (0, "only temperature, top_k and top_p change the distribution", "no_repeat_ngram_size min_p"),
+        (0, "a text ends at its first stop string or end of text", "min_length min_new_tokens min_tokens"),
+        (1, "a request has one answer; set `repeats:` in the task to draw several", "num_return_sequences best_of n"),
+        (None, "it would count the prompt too; set max_gen_toks, the positions to generate", "max_length"),
+        (None, "name stop strings in `until`", "stop stop_strings"),
+        (None, "set the model arg draw_seed", "seed"),
+    )
+    for name in names.split()
 }
 
 
@@ -75,23 +65,35 @@ class Settings:
             raise DuelError(f"generation_kwargs are names with values, such as max_gen_toks: 64; got {arguments!r}.")
         arguments = {name: value for name, value in arguments.items() if value is not None}
         for name, value in arguments.items():
-            _require_known(name, value)
+            if name not in OTHERS and name not in KNOWN:
+                raise unknown("generation setting", name, KNOWN)
+            if name in OTHERS and value != OTHERS[name][0]:
+                neutral, why = OTHERS[name]
+                must = "is not a setting" if neutral is None else f"must be {neutral}"
+                raise DuelError(f"{name} {must} here: {why}; got {value!r}.")
         lengths = {name: length for name in LENGTHS if (length := COUNT(name, arguments.get(name))) is not None}
         temperature = TEMPERATURE("temperature", arguments.get("temperature"))
         top_k = whole(0)("top_k", arguments.get("top_k")) or None  # 0: all, as in transformers
         top_p = SHARE("top_p", arguments.get("top_p"))
         do_sample = TRUTH("do_sample", arguments.get("do_sample"))
         sampled = bool(temperature) if do_sample is None else do_sample and temperature != 0
-        notes = [_unread_lengths(lengths)]
-        if not sampled:
-            notes.append(_unread_sampling(do_sample, temperature, top_k, top_p))
+        notes = []
+        if len(set(lengths.values())) > 1:
+            first, *rest = [f"{name}={length}" for name, length in lengths.items()]
+            notes.append(f"{first} is used and {', '.join(rest)} is ignored: they are synonyms")
+        if not sampled and (note := _ignored_sampling(do_sample, temperature, top_k, top_p)):
+            notes.append(note)
+        until = arguments.get("until", ())
+        until = [until] if isinstance(until, str) else until
+        if not isinstance(until, (list, tuple)) or not all(isinstance(text, str) for text in until):
+            raise DuelError(f"'until' is a text or a list of texts (in YAML, numbers in quotes); got {until!r}.")
         return cls(
-            until=_stop_strings(arguments.get("until", ())),
+            until=tuple(filter(None, until)),  # an empty text stops nothing
             length=next(iter(lengths.values()), DEFAULT_LENGTH),
             temperature=(1.0 if temperature is None else temperature) if sampled else 0.0,
             top_k=top_k if sampled else None,
             top_p=1.0 if top_p is None or not sampled else top_p,
-            notes=tuple(filter(None, notes)),
+            notes=tuple(notes),
         )
 
     def denoiser(self, plain: Denoiser) -> Denoiser:
@@ -111,47 +113,17 @@ class Settings:
         return ", ".join(["sampling", *parts])
 
 
-def _require_known(name: str, value: Any) -> None:
-    """Raise DuelError for a setting that does not exist here, unless its value has no effect anyway."""
-    if name in OTHERS:
-        neutral, why = OTHERS[name]
-        if neutral is None:
-            raise DuelError(f"{name} is not a setting here: {why}; got {name}: {value!r}.")
-        if value != neutral:
-            raise DuelError(f"{name} must be {neutral} here: {why}; got {value!r}.")
-    elif name not in KNOWN:
-        raise unknown("generation setting", name, KNOWN)
-
-
-def _stop_strings(until: Any) -> tuple[str, ...]:
-    """The stop strings of `until`, a string or a list; empty ones stop nothing."""
-    texts = [until] if isinstance(until, str) else until
-    if not isinstance(texts, (list, tuple)) or not all(isinstance(text, str) for text in texts):
-        raise DuelError(f"'until' is a text or a list of texts (in YAML, numbers in quotes); got {until!r}.")
-    return tuple(filter(None, texts))
-
-
-def _unread_lengths(lengths: Mapping[str, int]) -> str:
-    """A note if synonyms give two lengths: the first counts, as in the harness."""
-    if len(set(lengths.values())) < 2:
-        return ""
-    first, *rest = [f"{name}={length}" for name, length in lengths.items()]
-    return f"{first} is used and {', '.join(rest)} is ignored: they are synonyms"
-
-
-def _unread_sampling(do_sample: bool | None, temperature: float | None, top_k: int | None, top_p: float | None) -> str:
-    """A note if settings of sampling come without sampling."""
+def _ignored_sampling(do_sample: bool | None, temperature: float | None, top_k: int | None, top_p: float | None) -> str:
+    """A note on settings of sampling that have no effect, since nothing is sampled; empty if there is none."""
     if do_sample and temperature == 0:
         return "temperature=0 takes the most probable token, although do_sample is true: to sample, raise it above 0"
     values = {"temperature": (temperature, (None, 0, 1)), "top_k": (top_k, (None,)), "top_p": (top_p, (None, 1))}
-    ignored_args = [
-        f"{name}={fingerprint.number(value)}" for name, (value, usual) in values.items() if value not in usual
-    ]
-    if not ignored_args:
+    ignored = [f"{name}={fingerprint.number(value)}" for name, (value, usual) in values.items() if value not in usual]
+    if not ignored:
         return ""
     because = "do_sample is false" if do_sample is False else "neither do_sample nor a temperature above 0 is set"
     return (
-        f"{' and '.join(ignored_args)} {'have' if len(ignored_args) > 1 else 'has'} no effect, since {because}: "
+        f"{' and '.join(ignored)} {'have' if len(ignored) > 1 else 'has'} no effect, since {because}: "
         "the most probable token is taken at every pick. To sample, set do_sample: true"
     )
 

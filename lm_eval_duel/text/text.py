@@ -28,7 +28,7 @@ from lm_eval_duel.errors import DuelError
 from lm_eval_duel.fingerprint import of_tokenizer
 from lm_eval_duel.text.annotated import Gap, Residues, TokenText
 
-NORMALISED = (("lower case", "The House", "the house"), ("accents", "caf\u00e9", "cafe"))  # and texts that tell
+NORMALISED = (("lower case", "The House", "the house"), ("accents", "caf\u00e9", "cafe"))  # with two texts that differ
 
 
 class Text:
@@ -81,15 +81,13 @@ class Text:
 
     @cached_property
     def normalises(self) -> str:
-        """The parts of a text that the tokenizer drops before it is split, so that several texts have one
-        probability.
-        """
-        return ", ".join(what for what, *texts in NORMALISED if self._one_encoding(*texts))
-
-    def _one_encoding(self, text: str, other: str) -> bool:
-        """True if both texts are known, and have the same ids."""
-        ids = self.encode(text)
-        return bool(ids) and self.unk_id not in ids and ids == self.encode(other)
+        """The distinctions that the tokenizer does not make, such as "lower case": such texts have one probability."""
+        lost = []
+        for what, text, other in NORMALISED:
+            ids = self.encode(text)
+            if ids and self.unk_id not in ids and ids == self.encode(other):
+                lost.append(what)
+        return ", ".join(lost)
 
     @property
     def capacity(self) -> int:
