@@ -16,9 +16,8 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast, get_args
 
 from lm_eval_duel.core.budget import GPU_TOKENS
 from lm_eval_duel.core.denoiser import Denoiser
-from lm_eval_duel.core.scores import Sample
-from lm_eval_duel.core.windows import Ids, Window
-from lm_eval_duel.errors import DuelError, naming, unknown
+from lm_eval_duel.core.windows import Window
+from lm_eval_duel.errors import DuelError, unknown
 from lm_eval_duel.estimators import registry
 from lm_eval_duel.estimators.arguments import TwoPhaseArguments
 from lm_eval_duel.estimators.documents import score_documents
@@ -28,14 +27,14 @@ from lm_eval_duel.library.keywords import (
     AUTO,
     DUEL,
     GREEDY,
+    HARNESS_ARGS,
     Default,
     estimator_options,
     own_arguments,
-    pretrained_options,
 )
 from lm_eval_duel.library.results import GeneratedText, TextEstimate, TextScore
 from lm_eval_duel.library.texts import TextOrIds, generate_texts, one_each, text_windows
-from lm_eval_duel.options import Windows
+from lm_eval_duel.options import Grid, Options, Windows
 from lm_eval_duel.rules import Rule, parse
 from lm_eval_duel.text.generation import Generator, Settings
 from lm_eval_duel.text.loading import load_scorer
@@ -48,7 +47,6 @@ if TYPE_CHECKING:
 log = logging.getLogger("lm_eval.duel_mdm")
 
 Block: TypeAlias = "int | Literal['auto'] | None"
-Grid: TypeAlias = Literal["auto", "target", "row"]
 
 
 class Duel(OnIds):
@@ -136,15 +134,17 @@ class Duel(OnIds):
         Raises:
             DuelError: If an argument is wrong or the checkpoint cannot be read.
         """
-        sampler = {
-            "rule": rule if isinstance(rule, str) else str(rule),
-            "block": block,
-            "grid": grid,
-            "estimator": estimator,
-        }
-        loaded = tokenizer if not isinstance(tokenizer, str) else None
+        for key in HARNESS_ARGS:
+            if key in network:
+                raise DuelError(
+                    f"'{key}' is a model arg of the harness's model; Duel.from_pretrained does not take it."
+                )
+        text = rule if isinstance(rule, str) else str(rule)
+        sampler = {"rule": text, "block": block, "grid": grid, "estimator": estimator}
+        given = {key: value for key, value in sampler.items() if not isinstance(value, Default)}  # a preset sets others
+        loaded = None if isinstance(tokenizer, str) else tokenizer
         named = {"tokenizer": tokenizer} if isinstance(tokenizer, str) else {}
-        options = pretrained_options(name, sampler, {"windows": windows, **named, **network})
+        options = Options.parse({"pretrained": name, **given, "windows": windows, **named, **network})
         if not isinstance(rule, str):
             options = dataclasses.replace(options, rule=rule)
         sizes = {"batch_size": batch_size, "max_batch_size": max_batch_size, "traced": traced}
@@ -360,40 +360,3 @@ class Duel(OnIds):
         encoder = self._require_text("generate", written)
         generator = Generator(self._sampler("generate", *SAMPLERS), encoder, settings, seed)
         return generate_texts(generator, prompts, range(len(prompts)) if keys is None else keys, suffixes)
-
-    def stream_samples(
-        self,
-        contexts: Sequence[TextOrIds],
-        length: int,
-        *,
-        suffixes: Sequence[TextOrIds] | None = None,
-        **settings: Any,
-    ) -> Iterator[tuple[int, Sample]]:
-        """See `OnIds.stream_samples`."""
-        befores: list[Ids] = []
-        afters: list[Ids] = []
-        for n, (before, after) in enumerate(zip(contexts, one_each(contexts, suffixes, "suffixes", ()), strict=True)):
-            if isinstance(before, str) or isinstance(after, str):
-                with naming(f"Context {n}"):
-                    window = self._require_text("sample", []).prompt(before, length, after)
-                before, after = window.context, window.suffix
-            befores.append(before)
-            afters.append(after)
-        return super().stream_samples(befores, length, suffixes=afters, **settings)
-
-    def _require_text(self, method: str, texts: Sequence[str]) -> Text:
-        """The encoder of texts; raises DuelError if there is none, or if `texts` are not texts."""
-        if self._text is None:
-            raise DuelError(
-                f"Duel.{method} takes texts, and this Duel has no tokenizer. Make it with Duel.from_pretrained(name), "
-                "or pass tokenizer=load_tokenizer({'pretrained': name}). For token ids use log_prob and sample."
-            )
-        if isinstance(texts, str):
-            raise DuelError(f"Duel.{method} takes a list of texts; got one text. Write duel.{method}([text]).")
-        for n, text in enumerate(texts):
-            if not isinstance(text, str):
-                raise DuelError(
-                    f"Duel.{method} takes a list of texts; number {n} is of the class {type(text).__name__}. For token "
-                    "ids use log_prob and sample."
-                )
-        return self._text

@@ -9,11 +9,12 @@ from lm_eval_duel import fingerprint
 from lm_eval_duel.core.denoiser import Denoiser
 from lm_eval_duel.core.scores import Counts, IndexedScores, Sample, Score
 from lm_eval_duel.core.windows import Ids, Window
-from lm_eval_duel.errors import DuelError
+from lm_eval_duel.errors import DuelError, naming
 from lm_eval_duel.estimators import gradients, registry
 from lm_eval_duel.estimators.base import Estimator
 from lm_eval_duel.estimators.duel import DuelEstimator
 from lm_eval_duel.estimators.sampling import Stop
+from lm_eval_duel.library.texts import TextOrIds, one_each
 from lm_eval_duel.rules import Rule
 from lm_eval_duel.text.text import Text
 
@@ -107,44 +108,43 @@ class OnIds:
         """Like `log_prob`, but yield (index, score) of each window as it is finished, in any order."""
         return self.estimator.stream(windows)
 
-    def sample(self, contexts: Sequence[Ids], length: int, **settings: Any) -> list[Sample]:
-        """Draw `length` tokens after each context (Algorithm 1), in the order of `contexts`.
-
-        Each sample has its own exact log-probability. For the settings and errors, see `stream_samples`.
-        """
+    def sample(self, contexts: Sequence[TextOrIds], length: int, **settings: Any) -> list[Sample]:
+        """`length` tokens after each context (Algorithm 1), each with its own score. Settings: see `stream_samples`."""
         samples = dict(self.stream_samples(contexts, length, **settings))
         return [samples[n] for n in range(len(contexts))]
 
     def stream_samples(
         self,
-        contexts: Sequence[Ids],
+        contexts: Sequence[TextOrIds],
         length: int,
         *,
-        suffixes: Sequence[Ids] | None = None,
+        suffixes: Sequence[TextOrIds] | None = None,
         tail: int = 0,
         do_sample: bool = True,
         seed: int = 0,
         keys: Sequence[int] | None = None,
         stop: Stop | None = None,
     ) -> Iterator[tuple[int, Sample]]:
-        """Like `sample`, but yield (index, sample) of each context as it is finished, in any order.
+        """(index, sample) of each context as it is finished.
 
-        Args:
-            contexts: Visible ids before each sample. With a tokenizer, contexts and suffixes may be texts, which get
-                the checkpoint's special tokens; ids are used unchanged.
-            length: Positions to draw.
-            suffixes: Visible ids after each sample (infilling). None: nothing.
-            tail: More [MASK] positions after the `length` drawn ones, which are never revealed.
-            do_sample: Draw tokens. False: take the most probable token at every pick.
-            seed, keys: A draw depends on the seed, the context's key and the position only. None: the key is the index.
-            stop: `stop(index, tokens)` is called after each finished block. If it returns True, no further block is
-                drawn, and the sample's `tail` counts the positions left.
+        `suffixes`: what stands visible after each sample (infilling). With a tokenizer, contexts and suffixes may be
+        texts, which get the checkpoint's special tokens; ids are the whole row as they are.
 
-        Raises:
-            DuelError: If the estimator cannot sample, or a context does not fit into a row.
+        A draw depends on (`seed`, key, position) only; `keys` defaults to the index of each context.
+        `do_sample=False`: the most probable token at every pick. `stop(index, tokens)` is called after each finished
+        block: if it returns true, no further block is drawn, and the sample's `tail` counts the positions left.
         """
+        befores: list[Ids] = []
+        afters: list[Ids] = []
+        for n, (before, after) in enumerate(zip(contexts, one_each(contexts, suffixes, "suffixes", ()), strict=True)):
+            if isinstance(before, str) or isinstance(after, str):
+                with naming(f"Context {n}"):
+                    window = self._require_text("sample", []).prompt(before, length, after)
+                before, after = window.context, window.suffix
+            befores.append(before)
+            afters.append(after)
         return self._sampler("sample", *SAMPLERS).stream_samples(
-            contexts, length, suffixes=suffixes, tail=tail, do_sample=do_sample, seed=seed, keys=keys, stop=stop
+            befores, length, suffixes=afters, tail=tail, do_sample=do_sample, seed=seed, keys=keys, stop=stop
         )
 
     def replay(self, windows: Sequence[Window], reveal_steps: Sequence[Ids]) -> list[Score]:
@@ -221,3 +221,20 @@ class OnIds:
                 f"estimator={self.estimator.name}."
             )
         return cast(DuelEstimator, self.estimator)
+
+    def _require_text(self, method: str, texts: Sequence[str]) -> Text:
+        """The encoder of texts; raises DuelError if there is none, or if `texts` are not texts."""
+        if self._text is None:
+            raise DuelError(
+                f"Duel.{method} takes texts, and this Duel has no tokenizer. Make it with Duel.from_pretrained(name), "
+                "or pass tokenizer=load_tokenizer({'pretrained': name}). For token ids use log_prob and sample."
+            )
+        if isinstance(texts, str):
+            raise DuelError(f"Duel.{method} takes a list of texts; got one text. Write duel.{method}([text]).")
+        for n, text in enumerate(texts):
+            if not isinstance(text, str):
+                raise DuelError(
+                    f"Duel.{method} takes a list of texts; number {n} is of the class {type(text).__name__}. For token "
+                    "ids use log_prob and sample."
+                )
+        return self._text

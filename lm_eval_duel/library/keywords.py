@@ -21,15 +21,6 @@ DUEL: Any = Default("duel")
 HARNESS_ARGS = ("trace", "verify", "order", "parallelize")  # not args of a Duel
 
 
-def pretrained_options(name: str, sampler: Mapping[str, Any], arguments: Mapping[str, Any]) -> Options:
-    """The options of a checkpoint, of `sampler` (rule, block, grid, estimator) and of the other arguments."""
-    for key in HARNESS_ARGS:
-        if key in arguments:
-            raise DuelError(f"'{key}' is a model arg of the harness's model; Duel.from_pretrained does not take it.")
-    given = {key: value for key, value in sampler.items() if not isinstance(value, Default)}  # a preset sets others
-    return Options.parse({"pretrained": name, **given, **arguments})
-
-
 def own_arguments(entry: registry.Entry) -> list[str]:
     """The arguments that this estimator has and not every other."""
     return [*entry.arguments, "draw_seed", *(["cache"] if entry.own_cache else [])]

@@ -78,19 +78,20 @@ def training_metrics(
         DuelError: As `Duel.from_model` and `Duel.score`, or if not even the first text fits the budget.
     """
     ways = check_arguments(texts, rules, block=block, sample=sample, token_budget=token_budget, **arguments)
-    rank, world = _ranks()
+    together = torch.distributed.is_available() and torch.distributed.is_initialized()
+    rank, world = (torch.distributed.get_rank(), torch.distributed.get_world_size()) if together else (0, 1)
 
     def score() -> list[list[tuple[int, float, int]]]:
         duels = _duels(model, tokenizer, rules, block, arguments)
         chosen = texts if token_budget is None else texts[: _fitting(duels, texts, sample, token_budget)]
-        own = [*range(rank, len(chosen), world)]
-        return [
-            [
-                (n, scored.log_prob, len(chosen[n].encode()))
-                for n, scored in zip(own, _scored(duel, [chosen[n] for n in own], sample), strict=True)
-            ]
-            for duel in duels
-        ]
+        own = range(rank, len(chosen), world)
+        mine = [chosen[n] for n in own]
+        shares = []
+        for duel in duels:
+            scores: Sequence[Any] = duel.score(mine) if sample is None else duel.estimate(mine, sample=sample)
+            triples = zip(own, mine, scores, strict=True)
+            shares.append([(n, scored.log_prob, len(text.encode())) for n, text, scored in triples])
+        return shares
 
     of_ranks = _gathered(score, world)
     metrics = {}
@@ -283,20 +284,6 @@ def _fitting(duels: Sequence[Duel], texts: Sequence[str], sample: float | None, 
     if fitting < len(texts):
         log.info("%d of %d texts fit token_budget=%d (%d network tokens)", fitting, len(texts), budget, tokens(fitting))
     return fitting
-
-
-def _scored(duel: Duel, texts: Sequence[str], sample: float | None) -> Sequence[Any]:
-    return duel.score(texts) if sample is None else duel.estimate(texts, sample=sample)
-
-
-# ---------------------------------------------------------------- ranks
-
-
-def _ranks() -> tuple[int, int]:
-    """(rank, number of ranks) of this process."""
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        return torch.distributed.get_rank(), torch.distributed.get_world_size()
-    return 0, 1
 
 
 def _gathered(work: Callable[[], Any], world: int) -> list[Any]:
