@@ -57,7 +57,11 @@ class DuelMDM(TemplateLM):
             self.trace.begin(spec.trace_header(self.estimator, self.spec, tokenizer))
         self.run = self._new_run()
         if self.rank == 0:
-            self._log_spec(registry.ignored_args(arguments, options.estimator))
+            if self.estimator.decodes and (note := self.denoiser.ties(self.options.rule)):
+                log.warning("%s", note)
+            if ignored := registry.ignored_args(arguments, options.estimator):
+                log.info("estimator=%s does not read %s", options.estimator, " and ".join(ignored))
+            log.info("spec %s: %s", self.fingerprint, ", ".join(f"{key}={value}" for key, value in self.spec.items()))
 
     @classmethod
     @unchained()
@@ -77,8 +81,13 @@ class DuelMDM(TemplateLM):
         """
         from lm_eval_duel.harness.loglikelihood import score_continuations
 
-        self._require_whole_texts_only()
-        self._warn_if_never_greedy()
+        self._require_continuations()
+        if not self.estimator.decodes:
+            log.warning(
+                "estimator=%s cannot decode, so is_greedy is always False: metrics that use it (such as the acc of "
+                "lambada) are meaningless here; log-likelihood metrics are valid",
+                self.estimator.name,
+            )
         return score_continuations(self._begin(disable_tqdm), requests)
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
@@ -100,7 +109,7 @@ class DuelMDM(TemplateLM):
         self, requests: list[tuple[tuple[str, str] | None, list[int], list[int]]], disable_tqdm: bool = False
     ) -> list[tuple[float, bool]]:
         """`loglikelihood` of ids: (texts, context ids, continuation ids)."""
-        self._require_whole_texts_only()
+        self._require_continuations()
         windows = [self.text.continuation(context, target) for _, context, target in requests]
         return [(score.log_prob, score.is_greedy) for score in self.estimator.log_prob(windows)]
 
@@ -122,20 +131,12 @@ class DuelMDM(TemplateLM):
         patches.answering.add(self)
         return HarnessRun(self.options, self.text, self.estimator, self.ranks, self.trace)
 
-    def _require_whole_texts_only(self) -> None:
-        """Raise DuelError if the estimator does not compare continuations."""
+    def _require_continuations(self) -> None:
+        """Raise DuelError if the estimator scores whole texts only."""
         from lm_eval_duel.estimators import registry
 
         if reason := registry.find(self.options.estimator).whole_texts:
             raise DuelError(reason)
-
-    def _warn_if_never_greedy(self) -> None:
-        if not self.estimator.decodes:
-            log.warning(
-                "estimator=%s cannot decode, so is_greedy is always False: metrics that use it (such as the acc of "
-                "lambada) are meaningless here; log-likelihood metrics are valid",
-                self.estimator.name,
-            )
 
     @unchained()
     def set_cache_hook(self, cache_hook: CacheHook) -> None:
@@ -204,13 +205,6 @@ class DuelMDM(TemplateLM):
             "errors": total.errors(bound),
         }
         return {"fingerprint": self.fingerprint, "spec": self.spec, "duel": duel}
-
-    def _log_spec(self, ignored_args: list[str]) -> None:
-        if self.estimator.decodes and (note := self.denoiser.ties(self.options.rule)):
-            log.warning("%s", note)
-        if ignored_args:
-            log.info("estimator=%s does not read %s", self.options.estimator, " and ".join(ignored_args))
-        log.info("spec %s: %s", self.fingerprint, ", ".join(f"{key}={value}" for key, value in self.spec.items()))
 
     # ------------------------------------------------------------ ranks
 
