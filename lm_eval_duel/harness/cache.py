@@ -1,11 +1,11 @@
 """The harness's `--use_cache` files, made safe for resuming.
 
-The harness writes PATH_rank0.db, PATH_rank1.db, ..., one per process, as pickles. The same files are
+The harness writes PATH_rank0.db, PATH_rank1.db, ..., one per process, as pickles. Here these files are
 
 * refused if they were written under another spec, or by a lattice that followed other rules;
-* read whatever number of ranks wrote them;
+* read by any number of ranks;
 * limited to plain numbers and texts: any other record, or one that was cut off, is dropped and scored again;
-* safe on a full disk: what could not be written waits in memory, so the run continues and loses nothing.
+* safe on a full disk: what cannot be written waits in memory, so the run continues and loses nothing.
 
 A request has one record: its text, or the contribution of each window to the results. So a cached answer counts in the
 results of this run, whichever run computed it. lm-eval's own look-up by text alone is not used.
@@ -42,10 +42,10 @@ DELETE = 'DELETE FROM "unnamed" WHERE key = ?'
 
 
 def request_key(kind: str, arguments: Iterable[Any], *more: str) -> str:
-    """The key of a request: lm-eval's own, a hash of its text, and what else its answer depends on.
+    """The key of a request: lm-eval's own key, a hash of its text, and everything else that its answer depends on.
 
-    That is the token ids of a text that carries them, the text after a gap, and `more`: of generated texts, the
-    fingerprint of their spec and, if they are sampled, the number that seeds the draw.
+    That is: the token ids of a text that carries them, the text after a gap, and `more`. For a generated text, `more`
+    is the fingerprint of its spec and, if it is sampled, the number that seeds the draw.
     """
     from lm_eval.api.model import hash_args
 
@@ -57,10 +57,10 @@ def request_key(kind: str, arguments: Iterable[Any], *more: str) -> str:
 
 
 class ResponseCache:
-    """The records of this rank's file, and those that the files of other ranks had when it was opened.
+    """The records of this rank's file, and of the other ranks' files at the time when it is opened.
 
-    `follows`: what else must be equal besides the spec, because it is in a run's results. `generation`: the fingerprint
-    of generated texts. Raises DuelError if a file is of another spec, or cannot be read.
+    `follows`: the rules that a lattice follows, which must be equal like the spec. `generation`: the fingerprint of
+    generated texts. Raises DuelError for a file of another spec, or one that cannot be read.
     """
 
     def __init__(self, path: str, spec: Mapping[str, str], follows: Mapping[str, str], generation: str):
@@ -78,7 +78,7 @@ class ResponseCache:
         self.keep(SPEC, {**spec, **follows})
 
     def find(self, key: str, kind: type) -> Any:
-        """The record of a key, from any rank's file; None if there is none that is intact and of this `kind`."""
+        """The record of a key, from the file of any rank; None if there is none that is intact and of this `kind`."""
         if key in self.waiting:
             return self.waiting[key]
         try:
@@ -102,7 +102,7 @@ class ResponseCache:
         self.broken.add(path)
 
     def keep(self, key: str, value: Any) -> None:
-        """Write a record of plain values, after those that wait. If the disk does not take it, it waits, too."""
+        """Write a record of plain values, after the records that wait. On a full disk it waits, too."""
         was_full = bool(self.waiting)
         self.waiting[key] = value
         try:
@@ -133,14 +133,14 @@ class ResponseCache:
             self.file.executemany(DELETE, [(key,) for key in keys])
 
     def flush(self) -> None:
-        """Write what waits, or log how many answers are lost if the run ends now. Called last for each kind."""
+        """Write the records that wait, or log how many answers are lost if the run ends now."""
         if self.waiting:
             self.keep(*self.waiting.popitem())
         if self.waiting:
             log.error("%d answers are not in %s: the next run scores them again", len(self.waiting), self.path)
 
     def _value(self, row: tuple[Any, ...] | None, kind: type, path: Path) -> Any:
-        """The value in a row of a file; None, and a warning, if it is damaged or not of this kind."""
+        """The value in a row of a file; None, with a warning, if it is damaged or of another kind."""
         value = None if row is None else _read(row)
         if row is not None and not isinstance(value, kind):
             self.drop(path)
@@ -172,7 +172,7 @@ def _read(row: tuple[Any, ...]) -> Any:
 
 
 def _open(path: Path) -> sqlite3.Connection:
-    """A rank's file, made by the harness. What was being written when it was killed is rolled back here."""
+    """Open a rank's file, made by the harness. A write that a killed process left unfinished is rolled back."""
     uri = f"file:{urllib.parse.quote(str(path.absolute()))}?mode=rw"
     return sqlite3.connect(uri, uri=True, timeout=TIMEOUT, check_same_thread=False)
 
@@ -187,7 +187,7 @@ def _select(file: sqlite3.Connection, path: Path, query: str, *values: str) -> l
 
 
 def unreadable(path: str | Path, error: Exception) -> DuelError:
-    """The error for a file that cannot be read."""
+    """Make the error for a file that cannot be read."""
     return DuelError(f"The --use_cache file {path} cannot be read ({error}). Delete it: its answers are scored again.")
 
 

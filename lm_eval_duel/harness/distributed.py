@@ -1,8 +1,8 @@
 """The ranks of accelerate or torchrun.
 
-The harness gives every nth document to rank n. `Ranks.deal` shares out the texts of `score`.
-No rank waits for another one while it computes. The little that ranks exchange (numbers and results) goes over gloo,
-also on GPUs: over TCP a process that has ended is noticed at once, on any machine.
+With N ranks, the harness gives every Nth document to a rank. `Ranks.deal` shares out the texts of `score`.
+No rank waits for another one while it computes. Ranks exchange only numbers and results, over gloo also on GPUs: its
+TCP connections notice at once that a process has ended, on any machine.
 """
 
 from __future__ import annotations
@@ -61,9 +61,9 @@ class Ranks(NamedTuple):
         return cls(str(accelerator.device), accelerator.process_index, accelerator.num_processes, group)
 
     def deal(self, costs: Sequence[float]) -> list[int]:
-        """The indices of the items that this rank computes, in order. `costs`: of all items, equal on all ranks.
+        """The indices of the items that this rank computes, in order. `costs`: of all items, the same on all ranks.
 
-        The most expensive item goes first, each to the rank with the least work so far (ties: to the lowest).
+        The most expensive items are dealt first, each to the rank with the least work so far (ties: to the lowest).
         """
         work = [(0.0, rank) for rank in range(self.world_size)]
         mine = []
@@ -101,7 +101,7 @@ class Ranks(NamedTuple):
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
-        """Explain the error that means that another rank has ended."""
+        """Turn the error that another rank has ended into one that says so."""
         try:
             yield
         except RuntimeError as error:

@@ -45,7 +45,7 @@ class Prompt:
 
 
 def generate(run: HarnessRun, requests: Sequence[Instance]) -> list[str]:
-    """The text of each request: from the response cache, or generated now; those with equal settings side by side."""
+    """The text of each request, from the response cache or generated now. Equal settings are generated together."""
     batch, texts = Batch.from_requests(requests), dict[int, str]()
     groups = _grouped(run, batch)
     prompts = {prompt.n: prompt for _, group in groups for prompt in group}

@@ -29,7 +29,7 @@ class Journal:
         self.waiting: deque[bytes] = deque()
 
     def write(self, lines: Iterable[str]) -> None:
-        """Append lines, after those that wait."""
+        """Append lines, after the lines that wait."""
         was_full = bool(self.waiting)
         self.waiting.extend(f"{line}\n".encode() for line in lines)
         try:

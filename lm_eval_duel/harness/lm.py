@@ -73,7 +73,7 @@ class DuelMDM(TemplateLM):
     # ------------------------------------------------------------ requests
 
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
-        """log p(continuation | context), and whether argmax decoding under the same rule would generate it.
+        """log p(continuation | context), and True if argmax decoding under the same rule would generate it.
 
         With an empty context only special tokens are visible; an empty continuation is (0.0, True). A context too long
         for the row is truncated from the left; a continuation too long is an error. `is_greedy` is always False if the

@@ -1,8 +1,6 @@
-"""Log-likelihoods of requests.
+"""Log-likelihoods of requests, each saved as soon as its last window is scored.
 
-    requests -> windows (text.py) -> scores of windows (the estimator) -> the sum over a request's windows
-
-Every request is scored once, in the order in which windows are finished, and saved as soon as it is finished.
+requests -> windows (text.py) -> scores of windows (the estimator) -> sums over the windows of a request
 """
 
 from __future__ import annotations
@@ -85,7 +83,7 @@ def document_windows(text: Text, requests: Sequence[Instance]) -> list[list[Wind
 
 
 def score_continuations(run: HarnessRun, requests: Sequence[Instance]) -> list[tuple[float, bool]]:
-    """The log-likelihood of each continuation, and whether decoding would write it."""
+    """The log-likelihood of each continuation, and True if decoding would write it."""
     batch = Batch.from_requests(requests)
     outcomes = score_requests(run, "loglikelihood", batch.requests, continuation_windows(run.text, batch.requests))
     answers: list[tuple[float, bool]] = []
@@ -167,10 +165,7 @@ def score_requests(
 
 
 class TextLogLikelihood(float):
-    """The log-likelihood of a whole text or of a gap, which also tells a task's functions what was scored.
-
-    Data that do not count tokens get `text` and `tokens` from here.
-    """
+    """The log-likelihood of a whole text or of a gap, with what a task's functions need for data without token counts."""
 
     text: str
     tokens: int

@@ -1,12 +1,12 @@
-"""Every change to lm-eval's behaviour, made when a model is loaded (never at import); applying them twice is harmless.
+"""Every change to lm-eval's behaviour, made when a model is loaded, never at import; each is made once.
 
     what                        why
-    Task.build_all_requests     ends the evaluation before, since a model cannot tell: it gets requests of one kind at a
-                                time, and lm-eval asks for its results on rank 0 alone, and not after a failure
+    Task.build_all_requests     ends the previous evaluation: a model gets requests of one kind at a time, and lm-eval
+                                asks for its results on rank 0 alone, and not after a failure
                                 refuses a task with fewer documents than ranks: lm-eval fails on the ranks without any,
                                 with an unrelated error, and the other ranks wait for them
-    CachingLM.__init__          names a --use_cache file that cannot be opened; and gives our models all requests, also
-                                those with a cached answer, so that the results count them (see cache.py)
+    CachingLM.__init__          names a --use_cache file that cannot be opened; gives our models all requests, including
+                                requests with a cached answer, so that the results count them (see cache.py)
 
     EvaluationTracker.save_results_aggregated
                                 prints the Monte Carlo and sampling errors of our estimators above the table of results,
@@ -129,8 +129,10 @@ def _build_all_requests(
     **options: Any,
 ) -> Any:
     answering.clear()
-    if world_size > 1:
-        _require_documents(task, limit, samples, world_size)
+    count = len(samples) if samples else len(task.eval_docs)
+    count = min(count, int(limit)) if limit and not samples else count
+    if world_size > 1 and count < world_size:
+        raise too_few_documents(f"Task {task.config.task}", count, world_size)
     return original(task, limit=limit, samples=samples, world_size=world_size, **options)
 
 
@@ -146,13 +148,6 @@ def _name_model(
     original(tracker, model_source=model_source, model_args=model_args, **options)
     if model_source in MODELS and "pretrained" not in model_args:
         tracker.model_name = tracker.model_name_sanitized = BUNDLED
-
-
-def _require_documents(task: Task, limit: int | None, samples: list[int] | None, world_size: int) -> None:
-    count = len(samples) if samples else len(task.eval_docs)
-    count = min(count, int(limit)) if limit and not samples else count
-    if count < world_size:
-        raise too_few_documents(f"Task {task.config.task}", count, world_size)
 
 
 def _open_cache(original: Callable[..., None], caching: CachingLM, lm: Any, cache_db: str, *args: Any) -> None:

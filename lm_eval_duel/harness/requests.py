@@ -14,17 +14,17 @@ FILE = "file of this document"  # an entry of documents that are the user's own 
 
 
 class Batch(NamedTuple):
-    """The distinct requests of one call, without those that the harness repeats to give all ranks equally many."""
+    """The distinct requests of one call. The harness repeats some of them, so that all ranks have equally many."""
 
     requests: list[Instance]
-    repeats: list[int]  # of each request: how often it came before
-    sources: list[int]  # of each request of the call: the one here that answers it
+    repeats: list[int]  # of each distinct request: how often it came before
+    sources: list[int]  # of each request of the call: the index of the distinct one
 
     @classmethod
     def from_requests(cls, requests: Sequence[Instance]) -> Batch:
-        """A task repeats a request `repeats` times, as the same object; any more are padding of the rank."""
+        """Find the distinct requests. A task repeats a request `repeats` times, as one object; more are padding."""
         batch = cls([], [], [])
-        copies: dict[Any, list[int]] = {}  # of each distinct request: its repeats in the batch
+        copies: dict[Any, list[int]] = {}  # by identity: the indices of its repeats
         came: Counter[int] = Counter()
         for request in requests:
             indices = copies.setdefault(_identity(request), [])
@@ -43,14 +43,14 @@ class Batch(NamedTuple):
 
 
 def _identity(request: Instance) -> Any:
-    """Equal for requests with the same answer in the same task."""
+    """A value that is equal for requests with the same answer in the same task."""
     if request.task_name is None or request.doc_id is None:
         return id(request)
     return request.task_name, request.doc_id, request.idx, repr(request.args)
 
 
 def document_of(request: Instance) -> Any:
-    """The name of a request's document: its file, if the document says so, else its number."""
+    """The name of a request's document: its file, if it is one, else its number."""
     return request.doc.get(FILE, request.doc_id) if isinstance(request.doc, dict) else request.doc_id
 
 
