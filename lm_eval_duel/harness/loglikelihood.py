@@ -20,7 +20,7 @@ from lm_eval_duel.harness.requests import Batch, name, random_order
 from lm_eval_duel.harness.run import HarnessRun
 from lm_eval_duel.harness.so_far import SoFar
 from lm_eval_duel.tasks.columns import MADE, MADE_HERE, TOKENS
-from lm_eval_duel.text.annotated import Gap, Residues
+from lm_eval_duel.text.annotated import Gap
 from lm_eval_duel.text.text import Text
 
 if TYPE_CHECKING:
@@ -39,12 +39,7 @@ def continuation_windows(text: Text, requests: Sequence[Instance]) -> list[list[
     gaps = any(isinstance(request.args[1], Gap) for request in requests)
     for request in requests:
         with naming(name(request)):
-            context, continuation = request.args
-            if isinstance(continuation, Residues):
-                windows.append([text.residues(context, continuation)])
-                continue
-            encode = text.encode_gap if isinstance(continuation, Gap) else text.encode_pair
-            windows.append([text.continuation(*encode(context, continuation))])
+            windows.append([text.pair(*request.args)])
     if cut := text.cut_contexts - cut:
         log.warning(
             "%d of %d contexts were longer than max_length=%d and truncated from the left%s",
@@ -165,7 +160,7 @@ def score_requests(
 
 
 class TextLogLikelihood(float):
-    """The log-likelihood of a whole text or of a gap, with what a task's functions need for data without token counts."""
+    """The log-likelihood of a whole text or of a gap, with `text` and `tokens` for data that do not count tokens."""
 
     text: str
     tokens: int

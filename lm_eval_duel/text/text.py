@@ -159,11 +159,6 @@ class Text:
             raise DuelError(f"The tokenizer has no token for the residues {', '.join(wrong)}; use a protein model.")
         return tokens
 
-    def residues(self, context: str, residues: Residues) -> Window:
-        """The window of residues between others."""
-        before, target, after = map(self.encode_residues, (context, residues, residues.suffix))
-        return dataclasses.replace(self.continuation(before, target, after), known=residues.known)
-
     def scorable(self, ids: list[int]) -> list[int]:
         """The ids of a text; raises DuelError if the mask token is among them."""
         mask_id = self.denoiser.mask_id
@@ -216,9 +211,15 @@ class Text:
             return self.continuation(
                 *(self.encode(part) if isinstance(part, str) else [*as_ids(part)] for part in parts)
             )
-        if after:
-            return self.continuation(*self.encode_gap(before, Gap(inside, after)))
-        return self.continuation(*self.encode_pair(before, inside))
+        return self.pair(before, Gap(inside, after) if after else inside)
+
+    def pair(self, context: str, continuation: str) -> Window:
+        """The window of a context and its continuation, which may be a Gap or Residues, encoded as the harness does."""
+        if isinstance(continuation, Residues):
+            ids = map(self.encode_residues, (context, continuation, continuation.suffix))
+            return dataclasses.replace(self.continuation(*ids), known=continuation.known)
+        encode = self.encode_gap if isinstance(continuation, Gap) else self.encode_pair
+        return self.continuation(*encode(context, continuation))
 
     def prompt(self, before: str | Ids, length: int, after: str | Ids = "") -> Window:
         """The window of `length` positions to generate; its target is a placeholder. What does not fit is truncated.
