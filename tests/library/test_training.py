@@ -110,7 +110,8 @@ def test_ranks_share_the_texts_and_their_errors(model, monkeypatch):
             shares[rank] = mine
             of_ranks[:] = [shares.get(n, mine) for n in range(2)]
 
-        monkeypatch.setattr(training, "_ranks", lambda: (rank, 2))
+        for name, value in (("is_initialized", True), ("get_rank", rank), ("get_world_size", 2)):
+            monkeypatch.setattr(torch.distributed, name, lambda value=value: value)
         monkeypatch.setattr(torch.distributed, "all_gather_object", gather)
         return training_metrics(model, tiny.tokenizer(), texts, block=3)
 
