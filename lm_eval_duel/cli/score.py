@@ -136,7 +136,7 @@ def write(options: argparse.Namespace, every: Sequence[dict[str, Any]]) -> None:
 
 
 def names_of(figures: Mapping[str, Any]) -> dict[str, str]:
-    """The columns of --csv that tell the lines of models apart."""
+    """The columns of --csv that distinguish the lines of models."""
     spec = {key: figures["spec"].get(key, "") for key in ("rule", "block", "cache")}
     names = {"model": figures["pretrained"], "estimator": figures["estimator"], **spec}
     return names | {"fingerprint": figures["fingerprint"], "kind": figures["kind"]}

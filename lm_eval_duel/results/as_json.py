@@ -32,7 +32,7 @@ COST = (
 COUNTS = ("device", "ranks", "seconds", "forwards", "rows", "nfe", "peak_memory_bytes")  # entries of config.duel
 RUN = ("model=label", "estimator", "rule", "block", "cache", "ar=baseline", "dtype", "file=name")
 BOARD = ("title", "metric", "unit", "ar", "mean_of", "by", "published", "documents", "notes", "date")
-COLUMN = ("id", "task", "label", "documents=compared.documents", "windows", "apart")
+COLUMN = ("id", "task", "label", "documents=compared.documents", "windows", "apart=difference")
 BOARD_ROW = (
     *(
         "model=named.model",

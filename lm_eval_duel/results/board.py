@@ -33,13 +33,13 @@ KINDS = {  # of a row: its meaning
 
 @dataclasses.dataclass(eq=False)
 class TaskColumn:
-    """Results of one task that may be compared. `apart`: how they differ from the task's first column."""
+    """Results of one task that may be compared. `difference`: from the task's first column, as text."""
 
     id: str
     label: str
     task: str
     windows: list[str]  # the ways in which its runs cut documents
-    apart: str
+    difference: str
     compared: compare.Comparison
 
 
@@ -148,7 +148,7 @@ class Board:
 
     @property
     def groups(self) -> list[tuple[str, list[BoardRow]]]:
-        """The rows with a title: the oracle's are apart from those that say something."""
+        """The rows in groups, each with a title: the oracle's separately, since it is not a likelihood."""
         oracles = [row for row in self.rows if row.kind == "oracle"]
         others = [row for row in self.rows if row.kind != "oracle"]
         return [group for group in (("", others), (f"Oracle: {KINDS['oracle']}", oracles)) if group[1]]
@@ -182,32 +182,31 @@ def columns(runs: Sequence[Run], metric: str) -> list[TaskColumn]:
     for name in dict.fromkeys(name for run in runs for name in run.tasks):
         groups: list[tuple[list[Run], str]] = []
         for run in (run for run in ordered if name in run.tasks and metric in run.tasks[name].metrics):
-            reasons = [_apart(name, metric, members, run) for members, _ in groups]
+            reasons = [_why_separate(name, metric, members, run) for members, _ in groups]
             if "" in reasons:
                 groups[reasons.index("")][0].append(run)
             else:
                 groups.append(([run], next(iter(reasons), "")))
-        for n, (members, apart) in enumerate(groups, 1):
+        for n, (members, difference) in enumerate(groups, 1):
             label, windows = name if len(groups) == 1 else f"{name} ({n})", map(match.windows_of, members)
             compared = compare.task(name, members, metric)
-            found.append(TaskColumn(f"c{len(found)}", label, name, [*dict.fromkeys(windows)], apart, compared))
+            found.append(TaskColumn(f"c{len(found)}", label, name, [*dict.fromkeys(windows)], difference, compared))
     return found
 
 
-def _apart(name: str, metric: str, members: Sequence[Run], run: Run) -> str:
-    """The reason that a run may not share the column of others, judged by the first and the first with samples; empty
-    if it may.
+def _why_separate(name: str, metric: str, members: Sequence[Run], run: Run) -> str:
+    """The reason that a run needs a separate column from `members`; empty if it may share theirs.
 
-    Per word and byte, tokenizers may differ.
+    The run is compared with the first of them and the first with samples. Per word and byte, tokenizers may differ.
     """
     sampled = [member for member in members if member.tasks[name].documents is not None]
     for here in (members[0], *sampled[:1]):
-        apart = match.documents(here.tasks[name], run.tasks[name], metric)
-        if apart is None:
+        difference = match.documents(here.tasks[name], run.tasks[name], metric)
+        if difference is None:
             fields = match.differences(here, run, name)
-            apart = next((d for d in fields if metric == PER_TOKEN or not d.field.startswith("tokenizer")), None)
-        if apart is not None:
-            return f"{apart.field}: {apart.there} here, {apart.here} in the first column of {name}"
+            difference = next((d for d in fields if metric == PER_TOKEN or not d.field.startswith("tokenizer")), None)
+        if difference is not None:
+            return f"{difference.field}: {difference.there} here, {difference.here} in the first column of {name}"
     return ""
 
 

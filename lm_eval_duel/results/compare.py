@@ -93,7 +93,7 @@ def task(
         documents=sizes.pop() if len(sizes) == 1 else None,
         rows=rows,
         rules=_speeds(rows, ar),
-        pairs=pairs.chosen(choice, rows),
+        pairs=pairs.choose(choice, rows),
         elbo=elbos,
         differences=differences,
         as_published=as_published,
@@ -164,7 +164,7 @@ def _close_gap(row: Row, ar: Row | None, why: str) -> None:
         row.gap_closed_reason = f"no AR result of {row.task} (--ar)"
     elif not all(map(math.isfinite, (elbo.value, row.value, ar.value))):
         row.gap_closed_reason = "no gap closed of an infinite perplexity"
-    elif not stats.clear(elbo.value, ar.value, elbo.stderr_bound):
+    elif not stats.is_distinguishable(elbo.value, ar.value, elbo.stderr_bound):
         row.gap_closed_reason = f"{UNCLEAR}: ELBO {_with_error(elbo)} and {ar.model} {number(ar.value)}"
     elif elbo.value <= ar.value:
         row.gap_closed_reason = BETTER
@@ -173,7 +173,7 @@ def _close_gap(row: Row, ar: Row | None, why: str) -> None:
         own = 0.0 if row.stderr_bound is None else row.stderr  # an exact value has no error
         row.share_stderr = stats.gap_closed_stderr(elbo.value, row.value, ar.value, elbo.stderr, own)
         known = [error for error in (elbo.stderr_bound, row.stderr_bound) if error is not None]
-        row.distinguishable = stats.clear(elbo.value, row.value, math.hypot(*known) if known else None)
+        row.distinguishable = stats.is_distinguishable(elbo.value, row.value, math.hypot(*known) if known else None)
         reasons = [elbo.stderr_reason, row.stderr_reason]
         if not row.distinguishable:
             reasons.insert(0, f"{UNCLEAR}: ELBO {_with_error(elbo)} and DUEL {_with_error(row)}")
@@ -283,6 +283,6 @@ def averages(compared: Mapping[str, Sequence[Row]]) -> list[Average]:
         errors = [row.share_stderr for row in known]
         average = sum(row.share for row in known) / len(known) if len(known) > 1 else None
         error = math.hypot(*errors) / len(known) if average is not None and None not in errors else None
-        unclear = average is not None and not stats.clear(average, 0.0, error)
+        unclear = average is not None and not stats.is_distinguishable(average, 0.0, error)
         result.append(Average(model, name, rows, None if unclear else average, error, unclear, len(known)))
     return result

@@ -75,7 +75,7 @@ def collect(options: argparse.Namespace) -> Board:
         without = [name for name, task in run.tasks.items() if metric not in task.metrics]
         notes += [f"{name} in {run.name} has no {metric} and is left out." for name in without]
     columns = board.columns(known, metric)
-    notes += [f"{column.label}: {column.apart}" for column in columns if column.apart]
+    notes += [f"{column.label}: {column.difference}" for column in columns if column.difference]
     rows, mean_of, by = board.rank(board.rows(columns), columns, metric)
     shown, problems = documents.collect(traces, labels, options.shown, documents.texts_by(options.tokenizer))
     return Board(

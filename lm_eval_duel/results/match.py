@@ -171,15 +171,15 @@ def check(name: str, metric: str, compared: Sequence[Run], as_published: bool) -
     sampled = next((run for run in compared if run.tasks[name].documents is not None), first)
     for other in compared[1:]:
         found = [(here, documents(here.tasks[name], other.tasks[name], metric)) for here in (first, sampled)]
-        found += [(first, apart) for apart in differences(first, other, name)]
-        for here, apart in found:
-            if apart is None:
+        found += [(first, difference) for difference in differences(first, other, name)]
+        for here, difference in found:
+            if difference is None:
                 continue
-            always = apart.field.startswith(("documents", "units"))
-            across = metric != PER_TOKEN and apart.field.startswith(("tokenizer", "windows"))
+            always = difference.field.startswith(("documents", "units"))
+            across = metric != PER_TOKEN and difference.field.startswith(("tokenizer", "windows"))
             if always or not (as_published or across):
                 hint = "" if always else ", or list the difference under the table with --as_published"
-                what = f"{metric} of {name} cannot be compared: {apart.between(here, other)}"
-                raise DuelError(f"{what}. To compare, {apart.remedy}{hint}.")
-            listed[apart.between(here, other)] = None
+                what = f"{metric} of {name} cannot be compared: {difference.between(here, other)}"
+                raise DuelError(f"{what}. To compare, {difference.remedy}{hint}.")
+            listed[difference.between(here, other)] = None
     return list(listed)

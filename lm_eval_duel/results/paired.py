@@ -140,8 +140,8 @@ def compare(
         raise DuelError("compare() takes two lists of scores, as Duel.score returns, and two names.")
     both = first, second = _texts(a, names[0]), _texts(b, names[1])
     if first.keys != second.keys or not a:
-        apart = next((n for n, (x, y) in enumerate(zip(first.keys, second.keys, strict=False)) if x != y), 0)
-        what = f"text {apart} differs" if len(a) == len(b) and a else f"there are {len(a)} and {len(b)} texts"
+        differing = next((n for n, (x, y) in enumerate(zip(first.keys, second.keys, strict=False)) if x != y), 0)
+        what = f"text {differing} differs" if len(a) == len(b) and a else f"there are {len(a)} and {len(b)} texts"
         raise DuelError(f"compare() takes two lists of scores of the same texts in the same order, but {what}.")
     if unit not in (None, *UNITS):
         raise DuelError(f"'unit' is one of {', '.join(UNITS)}; got {unit}.")

@@ -40,7 +40,7 @@ def pair(first: Row, second: Row) -> Pair:
     return Pair(**vars(found), first=first, second=second, reason=reason)
 
 
-def chosen(choice: str, shown: Sequence[Row]) -> list[Pair]:
+def choose(choice: str, shown: Sequence[Row]) -> list[Pair]:
     """The pairs of `--pairs`.
 
     `rules`: the DUEL rows of a network with one block and one cache against each other; of more than five, each against

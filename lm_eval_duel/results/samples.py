@@ -87,8 +87,8 @@ def _digest(record: Mapping[str, Any], rolling: bool) -> str:
     """
     doc, name = record.get("doc"), record.get("doc_hash") or record["doc_id"]
     if isinstance(doc, dict) and TOKENS in doc:
-        apart = {TOKENS, MADE} | ({"tokenizer"} if "ids" in doc else set())
-        rest = {key: value for key, value in doc.items() if key not in apart}
+        ignored = {TOKENS, MADE} | ({"tokenizer"} if "ids" in doc else set())
+        rest = {key: value for key, value in doc.items() if key not in ignored}
         name = hashlib.sha256(json.dumps(rest, sort_keys=True, default=str).encode()).hexdigest()
     parts = name, record.get("target_hash"), None if rolling else record.get("prompt_hash")
     return " ".join(str(part) for part in parts if part)

@@ -36,7 +36,7 @@ def stderr(metric: str, known: float, nats: float | None, error: float | None) -
     return known * relative * (1.0 if metric == "bits_per_byte" else abs(math.log(known)))
 
 
-def clear(here: float, there: float, error: float | None) -> bool:
+def is_distinguishable(here: float, there: float, error: float | None) -> bool:
     """True if two values differ by more than two standard errors of their difference (always, without an error)."""
     return error is None or abs(here - there) > CLEAR * error
 

@@ -27,7 +27,7 @@ LEVEL = "95 % interval"
 
 
 def form_of(metric: str) -> str:
-    """The format of a metric's values: enough decimals to tell models apart."""
+    """The format of a metric's values: enough decimals to distinguish models."""
     return ".4f" if metric in ("bits_per_byte", "byte_perplexity") else ".2f"
 
 

@@ -351,7 +351,7 @@ def test_rows_that_are_compared():
     entries = [*rules, *others, entry(None, estimator="oracle")]
 
     def chosen(choice):
-        return [(entries.index(pair.first), entries.index(pair.second)) for pair in pairs.chosen(choice, entries)]
+        return [(entries.index(pair.first), entries.index(pair.second)) for pair in pairs.choose(choice, entries)]
 
     assert chosen("rules") == [*((n, 2) for n in (0, 1, 3, 4, 5, 6)), (7, 8)]  # more than five: with the lowest
     assert len(chosen("all")) == 10 * 9 // 2 and all(10 not in pair for pair in chosen("all"))
