@@ -98,7 +98,7 @@ def main(arguments: Sequence[str]) -> None:
 
     setup_logging()
     every: list[dict[str, Any]] = []
-    models = [options.model, *(_fitting(other, options.model) for other in options.others)]
+    models = [options.model, *map(_fitting, options.others, options.compare)]
     for model in models:  # all of them before the first is scored
         require_loadable(Options.parse(model))
     try:
@@ -136,7 +136,7 @@ def write(options: argparse.Namespace, every: Sequence[dict[str, Any]]) -> None:
 
 
 def names_of(figures: Mapping[str, Any]) -> dict[str, str]:
-    """The columns of --csv that distinguish the lines of models."""
+    """The columns of --csv that name the model of a line."""
     spec = {key: figures["spec"].get(key, "") for key in ("rule", "block", "cache")}
     names = {"model": figures["pretrained"], "estimator": figures["estimator"], **spec}
     return names | {"fingerprint": figures["fingerprint"], "kind": figures["kind"]}
@@ -144,7 +144,7 @@ def names_of(figures: Mapping[str, Any]) -> dict[str, str]:
 
 def figures_of(lm: DuelMDM, rows: Sequence[Line]) -> dict[str, Any]:
     """The content of --json for one model. Null stands for a value that does not exist or is infinite."""
-    info, own = lm.get_model_info(), next(iter(_values(lm)), None)
+    info, value = lm.get_model_info(), next(iter(_values(lm)), None)
     return {
         "format": read.SCORE,
         "version": read.SCORE_VERSION,
@@ -152,10 +152,10 @@ def figures_of(lm: DuelMDM, rows: Sequence[Line]) -> dict[str, Any]:
         "fingerprint": info["fingerprint"],
         "spec": info["spec"],
         "estimator": lm.estimator.name,
-        "kind": kind_of(lm.estimator.name, info["spec"], own.beam if own else None),
+        "kind": kind_of(lm.estimator.name, info["spec"], value.beam if value else None),
         "documents": [row.figures() for row in rows],
         "total": _total(lm, rows),
-        **({"beam": own.beam.describe()} if own and own.beam else {}),
+        **({"beam": value.beam.describe()} if value and value.beam else {}),
         "duel": finite(info["duel"]),
     }
 
@@ -172,12 +172,12 @@ def compared(every: Sequence[dict[str, Any]]) -> tuple[compare.Comparison, str]:
     same = all(match.same_tokens(runs[0], run, TASK) for run in runs)
     task = compare.task(TASK, runs, match.PER_TOKEN if same else "bits_per_byte", as_published=True)
 
-    def own(run: read.Run) -> Row:
-        """The row of a model's own value, or the one that stands for it: the same model twice has one row."""
+    def row_of(run: read.Run) -> Row:
+        """The row of a model's value, or the one that stands for it: the same model twice has one row."""
         wanted = run, run.estimator
         return next(row for row in task.rows if wanted in [(each.run, each.estimator) for each in (row, *row.same)])
 
-    task = dataclasses.replace(task, pairs=[pairs.pair(own(runs[0]), own(run)) for run in runs[1:]])
+    task = dataclasses.replace(task, pairs=[pairs.pair(row_of(runs[0]), row_of(run)) for run in runs[1:]])
     parts = [tables.values(task).text(), tables.differences(task).text()]
     listed = [*(f"differs: {line}" for line in task.differences), *task.notes]
     return task, spaced([*parts, "\n".join(listed)])
@@ -249,28 +249,28 @@ def _other(text: str, model: dict[str, Any]) -> dict[str, Any]:
     return other
 
 
-def _fitting(other: dict[str, Any], model: Mapping[str, Any]) -> dict[str, Any]:
-    """The model args of another checkpoint without settings of the first that its network cannot have."""
-    from lm_eval_duel.denoisers import unloaded
-    from lm_eval_duel.denoisers.load_options import NETWORK_ARGUMENTS
+def _fitting(other: dict[str, Any], text: str) -> dict[str, Any]:
+    """The model args of another checkpoint without those that it inherits and its network cannot have.
 
-    if other.get("pretrained") == model.get("pretrained"):
+    `text`: what --compare gives; that is left as it is.
+    """
+    from lm_eval_duel.denoisers import unloaded
+
+    given = FLAGS["model_args"].read("--compare", text)
+    if "pretrained" not in given:
         return other
     cannot: set[str] = set()
     with contextlib.suppress(DuelError):  # a network that only its own code knows is loaded as it stands
-        network = {key: value for key, value in other.items() if key in NETWORK_ARGUMENTS and key not in SETTINGS}
-        known = unloaded.read(str(other.get("pretrained", "demo-mdm")), network)
+        network = {key: value for key, value in Options.parse(other).network.items() if key not in SETTINGS}
+        known = unloaded.read(given["pretrained"], network)
         cannot |= {"rule", "block", *PARAMETERS} if known.attention == "causal" else set()
         cannot |= {"cache"} if known.attention != "bidirectional" else set()
         cannot |= {"block"} if known.attention == "block_causal" and other.get("block") != known.block else set()
-    kept = {key: value for key, value in other.items() if key not in cannot or value != model.get(key)}
-    left = [key for key in other if key not in kept]
+    left = [key for key in other if key in cannot - given.keys()]
     if left and process()[0] == 0:
-        lacks = (
-            f"{other['pretrained']} is scored without the {', '.join(left)} of the first model, which it cannot have"
-        )
-        print(lacks, file=sys.stderr)
-    return kept
+        without = f"without the {', '.join(left)} of the first model, which it cannot have"
+        print(f"{given['pretrained']} is scored {without}", file=sys.stderr)
+    return {key: value for key, value in other.items() if key not in left}
 
 
 def score(lm: DuelMDM, texts: Sequence[own_text.OwnText]) -> list[Line] | None:
