@@ -175,7 +175,9 @@ def _close_gap(row: Row, ar: Row | None, why: str) -> None:
         known = [error for error in (elbo.stderr_bound, row.stderr_bound) if error is not None]
         row.distinguishable = stats.is_distinguishable(elbo.value, row.value, math.hypot(*known) if known else None)
         reasons = [elbo.stderr_reason, row.stderr_reason]
-        if not row.distinguishable:
+        if row.distinguishable:
+            row.gap_closed, row.gap_closed_stderr = row.share, row.share_stderr
+        else:
             reasons.insert(0, f"{UNCLEAR}: ELBO {_with_error(elbo)} and DUEL {_with_error(row)}")
         if lacking := next((other for other in (elbo, row, ar) if other.draws is None), None):
             reasons.append(f"no interval: {lacking.model}, {lacking.name}: {lacking.reason}")

@@ -46,6 +46,15 @@ class Report:
     tasks: dict[str, compare.Comparison]
     notes: list[str]
 
+    def __post_init__(self) -> None:
+        rows = {name: task.rows for name, task in self.tasks.items()}
+        runs = sorted(self.runs, key=lambda run: not run.baseline)
+        self.averages = compare.averages(rows)
+        self.costs = cost.table(self.runs, [row for of_task in rows.values() for row in of_task])
+        # tasks with other averages than perplexities
+        self.scored = dict.fromkeys(name for run in runs for name, task in run.every_task.items() if task.scores)
+        self.headlines = {name: headline.sentences(name, of_task) for name, of_task in rows.items()}
+
     def tables(self) -> Iterator[tuple[str, str, Table]]:
         """Every table: the task that it is about, or "" for one over tasks; its kind; and itself."""
         if len(self.tasks) > 1:
@@ -56,22 +65,8 @@ class Report:
             yield from ((name, kind, table) for kind, table in tables.task_tables(task))
         for name in self.scored:
             yield name, "accuracy", tables.accuracies(name, self.runs)
-        if costs := self.costs:
-            yield "", "cost", tables.cost(costs)
-
-    @property
-    def averages(self) -> list[compare.Average]:
-        return compare.averages({name: task.rows for name, task in self.tasks.items()})
-
-    @property
-    def scored(self) -> list[str]:
-        """The tasks with other averages than perplexities."""
-        runs = sorted(self.runs, key=lambda run: not run.baseline)
-        return list(dict.fromkeys(name for run in runs for name, task in run.every_task.items() if task.scores))
-
-    @property
-    def costs(self) -> list[cost.RunCost]:
-        return cost.table(self.runs, [row for task in self.tasks.values() for row in task.rows])
+        if self.costs:
+            yield "", "cost", tables.cost(self.costs)
 
 
 # ---------------------------------------------------------------- what is compared
@@ -189,11 +184,6 @@ def no_baseline(causal: Sequence[Run]) -> str:
 # ---------------------------------------------------------------- what is written
 
 
-def safe_name(name: str) -> str:
-    """A name as part of a file name: safe on any file system."""
-    return "".join(c if c.isalnum() or c in "-_." else "_" for c in name)[:MAX_LENGTH]
-
-
 def stems(found: Iterable[tuple[str, str, str]]) -> Iterator[str]:
     """File names of tables and figures, from (task, kind, title), each different even where case is ignored."""
     found = list(found)
@@ -201,7 +191,8 @@ def stems(found: Iterable[tuple[str, str, str]]) -> Iterator[str]:
     for name, kind, title in found:
         several = sum((name, kind) == (other, its_kind) for other, its_kind, _ in found) > 1
         subject = re.sub(r"[\s,:=/]+", "_", title.partition(": ")[2]) if several else ""
-        stem = "_".join(safe_name(part) for part in (kind, name, subject) if part)
+        safe = (re.sub(r"[^\w.-]", "_", part)[:MAX_LENGTH] for part in (kind, name, subject) if part)
+        stem = "_".join(safe)
         numbered = (f"{stem}{'' if n == 1 else f'_{n}'}" for n in itertools.count(1))
         stem = next(name for name in numbered if name.casefold() not in used)
         used.add(stem.casefold())
@@ -211,19 +202,18 @@ def stems(found: Iterable[tuple[str, str, str]]) -> Iterator[str]:
 def page(report: Report, images: Sequence[Image] = ()) -> str:
     """report.md."""
     every = list(report.tables())
-    parts = ["# How far from autoregressive?"]
-    lines = [line for name, task in report.tasks.items() for line in headline.sentences(name, task.rows)]
-    parts += ["\n".join(f"- {line}" for line in lines), bullets(report.notes)]
+    lines = [f"- {line}" for of_task in report.headlines.values() for line in of_task]
+    parts = ["# How far from autoregressive?", "\n".join(lines), bullets(report.notes)]
     for name, task in report.tasks.items():
-        own = [(kind, table) for about, kind, table in every if about == name and kind != "accuracy"]
+        mine = [(kind, table) for about, kind, table in every if about == name and kind != "accuracy"]
         documents = "" if task.documents is None else f", {task.documents} documents"
         parts.append(f"## {escape(name)}: {WORDS[task.metric]}{documents}")
-        parts += [table.markdown() for kind, table in own if kind == "methods"]
+        parts += [table.markdown() for kind, table in mine if kind == "methods"]
         parts += [image.markdown(quote) for image in images if (image.task, image.kind) == (name, "perplexity")]
         if task.differences:
             title = "Compared as published, although these differ" if task.as_published else "These differ"
             parts += [f"**{title}:**", bullets(task.differences)]
-        for kind, table in own:
+        for kind, table in mine:
             parts += [] if kind == "methods" else [f"### {escape(table.title)}", table.markdown()]
             parts += [SINGLE] if kind == "pairs" else []
         parts += [image.markdown(quote) for image in images if (image.task, image.kind) == (name, "rules")]
@@ -238,7 +228,7 @@ def page(report: Report, images: Sequence[Image] = ()) -> str:
 
 def console(report: Report) -> str:
     """The text that the command prints: headlines, perplexities, differences, and notes."""
-    lines = [line for name, task in report.tasks.items() for line in headline.sentences(name, task.rows)]
+    lines = [line for of_task in report.headlines.values() for line in of_task]
     parts = [re.sub(r"\\(?=[^\w\s])", "", line.replace("**", "")) for line in lines]
     for name, kind, table in report.tables():
         if kind in (*PRINTED, "accuracy"):
@@ -273,7 +263,7 @@ def content(report: Report) -> dict[str, Any]:
         "ar": [run.name for run in report.runs if run.baseline],
         "notes": report.notes,
         "tasks": {
-            name: as_json.comparison(task) | {"headlines": headline.sentences(name, task.rows)}
+            name: as_json.comparison(task) | {"headlines": report.headlines[name]}
             for name, task in report.tasks.items()
         },
         "averages": list(map(as_json.average, report.averages)),

@@ -66,6 +66,8 @@ class Row:
     share: float | None = None  # gap closed, also of a row that is not distinguishable from its ELBO
     share_stderr: float | None = None
     distinguishable: bool | None = None
+    gap_closed: float | None = None  # None if it is not distinguishable from 0
+    gap_closed_stderr: float | None = None
     gap_closed_interval: Interval | None = None
     gap_closed_reason: str = ""  # why gap closed, or its error, is not known
     cache_cost: Pair | None = None
@@ -179,14 +181,6 @@ class Row:
         """Over windows, if there is no interval."""
         return self.error(self.nats_window_stderr) if self.draws is None else None
 
-    @property
-    def gap_closed(self) -> float | None:
-        return self.share if self.distinguishable else None
-
-    @property
-    def gap_closed_stderr(self) -> float | None:
-        return self.share_stderr if self.distinguishable else None
-
 
 @dataclasses.dataclass(frozen=True)
 class Pair(PairedDifference):
@@ -267,6 +261,7 @@ def of_run(run: Run, name: str, metric: str, notes: list[str]) -> list[Row]:
             notes.append(f"{key} of {name} in {run.name} is left out: {why}")
             continue
         entry, log_prob, metrics = registry.ESTIMATORS.get(key), value.get("log_prob"), task.metrics
+        documents, missing = plain.documents, plain.missing
         if key != run.estimator:
             first = values.get(run.estimator, {}).get("log_prob")
             if not first or log_prob is None or not (math.isfinite(first) and log_prob < math.inf):
@@ -275,8 +270,6 @@ def of_run(run: Run, name: str, metric: str, notes: list[str]) -> list[Row]:
             rates = {each: stats.rate(each, known) * (log_prob / first) for each, known in metrics.items()}
             metrics = {each: float(stats.value(each, -rate, 1.0)) for each, rate in rates.items()}
             documents, missing = _traced(plain, key, log_prob)
-        else:
-            documents, missing = plain.documents, plain.missing
         rows.append(
             dataclasses.replace(
                 plain,

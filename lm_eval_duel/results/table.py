@@ -95,21 +95,24 @@ class Table:
             {mark: remark for remark, mark in marks.items()},
         )
 
-    def drawn(self, form: str, escape: Callable[[str], str], bold: str) -> str:
-        """The table in a form of `tabulate`, numbers to the right, and its remarks. `bold`: a template."""
+    def drawn(self, form: str, cell: Callable[[str], str]) -> str:
+        """The table in a form of `tabulate`, numbers to the right. `cell`: a text in that form."""
         if not self.rows:
             return ""
-        rows = [[bold.format(escape(c)) if isinstance(c, Bold) else escape(c) for c in row] for row in self.rows]
+        rows = [list(map(cell, row)) for row in self.rows]
         align = ["right" if numeric(column) else "left" for column in zip(*self.rows, strict=True)]
-        return tabulate(rows, list(map(escape, self.heads)), form, disable_numparse=True, colalign=align)
+        return tabulate(rows, list(map(cell, self.heads)), form, disable_numparse=True, colalign=align)
 
     def text(self) -> str:
         """For the terminal."""
-        return _with_remarks(self.drawn("plain", str, "{}"), self.remarks, str, "\n")
+        remarks = "\n".join(f"{mark} {remark}" for mark, remark in self.remarks.items())
+        return "\n\n".join(filter(None, [self.drawn("plain", str), remarks]))
 
     def markdown(self) -> str:
         """Names are text, never markup."""
-        return _with_remarks(self.drawn("pipe", _cell, "**{}**"), self.remarks, escape, "  \n")
+        shown = self.drawn("pipe", lambda text: f"**{_cell(text)}**" if isinstance(text, Bold) else _cell(text))
+        remarks = "  \n".join(f"{mark} {escape(remark)}" for mark, remark in self.remarks.items())
+        return "\n\n".join(filter(None, [shown, remarks]))
 
     def latex(self) -> str:
         r"""A tabular for booktabs. Rules are named as the paper prints them; a model's name stands in its first row."""
@@ -118,9 +121,8 @@ class Table:
         if "rule" in self.heads:
             at = self.heads.index("rule")
             rows = [[*row[:at], paper_name(row[at]), *row[at + 1 :]] for row in rows]
-        rows = [[f"{BOLD}{cell}{END}" if isinstance(cell, Bold) else cell for cell in row] for row in rows]
-        align = ["right" if numeric(column) else "left" for column in zip(*self.rows, strict=True)]
-        text = tabulate(rows, self.heads, "latex_booktabs", disable_numparse=True, colalign=align) if rows else ""
+        table = dataclasses.replace(self, rows=rows)
+        text = table.drawn("latex_booktabs", lambda cell: f"{BOLD}{cell}{END}" if isinstance(cell, Bold) else cell)
         for sign, command in SIGNS.items():
             text = text.replace(sign, command)
         text = re.sub(r"(?<=, )([a-z])=(?=[\d.])", r"$\1$=", re.sub(r"\bDUEL\b", r"\\textsc{DUEL}", text))
@@ -132,11 +134,6 @@ class Table:
 def numeric(cells: Iterable[str]) -> bool:
     """True if every cell that is not empty starts with a number."""
     return all(cell.lstrip("≤+- [")[:1].isdigit() for cell in cells if cell)
-
-
-def _with_remarks(text: str, remarks: Mapping[str, str], escape: Callable[[str], str], end: str) -> str:
-    lines = end.join(f"{mark} {escape(remark)}" for mark, remark in remarks.items())
-    return "\n\n".join(filter(None, [text, lines]))
 
 
 def csv_text(lines: Sequence[Mapping[str, Any]]) -> str:
