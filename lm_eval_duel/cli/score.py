@@ -98,7 +98,7 @@ def main(arguments: Sequence[str]) -> None:
 
     setup_logging()
     every: list[dict[str, Any]] = []
-    models = [options.model, *map(_fitting, options.others, options.compare)]
+    models = [options.model, *map(fitting, options.others, options.compare)]
     for model in models:  # all of them before the first is scored
         require_loadable(Options.parse(model))
     try:
@@ -249,7 +249,7 @@ def _other(text: str, model: dict[str, Any]) -> dict[str, Any]:
     return other
 
 
-def _fitting(other: dict[str, Any], text: str) -> dict[str, Any]:
+def fitting(other: dict[str, Any], text: str) -> dict[str, Any]:
     """The model args of another checkpoint without those that it inherits and its network cannot have.
 
     `text`: what --compare gives; that is left as it is.

@@ -252,3 +252,20 @@ def test_another_estimator_has_its_own_arguments(folder, texts):
 def test_presets_are_entered_and_left(folder, texts, model, other, expected):
     [args] = score.parse([texts, "--model_args", f"pretrained={folder},{model}", "--compare", other]).others
     assert {key: value for key, value in args.items() if key not in ("pretrained", "batch_size", "device")} == expected
+
+
+@pytest.mark.parametrize(
+    ("model", "other", "kept"),
+    [
+        ("rule=margin,block=4,cache=dual", "demo-ar,estimator=ar", {"estimator"}),
+        ("preset=llada-fast-dllm-dual", "demo-ar,estimator=ar", {"estimator"}),
+        ("preset=llada-fast-dllm-dual", "demo-bd,rule=greedy", {"rule"}),
+        ("rule=margin,block=4,cache=dual", "demo-bd,block=4", {"rule", "block"}),
+    ],
+)
+def test_another_checkpoint_leaves_out_what_it_inherits_and_cannot_have(folder, texts, capsys, model, other, kept):
+    """Also from a preset that another rule or estimator leaves; what is left out is named."""
+    options = score.parse([texts, "--model_args", f"pretrained={folder},{model}", "--compare", f"pretrained={other}"])
+    [args] = map(score.fitting, options.others, options.compare)
+    assert args.keys() - {"pretrained", "batch_size", "device"} == kept
+    assert "cache of the first model, which it cannot have" in capsys.readouterr().err

@@ -161,17 +161,8 @@ def test_other_tokens_are_compared_per_byte():
         compare(a, b, unit="line")
 
 
-@pytest.mark.parametrize("other", [scores()[:-1], scores()[::-1], []], ids=["fewer", "order", "none"])
-def test_other_texts_are_refused(other):
-    with pytest.raises(DuelError, match="same texts"):
-        compare(scores(), other)
-
-
-BOUND, OPEN, CONVERGED = (
-    {"estimator": "elbo", "mc_samples": 16, "stderr": 0.1},
-    BeamBlocks(2, 0, 1, 0, -9, 9),
-    BeamBlocks(2, 0, 2, 0, -9, 9),
-)
+BOUND = {"estimator": "elbo", "mc_samples": 16, "stderr": 0.1}
+OPEN, CONVERGED = BeamBlocks(2, 0, 1, 0, -9, 9), BeamBlocks(2, 0, 2, 0, -9, 9)
 
 
 @pytest.mark.parametrize(
@@ -199,20 +190,14 @@ def test_an_error_that_is_known_of_all_texts_together_is_enough():
 
 
 def test_a_value_is_a_bound_if_that_of_any_text_is():
-    """A beam that has not converged in one text makes a bound of the whole."""
+    """A beam that has not converged in one text makes a bound of the whole; one that never has has no error."""
     settings = {"estimator": "sampled_order", "beam": 8}
-    beams = scores(0.05, blocks=CONVERGED, **settings)
+    beams, open_ones = (scores(0.05, blocks=blocks, **settings) for blocks in (CONVERGED, OPEN))
     assert compare(scores(), beams).verdict == "first is better"
-    open_one = scores(0.05, blocks=OPEN, **settings)[-1]
-    found = compare(scores(), [*beams[:-1], open_one])
+    found = compare(scores(), [*beams[:-1], open_ones[-1]])
     assert found.verdict.startswith("no verdict") and "≤" in str(found) and found.kinds[1] == Kind.UPPER_BOUND.value
-
-
-def test_a_bound_alone_has_no_error():
-    """Its distance is not known: neither 0 nor the standard error of anything."""
-    beams = scores(0.05, blocks=BeamBlocks(2, 0, 0, 0, -9, 9), estimator="sampled_order", beam=8)
-    found = compare(scores(), beams)
-    assert found.stderrs == (None, None) and beams[0].stderr is None and "±" not in str(found)
+    found = compare(scores(), scores(0.05, blocks=BeamBlocks(2, 0, 0, 0, -9, 9), **settings))
+    assert found.stderrs == (None, None) and "±" not in str(found)
     assert found.verdict == "no verdict: second is an upper bound"
 
 
@@ -228,31 +213,10 @@ def test_equal_texts_share_their_draws():
     assert (high - low) / (2 * 1.96) == pytest.approx(1.0 / 10 / math.sqrt(12), rel=0.05)
 
 
-def in_a_report(tmp_path, first, second):
-    """The pair that a report finds between two files of `score --json`."""
-    for name, found in (("A", first), ("B", second)):
-        (tmp_path / f"{name}.json").write_text(json.dumps(score_file(name, found)))
-    files = [str(tmp_path / name) for name in ("A.json", "B.json")]
-    report([*files, "--out", str(tmp_path / "out"), "--metric", "token_perplexity"])
-    (task,) = json.loads((tmp_path / "out" / "report.json").read_text())["tasks"].values()
-    return task["pairs"][0]
-
-
-def test_copies_of_a_text_count_once_for_a_verdict(tmp_path):
-    copies = [[text_score("the same text", nats, 10)] * 12 for nats in (-30.0, -31.0)]
-    found = [compare(*copies).verdict, in_a_report(tmp_path, *copies)["verdict"]]
-    assert all(verdict.startswith("no verdict from 1 ") for verdict in found)
-
-
-@pytest.mark.parametrize("size", [2, 12])
-def test_an_empty_document_takes_no_interval_away(tmp_path, size):
-    empty = dataclasses.replace(scores()[0], text="", tokens=(), log_prob=0.0)
-    first, second = ([*found[:size], empty] for found in (scores(), scores(0.05, seed=2)))
-    pair, expected = in_a_report(tmp_path, first, second), compare(first, second, ("A", "B"))
-    assert pair["interval"] == pytest.approx(expected.interval) and pair["verdict"] == expected.verdict
-
-
-def test_what_is_no_score_of_one_model_is_refused():
+def test_other_texts_and_what_is_no_score_of_one_model_are_refused():
+    for other in (scores()[:-1], scores()[::-1], []):
+        with pytest.raises(DuelError, match="same texts"):
+            compare(scores(), other)
     mixed = [*scores()[:-1], scores(estimator="oracle")[-1]]
     positive = [dataclasses.replace(scores()[0], log_prob=1.0), *scores()[1:]]
     unknown = [dataclasses.replace(scores()[0], log_prob=math.nan), *scores()[1:]]
@@ -271,21 +235,37 @@ def test_the_monte_carlo_error_widens_the_interval():
     assert widths[1] == pytest.approx(math.hypot(widths[0], 2 * 1.96 * error), rel=0.1)
 
 
-def test_a_report_of_score_files_has_the_same_difference(tmp_path):
-    files = []
-    for name, found in (("A", scores()), ("B", scores(0.05, seed=2))):
-        files.append(tmp_path / f"{name}.json")
-        files[-1].write_text(json.dumps(score_file(name, found)))
-    one = score_file("A", scores()) | {"compared": [score_file("B", scores(0.05, seed=2))]}
-    (tmp_path / "both.json").write_text(json.dumps(one))
-    expected = compare(scores(), scores(0.05, seed=2))
-    for places in (files, [tmp_path / "both.json"]):
-        report([*map(str, places), "--out", str(tmp_path / "out"), "--metric", "token_perplexity"])
+def case(first, second, verdict):
+    return pytest.param(first, second, verdict, id=verdict)
+
+
+EMPTY = dataclasses.replace(scores()[0], text="", tokens=(), log_prob=0.0)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "verdict"),
+    [
+        case(scores(), scores(0.05, seed=2), "A is better"),
+        case(*([text_score("one text", nats, 10)] * 12 for nats in (-30.0, -31.0)), "no verdict from 1 distinct"),
+        case(*([*found[:2], EMPTY] for found in (scores(), scores(0.05, seed=2))), "no verdict from 3 distinct"),
+        case(*([*found[:12], EMPTY] for found in (scores(), scores(0.1, seed=2))), "A is"),
+    ],
+)
+def test_a_report_of_score_files_has_the_same_difference(tmp_path, first, second, verdict):
+    """In two files and in one. Copies of a text count once for a verdict; an empty one takes no interval away."""
+    files = {name: score_file(name, found) for name, found in (("A", first), ("B", second))}
+    files["both"] = files["A"] | {"compared": [files["B"]]}
+    for name, content in files.items():
+        (tmp_path / f"{name}.json").write_text(json.dumps(content))
+    expected = compare(first, second, ("A", "B"))
+    for names in (("A", "B"), ("both",)):
+        places = [str(tmp_path / f"{name}.json") for name in names]
+        report([*places, "--out", str(tmp_path / "out"), "--metric", "token_perplexity"])
         (task,) = json.loads((tmp_path / "out" / "report.json").read_text())["tasks"].values()
         (pair,) = task["pairs"]
-        assert pair["names"] == ["A", "B"] and pair["verdict"] == "A is better"
-        assert pair["difference"] == pytest.approx(expected.difference)
+        assert pair["names"] == ["A", "B"] and pair["difference"] == pytest.approx(expected.difference)
         assert pair["interval"] == pytest.approx(expected.interval)
+        assert pair["verdict"] == expected.verdict and pair["verdict"].startswith(verdict)
 
 
 def score_file(name, found):
@@ -295,13 +275,11 @@ def score_file(name, found):
         | {"bytes": len(score.text.encode()), "log_prob": score.log_prob}
         for score in found
     ]
-    spec = {"weights": f"w-{name}", "rule": "greedy:k=1", "block": "4", "estimator": "duel", "tokenizer": "t"} | {
-        "version": "1"
-    }
-    duel = {"pretrained": name, "estimator": "duel", "rule": "greedy:k=1", "weights": f"w-{name}", "tasks": {}}
+    shared = {"weights": f"w-{name}", "rule": "greedy:k=1", "estimator": "duel"}
+    spec = shared | {"block": "4", "tokenizer": "t", "version": "1"}
     head = {"format": "lm_eval_duel score", "version": 1, "pretrained": name, "fingerprint": name, "spec": spec}
     head["kind"] = Kind.LIKELIHOOD.value
-    return head | {"documents": documents, "duel": duel}
+    return head | {"documents": documents, "duel": shared | {"pretrained": name, "tasks": {}}}
 
 
 # ---------------------------------------------------------------- verdicts, and which rows are compared
