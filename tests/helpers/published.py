@@ -8,6 +8,10 @@ the order of ties to torch.topk, the lowest position comes first here. They use 
 import math
 
 import torch
+from pages import ROOT
+
+PC = f"{ROOT}/examples/rules/pc.py:PC"
+KLASS = "klass:mu={mu}:nu={nu}:history={history}:kl=authors:across=true"
 
 
 def confidences(p, masked):
@@ -192,3 +196,23 @@ def klass_orders(p_of, length, block, mu, nu, history):
             chosen = set(ready) or set(topk(confidences(p, here), 1))
             yield chosen
             masked[list(chosen)] = False
+
+
+STATE_ONLY = {  # rules that read nothing but the state: the text, and the reference with its parameters
+    "threshold:mu=0.613": (threshold, {"mu": 0.613}),
+    "threshold:mu=0.613:strict=True": (strict_threshold, {"mu": 0.613}),
+    "threshold:mu=1.0:strict=True": (strict_threshold, {"mu": 1.0}),
+    "entropy_threshold:tau=0.437": (entropy_threshold, {"tau": 0.437}),
+    "entropy_threshold:tau=0.0": (entropy_threshold, {"tau": 0.0}),
+    "factor:f=3.713:variant=a": (factor, {"f": 3.713, "variant": "a"}),
+    "factor:f=0.713:variant=b": (factor, {"f": 0.713, "variant": "b"}),
+    "factor:f=1.713:variant=b": (factor, {"f": 1.713, "variant": "b"}),
+    "factor:f=1.713:variant=c": (factor, {"f": 1.713, "variant": "c"}),
+    "hierarchy:low=0.413:tau=0.813": (hierarchy, {"low": 0.413, "tau": 0.813}),
+    "hierarchy:low=0.613:tau=None": (hierarchy, {"low": 0.613, "tau": None}),
+    "dinfer_threshold:mu=0.713": (dinfer_threshold, {"mu": 0.713}),
+    "dinfer_threshold:mu=1.0": (dinfer_threshold, {"mu": 1.0}),
+    "high_or_topk:n=1:tau=0.713": (high_or_topk, {"n": 1, "tau": 0.713}),
+    "high_or_topk:n=3:tau=0.613": (high_or_topk, {"n": 3, "tau": 0.613}),
+    "entropy_bound:gamma=0.713:inclusive=True": (inclusive_entropy_bound, {"gamma": 0.713}),
+}

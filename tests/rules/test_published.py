@@ -1,43 +1,22 @@
 """The rules of published samplers against their own pick functions, retyped in published.py, on random predictions."""
 
 import collections
-import dataclasses
 import functools
 import itertools
-import json
 import math
-import re
 import sys
 
 import published
 import pytest
 import tiny
 import torch
-from laws import RULES, check_scored_as_drawn, total
-from pages import ROOT
-from toys import BlockCausal, Rotary, Toy
+from published import KLASS, PC, STATE_ONLY
+from random_lanes import decided, random_case
+from toys import BlockCausal, Toy
 
 from lm_eval_duel import Duel, rules
-from lm_eval_duel.core.lanes import Lanes
-from lm_eval_duel.core.predictions import Predictions
 from lm_eval_duel.core.windows import Window
-from lm_eval_duel.errors import DuelError, RuleStalled
-from lm_eval_duel.estimators.checks import check_rule
-from lm_eval_duel.estimators.subsets.lattice import Lattice
-from lm_eval_duel.options import Options
-from lm_eval_duel.rules import refused
-
-WIDTH, TOKENS = 7, 5
-WORD = re.compile(r"\w+").findall
-PC = f"{ROOT}/examples/rules/pc.py:PC"
-
-
-@pytest.fixture(scope="module")
-def table(tmp_path_factory):
-    """The counts of tokens 0 and 2 among 20, for examples/rules/pc.py."""
-    path = tmp_path_factory.mktemp("pc") / "table.json"
-    path.write_text(json.dumps({"num_token": 20, "p_baseline_dict": {"0": 9, "2": 3}}))
-    return str(path)
+from lm_eval_duel.errors import DuelError
 
 
 def test_frequencies_are_counted(tmp_path):
@@ -52,41 +31,10 @@ def test_frequencies_are_counted(tmp_path):
     assert example.read_table(str(out), None) == (5, {a: 3, b: 1, c: 1})
 
 
-def random_case(seed, lanes):
-    """Logits (R, W, V) at several scales, with equal positions in many lanes, and which positions are masked (R, W)."""
-    generator = torch.Generator().manual_seed(seed)
-    scale = torch.rand(lanes, 1, 1, generator=generator, dtype=torch.float64) * 6
-    logits = torch.randn(lanes, WIDTH, TOKENS, generator=generator, dtype=torch.float64) * scale
-    source = torch.randint(WIDTH, (lanes, WIDTH), generator=generator)  # a third of the positions copies another
-    copies = torch.rand(lanes, WIDTH, generator=generator) < 1 / 3
-    source = torch.where(copies, source, torch.arange(WIDTH))
-    logits = logits.gather(1, source[:, :, None].expand_as(logits))
-    masked = torch.rand(lanes, WIDTH, generator=generator) < 0.7
-    masked[:, 0] |= ~masked.any(1)
-    return logits, masked
-
-
-def decided(rule, logits, masked, step=0, memory=()):
-    """The decision of a rule on lanes whose masked positions have these logits, at this step."""
-    count = len(logits)
-    predictions = Predictions(
-        masked,
-        torch.zeros(count, dtype=torch.bool),
-        logits[masked],
-        torch.arange(int(masked.sum())),
-        lambda features: features.clone(),
-        torch.zeros(TOKENS, dtype=torch.bool),
-    )
-    zero = torch.zeros(count, dtype=torch.int64)
-    tokens = torch.where(masked, -1, 0)
-    lanes = Lanes(zero, zero, zero, zero + WIDTH, tokens, masked, zero + step, memory)
-    return (rules.parse(rule) if isinstance(rule, str) else rule)(predictions, lanes)
-
-
-def agrees(rule, reference, seed, lanes, step=0, memory=()):
+def agrees(rule, reference, seed, lanes):
     """Whether `rule` picks what `reference(p, masked)` picks in every lane."""
     logits, masked = random_case(seed, lanes)
-    picks = decided(rule, logits, masked, step, memory(masked) if memory else ()).pick
+    picks = decided(rule, logits, masked).pick
     for pick, p, lane in zip(picks, logits.softmax(2), masked, strict=True):
         assert set(pick.nonzero()[:, 0].tolist()) == reference(p, lane), rule
 
@@ -94,24 +42,6 @@ def agrees(rule, reference, seed, lanes, step=0, memory=()):
 FEW, MANY = 40, 1000  # lanes of a plain and of a slow test
 SEEDS = [0, 1, *(pytest.param(n, marks=pytest.mark.slow) for n in range(2, 6))]
 SIZES = [FEW, pytest.param(MANY, marks=pytest.mark.slow)]
-STATE_ONLY = {  # a rule's text, and its reference
-    "threshold:mu=0.613": (published.threshold, {"mu": 0.613}),
-    "threshold:mu=0.613:strict=True": (published.strict_threshold, {"mu": 0.613}),
-    "threshold:mu=1.0:strict=True": (published.strict_threshold, {"mu": 1.0}),
-    "entropy_threshold:tau=0.437": (published.entropy_threshold, {"tau": 0.437}),
-    "entropy_threshold:tau=0.0": (published.entropy_threshold, {"tau": 0.0}),
-    "factor:f=3.713:variant=a": (published.factor, {"f": 3.713, "variant": "a"}),
-    "factor:f=0.713:variant=b": (published.factor, {"f": 0.713, "variant": "b"}),
-    "factor:f=1.713:variant=b": (published.factor, {"f": 1.713, "variant": "b"}),
-    "factor:f=1.713:variant=c": (published.factor, {"f": 1.713, "variant": "c"}),
-    "hierarchy:low=0.413:tau=0.813": (published.hierarchy, {"low": 0.413, "tau": 0.813}),
-    "hierarchy:low=0.613:tau=None": (published.hierarchy, {"low": 0.613, "tau": None}),
-    "dinfer_threshold:mu=0.713": (published.dinfer_threshold, {"mu": 0.713}),
-    "dinfer_threshold:mu=1.0": (published.dinfer_threshold, {"mu": 1.0}),
-    "high_or_topk:n=1:tau=0.713": (published.high_or_topk, {"n": 1, "tau": 0.713}),
-    "high_or_topk:n=3:tau=0.613": (published.high_or_topk, {"n": 3, "tau": 0.613}),
-    "entropy_bound:gamma=0.713:inclusive=True": (published.inclusive_entropy_bound, {"gamma": 0.713}),
-}
 
 
 @pytest.mark.parametrize("lanes", SIZES)
@@ -230,9 +160,6 @@ def test_dream_with_a_threshold_is_that_of_the_authors(steps, tau, seed):
         Duel(toy, rule.replace(f"steps={steps}", "steps=3"), None).log_prob([Window((), row.tolist())])
 
 
-KLASS = "klass:mu={mu}:nu={nu}:history={history}:kl=authors:across=true"
-
-
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize(("block", "mu", "nu", "history"), [(4, 0.41, 0.3, 1), (4, 0.41, 0.5, 2), (3, 0.45, 1.5, 3)])
 def test_klass_across_blocks_is_that_of_the_authors(block, mu, nu, history, seed):
@@ -255,110 +182,6 @@ def test_a_history_across_blocks_is_refused_where_there_is_none():
         rules.parse("klass:mu=0.4:nu=0.3:across=true")
     with pytest.raises(DuelError, match="has a memory"):
         Options.parse({"estimator": "mixture", "lattice_rules": text})
-
-
-# ---------------------------------------------------------------- laws
-
-
-def new_rules(table):
-    return [
-        "threshold:mu=0.45:strict=true",
-        "entropy_threshold:tau=0.8",
-        "factor:f=1.5",
-        "factor:f=1.5:variant=c",
-        "hierarchy:low=0.4:tau=0.6",
-        "dinfer_threshold:mu=0.5",
-        "high_or_topk:n=2:tau=0.5",
-        "entropy_bound:gamma=1.5:inclusive=true",
-        "quota:steps=2",
-        "quota:steps=3:eos=conf:eos_id=1",
-        f"{PC}:decay=0.25:alpha=0.9:steps=2:table={table}",
-        "dream:alg=topk_margin:steps=2",
-        "dream:alg=confidence_threshold:steps=1:tau=0.5",
-        KLASS.format(mu=0.4, nu=0.4, history=1),
-        "threshold:mu=0.45:sub_block=2",
-        "quota:steps=2:sub_block=2:seed_first=true",
-        "klass:mu=0.4:nu=0.3:sub_block=2",
-        "dream:alg=entropy:steps=3:seed_first=true",
-    ]
-
-
-@pytest.mark.parametrize("number", range(18))
-def test_probabilities_sum_to_one_and_samples_score_as_they_were_drawn(number, table):
-    """Laws 1 and 2, and law 8: a lane alone is the lane in a batch. Blocks of 2, 3 and all take turns."""
-    text, block = new_rules(table)[number], (2, 3, None)[number % 3]
-    duel = Duel(Toy(), text, block)
-    assert rules.parse(str(duel.rule)) == duel.rule
-    assert abs(total(duel, 4) - 1) < 1e-9
-    check_scored_as_drawn(duel, seed=number)
-    assert abs(total(Duel(Toy(), text, 2, "row"), 3, context=(1,), suffix=(2,)) - 1) < 1e-9
-
-
-def test_a_block_of_masks_alone():
-    """Where all positions are equal, dInfer's rules reveal all of them, and the others the lowest."""
-    toy = Rotary(length=6, tokens=3)
-    toy.noise = 0.0
-    window = Window((), (0, 1, 2))
-    p = toy.features(torch.full((1, 3), toy.mask_id), None)[0, 0, :3].double().softmax(0)
-    low = float(p.max()) / 2
-    for text in ("dinfer_threshold:mu=1.0", f"hierarchy:low={low}"):
-        scored = Duel(toy, text, 3).log_prob([window])[0]
-        assert scored.reveal_steps == (0, 0, 0) and scored.all_mask_starts == 1
-        assert scored.log_prob == pytest.approx(float(p.log().sum()), abs=1e-6)
-    assert Duel(toy, "threshold:mu=1.0", 3).log_prob([window])[0].reveal_steps[0] == 0
-
-
-# ---------------------------------------------------------------- inside a block
-
-
-def every_rule(table):
-    """A text of every rule with several schedules, without what goes around rules and without files of weights."""
-    texts = [
-        *RULES,
-        *(text for text in new_rules(table) if not {"across", "sub_block", "seed_first"} & set(WORD(text))),
-    ]
-    texts += ["klass:mu=0.4:nu=0.4:history=2", "quota:steps=3", "dream:alg=entropy:steps=3"]
-    texts += ["custom_rules:Turns"]
-    named = {rules.split(text)[0] for text in texts}
-    assert named >= {*rules.RULES} - {"learned", "learned_threshold"}
-    return texts
-
-
-def test_sub_blocks_are_blocks_that_see_the_masks_after_them(table, subtests):
-    """In a bidirectional network, sub-blocks are smaller blocks: a rule's steps and memory start again in each."""
-    toy, windows = Toy(length=9), [Window((1,), (2, 0, 1, 1, 2, 0, 0, 1)), Window((), (0, 0, 1, 2, 1))]
-    for rule in every_rule(table):
-        with subtests.test(rule):
-            small, inside = Duel(toy, rule, 3).log_prob(windows), Duel(toy, f"{rule}:sub_block=3", 6).log_prob(windows)
-            assert [s.token_logprobs for s in inside] == [pytest.approx(s.token_logprobs, abs=1e-12) for s in small]
-            assert [s.nfe for s in inside] == [s.nfe for s in small]
-
-
-def test_after_a_blocks_first_position_a_rule_starts_afresh(table, subtests):
-    """The first position of a block alone, then the rule as in a block that begins behind it."""
-    toy, window = Toy(length=9), Window((1,), (2, 0, 1, 1, 2))
-    rest = Window((1, 2), (0, 1, 1, 2))
-    for rule in every_rule(table):
-        if rules.parse(rule).name in ("dream", "random"):
-            continue  # its schedule goes on, see `after_first`; its order is that of the whole block
-        with subtests.test(rule):
-            seeded, after = Duel(toy, f"{rule}:seed_first=true", 5).log_prob([window])[0], Duel(toy, rule, 4)
-            followed = after.log_prob([rest])[0]
-            assert seeded.reveal_steps == (0, *(step + 1 for step in followed.reveal_steps))
-            assert seeded.token_logprobs[1:] == pytest.approx(followed.token_logprobs, abs=1e-12)
-
-
-def test_positions_that_come_last_are_not_near_ties():
-    """With eos=conf they tie by definition: only another most probable token changes the order."""
-    logits = torch.tensor([3.0, 0.0, 1.0, -1.0, 0.5], dtype=torch.float64).repeat(1, WIDTH, 1)
-    logits[0, 2, 0] = 1.75  # it leads by 0.75
-    masked = torch.ones(1, WIDTH, dtype=torch.bool)
-    decision = decided(f"quota:steps={WIDTH}:eos=conf:eos_id=0", logits, masked)
-    assert decision.pick[0].tolist() == [True] + [False] * (WIDTH - 1)
-    assert decision.decision_margin.tolist() == [pytest.approx(0.375)]
-    logits[0, 4, 2] = 6.0  # the only one of another token: it is first
-    decision = decided(f"quota:steps={WIDTH}:eos=conf:eos_id=0", logits, masked)
-    assert decision.pick[0].nonzero().tolist() == [[4]] and decision.decision_margin.tolist() == [pytest.approx(0.375)]
 
 
 def fast_dllm_v2(toy, context, target, block, sub_block, tau):
@@ -402,183 +225,6 @@ def test_the_loop_of_fast_dllm_v2():
         assert scored.reveal_steps == steps and scored.token_logprobs == pytest.approx(log_probs, abs=1e-9)
 
 
-# ---------------------------------------------------------------- rules that may wait
-
-
-@dataclasses.dataclass(frozen=True)
-class EverySecond(rules.Rule):
-    """Reveals the first masked position at odd steps."""
-
-    may_pick_none = True
-    reads_step = True
-
-    def __call__(self, predictions, lanes):
-        return lanes.masked & (lanes.masked.cumsum(1) == 1) & (lanes.step % 2 == 1)[:, None]
-
-
-@dataclasses.dataclass(frozen=True)
-class Patient(rules.Rule):
-    """Counts in its memory, to `until`, and then reveals all; or never counts."""
-
-    until: int = 2
-    counts: bool = True
-    may_pick_none = True
-
-    def __call__(self, predictions, lanes):
-        now = lanes.memory[0] if lanes.memory else torch.zeros_like(lanes.masked, dtype=torch.int64)
-        return rules.Decision(lanes.masked & (now >= self.until), None, (now + self.counts,))
-
-
-def test_a_rule_that_may_wait():
-    windows = [Window((1,), (2, 0, 1)), Window((), (0, 2))]
-    waits, plain = (Duel(Toy(), rule, None) for rule in (EverySecond(), "left_to_right"))
-    scored = waits.log_prob(windows)
-    assert [s.reveal_steps for s in scored] == [(1, 3, 5), (1, 3)] and [s.nfe for s in scored] == [6, 4]
-    assert [s.log_prob for s in scored] == pytest.approx([s.log_prob for s in plain.log_prob(windows)], abs=1e-12)
-    assert [s.log_prob for s in waits.replay(windows, [s.reveal_steps for s in scored])] == pytest.approx(
-        [s.log_prob for s in scored], abs=1e-12
-    )
-    assert Duel(Toy(), Patient(), 2).log_prob(windows)[0].reveal_steps == (2, 2, 2)
-
-
-@pytest.mark.parametrize("rule", [Patient(counts=False), type("Hasty", (Patient,), {"may_pick_none": False})()])
-def test_a_rule_that_waits_without_end_stalls(rule):
-    with pytest.raises(RuleStalled, match="picked nothing"):
-        Duel(Toy(), rule, 2).log_prob([Window((), (0, 1))])
-
-
-# ---------------------------------------------------------------- ids, tables, refusals
-
-
-class Words:
-    """A tokenizer of some special tokens."""
-
-    def __init__(self, eos, **ids):
-        self.eos_token_id, self.ids = eos, ids
-
-    def get_vocab(self):
-        return self.ids
-
-
-def test_the_ends_of_a_text_come_from_the_tokenizer_or_are_given():
-    rule = rules.parse("quota:steps=4:eos=conf")
-    eot = {"<|eot_id|>": 5}
-    assert str(rule.with_tokenizer(Words(3, **eot))) == "quota:steps=4:eos=conf:eos_id=3:eot_id=5"
-    assert str(rule.with_tokenizer(Words(3))) == "quota:steps=4:eos=conf:eos_id=3"
-    given = rules.parse("quota:steps=4:eos=conf:eos_id=1:eot_id=0:sub_block=2:seed_first=true")
-    assert given.with_tokenizer(Words(3, **eot)) == given
-    assert rules.parse("quota:steps=4").with_tokenizer(Words(3)) == rules.parse("quota:steps=4")
-    with pytest.raises(DuelError, match="The tokenizer names no EOS"):
-        rule.with_tokenizer(Words(None))
-    with pytest.raises(DuelError, match="needs the id of EOS: pass eos_id"):
-        check_rule(Toy(), rule)
-    with pytest.raises(DuelError, match="eos_id=99 of rule quota is not an id"):
-        check_rule(Toy(), rules.parse("quota:steps=4:eos=conf:eos_id=99"))
-
-
-def test_samplers_that_are_no_distribution_are_refused_with_the_reason():
-    for name, (_, reason) in refused.REFUSED.items():
-        for arguments in ({"rule": name}, {"preset": name}, {"rule": name.upper().replace("-", "_")}):
-            with pytest.raises(DuelError) as error:
-                Options.parse(arguments)
-            assert reason in str(error.value)
-
-
-BOUNDS = {  # a rule with one parameter left open, and values between which its picks differ
-    "threshold:mu={}": (0.0, 1.0),
-    "threshold:strict=True:mu={}": (0.0, 1.0),
-    "klass:nu=0.5:mu={}": (0.0, 1.0),
-    "klass:mu=0.3:nu={}": (0.0, 2.0),
-    "entropy_threshold:tau={}": (0.0, 2.0),
-    "entropy_bound:gamma={}": (0.0, 5.0),
-    "entropy_bound:inclusive=True:gamma={}": (0.0, 5.0),
-    "factor:f={}": (0.01, 5.0),
-    "factor:variant=b:f={}": (0.01, 5.0),
-    "factor:variant=c:f={}": (0.01, 5.0),
-    "hierarchy:tau=0.9:low={}": (0.0, 0.9),
-    "hierarchy:low=0.2:tau={}": (0.2, 1.0),
-    "dinfer_threshold:mu={}": (0.0, 1.0),
-    "high_or_topk:n=2:tau={}": (0.0, 1.0),
-    "dream:alg=confidence_threshold:steps=1:tau={}": (0.0, 1.0),
-}
-
-
-def test_a_parameter_a_hair_from_another_pick_is_a_near_tie(subtests):
-    """Where a parameter a hair larger gives another pick, on both sides float noise could do the same."""
-
-    def decision(text, value, logits, masked):
-        if not text.startswith("klass"):
-            return decided(text.format(value), logits, masked)
-        before = (logits.roll(1, 1) * 0.2 + logits).log_softmax(2), torch.zeros_like(masked, dtype=torch.int64)
-        return decided(text.format(value), logits, masked, 1, before)
-
-    for text, (low, high) in BOUNDS.items():
-        found = 0
-        for seed in range(6):
-            logits, masked = random_case(100 + seed, 1)
-            grid = torch.linspace(low, high, 6, dtype=torch.float64).tolist()
-            picks = [decision(text, value, logits, masked).pick for value in grid]
-            for n, (one, other) in enumerate(itertools.pairwise(picks)):
-                if found > 1 or torch.equal(one, other):
-                    continue
-                below, above = grid[n], grid[n + 1]
-                while above - below > 1e-9:
-                    middle = (below + above) / 2
-                    same = torch.equal(decision(text, middle, logits, masked).pick, one)
-                    below, above = (middle, above) if same else (below, middle)
-                found += 1
-                with subtests.test(text, seed=seed, value=above):
-                    near = [bool(decision(text, value, logits, masked).near_tie) for value in (below, above)]
-                    assert near == [True, True]
-        assert found, text
-
-
-def test_a_threshold_a_hair_above_the_most_probable_token_is_a_near_tie():
-    """Which position is revealed does not change there, but whether it was sure does."""
-    logits = torch.tensor([[[2.0, 0, 0, 0, 0], [1.0, 0, 0, 0, 0], *[[0.5, 0, 0, 0, 0]] * 5]], dtype=torch.float64)
-    p = float(logits[0, 0].softmax(0).max())
-    for mu, near in ((p + 1e-6, True), (p - 1e-6, True), (p + 0.01, False)):
-        decision = decided(f"threshold:mu={mu}", logits, torch.ones(1, WIDTH, dtype=torch.bool))
-        assert decision.pick.nonzero().tolist() == [[0, 0]] and bool(decision.near_tie) == near
-
-
-SCORES = ["greedy", "greedy:k=2", "margin", "log_margin", "entropy:k=2", "threshold:mu=0.5", "entropy_bound:gamma=0.5"]
-
-
-@dataclasses.dataclass(frozen=True)
-class FirstTwo(rules.Rule):
-    """A rule that does not know by how much its picks are decided."""
-
-    state_only = True
-
-    def __call__(self, predictions, lanes):
-        return lanes.masked & (lanes.masked.cumsum(1) <= 2)
-
-
-def test_near_ties_of_a_rule_without_margins_are_not_known():
-    window = Window((1,), (0, 2, 1, 1))
-    assert Duel(Toy(), FirstTwo(), 4).log_prob([window])[0].near_ties is None
-    [scored] = Lattice(Toy(), 4, follow=[FirstTwo(), "greedy:k=1"]).log_prob([window])
-    assert [path.near_ties is None for path in scored.others.values()][2:] == [True, False]
-
-
-EVEN, SURE = [0.0, 0.0, -math.inf, -math.inf, -math.inf], [0.0, *[-math.inf] * 4]  # P1 = 1/2, and P1 = 1
-AT_THE_BOUND = {  # the picks of positions that are all even, or all sure
-    "threshold:mu=0.5": (EVEN, WIDTH),
-    "threshold:mu=0.5:strict=true": (EVEN, 1),
-    "entropy_bound:gamma=0.0": (SURE, WIDTH),
-    "entropy_bound:gamma=0.0:inclusive=true": (SURE, 1),
-}
-
-
-@pytest.mark.parametrize("rule", AT_THE_BOUND)
-def test_a_value_at_the_bound(rule):
-    logits, count = AT_THE_BOUND[rule]
-    masked = torch.ones(1, WIDTH, dtype=torch.bool)
-    logits = torch.tensor(logits, dtype=torch.float64).expand(1, WIDTH, TOKENS)
-    assert int(decided(rule, logits, masked).pick.sum()) == count
-
-
 def klass_by_hand(toy, window, mu, nu, history):
     """The reveal steps of KLASS over a whole target: sure for `history` steps in a row, else the most confident one."""
     row, start = [*window.context, *window.target], len(window.context)
@@ -607,19 +253,3 @@ def test_klass_by_hand(history):
         assert scored.reveal_steps == expected
         found.add(expected)
     assert len(found) > 6  # not from one end to the other
-
-
-def test_near_ties_are_counted():
-    """A pick that moves under noise of 1e-4 was counted as near."""
-    logits, masked = random_case(7, 400)
-    noise = torch.randn(logits.shape, generator=torch.Generator().manual_seed(8), dtype=torch.float64) * 2e-5
-    for text in [
-        *STATE_ONLY,
-        *SCORES,
-        "quota:steps=3",
-        "dream:alg=maskgit_plus:steps=3",
-        "quota:steps=3:eos=conf:eos_id=2",
-    ]:
-        first, second = decided(text, logits, masked), decided(text, logits + noise, masked)
-        moved = (first.pick != second.pick).any(1)  # (R,)
-        assert not (moved & ~(torch.minimum(first.decision_margin, second.decision_margin) <= 1e-4)).any(), text

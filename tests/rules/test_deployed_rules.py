@@ -1,0 +1,189 @@
+"""Laws of every rule that samplers use, inside blocks too; rules that may wait; ids of a text's end, refusals."""
+
+import dataclasses
+import re
+
+import pytest
+import torch
+from laws import RULES, check_scored_as_drawn, total
+from published import KLASS, PC
+from toys import Rotary, Toy
+
+from lm_eval_duel import Duel, rules
+from lm_eval_duel.core.windows import Window
+from lm_eval_duel.errors import DuelError, RuleStalled
+from lm_eval_duel.estimators.checks import check_rule
+from lm_eval_duel.options import Options
+from lm_eval_duel.rules import refused
+
+WORD = re.compile(r"\w+").findall
+
+
+def new_rules(table):
+    return [
+        "threshold:mu=0.45:strict=true",
+        "entropy_threshold:tau=0.8",
+        "factor:f=1.5",
+        "factor:f=1.5:variant=c",
+        "hierarchy:low=0.4:tau=0.6",
+        "dinfer_threshold:mu=0.5",
+        "high_or_topk:n=2:tau=0.5",
+        "entropy_bound:gamma=1.5:inclusive=true",
+        "quota:steps=2",
+        "quota:steps=3:eos=conf:eos_id=1",
+        f"{PC}:decay=0.25:alpha=0.9:steps=2:table={table}",
+        "dream:alg=topk_margin:steps=2",
+        "dream:alg=confidence_threshold:steps=1:tau=0.5",
+        KLASS.format(mu=0.4, nu=0.4, history=1),
+        "threshold:mu=0.45:sub_block=2",
+        "quota:steps=2:sub_block=2:seed_first=true",
+        "klass:mu=0.4:nu=0.3:sub_block=2",
+        "dream:alg=entropy:steps=3:seed_first=true",
+    ]
+
+
+@pytest.mark.parametrize("number", range(18))
+def test_probabilities_sum_to_one_and_samples_score_as_they_were_drawn(number, table):
+    """Laws 1 and 2, and law 8: a lane alone is the lane in a batch. Blocks of 2, 3 and all take turns."""
+    text, block = new_rules(table)[number], (2, 3, None)[number % 3]
+    duel = Duel(Toy(), text, block)
+    assert rules.parse(str(duel.rule)) == duel.rule
+    assert abs(total(duel, 4) - 1) < 1e-9
+    check_scored_as_drawn(duel, seed=number)
+    assert abs(total(Duel(Toy(), text, 2, "row"), 3, context=(1,), suffix=(2,)) - 1) < 1e-9
+
+
+def test_a_block_of_masks_alone():
+    """Where all positions are equal, dInfer's rules reveal all of them, and the others the lowest."""
+    toy = Rotary(length=6, tokens=3)
+    toy.noise = 0.0
+    window = Window((), (0, 1, 2))
+    p = toy.features(torch.full((1, 3), toy.mask_id), None)[0, 0, :3].double().softmax(0)
+    low = float(p.max()) / 2
+    for text in ("dinfer_threshold:mu=1.0", f"hierarchy:low={low}"):
+        scored = Duel(toy, text, 3).log_prob([window])[0]
+        assert scored.reveal_steps == (0, 0, 0) and scored.all_mask_starts == 1
+        assert scored.log_prob == pytest.approx(float(p.log().sum()), abs=1e-6)
+    assert Duel(toy, "threshold:mu=1.0", 3).log_prob([window])[0].reveal_steps[0] == 0
+
+
+# ---------------------------------------------------------------- inside a block
+
+
+def every_rule(table):
+    """A text of every rule with several schedules, without what goes around rules and without files of weights."""
+    texts = [
+        *RULES,
+        *(text for text in new_rules(table) if not {"across", "sub_block", "seed_first"} & set(WORD(text))),
+    ]
+    texts += ["klass:mu=0.4:nu=0.4:history=2", "quota:steps=3", "dream:alg=entropy:steps=3"]
+    texts += ["custom_rules:Turns"]
+    named = {rules.split(text)[0] for text in texts}
+    assert named >= {*rules.RULES} - {"learned", "learned_threshold"}
+    return texts
+
+
+def test_sub_blocks_are_blocks_that_see_the_masks_after_them(table, subtests):
+    """In a bidirectional network, sub-blocks are smaller blocks: a rule's steps and memory start again in each."""
+    toy, windows = Toy(length=9), [Window((1,), (2, 0, 1, 1, 2, 0, 0, 1)), Window((), (0, 0, 1, 2, 1))]
+    for rule in every_rule(table):
+        with subtests.test(rule):
+            small, inside = Duel(toy, rule, 3).log_prob(windows), Duel(toy, f"{rule}:sub_block=3", 6).log_prob(windows)
+            assert [s.token_logprobs for s in inside] == [pytest.approx(s.token_logprobs, abs=1e-12) for s in small]
+            assert [s.nfe for s in inside] == [s.nfe for s in small]
+
+
+def test_after_a_blocks_first_position_a_rule_starts_afresh(table, subtests):
+    """The first position of a block alone, then the rule as in a block that begins behind it."""
+    toy, window = Toy(length=9), Window((1,), (2, 0, 1, 1, 2))
+    rest = Window((1, 2), (0, 1, 1, 2))
+    for rule in every_rule(table):
+        if rules.parse(rule).name in ("dream", "random"):
+            continue  # its schedule goes on, see `after_first`; its order is that of the whole block
+        with subtests.test(rule):
+            seeded, after = Duel(toy, f"{rule}:seed_first=true", 5).log_prob([window])[0], Duel(toy, rule, 4)
+            followed = after.log_prob([rest])[0]
+            assert seeded.reveal_steps == (0, *(step + 1 for step in followed.reveal_steps))
+            assert seeded.token_logprobs[1:] == pytest.approx(followed.token_logprobs, abs=1e-12)
+
+
+# ---------------------------------------------------------------- rules that may wait
+
+
+@dataclasses.dataclass(frozen=True)
+class EverySecond(rules.Rule):
+    """Reveals the first masked position at odd steps."""
+
+    may_pick_none = True
+    reads_step = True
+
+    def __call__(self, predictions, lanes):
+        return lanes.masked & (lanes.masked.cumsum(1) == 1) & (lanes.step % 2 == 1)[:, None]
+
+
+@dataclasses.dataclass(frozen=True)
+class Patient(rules.Rule):
+    """Counts in its memory, to `until`, and then reveals all; or never counts."""
+
+    until: int = 2
+    counts: bool = True
+    may_pick_none = True
+
+    def __call__(self, predictions, lanes):
+        now = lanes.memory[0] if lanes.memory else torch.zeros_like(lanes.masked, dtype=torch.int64)
+        return rules.Decision(lanes.masked & (now >= self.until), None, (now + self.counts,))
+
+
+def test_a_rule_that_may_wait():
+    windows = [Window((1,), (2, 0, 1)), Window((), (0, 2))]
+    waits, plain = (Duel(Toy(), rule, None) for rule in (EverySecond(), "left_to_right"))
+    scored = waits.log_prob(windows)
+    assert [s.reveal_steps for s in scored] == [(1, 3, 5), (1, 3)] and [s.nfe for s in scored] == [6, 4]
+    assert [s.log_prob for s in scored] == pytest.approx([s.log_prob for s in plain.log_prob(windows)], abs=1e-12)
+    assert [s.log_prob for s in waits.replay(windows, [s.reveal_steps for s in scored])] == pytest.approx(
+        [s.log_prob for s in scored], abs=1e-12
+    )
+    assert Duel(Toy(), Patient(), 2).log_prob(windows)[0].reveal_steps == (2, 2, 2)
+
+
+@pytest.mark.parametrize("rule", [Patient(counts=False), type("Hasty", (Patient,), {"may_pick_none": False})()])
+def test_a_rule_that_waits_without_end_stalls(rule):
+    with pytest.raises(RuleStalled, match="picked nothing"):
+        Duel(Toy(), rule, 2).log_prob([Window((), (0, 1))])
+
+
+# ---------------------------------------------------------------- ids, tables, refusals
+
+
+class Words:
+    """A tokenizer of some special tokens."""
+
+    def __init__(self, eos, **ids):
+        self.eos_token_id, self.ids = eos, ids
+
+    def get_vocab(self):
+        return self.ids
+
+
+def test_the_ends_of_a_text_come_from_the_tokenizer_or_are_given():
+    rule = rules.parse("quota:steps=4:eos=conf")
+    eot = {"<|eot_id|>": 5}
+    assert str(rule.with_tokenizer(Words(3, **eot))) == "quota:steps=4:eos=conf:eos_id=3:eot_id=5"
+    assert str(rule.with_tokenizer(Words(3))) == "quota:steps=4:eos=conf:eos_id=3"
+    given = rules.parse("quota:steps=4:eos=conf:eos_id=1:eot_id=0:sub_block=2:seed_first=true")
+    assert given.with_tokenizer(Words(3, **eot)) == given
+    assert rules.parse("quota:steps=4").with_tokenizer(Words(3)) == rules.parse("quota:steps=4")
+    with pytest.raises(DuelError, match="The tokenizer names no EOS"):
+        rule.with_tokenizer(Words(None))
+    with pytest.raises(DuelError, match="needs the id of EOS: pass eos_id"):
+        check_rule(Toy(), rule)
+    with pytest.raises(DuelError, match="eos_id=99 of rule quota is not an id"):
+        check_rule(Toy(), rules.parse("quota:steps=4:eos=conf:eos_id=99"))
+
+
+def test_samplers_that_are_no_distribution_are_refused_with_the_reason():
+    for name, (_, reason) in refused.REFUSED.items():
+        for arguments in ({"rule": name}, {"preset": name}, {"rule": name.upper().replace("-", "_")}):
+            with pytest.raises(DuelError) as error:
+                Options.parse(arguments)
+            assert reason in str(error.value)

@@ -1,0 +1,138 @@
+"""Near ties: margins of decisions, parameters a hair from another pick, and values at a bound."""
+
+import dataclasses
+import itertools
+import math
+
+import pytest
+import torch
+from published import STATE_ONLY
+from random_lanes import TOKENS, WIDTH, decided, random_case
+from toys import Toy
+
+from lm_eval_duel import Duel, rules
+from lm_eval_duel.core.windows import Window
+from lm_eval_duel.estimators.subsets.lattice import Lattice
+
+BOUNDS = {  # a rule with one parameter left open, and values between which its picks differ
+    "threshold:mu={}": (0.0, 1.0),
+    "threshold:strict=True:mu={}": (0.0, 1.0),
+    "klass:nu=0.5:mu={}": (0.0, 1.0),
+    "klass:mu=0.3:nu={}": (0.0, 2.0),
+    "entropy_threshold:tau={}": (0.0, 2.0),
+    "entropy_bound:gamma={}": (0.0, 5.0),
+    "entropy_bound:inclusive=True:gamma={}": (0.0, 5.0),
+    "factor:f={}": (0.01, 5.0),
+    "factor:variant=b:f={}": (0.01, 5.0),
+    "factor:variant=c:f={}": (0.01, 5.0),
+    "hierarchy:tau=0.9:low={}": (0.0, 0.9),
+    "hierarchy:low=0.2:tau={}": (0.2, 1.0),
+    "dinfer_threshold:mu={}": (0.0, 1.0),
+    "high_or_topk:n=2:tau={}": (0.0, 1.0),
+    "dream:alg=confidence_threshold:steps=1:tau={}": (0.0, 1.0),
+}
+
+
+def test_a_parameter_a_hair_from_another_pick_is_a_near_tie(subtests):
+    """Where a parameter a hair larger gives another pick, on both sides float noise could do the same."""
+
+    def decision(text, value, logits, masked):
+        if not text.startswith("klass"):
+            return decided(text.format(value), logits, masked)
+        before = (logits.roll(1, 1) * 0.2 + logits).log_softmax(2), torch.zeros_like(masked, dtype=torch.int64)
+        return decided(text.format(value), logits, masked, 1, before)
+
+    for text, (low, high) in BOUNDS.items():
+        found = 0
+        for seed in range(6):
+            logits, masked = random_case(100 + seed, 1)
+            grid = torch.linspace(low, high, 6, dtype=torch.float64).tolist()
+            picks = [decision(text, value, logits, masked).pick for value in grid]
+            for n, (one, other) in enumerate(itertools.pairwise(picks)):
+                if found > 1 or torch.equal(one, other):
+                    continue
+                below, above = grid[n], grid[n + 1]
+                while above - below > 1e-9:
+                    middle = (below + above) / 2
+                    same = torch.equal(decision(text, middle, logits, masked).pick, one)
+                    below, above = (middle, above) if same else (below, middle)
+                found += 1
+                with subtests.test(text, seed=seed, value=above):
+                    near = [bool(decision(text, value, logits, masked).near_tie) for value in (below, above)]
+                    assert near == [True, True]
+        assert found, text
+
+
+def test_a_threshold_a_hair_above_the_most_probable_token_is_a_near_tie():
+    """Which position is revealed does not change there, but whether it was sure does."""
+    logits = torch.tensor([[[2.0, 0, 0, 0, 0], [1.0, 0, 0, 0, 0], *[[0.5, 0, 0, 0, 0]] * 5]], dtype=torch.float64)
+    p = float(logits[0, 0].softmax(0).max())
+    for mu, near in ((p + 1e-6, True), (p - 1e-6, True), (p + 0.01, False)):
+        decision = decided(f"threshold:mu={mu}", logits, torch.ones(1, WIDTH, dtype=torch.bool))
+        assert decision.pick.nonzero().tolist() == [[0, 0]] and bool(decision.near_tie) == near
+
+
+def test_positions_that_come_last_are_not_near_ties():
+    """With eos=conf they tie by definition: only another most probable token changes the order."""
+    logits = torch.tensor([3.0, 0.0, 1.0, -1.0, 0.5], dtype=torch.float64).repeat(1, WIDTH, 1)
+    logits[0, 2, 0] = 1.75  # it leads by 0.75
+    masked = torch.ones(1, WIDTH, dtype=torch.bool)
+    decision = decided(f"quota:steps={WIDTH}:eos=conf:eos_id=0", logits, masked)
+    assert decision.pick[0].tolist() == [True] + [False] * (WIDTH - 1)
+    assert decision.decision_margin.tolist() == [pytest.approx(0.375)]
+    logits[0, 4, 2] = 6.0  # the only one of another token: it is first
+    decision = decided(f"quota:steps={WIDTH}:eos=conf:eos_id=0", logits, masked)
+    assert decision.pick[0].nonzero().tolist() == [[4]] and decision.decision_margin.tolist() == [pytest.approx(0.375)]
+
+
+@dataclasses.dataclass(frozen=True)
+class FirstTwo(rules.Rule):
+    """A rule that does not know by how much its picks are decided."""
+
+    state_only = True
+
+    def __call__(self, predictions, lanes):
+        return lanes.masked & (lanes.masked.cumsum(1) <= 2)
+
+
+def test_near_ties_of_a_rule_without_margins_are_not_known():
+    window = Window((1,), (0, 2, 1, 1))
+    assert Duel(Toy(), FirstTwo(), 4).log_prob([window])[0].near_ties is None
+    [scored] = Lattice(Toy(), 4, follow=[FirstTwo(), "greedy:k=1"]).log_prob([window])
+    assert [path.near_ties is None for path in scored.others.values()][2:] == [True, False]
+
+
+EVEN, SURE = [0.0, 0.0, -math.inf, -math.inf, -math.inf], [0.0, *[-math.inf] * 4]  # P1 = 1/2, and P1 = 1
+AT_THE_BOUND = {  # the picks of positions that are all even, or all sure
+    "threshold:mu=0.5": (EVEN, WIDTH),
+    "threshold:mu=0.5:strict=true": (EVEN, 1),
+    "entropy_bound:gamma=0.0": (SURE, WIDTH),
+    "entropy_bound:gamma=0.0:inclusive=true": (SURE, 1),
+}
+
+
+@pytest.mark.parametrize("rule", AT_THE_BOUND)
+def test_a_value_at_the_bound(rule):
+    logits, count = AT_THE_BOUND[rule]
+    masked = torch.ones(1, WIDTH, dtype=torch.bool)
+    logits = torch.tensor(logits, dtype=torch.float64).expand(1, WIDTH, TOKENS)
+    assert int(decided(rule, logits, masked).pick.sum()) == count
+
+
+SCORES = ["greedy", "greedy:k=2", "margin", "log_margin", "entropy:k=2", "threshold:mu=0.5", "entropy_bound:gamma=0.5"]
+
+
+def test_near_ties_are_counted():
+    """A pick that moves under noise of 1e-4 was counted as near."""
+    logits, masked = random_case(7, 400)
+    noise = torch.randn(logits.shape, generator=torch.Generator().manual_seed(8), dtype=torch.float64) * 2e-5
+    for text in [
+        *STATE_ONLY,
+        *SCORES,
+        "quota:steps=3",
+        "dream:alg=maskgit_plus:steps=3",
+        "quota:steps=3:eos=conf:eos_id=2",
+    ]:
+        first, second = decided(text, logits, masked), decided(text, logits + noise, masked)
+        moved = (first.pick != second.pick).any(1)  # (R,)
+        assert not (moved & ~(torch.minimum(first.decision_margin, second.decision_margin) <= 1e-4)).any(), text
