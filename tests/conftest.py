@@ -44,12 +44,13 @@ def lm(folder):
     return DuelMDM(pretrained=folder, rule="greedy", block=4, device="cpu")
 
 
-@pytest.fixture
-def no_row_checks(monkeypatch):
-    """No row is evaluated twice, for tests that count network calls."""
-    from lm_eval_duel.core.row_checks import RowChecks
+@pytest.fixture(autouse=True)
+def no_row_checks(request, monkeypatch):
+    """No row is evaluated twice, which is half of the time of short runs, but in tests marked `row_checks`."""
+    if not request.node.get_closest_marker("row_checks"):
+        from lm_eval_duel.core.row_checks import RowChecks
 
-    monkeypatch.setattr(RowChecks, "due", lambda *_: 0)
+        monkeypatch.setattr(RowChecks, "due", lambda *_: 0)
 
 
 BUNDLED = {}  # networks by what they were loaded with

@@ -19,7 +19,6 @@ from lm_eval_duel.denoisers.cached.denoiser import Cached
 from lm_eval_duel.errors import DuelError, UsageError
 from lm_eval_duel.estimators.duel import DuelEstimator
 
-pytestmark = pytest.mark.usefixtures("no_row_checks")
 LENGTH, BLOCK = 14, 4
 RULES = ("greedy:k=3", "left_to_right:k=1", "threshold:mu=0.3", "klass:mu=0.2:nu=0.5", "entropy_bound:gamma=1.5")
 SMALL = ["--layers", "1", "--hidden_size", "64", "--vocab", "300", "--length", "20", "--windows", "2", "--repeats", "1"]

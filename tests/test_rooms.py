@@ -4,9 +4,12 @@ A room is a folder of the package. `base` is the room of the modules at the top 
 """
 
 import ast
+import functools
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 import lm_eval_duel
 
@@ -50,16 +53,21 @@ FILES = {module_name(path): path for path in sorted(PACKAGE.rglob("*.py")) if TA
 INSTALLED = [name for name in FILES if "." in name]
 
 
+@functools.cache
+def nodes(path):
+    """The nodes of a file's syntax tree."""
+    return list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+
+
 def imports(path, typed=False):
     """The modules that a file imports at run time, here or in its functions; `typed`: and for type checking."""
-    tree = ast.parse(path.read_text(encoding="utf-8"))
     for_types = {
         id(node)
-        for block in ast.walk(tree)
+        for block in nodes(path)
         if isinstance(block, ast.If) and "TYPE_CHECKING" in ast.dump(block.test)
         for node in ast.walk(block)
     }
-    for node in ast.walk(tree):
+    for node in nodes(path):
         if id(node) in for_types and not typed:
             continue
         if isinstance(node, ast.Import):
@@ -69,28 +77,22 @@ def imports(path, typed=False):
             yield from (name if name in FILES else node.module for name in names)
 
 
-IMPORTS = {name: list(imports(path)) for name, path in FILES.items()}
-
-
 def room(name):
     return room_of(name.split(".")[1:])
 
 
-ARROWS = {
-    (room(name), room(imported))
-    for name in INSTALLED
-    for imported in IMPORTS[name]
-    if imported.startswith("lm_eval_duel.") and room(name) != room(imported)
-}
+@pytest.fixture(scope="module")
+def imported_by():
+    return {name: list(imports(path)) for name, path in FILES.items()}
 
 
-def test_imports_go_down():
+def test_imports_go_down(imported_by):
     without = {room(name) for name in INSTALLED} - FLOOR.keys() - ENTRIES
     assert not without, "give the room a floor here and in docs/adding.md"
     wrong = []
     for name in INSTALLED:
         home = room(name)
-        for imported in IMPORTS[name]:
+        for imported in imported_by[name]:
             library = imported.split(".")[0]
             if library == "lm_eval_duel" and "." in imported and home not in ENTRIES and room(imported) != home:
                 wrong += [(name, imported)] * (FLOOR.get(room(imported), -1) >= FLOOR[home])
@@ -117,10 +119,16 @@ def test_no_circle_of_files():
         visit(name)
 
 
-def test_rooms_floors_and_arrows_are_few():
+def test_rooms_floors_and_arrows_are_few(imported_by):
     rooms = {room(name) for name in INSTALLED} - ENTRIES
+    arrows = {
+        (room(name), room(imported))
+        for name in INSTALLED
+        for imported in imported_by[name]
+        if imported.startswith("lm_eval_duel.") and room(name) != room(imported)
+    }
     assert len(rooms) <= MOST_ROOMS and len(FLOORS) <= MOST_FLOORS
-    assert len(ARROWS) <= MOST_ARROWS, sorted(ARROWS)
+    assert len(arrows) <= MOST_ARROWS, sorted(arrows)
 
 
 def test_the_top_level_shows_rooms():
@@ -143,7 +151,7 @@ def test_a_class_name_is_one_thing_and_docstrings_are_statements():
     """In the whole package; a docstring begins with a noun phrase or a verb."""
     homes, questions = {}, ("Which", "What", "How", "Whether", "Why", "Where")
     for name, path in FILES.items():
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in nodes(path):
             if isinstance(node, ast.ClassDef):
                 assert homes.setdefault(node.name, name) == name, node.name
             if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.Module):

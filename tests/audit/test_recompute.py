@@ -216,7 +216,7 @@ FAULTS = [
 
 
 @pytest.mark.parametrize(("fault", "name"), FAULTS, ids=lambda value: getattr(value, "__name__", value))
-def test_a_fault_of_the_run_differs(fault, name, monkeypatch, no_row_checks):
+def test_a_fault_of_the_run_differs(fault, name, monkeypatch):
     toy, windows, block, grid = NETWORKS[name]
     duel = Duel(toy, "greedy", block, grid=grid)
     fault(monkeypatch)

@@ -19,8 +19,6 @@ from lm_eval_duel.estimators.subsets.lattice import Lattice, LatticeSums
 from lm_eval_duel.estimators.subsets.sampled_confidence import SampledConfidence
 from lm_eval_duel.estimators.subsets.set_sampler import SetSums
 
-pytestmark = pytest.mark.usefixtures("no_row_checks")
-
 
 class Flat(Toy):
     """A network of which nearly every step is a near tie."""

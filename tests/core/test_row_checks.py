@@ -17,6 +17,8 @@ from lm_eval_duel.estimators.duel import Autoregressive, DuelEstimator
 from lm_eval_duel.estimators.elbo import Elbo
 from lm_eval_duel.estimators.subsets.lattice import Lattice
 
+pytestmark = pytest.mark.row_checks
+
 
 class Faulty(Toy):
     """What a row's predictions are multiplied by, given the flat position of its tokens in the call."""

@@ -137,7 +137,7 @@ def test_all_blocks_of_a_window_go_in_one_pass():
 
 
 @pytest.mark.parametrize("kind", ["bidirectional", "block-causal"])
-def test_the_head_runs_at_masked_positions_and_once(kind, monkeypatch, no_row_checks):
+def test_the_head_runs_at_masked_positions_and_once(kind, monkeypatch):
     toy = Toy(length=32) if kind == "bidirectional" else BlockCausal(8, length=32)
     rows, head = [], toy.head
     monkeypatch.setattr(toy, "head", lambda features: rows.append(len(features)) or head(features))

@@ -70,7 +70,7 @@ ALIKE = [  # pairs that differ in one thing alone
 
 
 @pytest.mark.parametrize("cache", [None, *CACHES])
-def test_windows_that_differ_in_one_thing_alone_keep_their_values(cache, no_row_checks):
+def test_windows_that_differ_in_one_thing_alone_keep_their_values(cache):
     toy = Attends(length=10)
     network = toy if cache is None else Cached(toy, cache)
     for pair, rule in itertools.product(ALIKE, ("greedy:k=1", "left_to_right:k=2")):
@@ -213,7 +213,7 @@ def test_lattice_and_bound_agree_with_the_rules_that_they_follow_and_with_each_o
 # ---------------------------------------------------------------- what is evaluated, and what is refused
 
 
-def test_a_block_costs_one_row_and_then_its_own_cells(no_row_checks):
+def test_a_block_costs_one_row_and_then_its_own_cells():
     toy = Counting(length=10)
     duel = DuelEstimator(Cached(toy, "dual"), "greedy", 4)
     toy.positions = 0

@@ -90,7 +90,7 @@ def by_hand(model, window):
 
 
 @pytest.mark.parametrize("name", NETWORKS)
-def test_nats_are_those_of_the_networks_own_logits(folders, name, no_row_checks):
+def test_nats_are_those_of_the_networks_own_logits(folders, name):
     denoiser = load(folders[name])
     model = getattr(transformers, name).from_pretrained(folders[name], attn_implementation="eager").eval()
     assert denoiser.splits_head, "the head runs at the predicted positions only"

@@ -28,7 +28,7 @@ WINDOWS = [
 ]
 
 
-def test_the_head_is_evaluated_at_masked_positions_only_and_all_mask_starts_tie(family, no_row_checks):
+def test_the_head_is_evaluated_at_masked_positions_only_and_all_mask_starts_tie(family):
     seen, denoiser = [], family("modernbert").denoiser
     duel = Duel(denoiser, "greedy", 4)
     head = denoiser.model.get_output_embeddings()

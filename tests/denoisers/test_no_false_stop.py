@@ -15,6 +15,8 @@ from lm_eval_duel.denoisers.cached.denoiser import Cached
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.estimators.duel import DuelEstimator
 
+pytestmark = pytest.mark.row_checks
+
 FAST = ("llada-moe", "demo-bd")
 ALL = [*NAMES, "demo-mdm", "demo-bd"]
 

@@ -17,7 +17,6 @@ from lm_eval_duel.estimators.elbo import Elbo
 from lm_eval_duel.estimators.subsets.lattice import Lattice
 from lm_eval_duel.rules import parse
 
-pytestmark = pytest.mark.usefixtures("no_row_checks")
 RULES = (
     *("greedy:k=1", "margin:k=3", "left_to_right:k=2", "entropy:k=2:seed_first=True"),
     *("greedy:k=3:sub_block=4", "quota:steps=3:sub_block=5:seed_first=True"),

@@ -215,6 +215,7 @@ def test_out_of_memory_halves_the_batch():
     assert estimator.log_prob([Window((), (1, 2, 0))])[0].log_prob == pytest.approx(exact.log_prob, abs=1e-9)
 
 
+@pytest.mark.row_checks
 @pytest.mark.parametrize("conditioning", ["none", "chain"])
 def test_rows_that_others_change_end_a_run(conditioning):
     toy = Conditioned(length=6)

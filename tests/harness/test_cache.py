@@ -92,6 +92,7 @@ def test_no_code_of_a_record_runs(model, tmp_path):
     assert not (tmp_path / "ran").exists()
 
 
+@pytest.mark.row_checks
 def test_suspect_answers_are_kept_and_not_used_again(model, tmp_path, monkeypatch):
     """A network that changes after some calls ends the run; what was saved stays, and the file says why."""
     first = cached(model(batch_size=2), tmp_path)

@@ -41,7 +41,7 @@ def after_calls(model, calls, act):
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_signal_waits_for_the_network_call(model, caplog, number, status, no_row_checks):
+def test_a_signal_waits_for_the_network_call(model, caplog, number, status):
     calls = after_calls(model, 14, lambda: os.kill(os.getpid(), number))
     before = signal.getsignal(number)
     with pytest.raises(SystemExit) as raised, caplog.at_level("WARNING", logger="lm_eval.duel_mdm"):
