@@ -253,14 +253,8 @@ def fast(folder, config=(), words=None, **state):
 LETTERS = {"type": "Split", "pattern": {"String": ""}, "behavior": "Isolated", "invert": False}
 LOWER = {"type": "Lowercase"}
 TRUNCATED = {"direction": "Right", "max_length": 2, "strategy": "LongestFirst", "stride": 0}
-PADDED = {
-    "strategy": {"Fixed": 9},
-    "direction": "Right",
-    "pad_to_multiple_of": None,
-    "pad_id": 0,
-    "pad_type_id": 0,
-    "pad_token": "[PAD]",
-}
+PADDED = {"strategy": {"Fixed": 9}, "direction": "Right", "pad_to_multiple_of": None}
+PADDED |= {"pad_id": 0, "pad_type_id": 0, "pad_token": "[PAD]"}
 
 
 @pytest.mark.parametrize(
