@@ -8,7 +8,7 @@ import torch
 from toys import BlockCausal, Causal, CausalPrefix, Rotary, Small, Toy
 
 from lm_eval_duel.core.lanes import Lanes, Rows
-from lm_eval_duel.core.row_checks import FIRST, SHARE, RowChecks, chosen, wanted
+from lm_eval_duel.core.row_checks import FIRST, SHARE, RowChecks, draw_lanes, wanted
 from lm_eval_duel.core.scores import Counts
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.denoisers.wrappers import Warped
@@ -140,7 +140,7 @@ def test_rows_under_warpers_are_checked(warpers):
 def test_the_places_checked_differ_with_the_window():
     rows = Rows.from_windows(windows(1), torch.device("cpu"))
     lanes = Lanes.fresh(rows, torch.zeros(4, dtype=torch.int64), torch.arange(0, 8, 2), torch.full((4,), 2))
-    assert {lane for window in range(40) for lane in chosen(lanes, 1, [window])} == {0, 1, 2, 3}
+    assert {lane for window in range(40) for lane in draw_lanes(lanes, 1, [window])} == {0, 1, 2, 3}
 
 
 def test_samples_and_recorded_orders_are_checked():

@@ -17,6 +17,7 @@ from toys import BlockCausal, Toy
 from lm_eval_duel import Duel, rules
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.errors import DuelError
+from lm_eval_duel.options import Options
 
 
 def test_frequencies_are_counted(tmp_path):
