@@ -25,7 +25,7 @@ BEAM_KINDS = {Kind.LIKELIHOOD: "exact", Kind.ESTIMATE: "estimate", Kind.UPPER_BO
 class TwoPhaseBlocks(BlockSums):
     """The blocks of a two-phase estimate. f and g: a block's log-prob without and with the cache, nats.
 
-    `sampled` blocks have both; `drawn` ones are sampled blocks that stand for others, too (their weight is above 1).
+    `sampled` blocks have both; `drawn` ones are sampled blocks with a weight above 1, which represent others, too.
     """
 
     name: ClassVar[str] = "two_phase"
@@ -124,14 +124,14 @@ class BeamBlocks(BlockSums):
         return cls(entries["blocks"], *(entries[name] for name in ("exact", "converged", "unproven", "bound", "rows")))
 
     @property
-    def open(self) -> int:
-        """The number of blocks that count with their bound."""
+    def bounded(self) -> int:
+        """The number of blocks whose lower bound counts."""
         return self.count - self.exact - self.converged
 
     @property
     def only_bounded(self) -> bool:
-        """True if some blocks count with their bound and none has converged, so that no error is known."""
-        return bool(self.open) and not self.converged
+        """True if the lower bound of some blocks counts and none has converged, so that no error is known."""
+        return bool(self.bounded) and not self.converged
 
     @property
     def error(self) -> float:
@@ -139,7 +139,7 @@ class BeamBlocks(BlockSums):
 
     @property
     def kind(self) -> Kind:
-        if self.open:
+        if self.bounded:
             return Kind.UPPER_BOUND
         return Kind.ESTIMATE if self.converged else Kind.LIKELIHOOD
 
@@ -161,7 +161,7 @@ class BeamBlocks(BlockSums):
     @property
     def remark(self) -> str:
         """A short remark on what limits the value; empty for one that is exact or proven."""
-        parts = [f"{self.open:,} of {self.count:,} blocks with their lower bound"] if self.open else []
+        parts = [f"{self.bounded:,} of {self.count:,} blocks with their lower bound"] if self.bounded else []
         if self.unproven:
             parts.append(f"error not proven: blocks above {LATTICE_BLOCK} positions")
         return ", ".join(parts)
@@ -169,7 +169,7 @@ class BeamBlocks(BlockSums):
     @property
     def summary(self) -> str:
         text = f"{self.exact:,} of {self.count:,} blocks exact, {self.converged:,} converged"
-        text += f", {self.open:,} with their lower bound: raise beam" if self.open else ""
+        text += f", {self.bounded:,} with their lower bound: raise beam" if self.bounded else ""
         if self.unproven:
             text += f"; the error of {self.unproven:,} converged blocks above {LATTICE_BLOCK} positions is not proven"
         return f"{text}; at least {self.bound:.2f} nats, {self.rows:,} rows"

@@ -98,7 +98,7 @@ class TwoPhase(Estimator):
         return block_sample.weights(keys, blocks, self.sample, self.seed)
 
     def score_group(self, group: WindowGroup) -> IndexedScores:
-        """The sampled blocks of some windows without the cache, then these windows under it; then the next ones."""
+        """Score windows some at a time: their sampled blocks without the cache, then all their blocks under it."""
         weights = self.weights(group.windows)  # (N, B)
         lanes = BATCHES * self.phases["uncached"].budget.rows(group.windows[0].length)  # to evaluate at once
         per_window = float((weights > 0).sum()) / len(weights)

@@ -102,7 +102,7 @@ class Row:
     @property
     def of_draws(self) -> bool:
         """True if its value depends on random numbers, as does a bound by a beam, which has no error."""
-        return self.entry.drawn is not None or (self.beam is not None and self.beam.open > 0)
+        return self.entry.drawn is not None or (self.beam is not None and self.beam.bounded > 0)
 
     # ------------------------------------------------------------ names
 

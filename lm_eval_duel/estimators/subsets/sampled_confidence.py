@@ -111,17 +111,16 @@ class SampledConfidence(SetSampler, DuelEstimator):
         twin.scale = scale_of(denoiser, self.own)
         return twin
 
-    def replay(self, windows: Sequence[Window], steps: Sequence[Ids]) -> list[Score]:
-        """Not defined: a text has many orders here. `Duel.replay` follows one."""
+    def replay(self, windows: Sequence[Window], reveal_steps: Sequence[Ids]) -> list[Score]:
+        """Raise DuelError: a text has many orders here. A Duel with estimator="duel" follows one."""
         raise DuelError("estimator=sampled_confidence sums over orders; to follow a recorded one, use Duel.replay.")
 
     def stream_samples(
         self, contexts: Sequence[Ids], length: int, *, scored: bool = True, **settings: Any
     ) -> Iterator[tuple[int, Sample]]:
-        """As `DuelEstimator.stream_samples`. The log-probability of a sample is that of its text, over all orders.
+        """Like `DuelEstimator.stream_samples`; the log-probability of a sample sums over all orders of its text.
 
-        It takes all states of each block, or a beam, far more than sampling does. `scored=False` leaves it out:
-        log_prob is NaN.
+        The sum takes all states of each block, or a beam, far more than sampling. With `scored=False`, log_prob is NaN.
         """
         samples = super().stream_samples(contexts, length, **settings)
         if not scored:
@@ -138,7 +137,7 @@ class SampledConfidence(SetSampler, DuelEstimator):
     def _with_scores(
         self, contexts: Sequence[Ids], suffixes: Sequence[Ids], samples: list[tuple[int, Sample]]
     ) -> list[tuple[int, Sample]]:
-        """The samples with the log-probability of their texts. They are counted once."""
+        """The samples with the log-probabilities of their texts, counted as samples only."""
         scorer = copy.copy(self)
         scorer.counts = Counts()
         windows = [Window(contexts[n], sample.tokens, suffixes[n], sample.tail) for n, sample in samples]
@@ -154,7 +153,7 @@ class SampledConfidence(SetSampler, DuelEstimator):
         draw: Draw = Argmax() if keys is None else StepDraws(keys, seed, self.denoiser.device)
         return BestDrawn(self.counted, self.tau, self.strict, self.scale, draw), draw
 
-    # ------------------------------------------------------------ what a step reveals
+    # ------------------------------------------------------------ steps
 
     def steps(self, m: int) -> int | None:
         return len(self.counted.of_block(m)) if self.tau is None else None
@@ -173,7 +172,7 @@ class SampledConfidence(SetSampler, DuelEstimator):
         return {"log_probs": log_prob, "score": drawn.score, **read}
 
     def moves(self, level: StateLevel, planes: Planes, thin: Thin) -> Moves:
-        """A product for each state and each position that may rank last in it; with `tau`, one more for each state."""
+        """The moves of n draws, by the position that ranks last among them, and of all draws above `tau`."""
         masked, log_p, score = level.masked, planes["log_probs"], planes["score"]  # (X, W) each
         count = self.counted.of_sizes(level.first, masked.sum(1))  # (X,)
         above = torch.zeros_like(masked)

@@ -93,7 +93,7 @@ class SampledOrder(SetSampler):
         return {"log_probs": log_prob, "score": score / (self.own.alg_temp or 1.0)}
 
     def moves(self, level: StateLevel, planes: Planes, thin: Thin) -> Moves:
-        """In turn; or one product for each state, where all sets of a size are alike."""
+        """The moves of positions drawn one after the other; as a product if all sets of a size are alike."""
         masked, log_p = level.masked, planes["log_probs"]  # (X, W) each
         size, every = masked.sum(1), torch.arange(len(masked), device=masked.device)  # (X,) each
         least, most, log_in = torch.ones_like(size), size, log_p.where(masked, -math.inf)

@@ -103,7 +103,7 @@ class SetSums:
         return following
 
     def _finish(self, chunk: Chunk, found: BeamResult) -> torch.Tensor:
-        """Add up the blocks of a finished chunk, but for those that need more sets, (B,) bool."""
+        """Add up the blocks of a finished chunk; return the blocks that need more sets instead, (B,) bool."""
         converged = ~found.exact & (found.error <= (self.beam.tolerance or TOLERANCE))
         again = ~found.exact & (not chunk.is_largest)
         if self.beam.tolerance is not None:
@@ -135,7 +135,7 @@ class SetSums:
 
 
 class SetSampler(Estimator):
-    """A sampler whose text has many orders, and whose next step depends on which positions are masked, alone."""
+    """A sampler whose texts have many orders, and whose next step depends only on the set of masked positions."""
 
     def __init__(self, denoiser: Denoiser, *arguments: Any, own: BeamArguments, seed: int, **layout: Any):
         self.own, self.seed = own, seed
@@ -145,22 +145,22 @@ class SetSampler(Estimator):
         self.empty_score = dataclasses.replace(self.score(0.0, True, 0, BeamBlocks()), near_ties=0)
 
     def score(self, log_prob: float, is_greedy: bool, nfe: int | None, blocks: BeamBlocks) -> Score:
-        """The score of a window. That of a beam has estimates, and the bounds of blocks that have not converged."""
+        """The score of a window. Under a beam it has estimates, and the bounds of blocks that have not converged."""
         if self.own.all_sets:
             return Score(log_prob, is_greedy, nfe=nfe)
         return Score(log_prob, is_greedy, nfe=nfe, kind=blocks.kind, stderr=blocks.stderr, blocks=blocks)
 
     @property
     def shares(self) -> torch.Tensor | None:
-        """(T,) with which probability each step reveals a masked position, if that is all there is to a step."""
+        """The probability with which each step reveals a masked position, (T,), if steps have no other parameter."""
         return None
 
     @abc.abstractmethod
     def planes(self, step: Step) -> Planes:
-        """The planes of predictions to keep in some states, (R, W, ...) each; "log_probs" of the targets is one of
-        them.
+        """The planes that `moves` reads of the predictions in some states, (R, W, ...) each.
 
-        With "pick" (R, W) and "missed" (R,), what argmax decoding reveals next, and whether a token of it is no target.
+        "log_probs" of the targets is one of them. Optional are "pick" (R, W), the positions that argmax decoding
+        reveals next, and "missed" (R,), whether a token there is not the target.
         """
 
     @abc.abstractmethod
