@@ -19,8 +19,8 @@ from typing import Any, cast
 
 import torch
 
-from benchmarks import random_network
 from benchmarks.loops import algorithm2, loop_for
+from benchmarks.random_network import PREFIX, RandomNetwork
 from benchmarks.recording import Recording
 from lm_eval_duel import denoisers
 from lm_eval_duel.core.denoiser import Denoiser
@@ -255,7 +255,7 @@ def _resident(key: str) -> int:
 
 
 def _is_random(settings: argparse.Namespace) -> bool:
-    return settings.model.pretrained.startswith(random_network.PREFIX)
+    return settings.model.pretrained.startswith(PREFIX)
 
 
 def _block(settings: argparse.Namespace) -> int:
@@ -270,15 +270,15 @@ def _load(settings: argparse.Namespace) -> Denoiser:
         denoiser.special_tokens = None  # no warning: the tokens are random on purpose
         return denoiser
     sizes = {key: getattr(settings, key) for key in ("length", "layers", "vocab", "seed")}
-    sizes |= {"width": settings.hidden_size, "dtype": dtype}
+    network = RandomNetwork(name, dtype, block=_block(settings), width=settings.hidden_size, **sizes)
     device = pick_device(device)
-    needed, available = random_network.least_bytes(name, **sizes), _memory(device)
+    needed, available = network.least_bytes, _memory(device)
     if needed > available:
         raise DuelError(
             f"{name} of this size needs at least {needed / 2**30:,.0f} GiB and {device} has "
             f"{available / 2**30:,.0f} GiB; lower --layers, --hidden_size or --vocab."
         )
-    denoiser = random_network.make(name, device, block=_block(settings), **sizes)
+    denoiser = network.make(device)
     if settings.model.compile:
         denoiser.compile()
     return denoiser

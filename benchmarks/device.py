@@ -24,7 +24,7 @@ if DEVICE == "sim":
     torch.Generator = type("Generator", (torch.Generator,), {"__new__": lambda cls, *_: super(cls, cls).__new__(cls)})
 
 sys.path.append(str(Path(__file__).parents[1]))
-from benchmarks import random_network  # noqa: E402
+from benchmarks.random_network import RandomNetwork  # noqa: E402
 from lm_eval_duel import Duel, Window  # noqa: E402
 from lm_eval_duel.core import budget  # noqa: E402
 
@@ -70,7 +70,7 @@ def main() -> None:
         budget.GPU_TOKENS = 16, 64  # no trial of large calls
     layers, width, vocab, tokens = map(int, SIZES)
     sizes = {"layers": layers, "width": width, "vocab": vocab, "length": tokens}
-    denoiser = random_network.make(NAME, torch.device(DEVICE), DTYPE, **sizes)
+    denoiser = RandomNetwork(NAME, DTYPE, **sizes).make(torch.device(DEVICE))
     duel = Duel(denoiser, rule="greedy", block=32)
     window = Window((), tuple(n % (vocab // 2) for n in range(tokens)))
     short = [Window((), window.target[n : n + 64]) for n in range(0, min(tokens, 512), 64)]

@@ -8,25 +8,25 @@ Shapes: L row length, C masked positions, D width, V tokens.
 
 from __future__ import annotations
 
+import dataclasses
 import math
+from typing import Any
 
 import torch
-import transformers
 
 from lm_eval_duel.core.denoiser import Denoiser
 from lm_eval_duel.denoisers import self_tests
-from lm_eval_duel.denoisers.dit.denoiser import DiTDenoiser
-from lm_eval_duel.denoisers.dit.network import DiT, DiTConfig
-from lm_eval_duel.denoisers.hf.decoder import Decoder
+from lm_eval_duel.denoisers.dit import checkpoint
+from lm_eval_duel.denoisers.hf import decoder_checkpoint
 from lm_eval_duel.denoisers.hf.families import NAMED
-from lm_eval_duel.denoisers.hf.native import native_config
 from lm_eval_duel.denoisers.load_options import LoadOptions
+from lm_eval_duel.denoisers.unfilled import Unfilled
 from lm_eval_duel.errors import DuelError, unknown
 
 PREFIX = "random:"
 DITS = {"bidirectional": "mdlm", "block-causal": "bd3lm"}
 LLADA = "llada-8b"
-SIZES = {"dit": (4, 256, 50257), LLADA: (32, 4096, 126464)}  # layers, width, columns of the logits
+DEFAULTS = {"dit": (4, 256, 50257), LLADA: (32, 4096, 126464)}  # layers, width, columns of the logits
 LLADA_MASK = 128  # position of [MASK], in columns from the end
 SPREAD = 3.0  # standard deviation of the logits over the vocabulary
 SHARP = 2.5  # scale of queries and keys, so that attention picks few of many positions
@@ -34,86 +34,107 @@ FAINT = 0.2  # scale of the embedding of [MASK], so that predictions at masked p
 FEATURES_AT = 128  # positions on which the spread is measured
 
 
-def make(
-    name: str,
-    device: torch.device,
-    dtype: str = "float32",
-    length: int = 256,
-    block: int = 32,
-    layers: int | None = None,
-    width: int | None = None,
-    vocab: int | None = None,
-    seed: int = 0,
-) -> Denoiser:
-    """The network `random:bidirectional`, `random:block-causal` (trained on `block`) or `random:llada-8b`.
+@dataclasses.dataclass(frozen=True)
+class RandomNetwork:
+    """A network to build: `random:bidirectional`, `random:block-causal` (trained on `block`) or `random:llada-8b`.
 
-    Raises DuelError for an unknown name and for invalid sizes.
+    Layers, width and columns of the logits that are None have the default of their kind. Raises DuelError for an
+    unknown name and for invalid sizes.
     """
-    kind = name.removeprefix(PREFIX)
-    layers, width, vocab = _sizes(name, layers, width, vocab)
-    if width < 64 or width % 64:
-        raise DuelError(f"The width of {name} must be a multiple of 64, the width of a head; got {width}.")
-    generator = torch.Generator(device).manual_seed(seed)
-    if kind == LLADA:
-        denoiser = _llada(name, device, dtype, length, layers, width, vocab, generator)
-        head = denoiser.model.lm_head
-    else:
-        denoiser = _dit(name, device, dtype, length, layers, width, vocab, block, generator)
-        head = denoiser.network.output_layer.linear
-    _spread(denoiser, head, generator)
-    return denoiser
 
+    name: str
+    dtype: str = "float32"
+    length: int = 256
+    block: int = 32
+    layers: int | None = None
+    width: int | None = None
+    vocab: int | None = None
+    seed: int = 0
 
-def least_bytes(
-    name: str, layers: int | None, width: int | None, vocab: int | None, dtype: str, **other: object
-) -> int:
-    """A lower bound on the memory for the weights of `make`'s network."""
-    layers, width, vocab = _sizes(name, layers, width, vocab)
-    return (12 * layers * width**2 + 2 * vocab * width) * getattr(torch, dtype).itemsize
+    def __post_init__(self) -> None:
+        if self.kind not in (*DITS, LLADA):
+            raise unknown("random network", self.name, [f"{PREFIX}{known}" for known in (*DITS, LLADA)])
+        for field, default in zip(("layers", "width", "vocab"), DEFAULTS.get(self.kind, DEFAULTS["dit"]), strict=True):
+            object.__setattr__(self, field, getattr(self, field) or default)
+        if self.width < 64 or self.width % 64:
+            raise DuelError(
+                f"The width of {self.name} must be a multiple of 64, the width of a head; got {self.width}."
+            )
+        if self.kind == "block-causal" and self.block >= self.length:
+            raise DuelError(
+                f"{self.name} needs rows longer than its block of {self.block}; got {self.length} positions."
+            )
 
+    @property
+    def kind(self) -> str:
+        return self.name.removeprefix(PREFIX)
 
-def _sizes(name: str, layers: int | None, width: int | None, vocab: int | None) -> tuple[int, int, int]:
-    """Layers, width and columns of the logits, with defaults for those that are None."""
-    kind = name.removeprefix(PREFIX)
-    if kind not in (*DITS, LLADA):
-        raise unknown("random network", name, [f"{PREFIX}{known}" for known in (*DITS, LLADA)])
-    default = SIZES[LLADA if kind == LLADA else "dit"]
-    return layers or default[0], width or default[1], vocab or default[2]
+    @property
+    def least_bytes(self) -> int:
+        """A lower bound on the memory for the weights."""
+        return (12 * self.layers * self.width**2 + 2 * self.vocab * self.width) * getattr(torch, self.dtype).itemsize
 
+    @property
+    def mask_id(self) -> int:
+        return self.vocab - (LLADA_MASK if self.kind == LLADA and self.vocab > LLADA_MASK else 1)
 
-@torch.no_grad()
-def _dit(
-    name: str,
-    device: torch.device,
-    dtype: str,
-    length: int,
-    layers: int,
-    width: int,
-    vocab: int,
-    block: int,
-    generator: torch.Generator,
-) -> Denoiser:
-    """Our own DiT, as MDLM or BD3-LM; [MASK] is the last column."""
-    family = DITS[name.removeprefix(PREFIX)]
-    with torch.device(device):
-        network = DiT(DiTConfig(vocab, width, layers, width // 64))
-    network = network.to(getattr(torch, dtype)).eval()
-    for key, weight in network.named_parameters():
-        if "adaLN_modulation" in key:  # small modulation, open gates
-            weight.normal_(0, 0.02, generator=generator)
-            if key.endswith("bias") and key.startswith("blocks"):
-                weight.view(6, width)[[2, 5]] += 1
-        elif "norm" not in key:
-            _normal(key, weight, generator)
-    for layer in network.blocks:
-        layer.attn_qkv.weight[: 2 * width] *= SHARP
-    network.vocab_embed.embedding[vocab - 1] *= FAINT
-    trained = block if family == "bd3lm" else None
-    return DiTDenoiser(network, family, length, name, set(range(vocab - 1)), vocab - 1, trained)
+    def make(self, device: torch.device) -> Denoiser:
+        """The denoiser, on a device."""
+        unfilled = self._unfilled(LoadOptions(self.name, device))
+        generator = torch.Generator(device).manual_seed(self.seed)
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(getattr(torch, self.dtype))
+        try:
+            with torch.device(device):
+                network = unfilled.build().eval()
+        finally:
+            torch.set_default_dtype(before)
+        denoiser: Any = unfilled.denoiser
+        if self.kind == LLADA:
+            _randomise_llama(network, self.mask_id, generator)
+            self_tests.rotary_frequencies(network, network.config, self.name)
+        else:
+            _randomise_dit(network, self.mask_id, generator)
+        denoiser.take(network)
+        head = network.lm_head if self.kind == LLADA else network.output_layer.linear
+        _spread(denoiser, head, generator)
+        return denoiser
+
+    def _unfilled(self, options: LoadOptions) -> Unfilled:
+        """The network as a config.json describes it."""
+        if self.kind == LLADA:
+            heads = max(1, self.width // 128)
+            config: dict[str, Any] = {
+                "d_model": self.width,
+                "embedding_size": self.vocab,
+                "vocab_size": self.vocab,
+                "max_sequence_length": self.length,
+                "mlp_hidden_size": 3 * self.width,
+                "n_heads": heads,
+                "n_kv_heads": heads,
+                "n_layers": self.layers,
+                "rms_norm_eps": 1e-5,
+                "rope_theta": 500_000.0,
+                "mask_token_id": self.mask_id,
+            }
+            return decoder_checkpoint.unfilled(NAMED["llada"], config, options, _Vocabulary(self.vocab))
+        config = {
+            "model_type": DITS[self.kind],
+            "vocab_size": self.vocab,
+            "hidden_dim": self.width,
+            "n_blocks": self.layers,
+            "n_heads": self.width // 64,
+            "model_length": self.length,
+            "block_size": self.block,
+            "cross_attn": self.kind == "block-causal",
+        }
+        return checkpoint.unfilled(config, options, None)
 
 
 class _Vocabulary:
     """The part of a tokenizer that a denoiser uses."""
+
+    mask_token_id = None
 
     def __init__(self, count: int):
         self.count = count
@@ -123,49 +144,28 @@ class _Vocabulary:
 
 
 @torch.no_grad()
-def _llada(
-    name: str,
-    device: torch.device,
-    dtype: str,
-    length: int,
-    layers: int,
-    width: int,
-    vocab: int,
-    generator: torch.Generator,
-) -> Denoiser:
-    """LLaDA-8B's Llama, created on the device."""
-    heads = max(1, width // 128)
-    family = NAMED["llada"]
-    config = {
-        "d_model": width,
-        "embedding_size": vocab,
-        "vocab_size": vocab,
-        "max_sequence_length": length,
-        "mlp_hidden_size": 3 * width,
-        "n_heads": heads,
-        "n_kv_heads": heads,
-        "n_layers": layers,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 500_000.0,
-    }
-    model_config = transformers.LlamaConfig(**native_config(family, config, family.name), use_cache=False)
-    model_config._attn_implementation = "sdpa"
-    with torch.device(device):
-        model = transformers.AutoModelForCausalLM.from_config(model_config, dtype=getattr(torch, dtype)).eval()
+def _randomise_dit(network: Any, mask_id: int, generator: torch.Generator) -> None:
+    width = network.config.width
+    for key, weight in network.named_parameters():
+        if "adaLN_modulation" in key:  # small modulation, open gates
+            weight.normal_(0, 0.02, generator=generator)
+            if key.endswith("bias") and key.startswith("blocks"):
+                weight.view(6, width)[[2, 5]] += 1
+        elif "norm" not in key:
+            _normal(key, weight, generator)
+    for layer in network.blocks:
+        layer.attn_qkv.weight[: 2 * width] *= SHARP
+    network.vocab_embed.embedding[mask_id] *= FAINT
+
+
+@torch.no_grad()
+def _randomise_llama(model: Any, mask_id: int, generator: torch.Generator) -> None:
     for key, weight in model.named_parameters():
         if "norm" not in key:
             _normal(key, weight, generator)
             if "q_proj" in key or "k_proj" in key:
                 weight *= SHARP
-    mask_id = vocab - LLADA_MASK if vocab > LLADA_MASK else vocab - 1
     model.get_input_embeddings().weight[mask_id] *= FAINT
-    self_tests.rotary_frequencies(model, model_config, name)
-    denoiser = Decoder(
-        family, {**config, "mask_token_id": mask_id}, LoadOptions(name, device), _Vocabulary(vocab), vocab
-    )
-    denoiser.set_row_length(length)
-    denoiser.take(model)
-    return denoiser
 
 
 def _normal(key: str, weight: torch.Tensor, generator: torch.Generator) -> None:

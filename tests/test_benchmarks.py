@@ -12,7 +12,7 @@ from benchmarks.arms import ARMS, Arm, Bench
 from benchmarks.figures import measure
 from benchmarks.loops import algorithm2
 from benchmarks.options import parse
-from benchmarks.random_network import make
+from benchmarks.random_network import RandomNetwork
 from benchmarks.recording import Recording
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.denoisers.cached.denoiser import Cached
@@ -62,7 +62,8 @@ def test_keys_are_kept_for_the_blocks_before_only():
 
 @pytest.mark.parametrize("kind", ["bidirectional", "block-causal", "llada-8b"])
 def test_the_recording_makes_the_counted_calls_again(kind):
-    denoiser = make(f"random:{kind}", torch.device("cpu"), layers=1, width=128, vocab=60, length=LENGTH, block=BLOCK)
+    network = RandomNetwork(f"random:{kind}", layers=1, width=128, vocab=60, length=LENGTH, block=BLOCK)
+    denoiser = network.make(torch.device("cpu"))
     duel, recording, again = DuelEstimator(denoiser, "greedy", BLOCK), Recording(denoiser), Recording(denoiser)
     with recording.record():
         duel.log_prob(drawn())

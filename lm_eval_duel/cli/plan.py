@@ -15,7 +15,7 @@ import os
 from collections import Counter
 from collections.abc import Iterator
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from lm_eval_duel.arguments import COUNT
 from lm_eval_duel.console.command_line import FLAGS, STDOUT, Flag, Parser, write_json
@@ -79,37 +79,32 @@ def main(arguments: list[str]) -> None:
 
 def plan(options: argparse.Namespace) -> dict[str, Any]:
     """All figures of a plan, by name."""
+    from lm_eval_duel import denoisers
     from lm_eval_duel.denoisers import unloaded
-    from lm_eval_duel.estimators import checks
-    from lm_eval_duel.estimators.cost import Setting, sum_over
+    from lm_eval_duel.estimators import checks, cost
     from lm_eval_duel.rules import LeftToRight
 
     run: Options = options.run
-    network = {key: value for key, value in run.network.items() if key not in ("cache", "compile")}
-    denoiser = unloaded.read(run.pretrained or BUNDLED, network)
-    causal, size = denoiser.attention == "causal", denoiser.size
+    tokenizer = denoisers.load_tokenizer(vars(run)) if options.tasks else None
+    denoiser, size = unloaded.read(run.pretrained or BUNDLED, run.network, tokenizer)
+    causal = denoiser.attention == "causal"
     rule = LeftToRight() if causal else checks.rule_for(denoiser, run.rule)
     checks.check_rule(denoiser, rule)
     block = checks.resolve_block(denoiser, None if causal and run.block is None else run.block)
-    setting = Setting(denoiser, rule, block, checks.resolve_grid(denoiser, run.grid), size.kept)
-    documents, windows = _windows(options, denoiser, block)
-    longest, cores = max(window.length for window in windows), os.cpu_count() or 1
-    device, tflops = "an H200", RATES["an H200"][denoiser.dtype]
-    if str(options.device).startswith("cpu"):
-        device, tflops = f"a CPU of {cores} cores", RATES["a CPU core"][denoiser.dtype] * cores
-    if options.tflops:
-        device, tflops = "a device", options.tflops
+    setting = cost.Setting(denoiser, rule, block, checks.resolve_grid(denoiser, run.grid), size.kept)
+    windows = _windows_of_tasks(options, denoiser, tokenizer, block) if options.tasks else _equal(options, denoiser)
+    longest, device, tflops = max(window.length for window in windows), *_device(options, size.dtype)
     figures = {
         "network": run.pretrained or BUNDLED,
         "family": denoiser.family,
         "parameters": size.parameters,
-        "dtype": denoiser.dtype,
+        "dtype": size.dtype,
         "weight_bytes": size.weight_bytes,
         "rule": str(rule),
         "block": block,
         "steps_known": setting.is_exact,
         "upper_bound": not setting.is_exact and not rule.may_pick_none,
-        "documents": documents,
+        "documents": options.documents,
         "windows": sum(windows.values()),
         "length": longest,
         "tokens": sum(window.target * number for window, number in windows.items()),
@@ -117,70 +112,80 @@ def plan(options: argparse.Namespace) -> dict[str, Any]:
         "tflops": tflops,
         "utilization": options.utilization,
     }
-    methods = {}
-    for name, cost, gives, kept, counts_steps in _methods(setting, run):
-        total = sum_over(windows, cost)
+    lines, logits = {}, 0
+    for method in _methods(setting, run):
+        total = cost.sum_over(windows, method.cost)
         flops = 2.0 * (total.token_rows * size.products + total.pairs * size.pair + total.head * size.head)
         call_tokens = (run.rows or 0) * denoiser.max_length or CALL_TOKENS
-        methods[name] = {
-            "gives": gives,
-            "counts_steps": counts_steps,
+        lines[method.name] = {
+            "gives": method.gives,
+            "counts_steps": method.counts_steps,
             "nfe": int(total.nfe) or None,
             "calls_at_least": max(int(total.longest), math.ceil(total.weight / call_tokens)),
             "rows": int(total.rows),
             "token_rows": int(total.token_rows),
             "flops": flops,
             "hours": flops / (tflops * 1e12 * options.utilization) / 3600,
-            "kept_bytes": kept * size.itemsize * longest,
+            "kept_bytes": method.kept * size.itemsize * longest,
         }
         figures.setdefault("blocks", int(total.blocks))
-    dense = 0
-    if denoiser.noised is not None and _conditioning(denoiser.noised, run) != "none":
-        dense = 4 * denoiser.vocab_size * min(denoiser.block or longest, longest)
-    figures["canvas_logits_bytes"] = dense
-    return figures | {"seed_first": bool(denoiser.shift) and "dual" in methods, "methods": methods}
+        logits = 4 * denoiser.vocab_size * min(denoiser.block or longest, longest) if method.self_conditioning else 0
+    figures |= {"canvas_logits_bytes": logits, "seed_first": bool(denoiser.shift) and "dual" in lines}
+    return figures | {"methods": lines}
 
 
-def _conditioning(trained: Any, run: Options) -> str:
-    """The self-conditioning of a network that was `trained` so, as asked."""
-    asked = str(run.estimator_args.get("self_conditioning", "auto"))
-    return trained.self_conditioning if asked == "auto" else asked
+def _device(options: argparse.Namespace, dtype: str) -> tuple[str, float]:
+    """The device of the plan, and its TFLOP/s."""
+    if options.tflops:
+        return "a device", options.tflops
+    if str(options.device).startswith("cpu"):
+        cores = os.cpu_count() or 1
+        return f"a CPU of {cores} cores", RATES["a CPU core"][dtype] * cores
+    return "an H200", RATES["an H200"][dtype]
 
 
-def _methods(setting: Any, run: Options) -> Iterator[tuple[str, partial[Any], str, int, bool]]:
-    """(name, cost of a window, what it gives, numbers kept a position, whether it takes the rule's steps) of each."""
+class Method(NamedTuple):
+    """A way to score the windows: a line of the table."""
+
+    name: str
+    cost: partial[Any]  # of a window
+    gives: str
+    kept: int = 0  # numbers per position
+    counts_steps: bool = False  # it takes the rule's steps
+    self_conditioning: bool = False
+
+
+def _methods(setting: Any, run: Options) -> Iterator[Method]:
     from lm_eval_duel.estimators import cost
     from lm_eval_duel.estimators.arguments import BeamArguments, ElboArguments, NoisedElboArguments, TwoPhaseArguments
     from lm_eval_duel.rules import SeedFirst
 
-    bound = "a bound, with its error"
-    if (trained := setting.denoiser.noised) is not None:
-        noise = NoisedElboArguments(**run.estimator_args) if run.estimator == "noised_elbo" else NoisedElboArguments()
-        asked = _conditioning(trained, run)
+    denoiser, own, kept, bound = setting.denoiser, run.estimator_args, setting.kept, "a bound, with its error"
+    if (trained := denoiser.noised) is not None:
+        noise = NoisedElboArguments(**own) if run.estimator == "noised_elbo" else NoisedElboArguments()
+        asked = trained.self_conditioning if noise.self_conditioning == "auto" else noise.self_conditioning
         steps = noise.steps or trained.steps or math.inf
         passes = {"none": 1, "twice": 2, "chain": int(steps) if steps < math.inf else 1}[asked]
-        canvas = setting.denoiser.block
-        draws = partial(cost.noised, setting, samples=noise.mc_samples, passes=passes, canvas=canvas)
-        yield f"noised_elbo {noise.mc_samples}", draws, bound, 0, False
+        draws = partial(cost.noised, setting, samples=noise.mc_samples, passes=passes, canvas=denoiser.block)
+        yield Method(f"noised_elbo {noise.mc_samples}", draws, bound, self_conditioning=asked != "none")
         return
-    denoiser, own = setting.denoiser, run.estimator_args
-    causal, kept = denoiser.attention == "causal", setting.kept
-    clean = kept if denoiser.by_blocks else 0
-    yield "chain rule" if causal else "exact", partial(cost.exact, setting), "the likelihood", clean, True
+    causal, clean = denoiser.attention == "causal", kept if denoiser.by_blocks else 0
+    yield Method("chain rule" if causal else "exact", partial(cost.exact, setting), "the likelihood", clean, True)
     # the noise level of SEDD and GIDD changes every key
     if not (causal or denoiser.by_blocks or setting.rule.spans_blocks or denoiser.family in ("sedd", "gidd")):
-        under, another = setting, "another distribution, exactly"
+        under = setting
         if denoiser.shift and not isinstance(setting.rule, SeedFirst):  # which these networks need under a cache
             under = setting._replace(rule=SeedFirst(setting.rule))
         for cache in ("prefix", "dual"):
-            yield cache, partial(cost.cached, under, cache=cache), another, kept, True
+            cached = partial(cost.cached, under, cache=cache)
+            yield Method(cache, cached, "another distribution, exactly", kept, True)
         share = own.get("sample", TwoPhaseArguments.sample)
         both = partial(cost.two_phase, under, share=share)
-        yield f"two_phase {share:g}", both, "an estimate of exact, with its error", kept, True
+        yield Method(f"two_phase {share:g}", both, "an estimate of exact, with its error", kept, True)
     if causal or denoiser.seeds_blocks:  # no ELBO: this sampler lacks the states that it needs
         return
-    draws, spans = own.get("mc_samples", ElboArguments.mc_samples), setting._replace(block=denoiser.block)
-    yield f"elbo {draws}", partial(cost.elbo, spans, samples=draws), bound, clean, False
+    samples, spans = own.get("mc_samples", ElboArguments.mc_samples), setting._replace(block=denoiser.block)
+    yield Method(f"elbo {samples}", partial(cost.elbo, spans, samples=samples), bound, clean)
     entry = registry.find(run.estimator)
     beams = entry.own(**own)
     is_beam = isinstance(beams, BeamArguments)
@@ -188,43 +193,45 @@ def _methods(setting: Any, run: Options) -> Iterator[tuple[str, partial[Any], st
         most = len(beams.sizes)
         for count in sorted({1 if beams.tolerance else most, most}):  # at most: beams share sets
             sets = partial(cost.lattice, setting, beam=sum(beams.sizes[:count]))
-            yield f"beam {beams.sizes[count - 1]}", sets, "an estimate of lattice, or a bound", clean, False
+            yield Method(f"beam {beams.sizes[count - 1]}", sets, "an estimate of lattice, or a bound", clean)
     elif setting.block is not None and (entry.lattice or is_beam):
-        yield "lattice", partial(cost.lattice, setting), "the sum over all orders", clean, False
+        yield Method("lattice", partial(cost.lattice, setting), "the sum over all orders", clean)
 
 
-def _windows(options: argparse.Namespace, denoiser: Any, block: int | None) -> tuple[int, Counter[Any]]:
-    """The number of documents, and how many windows there are of each layout."""
-    from lm_eval_duel.estimators.cost import Layout, layouts
+def _equal(options: argparse.Namespace, denoiser: Any) -> Counter[Any]:
+    """The layouts of the windows of documents of equal length, each cut from scratch, and how many have each."""
+    from lm_eval_duel.estimators.cost import Layout
 
-    if options.tasks is None:  # documents of equal length, each cut into windows from scratch
-        before = max(denoiser.shift, int(denoiser.bos in ("given", "official")))
-        if (capacity := denoiser.max_length - before) < 1:
-            raise DuelError(f"max_length={denoiser.max_length} leaves no position for text; raise it.")
-        found: Counter[Layout] = Counter()
-        short, longer = divmod(options.tokens, options.documents)
-        for length, count in ((short + 1, longer), (short, options.documents - longer)):
-            whole, rest = divmod(length, capacity)
-            found[Layout(before, capacity, denoiser.max_length)] += whole * count
-            found[Layout(before, rest, before + rest)] += count * bool(rest)
-        return options.documents, +found
-    from lm_eval_duel import denoisers
+    before = max(denoiser.shift, int(denoiser.bos in ("given", "official")))
+    if (capacity := denoiser.max_length - before) < 1:
+        raise DuelError(f"max_length={denoiser.max_length} leaves no position for text; raise it.")
+    found: Counter[Layout] = Counter()
+    short, longer = divmod(options.tokens, options.documents)
+    for length, count in ((short + 1, longer), (short, options.documents - longer)):
+        whole, rest = divmod(length, capacity)
+        found[Layout(before, capacity, denoiser.max_length)] += whole * count
+        found[Layout(before, rest, before + rest)] += count * bool(rest)
+    return +found
+
+
+def _windows_of_tasks(options: argparse.Namespace, denoiser: Any, tokenizer: Any, block: int | None) -> Counter[Any]:
+    """The layouts of the windows of the tasks' documents, and how many have each; sets the number of documents."""
+    from lm_eval_duel.estimators.cost import layouts
     from lm_eval_duel.harness.loglikelihood import continuation_windows, document_windows
     from lm_eval_duel.tasks import named
     from lm_eval_duel.text.text import Text
 
-    tokenizer = denoisers.load_tokenizer(vars(options.run))
-    denoiser.mask_id = getattr(tokenizer, "mask_token_id", None) if denoiser.mask_id is None else denoiser.mask_id
     text = Text(tokenizer, denoiser, options.run.windows, block)
     metadata = {**options.model_args, **options.metadata}
     tasks = named.load(options.tasks, metadata, options.include_path, options.limit)
     requests = [request for task in tasks for request in task.instances]
+    options.documents = len({(request.task_name, request.doc_id) for request in requests})
     whole = [request for request in requests if request.request_type == "loglikelihood_rolling"]
     parts = [request for request in requests if request.request_type != "loglikelihood_rolling"]
     cut = [*document_windows(text, whole), *continuation_windows(text, parts)]
     if not (found := layouts(window for windows in cut for window in windows)):
         raise DuelError(f"The tasks {', '.join(options.tasks)} have no token to score.")
-    return len({(request.task_name, request.doc_id) for request in requests}), found
+    return found
 
 
 def table(figures: dict[str, Any]) -> str:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from lm_eval_duel.arguments import CHECKPOINT, TRUTH
@@ -23,6 +23,7 @@ from lm_eval_duel.denoisers.cached.denoiser import Cached
 from lm_eval_duel.denoisers.dit import checkpoint as dit_checkpoint
 from lm_eval_duel.denoisers.hf import causal_lm, decoder_checkpoint, diffusion_gemma, families, masked_lm, remote_code
 from lm_eval_duel.denoisers.load_options import NETWORK_ARGUMENTS, LoadOptions, tokenizer_source
+from lm_eval_duel.denoisers.unfilled import Unfilled
 from lm_eval_duel.denoisers.wrappers import Excluding, Guided, Warped
 from lm_eval_duel.errors import DuelError, random_tokens, unknown
 
@@ -94,28 +95,45 @@ def _family(config: dict[str, Any], options: LoadOptions) -> families.Family | N
     return families.find(config, options, code)
 
 
+def unfilled(
+    family: families.Family | None,
+    config: dict[str, Any],
+    options: LoadOptions,
+    local: Callable[[], LoadOptions],
+    tokenizer: PreTrainedTokenizerBase | None,
+) -> Unfilled:
+    """The network of a config.json, before any weight is read; none of a checkpoint's own code.
+
+    `family`: the decoder family. `local`: the options with the checkpoint as a folder; only transformers' own loaders
+    know the hub.
+    """
+    if dit_checkpoint.is_dit(config, options.name):
+        return dit_checkpoint.unfilled(config, local(), tokenizer)
+    if identity.is_diffusion_gemma(config):
+        return diffusion_gemma.unfilled(config, local(), tokenizer)
+    if options.attention == "causal" and (family is None or family.attention != "causal_prefix"):
+        return causal_lm.unfilled(family, config, options, tokenizer)
+    if family is not None:
+        return decoder_checkpoint.unfilled(family, config, local(), tokenizer)
+    return masked_lm.unfilled(config, options, tokenizer)
+
+
 def _load_network(config: dict[str, Any], options: LoadOptions, tokenizer: PreTrainedTokenizerBase | None) -> Denoiser:
     """The denoiser of a config.json, by its family."""
 
     def local() -> LoadOptions:
-        """The options with the checkpoint as a folder: only transformers' own loaders know the hub."""
         return dataclasses.replace(options, name=hub.local_folder(options.name, options.revision))
 
-    if dit_checkpoint.is_dit(config, options.name):
-        return dit_checkpoint.load(config, local(), tokenizer)
-    if identity.is_diffusion_gemma(config):
-        return diffusion_gemma.load(config, local(), tokenizer)
+    if dit_checkpoint.is_dit(config, options.name) or identity.is_diffusion_gemma(config):
+        return unfilled(None, config, options, local, tokenizer).fill()
     family = _family(config, options)
-    causal, remote = options.attention == "causal", options.backend == "remote"
+    causal = options.attention == "causal"
     if family is None and config.get("model_type") == "gpt2" and (os.path.isdir(options.name) or not causal):
         family = families.by_tensors(config, weights.names(local().name))
-    if causal and not remote and (family is None or family.attention != "causal_prefix"):
-        return causal_lm.load(family, config, options, tokenizer)
-    if family is not None and not remote:
-        return decoder_checkpoint.load(family, config, local(), tokenizer)
-    if remote or (config.get("auto_map") and (options.trust_remote_code or not masked_lm.is_native(config))):
+    own = config.get("auto_map") and (options.trust_remote_code or not masked_lm.is_native(config))
+    if options.backend == "remote" or (family is None and not causal and own):
         return remote_code.load(family, config, local(), tokenizer)
-    return masked_lm.load(config, options, tokenizer)
+    return unfilled(family, config, options, local, tokenizer).fill()
 
 
 def _tokenizer(config: dict[str, Any], options: LoadOptions) -> PreTrainedTokenizerBase | None:

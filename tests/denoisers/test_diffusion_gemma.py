@@ -31,7 +31,7 @@ def test_it_says_which_transformers_it_needs(tmp_path, monkeypatch):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "diffusion_gemma"}))
     monkeypatch.setattr(transformers, "DiffusionGemmaForBlockDiffusion", None, raising=False)
     with pytest.raises(DuelError, match=r"5\.13"):
-        diffusion_gemma.load({}, LoadOptions(str(tmp_path), torch.device("cpu")), None)
+        diffusion_gemma.unfilled({}, LoadOptions(str(tmp_path), torch.device("cpu")), None)
 
 
 if not hasattr(transformers, "DiffusionGemmaForBlockDiffusion"):

@@ -126,14 +126,13 @@ def test_a_config_is_accepted_for_what_it_says(case, tmp_path):
         json.dumps({key: value for key, value in config.items() if value is not None})
     )
     mask = {} if family in ("duo", "udlm") else {"mask_token_id": 12}
-    assert unloaded.read(str(tmp_path), mask).family == family
+    assert unloaded.read(str(tmp_path), mask).denoiser.family == family
 
 
 def test_numbers_that_are_text_are_numbers(tmp_path):
     config = {**GIDD, "p_uniform": "0.1", "t_eps": "0.25"}
-    denoiser = checkpoint.make(
-        config, LoadOptions(name=str(tmp_path), mask_token_id=12, device=torch.device("cpu")), None
-    )
+    options = LoadOptions(str(tmp_path), torch.device("cpu"), mask_token_id=12)
+    denoiser = checkpoint.unfilled(config, options, None).denoiser
     assert (denoiser.uniform, denoiser.t_eps) == (0.1, 0.25)
 
 

@@ -40,13 +40,13 @@ def test_a_network_without_weights_is_of_the_kind_and_size_of_the_loaded_one(tmp
     tokenizer = network.pop("tokenizer", None)
     denoiser = load(path, device="cpu", tokenizer=tokenizer, **network)
     words = tokenizer if tokenizer or name == "sedd" else load_tokenizer({"pretrained": path})
-    planned = unloaded.read(path, network, words)
+    planned, size = unloaded.read(path, network, words)
     assert {kind: getattr(planned, kind) for kind in KINDS} == {kind: getattr(denoiser, kind) for kind in KINDS}
     weights = (getattr(denoiser, "model", None) or denoiser.network).parameters()
-    assert planned.size.parameters == sum(weight.numel() for weight in weights)
+    assert size.parameters == sum(weight.numel() for weight in weights)
     if name == "rnd1":  # a position uses two of six experts
         attention, router, experts = 16 * 32 * 2 + 16 * 16 * 2, 16 * 6, 2 * 3 * 16 * 16
-        assert planned.size.products == 2 * (attention + router + experts)
+        assert size.products == 2 * (attention + router + experts)
 
 
 @torch.inference_mode()

@@ -17,6 +17,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ from lm_eval_duel.denoisers.dit.gidd import entries
 from lm_eval_duel.denoisers.dit.network import DiT, DiTConfig
 from lm_eval_duel.denoisers.hub import find_mask_id, row_length
 from lm_eval_duel.denoisers.load_options import LoadOptions
+from lm_eval_duel.denoisers.unfilled import Unfilled
 from lm_eval_duel.errors import DuelError
 
 log = logging.getLogger("lm_eval.duel_mdm")
@@ -67,22 +69,8 @@ def is_dit(config: dict[str, Any], path: str) -> bool:
     return False
 
 
-def load(config: dict[str, Any], options: LoadOptions, tokenizer: PreTrainedTokenizerBase | None) -> DiTDenoiser:
-    """The denoiser of a local folder; raises DuelError for weights that do not fill the network exactly."""
-    denoiser = make(config, options, tokenizer)
-    tensors = weights.read(options.name)
-    named = {key.removeprefix(PREFIX): value for key, value in tensors.items()}
-    if len(named) < len(tensors):
-        raise DuelError(f"The weights in {options.name} hold a tensor both with and without {PREFIX} in its name.")
-    # copied, so that the file may change later
-    named = {key: value.to(torch.float32, copy=True) for key, value in named.items() if not key.startswith(IGNORED)}
-    denoiser.network.load_state_dict(named, assign=True)
-    denoiser.place(options.device)
-    return denoiser
-
-
-def make(config: dict[str, Any], options: LoadOptions, tokenizer: PreTrainedTokenizerBase | None) -> DiTDenoiser:
-    """The denoiser of a config.json on the meta device, where it takes no memory; raises DuelError for wrong options.
+def unfilled(config: dict[str, Any], options: LoadOptions, tokenizer: PreTrainedTokenizerBase | None) -> Unfilled:
+    """The network of a local folder; to fill it raises DuelError for weights that do not fit exactly.
 
     `tokenizer`: columns that are not among its tokens get no probability; its mask token, if it has one, is [MASK].
     """
@@ -114,6 +102,19 @@ def make(config: dict[str, Any], options: LoadOptions, tokenizer: PreTrainedToke
     denoiser.bos = options.bos or denoiser.bos
     if options.sigma is not None:
         denoiser.sigma = options.sigma
+    return Unfilled(denoiser, lambda: DiT(shape).eval(), partial(_fill, denoiser, options))
+
+
+def _fill(denoiser: DiTDenoiser, options: LoadOptions) -> DiTDenoiser:
+    """The denoiser with the weights of its folder."""
+    tensors = weights.read(options.name)
+    named = {key.removeprefix(PREFIX): value for key, value in tensors.items()}
+    if len(named) < len(tensors):
+        raise DuelError(f"The weights in {options.name} hold a tensor both with and without {PREFIX} in its name.")
+    # copied, so that the file may change later
+    named = {key: value.to(torch.float32, copy=True) for key, value in named.items() if not key.startswith(IGNORED)}
+    denoiser.network.load_state_dict(named, assign=True)
+    denoiser.take(denoiser.network.to(options.device))
     return denoiser
 
 

@@ -46,7 +46,7 @@ class DiTDenoiser(Denoiser):
         mask_id: int | None,
         block: int | None = None,
     ):
-        self.network, self.family, self.max_length, self.path = network, family, max_length, path
+        self.family, self.max_length, self.path = family, max_length, path
         self.vocab_size = network.config.vocab_size
         self.attention = ATTENTION.get(family, "bidirectional")
         self.block = block
@@ -55,17 +55,15 @@ class DiTDenoiser(Denoiser):
         self.shift = 1 if family == "ar" else 0
         self.relative_positions = family != "ar"
         self.excluded = excluded_columns(tokens - {mask_id}, mask_id, self.vocab_size, path, torch.device("cpu"))
-        self.device = network.vocab_embed.embedding.device
-        if self.device.type != "meta":
-            self.place(self.device)
+        self.take(network)
 
-    def place(self, device: torch.device) -> None:
-        """Move the network to a device."""
-        self.device = device
-        self.network.to(device)
-        self.excluded = self.excluded.to(device)
-        if device.type == "cpu":
-            _by_columns(self.network.output_layer.linear)
+    def take(self, network: DiT) -> None:
+        """Give it its network, in eval mode; on the meta device it has no weights yet."""
+        self.network, self.device = network, network.vocab_embed.embedding.device
+        if self.device.type != "meta":
+            self.excluded = self.excluded.to(self.device)
+        if self.device.type == "cpu":
+            _by_columns(network.output_layer.linear)
 
     @property
     def layers(self) -> torch.nn.Module:

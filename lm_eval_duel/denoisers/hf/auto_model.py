@@ -84,7 +84,7 @@ def require_known(config: dict[str, Any], name: str, native: str, also: tuple[st
         )
 
 
-def max_positions(model: torch.nn.Module, model_max_length: int) -> int | None:
+def max_positions(model: torch.nn.Module, model_max_length: int | None) -> int | None:
     """Positions that a network can hold: the minimum over config, position table and the tokenizer's own bound."""
     lengths = [getattr(model.config, name) for name in LENGTHS if getattr(model.config, name, None)]
     if getattr(model.config, "model_type", None) == "esm":  # its count starts after the padding id, even if rotary
@@ -92,7 +92,7 @@ def max_positions(model: torch.nn.Module, model_max_length: int) -> int | None:
     for name, module in model.named_modules():
         if name.endswith("position_embeddings") and getattr(module, "padding_idx", None) is not None:
             lengths.append(len(module.weight) - module.padding_idx - 1)  # RoBERTa's start after the padding id
-    lengths += [model_max_length] if model_max_length < UNBOUNDED else []
+    lengths += [model_max_length] if model_max_length and model_max_length < UNBOUNDED else []
     return min(lengths, default=None)
 
 

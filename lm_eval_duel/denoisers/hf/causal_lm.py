@@ -8,6 +8,7 @@ Shapes: R rows, L row length, N rows of a call, Q queries, K clean columns, D fe
 from __future__ import annotations
 
 import logging
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,16 +20,17 @@ from lm_eval_duel.denoisers.hf import auto_model, lora
 from lm_eval_duel.denoisers.hf.families import Family
 from lm_eval_duel.denoisers.hf.own_forward import OwnForward
 from lm_eval_duel.denoisers.load_options import LoadOptions
+from lm_eval_duel.denoisers.unfilled import Unfilled
 from lm_eval_duel.errors import DuelError
 
 log = logging.getLogger("lm_eval.duel_mdm")
 CAUSAL_LM = Family("causal-lm", "", attention="causal", shift=1)
 
 
-def load(
-    family: Family | None, config: dict[str, Any], options: LoadOptions, tokenizer: PreTrainedTokenizerBase
-) -> CausalLM:
-    """The denoiser of one of transformers' causal LMs; raises DuelError for any other network.
+def unfilled(
+    family: Family | None, config: dict[str, Any], options: LoadOptions, tokenizer: PreTrainedTokenizerBase | None
+) -> Unfilled:
+    """One of transformers' causal LMs; raises DuelError for any other network.
 
     `family`: the masked diffusion family that was detected, if any.
     """
@@ -38,19 +40,29 @@ def load(
             "leave estimator=ar and attention=causal out."
         )
     options.refuse("causal LM", "sigma", "first_token", "shift_logits", "mask_token_id")
-    trust = {"trust_remote_code": options.trust_remote_code}
-    model_config = AutoConfig.from_pretrained(options.name, revision=options.revision, **trust)
+    model_config = AutoConfig.from_pretrained(
+        options.name, revision=options.revision, trust_remote_code=options.trust_remote_code
+    )
     _require_causal(model_config, config, options)
     model_config.use_cache = False
     rows = None if options.trust_remote_code else getattr(model_config, "vocab_size", None)  # own code may have more
     denoiser = CausalLM(CAUSAL_LM, config, options, tokenizer, rows)
+    build = partial(AutoModelForCausalLM.from_config, model_config)
+    return Unfilled(denoiser, lambda: denoiser.limited(build()), partial(_fill, denoiser, model_config, config))
+
+
+def _fill(denoiser: CausalLM, model_config: Any, config: dict[str, Any]) -> CausalLM:
+    """The denoiser with the weights of its checkpoint."""
+    options = denoiser.fetch_adapter()
     if options.dtype == "float64":
         model_config._experts_implementation = "eager"  # grouped products stop at float32 in transformers 5
     # other attention kernels drop the soft cap of Gemma-2, silently in transformers 4
-    model_kwargs = {"attn_implementation": "eager"} if getattr(model_config, "attn_logit_softcapping", None) else {}
-    model = auto_model.load_model(AutoModelForCausalLM, model_config, config, options, **trust, **model_kwargs)
+    softcap = getattr(model_config, "attn_logit_softcapping", None)
+    model_kwargs: dict[str, Any] = {"attn_implementation": "eager"} if softcap else {}
+    model_kwargs["trust_remote_code"] = options.trust_remote_code
+    model = auto_model.load_model(AutoModelForCausalLM, model_config, config, options, **model_kwargs)
     if options.peft:
-        model = lora.merge(model, denoiser.options.peft, None)
+        model = lora.merge(model, options.peft, None)
     if not auto_model.is_native(model):  # transformers 5 leaves the frequencies of own code uninitialised
         self_tests.rotary_frequencies(model, model_config, options.name)
     denoiser.take(model.eval())

@@ -5,6 +5,7 @@ A tensor that is missing, unknown or of another shape is an error. None of a che
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from lm_eval_duel.denoisers.hf.native import native_config, native_tensors
 from lm_eval_duel.denoisers.hf.pretrained import max_positions
 from lm_eval_duel.denoisers.hub import pick_dtype
 from lm_eval_duel.denoisers.load_options import LoadOptions
+from lm_eval_duel.denoisers.unfilled import Unfilled
 
 IGNORED = ("rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")  # endings of keys that are recomputed
 HEAD = "lm_head.weight"
@@ -27,16 +29,25 @@ TABLE = "model.embed_tokens.weight"  # of all others
 CLASSES = {"GPT2": "GPT2LMHeadModel"}  # the network, by native class; of all others <native>ForCausalLM
 
 
-def load(family: Family, config: dict[str, Any], options: LoadOptions, tokenizer: PreTrainedTokenizerBase) -> Decoder:
-    """The denoiser of a local folder; raises DuelError for weights that do not fill the network exactly."""
+def unfilled(
+    family: Family, config: dict[str, Any], options: LoadOptions, tokenizer: PreTrainedTokenizerBase | None
+) -> Unfilled:
+    """The network of a local folder; to fill it raises DuelError for weights that do not fit exactly."""
     model_config = make_config(family, config, options)
     denoiser = Decoder(family, config, options, tokenizer, model_config.vocab_size)
     options.refuse(family.name, "sigma", *(() if denoiser.attention == "causal_prefix" else ("first_token",)))
     denoiser.set_row_length(max_positions(family, model_config.max_position_embeddings, config))
+    kind = getattr(transformers, CLASSES.get(family.native, f"{family.native}ForCausalLM"))
+    return Unfilled(denoiser, partial(kind, model_config), partial(_fill, denoiser, family, config, kind, model_config))
+
+
+def _fill(denoiser: Decoder, family: Family, config: dict[str, Any], kind: Any, model_config: Any) -> Decoder:
+    """The denoiser with the weights of its folder."""
+    options = denoiser.fetch_adapter()
     model_kwargs = quantization.model_kwargs(config, options) | device_map.model_kwargs(options)
-    model = _filled(family, config, options, model_config, model_kwargs)
+    model = _filled(family, config, options, kind, model_config, model_kwargs)
     if options.peft:
-        model = lora.merge(model, denoiser.options.peft, family)
+        model = lora.merge(model, options.peft, family)
     self_tests.rotary_frequencies(model, model_config, options.name)
     denoiser.take(model.eval())
     return denoiser
@@ -59,7 +70,12 @@ def make_config(family: Family, config: dict[str, Any], options: LoadOptions) ->
 
 
 def _filled(
-    family: Family, config: dict[str, Any], options: LoadOptions, model_config: Any, model_kwargs: dict[str, Any]
+    family: Family,
+    config: dict[str, Any],
+    options: LoadOptions,
+    kind: Any,
+    model_config: Any,
+    model_kwargs: dict[str, Any],
 ) -> Any:
     """The native model with every tensor of the folder; raises DuelError that names all tensors that do not fit."""
     stored = {key: value for key, value in weights.read(options.name).items() if not key.endswith(IGNORED)}
@@ -72,7 +88,6 @@ def _filled(
         dtype = torch.float32 if table is None else table.dtype
     if dtype == torch.float64:
         model_config._experts_implementation = "eager"  # grouped products stop at float32 in transformers 5
-    kind = getattr(transformers, CLASSES.get(family.native, f"{family.native}ForCausalLM"))
     what = f"The weights in {options.name} do not fill {kind.__name__}"
     packed = hasattr(model_config, quantization.CONFIG_KEY)
     if not packed:

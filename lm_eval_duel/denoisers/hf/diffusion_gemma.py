@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from lm_eval_duel.denoisers.hf.causal_lm import CAUSAL_LM, CausalLM
 from lm_eval_duel.denoisers.hf.families import Family
 from lm_eval_duel.denoisers.hf.pretrained import Pretrained, settle
 from lm_eval_duel.denoisers.load_options import LoadOptions
+from lm_eval_duel.denoisers.unfilled import Unfilled
 from lm_eval_duel.denoisers.vocabulary import require_fit
 from lm_eval_duel.errors import DuelError
 
@@ -39,12 +41,16 @@ IMAGE_IDS = ("image_token_id", "boi_token_id", "eoi_token_id")
 OF_DECODER = ("cache", "cfg_scale", "temperature", "top_k", "top_p", "exclude_ids")
 
 
-def load(config: dict[str, Any], options: LoadOptions, tokenizer: PreTrainedTokenizerBase) -> Pretrained:
+def unfilled(config: dict[str, Any], options: LoadOptions, tokenizer: PreTrainedTokenizerBase | None) -> Unfilled:
     """The encoder under attention=causal, else the decoder; raises DuelError if transformers is too old."""
     options.refuse(NAME, *REFUSED)
     if options.attention not in (None, "causal"):
         raise DuelError(f"{options.name} is a {CLASS}; leave attention={options.attention} out.")
-    kind, model_config = find(options)
+    kind = getattr(transformers, CLASS, None)
+    if kind is None:
+        version = transformers.__version__
+        raise DuelError(f"{options.name} is a {CLASS}; transformers {version} has none. Install 5.13 or later.")
+    model_config = transformers.AutoConfig.from_pretrained(options.name, revision=options.revision)
     if options.dtype == "float64":
         model_config._experts_implementation = "eager"  # grouped products stop at float32
         model_config.text_config._experts_implementation = "eager"
@@ -58,23 +64,12 @@ def load(config: dict[str, Any], options: LoadOptions, tokenizer: PreTrainedToke
     denoiser.image_ids = frozenset(getattr(model_config, name) for name in IMAGE_IDS) - {None}
     # a row's last token is predicted by the encoder, but never its input
     denoiser.set_row_length(text.max_position_embeddings + (options.attention == "causal"))
-    denoiser.take(auto_model.load_model(kind, model_config, config, options).eval())
-    return denoiser
 
+    def fill() -> Pretrained:
+        denoiser.take(auto_model.load_model(kind, model_config, config, options).eval())
+        return denoiser
 
-def find(options: LoadOptions) -> tuple[Any, Any]:
-    """The class of transformers and the config; raises DuelError if transformers is too old."""
-    kind = getattr(transformers, CLASS, None)
-    if kind is None:
-        version = transformers.__version__
-        raise DuelError(f"{options.name} is a {CLASS}; transformers {version} has none. Install 5.13 or later.")
-    return kind, transformers.AutoConfig.from_pretrained(options.name, revision=options.revision)
-
-
-def canvas(model_config: Any, options: LoadOptions) -> tuple[int, Noised]:
-    """The length of a canvas, and the decoder's training: on noise over all columns, without the time as an input."""
-    length = options.block if isinstance(options.block, int) else model_config.canvas_length
-    return length, Noised(Uniform(model_config.text_config.vocab_size), "denoiser", STEPS, "twice", timed=False)
+    return Unfilled(denoiser, partial(kind, model_config), fill)
 
 
 class Encoder(CausalLM):
@@ -112,9 +107,11 @@ class Canvases(Pretrained):
         settle(self, CANVAS, config, options)
         self.options, self.path, self.mask_id = options, options.name, None
         columns = model_config.text_config.vocab_size
-        require_fit(set(tokenizer.get_vocab().values()), None, columns, self.path)
+        if tokenizer is not None:
+            require_fit(set(tokenizer.get_vocab().values()), None, columns, self.path)
         self.vocab_size, self.tokens = columns, set(range(columns))  # noise is over all columns
-        self.block, self.noised = canvas(model_config, options)
+        self.block = options.block if isinstance(options.block, int) else model_config.canvas_length
+        self.noised = Noised(Uniform(columns), "denoiser", STEPS, "twice", timed=False)
 
     def open(self, rows: Rows, generating: bool = False) -> NoisedView:
         return CanvasView(self, rows)

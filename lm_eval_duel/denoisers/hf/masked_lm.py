@@ -26,6 +26,7 @@ from lm_eval_duel.denoisers.hf import auto_model
 from lm_eval_duel.denoisers.hf.families import Family
 from lm_eval_duel.denoisers.hf.own_forward import OwnForward
 from lm_eval_duel.denoisers.load_options import LoadOptions
+from lm_eval_duel.denoisers.unfilled import Unfilled
 from lm_eval_duel.errors import DuelError
 
 log = logging.getLogger("lm_eval.duel_mdm")
@@ -42,8 +43,8 @@ def is_native(config: dict[str, Any]) -> bool:
     return config.get("model_type") in MOVED and config["model_type"] in CONFIG_MAPPING
 
 
-def load(config: dict[str, Any], options: LoadOptions, tokenizer: PreTrainedTokenizerBase) -> MaskedLM:
-    """The denoiser of one of transformers' masked LMs; raises DuelError for any other network."""
+def unfilled(config: dict[str, Any], options: LoadOptions, tokenizer: PreTrainedTokenizerBase | None) -> Unfilled:
+    """One of transformers' masked LMs; raises DuelError for any other network."""
     model_config = AutoConfig.from_pretrained(options.name, revision=options.revision)
     classes = ", ".join(config.get("architectures") or [type(model_config).__name__])
     if getattr(model_config, "is_encoder_decoder", False):
@@ -60,9 +61,13 @@ def load(config: dict[str, Any], options: LoadOptions, tokenizer: PreTrainedToke
     if options.attention not in (None, "bidirectional"):
         raise DuelError(f"{options.name} is a masked LM of transformers, so bidirectional; leave attention out.")
     denoiser = MaskedLM(MASKED_LM, config, options, tokenizer, getattr(model_config, "vocab_size", None))
-    denoiser.take(auto_model.load_model(AutoModelForMaskedLM, model_config, config, options).eval())
-    log.info("%s is a masked LM (%s), scored as an any-order model", options.name, classes)
-    return denoiser
+
+    def fill() -> MaskedLM:
+        denoiser.take(auto_model.load_model(AutoModelForMaskedLM, model_config, config, options).eval())
+        log.info("%s is a masked LM (%s), scored as an any-order model", options.name, classes)
+        return denoiser
+
+    return Unfilled(denoiser, lambda: denoiser.limited(AutoModelForMaskedLM.from_config(model_config)), fill)
 
 
 class MaskedLM(OwnForward):

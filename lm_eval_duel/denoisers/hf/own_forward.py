@@ -93,19 +93,23 @@ class OwnForward(Pretrained):
 
     def __init__(self, family: Family, config: dict[str, Any], options: LoadOptions, tokenizer: Any, rows: int | None):
         super().__init__(family, config, options, tokenizer, rows)
-        self._longest, self._model_max_length = family.max_length, tokenizer.model_max_length
+        self._longest, self._tokenizer_length = family.max_length, getattr(tokenizer, "model_max_length", None)
 
     def take(self, model: Any) -> None:
-        super().take(model)
-        positions = auto_model.max_positions(model, self._model_max_length)
-        if positions and self.attention == "causal":
-            positions += 1  # the last token of a row is predicted but never an input
-        self.set_row_length(min(filter(None, (self._longest, positions)), default=None))
+        super().take(self.limited(model))
         with torch.no_grad():
             self.set_columns(self._first_call().shape[-1])
             if not self.by_blocks:
                 self._divide()
             self_tests.run(self, self.path, self.refuses)
+
+    def limited(self, model: Any) -> Any:
+        """`model`, which limits the length of rows to the positions that it can hold."""
+        positions = auto_model.max_positions(model, self._tokenizer_length)
+        if positions and self.attention == "causal":
+            positions += 1  # the last token of a row is predicted but never an input
+        self.set_row_length(min(filter(None, (self._longest, positions)), default=None))
+        return model
 
     @property
     def layers(self) -> torch.nn.Module:

@@ -91,18 +91,24 @@ class Pretrained(Denoiser):
         family: Family,
         config: dict[str, Any],
         options: LoadOptions,
-        tokenizer: PreTrainedTokenizerBase,
+        tokenizer: PreTrainedTokenizerBase | None,
         rows: int | None,
     ):
-        """`rows`: the rows of the embedding, if the config has them."""
+        """`tokenizer`: None for a plan, which needs no token. `rows`: of the embedding, if the config has them."""
         settle(self, family, config, options)
-        self.options, self.path = lora.fetch(options) if options.peft else options, options.name
-        self.mask_id = None
+        self.options, self.path, self.mask_id = options, options.name, None
+        if tokenizer is None:
+            return
         if self.attention != "causal":
             self.mask_id = find_mask_id(options, config, tokenizer, family.mask_id, rows)
         self.tokens = set(tokenizer.get_vocab().values())
         if rows is not None:
             require_fit(self.tokens, self.mask_id, rows, self.path)
+
+    def fetch_adapter(self) -> LoadOptions:
+        """The options, with the adapter, if there is one, as a local folder."""
+        self.options = lora.fetch(self.options) if self.options.peft else self.options
+        return self.options
 
     def set_row_length(self, positions: int | None) -> None:
         """Set the length of rows: the one in the options, at most the `positions` that the network holds."""

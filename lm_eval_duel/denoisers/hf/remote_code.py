@@ -41,7 +41,7 @@ def load(
         raise DuelError(f"backend=remote does not support the family {family.name}; leave backend out.")
     model = own_network(config, options)
     if options.peft:
-        model = lora.merge(model, denoiser.options.peft, None)
+        model = lora.merge(model, denoiser.fetch_adapter().peft, None)
     denoiser.take(device_map.place(model, options).eval())
     return denoiser
 

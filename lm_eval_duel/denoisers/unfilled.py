@@ -1,0 +1,22 @@
+"""A network that is described but not filled: by its config and its tokenizer, before any weight is read."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+from lm_eval_duel.core.denoiser import Denoiser
+
+
+@dataclasses.dataclass(frozen=True)
+class Unfilled:
+    """A network before its weights: what is loaded, planned, or filled with random weights.
+
+    `denoiser`: its kind and its limits. `build`: the network without its weights, on torch's default device and in its
+    default dtype. `fill`: reads the weights, tests the network, and returns the denoiser.
+    """
+
+    denoiser: Denoiser
+    build: Callable[[], Any]
+    fill: Callable[[], Denoiser]
