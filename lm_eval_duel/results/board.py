@@ -31,7 +31,7 @@ KINDS = {  # of a row: its meaning
 }
 
 
-@dataclasses.dataclass(eq=False)
+@dataclasses.dataclass
 class TaskColumn:
     """Results of one task that may be compared. `difference`: from the task's first column, as text."""
 

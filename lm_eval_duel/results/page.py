@@ -7,15 +7,15 @@ if a name found its way into markup.
 from __future__ import annotations
 
 import base64
-import dataclasses
 import hashlib
 import math
 from pathlib import Path
+from typing import Any
 
 from lm_eval_duel.console import strict_json
 from lm_eval_duel.console.tables import one_line
 from lm_eval_duel.results import published
-from lm_eval_duel.results.board import KINDS, Board, BoardRow, heads
+from lm_eval_duel.results.board import KINDS, Board, heads
 from lm_eval_duel.results.table import Table
 
 ASSETS = Path(__file__).resolve().parent / "assets"
@@ -36,7 +36,7 @@ def html(board: Board) -> str:
     every, rows = heads(board), [row for _, of_group in board.groups for row in of_group]
     table = Table.of(board.title, rows, {head.title: head.cell for head in every})
     shown = [head for head in every if head.title in table.heads]
-    texts = dict(zip(map(id, rows), table.rows, strict=True))
+    texts = dict(zip(rows, table.rows, strict=True))
     kinds = {"AR": "an autoregressive model, exact"} if any(row.autoregressive for row in rows) else {}
     kinds |= {kind: KINDS[kind] for kind in KINDS if any(row.kind == kind for row in rows)}
     switches = {"mean": "means", "value": board.unit, "bits": "bits per byte", "gap": f"gap to {board.ar}"}
@@ -60,9 +60,9 @@ def html(board: Board) -> str:
         hidden=hidden,
         names=[head for head in shown if head.group == "name"],
         values=[head for head in shown if head.group != "name"],
-        cells=lambda row: {head.title: text for head, text in zip(shown, texts[id(row)], strict=True)},
+        cells=lambda row: {head.title: text for head, text in zip(shown, texts[row], strict=True)},
         remarks=table.remarks,
-        plot=Plot.of(board),
+        plot=_plot(board),
         published=[(source["source"], published.table(source)) for source in board.published],
         unchecked=published.UNCHECKED,
         documents=strict_json.finite(board.documents),
@@ -74,58 +74,42 @@ def _hash(content: str) -> str:
     return f"'sha256-{digest}'"
 
 
-@dataclasses.dataclass
-class Plot:
-    """The plot of the value that rows are ranked by, logarithmic for perplexities. `base`: the autoregressive model's.
-
-    Places are pixels from the left.
-    """
-
-    board: Board
-    low: float
-    high: float
-    log: bool
-    base: float | None
-    width: float = WIDTH
-
-    @classmethod
-    def of(cls, board: Board) -> Plot | None:
-        """The plot of all rows; None if there is nothing to show."""
-        rows = [row for row in board.rows if row.main is not None]
-        points = [value for row in rows for value in [row.main, *(_interval(board, row) or [])]]
-        if not points or min(points) == max(points):
-            return None
-        base = next((row.main for row in reversed(rows) if any(result.ar for result in row.results.values())), None)
-        return cls(board, min(points), max(points), board.metric != "bits_per_byte" and min(points) > 0, base)
-
-    def at(self, value: float) -> float:
-        low, high, value = (math.log(x) if self.log else x for x in (self.low, self.high, value))
-        return round(MARGIN + (value - low) / (high - low) * (WIDTH - 2 * MARGIN), 1)
-
-    def place(self, row: BoardRow) -> float | None:
-        """The place of a row's value; None if it has none."""
-        return None if row.main is None else self.at(row.main)
-
-    def interval(self, row: BoardRow) -> list[float]:
-        """The ends of a row's interval; empty without one."""
-        return list(map(self.at, _interval(self.board, row) or []))
-
-    @property
-    def ticks(self) -> list[float]:
-        """Round numbers, five at most, and two at least if they are far enough apart."""
-        low, high = self.low, self.high
-        powers = range(math.floor(math.log10(low)) if low > 0 else -6, math.ceil(math.log10(high)) + 1)
-        for mantissas in MANTISSAS:
-            ticks = [m * 10.0**power for power in powers for m in mantissas if low <= m * 10.0**power <= high]
-            if len(ticks) <= MOST_TICKS:
-                break
-        if len(ticks) > 1:
-            return ticks
-        step = 10.0 ** math.floor(math.log10(high - low))  # close together: even steps
-        return [n * step for n in range(math.ceil(low / step), math.floor(high / step) + 1)][:MOST_TICKS]
+# ---------------------------------------------------------------- the plot of the value that rows are ranked by
 
 
-def _interval(board: Board, row: BoardRow) -> list[float] | None:
-    """The interval over documents of a row's value, if it is the value of one task."""
-    interval = row.results[board.by].interval if board.by in row.results and row.main is not None else None
-    return interval if interval and all(map(math.isfinite, interval)) else None
+def _plot(board: Board) -> dict[str, Any] | None:
+    """The places of ticks, rows (value and interval) and the baseline, in pixels; None if there is nothing to show."""
+    rows = {row: [row.main] for row in board.rows if row.main is not None}
+    for row, values in rows.items():
+        interval = row.results[board.by].interval if board.by in row.results else None
+        values += interval if interval and all(map(math.isfinite, interval)) else []
+    every = [value for values in rows.values() for value in values]
+    if not every or min(every) == max(every):
+        return None
+    low, high = min(every), max(every)
+    scale = math.log if board.metric != "bits_per_byte" and low > 0 else float
+
+    def at(value: float) -> float:
+        share = (scale(value) - scale(low)) / (scale(high) - scale(low))
+        return round(MARGIN + share * (WIDTH - 2 * MARGIN), 1)
+
+    baselines = [row.main for row in rows if any(result.ar for result in row.results.values())]
+    return {
+        "width": WIDTH,
+        "ticks": [(at(tick), f"{tick:g}") for tick in _ticks(low, high)],
+        "rows": {row: list(map(at, values)) for row, values in rows.items()},
+        "base": at(baselines[-1]) if baselines else None,
+    }
+
+
+def _ticks(low: float, high: float) -> list[float]:
+    """Round numbers between two values, five at most, and two at least if they are far enough apart."""
+    powers = range(math.floor(math.log10(low)) if low > 0 else -6, math.ceil(math.log10(high)) + 1)
+    for mantissas in MANTISSAS:
+        ticks = [m * 10.0**power for power in powers for m in mantissas if low <= m * 10.0**power <= high]
+        if len(ticks) <= MOST_TICKS:
+            break
+    if len(ticks) > 1:
+        return ticks
+    step = 10.0 ** math.floor(math.log10(high - low))  # close together: even steps
+    return [n * step for n in range(math.ceil(low / step), math.floor(high / step) + 1)][:MOST_TICKS]
