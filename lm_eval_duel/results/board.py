@@ -39,7 +39,7 @@ class TaskColumn:
     label: str
     task: str
     windows: list[str]  # the ways in which its runs cut documents
-    difference: str
+    difference: str  # empty for the first column
     compared: compare.Comparison
 
 
@@ -201,22 +201,21 @@ def _why_separate(name: str, metric: str, members: Sequence[Run], run: Run) -> s
     """
     sampled = [member for member in members if member.tasks[name].documents is not None]
     for here in (members[0], *sampled[:1]):
-        difference = match.documents(here.tasks[name], run.tasks[name], metric)
-        if difference is None:
-            fields = match.differences(here, run, name)
-            difference = next((d for d in fields if metric == PER_TOKEN or not d.field.startswith("tokenizer")), None)
-        if difference is not None:
-            return f"{difference.field}: {difference.there} here, {difference.here} in the first column of {name}"
+        every = [match.documents(here.tasks[name], run.tasks[name], metric), *match.differences(here, run, name)]
+        for found in filter(None, every):
+            if metric == PER_TOKEN or not found.field.startswith("tokenizer"):
+                return f"{found.field}: {found.there} here, {found.here} in the first column of {name}"
     return ""
 
 
-def remarks(columns: Sequence[TaskColumn]) -> list[str]:
+def notes(columns: Sequence[TaskColumn]) -> list[str]:
     """The notes of columns, each once; one that does not hold for all columns says for which tasks it does."""
     tasks: dict[str, list[str]] = {}
     for column in columns:
         for note in dict.fromkeys([*column.compared.differences, *column.compared.notes]):
             tasks.setdefault(note, []).append(column.task)
-    return [
+    separate = [f"{column.label}: {column.difference}" for column in columns if column.difference]
+    return separate + [
         note if len(names) == len(columns) else f"{', '.join(dict.fromkeys(names))}: {note}"
         for note, names in tasks.items()
     ]
@@ -229,21 +228,20 @@ def rows(columns: Sequence[TaskColumn]) -> list[BoardRow]:
     """A row for each model under an estimator, rule, block and cache, with a result for each column that it is in."""
     merged: dict[tuple, dict[str, Row]] = {}
     for column in columns:
-        for row in column.compared.rows:
-            varies = {"estimator", "rule"} if row.entry.drawn else NON_IDENTITY_KEYS  # draws belong to an estimate
-            spec = tuple(sorted((key, value) for key, value in row.run.spec.items() if key not in varies))
-            identity = row.run.key, row.estimator, row.rule, row.block, row.bound, spec
-            merged.setdefault(identity, {})[column.id] = row
-    alike: dict[tuple[str, str], list[dict[str, Row]]] = {}
-    for results in merged.values():
-        longest = max(results.values(), key=lambda row: len(row.title))
-        alike.setdefault((longest.model, longest.name), []).append(results)
+        for result in column.compared.rows:
+            varies = {"estimator", "rule"} if result.entry.drawn else NON_IDENTITY_KEYS  # draws belong to an estimate
+            spec = tuple(sorted((key, value) for key, value in result.run.spec.items() if key not in varies))
+            identity = result.run.key, result.estimator, result.rule, result.block, result.bound, spec
+            merged.setdefault(identity, {})[column.id] = result
+    joined = list(map(BoardRow, merged.values()))
+    alike: dict[tuple[str, str], list[BoardRow]] = {}
+    for row in joined:
+        alike.setdefault((row.named.model, row.label), []).append(row)
     for group in alike.values():  # equal names in different columns, which no comparison had to distinguish
-        specs = [next(iter(results.values())).run.spec for results in group]
-        for key in differing_keys(specs, ("estimator", "rule", "cache")):
-            for row in (row for results in group for row in results.values()):
-                row.variant = ", ".join(filter(None, [row.variant, argument(row.run.spec, key)]))
-    return list(map(BoardRow, merged.values()))
+        for key in differing_keys([row.named.run.spec for row in group], ("estimator", "rule", "cache")):
+            for result in (result for row in group for result in row.results.values()):
+                result.variant = ", ".join(filter(None, [result.variant, argument(result.run.spec, key)]))
+    return joined
 
 
 def rank(rows: Sequence[BoardRow], columns: Sequence[TaskColumn], metric: str) -> tuple[list[BoardRow], list[str], str]:

@@ -53,16 +53,16 @@ def collect(options: argparse.Namespace) -> Board:
     """The content of the leaderboard."""
     named, runs = read_runs(options)
     traces = Traces(options.traces)
-    labels: dict[Path, str] = {}  # the models of traces
-    for run in (run for run in runs if (run.ours or run.autoregressive) and run.tasks):
-        if (path := traces.find(run.fingerprint, run.duel.get("trace"), run.file)) is not None:
-            labels.setdefault(path, run.label)
     # a page that is sent tells no home folder: files are named from the folder that holds them all
     folder = os.path.commonpath([run.file.parent for run in runs])
     for run in runs:
         run.name = os.path.relpath(run.name, folder)
     notes = [note for run in runs for note in run.left_out()]
     known = [run for run in runs if (run.ours or run.autoregressive) and run.tasks]
+    labels: dict[Path, str] = {}  # the models of traces
+    for run in known:
+        if path := traces.find(run.fingerprint, run.duel.get("trace"), run.file):
+            labels.setdefault(path, run.label)
     if not known:
         raise DuelError(f"No perplexity ({', '.join(METRICS)}) to show: {'; '.join(notes)}")
     attach(known, traces, [])
@@ -75,7 +75,6 @@ def collect(options: argparse.Namespace) -> Board:
         without = [name for name, task in run.tasks.items() if metric not in task.metrics]
         notes += [f"{name} in {run.name} has no {metric} and is left out." for name in without]
     columns = board.columns(known, metric)
-    notes += [f"{column.label}: {column.difference}" for column in columns if column.difference]
     rows, mean_of, by = board.rank(board.rows(columns), columns, metric)
     shown, problems = documents.collect(traces, labels, options.shown, documents.texts_by(options.tokenizer))
     return Board(
@@ -88,7 +87,7 @@ def collect(options: argparse.Namespace) -> Board:
         rows=rows,
         published=published.sources(published.read(options.published)),
         documents=shown,
-        notes=list(dict.fromkeys([*notes, *filter(None, [note]), *board.remarks(columns), *problems])),
+        notes=list(dict.fromkeys([*notes, *filter(None, [note]), *board.notes(columns), *problems])),
         date=datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
     )
 

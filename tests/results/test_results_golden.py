@@ -116,6 +116,8 @@ def test_what_is_printed_and_written(name, folder, bundled, tmp_path, capsys):
         assert not unknown, (file, "shows what is not in the JSON", unknown)
     if "index.html" in written:
         assert decimals(written["leaderboard.md"]) <= decimals(written["index.html"]), "the page shows the same"
+        kinds, legend = (re.findall(f'class="{what} ([a-z-]+)', written["index.html"]) for what in ("row", "mark"))
+        assert set(kinds) <= set(legend), "each mark is explained"
 
 
 def decimals(text):
