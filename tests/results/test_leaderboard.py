@@ -85,6 +85,13 @@ def test_unequal_documents_and_windows_never_share_a_column(tmp_path):
     assert all(row["rank"] is None for row in content["rows"] if row["model"] not in "AB")
 
 
+def test_rows_of_one_name_in_different_columns_have_different_labels(tmp_path):
+    ours(tmp_path, docs={"sotu": docs((-60, -150, -90))})
+    ours(tmp_path, docs={"news": docs((-50, -40, -80))}, spec={"max_length": "513"})
+    labels = {row.label for row in board(tmp_path).rows}
+    assert labels == {f"DUEL, greedy, block 4, max_length={length}" for length in (513, 1025)}
+
+
 def test_perplexity_per_token_needs_one_tokenizer(tmp_path):
     ours(tmp_path, model="A", docs={"sotu": docs((-60, -150, -90))})
     ours(tmp_path, model="B", docs={"sotu": docs((-70, -160, -95))})
