@@ -71,7 +71,7 @@ def test_with_all_sets_it_is_the_exact_value_and_with_fewer_the_bound_is_below(s
     few = made(sampler, beam=16).log_prob(WINDOWS)
     assert all(of.bound <= known.log_prob + 1e-9 for of, known in zip(sums(few), exact, strict=True))
     assert any(of.bound < known.log_prob - 1e-6 for of, known in zip(sums(few), exact, strict=True))
-    assert {(score.kind, of.open > 0) for score, of in zip(few, sums(few), strict=True)} == BOTH
+    assert {(score.kind, of.bounded > 0) for score, of in zip(few, sums(few), strict=True)} == BOTH
 
 
 LONG = [Window((1,), text, (2,)) for text in strings(3, 10)[3**10 // 16 :: 3**10 // 8]]  # 8 texts, blocks of 10
@@ -167,7 +167,7 @@ def test_blocks_of_several_widths_double_with_any_number_of_repetitions():
         scores = made("origin", tolerance=1e-9, **more).log_prob(windows)
         for score, known, of in zip(scores, exact, sums(scores), strict=True):
             assert of.bound <= known.log_prob + 1e-9 and of.bound == pytest.approx(known.log_prob, abs=0.1)
-            assert of.open or score.log_prob == pytest.approx(known.log_prob, abs=1e-9)
+            assert of.bounded or score.log_prob == pytest.approx(known.log_prob, abs=1e-9)
 
 
 def covered(exact, scores):
