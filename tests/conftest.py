@@ -49,8 +49,10 @@ def no_row_checks(request, monkeypatch):
     """No row is evaluated twice, which is half of the time of short runs, but in tests marked `row_checks`."""
     if not request.node.get_closest_marker("row_checks"):
         from lm_eval_duel.core.row_checks import RowChecks
+        from lm_eval_duel.denoisers import self_tests
 
         monkeypatch.setattr(RowChecks, "due", lambda *_: 0)
+        monkeypatch.setattr(self_tests, "cover", lambda *_: None)
 
 
 BUNDLED = {}  # networks by what they were loaded with
@@ -58,10 +60,7 @@ BUNDLED = {}  # networks by what they were loaded with
 
 @pytest.fixture(scope="module")
 def one_load():
-    """What is loaded again with the same args is a shallow copy of the network: what is set on it stays its own.
-
-    The test of separate rows ran at load; no estimator repeats it with more rows.
-    """
+    """What is loaded again with the same args is a shallow copy of the network: what is set on it stays its own."""
     import copy
 
     from lm_eval_duel import denoisers
@@ -76,7 +75,6 @@ def one_load():
             known = BUNDLED
         if key not in known:
             known[key] = load(name, tokenizer=tokenizer, **options)
-            known[key].separate_tokens = 0
         return copy.copy(known[key])
 
     with pytest.MonkeyPatch.context() as patch:

@@ -221,6 +221,7 @@ def in_memory(network, **options):
     return Duel.from_model(network, block=4, mask_token_id=4, max_length=12, **options)
 
 
+@pytest.mark.row_checks
 def test_networks_whose_rows_influence_each_other_are_refused():
     def minus_mean(ids, real):
         logits = Experts()(ids, real)
@@ -237,6 +238,7 @@ def test_networks_whose_rows_influence_each_other_are_refused():
     agree(scorer.log_prob(windows), [scorer.log_prob([window])[0] for window in windows])
 
 
+@pytest.mark.row_checks
 def test_the_largest_call_of_a_run_is_tested():
     class Floor(Experts):  # room for 128 tokens in any call
         def forward(self, ids, real):
@@ -254,6 +256,7 @@ def test_the_largest_call_of_a_run_is_tested():
         in_memory(crowd(256), batch_size=200)
 
 
+@pytest.mark.row_checks
 def test_batch_normalisation_in_training_mode_is_refused_and_its_statistics_stay():
     network = Normalised().train()
     before = {name: buffer.clone() for name, buffer in network.named_buffers()}
