@@ -18,7 +18,6 @@ from lm_eval_duel.text.token_text import token_texts
 MAX_TOKENS = 1024  # of a document
 MAX_VALUES = 100_000  # tokens of all orders together: about 1 MB
 Texts = Callable[[str, Sequence[int]], list[str]]  # (tokenizer, ids) -> what each id adds to the text
-Place = tuple[str, int]  # task and document
 
 
 @dataclasses.dataclass
@@ -47,18 +46,18 @@ def collect(
 
     `labels`: the models of traces; a trace without one gets the name of its file.
     """
-    orders: dict[Place, list[Order]] = {}
+    orders: dict[str, dict[int, list[Order]]] = {}  # of each task and document
     for path in dict.fromkeys([*labels, *traces.named]):
-        for place, order in _orders(traces, path, labels.get(path, path.stem)):
-            orders.setdefault(place, []).append(order)
+        for (task, number), order in _orders(traces, path, labels.get(path, path.stem)):
+            orders.setdefault(task, {}).setdefault(number, []).append(order)
     chosen = [
-        place
-        for task in dict.fromkeys(task for task, _ in orders)
-        for place in sorted((p for p in orders if p[0] == task), key=lambda p: (-len(orders[p]), p[1]))[:most]
+        (task, number)
+        for task, of_task in orders.items()
+        for number in sorted(of_task, key=lambda number: (-len(of_task[number]), number))[:most]
     ]
     shown, notes, values = [], [], 0
-    for place in chosen:
-        document, remarks = _document(place, orders[place], texts)
+    for task, number in chosen:
+        document, remarks = _document(task, number, orders[task][number], texts)
         values += sum(len(order["steps"]) for order in document["orders"])
         if values > MAX_VALUES:
             notes.append(f"The document view is full: it shows {len(shown)} of {len(chosen)} documents.")
@@ -69,11 +68,11 @@ def collect(
     return shown, notes
 
 
-def _orders(traces: Traces, path: Path, model: str) -> Iterator[tuple[Place, Order]]:
+def _orders(traces: Traces, path: Path, model: str) -> Iterator[tuple[tuple[str, int], Order]]:
     """The orders of every document of a trace: of its own rule, and of the rules that a lattice followed."""
     header = trace.spec(path)
     spec = header["spec"]
-    orders: dict[tuple[Place, str], Order] = {}
+    orders: dict[tuple[tuple[str, int], str], Order] = {}
     for window in traces.read(path):
         task, number = window.get("task"), window.get("doc")
         if task is None or number is None or window.get("request") or window.get("repeat") or "generated" in window:
@@ -96,7 +95,7 @@ def _label(model: str, spec: Mapping[str, Any], rule: str) -> str:
     return ", ".join(filter(None, [model, entry.title if named else "", *parts]))
 
 
-def _document(place: Place, orders: Iterable[Order], texts: Texts) -> tuple[dict[str, Any], list[str]]:
+def _document(task: str, number: int, orders: Iterable[Order], texts: Texts) -> tuple[dict[str, Any], list[str]]:
     """A document for the page. Orders share the pieces of their text if their ids and tokenizers are the same."""
     pieces: dict[tuple[str, tuple[int, ...]], list[str]] = {}
     shown, notes = [], []
@@ -106,10 +105,10 @@ def _document(place: Place, orders: Iterable[Order], texts: Texts) -> tuple[dict
         try:
             pieces[key] = pieces.get(key) or texts(*key)
         except DuelError as error:
-            notes.append(f"{order.label}, {place[0]} {place[1]} is not shown: {error}")
+            notes.append(f"{order.label}, {task} {number} is not shown: {error}")
             continue
         if cut < len(order.ids):
-            notes.append(f"The document view shows the first {cut:,} tokens of {place[0]} {place[1]}.")
+            notes.append(f"The document view shows the first {cut:,} tokens of {task} {number}.")
         shown.append(
             {
                 "label": order.label,
@@ -119,11 +118,14 @@ def _document(place: Place, orders: Iterable[Order], texts: Texts) -> tuple[dict
                 "nats": [round(value, 3) for value in order.nats[:cut]],
             }
         )
-    return {"task": place[0], "number": place[1], "pieces": [*pieces.values()], "orders": shown}, notes
+    return {"task": task, "number": number, "pieces": [*pieces.values()], "orders": shown}, notes
 
 
 def texts_by(instead: str | None) -> Texts:
-    """The texts of ids, by tokenizers that are loaded once, when they are needed; `instead` of those traces name."""
+    """The texts of ids, by tokenizers that are loaded once, when they are needed.
+
+    `instead`: a tokenizer for all traces. The function raises DuelError if a tokenizer cannot be loaded.
+    """
 
     @functools.cache
     def load(name: str) -> Any:
@@ -132,7 +134,6 @@ def texts_by(instead: str | None) -> Texts:
         return denoisers.load_tokenizer({"tokenizer": name})
 
     def texts(name: str, ids: Sequence[int]) -> list[str]:
-        """The text that each id adds; raises DuelError if the tokenizer cannot be loaded."""
         if not (instead or name):
             raise DuelError("its trace names no tokenizer; pass a folder or a hub name with --tokenizer.")
         return token_texts(ids, load(instead or name))
