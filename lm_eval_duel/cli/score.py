@@ -252,7 +252,7 @@ def _other(text: str, model: dict[str, Any]) -> dict[str, Any]:
 def fitting(other: dict[str, Any], text: str) -> dict[str, Any]:
     """The model args of another checkpoint without those that it inherits and its network cannot have.
 
-    `text`: what --compare gives; that is left as it is.
+    `text`: what --compare gives, all of which is kept.
     """
     from lm_eval_duel.denoisers import unloaded
 
@@ -260,7 +260,7 @@ def fitting(other: dict[str, Any], text: str) -> dict[str, Any]:
     if "pretrained" not in given:
         return other
     cannot: set[str] = set()
-    with contextlib.suppress(DuelError):  # a network that only its own code knows is loaded as it stands
+    with contextlib.suppress(DuelError):  # only the code of a checkpoint may know its network
         network = {key: value for key, value in Options.parse(other).network.items() if key not in SETTINGS}
         known = unloaded.read(given["pretrained"], network)
         cannot |= {"rule", "block", *PARAMETERS} if known.attention == "causal" else set()
@@ -297,7 +297,7 @@ def score(lm: DuelMDM, texts: Sequence[own_text.OwnText]) -> list[Line] | None:
 
 
 def _values(lm: DuelMDM) -> Iterable[Total]:
-    """The sums over all texts, the estimator's own value first."""
+    """The sums over all texts, the value of `estimator` first."""
     return lm.run.total().tasks[TASK].values.values()
 
 

@@ -80,7 +80,11 @@ def task(
     ar = rows[0] if base else None
     _add_intervals(rows)
     _mark_best(rows)
-    _add_gaps(rows, ar)
+    for row in rows:
+        if ar is not None and row is not ar:
+            row.gap = row.value - ar.value
+            if row.draws is not None and ar.draws is not None:
+                row.gap_interval = stats.interval(row.drawn - ar.drawn)
     elbos = _close_gaps(rows, ar, as_published)
     for row in rows:
         row.cache_cost = pairs.cache_cost(row, rows)
@@ -133,14 +137,6 @@ def _mark_best(rows: Sequence[Row]) -> None:
             min(proper, key=lambda row: row.value).best = True
 
 
-def _add_gaps(rows: Sequence[Row], ar: Row | None) -> None:
-    for row in rows:
-        if ar is not None and row is not ar:
-            row.gap = row.value - ar.value
-            if row.draws is not None and ar.draws is not None:
-                row.gap_interval = stats.interval(row.drawn - ar.drawn)
-
-
 def _close_gaps(rows: Sequence[Row], ar: Row | None, as_published: bool) -> list[str]:
     """Enter the ELBO and gap closed of each DUEL row; return descriptions of these ELBOs."""
     used: dict[int, str] = {}
@@ -170,8 +166,8 @@ def _close_gap(row: Row, ar: Row | None, why: str) -> None:
         row.gap_closed_reason = BETTER
     else:
         row.share = 100 * (elbo.value - row.value) / (elbo.value - ar.value)
-        own = 0.0 if row.stderr_bound is None else row.stderr  # an exact value has no error
-        row.share_stderr = stats.gap_closed_stderr(elbo.value, row.value, ar.value, elbo.stderr, own)
+        stderr = 0.0 if row.stderr_bound is None else row.stderr  # an exact value has no error
+        row.share_stderr = stats.gap_closed_stderr(elbo.value, row.value, ar.value, elbo.stderr, stderr)
         known = [error for error in (elbo.stderr_bound, row.stderr_bound) if error is not None]
         row.distinguishable = stats.is_distinguishable(elbo.value, row.value, math.hypot(*known) if known else None)
         reasons = [elbo.stderr_reason, row.stderr_reason]

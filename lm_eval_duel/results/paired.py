@@ -102,7 +102,7 @@ def _verdict(first: Side, second: Side, low: float, high: float, texts: int) -> 
         return f"no verdict from {texts} distinct documents"
     if low <= 0 <= high:
         return UNCLEAR
-    if is_bound(worse.kind):  # its own value may be lower than its bound
+    if is_bound(worse.kind):  # its value may be lower than the bound
         return f"no verdict: {worse.name} is an upper bound"
     return f"{better.name} is better"
 

@@ -103,7 +103,7 @@ def cache_cost(row: Row, shown: Sequence[Row]) -> Pair | None:
 def find_elbo(duel: Row, shown: Sequence[Row], as_published: bool = False) -> tuple[Row | None, str]:
     """The ELBO of a DUEL row, or None and the reason.
 
-    The ELBO is of the same model under the same spec, except for the estimator's own entries. It covers the whole
+    The ELBO is of the same model under the same spec, except for the entries of the estimator. It covers the whole
     target for bidirectional networks and the trained blocks for block-causal ones, where the mean over all orders
     (elbo_exact) may replace a Monte Carlo ELBO. Bounds are preferred, then more draws. `as_published`: without an ELBO
     of the same spec, accept one with other windows or scored positions, and return the differences.
@@ -131,7 +131,7 @@ def find_elbo(duel: Row, shown: Sequence[Row], as_published: bool = False) -> tu
 def _nearest(
     row: Row, shown: Sequence[Row], fits: Callable[[Row], bool], ignored: Collection[str]
 ) -> tuple[list[Row], dict[str, str]]:
-    """The fitting rows of a row's model whose specs are nearest to its own, and how they differ."""
+    """The fitting rows of the same model whose specs are nearest to a row's, and how they differ."""
     here = row.run.spec
     found: list[tuple[Row, dict[str, str]]] = []
     for other in shown:

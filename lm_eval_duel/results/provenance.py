@@ -24,8 +24,8 @@ def versions(runs: Iterable[Run]) -> dict[str, str]:
     for run in runs:
         with whole(run.file, RESULTS):
             others = {name: run.content.get(f"{name}_version") for name in ("lm_eval", "transformers")}
-            own = (run.content["config"].get("duel") or {}).get("versions") or {}
-            for name, version in {**{k: v for k, v in others.items() if v}, **own}.items():
+            ours = (run.content["config"].get("duel") or {}).get("versions") or {}
+            for name, version in {**{k: v for k, v in others.items() if v}, **ours}.items():
                 found.setdefault(name, {})[str(version or "unknown")] = None
     return {name: ", ".join(of_name) for name, of_name in found.items()}
 

@@ -347,9 +347,9 @@ def _checked(run: Run) -> Run:
     for name, task in run.tasks.items():
         entry = {} if task.partial else task.entry
         log_probs = {key: v["log_prob"] for key, v in entry.get("values", {}).items() if v["log_prob"] is not None}
-        own, known = log_probs.get(run.estimator), task.metrics.get("token_perplexity")
-        if entry.get("tokens") and own is not None and known is not None:
-            implied = perplexity(-own / entry["tokens"])
+        log_prob, known = log_probs.get(run.estimator), task.metrics.get("token_perplexity")
+        if entry.get("tokens") and log_prob is not None and known is not None:
+            implied = perplexity(-log_prob / entry["tokens"])
             if not math.isclose(known, implied, rel_tol=SAME):
                 raise DuelError(
                     f"{run.name} contradicts itself: token_perplexity of {name} is {known:.10g}, but its log_prob and "

@@ -302,7 +302,7 @@ def _documents(task: Task, metric: str) -> tuple[Values, str]:
 
 
 def _traced(row: Row, key: str, log_prob: float) -> tuple[Values, str]:
-    """The documents of another value of a lattice run than that of `row`, from its trace; or the reason for none."""
+    """The documents of another value of a lattice run, from its trace, or the reason for none. `row`: its first."""
     if not row.documents:
         return {}, row.missing
     nats, numbers = row.run.traced.get((row.task, key)), row.run.tasks[row.task].documents.numbers
@@ -320,8 +320,8 @@ def _traced(row: Row, key: str, log_prob: float) -> tuple[Values, str]:
 def in_order(rows: Iterable[Row], base: Run | None, notes: list[str]) -> list[Row]:
     """The rows of a table, the baseline first; remarks on those that are there twice are added to `notes`.
 
-    A value that was scored by itself and in a lattice run has one row: its own, which has values of documents. Rows of
-    different specs that share a name get a variant. The baseline is always kept.
+    A value that was scored alone and in a lattice run has one row, from the run that has its values of documents. Rows
+    of different specs that share a name get a variant. The baseline is always kept.
 
     Raises:
         DuelError: the baseline has no row.

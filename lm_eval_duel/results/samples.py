@@ -110,9 +110,9 @@ class Traces:
             self.windows[path] = trace.read(path)
         return self.windows[path]
 
-    def find(self, fingerprint: str | None, own: str | None, results: Path) -> Path | None:
-        """The trace of a run: a named one with its spec, else its own, at its path or next to the results file."""
-        places = [Path(own), results.parent / Path(own).name] if own else []
+    def find(self, fingerprint: str | None, written: str | None, results: Path) -> Path | None:
+        """The trace of a run: a named one with its spec, else the one that it has `written`, also next to `results`."""
+        places = [Path(written), results.parent / Path(written).name] if written else []
         for path in [*self.named, *places]:
             with contextlib.suppress(DuelError, OSError, ValueError):  # ValueError: not a valid file name
                 if trace.spec(path).get("fingerprint", "") == fingerprint:
