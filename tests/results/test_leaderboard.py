@@ -153,6 +153,13 @@ def test_only_likelihoods_have_ranks_and_means_are_over_all_tasks(tmp_path):
     assert content["ar"] == "AR", "the only autoregressive model is the one of the gaps"
 
 
+@pytest.mark.parametrize("low, high", [(30, 120), (31.2, 31.9), (1.541, 1.568), (0.02, 900), (5, 6), (97, 104)])
+def test_ticks_are_few_and_round(low, high):
+    ticks = page._ticks(low, high)
+    assert 2 <= len(ticks) <= page.MOST_TICKS and ticks == sorted({*ticks}) and low <= ticks[0] and ticks[-1] <= high
+    assert all(math.isclose(tick, float(f"{tick:.3g}")) for tick in ticks)
+
+
 # ---------------------------------------------------------------- names are text
 
 
@@ -232,6 +239,7 @@ def test_the_command_of_a_row_gives_the_options_of_its_run(given, config, seeded
     [
         ("model,estimator,task,metric,value,sauce\n", "no column source"),
         ("H\nA,duel,t,token_perplexity,x,s\n", "line 2: could not convert"),
+        ("H\nA,duel,t,ppl,3,s\n", "line 2: Unknown metric 'ppl'"),
         ("H\nA,dule,t,token_perplexity,3,s\n", "line 2: Unknown estimator 'dule'. Did you mean duel"),
     ],
 )

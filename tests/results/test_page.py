@@ -1,56 +1,47 @@
 """The leaderboard's page in a real browser: it sorts, filters, opens and plays, asks for nothing, and can be read."""
 
-import json
 
 import browser
 import pytest
 from results import documents, hf, ours, trace
 
 from lm_eval_duel.results import documents as view
-from lm_eval_duel.results.leaderboard import collect, parse, write
+from lm_eval_duel.results import leaderboard
 
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(browser.executable() is None, reason="no Chromium: apt-get install chromium"),
 ]
 EVIL = "</script><img src=x onerror=alert(1)>"  # a model is named by what follows the last slash
-NATS = {"left_to_right:k=1": (-100, -200), "greedy:k=1": (-110, -220), "greedy:k=2": (-150, -290)}
+ORDERS = {  # nats of two documents, and the steps of the first
+    "left_to_right:k=1": ((-100, -200), [0, 1, 0, 1]),
+    "greedy:k=1": ((-110, -220), [1, 0, 1, 0]),
+    "greedy:k=2": ((-150, -290), [0, 0, 0, 0]),
+}
 
 
 @pytest.fixture(scope="module")
 def page(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("board")
-    texts = [f"text {n}" for n in range(2)]
-    hf(folder / "in", model="ARM", docs={"sotu": documents((-90, -190), (20, 40), texts)})
-    ours(folder / "in", model="MDLM", estimator="elbo", docs={"sotu": documents((-130, -250), (20, 40), texts)})
-    ours(folder / "in", model="MDLM", estimator="oracle", docs={"sotu": documents((-60, -120), (20, 40), texts)})
-    files = [
-        ours(folder / "in", model="MDLM", rule=rule, docs={"sotu": documents(nats, (20, 40), texts)})
-        for rule, nats in NATS.items()
-    ]
-    cached = {"sotu": documents((-140, -260), (20, 40), texts)}
-    ours(folder / "in", model=EVIL, docs=cached, spec={"cache": "dual"})
-    traces = [
-        str(trace(folder / f"{n}.jsonl", file, [_window(steps)]))
-        for n, (file, steps) in enumerate(zip(files, ([0, 1, 0, 1], [1, 0, 1, 0], [0, 0, 0, 0]), strict=True))
-    ]
-    options = parse([str(folder / "in"), "--traces", *traces, "--out", str(folder / "site"), "--published", "paper"])
-    content = collect(options)
-    write(content, options)
-    return folder / "site" / "index.html"
-
-
-def _window(steps):
-    more = {"task": "sotu", "doc": 0, "request": 0, "window": 0, "ids": [5, 6, 7, 8], "starts": [0, 2]}
-    return more | {"reveal_steps": steps, "token_logprobs": [-0.5, -1.0, -7.0, None], "values": {"duel": None}}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def tokens():
     """Traces here name no tokenizer: their texts are their ids."""
+    folder = tmp_path_factory.mktemp("board")
+
+    def made(make, nats, **more):
+        return make(folder / "in", docs={"sotu": documents(nats, (20, 40), ["text 0", "text 1"])}, **more)
+
+    made(hf, (-90, -190), model="ARM")
+    made(ours, (-130, -250), estimator="elbo")
+    made(ours, (-60, -120), estimator="oracle")
+    made(ours, (-140, -260), model=EVIL, spec={"cache": "dual"})
+    traces = []
+    for rule, (nats, steps) in ORDERS.items():
+        window = {"task": "sotu", "doc": 0, "request": 0, "window": 0, "ids": [5, 6, 7, 8], "starts": [0, 2]}
+        window |= {"reveal_steps": steps, "token_logprobs": [-0.5, -1.0, -7.0, None], "values": {"duel": None}}
+        traces.append(str(trace(folder / f"{len(traces)}.jsonl", made(ours, nats, rule=rule), [window])))
+    arguments = [str(folder / "in"), "--traces", *traces, "--out", str(folder / "site"), "--published", "paper"]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(view, "texts_by", lambda _: lambda name, ids: [f"<b>{n}</b> " for n in ids])
-        yield
+        leaderboard.main(arguments)
+    return folder / "site" / "index.html"
 
 
 @pytest.fixture(scope="module")
@@ -69,37 +60,26 @@ def opened(chromium, page):
     assert set(chromium.requests) <= {page.resolve().as_uri(), "data:,"}, "no request to anywhere"
 
 
-def rows(window, key="rule", kind="tr.row"):
+def rows(window, key="rule"):
     return window.run(
-        f'[...document.querySelectorAll("#board {kind}")].filter((row) => row.checkVisibility())'
+        '[...document.querySelectorAll("#board tr.row")].filter((row) => row.checkVisibility())'
         f'.map((row) => row.querySelector(".k-{key}").textContent.trim())'
     )
 
 
-def click(window, selector, n=0):
-    window.run(f"document.querySelectorAll({json.dumps(selector)})[{n}].click()")
-
-
 def test_columns_sort_and_the_oracle_stays_apart(opened):
-    head = "#board thead th.g-value:not(.plot) button"
-    values = [
-        float(text.split()[0])
-        for text in opened.run(
-            '[...document.querySelectorAll("#board tbody:first-of-type tr.row")].map((row) => '
-            'row.querySelector("td.g-value:not(.plot)").firstChild.textContent.replace("≤ ", ""))'
-        )
-    ]
+    value = '(row) => parseFloat(row.querySelector("td.g-value:not(.plot)").textContent.replace("≤ ", ""))'
+    values = opened.run(f'[...document.querySelectorAll("#board tbody:first-of-type tr.row")].map({value})')
     assert values == sorted(values), "rows come in the order of their ranks"
-    first = rows(opened, "rank")
-    for direction in ("ascending", "descending"):
-        click(opened, head)
-        assert opened.run(f'document.querySelector({json.dumps(head)}).closest("th").ariaSort') == direction
-        assert opened.run('document.querySelectorAll("#board thead th[aria-sort]").length') == 1
-        assert rows(opened, "estimator")[-1].startswith("Oracle") and rows(opened, "rank")[-1] == ""
-    assert rows(opened, "rank")[:-1] == first[:-1][::-1]
-    for n in range(opened.run('document.querySelectorAll("#board > thead button").length')):
-        click(opened, "#board > thead button", n)  # every column
-        assert rows(opened, "estimator")[-1].startswith("Oracle") and len(rows(opened)) == len(first)
+    first, titles = rows(opened, "rank"), 'document.querySelectorAll("#board thead button")'
+    for n in range(opened.run(f"{titles}.length")):
+        for direction in ("ascending", "descending"):
+            opened.run(f"{titles}[{n}].click()")
+            assert opened.run(f'{titles}[{n}].closest("th").ariaSort') == direction or n == 0
+            assert opened.run('document.querySelectorAll("#board thead th[aria-sort]").length') == 1
+            assert rows(opened, "estimator")[-1].startswith("Oracle") and rows(opened, "rank")[-1] == ""
+        if opened.run(f"{titles}[{n}].textContent") == "sotu ppl/token":
+            assert rows(opened, "rank")[:-1] == first[:-1][::-1]
 
 
 def test_the_filter(opened):
@@ -136,21 +116,16 @@ def test_everything_works_from_the_keyboard(opened):
     assert names == 0, "every control has a name"
 
 
-def masked(window, side):
-    return window.run(
-        f'[...document.querySelectorAll("#{side} .tokens span")].map((s) => s.classList.contains("masked"))'
-    )
-
-
 def test_the_slider_plays_the_unmasking(opened):
     """Blocks of two tokens, one after the other: in each the left order goes forwards, the right one backwards."""
     assert opened.run('document.getElementById("step").max') == "4"
-    orders = {"left": [0, 1, 2, 3], "right": [1, 0, 3, 2]}  # which token is revealed at which step
     for step in range(5):
         move = f'const slider = document.getElementById("step"); slider.value = {step};'
         opened.run(f'(() => {{ {move} slider.dispatchEvent(new Event("input")) }})()')
-        for side, order in orders.items():
-            assert masked(opened, side) == [n not in order[:step] for n in range(4)], (side, step)
+        for side, order in (("left", [0, 1, 2, 3]), ("right", [1, 0, 3, 2])):  # which token is revealed at which step
+            spans = f'[...document.querySelectorAll("#{side} .tokens span")]'
+            masked = opened.run(f'{spans}.map((span) => span.classList.contains("masked"))')
+            assert masked == [n not in order[:step] for n in range(4)], (side, step)
     assert "Infinity nats" in opened.run('document.querySelector("#left .sum").textContent')
 
 
