@@ -179,7 +179,7 @@ def number(words: str, accepts: Callable[[float], bool] = lambda x: not math.isn
 
 
 def choice(*names: Any, convert: Callable[[Any], Any] = lambda value: value) -> ArgumentType:
-    """One of these names, or of the names in a Literal."""
+    """The type of arguments that take one of these names, or of the names in a Literal."""
     names = get_args(names[0]) or names
     return ArgumentType(" or ".join(names), convert, names)
 

@@ -97,7 +97,7 @@ class FromText:
         return [*self.problems, *far]
 
     def lines(self, printed: Mapping[str, float]) -> list[str]:
-        """For people: the counts, and the sum and metrics if the reference computed every window."""
+        """Lines for the terminal: the counts, and the sum and metrics if the reference computed every window."""
         counts = f"{self.documents} documents, {self.bytes:,} bytes, {self.words:,} words, {self.tokens:,} tokens"
         if self.counted_before:
             counts += (

@@ -65,7 +65,7 @@ class Line:
     unknown: int = 0  # [UNK] tokens
 
     def figures(self) -> dict[str, Any]:
-        """For JSON and CSV; None stands for a value that does not exist or is infinite."""
+        """The entries of JSON and CSV. None: the value does not exist or is infinite."""
         tokens, words, size = self.tokens, self.words, self.bytes
         return finite(
             {

@@ -113,7 +113,7 @@ class Hybrid(Noise):
         return self.scale / (2 * root * (1 + c) * self.tokens), 1 / (rest * (1 + c))
 
     def time(self, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """As in `Noise.time`; denser near 1 too, where the rate of uniform tokens is infinite as well."""
+        """The times of `Noise.time`, which are denser near 1, too, where the rate of uniform tokens is infinite."""
         if not self.uniform:
             return super().time(v)
         v = v.clamp(min=2.0**-53)

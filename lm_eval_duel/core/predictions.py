@@ -250,7 +250,7 @@ class Predictions:
         return Top(*map(self._statistic, Top._fields))
 
     def _statistic(self, name: str, kept: bool = True) -> torch.Tensor:
-        """One of `Top`, the entropy (U,), the log-probs (U, V), or the logit of each masked position's target (C,).
+        """A statistic by name: of `Top`, the entropy (U,), the log-probs (U, V), or the logit of each target (C,).
 
         The first pass over the logits also reads what every step needs: the top tokens and the targets.
         """

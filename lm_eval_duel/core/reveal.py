@@ -168,7 +168,7 @@ class Reveal:
         return active
 
     def _halve(self, lanes: Lanes) -> Lanes:
-        """Half of the lanes; the others wait, and the budget is halved."""
+        """Halve the budget; return half of the lanes, and let the others wait."""
         self.budget.halve(self.view.denoiser.device)
         half = len(lanes) // 2
         self.waiting.put_first(lanes.select(slice(half, None)))

@@ -55,12 +55,12 @@ class BlockSums(abc.ABC):
 
     @abc.abstractmethod
     def describe(self) -> dict[str, Any]:
-        """For the results JSON."""
+        """The entries of the results JSON."""
 
     @property
     @abc.abstractmethod
     def summary(self) -> str:
-        """For the log."""
+        """A summary for the log."""
 
 
 @dataclasses.dataclass(frozen=True)

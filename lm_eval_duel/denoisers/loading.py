@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 def load(name: str, *, device: str | None = None, **network: Any) -> Denoiser:
-    """See `denoisers.load`."""
+    """Load the denoiser of a checkpoint; see `denoisers.load`."""
     options, config = _options(name, device, network)
     with hub.explained(options.name):
         tokenizer = _tokenizer(config, options)

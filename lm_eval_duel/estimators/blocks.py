@@ -46,7 +46,7 @@ class TwoPhaseBlocks(BlockSums):
 
     @classmethod
     def from_blocks(cls, g: torch.Tensor, f: torch.Tensor, weight: torch.Tensor, variance: float) -> TwoPhaseBlocks:
-        """From g, f and the weight of each block of a window, (B,)."""
+        """The sums over the blocks of a window, from g, f and the weight of each, (B,)."""
         sampled_f, sampled_g = f[weight > 0], g[weight > 0]  # (b,) each
         return cls(
             count=len(g),
@@ -120,7 +120,7 @@ class BeamBlocks(BlockSums):
 
     @classmethod
     def read(cls, entries: Mapping[str, Any]) -> BeamBlocks:
-        """From the entries of results (`describe`), which hold the error elsewhere."""
+        """The inverse of `describe`, without the error, which results hold elsewhere."""
         return cls(entries["blocks"], *(entries[name] for name in ("exact", "converged", "unproven", "bound", "rows")))
 
     @property

@@ -216,10 +216,7 @@ class ElboSums:
         self.waiting = spans * elbo.samples  # (N,) draws that are missing
 
     def skip(self, rows: torch.Tensor, samples: int, kept: torch.Tensor) -> None:
-        """Of `samples` draws of each span in `rows`, only those in `kept` need the network.
-
-        The others equal one of them, or mask nothing.
-        """
+        """Skip the draws in `rows`, `samples` a span, that are not `kept`: they equal a kept one or mask nothing."""
         self.waiting.index_add_(0, rows, torch.full_like(rows, -samples))
         self.waiting.index_add_(0, kept, torch.ones_like(kept))
 

@@ -144,7 +144,7 @@ class RecordedOrders:
 def differentiable(
     duel: DuelEstimator, windows: Sequence[Window], reveal_steps: Sequence[Ids], batch_size: int
 ) -> torch.Tensor:
-    """See `Duel.differentiable` (library/ids.py)."""
+    """The log-probability of each token with a graph; see `Duel.differentiable`."""
     orders = RecordedOrders.from_steps(duel, windows, reveal_steps, batch_size)
     log_probs: torch.Tensor = TokenLogProbs.apply(orders, *orders.parameters)
     return log_probs
@@ -157,7 +157,7 @@ def backward(
     reveal_steps: Sequence[Ids] | None,
     batch_size: int,
 ) -> list[float]:
-    """See `Duel.backward` (library/ids.py)."""
+    """Add the gradient of weighted log-probabilities; see `Duel.backward`."""
     plane = token_weights(weights, windows)  # (N, T)
     if reveal_steps is None:
         reveal_steps = [scored.reveal_steps for scored in duel.log_prob(windows)]

@@ -28,7 +28,7 @@ class Outcome(NamedTuple):
 
     @classmethod
     def from_scores(cls, windows: Sequence[Window], scores: Sequence[Score], estimator: Estimator) -> Outcome:
-        """From the scores of a request's windows."""
+        """The outcome of a request, from the scores of its windows."""
         values = [{estimator.name: score, **score.others} for score in scores]
         is_greedy, near_ties = all(score.is_greedy for score in scores), any(score.near_ties for score in scores)
         return cls(windows, values, is_greedy, near_ties)
@@ -116,7 +116,7 @@ class Total:
         return value, None if (error := self.stderr) is None else value * error / tokens
 
     def describe(self, tokens: int) -> dict[str, Any]:
-        """For the results JSON of a task of `tokens` tokens; null, with the reason, if the sum is infinite."""
+        """The entries of the results JSON, for `tokens` tokens; null, with the reason, if the sum is infinite."""
         if not math.isfinite(self.log_prob):
             return {"log_prob": None, "stderr": None, "window_stderr": None, "nfe": self.nfe, "reason": IMPOSSIBLE}
         return {

@@ -176,7 +176,7 @@ class DuelMDM(TemplateLM):
         return fingerprint.digest(self.spec)
 
     def get_model_info(self) -> dict[str, Any]:
-        """For the results JSON: the spec, its fingerprint, and the statistics of all ranks."""
+        """The entries of the results JSON: the spec, its fingerprint, and the statistics of all ranks."""
         from lm_eval_duel.harness.spec import parameters, versions
 
         total = self.run.total()

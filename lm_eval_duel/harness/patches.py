@@ -60,10 +60,10 @@ def apply() -> None:
 
 
 def in_lm_evals_command() -> None:
-    """In lm_eval's own command, as in `lm-eval-duel run`, a DuelError is one line; elsewhere it keeps its traceback.
+    """Print DuelErrors in one line in lm_eval's own command, as `lm-eval-duel run` does; elsewhere change nothing.
 
     Raises:
-        DuelError: its command line gives a model arg twice, of which lm-eval takes the last value.
+        DuelError: If its command line gives a model arg twice, of which lm-eval takes the last value.
     """
     command = Path(sys.argv[0])
     if command.stem in ("lm_eval", "lm-eval") or command.parts[-2:] == ("lm_eval", "__main__.py"):

@@ -42,7 +42,7 @@ class TaskTotal:
             self.values.setdefault(name, Total()).merge(total)
 
     def describe(self) -> dict[str, Any]:
-        """For the results JSON."""
+        """The entries of the results JSON."""
         return {
             "documents": len(self.documents),
             "near_tie_documents": sorted(self.near_ties),
@@ -113,7 +113,7 @@ class RunStats:
             self.phases[phase] = {name: mine.get(name, 0) + cost for name, cost in costs.items()}
 
     def log_lines(self, bound: str) -> list[str]:
-        """For the log: near ties, estimates (`bound`: what kind of number an ELBO is), the balance of ranks."""
+        """The lines of the log: near ties, estimates (`bound`: the kind of an ELBO), the balance of ranks."""
         lines = [*([self.near_ties] if self.near_ties else []), *self.errors(bound)]
         if self.ranks > 1:
             lines.append(self.balance)
@@ -145,7 +145,7 @@ class RunStats:
         return lines
 
     def warnings(self) -> list[str]:
-        """For the log: the tasks with text that the tokenizer does not know, and checks with two answers."""
+        """The warnings of the log: tasks with text that the tokenizer does not know, and checks with two answers."""
         return [
             *self._two_answers(),
             *(
@@ -184,7 +184,7 @@ class RunStats:
         return f"{len(documents)} documents have near ties, whose order float noise could change: {names}{more}"
 
     def describe(self) -> dict[str, Any]:
-        """For the results JSON."""
+        """The entries of the results JSON."""
         windows, nfe, tokens = self.counts["windows"], self.counts["nfe"], self.counts["tokens"]
         return {
             "ranks": self.ranks,

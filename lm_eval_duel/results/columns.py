@@ -32,7 +32,7 @@ class Column(NamedTuple):
 
 
 def pick(columns: Mapping[str, Column], *names: str) -> Columns:
-    """Some columns for a table."""
+    """Pick the columns of a table by name."""
     return {columns[name].head: columns[name].cell for name in names}
 
 

@@ -104,7 +104,7 @@ class Table:
         return tabulate(rows, list(map(cell, self.heads)), form, disable_numparse=True, colalign=align)
 
     def text(self) -> str:
-        """For the terminal."""
+        """The table for the terminal."""
         remarks = "\n".join(f"{mark} {remark}" for mark, remark in self.remarks.items())
         return "\n\n".join(filter(None, [self.drawn("plain", str), remarks]))
 

@@ -192,7 +192,7 @@ def nearest(distance: torch.Tensor, masked: torch.Tensor) -> torch.Tensor:
 
 
 def near_probability(confidence: torch.Tensor, masked: torch.Tensor, p: float) -> torch.Tensor:
-    """By how much logits must change before the P1 of some masked position crosses the probability p, (R,)."""
+    """The change of logits after which the P1 of some masked position crosses the probability p, (R,)."""
     return nearest(confidence - log_odds(p), masked) / LOG_ODDS_SLOPE
 
 

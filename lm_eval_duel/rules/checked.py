@@ -204,7 +204,7 @@ def _planes(lanes: Any) -> list[torch.Tensor]:
 
 
 def _alone(lanes: Any, lane: int, width: int) -> Any:
-    """One of the lanes, cut to its own width. Memory that is zero at its first step is left out, as in lanes alone."""
+    """A lane alone, cut to its own width. Memory that is zero at its first step is left out."""
     part = lanes.select(slice(lane, lane + 1))
     fresh = not part.step[0] and not any(plane.any() for plane in part.memory)
     memory = () if fresh else tuple(plane[:, :width] for plane in part.memory)

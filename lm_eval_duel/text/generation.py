@@ -60,7 +60,7 @@ class Settings:
 
     @classmethod
     def from_arguments(cls, arguments: Mapping[str, Any]) -> Settings:
-        """From a task's `generation_kwargs`; raises DuelError for an unknown setting or a wrong value."""
+        """The settings of `generation_kwargs`; raises DuelError for an unknown setting or a wrong value."""
         if not isinstance(arguments, Mapping):
             raise DuelError(f"generation_kwargs are names with values, such as max_gen_toks: 64; got {arguments!r}.")
         arguments = {name: value for name, value in arguments.items() if value is not None}
@@ -104,7 +104,7 @@ class Settings:
 
     @property
     def description(self) -> str:
-        """For the results."""
+        """A description for the results."""
         if not self.temperature:
             return "argmax"
         parts = [f"temperature={fingerprint.number(self.temperature)}"]

@@ -30,7 +30,7 @@ CAUSAL_LM = Family("causal-lm", "", attention="causal", shift=1)
 def unfilled(
     family: Family | None, config: dict[str, Any], options: LoadOptions, tokenizer: PreTrainedTokenizerBase | None
 ) -> Unfilled:
-    """One of transformers' causal LMs; raises DuelError for any other network.
+    """A causal LM of transformers, without its weights; raises DuelError for any other network.
 
     `family`: the masked diffusion family that was detected, if any.
     """

@@ -44,7 +44,7 @@ def is_native(config: dict[str, Any]) -> bool:
 
 
 def unfilled(config: dict[str, Any], options: LoadOptions, tokenizer: PreTrainedTokenizerBase | None) -> Unfilled:
-    """One of transformers' masked LMs; raises DuelError for any other network."""
+    """A masked LM of transformers, without its weights; raises DuelError for any other network."""
     model_config = AutoConfig.from_pretrained(options.name, revision=options.revision)
     classes = ", ".join(config.get("architectures") or [type(model_config).__name__])
     if getattr(model_config, "is_encoder_decoder", False):

@@ -223,7 +223,7 @@ class Chunk:
     def _thinned(
         self, block: torch.Tensor, weight: torch.Tensor, room: int, needed: torch.Tensor | None = None
     ) -> tuple[torch.Tensor | slice, torch.Tensor]:
-        """At most `room` of the states of each block (x,) with log weights (x, C), and what to add to these."""
+        """Thin the states of each block to at most `room`: the states kept, (x,), and the terms to add to `weight`."""
         crowded = (block.bincount() > room).nonzero()[:, 0].tolist()
         more = torch.zeros_like(weight)
         if self.beam.all_sets or not crowded:

@@ -166,7 +166,7 @@ class LatticeSums:
                     yield row, self._score(row)
 
     def _fold(self, chunk: OrderChunk) -> None:
-        """From the states of some blocks to the log-probs of their orders."""
+        """Sum the orders of a finished chunk, and add them to the totals of windows."""
         lanes = chunk.lanes
         values, share, best = fold(chunk.log_probs, lanes.masked)  # (B, 3), (B, W), (B, S)
         self.totals.index_put_((lanes.row,), values, accumulate=True)

@@ -27,7 +27,7 @@ from lm_eval_duel.estimators.subsets.moves import from_bitmask, to_bitmask
 
 @dataclasses.dataclass
 class OrderChunk:
-    """Some blocks while the tables of their states are filled."""
+    """The tables of some blocks and their states, which are filled call by call."""
 
     lanes: Lanes  # (B,) as their blocks begin
     missing: int  # states that have not been evaluated
