@@ -1,6 +1,5 @@
 """The leaderboard's page in a real browser: it sorts, filters, opens and plays, asks for nothing, and can be read."""
 
-
 import browser
 import pytest
 from results import documents, hf, ours, trace
