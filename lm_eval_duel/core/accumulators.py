@@ -1,4 +1,4 @@
-"""Accumulators of the steps of lanes, which yield the score of a window as soon as it is finished.
+"""Accumulators of the steps of lanes, which yield the score of each finished window.
 
 Shapes: N windows, L row length, R lanes, W block width.
 """

@@ -1,4 +1,4 @@
-"""A network that is described but not filled: by its config and its tokenizer, before any weight is read."""
+"""A network described by its config and its tokenizer, before any weight is read."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lm_eval_duel.core.denoiser import Denoiser
 
 @dataclasses.dataclass(frozen=True)
 class Unfilled:
-    """A network before its weights: what is loaded, planned, or filled with random weights.
+    """A network without its weights, to load, to plan, or to fill with random weights.
 
     `denoiser`: its kind and its limits. `build`: the network without its weights, on torch's default device and in its
     default dtype. `fill`: reads the weights, tests the network, and returns the denoiser.

@@ -1,7 +1,7 @@
-"""Scores as plain values, as response caches hold them: numbers, texts, tuples and dicts.
+"""Scores as plain values for response caches: numbers, texts, tuples and dicts.
 
-A finished request has one record: what each of its windows contributes to the results. A window of a request that is
-not finished has a record of its whole score. Records are read for an estimator: its `empty_score` has what they lack.
+A finished request has one record, the contribution of each window to the results. A window of an unfinished request has
+a record of its whole score. Records are read for an estimator: its `empty_score` has what they lack.
 """
 
 from __future__ import annotations
@@ -104,5 +104,5 @@ def _with_blocks(score: Score, blocks: BlockSums) -> Score:
 
 
 def _sums(blocks: BlockSums) -> tuple[float, ...]:
-    """The sums over blocks, without the error of a beam, which stands elsewhere in a record."""
+    """The sums over blocks, without the error of a beam, which the record has already."""
     return tuple(value for name, value in vars(blocks).items() if name != "errors" and not isinstance(value, tuple))

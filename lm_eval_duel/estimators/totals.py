@@ -35,7 +35,7 @@ class Outcome(NamedTuple):
 
     @property
     def log_prob(self) -> float:
-        """The request's log-likelihood; that of an empty text is 0."""
+        """The request's log-likelihood, 0 for an empty text."""
         return math.fsum(next(iter(values.values())).log_prob for values in self.values)
 
     @property

@@ -116,7 +116,7 @@ class DuelMDM(TemplateLM):
     # ------------------------------------------------------------ evaluations
 
     def _begin(self, disable_tqdm: bool) -> HarnessRun:
-        """The evaluation under way, for one more call."""
+        """The running evaluation, which counts one more call."""
         from lm_eval_duel.harness import patches
 
         if self not in patches.answering:
@@ -156,11 +156,11 @@ class DuelMDM(TemplateLM):
                 )
         super().set_cache_hook(cache_hook)
 
-    # ------------------------------------------------------------ what is reported
+    # ------------------------------------------------------------ results
 
     @cached_property
     def spec(self) -> dict[str, str]:
-        """A description of everything that defines a number."""
+        """Everything that defines a number, by name."""
         return fingerprint.spec_of(self.denoiser, self.estimator, self.text)
 
     @property

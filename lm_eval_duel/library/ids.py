@@ -31,7 +31,7 @@ class OnIds:
 
     denoiser: Denoiser
     estimator: Estimator
-    _text: Text | None  # what turns texts into windows
+    _text: Text | None  # the encoder of texts
     _spec: dict[str, str] | None
 
     def _take(self, denoiser: Denoiser, estimator: Estimator, text: Text | None) -> None:
@@ -109,7 +109,10 @@ class OnIds:
         return self.estimator.stream(windows)
 
     def sample(self, contexts: Sequence[TextOrIds], length: int, **settings: Any) -> list[Sample]:
-        """`length` tokens after each context (Algorithm 1), each with its own score. Settings: see `stream_samples`."""
+        """Draw `length` tokens after each context (Algorithm 1), in the order of `contexts`.
+
+        Each sample has its own exact log-probability. For the settings and errors, see `stream_samples`.
+        """
         samples = dict(self.stream_samples(contexts, length, **settings))
         return [samples[n] for n in range(len(contexts))]
 
@@ -125,14 +128,21 @@ class OnIds:
         keys: Sequence[int] | None = None,
         stop: Stop | None = None,
     ) -> Iterator[tuple[int, Sample]]:
-        """(index, sample) of each context as it is finished.
+        """Like `sample`, but yield (index, sample) of each context as it is finished, in any order.
 
-        `suffixes`: what stands visible after each sample (infilling). With a tokenizer, contexts and suffixes may be
-        texts, which get the checkpoint's special tokens; ids are the whole row as they are.
+        Args:
+            contexts: Visible ids before each sample. With a tokenizer, contexts and suffixes may be texts, which get
+                the checkpoint's special tokens; ids are used unchanged.
+            length: Positions to draw.
+            suffixes: Visible ids or texts after each sample (infilling). None: nothing.
+            tail: [MASK] positions after the `length` drawn ones, which are never revealed.
+            do_sample: Draw tokens. False: take the most probable token at every pick.
+            seed, keys: A draw depends on the seed, the context's key and the position only. None: the key is the index.
+            stop: `stop(index, tokens)` is called after each finished block. If it returns True, no further block is
+                drawn, and the sample's `tail` counts the positions left.
 
-        A draw depends on (`seed`, key, position) only; `keys` defaults to the index of each context.
-        `do_sample=False`: the most probable token at every pick. `stop(index, tokens)` is called after each finished
-        block: if it returns true, no further block is drawn, and the sample's `tail` counts the positions left.
+        Raises:
+            DuelError: If the estimator cannot sample, or a context is wrong or does not fit into a row.
         """
         befores: list[Ids] = []
         afters: list[Ids] = []

@@ -1,4 +1,4 @@
-"""From the keywords of `Duel` to options."""
+"""The options that the keywords of `Duel` stand for."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lm_eval_duel.options import MODEL_ARGUMENTS, Options
 
 
 class Default(str):
-    """The default of a keyword of `from_pretrained`, unlike the same value where it is given."""
+    """The default of a keyword of `from_pretrained`, which differs from the same value given by the user."""
 
 
 GREEDY: Any = Default("greedy")

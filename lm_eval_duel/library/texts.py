@@ -1,4 +1,4 @@
-"""Texts to windows and back: what `Duel.score`, `estimate` and `generate` have in common with the harness."""
+"""Texts to windows and back, as in the harness, for `Duel.score`, `estimate` and `generate`."""
 
 from __future__ import annotations
 
