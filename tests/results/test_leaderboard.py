@@ -153,6 +153,16 @@ def test_only_likelihoods_have_ranks_and_means_are_over_all_tasks(tmp_path):
     assert content["ar"] == "AR", "the only autoregressive model is the one of the gaps"
 
 
+def test_the_plot_is_logarithmic_for_perplexities(tmp_path):
+    several(tmp_path)
+    for metric, scale in (("token_perplexity", math.log), ("bits_per_byte", float)):
+        plot = page._plot(board(tmp_path, "--metric", metric))
+        values, places = [scale(row.main) for row in plot["rows"]], [place for place, *_ in plot["rows"].values()]
+        slope = (places[-1] - places[0]) / (values[-1] - values[0])
+        assert places == pytest.approx([places[0] + slope * (value - values[0]) for value in values], abs=0.3)
+        assert page.MARGIN <= min(places) < max(places) <= page.WIDTH - page.MARGIN
+
+
 @pytest.mark.parametrize("low, high", [(30, 120), (31.2, 31.9), (1.541, 1.568), (0.02, 900), (5, 6), (97, 104)])
 def test_ticks_are_few_and_round(low, high):
     ticks = page._ticks(low, high)
