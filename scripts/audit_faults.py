@@ -21,13 +21,11 @@ import re
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
 
 sys.path += [str(Path(__file__).parent), str(Path(__file__).parents[1] / "tests" / "helpers")]
 
-from faults import place, planted
+from faults import Fault, plant, table
 from mutants import HEAVY, NOT_COPIED, failed
 
 LAWS = ["tests/audit/test_recompute.py", "tests/audit/test_estimates.py", "tests/audit/test_sizes.py"]
@@ -35,28 +33,7 @@ LAWS += ["tests/test_laws.py"]
 OUTSIDE = ("harness/", "tasks/", "text/", "denoisers/hf/", "denoisers/self_tests.py", "estimators/totals.py")  # of laws
 TABLE = Path(__file__).with_suffix(".txt")
 TIMEOUT = 900  # seconds
-
-
 BERT, LLADA, SDAR, MDM = "bert", "llada", "sdar", "demo-mdm"
-
-
-class Fault(NamedTuple):
-    """An entry of the table. `audit`: a checkpoint, its model args, and how many words the text has."""
-
-    what: str
-    file: str
-    old: str
-    new: str
-    audit: tuple[str, str, int]
-
-
-def table() -> Iterator[Fault]:
-    """The planted faults."""
-    for entry in TABLE.read_text(encoding="utf-8").split("\n\n")[1:]:
-        what, file, *lines = entry.strip().splitlines()
-        old, new = ("\n".join(line[2:] for line in lines if line[0] == mark) for mark in "-+")
-        name, arguments, words = next(line[2:].split() for line in lines if line[0] == "@")
-        yield Fault(what[2:], file, old, new, (name, arguments, int(words)))
 
 
 def make_checkpoints(folder: Path) -> dict[str, str]:
@@ -91,7 +68,7 @@ def write_texts(folder: Path, words: int, letters: bool) -> Path:
 def audit(root: Path, fault: Fault, checkpoints: dict[str, str]) -> tuple[bool, bool]:
     """Whether `audit` fails, and whether a window differs, by the package below `root`."""
     name, arguments, words = fault.audit
-    texts, log = write_texts(root / f"texts{words}", words, name != MDM), root / "audit.log"
+    texts, log = write_texts(root / f"texts{words}", int(words), name != MDM), root / "audit.log"
     child = os.fork()
     if not child:
         sys.path.insert(0, str(root))
@@ -125,7 +102,9 @@ def main() -> None:
     parser.add_argument("words", nargs="*", help="only the faults whose entry holds one of these texts")
     parser.add_argument("--only", choices=["audit", "laws"], help="run the audits alone, or the laws alone")
     options = parser.parse_args()
-    chosen = [fault for fault in table() if not options.words or any(word in str(fault) for word in options.words)]
+    chosen = [
+        fault for fault in table([TABLE]) if not options.words or any(word in str(fault) for word in options.words)
+    ]
     os.environ |= {"HF_HUB_OFFLINE": "1", "TQDM_DISABLE": "1"}
     for name in HEAVY:
         importlib.import_module(name)
@@ -134,18 +113,15 @@ def main() -> None:
         checkpoints = make_checkpoints(Path(folder))
         root = Path(folder) / "tree"
         shutil.copytree(Path.cwd(), root, ignore=NOT_COPIED, symlinks=True)
-        for fault in {} if options.only == "laws" else {fault.audit: fault for fault in chosen}.values():
+        for fault in {} if options.only == "laws" else {tuple(fault.audit): fault for fault in chosen}.values():
             if any(audit(root, fault, checkpoints)):
                 sys.exit(f"without any fault, {fault.audit}: {(root / 'audit.log').read_text()[-2000:]}")
         print("| fault | file | `audit` | `verify=N` | laws |\n|---|---|---|---|---|", flush=True)
         for fault in chosen:
-            file = place(root / "lm_eval_duel", fault)
-            source = file.read_text(encoding="utf-8")
-            file.write_text(planted(source, fault), encoding="utf-8")
-            found = (False, False) if options.only == "laws" else audit(root, fault, checkpoints)
             outside = options.only == "audit" or fault.file.startswith(OUTSIDE)
-            law = None if outside else failed(root, LAWS, TIMEOUT)
-            file.write_text(source, encoding="utf-8")
+            with plant(root, fault):
+                found = (False, False) if options.only == "laws" else audit(root, fault, checkpoints)
+                law = None if outside else failed(root, LAWS, TIMEOUT)
             by_law = re.sub(r"^FAILED tests/(audit/)?|\[.*", "", law).replace(".py::", ": ") if law else "-"
             missed += not (found[0] or law)
             finds = " | ".join("yes" if each else "-" for each in found)

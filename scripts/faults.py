@@ -16,11 +16,12 @@ from __future__ import annotations
 
 import argparse
 import ast
+import contextlib
 import importlib
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -32,22 +33,27 @@ ALL = ("-m", "")  # slow tests, too
 
 
 class Fault(NamedTuple):
-    """An entry of the table."""
+    """An entry of a table. `audit`: the words after @ in audit_faults.txt."""
 
+    what: str
     file: str
     old: str
     new: str
     tests: list[str]
+    audit: list[str]
 
 
-def table() -> Iterator[Fault]:
+def table(files: Iterable[Path] = TABLES) -> Iterator[Fault]:
     """The planted faults."""
-    for entry in "\n\n".join(file.read_text(encoding="utf-8") for file in TABLES).split("\n\n"):
-        lines = [line for line in entry.splitlines() if line and not line.startswith("#")]
-        if lines:
-            parts = {mark: [line[2:] for line in lines[1:] if line[0] == mark] for mark in "-+?"}
+    for entry in "\n\n".join(file.read_text(encoding="utf-8") for file in files).split("\n\n"):
+        parts: dict[str, list[str]] = {mark: [] for mark in "#-+?@"}
+        names = []
+        for line in entry.strip().splitlines():
+            parts[line[0]].append(line[2:]) if line[0] in parts else names.append(line)
+        if names:
             old, new = "\n".join(parts["-"]), "\n".join(parts["+"])
-            yield Fault(lines[0], old, new, [f"tests/{test}" for test in parts["?"]])
+            tests, audit = [f"tests/{test}" for test in parts["?"]], " ".join(parts["@"]).split()
+            yield Fault(" ".join(parts["#"]), names[0], old, new, tests, audit)
 
 
 def sources(package: Path) -> dict[Path, str]:
@@ -78,17 +84,23 @@ def planted(source: str, fault: Fault) -> str:
     return changed
 
 
+@contextlib.contextmanager
+def plant(root: Path, fault: Fault) -> Iterator[None]:
+    """Plant a fault in the copy of the tree at `root`; raises ValueError if it cannot be planted."""
+    files = sources(package := root / "lm_eval_duel")
+    file = place(files, package, fault)
+    file.write_text(planted(files[file], fault), encoding="utf-8")
+    yield
+    file.write_text(files[file], encoding="utf-8")
+
+
 def verdict(root: Path, fault: Fault) -> tuple[bool, str]:
     """Whether the tests find a fault, and which one does, or why there is no answer."""
     try:
-        file = place(files := sources(root / "lm_eval_duel"), root / "lm_eval_duel", fault)
-        source = files[file]
-        changed = planted(source, fault)
+        with plant(root, fault):
+            by = failed(root, [*ALL, *fault.tests], TIMEOUT)
     except ValueError as error:
         return False, f"NOT PLANTED: {error}"
-    file.write_text(changed, encoding="utf-8")
-    by = failed(root, [*ALL, *fault.tests], TIMEOUT)
-    file.write_text(source, encoding="utf-8")
     if by is None:
         return False, f"MISSED by {' '.join(fault.tests)}"
     return by.startswith("FAILED"), by.replace(f"{root}/", "")
