@@ -61,18 +61,17 @@ def inspect(model: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def _score(lm: DuelMDM) -> str:
-    from lm_eval_duel.estimators.totals import Outcome
+    from lm_eval_duel.estimators.totals import Total
 
     windows = lm.text.windows(TEXT)
-    tokens = sum(len(window.target) for window in windows)
     began = time.perf_counter()
     scores = lm.estimator.log_prob(windows)
     seconds = time.perf_counter() - began
-    steps = "" if any(score.nfe is None for score in scores) else f", {sum(score.nfe for score in scores)} steps"
-    nats, total = sum(score.log_prob for score in scores), Outcome.from_scores(windows, scores, lm.estimator).total
+    total = Total.from_scores(windows, scores, lm.estimator.name)
+    steps = "" if total.nfe is None else f", {total.nfe} steps"
     kind = kind_of(lm.estimator.name, lm.spec, total.beam)
     error = "" if total.stderr is None else f" +- {total.stderr:.3f}"
-    nats_of = f"{nats:.3f}{error} nats for the {tokens} tokens of {TEXT!r}"
+    nats_of = f"{total.log_prob:.3f}{error} nats for the {total.tokens} tokens of {TEXT!r}"
     return f"{nats_of}, {lm.spec.get('rule', lm.estimator.name)}{steps}, {kind}, {seconds:.2f} s"
 
 

@@ -7,7 +7,7 @@ import contextlib
 import dataclasses
 import math
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +27,6 @@ from lm_eval_duel.rules import PARAMETERS, RULES, presets
 from lm_eval_duel.tasks import own_text
 
 if TYPE_CHECKING:
-    from lm_eval_duel.estimators.totals import Total
     from lm_eval_duel.harness.lm import DuelMDM
 
 TASK = "score"  # what traces and results call these documents
@@ -144,7 +143,7 @@ def names_of(figures: Mapping[str, Any]) -> dict[str, str]:
 
 def figures_of(lm: DuelMDM, rows: Sequence[Line]) -> dict[str, Any]:
     """The content of --json for one model. Null stands for a value that does not exist or is infinite."""
-    info, value = lm.get_model_info(), next(iter(_values(lm)), None)
+    info, beam = lm.get_model_info(), lm.run.total().tasks[TASK].beam
     return {
         "format": read.SCORE,
         "version": read.SCORE_VERSION,
@@ -152,10 +151,10 @@ def figures_of(lm: DuelMDM, rows: Sequence[Line]) -> dict[str, Any]:
         "fingerprint": info["fingerprint"],
         "spec": info["spec"],
         "estimator": lm.estimator.name,
-        "kind": kind_of(lm.estimator.name, info["spec"], value.beam if value else None),
+        "kind": kind_of(lm.estimator.name, info["spec"], beam),
         "documents": [row.figures() for row in rows],
         "total": _total(lm, rows),
-        **({"beam": value.beam.describe()} if value and value.beam else {}),
+        **({"beam": beam.describe()} if beam else {}),
         "duel": finite(info["duel"]),
     }
 
@@ -284,7 +283,7 @@ def score(lm: DuelMDM, texts: Sequence[own_text.OwnText]) -> list[Line] | None:
         for n in mine
     ]
     answers = lm.loglikelihood_rolling(requests)
-    unknown = lm.run.stats.tasks[TASK].unknown if mine else {}  # by the names of documents
+    unknown = lm.run.stats.unknown[TASK] if mine else {}  # by the names of documents
     rows = {}
     for n, answer in zip(mine, answers, strict=True):
         name, text = texts[n]
@@ -296,17 +295,12 @@ def score(lm: DuelMDM, texts: Sequence[own_text.OwnText]) -> list[Line] | None:
     return [every[n] for n in range(len(texts))]
 
 
-def _values(lm: DuelMDM) -> Iterable[Total]:
-    """The sums over all texts, the value of `estimator` first."""
-    return lm.run.total().tasks[TASK].values.values()
-
-
 def _total(lm: DuelMDM, rows: Sequence[Line]) -> dict[str, Any]:
     """The figures of all documents together.
 
     `bits_per_byte_stderr`: over documents, as a ratio to bytes.
     """
-    stderr = next((value.stderr for value in _values(lm)), None)  # equal windows: one error
+    stderr = lm.run.total().tasks[TASK].stderr  # equal windows: one error
     counts = [sum(getattr(row, unit) for row in rows) for unit in ("tokens", "words", "bytes", "unknown")]
     total = Line("", math.fsum(row.log_prob for row in rows), *counts[:3], stderr, "total", counts[3])
     bits = [-row.log_prob / math.log(2) for row in rows]

@@ -10,7 +10,6 @@ from lm_eval_duel.core.scores import Score
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.estimators.base import Estimator
 from lm_eval_duel.estimators.records import read_request, read_window, request_record, window_record
-from lm_eval_duel.estimators.totals import Outcome
 from lm_eval_duel.harness.cache import ResponseCache, request_key
 
 if TYPE_CHECKING:
@@ -44,15 +43,15 @@ class Answers:
         fields = list(window_record(estimator.empty_score, estimator))
         self.contents = str((fields, estimator.traced, *map(str, getattr(estimator, "rules", ()))))
 
-    def saved(self) -> Iterator[tuple[int, Outcome]]:
-        """(index, outcome) of each request that an earlier run has finished."""
+    def saved(self) -> Iterator[tuple[int, list[Score]]]:
+        """(index, scores of its windows) of each request that an earlier run has finished."""
         for n, key in enumerate(self.keys):
             if (record := self.store.find(key, tuple)) is not None:
                 scores = read_request(record, len(self.windows[n]), self.estimator)
                 if scores is None:
                     self.store.drop()
                 else:
-                    yield n, Outcome.from_scores(self.windows[n], scores, self.estimator)
+                    yield n, scores
 
     def kept(self, requests: Iterable[int]) -> dict[Window, Score]:
         """The scores of windows of these requests that an earlier run has kept."""

@@ -14,7 +14,7 @@ from lm_eval_duel.core.scores import Score
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.errors import DuelError, naming
 from lm_eval_duel.estimators.documents import score_documents
-from lm_eval_duel.estimators.totals import Outcome
+from lm_eval_duel.estimators.totals import Total
 from lm_eval_duel.harness.answers import Answers
 from lm_eval_duel.harness.requests import Batch, name, random_order
 from lm_eval_duel.harness.run import HarnessRun
@@ -80,22 +80,19 @@ def document_windows(text: Text, requests: Sequence[Instance]) -> list[list[Wind
 def score_continuations(run: HarnessRun, requests: Sequence[Instance]) -> list[tuple[float, bool]]:
     """The log-likelihood of each continuation, and True if decoding would write it."""
     batch = Batch.from_requests(requests)
-    outcomes = score_requests(run, "loglikelihood", batch.requests, continuation_windows(run.text, batch.requests))
-    answers: list[tuple[float, bool]] = []
-    for request, outcome in zip(batch.requests, outcomes, strict=True):
-        continuation = request.args[1]
-        log_prob = TextLogLikelihood(outcome, continuation) if isinstance(continuation, Gap) else outcome.log_prob
-        answers.append((log_prob, outcome.is_greedy))
-    return batch.spread(answers)
+    windows = continuation_windows(run.text, batch.requests)
+    answers = score_requests(run, "loglikelihood", batch.requests, windows)
+    pairs = zip(batch.requests, answers, strict=True)
+    return batch.spread(
+        [(answer if isinstance(request.args[1], Gap) else float(answer), answer.is_greedy) for request, answer in pairs]
+    )
 
 
 def score_texts(run: HarnessRun, requests: Sequence[Instance]) -> list[TextLogLikelihood]:
     """The log-likelihood of each whole text."""
     batch, shuffled = Batch.from_requests(requests), run.options.order == "random"
     windows = document_windows(run.text, batch.requests)
-    outcomes = score_requests(run, "loglikelihood_rolling", batch.requests, windows, shuffled)
-    pairs = zip(batch.requests, outcomes, strict=True)
-    return batch.spread([TextLogLikelihood(outcome, request.args[0]) for request, outcome in pairs])
+    return batch.spread(score_requests(run, "loglikelihood_rolling", batch.requests, windows, shuffled))
 
 
 def score_requests(
@@ -104,20 +101,25 @@ def score_requests(
     requests: Sequence[Instance],
     windows: Sequence[Sequence[Window]],
     shuffled: bool = False,
-) -> list[Outcome]:
-    """The outcome of each request: from the response cache, or computed now and saved as soon as it is finished.
+) -> list[TextLogLikelihood]:
+    """The log-likelihood of each request: from the response cache, or computed now and saved as soon as it is finished.
 
     `windows`: of each request. `shuffled`: take the requests in a random order, and show estimates of the final values.
     """
-    answers, outcomes = Answers(run.store, run.estimator, kind, requests, windows), dict[int, Outcome]()
-    for n, outcome in answers.saved():
-        outcomes[n] = outcome
-        run.count(requests[n], outcome)
+    answers, found = Answers(run.store, run.estimator, kind, requests, windows), dict[int, TextLogLikelihood]()
+
+    def count(n: int, scores: Sequence[Score]) -> None:
+        total = Total.from_scores(windows[n], scores, run.estimator.name)
+        found[n] = TextLogLikelihood(total, requests[n].args[-1])
+        run.count(requests[n], windows[n], total)
+
+    for n, scores in answers.saved():
+        count(n, scores)
     order = random_order(requests, run.options.draw_seed) if shuffled else range(len(requests))
-    remaining = [n for n in order if n not in outcomes]
+    remaining = [n for n in order if n not in found]
     tokens = [sum(len(window.target) for window in parts) for parts in windows]
     documents = [(n, str(requests[n].task_name), tokens[n]) for n in order]
-    so_far = SoFar(documents, outcomes, run.stats.perplexity_error) if shuffled else None
+    so_far = SoFar(documents, found, run.stats.perplexity_error) if shuffled else None
     progress = run.begin(kind, tokens, remaining, f" {run.method}", so_far)
     known = answers.kept(remaining)
     for window in (window for n in remaining for window in windows[n] if window in known):
@@ -143,10 +145,8 @@ def score_requests(
             )
             for i, scores in stream:
                 n = remaining[i]
-                outcome = Outcome.from_scores(windows[n], scores, run.estimator)
                 answers.save(n, scores)  # first: whatever fails below, this request is not lost
-                outcomes[n] = outcome
-                run.count(requests[n], outcome)
+                count(n, scores)
                 if verification is not None:
                     verification.keep(n, scores)
                 progress.finish_request(len(scores))
@@ -156,21 +156,22 @@ def score_requests(
             run.stats.verify_failures += [verification.failure] if verification.failure else []
     if ties := run.estimator.counts.all_mask_starts - ties:
         log.info("blocks that started from masks alone, where all positions tie and the lowest is first: %d", ties)
-    return [outcomes[n] for n in range(len(requests))]
+    return [found[n] for n in range(len(requests))]
 
 
 class TextLogLikelihood(float):
     """The log-likelihood of a whole text or of a gap, with `text` and `tokens` for data that do not count tokens."""
 
+    __slots__ = ("is_greedy", "stderr", "text", "tokens")
     text: str
     tokens: int
     stderr: float | None  # Monte Carlo
+    is_greedy: bool  # decoding would write the text
     sees_suffix = True  # the text after a gap was visible; answers of other models lack this
 
-    def __new__(cls, outcome: Outcome, text: str) -> TextLogLikelihood:
-        self = super().__new__(cls, outcome.log_prob)
-        self.text, self.tokens = text, sum(len(window.target) for window in outcome.windows)
-        self.stderr = outcome.total.stderr
+    def __new__(cls, total: Total, text: str) -> TextLogLikelihood:
+        self = super().__new__(cls, total.log_prob)
+        self.text, self.tokens, self.stderr, self.is_greedy = text, total.tokens, total.stderr, total.is_greedy
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:  # ranks exchange plain numbers

@@ -21,7 +21,7 @@ from lm_eval_duel.errors import Suspect
 from lm_eval_duel.estimators import registry
 from lm_eval_duel.estimators.base import Estimator
 from lm_eval_duel.estimators.duel import DuelEstimator
-from lm_eval_duel.estimators.totals import Outcome
+from lm_eval_duel.estimators.totals import Total
 from lm_eval_duel.harness.cache import ResponseCache
 from lm_eval_duel.harness.distributed import Ranks
 from lm_eval_duel.harness.requests import document_of
@@ -162,10 +162,10 @@ class HarnessRun:
             if self.trace is not None:
                 self.trace.flush()
 
-    def count(self, request: Instance, outcome: Outcome) -> None:
+    def count(self, request: Instance, windows: Sequence[Window], total: Total) -> None:
         """Add a request to the statistics."""
-        unknown = self.text.unknown(outcome.windows, str(request.args[-1]))
-        self.stats.add_request(str(request.task_name), document_of(request), outcome, unknown)
+        unknown = self.text.unknown(windows, str(request.args[-1]))
+        self.stats.add_request(str(request.task_name), document_of(request), total, unknown)
 
     def write_trace(
         self,

@@ -19,7 +19,6 @@ from itertools import takewhile
 from scipy.special import stdtrit
 
 from lm_eval_duel.core.rates import perplexity, ratio
-from lm_eval_duel.estimators.totals import Outcome
 
 FEWEST = 5  # documents for an interval
 
@@ -27,17 +26,17 @@ FEWEST = 5  # documents for an interval
 class SoFar:
     """Estimates of the final values of one call; `str` is the text for a progress bar.
 
-    `documents`: the (index, task, tokens) of each, in the order in which they are taken. `outcomes`: of the documents
+    `documents`: the (index, task, tokens) of each, in the order in which they are taken. `log_probs`: of the documents
     that are finished, by index. `error_of`: the Monte Carlo error of a task's perplexity.
     """
 
     def __init__(
         self,
         documents: Iterable[tuple[int, str, int]],
-        outcomes: Mapping[int, Outcome],
+        log_probs: Mapping[int, float],
         error_of: Callable[[str], float | None] = lambda task: None,
     ):
-        self.outcomes, self.error_of = outcomes, error_of
+        self.log_probs, self.error_of = log_probs, error_of
         self.tasks: dict[str, list[tuple[int, int]]] = {}  # (index, tokens)
         for n, task, tokens in documents:
             self.tasks.setdefault(task, []).append((n, tokens))
@@ -45,8 +44,8 @@ class SoFar:
     def __str__(self) -> str:
         texts, interval = [], False
         for task, documents in self.tasks.items():
-            finished = [*takewhile(lambda document: document[0] in self.outcomes, documents)]
-            log_probs, tokens = [self.outcomes[n].log_prob for n, _ in finished], [size for _, size in finished]
+            finished = [*takewhile(lambda document: document[0] in self.log_probs, documents)]
+            log_probs, tokens = [self.log_probs[n] for n, _ in finished], [size for _, size in finished]
             if (estimated := estimate(log_probs, tokens, len(documents))) is not None:
                 value, low, high = estimated
                 text = f"ppl {task} {value:.4g}" if len(self.tasks) > 1 else f"ppl {value:.4g}"

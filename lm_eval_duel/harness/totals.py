@@ -11,56 +11,24 @@ from lm_eval_duel.audit import checked
 from lm_eval_duel.audit.checked import CheckedWindow
 from lm_eval_duel.core.scores import known_sum
 from lm_eval_duel.estimators.registry import BEAM, ESTIMATORS, Kind, of_spec
-from lm_eval_duel.estimators.totals import Outcome, Total
+from lm_eval_duel.estimators.totals import Total
 from lm_eval_duel.text.text import unknown_share
 
 SHOWN = 20  # documents listed in a log line
 
 
 @dataclasses.dataclass
-class TaskTotal:
-    """The sums of one task."""
-
-    documents: set[Any] = dataclasses.field(default_factory=set)
-    near_ties: set[Any] = dataclasses.field(default_factory=set)  # the documents that have any
-    unknown: Counter[Any] = dataclasses.field(default_factory=Counter)  # [UNK] tokens of each document that has any
-    requests: int = 0
-    windows: int = 0
-    tokens: int = 0
-    longest_document: int = 0  # tokens
-    values: dict[str, Total] = dataclasses.field(default_factory=dict)
-
-    def merge(self, other: TaskTotal) -> None:
-        """Add the sums of other requests."""
-        self.documents |= other.documents
-        self.near_ties |= other.near_ties
-        self.unknown.update(other.unknown)
-        for name in ("requests", "windows", "tokens"):
-            setattr(self, name, getattr(self, name) + getattr(other, name))
-        self.longest_document = max(self.longest_document, other.longest_document)
-        for name, total in other.values.items():
-            self.values.setdefault(name, Total()).merge(total)
-
-    def describe(self) -> dict[str, Any]:
-        """The entries of the results JSON."""
-        return {
-            "documents": len(self.documents),
-            "near_tie_documents": sorted(self.near_ties),
-            "requests": self.requests,
-            "windows": self.windows,
-            "tokens": self.tokens,
-            "longest_document": self.longest_document,
-            "unk_tokens": self.unknown.total(),
-            "unk_documents": {str(document): count for document, count in sorted(self.unknown.items())},
-            "values": {name: total.describe(self.tokens) for name, total in self.values.items()},
-        }
-
-
-@dataclasses.dataclass
 class RunStats:
     """The statistics of one evaluation, of one rank or, merged, of all."""
 
-    tasks: dict[str, TaskTotal] = dataclasses.field(default_factory=dict)
+    # by task
+    tasks: dict[str, Total] = dataclasses.field(default_factory=dict)
+    requests: Counter[str] = dataclasses.field(default_factory=Counter)
+    longest: dict[str, int] = dataclasses.field(default_factory=dict)  # tokens of the longest request
+    documents: dict[str, set[Any]] = dataclasses.field(default_factory=dict)
+    near_tie_documents: dict[str, set[Any]] = dataclasses.field(default_factory=dict)
+    unknown: dict[str, Counter[Any]] = dataclasses.field(default_factory=dict)  # [UNK] tokens of documents with any
+    # of the run
     counts: dict[str, int | None] = dataclasses.field(default_factory=dict)  # summed over ranks
     generated: set[str] = dataclasses.field(default_factory=set)  # descriptions of generation settings
     seconds: float = 0.0  # in the estimator
@@ -71,20 +39,19 @@ class RunStats:
     verify_failures: list[str] = dataclasses.field(default_factory=list)  # reasons why others were not
     phases: dict[str, dict[str, float]] = dataclasses.field(default_factory=dict)  # costs of a two-phase estimate
 
-    def add_request(self, task: str, document: Any, outcome: Outcome, unknown: int = 0) -> None:
-        """One request: what its windows contribute, and how many of its tokens are [UNK]."""
-        windows = outcome.windows
-        total = TaskTotal({document}, requests=1, windows=len(windows))
-        total.tokens = total.longest_document = sum(len(window.target) for window in windows)
-        if outcome.near_ties:
-            total.near_ties.add(document)
-        if unknown:
-            total.unknown[document] = unknown
-        for window, values in zip(windows, outcome.values, strict=True):
-            for name, value in values.items():
-                total.values.setdefault(name, Total()).merge(Total.from_value(window, value))
-        self.add_count("empty_requests", total.tokens == 0)
-        self.tasks.setdefault(task, TaskTotal()).merge(total)
+    def add_request(self, task: str, document: Any, total: Total, unknown: int = 0) -> None:
+        """Add one request; `unknown`: how many of its tokens are [UNK]."""
+        request = RunStats(
+            tasks={task: total},
+            requests=Counter([task]),
+            longest={task: total.tokens},
+            documents={task: {document}},
+            near_tie_documents={task: {document} if total.near_ties else set()},
+            unknown={task: Counter({document: unknown} if unknown else {})},
+            counts={"empty_requests": int(total.tokens == 0)},
+            ranks=0,
+        )
+        self.merge(request)
 
     def add_count(self, name: str, count: int = 1) -> None:
         """Add to a count."""
@@ -92,13 +59,17 @@ class RunStats:
 
     def perplexity_error(self, task: str) -> float | None:
         """The Monte Carlo error of a task's perplexity per token; None: there is none, or it is not known."""
-        total = self.tasks[task]
-        return next(iter(total.values.values())).perplexity(total.tokens)[1] if total.tokens else None
+        return self.tasks[task].perplexity_stderr
 
     def merge(self, other: RunStats) -> None:
-        """Add the statistics of another rank."""
-        for name, total in other.tasks.items():
-            self.tasks.setdefault(name, TaskTotal()).merge(total)
+        """Add other statistics, such as those of another rank."""
+        for task, total in other.tasks.items():
+            self.tasks.setdefault(task, Total()).merge(total)
+            self.longest[task] = max(self.longest.get(task, 0), other.longest[task])
+            self.documents.setdefault(task, set()).update(other.documents[task])
+            self.near_tie_documents.setdefault(task, set()).update(other.near_tie_documents[task])
+            self.unknown.setdefault(task, Counter()).update(other.unknown[task])
+        self.requests.update(other.requests)
         for name, count in other.counts.items():
             self.counts[name] = known_sum(self.counts.get(name, 0), count)
         self.generated |= other.generated
@@ -128,20 +99,16 @@ class RunStats:
         """
         lines: list[str] = []
         for name, task, total in ((name, task, total) for name in ESTIMATORS for task, total in self.tasks.items()):
-            value = total.values.get(name)
-            beam = None if value is None else value.beam
+            if (value := total.named.get(name)) is None or not value.tokens:
+                continue
+            beam = value.beam
             entry = of_spec(name, {} if beam is None else {BEAM: ""}, beam)
-            if value is None or not total.tokens:
-                continue
-            if entry.drawn is None:
+            if entry.drawn is not None:
+                title = entry.drawn.value + (f" ({bound})" if entry.kind is Kind.UPPER_BOUND else "")
+                lines.append(f"{title} of {task}: {value.summary(entry.drawn)}")
+            elif entry.kind is not Kind.LIKELIHOOD and value is total:
                 found = "" if beam is None else f"; {beam.summary}"
-                if entry.kind is not Kind.LIKELIHOOD and name == next(iter(total.values)):
-                    lines.append(
-                        f"{entry.display} of {task}: {value.figures(total.tokens)} ({entry.kind.value}{found})"
-                    )
-                continue
-            title = entry.drawn.value + (f" ({bound})" if entry.kind is Kind.UPPER_BOUND else "")
-            lines.append(f"{title} of {task}: {value.with_error(total.tokens, entry.drawn)}")
+                lines.append(f"{entry.display} of {task}: {value.summary()} ({entry.kind.value}{found})")
         return lines
 
     def warnings(self) -> list[str]:
@@ -149,9 +116,9 @@ class RunStats:
         return [
             *self._two_answers(),
             *(
-                f"{task}: {unknown_share(total.unknown.total(), total.tokens)}"
-                for task, total in self.tasks.items()
-                if total.unknown
+                f"{task}: {unknown_share(unknown.total(), self.tasks[task].tokens)}"
+                for task, unknown in self.unknown.items()
+                if unknown
             ),
         ]
 
@@ -176,7 +143,7 @@ class RunStats:
     @property
     def near_ties(self) -> str:
         """The documents that have near ties; empty if none has any."""
-        documents = [f"{task} {doc}" for task, total in self.tasks.items() for doc in sorted(total.near_ties)]
+        documents = [f"{task} {doc}" for task, found in self.near_tie_documents.items() for doc in sorted(found)]
         if not documents:
             return ""
         names = ", ".join(documents[:SHOWN])
@@ -194,12 +161,27 @@ class RunStats:
             "seconds": self.seconds,
             "tokens_per_second": tokens / self.seconds if self.seconds else None,
             "peak_memory_bytes": self.peak_memory,
-            "longest_document": max((total.longest_document for total in self.tasks.values()), default=0),
+            "longest_document": max(self.longest.values(), default=0),
             "generated": sorted(self.generated),
             "verify": checked.describe(self.checked) if self.checked else None,
             **({"verify_failed": self.verify_failures} if self.verify_failures else {}),
             **({"phases": self.phases} if self.phases else {}),
-            "tasks": {name: total.describe() for name, total in self.tasks.items()},
+            "tasks": {task: self.describe_task(task) for task in self.tasks},
+        }
+
+    def describe_task(self, task: str) -> dict[str, Any]:
+        """The entry of a task in the results JSON."""
+        total, unknown = self.tasks[task], self.unknown[task]
+        return {
+            "documents": len(self.documents[task]),
+            "near_tie_documents": sorted(self.near_tie_documents[task]),
+            "requests": self.requests[task],
+            "windows": total.windows,
+            "tokens": total.tokens,
+            "longest_document": self.longest[task],
+            "unk_tokens": unknown.total(),
+            "unk_documents": {str(document): count for document, count in sorted(unknown.items())},
+            "values": {name: value.describe() for name, value in total.named.items()},
         }
 
 

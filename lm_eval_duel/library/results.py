@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, cast
 
 from lm_eval_duel.core import rates
-from lm_eval_duel.core.scores import Sample, Score, known_sum
+from lm_eval_duel.core.scores import Sample, Score
 from lm_eval_duel.core.windows import Ids, Window, as_ids
 from lm_eval_duel.estimators.blocks import TwoPhaseBlocks
 from lm_eval_duel.estimators.registry import Kind, is_bound, kind_of
-from lm_eval_duel.estimators.totals import Outcome, Total
+from lm_eval_duel.estimators.totals import Total
 from lm_eval_duel.text.token_text import token_texts
 
 if TYPE_CHECKING:
@@ -63,27 +63,21 @@ class TextScore:
         suffix: str | Ids = "",
     ) -> TextScore:
         """The score of a text of `length` tokens from the scores of its windows."""
-        total = Outcome.from_scores(windows, scores, estimator).total
-        spec = estimator.describe()
+        total, spec = Total.from_scores(windows, scores, estimator.name), estimator.describe()
         kind = kind_of(estimator.name, spec, total.beam)
-        log_prob = math.fsum(score.log_prob for score in scores)
-        nfe: int | None = 0
-        near_ties: int | None = 0
-        for score in scores:
-            nfe, near_ties = known_sum(nfe, score.nfe), known_sum(near_ties, score.near_ties)
         return cls(
             text=text,
-            log_prob=log_prob,
+            log_prob=total.log_prob,
             stderr=total.stderr,
             bound=is_bound(kind),
             kind=kind,
-            perplexity=rates.perplexity(-log_prob / length) if length else math.nan,
-            bits_per_byte=-log_prob / math.log(2) / len(text.encode()) if text else math.nan,
+            perplexity=rates.perplexity(-total.log_prob / length) if length else math.nan,
+            bits_per_byte=-total.log_prob / math.log(2) / len(text.encode()) if text else math.nan,
             tokens=tuple(token_texts([token for window in windows for token in window.target], tokenizer)),
             token_logprobs=tuple(value for score in scores for value in score.token_logprobs),
             reveal_steps=tuple(step for score in scores for step in score.reveal_steps),
-            nfe=nfe,
-            near_ties=near_ties,
+            nfe=total.nfe,
+            near_ties=total.near_ties,
             windows=tuple(windows),
             window_scores=tuple(scores),
             sums=total,
@@ -139,7 +133,7 @@ class TextEstimate:
         cls, text: str, tokens: int, windows: Sequence[Window], scores: Sequence[Score], estimator: Estimator
     ) -> TextEstimate:
         """The estimate of a text of `tokens` tokens from the scores of its windows."""
-        sums = Outcome.from_scores(windows, scores, estimator).total
+        sums = Total.from_scores(windows, scores, estimator.name)
         return cls._from_sums(text, tokens, len(text.encode()), tuple(scores), sums, estimator.describe())
 
     @classmethod
@@ -165,7 +159,7 @@ class TextEstimate:
             text=text,
             tokens=tokens,
             bytes=bytes,
-            log_prob=math.fsum(score.log_prob for score in scores),
+            log_prob=sums.log_prob,
             stderr=sums.stderr if sums.windows else 0.0,
             blocks=blocks.count,
             sampled_blocks=blocks.sampled,
@@ -208,7 +202,7 @@ class GeneratedText:
         tokenizer: PreTrainedTokenizerBase,
     ) -> GeneratedText:
         """The text of a sample, and the window under which it is scored again."""
-        total = Outcome.from_scores([window], [sample], estimator).total
+        total = Total.from_score(window, sample, estimator.name)
         return cls(
             prompt=prompt,
             text=text,

@@ -71,8 +71,9 @@ def other_ids(monkeypatch):
 
 
 def smaller_totals(monkeypatch):
-    total = totals.Outcome.log_prob.fget
-    monkeypatch.setattr(totals.Outcome, "log_prob", property(lambda self: 0.99 * total(self)))
+    from_scores = totals.Total.from_scores
+    smaller = lambda *a: dataclasses.replace(total := from_scores(*a), log_prob=0.99 * total.log_prob)  # noqa: E731
+    monkeypatch.setattr(totals.Total, "from_scores", smaller)
 
 
 def another_count(monkeypatch):

@@ -22,7 +22,7 @@ from lm_eval_duel.estimators.registry import Kind, kind_of
 from lm_eval_duel.estimators.subsets import chunk
 from lm_eval_duel.estimators.subsets.sampled_confidence import SampledConfidence
 from lm_eval_duel.estimators.subsets.sampled_order import SampledOrder
-from lm_eval_duel.estimators.totals import Outcome
+from lm_eval_duel.estimators.totals import Total
 from lm_eval_duel.options import Options
 
 SAMPLERS = {
@@ -225,7 +225,7 @@ def test_errors_of_blocks_add_up():
     network = Toy(length=14, seed=3, scale=1.0)
     estimator = made("random", network, block=10, tolerance=3)
     scores = estimator.log_prob(LONG[:3])
-    total = Outcome.from_scores(LONG[:3], scores, estimator).total
+    total = Total.from_scores(LONG[:3], scores, estimator.name)
     assert total.stderr == pytest.approx(sum(score.stderr for score in scores)) and total.stderr > 0
 
 
@@ -238,14 +238,13 @@ def test_a_value_is_an_estimate_or_a_bound_and_says_so():
     assert len(labels) == 2 and not labels & {Kind.LIKELIHOOD.value, Kind.UPPER_BOUND.value}
     estimator = made("random", beam=16)
     scores = estimator.log_prob(WINDOWS[:3])
-    outcome = Outcome.from_scores(WINDOWS[:3], scores, estimator)
+    total = Total.from_scores(WINDOWS[:3], scores, estimator.name)
     read = read_request(request_record(scores, estimator), 3, estimator)
-    assert Outcome.from_scores(WINDOWS[:3], read, estimator).total == outcome.total
-    total = outcome.total
-    assert total.beam.only_bounded and total.stderr is None and total.describe(25)["stderr"] is None
+    assert Total.from_scores(WINDOWS[:3], read, estimator.name).blocks == total.blocks
+    assert total.beam.only_bounded and total.stderr is None and total.describe()["stderr"] is None
     assert total.beam == sum(sums(scores), BeamBlocks())
     assert total.beam.kind is Kind.UPPER_BOUND and total.beam.count == 4
-    described = total.describe(25)["beam"]
+    described = total.describe()["beam"]
     assert described["bound"] <= total.log_prob + 1e-9 and described["kind"] == "bound"
     assert BeamBlocks.read(described) == total.beam
 

@@ -12,10 +12,11 @@ from lm_eval.api.model import CachingLM
 from lm_eval.tasks import TaskManager
 
 from lm_eval_duel import tasks
+from lm_eval_duel.estimators.totals import Total
 from lm_eval_duel.harness import trace
 from lm_eval_duel.harness.answers import Answers
 from lm_eval_duel.harness.lm import DuelMDM
-from lm_eval_duel.harness.totals import RunStats, TaskTotal
+from lm_eval_duel.harness.totals import RunStats
 from lm_eval_duel.harness.trace import IMPOSSIBLE
 
 pytestmark = pytest.mark.usefixtures("one_load")
@@ -207,10 +208,13 @@ def test_documents_with_near_ties_are_listed():
     stats = RunStats()
     assert stats.near_ties == ""
     for task, near_ties in (("a", {7, 2}), ("b", set()), ("c", set(range(30)))):
-        stats.merge(RunStats(tasks={task: TaskTotal(documents=set(range(99)), near_ties=near_ties)}))
+        for document in range(40):
+            stats.add_request(task, document, Total(near_ties=int(document in near_ties)))
     assert "32 documents" in stats.near_ties and "a 2, a 7, c 0, c 1, " in stats.near_ties
     assert "c 17 and 12 more" in stats.near_ties and "c 18" not in stats.near_ties
-    assert "more" not in RunStats(tasks={"a": TaskTotal(documents={1}, near_ties={1})}).near_ties
+    few = RunStats()
+    few.add_request("a", 1, Total(near_ties=3))
+    assert "1 documents" in few.near_ties and "more" not in few.near_ties
 
 
 @pytest.mark.parametrize(("estimator", "labelled"), [("duel", False), ("mixture", False), ("oracle", True)])

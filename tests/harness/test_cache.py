@@ -222,10 +222,10 @@ def test_windows_of_a_document_that_is_not_finished_are_kept(model, tmp_path, sp
     assert computed(again) == 1 < whole.estimator.counts.windows == 2
     assert not keys(again, "window ")
     ours, theirs = again.lm.run.stats.tasks["toy"], whole.run.stats.tasks["toy"]
-    for name, total in theirs.values.items():
-        assert ours.values[name].log_prob == pytest.approx(total.log_prob, abs=1e-9)
+    for name, total in theirs.named.items():
+        assert ours.named[name].log_prob == pytest.approx(total.log_prob, abs=1e-9)
         if total.beam is not None:
-            assert vars(ours.values[name].beam) == pytest.approx(vars(total.beam), abs=1e-9)
+            assert vars(ours.named[name].beam) == pytest.approx(vars(total.beam), abs=1e-9)
     if traced:
         lines = [[line["reveal_steps"], line["values"].keys()] for line in trace.read(tmp_path / "t.jsonl")]
         assert lines == [[line["reveal_steps"], line["values"].keys()] for line in trace.read(tmp_path / "whole.jsonl")]

@@ -230,7 +230,7 @@ def ours(
 def text_score(text, nats, tokens, estimator="duel", stderr=None, blocks=None, **spec):
     """A score as `Duel.score` returns it, of a text in one window. `stderr`: of draws; `blocks`: of an estimate."""
     window = Window((), tuple(text.encode()))
-    sums = Total.from_value(window, Score(nats, stderr=stderr, blocks=blocks))
+    sums = Total.from_score(window, Score(nats, stderr=stderr, blocks=blocks), estimator)
     spec = {"estimator": estimator, **spec}
     kind = registry.kind_of(estimator, spec, sums.beam)
     bound, rest = kind == registry.Kind.UPPER_BOUND.value, ((-1.0,) * tokens, (0,) * tokens, None, None, (), ())
