@@ -271,10 +271,8 @@ def averages(compared: Mapping[str, Sequence[Row]]) -> list[Average]:
     standard errors of 0.
     """
     of_name: dict[tuple[str, str], dict[str, Row]] = {}
-    for name, shown in compared.items():
-        for row in shown:
-            if row.duel:
-                of_name.setdefault((row.model, row.name), {})[name] = row
+    for name, row in ((name, row) for name, shown in compared.items() for row in shown if row.duel):
+        of_name.setdefault((row.model, row.name), {})[name] = row
     result = []
     for (model, name), rows in of_name.items():
         known = [row for row in rows.values() if row.share is not None]

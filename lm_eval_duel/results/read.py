@@ -103,15 +103,13 @@ class Task:
 class Run:
     """One results file. The spec of another model of the harness is what it was loaded with; its `duel` is empty."""
 
-    name: str  # the file as messages name it
     file: Path
     content: Json = dataclasses.field(repr=False)
     ours: bool
-    model: str  # --model, or the class of a model object
     pretrained: str
     spec: dict[str, str]
     duel: dict[str, Any]
-    tasks: dict[str, Task] = dataclasses.field(default_factory=dict)  # those with a perplexity
+    tasks: dict[str, Task]  # those with a perplexity
     others: dict[str, Task] = dataclasses.field(default_factory=dict)  # tasks without one
     groups: tuple[str, ...] = ()  # groups of tasks
     baseline: bool = False  # the autoregressive model of the gaps
@@ -120,6 +118,7 @@ class Run:
 
     def __post_init__(self) -> None:
         spec, duel, config = self.spec, self.duel, self.content["config"]
+        self.name, self.model = str(self.file), str(config["model"])  # for messages; --model, or the class of an object
         self.label = self.pretrained.rstrip("/").split("/")[-1] or self.pretrained  # how tables name the model
         # equal for the same model: digest of the weights, else the name that was loaded
         self.key = str((duel.get("weights") or spec.get("weights")) if self.ours else self.pretrained)
@@ -248,32 +247,13 @@ def of_score(file: Path, content: Json) -> Run:
     """A model of a file of `score --json`. Its task is called `score`."""
     duel, documents = _duel(content["duel"]), samples.of_score(content["documents"])
     totals = {metric: map(sum, zip(*known.values(), strict=True)) for metric, known in documents.values.items()}
+    metrics = {metric: float(stats.value(metric, *totals[metric])) for metric in METRICS if metric in totals}
+    identity, entry = {"documents": str(len(documents.numbers))}, duel["tasks"].get("score", {})
+    task = Task("score", metrics, {}, identity, "loglikelihood_rolling", entry, documents)
     config = {"model": MODEL, "fingerprint": content["fingerprint"], "duel": content["duel"]}
-    run = _checked(
-        Run(
-            name=str(file),
-            file=file,
-            content={"config": config},
-            ours=True,
-            model=MODEL,
-            pretrained=str(content["pretrained"]),
-            spec=_strings(content["spec"]),
-            duel=duel,
-            tasks={
-                "score": Task(
-                    "score",
-                    {metric: float(stats.value(metric, *totals[metric])) for metric in METRICS if metric in totals},
-                    {},
-                    {"documents": str(len(documents.numbers))},
-                    "loglikelihood_rolling",
-                    duel["tasks"].get("score", {}),
-                    documents,
-                )
-            },
-        )
-    )
-    value = run.tasks["score"].entry.get("values", {}).get(run.estimator, {})
-    kind = kind_of(run.estimator, run.spec, value.get("beam"))
+    spec, pretrained = _strings(content["spec"]), str(content["pretrained"])
+    run = _checked(Run(file, {"config": config}, True, pretrained, spec, duel, {"score": task}))
+    kind = kind_of(run.estimator, spec, entry.get("values", {}).get(run.estimator, {}).get("beam"))
     if content["kind"] != kind:
         raise ValueError(f"its kind is {content['kind']}, and estimator={run.estimator} gives {kind}")
     return run
@@ -293,21 +273,11 @@ def _of_harness(file: Path, content: Json) -> Run:
     groups = {name for name, parts in (content.get("group_subtasks") or {}).items() if parts}
     groups |= set(content.get("groups") or {})
     tasks = [_task(file, content, duel, name) for name in content["results"] if name not in groups]
-    return _checked(
-        Run(
-            name=str(file),
-            file=file,
-            content=content,
-            ours=ours,
-            model=model,
-            pretrained=str(duel.get("pretrained") or arguments.get("pretrained") or content.get("model_name") or model),
-            spec=spec,
-            duel=duel,
-            tasks={task.name: task for task in tasks if task.metrics},
-            others={task.name: task for task in sorted(tasks, key=lambda task: task.name) if not task.metrics},
-            groups=tuple(sorted(groups & content["results"].keys())),
-        )
-    )
+    pretrained = str(duel.get("pretrained") or arguments.get("pretrained") or content.get("model_name") or model)
+    with_perplexity = {task.name: task for task in tasks if task.metrics}
+    others = {task.name: task for task in sorted(tasks, key=lambda task: task.name) if not task.metrics}
+    known = tuple(sorted(groups & content["results"].keys()))
+    return _checked(Run(file, content, ours, pretrained, spec, duel, with_perplexity, others, known))
 
 
 def _task(file: Path, content: Json, duel: Json, name: str) -> Task:

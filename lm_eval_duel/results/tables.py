@@ -111,9 +111,8 @@ def speeds(of: Speeds) -> Table:
 def perplexities(tasks: Mapping[str, Comparison]) -> Table:
     """Every row on every task."""
     methods: dict[str, dict[str, dict[str, Row]]] = {}  # model -> method -> task -> row
-    for name, task in tasks.items():
-        for row in task.rows:
-            methods.setdefault(row.model, {}).setdefault(row.name, {})[name] = row
+    for name, row in ((name, row) for name, task in tasks.items() for row in task.rows):
+        methods.setdefault(row.model, {}).setdefault(row.name, {})[name] = row
     records = [(model, name, rows) for model, of_model in methods.items() for name, rows in of_model.items()]
     shown: Columns = {"model": lambda record: record[0], "method": lambda record: record[1]}
     for name, task in tasks.items():

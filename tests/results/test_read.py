@@ -144,12 +144,13 @@ def test_half_of_a_task_from_a_response_cache_does_not_contradict_it(tmp_path):
 
 def test_files_that_are_no_results(tmp_path):
     with pytest.raises(DuelError, match="No file or folder"):
-        report([str(tmp_path / "none"), "--out", str(tmp_path / "out")])
+        run(tmp_path)
+    (tmp_path / "results").mkdir()
     with pytest.raises(DuelError, match=r"No results_\*\.json \(or \*_DATE\.json\) in"):
-        report([str(tmp_path), "--out", str(tmp_path / "out")])
-    (tmp_path / "results_x.json").write_text("{}")
+        run(tmp_path)
+    (tmp_path / "results" / "results_x.json").write_text("{}")
     with pytest.raises(DuelError, match=r"is not a results file of lm_eval, or is not whole \(KeyError"):
-        report([str(tmp_path), "--out", str(tmp_path / "out")])
+        run(tmp_path)
 
 
 def test_infinity_is_null_with_a_reason(tmp_path):
@@ -243,13 +244,10 @@ def traced(tmp_path):
     return trace(tmp_path / "trace.jsonl", file, windows)
 
 
-def test_lattice_rows_have_intervals_from_the_trace(tmp_path, traced):
-    found = run(tmp_path)
-    for row in found["tasks"]["sotu"]["rows"]:
-        assert row["interval"] is not None and row["interval"][0] < row["value"] < row["interval"][1], row["name"]
-
-
-def test_a_trace_that_is_gone_or_of_another_run(tmp_path, traced):
+def test_intervals_of_a_lattice_need_its_trace(tmp_path, traced):
+    """Not one that is gone, or of another run."""
+    for row in run(tmp_path)["tasks"]["sotu"]["rows"]:
+        assert row["interval"][0] < row["value"] < row["interval"][1], row["name"]
     moved = traced.rename(tmp_path / "moved.jsonl")
 
     def reasons(*more):
@@ -263,7 +261,7 @@ def test_a_trace_that_is_gone_or_of_another_run(tmp_path, traced):
     moved.write_text("\n".join(moved.read_text().splitlines()[:-1]) + "\n")
     assert all("another run's trace" in reason for reason in reasons("--traces", moved)[1])
     (result,) = (tmp_path / "results").rglob("results_*.json")
-    moved.rename(result.parent / "trace.jsonl")  # beside the results it is found by its name
+    moved.rename(result.parent / "trace.jsonl")  # next to the results it is found by its name
     assert all("another run's trace" in reason for reason in reasons()[1])
 
 
@@ -271,11 +269,10 @@ def test_a_trace_that_is_gone_or_of_another_run(tmp_path, traced):
 
 
 @pytest.mark.parametrize("kind", registry.Kind)
-@pytest.mark.parametrize("names", [("fake", "mixture")])
-def test_a_new_estimator_is_shown_under_its_own_name_and_kind(tmp_path, monkeypatch, kind, names):
+def test_a_new_estimator_is_shown_under_its_name_and_kind(tmp_path, monkeypatch, kind):
     entry = registry.Entry("fake", "Fake Estimator", "a fake", kind, "nowhere:Fake", dict)
     monkeypatch.setitem(registry.ESTIMATORS, "fake", entry)
-    ours(tmp_path / "results", docs=DOCS, estimator=names[0], values={"sotu": {names[1]: 7.0}})
+    ours(tmp_path / "results", docs=DOCS, estimator="fake", values={"sotu": {"mixture": 7.0}})
     rows = {row["estimator"]: row for row in run(tmp_path)["tasks"]["sotu"]["rows"]}
     assert set(rows) == {"fake", "mixture"} and rows["fake"]["name"].startswith("Fake Estimator")
     for file in ("report.md", "methods_sotu.tex"):
@@ -283,7 +280,7 @@ def test_a_new_estimator_is_shown_under_its_own_name_and_kind(tmp_path, monkeypa
     assert rows["fake"]["rule"] is None
     assert rows["fake"]["likelihood"] is (kind is not registry.Kind.NOT_A_LIKELIHOOD)
     assert rows["fake"]["bound"] is (kind is registry.Kind.UPPER_BOUND)
-    assert rows["fake"]["best"] is (kind is registry.Kind.LIKELIHOOD and names[1] == "fake")
+    assert rows["mixture"]["best"] is rows["fake"]["likelihood"] and not rows["fake"]["best"]
     assert (kind.value in rows["fake"]["name"]) is (kind is registry.Kind.NOT_A_LIKELIHOOD)
 
 
