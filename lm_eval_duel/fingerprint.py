@@ -30,7 +30,7 @@ NO_IDS = (  # settings of a tokenizer that do not change the ids of a text
 
 
 class Described(Protocol):
-    """A part of a spec: a denoiser, an estimator, or a `Text`."""
+    """A part of a spec: a denoiser, an estimator, or a `TextEncoder`."""
 
     def describe(self) -> dict[str, object]:
         """The entries of this part that define a number."""

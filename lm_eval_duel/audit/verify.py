@@ -18,7 +18,7 @@ from lm_eval_duel.demo import BUNDLED
 from lm_eval_duel.errors import first_line
 from lm_eval_duel.estimators import registry
 from lm_eval_duel.options import Options
-from lm_eval_duel.text.text import Text
+from lm_eval_duel.text.text import TextEncoder
 
 if TYPE_CHECKING:
     from lm_eval.api.instance import Instance
@@ -49,7 +49,7 @@ class Verification:
         """Remember the run's scores of the drawn windows of request `n`."""
         self.scores |= {(n, part): score for part, score in enumerate(scores) if (n, part) in self.drawn}
 
-    def compare(self, requests: Sequence[Instance], text: Text) -> list[CheckedWindow]:
+    def compare(self, requests: Sequence[Instance], text: TextEncoder) -> list[CheckedWindow]:
         """Score the drawn windows again; an error in the log if one differs, unless the run's dtype is coarse.
 
         If that fails (out of memory, say, or in a rule of the user), `failure` and the log say why: the run's scores
@@ -73,7 +73,7 @@ class Verification:
             log.log(logging.ERROR if wrong else logging.INFO, "%s", in_words(checked))
         return checked
 
-    def _score_again(self, text: Text) -> Iterator[tuple[tuple[int, int], Recomputed]]:
+    def _score_again(self, text: TextEncoder) -> Iterator[tuple[tuple[int, int], Recomputed]]:
         if not self.scores:
             return
         options = dataclasses.replace(self.options, batch_size=2)  # any number: skips the search for a batch size
@@ -82,7 +82,7 @@ class Verification:
             yield (n, part), recompute(estimator, self.windows[n][part], self.scores[n, part])
 
 
-def float32_network(options: Options, text: Text, device: str | None) -> Denoiser:
+def float32_network(options: Options, text: TextEncoder, device: str | None) -> Denoiser:
     """The network in float32, or in float64 if that is what it runs in."""
     if not text.denoiser.coarse:
         return text.denoiser

@@ -219,9 +219,9 @@ def _windows_of_tasks(options: argparse.Namespace, denoiser: Any, tokenizer: Any
     from lm_eval_duel.estimators.cost import layouts
     from lm_eval_duel.harness.loglikelihood import continuation_windows, document_windows
     from lm_eval_duel.tasks import named
-    from lm_eval_duel.text.text import Text
+    from lm_eval_duel.text.text import TextEncoder
 
-    text = Text(tokenizer, denoiser, options.run.windows, block)
+    text = TextEncoder(tokenizer, denoiser, options.run.windows, block)
     metadata = {**options.model_args, **options.metadata}
     tasks = named.load(options.tasks, metadata, options.include_path, options.limit)
     requests = [request for task in tasks for request in task.instances]

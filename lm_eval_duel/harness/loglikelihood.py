@@ -21,7 +21,7 @@ from lm_eval_duel.harness.run import HarnessRun
 from lm_eval_duel.harness.so_far import SoFar
 from lm_eval_duel.tasks.columns import MADE, MADE_HERE, TOKENS
 from lm_eval_duel.text.annotated import Gap
-from lm_eval_duel.text.text import Text
+from lm_eval_duel.text.text import TextEncoder
 
 if TYPE_CHECKING:
     from lm_eval.api.instance import Instance
@@ -32,7 +32,7 @@ log = logging.getLogger("lm_eval.duel_mdm")  # lm-eval prints its own loggers on
 # ---------------------------------------------------------------- requests -> windows
 
 
-def continuation_windows(text: Text, requests: Sequence[Instance]) -> list[list[Window]]:
+def continuation_windows(text: TextEncoder, requests: Sequence[Instance]) -> list[list[Window]]:
     """The window of each (context, continuation); logs how many contexts were truncated."""
     cut, merged = text.cut_contexts, text.merged_borders
     windows = []
@@ -58,7 +58,7 @@ def continuation_windows(text: Text, requests: Sequence[Instance]) -> list[list[
     return windows
 
 
-def document_windows(text: Text, requests: Sequence[Instance]) -> list[list[Window]]:
+def document_windows(text: TextEncoder, requests: Sequence[Instance]) -> list[list[Window]]:
     """The windows of each whole text; raises DuelError if its task counted other tokens than are scored."""
     windows = []
     for request in requests:

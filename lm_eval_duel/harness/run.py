@@ -30,7 +30,7 @@ from lm_eval_duel.harness.spec import peak_memory
 from lm_eval_duel.harness.totals import RunStats, Share
 from lm_eval_duel.harness.trace import Writer, record
 from lm_eval_duel.options import Options
-from lm_eval_duel.text.text import Text
+from lm_eval_duel.text.text import TextEncoder
 
 if TYPE_CHECKING:
     from lm_eval.api.instance import Instance
@@ -77,7 +77,7 @@ class HarnessRun:
     """One evaluation of a model. Creating it resets the counts of `estimator` and `text`."""
 
     options: Options
-    text: Text
+    text: TextEncoder
     estimator: Estimator
     ranks: Ranks
     trace: Writer | None

@@ -38,7 +38,7 @@ from lm_eval_duel.options import Grid, Options, Windows
 from lm_eval_duel.rules import Rule, parse
 from lm_eval_duel.text.generation import Generator, Settings
 from lm_eval_duel.text.loading import load_scorer
-from lm_eval_duel.text.text import Text, unknown_share
+from lm_eval_duel.text.text import TextEncoder, unknown_share
 
 if TYPE_CHECKING:
     import torch
@@ -99,7 +99,7 @@ class Duel(OnIds):
         options = estimator_options(estimator, arguments)
         options = dataclasses.replace(options, rule=rule, block=block, grid=grid, windows=windows)
         made = registry.make(denoiser, options, batch_size=batch_size, max_batch_size=max_batch_size, traced=traced)
-        text = None if tokenizer is None else Text(tokenizer, denoiser, options.windows, made.block)
+        text = None if tokenizer is None else TextEncoder(tokenizer, denoiser, options.windows, made.block)
         self._take(denoiser, made, text)
 
     @classmethod

@@ -16,7 +16,7 @@ from lm_eval_duel.estimators.duel import DuelEstimator
 from lm_eval_duel.estimators.sampling import Stop
 from lm_eval_duel.library.texts import TextOrIds, one_each
 from lm_eval_duel.rules import Rule
-from lm_eval_duel.text.text import Text
+from lm_eval_duel.text.text import TextEncoder
 
 if TYPE_CHECKING:
     import torch
@@ -31,10 +31,10 @@ class OnIds:
 
     denoiser: Denoiser
     estimator: Estimator
-    _text: Text | None  # the encoder of texts
+    _text: TextEncoder | None  # the encoder of texts
     _spec: dict[str, str] | None
 
-    def _take(self, denoiser: Denoiser, estimator: Estimator, text: Text | None) -> None:
+    def _take(self, denoiser: Denoiser, estimator: Estimator, text: TextEncoder | None) -> None:
         self.denoiser, self.estimator, self._text = denoiser, estimator, text
         self._spec: dict[str, str] | None = None
 
@@ -232,7 +232,7 @@ class OnIds:
             )
         return cast(DuelEstimator, self.estimator)
 
-    def _require_text(self, method: str, texts: Sequence[str]) -> Text:
+    def _require_text(self, method: str, texts: Sequence[str]) -> TextEncoder:
         """The encoder of texts; raises DuelError if there is none, or if `texts` are not texts."""
         if self._text is None:
             raise DuelError(

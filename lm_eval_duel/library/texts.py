@@ -10,7 +10,7 @@ from lm_eval_duel.core.windows import Ids, Window
 from lm_eval_duel.errors import DuelError, naming
 from lm_eval_duel.library.results import GeneratedText
 from lm_eval_duel.text.generation import Generator
-from lm_eval_duel.text.text import Text
+from lm_eval_duel.text.text import TextEncoder
 
 TextOrIds: TypeAlias = "str | Ids"
 
@@ -18,7 +18,7 @@ log = logging.getLogger("lm_eval.duel_mdm")
 
 
 def text_windows(
-    encoder: Text, texts: Sequence[str], around: Sequence[tuple[TextOrIds, TextOrIds]] | None = None
+    encoder: TextEncoder, texts: Sequence[str], around: Sequence[tuple[TextOrIds, TextOrIds]] | None = None
 ) -> list[tuple[int, list[Window]]]:
     """(tokens, windows) of each text, as in the harness.
 

@@ -19,7 +19,7 @@ from lm_eval_duel.denoisers.wrappers import Warped
 from lm_eval_duel.errors import DuelError, unknown
 from lm_eval_duel.estimators.checks import check_windows
 from lm_eval_duel.estimators.duel import DuelEstimator
-from lm_eval_duel.text.text import Text
+from lm_eval_duel.text.text import TextEncoder
 
 LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")  # synonyms
 KNOWN = ("until", "do_sample", "temperature", "top_k", "top_p", "num_beams", *LENGTHS)
@@ -135,7 +135,7 @@ class Generator:
     log-probabilities are needed.
     """
 
-    def __init__(self, duel: DuelEstimator, text: Text, settings: Settings, seed: int, scored: bool = True):
+    def __init__(self, duel: DuelEstimator, text: TextEncoder, settings: Settings, seed: int, scored: bool = True):
         self.text, self.settings, self.seed, self.scored = text, settings, seed, scored
         denoiser = settings.denoiser(duel.denoiser)
         self.duel = duel if denoiser is duel.denoiser else duel.with_denoiser(denoiser)

@@ -12,7 +12,7 @@ from lm_eval_duel.demo import BUNDLED
 from lm_eval_duel.estimators import registry
 from lm_eval_duel.estimators.base import Estimator
 from lm_eval_duel.options import Options
-from lm_eval_duel.text.text import Text
+from lm_eval_duel.text.text import TextEncoder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -28,7 +28,7 @@ class Scorer(NamedTuple):
     tokenizer: PreTrainedTokenizerBase
     denoiser: Denoiser
     estimator: Estimator
-    text: Text
+    text: TextEncoder
 
 
 def load_scorer(
@@ -38,7 +38,7 @@ def load_scorer(
     device: str | None = None,
     **sizes: Any,
 ) -> Scorer:
-    """The tokenizer, the network, the estimator and the `Text` of the options, read in this order.
+    """The tokenizer, the network, the estimator and the `TextEncoder` of the options, read in this order.
 
     `tokenizer` and `device` replace those of the options; `sizes`: see `registry.make`.
 
@@ -60,7 +60,9 @@ def load_scorer(
         options.require_preset_fits(denoisers.find_family(name, **options.network))
     network = denoisers.load(name, device=device or options.device, tokenizer=tokenizer, **options.network)
     estimator = registry.make(network, options, **sizes)
-    return Scorer(options, tokenizer, network, estimator, Text(tokenizer, network, options.windows, estimator.block))
+    return Scorer(
+        options, tokenizer, network, estimator, TextEncoder(tokenizer, network, options.windows, estimator.block)
+    )
 
 
 def require_loadable(options: Options) -> None:

@@ -1,4 +1,4 @@
-"""Text in, windows out: which tokens are special, which are context and which are scored. It needs no lm-eval.
+"""The encoder of texts: text in, windows with special tokens, context and scored tokens out. It needs no lm-eval.
 
 Below this room there are only ids.
 """
@@ -31,8 +31,8 @@ from lm_eval_duel.text.annotated import Gap, Residues, TokenText
 NORMALISED = (("lower case", "The House", "the house"), ("accents", "caf\u00e9", "cafe"))  # with two texts that differ
 
 
-class Text:
-    """Turns texts into windows of a network.
+class TextEncoder:
+    """An encoder of texts as windows of a network.
 
     `scheme`: how long texts are cut, "independent" or "harness"; `block`: the block in force. `cut_contexts` and
     `merged_borders` count contexts that were truncated, and continuations that were encoded alone.

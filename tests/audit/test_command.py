@@ -66,8 +66,8 @@ def dropped_token(monkeypatch):
 
 
 def other_ids(monkeypatch):
-    document = text.Text.document
-    monkeypatch.setattr(text.Text, "document", lambda self, ids: document(self, ids[::-1]))
+    document = text.TextEncoder.document
+    monkeypatch.setattr(text.TextEncoder, "document", lambda self, ids: document(self, ids[::-1]))
 
 
 def smaller_totals(monkeypatch):

@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerFast
 
 from lm_eval_duel.harness.lm import DuelMDM
 from lm_eval_duel.harness.requests import make_request as request
-from lm_eval_duel.text.text import Text
+from lm_eval_duel.text.text import TextEncoder
 
 pytestmark = pytest.mark.usefixtures("one_load")
 
@@ -38,7 +38,7 @@ def test_harness(folder, caplog):
 def test_an_end_of_text_that_is_the_unknown_token_does_not_count():
     tokenizer = tiny.tokenizer(framed=False)
     tokenizer.eos_token = "[UNK]"
-    text = Text(tokenizer, Toy(length=8), "independent", 2)
+    text = TextEncoder(tokenizer, Toy(length=8), "independent", 2)
     assert text.unk_id is None and text.unknown(text.document([1, 1]), "? ?") == 0
 
 
@@ -57,5 +57,7 @@ def test_normalisation_is_in_the_spec(steps, said):
     words = {word: n for n, word in enumerate(["<unk>", "the", "house", "The", "House", "cafe", "caf\u00e9"])}
     backend = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
     backend.pre_tokenizer, backend.normalizer = pre_tokenizers.Whitespace(), normalizers.Sequence(steps)
-    text = Text(PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>"), Toy(length=8), "independent", 2)
+    text = TextEncoder(
+        PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>"), Toy(length=8), "independent", 2
+    )
     assert text.describe().get("normalises") == said
