@@ -298,7 +298,7 @@ def run(part, cases, number):
     assert next(ran) >= cases
 
 
-@pytest.mark.parametrize(("part", "cases"), [(check_batch, 40), (check_independent, 15), (check_blocks, 10)])
+@pytest.mark.parametrize(("part", "cases"), [(check_batch, 25), (check_independent, 15), (check_blocks, 10)])
 def test_random_cases(part, cases):
     run(part, cases, 0)
 
