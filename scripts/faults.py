@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import ast
 import contextlib
+import functools
 import importlib
 import shutil
 import sys
@@ -72,11 +73,17 @@ def place(files: dict[Path, str], package: Path, fault: Fault) -> Path:
     return others[0]
 
 
+@functools.cache
+def tree(source: str) -> str:
+    """The syntax tree of a file, as text; raises SyntaxError."""
+    return ast.dump(ast.parse(source))
+
+
 def planted(source: str, fault: Fault) -> str:
     """The source with the fault; raises ValueError if that is no code, or the same code."""
     changed = source.replace(fault.old, fault.new)
     try:
-        same = ast.dump(ast.parse(changed)) == ast.dump(ast.parse(source))
+        same = tree(changed) == tree(source)
     except SyntaxError as error:
         raise ValueError(f"it is no code: {error}") from error
     if same:

@@ -6,33 +6,20 @@ from pathlib import Path
 
 import pytest
 from close import close_nats
-from harness_requests import ask
+from harness_requests import ask, cached
 from lm_eval import simple_evaluate
-from lm_eval.api.model import CachingLM
 from lm_eval.tasks import TaskManager
 
 from lm_eval_duel import tasks
 from lm_eval_duel.estimators.totals import Total
 from lm_eval_duel.harness import trace
 from lm_eval_duel.harness.answers import Answers
-from lm_eval_duel.harness.lm import DuelMDM
 from lm_eval_duel.harness.totals import RunStats
 from lm_eval_duel.harness.trace import IMPOSSIBLE
-
-pytestmark = pytest.mark.usefixtures("one_load")
 
 TEXTS = ["a b c", "d e", "a b c", "f g h i j"]
 ALPHABET = " ".join("abcdefghijklmnopqrstuvwxyz")
 SHIPPED = Path(tasks.task_folder()) / "sotu" / "_perplexity.yaml"
-
-
-@pytest.fixture
-def model(folder):
-    return lambda **other: DuelMDM(**{"pretrained": folder, "rule": "greedy", "block": 4, "device": "cpu", **other})
-
-
-def cached(model, folder, rank=0):
-    return CachingLM(model, str(folder / f"c_rank{rank}.db"))
 
 
 def rolling(*texts, kind="loglikelihood_rolling", **more):

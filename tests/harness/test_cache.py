@@ -8,33 +8,19 @@ import shutil
 import sqlite3
 
 import pytest
-from harness_requests import ask
+from harness_requests import ask, cached
 from lm_eval.api.model import CachingLM, hash_args
 from lm_eval.models.dummy import DummyLM
 from sqlitedict import SqliteDict
 
 from lm_eval_duel.errors import DuelError, Suspect
 from lm_eval_duel.harness import trace
-from lm_eval_duel.harness.lm import DuelMDM
-
-pytestmark = pytest.mark.usefixtures("one_load")
 
 TEXTS = [("a b c",), ("d e",), ("f g h i",), ("a",)]
 
 
-@pytest.fixture
-def model(folder):
-    """A model of one spec unless told otherwise."""
-    return lambda **other: DuelMDM(**{"pretrained": folder, "rule": "greedy", "block": 4, "device": "cpu", **other})
-
-
 def requests(texts=TEXTS, kind="loglikelihood_rolling"):
     return ask(kind, *texts)
-
-
-def cached(model, folder, rank=0):
-    """The model as the harness wraps it, with the file of one rank."""
-    return CachingLM(model, str(folder / f"c_rank{rank}.db"))
 
 
 def computed(wrapped):

@@ -14,8 +14,6 @@ from lm_eval_duel.harness.distributed import Ranks
 from lm_eval_duel.harness.lm import DuelMDM
 from lm_eval_duel.harness.requests import Batch, make_request
 
-pytestmark = pytest.mark.usefixtures("one_load")
-
 # ------------------------------------------------------------ dealing
 
 

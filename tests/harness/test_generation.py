@@ -19,8 +19,6 @@ from lm_eval_duel.harness.lm import DuelMDM
 from lm_eval_duel.harness.requests import make_request
 from lm_eval_duel.text.generation import KNOWN, LENGTHS, OTHERS, Settings
 
-pytestmark = pytest.mark.usefixtures("one_load")
-
 NETWORKS = [Toy(length=9, seed=1), Toy(length=9, seed=2, honours_padding=False), BlockCausal(block=2, length=9, seed=3)]
 
 

@@ -10,8 +10,6 @@ from lm_eval_duel.core.windows import Window
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.harness.lm import DuelMDM
 
-pytestmark = pytest.mark.usefixtures("one_load")
-
 
 @pytest.fixture(scope="module")
 def demo():

@@ -2,8 +2,7 @@
 
 import pytest
 from close import close_nats
-from harness_requests import ask
-from lm_eval.api.model import CachingLM
+from harness_requests import ask, cached
 
 from lm_eval_duel.audit.verify import Verification
 from lm_eval_duel.estimators import documents
@@ -14,8 +13,6 @@ from lm_eval_duel.harness.run import HarnessRun, Progress
 from lm_eval_duel.harness.so_far import SoFar
 from lm_eval_duel.harness.totals import RunStats
 from lm_eval_duel.harness.trace import Writer
-
-pytestmark = pytest.mark.usefixtures("one_load")
 
 LONG = [(f"{letter} " + " ".join("bcdefghijklmnopqrstuvwxyz"),) for letter in "xy"]  # two windows each
 REQUESTS = {
@@ -54,8 +51,7 @@ class Broken(Exception):
 def make(folder, kept):
     """One row a call, so that windows are finished one after the other."""
     arguments = {"rule": "greedy", "block": 4, "device": "cpu", "max_batch_size": 1, "order": "random", "verify": 2}
-    model = DuelMDM(pretrained=folder, **arguments, trace=str(kept / "t.jsonl"))
-    return CachingLM(model, str(kept / "c_rank0.db"))
+    return cached(DuelMDM(pretrained=folder, **arguments, trace=str(kept / "t.jsonl")), kept)
 
 
 @pytest.fixture(scope="module")

@@ -15,8 +15,6 @@ from harness_runs import free_port
 from lm_eval_duel.core import signals as interrupts
 from lm_eval_duel.harness.lm import DuelMDM
 
-pytestmark = pytest.mark.usefixtures("one_load")
-
 TEXTS = [(" ".join(letter + "bcdefghijkl"),) for letter in "mnop"]  # a row each, nearly
 
 

@@ -5,7 +5,7 @@ import math
 import random
 
 import pytest
-from lm_eval.api.model import CachingLM
+from harness_requests import cached
 from scipy import stats
 from toys import Toy
 
@@ -17,8 +17,6 @@ from lm_eval_duel.harness.answers import Answers
 from lm_eval_duel.harness.lm import DuelMDM
 from lm_eval_duel.harness.requests import make_request, random_order
 from lm_eval_duel.harness.so_far import SoFar, estimate
-
-pytestmark = pytest.mark.usefixtures("one_load")
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 DRAW = random.Random(5)
@@ -59,7 +57,7 @@ def test_the_estimate_of_a_killed_run_is_that_by_hand(folder, tmp_path, monkeypa
 
     monkeypatch.setattr(Answers, "save", save_or_stop)
     with pytest.raises(KeyboardInterrupt):
-        CachingLM(model, str(tmp_path / "c_rank0.db")).loglikelihood_rolling(requests(TEXTS), disable_tqdm=True)
+        cached(model, tmp_path).loglikelihood_rolling(requests(TEXTS), disable_tqdm=True)
     order = [TEXTS[n] for n in random_order(requests(TEXTS), 0)]
     assert order != TEXTS and order != sorted(TEXTS, key=len, reverse=True)
     so_far = model.run.progress.so_far

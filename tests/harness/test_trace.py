@@ -11,8 +11,6 @@ from lm_eval_duel.errors import DuelError
 from lm_eval_duel.harness import trace
 from lm_eval_duel.harness.lm import DuelMDM
 
-pytestmark = pytest.mark.usefixtures("one_load")
-
 
 def writer(path, header, rank=0, ranks=1):
     """A trace that has begun."""

@@ -3,14 +3,11 @@
 import math
 
 import pytest
-from harness_requests import ask
-from lm_eval.api.model import CachingLM
+from harness_requests import ask, cached
 
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.harness import trace
 from lm_eval_duel.harness.lm import DuelMDM
-
-pytestmark = pytest.mark.usefixtures("one_load")
 
 TEXTS = [
     ("a b c d e f g h i j k l m n o p q r s t",),
@@ -68,18 +65,15 @@ def test_a_resumed_run_is_the_uninterrupted_one(model, tmp_path):
     whole = model(sample=0.4)
     values = rolling(whole, texts)
 
-    def cached():
-        return CachingLM(model(sample=0.4), str(tmp_path / "c_rank0.db"))
-
-    rolling(cached(), texts[:5])
-    again = cached()
+    rolling(cached(model(sample=0.4), tmp_path), texts[:5])
+    again = cached(model(sample=0.4), tmp_path)
     assert rolling(again, texts) == pytest.approx(values, abs=1e-9)
     (mine, duel), (theirs, _) = results(again), results(whole)
     for key in ("log_prob", "stderr", "window_stderr"):
         assert mine[key] == pytest.approx(theirs[key], abs=1e-9), key
     assert mine["two_phase"]["sampled_blocks"] == theirs["two_phase"]["sampled_blocks"]
     assert mine["two_phase"]["correlation"] == pytest.approx(theirs["two_phase"]["correlation"], abs=1e-9)
-    last = cached()
+    last = cached(model(sample=0.4), tmp_path)
     assert rolling(last, texts) == pytest.approx(values, abs=1e-9) and last.lm.estimator.counts.rows == 0
     assert duel["answers_from_cache"] == 5
 

@@ -12,8 +12,6 @@ from lm_eval_duel.harness.lm import DuelMDM
 from lm_eval_duel.harness.requests import make_request as request
 from lm_eval_duel.text.text import TextEncoder
 
-pytestmark = pytest.mark.usefixtures("one_load")
-
 TEXTS = ["a b Привет the", "a b c", "мир [UNK] x y [UNK]"]
 
 

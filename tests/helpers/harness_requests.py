@@ -1,10 +1,17 @@
 """Requests as the harness sends them to a model, and answers as it logs them."""
 
+from lm_eval.api.model import CachingLM
+
 from lm_eval_duel.harness.requests import make_request
 
 
 def ask(kind, *arguments, doc=None, task="toy"):
     return [make_request(kind, doc or {}, args, task, n) for n, args in enumerate(arguments)]
+
+
+def cached(model, folder, rank=0):
+    """The model as the harness wraps it, with the response cache of one rank."""
+    return CachingLM(model, str(folder / f"c_rank{rank}.db"))
 
 
 def text_log_prob(sample):
