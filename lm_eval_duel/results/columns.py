@@ -60,7 +60,7 @@ def of_rows(metric: str, rows: Sequence[Row]) -> dict[str, Column]:
         "remarks": Column("remarks", lambda row: row.qualifiers),
         "value": Column(WORDS[metric], value, SHORT[metric]),
         "interval": Column(LEVEL, lambda row: (interval(row), row.reason)),
-        "stderr": Column("s.e. (Monte Carlo)", lambda row: (error(row), row.stderr_reason)),
+        "stderr": Column("s.e. (Monte Carlo)", lambda row: (pm(row.stderr, ".2g")[3:], row.stderr_reason)),
         "bits": Column("bits per byte", lambda row: value(row, bits), "bits/byte"),
         "elbo": Column("ELBO", lambda row: value(row.elbo)),
         "elbo_gap": Column("ELBO's gap", lambda row: gap(row.elbo)),
@@ -91,11 +91,6 @@ def value(row: Row | None, metric: str | None = None) -> str:
     unsure = " ± ?" if row.stderr_reason and stderr is None else ""
     text = f"{'≤ ' if row.bound else ''}{number(known, form)}{pm(stderr, form)}{unsure}"
     return Bold(text) if row.best and metric is None else text
-
-
-def error(row: Row) -> str:
-    """The Monte Carlo error of a row's value."""
-    return pm(row.stderr, ".2g").removeprefix(" ± ")
 
 
 def interval(row: Row) -> str:

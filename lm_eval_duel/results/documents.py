@@ -31,13 +31,6 @@ class Order:
     steps: list[int] = dataclasses.field(default_factory=list)
     nats: list[float] = dataclasses.field(default_factory=list)
 
-    def extend(self, window: Mapping[str, Any], order: Mapping[str, Any]) -> None:
-        """Append a window."""
-        self.starts += [len(self.ids) + start for start in window.get("starts") or [0]]
-        self.ids += window["ids"]
-        self.steps += order["reveal_steps"]
-        self.nats += [-value for value in order["token_logprobs"]]
-
 
 def collect(
     traces: Traces, labels: Mapping[Path, str], most: int, texts: Texts
@@ -80,8 +73,11 @@ def _orders(traces: Traces, path: Path, model: str) -> Iterator[tuple[tuple[str,
         for rule, order in ({str(spec.get("rule", "")): window} | (window.get("rules") or {})).items():
             if order.get("reveal_steps"):
                 label = _label(model, spec, rule)
-                empty = Order(label, str(header.get("tokenizer") or ""))
-                orders.setdefault(((task, number), label), empty).extend(window, order)
+                found = orders.setdefault(((task, number), label), Order(label, str(header.get("tokenizer") or "")))
+                found.starts += [len(found.ids) + start for start in window.get("starts") or [0]]
+                found.ids += window["ids"]
+                found.steps += order["reveal_steps"]
+                found.nats += [-value for value in order["token_logprobs"]]
     return ((place, order) for (place, _), order in orders.items())
 
 
