@@ -161,8 +161,7 @@ def _whisker(row: Row) -> list[float]:
 
 def _kind(row: Row) -> str:
     """An estimator in a legend."""
-    entry = registry.find(row.estimator)
-    return NO_BOUND if row.eps else f"{entry.title}{' (upper bound)' if entry.kind is Kind.UPPER_BOUND else ''}"
+    return NO_BOUND if row.eps else f"{row.entry.title}{' (upper bound)' if row.bound else ''}"
 
 
 # ---------------------------------------------------------------- the values of a task
