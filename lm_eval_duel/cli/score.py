@@ -261,7 +261,7 @@ def fitting(other: dict[str, Any], text: str) -> dict[str, Any]:
     cannot: set[str] = set()
     with contextlib.suppress(DuelError):  # only the code of a checkpoint may know its network
         network = {key: value for key, value in Options.parse(other).network.items() if key not in SETTINGS}
-        known = unloaded.read(given["pretrained"], network)
+        known = unloaded.read(given["pretrained"], network).denoiser
         cannot |= {"rule", "block", *PARAMETERS} if known.attention == "causal" else set()
         cannot |= {"cache"} if known.attention != "bidirectional" else set()
         cannot |= {"block"} if known.attention == "block_causal" and other.get("block") != known.block else set()
