@@ -214,7 +214,7 @@ class Bench:
     # ------------------------------------------------------------ memory
 
     def peak_bytes(self, arm: str) -> int:
-        """Peak memory of an arm on all windows, beyond the weights; on a CPU measured in a process of its own."""
+        """Peak memory of an arm on all windows, beyond the weights; on a CPU measured in its own process."""
         device = self.denoiser.device
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
@@ -230,7 +230,7 @@ class Bench:
         return int(done.stdout.split()[-1])
 
     def own_peak_bytes(self, arm: str) -> int:
-        """Peak memory of an arm beyond what a warm-up on one block leaves allocated, in a process of its own."""
+        """Peak memory of an arm beyond what a warm-up on one block leaves allocated, in its own process."""
         window = self.windows[0]
         first = Window(window.context, window.target[: self.duel.block or 1])
         self.run("ours" if arm == "forwards" else arm, [first])

@@ -70,7 +70,7 @@ def _ratio(figures: dict[str, dict[str, Any]], numerator: str, denominator: str)
 
 
 def _compare(scores: Sequence[Score], loop: Revealed) -> dict[str, Any]:
-    """How far our numbers and those of the loop are apart."""
+    """The differences between our numbers and the loop's."""
     log_prob = torch.tensor([score.log_prob for score in scores], dtype=torch.float64)  # (N,)
     changed = (loop.reveal_steps != torch.tensor([score.reveal_steps for score in scores])).sum(1)  # (N,)
     difference, same = (loop.token_logprobs.sum(1) - log_prob).abs(), changed == 0  # (N,)

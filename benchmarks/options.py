@@ -19,9 +19,9 @@ EPILOG = """\
 The model is a checkpoint or a random network: random:bidirectional (the default), random:block-causal, which is built
 for its block, or random:llada-8b. Each arm has seconds, tokens/s, network calls, rows, token-rows and peak memory, all
 for the same windows: the loop that people run with such a network, this package ("ours"), and the network calls of ours
-alone ("forwards", the floor). Below the table: ratios, and how far the numbers of ours and of the loop are apart, in
+alone ("forwards", the floor). Below the table: ratios, and the differences between ours and the loop, in
 nats and in picks. cache=dual adds ours without the cache, estimator=two_phase the two-phase estimate, and
-estimator=noised_elbo the bound under random tokens, with the same weights, beside its network calls alone.
+estimator=noised_elbo the bound under random tokens, with the same weights, and its network calls alone.
 """
 
 
@@ -42,7 +42,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0, help="of random weights and tokens")
     parser.add_argument("--no_memory", action="store_true", help="skip peak memory")
     parser.add_argument("--json", metavar="FILE", nargs="?", const=STDOUT, help="write the figures, or print them")
-    parser.add_argument("--peak_of", help=argparse.SUPPRESS)  # the peak memory of one arm, in a process of its own
+    parser.add_argument("--peak_of", help=argparse.SUPPRESS)  # the peak memory of one arm, in its own process
     settings = parser.parse_args(arguments)
     given = {"pretrained": settings.name, "dtype": "float32", **settings.model_args}
     model = settings.model = Options.parse(given | {"device": settings.device, "batch_size": settings.batch_size})

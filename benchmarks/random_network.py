@@ -19,6 +19,7 @@ from lm_eval_duel.denoisers import self_tests
 from lm_eval_duel.denoisers.dit import checkpoint
 from lm_eval_duel.denoisers.hf import decoder_checkpoint
 from lm_eval_duel.denoisers.hf.families import NAMED
+from lm_eval_duel.denoisers.hub import default_dtype
 from lm_eval_duel.denoisers.load_options import LoadOptions
 from lm_eval_duel.denoisers.unfilled import Unfilled
 from lm_eval_duel.errors import DuelError, unknown
@@ -82,13 +83,8 @@ class RandomNetwork:
         """The denoiser, on a device."""
         unfilled = self._unfilled(LoadOptions(self.name, device))
         generator = torch.Generator(device).manual_seed(self.seed)
-        before = torch.get_default_dtype()
-        torch.set_default_dtype(getattr(torch, self.dtype))
-        try:
-            with torch.device(device):
-                network = unfilled.build().eval()
-        finally:
-            torch.set_default_dtype(before)
+        with torch.device(device), default_dtype(getattr(torch, self.dtype)):
+            network = unfilled.build().eval()
         denoiser: Any = unfilled.denoiser
         if self.kind == LLADA:
             _randomise_llama(network, self.mask_id, generator)

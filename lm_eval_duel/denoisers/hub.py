@@ -224,3 +224,14 @@ def pick_dtype(name: str, device: torch.device) -> torch.dtype | str:
     if name == "auto":
         return torch.float32 if device.type == "cpu" else "auto"
     return getattr(torch, name)
+
+
+@contextlib.contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """A context in which networks are built in a dtype."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)

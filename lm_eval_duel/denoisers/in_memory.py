@@ -25,7 +25,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from lm_eval_duel.core.denoiser import Denoiser
-from lm_eval_duel.core.network import KeysValues, Past
+from lm_eval_duel.core.network import KeysValues
 from lm_eval_duel.denoisers import identity, loading, self_tests, special_tokens, user_module
 from lm_eval_duel.denoisers.function import Function, by_keyword, parameters
 from lm_eval_duel.denoisers.hf import auto_model, families, masked_lm
@@ -127,7 +127,7 @@ class InMemory(Denoiser):
         autocast: torch.dtype | None = None,
     ):
         self.resemble(plain)
-        for attribute in ("model", "steers_attention", "maskless", "sparse_from"):
+        for attribute in ("model", "steers_attention", "maskless"):
             if hasattr(plain, attribute):
                 setattr(self, attribute, getattr(plain, attribute))
         self.plain, self.module, self.path = plain, module, name
@@ -147,31 +147,23 @@ class InMemory(Denoiser):
     def layers(self) -> torch.nn.Module:
         return self.plain.layers
 
-    def features(self, ids: torch.Tensor, real: torch.Tensor | None, **extra: torch.Tensor) -> torch.Tensor:
+    def features(self, ids: torch.Tensor, *more: Any, **extra: Any) -> torch.Tensor:
         with self.evaluating():
-            return self.plain.features(ids.clone(), real, **extra)  # a copy outside of inference mode
+            return self.plain.features(ids.clone(), *more, **extra)  # a copy outside of inference mode
 
-    def features_at(
-        self, columns: torch.Tensor, ids: torch.Tensor, real: torch.Tensor | None, **extra: torch.Tensor
-    ) -> torch.Tensor:
+    def features_at(self, columns: torch.Tensor, ids: torch.Tensor, *more: Any, **extra: Any) -> torch.Tensor:
         with self.evaluating():
-            return self.plain.features_at(columns, ids.clone(), real, **extra)
+            return self.plain.features_at(columns, ids.clone(), *more, **extra)
 
-    def stream(
-        self,
-        ids: torch.Tensor,
-        positions: torch.Tensor,
-        seen: torch.Tensor | None,
-        past: list[Past] | None,
-    ) -> tuple[torch.Tensor, list[KeysValues]]:
+    def stream(self, ids: torch.Tensor, *more: Any) -> tuple[torch.Tensor, list[KeysValues]]:
         with self.evaluating():
-            return self.plain.stream(ids.clone(), positions, seen, past)
+            return self.plain.stream(ids.clone(), *more)
 
     def stream_at(
-        self, columns: torch.Tensor, ids: torch.Tensor, *more: Any, **keywords: Any
+        self, columns: torch.Tensor, ids: torch.Tensor, *more: Any, **extra: Any
     ) -> tuple[torch.Tensor, list[KeysValues]]:
         with self.evaluating():
-            return self.plain.stream_at(columns, ids.clone(), *more, **keywords)
+            return self.plain.stream_at(columns, ids.clone(), *more, **extra)
 
     def head(self, features: torch.Tensor) -> torch.Tensor:
         with self.evaluating():
@@ -206,7 +198,12 @@ def _plain(model: Any, options: LoadOptions, tokenizer: Any, tested: bool, known
     """The denoiser of a network, by its kind; `known`: the module that it runs is, and so is in eval mode."""
     plain: Denoiser
     if isinstance(model, Denoiser):
-        _require_plain(model)
+        if type(model).open is not Denoiser.open:
+            raise DuelError(
+                f"{type(model).__name__} opens rows in its own way (`open`), which from_model would leave out. Pass "
+                "the network inside it, with cache=, cfg_scale=, exclude_ids=, temperature=, top_k= or top_p= as "
+                "arguments of from_model; or use Duel(denoiser, ...), with the network in eval mode."
+            )
         plain = model
     elif not callable(model):
         raise DuelError(
@@ -232,20 +229,10 @@ def _plain(model: Any, options: LoadOptions, tokenizer: Any, tested: bool, known
     return plain
 
 
-def _require_plain(denoiser: Denoiser) -> None:
-    """Raise DuelError for a denoiser whose `open` would be lost."""
-    if type(denoiser).open is Denoiser.open:
-        return
-    raise DuelError(
-        f"{type(denoiser).__name__} opens rows in its own way (`open`), which from_model would leave out. Pass the "
-        "network inside it, with cache=, cfg_scale=, exclude_ids=, temperature=, top_k= or top_p= as arguments of "
-        "from_model; or use Duel(denoiser, ...), with the network in eval mode."
-    )
-
-
 def _of_transformers(model: Any, options: LoadOptions, tokenizer: Any, tested: bool) -> Denoiser:
     """The denoiser of a network that is called with input_ids and attention_mask."""
-    kind, config = type(model).__name__, _config(model)
+    kind, config = type(model).__name__, model.config
+    config = config.to_dict() if hasattr(config, "to_dict") else dict(vars(config))
     native = auto_model.is_native(model)
     if options.attention == "causal":
         raise DuelError(
@@ -268,16 +255,11 @@ def _of_transformers(model: Any, options: LoadOptions, tokenizer: Any, tested: b
     if isinstance(denoiser, Decoder):
         denoiser.set_row_length(max_positions(family, model.config.max_position_embeddings, config))
     denoiser.take(model)
-    if native and kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
-        _require_direction(denoiser, tested)
-    return denoiser
-
-
-def _require_direction(denoiser: Denoiser, tested: bool) -> None:
-    """Raise DuelError for a decoder that stays causal; `tested`: by the self-tests already."""
-    if not tested and denoiser.attention == "bidirectional":
+    decoder = native and kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+    if decoder and not tested and denoiser.attention == "bidirectional":  # it may stay causal; else tested already
         rows = self_tests.probe_rows(denoiser)  # (R, L)
         self_tests.require_direction(denoiser, denoiser.path, rows, self_tests.logits_of(denoiser, rows))
+    return denoiser
 
 
 class _MaskedLMInMemory(masked_lm.MaskedLM):
@@ -324,8 +306,3 @@ def _takes_input_ids(model: Any) -> bool:
     if isinstance(model, torch.nn.Module) and "input_ids" in parameters(model):
         return all(hasattr(model, name) for name in ("config", "get_input_embeddings", "get_output_embeddings"))
     return False
-
-
-def _config(model: Any) -> dict[str, Any]:
-    config = model.config
-    return config.to_dict() if hasattr(config, "to_dict") else dict(vars(config))

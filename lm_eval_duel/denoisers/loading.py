@@ -65,7 +65,7 @@ def wrapped(denoiser: Denoiser, options: LoadOptions) -> Denoiser:
 
 
 def require_estimator(name: str, estimator: str, takes_noise: bool, **network: Any) -> None:
-    """Raise DuelError if estimator `estimator` is not for this network's noise, before any weight is read."""
+    """See `denoisers.require_estimator`."""
     options, config = _options(name, "cpu", network)
     causal = identity.is_diffusion_gemma(config)
     if identity.noise(config) and not takes_noise and not (causal and options.attention == "causal"):
@@ -78,7 +78,7 @@ def require_estimator(name: str, estimator: str, takes_noise: bool, **network: A
 
 
 def find_family(name: str, **network: Any) -> str | None:
-    """The decoder family of a checkpoint by its config.json, before any weight is read; None for all other networks."""
+    """See `denoisers.find_family`."""
     options, config = _options(name, "cpu", network)
     if dit_checkpoint.is_dit(config, options.name):
         dit_checkpoint.require_float32(options)
@@ -148,10 +148,7 @@ def _tokenizer(config: dict[str, Any], options: LoadOptions) -> PreTrainedTokeni
 
 
 def load_tokenizer(arguments: Mapping[str, Any]) -> PreTrainedTokenizerBase:
-    """The tokenizer of model args: `tokenizer`, else the one in the checkpoint, else that of the family.
-
-    Raises DuelError if there is none.
-    """
+    """See `denoisers.load_tokenizer`."""
     name, revision = tokenizer_source(arguments)
     name = resolve(name)
     trust_remote_code = TRUTH("trust_remote_code", arguments.get("trust_remote_code")) or False

@@ -22,9 +22,7 @@ log = logging.getLogger("lm_eval.duel_mdm")
 # differences of logits, in units of their standard deviation
 ALL_MASK_TOLERANCE = 1e-4  # float32; rotary networks reach 1.5e-6
 LOW_PRECISION_TOLERANCE = 0.05  # bfloat16, float16 and quantized weights
-BATCH_TOLERANCE = (
-    1e-3  # when another position of the call changes: mixtures of experts and 8-bit scales round differently
-)
+BATCH_TOLERANCE = 1e-3  # when another position changes: mixtures of experts and 8-bit scales round differently
 BATCH_TOLERANCE_QUANTIZED = 0.5
 PADDING_TOLERANCE = {8: 1e-10, 4: 1e-5}  # of padding that is not seen, by item size; 1e-7 is usual in float32
 NOISE_FACTOR = 8  # of the noise between batches, if that is larger
@@ -59,7 +57,7 @@ def run(denoiser: Denoiser, path: str, refuse: bool = True) -> None:
             all_mask = torch.full_like(rows[:1], denoiser.mask_id)  # (1, L)
             denoiser.needs_visible = not bool(logits_of(denoiser, all_mask).isfinite().all())
             denoiser.relative_positions = ties_when_all_mask(denoiser)
-        denoiser.honours_padding = not _scales_by_length(denoiser) and (
+        denoiser.honours_padding = _unscaled_length(denoiser) is None and (
             denoiser.attention == "causal" or honours_padding(denoiser)
         )
 
@@ -80,25 +78,28 @@ def probe_rows(denoiser: Denoiser) -> torch.Tensor:
     return rows
 
 
-def logits_of(denoiser: Denoiser, rows: torch.Tensor, real: torch.Tensor | None = None) -> torch.Tensor:
-    """Logits (R, L, V), zero at excluded columns, and at visible positions, where they are never used.
+def logits_of(
+    denoiser: Denoiser, rows: torch.Tensor, real: torch.Tensor | None = None, of: slice = slice(None)
+) -> torch.Tensor:
+    """Logits (R, L, V) of the rows `of` a call, zero at excluded columns, and at visible positions that are never used.
 
     MDLM's forward sets them to -1e6 there, next to which all differences between predictions would look like noise.
     """
-    return _comparable(denoiser, rows, _head(denoiser, denoiser.features(rows, real)))
-
-
-def _comparable(denoiser: Denoiser, rows: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-    """Logits (R, L, V) of `rows` (R, L), zero at visible positions of a bidirectional network."""
+    features = _stream(denoiser, rows) if denoiser.by_blocks else denoiser.features(rows, real)
+    rows, features = rows[of], features[of]  # (R, L), (R, L, D)
+    logits = denoiser.head(features.flatten(0, 1)).unflatten(0, features.shape[:2]).masked_fill(denoiser.excluded, 0)
     if denoiser.attention == "bidirectional" and not denoiser.shift and denoiser.max_length > 2:
         logits = logits.masked_fill((rows != denoiser.mask_id)[..., None], 0)
     return logits
 
 
-def _head(denoiser: Denoiser, features: torch.Tensor) -> torch.Tensor:
-    """Logits (R, L, V) of features (R, L, D), zero at excluded columns."""
-    logits = denoiser.head(features.flatten(0, 1)).unflatten(0, features.shape[:2])  # (R, L, V)
-    return logits.masked_fill(denoiser.excluded, 0)
+def _stream(denoiser: Denoiser, rows: torch.Tensor) -> torch.Tensor:
+    """The features (R, L, D) of rows of one masked block, or of a clean one and a masked one."""
+    position = torch.arange(rows.shape[1], device=rows.device)  # (L,)
+    seen = position[:, None] // denoiser.block >= position // denoiser.block  # (L, L)
+    if denoiser.attention == "causal_prefix" and len(position) > denoiser.block:
+        seen[: denoiser.block] = position[: denoiser.block, None] >= position
+    return denoiser.stream(rows, position.expand_as(rows), seen.expand(len(rows), -1, -1), None)[0]
 
 
 def require_finite(logits: torch.Tensor, path: str) -> None:
@@ -200,14 +201,15 @@ def require_separate_rows(denoiser: Denoiser, path: str, tokens: int = MANY) -> 
     if denoiser.mask_id is not None:
         row[:, 1::2] = denoiser.mask_id
         strangers[1] = torch.full_like(row, denoiser.mask_id)
-    alone, count = _last_logits(denoiser, row), max(3, tokens // row.shape[1] - 1)
+    alone, count = logits_of(denoiser, row)[0], max(3, tokens // row.shape[1] - 1)
     allowed = _batch_tolerance(denoiser, alone) if alone.dtype.itemsize >= 4 else BATCH_TOLERANCE_QUANTIZED
     if tokens > MANY and is_routed(denoiser):  # among many rows, noise may choose other experts
         allowed = BATCH_TOLERANCE_QUANTIZED
-    if not relative_difference(_last_logits(denoiser, row), alone) <= allowed:
+    if not relative_difference(logits_of(denoiser, row)[0], alone) <= allowed:
         return  # it draws random numbers, as `require_repeatable` says
     for stranger in strangers:
-        among = _last_logits(denoiser, torch.cat([stranger.expand(count, -1), row]))  # (L, V)
+        call = torch.cat([stranger.expand(count, -1), row])  # (count + 1, L)
+        among = logits_of(denoiser, call, of=slice(-1, None))[0]  # (L, V)
         if not relative_difference(among, alone) <= allowed:
             raise DuelError(
                 f"{path} predicts differently for a row alone and for the same row in a batch: its rows influence "
@@ -235,67 +237,34 @@ def cover(denoiser: Denoiser, tokens: int) -> None:
             tokens //= 2
 
 
-def _last_logits(denoiser: Denoiser, rows: torch.Tensor) -> torch.Tensor:
-    """The logits (L, V) of the last of `rows` (R, L), as in `logits_of`."""
-    if denoiser.by_blocks:
-        seen, position = _seen(denoiser)
-        features, _ = denoiser.stream(rows, position.expand_as(rows), seen.expand(len(rows), -1, -1), None)
-    else:
-        features = denoiser.features(rows, None)
-    return _comparable(denoiser, rows[-1:], _head(denoiser, features[-1:]))[0]
-
-
-def ties_when_all_mask(denoiser: Denoiser) -> bool:
-    """True if a row of masks has the same distribution at every position."""
-    row = torch.full((1, min(32, denoiser.max_length)), denoiser.mask_id, device=denoiser.device)
+def ties_when_all_mask(denoiser: Denoiser, length: int = 32, fine: float = ALL_MASK_TOLERANCE) -> bool:
+    """True if a row of masks has the same distribution at every position, up to noise, which is `fine` in float32."""
+    row = torch.full((1, min(length, denoiser.max_length)), denoiser.mask_id, device=denoiser.device)
     logits = logits_of(denoiser, row)[0]  # (L, V)
-    return relative_difference(logits, logits[:1].expand_as(logits)) <= tolerance(denoiser, logits)
+    return relative_difference(logits, logits[:1].expand_as(logits)) <= tolerance(denoiser, logits, fine)
 
 
 def _by_blocks(denoiser: Denoiser, path: str) -> None:
     """Check that a block sees all of itself, and that clean positions see no later block."""
     block, kind = denoiser.block, denoiser.attention.replace("_", "-")
-    if _scales_by_length(denoiser):
+    if (unscaled := _unscaled_length(denoiser)) is not None:
         raise DuelError(
             f"The rotary frequencies of {path} change with the longest row of a call, so the values of a block would "
-            f"depend on the other blocks of the call. Pass max_length={_unscaled_length(denoiser)}: up to that length "
-            "they are constant."
+            f"depend on the other blocks of the call. Pass max_length={unscaled}: up to that length they are constant."
         )
     rows = random_rows(denoiser, 2 * block).repeat(1, 2 * block)[:, : 2 * block]  # (2, 2 B)
-    seen, position = _seen(denoiser)
-
-    def logits(ids: torch.Tensor) -> torch.Tensor:
-        features, _ = denoiser.stream(ids, position.expand_as(ids), seen.expand(len(ids), -1, -1), None)
-        return _head(denoiser, features)  # (R, 2 B, V)
-
-    whole = logits(rows)
+    whole = logits_of(denoiser, rows)  # (2, 2 B, V)
     require_finite(whole, path)
     require_separate_rows(denoiser, path)
     later, own = rows.clone(), rows.clone()
     later[:, block:] = rows[:, :1]
     own[:, -1] = denoiser.mask_id
-    if relative_difference(logits(later)[:, :block], whole[:, :block]) > _batch_tolerance(denoiser, whole):
+    if relative_difference(logits_of(denoiser, later)[:, :block], whole[:, :block]) > _batch_tolerance(denoiser, whole):
         raise DuelError(f"{path} is not {kind}: a later block changes the predictions of an earlier one.")
-    if block > 1 and relative_difference(logits(own)[:, block:-1], whole[:, block:-1]) == 0:
+    if block > 1 and relative_difference(logits_of(denoiser, own)[:, block:-1], whole[:, block:-1]) == 0:
         raise DuelError(f"{path} is causal inside its blocks: its predictions ignore later tokens of the block.")
-    masks = torch.full((1, block), denoiser.mask_id, device=rows.device)
-    inside = torch.ones(1, block, block, dtype=torch.bool, device=rows.device)
-    features, _ = denoiser.stream(masks, position[None, :block], inside, None)
-    all_mask = denoiser.head(features[0]).masked_fill(denoiser.excluded, 0)  # (B, V)
-    denoiser.relative_positions = relative_difference(all_mask, all_mask[:1].expand_as(all_mask)) <= tolerance(
-        denoiser, all_mask, BATCH_TOLERANCE
-    )
+    denoiser.relative_positions = ties_when_all_mask(denoiser, block, BATCH_TOLERANCE)
     denoiser.honours_padding = True  # padding lies in later blocks, or is masked
-
-
-def _seen(denoiser: Denoiser) -> tuple[torch.Tensor, torch.Tensor]:
-    """The positions of two blocks that each of them sees, (2 B, 2 B) bool, and the positions (2 B,)."""
-    block = denoiser.block
-    position = torch.arange(2 * block, device=denoiser.device)
-    seen = position[:, None] // block >= position // block  # (2 B, 2 B)
-    if denoiser.attention == "causal_prefix":
-        seen[:block] = position[:block, None] >= position
-    return seen, position
 
 
 def rotary_frequencies(model: torch.nn.Module, config: Any, path: str) -> None:
@@ -338,21 +307,17 @@ def relative_difference(a: torch.Tensor, b: torch.Tensor) -> float:
     return float((a.double() - b.double()).abs().max() / a.double().std().clamp(min=1e-12))
 
 
-def _scales_by_length(denoiser: Denoiser) -> bool:
-    """True if rotary frequencies change with the longest row of a call, as in Phi-3's long versions."""
-    unscaled = _unscaled_length(denoiser)
-    return unscaled is not None and denoiser.max_length > unscaled
-
-
 def _unscaled_length(denoiser: Denoiser) -> int | None:
-    """The longest row with the same rotary frequencies as shorter rows; None if every row has the same."""
+    """The longest row with the same rotary frequencies as shorter rows; None if all rows of this network have the same.
+
+    In Phi-3's long versions, for example, the frequencies change with the longest row of a call.
+    """
     config = getattr(getattr(denoiser, "model", None), "config", None)
     sections = [getattr(config, name, None) or {} for name in ("rope_parameters", "rope_scaling")]
-    sections += [
-        value for section in sections for value in section.values() if isinstance(value, dict)
-    ]  # per layer type
+    sections += [part for section in sections for part in section.values() if isinstance(part, dict)]  # per layer type
     if not any((section.get("rope_type") or section.get("type")) in LENGTHENED for section in sections):
         return None
     names = ("original_max_position_embeddings", "max_position_embeddings")
     lengths = [section.get(names[0]) for section in sections] + [getattr(config, name, None) for name in names]
-    return min((length for length in lengths if length), default=0)
+    unscaled = min((length for length in lengths if length), default=0)
+    return unscaled if denoiser.max_length > unscaled else None

@@ -155,7 +155,11 @@ def require_whole(module: torch.nn.Module) -> None:
     """Raise DuelError for a network of which this process holds only a part."""
     classes = {cls.__name__ for part in module.modules() for cls in type(part).__mro__}
     sharded = {"FSDPModule", "FullyShardedDataParallel"} & classes
-    parts = [parameter for parameter in module.parameters() if hasattr(parameter, "ds_id") or _is_sharded(parameter)]
+    parts = [
+        parameter
+        for parameter in module.parameters()
+        if hasattr(parameter, "ds_id") or "DTensor" in (type(parameter).__name__, type(parameter.data).__name__)
+    ]
     if sharded or parts:
         how = "FSDP" if sharded else "DeepSpeed ZeRO-3" if hasattr(parts[0], "ds_id") else "tensor parallelism"
         raise DuelError(
@@ -163,7 +167,3 @@ def require_whole(module: torch.nn.Module) -> None:
             "score other texts. Save a checkpoint and score it with from_pretrained, or train with "
             "DistributedDataParallel."
         )
-
-
-def _is_sharded(parameter: torch.Tensor) -> bool:
-    return type(parameter).__name__ == "DTensor" or type(parameter.data).__name__ == "DTensor"

@@ -155,16 +155,14 @@ class GuidedView(View):
             view.commit(lanes)
 
     def positions(self, lanes: Lanes) -> Positions:
-        bare = dataclasses.replace(
-            lanes, tokens=lanes.tokens.masked_fill(lanes.columns < lanes.origin[:, None], -1)
-        )  # context inside a block is masked too
+        tokens = lanes.tokens.masked_fill(lanes.columns < lanes.origin[:, None], -1)  # context inside a block, too
+        bare = dataclasses.replace(lanes, tokens=tokens)
         halves = [view.positions(part) for view, part in zip(self.views, (lanes, bare), strict=True)]
         self.forwards = sum(view.forwards for view in self.views)
         self.evaluated = sum(view.evaluated for view in self.views)
         conditional, index, all_mask = halves[0]  # (U, D), (C,), (R,)
-        position = index.new_empty(
-            len(conditional)
-        )  # (U,) a masked position of each: equal lanes stay equal without context
+        # a masked position of each: equal lanes stay equal without context
+        position = index.new_empty(len(conditional))  # (U,)
         position[index] = torch.arange(len(index), device=index.device)
         unconditional = halves[1].features[halves[1].row[position]]  # (U, D)
         return Positions(torch.stack([conditional, unconditional], dim=1), index, all_mask)

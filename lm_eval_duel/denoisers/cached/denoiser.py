@@ -27,7 +27,7 @@ from lm_eval_duel.core.network import KeysValues
 from lm_eval_duel.core.view import View
 from lm_eval_duel.denoisers import self_tests
 from lm_eval_duel.denoisers.cached.kept_keys import CachedStep
-from lm_eval_duel.denoisers.cached.steering import Attentions, NotSteered, Steering, Streams
+from lm_eval_duel.denoisers.cached.steering import Attentions, NotSteered, Streams
 from lm_eval_duel.denoisers.cached.view import CachedView
 from lm_eval_duel.denoisers.load_options import CACHES
 from lm_eval_duel.denoisers.wrappers import Wrapper
@@ -49,7 +49,7 @@ class Cached(Wrapper):
         super().__init__(plain)
         self.cache = cache
         try:
-            self._steering: Steering = _steering(plain)
+            self._steering = _steering(plain)
             with torch.inference_mode():
                 self.kept = self._try_out()  # numbers kept per position of a row
         except (NotSteered, TypeError, RuntimeError, ValueError, IndexError, AttributeError) as error:
@@ -68,12 +68,12 @@ class Cached(Wrapper):
     def begin(
         self, ids: torch.Tensor, real: torch.Tensor | None, columns: torch.Tensor
     ) -> tuple[torch.Tensor, list[KeysValues]]:
-        """The evaluation of whole rows at a block's start, as in `Steering.begin`."""
+        """The evaluation of whole rows at a block's start, as in `Streams.begin`."""
         return self._steering.begin(ids, real, columns)
 
     @torch.inference_mode()
     def step(self, ids: torch.Tensor, step: CachedStep) -> torch.Tensor:
-        """The evaluation of some positions against what is kept, as in `Steering.step`."""
+        """The evaluation of some positions against what is kept, as in `Streams.step`."""
         return self._steering.step(ids, step)
 
     @torch.inference_mode()
@@ -102,9 +102,9 @@ class Cached(Wrapper):
         own = columns[:, first:last]  # (1, Q)
         step = CachedStep(own, None, past, torch.cat([outside, own], 1), own - first)
         again = self.step(row[:, first:last], step)
-        whole, again = self.head(whole[0, first:last]), self.head(again[0])  # (Q, V) each
-        apart = self_tests.relative_difference(*(logits.masked_fill(self.excluded, 0) for logits in (whole, again)))
-        if not apart <= self_tests.tolerance(self, whole, self_tests.BATCH_TOLERANCE):
+        logits = [self.head(features).masked_fill(self.excluded, 0) for features in (whole[0, first:last], again[0])]
+        fine = self_tests.BATCH_TOLERANCE
+        if not self_tests.relative_difference(*logits) <= self_tests.tolerance(self, logits[0], fine):
             raise NotSteered("a step of a block in which nothing is revealed differs from the evaluation of the row")
         return sum(plane.shape[1] * plane.shape[3] for layer in layers for plane in layer)
 
@@ -143,7 +143,7 @@ def _require_cacheable(plain: Denoiser, cache: str) -> None:
         )
 
 
-def _steering(plain: Denoiser) -> Steering:
+def _steering(plain: Denoiser) -> Streams | Attentions:
     """The way in which this network takes kept keys and values."""
     if getattr(plain, "steers_attention", False):
         return Attentions(plain)

@@ -10,7 +10,7 @@ Shapes: P rows of a call, L row length, Q positions of a call, K keys, H heads, 
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -18,22 +18,10 @@ from torch.overrides import TorchFunctionMode
 from lm_eval_duel.core.denoiser import Denoiser
 from lm_eval_duel.core.network import KeysValues, Past, joined, take
 from lm_eval_duel.denoisers.cached.kept_keys import CachedStep
+from lm_eval_duel.denoisers.hf.auto_model import first_position
 
 ATTENTION = torch.nn.functional.scaled_dot_product_attention
 NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")  # its arguments, which may come by place
-
-
-class Steering(Protocol):
-    """A network's two calls under a cache."""
-
-    def begin(
-        self, ids: torch.Tensor, real: torch.Tensor | None, columns: torch.Tensor
-    ) -> tuple[torch.Tensor, list[KeysValues]]:
-        """Whole rows (P, L), `real` (P, L) False at padding: the input of the head at `columns` (P, M), (P, M, D), and
-        the keys and values of all positions, of each layer."""
-
-    def step(self, ids: torch.Tensor, step: CachedStep) -> torch.Tensor:
-        """The positions `ids` (P, Q): the input of the head at the columns (P, M) asked for, (P, M, D)."""
 
 
 class Streams:
@@ -45,12 +33,15 @@ class Streams:
     def begin(
         self, ids: torch.Tensor, real: torch.Tensor | None, columns: torch.Tensor
     ) -> tuple[torch.Tensor, list[KeysValues]]:
+        """Whole rows (P, L), `real` (P, L) False at padding: the input of the head at `columns` (P, M), (P, M, D), and
+        the keys and values of all positions, of each layer."""
         positions = torch.arange(ids.shape[1], device=ids.device)[None]  # (1, L)
         seen = None if real is None else real[:, None]  # (P, 1, L)
         seen = self._explicit(seen, ids.shape[1])
         return self.plain.stream_at(columns, ids, positions, seen, None, keys=True)
 
     def step(self, ids: torch.Tensor, step: CachedStep) -> torch.Tensor:
+        """The positions `ids` (P, Q): the input of the head at the columns (P, M) asked for, (P, M, D)."""
         seen = self._explicit(step.seen, step.places.shape[1])
         return self.plain.stream_at(step.columns, ids, step.positions, seen, step.past)[0]
 
@@ -64,12 +55,12 @@ class Streams:
 class Attentions:
     """A network of transformers that takes no past, steered where it attends.
 
-    `begin` and `step` raise NotSteered if the network's attention cannot be intercepted.
+    `begin` and `step`, as of `Streams`, raise NotSteered if the network's attention cannot be intercepted.
     """
 
     def __init__(self, plain: Any):
         self.plain = plain
-        self.first = _first_position(plain.model)
+        self.first = first_position(plain.model)
         self._patterns: list[torch.Tensor | None] = []  # (L, L) bool of each layer; None: it sees everything
         self._length = 0  # that the patterns are known for
 
@@ -197,11 +188,3 @@ def _mask(pattern: torch.Tensor | None, step: CachedStep) -> torch.Tensor | None
         return None if step.seen is None else step.seen[:, None]
     near = pattern[step.positions[:, :, None], step.places[:, None]]  # (P, Q, K)
     return (near if step.seen is None else near & step.seen)[:, None]
-
-
-def _first_position(model: torch.nn.Module) -> int:
-    """The position id of a row's first token. RoBERTa counts from after the padding id."""
-    for name, module in model.named_modules():
-        if name.endswith("position_embeddings") and getattr(module, "padding_idx", None) is not None:
-            return module.padding_idx + 1
-    return 0

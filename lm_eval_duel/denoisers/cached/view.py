@@ -108,23 +108,18 @@ class CachedView(View):
     ) -> Positions:
         """The input of the head at the masked positions of lanes whose blocks show `ids` (R, W)."""
         slot = self._hold(lanes, identity)  # (R,)
-        position = masked_positions(lanes).clamp(
-            max=self._slots.features.shape[1] - 1
-        )  # (R, M) those not masked are not read
+        last = self._slots.features.shape[1] - 1
+        position = masked_positions(lanes).clamp(max=last)  # (R, M) those not masked are not read
         features = self._slots.features[slot[:, None], position]  # (R, M, D) as the blocks began
         begun = (revealed & (lanes.columns >= lanes.origin[:, None])).any(1)  # (R,)
         if begun.any():
-            self._require_first_position(lanes, begun)
+            if self.denoiser.shift and (lanes.masked[:, : self.denoiser.shift].any(1) & begun).any():
+                raise first_position_unseen(self.denoiser.cache)  # it would be predicted in a later step
             for part in self._parts(lanes, slot, begun):
                 values = self._step(lanes.select(part), ids[part], slot[part], position[part])
                 features[part] = torch.where(begun[part][:, None, None], values, features[part])
         all_mask = self._all_mask(lanes, revealed)
         return Positions.from_lanes(lanes, all_mask, lambda lane, n: features[lane, n])
-
-    def _require_first_position(self, lanes: Lanes, begun: torch.Tensor) -> None:
-        """Raise DuelError if a shifted network would have to predict a block's first position in a later step."""
-        if self.denoiser.shift and (lanes.masked[:, : self.denoiser.shift].any(1) & begun).any():
-            raise first_position_unseen(self.denoiser.cache)
 
     def _parts(self, lanes: Lanes, slot: torch.Tensor, begun: torch.Tensor) -> list[torch.Tensor]:
         """The lanes (r,) of each network call, in the order of their slots where nothing is copied then."""

@@ -70,7 +70,7 @@ def is_dit(config: dict[str, Any], path: str) -> bool:
 
 
 def unfilled(config: dict[str, Any], options: LoadOptions, tokenizer: PreTrainedTokenizerBase | None) -> Unfilled:
-    """The network of a local folder; to fill it raises DuelError for weights that do not fit exactly.
+    """The network of a local folder. `fill` raises DuelError if the weights do not fit exactly.
 
     `tokenizer`: columns that are not among its tokens get no probability; its mask token, if it has one, is [MASK].
     """
@@ -84,9 +84,14 @@ def unfilled(config: dict[str, Any], options: LoadOptions, tokenizer: PreTrained
     if block is not None:
         options.require_block(block)
     row = row_length(options.name, options.max_length, length)
-    mask_id = find_mask(family, config, options, tokenizer, shape.vocab_size)
-    # GIDD's columns after [MASK] are padding
-    columns = range(mask_id if family in gidd.FAMILIES and mask_id is not None else shape.vocab_size)
+    if family in uniform.FAMILIES:  # all noise is random tokens
+        options.refuse(family, "mask_token_id")
+        mask_id, columns = None, range(shape.vocab_size)
+    else:  # BERT's [MASK] for LM1B; with GPT-2's tokenizer the last column; GIDD's columns after [MASK] are padding
+        last = shape.vocab_size - 1
+        known = last if family not in gidd.FAMILIES else gidd.MASK if last >= gidd.MASK else None
+        mask_id = find_mask_id(options, config, tokenizer, known, shape.vocab_size)
+        columns = range(mask_id if family in gidd.FAMILIES else shape.vocab_size)
     noised = family == gidd.NOISED or family in uniform.FAMILIES  # noise is over all columns, whatever the tokenizer
     tokens = set(columns) if tokenizer is None or noised else set(tokenizer.get_vocab().values())
     with torch.device("meta"):
@@ -124,20 +129,6 @@ def require_float32(options: LoadOptions) -> None:
         raise DuelError(
             f"MDLM, BD3-LM, SEDD and their AR baseline run in float32, not {options.dtype}; leave dtype out."
         )
-
-
-def find_mask(
-    family: str, config: dict[str, Any], options: LoadOptions, tokenizer: PreTrainedTokenizerBase | None, rows: int
-) -> int | None:
-    """[MASK] of the options, else of the config or the tokenizer (BERT's for LM1B), else the last column (GPT-2).
-
-    None if all noise is random tokens.
-    """
-    if family in uniform.FAMILIES:
-        options.refuse(family, "mask_token_id")
-        return None
-    known = rows - 1 if family not in gidd.FAMILIES else gidd.MASK if rows > gidd.MASK else None
-    return find_mask_id(options, config, tokenizer, known, rows)
 
 
 def read_shape(config: dict[str, Any], options: LoadOptions) -> tuple[str, DiTConfig, int, int | None]:

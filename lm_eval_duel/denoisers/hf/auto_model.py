@@ -89,11 +89,22 @@ def max_positions(model: torch.nn.Module, model_max_length: int | None) -> int |
     lengths = [getattr(model.config, name) for name in LENGTHS if getattr(model.config, name, None)]
     if getattr(model.config, "model_type", None) == "esm":  # its count starts after the padding id, even if rotary
         lengths.append(model.config.max_position_embeddings - (model.config.pad_token_id or 0) - 1)
-    for name, module in model.named_modules():
-        if name.endswith("position_embeddings") and getattr(module, "padding_idx", None) is not None:
-            lengths.append(len(module.weight) - module.padding_idx - 1)  # RoBERTa's start after the padding id
+    if table := _table_after_padding(model):
+        lengths.append(len(table.weight) - first_position(model))
     lengths += [model_max_length] if model_max_length and model_max_length < UNBOUNDED else []
     return min(lengths, default=None)
+
+
+def first_position(model: torch.nn.Module) -> int:
+    """The position id of a row's first token. RoBERTa counts from after the padding id."""
+    table = _table_after_padding(model)
+    return table.padding_idx + 1 if table else 0
+
+
+def _table_after_padding(model: torch.nn.Module) -> Any:
+    """The position embedding of a network whose positions start after the padding id; None for other networks."""
+    tables = (module for name, module in model.named_modules() if name.endswith("position_embeddings"))
+    return next((table for table in tables if getattr(table, "padding_idx", None) is not None), None)
 
 
 def is_native(model: torch.nn.Module) -> bool:

@@ -32,25 +32,13 @@ CLASSES = {"GPT2": "GPT2LMHeadModel"}  # the network, by native class; of all ot
 def unfilled(
     family: Family, config: dict[str, Any], options: LoadOptions, tokenizer: PreTrainedTokenizerBase | None
 ) -> Unfilled:
-    """The network of a local folder; to fill it raises DuelError for weights that do not fit exactly."""
+    """The network of a local folder. `fill` raises DuelError if the weights do not fit exactly."""
     model_config = make_config(family, config, options)
     denoiser = Decoder(family, config, options, tokenizer, model_config.vocab_size)
     options.refuse(family.name, "sigma", *(() if denoiser.attention == "causal_prefix" else ("first_token",)))
     denoiser.set_row_length(max_positions(family, model_config.max_position_embeddings, config))
     kind = getattr(transformers, CLASSES.get(family.native, f"{family.native}ForCausalLM"))
     return Unfilled(denoiser, partial(kind, model_config), partial(_fill, denoiser, family, config, kind, model_config))
-
-
-def _fill(denoiser: Decoder, family: Family, config: dict[str, Any], kind: Any, model_config: Any) -> Decoder:
-    """The denoiser with the weights of its folder."""
-    options = denoiser.fetch_adapter()
-    model_kwargs = quantization.model_kwargs(config, options) | device_map.model_kwargs(options)
-    model = _filled(family, config, options, kind, model_config, model_kwargs)
-    if options.peft:
-        model = lora.merge(model, options.peft, family)
-    self_tests.rotary_frequencies(model, model_config, options.name)
-    denoiser.take(model.eval())
-    return denoiser
 
 
 def make_config(family: Family, config: dict[str, Any], options: LoadOptions) -> Any:
@@ -69,15 +57,10 @@ def make_config(family: Family, config: dict[str, Any], options: LoadOptions) ->
     return model_config
 
 
-def _filled(
-    family: Family,
-    config: dict[str, Any],
-    options: LoadOptions,
-    kind: Any,
-    model_config: Any,
-    model_kwargs: dict[str, Any],
-) -> Any:
-    """The native model with every tensor of the folder; raises DuelError that names all tensors that do not fit."""
+def _fill(denoiser: Decoder, family: Family, config: dict[str, Any], kind: Any, model_config: Any) -> Decoder:
+    """The denoiser with every tensor of its folder; raises DuelError that names all tensors that do not fit."""
+    options = denoiser.fetch_adapter()
+    model_kwargs = quantization.model_kwargs(config, options) | device_map.model_kwargs(options)
     stored = {key: value for key, value in weights.read(options.name).items() if not key.endswith(IGNORED)}
     tensors, origin = native_tensors(family, stored, config)
     table = tensors.get(TABLES.get(family.native, TABLE))
@@ -112,7 +95,12 @@ def _filled(
     tied = {HEAD} if model_config.tie_word_embeddings else set()
     unknown = [key for key in report["unexpected_keys"] if not key.endswith(IGNORED)]
     strict_load.require_none(what, set(report["missing_keys"]) - tied, unknown, strict_load.misshapen(report))
-    return model if "device_map" in model_kwargs else model.to(options.device)
+    model = model if "device_map" in model_kwargs else model.to(options.device)
+    if options.peft:
+        model = lora.merge(model, options.peft, family)
+    self_tests.rotary_frequencies(model, model_config, options.name)
+    denoiser.take(model.eval())
+    return denoiser
 
 
 def _unfused_shapes(network: torch.nn.Module) -> dict[str, strict_load.Shape]:

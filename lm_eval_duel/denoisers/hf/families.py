@@ -45,9 +45,7 @@ class Family:
     entries: Mapping[str, str] = field(default_factory=dict)  # native names of config entries that have other ones
     values: Mapping[str, Any] = field(default_factory=dict)  # of native entries that a config may lack
     needs: tuple[str, ...] = ()  # entries that config.json must have, besides the native class's
-    released: Mapping[str, Any] = field(
-        default_factory=dict
-    )  # entries without which the native class is another network
+    released: Mapping[str, Any] = field(default_factory=dict)  # without these the native class is another network
     rename: tuple[tuple[str, str], ...] = ()  # tensor names to native ones: regular expressions, the first match counts
     adapt: Callable[[Config], dict[str, Any]] = lambda config: {}  # fields of this entry that a config decides
     translate_config: Callable[[Config], Config] = lambda config: {}  # native entries beyond renaming
@@ -88,9 +86,7 @@ FAMILIES: tuple[Family, ...] = (
         entries=layouts.SMDM_ENTRIES,
         values={"rope_theta": 10_000.0},
         rename=layouts.SMDM_KEYS,
-        translate_config=lambda config: {
-            "vocab_size": config["vocab_size"] + 1
-        },  # one row more than tokens, for [MASK]
+        translate_config=lambda config: {"vocab_size": config["vocab_size"] + 1},  # a row for [MASK]
         translate_tensors=layouts.smdm_tensors,
     ),
     Family("illada", "Llama", ("ILLaDAForCausalLM",), mask_id=5, released={"layer_norm_eps": None}),

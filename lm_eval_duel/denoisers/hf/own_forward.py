@@ -151,9 +151,9 @@ class OwnForward(Pretrained):
             places += [partial(AfterLayers, self.model, name) for name in layer_modules(self.model)]
         rows = self_tests.probe_rows(self)  # (R, L)
         logits = self._logits(rows).flatten(0, 1)  # (R L, V)
-        for divided in places:
+        for place in places:
             with contextlib.suppress(RuntimeError, IndexError, TypeError, ValueError, AttributeError, AssertionError):
-                parts = divided()
+                parts = place()
                 if torch.equal(parts.head(parts.features(rows).flatten(0, 1)).to(self.device), logits):
                     self.parts, self.splits_head = parts, True
                     return

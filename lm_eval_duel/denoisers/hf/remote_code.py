@@ -20,7 +20,7 @@ from lm_eval_duel.denoisers import self_tests, weights
 from lm_eval_duel.denoisers.hf import device_map, lora
 from lm_eval_duel.denoisers.hf.families import Family
 from lm_eval_duel.denoisers.hf.masked_lm import OWN_CODE, MaskedLM
-from lm_eval_duel.denoisers.hub import pick_dtype
+from lm_eval_duel.denoisers.hub import default_dtype, pick_dtype
 from lm_eval_duel.denoisers.load_options import LoadOptions
 from lm_eval_duel.errors import DuelError
 
@@ -53,7 +53,7 @@ def own_network(config: dict[str, Any], options: LoadOptions) -> Any:
     tensors = {key: value for key, value in weights.read(options.name).items() if not key.endswith(COMPUTED)}
     if dtype == "auto":
         dtype = next(value.dtype for value in tensors.values() if value.is_floating_point())
-    with repairs(), _default_dtype(dtype):
+    with repairs(), default_dtype(dtype):
         model_config = AutoConfig.from_pretrained(options.name, trust_remote_code=True)
         _complete(model_config, config)
         model = get_class_from_dynamic_module(reference, options.name)(model_config)
@@ -138,13 +138,3 @@ def plain_rope(model_config: Any, device: Any = None, **ignored: Any) -> tuple[t
     head = getattr(model_config, "head_dim", None) or model_config.hidden_size // model_config.num_attention_heads
     width = int(head * (getattr(model_config, "partial_rotary_factor", None) or 1.0))
     return 1.0 / theta ** (torch.arange(0, width, 2, device=device, dtype=torch.float32) / width), 1.0
-
-
-@contextlib.contextmanager
-def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
