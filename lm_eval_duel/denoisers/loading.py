@@ -118,13 +118,18 @@ def unfilled(
     return masked_lm.unfilled(config, options, tokenizer)
 
 
+def is_alone(config: dict[str, Any], options: LoadOptions) -> bool:
+    """True for networks with a reader of their kind alone: our own DiT and DiffusionGemma."""
+    return dit_checkpoint.is_dit(config, options.name) or identity.is_diffusion_gemma(config)
+
+
 def _load_network(config: dict[str, Any], options: LoadOptions, tokenizer: PreTrainedTokenizerBase | None) -> Denoiser:
     """The denoiser of a config.json, by its family."""
 
     def local() -> LoadOptions:
         return dataclasses.replace(options, name=hub.local_folder(options.name, options.revision))
 
-    if dit_checkpoint.is_dit(config, options.name) or identity.is_diffusion_gemma(config):
+    if is_alone(config, options):
         return unfilled(None, config, options, local, tokenizer).fill()
     family = _family(config, options)
     causal = options.attention == "causal"

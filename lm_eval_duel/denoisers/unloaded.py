@@ -77,8 +77,10 @@ def read(name: str, network: dict[str, Any], tokenizer: Any = None) -> Unloaded:
     if gidd.MODEL_TYPE in map(str.lower, identity.model_names(config)) and options.mask_token_id is None:
         options = dataclasses.replace(options, mask_token_id=min(gidd.MASK, config["vocab_size"] - 1))
     with hub.explained(options.name):
-        family = families.find(config, options, None)
-        if family is None and config.get("auto_map") and config.get("model_type") not in CONFIG_MAPPING:
+        alone = loading.is_alone(config, options)
+        family = None if alone else families.find(config, options, None)
+        own_code = config.get("auto_map") and config.get("model_type") not in CONFIG_MAPPING
+        if own_code and family is None and not alone:
             raise DuelError(
                 f"{options.name} has its own code, which a plan does not run. If its network is of a known family, "
                 f"pass family={'|'.join(families.NAMED)}."

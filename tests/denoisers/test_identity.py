@@ -42,6 +42,7 @@ def without(config, *keys):
 ACCEPTED = {  # a config, and the family that it is
     **{f"{name} by its class": (case.config, name) for name, case in CASES.items() if not case.options},
     "MDLM": (MDLM, "mdlm"),
+    "MDLM with its code": ({**MDLM, "auto_map": {"AutoModelForMaskedLM": "modeling_mdlm.MDLM"}}, "mdlm"),
     "MDLM without a class": (without(MDLM, "architectures"), "mdlm"),
     "MDLM without a model type": (without(MDLM, "model_type"), "mdlm"),
     "MDLM with its authors' entries": ({**MDLM, "parameterization": "subs", "diffusion": "absorbing_state"}, "mdlm"),

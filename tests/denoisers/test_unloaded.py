@@ -23,7 +23,7 @@ NETWORKS = [
     ("modernbert", {"max_length": 16}),
     ("roberta", {}),
     ("gidd", {"max_length": 16}),
-    ("sedd", {}),
+    ("sedd", {"family": "sedd"}),
     ("d2f-dream", {}),
     ("rnd1", {}),
     ("nemotron-labs-diffusion", {"first_token": "block"}),

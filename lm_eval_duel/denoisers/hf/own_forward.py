@@ -1,7 +1,7 @@
 """Networks through the forward of their own class: ids in, logits out.
 
-The layers run over whole rows, the head at some positions only. A test at load finds the place where the class can be
-divided, the first of these whose two parts together give the network's logits bit for bit:
+The layers run over whole rows, the head at some positions only. A test at load finds where the class can be divided: at
+the first of these places at which its two parts together give the network's logits bit for bit.
 
     BeforeHead     at the input of the output embedding
     AfterLayers    at the output of the layers: head, soft cap, scale and bias run later
