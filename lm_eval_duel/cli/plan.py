@@ -92,8 +92,12 @@ def plan(options: argparse.Namespace) -> dict[str, Any]:
     checks.check_rule(denoiser, rule)
     block = checks.resolve_block(denoiser, None if causal and run.block is None else run.block)
     setting = cost.Setting(denoiser, rule, block, checks.resolve_grid(denoiser, run.grid), size.kept)
-    windows = _windows_of_tasks(options, denoiser, tokenizer, block) if options.tasks else _equal(options, denoiser)
-    longest, device, tflops = max(window.length for window in windows), *_device(options, size.dtype)
+    if options.tasks:
+        documents, windows = _of_tasks(options, denoiser, tokenizer, block)
+    else:
+        documents, windows = options.documents, _of_equal_documents(options, denoiser)
+    longest = max(window.length for window in windows)
+    device, tflops = _device(options, size.dtype)
     figures = {
         "network": run.pretrained or BUNDLED,
         "family": denoiser.family,
@@ -104,7 +108,7 @@ def plan(options: argparse.Namespace) -> dict[str, Any]:
         "block": block,
         "steps_known": setting.is_exact,
         "upper_bound": not setting.is_exact and not rule.may_pick_none,
-        "documents": options.documents,
+        "documents": documents,
         "windows": sum(windows.values()),
         "length": longest,
         "tokens": sum(window.target * number for window, number in windows.items()),
@@ -198,8 +202,8 @@ def _methods(setting: Any, run: Options) -> Iterator[Method]:
         yield Method("lattice", partial(cost.lattice, setting), "the sum over all orders", clean)
 
 
-def _equal(options: argparse.Namespace, denoiser: Any) -> Counter[Any]:
-    """The layouts of the windows of documents of equal length, each cut from scratch, and how many have each."""
+def _of_equal_documents(options: argparse.Namespace, denoiser: Any) -> Counter[Any]:
+    """The number of windows of each layout, for documents of equal length that are cut one by one."""
     from lm_eval_duel.estimators.cost import Layout
 
     before = max(denoiser.shift, int(denoiser.bos in ("given", "official")))
@@ -214,8 +218,10 @@ def _equal(options: argparse.Namespace, denoiser: Any) -> Counter[Any]:
     return +found
 
 
-def _windows_of_tasks(options: argparse.Namespace, denoiser: Any, tokenizer: Any, block: int | None) -> Counter[Any]:
-    """The layouts of the windows of the tasks' documents, and how many have each; sets the number of documents."""
+def _of_tasks(
+    options: argparse.Namespace, denoiser: Any, tokenizer: Any, block: int | None
+) -> tuple[int, Counter[Any]]:
+    """The number of documents of the tasks, and the number of their windows of each layout."""
     from lm_eval_duel.estimators.cost import layouts
     from lm_eval_duel.harness.loglikelihood import continuation_windows, document_windows
     from lm_eval_duel.tasks import named
@@ -225,13 +231,12 @@ def _windows_of_tasks(options: argparse.Namespace, denoiser: Any, tokenizer: Any
     metadata = {**options.model_args, **options.metadata}
     tasks = named.load(options.tasks, metadata, options.include_path, options.limit)
     requests = [request for task in tasks for request in task.instances]
-    options.documents = len({(request.task_name, request.doc_id) for request in requests})
     whole = [request for request in requests if request.request_type == "loglikelihood_rolling"]
     parts = [request for request in requests if request.request_type != "loglikelihood_rolling"]
     cut = [*document_windows(text, whole), *continuation_windows(text, parts)]
     if not (found := layouts(window for windows in cut for window in windows)):
         raise DuelError(f"The tasks {', '.join(options.tasks)} have no token to score.")
-    return found
+    return len({(request.task_name, request.doc_id) for request in requests}), found
 
 
 def table(figures: dict[str, Any]) -> str:
