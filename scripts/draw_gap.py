@@ -14,44 +14,34 @@ MODELS = {  # the name, and the block of the ELBO that stands for it in the repo
     "demo-bd": ("demo-bd (block diffusion)", "4"),
     "demo-mdm": ("demo-mdm (masked diffusion)", "none"),
 }
-BLUE, ORANGE, GREEN, GREY = "#0072b2", "#d55e00", "#009e73", "#444444"
+GREY = "#444444"
+MARKS = {  # an estimator in the legend: its colour, its marker, and the place of its number
+    "ELBO (upper bound)": ("#0072b2", "<", 0.3),
+    "DUEL, greedy (exact)": ("#d55e00", "o", -0.22),
+    "mixture of orders (exact)": ("#009e73", "s", 0.3),
+}
 
 
 def main() -> None:
     rows = json.loads(REPORT.read_text(encoding="utf-8"))["tasks"]["sotu"]["rows"]
 
-    def row(model: str, estimator: str | None = None, rule: str | None = None, block: str | None = None) -> dict:
-        (found,) = [
-            row
-            for row in rows
-            if row["model"] == model
-            and (estimator is None or row["estimator"] == estimator)
-            and (rule is None or row["rule"] == rule)
-            and (block is None or row["block"] == block)
-        ]
+    def row(**wanted: str) -> dict:
+        [found] = [row for row in rows if wanted.items() <= row.items()]
         return found
 
-    twin = row("demo-ar")["value"]
+    twin = row(model="demo-ar")["value"]
     figure, axes = plt.subplots(figsize=(9, 2.4), dpi=150)
     axes.axvline(twin, color=GREY, linestyle=":", zorder=1, label=f"autoregressive twin, {twin:.2f}")
     for place, (model, (_, elbo_block)) in enumerate(MODELS.items()):
-        elbo = row(model, "elbo", block=elbo_block)
-        duel = row(model, "duel", "greedy:k=1", "4")["value"]
-        mixture = row(model, "mixture", block="4")["value"]
+        elbo = row(model=model, estimator="elbo", block=elbo_block)
+        duel = row(model=model, estimator="duel", rule="greedy:k=1", block="4")
+        mixture = row(model=model, estimator="mixture", block="4")
         axes.plot([twin, elbo["value"]], [place, place], color="#dddddd", linewidth=9, solid_capstyle="butt", zorder=2)
-        marks = (
-            (elbo["value"], f"≤ {elbo['value']:.2f} ± {elbo['stderr']:.2f}", BLUE, "<", 0.3),
-            (duel, f"{duel:.2f}", ORANGE, "o", -0.22),
-            (mixture, f"{mixture:.2f}", GREEN, "s", 0.3),
-        )
-        for number, text, color, marker, shift in marks:
-            axes.plot(number, place, marker, color=color, markersize=9, zorder=3)
-            axes.text(number, place + shift, text, ha="center", va="center", color=color)
-    for label, color, marker in (
-        ("ELBO (upper bound)", BLUE, "<"),
-        ("DUEL, greedy (exact)", ORANGE, "o"),
-        ("mixture of orders (exact)", GREEN, "s"),
-    ):
+        for of, (color, marker, shift) in zip((elbo, duel, mixture), MARKS.values(), strict=True):
+            text = f"≤ {of['value']:.2f} ± {of['stderr']:.2f}" if of is elbo else f"{of['value']:.2f}"
+            axes.plot(of["value"], place, marker, color=color, markersize=9, zorder=3)
+            axes.text(of["value"], place + shift, text, ha="center", va="center", color=color)
+    for label, (color, marker, _) in MARKS.items():
         axes.plot([], [], marker, color=color, label=label)
     axes.set_yticks(range(len(MODELS)), [name for name, _ in MODELS.values()])
     axes.set_ylim(len(MODELS) - 0.5, -0.5)
