@@ -1,4 +1,4 @@
-"""Files: JSON that is read whole or refused, and a folder in which a command replaces only what it wrote before."""
+"""Files: JSON that is read or refused with a reason, and folders in which a command replaces only its earlier files."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import json
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
 from lm_eval_duel.console import strict_json
@@ -17,8 +17,8 @@ SUFFIXES = (".html", ".md", ".csv", ".json", ".yaml", ".tex", ".png", ".svg", ".
 
 
 @contextlib.contextmanager
-def whole(file: Path, what: str) -> Iterator[None]:
-    """Raise a DuelError that names the file, where reading it finds an entry missing or of another type."""
+def reading(file: Path, what: str) -> Iterator[None]:
+    """Raise a DuelError that names the file if an entry of it is missing or of another type."""
     try:
         yield
     except DuelError:
@@ -32,7 +32,7 @@ def whole(file: Path, what: str) -> Iterator[None]:
 
 def load(file: Path, what: str) -> Any:
     """The JSON of a file; raises DuelError if it cannot be read. `what`: what the file should be, for the message."""
-    with whole(file, what):
+    with reading(file, what):
         return json.loads(file.read_text(encoding="utf-8"))
 
 
@@ -45,7 +45,7 @@ def number(value: Any) -> float | None:
 
 @dataclass(frozen=True)
 class OwnFiles:
-    """The files that a command wrote in `folder`: those that report.json or leaderboard.json names under "files".
+    """The files that a command wrote in `folder`, which report.json or leaderboard.json lists under "files".
 
     `format`: the listing's entry of that name, "lm_eval_duel report" or "lm_eval_duel leaderboard".
     """
@@ -62,21 +62,19 @@ class OwnFiles:
         file = Path(self.folder, self.listing)
         if not file.exists():
             return set()
-        try:
+        files: list[Path] = []
+        with contextlib.suppress(DuelError, LookupError, TypeError):
             content = load(file, "a listing")
-            paths = [PurePosixPath(str(name)) for name in content["files"] if content["format"] == self.format]
-        except (DuelError, LookupError, TypeError):
-            paths = []
-        if not paths:
+            files = [Path(str(name)) for name in content["files"] if content["format"] == self.format]
+        if not files:
             raise DuelError(
                 f'{file} was not written by this command (it has no "format": "{self.format}"), so --out '
                 f"{self.folder} was left unchanged. Name another folder, or move this file."
             )
-        inside = [path for path in paths if not path.is_absolute() and ".." not in path.parts]
-        return {str(path) for path in inside if path.suffix in SUFFIXES}
+        return {file.name for file in files if len(file.parts) == 1 and file.suffix in SUFFIXES}
 
     def write(self, content: Mapping[str, Any], others: Mapping[str, str | bytes]) -> list[str]:
-        """Write `content` as `listing`, first, since it names the others; remove files of an earlier run; return names.
+        """Write `content` as the listing, and what it names; remove other files of an earlier run; return the names.
 
         Raises DuelError, and leaves the folder unchanged, if a file there does not belong to an earlier run.
         """
@@ -86,13 +84,12 @@ class OwnFiles:
                 f"--out {self.folder} holds {', '.join(foreign)}, which no {self.format.split()[-1]} there lists as "
                 "its own: nothing was written. Name another folder, or move these files."
             )
+        Path(self.folder).mkdir(parents=True, exist_ok=True)
         listing = strict_json.dumps({"format": self.format, **content, "files": names}) + "\n"
         for name, text in {self.listing: listing, **others}.items():
-            file = Path(self.folder, name)
-            file.parent.mkdir(parents=True, exist_ok=True)
-            part = file.with_name(f"{file.name}.part")
+            part = Path(self.folder, f"{name}.part")
             part.write_bytes(text if isinstance(text, bytes) else text.encode())
-            part.replace(file)  # a kill leaves no half file
+            part.replace(Path(self.folder, name))  # a kill leaves no half file
         for name in earlier - set(names):
             Path(self.folder, name).unlink(missing_ok=True)
         return names

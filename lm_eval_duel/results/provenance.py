@@ -8,7 +8,7 @@ import shlex
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from lm_eval_duel.results.own_files import whole
+from lm_eval_duel.results.own_files import reading
 from lm_eval_duel.results.read import MODEL, RESULTS, Run
 
 SEEDS = {"random_seed": 0, "numpy_seed": 1234, "torch_seed": 1234, "fewshot_seed": 1234}  # of --seed
@@ -22,7 +22,7 @@ def versions(runs: Iterable[Run]) -> dict[str, str]:
     """The versions of the packages that made some runs, by name."""
     found: dict[str, dict[str, None]] = {}
     for run in runs:
-        with whole(run.file, RESULTS):
+        with reading(run.file, RESULTS):
             others = {name: run.content.get(f"{name}_version") for name in ("lm_eval", "transformers")}
             ours = (run.content["config"].get("duel") or {}).get("versions") or {}
             for name, version in {**{k: v for k, v in others.items() if v}, **ours}.items():
@@ -32,7 +32,7 @@ def versions(runs: Iterable[Run]) -> dict[str, str]:
 
 def date(run: Run) -> str:
     """ISO 8601, UTC; empty if the results have none."""
-    with whole(run.file, RESULTS):
+    with reading(run.file, RESULTS):
         when = datetime.datetime.fromtimestamp(run.date, datetime.timezone.utc)
         return when.isoformat(timespec="seconds") if run.date else ""
 
@@ -43,7 +43,7 @@ def command(run: Run) -> str:
     It leaves out what changes no number: the device, the output folder, the response cache. Raises DuelError that
     names the file, for an entry that lm_eval does not write.
     """
-    with whole(run.file, RESULTS):
+    with reading(run.file, RESULTS):
         content, config = run.content, run.content["config"]
         if "results" not in content:
             return OWN_TEXTS

@@ -18,7 +18,7 @@ from lm_eval_duel.core.rates import METRICS
 from lm_eval_duel.errors import DuelError, unknown
 from lm_eval_duel.estimators import registry
 from lm_eval_duel.estimators.registry import Kind
-from lm_eval_duel.results.own_files import whole
+from lm_eval_duel.results.own_files import reading
 from lm_eval_duel.results.table import WORDS, Table, form_of, number, pm
 
 PAPER = "paper"  # on the command line: the paper's tables, which come with the package
@@ -36,7 +36,7 @@ def read(names: Iterable[str]) -> list[dict[str, Any]]:
     figures = []
     for name in names:
         file = PAPER_FILE if name == PAPER else Path(name)
-        with whole(file, f"what --published takes, a CSV file of figures or {PAPER!r}"):
+        with reading(file, f"what --published takes, a CSV file of figures or {PAPER!r}"):
             reader = csv.DictReader(file.read_text(encoding="utf-8-sig").splitlines())
             if missing := [column for column in NEEDED if column not in (reader.fieldnames or ())]:
                 raise DuelError(f"{name} has no column {', '.join(missing)}; needed are {', '.join(NEEDED)}.")

@@ -13,7 +13,7 @@ from lm_eval_duel.errors import DuelError, unknown
 from lm_eval_duel.estimators.blocks import BeamBlocks
 from lm_eval_duel.estimators.registry import ESTIMATORS, kind_of
 from lm_eval_duel.results import samples, stats
-from lm_eval_duel.results.own_files import load, number, whole
+from lm_eval_duel.results.own_files import load, number, reading
 from lm_eval_duel.results.samples import OTHER_NAMES, WRITTEN, Documents
 
 MODEL, SCORE, SCORE_VERSION, NO_CACHE = "duel-mdm", "lm_eval_duel score", 1, "none"
@@ -221,7 +221,7 @@ def of_file(file: Path) -> list[Run]:
     contradict each other.
     """
     content = load(file, RESULTS)
-    with whole(file, RESULTS):
+    with reading(file, RESULTS):
         if content.get("format") != SCORE:
             return [_of_harness(file, content)]
         if content["version"] != SCORE_VERSION:

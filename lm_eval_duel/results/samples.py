@@ -17,7 +17,7 @@ from typing import Any
 from lm_eval_duel.core.rates import METRICS
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.harness import trace
-from lm_eval_duel.results.own_files import whole
+from lm_eval_duel.results.own_files import reading
 from lm_eval_duel.tasks.columns import MADE, TOKENS
 
 OTHER_NAMES = ("bits_per_residue", "residue_perplexity")  # of bits_per_byte and byte_perplexity, for proteins
@@ -41,7 +41,7 @@ def of_harness(results: Path, task: str, rolling: bool) -> tuple[Documents | Non
     if not os.path.isfile(file):  # False, too, if the task's name is not a valid file name
         return None, f"no samples of {task} next to it (run lm_eval with --log_samples)"
     first: dict[int, Mapping[str, Any]] = {}
-    with whole(file, "samples of lm_eval"):
+    with reading(file, "samples of lm_eval"):
         for line in file.read_text(encoding="utf-8").split("\n"):
             if line.strip():
                 record = json.loads(line)

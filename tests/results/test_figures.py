@@ -43,6 +43,9 @@ def test_a_model_and_a_rule_have_one_colour_in_every_figure(tmp_path):
     made(tmp_path)
     task = collect(parse([str(tmp_path / "results"), "--out", str(tmp_path / "out")])).tasks["sotu"]
     (values,) = figures.perplexity("sotu", task).axes
+    assert [list(line.get_xdata()) for line in values.lines if line.get_marker() == "|"] == [
+        row.interval for row in task.rows
+    ]
     of_rows = [line.get_color() for line in values.lines if line.get_marker() == "o"]
     assert of_rows == [figures.model_colour(row.model) for row in task.rows]
     for sweep in task.rules:
