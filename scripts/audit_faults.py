@@ -25,7 +25,7 @@ from pathlib import Path
 
 sys.path += [str(Path(__file__).parent), str(Path(__file__).parents[1] / "tests" / "helpers")]
 
-from faults import Fault, plant, table
+from faults import ALL, Fault, plant, table
 from mutants import HEAVY, NOT_COPIED, failed
 
 LAWS = ["tests/audit/test_recompute.py", "tests/audit/test_estimates.py", "tests/audit/test_sizes.py"]
@@ -121,7 +121,7 @@ def main() -> None:
             outside = options.only == "audit" or fault.file.startswith(OUTSIDE)
             with plant(root, fault):
                 found = (False, False) if options.only == "laws" else audit(root, fault, checkpoints)
-                law = None if outside else failed(root, LAWS, TIMEOUT)
+                law = None if outside else failed(root, [*ALL, *LAWS], TIMEOUT)
             by_law = re.sub(r"^FAILED tests/(audit/)?|\[.*", "", law).replace(".py::", ": ") if law else "-"
             missed += not (found[0] or law)
             finds = " | ".join("yes" if each else "-" for each in found)
