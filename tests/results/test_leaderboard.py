@@ -153,7 +153,7 @@ def test_only_likelihoods_have_ranks_and_means_are_over_all_tasks(tmp_path):
     assert content["ar"] == "AR", "the only autoregressive model is the one of the gaps"
 
 
-def test_the_plot_is_logarithmic_for_perplexities(tmp_path):
+def test_the_plot_is_logarithmic_for_perplexities_and_has_intervals(tmp_path):
     several(tmp_path)
     for metric, scale in (("token_perplexity", math.log), ("bits_per_byte", float)):
         plot = page._plot(board(tmp_path, "--metric", metric))
@@ -161,6 +161,9 @@ def test_the_plot_is_logarithmic_for_perplexities(tmp_path):
         slope = (places[-1] - places[0]) / (values[-1] - values[0])
         assert places == pytest.approx([places[0] + slope * (value - values[0]) for value in values], abs=0.3)
         assert page.MARGIN <= min(places) < max(places) <= page.WIDTH - page.MARGIN
+    for model, nats in (("A", (-60, -150, -90)), ("B", (-70, -140, -95))):
+        ours(tmp_path / "one", model=model, docs={"sotu": docs(nats)})
+    assert all(low < place < high for place, low, high in page._plot(board(tmp_path / "one"))["rows"].values())
 
 
 @pytest.mark.parametrize("low, high", [(30, 120), (31.2, 31.9), (1.541, 1.568), (0.02, 900), (5, 6), (97, 104)])
