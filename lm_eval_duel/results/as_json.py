@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from operator import attrgetter
 from typing import Any
 
 from lm_eval_duel.results.board import Board
@@ -34,13 +35,8 @@ RUN = ("model=label", "estimator", "rule", "block", "cache", "ar=baseline", "dty
 BOARD = ("title", "metric", "unit", "ar", "mean_of", "by", "published", "documents", "notes", "date")
 COLUMN = ("id", "task", "label", "documents=compared.documents", "windows", "apart=difference")
 BOARD_ROW = (
-    *(
-        "model=named.model",
-        "pretrained=named.run.pretrained",
-        "estimator=named.estimator",
-        "display=named.entry.display",
-    ),
-    *("kind", "ranked", "rule", "block", "cache", "remarks"),
+    *("model=named.model", "pretrained=named.run.pretrained", "estimator=named.estimator"),
+    *("display=named.entry.display", "kind", "ranked", "rule", "block", "cache", "remarks"),
     *("autoregressive", "dtype=named.run.dtype", "fingerprint", "spec=named.run.spec"),
     *("parameters", "versions", "date", "files", "commands"),
     *("nfe_per_token", "seconds_per_token", "seconds_reason", "device", "mean", "mean_rank", "main", "rank"),
@@ -49,13 +45,7 @@ BOARD_ROW = (
 
 def entries(record: Any, names: Iterable[str]) -> dict[str, Any]:
     """Entries of a record, as `name` or `name=attributes`."""
-    result = {}
-    for name, _, path in (name.partition("=") for name in names):
-        value = record
-        for attribute in (path or name).split("."):
-            value = getattr(value, attribute)
-        result[name] = value
-    return result
+    return {name: attrgetter(path or name)(record) for name, _, path in (name.partition("=") for name in names)}
 
 
 def comparison(task: Comparison) -> dict[str, Any]:
@@ -67,11 +57,8 @@ def comparison(task: Comparison) -> dict[str, Any]:
 
     def speeds(of: Speeds) -> dict[str, Any]:
         lines = {key: numbers[getattr(of, key)] for key in ("elbo", "ar", "oracle")}
-        return {
-            "title": of.title,
-            **lines,
-            "families": {k: [numbers[row] for row in v] for k, v in of.families.items()},
-        }
+        families = {name: [numbers[row] for row in rows] for name, rows in of.families.items()}
+        return {"title": of.title, **lines, "families": families}
 
     def row(of: Row) -> dict[str, Any]:
         stderrs = {metric: of.error(of.nats_stderr, metric) for metric in of.metrics}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import json
 import math
@@ -40,14 +41,10 @@ def of_harness(results: Path, task: str, rolling: bool) -> tuple[Documents | Non
     file = results.parent / f"samples_{task}_{date[0] if date else results.stem.removeprefix('results_')}.jsonl"
     if not os.path.isfile(file):  # False, too, if the task's name is not a valid file name
         return None, f"no samples of {task} next to it (run lm_eval with --log_samples)"
-    first: dict[int, Mapping[str, Any]] = {}
     with reading(file, "samples of lm_eval"):
-        for line in file.read_text(encoding="utf-8").split("\n"):
-            if line.strip():
-                record = json.loads(line)
-                first.setdefault(int(record["doc_id"]), record)  # one line per filter, with equal values
-        records = [(n, _digest(record, rolling), record) for n, record in sorted(first.items())]
-        return _numbered(records), ""
+        records = [json.loads(line) for line in file.read_text(encoding="utf-8").split("\n") if line.strip()]
+        first = {int(record["doc_id"]): record for record in reversed(records)}  # one a filter, with equal values
+        return _numbered((n, _digest(record, rolling), record) for n, record in sorted(first.items())), ""
 
 
 def of_score(documents: Iterable[Mapping[str, Any]]) -> Documents:
@@ -102,13 +99,7 @@ class Traces:
 
     def __init__(self, named: Iterable[str | Path]):
         self.named = [Path(place).resolve() for place in named]
-        self.windows: dict[Path, list[dict[str, Any]]] = {}
-
-    def read(self, path: Path) -> list[dict[str, Any]]:
-        """The windows of a file."""
-        if path not in self.windows:
-            self.windows[path] = trace.read(path)
-        return self.windows[path]
+        self.read = functools.cache(trace.read)  # the windows of a file
 
     def find(self, fingerprint: str | None, written: str | None, results: Path) -> Path | None:
         """The trace of a run: a named one with its spec, else the one that it has `written`, also next to `results`."""
