@@ -178,6 +178,17 @@ def number(words: str, accepts: Callable[[float], bool] = lambda x: not math.isn
     return ArgumentType(words, convert)
 
 
+def string(words: str, accepts: Callable[[str], Any]) -> ArgumentType:
+    """Texts for which `accepts` is true; `words` describes them. None alone stands for no value."""
+
+    def convert(value: Any) -> str:
+        if not accepts(result := str(value)):
+            raise ValueError(value)
+        return result
+
+    return ArgumentType(words, convert, nothing=(None,))
+
+
 def choice(*names: Any, convert: Callable[[Any], Any] = lambda value: value) -> ArgumentType:
     """The type of arguments that take one of these names, or of the names in a Literal."""
     names = get_args(names[0]) or names

@@ -51,8 +51,8 @@ class CheckedWindow:
     @property
     def order_difference(self) -> float:
         """The absolute difference in nats from the value along the reference's own order."""
-        own = self.again.own_order
-        return self.difference if own is None else distance(self.log_prob, own)
+        along = self.again.own_order
+        return self.difference if along is None else distance(self.log_prob, along)
 
     @property
     def independent(self) -> bool:

@@ -143,13 +143,13 @@ def _of_block(network: OneRow, F: reference.Rule, n: int) -> float:
 
 
 def _confidence(estimator: SampledConfidence, network: OneRow) -> samplers.Select:
-    own = estimator.own
-    scale = 1.0 if own.confidence == "tempered" else untempered(estimator.denoiser)
-    n = own.n or 1
-    count: samplers.Count = lambda size, left, t: min(n, left)  # noqa: E731
-    if own.steps is not None:
-        count = samplers.scheduled(own.schedule, own.steps)
-    return samplers.best_drawn(network.x, count, own.tau, own.strict, scale)
+    args = estimator.own
+    scale = 1.0 if args.confidence == "tempered" else untempered(estimator.denoiser)
+    if args.steps is None:
+        count: samplers.Count = lambda size, left, t: min(args.n or 1, left)  # noqa: E731
+    else:
+        count = samplers.scheduled(args.schedule, args.steps)
+    return samplers.best_drawn(network.x, count, args.tau, args.strict, scale)
 
 
 def _order(estimator: SampledOrder, network: OneRow) -> samplers.Select:

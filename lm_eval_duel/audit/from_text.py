@@ -35,7 +35,7 @@ class FromText:
     suffix: Sequence[int] = ()
     documents: int = 0
     log_prob: float = 0.0
-    noise: float = 0.0  # nats, by which the run's sum may be apart
+    noise: float = 0.0  # nats by which the run's sum may differ
     tokens: int = 0
     words: int = 0
     bytes: int = 0
@@ -86,23 +86,21 @@ class FromText:
 
     def differing(self, printed: Mapping[str, float]) -> list[str]:
         """The differences from the numbers that the task prints, as text."""
-        far = []
+        differences = []
         for metric, (count, units) in self.counts.items():
             if metric in printed:
                 value = printed[metric]
                 nats = -count * (value * math.log(2) if metric == "bits_per_byte" else math.log(value))
                 if distance(nats, self.log_prob) > self.noise:
-                    own = f"{self.value(metric):.4f} over {count:,} {units}"
-                    far.append(f"{self.task} prints a {metric} of {value:.4f}, not {own}")
-        return [*self.problems, *far]
+                    expected = f"{self.value(metric):.4f} over {count:,} {units}"
+                    differences.append(f"{self.task} prints a {metric} of {value:.4f}, not {expected}")
+        return [*self.problems, *differences]
 
     def lines(self, printed: Mapping[str, float]) -> list[str]:
         """Lines for the terminal: the counts, and the sum and metrics if the reference computed every window."""
         counts = f"{self.documents} documents, {self.bytes:,} bytes, {self.words:,} words, {self.tokens:,} tokens"
         if self.counted_before:
-            counts += (
-                " (bytes and words as the task gives them: its documents do not hold the texts before detokenizing)"
-            )
+            counts += " (bytes and words are the task's: its documents do not hold the texts before detokenizing)"
         if self.alone:
             return [
                 f"From the text of {self.task}, by the tokenizer alone:",

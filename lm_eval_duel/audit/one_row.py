@@ -5,7 +5,7 @@
     block-causal, causal prefix     z up to the end of the block in progress, which is filled up with [MASK] or cut
     causal                          the whole text, once: a prediction does not depend on what follows
 
-It is written apart from the views, and shares the network's calls alone with them: `features` or `stream`, and `head`.
+It shares no code with the views, only the calls of the network: `features` or `stream`, and `head`.
 Caches, guidance, warpers and noise levels: other_networks.py.
 
 Shapes: L row length, D features, V tokens.

@@ -75,8 +75,8 @@ class OtherRow(OneRow):
         features, layers = denoiser.begin(start[None], None, column)  # (1, L, D)
         if torch.equal(z, start):
             return features[0]
-        own = (column >= begin) & (column < (stop if denoiser.cache == "dual" else len(z)))  # (1, L)
-        outside, inside = column[~own], column[own]  # (K,), (Q,)
+        computed = (column >= begin) & (column < (stop if denoiser.cache == "dual" else len(z)))  # (1, L)
+        outside, inside = column[~computed], column[computed]  # (K,), (Q,)
         past = [tuple(plane[:, :, outside.to(plane.device)] for plane in layer) for layer in layers]
         places = torch.cat([outside, inside])[None]
         step = CachedStep(inside[None], None, past, places, (inside - begin)[None])

@@ -103,21 +103,21 @@ def best_drawn(x: Ids, count: Count, tau: float | None = None, strict: bool = Tr
 
     def select(log_P: Tensor, M: list[int], t: int, size: int) -> Chosen:
         score = {ell: token_confidence(log_softmax(scale * log_P[ell].nan_to_num(neginf=-1e30))) for ell in M}
-        own, n = {ell: float(score[ell][x[ell]]) for ell in M}, count(size, len(M), t)
+        drawn, n = {ell: float(score[ell][x[ell]]) for ell in M}, count(size, len(M), t)
         bound = math.inf if tau is None else -math.inf if tau <= 0 else logit(tau)
         for A in subsets(M):
-            above = tau is not None and all(own[ell] > bound or (not strict and own[ell] == bound) for ell in A)
+            above = tau is not None and all(drawn[ell] > bound or (not strict and drawn[ell] == bound) for ell in A)
             if not n or not (len(A) >= n if above else len(A) == n):
                 if not n and not A:
                     yield A, 0.0
                 continue
-            log_p, last = math.fsum(float(log_P[ell, x[ell]]) for ell in A), min(A, key=lambda ell: (own[ell], -ell))
+            log_p, last = math.fsum(float(log_P[ell, x[ell]]) for ell in A), min(A, key=lambda ell: (drawn[ell], -ell))
             for ell in {*M} - {*A}:
                 other = score[ell]
                 if above:
                     kept = other > bound if strict else other >= bound
                 else:
-                    kept = other >= own[last] if ell < last else other > own[last]
+                    kept = other >= drawn[last] if ell < last else other > drawn[last]
                 log_p += float(log_P[ell].masked_fill(kept, -math.inf).logsumexp(0))
             yield A, log_p
 

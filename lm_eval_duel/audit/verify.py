@@ -5,18 +5,18 @@ from __future__ import annotations
 import dataclasses
 import logging
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from lm_eval_duel import denoisers
-from lm_eval_duel.audit.checked import CheckedWindow, Recomputed, in_words
+from lm_eval_duel.audit.checked import CheckedWindow, in_words
 from lm_eval_duel.audit.recompute import recompute
-from lm_eval_duel.core.denoiser import Denoiser
 from lm_eval_duel.core.scores import Score
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.demo import BUNDLED
 from lm_eval_duel.errors import first_line
 from lm_eval_duel.estimators import registry
+from lm_eval_duel.estimators.base import Estimator
 from lm_eval_duel.options import Options
 from lm_eval_duel.text.text import TextEncoder
 
@@ -57,11 +57,12 @@ class Verification:
         """
         checked: list[CheckedWindow] = []
         try:
-            for (n, part), again in self._score_again(text):
+            estimator = float32_estimator(self.options, text, self.device) if self.scores else None
+            for n, part in sorted(self.scores):
                 option = f", option {requests[n].idx}" if requests[n].idx else ""
                 where = f"task {requests[n].task_name}, document {requests[n].doc_id}{option}, window {part}"
-                run = self.scores[n, part].log_prob
-                checked.append(CheckedWindow(where, self.windows[n][part], run, again, n))
+                window, run = self.windows[n][part], self.scores[n, part]
+                checked.append(CheckedWindow(where, window, run.log_prob, recompute(estimator, window, run), n))
         except Exception as error:
             self.failure = first_line(error)
             count = f"{len(checked)} of {len(self.scores)} windows"
@@ -73,18 +74,11 @@ class Verification:
             log.log(logging.ERROR if wrong else logging.INFO, "%s", in_words(checked))
         return checked
 
-    def _score_again(self, text: TextEncoder) -> Iterator[tuple[tuple[int, int], Recomputed]]:
-        if not self.scores:
-            return
-        options = dataclasses.replace(self.options, batch_size=2)  # any number: skips the search for a batch size
-        estimator = registry.make(float32_network(options, text, self.device), options)
-        for n, part in sorted(self.scores):
-            yield (n, part), recompute(estimator, self.windows[n][part], self.scores[n, part])
 
-
-def float32_network(options: Options, text: TextEncoder, device: str | None) -> Denoiser:
-    """The network in float32, or in float64 if that is what it runs in."""
-    if not text.denoiser.coarse:
-        return text.denoiser
-    arguments = {**options.network, "dtype": "float32", "compile": False}
-    return denoisers.load(options.pretrained or BUNDLED, device=device, tokenizer=text.tokenizer, **arguments)
+def float32_estimator(options: Options, text: TextEncoder, device: str | None) -> Estimator:
+    """The estimator of the run with its network in float32, or in float64 if that is what it runs in."""
+    network = text.denoiser
+    if network.coarse:
+        arguments = {**options.network, "dtype": "float32", "compile": False}
+        network = denoisers.load(options.pretrained or BUNDLED, device=device, tokenizer=text.tokenizer, **arguments)
+    return registry.make(network, dataclasses.replace(options, batch_size=2))  # any size: skips the search for one

@@ -110,8 +110,8 @@ def _task_files(names: list[str], folders: list[str]) -> contextlib.AbstractCont
 
     from lm_eval_duel.harness import patches
 
-    own = TaskManager(include_path=folders, include_defaults=False)
-    return patches.without_default_tasks() if named.holds(own, names) else contextlib.nullcontext()
+    known = TaskManager(include_path=folders, include_defaults=False)
+    return patches.without_default_tasks() if named.holds(known, names) else contextlib.nullcontext()
 
 
 def _parsed(cli: HarnessCLI) -> argparse.Namespace:

@@ -29,6 +29,7 @@ from lm_eval_duel.arguments import (
     ArgumentType,
     choice,
     number,
+    string,
 )
 from lm_eval_duel.console import strict_json
 from lm_eval_duel.core.rates import METRICS
@@ -103,35 +104,16 @@ class Flag(Argument):
     shows: str = ""  # what stands for the value in --help; the name in capitals if empty
 
 
-def _path(value: Any) -> str:
-    if not value:
-        raise ValueError(value)
-    return str(value)
+def _is_writable_folder(name: str) -> bool:
+    path = Path(name).absolute()
+    existing = next(folder for folder in (path, *path.parents) if os.path.lexists(folder))
+    return bool(name) and existing.is_dir() and os.access(existing, os.W_OK | os.X_OK)
 
 
-def _existing(value: Any) -> str:
-    if not Path(value).is_dir():
-        raise ValueError(value)
-    return str(value)
-
-
-def _folder(value: Any) -> str:
-    existing = next(path for path in (Path(value).absolute(), *Path(value).absolute().parents) if os.path.lexists(path))
-    if not (value and existing.is_dir() and os.access(existing, os.W_OK | os.X_OK)):
-        raise ValueError(value)
-    return str(value)
-
-
-def _file(value: Any) -> str:
-    file = Path(value)
-    if value != STDOUT and not (
-        value
-        and file.parent.is_dir()
-        and not file.is_dir()
-        and os.access(file if file.exists() else file.parent, os.W_OK)
-    ):
-        raise ValueError(value)
-    return str(value)
+def _is_writable_file(name: str) -> bool:
+    file = Path(name)
+    known = bool(name) and file.parent.is_dir() and not file.is_dir()
+    return name == STDOUT or (known and os.access(file if file.exists() else file.parent, os.W_OK))
 
 
 def key_values(text: str) -> dict[str, Any]:
@@ -175,10 +157,10 @@ KEY_VALUES = ArgumentType("key=value,... or a JSON object", key_values, nothing=
 NAMES = ArgumentType(
     "names, separated by commas", lambda text: [part.strip() for part in text.split(",") if part.strip()]
 )
-PATH = ArgumentType("a path", _path, nothing=(None,))
-EXISTING = ArgumentType("a folder that exists", _existing, nothing=(None,))
-FOLDER = ArgumentType("a folder that can be written to; it is created if it does not exist", _folder, nothing=(None,))
-FILE = ArgumentType("a file that can be written, in a folder that exists", _file, nothing=(None,))
+PATH = string("a path", bool)
+EXISTING = string("a folder that exists", lambda name: Path(name).is_dir())
+FOLDER = string("a folder that can be written to; it is created if it does not exist", _is_writable_folder)
+FILE = string("a file that can be written, in a folder that exists", _is_writable_file)
 INCHES = number(f"a number of inches from {WIDTHS[0]:g} to {WIDTHS[1]:g}", lambda x: WIDTHS[0] <= x <= WIDTHS[1])
 FLAGS: dict[str, Flag] = {  # of several commands: the same name, values and help everywhere
     "NAME": Flag(CHECKPOINT, None, "the model: a folder, a hub name or a bundled name, as pretrained=NAME"),

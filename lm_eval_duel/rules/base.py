@@ -64,6 +64,11 @@ class Rule(Arguments):
         raise NotImplementedError
 
     @property
+    def built_in(self) -> bool:
+        """True for a rule of this package, False for a user's own."""
+        return type(self).__module__.startswith(__package__)
+
+    @property
     def files(self) -> tuple[str, ...]:
         """The files that the rule reads, for the fingerprint."""
         return ()
@@ -71,8 +76,7 @@ class Rule(Arguments):
     def describe(self) -> dict[str, str]:
         """The entries of the spec: its text, and the hashes of the files that it reads and of a user's own code."""
         files = {"rule_files": fingerprint.hash_contents(self.files)} if self.files else {}
-        users = type(self).__module__.partition(".")[0] not in fingerprint.LIBRARIES
-        return {"rule": str(self)} | files | ({"rule_code": fingerprint.code_of(type(self))} if users else {})
+        return {"rule": str(self)} | files | ({} if self.built_in else {"rule_code": fingerprint.code_of(type(self))})
 
     def with_tokenizer(self, tokenizer: Any) -> Rule:
         """The rule with the ids that it takes from a tokenizer, if any; raises DuelError for missing ids."""
@@ -91,8 +95,8 @@ class Rule(Arguments):
             for field in dataclasses.fields(self)
             if not (declaration(field).optional and getattr(self, field.name) == field.default)
         )
-        own = type(self).__module__.startswith(__package__)
-        return ":".join([self.name if own else f"{type(self).__module__}:{type(self).__qualname__}", *values])
+        name = self.name if self.built_in else f"{type(self).__module__}:{type(self).__qualname__}"
+        return ":".join([name, *values])
 
 
 @dataclasses.dataclass(frozen=True)

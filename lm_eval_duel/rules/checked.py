@@ -33,7 +33,7 @@ def with_checks(rule: Rule, counts: Counts, coarse: bool) -> Rule:
     `counts`: of the run; its checks are added to it. `coarse`: the network's numbers are, so a different answer is
     counted and does not end the run.
     """
-    if type(rule).__module__.partition(".")[0] != "lm_eval_duel":
+    if not rule.built_in:
         return Checked(rule, counts, coarse)
     if isinstance(rule, Around) and not isinstance(rule, Checked):
         return dataclasses.replace(rule, rule=with_checks(rule.rule, counts, coarse))
@@ -215,5 +215,5 @@ def _line_of(rule: Rule, error: Exception) -> str:
     """The line of a user's rule that raised `error`."""
     frames = traceback.extract_tb(error.__traceback__)
     file = getattr(sys.modules.get(type(rule).__module__), "__file__", None)
-    own = [frame for frame in frames if frame.filename == file] or frames
-    return f"{own[-1].filename}, line {own[-1].lineno}"
+    last = ([frame for frame in frames if frame.filename == file] or frames)[-1]
+    return f"{last.filename}, line {last.lineno}"

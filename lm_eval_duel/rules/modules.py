@@ -14,7 +14,7 @@ import os
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from lm_eval_duel.arguments import ArgumentType, required
+from lm_eval_duel.arguments import required, string
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.rules.base import Rule
 
@@ -24,13 +24,7 @@ if TYPE_CHECKING:
     Build = Callable[[dict[str, torch.Tensor], dict[str, str]], torch.nn.Module]
 
 
-def _path(value: Any) -> str:
-    if ":" in str(value):
-        raise ValueError
-    return str(value)
-
-
-PATH = ArgumentType("a file whose path has no ':'", _path, nothing=(None,))
+PATH = string("a file whose path has no ':'", lambda path: ":" not in path)
 
 
 @dataclasses.dataclass(frozen=True)

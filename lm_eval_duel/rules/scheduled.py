@@ -121,8 +121,7 @@ class Quota(Scheduled):
             return self
         ids = tokenizer.get_vocab()
         eot = next((ids[token] for token in END_OF_TURN if token in ids), None)
-        own = tokenizer.eos_token_id
-        eos_id = self.eos_id if self.eos_id is not None else own
+        eos_id = self.eos_id if self.eos_id is not None else tokenizer.eos_token_id
         eot_id = self.eot_id if self.eot_id is not None else eot
         if eos_id is None:
             raise DuelError("The tokenizer names no EOS, which rule quota with eos=conf needs; pass eos_id=<id>.")

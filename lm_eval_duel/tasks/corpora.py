@@ -216,8 +216,8 @@ def _fetched(name: str, corpus: Corpus) -> str:
 def _check_whole(name: str, corpus: Corpus, place: Path) -> None:
     """Raise DuelError if the hub's file has another SHA-256, or one of the files `...-00003-of-00080` is missing. For
     the end of a data set the last file is enough."""
-    own = corpus.sha256 and place.is_file() and place.name == Path(corpus.file).name
-    if own and _sha256(str(place)) != corpus.sha256:
+    pinned = corpus.sha256 and place.is_file() and place.name == Path(corpus.file).name
+    if pinned and _sha256(str(place)) != corpus.sha256:
         raise DuelError(f"{place} is not the pinned file of {name} (another SHA-256): delete it and load it again.")
     names = [SHARD.search(file.stem) for file in (copies.files(place) if place.is_dir() else [])]
     shards = {(int(name[1]), int(name[2])) for name in names if name}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import re
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.tasks.columns import TOKENS
 
+UNCOUNTED = "The documents have no column %s, and this model does not count tokens: there is no token_perplexity"
 log = logging.getLogger("lm_eval.duel_mdm")  # lm-eval prints its own loggers only
 
 
@@ -35,7 +35,9 @@ def perplexity(doc: dict[str, Any], results: list[float]) -> dict[str, tuple[flo
     words, size = (doc["words"], doc["bytes"]) if TOKENS in doc and "words" in doc else sizes(text)
     units = {"word_perplexity": words, "byte_perplexity": size, "bits_per_byte": size}
     if (tokens := doc.get(TOKENS, getattr(log_prob, "tokens", None))) is None:
-        _warn_uncounted()
+        from lm_eval.utils import warning_once
+
+        warning_once(log, UNCOUNTED, TOKENS)
     else:
         units["token_perplexity"] = tokens
     return {metric: (log_prob, count) for metric, count in units.items()}
@@ -44,12 +46,3 @@ def perplexity(doc: dict[str, Any], results: list[float]) -> dict[str, tuple[flo
 def sizes(text: str) -> tuple[int, int]:
     """Words and bytes of a text, as the harness counts them."""
     return len(re.split(r"\s+", text)), len(text.encode("utf-8"))
-
-
-@functools.cache
-def _warn_uncounted() -> None:
-    log.warning(
-        "The documents of this task have no column %s, and this model does not count tokens: there is no "
-        "token_perplexity",
-        TOKENS,
-    )
