@@ -66,7 +66,7 @@ class Rule(Arguments):
     @property
     def built_in(self) -> bool:
         """True for a rule of this package, False for a user's own."""
-        return type(self).__module__.startswith(__package__)
+        return type(self).__module__.startswith("lm_eval_duel.")
 
     @property
     def files(self) -> tuple[str, ...]:
