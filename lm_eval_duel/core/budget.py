@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from lm_eval_duel.arguments import COUNT
 from lm_eval_duel.core.lanes import Lanes, Rows, blocks
 from lm_eval_duel.core.windows import Window
-from lm_eval_duel.errors import DuelError
 
 if TYPE_CHECKING:
     from lm_eval_duel.core.decision import UnmaskingRule
@@ -68,9 +68,8 @@ def plan(
 
     At most `max_batch_size` rows of max_length, and at least one. Raises DuelError for a number below 1.
     """
-    for rows in (batch_size, max_batch_size):
-        if rows is not None and rows < 1:
-            raise DuelError(f"batch_size and max_batch_size are numbers of rows, at least 1; got {rows}.")
+    for name, rows in (("batch_size", batch_size), ("max_batch_size", max_batch_size)):
+        COUNT(name, rows)
     if batch_size:
         tokens = batch_size * denoiser.max_length
     elif denoiser.device.type == "cpu":

@@ -18,6 +18,7 @@ from typing import Any, cast
 import torch
 
 from lm_eval_duel import rules
+from lm_eval_duel.arguments import whole
 from lm_eval_duel.core.accumulators import ScoreAccumulator
 from lm_eval_duel.core.decision import EVALUATE_ALL, UnmaskingRule
 from lm_eval_duel.core.denoiser import Denoiser
@@ -144,8 +145,7 @@ class DuelEstimator(Estimator):
                 raise DuelError(
                     f"sample needs a {what} for each context; got {len(contexts)} contexts and {len(given)}."
                 )
-        if length < 0:
-            raise DuelError(f"length is the number of tokens to generate, at least 0; got {length}.")
+        whole(0, "a number of tokens")("length", length)
         placeholder, suffixes = (0,) * length, [()] * len(contexts) if suffixes is None else suffixes
         prompts = [Window(context, placeholder, after, tail) for context, after in zip(contexts, suffixes, strict=True)]
         check_windows(self.denoiser, self.block, self.grid, prompts, generating=True)

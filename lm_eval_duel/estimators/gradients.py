@@ -20,6 +20,7 @@ from typing import Any, TypeAlias
 import torch
 from torch.autograd.function import once_differentiable
 
+from lm_eval_duel.arguments import COUNT
 from lm_eval_duel.core.budget import Budget
 from lm_eval_duel.core.denoiser import Denoiser
 from lm_eval_duel.core.lanes import Lanes, Rows
@@ -71,8 +72,7 @@ class RecordedOrders:
             raise DuelError(
                 f"cache={denoiser.cache} keeps keys and values without their gradients. Use a network without a cache."
             )
-        if batch_size < 1:
-            raise DuelError(f"batch_size is the number of rows in a call with gradients, at least 1; got {batch_size}.")
+        COUNT("batch_size", batch_size)
         if not (parameters := list(trainable(denoiser).values())):
             raise DuelError(
                 "No parameter of the network requires a gradient: they are frozen or quantized, or a function runs "

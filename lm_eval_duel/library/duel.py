@@ -12,12 +12,12 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast, get_args
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast
 
 from lm_eval_duel.core.budget import GPU_TOKENS
 from lm_eval_duel.core.denoiser import Denoiser
 from lm_eval_duel.core.windows import Window
-from lm_eval_duel.errors import DuelError, unknown
+from lm_eval_duel.errors import DuelError
 from lm_eval_duel.estimators import registry
 from lm_eval_duel.estimators.arguments import TwoPhaseArguments
 from lm_eval_duel.estimators.documents import score_documents
@@ -34,7 +34,7 @@ from lm_eval_duel.library.keywords import (
 )
 from lm_eval_duel.library.results import GeneratedText, TextEstimate, TextScore
 from lm_eval_duel.library.texts import TextOrIds, generate_texts, one_each, text_windows
-from lm_eval_duel.options import Grid, Options, Windows
+from lm_eval_duel.options import MODEL_ARGUMENTS, Grid, Options, Windows
 from lm_eval_duel.rules import Rule, parse
 from lm_eval_duel.text.generation import Generator, Settings
 from lm_eval_duel.text.loading import load_scorer
@@ -91,8 +91,7 @@ class Duel(OnIds):
         windows: Windows = "independent",
         **arguments: Any,
     ):
-        if windows not in get_args(Windows):
-            raise unknown("value of windows", windows, get_args(Windows))
+        MODEL_ARGUMENTS["windows"].read("windows", windows)
         registry.check_rule([] if isinstance(rule, Default) else ["rule"], estimator)
         if isinstance(rule, str):
             rule = parse(rule) if tokenizer is None else parse(rule).with_tokenizer(tokenizer)

@@ -205,8 +205,7 @@ class DuelCallback:
         tokenizer: PreTrainedTokenizerBase | None = None,
         **arguments: Any,
     ):
-        if every is not None and every < 1:
-            raise DuelError(f"every is a number of steps, at least 1; got {every}.")
+        COUNT("every", every)
         evaluates = str(getattr(trainer.args.eval_strategy, "value", trainer.args.eval_strategy)) != "no"
         if every is None and not evaluates:
             raise DuelError("The Trainer never evaluates (eval_strategy='no'), so pass every=<steps> to DuelCallback.")
