@@ -25,12 +25,13 @@ cannot be loaded. In that case the exit code is 1.
 
 
 def benchmarks() -> dict[str, dict[str, Any]]:
-    """The YAML of each benchmark task, by name."""
-    from lm_eval.tasks._yaml_loader import load_yaml
-
-    files = sorted((Path(tasks.task_folder()) / "benchmarks").glob("[!_]*.yaml"))
-    configs = [load_yaml(file, resolve_func=False) for file in files]
-    return {config["task"]: config for config in configs if isinstance(config["task"], str)}  # a group has a list
+    """The YAML of each benchmark task, with its include, by name."""
+    configs = {}
+    for file in sorted((Path(tasks.task_folder()) / "benchmarks").glob("[!_]*.yaml")):
+        config = _yaml(file)
+        if isinstance(config.get("task"), str):  # a group has a list there
+            configs[config["task"]] = {**_yaml(file.with_name(config["include"])), **config}
+    return configs
 
 
 def check(task: str, config: dict[str, Any], overrides: dict[str, Any]) -> str:
@@ -92,3 +93,14 @@ def main(arguments: list[str]) -> None:
     if failed:
         lost = [name for name in selected if any(name in names for names in failed.values())]
         raise DuelError(f"{len(lost)} of {len(selected)} tasks cannot be loaded: {', '.join(lost)}")
+
+
+def _yaml(file: Path) -> dict[str, Any]:
+    """A task's YAML; functions stay names."""
+    import yaml
+
+    class Loader(yaml.SafeLoader):
+        pass
+
+    Loader.add_constructor("!function", lambda loader, node: loader.construct_scalar(node))
+    return yaml.load(file.read_text(encoding="utf-8"), Loader)
