@@ -119,7 +119,7 @@ def score_requests(
     remaining = [n for n in order if n not in found]
     tokens = [sum(len(window.target) for window in parts) for parts in windows]
     documents = [(n, str(requests[n].task_name), tokens[n]) for n in order]
-    so_far = SoFar(documents, found, run.stats.perplexity_error) if shuffled else None
+    so_far = SoFar(documents, found, run.stats.tasks) if shuffled else None
     progress = run.begin(kind, tokens, remaining, f" {run.method}", so_far)
     known = answers.kept(remaining)
     for window in (window for n in remaining for window in windows[n] if window in known):
@@ -156,7 +156,7 @@ def score_requests(
             run.stats.verify_failures += [verification.failure] if verification.failure else []
     if ties := run.estimator.counts.all_mask_starts - ties:
         log.info("blocks that started from masks alone, where all positions tie and the lowest is first: %d", ties)
-    return [found[n] for n in range(len(requests))]
+    return [found.pop(n) for n in range(len(requests))]  # the progress bar, which stays, refers to them
 
 
 class TextLogLikelihood(float):

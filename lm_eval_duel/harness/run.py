@@ -43,16 +43,24 @@ EVERY = 1.0  # seconds between two estimates in a progress bar
 class Progress:
     """The progress of the requests of one call: `finished` ones, and `windows` of others.
 
-    `tokens`: of the requests that were not finished before. `so_far`: estimates of the final value.
+    `tokens`: of each request. `remaining`: the requests without an answer. `title`: follows the kind of request.
+    `so_far`: estimates of the final value.
     """
 
     def __init__(
-        self, kind: str, requests: int, finished: int, tokens: int, *, title: str, so_far: SoFar | None, hidden: bool
+        self,
+        kind: str,
+        tokens: Sequence[int],
+        remaining: Sequence[int],
+        title: str = "",
+        so_far: SoFar | None = None,
+        hidden: bool = False,
     ):
-        self.kind, self.requests, self.finished, self.windows, self.so_far = kind, requests, finished, 0, so_far
+        self.kind, self.requests, self.windows, self.so_far = kind, len(tokens), 0, so_far
+        self.finished = len(tokens) - len(remaining)
         self.shown = -math.inf  # when estimates were computed
         off = {"disable": True} if hidden else {}  # else as TQDM_DISABLE says
-        self.bar = tqdm(total=tokens, desc=title, unit="tok", **off)
+        self.bar = tqdm(total=sum(tokens[n] for n in remaining), desc=kind + title, unit="tok", **off)
 
     def add_window(self, tokens: int) -> None:
         """One more window is finished."""
@@ -107,24 +115,14 @@ class HarnessRun:
     def begin(
         self, kind: str, tokens: Sequence[int], remaining: Sequence[int], title: str = "", so_far: SoFar | None = None
     ) -> Progress:
-        """Count the answers from the response cache, and show the progress of the requests that remain.
-
-        `tokens`: of each request. `title`: follows the kind of request.
-        """
-        found = len(tokens) - len(remaining)
+        """Count the answers from the response cache, and show the progress of the requests that remain."""
+        hidden = not self.show_progress or self.ranks.rank != 0
+        self.progress = Progress(kind, tokens, remaining, title, so_far, hidden)
+        found = self.progress.finished
         if self.store is not None:
             log.info("Cached requests: %d, Requests remaining: %d", found, len(remaining))  # as the harness says it
         if found:
-            self.stats.add_count("answers_from_cache", found)
-        self.progress = Progress(
-            kind,
-            len(tokens),
-            found,
-            sum(tokens[n] for n in remaining),
-            title=kind + title,
-            so_far=so_far,
-            hidden=not self.show_progress or self.ranks.rank != 0,
-        )
+            self.stats.merge(RunStats(counts={"answers_from_cache": found}, ranks=0))
         return self.progress
 
     @contextlib.contextmanager

@@ -13,12 +13,13 @@ section 6.11). So the interval is for the value that the finished run will print
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import takewhile
 
 from scipy.special import stdtrit
 
 from lm_eval_duel.core.rates import perplexity, ratio
+from lm_eval_duel.estimators.totals import Total
 
 FEWEST = 5  # documents for an interval
 
@@ -27,16 +28,16 @@ class SoFar:
     """Estimates of the final values of one call; `str` is the text for a progress bar.
 
     `documents`: the (index, task, tokens) of each, in the order in which they are taken. `log_probs`: of the documents
-    that are finished, by index. `error_of`: the Monte Carlo error of a task's perplexity.
+    that are finished, by index. `totals`: of each task, with its Monte Carlo error.
     """
 
     def __init__(
         self,
         documents: Iterable[tuple[int, str, int]],
         log_probs: Mapping[int, float],
-        error_of: Callable[[str], float | None] = lambda task: None,
+        totals: Mapping[str, Total],
     ):
-        self.log_probs, self.error_of = log_probs, error_of
+        self.log_probs, self.totals = log_probs, totals
         self.tasks: dict[str, list[tuple[int, int]]] = {}  # (index, tokens)
         for n, task, tokens in documents:
             self.tasks.setdefault(task, []).append((n, tokens))
@@ -49,7 +50,7 @@ class SoFar:
             if (estimated := estimate(log_probs, tokens, len(documents))) is not None:
                 value, low, high = estimated
                 text = f"ppl {task} {value:.4g}" if len(self.tasks) > 1 else f"ppl {value:.4g}"
-                if (error := self.error_of(task)) is not None:
+                if task in self.totals and (error := self.totals[task].perplexity_stderr) is not None:
                     text += f" +- {error:.2g}"
                 if low is not None:
                     text, interval = f"{text} [{low:.4g}, {high:.4g}]", True

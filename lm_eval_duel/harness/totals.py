@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from lm_eval_duel.audit import checked
@@ -52,14 +52,6 @@ class RunStats:
             ranks=0,
         )
         self.merge(request)
-
-    def add_count(self, name: str, count: int = 1) -> None:
-        """Add to a count."""
-        self.counts[name] = self.counts.get(name, 0) + count
-
-    def perplexity_error(self, task: str) -> float | None:
-        """The Monte Carlo error of a task's perplexity per token; None: there is none, or it is not known."""
-        return self.tasks[task].perplexity_stderr
 
     def merge(self, other: RunStats) -> None:
         """Add other statistics, such as those of another rank."""
@@ -113,23 +105,15 @@ class RunStats:
 
     def warnings(self) -> list[str]:
         """The warnings of the log: tasks with text that the tokenizer does not know, and checks with two answers."""
-        return [
-            *self._two_answers(),
-            *(
-                f"{task}: {unknown_share(unknown.total(), self.tasks[task].tokens)}"
-                for task, unknown in self.unknown.items()
-                if unknown
-            ),
-        ]
-
-    def _two_answers(self) -> Iterator[str]:
-        """A sentence on values that differed by more than noise when they were computed again: counted, since they are
-        coarse.
-        """
+        lines = []
         for what, how in (("rows", "evaluated again alone"), ("decisions", "asked of the rule again")):
             differing, checked = (self.counts.get(f"{what}_{each}") for each in ("differing", "checked"))
-            if differing:
-                yield f"{differing} of {checked} {what} that were {how} differ by more than noise of this dtype"
+            if differing:  # an error, unless the dtype is coarse
+                lines.append(f"{differing} of {checked} {what} that were {how} differ by more than noise of this dtype")
+        for task, unknown in self.unknown.items():
+            if unknown:
+                lines.append(f"{task}: {unknown_share(unknown.total(), self.tasks[task].tokens)}")
+        return lines
 
     @property
     def balance(self) -> str:
