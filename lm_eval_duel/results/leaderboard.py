@@ -53,7 +53,7 @@ def collect(options: argparse.Namespace) -> Board:
     """The content of the leaderboard."""
     named, runs = read_runs(options)
     traces = Traces(options.traces)
-    # a page that is sent tells no home folder: files are named from the folder that holds them all
+    # the page may be sent to others: relative names of files tell no home folder
     folder = os.path.commonpath([run.file.parent for run in runs])
     for run in runs:
         run.name = os.path.relpath(run.name, folder)
