@@ -45,6 +45,10 @@ REFUSED = {  # the message, with * for a file: what the two results have
         {"max_length": 8},
         INDEPENDENT,
     ),
+    "windows: harness, unknown length (derived) in *, but independent, 126 target positions in *": (
+        {"max_length": None},
+        INDEPENDENT,
+    ),
     "scored positions: the text in *, but bos=official in *": ({}, OFFICIAL),
     "tokenizer: unknown (52 tokens) in *, but gpt2-hash (53 tokens) in *": ({}, OTHER_TOKENS),
     "documents: 2 (2 of them in both) in *, but 4 (2 of them in both) in *": (TWO, {}),

@@ -13,7 +13,7 @@ from lm_eval_duel.errors import DuelError
 from lm_eval_duel.estimators import registry
 from lm_eval_duel.harness.trace import files
 from lm_eval_duel.results import tables
-from lm_eval_duel.results.report import FORMAT
+from lm_eval_duel.results.report import FORMAT, stems
 from lm_eval_duel.results.report import main as report
 
 TEXTS = [f"a text of number {n}" for n in range(4)]
@@ -282,6 +282,14 @@ def test_a_new_estimator_is_shown_under_its_name_and_kind(tmp_path, monkeypatch,
     assert rows["fake"]["bound"] is (kind is registry.Kind.UPPER_BOUND)
     assert rows["mixture"]["best"] is rows["fake"]["likelihood"] and not rows["fake"]["best"]
     assert (kind.value in rows["fake"]["name"]) is (kind is registry.Kind.NOT_A_LIKELIHOOD)
+
+
+def test_names_of_files_differ_where_case_is_ignored():
+    assert list(stems([("a/b", "gap", ""), ("A/b", "gap", ""), ("a_b", "gap", "")])) == [
+        "gap_a_b",
+        "gap_A_b_2",
+        "gap_a_b_3",
+    ]
 
 
 def test_a_folder_of_something_else_is_left_as_it_is(tmp_path):
