@@ -31,7 +31,7 @@ from lm_eval_duel.errors import DuelError
 from lm_eval_duel.estimators.base import Estimator
 from lm_eval_duel.estimators.checks import check_rule, check_windows, rule_for
 from lm_eval_duel.estimators.fixed_orders import Replay, fixed_states
-from lm_eval_duel.estimators.sampling import Samples, Stop
+from lm_eval_duel.estimators.sampling import SampleAccumulator, Stop
 
 
 class DuelEstimator(Estimator):
@@ -160,7 +160,7 @@ class DuelEstimator(Estimator):
             if not prompt.target:
                 yield n, Sample(**vars(Estimator.empty_score), tail=prompt.tail)
         for group in self.groups(prompts, range(len(prompts)), generating=True):
-            samples = Samples(group, self, stop)
+            samples = SampleAccumulator(group, self, stop)
             rule, draw = self.sampler(None if keys is None else [keys[n] for n in group.window_indices], seed)
             first = group.fresh([samples.next_block(row) for row in range(len(group.windows))])
             work = (self.budget, self.counts, self.row_checks)

@@ -116,12 +116,12 @@ class Elbo(Estimator):
         if self.form == "score_entropy":
             opened = partial(cast(SEDD, self.denoiser).open_at, level=lambda lanes: lanes.memory[1][:, 0])
             group = dataclasses.replace(group, opened=opened)
-        sums = ElboSums(group, self)
+        sums = ElboAccumulator(group, self, self.samples)
         work = (self.budget, self.counts, self.row_checks)
         yield from Reveal(group, EVALUATE_ALL, self._draws(group, sums), sums, *work)
-        yield from sums.rest()
+        yield from sums.finished()  # their last draws mask nothing
 
-    def _draws(self, group: WindowGroup, sums: ElboSums) -> Iterator[Lanes]:
+    def _draws(self, group: WindowGroup, sums: ElboAccumulator) -> Iterator[Lanes]:
         """Every draw of every span; equal draws of a span once, with the sum of their weights."""
         key = torch.tensor([window.key for window in group.windows], device=group.rows.ids.device)  # (N,)
         places = self.block_spans(group)
@@ -203,17 +203,50 @@ class Elbo(Estimator):
         return kept.select(kept.masked.any(1))
 
 
-class ElboSums:
-    """The sums over draws of one group of windows, on the network's device, in float64."""
+class BoundAccumulator:
+    """The sums over the draws of one group of windows, on the network's device, in float64."""
 
-    def __init__(self, group: WindowGroup, elbo: Elbo):
+    def __init__(self, group: WindowGroup, estimator: Estimator, samples: int):
         count, length = group.rows.ids.shape
         device = group.rows.ids.device
-        self.windows, self.elbo, self.length = group.windows, elbo, length
+        self.windows, self.estimator = group.windows, estimator
+        self.samples, self.replicates = samples, replicates(samples)
+        self.length = length  # the column of positions that are not scored
         # (N, L + 1 + S): of each column, and of each replicate
-        self.log_probs = torch.zeros(count, length + 1 + elbo.replicates, dtype=torch.float64, device=device)
-        spans = torch.tensor([len(elbo.blocks(window)) for window in group.windows], device=device)  # (N,)
-        self.waiting = spans * elbo.samples  # (N,) draws that are missing
+        self.log_probs = torch.zeros(count, length + 1 + self.replicates, dtype=torch.float64, device=device)
+        spans = torch.tensor([len(estimator.blocks(window)) for window in group.windows], device=device)  # (N,)
+        self.waiting = spans * samples  # (N,) draws that are missing
+
+    def put(self, lanes: Lanes, values: torch.Tensor, replicate: torch.Tensor, of_draw: torch.Tensor) -> None:
+        """Add the terms (R, W) of draws, and their sums (R, n) to the replicates (R, n)."""
+        column = torch.where(lanes.masked, lanes.columns, self.length)  # (R, W)
+        column = torch.cat([column, self.length + 1 + replicate], 1)  # (R, W + n)
+        values = torch.cat([values, of_draw], 1)  # (R, W + n)
+        row, done = lanes.row[:, None].expand_as(column), -torch.ones_like(lanes.row)  # (R, W + n), (R,)
+        # on out-of-memory before this line, nothing has been added yet
+        self.log_probs.index_put_((row, column), values, accumulate=True)
+        self.waiting.index_add_(0, lanes.row, done)
+
+    def finished(self) -> IndexedScores:
+        """(row, bound) of the windows that miss no draw, each once."""
+        rows = (self.waiting == 0).nonzero()[:, 0]
+        self.waiting[rows] = -1  # taken
+        shares, means = self.log_probs[rows].cpu().tensor_split([self.length + 1], dim=1)
+        shares, means = shares / self.samples, means / (self.samples // self.replicates)  # (n, L + 1), (n, S)
+        for n, row in enumerate(rows.tolist()):
+            start, count = len(self.windows[row].context), len(self.windows[row].target)
+            error = float(means[n].std() / math.sqrt(self.replicates)) if self.replicates > 1 else math.nan
+            bound = Score(
+                log_prob=float(means[n].mean()),
+                token_logprobs=tuple(shares[n, start : start + count].tolist()),
+                kind=Kind.UPPER_BOUND,
+                stderr=error if math.isfinite(error) else None,  # of infinite log-probs neither
+            )
+            yield row, bound
+
+
+class ElboAccumulator(BoundAccumulator):
+    """The sums over draws of masked positions."""
 
     def skip(self, rows: torch.Tensor, samples: int, kept: torch.Tensor) -> None:
         """Skip the draws in `rows`, `samples` a span, that are not `kept`: they equal a kept one or mask nothing."""
@@ -225,46 +258,17 @@ class ElboSums:
         lanes, predictions, _, _, log_prob = step
         weight, *level = lanes.memory  # (R, W, S), (R, W)
         if level:
-            log_prob = -score_entropy(level[0], log_prob, predictions.log_sum, self.elbo.denoiser.vocab_size - 1)
+            log_prob = -score_entropy(level[0], log_prob, predictions.log_sum, self.estimator.denoiser.vocab_size - 1)
         log_prob = torch.where(lanes.masked, log_prob, 0.0)  # (R, W)
         of_draw = log_prob.sum(1, keepdim=True)  # (R, 1)
         # a replicate that did not draw these positions has weight 0, and log-probs may be infinite
         of_draw = torch.where(weight[:, 0] > 0, of_draw * weight[:, 0], 0.0)  # (R, S)
-        column = torch.where(lanes.masked, lanes.columns, self.length)  # (R, W)
-        replicate = torch.arange(self.length + 1, self.log_probs.shape[1], device=column.device)  # (S,)
-        column = torch.cat([column, replicate.expand(len(column), -1)], 1)  # (R, W + S)
-        values = torch.cat([log_prob * weight.sum(2), of_draw], 1)  # (R, W + S)
-        row, done = lanes.row[:, None].expand_as(column), -torch.ones_like(lanes.row)  # (R, W + S), (R,)
-        # on out-of-memory before this line, nothing has been added yet
-        self.log_probs.index_put_((row, column), values, accumulate=True)
-        self.waiting.index_add_(0, lanes.row, done)
+        replicate = torch.arange(of_draw.shape[1], device=of_draw.device).expand_as(of_draw)  # (R, S)
+        self.put(lanes, log_prob * weight.sum(2), replicate, of_draw)
 
     def take(self, finished: Lanes) -> IndexedScores:
         """(row, bound) of the windows that miss no draw."""
-        rows = finished.row.unique()  # (n,)
-        return self._bounds(rows[self.waiting[rows] == 0].tolist())
-
-    def rest(self) -> IndexedScores:
-        """The windows that have not been taken: their last draws had nothing masked."""
-        return self._bounds((self.waiting == 0).nonzero()[:, 0].tolist())
-
-    def _bounds(self, rows: list[int]) -> IndexedScores:
-        if not rows:
-            return
-        shares, means = self.log_probs[rows].cpu().tensor_split([self.length + 1], dim=1)
-        shares, means = shares / self.elbo.samples, means / (self.elbo.samples // self.elbo.replicates)  # (n, S)
-        self.waiting[rows] = -1  # taken
-        for n, row in enumerate(rows):
-            start, count = len(self.windows[row].context), len(self.windows[row].target)
-            enough = self.elbo.replicates > 1
-            error = float(means[n].std() / math.sqrt(self.elbo.replicates)) if enough else math.nan
-            bound = Score(
-                log_prob=float(means[n].mean()),
-                token_logprobs=tuple(shares[n, start : start + count].tolist()),
-                kind=Kind.UPPER_BOUND,
-                stderr=error if math.isfinite(error) else None,  # of infinite log-probs neither
-            )
-            yield row, bound
+        return self.finished()
 
 
 def score_entropy(sigma: torch.Tensor, log_prob: torch.Tensor, log_sum: torch.Tensor, tokens: int) -> torch.Tensor:

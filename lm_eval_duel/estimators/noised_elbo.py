@@ -29,12 +29,12 @@ from lm_eval_duel.core.noised import NoisedView
 from lm_eval_duel.core.predictions import CPU_ROWS, CPU_VALUES, GPU_VALUES
 from lm_eval_duel.core.reveal import WindowGroup, naming_window, without_autocast
 from lm_eval_duel.core.row_checks import Drawn, draw_lanes, place_of
-from lm_eval_duel.core.scores import IndexedScores, Kind, Score
+from lm_eval_duel.core.scores import IndexedScores
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.errors import DuelError, NotFinite
 from lm_eval_duel.estimators.arguments import NoisedElboArguments
 from lm_eval_duel.estimators.base import Estimator
-from lm_eval_duel.estimators.elbo import GOLDEN, SHIFT, Elbo, replicates, warn_if_few
+from lm_eval_duel.estimators.elbo import GOLDEN, SHIFT, BoundAccumulator, Elbo, replicates, warn_if_few
 
 KIND, TOKEN = 5, 6  # keys of the random numbers: whether a position becomes noise, and which token
 
@@ -126,7 +126,7 @@ class NoisedElbo(Estimator):
         return self.samples * len(self.blocks(window))
 
     def score_group(self, group: WindowGroup) -> IndexedScores:
-        spans, sums = self.block_spans(group), Sums(group, self)
+        spans, sums = self.block_spans(group), NoisedAccumulator(group, self, self.samples)
         key = torch.tensor([window.key for window in group.windows], device=group.rows.ids.device)  # (N,)
         nth = torch.tensor([n for window in group.windows for n in range(len(self.blocks(window)))], device=key.device)
         view, done = cast(NoisedView, group.view), 0
@@ -141,7 +141,13 @@ class NoisedElbo(Estimator):
             self.counts.rows += view.evaluated - before[1]
 
     def _draw(
-        self, group: WindowGroup, spans: list[Any], key: torch.Tensor, nth: torch.Tensor, first: int, sums: Sums
+        self,
+        group: WindowGroup,
+        spans: list[Any],
+        key: torch.Tensor,
+        nth: torch.Tensor,
+        first: int,
+        sums: NoisedAccumulator,
     ) -> int:
         """Evaluate as many draws from number `first` on as one call holds; their number. Draws count within spans."""
         place = first // self.samples
@@ -317,45 +323,10 @@ class NoisedElbo(Estimator):
         return wide
 
 
-class Sums:
-    """The sums over draws of one group of windows, float64."""
+class NoisedAccumulator(BoundAccumulator):
+    """The sums over draws of noisy texts."""
 
-    def __init__(self, group: WindowGroup, estimator: NoisedElbo):
-        count, length = group.rows.ids.shape
-        device = group.rows.ids.device
-        self.windows, self.samples, self.replicates = group.windows, estimator.samples, estimator.replicates
-        self.length = length  # the column of positions that are not scored
-        # (N, L + 1 + S): of each column, and of each replicate
-        self.sums = torch.zeros(count, length + 1 + self.replicates, dtype=torch.float64, device=device)
-        draws = [estimator.samples * len(estimator.blocks(window)) for window in group.windows]
-        self.waiting = torch.tensor(draws, device=device)  # (N,) draws that are missing
-
-    def add(self, lanes: Lanes, replicate: torch.Tensor, values: torch.Tensor) -> None:
-        """Add the terms (R, W) of draws of `replicate` (R,)."""
-        values = torch.where(lanes.masked, values, 0.0)  # (R, W)
-        column = torch.where(lanes.masked, lanes.columns, self.length)  # (R, W)
-        column = torch.cat([column, self.length + 1 + replicate[:, None]], 1)  # (R, W + 1)
-        values = torch.cat([values, values.sum(1, keepdim=True)], 1)  # (R, W + 1)
-        row, done = lanes.row[:, None].expand_as(column), -torch.ones_like(lanes.row)  # (R, W + 1), (R,)
-        # on out-of-memory before this line, nothing has been added yet
-        self.sums.index_put_((row, column), values, accumulate=True)
-        self.waiting.index_add_(0, lanes.row, done)
-
-    def finished(self) -> IndexedScores:
-        """(row, bound) of the windows that miss no draw, each once."""
-        rows = (self.waiting == 0).nonzero()[:, 0]
-        self.waiting[rows] = -1  # taken
-        shares, means = self.sums[rows].cpu().tensor_split([self.length + 1], dim=1)
-        shares, means = -shares / self.samples, -means / (self.samples // self.replicates)  # (n, L + 1), (n, S)
-        for n, row in enumerate(rows.tolist()):
-            start, count = len(self.windows[row].context), len(self.windows[row].target)
-            error = float(means[n].std() / math.sqrt(self.replicates)) if self.replicates > 1 else math.nan
-            yield (
-                row,
-                Score(
-                    log_prob=float(means[n].mean()),
-                    token_logprobs=tuple(shares[n, start : start + count].tolist()),
-                    kind=Kind.UPPER_BOUND,
-                    stderr=error if math.isfinite(error) else None,
-                ),
-            )
+    def add(self, lanes: Lanes, replicate: torch.Tensor, terms: torch.Tensor) -> None:
+        """Add the terms (R, W) of the negative bound, of draws of `replicate` (R,)."""
+        values = -torch.where(lanes.masked, terms, 0.0)  # (R, W)
+        self.put(lanes, values, replicate[:, None], values.sum(1, keepdim=True))

@@ -20,7 +20,7 @@ from lm_eval_duel.estimators.base import Estimator
 Stop: TypeAlias = Callable[[int, tuple[int, ...]], bool]  # (index, tokens so far) -> whether to stop here
 
 
-class Samples(ScoreAccumulator):
+class SampleAccumulator(ScoreAccumulator):
     """The samples of one group of prompts: their scores, their tokens, and the blocks that are not begun."""
 
     def __init__(self, group: WindowGroup, estimator: Estimator, stop: Stop | None):

@@ -13,11 +13,11 @@ from lm_eval_duel.core.accumulators import ScoreAccumulator
 from lm_eval_duel.core.scores import Kind
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.estimators.duel import DuelEstimator
-from lm_eval_duel.estimators.elbo import Elbo, ElboSums
-from lm_eval_duel.estimators.noised_elbo import NoisedElbo, Sums
-from lm_eval_duel.estimators.subsets.lattice import Lattice, LatticeSums
+from lm_eval_duel.estimators.elbo import Elbo, ElboAccumulator
+from lm_eval_duel.estimators.noised_elbo import NoisedAccumulator, NoisedElbo
+from lm_eval_duel.estimators.subsets.lattice import Lattice, LatticeAccumulator
 from lm_eval_duel.estimators.subsets.sampled_confidence import SampledConfidence
-from lm_eval_duel.estimators.subsets.set_sampler import SetSums
+from lm_eval_duel.estimators.subsets.set_sampler import SetAccumulator
 
 
 class Flat(Toy):
@@ -45,10 +45,13 @@ class Short(TorchDispatchMode):
 
 CASES = {
     "scores": (ScoreAccumulator, lambda: DuelEstimator(Flat(), "threshold:mu=0.4", 3, traced=True)),
-    "elbo": (ElboSums, lambda: Elbo(Toy(), samples=16)),
-    "noised": (Sums, lambda: NoisedElbo(NoisyToy(length=6), samples=16, steps=2)),
-    "lattice": (LatticeSums, lambda: Lattice(Flat(), block=3, follow=["greedy", "threshold:mu=0.4"], traced=True)),
-    "sets": (SetSums, lambda: SampledConfidence(Toy(), block=3, n=1)),
+    "elbo": (ElboAccumulator, lambda: Elbo(Toy(), samples=16)),
+    "noised": (NoisedAccumulator, lambda: NoisedElbo(NoisyToy(length=6), samples=16, steps=2)),
+    "lattice": (
+        LatticeAccumulator,
+        lambda: Lattice(Flat(), block=3, follow=["greedy", "threshold:mu=0.4"], traced=True),
+    ),
+    "sets": (SetAccumulator, lambda: SampledConfidence(Toy(), block=3, n=1)),
 }
 
 

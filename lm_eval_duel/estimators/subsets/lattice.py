@@ -83,11 +83,11 @@ class Lattice(Estimator):
         return Score(values[self.name], **order, kind=KINDS[self.name], others={**others, **paths})
 
     def score_group(self, group: WindowGroup) -> IndexedScores:
-        sums = LatticeSums(group, self)
+        sums = LatticeAccumulator(group, self)
         return iter(Reveal(group, EVALUATE_ALL, sums.states(), sums, self.budget, self.counts, self.row_checks))
 
 
-class LatticeSums:
+class LatticeAccumulator:
     """The lattices of one group of windows, and the sums of finished blocks."""
 
     def __init__(self, group: WindowGroup, lattice: Lattice):

@@ -32,7 +32,7 @@ from lm_eval_duel.estimators.subsets.moves import Moves, Planes, StateLevel, Thi
 STATES = 4096  # of a chunk of blocks in a level, if a network call holds fewer
 
 
-class SetSums:
+class SetAccumulator:
     """The blocks of one group of windows: chunks of them while they are followed, and the sums of finished ones."""
 
     def __init__(self, group: WindowGroup, sampler: SetSampler):
@@ -172,6 +172,6 @@ class SetSampler(Estimator):
         return None
 
     def score_group(self, group: WindowGroup) -> IndexedScores:
-        sums = SetSums(group, self)
+        sums = SetAccumulator(group, self)
         scores = (sums.fresh(), sums, self.budget, self.counts, self.row_checks)
         return iter(Reveal(group, EVALUATE_ALL, *scores, following=sums.following))
