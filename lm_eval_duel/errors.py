@@ -41,7 +41,7 @@ class NotFinite(LaneError):
     """The network returned NaN or infinite logits."""
 
 
-class Suspect(LaneError):
+class InconsistentOutput(LaneError):
     """The same input had two outputs, so values that were computed before may be wrong, too."""
 
 

@@ -22,7 +22,7 @@ from lm_eval_duel.options import Options, model_of
 from lm_eval_duel.results import compare, match, paired, pairs, read, report, tables
 from lm_eval_duel.results.paired import PairedDifference, key_of
 from lm_eval_duel.results.rows import Row
-from lm_eval_duel.results.table import LEVEL, Table, csv_text, number, pm, spaced
+from lm_eval_duel.results.table import LEVEL, Table, csv_text, number, plus_minus, spaced
 from lm_eval_duel.rules import PARAMETERS, RULES, presets
 from lm_eval_duel.tasks import own_text
 
@@ -332,9 +332,8 @@ def table(figures: dict[str, Any]) -> str:
     if beam:
         lines.append(beam.summary)
     if (error := total["bits_per_byte_stderr"]) is not None:
-        lines.append(
-            f"bits per byte {below}{total['bits_per_byte']:.4f}{pm(error, '.4f')} (standard error over documents)"
-        )
+        value = f"{total['bits_per_byte']:.4f}{plus_minus(error, '.4f')}"
+        lines.append(f"bits per byte {below}{value} (standard error over documents)")
     if total["unk_tokens"]:
         from lm_eval_duel.text.text import unknown_share
 

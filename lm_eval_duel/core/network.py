@@ -78,10 +78,10 @@ class Network(abc.ABC):
     excluded_ids: tuple[int, ...] = ()  # tokens that are left out of the vocabulary
     image_ids: frozenset[int] = frozenset()  # tokens that stand for images, which no window may hold
     quantized: bool = False  # its weights are coarser than its dtype
-    noised: Noised | None = None  # how it was trained, if its noise is random tokens; None: [MASK] alone
-    reads_causally: bool = False  # a `noised` network that is an autoregressive one, too (attention=causal)
-    separate_tokens: int = 0  # of the largest call in which a self-test found that rows are; 0: not tested
-    fixed_weights: bool = True  # they do not change; otherwise the spec is read again from `describe` each time
+    noised: Noised | None = None  # the training, if its noise is random tokens; None: [MASK] alone
+    reads_causally: bool = False  # a `noised` network that is also an autoregressive one (attention=causal)
+    separate_tokens: int = 0  # in the largest call whose rows a self-test found independent; 0: not tested
+    fixed_weights: bool = True  # the weights never change; False: read the spec from `describe` each time
 
     def resemble(self, other: Network) -> None:
         """Copy every declared attribute of `other`, for a denoiser that wraps it."""

@@ -22,7 +22,7 @@ from lm_eval_duel.core.network import Network, without_autocast
 from lm_eval_duel.core.predictions import Predictions
 from lm_eval_duel.core.scores import Counts
 from lm_eval_duel.core.view import View
-from lm_eval_duel.errors import Suspect
+from lm_eval_duel.errors import InconsistentOutput
 
 log = logging.getLogger("lm_eval.duel_mdm")
 
@@ -73,7 +73,7 @@ class RowChecks:
         """Evaluate the waiting lanes alone, and count those that differ.
 
         Raises:
-            Suspect: One differs in float32; the message names it.
+            InconsistentOutput: One differs in float32; the message names it.
         """
         waiting, self.waiting = self.waiting, []
         for drawn in waiting:
@@ -186,7 +186,7 @@ def is_routed(network: Network) -> bool:
 
 
 def _report(drawn: Drawn, apart: float, noise: float) -> None:
-    """Raise Suspect for a lane that differs; with coarse numbers log it."""
+    """Raise InconsistentOutput for a lane that differs; with coarse numbers log it."""
     if is_coarse(drawn.network):
         log.warning(
             "Window %d, %s: evaluated again alone, its predictions differ by %.2g of their size. Such rows are counted "
@@ -194,7 +194,7 @@ def _report(drawn: Drawn, apart: float, noise: float) -> None:
             *(drawn.window, drawn.place, apart),
         )
         return
-    raise Suspect(
+    raise InconsistentOutput(
         f"Window {drawn.window}, {drawn.place}: evaluated again alone, its predictions differ by {apart:.2g} of their "
         f"size; float noise is below {noise:g}. Other rows of a call, or earlier calls, change them, as a capacity of "
         "experts, statistics of the batch or a counter do. So every value of this spec is suspect, not this one alone. "

@@ -136,14 +136,14 @@ class Elbo(Estimator):
             for draws in torch.arange(self.samples, device=key.device).split(self.samples if few else room):
                 place = torch.arange(len(spans), device=key.device).repeat_interleave(len(draws))  # (R,)
                 draw = draws.repeat(len(spans))  # (R,)
-                drawn = self._hide(group, spans.select(place), key, nths[place], draw)
+                drawn = self._masked_lanes(group, spans.select(place), key, nths[place], draw)
                 lanes = self._merged(drawn, place, draw)
                 sums.skip(spans.row, len(draws), lanes.row)
                 if len(lanes):
                     yield lanes
             done += count
 
-    def _hide(
+    def _masked_lanes(
         self, group: WindowGroup, lanes: Lanes, key: torch.Tensor, span: torch.Tensor, draw: torch.Tensor
     ) -> Lanes:
         """The lanes with the positions of `draw` (R,) masked and the targets at the others.
@@ -183,7 +183,10 @@ class Elbo(Estimator):
         span, found = torch.arange(len(lanes), device=key.device), []
         for number in range(self.samples):
             draw = torch.full_like(lanes.row, number)  # (R,)
-            masked, levels = self._hide(group, lanes, key, span, draw).masked, self._levels(key[lanes.row], span, draw)
+            masked, levels = (
+                self._masked_lanes(group, lanes, key, span, draw).masked,
+                self._levels(key[lanes.row], span, draw),
+            )
             t = [None if self.form == "count" else level for level in levels.tolist()]
             found.append([(lanes.columns[r][masked[r]].tolist(), t[r]) for r in range(len(lanes))])
         return found

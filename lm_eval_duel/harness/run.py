@@ -17,7 +17,7 @@ from lm_eval_duel import fingerprint
 from lm_eval_duel.core import signals
 from lm_eval_duel.core.scores import Counts, Score
 from lm_eval_duel.core.windows import Window
-from lm_eval_duel.errors import Suspect
+from lm_eval_duel.errors import InconsistentOutput
 from lm_eval_duel.estimators import registry
 from lm_eval_duel.estimators.base import Estimator
 from lm_eval_duel.estimators.duel import DuelEstimator
@@ -129,7 +129,7 @@ class HarnessRun:
     def computing(self) -> Iterator[None]:
         """Time the estimator. A signal ends the run after the network call under way; the log says what was saved.
 
-        A Suspect error says what it means for saved answers, and the response cache is marked, so that no later run
+        An InconsistentOutput says what it means for saved answers, and marks the response cache, so that no later run
         uses it.
         """
         start = time.perf_counter()
@@ -146,14 +146,14 @@ class HarnessRun:
                 name = self.estimator.name
                 log.warning("Estimate so far (estimator=%s), from this rank's documents: %s", name, estimates)
             raise
-        except Suspect as error:
+        except InconsistentOutput as error:
             where = "results files"
             if self.store is not None:
                 self.store.suspect(str(error))
                 where = f"{self.store.path}, which are kept and not used any more, and those in results files"
             digest = fingerprint.digest(fingerprint.spec_of(self.estimator.denoiser, self.estimator, self.text))
-            suspects = f"Suspect: all answers with the fingerprint {digest} in {where}."
-            raise Suspect(f"{error} {suspects}", error.window) from None
+            suspects = f"InconsistentOutput: all answers with the fingerprint {digest} in {where}."
+            raise InconsistentOutput(f"{error} {suspects}", error.window) from None
         finally:
             self.estimator.in_order = False
             self.stats.seconds += time.perf_counter() - start

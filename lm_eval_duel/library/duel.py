@@ -222,7 +222,7 @@ class Duel(OnIds):
 
     def windows(self, text: str) -> list[Window]:
         """The windows of a text, special tokens included, as `score` scores them. Raises DuelError as `score` does."""
-        encoder = self._require_text("windows", [text])
+        encoder = self._require_encoder("windows", [text])
         return encoder.document(encoder.encode(text))
 
     def score(
@@ -254,7 +254,7 @@ class Duel(OnIds):
         suffixes: Sequence[TextOrIds] | None = None,
     ) -> Iterator[tuple[int, TextScore]]:
         """Like `score`, but yield (index, score) of each text as it is finished, in any order."""
-        encoder = self._require_text("score", texts)
+        encoder = self._require_encoder("score", texts)
         if empty := [str(n) for n, text in enumerate(texts) if not text]:
             log.warning("no perplexity is defined for a text without tokens (nan): text %s", ", ".join(empty))
         around = [*zip(one_each(texts, contexts, "contexts"), one_each(texts, suffixes, "suffixes"), strict=True)]
@@ -298,7 +298,7 @@ class Duel(OnIds):
             self.denoiser, rule, self.block, grid=self.grid, batch_size=rows, cache=cache, sample=sample, seed=seed
         )
         estimator.phases["uncached"].budget = budget
-        documents = text_windows(self._require_text("estimate", texts), texts)
+        documents = text_windows(self._require_encoder("estimate", texts), texts)
         estimates = {
             n: TextEstimate.from_scores(texts[n], *documents[n], scores, estimator)
             for n, scores in score_documents([windows for _, windows in documents], estimator.stream, "Text {}".format)
@@ -356,6 +356,6 @@ class Duel(OnIds):
             }
         )
         written = prompts if isinstance(prompts, str) else [prompt for prompt in prompts if isinstance(prompt, str)]
-        encoder = self._require_text("generate", written)
+        encoder = self._require_encoder("generate", written)
         generator = Generator(self._sampler("generate", *SAMPLERS), encoder, settings, seed)
         return generate_texts(generator, prompts, range(len(prompts)) if keys is None else keys, suffixes)

@@ -31,11 +31,11 @@ class OnIds:
 
     denoiser: Denoiser
     estimator: Estimator
-    _text: TextEncoder | None  # the encoder of texts
+    _encoder: TextEncoder | None  # the encoder of texts
     _spec: dict[str, str] | None
 
     def _take(self, denoiser: Denoiser, estimator: Estimator, text: TextEncoder | None) -> None:
-        self.denoiser, self.estimator, self._text = denoiser, estimator, text
+        self.denoiser, self.estimator, self._encoder = denoiser, estimator, text
         self._spec: dict[str, str] | None = None
 
     # ------------------------------------------------------------ what it is
@@ -47,7 +47,7 @@ class OnIds:
         The weights of a network in memory are "in memory", or the `weights` that `from_model` was given.
         """
         if self._spec is None or not self.denoiser.fixed_weights:
-            parts = (self.denoiser, self.estimator, *(() if self._text is None else (self._text,)))
+            parts = (self.denoiser, self.estimator, *(() if self._encoder is None else (self._encoder,)))
             self._spec = fingerprint.spec_of(*parts)
         return self._spec
 
@@ -59,7 +59,7 @@ class OnIds:
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase | None:
         """The tokenizer, if this Duel takes texts."""
-        return None if self._text is None else self._text.tokenizer
+        return None if self._encoder is None else self._encoder.tokenizer
 
     @property
     def rule(self) -> Rule | None:
@@ -149,7 +149,7 @@ class OnIds:
         for n, (before, after) in enumerate(zip(contexts, one_each(contexts, suffixes, "suffixes", ()), strict=True)):
             if isinstance(before, str) or isinstance(after, str):
                 with naming(f"Context {n}"):
-                    window = self._require_text("sample", []).prompt(before, length, after)
+                    window = self._require_encoder("sample", []).prompt(before, length, after)
                 before, after = window.context, window.suffix
             befores.append(before)
             afters.append(after)
@@ -232,9 +232,9 @@ class OnIds:
             )
         return cast(DuelEstimator, self.estimator)
 
-    def _require_text(self, method: str, texts: Sequence[str]) -> TextEncoder:
+    def _require_encoder(self, method: str, texts: Sequence[str]) -> TextEncoder:
         """The encoder of texts; raises DuelError if there is none, or if `texts` are not texts."""
-        if self._text is None:
+        if self._encoder is None:
             raise DuelError(
                 f"Duel.{method} takes texts, and this Duel has no tokenizer. Make it with Duel.from_pretrained(name), "
                 "or pass tokenizer=load_tokenizer({'pretrained': name}). For token ids use log_prob and sample."
@@ -247,4 +247,4 @@ class OnIds:
                     f"Duel.{method} takes a list of texts; number {n} is of the class {type(text).__name__}. For token "
                     "ids use log_prob and sample."
                 )
-        return self._text
+        return self._encoder

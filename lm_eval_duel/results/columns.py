@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from lm_eval_duel.results.paired import UNCLEAR
 from lm_eval_duel.results.read import Run
 from lm_eval_duel.results.rows import Row
-from lm_eval_duel.results.table import LEVEL, WORDS, Bold, Cell, form_of, number, pm, span
+from lm_eval_duel.results.table import LEVEL, WORDS, Bold, Cell, form_of, number, plus_minus, span
 from lm_eval_duel.rules.tables import without_defaults
 
 SHORT = {  # heads of values after the name of a task
@@ -36,7 +36,7 @@ def pick(columns: Mapping[str, Column], *names: str) -> Columns:
     return {columns[name].head: columns[name].cell for name in names}
 
 
-def naming(records: Sequence[Row | Run]) -> dict[str, Column]:
+def name_columns(records: Sequence[Row | Run]) -> dict[str, Column]:
     """The columns that name rows, or whole runs. The cache is named if any of them is under one."""
 
     def run(record: Row | Run) -> Run:
@@ -56,11 +56,11 @@ def of_rows(metric: str, rows: Sequence[Row]) -> dict[str, Column]:
     """The columns of rows in a table of this metric."""
     form, bits = form_of(metric), "bits_per_byte"
     return {
-        **naming(rows),
+        **name_columns(rows),
         "remarks": Column("remarks", lambda row: row.qualifiers),
         "value": Column(WORDS[metric], value, SHORT[metric]),
         "interval": Column(LEVEL, lambda row: (interval(row), row.reason)),
-        "stderr": Column("s.e. (Monte Carlo)", lambda row: (pm(row.stderr, ".2g")[3:], row.stderr_reason)),
+        "stderr": Column("s.e. (Monte Carlo)", lambda row: (plus_minus(row.stderr, ".2g")[3:], row.stderr_reason)),
         "bits": Column("bits per byte", lambda row: value(row, bits), "bits/byte"),
         "elbo": Column("ELBO", lambda row: value(row.elbo)),
         "elbo_gap": Column("ELBO's gap", lambda row: gap(row.elbo)),
@@ -89,7 +89,7 @@ def value(row: Row | None, metric: str | None = None) -> str:
         return ""
     form, stderr = form_of(metric or row.metric), row.error(row.nats_stderr, metric)
     unsure = " ± ?" if row.stderr_reason and stderr is None else ""
-    text = f"{'≤ ' if row.bound else ''}{number(known, form)}{pm(stderr, form)}{unsure}"
+    text = f"{'≤ ' if row.bound else ''}{number(known, form)}{plus_minus(stderr, form)}{unsure}"
     return Bold(text) if row.best and metric is None else text
 
 
@@ -110,11 +110,11 @@ def gap(row: Row | None) -> str:
     if row is None or row.gap is None:
         return ""
     form = f"+{form_of(row.metric)}"
-    return f"{number(row.gap, form)}{pm(row.stderr, form)}{' ± ?' if row.stderr_reason else ''}"
+    return f"{number(row.gap, form)}{plus_minus(row.stderr, form)}{' ± ?' if row.stderr_reason else ''}"
 
 
 def closed(row: Row, unit: str = "") -> str:
     """Gap closed, or that it is not distinguishable from 0."""
     if row.gap_closed is None:
         return UNCLEAR if row.distinguishable is False else ""
-    return f"{number(row.gap_closed, '.1f')}{pm(row.gap_closed_stderr, '.1f')}{unit}"
+    return f"{number(row.gap_closed, '.1f')}{plus_minus(row.gap_closed_stderr, '.1f')}{unit}"

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from lm_eval_duel.results import pairs
 from lm_eval_duel.results.rows import Row
-from lm_eval_duel.results.table import WORDS, escape, form_of, number, pm, span
+from lm_eval_duel.results.table import WORDS, escape, form_of, number, plus_minus, span
 from lm_eval_duel.rules.tables import without_defaults
 
 
@@ -46,7 +46,7 @@ def _value(row: Row) -> str:
     """A row's value, with its bound and its error."""
     remarks = "; ".join(filter(None, [f"eps={row.eps:g}: no bound" if row.eps else "", row.stderr_reason]))
     form = form_of(row.metric)
-    text = f"{'≤ ' if row.bound else ''}{number(row.value, form)}{pm(row.stderr, form)}"
+    text = f"{'≤ ' if row.bound else ''}{number(row.value, form)}{plus_minus(row.stderr, form)}"
     return f"{text} ({remarks})" if remarks else text
 
 
@@ -66,7 +66,7 @@ def _gap(chosen: Row, form: str) -> str:
         )
     if closed is None:
         return f"{text} ({reason}); the gap is {number(chosen.gap, form)}."
-    between = span(chosen.gap_closed_interval, ".1f") or pm(chosen.gap_closed_stderr, ".1f").strip()
+    between = span(chosen.gap_closed_interval, ".1f") or plus_minus(chosen.gap_closed_stderr, ".1f").strip()
     percent = f"{number(closed, '.1f')} %"
     if closed < 0:
         percent += f" {between}" if between else ""

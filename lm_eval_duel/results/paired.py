@@ -19,7 +19,7 @@ from lm_eval_duel.core.rates import perplexity
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.estimators.registry import NO_BOUND, Kind, is_bound, kind_of, of_spec
 from lm_eval_duel.results import stats
-from lm_eval_duel.results.table import number, pm, span
+from lm_eval_duel.results.table import number, plus_minus, span
 
 UNITS = ("token", "word", "byte")
 UNCLEAR = "not distinguishable"  # the interval holds 0
@@ -63,7 +63,7 @@ class PairedDifference:
         values = []
         for name, kind, value, error in zip(self.names, self.kinds, self.perplexities, self.stderrs, strict=True):
             below = "≤ " if is_bound(kind) else ""
-            values.append(f"{name} {below}{number(value)}{pm(error)}")
+            values.append(f"{name} {below}{number(value)}{plus_minus(error)}")
         text = f"perplexity per {self.unit}: {' and '.join(values)}"
         if self.difference is not None:
             text += f"; difference {number(self.difference, '+.4f')} nats per {self.unit}"

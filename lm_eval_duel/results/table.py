@@ -38,7 +38,7 @@ def number(value: float, form: str = ".2f") -> str:
     return format(value, form)
 
 
-def pm(error: float | None, form: str = ".2f") -> str:
+def plus_minus(error: float | None, form: str = ".2f") -> str:
     """` ± ` and a standard error in the format of its value; one digit if it is smaller than the shown decimals."""
     if error is None:
         return ""

@@ -14,7 +14,7 @@ from lm_eval_duel.results.cost import RunCost
 from lm_eval_duel.results.paired import UNCLEAR
 from lm_eval_duel.results.read import Run
 from lm_eval_duel.results.rows import Pair, Row
-from lm_eval_duel.results.table import LEVEL, WORDS, Cell, Table, form_of, number, pm, span
+from lm_eval_duel.results.table import LEVEL, WORDS, Cell, Table, form_of, number, plus_minus, span
 from lm_eval_duel.rules.tables import adaptive
 
 SPEC = (  # the entries of a spec that are listed
@@ -124,7 +124,7 @@ def averages(tasks: Iterable[str], averages: Sequence[Average]) -> Table:
     """Gap closed, one column per task, and the average."""
 
     def average(of: Average) -> str:
-        known = "" if of.average is None else f"{number(of.average, '.1f')}{pm(of.stderr, '.1f')}"
+        known = "" if of.average is None else f"{number(of.average, '.1f')}{plus_minus(of.stderr, '.1f')}"
         return UNCLEAR if of.unclear else known
 
     def count(of: Average) -> Cell:
@@ -145,7 +145,7 @@ def accuracies(name: str, runs: Sequence[Run]) -> Table:
     """Averages of a task other than perplexities, with the harness's standard errors."""
     runs = [run for run in sorted(runs, key=lambda run: not run.baseline) if run.scores(name)]
     metrics = dict.fromkeys(metric for run in runs for metric in run.scores(name))
-    shown = pick(columns.naming(runs), *NAMES) | {metric: _score(name, metric) for metric in metrics}
+    shown = pick(columns.name_columns(runs), *NAMES) | {metric: _score(name, metric) for metric in metrics}
     for key in ("documents", "version", "shots"):
         shown[key] = lambda run, key=key: run.every_task[name].identity.get(key)
     return Table.of(f"{name}: {', '.join(metrics)}, ± standard error", runs, shown)
@@ -157,7 +157,7 @@ def _score(name: str, metric: str) -> Callable[[Run], Cell]:
             return ""
         known, error = run.scores(name)[metric]
         decodes = run.every_task[name].output_type != "loglikelihood" or registry.find(run.estimator).decodes
-        text = f"{number(known, '.4f')}{' ± ?' if error is None else pm(error, '.4f')}"
+        text = f"{number(known, '.4f')}{' ± ?' if error is None else plus_minus(error, '.4f')}"
         return text, "" if decodes or metric.split(" (")[0] != COUNTED else NOT_DECODED
 
     return cell
@@ -169,7 +169,7 @@ def cost(costs: Sequence[RunCost]) -> Table:
     def entry(key: str, scale: float = 1) -> Callable[[RunCost], Cell]:
         return lambda of: "" if of.run.duel.get(key) is None else number(of.run.duel[key] / scale, ",.0f")
 
-    names = columns.naming([of.run for of in costs])
+    names = columns.name_columns([of.run for of in costs])
     shown: Columns = {name: lambda of, cell=names[name].cell: cell(of.run) for name in NAMES}
     shown |= {
         "estimator": lambda of: of.name,

@@ -12,7 +12,7 @@ import traceback
 from typing import TYPE_CHECKING, Any
 
 from lm_eval_duel.core.decision import Decision
-from lm_eval_duel.errors import DuelError, RuleStalled, Suspect
+from lm_eval_duel.errors import DuelError, InconsistentOutput, RuleStalled
 from lm_eval_duel.rules.around import Around
 from lm_eval_duel.rules.base import Rule
 
@@ -52,7 +52,7 @@ class Checked(Around):
     Raises:
         DuelError: the rule raised an exception, returned something else than planes of the lanes' shape and device, or
             changed the lanes.
-        Suspect: it decided differently when it was asked again.
+        InconsistentOutput: it decided differently when it was asked again.
         RuleStalled: it picked nothing, unless it may wait and its step or memory moves on, or what is not masked.
     """
 
@@ -105,7 +105,7 @@ class Checked(Around):
         return decision
 
     def _differs(self, when: str, lane: int = 0, near_ties_known: bool = True) -> None:
-        """Count a different decision; raise Suspect unless float noise can explain it."""
+        """Count a different decision; raise InconsistentOutput unless float noise can explain it."""
         self.counts.decisions_differing += 1
         if not near_ties_known:
             log.warning(
@@ -114,7 +114,7 @@ class Checked(Around):
                 *(self, when),
             )
         elif not self.coarse:
-            raise Suspect(
+            raise InconsistentOutput(
                 f"Rule {self} is not deterministic: it decided otherwise {when}. A rule is a function of a lane's own "
                 "predictions, masked positions, step and memory; anything else gives no likelihood, so every value "
                 "that was computed with it is suspect.",

@@ -11,7 +11,7 @@ from lm_eval_duel.core.windows import of_row
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.fingerprint import hash_texts, of_tokenizer
 from lm_eval_duel.tasks import corpora, metadata, own_text
-from lm_eval_duel.tasks.columns import MADE, TOKENS, made
+from lm_eval_duel.tasks.columns import MADE, TOKENS, digest_of
 from lm_eval_duel.tasks.detokenize import DETOKENIZERS
 from lm_eval_duel.tasks.metadata import batched, encoded, load_tokenizer
 from lm_eval_duel.tasks.metrics import sizes
@@ -79,7 +79,7 @@ def _documents(raw: list[str], texts: list[str], tokenizer: Any, how: list[Any])
     import datasets
 
     records = [{"text": text, TOKENS: len(ids)} for text, ids in encoded(texts, tokenizer)]
-    digest = made("document", *how[:1], of_tokenizer(tokenizer), *how[1:], hash_texts(raw))
+    digest = digest_of("document", *how[:1], of_tokenizer(tokenizer), *how[1:], hash_texts(raw))
     for record in records:
         record[MADE] = digest
     if texts is not raw:
@@ -100,7 +100,7 @@ def _rows(
     wrapping = Wrapping(**{"length": LENGTH, "bos": start, "eos": end, **settings})
     shared: dict[str, Any] = {"special_tokens": list(wrapping.special_tokens), "bos": bos}
     shared["tokenizer"] = [str(tokenizer.name_or_path), digest := of_tokenizer(tokenizer)]
-    shared[MADE] = made("row", corpus, *how, dataclasses.asdict(wrapping), digest, bos, hash_texts(texts))
+    shared[MADE] = digest_of("row", corpus, *how, dataclasses.asdict(wrapping), digest, bos, hash_texts(texts))
     _TOKENIZERS[digest] = tokenizer
 
     def records() -> Iterator[dict[str, Any]]:

@@ -10,7 +10,7 @@ MADE = "duel_made"  # how the document was made
 MADE_HERE: set[str] = set()  # digests of how the documents and rows of this process were made
 
 
-def made(*how: object) -> str:
+def digest_of(*how: object) -> str:
     """A digest of what made the documents: data set, tokenizer, metadata. It is stored in them, so that documents of a
     request cache with other metadata are recognised."""
     digest = hashlib.sha256(json.dumps(how, sort_keys=True, default=str).encode()).hexdigest()[:16]

@@ -12,7 +12,7 @@ from lm_eval_duel.core.row_checks import FIRST, SHARE, RowChecks, draw_lanes, wa
 from lm_eval_duel.core.scores import Counts
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.denoisers.wrappers import Warped
-from lm_eval_duel.errors import Suspect
+from lm_eval_duel.errors import InconsistentOutput
 from lm_eval_duel.estimators.duel import Autoregressive, DuelEstimator
 from lm_eval_duel.estimators.elbo import Elbo
 from lm_eval_duel.estimators.subsets.lattice import Lattice
@@ -87,7 +87,7 @@ FAULTS = [(Capacity, None), (Crowd, None), (Counter, 2), (Neighbour, 8)]
 def test_rows_that_others_or_earlier_calls_change_end_a_run(fault, batch_size):
     estimator = DuelEstimator(fault(), "greedy", 4, batch_size=batch_size)
     finished = {}
-    with pytest.raises(Suspect) as raised:
+    with pytest.raises(InconsistentOutput) as raised:
         for index, score in estimator.stream(windows(40)):
             finished[index] = score
     assert raised.value.window is not None and f"Window {raised.value.window}," in str(raised.value)
@@ -113,12 +113,12 @@ def test_with_coarse_numbers_they_are_counted(fault, batch_size):
     ],
 )
 def test_every_way_of_scoring_is_checked(make):
-    with pytest.raises(Suspect):
+    with pytest.raises(InconsistentOutput):
         make().log_prob(windows(20))
 
 
 def test_a_common_part_of_the_logits_hides_no_difference():
-    with pytest.raises(Suspect):
+    with pytest.raises(InconsistentOutput):
         DuelEstimator(Offset(), "greedy", 4).log_prob(windows(20))
 
 
@@ -133,7 +133,7 @@ def test_a_token_at_the_border_of_top_p_stops_no_run():
 
 @pytest.mark.parametrize("warpers", [{"temperature": 0.5}, {"top_k": 2}, {"top_p": 0.9}])
 def test_rows_under_warpers_are_checked(warpers):
-    with pytest.raises(Suspect):
+    with pytest.raises(InconsistentOutput):
         DuelEstimator(Warped(Crowd(), **warpers), "left_to_right", 4).log_prob(windows(20))
 
 
@@ -144,10 +144,10 @@ def test_the_places_checked_differ_with_the_window():
 
 
 def test_samples_and_recorded_orders_are_checked():
-    with pytest.raises(Suspect):
+    with pytest.raises(InconsistentOutput):
         DuelEstimator(Crowd(), "greedy", 4).sample([window.target for window in windows(30, length=4)], 4)
     orders = [(0, 1, 2, 3) * 2] * 20
-    with pytest.raises(Suspect):
+    with pytest.raises(InconsistentOutput):
         DuelEstimator(Crowd(), "greedy", 4).replay(windows(20), orders)
 
 

@@ -12,7 +12,7 @@ from lm_eval_duel import Duel, reference
 from lm_eval_duel.core import noise as noises
 from lm_eval_duel.core.row_checks import FIRST
 from lm_eval_duel.core.windows import Window
-from lm_eval_duel.errors import DuelError, NotFinite, Suspect
+from lm_eval_duel.errors import DuelError, InconsistentOutput, NotFinite
 from lm_eval_duel.estimators.noised_elbo import NoisedElbo
 from lm_eval_duel.estimators.subsets.lattice import Lattice
 
@@ -225,7 +225,7 @@ def test_rows_that_others_change_end_a_run(conditioning):
     ordinary.log_prob(windows)
     assert ordinary.counts.rows_checked >= FIRST and ordinary.counts.rows_differing == 0
     toy.features = lambda ids, *args, **more: plain(ids, *args, **more) * (1 + (len(ids) > 4))
-    with pytest.raises(Suspect):
+    with pytest.raises(InconsistentOutput):
         NoisedElbo(toy, **arguments).log_prob(windows)
 
 

@@ -13,7 +13,7 @@ from lm_eval.api.model import CachingLM, hash_args
 from lm_eval.models.dummy import DummyLM
 from sqlitedict import SqliteDict
 
-from lm_eval_duel.errors import DuelError, Suspect
+from lm_eval_duel.errors import DuelError, InconsistentOutput
 from lm_eval_duel.harness import trace
 
 TEXTS = [("a b c",), ("d e",), ("f g h i",), ("a",)]
@@ -86,7 +86,7 @@ def test_suspect_answers_are_kept_and_not_used_again(model, tmp_path, monkeypatc
     features = network.features
     monkeypatch.setattr(network, "features", lambda *args, **more: features(*args, **more) * (1 + (next(calls) > 9)))
     asked = requests([(" ".join(words),) for words in itertools.product("abcdefgh", repeat=2)])
-    with pytest.raises(Suspect, match=rf"task toy, .*{first.lm.fingerprint} in .*c_rank0.db"):
+    with pytest.raises(InconsistentOutput, match=rf"task toy, .*{first.lm.fingerprint} in .*c_rank0.db"):
         first.loglikelihood_rolling(asked)
     assert 0 < len(keys(first)) == first.lm.run.progress.finished < len(asked)
     with pytest.raises(DuelError, match="db are suspect"):

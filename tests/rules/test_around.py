@@ -15,7 +15,7 @@ from lm_eval_duel import Window, rules
 from lm_eval_duel.core.lanes import Lanes, Rows
 from lm_eval_duel.core.row_checks import FIRST
 from lm_eval_duel.core.scores import Counts
-from lm_eval_duel.errors import DuelError, Suspect
+from lm_eval_duel.errors import DuelError, InconsistentOutput
 from lm_eval_duel.estimators.duel import DuelEstimator
 from lm_eval_duel.estimators.subsets.lattice import Lattice
 from lm_eval_duel.rules.checked import with_checks
@@ -162,7 +162,7 @@ def test_a_rule_that_is_random_now_and_then_is_found():
         Sometimes.chance.seed(seed)
         try:
             DuelEstimator(toy, Sometimes(), 12, batch_size=1).log_prob(windows)
-        except Suspect as error:
+        except InconsistentOutput as error:
             found += "Window" in str(error)
     assert found >= 9
 
@@ -183,7 +183,7 @@ def test_without_a_margin_a_lane_alone_may_be_a_near_tie(how, caplog):
     assert len(duel.log_prob(windows)) == 3
     assert 0 < duel.counts.decisions_differing <= duel.counts.decisions_checked
     assert "decided otherwise" in caplog.text
-    with pytest.raises(Suspect):
+    with pytest.raises(InconsistentOutput):
         DuelEstimator(Toy(length=8), Chance(margin=False), 6).log_prob(windows)
 
 

@@ -25,7 +25,7 @@ from lm_eval_duel.denoisers import self_tests
 from lm_eval_duel.denoisers.hf import auto_model
 from lm_eval_duel.denoisers.hf.causal_lm import CAUSAL_LM, CausalLM
 from lm_eval_duel.denoisers.hf.families import Family
-from lm_eval_duel.denoisers.hf.pretrained import Pretrained, settle
+from lm_eval_duel.denoisers.hf.pretrained import Pretrained, set_attributes
 from lm_eval_duel.denoisers.load_options import LoadOptions
 from lm_eval_duel.denoisers.unfilled import Unfilled
 from lm_eval_duel.denoisers.vocabulary import require_fit
@@ -104,7 +104,7 @@ class Canvases(Pretrained):
     honours_padding = True  # canvases of other rows are other calls
 
     def __init__(self, model_config: Any, config: dict[str, Any], options: LoadOptions, tokenizer: Any):
-        settle(self, CANVAS, config, options)
+        set_attributes(self, CANVAS, config, options)
         self.options, self.path, self.mask_id = options, options.name, None
         columns = model_config.text_config.vocab_size
         if tokenizer is not None:

@@ -1,6 +1,6 @@
 """The common part of transformers' networks and of a checkpoint's own code: from config to denoiser.
 
-    config.json, options -> family: what kind of network it is           settle
+    config.json, options -> family: what kind of network it is           set_attributes
     tokenizer            -> [MASK], and which columns are tokens         Pretrained.__init__
     files                -> the network, by the `load` of its module     Pretrained.take
 
@@ -29,8 +29,8 @@ from lm_eval_duel.errors import DuelError
 log = logging.getLogger("lm_eval.duel_mdm")
 
 
-def settle(denoiser: Denoiser, family: Family, config: dict[str, Any], options: LoadOptions) -> None:
-    """Set what a network is, as its options say, else its config, else its family.
+def set_attributes(denoiser: Denoiser, family: Family, config: dict[str, Any], options: LoadOptions) -> None:
+    """Set the attributes of a network, from its options, else its config, else its family.
 
     Raises DuelError for a trained block that is not known, or another than the one in the options.
     """
@@ -95,7 +95,7 @@ class Pretrained(Denoiser):
         rows: int | None,
     ):
         """`tokenizer`: None for a plan, which needs no token. `rows`: of the embedding, if the config has them."""
-        settle(self, family, config, options)
+        set_attributes(self, family, config, options)
         self.options, self.path, self.mask_id = options, options.name, None
         if tokenizer is None:
             return

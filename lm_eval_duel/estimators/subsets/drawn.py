@@ -71,9 +71,10 @@ class DrawnScores(NamedTuple):
     log_quiet: torch.Tensor  # (R, W) log p that the draw of a position does not exceed the threshold
 
 
-def compare(predictions: Predictions, targets: torch.Tensor, scale: float, tau: float, strict: bool) -> DrawnScores:
-    """Every position's draw against the targets (R, W) of all positions of its lane, and against the threshold `tau`, a
-    score.
+def against_targets(
+    predictions: Predictions, targets: torch.Tensor, scale: float, tau: float, strict: bool
+) -> DrawnScores:
+    """Compare the draw of every position with the targets (R, W) of its lane, and with the threshold `tau`, a score.
 
     One draw ranks after another if its score is smaller, or equal and its position stands further right. `strict`: a
     draw exceeds the threshold only if its score is larger. Values are NaN where a draw's position is not masked.

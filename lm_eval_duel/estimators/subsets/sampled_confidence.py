@@ -43,7 +43,7 @@ from lm_eval_duel.estimators.arguments import ConfidenceArguments
 from lm_eval_duel.estimators.base import Estimator
 from lm_eval_duel.estimators.duel import DuelEstimator
 from lm_eval_duel.estimators.subsets.counts import StepCounts
-from lm_eval_duel.estimators.subsets.drawn import compare, exceeds, score_of, token_scores, untempered
+from lm_eval_duel.estimators.subsets.drawn import against_targets, exceeds, score_of, token_scores, untempered
 from lm_eval_duel.estimators.subsets.moves import Moves, Planes, StateLevel, Thin, independent
 from lm_eval_duel.estimators.subsets.set_sampler import SetSampler
 
@@ -165,7 +165,7 @@ class SampledConfidence(SetSampler, DuelEstimator):
 
     def planes(self, step: Step) -> Planes:
         lanes, predictions, _, tokens, log_prob = step
-        drawn = compare(predictions, tokens, self.scale, self.threshold, self.strict)
+        drawn = against_targets(predictions, tokens, self.scale, self.threshold, self.strict)
         pick = BestDrawn(self.counted, self.tau, self.strict).pick(drawn.top, lanes)  # (R, W)
         missed = (pick & (predictions.argmax != tokens)).any(1)  # (R,)
         read = {"log_after": drawn.log_after, "log_quiet": drawn.log_quiet, "pick": pick, "missed": missed}
@@ -237,7 +237,7 @@ class BestDrawn(rules.Rule):
     ) -> torch.Tensor:
         """log p that the draws at other positions are not kept where those at `pick` are the targets, (R,)."""
         threshold = math.inf if self.tau is None else score_of(self.tau)
-        drawn = compare(predictions, targets, self.scale, threshold, self.strict)
+        drawn = against_targets(predictions, targets, self.scale, threshold, self.strict)
         kept = torch.where(pick, drawn.score, math.inf)  # (R, W)
         # of equals, the rightmost ranks last
         last = (kept == kept.amin(1, keepdim=True)).int().cumsum(1).argmax(1)  # (R,)
