@@ -4,7 +4,7 @@
     MDLM,duel,greedy,4,,duel_ptb_wrapped,token_perplexity,87.57,,"Turok et al. (2026), zero-shot",
 
 The columns model, estimator, task, metric, value and source are needed. An estimator is one of `estimator=`; it says
-whether a figure is a bound. `table` and `recipes` (separated by spaces) are for examples/paper.
+whether a figure is a bound. `recipes`, separated by spaces, are rows of examples/paper.
 """
 
 from __future__ import annotations
