@@ -285,11 +285,9 @@ def test_a_new_estimator_is_shown_under_its_name_and_kind(tmp_path, monkeypatch,
 
 
 def test_names_of_files_differ_where_case_is_ignored():
-    assert list(stems([("a/b", "gap", ""), ("A/b", "gap", ""), ("a_b", "gap", "")])) == [
-        "gap_a_b",
-        "gap_A_b_2",
-        "gap_a_b_3",
-    ]
+    """Two tables of one kind are named after what they are about."""
+    found = [("a/b", "gap", ""), ("A/b", "gap", ""), ("a", "rules", "NFE: M, block 4"), ("a", "rules", "NFE: N")]
+    assert list(stems(found)) == ["gap_a_b", "gap_A_b_2", "rules_a_M_block_4", "rules_a_N"]
 
 
 def test_a_folder_of_something_else_is_left_as_it_is(tmp_path):
