@@ -95,8 +95,8 @@ def describe(checked: Sequence[CheckedWindow]) -> dict[str, Any]:
     }
 
 
-def in_words(checked: Sequence[CheckedWindow]) -> str:
-    """The comparison of at least one window, for the log."""
+def summary(checked: Sequence[CheckedWindow]) -> str:
+    """A summary of the comparison of at least one window, for the log."""
     of, order = describe(checked), max(checked, key=lambda each: each.order_difference)
     routes = ", ".join(f"{count} by {route}" for route, count in of["routes"].items())
     alone = of["not_checked_independently"]

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from lm_eval_duel import denoisers
-from lm_eval_duel.audit.checked import CheckedWindow, in_words
+from lm_eval_duel.audit.checked import CheckedWindow, summary
 from lm_eval_duel.audit.recompute import recompute
 from lm_eval_duel.core.scores import Score
 from lm_eval_duel.core.windows import Window
@@ -71,7 +71,7 @@ class Verification:
             log.warning("verify: all answers came from the response cache, so no window is verified")
         if checked:
             wrong = any(each.differs for each in checked) and not text.denoiser.coarse
-            log.log(logging.ERROR if wrong else logging.INFO, "%s", in_words(checked))
+            log.log(logging.ERROR if wrong else logging.INFO, "%s", summary(checked))
         return checked
 
 

@@ -81,7 +81,7 @@ class RunStats:
         if self.ranks > 1:
             lines.append(self.balance)
             if self.checked:
-                lines.append(f"on all ranks, {checked.in_words(self.checked)}")
+                lines.append(f"on all ranks, {checked.summary(self.checked)}")
         return lines
 
     def errors(self, bound: str) -> list[str]:
