@@ -206,7 +206,7 @@ def model_of(flags: argparse.Namespace) -> dict[str, Any]:
 
 
 def with_flags(model_args: Mapping[str, Any], **flags: Any) -> dict[str, Any]:
-    """The model args and those that have a flag of their own; raises UsageError for one given among the model args."""
+    """The model args, with those that have a separate flag; raises UsageError for such an arg in --model_args."""
     for key in flags:
         if key in model_args:
             raise UsageError(f"'{key}' is not one of --model_args; pass it as --{key} VALUE.")

@@ -54,7 +54,7 @@ class RunStats:
         self.merge(request)
 
     def merge(self, other: RunStats) -> None:
-        """Add other statistics, such as those of another rank."""
+        """Add other statistics, such as another rank's."""
         for task, total in other.tasks.items():
             self.tasks.setdefault(task, Total()).merge(total)
             self.longest[task] = max(self.longest.get(task, 0), other.longest[task])

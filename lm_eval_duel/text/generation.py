@@ -1,7 +1,7 @@
 """Prompts in, texts out, by Algorithm 1: shared by `generate_until` and the library. It needs no lm-eval.
 
 After each finished block the text is searched for stop strings and the end of text; once one is there, no further block
-is generated. Settings have the names of the harness; those of other back ends are refused where they would matter.
+is generated. Settings have the harness's names. Settings of other back ends are refused where they would matter.
 """
 
 from __future__ import annotations

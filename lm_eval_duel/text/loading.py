@@ -40,7 +40,7 @@ def load_scorer(
 ) -> Scorer:
     """The tokenizer, the network, the estimator and the `TextEncoder` of the options, read in this order.
 
-    `tokenizer` and `device` replace those of the options; `sizes`: see `registry.make`.
+    `tokenizer` and `device` override the options; `sizes`: see `registry.make`.
 
     Raises:
         DuelError: the checkpoint cannot be read, or the options define no distribution of this network.
