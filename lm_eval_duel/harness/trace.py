@@ -60,7 +60,7 @@ class Writer:
 
     def __init__(self, path: str | Path, rank: int = 0, ranks: int = 1):
         self.path = Path(path).absolute()
-        file = _of_rank(self.path, rank) if ranks > 1 else self.path
+        file = self.path.with_name(f"{self.path.stem}.rank{rank}{self.path.suffix}") if ranks > 1 else self.path
         try:
             self.written = _header(file) if file.exists() and not _is_cut_header(file) else None
             file.parent.mkdir(exist_ok=True)  # one folder: a misspelt path makes no tree of them
@@ -188,10 +188,6 @@ def files(place: str) -> list[str]:
 def spec(path: str | Path) -> dict[str, Any]:
     """The first line of a trace: fingerprint, spec and tokenizer."""
     return _header(_files(path)[0])
-
-
-def _of_rank(path: Path, rank: int | str) -> Path:
-    return path.with_name(f"{path.stem}.rank{rank}{path.suffix}")
 
 
 def _files(path: str | Path) -> list[Path]:

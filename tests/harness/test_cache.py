@@ -129,7 +129,8 @@ def test_a_file_that_cannot_be_read_is_named(model, tmp_path, rank, begins):
 def test_the_results_of_a_resumed_run_are_whole(model, tmp_path, monkeypatch):
     """What tasks hold, errors and documents with close picks included; cost is of what was computed."""
     monkeypatch.setattr("lm_eval_duel.core.decision.NEAR_TIE", 1e9)  # every pick is close
-    for number, spec in enumerate(({}, {"estimator": "elbo", "mc_samples": 16})):
+    specs = {}, {"estimator": "elbo", "mc_samples": 16}, {"estimator": "two_phase", "sample": 0.4}
+    for number, spec in enumerate(specs):
         folder = tmp_path / str(number)
         folder.mkdir()
         asked = requests([TEXTS[0], ("",), *TEXTS])  # an empty one, and one that comes twice

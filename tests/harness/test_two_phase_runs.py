@@ -1,9 +1,9 @@
-"""`estimator=two_phase` in the harness: answers, statistics, response cache, trace, verify, refusals."""
+"""`estimator=two_phase` in the harness: answers, statistics, trace, verify, refusals."""
 
 import math
 
 import pytest
-from harness_requests import ask, cached
+from harness_requests import ask
 
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.harness import trace
@@ -58,24 +58,6 @@ def test_the_results_hold_the_estimate_and_what_it_cost(model, folder):
         assert duel["phases"][phase]["rows"] > 0 and duel["phases"][phase]["seconds"] > 0
     assert sum(phase["forwards"] for phase in duel["phases"].values()) == duel["forwards"]
     assert lm.spec["cheap_cache"] == "dual" and "cache" not in lm.spec and lm.denoiser.cache is None
-
-
-def test_a_resumed_run_is_the_uninterrupted_one(model, tmp_path):
-    texts = [*TEXTS, *MORE]
-    whole = model(sample=0.4)
-    values = rolling(whole, texts)
-
-    rolling(cached(model(sample=0.4), tmp_path), texts[:5])
-    again = cached(model(sample=0.4), tmp_path)
-    assert rolling(again, texts) == pytest.approx(values, abs=1e-9)
-    (mine, duel), (theirs, _) = results(again), results(whole)
-    for key in ("log_prob", "stderr", "window_stderr"):
-        assert mine[key] == pytest.approx(theirs[key], abs=1e-9), key
-    assert mine["two_phase"]["sampled_blocks"] == theirs["two_phase"]["sampled_blocks"]
-    assert mine["two_phase"]["correlation"] == pytest.approx(theirs["two_phase"]["correlation"], abs=1e-9)
-    last = cached(model(sample=0.4), tmp_path)
-    assert rolling(last, texts) == pytest.approx(values, abs=1e-9) and last.lm.estimator.counts.rows == 0
-    assert duel["answers_from_cache"] == 5
 
 
 def test_trace_and_verify(model, tmp_path):
