@@ -1,6 +1,7 @@
 """How closely tests compare what float32 computed."""
 
 import pytest
+import torch
 
 
 def close_nats(nats, length=None):
@@ -33,3 +34,11 @@ def same_scores(ones, others):
     for one, other in clear:
         assert (one.reveal_steps, one.is_greedy, one.nfe) == (other.reveal_steps, other.is_greedy, other.nfe)
         assert one.token_logprobs == close_nats(other.token_logprobs)
+
+
+def require_equal(found, wanted, within):
+    """Gradients of the same parameters, relative to the length of all of them together."""
+    assert [grad is None for grad in found] == [grad is None for grad in wanted]
+    ours, plain = (torch.cat([grad.flatten() for grad in grads if grad is not None]) for grads in (found, wanted))
+    assert plain.norm() > 0.01
+    assert (ours - plain).norm() <= within * plain.norm()

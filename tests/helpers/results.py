@@ -136,6 +136,28 @@ def hf(
     )
 
 
+def _accounts(tasks, docs, values, estimator, nfe, size):
+    """What a run tells of each task."""
+    told = {}
+    for task, metrics in tasks.items():
+        tokens = sum(n for _, _, n in docs[task]) if task in docs else TOKENS
+        perplexities = {**values.get(task, {}), estimator: metrics["token_perplexity"]}
+        told[task] = {
+            "documents": size,
+            "windows": size,
+            "tokens": tokens,
+            "values": {
+                name: {
+                    "log_prob": -tokens * math.log(value),
+                    "stderr": 0.01 * tokens if name == "elbo" else None,
+                    "nfe": None if name in ("elbo", *LATTICE) else int(tokens * (nfe or 1)),
+                }
+                for name, value in perplexities.items()
+            },
+        }
+    return told
+
+
 def ours(
     folder,
     tasks=None,
@@ -176,23 +198,7 @@ def ours(
         **(elbo if estimator == "elbo" else {}),
         **(spec or {}),
     }
-    told = {}
-    for task, metrics in tasks.items():
-        tokens = sum(n for _, _, n in docs[task]) if task in docs else TOKENS
-        perplexities = {**values.get(task, {}), estimator: metrics["token_perplexity"]}
-        told[task] = {
-            "documents": size,
-            "windows": size,
-            "tokens": tokens,
-            "values": {
-                name: {
-                    "log_prob": -tokens * math.log(value),
-                    "stderr": 0.01 * tokens if name == "elbo" else None,
-                    "nfe": None if name in ("elbo", *LATTICE) else int(tokens * (nfe or 1)),
-                }
-                for name, value in perplexities.items()
-            },
-        }
+    told = _accounts(tasks, docs, values, estimator, nfe, size)
     tokens = sum(found["tokens"] for found in told.values())
     config = {
         "model": "duel-mdm",
