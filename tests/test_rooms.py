@@ -28,11 +28,11 @@ FLOORS = (  # from the lowest
     {"cli"},
 )
 FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
-ENTRIES = {"__main__", "_autoload"}  # how the package is started: they may import any room
+ENTRIES = {"__main__"}  # how the package is started: it may import any room
 MOST_ROOMS, MOST_FLOORS, MOST_ARROWS = 20, 11, 78
 
 MAY_IMPORT = {
-    "lm_eval": {"harness", "tasks", "cli", "_autoload"},
+    "lm_eval": {"harness", "tasks", "cli"},
     "transformers": {"denoisers", "demo"},
 }
 

@@ -19,9 +19,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lm_eval_duel._autoload import MODELS, register
 from lm_eval_duel.console.command_line import FLAGS, be_quiet, documentation, once
 from lm_eval_duel.errors import UsageError, unknown, usage
+from lm_eval_duel.harness.autoload import MODELS, register
 from lm_eval_duel.options import Options, with_flags
 from lm_eval_duel.tasks import named, task_folder
 

@@ -41,10 +41,10 @@ from lm_eval.api.model import CacheHook, CachingLM
 from lm_eval.api.task import Task
 from lm_eval.tasks import TaskManager
 
-from lm_eval_duel._autoload import MODELS
 from lm_eval_duel.console.command_line import key_values, once
 from lm_eval_duel.demo import BUNDLED
 from lm_eval_duel.errors import DuelError, too_few_documents
+from lm_eval_duel.harness.autoload import MODELS
 from lm_eval_duel.harness.cache import ResponseCache, unreadable
 
 answering: weakref.WeakSet[Any] = weakref.WeakSet()  # our models that take part in the evaluation under way

@@ -6,7 +6,7 @@ from importlib.metadata import entry_points
 
 import pytest
 
-from lm_eval_duel import _autoload
+from lm_eval_duel.harness import autoload
 
 
 def python(code, *flags):
@@ -28,14 +28,14 @@ def test_the_installed_hook_registers_the_model_by_name_only():
     assert out.split() == ["True", "True", "True"]
 
 
-def test_interpreter_start_imports_two_small_modules():
+def test_interpreter_start_imports_small_modules_alone():
     out = python("import sys; print(sorted(m for m in sys.modules if m.startswith('lm_eval')))")
-    assert out.strip() == "['lm_eval_duel', 'lm_eval_duel._autoload']"
+    assert out.strip() == "['lm_eval_duel', 'lm_eval_duel.harness', 'lm_eval_duel.harness.autoload']"
 
 
 def test_hook_and_entry_points_name_the_same_models():
     declared = {ep.name: ep.value for ep in entry_points(group="lm_eval.models") if ep.value.startswith("lm_eval_duel")}
-    assert declared == _autoload.MODELS
+    assert declared == autoload.MODELS
 
 
 @pytest.mark.parametrize("before", ["", "import lm_eval.models; "])
@@ -44,7 +44,7 @@ def test_without_the_site_hook_it_can_be_installed_by_hand(before):
     paths = [p for p in sys.path if p]
     out = python(
         f"import sys; sys.path[:0] = {paths!r}; {before}"
-        "import lm_eval_duel._autoload as a; a.install(); a.install()\n"
+        "import lm_eval_duel.harness.autoload as a; a.install(); a.install()\n"
         "import lm_eval.models\n"
         "from lm_eval.api.registry import model_registry\n"
         "left = any(type(finder).__module__ == a.__name__ for finder in sys.meta_path)\n"
