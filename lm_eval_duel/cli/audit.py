@@ -119,7 +119,7 @@ def audited(lm: DuelMDM, dtype: str) -> str:
 
 
 def audit_requests(lm: DuelMDM, task: Any, requests: list[Any], found: Audit) -> None:
-    """Add the requests of a task that are of one type to what was found."""
+    """Add the requests of one type of a task to the findings."""
     from lm_eval_duel.audit.checked import distance, tolerance
     from lm_eval_duel.audit.from_text import FromText
     from lm_eval_duel.harness.requests import Batch, name
@@ -135,16 +135,14 @@ def audit_requests(lm: DuelMDM, task: Any, requests: list[Any], found: Audit) ->
     special = lm.text.bos, lm.denoiser.max_length, lm.text.prefix, lm.text.suffix
     of_task, items = FromText(str(task.config.task), lm.tokenizer, *special), dict[str, list[Any]]()
     for n, (request, answer) in enumerate(zip(batch.requests, answers, strict=True)):
-        mine = [each for each in checked if each.request == n]
-        nats, given = (
-            math.fsum(each.again.log_prob for each in mine),
-            answer[0] if isinstance(answer, tuple) else answer,
-        )
-        if distance(nats, float(given)) > math.fsum(tolerance(each.tokens) for each in mine):
+        windows = [each for each in checked if each.request == n]
+        nats = math.fsum(each.again.log_prob for each in windows)
+        given = answer[0] if isinstance(answer, tuple) else answer
+        if distance(nats, float(given)) > math.fsum(tolerance(each.tokens) for each in windows):
             found.problems.append(f"the answer to {name(request)} is {given:.4f} nats, not {nats:.4f}")
         if request.request_type == "loglikelihood_rolling":
-            of_task.alone += sum(not each.independent for each in mine)
-            of_task.add(name(request), request.doc, request.args[0], [each.window for each in mine], nats)
+            of_task.alone += sum(not each.independent for each in windows)
+            of_task.add(name(request), request.doc, request.args[0], [each.window for each in windows], nats)
             for metric, item in task.process_results(request.doc, [answer]).items():
                 items.setdefault(metric, []).append(item)
     if items:
@@ -154,7 +152,7 @@ def audit_requests(lm: DuelMDM, task: Any, requests: list[Any], found: Audit) ->
 
 
 def table(checked: Sequence[CheckedWindow]) -> str:
-    """A line for each window, what differs in it, and the count of what agrees, differs and was not checked."""
+    """A line for each window, what differs in it, and why some were not checked."""
     rows = []
     for each in checked:
         again = each.again
@@ -171,11 +169,8 @@ def table(checked: Sequence[CheckedWindow]) -> str:
 
 def total(checked: Sequence[CheckedWindow]) -> str:
     """The counts of windows that agree, that differ, and that were not checked."""
-    tokens, differing = sum(each.tokens for each in checked), sum(each.differs for each in checked)
-    largest, alone = (
-        max((each.difference for each in checked), default=0.0),
-        sum(not each.independent for each in checked),
-    )
+    tokens, largest = sum(each.tokens for each in checked), max((each.difference for each in checked), default=0.0)
+    differing, alone = sum(each.differs for each in checked), sum(not each.independent for each in checked)
     return (
         f"{len(checked)} windows, {tokens} tokens. Largest difference: {largest:.2e} nats. "
         f"Windows that differ: {differing}. Not checked independently: {alone}."
