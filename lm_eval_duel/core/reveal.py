@@ -91,11 +91,11 @@ class Reveal:
         self.active: Lanes | None = None
 
     def __iter__(self) -> IndexedScores:
-        rows, forwards, price = self.view.evaluated, self.view.forwards, 0.0
+        rows, forwards, lanes_per_row = self.view.evaluated, self.view.forwards, 0.0
         try:
             while (active := self._fill()) is not None:
-                price = price or self._price(active)
-                if due := self.checks.due(self.counts, len(active), price):
+                lanes_per_row = lanes_per_row or self._lanes_per_row(active)
+                if due := self.checks.due(self.counts, len(active), lanes_per_row):
                     self.checks.compare(self.counts)
                 after = None
                 while after is None:
@@ -121,7 +121,7 @@ class Reveal:
             self.counts.forwards += self.view.forwards - forwards
             self.counts.rows += self.view.evaluated - rows
 
-    def _price(self, lanes: Lanes) -> float:
+    def _lanes_per_row(self, lanes: Lanes) -> float:
         """The number of lanes that cost as much as a whole row."""
         return max(1.0, float(self.group.rows.length[lanes.row].sum() / self.view.cost(lanes).sum()))
 

@@ -37,13 +37,13 @@ LOG_SUM = 2  # its number among the statistics
 OFFSET = 0.01  # of what logits have in common, which cancels but for its float noise; in half precision all of it
 
 
-def wanted(count: float, share: float = SHARE) -> float:
+def checks_among(count: float, share: float = SHARE) -> float:
     """The number of checks due among the first `count` events of a run, besides the first `FIRST`."""
     rare = EARLY / share  # from here on a constant share
     return EARLY * math.log(max(1.0, min(count, rare) / FIRST)) + share * max(0.0, count - rare)
 
 
-class Drawn(NamedTuple):
+class LaneCheck(NamedTuple):
     """A lane to evaluate again, and its statistics the first time."""
 
     again: Callable[[], torch.Tensor]  # evaluates it alone, (S, W)
@@ -58,16 +58,15 @@ class RowChecks:
     """The lanes that wait for their second evaluation. `Counts` has the number of lanes compared."""
 
     def __init__(self) -> None:
-        self.waiting: list[Drawn] = []
+        self.waiting: list[LaneCheck] = []
 
-    def due(self, counts: Counts, lanes: int, price: float) -> int:
-        """The number of the next `lanes` to check; `price`: the number of lanes that cost as much as one evaluated
-        alone.
+    def due(self, counts: Counts, lanes: int, lanes_per_row: float) -> int:
+        """The number of the next `lanes` to check: at least `FIRST` of a run, and of a long one `SHARE` of its cost.
 
-        At least `FIRST` of a run, and of a long one `SHARE` of its cost.
+        `lanes_per_row`: the number of lanes that cost as much as one evaluated alone.
         """
         count, drawn = counts.lane_steps + lanes, counts.rows_checked + len(self.waiting)
-        return min(lanes, max(0, int(min(count, FIRST) + wanted(count / price)) - drawn))
+        return min(lanes, max(0, int(min(count, FIRST) + checks_among(count / lanes_per_row)) - drawn))
 
     def compare(self, counts: Counts) -> None:
         """Evaluate the waiting lanes alone, and count those that differ.
@@ -109,7 +108,7 @@ def draw(
     tokens: torch.Tensor,
     log_prob: torch.Tensor,
     window_indices: Sequence[int],
-) -> list[Drawn]:
+) -> list[LaneCheck]:
     """`number` of the lanes, with their predictions and the log-probs (R, W) of `tokens` (R, W).
 
     Where distributions are truncated, by top-p say, float noise may move a token across the border and every statistic
@@ -127,7 +126,7 @@ def draw(
         else:
             values = read[:, lane].clone()
         size = float(values[LOG_SUM].nan_to_num(nan=0.0, posinf=0.0, neginf=0.0).abs().max())
-        drawn.append(Drawn(again, values, network, window_indices[row], place_of(lanes, lane), size))
+        drawn.append(LaneCheck(again, values, network, window_indices[row], place_of(lanes, lane), size))
     return drawn
 
 
@@ -185,7 +184,7 @@ def is_routed(network: Network) -> bool:
     return False
 
 
-def _report(drawn: Drawn, apart: float, noise: float) -> None:
+def _report(drawn: LaneCheck, apart: float, noise: float) -> None:
     """Raise InconsistentOutput for a lane that differs; with coarse numbers log it."""
     if is_coarse(drawn.network):
         log.warning(

@@ -28,7 +28,7 @@ from lm_eval_duel.core.noise import Noised
 from lm_eval_duel.core.noised import NoisedView
 from lm_eval_duel.core.predictions import CPU_ROWS, CPU_VALUES, GPU_VALUES
 from lm_eval_duel.core.reveal import WindowGroup, naming_window, without_autocast
-from lm_eval_duel.core.row_checks import Drawn, draw_lanes, place_of
+from lm_eval_duel.core.row_checks import LaneCheck, draw_lanes, place_of
 from lm_eval_duel.core.scores import IndexedScores
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.errors import DuelError, NotFinite
@@ -176,7 +176,9 @@ class NoisedElbo(Estimator):
                     raise
             self.budget.halve(self.denoiser.device)
 
-    def _to_check(self, group: WindowGroup, lanes: Lanes, lane: int, value: torch.Tensor, *what: torch.Tensor) -> Drawn:
+    def _to_check(
+        self, group: WindowGroup, lanes: Lanes, lane: int, value: torch.Tensor, *what: torch.Tensor
+    ) -> LaneCheck:
         """A draw to evaluate again alone."""
         here, row = slice(lane, lane + 1), int(lanes.row[lane])
         window = group.window_indices[row]
@@ -186,7 +188,7 @@ class NoisedElbo(Estimator):
         def again() -> torch.Tensor:
             return self._values(alone, one.in_row(0), *of_lane).masked_fill(~one.masked, 0.0)  # (1, W)
 
-        return Drawn(again, value[here].masked_fill(~one.masked, 0.0), self.denoiser, window, place_of(lanes, lane))
+        return LaneCheck(again, value[here].masked_fill(~one.masked, 0.0), self.denoiser, window, place_of(lanes, lane))
 
     # ------------------------------------------------------------ draws
 

@@ -67,14 +67,14 @@ class Checked(Around):
     def _drawn(self, lanes: Any) -> int | None:
         """The lane with a real choice that is asked again alone; None: this call is not repeated."""
         from lm_eval_duel.core.hashing import hashed
-        from lm_eval_duel.core.row_checks import FIRST, wanted
+        from lm_eval_duel.core.row_checks import FIRST, checks_among
 
         choice = (lanes.masked.sum(1) > 1).nonzero()[:, 0]  # (r,)
         if not len(choice):
             return None
         self.counts.decisions += 1
         count = self.counts.decisions
-        if self.counts.decisions_checked >= int(min(count, FIRST) + wanted(count, SHARE)):
+        if self.counts.decisions_checked >= int(min(count, FIRST) + checks_among(count, SHARE)):
             return None
         self.counts.decisions_checked += 1
         choice = choice[1:] if len(choice) > 1 else choice  # a draw for the first lane may be that for one alone

@@ -8,7 +8,7 @@ import torch
 from toys import BlockCausal, Causal, CausalPrefix, Rotary, Small, Toy
 
 from lm_eval_duel.core.lanes import Lanes, Rows
-from lm_eval_duel.core.row_checks import FIRST, SHARE, RowChecks, draw_lanes, wanted
+from lm_eval_duel.core.row_checks import FIRST, SHARE, RowChecks, checks_among, draw_lanes
 from lm_eval_duel.core.scores import Counts
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.denoisers.wrappers import Warped
@@ -184,11 +184,11 @@ def test_a_training_run_may_change_the_weights_between_steps():
 
 
 def test_the_share_of_a_long_run_is_small():
-    checks, counts, price = RowChecks(), Counts(), 1.0
+    checks, counts, lanes_per_row = RowChecks(), Counts(), 1.0
     for _ in range(20_000):
-        counts.rows_checked += checks.due(counts, 10, price)
+        counts.rows_checked += checks.due(counts, 10, lanes_per_row)
         counts.lane_steps += 10
     assert SHARE <= counts.rows_checked / counts.lane_steps < 1.05 * SHARE
-    assert counts.rows_checked == int(FIRST + wanted(200_000))
+    assert counts.rows_checked == int(FIRST + checks_among(200_000))
     few = Counts()
-    assert checks.due(few, 3, price) == 3 and checks.due(few, 50, 10 * price) >= FIRST
+    assert checks.due(few, 3, lanes_per_row) == 3 and checks.due(few, 50, 10 * lanes_per_row) >= FIRST

@@ -165,15 +165,15 @@ class Chunk:
         level, shares = self.level, self.shares
         if not self.is_largest:
             self.known[self.positions] = self.level_key, self.planes
-        leaving, pace = level.weight, None
+        log_leave, log_step = level.weight, None
         if shares is not None:  # each step reveals each position with its share, or none: a set is left at any step
-            quiet = torch.log1p(-shares)  # (T,)
-            stays = self.positions * torch.cat([quiet.new_zeros(1), quiet[:-1].cumsum(0)])  # (T,)
-            leaving = (level.weight - stays).logcumsumexp(2) + stays
+            log_stay = torch.log1p(-shares)  # (T,)
+            log_kept = self.positions * torch.cat([log_stay.new_zeros(1), log_stay[:-1].cumsum(0)])  # (T,)
+            log_leave = (level.weight - log_kept).logcumsumexp(2) + log_kept
             members = torch.arange(self.positions + 1, device=shares.device)[:, None]  # (h + 1, 1)
             others = self.positions - members
-            pace = members * shares.log() + torch.where(others > 0, others * quiet, 0.0)  # (h + 1, T)
-        total = leaving.logsumexp(2)  # (X, C)
+            log_step = members * shares.log() + torch.where(others > 0, others * log_stay, 0.0)  # (h + 1, T)
+        total = log_leave.logsumexp(2)  # (X, C)
         log_p = self.planes["log_probs"].nan_to_num(0.0).clamp(min=-1e3)  # (X, W) for what is ahead
 
         def ahead(moves: Moves) -> torch.Tensor:
@@ -192,10 +192,10 @@ class Chunk:
         greedy = self._decoded()
         keys, at = torch.cat([self.key, greedy, key]).unique(return_inverse=True)  # (x,)
         old, new = at[: len(self.key)], at[len(self.key) + len(greedy) :]
-        arrived = _arrived(leaving, state, moves.log_p, new, len(keys))  # (x, C, T)
-        if pace is not None:
+        arrived = _arrived(log_leave, state, moves.log_p, new, len(keys))  # (x, C, T)
+        if log_step is not None:
             left = self.positions - from_bitmask(keys, self.wide).sum(1)  # (x,) how many each of them reveals
-            arrived = arrived + pace[left][:, None]
+            arrived = arrived + log_step[left][:, None]
         done = keys & ((1 << self.wide) - 1) == 0  # (x,)
         block = keys[done] >> self.wide
         self.value[block] = self.value[block].logaddexp(arrived[done].logsumexp(2))
