@@ -1,4 +1,4 @@
-"""Windows that were scored twice: what is compared, what counts as different, and how it is reported."""
+"""Windows that were scored twice: their differences, and a summary of these for logs and results."""
 
 from __future__ import annotations
 
