@@ -170,7 +170,7 @@ def test_what_the_callback_refuses(model, tmp_path):
     run, _ = trainer(model, tmp_path)
     for wrong, named in (
         ({"every": None}, "every="),
-        ({"every": 0}, "every .*got 0"),
+        ({"every": 0}, "'every' .*got .0"),
         ({"rules": ["gredy"]}, "'gredy'.*greedy"),
         ({"bolck": 4}, "'bolck'.*block"),
         ({"rules": "greedy"}, "'greedy'"),
