@@ -95,7 +95,7 @@ def value(row: Row | None, metric: str | None = None) -> str:
 
 def interval(row: Row) -> str:
     """The interval over documents of a row's value, or else its error over windows."""
-    windows = "" if row.window_stderr is None else f"s.e. {row.window_stderr:.2g} over windows"
+    windows = "" if row.window_stderr is None else f"s.e. {number(row.window_stderr, '.2g')} over windows"
     return span(row.interval, form_of(row.metric)) or windows
 
 

@@ -196,7 +196,7 @@ def _describe(elbo: Row, why: str) -> str:
     else:
         form = f", elbo_form={spec['elbo_form']}" if "elbo_form" in spec else ""
         eps = f", elbo_eps={elbo.eps:g} (above 0: NO bound)" if elbo.eps else ""
-        error = f", standard error {stderr:.2g}" if stderr is not None else ", no standard error"
+        error = f", standard error {number(stderr, '.2g')}" if stderr is not None else ", no standard error"
         text = f"Monte Carlo, mc_samples={spec.get('mc_samples', '?')}{form}, elbo_block={elbo.block}{eps}{error}"
     variant = f" ({elbo.variant})" if elbo.variant else ""
     return f"ELBO of {elbo.model}{variant}: {text}{f' ({why})' if why else ''}"

@@ -32,7 +32,9 @@ def form_of(metric: str) -> str:
 
 
 def number(value: float, form: str = ".2f") -> str:
-    """A number in a format such as `.2f`, `+.4f`, `.3g` or `,d`, without negative zero."""
+    """A number in a format such as `.2f`, `+.4f`, `.3g` or `,d`, without negative zero. Large ones have no exponent."""
+    if form[-1] == "g" and abs(value) >= 100:
+        form = ",.0f"
     if form[-1] == "f":
         value = round(value, int(form[:-1].rpartition(".")[2])) + 0.0
     return format(value, form)

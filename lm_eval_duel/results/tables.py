@@ -79,7 +79,7 @@ def differences(task: Comparison) -> Table:
 
     every, unit = columns.of_rows(task.metric, task.rows), pairs.unit(task.metric)
     shown: Columns = {
-        **{name: shared(every[name].cell) for name in ("model", "block", "cache")},
+        **{name: shared(every[name].cell) for name in ("model", "estimator", "rule", "block", "cache")},
         "first - second": lambda pair: " - ".join(pair.names),
         f"difference, nats per {unit}": _difference,
         LEVEL: lambda pair: span(pair.interval, "+.4f"),

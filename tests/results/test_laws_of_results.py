@@ -17,6 +17,7 @@ from lm_eval_duel.estimators.registry import Kind
 from lm_eval_duel.results import paired, pairs, stats
 from lm_eval_duel.results.report import main as report
 from lm_eval_duel.results.rows import Row
+from lm_eval_duel.results.table import number
 
 SIZE = 40
 
@@ -334,3 +335,7 @@ def test_rows_that_are_compared():
     assert chosen("rules") == [*((n, 2) for n in (0, 1, 3, 4, 5, 6)), (7, 8)]  # more than five: with the lowest
     assert len(chosen("all")) == 10 * 9 // 2 and all(10 not in pair for pair in chosen("all"))
     assert chosen("none") == []
+
+
+def test_two_digits_of_a_large_error_have_no_exponent():
+    assert [number(value, ".2g") for value in (0.034, 4.5, 136.4, 1364.2)] == ["0.034", "4.5", "136", "1,364"]
