@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import operator
 from typing import Any, ClassVar
 
 from lm_eval_duel.rules.base import READS, Decision, Rule
-
-COPIED = ("name", "label", "adaptive", "speed", *READS, "spans_blocks", "dense_memory")  # from the rule inside
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,11 +18,6 @@ class Around(Rule):
 
     parameter: ClassVar[str] = ""
     rule: Rule
-
-    def __post_init__(self) -> None:
-        for attribute in COPIED:
-            object.__setattr__(self, attribute, getattr(self.rule, attribute))
-        super().__post_init__()
 
     @property
     def followed(self) -> Rule:
@@ -51,6 +45,10 @@ class Around(Rule):
         if "masked" in planes and predictions is not None:
             predictions = predictions.among(planes["masked"])
         return self.followed(predictions, dataclasses.replace(lanes, **planes))
+
+
+for attribute in ("name", "label", "adaptive", "speed", *READS, "spans_blocks", "dense_memory"):
+    setattr(Around, attribute, property(operator.attrgetter(f"rule.{attribute}")))
 
 
 def inner(rule: Rule) -> Rule:

@@ -45,14 +45,13 @@ class Rule(Arguments):
     reads_step: ClassVar[bool] = False  # the number of steps taken in the block
     may_pick_none: ClassVar[bool] = False  # may pick nothing while its `step` or memory moves on
 
-    spans_blocks: ClassVar[bool] = False  # its memory outlives a block, so the blocks of a window are one chain
     dense_memory: ClassVar[bool] = False  # keeps (R, W, V) between steps, which the budget counts
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
         if "__call__" in vars(cls):
             for attribute in READS:
-                if attribute not in vars(cls):
+                if attribute not in vars(cls) and not isinstance(getattr(cls, attribute), property):
                     setattr(cls, attribute, False)
 
     @property
@@ -62,6 +61,11 @@ class Rule(Arguments):
     def __call__(self, predictions: Predictions, lanes: Lanes) -> Decision:
         """Pick the masked positions of each lane to reveal next."""
         raise NotImplementedError
+
+    @property
+    def spans_blocks(self) -> bool:
+        """True if the memory outlives a block, so that the blocks of a window are one chain."""
+        return False
 
     @property
     def built_in(self) -> bool:

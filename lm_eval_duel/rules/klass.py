@@ -62,9 +62,12 @@ class Klass(Thresholded):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        object.__setattr__(self, "spans_blocks", self.across)  # the dataclass is frozen
         if self.across and self.kl != "authors":
             raise DuelError("across=true of rule klass is the authors' code, which has kl=authors; add kl=authors.")
+
+    @property
+    def spans_blocks(self) -> bool:
+        return self.across
 
     def check_network(self, denoiser: Any) -> None:
         if not self.across:
