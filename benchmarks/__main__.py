@@ -4,7 +4,7 @@ import sys
 from collections.abc import Sequence
 
 from benchmarks.options import parse
-from lm_eval_duel.console.command_line import STDOUT, ends, write_json
+from lm_eval_duel.console.command_line import STDOUT, errors_as_exit_codes, write_json
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -24,5 +24,5 @@ def main(arguments: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    with ends():
+    with errors_as_exit_codes():
         main(sys.argv[1:])

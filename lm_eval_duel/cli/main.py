@@ -7,7 +7,7 @@ import sys
 import textwrap
 from importlib import metadata
 
-from lm_eval_duel.console.command_line import PROGRAM, documentation, ends, process
+from lm_eval_duel.console.command_line import PROGRAM, documentation, errors_as_exit_codes, process
 from lm_eval_duel.console.tables import plain_table
 from lm_eval_duel.errors import UsageError, unknown
 
@@ -68,7 +68,7 @@ def main(arguments: list[str] | None = None) -> None:
     arguments = [" ".join(arguments[:2]), *arguments[2:]] if arguments[:1] == ["tools"] else arguments
     name = arguments[0] if arguments else "--help"
     rank, processes = process()
-    with ends(own=name != "run"):
+    with errors_as_exit_codes(own=name != "run"):
         if rank and name not in SHARED:
             print(f"{PROGRAM}: process {rank} of {processes} has nothing to do: the first does it.", file=sys.stderr)
         elif name in ("-h", "--help", "tools", "tools -h", "tools --help"):

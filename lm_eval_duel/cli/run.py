@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lm_eval_duel.console.command_line import FLAGS, be_quiet, documentation, once
+from lm_eval_duel.console.command_line import FLAGS, be_quiet, documentation, unique_keys
 from lm_eval_duel.errors import UsageError, unknown, usage
 from lm_eval_duel.harness.autoload import MODELS, register
 from lm_eval_duel.options import Options, with_flags
@@ -98,7 +98,8 @@ def _named(arguments: Sequence[str]) -> list[str]:
     if not (name or ours.model_args):
         return [*model, *rest]
     texts = [FLAGS["model_args"].read("--model_args", text) for text in ours.model_args]
-    given = once([*({"pretrained": name} if name else {}).items(), *(pair for text in texts for pair in text.items())])
+    pairs = (pair for text in texts for pair in text.items())
+    given = unique_keys([("pretrained", name), *pairs] if name else pairs)
     if ours.model in (None, *MODELS):
         Options.parse(given)
     return [*model, "--model_args", json.dumps(given), *rest]

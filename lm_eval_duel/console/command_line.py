@@ -61,7 +61,7 @@ class Exit(SystemExit):
 
 
 @contextlib.contextmanager
-def ends(own: bool = True) -> Iterator[None]:
+def errors_as_exit_codes(own: bool = True) -> Iterator[None]:
     """Turn the errors of a command into one line on stderr and an exit code.
 
     `own`: the command is this package's, so an OSError concerns a file that the user named. In lm_eval's own command it
@@ -119,12 +119,12 @@ def _is_writable_file(name: str) -> bool:
 def key_values(text: str) -> dict[str, Any]:
     """`key=value,...` or a JSON object as a dict, with values of the types that lm_eval gives them."""
     if text.lstrip().startswith("{"):
-        return json.loads(text, object_pairs_hook=once)
+        return json.loads(text, object_pairs_hook=unique_keys)
     pairs = [part.partition("=") for part in text.strip().split(",") if part]
-    return once([(key, _value(value.strip())) for key, _, value in pairs])
+    return unique_keys([(key, _value(value.strip())) for key, _, value in pairs])
 
 
-def once(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+def unique_keys(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
     """Pairs as a dict; raises DuelError for a key with two values."""
     result: dict[str, Any] = {}
     for key, value in pairs:

@@ -41,7 +41,7 @@ from lm_eval.api.model import CacheHook, CachingLM
 from lm_eval.api.task import Task
 from lm_eval.tasks import TaskManager
 
-from lm_eval_duel.console.command_line import key_values, once
+from lm_eval_duel.console.command_line import key_values, unique_keys
 from lm_eval_duel.demo import BUNDLED
 from lm_eval_duel.errors import DuelError, too_few_documents
 from lm_eval_duel.harness.autoload import MODELS
@@ -68,7 +68,7 @@ def in_lm_evals_command() -> None:
     command = Path(sys.argv[0])
     if command.stem in ("lm_eval", "lm-eval") or command.parts[-2:] == ("lm_eval", "__main__.py"):
         sys.excepthook = _one_line
-        once(pair for text in _model_args(sys.argv[1:]) for pair in key_values(text).items())
+        unique_keys(pair for text in _model_args(sys.argv[1:]) for pair in key_values(text).items())
 
 
 def _model_args(words: list[str]) -> Iterator[str]:

@@ -16,7 +16,7 @@ from lm_eval.utils import simple_parse_args_string
 from lm_eval_duel.cli import main as program
 from lm_eval_duel.cli import run
 from lm_eval_duel.console import command_line
-from lm_eval_duel.console.command_line import Exit, Parser, ends
+from lm_eval_duel.console.command_line import Exit, Parser, errors_as_exit_codes
 from lm_eval_duel.errors import DuelError, UsageError
 from lm_eval_duel.harness.lm import DuelMDM
 from lm_eval_duel.options import model_of
@@ -122,7 +122,7 @@ def test_what_needs_one_process_runs_in_the_first(monkeypatch, capsys):
     ids=str,
 )
 def test_ends(error, code, message, capsys):
-    with pytest.raises(SystemExit) as ended, ends():
+    with pytest.raises(SystemExit) as ended, errors_as_exit_codes():
         raise error
     assert ended.value.code == code and str(ended.value) == f"lm-eval-duel: {message}"
     assert capsys.readouterr().err == f"lm-eval-duel: {message}\n"
@@ -130,15 +130,15 @@ def test_ends(error, code, message, capsys):
 
 @pytest.mark.parametrize(("error", "own"), [(ValueError("a bug"), True), (OSError("of lm_eval"), False)])
 def test_what_is_no_error_of_ours_keeps_its_traceback(error, own):
-    with pytest.raises(type(error)), ends(own):
+    with pytest.raises(type(error)), errors_as_exit_codes(own):
         raise error
 
 
 def test_a_reader_that_left_is_no_error():
     code = (
         "import os, sys; sys.stdout = os.fdopen(os.open('/dev/full', os.O_WRONLY), 'w')\n"
-        "from lm_eval_duel.console.command_line import ends\n"
-        "with ends():\n    raise BrokenPipeError(32, 'Broken pipe')"
+        "from lm_eval_duel.console.command_line import errors_as_exit_codes\n"
+        "with errors_as_exit_codes():\n    raise BrokenPipeError(32, 'Broken pipe')"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (141, "")
