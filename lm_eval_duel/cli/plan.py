@@ -2,20 +2,20 @@
 
     lm-eval-duel plan GSAI-ML/LLaDA-8B-Base --model_args max_length=2048 --tokens 290000 --documents 62
 
-Every way to score the same windows is a line of one table (estimators/cost.py counts). Only config.json is read and,
-for a task, its documents and the tokenizer.
+Each way to score the windows is a line of the table; estimators/cost.py has its formula. Only config.json is read
+and, for a task, its documents and the tokenizer.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
 import math
 import os
 from collections import Counter
-from collections.abc import Iterator
-from functools import partial
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import Any
 
 from lm_eval_duel.arguments import COUNT
 from lm_eval_duel.console.command_line import FLAGS, STDOUT, Flag, Parser, write_json
@@ -25,10 +25,7 @@ from lm_eval_duel.errors import DuelError, usage
 from lm_eval_duel.estimators import registry
 from lm_eval_duel.options import Options, model_of
 
-RATES = {  # dense TFLOP/s of matrix products: of data sheets, none measured yet (benchmarks/gpu.sh)
-    "an H200": {"bfloat16": 989.0, "float16": 989.0, "float32": 67.0, "float64": 67.0},
-    "a CPU core": {"bfloat16": 0.1, "float16": 0.1, "float32": 0.1, "float64": 0.05},  # with AVX2 at 3 GHz
-}
+RATES = Path(__file__).with_name("device_rates.json")  # dense TFLOP/s of matrix products, by dtype
 CALL_TOKENS = 1 << 18  # the largest network call on a GPU (core/budget.py)
 HEADER = ("method", "NFE", "calls", "rows", "token-rows", "PFLOP", "time", "kept MiB", "what it gives")
 PRINTS = """\
@@ -93,9 +90,10 @@ def plan(options: argparse.Namespace) -> dict[str, Any]:
     block = checks.resolve_block(denoiser, None if causal and run.block is None else run.block)
     setting = cost.Setting(denoiser, rule, block, checks.resolve_grid(denoiser, run.grid), size.kept)
     if options.tasks:
-        documents, windows = _of_tasks(options, denoiser, tokenizer, block)
+        documents, windows = _read_tasks(options, denoiser, tokenizer, block)
     else:
-        documents, windows = options.documents, _of_equal_documents(options, denoiser)
+        documents = options.documents
+        windows = cost.layouts_of_equal_documents(denoiser, options.tokens, documents)
     longest = max(window.length for window in windows)
     device, tflops = _device(options, size.dtype)
     figures = {
@@ -117,13 +115,13 @@ def plan(options: argparse.Namespace) -> dict[str, Any]:
         "utilization": options.utilization,
     }
     lines, logits = {}, 0
-    for method in _methods(setting, run):
+    for method in cost.methods(setting, registry.find(run.estimator), run.estimator_args):
         total = cost.sum_over(windows, method.cost)
         flops = 2.0 * (total.token_rows * size.products + total.pairs * size.pair + total.head * size.head)
         call_tokens = (run.rows or 0) * denoiser.max_length or CALL_TOKENS
         lines[method.name] = {
             "gives": method.gives,
-            "counts_steps": method.counts_steps,
+            "counts_steps": total.nfe > 0,
             "nfe": int(total.nfe) or None,
             "calls_at_least": max(int(total.longest), math.ceil(total.weight / call_tokens)),
             "rows": int(total.rows),
@@ -142,83 +140,14 @@ def _device(options: argparse.Namespace, dtype: str) -> tuple[str, float]:
     """The device of the plan, and its TFLOP/s."""
     if options.tflops:
         return "a device", options.tflops
+    rates = json.loads(RATES.read_text(encoding="utf-8"))
     if str(options.device).startswith("cpu"):
         cores = os.cpu_count() or 1
-        return f"a CPU of {cores} cores", RATES["a CPU core"][dtype] * cores
-    return "an H200", RATES["an H200"][dtype]
+        return f"a CPU of {cores} cores", rates["a CPU core"][dtype] * cores
+    return "an H200", rates["an H200"][dtype]
 
 
-class Method(NamedTuple):
-    """A way to score the windows: a line of the table."""
-
-    name: str
-    cost: partial[Any]  # of a window
-    gives: str
-    kept: int = 0  # numbers per position
-    counts_steps: bool = False  # it takes the rule's steps
-    self_conditioning: bool = False
-
-
-def _methods(setting: Any, run: Options) -> Iterator[Method]:
-    from lm_eval_duel.estimators import cost
-    from lm_eval_duel.estimators.arguments import BeamArguments, ElboArguments, NoisedElboArguments, TwoPhaseArguments
-    from lm_eval_duel.rules import SeedFirst
-
-    denoiser, own, kept, bound = setting.denoiser, run.estimator_args, setting.kept, "a bound, with its error"
-    if (trained := denoiser.noised) is not None:
-        noise = NoisedElboArguments(**own) if run.estimator == "noised_elbo" else NoisedElboArguments()
-        asked = trained.self_conditioning if noise.self_conditioning == "auto" else noise.self_conditioning
-        steps = noise.steps or trained.steps or math.inf
-        passes = {"none": 1, "twice": 2, "chain": int(steps) if steps < math.inf else 1}[asked]
-        draws = partial(cost.noised, setting, samples=noise.mc_samples, passes=passes, canvas=denoiser.block)
-        yield Method(f"noised_elbo {noise.mc_samples}", draws, bound, self_conditioning=asked != "none")
-        return
-    causal, clean = denoiser.attention == "causal", kept if denoiser.by_blocks else 0
-    yield Method("chain rule" if causal else "exact", partial(cost.exact, setting), "the likelihood", clean, True)
-    # the noise level of SEDD and GIDD changes every key
-    if not (causal or denoiser.by_blocks or setting.rule.spans_blocks or denoiser.family in ("sedd", "gidd")):
-        under = setting
-        if denoiser.shift and not isinstance(setting.rule, SeedFirst):  # which these networks need under a cache
-            under = setting._replace(rule=SeedFirst(setting.rule))
-        for cache in ("prefix", "dual"):
-            cached = partial(cost.cached, under, cache=cache)
-            yield Method(cache, cached, "another distribution, exactly", kept, True)
-        share = own.get("sample", TwoPhaseArguments.sample)
-        both = partial(cost.two_phase, under, share=share)
-        yield Method(f"two_phase {share:g}", both, "an estimate of exact, with its error", kept, True)
-    if causal or denoiser.seeds_blocks:  # no ELBO: this sampler lacks the states that it needs
-        return
-    samples, spans = own.get("mc_samples", ElboArguments.mc_samples), setting._replace(block=denoiser.block)
-    yield Method(f"elbo {samples}", partial(cost.elbo, spans, samples=samples), bound, clean)
-    entry = registry.find(run.estimator)
-    beams = entry.own(**own)
-    is_beam = isinstance(beams, BeamArguments)
-    if setting.block is not None and is_beam and not beams.all_sets:
-        most = len(beams.sizes)
-        for count in sorted({1 if beams.tolerance else most, most}):  # at most: beams share sets
-            sets = partial(cost.lattice, setting, beam=sum(beams.sizes[:count]))
-            yield Method(f"beam {beams.sizes[count - 1]}", sets, "an estimate of lattice, or a bound", clean)
-    elif setting.block is not None and (entry.lattice or is_beam):
-        yield Method("lattice", partial(cost.lattice, setting), "the sum over all orders", clean)
-
-
-def _of_equal_documents(options: argparse.Namespace, denoiser: Any) -> Counter[Any]:
-    """The number of windows of each layout, for documents of equal length that are cut one by one."""
-    from lm_eval_duel.estimators.cost import Layout
-
-    before = max(denoiser.shift, int(denoiser.bos in ("given", "official")))
-    if (capacity := denoiser.max_length - before) < 1:
-        raise DuelError(f"max_length={denoiser.max_length} leaves no position for text; raise it.")
-    found: Counter[Layout] = Counter()
-    short, longer = divmod(options.tokens, options.documents)
-    for length, count in ((short + 1, longer), (short, options.documents - longer)):
-        whole, rest = divmod(length, capacity)
-        found[Layout(before, capacity, denoiser.max_length)] += whole * count
-        found[Layout(before, rest, before + rest)] += count * bool(rest)
-    return +found
-
-
-def _of_tasks(
+def _read_tasks(
     options: argparse.Namespace, denoiser: Any, tokenizer: Any, block: int | None
 ) -> tuple[int, Counter[Any]]:
     """The number of documents of the tasks, and the number of their windows of each layout."""
@@ -243,11 +172,11 @@ def table(figures: dict[str, Any]) -> str:
     """The figures as text."""
     most, rows = "" if figures["steps_known"] else "<= " if figures["upper_bound"] else "~ ", []
     for method, line in figures["methods"].items():
-        bound, kept = most if line["counts_steps"] else "", line["kept_bytes"] / 2**20
-        numbers = [line[name] for name in ("nfe", "calls_at_least", "rows", "token_rows")]
-        cells = ["" if number is None else f"{bound}{number:,}" for number in numbers]
-        cells += [f"{bound}{_short(line['flops'] / 1e15)}", f"{bound}{_time(line['hours'])}"]
-        rows.append([method, *cells, (f"{kept:,.0f}" if kept >= 1 else _short(kept)) if kept else "", line["gives"]])
+        kept = line["kept_bytes"] / 2**20
+        cells = [f"{line[key]:,}" if line[key] else "" for key in ("nfe", "calls_at_least", "rows", "token_rows")]
+        cells += [_short(line["flops"] / 1e15), _time(line["hours"])]
+        cells = [f"{most}{cell}" if cell and line["counts_steps"] else cell for cell in cells]
+        rows.append([method, *cells, f"{kept:,.0f}" if kept >= 1 else _short(kept) if kept else "", line["gives"]])
     weights = figures["weight_bytes"] / 2**20
     memory = f"{_short(weights / 1024)} GiB" if weights >= 1024 else f"{_short(weights)} MiB"
     lines = [

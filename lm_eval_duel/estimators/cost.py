@@ -1,8 +1,7 @@
-"""The cost of each way to score windows, counted without running it.
+"""The cost of each way to score windows, by one formula for each method, without running it.
 
-A formula for each method: a block of m masked positions, k revealed at a step, in a row of L positions. Rules with
-sub-blocks, a schedule of steps or `seed_first` take other steps; see `reveals`. Equal windows are scored once, and
-counted once. Equal rows of different windows are counted each, although a call evaluates them once; padding is not.
+Equal windows are scored once and counted once. Equal rows of different windows are all counted, although a call
+evaluates them once. Padding is not counted.
 """
 
 from __future__ import annotations
@@ -10,34 +9,34 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
+from typing import Any, NamedTuple
 
 from lm_eval_duel.core.block_causal import CLEAN, STRETCH, clean_group
 from lm_eval_duel.core.denoiser import Denoiser
 from lm_eval_duel.core.lanes import blocks
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.denoisers.cached.view import GPU_KEPT
+from lm_eval_duel.errors import DuelError
+from lm_eval_duel.estimators.arguments import BeamArguments, ElboArguments, NoisedElboArguments, TwoPhaseArguments
+from lm_eval_duel.estimators.registry import Entry
 from lm_eval_duel.rules import Rule, SeedFirst, SubBlock, inner
 from lm_eval_duel.rules.base import Counted
 from lm_eval_duel.rules.scheduled import Scheduled, even_counts
 
 
 class Cost(NamedTuple):
-    """The cost of scoring.
-
-    `pairs`: queries times keys, summed over rows. `head`: positions at which the LM head runs. `weight`: what the rows
-    take of the tokens that a network call holds (`View.cost`, on a GPU). `longest`: calls that must follow each other.
-    """
+    """The cost of scoring."""
 
     blocks: float = 0
     nfe: float = 0  # rule steps
     rows: float = 0  # rows evaluated by the network
     token_rows: float = 0  # positions of these rows
-    pairs: float = 0
-    head: float = 0
-    weight: float = 0
-    longest: float = 0
+    pairs: float = 0  # queries times keys, summed over rows
+    head: float = 0  # positions at which the LM head runs
+    weight: float = 0  # what the rows take of the tokens that a network call holds (`View.cost`, on a GPU)
+    longest: float = 0  # calls that must follow each other
 
 
 def total(costs: Iterable[tuple[Cost, float]]) -> Cost:
@@ -48,7 +47,7 @@ def total(costs: Iterable[tuple[Cost, float]]) -> Cost:
 
 
 class Layout(NamedTuple):
-    """The number of positions of a window: visible ones before the target, the target, and the whole row."""
+    """The number of positions of a window's context, of its target, and of the whole row."""
 
     context: int
     target: int
@@ -56,15 +55,15 @@ class Layout(NamedTuple):
 
 
 class BlockCount(NamedTuple):
-    """A block, and how many positions are masked before each step. `start`: its first column."""
+    """A block, and how many positions are masked before each step."""
 
-    start: int
+    start: int  # its first column
     width: int
     masked: tuple[int, ...]
 
 
 class Setting(NamedTuple):
-    """The network (its weights are not needed), the rule, the blocks."""
+    """The network (its weights are not needed), the rule and the blocks."""
 
     denoiser: Denoiser
     rule: Rule
@@ -91,9 +90,7 @@ class Setting(NamedTuple):
 
 
 def reveals(rule: Rule, positions: int, first: int) -> list[int]:
-    """The number of positions that each step of a block reveals, if `positions` are masked, from `first` on; one each
-    if not known.
-    """
+    """The number of positions that each step of a block reveals, of `positions` from `first` on; 1 if not known."""
     if isinstance(rule, SeedFirst):  # the first token of a block that begins inside the context is known
         return reveals(rule.rule, positions, first) if first else [1, *reveals(rule.rule, positions - 1, 1)]
     if isinstance(rule, SubBlock):
@@ -103,9 +100,6 @@ def reveals(rule: Rule, positions: int, first: int) -> list[int]:
         return even_counts(positions, rule.steps)  # type: ignore[attr-defined]
     k = rule.k if isinstance(rule, Counted) else 1
     return [min(k, positions - done) for done in range(0, positions, k)]
-
-
-# ---------------------------------------------------------------- a formula for each method
 
 
 def exact(setting: Setting, window: Layout) -> Cost:
@@ -142,34 +136,31 @@ def elbo(setting: Setting, window: Layout, samples: int) -> Cost:
     return _states(setting, window, states, 1)._replace(head=samples * sum((b.masked[0] + 1) / 2 for b in states))
 
 
-def noised(setting: Setting, window: Layout, samples: int, passes: int, canvas: int | None) -> Cost:
-    """The bound under random tokens with `samples` draws of each span (the whole target, or each canvas).
-
-    `passes`: network passes of a draw.
-    """
-    costs, rows = [], samples * passes
-    for start, width in blocks(window.context, window.target, canvas, "target"):
-        length = window.length if canvas is None else start + width
-        tokens = rows * length
-        costs.append((Cost(1, 0, rows, tokens, tokens * length, rows * width, tokens, passes), 1))
-    return total(costs)
+def noised(setting: Setting, window: Layout, samples: int, passes: int) -> Cost:
+    """The bound under random tokens: `samples` draws of the target, or of each canvas, with `passes` calls each."""
+    canvas, rows = setting.denoiser.block, samples * passes
+    spans = list(blocks(window.context, window.target, canvas, "target"))
+    lengths = [window.length if canvas is None else start + width for start, width in spans]
+    tokens, pairs, head = rows * sum(lengths), rows * sum(n * n for n in lengths), rows * sum(w for _, w in spans)
+    return Cost(len(spans), 0, rows * len(spans), tokens, pairs, head, tokens, passes)
 
 
 def lattice(setting: Setting, window: Layout, beam: int | None = None) -> Cost:
     """The estimators over all orders: every set of masked positions of a block once, or `beam` of a size."""
-    sets = {
-        block: [min(beam or math.inf, math.comb(block.masked[0], n)) for n in range(1, block.masked[0] + 1)]
-        for block in setting.blocks(window)
-    }
-    states = {block: int(sum(counts)) for block, counts in sets.items()}
-    head = sum(n * count for counts in sets.values() for n, count in enumerate(counts, 1))
-    return _states(setting, window, states, max(map(len, sets.values())) if beam else 1)._replace(head=head)
+    states, head, largest = {}, 0, 0
+    for block in setting.blocks(window):
+        largest = max(largest, positions := block.masked[0])
+        sets = [math.comb(positions, n) for n in range(1, positions + 1)]  # of each size
+        sets = [min(count, beam or count) for count in sets]
+        states[block] = sum(sets)
+        head += sum(n * count for n, count in enumerate(sets, 1))
+    return _states(setting, window, states, largest if beam else 1)._replace(head=head)
 
 
 def _states(
     setting: Setting, window: Layout, states: Mapping[BlockCount, int], longest: int, in_turn: bool = False
 ) -> Cost:
-    """The rows of `states` of each block, with at least `longest` calls; `in_turn`: a block's states wait in line."""
+    """The cost of `states` of each block in at least `longest` calls. `in_turn`: one state of a block in a call."""
     denoiser, count, length = setting.denoiser, sum(states.values()), window.length
     if not denoiser.by_blocks:
         tokens = count * length
@@ -191,6 +182,67 @@ def _states(
         pairs += lanes * width * (own[-1].start + width * min(-(-lanes // steps), abreast))
     weight = clean + count * max(width, -(-clean // len(states)))
     return Cost(len(states), 0, rows, clean + count * width, pairs, weight=weight, longest=longest + bool(clean))
+
+
+class Method(NamedTuple):
+    """A way to score windows, and the cost of one. `kept`: numbers that a cache keeps per position."""
+
+    name: str
+    cost: Callable[[Layout], Cost]
+    gives: str
+    kept: int = 0
+    self_conditioning: bool = False
+
+
+def methods(setting: Setting, entry: Entry, own: Mapping[str, Any]) -> Iterator[Method]:
+    """The ways to score windows with this network. `entry`, `own`: the run's estimator and its arguments."""
+    denoiser, kept, arguments, bound = setting.denoiser, setting.kept, entry.own(**own), "a bound, with its error"
+    if (trained := denoiser.noised) is not None:
+        noise = arguments if isinstance(arguments, NoisedElboArguments) else NoisedElboArguments()
+        inputs = trained.self_conditioning if noise.self_conditioning == "auto" else noise.self_conditioning
+        steps = noise.steps or trained.steps or math.inf
+        passes = {"none": 1, "twice": 2, "chain": int(steps) if steps < math.inf else 1}[inputs]
+        draws = partial(noised, setting, samples=noise.mc_samples, passes=passes)
+        yield Method(f"noised_elbo {noise.mc_samples}", draws, bound, self_conditioning=inputs != "none")
+        return
+    causal, clean = denoiser.attention == "causal", kept if denoiser.by_blocks else 0
+    yield Method("chain rule" if causal else "exact", partial(exact, setting), "the likelihood", clean)
+    # the noise level of SEDD and GIDD changes every key
+    if not (causal or denoiser.by_blocks or setting.rule.spans_blocks or denoiser.family in ("sedd", "gidd")):
+        needs_seed = denoiser.shift and not isinstance(setting.rule, SeedFirst)
+        under = setting._replace(rule=SeedFirst(setting.rule)) if needs_seed else setting
+        for cache in ("prefix", "dual"):
+            yield Method(cache, partial(cached, under, cache=cache), "another distribution, exactly", kept)
+        share = own.get("sample", TwoPhaseArguments.sample)
+        both = partial(two_phase, under, share=share)
+        yield Method(f"two_phase {share:g}", both, "an estimate of exact, with its error", kept)
+    if causal or denoiser.seeds_blocks:  # no ELBO: this sampler lacks the states that it needs
+        return
+    samples, spans = own.get("mc_samples", ElboArguments.mc_samples), setting._replace(block=denoiser.block)
+    yield Method(f"elbo {samples}", partial(elbo, spans, samples=samples), bound, clean)
+    if setting.block is None:
+        return
+    if isinstance(arguments, BeamArguments) and not arguments.all_sets:
+        most = len(arguments.sizes)
+        for count in sorted({1 if arguments.tolerance else most, most}):  # at most: beams share sets
+            sets = partial(lattice, setting, beam=sum(arguments.sizes[:count]))
+            yield Method(f"beam {arguments.sizes[count - 1]}", sets, "an estimate of lattice, or a bound", clean)
+    elif entry.lattice or isinstance(arguments, BeamArguments):
+        yield Method("lattice", partial(lattice, setting), "the sum over all orders", clean)
+
+
+def layouts_of_equal_documents(denoiser: Denoiser, tokens: int, documents: int) -> Counter[Layout]:
+    """The number of windows of each layout, for documents of equal length that are cut one by one."""
+    before = max(denoiser.shift, int(denoiser.bos in ("given", "official")))
+    if (capacity := denoiser.max_length - before) < 1:
+        raise DuelError(f"max_length={denoiser.max_length} leaves no position for text; raise it.")
+    found: Counter[Layout] = Counter()
+    short, longer = divmod(tokens, documents)
+    for length, count in ((short + 1, longer), (short, documents - longer)):
+        whole, rest = divmod(length, capacity)
+        found[Layout(before, capacity, denoiser.max_length)] += whole * count
+        found[Layout(before, rest, before + rest)] += count * bool(rest)
+    return +found
 
 
 def layouts(windows: Iterable[Window]) -> Counter[Layout]:
