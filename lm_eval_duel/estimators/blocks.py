@@ -145,7 +145,8 @@ class BeamBlocks(BlockSums):
 
     @property
     def stderr(self) -> float | None:
-        return None if self.only_bounded else self.error
+        """The error of the converged blocks, nats; None: there are none, so the value is exact or a mere bound."""
+        return self.error if self.converged else None
 
     def describe(self) -> dict[str, Any]:
         return {

@@ -107,7 +107,7 @@ class Total:
         """The Monte Carlo error of `log_prob`, nats.
 
         None: nothing is drawn, or the error is not known, for example because too few blocks of a two-phase estimate
-        were drawn, or because no block of a beam has converged, so that its value is a bound at an unknown distance.
+        were drawn, or because no block of a beam has converged and some have their lower bound.
         """
         if self.errors is None or (self.blocks is not None and self.blocks.stderr is None):
             return None
