@@ -79,7 +79,8 @@ def unfilled(config: dict[str, Any], options: LoadOptions, tokenizer: PreTrained
     options.refuse("DiT", *REFUSED, *(() if family == "sedd" else ("sigma",)))
     for name, value, own in (("family", options.family, family), ("attention", options.attention, attention)):
         if value not in (None, own):
-            raise DuelError(f"By its config.json {options.name} is {own}, not {value}; leave {name} out.")
+            given = "estimator=ar, or attention=causal," if value == "causal" else name
+            raise DuelError(f"By its config.json {options.name} is {own}, not {value}; leave {given} out.")
     require_float32(options)
     if block is not None:
         options.require_block(block)
