@@ -182,6 +182,13 @@ def test_a_difference_is_that_of_the_totals(folder, texts, tmp_path, capsys, mod
         assert pair["interval"]
 
 
+def test_every_value_of_a_lattice_run_with_a_trace_has_an_interval(folder, texts, tmp_path, capsys):
+    trace = tmp_path / "trace.jsonl"
+    arguments = ("--lines", "--model_args", f"pretrained={folder},block=4")
+    printed = run(texts, *arguments, "--compare", f"estimator=oracle,trace={trace}", capsys=capsys)
+    assert trace.exists() and "Mixture of orders" in printed and "over windows" not in printed
+
+
 def test_a_model_that_fails_costs_no_finished_one(folder, texts, tmp_path, capsys):
     out, damaged = tmp_path / "out.json", tmp_path / "damaged"
     words = [texts, "--lines", "--model_args", f"pretrained={folder},rule=threshold,mu=0.9", "--json", str(out)]
