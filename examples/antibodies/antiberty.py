@@ -184,7 +184,7 @@ def several_sites(network: Denoiser, sequence: str, loop: slice, variants: int =
         error = np.array(marginal) - joint
         print(
             f"  {m} sites  joint {np.mean(joint):7.2f}  sum of marginals {np.mean(marginal):7.2f}  "
-            f"difference {error.mean():+.2f} +- {error.std(ddof=1) / variants**0.5:.2f}, root mean square "
+            f"difference {error.mean():+.2f} ± {error.std(ddof=1) / variants**0.5:.2f}, root mean square "
             f"{np.sqrt((error**2).mean()):.2f}  Spearman {spearmanr(joint, marginal).statistic:.3f}",
             flush=True,
         )

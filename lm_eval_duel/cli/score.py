@@ -335,7 +335,7 @@ def table(figures: dict[str, Any]) -> str:
     beam = BeamBlocks.read(figures["beam"]) if "beam" in figures else None
     drawn = of_spec(figures["estimator"], spec, beam).drawn
     if drawn and total["log_prob_stderr"] is None:
-        lines.append(f"{drawn.error} error unknown: it takes at least 8 {drawn.units}")
+        lines.append(drawn.unknown(spec))
     if beam:
         lines.append(beam.summary)
     if (error := total["bits_per_byte_stderr"]) is not None:

@@ -101,11 +101,11 @@ def _heading(record: dict[str, Any]) -> str:
 
 def _value(name: str, log_prob: float, tokens: int, error: float | None) -> str:
     """A window's value under one estimator. `error`: its Monte Carlo standard error, in nats."""
-    text = f"{name} {log_prob:.2f}" + ("" if error is None else f" +- {error:.2f}") + " nats"
+    text = f"{name} {log_prob:.2f}" + ("" if error is None else f" ± {error:.2f}") + " nats"
     if not tokens:
         return text
     value = perplexity(-log_prob / tokens)
-    return f"{text}, perplexity {value:.2f}" + ("" if error is None else f" +- {value * error / tokens:.2f}")
+    return f"{text}, perplexity {value:.2f}" + ("" if error is None else f" ± {value * error / tokens:.2f}")
 
 
 def _colours(record: dict[str, Any], pieces: list[str], by: str) -> str:

@@ -51,7 +51,7 @@ class SoFar:
                 value, low, high = estimated
                 text = f"ppl {task} {value:.4g}" if len(self.tasks) > 1 else f"ppl {value:.4g}"
                 if task in self.totals and (error := self.totals[task].perplexity_stderr) is not None:
-                    text += f" +- {error:.2g}"
+                    text += f" ± {error:.2g}"
                 if low is not None:
                     text, interval = f"{text} [{low:.4g}, {high:.4g}]", True
                 texts.append(text)

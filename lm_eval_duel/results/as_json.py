@@ -7,7 +7,7 @@ from operator import attrgetter
 from typing import Any
 
 from lm_eval_duel.results.board import Board
-from lm_eval_duel.results.compare import Average, Comparison, Speeds
+from lm_eval_duel.results.compare import Comparison, Speeds
 from lm_eval_duel.results.cost import RunCost
 from lm_eval_duel.results.read import Run
 from lm_eval_duel.results.rows import Pair, Row
@@ -66,16 +66,6 @@ def comparison(task: Comparison) -> dict[str, Any]:
 
     rows = list(map(row, task.rows))
     return vars(task) | {"rows": rows, "rules": list(map(speeds, task.rules)), "pairs": list(map(pair, task.pairs))}
-
-
-def average(of: Average) -> dict[str, Any]:
-    """Gap closed of a row over tasks."""
-    return {
-        **entries(of, ("model", "name", "average", "average_stderr=stderr", "average_unclear=unclear", "averaged")),
-        "tasks": {name: row.gap_closed for name, row in of.rows.items()},
-        "stderrs": {name: row.gap_closed_stderr for name, row in of.rows.items()},
-        "unclear": [name for name, row in of.rows.items() if row.distinguishable is False],
-    }
 
 
 def accuracies(runs: Sequence[Run], name: str) -> list[dict[str, Any]]:

@@ -99,10 +99,10 @@ def interval(row: Row) -> str:
     return span(row.interval, form_of(row.metric)) or windows
 
 
-def with_interval(row: Row | None) -> str:
+def with_interval(row: Row) -> str:
     """A row's value with its interval in brackets."""
     text = value(row)
-    return type(text)(f"{text} ({span(row.interval, form_of(row.metric))})") if row and row.interval else text
+    return type(text)(f"{text} ({span(row.interval, form_of(row.metric))})") if row.interval else text
 
 
 def gap(row: Row | None) -> str:

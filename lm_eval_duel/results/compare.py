@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -165,14 +165,13 @@ def _close_gap(row: Row, ar: Row | None, why: str) -> None:
     elif elbo.value <= ar.value:
         row.gap_closed_reason = BETTER
     else:
-        row.share = 100 * (elbo.value - row.value) / (elbo.value - ar.value)
-        stderr = 0.0 if row.stderr_bound is None else row.stderr  # an exact value has no error
-        row.share_stderr = stats.gap_closed_stderr(elbo.value, row.value, ar.value, elbo.stderr, stderr)
         known = [error for error in (elbo.stderr_bound, row.stderr_bound) if error is not None]
         row.distinguishable = stats.is_distinguishable(elbo.value, row.value, math.hypot(*known) if known else None)
         reasons = [elbo.stderr_reason, row.stderr_reason]
         if row.distinguishable:
-            row.gap_closed, row.gap_closed_stderr = row.share, row.share_stderr
+            row.gap_closed = 100 * (elbo.value - row.value) / (elbo.value - ar.value)
+            stderr = 0.0 if row.stderr_bound is None else row.stderr  # an exact value has no error
+            row.gap_closed_stderr = stats.gap_closed_stderr(elbo.value, row.value, ar.value, elbo.stderr, stderr)
         else:
             reasons.insert(0, f"{UNCLEAR}: ELBO {_with_error(elbo)} and DUEL {_with_error(row)}")
         if lacking := next((other for other in (elbo, row, ar) if other.draws is None), None):
@@ -245,40 +244,3 @@ def _speeds(rows: Sequence[Row], ar: Row | None) -> list[Speeds]:
             title = ", ".join(filter(None, [model, parts["block"], parts["cache"] if cache != "none" else "", variant]))
             speeds.append(Speeds(title, elbo, ar, next(alike, None), families))
     return speeds
-
-
-# ---------------------------------------------------------------- over tasks
-
-
-@dataclasses.dataclass(frozen=True)
-class Average:
-    """Gap closed of a DUEL row over tasks. `averaged`: the number of tasks with a gap closed."""
-
-    model: str
-    name: str
-    rows: dict[str, Row]
-    average: float | None
-    stderr: float | None
-    unclear: bool
-    averaged: int
-
-
-def averages(compared: Mapping[str, Sequence[Row]]) -> list[Average]:
-    """Gap closed of each DUEL row over tasks.
-
-    The average includes every task with a gap closed, also those where it is within its error of 0: without them the
-    average would be too high. It has a standard error if all of them have one, and is not shown if it is within two
-    standard errors of 0.
-    """
-    of_name: dict[tuple[str, str], dict[str, Row]] = {}
-    for name, row in ((name, row) for name, shown in compared.items() for row in shown if row.duel):
-        of_name.setdefault((row.model, row.name), {})[name] = row
-    result = []
-    for (model, name), rows in of_name.items():
-        known = [row for row in rows.values() if row.share is not None]
-        errors = [row.share_stderr for row in known]
-        average = sum(row.share for row in known) / len(known) if len(known) > 1 else None
-        error = math.hypot(*errors) / len(known) if average is not None and None not in errors else None
-        unclear = average is not None and not stats.is_distinguishable(average, 0.0, error)
-        result.append(Average(model, name, rows, None if unclear else average, error, unclear, len(known)))
-    return result

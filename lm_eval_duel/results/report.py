@@ -49,7 +49,6 @@ class Report:
     def __post_init__(self) -> None:
         rows = {name: task.rows for name, task in self.tasks.items()}
         runs = sorted(self.runs, key=lambda run: not run.baseline)
-        self.averages = compare.averages(rows)
         self.costs = cost.table(self.runs, [row for of_task in rows.values() for row in of_task])
         # tasks with other averages than perplexities
         self.scored = dict.fromkeys(name for run in runs for name, task in run.every_task.items() if task.scores)
@@ -60,7 +59,7 @@ class Report:
         if len(self.tasks) > 1:
             yield "", "perplexity", tables.perplexities(self.tasks)
             if any(row.gap_closed is not None for task in self.tasks.values() for row in task.rows):
-                yield "", "gap_closed", tables.averages(self.tasks, self.averages)
+                yield "", "gap_closed", tables.gaps_closed(self.tasks)
         for name, task in self.tasks.items():
             yield from ((name, kind, table) for kind, table in tables.task_tables(task))
         for name in self.scored:
@@ -266,7 +265,6 @@ def content(report: Report) -> dict[str, Any]:
             name: as_json.comparison(task) | {"headlines": report.headlines[name]}
             for name, task in report.tasks.items()
         },
-        "averages": list(map(as_json.average, report.averages)),
         "accuracies": {name: as_json.accuracies(report.runs, name) for name in report.scored},
         "cost": list(map(as_json.cost, report.costs)),
         "results": [

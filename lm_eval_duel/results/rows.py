@@ -63,8 +63,6 @@ class Row:
     gap: float | None = None  # to the baseline
     gap_interval: Interval | None = None
     elbo: Row | None = None
-    share: float | None = None  # gap closed, also of a row that is not distinguishable from its ELBO
-    share_stderr: float | None = None
     distinguishable: bool | None = None
     gap_closed: float | None = None  # None if it is not distinguishable from 0
     gap_closed_stderr: float | None = None

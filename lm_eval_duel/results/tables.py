@@ -9,9 +9,8 @@ from typing import Any
 from lm_eval_duel.estimators import registry
 from lm_eval_duel.results import columns, pairs
 from lm_eval_duel.results.columns import Columns, optional, pick
-from lm_eval_duel.results.compare import Average, Comparison, Speeds
+from lm_eval_duel.results.compare import Comparison, Speeds
 from lm_eval_duel.results.cost import RunCost
-from lm_eval_duel.results.paired import UNCLEAR
 from lm_eval_duel.results.read import Run
 from lm_eval_duel.results.rows import Pair, Row
 from lm_eval_duel.results.table import LEVEL, WORDS, Cell, Table, form_of, number, plus_minus, span
@@ -22,7 +21,6 @@ SPEC = (  # the entries of a spec that are listed
     *("elbo_form", "elbo_block", "elbo_eps", "mc_samples"),
     *("pretrained", "revision", "dtype", "windows", "max_length", "special_tokens"),
 )
-AVERAGED = "the average includes tasks whose gap closed is not distinguishable from 0; without them it is too high"
 NOT_DECODED = "counts whether greedy decoding would produce the text, which this estimator does not know"
 COUNTED = "acc"  # in a loglikelihood task, the share of texts that greedy decoding would produce
 NAMES = ("model", "estimator", "rule", "block", "cache")
@@ -109,33 +107,29 @@ def speeds(of: Speeds) -> Table:
 
 
 def perplexities(tasks: Mapping[str, Comparison]) -> Table:
-    """Every row on every task."""
+    """The value of every row on every task."""
+    rows = [row for task in tasks.values() for row in task.rows]
+    return _over_tasks("Perplexities", tasks, rows, columns.with_interval)
+
+
+def gaps_closed(tasks: Mapping[str, Comparison]) -> Table:
+    """Gap closed of every DUEL row on every task."""
+    rows = [row for task in tasks.values() for row in task.rows if row.duel]
+    return _over_tasks("Gap closed over tasks, %", tasks, rows, columns.closed)
+
+
+def _over_tasks(title: str, tasks: Mapping[str, Comparison], rows: Iterable[Row], cell: Callable[[Row], Cell]) -> Table:
+    """A line for each model and method, and a column for each task."""
     methods: dict[str, dict[str, dict[str, Row]]] = {}  # model -> method -> task -> row
-    for name, row in ((name, row) for name, task in tasks.items() for row in task.rows):
-        methods.setdefault(row.model, {}).setdefault(row.name, {})[name] = row
-    records = [(model, name, rows) for model, of_model in methods.items() for name, rows in of_model.items()]
+    for row in rows:
+        methods.setdefault(row.model, {}).setdefault(row.name, {})[row.task] = row
+    records = [(model, name, of_name) for model, of_model in methods.items() for name, of_name in of_model.items()]
     shown: Columns = {"model": lambda record: record[0], "method": lambda record: record[1]}
     for name, task in tasks.items():
-        shown[f"{name}, {WORDS[task.metric]}"] = lambda record, name=name: columns.with_interval(record[2].get(name))
-    return Table.of("Perplexities", records, shown)
-
-
-def averages(tasks: Iterable[str], averages: Sequence[Average]) -> Table:
-    """Gap closed, one column per task, and the average."""
-
-    def average(of: Average) -> str:
-        known = "" if of.average is None else f"{number(of.average, '.1f')}{plus_minus(of.stderr, '.1f')}"
-        return UNCLEAR if of.unclear else known
-
-    def count(of: Average) -> Cell:
-        unclear = any(row.distinguishable is False for row in of.rows.values())
-        shown = average(of)
-        return str(of.averaged) if shown else "", AVERAGED if unclear and shown else ""
-
-    shown: Columns = {"model": lambda of: of.model, "estimator": lambda of: of.name}
-    for name in tasks:
-        shown[name] = lambda of, name=name: columns.closed(of.rows[name]) if name in of.rows else ""
-    return Table.of("Gap closed over tasks, %", averages, shown | {"average": average, "of": count})
+        shown[f"{name}, {WORDS[task.metric]}"] = lambda record, name=name: (
+            cell(record[2][name]) if name in record[2] else ""
+        )
+    return Table.of(title, records, shown)
 
 
 # ---------------------------------------------------------------- of runs

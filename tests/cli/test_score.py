@@ -88,7 +88,7 @@ def test_what_is_not_a_likelihood_is_labelled_and_has_its_error(folder, texts, t
     assert errors[0] > 0 and errors[2] == 0  # a single token has one state, so its bound is exact
     assert figures["total"]["log_prob_stderr"] == pytest.approx(math.hypot(*errors))
     assert "log_prob_stderr" in printed and "an upper bound of the perplexity" in printed
-    assert "error unknown" in run(texts, "--model_args", f"{model}elbo,mc_samples=2", capsys=capsys)
+    assert "error not known" in run(texts, "--model_args", f"{model}elbo,mc_samples=2", capsys=capsys)
     assert "not a likelihood" in run(texts, "--model_args", f"{model}oracle", capsys=capsys)
     assert registry.kind_of("elbo", {"elbo_eps": "0.001"}) == registry.NO_BOUND
 

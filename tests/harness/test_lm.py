@@ -120,7 +120,7 @@ def test_an_estimator_that_decodes_nothing_says_so_and_states_its_error(folder, 
         value = lm.get_model_info()["duel"]["tasks"]["toy"]["values"][estimator]
     assert [greedy for _, greedy in answers] == [False, False]
     assert f"estimator={estimator} cannot decode, so is_greedy is always False" in caplog.text
-    assert (f"{value['log_prob']:.2f} +- {value['stderr'] or 0:.2f} nats" in caplog.text) == (estimator == "elbo")
+    assert (f"{value['log_prob']:.2f} ± {value['stderr'] or 0:.2f} nats" in caplog.text) == (estimator == "elbo")
     exact = DuelMDM(pretrained=folder, block=4, device="cpu").loglikelihood(pairs[:1], disable_tqdm=True)
     assert answers[0][0] == pytest.approx(exact[0][0], abs=1e-4)  # law 12
 

@@ -73,11 +73,11 @@ def test_the_bar_has_the_error_of_the_draws_and_no_interval_of_a_final_value(fol
         model = DuelMDM(pretrained=folder, block=4, device="cpu", **settings)
         model.loglikelihood_rolling(requests(TEXTS[:2]))
         bar = capsys.readouterr().err.splitlines()[-1]
-        assert ("+-" in bar) is expected and "ppl " in bar and "interval" not in bar and "[" not in bar.split("ppl ")[1]
+        assert ("±" in bar) is expected and "ppl " in bar and "interval" not in bar and "[" not in bar.split("ppl ")[1]
         if expected:
             total = model.run.total().tasks["toy"]
             error = math.exp(-total.log_prob / total.tokens) * total.stderr / total.tokens
-            assert f"+- {error:.2g}" in bar
+            assert f"± {error:.2g}" in bar
 
 
 def test_intervals_cover_the_final_value_and_long_documents_do_not_bias():

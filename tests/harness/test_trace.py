@@ -181,7 +181,7 @@ def test_a_bound_is_shown_with_its_error_and_a_hopeless_window_is_shown():
         "token_logprobs": [-2.0, -2.0],
     }
     text = show.show([record | {"values": {"elbo": -4.0}, "stderr": 0.5}], Letters(), "nll", False)
-    assert "elbo (a bound) -4.00 +- 0.50 nats, perplexity 7.39 +- 1.85" in text
+    assert "elbo (a bound) -4.00 ± 0.50 nats, perplexity 7.39 ± 1.85" in text
     assert "perplexity inf" in show.show([record | {"values": {"duel": -4000.0}}], Letters(), "nll", False)
     assert "\x1b" not in show._heading(record | {"task": "a\x1b[2Jb", "values": {"du\x1b[2Jel": -1.0}})
 
