@@ -26,7 +26,8 @@ def inspect(model: dict[str, Any]) -> list[tuple[str, str]]:
     lm = DuelMDM(**model)
     denoiser, tokenizer = lm.denoiser, lm.tokenizer
     network = getattr(denoiser, "model", None) or getattr(denoiser, "network", None)
-    mask = "none: an autoregressive network" if denoiser.mask_id is None else _token(tokenizer, denoiser.mask_id)
+    unmasked = "an autoregressive network" if denoiser.attention == "causal" else "the noise is random tokens"
+    mask = f"none: {unmasked}" if denoiser.mask_id is None else _token(tokenizer, denoiser.mask_id)
     block = f", trained on blocks of {denoiser.block}" if denoiser.block else ""
     padding = {
         "block_causal": "invisible: it lies in later blocks",
@@ -45,13 +46,13 @@ def inspect(model: dict[str, Any]) -> list[tuple[str, str]]:
         ("vocabulary", f"{lm.spec['vocabulary']} columns are tokens"),
         ("mask", mask),
         ("attention", f"{denoiser.attention}{block}"),
-        ("block", f"{lm.estimator.block} (grid {lm.estimator.grid})"),
+        ("block", f"{lm.estimator.block or 'none: the whole target'} (grid {lm.estimator.grid})"),
         ("logit shift", f"{denoiser.shift}" + (": a token is predicted from the one before" if denoiser.shift else "")),
         ("max length", f"{denoiser.max_length}"),
         ("special tokens", " ".join(part for part in (f"bos={lm.text.bos}:", prefix, "text", suffix) if part)),
         ("padding", padding),
     ]
-    if denoiser.attention != "causal":  # a causal network always sees a token
+    if denoiser.attention != "causal" and denoiser.mask_id is not None:  # a causal network always sees a token
         ties = "every position ties: the lowest goes first" if denoiser.relative_positions else "positions differ"
         described.append(("all-mask starts", ties))
     described.append(("weights", lm.spec["weights"]))

@@ -3,6 +3,7 @@
 import math
 import re
 
+import dit_reference
 import pytest
 from harness_requests import choice_answers, text_log_prob
 from harness_runs import evaluate, lm_eval, read
@@ -52,3 +53,11 @@ def test_inspect_shows_every_guess(capsys):
     assert shown["max length"] == "128"
     assert shown["special tokens"] == "bos=none: text"
     assert shown["one text"].endswith(" s") and "greedy:k=1, 11 steps" in shown["one text"]
+
+
+def test_inspect_calls_a_network_of_random_tokens_no_autoregressive_one(tmp_path, capsys):
+    folder, _ = dit_reference.write(tmp_path, "duo")
+    dit_reference.words(dit_reference.VOCABULARY).save_pretrained(tmp_path)
+    main(["inspect", folder, "--model_args", "estimator=noised_elbo,mc_samples=8", "--device", "cpu"])
+    shown = capsys.readouterr().out
+    assert "random tokens" in shown and "autoregressive" not in shown and "all-mask starts" not in shown
