@@ -236,6 +236,21 @@ def test_what_differs():
     assert not problems(-float("inf"), run=-float("inf"))
 
 
+def test_each_part_of_a_score_is_checked():
+    toy, [window, *_], block, grid = NETWORKS["bidirectional"]
+    duel = Duel(toy, "greedy", block, grid=grid)
+    [score] = duel.log_prob([window])
+
+    def problems(**values):
+        return recompute(duel, window, dataclasses.replace(score, **values)).problems
+
+    first, *rest = score.token_logprobs
+    assert not problems()
+    assert problems(is_greedy=not score.is_greedy) and problems(nfe=score.nfe + 1)
+    assert problems(log_prob=score.log_prob - 0.01) and problems(token_logprobs=(first - 0.01, *rest))
+    assert problems(reveal_steps=(-1, *score.reveal_steps[1:]))
+
+
 def test_whether_a_row_of_masks_ties_is_checked():
     window = Window((), (0, 1, 2, 0, 1, 0))
     for make, claimed in ((Rotary, False), (Toy, True)):
