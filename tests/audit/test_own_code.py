@@ -87,7 +87,7 @@ def test_llada2(tmp_path):
 
 
 def test_what_cannot_be_compared_says_why(tmp_path):
-    assert "no own code" in compared("demo-bd")
+    assert "it has no code" in compared("demo-bd")
     path = write(tmp_path, DREAM, "DreamModel", decoder(True))
     assert "trust_remote_code=true" in compared(path, trust_remote_code=False)
     (tmp_path / "modeling_own.py").write_text("import no_such_package\n" + DREAM)

@@ -96,7 +96,7 @@ ARGUMENTS = [  # a family, arguments, and what the error names: the last argumen
     ("bert", {"attention": "causal"}, "causal"),
     *(("bert", {key: value}, f"no choice of '{key}'") for key, value in (
         ("shift_logits", True), ("backend", "native"), ("sigma", "clamped"), ("peft", "adapter"))),
-    ("bert", OWN, "no own code"),
+    ("bert", OWN, "has no code"),
     ("esm", {"cache": "dual"}, None),
     ("gpt2", {"attention": None}, "estimator=ar.*family="),
     ("gpt2", {"attention": "bidirectional", "mask_token_id": 4}, "estimator=ar.*family="),

@@ -37,7 +37,7 @@ def load(name: str, device: str | None, network: Mapping[str, Any]) -> torch.nn.
         return model.to(options.device).eval()
     kind = next((getattr(transformers, each, None) for each in config.get("architectures") or ()), None)
     if kind is None:
-        raise DuelError("it has no own code, and its class is none of transformers.")
+        raise DuelError("it has no code, and transformers has no class for it.")
     dtype = hub.pick_dtype(options.dtype, options.device)
     model = kind.from_pretrained(options.name, dtype=dtype, revision=options.revision)
     return model.to(options.device).eval()

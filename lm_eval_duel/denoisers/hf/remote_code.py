@@ -68,7 +68,7 @@ def _class_reference(config: dict[str, Any], options: LoadOptions) -> str:
     names = config.get("auto_map") or {}
     reference = next((names[key] for key in HEADED if key in names), None)
     if reference is None:
-        raise DuelError(f"{options.name} has no own code (no auto_map with a model in config.json).")
+        raise DuelError(f"{options.name} has no code (no auto_map with a model in config.json).")
     options.refuse("own code", "cache", "sigma", "first_token", "load_in_8bit", "load_in_4bit")
     if options.attention == "causal":
         raise DuelError(
