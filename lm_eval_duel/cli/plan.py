@@ -170,7 +170,7 @@ def _read_tasks(
 
 def table(figures: dict[str, Any]) -> str:
     """The figures as text."""
-    most, rows = "" if figures["steps_known"] else "<= " if figures["upper_bound"] else "~ ", []
+    most, rows = "" if figures["steps_known"] else "≤ " if figures["upper_bound"] else "~ ", []
     for method, line in figures["methods"].items():
         kept = line["kept_bytes"] / 2**20
         cells = [f"{line[key]:,}" if line[key] else "" for key in ("nfe", "calls_at_least", "rows", "token_rows")]

@@ -6,10 +6,10 @@ Columns of numbers are right-aligned. Columns without a single value are left ou
 from __future__ import annotations
 
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
-NUMBER_SIGNS = "<=*+-. ["  # may precede the digits of a number: bounds, bold, signs, footnotes
+NUMBER_SIGNS = "≤*+-. ["  # may precede the digits of a number: bounds, bold, signs, footnotes
 FORMULA = ("=", "+", "-", "@", "\t", "\r")  # a spreadsheet reads a text that starts like this as a formula
 
 
@@ -44,7 +44,7 @@ def _columns(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[list[
 
 def _aligned(column: Sequence[str]) -> list[str]:
     """The cells of a column in its width: numbers to the right."""
-    width, right = max(map(_width, column)), _is_numeric(column[1:])
+    width, right = max(map(_width, column)), is_numeric(column[1:])
     spaces = [" " * (width - _width(cell)) for cell in column]
     return [space + cell if right else cell + space for cell, space in zip(column, spaces, strict=True)]
 
@@ -54,6 +54,6 @@ def _width(text: str) -> int:
     return sum(0 if unicodedata.combining(c) else 1 + (unicodedata.east_asian_width(c) in "WF") for c in text)
 
 
-def _is_numeric(cells: Sequence[str]) -> bool:
+def is_numeric(cells: Iterable[str]) -> bool:
     """True if every non-empty cell starts with a number."""
     return all(cell.strip(NUMBER_SIGNS)[:1].isdigit() for cell in cells if cell)

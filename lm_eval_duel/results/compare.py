@@ -43,14 +43,13 @@ class Speeds:
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """The results of one task side by side. `documents`: their number; `elbo`: which ELBOs gap closed uses."""
+    """The results of one task side by side. `documents`: their number."""
 
     metric: str
     documents: int | None
     rows: list[Row]
     rules: list[Speeds]
     pairs: list[Pair]
-    elbo: list[str]
     differences: list[str]
     as_published: bool
     notes: list[str]
@@ -98,7 +97,6 @@ def task(
         rows=rows,
         rules=_speeds(rows, ar),
         pairs=pairs.choose(choice, rows),
-        elbo=elbos,
         differences=differences,
         as_published=as_published,
         notes=notes,

@@ -40,8 +40,8 @@ def date(run: Run) -> str:
 def command(run: Run) -> str:
     """The command line that makes a results file again, quoted for a POSIX shell.
 
-    It leaves out what changes no number: the device, the output folder, the response cache. Raises DuelError that
-    names the file, for an entry that lm_eval does not write.
+    It leaves out what changes no number: the device, the batch size, the output folder, the response cache. Raises
+    DuelError that names the file, for an entry that lm_eval does not write.
     """
     with reading(run.file, RESULTS):
         content, config = run.content, run.content["config"]
@@ -58,7 +58,6 @@ def command(run: Run) -> str:
             "--num_fewshot": shots.pop() if len(shots) == 1 and shots != {0} else "",
             "--limit": "" if config.get("limit") is None else f"{float(config['limit']):g}",
             "--seed": "" if seeds == [*SEEDS.values()] else ",".join(map(str, seeds)),
-            "--batch_size": "" if config.get("batch_size") in (None, 1, "1") else config["batch_size"],
         }
         words += [str(word) for flag, value in flags.items() if value != "" for word in (flag, value)]
         words += ["--apply_chat_template"] if content.get("chat_template") else []

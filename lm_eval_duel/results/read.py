@@ -11,7 +11,7 @@ from typing import Any
 from lm_eval_duel.core.rates import METRICS, perplexity
 from lm_eval_duel.errors import DuelError, unknown
 from lm_eval_duel.estimators.blocks import BeamBlocks
-from lm_eval_duel.estimators.registry import ESTIMATORS, kind_of
+from lm_eval_duel.estimators.registry import ESTIMATORS
 from lm_eval_duel.results import samples, stats
 from lm_eval_duel.results.own_files import load, number, reading
 from lm_eval_duel.results.samples import OTHER_NAMES, WRITTEN, Documents
@@ -252,11 +252,7 @@ def of_score(file: Path, content: Json) -> Run:
     task = Task("score", metrics, {}, identity, "loglikelihood_rolling", entry, documents)
     config = {"model": MODEL, "fingerprint": content["fingerprint"], "duel": content["duel"]}
     spec, pretrained = _strings(content["spec"]), str(content["pretrained"])
-    run = _checked(Run(file, {"config": config}, True, pretrained, spec, duel, {"score": task}))
-    kind = kind_of(run.estimator, spec, entry.get("values", {}).get(run.estimator, {}).get("beam"))
-    if content["kind"] != kind:
-        raise ValueError(f"its kind is {content['kind']}, and estimator={run.estimator} gives {kind}")
-    return run
+    return _checked(Run(file, {"config": config}, True, pretrained, spec, duel, {"score": task}))
 
 
 def _of_harness(file: Path, content: Json) -> Run:

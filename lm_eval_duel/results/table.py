@@ -11,7 +11,7 @@ from typing import Any
 
 from tabulate import tabulate
 
-from lm_eval_duel.console.tables import csv_cell, one_line
+from lm_eval_duel.console.tables import csv_cell, is_numeric, one_line, plain_table
 from lm_eval_duel.rules.tables import adaptive, kind, label, without_defaults
 
 WORDS = {
@@ -102,13 +102,13 @@ class Table:
         if not self.rows:
             return ""
         rows = [list(map(cell, row)) for row in self.rows]
-        align = ["right" if numeric(column) else "left" for column in zip(*self.rows, strict=True)]
+        align = ["right" if is_numeric(column) else "left" for column in zip(*self.rows, strict=True)]
         return tabulate(rows, list(map(cell, self.heads)), form, disable_numparse=True, colalign=align)
 
     def text(self) -> str:
         """The table for the terminal."""
         remarks = "\n".join(f"{mark} {remark}" for mark, remark in self.remarks.items())
-        return "\n\n".join(filter(None, [self.drawn("plain", str), remarks]))
+        return "\n\n".join(filter(None, [plain_table(self.heads, self.rows), remarks]))
 
     def markdown(self) -> str:
         """Names are text, never markup."""
@@ -131,11 +131,6 @@ class Table:
         text = re.sub(r"^( *)([\[*])", r"\1{\2}", text, flags=re.MULTILINE)  # arguments of the \\ before them
         lines = [f"% {self.title}", text, *(f"% {mark} {remark}" for mark, remark in self.remarks.items())]
         return "\n".join(map(str.rstrip, lines)) + "\n"
-
-
-def numeric(cells: Iterable[str]) -> bool:
-    """True if every cell that is not empty starts with a number."""
-    return all(cell.lstrip("≤+- [")[:1].isdigit() for cell in cells if cell)
 
 
 def csv_text(lines: Sequence[Mapping[str, Any]]) -> str:
