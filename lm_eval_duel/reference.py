@@ -15,9 +15,9 @@ package is, and the tests and `lm-eval-duel audit` hold it to this page. Names a
 `blocks` lists the positions to score or to sample; a block is finished before the next one begins. Every other position
 is as in x from the first step on: that is how a context or a suffix is given.
 
-`relative_positions`: the denoiser tells positions apart by their distances to others alone, as rotary networks do. A
-row of nothing but masks then has one distribution at every position, and only float noise would choose among them, by
-the length of the row or the dtype. Here it is an exact tie, so the lowest position is first.
+`relative_positions`: the denoiser distinguishes positions only by their distances, as rotary networks do. A row of
+nothing but masks then has one distribution at every position, and only float noise would choose among them, by the
+length of the row or the dtype. Here it is an exact tie, so the lowest position is first.
 """
 
 from __future__ import annotations

@@ -109,8 +109,8 @@ def difference(denoiser: Denoiser, model: Any) -> Compared:
             row = OwnRow(model, denoiser, part[int(lanes.row[lane])], block, grid)
             columns = lanes.columns[lane][masked[lane]]  # (C,)
             theirs = row(row.state(columns.tolist(), int(lanes.start[lane] + lanes.width[lane])))[columns]
-            apart = values[:, kept].double() - theirs[:, kept].log_softmax(1)
-            largest, count = max(largest, float(apart.abs().nan_to_num(nan=torch.inf).max())), count + len(columns)
+            deviation = values[:, kept].double() - theirs[:, kept].log_softmax(1)
+            largest, count = max(largest, float(deviation.abs().nan_to_num(nan=torch.inf).max())), count + len(columns)
     size = next(model.parameters()).dtype.itemsize
     return Compared(type(model).__name__, len(windows), count, largest, TOLERANCE[size])
 

@@ -7,7 +7,7 @@
         scores.add(lanes, decision, predictions.log_prob(tokens))
         lanes = lanes.reveal(decision, tokens)                  finished windows are yielded, waiting lanes enter
 
-Scoring, sampling, the ELBO and the lattice all run this loop, so they cannot drift apart.
+Scoring, sampling, the ELBO and the lattice all run this loop, so they cannot diverge.
 
 Shapes: N windows, R lanes, W block width.
 """
@@ -63,10 +63,10 @@ class Reveal:
 
     Args:
         group: The windows.
-        rule: Which positions to reveal next.
-        lanes: Those to reveal, made when they are needed.
-        scores: What adds up the steps, and says which windows are finished.
-        budget: How much one network call holds. Out of memory, it is halved.
+        rule: The unmasking rule, which chooses the positions of each step.
+        lanes: The lanes to reveal, made when they are needed.
+        scores: The sums over steps of each window, and the windows that are finished.
+        budget: The size of one network call. Out of memory, it is halved.
         counts: Network calls, rows and checks are added to it.
         checks: Draws lanes to evaluate them again alone.
         draw: The tokens to reveal at a pick (Algorithm 1). None: the targets (Algorithm 2).

@@ -79,13 +79,13 @@ class RowChecks:
             try:
                 with without_autocast(drawn.network):
                     least = drawn.logits * (1.0 if is_coarse(drawn.network) else OFFSET)
-                    apart = difference(drawn.statistics, drawn.again(), least)
+                    deviation = difference(drawn.statistics, drawn.again(), least)
             except torch.OutOfMemoryError:  # so nothing is known of this one
                 continue
             counts.rows_checked += 1
-            if not apart <= NOISE and not apart <= (noise := tolerance(drawn.network)):
+            if not deviation <= NOISE and not deviation <= (noise := tolerance(drawn.network)):
                 counts.rows_differing += 1
-                _report(drawn, apart, noise)
+                _report(drawn, deviation, noise)
 
 
 def draw_lanes(lanes: Lanes, number: int, window_indices: Sequence[int], *keys: torch.Tensor) -> list[int]:
@@ -158,9 +158,9 @@ def statistics(predictions: Predictions, log_prob: torch.Tensor) -> torch.Tensor
 def difference(one: torch.Tensor, other: torch.Tensor, least: float = 0.0) -> float:
     """The largest difference of statistics (S, W), each in units of its own largest value, of `least`, or of 1."""
     same = (one == other) | (one.isnan() & other.isnan())
-    apart = (one - other).abs().nan_to_num(nan=math.inf, posinf=math.inf)
+    deviation = (one - other).abs().nan_to_num(nan=math.inf, posinf=math.inf)
     largest = one.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0).abs().amax(1).clamp(min=max(1.0, least))  # (S,)
-    return float((torch.where(same, 0.0, apart).amax(1) / largest).max())
+    return float((torch.where(same, 0.0, deviation).amax(1) / largest).max())
 
 
 def tolerance(network: Network) -> float:
@@ -176,7 +176,7 @@ def is_coarse(network: Network) -> bool:
 
 
 def is_routed(network: Network) -> bool:
-    """True if a network has experts, of which a position uses some."""
+    """True if a network has experts and a position uses some of them."""
     for value in vars(network).values():
         names = (name for name, _ in value.named_modules()) if isinstance(value, torch.nn.Module) else ()
         if any("expert" in name for name in names) or (isinstance(value, Network) and is_routed(value)):
@@ -184,19 +184,19 @@ def is_routed(network: Network) -> bool:
     return False
 
 
-def _report(drawn: LaneCheck, apart: float, noise: float) -> None:
+def _report(drawn: LaneCheck, deviation: float, noise: float) -> None:
     """Raise InconsistentOutput for a lane that differs; with coarse numbers log it."""
     if is_coarse(drawn.network):
         log.warning(
             "Window %d, %s: evaluated again alone, its predictions differ by %.2g of their size. Such rows are counted "
             "(rows_differing in the results)",
-            *(drawn.window, drawn.place, apart),
+            *(drawn.window, drawn.place, deviation),
         )
         return
     raise InconsistentOutput(
-        f"Window {drawn.window}, {drawn.place}: evaluated again alone, its predictions differ by {apart:.2g} of their "
-        f"size; float noise is below {noise:g}. Other rows of a call, or earlier calls, change them, as a capacity of "
-        "experts, statistics of the batch or a counter do. So every value of this spec is suspect, not this one alone. "
-        "Make the network a function of each row.",
+        f"Window {drawn.window}, {drawn.place}: evaluated again alone, its predictions differ by {deviation:.2g} of "
+        f"their size; float noise is below {noise:g}. Other rows of a call, or earlier calls, change them, as a "
+        "capacity of experts, statistics of the batch or a counter do. So every value of this spec is suspect, not "
+        "this one alone. Make the network a function of each row.",
         window=drawn.window,
     )

@@ -21,7 +21,7 @@ def score_documents(
 
     Args:
         documents: The windows of each document.
-        stream: What scores windows, such as `Estimator.stream`.
+        stream: A function that scores windows, such as `Estimator.stream`.
         name: The name of a document in error messages, by its index.
         known: Windows that have a score already; they are not scored again.
         keep: Called with each window and its score as soon as it is scored, before its document is finished.

@@ -57,7 +57,7 @@ class SampledConfidence(SetSampler, DuelEstimator):
         denoiser: A network, with the sampler's temperature, top_k and top_p.
         block: At most 12 positions, 48 with a beam.
         seed: The seed of a beam.
-        n: How many draws are kept at a step, 1 if nothing is given. Ties go to the lowest position.
+        n: The number of draws kept at a step, 1 if nothing is given. Ties go to the lowest position.
         steps, schedule: Instead of `n`, the number of steps S of a block of m positions, which keep m // S +
             (i < m mod S) at step i ("even": LLaDA) or follow Dream's noise levels ("dream").
         tau, strict: Keep all draws whose confidence exceeds `tau` (reaches it with `strict=False`), and at least the
