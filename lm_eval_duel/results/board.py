@@ -55,8 +55,11 @@ class BoardRow:
         self.files = [run.name for run in self.runs]
         self.fingerprint = ", ".join(dict.fromkeys(run.fingerprint for run in self.runs if run.fingerprint))
         self.parameters = next(filter(None, (run.duel.get("parameters") for run in self.runs)), None)
-        self.versions = provenance.versions(self.runs)
-        self.date = max(map(provenance.date, self.runs))
+        versions: dict[str, dict[str, None]] = {}
+        for name, version in (entry for run in self.runs for entry in run.versions.items()):
+            versions.setdefault(name, {})[version] = None
+        self.versions = {name: ", ".join(of_name) for name, of_name in versions.items()}
+        self.date = max(run.when for run in self.runs)
         self.commands = [*dict.fromkeys(map(provenance.command, self.runs))]
         self.mean: float | None = None
         self.mean_rank: float | None = None

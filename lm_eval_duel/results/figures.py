@@ -11,7 +11,7 @@ import io
 import math
 import textwrap
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from lm_eval_duel.console.tables import one_line
@@ -19,6 +19,7 @@ from lm_eval_duel.estimators import registry
 from lm_eval_duel.estimators.registry import Kind
 from lm_eval_duel.results.columns import value
 from lm_eval_duel.results.compare import Comparison, Speeds
+from lm_eval_duel.results.own_files import stems
 from lm_eval_duel.results.rows import Row
 from lm_eval_duel.results.stats import CLEAR
 from lm_eval_duel.results.table import WORDS, escape, form_of, number
@@ -72,13 +73,8 @@ def available() -> bool:
     return importlib.util.find_spec("matplotlib") is not None
 
 
-def draw(
-    tasks: Mapping[str, Comparison],
-    formats: Sequence[str],
-    width: float | None,
-    stems: Callable[[Iterable[tuple[str, str, str]]], Iterator[str]],
-) -> list[Image]:
-    """Every figure of a report, `width` inches wide. `stems`: file names from (task, kind, title)."""
+def draw(tasks: Mapping[str, Comparison], formats: Sequence[str], width: float | None) -> list[Image]:
+    """Every figure of a report, `width` inches wide."""
     drawn = []
     for name, task in tasks.items():
         drawn.append((name, "perplexity", f"perplexities on {name}", perplexity(name, task, width)))

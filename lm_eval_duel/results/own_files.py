@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import math
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ from typing import Any
 from lm_eval_duel.console import strict_json
 from lm_eval_duel.errors import DuelError
 
+MAX_LENGTH = 100  # characters of a task's name in a file name
 SUFFIXES = (".html", ".md", ".csv", ".json", ".yaml", ".tex", ".png", ".svg", ".pdf")
 
 
@@ -41,6 +44,21 @@ def number(value: Any) -> float | None:
     if value is not None and math.isnan(value := float(value)):
         raise ValueError("a number is NaN")
     return value
+
+
+def stems(found: Iterable[tuple[str, str, str]]) -> Iterator[str]:
+    """File names of tables and figures, from (task, kind, title), each different even where case is ignored."""
+    found = list(found)
+    used: set[str] = set()
+    for name, kind, title in found:
+        several = sum((name, kind) == (other, its_kind) for other, its_kind, _ in found) > 1
+        subject = re.sub(r"[\s,:=/]+", "_", title.partition(": ")[2]) if several else ""
+        safe = (re.sub(r"[^\w.-]", "_", part)[:MAX_LENGTH] for part in (kind, name, subject) if part)
+        stem = "_".join(safe)
+        numbered = (f"{stem}{'' if n == 1 else f'_{n}'}" for n in itertools.count(1))
+        stem = next(name for name in numbered if name.casefold() not in used)
+        used.add(stem.casefold())
+        yield stem
 
 
 @dataclass(frozen=True)

@@ -1,11 +1,10 @@
-"""The provenance of a result: versions, date, and the command that makes it again."""
+"""The command that makes a result again."""
 
 from __future__ import annotations
 
-import datetime
 import json
 import shlex
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from lm_eval_duel.results.own_files import reading
@@ -16,25 +15,6 @@ TASK_FOLDER = '"$(lm-eval-duel tools where tasks)"'
 UNREAD = ("trace",)  # model args that change no number, and may name a private folder
 IN_PYTHON = "no command: the model was made in Python"
 OWN_TEXTS = "no command: these are your own texts, scored by lm-eval-duel score"
-
-
-def versions(runs: Iterable[Run]) -> dict[str, str]:
-    """The versions of the packages that made some runs, by name."""
-    found: dict[str, dict[str, None]] = {}
-    for run in runs:
-        with reading(run.file, RESULTS):
-            others = {name: run.content.get(f"{name}_version") for name in ("lm_eval", "transformers")}
-            ours = (run.content["config"].get("duel") or {}).get("versions") or {}
-            for name, version in {**{k: v for k, v in others.items() if v}, **ours}.items():
-                found.setdefault(name, {})[str(version or "unknown")] = None
-    return {name: ", ".join(of_name) for name, of_name in found.items()}
-
-
-def date(run: Run) -> str:
-    """ISO 8601, UTC; empty if the results have none."""
-    with reading(run.file, RESULTS):
-        when = datetime.datetime.fromtimestamp(run.date, datetime.timezone.utc)
-        return when.isoformat(timespec="seconds") if run.date else ""
 
 
 def command(run: Run) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import datetime
 import math
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -128,6 +129,12 @@ class Run:
         length = str(spec.get("max_length") if self.ours else self.content.get("max_length"))
         self.max_length = int(length) if length.isdecimal() else None
         self.date = number(self.content.get("date")) or 0.0
+        when = datetime.datetime.fromtimestamp(self.date, datetime.timezone.utc)
+        self.when = when.isoformat(timespec="seconds") if self.date else ""  # ISO 8601
+        known = {name: self.content.get(f"{name}_version") for name in ("lm_eval", "transformers")}
+        known = {name: version for name, version in known.items() if version}
+        ours = (config.get("duel") or {}).get("versions") or {}
+        self.versions = {name: str(version or "unknown") for name, version in {**known, **ours}.items()}
         self.whole_run_seconds = number(self.content.get("total_evaluation_time_seconds"))
         # the estimator behind the harness's values; other models are autoregressive
         self.estimator = str(duel.get("estimator") or spec.get("estimator") or "duel") if self.ours else "ar"

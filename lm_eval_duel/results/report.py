@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import itertools
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -17,7 +16,7 @@ from lm_eval_duel.errors import DuelError, usage
 from lm_eval_duel.harness import trace
 from lm_eval_duel.results import as_json, compare, cost, figures, match, pairs, read, tables
 from lm_eval_duel.results.figures import Image
-from lm_eval_duel.results.own_files import OwnFiles
+from lm_eval_duel.results.own_files import OwnFiles, stems
 from lm_eval_duel.results.read import Run
 from lm_eval_duel.results.rows import Row
 from lm_eval_duel.results.samples import Traces
@@ -37,7 +36,6 @@ DRAWN = (
     "± is the Monte Carlo error alone."
 )
 PRINTED = ("methods", "cache", "pairs")  # tables of a task that the command prints
-MAX_LENGTH = 100  # characters of a task's name in a file name
 
 
 @dataclasses.dataclass
@@ -252,21 +250,6 @@ def _gap(chosen: Row, form: str) -> str:
 # ---------------------------------------------------------------- what is written
 
 
-def stems(found: Iterable[tuple[str, str, str]]) -> Iterator[str]:
-    """File names of tables and figures, from (task, kind, title), each different even where case is ignored."""
-    found = list(found)
-    used: set[str] = set()
-    for name, kind, title in found:
-        several = sum((name, kind) == (other, its_kind) for other, its_kind, _ in found) > 1
-        subject = re.sub(r"[\s,:=/]+", "_", title.partition(": ")[2]) if several else ""
-        safe = (re.sub(r"[^\w.-]", "_", part)[:MAX_LENGTH] for part in (kind, name, subject) if part)
-        stem = "_".join(safe)
-        numbered = (f"{stem}{'' if n == 1 else f'_{n}'}" for n in itertools.count(1))
-        stem = next(name for name in numbered if name.casefold() not in used)
-        used.add(stem.casefold())
-        yield stem
-
-
 def page(report: Report, images: Sequence[Image] = ()) -> str:
     """report.md."""
     every = list(report.tables())
@@ -314,7 +297,7 @@ def write(report: Report, folder: str, formats: Sequence[str] = ("png",), width:
     """
     images: list[Image] = []
     if figures.available():
-        images = figures.draw(report.tasks, formats, width, stems)
+        images = figures.draw(report.tasks, formats, width)
     else:
         report.notes.append(figures.MISSING)
     found = [(name, kind, table) for name, kind, table in report.tables() if kind != "cost"]

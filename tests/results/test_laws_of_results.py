@@ -73,15 +73,6 @@ def test_the_paired_bootstrap_against_the_analytic_error(tmp_path):
     assert unpaired is None or high - low < 0.3 * (unpaired[1] - unpaired[0])
 
 
-def test_resampling_has_the_right_moments(monkeypatch):
-    columns = np.random.default_rng(0).normal(5, 2, (50, 2))
-    monkeypatch.setattr(stats, "DRAWS", 4000)
-    sums = stats.resample(columns, seed=3)
-    assert sums.shape == (4000, 2)
-    assert sums.mean(0) == pytest.approx(columns.sum(0), rel=0.01)
-    assert sums.std(0) == pytest.approx(columns.std(0) * np.sqrt(50), rel=0.05)
-
-
 def test_draws_without_a_positive_gap_are_counted_or_end_the_interval():
     generator = np.random.default_rng(0)
     ar = np.full(1000, 20.0)

@@ -13,7 +13,8 @@ from lm_eval_duel.errors import DuelError
 from lm_eval_duel.estimators import registry
 from lm_eval_duel.harness.trace import files
 from lm_eval_duel.results import tables
-from lm_eval_duel.results.report import FORMAT, stems
+from lm_eval_duel.results.own_files import stems
+from lm_eval_duel.results.report import FORMAT
 from lm_eval_duel.results.report import main as report
 
 TEXTS = [f"a text of number {n}" for n in range(4)]
