@@ -121,8 +121,8 @@ def find_mask_id(
 ) -> int:
     """The id of [MASK], from the options, the config, the tokenizer or the family (`known`), in this order.
 
-    `rows`: of the embedding, an upper bound. Raises DuelError if no source has one, or if the id is that of another
-    special token.
+    `rows`: the number of rows of the embedding, which bounds the id. Raises DuelError if no source has an id, or if it
+    is the id of another special token.
     """
     of_tokenizer = getattr(tokenizer, "mask_token_id", None)
     for mask_id in (options.mask_token_id, config.get("mask_token_id"), of_tokenizer, known):
@@ -151,10 +151,10 @@ def short_reason(error: Exception) -> str:
 
 @contextlib.contextmanager
 def explained(path: str, what: str = "read checkpoint", remedy: str = "") -> Iterator[None]:
-    """Turn whatever a library or a checkpoint's own code raises into a DuelError, with the likely remedy.
+    """Turn any error of a library or of a checkpoint's own code into a DuelError, with the likely remedy.
 
-    transformers, safetensors, peft and the packages of quantization check files and configs in their own ways; only
-    here do their errors get the name of the checkpoint and a remedy.
+    transformers, safetensors, peft and the quantization packages check files and configs themselves. Their errors get
+    the name of the checkpoint and a remedy here.
     """
     try:
         yield
@@ -188,9 +188,9 @@ def _with_hint(path: str, what: str, error: Exception, remedy: str) -> str:
 
 
 def row_length(path: str, max_length: int | None, positions: int | None) -> int:
-    """The positions of a row: `max_length`, which the network must have, else all `positions` of the network.
+    """The length of rows: `max_length`, else all `positions` of the network.
 
-    Raises DuelError if neither the user nor the checkpoint bounds a row.
+    Raises DuelError if the network has fewer positions than `max_length`, or if neither is known.
     """
     if not (max_length or positions):
         raise DuelError(f"Neither config nor tokenizer of {path} gives its number of positions; pass max_length=.")

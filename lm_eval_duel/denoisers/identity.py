@@ -78,16 +78,8 @@ def _p_uniform(config: Config) -> float:
     return float(PROBABILITY("p_uniform", config.get("p_uniform"), " in config.json") or 0.0)
 
 
-def _known_noise(config: Config) -> dict[str, tuple[str, ...]]:
-    """The entries that name the noise, and their values for the network that a config names."""
-    names = {name.lower() for name in model_names(config)}
-    if is_diffusion_gemma(config):
-        return {}
-    return MASKING if not noise(config) else MIXED if GIDD in names else RANDOM
-
-
 def _kinds(name: str, key: str, entry: Any) -> list[str]:
-    """The kinds of noise that an entry names: a text, or a section with a type or a name. A number names none."""
+    """The kinds of noise that an entry names: a string, or a section with a type or a name. A number names none."""
     if not isinstance(entry, Mapping):
         return [entry] if isinstance(entry, str) else []
     kinds = [str(entry[field]) for field in ("type", "name") if entry.get(field) is not None]
@@ -102,9 +94,9 @@ def is_diffusion_gemma(config: Config) -> bool:
 
 
 def require_supported(config: Config, name: str, family: str | None = None) -> None:
-    """Raise DuelError if the config.json of checkpoint `name` says that the network is none that is scored here.
+    """Raise DuelError if the config.json of checkpoint `name` describes a network that is not supported.
 
-    `family`: as the user calls the network, whatever its names.
+    `family`: the family that the user passed, if any; then class names and the model type refuse nothing.
     """
     for given in model_names(config) if family is None else ():
         if given.lower() in _REFUSED:
@@ -113,10 +105,13 @@ def require_supported(config: Config, name: str, family: str | None = None) -> N
     names = [given.lower() for given in model_names(config)]
     if GIDD not in names and (share := _p_uniform(config)):
         raise DuelError(
-            f"The config.json of {name} has p_uniform={share:g}, which is GIDD's, and it names no GIDD. If it is one, "
-            f"set its model_type to {GIDD}."
+            f"The config.json of {name} has p_uniform={share:g}, an entry of GIDD, but no name of GIDD. If the network "
+            f"is a GIDD, set model_type to {GIDD}."
         )
-    for key, values in _known_noise(config).items():
+    if is_diffusion_gemma(config):
+        return
+    known = MASKING if not noise(config) else MIXED if GIDD in names else RANDOM
+    for key, values in known.items():
         for kind in _kinds(name, key, config.get(key)):
             if kind.lower() not in values:
                 own = "this family" if noise(config) else "masked diffusion"

@@ -91,7 +91,7 @@ def from_model(
 
 
 def require_dtype(autocast: torch.dtype | None) -> None:
-    """Raise DuelError for an autocast that is no dtype of floats."""
+    """Raise DuelError if `autocast` is not a floating point dtype."""
     if autocast is not None and not (isinstance(autocast, torch.dtype) and autocast.is_floating_point):
         raise DuelError(f"'autocast' is a dtype, such as torch.bfloat16, or None; got {autocast!r}.")
 
@@ -173,7 +173,7 @@ class InMemory(Denoiser):
         return user_module.evaluating(self.module, self.device, self.autocast)
 
     def describe(self) -> dict[str, object]:
-        """The weights are "in memory", the text that the user gave, or a digest of what they are now."""
+        """The weights are "in memory", the text that the user passed, or a digest of their current values."""
         digested = self.weights == DIGEST and self.module is not None
         dtype = str(self._dtype).removeprefix("torch.")
         of_transformers = isinstance(self.plain, Function | masked_lm.MaskedLM | Decoder)  # or nothing to say
@@ -191,11 +191,11 @@ class InMemory(Denoiser):
         return described | ({"last_block": self.last_block} if self.attention == "block_causal" else {})
 
 
-# ---------------------------------------------------------------- which kind
+# ---------------------------------------------------------------- the kind of a network
 
 
 def _plain(model: Any, options: LoadOptions, tokenizer: Any, tested: bool, known: bool) -> Denoiser:
-    """The denoiser of a network, by its kind; `known`: the module that it runs is, and so is in eval mode."""
+    """The denoiser of a network, by its kind. `known`: the module that it runs is known, and so is in eval mode."""
     plain: Denoiser
     if isinstance(model, Denoiser):
         if type(model).open is not Denoiser.open:

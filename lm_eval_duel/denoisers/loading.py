@@ -72,8 +72,8 @@ def require_estimator(name: str, estimator: str, takes_noise: bool, **network: A
         raise random_tokens(options.name, estimator, causal)
     if takes_noise and not identity.noise(config):
         raise DuelError(
-            f"estimator={estimator} is for networks whose noise is random tokens, and {options.name} is none by its "
-            "config. Use estimator=elbo, or leave estimator out for the exact likelihood."
+            f"estimator={estimator} is for networks whose noise is random tokens; by its config {options.name} is not "
+            "one. Use estimator=elbo, or leave estimator out for the exact likelihood."
         )
 
 
@@ -102,10 +102,10 @@ def unfilled(
     local: Callable[[], LoadOptions],
     tokenizer: PreTrainedTokenizerBase | None,
 ) -> Unfilled:
-    """The network of a config.json, before any weight is read; none of a checkpoint's own code.
+    """The network that a config.json describes, before any weight is read. A checkpoint's own code is not run.
 
-    `family`: the decoder family. `local`: the options with the checkpoint as a folder; only transformers' own loaders
-    know the hub.
+    `family`: the decoder family. `local`: returns the options with the checkpoint as a local folder, for readers that
+    do not know the hub.
     """
     if dit_checkpoint.is_dit(config, options.name):
         return dit_checkpoint.unfilled(config, local(), tokenizer)
@@ -119,7 +119,7 @@ def unfilled(
 
 
 def is_alone(config: dict[str, Any], options: LoadOptions) -> bool:
-    """True for networks with a reader of their kind alone: our own DiT and DiffusionGemma."""
+    """True for networks that only one reader takes: our own DiT and DiffusionGemma."""
     return dit_checkpoint.is_dit(config, options.name) or identity.is_diffusion_gemma(config)
 
 

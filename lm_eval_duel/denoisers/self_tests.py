@@ -206,7 +206,7 @@ def require_separate_rows(denoiser: Denoiser, path: str, tokens: int = MANY) -> 
     if tokens > MANY and is_routed(denoiser):  # among many rows, noise may choose other experts
         allowed = BATCH_TOLERANCE_QUANTIZED
     if not relative_difference(logits_of(denoiser, row)[0], alone) <= allowed:
-        return  # it draws random numbers, as `require_repeatable` says
+        return  # it draws random numbers, and `require_repeatable` refuses it
     for stranger in strangers:
         call = torch.cat([stranger.expand(count, -1), row])  # (count + 1, L)
         among = logits_of(denoiser, call, of=slice(-1, None))[0]  # (L, V)
@@ -293,12 +293,12 @@ def rotary_frequencies(model: torch.nn.Module, config: Any, path: str) -> None:
 
 
 def tolerance(denoiser: Denoiser, logits: torch.Tensor, fine: float = ALL_MASK_TOLERANCE) -> float:
-    """The relative difference of logits that counts as noise of this network; `fine`: in float32."""
+    """The relative difference of logits that counts as noise of this network. `fine`: the one in float32."""
     return LOW_PRECISION_TOLERANCE if denoiser.quantized or logits.dtype.itemsize < 4 else fine
 
 
 def _batch_tolerance(denoiser: Denoiser, logits: torch.Tensor) -> float:
-    """The same, if another position of the call changes."""
+    """The tolerance where another position of the call changes."""
     return BATCH_TOLERANCE_QUANTIZED if denoiser.quantized else tolerance(denoiser, logits, BATCH_TOLERANCE)
 
 
@@ -308,7 +308,7 @@ def relative_difference(a: torch.Tensor, b: torch.Tensor) -> float:
 
 
 def _unscaled_length(denoiser: Denoiser) -> int | None:
-    """The longest row with the same rotary frequencies as shorter rows; None if all rows of this network have the same.
+    """The length up to which rotary frequencies are constant; None if they are the same for all rows.
 
     In Phi-3's long versions, for example, the frequencies change with the longest row of a call.
     """

@@ -37,9 +37,9 @@ def convention(tokenizer: Any, denoiser: Denoiser) -> tuple[str, list[int], list
 
 
 def expected(denoiser: Denoiser, tokenizer: Any | None) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-    """The special tokens before and after a text, as the harness adds them; None if texts are scored without.
+    """The special tokens before and after a text, as the harness adds them; None if texts are scored without any.
 
-    Empty if the network expects special tokens and there is no tokenizer that names them.
+    Both are empty if the network expects special tokens and no tokenizer names them.
     """
     if tokenizer is None:
         return ((), ()) if denoiser.bos == "given" else None

@@ -83,9 +83,9 @@ def evaluating(
 
 
 def digest(module: torch.nn.Module) -> str:
-    """Twelve hexadecimal digits of all parameters and buffers: their names, dtypes, shapes and values.
+    """A hash (12 hexadecimal digits) of all parameters and buffers: their names, dtypes, shapes and values.
 
-    Also of the config, which says how many heads there are, and of the scales of PEFT's adapters.
+    It covers the config, which has the number of heads, and the scales of PEFT's adapters, too.
     """
     config = getattr(module, "config", None)
     entries = config.to_dict() if hasattr(config, "to_dict") else {}
@@ -113,7 +113,7 @@ def module_of(model: Any) -> torch.nn.Module | None:
 
 
 def modules_of(model: Any) -> list[torch.nn.Module]:
-    """The modules of a network, as far as they can be found, also those that a function refers to."""
+    """The modules of a network that can be found, including the modules that a function refers to."""
     if (module := module_of(model)) is not None:
         return [module]
     function = getattr(model, "function", model)
@@ -140,7 +140,7 @@ def buffers_kept(model: Any) -> Iterator[None]:
 
 
 def device_of(model: Any, module: torch.nn.Module | None, device: torch.device | str | None) -> torch.device:
-    """The device of a network's ids."""
+    """The device on which a network takes its ids."""
     if device is not None or isinstance(model, Denoiser):
         return torch.device(device) if device is not None else model.device
     if module is None:
@@ -152,7 +152,7 @@ def device_of(model: Any, module: torch.nn.Module | None, device: torch.device |
 
 
 def require_whole(module: torch.nn.Module) -> None:
-    """Raise DuelError for a network of which this process holds only a part."""
+    """Raise DuelError if this process holds only a part of a network."""
     classes = {cls.__name__ for part in module.modules() for cls in type(part).__mro__}
     sharded = {"FSDPModule", "FullyShardedDataParallel"} & classes
     parts = [
@@ -163,7 +163,7 @@ def require_whole(module: torch.nn.Module) -> None:
     if sharded or parts:
         how = "FSDP" if sharded else "DeepSpeed ZeRO-3" if hasattr(parts[0], "ds_id") else "tensor parallelism"
         raise DuelError(
-            f"This process holds a part of the weights only ({how}): each call would wait for the other ranks, which "
+            f"This process holds only a part of the weights ({how}): each call would wait for the other ranks, which "
             "score other texts. Save a checkpoint and score it with from_pretrained, or train with "
             "DistributedDataParallel."
         )

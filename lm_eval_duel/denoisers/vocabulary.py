@@ -25,10 +25,7 @@ def require_fit(tokens: set[int], mask_id: int | None, vocab_size: int, path: st
 def excluded_columns(
     tokens: set[int], mask_id: int | None, vocab_size: int, path: str, device: torch.device
 ) -> torch.Tensor:
-    """The columns that are not tokens of the vocabulary, [MASK] included, (V,) bool.
-
-    Raises DuelError if the tokenizer has an id that the network of `path` does not predict.
-    """
+    """The columns that are not tokens of the vocabulary, [MASK] included, (V,) bool; see `require_fit`."""
     require_fit(tokens, mask_id, vocab_size, path)
     known = sorted(tokens - {mask_id})
     if vocab_size - len(known) > max(PADDING, vocab_size // 10):

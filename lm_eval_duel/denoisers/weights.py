@@ -106,7 +106,7 @@ def _unpickled(path: str, kept: str, name: str) -> Any:
         try:
             return torch.load(path, "cpu", weights_only=True)
         except pickle.UnpicklingError as error:
-            if not _starts(path, b"PK", b"\x80\x02"):  # a web page or a git-lfs pointer, not a file of torch's
+            if not _starts(path, b"PK", b"\x80\x02"):  # a web page or a git-lfs pointer, not a file from torch
                 raise
             raise DuelError(
                 f"{path} needs code to be read ({short_reason(error)}), which is not run here. If you trust the file, "
@@ -123,7 +123,7 @@ def _starts(path: str, *starts: bytes) -> bool:
 
 @contextlib.contextmanager
 def _reading(path: str) -> Iterator[None]:
-    """Turn whatever a broken file raises into a DuelError that names it, with the likely reason."""
+    """Turn any error of a broken file into a DuelError that names the file and the likely reason."""
     try:
         yield
     except DuelError:

@@ -68,12 +68,12 @@ class Cached(Wrapper):
     def begin(
         self, ids: torch.Tensor, real: torch.Tensor | None, columns: torch.Tensor
     ) -> tuple[torch.Tensor, list[KeysValues]]:
-        """The evaluation of whole rows at a block's start, as in `Streams.begin`."""
+        """Evaluate whole rows at a block's start; see `Streams.begin`."""
         return self._steering.begin(ids, real, columns)
 
     @torch.inference_mode()
     def step(self, ids: torch.Tensor, step: CachedStep) -> torch.Tensor:
-        """The evaluation of some positions against what is kept, as in `Streams.step`."""
+        """Evaluate some positions against the kept keys and values; see `Streams.step`."""
         return self._steering.step(ids, step)
 
     @torch.inference_mode()
@@ -144,7 +144,7 @@ def _require_cacheable(plain: Denoiser, cache: str) -> None:
 
 
 def _steering(plain: Denoiser) -> Streams | Attentions:
-    """The way in which this network takes kept keys and values."""
+    """How this network takes kept keys and values; raises NotSteered if it takes none."""
     if getattr(plain, "steers_attention", False):
         return Attentions(plain)
     if type(_inside(plain)).stream is Denoiser.stream:

@@ -55,7 +55,7 @@ class CachedView(View):
             raise
         return positions if base is lanes else positions.spread(lanes, base, number)
 
-    # ------------------------------------------------------------ which block it is
+    # ------------------------------------------------------------ the identity of a block
 
     def _identity(self, lanes: Lanes) -> torch.Tensor:
         """A hash of what determines the kept keys of each lane: the row at the block's start, and the block, (R,)."""
@@ -70,11 +70,6 @@ class CachedView(View):
         row = lanes.row
         shown = before[row, lanes.start.maximum(lanes.origin)]  # (R,)
         return hashed(shown, after[row], lanes.start, lanes.origin, lanes.width, rows.length[row])
-
-    def _all_mask(self, lanes: Lanes, revealed: torch.Tensor) -> torch.Tensor:
-        """The lanes whose rows show only [MASK], (R,) bool."""
-        shown = self.rows.visible[lanes.row].any(1) | (lanes.start > lanes.origin) | revealed.any(1)
-        return ~shown & self.denoiser.relative_positions
 
     # ------------------------------------------------------------ a block's start
 
@@ -118,11 +113,12 @@ class CachedView(View):
             for part in self._parts(lanes, slot, begun):
                 values = self._step(lanes.select(part), ids[part], slot[part], position[part])
                 features[part] = torch.where(begun[part][:, None, None], values, features[part])
-        all_mask = self._all_mask(lanes, revealed)
+        shown = self.rows.visible[lanes.row].any(1) | (lanes.start > lanes.origin) | revealed.any(1)  # (R,)
+        all_mask = ~shown & self.denoiser.relative_positions  # (R,)
         return Positions.from_lanes(lanes, all_mask, lambda lane, n: features[lane, n])
 
     def _parts(self, lanes: Lanes, slot: torch.Tensor, begun: torch.Tensor) -> list[torch.Tensor]:
-        """The lanes (r,) of each network call, in the order of their slots where nothing is copied then."""
+        """The lanes (r,) of each network call, in the order of their slots where that saves a copy."""
         order = slot.argsort(stable=True)  # (R,)
         order = order[begun[order]]
         if self.denoiser.cache == "prefix":

@@ -125,7 +125,7 @@ def _fill(denoiser: DiTDenoiser, options: LoadOptions) -> DiTDenoiser:
 
 
 def require_float32(options: LoadOptions) -> None:
-    """Raise DuelError for another dtype."""
+    """Raise DuelError for a dtype other than float32."""
     if options.dtype not in ("auto", "float32"):
         raise DuelError(
             f"MDLM, BD3-LM, SEDD and their AR baseline run in float32, not {options.dtype}; leave dtype out."

@@ -70,7 +70,7 @@ def _fill(denoiser: CausalLM, model_config: Any, config: dict[str, Any]) -> Caus
 
 
 def _require_causal(model_config: Any, config: dict[str, Any], options: LoadOptions) -> None:
-    """Raise DuelError if transformers has no causal LM of this config, or if it names another class, with its code."""
+    """Raise DuelError if transformers has no causal LM for this config, or if the config names another class."""
     architectures = config.get("architectures") or []
     native = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(model_config), None)
     if options.trust_remote_code or (native is None and config.get("auto_map")):  # the loader asks for trust

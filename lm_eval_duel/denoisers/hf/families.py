@@ -13,6 +13,7 @@ import os
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import field
+from pathlib import Path
 from typing import Any
 
 from lm_eval_duel.arguments import COUNT
@@ -193,14 +194,15 @@ FAMILIES += tuple(
 NAMED = {family.name: family for family in FAMILIES}
 PLAIN = {f"{native}ForCausalLM": native for native in ("Llama", "Qwen2", "Qwen3", "Qwen3Moe", "Glm4Moe")}
 
-EDITS = re.compile(r"editing_threshold|edit_threshold")
+EDITS = re.compile(r"editing_threshold|edit_threshold")  # in the code of a network that edits revealed tokens
 
 
 def find(config: Config, options: LoadOptions, folder: str | None) -> Family | None:
-    """The family of the options, else of a config.json; None if it is none of these.
+    """The family in the options, else by the class names in config.json; None if there is none.
 
-    `folder`: holds the checkpoint's code, as text. Raises DuelError for an unknown name, for an autoregressive network
-    without any sign that it was trained as a diffusion model, and for one that edits revealed tokens.
+    `folder`: holds the checkpoint's code, which is only read. Raises DuelError for an unknown family, for a network
+    that looks autoregressive if nothing says it was trained as a diffusion model, and for one that edits revealed
+    tokens.
     """
     classes = class_names(config)
     if options.family is not None:
@@ -229,12 +231,13 @@ def find(config: Config, options: LoadOptions, folder: str | None) -> Family | N
 
 
 def _resolve_ambiguous(family: Family, options: LoadOptions, folder: str | None) -> Family:
-    """The family, if two share a class name."""
+    """The family that a checkpoint belongs to, where several share a class name."""
     d2f = f"d2f-{family.name}"
     if d2f in NAMED and options.attention is None and "d2f" in _base_name(options.peft or ""):
         log.warning("By its name the adapter %s makes %s a %s. Set family= to decide", options.peft, options.name, d2f)
         return NAMED[d2f]
-    if family.name == "llada2" and _edits(folder):
+    code = Path(folder).glob("*.py") if folder else ()
+    if family.name == "llada2" and any(EDITS.search(file.read_text("utf-8", "replace")) for file in code):
         raise DuelError(
             f"{options.name} edits revealed tokens when it generates (LLaDA2.1 and later), {NO_ORDER}. To score it "
             "without these edits, pass family=llada2."
@@ -249,7 +252,7 @@ def _resolve_ambiguous(family: Family, options: LoadOptions, folder: str | None)
 
 
 def by_tensors(config: Config, names: Iterable[str]) -> Family | None:
-    """The family whose files have tensors of these names under a config of another network; None if it is none."""
+    """The family whose files have tensors of these names, although their config is another network's, or None."""
     if config.get("model_type") == "gpt2" and any(name.startswith(layouts.DIFFUGPT_TRUNK) for name in names):
         return _adapted(NAMED["diffugpt"], config)
     return None
@@ -262,13 +265,3 @@ def _adapted(family: Family, config: Config) -> Family:
 
 def _base_name(path: str) -> str:
     return os.path.basename(path.rstrip("/")).lower()
-
-
-def _edits(folder: str | None) -> bool:
-    """True if a checkpoint's own code, read as text, has an editing threshold."""
-    for name in os.listdir(folder) if folder else ():
-        if name.endswith(".py"):
-            with open(os.path.join(folder, name), encoding="utf-8", errors="replace") as file:
-                if EDITS.search(file.read()):
-                    return True
-    return False

@@ -163,7 +163,7 @@ class OwnForward(Pretrained):
 def logits_of(
     model: torch.nn.Module, ids: torch.Tensor, mask: torch.Tensor | None = None, **more: torch.Tensor
 ) -> torch.Tensor:
-    """Logits (R, L, V), in whichever form the network returns them."""
+    """Logits (R, L, V) from a tensor, a tuple or an output class, whichever the network returns."""
     out = model(input_ids=ids, **more) if mask is None else model(input_ids=ids, attention_mask=mask, **more)
     return out if isinstance(out, torch.Tensor) else out[0] if isinstance(out, tuple) else out.logits
 

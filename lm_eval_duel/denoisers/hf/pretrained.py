@@ -32,7 +32,7 @@ log = logging.getLogger("lm_eval.duel_mdm")
 def set_attributes(denoiser: Denoiser, family: Family, config: dict[str, Any], options: LoadOptions) -> None:
     """Set the attributes of a network, from its options, else its config, else its family.
 
-    Raises DuelError for a trained block that is not known, or another than the one in the options.
+    Raises DuelError if the trained block is not known, or differs from the one in the options.
     """
     denoiser.family, denoiser.last_block = family.name, options.last_block
     denoiser.attention = options.attention or family.attention
@@ -142,12 +142,12 @@ class Pretrained(Denoiser):
 
     def describe(self) -> dict[str, object]:
         native = type(self.model).__module__.startswith("transformers.")
-        local = os.path.isdir(self.path)
+        weights = f"{self.path} at commit {self.options.revision}"
+        if os.path.isdir(self.path):
+            weights = fingerprint.weights_of(self.path, not native)
         described = {
             "denoiser": type(self.model).__name__,
-            "weights": fingerprint.weights_of(self.path, not native)
-            if local
-            else f"{self.path} at commit {self.options.revision}",
+            "weights": weights,
             "dtype": str(self.dtype).removeprefix("torch."),
             "mask_token_id": self.mask_id,
             "vocabulary": f"{int((~self.excluded).sum())} of {self.vocab_size}",

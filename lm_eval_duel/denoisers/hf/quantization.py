@@ -11,7 +11,6 @@ import logging
 from collections.abc import Iterable
 from typing import Any
 
-import torch
 from transformers import BitsAndBytesConfig
 from transformers.quantizers.auto import AutoHfQuantizer
 
@@ -26,9 +25,9 @@ CONFIG_KEY = "quantization_config"
 
 
 def model_kwargs(config: dict[str, Any], options: LoadOptions) -> dict[str, Any]:
-    """The arguments of `from_pretrained` for quantization; empty for a network that is not quantized.
+    """The arguments of `from_pretrained` for a quantized network (8 bits: LLM.int8; 4 bits: nf4); empty for others.
 
-    `config`: the checkpoint's. Raises DuelError for options that exclude each other.
+    `config`: the checkpoint's config.json. Raises DuelError for options that exclude each other.
     """
     own, bits = config.get(CONFIG_KEY), 8 if options.load_in_8bit else 4 if options.load_in_4bit else None
     if own is None and bits is None:
@@ -55,16 +54,13 @@ def model_kwargs(config: dict[str, Any], options: LoadOptions) -> dict[str, Any]
     placement = {"device_map": options.device_map or {"": options.device}}
     if own:
         return placement
-    return {**placement, CONFIG_KEY: _bitsandbytes(bits, pick_dtype(options.dtype, options.device), config)}
-
-
-def _bitsandbytes(bits: int, dtype: torch.dtype | str, config: dict[str, Any]) -> BitsAndBytesConfig:
-    """8 bits: LLM.int8. 4 bits: nf4, with products in the network's dtype."""
     if bits == 8:
-        return BitsAndBytesConfig(load_in_8bit=True)
+        return {**placement, CONFIG_KEY: BitsAndBytesConfig(load_in_8bit=True)}
+    dtype = pick_dtype(options.dtype, options.device)  # of the products
     if dtype == "auto":
         dtype = str(config.get("dtype") or config.get("torch_dtype") or "float32").removeprefix("torch.")
-    return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype)
+    nf4 = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype)
+    return {**placement, CONFIG_KEY: nf4}
 
 
 def method_of(scheme: dict[str, Any]) -> str:
@@ -92,7 +88,7 @@ def spec_entries(model: Any) -> dict[str, str]:
 
 
 def require_used(model: Any, unused: Iterable[str], name: str) -> None:
-    """Raise DuelError for unused tensors of a module with a weight: quantized in the file but not in the network."""
+    """Raise DuelError if a module with a weight leaves tensors unused: the file quantizes it, the network does not."""
     modules = dict(model.named_modules())
     lost = [key for key in sorted(unused) if hasattr(modules.get(key.rpartition(".")[0]), "weight")]
     if is_quantized(model) and lost:

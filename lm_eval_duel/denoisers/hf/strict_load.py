@@ -36,13 +36,13 @@ def require_equal(
 def require_none(what: str, missing: Iterable[str], unknown: Iterable[str] = (), misshapen: Iterable[str] = ()) -> None:
     """Raise DuelError, starting with `what`, if any tensor is missing, unknown or of another shape."""
     kinds = {"missing": sorted(set(missing)), "unknown": sorted(set(unknown)), "of another shape": sorted(misshapen)}
-    parts = [f"{len(lines)} {kind}: {_listed(lines)}" for kind, lines in kinds.items() if lines]
+    parts = [
+        f"{len(lines)} {kind}: {', '.join(lines[:SHOWN])}{', ...' if len(lines) > SHOWN else ''}"
+        for kind, lines in kinds.items()
+        if lines
+    ]
     if parts:
         raise DuelError(f"{what}: {'; '.join(parts)}.")
-
-
-def _listed(lines: list[str]) -> str:
-    return ", ".join(lines[:SHOWN]) + (", ..." if len(lines) > SHOWN else "")
 
 
 def misshapen(report: Mapping[str, Any]) -> list[str]:
