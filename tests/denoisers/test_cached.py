@@ -219,10 +219,6 @@ def test_a_block_costs_one_row_and_then_its_own_cells():
     toy.positions = 0
     duel.log_prob([Window((), (0, 1, 2, 0, 1, 0, 2, 1))])
     assert toy.positions == 2 * (8 + 3 * 4)
-    duel, toy.positions = DuelEstimator(Cached(toy, "prefix"), "greedy", 4), 0
-    duel.use_single_rows()
-    duel.log_prob([Window((), (0, 1, 2, 0, 1, 0, 2, 1))])
-    assert toy.positions == 8 + 3 * 8 + 8 + 3 * 4
     duel, toy.positions = DuelEstimator(Cached(toy, "dual"), "greedy", 2), 0
     duel.log_prob([Window((1, 2), (a, b)) for a in range(3) for b in range(3)])
     assert toy.positions == 4 + 3 * 2  # equal starts once: one row, and the block with each of three tokens revealed

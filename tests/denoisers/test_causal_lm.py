@@ -19,18 +19,8 @@ from lm_eval_duel.errors import DuelError, NotFinite
 from lm_eval_duel.estimators.duel import DuelEstimator
 from lm_eval_duel.harness.lm import DuelMDM
 
-SIZE = {
-    "vocab_size": tiny.ROWS,
-    "hidden_size": 16,
-    "intermediate_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "max_position_embeddings": 32,
-    "bos_token_id": 2,
-    "eos_token_id": 3,
-    "pad_token_id": 0,
-}
+TOKENS = {"bos_token_id": 2, "eos_token_id": 3, "pad_token_id": 0}
+SIZE = {**tiny.SIZE, **TOKENS, "num_key_value_heads": 1, "max_position_embeddings": 32}
 GEMMA = {"head_dim": 8, "sliding_window": 4, "query_pre_attn_scalar": 8}
 NETWORKS = {
     "GPT2LMHeadModel": {"n_positions": 32, "n_embd": 16, "n_layer": 2, "n_head": 2, "vocab_size": tiny.ROWS},

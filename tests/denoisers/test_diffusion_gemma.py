@@ -129,8 +129,6 @@ def test_what_is_said_and_what_is_refused(path, decoder):
         NoisedElbo(decoder).log_prob([Window((0,), (1,), (2,))])
     with pytest.raises(DuelError, match=r"noised_elbo.*estimator=ar"):
         Duel(decoder, "greedy")
-    with pytest.raises(DuelError, match=r"noised_elbo.*estimator=ar"):
-        load_scorer(Options.parse({"pretrained": path}))
     refused(path, "cache", cache="dual")
     refused(path, "peft", peft="folder")
     for estimator in ("ar", "noised_elbo"):

@@ -1,5 +1,6 @@
 """What every known class of discrete diffusion models is taken for by its config.json alone, or why it is refused."""
 
+import itertools
 import json
 
 import dit_reference
@@ -11,6 +12,7 @@ from networks import refused
 
 from lm_eval_duel.denoisers import unloaded
 from lm_eval_duel.denoisers.dit import checkpoint
+from lm_eval_duel.denoisers.hf.diffusion_gemma import CLASS
 from lm_eval_duel.denoisers.load_options import LoadOptions
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.options import Options
@@ -19,14 +21,8 @@ from lm_eval_duel.text.loading import load_scorer
 GPT2_SIZE = {"hidden_dim": 768, "n_blocks": 12, "n_heads": 12, "cond_dim": 128, "model_length": 1024}
 MDLM, BD3LM, SEDD, GIDD = (dit_reference.CONFIGS[name] for name in ("mdlm", "bd3lm", "sedd", "gidd"))
 SIZES = {key: MDLM[key] for key in ("vocab_size", "model_length", "hidden_dim", "n_blocks", "n_heads")}
-DUO = {
-    "architectures": ["DUO"],
-    "model_type": "DUO",
-    "causal": False,
-    "var_min": True,
-    "vocab_size": 50258,
-    **GPT2_SIZE,
-}
+DUO = {**GPT2_SIZE, "architectures": ["DUO"], "model_type": "DUO", "causal": False, "var_min": True}
+DUO["vocab_size"] = 50258
 UDLM = {"model_type": "udlm", "time_conditioning": True, "vocab_size": 30522, **GPT2_SIZE}
 TIMED = {**MDLM, "time_conditioning": True}
 
@@ -139,30 +135,17 @@ def test_a_config_is_refused_if_it_says_something_else(case, tmp_path):
     refused(str(tmp_path), words)
 
 
-GEMMA = {  # DiffusionGemma, which estimator=ar scores, too
-    "its class": of_class("DiffusionGemmaForBlockDiffusion"),
-    "its type": {"model_type": "diffusion_gemma"},
-}
+ESTIMATORS = [  # configs, estimators that do not score them, and the ones that the error names
+    ([ACCEPTED[case][0] for case in NOISED], ["duel", "ar", "elbo", "mixture", "two_phase"], "noised_elbo"),
+    ([of_class(CLASS), {"model_type": "diffusion_gemma"}], ["duel", "elbo"], r"noised_elbo.*estimator=ar"),
+    ([MDLM], ["noised_elbo"], "estimator=elbo"),
+]
 
 
-@pytest.mark.parametrize("case", GEMMA)
-@pytest.mark.parametrize("estimator", ["duel", "elbo"])
-def test_diffusion_gemma_has_two_estimators(case, estimator, tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps(GEMMA[case]))
-    with pytest.raises(DuelError, match=r"noised_elbo.*estimator=ar"):
-        load_scorer(Options.parse({"pretrained": str(tmp_path), "estimator": estimator}))
-
-
-@pytest.mark.parametrize("case", NOISED)
-@pytest.mark.parametrize("estimator", ["duel", "ar", "elbo", "mixture", "two_phase"])
-def test_noise_of_random_tokens_has_one_estimator(case, estimator, tmp_path):
+@pytest.mark.parametrize(("configs", "estimators", "named"), ESTIMATORS)
+def test_noise_decides_which_estimators_there_are(configs, estimators, named, tmp_path):
     """Before any weight is read: the folder has none."""
-    (tmp_path / "config.json").write_text(json.dumps(ACCEPTED[case][0]))
-    with pytest.raises(DuelError, match="noised_elbo"):
-        load_scorer(Options.parse({"pretrained": str(tmp_path), "estimator": estimator}))
-
-
-def test_noise_of_masks_has_others(tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps(MDLM))
-    with pytest.raises(DuelError, match="estimator=elbo"):
-        load_scorer(Options.parse({"pretrained": str(tmp_path), "estimator": "noised_elbo"}))
+    for config, estimator in itertools.product(configs, estimators):
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        with pytest.raises(DuelError, match=named):
+            load_scorer(Options.parse({"pretrained": str(tmp_path), "estimator": estimator}))

@@ -10,12 +10,7 @@ import torch
 from close import close_nats
 from decoder_reference import CASES, write
 from toys import Toy
-from transformers import (
-    BigBirdConfig,
-    BigBirdForMaskedLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-)
+from transformers import BigBirdConfig, BigBirdForMaskedLM, LlamaConfig, LlamaForCausalLM
 
 from lm_eval_duel import Duel, DuelError, Window, denoisers
 from lm_eval_duel.denoisers.user_module import digest

@@ -11,6 +11,7 @@ from noised_toys import bound, noisy
 
 from lm_eval_duel import Duel, reference
 from lm_eval_duel.cli.main import main
+from lm_eval_duel.core import noise as noises
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.denoisers import load
 from lm_eval_duel.errors import DuelError
@@ -83,8 +84,6 @@ def published_rate(clean, z, r, alpha):
 
 
 def test_the_limit_is_the_published_integrand_of_duo_and_udlm():
-    from lm_eval_duel.core import noise as noises
-
     noise, r = noises.Uniform(5), torch.tensor([0.5, 0.1, 0.2, 0.15, 0.05], dtype=torch.float64)
     for alpha in (0.9, 0.3, 0.01):
         t, rest = (torch.tensor([[value]], dtype=torch.float64) for value in (1 - alpha, alpha))
@@ -115,17 +114,7 @@ def test_the_reference_estimates_the_same_bound(tmp_path):
 
 def test_a_plan_counts_it(tmp_path, capsys):
     path, _ = dit_reference.write(tmp_path, "duo")
-    arguments = [
-        "plan",
-        path,
-        "--tokens",
-        "32",
-        "--documents",
-        "2",
-        "--model_args",
-        "estimator=noised_elbo,mc_samples=8",
-    ]
-    main(arguments)
+    main(["plan", path, "--tokens", "32", "--model_args", "estimator=noised_elbo,mc_samples=8"])
     assert "noised_elbo 8" in capsys.readouterr().out
 
 

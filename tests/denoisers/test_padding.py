@@ -17,15 +17,7 @@ from lm_eval_duel.errors import DuelError
 from lm_eval_duel.estimators.duel import DuelEstimator
 from lm_eval_duel.estimators.elbo import Elbo
 
-SIZE = {
-    "vocab_size": tiny.ROWS,
-    "hidden_size": 16,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "intermediate_size": 32,
-    "max_position_embeddings": 32,
-    "pad_token_id": 0,
-}
+SIZE = {**tiny.SIZE, "max_position_embeddings": 32, "pad_token_id": 0}
 MBART = {
     "vocab_size": tiny.ROWS,
     "d_model": 16,

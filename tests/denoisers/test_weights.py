@@ -17,16 +17,8 @@ from lm_eval_duel.denoisers.dit.network import DiT, DiTConfig
 from lm_eval_duel.errors import DuelError
 
 SHAPE = DiTConfig(vocab_size=9, width=8, layers=2, heads=2, condition=4)
-CONFIG = {
-    "model_type": "mdlm",
-    "vocab_size": 9,
-    "model_length": 8,
-    "hidden_dim": 8,
-    "cond_dim": 4,
-    "n_blocks": 2,
-    "n_heads": 2,
-    "time_conditioning": False,
-}
+SIZES = {"vocab_size": 9, "model_length": 8, "hidden_dim": 8, "cond_dim": 4, "n_blocks": 2, "n_heads": 2}
+CONFIG = {**SIZES, "model_type": "mdlm", "time_conditioning": False}
 WINDOWS = [Window((), (1, 2, 3, 4, 5)), Window((7,), (0, 6, 6), (2,))]
 TENSORS = {"a": torch.arange(6.0).reshape(2, 3), "b.weight": torch.ones(4), "c": torch.tensor([1, 2])}
 
