@@ -7,9 +7,9 @@ import networks
 import plain
 import pytest
 import torch
-from noised_toys import bound, noisy
+from noised_toys import bound
 
-from lm_eval_duel import Duel, reference
+from lm_eval_duel import Duel
 from lm_eval_duel.cli.main import main
 from lm_eval_duel.core import noise as noises
 from lm_eval_duel.core.windows import Window
@@ -95,21 +95,6 @@ def test_the_limit_is_the_published_integrand_of_duo_and_udlm():
             observed = noises.Observed(torch.tensor([[clean == z]]), torch.tensor([[False]]))
             rate = float(noises.limit_rate(level, noise.rates(t, rest), of, observed))
             assert rate == pytest.approx(published_rate(clean, z, r, alpha), rel=1e-9)
-
-
-def test_the_reference_estimates_the_same_bound(tmp_path):
-    path, w = dit_reference.write(tmp_path, "duo")
-    denoiser = load(path, device="cpu", tokenizer=dit_reference.words(12))
-    spec = Plain("duo", w, denoiser)
-    steps = [i % 4 + 1 for i in range(400)]
-    times = [(torch.tensor((i - 1) / 4).double(), torch.tensor(i / 4).double()) for i in steps]
-    torch.manual_seed(1)
-    rows = [[int(noisy(token, *spec.level(t)).multinomial(1)) for token in (5, 9)] for _, t in times]
-    draws = [(*each, 4.0, row) for each, row in zip(times, rows, strict=True)]
-    values = reference.noised_elbo((5, 9), range(2), spec.logits, spec.level, draws, denoiser=False)
-    wanted, error = reference.mean_and_error(values, 100)
-    score = NoisedElbo(denoiser, samples=1024, steps=4).log_prob([Window((), (5, 9))])[0]
-    assert abs(score.log_prob - wanted) < 4 * math.hypot(score.stderr, error)
 
 
 def test_a_plan_counts_it(tmp_path, capsys):
