@@ -144,7 +144,7 @@ def _require_cacheable(plain: Denoiser, cache: str) -> None:
 
 
 def _steering(plain: Denoiser) -> Streams | Attentions:
-    """How this network takes kept keys and values; raises NotSteered if it takes none."""
+    """A driver for the way in which this network takes kept keys and values; raises NotSteered if it takes none."""
     if getattr(plain, "steers_attention", False):
         return Attentions(plain)
     if type(_inside(plain)).stream is Denoiser.stream:
