@@ -51,7 +51,7 @@ def no_row_checks(request, monkeypatch):
         from lm_eval_duel.core.row_checks import RowChecks
         from lm_eval_duel.denoisers import self_tests
 
-        monkeypatch.setattr(RowChecks, "due", lambda *_: 0)
+        monkeypatch.setattr(RowChecks, "number_due", lambda *_: 0)
         monkeypatch.setattr(self_tests, "cover", lambda *_: None)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from lm_eval_duel.core.block_causal import BlockCausalView
 from lm_eval_duel.core.lanes import Rows
 from lm_eval_duel.core.network import Network
-from lm_eval_duel.core.noised import NoisedView
+from lm_eval_duel.core.noise_view import NoiseView
 from lm_eval_duel.core.view import View
 
 
@@ -17,8 +17,8 @@ class Denoiser(Network):
 
     def open(self, rows: Rows, generating: bool = False) -> View:
         """A view of one group of windows, for scoring or for generating."""
-        if self.noised is not None:
-            return NoisedView(self, rows)
+        if self.noise_training is not None:
+            return NoiseView(self, rows)
         if self.by_blocks or (self.attention == "causal" and self.shift):
             return BlockCausalView(self, rows, generating)
         return View(self, rows)

@@ -15,7 +15,7 @@ import torch
 from lm_eval_duel.core.decision import UnmaskingRule
 
 if TYPE_CHECKING:
-    from lm_eval_duel.core.noise import Noised
+    from lm_eval_duel.core.noise import NoiseTraining
 
 KeysValues = tuple[torch.Tensor, torch.Tensor]  # of one layer, (N, H, K, D / H) each
 
@@ -78,8 +78,8 @@ class Network(abc.ABC):
     excluded_ids: tuple[int, ...] = ()  # tokens that are left out of the vocabulary
     image_ids: frozenset[int] = frozenset()  # tokens that stand for images, which no window may hold
     quantized: bool = False  # its weights are coarser than its dtype
-    noised: Noised | None = None  # the training, if its noise is random tokens; None: [MASK] alone
-    reads_causally: bool = False  # a `noised` network that is also an autoregressive one (attention=causal)
+    noise_training: NoiseTraining | None = None  # if its noise is random tokens; None: [MASK] alone
+    reads_causally: bool = False  # its noise is random tokens, and with attention=causal it is autoregressive
     separate_tokens: int = 0  # in the largest call whose rows a self-test found independent; 0: not tested
     fixed_weights: bool = True  # the weights never change; False: read the spec from `describe` each time
 
@@ -145,7 +145,7 @@ class Network(abc.ABC):
         return self.head(features)
 
     def noise_inputs(self, t: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Inputs of a `noised` network besides the rows, at times t (R,), (R, ...) each."""
+        """Inputs of a network with `noise_training` besides the rows, at times t (R,), (R, ...) each."""
         return {}
 
     def ties(self, rule: UnmaskingRule) -> str | None:

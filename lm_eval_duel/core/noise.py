@@ -62,10 +62,11 @@ class Noise(abc.ABC):
     def rates(self, t: torch.Tensor, rest: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The rates b' - (a' / a) b at which a token (u) and [MASK] (m) enter, at times t (R, 1), (R, 1) each."""
 
-    def time(self, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """(t, 1 - t, dt / dv) of uniform numbers v (R, 1): denser near 0, so that draws have a finite variance.
+    def time_from_uniform(self, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Map uniform numbers v (R, 1) to times: (t, 1 - t, dt / dv), (R, 1) each.
 
-        At a small t a position is noisy with probability t and weight 1 / t.
+        Times are denser near 0, so that draws have a finite variance: at a small t a position is noisy with
+        probability t and weight 1 / t.
         """
         v = v.clamp(min=2.0**-53)
         return v**2, (1 - v) * (1 + v), 2 * v
@@ -86,22 +87,24 @@ class Uniform(Noise):
 
 @dataclasses.dataclass(frozen=True)
 class Hybrid(Noise):
-    """GIDD's noise (von Rütte et al. 2025): masks and uniform tokens, `uniform` the share of the latter at t = 1/2.
+    """GIDD's noise (von Rütte et al. 2025): masks and uniform tokens.
+
+    `uniform_share`: p, the share of uniform tokens at t = 1/2.
 
     With c = B sqrt(t (1 - t)) and B = 2 p / (1 - p): a = (1 - t) / (1 + c), m = t / (1 + c), and c / (1 + c) is uniform
     over the tokens. p = 0 is masking.
     """
 
-    uniform: float = 0.0
+    uniform_share: float = 0.0
 
     @property
     def name(self) -> str:  # type: ignore[override]
-        return f"masks and {self.uniform:g} uniform" if self.uniform else "masks"
+        return f"masks and {self.uniform_share:g} uniform" if self.uniform_share else "masks"
 
     @property
     def scale(self) -> float:
         """B."""
-        return 2 * self.uniform / (1 - self.uniform)
+        return 2 * self.uniform_share / (1 - self.uniform_share)
 
     def level(self, t: torch.Tensor, rest: torch.Tensor) -> Level:
         c = self.scale * (t * rest).sqrt()  # (R, 1)
@@ -112,16 +115,16 @@ class Hybrid(Noise):
         c = self.scale * root
         return self.scale / (2 * root * (1 + c) * self.tokens), 1 / (rest * (1 + c))
 
-    def time(self, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The times of `Noise.time`, which are denser near 1, too, where the rate of uniform tokens is infinite."""
-        if not self.uniform:
-            return super().time(v)
+    def time_from_uniform(self, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """See `Noise.time_from_uniform`; denser near 1, too, where the rate of uniform tokens is infinite."""
+        if not self.uniform_share:
+            return super().time_from_uniform(v)
         v = v.clamp(min=2.0**-53)
         low, high = v**3, (1 - v) ** 3
         return low / (low + high), high / (low + high), 3 * (v * (1 - v)) ** 2 / (low + high) ** 2
 
 
-class Noised(NamedTuple):
+class NoiseTraining(NamedTuple):
     """The training of a network with random tokens: its noise, and the meaning of its output and inputs."""
 
     noise: Noise
@@ -135,35 +138,35 @@ class Noised(NamedTuple):
 # ---------------------------------------------------------------- the terms of the bound
 
 
-def step_kl(before: Level, now: Level, of: Statistics, observed: Observed) -> torch.Tensor:
+def step_kl(before: Level, now: Level, stats: Statistics, observed: Observed) -> torch.Tensor:
     """KL(q(x_s | x_t, x_0) || k(x_s | x_t)) in nats, float64 (R, W); at s = 0 it is -log k(x_0 | x_t).
 
-    `before`: the level at s; `now`: at t > s. `of.total` has the ratio a / u of s. A state y that is neither x_0 nor
+    `before`: the level at s; `now`: at t > s. `stats.total` has the ratio a / u of s. A state y that is neither x_0 nor
     x_t has the ratio of posteriors u / (a r(y) + u), and [MASK] has the ratio 1.
     """
     same, masked = observed
     stays = now.a / before.a  # (R, 1)
     enters = torch.where(masked, now.m - stays * before.m, now.u - stays * before.u)  # (R, W) q(x_t | y), y != x_t
     reached = _reached(now, observed)  # (R, W)
-    at_clean, clean, noisy = _log_ratios(before, of)
-    alone = ~(same | masked)  # x_t is a token, and not x_0
-    others = of.total - clean - torch.where(alone, noisy, 0.0)  # (R, W)
+    at_clean, clean, noisy = _log_ratios(before, stats)
+    replaced = ~(same | masked)  # x_t is a token, and not x_0
+    others = stats.total - clean - torch.where(replaced, noisy, 0.0)  # (R, W)
     weight_clean = (enters + torch.where(same, stays, 0.0)) * (before.a + before.u) / reached
-    weight_noisy = torch.where(alone, (enters + stays) * before.u / reached, 0.0)
-    value = -enters * before.u / reached * others - weight_clean * at_clean - _log_evidence(now, of, observed)
+    weight_noisy = torch.where(replaced, (enters + stays) * before.u / reached, 0.0)
+    value = -enters * before.u / reached * others - weight_clean * at_clean - _log_evidence(now, stats, observed)
     return value - torch.where(weight_noisy > 0, weight_noisy * noisy, 0.0)
 
 
 def limit_rate(
-    now: Level, rates: tuple[torch.Tensor, torch.Tensor], of: Statistics, observed: Observed
+    now: Level, rates: tuple[torch.Tensor, torch.Tensor], stats: Statistics, observed: Observed
 ) -> torch.Tensor:
     """The integrand of the bound with infinitely many steps at time t, in nats, float64 (R, W).
 
     g / q(x_t | x_0) [KL(q_t(. | x_0) || q_t(. | r)) + y - log y - 1],  y = q(x_t | x_0) / q(x_t | r)
     """
-    at_clean, clean, _ = _log_ratios(now, of)
-    divergence = -(now.a + now.u) * at_clean - now.u * (of.total - clean)  # (R, W)
-    log_y = _log_evidence(now, of, observed)
+    at_clean, clean, _ = _log_ratios(now, stats)
+    divergence = -(now.a + now.u) * at_clean - now.u * (stats.total - clean)  # (R, W)
+    log_y = _log_evidence(now, stats, observed)
     rate = torch.where(observed.masked, rates[1], rates[0]) / _reached(now, observed)
     return rate * (divergence + torch.expm1(log_y) - log_y)
 
@@ -173,11 +176,12 @@ def _reached(now: Level, observed: Observed) -> torch.Tensor:
     return torch.where(observed.masked, now.m, now.u + torch.where(observed.same, now.a, 0.0))
 
 
-def _log_ratios(level: Level, of: Statistics) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _log_ratios(level: Level, stats: Statistics) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """log (a r + u) / (a + u) at x_0, and log (a r + u) / u at x_0 and at x_t, 0 if u is 0; (R, W) each."""
     a, u, _ = level
     ratio = torch.where(u > 0, a / u, 0.0)  # (R, 1)
-    return _log_share(level, of.clean), torch.log1p(ratio * of.clean.exp()), torch.log1p(ratio * of.noisy.exp())
+    clean, noisy = (torch.log1p(ratio * log_r.exp()) for log_r in (stats.clean, stats.noisy))
+    return _log_share(level, stats.clean), clean, noisy
 
 
 def _log_share(level: Level, log_r: torch.Tensor) -> torch.Tensor:
@@ -188,11 +192,11 @@ def _log_share(level: Level, log_r: torch.Tensor) -> torch.Tensor:
     return torch.where(log_r > -1, likely, unlikely)
 
 
-def _log_evidence(now: Level, of: Statistics, observed: Observed) -> torch.Tensor:
+def _log_evidence(now: Level, stats: Statistics, observed: Observed) -> torch.Tensor:
     """log q(x_t | x_0) / (a r(x_t) + b(x_t)), (R, W)."""
     same, masked = observed
-    kept = _log_share(now, of.noisy)  # (R, W)
-    changed = torch.log1p(now.a / now.u * of.noisy.exp())  # (R, W)
+    kept = _log_share(now, stats.noisy)  # (R, W)
+    changed = torch.log1p(now.a / now.u * stats.noisy.exp())  # (R, W)
     return -torch.where(masked, 0.0, torch.where(same, kept, changed))
 
 

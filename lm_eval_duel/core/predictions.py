@@ -162,7 +162,7 @@ class Predictions:
         For a network whose head is not split off these are its logits (C, V), [MASK] and padding included.
 
         Raises:
-            DuelError: under classifier-free guidance, where a position has two inputs of the head.
+            DuelError: Under classifier-free guidance, where a position has two inputs of the head.
         """
         return self._one_input()[self._row]
 
@@ -174,7 +174,7 @@ class Predictions:
         where features are, as statistics of the predictions are, and `function` must not modify its arguments.
 
         Raises:
-            DuelError: under classifier-free guidance, where a position has two inputs of the head.
+            DuelError: Under classifier-free guidance, where a position has two inputs of the head.
         """
         features = self._one_input()
         position = self._row.new_empty(len(features))  # (U,) a masked position with each row of features

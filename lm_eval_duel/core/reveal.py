@@ -95,7 +95,7 @@ class Reveal:
         try:
             while (active := self._fill()) is not None:
                 lanes_per_row = lanes_per_row or self._lanes_per_row(active)
-                if due := self.checks.due(self.counts, len(active), lanes_per_row):
+                if due := self.checks.number_due(self.counts, len(active), lanes_per_row):
                     self.checks.compare(self.counts)
                 after = None
                 while after is None:

@@ -60,7 +60,7 @@ class RowChecks:
     def __init__(self) -> None:
         self.waiting: list[LaneCheck] = []
 
-    def due(self, counts: Counts, lanes: int, lanes_per_row: float) -> int:
+    def number_due(self, counts: Counts, lanes: int, lanes_per_row: float) -> int:
         """The number of the next `lanes` to check: at least `FIRST` of a run, and of a long one `SHARE` of its cost.
 
         `lanes_per_row`: the number of lanes that cost as much as one evaluated alone.
@@ -72,7 +72,7 @@ class RowChecks:
         """Evaluate the waiting lanes alone, and count those that differ.
 
         Raises:
-            InconsistentOutput: One differs in float32; the message names it.
+            InconsistentOutput: If one differs in float32; the message names it.
         """
         waiting, self.waiting = self.waiting, []
         for drawn in waiting:

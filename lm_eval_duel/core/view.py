@@ -161,9 +161,7 @@ class View:
         before = (column >= lanes.origin[:, None]) & (column < lanes.start[:, None])  # (R, L) earlier blocks
 
         revealed = (lanes.tokens >= 0) & ~lanes.masked  # (R, W)
-        at = torch.where(
-            revealed, lanes.columns, length
-        )  # (R, W) positions that are not revealed go into another column
+        at = torch.where(revealed, lanes.columns, length)  # (R, W) other positions go into an extra column
         written = ids.new_full((len(row), length + 1), -1).scatter_(1, at, lanes.tokens)[:, :length]  # (R, L)
         shown = visible | before | (written >= 0)  # (R, L)
         ids = torch.where(written >= 0, written, ids)  # (R, L)

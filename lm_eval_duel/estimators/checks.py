@@ -22,7 +22,7 @@ _warned: weakref.WeakSet[Denoiser] = weakref.WeakSet()  # denoisers whose window
 
 def require_masks(denoiser: Denoiser, name: str) -> None:
     """Raise DuelError for a network whose noise is random tokens, which estimator `name` does not score."""
-    if denoiser.noised is not None:
+    if denoiser.noise_training is not None:
         raise random_tokens(f"this network ({denoiser.family})", name, denoiser.reads_causally)
 
 

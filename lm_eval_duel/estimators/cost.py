@@ -197,7 +197,7 @@ class Method(NamedTuple):
 def methods(setting: Setting, entry: Entry, own: Mapping[str, Any]) -> Iterator[Method]:
     """The ways to score windows with this network. `entry`, `own`: the run's estimator and its arguments."""
     denoiser, kept, arguments, bound = setting.denoiser, setting.kept, entry.own(**own), "a bound, with its error"
-    if (trained := denoiser.noised) is not None:
+    if (trained := denoiser.noise_training) is not None:
         noise = arguments if isinstance(arguments, NoisedElboArguments) else NoisedElboArguments()
         inputs = trained.self_conditioning if noise.self_conditioning == "auto" else noise.self_conditioning
         steps = noise.steps or trained.steps or math.inf

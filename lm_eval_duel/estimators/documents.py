@@ -27,7 +27,7 @@ def score_documents(
         keep: Called with each window and its score as soon as it is scored, before its document is finished.
 
     Raises:
-        DuelError: a window cannot be scored; the message names its document.
+        DuelError: If a window cannot be scored; the message names its document.
     """
     scores: dict[int, dict[int, Score]] = {}  # of each unfinished document, by window
     missing: list[tuple[int, int]] = []  # the document of each window without a score, and its place there

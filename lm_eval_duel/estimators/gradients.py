@@ -173,7 +173,7 @@ def token_weights(weights: Weights, windows: Sequence[Window]) -> torch.Tensor:
     """Weights of windows (N,), or of their tokens (N, T) or one list for each window, as a plane (N, T).
 
     Raises:
-        DuelError: there is not one for each, or they are not finite.
+        DuelError: If there is not one for each, or one is not finite.
     """
     longest = max((len(window.target) for window in windows), default=0)
     if len(weights) != len(windows):
@@ -229,7 +229,7 @@ def unknown_leaves(values: torch.Tensor, known: set[int]) -> list[weakref.ref[to
     """The tensors in the graph of `values` that gather a gradient and are not among those `known`.
 
     Raises:
-        DuelError: `values` have no graph.
+        DuelError: If `values` have no graph.
     """
     if not values.requires_grad:
         raise DuelError("The network's logits have no gradient: a function calls it under torch.no_grad.")

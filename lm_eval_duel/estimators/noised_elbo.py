@@ -24,8 +24,7 @@ from lm_eval_duel.core import signals
 from lm_eval_duel.core.denoiser import Denoiser
 from lm_eval_duel.core.hashing import uniform
 from lm_eval_duel.core.lanes import Lanes
-from lm_eval_duel.core.noise import Noised
-from lm_eval_duel.core.noised import NoisedView
+from lm_eval_duel.core.noise_view import NoiseView
 from lm_eval_duel.core.predictions import CPU_ROWS, CPU_VALUES, GPU_VALUES
 from lm_eval_duel.core.reveal import WindowGroup, naming_window, without_autocast
 from lm_eval_duel.core.row_checks import LaneCheck, draw_lanes, place_of
@@ -71,11 +70,10 @@ class NoisedElbo(Estimator):
         seed: int = 0,
         **layout: Any,
     ):
-        if denoiser.noised is None:
+        if (trained := denoiser.noise_training) is None:
             raise DuelError("estimator=noised_elbo is for networks whose noise is random tokens; use estimator=elbo.")
-        trained: Noised = denoiser.noised
         own = NoisedElboArguments(samples, steps, prediction, self_conditioning)
-        self.noise, self.samples, self.seed = trained.noise, own.mc_samples, seed
+        self.trained, self.noise, self.samples, self.seed = trained, trained.noise, own.mc_samples, seed
         self.steps = own.steps if own.steps is not None else math.inf if trained.steps is None else trained.steps
         self.prediction = trained.prediction if own.prediction == "auto" else own.prediction
         asked = own.self_conditioning
@@ -97,15 +95,14 @@ class NoisedElbo(Estimator):
         self.number[tokens] = torch.arange(len(tokens), device=tokens.device)
 
     def describe(self) -> dict[str, object]:
-        trained = cast(Noised, self.denoiser.noised)
         return {
             "estimator": self.name,
             "noise": self.noise.name,
             "steps": "inf" if self.steps == math.inf else int(self.steps),
             "prediction": self.prediction,
-            **({"self_conditioning": self.conditioning} if trained.self_conditioning != "none" else {}),
+            **({"self_conditioning": self.conditioning} if self.trained.self_conditioning != "none" else {}),
             **({"canvas": self.block, "last_canvas": "short"} if self.block else {}),
-            **({"time": trained.note} if trained.note else {}),
+            **({"time": self.trained.note} if self.trained.note else {}),
             "mc_samples": self.samples,
             "draw_seed": self.seed,
         }
@@ -129,7 +126,7 @@ class NoisedElbo(Estimator):
         spans, sums = self.block_spans(group), NoisedAccumulator(group, self, self.samples)
         key = torch.tensor([window.key for window in group.windows], device=group.rows.ids.device)  # (N,)
         nth = torch.tensor([n for window in group.windows for n in range(len(self.blocks(window)))], device=key.device)
-        view, done = cast(NoisedView, group.view), 0
+        view, done = cast(NoiseView, group.view), 0
         before = view.forwards, view.evaluated
         try:
             while done < len(spans) * self.samples:
@@ -160,7 +157,7 @@ class NoisedElbo(Estimator):
             lanes = group.fresh(spans[place : int(number[-1]) // self.samples + 1])
             lanes, draw = lanes.select(number // self.samples - place), number % self.samples
             what = key[lanes.row], nth[number // self.samples], draw  # (R,) each
-            if due := self.row_checks.due(self.counts, len(number), 1.0):
+            if due := self.row_checks.number_due(self.counts, len(number), 1.0):
                 self.row_checks.compare(self.counts)
             try:
                 with naming_window(lanes, group.window_indices), without_autocast(self.denoiser):
@@ -204,10 +201,10 @@ class NoisedElbo(Estimator):
         before = now if self.steps == math.inf else self.noise.level(s, 1 - s)
         noisy = self._noisy(key, clean, now, draw, lanes, 0)
         past = self._logits(group, lanes, noisy, t, None) if self.conditioning == "twice" else None
-        of, observed, _ = self._predict(group, lanes, clean, noisy, now, before, t, past)
+        stats, observed, _ = self._predict(group, lanes, clean, noisy, now, before, t, past)
         if self.steps == math.inf:
-            return weight * noises.limit_rate(now, self.noise.rates(t, rest), of, observed)
-        return weight * noises.step_kl(before, now, of, observed)
+            return weight * noises.limit_rate(now, self.noise.rates(t, rest), stats, observed)
+        return weight * noises.step_kl(before, now, stats, observed)
 
     def _times(self, key: torch.Tensor, span: torch.Tensor, draw: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """s, t, 1 - t and the weight of draws, (R, 1) each; s = t for infinitely many steps."""
@@ -215,7 +212,7 @@ class NoisedElbo(Estimator):
         shift = uniform(key, self.seed, SHIFT, draw % self.replicates)  # (R,)
         v = ((shift + (draw // self.replicates).double() / strata + span.double() * GOLDEN) % 1)[:, None]  # (R, 1)
         if self.steps == math.inf:
-            t, rest, weight = self.noise.time(v)
+            t, rest, weight = self.noise.time_from_uniform(v)
             return t, t, rest, weight
         step = 1 + (v * self.steps).floor()  # (R, 1) from 1 to T
         t, rest = step / self.steps, (self.steps - step) / self.steps
@@ -244,8 +241,8 @@ class NoisedElbo(Estimator):
         total, past = torch.zeros(clean.shape, dtype=torch.float64, device=key.device), None
         for i in range(len(path) - 1, 0, -1):
             t = (steps[i] / self.steps).expand(len(lanes), 1)  # (R, 1)
-            of, observed, past = self._predict(group, lanes, clean, path[i], levels[i], levels[i - 1], t, past)
-            total += noises.step_kl(levels[i - 1], levels[i], of, observed)
+            stats, observed, past = self._predict(group, lanes, clean, path[i], levels[i], levels[i - 1], t, past)
+            total += noises.step_kl(levels[i - 1], levels[i], stats, observed)
         return total
 
     def _noisy(
@@ -303,7 +300,7 @@ class NoisedElbo(Estimator):
     def _features(
         self, group: WindowGroup, lanes: Lanes, noisy: torch.Tensor, t: torch.Tensor, past: torch.Tensor | None
     ) -> torch.Tensor:
-        return cast(NoisedView, group.view).features(lanes, self._ids(noisy), t[:, 0], past)
+        return cast(NoiseView, group.view).features(lanes, self._ids(noisy), t[:, 0], past)
 
     def _ids(self, noisy: torch.Tensor) -> torch.Tensor:
         """The ids of noisy tokens (R, W) that are given by number."""

@@ -127,7 +127,7 @@ def in_blocks(order: Sequence[int], window: Window, duel: DuelEstimator, n: int)
     """The steps of window `n`, numbered from 0 in each block.
 
     Raises:
-        DuelError: a block is not finished before the next one begins.
+        DuelError: If a block is not finished before the next one begins.
     """
     inner = [order[part] for part in target_parts(window, Estimator.blocks(duel, window))]
     if duel.rule.spans_blocks and len(inner) > 1 and all(min(part) == min(order) for part in inner):

@@ -186,9 +186,9 @@ def test_a_training_run_may_change_the_weights_between_steps():
 def test_the_share_of_a_long_run_is_small():
     checks, counts, lanes_per_row = RowChecks(), Counts(), 1.0
     for _ in range(20_000):
-        counts.rows_checked += checks.due(counts, 10, lanes_per_row)
+        counts.rows_checked += checks.number_due(counts, 10, lanes_per_row)
         counts.lane_steps += 10
     assert SHARE <= counts.rows_checked / counts.lane_steps < 1.05 * SHARE
     assert counts.rows_checked == int(FIRST + checks_among(200_000))
     few = Counts()
-    assert checks.due(few, 3, lanes_per_row) == 3 and checks.due(few, 50, 10 * lanes_per_row) >= FIRST
+    assert checks.number_due(few, 3, lanes_per_row) == 3 and checks.number_due(few, 50, 10 * lanes_per_row) >= FIRST

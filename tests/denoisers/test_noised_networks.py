@@ -24,7 +24,8 @@ class Plain:
     """A checkpoint as the specification wants it: logits of a row at a time, and its noise."""
 
     def __init__(self, name, w, denoiser, before=(), after=()):
-        self.name, self.w, self.noised, self.before, self.after = name, w, denoiser.noised, before, after
+        self.name, self.w, self.before, self.after = name, w, before, after
+        self.noise_training = denoiser.noise_training
         self.excluded, self.mask_id = denoiser.excluded, denoiser.mask_id
         self.vocab_size = dit_reference.VOCABULARY + (3 if name == "gidd-uniform" else 0)
         self.tokens = [v for v in range(self.vocab_size) if not self.excluded[v]]
@@ -53,9 +54,13 @@ def test_the_bound_is_that_of_the_plain_network(name, tmp_path):
     """By enumeration of all noisy rows, with a context, and of the context's and the suffix's tokens as they are."""
     path, w = dit_reference.write(tmp_path, name)
     denoiser = load(path, device="cpu", tokenizer=None if name == "gidd-uniform" else dit_reference.words(12))
-    assert denoiser.family == name and denoiser.noised.prediction == "plugin" and denoiser.noised.steps is None
+    assert (
+        denoiser.family == name
+        and denoiser.noise_training.prediction == "plugin"
+        and denoiser.noise_training.steps is None
+    )
     # all columns but [MASK] and what is after it, whatever the tokenizer
-    assert denoiser.noised.noise.tokens == (denoiser.mask_id or dit_reference.VOCABULARY)
+    assert denoiser.noise_training.noise.tokens == (denoiser.mask_id or dit_reference.VOCABULARY)
     window = Window((3,), (5, 9), (2,))
     exact = bound(Plain(name, w, denoiser, window.context, window.suffix), window.target, 2)
     [score] = NoisedElbo(denoiser, samples=1024, steps=2).log_prob([window])
@@ -91,9 +96,9 @@ def test_the_limit_is_the_published_integrand_of_duo_and_udlm():
         for clean, z in ((0, 0), (0, 3), (4, 2)):
             ratio = (level.a / level.u)[0]
             found = noises.statistics(r.log()[None].clone(), *torch.tensor([[clean], [z]]), torch.zeros(1), ratio)
-            of = noises.Statistics(*(value[None] for value in found))
+            stats = noises.Statistics(*(value[None] for value in found))
             observed = noises.Observed(torch.tensor([[clean == z]]), torch.tensor([[False]]))
-            rate = float(noises.limit_rate(level, noise.rates(t, rest), of, observed))
+            rate = float(noises.limit_rate(level, noise.rates(t, rest), stats, observed))
             assert rate == pytest.approx(published_rate(clean, z, r, alpha), rel=1e-9)
 
 

@@ -33,7 +33,7 @@ PROCESSES = [(name, "none") for name in PLAIN] + [
 
 
 def without_noise(toy):
-    toy.noised = None
+    toy.noise_training = None
     return toy
 
 
@@ -58,18 +58,18 @@ def observed_and_statistics(toy, x, z, before, now, t, prediction):
 def test_three_numbers_give_the_terms_of_the_specification(name):
     """Also: a denoiser's kernel, a mixture over x_0, is that of the plug-in which it is converted to."""
     toy, steps = TOYS[name], 3
-    prediction, noise = toy.noised.prediction, toy.noised.noise
+    prediction, noise = toy.noise_training.prediction, toy.noise_training.noise
     for i in range(1, steps + 1):
         before, now = (noise.level(*times(n / steps, (steps - n) / steps)) for n in (i - 1, i))
         for z in states(toy, 2):
             reached = math.prod(float(noisy(x, *toy.level(i / steps))[token]) for x, token in zip(TEXT, z, strict=True))
             if not reached:
                 continue
-            of, observed = observed_and_statistics(toy, TEXT, z, before, now, i / steps, prediction)
+            stats, observed = observed_and_statistics(toy, TEXT, z, before, now, i / steps, prediction)
             P = reference.log_softmax(toy.logits(z, i / steps)).exp()
             levels = toy.level(i / steps), toy.level((i - 1) / steps)
             wanted = row_term(TEXT, z, P, *levels, prediction == "denoiser")
-            assert float(noises.step_kl(before, now, of, observed).sum()) == pytest.approx(wanted, abs=1e-12)
+            assert float(noises.step_kl(before, now, stats, observed).sum()) == pytest.approx(wanted, abs=1e-12)
 
 
 @pytest.mark.parametrize(("name", "conditioning"), PROCESSES)
@@ -108,16 +108,16 @@ def test_the_told_error_is_that_of_the_estimate(steps):
 
 def limit(toy, x):
     """The bound with infinitely many steps: all noisy rows, and Gauss's quadrature over the time's uniform number."""
-    noise, total = toy.noised.noise, 0.0
+    noise, total = toy.noise_training.noise, 0.0
     for node, share in zip(*numpy.polynomial.legendre.leggauss(32), strict=True):
-        t, rest, weight = noise.time(*times((node + 1) / 2))
+        t, rest, weight = noise.time_from_uniform(*times((node + 1) / 2))
         now = noise.level(t, rest)
         a, b = toy.level(float(t))
         for z in states(toy, len(x)):
             chance = math.prod(float(noisy(token, a, b)[seen]) for token, seen in zip(x, z, strict=True))
             if chance:
-                of, observed = observed_and_statistics(toy, x, z, now, now, float(t), toy.noised.prediction)
-                rate = noises.limit_rate(now, noise.rates(t, rest), of, observed).sum()
+                stats, observed = observed_and_statistics(toy, x, z, now, now, float(t), toy.noise_training.prediction)
+                rate = noises.limit_rate(now, noise.rates(t, rest), stats, observed).sum()
                 total += float(weight) * share / 2 * chance * float(rate)
     return total
 
@@ -140,7 +140,9 @@ def test_masks_alone_give_the_mean_over_all_orders():
         .log_prob
     )
     assert -limit(toy, x) == pytest.approx(wanted, abs=1e-4)
-    toy.noised = toy.noised._replace(noise=noises.Hybrid(3, 1e-9))  # GIDD whose share of uniform noise vanishes
+    toy.noise_training = toy.noise_training._replace(
+        noise=noises.Hybrid(3, 1e-9)
+    )  # GIDD whose share of uniform noise vanishes
     assert -limit(toy, x) == pytest.approx(wanted, abs=1e-2)
 
 

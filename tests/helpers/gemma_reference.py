@@ -51,7 +51,8 @@ class Plain:
     """A canvas after a context, for the enumeration in `noised_toys`: the class's own forward of the whole model."""
 
     def __init__(self, denoiser, context):
-        self.noised, self.vocab_size, self.context = denoiser.noised, denoiser.vocab_size, torch.tensor([context])
+        self.noise_training, self.vocab_size = denoiser.noise_training, denoiser.vocab_size
+        self.context = torch.tensor([context])
         self.logits = lambda z, t, before=None: self._logits(z, before)
 
     @torch.no_grad()

@@ -7,11 +7,11 @@ import torch
 from toys import Toy
 
 from lm_eval_duel import reference
-from lm_eval_duel.core.noise import Hybrid, Noised, Uniform
-from lm_eval_duel.core.noised import NoisedView
+from lm_eval_duel.core.noise import Hybrid, NoiseTraining, Uniform
+from lm_eval_duel.core.noise_view import NoiseView
 
 
-class ConditionedView(NoisedView):
+class ConditionedView(NoiseView):
     """Adds a function of the logits of the pass before to the features; without any, they count as zero signal."""
 
     def features(self, lanes, noisy, t, before=None):
@@ -28,7 +28,7 @@ class NoisyToy(Toy):
         super().__init__(tokens=tokens, length=length, scale=scale)
         self.masks, self.timed = share is not None, timed
         noise = Uniform(tokens) if share is None else Hybrid(tokens, share)
-        self.noised = Noised(noise, prediction, 4, timed=timed)
+        self.noise_training = NoiseTraining(noise, prediction, 4, timed=timed)
         if not self.masks:
             self.vocab_size, self.mask_id = tokens, None
             self.embed, self.out = self.embed[:, :tokens], self.out[:, :, :tokens]
@@ -53,7 +53,7 @@ class NoisyToy(Toy):
     def level(self, t):
         """a_t and b_t (V,) of the reference."""
         t = torch.as_tensor(t, dtype=torch.float64)
-        a, u, m = self.noised.noise.level(t, 1 - t)
+        a, u, m = self.noise_training.noise.level(t, 1 - t)
         b = u.repeat(self.vocab_size)
         if self.masks:
             b[self.mask_id] = m
@@ -65,7 +65,7 @@ class Conditioned(NoisyToy):
 
     def __init__(self, **options):
         super().__init__(**options)
-        self.noised = self.noised._replace(self_conditioning="twice")
+        self.noise_training = self.noise_training._replace(self_conditioning="twice")
 
     def open(self, rows, generating=False):
         return ConditionedView(self, rows)
@@ -90,7 +90,7 @@ def row_term(x, z, P, t, s, denoiser):
 
 def bound(toy, x, steps, conditioning="none"):
     """The exact bound of -log p(x), summed over all noisy rows of each step, or over all paths (chain)."""
-    denoiser, every = toy.noised.prediction == "denoiser", range(len(x))
+    denoiser, every = toy.noise_training.prediction == "denoiser", range(len(x))
     levels = [toy.level(i / steps) for i in range(steps + 1)]
 
     def chance(z, y, a, b):
@@ -146,7 +146,7 @@ def sampled(toy, length, steps, conditioning="none", merged=True):
 
     `merged`: equal rows of a step become one (transfer matrices); otherwise, and under chain, every path is followed.
     """
-    denoiser, rows = toy.noised.prediction == "denoiser", states(toy, length)
+    denoiser, rows = toy.noise_training.prediction == "denoiser", states(toy, length)
     prior = toy.level(1.0)[1]
     # the state is (row, logits of the step before) under chain
     mass = {tuple(z.tolist()): (float(prior[z].prod()), None) for z in rows}

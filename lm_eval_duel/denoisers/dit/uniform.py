@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from lm_eval_duel.arguments import TRUTH
-from lm_eval_duel.core.noise import Noise, Noised, Uniform
+from lm_eval_duel.core.noise import Noise, NoiseTraining, Uniform
 from lm_eval_duel.denoisers.dit.denoiser import NOISE_EPS, DiTDenoiser
 from lm_eval_duel.denoisers.dit.network import DiT
 from lm_eval_duel.errors import DuelError
@@ -31,7 +31,7 @@ class NoisedDiT(DiTDenoiser):
 
     def __init__(self, network: DiT, family: str, max_length: int, path: str, tokens: set[int], mask_id: int | None):
         super().__init__(network, family, max_length, path, tokens, mask_id)
-        self.noised = Noised(self.noise, "plugin", None, note=self.note)
+        self.noise_training = NoiseTraining(self.noise, "plugin", None, note=self.note)
         self.published_block, self.relative_positions = None, False
 
     @property

@@ -19,8 +19,8 @@ import transformers
 from transformers import PreTrainedTokenizerBase
 
 from lm_eval_duel.core.lanes import Lanes, Rows
-from lm_eval_duel.core.noise import Noised, Uniform
-from lm_eval_duel.core.noised import NoisedView
+from lm_eval_duel.core.noise import NoiseTraining, Uniform
+from lm_eval_duel.core.noise_view import NoiseView
 from lm_eval_duel.denoisers import self_tests
 from lm_eval_duel.denoisers.hf import auto_model
 from lm_eval_duel.denoisers.hf.causal_lm import CAUSAL_LM, CausalLM
@@ -111,9 +111,9 @@ class Canvases(Pretrained):
             require_fit(set(tokenizer.get_vocab().values()), None, columns, self.path)
         self.vocab_size, self.tokens = columns, set(range(columns))  # noise is over all columns
         self.block = options.block if isinstance(options.block, int) else model_config.canvas_length
-        self.noised = Noised(Uniform(columns), "denoiser", STEPS, "twice", timed=False)
+        self.noise_training = NoiseTraining(Uniform(columns), "denoiser", STEPS, "twice", timed=False)
 
-    def open(self, rows: Rows, generating: bool = False) -> NoisedView:
+    def open(self, rows: Rows, generating: bool = False) -> NoiseView:
         return CanvasView(self, rows)
 
     def take(self, model: Any) -> None:
@@ -157,7 +157,7 @@ class Canvases(Pretrained):
             raise DuelError(f"Canvases in one call of {self.path} influence each other, so no value would be its own.")
 
 
-class CanvasView(NoisedView):
+class CanvasView(NoiseView):
     """The decoder opened on a group of rows; the keys of each row's clean tokens are computed once, in its order."""
 
     denoiser: Canvases

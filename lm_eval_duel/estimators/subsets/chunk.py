@@ -109,7 +109,7 @@ class Chunk:
         self.weight = like.new_full((len(lanes), self.beam.sums, steps), -math.inf)  # (x, C, T)
         self.weight[:, :, 0] = 0
         self.followed = followed(self.size, 1 << self.wide, self.beam.sums, steps)
-        self.ahead = like.new_zeros(len(lanes))  # (x,) log p of the targets of a set, under the predictions before
+        self.lookahead = like.new_zeros(len(lanes))  # (x,) log p of the targets of a set, under the predictions before
         self.value = like.new_full((len(lanes), self.beam.sums), -math.inf)  # (B, C)
         self.path = self.key  # (B,) the sets of argmax decoding as far as it writes the targets; -1: it does not
         self.rows = torch.zeros_like(self.block)  # (B,)
@@ -132,13 +132,13 @@ class Chunk:
         sizes = from_bitmask(self.key, self.wide).sum(1)  # (x,)
         self.positions = int(sizes.max())
         here = sizes == self.positions
-        key, weight, ahead = self.key[here], self.weight[here], self.ahead[here]
-        self.key, self.weight, self.ahead = self.key[~here], self.weight[~here], self.ahead[~here]
+        key, weight, lookahead = self.key[here], self.weight[here], self.lookahead[here]
+        self.key, self.weight, self.lookahead = self.key[~here], self.weight[~here], self.lookahead[~here]
         on_path = torch.isin(key, self.path)
-        kept, more = self._thinned(key >> self.wide, weight.logsumexp(2) + ahead[:, None], self.size, on_path)
+        kept, log_count = self._thinned(key >> self.wide, weight.logsumexp(2) + lookahead[:, None], self.size, on_path)
         self.level_key = key[kept]
         block, masked = self.level_key >> self.wide, from_bitmask(self.level_key, self.wide)  # (X,), (X, W)
-        self.level = StateLevel(block, self.lanes.masked.sum(1)[block], masked, weight[kept] + more[:, :, None])
+        self.level = StateLevel(block, self.lanes.masked.sum(1)[block], masked, weight[kept] + log_count[:, :, None])
         missing, self.planes = torch.ones_like(self.level_key, dtype=torch.bool), {}  # (X,)
         if self.positions in self.known:
             keys, planes = self.known.pop(self.positions)
@@ -174,17 +174,17 @@ class Chunk:
             others = self.positions - members
             log_step = members * shares.log() + torch.where(others > 0, others * log_stay, 0.0)  # (h + 1, T)
         total = log_leave.logsumexp(2)  # (X, C)
-        log_p = self.planes["log_probs"].nan_to_num(0.0).clamp(min=-1e3)  # (X, W) for what is ahead
+        log_p = self.planes["log_probs"].nan_to_num(0.0).clamp(min=-1e3)  # (X, W) for the lookahead
 
-        def ahead(moves: Moves) -> torch.Tensor:
+        def lookahead_of(moves: Moves) -> torch.Tensor:
             return (log_p[moves.state] * (level.masked[moves.state] & ~from_bitmask(moves.chosen, self.wide))).sum(1)
 
         def thin(moves: Moves) -> tuple[Moves, torch.Tensor | slice]:
             if len(moves.state) <= self.followed:
                 return moves, slice(None)
-            weight = total[moves.state] + moves.log_p + ahead(moves)[:, None]  # (I, C)
-            kept, more = self._thinned(level.block[moves.state], weight, self.followed)
-            return Moves(moves.state[kept], moves.chosen[kept], moves.log_p[kept] + more), kept
+            weight = total[moves.state] + moves.log_p + lookahead_of(moves)[:, None]  # (I, C)
+            kept, log_count = self._thinned(level.block[moves.state], weight, self.followed)
+            return Moves(moves.state[kept], moves.chosen[kept], moves.log_p[kept] + log_count), kept
 
         moves = self.sampler.moves(level, self.planes, thin)
         state, chosen = moves.state, moves.chosen
@@ -202,12 +202,11 @@ class Chunk:
         if shares is not None:  # a set is left at a later step than that at which it was reached
             arrived = torch.cat([torch.full_like(arrived[:, :, :1], -math.inf), arrived[:, :, :-1]], 2)
         arrived[old] = arrived[old].logaddexp(self.weight)
-        aheads = arrived.new_full((len(keys),), -math.inf)
-        aheads = aheads.scatter_reduce(
-            0, at, torch.cat([self.ahead, torch.full_like(greedy, -math.inf, dtype=log_p.dtype), ahead(moves)]), "amax"
-        )
+        unknown = torch.full_like(greedy, -math.inf, dtype=log_p.dtype)
+        lookahead = arrived.new_full((len(keys),), -math.inf)
+        lookahead = lookahead.scatter_reduce(0, at, torch.cat([self.lookahead, unknown, lookahead_of(moves)]), "amax")
         reached = ~done & ((arrived > -math.inf).any(2).any(1) | torch.isin(keys, self.path))
-        self.key, self.weight, self.ahead = keys[reached], arrived[reached], aheads[reached]
+        self.key, self.weight, self.lookahead = keys[reached], arrived[reached], lookahead[reached]
 
     def _decoded(self) -> torch.Tensor:
         """Follow argmax decoding; the sets of this level's paths after it, as far as it writes the targets."""
@@ -223,21 +222,21 @@ class Chunk:
     def _thinned(
         self, block: torch.Tensor, weight: torch.Tensor, room: int, needed: torch.Tensor | None = None
     ) -> tuple[torch.Tensor | slice, torch.Tensor]:
-        """Thin the states of each block to at most `room`: the states kept, (x,), and the terms to add to `weight`."""
+        """Thin the states of each block to at most `room`: which are kept, and the log of how often each counts."""
         crowded = (block.bincount() > room).nonzero()[:, 0].tolist()
-        more = torch.zeros_like(weight)
+        log_count = torch.zeros_like(weight)
         if self.beam.all_sets or not crowded:
-            return slice(None), more
+            return slice(None), log_count
         kept = torch.ones_like(block, dtype=torch.bool)
         for b in crowded:
             mine = (block == b).nonzero()[:, 0]
             self.thinned[b] += 1
             repetition = torch.arange(1, weight.shape[1], device=weight.device)  # (C - 1,)
             u = uniform(self.random[b], self.size, self.thinned[b], repetition)
-            kept[mine], more[mine] = sample(weight[mine], room, u)
+            kept[mine], log_count[mine] = sample(weight[mine], room, u)
         kept = kept if needed is None else kept | needed
         index = kept.nonzero()[:, 0]
-        return index, more[index]
+        return index, log_count[index]
 
     def found(self) -> BeamResult:
         """The result of the beams up to this one, for each block."""
@@ -297,7 +296,7 @@ def log_mean(value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def sample(weight: torch.Tensor, count: int, u: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Choose `count` of some states, (x,) bool, and the terms to add to their log weights `weight` (x, C), (x, C).
+    """Choose `count` states by their log weights (x, C): (x,) bool, and the log of how often each counts, (x, C).
 
     `u` (C - 1,): a uniform number for each repetition. Its draws are systematic, with probability min(1, weight / c).
     """
@@ -313,5 +312,5 @@ def sample(weight: torch.Tensor, count: int, u: torch.Tensor) -> tuple[torch.Ten
     chance = (rest / c.gather(0, sure[None])).nan_to_num(0.0, posinf=1.0).clamp(max=1.0)  # (x, C - 1)
     total = torch.cat([u[None], chance.cumsum(0) + u]).floor()
     drawn = (total[1:] > total[:-1]) | (chance == 1)
-    more = torch.where(kept[:, None], 0.0, torch.where(drawn, -chance.log(), -math.inf))
-    return kept | drawn.any(1), torch.cat([torch.zeros_like(weight[:, :1]), more], 1)
+    log_count = torch.where(kept[:, None], 0.0, torch.where(drawn, -chance.log(), -math.inf))
+    return kept | drawn.any(1), torch.cat([torch.zeros_like(weight[:, :1]), log_count], 1)

@@ -49,7 +49,7 @@ def untempered(denoiser: Denoiser) -> float:
     """The factor of the logits of `denoiser` that undoes its temperature.
 
     Raises:
-        DuelError: its distributions are truncated as well, and truncation cannot be undone.
+        DuelError: If its distributions are truncated as well, which cannot be undone.
     """
     scale = 1.0
     while isinstance(denoiser, Warped):

@@ -12,7 +12,7 @@ from lm_eval_duel.core.predictions import Predictions
 from lm_eval_duel.core.view import View
 
 
-class NoisedView(View):
+class NoiseView(View):
     """A network opened on a group of rows: noisy tokens in, a distribution at every position of a span out.
 
     A lane sees the context, its span as given, and the suffix. A network with canvases (`block`) sees the targets
@@ -39,7 +39,7 @@ class NoisedView(View):
         end = rows.length[row] if self.denoiser.block is None else lanes.start + lanes.width  # (R,)
         length = int(end.max())
         real = torch.arange(length, device=row.device) < end[:, None]  # (R, L)
-        at = torch.where(lanes.masked, columns, length)  # (R, W) others go into another column
+        at = torch.where(lanes.masked, columns, length)  # (R, W) other positions go into an extra column
         ids = rows.ids.new_zeros(len(row), length + 1)
         ids[:, :length] = rows.ids[row, :length]
         ids = ids.scatter_(1, at, noisy)[:, :length]  # (R, L)
