@@ -113,7 +113,10 @@ def markdown(command: str) -> str:
 
 
 def listing(command: str, names: Sequence[str] = ()) -> str:
-    """The tables of a command for the terminal; `names`: only these rows. Raises DuelError for an unknown name."""
+    """The tables of a command for the terminal. Raises DuelError for an unknown name.
+
+    `names`: only these rows, and for a rule those of its parameters.
+    """
     tables = [[tuple(_without_markdown(cell) for cell in row) for row in rows()] for _, rows in TABLES[command]]
     known = {word.strip("()"): row for table in reversed(tables) for row in table for word in row[0].split()}
     for name in names:
@@ -122,8 +125,9 @@ def listing(command: str, names: Sequence[str] = ()) -> str:
     chosen = {known[name] for name in names}
     width = min(shutil.get_terminal_size().columns, 120)
     parts = []
-    for table in tables:
-        kept = [row for row in table if not names or row in chosen or any(row[0] == name for name in names)]
+    for number, table in enumerate(tables):
+        wanted = [{row[0], *(row[1].split(", ") if number else ())} for row in table]
+        kept = [row for row, by in zip(table, wanted, strict=True) if not names or row in chosen or by & set(names)]
         parts += ["\n".join(_entry(row, width) for row in kept)] if kept else []
     return "\n\n".join(parts)
 

@@ -13,6 +13,7 @@ import pytest
 from lm_eval.tasks import TaskManager
 from lm_eval.utils import simple_parse_args_string
 
+from lm_eval_duel.arguments import declared
 from lm_eval_duel.cli import main as program
 from lm_eval_duel.cli import run
 from lm_eval_duel.console import command_line
@@ -20,6 +21,7 @@ from lm_eval_duel.console.command_line import Exit, Parser, errors_as_exit_codes
 from lm_eval_duel.errors import DuelError, UsageError
 from lm_eval_duel.harness.lm import DuelMDM
 from lm_eval_duel.options import model_of
+from lm_eval_duel.rules import RULES
 from lm_eval_duel.tasks import named as tasks_named
 
 HEAVY = ("torch", "transformers", "datasets")
@@ -276,3 +278,9 @@ def test_task_files_of_lm_eval_are_read_only_if_they_may_be_named(tmp_path):
     for names in elsewhere:
         with run._task_files(names, both):
             assert TaskManager.__init__ is before, names
+
+
+def test_a_rule_is_listed_with_its_parameters(capsys):
+    program.main(["rules", "klass"])
+    names = [line.split()[0] for line in capsys.readouterr().out.splitlines() if line[:1].strip()]
+    assert names == ["klass", *declared(RULES["klass"])]
