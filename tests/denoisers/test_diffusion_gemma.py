@@ -29,7 +29,7 @@ CONTEXT, TEXT = (0, 2, 1), (2, 1)
 
 def test_it_says_which_transformers_it_needs(tmp_path, monkeypatch):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "diffusion_gemma"}))
-    monkeypatch.setattr("transformers.DiffusionGemmaForBlockDiffusion", None, raising=False)
+    monkeypatch.setattr(diffusion_gemma.transformers, diffusion_gemma.CLASS, None, raising=False)
     with pytest.raises(DuelError, match=r"5\.13"):
         diffusion_gemma.unfilled({}, LoadOptions(str(tmp_path), torch.device("cpu")), None)
 
