@@ -120,9 +120,9 @@ class Total:
         """The standard error of `log_prob` over windows, as a ratio to tokens: how much other such windows would vary.
 
         sqrt(n / (n - 1) sum over windows of (log_prob - rate tokens)^2), rate = log_prob / tokens of all n windows.
-        None for fewer than two windows.
+        None for fewer than two windows, and for an infinite sum.
         """
-        if self.windows < 2 or not self.tokens:
+        if self.windows < 2 or not self.tokens or not math.isfinite(self.log_prob):
             return None
         rate, (squared, mixed, tokens_squared) = self.log_prob / self.tokens, self.squares
         spread = squared - 2 * rate * mixed + rate**2 * tokens_squared
