@@ -4,11 +4,13 @@ import importlib
 import sys
 from pathlib import Path
 
+import pytest
 from pages import ROOT
 
 PACKAGE = ROOT / "lm_eval_duel"
 
 
+@pytest.mark.slow
 def test_every_fault_can_be_planted(monkeypatch, subtests):
     monkeypatch.setattr(sys, "path", [*sys.path, str(ROOT / "scripts")])
     faults = importlib.import_module("faults")

@@ -111,6 +111,7 @@ def test_a_tie_does_not_let_a_wrong_block_pass():
     assert recompute(estimator, window, score).log_prob == pytest.approx(score.log_prob, abs=1e-9)
 
 
+@pytest.mark.slow
 def test_draws_are_uniform_in_number_and_in_place():
     """Pearson's statistic over masked sets of four positions; right draws fail for one seed in 10^4."""
     [window] = [Window((1,), (2, 0, 1, 1))]

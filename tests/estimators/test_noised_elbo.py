@@ -97,7 +97,8 @@ def test_the_estimate_is_within_its_errors_and_they_cover(name, conditioning):
     assert max(map(abs, distances)) < 4 and 0.3 < torch.tensor(distances).std() < 2
 
 
-@pytest.mark.parametrize("steps", [16, pytest.param(math.inf, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("steps", [16, math.inf])
 def test_the_told_error_is_that_of_the_estimate(steps):
     """Its variance over seeds; draws at different times differ by more than those at one time, in a long text."""
     toy, window = NoisyToy(length=16), Window((), tuple(n * n % 3 for n in range(16)))

@@ -53,6 +53,7 @@ def test_surrogates(kind, block):
     assert abs(statistics.mean(draws) - bound.log_prob) < 5 * statistics.stdev(draws) / 20**0.5
 
 
+@pytest.mark.slow
 def test_generation_quality(tmp_path):
     quality = example("generation_quality")
     assert quality.entropy((1, 1, 2, 1)) == pytest.approx(-0.75 * math.log(0.75) - 0.25 * math.log(0.25))

@@ -148,6 +148,7 @@ def trainer(model, folder, **arguments):
     return made, reporter
 
 
+@pytest.mark.slow
 def test_the_trainer_logs_the_numbers(model, tmp_path):
     training_run, reporter = trainer(model, tmp_path, eval_strategy="steps", eval_steps=4, logging_steps=1)
     before = training_metrics(model, tiny.tokenizer(), TEXTS, block=3)

@@ -54,6 +54,7 @@ def test_a_model_and_a_rule_have_one_colour_in_every_figure(tmp_path):
         assert colours_of(axes) == {name: figures.rule_colour(name) for name in ("greedy", "margin", "mine:Outward")}
 
 
+@pytest.mark.slow
 def test_files_in_three_formats_have_the_stated_width(tmp_path, monkeypatch):
     monkeypatch.setattr(figures, "available", lambda: True)
     found = made(tmp_path, "--figures", "pdf", "svg", "png", "--width", "4.5", rules=["greedy:k=1", "greedy:k=2"])

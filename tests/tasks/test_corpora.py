@@ -171,6 +171,7 @@ def test_copies_that_cannot_be_used(tmp_path):
 # ---------------------------------------------------------------- data check
 
 
+@pytest.mark.slow
 def test_data_check_shows_every_task(copies, capsys):
     main(["tools", "data", "check", "--metadata", f"data_dir={copies},rows=12,length=64"])
     out = capsys.readouterr().out
