@@ -145,7 +145,7 @@ def waits(folder):
     path, _ = networks.written(Path(tempfile.mkdtemp(dir=folder)), "mdlm")
     for rule in ("greedy", "left_to_right"):
         duel = DuelEstimator(denoisers.load(path, device=SIM), rule, 12, batch_size=8)
-        duel.row_checks.due = lambda *_: 0  # rows that are evaluated again would be half of so short a run
+        duel.row_checks.number_due = lambda *_: 0  # rows that are evaluated again would be half of so short a run
         simulated_device.synchronisations.clear()
         duel.log_prob([Window((2,), tuple(5 + (7 * i + n) % 6 for i in range(12))) for n in range(8)])
         total = sum(simulated_device.synchronisations.values())
