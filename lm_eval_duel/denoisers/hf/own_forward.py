@@ -69,10 +69,10 @@ class AfterLayers:
         return out.last_hidden_state
 
     def head(self, features: torch.Tensor) -> torch.Tensor:
-        """Logits (U, V) that the class computes from features (U, D)."""
-        self._stand_in.features = features[None]
-        ids = torch.zeros(1, len(features), dtype=torch.long, device=features.device)  # ignored
-        return logits_of(self._rest, ids)[0]
+        """Logits (U, V) or (R, L, V) that the class computes from features (U, D) or (R, L, D)."""
+        self._stand_in.features = rows = features if features.dim() == 3 else features[None]
+        ids = torch.zeros(rows.shape[:2], dtype=torch.long, device=features.device)  # ignored
+        return logits_of(self._rest, ids).view(*features.shape[:-1], -1)
 
 
 class StandIn(torch.nn.Module):
@@ -144,17 +144,18 @@ class OwnForward(Pretrained):
     def _divide(self) -> None:
         """Split the head off at the first place where both parts give the logits of a few rows bit for bit.
 
-        For masked LMs that is the input of the head, which learned planners read.
+        The head runs on whole rows here, as in the network: on another shape the last bits may differ. For masked LMs
+        the place is the input of the head, which learned planners read.
         """
         places: list[Callable[[], BeforeHead | AfterLayers]] = [partial(BeforeHead, self.model, self._logits)]
         if self.attention == "causal":
             places += [partial(AfterLayers, self.model, name) for name in layer_modules(self.model)]
         rows = self_tests.probe_rows(self)  # (R, L)
-        logits = self._logits(rows).flatten(0, 1)  # (R L, V)
+        logits = self._logits(rows)  # (R, L, V)
         for place in places:
             with contextlib.suppress(RuntimeError, IndexError, TypeError, ValueError, AttributeError, AssertionError):
                 parts = place()
-                if torch.equal(parts.head(parts.features(rows).flatten(0, 1)).to(self.device), logits):
+                if torch.equal(parts.head(parts.features(rows)).to(self.device), logits):
                     self.parts, self.splits_head = parts, True
                     return
         log.info("The head of %s cannot be split off: it runs at every position of a row", type(self.model).__name__)
