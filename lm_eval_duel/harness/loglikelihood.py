@@ -106,20 +106,20 @@ def score_requests(
 
     `windows`: of each request. `shuffled`: take the requests in a random order, and show estimates of the final values.
     """
-    answers, found = Answers(run.store, run.estimator, kind, requests, windows), dict[int, TextLogLikelihood]()
+    answers, finished = Answers(run.store, run.estimator, kind, requests, windows), dict[int, TextLogLikelihood]()
 
     def count(n: int, scores: Sequence[Score]) -> None:
         total = Total.from_scores(windows[n], scores, run.estimator.name)
-        found[n] = TextLogLikelihood(total, requests[n].args[-1])
+        finished[n] = TextLogLikelihood(total, requests[n].args[-1])
         run.count(requests[n], windows[n], total)
 
     for n, scores in answers.saved():
         count(n, scores)
     order = random_order(requests, run.options.draw_seed) if shuffled else range(len(requests))
-    remaining = [n for n in order if n not in found]
+    remaining = [n for n in order if n not in finished]
     tokens = [sum(len(window.target) for window in parts) for parts in windows]
     documents = [(n, str(requests[n].task_name), tokens[n]) for n in order]
-    so_far = SoFar(documents, found, run.stats.tasks) if shuffled else None
+    so_far = SoFar(documents, finished, run.stats.tasks) if shuffled else None
     progress = run.begin(kind, tokens, remaining, f" {run.method}", so_far)
     known = answers.kept(remaining)
     for window in (window for n in remaining for window in windows[n] if window in known):
@@ -156,7 +156,7 @@ def score_requests(
             run.stats.verify_failures += [verification.failure] if verification.failure else []
     if ties := run.estimator.counts.all_mask_starts - ties:
         log.info("blocks that started from masks alone, where all positions tie and the lowest is first: %d", ties)
-    return [found.pop(n) for n in range(len(requests))]  # the progress bar, which stays, refers to them
+    return [finished.pop(n) for n in range(len(requests))]  # the progress bar, which stays, refers to them
 
 
 class TextLogLikelihood(float):

@@ -118,11 +118,11 @@ class HarnessRun:
         """Count the answers from the response cache, and show the progress of the requests that remain."""
         hidden = not self.show_progress or self.ranks.rank != 0
         self.progress = Progress(kind, tokens, remaining, title, so_far, hidden)
-        found = self.progress.finished
+        from_cache = self.progress.finished
         if self.store is not None:
-            log.info("Cached requests: %d, Requests remaining: %d", found, len(remaining))  # as the harness says it
-        if found:
-            self.stats.merge(RunStats(counts={"answers_from_cache": found}, ranks=0))
+            log.info("Cached requests: %d, Requests remaining: %d", from_cache, len(remaining))  # as lm-eval
+        if from_cache:
+            self.stats.merge(RunStats(counts={"answers_from_cache": from_cache}, ranks=0))
         return self.progress
 
     @contextlib.contextmanager

@@ -1,9 +1,12 @@
 """Sums over windows, documents and ranks, from scores that finish in any order."""
 
+import math
+
 import pytest
 
 from lm_eval_duel import Window
 from lm_eval_duel.core.scores import Score
+from lm_eval_duel.estimators.blocks import TwoPhaseBlocks
 from lm_eval_duel.estimators.documents import score_documents
 from lm_eval_duel.estimators.totals import Total
 from lm_eval_duel.harness.totals import RunStats
@@ -31,3 +34,13 @@ def test_ranks_add_up_to_one_run():
         )
     ranks[0].merge(ranks[1])
     assert ranks[0].tasks["task"].stderr == pytest.approx(9) and ranks[0].longest == {"task": 2}
+
+
+def test_a_sum_over_windows_has_no_values_of_single_blocks():
+    blocks = TwoPhaseBlocks(count=2, sampled=1, cached=(-1.0, -2.0), weights=(0.0, 2.0), uncached=(-2.5,))
+    assert blocks + blocks == TwoPhaseBlocks(count=4, sampled=2)
+
+
+def test_an_infinite_sum_has_no_error_over_windows():
+    total = Total.from_scores(WINDOWS[:2], [Score(-1.0), Score(-math.inf)], "duel")
+    assert total.log_prob == -math.inf and total.window_stderr is None
