@@ -14,7 +14,6 @@ from lm_eval_duel.estimators import registry
 from lm_eval_duel.estimators.registry import Kind
 from lm_eval_duel.results import columns as cells
 from lm_eval_duel.results import compare, match, provenance
-from lm_eval_duel.results.columns import optional
 from lm_eval_duel.results.cost import CACHED, RunCost
 from lm_eval_duel.results.match import PER_TOKEN
 from lm_eval_duel.results.read import Run
@@ -306,8 +305,10 @@ def heads(board: Board) -> list[Head]:
     if board.mean_of:
         kind = "mean" if board.metric == "bits_per_byte" else "geometric mean"
         found += [
-            Head(f"{kind}, {len(board.mean_of)} tasks", "mean", lambda row: _mean(row, form)),
-            Head("mean rank", "mean", lambda row: optional(row.mean_rank, ".2f")),
+            Head(
+                f"{kind}, {len(board.mean_of)} tasks", "mean", lambda row: number(row.mean, form, bound=row.named.bound)
+            ),
+            Head("mean rank", "mean", lambda row: number(row.mean_rank, ".2f")),
         ]
     of_task = {
         "value": (every["value"].short, _value, cells.interval),
@@ -324,18 +325,14 @@ def heads(board: Board) -> list[Head]:
             found.append(Head(f"{column.label} {short}", group, *(_of(column.id, cell) for cell in both)))
     return [
         *found,
-        Head("NFE per token", "cost", lambda row: optional(row.nfe_per_token, ".3f")),
-        Head("seconds per token", "cost", lambda row: optional(row.seconds_per_token, ".2g")),
+        Head("NFE per token", "cost", lambda row: number(row.nfe_per_token, ".3f")),
+        Head("seconds per token", "cost", lambda row: number(row.seconds_per_token, ".2g")),
         Head("device", "source", lambda row: row.device),
-        Head("parameters", "source", lambda row: optional(row.parameters, ",d")),
+        Head("parameters", "source", lambda row: number(row.parameters, ",d")),
         Head("fingerprint", "source", lambda row: row.fingerprint),
         Head("versions", "source", lambda row: ", ".join(map(" ".join, row.versions.items()))),
         Head("date", "source", lambda row: row.date[:10]),
     ]
-
-
-def _mean(row: BoardRow, form: str) -> str:
-    return "" if row.mean is None else f"{'≤ ' if row.named.bound else ''}{number(row.mean, form)}"
 
 
 def _value(result: Row) -> Cell:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from lm_eval_duel.results.paired import UNCLEAR
 from lm_eval_duel.results.read import Run
 from lm_eval_duel.results.rows import Row
-from lm_eval_duel.results.table import LEVEL, WORDS, Bold, Cell, form_of, number, plus_minus, span
+from lm_eval_duel.results.table import LEVEL, WORDS, Bold, Cell, form_of, number, span
 from lm_eval_duel.rules.tables import without_defaults
 
 SHORT = {  # heads of values after the name of a task
@@ -60,37 +60,30 @@ def of_rows(metric: str, rows: Sequence[Row]) -> dict[str, Column]:
         "remarks": Column("remarks", lambda row: row.qualifiers),
         "value": Column(WORDS[metric], value, SHORT[metric]),
         "interval": Column(LEVEL, lambda row: (interval(row), row.reason)),
-        "stderr": Column("s.e. (Monte Carlo)", lambda row: (plus_minus(row.stderr, ".2g")[3:], row.stderr_reason)),
+        "stderr": Column("s.e. (Monte Carlo)", lambda row: (number(row.stderr, ".2g"), row.stderr_reason)),
         "bits": Column("bits per byte", lambda row: value(row, bits), "bits/byte"),
         "elbo": Column("ELBO", lambda row: value(row.elbo)),
         "elbo_gap": Column("ELBO's gap", lambda row: gap(row.elbo)),
-        "gap": Column(
-            "DUEL's gap", lambda row: f"{'≤ ' if row.bound and row.gap is not None else ''}{gap(row)}", "gap"
-        ),
+        "gap": Column("DUEL's gap", lambda row: gap(row, row.bound), "gap"),
         "gap_interval": Column("its 95 % interval", lambda row: span(row.gap_interval, f"+{form}")),
         "closed": Column("gap closed", lambda row: (closed(row, " %"), row.gap_closed_reason)),
         "share": Column("gap closed, %", lambda row: (closed(row), row.gap_closed_reason)),
         "closed_interval": Column("95 % interval of it", lambda row: span(row.gap_closed_interval, ".1f")),
-        "nfe": Column("NFE per token", lambda row: optional(row.nfe_per_token, ".3f")),
+        "nfe": Column("NFE per token", lambda row: number(row.nfe_per_token, ".3f")),
     }
 
 
 # ---------------------------------------------------------------- cells
 
 
-def optional(known: float | None, form: str) -> str:
-    """A number, or nothing."""
-    return "" if known is None else number(known, form)
-
-
 def value(row: Row | None, metric: str | None = None) -> str:
     """A row's value, or its value in another metric, with its bound and its Monte Carlo error."""
-    if row is None or (known := row.metrics.get(metric or row.metric)) is None:
+    if row is None:
         return ""
-    form, stderr = form_of(metric or row.metric), row.error(row.nats_stderr, metric)
-    unsure = " ± ?" if row.stderr_reason and stderr is None else ""
-    text = f"{'≤ ' if row.bound else ''}{number(known, form)}{plus_minus(stderr, form)}{unsure}"
-    return Bold(text) if row.best and metric is None else text
+    best, metric = row.best and metric is None, metric or row.metric
+    stderr, unsure = row.error(row.nats_stderr, metric), bool(row.stderr_reason)
+    text = number(row.metrics.get(metric), form_of(metric), stderr, row.bound, unsure)
+    return Bold(text) if best else text
 
 
 def interval(row: Row) -> str:
@@ -105,16 +98,15 @@ def with_interval(row: Row) -> str:
     return type(text)(f"{text} ({span(row.interval, form_of(row.metric))})") if row.interval else text
 
 
-def gap(row: Row | None) -> str:
+def gap(row: Row | None, bound: bool = False) -> str:
     """The gap to the autoregressive model, with the error of the row's value."""
-    if row is None or row.gap is None:
+    if row is None:
         return ""
-    form = f"+{form_of(row.metric)}"
-    return f"{number(row.gap, form)}{plus_minus(row.stderr, form)}{' ± ?' if row.stderr_reason else ''}"
+    return number(row.gap, f"+{form_of(row.metric)}", row.stderr, bound, bool(row.stderr_reason))
 
 
 def closed(row: Row, unit: str = "") -> str:
     """Gap closed, or that it is not distinguishable from 0."""
     if row.gap_closed is None:
         return UNCLEAR if row.distinguishable is False else ""
-    return f"{number(row.gap_closed, '.1f')}{plus_minus(row.gap_closed_stderr, '.1f')}{unit}"
+    return number(row.gap_closed, ".1f", row.gap_closed_stderr) + unit

@@ -19,7 +19,7 @@ from lm_eval_duel.results import rows as task_rows
 from lm_eval_duel.results.paired import UNCLEAR
 from lm_eval_duel.results.read import Run
 from lm_eval_duel.results.rows import Pair, Row
-from lm_eval_duel.results.table import WORDS, number, plus_minus
+from lm_eval_duel.results.table import WORDS, number
 from lm_eval_duel.rules.tables import family
 
 OTHER_UNITS = ("word_perplexity", "byte_perplexity")
@@ -181,8 +181,7 @@ def _close_gap(row: Row, ar: Row | None, why: str) -> None:
 
 
 def _with_error(row: Row) -> str:
-    error = "" if row.stderr_bound is None else " ± ?" if row.stderr is None else plus_minus(row.stderr)
-    return f"{number(row.value)}{error}"
+    return number(row.value, error=row.stderr, unsure=row.stderr_bound is not None)
 
 
 def _describe(elbo: Row, why: str) -> str:

@@ -19,7 +19,7 @@ from lm_eval_duel.core.rates import perplexity
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.estimators.registry import NO_BOUND, Kind, is_bound, kind_of, of_spec
 from lm_eval_duel.results import stats
-from lm_eval_duel.results.table import number, plus_minus, span
+from lm_eval_duel.results.table import number, span
 
 UNITS = ("token", "word", "byte")
 UNCLEAR = "not distinguishable"  # the interval holds 0
@@ -49,21 +49,20 @@ class Side(NamedTuple):
 class PairedDifference:
     """The difference of two models, first minus second, in nats per unit: below 0 the first is better."""
 
-    names: tuple[str, str]
-    unit: str  # token, word or byte
-    documents: int
-    perplexities: tuple[float, float]  # per unit
-    stderrs: tuple[float | None, float | None]  # Monte Carlo, of the perplexities; None: nothing is drawn, or not known
-    kinds: tuple[str, str]  # what the values are, such as "a likelihood"
-    difference: float | None  # None if a perplexity is infinite
-    interval: tuple[float, float] | None  # 95 %, bootstrap over texts; None for fewer than two
-    verdict: str
+    names: tuple[str, str] = ("", "")
+    unit: str = ""  # token, word or byte
+    documents: int = 0
+    perplexities: tuple[float, ...] = ()  # per unit
+    stderrs: tuple[float | None, ...] = ()  # Monte Carlo, of the perplexities; None: nothing is drawn, or not known
+    kinds: tuple[str, ...] = ()  # what the values are, such as "a likelihood"
+    difference: float | None = None  # None if a perplexity is infinite
+    interval: tuple[float, float] | None = None  # 95 %, bootstrap over texts; None for fewer than two
+    verdict: str = ""
 
     def __str__(self) -> str:
         values = []
         for name, kind, value, error in zip(self.names, self.kinds, self.perplexities, self.stderrs, strict=True):
-            below = "≤ " if is_bound(kind) else ""
-            values.append(f"{name} {below}{number(value)}{plus_minus(error)}")
+            values.append(f"{name} {number(value, error=error, bound=is_bound(kind))}")
         text = f"perplexity per {self.unit}: {' and '.join(values)}"
         if self.difference is not None:
             text += f"; difference {number(self.difference, '+.4f')} nats per {self.unit}"
@@ -74,21 +73,19 @@ class PairedDifference:
 
 def difference(first: Side, second: Side, unit: str, keys: Sequence[str]) -> PairedDifference:
     """The difference of two scores of texts, with a verdict if both have draws. `keys`: equal for equal texts."""
-    value = interval = None
-    verdict = ""
+    both, value, interval, verdict = (first, second), None, None, ""
     if math.isfinite(first.rate) and math.isfinite(second.rate):
         value = first.rate - second.rate
         if first.draws is not None and second.draws is not None:
             low, high = stats.interval(first.draws - second.draws)
             interval, verdict = (low, high), _verdict(first, second, low, high, len(set(keys)))
-    perplexities = perplexity(first.rate), perplexity(second.rate)
-    one, other = (
+    perplexities = tuple(perplexity(side.rate) for side in both)
+    stderrs = tuple(
         None if side.stderr is None or not math.isfinite(known) else known * side.stderr
-        for side, known in zip((first, second), perplexities, strict=True)
+        for side, known in zip(both, perplexities, strict=True)
     )
-    kinds = first.kind, second.kind
-    names = first.name, second.name
-    return PairedDifference(names, unit, len(keys), perplexities, (one, other), kinds, value, interval, verdict)
+    names, kinds = (first.name, second.name), (first.kind, second.kind)
+    return PairedDifference(names, unit, len(keys), perplexities, stderrs, kinds, value, interval, verdict)
 
 
 def _verdict(first: Side, second: Side, low: float, high: float, texts: int) -> str:
@@ -138,11 +135,13 @@ def compare(
     """
     if not all(isinstance(scores, Sequence) and not isinstance(scores, str) for scores in (a, b)) or len(names) != 2:
         raise DuelError("compare() takes two lists of scores, as Duel.score returns, and two names.")
+    wanted = "compare() takes two lists of scores of the same texts in the same order, but"
+    if len(a) != len(b) or not a:
+        raise DuelError(f"{wanted} there are {len(a)} and {len(b)} texts.")
     both = first, second = _texts(a, names[0]), _texts(b, names[1])
-    if first.keys != second.keys or not a:
-        differing = next((n for n, (x, y) in enumerate(zip(first.keys, second.keys, strict=False)) if x != y), 0)
-        what = f"text {differing} differs" if len(a) == len(b) and a else f"there are {len(a)} and {len(b)} texts"
-        raise DuelError(f"compare() takes two lists of scores of the same texts in the same order, but {what}.")
+    if first.keys != second.keys:
+        same = [x == y for x, y in zip(first.keys, second.keys, strict=True)]
+        raise DuelError(f"{wanted} text {same.index(False)} differs.")
     if unit not in (None, *UNITS):
         raise DuelError(f"'unit' is one of {', '.join(UNITS)}; got {unit}.")
     same = first.counts["token"] == second.counts["token"]
@@ -179,8 +178,6 @@ def _texts(scores: Sequence[Any], name: str) -> Texts:
             raise DuelError(f"compare() takes one score for each text; number {n} of {name} is a total of several.")
         if score.spec != scores[0].spec:
             raise DuelError(f"compare() takes the scores of one model in a list; {name} has 0 and {n} of several.")
-    if not scores:
-        return Texts([], [], {}, Side(name, Kind.LIKELIHOOD.value, 0.0, None, ""))
     total, spec = Total.from_parts(score.sums for score in scores), scores[0].spec
     estimator, stderr = str(spec["estimator"]), total.stderr
     drawn = of_spec(estimator, spec, total.beam).drawn

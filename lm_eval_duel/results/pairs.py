@@ -96,8 +96,7 @@ def cache_cost(row: Row, shown: Sequence[Row]) -> Pair | None:
     reason = "there is no result of this network and rule with cache=none"
     if differences:
         reason = f"the result with cache=none is of another spec: {'; '.join(differences.values())}"
-    none = paired.PairedDifference(("", ""), unit(row.metric), 0, (), (), (), None, None, "")
-    return Pair(**vars(none), first=row, second=None, reason=reason)
+    return Pair(first=row, second=None, reason=reason)
 
 
 def find_elbo(duel: Row, shown: Sequence[Row], as_published: bool = False) -> tuple[Row | None, str]:

@@ -19,7 +19,7 @@ from lm_eval_duel.errors import DuelError, unknown
 from lm_eval_duel.estimators import registry
 from lm_eval_duel.estimators.registry import Kind
 from lm_eval_duel.results.own_files import reading
-from lm_eval_duel.results.table import WORDS, Table, form_of, number, plus_minus
+from lm_eval_duel.results.table import WORDS, Table, form_of, number
 
 PAPER = "paper"  # on the command line: the paper's tables, which come with the package
 PAPER_FILE = Path(__file__).resolve().with_name("published.csv")
@@ -73,8 +73,7 @@ def table(source: Mapping[str, Any]) -> Table:
         name = tuple(figure[key] for key in NAMES)
         row = rows.setdefault(name, dict(zip(NAMES, name, strict=True)) | {"estimator": figure["display"]})
         row["block"] = "whole target" if figure["block"] == "none" else figure["block"]
-        bound = "≤ " if figure["bound"] else ""
-        row[figure["task"]] = f"{bound}{number(figure['value'], form)}{plus_minus(figure['stderr'], form)}"
+        row[figure["task"]] = number(figure["value"], form, figure["stderr"], figure["bound"])
     heads = (*NAMES[:-1], *tasks, NAMES[-1])
     columns = {head: lambda row, head=head: row.get(head, "") for head in heads}
     return Table.of(f"{source['source']}: {WORDS[source['metric']]}", rows.values(), columns)

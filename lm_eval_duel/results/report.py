@@ -218,8 +218,7 @@ def _rule(row: Row) -> str:
 def _value(row: Row) -> str:
     """A row's value, with its bound and its error."""
     remarks = "; ".join(filter(None, [f"eps={row.eps:g}: no bound" if row.eps else "", row.stderr_reason]))
-    form = form_of(row.metric)
-    text = f"{'≤ ' if row.bound else ''}{number(row.value, form)}{plus_minus(row.stderr, form)}"
+    text = number(row.value, form_of(row.metric), row.stderr, row.bound)
     return f"{text} ({remarks})" if remarks else text
 
 

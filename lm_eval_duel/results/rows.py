@@ -180,7 +180,7 @@ class Row:
         return self.error(self.nats_window_stderr) if self.draws is None else None
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Pair(PairedDifference):
     """The paired difference of two rows; `second` is None, with the `reason`, if there is no row to compare with."""
 

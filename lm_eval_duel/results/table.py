@@ -31,13 +31,22 @@ def form_of(metric: str) -> str:
     return ".4f" if metric in ("bits_per_byte", "byte_perplexity") else ".2f"
 
 
-def number(value: float, form: str = ".2f") -> str:
-    """A number in a format such as `.2f`, `+.4f`, `.3g` or `,d`, without negative zero. Large ones have no exponent."""
+def number(
+    value: float | None, form: str = ".2f", error: float | None = None, bound: bool = False, unsure: bool = False
+) -> str:
+    """A number with its bound and standard error, such as `≤ 12.34 ± 0.05`; empty for None.
+
+    `form`: `.2f`, `+.4f`, `.3g`, `,d` ...; there is no negative zero, and large numbers have no exponent. `unsure`: it
+    has an error, which is `± ?` if it is not known.
+    """
+    if value is None:
+        return ""
     if form[-1] == "g" and abs(value) >= 100:
         form = ",.0f"
     if form[-1] == "f":
         value = round(value, int(form[:-1].rpartition(".")[2])) + 0.0
-    return format(value, form)
+    text = f"{'≤ ' if bound else ''}{value:{form}}"
+    return f"{text} ± ?" if unsure and error is None else text + plus_minus(error, form)
 
 
 def plus_minus(error: float | None, form: str = ".2f") -> str:

@@ -8,12 +8,12 @@ from typing import Any
 
 from lm_eval_duel.estimators import registry
 from lm_eval_duel.results import columns, pairs
-from lm_eval_duel.results.columns import Columns, optional, pick
+from lm_eval_duel.results.columns import Columns, pick
 from lm_eval_duel.results.compare import Comparison, Speeds
 from lm_eval_duel.results.cost import RunCost
 from lm_eval_duel.results.read import Run
 from lm_eval_duel.results.rows import Pair, Row
-from lm_eval_duel.results.table import LEVEL, WORDS, Cell, Table, form_of, number, plus_minus, span
+from lm_eval_duel.results.table import LEVEL, WORDS, Cell, Table, form_of, number, span
 from lm_eval_duel.rules.tables import adaptive
 
 SPEC = (  # the entries of a spec that are listed
@@ -87,7 +87,7 @@ def differences(task: Comparison) -> Table:
 
 
 def _difference(pair: Pair) -> Cell:
-    return optional(pair.difference, "+.4f"), pair.reason
+    return number(pair.difference, "+.4f"), pair.reason
 
 
 def speeds(of: Speeds) -> Table:
@@ -151,7 +151,7 @@ def _score(name: str, metric: str) -> Callable[[Run], Cell]:
             return ""
         known, error = run.scores(name)[metric]
         decodes = run.every_task[name].output_type != "loglikelihood" or registry.find(run.estimator).decodes
-        text = f"{number(known, '.4f')}{' ± ?' if error is None else plus_minus(error, '.4f')}"
+        text = number(known, ".4f", error, unsure=True)
         return text, "" if decodes or metric.split(" (")[0] != COUNTED else NOT_DECODED
 
     return cell
@@ -167,13 +167,13 @@ def cost(costs: Sequence[RunCost]) -> Table:
     shown: Columns = {name: lambda of, cell=names[name].cell: cell(of.run) for name in NAMES}
     shown |= {
         "estimator": lambda of: of.name,
-        "s per token": lambda of: optional(of.seconds_per_token, ".3g"),
+        "s per token": lambda of: number(of.seconds_per_token, ".3g"),
         "forwards": entry("forwards"),
         "rows": entry("rows"),
         "peak MiB": entry("peak_memory_bytes", 2**20),
-        "x ELBO": lambda of: (optional(of.times_elbo, ".3g"), of.times_elbo_reason),
-        "x AR": lambda of: (optional(of.times_ar, ".3g"), of.times_ar_reason),
-        "whole run, s": lambda of: optional(of.run.whole_run_seconds, ".1f"),
+        "x ELBO": lambda of: (number(of.times_elbo, ".3g"), of.times_elbo_reason),
+        "x AR": lambda of: (number(of.times_ar, ".3g"), of.times_ar_reason),
+        "whole run, s": lambda of: number(of.run.whole_run_seconds, ".1f"),
     }
     return Table.of("Cost", costs, shown)
 
