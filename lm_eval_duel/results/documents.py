@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,6 @@ from lm_eval_duel.text.token_text import token_texts
 
 MAX_TOKENS = 1024  # of a document
 MAX_VALUES = 100_000  # tokens of all orders together: about 1 MB
-Texts = Callable[[str, Sequence[int]], list[str]]  # (tokenizer, ids) -> what each id adds to the text
 
 
 @dataclasses.dataclass
@@ -33,16 +32,26 @@ class Order:
 
 
 def collect(
-    traces: Traces, labels: Mapping[Path, str], most: int, texts: Texts
+    traces: Traces, labels: Mapping[Path, str], most: int, tokenizer: str | None = None
 ) -> tuple[list[dict[str, Any]], list[str]]:
     """The documents to show, `most` of each task, and notes. Those in the most traces come first, then the lowest.
 
-    `labels`: the models of traces; a trace without one gets the name of its file.
+    `labels`: the models of traces; a trace without one gets the name of its file. `tokenizer`: for all traces, instead
+    of their own.
     """
-    orders: dict[str, dict[int, list[Order]]] = {}  # of each task and document
+    orders: dict[str, dict[int, dict[tuple[Path, str], Order]]] = {}  # of each task and document
     for path in dict.fromkeys([*labels, *traces.named]):
-        for (task, number), order in _orders(traces, path, labels.get(path, path.stem)):
-            orders.setdefault(task, {}).setdefault(number, []).append(order)
+        header = trace.spec(path)
+        name = tokenizer or str(header.get("tokenizer") or "")
+        for window in traces.read(path):
+            for rule, found in _orders(window, header["spec"]):
+                label = _label(labels.get(path, path.stem), header["spec"], rule)
+                of_document = orders.setdefault(window["task"], {}).setdefault(window["doc"], {})
+                order = of_document.setdefault((path, label), Order(label, name))
+                order.starts += [len(order.ids) + start for start in window.get("starts") or [0]]
+                order.ids += window["ids"]
+                order.steps += found["reveal_steps"]
+                order.nats += [-value for value in found["token_logprobs"]]
     chosen = [
         (task, number)
         for task, of_task in orders.items()
@@ -50,7 +59,7 @@ def collect(
     ]
     shown, notes, values = [], [], 0
     for task, number in chosen:
-        document, remarks = _document(task, number, orders[task][number], texts)
+        document, remarks = _document(task, number, orders[task][number].values())
         values += sum(len(order["steps"]) for order in document["orders"])
         if values > MAX_VALUES:
             notes.append(f"The document view is full: it shows {len(shown)} of {len(chosen)} documents.")
@@ -61,24 +70,13 @@ def collect(
     return shown, notes
 
 
-def _orders(traces: Traces, path: Path, model: str) -> Iterator[tuple[tuple[str, int], Order]]:
-    """The orders of every document of a trace: of its own rule, and of the rules that a lattice followed."""
-    header = trace.spec(path)
-    spec = header["spec"]
-    orders: dict[tuple[tuple[str, int], str], Order] = {}
-    for window in traces.read(path):
-        task, number = window.get("task"), window.get("doc")
-        if task is None or number is None or window.get("request") or window.get("repeat") or "generated" in window:
-            continue  # of several answers the first
-        for rule, order in ({str(spec.get("rule", "")): window} | (window.get("rules") or {})).items():
-            if order.get("reveal_steps"):
-                label = _label(model, spec, rule)
-                found = orders.setdefault(((task, number), label), Order(label, str(header.get("tokenizer") or "")))
-                found.starts += [len(found.ids) + start for start in window.get("starts") or [0]]
-                found.ids += window["ids"]
-                found.steps += order["reveal_steps"]
-                found.nats += [-value for value in order["token_logprobs"]]
-    return ((place, order) for (place, _), order in orders.items())
+def _orders(window: Mapping[str, Any], spec: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """The orders of a window of a document: of its own rule, and of the rules that a lattice followed."""
+    if None in (window.get("task"), window.get("doc")) or window.get("request") or window.get("repeat"):
+        return  # of several answers the first
+    for rule, order in ({str(spec.get("rule", "")): window} | (window.get("rules") or {})).items():
+        if order.get("reveal_steps") and "generated" not in window:
+            yield rule, order
 
 
 def _label(model: str, spec: Mapping[str, Any], rule: str) -> str:
@@ -91,47 +89,36 @@ def _label(model: str, spec: Mapping[str, Any], rule: str) -> str:
     return ", ".join(filter(None, [model, entry.title if named else "", *parts]))
 
 
-def _document(task: str, number: int, orders: Iterable[Order], texts: Texts) -> tuple[dict[str, Any], list[str]]:
+def _document(task: str, number: int, orders: Iterable[Order]) -> tuple[dict[str, Any], list[str]]:
     """A document for the page. Orders share the pieces of their text if their ids and tokenizers are the same."""
     pieces: dict[tuple[str, tuple[int, ...]], list[str]] = {}
     shown, notes = [], []
     for order in orders:
-        cut = min(len(order.ids), MAX_TOKENS)
-        key = order.tokenizer, tuple(order.ids[:cut])
+        key = order.tokenizer, tuple(order.ids[:MAX_TOKENS])
         try:
-            pieces[key] = pieces.get(key) or texts(*key)
+            pieces[key] = pieces.get(key) or token_texts(key[1], _load(order.tokenizer))
         except DuelError as error:
             notes.append(f"{order.label}, {task} {number} is not shown: {error}")
             continue
-        if cut < len(order.ids):
-            notes.append(f"The document view shows the first {cut:,} tokens of {task} {number}.")
+        if len(order.ids) > MAX_TOKENS:
+            notes.append(f"The document view shows the first {MAX_TOKENS:,} tokens of {task} {number}.")
         shown.append(
             {
                 "label": order.label,
                 "text": list(pieces).index(key),
-                "starts": [start for start in dict.fromkeys([0, *sorted(order.starts)]) if start < cut],
-                "steps": order.steps[:cut],
-                "nats": [round(value, 3) for value in order.nats[:cut]],
+                "starts": [start for start in dict.fromkeys([0, *sorted(order.starts)]) if start < MAX_TOKENS],
+                "steps": order.steps[:MAX_TOKENS],
+                "nats": [round(value, 3) for value in order.nats[:MAX_TOKENS]],
             }
         )
     return {"task": task, "number": number, "pieces": [*pieces.values()], "orders": shown}, notes
 
 
-def texts_by(instead: str | None) -> Texts:
-    """The texts of ids, by tokenizers that are loaded once, when they are needed.
+@functools.cache
+def _load(tokenizer: str) -> Any:
+    """A tokenizer, loaded when it is needed; raises DuelError if it cannot be."""
+    if not tokenizer:
+        raise DuelError("its trace names no tokenizer; pass a folder or a hub name with --tokenizer.")
+    from lm_eval_duel import denoisers
 
-    `instead`: a tokenizer for all traces. The function raises DuelError if a tokenizer cannot be loaded.
-    """
-
-    @functools.cache
-    def load(name: str) -> Any:
-        from lm_eval_duel import denoisers
-
-        return denoisers.load_tokenizer({"tokenizer": name})
-
-    def texts(name: str, ids: Sequence[int]) -> list[str]:
-        if not (instead or name):
-            raise DuelError("its trace names no tokenizer; pass a folder or a hub name with --tokenizer.")
-        return token_texts(ids, load(instead or name))
-
-    return texts
+    return denoisers.load_tokenizer({"tokenizer": tokenizer})

@@ -22,7 +22,8 @@ from lm_eval_duel.results.compare import Comparison, Speeds
 from lm_eval_duel.results.own_files import stems
 from lm_eval_duel.results.rows import Row
 from lm_eval_duel.results.stats import CLEAR
-from lm_eval_duel.results.table import WORDS, escape, form_of, number
+from lm_eval_duel.results.table import WORDS, escape
+from lm_eval_duel.rules import RULES
 from lm_eval_duel.rules.tables import adaptive, without_defaults
 
 if TYPE_CHECKING:
@@ -31,23 +32,19 @@ if TYPE_CHECKING:
 
 MISSING = "No figures: matplotlib is not installed (pip install 'lm-eval-duel[plots]')."
 GREY, LIGHT, DARK = "#555555", "#bbbbbb", "#222222"
-RULES = {  # Okabe and Ito's colours, and Tol's for the others: both colour-blind safe
-    **{"left_to_right": "#000000", "right_to_left": "#882255", "random": "#999933", "greedy": "#D55E00"},
-    **{"margin": "#009E73", "log_margin": "#44AA99", "entropy": "#0072B2", "threshold": "#CC79A7"},
-    **{"klass": "#E69F00", "entropy_bound": "#56B4E9", "entropy_threshold": "#332288", "factor": "#117733"},
-    **{"high_or_topk": "#AA4499", "hierarchy": "#661100", "dinfer_threshold": "#6699CC", "quota": "#DDCC77"},
-    **{"dream": "#888888"},
-}
+# Okabe and Ito's colours, and Tol's for the others: both colour-blind safe
+COLOURS = (  # of rules, in the order of the registry
+    *("#000000", "#882255", "#999933", "#D55E00", "#009E73", "#44AA99", "#0072B2", "#CC79A7", "#E69F00"),
+    *("#56B4E9", "#332288", "#117733", "#AA4499", "#6699CC", "#661100", "#DDCC77", "#888888"),
+)
 OTHER_RULES = ("#33BBEE", "#EE3377", "#CC3311", "#225522", "#BBCC33")  # a user's rule: chosen by its name
 MODELS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#882255", "#332288", "#117733", "#661100", "#0077BB", "#AA4499")
 LINE_MARKERS = ("o", "s", "^", "D", "v", "P", "X")  # of rules against NFE, in turn
 MARKERS = {"ar": "D", "elbo": "<", "elbo_exact": "v", "mixture": "s", "duel": "o", "two_phase": "o"}
 OTHER_MARKERS = {Kind.UPPER_BOUND: ">", Kind.NOT_A_LIKELIHOOD: "x"}
-NO_BOUND = "ELBO, eps > 0 (no bound)"
 WIDTH, LINE = 7.5, 0.25  # inches: the figure of values, and a row of it
 RULES_WIDTH, RULES_HEIGHT = 6.8, 4.6  # inches
 FONT, DIGIT = 8.5, 0.62  # points, and the width of a character in it
-LEGEND: dict[str, Any] = {"loc": "outside lower center", "frameon": False, "fontsize": FONT}
 CHARACTERS = 12  # of a title in an inch
 LOG_FROM = 2.5  # an axis is logarithmic if the largest value is more than this times the smallest
 DPI, PRINT_DPI = 110, 200  # of PNG files; the second at a stated width
@@ -92,14 +89,11 @@ def _file(figure: Figure, form: str, exact: bool) -> bytes:
     """A figure in a format. `exact`: keep its width, else cut empty margins. The time of writing is not in the file."""
     import matplotlib
 
-    options: dict[str, Any] = {
-        "dpi": PRINT_DPI if exact else DPI,
-        "metadata": {"svg": {"Date": None}, "pdf": {"CreationDate": None}}.get(form),
-        "bbox_inches": None if exact else "tight",
-    }
+    size: dict[str, Any] = {"dpi": PRINT_DPI} if exact else {"dpi": DPI, "bbox_inches": "tight"}
     out = io.BytesIO()
     with matplotlib.rc_context({"svg.hashsalt": "lm-eval-duel", "pdf.fonttype": 42}):
-        figure.savefig(out, format=form, facecolor="white", **options)
+        undated = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}.get(form)
+        figure.savefig(out, format=form, metadata=undated, **size)
     return out.getvalue()
 
 
@@ -112,7 +106,9 @@ def model_colour(model: str) -> str:
 
 def rule_colour(rule: str) -> str:
     name = rule.split(":")[0]
-    return RULES.get(name) or OTHER_RULES[zlib.crc32(name.encode()) % len(OTHER_RULES)]
+    return (
+        dict(zip(RULES, COLOURS, strict=False)).get(name) or OTHER_RULES[zlib.crc32(name.encode()) % len(OTHER_RULES)]
+    )
 
 
 def _new(width: float, height: float) -> tuple[Figure, Axes]:
@@ -130,24 +126,27 @@ def _label(text: str) -> str:
     return one_line(text).replace("$", r"\$")
 
 
-def _plain_log(axis: Any, base: int = 10) -> None:
-    """Label a logarithmic axis with plain numbers."""
+def _title(text: str, width: float) -> str:
+    return textwrap.fill(_label(text), int(CHARACTERS * width))
+
+
+def _set_scale(axes: Axes, which: str, metric: str, rows: Iterable[Row]) -> bool:
+    """Make an axis of values logarithmic, with plain numbers, if they need it (never with infinite ones)."""
     from matplotlib import ticker
 
-    subs = (1.0,) if base == 2 else (1.0, 2.0, 3.0, 5.0)
-    axis.set_major_locator(ticker.LogLocator(base=base, subs=subs, numticks=12))
-    axis.set_major_formatter(ticker.FuncFormatter(lambda value, _: f"{value:g}"))
-    axis.set_minor_formatter(ticker.NullFormatter())
-    if base == 2:
-        axis.set_minor_locator(ticker.NullLocator())
-
-
-def _logarithmic(metric: str, rows: Iterable[Row]) -> bool:
-    """True if values need a logarithmic axis (never with infinite ones)."""
     values = [row.value for row in rows]
-    if metric == "bits_per_byte" or not values or min(values) <= 0 or max(values) == math.inf:
+    if metric == "bits_per_byte" or min(values) <= 0 or not LOG_FROM * min(values) < max(values) < math.inf:
         return False
-    return max(values) / min(values) > LOG_FROM
+    axes.set(**{f"{which}scale": "log"})
+    axis = getattr(axes, f"{which}axis")
+    axis.set_major_locator(ticker.LogLocator(subs=(1.0, 2.0, 3.0, 5.0), numticks=12))
+    axis.set_major_formatter("{x:g}")
+    axis.set_minor_formatter("")
+    return True
+
+
+def _add_legend(figure: Figure, columns: int) -> None:
+    figure.legend(loc="outside lower center", ncols=columns, frameon=False, fontsize=FONT)
 
 
 def _whisker(row: Row) -> list[float]:
@@ -157,7 +156,7 @@ def _whisker(row: Row) -> list[float]:
 
 def _kind(row: Row) -> str:
     """An estimator in a legend."""
-    return NO_BOUND if row.eps else f"{row.entry.title}{' (upper bound)' if row.bound else ''}"
+    return "ELBO, eps > 0 (no bound)" if row.eps else f"{row.entry.title}{' (upper bound)' if row.bound else ''}"
 
 
 # ---------------------------------------------------------------- the values of a task
@@ -170,7 +169,7 @@ def perplexity(name: str, task: Comparison, width: float | None = None) -> Figur
     texts = [str(value(row)) for row in rows]
     edge = axes.get_yaxis_transform()
     shift = {"xytext": (FONT * DIGIT * max(map(len, texts)), 0), "textcoords": "offset points"}
-    at, last, names, seen = 0.0, None, {}, {}
+    at, last, names = 0.0, None, {}
     for row, text in zip(rows, texts, strict=True):
         if row.model != last:
             at -= 1 if last is None else 1.4
@@ -178,22 +177,19 @@ def perplexity(name: str, task: Comparison, width: float | None = None) -> Figur
             axes.text(0.0, at, f"{_label(last)} ", weight="bold", transform=edge, ha="right", va="center")
         at -= 1
         names[at] = _name(row)
-        _line(axes, row, at, seen)
+        _draw_row(axes, row, at)
         weight = "bold" if row.best else "normal"
         axes.annotate(text, (1, at), xycoords=edge, ha="right", va="center", fontsize=FONT, weight=weight, **shift)
     axes.set_yticks([*names], [*names.values()], fontsize=FONT)
     axes.tick_params(axis="y", length=0)
     axes.set_ylim(at - 0.7, -0.4)
-    if logarithmic := _logarithmic(metric, rows):
-        axes.set_xscale("log")
-        _plain_log(axes.xaxis)
+    logarithmic = _set_scale(axes, "x", metric, rows)
     axes.set_xlabel(f"{WORDS[metric]} ({'log scale; ' if logarithmic else ''}lower is better)")
     axes.grid(axis="x", color="#e5e5e5", linewidth=0.8)
     about = ", with 95 % bootstrap intervals over documents" if any(row.interval for row in rows) else ""
     about += "; wide bars: two Monte Carlo standard errors" if any(row.stderr is not None for row in rows) else ""
-    title = textwrap.fill(f"{_label(name)}: {WORDS[metric]}{about}", int(CHARACTERS * width))
-    figure.suptitle(title, x=0.01, ha="left", fontsize=10.5)
-    figure.legend(seen.values(), seen, ncols=2 if width >= WIDTH else 1, **LEGEND)
+    figure.suptitle(_title(f"{name}: {WORDS[metric]}{about}", width), x=0.01, ha="left", fontsize=10.5)
+    _add_legend(figure, 2 if width >= WIDTH else 1)
     return figure
 
 
@@ -204,10 +200,8 @@ def _name(row: Row) -> str:
     return _label(row.name.removeprefix("DUEL, ")) + (f" ({remarks})" if remarks else "")
 
 
-def _line(axes: Axes, row: Row, at: float, seen: dict[str, Any]) -> None:
-    """A row's interval, Monte Carlo error and value at height `at`; the first marker of each kind is put in `seen`."""
-    from matplotlib.lines import Line2D
-
+def _draw_row(axes: Axes, row: Row, at: float) -> None:
+    """A row's interval, Monte Carlo error and value at height `at`; in the legend the first of each kind, in grey."""
     marker = MARKERS.get(row.estimator) or OTHER_MARKERS.get(row.entry.kind, "P")
     neutral = GREY if row.estimator == "ar" else DARK if row.likelihood and not row.eps else LIGHT
     colour = neutral if row.ar or not row.likelihood else model_colour(row.model)
@@ -218,7 +212,8 @@ def _line(axes: Axes, row: Row, at: float, seen: dict[str, Any]) -> None:
     shape = {"marker": marker, "markersize": 5, "markeredgewidth": 1.4, "linestyle": "none"}
     axes.plot(row.value, at, color=colour, markerfacecolor=colour if row.proper else "white", zorder=3, **shape)
     kind = _kind(row) + (" (dotted line: the autoregressive baseline)" if row.ar else "")
-    seen.setdefault(kind, Line2D([], [], color=neutral, fillstyle="full" if row.proper else "none", **shape))
+    if kind not in axes.get_legend_handles_labels()[1]:
+        axes.plot([], [], color=neutral, markerfacecolor=neutral if row.proper else "white", label=kind, **shape)
     if row.ar:
         axes.axvline(row.value, color=GREY, linestyle=":", linewidth=1.2, zorder=1)
 
@@ -230,10 +225,9 @@ def rules(name: str, task: Comparison, of: Speeds, width: float | None = None) -
     """Perplexity against NFE per token (log2), one line per rule family; ELBO and AR as grey lines."""
     width = width or RULES_WIDTH
     figure, axes = _new(width, max(0.6 * RULES_HEIGHT, RULES_HEIGHT * width / RULES_WIDTH))
-    axes.set_xscale("log", base=2)
-    if logarithmic := _logarithmic(task.metric, of.rows):
-        axes.set_yscale("log")
-        _plain_log(axes.yaxis)
+    axes.set_xscale("log", base=2, subs=[])
+    axes.xaxis.set_major_formatter("{x:g}")
+    logarithmic = _set_scale(axes, "y", task.metric, of.rows)
     for n, (family, rows) in enumerate(of.families.items()):
         marker = LINE_MARKERS[n % len(LINE_MARKERS)]
         shape = {"marker": marker, "markersize": 4.5, "markerfacecolor": "none", "linewidth": 1.1}
@@ -244,7 +238,6 @@ def rules(name: str, task: Comparison, of: Speeds, width: float | None = None) -
         if known := [(row.nfe_per_token, *row.interval) for row in rows if row.interval is not None]:
             axes.vlines(*zip(*known, strict=True), color=colour, linewidth=1, alpha=0.5, zorder=1)
     axes.set_xlim(min([1.0, *(row.nfe_per_token for row in of.rows)]) * 0.9, 1.12)
-    _plain_log(axes.xaxis, 2)
     axes.grid(axis="both", color="#e5e5e5", linewidth=0.8)
     for row, style in ((of.elbo, (0, (5, 3))), (of.ar, ":")):
         if row is not None and math.isfinite(row.value):
@@ -254,11 +247,10 @@ def rules(name: str, task: Comparison, of: Speeds, width: float | None = None) -
             text = f"{kind}, {value(row).removeprefix('≤ ')}"
             axes.axhline(row.value, color=GREY, linestyle=style, linewidth=1.3, zorder=1, label=text)
     if of.oracle is not None:
-        text = f"oracle, {number(of.oracle.value, form_of(task.metric))} ({Kind.NOT_A_LIKELIHOOD.value})"
+        text = f"oracle, {value(of.oracle)} ({Kind.NOT_A_LIKELIHOOD.value})"
         axes.plot([1.0], [of.oracle.value], "x", color=LIGHT, markeredgewidth=2, label=text)
     axes.set_xlabel("NFE per token (network evaluations of the rule; log2)")
     axes.set_ylabel(f"DUEL, {WORDS[task.metric]}{' (log)' if logarithmic else ''}")
-    title = textwrap.fill(_label(f"{name}: {of.title}"), int(CHARACTERS * width))
-    axes.set_title(title, loc="left", fontsize=11)
-    figure.legend(ncols=2 if width >= RULES_WIDTH else 1, **LEGEND)
+    axes.set_title(_title(f"{name}: {of.title}", width), loc="left", fontsize=11)
+    _add_legend(figure, 2 if width >= RULES_WIDTH else 1)
     return figure

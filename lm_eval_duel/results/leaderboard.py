@@ -76,7 +76,7 @@ def collect(options: argparse.Namespace) -> Board:
         notes += [f"{name} in {run.name} has no {metric} and is left out." for name in without]
     columns = board.columns(known, metric)
     rows, mean_of, by = board.rank(board.rows(columns), columns, metric)
-    shown, problems = documents.collect(traces, labels, options.shown, documents.texts_by(options.tokenizer))
+    shown, problems = documents.collect(traces, labels, options.shown, options.tokenizer)
     return Board(
         title=options.title,
         metric=metric,

@@ -33,9 +33,8 @@ def colours_of(axes):
 
 
 def test_every_rule_has_a_colour_of_its_own():
-    colours = [figures.rule_colour(name) for name in figures.RULES]
-    assert len({*colours, *figures.OTHER_RULES}) == len(colours) + len(figures.OTHER_RULES)
-    assert figures.RULES.keys() <= RULES.keys()
+    colours = [figures.rule_colour(name) for name in RULES]
+    assert len({*colours, *figures.OTHER_RULES}) == len(RULES) + len(figures.OTHER_RULES)
     assert all(figures.rule_colour(name) == figures.rule_colour(f"{name}:k=4:seed_first=True") for name in RULES)
 
 
@@ -46,7 +45,7 @@ def test_a_model_and_a_rule_have_one_colour_in_every_figure(tmp_path):
     assert [list(line.get_xdata()) for line in values.lines if line.get_marker() == "|"] == [
         row.interval for row in task.rows
     ]
-    of_rows = [line.get_color() for line in values.lines if line.get_marker() == "o"]
+    of_rows = [line.get_color() for line in values.lines if line.get_marker() == "o" and len(line.get_xdata())]
     assert of_rows == [figures.model_colour(row.model) for row in task.rows]
     for sweep in task.rules:
         (axes,) = figures.rules("sotu", task, sweep).axes

@@ -262,11 +262,12 @@ def window(**more):
     return line | {"reveal_steps": [0, 1, 1, 0], "token_logprobs": [-0.5, -1.0, -2.0, -4.0]} | more
 
 
-def test_windows_of_a_document_are_joined_and_an_infinite_cost_is_null(tmp_path):
+def test_windows_of_a_document_are_joined_and_an_infinite_cost_is_null(tmp_path, monkeypatch):
+    monkeypatch.setattr(view, "token_texts", lambda ids, tokenizer: [f"{n} " for n in ids])
     result = ours(tmp_path, docs={"sotu": docs((-60, -150, -90))})
     costly = window(window=1, ids=[9, 9], starts=[0], reveal_steps=[1, 0], token_logprobs=[-1.0, None])
     path = trace(tmp_path / "trace.jsonl", result, [window(), costly])
-    (document,), notes = view.collect(Traces([path]), {}, 3, lambda name, ids: [f"{n} " for n in ids])
+    (document,), notes = view.collect(Traces([path]), {}, 3, "demo-mdm")
     assert notes == [] and document["pieces"] == [["5 ", "6 ", "7 ", "8 ", "9 ", "9 "]]
     (order,) = document["orders"]
     assert order["starts"] == [0, 2, 4] and order["steps"] == [0, 1, 1, 0, 1, 0]

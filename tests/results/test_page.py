@@ -21,7 +21,7 @@ ORDERS = {  # nats of two documents, and the steps of the first
 
 @pytest.fixture(scope="module")
 def page(tmp_path_factory):
-    """Traces here name no tokenizer: their texts are their ids."""
+    """Texts are their ids, in markup."""
     folder = tmp_path_factory.mktemp("board")
 
     def made(make, nats, **more):
@@ -38,8 +38,8 @@ def page(tmp_path_factory):
         traces.append(str(trace(folder / f"{len(traces)}.jsonl", made(ours, nats, rule=rule), [window])))
     arguments = [str(folder / "in"), "--traces", *traces, "--out", str(folder / "site"), "--published", "paper"]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(view, "texts_by", lambda _: lambda name, ids: [f"<b>{n}</b> " for n in ids])
-        leaderboard.main(arguments)
+        patch.setattr(view, "token_texts", lambda ids, tokenizer: [f"<b>{n}</b> " for n in ids])
+        leaderboard.main([*arguments, "--tokenizer", "demo-mdm"])
     return folder / "site" / "index.html"
 
 
