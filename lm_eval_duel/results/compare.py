@@ -83,7 +83,8 @@ def task(
         if ar is not None and row is not ar:
             row.gap = row.value - ar.value
             if row.draws is not None and ar.draws is not None:
-                row.gap_interval = stats.interval(row.drawn - ar.drawn)
+                value, baseline = task_rows.drawn_values(row, ar)
+                row.gap_interval = stats.interval(value - baseline)
     elbos = _close_gaps(rows, ar, as_published)
     for row in rows:
         row.cache_cost = pairs.cache_cost(row, rows)
@@ -121,9 +122,9 @@ def _add_intervals(rows: Sequence[Row]) -> None:
     known = [row for row in known if row.documents.keys() == known[0].documents.keys()]
     if known:
         table = np.array([[row.documents[key] for row in known] for key in sorted(known[0].documents)])
-        for row, draws in zip(known, stats.rates(table, [row.nats_stderr for row in known]).T, strict=True):
+        for row, draws in zip(known, stats.rates(table), strict=True):
             row.draws = draws
-            row.interval = stats.interval(row.drawn)
+            row.interval = stats.interval(*task_rows.drawn_values(row))
 
 
 def _mark_best(rows: Sequence[Row]) -> None:
@@ -175,7 +176,7 @@ def _close_gap(row: Row, ar: Row | None, why: str) -> None:
         if lacking := next((other for other in (elbo, row, ar) if other.draws is None), None):
             reasons.append(f"no interval: {lacking.model}, {lacking.name}: {lacking.reason}")
         else:
-            row.gap_closed_interval, remark = stats.gap_interval(elbo.drawn, row.drawn, ar.drawn)
+            row.gap_closed_interval, remark = stats.gap_interval(*task_rows.drawn_values(elbo, row, ar))
             reasons.append(remark)
         row.gap_closed_reason = "; ".join(filter(None, reasons))
 

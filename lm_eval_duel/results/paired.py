@@ -77,7 +77,8 @@ def difference(first: Side, second: Side, unit: str, keys: Sequence[str]) -> Pai
     if math.isfinite(first.rate) and math.isfinite(second.rate):
         value = first.rate - second.rate
         if first.draws is not None and second.draws is not None:
-            low, high = stats.interval(first.draws - second.draws)
+            draws = stats.with_errors([first.draws, second.draws], [first.stderr, second.stderr])
+            low, high = stats.interval(draws[0] - draws[1])
             interval, verdict = (low, high), _verdict(first, second, low, high, len(set(keys)))
     perplexities = tuple(perplexity(side.rate) for side in both)
     stderrs = tuple(
@@ -156,7 +157,7 @@ def compare(
     rates = -table[:, :, 0].sum(0) / units
     draws: Any = (None, None)
     if len(a) > 1 and np.isfinite(rates).all():
-        draws = stats.rates(table, [texts.side.stderr for texts in both]).T
+        draws = stats.rates(table)
     sides = []
     for texts, rate, count, drawn in zip(both, rates, units, draws, strict=True):
         error = texts.side.stderr

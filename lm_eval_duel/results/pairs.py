@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Collection, Sequence
 
-from lm_eval_duel.results import paired, rows, stats
+from lm_eval_duel.results import paired, rows
 from lm_eval_duel.results.paired import Side
 from lm_eval_duel.results.read import NO_CACHE
 from lm_eval_duel.results.rows import NON_IDENTITY_KEYS, OF_ESTIMATOR, Pair, Row
@@ -27,9 +27,7 @@ def pair(first: Row, second: Row) -> Pair:
     """The difference of two rows with its interval (or the reason why there is none) and verdict."""
     sides = []
     for row, name in zip((first, second), rows.names((first, second)), strict=True):
-        rate = stats.rate(row.metric, row.value)
-        error = row.nats_stderr * rate / -row.log_prob if row.nats_stderr and row.log_prob else row.nats_stderr
-        sides.append(Side(name, row.kind, rate, error, row.stderr_reason, row.draws))
+        sides.append(Side(name, row.kind, row.rate, row.rate_stderr, row.stderr_reason, row.draws))
     found = paired.difference(*sides, unit(first.metric), [key.rpartition(":")[0] for key in first.documents])
     reason = ""
     if found.difference is None:

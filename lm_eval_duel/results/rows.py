@@ -154,9 +154,14 @@ class Row:
         return self.metrics[self.metric]
 
     @property
-    def drawn(self) -> np.ndarray:
-        """The value in each draw of the bootstrap."""
-        return stats.value(self.metric, -self.draws, 1.0)
+    def rate(self) -> float:
+        """Nats per unit."""
+        return stats.rate(self.metric, self.value)
+
+    @property
+    def rate_stderr(self) -> float | None:
+        """Its Monte Carlo error."""
+        return self.nats_stderr * self.rate / -self.log_prob if self.nats_stderr and self.log_prob else self.nats_stderr
 
     @property
     def reason(self) -> str:
@@ -187,6 +192,12 @@ class Pair(PairedDifference):
     first: Row
     second: Row | None
     reason: str  # why there is no difference, or no interval
+
+
+def drawn_values(*compared: Row) -> list[np.ndarray]:
+    """The values of rows that are compared in each draw of the bootstrap, with their Monte Carlo errors."""
+    draws = stats.with_errors([row.draws for row in compared], [row.rate_stderr for row in compared])
+    return [stats.value(row.metric, -drawn, 1.0) for row, drawn in zip(compared, draws, strict=True)]
 
 
 # ---------------------------------------------------------------- labels

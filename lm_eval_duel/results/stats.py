@@ -84,22 +84,27 @@ def resample(columns: np.ndarray, seed: int = SEED) -> np.ndarray:
     return np.array([np.bincount(random.integers(size, size=size), minlength=size) @ columns for _ in range(DRAWS)])
 
 
-def rates(table: np.ndarray, errors: Sequence[float | None]) -> np.ndarray:
-    """Bootstrap draws of nats per unit: (documents, K, 2) nats and units -> (draws, K).
-
-    `errors`: the Monte Carlo errors of the K sums of nats. Resampled documents carry their Monte Carlo errors along, so
-    the spread over documents already includes them, unless there are few documents. Only the part that is missing in
-    the difference to the nearest column is added.
-    """
+def rates(table: np.ndarray) -> np.ndarray:
+    """Bootstrap draws of nats per unit: (documents, K, 2) nats and units -> (K, draws)."""
     documents, count, _ = table.shape
     sums = resample(table.reshape(documents, -1)).reshape(-1, count, 2)
     with np.errstate(divide="ignore", invalid="ignore"):
-        drawn = sums[..., 0] / sums[..., 1]  # (draws, K)
-    result = drawn.copy()
-    for k, error in enumerate(errors):
+        return -(sums[..., 0] / sums[..., 1]).T
+
+
+def with_errors(draws: Sequence[np.ndarray], errors: Sequence[float | None]) -> list[np.ndarray]:
+    """The draws of rates that are compared, each with its Monte Carlo error in nats per unit.
+
+    Resampled documents carry their Monte Carlo errors along, so the spread over documents already includes them, unless
+    there are few documents. Only the part that is missing in the difference to the nearest of the others is added. So
+    the interval of a difference depends on what is compared alone, not on other rows of its table.
+    """
+    result = []
+    for k, (drawn, error) in enumerate(zip(draws, errors, strict=True)):
         if error and math.isfinite(error):
-            others = [drawn[:, k] - drawn[:, n] for n in range(count) if n != k] or [drawn[:, k]]
+            others = [drawn - other for n, other in enumerate(draws) if n != k] or [drawn]
             present = min(float(np.var(other[np.isfinite(other)])) for other in others)
-            missing = math.sqrt(max(0.0, (error / table[:, k, 1].sum()) ** 2 - present))
-            result[:, k] += missing * np.random.default_rng([SEED, k]).standard_normal(len(drawn))
-    return -result
+            missing = math.sqrt(max(0.0, error**2 - present))
+            drawn = drawn + missing * np.random.default_rng([SEED, k]).standard_normal(len(drawn))
+        result.append(drawn)
+    return result

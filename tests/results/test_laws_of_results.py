@@ -90,13 +90,35 @@ def test_a_bootstrap_that_holds_the_monte_carlo_error_gets_no_more_of_it():
     error, units = 0.5 * math.sqrt(500), np.ones(500)
 
     def draws(*columns):
-        return stats.rates(np.stack([np.stack([column, units], 1) for column in columns], 1), [error, None]).T
+        rates = stats.rates(np.stack([np.stack([column, units], 1) for column in columns], 1))
+        return stats.with_errors(rates, [error / 500, None])
 
     first, second = draws(hard + noise, hard)
     assert np.std(first) == pytest.approx(np.std(hard + noise) / math.sqrt(500), rel=0.05)  # and so its interval
     assert np.std(first - second) == pytest.approx(error / 500, rel=0.15)
     first, second = draws(hard, hard)  # which know nothing of the error
     assert np.std(first - second) == pytest.approx(error / 500, rel=0.05)
+
+
+def test_an_interval_does_not_depend_on_other_rows(tmp_path):
+    """Neither that of a value, nor of a difference, nor of gap closed."""
+    tokens = np.arange(50, 62)
+    nats = -tokens * np.linspace(3.0, 3.8, 12)
+    hf(tmp_path / "ar", docs={"sotu": documents(nats + 8, tokens)})
+    ours(tmp_path / "results", docs={"sotu": documents(nats - 9, tokens)}, estimator="elbo", spec={"mc_samples": "16"})
+    ours(tmp_path / "results", docs={"sotu": documents(nats, tokens)})
+    alone = run(tmp_path, "--pairs", "all")["tasks"]["sotu"]
+    ours(tmp_path / "results", docs={"sotu": documents(nats - 9.01, tokens)}, model="Near", estimator="elbo")
+    among = run(tmp_path, "--pairs", "all")["tasks"]["sotu"]
+
+    def intervals(found):
+        shown = [row for row in found["rows"] if row["model"] != "Near"]
+        pairs = [pair for pair in found["pairs"] if "Near" not in pair["names"][0] + pair["names"][1]]
+        known = [row[entry] for row in shown for entry in ("interval", "gap_interval", "gap_closed_interval")]
+        return np.array([ends for ends in [*known, *(pair["interval"] for pair in pairs)] if ends])
+
+    assert intervals(alone).shape == (3 + 2 + 1 + 3, 2)
+    assert intervals(among) == pytest.approx(intervals(alone))
 
 
 def test_the_error_of_gap_closed_against_a_simulation():
