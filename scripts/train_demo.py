@@ -170,11 +170,10 @@ def build_dit(vocab_size: int, width: int, layers: int) -> DiT:
     """The network of block diffusion, initialized as by its authors: gates and head are zero."""
     network = DiT(DiTConfig(vocab_size, width, layers, heads=4, condition=16))
     torch.nn.init.normal_(network.vocab_embed.embedding, std=0.02)
-    for layer in [*(block.adaLN_modulation for block in network.blocks), network.output_layer.adaLN_modulation]:
+    output = network.output_layer
+    for layer in [*(block.adaLN_modulation for block in network.blocks), output.adaLN_modulation, output.linear]:
         torch.nn.init.zeros_(layer.weight)
         torch.nn.init.zeros_(layer.bias)
-    torch.nn.init.zeros_(network.output_layer.linear.weight)
-    torch.nn.init.zeros_(network.output_layer.linear.bias)
     return network
 
 
@@ -323,17 +322,6 @@ def train(args: argparse.Namespace) -> None:
             opt.load_state_dict(saved)
         done, seconds, curve = state["step"], state["seconds"], state["curve"]
 
-    def save_state(step: int) -> None:
-        state = {
-            "model": model.state_dict(),
-            "opts": [opt.state_dict() for opt in opts],
-            "step": step,
-            "seconds": seconds,
-            "curve": curve,
-        }
-        torch.save(state, out / (STATE + ".part"))
-        os.replace(out / (STATE + ".part"), out / STATE)
-
     model.train()
     recent: list[float] = []
     bar = tqdm(range(done, args.steps), initial=done, total=args.steps, desc=args.objective, mininterval=5)
@@ -358,15 +346,15 @@ def train(args: argparse.Namespace) -> None:
         recent.append(loss.item())
         seconds += time.process_time() - began
         if not math.isfinite(recent[-1]):
-            raise RuntimeError(
-                f"the loss is {recent[-1]} at step {step}; lower --lr and start again from {out / STATE}"
-            )
+            raise RuntimeError(f"the loss is {recent[-1]} at step {step}; lower --lr, then continue from {out / STATE}")
         if (step + 1) % args.log_every == 0 or step + 1 == args.steps:
             curve.append([step + 1, sum(recent) / len(recent)])
             bar.set_postfix(nats=f"{curve[-1][1]:.3f}")
             recent = []
         if (step + 1) % args.save_every == 0 or step + 1 == args.steps:
-            save_state(step + 1)
+            state = {"model": model.state_dict(), "opts": [opt.state_dict() for opt in opts]}
+            torch.save({**state, "step": step + 1, "seconds": seconds, "curve": curve}, out / (STATE + ".part"))
+            os.replace(out / (STATE + ".part"), out / STATE)
 
     save_checkpoint(model, out, args.save_dtype)
     record = {

@@ -1,9 +1,5 @@
-"""`lm-eval-duel plan`: what a run will cost, before any weight is read.
-
-    lm-eval-duel plan GSAI-ML/LLaDA-8B-Base --model_args max_length=2048 --tokens 290000 --documents 62
-
-Each way to score the windows is a line of the table; estimators/cost.py has its formula. Only config.json is read
-and, for a task, its documents and the tokenizer.
+"""`lm-eval-duel plan`: what a run will cost, by the formulas of estimators/cost.py. Only config.json is read and, for a
+task, its documents and the tokenizer.
 """
 
 from __future__ import annotations
@@ -24,6 +20,7 @@ from lm_eval_duel.demo import BUNDLED
 from lm_eval_duel.errors import DuelError, usage
 from lm_eval_duel.estimators import registry
 from lm_eval_duel.options import Options, model_of
+from lm_eval_duel.tasks import named
 
 RATES = Path(__file__).with_name("device_rates.json")  # dense TFLOP/s of matrix products, by dtype
 CALL_TOKENS = 1 << 18  # the largest network call on a GPU (core/budget.py)
@@ -58,8 +55,6 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     if options.tasks is None and options.tokens < options.documents:
         raise DuelError(f"--tokens {options.tokens} are fewer than --documents {options.documents}.")
     for name in options.tasks or ():
-        from lm_eval_duel.tasks import named
-
         named.check(name)
     return options
 
@@ -82,8 +77,9 @@ def plan(options: argparse.Namespace) -> dict[str, Any]:
     from lm_eval_duel.rules import LeftToRight
 
     run: Options = options.run
+    network = run.pretrained or BUNDLED
     tokenizer = denoisers.load_tokenizer(vars(run)) if options.tasks else None
-    denoiser, size = unloaded.read(run.pretrained or BUNDLED, run.network, tokenizer)
+    denoiser, size = unloaded.read(network, run.network, tokenizer)
     causal = denoiser.attention == "causal"
     rule = LeftToRight() if causal else checks.rule_for(denoiser, run.rule)
     checks.check_rule(denoiser, rule)
@@ -92,12 +88,14 @@ def plan(options: argparse.Namespace) -> dict[str, Any]:
     if options.tasks:
         documents, windows = _read_tasks(options, denoiser, tokenizer, block)
     else:
-        documents = options.documents
-        windows = cost.layouts_of_equal_documents(denoiser, options.tokens, documents)
+        documents, windows = (
+            options.documents,
+            cost.layouts_of_equal_documents(denoiser, options.tokens, options.documents),
+        )
     longest = max(window.length for window in windows)
     device, tflops = _device(options, size.dtype)
     figures = {
-        "network": run.pretrained or BUNDLED,
+        "network": network,
         "family": denoiser.family,
         "parameters": size.parameters,
         "dtype": size.dtype,
@@ -122,15 +120,15 @@ def plan(options: argparse.Namespace) -> dict[str, Any]:
         lines[method.name] = {
             "gives": method.gives,
             "counts_steps": total.nfe > 0,
-            "nfe": int(total.nfe) or None,
+            "nfe": total.nfe or None,
             "calls_at_least": max(int(total.longest), math.ceil(total.weight / call_tokens)),
-            "rows": int(total.rows),
-            "token_rows": int(total.token_rows),
+            "rows": total.rows,
+            "token_rows": total.token_rows,
             "flops": flops,
             "hours": flops / (tflops * 1e12 * options.utilization) / 3600,
             "kept_bytes": method.kept * size.itemsize * longest,
         }
-        figures.setdefault("blocks", int(total.blocks))
+        figures.setdefault("blocks", total.blocks)
         logits = 4 * denoiser.vocab_size * min(denoiser.block or longest, longest) if method.self_conditioning else 0
     figures |= {"canvas_logits_bytes": logits, "seed_first": bool(denoiser.shift) and "dual" in lines}
     return figures | {"methods": lines}
@@ -153,7 +151,6 @@ def _read_tasks(
     """The number of documents of the tasks, and the number of their windows of each layout."""
     from lm_eval_duel.estimators.cost import layouts
     from lm_eval_duel.harness.loglikelihood import continuation_windows, document_windows
-    from lm_eval_duel.tasks import named
     from lm_eval_duel.text.text import TextEncoder
 
     text = TextEncoder(tokenizer, denoiser, options.run.windows, block)
@@ -187,16 +184,16 @@ def table(figures: dict[str, Any]) -> str:
         f"time: on {figures['device']}, at {figures['utilization']:.0%} of {figures['tflops']:,.4g} TFLOP/s",
         "",
         plain_table(HEADER, rows),
+        "",
     ]
-    notes = []
     if most:
         bound = "have no bound" if most == "~ " else "are at most that"
-        notes.append(f"{most}one position a step is counted: this rule's steps depend on the text, and {bound}.")
+        lines.append(f"{most}one position a step is counted: this rule's steps depend on the text, and {bound}.")
     if figures["seed_first"]:
-        notes.append("prefix, dual and two_phase with seed_first=true, which this network needs under a cache.")
+        lines.append("prefix, dual and two_phase with seed_first=true, which this network needs under a cache.")
     if dense := figures["canvas_logits_bytes"]:
-        notes.append(f"Self-conditioning takes all logits of a canvas, {dense / 1e6:,.0f} MB for each row of a call.")
-    return "\n".join([*lines, *([""] if notes else []), *notes])
+        lines.append(f"Self-conditioning takes all logits of a canvas, {dense / 1e6:,.0f} MB for each row of a call.")
+    return "\n".join(lines).rstrip()
 
 
 def _short(number: float) -> str:
@@ -208,5 +205,5 @@ def _short(number: float) -> str:
 
 def _time(hours: float) -> str:
     """Hours, minutes or seconds."""
-    count, unit = next(((n, unit) for n, unit in ((hours, "h"), (60 * hours, "min")) if n >= 1), (3600 * hours, "s"))
+    count, unit = (hours, "h") if hours >= 1 else (60 * hours, "min") if 60 * hours >= 1 else (3600 * hours, "s")
     return f"{_short(count)} {unit}"

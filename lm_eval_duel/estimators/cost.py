@@ -1,7 +1,7 @@
 """The cost of each way to score windows, by one formula for each method, without running it.
 
-Equal windows are scored once and counted once. Equal rows of different windows are all counted, although a call
-evaluates them once. Padding is not counted.
+Equal windows count once. Equal rows of different windows all count, though a call evaluates them once.
+Padding does not count.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ class Cost(NamedTuple):
 
 def total(costs: Iterable[tuple[Cost, float]]) -> Cost:
     """The sum of costs, each with a factor; `longest` is the largest."""
-    costs = list(costs)
-    sums = [sum(cost[n] * factor for cost, factor in costs) for n in range(len(Cost._fields) - 1)]
-    return Cost._make([*sums, max((cost.longest for cost, _ in costs), default=0)])
+    scaled = [[*(part * factor for part in cost[:-1]), cost.longest] for cost, factor in costs]
+    *sums, longest = zip(*scaled, strict=True)
+    return Cost._make([*map(sum, sums), max(longest)])
 
 
 class Layout(NamedTuple):
@@ -79,7 +79,7 @@ class Setting(NamedTuple):
     def blocks(self, window: Layout) -> list[BlockCount]:
         found = []
         for start, width in blocks(window.context, window.target, self.block, self.grid):
-            positions = start + width - max(start, window.context)
+            positions = min(width, start + width - window.context)
             done = itertools.accumulate(reveals(self.rule, positions, width - positions)[:-1], initial=0)
             found.append(BlockCount(start, width, tuple(positions - count for count in done)))
         return found
@@ -87,6 +87,75 @@ class Setting(NamedTuple):
     def head(self, block: BlockCount) -> int:
         """Positions at which the head runs: those that are masked, or only the picks if the order is fixed."""
         return block.masked[0] if inner(self.rule).fixed else sum(block.masked)
+
+    def exact(self, window: Layout) -> Cost:
+        """`estimator=duel` without a cache, and the chain rule of a causal network."""
+        if self.denoiser.attention == "causal":  # one pass: the last token is predicted, and never an input
+            tokens, targets = window.context + window.target - 1, window.target
+            return Cost(targets, targets, 1, tokens, tokens**2, targets, tokens, 1)
+        states = {block: len(block.masked) for block in self.blocks(window)}
+        head, nfe = sum(map(self.head, states)), sum(states.values())
+        longest = nfe if self.rule.spans_blocks else max(states.values())
+        return self._states(window, states, longest, in_turn=True)._replace(nfe=nfe, head=head)
+
+    def cached(self, window: Layout, cache: str) -> Cost:
+        """`cache=prefix` or `dual`: the whole row at a block's start, later the positions that the cache leaves out."""
+        costs, length = [], window.length
+        for block in self.blocks(window):
+            steps, later = len(block.masked), block.width if cache == "dual" else length - block.start
+            tokens = length + (steps - 1) * later
+            weight = length + (steps - 1) * max(later, -(-length * self.kept // GPU_KEPT))
+            costs.append((Cost(1, steps, steps, tokens, tokens * length, self.head(block), weight, steps), 1))
+        return total(costs)
+
+    def two_phase(self, window: Layout, share: float) -> Cost:
+        """Every block under `cache=dual`, and on average a `share` of them without a cache."""
+        dual = self.cached(window, "dual")
+        return total([(dual, 1), (self.exact(window), share)])._replace(blocks=dual.blocks)
+
+    def elbo(self, window: Layout, samples: int) -> Cost:
+        """The Monte Carlo ELBO with `samples` draws of each span (the whole target, or each block)."""
+        states = dict.fromkeys(self.blocks(window), samples)
+        return self._states(window, states, 1)._replace(head=samples * sum((b.masked[0] + 1) / 2 for b in states))
+
+    def noised(self, window: Layout, samples: int, passes: int) -> Cost:
+        """The bound under random tokens: `samples` draws of the target, or of each canvas, with `passes` calls each."""
+        canvas, rows = self.denoiser.block, samples * passes
+        spans = list(blocks(window.context, window.target, canvas, "target"))
+        lengths = [window.length if canvas is None else start + width for start, width in spans]
+        tokens, pairs, head = rows * sum(lengths), rows * sum(n * n for n in lengths), rows * sum(w for _, w in spans)
+        return Cost(len(spans), 0, rows * len(spans), tokens, pairs, head, tokens, passes)
+
+    def lattice(self, window: Layout, beam: int | None = None) -> Cost:
+        """The estimators over all orders: every set of masked positions of a block once, or `beam` of a size."""
+        states, head, largest = {}, 0, max(block.masked[0] for block in self.blocks(window))
+        for block in self.blocks(window):
+            m = block.masked[0]
+            sets = {n: min(math.comb(m, n), beam or 2**m) for n in range(1, m + 1)}  # by size
+            states[block], head = sum(sets.values()), head + sum(n * count for n, count in sets.items())
+        return self._states(window, states, largest if beam else 1)._replace(head=head)
+
+    def _states(self, window: Layout, states: Mapping[BlockCount, int], longest: int, in_turn: bool = False) -> Cost:
+        """The cost of `states` of each block in at least `longest` calls. `in_turn`: one state of a block in a call."""
+        denoiser, count, length = self.denoiser, sum(states.values()), window.length
+        if not denoiser.by_blocks:
+            tokens = count * length
+            return Cost(len(states), 0, count, tokens, tokens * length, weight=tokens, longest=longest)
+        # the clean positions once, in pieces; then blocks of one stretch of columns share rows (`BlockCausalView`)
+        width, group = denoiser.block or 1, clean_group(denoiser)
+        zero = window.context if denoiser.anchor == "target" else 0
+        clean = zero + (window.context + window.target - 1 - zero) // group * group
+        piece, abreast = max(group, CLEAN // group * group), max(1, STRETCH // width)
+        borders = sorted({0, *range(zero + piece, clean, piece), clean})
+        rows, pairs = len(borders) - 1, sum((end - start) * end for start, end in itertools.pairwise(borders))
+        for _, stretch in itertools.groupby(states, lambda block: block.start // max(width, STRETCH)):
+            own = list(stretch)
+            lanes = sum(states[block] for block in own)
+            steps = max(states[block] for block in own) if in_turn else 1
+            rows += max(steps, -(-lanes // abreast))
+            pairs += lanes * width * (own[-1].start + width * min(-(-lanes // steps), abreast))
+        weight = clean + count * max(width, -(-clean // len(states)))
+        return Cost(len(states), 0, rows, clean + count * width, pairs, weight=weight, longest=longest + bool(clean))
 
 
 def reveals(rule: Rule, positions: int, first: int) -> list[int]:
@@ -100,88 +169,6 @@ def reveals(rule: Rule, positions: int, first: int) -> list[int]:
         return even_counts(positions, rule.steps)  # type: ignore[attr-defined]
     k = rule.k if isinstance(rule, Counted) else 1
     return [min(k, positions - done) for done in range(0, positions, k)]
-
-
-def exact(setting: Setting, window: Layout) -> Cost:
-    """`estimator=duel` without a cache, and the chain rule of a causal network."""
-    if setting.denoiser.attention == "causal":  # one pass: the last token is predicted, and never an input
-        tokens, targets = window.context + window.target - 1, window.target
-        return Cost(targets, targets, 1, tokens, tokens**2, targets, tokens, 1)
-    states = {block: len(block.masked) for block in setting.blocks(window)}
-    head, nfe = sum(map(setting.head, states)), sum(states.values())
-    longest = nfe if setting.rule.spans_blocks else max(states.values())
-    return _states(setting, window, states, longest, in_turn=True)._replace(nfe=nfe, head=head)
-
-
-def cached(setting: Setting, window: Layout, cache: str) -> Cost:
-    """`cache=prefix` or `dual`: the whole row at a block's start, later the positions that the cache leaves out."""
-    costs, length = [], window.length
-    for block in setting.blocks(window):
-        steps, later = len(block.masked), block.width if cache == "dual" else length - block.start
-        tokens = length + (steps - 1) * later
-        weight = length + (steps - 1) * max(later, -(-length * setting.kept // GPU_KEPT))
-        costs.append((Cost(1, steps, steps, tokens, tokens * length, setting.head(block), weight, steps), 1))
-    return total(costs)
-
-
-def two_phase(setting: Setting, window: Layout, share: float) -> Cost:
-    """Every block under `cache=dual`, and on average a `share` of them without a cache."""
-    dual = cached(setting, window, "dual")
-    return total([(dual, 1), (exact(setting, window), share)])._replace(blocks=dual.blocks)
-
-
-def elbo(setting: Setting, window: Layout, samples: int) -> Cost:
-    """The Monte Carlo ELBO with `samples` draws of each span (the whole target, or each block)."""
-    states = dict.fromkeys(setting.blocks(window), samples)
-    return _states(setting, window, states, 1)._replace(head=samples * sum((b.masked[0] + 1) / 2 for b in states))
-
-
-def noised(setting: Setting, window: Layout, samples: int, passes: int) -> Cost:
-    """The bound under random tokens: `samples` draws of the target, or of each canvas, with `passes` calls each."""
-    canvas, rows = setting.denoiser.block, samples * passes
-    spans = list(blocks(window.context, window.target, canvas, "target"))
-    lengths = [window.length if canvas is None else start + width for start, width in spans]
-    tokens, pairs, head = rows * sum(lengths), rows * sum(n * n for n in lengths), rows * sum(w for _, w in spans)
-    return Cost(len(spans), 0, rows * len(spans), tokens, pairs, head, tokens, passes)
-
-
-def lattice(setting: Setting, window: Layout, beam: int | None = None) -> Cost:
-    """The estimators over all orders: every set of masked positions of a block once, or `beam` of a size."""
-    states, head, largest = {}, 0, 0
-    for block in setting.blocks(window):
-        largest = max(largest, positions := block.masked[0])
-        sets = [math.comb(positions, n) for n in range(1, positions + 1)]  # of each size
-        sets = [min(count, beam or count) for count in sets]
-        states[block] = sum(sets)
-        head += sum(n * count for n, count in enumerate(sets, 1))
-    return _states(setting, window, states, largest if beam else 1)._replace(head=head)
-
-
-def _states(
-    setting: Setting, window: Layout, states: Mapping[BlockCount, int], longest: int, in_turn: bool = False
-) -> Cost:
-    """The cost of `states` of each block in at least `longest` calls. `in_turn`: one state of a block in a call."""
-    denoiser, count, length = setting.denoiser, sum(states.values()), window.length
-    if not denoiser.by_blocks:
-        tokens = count * length
-        return Cost(len(states), 0, count, tokens, tokens * length, weight=tokens, longest=longest)
-    # the clean positions once, in pieces; then blocks of one stretch of columns share rows (`BlockCausalView`)
-    width, group = denoiser.block or 1, clean_group(denoiser)
-    zero = window.context if denoiser.anchor == "target" else 0
-    clean = zero + (window.context + window.target - 1 - zero) // group * group
-    piece, abreast = max(group, CLEAN // group * group), max(1, STRETCH // width)
-    borders = sorted({0, *range(zero + piece, clean, piece), clean})
-    stretches: dict[int, list[BlockCount]] = {}
-    for block in states:
-        stretches.setdefault(block.start // max(width, STRETCH), []).append(block)
-    rows, pairs = len(borders) - 1, sum((end - start) * end for start, end in itertools.pairwise(borders))
-    for own in stretches.values():
-        lanes = sum(states[block] for block in own)
-        steps = max(states[block] for block in own) if in_turn else 1
-        rows += max(steps, -(-lanes // abreast))
-        pairs += lanes * width * (own[-1].start + width * min(-(-lanes // steps), abreast))
-    weight = clean + count * max(width, -(-clean // len(states)))
-    return Cost(len(states), 0, rows, clean + count * width, pairs, weight=weight, longest=longest + bool(clean))
 
 
 class Method(NamedTuple):
@@ -202,33 +189,33 @@ def methods(setting: Setting, entry: Entry, own: Mapping[str, Any]) -> Iterator[
         inputs = trained.self_conditioning if noise.self_conditioning == "auto" else noise.self_conditioning
         steps = noise.steps or trained.steps or math.inf
         passes = {"none": 1, "twice": 2, "chain": int(steps) if steps < math.inf else 1}[inputs]
-        draws = partial(noised, setting, samples=noise.mc_samples, passes=passes)
+        draws = partial(setting.noised, samples=noise.mc_samples, passes=passes)
         yield Method(f"noised_elbo {noise.mc_samples}", draws, bound, self_conditioning=inputs != "none")
         return
     causal, clean = denoiser.attention == "causal", kept if denoiser.by_blocks else 0
-    yield Method("chain rule" if causal else "exact", partial(exact, setting), "the likelihood", clean)
+    yield Method("chain rule" if causal else "exact", setting.exact, "the likelihood", clean)
     # the noise level of SEDD and GIDD changes every key
     if not (causal or denoiser.by_blocks or setting.rule.spans_blocks or denoiser.family in ("sedd", "gidd")):
         needs_seed = denoiser.shift and not isinstance(setting.rule, SeedFirst)
         under = setting._replace(rule=SeedFirst(setting.rule)) if needs_seed else setting
         for cache in ("prefix", "dual"):
-            yield Method(cache, partial(cached, under, cache=cache), "another distribution, exactly", kept)
+            yield Method(cache, partial(under.cached, cache=cache), "another distribution, exactly", kept)
         share = own.get("sample", TwoPhaseArguments.sample)
-        both = partial(two_phase, under, share=share)
-        yield Method(f"two_phase {share:g}", both, "an estimate of exact, with its error", kept)
+        gives = "an estimate of exact, with its error"
+        yield Method(f"two_phase {share:g}", partial(under.two_phase, share=share), gives, kept)
     if causal or denoiser.seeds_blocks:  # no ELBO: this sampler lacks the states that it needs
         return
     samples, spans = own.get("mc_samples", ElboArguments.mc_samples), setting._replace(block=denoiser.block)
-    yield Method(f"elbo {samples}", partial(elbo, spans, samples=samples), bound, clean)
+    yield Method(f"elbo {samples}", partial(spans.elbo, samples=samples), bound, clean)
     if setting.block is None:
         return
     if isinstance(arguments, BeamArguments) and not arguments.all_sets:
         most = len(arguments.sizes)
         for count in sorted({1 if arguments.tolerance else most, most}):  # at most: beams share sets
-            sets = partial(lattice, setting, beam=sum(arguments.sizes[:count]))
+            sets = partial(setting.lattice, beam=sum(arguments.sizes[:count]))
             yield Method(f"beam {arguments.sizes[count - 1]}", sets, "an estimate of lattice, or a bound", clean)
     elif entry.lattice or isinstance(arguments, BeamArguments):
-        yield Method("lattice", partial(lattice, setting), "the sum over all orders", clean)
+        yield Method("lattice", setting.lattice, "the sum over all orders", clean)
 
 
 def layouts_of_equal_documents(denoiser: Denoiser, tokens: int, documents: int) -> Counter[Layout]:
@@ -240,8 +227,8 @@ def layouts_of_equal_documents(denoiser: Denoiser, tokens: int, documents: int) 
     short, longer = divmod(tokens, documents)
     for length, count in ((short + 1, longer), (short, documents - longer)):
         whole, rest = divmod(length, capacity)
-        found[Layout(before, capacity, denoiser.max_length)] += whole * count
-        found[Layout(before, rest, before + rest)] += count * bool(rest)
+        for target, windows in ((capacity, whole * count), (rest, count * bool(rest))):
+            found[Layout(before, target, before + target)] += windows
     return +found
 
 

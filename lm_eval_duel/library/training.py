@@ -173,8 +173,8 @@ def planned_tokens(duel: Duel, texts: Sequence[str], sample: float | None = None
 
     def of_window(window: cost.Layout) -> cost.Cost:
         if sample is not None:
-            return cost.two_phase(setting, window, sample)
-        return cost.exact(setting, window) if cache is None else cost.cached(setting, window, cache)
+            return setting.two_phase(window, sample)
+        return setting.exact(window) if cache is None else setting.cached(window, cache)
 
     windows = [window for text in texts for window in duel.windows(text)]
     return int(cost.sum_over(cost.layouts(windows), of_window).token_rows)

@@ -60,7 +60,7 @@ def test_bidirectional(networks, cache):
         duel.use_single_rows()  # rows of different lanes could be equal, and then one call evaluates them once
         setting = cost.Setting(plain, parse(rule), 8, "target")
         texts = windows(18 if cache == "dual" else 22)  # a dual cache evaluates a short block at the full width
-        found = planned(lambda w, s=setting: cost.cached(s, w, cache) if cache else cost.exact(s, w), texts)
+        found = planned(lambda w, s=setting: s.cached(w, cache) if cache else s.exact(w), texts)
         assert found == counted(denoiser, duel, texts), rule
 
 
@@ -72,9 +72,9 @@ def test_block_causal(networks, rule, length):
     # one window a run: lanes of several windows may be packed with empty places
     for window in windows(length):
         rows = counted(denoiser, DuelEstimator(denoiser, rule), [window])
-        assert planned(lambda w: cost.exact(setting, w), [window]) == rows
+        assert planned(setting.exact, [window]) == rows
     rows, tokens, nfe = counted(denoiser, duel, windows(length))
-    least_rows, least_tokens, steps = planned(lambda w: cost.exact(setting, w), windows(length))
+    least_rows, least_tokens, steps = planned(setting.exact, windows(length))
     assert nfe == steps and least_tokens <= tokens <= 1.2 * least_tokens and rows >= least_rows
 
 
@@ -90,7 +90,7 @@ def test_blocks_that_count_from_the_target(name, tmp_path, monkeypatch):
         duel = DuelEstimator(denoiser, rule)
         window = Window(range(6, 6 + context), range(6, 6 + target))
         setting = cost.Setting(denoiser, duel.rule, denoiser.block, duel.grid)
-        assert planned(lambda w, s=setting: cost.exact(s, w), [window]) == counted(denoiser, duel, [window])
+        assert planned(setting.exact, [window]) == counted(denoiser, duel, [window])
 
 
 @pytest.mark.parametrize("kind", ["bidirectional", "block_causal"])
@@ -101,7 +101,7 @@ def test_elbo(networks, kind):
     setting = cost.Setting(denoiser, parse("greedy"), elbo.block, elbo.grid)
     texts = [Window(window.context, window.target) for window in windows(24)[:1]]
     rows, tokens, _ = counted(denoiser, elbo, texts)
-    most_rows, most_tokens, _ = planned(lambda w: cost.elbo(setting, w, 4), texts)
+    most_rows, most_tokens, _ = planned(lambda w: setting.elbo(w, 4), texts)
     if kind == "bidirectional":
         assert (rows, tokens) == (most_rows, most_tokens) == (4, 4 * 24)
     else:  # blocks of 8 are few positions: equal draws are merged
@@ -117,7 +117,7 @@ def test_lattice(networks, kind):
     setting = cost.Setting(denoiser, parse("greedy"), block, lattice.grid)
     texts = [Window(window.context, window.target) for window in windows(24)[:1]]
     rows, tokens, _ = counted(denoiser, lattice, texts)
-    planned_rows, planned_tokens, _ = planned(lambda w: cost.lattice(setting, w), texts)
+    planned_rows, planned_tokens, _ = planned(setting.lattice, texts)
     if kind == "bidirectional":
         spans = [block.masked[0] for block in setting.blocks(cost.Layout(2, 22, 24))]
         assert (
@@ -133,7 +133,7 @@ def test_causal():
     texts = [Window((300,), range(400, 417)), Window((300,), range(500, 505))]
     estimator = Autoregressive(denoiser)
     estimator.use_single_rows()
-    rows = planned(lambda w: cost.exact(cost.Setting(denoiser, estimator.rule, 1, "target"), w), texts)
+    rows = planned(lambda w: cost.Setting(denoiser, estimator.rule, 1, "target").exact(w), texts)
     assert counted(denoiser, estimator, texts) == rows == (2, 17 + 5, 22)
 
 
@@ -141,10 +141,10 @@ def test_rules_that_read_the_text_take_at_most_as_many_steps(networks):
     rule, denoiser = "threshold:mu=0.3", networks["bidirectional"]
     duel, setting = DuelEstimator(denoiser, rule, 8), cost.Setting(denoiser, parse(rule), 8, "target")
     rows, tokens, nfe = counted(denoiser, duel, windows())
-    most = planned(lambda w: cost.exact(setting, w), windows())
+    most = planned(setting.exact, windows())
     assert not setting.is_exact and nfe <= most[2] and rows <= most[0] and tokens <= most[1]
     everything = cost.Setting(denoiser, parse("threshold:mu=1"), 8, "target")
-    assert planned(lambda w: cost.exact(everything, w), windows()) == most
+    assert planned(everything.exact, windows()) == most
 
 
 @pytest.mark.parametrize("rule", ["quota:steps=3", "greedy:k=2:sub_block=3"])
@@ -153,7 +153,7 @@ def test_schedules_and_sub_blocks_that_begin_inside_the_context(networks, rule):
     duel, setting = DuelEstimator(denoiser, rule, 8, grid="row"), cost.Setting(denoiser, parse(rule), 8, "row")
     duel.use_single_rows()
     assert setting.is_exact
-    assert planned(lambda w: cost.exact(setting, w), windows()) == counted(denoiser, duel, windows())
+    assert planned(setting.exact, windows()) == counted(denoiser, duel, windows())
 
 
 def test_two_phase_is_all_of_dual_and_a_share_of_exact(networks):
@@ -162,9 +162,9 @@ def test_two_phase_is_all_of_dual_and_a_share_of_exact(networks):
     exact, dual, both = (
         cost.sum_over(layouts, count)
         for count in (
-            lambda w: cost.exact(setting, w),
-            lambda w: cost.cached(setting, w, "dual"),
-            lambda w: cost.two_phase(setting, w, 0.25),
+            setting.exact,
+            lambda w: setting.cached(w, "dual"),
+            lambda w: setting.two_phase(w, 0.25),
         )
     )
     assert both.token_rows == dual.token_rows + -(-exact.token_rows // 4)
@@ -176,4 +176,4 @@ def test_head_cells_are_those_that_are_hidden(networks):
     one_block = cost.Layout(2, 8, 10)
     for rule, positions in (("greedy:k=1", 36), ("greedy:k=3", 8 + 5 + 2), ("left_to_right:k=3", 8)):
         setting = cost.Setting(networks["bidirectional"], parse(rule), 8, "target")
-        assert cost.exact(setting, one_block).head == positions == cost.cached(setting, one_block, "dual").head
+        assert setting.exact(one_block).head == positions == setting.cached(one_block, "dual").head
