@@ -19,7 +19,6 @@ from lm_eval_duel import Window, rules
 from lm_eval_duel.demo import FOLDER
 from lm_eval_duel.denoisers import load_tokenizer
 from lm_eval_duel.harness import trace
-from lm_eval_duel.results.read import load
 
 pytestmark = pytest.mark.usefixtures("one_load")
 RUNS = sorted((FOLDER / "results").glob("*/results_*.json"))
@@ -34,7 +33,7 @@ FAST = [
 
 def recorded(run):
     """The model args, the spec and the log-probability of each document that has no near tie."""
-    config = load(run, "results")["config"]
+    config = json.loads(run.read_text())["config"]
     near = config["duel"]["tasks"]["sotu"]["near_tie_documents"]
     lines = run.with_name(run.name.replace("results_", "samples_sotu_") + "l").read_text().splitlines()
     samples = {line["doc_id"]: line["token_perplexity"][0] for line in map(json.loads, lines)}

@@ -19,7 +19,7 @@ from lm_eval_duel.errors import DuelError, too_few_documents, usage
 from lm_eval_duel.estimators.blocks import BeamBlocks
 from lm_eval_duel.estimators.registry import Kind, arguments, find, is_bound, kind_of, of_spec
 from lm_eval_duel.options import Options, model_of
-from lm_eval_duel.results import compare, match, paired, pairs, read, report, samples, tables
+from lm_eval_duel.results import compare, match, paired, pairs, read, report, tables
 from lm_eval_duel.results.paired import PairedDifference, key_of
 from lm_eval_duel.results.rows import Row
 from lm_eval_duel.results.table import LEVEL, Table, csv_text, number, plus_minus, spaced
@@ -164,9 +164,8 @@ def figures_of(lm: DuelMDM, rows: Sequence[Line]) -> dict[str, Any]:
 
 def compared(every: Sequence[dict[str, Any]]) -> tuple[compare.Comparison, str]:
     """The models on the same texts, as `report` compares them, and its text. The pairs: the first with each other."""
-    notes: list[str] = []
     runs = [read.of_score(_place(n, figures), figures) for n, figures in enumerate(every, 1)]
-    report.attach(runs, samples.Traces([]), notes)
+    notes = read.Traces([]).attach(runs)
     read.distinguish(runs)
     for run in report.baseline(runs)[0]:
         run.baseline = True

@@ -11,8 +11,8 @@ from typing import Any
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.estimators import registry
 from lm_eval_duel.harness import trace
+from lm_eval_duel.results.read import Traces
 from lm_eval_duel.results.rows import setting
-from lm_eval_duel.results.samples import Traces
 from lm_eval_duel.text.token_text import token_texts
 
 MAX_TOKENS = 1024  # of a document

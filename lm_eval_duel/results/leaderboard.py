@@ -13,14 +13,12 @@ from lm_eval_duel.arguments import TEXT, whole
 from lm_eval_duel.console.command_line import PATH, Flag, Parser
 from lm_eval_duel.core.rates import METRICS
 from lm_eval_duel.errors import DuelError, usage
-from lm_eval_duel.results import as_json, board, documents, page, published
+from lm_eval_duel.results import as_json, board, documents, own_files, page, published
 from lm_eval_duel.results.board import Board, BoardRow, Head, heads
-from lm_eval_duel.results.own_files import OwnFiles
-from lm_eval_duel.results.report import attach, check_files, no_baseline, read_runs
-from lm_eval_duel.results.samples import Traces
+from lm_eval_duel.results.read import Traces
+from lm_eval_duel.results.report import check_files, no_baseline, read_runs
 from lm_eval_duel.results.table import Cell, Table, bullets, csv_text, escape, spaced, split
 
-FORMAT = "lm_eval_duel leaderboard"
 EPILOG = """\
 Prints ranks and perplexities. Writes index.html (one file that opens from disk, without a network), leaderboard.md,
 leaderboard.csv and leaderboard.json.
@@ -52,20 +50,19 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 def collect(options: argparse.Namespace) -> Board:
     """The content of the leaderboard."""
     named, runs = read_runs(options)
-    traces = Traces(options.traces)
     # the page may be sent to others: relative names of files tell no home folder
     folder = os.path.commonpath([run.file.parent for run in runs])
     for run in runs:
         run.name = os.path.relpath(run.name, folder)
     notes = [note for run in runs for note in run.left_out()]
     known = [run for run in runs if (run.ours or run.autoregressive) and run.tasks]
-    labels: dict[Path, str] = {}  # the models of traces
-    for run in known:
-        if path := traces.find(run.fingerprint, run.duel.get("trace"), run.file):
-            labels.setdefault(path, run.label)
     if not known:
         raise DuelError(f"No perplexity ({', '.join(METRICS)}) to show: {'; '.join(notes)}")
-    attach(known, traces, [])
+    traces = Traces(options.traces)
+    traces.attach(known)
+    labels: dict[Path, str] = {}  # the models of traces
+    for run in (run for run in known if run.trace):
+        labels.setdefault(run.trace, run.label)
     causal = [run for run in named or known if run.autoregressive]
     note, models = no_baseline(causal), {run.key for run in causal}
     for run in known:
@@ -148,13 +145,13 @@ def write(content: Board, options: argparse.Namespace) -> list[str]:
         "leaderboard.md": markdown(content),
         "leaderboard.csv": csv(listing),
     }
-    return OwnFiles(options.out, FORMAT).write({"version": 1, **listing}, written)
+    return own_files.write(options.out, "leaderboard", {"version": 1, **listing}, written)
 
 
 def main(arguments: Sequence[str]) -> None:
     """Write a leaderboard and print its table: `lm-eval-duel leaderboard`."""
     options = parse(arguments)
-    OwnFiles(options.out, FORMAT).earlier()
+    own_files.earlier(options.out, "leaderboard")
     content = collect(options)
     files = write(content, options)
     print(console(content))

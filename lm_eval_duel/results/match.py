@@ -26,17 +26,10 @@ class Difference(NamedTuple):
         return f"{self.field}: {self.here} in {here.name}, but {self.there} in {there.name}"
 
 
-def windows(run: Run) -> tuple[str, int | None]:
-    """The windows of a run, and target positions per window; other models have the harness's rolling windows."""
-    ours = run.spec.get("windows", "independent"), run.duel.get("row_capacity")
-    return ours if run.ours else ("harness", run.max_length)
-
-
 def windows_of(run: Run) -> str:
-    """The windows as text, and whether they are derived."""
-    scheme, capacity = windows(run)
-    size = "unknown length" if capacity is None else f"{capacity} target positions"
-    return f"{scheme}, {size}{'' if run.ours else ' (derived)'}"
+    """The windows of a run as text, and whether they are derived."""
+    size = "unknown length" if run.capacity is None else f"{run.capacity} target positions"
+    return f"{run.windows}, {size}{'' if run.ours else ' (derived)'}"
 
 
 def positions(run: Run) -> str:
@@ -130,15 +123,14 @@ def _tokenizer(run: Run, name: str) -> str:
 
 def _same_windows(here: Run, there: Run, name: str, same_tokenizer: bool) -> bool:
     """True if documents are cut alike: the same windows, or every document is one window in both runs."""
-    cuts = [windows(run) for run in (here, there)]
-    if None in (cuts[0][1], cuts[1][1]):
-        same = cuts[0] == cuts[1] and here.ours == there.ours
-        return same and here.spec.get("max_length") == there.spec.get("max_length")
-    longest = [_longest(run, run.tasks[name]) for run in (here, there)]
+    both = here, there
+    same = (here.windows, here.capacity) == (there.windows, there.capacity)
+    if None in (here.capacity, there.capacity):
+        return same and here.ours == there.ours and here.spec.get("max_length") == there.spec.get("max_length")
+    longest = [_longest(run, run.tasks[name]) for run in both]
     if same_tokenizer:
         longest = [max((n for n in longest if n is not None), default=None)] * 2
-    whole = all(n is not None and n <= capacity for n, (_, capacity) in zip(longest, cuts, strict=True))
-    return whole or cuts[0] == cuts[1]
+    return same or all(n is not None and n <= run.capacity for n, run in zip(longest, both, strict=True))
 
 
 def _longest(run: Run, task: Task) -> int | None:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from lm_eval_duel.results.own_files import reading
-from lm_eval_duel.results.read import MODEL, RESULTS, Run
+from lm_eval_duel.results.read import MODEL, RESULTS, SCORE, Run
 
 SEEDS = {"random_seed": 0, "numpy_seed": 1234, "torch_seed": 1234, "fewshot_seed": 1234}  # of --seed
 TASK_FOLDER = '"$(lm-eval-duel tools where tasks)"'
@@ -25,7 +25,7 @@ def command(run: Run) -> str:
     """
     with reading(run.file, RESULTS):
         content, config = run.content, run.content["config"]
-        if "results" not in content:
+        if content.get("format") == SCORE:
             return OWN_TEXTS
         if run.ours and run.model != MODEL:
             return IN_PYTHON
@@ -34,7 +34,7 @@ def command(run: Run) -> str:
         seeds, arguments = [config.get(key, default) for key, default in SEEDS.items()], config.get("model_args")
         flags = {  # as far as they are not at their defaults
             "--model_args": arguments if isinstance(arguments, str) else _joined(arguments or {}),
-            "--tasks": ",".join(sorted({*run.tasks, *run.others})),
+            "--tasks": ",".join(sorted(run.every_task)),
             "--num_fewshot": shots.pop() if len(shots) == 1 and shots != {0} else "",
             "--limit": "" if config.get("limit") is None else f"{float(config['limit']):g}",
             "--seed": "" if seeds == [*SEEDS.values()] else ",".join(map(str, seeds)),

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
+import contextlib
 import datetime
+import functools
+import json
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +16,9 @@ from lm_eval_duel.core.rates import METRICS, perplexity
 from lm_eval_duel.errors import DuelError, unknown
 from lm_eval_duel.estimators.blocks import BeamBlocks
 from lm_eval_duel.estimators.registry import ESTIMATORS
+from lm_eval_duel.harness import trace
 from lm_eval_duel.results import samples, stats
-from lm_eval_duel.results.own_files import load, number, reading
+from lm_eval_duel.results.own_files import reading
 from lm_eval_duel.results.samples import OTHER_NAMES, WRITTEN, Documents
 
 MODEL, SCORE, SCORE_VERSION, NO_CACHE = "duel-mdm", "lm_eval_duel score", 1, "none"
@@ -27,8 +31,16 @@ AUTOREGRESSIVE = {  # names of --model in the harness, and the classes of model 
 }
 RESULTS = "a results file of lm_eval"
 NOT_IN_SPEC = ("batch_size", "max_batch_size", "device", "dtype")  # model args; the loaded dtype is stored elsewhere
+AGAIN = "Run the task again, or leave the file out."
 SAME = 1e-6  # relative difference up to which two values are one
 Json = Mapping[str, Any]
+
+
+def number(value: Any) -> float | None:
+    """A number, which lm_eval may have written as text, or None for null; raises ValueError for NaN."""
+    if value is not None and math.isnan(value := float(value)):
+        raise ValueError("a number is NaN")
+    return value
 
 
 def _text(value: Any) -> str | None:
@@ -52,113 +64,133 @@ DUEL: dict[str, Callable[[Any], Any]] = {  # entries of config.duel
 }
 
 
-@dataclasses.dataclass(eq=False)
 class Task:
     """A task's part of a results file. Without logged samples there are no `documents`, and `missing` says so."""
 
-    name: str
-    metrics: dict[str, float]  # perplexities, each of the first filter that has it
-    scores: dict[str, tuple[float, float | None]]  # other averages over documents, with their standard errors
-    identity: dict[str, str]  # effective samples, limit, version, shots, hash
-    output_type: str
-    entry: dict[str, Any]  # its entry in config.duel.tasks
-    documents: Documents | None = None
-    missing: str = ""
+    def __init__(self, run: Run, name: str, documents: Documents | None):
+        content, entries = run.content, run.content["results"][name]
+        identity = {
+            "documents": content.get("n-samples", {}).get(name, {}).get("effective"),
+            "limit": content["config"].get("limit"),
+            "version": content.get("versions", {}).get(name),
+            "shots": content.get("n-shot", {}).get(name),
+            "hash": content.get("task_hashes", {}).get(name),
+        }
+        output_type = content.get("configs", {}).get(name, {}).get("output_type")
+        self.name, self.output_type = name, str(output_type or "loglikelihood_rolling")
+        self.rolling = self.output_type == "loglikelihood_rolling"
+        self.identity = {key: str(value) for key, value in identity.items() if value is not None}
+        self.entry = run.duel["tasks"].get(name, {})  # its entry in config.duel.tasks
+        self.metrics: dict[str, float] = {}  # perplexities, each of the first filter that has it
+        self.scores: dict[str, tuple[float, float | None]] = {}  # other averages, with their standard errors
+        for entry, value in entries.items():
+            metric, comma, filtered = entry.partition(",")
+            if metric in METRICS:
+                if value is None or math.isnan(value := float(value)):
+                    raise ValueError(f"{entry} of {name} is {'null' if value is None else 'NaN'}")
+                self.metrics.setdefault(metric, value)
+            elif comma and not metric.endswith("_stderr") and metric not in OTHER_NAMES and type(value) in (int, float):
+                error = entries.get(f"{metric}_stderr,{filtered}")  # or "N/A", or NaN
+                error = None if error == "N/A" or error != error else number(error)
+                if not math.isnan(value):
+                    self.scores[metric if filtered == "none" else f"{metric} ({filtered})"] = float(value), error
+        self.documents, self.missing = documents, ""
+        if self.metrics and documents is None:
+            self.documents, self.missing = samples.of_harness(run.file, name, self.rolling)
+        known, documents = self.identity.get("documents"), self.documents
+        # scored documents, and those that the run scored itself: the others came from a response cache
+        self.size = int(known) if known else None if documents is None else len(documents.numbers)
+        self.computed = self.entry.get("documents", self.size or 0)
+        # True if the run scored fewer (or other) documents than its values cover
+        self.partial = self.size is not None and self.computed != self.size
+        # the share of tokens that the tokenizer does not know ([UNK]): 0 for other models of the harness
+        self.unknown = self.entry.get("unk_tokens", 0) / (self.entry.get("tokens") or 1)
+        # the number of tokens of each document, if they are known
+        counted = {} if documents is None else documents.values.get("token_perplexity", {})
+        whole = documents is not None and len(counted) == len(documents.numbers)
+        self.tokens = {key: units for key, (_, units) in counted.items()} if whole else None
 
-    @property
-    def rolling(self) -> bool:
-        return self.output_type == "loglikelihood_rolling"
 
-    @property
-    def size(self) -> int | None:
-        """Number of scored documents."""
-        known = self.identity.get("documents")
-        return int(known) if known else (None if self.documents is None else len(self.documents.numbers))
-
-    @property
-    def computed(self) -> int:
-        """Documents that the run scored itself; the others came from a response cache."""
-        count = self.entry.get("documents")
-        return (self.size or 0) if count is None else count
-
-    @property
-    def partial(self) -> bool:
-        """True if the run scored fewer (or other) documents than its values cover."""
-        return self.size is not None and self.computed != self.size
-
-    @property
-    def unknown(self) -> float:
-        """The share of tokens that the tokenizer does not know ([UNK]): 0 for other models of the harness."""
-        return self.entry.get("unk_tokens", 0) / (self.entry.get("tokens") or 1)
-
-    @property
-    def tokens(self) -> dict[str, float] | None:
-        """The number of tokens of each document, if they are known."""
-        known = {} if self.documents is None else self.documents.values.get("token_perplexity", {})
-        if self.documents is None or len(known) < len(self.documents.numbers):
-            return None
-        return {key: units for key, (_, units) in known.items()}
-
-
-@dataclasses.dataclass(eq=False)
 class Run:
-    """One results file. The spec of another model of the harness is what it was loaded with; its `duel` is empty."""
+    """One results file. The spec of another model of the harness is what it was loaded with; its `duel` is empty.
 
-    file: Path
-    content: Json = dataclasses.field(repr=False)
-    ours: bool
-    pretrained: str
-    spec: dict[str, str]
-    duel: dict[str, Any]
-    tasks: dict[str, Task]  # those with a perplexity
-    others: dict[str, Task] = dataclasses.field(default_factory=dict)  # tasks without one
-    groups: tuple[str, ...] = ()  # groups of tasks
-    baseline: bool = False  # the autoregressive model of the gaps
-    traced: dict[tuple[str, str], dict[int, float]] = dataclasses.field(default_factory=dict, repr=False)
-    """(task, value) -> document -> nats, from a trace."""
+    `documents`: of its tasks, instead of samples next to the file.
+    """
 
-    def __post_init__(self) -> None:
-        spec, duel, config = self.spec, self.duel, self.content["config"]
-        self.name, self.model = str(self.file), str(config["model"])  # for messages; --model, or the class of an object
+    def __init__(self, file: Path, content: Json, documents: Documents | None = None):
+        self.file, self.content, config = file, content, content["config"]
+        self.name, self.model = str(file), str(config["model"])  # for messages; --model, or the class of an object
+        self.short_name = "/".join(file.parts[-2:])  # for notes
+        arguments = config.get("model_args") or {}
+        if isinstance(arguments, str):  # of lm_eval's Python API
+            arguments = dict(part.split("=", 1) for part in arguments.split(",") if "=" in part)
+        arguments, spec = _strings(arguments), _strings(config.get("spec") or {})
+        self.duel = duel = _duel(config.get("duel") or {})
+        # a model object is recorded by its class
+        self.ours = self.model == MODEL or bool(spec or config.get("duel"))
+        dtype = duel.get("dtype") or _text(spec.get("dtype")) or _text(config.get("model_dtype")) or "unknown"
+        self.dtype = dtype.removeprefix("torch.")
+        if not self.ours:
+            spec = {key: value for key, value in arguments.items() if key not in NOT_IN_SPEC} | {"dtype": self.dtype}
+            spec |= {"model_sha": str(config["model_sha"])} if config.get("model_sha") else {}
+        self.spec = spec
+        named = duel.get("pretrained") or arguments.get("pretrained") or content.get("model_name")
+        self.pretrained = str(named or self.model)
         self.label = self.pretrained.rstrip("/").split("/")[-1] or self.pretrained  # how tables name the model
         # equal for the same model: digest of the weights, else the name that was loaded
         self.key = str((duel.get("weights") or spec.get("weights")) if self.ours else self.pretrained)
         self.fingerprint = _text(config.get("fingerprint"))
-        dtype = duel.get("dtype") or _text(spec.get("dtype")) or _text(config.get("model_dtype")) or "unknown"
-        self.dtype = dtype.removeprefix("torch.")
-        length = str(spec.get("max_length") if self.ours else self.content.get("max_length"))
+        self._add_method()
+        length = str(spec.get("max_length") if self.ours else content.get("max_length"))
         self.max_length = int(length) if length.isdecimal() else None
-        self.date = number(self.content.get("date")) or 0.0
+        # how it cuts documents, and target positions per window; other models have the harness's rolling windows
+        self.windows = spec.get("windows", "independent") if self.ours else "harness"
+        self.capacity = duel.get("row_capacity") if self.ours else self.max_length
+        self.date = number(content.get("date")) or 0.0
         when = datetime.datetime.fromtimestamp(self.date, datetime.timezone.utc)
         self.when = when.isoformat(timespec="seconds") if self.date else ""  # ISO 8601
-        known = {name: self.content.get(f"{name}_version") for name in ("lm_eval", "transformers")}
+        known = {name: content.get(f"{name}_version") for name in ("lm_eval", "transformers")}
         known = {name: version for name, version in known.items() if version}
-        ours = (config.get("duel") or {}).get("versions") or {}
-        self.versions = {name: str(version or "unknown") for name, version in {**known, **ours}.items()}
-        self.whole_run_seconds = number(self.content.get("total_evaluation_time_seconds"))
-        # the estimator behind the harness's values; other models are autoregressive
+        known |= (config.get("duel") or {}).get("versions") or {}
+        self.versions = {name: str(version or "unknown") for name, version in known.items()}
+        self.whole_run_seconds = number(content.get("total_evaluation_time_seconds"))
+        self.baseline = False  # True for the autoregressive model of the gaps
+        self.trace: Path | None = None
+        # (task, value) -> document -> nats, from the trace
+        self.traced: dict[tuple[str, str], Counter[int]] = defaultdict(Counter)
+        groups = {name for name, parts in (content.get("group_subtasks") or {}).items() if parts}
+        groups |= set(content.get("groups") or {})
+        tasks = [Task(self, name, documents) for name in content["results"] if name not in groups]
+        self.groups = sorted(groups & content["results"].keys())
+        # those without a perplexity at the end, by name
+        self.every_task = {task.name: task for task in sorted(tasks, key=lambda t: "" if t.metrics else t.name)}
+        self.tasks = {name: task for name, task in self.every_task.items() if task.metrics}
+        # True if answers may have come from a response cache, so that times cover only a part of the run
+        partial = any(task.partial for task in self.tasks.values())
+        self.cached = bool(duel.get("answers_from_cache") or partial if self.ours else config.get("use_cache"))
+        _check(self)
+
+    def _add_method(self) -> None:
+        """Enter the estimator behind the harness's values, its rule, block and cache; other models are autoregressive.
+
+        Raises DuelError for an unknown estimator.
+        """
+        spec, duel = self.spec, self.duel
         self.estimator = str(duel.get("estimator") or spec.get("estimator") or "duel") if self.ours else "ar"
         if self.estimator not in ESTIMATORS:
             raise DuelError(f"{self.file}: {unknown('estimator', self.estimator, ESTIMATORS)}")
-        causal = self.estimator == "ar"
+        entry, attention = ESTIMATORS[self.estimator], duel.get("attention")
+        causal = entry.name == "ar"
         # True if the values are known to come from an autoregressive model
-        self.autoregressive = self.model in AUTOREGRESSIVE or (
-            self.ours and (causal or duel.get("attention") == "causal")
-        )
+        self.autoregressive = self.model in AUTOREGRESSIVE or (self.ours and (causal or attention == "causal"))
         # of a `duel` run, or of an estimate of its value
-        follows = ESTIMATORS[self.estimator].follows_rule
-        self.rule = duel.get("rule") or _text(spec.get("rule")) if follows else None
+        self.rule = duel.get("rule") or _text(spec.get("rule")) if entry.follows_rule else None
         # a number, or `none` (the whole target); None for autoregressive and other models
         self.block = None if causal else duel.get("block") or _text(spec.get("block")) or "none"
         # of the sampler: `none`, `prefix` or `dual`; None for networks that have no such choice
-        no_cache = NO_CACHE if duel.get("attention") == "bidirectional" else None
+        no_cache = NO_CACHE if attention == "bidirectional" else None
         self.cache = None if causal else spec.get("cache", no_cache)
         self.has_cache = self.cache not in (None, NO_CACHE)
-
-    @property
-    def short_name(self) -> str:
-        """The file and its folder, for notes."""
-        return "/".join(self.file.parts[-2:])
 
     @property
     def title(self) -> str:
@@ -167,21 +199,9 @@ class Run:
         name = "Lattice" if entry.lattice else entry.title
         return f"{name} ({'baseline' if entry.name == 'ar' else 'AR baseline'})" if self.baseline else name
 
-    @property
-    def every_task(self) -> dict[str, Task]:
-        """The tasks with a perplexity and those without."""
-        return {**self.tasks, **self.others}
-
     def scores(self, name: str) -> dict[str, tuple[float, float | None]]:
         """The averages of a task other than perplexities, with their standard errors."""
         return self.every_task[name].scores if name in self.every_task else {}
-
-    @property
-    def cached(self) -> bool:
-        """True if answers may have come from a response cache, so that times cover only a part of the run."""
-        if not self.ours:
-            return bool(self.content["config"].get("use_cache"))
-        return bool(self.duel.get("answers_from_cache")) or any(task.partial for task in self.tasks.values())
 
     def left_out(self) -> list[str]:
         """Notes on the parts of the file that tables leave out."""
@@ -190,7 +210,7 @@ class Run:
                 f"{self.name} is a result of --model {self.model}, not known to be autoregressive, and is left out."
             ]
         notes = [f"{name} in {self.name} is a group of tasks and is left out." for name in self.groups]
-        empty = [name for name, task in self.others.items() if not task.scores]
+        empty = [name for name, task in self.every_task.items() if not (task.metrics or task.scores)]
         notes += [f"{name} in {self.name} holds no perplexity and no accuracy, and is left out." for name in empty]
         return notes if self.every_task else [*notes, f"{self.name} holds no perplexity and is left out."]
 
@@ -227,92 +247,81 @@ def of_file(file: Path) -> list[Run]:
     Raises DuelError for any other file, for entries that lm_eval does not write, and for values that are NaN or
     contradict each other.
     """
-    content = load(file, RESULTS)
     with reading(file, RESULTS):
+        content = json.loads(file.read_text(encoding="utf-8"))
         if content.get("format") != SCORE:
-            return [_of_harness(file, content)]
+            return [Run(file, content)]
         if content["version"] != SCORE_VERSION:
             raise ValueError(f"its version is {content['version']}, and this release reads {SCORE_VERSION}")
         models = [content, *content.get("compared", [])]
         return [of_score(Path(f"{file}#{n}" if n > 1 else file), model) for n, model in enumerate(models, 1)]
 
 
-def distinguish(runs: Iterable[Run]) -> None:
+def distinguish(runs: Sequence[Run]) -> None:
     """Give different models of one label longer ones: with the folder, or else with the digest of the weights."""
-    models: dict[str, dict[str, list[Run]]] = {}
-    for run in runs:
-        models.setdefault(run.label, {}).setdefault(run.key, []).append(run)
-    for label, of_label in models.items():
-        longer = {key: "/".join(Path(of_key[0].pretrained).parts[-2:]) for key, of_key in of_label.items()}
-        unique = len(set(longer.values())) == len(of_label)
-        for key, of_key in of_label.items() if len(of_label) > 1 else ():
-            for run in of_key:
-                run.label = longer[key] if unique else f"{label} ({key[:8]})"
+    for label in dict.fromkeys(run.label for run in runs):
+        alike = [run for run in runs if run.label == label]
+        first = {run.key: run for run in reversed(alike)}
+        longer = {key: "/".join(Path(run.pretrained).parts[-2:]) for key, run in first.items()}
+        unique = len(set(longer.values())) == len(longer)
+        for run in alike if len(longer) > 1 else ():
+            run.label = longer[run.key] if unique else f"{label} ({run.key[:8]})"
+
+
+# ---------------------------------------------------------------- traces
+
+
+class Traces:
+    """The trace files that the command line or results name, each read once."""
+
+    def __init__(self, named: Iterable[str | Path]):
+        self.named = [Path(place).resolve() for place in named]
+        self.read = functools.cache(trace.read)  # the windows of a file
+
+    def attach(self, runs: Iterable[Run]) -> list[str]:
+        """Give runs the values of each document that their traces hold; return notes on traces that are gone.
+
+        The trace of a run is a named one with its spec, else the one that it wrote, also next to its results.
+        """
+        notes = []
+        for run in runs:
+            written = run.duel.get("trace")
+            places = [Path(written), run.file.parent / Path(written).name] if written else []
+            run.trace = next((path for path in [*self.named, *places] if _fingerprint(path) == run.fingerprint), None)
+            if written and run.trace is None:
+                notes.append(f"The trace of {run.name} is no longer at {written}; name it with --traces.")
+            for window in self.read(run.trace) if run.trace else ():
+                for name, nats in (window.get("values") or {}).items():
+                    run.traced[str(window["task"]), str(name)][int(window["doc"])] += float(nats)
+        return notes
+
+
+def _fingerprint(path: Path) -> str:
+    """The fingerprint of a trace; empty if there is none, or if the path is not a valid file name (ValueError)."""
+    with contextlib.suppress(DuelError, OSError, ValueError):
+        return trace.spec(path).get("fingerprint", "")
+    return ""
+
+
+# ---------------------------------------------------------------- entries
 
 
 def of_score(file: Path, content: Json) -> Run:
-    """A model of a file of `score --json`. Its task is called `score`."""
-    duel, documents = _duel(content["duel"]), samples.of_score(content["documents"])
+    """A model of a file of `score --json`, as lm_eval would have written it. Its task is called `score`."""
+    documents = samples.of_score(content["documents"])
     totals = {metric: map(sum, zip(*known.values(), strict=True)) for metric, known in documents.values.items()}
-    metrics = {metric: float(stats.value(metric, *totals[metric])) for metric in METRICS if metric in totals}
-    identity, entry = {"documents": str(len(documents.numbers))}, duel["tasks"].get("score", {})
-    task = Task("score", metrics, {}, identity, "loglikelihood_rolling", entry, documents)
-    config = {"model": MODEL, "fingerprint": content["fingerprint"], "duel": content["duel"]}
-    spec, pretrained = _strings(content["spec"]), str(content["pretrained"])
-    return _checked(Run(file, {"config": config}, True, pretrained, spec, duel, {"score": task}))
-
-
-def _of_harness(file: Path, content: Json) -> Run:
-    config = content["config"]
-    model, arguments = str(config["model"]), config.get("model_args") or {}
-    if isinstance(arguments, str):  # of lm_eval's Python API
-        arguments = dict(part.split("=", 1) for part in arguments.split(",") if "=" in part)
-    arguments, spec, duel = _strings(arguments), _strings(config.get("spec") or {}), _duel(config.get("duel") or {})
-    ours = model == MODEL or bool(spec or config.get("duel"))  # a model object is recorded by its class
-    if not ours:
-        dtype = (_text(config.get("model_dtype")) or "unknown").removeprefix("torch.")
-        spec = {key: value for key, value in arguments.items() if key not in NOT_IN_SPEC} | {"dtype": dtype}
-        spec |= {"model_sha": str(config["model_sha"])} if config.get("model_sha") else {}
-    groups = {name for name, parts in (content.get("group_subtasks") or {}).items() if parts}
-    groups |= set(content.get("groups") or {})
-    tasks = [_task(file, content, duel, name) for name in content["results"] if name not in groups]
-    pretrained = str(duel.get("pretrained") or arguments.get("pretrained") or content.get("model_name") or model)
-    with_perplexity = {task.name: task for task in tasks if task.metrics}
-    others = {task.name: task for task in sorted(tasks, key=lambda task: task.name) if not task.metrics}
-    known = tuple(sorted(groups & content["results"].keys()))
-    return _checked(Run(file, content, ours, pretrained, spec, duel, with_perplexity, others, known))
-
-
-def _task(file: Path, content: Json, duel: Json, name: str) -> Task:
-    values, config = content["results"][name], content.get("configs", {}).get(name, {})
-    identity = {
-        "documents": content.get("n-samples", {}).get(name, {}).get("effective"),
-        "limit": content["config"].get("limit"),
-        "version": content.get("versions", {}).get(name),
-        "shots": content.get("n-shot", {}).get(name),
-        "hash": content.get("task_hashes", {}).get(name),
+    duel = {**content["duel"], "pretrained": content["pretrained"]}
+    harness = {
+        "format": SCORE,
+        "config": {"model": MODEL, "fingerprint": content["fingerprint"], "spec": content["spec"], "duel": duel},
+        "results": {"score": {metric: stats.value(metric, *total) for metric, total in totals.items()}},
+        "n-samples": {"score": {"effective": len(documents.numbers)}},
     }
-    output_type = str(config.get("output_type") or "loglikelihood_rolling")
-    known = {key: str(value) for key, value in identity.items() if value is not None}
-    task = Task(name, {}, {}, known, output_type, duel["tasks"].get(name, {}))
-    for entry, value in values.items():
-        metric, comma, filtered = entry.partition(",")
-        if metric in METRICS:
-            if value is None or math.isnan(value := float(value)):
-                raise ValueError(f"{entry} of {name} is {'null' if value is None else 'NaN'}")
-            task.metrics.setdefault(metric, value)
-        elif comma and not metric.endswith("_stderr") and metric not in OTHER_NAMES and type(value) in (int, float):
-            error = values.get(f"{metric}_stderr,{filtered}")  # or "N/A", or NaN
-            error = None if error == "N/A" or error != error else number(error)
-            if not math.isnan(value):
-                task.scores[metric if filtered == "none" else f"{metric} ({filtered})"] = float(value), error
-    if task.metrics:
-        task.documents, task.missing = samples.of_harness(file, name, task.rolling)
-    return task
+    return Run(file, harness, documents)
 
 
-def _checked(run: Run) -> Run:
-    """A run; raises an error if log_prob, tokens and perplexity of a task do not agree, or are no probability's."""
+def _check(run: Run) -> None:
+    """Raise an error if log_prob, tokens and perplexity of a task do not agree, or are no probability's."""
     for key in ("elbo_eps", "mc_samples"):
         number(run.spec[key] if run.spec.get(key, "none") != "none" else None)
     if run.ours and "version" not in run.spec:
@@ -326,16 +335,12 @@ def _checked(run: Run) -> Run:
             if not math.isclose(known, implied, rel_tol=SAME):
                 raise DuelError(
                     f"{run.name} contradicts itself: token_perplexity of {name} is {known:.10g}, but its log_prob and "
-                    f"tokens make it {implied:.10g}. Run the task again, or leave the file out."
+                    f"tokens make it {implied:.10g}. {AGAIN}"
                 )
         values = {**task.metrics, **{f"log_prob of {key}": -nats for key, nats in log_probs.items()}}
         for what, known in values.items():
             if known < 0 or (not known and what in METRICS and what != "bits_per_byte"):
-                raise DuelError(
-                    f"{run.name}: {what} of {name} is impossible: a probability is at most 1. Run the task again, "
-                    "or leave the file out."
-                )
-    return run
+                raise DuelError(f"{run.name}: {what} of {name} is impossible: a probability is at most 1. {AGAIN}")
 
 
 def _strings(entries: Json) -> dict[str, str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 from urllib.parse import quote
 
@@ -14,16 +14,13 @@ from lm_eval_duel.console.command_line import Flag, Parser
 from lm_eval_duel.core.rates import METRICS
 from lm_eval_duel.errors import DuelError, usage
 from lm_eval_duel.harness import trace
-from lm_eval_duel.results import as_json, compare, cost, figures, match, pairs, read, tables
+from lm_eval_duel.results import as_json, compare, cost, figures, match, own_files, pairs, read, tables
 from lm_eval_duel.results.figures import Image
-from lm_eval_duel.results.own_files import OwnFiles, stems
 from lm_eval_duel.results.read import Run
 from lm_eval_duel.results.rows import Row
-from lm_eval_duel.results.samples import Traces
 from lm_eval_duel.results.table import WORDS, Table, bullets, escape, form_of, number, plus_minus, spaced, span
 from lm_eval_duel.rules.tables import without_defaults
 
-FORMAT = "lm_eval_duel report"
 EPILOG = """\
 Prints the perplexities of every task and the share of the gap to the autoregressive baseline that DUEL closes.
 Writes report.md, report.json, LaTeX tables (.tex) and, if matplotlib is installed, figures.
@@ -132,24 +129,15 @@ def collect(options: argparse.Namespace) -> Report:
     for run in ar:
         run.baseline = True
     known = [run for run in runs if run.ours or run.autoregressive]
-    shown = [run for run in known if run.tasks or any(task.scores for task in run.others.values())]
+    shown = [run for run in known if run.tasks or any(task.scores for task in run.every_task.values())]
     if not shown:
         raise DuelError(f"No perplexity ({', '.join(METRICS)}) to report: {'; '.join(notes)}")
-    attach(shown, Traces(options.traces), notes)
+    notes += read.Traces(options.traces).attach(shown)
     names = dict.fromkeys(name for run in shown if not run.baseline for name in run.tasks)
-    if not names and any(run.tasks for run in shown) and not any(run.others for run in shown):
+    if not names and any(run.tasks for run in shown) and all(run.tasks == run.every_task for run in shown):
         raise DuelError("Nothing to compare: only the --ar result of RESULTS has perplexities.")
     tasks = {name: compare.task(name, shown, options.metric, options.as_published, options.pairs) for name in names}
     return Report(shown, tasks, notes)
-
-
-def attach(runs: Iterable[Run], traces: Traces, notes: list[str]) -> None:
-    """Give runs the values of each document that their traces hold. Notes on traces that are gone are added."""
-    for run in runs:
-        if path := traces.find(run.fingerprint, run.duel.get("trace"), run.file):
-            run.traced = traces.values(path)
-        elif run.duel.get("trace"):
-            notes.append(f"The trace of {run.name} is no longer at {run.duel['trace']}; name it with --traces.")
 
 
 def baseline(runs: Sequence[Run]) -> tuple[list[Run], str]:
@@ -300,10 +288,11 @@ def write(report: Report, folder: str, formats: Sequence[str] = ("png",), width:
     else:
         report.notes.append(figures.MISSING)
     found = [(name, kind, table) for name, kind, table in report.tables() if kind != "cost"]
-    named = stems((name, kind, table.title) for name, kind, table in found)
+    named = own_files.stems((name, kind, table.title) for name, kind, table in found)
     texts = {f"{stem}.tex": table.latex() for stem, (_, _, table) in zip(named, found, strict=True)}
     pictures = {file: content for image in images for file, content in image.files.items()}
-    return OwnFiles(folder, FORMAT).write(content(report), {"report.md": page(report, images)} | texts | pictures)
+    others = {"report.md": page(report, images)} | texts | pictures
+    return own_files.write(folder, "report", content(report), others)
 
 
 def content(report: Report) -> dict[str, Any]:
@@ -328,7 +317,7 @@ def content(report: Report) -> dict[str, Any]:
 def main(arguments: Sequence[str]) -> None:
     """Write a report and print its tables: `lm-eval-duel report`."""
     options = parse(arguments)
-    OwnFiles(options.out, FORMAT).earlier()
+    own_files.earlier(options.out, "report")
     report = collect(options)
     files = write(report, options.out, options.figures, options.width)
     print(console(report), f"wrote to {options.out}: {', '.join(files)}", sep="\n")

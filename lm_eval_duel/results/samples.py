@@ -1,23 +1,19 @@
-"""Documents and their log-likelihoods: from the harness's samples_*.jsonl, from `score --json`, and from traces."""
+"""Documents and their log-likelihoods, from the harness's samples_*.jsonl and from `score --json`."""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import functools
 import hashlib
 import json
 import math
 import os
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from lm_eval_duel.core.rates import METRICS
-from lm_eval_duel.errors import DuelError
-from lm_eval_duel.harness import trace
 from lm_eval_duel.results.own_files import reading
 from lm_eval_duel.tasks.columns import MADE, TOKENS
 
@@ -43,25 +39,26 @@ def of_harness(results: Path, task: str, rolling: bool) -> tuple[Documents | Non
         return None, f"no samples of {task} next to it (run lm_eval with --log_samples)"
     with reading(file, "samples of lm_eval"):
         records = [json.loads(line) for line in file.read_text(encoding="utf-8").split("\n") if line.strip()]
-        first = {int(record["doc_id"]): record for record in reversed(records)}  # one a filter, with equal values
-        return _numbered((n, _digest(record, rolling), record) for n, record in sorted(first.items())), ""
+        return _documents(records, rolling), ""
 
 
-def of_score(documents: Iterable[Mapping[str, Any]]) -> Documents:
+def of_score(entries: Sequence[Mapping[str, Any]]) -> Documents:
     """The documents of a file of `score --json`. A log_prob of null is minus infinity."""
-    entries, records = list(documents), []
-    counted = {unit for unit in UNITS.values() if any(entry[unit] for entry in entries)}  # an empty text has none
+    counted = {metric: unit for metric, unit in UNITS.items() if any(entry[unit] for entry in entries)}
+    records = []
     for n, entry in enumerate(entries):
         nats = -math.inf if entry["log_prob"] is None else entry["log_prob"]
-        values = {metric: (nats, entry[unit]) for metric, unit in UNITS.items() if unit in counted}
-        records.append((n, str(entry["sha256"]), values))
-    return _numbered(records)
+        values = {metric: (nats, entry[unit]) for metric, unit in counted.items()}  # an empty text has none
+        records.append({"doc_id": n, "doc_hash": str(entry["sha256"]), **values})
+    return _documents(records, rolling=True)
 
 
-def _numbered(records: Iterable[tuple[int, str, Mapping[str, Any]]]) -> Documents:
-    """Documents from (number, digest of the text, record), sorted by key; equal texts are counted in order."""
+def _documents(records: Sequence[Mapping[str, Any]], rolling: bool) -> Documents:
+    """The documents of samples, sorted by key; equal texts are counted in order."""
+    first = {int(record["doc_id"]): record for record in reversed(records)}  # one a filter, with equal values
     seen, keyed = Counter[str](), {}
-    for n, digest, record in records:
+    for n, record in sorted(first.items()):
+        digest = _digest(record, rolling)
         seen[digest] += 1
         keyed[f"{digest}:{seen[digest]}"] = n, record
     result = Documents({}, {})
@@ -89,32 +86,3 @@ def _digest(record: Mapping[str, Any], rolling: bool) -> str:
         name = hashlib.sha256(json.dumps(rest, sort_keys=True, default=str).encode()).hexdigest()
     parts = name, record.get("target_hash"), None if rolling else record.get("prompt_hash")
     return " ".join(str(part) for part in parts if part)
-
-
-# ---------------------------------------------------------------- traces
-
-
-class Traces:
-    """The trace files that the command line or results name, each read once."""
-
-    def __init__(self, named: Iterable[str | Path]):
-        self.named = [Path(place).resolve() for place in named]
-        self.read = functools.cache(trace.read)  # the windows of a file
-
-    def find(self, fingerprint: str | None, written: str | None, results: Path) -> Path | None:
-        """The trace of a run: a named one with its spec, else the one that it has `written`, also next to `results`."""
-        places = [Path(written), results.parent / Path(written).name] if written else []
-        for path in [*self.named, *places]:
-            with contextlib.suppress(DuelError, OSError, ValueError):  # ValueError: not a valid file name
-                if trace.spec(path).get("fingerprint", "") == fingerprint:
-                    return path
-        return None
-
-    def values(self, path: Path) -> dict[tuple[str, str], dict[int, float]]:
-        """(task, value) -> document -> nats: the sums over windows."""
-        found: dict[tuple[str, str], dict[int, float]] = {}
-        for record in self.read(path):
-            for name, nats in (record.get("values") or {}).items():
-                documents, document = found.setdefault((str(record["task"]), str(name)), {}), int(record["doc"])
-                documents[document] = documents.get(document, 0.0) + float(nats)
-        return found

@@ -22,7 +22,7 @@ from lm_eval_duel.results import as_json, page
 from lm_eval_duel.results import documents as view
 from lm_eval_duel.results.leaderboard import collect, console, markdown, parse
 from lm_eval_duel.results.leaderboard import csv as to_csv
-from lm_eval_duel.results.samples import Traces
+from lm_eval_duel.results.read import Traces
 
 TEXTS = [f"text {n}" for n in range(3)]
 TOKENS = (20, 40, 30)

@@ -14,7 +14,6 @@ from lm_eval_duel.estimators import registry
 from lm_eval_duel.harness.trace import files
 from lm_eval_duel.results import tables
 from lm_eval_duel.results.own_files import stems
-from lm_eval_duel.results.report import FORMAT
 from lm_eval_duel.results.report import main as report
 
 TEXTS = [f"a text of number {n}" for n in range(4)]
@@ -310,6 +309,6 @@ def test_a_folder_of_something_else_is_left_as_it_is(tmp_path):
             run(tmp_path)
         assert {path.name: path.read_text() for path in out.iterdir()} == mine
     (out / "methods_sotu.tex").unlink()
-    assert run(tmp_path)["format"] == FORMAT
+    assert run(tmp_path)["format"] == "lm_eval_duel report"
     run(tmp_path)  # again in its own folder
     assert (out / "thesis.tex").read_text() == "years of work"
