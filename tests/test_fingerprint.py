@@ -27,15 +27,6 @@ pytestmark = pytest.mark.usefixtures("one_load")
 
 # ---------------------------------------------------------------- model args
 
-WIDTH, INNER = 64, 128  # what the 4-bit kernels of a CPU take
-QWEN3 = {
-    **own.SIZE,
-    "architectures": ["A2DQwen3LMHeadModel"],
-    "model_type": "a2d-qwen3",
-    "hidden_size": WIDTH,
-    "intermediate_size": INNER,
-    "head_dim": 16,
-}
 BLOCKS = {"attention": "block_causal", "block": 4}
 TWO_PHASE, DRAWN, ORDER = (
     {"estimator": name, "block": 4} for name in ("two_phase", "sampled_confidence", "sampled_order")
@@ -169,7 +160,7 @@ def lora(folder, scale=1.0, binary=False):
     config = {"peft_type": "LORA", "r": 1, "lora_alpha": 1, "target_modules": ["q_proj"]}
     (folder / "adapter_config.json").write_text(json.dumps(config))
     module = "base_model.model.model.layers.0.self_attn.q_proj.lora"
-    tensors = {f"{module}_A.weight": torch.ones(1, WIDTH), f"{module}_B.weight": torch.ones(WIDTH, 1) * scale}
+    tensors = {f"{module}_A.weight": torch.ones(1, own.WIDTH), f"{module}_B.weight": torch.ones(own.WIDTH, 1) * scale}
     save = torch.save if binary else save_file
     save(tensors, folder / ("adapter_model.bin" if binary else "adapter_model.safetensors"))
 
@@ -193,9 +184,8 @@ def folders(tmp_path_factory):
     own.write(base / "own", own.DREAM, "DreamModel", own.decoder(bias=True))
     (base / "qwen3").mkdir()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(own, "WIDTH", WIDTH)
-        patch.setattr(own, "INNER", INNER)
-        own.write(base / "qwen3", "", "", own.decoder(norms=True), QWEN3)
+        own.widen(patch)
+        own.write(base / "qwen3", "", "", own.decoder(norms=True), own.WIDE_QWEN3)
     for binary, ending in ((False, ""), (True, ".bin")):
         lora(base / f"lora{ending}", binary=binary)
         lora(base / f"bigger{ending}", 2.0, binary=binary)

@@ -7,7 +7,7 @@ import tiny
 import torch
 from close import close_nats
 from lora_adapters import NATIVE_MODULES, adapter
-from own import DREAM, LAYERS, LLADA, LLADA_SIZE, SIZE, decoder, llada, write
+from own import DREAM, LAYERS, LLADA, LLADA_SIZE, QWEN3, decoder, llada, write
 from safetensors.torch import load_file, save_file
 
 from lm_eval_duel import Duel as TextDuel
@@ -19,7 +19,6 @@ from lm_eval_duel.estimators.duel import DuelEstimator
 
 peft = pytest.importorskip("peft")
 
-QWEN3 = {**SIZE, "architectures": ["A2DQwen3LMHeadModel"], "model_type": "a2d-qwen3"}
 LLADA_MODULES = [f"model.transformer.blocks.{n}.{name}" for n in range(LAYERS) for name in ("attn_out", "ff_out")]
 OWN = {"backend": "remote", "trust_remote_code": True}
 LLADA_MODULES.append("model.transformer.ff_out")  # the head

@@ -12,22 +12,14 @@ import tiny
 import torch
 import transformers
 from lora_adapters import NATIVE_MODULES, adapter
+from own import WIDE_QWEN3, WIDTH
 from safetensors.torch import load_file, save_file
 
 from lm_eval_duel import denoisers
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.fingerprint import digest
 
-WIDTH, INNER = 64, 128  # what the 4-bit kernels of a CPU take
-QWEN3 = {
-    **own.SIZE,
-    "architectures": ["A2DQwen3LMHeadModel"],
-    "model_type": "a2d-qwen3",
-    "hidden_size": WIDTH,
-    "intermediate_size": INNER,
-    "head_dim": 16,
-}
-LLADA = {**own.LLADA_SIZE, "d_model": WIDTH, "mlp_hidden_size": INNER}
+LLADA = {**own.LLADA_SIZE, "d_model": WIDTH, "mlp_hidden_size": 2 * WIDTH}
 LINEAR = re.compile(r"(_proj|attn_out|blocks\.\d+\.ff_out)\.weight$")  # tensors that are quantized
 NOT_WHOLE = r"do not fill Qwen3ForCausalLM|does not run|Cannot read checkpoint"
 
@@ -35,8 +27,7 @@ NOT_WHOLE = r"do not fill Qwen3ForCausalLM|does not run|Cannot read checkpoint"
 @pytest.fixture
 def base(tmp_path, monkeypatch):
     """A checkpoint folder of a kind, not quantized, or with what `changed` makes of its tensors."""
-    monkeypatch.setattr(own, "WIDTH", WIDTH)
-    monkeypatch.setattr(own, "INNER", INNER)
+    own.widen(monkeypatch)
 
     def of(kind, changed=lambda tensors: tensors, name="base", **entries):
         folder = tmp_path / name
@@ -47,8 +38,8 @@ def base(tmp_path, monkeypatch):
             return own.write(folder, own.LLADA, "LLaDAModelLM", changed(own.llada()), LLADA, **entries)
         if kind == "sdar":
             classes = {"architectures": ["SDARForCausalLM"], "model_type": "sdar", "block_size": 4}
-            return own.write(folder, "", "", changed(own.decoder(norms=True)), {**QWEN3, **classes}, **entries)
-        return own.write(folder, "", "", changed(own.decoder(norms=True)), QWEN3, **entries)
+            return own.write(folder, "", "", changed(own.decoder(norms=True)), {**WIDE_QWEN3, **classes}, **entries)
+        return own.write(folder, "", "", changed(own.decoder(norms=True)), WIDE_QWEN3, **entries)
 
     return of
 
@@ -166,7 +157,7 @@ def test_a_file_of_a_quantized_network_is_that_network_and_every_tensor_has_its_
     else:
         layer = "model.layers.0.mlp.up_proj."
         whole = {f"{layer}weight": own.decoder(norms=True)[f"{layer}weight"]}
-        head = {"lm_head.weight": torch.ones(own.ROWS, WIDTH, dtype=torch.int8), "lm_head.SCB": torch.ones(own.ROWS)}
+        head = {"lm_head.weight": torch.ones(tiny.ROWS, WIDTH, dtype=torch.int8), "lm_head.SCB": torch.ones(tiny.ROWS)}
         broken = [
             (r"unknown: model\.layers\.0\.mlp\.up_proj\.extra", (), {f"{layer}extra": torch.ones(2)}),
             (NOT_WHOLE, [f"{layer}weight"], {}),

@@ -9,7 +9,7 @@ import torch
 import transformers
 from safetensors.torch import save_file
 
-D, MASK = 16, 4
+D, INNER, MASK = 16, 24, 4
 
 
 def remote(model, base=None, **entries):
@@ -24,7 +24,7 @@ def of_class(model, base, **entries):
 
 COMMON = {
     **dict.fromkeys(("num_hidden_layers", "num_key_value_heads"), 2),
-    **{"hidden_size": D, "intermediate_size": 24, "max_position_embeddings": 64, "num_attention_heads": 4},
+    **{"hidden_size": D, "intermediate_size": INNER, "max_position_embeddings": 64, "num_attention_heads": 4},
     **{"rms_norm_eps": 1e-6, "rope_scaling": None, "rope_theta": 1_000_000.0},
     **{"torch_dtype": "bfloat16", "use_cache": True, "vocab_size": tiny.ROWS},
 }
@@ -230,7 +230,7 @@ def weights(case):
             made[key] = draw + 1 if ".ln_" in key and key.endswith("weight") else draw
         return made
     q, kept = net.heads * net.head, net.kept * net.head
-    dense, expert = 24, 16
+    expert = 16
 
     def add(name, shape, n=None, e=None, end=".weight"):
         draw = torch.randn(shape, generator=generator)
@@ -253,7 +253,7 @@ def weights(case):
             for name, shape in projections.items():
                 add(name, shape[:1], n, end=".bias")
         if not net.experts or n < net.dense:
-            layer |= {"gate": (dense, D), "up": (dense, D), "down": (D, dense)}
+            layer |= {"gate": (INNER, D), "up": (INNER, D), "down": (D, INNER)}
         else:
             layer["router"] = (net.experts, D)
             if net.groups:

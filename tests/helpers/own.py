@@ -2,11 +2,13 @@
 
 import json
 
+import decoder_reference
+import plain
 import tiny
-import torch
+from decoder_reference import INNER, MASK, Case, D, net, weights
 from safetensors.torch import save_file
 
-ROWS, WIDTH, INNER, LAYERS, MASK = tiny.ROWS, 16, 24, 2, 4
+LAYERS = 2
 
 CONFIG = """
 from transformers import PretrainedConfig
@@ -238,50 +240,45 @@ class LLaDAModelLM(PreTrainedModel):
 """
 
 SIZE = {
-    **{"vocab_size": ROWS, "hidden_size": WIDTH, "intermediate_size": INNER, "num_hidden_layers": LAYERS},
+    **{"vocab_size": tiny.ROWS, "hidden_size": D, "intermediate_size": INNER, "num_hidden_layers": LAYERS},
     **{"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 4, "rms_norm_eps": 1e-6, "rope_theta": 500.0},
     **{"max_position_embeddings": 64, "tie_word_embeddings": False},
 }
+QWEN3 = {**SIZE, "architectures": ["A2DQwen3LMHeadModel"], "model_type": "a2d-qwen3"}  # of a known class
 LLADA_SIZE = {
     "architectures": ["LLaDAModelLM"],
     "auto_map": {"AutoConfig": "configuration_own.Plain", "AutoModel": "modeling_own.LLaDAModelLM"},
-    **{"model_type": "plain", "d_model": WIDTH, "embedding_size": ROWS, "vocab_size": ROWS, "mlp_hidden_size": INNER},
+    **{
+        "model_type": "plain",
+        "d_model": D,
+        "embedding_size": tiny.ROWS,
+        "vocab_size": tiny.ROWS,
+        "mlp_hidden_size": INNER,
+    },
     **{"max_sequence_length": 64, "n_heads": 4, "n_layers": LAYERS, "rms_norm_eps": 1e-6, "rope_theta": 500.0},
     **{"weight_tying": False, "mask_token_id": MASK},
 }
 
 
-def random(shapes):
-    generator = torch.Generator().manual_seed(3)
-    draws = {name: torch.randn(shape, generator=generator) * 0.3 for name, shape in shapes.items()}
-    return {name: 1 + value / 4 if "norm" in name or "ln_f" in name else value for name, value in draws.items()}
+WIDTH, INNER_WIDTH = 64, 128  # what the 4-bit kernels of a CPU take
+WIDE_QWEN3 = {**QWEN3, "hidden_size": WIDTH, "intermediate_size": INNER_WIDTH, "head_dim": WIDTH // 4}
+
+
+def widen(patch):
+    """Make the tensors of `decoder` and `llada` as wide as that."""
+    patch.setattr(decoder_reference, "D", WIDTH)
+    patch.setattr(decoder_reference, "INNER", INNER_WIDTH)
 
 
 def decoder(bias=False, norms=False, tied=False):
-    shapes = {"model.embed_tokens.weight": (ROWS, WIDTH), "model.norm.weight": (WIDTH,)}
-    shapes |= {} if tied else {"lm_head.weight": (ROWS, WIDTH)}
-    for n in range(LAYERS):
-        layer = f"model.layers.{n}."
-        for name, rows in {"q_proj": WIDTH, "k_proj": WIDTH // 2, "v_proj": WIDTH // 2, "o_proj": WIDTH}.items():
-            shapes[f"{layer}self_attn.{name}.weight"] = (rows, WIDTH)
-            shapes |= {f"{layer}self_attn.{name}.bias": (rows,)} if bias and name != "o_proj" else {}
-        shapes |= {f"{layer}self_attn.{name}_norm.weight": (WIDTH // 4,) for name in ("qk" if norms else "")}
-        shapes[f"{layer}mlp.gate_proj.weight"] = shapes[f"{layer}mlp.up_proj.weight"] = (INNER, WIDTH)
-        shapes[f"{layer}mlp.down_proj.weight"] = (WIDTH, INNER)
-        shapes[f"{layer}input_layernorm.weight"] = shapes[f"{layer}post_attention_layernorm.weight"] = (WIDTH,)
-    return random(shapes)
+    """Random tensors of a decoder under native names."""
+    store = "tied" if tied else "whole"
+    return weights(Case({"model_type": "own"}, "bias" * bias + "norm" * norms, net=net({}), store=store))
 
 
 def llada():
-    inner = "model.transformer."
-    shapes = {f"{inner}{name}.weight": (ROWS, WIDTH) for name in ("wte", "ff_out")} | {f"{inner}ln_f.weight": (WIDTH,)}
-    for n in range(LAYERS):
-        block = f"{inner}blocks.{n}."
-        shapes |= {f"{block}{name}.weight": (WIDTH, WIDTH) for name in ("q_proj", "k_proj", "v_proj", "attn_out")}
-        shapes |= {f"{block}{name}.weight": (WIDTH,) for name in ("attn_norm", "ff_norm")}
-        shapes |= {f"{block}{name}.weight": (INNER, WIDTH) for name in ("ff_proj", "up_proj")}
-        shapes[f"{block}ff_out.weight"] = (WIDTH, INNER)
-    return random(shapes)
+    """Those of LLaDA, whose heads of keys are as many as those of queries."""
+    return weights(Case({"model_type": "llada"}, net=net({}, plain.LLADA, kept=4)))
 
 
 def write(folder, code, name, tensors, config=None, **entries):
