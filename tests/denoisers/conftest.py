@@ -9,12 +9,14 @@ import pytest
 
 @pytest.fixture(scope="session")
 def family(tmp_path_factory):
-    """Of a name and options: its denoiser, plain logits, layers and windows, once."""
+    """Of a name and options: its denoiser, plain logits and windows, its path and what was said to load it, once."""
 
     @functools.cache
-    def find(name, **options):
-        denoiser, logits, layers = networks.opened(name, tmp_path_factory.mktemp("family"), **options)
-        windows = list(networks.fitting(denoiser))
-        return SimpleNamespace(denoiser=denoiser, logits=logits, layers=layers, windows=windows)
+    def find(name, **more):
+        path, options, plainly = networks.made(tmp_path_factory.mktemp("family"), name)
+        denoiser = networks.load(path, options, **more)
+        logits = lambda ids, window: plainly(ids, window, denoiser)  # noqa: E731
+        windows, options = list(networks.fitting(denoiser)), {**options, **more}
+        return SimpleNamespace(denoiser=denoiser, logits=logits, windows=windows, path=path, options=options)
 
     return find

@@ -3,22 +3,31 @@
 import math
 
 import dit_reference
+import own
 import plain
 import pytest
 import tiny
 import torch
+import transformers
 from close import check, close_nats, same_scores
 from decoder_reference import CASES
-from networks import DITS, MASKED_LMS, NAMES, PROTEINS, TEXTS, opened, textbook
+from laws import slow_but
+from networks import CAUSAL, DITS, LETTERS, MASKED_LMS, NAMES, PROTEINS, TEXTS, load, textbook, written
 
-from lm_eval_duel import Duel
+from lm_eval_duel import Duel, denoisers
+from lm_eval_duel.core import row_checks
 from lm_eval_duel.core.windows import Window
+from lm_eval_duel.denoisers import load_tokenizer, self_tests, unloaded
+from lm_eval_duel.denoisers.cached.denoiser import Cached
+from lm_eval_duel.denoisers.dit.denoiser import DiTDenoiser
 from lm_eval_duel.denoisers.hf import families
 
+DEMOS = [("demo-bd", None), ("demo-mdm", None), ("demo-mdm", "prefix"), ("demo-mdm", "dual")]
 NEMOTRON = "nemotron-labs-diffusion"
-ALIKE = ("mmada", "d2f-dream", "diffullama", "nemotron-diffusion-research", "a2d-qwen2-bd3lm", "a2d-llama-bd3lm")
-ALIKE += ("stable-diffcoder", "dream-reasoner", "dplm", "distilbert", "one-block", "illada")  # like others here
-FAST = [name for name in NAMES if name not in ALIKE]
+ALIKE = {"mmada", "d2f-dream", "diffullama", "nemotron-diffusion-research", "a2d-qwen2-bd3lm", "a2d-llama-bd3lm"}
+ALIKE |= {"stable-diffcoder", "dream-reasoner", "dplm", "distilbert", "one-block", "illada"}  # like others here
+ALIKE |= {"own dream", "own dream, scaled", "own llada2", "own rnd1, native rotary"}
+ALIKE |= {"llama", "mobilebert", "ibert", "bloom"}
 RULES = ["threshold:mu=0.3", "greedy"]  # by turns: every rule is compared on toys
 
 
@@ -28,19 +37,32 @@ def test_every_family_is_here():
 
 # attention, shift, bos, block, published block, [MASK], positions, columns, relative positions, must see a token
 MASKED_LM = ("masked-lm", "bidirectional", 0, "auto", None, None, 4)
+CAUSAL_LM = ("causal-lm", "causal", 1, "given", None, None, None)
 DIT = ("bidirectional", 0, "given", None, 4, 12, 16, 13, True, False)
 FOUND = {
     **{name: (*MASKED_LM, 32, tiny.ROWS, name == "modernbert", False) for name in MASKED_LMS},
     **dict.fromkeys(TEXTS, (*MASKED_LM, 32, tiny.ROWS, True, False)),
+    "letters": ("own code", *MASKED_LM[1:], 32, tiny.ROWS, False, False),
+    **dict.fromkeys(CAUSAL, (*CAUSAL_LM, 33, tiny.ROWS, False, False)),
     **dict.fromkeys(PROTEINS, (*MASKED_LM[:-1], 32, 64, 33, False, True)),  # two of 66 positions no residue has
     **{name: ("sedd" if "sedd" in name else "mdlm", *DIT) for name in DITS},
     "bd3lm": ("bd3lm", "block_causal", 0, "given", 4, None, 12, 16, 13, True, False),
     "gidd": ("gidd", "bidirectional", 0, "given", None, None, 12, 16, 16, True, False),
+    "ar": ("ar", "causal", 1, "given", None, None, None, 16, 13, False, False),
 }
 for name, case in CASES.items():
     kind = "decoder" if name.startswith("plain") else name
     FOUND[name] = (kind, case.attention, case.shift, case.bos, case.block, case.published, case.mask, case.length)
     FOUND[name] += (case.rows, case.relative, False)
+for name in own.KINDS:
+    kind = next((each for each in ("llada2", "llada", "dream", "sdar", "rnd1") if each in name), "sdar")
+    _, attention, shift, bos, block, published, *_ = FOUND[kind]
+    FOUND[name] = ("own code", attention, shift, "auto") if "unknown" in name else (kind, attention, shift, bos)
+    FOUND[name] += (block, published, 4, 64, tiny.ROWS, True, False)
+LIKE_TRANSFORMERS = [*MASKED_LMS, *TEXTS, *PROTEINS, *tiny.CAUSAL_LMS]
+REACT = ["convbert", "fnet", "letters", *(name for name in own.KINDS if FOUND[name][1] != "block_causal")]
+REACT.remove("own llada")
+REACT += PROTEINS if transformers.__version__.startswith("4.") else []
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -49,30 +71,65 @@ def test_what_is_found_at_load(family, name):
     found = [denoiser.family, denoiser.attention, denoiser.shift, denoiser.bos, denoiser.block]
     found += [denoiser.published_block, denoiser.mask_id, denoiser.max_length, denoiser.vocab_size]
     assert (*found, denoiser.relative_positions, denoiser.needs_visible) == FOUND[name]
-    tokens = {*range(33)} if name in PROTEINS else {*range(12)} if name in DITS else {*range(len(tiny.WORDS))}
+    tokens = (
+        {*range(33)} if name in PROTEINS else {*range(12)} if denoiser.vocab_size < 20 else {*range(len(tiny.WORDS))}
+    )
     assert set((~denoiser.excluded).nonzero()[:, 0].tolist()) == tokens - {denoiser.mask_id}
     assert denoiser.seeds_blocks == (name == NEMOTRON) and denoiser.anchor == ("target" if "d2f" in name else "row")
-    assert denoiser.honours_padding or name in PROTEINS  # ESM reacts to it under transformers 4
-    if name in [*MASKED_LMS, *TEXTS, *PROTEINS]:
-        assert denoiser.splits_head or name in PROTEINS
+    assert denoiser.honours_padding == (name not in REACT)
+    if name in LIKE_TRANSFORMERS:
+        assert denoiser.splits_head or name in [*PROTEINS, "mobilebert"]
         assert type(denoiser.model).__module__.startswith("transformers.models.")
+    if denoiser.family == "masked-lm":
         assert denoiser.special_tokens == (((0,), (2,)) if name in PROTEINS else ((2,), (3,)))
+
+
+KINDS = ("max_length", "attention", "block", "published_block", "shift", "vocab_size", "bos", "appends_sep", "family")
+KINDS += ("anchor", "seeds_blocks")
+# not: code of its own, networks without heads, a family that its tensors tell, a head in the file of a tied network
+UNPLANNED = {*own.KINDS, *LETTERS, "fnet", "mamba", "diffugpt", "a2d-qwen2-bd3lm"}
+PLANNED = [(name, {}) for name in NAMES if name not in UNPLANNED]
+PLANNED += [(NEMOTRON, {"first_token": "block"}), (NEMOTRON, {"attention": "causal"})]
+PLANNED += [("modernbert", {"max_length": 16}), ("diffugpt", {"family": "diffugpt"})]
+
+
+@pytest.mark.parametrize(("name", "options"), PLANNED)
+def test_a_network_without_weights_is_of_the_kind_and_size_of_the_loaded_one(family, name, options):
+    network = family(name, **options)
+    denoiser, said = network.denoiser, {key: value for key, value in network.options.items() if key != "tokenizer"}
+    words = network.options.get("tokenizer")
+    if words is None and not isinstance(denoiser, DiTDenoiser):
+        words = load_tokenizer({"pretrained": network.path})
+    planned, size = unloaded.read(network.path, said, words)
+    assert {kind: getattr(planned, kind) for kind in KINDS} == {kind: getattr(denoiser, kind) for kind in KINDS}
+    weights = (getattr(denoiser, "model", None) or denoiser.network).parameters()
+    assert size.parameters == sum(weight.numel() for weight in weights)
+    if name == "rnd1":  # a position uses two of six experts
+        attention, router, experts = 16 * 32 * 2 + 16 * 16 * 2, 16 * 6, 2 * 3 * 16 * 16
+        assert size.products == 2 * (attention + router + experts)
 
 
 ENDS = [(name, {}) for name in NAMES]
 ENDS += [(name, {"last_block": "cut"}) for name in ("sdar", "fast-dllm-v2", "d2f-llada", "bd3lm", NEMOTRON)]
 ENDS += [("sedd", {"sigma": "schedule", "bos": "official"}), ("sedd-retrained", {"bos": "official"})]
-ENDS += [("gidd", {"bos": "official"})]
+ENDS += [("gidd", {"bos": "official"}), (NEMOTRON, {"first_token": "block"}), (NEMOTRON, {"attention": "causal"})]
 
 
+@pytest.mark.row_checks
 @pytest.mark.parametrize(
     ("name", "options"), [pytest.param(*end, marks=pytest.mark.slow) if end[0] in ALIKE else end for end in ENDS]
 )
-def test_lanes_equal_the_textbook_loop(family, name, options):
+def test_lanes_equal_the_textbook_loop(family, name, options, monkeypatch):
+    """Together, alone and as drawn; and rows that are evaluated again among others differ by noise."""
+    differences, difference = [], row_checks.difference
+    monkeypatch.setattr(
+        row_checks, "difference", lambda *rows: differences.append(difference(*rows)) or differences[-1]
+    )
     network, near_ties = family(name, **options), 0
-    block, windows = "auto" if network.denoiser.block else 4, network.windows
-    rule = RULES[ENDS.index((name, options)) % 2]
-    duel = Duel(network.denoiser, rule, block)
+    denoiser, windows = network.denoiser, network.windows
+    causal = denoiser.attention == "causal"
+    block, rule = "auto" if denoiser.block or causal else 4, RULES[ENDS.index((name, options)) % 2]
+    duel = Duel(denoiser, rule := "left_to_right" if causal else rule, block)
     together = duel.log_prob(windows)
     for window, scored in zip(windows, together, strict=True):
         if scored.near_ties:  # the order is at the mercy of float noise
@@ -80,10 +137,21 @@ def test_lanes_equal_the_textbook_loop(family, name, options):
         else:
             check(scored, textbook(network, rule, window))
     assert near_ties <= 1, "choose another seed"
-    same_scores(together, Duel(network.denoiser, rule, block, batch_size=1).log_prob(windows[::-1])[::-1])
+    same_scores(together, Duel(denoiser, rule, block, batch_size=1).log_prob(windows[::-1])[::-1])
     contexts = [window.context for window in windows[:3]]
     drawn = duel.sample(contexts, 7, seed=3)
     same_scores(drawn, duel.log_prob([Window(c, d.tokens) for c, d in zip(contexts, drawn, strict=True)]))
+    assert duel.counts.rows_checked >= row_checks.FIRST and max(differences) < row_checks.NOISE / 10
+
+
+@pytest.mark.row_checks
+@pytest.mark.parametrize(("name", "cache"), slow_but(DEMOS, DEMOS[:1]))
+def test_no_demonstration_network_is_stopped_by_its_rows(name, cache):
+    network = denoisers.load(name, device="cpu")
+    rows = self_tests.random_rows(network, 24, 20).tolist()
+    duel = Duel(Cached(network, cache) if cache else network, "greedy:k=2")
+    duel.log_prob([Window(row[:2], row[2 : 10 + n]) for n, row in enumerate(rows)])
+    assert duel.counts.rows_checked >= row_checks.FIRST and duel.counts.rows_differing == 0
 
 
 @pytest.mark.parametrize("name", ["rnd1", "bert"])
@@ -163,6 +231,6 @@ def test_a_compiled_network_sees_what_it_saw(family, name, tmp_path, monkeypatch
     right = family(name)
     plain_compile = torch.nn.Module.compile
     monkeypatch.setattr(torch.nn.Module, "compile", lambda self, **options: plain_compile(self, backend="eager"))
-    denoiser, _, _ = opened(name, tmp_path, compile=True)
+    denoiser = load(*written(tmp_path, name), compile=True)
     block, windows = "auto" if denoiser.block else 4, right.windows[:1]
     same_scores(*(Duel(each, block=block).log_prob(windows) for each in (denoiser, right.denoiser)))

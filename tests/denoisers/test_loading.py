@@ -112,7 +112,7 @@ TENSORS = {  # one that is broken, by its name in the file
     "smdm": "transformer.h.1.mlp.swiglu.w2.weight",
     "llada2": "model.layers.2.attention.query_key_value.weight",
     "rnd1": "model.layers.1.mlp.experts.2.up_proj.weight",
-    "own code": "model.layers.1.self_attn.q_proj.bias",
+    "own dream": "model.layers.1.self_attn.q_proj.bias",
 }
 MISSING = {  # by its name in the network, where the file has another
     "llada": "lm_head.weight",

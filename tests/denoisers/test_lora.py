@@ -7,7 +7,7 @@ import tiny
 import torch
 from close import close_nats
 from lora_adapters import NATIVE_MODULES, adapter
-from own import DREAM, LAYERS, LLADA, LLADA_SIZE, QWEN3, decoder, llada, write
+from own import DREAM, LAYERS, LLADA, LLADA_SIZE, QWEN3, SIZE, decoder, llada, write
 from safetensors.torch import load_file, save_file
 
 from lm_eval_duel import Duel as TextDuel
@@ -39,11 +39,11 @@ def by_hand(tensors, path, scale):
 
 def base(folder, kind, tensors):
     folder.mkdir(exist_ok=True)
-    if kind == "a2d-qwen3":
-        return write(folder, "", "A2DQwen3LMHeadModel", tensors, QWEN3)
-    return write(
-        folder, *{"llada": (LLADA, "LLaDAModelLM", tensors, LLADA_SIZE), "dream": (DREAM, "DreamModel", tensors)}[kind]
-    )
+    native = {"a2d-qwen3": QWEN3, "llama": {**SIZE, "architectures": ["LlamaForCausalLM"], "model_type": "llama"}}
+    if kind in native:
+        return write(folder, "", "", tensors, native[kind])
+    code, name, config = {"llada": (LLADA, "LLaDAModelLM", LLADA_SIZE), "dream": (DREAM, "DreamModel", None)}[kind]
+    return write(folder, code, name, tensors, config)
 
 
 def load(path, **options):
@@ -65,6 +65,7 @@ def patterned(name):
 
 KINDS = {  # tensors, options, modules, and what the adapter's config says
     "a2d-qwen3": (lambda: decoder(norms=True), {}, NATIVE_MODULES, ({"use_rslora": True}, {}, lambda m: 6 / 3**0.5)),
+    "llama": (decoder, {"attention": "causal"}, NATIVE_MODULES, patterned("q_proj")),  # a causal LM
     "llada": (llada, {}, LLADA_MODULES, patterned("attn_out")),  # own names in a native class
     "dream": (lambda: decoder(bias=True), OWN, NATIVE_MODULES, patterned("q_proj")),  # own code
 }

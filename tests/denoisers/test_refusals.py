@@ -102,10 +102,10 @@ ARGUMENTS = [  # a family, arguments, and what the error names: the last argumen
     ("gpt2", {"attention": "bidirectional", "mask_token_id": 4}, "estimator=ar.*family="),
     *(("gpt2", {key: value}, f"no choice of '{key}'") for key, value in (
         ("sigma", "clamped"), ("shift_logits", True), ("mask_token_id", 4), ("first_token", "block"))),
-    *(("own code", {key: value}, f"no choice of '{key}'") for key, value in (
+    *(("own dream", {key: value}, f"no choice of '{key}'") for key, value in (
         ("sigma", "schedule"), ("load_in_8bit", True), ("load_in_4bit", True))),
-    ("own code", {"attention": "causal"}, None),
-    ("own code", {"trust_remote_code": False}, "trust_remote_code"),
+    ("own dream", {"attention": "causal"}, None),
+    ("own dream", {"trust_remote_code": False}, "trust_remote_code"),
 ]  # fmt: skip
 
 

@@ -1,12 +1,11 @@
-"""Checkpoints with code of their own: today's transformers runs them, and they agree with what runs without them."""
+"""Checkpoints with code of their own: what is found, whom one trusts, what is left behind; wrong ones."""
 
 import pytest
 import tiny
 import torch
 import transformers
 from close import same_scores
-from laws import slow_but
-from own import CONFIG, DREAM, LLADA, LLADA2, LLADA_SIZE, MASK, NATIVE_ROTARY, RND1, SDAR, SIZE, decoder, llada, write
+from own import CONFIG, DREAM, KINDS, LLADA, LLADA_SIZE, SDAR, decoder, llada, made, write
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from lm_eval_duel import Duel, denoisers
@@ -14,27 +13,6 @@ from lm_eval_duel.core.windows import Window
 from lm_eval_duel.denoisers.hf import remote_code
 from lm_eval_duel.errors import DuelError
 
-WINDOWS = [
-    Window((6, 20), (7, 9, 30, 12, 8, 15, 5, 21, 11)),
-    Window((9, 9, 14), (10, 9), (3,)),
-    Window((2,), (8, 8, 20, 31, 6)),
-    Window((2, 14, 5, 9, 9, 25), (33, 6, 7)),
-]
-RND1_MAP = {"AutoModel": "modeling_own.RND1", "AutoModelForMaskedLM": "modeling_own.RND1LM"}  # one without a head
-RND1_MAP["AutoConfig"] = "configuration_own.Plain"
-RND1_ENTRIES = {"rope_scaling": False, "auto_map": RND1_MAP, "model_type": "plain"}  # none, said as false
-BLOCKS, SCALED = {"block_size": 4}, {"rope_scaling": {"type": "linear", "factor": 2.0}}
-NATIVE_RND1 = RND1.replace("def turned", NATIVE_ROTARY)
-KINDS = {  # code, class, tensors, config entries, and the class of transformers if none runs without the code
-    "llada": (LLADA, "LLaDAModelLM", llada, {"config": LLADA_SIZE}, None),
-    "dream, tied": (DREAM, "DreamModel", lambda: decoder(True, tied=True), {"tie_word_embeddings": True}, None),
-    "dream, scaled": (DREAM, "DreamModel", lambda: decoder(True), SCALED, None),
-    "sdar": (SDAR, "SDARForCausalLM", lambda: decoder(norms=True), BLOCKS, None),
-    "llada2": (LLADA2, "LLaDA2MoeModelLM", decoder, BLOCKS, "Llama"),
-    "of no known class": (LLADA2.replace("LLaDA2MoeModelLM", "UnheardOf"), "UnheardOf", decoder, {}, "Llama"),
-    "rnd1": (RND1, "RND1LM", lambda: decoder(norms=True), RND1_ENTRIES, "Qwen3"),
-    "rnd1, native rotary": (NATIVE_RND1, "RND1LM", lambda: decoder(norms=True), RND1_ENTRIES, "Qwen3"),
-}
 SAME = ("attention", "shift", "mask_id", "max_length", "published_block", "block", "bos", "relative_positions")
 
 
@@ -43,38 +21,26 @@ def load(path, own=True, **options):
     return denoisers.load(path, device="cpu", **{**chosen, **options})
 
 
-@pytest.mark.parametrize("kind", slow_but(KINDS, ["llada", "dream, tied", "sdar", "of no known class", "rnd1"]))
-def test_own_code_equals_what_runs_without_it(tmp_path, kind):
-    code, name, make, entries, twin = KINDS[kind]
-    tensors = make()
-    path = write(tmp_path, code, name, tensors, **entries)
-    options = {"attention": "block_causal", "block": 4} if kind == "of no known class" else {}
-    if options:
-        for wrong, needed in (({"attention": "block_causal"}, "block=<"), ({}, "only block attention masks")):
-            with pytest.raises(DuelError, match=needed):
-                load(path, **wrong)
-    own = load(path, **options)
-    assert type(own.model).__name__ == own.describe()["denoiser"] == name
-    assert own.shift == ("dream" in kind) and (own.block == 4) == (own.attention == "block_causal")
-    assert own.honours_padding == (own.attention == "block_causal" or kind == "llada")
-    if twin:
-        (tmp_path / "twin").mkdir()
-        config = {**SIZE, "architectures": [f"{twin}ForCausalLM"], "model_type": twin.lower()}
-        alike = {"attention": own.attention, "mask_token_id": MASK, "block": own.block}
-        native = load(write(tmp_path / "twin", "", "", tensors, config), own=False, **alike)
-    else:
-        native = load(path, own=False)
-        assert [getattr(own, each) for each in SAME] == [getattr(native, each) for each in SAME]
-        assert own.describe()["weights"] != native.describe()["weights"], "the code is part of the spec"
-    duel, other = (Duel(denoiser, "threshold:mu=0.3", own.block or 4) for denoiser in (own, native))
-    same_scores(duel.log_prob(WINDOWS), other.log_prob(WINDOWS))
-    contexts = [window.context for window in WINDOWS]
-    windows = [Window(c, drawn.tokens) for c, drawn in zip(contexts, duel.sample(contexts, 7), strict=True)]
-    same_scores([duel.log_prob([window])[0] for window in windows], other.log_prob(windows))
+@pytest.mark.parametrize("kind", ["own llada", "own dream", "own sdar"])
+def test_a_known_class_is_what_it_is_without_its_code(family, kind):
+    """Its numbers, and those of other kinds: test_families.py."""
+    own = family(kind)
+    native = load(own.path, own=False)
+    assert [getattr(own.denoiser, each) for each in SAME] == [getattr(native, each) for each in SAME]
+    described = own.denoiser.describe()
+    assert described["denoiser"] == type(own.denoiser.model).__name__ == KINDS[kind][1]
+    assert described["weights"] != native.describe()["weights"], "the code is part of the spec"
+
+
+def test_a_mask_that_the_code_needs_is_named(tmp_path):
+    path, *_ = made(tmp_path, "own unknown")
+    for wrong, needed in (({"attention": "block_causal"}, "block=<"), ({}, "only block attention masks")):
+        with pytest.raises(DuelError, match=needed):
+            load(path, **wrong)
 
 
 def test_rows_of_one_call_may_know_different_numbers_of_clean_blocks(tmp_path):
-    denoiser = load(write(tmp_path, LLADA2, "LLaDA2MoeModelLM", decoder()), block=4, max_length=16)
+    denoiser = load(made(tmp_path, "own llada2")[0], max_length=16)
     windows = [Window(tuple(range(5, 5 + n)), tuple(range(30, 14 + n, -1))) for n in (1, 3, 4, 6, 9)]
     alone = [Duel(denoiser, "greedy").log_prob([window])[0] for window in windows]
     for batch_size in (2, None):

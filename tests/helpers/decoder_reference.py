@@ -276,8 +276,10 @@ def _native(key):
 
 
 @torch.no_grad()
-def logits(case, w, ids, origin=0):
-    """Logits (L, V) of the plain network of a case; `origin`: the first target position."""
+def logits(case, w, ids, origin=0, seeded=True):
+    """Logits (L, V) of the plain network of a case. `origin`: the first target position; `seeded`: the first token of
+    a block is predicted by the clean position before it, where the prefix is causal.
+    """
     if case.net is None:
         model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**GPT)).double().eval()
         model.load_state_dict({_native(key): value for key, value in w.items()}, strict=False)
@@ -286,7 +288,8 @@ def logits(case, w, ids, origin=0):
     if case.attention == "causal_prefix":
         begin = origin + (ids.index(case.mask) - origin) // case.block * case.block  # of the block in progress
         found = plain.logits(case.net, w, ids, plain.causal_prefix(len(ids), begin))
-        found[begin] = found[begin - 1]  # its first token is predicted by the clean position before it
+        if seeded:
+            found[begin] = found[begin - 1]
         return found
     first = origin if case.anchor == "target" else 0
     return plain.logits(case.net, w, ids, case.block and plain.block_causal(len(ids), case.block, first))

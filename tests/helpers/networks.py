@@ -15,7 +15,8 @@ import plain
 import pytest
 import tiny
 import torch
-from decoder_reference import CASES
+from decoder_reference import CASES, GIVEN_WORDS
+from safetensors.torch import save_file
 from textbook import score
 from transformers import CONFIG_MAPPING
 
@@ -25,10 +26,12 @@ from lm_eval_duel.errors import DuelError
 
 NOISED = ["duo", "udlm", "gidd-uniform"]
 DITS = [kind for kind in dit_reference.CONFIGS if kind not in ("ar", *NOISED)]
-MASKED_LMS = ["bert", "roberta", "distilbert", "modernbert"]
+MASKED_LMS = list(tiny.MASKED_LMS)
 TEXTS = ["eurobert"] if "eurobert" in CONFIG_MAPPING else []  # not under transformers 4
 PROTEINS = list(encoder_reference.PROTEIN_CASES)
-NAMES = [*CASES, *DITS, *MASKED_LMS, *TEXTS, *PROTEINS]
+LETTERS = ["letters", "causal letters"]  # of no known class, with code of their own
+CAUSAL = ["ar", *tiny.CAUSAL_LMS, "causal letters"]
+NAMES = [*CASES, *DITS, *MASKED_LMS, *TEXTS, *PROTEINS, *own.KINDS, *CAUSAL, "letters"]
 WINDOWS = [
     Window((6,), (7, 9, 30, 12, 8, 15, 21, 11)),
     Window((14, 20, 9), (10, 9, 31, 12), (13,)),
@@ -38,29 +41,117 @@ WINDOWS = [
 ]
 
 
+UNKNOWN = 1  # [UNK], in no window: stands for what a causal network is not shown
 OWN = {"backend": "remote", "trust_remote_code": True}
 
 
-def written(folder, name, entries=None, into=None):
-    """A checkpoint of a family, its config changed (None: not there), and what one must say to load it."""
-    entries = entries or {}
+def made(folder, name, entries=None, into=None):
+    """A checkpoint of a family, its config changed (None: not there): its path, what a user says to load it, and the
+    logits (L, V) of its plain network, for `ids, window, denoiser`.
+    """
+    entries, options = entries or {}, {}
     if name in CASES:
         case = CASES[name]
         config = {key: value for key, value in {**case.config, **entries}.items() if value is not None}
-        changed = dataclasses.replace(case, config=config, folder=into or case.folder)
-        return decoder_reference.write(folder, changed)[0], dict(case.options)
+        path, w = decoder_reference.write(folder, dataclasses.replace(case, config=config, folder=into or case.folder))
+
+        @functools.cache
+        def case_logits(ids, origin, attention, seeded):
+            if attention == "causal":
+                return plain.logits(case.net, w, ids, plain.block_causal(len(ids), 1))
+            return decoder_reference.logits(case, w, ids, origin, seeded)
+
+        def plainly(ids, window, denoiser):
+            return case_logits(ids, len(window.context), denoiser.attention, denoiser.seeds_blocks)
+
+        return path, dict(case.options), plainly
     if name in dit_reference.CONFIGS:
-        path, options = dit_reference.write(folder, name)[0], {}
-    elif name == "own code":
-        path, options = own.write(folder, own.DREAM, "DreamModel", own.decoder(bias=True)), OWN
-    elif name == "esm":
-        path, options = encoder_reference.esm(folder)[0], {}
+        path, w = dit_reference.write(folder, name)
+
+        def logits(ids, window, denoiser):
+            count = len(window.target) + window.tail if denoiser.bos == "official" else len(ids)
+            level = dit_reference.noise_level(name, ids, count, getattr(denoiser, "sigma", "") == "schedule")
+            block = 1 if name == "ar" else denoiser.block
+            return dit_reference.plain(w, ids, level, plain.block_causal(len(ids), block or len(ids)))
+
     else:
-        path, options = tiny.checkpoint(folder, name), {"attention": "causal"} if name == "gpt2" else {}
+        if name in own.KINDS:
+            path, options, plainly = own.made(folder, name)
+        elif name in LETTERS:
+            path, options, plainly = letters(folder, name == "causal letters")
+        elif name in TEXTS:
+            path, plainly = encoder_reference.eurobert(folder)
+        elif name in (*PROTEINS, "esm"):
+            path, plainly = encoder_reference.esm(folder, **encoder_reference.PROTEIN_CASES.get(name, {}))
+        else:
+            path, plainly = tiny.checkpoint(folder, name), tiny_logits(name)
+            options = {"attention": "causal"} if name in tiny.CAUSAL_LMS else {}
+            options |= GIVEN_WORDS if name == "qwen2" else {}
+        logits = lambda ids, window, denoiser: plainly(ids)  # noqa: E731
     file = Path(path) / "config.json"
     config = {key: value for key, value in {**json.loads(file.read_text()), **entries}.items() if value is not None}
     file.write_text(json.dumps(config))
-    return path, options
+    return path, options, logits
+
+
+def tiny_logits(name):
+    """The logits of one row by a network of transformers."""
+    model = tiny.network(name)
+    if name == "bigbird":
+        model.bert.set_attention_type("original_full")
+    if name in tiny.MASKED_LMS:
+        model.double()
+    return lambda ids: model(input_ids=torch.tensor([ids])).logits[0].double()
+
+
+CODE = """
+import torch
+from transformers import PretrainedConfig, PreTrainedModel
+from transformers.modeling_outputs import MaskedLMOutput
+
+class LetterConfig(PretrainedConfig):
+    model_type = "letters"
+
+class LetterModel(PreTrainedModel):
+    config_class = LetterConfig
+    def __init__(self, config):
+        super().__init__(config)
+        self.embed = torch.nn.Embedding(40, 8)
+        self.head = torch.nn.Linear(8, 40)
+        self.post_init()
+    def get_input_embeddings(self):
+        return self.embed
+    def forward(self, input_ids, attention_mask=None, **kwargs):
+        x = self.embed(input_ids)
+        return MaskedLMOutput(logits=self.head(MIX))
+"""
+
+
+def letters(folder, causal):
+    """A checkpoint whose code makes a network of no known class, bidirectional or causal; what is said, and logits."""
+    bidirectional = "x * torch.arange(x.shape[1])[:, None].cos() + x.mean(1, keepdim=True)"
+    (folder / "letters.py").write_text(CODE.replace("MIX", "x.cumsum(1)" if causal else bidirectional))
+    kind = "AutoModelForCausalLM" if causal else "AutoModel"
+    auto_map = {"AutoConfig": "letters.LetterConfig", kind: "letters.LetterModel"}
+    config = {"model_type": "letters", "vocab_size": 40, "max_position_embeddings": 32, "auto_map": auto_map}
+    (folder / "config.json").write_text(json.dumps({**config, "architectures": ["LetterModel"]}))
+    torch.manual_seed(0)
+    table, head = torch.randn(40, 8), torch.randn(40, 8)
+    tensors = {"embed.weight": table, "head.weight": head, "head.bias": torch.zeros(40)}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    tiny.tokenizer(mask=not causal).save_pretrained(folder)
+
+    def logits(ids):
+        x = table[list(ids)].double()
+        mixed = x.cumsum(0) if causal else x * torch.arange(len(x))[:, None].cos() + x.mean(0)
+        return mixed @ head.double().T
+
+    return str(folder), {"trust_remote_code": True, **({"attention": "causal"} if causal else {})}, logits
+
+
+def written(folder, name, entries=None, into=None):
+    """The path of a checkpoint of a family, and what a user says to load it."""
+    return made(folder, name, entries, into)[:2]
 
 
 def load(path, options, **more):
@@ -71,42 +162,6 @@ def refused(path, words, **options):
     with pytest.raises(DuelError) as error:
         denoisers.load(path, device="cpu", **options)
     assert re.search(words, str(error.value)), error.value
-
-
-def opened(name, folder, **options):
-    """The denoiser of a family, the logits of `ids, window` by its plain network, and the layers of the network."""
-    if name in CASES:
-        case = CASES[name]
-        path, w = decoder_reference.write(folder, case)
-        denoiser = denoisers.load(path, device="cpu", **{**case.options, **options})
-        plainly = functools.cache(lambda ids, origin: decoder_reference.logits(case, w, ids, origin))
-        layers = denoiser.model.base_model.h if case.net is None else denoiser.model.base_model.layers
-        return denoiser, lambda ids, window: plainly(ids, len(window.context)), layers
-    if name in DITS:
-        denoiser, w = dit_reference.opened(folder, name, **options)
-
-        def logits(ids, window):
-            count = len(window.target) + window.tail if denoiser.bos == "official" else len(ids)
-            level = dit_reference.noise_level(name, ids, count, getattr(denoiser, "sigma", "") == "schedule")
-            seen = plain.block_causal(len(ids), denoiser.block or len(ids))
-            return dit_reference.plain(w, ids, level, seen)
-
-        return denoiser, logits, denoiser.network.blocks
-    if name in MASKED_LMS:
-        denoiser = denoisers.load(tiny.checkpoint(folder, name), device="cpu", **options)
-        plainly = tiny.network(name).double()
-        base = denoiser.model.base_model
-        layers = (
-            base.layers if name == "modernbert" else getattr(base, "encoder", getattr(base, "transformer", None)).layer
-        )
-        return denoiser, lambda ids, window: plainly(input_ids=torch.tensor([ids])).logits[0], layers
-    if name in TEXTS:
-        path, plainly = encoder_reference.eurobert(folder)
-    else:
-        path, plainly = encoder_reference.esm(folder, **encoder_reference.PROTEIN_CASES[name])
-    denoiser = denoisers.load(path, device="cpu", **options)
-    base = denoiser.model.base_model
-    return denoiser, lambda ids, window: plainly(ids), base.layers if name in TEXTS else base.encoder.layer
 
 
 def fitting(denoiser):
@@ -126,16 +181,16 @@ def fitting(denoiser):
 
 
 def textbook(network, rule, window, logits_of=None):
-    """One window by the textbook loop over the plain network of `opened`, or over `logits_of`."""
-    denoiser, rule = network.denoiser, rules.parse(rule)
+    """One window by the textbook loop over the plain network, or over `logits_of`."""
+    denoiser, rule, causal = network.denoiser, rules.parse(rule), network.denoiser.attention == "causal"
     shifted = lambda ids: network.logits(tuple(ids.tolist()), window).roll(denoiser.shift, 0)  # noqa: E731
     with torch.no_grad():
         return score(
             logits_of or shifted,
-            denoiser.mask_id,
+            UNKNOWN if causal else denoiser.mask_id,
             denoiser.excluded,
             rules.SeedFirst(rule) if denoiser.seeds_blocks else rule,
-            denoiser.block or 4,
+            1 if causal else denoiser.block or 4,
             window,
             denoiser.anchor if denoiser.attention == "block_causal" else "target",
             tie_when_all_mask=denoiser.relative_positions,

@@ -239,6 +239,8 @@ class LLaDAModelLM(PreTrainedModel):
         return MaskedLMOutput(logits=parts.ff_out(parts.ln_f(x)))
 """
 
+NATIVE_RND1 = RND1.replace("def turned", NATIVE_ROTARY)
+LINEAR = {"type": "linear", "factor": 2.0}
 SIZE = {
     **{"vocab_size": tiny.ROWS, "hidden_size": D, "intermediate_size": INNER, "num_hidden_layers": LAYERS},
     **{"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 4, "rms_norm_eps": 1e-6, "rope_theta": 500.0},
@@ -279,6 +281,36 @@ def decoder(bias=False, norms=False, tied=False):
 def llada():
     """Those of LLaDA, whose heads of keys are as many as those of queries."""
     return weights(Case({"model_type": "llada"}, net=net({}, plain.LLADA, kept=4)))
+
+
+BLOCKS = {"block_size": 4}
+RND1_MAP = {"AutoModel": "modeling_own.RND1", "AutoModelForMaskedLM": "modeling_own.RND1LM"}  # one without a head
+RND1_ENTRIES = {"auto_map": {**RND1_MAP, "AutoConfig": "configuration_own.Plain"}, "model_type": "plain"}
+RND1_ENTRIES |= {"rope_scaling": False}  # none, said as false
+UNKNOWN = {"attention": "block_causal", "block": 4}
+KINDS = {  # code, class, tensors, config entries, and what more a user says
+    "own llada": (LLADA, "LLaDAModelLM", llada, {"config": LLADA_SIZE}, {}),
+    "own dream": (DREAM, "DreamModel", lambda: decoder(bias=True), {}, {}),
+    "own dream, tied": (DREAM, "DreamModel", lambda: decoder(True, tied=True), {"tie_word_embeddings": True}, {}),
+    "own dream, scaled": (DREAM, "DreamModel", lambda: decoder(True), {"rope_scaling": LINEAR}, {}),
+    "own sdar": (SDAR, "SDARForCausalLM", lambda: decoder(norms=True), BLOCKS, {}),
+    "own llada2": (LLADA2, "LLaDA2MoeModelLM", decoder, BLOCKS, {}),
+    "own unknown": (LLADA2.replace("LLaDA2MoeModelLM", "UnheardOf"), "UnheardOf", decoder, {}, UNKNOWN),
+    "own rnd1": (RND1, "RND1LM", lambda: decoder(norms=True), RND1_ENTRIES, {}),
+    "own rnd1, native rotary": (NATIVE_RND1, "RND1LM", lambda: decoder(norms=True), RND1_ENTRIES, {}),
+}
+
+
+def made(folder, kind, **entries):
+    """The checkpoint of a kind: its path, what a user says to load it, and its plain logits (L, V) of ids."""
+    code, name, make, own, options = KINDS[kind]
+    tensors = make()
+    path = write(folder, code, name, tensors, **{**own, **entries})
+    stretch = own.get("rope_scaling") or None
+    plainly = net(LLADA_SIZE, plain.LLADA, kept=4) if name == "LLaDAModelLM" else net(SIZE, stretch=stretch)
+    block = own.get("block_size", options.get("block"))
+    options = {"backend": "remote", "trust_remote_code": True, **options}
+    return path, options, lambda ids: plain.logits(plainly, tensors, ids, block and plain.block_causal(len(ids), block))
 
 
 def write(folder, code, name, tensors, config=None, **entries):

@@ -83,7 +83,7 @@ class Net:
     theta: float = 10_000.0
     eps: float = 1e-6
     turned: float = 1.0  # the share of a head that is turned, from its start
-    stretch: dict | None = None  # of the rotary frequencies, as in Llama 3 or YaRN
+    stretch: dict | None = None  # of the rotary frequencies, as in Llama 3 or YaRN, or all of them
     experts: int = 0
     chosen: int = 0
     normalised: bool = True  # weights of the chosen experts sum to one
@@ -178,6 +178,8 @@ def _frequency(net, i, size):
     frequency = net.theta ** (-2 * i / size)
     if net.stretch is None:
         return frequency
+    if "type" in net.stretch:  # linear
+        return frequency / net.stretch["factor"]
     if net.stretch["rope_type"] == "yarn":
 
         def pair(turns):  # the pair of features that turns this often over the first training's positions

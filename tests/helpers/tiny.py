@@ -28,26 +28,49 @@ def tokenizer(framed=True, mask=True, length=32):
 
 
 SIZE = {"vocab_size": ROWS, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
-SIZE["intermediate_size"] = 32
+SIZE |= {"intermediate_size": 32, "pad_token_id": 0}
+SPECIAL = {"bos_token_id": 2, "eos_token_id": 3, "cls_token_id": 2, "sep_token_id": 3}
 SHORT = {"vocab_size": ROWS, "dim": 16, "n_layers": 2, "n_heads": 2}
-SPECIAL = {"pad_token_id": 0, "bos_token_id": 2, "eos_token_id": 3, "cls_token_id": 2, "sep_token_id": 3}
-FAMILIES = {  # class, head, config, and what it calls its number of positions
-    "bert": ("Bert", "ForMaskedLM", SIZE, "max_position_embeddings"),
-    "roberta": ("Roberta", "ForMaskedLM", {**SIZE, "pad_token_id": 0}, "max_position_embeddings"),
-    "distilbert": ("DistilBert", "ForMaskedLM", {**SHORT, "hidden_dim": 32}, "max_position_embeddings"),
-    "modernbert": ("ModernBert", "ForMaskedLM", {**SIZE, **SPECIAL, "local_attention": 8}, "max_position_embeddings"),
-    "gpt2": ("GPT2", "LMHeadModel", {"vocab_size": ROWS, "n_embd": 16, "n_layer": 2, "n_head": 2}, "n_positions"),
+LM = {**SIZE, "bos_token_id": 2, "eos_token_id": 3, "num_key_value_heads": 1}
+GEMMA = {"head_dim": 8, "sliding_window": 4, "query_pre_attn_scalar": 8}
+BOTTLENECK = {"embedding_size": 16, "intra_bottleneck_size": 16, "true_hidden_size": 16}
+SPARSE = {"attention_type": "block_sparse", "block_size": 2, "num_random_blocks": 1}
+MASKED_LMS = {  # class, and what its config says beside the number of positions
+    "bert": ("Bert", SIZE),
+    "roberta": ("Roberta", SIZE),
+    "distilbert": ("DistilBert", {**SHORT, "hidden_dim": 32}),
+    "modernbert": ("ModernBert", {**SIZE, **SPECIAL, "local_attention": 8}),
+    "convbert": ("ConvBert", {**SIZE, "embedding_size": 16, "head_ratio": 1, "conv_kernel_size": 3}),
+    "mobilebert": ("MobileBert", {**SIZE, **BOTTLENECK}),
+    "fnet": ("FNet", {key: value for key, value in SIZE.items() if key != "num_attention_heads"}),
+    "ibert": ("IBert", SIZE),
+    "bigbird": ("BigBird", {**SIZE, **SPARSE}),
+}
+CAUSAL_LMS = {
+    "gpt2": ("GPT2", {"vocab_size": ROWS, "n_embd": 16, "n_layer": 2, "n_head": 2}),
+    "llama": ("Llama", LM),
+    "qwen2": ("Qwen2", {**LM, "use_sliding_window": True, "sliding_window": 4, "max_window_layers": 0}),
+    "gemma2": ("Gemma2", {**LM, **GEMMA, "final_logit_softcapping": 2.0, "attn_logit_softcapping": 1.0}),
+    "opt": ("OPT", {**LM, "ffn_dim": 32, "word_embed_proj_dim": 8}),
+    "bloom": ("Bloom", {"vocab_size": ROWS, "hidden_size": 16, "n_layer": 2, "n_head": 2}),
+    "mixtral": ("Mixtral", {**LM, "num_local_experts": 3, "output_router_logits": True}),
+    "mamba": ("Mamba", {"vocab_size": ROWS, "hidden_size": 16, "num_hidden_layers": 2, "state_size": 4}),
 }
 
 
-def network(family, length=32):
+def network(family, length=32, scale=8, **entries):
+    """A network of transformers with random weights."""
     torch.manual_seed(7)
-    name, head, entries, positions = FAMILIES[family]
-    longest = {positions: length + (family == "roberta")}
-    model = getattr(transformers, name + head)(getattr(transformers, f"{name}Config")(**entries, **longest))
+    kind, config = {**MASKED_LMS, **CAUSAL_LMS}[family]
+    head = "ForMaskedLM" if family in MASKED_LMS else "LMHeadModel" if family == "gpt2" else "ForCausalLM"
+    positions = {"max_position_embeddings": length + (family in ("roberta", "ibert"))}
+    positions = {} if family in ("bloom", "mamba") else positions
+    config = getattr(transformers, f"{kind}Config")(**{**positions, **config, **entries})
+    model = getattr(transformers, kind + head)(config)
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.mul_(8)  # random initialisations predict nearly the same at every position
+            parameter.mul_(2 if family == "mamba" else scale)  # or they predict nearly the same everywhere
+        model.get_input_embeddings().weight[0].zero_()  # as files of trained networks have it, for padding
     return model.eval()
 
 
