@@ -3,25 +3,27 @@
 from __future__ import annotations
 
 import dataclasses
+import datetime
 import math
+import statistics
 from collections import Counter
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 from lm_eval_duel.core.rates import METRICS
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.estimators import registry
 from lm_eval_duel.estimators.registry import Kind
-from lm_eval_duel.results import columns as cells
 from lm_eval_duel.results import compare, match, provenance
 from lm_eval_duel.results.cost import CACHED, RunCost
 from lm_eval_duel.results.match import PER_TOKEN
 from lm_eval_duel.results.read import Run
 from lm_eval_duel.results.rows import NON_IDENTITY_KEYS, Row, argument, differing_keys
-from lm_eval_duel.results.table import WORDS, Cell, form_of, number
+from lm_eval_duel.results.table import WORDS
 from lm_eval_duel.rules.tables import sort_key, without_defaults
 
 KINDS = {  # of a row: its meaning
+    "AR": "an autoregressive model, exact",
     "exact": "an exact likelihood",
     "estimate": "an estimate of a likelihood; ± is its own standard error",
     "bound": "an upper bound of the perplexity: the true value is at or below it",
@@ -50,32 +52,28 @@ class BoardRow:
         self.named = max(results.values(), key=lambda row: len(row.title))  # the most remarks
         self.rule, self.block = without_defaults(self.named.rule or ""), self.named.block or ""
         self.cache, self.autoregressive = self.named.run.cache or "", self.named.run.autoregressive
-        self.runs = [*{row.run.name: row.run for row in results.values()}.values()]
-        self.files = [run.name for run in self.runs]
-        self.fingerprint = ", ".join(dict.fromkeys(run.fingerprint for run in self.runs if run.fingerprint))
-        self.parameters = next(filter(None, (run.duel.get("parameters") for run in self.runs)), None)
-        versions: dict[str, dict[str, None]] = {}
-        for name, version in (entry for run in self.runs for entry in run.versions.items()):
-            versions.setdefault(name, {})[version] = None
-        self.versions = {name: ", ".join(of_name) for name, of_name in versions.items()}
-        self.date = max(run.when for run in self.runs)
-        self.commands = [*dict.fromkeys(map(provenance.command, self.runs))]
+        runs = [*{row.run.name: row.run for row in results.values()}.values()]
+        self.files = [run.name for run in runs]
+        self.fingerprint = _joined(run.fingerprint for run in runs)
+        self.parameters = next(filter(None, (run.duel.get("parameters") for run in runs)), None)
+        names = dict.fromkeys(name for run in runs for name in run.versions)
+        self.versions = {name: _joined(run.versions.get(name) for run in runs) for name in names}
+        self.date = max(run.when for run in runs)
+        self.commands = [*dict.fromkeys(map(provenance.command, runs))]
+        counted = [row for row in results.values() if row.nfe and row.tokens]
+        self.nfe_per_token = sum(row.nfe for row in counted) / sum(row.tokens for row in counted) if counted else None
+        self._add_seconds([RunCost(run) for run in runs])  # rows of one lattice run share its time
         self.mean: float | None = None
         self.mean_rank: float | None = None
         self.main: float | None = None  # the value that rows are ranked by
         self.rank: int | None = None
-        self._add_costs()
 
-    def _add_costs(self) -> None:
-        """NFE and seconds per token, over its tasks. Rows of one lattice run share its time."""
-        counted = [row for row in self.results.values() if row.nfe and row.tokens]
-        tokens = sum(row.tokens for row in counted)
-        self.nfe_per_token = sum(row.nfe for row in counted) / tokens if counted else None
-        costs = list(map(RunCost, self.runs))
+    def _add_seconds(self, costs: Sequence[RunCost]) -> None:
+        """Enter the device, and seconds per token over all tasks, or the reason why they are not known."""
         places = sorted({cost.place for cost in costs}, key=str)
         self.device = ", ".join(f"{device or 'unknown device'} x {ranks or 1}" for device, ranks in places)
         self.seconds_per_token, self.seconds_reason = None, ""
-        if any(run.cached for run in self.runs):
+        if any(cost.run.cached for cost in costs):
             self.seconds_reason = CACHED
         elif not all(cost.seconds_per_token for cost in costs):
             self.seconds_reason = "the results hold no time of the scoring alone"
@@ -101,12 +99,12 @@ class BoardRow:
     @property
     def remarks(self) -> str:
         """The settings that distinguish it beyond model, estimator, rule, block and cache."""
-        return ", ".join(filter(None, [self.named.qualifiers, self.named.unknown_share]))
+        return _joined([self.named.qualifiers, self.named.unknown_share])
 
     @property
     def label(self) -> str:
         """Its name without the model."""
-        return ", ".join(filter(None, [self.named.name, self.named.unknown_share]))
+        return _joined([self.named.name, self.named.unknown_share])
 
     def value(self, column: str) -> float | None:
         """The value in a column; None if there is none, or an infinite one."""
@@ -114,27 +112,62 @@ class BoardRow:
         return known if math.isfinite(known) else None
 
 
-@dataclasses.dataclass
+def _joined(texts: Iterable[str | None]) -> str:
+    return ", ".join(dict.fromkeys(filter(None, texts)))
+
+
 class Board:
-    """A leaderboard. `ar`: the model of the gaps. `mean_of`: the ids of the columns that means are over. `by`: `mean`,
-    or the id of the column that rows are ranked in.
+    """A leaderboard of runs, one of which may be their baseline.
+
+    `ar`: the model of the gaps. `mean_of`: the ids of the columns that means are over. `by`: `mean`, or the id of the
+    column that rows are ranked in.
+
+    Raises:
+        DuelError: no result has the requested metric.
     """
 
-    title: str
-    metric: str
-    ar: str | None
-    mean_of: list[str]
-    by: str
-    columns: list[TaskColumn]
-    rows: list[BoardRow]
     published: list[dict[str, Any]]
     documents: list[dict[str, Any]]
-    notes: list[str]
-    date: str
 
-    @property
-    def unit(self) -> str:
-        return WORDS[self.metric]
+    def __init__(self, runs: Sequence[Run], metric: str | None, title: str):
+        self.title, self.metric = title, _metric(runs, metric)
+        self.unit = WORDS[self.metric]
+        self.ar = next((run.label for run in runs if run.baseline), None)
+        self.columns = _columns(runs, self.metric)
+        self.rows = _rows(self.columns)
+        self._rank()
+        self.notes = _notes(self.columns)
+        self.date = datetime.datetime.now(datetime.timezone.utc).date().isoformat()
+
+    def _rank(self) -> None:
+        """Enter means and ranks, and sort the rows.
+
+        The mean is over the columns that all rows but the oracle have: geometric for perplexities. With fewer than two
+        there is none, and rows are ranked in the column with the most rows.
+        """
+        needed = [row for row in self.rows if row.kind != "oracle"]
+        common = [c.id for c in self.columns if needed and all(row.value(c.id) is not None for row in needed)]
+        self.mean_of = common if len(common) > 1 else []
+        most = max(self.columns, key=lambda column: len(column.compared.rows)).id
+        self.by = "mean" if self.mean_of else most
+        mean = statistics.fmean if self.metric == "bits_per_byte" else statistics.geometric_mean
+        for row in self.rows:
+            values = [row.value(column) for column in self.mean_of]
+            row.mean = mean(values) if values and None not in values else None
+            row.main = row.mean if self.mean_of else row.value(most)
+        best = [row for row in self.rows if row.ranked and row.main is not None]
+        for row in best:
+            row.rank = 1 + sum(other.main < row.main for other in best)
+            places = [1 + sum(other.value(c) < row.value(c) for other in best) for c in self.mean_of]
+            row.mean_rank = statistics.fmean(places) if places else None
+        models, names = list(dict.fromkeys(row.named.model for row in self.rows)), [*registry.ESTIMATORS]
+
+        def order(row: BoardRow) -> tuple:
+            main = math.inf if row.main is None else row.main
+            kind = models.index(row.named.model), names.index(row.named.estimator), *sort_key(row.named.rule)
+            return row.kind == "oracle", main, *kind
+
+        self.rows.sort(key=order)
 
     @property
     def about(self) -> str:
@@ -159,11 +192,10 @@ class Board:
 # ---------------------------------------------------------------- columns
 
 
-def unit(runs: Sequence[Run], requested: str | None) -> str:
+def _metric(runs: Sequence[Run], requested: str | None) -> str:
     """The metric of all columns: the requested one, or the first that most results have.
 
-    Perplexity per token is chosen only if all results of each task are known to have the same tokens. Raises DuelError
-    if no result has the metric.
+    Perplexity per token is chosen only if all results of each task are known to have the same tokens.
     """
     results = [(run, name) for run in runs for name in run.tasks]
     counts = Counter(metric for run, name in results for metric in run.tasks[name].metrics)
@@ -177,7 +209,7 @@ def unit(runs: Sequence[Run], requested: str | None) -> str:
     return max(allowed or METRICS, key=lambda metric: counts[metric])  # of equal counts the first
 
 
-def columns(runs: Sequence[Run], metric: str) -> list[TaskColumn]:
+def _columns(runs: Sequence[Run], metric: str) -> list[TaskColumn]:
     """The columns of runs. A result that may not share a column gets a separate one, which says what is different."""
     ordered = sorted(runs, key=lambda run: not run.baseline)  # the baseline's documents make the first column
     found: list[TaskColumn] = []
@@ -197,20 +229,14 @@ def columns(runs: Sequence[Run], metric: str) -> list[TaskColumn]:
 
 
 def _why_separate(name: str, metric: str, members: Sequence[Run], run: Run) -> str:
-    """The reason that a run needs a separate column from `members`; empty if it may share theirs.
-
-    The run is compared with the first of them and the first with samples. Per word and byte, tokenizers may differ.
-    """
-    sampled = [member for member in members if member.tasks[name].documents is not None]
-    for here in (members[0], *sampled[:1]):
-        every = [match.documents(here.tasks[name], run.tasks[name], metric), *match.differences(here, run, name)]
-        for found in filter(None, every):
-            if metric == PER_TOKEN or not found.field.startswith("tokenizer"):
-                return f"{found.field}: {found.there} here, {found.here} in the first column of {name}"
+    """The reason that a run needs a separate column from `members`; empty if it may share theirs."""
+    for _, found in match.between(name, metric, members, run):
+        if metric == PER_TOKEN or not found.field.startswith("tokenizer"):  # per word and byte, tokenizers may differ
+            return f"{found.field}: {found.there} here, {found.here} in the first column of {name}"
     return ""
 
 
-def notes(columns: Sequence[TaskColumn]) -> list[str]:
+def _notes(columns: Sequence[TaskColumn]) -> list[str]:
     """The notes of columns, each once; one that does not hold for all columns says for which tasks it does."""
     tasks: dict[str, list[str]] = {}
     for column in columns:
@@ -218,15 +244,14 @@ def notes(columns: Sequence[TaskColumn]) -> list[str]:
             tasks.setdefault(note, []).append(column.task)
     separate = [f"{column.label}: {column.difference}" for column in columns if column.difference]
     return separate + [
-        note if len(names) == len(columns) else f"{', '.join(dict.fromkeys(names))}: {note}"
-        for note, names in tasks.items()
+        note if len(names) == len(columns) else f"{_joined(names)}: {note}" for note, names in tasks.items()
     ]
 
 
 # ---------------------------------------------------------------- rows
 
 
-def rows(columns: Sequence[TaskColumn]) -> list[BoardRow]:
+def _rows(columns: Sequence[TaskColumn]) -> list[BoardRow]:
     """A row for each model under an estimator, rule, block and cache, with a result for each column that it is in."""
     merged: dict[tuple, dict[str, Row]] = {}
     for column in columns:
@@ -242,104 +267,5 @@ def rows(columns: Sequence[TaskColumn]) -> list[BoardRow]:
     for group in alike.values():  # equal names in different columns, which no comparison had to distinguish
         for key in differing_keys([row.named.run.spec for row in group], ("estimator", "rule", "cache")):
             for result in (result for row in group for result in row.results.values()):
-                result.variant = ", ".join(filter(None, [result.variant, argument(result.run.spec, key)]))
+                result.variant = _joined([result.variant, argument(result.run.spec, key)])
     return joined
-
-
-def rank(rows: Sequence[BoardRow], columns: Sequence[TaskColumn], metric: str) -> tuple[list[BoardRow], list[str], str]:
-    """Enter means and ranks; return the rows in order, the ids of the columns that means are over, and `Board.by`.
-
-    The mean is over the columns that all rows but the oracle have: geometric for perplexities. With fewer than two
-    there is none, and rows are ranked in the column with the most rows.
-    """
-    needed = [row for row in rows if row.kind != "oracle"]
-    common = [c.id for c in columns if needed and all(row.value(c.id) is not None for row in needed)]
-    common = common if len(common) > 1 else []
-    most = max(columns, key=lambda column: len(column.compared.rows)).id
-    for row in rows:
-        values = [row.value(column) for column in common]
-        if common and None not in values:
-            bits = metric == "bits_per_byte"
-            mean = math.fsum(values if bits else map(math.log, values)) / len(values)
-            row.mean = mean if bits else math.exp(mean)
-        row.main = row.mean if common else row.value(most)
-    best = [row for row in rows if row.ranked and row.main is not None]
-    for row in best:
-        row.rank = 1 + sum(other.main < row.main for other in best)
-        if common:
-            places = [1 + sum(other.value(c) < row.value(c) for other in best) for c in common]
-            row.mean_rank = sum(places) / len(places)
-    models, names = list(dict.fromkeys(row.named.model for row in rows)), [*registry.ESTIMATORS]
-
-    def order(row: BoardRow) -> tuple:
-        main = math.inf if row.main is None else row.main
-        kind = models.index(row.named.model), names.index(row.named.estimator), *sort_key(row.named.rule)
-        return row.kind == "oracle", main, *kind
-
-    return sorted(rows, key=order), common, "mean" if common else most
-
-
-# ---------------------------------------------------------------- heads
-
-
-class Head(NamedTuple):
-    """A column: its title, the group that the page can hide, its cells, and the intervals that stand below them."""
-
-    title: str
-    group: str
-    cell: Callable[[BoardRow], Cell]
-    below: Callable[[BoardRow], str] = lambda row: ""
-
-    @property
-    def numeric(self) -> bool:
-        return self.group not in ("name", "source") or self.title in ("#", "block", "parameters")
-
-
-def heads(board: Board) -> list[Head]:
-    """The columns of a leaderboard, empty ones included."""
-    form, results = form_of(board.metric), [result for row in board.rows for result in row.results.values()]
-    every = cells.of_rows(board.metric, results)
-    found = [Head("#", "name", lambda row: str(row.rank or ""))]
-    for name in ("model", "estimator", "rule", "block", "cache"):
-        found.append(Head(name, "name", lambda row, name=name: every[name].cell(row.named)))
-    if board.mean_of:
-        kind = "mean" if board.metric == "bits_per_byte" else "geometric mean"
-        found += [
-            Head(
-                f"{kind}, {len(board.mean_of)} tasks", "mean", lambda row: number(row.mean, form, bound=row.named.bound)
-            ),
-            Head("mean rank", "mean", lambda row: number(row.mean_rank, ".2f")),
-        ]
-    of_task = {
-        "value": (every["value"].short, _value, cells.interval),
-        "bits": (every["bits"].short, every["bits"].cell, lambda result: ""),
-        "gap": (every["gap"].short, every["gap"].cell, every["gap_interval"].cell),
-        "closed": (every["share"].head, every["share"].cell, every["closed_interval"].cell),
-    }
-    if board.metric == "bits_per_byte":
-        del of_task["bits"]
-    if all(result.distinguishable is None for result in results):
-        del of_task["closed"]
-    for group, (short, *both) in of_task.items():
-        for column in board.columns:
-            found.append(Head(f"{column.label} {short}", group, *(_of(column.id, cell) for cell in both)))
-    return [
-        *found,
-        Head("NFE per token", "cost", lambda row: number(row.nfe_per_token, ".3f")),
-        Head("seconds per token", "cost", lambda row: number(row.seconds_per_token, ".2g")),
-        Head("device", "source", lambda row: row.device),
-        Head("parameters", "source", lambda row: number(row.parameters, ",d")),
-        Head("fingerprint", "source", lambda row: row.fingerprint),
-        Head("versions", "source", lambda row: ", ".join(map(" ".join, row.versions.items()))),
-        Head("date", "source", lambda row: row.date[:10]),
-    ]
-
-
-def _value(result: Row) -> Cell:
-    """A result's value. Its remark says why it has no error or interval."""
-    return str(cells.value(result)), "; ".join(filter(None, [result.stderr_reason, result.reason]))
-
-
-def _of(column: str, cell: Callable[[Row], Any]) -> Callable[[BoardRow], Any]:
-    """A cell of the result in a column, empty if there is none."""
-    return lambda row: cell(row.results[column]) if column in row.results else ""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from lm_eval_duel.results.board import Board, BoardRow
 from lm_eval_duel.results.paired import UNCLEAR
 from lm_eval_duel.results.read import Run
 from lm_eval_duel.results.rows import Row
@@ -24,11 +25,17 @@ Columns = dict[str, Callable[[Any], Cell]]  # the cells of a table by their head
 
 
 class Column(NamedTuple):
-    """A head, and the cell of a record below it. `short`: the head after the name of a task, if it has another one."""
+    """A head, and the cell of a record below it.
+
+    `short`: the head after the name of a task, if it has another one. On a leaderboard also `group`, of columns that
+    the page can hide together, and `below`, the interval that stands below a cell.
+    """
 
     head: str
     cell: Callable[[Any], Cell]
     short: str = ""
+    group: str = "name"
+    below: Callable[[Any], str] = lambda record: ""
 
 
 def pick(columns: Mapping[str, Column], *names: str) -> Columns:
@@ -71,6 +78,49 @@ def of_rows(metric: str, rows: Sequence[Row]) -> dict[str, Column]:
         "closed_interval": Column("95 % interval of it", lambda row: span(row.gap_closed_interval, ".1f")),
         "nfe": Column("NFE per token", lambda row: number(row.nfe_per_token, ".3f")),
     }
+
+
+def of_board(board: Board) -> list[Column]:
+    """The columns of a leaderboard, empty ones included; those of results stand once for each column of the board."""
+    bits, results = "bits_per_byte", [result for row in board.rows for result in row.results.values()]
+    every, form = of_rows(board.metric, results), form_of(board.metric)
+    found = [Column("#", lambda row: str(row.rank or ""))]
+    for name in ("model", "estimator", "rule", "block", "cache"):
+        found.append(Column(name, lambda row, cell=every[name].cell: cell(row.named)))
+    if board.mean_of:
+        title = f"{'mean' if board.metric == bits else 'geometric mean'}, {len(board.mean_of)} tasks"
+        found.append(Column(title, lambda row: number(row.mean, form, bound=row.named.bound), group="mean"))
+        found.append(Column("mean rank", lambda row: number(row.mean_rank, ".2f"), group="mean"))
+    groups = {"value": Column("", _plain_value, SHORT[board.metric], below=interval)}
+    if board.metric != bits:
+        groups["bits"] = every["bits"]
+    groups["gap"] = every["gap"]._replace(below=every["gap_interval"].cell)
+    if any(result.distinguishable is not None for result in results):
+        groups["closed"] = every["share"]._replace(below=every["closed_interval"].cell)
+    for group, column in groups.items():
+        for task in board.columns:
+            cell, below = (_of_task(task.id, shown) for shown in (column.cell, column.below))
+            found.append(Column(f"{task.label} {column.short or column.head}", cell, group=group, below=below))
+    return [
+        *found,
+        Column("NFE per token", lambda row: number(row.nfe_per_token, ".3f"), group="cost"),
+        Column("seconds per token", lambda row: number(row.seconds_per_token, ".2g"), group="cost"),
+        Column("device", lambda row: row.device, group="source"),
+        Column("parameters", lambda row: number(row.parameters, ",d"), group="source"),
+        Column("fingerprint", lambda row: row.fingerprint, group="source"),
+        Column("versions", lambda row: ", ".join(map(" ".join, row.versions.items())), group="source"),
+        Column("date", lambda row: row.date[:10], group="source"),
+    ]
+
+
+def _plain_value(result: Row) -> Cell:
+    """A result's value, never bold. Its remark says why it has no error or interval."""
+    return str(value(result)), "; ".join(filter(None, [result.stderr_reason, result.reason]))
+
+
+def _of_task(column: str, cell: Callable[[Row], Any]) -> Callable[[BoardRow], Any]:
+    """A cell of the result in a column, empty if there is none."""
+    return lambda row: cell(row.results[column]) if column in row.results else ""
 
 
 # ---------------------------------------------------------------- cells

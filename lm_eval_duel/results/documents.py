@@ -11,7 +11,7 @@ from typing import Any
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.estimators import registry
 from lm_eval_duel.harness import trace
-from lm_eval_duel.results.read import Traces
+from lm_eval_duel.results.read import Run, Traces
 from lm_eval_duel.results.rows import setting
 from lm_eval_duel.text.token_text import token_texts
 
@@ -32,13 +32,17 @@ class Order:
 
 
 def collect(
-    traces: Traces, labels: Mapping[Path, str], most: int, tokenizer: str | None = None
+    traces: Traces, runs: Iterable[Run], most: int, tokenizer: str | None = None
 ) -> tuple[list[dict[str, Any]], list[str]]:
     """The documents to show, `most` of each task, and notes. Those in the most traces come first, then the lowest.
 
-    `labels`: the models of traces; a trace without one gets the name of its file. `tokenizer`: for all traces, instead
-    of their own.
+    `runs` name the models of their traces; a trace of none gets the name of its file. `tokenizer`: for all traces,
+    instead of their own.
     """
+    labels: dict[Path, str] = {}
+    for run in runs:
+        if run.trace:
+            labels.setdefault(run.trace, run.label)
     orders: dict[str, dict[int, dict[tuple[Path, str], Order]]] = {}  # of each task and document
     for path in dict.fromkeys([*labels, *traces.named]):
         header = trace.spec(path)

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import argparse
-import datetime
 import os
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from lm_eval_duel.arguments import TEXT, whole
 from lm_eval_duel.console.command_line import PATH, Flag, Parser
 from lm_eval_duel.core.rates import METRICS
 from lm_eval_duel.errors import DuelError, usage
-from lm_eval_duel.results import as_json, board, documents, own_files, page, published
-from lm_eval_duel.results.board import Board, BoardRow, Head, heads
+from lm_eval_duel.results import as_json, documents, own_files, page, published
+from lm_eval_duel.results.board import Board, BoardRow
+from lm_eval_duel.results.columns import Column, of_board
 from lm_eval_duel.results.read import Traces
 from lm_eval_duel.results.report import check_files, no_baseline, read_runs
 from lm_eval_duel.results.table import Cell, Table, bullets, csv_text, escape, spaced, split
@@ -43,7 +42,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         shown=Flag(whole(0), 3, "documents to show of each task", shows="N"),
     ).parse_args(arguments)
     check_files(options)
-    published.read(options.published)
+    options.published = published.read(options.published)
     return options
 
 
@@ -58,35 +57,20 @@ def collect(options: argparse.Namespace) -> Board:
     known = [run for run in runs if (run.ours or run.autoregressive) and run.tasks]
     if not known:
         raise DuelError(f"No perplexity ({', '.join(METRICS)}) to show: {'; '.join(notes)}")
-    traces = Traces(options.traces)
-    traces.attach(known)
-    labels: dict[Path, str] = {}  # the models of traces
-    for run in (run for run in known if run.trace):
-        labels.setdefault(run.trace, run.label)
     causal = [run for run in named or known if run.autoregressive]
     note, models = no_baseline(causal), {run.key for run in causal}
+    traces = Traces(options.traces)
+    traces.attach(known)
     for run in known:
         run.baseline = not note and run.autoregressive and run.key in models
-    metric = board.unit(known, options.metric)
+    content = Board(known, options.metric, options.title)
     for run in known:
-        without = [name for name, task in run.tasks.items() if metric not in task.metrics]
-        notes += [f"{name} in {run.name} has no {metric} and is left out." for name in without]
-    columns = board.columns(known, metric)
-    rows, mean_of, by = board.rank(board.rows(columns), columns, metric)
-    shown, problems = documents.collect(traces, labels, options.shown, options.tokenizer)
-    return Board(
-        title=options.title,
-        metric=metric,
-        ar=next((run.label for run in known if run.baseline), None),
-        mean_of=mean_of,
-        by=by,
-        columns=columns,
-        rows=rows,
-        published=published.sources(published.read(options.published)),
-        documents=shown,
-        notes=list(dict.fromkeys([*notes, *filter(None, [note]), *board.notes(columns), *problems])),
-        date=datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
-    )
+        without = [name for name, task in run.tasks.items() if content.metric not in task.metrics]
+        notes += [f"{name} in {run.name} has no {content.metric} and is left out." for name in without]
+    content.documents, problems = documents.collect(traces, known, options.shown, options.tokenizer)
+    content.published = published.sources(options.published)
+    content.notes = list(dict.fromkeys([*notes, *filter(None, [note]), *content.notes, *problems]))
+    return content
 
 
 # ---------------------------------------------------------------- what is written
@@ -95,12 +79,12 @@ def collect(options: argparse.Namespace) -> Board:
 def markdown(content: Board) -> str:
     """leaderboard.md."""
 
-    def cell(row: BoardRow, head: Head) -> Cell:
-        text, remark = split(head.cell(row))
-        return f"{text} ({head.below(row)})" if head.below(row) else text, remark
+    def cell(row: BoardRow, column: Column) -> Cell:
+        text, remark = split(column.cell(row))
+        return f"{text} ({column.below(row)})" if column.below(row) else text, remark
 
-    heads_shown = [head for head in heads(content) if head.title not in ("versions", "device")]
-    shown = {head.title: lambda row, head=head: cell(row, head) for head in heads_shown}
+    columns = [column for column in of_board(content) if column.head not in ("versions", "device")]
+    shown = {column.head: lambda row, column=column: cell(row, column) for column in columns}
     parts = [f"# {escape(content.title)}", escape(content.about)]
     for title, rows in content.groups:
         parts += [title and f"## {title}", Table.of(content.title, rows, shown).markdown()]
@@ -112,8 +96,8 @@ def markdown(content: Board) -> str:
 
 def console(content: Board) -> str:
     """The text that the command prints: ranks, names, means and perplexities."""
-    shown = [head for head in heads(content) if head.group in ("name", "mean", "value")]
-    texts = {head.title: lambda row, head=head: split(head.cell(row))[0] for head in shown}
+    columns = [column for column in of_board(content) if column.group in ("name", "mean", "value")]
+    texts = {column.head: lambda row, column=column: split(column.cell(row))[0] for column in columns}
     return spaced([Table.of(content.title, content.rows, texts).text(), "\n".join(content.notes)]).rstrip()
 
 
@@ -134,25 +118,16 @@ def csv(content: Mapping[str, Any]) -> str:
     return csv_text(lines)
 
 
-def write(content: Board, options: argparse.Namespace) -> list[str]:
-    """Write the leaderboard's files and return their names. Files of an earlier leaderboard are replaced or removed.
-
-    Raises DuelError, and leaves the folder unchanged, if a file there does not belong to an earlier leaderboard.
-    """
-    listing = as_json.board(content)
-    written = {
-        "index.html": page.html(content),
-        "leaderboard.md": markdown(content),
-        "leaderboard.csv": csv(listing),
-    }
-    return own_files.write(options.out, "leaderboard", {"version": 1, **listing}, written)
-
-
 def main(arguments: Sequence[str]) -> None:
-    """Write a leaderboard and print its table: `lm-eval-duel leaderboard`."""
+    """Write a leaderboard and print its table: `lm-eval-duel leaderboard`.
+
+    Files of an earlier leaderboard are replaced or removed. Raises DuelError, and leaves the folder unchanged, if a
+    file there does not belong to one.
+    """
     options = parse(arguments)
     own_files.earlier(options.out, "leaderboard")
     content = collect(options)
-    files = write(content, options)
-    print(console(content))
-    print(f"wrote to {options.out}: {', '.join(files)}")
+    listing = as_json.board(content)
+    texts = {"index.html": page.html(content), "leaderboard.md": markdown(content), "leaderboard.csv": csv(listing)}
+    files = own_files.write(options.out, "leaderboard", {"version": 1, **listing}, texts)
+    print(console(content), f"wrote to {options.out}: {', '.join(files)}", sep="\n")

@@ -151,22 +151,24 @@ def _twin(here: Run, there: Run) -> str:
     return f"{twin} (its windows and tokens are then the same as ours; max_length sets their length), or "
 
 
+def between(name: str, metric: str, runs: Sequence[Run], other: Run) -> list[tuple[Run, Difference]]:
+    """The differences of a run from the first of `runs`, and of its documents from the first with samples."""
+    first = runs[0]
+    sampled = next((run for run in runs if run.tasks[name].documents is not None), first)
+    found = [(here, documents(here.tasks[name], other.tasks[name], metric)) for here in (first, sampled)]
+    found += [(first, difference) for difference in differences(first, other, name)]
+    return [(here, difference) for here, difference in found if difference is not None]
+
+
 def check(name: str, metric: str, compared: Sequence[Run], as_published: bool) -> list[str]:
     """The differences to list under a task's table; raises DuelError for one that makes its numbers incomparable.
 
-    Every run is compared with the first, and its documents also with the first run that has samples: the documents
-    must always be the same. Values per word and byte also need the same scored positions; other tokenizers and windows
-    are only listed.
+    The documents must always be the same. Values per word and byte also need the same scored positions; other
+    tokenizers and windows are only listed.
     """
     listed: dict[str, None] = {}
-    first = compared[0]
-    sampled = next((run for run in compared if run.tasks[name].documents is not None), first)
     for other in compared[1:]:
-        found = [(here, documents(here.tasks[name], other.tasks[name], metric)) for here in (first, sampled)]
-        found += [(first, difference) for difference in differences(first, other, name)]
-        for here, difference in found:
-            if difference is None:
-                continue
+        for here, difference in between(name, metric, compared, other):
             always = difference.field.startswith(("documents", "units"))
             across = metric != PER_TOKEN and difference.field.startswith(("tokenizer", "windows"))
             if always or not (as_published or across):

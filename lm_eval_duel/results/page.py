@@ -15,12 +15,16 @@ from typing import Any
 from lm_eval_duel.console import strict_json
 from lm_eval_duel.console.tables import one_line
 from lm_eval_duel.results import published
-from lm_eval_duel.results.board import KINDS, Board, heads
+from lm_eval_duel.results.board import KINDS, Board
+from lm_eval_duel.results.columns import of_board
 from lm_eval_duel.results.table import Table
 
 ASSETS = Path(__file__).resolve().parent / "assets"
 SCRIPTS = ("table.js", "documents.js")
 FIRST_HIDDEN = ("source", "bits", "gap", "closed")  # groups of columns: the first, with several tasks all of them
+SWITCHES = {"mean": "means", "value": "", "bits": "bits per byte", "gap": "", "closed": "gap closed"}
+SWITCHES |= {"cost": "cost", "source": "provenance"}
+PLAIN = ("model", "estimator", "rule", "cache", "device", "fingerprint", "versions", "date")  # columns of no numbers
 WIDTH, MARGIN = 140.0, 9.0  # of a plot
 MANTISSAS = ((1, 1.5, 2, 3, 4, 5, 7), (1, 2, 3, 5), (1, 3), (1,))  # of ticks: the most that fit
 MOST_TICKS = 5
@@ -33,15 +37,11 @@ def html(board: Board) -> str:
 
     style = (ASSETS / "style.css").read_text(encoding="utf-8")
     script = "\n".join((ASSETS / name).read_text(encoding="utf-8") for name in SCRIPTS)
-    every, rows = heads(board), [row for _, of_group in board.groups for row in of_group]
-    table = Table.of(board.title, rows, {head.title: head.cell for head in every})
-    shown = [head for head in every if head.title in table.heads]
-    texts = dict(zip(rows, table.rows, strict=True))
-    kinds = {"AR": "an autoregressive model, exact"} if any(row.autoregressive for row in rows) else {}
-    kinds |= {kind: KINDS[kind] for kind in KINDS if any(row.kind == kind for row in rows)}
-    switches = {"mean": "means", "value": board.unit, "bits": "bits per byte", "gap": f"gap to {board.ar}"}
-    switches |= {"closed": "gap closed", "cost": "cost", "source": "provenance"}
-    hidden = FIRST_HIDDEN[: 1 if len(board.columns) == 1 else None]
+    rows = [row for _, of_group in board.groups for row in of_group]
+    columns = {column.head: column for column in of_board(board)}
+    table = Table.of(board.title, rows, {head: column.cell for head, column in columns.items()})
+    shown = [columns[head] for head in table.heads]
+    kinds = {row.kind for row in rows} | ({"AR"} if any(row.autoregressive for row in rows) else set())
     environment = Environment(
         autoescape=True,
         loader=FileSystemLoader(ASSETS),
@@ -55,12 +55,13 @@ def html(board: Board) -> str:
         style=Markup(style),
         script=Markup(script),
         policy=f"default-src 'none'; img-src data:; style-src {_hash(style)}; script-src {_hash(script)}",
-        kinds=kinds,
-        switches={key: name for key, name in switches.items() if any(head.group == key for head in shown)},
-        hidden=hidden,
-        names=[head for head in shown if head.group == "name"],
-        values=[head for head in shown if head.group != "name"],
-        cells=lambda row: {head.title: text for head, text in zip(shown, texts[row], strict=True)},
+        kinds={kind: about for kind, about in KINDS.items() if kind in kinds},
+        switches=SWITCHES | {"value": board.unit, "gap": f"gap to {board.ar}"},
+        hidden=FIRST_HIDDEN[: 1 if len(board.columns) == 1 else None],
+        names=[column for column in shown if column.group == "name"],
+        values=[column for column in shown if column.group != "name"],
+        texts={row: dict(zip(table.heads, texts, strict=True)) for row, texts in zip(rows, table.rows, strict=True)},
+        plain=PLAIN,
         remarks=table.remarks,
         plot=_plot(board),
         published=[(source["source"], published.table(source)) for source in board.published],

@@ -1,7 +1,6 @@
 """The leaderboard: what may share a column, what has a rank, what is shown, and that names are text everywhere."""
 
 import csv
-import dataclasses
 import importlib
 import io
 import json
@@ -267,12 +266,13 @@ def test_windows_of_a_document_are_joined_and_an_infinite_cost_is_null(tmp_path,
     result = ours(tmp_path, docs={"sotu": docs((-60, -150, -90))})
     costly = window(window=1, ids=[9, 9], starts=[0], reveal_steps=[1, 0], token_logprobs=[-1.0, None])
     path = trace(tmp_path / "trace.jsonl", result, [window(), costly])
-    (document,), notes = view.collect(Traces([path]), {}, 3, "demo-mdm")
+    (document,), notes = view.collect(Traces([path]), [], 3, "demo-mdm")
     assert notes == [] and document["pieces"] == [["5 ", "6 ", "7 ", "8 ", "9 ", "9 "]]
     (order,) = document["orders"]
     assert order["starts"] == [0, 2, 4] and order["steps"] == [0, 1, 1, 0, 1, 0]
     assert order["nats"] == [0.5, 1.0, 2.0, 4.0, 1.0, math.inf]
-    content = dataclasses.replace(board(result), documents=[document])
+    content = board(result)
+    content.documents = [document]
     data = re.search(r'id="documents-data">(.*?)</script>', page.html(content))[1]
     assert json.loads(data)[0]["orders"][0]["nats"][-1] is None
 
