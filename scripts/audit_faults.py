@@ -28,7 +28,12 @@ sys.path += [str(Path(__file__).parent), str(Path(__file__).parents[1] / "tests"
 from faults import ALL, Fault, plant, table
 from mutants import HEAVY, NOT_COPIED, failed
 
-LAWS = ["tests/audit/test_recompute.py", "tests/audit/test_estimates.py", "tests/audit/test_sizes.py"]
+LAWS = [
+    "tests/audit/test_recompute.py",
+    "tests/audit/test_estimates.py",
+    "tests/estimators/test_every_estimator.py",
+    "tests/audit/test_sizes.py",
+]
 LAWS += ["tests/test_laws.py"]
 OUTSIDE = ("harness/", "tasks/", "text/", "denoisers/hf/", "denoisers/self_tests.py", "estimators/totals.py")  # of laws
 TABLE = Path(__file__).with_suffix(".txt")

@@ -1,16 +1,13 @@
 """Memory that runs out while a step is added: it is added once, wherever that happens."""
 
-import dataclasses
-
 import pytest
 import torch
-from laws import strings
+from laws import numbers, strings
 from noised_toys import NoisyToy
 from torch.utils._python_dispatch import TorchDispatchMode
 from toys import Toy
 
 from lm_eval_duel.core.accumulators import ScoreAccumulator
-from lm_eval_duel.core.scores import Kind
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.estimators.duel import DuelEstimator
 from lm_eval_duel.estimators.elbo import Elbo, ElboAccumulator
@@ -53,19 +50,6 @@ CASES = {
     ),
     "sets": (SetAccumulator, lambda: SampledConfidence(Toy(), block=3, n=1)),
 }
-
-
-def numbers(value):
-    """All numbers of scores, in order."""
-    if dataclasses.is_dataclass(value):
-        return numbers([getattr(value, field.name) for field in dataclasses.fields(value)])
-    if isinstance(value, dict):
-        return numbers([*value.values()])
-    if isinstance(value, Kind):
-        return []
-    if isinstance(value, list | tuple):
-        return [number for each in value for number in numbers(each)]
-    return [float("nan") if value is None else float(value)]
 
 
 @pytest.mark.parametrize("stride", [5, pytest.param(1, marks=pytest.mark.slow)])

@@ -3,16 +3,15 @@
 import itertools
 import math
 
-import numpy
 import pytest
 import torch
-from noised_toys import Conditioned, NoisyToy, bound, noisy, row_term, sampled, states
+from noised_toys import Conditioned, NoisyToy, bound, sampled
 
-from lm_eval_duel import Duel, reference
+from lm_eval_duel import reference
 from lm_eval_duel.core import noise as noises
 from lm_eval_duel.core.row_checks import FIRST
 from lm_eval_duel.core.windows import Window
-from lm_eval_duel.errors import DuelError, InconsistentOutput, NotFinite
+from lm_eval_duel.errors import InconsistentOutput, NotFinite
 from lm_eval_duel.estimators.noised_elbo import NoisedElbo
 from lm_eval_duel.estimators.subsets.lattice import Lattice
 
@@ -32,54 +31,17 @@ PROCESSES = [(name, "none") for name in PLAIN] + [
 ]
 
 
-def without_noise(toy):
-    toy.noise_training = None
-    return toy
-
-
 def times(*values):
     """Times and their rests as planes (1, 1)."""
     return [torch.tensor([[value]], dtype=torch.float64) for value in values]
-
-
-def observed_and_statistics(toy, x, z, before, now, t, prediction):
-    """What the estimator knows about a noisy row `z` of the text `x` at time t."""
-    clean = torch.tensor([x])
-    number = torch.where(z == toy.mask_id, -1, z) if toy.masks else z
-    observed = noises.Observed(number[None] == clean, number[None] < 0)
-    shift = noises.as_plugin(now, observed.masked) if prediction == "denoiser" else torch.zeros(1, len(x)).double()
-    ratio = torch.where(before.u > 0, before.a / before.u, 0.0).expand(1, len(x))
-    noisy = torch.where(observed.masked, clean, number[None])
-    values = noises.statistics(toy.logits(z, t), clean[0], noisy[0], shift[0], ratio[0])
-    return noises.Statistics(*(value[None] for value in values)), observed
-
-
-@pytest.mark.parametrize("name", PLAIN)
-def test_three_numbers_give_the_terms_of_the_specification(name):
-    """Also: a denoiser's kernel, a mixture over x_0, is that of the plug-in which it is converted to."""
-    toy, steps = TOYS[name], 3
-    prediction, noise = toy.noise_training.prediction, toy.noise_training.noise
-    for i in range(1, steps + 1):
-        before, now = (noise.level(*times(n / steps, (steps - n) / steps)) for n in (i - 1, i))
-        for z in states(toy, 2):
-            reached = math.prod(float(noisy(x, *toy.level(i / steps))[token]) for x, token in zip(TEXT, z, strict=True))
-            if not reached:
-                continue
-            stats, observed = observed_and_statistics(toy, TEXT, z, before, now, i / steps, prediction)
-            P = reference.log_softmax(toy.logits(z, i / steps)).exp()
-            levels = toy.level(i / steps), toy.level((i - 1) / steps)
-            wanted = row_term(TEXT, z, P, *levels, prediction == "denoiser")
-            assert float(noises.step_kl(before, now, stats, observed).sum()) == pytest.approx(wanted, abs=1e-12)
 
 
 @pytest.mark.parametrize(("name", "conditioning"), PROCESSES)
 def test_the_process_is_a_distribution_and_the_bound_is_one(name, conditioning):
     toy, steps = TOYS[name], 2
     p = sampled(toy, 2, steps, conditioning)
-    every_path = sampled(toy, 2, steps, conditioning, merged=False)
     texts = list(itertools.product(range(3), repeat=2))
     assert math.fsum(p[text] for text in texts) == pytest.approx(1, abs=1e-12)
-    assert [p[text] for text in texts] == pytest.approx([every_path[text] for text in texts], abs=1e-12)
     assert all(bound(toy, text, steps, conditioning) >= -math.log(p[text]) - 1e-12 for text in texts)
 
 
@@ -107,44 +69,23 @@ def test_the_told_error_is_that_of_the_estimate(steps):
     assert 0.5 < float(values.var() / told.square().mean()) < 2  # its spread is about 0.2
 
 
-def limit(toy, x):
-    """The bound with infinitely many steps: all noisy rows, and Gauss's quadrature over the time's uniform number."""
-    noise, total = toy.noise_training.noise, 0.0
-    for node, share in zip(*numpy.polynomial.legendre.leggauss(32), strict=True):
-        t, rest, weight = noise.time_from_uniform(*times((node + 1) / 2))
-        now = noise.level(t, rest)
-        a, b = toy.level(float(t))
-        for z in states(toy, len(x)):
-            chance = math.prod(float(noisy(token, a, b)[seen]) for token, seen in zip(x, z, strict=True))
-            if chance:
-                stats, observed = observed_and_statistics(toy, x, z, now, now, float(t), toy.noise_training.prediction)
-                rate = noises.limit_rate(now, noise.rates(t, rest), stats, observed).sum()
-                total += float(weight) * share / 2 * chance * float(rate)
-    return total
-
-
-@pytest.mark.parametrize(("name", "order"), [("uniform plugin", 1), ("hybrid plugin", 0.85), ("masks", 1)])
-def test_many_steps_approach_the_limit(name, order):
+@pytest.mark.parametrize("name", ["uniform plugin", "hybrid plugin"])
+def test_many_steps_approach_the_limit(name):
     toy, x = TOYS[name], (2, 1)
-    exact = limit(toy, x)
-    first, second = (abs(bound(toy, x, steps) - exact) for steps in (16, 64))
-    assert second < 0.1 * exact and first / second == pytest.approx(4**order, rel=0.35)
-    [score] = NoisedElbo(toy, samples=1024, steps=math.inf).log_prob([Window((), x)])
-    assert abs(score.log_prob + exact) < 4 * score.stderr and score.stderr < 0.05 * exact
+    [score] = NoisedElbo(toy, samples=4096, steps=math.inf).log_prob([Window((), x)])
+    distances = [abs(bound(toy, x, steps) + score.log_prob) for steps in (4, 64)]
+    assert distances[1] < 4 * score.stderr + 0.1 * distances[0] and score.stderr < 0.1 * distances[0]
 
 
-def test_masks_alone_give_the_mean_over_all_orders():
-    toy, x = NoisyToy(share=0.0, timed=False), (2, 1)
-    wanted = (
-        Lattice(without_noise(NoisyToy(share=0.0, timed=False)), 2, value="elbo_exact")
-        .log_prob([Window((), x)])[0]
-        .log_prob
-    )
-    assert -limit(toy, x) == pytest.approx(wanted, abs=1e-4)
-    toy.noise_training = toy.noise_training._replace(
-        noise=noises.Hybrid(3, 1e-9)
-    )  # GIDD whose share of uniform noise vanishes
-    assert -limit(toy, x) == pytest.approx(wanted, abs=1e-2)
+@pytest.mark.parametrize(("noise", "within"), [(None, 0), (noises.Hybrid(3, 1e-9), 1e-2)])
+def test_masks_alone_give_the_mean_over_all_orders(noise, within):
+    """And so does GIDD whose share of uniform noise vanishes."""
+    toy, masked = (NoisyToy(share=0.0, timed=False, scale=0.3) for _ in range(2))
+    masked.noise_training = None
+    [wanted] = Lattice(masked, 2, value="elbo_exact").log_prob([Window((), TEXT)])
+    toy.noise_training = toy.noise_training._replace(noise=noise or toy.noise_training.noise)
+    [score] = NoisedElbo(toy, samples=1 << 13, steps=math.inf).log_prob([Window((), TEXT)])
+    assert abs(score.log_prob - wanted.log_prob) < 4 * score.stderr + within and score.stderr < 0.05
 
 
 def test_a_denoiser_without_the_time_grows_with_the_logarithm_of_the_steps():
@@ -152,8 +93,6 @@ def test_a_denoiser_without_the_time_grows_with_the_logarithm_of_the_steps():
     slope = (bound(toy, TEXT, 128) - bound(toy, TEXT, 64)) / math.log(2)
     certain = reference.log_softmax(toy.logits(torch.tensor(TEXT), 0.0)).exp()
     assert slope == pytest.approx(sum(1 - float(certain[ell, x]) for ell, x in enumerate(TEXT)), rel=0.1)
-    with pytest.raises(DuelError, match="no limit"):
-        NoisedElbo(toy, steps=math.inf)
 
 
 def test_float32_is_enough_for_a_large_vocabulary():
@@ -192,32 +131,6 @@ def test_canvases_add_up():
     assert abs(whole.log_prob - sum(part.log_prob for part in parts)) < 4 * error
 
 
-def test_numbers_do_not_depend_on_the_batch():
-    toy = NoisyToy(length=6, share=0.2)
-    windows = [Window((), (1, 2, 0)), Window((2,), (1, 1)), Window((), (1, 2, 0)), Window((0, 1), (2, 2, 1), (0,))]
-    together = NoisedElbo(toy, samples=32, steps=4).log_prob(windows)
-    alone = [NoisedElbo(toy, samples=32, steps=4, batch_size=1).log_prob([window])[0] for window in windows]
-    assert [w.log_prob for w in together] == pytest.approx([w.log_prob for w in alone], abs=1e-9)
-    assert [w.stderr for w in together] == pytest.approx([w.stderr for w in alone], abs=1e-9)
-    estimator = NoisedElbo(toy, samples=32, steps=4)
-    estimator.log_prob(windows)
-    assert estimator.counts.rows == 3 * 32  # the equal window once
-
-
-def test_out_of_memory_halves_the_batch():
-    toy = NoisyToy(length=6)
-    exact, plain = NoisedElbo(toy, samples=32).log_prob([Window((), (1, 2, 0))])[0], toy.features
-
-    def small(ids, real, t=None):
-        if len(ids) > 5:
-            raise torch.OutOfMemoryError("CUDA out of memory")
-        return plain(ids, real, t)
-
-    toy.features = small
-    estimator = NoisedElbo(toy, samples=32)
-    assert estimator.log_prob([Window((), (1, 2, 0))])[0].log_prob == pytest.approx(exact.log_prob, abs=1e-9)
-
-
 @pytest.mark.row_checks
 @pytest.mark.parametrize("conditioning", ["none", "chain"])
 def test_rows_that_others_change_end_a_run(conditioning):
@@ -230,30 +143,6 @@ def test_rows_that_others_change_end_a_run(conditioning):
     toy.features = lambda ids, *args, **more: plain(ids, *args, **more) * (1 + (len(ids) > 4))
     with pytest.raises(InconsistentOutput):
         NoisedElbo(toy, **arguments).log_prob(windows)
-
-
-REFUSED = [
-    ({"self_conditioning": "twice"}, "not among its inputs"),
-    ({"steps": 0}, "steps"),
-    ({"prediction": "plug"}, "plugin"),
-]
-
-
-@pytest.mark.parametrize(("arguments", "words"), REFUSED)
-def test_arguments_that_do_not_apply(arguments, words):
-    with pytest.raises(DuelError, match=words):
-        NoisedElbo(NoisyToy(), **arguments)
-
-
-def test_other_estimators_name_the_one_that_fits():
-    with pytest.raises(DuelError, match="noised_elbo"):
-        Duel(NoisyToy(), "greedy")
-    with pytest.raises(DuelError, match="estimator=elbo"):
-        NoisedElbo(without_noise(NoisyToy(share=0.0)))
-    with pytest.raises(DuelError, match="chain"):
-        NoisedElbo(TOYS["conditioned"], steps=math.inf, self_conditioning="chain")
-    with pytest.raises(DuelError, match="tail"):
-        NoisedElbo(NoisyToy()).log_prob([Window((), (1,), tail=1)])
 
 
 def test_a_chain_reads_the_output_of_the_step_before():

@@ -1,10 +1,12 @@
 """What the tests of the laws share: rules, strings of a length and the sum of their probabilities, slow parameters."""
 
+import dataclasses
 import itertools
 import math
 
 import pytest
 
+from lm_eval_duel.core.scores import Kind
 from lm_eval_duel.core.windows import Window
 
 RULES = [
@@ -43,6 +45,19 @@ def slow_but(cases, fast):
         case if case in fast else pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.slow)
         for case in cases
     ]
+
+
+def numbers(value):
+    """All numbers of scores, in order."""
+    if dataclasses.is_dataclass(value):
+        return numbers([getattr(value, field.name) for field in dataclasses.fields(value)])
+    if isinstance(value, dict):
+        return numbers([*value.values()])
+    if isinstance(value, Kind):
+        return []
+    if isinstance(value, list | tuple):
+        return [number for each in value for number in numbers(each)]
+    return [math.nan if value is None else float(value)]
 
 
 def strings(tokens, length):

@@ -141,10 +141,10 @@ def of_position(r, token, s, t, denoiser):
     return sum(r[v] * posterior(one_hot[v]) for v in r.nonzero()[:, 0]) if denoiser else posterior(r)
 
 
-def sampled(toy, length, steps, conditioning="none", merged=True):
+def sampled(toy, length, steps, conditioning="none"):
     """p of every text, by the ancestral sampler: all positions of x_s are drawn from k, given the output for x_t.
 
-    `merged`: equal rows of a step become one (transfer matrices); otherwise, and under chain, every path is followed.
+    Equal rows of a step become one, but under chain, where every path is followed.
     """
     denoiser, rows = toy.noise_training.prediction == "denoiser", states(toy, length)
     prior = toy.level(1.0)[1]
@@ -165,7 +165,7 @@ def sampled(toy, length, steps, conditioning="none", merged=True):
                 p = math.prod(float(kernel[ell][token]) for ell, token in enumerate(y.tolist()))
                 if p:
                     arriving.append((tuple(y.tolist()), weight * p, own if conditioning == "chain" else None))
-        if conditioning == "chain" or not merged:
+        if conditioning == "chain":
             carried = arriving
         else:
             sums = {}

@@ -1,0 +1,239 @@
+"""Laws of every estimator: its definition in `reference.py`, the company of a window, and what it refuses."""
+
+import copy
+import math
+from functools import partial
+
+import pytest
+import torch
+from attends import Attends
+from laws import numbers
+from noised_toys import Conditioned, NoisyToy
+from toys import BlockCausal, Causal, Rotary, Toy
+
+from lm_eval_duel.audit.checked import ALONE, REFERENCE, CheckedWindow
+from lm_eval_duel.audit.recompute import recompute
+from lm_eval_duel.core import predictions
+from lm_eval_duel.core.windows import Window
+from lm_eval_duel.denoisers.cached.denoiser import Cached
+from lm_eval_duel.denoisers.wrappers import Guided, Warped
+from lm_eval_duel.errors import DuelError
+from lm_eval_duel.estimators.duel import DuelEstimator
+from lm_eval_duel.estimators.elbo import Elbo
+from lm_eval_duel.estimators.noised_elbo import NoisedElbo
+from lm_eval_duel.estimators.subsets.lattice import Lattice
+from lm_eval_duel.estimators.subsets.sampled_confidence import SampledConfidence
+from lm_eval_duel.estimators.subsets.sampled_order import SampledOrder
+from lm_eval_duel.estimators.two_phase import TwoPhase
+
+
+class Tied(Toy):
+    """Few distributions, so that draws of different positions tie exactly and often."""
+
+    codes = torch.tensor([[0.0, 0.0, 1.0, 0.0], [1.0, 0.0, 0.0, 0.0]], dtype=torch.float64)
+
+
+WINDOWS = [
+    Window((1,), (2, 0, 1, 1, 2)),
+    Window((1, 2, 0), (2, 1, 0, 2), (1, 0)),
+    Window((), (0, 1, 2, 0, 1, 0, 2)),
+    Window((), ()),
+]
+PLAIN = [window for window in WINDOWS if not window.suffix]
+TOY, BLOCKS, ROTARY, ATTENDS = Toy(length=12), BlockCausal(3, length=12), Rotary(length=12), Attends(length=12)
+WARM, HOT, WARM_BLOCKS = Warped(TOY, 0.7), Warped(TOY, 1.3), Warped(BLOCKS, 0.7)
+CONFIDENCE, ORDER, TEMPERED = SampledConfidence, SampledOrder, {"confidence": "tempered"}
+ESTIMATORS = {
+    "elbo": partial(Elbo, TOY, samples=16, seed=3),
+    "elbo in blocks": partial(Elbo, TOY, 3, samples=16),
+    "elbo by ratio": partial(Elbo, TOY, samples=16, form="ratio"),
+    "elbo, few draws": partial(Elbo, TOY, samples=4),
+    "elbo, block-causal": partial(Elbo, BLOCKS, samples=16),
+    "all orders": partial(Lattice, TOY, 4, value="mixture", follow=["greedy", "threshold:mu=0.5"]),
+    "all orders, block-causal": partial(Lattice, BLOCKS, value="elbo_exact"),
+    "all orders, rotary": partial(Lattice, ROTARY, 3, value="oracle"),
+    "confidence": partial(CONFIDENCE, WARM, 3),
+    "confidence, no temperature": partial(CONFIDENCE, TOY, 4),
+    "confidence, 2 at a time": partial(CONFIDENCE, WARM, 4, n=2, **TEMPERED),
+    "confidence, all at once": partial(CONFIDENCE, WARM, 3, n=4),
+    "confidence, threshold": partial(CONFIDENCE, WARM, 3, tau=0.4, n=1),
+    "confidence, at least 2": partial(CONFIDENCE, WARM, 4, n=2, tau=0.45, **TEMPERED),
+    "confidence, hot": partial(CONFIDENCE, HOT, 3, tau=0.5, **TEMPERED),
+    "confidence, at the threshold": partial(CONFIDENCE, TOY, 4, tau=0.3, n=2, strict=False),
+    "confidence, even steps": partial(CONFIDENCE, WARM, 4, steps=3),
+    "confidence, more steps than positions": partial(CONFIDENCE, WARM, 3, steps=5),
+    "confidence, steps of dream": partial(CONFIDENCE, WARM, 4, steps=3, schedule="dream", **TEMPERED),
+    "confidence, rotary": partial(CONFIDENCE, ROTARY, 3),
+    "confidence, block-causal": partial(CONFIDENCE, WARM_BLOCKS, n=2),
+    "confidence, ties": partial(CONFIDENCE, Tied(length=12), 4),
+    "confidence, ties of two": partial(CONFIDENCE, Tied(length=12), 4, n=2, tau=0.45),
+    "confidence, cache": partial(CONFIDENCE, Cached(ATTENDS, "dual"), 3),
+    "confidence, beam": partial(CONFIDENCE, TOY, 7, beam=16, seed=5),
+    "order, origin": partial(ORDER, TOY, 4, alg="origin", steps=3),
+    "order, origin, block-causal": partial(ORDER, WARM_BLOCKS, alg="origin", steps=1),
+    "order, random": partial(ORDER, TOY, 4, alg="random", steps=3),
+    "order, random, more steps than positions": partial(ORDER, WARM, 3, alg="random", steps=7),
+    "order, entropy": partial(ORDER, TOY, 4, alg="entropy", steps=3, alg_temp=0.3),
+    "order, entropy, hot": partial(ORDER, WARM, 4, alg="entropy", steps=2, alg_temp=2.0),
+    "order, margin": partial(ORDER, TOY, 3, alg="topk_margin", steps=5, alg_temp=0.2),
+    "order, margin, block-causal": partial(ORDER, WARM_BLOCKS, alg="topk_margin", steps=2, alg_temp=0.2),
+    "order, entropy, rotary": partial(ORDER, ROTARY, 3, alg="entropy", steps=2, alg_temp=0.3),
+    "order, beam": partial(ORDER, TOY, 7, alg="origin", steps=4, beam=16),
+    "two phases": partial(TwoPhase, ATTENDS, "greedy", 2, sample=0.5, seed=1),
+    "two phases, rows": partial(TwoPhase, ATTENDS, "threshold:mu=0.45", 3, grid="row", sample=0.3),
+    "two phases, prefix": partial(TwoPhase, ATTENDS, "margin:k=2", 3, cache="prefix", sample=1.0),
+    "two phases, left to right": partial(TwoPhase, ATTENDS, "left_to_right:k=2", 3, sample=1.0),
+    "random tokens": partial(NoisedElbo, NoisyToy(length=12), samples=32, seed=2),
+    "random tokens, no limit": partial(NoisedElbo, NoisyToy(length=12), samples=32, steps=math.inf),
+    "random tokens, denoiser": partial(NoisedElbo, NoisyToy(length=12, prediction="denoiser", timed=False), samples=32),
+    "random tokens, conditioned": partial(
+        NoisedElbo, Conditioned(length=12), samples=16, steps=3, self_conditioning="chain"
+    ),
+    "random tokens and masks": partial(NoisedElbo, NoisyToy(length=12, share=0.2, prediction="denoiser"), samples=32),
+    "random tokens and masks, no limit": partial(
+        NoisedElbo, NoisyToy(length=12, share=0.2), samples=32, steps=math.inf
+    ),
+    "random tokens, denoiser, no limit": partial(
+        NoisedElbo, NoisyToy(length=12, prediction="denoiser"), samples=4, steps=math.inf
+    ),
+}
+WITHOUT_DEFINITION = ("confidence, beam", "order, beam", "random tokens, conditioned")
+
+
+def made(name, **more):
+    """The estimator, and windows that its network can score."""
+    estimator = ESTIMATORS[name](**more)
+    return estimator, PLAIN if estimator.denoiser.attention == "block_causal" else WINDOWS
+
+
+@pytest.mark.parametrize("name", ESTIMATORS)
+def test_it_equals_its_definition(name):
+    estimator, windows = made(name)
+    for window, score in zip(windows, estimator.log_prob(windows), strict=True):
+        found = recompute(estimator, window, score)
+        alone = window.target and name in WITHOUT_DEFINITION
+        each = CheckedWindow(name, window, score.log_prob, found)
+        assert found.route == (ALONE if alone else REFERENCE) and not each.problems, each
+        assert each.difference < (1e-7 if "rotary" in name else 1e-9)
+
+
+def short_of_memory(whole):
+    def features(self, ids, *rest, **more):
+        if len(ids) > 5:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return whole(self, ids, *rest, **more)
+
+    return features
+
+
+@pytest.mark.parametrize("name", ESTIMATORS)
+def test_neither_company_nor_order_nor_memory_changes_a_number(name, monkeypatch):
+    """Law 8. Equal windows are scored once."""
+    estimator, windows = made(name)
+    together = estimator.log_prob([*windows, windows[0]])
+    assert together[-1] == together[0]
+    rows, expected = estimator.counts.rows, pytest.approx(numbers(together[:-1]), abs=1e-7, nan_ok=True)
+    estimator, _ = made(name)
+    estimator.log_prob(windows)
+    assert estimator.counts.rows == rows
+    assert numbers([estimator.log_prob([window])[0] for window in windows]) == expected
+    assert numbers(made(name, batch_size=1)[0].log_prob(windows[::-1])[::-1]) == expected
+    network = getattr(estimator.denoiser, "plain", estimator.denoiser)
+    with monkeypatch.context() as patch:
+        patch.setattr(predictions, "CPU_VALUES", 8)
+        patch.setattr(predictions, "CPU_ROWS", 8)  # positions a chunk of the head
+        for each in (network, estimator.denoiser):
+            patch.setattr(each, "honours_padding", False)
+        assert numbers(made(name, batch_size=3)[0].log_prob(windows)) == expected
+    for call in {"features", "stream"} & {*dir(network)}:
+        monkeypatch.setattr(type(network), call, short_of_memory(getattr(type(network), call)))
+    assert numbers(made(name)[0].log_prob(windows)) == expected
+
+
+def test_the_value_that_is_asked_for_is_among_the_others():
+    window = Window((1,), (0, 2, 1, 1, 2, 0, 1))
+    of = {value: Lattice(TOY, 4, value=value).log_prob([window])[0] for value in ("oracle", "elbo_exact", "mixture")}
+    for value, score in of.items():
+        assert {name: other.log_prob for name, other in score.others.items()} == pytest.approx(
+            {name: other.log_prob for name, other in of.items() if name != value}
+        )
+
+
+class Suppressed(Toy):
+    """A network that gives token 2 no probability."""
+
+    def features(self, ids, real):
+        return super().features(ids, real).index_fill(2, torch.tensor([2]), -math.inf)
+
+
+@pytest.mark.parametrize("make", [DuelEstimator, Elbo, partial(Elbo, block=4, samples=8), partial(Lattice, block=4)])
+def test_a_truth_of_no_probability_is_no_nan(make):
+    """Its value is -inf, of which no error is known."""
+    suppressed, fine = make(Suppressed(length=4)).log_prob([Window((), (0, 2, 1, 1)), Window((), (0, 1, 1, 1))])
+    assert suppressed.log_prob == -math.inf and suppressed.stderr is None and math.isfinite(fine.log_prob)
+
+
+# ---------------------------------------------------------------- what is refused
+
+BLOCK, CAUSAL, TRUNCATED = partial(BlockCausal, block=4, length=9), Causal(), Warped(Toy(), 0.7, top_k=2)
+UNMASKED = copy.copy(NoisyToy(share=0.0))
+UNMASKED.noise_training = None
+NOISY, KNOWN = NoisyToy(), Window((), (0, 2, 1, 1), known=(1, 2))
+REFUSED = (
+    ("4,095 sets.*32", partial(Lattice, TOY)),
+    ("the whole target", partial(Lattice, TOY, None)),
+    ("estimator=ar", partial(Lattice, CAUSAL, 1)),
+    ("klass:.*memory", partial(Lattice, TOY, 4, follow=["klass:mu=0.9:nu=0.1"])),
+    ("estimator=ar", partial(Elbo, CAUSAL)),
+    ("score_entropy.*SEDD", partial(Elbo, TOY, form="score_entropy")),
+    ("blocks of 4", partial(Elbo, BLOCK(), None)),
+    ("sampled_confidence", partial(CONFIDENCE, TOY)),
+    ("at most 12 positions", partial(CONFIDENCE, TOY, 16)),
+    ("at most 48 positions", partial(CONFIDENCE, TOY, 64, beam=16)),
+    ("'beam'", partial(CONFIDENCE, TOY, 8, beam=15)),
+    ("estimator=ar", partial(CONFIDENCE, CAUSAL, 1)),
+    ("confidence=untempered", partial(CONFIDENCE, TRUNCATED, 2)),
+    ("confidence=untempered", lambda: CONFIDENCE(TOY, 2).with_denoiser(TRUNCATED)),
+    ("'steps' .* 'n'", partial(CONFIDENCE, TOY, 2, steps=2, n=2)),
+    ("'steps' .* 'tau'", partial(CONFIDENCE, TOY, 2, steps=2, tau=0.5)),
+    ("schedule=dream .*steps=", partial(CONFIDENCE, TOY, 2, schedule="dream")),
+    (r"Duel\.replay", lambda: CONFIDENCE(TOY, 2).replay([Window((), (0,))], [(0,)])),
+    ("sampled_order", partial(ORDER, TOY)),
+    ("estimator=ar", partial(ORDER, CAUSAL, 1)),
+    ("rule=dream:alg=entropy", partial(ORDER, TOY, 2, alg="entropy")),
+    ("'alg_temp' .*alg=entropy", partial(ORDER, TOY, 2, alg_temp=0.2)),
+    ("estimator=sampled_confidence", partial(ORDER, TOY, 2, alg="maskgit_plus")),
+    ("two sets for each repetition", partial(ORDER, TOY, 8, beam=16, repetitions=9)),
+    ("'repetitions'", partial(ORDER, TOY, 8, repetitions=16)),
+    ("block_causal network has no such cost.*Use estimator=duel", partial(TwoPhase, BLOCK())),
+    ("causal network has no such cost.*Use estimator=ar", partial(TwoPhase, CAUSAL, "left_to_right")),
+    ("needs a cached first phase.*it takes no keys.*Use estimator=duel", partial(TwoPhase, TOY)),
+    ("is under cache=dual. Pass the network without it", partial(TwoPhase, Cached(ATTENDS, "dual"))),
+    ("seed_first=true, which is another rule, or use estimator=duel", partial(TwoPhase, Attends(shift=1))),
+    ("one chain.*use estimator=duel", partial(TwoPhase, ATTENDS, "klass:mu=0.9:nu=0.1:kl=authors:across=true")),
+    ("cache 'duel'. Did you mean dual", partial(TwoPhase, ATTENDS, cache="duel")),
+    (
+        "Window 0 has a block of probability 0",
+        lambda: TwoPhase(Warped(ATTENDS, top_k=1), block=3, sample=1.0).log_prob(PLAIN),
+    ),
+    ("not among its inputs", partial(NoisedElbo, NOISY, self_conditioning="twice")),
+    ("steps", partial(NoisedElbo, NOISY, steps=0)),
+    ("plugin", partial(NoisedElbo, NOISY, prediction="plug")),
+    ("no limit", partial(NoisedElbo, NoisyToy(prediction="denoiser", timed=False), steps=math.inf)),
+    ("chain", partial(NoisedElbo, Conditioned(), steps=math.inf, self_conditioning="chain")),
+    ("estimator=elbo", partial(NoisedElbo, UNMASKED)),
+    ("tail", lambda: NoisedElbo(NOISY).log_prob([Window((), (1,), tail=1)])),
+    ("noised_elbo", partial(DuelEstimator, NOISY)),
+    ("estimator=ar; got rule=greedy", partial(DuelEstimator, CAUSAL, "greedy")),
+    ("estimator=ar; got block=", partial(DuelEstimator, CAUSAL, "left_to_right", 4)),
+    ("elbo", lambda: Elbo(TOY).log_prob([KNOWN])),
+    ("bidirectional", lambda: DuelEstimator(BLOCK()).log_prob([KNOWN])),
+    ("cfg_scale", lambda: DuelEstimator(Guided(TOY, 1.5), block=2).log_prob([KNOWN])),
+    ("cfg_scale", lambda: DuelEstimator(Warped(Guided(TOY, 1.5), 0.5), block=2).log_prob([KNOWN])),
+)
+
+
+def test_what_is_refused(subtests):
+    for named, call in REFUSED:
+        with subtests.test(named), pytest.raises(DuelError, match=named):
+            call()
