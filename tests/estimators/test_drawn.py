@@ -6,10 +6,11 @@ from functools import partial
 import pytest
 import torch
 from attends import Attends
-from drawn_reference import dream, llada, p_value, sdar
-from laws import slow_but, strings, total
+from drawn_reference import dream, llada, logits_of, p_value, sdar
+from laws import strings, total
 from toys import BlockCausal, Toy
 
+from lm_eval_duel.audit import samplers
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.denoisers.cached.denoiser import Cached
 from lm_eval_duel.denoisers.wrappers import Warped
@@ -44,6 +45,13 @@ def test_sums_to_one_with_grids_tails_and_caches(sampler):
         assert total(make(WARM, 2, grid=grid), 3, (1,), (2, 0)) == pytest.approx(1, abs=1e-12)
     assert total(make(WARM, 2), 4, (0,), (1,), tail=2) == pytest.approx(1, abs=1e-12)
     assert total(make(Cached(Attends(length=8), "dual"), 2), 4, (1,)) == pytest.approx(1, abs=1e-9)
+
+
+def test_a_draw_is_judged_without_the_temperature():
+    x, network = [0, 2, 1], lambda z: logits_of(WARM.plain, z[None])[0] / 0.7
+    select = samplers.best_drawn(x, count=lambda *_: 1, scale=0.7)
+    wanted = samplers.over_selections(x, [range(3)], network, WARM.mask_id, select)
+    assert log_probs(SampledConfidence(WARM, 3), [Window((), x)]) == pytest.approx([wanted], abs=1e-9)
 
 
 def test_a_truncated_network_is_sampled_by_its_tempered_confidence():
@@ -111,7 +119,8 @@ LOOPS = {  # the loop's own arguments, temperature, and the estimator with its s
 }
 
 
-@pytest.mark.parametrize("name", slow_but(LOOPS, ["llada, two a step"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LOOPS)
 def test_the_authors_loop_has_this_distribution(name):
     """And not another one that is near."""
     loop, arguments, temperature, kind, settings = LOOPS[name]
