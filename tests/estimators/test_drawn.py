@@ -48,10 +48,10 @@ def test_sums_to_one_with_grids_tails_and_caches(sampler):
 
 
 def test_a_draw_is_judged_without_the_temperature():
-    x, network = [0, 2, 1], lambda z: logits_of(WARM.plain, z[None])[0] / 0.7
-    select = samplers.best_drawn(x, count=lambda *_: 1, scale=0.7)
-    wanted = samplers.over_selections(x, [range(3)], network, WARM.mask_id, select)
-    assert log_probs(SampledConfidence(WARM, 3), [Window((), x)]) == pytest.approx([wanted], abs=1e-9)
+    toy, x = Toy(length=8, tokens=6), [0, 2, 1, 5, 4]
+    select = samplers.best_drawn(x, count=lambda *_: 1, scale=3)
+    wanted = samplers.over_selections(x, [range(5)], lambda z: logits_of(toy, z[None])[0] / 3, toy.mask_id, select)
+    assert log_probs(SampledConfidence(Warped(toy, 3), 5), [Window((), x)]) == pytest.approx([wanted], abs=1e-9)
 
 
 def test_a_truncated_network_is_sampled_by_its_tempered_confidence():
