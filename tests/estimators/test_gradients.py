@@ -12,7 +12,7 @@ from decoder_reference import CASES, write
 from peft import LoraConfig, get_peft_model
 from toys import BlockCausal, Causal, Toy
 
-from lm_eval_duel import Duel, DuelError, Window, load
+from lm_eval_duel import Duel, DuelError, Window, load, reference
 from lm_eval_duel.denoisers.wrappers import Guided, Warped
 from lm_eval_duel.estimators.gradients import trainable as trainable_tensors
 
@@ -38,47 +38,45 @@ def gradients(toy):
 # ---------------------------------------------------------------- the textbook: one row, one step at a time
 
 
-def log_p_of(denoiser, row, bare):
-    """log P of the token at each position of a row, with a graph, (L, V). `bare`: the row without its context."""
+def logits_of(denoiser, window):
+    """The network on a row z of this window, with a graph: z (L,) -> (L, V)."""
     if isinstance(denoiser, Guided):
-        conditional, without = (denoiser.plain.head(whole_row(denoiser.plain, r)) for r in (row, bare))  # (L, V)
-        logits = without + (1 + denoiser.scale) * (conditional - without)
-    elif isinstance(denoiser, Warped):
-        logits = denoiser.plain.head(whole_row(denoiser.plain, row)) / denoiser.temperature
-    else:
-        logits = denoiser.head(whole_row(denoiser, row))
-    return logits.masked_fill(denoiser.excluded.clone(), -math.inf).log_softmax(-1).roll(denoiser.shift, 0)
+        plain, end = logits_of(denoiser.plain, window), len(window.context) + len(window.target)
 
+        def guided(z):
+            bare = torch.full_like(z, denoiser.mask_id)
+            bare[len(window.context) : end] = z[len(window.context) : end]
+            without = plain(bare)
+            return without + (1 + denoiser.scale) * (plain(z) - without)
 
-def whole_row(denoiser, row):
-    """The features of a row in one call, with nothing kept from another one, (L, D)."""
-    ids, position = torch.tensor([row]), torch.arange(len(row))
-    if denoiser.attention == "bidirectional" or isinstance(denoiser, Causal):
-        return denoiser.features(ids, None)[0]
+        return guided
+    if isinstance(denoiser, Warped):
+        return lambda z: logits_of(denoiser.plain, window)(z) / denoiser.temperature
     block = denoiser.block or 1
-    seen = position[:, None] // block >= position // block  # (L, L)
-    return denoiser.stream(ids, position[None], seen[None], None)[0][0]
+
+    def whole_row(z):
+        if denoiser.attention == "bidirectional" or isinstance(denoiser, Causal):
+            return denoiser.head(denoiser.features(z[None], None)[0])
+        z = torch.nn.functional.pad(z, (0, -len(z) % block), value=denoiser.mask_id or 0)
+        position = torch.arange(len(z))
+        seen = position[:, None] // block >= position // block  # (L, L)
+        return denoiser.head(denoiser.stream(z[None], position[None], seen[None], None)[0][0])
+
+    return lambda z: whole_row(z).roll(denoiser.shift, 0)
 
 
-def textbook(denoiser, window, steps, block, grid="target"):
-    """log p of each target token along an order, with a graph: plain loops over blocks, steps and positions, (T,)."""
-    origin, ids, length = len(window.context), [*window.context, *window.target], len(window.target)
-    end, mask_id, values = len(ids), denoiser.mask_id or 0, {}
-    block = block or length
-    zero = origin if grid == "target" else 0
-    for start in range(zero, end, block):
-        inside = [p for p in range(start, min(start + block, end)) if p >= origin]
-        for step in range(1 + max((steps[p - origin] for p in inside), default=-1)):
-            hidden = {p for p in inside if steps[p - origin] >= step} | set(range(start + block, end))
-            row = [mask_id if p in hidden else token for p, token in enumerate(ids)]
-            if denoiser.attention == "bidirectional":
-                row += window.suffix
-            elif denoiser.attention == "block_causal":
-                row = (row + [mask_id] * block)[: start + block]
-            bare = [token if origin <= p < end else mask_id for p, token in enumerate(row)]
-            log_p = log_p_of(denoiser, row, bare)
-            values |= {p: log_p[p, ids[p]] for p in inside if steps[p - origin] == step}
-    return torch.stack([values[p].double() for p in range(origin, end)])
+def textbook(network, mask_id, excluded, window, steps, block, grid="target"):
+    """log p of each target token along an order, with a graph, (T,)."""
+    x, origin = [*window.context, *window.target, *window.suffix], len(window.context)
+    blocks = reference.cut(range(origin, origin + len(steps)), block, origin if grid == "target" else 0)
+    z, values = torch.tensor(reference.masked(x, blocks, mask_id)), {}
+    for positions in blocks:
+        for step in sorted({steps[ell - origin] for ell in positions}):
+            log_P = reference.log_softmax(network(z.clone()).masked_fill(excluded, -math.inf))
+            for ell in (ell for ell in positions if steps[ell - origin] == step):
+                values[ell] = log_P[ell, x[ell]]
+                z[ell] = x[ell]
+    return torch.stack([values[ell] for ell in sorted(values)])
 
 
 # ---------------------------------------------------------------- networks
@@ -156,44 +154,48 @@ def test_gradients_are_those_of_autograd_over_the_textbook(tmp_path, name, dtype
     log_probs = duel.differentiable(windows, orders, batch_size=2)
     ours = torch.autograd.grad(loss([log_probs[0], log_probs[1, :6]]), parameters, allow_unused=True)
     with contextlib.nullcontext() if name in NETWORKS else denoiser.evaluating():
-        size = 1 if denoiser.attention == "causal" else block
-        plain = [textbook(denoiser, w, o, size, "row") for w, o in zip(windows, orders, strict=True)]
-        reference = torch.autograd.grad(loss(plain), parameters, allow_unused=True)
+        size, of = 1 if denoiser.attention == "causal" else block, (denoiser.mask_id or 0, denoiser.excluded.clone())
+        rows = [
+            textbook(logits_of(denoiser, window), *of, window, order, size, "row")
+            for window, order in zip(windows, orders, strict=True)
+        ]
+        plain = torch.autograd.grad(loss(rows), parameters, allow_unused=True)
     assert log_probs.shape == (2, 13) and not log_probs[1, 6:].any()
     by_float32 = name.startswith(("sdar", "fast"))  # the norms of transformers' decoders are float32 in any dtype
-    require_equal(ours, reference, 1e-5 if dtype == "float32" else 1e-7 if by_float32 else 1e-9)
+    require_equal(ours, plain, 1e-5 if dtype == "float32" else 1e-7 if by_float32 else 1e-9)
     assert len(parameters) == (8 if name == "LoRA" else len(parameters)) >= 8
 
 
 @pytest.mark.parametrize(
-    ("kind", "rule", "block"),
+    ("kind", "rule", "block", "order"),
     [
-        (Toy, "greedy", 3),
-        (Toy, "margin:k=2", None),
-        (Toy, "threshold:mu=0.5", 3),
-        (BlockCausal, "greedy", 2),
-        (Causal, "left_to_right", 1),
+        (Toy, "greedy", 3, (0, 1, 2)),
+        (Toy, "margin:k=2", None, (2, 1, 0)),
+        (Toy, "threshold:mu=0.5", 3, (1, 2, 0)),
+        (BlockCausal, "greedy", 2, (0,)),
+        (Causal, "left_to_right", 1, (0,)),
     ],
 )
-def test_toys(kind, rule, block):
+def test_toys(kind, rule, block, order):
+    """Weights go to their windows, whichever is the longest."""
     toy, batch_size = trainable(kind, length=8), (1 if rule == "greedy" else 7)
-    duel = Duel(toy, rule=rule, block=block)
-    windows = WINDOWS if kind is Toy else WINDOWS[:1]
+    duel, windows, weights = Duel(toy, rule=rule, block=block), *([of[n] for n in order] for of in (WINDOWS, WEIGHTS))
     scores = duel.log_prob(windows)
     orders = [score.reveal_steps for score in scores]
-    values = duel.backward(windows, WEIGHTS[: len(windows)], batch_size=batch_size)
+    values = duel.backward(windows, weights, batch_size=batch_size)
     assert values == pytest.approx([score.log_prob for score in scores], abs=1e-12)
     summed = gradients(toy)
-    plain = [textbook(toy, window, order, block) for window, order in zip(windows, orders, strict=True)]
-    sum(weight * row.sum() for weight, row in zip(WEIGHTS, plain, strict=False)).backward()
-    require_equal(summed, reference := gradients(toy), 1e-9)
+    of = toy.mask_id or 0, toy.excluded
+    plain = [textbook(logits_of(toy, w), *of, w, s, block) for w, s in zip(windows, orders, strict=True)]
+    sum(weight * row.sum() for weight, row in zip(weights, plain, strict=True)).backward()
+    require_equal(summed, wanted := gradients(toy), 1e-9)
 
     log_probs = duel.differentiable(windows, orders, batch_size)
     for row, found in zip(plain, log_probs, strict=True):
         assert found[: len(row)].tolist() == pytest.approx(row.tolist(), abs=1e-12)
         assert not found[len(row) :].any()
-    (log_probs * torch.tensor(WEIGHTS[: len(windows)], dtype=torch.float64)[:, None]).sum().backward()
-    require_equal(gradients(toy), reference, 1e-9)
+    (log_probs * torch.tensor(weights, dtype=torch.float64)[:, None]).sum().backward()
+    require_equal(gradients(toy), wanted, 1e-9)
 
 
 @pytest.mark.parametrize("as_tensor", [False, True])
@@ -269,19 +271,109 @@ def test_an_autocast_or_inference_mode_around_the_call_changes_nothing(around):
     assert again == pytest.approx(values, abs=1e-4)
 
 
-# ---------------------------------------------------------------- windows
+# ---------------------------------------------------------------- networks as people write them
 
 
-def test_windows_may_come_in_any_order():
-    """Weights go to their windows, also if the shortest comes first."""
-    found = []
-    for order in (range(3), (2, 1, 0), (1, 2, 0)):
-        toy = trainable(Toy, length=8)
-        duel = Duel(toy, rule="greedy", block=3)
-        duel.backward([WINDOWS[n] for n in order], [WEIGHTS[n] for n in order])
-        found.append(gradients(toy))
-    require_equal(found[1], found[0], 1e-9)
-    require_equal(found[2], found[0], 1e-9)
+class Own(torch.nn.Module):
+    """A network f(ids, real) in float64, in train mode, with dropout and noise that only train mode has."""
+
+    def __init__(self, checkpointing=None):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.head = torch.nn.Embedding(6, 8), torch.nn.Linear(8, 6)
+        self.mix, self.dropout = torch.nn.Linear(8, 8), torch.nn.Dropout(0.5)
+        self.checkpointing = checkpointing
+        self.double().train()
+
+    def layer(self, x):
+        x = x + x.sum(1, keepdim=True) / 3 + (torch.randn_like(x) if self.training else 0)
+        return torch.tanh(self.dropout(self.mix(x)))
+
+    def forward(self, ids, real):
+        x = self.embed(ids)
+        x = x + torch.arange(ids.shape[1])[:, None] / 7
+        if self.checkpointing is None:
+            return self.head(self.layer(x))
+        return self.head(torch.utils.checkpoint.checkpoint(self.layer, x, use_reentrant=self.checkpointing))
+
+
+def tenth(network):
+    network.mix.weight.register_hook(lambda gradient: gradient / 10)
+
+
+def clamped(network):
+    network.head.bias.register_hook(lambda gradient: gradient.clamp(-0.3, 0.3))
+
+
+def frozen(network):
+    network.embed.requires_grad_(False)
+
+
+def at_accumulation(network):
+    def thrice(weight):
+        weight.grad.mul_(3)
+
+    network.head.weight.register_post_accumulate_grad_hook(thrice)
+
+
+@pytest.mark.parametrize("way", ["backward", "differentiable"])
+@pytest.mark.parametrize(
+    ("prepare", "checkpointing", "around"),
+    [
+        (tenth, None, None),
+        (clamped, None, None),
+        (at_accumulation, None, None),
+        (frozen, False, None),
+        (None, False, torch.nn.DataParallel),
+        (None, None, torch.compile),
+    ],
+)
+def test_gradients_are_those_of_plain_autograd_over_the_reference(way, prepare, checkpointing, around):
+    """Hooks see the sum once; checkpointing recomputes in evaluation mode; wrappers are seen through."""
+    grads = []
+    for ours in (True, False):
+        network = Own(checkpointing if ours else None)
+        if prepare is not None:
+            prepare(network)
+        if ours:
+            model = network if around is None else around(network)
+            duel = Duel.from_model(model, rule="greedy", block=3, mask_token_id=5, max_length=8, self_tests=False)
+            orders = [scored.reveal_steps for scored in duel.log_prob(WINDOWS)]
+            if way == "backward":
+                duel.backward(WINDOWS, WEIGHTS, orders)
+            else:
+                weights = torch.tensor(WEIGHTS, dtype=torch.float64)[:, None]
+                (duel.differentiable(WINDOWS, orders, batch_size=2) * weights).sum().backward()
+            assert all(part.training for part in network.modules())
+        else:
+            network.eval()
+            of = (lambda z: network(z[None], None)[0]), 5, torch.arange(6) == 5  # noqa: B023
+            rows = [textbook(*of, window, steps, 3) for window, steps in zip(WINDOWS, orders, strict=True)]
+            sum(weight * row.sum() for weight, row in zip(WEIGHTS, rows, strict=True)).backward()
+        torch.nn.utils.clip_grad_norm_(network.parameters(), 2.0)
+        grads.append([parameter.grad for parameter in network.parameters()])
+    require_equal(*grads, 1e-9)
+
+
+def test_a_tensor_that_would_get_no_gradient_is_refused():
+    """A closure's bias that is no parameter of a module; a parameter of a module that the denoiser does not hold."""
+    network, bias = Own().eval(), torch.zeros(6, dtype=torch.float64, requires_grad=True)
+    for function, module in (
+        (lambda ids, real: network(ids, real) + bias, network),
+        (lambda ids, real: network(ids, real), network.head),
+    ):
+        duel = Duel.from_model(function, module=module, rule="greedy", block=3, mask_token_id=5, max_length=8)
+        with pytest.raises(DuelError, match="requires a gradient"):
+            duel.backward(WINDOWS, WEIGHTS)
+
+
+def test_reentrant_checkpointing_is_refused_by_torch():
+    duel = Duel.from_model(Own(True), rule="greedy", block=3, mask_token_id=5, max_length=8, self_tests=False)
+    with pytest.raises(RuntimeError, match="use_reentrant"):
+        duel.backward(WINDOWS, WEIGHTS)
+
+
+# ---------------------------------------------------------------- refusals
 
 
 def test_what_has_no_gradient():
