@@ -7,16 +7,16 @@ import dataclasses
 import itertools
 import math
 
+import published
 import pytest
 import torch
 from custom_rules import Misspelt, Stalls
 from drawn_reference import p_value
-from laws import RULES, strings, total
-from textbook import score
-from toys import BlockCausal, Causal, Joint, Leaky, Rotary, Small, Toy
+from laws import AROUND, RULES, numbers, strings, total
+from toys import BlockCausal, Joint, Leaky, Rotary, Small, Toy
 
 from lm_eval_duel import Duel, rules
-from lm_eval_duel.core import block_causal, predictions
+from lm_eval_duel.core.block_causal import BlockCausalView
 from lm_eval_duel.core.lanes import Lanes
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.errors import DuelError, RuleStalled
@@ -27,7 +27,7 @@ BLOCKS = [2, None]
 
 def spread(*shapes):
     """(rule, shape): every rule in one of the shapes, which take turns; each round begins with the next one."""
-    return [(rule, shapes[(n + n // len(shapes)) % len(shapes)]) for n, rule in enumerate(RULES)]
+    return [(rule, shapes[(n + n // len(shapes)) % len(shapes)]) for n, rule in enumerate([*RULES, *AROUND])]
 
 
 def block_causal_toy(block=2, last_block="fill", **options):
@@ -36,6 +36,8 @@ def block_causal_toy(block=2, last_block="fill", **options):
     return toy
 
 
+ACROSS = published.KLASS.format(mu=0.4, nu=0.4, history=1)  # for bidirectional networks
+KLASS = "klass:mu=0.3:nu=0.5:history=2"
 TOY, FILL = Toy(unused=2), block_causal_toy(length=12, unused=1)  # columns that are no tokens
 CUT = block_causal_toy(length=12, last_block="cut")
 
@@ -59,10 +61,11 @@ SUMS = spread(
 )
 
 
-@pytest.mark.parametrize(("rule", "shape"), SUMS)
+@pytest.mark.parametrize(("rule", "shape"), [*SUMS, (ACROSS, (TOY, 2, "row", 3, INSIDE))])
 def test_sums_to_one(rule, shape):
     toy, block, grid, length, more = shape
-    assert abs(total(Duel(toy, rule, block, grid), length, **more) - 1) < 1e-9
+    duel = Duel(toy, rule, block, grid)
+    assert abs(total(duel, length, **more) - 1) < 1e-9 and rules.parse(str(duel.rule)) == duel.rule
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,7 +131,7 @@ DRAWN = spread(
 )
 
 
-@pytest.mark.parametrize(("rule", "shape"), DRAWN)
+@pytest.mark.parametrize(("rule", "shape"), [*DRAWN, (ACROSS, (TOY, 2, "target", {}))])
 def test_sample_then_log_prob_is_the_same_path(rule, shape):
     toy, block, grid, more = shape
     contexts = [(), (0, 2)] * 4 if more and toy is FILL else [(), (1,), (0, 2)] * 3
@@ -162,14 +165,14 @@ def test_is_greedy_iff_decode_would_write_it(rule, shape):
     assert [s.is_greedy for s in scored] == [s == decoded.tokens for s in strings(3, 4)]
 
 
-def test_samples_depend_on_neither_batch_nor_company():
-    toy = Toy()
-    together = Duel(toy, "greedy", 2).sample([(0,), (1,), (2, 1)], 4, seed=5)
-    alone = [
-        Duel(toy, "greedy", 2, batch_size=1).sample([c], 4, seed=5, keys=[i])[0]
-        for i, c in enumerate([(0,), (1,), (2, 1)])
-    ]
-    assert [d.tokens for d in together] == [d.tokens for d in alone]
+def test_samples_depend_on_neither_company_nor_memory():
+    contexts, settings = [(0,), (1,), (2, 1)], {"length": 4, "seed": 5}
+    together = [drawn.tokens for drawn in Duel(Toy(), "greedy", 2).sample(contexts, **settings)]
+    assert [drawn.tokens for drawn in Duel(Small(most=2), "greedy", 2).sample(contexts, **settings)] == together
+    duel = Duel(Toy(), "greedy", 2, batch_size=1)
+    assert [duel.sample([c], **settings, keys=[i])[0].tokens for i, c in enumerate(contexts)] == together
+    with pytest.raises(torch.OutOfMemoryError):
+        Duel(Small(most=0), "greedy", 2).sample(contexts, **settings)
 
 
 # ---------------------------------------------------------------- law 4: special cases by hand
@@ -187,116 +190,36 @@ def test_left_to_right_is_the_chain_rule():
         assert Duel(toy, "l2r", block).log_prob([Window((), string)])[0].log_prob == pytest.approx(by_hand, abs=1e-9)
 
 
-@pytest.mark.parametrize("rule", ["greedy:k=2", "margin:k=2", "right_to_left:k=2", "threshold:mu=0.0", "random:k=2"])
-def test_a_whole_block_at_once_is_independent_marginals(rule):
-    toy, string = Toy(), (2, 0, 1, 1)
-    m = toy.mask_id
-    first, second = distributions(toy, [m] * 4), distributions(toy, [2, 0, m, m])
-    by_hand = float(first[0, 2] + first[1, 0] + second[2, 1] + second[3, 1])
-    assert Duel(toy, rule, 2).log_prob([Window((), string)])[0].log_prob == pytest.approx(by_hand, abs=1e-9)
+# ---------------------------------------------------------------- law 8; a batch is the textbook loop: test_fuzz.py
 
 
-def test_left_to_right_on_a_causal_network_is_its_autoregressive_log_likelihood():
-    toy, string = Causal(), (2, 0, 1, 1)
-    logs = distributions(toy, string)  # one pass
-    by_hand = [float(logs[i, token]) for i, token in enumerate(string)]
-    scored = Duel(toy, "left_to_right").log_prob([Window((), string)])[0]
-    assert scored.token_logprobs == pytest.approx(by_hand, abs=1e-9)
-    with pytest.raises(DuelError, match="estimator=ar; got rule=greedy"):
-        Duel(toy, "greedy")
-    with pytest.raises(DuelError, match="estimator=ar; got block="):
-        Duel(toy, "left_to_right", 4)
-
-
-# ---------------------------------------------------------------- laws 5 and 8: lanes, batches
-
-
-LONG = Toy(length=12, tokens=5)
-LANES = spread(
-    *((LONG, block, grid, 0) for block, grid in ((1, "target"), (2, "row"), (3, "target"), (3, "row"))),
-    (LONG, None, "target", 0),
-    *(
-        (block_causal_toy(block, last_block, length=16, tokens=5), block, "row", stretch)
-        for block, last_block, stretch in (
-            (2, "fill", 128),
-            (2, "cut", 128),
-            (3, "cut", 3),
-            (3, "fill", 7),
-            (4, "fill", 5),
-        )
-    ),
+@pytest.mark.parametrize(
+    ("place", "name", "rule", "block", "batch_size"),
+    [
+        *((Lanes, name, KLASS, *more) for name, *more in (("reveal", 2, 1), ("reveal", None, 16), ("concat", 2, 1))),
+        (BlockCausalView, "_grow", "threshold:mu=0.97", "auto", None),
+        (BlockCausalView, "_extend", "left_to_right:k=3", "auto", None),
+        (BlockCausalView, "_past", KLASS, "auto", None),
+        (BlockCausal, "stream", "left_to_right:k=3", "auto", None),
+    ],
 )
-
-
-@pytest.mark.parametrize(("rule", "shape"), LANES)
-def test_lanes_equal_the_textbook_loop(rule, shape, monkeypatch):
-    """Alone, ragged and padded, and by equal lengths. `stretch`: into how long pieces clean rows are cut."""
-    toy, block, grid, stretch = shape
-    windows = [Window((), (0, 1, 2, 3, 4, 0, 1)), Window((3,), (4, 4, 2, 0, 1))]
-    if toy is LONG:
-        windows += [Window((1, 2, 0), (2, 1), (4, 0)), Window((1, 2), (2, 1, 3, 3, 0, 4), (4,))]
-    else:
-        windows += [Window((1, 2, 0), (2, 1, 3, 2, 1, 4, 4, 0, 1))]
-        windows += [Window((1, 2), (2, 1, 3, 3, 0, 4, 1, 0, 0), () if block > 2 else (4,))]
-        monkeypatch.setattr(block_causal, "STRETCH", stretch)
-    sees = toy.last_block if stretch else None
-    by_hand = [
-        score(
-            lambda ids: toy.features(ids[None], None)[0],
-            *(toy.mask_id, toy.excluded, rules.parse(rule), block, window, grid),
-            sees=sees,
-        )
-        for window in windows
-    ]
-    for batch_size, honours in ((1, True), (None, True), (3, False)):
-        monkeypatch.setattr(toy, "honours_padding", honours)
-        scored = Duel(toy, rule, block, grid, batch_size).log_prob(windows)
-        for s, (log_prob, steps, nats, greedy, nfe) in zip(scored, by_hand, strict=True):
-            assert (s.reveal_steps, s.is_greedy, s.nfe) == (steps, greedy, nfe), batch_size
-            assert s.token_logprobs == pytest.approx(nats, abs=1e-9), batch_size
-            assert s.log_prob == pytest.approx(log_prob, abs=1e-9), batch_size
-
-
-@pytest.mark.parametrize("rule", ["greedy", "threshold:mu=0.45", "klass:mu=0.4:nu=0.3", "entropy_bound:gamma=0.7"])
-def test_the_head_in_chunks_and_a_small_memory_change_nothing(rule, monkeypatch):
-    windows = [Window((), s) for s in strings(3, 4)[::9]] + [Window((1, 2), s) for s in strings(3, 5)[::40]]
-    expected = Duel(Toy(), rule, 3).log_prob(windows)
-    drawn = Duel(Toy(), rule, 3).sample([()] * 9, 5)
-
-    def same(toy):
-        for one, other in zip(Duel(toy, rule, 3).log_prob(windows), expected, strict=True):
-            assert one.reveal_steps == other.reveal_steps and one.token_logprobs == pytest.approx(
-                other.token_logprobs, abs=1e-12
-            )
-        assert [d.tokens for d in Duel(toy, rule, 3).sample([()] * 9, 5)] == [d.tokens for d in drawn]
-
-    same(Small(most=2))
-    with pytest.raises(torch.OutOfMemoryError):
-        Duel(Small(most=0), rule, 3).log_prob(windows)
-    monkeypatch.setattr(predictions, "CPU_VALUES", 9)
-    monkeypatch.setattr(predictions, "CPU_ROWS", 2)  # positions a chunk
-    same(Toy())
-
-
-@pytest.mark.parametrize(("name", "block", "batch_size"), [("reveal", 2, 1), ("reveal", None, 16), ("concat", 2, 1)])
-def test_no_step_is_lost_or_counted_twice_when_memory_runs_out_elsewhere(name, block, batch_size, monkeypatch):
+def test_no_step_is_lost_or_counted_twice_when_memory_runs_out_elsewhere(
+    place, name, rule, block, batch_size, monkeypatch
+):
     """A rule's memory is not lost either, when lanes that wait come back."""
     windows = [Window((), s) for s in strings(3, 4)[::9]] + [Window((1,), s) for s in strings(3, 6)[::40]]
-    duel = Duel(Toy(), "klass:mu=0.3:nu=0.5:history=2", block, batch_size=batch_size)
-    expected = duel.log_prob(windows)
-    whole, calls = getattr(Lanes, name), itertools.count()
+    toy = Toy() if place is Lanes else BlockCausal(4, length=16)
+    expected = numbers(Duel(toy, rule, block, batch_size=batch_size).log_prob(windows))
+    whole, calls = getattr(place, name), itertools.count()
 
-    def short_of_memory(self, *arguments):
-        if next(calls) % 4 == 3 and len(self) > 1:
+    def short_of_memory(self, *arguments, **more):
+        if next(calls) % 4 == 3 and (place is not Lanes or len(self) > 1):
             raise torch.OutOfMemoryError("CUDA out of memory")
-        return whole(self, *arguments)
+        return whole(self, *arguments, **more)
 
-    monkeypatch.setattr(Lanes, name, short_of_memory)
-    for one, other in zip(
-        Duel(Toy(), duel.rule, block, batch_size=batch_size).log_prob(windows), expected, strict=True
-    ):
-        assert (one.reveal_steps, one.nfe, one.is_greedy) == (other.reveal_steps, other.nfe, other.is_greedy)
-        assert one.token_logprobs == pytest.approx(other.token_logprobs, abs=1e-12)
+    monkeypatch.setattr(place, name, short_of_memory)
+    again = Duel(toy, rule, block, batch_size=batch_size).log_prob(windows)
+    assert numbers(again) == pytest.approx(expected, abs=1e-12, nan_ok=True)
 
 
 def test_blank_starts_are_exact_ties_in_any_batch():

@@ -1,18 +1,16 @@
 """What is evaluated, and how often: every number here is a count, and no result depends on it."""
 
 import dataclasses
-import itertools
 
 import pytest
 import torch
 from dit_reference import opened
-from toys import BlockCausal, Rotary, Small, Toy
+from toys import BlockCausal, Small, Toy
 
 from lm_eval_duel import rules
 from lm_eval_duel.core import predictions
 from lm_eval_duel.core.block_causal import BlockCausalView
 from lm_eval_duel.core.budget import largest
-from lm_eval_duel.core.network import take
 from lm_eval_duel.core.reveal import Reveal
 from lm_eval_duel.core.top_tokens import top_of, two_largest
 from lm_eval_duel.core.view import distinct
@@ -35,36 +33,6 @@ def equal(ones, others):
 
 
 # ---------------------------------------------------------------- orders that do not depend on the network
-
-
-@pytest.mark.parametrize(
-    ("toy", "rule"),
-    [
-        (Toy(length=12), "left_to_right:k=3"),
-        (Rotary(length=12), "right_to_left:k=2"),
-        (BlockCausal(4, length=12), "random:k=2"),
-    ],
-)
-def test_a_fixed_order_in_one_flat_batch_equals_it_step_by_step(rule, toy, monkeypatch):
-    windows = random_windows(5, 3, 12) + random_windows(3, 5, 12, context=2, seed=1)
-    flat, block = rules.parse(rule), toy.block or 5
-    in_one, by_step = DuelEstimator(toy, flat, block), DuelEstimator(toy, flat, block)
-    found = in_one.log_prob(windows)
-    monkeypatch.setattr(type(flat), "fixed", False)
-    expected = by_step.log_prob(windows)
-    if isinstance(toy, Rotary):  # a blank start counts as one whichever of its tied positions is read
-        expected = [
-            dataclasses.replace(e, token_logprobs=f.token_logprobs)
-            for e, f in zip(expected, found, strict=True)
-            if close(e, f)
-        ]
-    equal(found, expected)
-    assert in_one.counts.forwards <= by_step.counts.forwards
-
-
-def close(one, other):
-    assert one.token_logprobs == pytest.approx(other.token_logprobs, abs=1e-5)
-    return True
 
 
 @dataclasses.dataclass(frozen=True)
@@ -214,28 +182,6 @@ def test_what_is_evaluated_is_live(rule, windows, monkeypatch):
 # ---------------------------------------------------------------- memory
 
 
-@pytest.mark.parametrize(
-    ("place", "rule"),
-    list(zip(["_grow", "_extend", "_past", "stream"], ["threshold:mu=0.97", "left_to_right:k=3"] * 2, strict=True)),
-)
-def test_memory_that_ends_on_a_block_causal_network_loses_nothing(rule, place, monkeypatch):
-    windows = random_windows(7, 9, 16) + random_windows(4, 12, 16, context=3, seed=1)
-    expected = DuelEstimator(BlockCausal(4, length=16), rule).log_prob(windows)
-    toy, calls = BlockCausal(4, length=16), itertools.count()
-    where = toy if place == "stream" else BlockCausalView
-    whole = getattr(where, place)
-
-    def short_of_memory(*arguments, **more):
-        if next(calls) % 5 == 0:
-            raise torch.OutOfMemoryError("CUDA out of memory")
-        return whole(*arguments, **more)
-
-    monkeypatch.setattr(where, place, short_of_memory)
-    duel = DuelEstimator(toy, rule)
-    equal(duel.log_prob(windows), expected)
-    assert duel.budget.tokens < 2048
-
-
 def test_the_largest_budget_that_fits_is_found_by_trial():
     for rows, tokens in ((1, 16), (3, 16), (4, 32), (12, 64), (100, 128)):
         assert largest(Small(most=rows, tokens=50), 4, "target", 16, 128) == tokens
@@ -248,24 +194,6 @@ def test_a_trial_runs_on_every_kind_of_network(tmp_path):
 
 
 # ---------------------------------------------------------------- the last layer and the head
-
-
-def test_the_last_layer_at_some_columns_is_the_last_layer(tmp_path):
-    for kind in ("mdlm", "sedd", "bd3lm"):
-        (tmp_path / kind).mkdir()
-        denoiser, _ = opened(tmp_path / kind, kind)
-        ids = torch.randint(5, (3, 8), generator=torch.Generator().manual_seed(0))
-        columns = torch.tensor([[0, 3, 7], [5, 5, 1], [2, 0, 6]])
-        if kind == "bd3lm":
-            block = torch.arange(8) // denoiser.block
-            seen, positions = (block[:, None] >= block).expand(3, -1, -1), torch.arange(8).expand(3, -1)
-            whole = denoiser.stream(ids, positions, seen, None)[0]
-            some = denoiser.stream_at(columns, ids, positions, seen, None)[0]
-        else:
-            real = torch.arange(8) < torch.tensor([[8], [6], [7]])
-            whole = denoiser.features(ids, real)
-            some = denoiser.features_at(columns, ids, real)
-        assert (take(whole, columns) - some).abs().max() < 1e-4
 
 
 @pytest.mark.parametrize("vocabulary", [3, 63, 64, 65, 200])
@@ -284,6 +212,3 @@ def test_the_top_tokens(vocabulary):
     assert torch.allclose(top.confidence, logits.amax(1) - rest.logsumexp(1), atol=1e-12)
     assert torch.allclose(top.confidence.sigmoid(), p1, atol=1e-12)
     assert torch.allclose(top.log_margin, logits.topk(2).values.diff().neg()[:, 0], atol=1e-12)
-
-
-# ---------------------------------------------------------------- compiled

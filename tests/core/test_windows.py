@@ -4,12 +4,14 @@ import random
 
 import pytest
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
-from toys import Toy
+from toys import BlockCausal, Causal, Toy
 
 from lm_eval_duel.core.budget import Budget
 from lm_eval_duel.core.windows import Window, conditional, independent, rolling
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.estimators.duel import DuelEstimator
+
+BAD = ((-1, 0), (0, 3), (0, 5))  # no ids, and the mask
 
 
 def test_a_target_is_never_cut():
@@ -19,6 +21,24 @@ def test_a_target_is_never_cut():
         independent([1], 2, (90,), (91,))
     with pytest.raises(DuelError, match="tail"):
         Window((), (1,), (), -1)
+
+
+@pytest.mark.parametrize(
+    ("toy", "wrong"),
+    [
+        *((Toy(), Window(*(part if n == at else (0, 1) for n in range(3)))) for at in range(3) for part in BAD),
+        (Toy(unused=1), Window((), (4, 0))),  # no token; a context may hold it
+        (Toy(), Window((), (0,) * 9)),
+        (Toy(), Window((), (0, 1, 2), tail=1)),
+        (BlockCausal(4), Window((), (0, 1, 2, 0), (0,))),
+        (Causal(), Window((), (0, 1), (0,))),
+    ],
+)
+def test_a_window_that_a_network_cannot_score_is_named(toy, wrong):
+    block = 2 if toy.attention == "bidirectional" else "auto"
+    with pytest.raises(DuelError, match=r"^Window 1 ") as error:
+        DuelEstimator(toy, "left_to_right", block).log_prob([Window((), (0, 1)), wrong])
+    assert error.value.window == 1
 
 
 def test_windows_that_differ_in_any_part_have_their_own_random_numbers():

@@ -11,7 +11,7 @@ from laws import numbers
 from noised_toys import Conditioned, NoisyToy
 from toys import BlockCausal, Causal, Rotary, Toy
 
-from lm_eval_duel.audit.checked import ALONE, REFERENCE, CheckedWindow
+from lm_eval_duel.audit.checked import ALONE, REFERENCE, RUNS_RULE, CheckedWindow
 from lm_eval_duel.audit.recompute import recompute
 from lm_eval_duel.core import predictions
 from lm_eval_duel.core.windows import Window
@@ -44,6 +44,12 @@ TOY, BLOCKS, ROTARY, ATTENDS = Toy(length=12), BlockCausal(3, length=12), Rotary
 WARM, HOT, WARM_BLOCKS = Warped(TOY, 0.7), Warped(TOY, 1.3), Warped(BLOCKS, 0.7)
 CONFIDENCE, ORDER, TEMPERED = SampledConfidence, SampledOrder, {"confidence": "tempered"}
 ESTIMATORS = {
+    "duel": partial(DuelEstimator, TOY, "greedy", 3),
+    "duel, rows": partial(DuelEstimator, TOY, "threshold:mu=0.45", 3, grid="row", traced=True),
+    "duel, block-causal": partial(DuelEstimator, BLOCKS, "margin:k=2"),
+    "duel, rotary": partial(DuelEstimator, ROTARY, "entropy", None),
+    "duel, cache": partial(DuelEstimator, Cached(ATTENDS, "dual"), "left_to_right:k=2", 3),
+    "duel, memory": partial(DuelEstimator, TOY, "klass:mu=0.4:nu=0.3", 4),
     "elbo": partial(Elbo, TOY, samples=16, seed=3),
     "elbo in blocks": partial(Elbo, TOY, 3, samples=16),
     "elbo by ratio": partial(Elbo, TOY, samples=16, form="ratio"),
@@ -97,7 +103,8 @@ ESTIMATORS = {
         NoisedElbo, NoisyToy(length=12, prediction="denoiser"), samples=4, steps=math.inf
     ),
 }
-WITHOUT_DEFINITION = ("confidence, beam", "order, beam", "random tokens, conditioned")
+ROUTES = {"duel, memory": RUNS_RULE, **dict.fromkeys(("confidence, beam", "order, beam"), ALONE)}
+ROUTES["random tokens, conditioned"] = ALONE
 
 
 def made(name, **more):
@@ -111,9 +118,9 @@ def test_it_equals_its_definition(name):
     estimator, windows = made(name)
     for window, score in zip(windows, estimator.log_prob(windows), strict=True):
         found = recompute(estimator, window, score)
-        alone = window.target and name in WITHOUT_DEFINITION
+        route = ROUTES.get(name, REFERENCE) if window.target else REFERENCE
         each = CheckedWindow(name, window, score.log_prob, found)
-        assert found.route == (ALONE if alone else REFERENCE) and not each.problems, each
+        assert found.route == route and not each.problems, each
         assert each.difference < (1e-7 if "rotary" in name else 1e-9)
 
 

@@ -36,6 +36,24 @@ RULES = [
     "entropy_bound:gamma=0.0",
     "entropy_bound:gamma=0.7",
     "entropy_bound:gamma=2.5",
+    "threshold:mu=0.45:strict=true",
+    "entropy_threshold:tau=0.8",
+    "factor:f=1.5",
+    "factor:f=1.5:variant=c",
+    "hierarchy:low=0.4:tau=0.6",
+    "dinfer_threshold:mu=0.5",
+    "high_or_topk:n=2:tau=0.5",
+    "entropy_bound:gamma=1.5:inclusive=true",
+    "quota:steps=2",
+    "quota:steps=3:eos=conf:eos_id=1",
+    "dream:alg=topk_margin:steps=2",
+    "dream:alg=confidence_threshold:steps=1:tau=0.5",
+]
+AROUND = [  # within a block
+    "threshold:mu=0.45:sub_block=2",
+    "quota:steps=2:sub_block=2:seed_first=true",
+    "klass:mu=0.4:nu=0.3:sub_block=2",
+    "dream:alg=entropy:steps=3:seed_first=true",
 ]
 
 
