@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import functools
 import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -27,6 +28,7 @@ from lm_eval_duel.rules import PARAMETERS, RULES, presets
 from lm_eval_duel.tasks import own_text
 
 if TYPE_CHECKING:
+    from lm_eval_duel.core.denoiser import Denoiser
     from lm_eval_duel.harness.lm import DuelMDM
 
 TASK = "score"  # what traces and results call these documents
@@ -97,7 +99,7 @@ def main(arguments: Sequence[str]) -> None:
 
     setup_logging()
     every: list[dict[str, Any]] = []
-    models = [options.model, *map(fitting, options.others, options.compare)]
+    models = [options.model, *map(functools.partial(fitting, options.model), options.others, options.compare)]
     for model in models:  # all of them before the first is scored
         require_loadable(Options.parse(model))
     try:
@@ -196,7 +198,8 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         "Score your own texts: log-probability, perplexity and bits per byte of each document.",
         PRINTS,
         "notes.txt 'articles/*.jsonl' --model_args demo-mdm,rule=greedy,block=32",
-        *("model_args", "device", "batch_size", "limit", "json"),
+        *("model_args", "device", "batch_size", "json"),
+        limit=dataclasses.replace(FLAGS["limit"], help="only the first documents"),
         FILE=Flag(PATH, MISSING, f"{', '.join(own_text.FORMATS)}, a folder, a pattern, or - for stdin", many=True),
         field=Flag(TEXT, "text", "the column of tables that holds the text"),
         lines=Flag(TRUTH, False, "each line of a .txt or .md file is a document"),
@@ -220,8 +223,8 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     return options
 
 
-def _other(text: str, model: dict[str, Any]) -> dict[str, Any]:
-    """The model args of a model of --compare: those given, and the first model's that still apply.
+def _other(text: str, model: dict[str, Any], **more: str) -> dict[str, Any]:
+    """The model args of a model of --compare: those given, `more`, and the first model's that still apply.
 
     Another rule, estimator or preset does not inherit the arguments of the one that it replaces.
     """
@@ -229,7 +232,7 @@ def _other(text: str, model: dict[str, Any]) -> dict[str, Any]:
         raise DuelError(
             f"--compare {text}: nothing follows the last comma; separate model args by commas without spaces."
         )
-    given = FLAGS["model_args"].read("--compare", text)
+    given = FLAGS["model_args"].read("--compare", text) | more
     if text.split(",")[0] in RULES:
         raise DuelError(f"--compare {text}: this is a rule, not a checkpoint. Did you mean rule={text}?")
     model, settings = dict(model), {}
@@ -254,28 +257,40 @@ def _other(text: str, model: dict[str, Any]) -> dict[str, Any]:
     return other
 
 
-def fitting(other: dict[str, Any], text: str) -> dict[str, Any]:
+def fitting(model: dict[str, Any], other: dict[str, Any], text: str) -> dict[str, Any]:
     """The model args of another checkpoint without those that it inherits and its network cannot have.
 
-    `text`: what --compare gives, all of which is kept.
+    An autoregressive one has the estimator `ar`, and others have another. `model`: the first model's args. `text`: what
+    --compare gives, all of which is kept.
     """
+    given = FLAGS["model_args"].read("--compare", text)
+    known = _network(other) if "pretrained" in given else None
+    if known is None:
+        return other
+    inherited, causal, parts = other, known.attention == "causal", []
+    if "estimator" not in given and causal != find(str(other.get("estimator", "duel"))).causal:
+        other = _other(text, model, estimator="ar" if causal else "duel")
+        parts = ["with estimator=ar"] if causal else []
+    cannot = {"rule", "block", *PARAMETERS} if causal else set()
+    cannot |= {"cache"} if known.attention != "bidirectional" else set()
+    cannot |= {"block"} if known.attention == "block_causal" and other.get("block") != known.block else set()
+    other = {key: value for key, value in other.items() if key not in cannot - given.keys()}
+    if left := [key for key in inherited if inherited[key] != other.get(key)]:
+        parts.append(f"without the {', '.join(left)} of the first model, which it cannot have")
+    if parts and process()[0] == 0:
+        print(f"{given['pretrained']} is scored {' and '.join(parts)}", file=sys.stderr)
+    return other
+
+
+def _network(model: dict[str, Any]) -> Denoiser | None:
+    """The network of model args, without its weights. None: only the code of its checkpoint knows what it is."""
     from lm_eval_duel.denoisers import unloaded
 
-    given = FLAGS["model_args"].read("--compare", text)
-    if "pretrained" not in given:
-        return other
-    cannot: set[str] = set()
-    with contextlib.suppress(DuelError):  # only the code of a checkpoint may know its network
-        network = {key: value for key, value in Options.parse(other).network.items() if key not in SETTINGS}
-        known = unloaded.read(given["pretrained"], network).denoiser
-        cannot |= {"rule", "block", *PARAMETERS} if known.attention == "causal" else set()
-        cannot |= {"cache"} if known.attention != "bidirectional" else set()
-        cannot |= {"block"} if known.attention == "block_causal" and other.get("block") != known.block else set()
-    left = [key for key in other if key in cannot - given.keys()]
-    if left and process()[0] == 0:
-        without = f"without the {', '.join(left)} of the first model, which it cannot have"
-        print(f"{given['pretrained']} is scored {without}", file=sys.stderr)
-    return {key: value for key, value in other.items() if key not in left}
+    network = {key: value for key, value in Options.parse(model).network.items() if key not in SETTINGS}
+    for attention in (model.get("attention"), "causal"):
+        with contextlib.suppress(DuelError):
+            return unloaded.read(str(model["pretrained"]), network | {"attention": attention}).denoiser
+    return None
 
 
 def score(lm: DuelMDM, texts: Sequence[own_text.OwnText]) -> list[Line] | None:

@@ -262,17 +262,24 @@ def test_presets_are_entered_and_left(folder, texts, model, other, expected):
 
 
 @pytest.mark.parametrize(
-    ("model", "other", "kept"),
+    ("model", "other", "expected", "without"),
     [
-        ("rule=margin,block=4,cache=dual", "demo-ar,estimator=ar", {"estimator"}),
-        ("preset=llada-fast-dllm-dual", "demo-ar,estimator=ar", {"estimator"}),
-        ("preset=llada-fast-dllm-dual", "demo-bd,rule=greedy", {"rule"}),
-        ("rule=margin,block=4,cache=dual", "demo-bd,block=4", {"rule", "block"}),
+        ("rule=margin,block=4,cache=dual", "demo-ar,estimator=ar", {"estimator": "ar"}, "cache"),
+        ("preset=llada-fast-dllm-dual", "demo-ar,estimator=ar", {"estimator": "ar"}, "cache"),
+        ("preset=llada-fast-dllm-dual", "demo-bd,rule=greedy", {"rule": "greedy"}, "block, cache"),
+        ("rule=margin,block=4,cache=dual", "demo-bd,block=4", {"rule": "margin", "block": 4}, "cache"),
+        ("rule=margin,k=2,block=4", "demo-ar", {"estimator": "ar"}, "rule, k, block"),
+        ("preset=llada-fast-dllm-dual", "demo-ar", {"estimator": "ar"}, "preset"),
+        ("estimator=elbo,mc_samples=8", "demo-ar", {"estimator": "ar"}, "estimator, mc_samples"),
+        ("estimator=ar", "demo-bd", {"estimator": "duel"}, "estimator"),
+        ("estimator=ar", "demo-bd,estimator=elbo", {"estimator": "elbo"}, ""),
     ],
 )
-def test_another_checkpoint_leaves_out_what_it_inherits_and_cannot_have(folder, texts, capsys, model, other, kept):
+def test_another_checkpoint_leaves_out_what_it_cannot_have(folder, texts, capsys, model, other, expected, without):
     """Also from a preset that another rule or estimator leaves; what is left out is named."""
     options = score.parse([texts, "--model_args", f"pretrained={folder},{model}", "--compare", f"pretrained={other}"])
-    [args] = map(score.fitting, options.others, options.compare)
-    assert args.keys() - {"pretrained", "batch_size", "device"} == kept
-    assert "cache of the first model, which it cannot have" in capsys.readouterr().err
+    args = score.fitting(options.model, *options.others, *options.compare)
+    assert {key: value for key, value in args.items() if key not in ("pretrained", "batch_size", "device")} == expected
+    printed = capsys.readouterr().err
+    assert (f"without the {without} of the first model, which it cannot have" in printed) is bool(without)
+    assert ("with estimator=ar" in printed) is ("ar" in expected.values() and "estimator" not in other)
