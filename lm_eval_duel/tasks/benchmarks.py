@@ -13,7 +13,7 @@ from lm_eval_duel.fingerprint import hash_texts, of_tokenizer
 from lm_eval_duel.tasks import corpora, metadata, own_text
 from lm_eval_duel.tasks.columns import MADE, TOKENS, digest_of
 from lm_eval_duel.tasks.detokenize import DETOKENIZERS
-from lm_eval_duel.tasks.metadata import batched, encoded, load_tokenizer
+from lm_eval_duel.tasks.metadata import batched, encoded, load_tokenizer, test_split
 from lm_eval_duel.tasks.metrics import sizes
 from lm_eval_duel.tasks.packing import Wrapping
 from lm_eval_duel.text.annotated import TokenText
@@ -76,16 +76,12 @@ def _own_texts(settings: dict[str, Any], task: str) -> list[str]:
 
 def _documents(raw: list[str], texts: list[str], tokenizer: Any, how: list[Any]) -> dict[str, datasets.Dataset]:
     """`texts` as documents; words and bytes are counted in `raw`, where the two differ."""
-    import datasets
-
-    records = [{"text": text, TOKENS: len(ids)} for text, ids in encoded(texts, tokenizer)]
     digest = digest_of("document", *how[:1], of_tokenizer(tokenizer), *how[1:], hash_texts(raw))
-    for record in records:
-        record[MADE] = digest
-    if texts is not raw:
-        for record, text in zip(records, raw, strict=True):
-            record["words"], record["bytes"] = sizes(text)
-    return {"test": datasets.Dataset.from_list(records)}
+    records = []
+    for before, (text, ids) in zip(raw, encoded(texts, tokenizer), strict=True):
+        units = {} if texts is raw else dict(zip(("words", "bytes"), sizes(before), strict=True))
+        records.append({"text": text, TOKENS: len(ids), MADE: digest, **units})
+    return test_split(records)
 
 
 def _rows(

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from lm_eval_duel.demo import FOLDER
 from lm_eval_duel.tasks.columns import TOKENS
-from lm_eval_duel.tasks.metadata import encoded, load_tokenizer
+from lm_eval_duel.tasks.metadata import encoded, load_tokenizer, test_split
 
 if TYPE_CHECKING:
     import datasets
@@ -27,12 +27,12 @@ def task_folder() -> str:
 
 def sotu(**metadata: Any) -> dict[str, datasets.Dataset]:
     """36 whole-sentence passages of the State of the Union addresses of 2001-2021."""
-    return _counted("sotu.jsonl", metadata)
+    return bundled("sotu.jsonl", load_tokenizer(metadata))
 
 
 def sotu_full(**metadata: Any) -> dict[str, datasets.Dataset]:
     """All State of the Union addresses of 2001-2021."""
-    return _counted("sotu_full.jsonl.xz", metadata)
+    return bundled("sotu_full.jsonl.xz", load_tokenizer(metadata))
 
 
 def sotu_choice(**metadata: Any) -> dict[str, datasets.Dataset]:
@@ -40,26 +40,11 @@ def sotu_choice(**metadata: Any) -> dict[str, datasets.Dataset]:
     return bundled("sotu_choice.jsonl")
 
 
-def bundled(name: str) -> dict[str, datasets.Dataset]:
-    """The records of a bundled file."""
-    return _test_split(_read(name))
-
-
-def _counted(name: str, metadata: dict[str, Any]) -> dict[str, datasets.Dataset]:
-    """The texts of a file, each with its number of tokens in the tokenizer that the model args name."""
-    tokenizer, records = load_tokenizer(metadata), _read(name)
-    for record, (_, ids) in zip(records, encoded([r["text"] for r in records], tokenizer), strict=True):
-        record[TOKENS] = len(ids)
-    return _test_split(records)
-
-
-def _read(name: str) -> list[dict[str, Any]]:
-    opener = lzma.open if name.endswith(".xz") else open
-    with opener(TEXT / name, "rt", encoding="utf-8") as lines:
-        return [json.loads(line) for line in lines]
-
-
-def _test_split(records: list[dict[str, Any]]) -> dict[str, datasets.Dataset]:
-    import datasets
-
-    return {"test": datasets.Dataset.from_list(records)}
+def bundled(name: str, tokenizer: Any = None) -> dict[str, datasets.Dataset]:
+    """The records of a bundled file; with a tokenizer, the number of tokens of each text."""
+    with (lzma.open if name.endswith(".xz") else open)(TEXT / name, "rt", encoding="utf-8") as lines:
+        records = [json.loads(line) for line in lines]
+    if tokenizer is not None:
+        for record, (_, ids) in zip(records, encoded([record["text"] for record in records], tokenizer), strict=True):
+            record[TOKENS] = len(ids)
+    return test_split(records)

@@ -154,7 +154,17 @@ def source(name: str, data_dir: str | None = None) -> str:
     Raises DuelError if there is none; the message names the places that were searched.
     """
     corpus = find(name)
-    return _local(name, corpus, Path(data_dir).expanduser()) if data_dir else _fetched(name, corpus)
+    if data_dir:
+        return _local(name, corpus, Path(data_dir).expanduser())
+    from huggingface_hub import hf_hub_download
+
+    try:
+        return hf_hub_download(corpus.repo, corpus.file, repo_type="dataset", revision=corpus.revision)
+    except Exception as error:  # of the hub client: no connection, no file, no permission
+        raise DuelError(
+            f"Cannot load {name} ({corpus.repo}, {corpus.file} at {corpus.revision}): {type(error).__name__}: "
+            f'{str(error).splitlines()[0]} Use a local copy with --metadata \'{{"data_dir": "<folder>"}}\'.'
+        ) from None
 
 
 def texts(name: str, data_dir: str | None = None, rows: int | None = None) -> list[str]:
@@ -199,25 +209,11 @@ def articles(lines: list[str]) -> list[str]:
     return [text for text in map("".join, parts) if text.strip()]
 
 
-def _fetched(name: str, corpus: Corpus) -> str:
-    """The path of the file in the hub's cache."""
-    from huggingface_hub import hf_hub_download
-
-    try:
-        file = hf_hub_download(corpus.repo, corpus.file, repo_type="dataset", revision=corpus.revision)
-    except Exception as error:  # of the hub client: no connection, no file, no permission
-        raise DuelError(
-            f"Cannot load {name} ({corpus.repo}, {corpus.file} at {corpus.revision}): {type(error).__name__}: "
-            f'{str(error).splitlines()[0]} Use a local copy with --metadata \'{{"data_dir": "<folder>"}}\'.'
-        ) from None
-    return file
-
-
 def _check_whole(name: str, corpus: Corpus, place: Path) -> None:
     """Raise DuelError if the hub's file has another SHA-256, or one of the files `...-00003-of-00080` is missing. For
     the end of a data set the last file is enough."""
     pinned = corpus.sha256 and place.is_file() and place.name == Path(corpus.file).name
-    if pinned and _sha256(str(place)) != corpus.sha256:
+    if pinned and hashlib.sha256(place.read_bytes()).hexdigest() != corpus.sha256:
         raise DuelError(f"{place} is not the pinned file of {name} (another SHA-256): delete it and load it again.")
     names = [SHARD.search(file.stem) for file in (copies.files(place) if place.is_dir() else [])]
     shards = {(int(name[1]), int(name[2])) for name in names if name}
@@ -242,11 +238,3 @@ def _local(name: str, corpus: Corpus, folder: Path) -> str:
         f"No copy of {name} in {folder}: expected {name}.parquet, .jsonl or .json there, a folder {name} of such files "
         f"or saved by `datasets`, or {repo}/{corpus.file}."
     )
-
-
-def _sha256(file: str) -> str:
-    digest = hashlib.sha256()
-    with open(file, "rb") as content:
-        while chunk := content.read(1 << 22):
-            digest.update(chunk)
-    return digest.hexdigest()

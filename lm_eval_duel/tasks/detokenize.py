@@ -3,7 +3,7 @@
 PTB, WikiText, LM1B and LAMBADA are published with spaces around punctuation and with placeholders for numbers. The
 models were trained on plain text, so the official evaluation of MDLM, BD3-LM and SEDD, which the DUEL paper follows,
 undoes that by a fixed list of replacements, and published perplexities are of the result. The list is unchanged, with
-the replacements that never match or do harm: better ones would be another benchmark.
+the replacements that never match or do harm: better ones would be another benchmark. WikiText's is part of lm_eval.
 """
 
 from __future__ import annotations
@@ -11,13 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
-Rule = tuple[str | re.Pattern[str], str | Callable[[re.Match[str]], str]]  # (pattern, replacement)
-
-
-def _strip_inside(opening: str, closing: str) -> Rule:
-    """Strip white space inside a pair, from an opening mark to the next closing one; nested pairs are not matched."""
-    pair = re.compile(rf"{re.escape(opening)}([^{re.escape(closing)}]*){re.escape(closing)}")
-    return pair, lambda match: opening + match[1].strip() + closing
+Rule = tuple[str | re.Pattern[str], str]  # (pattern, replacement)
 
 
 def _one_space_inside(opening: str, closing: str) -> Rule:
@@ -26,33 +20,6 @@ def _one_space_inside(opening: str, closing: str) -> Rule:
     pair = re.compile(rf"{re.escape(opening)} ([^{marks}]+) {re.escape(closing)}")
     return pair, rf"{opening}\1{closing}"
 
-
-WIKITEXT: tuple[Rule, ...] = (
-    ("s '", "s'"),
-    (re.compile(r"/' [0-9]/"), "/'[0-9]/"),  # as published: the slashes are text, so this fires on no real sentence
-    (" @-@ ", "-"),
-    (" @,@ ", ","),
-    (" @.@ ", "."),
-    (" : ", ": "),
-    (" ; ", "; "),
-    (" . ", ". "),
-    (" ! ", "! "),
-    (" ? ", "? "),
-    (" , ", ", "),
-    _strip_inside("(", ")"),
-    _strip_inside("[", "]"),
-    _strip_inside("{", "}"),
-    _strip_inside('"', '"'),
-    _strip_inside("'", "'"),  # apostrophes too: "dogs' tails and cats' ears" becomes "dogs'tails and cats' ears"
-    ("= = = =", "===="),
-    ("= = =", "==="),
-    ("= =", "=="),
-    (" \N{DEGREE SIGN} ", "\N{DEGREE SIGN}"),
-    (" \n", "\n"),
-    ("\n ", "\n"),
-    (" N ", " 1 "),
-    (" 's", "'s"),
-)
 
 PTB: tuple[Rule, ...] = (
     (" 's", "'s"),
@@ -88,13 +55,8 @@ LM1B: tuple[Rule, ...] = (
     ("£ ", "£"),
 )
 
-LAMBADA: tuple[Rule, ...] = (
-    ("\N{LEFT DOUBLE QUOTATION MARK}", '"'),
-    ("\N{RIGHT DOUBLE QUOTATION MARK}", '"'),
-)
 
-
-def apply(rules: tuple[Rule, ...], text: str) -> str:
+def _apply(rules: tuple[Rule, ...], text: str) -> str:
     """Apply each rule once to the whole text, in order."""
     for pattern, replacement in rules:
         text = re.sub(re.escape(pattern) if isinstance(pattern, str) else pattern, replacement, text)
@@ -102,23 +64,25 @@ def apply(rules: tuple[Rule, ...], text: str) -> str:
 
 
 def wikitext(text: str) -> str:
-    """A line of WikiText-2 or -103 (raw): the rules of lm_eval's own `wikitext_detokenizer`, which takes a page."""
-    return apply(WIKITEXT, text)
+    """A line of WikiText-2 or -103 (raw), by lm_eval's own rules, which it applies to a page."""
+    from lm_eval.tasks.wikitext.preprocess_wikitext import wikitext_detokenizer
+
+    return wikitext_detokenizer({"page": text})
 
 
 def ptb(text: str) -> str:
     """A sentence of Penn Treebank. Every number is N there and becomes 1, every rare word <unk> and becomes ?."""
-    return apply(PTB, text)
+    return _apply(PTB, text)
 
 
 def lm1b(text: str) -> str:
     """A sentence of the One Billion Word benchmark."""
-    return apply(LM1B, text)
+    return _apply(LM1B, text)
 
 
 def lambada(text: str) -> str:
     """A passage of OpenAI's LAMBADA: straight double quotes, and a line break before each passage."""
-    return "\n" + apply(LAMBADA, text).strip()
+    return "\n" + re.sub("[\N{LEFT DOUBLE QUOTATION MARK}\N{RIGHT DOUBLE QUOTATION MARK}]", '"', text).strip()
 
 
 def scientific(text: str) -> str:
@@ -127,9 +91,5 @@ def scientific(text: str) -> str:
 
 
 DETOKENIZERS: dict[str, Callable[[str], str]] = {
-    "wikitext": wikitext,
-    "ptb": ptb,
-    "lm1b": lm1b,
-    "lambada": lambada,
-    "scientific": scientific,
+    function.__name__: function for function in (wikitext, ptb, lm1b, lambada, scientific)
 }

@@ -69,14 +69,11 @@ def target_perplexity(doc: dict[str, Any], results: list[Any]) -> dict[str, Any]
 
 
 def _dataset(task: str, model_args: dict[str, Any], read: Any) -> dict[str, datasets.Dataset]:
-    import datasets
-
-    settings = metadata.read(model_args)
-    patterns = metadata.files_of(settings, task)
+    patterns = metadata.files_of(metadata.read(model_args), task)
     records = [read(name, row) for name, row in own_text.rows(patterns)]
     if not records:
         raise DuelError(f"{', '.join(patterns)}: no row; task {task} needs at least one.")
-    return {"test": datasets.Dataset.from_list(records)}
+    return metadata.test_split(records)
 
 
 def _surroundings(name: str, row: dict[str, Any]) -> list[str]:

@@ -5,12 +5,15 @@ from __future__ import annotations
 import difflib
 import itertools
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lm_eval_duel.arguments import COUNT, TEXT, TRUTH, choice
 from lm_eval_duel.denoisers.load_options import NETWORK_ARGUMENTS
 from lm_eval_duel.errors import DuelError, unknown
 from lm_eval_duel.tasks.packing import REMAINDERS
+
+if TYPE_CHECKING:
+    import datasets
 
 
 def _patterns(key: str, value: Any) -> list[str]:
@@ -51,6 +54,13 @@ def read(metadata: dict[str, Any]) -> dict[str, Any]:
         for key, reader in READERS.items()
         if metadata.get(key) is not None and metadata[key] != ""
     }
+
+
+def test_split(records: list[dict[str, Any]]) -> dict[str, datasets.Dataset]:
+    """The data set of a task: these documents."""
+    import datasets
+
+    return {"test": datasets.Dataset.from_list(records)}
 
 
 def files_of(settings: dict[str, Any], task: str) -> list[str]:
