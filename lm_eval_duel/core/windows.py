@@ -190,26 +190,8 @@ def infilled(
     """special tokens | context | target | after | suffix, cut to fit; and how many ids were cut.
 
     What does not fit is taken from the far ends, the beginning of `context` and the end of `after`, such that the two
-    keep equally many ids, or one of them all. Raises DuelError if the target alone is too long.
-    """
-    room = max(0, target_capacity(max_length, framing, suffix) - len(target))
-    left = min(len(context), max(room // 2, room - len(after)))
-    right = min(len(after), room - left)
-    cut = len(context) - left + len(after) - right
-    near = context[len(context) - left :]
-    return conditional(near, target, max_length, framing, (*after[:right], *suffix))[0], cut
-
-
-def conditional(
-    context: Sequence[int],
-    target: Sequence[int],
-    max_length: int,
-    framing: Sequence[int] = (),
-    suffix: Sequence[int] = (),
-) -> tuple[Window, int]:
-    """special tokens | context | target | suffix, the context cut from the left to fit; and how many ids were cut.
-
-    Raises DuelError if the target alone is too long: a scored token is never dropped.
+    keep equally many ids, or one of them all. Raises DuelError if the target alone is too long: a scored token is never
+    dropped.
     """
     capacity = target_capacity(max_length, framing, suffix)
     if len(target) > capacity:
@@ -217,5 +199,8 @@ def conditional(
             f"A continuation of {len(target)} tokens does not fit a row of max_length={max_length} "
             f"({capacity} positions besides special tokens). Raise max_length if the network allows it, or shorten it."
         )
-    cut = max(0, len(context) + len(target) - capacity)
-    return Window((*framing, *context[cut:]), tuple(target), tuple(suffix)), cut
+    room = capacity - len(target)
+    left = min(len(context), max(room // 2, room - len(after)))
+    right = min(len(after), room - left)
+    window = Window((*framing, *context[len(context) - left :]), tuple(target), (*after[:right], *suffix))
+    return window, len(context) - left + len(after) - right

@@ -21,13 +21,14 @@ BLIND = (
 
 
 class Gap(str):
-    """The text of a gap. `suffix`: what follows it, visible and not scored."""
+    """The text of a gap. `suffix`: what follows it, visible and not scored; `known`: see `Residues`."""
 
     suffix: str
+    known: tuple[int, ...]
 
-    def __new__(cls, text: str, suffix: str = "") -> Gap:
+    def __new__(cls, text: str, suffix: str = "", known: Sequence[int] = ()) -> Gap:
         self = super().__new__(cls, text)
-        self.suffix = suffix
+        self.suffix, self.known = suffix, tuple(known)
         return self
 
     def __radd__(self, context: str) -> str:
@@ -44,13 +45,6 @@ class Gap(str):
 
 class Residues(Gap):
     """Residues of a protein between others, a token each. `known`: indices of those that are given and not scored."""
-
-    known: tuple[int, ...]
-
-    def __new__(cls, text: str, suffix: str = "", known: Sequence[int] = ()) -> Residues:
-        self = super().__new__(cls, text, suffix)
-        self.known = tuple(known)
-        return self
 
     def __radd__(self, context: str) -> str:
         raise DuelError(

@@ -15,7 +15,6 @@ from lm_eval_duel.core.windows import (
     Ids,
     Window,
     as_ids,
-    conditional,
     independent,
     infilled,
     of_row,
@@ -192,11 +191,8 @@ class TextEncoder:
         context, target = self.scorable(context), self.scorable(target)
         if self.prefix and context[: len(self.prefix)] == self.prefix:  # written by a chat template
             context = context[len(self.prefix) :]
-        ids, special_tokens = (context, target), (self.denoiser.max_length, self.prefix, self.suffix)
-        if after:
-            window, lost = infilled(*ids, self.scorable(list(after)), *special_tokens)
-        else:
-            window, lost = conditional(*ids, *special_tokens)
+        special_tokens = self.denoiser.max_length, self.prefix, self.suffix
+        window, lost = infilled(context, target, self.scorable(list(after)), *special_tokens)
         self.cut_contexts += lost > 0
         return window
 
@@ -206,12 +202,10 @@ class TextEncoder:
         Three texts are encoded together, as the harness does; if one is given as ids, a text is encoded alone. Raises
         DuelError as `continuation` does.
         """
-        parts = (before, inside, after)
-        if not all(isinstance(part, str) for part in parts):
-            return self.continuation(
-                *(self.encode(part) if isinstance(part, str) else [*as_ids(part)] for part in parts)
-            )
-        return self.pair(before, Gap(inside, after) if after else inside)
+        parts = before, inside, after
+        if all(isinstance(part, str) for part in parts):
+            return self.pair(before, Gap(inside, after) if after else inside)
+        return self.continuation(*(self.encode(part) if isinstance(part, str) else [*as_ids(part)] for part in parts))
 
     def pair(self, context: str, continuation: str) -> Window:
         """The window of a context and its continuation, which may be a Gap or Residues, encoded as the harness does."""

@@ -7,7 +7,7 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from toys import BlockCausal, Causal, Toy
 
 from lm_eval_duel.core.budget import Budget
-from lm_eval_duel.core.windows import Window, conditional, independent, rolling
+from lm_eval_duel.core.windows import Window, independent, infilled, rolling
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.estimators.duel import DuelEstimator
 
@@ -16,7 +16,7 @@ BAD = ((-1, 0), (0, 3), (0, 5))  # no ids, and the mask
 
 def test_a_target_is_never_cut():
     with pytest.raises(DuelError, match=r"max_length=5"):
-        conditional((1,), range(6), 5, (90,))
+        infilled((1,), range(6), (), 5, (90,))
     with pytest.raises(DuelError, match="max_length=2"):
         independent([1], 2, (90,), (91,))
     with pytest.raises(DuelError, match="tail"):
