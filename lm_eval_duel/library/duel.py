@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast
 from lm_eval_duel.core.budget import GPU_TOKENS
 from lm_eval_duel.core.denoiser import Denoiser
 from lm_eval_duel.core.windows import Window
-from lm_eval_duel.errors import DuelError
+from lm_eval_duel.errors import DuelError, naming
 from lm_eval_duel.estimators import registry
 from lm_eval_duel.estimators.arguments import TwoPhaseArguments
 from lm_eval_duel.estimators.documents import score_documents
@@ -33,7 +33,7 @@ from lm_eval_duel.library.keywords import (
     own_arguments,
 )
 from lm_eval_duel.library.results import GeneratedText, TextEstimate, TextScore
-from lm_eval_duel.library.texts import TextOrIds, generate_texts, one_each, text_windows
+from lm_eval_duel.library.texts import TextOrIds, one_each, text_windows
 from lm_eval_duel.options import MODEL_ARGUMENTS, Grid, Options, Windows
 from lm_eval_duel.rules import Rule, parse
 from lm_eval_duel.text.generation import Generator, Settings
@@ -345,17 +345,28 @@ class Duel(OnIds):
         Raises:
             DuelError: If this Duel has no tokenizer, or a setting or a prompt is wrong.
         """
+        until = until if isinstance(until, str) else list(until)
+        warped = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
         settings = Settings.from_arguments(
-            {
-                "max_new_tokens": max_new_tokens,
-                "do_sample": do_sample,
-                "temperature": temperature,
-                "top_k": top_k,
-                "top_p": top_p,
-                "until": until if isinstance(until, str) else list(until),
-            }
+            {"max_new_tokens": max_new_tokens, "do_sample": do_sample, **warped, "until": until}
         )
         written = prompts if isinstance(prompts, str) else [prompt for prompt in prompts if isinstance(prompt, str)]
         encoder = self._require_encoder("generate", written)
         generator = Generator(self._sampler("generate", *SAMPLERS), encoder, settings, seed)
-        return generate_texts(generator, prompts, range(len(prompts)) if keys is None else keys, suffixes)
+        return self._generated(generator, prompts, range(len(prompts)) if keys is None else keys, suffixes)
+
+    def _generated(
+        self, generator: Generator, prompts: Sequence[TextOrIds], keys: Sequence[int], suffixes: Any
+    ) -> Iterator[tuple[int, GeneratedText]]:
+        encoder, windows, after = generator.text, [], one_each(prompts, suffixes, "suffixes")
+        for note in generator.notes:
+            log.warning("%s", note)
+        cut_before = encoder.cut_contexts
+        for n, prompt in enumerate(prompts):
+            with naming(f"Prompt {n}"):
+                windows.append(generator.prompt(prompt, after[n]))
+        if cut := encoder.cut_contexts - cut_before:
+            log.warning("%d prompts were cut to leave room for max_new_tokens=%d", cut, generator.settings.length)
+        with naming("Prompt {}".format):
+            for n, text, window, sample in generator.stream(windows, keys):
+                yield n, GeneratedText.from_sample(prompts[n], text, window, sample, generator.duel, encoder.tokenizer)

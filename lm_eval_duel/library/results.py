@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from lm_eval_duel.core import rates
 from lm_eval_duel.core.scores import Sample, Score
@@ -41,8 +41,8 @@ class TextScore:
     reveal_steps: tuple[int, ...]
     nfe: int | None  # rule steps, summed over blocks
     near_ties: int | None  # steps whose order float noise could change; None: the rule does not say
-    windows: tuple[Window, ...]  # what was scored, special tokens included
-    window_scores: tuple[Score, ...]
+    windows: tuple[Window, ...] = dataclasses.field(repr=False)  # what was scored, special tokens included
+    window_scores: tuple[Score, ...] = dataclasses.field(repr=False)
     sums: Total = dataclasses.field(repr=False)  # over windows; equal windows of several texts share one error
     spec: dict[str, object] = dataclasses.field(repr=False)  # the estimator and its settings
     unk_tokens: int = 0  # text that the tokenizer does not know; with any, bits_per_byte is no likelihood of the text
@@ -71,8 +71,8 @@ class TextScore:
             stderr=total.stderr,
             bound=is_bound(kind),
             kind=kind,
-            perplexity=rates.perplexity(-total.log_prob / length) if length else math.nan,
-            bits_per_byte=-total.log_prob / math.log(2) / len(text.encode()) if text else math.nan,
+            perplexity=_perplexity(total.log_prob, length),
+            bits_per_byte=_bits_per_byte(total.log_prob, len(text.encode())),
             tokens=tuple(token_texts([token for window in windows for token in window.target], tokenizer)),
             token_logprobs=tuple(value for score in scores for value in score.token_logprobs),
             reveal_steps=tuple(step for score in scores for step in score.reveal_steps),
@@ -104,19 +104,15 @@ class TextEstimate:
     blocks: int
     sampled_blocks: int  # scored without the cache, too
     correlation: float | None  # of a block's log-probs with and without the cache, over sampled blocks
-    window_scores: tuple[Score, ...]
+    window_scores: tuple[Score, ...] = dataclasses.field(repr=False)
     sums: Total = dataclasses.field(repr=False)  # over windows; equal windows have one error
     spec: dict[str, object] = dataclasses.field(repr=False)  # the estimator and its settings
-
-    @property
-    def kind(self) -> str:
-        """The kind of value, as in `TextScore.kind`."""
-        return Kind.ESTIMATE.value
+    kind: ClassVar[str] = Kind.ESTIMATE.value  # as in `TextScore`
 
     @property
     def perplexity(self) -> float:
         """exp(-log_prob / tokens), NaN without tokens."""
-        return rates.perplexity(-self.log_prob / self.tokens) if self.tokens else math.nan
+        return _perplexity(self.log_prob, self.tokens)
 
     @property
     def perplexity_stderr(self) -> float | None:
@@ -126,7 +122,7 @@ class TextEstimate:
     @property
     def bits_per_byte(self) -> float:
         """-log_prob in bits per UTF-8 byte, NaN for an empty text."""
-        return -self.log_prob / math.log(2) / self.bytes if self.bytes else math.nan
+        return _bits_per_byte(self.log_prob, self.bytes)
 
     @classmethod
     def from_scores(
@@ -134,31 +130,25 @@ class TextEstimate:
     ) -> TextEstimate:
         """The estimate of a text of `tokens` tokens from the scores of its windows."""
         sums = Total.from_scores(windows, scores, estimator.name)
-        return cls._from_sums(text, tokens, len(text.encode()), tuple(scores), sums, estimator.describe())
+        return cls._of(text, (tokens, len(text.encode())), tuple(scores), sums, estimator.describe())
 
     @classmethod
     def total(cls, estimates: Sequence[TextEstimate]) -> TextEstimate:
         """The estimate of several texts together. Equal texts have one sample, and the error takes it into account."""
         scores = tuple(score for estimate in estimates for score in estimate.window_scores)
-        tokens, size = (sum(getattr(estimate, name) for estimate in estimates) for name in ("tokens", "bytes"))
+        sizes = sum(estimate.tokens for estimate in estimates), sum(estimate.bytes for estimate in estimates)
         sums = Total.from_parts(estimate.sums for estimate in estimates)
-        return cls._from_sums(None, tokens, size, scores, sums, estimates[0].spec if estimates else {})
+        return cls._of(None, sizes, scores, sums, estimates[0].spec if estimates else {})
 
     @classmethod
-    def _from_sums(
-        cls,
-        text: str | None,
-        tokens: int,
-        bytes: int,
-        scores: tuple[Score, ...],
-        sums: Total,
-        spec: dict[str, object],
+    def _of(
+        cls, text: str | None, sizes: tuple[int, int], scores: tuple[Score, ...], sums: Total, spec: Any
     ) -> TextEstimate:
         blocks = cast(TwoPhaseBlocks, sums.blocks or TwoPhaseBlocks())
         return cls(
             text=text,
-            tokens=tokens,
-            bytes=bytes,
+            tokens=sizes[0],
+            bytes=sizes[1],
             log_prob=sums.log_prob,
             stderr=sums.stderr if sums.windows else 0.0,
             blocks=blocks.count,
@@ -216,3 +206,11 @@ class GeneratedText:
             near_ties=sample.near_ties,
             window=window,
         )
+
+
+def _perplexity(log_prob: float, tokens: int) -> float:
+    return rates.perplexity(-log_prob / tokens) if tokens else math.nan
+
+
+def _bits_per_byte(log_prob: float, size: int) -> float:
+    return -log_prob / math.log(2) / size if size else math.nan

@@ -1,15 +1,13 @@
-"""Texts to windows and back, as in the harness, for `Duel.score`, `estimate` and `generate`."""
+"""Texts to windows, as in the harness, for `Duel.score`, `estimate` and `sample`."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 from lm_eval_duel.core.windows import Ids, Window
 from lm_eval_duel.errors import DuelError, naming
-from lm_eval_duel.library.results import GeneratedText
-from lm_eval_duel.text.generation import Generator
 from lm_eval_duel.text.text import TextEncoder
 
 TextOrIds: TypeAlias = "str | Ids"
@@ -51,25 +49,3 @@ def one_each(
         came = "one text" if isinstance(given, str) else str(len(given))
         raise DuelError(f"{name} takes a text or ids for each of the {len(texts)} texts; got {came}.")
     return given
-
-
-def generate_texts(
-    generator: Generator,
-    prompts: Sequence[TextOrIds],
-    keys: Sequence[int],
-    suffixes: Sequence[TextOrIds] | None = None,
-) -> Iterator[tuple[int, GeneratedText]]:
-    """(index, generated text) of each prompt as it is finished, in any order."""
-    encoder, settings = generator.text, generator.settings
-    for note in generator.notes:
-        log.warning("%s", note)
-    windows, after = [], one_each(prompts, suffixes, "suffixes")
-    cut_before = encoder.cut_contexts
-    for n, prompt in enumerate(prompts):
-        with naming(f"Prompt {n}"):
-            windows.append(generator.prompt(prompt, after[n]))
-    if cut := encoder.cut_contexts - cut_before:
-        log.warning("%d prompts were cut to leave room for max_new_tokens=%d", cut, settings.length)
-    with naming("Prompt {}".format):
-        for n, text, window, sample in generator.stream(windows, keys):
-            yield n, GeneratedText.from_sample(prompts[n], text, window, sample, generator.duel, encoder.tokenizer)

@@ -131,18 +131,20 @@ def check_arguments(
     for key in arguments:
         if key not in known:
             raise unknown("argument of training_metrics", key, known)
+    ways = []
     if sample is not None:
         TwoPhaseArguments(sample)
-    if sample is not None and arguments.get("cache"):
-        raise DuelError(
-            f"sample={sample:g} estimates the value without a cache, and cache={arguments['cache']} scores the cached "
-            "sampler; leave one of them out."
-        )
+        if arguments.get("cache"):
+            raise DuelError(
+                f"sample={sample:g} estimates the value without a cache, and cache={arguments['cache']} scores the "
+                "cached sampler; leave one of them out."
+            )
+        ways.append("two_phase")
     COUNT("token_budget", token_budget)
-    network = {key: value for key, value in arguments.items() if key in in_memory.ARGUMENTS}
     in_memory.require_dtype(arguments.get("autocast"))
-    LoadOptions("model", torch.device("cpu"), **network)
-    ways = ["two_phase"] if sample is not None else []
+    LoadOptions(
+        "model", torch.device("cpu"), **{key: arguments[key] for key in arguments if key in in_memory.ARGUMENTS}
+    )
     for key, value in sorted(arguments.items()):
         argument = MODEL_ARGUMENTS.get(key, Argument(RAW))
         if key not in UNLABELLED and (read := argument.read(key, value)) != argument.default:
@@ -165,11 +167,10 @@ def planned_tokens(duel: Duel, texts: Sequence[str], sample: float | None = None
     Raises:
         DuelError: If the estimator is another one, or a text cannot be scored.
     """
-    rule = duel.rule
+    rule, cache = duel.rule, duel.denoiser.cache
     if rule is None or duel.estimator.name != "duel":
         raise DuelError(f"planned_tokens needs estimator=duel; this Duel has estimator={duel.estimator.name}.")
     setting = cost.Setting(duel.denoiser, rule, duel.block, duel.grid)
-    cache = duel.denoiser.cache
 
     def of_window(window: cost.Layout) -> cost.Cost:
         if sample is not None:
@@ -258,14 +259,13 @@ def _duels(
 ) -> list[Duel]:
     """A Duel for each rule, on one denoiser, made for one score: what self-tests detect depends on the weights."""
     first = Duel.from_model(model, tokenizer, rule=rules[0], block=block, **arguments)
-    duels = [first]
-    for rule in rules[1:]:
-        parsed, windows = parse(rule).with_tokenizer(tokenizer), arguments.get("windows", "independent")
-        grid = arguments.get("grid", "auto")
-        duel = Duel(first.denoiser, parsed, first.block, grid, 1, tokenizer=tokenizer, windows=windows)
+    shared = {key: arguments[key] for key in ("grid", "windows") if key in arguments}
+    others = [
+        Duel(first.denoiser, rule, first.block, batch_size=1, tokenizer=tokenizer, **shared) for rule in rules[1:]
+    ]
+    for duel in others:
         duel.estimator.budget = first.estimator.budget
-        duels.append(duel)
-    return duels
+    return [first, *others]
 
 
 def _fitting(duels: Sequence[Duel], texts: Sequence[str], sample: float | None, budget: int) -> int:
