@@ -81,18 +81,16 @@ class ResponseCache:
         """The record of a key, from the file of any rank; None if there is none that is intact and of this `kind`."""
         if key in self.waiting:
             return self.waiting[key]
-        try:
-            row = self.file.execute(READ, (key,)).fetchone()
-        except sqlite3.Error as error:
-            raise unreadable(self.path, error) from error
-        value = self._value(row, kind, self.path)
-        if value is None and key in self.holders:
-            path, other = self.holders[key]
+        for path, file in filter(None, ((self.path, self.file), self.holders.get(key))):
             try:
-                value = self._value(other.execute(READ, (key,)).fetchone(), kind, path)
+                row = file.execute(READ, (key,)).fetchone()
             except sqlite3.Error:
+                row = ()
+            if isinstance(value := _read(row), kind):
+                return value
+            if row is not None:
                 self.drop(path)
-        return value
+        return None
 
     def drop(self, path: Path | None = None) -> None:
         """Log, once per file, that one of its records is not used. `path`: this rank's file by default."""
@@ -139,14 +137,6 @@ class ResponseCache:
         if self.waiting:
             log.error("%d answers are not in %s: the next run scores them again", len(self.waiting), self.path)
 
-    def _value(self, row: tuple[Any, ...] | None, kind: type, path: Path) -> Any:
-        """The value in a row of a file; None, with a warning, if it is damaged or of another kind."""
-        value = None if row is None else _read(row)
-        if row is not None and not isinstance(value, kind):
-            self.drop(path)
-            return None
-        return value
-
     def _other_files(self) -> list[Path]:
         """The files of other ranks, also of an earlier run with more ranks."""
         if (parts := re.fullmatch(r"(.*_rank)\d+(\.db)", self.path.name, re.DOTALL)) is None:
@@ -163,8 +153,8 @@ class _PlainUnpickler(pickle.Unpickler):
         raise pickle.UnpicklingError(f"{module}.{name} is not a plain value")
 
 
-def _read(row: tuple[Any, ...]) -> Any:
-    """The value of a record; None if it is damaged or not a plain value."""
+def _read(row: Any) -> Any:
+    """The value of a record; None if it is missing, damaged or not a plain value."""
     try:
         return _PlainUnpickler(io.BytesIO(bytes(row[0]))).load()
     except Exception:  # a truncated pickle can raise anything

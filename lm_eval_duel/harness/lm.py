@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import sys
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -13,14 +12,20 @@ from lm_eval_duel import fingerprint
 from lm_eval_duel.console.command_line import key_values
 from lm_eval_duel.demo import BUNDLED
 from lm_eval_duel.errors import DuelError, unchained
+from lm_eval_duel.estimators import registry
+from lm_eval_duel.harness import patches, spec
+from lm_eval_duel.harness.cache import ResponseCache
+from lm_eval_duel.harness.distributed import Ranks
+from lm_eval_duel.harness.generation import generate
+from lm_eval_duel.harness.loglikelihood import score_continuations, score_texts
+from lm_eval_duel.harness.run import HarnessRun
+from lm_eval_duel.harness.trace import Writer
 from lm_eval_duel.options import Options
+from lm_eval_duel.text.loading import load_scorer
 
 if TYPE_CHECKING:
-    import torch
     from lm_eval.api.instance import Instance
     from lm_eval.api.model import CacheHook
-
-    from lm_eval_duel.harness.run import HarnessRun
 
 log = logging.getLogger("lm_eval.duel_mdm")  # lm-eval prints its own loggers only
 
@@ -34,20 +39,12 @@ class DuelMDM(TemplateLM):
     @unchained()
     def __init__(self, **arguments: Any):
         super().__init__()
-        if "lm_eval.evaluator" in sys.modules:  # as in lm_eval's command; elsewhere patches.py would import torch here
-            from lm_eval_duel.harness import patches
-
-            patches.in_lm_evals_command()
+        patches.in_lm_evals_command()
         self.options = options = Options.parse(arguments)
-        # torch and transformers are imported only after the arguments were checked
-        from lm_eval_duel.estimators import registry
-        from lm_eval_duel.harness import patches, spec
-        from lm_eval_duel.harness.distributed import Ranks
-        from lm_eval_duel.harness.trace import Writer
-        from lm_eval_duel.text.loading import load_scorer
-
         patches.apply()
         self.ranks = Ranks.join(options.device)
+        self._rank, self._world_size = self.ranks.rank, self.ranks.world_size
+        self.all_gather, self.barrier = self.ranks.all_gather, self.ranks.barrier
         self.trace = Writer(options.trace, self.rank, self.world_size) if options.trace is not None else None
         scorer = load_scorer(options, device=self.ranks.device)
         self.options, self.tokenizer, self.denoiser, self.estimator, self.text = scorer
@@ -79,8 +76,6 @@ class DuelMDM(TemplateLM):
         for the row is truncated from the left; a continuation too long is an error. `is_greedy` is always False if the
         estimator has no decoding.
         """
-        from lm_eval_duel.harness.loglikelihood import score_continuations
-
         self._require_continuations()
         if not self.estimator.decodes:
             log.warning(
@@ -92,8 +87,6 @@ class DuelMDM(TemplateLM):
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
         """log p of whole texts, with each token in exactly one window; an empty text is 0.0."""
-        from lm_eval_duel.harness.loglikelihood import score_texts
-
         return score_texts(self._begin(disable_tqdm), requests)
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
@@ -101,8 +94,6 @@ class DuelMDM(TemplateLM):
 
         A sample is seeded by (draw_seed, task, document, request, repeat). Temperature 0 takes the argmax of each pick.
         """
-        from lm_eval_duel.harness.generation import generate
-
         return generate(self._begin(disable_tqdm), requests)
 
     def _loglikelihood_tokens(
@@ -117,33 +108,23 @@ class DuelMDM(TemplateLM):
 
     def _begin(self, disable_tqdm: bool) -> HarnessRun:
         """The running evaluation, which counts one more call."""
-        from lm_eval_duel.harness import patches
-
         if self not in patches.answering:
             self.run = self._new_run()
         self.run.store, self.run.show_progress = self.cache_hook.dbdict, not disable_tqdm
         return self.run
 
     def _new_run(self) -> HarnessRun:
-        from lm_eval_duel.harness import patches
-        from lm_eval_duel.harness.run import HarnessRun
-
         patches.answering.add(self)
         return HarnessRun(self.options, self.text, self.estimator, self.ranks, self.trace)
 
     def _require_continuations(self) -> None:
         """Raise DuelError if the estimator scores whole texts only."""
-        from lm_eval_duel.estimators import registry
-
         if reason := registry.find(self.options.estimator).whole_texts:
             raise DuelError(reason)
 
     @unchained()
     def set_cache_hook(self, cache_hook: CacheHook) -> None:
         """Take the harness's response cache; raises DuelError if it was written under another spec."""
-        from lm_eval_duel.harness import spec
-        from lm_eval_duel.harness.cache import ResponseCache
-
         if cache_hook.dbdict is not None:
             path, generation = cache_hook.dbdict.filename, fingerprint.digest(self.generation_spec)
             cache_hook.dbdict.close()  # its file is opened in its place
@@ -166,8 +147,6 @@ class DuelMDM(TemplateLM):
     @property
     def generation_spec(self) -> dict[str, str]:
         """The spec of generated texts."""
-        from lm_eval_duel.harness import spec
-
         return spec.generation(self.spec, self.estimator, self.tokenizer, self.options)
 
     @property
@@ -177,8 +156,6 @@ class DuelMDM(TemplateLM):
 
     def get_model_info(self) -> dict[str, Any]:
         """The entries of the results JSON: the spec, its fingerprint, and the statistics of all ranks."""
-        from lm_eval_duel.harness.spec import parameters, versions
-
         total = self.run.total()
         eps = self.options.estimator_args.get("elbo_eps")
         bound = "no bound: elbo_eps above 0" if eps else "a bound"
@@ -195,11 +172,11 @@ class DuelMDM(TemplateLM):
             "attention": self.denoiser.attention,
             "dtype": self.spec.get("dtype"),
             "weights": self.spec.get("weights"),
-            "parameters": parameters(self.denoiser),
+            "parameters": spec.parameters(self.denoiser),
             "bos": self.text.bos,
             "row_capacity": self.text.capacity,
             "device": str(self.denoiser.device),
-            "versions": versions(),
+            "versions": spec.versions(),
             "trace": str(self.trace.path) if self.trace else None,
             **total.describe(),
             "errors": total.errors(bound),
@@ -208,17 +185,6 @@ class DuelMDM(TemplateLM):
 
     # ------------------------------------------------------------ ranks
 
-    @property
-    def rank(self) -> int:
-        return self.ranks.rank
-
-    @property
-    def world_size(self) -> int:
-        return self.ranks.world_size
-
-    def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
-        return self.ranks.all_gather(tensor)
-
     def gather_object(self, obj: Any, dst: int = 0) -> list[Any] | None:
         """The objects of all ranks, on rank `dst`; the statistics travel along."""
         gathered = self.ranks.gather_object((obj, self.run.summary()), dst)
@@ -226,9 +192,6 @@ class DuelMDM(TemplateLM):
             return None
         objects, self.run.gathered = map(list, zip(*gathered, strict=True))
         return objects
-
-    def barrier(self) -> None:
-        self.ranks.barrier()
 
     # ------------------------------------------------------------ text
 

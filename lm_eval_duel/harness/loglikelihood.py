@@ -82,10 +82,7 @@ def score_continuations(run: HarnessRun, requests: Sequence[Instance]) -> list[t
     batch = Batch.from_requests(requests)
     windows = continuation_windows(run.text, batch.requests)
     answers = score_requests(run, "loglikelihood", batch.requests, windows)
-    pairs = zip(batch.requests, answers, strict=True)
-    return batch.spread(
-        [(answer if isinstance(request.args[1], Gap) else float(answer), answer.is_greedy) for request, answer in pairs]
-    )
+    return batch.spread([(answer, answer.is_greedy) for answer in answers])
 
 
 def score_texts(run: HarnessRun, requests: Sequence[Instance]) -> list[TextLogLikelihood]:

@@ -27,7 +27,9 @@ import json
 import logging
 import math
 import re
+from collections import deque
 from collections.abc import Iterable, Iterator
+from mmap import ACCESS_READ, mmap
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,7 +39,6 @@ from lm_eval_duel.core.windows import target_parts
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.estimators.blocks import BeamBlocks, TwoPhaseBlocks
 from lm_eval_duel.estimators.registry import LATTICE
-from lm_eval_duel.harness.journal import Journal
 
 if TYPE_CHECKING:
     from lm_eval_duel.core.scores import Score
@@ -55,16 +56,22 @@ STATISTICS = ("confidence", "margin", "entropy")
 class Writer:
     """The trace of this rank; raises DuelError for a file that cannot be written, or is not a trace.
 
-    It is opened before a checkpoint is read; `begin` writes its first line, which describes the checkpoint.
+    It is opened before a checkpoint is read; `begin` writes its first line, which describes the checkpoint. A last line
+    that was cut off is dropped. Lines are written whole, so two runs may share a file; on a full disk they wait.
     """
 
     def __init__(self, path: str | Path, rank: int = 0, ranks: int = 1):
         self.path = Path(path).absolute()
-        file = self.path.with_name(f"{self.path.stem}.rank{rank}{self.path.suffix}") if ranks > 1 else self.path
+        self.waiting: deque[bytes] = deque()  # lines that the disk has not taken
+        own = self.path.with_name(f"{self.path.stem}.rank{rank}{self.path.suffix}") if ranks > 1 else self.path
         try:
-            self.written = _header(file) if file.exists() and not _is_cut_header(file) else None
-            file.parent.mkdir(exist_ok=True)  # one folder: a misspelt path makes no tree of them
-            self.journal = Journal(file)
+            self.written = _header(own) if own.exists() and not _is_cut_header(own) else None
+            own.parent.mkdir(exist_ok=True)  # one folder: a misspelt path makes no tree of them
+            self.file = own.open("ab", buffering=0)
+            if own.stat().st_size:
+                with own.open("rb") as file, mmap(file.fileno(), 0, access=ACCESS_READ) as content:
+                    end = content.rfind(b"\n") + 1
+                self.file.truncate(end)
         except OSError as error:
             remedy = "Name a file in a folder that can be written."
             raise DuelError(f"The trace {path} cannot be written: {error}. {remedy}") from None
@@ -77,38 +84,49 @@ class Writer:
         for key in ("fingerprint", "rules", "lattice_rule_code"):
             if self.written.get(key) != header.get(key):
                 raise DuelError(
-                    f"The trace {self.journal.path} was written under another spec ({key} {self.written.get(key)}; "
+                    f"The trace {self.file.name} was written under another spec ({key} {self.written.get(key)}; "
                     f"this run's is {header.get(key)}). Name another file, or delete it."
                 )
 
     def write(self, records: Iterable[dict[str, Any]]) -> None:
-        """Write the windows of one request."""
-        self.journal.write(json.dumps(finite(record), allow_nan=False) for record in records)
+        """Write the windows of one request, after the lines that wait."""
+        was_full = bool(self.waiting)
+        self.waiting.extend(f"{json.dumps(finite(record), allow_nan=False)}\n".encode() for record in records)
+        try:
+            while self.waiting:
+                line = self.waiting[0]
+                self.waiting[0] = line[self.file.write(line) :]
+                if not self.waiting[0]:
+                    self.waiting.popleft()
+        except OSError as error:
+            if not was_full:
+                log.error(
+                    "%s cannot be written (%s): the run continues, and lines wait in memory until there is room",
+                    self.file.name,
+                    error,
+                )
 
     def flush(self) -> None:
-        """Write the lines that a full disk did not take, or log that they are missing."""
-        self.journal.flush()
+        """Write the lines that wait, or log how many are lost if the run ends now."""
+        self.write([])
+        if self.waiting:
+            log.error("%d lines could not be written to %s", len(self.waiting), self.file.name)
 
 
-INFINITE = {  # what a null was
-    "log_prob": -math.inf,
-    "token_logprobs": -math.inf,
-    "values": -math.inf,
-    "confidence": math.inf,
-}
+INFINITE = {**dict.fromkeys(("log_prob", "token_logprobs", "values"), -math.inf), "confidence": math.inf}  # once null
 
 
 def _with_infinities(line: dict[str, Any]) -> dict[str, Any]:
     """A line of a trace with the infinities that were written as null."""
     restored = dict(line)
-    for name, number in INFINITE.items():
-        value = line.get(name, [])
+    for name in INFINITE.keys() & line.keys():
+        value, number = line[name], INFINITE[name]
         if isinstance(value, dict):
             restored[name] = {key: number if part is None else part for key, part in value.items()}
         elif isinstance(value, list):
-            restored |= {name: [number if part is None else part for part in value]} if None in value else {}
-        else:
-            restored[name] = number if value is None else value
+            restored[name] = [number if part is None else part for part in value]
+        elif value is None:
+            restored[name] = number
     if "rules" in line:
         restored["rules"] = {name: _with_infinities(order) for name, order in line["rules"].items()}
     return restored

@@ -15,6 +15,7 @@ from sqlitedict import SqliteDict
 
 from lm_eval_duel.errors import DuelError, InconsistentOutput
 from lm_eval_duel.harness import trace
+from lm_eval_duel.harness.answers import Answers
 
 TEXTS = [("a b c",), ("d e",), ("f g h i",), ("a",)]
 
@@ -163,6 +164,20 @@ def test_other_models_caches_are_what_they_were(model, tmp_path):
     keys = [hash_args("generate_until", request.args) for request in asked]
     assert [stock.dbdict[key] for key in keys] == texts and type(stock.dbdict) is SqliteDict
     assert "generate_until" in vars(ours) and "generate_until" not in vars(stock)
+
+
+def test_a_window_is_kept_while_an_unfinished_document_has_it(model, tmp_path):
+    wrapped = cached(model(), tmp_path)
+    asked = requests([(" ".join(f"abcdefghijklmn{end}"),) for end in "xy"])  # the first window is that of both
+    windows = [wrapped.lm.text.windows(request.args[0]) for request in asked]
+    assert windows[0][0] == windows[1][0] and windows[0][1] != windows[1][1]
+    answers = Answers(wrapped.dbdict, wrapped.lm.estimator, "loglikelihood_rolling", asked, windows)
+    for n, parts in enumerate(windows):
+        scores = wrapped.lm.estimator.log_prob(parts)
+        for window, score in zip(parts, scores, strict=True):
+            answers.keep(window, score)
+        answers.save(n, scores)
+        assert len(keys(wrapped, "window ")) == len(answers.kept([0, 1])) == 1 - n
 
 
 @pytest.mark.parametrize(

@@ -2,14 +2,11 @@
 
 import math
 
-import pytest
-
 from lm_eval_duel import Window
 from lm_eval_duel.core.scores import Score
 from lm_eval_duel.estimators.blocks import TwoPhaseBlocks
 from lm_eval_duel.estimators.documents import score_documents
 from lm_eval_duel.estimators.totals import Total
-from lm_eval_duel.harness.totals import RunStats
 
 WINDOWS = [Window((), (1,) * (n + 1)) for n in range(3)]
 
@@ -23,17 +20,6 @@ def test_scores_of_a_document_are_in_the_order_of_its_windows():
 
     found = dict(score_documents(documents, backwards, known={WINDOWS[2]: scores[WINDOWS[2]]}))
     assert found == {n: [scores[window] for window in windows] for n, windows in enumerate(documents)}
-
-
-def test_ranks_add_up_to_one_run():
-    """Equal windows of two ranks have one Monte Carlo error; the longest request is the longest of all."""
-    ranks = [RunStats(), RunStats()]
-    for rank, count in zip(ranks, (2, 1), strict=True):
-        rank.add_request(
-            "task", rank is ranks[0], Total.from_scores(WINDOWS[:1] * count, [Score(-1.0, stderr=3.0)] * count, "elbo")
-        )
-    ranks[0].merge(ranks[1])
-    assert ranks[0].tasks["task"].stderr == pytest.approx(9) and ranks[0].longest == {"task": 2}
 
 
 def test_a_sum_over_windows_has_no_values_of_single_blocks():

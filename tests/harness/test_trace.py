@@ -1,5 +1,6 @@
 """Traces: written as documents finish, read back as plain Python, shown in a terminal."""
 
+import json
 import math
 
 import pytest
@@ -117,6 +118,24 @@ def test_a_trace_goes_on_where_it_was_cut_off(tmp_path):
     with pytest.raises(DuelError, match=r"notes.txt is not a trace: its first line has no spec"):
         writer(str(tmp_path / "notes.txt"), HEADER)
     assert (tmp_path / "notes.txt").read_text() == "my notes"
+
+
+def test_lines_wait_while_the_disk_is_full_and_keep_their_order(tmp_path, caplog):
+    path = tmp_path / "t.jsonl"
+    writer(str(path), HEADER).write([{"n": 1}])
+    with path.open("ab") as file:
+        file.write(b"x" * 200_000)  # cut off
+    full = writer(str(path), HEADER)
+    file = full.file
+    with caplog.at_level("ERROR", logger="lm_eval.duel_mdm"), open("/dev/full", "wb", buffering=0) as full.file:
+        for n in (2, 3):
+            full.write([{"n": n}])
+        full.flush()
+    assert caplog.text.count("No space left on device): the run continues, and lines wait in memory") == 1
+    assert "2 lines could not be written to" in caplog.text
+    full.file = file
+    full.write([{"n": 4}])
+    assert [json.loads(line)["n"] for line in path.read_text().splitlines()[1:]] == [1, 2, 3, 4]
 
 
 def test_the_files_of_all_ranks_are_one_trace_in_which_a_document_scored_again_is_the_new_one(tmp_path):

@@ -32,12 +32,6 @@ def rolling(model, texts):
     return [float(value) for value in model.loglikelihood_rolling(ask("loglikelihood_rolling", *texts))]
 
 
-def parts(model):
-    """What is special to two-phase estimates in the results of each task, and the run's own costs."""
-    duel = model.get_model_info()["duel"]
-    return {name: task["values"]["two_phase"]["two_phase"] for name, task in duel["tasks"].items()}, duel["phases"]
-
-
 def results(model):
     duel = model.get_model_info()["duel"]
     (task,) = duel["tasks"].values()
