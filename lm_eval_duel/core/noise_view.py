@@ -22,11 +22,16 @@ class NoiseView(View):
     def __call__(self, lanes: Lanes, targets: torch.Tensor | None = None) -> Predictions:
         """The predictions at all positions of fresh lanes, at t = 1/2, for a trial of the size of a call."""
         half = torch.full(lanes.row.shape, 0.5, dtype=torch.float64, device=lanes.row.device)  # (R,)
-        features = self.features(lanes, self.rows.targets(lanes), half)[lanes.masked_at]  # (C, D)
+        return self.predictions(lanes, self.rows.targets(lanes), half)
+
+    def predictions(
+        self, lanes: Lanes, noisy: torch.Tensor, t: torch.Tensor, before: torch.Tensor | None = None
+    ) -> Predictions:
+        """The predictions at all positions of `lanes`; the arguments are those of `features`."""
+        features = self.features(lanes, noisy, t, before)[lanes.masked_at]  # (C, D)
         every = torch.arange(len(features), device=features.device)  # (C,)
         no_ties = torch.zeros_like(lanes.row, dtype=torch.bool)  # (R,)
-        excluded = self.denoiser.excluded
-        return Predictions(lanes.masked, no_ties, features, every, self.denoiser.head, excluded, targets)
+        return Predictions(lanes.masked, no_ties, features, every, self.denoiser.head, self.denoiser.excluded)
 
     def features(
         self, lanes: Lanes, noisy: torch.Tensor, t: torch.Tensor, before: torch.Tensor | None = None

@@ -53,6 +53,11 @@ class WindowGroup:
         """The windows, opened."""
         return self.opened(self.rows)
 
+    @cached_property
+    def keys(self) -> torch.Tensor:
+        """The key of each window, on which its random numbers depend, (N,)."""
+        return torch.tensor([window.key for window in self.windows], device=self.rows.ids.device)
+
     def fresh(self, spans: Sequence[BlockSpan]) -> Lanes:
         """Lanes at the start of these blocks."""
         return Lanes.fresh(self.rows, *torch.tensor(spans, device=self.rows.ids.device).unbind(1))

@@ -88,10 +88,10 @@ class RowChecks:
                 _report(drawn, deviation, noise)
 
 
-def draw_lanes(lanes: Lanes, number: int, window_indices: Sequence[int], *keys: torch.Tensor) -> list[int]:
-    """`number` of the lanes, drawn by a hash of (window, block, step) and of `keys` (R,)."""
+def draw_lanes(lanes: Lanes, number: int, window_indices: Sequence[int]) -> list[int]:
+    """`number` of the lanes, drawn by a hash of (window, block, step)."""
     window = torch.tensor(window_indices, device=lanes.row.device)[lanes.row]  # (R,)
-    return hashed(window, lanes.start - lanes.origin, lanes.step, *keys).argsort()[:number].tolist()
+    return hashed(window, lanes.start - lanes.origin, lanes.step).argsort()[:number].tolist()
 
 
 def place_of(lanes: Lanes, lane: int) -> str:

@@ -13,17 +13,19 @@ Shapes: N windows, L row length, R lanes, W block width.
 from __future__ import annotations
 
 import abc
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
+from lm_eval_duel.core.accumulators import Accumulator
 from lm_eval_duel.core.budget import Budget, plan
+from lm_eval_duel.core.decision import UnmaskingRule
 from lm_eval_duel.core.denoiser import Denoiser
-from lm_eval_duel.core.lanes import Rows, blocks
+from lm_eval_duel.core.lanes import Lanes, Rows, blocks
 from lm_eval_duel.core.queue import groups
-from lm_eval_duel.core.reveal import BlockSpan, WindowGroup
+from lm_eval_duel.core.reveal import BlockSpan, Reveal, WindowGroup
 from lm_eval_duel.core.row_checks import RowChecks
 from lm_eval_duel.core.scores import Counts, IndexedScores, Score
 from lm_eval_duel.core.windows import Window
@@ -85,6 +87,12 @@ class Estimator(abc.ABC):
     @abc.abstractmethod
     def score_group(self, group: WindowGroup) -> IndexedScores:
         """Score one group of windows; yield (row, score) of each as it is finished."""
+
+    def reveal(
+        self, group: WindowGroup, rule: UnmaskingRule, lanes: Iterable[Lanes], scores: Accumulator, **sampling: Any
+    ) -> IndexedScores:
+        """(row, score) of each window of a group as it is finished; `sampling`: other arguments of `Reveal`."""
+        return iter(Reveal(group, rule, lanes, scores, self.budget, self.counts, self.row_checks, **sampling))
 
     def use_single_rows(self) -> None:
         """Evaluate one row in each network call."""

@@ -22,7 +22,7 @@ from lm_eval_duel.arguments import whole
 from lm_eval_duel.core.accumulators import ScoreAccumulator
 from lm_eval_duel.core.decision import EVALUATE_ALL, UnmaskingRule
 from lm_eval_duel.core.denoiser import Denoiser
-from lm_eval_duel.core.reveal import BlockSpan, Reveal, WindowGroup
+from lm_eval_duel.core.reveal import BlockSpan, WindowGroup
 from lm_eval_duel.core.row_checks import is_coarse
 from lm_eval_duel.core.scores import IndexedScores, Sample, Score
 from lm_eval_duel.core.tokens import Argmax, Draw, Draws
@@ -163,8 +163,7 @@ class DuelEstimator(Estimator):
             samples = SampleAccumulator(group, self, stop)
             rule, draw = self.sampler(None if keys is None else [keys[n] for n in group.window_indices], seed)
             first = group.fresh([samples.next_block(row) for row in range(len(group.windows))])
-            work = (self.budget, self.counts, self.row_checks)
-            sampled = Reveal(group, rule, [first], samples, *work, draw, samples.following)
+            sampled = self.reveal(group, rule, [first], samples, draw=draw, following=samples.following)
             for row, sample in cast(Iterator[tuple[int, Sample]], sampled):
                 self.counts.add(sample, len(sample.tokens))
                 yield group.window_indices[row], sample
@@ -186,11 +185,10 @@ class DuelEstimator(Estimator):
         """
         fresh = group.fresh(spans)
         expected = torch.zeros_like(group.rows.target).index_add_(0, fresh.row, fresh.masked.sum(1))  # (N,)
-        scores, work = ScoreAccumulator(group.rows, self.traced, expected), (self.budget, self.counts, self.row_checks)
+        scores = ScoreAccumulator(group.rows, self.traced, expected)
         if rule.fixed:  # all states are known before any is evaluated
-            states = fixed_states(self, group, rule, spans)
-            return iter(Reveal(group, EVALUATE_ALL, states, scores, *work))
-        return iter(Reveal(group, rule, [fresh], scores, *work))
+            return self.reveal(group, EVALUATE_ALL, fixed_states(self, group, rule, spans), scores)
+        return self.reveal(group, rule, [fresh], scores)
 
 
 class Autoregressive(DuelEstimator):

@@ -10,8 +10,9 @@ from toys import Toy
 from lm_eval_duel.core.accumulators import ScoreAccumulator
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.estimators.duel import DuelEstimator
-from lm_eval_duel.estimators.elbo import Elbo, ElboAccumulator
-from lm_eval_duel.estimators.noised_elbo import NoisedAccumulator, NoisedElbo
+from lm_eval_duel.estimators.elbo import Elbo
+from lm_eval_duel.estimators.monte_carlo import BoundAccumulator
+from lm_eval_duel.estimators.noised_elbo import NoisedElbo
 from lm_eval_duel.estimators.subsets.lattice import Lattice, LatticeAccumulator
 from lm_eval_duel.estimators.subsets.sampled_confidence import SampledConfidence
 from lm_eval_duel.estimators.subsets.set_sampler import SetAccumulator
@@ -42,8 +43,8 @@ class Short(TorchDispatchMode):
 
 CASES = {
     "scores": (ScoreAccumulator, lambda: DuelEstimator(Flat(), "threshold:mu=0.4", 3, traced=True)),
-    "elbo": (ElboAccumulator, lambda: Elbo(Toy(), samples=16)),
-    "noised": (NoisedAccumulator, lambda: NoisedElbo(NoisyToy(length=6), samples=16, steps=2)),
+    "elbo": (BoundAccumulator, lambda: Elbo(Toy(), samples=16)),
+    "noised": (BoundAccumulator, lambda: NoisedElbo(NoisyToy(length=6), samples=16, steps=2)),
     "lattice": (
         LatticeAccumulator,
         lambda: Lattice(Flat(), block=3, follow=["greedy", "threshold:mu=0.4"], traced=True),

@@ -113,8 +113,7 @@ class Chunk:
         self.value = like.new_full((len(lanes), self.beam.sums), -math.inf)  # (B, C)
         self.path = self.key  # (B,) the sets of argmax decoding as far as it writes the targets; -1: it does not
         self.rows = torch.zeros_like(self.block)  # (B,)
-        keys = torch.tensor([window.key for window in group.windows], device=device)  # (N,)
-        self.random = hashed(keys[lanes.row], sampler.seed, BEAM, nth)  # (B,)
+        self.random = hashed(group.keys[lanes.row], sampler.seed, BEAM, nth)  # (B,)
         self.thinned = torch.zeros_like(self.block)  # (B,) how often
         self.known: dict[int, tuple[torch.Tensor, Planes]] = {}  # by size: sets of the last level, what was read there
 

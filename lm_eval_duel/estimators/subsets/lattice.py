@@ -30,7 +30,7 @@ from lm_eval_duel.core.accumulators import Step
 from lm_eval_duel.core.decision import EVALUATE_ALL, require_pick
 from lm_eval_duel.core.denoiser import Denoiser
 from lm_eval_duel.core.lanes import Lanes
-from lm_eval_duel.core.reveal import Reveal, WindowGroup
+from lm_eval_duel.core.reveal import WindowGroup
 from lm_eval_duel.core.row_checks import is_coarse
 from lm_eval_duel.core.scores import STATISTICS, IndexedScores, Score
 from lm_eval_duel.estimators.arguments import LatticeArguments, check_block
@@ -84,7 +84,7 @@ class Lattice(Estimator):
 
     def score_group(self, group: WindowGroup) -> IndexedScores:
         sums = LatticeAccumulator(group, self)
-        return iter(Reveal(group, EVALUATE_ALL, sums.states(), sums, self.budget, self.counts, self.row_checks))
+        return self.reveal(group, EVALUATE_ALL, sums.states(), sums)
 
 
 class LatticeAccumulator:

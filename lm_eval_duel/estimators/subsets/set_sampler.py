@@ -20,7 +20,7 @@ from lm_eval_duel.core.accumulators import Step
 from lm_eval_duel.core.decision import EVALUATE_ALL
 from lm_eval_duel.core.denoiser import Denoiser
 from lm_eval_duel.core.lanes import Lanes
-from lm_eval_duel.core.reveal import Reveal, WindowGroup
+from lm_eval_duel.core.reveal import WindowGroup
 from lm_eval_duel.core.scores import IndexedScores, Score, known_sum
 from lm_eval_duel.estimators.arguments import LATTICE_BLOCK, TOLERANCE, BeamArguments, check_block
 from lm_eval_duel.estimators.base import Estimator
@@ -173,5 +173,4 @@ class SetSampler(Estimator):
 
     def score_group(self, group: WindowGroup) -> IndexedScores:
         sums = SetAccumulator(group, self)
-        scores = (sums.fresh(), sums, self.budget, self.counts, self.row_checks)
-        return iter(Reveal(group, EVALUATE_ALL, *scores, following=sums.following))
+        return self.reveal(group, EVALUATE_ALL, sums.fresh(), sums, following=sums.following)
