@@ -6,7 +6,7 @@ Shapes: N windows, L row length, R lanes, W block width.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 
@@ -78,15 +78,17 @@ class ScoreAccumulator:
     def take(self, finished: Lanes) -> IndexedScores:
         """(row, score) of each window that has no lane left."""
         rows = finished.row.unique()  # (n,)
-        rows = rows[self.sums[rows, 0] == self.expected[rows]]
+        return self.scores(rows[self.sums[rows, 0] == self.expected[rows]])
+
+    def scores(self, rows: torch.Tensor) -> IndexedScores:
+        """(row, score) of each of `rows` (n,)."""
         if not len(rows):
             return
         log_probs, steps, sums = (plane[rows].cpu() for plane in (self.log_probs, self.reveal_steps, self.sums))
         planes = {name: plane[rows].cpu() for name, plane in self.statistics.items()}
         for n, row in enumerate(rows.tolist()):
             span = slice(self.origin[row], self.origin[row] + self.target[row])
-            statistics = [tuple(planes[name][n, span].tolist()) if planes else () for name in STATISTICS]
-            confidence, margin, entropy = statistics
+            traced: dict[str, Any] = {name: tuple(plane[n, span].tolist()) for name, plane in planes.items()}
             _, nfe, missed, near_ties, all_mask = sums[n].tolist()
             scored = Score(
                 log_prob=float(log_probs[n, span].sum()),
@@ -96,8 +98,6 @@ class ScoreAccumulator:
                 nfe=nfe,
                 near_ties=near_ties if self.has_margins else None,
                 all_mask_starts=all_mask,
-                confidence=confidence,
-                margin=margin,
-                entropy=entropy,
+                **traced,
             )
             yield row, scored

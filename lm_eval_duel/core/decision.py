@@ -53,22 +53,16 @@ class Decision(NamedTuple):
 class UnmaskingRule(Protocol):
     """The attributes of a rule that the loop reads; see `rules.Rule` for each."""
 
-    fixed: ClassVar[bool]
-    reads_step: ClassVar[bool]
-    may_pick_none: ClassVar[bool]
-    dense_memory: ClassVar[bool]
+    fixed: ClassVar[bool] = False
+    may_pick_none: ClassVar[bool] = False
+    dense_memory: ClassVar[bool] = False
 
     def __call__(self, predictions: Predictions, lanes: Lanes) -> Decision:
         """Pick the masked positions of each lane to reveal next."""
 
 
-class EvaluateAll:
+class EvaluateAll(UnmaskingRule):
     """Picks every masked position, for states that are evaluated once."""
-
-    fixed: ClassVar[bool] = False
-    reads_step: ClassVar[bool] = False
-    may_pick_none: ClassVar[bool] = False
-    dense_memory: ClassVar[bool] = False
 
     def __call__(self, predictions: Predictions, lanes: Lanes) -> Decision:
         return Decision.certain(lanes.masked)

@@ -100,8 +100,8 @@ def _rules(value: Any) -> tuple[rules.Rule, ...]:
     for rule in parsed:
         if not rule.state_only:
             raise DuelError(
-                f"lattice_rules takes rules whose pick depends on the revealed tokens alone; {rule} has a memory, or "
-                "its class does not declare `state_only = True`. Score it in another run: estimator=duel,rule=..."
+                f"lattice_rules takes rules that read the revealed tokens alone; {rule} has a memory, or its class "
+                "does not declare `state_only = True`. Score it in another run: estimator=duel,rule=..."
             )
     return parsed
 
@@ -203,10 +203,7 @@ class ConfidenceArguments(BeamArguments):
         super().__post_init__()
         for name in ("n", "tau"):
             if self.steps is not None and getattr(self, name) is not None:
-                raise DuelError(
-                    f"'steps' (got {self.steps}) says how many draws are kept at each step, and so does '{name}' (got "
-                    f"{getattr(self, name)}); leave one out."
-                )
+                raise DuelError(f"'steps' ({self.steps}) and '{name}' ({getattr(self, name)}) exclude each other.")
         if self.steps is None and self.schedule == "dream":
             raise DuelError("schedule=dream spreads a block over a number of steps; pass steps=<number>, too.")
 
@@ -215,9 +212,8 @@ def _order(value: Any) -> str:
     """The way in which positions are drawn, from the value of a model arg."""
     if value == "maskgit_plus":
         raise DuelError(
-            "alg=maskgit_plus scores a position by the token drawn there, so the order depends on every draw. Without "
-            "alg_temp its likelihood is estimator=sampled_confidence,confidence=tempered,schedule=dream,"
-            "steps=<number>; with alg_temp it has no closed form."
+            "alg=maskgit_plus scores a position by its draw: without alg_temp use estimator=sampled_confidence,"
+            "confidence=tempered,schedule=dream,steps=<number>; with alg_temp it has no closed form."
         )
     return str(value)
 

@@ -52,8 +52,8 @@ def resolve_grid(denoiser: Denoiser, grid: str) -> str:
         raise DuelError(f"{which} counts its blocks from the {needed}'s first position; use grid={needed} or auto.")
     if denoiser.seeds_blocks and grid == "row":
         raise DuelError(
-            "first_token=causal predicts the first token of a block from the clean row, and with grid=row a block may "
-            "begin inside the context. Use grid=target or auto, or first_token=block."
+            "With grid=row a block may begin inside the context, where first_token=causal predicts nothing. Use "
+            "grid=target or auto, or first_token=block."
         )
     return grid if grid != "auto" else needed or "target"
 
@@ -66,10 +66,7 @@ def rule_for(denoiser: Denoiser, rule: rules.Rule) -> rules.Rule:
 
 
 def _one_order(given: str) -> DuelError:
-    return DuelError(
-        "A causal network reveals left to right only, one token at a time, so rule and block do not apply to it: leave "
-        f"both out and pass estimator=ar; got {given}."
-    )
+    return DuelError(f"A causal network has no rule or block: leave both out and pass estimator=ar; got {given}.")
 
 
 def check_rule(denoiser: Denoiser, rule: rules.Rule) -> None:
@@ -80,9 +77,8 @@ def check_rule(denoiser: Denoiser, rule: rules.Rule) -> None:
         raise first_position_unseen(denoiser.cache)
     if in_memory := list(rules.in_memory(rule)):
         raise DuelError(
-            f"'{in_memory[0]}' of rule {type(rule).__name__} is a module or tensor in memory, which neither the rule's "
-            "text nor the fingerprint can say. Save it to a safetensors file, and derive the rule from ModuleRule "
-            "(docs/rules.md)."
+            f"'{in_memory[0]}' of rule {type(rule).__name__} is a module or tensor in memory, which has no text. Save "
+            "it to a safetensors file, and derive the rule from ModuleRule (docs/rules.md)."
         )
     rule.check_network(denoiser)
 
@@ -91,17 +87,15 @@ def check_every_order(denoiser: Denoiser, name: str) -> None:
     """Raise DuelError for a network that cannot evaluate every state of a block, which estimator `name` needs."""
     if denoiser.attention == "causal":
         raise DuelError("An autoregressive network has one order: use estimator=ar.")
+    states = f"estimator={name} evaluates states in which a block's first token is masked and later ones are revealed."
     if denoiser.seeds_blocks:
         raise DuelError(
-            f"estimator={name} evaluates states in which a block's first token is masked and later ones are revealed. "
-            "This network's sampler has no such state: it reveals each block's first token alone. To score the sampler "
-            "that predicts it like the others of its block (vLLM's), pass first_token=block."
+            f"{states} This network's sampler reveals it first, alone. For the sampler that predicts it like the "
+            "others (vLLM's), pass first_token=block."
         )
     if denoiser.shift and denoiser.cache:
         raise DuelError(
-            f"estimator={name} evaluates states in which a block's first token is masked and later ones are revealed. "
-            f"This network reads that token from the position before the block, which cache={denoiser.cache} "
-            "evaluates at the block's start alone. Leave cache out."
+            f"{states} Under cache={denoiser.cache} it is predicted at the block's start alone: leave it out."
         )
 
 
@@ -109,26 +103,24 @@ def check_two_phase(denoiser: Denoiser, rule: rules.Rule, cache: str) -> None:
     """Raise DuelError, with what to use instead, for a network or rule whose blocks cannot be scored in two phases."""
     if denoiser.cache is not None:
         raise DuelError(
-            f"estimator=two_phase estimates the value without a cache, and this network is under cache="
-            f"{denoiser.cache}. Pass the network without it; TwoPhase(..., cache={denoiser.cache!r}) names the cache "
-            "of the first phase."
+            f"estimator=two_phase gives the value without a cache, and this network is under cache={denoiser.cache}. "
+            f"Pass the network without it; TwoPhase(..., cache={denoiser.cache!r}) names that of the first phase."
         )
     if denoiser.attention != "bidirectional":
         instead = "ar" if denoiser.attention == "causal" else "duel"
         raise DuelError(
-            f"estimator=two_phase saves the evaluation of whole rows at every step, and a {denoiser.attention} network "
-            f"has no such cost: its clean keys and values are exact, and are kept. Use estimator={instead}."
+            f"estimator=two_phase saves whole rows at every step, and a {denoiser.attention} network has no such cost. "
+            f"Use estimator={instead}."
         )
     if rule.spans_blocks:
         raise DuelError(
-            "estimator=two_phase scores some blocks of a window alone, and across=true of rule klass makes the blocks "
-            "of a window one chain. Leave across out, or use estimator=duel."
+            "estimator=two_phase scores single blocks, which across=true of rule klass makes one chain. Leave across "
+            "out, or use estimator=duel."
         )
     if denoiser.shift and not isinstance(rule, rules.SeedFirst):
         raise DuelError(
-            f"estimator=two_phase scores every block under cache={cache}, and this network predicts a block's first "
-            "token from the position before the block, which the cache evaluates at the block's start alone. Pass "
-            "seed_first=true, which is another rule, or use estimator=duel."
+            f"estimator=two_phase scores every block under cache={cache}, where this network predicts a block's first "
+            "token at the block's start alone. Pass seed_first=true, which is another rule, or use estimator=duel."
         )
 
 
@@ -141,11 +133,7 @@ def check_windows(
         raise DuelError("Pass a list of windows; got one Window. Write [window].")
     for n, window in enumerate(windows):
         if not isinstance(window, Window):
-            raise DuelError(
-                f"Window {n} must be a Window of lm_eval_duel, such as Window(context=(), target=ids); got "
-                f"{type(window).__name__}.",
-                n,
-            )
+            raise DuelError(f"Window {n} is not a Window(context=(), target=ids), but a {type(window).__name__}.", n)
         target = () if generating else window.target
         if problem := _problem(denoiser, block, grid, window, (*window.context, *window.suffix, *target)):
             raise DuelError(f"Window {n} {problem}", n)
@@ -187,8 +175,8 @@ def _problem(denoiser: Denoiser, block: int | None, grid: str, window: Window, i
         )
     if denoiser.needs_visible and window.target and not (window.context or window.suffix):
         return (
-            "shows no token at its first step, and this network scales its input by the share of visible tokens: with "
-            "none it divides 0 by 0. Keep the tokenizer's special tokens (leave bos=none out), or pass a context."
+            "shows no token at its first step, and this network divides by their number. Keep the tokenizer's special "
+            "tokens (leave bos=none out), or pass a context."
         )
     if window.target and len(window.context) < max(denoiser.shift, denoiser.seeds_blocks):
         return (
@@ -199,10 +187,7 @@ def _problem(denoiser: Denoiser, block: int | None, grid: str, window: Window, i
         wrong = next(token for token in ids if not 0 <= token < denoiser.vocab_size)
         return f"holds id {wrong}; the network's ids are 0 to {denoiser.vocab_size - 1}."
     if images := denoiser.image_ids.intersection(ids):
-        return (
-            f"holds id {min(images)}, which stands for an image or its border. Images are not scored: leave them and "
-            "their tokens out."
-        )
+        return f"holds id {min(images)}, which stands for an image. Images are not scored: leave their tokens out."
     if denoiser.mask_id in ids:
         return f"holds the mask token (id {denoiser.mask_id}), which can be neither context nor target."
     if window.suffix and window.target and denoiser.attention == "causal":
@@ -213,7 +198,7 @@ def _problem(denoiser: Denoiser, block: int | None, grid: str, window: Window, i
         if window.length > border:
             return (
                 f"has a suffix up to position {window.length - 1}, but its last target block ends at {border - 1}, and "
-                "this network never sees a later block. Leave out the ids after it."
+                "this network sees no later one. Leave out the ids after it."
             )
     if window.known and (denoiser.attention != "bidirectional" or denoiser.cache):
         return "has known target positions, which only a bidirectional network without cache= sees from the first step."
@@ -230,9 +215,5 @@ def _problem(denoiser: Denoiser, block: int | None, grid: str, window: Window, i
 
 
 def _is_guided(denoiser: Denoiser) -> bool:
-    """True if a denoiser is under classifier-free guidance, perhaps inside other wrappers."""
-    while isinstance(denoiser, Wrapper):
-        if isinstance(denoiser, Guided):
-            return True
-        denoiser = denoiser.plain
-    return False
+    """True for classifier-free guidance, perhaps inside other wrappers."""
+    return isinstance(denoiser, Guided) or (isinstance(denoiser, Wrapper) and _is_guided(denoiser.plain))

@@ -104,25 +104,35 @@ class Entry:
 # ---------------------------------------------------------------- settings and checks
 
 
-def _elbo_settings(options: Options) -> dict[str, Any]:
-    arguments = options.estimator_args
-    return {
-        "block": arguments["elbo_block"],
-        "samples": arguments["mc_samples"],
-        "form": arguments["elbo_form"],
-        "eps": arguments["elbo_eps"],
-        "seed": options.draw_seed,
-    }
+def _drawn(options: Options) -> dict[str, Any]:
+    """The estimator's own arguments, without the prefix that model args have, and the seed."""
+    own = {key.removeprefix("elbo_").removeprefix("mc_"): value for key, value in options.estimator_args.items()}
+    return {**own, "seed": options.draw_seed}
 
 
-def _noised_settings(options: Options) -> dict[str, Any]:
-    arguments = dict(options.estimator_args)
-    return {"samples": arguments.pop("mc_samples"), **arguments, "seed": options.draw_seed}
+def _sampler(options: Options) -> dict[str, Any]:
+    return {"block": options.block, **_drawn(options)}
 
 
-def _sampler(spec: Mapping[str, Any]) -> str:
+def _two_phase(options: Options) -> dict[str, Any]:
+    return {"rule": options.rule, "cache": options.cache or "dual", **_sampler(options)}
+
+
+def _over_orders(options: Options) -> dict[str, Any]:
+    follow = options.estimator_args["lattice_rules"]
+    if follow is None:
+        follow = (options.rule,) if options.rule.state_only else ()
+    return {"block": options.block, "value": options.estimator, "follow": follow}
+
+
+def _process(spec: Mapping[str, Any]) -> str:
     steps = spec.get("steps", "inf")
     return f" of ancestral sampling in {'infinitely many' if steps == 'inf' else steps} steps"
+
+
+def _check_sets(options: Options, own: Arguments) -> None:
+    if options.block != "auto":
+        check_block(options.estimator, own, options.block)
 
 
 def _check_noised(options: Options, own: Arguments) -> None:
@@ -131,56 +141,18 @@ def _check_noised(options: Options, own: Arguments) -> None:
             raise DuelError(f"estimator=noised_elbo bounds the network's own process, without '{name}'; leave it out.")
 
 
-def _check_sets(options: Options, own: Arguments) -> None:
-    if options.block != "auto":
-        check_block(options.estimator, own, options.block)
-
-
-def _sampler_settings(options: Options) -> dict[str, Any]:
-    return {"block": options.block, **options.estimator_args, "seed": options.draw_seed}
-
-
 def _check_two_phase(options: Options, own: Arguments) -> None:
     for name in ("top_k", "top_p", "compile"):
         if getattr(options, name):
             why = "its layers take no kept keys" if name == "compile" else "a text of probability 0 has no differences"
             raise DuelError(f"estimator=two_phase does not support {name}: {why}. Use estimator=duel.")
     if options.backend == "remote":
-        raise DuelError(
-            "estimator=two_phase needs a network whose attention this package knows, for its cached phase, and "
-            "backend=remote runs a checkpoint's own code. Use estimator=duel."
-        )
-
-
-def _two_phase_settings(options: Options) -> dict[str, Any]:
-    return {
-        "rule": options.rule,
-        "block": options.block,
-        "cache": options.cache or "dual",
-        "sample": options.estimator_args["sample"],
-        "seed": options.draw_seed,
-    }
-
-
-def _lattice_settings(options: Options) -> dict[str, Any]:
-    follow = options.estimator_args["lattice_rules"]
-    if follow is None:
-        follow = (options.rule,) if options.rule.state_only else ()
-    return {"block": options.block, "value": options.estimator, "follow": follow}
+        raise DuelError("estimator=two_phase has no cache for backend=remote, a checkpoint's code. Use estimator=duel.")
 
 
 def _lattice(name: str, display: str, what: str, kind: Kind) -> Entry:
-    return Entry(
-        name,
-        display,
-        what,
-        kind,
-        "lm_eval_duel.estimators.subsets.lattice:Lattice",
-        _lattice_settings,
-        LatticeArguments,
-        lattice=True,
-        check=_check_sets,
-    )
+    target = "lm_eval_duel.estimators.subsets.lattice:Lattice"
+    return Entry(name, display, what, kind, target, _over_orders, LatticeArguments, lattice=True, check=_check_sets)
 
 
 # ---------------------------------------------------------------- the entries
@@ -203,7 +175,7 @@ ENTRIES = (  # in the order of tables
         "the Monte Carlo ELBO under random unmasking",
         Kind.UPPER_BOUND,
         "lm_eval_duel.estimators.elbo:Elbo",
-        _elbo_settings,
+        _drawn,
         ElboArguments,
         drawn=MonteCarlo("ELBO", "draws", "Monte Carlo", argument="mc_samples"),
         ignored_args=("rule", "block"),
@@ -214,11 +186,11 @@ ENTRIES = (  # in the order of tables
         "the Monte Carlo bound of ancestral sampling in `steps` steps, for networks whose noise is random tokens",
         Kind.UPPER_BOUND,
         "lm_eval_duel.estimators.noised_elbo:NoisedElbo",
-        _noised_settings,
+        _drawn,
         NoisedElboArguments,
         drawn=MonteCarlo("noised ELBO", "draws", "Monte Carlo", argument="mc_samples"),
         named="{}",
-        process=_sampler,
+        process=_process,
         takes_noise=True,
         ignored_args=("block",),
         check=_check_noised,
@@ -248,7 +220,7 @@ ENTRIES = (  # in the order of tables
         "the exact likelihood of a sampler that selects after sampling",
         Kind.LIKELIHOOD,
         "lm_eval_duel.estimators.subsets.sampled_confidence:SampledConfidence",
-        _sampler_settings,
+        _sampler,
         ConfidenceArguments,
         named="{}",
         ignored_args=("rule",),
@@ -261,7 +233,7 @@ ENTRIES = (  # in the order of tables
         "the exact likelihood of a sampler that draws the positions",
         Kind.LIKELIHOOD,
         "lm_eval_duel.estimators.subsets.sampled_order:SampledOrder",
-        _sampler_settings,
+        _sampler,
         OrderArguments,
         ignored_args=("rule",),
         check=_check_sets,
@@ -272,7 +244,7 @@ ENTRIES = (  # in the order of tables
         "an unbiased estimate of `duel`, with its standard error, for a fraction of the work",
         Kind.ESTIMATE,
         "lm_eval_duel.estimators.two_phase:TwoPhase",
-        _two_phase_settings,
+        _two_phase,
         TwoPhaseArguments,
         follows_rule=True,
         drawn=MonteCarlo(
@@ -316,11 +288,11 @@ def check_arguments(given: Mapping[str, Any], estimator: str) -> None:
 
 
 def check_rule(given: Collection[str], estimator: str) -> None:
-    """Raise DuelError if `given`, the arguments of a rule, is not empty and the network's noise is random tokens."""
+    """Raise DuelError if arguments of a rule are `given` and the network's noise is random tokens."""
     if given and find(estimator).takes_noise:
         raise DuelError(
-            f"estimator={estimator} is for networks whose noise is random tokens: none is unmasked, so no rule applies "
-            f"to it. Leave {' and '.join(given)} out."
+            f"estimator={estimator} is for noise of random tokens: none is unmasked, so no rule applies. "
+            f"Leave {' and '.join(given)} out."
         )
 
 
@@ -369,10 +341,6 @@ def make(denoiser: Denoiser, options: Options, **sizes: Any) -> Estimator:
     entry = find(options.estimator)
     own = {"batch_size": options.rows, "max_batch_size": options.max_batch_size, "traced": options.trace is not None}
     module, name = entry.target.split(":")
-    estimator: Estimator = getattr(importlib.import_module(module), name)(
-        denoiser,
-        grid=options.grid,
-        **{**own, **sizes},
-        **entry.settings(options),
-    )
+    make_estimator = getattr(importlib.import_module(module), name)
+    estimator: Estimator = make_estimator(denoiser, grid=options.grid, **{**own, **sizes}, **entry.settings(options))
     return estimator

@@ -26,8 +26,7 @@ from lm_eval_duel.estimators.arguments import ConfidenceArguments
 from lm_eval_duel.estimators.base import Estimator
 from lm_eval_duel.estimators.duel import DuelEstimator
 from lm_eval_duel.estimators.fixed_orders import Replay
-from lm_eval_duel.estimators.subsets.counts import StepCounts
-from lm_eval_duel.estimators.subsets.sampled_confidence import BestDrawn, scale_of
+from lm_eval_duel.estimators.subsets.sampled_confidence import BestDrawn
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,8 +118,7 @@ def follow(
 
 def best_drawn(denoiser: Denoiser, **arguments: Any) -> BestDrawn:
     """The sampler of estimator=sampled_confidence with these arguments, for `follow`."""
-    own = ConfidenceArguments(**arguments)
-    return BestDrawn(StepCounts.from_arguments(own), own.tau, own.strict, scale_of(denoiser, own))
+    return BestDrawn.from_arguments(denoiser, ConfidenceArguments(**arguments))
 
 
 def in_blocks(order: Sequence[int], window: Window, duel: DuelEstimator, n: int) -> tuple[int, ...]:

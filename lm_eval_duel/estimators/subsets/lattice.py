@@ -98,9 +98,7 @@ class LatticeAccumulator:
         like = torch.zeros(count, self.length, dtype=torch.float64, device=group.rows.ids.device)  # (N, L)
         self.totals = like.new_zeros(count, len(LATTICE))  # (N, 3)
         self.shares = like.new_zeros(count, self.length + 1)  # (N, L + 1) each column's share of elbo_exact
-        self.best = Orders(like, lattice.traced)
-        self.paths = [Orders(like, lattice.traced) for _ in lattice.rules]
-        self.has_margins = [True] * len(lattice.rules)
+        self.best, *self.paths = (Orders(group.rows, lattice.traced) for _ in ("oracle", *lattice.rules))
         self.chunks: dict[int, OrderChunk] = {}
         self.waiting = [len(lattice.blocks(window)) for window in group.windows]  # blocks that are missing
 
@@ -152,8 +150,8 @@ class LatticeAccumulator:
                 chunk.near_tie[..., f][at] = choice.near_tie[mine]
         for n, mine in parts.items():  # once everything is entered: a step that runs out of memory comes again
             self.chunks[n].missing -= int(mine.sum())
-        for f, choice in enumerate(decided):
-            self.has_margins[f] &= choice.decision_margin is not None
+        for path, choice in zip(self.paths, decided, strict=True):
+            path.has_margins &= choice.decision_margin is not None
 
     def take(self, finished: Lanes) -> IndexedScores:
         """(row, score) of the windows that have all their blocks. Complete chunks are folded."""
@@ -179,13 +177,11 @@ class LatticeAccumulator:
         window, name = self.group.windows[row], self.lattice.name
         span = slice(len(window.context), len(window.context) + len(window.target))
         totals = dict(zip(LATTICE, self.totals[row].tolist(), strict=True))
-        paths = {
-            str(rule): orders.path(row, span, has_margins)
-            for rule, orders, has_margins in zip(self.lattice.rules, self.paths, self.has_margins, strict=True)
-        }
+        rows = self.totals.new_tensor([row]).long()
+        (_, best), *found = (next(path.scores(rows)) for path in (self.best, *self.paths))
+        paths = {str(rule): score for rule, (_, score) in zip(self.lattice.rules, found, strict=True)}
         order: dict[str, Any] = {}
         if name == "oracle":
-            best = self.best.path(row, span, False)
             order = {key: getattr(best, key) for key in ("reveal_steps", "token_logprobs", *STATISTICS)}
         elif name == "elbo_exact":
             order = {"token_logprobs": tuple(self.shares[row, span].tolist())}

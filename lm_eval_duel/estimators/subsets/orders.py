@@ -7,7 +7,7 @@ smaller sets first:
     mixture     V(H) = log of the mean of   exp(w(H, j) + V(H - j))
     oracle      V(H) = max                  w(H, j) + V(H - j)
 
-Shapes: N windows, L row length, W block width, B blocks of a chunk, S = 2^W states (a set of masked positions, by
+Shapes: W block width, B blocks of a chunk, S = 2^W states (a set of masked positions, by
 number: the sum of 2^position), F rules.
 """
 
@@ -20,8 +20,8 @@ from itertools import combinations
 
 import torch
 
+from lm_eval_duel.core.accumulators import ScoreAccumulator
 from lm_eval_duel.core.lanes import Lanes
-from lm_eval_duel.core.scores import STATISTICS, Score
 from lm_eval_duel.estimators.subsets.moves import from_bitmask, to_bitmask
 
 
@@ -42,14 +42,8 @@ class OrderChunk:
         return to_bitmask(self.lanes.masked)
 
 
-class Orders:
-    """A path through the blocks of each window: log-probs and steps by column, and sums."""
-
-    def __init__(self, like: torch.Tensor, traced: bool):
-        self.log_probs = torch.full_like(like, math.nan)  # (N, L)
-        self.reveal_steps = torch.full_like(like, -1, dtype=torch.int32)  # (N, L)
-        self.sums = torch.zeros(len(like), 2, dtype=torch.int64, device=like.device)  # (N, 2) NFE, near ties
-        self.statistics = like.new_full((*like.shape, len(STATISTICS) * traced), math.nan)  # (N, L, T)
+class Orders(ScoreAccumulator):
+    """A path through the blocks of each window. Nothing is known of decoding, so no score of it is greedy."""
 
     def follow(self, chunk: OrderChunk, after: torch.Tensor, near_tie: torch.Tensor) -> None:
         """Enter the path of each block, from the state in which all its positions are masked until none is.
@@ -60,30 +54,17 @@ class Orders:
         block = torch.arange(len(row), device=row.device)  # (B,)
         while (unfinished := state > 0).any():
             following = after[block, state] * unfinished  # (B,)
-            b, position = from_bitmask(state & ~following, columns.shape[1]).nonzero().unbind(1)  # (c,)
-            where = row[b], columns[b, position]
+            picked = from_bitmask(state & ~following, columns.shape[1])  # (B, W)
+            b, position = picked.nonzero().unbind(1)  # (c,)
+            where, at = (row[b], columns[b, position]), (b, state[b], position)
             self.reveal_steps[where] = step
-            self.log_probs[where] = chunk.log_probs[b, state[b], position]
-            self.statistics[where] = chunk.statistics[b, state[b], position]
-            self.sums.index_add_(0, row, torch.stack([unfinished, unfinished & near_tie[block, state]], 1).long())
+            self.log_probs[where] = chunk.log_probs[at]
+            for t, plane in enumerate(self.statistics.values()):
+                plane[where] = chunk.statistics[..., t][at]
+            tied, never = unfinished & near_tie[block, state], torch.zeros_like(unfinished)  # (B,) each
+            sums = torch.stack([picked.sum(1), unfinished, unfinished, tied, never], 1).long()  # (B, 5)
+            self.sums.index_add_(0, row, sums)
             state, step = following, step + 1
-
-    def path(self, row: int, span: slice, has_margins: bool) -> Score:
-        """The order of one window, whose target is at the columns `span`, and its log-prob."""
-        log_probs = tuple(self.log_probs[row, span].tolist())
-        nfe, near_ties = self.sums[row].tolist()
-        values = [tuple(plane) for plane in self.statistics[row, span].T.tolist()] or [()] * len(STATISTICS)
-        confidence, margin, entropy = values
-        return Score(
-            log_prob=math.fsum(log_probs),
-            reveal_steps=tuple(self.reveal_steps[row, span].tolist()),
-            token_logprobs=log_probs,
-            nfe=nfe,
-            near_ties=near_ties if has_margins else None,
-            confidence=confidence,
-            margin=margin,
-            entropy=entropy,
-        )
 
 
 def fold(table: torch.Tensor, masked: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -25,7 +25,7 @@ import copy
 import dataclasses
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 
@@ -43,7 +43,14 @@ from lm_eval_duel.estimators.arguments import ConfidenceArguments
 from lm_eval_duel.estimators.base import Estimator
 from lm_eval_duel.estimators.duel import DuelEstimator
 from lm_eval_duel.estimators.subsets.counts import StepCounts
-from lm_eval_duel.estimators.subsets.drawn import against_targets, exceeds, score_of, token_scores, untempered
+from lm_eval_duel.estimators.subsets.drawn import (
+    DrawnScores,
+    against_targets,
+    exceeds,
+    score_of,
+    token_scores,
+    untempered,
+)
 from lm_eval_duel.estimators.subsets.moves import Moves, Planes, StateLevel, Thin, independent
 from lm_eval_duel.estimators.subsets.set_sampler import SetSampler
 
@@ -74,41 +81,25 @@ class SampledConfidence(SetSampler, DuelEstimator):
 
     name = "sampled_confidence"
     takes_known = False
+    reads = ConfidenceArguments
     own: ConfidenceArguments
+    rule: BestDrawn
 
-    def __init__(
-        self,
-        denoiser: Denoiser,
-        block: int | str | None = "auto",
-        *,
-        seed: int = 0,
-        **arguments: Any,
-    ):
-        own = ConfidenceArguments.popped_from(arguments)
-        self.tau, self.strict = own.tau, own.strict
-        self.counted = StepCounts.from_arguments(own)
-        rule = BestDrawn(self.counted, self.tau, self.strict)
-        super().__init__(denoiser, rule, block, own=own, seed=seed, **arguments)
-        self.scale = scale_of(denoiser, own)
+    def __init__(self, denoiser: Denoiser, block: int | str | None = "auto", *, seed: int = 0, **arguments: Any):
+        super().__init__(denoiser, block, seed=seed, **arguments)
+        self.rule = BestDrawn.from_arguments(denoiser, self.own)
 
     def describe(self) -> dict[str, object]:
-        tau = {} if self.tau is None else {"tau": fingerprint.number(self.tau), "strict": str(self.strict).lower()}
-        counts = self.counted
-        steps: dict[str, object] = {"n": counts.n}
-        if counts.steps is not None:
-            steps = {"steps": counts.steps, "schedule": counts.schedule}
-        return {
-            **Estimator.describe(self),
-            **steps,
-            **tau,
-            "confidence": self.own.confidence,
-            **self.own.describe(self.seed),
-        }
+        own, counts = self.own, self.rule.counts
+        tau = {} if own.tau is None else {"tau": fingerprint.number(own.tau), "strict": str(own.strict).lower()}
+        scheduled = {"steps": counts.steps, "schedule": counts.schedule}
+        steps = {"n": counts.n} if counts.steps is None else scheduled
+        sampler = {**steps, **tau, "confidence": own.confidence, **own.describe(self.seed)}
+        return {**Estimator.describe(self), **sampler}
 
     def with_denoiser(self, denoiser: Denoiser) -> SampledConfidence:
-        twin = super().with_denoiser(denoiser)
-        assert isinstance(twin, SampledConfidence)
-        twin.scale = scale_of(denoiser, self.own)
+        twin = cast(SampledConfidence, super().with_denoiser(denoiser))
+        twin.rule = BestDrawn.from_arguments(denoiser, self.own)
         return twin
 
     def replay(self, windows: Sequence[Window], reveal_steps: Sequence[Ids]) -> list[Score]:
@@ -151,22 +142,17 @@ class SampledConfidence(SetSampler, DuelEstimator):
 
     def sampler(self, keys: Sequence[int] | None, seed: int) -> tuple[rules.Rule, Draw]:
         draw: Draw = Argmax() if keys is None else StepDraws(keys, seed, self.denoiser.device)
-        return BestDrawn(self.counted, self.tau, self.strict, self.scale, draw), draw
+        return dataclasses.replace(self.rule, draw=draw), draw
 
     # ------------------------------------------------------------ steps
 
     def steps(self, m: int) -> int | None:
-        return len(self.counted.of_block(m)) if self.tau is None else None
-
-    @property
-    def threshold(self) -> float:
-        """The score of `tau`."""
-        return 0.0 if self.tau is None else score_of(self.tau)
+        return len(self.rule.counts.of_block(m)) if self.own.tau is None else None
 
     def planes(self, step: Step) -> Planes:
         lanes, predictions, _, tokens, log_prob = step
-        drawn = against_targets(predictions, tokens, self.scale, self.threshold, self.strict)
-        pick = BestDrawn(self.counted, self.tau, self.strict).pick(drawn.top, lanes)  # (R, W)
+        drawn = self.rule.against(predictions, tokens)
+        pick = self.rule.pick(drawn.top, lanes)  # (R, W)
         missed = (pick & (predictions.argmax != tokens)).any(1)  # (R,)
         read = {"log_after": drawn.log_after, "log_quiet": drawn.log_quiet, "pick": pick, "missed": missed}
         return {"log_probs": log_prob, "score": drawn.score, **read}
@@ -174,10 +160,8 @@ class SampledConfidence(SetSampler, DuelEstimator):
     def moves(self, level: StateLevel, planes: Planes, thin: Thin) -> Moves:
         """The moves of n draws, by the position that ranks last among them, and of all draws above `tau`."""
         masked, log_p, score = level.masked, planes["log_probs"], planes["score"]  # (X, W) each
-        count = self.counted.of_sizes(level.first, masked.sum(1))  # (X,)
-        above = torch.zeros_like(masked)
-        if self.tau is not None:
-            above = masked & exceeds(score, self.threshold, self.strict)
+        count = self.rule.counts.of_sizes(level.first, masked.sum(1))  # (X,)
+        above = masked & self.rule.above(score)  # (X, W)
         state, last = (masked & ~above & (count > 0)[:, None]).nonzero().unbind(1)  # (c,)
         position = torch.arange(masked.shape[1], device=last.device)  # (W,)
         of, of_last = score[state], score[state, last][:, None]  # (c, W), (c, 1)
@@ -186,7 +170,7 @@ class SampledConfidence(SetSampler, DuelEstimator):
         log_in, most = log_p[state].where(before & masked[state], -math.inf), count[state]
         least = most
         log_out = log_out.where(masked[state], 0.0)
-        if self.tau is not None:
+        if self.own.tau is not None:
             every = torch.arange(len(masked), device=last.device)[count > 0]  # (x,)
             state = torch.cat([state, every])
             log_in = torch.cat([log_in, log_p[every].where(above[every], -math.inf)])
@@ -194,11 +178,6 @@ class SampledConfidence(SetSampler, DuelEstimator):
             least = torch.cat([least, count[every]])
             most = torch.cat([most, torch.full_like(every, masked.shape[1])])
         return independent(level, state, log_in, log_out, torch.stack([least, most]), thin)
-
-
-def scale_of(denoiser: Denoiser, own: ConfidenceArguments) -> float:
-    """The factor of the logits in the confidence; raises DuelError for truncated distributions (see `untempered`)."""
-    return untempered(denoiser) if own.confidence == "untempered" else 1.0
 
 
 def _unscored(sample: Sample) -> Sample:
@@ -214,8 +193,14 @@ class BestDrawn(rules.Rule):
     counts: StepCounts  # n of each step
     tau: float | None = None
     strict: bool = True
-    scale: float = 1.0
+    scale: float = 1.0  # of the logits, in the confidence
     draw: Draw | None = None
+
+    @classmethod
+    def from_arguments(cls, denoiser: Denoiser, own: ConfidenceArguments) -> BestDrawn:
+        """Without draws. Raises DuelError for truncated distributions, see `untempered`."""
+        scale = untempered(denoiser) if own.confidence == "untempered" else 1.0
+        return cls(StepCounts.from_arguments(own), own.tau, own.strict, scale)
 
     def __call__(self, predictions: Predictions, lanes: Lanes) -> rules.Decision:
         assert self.draw is not None
@@ -229,21 +214,32 @@ class BestDrawn(rules.Rule):
         best = masked & (rules.rank(-key) < n)  # (R, W)
         if self.tau is None:
             return best
-        above = masked & exceeds(score, score_of(self.tau), self.strict)  # (R, W)
+        above = masked & self.above(score)  # (R, W)
         return torch.where(above.sum(1, keepdim=True) >= best.sum(1, keepdim=True), above, best)
+
+    @property
+    def threshold(self) -> float:
+        """The score of `tau`."""
+        return math.inf if self.tau is None else score_of(self.tau)
+
+    def above(self, score: torch.Tensor) -> torch.Tensor:
+        """The scores (R, W) above the threshold, (R, W) bool."""
+        return exceeds(score, self.threshold, self.strict) & (self.tau is not None)
+
+    def against(self, predictions: Predictions, targets: torch.Tensor) -> DrawnScores:
+        """The draws at all positions against the targets (R, W)."""
+        return against_targets(predictions, targets, self.scale, self.threshold, self.strict)
 
     def log_selection(
         self, predictions: Predictions, lanes: Lanes, targets: torch.Tensor, pick: torch.Tensor
     ) -> torch.Tensor:
         """log p that the draws at other positions are not kept where those at `pick` are the targets, (R,)."""
-        threshold = math.inf if self.tau is None else score_of(self.tau)
-        drawn = against_targets(predictions, targets, self.scale, threshold, self.strict)
+        drawn = self.against(predictions, targets)
         kept = torch.where(pick, drawn.score, math.inf)  # (R, W)
         # of equals, the rightmost ranks last
         last = (kept == kept.amin(1, keepdim=True)).int().cumsum(1).argmax(1)  # (R,)
         log_after = drawn.log_after[torch.arange(len(last), device=last.device), :, last]  # (R, W)
-        above = exceeds(drawn.score, threshold, self.strict)  # (R, W)
-        all_above = (above | ~pick).all(1) & (self.tau is not None)  # (R,)
+        all_above = (self.above(drawn.score) | ~pick).all(1) & (self.tau is not None)  # (R,)
         sizes = zip(lanes.in_target.sum(1).tolist(), lanes.masked.sum(1).tolist(), strict=True)
         wanted = torch.tensor([self.counts.of_state(*pair) for pair in sizes], device=pick.device)  # (R,)
         count = pick.sum(1)  # (R,)

@@ -18,13 +18,11 @@ Shapes: R lanes, W block width, X sets of a level, T steps.
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 
 from lm_eval_duel import fingerprint
 from lm_eval_duel.core.accumulators import Step
-from lm_eval_duel.core.denoiser import Denoiser
 from lm_eval_duel.estimators.arguments import OrderArguments
 from lm_eval_duel.estimators.subsets.counts import StepCounts
 from lm_eval_duel.estimators.subsets.moves import Moves, Planes, StateLevel, Thin, in_turn, independent
@@ -54,18 +52,8 @@ class SampledOrder(SetSampler):
     """
 
     name = "sampled_order"
+    reads = OrderArguments
     own: OrderArguments
-
-    def __init__(
-        self,
-        denoiser: Denoiser,
-        block: int | str | None = "auto",
-        *,
-        seed: int = 0,
-        **arguments: Any,
-    ):
-        own = OrderArguments.popped_from(arguments)
-        super().__init__(denoiser, block, own=own, seed=seed, **arguments)
 
     @property
     def counted(self) -> StepCounts | None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 from collections.abc import Iterator
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 
@@ -137,11 +137,14 @@ class SetAccumulator:
 class SetSampler(Estimator):
     """A sampler whose texts have many orders, and whose next step depends only on the set of masked positions."""
 
-    def __init__(self, denoiser: Denoiser, *arguments: Any, own: BeamArguments, seed: int, **layout: Any):
-        self.own, self.seed = own, seed
+    reads: ClassVar[type[BeamArguments]]
+    own: BeamArguments
+
+    def __init__(self, denoiser: Denoiser, block: int | str | None = "auto", *, seed: int = 0, **arguments: Any):
+        self.own, self.seed = self.reads.popped_from(arguments), seed
         check_every_order(denoiser, self.name)
-        super().__init__(denoiser, *arguments, **layout)
-        check_block(self.name, own, self.block, only=denoiser.block is not None)
+        super().__init__(denoiser, block=block, **arguments)
+        check_block(self.name, self.own, self.block, only=denoiser.block is not None)
         self.empty_score = dataclasses.replace(self.score(0.0, True, 0, BeamBlocks()), near_ties=0)
 
     def score(self, log_prob: float, is_greedy: bool, nfe: int | None, blocks: BeamBlocks) -> Score:
