@@ -21,19 +21,19 @@ class RunCost:
     Each of these has a reason: which run that is, or why there is none.
     """
 
+    times_elbo: float | None = None
+    times_ar: float | None = None
+    times_elbo_reason = times_ar_reason = ""
+
     def __init__(self, run: Run):
-        self.run, duel = run, run.duel
+        self.run, self.tasks = run, sorted(run.every_task)
         self.name = LATTICE if registry.find(run.estimator).lattice else run.estimator
-        self.tasks = sorted(run.every_task)
-        self.place = duel.get("device"), duel.get("ranks")
+        self.place = run.duel.get("device"), run.duel.get("ranks")
         counts = [task.tokens for task in run.tasks.values()]  # of a run of another model, from its samples
         known = None if None in counts else int(sum(sum(of_task.values()) for of_task in counts))
-        self.tokens: int | None = duel.get("tokens") or known or None
-        self.seconds: float | None = duel.get("seconds")
+        self.tokens: int | None = run.duel.get("tokens") or known or None
+        self.seconds: float | None = run.duel.get("seconds")
         self.seconds_per_token = self.seconds / self.tokens if self.seconds and self.tokens else None
-        self.times_elbo: float | None = None
-        self.times_ar: float | None = None
-        self.times_elbo_reason = self.times_ar_reason = ""
 
 
 def table(runs: Sequence[Run], rows: Iterable[Row]) -> list[RunCost]:
@@ -41,38 +41,34 @@ def table(runs: Sequence[Run], rows: Iterable[Row]) -> list[RunCost]:
 
     The ELBO is the one that gap closed uses in the report's `rows`.
     """
-    costs = {run.name: RunCost(run) for run in sorted(runs, key=lambda run: not run.baseline) if run.tasks}
-    baselines = [cost for cost in costs.values() if cost.run.baseline]
-    elbos: dict[str, Row] = {}  # the Monte Carlo ELBO that the gap closed of a run uses
+    costs = {run: RunCost(run) for run in sorted(runs, key=lambda run: not run.baseline) if run.tasks}
+    baselines = [costs[run] for run in costs if run.baseline]
+    elbos: dict[Run, Row] = {}  # the Monte Carlo ELBO that the gap closed of a run uses
     for row in rows:
         if row.elbo is not None and row.elbo.drawn_bound:
-            elbos.setdefault(row.run.name, row.elbo)
-    for cost in costs.values():
-        if cost.run.baseline:
-            continue
-        cost.times_ar, cost.times_ar_reason = _ratio(cost, baselines, "AR run")
-        if cost.run.estimator != "elbo":
+            elbos.setdefault(row.run, row.elbo)
+    for run, cost in costs.items():
+        if not run.baseline:
+            cost.times_ar, cost.times_ar_reason = _ratio(cost, baselines, "AR run")
+        if not run.baseline and run.estimator != "elbo":
             known, note = [], ""
-            if elbo := elbos.get(cost.run.name):
-                known, samples = [costs[elbo.run.name]], elbo.run.spec.get("mc_samples")
-                note = f"the ELBO of {cost.run.label}: {elbo.name}, mc_samples={samples}"
+            if elbo := elbos.get(run):
+                known, samples = [costs[elbo.run]], elbo.run.spec.get("mc_samples")
+                note = f"the ELBO of {run.label}: {elbo.name}, mc_samples={samples}"
             cost.times_elbo, cost.times_elbo_reason = _ratio(cost, known, "Monte Carlo ELBO", note)
-    models, order = [cost.run.label for cost in costs.values()], [*registry.ESTIMATORS]
+    models, estimators = [run.label for run in costs], [*registry.ESTIMATORS]
 
-    def place(cost: RunCost) -> tuple:
-        run = cost.run
-        return not run.baseline, models.index(run.label), order.index(run.estimator), *sort_key(run.rule)
+    def place(run: Run) -> tuple:
+        return not run.baseline, models.index(run.label), estimators.index(run.estimator), *sort_key(run.rule)
 
-    return sorted(costs.values(), key=place)
+    return [costs[run] for run in sorted(costs, key=place)]
 
 
 def _ratio(cost: RunCost, others: Sequence[RunCost], what: str, note: str = "") -> tuple[float | None, str]:
     """Seconds per token over another run's of the same tasks, and a note: which run, or why there is none."""
-    if not others:
-        return None, f"no {what} to compare with"
     same = [other for other in others if other.tasks == cost.tasks]
     if not same:
-        return None, f"the {what} is of other tasks"
+        return None, f"the {what} is of other tasks" if others else f"no {what} to compare with"
     if any(other.run.cached for other in (cost, *same)):
         return None, CACHED
     timed = [other for other in same if other.seconds_per_token]

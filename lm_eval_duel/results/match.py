@@ -21,10 +21,6 @@ class Difference(NamedTuple):
     there: str
     remedy: str
 
-    def between(self, here: Run, there: Run) -> str:
-        """The difference as a sentence that names both files."""
-        return f"{self.field}: {self.here} in {here.name}, but {self.there} in {there.name}"
-
 
 def windows_of(run: Run) -> str:
     """The windows of a run as text, and whether they are derived."""
@@ -55,59 +51,60 @@ def same_tokens(here: Run, there: Run, name: str) -> bool | None:
     return math.isclose(*shares, rel_tol=1e-6)
 
 
-def documents(here: Task, there: Task, metric: str) -> Difference | None:
-    """The difference of two document sets, judged by the samples if both have them, else by the results files.
+def documents(here: Task, there: Task, metric: str) -> list[Difference]:
+    """The first difference of two document sets, judged by the samples if both have them, else by the results files.
 
     The hash of the results files covers our token counts too, which differ between tokenizers; with counts of documents
     the limit is not needed. With samples the counts of words or bytes must be equal, too; tokens may differ.
     """
     both, remedy = (here, there), "run both on the same documents (task version, --limit, --num_fewshot)"
     sampled = here.documents is not None and there.documents is not None
+    identities = [{"limit": "none", **task.identity} for task in both]
     fields = ["shots", "version"]
     if not sampled:
-        limit = [] if all("documents" in task.identity for task in both) else ["limit"]
-        digest = [] if any(PER_TOKEN in task.metrics for task in both) else ["hash"]
-        fields = ["shots", "documents", *limit, "version", *digest]
+        counted = all("documents" in identity for identity in identities)
+        hashed = not any(PER_TOKEN in task.metrics for task in both)
+        fields = ["shots", "documents" if counted else "limit", "version", *(["hash"] if hashed else [])]
     for field in fields:
-        values = [task.identity.get(field, "none" if field == "limit" else None) for task in both]
+        values = [identity.get(field) for identity in identities]
         if None not in values and values[0] != values[1]:
-            return Difference("documents" if field == "documents" else f"documents ({field})", *values, remedy)
+            return [Difference("documents" if field == "documents" else f"documents ({field})", *values, remedy)]
     if not sampled:
-        return None
+        return []
     keys = [task.documents.numbers.keys() for task in both]
     if keys[0] != keys[1]:
         shared = len(keys[0] & keys[1])
-        return Difference("documents", *(f"{len(k)} ({shared} of them in both)" for k in keys), remedy)
+        return [Difference("documents", *(f"{len(k)} ({shared} of them in both)" for k in keys), remedy)]
     for name in sorted({metric, "bits_per_byte"} - {PER_TOKEN}):
-        known = [task.documents.values.get(name, {}) for task in both]
-        for key in known[0].keys() & known[1].keys() if all(known) else ():
-            if known[0][key][1] != known[1][key][1]:
-                sizes = [f"{values[key][1]:g} in document {key[:12]}" for values in known]
-                return Difference(f"units of {name}", *sizes, "run both with the same version of the task")
-    return None
+        known, other = (task.documents.values.get(name, {}) for task in both)
+        for key, (_, size) in known.items():
+            if key in other and other[key][1] != size:
+                sizes = [f"{units:g} in document {key[:12]}" for units in (size, other[key][1])]
+                return [Difference(f"units of {name}", *sizes, "run both with the same version of the task")]
+    return []
 
 
 def differences(here: Run, there: Run, name: str) -> list[Difference]:
     """The differences of two runs of a task that affect their perplexities, other than the document set."""
-    result = []
+    result, twin = [], ""
     both, tokens = (here, there), same_tokens(here, there, name)
+    stock = [run for run in both if not run.ours]
+    if len(stock) == 1 and stock[0].autoregressive:  # the simplest remedy: score that model with this package
+        twin = TWIN.replace("it", stock[0].label, 1).replace("...", stock[0].pretrained)
+        twin += " (its windows and tokens are then the same as ours; max_length sets their length), or "
     if not tokens:
-        remedy = "compare word or byte perplexity (--metric word_perplexity)"
+        field, remedy = "tokenizer", "compare word or byte perplexity (--metric word_perplexity)"
         if tokens is None:
-            logged = "run both with --log_samples, so that their token counts can be compared, or "
-            remedy = _twin(here, there) + logged + remedy
-        field = "tokenizer" if tokens is False else "tokenizer (unknown)"
+            field = "tokenizer (unknown)"
+            remedy = f"{twin}run both with --log_samples, so that their token counts can be compared, or {remedy}"
         result.append(Difference(field, *(_tokenizer(run, name) for run in both), remedy))
     if positions(here) != positions(there):
         remedy = "run with bos=given (or none) on our side"
         result.append(Difference("scored positions", *map(positions, both), remedy))
     if here.tasks[name].rolling:
         if not _same_windows(here, there, name, bool(tokens)):
-            remedy = _twin(here, there) + (
-                "score both with windows=harness and a max_length that gives equal target positions, or with one that "
-                "holds every document"
-            )
-            result.append(Difference("windows", *map(windows_of, both), remedy))
+            remedy = "score both with windows=harness and a max_length that gives equal target positions, or with one "
+            result.append(Difference("windows", *map(windows_of, both), f"{twin}{remedy}that holds every document"))
     elif any(run.duel.get("cut_contexts") for run in both):
         cuts = [f"{run.duel.get('cut_contexts', 0)} contexts cut at {run.max_length}" for run in both]
         result.append(Difference("contexts", *cuts, "raise max_length"))
@@ -127,37 +124,18 @@ def _same_windows(here: Run, there: Run, name: str, same_tokenizer: bool) -> boo
     same = (here.windows, here.capacity) == (there.windows, there.capacity)
     if None in (here.capacity, there.capacity):
         return same and here.ours == there.ours and here.spec.get("max_length") == there.spec.get("max_length")
-    longest = [_longest(run, run.tasks[name]) for run in both]
+    longest = [run.tasks[name].longest for run in both]
     if same_tokenizer:
         longest = [max((n for n in longest if n is not None), default=None)] * 2
     return same or all(n is not None and n <= run.capacity for n, run in zip(longest, both, strict=True))
 
 
-def _longest(run: Run, task: Task) -> int | None:
-    """Tokens of the longest document, from the samples, else from the results of a run that scored every document."""
-    if task.tokens is not None:
-        return int(max(task.tokens.values(), default=0))
-    if not run.ours or task.computed < (task.size or 0):
-        return None
-    return task.entry.get("longest_document", run.duel.get("longest_document"))
-
-
-def _twin(here: Run, there: Run) -> str:
-    """The simplest remedy if one of two runs is of another model: score that model with this package."""
-    stock = [run for run in (here, there) if not run.ours]
-    if len(stock) != 1 or not stock[0].autoregressive:
-        return ""
-    twin = TWIN.replace("it", stock[0].label, 1).replace("...", stock[0].pretrained)
-    return f"{twin} (its windows and tokens are then the same as ours; max_length sets their length), or "
-
-
 def between(name: str, metric: str, runs: Sequence[Run], other: Run) -> list[tuple[Run, Difference]]:
     """The differences of a run from the first of `runs`, and of its documents from the first with samples."""
-    first = runs[0]
+    first, task = runs[0], other.tasks[name]
     sampled = next((run for run in runs if run.tasks[name].documents is not None), first)
-    found = [(here, documents(here.tasks[name], other.tasks[name], metric)) for here in (first, sampled)]
-    found += [(first, difference) for difference in differences(first, other, name)]
-    return [(here, difference) for here, difference in found if difference is not None]
+    found = [(run, each) for run in (first, sampled) for each in documents(run.tasks[name], task, metric)]
+    return [*found, *((first, each) for each in differences(first, other, name))]
 
 
 def check(name: str, metric: str, compared: Sequence[Run], as_published: bool) -> list[str]:
@@ -168,12 +146,12 @@ def check(name: str, metric: str, compared: Sequence[Run], as_published: bool) -
     """
     listed: dict[str, None] = {}
     for other in compared[1:]:
-        for here, difference in between(name, metric, compared, other):
-            always = difference.field.startswith(("documents", "units"))
-            across = metric != PER_TOKEN and difference.field.startswith(("tokenizer", "windows"))
+        for here, found in between(name, metric, compared, other):
+            always = found.field.startswith(("documents", "units"))
+            across = metric != PER_TOKEN and found.field.startswith(("tokenizer", "windows"))
+            text = f"{found.field}: {found.here} in {here.name}, but {found.there} in {other.name}"
             if always or not (as_published or across):
                 hint = "" if always else ", or list the difference under the table with --as_published"
-                what = f"{metric} of {name} cannot be compared: {difference.between(here, other)}"
-                raise DuelError(f"{what}. To compare, {difference.remedy}{hint}.")
-            listed[difference.between(here, other)] = None
+                raise DuelError(f"{metric} of {name} cannot be compared: {text}. To compare, {found.remedy}{hint}.")
+            listed[text] = None
     return list(listed)

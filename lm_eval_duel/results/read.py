@@ -97,18 +97,22 @@ class Task:
         self.documents, self.missing = documents, ""
         if self.metrics and documents is None:
             self.documents, self.missing = samples.of_harness(run.file, name, self.rolling)
-        known, documents = self.identity.get("documents"), self.documents
+        # the number of tokens of each document, if they are known
+        self.tokens = None if self.documents is None else self.documents.tokens
         # scored documents, and those that the run scored itself: the others came from a response cache
-        self.size = int(known) if known else None if documents is None else len(documents.numbers)
+        known, logged = self.identity.get("documents"), self.documents
+        self.size = int(known) if known else None if logged is None else len(logged.numbers)
         self.computed = self.entry.get("documents", self.size or 0)
         # True if the run scored fewer (or other) documents than its values cover
         self.partial = self.size is not None and self.computed != self.size
         # the share of tokens that the tokenizer does not know ([UNK]): 0 for other models of the harness
         self.unknown = self.entry.get("unk_tokens", 0) / (self.entry.get("tokens") or 1)
-        # the number of tokens of each document, if they are known
-        counted = {} if documents is None else documents.values.get("token_perplexity", {})
-        whole = documents is not None and len(counted) == len(documents.numbers)
-        self.tokens = {key: units for key, (_, units) in counted.items()} if whole else None
+        # tokens of the longest document, from the samples, else from the results of a run that scored every document
+        self.longest = None
+        if self.tokens is not None:
+            self.longest = int(max(self.tokens.values(), default=0))
+        elif run.ours and self.computed >= (self.size or 0):
+            self.longest = self.entry.get("longest_document", run.duel.get("longest_document"))
 
 
 class Run:
@@ -171,10 +175,7 @@ class Run:
         _check(self)
 
     def _add_method(self) -> None:
-        """Enter the estimator behind the harness's values, its rule, block and cache; other models are autoregressive.
-
-        Raises DuelError for an unknown estimator.
-        """
+        """Enter the estimator behind the harness's values, its rule, block and cache; other models count as AR."""
         spec, duel = self.spec, self.duel
         self.estimator = str(duel.get("estimator") or spec.get("estimator") or "duel") if self.ours else "ar"
         if self.estimator not in ESTIMATORS:

@@ -30,6 +30,12 @@ class Documents:
     numbers: dict[str, int]  # sorted by key
     values: dict[str, Values]  # of each metric
 
+    @property
+    def tokens(self) -> dict[str, float] | None:
+        """The number of tokens of each document, if that of every one is known."""
+        known = self.values.get("token_perplexity", {})
+        return None if len(known) < len(self.numbers) else {key: units for key, (_, units) in known.items()}
+
 
 def of_harness(results: Path, task: str, rolling: bool) -> tuple[Documents | None, str]:
     """The samples of a task next to a results file, or None and the reason."""
