@@ -7,6 +7,7 @@ import difflib
 from collections.abc import Callable, Iterable, Iterator
 
 LISTED = 4  # near names in an error
+NEAR = 0.7  # likeness of two names that may be one, mistyped
 LONGEST_LIST = 40  # names; of a longer list only the near ones are printed, if there are any
 
 
@@ -124,15 +125,20 @@ def first_position_unseen(cache: str) -> DuelError:
     )
 
 
+def nearest(name: object, known: Iterable[str]) -> list[str]:
+    """The known names that `name` may stand for, mistyped or cut off, the nearest first; at most `LISTED`."""
+    typed, names = str(name).lower(), {entry.lower(): entry for entry in sorted(known, reverse=True)}
+    begins = [entry for entry in sorted(names) if len(typed) > 2 and entry.startswith(typed)]
+    return [names[entry] for entry in (difflib.get_close_matches(typed, names, LISTED, NEAR) or begins[:LISTED])]
+
+
 def unknown(what: str, name: object, known: Iterable[str]) -> DuelError:
     """The error for an unknown name, with the nearest known one, and the whole list if it is short."""
     known = sorted(known)
-    typed, names = str(name).lower(), {entry.lower(): entry for entry in reversed(known)}
-    begins = [entry for entry in sorted(names) if len(typed) > 2 and entry.startswith(typed)]
-    nearest = [names[entry] for entry in (difflib.get_close_matches(typed, names, n=LISTED) or begins)]
-    hint = f" Did you mean {nearest[0]}?" if nearest else ""
-    if len(known) > LONGEST_LIST and nearest:
-        others = f" Others like it: {', '.join(nearest[1:LISTED])}." if nearest[1:] else ""
+    near = nearest(name, known)
+    hint = f" Did you mean {near[0]}?" if near else ""
+    if len(known) > LONGEST_LIST and near:
+        others = f" Others like it: {', '.join(near[1:])}." if near[1:] else ""
         return DuelError(f"Unknown {what} '{name}'.{hint}{others}")
     listed = f" Known: {', '.join(known)}." if known else " There are none."
     return DuelError(f"Unknown {what} '{name}'.{hint}{listed}")

@@ -7,7 +7,7 @@ import re
 import pytest
 
 from lm_eval_duel import arguments, rules
-from lm_eval_duel.errors import DuelError, UsageError
+from lm_eval_duel.errors import DuelError, UsageError, nearest
 from lm_eval_duel.estimators import registry
 from lm_eval_duel.options import MODEL_ARGUMENTS, Options
 
@@ -137,6 +137,17 @@ WRONG = (  # model args, and what the error names: the argument, its value, the 
     ({"rule": "klass:mu=0.9", "nu": "0.1:history=2"}, "'nu'"),
     *(({"rule": name}, "module:Name") for name in (".mine:Rule", "..:Rule", "mine..deep:Rule", "mine.:Rule")),
 )
+
+
+def test_only_what_is_near_is_suggested():
+    tasks = ["haerae", "sotu", "sotu_choice", "wikitext"]
+    for name, known, near in (
+        ("nowhere", tasks, []),
+        ("sotu_choise", tasks, ["sotu_choice"]),
+        ("greedi", ["greedy", "seed"], ["greedy"]),
+        ("WIKI", tasks, ["wikitext"]),
+    ):
+        assert nearest(name, known) == near, name
 
 
 def test_errors_name_the_argument(subtests):

@@ -38,7 +38,6 @@ class Job(NamedTuple):
     row: str
     task: str
     config: dict[str, Any]
-    folder: Path
 
     @property
     def finished(self) -> bool:
@@ -56,26 +55,26 @@ def rows(group: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def jobs(options: argparse.Namespace) -> Iterator[Job]:
-    """The jobs of the rows that match a pattern; raises DuelError for a pattern that matches none."""
-    groups = yaml.safe_load(Path(options.recipes).read_text(encoding="utf-8"))["groups"]
-    every = [(group, *row, task) for group in groups for row in rows(group) for task in group["tasks"]]
-    names = [name for _, row, _, task in every for name in (row, f"{row}/{task}")]
+    """The jobs of the rows that match a pattern; raises DuelError in the end for a pattern that matches none."""
+    groups, names = yaml.safe_load(Path(options.recipes).read_text(encoding="utf-8"))["groups"], list[str]()
+    for group in groups:
+        for (row, arguments), task in itertools.product(rows(group), group["tasks"]):
+            names += [row, f"{row}/{task}"]
+            if not any(fnmatch.filter(names[-2:], pattern) for pattern in options.rows):
+                continue
+            if options.given and arguments.get("bos") in ("official", "scored"):
+                arguments["bos"] = "given"
+            config = {"model": group.get("model", "duel-mdm"), "model_args": arguments, "tasks": [task]}
+            config["metadata"] = group.get("metadata", {})
+            digest = hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()[:8]
+            folder = Path(options.out, row, f"{task}-{digest}")  # other settings have another folder
+            config |= {"batch_size": group.get("batch_size", "auto"), "device": options.device, "log_samples": True}
+            config |= {"limit": options.limit, "use_cache": str(folder / "cache")}
+            config |= {"output_path": str(folder / (f"limit{options.limit}" if options.limit else "all"))}
+            yield Job(row, task, {key: value for key, value in config.items() if value is not None})
     for pattern in options.rows:
         if not fnmatch.filter(names, pattern):
             raise unknown("row", pattern, dict.fromkeys(names))
-    for group, row, arguments, task in every:
-        if not any(fnmatch.fnmatchcase(name, pattern) for pattern in options.rows for name in (row, f"{row}/{task}")):
-            continue
-        if options.given and arguments.get("bos") in ("official", "scored"):
-            arguments["bos"] = "given"
-        config = {"model": group.get("model", "duel-mdm"), "model_args": arguments, "tasks": [task]}
-        config["metadata"] = group.get("metadata", {})
-        digest = hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()[:8]
-        folder = Path(options.out, row, f"{task}-{digest}")  # other settings have another folder
-        config |= {"batch_size": group.get("batch_size", "auto"), "device": options.device, "log_samples": True}
-        config |= {"limit": options.limit, "use_cache": str(folder / "cache")}
-        config |= {"output_path": str(folder / (f"limit{options.limit}" if options.limit else "all"))}
-        yield Job(row, task, {key: value for key, value in config.items() if value is not None}, folder)
 
 
 def execute(words: Sequence[str]) -> int:
@@ -92,9 +91,8 @@ def beside(job: Job) -> Iterator[tuple[str, ...]]:
     """The cells of HEADS for each published figure of a finished job."""
     runs = read.runs([job.config["output_path"]])
     counts = runs[-1].content["n-samples"][job.task]
-    with PAPER_FILE.open(encoding="utf-8") as file:
-        lines = [line for line in csv.DictReader(file) if line["task"] == job.task]
-    own = [line for line in lines if job.row in line["recipes"].split()]
+    lines = csv.DictReader(PAPER_FILE.read_text(encoding="utf-8").splitlines())
+    own = [line for line in lines if line["task"] == job.task and job.row in line["recipes"].split()]
     for line in {(line["estimator"], line["rule"]): line for line in own}.values():  # two tables print some of them
         name = line["estimator"], str(parse_rule(line["rule"])) if line["rule"] else None
         published, found = float(line["value"]), compare.task(job.task, runs, line["metric"]).rows
@@ -124,8 +122,8 @@ def main(arguments: Sequence[str]) -> int:
     for n, job in enumerate(chosen, 1):
         print(f"[{n}/{len(chosen)}] {job.row} {job.task}{': finished before' if job.finished else ''}", flush=True)
         if not job.finished:
-            job.folder.mkdir(parents=True, exist_ok=True)
-            file = job.folder / "config.yaml"
+            file = Path(job.config["use_cache"]).with_name("config.yaml")
+            file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text(yaml.safe_dump(job.config), encoding="utf-8")
             if code := execute([*shlex.split(options.launch), "-m", "lm_eval_duel", "run", "--config", str(file)]):
                 print(f"{job.row} {job.task}: FAILED with exit code {code}", flush=True)

@@ -26,6 +26,7 @@ class Recomputed:
     own_order: float | None = None  # the log-probability along the reference's order, where that is another one
     problems: tuple[str, ...] = ()  # what else differs
     why_alone: str = ""
+    noise: float = 0.0  # nats by which changes of the logits within a tie move the value; of a beam
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,6 +50,11 @@ class CheckedWindow:
         return distance(self.log_prob, self.again.log_prob)
 
     @property
+    def tolerance(self) -> float:
+        """The largest difference that is noise, in nats."""
+        return max(tolerance(self.tokens), self.again.noise)
+
+    @property
     def order_difference(self) -> float:
         """The absolute difference in nats from the value along the reference's own order."""
         along = self.again.own_order
@@ -63,7 +69,7 @@ class CheckedWindow:
     def problems(self) -> list[str]:
         """The differences beyond float32 noise, as text. Nothing that the run reports excuses one."""
         found = []
-        if self.difference > tolerance(self.tokens):
+        if self.difference > self.tolerance:
             found.append(f"{self.log_prob:.6f} nats, not {self.again.log_prob:.6f}")
         if self.again.other_picks:
             found.append(f"{self.again.other_picks} picks that are not the rule's")

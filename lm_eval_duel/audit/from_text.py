@@ -12,7 +12,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from lm_eval_duel.audit.checked import distance, tolerance
+from lm_eval_duel.audit.checked import distance
 from lm_eval_duel.core.rates import perplexity
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.text.annotated import TokenText
@@ -54,7 +54,6 @@ class FromText:
             )
         self.documents += 1
         self.log_prob += nats
-        self.noise += sum(tolerance(len(window.target)) for window in windows)
         self.tokens += len(wanted) if isinstance(text, TokenText) else len(ids)
         raw = next((doc[column] for column in ("page", "text") if isinstance(doc.get(column), str)), text)
         words, size = len(re.split(r"\s+", raw)), len(raw.encode())

@@ -120,7 +120,7 @@ def audited(lm: DuelMDM, dtype: str) -> str:
 
 def audit_requests(lm: DuelMDM, task: Any, requests: list[Any], found: Audit) -> None:
     """Add the requests of one type of a task to the findings."""
-    from lm_eval_duel.audit.checked import distance, tolerance
+    from lm_eval_duel.audit.checked import distance
     from lm_eval_duel.audit.from_text import FromText
     from lm_eval_duel.harness.requests import Batch, name
 
@@ -136,12 +136,13 @@ def audit_requests(lm: DuelMDM, task: Any, requests: list[Any], found: Audit) ->
     of_task, items = FromText(str(task.config.task), lm.tokenizer, *special), dict[str, list[Any]]()
     for n, (request, answer) in enumerate(zip(batch.requests, answers, strict=True)):
         windows = [each for each in checked if each.request == n]
-        nats = math.fsum(each.again.log_prob for each in windows)
+        nats, noise = math.fsum(each.again.log_prob for each in windows), math.fsum(each.tolerance for each in windows)
         given = answer[0] if isinstance(answer, tuple) else answer
-        if distance(nats, float(given)) > math.fsum(tolerance(each.tokens) for each in windows):
+        if distance(nats, float(given)) > noise:
             found.problems.append(f"the answer to {name(request)} is {given:.4f} nats, not {nats:.4f}")
         if request.request_type == "loglikelihood_rolling":
             of_task.alone += sum(not each.independent for each in windows)
+            of_task.noise += noise
             of_task.add(name(request), request.doc, request.args[0], [each.window for each in windows], nats)
             for metric, item in task.process_results(request.doc, [answer]).items():
                 items.setdefault(metric, []).append(item)
@@ -163,6 +164,12 @@ def table(checked: Sequence[CheckedWindow]) -> str:
     head = ["window", "tokens", "run", "again", "difference", "other picks", "ties", "route"]
     notes = [f"{each.where}: {'; '.join(each.problems)}" for each in checked if each.differs]
     reasons = Counter(each.again.why_alone for each in checked if not each.independent)
+    notes += [
+        f"{each.where}: a tie: float noise chooses the sets of the beam, which moves its value by up to "
+        f"{each.again.noise:.2g} nats."
+        for each in checked
+        if each.again.noise
+    ]
     notes += [f"Not checked independently: {count} windows, since {reason}." for reason, count in reasons.items()]
     return "\n".join([plain_table(head, rows), *notes])
 

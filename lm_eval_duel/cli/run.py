@@ -9,7 +9,6 @@ import argparse
 import contextlib
 import copy
 import dataclasses
-import difflib
 import io
 import json
 import logging
@@ -20,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lm_eval_duel.console.command_line import FLAGS, be_quiet, documentation, unique_keys
-from lm_eval_duel.errors import UsageError, unknown, usage
+from lm_eval_duel.errors import UsageError, nearest, unknown, usage
 from lm_eval_duel.harness.autoload import MODELS, register
 from lm_eval_duel.options import Options, with_flags
 from lm_eval_duel.tasks import named, task_folder
@@ -137,7 +136,7 @@ def _nearest_flag(cli: HarnessCLI, message: str) -> str:
     wrong = message.removeprefix("unrecognized arguments: ").split(" ")[0].partition("=")[0]
     with contextlib.suppress(AttributeError, KeyError):  # lm-eval's parser is private
         known = [flag for flag in cli._subparsers.choices["run"]._option_string_actions if flag.startswith("--")]
-        if near := difflib.get_close_matches(wrong, known, n=1):
+        if near := nearest(wrong, known):
             return f". Did you mean {near[0]}?"
     return "" if message.endswith(".") else "."
 
@@ -198,7 +197,7 @@ def _check(args: argparse.Namespace) -> list[str]:
     names = [name.strip() for names in listed for name in names.split(",")]
     from lm_eval.api.registry import model_registry
 
-    if config.model not in model_registry and difflib.get_close_matches(str(config.model), MODELS, n=1):
+    if config.model not in model_registry and nearest(config.model, MODELS):
         raise UsageError(f"Unknown --model '{config.model}'. Did you mean {MODEL}?")
     if config.model not in MODELS:
         return names
@@ -230,6 +229,6 @@ def _tasks_not_found(message: str) -> str:
     """lm-eval's message about unknown tasks, with the nearest of our tasks."""
     names = {file.stem for file in Path(task_folder()).rglob("[!_]*.yaml")}
     missing = message.removeprefix("Tasks not found: ").split(", ")
-    near = [name for task in missing for name in difflib.get_close_matches(task, names, n=1)]
+    near = [name for task in missing for name in nearest(task, names)[:1]]
     hint = f" Did you mean {', '.join(near)}?" if near else ""
     return f"{message}.{hint} All: lm_eval ls tasks --include_path {task_folder()}"

@@ -9,7 +9,7 @@ import unicodedata
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-NUMBER_SIGNS = "≤*+-. ["  # may precede the digits of a number: bounds, bold, signs, footnotes
+NUMBER_SIGNS = "≤~*+-. ["  # may precede the digits of a number: bounds, bold, signs, footnotes
 FORMULA = ("=", "+", "-", "@", "\t", "\r")  # a spreadsheet reads a text that starts like this as a formula
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import difflib
 import fnmatch
 import logging
 import os
@@ -23,7 +22,7 @@ from transformers.utils import cached_file
 from lm_eval_duel.demo import NAMES
 from lm_eval_duel.denoisers.hf.families import NAMED
 from lm_eval_duel.denoisers.load_options import LoadOptions
-from lm_eval_duel.errors import DuelError
+from lm_eval_duel.errors import DuelError, nearest
 
 log = logging.getLogger("lm_eval.duel_mdm")
 
@@ -180,8 +179,8 @@ def _with_hint(path: str, what: str, error: Exception, remedy: str) -> str:
     elif "offload" in text:
         hint = " It does not fit into the memory of the device_map: use fewer processes per machine or a smaller dtype."
     elif isinstance(error, OSError | HFValidationError) and not os.path.isdir(path):
-        nearest = difflib.get_close_matches(path, NAMES, n=1)
-        suggestion = f" Did you mean the bundled {nearest[0]}?" if nearest else ""
+        near = nearest(path, NAMES)
+        suggestion = f" Did you mean the bundled {near[0]}?" if near else ""
         offline = ", and HF_HUB_OFFLINE is set" if HF_HUB_OFFLINE else ""
         hint = f"{suggestion} It is not a local folder; a hub name needs a connection or a cached copy{offline}.{hint}"
     return f"{cause}.{hint}"

@@ -8,7 +8,7 @@ import pytest
 from decoder_reference import CASES, write
 
 from lm_eval_duel.cli.main import main
-from lm_eval_duel.cli.plan import parse, plan
+from lm_eval_duel.cli.plan import parse, plan, table
 from lm_eval_duel.errors import UsageError
 
 LLADA = "pretrained=GSAI-ML/LLaDA-8B-Base,max_length=2048"
@@ -24,6 +24,12 @@ def test_the_documented_table_is_what_the_command_prints(capsys):
     assert words[:2] == ["lm-eval-duel", "plan"]
     main(words[1:])
     assert capsys.readouterr().out == text
+
+
+def test_estimates_are_aligned_like_numbers():
+    got = figures(f"--model_args {LLADA},rule=threshold:mu=0.9 --tokens 2048") | {"upper_bound": False}
+    head, exact = [line for line in table(got).splitlines() if line.startswith(("method", "exact"))]
+    assert exact[: head.index("NFE") + len("NFE")].endswith(" ~ 2,048")
 
 
 def test_a_published_setting_by_hand():

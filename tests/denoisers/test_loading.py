@@ -154,3 +154,10 @@ def test_two_tensors_of_one_place(tmp_path):
         file = Path(path, "model.safetensors")
         save_file({**load_file(file), twin: torch.ones(40, 16)}, file)
         refused(path, wanted, **options)
+
+
+def test_a_dit_in_half_precision_is_coarse(tmp_path):
+    denoiser = denoisers.load(dit_reference.write(tmp_path, "mdlm")[0], device="cpu")
+    assert not denoiser.coarse and denoiser.describe()["dtype"] == "float32"
+    denoiser.take(denoiser.network.to(torch.bfloat16))
+    assert denoiser.coarse and denoiser.describe()["dtype"] == "bfloat16"

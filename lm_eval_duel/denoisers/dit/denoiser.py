@@ -71,6 +71,10 @@ class DiTDenoiser(Denoiser):
     def layers(self) -> torch.nn.Module:
         return self.network
 
+    @property
+    def coarse(self) -> bool:
+        return self.network.vocab_embed.embedding.dtype.itemsize < 4
+
     def features(self, ids: torch.Tensor, real: torch.Tensor | None, **extra: torch.Tensor) -> torch.Tensor:
         return self.features_at(None, ids, real, **extra)
 
@@ -116,7 +120,7 @@ class DiTDenoiser(Denoiser):
         described = {
             "denoiser": f"DiT {self.family}",
             "weights": fingerprint.weights_of(self.path),
-            "dtype": "float32",
+            "dtype": str(self.network.vocab_embed.embedding.dtype).removeprefix("torch."),
             "mask_token_id": self.mask_id,
             "vocabulary": f"{int((~self.excluded).sum())} of {self.vocab_size}",
             "relative_positions": self.relative_positions,
