@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 from lm_eval_duel.arguments import TRUTH, argument, number, required
 from lm_eval_duel.rules.base import (
@@ -22,12 +22,9 @@ if TYPE_CHECKING:
 
 
 @dataclasses.dataclass(frozen=True)
-class Threshold(Thresholded):
+class Threshold(Thresholded, name="threshold", label="Conf. Thresh.", state_only=True):
     """All positions with P1 >= mu (`strict`: P1 > mu), or else the single most confident one (Wu et al. 2025)."""
 
-    name: ClassVar[str] = "threshold"
-    label: ClassVar[str] = "Conf. Thresh."
-    state_only: ClassVar[bool] = True
     strict: bool = argument(TRUTH, False, "positions with P1 = mu are not revealed", optional=True)
 
     def __call__(self, predictions: Predictions, lanes: Lanes) -> Decision:
@@ -38,17 +35,12 @@ class Threshold(Thresholded):
 
 
 @dataclasses.dataclass(frozen=True)
-class EntropyBound(Rule):
+class EntropyBound(Rule, name="entropy_bound", label="Entropy Bound", adaptive=True, speed=("gamma",), state_only=True):
     """Positions by ascending entropy, while the sum of the entropies before is at most gamma (Ben-Hamu et al. 2025).
 
     `inclusive`: while the sum with the position's own entropy is below gamma, and always the first, as in JetEngine.
     """
 
-    name: ClassVar[str] = "entropy_bound"
-    label: ClassVar[str] = "Entropy Bound"
-    adaptive: ClassVar[bool] = True
-    speed: ClassVar[tuple[str, ...]] = ("gamma",)
-    state_only: ClassVar[bool] = True
     gamma: float = required(
         number("a sum of entropies in nats, at least 0", lambda x: x >= 0), "the largest sum of entropies", 0.1
     )

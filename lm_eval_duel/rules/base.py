@@ -47,12 +47,14 @@ class Rule(Arguments):
 
     dense_memory: ClassVar[bool] = False  # keeps (R, W, V) between steps, which the budget counts
 
-    def __init_subclass__(cls, **options: Any) -> None:
-        super().__init_subclass__(**options)
+    def __init_subclass__(cls, **attributes: Any) -> None:
+        """Set class attributes, as in `class MyRule(Rule, name="my_rule", state_only=True)`."""
+        super().__init_subclass__()
         if "__call__" in vars(cls):
-            for attribute in READS:
-                if attribute not in vars(cls) and not isinstance(getattr(cls, attribute), property):
-                    setattr(cls, attribute, False)
+            attributes = {**dict.fromkeys(READS, False), **attributes}
+        for attribute, value in attributes.items():
+            if attribute not in vars(cls) and not isinstance(getattr(cls, attribute), property):
+                setattr(cls, attribute, value)
 
     @property
     def _owner(self) -> str:
@@ -104,19 +106,16 @@ class Rule(Arguments):
 
 
 @dataclasses.dataclass(frozen=True)
-class Counted(Rule):
+class Counted(Rule, speed=("k",)):
     """A rule that reveals k positions at every step, or all that are left in the block."""
 
-    speed: ClassVar[tuple[str, ...]] = ("k",)
     k: int = argument(whole(1, "a number of positions"), 1, "positions revealed at each step")
 
 
 @dataclasses.dataclass(frozen=True)
-class Thresholded(Rule):
+class Thresholded(Rule, adaptive=True, speed=("mu",)):
     """A rule with a probability `mu` that decides how many positions it reveals at a step."""
 
-    adaptive: ClassVar[bool] = True
-    speed: ClassVar[tuple[str, ...]] = ("mu",)
     mu: float = required(PROBABILITY, "the least P1 at which positions are revealed", 0.9)
 
 

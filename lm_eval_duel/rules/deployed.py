@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, Literal
 
 from lm_eval_duel.arguments import PROBABILITY, argument, choice, number, required, whole
 from lm_eval_duel.rules.base import (
@@ -31,14 +31,11 @@ SLACK = 1e-5  # in dInfer's threshold: how far below the largest probability sti
 
 
 @dataclasses.dataclass(frozen=True)
-class EntropyThreshold(Rule):
+class EntropyThreshold(
+    Rule, name="entropy_threshold", label="Entropy Thresh.", adaptive=True, speed=("tau",), state_only=True
+):
     """All positions with entropy <= tau, and always the one with the least (dParallel, d3LLM)."""
 
-    name: ClassVar[str] = "entropy_threshold"
-    label: ClassVar[str] = "Entropy Thresh."
-    adaptive: ClassVar[bool] = True
-    speed: ClassVar[tuple[str, ...]] = ("tau",)
-    state_only: ClassVar[bool] = True
     tau: float = required(
         number("an entropy in nats, at least 0", lambda x: 0 <= x < math.inf), "the largest entropy", 0.5
     )
@@ -52,7 +49,7 @@ class EntropyThreshold(Rule):
 
 
 @dataclasses.dataclass(frozen=True)
-class Factor(Rule):
+class Factor(Rule, name="factor", label="Factor", adaptive=True, speed=("f",), state_only=True):
     """The most confident positions, c_1 >= c_2 >= ..., as many as 1 + the number of ranks r >= 2 with
     c_r >= 1 - f / (r + 1) (Fast-dLLM's factor: Wu et al. 2025, section 3.3).
 
@@ -60,11 +57,6 @@ class Factor(Rule):
     (Fast-dLLM, dInfer, PC-Sampler): m if k = m - 1; "b" (dllm): k; "c" (d2Cache): with > for >=, m - 1 if k = m >= 2.
     """
 
-    name: ClassVar[str] = "factor"
-    label: ClassVar[str] = "Factor"
-    adaptive: ClassVar[bool] = True
-    speed: ClassVar[tuple[str, ...]] = ("f",)
-    state_only: ClassVar[bool] = True
     f: float = required(number("a number above 0", lambda x: x > 0), "the factor f of the rule", 1.0)
     variant: Variant = argument(
         choice(Variant), "a", "borders as in `a`: Fast-dLLM, dInfer, PC-Sampler; `b`: dllm; `c`: d2Cache"
@@ -92,14 +84,9 @@ class Factor(Rule):
 
 
 @dataclasses.dataclass(frozen=True)
-class HighOrTopk(Rule):
+class HighOrTopk(Rule, name="high_or_topk", label="High or Top-k", adaptive=True, speed=("tau",), state_only=True):
     """All positions with P1 > tau if there are at least n of them, else the n most confident ones (LLaDA2)."""
 
-    name: ClassVar[str] = "high_or_topk"
-    label: ClassVar[str] = "High or Top-k"
-    adaptive: ClassVar[bool] = True
-    speed: ClassVar[tuple[str, ...]] = ("tau",)
-    state_only: ClassVar[bool] = True
     n: int = required(whole(1, "a number of positions"), "the least number of positions revealed at a step", 1)
     tau: float = required(PROBABILITY, "the probability above which positions are revealed", 0.9)
 
@@ -115,16 +102,12 @@ class HighOrTopk(Rule):
 
 
 @dataclasses.dataclass(frozen=True)
-class DinferThreshold(Thresholded):
+class DinferThreshold(Thresholded, name="dinfer_threshold", label="dInfer Thresh.", state_only=True):
     """All positions with P1 >= min(mu, the largest P1 - 1e-5), as in dInfer.
 
     Unlike `threshold`, it reveals every position that is as confident as the best one: a whole block at an all-mask
     start, where all positions tie.
     """
-
-    name: ClassVar[str] = "dinfer_threshold"
-    label: ClassVar[str] = "dInfer Thresh."
-    state_only: ClassVar[bool] = True
 
     def __call__(self, predictions: Predictions, lanes: Lanes) -> Decision:
         import torch
@@ -144,17 +127,12 @@ class DinferThreshold(Thresholded):
 
 
 @dataclasses.dataclass(frozen=True)
-class Hierarchy(Rule):
+class Hierarchy(Rule, name="hierarchy", label="Hierarchy", adaptive=True, speed=("tau",), state_only=True):
     """The best position of each run of neighbouring masked ones, if P1 > low; all with P1 > tau; and always the best.
 
     This is dInfer's HierarchyDecoder: equal best positions of a run are all revealed, not the lowest alone.
     """
 
-    name: ClassVar[str] = "hierarchy"
-    label: ClassVar[str] = "Hierarchy"
-    adaptive: ClassVar[bool] = True
-    speed: ClassVar[tuple[str, ...]] = ("tau",)
-    state_only: ClassVar[bool] = True
     low: float = argument(PROBABILITY, 0.4, "the probability above which the best of a run is revealed")
     tau: float | None = argument(PROBABILITY, None, "the probability above which every position is revealed")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 from lm_eval_duel.arguments import INTEGER, argument
 from lm_eval_duel.core.hashing import hashed
@@ -15,42 +15,28 @@ if TYPE_CHECKING:
 
 
 @dataclasses.dataclass(frozen=True)
-class LeftToRight(Counted):
+class LeftToRight(Counted, name="left_to_right", label="Left-to-Right", state_only=True, fixed=True):
     """The first k masked positions."""
-
-    name: ClassVar[str] = "left_to_right"
-    label: ClassVar[str] = "Left-to-Right"
-    state_only: ClassVar[bool] = True
-    fixed: ClassVar[bool] = True
 
     def __call__(self, predictions: Predictions | None, lanes: Lanes) -> Decision:
         return Decision.certain(lanes.masked & (lanes.masked.cumsum(1) <= self.k))
 
 
 @dataclasses.dataclass(frozen=True)
-class RightToLeft(Counted):
+class RightToLeft(Counted, name="right_to_left", label="Right-to-Left", state_only=True, fixed=True):
     """The last k masked positions."""
-
-    name: ClassVar[str] = "right_to_left"
-    label: ClassVar[str] = "Right-to-Left"
-    state_only: ClassVar[bool] = True
-    fixed: ClassVar[bool] = True
 
     def __call__(self, predictions: Predictions | None, lanes: Lanes) -> Decision:
         return Decision.certain(lanes.masked & (lanes.masked.flip(1).cumsum(1).flip(1) <= self.k))
 
 
 @dataclasses.dataclass(frozen=True)
-class Random(Counted):
+class Random(Counted, name="random", label="Random", state_only=True, fixed=True):
     """The k masked positions with the smallest hash(seed, target index).
 
     The order looks random and is fixed by the seed, so the likelihood is exact.
     """
 
-    name: ClassVar[str] = "random"
-    label: ClassVar[str] = "Random"
-    state_only: ClassVar[bool] = True
-    fixed: ClassVar[bool] = True
     seed: int = argument(INTEGER, 0, "seed of the order")
 
     def __call__(self, predictions: Predictions | None, lanes: Lanes) -> Decision:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from lm_eval_duel.arguments import TRUTH, argument, choice, number, required, whole
 from lm_eval_duel.errors import DuelError
@@ -29,7 +29,7 @@ EPS = 1e-12  # inside the authors' logarithms
 
 
 @dataclasses.dataclass(frozen=True)
-class Klass(Thresholded):
+class Klass(Thresholded, name="klass", label="KLASS", reads_step=True, dense_memory=True):
     """All positions with P1 >= mu and KL <= nu in each of the last `history` steps, or else the single most confident
     one (Kim et al. 2025).
 
@@ -41,10 +41,6 @@ class Klass(Thresholded):
     strict, the logarithms have 1e-12 added, and in its first `history - 1` steps a block has no stable position.
     """
 
-    name: ClassVar[str] = "klass"
-    label: ClassVar[str] = "KLASS"
-    reads_step: ClassVar[bool] = True
-    dense_memory: ClassVar[bool] = True
     nu: float = required(
         number("a divergence in nats, at least 0", lambda x: x >= 0),
         "the largest divergence; 0.01 to 0.1 is usual",

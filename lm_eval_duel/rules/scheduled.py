@@ -61,13 +61,11 @@ def dream_shares(steps: int) -> torch.Tensor:
 
 
 @dataclasses.dataclass(frozen=True)
-class Scheduled(Rule):
+class Scheduled(Rule, speed=("steps",)):
     """A rule that spreads the positions of a block over `steps` steps.
 
     With m positions and S steps, step i reveals n_i = m // S + (i < m mod S) of them.
     """
-
-    speed: ClassVar[tuple[str, ...]] = ("steps",)
 
     def quota(self, lanes: Lanes) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
         """The number of positions that this step reveals (R, 1), and the memory, which is m."""
@@ -85,7 +83,7 @@ def first_count(lanes: Lanes) -> torch.Tensor:
 
 
 @dataclasses.dataclass(frozen=True)
-class Quota(Scheduled):
+class Quota(Scheduled, name="quota", label="Quota", reads_step=True):
     """The most confident positions, m // S + (i < m mod S) of a block's m at step i of S (LLaDA, Fast-dLLM).
 
     `eos=conf` is LLaDA's `confidence_eos_eot_inf`, which changes the order only: a position whose most probable token
@@ -93,9 +91,6 @@ class Quota(Scheduled):
     given are the tokenizer's.
     """
 
-    name: ClassVar[str] = "quota"
-    label: ClassVar[str] = "Quota"
-    reads_step: ClassVar[bool] = True
     steps: int = required(STEPS, "steps of a block", 32)
     eos: str | None = argument(
         choice("conf"),
@@ -176,7 +171,7 @@ def _algorithm(value: Any) -> Any:
 
 
 @dataclasses.dataclass(frozen=True)
-class Dream(Rule):
+class Dream(Rule, name="dream", label="Dream", speed=("steps",), reads_step=True):
     """Dream's diffusion_generate, whose number of positions follows its noise levels.
 
     With t_i from 1 to 0.001 in equal steps and m positions left, step i reveals int(m (1 - t_(i+1) / t_i)) of them, the
@@ -189,10 +184,6 @@ class Dream(Rule):
     steps passed over. The most confident of these many is revealed, and the others if P1 >= tau.
     """
 
-    name: ClassVar[str] = "dream"
-    label: ClassVar[str] = "Dream"
-    speed: ClassVar[tuple[str, ...]] = ("steps",)
-    reads_step: ClassVar[bool] = True
     first_step: ClassVar[int] = 0
     alg: Algorithm = required(choice(Algorithm, convert=_algorithm), "how positions are ordered", "entropy")
     steps: int = required(STEPS, "steps of a block", 32)

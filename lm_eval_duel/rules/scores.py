@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 from lm_eval_duel.rules.base import LOG_ODDS_SLOPE, Counted, Decision, best
 
@@ -17,10 +17,8 @@ if TYPE_CHECKING:
 
 
 @dataclasses.dataclass(frozen=True)
-class Scored(Counted):
+class Scored(Counted, state_only=True):
     """The base class of rules that reveal the k masked positions with the largest `score`."""
-
-    state_only: ClassVar[bool] = True
 
     @staticmethod
     def score(predictions: Predictions) -> Score:
@@ -32,11 +30,8 @@ class Scored(Counted):
 
 
 @dataclasses.dataclass(frozen=True)
-class Greedy(Scored):
+class Greedy(Scored, name="greedy", label="Greedy Conf."):
     """The k largest P1 (the top token's probability), compared as log-odds, which do not saturate."""
-
-    name: ClassVar[str] = "greedy"
-    label: ClassVar[str] = "Greedy Conf."
 
     @staticmethod
     def score(predictions: Predictions) -> Score:
@@ -44,11 +39,8 @@ class Greedy(Scored):
 
 
 @dataclasses.dataclass(frozen=True)
-class Margin(Scored):
+class Margin(Scored, name="margin", label="Prob. Margin"):
     """The k largest P1 - P2, a difference of probabilities, as in the paper."""
-
-    name: ClassVar[str] = "margin"
-    label: ClassVar[str] = "Prob. Margin"
 
     @staticmethod
     def score(predictions: Predictions) -> Score:
@@ -60,11 +52,8 @@ class Margin(Scored):
 
 
 @dataclasses.dataclass(frozen=True)
-class LogMargin(Scored):
+class LogMargin(Scored, name="log_margin", label="Log-Prob. Margin"):
     """The k largest log P1 - log P2, which the authors' code for 8B models calls margin."""
-
-    name: ClassVar[str] = "log_margin"
-    label: ClassVar[str] = "Log-Prob. Margin"
 
     @staticmethod
     def score(predictions: Predictions) -> Score:
@@ -72,11 +61,8 @@ class LogMargin(Scored):
 
 
 @dataclasses.dataclass(frozen=True)
-class Entropy(Scored):
+class Entropy(Scored, name="entropy", label="Entropy"):
     """The k smallest entropies."""
-
-    name: ClassVar[str] = "entropy"
-    label: ClassVar[str] = "Entropy"
 
     @staticmethod
     def score(predictions: Predictions) -> Score:
