@@ -77,6 +77,7 @@ class Argument:
     identity: bool = True  # the value defines a number, so it changes the fingerprint
     example: Any = None  # a value for messages, of an argument that must be given
     optional: bool = False  # the text of a rule leaves it out at its default
+    only_with: tuple[str, ...] = ()  # another argument and its values with which this one is read
 
     def read(self, name: str, value: Any, of: str = "") -> Any:
         """The value with its type; raises DuelError for a wrong one, see `ArgumentType`."""
@@ -119,6 +120,12 @@ class Arguments:
         for field in dataclasses.fields(self):
             if KEY in field.metadata and (value := getattr(self, field.name)) is not field.default:
                 object.__setattr__(self, field.name, declaration(field).read(field.name, value, self._owner))
+        for name, declared_as in declared(self).items():
+            if declared_as.only_with and getattr(self, name) != declared_as.default:
+                other, *values = declared_as.only_with
+                if getattr(self, other) not in values:
+                    wanted = " or ".join(f"{other}={value}" for value in values)
+                    raise DuelError(f"'{name}'{self._owner} is read with {wanted} only; add {wanted}, or leave it out.")
 
     @classmethod
     def popped_from(cls: type[Taken], values: dict[str, Any]) -> Taken:

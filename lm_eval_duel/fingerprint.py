@@ -14,6 +14,7 @@ import re
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any, Protocol
 
 from lm_eval_duel.errors import DuelError
@@ -67,11 +68,8 @@ def hash_files(paths: Iterable[str | os.PathLike[str]]) -> str:
 
 def hash_contents(paths: Iterable[str]) -> str:
     """Twelve hexadecimal digits of the contents of files, whatever their names are."""
-    total = hashlib.sha256()
-    for path in paths:
-        with open(path, "rb") as file:
-            total.update(hashlib.sha256(file.read()).digest())
-    return total.hexdigest()[:12]
+    digests = (hashlib.sha256(Path(path).read_bytes()).digest() for path in paths)
+    return hashlib.sha256(b"".join(digests)).hexdigest()[:12]
 
 
 def hash_texts(texts: Iterable[str]) -> str:

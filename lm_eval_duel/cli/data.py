@@ -1,7 +1,4 @@
-"""Checks the data sets of the benchmarks on this machine: loads each one, counts it and prints its first words.
-
-lm-eval-duel tools data check [TASK...] [--metadata key=value,...]
-"""
+"""`lm-eval-duel tools data`: load the data sets of the benchmarks, count them and print their first words."""
 
 from __future__ import annotations
 

@@ -1,10 +1,4 @@
-"""`lm-eval-duel show`: one document of a trace in the terminal.
-
-    lm-eval-duel show TRACE --doc N --by step|nll
-
-Tokens are coloured by the step at which they were revealed in their block, or by their negative log-likelihood (nll).
-Without colours (a pipe, NO_COLOR) each token is printed on a separate line with its numbers.
-"""
+"""`lm-eval-duel show`: one document of a trace in the terminal."""
 
 from __future__ import annotations
 

@@ -229,20 +229,18 @@ class OrderArguments(BeamArguments):
     )
     steps: int = argument(COUNT, 512, "steps of a block")  # Dream's own default
     alg_temp: float | None = argument(
-        POSITIVE, None, "temperature of the positions' scores, with `alg=entropy` or `topk_margin`"
+        POSITIVE,
+        None,
+        "temperature of the positions' scores, with `alg=entropy` or `topk_margin`",
+        only_with=("alg", *SCORED_ORDERS),
     )
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        by_score = self.alg in SCORED_ORDERS
-        if by_score and self.alg_temp is None:
+        if self.alg in SCORED_ORDERS and self.alg_temp is None:
             raise DuelError(
                 f"alg={self.alg} draws positions at a temperature, e.g. alg_temp=0.2. Without one, a rule chooses "
                 f"them: estimator=duel,rule=dream:alg={self.alg}:steps=<number>."
-            )
-        if self.alg_temp is not None and not by_score:
-            raise DuelError(
-                f"'alg_temp' (got {self.alg_temp:g}) is read with alg={' and alg='.join(SCORED_ORDERS)} only."
             )
 
 

@@ -192,10 +192,7 @@ def _custom(name: str) -> type[Rule]:
         ) from None
     finally:
         sys.path.remove(folder)
-    rule = getattr(module, class_name, None)
-    if rule is None:
+    if not _is_rule(rule := getattr(module, class_name, None)):
         known = [n for n, kind in vars(module).items() if _is_rule(kind) and kind.__module__ == module.__name__]
-        raise unknown(f"rule in module '{module_name}'", class_name, known)
-    if not _is_rule(rule):
-        raise DuelError(f"'{name}' must be a subclass of lm_eval_duel.rules.Rule with @dataclass(frozen=True).")
+        raise unknown(f"rule (a frozen dataclass, subclass of rules.Rule) in module '{module_name}'", class_name, known)
     return rule

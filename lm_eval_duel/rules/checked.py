@@ -24,6 +24,11 @@ if TYPE_CHECKING:
 log = logging.getLogger("lm_eval.duel_mdm")
 
 SHARE = 1 / 16  # of a rule's calls that are repeated, in a long run
+FORMS = {
+    "pick": "a boolean tensor (R, W)",
+    "decision_margin": "a number for each lane (R,)",
+    "memory": "tensors (R, W, ...)",
+}
 NOISE = 1e-5  # of memory, relative and absolute: the same sums in another order
 
 
@@ -152,21 +157,17 @@ class Checked(Around):
                 f"Rule {self} must return a Decision or a boolean tensor (R, W); got {type(decision).__name__}."
             )
         (count, wide), device = lanes.masked.shape, lanes.masked.device
-        parts: list[tuple[str, Any, str, tuple[int, ...]]]
-        parts = [("pick", decision.pick, "a boolean tensor (R, W)", (count, wide))]
-        if decision.decision_margin is not None:
-            parts += [("decision_margin", decision.decision_margin, "a number for each lane (R,)", (count,))]
-        parts += [("memory", plane, "tensors (R, W, ...)", (count, wide)) for plane in decision.memory]
-        for what, plane, form, shape in parts:
-            got = f"{plane.dtype} {(*plane.shape,)}" if isinstance(plane, torch.Tensor) else type(plane).__name__
-            extends = isinstance(plane, torch.Tensor) and plane.shape[: len(shape)] == shape
-            fits = extends and (what == "memory" or plane.dim() == len(shape))
+        planes = [("pick", decision.pick), *(("memory", plane) for plane in decision.memory)]
+        planes += [] if decision.decision_margin is None else [("decision_margin", decision.decision_margin)]
+        for what, plane in planes:
+            known = isinstance(plane, torch.Tensor)
+            got = f"{plane.dtype} {(*plane.shape,)} on {plane.device}" if known else type(plane).__name__
+            shape = (count,) if what == "decision_margin" else (count, wide)
+            fits = known and plane.shape[: 2 if what == "memory" else None] == shape and plane.device == device
             if not fits or (what == "pick" and plane.dtype != torch.bool):
-                raise DuelError(f"The {what} of rule {self} is {form}, with R, W = {count}, {wide}; got {got}.")
-            if plane.device != device:
                 raise DuelError(
-                    f"The {what} of rule {self} is on {plane.device}, but the network is on {device}: make it from the "
-                    "rule's arguments, or with device=lanes.masked.device."
+                    f"The {what} of rule {self} is {FORMS[what]} on {device}, the device of lanes.masked, with R, W = "
+                    f"{count}, {wide}; got {got}."
                 )
         return decision
 

@@ -53,13 +53,12 @@ class Klass(Thresholded, name="klass", label="KLASS", reads_step=True, dense_mem
         "`paper`: KL(previous, current); `authors`: KL(current, previous), as in their code",
     )
     across: bool = argument(
-        TRUTH, False, "the history outlives the block, as in the authors' code; needs `kl=authors`", optional=True
+        TRUTH,
+        False,
+        "the history outlives the block, as in the authors' code; needs `kl=authors`",
+        optional=True,
+        only_with=("kl", "authors"),
     )
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.across and self.kl != "authors":
-            raise DuelError("across=true of rule klass is the authors' code, which has kl=authors; add kl=authors.")
 
     @property
     def spans_blocks(self) -> bool:

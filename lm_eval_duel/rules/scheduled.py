@@ -32,6 +32,7 @@ SCORED = {"entropy": Entropy, "topk_margin": Margin, "maskgit_plus": Greedy}  # 
 EPS = 1e-3  # where Dream's noise levels end
 END_OF_TURN = ("<|eot_id|>", "<|im_end|>", "<end_of_turn>")  # tokens that end a turn but not a text
 STEPS, TOKEN_ID = whole(1, "a number of steps"), whole(0, "a token id")
+OF_ENDS: dict[str, Any] = {"unset": "the tokenizer's", "optional": True, "only_with": ("eos", "conf")}
 
 
 def even_counts(m: int, steps: int) -> list[int]:
@@ -98,18 +99,8 @@ class Quota(Scheduled, name="quota", label="Quota", reads_step=True):
         "`conf`: positions that predict the end of the text or turn come last (LLaDA)",
         optional=True,
     )
-    eos_id: int | None = argument(
-        TOKEN_ID, None, "the id of EOS, with `eos=conf`", unset="the tokenizer's", optional=True
-    )
-    eot_id: int | None = argument(
-        TOKEN_ID, None, "the id of the end of a turn, with `eos=conf`", unset="the tokenizer's", optional=True
-    )
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for name in ("eos_id", "eot_id"):
-            if getattr(self, name) is not None and self.eos is None:
-                raise DuelError(f"'{name}' of rule 'quota' is read with eos=conf only; add eos=conf or leave it out.")
+    eos_id: int | None = argument(TOKEN_ID, None, "the id of EOS, with `eos=conf`", **OF_ENDS)
+    eot_id: int | None = argument(TOKEN_ID, None, "the id of the end of a turn, with `eos=conf`", **OF_ENDS)
 
     def with_tokenizer(self, tokenizer: Any) -> Rule:
         if self.eos is None:
@@ -188,15 +179,17 @@ class Dream(Rule, name="dream", label="Dream", speed=("steps",), reads_step=True
     alg: Algorithm = required(choice(Algorithm, convert=_algorithm), "how positions are ordered", "entropy")
     steps: int = required(STEPS, "steps of a block", 32)
     tau: float | None = argument(
-        PROBABILITY, None, "the probability of `alg=confidence_threshold`, which needs it", optional=True
+        PROBABILITY,
+        None,
+        "the probability of `alg=confidence_threshold`, which needs it",
+        optional=True,
+        only_with=("alg", "confidence_threshold"),
     )
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.alg == "confidence_threshold" and self.tau is None:
             raise DuelError("Rule 'dream' with alg=confidence_threshold needs tau, e.g. tau=0.9.")
-        if self.tau is not None and self.alg != "confidence_threshold":
-            raise DuelError("'tau' of rule 'dream' is read with alg=confidence_threshold only; leave it out.")
 
     def after_first(self) -> Rule:
         if self.alg == "confidence_threshold":
