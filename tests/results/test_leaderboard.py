@@ -17,7 +17,7 @@ from lm_eval_duel.cli.main import main
 from lm_eval_duel.console.tables import one_line
 from lm_eval_duel.errors import UsageError
 from lm_eval_duel.options import Options
-from lm_eval_duel.results import as_json, page
+from lm_eval_duel.results import as_json, leaderboard
 from lm_eval_duel.results import documents as view
 from lm_eval_duel.results.leaderboard import collect, console, markdown, parse
 from lm_eval_duel.results.leaderboard import csv as to_csv
@@ -153,20 +153,25 @@ def test_only_likelihoods_have_ranks_and_means_are_over_all_tasks(tmp_path):
 def test_the_plot_is_logarithmic_for_perplexities_and_has_intervals(tmp_path):
     several(tmp_path)
     for metric, scale in (("token_perplexity", math.log), ("bits_per_byte", float)):
-        plot = page._plot(board(tmp_path, "--metric", metric))
+        plot = leaderboard._plot(board(tmp_path, "--metric", metric))
         values, places = [scale(row.main) for row in plot["rows"]], [place for place, *_ in plot["rows"].values()]
         slope = (places[-1] - places[0]) / (values[-1] - values[0])
         assert places == pytest.approx([places[0] + slope * (value - values[0]) for value in values], abs=0.3)
-        assert page.MARGIN <= min(places) < max(places) <= page.WIDTH - page.MARGIN
+        assert leaderboard.MARGIN <= min(places) < max(places) <= leaderboard.WIDTH - leaderboard.MARGIN
     for model, nats in (("A", (-60, -150, -90)), ("B", (-70, -140, -95))):
         ours(tmp_path / "one", model=model, docs={"sotu": docs(nats)})
-    assert all(low < place < high for place, low, high in page._plot(board(tmp_path / "one"))["rows"].values())
+    assert all(low < place < high for place, low, high in leaderboard._plot(board(tmp_path / "one"))["rows"].values())
 
 
 @pytest.mark.parametrize("low, high", [(30, 120), (31.2, 31.9), (1.541, 1.568), (0.02, 900), (5, 6), (97, 104)])
 def test_ticks_are_few_and_round(low, high):
-    ticks = page._ticks(low, high)
-    assert 2 <= len(ticks) <= page.MOST_TICKS and ticks == sorted({*ticks}) and low <= ticks[0] and ticks[-1] <= high
+    ticks = leaderboard._ticks(low, high)
+    assert (
+        2 <= len(ticks) <= leaderboard.MOST_TICKS
+        and ticks == sorted({*ticks})
+        and low <= ticks[0]
+        and ticks[-1] <= high
+    )
     assert all(math.isclose(tick, float(f"{tick:.3g}")) for tick in ticks)
 
 
@@ -195,7 +200,7 @@ def test_names_are_text_in_every_output(tmp_path):
     with (tmp_path / "published.csv").open("w", encoding="utf-8", newline="") as file:
         csv.writer(file).writerows(lines)
     content = board(tmp_path, "--published", tmp_path / "published.csv", "--title", NAMES[0])
-    shown = page.html(content)
+    shown = leaderboard.html(content)
     for name in NAMES:
         assert str(markupsafe.escape(one_line(name))) in shown, f"{name!r} is shown as it is"
         assert "<" not in name or name not in shown
@@ -273,7 +278,7 @@ def test_windows_of_a_document_are_joined_and_an_infinite_cost_is_null(tmp_path,
     assert order["nats"] == [0.5, 1.0, 2.0, 4.0, 1.0, math.inf]
     content = board(result)
     content.documents = [document]
-    data = re.search(r'id="documents-data">(.*?)</script>', page.html(content))[1]
+    data = re.search(r'id="documents-data">(.*?)</script>', leaderboard.html(content))[1]
     assert json.loads(data)[0]["orders"][0]["nats"][-1] is None
 
 

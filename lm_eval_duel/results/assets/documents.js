@@ -5,21 +5,7 @@ if (document.getElementById("documents")) {
   const slider = find("step"), play = find("play"), chooser = find("document");
   const MOST_NATS = 8; // the reddest, as the page says
 
-  // When the sampler reveals each token: it writes one block after the other.
-  function schedule(order) {
-    const at = [], share = [];
-    let total = 0;
-    order.starts.forEach((start, block) => {
-      const steps = order.steps.slice(start, order.starts[block + 1]);
-      const last = Math.max(...steps);
-      for (const step of steps) {
-        at.push(total + step + 1);
-        share.push(last ? step / last : 0);
-      }
-      total += last + 1;
-    });
-    return { at, share, total };
-  }
+  const sum = (values) => values.reduce((a, b) => a + b, 0);
 
   class Side {
     constructor(name) {
@@ -27,14 +13,12 @@ if (document.getElementById("documents")) {
       this.select = find(`${name}-order`);
       this.tokens = this.root.querySelector(".tokens");
       this.select.addEventListener("change", () => { this.show(); refresh(); });
-      this.tokens.addEventListener("pointerover", ({ target }) => {
-        if (target !== this.tokens) this.point(this.spans.indexOf(target));
-      });
+      this.tokens.addEventListener("pointerover", ({ target }) => this.point(this.spans.indexOf(target)));
       this.tokens.addEventListener("keydown", (event) => {
         const move = { ArrowRight: 1, ArrowDown: 1, ArrowLeft: -1, ArrowUp: -1 }[event.key];
         if (!move) return;
         event.preventDefault();
-        this.point(Math.min(this.spans.length - 1, Math.max(0, this.here + move)));
+        this.point(this.here + move);
       });
     }
     write(line, text) { this.root.querySelector(line).textContent = text; }
@@ -46,59 +30,70 @@ if (document.getElementById("documents")) {
     }
     show() {
       this.order = this.text.orders[this.select.value];
-      this.plan = schedule(this.order);
       this.here = -1;
       this.spans = this.text.pieces[this.order.text].map((piece) => {
         const span = document.createElement("span");
         span.textContent = piece;
         return span;
       });
-      this.nats = this.order.nats.map((value) => value ?? Infinity);
       this.tokens.replaceChildren(...this.spans);
-      const sum = this.nats.reduce((a, b) => a + b, 0), count = this.spans.length;
-      const perplexity = `perplexity ${Math.exp(sum / count).toFixed(2)} per token`;
-      this.write(".sum", `${sum.toFixed(1)} nats, ${perplexity}, ${this.plan.total} steps for ${count} tokens`);
+      this.nats = this.order.nats.map((value) => value ?? Infinity);
+      this.schedule();
+      const nats = sum(this.nats), count = this.spans.length;
+      const perplexity = `perplexity ${Math.exp(nats / count).toFixed(2)} per token`;
+      this.write(".sum", `${nats.toFixed(1)} nats, ${perplexity}, ${this.total} steps for ${count} tokens`);
+    }
+    // When the sampler reveals each token: it writes one block after the other.
+    schedule() {
+      const { starts, steps } = this.order;
+      Object.assign(this, { at: [], share: [], total: 0 });
+      starts.forEach((start, block) => {
+        const own = steps.slice(start, starts[block + 1]), last = Math.max(...own);
+        this.at.push(...own.map((step) => this.total + step + 1));
+        this.share.push(...own.map((step) => (last ? step / last : 0)));
+        this.total += last + 1;
+      });
     }
     point(n) {
+      const span = this.spans[n], block = this.order.starts.filter((start) => start <= n).length;
+      if (!span) return;
       this.spans[this.here]?.classList.remove("here");
       this.here = n;
-      const span = this.spans[n], block = this.order.starts.filter((start) => start <= n).length;
       span.classList.add("here");
       const text = `“${span.textContent.replace(/\n/g, "⏎")}”: ${this.nats[n].toFixed(2)} nats`;
       const what = span.matches(".masked") ? "still masked" : text;
       this.write(".token", `Token ${n + 1}, ${what}, revealed at step ${this.order.steps[n] + 1} of block ${block}`);
     }
     draw(step, byStep) {
-      const { at, share, total } = this.plan, time = Math.min(step, total);
+      const time = Math.min(step, this.total);
       this.spans.forEach((span, n) => {
-        span.classList.toggle("masked", at[n] > time);
-        span.classList.toggle("now", at[n] === step && step < Number(slider.max));
-        span.style.setProperty("--share", byStep ? share[n] : Math.min(this.nats[n] / MOST_NATS, 1));
+        span.classList.toggle("masked", this.at[n] > time);
+        span.classList.toggle("now", this.at[n] === step && step < Number(slider.max));
+        span.style.setProperty("--share", byStep ? this.share[n] : Math.min(this.nats[n] / MOST_NATS, 1));
       });
-      const spent = this.nats.filter((_, n) => at[n] <= time);
-      const nats = spent.reduce((a, b) => a + b, 0).toFixed(1);
-      this.write(".progress", `step ${time} of ${total}: ${spent.length} of ${at.length} tokens, ${nats} nats so far`);
+      const spent = this.nats.filter((_, n) => this.at[n] <= time);
+      const progress = `${spent.length} of ${this.at.length} tokens, ${sum(spent).toFixed(1)} nats so far`;
+      this.write(".progress", `step ${time} of ${this.total}: ${progress}`);
     }
   }
   const sides = [new Side("left"), new Side("right")];
   const shown = () => sides.filter((side) => !side.root.hidden);
 
   function draw() {
-    const byStep = find("by-step").checked;
-    find("documents").classList.toggle("by-step", byStep);
+    const byStep = find("documents").classList.toggle("by-step", find("by-step").checked);
     find("step-text").textContent = `${slider.value} of ${slider.max}`;
     for (const side of shown()) side.draw(Number(slider.value), byStep);
   }
   // At the end of the slider everything is revealed; it stays there when another order is chosen.
   function refresh(end = slider.value === slider.max) {
-    slider.max = Math.max(...shown().map((side) => side.plan.total));
+    slider.max = Math.max(...shown().map((side) => side.total));
     if (end) slider.value = slider.max;
     draw();
   }
   // The first two orders that differ, of networks that have a choice.
   function choose() {
     stop();
-    const text = data[chooser.value], orders = text.orders;
+    const text = data[chooser.value], { orders } = text;
     const left = Math.max(0, orders.findIndex((order) => order.starts.length < order.steps.length));
     const other = orders.findIndex((order, n) => n > left && String(order.steps) !== String(orders[left].steps));
     sides[0].load(text, left);
@@ -106,14 +101,13 @@ if (document.getElementById("documents")) {
     refresh(true);
   }
 
-  let timer = null;
+  let timer;
   function stop() {
     clearInterval(timer);
-    timer = null;
     play.textContent = "Play";
   }
   play.addEventListener("click", () => {
-    if (timer !== null) return stop();
+    if (play.textContent === "Pause") return stop();
     if (slider.value === slider.max) slider.value = 0;
     play.textContent = "Pause";
     draw();
