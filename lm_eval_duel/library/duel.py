@@ -61,13 +61,12 @@ class Duel(OnIds):
         rule: The unmasking rule, such as "greedy:k=2", or an instance of `Rule`.
         block: The number of positions that are finished before the next ones begin. None: the whole target. "auto":
             the trained or published block, else 32.
-        grid: Where blocks start counting: "target", at the first target position; "row", at the first position of the
-            row; "auto", "row" for block-causal networks except D2F, else "target".
-        batch_size: Rows of max_length in one network call. None: as many as the device takes. Changes no number.
-        max_batch_size: The most rows of max_length in one call, if `batch_size` is None. Changes no number.
+        grid: Where blocks start counting: at the first position of the "target" or of the "row". "auto": "row" for
+            block-causal networks except D2F, else "target".
+        batch_size: Rows of max_length in one network call. None: as many as the device takes, at most `max_batch_size`.
+            Changes no number.
         traced: Add the confidence, margin and entropy of each token to the scores.
-        estimator: The value to compute, as in docs/estimators.md: "duel", "ar", "elbo", "noised_elbo", "elbo_exact",
-            "mixture", "oracle", "sampled_confidence", "sampled_order" or "two_phase".
+        estimator: The value to compute, as in docs/estimators.md.
         tokenizer: The tokenizer of texts. None: this Duel takes ids only.
         windows: How to cut long texts: "independent", each window from scratch, or "harness", its rolling windows.
         arguments: Arguments of the estimator, such as mc_samples=256 or draw_seed=1.
@@ -125,10 +124,8 @@ class Duel(OnIds):
             rule, block, grid, estimator, windows, batch_size, max_batch_size, traced: As in `Duel`.
             device: "cpu", "cuda", "cuda:1", ... None: a GPU if there is one.
             tokenizer: A folder, a hub name, or a loaded tokenizer. None: the checkpoint's own.
-            network: The model args of the network, as in docs/model_args.md: dtype, revision, trust_remote_code, bos,
-                mask_token_id, max_length, family, attention, shift_logits, temperature, peft, device_map, ... The
-                parameters of a rule (rule="klass", mu=0.9, nu=0.01) and of an estimator (estimator="elbo",
-                mc_samples=256) may stand here as well.
+            network: Model args, as in docs/model_args.md: of the network (dtype, revision, bos, ...), of the rule
+                (rule="klass", mu=0.9, nu=0.01) and of the estimator (estimator="elbo", mc_samples=256).
 
         Raises:
             DuelError: If an argument is wrong or the checkpoint cannot be read.
@@ -191,8 +188,8 @@ class Duel(OnIds):
             weights: The entry for the weights in the spec. None: "in memory", so that the fingerprint does not depend
                 on them; "digest": a hash of the weights when the spec is read; or a text, such as "run 7, step 2000".
             autocast: The dtype of autocast during calls. None: no autocast, whatever is active outside.
-            network: mask_token_id, max_length, attention, shift_logits, bos, last_block, family, cache, temperature,
-                top_k, top_p, exclude_ids, cfg_scale, as in docs/model_args.md; and the estimator's own arguments.
+            network: Model args, as in docs/model_args.md: mask_token_id, max_length, attention, shift_logits, bos,
+                last_block, family, cache, temperature, top_k, top_p, exclude_ids, cfg_scale, the estimator's own.
 
         Raises:
             DuelError: If an argument is wrong, or the network fails a self-test.
@@ -232,8 +229,6 @@ class Duel(OnIds):
         suffixes: Sequence[TextOrIds] | None = None,
     ) -> list[TextScore]:
         """Score each text, in order, with the numbers of the harness: log p(text) in nats, perplexity, bits per byte.
-
-        Special tokens follow the checkpoint's convention. Long texts are cut into windows; every token is scored once.
 
         Args:
             texts: Texts.

@@ -8,7 +8,7 @@ from typing import Any
 from lm_eval_duel import rules
 from lm_eval_duel.errors import DuelError, unknown
 from lm_eval_duel.estimators import registry
-from lm_eval_duel.options import MODEL_ARGUMENTS, Options
+from lm_eval_duel.options import Options
 
 
 class Default(str):
@@ -35,7 +35,4 @@ def estimator_options(estimator: str, arguments: Mapping[str, Any]) -> Options:
             raise DuelError(f"'{key}' is a parameter of the rule: name it there, as in rule=\"NAME:{key}={value}\".")
         if key not in own_arguments(entry):
             raise unknown(f"argument of estimator={entry.name}", key, own_arguments(entry))
-    read = {**MODEL_ARGUMENTS, **entry.arguments}
-    values = {key: read[key].read(key, value) for key, value in arguments.items()}
-    own = {key: values.pop(key) for key in entry.arguments if key in values}
-    return Options(estimator=entry.name, estimator_args=own, **values)
+    return Options.parse({"estimator": entry.name, **arguments})

@@ -236,7 +236,7 @@ class TextEncoder:
         `counted`: the number of tokens that its task divides by; raises DuelError if another number is scored.
         """
         if isinstance(text, TokenText):
-            windows = self.row(text)
+            windows = [self.row(text)]
             scored, remedy = len(windows[0].target), f"Say which positions are scored: --metadata bos={self.bos}"
         else:
             ids = self.encode(text)
@@ -253,7 +253,7 @@ class TextEncoder:
             )
         return windows
 
-    def row(self, text: TokenText) -> list[Window]:
+    def row(self, text: TokenText) -> Window:
         """The window of a row that a task has made, special tokens included, by the convention of `bos`.
 
         Raises DuelError for ids of another tokenizer, or a row that does not fit.
@@ -274,8 +274,7 @@ class TextEncoder:
                 f"the row has {len(text.token_ids)} ids but the network holds {self.denoiser.max_length}, and rows of "
                 "a wrapped task are not cut again. Make them shorter: --metadata length=..."
             )
-        window = of_row(self.scorable(list(text.token_ids)), *text.special_tokens, self.bos)
-        return [self._without_unseen(window)]
+        return self._without_unseen(of_row(self.scorable(list(text.token_ids)), *text.special_tokens, self.bos))
 
     def document(self, ids: list[int]) -> list[Window]:
         """The windows of a text's ids, by the scheme."""
