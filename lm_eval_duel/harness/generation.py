@@ -7,12 +7,11 @@ A request is a prompt and `max_gen_toks` positions to generate.
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import json
 import logging
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.errors import naming
@@ -33,11 +32,10 @@ def key_of(task: str | None, document: int | None, request: int, repeat: int) ->
     return int.from_bytes(digest[:8], "big") >> 1
 
 
-@dataclasses.dataclass(frozen=True)
-class Prompt:
+class Prompt(NamedTuple):
     """One text to generate."""
 
-    n: int  # the request's index
+    generator: Generator
     repeat: int
     window: Window  # the positions to generate, between ids with special tokens
     key: int  # with the draw seed, what a sample depends on
@@ -47,39 +45,40 @@ class Prompt:
 def generate(run: HarnessRun, requests: Sequence[Instance]) -> list[str]:
     """The text of each request, from the response cache or generated now. Equal settings are generated together."""
     batch, texts = Batch.from_requests(requests), dict[int, str]()
-    groups = _grouped(run, batch)
-    prompts = {prompt.n: prompt for _, group in groups for prompt in group}
+    prompts = _prompts(run, batch)
     if run.store is not None:
-        found = {n: run.store.find(prompt.cache_key, str) for n, prompt in prompts.items()}
-        texts = {n: text for n, text in found.items() if text is not None}
-    tokens = [len(prompts[n].window.target) for n in range(len(prompts))]
-    progress = run.begin("generate_until", tokens, [n for n in prompts if n not in texts])
+        found = ((n, run.store.find(prompt.cache_key, str)) for n, prompt in enumerate(prompts))
+        texts = {n: text for n, text in found if text is not None}
+    missing: dict[Generator, list[int]] = {}
+    for n, prompt in enumerate(prompts):
+        if n not in texts:
+            missing.setdefault(prompt.generator, []).append(n)
+    tokens = [len(prompt.window.target) for prompt in prompts]
+    progress = run.begin("generate_until", tokens, [n for group in missing.values() for n in group])
     with run.computing(), progress.bar:
-        for generator, group in groups:
-            missing = [prompt for prompt in group if prompt.n not in texts]
+        for generator, group in missing.items():
             description = _description(run, generator.settings)
-            samples = generator.stream([prompt.window for prompt in missing], [prompt.key for prompt in missing])
+            samples = generator.stream([prompts[n].window for n in group], [prompts[n].key for n in group])
             for i, text, window, sample in samples:
-                prompt = missing[i]
+                n, prompt = group[i], prompts[group[i]]
                 if run.store is not None:
                     run.store.keep(prompt.cache_key, text)  # first: whatever fails below, this text is not lost
-                texts[prompt.n] = text
+                texts[n] = text
                 progress.add_window(len(prompt.window.target))
                 progress.finish_request(1)
                 progress.bar.set_postfix_str(f"NFE {run.estimator.counts.nfe}")
                 about = {"repeat": prompt.repeat, "generated": description, "text": text, "tail": sample.tail}
-                run.write_trace(batch.requests[prompt.n], [window], [sample], run.sampler, **about)
+                run.write_trace(batch.requests[n], [window], [sample], run.sampler, **about)
     return batch.spread([texts[n] for n in range(len(texts))])
 
 
-def _grouped(run: HarnessRun, batch: Batch) -> list[tuple[Generator, list[Prompt]]]:
-    """The prompts by their settings; raises DuelError, with the request's name, for a wrong setting or prompt."""
+def _prompts(run: HarnessRun, batch: Batch) -> list[Prompt]:
+    """The prompt of each request; raises DuelError, with the request's name, for a wrong setting or prompt."""
     generators: dict[Settings, Generator] = {}
-    groups: dict[Settings, list[Prompt]] = {}
-    notes: dict[str, list[str]] = {}  # warning -> the tasks that it is about
+    prompts, notes = [], dict[str, list[str]]()  # warning -> the tasks that it is about
     cut = run.text.cut_contexts
     spec = run.store.generation if run.store is not None else ""
-    for n, (request, repeat) in enumerate(zip(batch.requests, batch.repeats, strict=True)):
+    for request, repeat in zip(batch.requests, batch.repeats, strict=True):
         key = key_of(request.task_name, request.doc_id, request.idx, repeat)
         with naming(name(request)):
             settings = Settings.from_arguments(request.args[1])
@@ -92,12 +91,12 @@ def _grouped(run: HarnessRun, batch: Batch) -> list[tuple[Generator, list[Prompt
         for note in generator.notes:
             notes.setdefault(note, []).append(str(request.task_name))
         cache_key = request_key("generate_until", request.args, spec, *([str(key)] if settings.temperature else []))
-        groups.setdefault(settings, []).append(Prompt(n, repeat, window, key, cache_key))
+        prompts.append(Prompt(generator, repeat, window, key, cache_key))
     for note, tasks in notes.items():
         log.warning("generation settings of %s: %s", " and ".join(dict.fromkeys(tasks)), note)
     if cut := run.text.cut_contexts - cut:
         log.warning("%d prompts were truncated from the left to make room for max_gen_toks positions", cut)
-    return [(generators[settings], prompts) for settings, prompts in groups.items()]
+    return prompts
 
 
 def _description(run: HarnessRun, settings: Settings) -> str:

@@ -16,7 +16,7 @@ from lm_eval_duel.errors import DuelError, naming
 from lm_eval_duel.estimators.documents import score_documents
 from lm_eval_duel.estimators.totals import Total
 from lm_eval_duel.harness.answers import Answers
-from lm_eval_duel.harness.requests import Batch, name, random_order
+from lm_eval_duel.harness.requests import Batch, document_of, name, random_order
 from lm_eval_duel.harness.run import HarnessRun
 from lm_eval_duel.harness.so_far import SoFar
 from lm_eval_duel.tasks.columns import MADE, MADE_HERE, TOKENS
@@ -107,8 +107,10 @@ def score_requests(
 
     def count(n: int, scores: Sequence[Score]) -> None:
         total = Total.from_scores(windows[n], scores, run.estimator.name)
-        finished[n] = TextLogLikelihood(total, requests[n].args[-1])
-        run.count(requests[n], windows[n], total)
+        request, text = requests[n], requests[n].args[-1]
+        finished[n] = TextLogLikelihood(total, text)
+        unknown = run.text.unknown(windows[n], text)
+        run.stats.add_request(str(request.task_name), document_of(request), total, unknown)
 
     for n, scores in answers.saved():
         count(n, scores)
@@ -126,10 +128,8 @@ def score_requests(
         answers.keep(window, score)
         progress.add_window(len(window.target))
 
-    verification = None
-    if run.options.verify:
-        ranks = run.ranks.rank, run.ranks.world_size, run.ranks.device
-        verification = Verification(run.options, {n: windows[n] for n in remaining}, *ranks)
+    ranks = run.ranks.rank, run.ranks.world_size, run.ranks.device
+    verification = Verification(run.options, {n: windows[n] for n in remaining}, *ranks)  # of no window without verify=
     ties = run.estimator.counts.all_mask_starts
     with run.computing():
         with progress.bar:
@@ -144,11 +144,10 @@ def score_requests(
                 n = remaining[i]
                 answers.save(n, scores)  # first: whatever fails below, this request is not lost
                 count(n, scores)
-                if verification is not None:
-                    verification.keep(n, scores)
+                verification.keep(n, scores)
                 progress.finish_request(len(scores))
                 run.write_trace(requests[n], windows[n], scores, run.estimator)
-        if verification is not None:
+        if run.options.verify:
             run.stats.checked += verification.compare(requests, run.text)
             run.stats.verify_failures += [verification.failure] if verification.failure else []
     if ties := run.estimator.counts.all_mask_starts - ties:

@@ -26,6 +26,7 @@ Written against lm-eval 0.4.13. Other models are affected only by the clearer er
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import functools
 import os
@@ -68,19 +69,10 @@ def in_lm_evals_command() -> None:
     command = Path(sys.argv[0])
     if command.stem in ("lm_eval", "lm-eval") or command.parts[-2:] == ("lm_eval", "__main__.py"):
         sys.excepthook = _one_line
-        unique_keys(pair for text in _model_args(sys.argv[1:]) for pair in key_values(text).items())
-
-
-def _model_args(words: list[str]) -> Iterator[str]:
-    """The values of --model_args on a command line."""
-    inside = False
-    for word in words:
-        flag, _, value = word.partition("=")
-        if word.startswith("-"):
-            inside = flag in ("--model_args", "-a")
-            word = value
-        if inside and word:
-            yield word
+        parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+        parser.add_argument("--model_args", "-a", nargs="*", action="extend", default=[])
+        texts = parser.parse_known_args()[0].model_args
+        unique_keys(pair for text in texts for pair in key_values(text).items())
 
 
 def _one_line(kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> None:
@@ -94,11 +86,7 @@ def _one_line(kind: type[BaseException], error: BaseException, trace: types.Trac
 def without_default_tasks() -> Iterator[None]:
     """A TaskManager that is made meanwhile does not read lm-eval's own task files."""
     original = TaskManager.__init__
-
-    def read_others(self: TaskManager, *args: Any, **options: Any) -> None:
-        original(self, *args, **{**options, "include_defaults": False})
-
-    TaskManager.__init__ = read_others
+    TaskManager.__init__ = functools.partialmethod(original, include_defaults=False)
     try:
         yield
     finally:

@@ -21,10 +21,8 @@ from lm_eval_duel.errors import InconsistentOutput
 from lm_eval_duel.estimators import registry
 from lm_eval_duel.estimators.base import Estimator
 from lm_eval_duel.estimators.duel import DuelEstimator
-from lm_eval_duel.estimators.totals import Total
 from lm_eval_duel.harness.cache import ResponseCache
 from lm_eval_duel.harness.distributed import Ranks
-from lm_eval_duel.harness.requests import document_of
 from lm_eval_duel.harness.so_far import SoFar
 from lm_eval_duel.harness.spec import peak_memory
 from lm_eval_duel.harness.totals import RunStats, Share
@@ -159,11 +157,6 @@ class HarnessRun:
             self.stats.seconds += time.perf_counter() - start
             if self.trace is not None:
                 self.trace.flush()
-
-    def count(self, request: Instance, windows: Sequence[Window], total: Total) -> None:
-        """Add a request to the statistics."""
-        unknown = self.text.unknown(windows, str(request.args[-1]))
-        self.stats.add_request(str(request.task_name), document_of(request), total, unknown)
 
     def write_trace(
         self,

@@ -79,7 +79,11 @@ class RunStats:
         """The lines of the log: near ties, estimates (`bound`: the kind of an ELBO), the balance of ranks."""
         lines = [*([self.near_ties] if self.near_ties else []), *self.errors(bound)]
         if self.ranks > 1:
-            lines.append(self.balance)
+            parts = []
+            for name, load in balance(self.shares).items():
+                work = " ".join(f"{amount:,.0f}" for amount in load["ranks"])
+                parts.append(f"{name} {work} (max/mean {load['max_over_mean'] or 0:.2f})")
+            lines.append(f"balance of {self.ranks} ranks: {', '.join(parts)}")
             if self.checked:
                 lines.append(f"on all ranks, {checked.summary(self.checked)}")
         return lines
@@ -114,15 +118,6 @@ class RunStats:
             if unknown:
                 lines.append(f"{task}: {unknown_share(unknown.total(), self.tasks[task].tokens)}")
         return lines
-
-    @property
-    def balance(self) -> str:
-        """The balance of the load over ranks."""
-        parts = [
-            f"{name} {' '.join(f'{work:,.0f}' for work in load['ranks'])} (max/mean {load['max_over_mean'] or 0:.2f})"
-            for name, load in balance(self.shares).items()
-        ]
-        return f"balance of {self.ranks} ranks: {', '.join(parts)}"
 
     @property
     def near_ties(self) -> str:

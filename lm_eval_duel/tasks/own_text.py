@@ -68,9 +68,11 @@ def texts(patterns: Sequence[str], field: str = "text", lines: bool = False) -> 
     documents: list[OwnText] = []
     for file in sources:
         if file is None:
-            documents += _text_documents("stdin", sys.stdin.buffer.read(), lines)
+            documents += _documents("stdin", sys.stdin.buffer.read(), lines)
+        elif file.suffix in PLAIN:
+            documents += _documents(str(file), file.read_bytes(), lines)
         else:
-            documents += _documents(file, field, lines)
+            documents += [OwnText(name, text_column(name, row, field)) for name, row in rows([str(file)])]
     if not documents:
         raise DuelError(f"{', '.join(patterns)}: no text to score; the files are empty.")
     return documents
@@ -101,13 +103,7 @@ def text_column(name: str, row: dict[str, Any], key: str) -> str:
     return text
 
 
-def _documents(file: Path, field: str, lines: bool) -> list[OwnText]:
-    if file.suffix in PLAIN:
-        return _text_documents(str(file), file.read_bytes(), lines)
-    return [OwnText(name, text_column(name, row, field)) for name, row in rows([str(file)])]
-
-
-def _text_documents(name: str, content: bytes, lines: bool) -> list[OwnText]:
+def _documents(name: str, content: bytes, lines: bool) -> list[OwnText]:
     """The documents of UTF-8 text, with or without a byte order mark; line ends become \\n."""
     try:
         text = io.TextIOWrapper(io.BytesIO(content), encoding="utf-8-sig").read()

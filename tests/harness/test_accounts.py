@@ -44,19 +44,6 @@ def same(one, other):
 # ---------------------------------------------------------------- answers of a cache belong to the run that asks
 
 
-def test_documents_of_equal_text_are_counted_each(model, tmp_path):
-    whole = model()
-    whole.loglikelihood_rolling(rolling(*TEXTS))
-    cached(model(), tmp_path).loglikelihood_rolling(rolling(*TEXTS[:3]))
-    again = cached(model(), tmp_path)
-    again.loglikelihood_rolling(rolling(*TEXTS))
-    assert same(told(again)["tasks"]["toy"], told(whole)["tasks"]["toy"])
-    fewer = cached(model(), tmp_path)
-    fewer.loglikelihood_rolling(rolling(*TEXTS[:2]))
-    task = told(fewer)["tasks"]["toy"]
-    assert (task["documents"], task["requests"], task["tokens"]) == (2, 2, 5)
-
-
 def test_cut_contexts_and_merged_borders_are_those_of_this_run(model, tmp_path):
     asked = rolling((ALPHABET, " a b"), (ALPHABET, " c"), ("a", "b"), ("a", " b"), kind="loglikelihood")
     whole = model()

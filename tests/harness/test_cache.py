@@ -153,6 +153,10 @@ def test_the_results_of_a_resumed_run_are_whole(model, tmp_path, monkeypatch):
         one.pop("values"), other.pop("values")
         assert one == other
         assert ours["windows"] < theirs["windows"]
+        fewer = cached(model(**spec), folder)
+        fewer.loglikelihood_rolling(asked[2:4])
+        task = fewer.get_model_info()["duel"]["tasks"]["toy"]
+        assert (task["documents"], task["requests"], task["tokens"]) == (2, 2, 5)
 
 
 def test_other_models_caches_are_what_they_were(model, tmp_path):
