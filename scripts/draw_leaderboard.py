@@ -3,6 +3,7 @@
 Needs Chromium and Pillow, and the tests' helpers on the path.
 """
 
+import base64
 import subprocess
 import sys
 import tempfile
@@ -25,11 +26,11 @@ def main() -> None:
         subprocess.run([sys.executable, "-m", "lm_eval_duel", *arguments, "--out", site], check=True, cwd=ROOT)
         window = browser.Browser(Path(folder) / "profile", WIDTH, HEIGHT)
         window.call("Emulation.setDeviceMetricsOverride", width=WIDTH, height=HEIGHT, deviceScaleFactor=1, mobile=False)
-        window.media("light")
+        window.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": "light"}])
         window.open(site / "index.html")
         move = 'const slider = document.getElementById("step"); slider.value = 62;'
         window.run(f'(() => {{ {move} slider.dispatchEvent(new Event("input")) }})()')
-        (Path(folder) / "shot.png").write_bytes(window.screenshot())
+        (Path(folder) / "shot.png").write_bytes(base64.b64decode(window.call("Page.captureScreenshot")["data"]))
         window.close()
         image = Image.open(Path(folder) / "shot.png").convert("RGB")
         image = image.resize((SHOWN, SHOWN * HEIGHT // WIDTH), Image.Resampling.LANCZOS)

@@ -1,20 +1,19 @@
 """A headless Chromium from the distribution, driven over the DevTools protocol through two pipes: no new dependency."""
 
-import base64
 import itertools
 import json
 import os
 import selectors
 import shutil
 import subprocess
-import time
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome", "chromium-headless-shell")
 FLAGS = (
     *("--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--no-first-run", "--disable-extensions"),
     *("--disable-background-networking", "--disable-component-update", "--disable-sync", "--remote-debugging-pipe"),
 )
-SECONDS = 60  # for one answer
+PROBLEMS = ("Runtime.exceptionThrown", "Log.entryAdded", "Runtime.consoleAPICalled")
+SECONDS = 60  # of silence
 
 
 def executable():
@@ -72,29 +71,24 @@ class Browser:
                 return answer["result"]
 
     def _message(self):
-        limit = time.monotonic() + SECONDS
         with selectors.DefaultSelector() as selector:
             selector.register(self.read, selectors.EVENT_READ)
             while b"\0" not in self.rest:
-                assert selector.select(max(0, limit - time.monotonic())), "the browser does not answer"
+                assert selector.select(SECONDS), "the browser does not answer"
                 piece = os.read(self.read, 1 << 20)
                 assert piece, "the browser has ended"
                 self.rest += piece
         line, _, self.rest = self.rest.partition(b"\0")
         message = json.loads(line)
-        self._note(message.get("method"), message.get("params", {}))
-        return message
-
-    def _note(self, method, parameters):
+        method, parameters = message.get("method"), message.get("params")
         if method == "Network.requestWillBeSent":
             self.requests.append(parameters["request"]["url"])
         elif method == "Page.loadEventFired":
             self.loaded += 1
-        elif method in ("Runtime.exceptionThrown", "Log.entryAdded", "Runtime.consoleAPICalled"):
+        elif method in PROBLEMS:
             self.problems.append(parameters)
-        elif method == "Page.javascriptDialogOpening":
-            self.problems.append(parameters)
-            raise AssertionError("a script of a name has run")
+        assert method != "Page.javascriptDialogOpening", "a script of a name has run"
+        return message
 
     def open(self, file):
         """Load a local file and wait for it."""
@@ -116,13 +110,3 @@ class Browser:
         for kind in ("keyDown", "keyUp"):
             more = {"text": text} if text and kind == "keyDown" else {}
             self.call("Input.dispatchKeyEvent", type=kind, key=key, code=key, windowsVirtualKeyCode=code, **more)
-
-    def media(self, scheme="light", kind="screen"):
-        """Emulate a colour scheme and a medium."""
-        self.call(
-            "Emulation.setEmulatedMedia", media=kind, features=[{"name": "prefers-color-scheme", "value": scheme}]
-        )
-
-    def screenshot(self):
-        """The visible part as PNG bytes."""
-        return base64.b64decode(self.call("Page.captureScreenshot")["data"])

@@ -13,7 +13,6 @@ import pytest
 from lm_eval._cli import HarnessCLI
 from results import documents, edit, hf, ours, trace
 
-from lm_eval_duel.cli.main import main
 from lm_eval_duel.console.tables import one_line
 from lm_eval_duel.errors import UsageError
 from lm_eval_duel.options import Options
@@ -21,10 +20,9 @@ from lm_eval_duel.results import as_json, leaderboard
 from lm_eval_duel.results import documents as view
 from lm_eval_duel.results.leaderboard import collect, console, markdown, parse
 from lm_eval_duel.results.leaderboard import csv as to_csv
-from lm_eval_duel.results.read import Traces
 
 TEXTS = [f"text {n}" for n in range(3)]
-TOKENS = (20, 40, 30)
+TOKENS, NATS = (20, 40, 30), (-60, -150, -90)
 NAMES = (  # each in some format markup, a formula, or the end of a cell
     "</script><script>alert(1)</script>",
     '"><img src=x onerror=alert(1)>',
@@ -45,17 +43,12 @@ def docs(nats, texts=TEXTS):
     return documents(nats, TOKENS[: len(nats)], texts[: len(nats)])
 
 
-def board(*arguments, out="unused"):
-    return collect(parse([*map(str, arguments), "--out", str(out)]))
+def made(folder, model="A", nats=NATS, texts=TEXTS, **more):
+    return ours(folder, model=model, **{"docs": {"sotu": docs(nats, texts)}} | more)
 
 
-def perplexity(nats, tokens=TOKENS):
-    return math.exp(-sum(nats) / sum(tokens[: len(nats)]))
-
-
-def shown_as(*arguments):
-    """leaderboard.json."""
-    return as_json.board(board(*arguments))
+def board(*arguments):
+    return collect(parse([*map(str, arguments), "--out", "unused"]))
 
 
 # ---------------------------------------------------------------- columns
@@ -63,39 +56,37 @@ def shown_as(*arguments):
 
 def members(content):
     """The models of each column."""
-    return ["".join(r["model"] for r in content["rows"] if c["id"] in r["cells"]) for c in content["columns"]]
+    return ["".join(row.named.model for row in content.rows if c.id in row.results) for c in content.columns]
 
 
 def test_unequal_documents_and_windows_never_share_a_column(tmp_path):
-    ours(tmp_path, model="A", docs={"sotu": docs((-60, -150, -90))})
-    ours(tmp_path, model="B", docs={"sotu": docs((-70, -160, -95))})
-    ours(tmp_path, model="Few", docs={"sotu": docs((-70, -160))})
-    ours(tmp_path, model="Other", docs={"sotu": docs((-70, -160, -95), ["x y", "x z", "z z"])})
-    ours(tmp_path, model="Short", docs={"sotu": docs((-7, -16, -9))}, duel={"row_capacity": 10})
-    content = shown_as(tmp_path, "--metric", "word_perplexity")
+    made(tmp_path)
+    made(tmp_path, "B")
+    made(tmp_path, "Few", NATS[:2])
+    made(tmp_path, "Other", texts=["x y", "x z", "z z"])
+    made(tmp_path, "Short", duel={"row_capacity": 10})
+    content = board(tmp_path, "--metric", "word_perplexity")
     assert members(content) == ["AB", "Few", "Other", "Short"]
-    labels = [column["label"] for column in content["columns"]]
-    assert len(set(labels)) == 4
-    assert [bool(column["apart"]) for column in content["columns"]] == [False, True, True, True]
-    assert all(row["rank"] is None for row in content["rows"] if row["model"] not in "AB")
+    assert len({column.label for column in content.columns}) == 4
+    assert [bool(column.difference) for column in content.columns] == [False, True, True, True]
+    assert all(row.rank is None for row in content.rows if row.named.model not in "AB")
 
 
 def test_rows_of_one_name_in_different_columns_have_different_labels(tmp_path):
-    ours(tmp_path, docs={"sotu": docs((-60, -150, -90))})
-    ours(tmp_path, docs={"news": docs((-50, -40, -80))}, spec={"max_length": "513"})
+    made(tmp_path)
+    made(tmp_path, docs={"news": docs(NATS)}, spec={"max_length": "513"})
     labels = {row.label for row in board(tmp_path).rows}
     assert labels == {f"DUEL, greedy, block 4, max_length={length}" for length in (513, 1025)}
 
 
 def test_perplexity_per_token_needs_one_tokenizer(tmp_path):
-    ours(tmp_path, model="A", docs={"sotu": docs((-60, -150, -90))})
-    ours(tmp_path, model="B", docs={"sotu": docs((-70, -160, -95))})
-    assert shown_as(tmp_path)["metric"] == "token_perplexity"
-    other = documents((-70, -160, -95), (25, 45, 35), TEXTS)
-    ours(tmp_path, model="C", docs={"sotu": other}, spec={"tokenizer": "another"})
-    content = shown_as(tmp_path)
-    assert content["metric"] == "word_perplexity" and len(content["columns"]) == 1
-    assert members(shown_as(tmp_path, "--metric", "token_perplexity")) == ["AB", "C"]
+    made(tmp_path)
+    made(tmp_path, "B")
+    assert board(tmp_path).metric == "token_perplexity"
+    made(tmp_path, "C", docs={"sotu": documents(NATS, (25, 45, 35), TEXTS)}, spec={"tokenizer": "another"})
+    content = board(tmp_path)
+    assert content.metric == "word_perplexity" and members(content) == ["ABC"]
+    assert members(board(tmp_path, "--metric", "token_perplexity")) == ["AB", "C"]
 
 
 # ---------------------------------------------------------------- ranks and means
@@ -117,10 +108,9 @@ def several(folder):
         given = {"model": model, "docs": dict(zip(("sotu", "news"), map(docs, both), strict=True))}
         if estimator == "ar":
             hf(folder, **given)
-            continue
-        file = ours(folder, **given, estimator=estimator, spec={"cache": cache} if cache == "dual" else {})
-        if model == "E":
-            edit(file, with_error)
+        else:
+            file = ours(folder, **given, estimator=estimator, spec={"cache": cache} if cache == "dual" else {})
+            edit(file, with_error if model == "E" else lambda body: None)
     return folder
 
 
@@ -130,24 +120,24 @@ def with_error(body):
 
 
 def test_only_likelihoods_have_ranks_and_means_are_over_all_tasks(tmp_path):
-    made = board(several(tmp_path))
-    content, printed = as_json.board(made), console(made)
-    rows = {(row["model"], row["estimator"], row["rule"], row["cache"]): row for row in content["rows"]}
-    values = {name: tuple(map(perplexity, both)) for name, both in SEVERAL.items()}
+    content = board(several(tmp_path))
+    printed = console(content)
+    rows = {(row.named.model, row.named.estimator, row.rule, row.cache): row for row in content.rows}
+    values = {name: [math.exp(-sum(nats) / sum(TOKENS)) for nats in both] for name, both in SEVERAL.items()}
     means = {name: math.sqrt(a * b) for name, (a, b) in values.items()}
     ranked = [name for name in SEVERAL if name[1] in ("duel", "ar")]
+    assert rows.keys() == SEVERAL.keys()
     for name, row in rows.items():
-        assert row["mean"] == pytest.approx(means[name], rel=1e-9)
+        assert row.mean == pytest.approx(means[name], rel=1e-9)
         assert all(f" {value:.2f}" in printed for value in (means[name], *values[name]))
         if name not in ranked:
-            assert row["rank"] is None and row["mean_rank"] is None, "although its numbers are the lowest"
+            assert row.rank is None and row.mean_rank is None, "although its numbers are the lowest"
             continue
-        assert row["rank"] == 1 + sum(means[other] < means[name] for other in ranked)
+        assert row.rank == 1 + sum(means[other] < means[name] for other in ranked)
         places = [1 + sum(values[other][n] < values[name][n] for other in ranked) for n in (0, 1)]
-        assert row["mean_rank"] == sum(places) / 2
-    assert rows.keys() == SEVERAL.keys()
-    assert rows["E", "duel", "greedy", "none"]["kind"] == "estimate"
-    assert content["ar"] == "AR", "the only autoregressive model is the one of the gaps"
+        assert row.mean_rank == sum(places) / 2
+    assert rows["E", "duel", "greedy", "none"].kind == "estimate"
+    assert content.ar == "AR", "the only autoregressive model is the one of the gaps"
 
 
 def test_the_plot_is_logarithmic_for_perplexities_and_has_intervals(tmp_path):
@@ -158,8 +148,8 @@ def test_the_plot_is_logarithmic_for_perplexities_and_has_intervals(tmp_path):
         slope = (places[-1] - places[0]) / (values[-1] - values[0])
         assert places == pytest.approx([places[0] + slope * (value - values[0]) for value in values], abs=0.3)
         assert leaderboard.MARGIN <= min(places) < max(places) <= leaderboard.WIDTH - leaderboard.MARGIN
-    for model, nats in (("A", (-60, -150, -90)), ("B", (-70, -140, -95))):
-        ours(tmp_path / "one", model=model, docs={"sotu": docs(nats)})
+    made(tmp_path / "one")
+    made(tmp_path / "one", "B", (-70, -140, -95))
     assert all(low < place < high for place, low, high in leaderboard._plot(board(tmp_path / "one"))["rows"].values())
 
 
@@ -188,7 +178,7 @@ def named(folder, name):
         for part in (*(body[key] for key in ("results", "configs", "versions", "n-samples")), duel["tasks"]):
             part[name] = part.pop("sotu")
 
-    edit(ours(folder, docs={"sotu": docs((-60, -150, -90))}, spec={"note": name, "weights": name}), rename)
+    edit(made(folder, spec={"note": name, "weights": name}), rename)
 
 
 def test_names_are_text_in_every_output(tmp_path):
@@ -226,7 +216,7 @@ def test_names_are_text_in_every_output(tmp_path):
 def test_the_command_of_a_row_gives_the_options_of_its_run(given, config, seeded, tmp_path, monkeypatch):
     """The command is read by the program itself; its model args must be those of the results file."""
     config = {"limit": 3.0, "random_seed": 0, "numpy_seed": 1234, "torch_seed": 1234, "fewshot_seed": 1234} | config
-    file = ours(tmp_path, docs={"sotu": docs((-60, -150, -90))})
+    file = made(tmp_path)
     edit(file, lambda body: body["config"].update(config, model_args=given))
     [[command]] = [row.commands for row in board(file).rows]
     words, seen = shlex.split(command), []
@@ -251,7 +241,7 @@ def test_the_command_of_a_row_gives_the_options_of_its_run(given, config, seeded
     ],
 )
 def test_a_wrong_file_of_published_figures(tmp_path, lines, message):
-    ours(tmp_path, docs={"sotu": docs((-60, -150, -90))})
+    made(tmp_path)
     file = tmp_path / "figures.csv"
     file.write_text(lines.replace("H\n", "model,estimator,task,metric,value,source\n"))
     with pytest.raises(UsageError, match=message):
@@ -261,35 +251,17 @@ def test_a_wrong_file_of_published_figures(tmp_path, lines, message):
 # ---------------------------------------------------------------- documents
 
 
-def window(**more):
-    line = {"task": "sotu", "doc": 0, "request": 0, "window": 0, "ids": [5, 6, 7, 8], "starts": [0, 2], "values": {}}
-    return line | {"reveal_steps": [0, 1, 1, 0], "token_logprobs": [-0.5, -1.0, -2.0, -4.0]} | more
-
-
 def test_windows_of_a_document_are_joined_and_an_infinite_cost_is_null(tmp_path, monkeypatch):
     monkeypatch.setattr(view, "token_texts", lambda ids, tokenizer: [f"{n} " for n in ids])
-    result = ours(tmp_path, docs={"sotu": docs((-60, -150, -90))})
-    costly = window(window=1, ids=[9, 9], starts=[0], reveal_steps=[1, 0], token_logprobs=[-1.0, None])
-    path = trace(tmp_path / "trace.jsonl", result, [window(), costly])
-    (document,), notes = view.collect(Traces([path]), [], 3, "demo-mdm")
-    assert notes == [] and document["pieces"] == [["5 ", "6 ", "7 ", "8 ", "9 ", "9 "]]
-    (order,) = document["orders"]
+    result, first = made(tmp_path), {"task": "sotu", "doc": 0, "request": 0, "window": 0, "values": {}}
+    first |= {"ids": [5, 6, 7, 8], "starts": [0, 2], "reveal_steps": [0, 1, 1, 0], "token_logprobs": [-0.5, -1, -2, -4]}
+    costly = {"window": 1, "ids": [9, 9], "starts": [0], "reveal_steps": [1, 0], "token_logprobs": [-1.0, None]}
+    path = trace(tmp_path / "trace.jsonl", result, [first, first | costly])
+    content = board(result, "--traces", path, "--tokenizer", "demo-mdm")
+    [document] = content.documents
+    assert document["pieces"] == [["5 ", "6 ", "7 ", "8 ", "9 ", "9 "]]
+    [order] = document["orders"]
     assert order["starts"] == [0, 2, 4] and order["steps"] == [0, 1, 1, 0, 1, 0]
     assert order["nats"] == [0.5, 1.0, 2.0, 4.0, 1.0, math.inf]
-    content = board(result)
-    content.documents = [document]
     data = re.search(r'id="documents-data">(.*?)</script>', leaderboard.html(content))[1]
     assert json.loads(data)[0]["orders"][0]["nats"][-1] is None
-
-
-# ---------------------------------------------------------------- files
-
-
-def test_only_files_of_a_leaderboard_are_replaced(tmp_path, capsys):
-    out = tmp_path / "site"
-    main(["leaderboard", str(several(tmp_path / "in")), "--out", str(out)])
-    written = {path.relative_to(out).as_posix() for path in out.rglob("*") if path.is_file()}
-    assert written == set(json.loads((out / "leaderboard.json").read_text())["files"])
-    (out / "mine.txt").write_text("x")
-    main(["leaderboard", str(tmp_path / "in" / "B"), "--out", str(out)])
-    assert (out / "mine.txt").read_text() == "x"

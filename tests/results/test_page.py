@@ -21,8 +21,8 @@ ORDERS = {  # nats of two documents, and the steps of the first
 
 @pytest.fixture(scope="module")
 def page(tmp_path_factory):
-    """Texts are their ids, in markup."""
-    folder = tmp_path_factory.mktemp("board")
+    """A page whose texts are ids, in markup."""
+    folder, traces = tmp_path_factory.mktemp("board"), []
 
     def made(make, nats, **more):
         return make(folder / "in", docs={"sotu": documents(nats, (20, 40), ["text 0", "text 1"])}, **more)
@@ -31,20 +31,19 @@ def page(tmp_path_factory):
     made(ours, (-130, -250), estimator="elbo")
     made(ours, (-60, -120), estimator="oracle")
     made(ours, (-140, -260), model=EVIL, spec={"cache": "dual"})
-    traces = []
     for rule, (nats, steps) in ORDERS.items():
         window = {"task": "sotu", "doc": 0, "request": 0, "window": 0, "ids": [5, 6, 7, 8], "starts": [0, 2]}
         window |= {"reveal_steps": steps, "token_logprobs": [-0.5, -1.0, -7.0, None], "values": {"duel": None}}
         traces.append(str(trace(folder / f"{len(traces)}.jsonl", made(ours, nats, rule=rule), [window])))
-    arguments = [str(folder / "in"), "--traces", *traces, "--out", str(folder / "site"), "--published", "paper"]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(view, "token_texts", lambda ids, tokenizer: [f"<b>{n}</b> " for n in ids])
-        leaderboard.main([*arguments, "--tokenizer", "demo-mdm"])
+        words = ["--traces", *traces, "--tokenizer", "demo-mdm", "--published", "paper"]
+        leaderboard.main([str(folder / "in"), "--out", str(folder / "site"), *words])
     return folder / "site" / "index.html"
 
 
 @pytest.fixture(scope="module")
-def chromium(page, tmp_path_factory):
+def chromium(tmp_path_factory):
     window = browser.Browser(tmp_path_factory.mktemp("profile"))
     yield window
     window.close()
@@ -52,7 +51,6 @@ def chromium(page, tmp_path_factory):
 
 @pytest.fixture
 def opened(chromium, page):
-    chromium.media()
     chromium.open(page)
     yield chromium
     assert chromium.problems == [], "no console message and no error"
@@ -60,9 +58,17 @@ def opened(chromium, page):
 
 
 def rows(window, key="rule"):
+    """The texts of a column of the rows that are shown."""
     return window.run(
         '[...document.querySelectorAll("#board tr.row")].filter((row) => row.checkVisibility())'
         f'.map((row) => row.querySelector(".k-{key}").textContent.trim())'
+    )
+
+
+def enter(window, field, value):
+    """Enter a value into a field, as a person does."""
+    window.run(
+        f'Object.assign(document.getElementById("{field}"), {{ value: "{value}" }}).dispatchEvent(new Event("input"))'
     )
 
 
@@ -83,44 +89,41 @@ def test_columns_sort_and_the_oracle_stays_apart(opened):
 
 def test_the_filter(opened):
     everything = rows(opened)
-    for words, left in (
-        ("two words", []),
-        ("MDLM duel", ["left_to_right", "greedy", "greedy:k=2"]),
-        ("dual", ["greedy"]),
-        ("", everything),
-    ):
-        setting = f'const field = document.getElementById("filter"); field.value = "{words}";'
-        opened.run(f'(() => {{ {setting} field.dispatchEvent(new Event("input")) }})()')
+    found = {
+        "two words": [],
+        "MDLM duel": ["left_to_right", "greedy", "greedy:k=2"],
+        "dual": ["greedy"],
+        "": everything,
+    }
+    for words, left in found.items():
+        enter(opened, "filter", words)
         assert sorted(rows(opened)) == sorted(left), words
         assert opened.run('document.getElementById("count").textContent').startswith(f"{len(left)} of ")
 
 
 def test_everything_works_from_the_keyboard(opened):
-    opened.run('document.querySelector("#board thead .k-model button").focus()')
-    opened.press("Enter", 13, "\r")
+    def press(field, *key):
+        opened.run(f'document.querySelector("{field}").focus()')
+        opened.press(*key)
+
+    press("#board thead .k-model button", "Enter", 13, "\r")
     assert opened.run('document.querySelector("#board thead .k-model").ariaSort') == "ascending"
-    opened.run('document.querySelector("#board tr.row .open").focus()')
-    opened.press("Enter", 13, "\r")
+    press("#board tr.row .open", "Enter", 13, "\r")
     assert opened.run('document.querySelector("#board tr.row .open").ariaExpanded') == "true"
-    opened.run('document.querySelector("#left .tokens").focus()')
-    opened.press("ArrowRight", 39)
+    press("#left .tokens", "ArrowRight", 39)
     assert "Token 1" in opened.run('document.querySelector("#left .token").textContent')
-    opened.run('document.getElementById("step").focus()')
-    opened.press("ArrowLeft", 37)
+    press("#step", "ArrowLeft", 37)
     assert opened.run('document.getElementById("step").value') == "3"
-    names = opened.run(
-        '[...document.querySelectorAll("button, input, select")].filter((field) => field.checkVisibility() && '
-        "!(field.labels?.length || field.ariaLabel || field.textContent.trim() || field.labels?.[0])).length"
-    )
-    assert names == 0, "every control has a name"
+    fields = '[...document.querySelectorAll("button, input, select")].filter((field) => field.checkVisibility())'
+    unnamed = "(field) => !(field.labels?.length || field.ariaLabel || field.textContent.trim())"
+    assert opened.run(f"{fields}.filter({unnamed}).length") == 0, "every control has a name"
 
 
 def test_the_slider_plays_the_unmasking(opened):
     """Blocks of two tokens, one after the other: in each the left order goes forwards, the right one backwards."""
     assert opened.run('document.getElementById("step").max') == "4"
     for step in range(5):
-        move = f'const slider = document.getElementById("step"); slider.value = {step};'
-        opened.run(f'(() => {{ {move} slider.dispatchEvent(new Event("input")) }})()')
+        enter(opened, "step", step)
         for side, order in (("left", [0, 1, 2, 3]), ("right", [1, 0, 3, 2])):  # which token is revealed at which step
             spans = f'[...document.querySelectorAll("#{side} .tokens span")]'
             masked = opened.run(f'{spans}.map((span) => span.classList.contains("masked"))')
@@ -132,12 +135,10 @@ def test_the_slider_plays_the_unmasking(opened):
 def test_on_a_telephone_perplexity_is_seen_without_scrolling(opened, width):
     size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": True}
     opened.call("Emulation.setDeviceMetricsOverride", **size)
-    try:
-        cells = "#board tr.row td.g-value:not(.plot)"
-        ends = f"[...document.querySelectorAll('{cells}')].map(cell => cell.getBoundingClientRect().right)"
-        assert 0 < opened.run(f"Math.max(...{ends})") <= width
-    finally:
-        opened.call("Emulation.clearDeviceMetricsOverride")
+    cells = "#board tr.row td.g-value:not(.plot)"
+    ends = f"[...document.querySelectorAll('{cells}')].map(cell => cell.getBoundingClientRect().right)"
+    assert 0 < opened.run(f"Math.max(...{ends})") <= width
+    opened.call("Emulation.clearDeviceMetricsOverride")
 
 
 def test_a_name_cannot_run_even_as_markup(chromium, page, tmp_path):
