@@ -95,6 +95,32 @@ def test_rules_of_the_lattice():
     assert Options.parse({"estimator": "oracle"}).estimator_args["lattice_rules"] is None
 
 
+WRONG_RULES = (
+    ("greedy:q=2", "'q'. Known: k."),
+    ("klass:mu=0.5", "nu"),
+    ("eb", "gamma"),
+    ("threshold:mu=1.5", "'mu'"),
+    ("greedy:k=0", "'k'"),
+    ("klass:mu=0.9:nu=0.01:kl=papr", "Did you mean paper?"),
+    ("entropy_bound:gamma=-1", "'gamma'"),
+    ("greedy:2", "'2'"),
+    ("greedy:k=1:k=2", "k twice"),
+    ("no_such_module:Rule", "'no_such_module'"),
+    ("no.such.module:Rule", "'no.such.module'"),
+    (":Rule", "':Rule'"),
+    ("textbook:score", "lm_eval_duel.rules.Rule"),
+    ("factor:f=0", "'f'"),
+    ("dream:alg=confidence_threshold:steps=4", "needs tau"),
+    ("dream:alg=entropy:steps=4:tau=0.9", "alg=confidence_threshold only"),
+    ("dream:alg=origin:steps=4", "alg=origin"),
+    ("quota:steps=4:eos_id=4", "eos=conf only"),
+    ("custom_rules:Stals", "Did you mean Stalls?"),
+    ("klass:mu=0.4:nu=0.3:across=true", "add kl=authors"),
+    *(
+        (f"klass:mu=0.4:nu=0.3:kl=authors:across=true:{more}", "over blocks")
+        for more in ("sub_block=2", "seed_first=1")
+    ),
+)
 WRONG = (  # model args, and what the error names: the argument, its value, the nearest name
     ({"rule": "gredy"}, "'gredy'. Did you mean greedy?"),
     ({"blok": 32}, "'blok'. Did you mean block?"),
@@ -111,6 +137,15 @@ WRONG = (  # model args, and what the error names: the argument, its value, the 
     ({"block": 0}, "'block'"),
     *(({name: ""}, f"'{name}'") for name in ("block", "rule", "trace", "cache", "mc_samples", "pretrained")),
     ({"rule": "greedy:k="}, "'k'"),
+    ({"preset": "lladda"}, "'lladda'. Did you mean llada"),
+    ({"preset": "llada", "block": 32}, "block=32"),
+    ({"preset": "llada", "rule": "greedy"}, "rule=greedy"),
+    ({"preset": "llada-fast-dllm-dual", "mu": 0.8}, "mu=0.8"),
+    ({"preset": "llada-fast-dllm-dual", "cache": "prefix"}, "cache=prefix"),
+    ({"preset": "llada2", "sub_block": 8}, "sub_block=8"),
+    ({"preset": "wino"}, "preset=wino"),
+    ({"preset": "sdar-dynamic", "tau": 0.9}, "tau=0.9"),
+    ({"estimator": "mixture", "lattice_rules": "klass:mu=0.4:nu=0.3"}, "has a memory"),
     ({"windows": "independant"}, "Did you mean independent?"),
     ({"batch_size": 0}, "'batch_size'"),
     ({"dtype": "flot32"}, "Did you mean float32?"),
@@ -125,7 +160,6 @@ WRONG = (  # model args, and what the error names: the argument, its value, the 
     ({"estimator": "sampled_confidence", "block": 16}, "at most 12 positions (4,095 sets); the block in force is 16."),
     ({"estimator": "mixture", "block": "none"}, "at most 12 positions (4,095 sets)"),
     ({"estimator": "oracle", "lattice_rules": "gredy"}, "Did you mean greedy?"),
-    ({"estimator": "oracle", "lattice_rules": "klass:mu=0.9:nu=0.1"}, "klass:mu=0.9:nu=0.1"),
     ({"lattice_rules": "greedy"}, "'lattice_rules'"),
     ({"sample": 0.5}, "'sample' is read by estimator=two_phase only"),
     ({"estimator": "two_phase", "sample": 0}, "'sample' is a share of blocks above 0"),
@@ -135,6 +169,7 @@ WRONG = (  # model args, and what the error names: the argument, its value, the 
     ({"estimator": "two_phase", "cache": "none"}, "'cache'"),
     ({"rule": f"klass:mu=0.5:nu=1:history={2**64 + 1}"}, "'history'"),
     ({"rule": "klass:mu=0.9", "nu": "0.1:history=2"}, "'nu'"),
+    *(({"rule": rule}, named) for rule, named in WRONG_RULES),
     *(({"rule": name}, "module:Name") for name in (".mine:Rule", "..:Rule", "mine..deep:Rule", "mine.:Rule")),
 )
 

@@ -85,13 +85,3 @@ def strings(tokens, length):
 def total(duel, length, context=(), suffix=(), tail=0, tokens=3):
     scored = duel.log_prob([Window(context, s, suffix, tail) for s in strings(tokens, length)])
     return math.fsum(math.exp(s.log_prob) for s in scored)
-
-
-def check_scored_as_drawn(duel, contexts=((), (1,), (0, 2)), length=5, seed=0):
-    """Laws 2 and 8: a sample is scored with the order and the log-probabilities it was drawn with, alone or not."""
-    samples = duel.sample(contexts, length, seed=seed)
-    windows = [Window(context, sample.tokens) for context, sample in zip(contexts, samples, strict=True)]
-    for sample, score, window in zip(samples, duel.log_prob(windows), windows, strict=True):
-        [alone] = duel.log_prob([window])
-        assert sample.reveal_steps == score.reveal_steps == alone.reveal_steps and sample.nfe == score.nfe
-        assert sample.token_logprobs == pytest.approx(score.token_logprobs, abs=1e-9)

@@ -216,3 +216,12 @@ STATE_ONLY = {  # rules that read nothing but the state: the text, and the refer
     "high_or_topk:n=3:tau=0.613": (high_or_topk, {"n": 3, "tau": 0.613}),
     "entropy_bound:gamma=0.713:inclusive=True": (inclusive_entropy_bound, {"gamma": 0.713}),
 }
+PICKS = {  # by the name of a rule: the reference of its deployed form, and its parameters
+    "threshold": (strict_threshold, ["mu"]),
+    "entropy_bound": (inclusive_entropy_bound, ["gamma"]),
+    "entropy_threshold": (entropy_threshold, ["tau"]),
+    "factor": (factor, ["f", "variant"]),
+    "hierarchy": (hierarchy, ["low", "tau"]),
+    "dinfer_threshold": (dinfer_threshold, ["mu"]),
+    "high_or_topk": (high_or_topk, ["n", "tau"]),
+}

@@ -25,16 +25,15 @@ def random_case(seed, lanes):
 
 def decided(rule, logits, masked, step=0, memory=()):
     """The decision of a rule on lanes whose masked positions have these logits, at this step."""
-    count = len(logits)
+    count, width, tokens = logits.shape
     predictions = Predictions(
         masked,
         torch.zeros(count, dtype=torch.bool),
         logits[masked],
         torch.arange(int(masked.sum())),
         lambda features: features.clone(),
-        torch.zeros(TOKENS, dtype=torch.bool),
+        torch.zeros(tokens, dtype=torch.bool),
     )
     zero = torch.zeros(count, dtype=torch.int64)
-    tokens = torch.where(masked, -1, 0)
-    lanes = Lanes(zero, zero, zero, zero + WIDTH, tokens, masked, zero + step, memory)
+    lanes = Lanes(zero, zero, zero, zero + width, torch.where(masked, -1, 0), masked, zero + step, memory)
     return (rules.parse(rule) if isinstance(rule, str) else rule)(predictions, lanes)

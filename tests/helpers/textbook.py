@@ -3,6 +3,7 @@
 import itertools
 import math
 
+import published
 import torch
 
 from lm_eval_duel import reference, rules
@@ -44,29 +45,13 @@ def deployed(rule, origin):
             return sorted(M, key=lambda ell: (int(hashed(torch.tensor(ell - origin), rule.seed)), ell))[: rule.k]
         if name == "log_margin":
             return best(rule.k, M, -log_P[M].topk(2).values.diff()[:, 0])
-        if name == "threshold":
-            return chosen(M, score > odds(rule.mu)) or single
-        if name == "entropy_bound":
-            order = best(len(M), M, -surprise)
+        if name == "entropy_bound" and not rule.inclusive:
             spent = [0.0, *itertools.accumulate(surprise.sort().values.tolist())]
-            if rule.inclusive:
-                return [ell for n, ell in enumerate(order) if not n or spent[n + 1] < rule.gamma]
-            return [ell for n, ell in enumerate(order) if spent[n] <= rule.gamma]
-        if name == "entropy_threshold":
-            return chosen(M, surprise <= rule.tau) or best(1, M, -surprise)
-        if name == "factor":
-            bound = torch.stack([odds(1 - rule.f / (rank + 1)) for rank in range(2, len(M) + 2)])[:-1]
-            ranked = score.sort(descending=True).values[1:]
-            k = 1 + int((ranked > bound if rule.variant == "c" else ranked >= bound).sum())
-            if rule.variant == "a" and k == len(M) - 1:
-                k = len(M)
-            return best(max(1, k - 1) if rule.variant == "c" and k == len(M) else k, M, score)
-        if name == "high_or_topk":
-            high = chosen(M, score > odds(rule.tau))
-            return high if len(high) >= rule.n else best(rule.n, M, score)
-        if name == "dinfer_threshold":
-            p = score.sigmoid()
-            return chosen(M, p >= min(rule.mu, float(p.max()) - 1e-5))
+            return [ell for n, ell in enumerate(best(len(M), M, -surprise)) if spent[n] <= rule.gamma]
+        if name in published.PICKS:
+            function, parameters = published.PICKS[name]
+            masked = torch.zeros(len(log_P), dtype=torch.bool).index_fill(0, torch.tensor(M), True)
+            return sorted(function(log_P.exp(), masked, **{each: getattr(rule, each) for each in parameters}))
         if name == "quota":
             m = len(before[0][0])
             return best(m // rule.steps + (len(before) <= m % rule.steps), M, score)

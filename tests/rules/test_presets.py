@@ -50,22 +50,6 @@ def test_a_preset_is_its_args_written_out():
         assert Options.parse({"preset": name}).estimator == "sampled_confidence"
 
 
-def test_errors(subtests):
-    for arguments, named in (
-        ({"preset": "lladda"}, "'lladda'. Did you mean llada"),
-        ({"preset": "llada", "block": 32}, "block=32"),
-        ({"preset": "llada", "rule": "greedy"}, "rule=greedy"),
-        ({"preset": "llada-fast-dllm-dual", "mu": 0.8}, "mu=0.8"),
-        ({"preset": "llada-fast-dllm-dual", "cache": "prefix"}, "cache=prefix"),
-        ({"preset": "llada2", "sub_block": 8}, "sub_block=8"),
-        ({"preset": "wino"}, "preset=wino"),
-        ({"preset": "sdar-dynamic", "tau": 0.9}, "tau=0.9"),
-        ({"rule": "dream:alg=origin:steps=4"}, "alg=origin"),
-    ):
-        with subtests.test(str(arguments)), pytest.raises(DuelError, match=re.escape(named)):
-            Options.parse(arguments)
-
-
 def test_a_preset_in_the_harness_and_in_the_library_and_checkpoints_that_it_does_not_fit(tmp_path):
     """Its args written out have the same fingerprint; the family is that of the config, before weights are read."""
     (tmp_path / "dream").mkdir()

@@ -1,6 +1,5 @@
 """The rules of published samplers against their own pick functions, retyped in published.py, on random predictions."""
 
-import collections
 import functools
 import itertools
 import math
@@ -8,6 +7,7 @@ import sys
 
 import published
 import pytest
+import textbook
 import tiny
 import torch
 from published import KLASS, PC, STATE_ONLY
@@ -17,7 +17,6 @@ from toys import BlockCausal, Toy
 from lm_eval_duel import Duel, rules
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.errors import DuelError
-from lm_eval_duel.options import Options
 
 
 def test_frequencies_are_counted(tmp_path):
@@ -176,13 +175,6 @@ def test_a_history_across_blocks_is_refused_where_there_is_none():
     text = KLASS.format(mu=0.4, nu=0.3, history=1)
     with pytest.raises(DuelError, match=r"needs a bidirectional network without a cache; this one is block_causal"):
         Duel(BlockCausal(), text)
-    for name in ("sub_block=2", "seed_first=true"):
-        with pytest.raises(DuelError, match="keeps its history over blocks"):
-            rules.parse(f"{text}:{name}")
-    with pytest.raises(DuelError, match="add kl=authors"):
-        rules.parse("klass:mu=0.4:nu=0.3:across=true")
-    with pytest.raises(DuelError, match="has a memory"):
-        Options.parse({"estimator": "mixture", "lattice_rules": text})
 
 
 def fast_dllm_v2(toy, context, target, block, sub_block, tau):
@@ -226,31 +218,14 @@ def test_the_loop_of_fast_dllm_v2():
         assert scored.reveal_steps == steps and scored.token_logprobs == pytest.approx(log_probs, abs=1e-9)
 
 
-def klass_by_hand(toy, window, mu, nu, history):
-    """The reveal steps of KLASS over a whole target: sure for `history` steps in a row, else the most confident one."""
-    row, start = [*window.context, *window.target], len(window.context)
-    masked, before, streak, steps = set(range(start, len(row))), {}, collections.Counter(), {}
-    while masked:
-        ids = torch.tensor([[toy.mask_id if column in masked else token for column, token in enumerate(row)]])
-        log_p = toy.head(toy.features(ids, None))[0, :, : toy.tokens].log_softmax(1)
-        for column in masked:
-            moved = float((before[column].exp() * (before[column] - log_p[column])).sum()) if before else math.inf
-            streak[column] = streak[column] + 1 if moved <= nu else 0
-        sure = {column for column in masked if streak[column] >= history and float(log_p[column].max().exp()) >= mu}
-        picked = sure or {max(sorted(masked), key=lambda column: float(log_p[column].max()))}
-        steps |= dict.fromkeys(picked, 1 + max(steps.values(), default=-1))
-        before, masked = dict(enumerate(log_p)), masked - picked
-    return tuple(steps[column] for column in range(start, len(row)))
-
-
 @pytest.mark.parametrize("history", [1, 2])
-def test_klass_by_hand(history):
+def test_klass_over_a_whole_target(history):
     found = set()
     for seed in range(12):
-        toy = Toy(length=10, seed=seed, scale=1.0)
+        toy, rule = Toy(length=10, seed=seed, scale=1.0), f"klass:mu=0.4:nu=0.05:history={history}"
         window = Window((1,), (0, 2, 1, 1, 2, 0, 0, 1))
-        expected = klass_by_hand(toy, window, 0.4, 0.05, history)
-        scored = Duel(toy, f"klass:mu=0.4:nu=0.05:history={history}", None).log_prob([window])[0]
-        assert scored.reveal_steps == expected
-        found.add(expected)
+        network = lambda ids: toy.features(ids[None], None)[0]  # noqa: B023, E731
+        _, steps, *_ = textbook.score(network, toy.mask_id, toy.excluded, rules.parse(rule), None, window)
+        assert Duel(toy, rule, None).log_prob([window])[0].reveal_steps == steps
+        found.add(steps)
     assert len(found) > 6  # not from one end to the other
