@@ -12,11 +12,9 @@ from benchmarks.arms import ARMS, Arm, Bench
 from benchmarks.figures import measure
 from benchmarks.loops import algorithm2
 from benchmarks.options import parse
-from benchmarks.random_network import RandomNetwork
-from benchmarks.recording import Recording
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.denoisers.cached.denoiser import Cached
-from lm_eval_duel.errors import DuelError, UsageError
+from lm_eval_duel.errors import UsageError
 from lm_eval_duel.estimators.duel import DuelEstimator
 
 LENGTH, BLOCK = 14, 4
@@ -50,38 +48,6 @@ def test_loops_agree_with_ours():
     agree(Attends(length=LENGTH), "greedy:k=2", drawn(), None)  # the whole target is one block
 
 
-def test_keys_are_kept_for_the_blocks_before_only():
-    """A longer row costs the loop with kept keys no more network tokens a step."""
-    denoiser = BlockCausal(length=12, block=BLOCK)
-    recording = Recording(denoiser)
-    with recording.record():
-        algorithm2(DuelEstimator(denoiser), drawn(1, 12))
-    assert {args[0].shape[1] for name, args, _ in recording.calls if name == "stream"} == {BLOCK}
-    assert recording.forwards == 12 + 2
-
-
-@pytest.mark.parametrize("kind", ["bidirectional", "block-causal", "llada-8b"])
-def test_the_recording_makes_the_counted_calls_again(kind):
-    network = RandomNetwork(f"random:{kind}", layers=1, width=128, vocab=60, length=LENGTH, block=BLOCK)
-    denoiser = network.make(torch.device("cpu"))
-    duel, recording, again = DuelEstimator(denoiser, "greedy", BLOCK), Recording(denoiser), Recording(denoiser)
-    with recording.record():
-        duel.log_prob(drawn())
-    assert (recording.forwards, recording.rows) == (duel.counts.forwards, duel.counts.rows)
-    assert not {"features", "stream", "head"} & set(vars(denoiser)), "the denoiser is as it was"
-    with again.record():
-        recording.replay()
-    assert [name for name, *_ in again.calls] == [name for name, *_ in recording.calls]
-    assert (again.forwards, again.rows, again.tokens) == (recording.forwards, recording.rows, recording.tokens)
-
-
-@pytest.mark.slow
-def test_the_memory_of_an_arm():
-    """Measured in a process for each; the loop holds logits of whole rows, ours those of some positions."""
-    bench = Bench(parse([*SMALL, "--vocab", "20000", "--model_args", "block=10", "--length", "40"]))
-    assert bench.peak_bytes("loop") > max(2 * 40 * 20000 * 4, 1.5 * bench.peak_bytes("ours"))
-
-
 def test_the_command(capsys, tmp_path):
     file = tmp_path / "bench.json"
     words = ["random:block-causal", "--model_args", "block=4,k=3", "--no_memory", "--json", str(file)]
@@ -113,29 +79,3 @@ def test_an_arm_is_one_entry(monkeypatch):
         f"two_phase: {sample['sampled']} of 10 blocks also without the cache",
         f"twice: {arms['ours']['rows']}",
     ]
-
-
-def test_draws_of_the_bound_against_their_network_calls():
-    words = [*SMALL, "--no_memory", "--model_args", "estimator=noised_elbo,mc_samples=8"]
-    figures = measure(Bench(parse(words)))
-    ours, bare = figures["arms"]["noised_elbo"], figures["arms"]["noised_forwards"]
-    assert all(ours[name] == bare[name] for name in ("forwards", "rows", "token_rows"))
-    assert ours["rows"] == 2 * 8 and ours["token_rows"] == 2 * 8 * 20
-    assert ["draws/s at 300 tokens" in remark for remark in figures["remarks"]] == [True, True]
-
-
-@pytest.mark.parametrize(
-    ("words", "named"),
-    [
-        (["random:bidrectional"], "Did you mean random:bidirectional?"),
-        (["demo-mdm", "--length", "500"], "--length"),
-        (["--model_args", "rule=gredy"], "Did you mean greedy?"),
-        (["--model_args", "temperature=2"], "temperature"),
-        (["--hidden_size", "100"], "a multiple of 64"),
-        (["--peak_of", "our"], "Did you mean ours?"),
-    ],
-)
-def test_what_is_refused(words, named):
-    with pytest.raises(DuelError) as error:
-        main(words)
-    assert named in str(error.value)

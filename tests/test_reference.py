@@ -79,11 +79,6 @@ def test_the_elbo_is_the_mean_over_orders(size):
     drawn = reference.elbo(ROW, blocks, network(toy), toy.mask_id, draws)
     mean, stderr = reference.mean_and_error(drawn, 1000)
     assert 0 < stderr < 0.35 and abs(mean - float(values.mean())) < 4 * stderr
-    counted = [(len(block) / len(M)) for draw in draws for block, (M, _) in zip(blocks, draw, strict=True)]
-    levels = [([*M], len(M) / len(block)) for draw in draws for block, (M, _) in zip(blocks, draw, strict=True)]
-    assert counted == [1 / t for _, t in levels]
-    by_level = [[(M, t) for M, t in levels[n : n + len(blocks)]] for n in range(0, len(levels), len(blocks))]
-    assert reference.elbo(ROW, blocks, network(toy), toy.mask_id, by_level) == pytest.approx(drawn, abs=1e-9)
     every = ROW, blocks, network(toy), toy.mask_id
     assert over_orders(*every, fmean) == pytest.approx(float(values.mean()), abs=1e-9)
     assert over_orders(*every, reference.log_mean_exp) == pytest.approx(

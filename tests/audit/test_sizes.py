@@ -11,7 +11,7 @@ from toys import Toy
 
 from lm_eval_duel.audit.checked import CheckedWindow
 from lm_eval_duel.audit.recompute import recompute
-from lm_eval_duel.core import block_causal, predictions, top_tokens
+from lm_eval_duel.core import block_causal, top_tokens
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.denoisers.cached.denoiser import Cached
 from lm_eval_duel.estimators.duel import Autoregressive
@@ -85,14 +85,3 @@ def test_long_rows_equal_the_reference(network, rule, block):
 
 def test_a_long_text_under_an_autoregressive_network():
     agree(Autoregressive(Shifted(TOKENS, LENGTH, layers=1, shift=1)), [Window(tokens(1), tokens(LENGTH - 1, 2))])
-
-
-@pytest.mark.parametrize("cache", [None, "prefix", "dual"])
-def test_windows_that_differ_in_their_suffix_alone(cache, monkeypatch):
-    """In one call, with the head in several chunks."""
-    monkeypatch.setattr(predictions, "CPU_VALUES", 5 * TOKENS)
-    monkeypatch.setattr(predictions, "CPU_ROWS", 3)
-    network = Attends(TOKENS, 40, layers=1)
-    suffixes = [(), tokens(3, 5), tokens(3, 6), tokens(4, 6), tokens(3, 7)]
-    windows = [Window(tokens(4), tokens(12, 8), suffix) for suffix in suffixes]
-    agree(Duel(network if cache is None else Cached(network, cache), "greedy:k=2", 4), windows)

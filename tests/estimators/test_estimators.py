@@ -186,24 +186,3 @@ def test_sedd_has_its_own_bound(tmp_path):
     assert Elbo(denoiser, 4).describe()["elbo_form"] == "count"
     with pytest.raises(DuelError, match="masks positions of the whole target; use elbo_block=none"):
         Elbo(denoiser, 4, form="score_entropy")
-
-
-# ---------------------------------------------------------------- specs across estimators
-
-
-@pytest.mark.parametrize("network", NETWORKS)
-def test_one_token_targets_have_one_value(network):
-    """Law 12."""
-    toy = NETWORKS[network]()
-    block = 4
-    windows = [Window((1,), (t,)) for t in range(3)] + [Window((2, 0, 1, 1), (t,)) for t in range(3)]
-    one = [scored.log_prob for scored in DuelEstimator(toy, "left_to_right", block).log_prob(windows)]
-    for rule in ("greedy", "margin", "threshold:mu=0.3", "klass:mu=0.5:nu=0.1", "entropy_bound:gamma=1"):
-        for size in (block,) if network == "block-causal" else (2, None):
-            assert [s.log_prob for s in DuelEstimator(toy, rule, size).log_prob(windows)] == pytest.approx(
-                one, abs=close(network)
-            )
-    assert [s.log_prob for s in Elbo(toy, samples=1).log_prob(windows)] == pytest.approx(one, abs=close(network))
-    for scored, value in zip(Lattice(toy, block).log_prob(windows), one, strict=True):
-        every = [each.log_prob for each in (scored, *scored.others.values())]
-        assert every == pytest.approx([value] * 3, abs=close(network))

@@ -145,14 +145,6 @@ def test_rows_that_others_change_end_a_run(conditioning):
         NoisedElbo(toy, **arguments).log_prob(windows)
 
 
-def test_a_chain_reads_the_output_of_the_step_before():
-    toy, text = TOYS["conditioned"], (2, 1)
-    chain, none = (bound(toy, text, 2, kind) for kind in ("chain", "none"))
-    estimator = NoisedElbo(toy, samples=1 << 13, steps=2, self_conditioning="chain")
-    [score] = estimator.log_prob([Window((), text)])
-    assert abs(score.log_prob + chain) < 4 * score.stderr < abs(chain - none)
-
-
 def test_nan_names_its_window():
     class Poisoned(NoisyToy):
         def features(self, ids, real, t=None):

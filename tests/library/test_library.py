@@ -186,12 +186,6 @@ def test_estimators_take_ids_and_networks_in_memory():
 # ---------------------------------------------------------------- what it is
 
 
-@pytest.mark.parametrize("given", [{"rule": "greedy"}, {"rule": "greedy:k=1"}, {"block": "auto"}])
-def test_what_is_given_beside_a_preset_must_agree_with_it(given):
-    with pytest.raises(DuelError, match=f"preset.*{next(iter(given))}"):
-        Duel.from_pretrained("demo-mdm", preset="llada-fast-dllm", **given)
-
-
 def test_arguments_are_those_of_the_harness(duel):
     rule = Duel.from_pretrained("demo-bd", rule="klass", mu=0.9, nu=0.01, device="cpu").rule
     assert str(rule) == "klass:mu=0.9:nu=0.01:history=1:kl=paper"
