@@ -166,11 +166,15 @@ def test_what_is_no_trace(tmp_path):
     (tmp_path / "later.jsonl").write_text('{"duel_trace": 9}\n')
     with pytest.raises(DuelError, match="is a trace of format 9; this release reads 1"):
         trace.spec(tmp_path / "later.jsonl")
-    writer(str(tmp_path / "bad.jsonl"), HEADER)
-    with (tmp_path / "bad.jsonl").open("a") as file:
-        file.write("{\n{}\n")
-    with pytest.raises(DuelError, match=r"bad.jsonl, line 2 is not a window of a trace"):
-        trace.read(tmp_path / "bad.jsonl")
+    window = {"task": "t", "doc": 0, "window": 0, "ids": [1, 2], "reveal_steps": [0, 1], "token_logprobs": [-1.0, -2.0]}
+    damaged = [{"token_logprobs": ["a"]}, {"reveal_steps": [1]}, {"reveal_steps": "ab"}, {"values": [1]}, {"doc": []}]
+    damaged += [{"values": {"duel": "x"}}]
+    for n, line in enumerate(["{", *(json.dumps(window | change) for change in damaged)]):
+        writer(str(tmp_path / f"bad{n}.jsonl"), HEADER)
+        with (tmp_path / f"bad{n}.jsonl").open("a") as file:
+            file.write(f"{line}\n{{}}\n")
+        with pytest.raises(DuelError, match=rf"bad{n}.jsonl, line 2 is not a window of a trace"):
+            trace.read(tmp_path / f"bad{n}.jsonl")
 
 
 # ---------------------------------------------------------------- show

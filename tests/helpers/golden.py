@@ -17,14 +17,14 @@ NUDGE = 0.0 if RECORD else 1e-12  # relative: the last digits, which differ betw
 
 
 def check(file, text):
-    """Assert that a text is that of a golden file, its numbers within 1e-9."""
+    """Assert that a text is that of a golden file, its numbers within 1e-8."""
     if RECORD:
         file.parent.mkdir(exist_ok=True)
         file.write_text(text, encoding="utf-8")
     wanted = file.read_text(encoding="utf-8")
     assert NUMBER.sub("#", text) == NUMBER.sub("#", wanted), file.name
     pairs = zip(NUMBER.findall(text), NUMBER.findall(wanted), strict=True)
-    apart = [pair for pair in pairs if not math.isclose(*map(float, pair), rel_tol=1e-9, abs_tol=1e-12)]
+    apart = [pair for pair in pairs if not math.isclose(*map(float, pair), rel_tol=1e-8, abs_tol=1e-12)]
     assert not apart, (file.name, apart)
 
 

@@ -4,7 +4,9 @@ import hashlib
 import itertools
 import json
 import math
+from collections import Counter
 
+import pytest
 from golden import nudged
 
 from lm_eval_duel import TextScore, Window, fingerprint
@@ -19,80 +21,139 @@ RULED = ("duel", "two_phase")
 LATTICE = ("elbo_exact", "mixture", "oracle")
 
 
-def _file(folder, body, samples):
-    number = next(COUNT)
-    stamp = f"2026-01-01T{number // 3600:02}-{number // 60 % 60:02}-{number % 60:02}.000000"
-    place = folder / body["model_name"].replace("/", "__")
-    place.mkdir(parents=True, exist_ok=True)
-    config = body["config"] | {key: nudged(part) for key, part in body["config"].items() if key == "duel"}
-    body = body | {"results": nudged(body["results"]), "config": config}
-    (place / f"results_{stamp}.json").write_text(json.dumps(body | {"date": float(number)}))
-    for task, records in samples.items():
-        lines = "".join(json.dumps(nudged(record)) + "\n" for record in records)
-        (place / f"samples_{task}_{stamp}.jsonl").write_text(lines)
-    return place / f"results_{stamp}.json"
-
-
 def documents(nats, tokens, texts=None):
-    """Documents as (text, nats, tokens); words are half the tokens, bytes four times."""
+    """Documents as (text, nats, tokens); words are half of a text's bytes."""
     texts = texts or [f"text {n}" for n in range(len(nats))]
     return list(zip(texts, map(float, nats), map(int, tokens), strict=True))
 
 
-def _hash(text):
-    return hashlib.sha256(text.encode()).hexdigest()
+def _units(text, tokens):
+    words, size = len(text) // 2, len(text)
+    return {"token_perplexity": tokens, "word_perplexity": words, "byte_perplexity": size, "bits_per_byte": size}
 
 
-def _samples(found, counted=True):
-    records = []
-    for number, (text, nats, tokens) in enumerate(found):
-        doc = {"text": text, "duel_tokens": tokens} if counted else {"text": text}
-        records.append(
-            {
-                "doc_id": number,
-                "doc": doc,
-                "doc_hash": _hash(json.dumps(doc)),
-                "prompt_hash": _hash(text),
-                "target_hash": _hash(text),
-                "token_perplexity": [nats, tokens],
-                "word_perplexity": [nats, len(text) // 2],
-                "byte_perplexity": [nats, len(text)],
-                "bits_per_byte": [nats, len(text)],
-            }
-        )
-    return records
+def _sample(number, text, nats, tokens):
+    """A line of samples_*.jsonl."""
+    doc = {"text": text, "duel_tokens": tokens}
+    doc_hash, text_hash = (hashlib.sha256(part.encode()).hexdigest() for part in (json.dumps(doc), text))
+    hashes = {"doc_hash": doc_hash, "prompt_hash": text_hash, "target_hash": text_hash}
+    values = {metric: [nats, count] for metric, count in _units(text, tokens).items()}
+    return {"doc_id": number, "doc": doc, **hashes, **values}
 
 
 def _metrics(found):
-    records = _samples(found)
-
-    def rate(metric):
-        return -sum(r[metric][0] for r in records) / sum(r[metric][1] for r in records)
-
-    return {
-        "token_perplexity": math.exp(rate("token_perplexity")),
-        "word_perplexity": math.exp(rate("word_perplexity")),
-        "byte_perplexity": math.exp(rate("byte_perplexity")),
-        "bits_per_byte": rate("bits_per_byte") / math.log(2),
-    }
+    """The metrics of documents."""
+    totals = Counter()
+    for text, _, tokens in found:
+        totals.update(_units(text, tokens))
+    rates = {metric: -sum(nats for _, nats, _ in found) / count for metric, count in totals.items()}
+    bits = rates.pop("bits_per_byte") / math.log(2)
+    return {**{metric: math.exp(rate) for metric, rate in rates.items()}, "bits_per_byte": bits}
 
 
-def _body(model, config, tasks, limit=None, version=1.0, size=3, shots=0, more=None):
-    return {
-        "results": {
-            task: {"alias": task, **{f"{m},none": v for m, v in metrics.items()}, "sample_len": size}
-            for task, metrics in tasks.items()
-        },
+def _size(docs, size):
+    return size or max(map(len, (docs or {}).values()), default=3)
+
+
+def _write(folder, model, config, tasks, docs, size=None, log=True, version=1.0, shots=0, **more):
+    """Write a results file and, with `log`, the samples of its documents."""
+    number, docs = next(COUNT), docs or {}
+    tasks = tasks or {task: _metrics(found) for task, found in docs.items()}
+    size = _size(docs, size)
+    body = {
+        "results": nudged({task: {f"{m},none": v for m, v in metrics.items()} for task, metrics in tasks.items()}),
         "configs": {task: {"task": task, "output_type": "loglikelihood_rolling"} for task in tasks},
         "versions": dict.fromkeys(tasks, version),
         "n-shot": dict.fromkeys(tasks, shots),
         "n-samples": {task: {"original": 99, "effective": size} for task in tasks},
-        "config": {"model_args": {"pretrained": model}, "batch_size": 1, "device": "cpu", "limit": limit, **config},
+        "config": {"model_args": {"pretrained": model}, **config},
         "lm_eval_version": "0.4.13",
         "model_name": model,
         "total_evaluation_time_seconds": "20.5",
-        **(more or {}),
+        "date": float(number),
+        **more,
     }
+    place = folder / model.replace("/", "__")
+    place.mkdir(parents=True, exist_ok=True)
+    stamp = f"2026-01-01T{number // 3600:02}-{number // 60 % 60:02}-{number % 60:02}.000000"
+    for task, found in docs.items() if log else ():
+        lines = (json.dumps(nudged(_sample(n, *document))) + "\n" for n, document in enumerate(found))
+        (place / f"samples_{task}_{stamp}.jsonl").write_text("".join(lines))
+    file = place / f"results_{stamp}.json"
+    file.write_text(json.dumps(body))
+    return file
+
+
+def hf(folder, tasks=None, model="ARM", docs=None, max_length=1024, dtype="torch.float32", args=None, **more):
+    """A result of `--model hf`: `tasks` {task: {metric: value}}, or `docs` {task: documents}."""
+    config = {"model": "hf", "model_dtype": dtype, "model_args": {"pretrained": model, **(args or {})}}
+    return _write(folder, model, config, tasks, docs, max_length=max_length, **more)
+
+
+def _accounts(tasks, docs, values, estimator, nfe, size):
+    """The entries of config.duel.tasks."""
+    accounts = {}
+    for task, metrics in tasks.items():
+        tokens = sum(n for _, _, n in docs[task]) if task in docs else TOKENS
+        counts = {"documents": size, "windows": size, "tokens": tokens}
+        perplexities = {**values.get(task, {}), estimator: metrics["token_perplexity"]}
+        accounts[task] = counts | {
+            "values": {
+                name: {
+                    "log_prob": -tokens * math.log(value),
+                    "stderr": 0.01 * tokens if name == "elbo" else None,
+                    "nfe": None if name in ("elbo", *LATTICE) else int(tokens * (nfe or 1)),
+                }
+                for name, value in perplexities.items()
+            }
+        }
+    return accounts
+
+
+def ours(
+    folder,
+    tasks=None,
+    model="MDLM",
+    estimator="duel",
+    rule="greedy:k=1",
+    block="4",
+    attention="bidirectional",
+    docs=None,
+    values=None,
+    nfe=None,
+    spec=None,
+    duel=None,
+    size=None,
+    **more,
+):
+    """A result of `--model duel-mdm`: `tasks` or `docs` as for `hf`. `spec` and `duel`: more of its config.
+
+    `values`: {task: {NAME: perplexity per token}} of the other estimators of a lattice run.
+    """
+    docs, rule = docs or {}, rule if estimator in RULED else None
+    size, tasks = _size(docs, size), tasks or {task: _metrics(found) for task, found in docs.items()}
+    accounts = _accounts(tasks, docs, values or {}, estimator, nfe, size)
+    tokens = sum(account["tokens"] for account in accounts.values())
+    longest = max((n for found in docs.values() for _, _, n in found), default=5000)
+    elbo = {"elbo_form": "count", "elbo_block": "None", "mc_samples": "1", "draw_seed": "0"}
+    spec = {
+        **{"denoiser": "dit", "weights": f"w-{model}", "dtype": "float32", "grid": "target", "version": "1"},
+        **{"estimator": estimator, "rule": str(rule), "block": block, "tokenizer": "gpt2-hash"},
+        **{"windows": "harness", "max_length": "1025", "special_tokens": "[50256] text [], bos=given"},
+        **(elbo if estimator == "elbo" else {}),
+        **(spec or {}),
+    }
+    duel = {
+        **{"estimator": estimator, "rule": rule, "block": None if block == "none" else int(block)},
+        **{"dtype": spec["dtype"], "attention": attention, "weights": spec["weights"]},
+        **{"bos": spec["special_tokens"].rpartition("bos=")[2], "cut_contexts": 0, "trace": None},
+        **{"ranks": 1, "device": "cpu", "seconds": 0.01 * tokens, "peak_memory_bytes": 4e8},
+        **{"tokens": tokens, "forwards": 17, "rows": 600, "nfe": None},
+        **{"longest_document": longest, "row_capacity": 1024, "tasks": accounts},
+        **(duel or {}),
+    }
+    config = {"model": "duel-mdm", "fingerprint": fingerprint.digest(spec), "spec": spec, "duel": nudged(duel)}
+    return _write(folder, model, config, tasks, docs, size, **more)
 
 
 def edit(file, change):
@@ -110,127 +171,6 @@ def edit_samples(file, change, task="sotu"):
     for record in records:
         change(record)
     samples.write_text("".join(json.dumps(record) + "\n" for record in records))
-
-
-def hf(
-    folder,
-    tasks=None,
-    model="ARM",
-    docs=None,
-    max_length=1024,
-    dtype="torch.float32",
-    log=True,
-    name="hf",
-    args=None,
-    more=None,
-    **body,
-):
-    """A result of `--model hf` (name): `tasks` {task: {metric: value}}, or `docs` {task: documents}."""
-    docs = docs or {}
-    tasks = tasks or {task: _metrics(found) for task, found in docs.items()}
-    size = body.pop("size", max(map(len, docs.values()), default=3))
-    config = {"model": name, "model_dtype": dtype, "model_args": {"pretrained": model, **(args or {})}}
-    samples = {task: _samples(found) for task, found in docs.items()} if log else {}
-    return _file(
-        folder, _body(model, config, tasks, size=size, more={"max_length": max_length, **(more or {})}, **body), samples
-    )
-
-
-def _accounts(tasks, docs, values, estimator, nfe, size):
-    """What a run tells of each task."""
-    told = {}
-    for task, metrics in tasks.items():
-        tokens = sum(n for _, _, n in docs[task]) if task in docs else TOKENS
-        perplexities = {**values.get(task, {}), estimator: metrics["token_perplexity"]}
-        told[task] = {
-            "documents": size,
-            "windows": size,
-            "tokens": tokens,
-            "values": {
-                name: {
-                    "log_prob": -tokens * math.log(value),
-                    "stderr": 0.01 * tokens if name == "elbo" else None,
-                    "nfe": None if name in ("elbo", *LATTICE) else int(tokens * (nfe or 1)),
-                }
-                for name, value in perplexities.items()
-            },
-        }
-    return told
-
-
-def ours(
-    folder,
-    tasks=None,
-    model="MDLM",
-    estimator="duel",
-    rule="greedy:k=1",
-    block="4",
-    attention="bidirectional",
-    docs=None,
-    values=None,
-    nfe=None,
-    log=True,
-    spec=None,
-    duel=None,
-    **body,
-):
-    """A result of `--model duel-mdm`: `tasks` or `docs` as for `hf`.
-
-    `values`: {task: {NAME: perplexity per token}} of the other estimators of a lattice run.
-    """
-    docs, values = docs or {}, values or {}
-    tasks = tasks or {task: _metrics(found) for task, found in docs.items()}
-    size = body.pop("size", max(map(len, docs.values()), default=3))
-    elbo = {"elbo_form": "count", "elbo_block": "None", "mc_samples": "1", "draw_seed": "0"}
-    spec = {
-        "denoiser": "dit",
-        "weights": f"w-{model}",
-        "dtype": "float32",
-        "rule": rule if estimator in RULED else "None",
-        "block": block,
-        "grid": "target",
-        "estimator": estimator,
-        "windows": "harness",
-        "max_length": "1025",
-        "special_tokens": "[50256] text [], bos=given",
-        "tokenizer": "gpt2-hash",
-        "version": "1",
-        **(elbo if estimator == "elbo" else {}),
-        **(spec or {}),
-    }
-    told = _accounts(tasks, docs, values, estimator, nfe, size)
-    tokens = sum(found["tokens"] for found in told.values())
-    config = {
-        "model": "duel-mdm",
-        "fingerprint": fingerprint.digest(spec),
-        "spec": spec,
-        "duel": {
-            "estimator": estimator,
-            "rule": rule if estimator in RULED else None,
-            "block": None if block == "none" else int(block),
-            "dtype": spec["dtype"],
-            "attention": attention,
-            "weights": spec["weights"],
-            "ranks": 1,
-            "device": "cpu",
-            "windows": size,
-            "tokens": tokens,
-            "forwards": 17,
-            "rows": 600,
-            "nfe": None,
-            "seconds": 0.01 * tokens,
-            "peak_memory_bytes": 4e8,
-            "cut_contexts": 0,
-            "bos": spec["special_tokens"].rpartition("bos=")[2],
-            "longest_document": max((n for found in docs.values() for _, _, n in found), default=5000),
-            "row_capacity": 1024,
-            "trace": None,
-            "tasks": told,
-            **(duel or {}),
-        },
-    }
-    samples = {task: _samples(found) for task, found in docs.items()} if log else {}
-    return _file(folder, _body(model, config, tasks, size=size, **body), samples)
 
 
 def text_score(text, nats, tokens, estimator="duel", stderr=None, blocks=None, **spec):
@@ -257,12 +197,12 @@ def per_token(names, values):
     return {name: {"token_perplexity": value} for name, value in zip(names, values, strict=True)}
 
 
-def report(tmp_path, *arguments, ar=True):
-    """The JSON of a report on `results`; `ar`: with the baseline in the folder of that name."""
-    out = tmp_path / "out"
-    given = ["--ar", str(tmp_path / "ar")] if ar else []
+def report(tmp_path, *arguments):
+    """The JSON of a report on `results`, and on the baseline in `ar` if there is one."""
+    out, ar = tmp_path / "out", tmp_path / "ar"
+    given = ["--ar", str(ar)] if ar.exists() else []
     main([str(tmp_path / "results"), *given, "--out", str(out), *map(str, arguments)])
-    return json.loads((out / "report.json").read_text())
+    return json.loads((out / "report.json").read_text(), parse_constant=pytest.fail)
 
 
 def rows(found, task, estimator="duel"):

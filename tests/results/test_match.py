@@ -87,7 +87,7 @@ def test_equal_texts_are_separate_documents(tmp_path):
     docs = {"sotu": documents(range(-30, -40, -1), range(10, 20), texts)}
     for rule in ("greedy:k=1", "margin:k=1"):
         ours(tmp_path / "results", docs=docs, rule=rule)
-    found = run(tmp_path, ar=False)["tasks"]["sotu"]
+    found = run(tmp_path)["tasks"]["sotu"]
     assert found["documents"] == 10 and all(row["interval"] for row in found["rows"])
 
 
@@ -222,9 +222,9 @@ def test_the_baseline_stays_whatever_else_is_there(tmp_path):
 def test_the_only_ar_result_is_the_baseline_and_of_several_none(tmp_path, model, args):
     ours(tmp_path / "results", docs=DOCS)
     hf(tmp_path / "results", docs=DOCS)
-    assert [row["model"] for row in run(tmp_path, ar=False)["tasks"]["sotu"]["rows"] if row["ar"]] == ["ARM"]
+    assert [row["model"] for row in run(tmp_path)["tasks"]["sotu"]["rows"] if row["ar"]] == ["ARM"]
     hf(tmp_path / "results", docs=DOCS, model=model, args=args)
-    found = run(tmp_path, ar=False)
+    found = run(tmp_path)
     assert not any(row["ar"] for row in found["tasks"]["sotu"]["rows"])
     assert any("name one with --ar" in note for note in found["notes"])
 
@@ -242,7 +242,7 @@ ALONE = {
 def test_a_missing_result_without_a_cache_is_stated(tmp_path, reason):
     ours(tmp_path / "results", docs=DOCS, **ALONE[reason])
     ours(tmp_path / "results", docs=DOCS, spec={"cache": "dual"})
-    (cost,) = [row["cache_cost"] for row in run(tmp_path, ar=False)["tasks"]["sotu"]["rows"] if row["cache"] == "dual"]
+    (cost,) = [row["cache_cost"] for row in run(tmp_path)["tasks"]["sotu"]["rows"] if row["cache"] == "dual"]
     assert (cost["second"], cost["difference"], cost["reason"]) == (None, None, reason)
 
 

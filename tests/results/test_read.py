@@ -8,13 +8,13 @@ import random
 
 import pytest
 from results import documents, edit, edit_samples, hf, ours, trace
+from results import report as run
 
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.estimators import registry
 from lm_eval_duel.harness.trace import files
 from lm_eval_duel.results import tables
 from lm_eval_duel.results.own_files import stems
-from lm_eval_duel.results.report import main as report
 
 TEXTS = [f"a text of number {n}" for n in range(4)]
 DOCS = {"sotu": documents((-30.0, -40.0, -50.0, -60.0), (10, 12, 14, 16), TEXTS)}
@@ -34,55 +34,27 @@ def made(tmp_path):
     return duel
 
 
-def run(tmp_path, *more, ar=False):
-    given = ["--ar", str(tmp_path / "ar")] if ar else []
-    report([str(tmp_path / "results"), *given, "--out", str(tmp_path / "out"), *map(str, more)])
-    return json.loads((tmp_path / "out" / "report.json").read_text(), parse_constant=pytest.fail)
-
-
-def put(body, place, value):
-    *path, last = place.split(".")
-    for key in path:
-        body = body.get(key)
-        if not isinstance(body, dict):
-            return
-    if value == GONE:
-        body.pop(last, None)
-    else:
-        body[last] = value
-
-
 def spoiled(file, place, value):
-    edit(file, lambda body: put(body, place, copy.deepcopy(value)))
+    """Change the entry at a place of a results file."""
+
+    def put(body):
+        *path, last = place.split(".")
+        for key in path:
+            body = body[key]
+        body[last] = value
+        if value == GONE:
+            del body[last]
+
+    edit(file, put)
 
 
 # ---------------------------------------------------------------- files that are not whole
 
 
-DAMAGED = [
-    {"token_logprobs": ["a"]},
-    {"token_logprobs": None, "reveal_steps": [1]},
-    {"reveal_steps": "ab"},
-    {"values": [1]},
-    {"values": {"duel": "x"}},
-    {"doc": []},
-]
-
-
-def test_a_damaged_trace_is_named(tmp_path):
-    file, window = made(tmp_path), {"task": "sotu", "doc": 0, "window": 0, "ids": [1, 2], "starts": [0]}
-    window |= {"reveal_steps": [0, 1], "token_logprobs": [-1.0, -2.0], "values": {"duel": -3.0}}
-    for change in DAMAGED:
-        path = trace(tmp_path / "t.jsonl", file, [window | change])
-        with pytest.raises(DuelError, match=r"t\.jsonl, line 2 is "):
-            run(tmp_path, "--traces", path)
-
-
 def test_another_file_in_a_folder_of_traces_is_left_out(tmp_path, caplog):
-    (tmp_path / "traces").mkdir()
-    path = trace(tmp_path / "traces" / "t.jsonl", made(tmp_path), [])
-    (tmp_path / "traces" / "samples.jsonl").write_text('{"doc_id": 0}\n')
-    assert files(str(path.parent)) == [str(path)] and "samples.jsonl" in caplog.text
+    path = trace(tmp_path / "t.jsonl", ours(tmp_path / "results", docs=DOCS), [])
+    (tmp_path / "samples.jsonl").write_text('{"doc_id": 0}\n')
+    assert files(str(tmp_path)) == [str(path)] and "samples.jsonl" in caplog.text
 
 
 @pytest.mark.parametrize("count", [15, pytest.param(200, marks=pytest.mark.slow)])
@@ -108,7 +80,7 @@ def test_random_edits(tmp_path, count, monkeypatch):
             del inside[last]
         file.write_text(json.dumps(body))
         with contextlib.suppress(DuelError):
-            run(tmp_path, "--as_published", ar=True)
+            run(tmp_path, "--as_published")
 
 
 @pytest.mark.parametrize(
@@ -143,14 +115,15 @@ def test_half_of_a_task_from_a_response_cache_does_not_contradict_it(tmp_path):
 
 
 def test_files_that_are_no_results(tmp_path):
-    with pytest.raises(DuelError, match="No file or folder"):
-        run(tmp_path)
-    (tmp_path / "results").mkdir()
-    with pytest.raises(DuelError, match=r"No results_\*\.json \(or \*_DATE\.json\) in"):
-        run(tmp_path)
-    (tmp_path / "results" / "results_x.json").write_text("{}")
-    with pytest.raises(DuelError, match=r"is not a results file of lm_eval, or is not whole \(KeyError"):
-        run(tmp_path)
+    folder = tmp_path / "results"
+    for make, message in (
+        (lambda: None, "No file or folder"),
+        (folder.mkdir, r"No results_\*\.json \(or \*_DATE\.json\) in"),
+        (lambda: (folder / "results_x.json").write_text("{}"), "is not a results file of lm_eval, or is not whole"),
+    ):
+        make()
+        with pytest.raises(DuelError, match=message):
+            run(tmp_path)
 
 
 def test_infinity_is_null_with_a_reason(tmp_path):
@@ -159,7 +132,7 @@ def test_infinity_is_null_with_a_reason(tmp_path):
     file = ours(tmp_path / "results", {"a": {"token_perplexity": 25.0}})
     spoiled(file, "results.a.token_perplexity,none", math.inf)
     spoiled(file, "config.duel.tasks.a.values.duel", IMPOSSIBLE)
-    found = run(tmp_path, "--as_published", ar=True)
+    found = run(tmp_path, "--as_published")
     (row,) = [row for row in found["tasks"]["a"]["rows"] if row["rule"]]
     assert row["value"] is None and row["gap_closed"] is None and "infinite" in row["gap_closed_reason"]
     place = f"tasks.a.rows.{found['tasks']['a']['rows'].index(row)}.value"
@@ -226,26 +199,19 @@ def test_models_of_one_name_are_told_apart(tmp_path):
 # ---------------------------------------------------------------- traces
 
 
-@pytest.fixture
-def traced(tmp_path):
-    """The trace of a lattice run of two documents."""
-    tokens = [8, 4]
+def test_intervals_of_a_lattice_need_its_trace(tmp_path):
+    """Not one that is gone, or of another run."""
     nats = {"oracle": [-20.0, -12.0], "mixture": [-30.0, -14.0], "greedy:k=1": [-29.0, -13.5]}
     values = {"sotu": {name: math.exp(-sum(v) / 12) for name, v in nats.items()}}
-    shape = {"model": "BD3-LM", "attention": "block_causal", "duel": {"trace": str(tmp_path / "trace.jsonl")}}
-    docs = {"sotu": documents(nats["oracle"], tokens, TEXTS[:2])}
-    file = ours(tmp_path / "results", docs=docs, estimator="oracle", values=values, **shape)
-    windows = []
-    for doc, length in enumerate(tokens):
-        share = {name: v[doc] * 4 / length for name, v in nats.items()}
-        window = {"task": "sotu", "doc": doc, "ids": [1, 2, 3, 4], "starts": [0], "reveal_steps": [0, 1, 3, 2]}
-        window |= {"token_logprobs": [share["oracle"] / 4] * 4, "values": share, "log_prob": share["oracle"]}
-        windows += [window | {"window": n, "request": doc, "nfe": 4, "near_ties": 0} for n in range(length // 4)]
-    return trace(tmp_path / "trace.jsonl", file, windows)
-
-
-def test_intervals_of_a_lattice_need_its_trace(tmp_path, traced):
-    """Not one that is gone, or of another run."""
+    docs = {"sotu": documents(nats["oracle"], [8, 4], TEXTS[:2])}
+    path, duel = tmp_path / "t.jsonl", {"attention": "block_causal", "trace": str(tmp_path / "t.jsonl")}
+    file = ours(tmp_path / "results", docs=docs, estimator="oracle", values=values, duel=duel)
+    windows = [  # two of the first document
+        {"task": "sotu", "doc": doc, "window": n, "values": {name: v[doc] / count for name, v in nats.items()}}
+        for doc, count in ((0, 2), (1, 1))
+        for n in range(count)
+    ]
+    traced = trace(path, file, windows)
     for row in run(tmp_path)["tasks"]["sotu"]["rows"]:
         assert row["interval"][0] < row["value"] < row["interval"][1], row["name"]
     moved = traced.rename(tmp_path / "moved.jsonl")
@@ -260,8 +226,7 @@ def test_intervals_of_a_lattice_need_its_trace(tmp_path, traced):
     assert reasons("--traces", moved)[1] == {""}
     moved.write_text("\n".join(moved.read_text().splitlines()[:-1]) + "\n")
     assert all("another run's trace" in reason for reason in reasons("--traces", moved)[1])
-    (result,) = (tmp_path / "results").rglob("results_*.json")
-    moved.rename(result.parent / "trace.jsonl")  # next to the results it is found by its name
+    moved.rename(file.parent / path.name)  # next to the results it is found by its name
     assert all("another run's trace" in reason for reason in reasons()[1])
 
 
@@ -290,25 +255,31 @@ def test_names_of_files_differ_where_case_is_ignored():
     assert list(stems(found)) == ["gap_a_b", "gap_A_b_2", "rules_a_M_block_4", "rules_a_N"]
 
 
-def test_a_folder_of_something_else_is_left_as_it_is(tmp_path):
+@pytest.mark.parametrize(
+    ("mine", "message"),
+    [
+        ({"report.json": '{"files": ["thesis.tex", "report.json"]}'}, r"report\.json was not written by this command"),
+        ({"report.json": "["}, r"report\.json was not written by this command"),
+        ({"methods_sotu.tex": "mine"}, r"holds methods_sotu\.tex, which no report there lists"),
+    ],
+)
+def test_a_folder_of_something_else_is_left_as_it_is(tmp_path, mine, message):
     made(tmp_path)
     out = tmp_path / "out"
     out.mkdir()
-    mine = {"thesis.tex": "years of work", "report.json": json.dumps({"files": ["thesis.tex", "report.json"]})}
-    for change, message in (
-        ({}, r"report\.json was not written by this command"),
-        ({"report.json": "["}, r"report\.json was not written by this command"),
-        ({"report.json": None, "methods_sotu.tex": "mine"}, r"holds methods_sotu\.tex, which no report there lists"),
-    ):
-        mine = {name: text for name, text in (mine | change).items() if text is not None}
-        for file in out.iterdir():
-            file.unlink()
-        for name, text in mine.items():
-            (out / name).write_text(text)
-        with pytest.raises(DuelError, match=message):
-            run(tmp_path)
-        assert {path.name: path.read_text() for path in out.iterdir()} == mine
-    (out / "methods_sotu.tex").unlink()
-    assert run(tmp_path)["format"] == "lm_eval_duel report"
-    run(tmp_path)  # again in its own folder
-    assert (out / "thesis.tex").read_text() == "years of work"
+    mine |= {"thesis.tex": "years of work"}
+    for name, text in mine.items():
+        (out / name).write_text(text)
+    with pytest.raises(DuelError, match=message):
+        run(tmp_path)
+    assert {path.name: path.read_text() for path in out.iterdir()} == mine
+
+
+def test_files_of_an_earlier_report_are_replaced_and_others_stay(tmp_path):
+    made(tmp_path)
+    before = run(tmp_path)["files"]
+    mine = tmp_path / "out" / "thesis.tex"
+    mine.write_text("years of work")
+    after = run(tmp_path, "--pairs", "none")["files"]
+    assert {*before} - {*after} == {"pairs_sotu.tex"} and mine.read_text() == "years of work"
+    assert {path.name for path in mine.parent.iterdir()} == {*after, mine.name}
