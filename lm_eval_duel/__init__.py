@@ -37,34 +37,26 @@ if TYPE_CHECKING:
 
     __version__: str
 
-_HOMES = {  # the module that defines each public name
-    "Autoregressive": "lm_eval_duel.estimators.duel",
-    "Decision": "lm_eval_duel.rules",
-    "Denoiser": "lm_eval_duel.core.denoiser",
-    "Duel": "lm_eval_duel.library.duel",
-    "DuelCallback": "lm_eval_duel.library.training",
-    "DuelError": "lm_eval_duel.errors",
-    "Elbo": "lm_eval_duel.estimators.elbo",
-    "NoisedElbo": "lm_eval_duel.estimators.noised_elbo",
-    "GeneratedText": "lm_eval_duel.library.results",
-    "Lattice": "lm_eval_duel.estimators.subsets.lattice",
-    "Rule": "lm_eval_duel.rules",
-    "RuleStalled": "lm_eval_duel.errors",
-    "Sample": "lm_eval_duel.core.scores",
-    "SampledConfidence": "lm_eval_duel.estimators.subsets.sampled_confidence",
-    "SampledOrder": "lm_eval_duel.estimators.subsets.sampled_order",
-    "TextEstimate": "lm_eval_duel.library.results",
-    "TextScore": "lm_eval_duel.library.results",
-    "TwoPhase": "lm_eval_duel.estimators.two_phase",
-    "UsageError": "lm_eval_duel.errors",
-    "Window": "lm_eval_duel.core.windows",
-    "Score": "lm_eval_duel.core.scores",
-    "compare": "lm_eval_duel.results.paired",
-    "load": "lm_eval_duel.denoisers",
-    "load_tokenizer": "lm_eval_duel.denoisers",
-    "planned_tokens": "lm_eval_duel.library.training",
-    "training_metrics": "lm_eval_duel.library.training",
+_MODULES = {  # public names by the module that defines them
+    "core.denoiser": "Denoiser",
+    "core.scores": "Sample Score",
+    "core.windows": "Window",
+    "denoisers": "load load_tokenizer",
+    "errors": "DuelError RuleStalled UsageError",
+    "estimators.duel": "Autoregressive",
+    "estimators.elbo": "Elbo",
+    "estimators.noised_elbo": "NoisedElbo",
+    "estimators.subsets.lattice": "Lattice",
+    "estimators.subsets.sampled_confidence": "SampledConfidence",
+    "estimators.subsets.sampled_order": "SampledOrder",
+    "estimators.two_phase": "TwoPhase",
+    "library.duel": "Duel",
+    "library.results": "GeneratedText TextEstimate TextScore",
+    "library.training": "DuelCallback planned_tokens training_metrics",
+    "results.paired": "compare",
+    "rules": "Decision Rule",
 }
+_HOMES = {name: f"lm_eval_duel.{module}" for module, names in _MODULES.items() for name in names.split()}
 
 __all__ = sorted(_HOMES)
 

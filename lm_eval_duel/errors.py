@@ -144,6 +144,14 @@ def unknown(what: str, name: object, known: Iterable[str]) -> DuelError:
     return DuelError(f"Unknown {what} '{name}'.{hint}{listed}")
 
 
+def require_known(what: str, names: Iterable[object], known: Iterable[str]) -> None:
+    """Raise the error for the first of `names` that is not known."""
+    known = [*known]
+    for name in names:
+        if name not in known:
+            raise unknown(what, name, known)
+
+
 def random_tokens(name: str, estimator: str, causal: bool = False) -> DuelError:
     """The error of `estimator` for a network whose noise is random tokens; `causal`: it is an AR model, too."""
     return DuelError(

@@ -9,7 +9,7 @@ from lm_eval_duel import tasks
 from lm_eval_duel.arguments import MISSING, TEXT, choice
 from lm_eval_duel.console.command_line import Flag, Parser
 from lm_eval_duel.demo import BUNDLED
-from lm_eval_duel.errors import DuelError, unknown, usage
+from lm_eval_duel.errors import DuelError, require_known, usage
 from lm_eval_duel.tasks import corpora
 from lm_eval_duel.tasks.columns import TOKENS
 from lm_eval_duel.tasks.metadata import read
@@ -64,9 +64,7 @@ def parse(arguments: list[str]) -> tuple[dict[str, dict[str, Any]], dict[str, An
         TASK=Flag(TEXT, None, "benchmark tasks to check", many=True, unset="all"),
     ).parse_args(arguments)
     known = benchmarks()
-    for name in options.task:
-        if name not in known:
-            raise unknown("benchmark task", name, known)
+    require_known("benchmark task", options.task, known)
     read(options.metadata)
     return {name: known[name] for name in options.task or known}, options.metadata
 

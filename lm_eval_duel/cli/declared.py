@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from lm_eval_duel import rules
 from lm_eval_duel.arguments import MISSING, Argument, declared
 from lm_eval_duel.console.command_line import Parser
-from lm_eval_duel.errors import unknown, usage
+from lm_eval_duel.errors import require_known, usage
 from lm_eval_duel.estimators import registry
 from lm_eval_duel.options import MODEL_ARGUMENTS
 from lm_eval_duel.rules import presets
@@ -119,9 +119,7 @@ def listing(command: str, names: Sequence[str] = ()) -> str:
     """
     tables = [[tuple(_without_markdown(cell) for cell in row) for row in rows()] for _, rows in TABLES[command]]
     known = {word.strip("()"): row for table in reversed(tables) for row in table for word in row[0].split()}
-    for name in names:
-        if name not in known:
-            raise unknown(command.removesuffix("s"), name, known)
+    require_known(command.removesuffix("s"), names, known)
     chosen = {known[name] for name in names}
     width = min(shutil.get_terminal_size().columns, 120)
     parts = []

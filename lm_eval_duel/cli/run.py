@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lm_eval_duel.console.command_line import FLAGS, be_quiet, documentation, unique_keys
-from lm_eval_duel.errors import UsageError, nearest, unknown, usage
+from lm_eval_duel.errors import UsageError, nearest, require_known, usage
 from lm_eval_duel.harness.autoload import MODELS, register
 from lm_eval_duel.options import Options, with_flags
 from lm_eval_duel.tasks import named, task_folder
@@ -176,10 +176,7 @@ def _load_config(file: str) -> dict[str, Any]:
         config = EvaluatorConfig.load_yaml_config(file)
     except (OSError, ValueError, TypeError) as error:
         raise UsageError(f"--config {file}: {' '.join(str(error).split())}") from None
-    known = [field.name for field in dataclasses.fields(EvaluatorConfig)]
-    for key in config:
-        if key not in known:
-            raise unknown(f"key of --config {file}", key, known)
+    require_known(f"key of --config {file}", config, [field.name for field in dataclasses.fields(EvaluatorConfig)])
     for key, value in config.items():
         types = VALUE_TYPES.get(key)
         only_strings = not isinstance(value, list) or all(isinstance(item, str) for item in value)

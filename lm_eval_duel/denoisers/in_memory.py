@@ -33,7 +33,7 @@ from lm_eval_duel.denoisers.hf.decoder import Decoder
 from lm_eval_duel.denoisers.hf.pretrained import Pretrained, max_positions
 from lm_eval_duel.denoisers.hub import explained
 from lm_eval_duel.denoisers.load_options import LoadOptions
-from lm_eval_duel.errors import DuelError, unknown
+from lm_eval_duel.errors import DuelError, require_known
 
 log = logging.getLogger("lm_eval.duel_mdm")
 
@@ -57,9 +57,7 @@ def from_model(
     **network: Any,
 ) -> Denoiser:
     """The denoiser of a network in memory. Arguments and errors: see `Duel.from_model`."""
-    for key in network:
-        if key not in ARGUMENTS:
-            raise unknown("argument of from_model", key, ARGUMENTS)
+    require_known("argument of from_model", network, ARGUMENTS)
     require_dtype(autocast)
     bare = user_module.unwrapped(model)
     module = user_module.unwrapped(module) if module is not None else user_module.module_of(bare)

@@ -25,7 +25,7 @@ from lm_eval_duel.denoisers.hf import causal_lm, decoder_checkpoint, diffusion_g
 from lm_eval_duel.denoisers.load_options import NETWORK_ARGUMENTS, LoadOptions, tokenizer_source
 from lm_eval_duel.denoisers.unfilled import Unfilled
 from lm_eval_duel.denoisers.wrappers import Excluding, Guided, Warped
-from lm_eval_duel.errors import DuelError, random_tokens, unknown
+from lm_eval_duel.errors import DuelError, random_tokens, require_known
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -45,9 +45,7 @@ def load(name: str, *, device: str | None = None, **network: Any) -> Denoiser:
 
 def _options(name: str, device: str | None, network: dict[str, Any]) -> tuple[LoadOptions, dict[str, Any]]:
     """The checked options of a checkpoint, and its config.json."""
-    for key in network:
-        if key not in (*NETWORK_ARGUMENTS, "tokenizer"):
-            raise unknown("network argument", key, (*NETWORK_ARGUMENTS, "tokenizer"))
+    require_known("network argument", network, [*NETWORK_ARGUMENTS, "tokenizer"])
     name = resolve(CHECKPOINT("name", name) or BUNDLED)
     options = hub.pin_revision(LoadOptions(name, hub.pick_device(device), **network))
     config = hub.read_config(options.name, options.revision)

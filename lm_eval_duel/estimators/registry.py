@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from lm_eval_duel.arguments import Argument, Arguments, declared
 from lm_eval_duel.core.scores import Kind
-from lm_eval_duel.errors import DuelError, unknown
+from lm_eval_duel.errors import DuelError, require_known
 from lm_eval_duel.estimators.arguments import (
     ConfidenceArguments,
     ElboArguments,
@@ -266,9 +266,8 @@ LATTICE = tuple(entry.name for entry in ENTRIES if entry.lattice)
 
 def find(name: str) -> Entry:
     """The entry of an estimator's name; raises DuelError for any other name."""
-    if (entry := ESTIMATORS.get(name)) is None:
-        raise unknown("estimator", name, ESTIMATORS)
-    return entry
+    require_known("estimator", [name], ESTIMATORS)
+    return ESTIMATORS[name]
 
 
 def arguments() -> dict[str, Argument]:

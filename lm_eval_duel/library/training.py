@@ -18,7 +18,7 @@ import torch
 from lm_eval_duel.arguments import COUNT, RAW, Argument
 from lm_eval_duel.core.rates import ratio
 from lm_eval_duel.denoisers.load_options import LoadOptions
-from lm_eval_duel.errors import DuelError, unknown
+from lm_eval_duel.errors import DuelError, require_known
 from lm_eval_duel.estimators import cost
 from lm_eval_duel.estimators.arguments import TwoPhaseArguments
 from lm_eval_duel.library.duel import Block, Duel
@@ -128,9 +128,7 @@ def check_arguments(
         parse(rule)
     takes = [inspect.signature(function).parameters for function in (training_metrics, Duel.from_model)]
     known = {*takes[0], *takes[1], *in_memory.ARGUMENTS} - NOT_ARGUMENTS
-    for key in arguments:
-        if key not in known:
-            raise unknown("argument of training_metrics", key, known)
+    require_known("argument of training_metrics", arguments, known)
     ways = []
     if sample is not None:
         TwoPhaseArguments(sample)

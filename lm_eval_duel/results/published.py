@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from lm_eval_duel.core.rates import METRICS
-from lm_eval_duel.errors import DuelError, unknown
+from lm_eval_duel.errors import DuelError, require_known
 from lm_eval_duel.estimators import registry
 from lm_eval_duel.estimators.registry import Kind
 from lm_eval_duel.results.own_files import reading
@@ -49,8 +49,7 @@ def read(names: Iterable[str]) -> list[dict[str, Any]]:
 
 
 def _figure(line: Mapping[str, str]) -> dict[str, Any]:
-    if line["metric"] not in METRICS:
-        raise unknown("metric", line["metric"], METRICS)
+    require_known("metric", [line["metric"]], METRICS)
     entry = registry.find(line["estimator"])
     names = {"estimator": entry.name, "display": entry.title, "bound": entry.kind is Kind.UPPER_BOUND}
     error = float(line["stderr"]) if line["stderr"] else None

@@ -15,7 +15,7 @@ from typing import Any, TypeGuard
 
 from lm_eval_duel.arguments import MISSING, declared
 from lm_eval_duel.core.decision import NEAR_TIE, Decision
-from lm_eval_duel.errors import DuelError, unknown
+from lm_eval_duel.errors import DuelError, require_known, unknown
 from lm_eval_duel.rules.adaptive import EntropyBound, Threshold
 from lm_eval_duel.rules.around import inner, replaced
 from lm_eval_duel.rules.base import Rule, rank
@@ -130,9 +130,7 @@ def build(name: str, arguments: dict[str, Any]) -> Rule:
             return wrapper(following, value)
     rule = find(name)
     parameters = declared(rule)
-    for key in arguments:
-        if key not in parameters:
-            raise unknown(f"parameter of rule {name}", key, parameters)
+    require_known(f"parameter of rule {name}", arguments, parameters)
     missing = [key for key, parameter in parameters.items() if key not in arguments and parameter.default is MISSING]
     if missing:
         values = {key: parameters[key].example or key.upper() for key in missing} | arguments
@@ -147,10 +145,8 @@ def find(name: str) -> type[Rule]:
     if ":" in name:
         return _custom(name)
     require_covered("rule", name)
-    resolved = ALIASES.get(name, name)
-    if resolved not in RULES:
-        raise unknown("unmasking rule", name, [*RULES, *ALIASES])
-    return RULES[resolved]
+    require_known("unmasking rule", [name], [*RULES, *ALIASES])
+    return RULES[ALIASES.get(name, name)]
 
 
 def _folder_and_module(file: str) -> tuple[str, str]:
@@ -194,5 +190,5 @@ def _custom(name: str) -> type[Rule]:
         sys.path.remove(folder)
     if not _is_rule(rule := getattr(module, class_name, None)):
         known = [n for n, kind in vars(module).items() if _is_rule(kind) and kind.__module__ == module.__name__]
-        raise unknown(f"rule (a frozen dataclass, subclass of rules.Rule) in module '{module_name}'", class_name, known)
+        raise unknown(f"subclass of lm_eval_duel.rules.Rule in '{module_name}'", class_name, known)
     return rule

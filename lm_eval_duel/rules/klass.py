@@ -78,12 +78,10 @@ class Klass(Thresholded, name="klass", label="KLASS", reads_step=True, dense_mem
     def __call__(self, predictions: Predictions, lanes: Lanes) -> Decision:
         masked = lanes.masked
         divergence, stable, memory = (self._across if self.across else self._inside)(predictions, lanes)
-        if self.across:
-            sure = predictions.confidence > log_odds(self.mu)  # (R, W)
-        else:
-            sure = predictions.confidence >= log_odds(self.mu)
+        confidence, bound = predictions.confidence, log_odds(self.mu)  # (R, W)
+        sure = confidence > bound if self.across else confidence >= bound  # (R, W)
         ready = masked & sure & (stable >= self.history)  # (R, W)
-        distance = near_probability(predictions.confidence, masked, self.mu)  # (R,)
+        distance = near_probability(confidence, masked, self.mu)  # (R,)
         # near KL = nu a divergence moves by at most about 2 sqrt(2 KL) for each unit of logits
         slope = 2 * (2 * divergence.clamp(min=max(self.nu, EPS))).sqrt()
         near_nu = ((divergence - self.nu) / slope).nan_to_num(nan=math.inf, posinf=math.inf)

@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from lm_eval_duel.errors import DuelError, unknown
+from lm_eval_duel.errors import DuelError, require_known
 from lm_eval_duel.rules.refused import require_covered
 
 
@@ -191,8 +191,7 @@ PRESETS: dict[str, Preset] = {preset.name: preset for preset in ENTRIES}
 def find(name: str) -> Preset:
     """The preset of a name; raises DuelError for any other, with the reason if that sampler is refused."""
     require_covered("preset", name)
-    if name not in PRESETS:
-        raise unknown("preset", name, PRESETS)
+    require_known("preset", [name], PRESETS)
     return PRESETS[name]
 
 

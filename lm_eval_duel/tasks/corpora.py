@@ -12,7 +12,7 @@ import hashlib
 import re
 from pathlib import Path
 
-from lm_eval_duel.errors import DuelError, unknown
+from lm_eval_duel.errors import DuelError, require_known
 from lm_eval_duel.tasks import files as copies
 
 CONVERTED = "refs/convert/parquet"  # the branch with the hub's conversion of repositories that have loading scripts
@@ -143,8 +143,7 @@ CORPORA = {
 
 def find(name: str) -> Corpus:
     """A data set, by name."""
-    if name not in CORPORA:
-        raise unknown("data set", name, CORPORA)
+    require_known("data set", [name], CORPORA)
     return CORPORA[name]
 
 

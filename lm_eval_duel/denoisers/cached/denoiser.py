@@ -31,7 +31,7 @@ from lm_eval_duel.denoisers.cached.steering import Attentions, NotSteered, Strea
 from lm_eval_duel.denoisers.cached.view import CachedView
 from lm_eval_duel.denoisers.load_options import CACHES
 from lm_eval_duel.denoisers.wrappers import Wrapper
-from lm_eval_duel.errors import DuelError, unknown
+from lm_eval_duel.errors import DuelError, require_known
 
 
 class Cached(Wrapper):
@@ -43,8 +43,7 @@ class Cached(Wrapper):
     calls = ("begin", "step", "head")  # network calls that a view makes
 
     def __init__(self, plain: Denoiser, cache: str):
-        if cache not in CACHES:
-            raise unknown("value of cache", cache, CACHES)
+        require_known("value of cache", [cache], CACHES)
         _require_cacheable(plain, cache)
         super().__init__(plain)
         self.cache = cache

@@ -21,7 +21,7 @@ from lm_eval_duel.denoisers.hf import family_layouts as layouts
 from lm_eval_duel.denoisers.hf.family_layouts import Config, Tensors
 from lm_eval_duel.denoisers.identity import NO_ORDER, class_names
 from lm_eval_duel.denoisers.load_options import LoadOptions
-from lm_eval_duel.errors import DuelError, unknown
+from lm_eval_duel.errors import DuelError, require_known
 
 log = logging.getLogger("lm_eval.duel_mdm")
 
@@ -206,8 +206,7 @@ def find(config: Config, options: LoadOptions, folder: str | None) -> Family | N
     """
     classes = class_names(config)
     if options.family is not None:
-        if options.family not in NAMED:
-            raise unknown("family", options.family, NAMED)
+        require_known("family", [options.family], NAMED)
         return _adapted(NAMED[options.family], config)
     for name in classes:
         for family in FAMILIES:
