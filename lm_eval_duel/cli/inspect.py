@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from lm_eval_duel.console.command_line import PROGRAM, Parser, process
+from lm_eval_duel.console.command_line import PROGRAM, Parser
 from lm_eval_duel.console.tables import plain_table
 from lm_eval_duel.errors import UsageError
 from lm_eval_duel.estimators.registry import kind_of
@@ -95,6 +95,4 @@ def main(arguments: Sequence[str]) -> None:
     from lm_eval.utils import setup_logging
 
     setup_logging()
-    described = inspect(model)
-    if process()[0] == 0:
-        print(plain_table([], described))
+    print(plain_table([], inspect(model)))
