@@ -10,7 +10,7 @@ from typing import Any
 from lm_eval_duel.core import rates
 from lm_eval_duel.core.scores import BlockSums, Score, known_sum
 from lm_eval_duel.core.windows import Window
-from lm_eval_duel.estimators.blocks import BeamBlocks
+from lm_eval_duel.estimators.blocks import BeamBlocks, TwoPhaseBlocks
 from lm_eval_duel.estimators.registry import MonteCarlo
 
 
@@ -18,7 +18,8 @@ from lm_eval_duel.estimators.registry import MonteCarlo
 class Total:
     """The sum of one value over windows, and of their other values in `others`.
 
-    Equal windows have equal draws, so they share one Monte Carlo error, wherever they come from.
+    Equal windows have equal draws, so they share one Monte Carlo error, wherever they come from, and their drawn blocks
+    count once.
     """
 
     name: str = ""  # of the value, as in estimator= or a rule
@@ -30,7 +31,8 @@ class Total:
     near_ties: int | None = 0  # None: the rule does not know
     blocks: BlockSums | None = None  # of a two-phase estimate, or of a beam
     others: dict[str, Total] | None = None
-    errors: dict[int, tuple[int, float]] | None = None  # hash of a window: how often it came, its Monte Carlo error
+    # hash of a window: how often it came, its Monte Carlo error, its drawn blocks
+    errors: dict[int, tuple[int, float, int]] | None = None
     squares: tuple[float, float, float] = (0.0, 0.0, 0.0)  # sums of log_prob^2, of log_prob x tokens, of tokens^2
 
     @classmethod
@@ -42,6 +44,7 @@ class Total:
     def from_score(cls, window: Window, score: Score, name: str) -> Total:
         """The score of one window."""
         tokens, error = len(window.target), score.stderr if score.blocks is None else score.blocks.error
+        drawn = score.blocks.drawn if isinstance(score.blocks, TwoPhaseBlocks) else 0
         return cls(
             name=name,
             log_prob=score.log_prob,
@@ -52,7 +55,7 @@ class Total:
             near_ties=score.near_ties,
             blocks=score.blocks,
             others={key: cls.from_score(window, other, key) for key, other in score.others.items()} or None,
-            errors=None if error is None else {hash(window): (1, error)},
+            errors=None if error is None else {hash(window): (1, error, drawn)},
             squares=(score.log_prob**2, score.log_prob * tokens, float(tokens**2)),
         )
 
@@ -88,9 +91,13 @@ class Total:
         if self.errors is None or other.errors is None:
             self.errors = None
             return
-        for window, (count, error) in other.errors.items():
+        copies = 0  # drawn blocks that are counted already
+        for window, (count, error, drawn) in other.errors.items():
             before = self.errors[window][0] if window in self.errors else 0
-            self.errors[window] = (before + count, error)
+            self.errors[window] = (before + count, error, drawn)
+            copies += drawn if before else 0
+        if copies and isinstance(self.blocks, TwoPhaseBlocks):
+            self.blocks = dataclasses.replace(self.blocks, drawn=self.blocks.drawn - copies)
 
     @property
     def named(self) -> dict[str, Total]:
@@ -113,7 +120,7 @@ class Total:
             return None
         if self.beam is not None:
             return self.beam.stderr
-        return math.hypot(*(count * error for count, error in self.errors.values()))
+        return math.hypot(*(count * error for count, error, _ in self.errors.values()))
 
     @property
     def window_stderr(self) -> float | None:

@@ -2,6 +2,8 @@
 
 import math
 
+import pytest
+
 from lm_eval_duel import Window
 from lm_eval_duel.core.scores import Score
 from lm_eval_duel.estimators.blocks import TwoPhaseBlocks
@@ -30,3 +32,17 @@ def test_a_sum_over_windows_has_no_values_of_single_blocks():
 def test_an_infinite_sum_has_no_error_over_windows():
     total = Total.from_scores(WINDOWS[:2], [Score(-1.0), Score(-math.inf)], "duel")
     assert total.log_prob == -math.inf and total.window_stderr is None
+
+
+def test_drawn_blocks_of_copies_count_once():
+    """Eight blocks make an error, one block eight times does not."""
+
+    def total(windows):
+        blocks = TwoPhaseBlocks(count=4, sampled=1, drawn=1, variance=0.01)
+        return Total.from_scores(windows, [Score(-3.0, blocks=blocks)] * len(windows), "two_phase")
+
+    windows = [Window((), (n, 1)) for n in range(8)]
+    copies = total(windows[:1] * 8)
+    copies.merge(total(windows[:1]))
+    assert copies.stderr is None and copies.blocks.drawn == 1 and copies.blocks.sampled == 9
+    assert total(windows).stderr == pytest.approx(0.1 * 8**0.5)
