@@ -40,46 +40,42 @@ SAMPLES = {  # what a change of the samples makes another
 INDEPENDENT = {"spec": {"windows": "independent"}, "duel": {"row_capacity": 126}}
 OFFICIAL = {"spec": {"special_tokens": "[0] text [1], bos=official"}}
 TWO = {"docs": {"sotu": documents(NATS[:2], TOKENS[:2], TEXTS[:2])}}
-REFUSED = {  # the message, with * for a file: what the two results have
-    "windows: harness, 8 target positions (derived) in *, but independent, 126 target positions in *": (
-        {"max_length": 8},
-        INDEPENDENT,
-    ),
-    "windows: harness, unknown length (derived) in *, but independent, 126 target positions in *": (
-        {"max_length": None},
-        INDEPENDENT,
-    ),
-    "scored positions: the text in *, but bos=official in *": ({}, OFFICIAL),
-    "tokenizer: unknown (52 tokens) in *, but gpt2-hash (53 tokens) in *": ({}, OTHER_TOKENS),
-    "documents: 2 (2 of them in both) in *, but 4 (2 of them in both) in *": (TWO, {}),
-    "documents: 7 in *, but 4 in *": ({"size": 7, "log": False}, {"log": False}),
-    "documents (shots): 5 in *, but 0 in *": ({"shots": 5}, {}),
-    "documents (version): 2.0 in *, but 1.0 in *": ({"version": 2.0}, {}),
-    "documents: 4 (0 of them in both) in *, but 4 (0 of them in both) in *": ({}, SAMPLES["texts"]),
-    "units of bits_per_byte: 18 in document 69e94d6ea2da in *, but 9 in document 69e94d6ea2da in *": (
-        {},
-        SAMPLES["units"],
-    ),
-}
+SHORT, UNKNOWN = {"max_length": 8}, {"max_length": None}
+FEW, SOME = {"size": 7, "log": False}, {"log": False}
+ANSWERS = {"configs": {"sotu": {"output_type": "loglikelihood"}}}
+REFUSED = [  # the field, what the two results have in it, and what differs between them
+    ("windows", "harness, 8 target positions (derived)", "independent, 126 target positions", SHORT, INDEPENDENT),
+    ("windows", "harness, unknown length (derived)", "independent, 126 target positions", UNKNOWN, INDEPENDENT),
+    ("scored positions", "the text", "bos=official", {}, OFFICIAL),
+    ("contexts", "0 contexts cut at 1024", "2 contexts cut at 1025", ANSWERS, {"duel": {"cut_contexts": 2}, **ANSWERS}),
+    ("tokenizer", "unknown (52 tokens)", "gpt2-hash (53 tokens)", {}, OTHER_TOKENS),
+    ("documents", "2 (2 of them in both)", "4 (2 of them in both)", TWO, {}),
+    ("documents", "7", "4", FEW, SOME),
+    ("documents (shots)", "5", "0", {"shots": 5}, {}),
+    ("documents (version)", "2.0", "1.0", {"version": 2.0}, {}),
+    ("documents", "4 (0 of them in both)", "4 (0 of them in both)", {}, SAMPLES["texts"]),
+    ("units of bits_per_byte", "18 in document *", "9 in document *", {}, SAMPLES["units"]),
+]
 
 
-@pytest.mark.parametrize("message", REFUSED)
-def test_refused_with_both_files_or_listed_as_published(tmp_path, message):
-    here, there = REFUSED[message]
+@pytest.mark.parametrize(("field", "first", "second", "here", "there"), REFUSED)
+def test_refused_with_both_files_or_listed_as_published(tmp_path, field, first, second, here, there):
     two(tmp_path, here, {} if callable(there) else there)
     if callable(there):
         (file,) = (tmp_path / "results").rglob("results_*.json")
         edit_samples(file, there)
-    files = re.escape(message).replace(r"\*", r"\S*/results_2026\S*json").replace("69e94d6ea2da", r"\w{12}")
-    twin = "score ARM with --model duel-mdm .*pretrained=ARM,estimator=ar" if message.startswith("windows") else ""
-    with pytest.raises(DuelError, match=f"^token_perplexity of sotu cannot be compared: {files}. To compare, {twin}"):
+    file = r"\S*/results_2026\S*json"
+    first, second = (re.escape(part).replace(r"\*", r"\w{12}") for part in (first, second))
+    what = f"{re.escape(field)}: {first} in {file}, but {second} in {file}"
+    twin = "score ARM with --model duel-mdm .*pretrained=ARM,estimator=ar" if field == "windows" else ""
+    with pytest.raises(DuelError, match=f"^token_perplexity of sotu cannot be compared: {what}. To compare, {twin}"):
         run(tmp_path)
-    if message.startswith(("documents", "units")):  # whatever is asked
-        with pytest.raises(DuelError, match=files):
+    if field.startswith(("documents", "units")):  # whatever is asked
+        with pytest.raises(DuelError, match=what):
             run(tmp_path, "--as_published")
     else:
         (listed,) = run(tmp_path, "--as_published")["tasks"]["sotu"]["differences"]
-        assert re.fullmatch(files, listed)
+        assert re.fullmatch(what, listed)
 
 
 def test_equal_texts_are_separate_documents(tmp_path):
@@ -89,14 +85,6 @@ def test_equal_texts_are_separate_documents(tmp_path):
         ours(tmp_path / "results", docs=docs, rule=rule)
     found = run(tmp_path)["tasks"]["sotu"]
     assert found["documents"] == 10 and all(row["interval"] for row in found["rows"])
-
-
-def test_contexts_that_were_cut_are_another_task(tmp_path):
-    two(tmp_path, there={"duel": {"cut_contexts": 2}})
-    for file in tmp_path.rglob("results_*.json"):
-        edit(file, lambda body: body["configs"]["sotu"].update(output_type="loglikelihood"))
-    with pytest.raises(DuelError, match=r"contexts: 0 contexts cut at 1024 in .*, but 2 contexts cut at 1025 in"):
-        run(tmp_path)
 
 
 def test_documents_are_compared_with_the_first_that_has_samples(tmp_path):
