@@ -354,8 +354,7 @@ def _duel(duel: Json) -> dict[str, Any]:
     for name, scored in (duel.get("tasks") or {}).items():
         values = {}
         for key, value in scored["values"].items():
-            impossible = value.get("log_prob") is None and value.get("reason") is not None
-            values[key] = {"log_prob": -math.inf if impossible else None} | _typed(value, VALUE)
+            values[key] = {"log_prob": None if value.get("reason") is None else -math.inf} | _typed(value, VALUE)
             if beam := value.get("beam"):
                 values[key]["beam"] = BeamBlocks.read(beam)
         entries["tasks"][name] = _typed(scored, COUNTS) | {"values": values}
