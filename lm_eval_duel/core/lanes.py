@@ -15,6 +15,7 @@ import torch
 from lm_eval_duel.core.windows import Window
 
 Self = TypeVar("Self", bound="Lanes")
+PLANES = ("row", "start", "origin", "width", "tokens", "masked", "step")  # of Lanes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,27 +129,21 @@ class Lanes:
         """The lanes at `keep`: a boolean plane (R,), indices, or a slice."""
         if isinstance(keep, torch.Tensor) and keep.dtype == torch.bool:
             keep = keep.nonzero()[:, 0]  # one host sync, not one for each plane
-        values = {
-            field.name: getattr(self, field.name)[keep] for field in dataclasses.fields(self) if field.name != "memory"
-        }
-        return dataclasses.replace(self, **values, memory=tuple(plane[keep] for plane in self.memory))
+        planes = {name: getattr(self, name)[keep] for name in PLANES}
+        return dataclasses.replace(self, **planes, memory=tuple(plane[keep] for plane in self.memory))
 
     def concat(self: Self, other: Self) -> Self:
         """These lanes, then the others. W is the larger of the two; lanes without memory get zeros."""
         wide = max(self.masked.shape[1], other.masked.shape[1])
-        memory = tuple(
-            torch.cat([_widen(plane, wide, 0), _widen(added, wide, 0)])
-            for plane, added in zip(self._memory_like(other), other._memory_like(self), strict=True)
-        )
+        memories = zip(self._memory_like(other), other._memory_like(self), strict=True)
+        memory = tuple(torch.cat([_widen(one, wide, 0), _widen(two, wide, 0)]) for one, two in memories)
         planes = {
-            "tokens": torch.cat([_widen(self.tokens, wide, -1), _widen(other.tokens, wide, -1)]),
-            "masked": torch.cat([_widen(self.masked, wide, False), _widen(other.masked, wide, False)]),
+            name: torch.cat(
+                [_widen(getattr(lanes, name), wide, -1 if name == "tokens" else 0) for lanes in (self, other)]
+            )
+            for name in PLANES
         }
-        rest = {
-            name: torch.cat([getattr(self, name), getattr(other, name)])
-            for name in ("row", "start", "origin", "width", "step")
-        }
-        return dataclasses.replace(self, **rest, **planes, memory=memory)
+        return dataclasses.replace(self, **planes, memory=memory)
 
     def _memory_like(self, other: Lanes) -> tuple[torch.Tensor, ...]:
         """The memory of these lanes, or zeros in the shapes of the other lanes' memory."""
@@ -156,10 +151,10 @@ class Lanes:
 
 
 def _widen(plane: torch.Tensor, wide: int, fill: float) -> torch.Tensor:
-    """`plane` (R, W, ...) padded to W = `wide`."""
-    if plane.shape[1] == wide:
+    """`plane` (R, W, ...) padded to W = `wide`; one of shape (R,) as it is."""
+    if plane.dim() == 1 or plane.shape[1] == wide:
         return plane
-    grown = plane.new_full((plane.shape[0], wide, *plane.shape[2:]), fill)
+    grown = plane.new_full((len(plane), wide, *plane.shape[2:]), fill)
     grown[:, : plane.shape[1]] = plane
     return grown
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from functools import cached_property
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -22,14 +21,6 @@ from lm_eval_duel.errors import DuelError, NotFinite
 
 CPU_VALUES, CPU_ROWS = 1 << 20, 64  # logits at once: as many as fit a CPU's cache, but enough rows for a fast matmul
 GPU_VALUES = 1 << 26  # 256 MiB of float32
-
-
-class LaneLogits(NamedTuple):
-    """The logits at all masked positions of some lanes. Positions known to be equal share a row."""
-
-    lanes: slice
-    row: torch.Tensor  # (c,) the row of logits of each masked position, in the order of masked.nonzero()
-    logits: torch.Tensor  # (u, V)
 
 
 class Predictions:
@@ -231,17 +222,18 @@ class Predictions:
         """All log-probabilities (C, V), in the order of `masked.nonzero()`."""
         return self._statistic("log_p", kept=False)[self._row]
 
-    def by_lanes(self) -> Iterator[LaneLogits]:
-        """The logits of all lanes, some lanes at a time, so that the positions of a lane can be compared exactly.
+    def by_lanes(self) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
+        """Some lanes after the other: which, the row of logits of each masked position (c,), and the logits (u, V).
 
-        A quarter of the usual chunk, since the caller will need several float64 planes as large as the logits.
+        All positions of a lane are together, so that they can be compared exactly; those known to be equal share a
+        row. A quarter of the usual chunk, since the caller will need several float64 planes as large as the logits.
         """
         counts = self.masked.sum(1)  # (R,)
         lanes = max(1, self._chunk // 4 // max(1, int(counts.max())))
         positions = self._row.split([int(part.sum()) for part in counts.split(lanes)])
         for first, position in zip(range(0, len(counts), lanes), positions, strict=True):
             rows, row = position.unique(return_inverse=True)  # (u,), (c,)
-            yield LaneLogits(slice(first, first + lanes), row, self._logits(rows))
+            yield slice(first, first + lanes), row, self._logits(rows)
 
     # ------------------------------------------------------------ the head
 

@@ -143,8 +143,8 @@ class Reveal:
                 tokens = torch.where(decision.pick, cast(torch.Tensor, targets), -1)
             log_prob = predictions.log_prob(tokens)  # (R, W)
             after = lanes.reveal(decision.pick, tokens, decision.memory)  # before the scores: it may run out of memory
-            read = (predictions, tokens, log_prob, self.group.window_indices)
-            drawn = row_checks.draw(due, self.group.opened, self.view, lanes, *read) if due else []
+            what = (self.group.opened, self.view, lanes, predictions, tokens, self.group.window_indices)
+            drawn = row_checks.draw(due, *what) if due else []
             self.scores.add(Step(lanes, predictions, decision, tokens, log_prob))
             self.checks.waiting += drawn
         return after

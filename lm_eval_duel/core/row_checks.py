@@ -94,11 +94,6 @@ def draw_lanes(lanes: Lanes, number: int, window_indices: Sequence[int]) -> list
     return hashed(window, lanes.start - lanes.origin, lanes.step).argsort()[:number].tolist()
 
 
-def place_of(lanes: Lanes, lane: int) -> str:
-    """The place of a lane in its window, as text."""
-    return f"block at target position {int(lanes.start[lane] - lanes.origin[lane])}, step {int(lanes.step[lane])}"
-
-
 def draw(
     number: int,
     opened: Callable[[Rows], View],
@@ -106,53 +101,38 @@ def draw(
     lanes: Lanes,
     predictions: Predictions,
     tokens: torch.Tensor,
-    log_prob: torch.Tensor,
     window_indices: Sequence[int],
 ) -> list[LaneCheck]:
-    """`number` of the lanes, with their predictions and the log-probs (R, W) of `tokens` (R, W).
+    """`number` of the lanes, with their statistics, among them the log-probs of `tokens` (R, W)."""
+    drawn = []
+    for lane in draw_lanes(lanes, number, window_indices):
+        row, here = int(lanes.row[lane]), slice(lane, lane + 1)
+        alone, of_lane = lanes.select(here).in_row(0), tokens[here].clone()  # (1, W)
+        again = partial(_alone, opened, view.rows.alone(row), alone, of_lane)
+        values = statistics(predictions.of_lane(lane, tokens.shape[1]), view.denoiser, of_lane)  # (S, W)
+        size = float(values[LOG_SUM].nan_to_num(nan=0.0, posinf=0.0, neginf=0.0).abs().max())
+        place = f"block at target position {int(lanes.start[lane] - lanes.origin[lane])}, step {int(lanes.step[lane])}"
+        drawn.append(LaneCheck(again, values, view.denoiser, window_indices[row], place, size))
+    return drawn
+
+
+def _alone(opened: Callable[[Rows], View], rows: Rows, lane: Lanes, tokens: torch.Tensor) -> torch.Tensor:
+    """The statistics (S, W) of one lane of one window."""
+    view = opened(rows)
+    return statistics(view(lane), view.denoiser, tokens)
+
+
+def statistics(predictions: Predictions, network: Network, tokens: torch.Tensor) -> torch.Tensor:
+    """The statistics of one lane that rules and scores read, (S, W) float64: log-odds, margin, log of the sum, and the
+    log-probs of `tokens` (1, W).
 
     Where distributions are truncated, by top-p say, float noise may move a token across the border and every statistic
     with it. So the statistics of the smooth head are read.
     """
-    network, drawn = view.denoiser, []
-    truncated = type(network).smooth_head is not Network.smooth_head
-    read = None if truncated else statistics(predictions, log_prob)  # (S, R, W)
-    for lane in draw_lanes(lanes, number, window_indices):
-        one, row, here = lanes.select(slice(lane, lane + 1)), int(lanes.row[lane]), slice(lane, lane + 1)
-        of_lane = tokens[here].clone()  # (1, W)
-        again = partial(_alone, opened, view.rows.alone(row), one.in_row(0), of_lane, truncated)
-        if read is None:
-            values = _smooth(predictions.of_lane(lane, of_lane.shape[1]), network, of_lane)  # (S, W)
-        else:
-            values = read[:, lane].clone()
-        size = float(values[LOG_SUM].nan_to_num(nan=0.0, posinf=0.0, neginf=0.0).abs().max())
-        drawn.append(LaneCheck(again, values, network, window_indices[row], place_of(lanes, lane), size))
-    return drawn
-
-
-def _alone(
-    opened: Callable[[Rows], View], rows: Rows, lane: Lanes, tokens: torch.Tensor, truncated: bool
-) -> torch.Tensor:
-    """The statistics (S, W) of one lane of one window."""
-    view = opened(rows)
-    predictions = view(lane)
-    if truncated:
-        return _smooth(predictions, view.denoiser, tokens)
-    return statistics(predictions, predictions.log_prob(tokens))[:, 0]
-
-
-def _smooth(predictions: Predictions, network: Network, tokens: torch.Tensor) -> torch.Tensor:
-    """The statistics (S, W) of one lane before its distributions are truncated."""
-    smooth = predictions.under(network.smooth_head)
-    return statistics(smooth, smooth.log_prob(tokens))[:, 0]
-
-
-def statistics(predictions: Predictions, log_prob: torch.Tensor) -> torch.Tensor:
-    """The statistics of predictions that rules and scores read, (S, R, W) float64: log-odds, margin, log of the sum,
-    log-probs.
-    """
-    read = (predictions.confidence, predictions.log_margin, predictions.log_sum, log_prob)
-    return torch.stack([plane.double() for plane in read])
+    if type(network).smooth_head is not Network.smooth_head:
+        predictions = predictions.under(network.smooth_head)
+    read = (predictions.confidence, predictions.log_margin, predictions.log_sum, predictions.log_prob(tokens))
+    return torch.stack([plane[0].double() for plane in read])
 
 
 def difference(one: torch.Tensor, other: torch.Tensor, least: float = 0.0) -> float:

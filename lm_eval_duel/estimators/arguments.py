@@ -249,17 +249,15 @@ def check_block(name: str, own: Arguments, block: int | None, only: bool = False
 
     `own`: its arguments; `only`: the network has no other block.
     """
-    beam = own if isinstance(own, BeamArguments) else None
-    some = beam is not None and not beam.all_sets
-    most, which, sets = (
-        (BEAM_BLOCK, "some", "") if some else (LATTICE_BLOCK, "all", f" ({2**LATTICE_BLOCK - 1:,} sets)")
-    )
+    some = isinstance(own, BeamArguments) and not own.all_sets
+    most = BEAM_BLOCK if some else LATTICE_BLOCK
     if block is not None and block <= most:
         return
+    sets = "some revealed sets" if some else f"all {2**most - 1:,} sets"
     less = "This network has only this block." if only else "Use block=4, or 8 at 8.5 times the cost."
-    if beam is not None and not some:
+    if isinstance(own, BeamArguments) and not some:
         less += f" tolerance=0.05 evaluates some of the sets, of blocks of at most {BEAM_BLOCK} positions."
     raise DuelError(
-        f"estimator={name} evaluates {which} revealed sets of a block, at most {most} positions{sets}; "
+        f"estimator={name} evaluates {sets} of a block, at most {most} positions; "
         f"the block in force is {'the whole target' if block is None else block}. {less}"
     )

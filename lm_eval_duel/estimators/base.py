@@ -13,7 +13,7 @@ Shapes: N windows, L row length, R lanes, W block width.
 from __future__ import annotations
 
 import abc
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, ClassVar
 
@@ -174,6 +174,21 @@ class Estimator(abc.ABC):
     def block_spans(self, group: WindowGroup) -> list[BlockSpan]:
         """Every block of every window."""
         return [(row, *span) for row, window in enumerate(group.windows) for span in self.blocks(window)]
+
+    def batches(
+        self, group: WindowGroup, spans: Sequence[BlockSpan], size: Callable[[int], int], rule: UnmaskingRule
+    ) -> Iterator[tuple[Lanes, int]]:
+        """Fresh lanes of some blocks after the other, `size(room)` at once, and `room`: how many fit a network call."""
+        done = 0
+        while done < len(spans):
+            room = self.budget.room(group.view, rule, group.fresh(spans[done : done + 1]))
+            here = slice(done, done + max(1, size(room)))
+            yield group.fresh(spans[here]), room
+            done = here.stop
+
+    def block_numbers(self, lanes: Lanes) -> torch.Tensor:
+        """The number of each lane's block in its window, (R,)."""
+        return -((lanes.origin - lanes.start) // self.block) if self.block else torch.zeros_like(lanes.row)
 
     def lanes(self, window: Window) -> int:
         """The number of lanes of a window that can be evaluated together."""

@@ -101,13 +101,13 @@ class Elbo(MonteCarloBound):
             group = dataclasses.replace(group, opened=opened)
         return super().score_group(group)
 
-    def drawn(self, group: WindowGroup, lanes: Lanes, span: torch.Tensor, draw: torch.Tensor) -> Lanes:
+    def drawn(self, group: WindowGroup, lanes: Lanes, draw: torch.Tensor) -> Lanes:
         """The draws that mask something, equal ones of a span once.
 
         Their memory is the weight (R, W, S), by replicate, and SEDD's noise level. If each draw has its own level, all
         are different.
         """
-        lanes = self._masked(group, lanes, span, draw)
+        lanes = self._masked(group, lanes, draw)
         weight, *level = lanes.memory  # (R, W) each
         own = (draw,) if level else ()
         first, number = distinct(lanes.row, lanes.start, lanes.masked, *own)
@@ -118,12 +118,12 @@ class Elbo(MonteCarloBound):
         kept = dataclasses.replace(kept, memory=planes)
         return kept.select(kept.masked.any(1))
 
-    def _masked(self, group: WindowGroup, lanes: Lanes, span: torch.Tensor, draw: torch.Tensor) -> Lanes:
+    def _masked(self, group: WindowGroup, lanes: Lanes, draw: torch.Tensor) -> Lanes:
         """The lanes with the positions of `draw` (R,) masked and the targets at the others.
 
         Their memory is the weight of each position, and SEDD's noise level.
         """
-        t, position = self._levels(group, lanes, span, draw), lanes.columns - lanes.origin[:, None]  # (R,), (R, W)
+        t, position = self._levels(group, lanes, draw), lanes.columns - lanes.origin[:, None]  # (R,), (R, W)
         keys = group.keys[lanes.row][:, None], self.seed, POSITIONS, draw[:, None], position  # (R, W)
         level: tuple[torch.Tensor, ...] = ()
         if self.form == "count":
@@ -140,16 +140,16 @@ class Elbo(MonteCarloBound):
         memory = tuple(plane[:, None].expand_as(masked) for plane in (weight, *level))
         return dataclasses.replace(lanes.show(group.rows.targets(lanes), masked), memory=memory)
 
-    def _levels(self, group: WindowGroup, lanes: Lanes, span: torch.Tensor, draw: torch.Tensor) -> torch.Tensor:
+    def _levels(self, group: WindowGroup, lanes: Lanes, draw: torch.Tensor) -> torch.Tensor:
         """t of each draw, uniform in (eps, 1); for counts, which have no eps, the share that l is made of, (R,)."""
-        return self.eps + (1 - self.eps) * self.strata(group, lanes, span, draw)
+        return self.eps + (1 - self.eps) * self.strata(group, lanes, draw)
 
     def draws(self, window: Window) -> list[list[tuple[list[int], float | None]]]:
         """The draws of a window: of each span the masked columns, and t unless `form` is "count"."""
         group, found = self.open([window], [0]), []
         lanes = group.fresh(self.block_spans(group))
         for number in range(self.samples):
-            what = group, lanes, torch.arange(len(lanes), device=lanes.row.device), torch.full_like(lanes.row, number)
+            what = group, lanes, torch.full_like(lanes.row, number)
             masked, levels = self._masked(*what).masked, self._levels(*what).tolist()
             columns = [lanes.columns[r][masked[r]].tolist() for r in range(len(lanes))]
             found.append([*zip(columns, levels if self.form != "count" else [None] * len(lanes), strict=True)])

@@ -50,10 +50,8 @@ def fixed_states(
     Only the picks are masked in a state; positions that are neither masked nor revealed show [MASK]. Under cache=prefix
     a batch is one block: its states are evaluated from the same position on, so a call of them wastes none.
     """
-    done, by_block = 0, estimator.denoiser.cache == "prefix"
-    while done < len(spans):
-        count = 1 if by_block else estimator.budget.room(group.view, rule, group.fresh(spans[done : done + 1]))
-        lanes, done = group.fresh(spans[done : done + count]), done + count
+    by_block = estimator.denoiser.cache == "prefix"
+    for lanes, _ in estimator.batches(group, spans, lambda room: 1 if by_block else room, rule):
         while len(lanes):
             with naming_window(lanes, group.window_indices):
                 decision = rule(None, lanes)  # type: ignore[arg-type]  # it reads no predictions

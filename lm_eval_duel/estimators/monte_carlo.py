@@ -62,8 +62,8 @@ class MonteCarloBound(Estimator):
         return self.samples * len(self.blocks(window))
 
     @abc.abstractmethod
-    def drawn(self, group: WindowGroup, lanes: Lanes, span: torch.Tensor, draw: torch.Tensor) -> Lanes:
-        """The lanes to evaluate for draws (R,) of the spans `lanes`, which have the numbers `span` (R,) in a window."""
+    def drawn(self, group: WindowGroup, lanes: Lanes, draw: torch.Tensor) -> Lanes:
+        """The lanes to evaluate for draws (R,) of the spans `lanes`."""
 
     @abc.abstractmethod
     def terms(self, step: Step) -> tuple[torch.Tensor, torch.Tensor]:
@@ -76,25 +76,21 @@ class MonteCarloBound(Estimator):
 
     def _draws(self, group: WindowGroup, sums: BoundAccumulator) -> Iterator[Lanes]:
         """The lanes of every draw of every span."""
-        spans, done, device = self.block_spans(group), 0, group.rows.ids.device
-        nth = torch.tensor([n for window in group.windows for n in range(len(self.blocks(window)))], device=device)
-        while done < len(spans):
-            room = self.budget.room(group.view, self.evaluated, group.fresh(spans[done : done + 1]))
-            here = slice(done, done + max(1, room // self.samples))
-            fresh, done = group.fresh(spans[here]), here.stop
+        spans, device = self.block_spans(group), group.rows.ids.device
+        for fresh, room in self.batches(group, spans, lambda room: room // self.samples, self.evaluated):
             few = fresh.masked.shape[1] <= FEW
             for draws in torch.arange(self.samples, device=device).split(self.samples if few else room):
                 place = torch.arange(len(fresh), device=device).repeat_interleave(len(draws))  # (R,)
-                lanes = self.drawn(group, fresh.select(place), nth[here][place], draws.repeat(len(fresh)))
+                lanes = self.drawn(group, fresh.select(place), draws.repeat(len(fresh)))
                 sums.skip(fresh.row, len(draws), lanes.row)
                 if len(lanes):
                     yield lanes
 
-    def strata(self, group: WindowGroup, lanes: Lanes, span: torch.Tensor, draw: torch.Tensor) -> torch.Tensor:
+    def strata(self, group: WindowGroup, lanes: Lanes, draw: torch.Tensor) -> torch.Tensor:
         """The stratified uniform number of each draw, (R,)."""
         shift = uniform(group.keys[lanes.row], self.seed, SHIFT, draw % self.replicates)  # (R,)
         of_draw = (draw // self.replicates).double() / (self.samples // self.replicates)  # (R,)
-        return (shift + of_draw + span.double() * GOLDEN) % 1
+        return (shift + of_draw + self.block_numbers(lanes).double() * GOLDEN) % 1
 
 
 class BoundAccumulator:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, ClassVar, cast
 
@@ -130,9 +130,9 @@ class NoisedElbo(MonteCarloBound):
     def score_group(self, group: WindowGroup) -> IndexedScores:
         return super().score_group(dataclasses.replace(group, opened=partial(NoisedView, self)))
 
-    def drawn(self, group: WindowGroup, lanes: Lanes, span: torch.Tensor, draw: torch.Tensor) -> Lanes:
+    def drawn(self, group: WindowGroup, lanes: Lanes, draw: torch.Tensor) -> Lanes:
         """Each draw as a lane, with what its random numbers depend on: its stratum, the window's key, its number."""
-        what = self.strata(group, lanes, span, draw), group.keys[lanes.row], draw  # (R,) each
+        what = self.strata(group, lanes, draw), group.keys[lanes.row], draw  # (R,) each
         return dataclasses.replace(lanes, memory=tuple(plane[:, None].expand_as(lanes.masked) for plane in what))
 
     def terms(self, step: Step) -> tuple[torch.Tensor, torch.Tensor]:
@@ -145,8 +145,7 @@ class NoisedElbo(MonteCarloBound):
     def draws(self, window: Window) -> list[tuple[torch.Tensor, torch.Tensor, float, list[int]]]:
         """The draws of a window without canvases: s, t, the weight, and its row with noisy targets."""
         group, number = self.open([window], [0]), torch.arange(self.samples, device=self.denoiser.device)  # (R,)
-        lanes = group.fresh(self.block_spans(group)).select(torch.zeros_like(number))
-        lanes = self.drawn(group, lanes, torch.zeros_like(number), number)
+        lanes = self.drawn(group, group.fresh(self.block_spans(group)).select(torch.zeros_like(number)), number)
         view = NoisedView(self, group.rows)
         s, t, rest, weight = view.times(lanes)
         noisy = view.noisy(lanes, self.number[group.rows.targets(lanes)], self.noise.level(t, rest), 0)
@@ -162,6 +161,12 @@ class NoisedTerms(Predictions):
 
     def log_prob(self, tokens: torch.Tensor) -> torch.Tensor:
         return self.values
+
+    def of_lane(self, lane: int, width: int) -> NoisedTerms:
+        return NoisedTerms(self.values[lane : lane + 1, :width])
+
+    def under(self, head: Callable[[torch.Tensor], torch.Tensor]) -> NoisedTerms:
+        return self
 
 
 class NoisedView(View):

@@ -56,7 +56,7 @@ def from_planes(predictions, lanes):
 
 
 def from_lanes(predictions, lanes):
-    parts = [part.logits.log_softmax(1).max(1).values[part.row] for part in predictions.by_lanes()]
+    parts = [logits.log_softmax(1).max(1).values[row] for _, row, logits in predictions.by_lanes()]
     return largest(lanes, torch.cat(parts))
 
 

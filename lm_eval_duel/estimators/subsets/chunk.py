@@ -63,6 +63,9 @@ class Sampler(Protocol):
     def shares(self) -> torch.Tensor | None:
         """The probability with which each step reveals a masked position, (T,), if steps have no other parameter."""
 
+    def block_numbers(self, lanes: Lanes) -> torch.Tensor:
+        """The number of each lane's block in its window, (R,)."""
+
     def moves(self, level: StateLevel, planes: Planes, thin: Thin) -> Moves:
         """The subsets that the next step of each state of a level can reveal."""
 
@@ -82,10 +85,7 @@ class BeamResult(NamedTuple):
 
 
 class Chunk:
-    """The blocks, with a beam of one size; `nth` (B,): the number of each block in its window.
-
-    `smaller`: what beams of the sizes before have found.
-    """
+    """The blocks, with a beam of one size; `smaller`: what beams of the sizes before have found."""
 
     def __init__(
         self,
@@ -93,11 +93,10 @@ class Chunk:
         sampler: Sampler,
         number: int,
         lanes: Lanes,
-        nth: torch.Tensor,
         smaller: tuple[BeamResult, ...] = (),
     ):
         self.group, self.sampler, self.number = group, sampler, number
-        self.lanes, self.nth, self.smaller = lanes, nth, smaller
+        self.lanes, self.smaller = lanes, smaller
         self.beam, shares = sampler.own, sampler.shares
         self.size, self.is_largest = self.beam.sizes[len(smaller)], len(smaller) + 1 == len(self.beam.sizes)
         self.shares = None if shares is None else shares.to(lanes.row.device)  # (T,)
@@ -113,7 +112,7 @@ class Chunk:
         self.value = like.new_full((len(lanes), self.beam.sums), -math.inf)  # (B, C)
         self.path = self.key  # (B,) the sets of argmax decoding as far as it writes the targets; -1: it does not
         self.rows = torch.zeros_like(self.block)  # (B,)
-        self.random = hashed(group.keys[lanes.row], sampler.seed, BEAM, nth)  # (B,)
+        self.random = hashed(group.keys[lanes.row], sampler.seed, BEAM, sampler.block_numbers(lanes))  # (B,)
         self.thinned = torch.zeros_like(self.block)  # (B,) how often
         self.known: dict[int, tuple[torch.Tensor, Planes]] = {}  # by size: sets of the last level, what was read there
 
@@ -256,7 +255,7 @@ class Chunk:
     def larger(self, number: int, found: BeamResult, again: torch.Tensor) -> Chunk:
         """The blocks of `again` (B,) from their start, with a beam of the next size; `found` by this one."""
         smaller = tuple(one.select(again) for one in (*self.smaller, found))
-        twin = Chunk(self.group, self.sampler, number, self.lanes.select(again), self.nth[again], smaller)
+        twin = Chunk(self.group, self.sampler, number, self.lanes.select(again), smaller)
         place = again.cumsum(0) - 1  # (B,)
         for positions, (key, planes) in self.known.items():
             mine = again[key >> self.wide]

@@ -31,11 +31,6 @@ def score_of(p: float) -> float:
     return math.log(p) if p <= 0.5 else min(log_odds(p) - math.log(2), LARGEST)
 
 
-def exceeds(score: torch.Tensor, threshold: float, strict: bool) -> torch.Tensor:
-    """The scores above a threshold; not `strict`: or equal to it."""
-    return score > threshold if strict else score >= threshold
-
-
 def scores(logits: torch.Tensor, scale: float) -> torch.Tensor:
     """The score of every token under softmax(scale x logits), for logits (u, V), float64 (u, V)."""
     scaled = logits.double() * scale  # (u, V)

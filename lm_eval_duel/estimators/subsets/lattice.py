@@ -104,12 +104,13 @@ class LatticeAccumulator:
 
     def states(self) -> Iterator[Lanes]:
         """Every state of every block, one chunk of blocks after the other. Their memory says where they belong."""
-        group, spans, done, begun = self.group, self.lattice.block_spans(self.group), 0, 0
+        group, spans = self.group, self.lattice.block_spans(self.group)
         wide = max(width for _, _, width in spans)
-        while done < len(spans):
-            room = self.lattice.budget.room(group.view, EVALUATE_ALL, group.fresh(spans[done : done + 1]))
-            count = max(1, min(TABLE // (wide << wide), 4 * -(-room // (1 << wide))))  # a chunk fills several calls
-            fresh, done = group.fresh(spans[done : done + count]), done + count
+
+        def size(room: int) -> int:  # a chunk fills several calls
+            return min(TABLE // (wide << wide), 4 * -(-room // (1 << wide)))
+
+        for begun, (fresh, _) in enumerate(self.lattice.batches(group, spans, size, EVALUATE_ALL)):
             states = (1 << fresh.masked.sum(1)) - 1  # (B,)
             block = torch.arange(len(fresh), device=states.device).repeat_interleave(states)  # (R,)
             before = (states.cumsum(0) - states).repeat_interleave(states)  # (R,)
@@ -118,7 +119,7 @@ class LatticeAccumulator:
             nth = lanes.masked.cumsum(1) - lanes.masked.long()  # (R, W) of each masked position in its block
             masked = lanes.masked & (number[:, None] >> nth & 1).bool()  # (R, W)
             places = tuple(plane[:, None].expand_as(masked) for plane in (torch.full_like(block, begun), block))
-            self.chunks[begun], begun = self._empty(fresh, len(lanes)), begun + 1
+            self.chunks[begun] = self._empty(fresh, len(lanes))
             yield dataclasses.replace(lanes.show(group.rows.targets(lanes), masked), memory=places)
 
     def _empty(self, lanes: Lanes, states: int) -> OrderChunk:

@@ -43,14 +43,7 @@ from lm_eval_duel.estimators.arguments import ConfidenceArguments
 from lm_eval_duel.estimators.base import Estimator
 from lm_eval_duel.estimators.duel import DuelEstimator
 from lm_eval_duel.estimators.subsets.counts import StepCounts
-from lm_eval_duel.estimators.subsets.drawn import (
-    DrawnScores,
-    against_targets,
-    exceeds,
-    score_of,
-    token_scores,
-    untempered,
-)
+from lm_eval_duel.estimators.subsets.drawn import DrawnScores, against_targets, score_of, token_scores, untempered
 from lm_eval_duel.estimators.subsets.moves import Moves, Planes, StateLevel, Thin, independent
 from lm_eval_duel.estimators.subsets.set_sampler import SetSampler
 
@@ -64,19 +57,13 @@ class SampledConfidence(SetSampler, DuelEstimator):
         denoiser: A network, with the sampler's temperature, top_k and top_p.
         block: At most 12 positions, 48 with a beam.
         seed: The seed of a beam.
-        n: The number of draws kept at a step, 1 if nothing is given. Ties go to the lowest position.
-        steps, schedule: Instead of `n`, the number of steps S of a block of m positions, which keep m // S +
-            (i < m mod S) at step i ("even": LLaDA) or follow Dream's noise levels ("dream").
-        tau, strict: Keep all draws whose confidence exceeds `tau` (reaches it with `strict=False`), and at least the
-            `n` best.
-        confidence: The probability that decides: under the network's own distribution ("untempered": LLaDA,
-            Fast-dLLM), or under the one that is drawn from ("tempered": SDAR, LLaDA2, Dream).
-        beam, tolerance, repetitions: Evaluate some sets of positions only; see docs/estimators.md.
-        arguments: These, and the other arguments of `Estimator`.
+        arguments: Those of `ConfidenceArguments`, and the other arguments of `Estimator`. Ties go to the lowest
+            position. Of S `steps` of a block of m positions, step i keeps m // S + (i < m mod S) draws ("even": LLaDA),
+            or follows Dream's noise levels ("dream"). The `confidence` is "untempered" in LLaDA and Fast-dLLM,
+            "tempered" in SDAR, LLaDA2 and Dream.
 
     Raises:
-        DuelError: If an argument is wrong, the block is too large, or the network cannot evaluate every state of a
-            block.
+        DuelError: If an argument is wrong, or the network cannot evaluate every state of such a block.
     """
 
     name = "sampled_confidence"
@@ -224,7 +211,8 @@ class BestDrawn(rules.Rule):
 
     def above(self, score: torch.Tensor) -> torch.Tensor:
         """The scores (R, W) above the threshold, (R, W) bool."""
-        return exceeds(score, self.threshold, self.strict) & (self.tau is not None)
+        above = score > self.threshold if self.strict else score >= self.threshold
+        return above & (self.tau is not None)
 
     def against(self, predictions: Predictions, targets: torch.Tensor) -> DrawnScores:
         """The draws at all positions against the targets (R, W)."""

@@ -37,18 +37,13 @@ class SampledOrder(SetSampler):
         denoiser: A network.
         block: At most 12 positions, 48 with a beam.
         seed: The seed of a beam.
-        alg: How positions are drawn: "origin", "entropy", "topk_margin" (Dream) or "random" (LLaDA), as in the formulas
-            of this module.
-        steps: The steps S of each block. With "origin", r_i = 1 - t_(i+1) / t_i for noise levels t from 1 to 0.001 in
-            equal steps, and 1 at the last step. With "entropy" and "topk_margin", n_i = int(m r_i) of the m positions
-            that are left. With "random", n_i = M // S + (i < M mod S) of M positions.
-        alg_temp: The temperature of the scores, above 0, for "entropy" and "topk_margin".
-        beam, tolerance, repetitions: Evaluate some sets of positions only; see docs/estimators.md.
-        arguments: These, and the other arguments of `Estimator`.
+        arguments: Those of `OrderArguments`, and the other arguments of `Estimator`. With S `steps` of a block and
+            alg="origin", r_i = 1 - t_(i+1) / t_i for noise levels t from 1 to 0.001 in equal steps, and 1 at the last
+            step. With "entropy" and "topk_margin", n_i = int(m r_i) of the m positions that are left. With "random",
+            n_i = M // S + (i < M mod S) of M positions.
 
     Raises:
-        DuelError: If an argument is wrong, the block is too large, or the network cannot evaluate every state of a
-            block.
+        DuelError: If an argument is wrong, or the network cannot evaluate every state of such a block.
     """
 
     name = "sampled_order"

@@ -48,19 +48,16 @@ class SetAccumulator:
 
     def fresh(self) -> Iterator[Lanes]:
         """The first states of every block, one chunk of blocks after the other."""
-        spans = self.sampler.block_spans(self.group)
-        nth = [n for count in self.waiting for n in range(count)]  # each block's number in its window
-        done, sums, steps = 0, self.beam.sums, 1 if (shares := self.sampler.shares) is None else len(shares)
-        while done < len(spans):
-            room = self.sampler.budget.room(self.group.view, EVALUATE_ALL, self.group.fresh(spans[done : done + 1]))
-            every = 1 << max(width for _, _, width in spans[done:])
-            reached = min(followed(self.beam.most, every, sums, steps), every)  # by a step of a block
-            blocks = min(max(4 * room, STATES) // min(self.beam.most, every), TABLE // (reached * sums * steps))
-            here = slice(done, done + max(1, blocks))
-            done = here.stop
-            lanes = self.group.fresh(spans[here])
-            numbers = torch.tensor(nth[here], device=lanes.row.device)  # (B,)
-            chunk = Chunk(self.group, self.sampler, self.begun, lanes, numbers)
+        spans, sums = self.sampler.block_spans(self.group), self.beam.sums
+        steps = 1 if (shares := self.sampler.shares) is None else len(shares)
+        every = 1 << max(width for _, _, width in spans)
+        reached = min(followed(self.beam.most, every, sums, steps), every)  # by a step of a block
+
+        def size(room: int) -> int:
+            return min(max(4 * room, STATES) // min(self.beam.most, every), TABLE // (reached * sums * steps))
+
+        for lanes, _ in self.sampler.batches(self.group, spans, size, EVALUATE_ALL):
+            chunk = Chunk(self.group, self.sampler, self.begun, lanes)
             self.begun += 1
             yield cast(Lanes, self._next(chunk))  # the states in which all positions are masked
 
