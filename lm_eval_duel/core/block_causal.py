@@ -208,14 +208,13 @@ class BlockCausalView(View):
         if not columns:
             return None
         slot = slot.clamp(max=self._slots - 1)
-        first = int(slot[0])
-        if torch.equal(slot, torch.arange(first, first + len(slot), device=slot.device)):  # a slice is not copied
-            here = slice(first, first + len(slot))
-            return [(keys[here, :, :columns], values[here, :, :columns]) for keys, values in self._clean]
-        return [
-            (keys[slot.to(keys.device), :, :columns], values[slot.to(values.device), :, :columns])
-            for keys, values in self._clean
-        ]
+        here = slice(int(slot[0]), int(slot[0]) + len(slot))
+        adjacent = torch.equal(slot, torch.arange(here.start, here.stop, device=slot.device))
+
+        def of_slots(plane: torch.Tensor) -> torch.Tensor:
+            return plane[here if adjacent else slot.to(plane.device), :, :columns]  # a slice is not copied
+
+        return [(of_slots(keys), of_slots(values)) for keys, values in self._clean]
 
     def _edge_features(self, lanes: Lanes, lane: torch.Tensor) -> torch.Tensor:
         """The clean stream's features at the last position before the block of `lane` (c,), (c, D)."""

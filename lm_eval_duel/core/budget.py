@@ -99,17 +99,13 @@ def largest(denoiser: Denoiser, block: int | None, grid: str, least: int, most: 
 @torch.inference_mode()
 def _try(denoiser: Denoiser, block: int | None, grid: str, tokens: int) -> None:
     """One call of `tokens` network tokens, on different rows of max_length."""
-    known, rows = (
-        max(denoiser.shift, denoiser.seeds_blocks, denoiser.max_length // 8),
-        -(-tokens // denoiser.max_length),
-    )
+    length, rows = denoiser.max_length, -(-tokens // denoiser.max_length)
+    known = max(denoiser.shift, denoiser.seeds_blocks, length // 8)
     vocabulary = (~denoiser.excluded).nonzero()[:, 0].cpu()  # (T,)
-    draw = torch.randint(len(vocabulary), (rows, denoiser.max_length), generator=torch.Generator().manual_seed(1))
-    windows = [Window(row[:known], row[known:]) for row in vocabulary[draw].tolist()]
-    places = blocks(known, denoiser.max_length - known, block, grid)
-    opened = Rows.from_windows(windows, denoiser.device)
+    draw = torch.randint(len(vocabulary), (rows, length), generator=torch.Generator().manual_seed(1))
+    opened = Rows.from_windows([Window(row[:known], row[known:]) for row in vocabulary[draw].tolist()], denoiser.device)
     view = denoiser.open(opened)
-    lanes = [(n, *place) for n in range(rows) for place in places]
+    lanes = [(n, *place) for n in range(rows) for place in blocks(known, length - known, block, grid)]
     fresh = Lanes.fresh(opened, *torch.tensor(lanes, device=denoiser.device).unbind(1))
     cost = int(view.cost(fresh).max())
     view(fresh.select(slice(0, max(1, tokens // cost)))).confidence  # noqa: B018 - computing it takes the memory

@@ -31,12 +31,10 @@ class Level(NamedTuple):
 
 
 class Observed(NamedTuple):
-    """The effect of the noise on positions, (R, W) bool each: the clean token stands there (`same`), or [MASK]
-    (`masked`).
-    """
+    """The effect of the noise on positions, (R, W) bool each."""
 
-    same: torch.Tensor
-    masked: torch.Tensor
+    same: torch.Tensor  # the clean token stands there
+    masked: torch.Tensor  # [MASK] stands there
 
 
 class Statistics(NamedTuple):

@@ -21,6 +21,7 @@ from lm_eval_duel.errors import DuelError, NotFinite
 
 CPU_VALUES, CPU_ROWS = 1 << 20, 64  # logits at once: as many as fit a CPU's cache, but enough rows for a fast matmul
 GPU_VALUES = 1 << 26  # 256 MiB of float32
+READ = {"entropy": entropy_of, "log_p": log_p_of}  # statistics that are read when they are asked for
 
 
 class Predictions:
@@ -88,16 +89,8 @@ class Predictions:
     ) -> Predictions:
         """Predictions at `masked`: my masked positions to `keep` (C,), which `masked` has `at` (lane, position)."""
         rows, position = self._row[keep].unique(return_inverse=True)  # (u,), (c,)
-        part = Predictions(
-            masked,
-            all_mask,
-            self._features[rows],
-            position,
-            self._head,
-            self._excluded,
-            columns=self._columns,
-            masked_at=tuple(plane[keep] for plane in at),
-        )
+        inputs = (masked, all_mask, self._features[rows], position, self._head, self._excluded)
+        part = Predictions(*inputs, columns=self._columns, masked_at=tuple(plane[keep] for plane in at))
         self._statistic("logit")  # one pass for all parts
         part._known = {name: value[keep if name == "target" else rows] for name, value in self._known.items()}
         part._targets = None if self._targets is None else self._targets[keep]
@@ -193,9 +186,7 @@ class Predictions:
         return self._at_masked(torch.cat(parts), position, wanted)
 
     def _at_masked(self, logit: torch.Tensor, position: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
-        """log p at the `wanted` positions (R, W) from logits (c,) at the feature rows `position` (c,), float64 (R,
-        W).
-        """
+        """log p at the `wanted` positions from their logits (c,) and rows of features (c,), float64 (R, W)."""
         top = self._top
         # log P1 = -softplus(-confidence), exact for P1 close to 1 too
         values = logit.double() - top.logit[position].double() - F.softplus(-top.confidence[position].double())
@@ -248,27 +239,22 @@ class Predictions:
         """
         if name in self._known:
             return self._known[name]
-        top = self._top if self._known else None
-        targets = self._targets if top is None else None
-        names = {name} if top is not None else {name, *Top._fields} - {"target"}
-        parts: dict[str, list[torch.Tensor]] = {each: [] for each in names}
+        top, targets = (self._top, None) if self._known else (None, self._targets)
         of_parts = self._positions_of_parts() if targets is not None else []
-        target_parts = []
+        parts: dict[str, list[torch.Tensor]] = {}
         for n, part in enumerate(self._parts(len(self._features))):
             logits = self._logits(part)  # (u, V)
             here = top_of(logits) if top is None else Top(*(values[part] for values in top))
-            read = here._asdict()
-            if name == "entropy":
-                read[name] = entropy_of(logits, here)
-            elif name == "log_p":
-                read[name] = log_p_of(logits, here)
+            read = here._asdict() if top is None else {}
+            if name in READ:
+                read[name] = READ[name](logits, here)
             if targets is not None:
-                target_parts.append(logits[self._row[of_parts[n]] - part.start, targets[of_parts[n]]])  # (c,)
-            for each, values in parts.items():
-                values.append(read[each])
+                read["target"] = logits[self._row[of_parts[n]] - part.start, targets[of_parts[n]]]  # (c,)
+            for each, values in read.items():
+                parts.setdefault(each, []).append(values)
         statistics = {each: torch.cat(values) for each, values in parts.items()}
         if targets is not None:
-            logit = torch.cat(target_parts)  # (C,)
+            logit = statistics["target"]  # (C,)
             statistics["target"] = torch.empty_like(logit).index_copy_(0, torch.cat(of_parts), logit)
         if top is None:
             self._require_finite(statistics["logit"], statistics["confidence"])

@@ -29,8 +29,7 @@ class Positions(NamedTuple):
     def from_lanes(
         cls, lanes: Lanes, all_mask: torch.Tensor, at: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
     ) -> Positions:
-        """The masked positions of lanes; `at(lane, n)` (C,) -> (C, D): the features of the n-th masked position of each
-        lane.
+        """The masked positions of lanes; `at(lane, n)` (C,) -> (C, D): the features of a lane's n-th masked position.
 
         Only the first position of an all-mask lane is evaluated.
         """
@@ -95,22 +94,11 @@ class View:
         self.rows.ids[rows[inside], lanes.columns[inside]] = lanes.tokens[inside]
 
     def __call__(self, lanes: Lanes, targets: torch.Tensor | None = None) -> Predictions:
-        """The predictions at the masked positions of `lanes`; `targets` (R, W): tokens whose log-probs will be
-        needed.
-        """
+        """The predictions at the masked positions of `lanes`; `targets` (R, W): tokens whose log-probs are needed."""
         features, row, all_mask = self.positions(lanes)
         excluded, columns = self._excluded
-        return Predictions(
-            lanes.masked,
-            all_mask,
-            features,
-            row,
-            self.denoiser.head,
-            excluded,
-            targets,
-            columns=columns,
-            masked_at=lanes.masked_at,
-        )
+        inputs = (lanes.masked, all_mask, features, row, self.denoiser.head, excluded, targets)
+        return Predictions(*inputs, columns=columns, masked_at=lanes.masked_at)
 
     @cached_property
     def _excluded(self) -> tuple[torch.Tensor, torch.Tensor]:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 FEW = 8  # drawn blocks: with fewer there is no standard error
 FAIR = 30  # drawn blocks: with fewer the standard error is itself uncertain
+BEAM_SUMS = ("exact", "converged", "unproven", "bound", "rows")  # of the blocks of a beam, in the results JSON
 BEAM_KINDS = {Kind.LIKELIHOOD: "exact", Kind.ESTIMATE: "estimate", Kind.UPPER_BOUND: "bound"}  # in the results JSON
 
 
@@ -121,7 +122,7 @@ class BeamBlocks(BlockSums):
     @classmethod
     def read(cls, entries: Mapping[str, Any]) -> BeamBlocks:
         """The inverse of `describe`, without the error, which results hold elsewhere."""
-        return cls(entries["blocks"], *(entries[name] for name in ("exact", "converged", "unproven", "bound", "rows")))
+        return cls(entries["blocks"], *(entries[name] for name in BEAM_SUMS))
 
     @property
     def bounded(self) -> int:
@@ -149,15 +150,8 @@ class BeamBlocks(BlockSums):
         return self.error if self.converged else None
 
     def describe(self) -> dict[str, Any]:
-        return {
-            "kind": BEAM_KINDS[self.kind],
-            "blocks": self.count,
-            "exact": self.exact,
-            "converged": self.converged,
-            "unproven": self.unproven,
-            "bound": self.bound,
-            "rows": self.rows,
-        }
+        sums = {name: getattr(self, name) for name in BEAM_SUMS}
+        return {"kind": BEAM_KINDS[self.kind], "blocks": self.count, **sums}
 
     @property
     def remark(self) -> str:

@@ -49,7 +49,8 @@ class TokenLogProbs(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, weights: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         ctx.saved_tensors  # noqa: B018 - raises RuntimeError if a parameter was modified since the forward pass
-        return None, *ctx.orders.gradients(weights)[1]
+        _, gradients = ctx.orders.gradients(weights)
+        return None, *(gradients.get(n) for n in range(len(ctx.orders.parameters)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,8 +76,8 @@ class RecordedOrders:
         COUNT("batch_size", batch_size)
         if not (parameters := list(trainable(denoiser).values())):
             raise DuelError(
-                "No parameter of the network requires a gradient: they are frozen or quantized, or a function runs "
-                "them, and from_model was not given its module=."
+                "No parameter of the network requires a gradient: they are frozen or quantized, or from_model was not "
+                "given the module= of a function."
             )
         return cls(duel, windows, orders, parameters, Budget(batch_size * denoiser.max_length))
 
@@ -88,17 +89,17 @@ class RecordedOrders:
             _require_finite(log_probs[n], n)
         return log_probs
 
-    def gradients(self, weights: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
-        """The log-probs (N, T), and the gradient of (weights * log_probs).sum() for each parameter; None: not used."""
-        sums: list[torch.Tensor | None] = [None] * len(self.parameters)
-        known = {id(parameter) for parameter in self.parameters}
-        denoiser = self.duel.denoiser
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(torch.inference_mode(False))
-            stack.enter_context(torch.enable_grad())
-            stack.enter_context(without_autocast(denoiser))
-            stack.enter_context(denoiser.evaluating())
-            stack.enter_context(without_hooks(self.parameters))
+    def gradients(self, weights: torch.Tensor) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
+        """The log-probs (N, T), and the gradient of (weights * log_probs).sum() for each parameter used, by index."""
+        denoiser, known = self.duel.denoiser, {id(parameter) for parameter in self.parameters}
+        sums: dict[int, torch.Tensor] = {}
+        with (
+            torch.inference_mode(False),
+            torch.enable_grad(),
+            without_autocast(denoiser),
+            denoiser.evaluating(),
+            without_hooks(self.parameters),
+        ):
             log_probs = self._zeros()
             weights = weights.to(log_probs)
             for group, lanes in self._calls():
@@ -109,10 +110,9 @@ class RecordedOrders:
                 parts = torch.autograd.grad(values, self.parameters, weights[index].to(values), allow_unused=True)
                 del values  # and the leaves that the call has made
                 _require_known(leaves)
-                sums = [
-                    part if total is None else total if part is None else total + part
-                    for total, part in zip(sums, parts, strict=True)
-                ]
+                for n, part in enumerate(parts):
+                    if part is not None:
+                        sums[n] = sums[n] + part if n in sums else part
         return log_probs, sums
 
     def _calls(self) -> Iterator[tuple[WindowGroup, Lanes]]:
@@ -163,8 +163,8 @@ def backward(
         reveal_steps = [scored.reveal_steps for scored in duel.log_prob(windows)]
     orders = RecordedOrders.from_steps(duel, windows, reveal_steps, batch_size)
     log_probs, gradients = orders.gradients(plane)  # (N, T)
-    used = [n for n, gradient in enumerate(gradients) if gradient is not None]
     with torch.inference_mode(False):  # through autograd: hooks run, and `grad` may be a view of DDP's buckets
+        used = sorted(gradients)
         torch.autograd.backward([orders.parameters[n] for n in used], [gradients[n] for n in used])
     return log_probs.sum(1).tolist()
 
@@ -177,9 +177,7 @@ def token_weights(weights: Weights, windows: Sequence[Window]) -> torch.Tensor:
     """
     longest = max((len(window.target) for window in windows), default=0)
     if len(weights) != len(windows):
-        raise DuelError(
-            f"backward needs a weight for each window; got {len(windows)} windows and {len(weights)} weights."
-        )
+        raise DuelError(f"backward needs a weight for each window; got {len(weights)} for {len(windows)} windows.")
     plane = torch.zeros(len(windows), longest, dtype=torch.float64)  # (N, T)
     for n, window in enumerate(windows):
         weight, length = torch.as_tensor(weights[n], dtype=torch.float64), len(window.target)  # () or (T,)
@@ -254,9 +252,8 @@ def _require_known(leaves: Sequence[weakref.ref[torch.Tensor]]) -> None:
     for reference in leaves:
         if (leaf := reference()) is not None:
             raise DuelError(
-                f"The network reads a tensor of the shape {tuple(leaf.shape)} that requires a gradient, and the "
-                "denoiser does not hold it, so it would get none. Make it an nn.Parameter of a module, and pass that "
-                "as module= to from_model."
+                f"The network reads a tensor of the shape {tuple(leaf.shape)} that requires a gradient and would get "
+                "none: make it an nn.Parameter of a module, and pass that as module= to from_model."
             )
 
 
