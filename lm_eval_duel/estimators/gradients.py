@@ -177,7 +177,7 @@ def token_weights(weights: Weights, windows: Sequence[Window]) -> torch.Tensor:
     """
     longest = max((len(window.target) for window in windows), default=0)
     if len(weights) != len(windows):
-        raise DuelError(f"backward needs a weight for each window; got {len(weights)} for {len(windows)} windows.")
+        raise DuelError(f"Each window needs a weight; got {len(windows)} windows and {len(weights)} weights.")
     plane = torch.zeros(len(windows), longest, dtype=torch.float64)  # (N, T)
     for n, window in enumerate(windows):
         weight, length = torch.as_tensor(weights[n], dtype=torch.float64), len(window.target)  # () or (T,)
