@@ -117,15 +117,17 @@ class Arguments:
     """Base of dataclasses whose fields are arguments. Making one reads them, and raises DuelError for a wrong one."""
 
     def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
-            if KEY in field.metadata and (value := getattr(self, field.name)) is not field.default:
-                object.__setattr__(self, field.name, declaration(field).read(field.name, value, self._owner))
-        for name, declared_as in declared(self).items():
-            if declared_as.only_with and getattr(self, name) != declared_as.default:
-                other, *values = declared_as.only_with
-                if getattr(self, other) not in values:
-                    wanted = " or ".join(f"{other}={value}" for value in values)
-                    raise DuelError(f"'{name}'{self._owner} is read with {wanted} only; add {wanted}, or leave it out.")
+        own = {field.name: field.metadata[KEY] for field in dataclasses.fields(self) if KEY in field.metadata}
+        for name, arg in own.items():
+            if (value := getattr(self, name)) is not arg.default:
+                object.__setattr__(self, name, arg.read(name, value, self._owner))
+        for name, arg in own.items():
+            if not arg.only_with or getattr(self, name) == arg.default:
+                continue
+            other, *values = arg.only_with
+            if getattr(self, other) not in values:
+                wanted = " or ".join(f"{other}={value}" for value in values)
+                raise DuelError(f"'{name}'{self._owner} is read with {wanted} only; add {wanted}, or leave it out.")
 
     @classmethod
     def popped_from(cls: type[Taken], values: dict[str, Any]) -> Taken:

@@ -1,11 +1,7 @@
-"""A window's score once more, by `reference.py` as far as it goes. The route says how far that was.
+"""A window's score once more, by `reference.py` as far as it goes. The route says how far that was: docs/audit.md.
 
-    reference                        the reference's algorithm, and its rule at each state of the run's order
-    reference with the run's rule    the same with the rule of the run, which `reference.py` does not have
-    run alone                        the estimator of the run, one row in each network call: not checked independently
-
-On the first two routes the network is called by one_row.py, so of the run's code only the network itself and, on the
-second, the rule take part.
+Where the reference goes, one_row.py calls the network, so of the run's code only the network itself and, on the route
+with the run's rule, the rule take part.
 """
 
 from __future__ import annotations
