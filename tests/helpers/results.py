@@ -19,6 +19,7 @@ COUNT = itertools.count()
 TOKENS = 1000  # of a task without documents
 RULED = ("duel", "two_phase")
 LATTICE = ("elbo_exact", "mixture", "oracle")
+GONE = "(gone)"
 
 
 def documents(nats, tokens, texts=None):
@@ -162,6 +163,20 @@ def edit(file, change):
     change(body)
     file.write_text(json.dumps(body))
     return file
+
+
+def put(file, place, value):
+    """Change, or for `GONE` remove, an entry of a results file. `place`: "config.spec.version", or a path of keys."""
+    *path, last = place.split(".") if isinstance(place, str) else place
+
+    def change(body):
+        for key in path:
+            body = body[key]
+        body[last] = value
+        if value == GONE:
+            del body[last]
+
+    return edit(file, change)
 
 
 def edit_samples(file, change, task="sotu"):

@@ -3,7 +3,7 @@
 import re
 
 import pytest
-from results import documents, edit, edit_samples, hf, ours, per_token, rows
+from results import documents, edit_samples, hf, ours, per_token, put, rows
 from results import report as run
 
 from lm_eval_duel.errors import DuelError
@@ -158,12 +158,10 @@ def test_a_bound_is_the_elbo_rather_than_more_draws_of_no_bound(tmp_path):
 @pytest.mark.parametrize("known", [None, 0.5])
 def test_gap_closed_has_an_error_only_if_that_of_its_value_is_known(tmp_path, known):
     """An estimate without a sampling error, and the same with one. Only over windows is its error known in both."""
-
-    def errors(body):
-        body["config"]["duel"]["tasks"]["owt"]["values"]["two_phase"] |= {"stderr": known, "window_stderr": 2.0}
-
     owt(tmp_path, elbo=(24.0, {}))
-    edit(ours(tmp_path / "results", per_token(["owt"], [20.0]), estimator="two_phase", spec={"sample": "0.05"}), errors)
+    file = ours(tmp_path / "results", per_token(["owt"], [20.0]), estimator="two_phase", spec={"sample": "0.05"})
+    for key, error in {"stderr": known, "window_stderr": 2.0}.items():
+        put(file, f"config.duel.tasks.owt.values.two_phase.{key}", error)
     row = rows(run(tmp_path, "--as_published"), "owt", "two_phase")["MDLM"]
     assert row["gap_closed"] == pytest.approx(100 * (24.0 - 20.0) / (24.0 - 17.54))
     assert (row["gap_closed_stderr"] is None) == (row["stderr"] is None) == (known is None)
@@ -175,12 +173,9 @@ def test_gap_closed_has_an_error_only_if_that_of_its_value_is_known(tmp_path, kn
 def test_a_sum_over_orders_by_a_beam_is_what_its_blocks_are(tmp_path, exact, converged, kind):
     """A bound if any block is one, in tables, verdicts and legends."""
     sums = BeamBlocks(count=10, exact=exact, converged=converged, bound=-40.0, rows=99)
-
-    def beam(body):
-        body["config"]["duel"]["tasks"]["owt"]["values"]["sampled_order"] |= {"beam": sums.describe(), "stderr": 0.0}
-
     owt(tmp_path)
-    edit(ours(tmp_path / "results", per_token(["owt"], [20.0]), estimator="sampled_order", spec={"beam": "64"}), beam)
+    file = ours(tmp_path / "results", per_token(["owt"], [20.0]), estimator="sampled_order", spec={"beam": "64"})
+    put(file, "config.duel.tasks.owt.values.sampled_order.beam", sums.describe())
     words = [str(tmp_path / "results"), "--ar", str(tmp_path / "ar"), "--as_published", "--out", str(tmp_path / "out")]
     [row] = [row for row in collect(parse(words)).tasks["owt"].rows if row.estimator == "sampled_order"]
     bound = kind == "bound"
@@ -240,8 +235,8 @@ def test_the_longest_document_is_the_tasks(tmp_path):
     with pytest.raises(DuelError, match="windows: harness, 128"):
         run(tmp_path)
     (file,) = (tmp_path / "results").rglob("results_*.json")
-    edit(file, lambda body: body["config"]["duel"]["tasks"]["sotu"].update(longest_document=16))
+    put(file, "config.duel.tasks.sotu.longest_document", 16)
     assert run(tmp_path)["tasks"]["sotu"]["differences"] == []
-    edit(file, lambda body: body["config"]["duel"]["tasks"]["sotu"].update(documents=3))  # the others: not known
+    put(file, "config.duel.tasks.sotu.documents", 3)  # the others: not known
     with pytest.raises(DuelError, match="windows: harness, 128"):
         run(tmp_path)

@@ -1,13 +1,12 @@
 """What is read: samples, traces, groups and other models; files that are not whole or contradict themselves."""
 
 import contextlib
-import copy
 import json
 import math
 import random
 
 import pytest
-from results import documents, edit, edit_samples, hf, ours, trace
+from results import GONE, documents, edit_samples, hf, ours, put, trace
 from results import report as run
 
 from lm_eval_duel.errors import DuelError
@@ -19,7 +18,6 @@ from lm_eval_duel.results.own_files import stems
 TEXTS = [f"a text of number {n}" for n in range(4)]
 DOCS = {"sotu": documents((-30.0, -40.0, -50.0, -60.0), (10, 12, 14, 16), TEXTS)}
 LATTICE = {"elbo_exact": 9.0, "mixture": 8.0, "oracle": 6.0, "greedy:k=1": 8.5, "margin:k=1": 8.6}
-GONE = "(gone)"
 IMPOSSIBLE = {"log_prob": None, "stderr": None, "reason": "a token of probability 0"}
 VALUES = [GONE, None, "text", "", [], [1], {}, {"a": 1}, -1, 0, 0.5, True, math.nan, math.inf, -math.inf, 10**400]
 
@@ -32,20 +30,6 @@ def made(tmp_path):
     values = {"sotu": dict(LATTICE)}
     ours(tmp_path / "results", docs=DOCS, estimator="oracle", values=values)
     return duel
-
-
-def spoiled(file, place, value):
-    """Change the entry at a place of a results file."""
-
-    def put(body):
-        *path, last = place.split(".")
-        for key in path:
-            body = body[key]
-        body[last] = value
-        if value == GONE:
-            del body[last]
-
-    edit(file, put)
 
 
 # ---------------------------------------------------------------- files that are not whole
@@ -71,14 +55,8 @@ def test_random_edits(tmp_path, count, monkeypatch):
 
     everywhere = list(paths(json.loads(whole)))
     for _ in range(count):
-        body = inside = json.loads(whole)
-        *path, last = chance.choice(everywhere)
-        for key in path:
-            inside = inside[key]
-        inside[last] = copy.deepcopy(chance.choice(VALUES))
-        if inside[last] == GONE:
-            del inside[last]
-        file.write_text(json.dumps(body))
+        file.write_text(whole)
+        put(file, chance.choice(everywhere), chance.choice(VALUES))
         with contextlib.suppress(DuelError):
             run(tmp_path, "--as_published")
 
@@ -100,7 +78,7 @@ def test_random_edits(tmp_path, count, monkeypatch):
 def test_a_file_that_is_not_whole_or_contradicts_itself_is_refused(tmp_path, place, value, named):
     file = ours(tmp_path / "results", docs=DOCS)
     run(tmp_path)
-    spoiled(file, place, value)
+    put(file, place, value)
     with pytest.raises(DuelError) as error:
         run(tmp_path)
     assert str(file) in str(error.value) and named in str(error.value)
@@ -108,8 +86,8 @@ def test_a_file_that_is_not_whole_or_contradicts_itself_is_refused(tmp_path, pla
 
 def test_half_of_a_task_from_a_response_cache_does_not_contradict_it(tmp_path):
     file = ours(tmp_path / "results", docs=DOCS)
-    spoiled(file, "config.duel.tasks.sotu.documents", 1)
-    spoiled(file, "config.duel.tasks.sotu.values.duel.log_prob", -30.0)
+    put(file, "config.duel.tasks.sotu.documents", 1)
+    put(file, "config.duel.tasks.sotu.values.duel.log_prob", -30.0)
     found = run(tmp_path)["tasks"]["sotu"]
     assert found["rows"][0]["nfe"] is None and any("are of 1 documents of sotu" in note for note in found["notes"])
 
@@ -130,8 +108,8 @@ def test_infinity_is_null_with_a_reason(tmp_path):
     hf(tmp_path / "ar", {"a": {"token_perplexity": 20.0}})
     ours(tmp_path / "results", {"a": {"token_perplexity": 30.0}}, estimator="elbo")
     file = ours(tmp_path / "results", {"a": {"token_perplexity": 25.0}})
-    spoiled(file, "results.a.token_perplexity,none", math.inf)
-    spoiled(file, "config.duel.tasks.a.values.duel", IMPOSSIBLE)
+    put(file, "results.a.token_perplexity,none", math.inf)
+    put(file, "config.duel.tasks.a.values.duel", IMPOSSIBLE)
     found = run(tmp_path, "--as_published")
     (row,) = [row for row in found["tasks"]["a"]["rows"] if row["rule"]]
     assert row["value"] is None and row["gap_closed"] is None and "infinite" in row["gap_closed_reason"]
@@ -143,7 +121,7 @@ def test_infinity_is_null_with_a_reason(tmp_path):
 def test_an_order_of_a_lattice_that_is_impossible_has_no_value(tmp_path):
     """One order of a lattice may meet a token of probability 0 (top_k), and so may all of them."""
     file = ours(tmp_path / "results", docs=DOCS, estimator="mixture", values={"sotu": LATTICE})
-    spoiled(file, "config.duel.tasks.sotu.values.greedy:k=1", IMPOSSIBLE)
+    put(file, "config.duel.tasks.sotu.values.greedy:k=1", IMPOSSIBLE)
     shown = {row["rule"] or row["estimator"]: row for row in run(tmp_path)["tasks"]["sotu"]["rows"]}
     assert shown.keys() == LATTICE.keys() and shown["greedy:k=1"]["value"] is None
     assert shown["margin:k=1"]["value"] is not None
@@ -154,7 +132,7 @@ def test_an_order_of_a_lattice_that_is_impossible_has_no_value(tmp_path):
 
 def test_a_number_per_document_is_aggregated_as_the_harness_does(tmp_path):
     file = ours(tmp_path / "results", {"lambada": {"token_perplexity": 9.0}}, size=3)
-    spoiled(file, "results.lambada", {"perplexity,none": math.exp(2.0), "acc,none": 0.5})
+    put(file, "results.lambada", {"perplexity,none": math.exp(2.0), "acc,none": 0.5})
     lines = [{"doc_id": n, "doc": {"n": n}, "doc_hash": str(n), "perplexity": v} for n, v in enumerate((-1, -2, -3))]
     samples = file.with_name(file.name.replace("results_", "samples_lambada_")).with_suffix(".jsonl")
     samples.write_text("\n".join(map(json.dumps, lines)))
@@ -174,8 +152,8 @@ def test_samples_of_another_run_give_no_interval(tmp_path):
 
 def test_an_accuracy_that_no_decoding_stands_behind_says_so(tmp_path):
     file = ours(tmp_path / "results", {"lambada": {"token_perplexity": 9.0}}, estimator="elbo")
-    spoiled(file, "results.lambada.acc,none", 0.0)
-    spoiled(file, "configs.lambada.output_type", "loglikelihood")
+    put(file, "results.lambada.acc,none", 0.0)
+    put(file, "configs.lambada.output_type", "loglikelihood")
     run(tmp_path)
     assert tables.NOT_DECODED in (tmp_path / "out" / "report.md").read_text()
 
@@ -183,7 +161,7 @@ def test_an_accuracy_that_no_decoding_stands_behind_says_so(tmp_path):
 def test_a_rule_of_fewer_documents_is_not_in_the_table(tmp_path):
     """A lattice run that a cache continued with one more rule: margin is of 2 of 4 documents."""
     file = ours(tmp_path / "results", docs=DOCS, estimator="oracle", values={"sotu": LATTICE})
-    spoiled(file, "config.duel.tasks.sotu.values.margin:k=1", {"log_prob": -72.0, "windows": 2})
+    put(file, "config.duel.tasks.sotu.values.margin:k=1", {"log_prob": -72.0, "windows": 2})
     found = run(tmp_path)["tasks"]["sotu"]
     assert "margin:k=1" not in {row["rule"] for row in found["rows"]}
     assert all("margin" not in line for line in found["headlines"])
