@@ -1,10 +1,9 @@
 """Whatever changes a number changes the fingerprint, and nothing else does: model args, tokenizers, files, digits."""
 
-import dataclasses
+import importlib
 import json
 import re
 import shutil
-import sys
 
 import dit_reference
 import own
@@ -34,58 +33,51 @@ TWO_PHASE, DRAWN, ORDER = (
 OWN = {"trust_remote_code": True}
 
 
-@dataclasses.dataclass
-class Try:
-    """How two values of an argument are compared, where the declaration does not say it."""
-
-    values: tuple = ()  # each is another spec (or, of an argument that defines no number, the same)
-    beside: dict = dataclasses.field(default_factory=dict)  # other model args
-    checkpoint: str = "bert"
-
-
-TRIES = {  # by name, or by owner and name
-    "pretrained": Try(("bert", "other")),
-    "tokenizer": Try(("bert", "lower")),
-    "preset": Try(("dream-entropy", "dream-fast-dllm"), OWN, "own"),
-    "rule": Try(("greedy", "greedy:k=2", "margin")),
-    "block": Try((2, 4, "none")),
-    "grid": Try(("target", "row")),
-    "estimator": Try(("duel", "elbo", "mixture", "sampled_confidence", "sampled_order", "two_phase"), {"block": 2}),
-    "draw_seed": Try((0, 1), {"estimator": "elbo"}),
-    "dtype": Try(("float32", "float64")),
-    "max_length": Try((16, 17)),
-    "mask_token_id": Try((4, 39)),
-    "bos": Try(("given", "none")),
-    "family": Try(("a2d-qwen3", "sdar"), BLOCKS, "qwen3"),
-    "attention": Try(("bidirectional", "block_causal"), {"block": 4}, "qwen3"),
-    "shift_logits": Try((False, True), {"bos": "given"}, "qwen3"),
-    "last_block": Try((), BLOCKS, "qwen3"),
-    "exclude_ids": Try((None, 5, "5+6")),
-    "peft": Try((None, "lora", "bigger"), {}, "qwen3"),
-    "load_in_8bit": Try((), {}, "qwen3"),
-    "load_in_4bit": Try((), {}, "qwen3"),
-    "backend": Try((None, "remote"), OWN, "own"),
-    "trace": Try((None, "trace.jsonl")),
-    "device": Try((None, "cpu")),
-    "device_map": Try((None, "cpu")),
-    "batch_size": Try(("auto", 2, 3)),
-    "elbo elbo_block": Try(("none", 4)),
-    "elbo elbo_form": Try(("count", "ratio")),
-    "elbo elbo_eps": Try((), {"elbo_form": "ratio"}),
-    "sampled_confidence schedule": Try((), {"steps": 2}),
-    "sampled_confidence strict": Try((), {"tau": 0.5}),
-    "sampled_confidence confidence": Try((), {"temperature": 0.7}),
-    "sampled_order alg": Try(("origin", "random")),
-    "sampled_order alg_temp": Try((0.5, 0.50000001), {"alg": "entropy"}),
-    **{f"{name} beam": Try((None, 64, 65)) for name in ("sampled_confidence", "sampled_order")},
-    **{f"{name} repetitions": Try((8, 9), {"beam": 64}) for name in ("sampled_confidence", "sampled_order")},
-    "noised_elbo prediction": Try(("denoiser", "plugin")),
-    "klass across": Try((), {"kl": "authors"}),
-    "quota eos_id": Try((5, 6), {"eos": "conf"}),
-    "quota eot_id": Try((5, 6), {"eos": "conf", "eos_id": 7}),
-    "dream alg": Try(("entropy", "topk_margin", "maskgit_plus")),
-    "dream tau": Try((0.5, 0.50000001), {"alg": "confidence_threshold"}),
-    **{f"{name} lattice_rules": Try(("none", "greedy", "greedy+margin")) for name in registry.LATTICE},
+# how values of an argument are compared, where the declaration does not say it: values of which each is another spec (or,
+# of an argument that defines no number, the same), other model args, and the checkpoint; by name, or by owner and name
+TRIES = {
+    "pretrained": (("bert", "other"),),
+    "tokenizer": (("bert", "lower"),),
+    "preset": (("dream-entropy", "dream-fast-dllm"), OWN, "own"),
+    "rule": (("greedy", "greedy:k=2", "margin"),),
+    "block": ((2, 4, "none"),),
+    "grid": (("target", "row"),),
+    "estimator": (("duel", "elbo", "mixture", "sampled_confidence", "sampled_order", "two_phase"), {"block": 2}),
+    "draw_seed": ((0, 1), {"estimator": "elbo"}),
+    "dtype": (("float32", "float64"),),
+    "max_length": ((16, 17),),
+    "mask_token_id": ((4, 39),),
+    "bos": (("given", "none"),),
+    "family": (("a2d-qwen3", "sdar"), BLOCKS, "qwen3"),
+    "attention": (("bidirectional", "block_causal"), {"block": 4}, "qwen3"),
+    "shift_logits": ((False, True), {"bos": "given"}, "qwen3"),
+    "last_block": ((), BLOCKS, "qwen3"),
+    "exclude_ids": ((None, 5, "5+6"),),
+    "peft": ((None, "lora", "bigger"), {}, "qwen3"),
+    "load_in_8bit": ((), {}, "qwen3"),
+    "load_in_4bit": ((), {}, "qwen3"),
+    "backend": ((None, "remote"), OWN, "own"),
+    "trace": ((None, "trace.jsonl"),),
+    "device": ((None, "cpu"),),
+    "device_map": ((None, "cpu"),),
+    "batch_size": (("auto", 2, 3),),
+    "elbo elbo_block": (("none", 4),),
+    "elbo elbo_form": (("count", "ratio"),),
+    "elbo elbo_eps": ((), {"elbo_form": "ratio"}),
+    "sampled_confidence schedule": ((), {"steps": 2}),
+    "sampled_confidence strict": ((), {"tau": 0.5}),
+    "sampled_confidence confidence": ((), {"temperature": 0.7}),
+    "sampled_order alg": (("origin", "random"),),
+    "sampled_order alg_temp": ((0.5, 0.50000001), {"alg": "entropy"}),
+    **{f"{name} beam": ((None, 64, 65),) for name in ("sampled_confidence", "sampled_order")},
+    **{f"{name} repetitions": ((8, 9), {"beam": 64}) for name in ("sampled_confidence", "sampled_order")},
+    "noised_elbo prediction": (("denoiser", "plugin"),),
+    "klass across": ((), {"kl": "authors"}),
+    "quota eos_id": ((5, 6), {"eos": "conf"}),
+    "quota eot_id": ((5, 6), {"eos": "conf", "eos_id": 7}),
+    "dream alg": (("entropy", "topk_margin", "maskgit_plus"),),
+    "dream tau": ((0.5, 0.50000001), {"alg": "confidence_threshold"}),
+    **{f"{name} lattice_rules": (("none", "greedy", "greedy+margin"),) for name in registry.LATTICE},
 }
 ELSEWHERE = {
     "sigma": "of SEDD, below",
@@ -121,10 +113,10 @@ def tried(owner):
         label = f"{owner} {name}".strip()
         if name in ELSEWHERE or label in ELSEWHERE:
             continue
-        case = TRIES.get(label) or (TRIES.get(name) if not owner else None) or Try()
-        checkpoint = "duo" if owner == "noised_elbo" else case.checkpoint
-        values = case.values or (*two_values(argument), *([None] if argument.default is None else []))
-        yield checkpoint, name, argument, values, {**named, **(needed if owner in RULES else {}), **case.beside}
+        case = TRIES.get(label) or (TRIES.get(name) if not owner else None) or ()
+        values, beside, checkpoint = (*case, *((), {}, "duo" if owner == "noised_elbo" else "bert")[len(case) :])
+        values = values or (*two_values(argument), *([None] if argument.default is None else []))
+        yield checkpoint, name, argument, values, {**named, **(needed if owner in RULES else {}), **beside}
 
 
 CHANGES = [  # checkpoint, an arg, two values that are two specs, and what goes with both
@@ -214,12 +206,12 @@ def test_arguments_change_the_fingerprint_if_and_only_if_they_define_a_number(
             assert len(seen) == (len(values) if argument.identity else 1)
 
 
-@pytest.mark.parametrize("changes", [True, False])
-def test_model_args_that_change_a_number_and_that_do_not(folders, changes, subtests):
-    for checkpoint, arg, one, two, more in CHANGES if changes else KEEPS:
-        with subtests.test(f"{arg}: {one} and {two}"):
-            ones, twos = (printed(folders, checkpoint, **{**more, arg: value}) for value in (one, two))
-            assert (ones != twos) == changes
+def test_model_args_that_change_a_number_and_that_do_not(folders, subtests):
+    for changes, table in ((True, CHANGES), (False, KEEPS)):
+        for checkpoint, arg, *values, more in table:
+            with subtests.test(f"{arg}: {values}"):
+                one, two = (printed(folders, checkpoint, **{**more, arg: value}) for value in values)
+                assert (one != two) == changes
 
 
 def test_the_noise_levels_of_sedd_are_two_laws(tmp_path):
@@ -256,9 +248,7 @@ PADDED |= {"pad_id": 0, "pad_type_id": 0, "pad_token": "[PAD]"}
         ({"post_processor": None}, False),
         ({"truncation": TRUNCATED}, True),
         ({"padding": PADDED}, True),
-        ({"config": {"model_max_length": 7}}, True),
-        ({"config": {"padding_side": "left"}}, True),
-        ({"config": {"truncation_side": "left"}}, True),
+        ({"config": {"model_max_length": 7, "padding_side": "left", "truncation_side": "left"}}, True),
         ({"config": {"chat_template": "{{ messages }}"}}, True),
     ],
 )
@@ -303,31 +293,17 @@ def test_every_file_that_a_loader_reads_is_hashed(tmp_path):
 COMMITS = ("a" * 40, "b" * 40)
 
 
-@pytest.fixture
-def hub(tmp_path, monkeypatch):
-    """A hub cache of this test's own: `hub(name, commit)` is the folder of a commit, which becomes main."""
-    import huggingface_hub.constants
-    import transformers.utils.hub
-
-    for place in (huggingface_hub.constants, sys.modules["huggingface_hub.file_download"], transformers.utils.hub):
-        for name in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "TRANSFORMERS_CACHE"):
-            if hasattr(place, name):
-                monkeypatch.setattr(place, name, str(tmp_path / "cache"))
-
-    def folder(name, commit):
-        repo = tmp_path / "cache" / f"models--{name.replace('/', '--')}"
-        (repo / "refs").mkdir(parents=True, exist_ok=True)
-        (repo / "refs" / "main").write_text(commit)
-        return repo / "snapshots" / commit
-
-    return folder
-
-
 @pytest.mark.parametrize("kind", ["bert", "gpt2"])
-def test_a_hub_checkpoint_is_its_commit(hub, kind):
-    specs, options = [], {"attention": "causal"} if kind == "gpt2" else {}
+def test_a_hub_checkpoint_is_its_commit(kind, tmp_path, monkeypatch):
+    for place in ("huggingface_hub.constants", "huggingface_hub.file_download", "transformers.utils.hub"):
+        for name in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "TRANSFORMERS_CACHE"):
+            if hasattr(importlib.import_module(place), name):
+                monkeypatch.setattr(f"{place}.{name}", str(tmp_path))
+    repo, specs, options = tmp_path / "models--org--net", [], {"attention": "causal"} if kind == "gpt2" else {}
+    (repo / "refs").mkdir(parents=True)
     for commit in COMMITS:
-        tiny.checkpoint(hub("org/net", commit), kind)
+        (repo / "refs" / "main").write_text(commit)
+        tiny.checkpoint(repo / "snapshots" / commit, kind)
         specs.append(denoisers.load("org/net", device="cpu", **options).describe())
     assert [spec["weights"] for spec in specs] == [f"org/net at commit {commit}" for commit in COMMITS]
     old = denoisers.load("org/net", device="cpu", revision=COMMITS[0], **options)
@@ -345,38 +321,19 @@ def test_code_that_the_networks_code_imports_is_hashed(folders, tmp_path):
     assert found[0] == found[1] and found[0]["code"] != found[2]["code"]
 
 
-RULE = """
-import dataclasses
-from lm_eval_duel import rules
-from {base} import Base
-
-@dataclasses.dataclass(frozen=True)
-class Mine(Base):
-    pass
-"""
-BASE = """
-import dataclasses
-from lm_eval_duel import rules
-
-@dataclasses.dataclass(frozen=True)
-class Base(rules.Rule):
-    def __call__(self, predictions, lanes):
-        return lanes.masked{more}
-"""
-
-
 def test_the_bases_of_a_rule_of_ones_own_are_its_code(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    base = "from lm_eval_duel import rules\nclass Base(rules.Rule):\n    def __call__(self, predictions, lanes):\n"
+    base += "        return lanes.masked"
     found = []
-    for name, more in (("first", ""), ("second", "  # other")):
-        (tmp_path / f"base_{name}.py").write_text(BASE.format(more=more))
-        (tmp_path / f"rule_{name}.py").write_text(RULE.format(base=f"base_{name}"))
+    for name in ("first", "second"):
+        (tmp_path / f"base_{name}.py").write_text(f"{base}  # {name}")
+        (tmp_path / f"rule_{name}.py").write_text(f"from base_{name} import Base\nclass Mine(Base):\n    pass\n")
         rule = rules.parse(f"rule_{name}:Mine")
         found.append(fingerprint.code_of(type(rule)))
         assert DuelEstimator(Toy(), rule).describe()["rule_code"] == found[-1]
-        before = found[-1]
-        (tmp_path / f"base_{name}.py").write_text(BASE.format(more=more + " again"))
-        assert fingerprint.code_of(type(rule)) != before
+        (tmp_path / f"base_{name}.py").write_text(f"{base}  # {name} again")
+        assert fingerprint.code_of(type(rule)) != found[-1]
     assert found[0] != found[1]
 
 
