@@ -7,8 +7,7 @@ import pytest
 import torch
 from toys import BlockCausal, Causal, CausalPrefix, Rotary, Small, Toy
 
-from lm_eval_duel.core.lanes import Lanes, Rows
-from lm_eval_duel.core.row_checks import FIRST, SHARE, RowChecks, checks_among, draw_lanes
+from lm_eval_duel.core.row_checks import FIRST, SHARE, RowChecks, checks_among
 from lm_eval_duel.core.scores import Counts
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.denoisers.wrappers import Warped
@@ -131,12 +130,6 @@ def test_a_token_at_the_border_of_top_p_stops_no_run():
     estimator = DuelEstimator(warped, "left_to_right", 4)
     estimator.log_prob(windows(20, tokens=2))
     assert estimator.counts.rows_checked >= FIRST and estimator.counts.rows_differing == 0
-
-
-def test_the_places_checked_differ_with_the_window():
-    rows = Rows.from_windows(windows(1), torch.device("cpu"))
-    lanes = Lanes.fresh(rows, torch.zeros(4, dtype=torch.int64), torch.arange(0, 8, 2), torch.full((4,), 2))
-    assert {lane for window in range(40) for lane in draw_lanes(lanes, 1, [window])} == {0, 1, 2, 3}
 
 
 def ordinary():

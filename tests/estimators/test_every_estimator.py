@@ -185,7 +185,8 @@ def test_a_truth_of_no_probability_is_no_nan(make):
 BLOCK, CAUSAL, TRUNCATED = partial(BlockCausal, block=4, length=9), Causal(), Warped(Toy(), 0.7, top_k=2)
 UNMASKED = copy.copy(NoisyToy(share=0.0))
 UNMASKED.noise_training = None
-NOISY, KNOWN = NoisyToy(), Window((), (0, 2, 1, 1), known=(1, 2))
+NOISY, CERTAIN = NoisyToy(), Window((), (0, 1, 2, 0, 1, 2))
+KNOWN = Window((), (0, 2, 1, 1), known=(1, 2))
 REFUSED = (
     ("4,095 sets.*32", partial(Lattice, TOY)),
     ("the whole target", partial(Lattice, TOY, None)),
@@ -221,7 +222,7 @@ REFUSED = (
     ("cache 'duel'. Did you mean dual", partial(TwoPhase, ATTENDS, cache="duel")),
     (
         "Window 0 has a block of probability 0",
-        lambda: TwoPhase(Warped(ATTENDS, top_k=1), block=3, sample=1.0).log_prob(PLAIN),
+        lambda: TwoPhase(Warped(Attends(length=10), top_k=1), block=3, sample=1.0).log_prob([CERTAIN]),
     ),
     ("not among its inputs", partial(NoisedElbo, NOISY, self_conditioning="twice")),
     ("steps", partial(NoisedElbo, NOISY, steps=0)),

@@ -5,6 +5,7 @@ returns the positions that the code reveals. lm_eval_duel/rules/presets.py names
 the order of ties to torch.topk, the lowest position comes first here. They use nothing of the package.
 """
 
+import inspect
 import math
 
 import torch
@@ -198,30 +199,29 @@ def klass_orders(p_of, length, block, mu, nu, history):
             masked[list(chosen)] = False
 
 
-STATE_ONLY = {  # rules that read nothing but the state: the text, and the reference with its parameters
-    "threshold:mu=0.613": (threshold, {"mu": 0.613}),
-    "threshold:mu=0.613:strict=True": (strict_threshold, {"mu": 0.613}),
-    "threshold:mu=1.0:strict=True": (strict_threshold, {"mu": 1.0}),
-    "entropy_threshold:tau=0.437": (entropy_threshold, {"tau": 0.437}),
-    "entropy_threshold:tau=0.0": (entropy_threshold, {"tau": 0.0}),
-    "factor:f=3.713:variant=a": (factor, {"f": 3.713, "variant": "a"}),
-    "factor:f=0.713:variant=b": (factor, {"f": 0.713, "variant": "b"}),
-    "factor:f=1.713:variant=b": (factor, {"f": 1.713, "variant": "b"}),
-    "factor:f=1.713:variant=c": (factor, {"f": 1.713, "variant": "c"}),
-    "hierarchy:low=0.413:tau=0.813": (hierarchy, {"low": 0.413, "tau": 0.813}),
-    "hierarchy:low=0.613:tau=None": (hierarchy, {"low": 0.613, "tau": None}),
-    "dinfer_threshold:mu=0.713": (dinfer_threshold, {"mu": 0.713}),
-    "dinfer_threshold:mu=1.0": (dinfer_threshold, {"mu": 1.0}),
-    "high_or_topk:n=1:tau=0.713": (high_or_topk, {"n": 1, "tau": 0.713}),
-    "high_or_topk:n=3:tau=0.613": (high_or_topk, {"n": 3, "tau": 0.613}),
-    "entropy_bound:gamma=0.713:inclusive=True": (inclusive_entropy_bound, {"gamma": 0.713}),
-}
-PICKS = {  # by the name of a rule: the reference of its deployed form, and its parameters
-    "threshold": (strict_threshold, ["mu"]),
-    "entropy_bound": (inclusive_entropy_bound, ["gamma"]),
-    "entropy_threshold": (entropy_threshold, ["tau"]),
-    "factor": (factor, ["f", "variant"]),
-    "hierarchy": (hierarchy, ["low", "tau"]),
-    "dinfer_threshold": (dinfer_threshold, ["mu"]),
-    "high_or_topk": (high_or_topk, ["n", "tau"]),
-}
+STATE_ONLY = [  # rules that read nothing but the state
+    "threshold:mu=0.613",
+    "threshold:mu=0.613:strict=True",
+    "threshold:mu=1.0:strict=True",
+    "entropy_threshold:tau=0.437",
+    "entropy_threshold:tau=0.0",
+    "factor:f=3.713:variant=a",
+    "factor:f=0.713:variant=b",
+    "factor:f=1.713:variant=b",
+    "factor:f=1.713:variant=c",
+    "hierarchy:low=0.413:tau=0.813",
+    "hierarchy:low=0.613:tau=None",
+    "dinfer_threshold:mu=0.713",
+    "dinfer_threshold:mu=1.0",
+    "high_or_topk:n=1:tau=0.713",
+    "high_or_topk:n=3:tau=0.613",
+    "entropy_bound:gamma=0.713:inclusive=True",
+]
+PICKS = {"entropy_bound": inclusive_entropy_bound}
+PICKS |= {each.__name__: each for each in (entropy_threshold, factor, hierarchy, dinfer_threshold, high_or_topk)}
+
+
+def pick(rule, p, masked):
+    """The positions that the authors' code of such a rule reveals."""
+    function = (strict_threshold if rule.strict else threshold) if rule.name == "threshold" else PICKS[rule.name]
+    return function(p, masked, *(getattr(rule, name) for name in [*inspect.signature(function).parameters][2:]))

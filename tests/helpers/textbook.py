@@ -48,10 +48,9 @@ def deployed(rule, origin):
         if name == "entropy_bound" and not rule.inclusive:
             spent = [0.0, *itertools.accumulate(surprise.sort().values.tolist())]
             return [ell for n, ell in enumerate(best(len(M), M, -surprise)) if spent[n] <= rule.gamma]
-        if name in published.PICKS:
-            function, parameters = published.PICKS[name]
+        if name in published.PICKS or name == "threshold":
             masked = torch.zeros(len(log_P), dtype=torch.bool).index_fill(0, torch.tensor(M), True)
-            return sorted(function(log_P.exp(), masked, **{each: getattr(rule, each) for each in parameters}))
+            return sorted(published.pick(rule, log_P.exp(), masked))
         if name == "quota":
             m = len(before[0][0])
             return best(m // rule.steps + (len(before) <= m % rule.steps), M, score)
