@@ -33,8 +33,8 @@ TWO_PHASE, DRAWN, ORDER = (
 OWN = {"trust_remote_code": True}
 
 
-# how values of an argument are compared, where the declaration does not say it: values of which each is another spec (or,
-# of an argument that defines no number, the same), other model args, and the checkpoint; by name, or by owner and name
+# How values are compared where the declaration does not say it, by name, or by owner and name: values of which each is
+# another spec (or, of an argument that defines no number, the same), other model args, and the checkpoint.
 TRIES = {
     "pretrained": (("bert", "other"),),
     "tokenizer": (("bert", "lower"),),
