@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import io
+import itertools
 import math
 import textwrap
 import zlib
@@ -165,21 +166,20 @@ def _kind(row: Row) -> str:
 def perplexity(name: str, task: Comparison, width: float | None = None) -> Figure:
     """One line per row, with its value and interval; the AR baseline as a dotted line. `width`: in inches."""
     rows, metric, width = task.rows, task.metric, width or WIDTH
-    figure, axes = _new(width, 1.3 + LINE * (len(rows) + len({row.model for row in rows})))
-    texts = [str(value(row)) for row in rows]
+    models = [(model, list(of_model)) for model, of_model in itertools.groupby(rows, lambda row: row.model)]
+    figure, axes = _new(width, 1.3 + LINE * (len(rows) + len(models)))
     edge = axes.get_yaxis_transform()
-    shift = {"xytext": (FONT * DIGIT * max(map(len, texts)), 0), "textcoords": "offset points"}
-    at, last, names = 0.0, None, {}
-    for row, text in zip(rows, texts, strict=True):
-        if row.model != last:
-            at -= 1 if last is None else 1.4
-            last = row.model
-            axes.text(0.0, at, f"{_label(last)} ", weight="bold", transform=edge, ha="right", va="center")
-        at -= 1
-        names[at] = _name(row)
-        _draw_row(axes, row, at)
-        weight = "bold" if row.best else "normal"
-        axes.annotate(text, (1, at), xycoords=edge, ha="right", va="center", fontsize=FONT, weight=weight, **shift)
+    shift = {"xytext": (FONT * DIGIT * max(len(value(row)) for row in rows), 0), "textcoords": "offset points"}
+    at, names = 0.4, {}
+    for model, of_model in models:
+        at -= 1.4
+        axes.text(0.0, at, f"{_label(model)} ", weight="bold", transform=edge, ha="right", va="center")
+        for row in of_model:
+            at -= 1
+            names[at] = _name(row)
+            _draw_row(axes, row, at)
+            look = {"weight": "bold" if row.best else "normal", "ha": "right", "va": "center", "fontsize": FONT}
+            axes.annotate(str(value(row)), (1, at), xycoords=edge, **look, **shift)
     axes.set_yticks([*names], [*names.values()], fontsize=FONT)
     axes.tick_params(axis="y", length=0)
     axes.set_ylim(at - 0.7, -0.4)
@@ -228,8 +228,7 @@ def rules(name: str, task: Comparison, of: Speeds, width: float | None = None) -
     axes.set_xscale("log", base=2, subs=[])
     axes.xaxis.set_major_formatter("{x:g}")
     logarithmic = _set_scale(axes, "y", task.metric, of.rows)
-    for n, (family, rows) in enumerate(of.families.items()):
-        marker = LINE_MARKERS[n % len(LINE_MARKERS)]
+    for (family, rows), marker in zip(of.families.items(), itertools.cycle(LINE_MARKERS), strict=False):
         shape = {"marker": marker, "markersize": 4.5, "markerfacecolor": "none", "linewidth": 1.1}
         steps, style = (" (adaptive: measured NFE)", "--") if adaptive(family) else ("", "-")
         values = [row.nfe_per_token for row in rows], [row.value for row in rows]

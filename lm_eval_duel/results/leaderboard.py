@@ -144,13 +144,11 @@ def csv(content: Mapping[str, Any]) -> str:
 def html(board: Board) -> str:
     """index.html."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
-    from markupsafe import Markup
 
     style = (ASSETS / "style.css").read_text(encoding="utf-8")
     script = "\n".join((ASSETS / name).read_text(encoding="utf-8") for name in SCRIPTS)
     columns = {column.head: column for column in of_board(board)}
     table = Table.of(board.title, board.rows, {head: column.cell for head, column in columns.items()})
-    shown = [columns[head] for head in table.heads]
     kinds = {row.kind for row in board.rows} | ({"AR"} if any(row.autoregressive for row in board.rows) else set())
     environment = Environment(
         autoescape=True,
@@ -162,22 +160,20 @@ def html(board: Board) -> str:
     )
     return environment.get_template("page.html").render(
         board=board,
-        style=Markup(style),
-        script=Markup(script),
+        style=style,
+        script=script,
         policy=f"default-src 'none'; img-src data:; style-src {_hash(style)}; script-src {_hash(script)}",
         kinds={kind: about for kind, about in KINDS.items() if kind in kinds},
         switches=SWITCHES | {"value": board.unit, "gap": f"gap to {board.ar}"},
         hidden=FIRST_HIDDEN[: 1 if len(board.columns) == 1 else None],
-        names=[column for column in shown if column.group == "name"],
-        values=[column for column in shown if column.group != "name"],
+        columns=[columns[head] for head in table.heads],
         texts={
             row: dict(zip(table.heads, texts, strict=True)) for row, texts in zip(board.rows, table.rows, strict=True)
         },
         plain=PLAIN,
         remarks=table.remarks,
         plot=_plot(board),
-        published=[(source["source"], published.table(source)) for source in board.published],
-        unchecked=published.UNCHECKED,
+        published=published,
         documents=strict_json.finite(board.documents),
     )
 
