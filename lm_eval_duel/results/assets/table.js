@@ -44,11 +44,10 @@
     row.nextElementSibling.hidden = !wanted;
     row.querySelector(".open").ariaExpanded = String(wanted);
   }
-  for (const row of rows) {
-    row.addEventListener("click", () => {
-      if (getSelection().isCollapsed) open(row, row.nextElementSibling.hidden);
-    });
-  }
+  board.addEventListener("click", ({ target }) => {
+    const row = target.closest(".row");
+    if (row && getSelection().isCollapsed) open(row, row.nextElementSibling.hidden);
+  });
 
   const field = document.getElementById("filter");
   function filter() {
