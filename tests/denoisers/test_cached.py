@@ -1,14 +1,11 @@
-"""The cached samplers (`cache=prefix|dual`): against a plain reference, and the laws of the design under them."""
+"""The cached samplers (`cache=prefix|dual`): what they merge, keep and refuse. Their laws: test_view_laws.py."""
 
 import itertools
 import math
 
 import pytest
 import torch
-from attends import Attends, reference
-from close import check, exact
-from laws import strings, total
-from textbook import score
+from attends import Attends
 from toys import BlockCausal, Causal, Toy
 
 from lm_eval_duel import rules
@@ -23,8 +20,6 @@ from lm_eval_duel.estimators.subsets.lattice import Lattice
 from lm_eval_duel.options import Options
 
 CACHES = ["prefix", "dual"]
-FEW = ["greedy:k=1", "margin:k=2", "threshold:mu=0.45", "klass:mu=0.4:nu=0.3"]
-SOME = [(rule, CACHES[n % 2]) for n, rule in enumerate([*FEW, "random:k=1:seed=0", *FEW[3:]])]
 RAGGED = [
     Window((), (0, 1, 2, 0, 1, 0, 2)),
     Window((2,), (1, 1, 2, 0, 1)),
@@ -32,31 +27,6 @@ RAGGED = [
     Window((1, 2), (2, 1, 0, 0, 0, 1), (2,)),
     Window((), (0, 1, 2, 0, 1, 0, 2), (0,)),
 ]
-TAILED = [Window((2,), (0, 1, 2, 0), tail=3), Window((), (1, 1), (0, 2), tail=2), Window((0,), (1, 1), (0, 2), tail=2)]
-
-
-def expected(toy, cache, rule, block, window, grid="target"):
-    logits_of = reference(toy, toy.network, cache, window, block, grid)
-    return score(logits_of, toy.mask_id, toy.excluded, rules.parse(rule), block, window, grid)
-
-
-# ---------------------------------------------------------------- law 5: lanes in parallel = the plain loop
-
-
-@pytest.mark.parametrize(("rule", "cache"), SOME)
-def test_lanes_equal_the_plain_reference(rule, cache):
-    toy = Attends(length=10)
-    for block, grid, windows in (
-        (3, "target", RAGGED),
-        (3, "row", RAGGED),
-        (None, "target", RAGGED),
-        (2, "target", TAILED),
-    ):
-        scored = DuelEstimator(Cached(toy, cache), rule, block, grid=grid).log_prob(windows)
-        for window, result in zip(windows, scored, strict=True):
-            check(result, expected(toy, cache, rule, block, window, grid), exact)
-
-
 ALIKE = [  # pairs that differ in one thing alone
     (Window((1,), (0, 1, 2, 0), (0, 2)), Window((1,), (0, 1, 2, 0), (2, 0))),
     (Window((1,), (0, 1, 2, 0), (0,)), Window((1,), (0, 1, 2, 0), (0, 0))),
@@ -83,42 +53,6 @@ def test_windows_that_differ_in_one_thing_alone_keep_their_values(cache):
             assert together.token_logprobs == pytest.approx(single.token_logprobs, abs=1e-9), pair
 
 
-# ---------------------------------------------------------------- law 1: sums to one
-
-
-@pytest.mark.parametrize("rule", FEW)
-def test_sums_to_one(rule):
-    for cache, block, grid, length, more in (
-        ("prefix", 2, "target", 4, {}),
-        ("prefix", None, "target", 3, {"context": (1,), "suffix": (2, 0)}),
-        ("dual", 3, "row", 3, {"context": (1,), "suffix": (2, 0)}),
-        ("dual", 2, "target", 4, {"context": (0,), "suffix": (1,), "tail": 2}),  # law 14
-    ):
-        duel = DuelEstimator(Cached(Attends(), cache), rule, block, grid=grid)
-        assert abs(total(duel, length, **more) - 1) < 1e-9, (cache, block, grid)
-
-
-# ---------------------------------------------------------------- laws 2 and 3: sampling
-
-
-@pytest.mark.parametrize("rule", FEW)
-def test_sample_then_log_prob_is_the_same_path(rule):
-    contexts = [(), (1,), (0, 2), *[(1,)] * 4]  # equal ones, that go on differently
-    for cache, block, grid, extra in (
-        ("prefix", 2, "target", {"tail": 1, "suffix": (0,)}),
-        ("prefix", 3, "row", {}),
-        ("dual", 3, "target", {"suffix": (1,)}),
-    ):
-        duel = DuelEstimator(Cached(Attends(), cache), rule, block, grid=grid)
-        suffixes = [extra.get("suffix", ())] * len(contexts)
-        drawn = duel.sample(contexts, 4, seed=3, suffixes=suffixes, tail=extra.get("tail", 0))
-        scored = duel.log_prob([Window(c, d.tokens, **extra) for c, d in zip(contexts, drawn, strict=True)])
-        same(drawn, scored, 1e-9)
-
-
-# ---------------------------------------------------------------- law 8: alone = in a batch
-
-
 def same(ones, others, within=1e-12):
     for one, other in zip(ones, others, strict=True):
         assert (one.reveal_steps, one.nfe) == (other.reveal_steps, other.nfe)
@@ -136,7 +70,7 @@ class Small(Attends):
         return super().stream(ids, positions, seen, past)
 
 
-@pytest.mark.parametrize(("rule", "cache"), list(zip(FEW[2:], CACHES, strict=True)))
+@pytest.mark.parametrize(("rule", "cache"), [("threshold:mu=0.45", "prefix"), ("klass:mu=0.4:nu=0.3", "dual")])
 def test_neither_company_nor_batch_size_nor_memory_changes_a_number(rule, cache):
     small = Small(length=10)
     together = DuelEstimator(Cached(small, cache), rule, 3).log_prob(RAGGED)
@@ -164,29 +98,6 @@ def test_blocks_open_as_others_finish_within_what_may_be_kept(cache, monkeypatch
         longest = max(window.length for window in RAGGED)
         assert max(slots) <= rows * 10 // longest * longest * cached.kept  # all windows have slots of this length
         same(scored, expected)
-
-
-# ---------------------------------------------------------------- laws 12 and 15: where the cache changes nothing
-
-
-@pytest.mark.parametrize("cache", CACHES)
-def test_where_a_cache_changes_nothing_and_where_it_does(cache):
-    """Nothing: in blocks of one, at first steps, and where one block is the whole row."""
-    toy, whole = Attends(length=10), [Window((), string) for string in strings(3, 4)[::16]]
-    for rule in FEW:
-        plain, cached = (DuelEstimator(network, rule, 1).log_prob(RAGGED) for network in (toy, Cached(toy, cache)))
-        same(cached, plain, 1e-9)
-        plain, cached = (DuelEstimator(network, rule, None).log_prob(whole) for network in (toy, Cached(toy, cache)))
-        same(cached, plain, 1e-9)
-        plain, cached = (DuelEstimator(network, rule, 3).log_prob(RAGGED) for network in (toy, Cached(toy, cache)))
-        for one, other in zip(cached, plain, strict=True):
-            for step, found, before, value in zip(
-                one.reveal_steps, one.token_logprobs, other.reveal_steps, other.token_logprobs, strict=True
-            ):
-                assert (step == 0) == (before == 0)
-                assert step > 0 or found == pytest.approx(value, abs=1e-9)
-        apart = max(abs(one.log_prob - other.log_prob) for one, other in zip(cached, plain, strict=True))
-        assert apart > 1e-3 or rule.startswith("threshold")  # which is done in one step here
 
 
 # ---------------------------------------------------------------- the lattice, fixed orders: states are shared
@@ -232,36 +143,6 @@ class Counting(Attends):
     def stream(self, ids, positions, seen, past):
         self.positions += ids.numel()
         return super().stream(ids, positions, seen, past)
-
-
-# ---------------------------------------------------------------- networks that predict from the position before
-
-
-SHIFTED = [
-    Window((2,), (0, 1, 2, 0, 1, 0, 2)),
-    Window((1, 2), (1, 1, 2, 0, 1), (1,)),
-    Window((0, 1, 2), (2, 1), (1, 0)),
-]
-
-
-@pytest.mark.parametrize(("rule", "cache"), [(FEW[1], None), *zip(FEW[2:], CACHES, strict=True)])
-def test_the_first_position_is_revealed_alone_and_then_the_rule_goes_on(rule, cache):
-    toy, rule = Attends(length=10, shift=1), f"{rule}:seed_first=true"
-    denoiser = Cached(toy, cache) if cache else toy
-    for block, grid in ((3, "target"), (3, "row"), (None, "target")):
-        for window, scored in zip(
-            SHIFTED, DuelEstimator(denoiser, rule, block, grid=grid).log_prob(SHIFTED), strict=True
-        ):
-            parsed = rules.parse(rule)
-            if cache:
-                logits_of = reference(toy, toy.network, cache, window, block, grid)
-            else:
-                logits_of = lambda ids: toy.head(toy.features(ids[None], None)[0]).roll(1, 0)  # noqa: E731
-            check(scored, score(logits_of, toy.mask_id, toy.excluded, parsed, block, window, grid), exact)
-    duel = DuelEstimator(denoiser, rule, 2)
-    assert abs(total(duel, 3, context=(1, 0), suffix=(2,)) - 1) < 1e-9
-    [drawn] = duel.sample([(0, 2)], 5, seed=3)
-    same([drawn], duel.log_prob([Window((0, 2), drawn.tokens)]), 1e-9)
 
 
 def test_a_shifted_network_without_seed_first_is_refused():

@@ -1,5 +1,6 @@
-"""Networks with a causal prefix and bidirectional blocks (Nemotron-Labs-Diffusion): the laws on a toy, and the authors'
-procedure retyped on a tiny checkpoint. What is found at load and refused: test_families.py, test_refusals.py.
+"""Networks with a causal prefix and bidirectional blocks: Nemotron-Labs-Diffusion's procedure retyped, on a tiny one.
+
+The laws: test_view_laws.py. What is found at load and refused: test_families.py, test_refusals.py.
 """
 
 import dataclasses
@@ -9,74 +10,20 @@ import plain
 import pytest
 import tiny
 import torch
-from close import check, close_nats, exact, same_scores
+from close import close_nats
 from decoder_reference import CASES, YARN, without, write
-from laws import total
-from textbook import score
 from toys import CausalPrefix
 
 from benchmarks.loops import algorithm2
-from lm_eval_duel import denoisers, rules
-from lm_eval_duel.core import block_causal
+from lm_eval_duel import denoisers
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.denoisers import self_tests
 from lm_eval_duel.errors import DuelError
-from lm_eval_duel.estimators.duel import Autoregressive, DuelEstimator
+from lm_eval_duel.estimators.duel import DuelEstimator
 from lm_eval_duel.estimators.elbo import Elbo
 from lm_eval_duel.estimators.subsets.lattice import Lattice
 
 CASE = CASES["nemotron-labs-diffusion"]
-FIRST = ["causal", "block"]
-EACH = list(zip(["greedy:k=2", "threshold:mu=0.45", "klass:mu=0.4:nu=0.3"], ["block", *FIRST], strict=True))
-WINDOWS = [
-    Window((1,), (2, 0, 1, 1, 2)),
-    Window((0, 2, 1, 1), (1,)),
-    Window((0, 2), (0, 0, 1), (2,)),
-    Window((2, 2, 1, 0, 1), (2, 1, 0, 0, 1, 1, 2)),
-    Window((0,), (1, 2), tail=3),
-]
-
-
-# ---------------------------------------------------------------- the laws, on a toy in float64
-
-
-@pytest.mark.parametrize(("rule", "first_token"), EACH)
-def test_sums_to_one(rule, first_token):
-    toy = CausalPrefix(first_token, length=12)
-    for last_block in ("fill", "cut"):
-        toy.last_block = last_block
-        duel = DuelEstimator(toy, rule)
-        assert (duel.block, duel.grid) == (2, "target")
-        for length, more in ((3, {"context": (2, 0), "suffix": (1,)}), (2, {"context": (0, 0, 1), "tail": 2})):
-            assert total(duel, length, **more) == pytest.approx(1, abs=1e-12)
-        if first_token == "block":
-            assert total(duel, 3) == pytest.approx(1, abs=1e-12)
-            assert total(DuelEstimator(toy, rule, grid="row"), 3, context=(1,)) == pytest.approx(1, abs=1e-12)
-
-
-@pytest.mark.parametrize(("rule", "first_token"), EACH)
-def test_lanes_equal_the_textbook_loop_and_samples_are_scored_as_drawn(rule, first_token, monkeypatch):
-    toy = CausalPrefix(first_token, length=14)
-    followed = rules.SeedFirst(rules.parse(rule)) if first_token == "causal" else rules.parse(rule)
-    for stretch, clean in ((256, 512), (4, 3)):
-        monkeypatch.setattr(block_causal, "STRETCH", stretch)
-        monkeypatch.setattr(block_causal, "CLEAN", clean)
-        duel = DuelEstimator(toy, rule)
-        for window, found in zip(WINDOWS, duel.log_prob(WINDOWS), strict=True):
-            origin = len(window.context)
-
-            def logits_of(ids, origin=origin):
-                ids = ids.tolist()
-                return toy.logits(ids, origin + (ids.index(3, origin) - origin) // 2 * 2)
-
-            check(found, score(logits_of, 3, toy.excluded, followed, 2, window, sees="fill"), exact)
-    contexts = [(1,), (0, 2), (1, 1, 0)]
-    for length, extra in ((5, {}), (4, {"tail": 2})):
-        drawn = duel.sample(contexts, length, seed=3, **extra)
-        windows = [Window(c, d.tokens, **extra) for c, d in zip(contexts, drawn, strict=True)]
-        same_scores(drawn, duel.log_prob(windows))
-        again = duel.replay(windows, [d.reveal_steps for d in drawn])
-        assert [r.token_logprobs for r in again] == [pytest.approx(d.token_logprobs, abs=1e-9) for d in drawn]
 
 
 def test_every_state_of_a_block_needs_the_sampler_that_has_them():
@@ -160,18 +107,6 @@ def test_equals_the_authors_procedure(checkpoint, first_token, rule, threshold):
     for row, scored in enumerate(duel.log_prob(windows)):
         assert tuple(loop.reveal_steps[row].tolist()) == scored.reveal_steps
         assert loop.token_logprobs[row].tolist() == close_nats(scored.token_logprobs)
-
-
-def test_it_is_an_autoregressive_network_too(checkpoint):
-    path, w = checkpoint
-    denoiser = denoisers.load(path, device="cpu", attention="causal")
-    assert (denoiser.attention, denoiser.shift, denoiser.mask_id, denoiser.bos) == ("causal", 1, None, "given")
-    for window, scored in zip(TEXTS, Autoregressive(denoiser).log_prob(TEXTS), strict=True):
-        row, begin = [*window.context, *window.target], len(window.context)
-        logs = plain.logits(CASE.net, w, row, plain.block_causal(len(row), 1))
-        logs = logs.masked_fill(denoiser.excluded, -math.inf).log_softmax(-1)
-        assert scored.token_logprobs == close_nats([float(logs[i - 1, row[i]]) for i in range(begin, len(row))])
-    assert Autoregressive(denoiser).sample([(2, 6)], 3, seed=1)[0].tokens
 
 
 def test_the_self_test_finds_a_network_that_is_bidirectional_throughout(checkpoint):

@@ -1,14 +1,13 @@
 """Networks whose layers lie on several devices: who has which GPU, and numbers that stay the same."""
 
 import pytest
-import tiny
 import torch
 import transformers
 from close import same_scores
 from laws import slow_but
-from own import DREAM, SDAR, decoder, write
+from networks import load, refused, written
+from own import DREAM
 
-from lm_eval_duel import denoisers
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.denoisers.hf import device_map
 from lm_eval_duel.denoisers.load_options import LoadOptions
@@ -93,16 +92,6 @@ MAPS = {
 }
 
 
-@pytest.fixture
-def folder(tmp_path):
-    def of(kind):
-        if kind == "sdar":
-            return write(tmp_path, SDAR, "SDARForCausalLM", decoder(norms=True), block_size=4)
-        return tiny.checkpoint(tmp_path, kind)
-
-    return of
-
-
 def scored(denoiser):
     rule = "left_to_right" if denoiser.attention == "causal" else "greedy"
     return DuelEstimator(denoiser, rule, "auto" if denoiser.block or rule == "left_to_right" else 4).log_prob(WINDOWS)
@@ -110,33 +99,31 @@ def scored(denoiser):
 
 @pytest.mark.skipif(transformers.__version__.startswith("4."), reason="keeps no given tensors on a disk")
 @pytest.mark.parametrize("kind", slow_but(MAPS, ["sdar"]))
-def test_a_network_whose_layers_lie_elsewhere(folder, kind, tmp_path, monkeypatch):
+def test_a_network_whose_layers_lie_elsewhere(kind, tmp_path, monkeypatch):
     """Weights on a disk, brought in for each call by the hooks that move inputs between GPUs too."""
-    path, asked = folder(kind), {"attention": "causal"} if kind == "gpt2" else {}
-    right = denoisers.load(path, device="cpu", **asked)
+    path, asked = written(tmp_path, kind)
+    right = load(path, asked)
     said = device_map.model_kwargs
     monkeypatch.setattr(
         device_map, "model_kwargs", lambda asked: said(asked) | {"offload_folder": str(tmp_path / "kept")}
     )
-    spread = denoisers.load(path, device="cpu", device_map=MAPS[kind], **asked)
+    spread = load(path, asked, device_map=MAPS[kind])
     assert any(parameter.is_meta for parameter in spread.model.parameters())
     assert spread.device == torch.device("cpu") and spread.splits_head == right.splits_head
     assert spread.describe() == right.describe()
     same_scores(scored(spread), scored(right))
 
 
-def test_a_network_that_does_not_fit(folder):
-    with pytest.raises(DuelError, match="device_map"):
-        denoisers.load(folder("sdar"), device="cpu", device_map=DECODER)
+def test_a_network_that_does_not_fit(tmp_path):
+    path, asked = written(tmp_path, "sdar")
+    refused(path, "device_map", device_map=DECODER, **asked)
 
 
 def test_own_code_by_a_map(tmp_path):
-    own = {"backend": "remote", "trust_remote_code": True, "device": "cpu"}
-    path = write(tmp_path, DREAM, "DreamModel", decoder(bias=True))
-    right = scored(denoisers.load(path, **own))
-    assert scored(denoisers.load(path, device_map={"": "cpu"}, **own)) == right
+    path, asked = written(tmp_path, "own dream")
+    right = scored(load(path, asked))
+    assert scored(load(path, asked, device_map={"": "cpu"})) == right
     for layout, named in (("auto", "_no_split_modules"), ({"model": "cpu"}, "device_map=")):
-        with pytest.raises(DuelError, match=named):
-            denoisers.load(path, device_map=layout, **own)
+        refused(path, named, device_map=layout, **asked)
     (tmp_path / "modeling_own.py").write_text(DREAM + '    _no_split_modules = ["Layer"]\n')
-    assert scored(denoisers.load(path, device_map="sequential", **own)) == right
+    assert scored(load(path, asked, device_map="sequential")) == right

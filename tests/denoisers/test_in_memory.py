@@ -3,23 +3,20 @@
 import itertools
 import math
 
-import own
 import pytest
 import tiny
 import torch
 from close import close_nats
-from decoder_reference import CASES, write
 from toys import Toy
 from transformers import BigBirdConfig, BigBirdForMaskedLM, LlamaConfig, LlamaForCausalLM
 
-from lm_eval_duel import Duel, DuelError, Window, denoisers
+from lm_eval_duel import Duel, DuelError, Window
 from lm_eval_duel.denoisers.user_module import digest
 from lm_eval_duel.denoisers.wrappers import Warped
 
 FUNCTION = {"mask_token_id": 7, "max_length": 12}
 SHORT = [Window((), (1, 2, 3)), Window((4,), (4, 0, 2, 6, 5))]
 WINDOWS = [Window((2,), (7, 9, 30, 12, 8), (3,)), Window((14, 20, 9), (10, 9, 31, 12), (13,))]
-MASK = 4
 
 
 def bert(**options):
@@ -70,24 +67,14 @@ def test_a_masked_lm_gives_the_numbers_of_its_checkpoint(tmp_path):
     assert generated[0] == generated[1]
 
 
-@pytest.mark.parametrize("name", ["sdar", "own code"])
-def test_a_decoder_gives_the_numbers_of_its_checkpoint(tmp_path, name):
-    if name == "own code":
-        path = own.write(tmp_path, own.LLADA, "LLaDAModelLM", own.llada(), own.LLADA_SIZE)
-        disk = denoisers.load(path, backend="remote", trust_remote_code=True, device="cpu", mask_token_id=MASK)
-        arguments = {"mask_token_id": MASK, "block": 4}
-    else:
-        case = CASES[name]
-        disk = denoisers.load(write(tmp_path, case)[0], device="cpu", **case.options)
-        arguments = {"attention": disk.attention, "mask_token_id": case.mask, "shift_logits": bool(disk.shift)}
-        arguments["block"] = disk.block or 4
-    memory = Duel.from_model(disk.model.train(), tiny.tokenizer(), **arguments)
-    windows = [window for window in WINDOWS if not disk.block]
-    windows += [Window((6,), (7, 9, 30, 12, 8, 15, 21, 11))]
+@pytest.mark.parametrize("name", ["sdar", "dream", "llada", "own llada"])
+def test_a_decoder_gives_the_numbers_of_its_checkpoint(family, name):
+    disk, windows = family(name).denoiser, family(name).windows
+    arguments = {"attention": disk.attention, "mask_token_id": disk.mask_id, "shift_logits": bool(disk.shift)}
+    memory = Duel.from_model(disk.model.train(), tiny.tokenizer(), block=disk.block or 4, **arguments)
     assert values(memory, windows) == close_nats(values(Duel(disk, block=disk.block or 4), windows))
     assert disk.model.training
-    if name == "own code":
-        assert memory.denoiser.plain.family == "llada" and memory.denoiser.splits_head
+    assert disk.family != "own code" or memory.denoiser.splits_head
 
 
 def test_a_function_is_a_denoiser():

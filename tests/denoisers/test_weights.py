@@ -6,6 +6,7 @@ import pickle
 import re
 import shlex
 
+import dit_reference
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -13,53 +14,40 @@ from safetensors.torch import save_file
 from lm_eval_duel import Duel, denoisers
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.denoisers import weights
-from lm_eval_duel.denoisers.dit.network import DiT, DiTConfig
 from lm_eval_duel.errors import DuelError
 
-SHAPE = DiTConfig(vocab_size=9, width=8, layers=2, heads=2, condition=4)
-SIZES = {"vocab_size": 9, "model_length": 8, "hidden_dim": 8, "cond_dim": 4, "n_blocks": 2, "n_heads": 2}
-CONFIG = {**SIZES, "model_type": "mdlm", "time_conditioning": False}
 WINDOWS = [Window((), (1, 2, 3, 4, 5)), Window((7,), (0, 6, 6), (2,))]
 TENSORS = {"a": torch.arange(6.0).reshape(2, 3), "b.weight": torch.ones(4), "c": torch.tensor([1, 2])}
 
 
-class Training(torch.nn.Module):
+def trained(scale):
     """What the authors' training code saves: the network, its rotation as a buffer amid it, and more beside it."""
-
-    def __init__(self, seed):
-        super().__init__()
-        torch.manual_seed(seed)
-        self.backbone = DiT(SHAPE)
-        self.backbone.rotary_emb = torch.nn.Module()
-        self.backbone.rotary_emb.register_buffer("inv_freq", torch.ones(2))
-        for name in ("blocks", "output_layer"):  # after the buffer, as there
-            self.backbone.add_module(name, self.backbone._modules.pop(name))
-        self.noise = torch.nn.Linear(2, 2)
-        self.register_buffer("sampling_eps_min", torch.tensor(1e-3))
-        with torch.no_grad():
-            for parameter in self.backbone.parameters():
-                parameter.copy_(torch.randn(parameter.shape) * 0.5)
+    tensors = {key: value * scale for key, value in dit_reference.weights(True, "backbone.", 13).items()}
+    buffer, last = "backbone.rotary_emb.inv_freq", [key for key in tensors if "blocks" in key or "output" in key]
+    ordered = [*(key for key in tensors if key not in (*last, buffer)), buffer, *last]
+    beside = {"noise.weight": torch.ones(2, 2), "sampling_eps_min": torch.tensor(1e-3)}
+    return {key: tensors[key] for key in ordered} | beside
 
 
-def lightning(path, trained=1, averaged=2, **changes):
+def averages(tensors):
+    """The tensors of the network alone, in order, as an average keeps them."""
+    return [value for key, value in tensors.items() if key.startswith("backbone") and "inv_freq" not in key]
+
+
+def lightning(path, **changes):
     """A Lightning checkpoint of one network, with another as its average; the two."""
-    last, average = Training(trained), Training(averaged)
-    shadow = [p.detach() for p in average.backbone.parameters()]
-    content = {
-        "epoch": 3,
-        "state_dict": last.state_dict(),
-        "ema": {"decay": 0.9999, "shadow_params": shadow},
-        **changes,
-    }
+    last, average = trained(1), trained(0.7)
+    ema = {"decay": 0.9999, "shadow_params": averages(average)}
+    content = {"epoch": 3, "state_dict": last, "ema": ema, **changes}
     torch.save({key: value for key, value in content.items() if value is not None}, path)
     return last, average
 
 
 def scores(folder, tensors=None):
     """What a folder scores, its weights replaced where given."""
-    (folder / "config.json").write_text(json.dumps(CONFIG))
+    (folder / "config.json").write_text(json.dumps(dit_reference.MDLM))
     if tensors is not None:
-        save_file({key: value.detach().contiguous() for key, value in tensors.items()}, folder / "model.safetensors")
+        save_file(tensors, folder / "model.safetensors")
     return Duel(denoisers.load(str(folder), device="cpu")).log_prob(WINDOWS)
 
 
@@ -93,9 +81,8 @@ def test_whole_and_sharded(stem, ending, save, tmp_path):
 
 def test_safetensors_come_before_bin_and_bin_before_ckpt(tmp_path):
     ckpt, _ = lightning(tmp_path / "last.ckpt", ema=None)
-    assert torch.equal(
-        weights.read(str(tmp_path))["backbone.output_layer.linear.bias"], ckpt.backbone.output_layer.linear.bias
-    )
+    found = weights.read(str(tmp_path))
+    equal(found, {key: ckpt[key] for key in found})
     torch.save({"x": torch.zeros(1)}, tmp_path / "pytorch_model.bin")
     assert list(weights.read(str(tmp_path))) == ["x"]
     save_file(TENSORS, tmp_path / "model.safetensors")
@@ -106,17 +93,17 @@ def test_safetensors_come_before_bin_and_bin_before_ckpt(tmp_path):
 def test_the_averaged_weights_of_a_lightning_checkpoint_are_scored(kind, tmp_path, caplog):
     last, average = lightning(tmp_path / "best.ckpt")
     if kind == "compiled":
-        state = {key.replace("backbone.", "backbone._orig_mod."): value for key, value in last.state_dict().items()}
+        state = {key.replace("backbone.", "backbone._orig_mod."): value for key, value in last.items()}
         lightning(tmp_path / "best.ckpt", state_dict=state)
     elif kind != "averaged":
         average, _ = lightning(tmp_path / "best.ckpt", ema=None)
     found = scores(tmp_path)
-    assert found == scores(tmp_path, average.backbone.state_dict())
+    assert found == scores(tmp_path, average)
     assert ("best.ckpt has no averaged weights" in caplog.text) == (kind == "without an average")
 
 
 def test_lightning_checkpoints_that_cannot_be_scored(tmp_path):
-    path, average = tmp_path / "last.ckpt", [p.detach() for p in Training(2).backbone.parameters()]
+    path, average = tmp_path / "last.ckpt", averages(trained(0.7))
     shadows = (average[:-1], [average[1], average[0], *average[2:]], None, [1.0] * len(average))
     wrong = [(r"EMA\) of .*last\.ckpt", {"ema": {"shadow_params": each}}) for each in shadows]
     wrong += [(r"EMA\) of .*last\.ckpt", {"ema": [torch.ones(1)]})]
@@ -142,7 +129,7 @@ def test_the_printed_command_makes_a_checkpoint_that_can_be_read(tmp_path, monke
     monkeypatch.chdir(result)
     exec(shlex.split(command)[2], {})
     assert [file.name for file in result.iterdir()] == ["weights.ckpt"]
-    assert scores(result) == scores(result, average.backbone.state_dict())
+    assert scores(result) == scores(result, average)
 
 
 class Trap:

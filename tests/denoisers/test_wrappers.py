@@ -1,31 +1,18 @@
-"""Guidance and excluded ids: the spec of the logits written out, on toys by enumeration, and through `load`."""
-
-import itertools
-import math
+"""Guidance and excluded ids: what is merged, counted and refused, and both through `load`. Laws: test_view_laws.py."""
 
 import pytest
 import tiny
 import torch
-from attends import Attends
-from close import check, close_nats, exact, same_scores
+from close import check, exact
 from textbook import score
 from toys import BlockCausal, Causal, Rotary, Toy
 
 from lm_eval_duel import Duel, denoisers, rules
 from lm_eval_duel.core.windows import Window
-from lm_eval_duel.denoisers.cached.denoiser import Cached
 from lm_eval_duel.denoisers.hf.masked_lm import MaskedLM
-from lm_eval_duel.denoisers.wrappers import Excluding, Guided, Warped
+from lm_eval_duel.denoisers.wrappers import Excluding, Guided
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.harness.lm import DuelMDM
-
-RULES = ["greedy:k=2", "threshold:mu=0.6", "klass:mu=0.4:nu=0.3", "entropy_bound:gamma=1"]
-WINDOWS = [
-    Window((2, 1, 0), (0, 2, 1, 1, 0)),
-    Window((1,), (1, 2, 0), (2, 0)),
-    Window((), (0, 1, 1, 2, 0, 2)),
-    Window((0, 2), (2,), (1,)),
-]
 
 
 def guided(logits_of, mask_id, scale, window):
@@ -44,41 +31,6 @@ def guided(logits_of, mask_id, scale, window):
 # ---------------------------------------------------------------- guidance
 
 
-@pytest.mark.parametrize("rule", RULES)
-def test_guidance_equals_the_textbook_loop_over_guided_logits(rule):
-    for toy, block, grid, scale in (
-        (Toy(), 2, "target", -0.5),
-        (Toy(), 3, "row", 2.0),
-        (Toy(honours_padding=False), None, "target", 0.5),
-        (Rotary(), 3, "target", 0.8),  # all-mask starts tie: nothing is given, and nothing guides
-    ):
-        duel, close = Duel(Guided(toy, scale), rule, block, grid), close_nats if isinstance(toy, Rotary) else exact
-        alone = Duel(Guided(toy, scale), rule, block, grid, batch_size=1)
-        for window, *each in zip(WINDOWS, duel.log_prob(WINDOWS), alone.log_prob(WINDOWS[::-1])[::-1], strict=True):
-            logits_of = guided(lambda ids, toy=toy: toy.features(ids[None], None)[0], toy.mask_id, scale, window)
-            tie = isinstance(toy, Rotary)
-            wanted = score(
-                logits_of, toy.mask_id, toy.excluded, rules.parse(rule), block, window, grid, tie_when_all_mask=tie
-            )
-            for scored in each:
-                check(scored, wanted, close)
-
-
-@pytest.mark.parametrize("rule", RULES[:2])
-def test_guided_texts_sum_to_one_and_samples_have_the_likelihood_they_were_drawn_with(rule):
-    for block, grid, tail, scale in ((2, "target", 2, -0.5), (2, "row", 0, 2.0)):
-        duel = Duel(Guided(Toy(), scale), rule, block, grid)
-        scored = duel.log_prob([Window((1,), s, (2,), tail) for s in itertools.product(range(3), repeat=4)])
-        assert abs(math.fsum(math.exp(s.log_prob) for s in scored) - 1) < 1e-9
-        contexts = [(), (1,), (0, 2), (2, 2)] if tail == 0 else [(1,)]
-        drawn = duel.sample(contexts, 4, suffixes=[(1,)] * len(contexts), tail=tail, seed=2)
-        again = duel.log_prob([Window(c, d.tokens, (1,), tail) for c, d in zip(contexts, drawn, strict=True)])
-        same_scores(drawn, again)
-    duel = Duel(Guided(Toy(), 0.7), "greedy", None)
-    assert duel.log_prob([Window((1,), (0, 2, 1))])[0].nfe == 3
-    assert (duel.counts.forwards, duel.counts.rows) == (6, 6)  # two a step
-
-
 class Noisy(Rotary):
     """Equal features have logits that differ in their last bits, by where they stand in the call."""
 
@@ -92,6 +44,9 @@ def test_guided_rows_that_differ_in_where_the_suffix_begins_are_not_merged():
     windows = [Window((1,), (0, 2, 1), (0, 1)), Window((1,), (0, 2, 1, 0), (1,)), Window((1,), (0, 2, 1, 0, 1))]
     for window, together in zip(windows, duel.log_prob(windows), strict=True):
         assert together.log_prob == pytest.approx(duel.log_prob([window])[0].log_prob, abs=1e-9)
+    duel = Duel(Guided(Toy(), 0.7), "greedy", None)
+    assert duel.log_prob([Window((1,), (0, 2, 1))])[0].nfe == 3
+    assert (duel.counts.forwards, duel.counts.rows) == (6, 6)  # two a step
 
 
 def test_guided_all_mask_starts_tie_and_are_counted(network=Noisy):
@@ -127,25 +82,6 @@ def test_guidance_through_load(family):
 
 
 # ---------------------------------------------------------------- excluded ids
-
-TOYS = {
-    "bidirectional": (lambda: Excluding(Toy(tokens=4), [1]), "greedy"),
-    "block-causal": (lambda: Excluding(BlockCausal(tokens=4), [1]), "entropy_threshold:tau=0.9"),
-    "cached": (lambda: Excluding(Cached(Attends(tokens=4), "dual"), [1]), "greedy"),
-    "guided": (lambda: Excluding(Guided(Toy(tokens=4), 0.5), [1]), "entropy_threshold:tau=0.9"),
-    "top two": (lambda: Warped(Excluding(Toy(tokens=4), [1]), 0.7, 2), "greedy"),
-}
-
-
-@pytest.mark.parametrize("kind", TOYS)
-def test_texts_without_the_excluded_ids_sum_to_one(kind):
-    network, rule = TOYS[kind]
-    duel = Duel(network(), rule, 2)
-    windows = [Window((1,), target) for target in itertools.product((0, 2, 3), repeat=3)]
-    assert math.fsum(math.exp(s.log_prob) for s in duel.log_prob(windows)) == pytest.approx(1, abs=1e-9)
-    drawn = duel.sample([(1,)] * 20, 3, seed=0)
-    assert all(1 not in sample.tokens for sample in drawn)
-    same_scores(drawn, duel.log_prob([Window((1,), sample.tokens) for sample in drawn]))
 
 
 def test_wrong_ids_are_refused(family):
