@@ -3,18 +3,13 @@
 import pytest
 import tiny
 import torch
-from own import DREAM, LLADA, LLADA2, LLADA_SIZE, MASK, SDAR, SIZE, decoder, llada, write
+from own import DREAM, KINDS, MASK, SIZE, decoder, made, write
 
 from lm_eval_duel import denoisers
 from lm_eval_duel.audit import own_code
 from lm_eval_duel.options import Options
 
-BLOCKS = {"block_size": 4}
-KINDS = {  # code, class, tensors, config entries
-    "llada": (LLADA, "LLaDAModelLM", llada, {"config": LLADA_SIZE}),
-    "dream": (DREAM, "DreamModel", lambda: decoder(True), {}),
-    "sdar": (SDAR, "SDARForCausalLM", lambda: decoder(norms=True), BLOCKS),
-}
+NAMES = {kind: KINDS[f"own {kind}"][1] for kind in ("llada", "dream", "sdar")}
 
 
 def compared(path, denoiser=None, **arguments):
@@ -27,17 +22,13 @@ def compared(path, denoiser=None, **arguments):
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
     """The path of each checkpoint."""
-    made = {}
-    for kind, (code, name, make, entries) in KINDS.items():
-        made[kind] = write(tmp_path_factory.mktemp(kind), code, name, make(), **entries)
-    return made
+    return {kind: made(tmp_path_factory.mktemp(kind), f"own {kind}")[0] for kind in NAMES}
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", NAMES)
 def test_a_network_equals_its_own_code(kind, folders):
-    path, name = folders[kind], KINDS[kind][1]
-    found = compared(path)
-    assert (found.name, found.differs) == (name, False) and found.positions > 20, found
+    found = compared(folders[kind])
+    assert (found.name, found.differs) == (NAMES[kind], False) and found.positions > 20, found
     assert found.difference < 1e-4
 
 
@@ -76,7 +67,7 @@ def test_llada2(tmp_path):
     """Its code in small, beside Llama's class under the same attention."""
     for name in ("own", "twin"):
         (tmp_path / name).mkdir()
-    path = write(tmp_path / "own", LLADA2, "LLaDA2MoeModelLM", decoder(), **BLOCKS)
+    path, *_ = made(tmp_path / "own", "own llada2")
     config = {**SIZE, "architectures": ["LlamaForCausalLM"], "model_type": "llama"}
     twin = write(tmp_path / "twin", "", "", decoder(), config)
     denoiser = denoisers.load(twin, device="cpu", attention="block_causal", mask_token_id=MASK, block=4)
@@ -88,7 +79,7 @@ def test_llada2(tmp_path):
 
 def test_what_cannot_be_compared_says_why(tmp_path):
     assert "it has no code" in compared("demo-bd")
-    path = write(tmp_path, DREAM, "DreamModel", decoder(True))
+    path, *_ = made(tmp_path, "own dream")
     assert "trust_remote_code=true" in compared(path, trust_remote_code=False)
     (tmp_path / "modeling_own.py").write_text("import no_such_package\n" + DREAM)
     assert "no_such_package" in compared(path)

@@ -135,6 +135,13 @@ def test_what_is_said_and_what_is_refused(path, decoder):
         assert load_scorer(Options.parse({"pretrained": path, "estimator": estimator})).estimator.name == estimator
 
 
+def test_canvases_that_are_no_numbers_or_influence_each_other_are_refused(path, monkeypatch):
+    decode = diffusion_gemma.Canvases.decode
+    for fault, words in ((lambda out: out * math.nan, "NaN"), (lambda out: out * len(out), "influence each other")):
+        monkeypatch.setattr(diffusion_gemma.Canvases, "decode", lambda *given, fault=fault: fault(decode(*given)))
+        refused(path, words)
+
+
 @pytest.mark.parametrize("attention", ["causal", None])
 def test_tokens_of_images_are_refused(path, attention, tmp_path):
     config = json.loads(Path(path, "config.json").read_text())

@@ -4,7 +4,6 @@ import math
 
 import dit_reference
 import own
-import plain
 import pytest
 import tiny
 import torch
@@ -165,23 +164,11 @@ def test_dtypes(family, name):
         assert [s.log_prob for s in scored] == pytest.approx([s.log_prob for s in exact], abs=tolerance)
 
 
-# ---------------------------------------------------------------- block-causal networks, two forms of which are one
+# ---------------------------------------------------------------- what is in the spec, and beside the law
 
 
-def test_blocks_count_from_the_target_whatever_the_context(family, monkeypatch):
-    """D2F's context is one block: contexts that end anywhere, long ones in pieces; no block sees a later one."""
-    monkeypatch.setattr("lm_eval_duel.core.block_causal.CLEAN", 4)
-    network = family("d2f-llada")
-    row = (6, 7, 9, 30, 12, 8, 15, 21, 11, 14, 20, 9, 10, 9, 31, 12, 22, 6)
-    windows = [Window(row[:n], row[n:]) for n in (2, 11)]
-    duel = Duel(network.denoiser, "greedy")
-    for window, scored in zip(windows, duel.log_prob(windows), strict=True):
-        check(scored, textbook(network, "greedy", window))
-    [first] = duel.log_prob([Window(row[:3], row[3:7])])
-    [longer], [tail] = (duel.log_prob([Window(row[:3], row[3:n], tail=more)]) for n, more in ((9, 0), (7, 4)))
-    assert longer.token_logprobs[:4] == close_nats(first.token_logprobs)
-    assert tail.token_logprobs == close_nats(first.token_logprobs)
-    assert network.denoiser.describe()["context"] == "one block"
+def test_a_context_that_is_one_block_is_in_the_spec(family):
+    assert family("d2f-llada").denoiser.describe()["context"] == "one block"
     assert "context" not in family("sdar").denoiser.describe()
 
 
@@ -205,21 +192,6 @@ def test_sedds_noise_level_is_clamped(tmp_path):
         logits = dit_reference.plain(w, row.tolist(), -math.log(1 - share))[-1, : dit_reference.TOKENS]
         [scored] = Duel(denoiser, "greedy", None).log_prob([Window(context, (3,))])
         assert scored.log_prob == close_nats(float(logits.log_softmax(0)[3]), 1)
-
-
-@pytest.mark.parametrize("backend", ["flex", "sdpa"])
-def test_the_ar_baseline_reads_from_left_to_right(backend, tmp_path):
-    denoiser, w = dit_reference.opened(tmp_path, "ar", {"attn_backend": backend})
-    assert (denoiser.attention, denoiser.shift, denoiser.mask_id) == ("causal", 1, None)
-    row = [11, 4, 5, 6, 0]
-    logs = dit_reference.plain(w, row, seen=plain.block_causal(5, 1))[:, :12].log_softmax(-1)
-    features = denoiser.features(torch.tensor([row]), None)[0]
-    assert (denoiser.head(features)[:, :12].log_softmax(-1) - logs).abs().max() < 1e-4
-    for k in (1, 2):  # blocks of one, whatever k
-        duel = Duel(denoiser, f"left_to_right:k={k}")
-        [scored] = duel.log_prob([Window(row[:1], row[1:])])
-        assert scored.token_logprobs == close_nats([float(logs[i, row[i + 1]]) for i in range(4)])
-        assert (duel.block, duel.counts.forwards, duel.counts.rows) == (1, 1, 1)  # the whole window in one pass
 
 
 # ---------------------------------------------------------------- compiled

@@ -4,12 +4,10 @@ import pytest
 import tiny
 import torch
 import transformers
-from close import same_scores
 from own import CONFIG, DREAM, KINDS, LLADA, LLADA_SIZE, SDAR, decoder, llada, made, write
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from lm_eval_duel import Duel, denoisers
-from lm_eval_duel.core.windows import Window
+from lm_eval_duel import denoisers
 from lm_eval_duel.denoisers.hf import remote_code
 from lm_eval_duel.errors import DuelError
 
@@ -37,19 +35,6 @@ def test_a_mask_that_the_code_needs_is_named(tmp_path):
     for wrong, needed in (({"attention": "block_causal"}, "block=<"), ({}, "only block attention masks")):
         with pytest.raises(DuelError, match=needed):
             load(path, **wrong)
-
-
-def test_rows_of_one_call_may_know_different_numbers_of_clean_blocks(tmp_path):
-    denoiser = load(made(tmp_path, "own llada2")[0], max_length=16)
-    windows = [Window(tuple(range(5, 5 + n)), tuple(range(30, 14 + n, -1))) for n in (1, 3, 4, 6, 9)]
-    alone = [Duel(denoiser, "greedy").log_prob([window])[0] for window in windows]
-    for batch_size in (2, None):
-        same_scores(alone, Duel(denoiser, "greedy", batch_size=batch_size).log_prob(windows))
-    duel, contexts = Duel(denoiser, "threshold:mu=0.4"), [(5,), (6,), (7,)]  # not all take as long
-    drawn = duel.sample(contexts, 11)
-    ones = [duel.sample([context], 11, keys=[key])[0] for key, context in enumerate(contexts)]
-    assert [one.tokens for one in ones] == [sample.tokens for sample in drawn]
-    same_scores(ones, drawn)
 
 
 # ---------------------------------------------------------------- trust, and what is left behind
