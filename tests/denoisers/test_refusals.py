@@ -27,7 +27,6 @@ ENTRIES = [  # a case, an entry that is absent or wrong, and what the error name
     ("dream", {"right_shift_logits": "fasle"}, "'right_shift_logits'"),
     ("dream", {"mask_token_id": 40}, "mask_token_id=40"),
     ("sdar", {"block_size": -4}, "'block_size'"),
-    ("bd3lm", {"time_conditioning": True}, "time_conditioning=true"),
     ("gidd", {"num_hidden_layers": 99}, "Missing key"),
     ("sedd", {"graph": {"type": "uniform"}}, "graph=uniform"),
     ("llada", {"alibi": True}, "alibi=True"),
