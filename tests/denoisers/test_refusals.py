@@ -152,7 +152,7 @@ USES = [  # a family, what is done with it, and what the error names
     ("bert", {"block": 4}, Window((), (5,) * 33), "33 positions"),
     ("bert", {"block": 4}, Window((4,), (5,)), "mask token"),
     ("bert", {"block": 4}, Window((), (40,)), "id 40"),
-    ("gpt2", {"rule": "greedy"}, None, "left to right"),
+    ("gpt2", {"rule": "greedy"}, None, "estimator=ar"),
     ("gpt2", {"block": 4}, None, "block=4"),
     ("gpt2", {}, Window((), (5, 6)), "context"),
 ]
