@@ -139,11 +139,11 @@ def test_what_does_not_fit_is_found_before_the_first_text(folder):
     for length in (64, 10**15):
         requests = [*ask("a b", max_gen_toks=8), *ask("c", task="second", max_gen_toks=length)]
         with pytest.raises(DuelError, match=f"task second, document 0: {length} positions to generate"):
-            lm.generate_until(requests, disable_tqdm=True)
+            lm.generate_until(requests)
     framed = model(folder, bos="none")
     framed.denoiser.shift = 1  # needs a token before the first
     with pytest.raises(DuelError, match="task second, document 0: Window 0 needs a context"):
-        framed.generate_until([*ask("a", max_gen_toks=8), *ask("", task="second", max_gen_toks=4)], disable_tqdm=True)
+        framed.generate_until([*ask("a", max_gen_toks=8), *ask("", task="second", max_gen_toks=4)])
     assert lm.run.sampler.counts.forwards == framed.run.sampler.counts.forwards == 0
 
 
@@ -178,7 +178,7 @@ def ask(*prompts, repeats=1, task="toy", **settings):
 def test_decoding_is_what_is_greedy_promises(folder):
     lm = model(folder)
     for length in (1, 3, 8):
-        texts = lm.generate_until(ask("a b", "the of", max_gen_toks=length), disable_tqdm=True)
+        texts = lm.generate_until(ask("a b", "the of", max_gen_toks=length))
         for prompt, text in zip(("a b", "the of"), texts, strict=True):
             (_, greedy), (_, other) = lm.loglikelihood(
                 [
@@ -194,22 +194,20 @@ def test_decoding_is_what_is_greedy_promises(folder):
 def test_samples_depend_on_task_document_and_repeat_alone(folder):
     settings = {"max_gen_toks": 8, "do_sample": True, "temperature": 9.0}  # the random network is all but certain
     prompts = ("a b", "the of", "c", "a b")
-    base = model(folder).generate_until(ask(*prompts, repeats=3, **settings), disable_tqdm=True)
-    assert base == model(folder, batch_size=3).generate_until(ask(*prompts, repeats=3, **settings), disable_tqdm=True)
+    base = model(folder).generate_until(ask(*prompts, repeats=3, **settings))
+    assert base == model(folder, batch_size=3).generate_until(ask(*prompts, repeats=3, **settings))
     assert len(set(base[:3])) > 1 and base[0] != base[9]  # repeats, and documents of one prompt
     second = ask(*prompts, repeats=3, **settings)[3:6]
-    assert model(folder).generate_until(second, disable_tqdm=True) == base[3:6]  # as on another rank
-    assert base != model(folder, draw_seed=1).generate_until(ask(*prompts, repeats=3, **settings), disable_tqdm=True)
-    assert base != model(folder).generate_until(ask(*prompts, repeats=3, task="t", **settings), disable_tqdm=True)
+    assert model(folder).generate_until(second) == base[3:6]  # as on another rank
+    assert base != model(folder, draw_seed=1).generate_until(ask(*prompts, repeats=3, **settings))
+    assert base != model(folder).generate_until(ask(*prompts, repeats=3, task="t", **settings))
     assert len({key_of(t, d, i, r) for t in ("a", "b") for d in range(5) for i in range(5) for r in range(5)}) == 250
 
 
 @pytest.mark.parametrize("settings", [{}, {"do_sample": True}, {"do_sample": True, "temperature": 0.5, "top_k": 5}])
 def test_a_trace_holds_each_sample_with_its_log_probability(folder, tmp_path, settings):
     lm = model(folder, trace=str(tmp_path / "t.jsonl"))
-    texts = lm.generate_until(
-        ask("a b", "the of and c", max_gen_toks=8, until=["e", "f"], **settings), disable_tqdm=True
-    )
+    texts = lm.generate_until(ask("a b", "the of and c", max_gen_toks=8, until=["e", "f"], **settings))
     records = trace.read(tmp_path / "t.jsonl")
     asked = Settings.from_arguments({"max_gen_toks": 8, "until": ["e", "f"], **settings})
     duel = DuelEstimator(asked.denoiser(lm.denoiser), "greedy", 4)
@@ -247,8 +245,8 @@ def test_what_is_selected_after_sampling_is_generated_as_it_is_scored(folder, tm
     settings = {"max_gen_toks": 6, "temperature": 9.0, "until": ["e"]}
     drawn = {"estimator": "sampled_confidence", "n": 2}
     lm, traced = model(folder, **drawn), model(folder, **drawn, trace=str(tmp_path / "t.jsonl"), batch_size=1)
-    texts = lm.generate_until(ask("a b", "the of", repeats=2, **settings), disable_tqdm=True)
-    assert texts == traced.generate_until(ask("a b", "the of", repeats=2, **settings), disable_tqdm=True)
+    texts = lm.generate_until(ask("a b", "the of", repeats=2, **settings))
+    assert texts == traced.generate_until(ask("a b", "the of", repeats=2, **settings))
     assert len(set(texts)) > 2 and lm.estimator.counts.rows < traced.estimator.counts.rows
     sampler = traced.estimator.with_denoiser(Settings.from_arguments(settings).denoiser(lm.denoiser))
     for record in trace.read(tmp_path / "t.jsonl"):
@@ -258,15 +256,15 @@ def test_what_is_selected_after_sampling_is_generated_as_it_is_scored(folder, tm
         assert len(record["reveal_steps"]) == len(record["ids"]) and not record["token_logprobs"]
     assert lm.get_model_info()["duel"]["generated"] == ["sampling, temperature=9"]
     with pytest.raises(DuelError, match=r"task toy, document 0: confidence=untempered is .* use confidence=tempered"):
-        lm.generate_until(ask("a b", do_sample=True, top_k=5), disable_tqdm=True)
+        lm.generate_until(ask("a b", do_sample=True, top_k=5))
 
 
 def test_the_end_of_text_ends_a_generation(folder):
     lm = model(folder)
-    (text,) = lm.generate_until(ask("a b", max_gen_toks=8), disable_tqdm=True)
+    (text,) = lm.generate_until(ask("a b", max_gen_toks=8))
     first = lm.tok_encode(text)[1]
     lm.tokenizer.eos_token = tiny.WORDS[first]
-    (cut,) = lm.generate_until(ask("a b", max_gen_toks=8), disable_tqdm=True)
+    (cut,) = lm.generate_until(ask("a b", max_gen_toks=8))
     assert cut == tiny.WORDS[lm.tok_encode(text)[0]]
 
 
@@ -277,6 +275,6 @@ def test_a_chat_template_writes_its_bos_once(folder):
     assert prompt == "[CLS] a b " and lm.chat_template(True) == lm.tokenizer.chat_template
     assert lm.text.prompt(prompt, 4) == lm.text.prompt("a b", 4)
     requests = [make_request("loglikelihood", {}, (text, "c d"), "toy", 0, 1) for text in (prompt, "a b ")]
-    first, second = lm.loglikelihood(requests, disable_tqdm=True)
+    first, second = lm.loglikelihood(requests)
     assert first[0] == pytest.approx(second[0], abs=1e-4)
     assert lm.chat_template(False) == ""

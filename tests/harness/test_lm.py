@@ -24,18 +24,16 @@ def by_hand(lm, context, target):
 
 def test_loglikelihood_in_request_order(lm):
     requests = [("a b c", " d e"), ("b", " the of and a b c d"), ("a b c", " e d"), ("z", " q")]
-    answers = lm.loglikelihood(ask("loglikelihood", *requests), disable_tqdm=True)
+    answers = lm.loglikelihood(ask("loglikelihood", *requests))
     assert answers == [by_hand(lm, *request) for request in requests]
-    assert lm.loglikelihood(ask("loglikelihood", *requests[::-1]), disable_tqdm=True)[::-1] == [
+    assert lm.loglikelihood(ask("loglikelihood", *requests[::-1]))[::-1] == [
         (pytest.approx(value, abs=1e-4), greedy) for value, greedy in answers
     ]
 
 
 def test_empty_context_empty_continuation_trailing_spaces(lm):
-    answers = lm.loglikelihood(
-        ask("loglikelihood", ("", "a b"), ("a b", ""), ("", ""), ("a ", "b"), ("a", " b"), ("  ", "a b"), ("a ", "")),
-        disable_tqdm=True,
-    )
+    pairs = ("", "a b"), ("a b", ""), ("", ""), ("a ", "b"), ("a", " b"), ("  ", "a b"), ("a ", "")
+    answers = lm.loglikelihood(ask("loglikelihood", *pairs))
     assert answers[0] == by_hand(lm, "", "a b")  # framing tokens alone are in view
     assert answers[1] == answers[2] == answers[6] == (0.0, True)
     assert answers[3] == answers[4] == by_hand(lm, "a", "b")  # trailing spaces belong to the continuation
@@ -53,7 +51,7 @@ def test_the_scored_ids_always_spell_the_continuation(demo):
         ids, target = demo.text.encode_pair(context, continuation)
         assert demo.tokenizer.decode(ids) + demo.tokenizer.decode(target) == context + continuation
     assert demo.text.merged_borders - before >= 3
-    value, _ = demo.loglikelihood(ask("loglikelihood", ("th", "e")), disable_tqdm=True)[0]
+    value, _ = demo.loglikelihood(ask("loglikelihood", ("th", "e")))[0]
     assert value < 0
 
 
@@ -61,14 +59,14 @@ def test_long_contexts_are_cut_from_the_left_and_counted(folder, caplog):
     lm = DuelMDM(pretrained=folder, rule="greedy", block=4, device="cpu", max_length=8)
     long = "a b c d e f g h"
     with caplog.at_level("WARNING", logger="lm_eval.duel_mdm"):
-        answers = lm.loglikelihood(ask("loglikelihood", (long, " x y"), ("a", " b"), (long, " z")), disable_tqdm=True)
+        answers = lm.loglikelihood(ask("loglikelihood", (long, " x y"), ("a", " b"), (long, " z")))
     assert answers[0] == by_hand(lm, "e f g h", "x y")
     assert [r.message for r in caplog.records].count(
         "2 of 3 contexts were longer than max_length=8 and truncated from the left"
     ) == 1
     assert lm.get_model_info()["duel"]["cut_contexts"] == 2
     with pytest.raises(DuelError, match="Request of task toy, document 1: A continuation of 7 tokens does not fit"):
-        lm.loglikelihood(ask("loglikelihood", ("a", " b"), ("a", " b c d e f g h")), disable_tqdm=True)
+        lm.loglikelihood(ask("loglikelihood", ("a", " b"), ("a", " b c d e f g h")))
 
 
 def test_conventions_of_framing(folder):
@@ -85,14 +83,14 @@ def test_conventions_of_framing(folder):
         assert f"bos={bos}" in lm.spec["special_tokens"]
         if bos in ("scored", "official"):
             with pytest.raises(DuelError, match=f"bos={bos} scores the row from its first position on"):
-                lm.loglikelihood(ask("loglikelihood", ("a", " b")), disable_tqdm=True)
+                lm.loglikelihood(ask("loglikelihood", ("a", " b")))
 
 
 def test_model_info_is_for_the_results_file(folder):
     lm = DuelMDM(pretrained=folder, rule="greedy", block=4, device="cpu", max_length=8)
     texts = ["a b c d e f g h i", "", "the of and", "the of and"]
-    lm.loglikelihood_rolling(ask("loglikelihood_rolling", *[(text,) for text in texts]), disable_tqdm=True)
-    lm.loglikelihood(ask("loglikelihood", ("a b c d e f g h", " i")), disable_tqdm=True)
+    lm.loglikelihood_rolling(ask("loglikelihood_rolling", *[(text,) for text in texts]))
+    lm.loglikelihood(ask("loglikelihood", ("a b c d e f g h", " i")))
     info = lm.get_model_info()
     assert info["fingerprint"] == lm.fingerprint
     assert info["spec"]["rule"] == "greedy:k=1" and info["spec"]["denoiser"] == "BertForMaskedLM"
@@ -116,12 +114,12 @@ def test_an_estimator_that_decodes_nothing_says_so_and_states_its_error(folder, 
     lm = DuelMDM(pretrained=folder, block=4, device="cpu", estimator=estimator)
     pairs = ask("loglikelihood", ("a b", " c"), ("a b", " c d e f g"))
     with caplog.at_level("INFO", logger="lm_eval.duel_mdm"):
-        answers = lm.loglikelihood(pairs, disable_tqdm=True)
+        answers = lm.loglikelihood(pairs)
         value = lm.get_model_info()["duel"]["tasks"]["toy"]["values"][estimator]
     assert [greedy for _, greedy in answers] == [False, False]
     assert f"estimator={estimator} cannot decode, so is_greedy is always False" in caplog.text
     assert (f"{value['log_prob']:.2f} ± {value['stderr'] or 0:.2f} nats" in caplog.text) == (estimator == "elbo")
-    exact = DuelMDM(pretrained=folder, block=4, device="cpu").loglikelihood(pairs[:1], disable_tqdm=True)
+    exact = DuelMDM(pretrained=folder, block=4, device="cpu").loglikelihood(pairs[:1])
     assert answers[0][0] == pytest.approx(exact[0][0], abs=1e-4)  # law 12
 
 
@@ -130,12 +128,12 @@ def test_equal_windows_have_one_monte_carlo_error(folder):
     totals = []
     for count in (1, 5):
         lm = DuelMDM(pretrained=folder, device="cpu", estimator="elbo", mc_samples=16)
-        lm.loglikelihood_rolling(ask("loglikelihood_rolling", *[("a b c d e",)] * count), disable_tqdm=True)
+        lm.loglikelihood_rolling(ask("loglikelihood_rolling", *[("a b c d e",)] * count))
         totals.append(lm.get_model_info()["duel"]["tasks"]["toy"]["values"]["elbo"])
     assert totals[1]["stderr"] == pytest.approx(5 * totals[0]["stderr"]) and totals[0]["stderr"] > 0
     lm = DuelMDM(pretrained=folder, device="cpu", estimator="elbo", mc_samples=16)
     requests = ask("loglikelihood_rolling", ("a b c d e",), ("e d c b a",))
-    lm.loglikelihood_rolling(requests, disable_tqdm=True)
+    lm.loglikelihood_rolling(requests)
     both = lm.get_model_info()["duel"]["tasks"]["toy"]["values"]["elbo"]["stderr"]
     assert totals[0]["stderr"] < both < totals[0]["stderr"] * 5
 
@@ -148,10 +146,10 @@ def test_accounts_of_ranks_add_up(folder):
         arguments = {"pretrained": folder, "device": "cpu", **more}
         requests = ask("loglikelihood_rolling", *[(text,) for text in texts])
         one = DuelMDM(**arguments)
-        one.loglikelihood_rolling(requests, disable_tqdm=True)
+        one.loglikelihood_rolling(requests)
         halves = [DuelMDM(**arguments) for _ in range(2)]
         for rank, half in enumerate(halves):
-            half.loglikelihood_rolling(requests[rank::2], disable_tqdm=True)
+            half.loglikelihood_rolling(requests[rank::2])
         halves[0].run.gathered = [half.run.summary() for half in halves]
         whole, sum_of = one.get_model_info()["duel"], halves[0].get_model_info()["duel"]
         assert sum_of["ranks"] == 2
@@ -167,4 +165,4 @@ def test_accounts_of_ranks_add_up(folder):
 def test_token_counts_of_another_tokenizer_are_refused(lm):
     request = ask("loglikelihood_rolling", ("a b c",), doc={"text": "a b c", "duel_tokens": 4})
     with pytest.raises(DuelError, match=r"counted 4 tokens .* this model's tokenizer has 3.*--metadata tokenizer="):
-        lm.loglikelihood_rolling(request, disable_tqdm=True)
+        lm.loglikelihood_rolling(request)

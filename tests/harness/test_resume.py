@@ -43,7 +43,7 @@ def test_a_signal_waits_for_the_network_call(model, caplog, number, status):
     calls = after_calls(model, 14, lambda: os.kill(os.getpid(), number))
     before = signal.getsignal(number)
     with pytest.raises(SystemExit) as raised, caplog.at_level("WARNING", logger="lm_eval.duel_mdm"):
-        model.loglikelihood_rolling(ask("loglikelihood_rolling", *TEXTS), disable_tqdm=True)
+        model.loglikelihood_rolling(ask("loglikelihood_rolling", *TEXTS))
     assert raised.value.code == status and len(calls) == 14
     assert signal.getsignal(number) is before
     said = f"Interrupted by {signal.Signals(number).name} on rank 0 after 1 of 4 loglikelihood_rolling requests. "
@@ -73,7 +73,7 @@ def test_a_signal_at_the_very_end_counts(model, monkeypatch):
 
     monkeypatch.setattr(model.estimator, "stream", last)
     with pytest.raises(interrupts.Interrupted):
-        model.loglikelihood_rolling(ask("loglikelihood_rolling", *TEXTS), disable_tqdm=True)
+        model.loglikelihood_rolling(ask("loglikelihood_rolling", *TEXTS))
     interrupts.check()
 
 

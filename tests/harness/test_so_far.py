@@ -57,7 +57,7 @@ def test_the_estimate_of_a_killed_run_is_that_by_hand(folder, tmp_path, monkeypa
 
     monkeypatch.setattr(Answers, "save", save_or_stop)
     with pytest.raises(KeyboardInterrupt):
-        cached(model, tmp_path).loglikelihood_rolling(requests(TEXTS), disable_tqdm=True)
+        cached(model, tmp_path).loglikelihood_rolling(requests(TEXTS))
     order = [TEXTS[n] for n in random_order(requests(TEXTS), 0)]
     assert order != TEXTS and order != sorted(TEXTS, key=len, reverse=True)
     so_far = model.run.progress.so_far

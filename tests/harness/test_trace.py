@@ -26,7 +26,7 @@ TEXTS = ["a b c d e f g h i j k l m n o p q r s t", "the of and", "", "z y x w v
 
 def scored(folder, path, **arguments):
     lm = DuelMDM(pretrained=folder, device="cpu", max_length=16, trace=str(path), **{"block": 4, **arguments})
-    return lm, lm.loglikelihood_rolling(ask("loglikelihood_rolling", *[(text,) for text in TEXTS]), disable_tqdm=True)
+    return lm, lm.loglikelihood_rolling(ask("loglikelihood_rolling", *[(text,) for text in TEXTS]))
 
 
 def test_a_trace_holds_every_window_as_it_was_scored(folder, tmp_path):

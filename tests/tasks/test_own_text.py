@@ -107,14 +107,14 @@ def test_documents_and_rows_of_own_texts(tmp_path, folder):
 
 def test_a_gap_is_scored_with_both_sides_visible(lm):
     context, target, after = (lm.tok_encode(text) for text in ("a b", "c", "d e"))
-    [(log_prob, is_greedy)] = lm.loglikelihood(ask("loglikelihood", ("a b", Gap(" c", " d e"))), disable_tqdm=True)
+    [(log_prob, is_greedy)] = lm.loglikelihood(ask("loglikelihood", ("a b", Gap(" c", " d e"))))
     window = Window((2, *context), target, (*after, 3))
     [scored] = DuelEstimator(lm.denoiser, "greedy", 4).log_prob([window])
     assert (log_prob, is_greedy) == (pytest.approx(scored.log_prob, abs=1e-4), scored.is_greedy)
     assert (log_prob.tokens, log_prob.text, log_prob.sees_suffix) == (1, " c", True)
     joint = lm.text.encode_gap("a b", Gap(" c", " d e"))
     assert lm.text.encode_gap("a b", Gap(" c ", "d e")) == joint  # spaces at the end belong to the suffix
-    [(alone, _)] = lm.loglikelihood(ask("loglikelihood", ("a b", " c")), disable_tqdm=True)
+    [(alone, _)] = lm.loglikelihood(ask("loglikelihood", ("a b", " c")))
     assert abs(alone - log_prob) > 1e-4  # the suffix counts
 
 
@@ -146,7 +146,7 @@ def test_the_file_of_duel_infill_in_the_harness(tmp_path, folder, lm):
     file = rows(tmp_path, "g.jsonl", {"prefix": "a b", "target": " c d", "suffix": " e"}, {"target": "a b"})
     run = evaluate("duel_infill", f"pretrained={folder},rule=greedy,block=4", metadata={"files": file})
     pairs = ask("loglikelihood", ("a b", Gap(" c d", " e")), ("", "a b"))
-    answers = lm.loglikelihood(pairs, disable_tqdm=True)
+    answers = lm.loglikelihood(pairs)
     nats = sum(log_prob for log_prob, _ in answers)
     metrics = run["results"]["duel_infill"]
     assert metrics["token_perplexity,none"] == pytest.approx(math.exp(-nats / 4))
@@ -179,7 +179,7 @@ def test_choices_are_scored_with_their_suffix(tmp_path, folder, lm):
     file = rows(tmp_path, "q.jsonl", {**question, "label": 0}, {**question, "label": " c"})
     run = evaluate("duel_choice", f"pretrained={folder},rule=greedy,block=4", metadata={"files": file})
     asked = ask("loglikelihood", ("a", Gap(" b", " d")), ("a", Gap(" c", " d")))
-    answers = lm.loglikelihood(asked, disable_tqdm=True)
+    answers = lm.loglikelihood(asked)
     best = max((0, 1), key=lambda n: answers[n][0])
     for sample in run["samples"]["duel_choice"]:
         assert [tuple(answer) for answer in choice_answers(sample)] == answers
