@@ -128,8 +128,10 @@ def score_requests(
         answers.keep(window, score)
         progress.add_window(len(window.target))
 
-    ranks = run.ranks.rank, run.ranks.world_size, run.ranks.device
-    verification = Verification(run.options, {n: windows[n] for n in remaining}, *ranks)  # of no window without verify=
+    verification = None
+    if run.options.verify:
+        ranks = run.ranks.rank, run.ranks.world_size, run.ranks.device
+        verification = Verification(run.options, {n: windows[n] for n in remaining}, *ranks)
     ties = run.estimator.counts.all_mask_starts
     with run.computing():
         with progress.bar:
@@ -144,10 +146,11 @@ def score_requests(
                 n = remaining[i]
                 answers.save(n, scores)  # first: whatever fails below, this request is not lost
                 count(n, scores)
-                verification.keep(n, scores)
+                if verification is not None:
+                    verification.keep(n, scores)
                 progress.finish_request(len(scores))
                 run.write_trace(requests[n], windows[n], scores, run.estimator)
-        if run.options.verify:
+        if verification is not None:
             run.stats.checked += verification.compare(requests, run.text)
             run.stats.verify_failures += [verification.failure] if verification.failure else []
     if ties := run.estimator.counts.all_mask_starts - ties:

@@ -130,21 +130,20 @@ class Duel(OnIds):
         Raises:
             DuelError: If an argument is wrong or the checkpoint cannot be read.
         """
-        for key in HARNESS_ARGS:
-            if key in network:
-                raise DuelError(
-                    f"'{key}' is a model arg of the harness's model; Duel.from_pretrained does not take it."
-                )
+        if wrong := [key for key in HARNESS_ARGS if key in network]:
+            raise DuelError(
+                f"'{wrong[0]}' is a model arg of the harness's model; Duel.from_pretrained does not take it."
+            )
         text = rule if isinstance(rule, str) else str(rule)
         sampler = {"rule": text, "block": block, "grid": grid, "estimator": estimator}
         given = {key: value for key, value in sampler.items() if not isinstance(value, Default)}  # a preset sets others
-        loaded = None if isinstance(tokenizer, str) else tokenizer
-        named = {"tokenizer": tokenizer} if isinstance(tokenizer, str) else {}
-        options = Options.parse({"pretrained": name, **given, "windows": windows, **named, **network})
+        if isinstance(tokenizer, str):
+            given["tokenizer"], tokenizer = tokenizer, None
+        options = Options.parse({"pretrained": name, **given, "windows": windows, **network})
         if not isinstance(rule, str):
             options = dataclasses.replace(options, rule=rule)
         sizes = {"batch_size": batch_size, "max_batch_size": max_batch_size, "traced": traced}
-        scorer = load_scorer(options, tokenizer=loaded, device=device, **sizes)
+        scorer = load_scorer(options, tokenizer=tokenizer, device=device, **sizes)
         duel = cls.__new__(cls)
         duel._take(scorer.denoiser, scorer.estimator, scorer.text)
         return duel

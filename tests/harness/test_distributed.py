@@ -49,10 +49,8 @@ def test_they_cost_nothing_and_are_in_no_trace(folder, tmp_path):
     last, costs = request(doc=1), []
     for extra in (0, 3):
         lm = DuelMDM(pretrained=folder, block=4, device="cpu", trace=str(tmp_path / f"{extra}.jsonl"))
-        values, texts = (
-            lm.loglikelihood_rolling([request(), last, *[last] * extra]),
-            lm.generate_until([drawn] * (1 + extra)),
-        )
+        values = lm.loglikelihood_rolling([request(), *[last] * (1 + extra)])
+        texts = lm.generate_until([drawn] * (1 + extra))
         assert (len(values), len(set(values[1:])), len(texts), len(set(texts))) == (2 + extra, 1, 1 + extra, 1)
         cost = lm.get_model_info()["duel"]
         costs.append([cost[name] for name in ("rows", "forwards", "windows", "tokens", "empty_requests", "tasks")])

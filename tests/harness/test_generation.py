@@ -3,6 +3,7 @@
 import itertools
 import math
 
+import harness_requests
 import pytest
 import tiny
 import torch
@@ -169,9 +170,8 @@ def model(folder, **arguments):
 
 
 def ask(*prompts, repeats=1, task="toy", **settings):
-    found = [
-        make_request("generate_until", {}, (prompt, settings), task, n, repeats) for n, prompt in enumerate(prompts)
-    ]
+    asked = enumerate((prompt, settings) for prompt in prompts)
+    found = [make_request("generate_until", {}, arguments, task, n, repeats) for n, arguments in asked]
     return [request for request in found for _ in range(repeats)]
 
 
@@ -180,13 +180,9 @@ def test_decoding_is_what_is_greedy_promises(folder):
     for length in (1, 3, 8):
         texts = lm.generate_until(ask("a b", "the of", max_gen_toks=length))
         for prompt, text in zip(("a b", "the of"), texts, strict=True):
-            (_, greedy), (_, other) = lm.loglikelihood(
-                [
-                    make_request("loglikelihood", {}, (prompt, " " + continuation), "toy", 0, 1)
-                    for continuation in (text, text.replace(text.split()[0], "q" if text.split()[0] != "q" else "r", 1))
-                ],
-                disable_tqdm=True,
-            )
+            changed = text.replace(text.split()[0], "q" if text.split()[0] != "q" else "r", 1)
+            pairs = [(prompt, f" {text}"), (prompt, f" {changed}")]
+            (_, greedy), (_, other) = lm.loglikelihood(harness_requests.ask("loglikelihood", *pairs))
             assert len(lm.tok_encode(text)) == length, "choose another seed"
             assert greedy and not other
 
@@ -212,9 +208,8 @@ def test_a_trace_holds_each_sample_with_its_log_probability(folder, tmp_path, se
     asked = Settings.from_arguments({"max_gen_toks": 8, "until": ["e", "f"], **settings})
     duel = DuelEstimator(asked.denoiser(lm.denoiser), "greedy", 4)
     for prompt, text, record in zip(("a b", "the of and c"), texts, records, strict=True):
-        assert (record["text"], record["generated"]) == (text, asked.description) and len(record["ids"]) + record[
-            "tail"
-        ] == 8
+        assert (record["text"], record["generated"]) == (text, asked.description)
+        assert len(record["ids"]) + record["tail"] == 8
         window = Window((2, *lm.tok_encode(prompt)), record["ids"], (3,), record["tail"])
         scored = duel.log_prob([window])[0]
         assert scored.near_ties or list(scored.reveal_steps) == record["reveal_steps"]
@@ -274,7 +269,6 @@ def test_a_chat_template_writes_its_bos_once(folder):
     prompt = lm.apply_chat_template([{"role": "user", "content": "a b"}])
     assert prompt == "[CLS] a b " and lm.chat_template(True) == lm.tokenizer.chat_template
     assert lm.text.prompt(prompt, 4) == lm.text.prompt("a b", 4)
-    requests = [make_request("loglikelihood", {}, (text, "c d"), "toy", 0, 1) for text in (prompt, "a b ")]
-    first, second = lm.loglikelihood(requests)
+    first, second = lm.loglikelihood(harness_requests.ask("loglikelihood", (prompt, "c d"), ("a b ", "c d")))
     assert first[0] == pytest.approx(second[0], abs=1e-4)
     assert lm.chat_template(False) == ""

@@ -24,9 +24,7 @@ TEXTS = [" ".join(DRAW.choices(LETTERS, k=DRAW.randrange(3, 30))) for _ in range
 
 
 def requests(texts):
-    return [
-        make_request("loglikelihood_rolling", {"text": text}, (text,), "toy", TEXTS.index(text), 1) for text in texts
-    ]
+    return [make_request("loglikelihood_rolling", {}, (text,), "toy", TEXTS.index(text)) for text in texts]
 
 
 def by_hand(order, finished):

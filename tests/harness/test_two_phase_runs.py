@@ -9,13 +9,8 @@ from lm_eval_duel.errors import DuelError
 from lm_eval_duel.harness import trace
 from lm_eval_duel.harness.lm import DuelMDM
 
-TEXTS = [
-    ("a b c d e f g h i j k l m n o p q r s t",),
-    ("d e f g h i j",),
-    ("",),
-    ("a b c d e f g h i j k l",),
-    ("z y x",),
-]
+LETTERS = "a b c d e f g h i j k l m n o p q r s t"
+TEXTS = [(LETTERS,), (LETTERS[6:19],), ("",), (LETTERS[:23],), ("z y x",)]
 MORE = [(" ".join(chr(97 + (n * k) % 26) for k in range(14)),) for n in range(1, 12)]
 
 

@@ -4,6 +4,7 @@ import logging
 
 import pytest
 import tiny
+from harness_requests import ask
 from tokenizers import normalizers
 from toys import Toy
 from transformers import PreTrainedTokenizerFast
@@ -22,9 +23,7 @@ def folder(tmp_path_factory):
 
 def test_harness(folder, caplog):
     lm = DuelMDM(pretrained=folder, rule="greedy", block=4, device="cpu")
-    lm.loglikelihood_rolling(
-        [request("loglikelihood_rolling", {}, (text,), "words", n) for n, text in enumerate(TEXTS)]
-    )
+    lm.loglikelihood_rolling(ask("loglikelihood_rolling", *[(text,) for text in TEXTS], task="words"))
     lm.loglikelihood([request("loglikelihood", {}, ("a", " ¿ b"), "pairs", 7)])
     with caplog.at_level(logging.WARNING, "lm_eval.duel_mdm"):
         tasks = lm.get_model_info()["duel"]["tasks"]
