@@ -302,6 +302,10 @@ def test_scores_are_compared_with_estimates_of_them():
     scores, estimates = (
         call(["We the people", "of the States"]) for call in (duel.score, partial(duel.estimate, sample=1.0))
     )
+    for result in (scores[0], estimates[0]):
+        assert not {"windows", "window_scores", "sums", "spec"} & {*re.findall(r"(\w+)=", repr(result))}, (
+            "repr is short"
+        )
     found = compare(scores, estimates)
     assert found.difference == pytest.approx(0, abs=1e-5) and found.stderrs == (None, 0.0)
     with pytest.raises(DuelError, match="several"):
