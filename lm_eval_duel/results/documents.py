@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,19 +32,16 @@ class Order:
 
 
 def collect(
-    traces: Traces, runs: Iterable[Run], most: int, tokenizer: str | None = None
+    traces: Traces, runs: Sequence[Run], most: int, tokenizer: str | None = None
 ) -> tuple[list[dict[str, Any]], list[str]]:
     """The documents to show, `most` of each task, and notes. Those in the most traces come first, then the lowest.
 
     `runs` name the models of their traces; a trace of none gets the name of its file. `tokenizer`: for all traces,
     instead of their own.
     """
-    labels: dict[Path, str] = {}
-    for run in runs:
-        if run.trace:
-            labels.setdefault(run.trace, run.label)
+    labels = {run.trace: run.label for run in reversed(runs)}  # several runs may have written one trace
     orders: dict[str, dict[int, dict[tuple[Path, str], Order]]] = {}  # of each task and document
-    for path in dict.fromkeys([*labels, *traces.named]):
+    for path in dict.fromkeys([*(run.trace for run in runs if run.trace), *traces.named]):
         header = trace.spec(path)
         name = tokenizer or str(header.get("tokenizer") or "")
         for window in traces.read(path):

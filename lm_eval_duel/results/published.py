@@ -67,11 +67,11 @@ def sources(figures: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
 def table(source: Mapping[str, Any]) -> Table:
     """A source's figures: a column for each task, a row for each model, estimator, rule, block and cache."""
     rows: dict[tuple, dict[str, str]] = {}
-    tasks, form = dict.fromkeys(figure["task"] for figure in source["figures"]), form_of(source["metric"])
+    form, tasks = form_of(source["metric"]), dict.fromkeys(figure["task"] for figure in source["figures"])
     for figure in source["figures"]:
-        name = tuple(figure[key] for key in NAMES)
-        row = rows.setdefault(name, dict(zip(NAMES, name, strict=True)) | {"estimator": figure["display"]})
-        row["block"] = "whole target" if figure["block"] == "none" else figure["block"]
+        block = "whole target" if figure["block"] == "none" else figure["block"]
+        names = {key: figure[key] for key in NAMES} | {"estimator": figure["display"], "block": block}
+        row = rows.setdefault(tuple(names.values()), names)
         row[figure["task"]] = number(figure["value"], form, figure["stderr"], figure["bound"])
     heads = (*NAMES[:-1], *tasks, NAMES[-1])
     columns = {head: lambda row, head=head: row.get(head, "") for head in heads}
