@@ -25,8 +25,7 @@ if (document.getElementById("documents")) {
     load(text, first) {
       this.text = text;
       this.select.replaceChildren(...text.orders.map((order, n) => new Option(order.label, n, false, n === first)));
-      this.root.hidden = text.orders.length <= first;
-      if (!this.root.hidden) this.show();
+      this.show();
     }
     show() {
       this.order = this.text.orders[this.select.value];
@@ -77,16 +76,15 @@ if (document.getElementById("documents")) {
     }
   }
   const sides = [new Side("left"), new Side("right")];
-  const shown = () => sides.filter((side) => !side.root.hidden);
 
   function draw() {
     const byStep = find("documents").classList.toggle("by-step", find("by-step").checked);
     find("step-text").textContent = `${slider.value} of ${slider.max}`;
-    for (const side of shown()) side.draw(Number(slider.value), byStep);
+    for (const side of sides) side.draw(Number(slider.value), byStep);
   }
   // At the end of the slider everything is revealed; it stays there when another order is chosen.
   function refresh(end = slider.value === slider.max) {
-    slider.max = Math.max(...shown().map((side) => side.total));
+    slider.max = Math.max(...sides.map((side) => side.total));
     if (end) slider.value = slider.max;
     draw();
   }
@@ -97,7 +95,8 @@ if (document.getElementById("documents")) {
     const left = Math.max(0, orders.findIndex((order) => order.starts.length < order.steps.length));
     const other = orders.findIndex((order, n) => n > left && String(order.steps) !== String(orders[left].steps));
     sides[0].load(text, left);
-    sides[1].load(text, other >= 0 ? other : orders.length > 1 ? Number(left === 0) : orders.length);
+    sides[1].load(text, other >= 0 ? other : Number(left === 0 && orders.length > 1));
+    sides[1].root.hidden = orders.length === 1;
     refresh(true);
   }
 

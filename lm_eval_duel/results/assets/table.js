@@ -22,7 +22,7 @@
     for (const body of table.tBodies) {
       const found = [...body.querySelectorAll(":scope > .row")];
       const rows = found.map((row) => ({ row, details: row.nextElementSibling, key: key(row.children[index]) }));
-      rows.sort((a, b) => (a.key === null) - (b.key === null) || (a.key === null ? 0 : sign * compare(a.key, b.key)));
+      rows.sort((a, b) => (a.key === null) - (b.key === null) || sign * compare(a.key, b.key));
       for (const { row, details } of rows) body.append(row, ...(details?.matches(".details") ? [details] : []));
     }
   }
