@@ -100,8 +100,11 @@ def test_an_unknown_tokenizer_is_refused_and_the_quotient_of_metrics_tells(tmp_p
         run(tmp_path)
     other = tmp_path / "other"
     hf(other / "ar", {"owt": {"token_perplexity": 20.0, "word_perplexity": 400.0}})
-    ours(other / "results", {"owt": {"token_perplexity": 25.0, "word_perplexity": 625.0}})
+    file = ours(other / "results", {"owt": {"token_perplexity": 25.0, "word_perplexity": 625.0}})
     assert rows(run(other), "owt")["MDLM"]["value"] == pytest.approx(25.0)
+    put(file, "results.owt.word_perplexity,none", 626.0)
+    with pytest.raises(DuelError, match="tokenizer: unknown in"):
+        run(other)
 
 
 def test_word_perplexity_stands_across_tokenizers(tmp_path):
