@@ -14,6 +14,8 @@ from laws import slow_but
 from toys import BlockCausal, Causal, Rotary, RotaryBlocks, Toy
 
 from lm_eval_duel import rules
+from lm_eval_duel.audit.checked import CheckedWindow
+from lm_eval_duel.audit.recompute import recompute
 from lm_eval_duel.core import block_causal, predictions, queue
 from lm_eval_duel.core.lanes import blocks
 from lm_eval_duel.core.queue import groups
@@ -153,6 +155,9 @@ def test_a_random_batch_is_the_textbook_loop_window_by_window(seed, monkeypatch)
         assert (scored.reveal_steps, scored.nfe, scored.is_greedy) == (steps, nfe, greedy), (rule, windows)
         assert scored.token_logprobs == pytest.approx(nats, abs=1e-9, rel=0)
         assert scored.log_prob == pytest.approx(log_prob, abs=1e-9, rel=0)
+        audited = recompute(duel, window, scored)
+        assert not CheckedWindow("", window, scored.log_prob, audited).problems and not audited.ties
+        assert audited.log_prob == pytest.approx(scored.log_prob, abs=1e-9, rel=0)
 
 
 def by_the_textbook(network, rule, block, grid, window):

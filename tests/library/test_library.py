@@ -27,12 +27,6 @@ pytestmark = pytest.mark.usefixtures("one_load")
 SHORT = ["The state of the union is strong.", "We the people of the United States"]
 
 
-def python(code):
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
 @pytest.fixture(scope="module")
 def duel():
     return Duel.from_pretrained("demo-bd", device="cpu")
@@ -172,15 +166,9 @@ def test_estimators_take_ids_and_networks_in_memory():
         duel = Duel(denoiser, block=4, estimator=estimator, **arguments)
         assert duel.log_prob(windows) == duel.estimator.log_prob(windows)
         assert f"estimator={estimator}" in repr(duel) and ("rule=" in repr(duel)) == (estimator == "two_phase")
-    toy = Toy(length=6)
-    for arguments, argument in (
-        ({"estimator": "elbow"}, "elbow"),
-        ({"estimator": "elbo", "mc_samples": -3}, "mc_samples"),
-        ({"mc_samples": 3}, "mc_samples"),
-        ({"estimator": "two_phase", "sample": 2}, "sample"),
-    ):
-        with pytest.raises(DuelError, match=f"'{argument}'"):
-            Duel(toy, **arguments)
+    for wrong in ({"estimator": "elbo", "mc_samples": -3}, {"mc_samples": 3}):
+        with pytest.raises(DuelError, match="'mc_samples'"):
+            Duel(denoiser, **wrong)
 
 
 # ---------------------------------------------------------------- what it is
@@ -265,21 +253,18 @@ def test_ids_are_whole_numbers_and_windows_come_in_a_list():
 
 @pytest.mark.slow
 def test_it_needs_no_lm_eval():
-    out = python(
+    code = (
         "import sys\n"
-        "class Blocked:\n"
-        "    def find_spec(self, name, path=None, target=None):\n"
-        "        if name.split('.')[0] == 'lm_eval':\n"
-        "            raise ImportError('lm_eval is blocked')\n"
-        "sys.meta_path.insert(0, Blocked())\n"
+        "sys.modules['lm_eval'] = None\n"
         "from lm_eval_duel import Duel, Elbo, Lattice, Window, load\n"
         "for windows in ('independent', 'harness'):\n"
         "    duel = Duel.from_pretrained('demo-bd', device='cpu', windows=windows)\n"
         "    [score] = duel.score(['The state of the union is strong.'])\n"
         "    print(score.log_prob)\n"
         "[generated] = duel.generate(['We the'], max_new_tokens=8, do_sample=True)\n"
-        "assert len(duel.stream([generated.window]).__next__()) == 2 and 'lm_eval' not in sys.modules\n"
+        "assert len(next(duel.stream([generated.window]))) == 2\n"
     )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert [float(value) for value in out.split()] == [close_nats(-34.14040593, 11)] * 2
 
 

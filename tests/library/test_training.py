@@ -44,16 +44,18 @@ def test_the_numbers_are_those_of_score(model):
     ]
 
 
-def test_estimates_and_caches_carry_their_label(model):
-    estimate = training_metrics(model, tiny.tokenizer(), TEXTS, block=3, sample=1.0)
-    exact = training_metrics(model, tiny.tokenizer(), TEXTS, block=3)
-    cached = training_metrics(model, tiny.tokenizer(), TEXTS, block=3, cache="dual")
-    assert set(estimate) == {f"duel/greedy,two_phase,block=3/bits_per_byte{end}" for end in ("", "_stderr")}
-    warm = training_metrics(model, tiny.tokenizer(), TEXTS[:1], block=3, temperature=0.5, top_k=20)
-    assert set(warm) == {"duel/greedy,block=3,temperature=0.5,top_k=20/bits_per_byte"}
-    assert set(cached) == {f"duel/greedy,block=3,cache=dual/bits_per_byte{end}" for end in ("", "_stderr")}
-    assert estimate["duel/greedy,two_phase,block=3/bits_per_byte"] == pytest.approx(exact[VALUE], rel=1e-5)
-    assert cached["duel/greedy,block=3,cache=dual/bits_per_byte"] != pytest.approx(exact[VALUE], rel=1e-6)
+@pytest.mark.parametrize(
+    ("more", "label", "same"),
+    [
+        ({"sample": 1.0}, "greedy,two_phase,block=3", True),
+        ({"cache": "dual"}, "greedy,block=3,cache=dual", False),
+        ({"temperature": 0.5, "top_k": 20}, "greedy,block=3,temperature=0.5,top_k=20", False),
+    ],
+)
+def test_estimates_and_other_networks_carry_their_label(model, more, label, same):
+    exact, other = (training_metrics(model, tiny.tokenizer(), TEXTS, block=3, **each) for each in ({}, more))
+    assert set(other) == {f"duel/{label}/bits_per_byte{end}" for end in ("", "_stderr")}
+    assert (other[f"duel/{label}/bits_per_byte"] == pytest.approx(exact[VALUE], rel=1e-6)) == same
 
 
 def test_what_defines_another_number_is_in_its_name(model):

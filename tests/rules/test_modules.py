@@ -18,7 +18,6 @@ from lm_eval_duel.denoisers.cached.denoiser import Cached
 from lm_eval_duel.denoisers.wrappers import Guided
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.estimators.duel import DuelEstimator
-from lm_eval_duel.estimators.subsets.lattice import Lattice
 
 LEARNED = f"{ROOT}/examples/rules/learned.py:Learned"
 save_planner = sys.modules[rules.find(LEARNED).__module__].save_planner
@@ -99,15 +98,6 @@ def test_orders_are_those_of_the_formula(make, folder):
             assert score.near_ties == 0
             orders.add(score.reveal_steps)
     assert len(orders) > 3  # the planner's order is no fixed one
-
-
-def test_on_a_lattice(folder):
-    state_only, toy = [text for text in texts(folder) if "seed_first" not in text], Toy()
-    windows = [Window((), (0, 1, 2, 0, 1, 0, 2)), Window((2,), (1, 1, 2, 0, 1)), Window((), (0, 1, 2, 0, 1, 0, 2))]
-    many = Lattice(toy, 3, follow=state_only).log_prob(windows)
-    for text in state_only:
-        for lattice, alone in zip(many, DuelEstimator(toy, text, 3).log_prob(windows), strict=True):
-            assert lattice.others[str(rules.parse(text))].log_prob == pytest.approx(alone.log_prob, abs=1e-9)
 
 
 def test_near_ties_are_counted_in_the_planners_logits(tmp_path):
