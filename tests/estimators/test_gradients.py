@@ -121,7 +121,6 @@ NETWORKS = {
     "temperature": lambda folder, **options: bert(folder, temperature=0.7, **options),
     "guidance": lambda folder, **options: bert(folder, cfg_scale=0.8, **options),
     "gpt2, causal": causal,
-    "dream, shifted": decoder("dream"),
     "sdar, block-causal": decoder("sdar"),
     "fast-dllm-v2, block-causal and shifted": decoder("fast-dllm-v2"),
 }

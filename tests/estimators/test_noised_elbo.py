@@ -7,7 +7,6 @@ import pytest
 import torch
 from noised_toys import Conditioned, NoisyToy, bound, sampled
 
-from lm_eval_duel import reference
 from lm_eval_duel.core import noise as noises
 from lm_eval_duel.core.row_checks import FIRST
 from lm_eval_duel.core.windows import Window
@@ -86,13 +85,6 @@ def test_masks_alone_give_the_mean_over_all_orders(noise, within):
     toy.noise_training = toy.noise_training._replace(noise=noise or toy.noise_training.noise)
     [score] = NoisedElbo(toy, samples=1 << 13, steps=math.inf).log_prob([Window((), TEXT)])
     assert abs(score.log_prob - wanted.log_prob) < 4 * score.stderr + within and score.stderr < 0.05
-
-
-def test_a_denoiser_without_the_time_grows_with_the_logarithm_of_the_steps():
-    toy = NoisyToy(prediction="denoiser", timed=False, scale=0.3)
-    slope = (bound(toy, TEXT, 128) - bound(toy, TEXT, 64)) / math.log(2)
-    certain = reference.log_softmax(toy.logits(torch.tensor(TEXT), 0.0)).exp()
-    assert slope == pytest.approx(sum(1 - float(certain[ell, x]) for ell, x in enumerate(TEXT)), rel=0.1)
 
 
 def test_float32_is_enough_for_a_large_vocabulary():
