@@ -154,15 +154,11 @@ def _warn_without_special_tokens(denoiser: Denoiser, windows: Sequence[Window]) 
         return
     _warned.add(denoiser)
     before, after = denoiser.special_tokens
-    suffix = f", suffix={after}" if after else ""
     log.warning(
-        "Window %d has no context, but this network expects special tokens before a text (%s). Without them, values "
-        "differ from the harness's. Score Window(context=%s, target=ids%s); to score without them on purpose, "
-        "load the denoiser with bos='none'. (Warned once per denoiser.)",
-        n,
-        f"ids {', '.join(map(str, before))}" if before else "a BOS; its checkpoint has no tokenizer that names it",
-        before or "(bos,)",
-        suffix,
+        "Window %d has no context, but this network expects special tokens before a text. Without them, values differ "
+        "from the harness's. Score Window(context=%s, target=ids%s), or load the network with bos='none'. (Warned once "
+        "per denoiser.)",
+        *(n, before or "(bos,)", f", suffix={after}" if after else ""),
     )
 
 

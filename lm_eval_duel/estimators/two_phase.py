@@ -73,8 +73,12 @@ class TwoPhase(Estimator):
         check_two_phase(denoiser, rule, cache)
         super().__init__(denoiser, block, **layout)
         layout["traced"] = False
+        try:
+            cached = under_cache(denoiser, cache)
+        except DuelError as error:
+            raise DuelError(f"estimator=two_phase needs a cached first phase: {error} Use estimator=duel.") from error
         self.phases = {
-            "cached": DuelEstimator(_under_cache(denoiser, cache), rule, block, **layout),
+            "cached": DuelEstimator(cached, rule, block, **layout),
             "uncached": DuelEstimator(denoiser, rule, block, **layout),
         }
         self.cache, self.rule, self.sample, self.seed = cache, rule, sample, seed
@@ -161,10 +165,3 @@ class TwoPhase(Estimator):
             stderr=blocks.stderr,
             blocks=blocks,
         )
-
-
-def _under_cache(denoiser: Denoiser, cache: str) -> Denoiser:
-    try:
-        return under_cache(denoiser, cache)
-    except DuelError as error:
-        raise DuelError(f"estimator=two_phase needs a cached first phase: {error} Use estimator=duel.") from error

@@ -36,7 +36,7 @@ from lm_eval_duel.core.hashing import uniform
 from lm_eval_duel.core.lanes import Lanes
 from lm_eval_duel.core.predictions import Predictions
 from lm_eval_duel.core.scores import Counts, Sample, Score
-from lm_eval_duel.core.tokens import Argmax, Draw
+from lm_eval_duel.core.tokens import Argmax, Draw, Draws
 from lm_eval_duel.core.windows import Ids, Window
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.estimators.arguments import ConfidenceArguments
@@ -236,16 +236,13 @@ class BestDrawn(rules.Rule):
         return others.sum(1).where(possible, -math.inf)
 
 
-class StepDraws:
-    """Samples: at every step a new draw at each position, a function of the row's key, the position, the step and the
-    seed.
+class StepDraws(Draws):
+    """Samples: a new draw at each position at every step, on which it depends, too.
 
     The tokens drawn for one set of predictions are kept, so that a pick reveals the tokens it was decided by.
     """
 
-    def __init__(self, keys: Sequence[int], seed: int, device: torch.device):
-        self.keys, self.seed = torch.tensor(keys, device=device), seed  # (N,)
-        self.last: tuple[Predictions, torch.Tensor] | None = None
+    last: tuple[Predictions, torch.Tensor] | None = None
 
     def __call__(self, predictions: Predictions, lanes: Lanes, pick: torch.Tensor) -> torch.Tensor:
         if self.last is None or self.last[0] is not predictions:
