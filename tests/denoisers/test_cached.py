@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 from attends import Attends
+from close import same_scores
 from toys import BlockCausal, Causal, Toy
 
 from lm_eval_duel import rules
@@ -13,6 +14,7 @@ from lm_eval_duel.core.windows import Window
 from lm_eval_duel.denoisers.cached import kept_keys, view
 from lm_eval_duel.denoisers.cached.denoiser import Cached
 from lm_eval_duel.denoisers.load_options import LoadOptions
+from lm_eval_duel.denoisers.wrappers import Guided, Warped
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.estimators.duel import DuelEstimator
 from lm_eval_duel.estimators.elbo import Elbo
@@ -178,3 +180,34 @@ def test_networks_that_have_no_cache_are_refused_with_the_reason():
             LoadOptions("demo-mdm", torch.device("cpu"), **arguments)
     assert LoadOptions("demo-mdm", torch.device("cpu"), cache="none").cache is None
     assert Options.parse({"cache": "none"}).cache is None and Options.parse({"cache": "dual"}).cache == "dual"
+
+
+# ---------------------------------------------------------------- networks of transformers
+
+
+def test_a_cache_in_bfloat16_follows_its_own_samples(family):
+    network = family("modernbert", dtype="bfloat16")
+    duel = DuelEstimator(Cached(network.denoiser, "dual"), "greedy", 3, batch_size=1)
+    duel.use_single_rows()
+    [drawn] = duel.sample([network.windows[0].context], 7, seed=5)
+    same([drawn], duel.log_prob([Window(network.windows[0].context, drawn.tokens)]), 1e-9)
+
+
+def test_guidance_and_temperature_go_around_a_cache(family):
+    network = family("llada", dtype="float64")
+    cached, windows = Cached(network.denoiser, "dual"), network.windows[:3]
+    wrapped = Warped(Guided(cached, 0.5), 1.3, top_k=5)
+    duel = DuelEstimator(wrapped, "greedy", 3)
+    drawn = duel.sample([w.context for w in windows], 7, seed=5)
+    same_scores(drawn, duel.log_prob([Window(w.context, d.tokens) for w, d in zip(windows, drawn, strict=True)]))
+    assert wrapped.describe()["cache"] == "dual"
+    nothing = DuelEstimator(Warped(Guided(cached, 0.0), 1.0), "greedy", 3)
+    same_scores(nothing.log_prob(windows), DuelEstimator(cached, "greedy", 3).log_prob(windows))
+
+
+def test_networks_that_no_cache_can_be_put_in_say_so(family, monkeypatch):
+    eager = family("modernbert").denoiser
+    monkeypatch.setattr(eager.model.config, "_attn_implementation", "eager")
+    for denoiser in (eager, *(family(name).denoiser for name in ("sedd", "gidd", "esm-2", "sdar"))):
+        with pytest.raises(DuelError, match="cache=dual"):
+            Cached(denoiser, "dual")

@@ -1,5 +1,6 @@
 """Every family: what is found at load, and its numbers, by the textbook loop over its plain network in float64."""
 
+import itertools
 import math
 
 import dit_reference
@@ -8,6 +9,7 @@ import pytest
 import tiny
 import torch
 import transformers
+from attends import reference
 from close import check, close_nats, same_scores
 from decoder_reference import CASES
 from laws import slow_but
@@ -112,11 +114,26 @@ ENDS = [(name, {}) for name in NAMES]
 ENDS += [(name, {"last_block": "cut"}) for name in ("sdar", "fast-dllm-v2", "d2f-llada", "bd3lm", NEMOTRON)]
 ENDS += [("sedd", {"sigma": "schedule", "bos": "official"}), ("sedd-retrained", {"bos": "official"})]
 ENDS += [("gidd", {"bos": "official"}), (NEMOTRON, {"first_token": "block"}), (NEMOTRON, {"attention": "causal"})]
+CACHES = ["prefix", "dual"]
+CACHED = ["mdlm", "bidirectional", "one-block", "bert", "roberta", "modernbert", *TEXTS]
+CACHED += [name for name in CASES if CASES[name].attention == "bidirectional"]
+QUICK = list(zip(["llada", "dream", "mdlm", "modernbert"], CACHES * 2, strict=True))
+for name, cache in itertools.product(CACHED, CACHES):
+    ENDS.append((name, {"cache": cache, **({} if name in DITS else {"dtype": "float64"})}))
+SLOW = [end for end in ENDS if end[0] in ALIKE or ("cache" in end[1] and (end[0], end[1]["cache"]) not in QUICK)]
+
+
+def under_a_cache(denoiser):
+    """By hooks: before every layer, hidden states are replaced by those of the block's start; no keys are kept."""
+    plain = denoiser.plain
+    modules = (plain.network if isinstance(plain, DiTDenoiser) else plain.model).modules()
+    layers = next(part for part in modules if isinstance(part, torch.nn.ModuleList))
+    return lambda window: reference(plain, layers, denoiser.cache, window, 4)
 
 
 @pytest.mark.row_checks
 @pytest.mark.parametrize(
-    ("name", "options"), [pytest.param(*end, marks=pytest.mark.slow) if end[0] in ALIKE else end for end in ENDS]
+    ("name", "options"), [pytest.param(*end, marks=pytest.mark.slow) if end in SLOW else end for end in ENDS]
 )
 def test_lanes_equal_the_textbook_loop(family, name, options, monkeypatch):
     """Together, alone and as drawn; and rows that are evaluated again among others differ by noise."""
@@ -126,15 +143,16 @@ def test_lanes_equal_the_textbook_loop(family, name, options, monkeypatch):
     )
     network, near_ties = family(name, **options), 0
     denoiser, windows = network.denoiser, network.windows
-    causal = denoiser.attention == "causal"
+    causal, logits_of = denoiser.attention == "causal", under_a_cache(denoiser) if denoiser.cache else lambda _: None
     block, rule = "auto" if denoiser.block or causal else 4, RULES[ENDS.index((name, options)) % 2]
-    duel = Duel(denoiser, rule := "left_to_right" if causal else rule, block)
+    rule = "left_to_right" if causal else f"{rule}:seed_first=true" if denoiser.cache and denoiser.shift else rule
+    duel = Duel(denoiser, rule, block)
     together = duel.log_prob(windows)
     for window, scored in zip(windows, together, strict=True):
         if scored.near_ties:  # the order is at the mercy of float noise
             near_ties += 1
         else:
-            check(scored, textbook(network, rule, window))
+            check(scored, textbook(network, rule, window, logits_of(window)))
     assert near_ties <= 1, "choose another seed"
     same_scores(together, Duel(denoiser, rule, block, batch_size=1).log_prob(windows[::-1])[::-1])
     contexts = [window.context for window in windows[:3]]
