@@ -1,4 +1,4 @@
-"""AntiBERTy, a network that others trained: examples/antibodies/antiberty.py on its weights, against plain loops."""
+"""AntiBERTy, a network that others trained: examples/antibodies/antiberty.py on its weights, against the reference."""
 
 import csv
 import importlib.util
@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
+
+from lm_eval_duel import reference
 
 ROOT = Path(__file__).resolve().parent.parent
 MASK, SPECIAL = 4, [0, 1, 2, 3, 4]
@@ -55,35 +57,21 @@ def chains(example):
     return [row[chain][-6:] for row in rows[:2] for chain in ("heavy", "light")]
 
 
-def by_plain_loop(log_probs, sequence, order):
-    """log p of the ids of a sequence that are revealed one at a time; `order` picks among (position, log-probs)."""
-    row, total = [2, *[MASK] * len(sequence), 3], 0.0
-    while masked := [i for i, token in enumerate(row) if token == MASK]:
-        logs = log_probs(row)
-        i = order(masked, logs)
-        total += float(logs[i, sequence[i - 1]])
-        row[i] = sequence[i - 1]
-    return total
+RULES = {"left_to_right": reference.left_to_right(), "greedy": reference.greedy(), "margin": reference.margin()}
 
 
-def margin(masked, logs):
-    top = logs.exp().topk(2).values
-    return max(masked, key=lambda i: float(top[i, 0] - top[i, 1]))
-
-
-PICKS = {
-    "left_to_right": lambda masked, logs: masked[0],
-    "greedy": lambda masked, logs: max(masked, key=lambda i: float(logs[i].max())),
-    "margin": margin,
-}
+def by_reference(log_probs, ids, rule):
+    """log p of the ids of a sequence that are revealed one at a time."""
+    row, network = [2, *ids, 3], lambda z: log_probs(z.tolist())
+    return reference.log_likelihood(row, [[*range(1, len(row) - 1)]], network, rule, MASK).ll
 
 
 def test_every_measure_equals_a_plain_loop(example, folder, log_probs, chains, capsys):
     measured = example.measure(example.network(folder), chains, draws=16)
     for sequence, values in zip(chains, measured, strict=True):
         ids = example.ids(sequence)
-        for rule, pick in PICKS.items():
-            assert values[rule] == pytest.approx(by_plain_loop(log_probs, ids, pick), abs=1e-3), rule
+        for name, rule in RULES.items():
+            assert values[name] == pytest.approx(by_reference(log_probs, ids, rule), abs=1e-3), name
         row, pseudo = [2, *ids, 3], 0.0
         for i in range(1, len(row) - 1):
             pseudo += float(log_probs([*row[:i], MASK, *row[i + 1 :]])[i, row[i]])

@@ -8,7 +8,6 @@ import tiny
 import torch
 from close import close_nats
 from toys import Toy
-from transformers import BigBirdConfig, BigBirdForMaskedLM, LlamaConfig, LlamaForCausalLM
 
 from lm_eval_duel import Duel, DuelError, Window
 from lm_eval_duel.denoisers.user_module import digest
@@ -130,12 +129,9 @@ def test_a_module_with_the_arguments_of_transformers_and_no_config():
     ("attention", "implementation"), [("bidirectional", "flash_attention_2"), ("block_causal", "flex_attention")]
 )
 def test_a_decoder_that_is_trained_with_another_attention(attention, implementation):
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2}
-    config = LlamaConfig(vocab_size=30, intermediate_size=48, max_position_embeddings=64, **sizes)
-    model = LlamaForCausalLM(config).train()
-    arguments = {"mask_token_id": 29, "max_length": 32, "attention": attention, "block": 2}
-    windows = [Window((1,), (5, 2, 7, 7)), Window((2,), (3, 3, 4, 5, 6, 7))]
+    model = tiny.network("llama").train()
+    arguments = {"mask_token_id": 4, "max_length": 32, "attention": attention, "block": 2}
+    windows = [Window((1,), (5, 2, 7, 7)), Window((2,), (3, 3, 8, 5, 6, 7))]
     plain = values(Duel.from_model(model, **arguments), windows)
     model.config._attn_implementation = implementation
     assert values(Duel.from_model(model, **arguments), windows) == close_nats(plain)
@@ -289,7 +285,6 @@ def dropping():
     return lambda ids, real: network(ids, real)
 
 
-SMALL = {"vocab_size": 40, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
 REFUSED = [
     ("demo-mdm", {}, "from_pretrained"),
     (function, {"max_lenght": 3}, "Did you mean max_length"),
@@ -309,7 +304,7 @@ REFUSED = [
     (Warped(Toy(length=4), 0.5), {}, "Warped"),
     (tiny.network("gpt2"), {"mask_token_id": 39, "self_tests": False}, "is causal"),
     (tiny.network("bert"), {"mask_token_id": 4, "attention": "causal"}, "estimator=ar"),
-    (BigBirdForMaskedLM(BigBirdConfig(**SMALL)), {"mask_token_id": 4}, "set_attention_type"),
+    (tiny.network("bigbird"), {"mask_token_id": 4}, "set_attention_type"),
 ]
 
 

@@ -32,34 +32,24 @@ def base(tmp_path, monkeypatch):
     def of(kind, changed=lambda tensors: tensors, name="base", **entries):
         folder = tmp_path / name
         folder.mkdir(exist_ok=True)
-        if kind in ("bert", "gpt2"):
+        if kind == "bert":
             return tiny.checkpoint(folder, kind)
         if kind == "llada":
             return own.write(folder, own.LLADA, "LLaDAModelLM", changed(own.llada()), LLADA, **entries)
-        if kind == "sdar":
-            classes = {"architectures": ["SDARForCausalLM"], "model_type": "sdar", "block_size": 4}
-            return own.write(folder, "", "", changed(own.decoder(norms=True)), {**WIDE_QWEN3, **classes}, **entries)
         return own.write(folder, "", "", changed(own.decoder(norms=True)), WIDE_QWEN3, **entries)
 
     return of
 
 
 def load(path, **options):
-    causal = {"attention": "causal"} if read(path)["model_type"] == "gpt2" else {}
-    return denoisers.load(path, device="cpu", **options, **causal)
+    return denoisers.load(path, device="cpu", **options)
 
 
 @torch.inference_mode()  # as in scoring: bitsandbytes has another kernel for calls with gradients
 def logits(denoiser):
     """Logits of arbitrary rows (3, 12, V), of the tokens alone."""
     ids = torch.randint(5, 34, (3, 12), generator=torch.Generator().manual_seed(5))
-    if denoiser.attention == "block_causal":
-        place = torch.arange(12)
-        seen = (place[:, None] // denoiser.block >= place // denoiser.block).expand(3, -1, -1)
-        features = denoiser.stream(ids, place.expand(3, -1), seen, None)[0]
-    else:
-        features = denoiser.features(ids, None)
-    return denoiser.head(features.flatten(0, 1)).double()[:, ~denoiser.excluded]
+    return denoiser.head(denoiser.features(ids, None).flatten(0, 1)).double()[:, ~denoiser.excluded]
 
 
 def apart(one, other):
@@ -90,10 +80,7 @@ def by_hand(bits):
     return lambda tensors: {key: of(value) if LINEAR.search(key) else value for key, value in tensors.items()}
 
 
-@pytest.mark.parametrize(
-    ("kind", "bits"),
-    [("qwen3", 4), ("llada", 8), pytest.param("sdar", 4, marks=pytest.mark.slow)],
-)
+@pytest.mark.parametrize(("kind", "bits"), [("qwen3", 4), ("llada", 8)])
 def test_equals_the_network_of_weights_rounded_by_hand(base, kind, bits):
     pytest.importorskip("bitsandbytes")
     whole, rounded = load(base(kind)), load(base(kind, by_hand(bits), "rounded"))
@@ -176,20 +163,17 @@ def test_files_of_8_bit_floats(base, kind="llada"):
     """A GPU multiplies them as they are; for a CPU transformers makes floats of them: a network like any other."""
 
     def small(tensors):
-        found = {}
-        for key, value in tensors.items():
-            if LINEAR.search(key):
-                tiles = value.unflatten(0, (-1, 16)).unflatten(2, (-1, 16))  # (O, 16, I, 16)
-                scale = tiles.abs().amax((1, 3), keepdim=True) / 448
-                found[key] = (tiles / scale).flatten(2).flatten(0, 1).to(torch.float8_e4m3fn)
-                found[f"{key}_scale_inv"] = scale[:, 0, :, 0].contiguous()
-            else:
-                found[key] = value
+        found = dict(tensors)
+        for key in filter(LINEAR.search, tensors):
+            tiles = tensors[key].unflatten(0, (-1, 16)).unflatten(2, (-1, 16))  # (O, 16, I, 16)
+            scale = tiles.abs().amax((1, 3), keepdim=True) / 448
+            found[key] = (tiles / scale).flatten(2).flatten(0, 1).to(torch.float8_e4m3fn)
+            found[f"{key}_scale_inv"] = scale[:, 0, :, 0].contiguous()
         return found
 
     def large(tensors):
         found = small(tensors)
-        for key in [key for key in found if LINEAR.search(key)]:
+        for key in filter(LINEAR.search, tensors):
             scale = found.pop(f"{key}_scale_inv").repeat_interleave(16, 0).repeat_interleave(16, 1)
             found[key] = found[key].float() * scale
         return found
