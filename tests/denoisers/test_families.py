@@ -201,6 +201,12 @@ def test_noise_levels_are_in_the_spec(family):
         assert described["time"] == f"masked share of the {count}, in [0.05, 1 - 0.05]"
 
 
+def test_an_audit_reads_the_ar_baseline_as_it_is_scored(family):
+    network, ids = family("ar"), (11, 4, 5, 6, 0)
+    logits = network.denoiser.head(network.denoiser.features(torch.tensor([ids]), None)[0])
+    assert (logits - network.logits(ids, None)).abs().max() < 1e-4
+
+
 def test_sedds_noise_level_is_clamped(tmp_path):
     """Of a share below 0.1, one position of 16, and of a row of masks."""
     denoiser, w = dit_reference.opened(tmp_path, "sedd")

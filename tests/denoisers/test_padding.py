@@ -86,14 +86,8 @@ def test_rotary_positions_that_change_with_the_longest_row_of_a_batch(tmp_path):
     short = {"original_max_position_embeddings": 8}  # transformers 4 and 5 look for it in two places
     factors = {"short_factor": [1.0] * 4, "long_factor": [1.0, 2.0, 4.0, 8.0]}
     scaled = {"rope_type": "longrope", "factor": 4.0, "rope_theta": 10_000.0, **factors, **short}
-    torch.manual_seed(7)
-    size = {**tiny.SIZE, **short, "max_position_embeddings": 32}
-    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**size, rope_scaling=scaled)).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.normal_(std=0.4)
     path = tiny.checkpoint(tmp_path, "llama")
-    model.save_pretrained(tmp_path)
+    tiny.network("llama", rope_scaling=scaled, **short).save_pretrained(path)
     blocks = {"device": "cpu", "attention": "block_causal", "block": 4}
     assert denoisers.load(path, max_length=8, **blocks).honours_padding
     with pytest.raises(DuelError, match="max_length=8"):
@@ -146,39 +140,37 @@ def in_memory(network, **options):
     return Duel.from_model(network, block=4, mask_token_id=4, max_length=12, **options)
 
 
+class Floor(Experts):
+    """Room for 128 tokens in any call."""
+
+    def forward(self, ids, real):
+        self.capacity = 128 / ids.numel()
+        return super().forward(ids, real)
+
+
+def crowd(rows):
+    return lambda ids, real: Experts()(ids, real) * (1 + 0.1 * (len(ids) > rows))
+
+
+def minus_mean(ids, real):
+    return (logits := Experts()(ids, real)) - logits.mean((0, 1), keepdim=True)
+
+
 @pytest.mark.row_checks
 def test_networks_whose_rows_influence_each_other_are_refused():
-    def minus_mean(ids, real):
-        logits = Experts()(ids, real)
-        return logits - logits.mean((0, 1), keepdim=True)
-
-    for network in (Experts(capacity=0.3), minus_mean):
+    """In small calls, and in the largest call of a run."""
+    for network in (Experts(capacity=0.3), minus_mean, Floor(), crowd(16)):
         with pytest.raises(DuelError, match="rows influence each other"):
             in_memory(network)
-        assert in_memory(network, self_tests=False)
+    assert in_memory(minus_mean, self_tests=False)
     with pytest.raises(DuelError, match="rows influence each other"):
         Duel.from_model(Mixing(), block=2)
-    windows = [Window((), (0, 1, 2, 3, 5, 6, 7)), Window((2,), (7, 6, 5, 3, 2, 1))]
-    scorer = in_memory(Experts())  # without a capacity
-    agree(scorer.log_prob(windows), [scorer.log_prob([window])[0] for window in windows])
-
-
-@pytest.mark.row_checks
-def test_the_largest_call_of_a_run_is_tested():
-    class Floor(Experts):  # room for 128 tokens in any call
-        def forward(self, ids, real):
-            self.capacity = 128 / ids.numel()
-            return super().forward(ids, real)
-
-    def crowd(rows):
-        return lambda ids, real: Experts()(ids, real) * (1 + 0.1 * (len(ids) > rows))
-
-    for network in (Floor(), crowd(16)):
-        with pytest.raises(DuelError, match="rows influence each other"):
-            in_memory(network)
     assert in_memory(crowd(256))  # 2048 tokens are 256 rows of 8
     with pytest.raises(DuelError, match="rows influence each other"):
         in_memory(crowd(256), batch_size=200)
+    windows = [Window((), (0, 1, 2, 3, 5, 6, 7)), Window((2,), (7, 6, 5, 3, 2, 1))]
+    scorer = in_memory(Experts())  # without a capacity
+    agree(scorer.log_prob(windows), [scorer.log_prob([window])[0] for window in windows])
 
 
 @pytest.mark.row_checks
