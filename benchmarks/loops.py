@@ -29,7 +29,7 @@ from lm_eval_duel.core.network import KeysValues
 from lm_eval_duel.core.predictions import Predictions
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.denoisers.cached.denoiser import Cached
-from lm_eval_duel.denoisers.cached.kept_keys import CachedStep, Places, Replaced
+from lm_eval_duel.denoisers.cached.kept_keys import CachedStep
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.estimators.duel import DuelEstimator
 
@@ -136,7 +136,7 @@ class KeptKeys(WholeRow):
 class KeptRow(WholeRow):
     """Evaluates the whole row at a block's start, then the block alone (dual) or all from its start on (prefix).
 
-    The keys and values of the positions that are evaluated replace the kept ones.
+    The positions that are evaluated attend to the kept keys and values of the others.
     """
 
     title = "cached, one window at a time"
@@ -155,9 +155,10 @@ class KeptRow(WholeRow):
             features, self.kept = self.denoiser.begin(ids, None, every)  # (1, L, D)
             return self.log_softmax(features)[:, start - shift : start - shift + width]
         own = every[:, start : start + width if self.denoiser.cache == "dual" else None]  # (1, Q)
-        places = Places(own, torch.ones_like(own, dtype=torch.bool))
-        past = [Replaced(keys, values, places) for keys, values in self.kept]
-        features = self.denoiser.step(ids[:, own[0]], CachedStep(own, None, past, every, own - start))  # (1, Q, D)
+        outside = torch.cat([every[:, :start], every[:, start + own.shape[1] :]], dim=1)  # (1, K)
+        past = [(keys[:, :, outside[0]], values[:, :, outside[0]]) for keys, values in self.kept]
+        step = CachedStep(own, None, past, torch.cat([outside, own], dim=1), own - start)
+        features = self.denoiser.step(ids[:, own[0]], step)  # (1, Q, D)
         if shift:  # the first position is revealed, so its prediction is never read
             features = torch.cat([features[:, :1], features[:, :-1]], dim=1)
         return self.log_softmax(features)[:, :width]

@@ -63,7 +63,7 @@ class OtherRow(OneRow):
                 counted = masked | ~counted
                 counted[self.known] = False
             share = masked.sum().double() / counted.sum()
-            return denoiser.features(shown[None], None, sigma=denoiser.noise_level(share[None]))[0]
+            return denoiser.features(shown[None], None, **denoiser.noise_inputs(share[None]))[0]
         return super().features(denoiser, shown, begin)
 
     def _cached(self, denoiser: Cached, z: torch.Tensor, begin: int) -> torch.Tensor:

@@ -34,7 +34,7 @@ import torch.nn.functional as F
 from lm_eval_duel.core.block_packing import PackedCall
 from lm_eval_duel.core.hashing import hashed
 from lm_eval_duel.core.lanes import Lanes, Rows
-from lm_eval_duel.core.network import KeysValues, Network, Past
+from lm_eval_duel.core.network import KeysValues, Network
 from lm_eval_duel.core.view import Positions, View, distinct, masked_positions
 
 STRETCH = 256  # columns of a window whose blocks are evaluated together
@@ -203,7 +203,7 @@ class BlockCausalView(View):
         edge = _with_more(self._edge, more)
         self._clean, self._edge, self._slots = clean, edge, self._slots + more  # last: memory may have run out before
 
-    def _past(self, slot: torch.Tensor, columns: int) -> list[Past] | None:
+    def _past(self, slot: torch.Tensor, columns: int) -> list[KeysValues] | None:
         """Keys and values of the first clean `columns` of windows at `slot` (P,); arbitrary for a window without."""
         if not columns:
             return None
@@ -238,9 +238,11 @@ class BlockCausalView(View):
             layout = slot[lane], lanes.start[lane], real[lane]
             call = calls.get(n)
             if call is None or not call.holds(*layout):
-                call = PackedCall.from_slots(*layout, max(1, STRETCH // self.block))
+                start = lanes.start[lane]  # (r,)
+                clean = torch.arange(int(start.max()), device=start.device) < start[:, None]  # (r, K)
+                call = PackedCall.from_slots(*layout, clean, max(1, STRETCH // self.block))
             self._calls[n] = call
-            past = self._past(slot[lane][call.lane[:, 0]], call.ahead)
+            past = self._past(slot[lane][call.lane[:, 0]], call.kept)
             wanted, inputs = call.queries(read[lane]), ids[lane][call.lane].flatten(1)  # (P, A M), (P, Q)
             part, _ = self.denoiser.stream_at(wanted, inputs, call.columns, call.seen, past)  # (P, A M, D)
             self.forwards += 1

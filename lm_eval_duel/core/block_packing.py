@@ -2,10 +2,10 @@
 
     row of a window    block 3 | block 4 | block 5      its lanes
     columns            12 13 14 15 16 17 18 19 ...      their positions in the window
-    seen               clean keys before the own block, and the own block
+    seen               kept keys, such as those before the own block, and the own block
 
-Shapes: R lanes, B the trained block, P rows of the call, A lanes of one row, Q = A B queries, K clean keys, M positions
-of a lane that are evaluated, D features.
+Shapes: R lanes, B positions of a lane, P rows of the call, A lanes of one row, Q = A B queries, K kept keys, M
+positions of a lane that are evaluated, D features.
 """
 
 from __future__ import annotations
@@ -19,30 +19,33 @@ import torch
 class PackedCall:
     """The layout of lanes in one call. The next step can reuse it if it has the same lanes."""
 
-    slot: torch.Tensor  # (R,) where the clean keys of each lane's window are kept
-    start: torch.Tensor  # (R,) first column of each lane's block
-    real: torch.Tensor  # (R, B) which positions of its block exist
+    slot: torch.Tensor  # (R,) where the keys that each lane sees are kept
+    start: torch.Tensor  # (R,) first column of each lane
+    real: torch.Tensor  # (R, B) which of its positions exist
     lane: torch.Tensor  # (P, A) the lane at each place; arbitrary at empty places
     place: tuple[torch.Tensor, torch.Tensor]  # (R,) each: row and place of each lane
     columns: torch.Tensor  # (P, Q) positions in the window
-    seen: torch.Tensor  # (P, Q, K + Q) which clean keys and which of the call's own each query attends to
-    ahead: int  # clean columns that the call sees, K
+    seen: torch.Tensor  # (P, Q, K + Q) which kept keys and which of the call's own each query attends to
 
     @classmethod
-    def from_slots(cls, slot: torch.Tensor, start: torch.Tensor, real: torch.Tensor, most: int) -> PackedCall:
-        """The call over lanes whose clean keys are at `slot` (R,), with at most `most` lanes in a row."""
+    def from_slots(
+        cls, slot: torch.Tensor, start: torch.Tensor, real: torch.Tensor, kept: torch.Tensor, most: int
+    ) -> PackedCall:
+        """The call over lanes that see the columns `kept` (R, K) at `slot` (R,), with at most `most` lanes in a row."""
         device, block = start.device, real.shape[1]
         number, place = arrange(slot, widest(slot, most))  # (P, A)
         used, lane = number >= 0, number.clamp(min=0)  # (P, A)
-        clean = start[lane] * used  # (P, A) clean columns that a lane sees
-        ahead = int(clean.max())
-
         columns = (start[lane][:, :, None] + torch.arange(block, device=device)).flatten(1)  # (P, Q)
         exists = (real[lane] & used[:, :, None]).flatten(1)  # (P, Q)
         of_lane = torch.arange(lane.shape[1], device=device).repeat_interleave(block)  # (Q,)
         own = (of_lane[:, None] == of_lane) & (exists[:, None] | ~exists[:, :, None])  # (P, Q, Q)
-        past = torch.arange(ahead, device=device) < clean[:, of_lane][:, :, None]  # (P, Q, K)
-        return cls(slot, start, real, lane, place, columns, torch.cat([past, own], dim=2), ahead)
+        past = (kept[lane] & used[:, :, None])[:, of_lane]  # (P, Q, K)
+        return cls(slot, start, real, lane, place, columns, torch.cat([past, own], dim=2))
+
+    @property
+    def kept(self) -> int:
+        """The number of kept columns, K."""
+        return self.seen.shape[2] - self.columns.shape[1]
 
     def holds(self, slot: torch.Tensor, start: torch.Tensor, real: torch.Tensor) -> bool:
         """True if these lanes have this layout."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import abc
 import contextlib
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -20,23 +20,11 @@ if TYPE_CHECKING:
 KeysValues = tuple[torch.Tensor, torch.Tensor]  # of one layer, (N, H, K, D / H) each
 
 
-class Kept(Protocol):
-    """One layer's kept keys and values, other than a pair that stands before the call's own."""
-
-    def join(self, keys: torch.Tensor, values: torch.Tensor) -> KeysValues:
-        """The keys and values to attend to, given the call's own."""
-
-
-Past = KeysValues | Kept  # of one layer
-
-
-def joined(past: Past | None, keys: torch.Tensor, values: torch.Tensor) -> KeysValues:
-    """The keys and values that a layer attends to: those kept, and the call's own."""
+def joined(past: KeysValues | None, keys: torch.Tensor, values: torch.Tensor) -> KeysValues:
+    """The keys and values that a layer attends to: those kept, if any, and the call's own."""
     if past is None:
         return keys, values
-    if isinstance(past, tuple):
-        return torch.cat([past[0], keys], 2), torch.cat([past[1], values], 2)
-    return past.join(keys, values)
+    return torch.cat([past[0], keys], 2), torch.cat([past[1], values], 2)
 
 
 def take(plane: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
@@ -114,7 +102,7 @@ class Network(abc.ABC):
         ids: torch.Tensor,
         positions: torch.Tensor,
         seen: torch.Tensor | None,
-        past: list[Past] | None,
+        past: list[KeysValues] | None,
     ) -> tuple[torch.Tensor, list[KeysValues]]:
         """The input of the LM head (N, Q, D) for ids (N, Q) at `positions` (N, Q), and their keys and values.
 
@@ -129,7 +117,7 @@ class Network(abc.ABC):
         ids: torch.Tensor,
         positions: torch.Tensor,
         seen: torch.Tensor | None,
-        past: list[Past] | None,
+        past: list[KeysValues] | None,
         keys: bool = False,
     ) -> tuple[torch.Tensor, list[KeysValues]]:
         """`stream` at the queries `columns` (N, M), (N, M, D); the keys and values are used only with `keys`."""

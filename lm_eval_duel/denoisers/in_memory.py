@@ -125,7 +125,7 @@ class InMemory(Denoiser):
         autocast: torch.dtype | None = None,
     ):
         self.resemble(plain)
-        for attribute in ("model", "steers_attention", "maskless"):
+        for attribute in ("model", "steers_attention"):
             if hasattr(plain, attribute):
                 setattr(self, attribute, getattr(plain, attribute))
         self.plain, self.module, self.path = plain, module, name

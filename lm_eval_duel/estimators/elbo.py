@@ -97,7 +97,7 @@ class Elbo(MonteCarloBound):
 
     def score_group(self, group: WindowGroup) -> IndexedScores:
         if self.form == "score_entropy":
-            opened = partial(cast(SEDD, self.denoiser).open_at, level=lambda lanes: lanes.memory[1][:, 0])
+            opened = partial(cast(SEDD, self.denoiser).open, level=lambda lanes: lanes.memory[1][:, 0])
             group = dataclasses.replace(group, opened=opened)
         return super().score_group(group)
 

@@ -1,10 +1,6 @@
-"""Keys and values that are kept between calls, and how a layer joins them with the call's own.
+"""Keys and values that are kept between calls, and the arguments of a call that attends to them.
 
-Two ways. A pair of tensors stands before the call's own (`(keys, values)`: block-causal networks, and several states of
-one block side by side). `Replaced` holds a whole row, in which the call's own replace the kept ones of the positions
-that it evaluates: nothing is copied.
-
-Shapes: P rows of a call, Q its positions, K columns of a row, S slots, H heads, D features, X real positions.
+Shapes: P rows of a call, Q its positions, K keys, S slots, H heads, L row length, D features.
 """
 
 from __future__ import annotations
@@ -13,48 +9,7 @@ import dataclasses
 
 import torch
 
-from lm_eval_duel.core.network import KeysValues, Past
-
-
-@dataclasses.dataclass(frozen=True)
-class Places:
-    """The places of a call's positions in the kept rows. Positions that are not `real` are evaluated and not
-    kept.
-    """
-
-    columns: torch.Tensor  # (P, Q)
-    real: torch.Tensor  # (P, Q) bool
-
-    def __post_init__(self) -> None:
-        together = bool(self.real.all()) and torch.equal(self.columns, self.columns[:1].expand_as(self.columns))
-        first = int(self.columns[0, 0])
-        object.__setattr__(self, "whole", slice(first, first + self.columns.shape[1]) if together else None)
-        row, position = self.real.nonzero().unbind(1)  # (X,) each
-        object.__setattr__(self, "positions", (row, position, self.columns[row, position]))
-
-    def write(self, plane: torch.Tensor, own: torch.Tensor) -> None:
-        """Put `own` (P, H, Q, D / H) into `plane` (P, H, K, D / H)."""
-        if self.whole is not None:
-            plane[:, :, self.whole] = own
-            return
-        row, position, column = (index.to(plane.device) for index in self.positions)
-        plane[row, :, column] = own[row, :, position]
-
-
-@dataclasses.dataclass(frozen=True)
-class Replaced:
-    """One layer's kept rows; the call's own keys and values are written over those at `places`."""
-
-    keys: torch.Tensor  # (P, H, K, D / H), a view of what is kept
-    values: torch.Tensor  # (P, H, K, D / H)
-    places: Places
-
-    def join(self, keys: torch.Tensor, values: torch.Tensor) -> KeysValues:
-        """Whole rows with the call's own (P, H, Q, D / H) in place."""
-        with torch.inference_mode():  # what is kept was made in it; a network in memory runs outside
-            self.places.write(self.keys, keys)
-            self.places.write(self.values, values)
-        return self.keys, self.values
+from lm_eval_duel.core.network import KeysValues
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,7 +18,7 @@ class CachedStep:
 
     positions: torch.Tensor  # (P or 1, Q)
     seen: torch.Tensor | None  # (P, Q or 1, K) which keys each position attends to; None: all
-    past: list[Past]  # of each layer
+    past: list[KeysValues]  # of each layer, before the call's own
     places: torch.Tensor  # (P or 1, K) the positions of the keys
     columns: torch.Tensor  # (P, M) the positions of the call that are asked for
 
@@ -115,6 +70,16 @@ class Slots:
             for plane, positions in zip(layer, made, strict=True):
                 plane[slot.to(plane.device), :, : positions.shape[2]] = positions
         self.identity[slot] = of  # last: memory may have run out before
+
+    def past(self, slot: torch.Tensor, columns: int) -> list[KeysValues]:
+        """The first `columns` of the rows at `slot` (P,): a view where the slots follow each other, else a copy."""
+        first = int(slot[0])
+        together = torch.equal(slot, torch.arange(first, first + len(slot), device=slot.device))
+
+        def taken(plane: torch.Tensor) -> torch.Tensor:
+            return plane[slice(first, first + len(slot)) if together else slot.to(plane.device), :, :columns]
+
+        return [(taken(keys), taken(values)) for keys, values in self.layers]
 
     def drop(self) -> None:
         """Release all memory."""

@@ -16,7 +16,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from lm_eval_duel.core.denoiser import Denoiser
-from lm_eval_duel.core.network import KeysValues, Past, joined, take
+from lm_eval_duel.core.network import KeysValues, joined, take
 from lm_eval_duel.denoisers.cached.kept_keys import CachedStep
 from lm_eval_duel.denoisers.hf.auto_model import first_position
 
@@ -37,19 +37,11 @@ class Streams:
         the keys and values of all positions, of each layer."""
         positions = torch.arange(ids.shape[1], device=ids.device)[None]  # (1, L)
         seen = None if real is None else real[:, None]  # (P, 1, L)
-        seen = self._explicit(seen, ids.shape[1])
         return self.plain.stream_at(columns, ids, positions, seen, None, keys=True)
 
     def step(self, ids: torch.Tensor, step: CachedStep) -> torch.Tensor:
         """The positions `ids` (P, Q): the input of the head at the columns (P, M) asked for, (P, M, D)."""
-        seen = self._explicit(step.seen, step.places.shape[1])
-        return self.plain.stream_at(step.columns, ids, step.positions, seen, step.past)[0]
-
-    def _explicit(self, seen: torch.Tensor | None, keys: int) -> torch.Tensor | None:
-        """`seen`, always a tensor for transformers' decoders, which would otherwise build a mask."""
-        if seen is None and hasattr(self.plain, "maskless"):
-            return torch.ones(1, 1, keys, dtype=torch.bool, device=self.plain.device)
-        return seen
+        return self.plain.stream_at(step.columns, ids, step.positions, step.seen, step.past)[0]
 
 
 class Attentions:
@@ -131,7 +123,7 @@ class _Listening(TorchFunctionMode):
 class _Splicing(TorchFunctionMode):
     """Adds the kept keys and values, and a mask, to each attention call of a forward."""
 
-    def __init__(self, past: list[Past], masks: list[torch.Tensor | None]):
+    def __init__(self, past: list[KeysValues], masks: list[torch.Tensor | None]):
         super().__init__()
         self.past, self.masks, self.layer = past, masks, 0
 

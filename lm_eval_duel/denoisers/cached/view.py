@@ -1,26 +1,30 @@
 """A cached denoiser opened on a group of rows: whole rows at block starts, then some positions against what is kept.
 
-Shapes: N windows, L row length, R lanes, W block width, M masked positions of a lane, P rows of a call, Q positions of
-a call, D features.
+Shapes: N windows, L row length, R lanes, W block width, M masked positions of a lane, E positions that a lane
+evaluates, P rows of a call, A lanes of one row, Q = A E, K kept keys, D features.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 
 import torch
 
+from lm_eval_duel.core.block_packing import PackedCall
 from lm_eval_duel.core.hashing import hashed
 from lm_eval_duel.core.lanes import Lanes, Rows
 from lm_eval_duel.core.view import Positions, View, distinct, masked_positions
-from lm_eval_duel.denoisers.cached.call import nearby, separate_rows, shared_rows
-from lm_eval_duel.denoisers.cached.kept_keys import Slots
+from lm_eval_duel.denoisers.cached.kept_keys import CachedStep, Slots
 from lm_eval_duel.denoisers.wrappers import Wrapper
 from lm_eval_duel.errors import first_position_unseen
 
 # Kept numbers that weigh as much as a network token of a call. On a CPU, more blocks at a time are slower.
 CPU_KEPT, GPU_KEPT = 1 << 13, 1 << 17
 NEW = 8  # at most one block in NEW begins in one call, which returns its keys before they are kept
+ROW = 256  # positions of states that share a row
+WASTE = 8  # if lanes of several blocks share a call, at most one position in WASTE is wasted,
+SMALL = 1024  # except in calls of so few positions
 
 
 class CachedView(View):
@@ -110,46 +114,57 @@ class CachedView(View):
         if begun.any():
             if self.denoiser.shift and (lanes.masked[:, : self.denoiser.shift].any(1) & begun).any():
                 raise first_position_unseen(self.denoiser.cache)  # it would be predicted in a later step
-            for part in self._parts(lanes, slot, begun):
+            for part in self._parts(lanes, begun):
                 values = self._step(lanes.select(part), ids[part], slot[part], position[part])
                 features[part] = torch.where(begun[part][:, None, None], values, features[part])
         shown = self.rows.visible[lanes.row].any(1) | (lanes.start > lanes.origin) | revealed.any(1)  # (R,)
         all_mask = ~shown & self.denoiser.relative_positions  # (R,)
         return Positions.from_lanes(lanes, all_mask, lambda lane, n: features[lane, n])
 
-    def _parts(self, lanes: Lanes, slot: torch.Tensor, begun: torch.Tensor) -> list[torch.Tensor]:
-        """The lanes (r,) of each network call, in the order of their slots where that saves a copy."""
-        order = slot.argsort(stable=True)  # (R,)
-        order = order[begun[order]]
-        if self.denoiser.cache == "prefix":
-            return [order[part] for part in nearby(lanes.start[order], self.rows.length[lanes.row[order]])]
-        slots = slot[order]
-        first, last = int(slots[0]), int(slots[-1])
-        if len(order) < last - first + 1 <= 2 * len(order):  # with those between that begin: what is kept is not copied
-            between = slot.argsort(stable=True)
-            between = between[(slot[between] >= first) & (slot[between] <= last)]
-            if len(slot[between].unique()) == len(between):
-                return [between]
-        return [order]
+    def _parts(self, lanes: Lanes, begun: torch.Tensor) -> Iterator[torch.Tensor]:
+        """The lanes (r,) of each network call: under a prefix cache, those that are evaluated from nearly one column
+        on.
+        """
+        order = begun.nonzero()[:, 0]  # (n,)
+        if self.denoiser.cache == "dual":
+            yield order
+            return
+        order = order[lanes.start[order].argsort(stable=True)]
+        start, end, begin = lanes.start[order].tolist(), int(self.rows.length[lanes.row[order]].max()), 0
+        for n, column in enumerate(start):
+            small = (n + 1 - begin) * (end - start[begin]) <= SMALL
+            if (column - start[begin]) * WASTE > end - column and not small:
+                yield order[begin:n]
+                begin = n
+        yield order[begin:]
 
     def _step(self, lanes: Lanes, ids: torch.Tensor, slot: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
-        """The input of the head at `position` (R, M) of the lanes' blocks, (R, M, D), in one network call."""
-        shift, length = self.denoiser.shift, self.rows.length[lanes.row]  # (R,)
-        layers = self._slots.layers
-        wanted = (position - shift).clamp(0, ids.shape[1] - 1)  # (R, M) may lie outside where nothing is masked
+        """The input of the head at `position` (R, M) of the lanes' blocks, (R, M, D), in one network call.
+
+        The states of a block stand side by side in one row of the call, behind the kept keys that they share:
+
+            | kept: all positions that are not evaluated | state 1 | state 2 | ...
+        """
+        length, start, end = self.rows.length[lanes.row], lanes.start, lanes.start + lanes.width  # (R,) each
+        most = columns = int(length.max())
         if self.denoiser.cache == "prefix":
-            begin = int(lanes.start.min())
-            whole, _, real = self._input(lanes)  # (R, L)
-            columns = torch.arange(begin, whole.shape[1], device=ids.device).expand(len(lanes), -1)  # (R, Q)
-            own = real[:, begin:] & (columns >= lanes.start[:, None])  # (R, Q)
-            wanted = (wanted + (lanes.start - begin)[:, None]).clamp(max=columns.shape[1] - 1)
-            call = separate_rows(whole[:, begin:], columns, own, length, slot, layers, wanted)
-        elif len(slot.unique()) < len(slot):
-            call = shared_rows(lanes, ids, length, slot, layers, wanted)
-        else:
-            own = torch.arange(ids.shape[1], device=ids.device) < lanes.width[:, None]  # (R, W)
-            call = separate_rows(ids, lanes.columns, own, length, slot, layers, wanted)
-        values = self.denoiser.step(call.ids, call.step)
+            columns, begin, end = int(start.max()), int(start.min()), length
+            ids, start = self._input(lanes)[0][:, begin:], torch.full_like(start, begin)  # (R, E), (R,)
+        every = torch.arange(columns, device=ids.device)[None]  # (1, K)
+        kept = (every < lanes.start[:, None]) | (every >= end[:, None]) & (every < length[:, None])  # (R, K)
+        column = start[:, None] + torch.arange(ids.shape[1], device=ids.device)  # (R, E)
+        own = (column >= lanes.start[:, None]) & (column < end[:, None])  # (R, E)
+        call = PackedCall.from_slots(slot, start, own, kept, max(1, ROW // ids.shape[1]))
+        seen = call.seen  # (P, Q, K + Q)
+        if call.lane.shape[1] == 1:  # every position of the row sees the same
+            seen = torch.cat([kept, own], 1)[call.lane]  # (P, 1, K + Q)
+        wanted = (lanes.start - start)[:, None] + position - self.denoiser.shift  # (R, M)
+        wanted = wanted.clamp(0, ids.shape[1] - 1)  # it may lie outside where nothing is masked
+        positions = call.columns.clamp(max=most - 1)  # (P, Q)
+        places = torch.cat([every.expand(len(positions), -1), positions], 1)  # (P, K + Q)
+        past = self._slots.past(slot[call.lane[:, 0]], columns)
+        step = CachedStep(positions, None if seen.all() else seen, past, places, call.queries(wanted))
+        values = self.denoiser.step(ids[call.lane].flatten(1), step)  # (P, A M, D)
         self.forwards += 1
-        self.evaluated += len(call.ids)
+        self.evaluated += len(positions)
         return call.by_lane(values)

@@ -44,8 +44,7 @@ PREFIX = "backbone."  # of tensor names in some files
 TOKENIZER = "gpt2"  # for the published checkpoints, which have none
 KINDS = {  # of families with a separate class
     "sedd": SEDD,
-    "gidd": gidd.GIDD,
-    gidd.NOISED: gidd.NoisedGIDD,
+    **dict.fromkeys(gidd.FAMILIES, gidd.GIDD),
     **dict.fromkeys(uniform.FAMILIES, uniform.NoisedDiT),
 }
 REFUSED = ("shift_logits", "first_token", "backend", "cfg_scale", "peft", "device_map", "load_in_8bit", "load_in_4bit")
@@ -99,8 +98,8 @@ def unfilled(config: dict[str, Any], options: LoadOptions, tokenizer: PreTrained
         network = DiT(shape).eval()
     kind, more = KINDS.get(family, DiTDenoiser), {} if block is None else {"block": block}
     if family in gidd.FAMILIES:
-        uniform_share, margin = entries(config, options.name, PROBABILITY, "p_uniform", "t_eps")
-        more = {"t_eps": margin, **({"uniform": uniform_share} if noised else {})}
+        share, margin = entries(config, options.name, PROBABILITY, "p_uniform", "t_eps")
+        more = {"t_eps": margin, "uniform": share}
     if noised:
         options.refuse(family, "cache", "temperature", "top_k", "top_p", "exclude_ids")
     denoiser = kind(network, family, row, options.name, tokens, mask_id, **more)

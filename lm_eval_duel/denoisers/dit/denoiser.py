@@ -15,7 +15,8 @@ import torch
 from lm_eval_duel import fingerprint
 from lm_eval_duel.core.denoiser import Denoiser
 from lm_eval_duel.core.lanes import Lanes, Rows
-from lm_eval_duel.core.network import KeysValues, Past, take
+from lm_eval_duel.core.network import KeysValues, take
+from lm_eval_duel.core.noise_view import NoiseView
 from lm_eval_duel.core.view import Positions, View
 from lm_eval_duel.denoisers.dit.network import DiT
 from lm_eval_duel.denoisers.vocabulary import excluded_columns
@@ -102,7 +103,7 @@ class DiTDenoiser(Denoiser):
         ids: torch.Tensor,
         positions: torch.Tensor,
         seen: torch.Tensor | None,
-        past: list[Past] | None,
+        past: list[KeysValues] | None,
         keys: bool = False,
     ) -> tuple[torch.Tensor, list[KeysValues]]:
         """The last layer runs at `columns` (N, M) only; None: at all. Without `keys`, so do its keys and values."""
@@ -131,14 +132,18 @@ class DiTDenoiser(Denoiser):
 
 
 class Timed(DiTDenoiser):
-    """A network that is given, at every step, the noise level of the row's masked share."""
+    """A network that is given a noise level: that of the time, or under an unmasking rule of the masked share."""
 
-    def open(self, rows: Rows, generating: bool = False) -> View:
-        return TimedView(self, rows)
+    def open(self, rows: Rows, generating: bool = False, level: Callable[[Lanes], torch.Tensor] | None = None) -> View:
+        """`level(lanes)` (R,): the noise level of each lane, in place of that of the masked share."""
+        return TimedView(self, rows, level) if self.noise_training is None else NoiseView(self, rows)
 
-    def noise_level(self, share: torch.Tensor) -> torch.Tensor:
-        """The noise level (R,) of masked shares (R,), which are float64."""
+    def noise_level(self, t: torch.Tensor) -> torch.Tensor:
+        """The noise level (R,) at times or masked shares (R,), which are float64."""
         raise NotImplementedError
+
+    def noise_inputs(self, t: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"sigma": self.noise_level(t).float()}
 
     @property
     def counted(self) -> str:
@@ -156,16 +161,11 @@ class SEDD(Timed):
 
     sigma = "clamped"
 
-    def open_at(self, rows: Rows, level: Callable[[Lanes], torch.Tensor]) -> View:
-        """A view with the noise level `level(lanes)` (R,) instead of that of the masked share, for SEDD's own bound."""
-        return LevelView(self, rows, level)
-
-    def noise_level(self, share: torch.Tensor) -> torch.Tensor:
-        """sigma (R,) of masked shares (R,); takes float64 shares, since the schedule cancels near a share of 1."""
-        return (-torch.log1p(-share.clamp(*CLAMP)) if self.sigma == "clamped" else self.schedule(share)).float()
+    def noise_level(self, t: torch.Tensor) -> torch.Tensor:
+        return -torch.log1p(-t.clamp(*CLAMP)) if self.sigma == "clamped" else self.schedule(t)
 
     def schedule(self, t: torch.Tensor) -> torch.Tensor:
-        """sigma(t) of the training schedule."""
+        """sigma(t) of the training schedule; it cancels near t = 1, so t is float64."""
         return -torch.log1p(-t * (1 - NOISE_EPS))
 
     def describe(self) -> dict[str, object]:
@@ -175,23 +175,20 @@ class SEDD(Timed):
 class TimedView(View):
     """A network that is given its noise level, opened on a group of rows."""
 
-    def _extra_inputs(self, lanes: Lanes, shown: torch.Tensor, real: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The noise level of each row."""
-        masked, counted = (real & ~shown).sum(1), self.rows.length[lanes.row]  # (R,) each
-        if self.denoiser.bos == "official":
-            counted = counted - self.rows.visible[lanes.row].sum(1)
-        return {"sigma": self.denoiser.noise_level(masked.double() / counted)}
-
-
-class LevelView(View):
-    """A SEDD denoiser under a given noise level for each lane; equal rows with different levels are not merged."""
-
-    def __init__(self, denoiser: SEDD, rows: Rows, level: Callable[[Lanes], torch.Tensor]):
+    def __init__(self, denoiser: Timed, rows: Rows, level: Callable[[Lanes], torch.Tensor] | None):
         super().__init__(denoiser, rows)
         self._level = level
 
     def positions(self, lanes: Lanes) -> Positions:
-        return self._evaluate(lanes, *self._input(lanes))
+        if self._level is None:
+            return super().positions(lanes)
+        return self._evaluate(lanes, *self._input(lanes))  # equal rows may have different levels
 
     def _extra_inputs(self, lanes: Lanes, shown: torch.Tensor, real: torch.Tensor) -> dict[str, torch.Tensor]:
-        return {"sigma": self._level(lanes).float()}
+        """The noise level of each row."""
+        if self._level is not None:
+            return {"sigma": self._level(lanes).float()}
+        masked, counted = (real & ~shown).sum(1), self.rows.length[lanes.row]  # (R,) each
+        if self.denoiser.bos == "official":
+            counted = counted - self.rows.visible[lanes.row].sum(1)
+        return self.denoiser.noise_inputs(masked.double() / counted)

@@ -16,10 +16,9 @@ from typing import Any
 import torch
 
 from lm_eval_duel.arguments import COUNT, PROBABILITY, ArgumentType
-from lm_eval_duel.core.noise import Hybrid, Noise
+from lm_eval_duel.core.noise import Hybrid, NoiseTraining
 from lm_eval_duel.denoisers.dit.denoiser import Timed
 from lm_eval_duel.denoisers.dit.network import DiTConfig
-from lm_eval_duel.denoisers.dit.uniform import NoisedDiT
 from lm_eval_duel.errors import DuelError
 
 MODEL_TYPE = "dit"  # in config.json
@@ -52,44 +51,30 @@ def read_shape(config: dict[str, Any], name: str) -> tuple[str, DiTConfig, int]:
 
 
 class GIDD(Timed):
-    """GIDD with masking noise alone. Its time t is the masked share m of the row, clamped to [t_eps, 1 - t_eps].
+    """GIDD, at the time t clamped to [t_eps, 1 - t_eps], the times of its training.
 
-    m counts context, target, tail and suffix, without padding; under `bos="official"`, target and tail. The authors
-    have no deterministic order; this is the time at which training masks this share of positions on average.
-    `t_eps`: the margin of the times of its training.
-    """
-
-    def __init__(self, *network: Any, t_eps: float):
-        super().__init__(*network)
-        self.t_eps, self.published_block = t_eps, None
-
-    def noise_level(self, share: torch.Tensor) -> torch.Tensor:
-        return share.clamp(self.t_eps, 1 - self.t_eps).float()
-
-    def describe(self) -> dict[str, object]:
-        return {
-            **super().describe(),
-            "time": f"masked share of the {self.counted}, in [{self.t_eps:g}, 1 - {self.t_eps:g}]",
-        }
-
-
-class NoisedGIDD(NoisedDiT):
-    """GIDD with masks and random tokens, at the time t, clamped to [t_eps, 1 - t_eps].
+    Under masks alone, t is the masked share m of the row: of context, target, tail and suffix, without padding; under
+    `bos="official"`, of target and tail. The authors have no deterministic order; this is the time at which training
+    masks this share of positions on average.
 
     `uniform`: its p_uniform. Random tokens are all but [MASK] (and the table's padding).
     """
 
     def __init__(self, *network: Any, t_eps: float, uniform: float):
-        self.t_eps, self.uniform = t_eps, uniform
         super().__init__(*network)
+        self.t_eps, self.published_block = t_eps, None
+        if uniform:
+            noise, self.relative_positions = Hybrid(int((~self.excluded).sum()), uniform), False
+            self.noise_training = NoiseTraining(noise, "plugin", None, note=f"t in {self.times}")
 
     @property
-    def noise(self) -> Noise:
-        return Hybrid(int((~self.excluded).sum()), self.uniform)
+    def times(self) -> str:
+        return f"[{self.t_eps:g}, 1 - {self.t_eps:g}]"
 
-    @property
-    def note(self) -> str:
-        return f"t in [{self.t_eps:g}, 1 - {self.t_eps:g}]"
+    def noise_level(self, t: torch.Tensor) -> torch.Tensor:
+        return t.clamp(self.t_eps, 1 - self.t_eps)
 
-    def noise_inputs(self, t: torch.Tensor) -> dict[str, torch.Tensor]:
-        return {"sigma": t.clamp(self.t_eps, 1 - self.t_eps).float()}
+    def describe(self) -> dict[str, object]:
+        if self.noise_training is not None:
+            return super().describe()
+        return {**super().describe(), "time": f"masked share of the {self.counted}, in {self.times}"}

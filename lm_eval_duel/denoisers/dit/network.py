@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from lm_eval_duel.core.network import KeysValues, Past, joined, take
+from lm_eval_duel.core.network import KeysValues, joined, take
 from lm_eval_duel.errors import DuelError
 
 FREQUENCIES = 256  # of the time embedding
@@ -58,17 +58,6 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
     return rotated
 
 
-class Norm(nn.Module):
-    """LayerNorm with a weight and no bias, eps 1e-5."""
-
-    def __init__(self, width: int):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(width))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return F.layer_norm(x.float(), x.shape[-1:], self.weight.float(), None, 1e-5).to(x.dtype)
-
-
 class TimeEmbedding(nn.Module):
     """The condition (R, condition) of a noise level sigma (R,)."""
 
@@ -96,7 +85,7 @@ class Block(nn.Module):
         super().__init__()
         width = config.width
         self.heads = config.heads
-        self.norm1, self.norm2 = Norm(width), Norm(width)
+        self.norm1, self.norm2 = nn.LayerNorm(width, bias=False), nn.LayerNorm(width, bias=False)
         self.attn_qkv = nn.Linear(width, 3 * width, bias=False)
         self.attn_out = nn.Linear(width, width, bias=False)
         self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(approximate="tanh"), nn.Linear(4 * width, width))
@@ -113,7 +102,7 @@ class Block(nn.Module):
         sin: torch.Tensor,
         mask: torch.Tensor | None,
         causal: bool,
-        past: Past | None,
+        past: KeysValues | None,
         columns: torch.Tensor | None,
     ) -> tuple[torch.Tensor, KeysValues]:
         """The output of attention at all positions or at `columns` (R, M), (R, L or M, D); and keys and values."""
@@ -140,7 +129,7 @@ class Block(nn.Module):
         sin: torch.Tensor,
         mask: torch.Tensor | None,
         causal: bool,
-        past: Past | None,
+        past: KeysValues | None,
         columns: torch.Tensor | None,
         keys: bool,
     ) -> tuple[torch.Tensor, KeysValues | None]:
@@ -165,7 +154,7 @@ class Output(nn.Module):
 
     def __init__(self, config: DiTConfig):
         super().__init__()
-        self.norm_final = Norm(config.width)
+        self.norm_final = nn.LayerNorm(config.width, bias=False)
         self.linear = nn.Linear(config.width, config.vocab_size)
         self.adaLN_modulation = nn.Linear(config.condition, 2 * config.width) if config.adaptive else None
 
@@ -178,21 +167,13 @@ class Output(nn.Module):
         return modulate(x, shift, scale)
 
 
-class Embedding(nn.Module):
-    """The token table; its name in the file is vocab_embed.embedding."""
-
-    def __init__(self, config: DiTConfig):
-        super().__init__()
-        self.embedding = nn.Parameter(torch.zeros(config.vocab_size, config.width))
-
-
 class DiT(nn.Module):
     """The network from ids to the input of its LM head."""
 
     def __init__(self, config: DiTConfig):
         super().__init__()
         self.config = config
-        self.vocab_embed = Embedding(config)
+        self.vocab_embed = nn.ParameterDict({"embedding": torch.zeros(config.vocab_size, config.width)})
         self.sigma_map = TimeEmbedding(config.condition) if config.adaptive else None
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
         self.output_layer = Output(config)
@@ -210,7 +191,7 @@ class DiT(nn.Module):
         mask: torch.Tensor | None = None,
         causal: bool = False,
         positions: torch.Tensor | None = None,
-        past: list[Past] | None = None,
+        past: list[KeysValues] | None = None,
         columns: torch.Tensor | None = None,
         keys: bool = False,
     ) -> tuple[torch.Tensor, list[KeysValues]]:
@@ -224,7 +205,7 @@ class DiT(nn.Module):
             positions = torch.arange(ids.shape[1], device=ids.device)[None]  # (1, L)
         condition = self.condition(sigma)
         cos, sin = rotary(positions, self.config.width // self.config.heads)
-        x = F.embedding(ids, self.vocab_embed.embedding)  # (R, L, D)
+        x = F.embedding(ids, self.vocab_embed["embedding"])  # (R, L, D)
         keys_values = []
         for n, block in enumerate(self.blocks):
             before = None if past is None else past[n]

@@ -15,9 +15,8 @@ from typing import Any
 import torch
 
 from lm_eval_duel.arguments import TRUTH
-from lm_eval_duel.core.noise import Noise, NoiseTraining, Uniform
-from lm_eval_duel.denoisers.dit.denoiser import NOISE_EPS, DiTDenoiser
-from lm_eval_duel.denoisers.dit.network import DiT
+from lm_eval_duel.core.noise import NoiseTraining, Uniform
+from lm_eval_duel.denoisers.dit.denoiser import NOISE_EPS, Timed
 from lm_eval_duel.errors import DuelError
 
 log = logging.getLogger("lm_eval.duel_mdm")
@@ -26,27 +25,17 @@ FAMILIES = ("duo", "udlm")
 DISTILLED = "distilled"  # in the name of a checkpoint
 
 
-class NoisedDiT(DiTDenoiser):
-    """A DiT that sees noisy tokens, and the noise level."""
+class NoisedDiT(Timed):
+    """A DiT under uniform noise, whose levels go from t = 1e-3 to alpha = 1e-3 in its training."""
 
-    def __init__(self, network: DiT, family: str, max_length: int, path: str, tokens: set[int], mask_id: int | None):
-        super().__init__(network, family, max_length, path, tokens, mask_id)
-        self.noise_training = NoiseTraining(self.noise, "plugin", None, note=self.note)
+    def __init__(self, *network: Any):
+        super().__init__(*network)
+        note = f"sigma = -log alpha, alpha in [{NOISE_EPS:g}, 1 - {NOISE_EPS:g}]"
+        self.noise_training = NoiseTraining(Uniform(int((~self.excluded).sum())), "plugin", None, note=note)
         self.published_block, self.relative_positions = None, False
 
-    @property
-    def noise(self) -> Noise:
-        """The noise of its training."""
-        return Uniform(int((~self.excluded).sum()))
-
-    @property
-    def note(self) -> str:
-        """The entry of the spec on its noise level."""
-        return f"sigma = -log alpha, alpha in [{NOISE_EPS:g}, 1 - {NOISE_EPS:g}]"
-
-    def noise_inputs(self, t: torch.Tensor) -> dict[str, torch.Tensor]:
-        """sigma = -log(1 - t) inside the levels of its training, which go from t = 1e-3 to alpha = 1e-3."""
-        return {"sigma": -(1 - t).clamp(NOISE_EPS, 1 - NOISE_EPS).log().float()}
+    def noise_level(self, t: torch.Tensor) -> torch.Tensor:
+        return -(1 - t).clamp(NOISE_EPS, 1 - NOISE_EPS).log()
 
 
 def require_known(config: dict[str, Any], name: str, family: str) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from lm_eval_duel.core.network import KeysValues, Past, joined
+from lm_eval_duel.core.network import KeysValues, joined
 from lm_eval_duel.denoisers import self_tests
 from lm_eval_duel.denoisers.hf.pretrained import Pretrained
 
@@ -68,9 +68,12 @@ class Decoder(Pretrained):
         ids: torch.Tensor,
         positions: torch.Tensor,
         seen: torch.Tensor | None,
-        past: list[Past] | None,
+        past: list[KeysValues] | None,
     ) -> tuple[torch.Tensor, list[KeysValues]]:
         clean = CleanKeys(past)
+        if seen is None:  # without a mask, transformers would make one
+            kept = past[0][0].shape[2] if past else 0
+            seen = torch.ones(1, 1, kept + ids.shape[1], dtype=torch.bool, device=ids.device)
         return self._features(ids, positions, seen, clean), clean.own
 
     def head(self, features: torch.Tensor) -> torch.Tensor:
@@ -102,7 +105,7 @@ class CleanKeys:
     these.
     """
 
-    def __init__(self, past: list[Past] | None):
+    def __init__(self, past: list[KeysValues] | None):
         self.past = past
         self.own: list[KeysValues] = []
 
