@@ -22,33 +22,27 @@ REFUSED = {  # by class name or model type
     "EsmForDPLM2Bit": "it has a second track of structure tokens (DPLM-2 Bit), which is not supported",
     "NemotronLabsDiffusionVLMModel": "it needs images, which are not supported",
 }
-_REFUSED = {name.lower(): (name, reason) for name, reason in REFUSED.items()}
 GEMMA = ("diffusiongemmaforblockdiffusion", "diffusion_gemma")  # names in lower case
-NOISED = ("duo", "udlm", *GEMMA)  # of networks whose noise is random tokens
+UNIFORM = ("duo", "udlm")  # of networks under uniform noise
 GIDD = "dit"  # its model type
 ABSORBING = ("absorbing_state", "absorbing", "absorb", "masked", "mask")
-LINEAR = ("loglinear", "log-linear", "log_linear")
-MASKING = {  # entries that name the noise or what the output means, and their values for masks
-    "diffusion": ABSORBING,
-    "graph": ABSORBING,
-    "noise": LINEAR,
-    "parameterization": ("subs", "sedd", "ar"),
-    "noise_type": (*LINEAR, *ABSORBING),
-    "forward_process": ABSORBING,
-}
-UNIFORM = ("uniform", "uniform_state")
-RANDOM = {  # for the random tokens of Duo and UDLM
-    "diffusion": UNIFORM,
-    "graph": UNIFORM,
-    "noise": LINEAR,
-    "parameterization": ("mean", "d3pm"),
-    "noise_type": (*LINEAR, *UNIFORM),
-    "forward_process": UNIFORM,
-}
+RANDOM = ("uniform", "uniform_state")
 HYBRID = ("hybrid", "gidd")
-MIXED = {  # for GIDD's masks and random tokens
-    **dict.fromkeys(("diffusion", "graph", "noise_type", "forward_process"), HYBRID),
-    **dict.fromkeys(("noise", "parameterization"), (*HYBRID, "linear")),
+LINEAR = ("loglinear", "log-linear", "log_linear")
+
+
+def _entries(kinds: tuple[str, ...], outputs: tuple[str, ...]) -> dict[str, tuple[str, ...]]:
+    """The entries that name the noise or what the output means, and their values for these kinds of noise."""
+    named = dict.fromkeys(("diffusion", "graph", "forward_process"), kinds)
+    return {**named, "noise": LINEAR, "noise_type": (*LINEAR, *kinds), "parameterization": outputs}
+
+
+MASKING = _entries(ABSORBING, ("subs", "sedd", "ar"))
+REPLACING = _entries(RANDOM, ("mean", "d3pm"))  # Duo and UDLM
+MIXED = {  # GIDD's masks and random tokens
+    **_entries(HYBRID, (*HYBRID, "linear")),
+    "noise": (*HYBRID, "linear"),
+    "noise_type": HYBRID,
 }
 
 
@@ -70,7 +64,7 @@ def model_names(config: Config) -> list[str]:
 def noise(config: Config) -> bool:
     """True if the noise of a network is random tokens, by its names, or for GIDD by its `p_uniform`."""
     names = [name.lower() for name in model_names(config)]
-    return any(name in NOISED for name in names) or (GIDD in names and bool(_p_uniform(config)))
+    return not {*UNIFORM, *GEMMA}.isdisjoint(names) or (GIDD in names and bool(_p_uniform(config)))
 
 
 def _p_uniform(config: Config) -> float:
@@ -98,11 +92,10 @@ def require_supported(config: Config, name: str, family: str | None = None) -> N
 
     `family`: the family that the user passed, if any; then class names and the model type refuse nothing.
     """
-    for given in model_names(config) if family is None else ():
-        if given.lower() in _REFUSED:
-            known, reason = _REFUSED[given.lower()]
-            raise DuelError(f"{name} is a {known}: {reason}.")
     names = [given.lower() for given in model_names(config)]
+    for known, reason in REFUSED.items() if family is None else ():
+        if known.lower() in names:
+            raise DuelError(f"{name} is a {known}: {reason}.")
     if GIDD not in names and (share := _p_uniform(config)):
         raise DuelError(
             f"The config.json of {name} has p_uniform={share:g}, an entry of GIDD, but no name of GIDD. If the network "
@@ -110,11 +103,11 @@ def require_supported(config: Config, name: str, family: str | None = None) -> N
         )
     if is_diffusion_gemma(config):
         return
-    known = MASKING if not noise(config) else MIXED if GIDD in names else RANDOM
-    for key, values in known.items():
+    random = noise(config)
+    for key, values in (MASKING if not random else MIXED if GIDD in names else REPLACING).items():
         for kind in _kinds(name, key, config.get(key)):
             if kind.lower() not in values:
-                own = "this family" if noise(config) else "masked diffusion"
+                own = "this family" if random else "masked diffusion"
                 raise DuelError(
                     f"The config.json of {name} has {key}={kind}, and {own} has {key}={values[0]}. A network that was "
                     "trained with other noise, or whose output means something else, would get a wrong number."

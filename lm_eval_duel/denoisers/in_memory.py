@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import weakref
+from functools import partialmethod
 from typing import Any
 
 import torch
@@ -25,7 +26,6 @@ from transformers import PreTrainedTokenizerBase
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from lm_eval_duel.core.denoiser import Denoiser
-from lm_eval_duel.core.network import KeysValues
 from lm_eval_duel.denoisers import identity, loading, self_tests, special_tokens, user_module
 from lm_eval_duel.denoisers.function import Function, by_keyword, parameters
 from lm_eval_duel.denoisers.hf import auto_model, families, masked_lm
@@ -145,27 +145,17 @@ class InMemory(Denoiser):
     def layers(self) -> torch.nn.Module:
         return self.plain.layers
 
-    def features(self, ids: torch.Tensor, *more: Any, **extra: Any) -> torch.Tensor:
+    def _evaluated(self, name: str, *call: Any, **extra: Any) -> Any:
+        """A call of `plain`, on copies of integer tensors that do not come from inference mode."""
         with self.evaluating():
-            return self.plain.features(ids.clone(), *more, **extra)  # a copy outside of inference mode
+            call = tuple(part.clone() if getattr(part, "dtype", None) == torch.long else part for part in call)
+            return getattr(self.plain, name)(*call, **extra)
 
-    def features_at(self, columns: torch.Tensor, ids: torch.Tensor, *more: Any, **extra: Any) -> torch.Tensor:
-        with self.evaluating():
-            return self.plain.features_at(columns, ids.clone(), *more, **extra)
-
-    def stream(self, ids: torch.Tensor, *more: Any) -> tuple[torch.Tensor, list[KeysValues]]:
-        with self.evaluating():
-            return self.plain.stream(ids.clone(), *more)
-
-    def stream_at(
-        self, columns: torch.Tensor, ids: torch.Tensor, *more: Any, **extra: Any
-    ) -> tuple[torch.Tensor, list[KeysValues]]:
-        with self.evaluating():
-            return self.plain.stream_at(columns, ids.clone(), *more, **extra)
-
-    def head(self, features: torch.Tensor) -> torch.Tensor:
-        with self.evaluating():
-            return self.plain.head(features)
+    features = partialmethod(_evaluated, "features")
+    features_at = partialmethod(_evaluated, "features_at")
+    stream = partialmethod(_evaluated, "stream")
+    stream_at = partialmethod(_evaluated, "stream_at")
+    head = partialmethod(_evaluated, "head")
 
     def evaluating(self) -> contextlib.AbstractContextManager[None]:
         return user_module.evaluating(self.module, self.device, self.autocast)

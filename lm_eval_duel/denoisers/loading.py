@@ -31,8 +31,19 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-def load(name: str, *, device: str | None = None, **network: Any) -> Denoiser:
-    """Load the denoiser of a checkpoint; see `denoisers.load`."""
+def load(name: str = BUNDLED, *, device: str | None = None, **network: Any) -> Denoiser:
+    """Load the denoiser of a checkpoint.
+
+    Args:
+        name: A local folder, a hub name, or a bundled name ("demo-mdm", "demo-bd", "demo-ar").
+        device: "cpu", "cuda", "cuda:0", ... None: a GPU if there is one.
+        network: `tokenizer` (a folder, a hub name, or a loaded tokenizer), and the model args of the network in
+            docs/model_args.md, such as `dtype`, `family` or `cache`. The others are detected.
+
+    Raises:
+        DuelError: If an argument is wrong, or the checkpoint cannot be read, does not fill its network exactly, or
+            contradicts its config.
+    """
     options, config = _options(name, device, network)
     with hub.explained(options.name):
         tokenizer = _tokenizer(config, options)
@@ -63,7 +74,7 @@ def wrapped(denoiser: Denoiser, options: LoadOptions) -> Denoiser:
 
 
 def require_estimator(name: str, estimator: str, takes_noise: bool, **network: Any) -> None:
-    """See `denoisers.require_estimator`."""
+    """Raise DuelError if an estimator is not for the noise of a checkpoint, by its config.json alone."""
     options, config = _options(name, "cpu", network)
     causal = identity.is_diffusion_gemma(config)
     if identity.noise(config) and not takes_noise and not (causal and options.attention == "causal"):
@@ -76,7 +87,10 @@ def require_estimator(name: str, estimator: str, takes_noise: bool, **network: A
 
 
 def find_family(name: str, **network: Any) -> str | None:
-    """See `denoisers.find_family`."""
+    """The decoder family of a checkpoint by its config.json, before any weight is read; None for all other networks.
+
+    Raises DuelError, as `load`, for what the config shows.
+    """
     options, config = _options(name, "cpu", network)
     if dit_checkpoint.is_dit(config, options.name):
         dit_checkpoint.require_float32(options)
@@ -151,7 +165,15 @@ def _tokenizer(config: dict[str, Any], options: LoadOptions) -> PreTrainedTokeni
 
 
 def load_tokenizer(arguments: Mapping[str, Any]) -> PreTrainedTokenizerBase:
-    """See `denoisers.load_tokenizer`."""
+    """Load the tokenizer of a checkpoint.
+
+    Args:
+        arguments: Model args, such as {"pretrained": "demo-mdm"}: `tokenizer` if it is given, else the tokenizer next
+            to the weights of `pretrained`, or of its family.
+
+    Raises:
+        DuelError: If there is none.
+    """
     name, revision = tokenizer_source(arguments)
     name = resolve(name)
     trust_remote_code = TRUTH("trust_remote_code", arguments.get("trust_remote_code")) or False

@@ -74,7 +74,7 @@ def read(name: str, network: dict[str, Any], tokenizer: Any = None) -> Unloaded:
     options = LoadOptions(resolve(name), torch.device("cpu"), tokenizer, **network)
     config = known or hub.read_config(options.name, options.revision)
     identity.require_supported(config, options.name, options.family)
-    if gidd.MODEL_TYPE in map(str.lower, identity.model_names(config)) and options.mask_token_id is None:
+    if identity.GIDD in map(str.lower, identity.model_names(config)) and options.mask_token_id is None:
         options = dataclasses.replace(options, mask_token_id=min(gidd.MASK, config["vocab_size"] - 1))
     with hub.explained(options.name):
         alone = loading.is_alone(config, options)

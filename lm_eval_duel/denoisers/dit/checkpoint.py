@@ -36,7 +36,7 @@ from lm_eval_duel.errors import DuelError
 
 log = logging.getLogger("lm_eval.duel_mdm")
 
-NAMES = {"mdlm", "bd3lm", "sedd"}  # class names and model types in lower case; GIDD's is gidd.MODEL_TYPE
+NAMES = {"mdlm", "bd3lm", "sedd"}  # class names and model types in lower case; GIDD's is identity.GIDD
 LAYOUT = ("hidden_dim", "n_blocks", "n_heads", "model_length")  # entries of config.json of such networks
 SECTIONS = ("graph", "model", "tokens")  # of the config.json of SEDD's authors, which names no class
 IGNORED = ("rotary_emb.", "sampling_eps_min", "sampling_eps_max", "noise.")  # recomputed, or for sampling
@@ -45,7 +45,7 @@ TOKENIZER = "gpt2"  # for the published checkpoints, which have none
 KINDS = {  # of families with a separate class
     "sedd": SEDD,
     **dict.fromkeys(gidd.FAMILIES, gidd.GIDD),
-    **dict.fromkeys(uniform.FAMILIES, uniform.NoisedDiT),
+    **dict.fromkeys(identity.UNIFORM, uniform.NoisedDiT),
 }
 REFUSED = ("shift_logits", "first_token", "backend", "cfg_scale", "peft", "device_map", "load_in_8bit", "load_in_4bit")
 
@@ -54,15 +54,15 @@ def is_dit(config: dict[str, Any], path: str) -> bool:
     """True if a config.json belongs to one of these families; raises DuelError if its names contradict its entries."""
     names = identity.model_names(config)
     lower = {name.lower() for name in names}
-    if lower and (lower <= NAMES or (len(lower) == 1 and lower <= {gidd.MODEL_TYPE, *uniform.FAMILIES})):
+    if lower and (lower <= NAMES or (len(lower) == 1 and lower <= {identity.GIDD, *identity.UNIFORM})):
         return True
     if not names and all(key in config for key in SECTIONS):
         return True
-    if lower & {*NAMES, *uniform.FAMILIES} or all(key in config for key in LAYOUT):
+    if lower & {*NAMES, *identity.UNIFORM} or all(key in config for key in LAYOUT):
         says = f"names {', '.join(dict.fromkeys(names))}" if names else "names neither a class nor a model type"
         raise DuelError(
             f"The config.json of {path} {says}. MDLM, BD3-LM, SEDD, GIDD, Duo, UDLM and the AR baseline are recognised "
-            f"by their names alone ({', '.join((*sorted(NAMES), gidd.MODEL_TYPE, *uniform.FAMILIES))}). If its network "
+            f"by their names alone ({', '.join((*sorted(NAMES), identity.GIDD, *identity.UNIFORM))}). If its network "
             "is one of them, say so in model_type."
         )
     return False
@@ -84,7 +84,7 @@ def unfilled(config: dict[str, Any], options: LoadOptions, tokenizer: PreTrained
     if block is not None:
         options.require_block(block)
     row = row_length(options.name, options.max_length, length)
-    if family in uniform.FAMILIES:  # all noise is random tokens
+    if family in identity.UNIFORM:  # all noise is random tokens
         options.refuse(family, "mask_token_id")
         mask_id, columns = None, range(shape.vocab_size)
     else:  # BERT's [MASK] for LM1B; with GPT-2's tokenizer the last column; GIDD's columns after [MASK] are padding
@@ -92,7 +92,7 @@ def unfilled(config: dict[str, Any], options: LoadOptions, tokenizer: PreTrained
         known = last if family not in gidd.FAMILIES else gidd.MASK if last >= gidd.MASK else None
         mask_id = find_mask_id(options, config, tokenizer, known, shape.vocab_size)
         columns = range(mask_id if family in gidd.FAMILIES else shape.vocab_size)
-    noised = family == gidd.NOISED or family in uniform.FAMILIES  # noise is over all columns, whatever the tokenizer
+    noised = family == gidd.NOISED or family in identity.UNIFORM  # noise is over all columns, whatever the tokenizer
     tokens = set(columns) if tokenizer is None or noised else set(tokenizer.get_vocab().values())
     with torch.device("meta"):
         network = DiT(shape).eval()
@@ -134,7 +134,7 @@ def require_float32(options: LoadOptions) -> None:
 def read_shape(config: dict[str, Any], options: LoadOptions) -> tuple[str, DiTConfig, int, int | None]:
     """Family, network shape, row length and trained block; raises DuelError for a config that is wrong."""
     name, names = options.name, [name.lower() for name in identity.model_names(config)]
-    if gidd.MODEL_TYPE in names:
+    if identity.GIDD in names:
         return *gidd.read_shape(config, name), None
     if not names:
         return "sedd", *_read_sections(config, name), None
@@ -147,7 +147,7 @@ def read_shape(config: dict[str, Any], options: LoadOptions) -> tuple[str, DiTCo
         adaptive=not causal if adaptive is None else adaptive,
         time=bool(time),
     )
-    if names[0] in uniform.FAMILIES:
+    if names[0] in identity.UNIFORM:
         uniform.require_known(config, name, names[0])
         return names[0], dataclasses.replace(shape, time=True), length, None
     block = COUNT("block_size", config.get("block_size"))

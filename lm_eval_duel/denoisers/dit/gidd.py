@@ -21,7 +21,6 @@ from lm_eval_duel.denoisers.dit.denoiser import Timed
 from lm_eval_duel.denoisers.dit.network import DiTConfig
 from lm_eval_duel.errors import DuelError
 
-MODEL_TYPE = "dit"  # in config.json
 NOISED = "gidd-uniform"
 FAMILIES = ("gidd", NOISED)
 SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "timestep_cond_dim", "max_seq_len")
@@ -62,7 +61,7 @@ class GIDD(Timed):
 
     def __init__(self, *network: Any, t_eps: float, uniform: float):
         super().__init__(*network)
-        self.t_eps, self.published_block = t_eps, None
+        self.t_eps, self.uniform, self.published_block = t_eps, uniform, None
         if uniform:
             noise, self.relative_positions = Hybrid(int((~self.excluded).sum()), uniform), False
             self.noise_training = NoiseTraining(noise, "plugin", None, note=f"t in {self.times}")

@@ -21,7 +21,6 @@ from lm_eval_duel.errors import DuelError
 
 log = logging.getLogger("lm_eval.duel_mdm")
 
-FAMILIES = ("duo", "udlm")
 DISTILLED = "distilled"  # in the name of a checkpoint
 
 

@@ -204,22 +204,22 @@ def find(config: Config, options: LoadOptions, folder: str | None) -> Family | N
     that looks autoregressive if nothing says it was trained as a diffusion model, and for one that edits revealed
     tokens.
     """
-    classes = class_names(config)
     if options.family is not None:
         require_known("family", [options.family], NAMED)
         return _adapted(NAMED[options.family], config)
-    for name in classes:
-        for family in FAMILIES:
-            if name in family.architectures:
-                return _adapted(_resolve_ambiguous(family, options, folder), config)
+    detected = options.attention is None
+    for name in class_names(config):
+        if family := next((family for family in FAMILIES if name in family.architectures), None):
+            if family.name == "llada2":
+                _require_no_edits(options.name, folder)
+            if detected:  # of some families the config is that of another one
+                family = _by_name(options.peft or "", "d2f", f"d2f-{family.name}") or family
+                family = _by_name(options.name, "bd3lm", f"{family.name}-bd3lm") or family
+            return _adapted(family, config)
         if name in PLAIN and options.attention != "causal":
-            if options.attention is None and "diffullama" in _base_name(options.name):
-                log.warning(
-                    "By its name %s is taken as diffullama; its config is that of a Llama. Set family= to decide",
-                    options.name,
-                )
-                return NAMED["diffullama"]
-            if options.attention is None:
+            if detected and (family := _by_name(options.name, "diffullama", "diffullama")):
+                return family
+            if detected:
                 raise DuelError(
                     f"By its config {options.name} is a {name}, autoregressive: add estimator=ar. If it is a masked "
                     f"diffusion model, pass family={'|'.join(NAMED)}, or attention=bidirectional with "
@@ -229,25 +229,22 @@ def find(config: Config, options: LoadOptions, folder: str | None) -> Family | N
     return None
 
 
-def _resolve_ambiguous(family: Family, options: LoadOptions, folder: str | None) -> Family:
-    """The family that a checkpoint belongs to, where several share a class name."""
-    d2f = f"d2f-{family.name}"
-    if d2f in NAMED and options.attention is None and "d2f" in _base_name(options.peft or ""):
-        log.warning("By its name the adapter %s makes %s a %s. Set family= to decide", options.peft, options.name, d2f)
-        return NAMED[d2f]
+def _by_name(path: str, word: str, family: str) -> Family | None:
+    """The family that the name of a checkpoint or an adapter says, if it holds `word`; else None."""
+    if family not in NAMED or word not in os.path.basename(path.rstrip("/")).lower():
+        return None
+    log.warning("By its name %s is taken as %s; its config does not say. Set family= to decide", path, family)
+    return NAMED[family]
+
+
+def _require_no_edits(path: str, folder: str | None) -> None:
+    """Raise DuelError if the code in a folder edits revealed tokens."""
     code = Path(folder).glob("*.py") if folder else ()
-    if family.name == "llada2" and any(EDITS.search(file.read_text("utf-8", "replace")) for file in code):
+    if any(EDITS.search(file.read_text("utf-8", "replace")) for file in code):
         raise DuelError(
-            f"{options.name} edits revealed tokens when it generates (LLaDA2.1 and later), {NO_ORDER}. To score it "
-            "without these edits, pass family=llada2."
+            f"{path} edits revealed tokens when it generates (LLaDA2.1 and later), {NO_ORDER}. To score it without "
+            "these edits, pass family=llada2."
         )
-    blocks = f"{family.name}-bd3lm"
-    if blocks in NAMED and options.attention is None and "bd3lm" in _base_name(options.name):
-        log.warning(
-            "By its name %s is taken as %s; its config does not say. Set family= to decide", options.name, blocks
-        )
-        return NAMED[blocks]
-    return family
 
 
 def by_tensors(config: Config, names: Iterable[str]) -> Family | None:
@@ -260,7 +257,3 @@ def by_tensors(config: Config, names: Iterable[str]) -> Family | None:
 def _adapted(family: Family, config: Config) -> Family:
     """The family with the fields that a config decides."""
     return dataclasses.replace(family, **family.adapt(config))
-
-
-def _base_name(path: str) -> str:
-    return os.path.basename(path.rstrip("/")).lower()
