@@ -43,9 +43,10 @@ class Function(Denoiser):
         if not isinstance(logits, torch.Tensor):
             raise DuelError(f"{self.path}(ids, real) must return logits, a tensor; got {type(logits).__name__}.")
         if logits.dim() != 3 or logits.shape[:2] != ids.shape or not logits.is_floating_point():
+            shape = f"({', '.join(map(str, ids.shape))}, V)"
             raise DuelError(
-                f"{self.path}(ids, real) must return logits of the shape (R, L, V), ({', '.join(map(str, ids.shape))}, "
-                f"V) for this call; got {logits.dtype} {tuple(logits.shape)}."
+                f"{self.path}(ids, real) must return logits (R, L, V), here {shape}; got {logits.dtype} "
+                f"{tuple(logits.shape)}."
             )
         return logits
 
@@ -53,11 +54,10 @@ class Function(Denoiser):
         return features
 
     def _first_call(self) -> int:
-        """The columns of the logits of a first small row. Raises DuelError if they are not logits."""
+        """The columns of the logits of a first small row; raises DuelError if they are not logits."""
         first = torch.full((1, min(2, self.max_length)), self.mask_id, device=self.device)  # (1, L)
-        with explained(
-            self.path, "run network", f"It is called as logits = f(ids, real), with ids {first.tolist()} here."
-        ):
+        remedy = f"It is called as logits = f(ids, real), with ids {first.tolist()} here."
+        with explained(self.path, "run network", remedy):
             logits = self.features(first, None)
         if logits.device.type != self.device.type:
             raise DuelError(

@@ -120,18 +120,14 @@ def find_mask_id(
 ) -> int:
     """The id of [MASK], from the options, the config, the tokenizer or the family (`known`), in this order.
 
-    `rows`: the number of rows of the embedding, which bounds the id. Raises DuelError if no source has an id, or if it
-    is the id of another special token.
+    `rows`: of the embedding, which bound the id. Raises DuelError if there is none, or it is another special token.
     """
     of_tokenizer = getattr(tokenizer, "mask_token_id", None)
     for mask_id in (options.mask_token_id, config.get("mask_token_id"), of_tokenizer, known):
         if mask_id is not None:
             if isinstance(mask_id, bool) or not isinstance(mask_id, int) or not 0 <= mask_id < (rows or mask_id + 1):
                 ids = f"its ids are 0 to {rows - 1}" if rows else "ids are whole numbers"
-                raise DuelError(
-                    f"mask_token_id={mask_id} is not an id of {options.name}; {ids}. "
-                    "Pass mask_token_id=<the right one>."
-                )
+                raise DuelError(f"mask_token_id={mask_id} is not an id of {options.name}; {ids}. Pass the right one.")
             for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
                 if mask_id == getattr(tokenizer, name, None) and mask_id != of_tokenizer:
                     raise DuelError(f"mask_token_id={mask_id} is the {name} of {options.name}'s tokenizer, not [MASK].")
@@ -150,10 +146,8 @@ def short_reason(error: Exception) -> str:
 
 @contextlib.contextmanager
 def explained(path: str, what: str = "read checkpoint", remedy: str = "") -> Iterator[None]:
-    """Turn any error of a library or of a checkpoint's own code into a DuelError, with the likely remedy.
-
-    transformers, safetensors, peft and the quantization packages check files and configs themselves. Their errors get
-    the name of the checkpoint and a remedy here.
+    """Turn any error of a library or of a checkpoint's own code into a DuelError that names the checkpoint and a
+    remedy.
     """
     try:
         yield
@@ -187,24 +181,18 @@ def _with_hint(path: str, what: str, error: Exception, remedy: str) -> str:
 
 
 def row_length(path: str, max_length: int | None, positions: int | None) -> int:
-    """The length of rows: `max_length`, else all `positions` of the network.
-
-    Raises DuelError if the network has fewer positions than `max_length`, or if neither is known.
-    """
+    """The length of rows: `max_length`, else all `positions` of the network; raises DuelError if neither will do."""
     if not (max_length or positions):
         raise DuelError(f"Neither config nor tokenizer of {path} gives its number of positions; pass max_length=.")
     if max_length and positions and max_length > positions:
-        raise DuelError(
-            f"max_length={max_length} is too long: {path} takes {positions} positions; leave it out or lower it."
-        )
+        raise DuelError(f"max_length={max_length} is too long: {path} takes {positions} positions; lower it.")
     return max_length or positions
 
 
 def pick_device(name: str | None) -> torch.device:
-    """The device of a name; None: a GPU if there is one.
+    """The device of a name; None: a GPU if there is one. Without any, the harness's default cuda:0 becomes the CPU.
 
-    Without any GPU, the first one, which is the harness's default, becomes the CPU. Only CPU and CUDA are supported:
-    results are kept in float64, which other devices lack.
+    Only CPU and CUDA are supported: results are kept in float64, which other devices lack.
     """
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     default = "cuda" if count else "cuda:0"

@@ -9,8 +9,7 @@
 The weights are not copied. Every call runs with dropout off and outside autocast, and leaves modules, gradient mode and
 autocast as they were, also if it raises an error.
 
-Shapes: R rows, L row length, U rows of features that the LM head runs on, D features, V tokens, N rows of a call, Q
-queries.
+Shapes: R rows, L row length.
 """
 
 from __future__ import annotations
@@ -67,9 +66,7 @@ def from_model(
     options = LoadOptions(name, user_module.device_of(bare, module, device), tokenizer, **network)
     ids: Any = tokenizer if tokenizer is not None else _AnyId(module)
     if weights == DIGEST and module is None:
-        raise DuelError(
-            f"weights={DIGEST!r} hashes the parameters of a module, and {name} is a function: pass it as module=."
-        )
+        raise DuelError(f"weights={DIGEST!r} hashes a module, and {name} is a function: pass the module as module=.")
     tests = user_module.buffers_kept(bare if module is None else module)
     evaluating = user_module.evaluating(module, options.device, autocast)
     with explained(name, "run network"), torch.no_grad(), tests, evaluating:
@@ -105,9 +102,8 @@ def _warn_of_half_precision(module: torch.nn.Module | None, name: str) -> None:
         return
     _half.add(module)
     log.warning(
-        "The weights of %s are in %s, so its numbers differ from the same weights in float32 by tenths of a "
-        "nat for a sentence. transformers keeps the dtype of a checkpoint; pass dtype=torch.float32 to its "
-        "from_pretrained",
+        "The weights of %s are in %s, so its numbers differ from those in float32 by tenths of a nat for a sentence. "
+        "transformers keeps the dtype of a checkpoint; pass dtype=torch.float32 to its from_pretrained",
         name,
         " and ".join(half),
     )
@@ -189,14 +185,13 @@ def _plain(model: Any, options: LoadOptions, tokenizer: Any, tested: bool, known
         if type(model).open is not Denoiser.open:
             raise DuelError(
                 f"{type(model).__name__} opens rows in its own way (`open`), which from_model would leave out. Pass "
-                "the network inside it, with cache=, cfg_scale=, exclude_ids=, temperature=, top_k= or top_p= as "
-                "arguments of from_model; or use Duel(denoiser, ...), with the network in eval mode."
+                "the network inside it, with cache=, cfg_scale=, ... as arguments; or use Duel(denoiser, ...)."
             )
         plain = model
     elif not callable(model):
         raise DuelError(
-            "from_model takes a network: a module of transformers, a function logits = f(ids, real), or a Denoiser; "
-            f"got {type(model).__name__}. For a checkpoint on disk or on the hub use from_pretrained."
+            "from_model takes a module of transformers, a function logits = f(ids, real), or a Denoiser; got "
+            f"{type(model).__name__}. For a checkpoint on disk or on the hub use from_pretrained."
         )
     elif _takes_input_ids(model):
         return _of_transformers(model, options, tokenizer, tested)
@@ -232,11 +227,8 @@ def _of_transformers(model: Any, options: LoadOptions, tokenizer: Any, tested: b
         raise DuelError(f"{kind} is scored from a checkpoint, with estimator=noised_elbo; not in memory.")
     found = families.find({"architectures": [kind]}, options, None)
     family = found or (masked_lm.MASKED_LM if native and options.shift_logits is None else masked_lm.OWN_CODE)
-    if getattr(model.config, "attention_type", None) == "block_sparse":
-        raise DuelError(
-            f"{kind} has block-sparse attention, which depends on the length of earlier rows: call its "
-            "set_attention_type('original_full') first."
-        )
+    if getattr(model.config, "attention_type", None) == "block_sparse":  # it depends on the length of earlier rows
+        raise DuelError(f"{kind} has block-sparse attention: call its set_attention_type('original_full') first.")
     kind_of = _DecoderInMemory if native and kind in families.PLAIN and found is not None else _MaskedLMInMemory
     denoiser: Pretrained = kind_of(family, config, options, tokenizer, config.get("vocab_size"))
     denoiser.refuses = tested

@@ -82,7 +82,7 @@ def require_estimator(name: str, estimator: str, takes_noise: bool, **network: A
     if takes_noise and not identity.noise(config):
         raise DuelError(
             f"estimator={estimator} is for networks whose noise is random tokens; by its config {options.name} is not "
-            "one. Use estimator=elbo, or leave estimator out for the exact likelihood."
+            "one. Use estimator=elbo, or leave estimator out."
         )
 
 
@@ -116,8 +116,7 @@ def unfilled(
 ) -> Unfilled:
     """The network that a config.json describes, before any weight is read. A checkpoint's own code is not run.
 
-    `family`: the decoder family. `local`: returns the options with the checkpoint as a local folder, for readers that
-    do not know the hub.
+    `family`: of decoders. `local`: the options with a local folder, for readers that do not know the hub.
     """
     if dit_checkpoint.is_dit(config, options.name):
         return dit_checkpoint.unfilled(config, local(), tokenizer)

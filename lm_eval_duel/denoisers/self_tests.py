@@ -35,10 +35,7 @@ LENGTHENED = ("dynamic", "longrope")  # rotary types that depend on the row leng
 
 
 def run(denoiser: Denoiser, path: str, refuse: bool = True) -> None:
-    """Run every self-test; sets the detected properties on the denoiser, or raises DuelError.
-
-    With `refuse=False`, only the tests run that detect properties of a bidirectional network.
-    """
+    """Run the self-tests; sets the detected properties on the denoiser, or with `refuse` raises DuelError."""
     # not inference_mode: a network may keep what it computes here, and be trained afterwards
     with torch.no_grad(), user_module.buffers_kept(denoiser):
         if denoiser.by_blocks:
@@ -112,8 +109,8 @@ def require_dependence(path: str, rows: torch.Tensor, logits: torch.Tensor) -> N
     """Raise DuelError if two different rows (R, L) have the same logits (R, L, V): nothing can be detected then."""
     if torch.equal(logits[0], logits[1]) and not torch.equal(rows[0], rows[1]):
         raise DuelError(
-            f"{path} predicts the same for every row, as networks do whose head starts at zero and that have not been "
-            "trained. Train it for a few steps first."
+            f"{path} predicts the same for every row, as an untrained network whose head starts at zero. Train it for "
+            "a few steps first."
         )
 
 
@@ -128,23 +125,18 @@ def require_direction(denoiser: Denoiser, path: str, rows: torch.Tensor, logits:
     difference = relative_difference(logits_of(denoiser, changed)[:, :-1], logits[:, :-1])
     if denoiser.attention == "bidirectional" and difference == 0:
         raise DuelError(
-            f"{path} is causal: its predictions ignore later tokens, so it is not a masked diffusion model. "
-            "If it is autoregressive, score it with estimator=ar. If its layers start at zero, train it for a few "
-            "steps first."
+            f"{path} is causal: its predictions ignore later tokens. If it is autoregressive, score it with "
+            "estimator=ar. If its layers start at zero, train it for a few steps first."
         )
     if denoiser.attention == "causal" and difference > _batch_tolerance(denoiser, logits):
         raise DuelError(
-            f"{path} is not causal: its predictions depend on later tokens, so it has no autoregressive "
-            "likelihood. Leave estimator=ar and attention=causal out."
+            f"{path} is not causal: its predictions depend on later tokens. Leave estimator=ar and attention=causal "
+            "out."
         )
 
 
 def honours_padding(denoiser: Denoiser) -> bool:
-    """True if a row has the same logits in a batch with longer ones as alone, up to float noise.
-
-    The rows are padded as in a batch and half masked: the effect of padding may depend on the masked positions of a
-    row.
-    """
+    """True if a half-masked row has the same logits in a batch with longer ones as alone, up to float noise."""
     row = half_masked(denoiser)  # (1, L)
     length = row.shape[1]
     counts = sorted({1, length // 2, length - 1} - {0, length})
@@ -184,15 +176,15 @@ def require_repeatable(denoiser: Denoiser, path: str, length: int = REPEATED) ->
     first = logits_of(denoiser, row)
     if not relative_difference(first, logits_of(denoiser, row)) <= tolerance(denoiser, first, BATCH_TOLERANCE):
         raise DuelError(
-            f"{path} returns different logits each time for the same row of {row.shape[1]} positions: its forward pass "
-            "draws random numbers, as hashed attention does. It gives no text a single likelihood, so it is refused."
+            f"{path} returns different logits each time for the same row of {row.shape[1]} positions: it draws random "
+            "numbers, as hashed attention does, and gives no text a single likelihood."
         )
 
 
 def require_separate_rows(denoiser: Denoiser, path: str, tokens: int = MANY) -> None:
     """Raise DuelError if the other rows of a call of `tokens` positions change the logits of a row.
 
-    The other rows are many and equal, so that they fill an expert's capacity; two short rows fill none.
+    They are many and equal, so that they fill an expert's capacity.
     """
     length = 2 * denoiser.block if denoiser.by_blocks else LENGTH
     row = random_rows(denoiser, length, rows=1)  # (1, L)
@@ -213,9 +205,8 @@ def require_separate_rows(denoiser: Denoiser, path: str, tokens: int = MANY) -> 
         if not relative_difference(among, alone) <= allowed:
             raise DuelError(
                 f"{path} predicts differently for a row alone and for the same row in a batch: its rows influence "
-                "each other, as in a mixture of experts with a capacity, or batch normalisation in training mode. No "
-                "number would belong to one text, so it is refused. Put every module into eval mode, and switch the "
-                "capacity off."
+                "each other, as in a mixture of experts with a capacity, or batch normalisation in training mode. Put "
+                "every module into eval mode, and switch the capacity off."
             )
     denoiser.separate_tokens = max(denoiser.separate_tokens, tokens)
 
@@ -249,8 +240,8 @@ def _by_blocks(denoiser: Denoiser, path: str) -> None:
     block, kind = denoiser.block, denoiser.attention.replace("_", "-")
     if (unscaled := _unscaled_length(denoiser)) is not None:
         raise DuelError(
-            f"The rotary frequencies of {path} change with the longest row of a call, so the values of a block would "
-            f"depend on the other blocks of the call. Pass max_length={unscaled}: up to that length they are constant."
+            f"The rotary frequencies of {path} change with the longest row of a call, but not up to {unscaled} "
+            f"positions: pass max_length={unscaled}."
         )
     rows = random_rows(denoiser, 2 * block).repeat(1, 2 * block)[:, : 2 * block]  # (2, 2 B)
     whole = logits_of(denoiser, rows)  # (2, 2 B, V)
@@ -286,9 +277,8 @@ def rotary_frequencies(model: torch.nn.Module, config: Any, path: str) -> None:
         noise = ROTARY_TOLERANCE if buffer.dtype.itemsize >= 4 else 0.01
         if not torch.allclose(buffer.double().cpu(), expected, rtol=noise, atol=0):
             raise DuelError(
-                f"The rotary frequencies of {path} ({name}) are not {theta:g}^(-2i/d): they were not loaded or "
-                "computed correctly, and every prediction would be noise. Leave backend=remote out, or use another "
-                "release of transformers."
+                f"The rotary frequencies of {path} ({name}) are not {theta:g}^(-2i/d), so every prediction would be "
+                "noise. Leave backend=remote out, or use another release of transformers."
             )
 
 
@@ -308,10 +298,7 @@ def relative_difference(a: torch.Tensor, b: torch.Tensor) -> float:
 
 
 def _unscaled_length(denoiser: Denoiser) -> int | None:
-    """The length up to which rotary frequencies are constant; None if they are the same for all rows.
-
-    In Phi-3's long versions, for example, the frequencies change with the longest row of a call.
-    """
+    """The length up to which rotary frequencies are constant, as in Phi-3's long versions; None if they always are."""
     config = getattr(getattr(denoiser, "model", None), "config", None)
     sections = [getattr(config, name, None) or {} for name in ("rope_parameters", "rope_scaling")]
     sections += [part for section in sections for part in section.values() if isinstance(part, dict)]  # per layer type

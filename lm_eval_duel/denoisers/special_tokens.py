@@ -15,8 +15,7 @@ TRIED = 1000  # ordinary tokens that are tried as texts
 def convention(tokenizer: Any, denoiser: Denoiser) -> tuple[str, list[int], list[int]]:
     """The convention for special tokens (the value of `bos=`), and the ids before and after a text.
 
-    A masked LM uses its tokenizer's ([CLS] text [SEP]); other networks use one BOS, if their family expects one. Raises
-    DuelError if the tokenizer lacks a token that the convention needs.
+    A masked LM uses its tokenizer's ([CLS] text [SEP]); other networks use one BOS, if their family expects one.
     """
     bos = denoiser.bos
     if bos in ("none", "first"):
@@ -59,10 +58,9 @@ def end_of_text(tokenizer: Any) -> int | None:
 
 
 def added_tokens(tokenizer: Any) -> tuple[list[int], list[int]]:
-    """The ids that a tokenizer adds before and after a text, such as [CLS] and [SEP].
+    """The ids that a tokenizer adds before and after a text of ordinary tokens, such as [CLS] and [SEP].
 
-    Detected with a text of ordinary tokens: an empty list of ids matches everywhere, and an unknown letter may become a
-    special token. Raises DuelError if no text reveals them.
+    Raises DuelError if no text reveals them.
     """
     special = set(tokenizer.all_special_ids)
     for text in _texts(tokenizer):
@@ -74,9 +72,8 @@ def added_tokens(tokenizer: Any) -> tuple[list[int], list[int]]:
             if full[start : start + len(plain)] == plain:
                 return full[:start], full[start + len(plain) :]
     raise DuelError(
-        f"Cannot determine the special tokens that {tokenizer.name_or_path or 'this tokenizer'} adds: every text that "
-        "was tried has no ordinary tokens, or other ones with special tokens than without. To score without them, use "
-        "bos=none; to use another tokenizer, pass tokenizer=<a folder or hub name>."
+        f"Cannot determine the special tokens that {tokenizer.name_or_path or 'this tokenizer'} adds: no text that was "
+        "tried shows them. Use bos=none to score without them, or tokenizer=<a folder or hub name>."
     )
 
 

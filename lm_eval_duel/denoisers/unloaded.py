@@ -1,7 +1,4 @@
-"""The size of a network whose weights are not read: what a plan needs of its config.json.
-
-The network is built on the meta device, where tensors have shapes and take no memory. Its matrix products and its
-parameters are counted there, so every class that the package can load is counted in the same way.
+"""The size of a network whose weights are not read: its parameters and matrix products, on the meta device.
 
 Shapes: V tokens, D features.
 """
@@ -65,7 +62,7 @@ class Unloaded(NamedTuple):
 
 
 def read(name: str, network: dict[str, Any], tokenizer: Any = None) -> Unloaded:
-    """The network of a folder, a hub name, a bundled name, or a config.json file; `network`: as for `denoisers.load`.
+    """The network of a folder, a hub name, a bundled name, or a config.json file; arguments as for `denoisers.load`.
 
     Raises DuelError if the config cannot be read, or belongs to a network whose size only its own code knows.
     """

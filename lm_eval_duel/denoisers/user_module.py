@@ -21,10 +21,8 @@ RUNTIME = ("_name_or_path", "dtype", "torch_dtype", "transformers_version", "use
 
 
 def unwrapped(model: Any) -> Any:
-    """The network inside DistributedDataParallel, torch.compile and PEFT: the same weights, called directly.
-
-    DistributedDataParallel would wait for the other ranks at each call, and a compiled network would be compiled again
-    for each shape. PEFT's adapters are in the layers of the network, so they count.
+    """The network inside DistributedDataParallel (which waits for other ranks), torch.compile and PEFT: the same
+    weights, called directly. PEFT's adapters are in its layers, so they count.
     """
     while True:
         if isinstance(model, torch.nn.parallel.DistributedDataParallel | torch.nn.DataParallel):
@@ -45,8 +43,8 @@ def _require_adapters_in_layers(model: Any) -> None:
         kind = str(getattr(config.peft_type, "value", config.peft_type))
         if getattr(config, "is_prompt_learning", False) or kind == "XLORA":
             raise DuelError(
-                f"A {kind} adapter works outside of the network's layers, so it would be left out. Pass a function "
-                "f(ids, real) that calls the PEFT model, and it as module=."
+                f"A {kind} adapter is not in the network's layers, so it would be left out. Pass a function f(ids, "
+                "real) that calls the PEFT model, and it as module=."
             )
 
 
@@ -54,10 +52,9 @@ def _require_adapters_in_layers(model: Any) -> None:
 def evaluating(
     module: torch.nn.Module | None, device: torch.device, autocast: torch.dtype | None = None
 ) -> Iterator[None]:
-    """Dropout off; autocast off, or to the given dtype; nothing compiled; no inference mode; restored at the end.
+    """Dropout off; autocast off, or to the given dtype; nothing compiled; restored at the end.
 
-    The gradient mode does not change: tensors that a network keeps from call to call, such as rotary tables, must not
-    come from inference mode, or the next training step fails.
+    No inference mode, in which a network may make tensors that it keeps, such as rotary tables, and then cannot train.
     """
     grad = torch.is_grad_enabled()
     training = [part for part in module.modules() if part.training] if module is not None else []
@@ -83,10 +80,7 @@ def evaluating(
 
 
 def digest(module: torch.nn.Module) -> str:
-    """A hash (12 hexadecimal digits) of all parameters and buffers: their names, dtypes, shapes and values.
-
-    It covers the config, which has the number of heads, and the scales of PEFT's adapters, too.
-    """
+    """A hash (12 hexadecimal digits) of all parameters and buffers, the config, and the scales of PEFT's adapters."""
     config = getattr(module, "config", None)
     entries = config.to_dict() if hasattr(config, "to_dict") else {}
     total = hashlib.sha256(repr(sorted((key, str(entries[key])) for key in entries if key not in RUNTIME)).encode())
@@ -155,15 +149,11 @@ def require_whole(module: torch.nn.Module) -> None:
     """Raise DuelError if this process holds only a part of a network."""
     classes = {cls.__name__ for part in module.modules() for cls in type(part).__mro__}
     sharded = {"FSDPModule", "FullyShardedDataParallel"} & classes
-    parts = [
-        parameter
-        for parameter in module.parameters()
-        if hasattr(parameter, "ds_id") or "DTensor" in (type(parameter).__name__, type(parameter.data).__name__)
-    ]
-    if sharded or parts:
-        how = "FSDP" if sharded else "DeepSpeed ZeRO-3" if hasattr(parts[0], "ds_id") else "tensor parallelism"
+    deepspeed = any(hasattr(parameter, "ds_id") for parameter in module.parameters())
+    tensors = {type(tensor).__name__ for parameter in module.parameters() for tensor in (parameter, parameter.data)}
+    if sharded or deepspeed or "DTensor" in tensors:
+        how = "FSDP" if sharded else "DeepSpeed ZeRO-3" if deepspeed else "tensor parallelism"
         raise DuelError(
-            f"This process holds only a part of the weights ({how}): each call would wait for the other ranks, which "
-            "score other texts. Save a checkpoint and score it with from_pretrained, or train with "
-            "DistributedDataParallel."
+            f"This process holds only a part of the weights ({how}), and each call would wait for the others. Save a "
+            "checkpoint and score it with from_pretrained, or train with DistributedDataParallel."
         )

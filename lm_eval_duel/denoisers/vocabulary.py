@@ -30,8 +30,8 @@ def excluded_columns(
     known = sorted(tokens - {mask_id})
     if vocab_size - len(known) > max(PADDING, vocab_size // 10):
         log.warning(
-            "The tokenizer has %d tokens and %s predicts %d columns, more than padding explains. The extra columns get "
-            "no probability; if this is the tokenizer of another model, every number is wrong (set tokenizer=)",
+            "The tokenizer has %d tokens and %s predicts %d columns, more than padding explains. If this is the "
+            "tokenizer of another model, every number is wrong (set tokenizer=)",
             len(known),
             path,
             vocab_size,

@@ -89,17 +89,13 @@ def _lightning(path: str) -> dict[str, torch.Tensor]:
     # the EMA is a list, in the order of the network's parameters
     shadow = (average.get("shadow_params") if isinstance(average, dict) else None) or []
     if [tensors[key].shape for key in names] != [getattr(value, "shape", None) for value in shadow]:
-        raise DuelError(
-            f"The averaged weights (EMA) of {path} do not match its network: {len(shadow)} tensors for {len(names)} "
-            "parameters, or other shapes."
-        )
+        counts = f"{len(shadow)} tensors for {len(names)} parameters"
+        raise DuelError(f"The averaged weights (EMA) of {path} do not match its network: {counts}, or other shapes.")
     return tensors | dict(zip(names, shadow, strict=True))
 
 
 def _unpickled(path: str, kept: str, name: str) -> Any:
-    """The content of a file that torch wrote: tensors and plain values only.
-
-    Raises DuelError if it cannot be read. If it holds code, the error shows a command that saves the part `kept` of the
+    """The content of a file that torch wrote. If it holds code, the error has a command that saves `kept` of its
     content `c` under `name`.
     """
     with _reading(path):
@@ -109,8 +105,8 @@ def _unpickled(path: str, kept: str, name: str) -> Any:
             if not _starts(path, b"PK", b"\x80\x02"):  # a web page or a git-lfs pointer, not a file from torch
                 raise
             raise DuelError(
-                f"{path} needs code to be read ({short_reason(error)}), which is not run here. If you trust the file, "
-                "save its tensors alone where its training code is installed:\n"
+                f"{path} needs code to be read ({short_reason(error)}), which is not run here. If you trust it, save "
+                "its tensors alone where its training code is installed:\n"
                 f"    python -c \"import torch; c = torch.load({path!r}, 'cpu', weights_only=False); "
                 f'torch.save({kept}, {name!r})"'
             ) from error

@@ -92,9 +92,7 @@ class Excluding(Wrapper):
             if not 0 <= token < plain.vocab_size:
                 raise DuelError(f"exclude_ids has id {token}; the network's ids are 0 to {plain.vocab_size - 1}.")
             if token == plain.mask_id:
-                raise DuelError(
-                    f"exclude_ids has id {token}, which is [MASK]: it is excluded in any case. Leave it out."
-                )
+                raise DuelError(f"exclude_ids has id {token}, which is [MASK] and excluded in any case: leave it out.")
         self.excluded = plain.excluded.clone()
         self.excluded[list(self.excluded_ids)] = True
         if self.excluded.all():
@@ -120,8 +118,8 @@ class Guided(Wrapper):
             )
         if plain.needs_visible:
             raise DuelError(
-                "cfg_scale masks the whole context, and this network scales its input by the share of visible tokens: "
-                "without any it divides 0 by 0. Leave cfg_scale out."
+                "cfg_scale masks the whole context, and without visible tokens this network divides 0 by 0. Leave "
+                "cfg_scale out."
             )
         super().__init__(plain)
         self.scale = scale
@@ -178,11 +176,7 @@ class Warped(Wrapper):
     """
 
     def __init__(
-        self,
-        plain: Denoiser,
-        temperature: float | None = None,
-        top_k: int | None = None,
-        top_p: float | None = None,
+        self, plain: Denoiser, temperature: float | None = None, top_k: int | None = None, top_p: float | None = None
     ):
         super().__init__(plain)
         self.top_k = top_k
@@ -207,6 +201,13 @@ class Warped(Wrapper):
     def smooth_head(self, features: torch.Tensor) -> torch.Tensor:
         return self.plain.smooth_head(features)
 
+    @property
+    def warping(self) -> str:
+        """The warpers as text, for the spec."""
+        parts = [f"temperature={number(self.temperature)}"]
+        parts += [f"top_k={self.top_k}"] if self.top_k is not None else []
+        return ", ".join(parts + ([f"top_p={number(self.top_p)}"] if self.top_p < 1 else []))
+
     def describe(self) -> dict[str, object]:
         return {**self.plain.describe(), "warpers": self.warping}
 
@@ -219,14 +220,7 @@ class Warped(Wrapper):
         if rule.fixed or (self.top_k != 1 and self.top_p * int((~self.excluded).sum()) > 1):
             return None
         return (
-            f"{warper} leaves one token in every position, with probability 1, so all positions tie and "
-            f"rule={rule} reveals from left to right (a rule with a bound on a probability or an entropy: the "
-            "rest of a block at once). For the most probable tokens in the rule's own order, use do_sample: false"
+            f"{warper} leaves one token in every position, so all positions tie and rule={rule} reveals from left to "
+            "right (a rule with a bound on a probability or an entropy: the rest of a block at once). For the most "
+            "probable tokens in the rule's own order, use do_sample: false"
         )
-
-    @property
-    def warping(self) -> str:
-        """The warpers as text, for the spec."""
-        parts = [f"temperature={number(self.temperature)}"]
-        parts += [f"top_k={self.top_k}"] if self.top_k is not None else []
-        return ", ".join(parts + ([f"top_p={number(self.top_p)}"] if self.top_p < 1 else []))

@@ -1,16 +1,14 @@
 """The cached samplers of Fast-dLLM, with a prefix or a dual cache: a denoiser around a denoiser.
 
-At a block's start the whole row is evaluated once. Later steps evaluate only some of its positions. In every layer
-these attend to the kept keys and values of the others:
+At a block's start the whole row is evaluated once. Later steps evaluate some of its positions, which attend to the
+kept keys and values of the others:
 
     cache=dual      evaluates the block's positions
     cache=prefix    evaluates the positions from the block's start on
 
 With the targets known, what is kept depends only on the targets before the block and on the row's layout, never on the
-order in which the block is revealed. So a cached network is a function of the block's tokens, like any other: the
-theorem holds, all blocks of all windows are evaluated side by side, and all states of a block share what is kept.
-
-It is another distribution than without a cache, so the cache is part of the spec.
+order in which the block is revealed. So the theorem holds, and all blocks are evaluated side by side. It is another
+distribution than without a cache, so the cache is part of the spec.
 
 Shapes: L row length, P rows of a call, Q positions of a call, K keys, V tokens.
 """
@@ -86,10 +84,7 @@ class Cached(Wrapper):
         return {**self.plain.describe(), "cache": self.cache}
 
     def _try_out(self) -> int:
-        """The number of values kept per position; raises NotSteered if a step is inconsistent with a block's start.
-
-        While nothing is revealed, a step must give what the whole row gives.
-        """
+        """The number of values kept per position; raises NotSteered if a step without a reveal differs from the row."""
         row = self_tests.random_rows(self)[:1]  # (1, L)
         length = row.shape[1]
         first, last = length // 3, max(length // 3 + 1, length - 2)
@@ -119,27 +114,24 @@ def under_cache(denoiser: Denoiser, cache: str) -> Denoiser:
 
 def _require_cacheable(plain: Denoiser, cache: str) -> None:
     """Raise DuelError, with the reason, for a kind of network that does not support a cache."""
-    if plain.attention != "bidirectional":
-        raise DuelError(
-            f"cache={cache} is for bidirectional networks; this one is {plain.attention}, whose clean keys and values "
-            "are exact already: they are kept, and no later block changes them. Leave cache out."
-        )
-    if plain.needs_visible:
-        raise DuelError(
-            f"cache={cache} evaluates a part of a row, and this network scales its input by the share of masked "
-            "positions in the whole row (token_dropout of ESM), so each reveal changes every key and value. "
-            "Leave cache out."
-        )
     if isinstance(plain, Wrapper):
         raise DuelError(
             f"cache={cache} wraps the plain network; guidance and temperature wrap the cached one: "
             f"{type(plain).__name__}(Cached(network, ...), ...)."
         )
-    if type(plain).open is not Denoiser.open:
-        raise DuelError(
-            f"cache={cache} keeps keys and values from a block's first step, but a {plain.family} network gets another "
-            "noise level at each step, so none of them stay valid. Leave cache out."
+    if plain.attention != "bidirectional":
+        reason = (
+            f"is for bidirectional networks; this one is {plain.attention} and keeps its clean keys and values anyway"
         )
+    elif plain.needs_visible:
+        reason = (
+            "does not go with a network that scales its input by the masked share of the row (token_dropout of ESM)"
+        )
+    elif type(plain).open is not Denoiser.open:
+        reason = f"does not go with a {plain.family} network: its noise level, and so every key, changes at each step"
+    else:
+        return
+    raise DuelError(f"cache={cache} {reason}. Leave cache out.")
 
 
 def _steering(plain: Denoiser) -> Streams | Attentions:

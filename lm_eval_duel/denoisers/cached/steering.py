@@ -1,9 +1,8 @@
 """Evaluate some positions of a row of a bidirectional network against kept keys and values of the others.
 
 A network with `stream` (our DiT, the decoders) takes them as its past. Networks without a past (transformers' masked
-LMs) are steered where they attend: each attention is a call of `scaled_dot_product_attention`, the n-th call of a
-forward belongs to the n-th layer, and a torch function mode inserts kept keys, values and masks. No class is copied or
-patched, so this works for every release of transformers.
+LMs) are steered where they attend: the n-th call of `scaled_dot_product_attention` in a forward belongs to the n-th
+layer, and a torch function mode inserts kept keys, values and masks. No class is copied or patched.
 
 Shapes: P rows of a call, L row length, Q positions of a call, K keys, H heads, D features, M columns asked for.
 """
@@ -143,9 +142,8 @@ class _Splicing(TorchFunctionMode):
 
 
 def _ungrouped(arguments: dict[str, Any]) -> KeysValues:
-    """The keys and values of an attention call, with as many heads as its queries.
-
-    transformers repeats the keys of grouped heads before a call with a mask, and leaves it to the kernel without one.
+    """The keys and values of an attention call, with as many heads as its queries: a call without a mask may have
+    fewer.
     """
     heads = arguments["query"].shape[1]
     keys, values = (arguments[name] for name in ("key", "value"))
@@ -155,9 +153,7 @@ def _ungrouped(arguments: dict[str, Any]) -> KeysValues:
 
 
 def _pattern(mask: torch.Tensor | None) -> torch.Tensor | None:
-    """The positions that each position sees, (L, L) bool, by an attention's mask (1, 1, L, L) or less; None: all see
-    all.
-    """
+    """The positions that each position sees, (L, L) bool, by an attention's mask (1, 1, L, L) or less; None: all."""
     if mask is None:
         return None
     if mask.dtype != torch.bool:

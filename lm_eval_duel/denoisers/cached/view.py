@@ -154,7 +154,8 @@ class CachedView(View):
         kept = (every < lanes.start[:, None]) | (every >= end[:, None]) & (every < length[:, None])  # (R, K)
         column = start[:, None] + torch.arange(ids.shape[1], device=ids.device)  # (R, E)
         own = (column >= lanes.start[:, None]) & (column < end[:, None])  # (R, E)
-        call = PackedCall.from_slots(slot, start, own, kept, max(1, ROW // ids.shape[1]))
+        abreast = max(1, ROW // ids.shape[1]) if self.denoiser.cache == "dual" else 1
+        call = PackedCall.from_slots(slot, start, own, kept, abreast)
         seen = call.seen  # (P, Q, K + Q)
         if call.lane.shape[1] == 1:  # every position of the row sees the same
             seen = torch.cat([kept, own], 1)[call.lane]  # (P, 1, K + Q)
