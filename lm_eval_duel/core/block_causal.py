@@ -31,7 +31,7 @@ from collections.abc import Iterator
 import torch
 import torch.nn.functional as F
 
-from lm_eval_duel.core.block_packing import PackedCall
+from lm_eval_duel.core.block_packing import PackedCall, rows_at
 from lm_eval_duel.core.hashing import hashed
 from lm_eval_duel.core.lanes import Lanes, Rows
 from lm_eval_duel.core.network import KeysValues, Network
@@ -205,16 +205,7 @@ class BlockCausalView(View):
 
     def _past(self, slot: torch.Tensor, columns: int) -> list[KeysValues] | None:
         """Keys and values of the first clean `columns` of windows at `slot` (P,); arbitrary for a window without."""
-        if not columns:
-            return None
-        slot = slot.clamp(max=self._slots - 1)
-        here = slice(int(slot[0]), int(slot[0]) + len(slot))
-        adjacent = torch.equal(slot, torch.arange(here.start, here.stop, device=slot.device))
-
-        def of_slots(plane: torch.Tensor) -> torch.Tensor:
-            return plane[here if adjacent else slot.to(plane.device), :, :columns]  # a slice is not copied
-
-        return [(of_slots(keys), of_slots(values)) for keys, values in self._clean]
+        return rows_at(self._clean, slot.clamp(max=self._slots - 1), columns) if columns else None
 
     def _edge_features(self, lanes: Lanes, lane: torch.Tensor) -> torch.Tensor:
         """The clean stream's features at the last position before the block of `lane` (c,), (c, D)."""

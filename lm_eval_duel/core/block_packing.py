@@ -5,14 +5,17 @@
     seen               kept keys, such as those before the own block, and the own block
 
 Shapes: R lanes, B positions of a lane, P rows of the call, A lanes of one row, Q = A B queries, K kept keys, M
-positions of a lane that are evaluated, D features.
+positions of a lane that are evaluated, S slots, H heads, L row length, D features.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import torch
+
+from lm_eval_duel.core.network import KeysValues
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,6 +65,17 @@ class PackedCall:
         """Features at `queries` (P, A M, D), regrouped by lane (R, M, D)."""
         of_places: torch.Tensor = features.unflatten(1, (self.lane.shape[1], -1))  # (P, A, M, D)
         return of_places[self.place]
+
+
+def rows_at(layers: Sequence[KeysValues], slot: torch.Tensor, columns: int) -> list[KeysValues]:
+    """The first `columns` of kept rows (S, H, L, D / H) at `slot` (P,): views where the slots follow each other."""
+    first = int(slot[0])
+    together = torch.equal(slot, torch.arange(first, first + len(slot), device=slot.device))
+
+    def taken(plane: torch.Tensor) -> torch.Tensor:
+        return plane[slice(first, first + len(slot)) if together else slot.to(plane.device), :, :columns]
+
+    return [(taken(keys), taken(values)) for keys, values in layers]
 
 
 def widest(window: torch.Tensor, most: int) -> int:

@@ -71,16 +71,6 @@ class Slots:
                 plane[slot.to(plane.device), :, : positions.shape[2]] = positions
         self.identity[slot] = of  # last: memory may have run out before
 
-    def past(self, slot: torch.Tensor, columns: int) -> list[KeysValues]:
-        """The first `columns` of the rows at `slot` (P,): a view where the slots follow each other, else a copy."""
-        first = int(slot[0])
-        together = torch.equal(slot, torch.arange(first, first + len(slot), device=slot.device))
-
-        def taken(plane: torch.Tensor) -> torch.Tensor:
-            return plane[slice(first, first + len(slot)) if together else slot.to(plane.device), :, :columns]
-
-        return [(taken(keys), taken(values)) for keys, values in self.layers]
-
     def drop(self) -> None:
         """Release all memory."""
         self.layers, self.features = [], None

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import torch
 
-from lm_eval_duel.core.block_packing import PackedCall
+from lm_eval_duel.core.block_packing import PackedCall, rows_at
 from lm_eval_duel.core.hashing import hashed
 from lm_eval_duel.core.lanes import Lanes, Rows
 from lm_eval_duel.core.view import Positions, View, distinct, masked_positions
@@ -163,7 +163,7 @@ class CachedView(View):
         wanted = wanted.clamp(0, ids.shape[1] - 1)  # it may lie outside where nothing is masked
         positions = call.columns.clamp(max=most - 1)  # (P, Q)
         places = torch.cat([every.expand(len(positions), -1), positions], 1)  # (P, K + Q)
-        past = self._slots.past(slot[call.lane[:, 0]], columns)
+        past = rows_at(self._slots.layers, slot[call.lane[:, 0]], columns)
         step = CachedStep(positions, None if seen.all() else seen, past, places, call.queries(wanted))
         values = self.denoiser.step(ids[call.lane].flatten(1), step)  # (P, A M, D)
         self.forwards += 1

@@ -61,9 +61,8 @@ def is_dit(config: dict[str, Any], path: str) -> bool:
     if lower & {*NAMES, *identity.UNIFORM} or all(key in config for key in LAYOUT):
         says = f"names {', '.join(dict.fromkeys(names))}" if names else "names neither a class nor a model type"
         raise DuelError(
-            f"The config.json of {path} {says}. MDLM, BD3-LM, SEDD, GIDD, Duo, UDLM and the AR baseline are recognised "
-            f"by their names alone ({', '.join((*sorted(NAMES), identity.GIDD, *identity.UNIFORM))}). If its network "
-            "is one of them, say so in model_type."
+            f"The config.json of {path} {says}. Networks with our own DiT are recognised by their names alone "
+            f"({', '.join((*sorted(NAMES), identity.GIDD, *identity.UNIFORM))}): if it is one, say so in model_type."
         )
     return False
 
@@ -126,9 +125,7 @@ def _fill(denoiser: DiTDenoiser, options: LoadOptions) -> DiTDenoiser:
 def require_float32(options: LoadOptions) -> None:
     """Raise DuelError for a dtype other than float32."""
     if options.dtype not in ("auto", "float32"):
-        raise DuelError(
-            f"MDLM, BD3-LM, SEDD and their AR baseline run in float32, not {options.dtype}; leave dtype out."
-        )
+        raise DuelError(f"MDLM, BD3-LM, SEDD and the AR baseline run in float32, not {options.dtype}; leave dtype out.")
 
 
 def read_shape(config: dict[str, Any], options: LoadOptions) -> tuple[str, DiTConfig, int, int | None]:
@@ -157,14 +154,13 @@ def read_shape(config: dict[str, Any], options: LoadOptions) -> tuple[str, DiTCo
         sedd = True
     if sedd != bool(time) or (causal and time):
         raise DuelError(
-            f"The config.json of {name} has time_conditioning={str(bool(time)).lower()}. Of the networks with these "
-            "entries SEDD is given the noise level, and MDLM, BD3-LM and their AR baseline are not. If it is a SEDD "
-            "with time_conditioning=true, pass family=sedd or set its model_type to sedd."
+            f"The config.json of {name} has time_conditioning={str(bool(time)).lower()}: SEDD is given the noise "
+            "level; MDLM, BD3-LM and the AR baseline are not. If it is a SEDD that is, pass family=sedd."
         )
     if "bd3lm" in names and crossed is None and not causal and block is not None and block < length:
         raise DuelError(
-            f"The config.json of {name} has block_size={block} and no cross_attn, so it does not say if its blocks see "
-            "the later ones. Set cross_attn: true for a BD3-LM, false for a network that sees the whole row."
+            f"The config.json of {name} has block_size={block} and no cross_attn: set cross_attn: true for a BD3-LM, "
+            "false for a network that sees the whole row."
         )
     if causal or not crossed or block is None or block >= length:
         return "ar" if causal else "sedd" if sedd else "mdlm", shape, length, None

@@ -1,6 +1,4 @@
-"""MDLM, BD3-LM, SEDD and the AR baseline as denoisers: our own DiT, and how each family uses it.
-
-GIDD: gidd.py. Duo and UDLM: uniform.py.
+"""MDLM, BD3-LM, SEDD and the AR baseline as denoisers. GIDD: gidd.py. Duo and UDLM: uniform.py.
 
 Shapes: N windows, R rows or lanes, L row length, Q queries, K keys, D width, V tokens.
 """
@@ -28,10 +26,9 @@ NOISE_EPS = 1e-3  # SEDD's schedule: sigma(t) = -log(1 - (1 - eps) t)
 
 
 class DiTDenoiser(Denoiser):
-    """MDLM, BD3-LM, SEDD, GIDD or the AR baseline in float32.
+    """MDLM, BD3-LM, SEDD or the AR baseline in float32.
 
-    All but SEDD and GIDD ignore time. SEDD's scores are renormalised over the tokens (DUEL's official code; justified
-    by Ou et al. 2024, Theorem 1).
+    SEDD's scores are renormalised over the tokens (DUEL's official code; justified by Ou et al. 2024, Theorem 1).
     """
 
     honours_padding = True

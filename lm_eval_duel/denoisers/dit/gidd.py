@@ -1,8 +1,7 @@
 """GIDD (von Rütte et al. 2025): MDLM's network, conditioned on the time t itself.
 
-With p_uniform 0 its noise is masking alone: at time t a position is masked with probability t. Under an unmasking rule,
-t is the masked share of the row, clamped to the times of its training. With p_uniform above 0 tokens are also replaced
-by random ones, so that no rule applies, and `estimator=noised_elbo` is its bound.
+With p_uniform 0 its noise is masking alone: at time t a position is masked with probability t. Above 0 tokens are also
+replaced by random ones, so that no rule applies, and `estimator=noised_elbo` is its bound.
 
 Shapes: R rows or lanes.
 """

@@ -41,9 +41,11 @@ class DiTConfig:
             raise DuelError(f"{self.heads} heads do not divide a width of {self.width} into even parts.")
 
 
-def rotary(positions: torch.Tensor, head: int, base: float = 10_000.0) -> tuple[torch.Tensor, torch.Tensor]:
+def rotary(positions: torch.Tensor, head: int) -> tuple[torch.Tensor, torch.Tensor]:
     """cos and sin of the rotation at `positions` (R, L), (R, 1, L, head) each."""
-    frequency = base ** -(torch.arange(0, head, 2, device=positions.device, dtype=torch.float32) / head)  # (head / 2,)
+    frequency = 10_000.0 ** -(
+        torch.arange(0, head, 2, device=positions.device, dtype=torch.float32) / head
+    )  # (head / 2,)
     angle = positions[:, None, :, None].float() * frequency  # (R, 1, L, head / 2)
     angle = torch.cat([angle, angle], dim=3)  # (R, 1, L, head)
     return angle.cos(), angle.sin()

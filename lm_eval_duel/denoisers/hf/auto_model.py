@@ -33,8 +33,8 @@ def load_model(
     """
     if cached_file(options.name, "adapter_config.json", revision=options.revision, **QUIET) is not None:
         raise DuelError(
-            f"{options.name} holds an adapter (adapter_config.json) next to its weights, and transformers adds it only "
-            "if peft is installed. Use a copy without the adapter's files, and pass peft=<their folder> to add it."
+            f"{options.name} holds an adapter (adapter_config.json) next to its weights. Use a copy without the "
+            "adapter's files, and pass peft=<their folder> to add it."
         )
     quantized = quantization.model_kwargs(config, options)
     model_kwargs |= quantized | device_map.model_kwargs(options)
@@ -72,15 +72,15 @@ def _classes() -> frozenset[str]:
 
 
 def require_known(config: dict[str, Any], name: str, native: str, also: tuple[str, ...] = ()) -> None:
-    """Raise DuelError if a config names a class that transformers does not have, and that is not one of `also`.
+    """Raise DuelError if a config names a class that is neither in transformers nor one of `also`.
 
     Its model type alone does not make it transformers' class `native`: it may be a diffusion model built on it.
     """
     known = {*_classes(), *map(str.lower, also)}
     if unknown := [each for each in config.get("architectures") or [] if str(each).lower() not in known]:
         raise DuelError(
-            f"By its config {name} is a {', '.join(unknown)}, which transformers does not have, and its {native} may "
-            f'be another network. If it is the same one, set architectures to ["{native}"] in its config.json.'
+            f"By its config {name} is a {', '.join(unknown)}, which transformers does not have. If it is the same "
+            f'network as {native}, set architectures to ["{native}"] in its config.json.'
         )
 
 

@@ -36,8 +36,7 @@ def unfilled(
     """
     if family is not None:
         raise DuelError(
-            f"{options.name} is a masked diffusion model ({family.name}), so it has no autoregressive likelihood; "
-            "leave estimator=ar and attention=causal out."
+            f"{options.name} is a masked diffusion model ({family.name}): leave estimator=ar and attention=causal out."
         )
     options.refuse("causal LM", "sigma", "first_token", "shift_logits", "mask_token_id")
     model_config = AutoConfig.from_pretrained(
@@ -77,16 +76,15 @@ def _require_causal(model_config: Any, config: dict[str, Any], options: LoadOpti
         return
     if native is None:
         raise DuelError(
-            f"Cannot read checkpoint '{options.name}': its network is not autoregressive. estimator=ar needs one that "
-            "is: leave estimator out for the exact likelihood."
+            f"Cannot read checkpoint '{options.name}': its network is not autoregressive; leave estimator=ar out."
         )
     if native.__name__.lower() in map(str.lower, architectures):
         return
     classes = ", ".join(architectures)
     if config.get("auto_map"):
         raise DuelError(
-            f"By its config {options.name} is a {classes} with its own code, and transformers' {native.__name__} "
-            "may be another network. If it is autoregressive and you trust its code, pass trust_remote_code=true."
+            f"By its config {options.name} is a {classes} with its own code. If it is autoregressive and you trust its "
+            "code, pass trust_remote_code=true."
         )
     auto_model.require_known(config, options.name, native.__name__)
     if classes:

@@ -14,10 +14,7 @@ AUTOMATIC = ("auto", "balanced", "balanced_low_0", "sequential")
 
 
 def model_kwargs(options: LoadOptions) -> dict[str, Any]:
-    """The arguments of `from_pretrained` for devices; empty if the network is moved to its one device later.
-
-    Raises DuelError if this machine has fewer GPUs than processes that share them.
-    """
+    """The arguments of `from_pretrained` for devices; empty if the network is moved to its one device later."""
     if options.device_map is None:
         return {}
     memory = own_gpus(options.device_map) if options.device_map in AUTOMATIC else None
@@ -35,8 +32,8 @@ def own_gpus(device_map: str) -> dict[int, int] | None:
     gpus = torch.cuda.device_count()
     if gpus < processes:
         raise DuelError(
-            f"{processes} processes share {gpus} GPUs of this machine (device_map, parallelize), and each needs one: "
-            f"start at most {gpus} (accelerate launch --num_processes {gpus} ...)."
+            f"{processes} processes share {gpus} GPUs of this machine (device_map, parallelize): start at most {gpus} "
+            f"(accelerate launch --num_processes {gpus} ...)."
         )
     if device_map == "balanced_low_0":  # accelerate would use GPUs 1, 2, ...
         raise DuelError("device_map=balanced_low_0 works with one process per machine only; use auto.")
@@ -53,8 +50,8 @@ def place(model: Any, options: LoadOptions) -> Any:
     layout, unsplit = options.device_map, getattr(model, "_no_split_modules", None)
     if layout in AUTOMATIC and not unsplit:
         raise DuelError(
-            f"The code of {options.name} does not define which of its modules must stay on one device "
-            "(_no_split_modules), so it cannot be split; leave device_map, parallelize out."
+            f"The code of {options.name} does not say which modules must stay on one device (_no_split_modules), so "
+            "it cannot be split; leave device_map, parallelize out."
         )
     try:
         if layout in AUTOMATIC:

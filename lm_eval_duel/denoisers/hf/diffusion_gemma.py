@@ -25,7 +25,7 @@ from lm_eval_duel.denoisers import self_tests
 from lm_eval_duel.denoisers.hf import auto_model
 from lm_eval_duel.denoisers.hf.causal_lm import CAUSAL_LM, CausalLM
 from lm_eval_duel.denoisers.hf.families import Family
-from lm_eval_duel.denoisers.hf.pretrained import Pretrained, set_attributes
+from lm_eval_duel.denoisers.hf.pretrained import Pretrained
 from lm_eval_duel.denoisers.load_options import LoadOptions
 from lm_eval_duel.denoisers.unfilled import Unfilled
 from lm_eval_duel.denoisers.vocabulary import require_fit
@@ -104,8 +104,7 @@ class Canvases(Pretrained):
     honours_padding = True  # canvases of other rows are other calls
 
     def __init__(self, model_config: Any, config: dict[str, Any], options: LoadOptions, tokenizer: Any):
-        set_attributes(self, CANVAS, config, options)
-        self.options, self.path, self.mask_id = options, options.name, None
+        super().__init__(CANVAS, config, options, None, None)
         columns = model_config.text_config.vocab_size
         if tokenizer is not None:
             require_fit(set(tokenizer.get_vocab().values()), None, columns, self.path)
@@ -154,7 +153,7 @@ class Canvases(Pretrained):
         self_tests.require_finite(logits[0], self.path)
         tolerance = self_tests.BATCH_TOLERANCE if self.dtype.itemsize >= 4 else self_tests.LOW_PRECISION_TOLERANCE
         if (logits[0] - logits[1]).abs().max() > tolerance * logits[0].std():
-            raise DuelError(f"Canvases in one call of {self.path} influence each other, so no value would be its own.")
+            raise DuelError(f"Canvases in one call of {self.path} influence each other.")
 
 
 class CanvasView(NoiseView):

@@ -125,8 +125,8 @@ def nemotron(config: Config) -> Config:
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if (rope.get("rope_type") or rope.get("type")) != "yarn" or not all(rope.get(key) for key in YARN[:2]):
         raise DuelError(
-            "This Nemotron-Labs-Diffusion is not the released network: its rope_parameters should be YaRN's "
-            f"(rope_type yarn, factor, original_max_position_embeddings); got {rope!r}."
+            "This Nemotron-Labs-Diffusion is not the released network: its rope_parameters should be YaRN's (rope_type "
+            f"yarn, factor, original_max_position_embeddings); got {rope!r}."
         )
     theta = lookup(config, "rope_theta")
     scaled = {"rope_type": "yarn", **{key: rope[key] for key in YARN if rope.get(key) is not None}}

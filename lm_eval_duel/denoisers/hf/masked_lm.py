@@ -123,10 +123,7 @@ class MaskedLM(OwnForward):
         return {**super().describe(), "attention_type": "original_full, not block_sparse as in its config"}
 
     def _retest_in_float32(self) -> None:
-        """Repeat two self-tests in float32, if the network is small enough.
-
-        Rounding in a coarser dtype could hide weak effects of positions or padding.
-        """
+        """Repeat self-tests in float32, if the network is small enough: rounding could hide weak effects."""
         if sum(parameter.numel() for parameter in self.model.parameters()) <= COPIED_PARAMETERS:
             splits, self.splits_head = self.splits_head, False
             with _in_float32(self.model):
@@ -139,17 +136,15 @@ class MaskedLM(OwnForward):
 @contextlib.contextmanager
 def _in_float32(model: torch.nn.Module) -> Iterator[None]:
     """Copies of a network's tensors in float32 take their place; a part of a tensor stays that part."""
-    stores = [store for module in model.modules() for store in (module._parameters, module._buffers)]
-    own = [(store, name, value) for store in stores for name, value in store.items() if value is not None]
-    own = [(store, name, value) for store, name, value in own if value.is_floating_point()]
+    tensors = [tensor for tensor in (*model.parameters(), *model.buffers()) if tensor.is_floating_point()]
+    own = [tensor.data for tensor in tensors]
     try:
-        for store, name, value in own:
-            copied = value.detach().float()
-            store[name] = torch.nn.Parameter(copied, False) if isinstance(value, torch.nn.Parameter) else copied
+        for tensor in tensors:
+            tensor.data = tensor.data.float()
         yield
     finally:
-        for store, name, value in own:
-            store[name] = value
+        for tensor, data in zip(tensors, own, strict=True):
+            tensor.data = data
 
 
 def padding_id(config: Any, tokens: set[int], mask_id: int) -> int:
@@ -160,10 +155,9 @@ def padding_id(config: Any, tokens: set[int], mask_id: int) -> int:
 
 
 def without_block_sparse(model: Any) -> int | None:
-    """Give a BigBird full attention; returns the row length from which its config has block-sparse attention.
+    """Give a BigBird full attention; returns the row length from which its config has block-sparse attention, or None.
 
-    None for other networks. BigBird's code switches to full attention for good at the first shorter row. Here attention
-    is full from the start, so that no number depends on earlier rows.
+    Its own code switches for good at the first shorter row, so numbers would depend on earlier rows.
     """
     config = model.config
     if getattr(config, "attention_type", None) != "block_sparse" or not hasattr(model, "base_model"):

@@ -23,8 +23,8 @@ def native_config(family: Family, config: Config, name: str) -> Config:
     ]
     if changed:
         raise DuelError(
-            f"{name} is not the released network of the family {family.name} ({', '.join(changed)}), so transformers' "
-            f"{family.native} cannot run it. To run its own code: backend=remote,trust_remote_code=true."
+            f"{name} is not the released network of the family {family.name} ({', '.join(changed)}). To run its own "
+            "code: backend=remote,trust_remote_code=true."
         )
     entries = {key: value for key, value in config.items() if key not in FOREIGN}
     entries |= {native: config[own] for native, own in family.entries.items() if config.get(own) is not None}
@@ -38,8 +38,7 @@ def native_config(family: Family, config: Config, name: str) -> Config:
     ]:
         raise DuelError(
             f"The config.json of {name} has no {', '.join(missing)}, which the family {family.name} "
-            f"({family.native} of transformers) needs. Use another family=, or add the values it was trained with to "
-            "config.json."
+            f"({family.native} of transformers) needs. Use another family=, or add the values of its training."
         )
     entries |= family.translate_config(config)
     heads = entries["num_attention_heads"]

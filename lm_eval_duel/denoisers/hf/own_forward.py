@@ -1,12 +1,11 @@
 """Networks through the forward of their own class: ids in, logits out.
 
-The layers run over whole rows, the head at some positions only. A test at load finds where the class can be divided: at
-the first of these places at which its two parts together give the network's logits bit for bit.
+The layers run over whole rows, the head at some positions only. A test at load finds where the class can be divided:
 
-    BeforeHead     at the input of the output embedding
-    AfterLayers    at the output of the layers: head, soft cap, scale and bias run later
+    BeforeHead     at the input of the output embedding, which learned planners read
+    AfterLayers    at the output of the layers: head, soft cap, scale and bias run later (causal LMs)
 
-If there is none, the whole network runs at every position.
+If at neither, the whole network runs at every position.
 
 Shapes: R rows, L row length, U positions, D features, V tokens.
 """
@@ -24,9 +23,7 @@ import torch
 
 from lm_eval_duel.denoisers import self_tests
 from lm_eval_duel.denoisers.hf import auto_model
-from lm_eval_duel.denoisers.hf.families import Family
 from lm_eval_duel.denoisers.hf.pretrained import Pretrained
-from lm_eval_duel.denoisers.load_options import LoadOptions
 from lm_eval_duel.errors import DuelError
 
 log = logging.getLogger("lm_eval.duel_mdm")
@@ -91,10 +88,6 @@ class OwnForward(Pretrained):
     parts: BeforeHead | AfterLayers | None = None
     splits_head = False
 
-    def __init__(self, family: Family, config: dict[str, Any], options: LoadOptions, tokenizer: Any, rows: int | None):
-        super().__init__(family, config, options, tokenizer, rows)
-        self._longest, self._tokenizer_length = family.max_length, getattr(tokenizer, "model_max_length", None)
-
     def take(self, model: Any) -> None:
         super().take(self.limited(model))
         with torch.no_grad():
@@ -105,10 +98,10 @@ class OwnForward(Pretrained):
 
     def limited(self, model: Any) -> Any:
         """`model`, which limits the length of rows to the positions that it can hold."""
-        positions = auto_model.max_positions(model, self._tokenizer_length)
+        positions = auto_model.max_positions(model, self.tokenizer_length)
         if positions and self.attention == "causal":
             positions += 1  # the last token of a row is predicted but never an input
-        self.set_row_length(min(filter(None, (self._longest, positions)), default=None))
+        self.set_row_length(min(filter(None, (self.longest, positions)), default=None))
         return model
 
     @property
@@ -135,17 +128,16 @@ class OwnForward(Pretrained):
             return self.stream(ids, torch.arange(ids.shape[1], device=self.device)[None], seen, None)[0]
         logits = self._logits(ids)
         if logits.shape[:2] != ids.shape:
+            shape = tuple(logits.shape)
             raise DuelError(
-                f"{self.path} returns logits of shape {tuple(logits.shape)} for a row of {ids.shape[1]} positions; "
-                "expected one distribution for each position. It is not supported."
+                f"{self.path} returns logits {shape} for {ids.shape[1]} positions; expected one row for each."
             )
         return logits
 
     def _divide(self) -> None:
         """Split the head off at the first place where both parts give the logits of a few rows bit for bit.
 
-        The head runs on whole rows here, as in the network: on another shape the last bits may differ. For masked LMs
-        the place is the input of the head, which learned planners read.
+        The head runs on whole rows here, as in the network: on another shape the last bits may differ.
         """
         places: list[Callable[[], BeforeHead | AfterLayers]] = [partial(BeforeHead, self.model, self._logits)]
         if self.attention == "causal":

@@ -96,7 +96,8 @@ class Pretrained(Denoiser):
     ):
         """`tokenizer`: None for a plan, which needs no token. `rows`: of the embedding, if the config has them."""
         set_attributes(self, family, config, options)
-        self.options, self.path, self.mask_id = options, options.name, None
+        self.options, self.path, self.mask_id, self.longest = options, options.name, None, family.max_length
+        self.tokenizer_length = getattr(tokenizer, "model_max_length", None)
         if tokenizer is None:
             return
         if self.attention != "causal":
@@ -113,9 +114,7 @@ class Pretrained(Denoiser):
     def set_row_length(self, positions: int | None) -> None:
         """Set the length of rows: the one in the options, at most the `positions` that the network holds."""
         if self.by_blocks and positions is not None and positions < self.block:
-            raise DuelError(
-                f"{self.path} takes at most {positions} positions, so its trained block cannot be {self.block}."
-            )
+            raise DuelError(f"{self.path} takes {positions} positions, so its trained block cannot be {self.block}.")
         self.max_length = row_length(self.path, self.options.max_length, positions)
 
     def take(self, model: Any) -> None:

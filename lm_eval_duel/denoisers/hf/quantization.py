@@ -39,16 +39,16 @@ def model_kwargs(config: dict[str, Any], options: LoadOptions) -> dict[str, Any]
         raise DuelError(f"Unknown quantization type {method_of(own)!r} of {options.name}, which transformers ignores.")
     if options.peft:
         raise DuelError(
-            f"peft is merged into the weights, and merging it into quantized weights ({what}) would round the adapter "
-            "too. Merge it before the weights are quantized, or score both unquantized."
+            f"peft cannot be merged into quantized weights ({what}): it would be rounded, too. Merge it before, or "
+            "score both unquantized."
         )
     if options.dtype == "float64":
         raise DuelError(f"dtype=float64 does not work with {what}, whose products are coarser; leave dtype out.")
     if bits == 8 or (own or {}).get("load_in_8bit"):
         bitsandbytes_log.setLevel(logging.ERROR)  # it warns in every call whose input is not float16
         log.warning(
-            "With 8 bits, bitsandbytes looks for outliers in all rows of a call at once, so numbers change a little "
-            "with the batch; with 4 bits they do not"
+            "With 8 bits, bitsandbytes looks for outliers in all rows of a call, so numbers change a little with the "
+            "batch; with 4 bits they do not"
         )
     # always explicit: otherwise transformers chooses any GPU, and a quantized network cannot be moved
     placement = {"device_map": options.device_map or {"": options.device}}
@@ -92,7 +92,4 @@ def require_used(model: Any, unused: Iterable[str], name: str) -> None:
     modules = dict(model.named_modules())
     lost = [key for key in sorted(unused) if hasattr(modules.get(key.rpartition(".")[0]), "weight")]
     if is_quantized(model) and lost:
-        raise DuelError(
-            f"{name} has quantized tensors that its network does not use, so it would misread their weights: "
-            f"{', '.join(lost[:10])}."
-        )
+        raise DuelError(f"{name} has quantized tensors that its network does not use: {', '.join(lost[:10])}.")

@@ -1,7 +1,7 @@
 """A checkpoint's own code (`backend=remote`, `trust_remote_code=true`), repaired for current transformers.
 
-The class is constructed on the CPU and filled key by key. (transformers 5 would build it on the meta device first and
-leave rotary frequencies that it computes itself uninitialised.) Every repair is undone once the class is built.
+The class is built on the CPU and filled key by key: transformers 5 would leave rotary frequencies that it computes
+itself uninitialised. Every repair is undone once the class is built.
 """
 
 from __future__ import annotations
@@ -72,8 +72,8 @@ def _class_reference(config: dict[str, Any], options: LoadOptions) -> str:
     options.refuse("own code", "cache", "sigma", "first_token", "load_in_8bit", "load_in_4bit")
     if options.attention == "causal":
         raise DuelError(
-            f"backend=remote does not go with attention=causal for {options.name}: leave backend out. An "
-            "autoregressive network of a class that transformers does not have needs trust_remote_code=true only."
+            f"backend=remote does not go with attention=causal for {options.name}: leave backend out, and pass "
+            "trust_remote_code=true alone."
         )
     if not options.trust_remote_code:
         raise DuelError(f"{options.name} runs its own code: pass trust_remote_code=true if you trust it.")
