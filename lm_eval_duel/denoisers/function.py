@@ -43,10 +43,9 @@ class Function(Denoiser):
         if not isinstance(logits, torch.Tensor):
             raise DuelError(f"{self.path}(ids, real) must return logits, a tensor; got {type(logits).__name__}.")
         if logits.dim() != 3 or logits.shape[:2] != ids.shape or not logits.is_floating_point():
-            shape = f"({', '.join(map(str, ids.shape))}, V)"
             raise DuelError(
-                f"{self.path}(ids, real) must return logits (R, L, V), here {shape}; got {logits.dtype} "
-                f"{tuple(logits.shape)}."
+                f"{self.path}(ids, real) must return logits of the shape (R, L, V), ({', '.join(map(str, ids.shape))}, "
+                f"V) for this call; got {logits.dtype} {tuple(logits.shape)}."
             )
         return logits
 

@@ -98,7 +98,7 @@ def test_d2f_is_an_adapter_with_another_attention(tmp_path, caplog, kind="dream"
     path = base(tmp_path / "base", kind, tensors)
     lora = adapter(tmp_path / f"D2F_{kind}_Lora", tensors, modules)
     adapted = load(path, peft=lora)
-    assert "By its name the adapter" in caplog.text
+    assert f"is taken as d2f-{kind}" in caplog.text
     found = (adapted.family, adapted.attention, adapted.anchor, adapted.block)
     assert found == (f"d2f-{kind}", "block_causal", "target", 32)
     merged = base(tmp_path / "merged", kind, by_hand(tensors, lora, lambda module: 6 / 3))
