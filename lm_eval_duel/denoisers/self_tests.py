@@ -118,10 +118,8 @@ def require_direction(denoiser: Denoiser, path: str, rows: torch.Tensor, logits:
     """Raise DuelError if a causal network looks ahead, or a bidirectional one does not."""
     if rows.shape[1] < 2:
         return
-    changed = rows.clone()
-    changed[:, -1] = rows[:, 0] if (rows[:, 0] != rows[:, -1]).all() else (~denoiser.excluded).nonzero()[0, 0]
-    if (changed == rows).all():
-        changed[:, -1] = (~denoiser.excluded).nonzero()[-1, 0]
+    changed, tokens = rows.clone(), (~denoiser.excluded).nonzero()[:, 0]  # (R, L), (T,)
+    changed[:, -1] = torch.where(rows[:, -1] == tokens[0], tokens[-1], tokens[0])
     difference = relative_difference(logits_of(denoiser, changed)[:, :-1], logits[:, :-1])
     if denoiser.attention == "bidirectional" and difference == 0:
         raise DuelError(

@@ -52,7 +52,7 @@ def unfilled(
 
 def _fill(denoiser: CausalLM, model_config: Any, config: dict[str, Any]) -> CausalLM:
     """The denoiser with the weights of its checkpoint."""
-    options = denoiser.fetch_adapter()
+    options = denoiser.options = lora.fetch(denoiser.options)
     if options.dtype == "float64":
         model_config._experts_implementation = "eager"  # grouped products stop at float32 in transformers 5
     # other attention kernels drop the soft cap of Gemma-2, silently in transformers 4
@@ -60,8 +60,7 @@ def _fill(denoiser: CausalLM, model_config: Any, config: dict[str, Any]) -> Caus
     model_kwargs: dict[str, Any] = {"attn_implementation": "eager"} if softcap else {}
     model_kwargs["trust_remote_code"] = options.trust_remote_code
     model = auto_model.load_model(AutoModelForCausalLM, model_config, config, options, **model_kwargs)
-    if options.peft:
-        model = lora.merge(model, options.peft, None)
+    model = lora.merge(model, options.peft)
     if not auto_model.is_native(model):  # transformers 5 leaves the frequencies of own code uninitialised
         self_tests.rotary_frequencies(model, model_config, options.name)
     denoiser.take(model.eval())

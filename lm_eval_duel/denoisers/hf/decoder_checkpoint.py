@@ -59,7 +59,7 @@ def make_config(family: Family, config: dict[str, Any], options: LoadOptions) ->
 
 def _fill(denoiser: Decoder, family: Family, config: dict[str, Any], kind: Any, model_config: Any) -> Decoder:
     """The denoiser with every tensor of its folder; raises DuelError that names all tensors that do not fit."""
-    options = denoiser.fetch_adapter()
+    options = denoiser.options = lora.fetch(denoiser.options)
     model_kwargs = quantization.model_kwargs(config, options) | device_map.model_kwargs(options)
     stored = {key: value for key, value in weights.read(options.name).items() if not key.endswith(IGNORED)}
     tensors, origin = native_tensors(family, stored, config)
@@ -96,8 +96,7 @@ def _fill(denoiser: Decoder, family: Family, config: dict[str, Any], kind: Any, 
     unknown = [key for key in report["unexpected_keys"] if not key.endswith(IGNORED)]
     strict_load.require_none(what, set(report["missing_keys"]) - tied, unknown, strict_load.misshapen(report))
     model = model if "device_map" in model_kwargs else model.to(options.device)
-    if options.peft:
-        model = lora.merge(model, options.peft, family)
+    model = lora.merge(model, options.peft, family)
     self_tests.rotary_frequencies(model, model_config, options.name)
     denoiser.take(model.eval())
     return denoiser

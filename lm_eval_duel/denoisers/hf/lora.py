@@ -21,7 +21,9 @@ PREFIX = "base_model.model."
 
 
 def fetch(options: LoadOptions) -> LoadOptions:
-    """The options with the adapter as a local folder; an adapter from the hub is downloaded."""
+    """The options with the adapter, if there is one, as a local folder; one from the hub is downloaded."""
+    if options.peft is None:
+        return options
     with explained(options.peft, "read adapter"):
         import peft  # noqa: F401, before any weight is read
 
@@ -31,11 +33,13 @@ def fetch(options: LoadOptions) -> LoadOptions:
     return dataclasses.replace(options, peft=folder)
 
 
-def merge(model: Any, path: str, family: Family | None) -> Any:
+def merge(model: Any, path: str | None, family: Family | None = None) -> Any:
     """`model` with the LoRA of `path` merged into its weights; its tensors may have the names of the family's own code.
 
     Raises DuelError if the adapter is not a LoRA, or if one of its tensors does not fit.
     """
+    if path is None:
+        return model
     from peft import PeftConfig, get_peft_model, load_peft_weights, set_peft_model_state_dict
 
     with explained(path, "read adapter"):

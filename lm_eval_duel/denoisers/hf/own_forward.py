@@ -13,7 +13,6 @@ Shapes: R rows, L row length, U positions, D features, V tokens.
 from __future__ import annotations
 
 import contextlib
-import copy
 import logging
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -55,31 +54,28 @@ class BeforeHead:
 class AfterLayers:
     """A network divided at the output of its layers, the module `name`."""
 
+    output_class: type  # of the layers
+
     def __init__(self, model: Any, name: str):
-        self.layers, self._stand_in = model.get_submodule(name), StandIn()
-        self._rest = _replaced(model, name, self._stand_in)
+        self._model, self.layers = model, model.get_submodule(name)
+        parent, _, self._name = name.rpartition(".")
+        self._modules = model.get_submodule(parent)._modules  # in which others take the place of the layers
 
     def features(self, ids: torch.Tensor) -> torch.Tensor:
         """The output of the layers (R, L, D) for rows without padding."""
         out = self.layers(input_ids=ids)
-        self._stand_in.output_class = type(out)
+        self.output_class = type(out)
         return out.last_hidden_state
 
     def head(self, features: torch.Tensor) -> torch.Tensor:
         """Logits (U, V) or (R, L, V) that the class computes from features (U, D) or (R, L, D)."""
-        self._stand_in.features = rows = features if features.dim() == 3 else features[None]
+        rows = features if features.dim() == 3 else features[None]
         ids = torch.zeros(rows.shape[:2], dtype=torch.long, device=features.device)  # ignored
-        return logits_of(self._rest, ids).view(*features.shape[:-1], -1)
-
-
-class StandIn(torch.nn.Module):
-    """Replaces the layers of a network and returns features that were computed before."""
-
-    features: torch.Tensor
-    output_class: type  # of the layers
-
-    def forward(self, *ignored: Any, **also_ignored: Any) -> Any:
-        return self.output_class(last_hidden_state=self.features)
+        self._modules[self._name] = lambda *_, **__: self.output_class(last_hidden_state=rows)
+        try:
+            return logits_of(self._model, ids).view(*features.shape[:-1], -1)
+        finally:
+            self._modules[self._name] = self.layers
 
 
 class OwnForward(Pretrained):
@@ -165,13 +161,3 @@ def layer_modules(model: Any) -> Iterator[str]:
     """Names of modules that may be a network without its head: transformers' base model and decoder."""
     decoder = model.get_decoder() if hasattr(model, "get_decoder") else None
     return (name for name, module in model.named_modules() if name and module in (model.base_model, decoder))
-
-
-def _replaced(module: torch.nn.Module, name: str, part: torch.nn.Module) -> torch.nn.Module:
-    """A copy of a network that shares everything except the module `name`, which becomes `part`."""
-    copied = copy.copy(module)
-    copied._modules = dict(module._modules)
-    copied.__dict__.pop("forward", None)  # accelerate's wrapper belongs to the original
-    child, _, rest = name.partition(".")
-    copied._modules[child] = _replaced(module._modules[child], rest, part) if rest else part
-    return copied

@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerBase
 from lm_eval_duel import fingerprint
 from lm_eval_duel.arguments import TRUTH
 from lm_eval_duel.core.denoiser import Denoiser
-from lm_eval_duel.denoisers.hf import device_map, lora, quantization
+from lm_eval_duel.denoisers.hf import device_map, quantization
 from lm_eval_duel.denoisers.hf.families import Family
 from lm_eval_duel.denoisers.hub import find_mask_id, row_length
 from lm_eval_duel.denoisers.load_options import LoadOptions
@@ -105,11 +105,6 @@ class Pretrained(Denoiser):
         self.tokens = set(tokenizer.get_vocab().values())
         if rows is not None:
             require_fit(self.tokens, self.mask_id, rows, self.path)
-
-    def fetch_adapter(self) -> LoadOptions:
-        """The options, with the adapter, if there is one, as a local folder."""
-        self.options = lora.fetch(self.options) if self.options.peft else self.options
-        return self.options
 
     def set_row_length(self, positions: int | None) -> None:
         """Set the length of rows: the one in the options, at most the `positions` that the network holds."""

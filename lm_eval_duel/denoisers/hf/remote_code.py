@@ -40,8 +40,8 @@ def load(
     if denoiser.attention == "causal_prefix" or family.anchor == "target":
         raise DuelError(f"backend=remote does not support the family {family.name}; leave backend out.")
     model = own_network(config, options)
-    if options.peft:
-        model = lora.merge(model, denoiser.fetch_adapter().peft, None)
+    denoiser.options = lora.fetch(options)
+    model = lora.merge(model, denoiser.options.peft)
     denoiser.take(device_map.place(model, options).eval())
     return denoiser
 
