@@ -21,7 +21,6 @@ from lm_eval_duel.denoisers.hf import decoder_checkpoint
 from lm_eval_duel.denoisers.hf.families import NAMED
 from lm_eval_duel.denoisers.hub import default_dtype
 from lm_eval_duel.denoisers.load_options import LoadOptions
-from lm_eval_duel.denoisers.unfilled import Unfilled
 from lm_eval_duel.errors import DuelError, unknown
 
 PREFIX = "random:"
@@ -81,11 +80,10 @@ class RandomNetwork:
 
     def make(self, device: torch.device) -> Denoiser:
         """The denoiser, on a device."""
-        unfilled = self._unfilled(LoadOptions(self.name, device))
+        denoiser = self._unfilled(LoadOptions(self.name, device))
         generator = torch.Generator(device).manual_seed(self.seed)
         with torch.device(device), default_dtype(getattr(torch, self.dtype)):
-            network = unfilled.build().eval()
-        denoiser: Any = unfilled.denoiser
+            network = denoiser.build().eval()
         if self.kind == LLADA:
             _randomise_llama(network, self.mask_id, generator)
             self_tests.rotary_frequencies(network, network.config, self.name)
@@ -96,8 +94,8 @@ class RandomNetwork:
         _spread(denoiser, head, generator)
         return denoiser
 
-    def _unfilled(self, options: LoadOptions) -> Unfilled:
-        """The network as a config.json describes it."""
+    def _unfilled(self, options: LoadOptions) -> Any:
+        """The denoiser as a config.json describes it, without weights."""
         if self.kind == LLADA:
             heads = max(1, self.width // 128)
             config: dict[str, Any] = {

@@ -233,7 +233,7 @@ class BlockCausalView(View):
                 clean = torch.arange(int(start.max()), device=start.device) < start[:, None]  # (r, K)
                 call = PackedCall.from_slots(*layout, clean, max(1, STRETCH // self.block))
             self._calls[n] = call
-            past = self._past(slot[lane][call.lane[:, 0]], call.kept)
+            past = self._past(slot[lane][call.lane[:, 0]], call.kept.shape[1])
             wanted, inputs = call.queries(read[lane]), ids[lane][call.lane].flatten(1)  # (P, A M), (P, Q)
             part, _ = self.denoiser.stream_at(wanted, inputs, call.columns, call.seen, past)  # (P, A M, D)
             self.forwards += 1

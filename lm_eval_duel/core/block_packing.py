@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from functools import cached_property
 
 import torch
 
@@ -26,29 +27,29 @@ class PackedCall:
     start: torch.Tensor  # (R,) first column of each lane
     real: torch.Tensor  # (R, B) which of its positions exist
     lane: torch.Tensor  # (P, A) the lane at each place; arbitrary at empty places
+    used: torch.Tensor  # (P, A) which places are not empty
     place: tuple[torch.Tensor, torch.Tensor]  # (R,) each: row and place of each lane
     columns: torch.Tensor  # (P, Q) positions in the window
-    seen: torch.Tensor  # (P, Q, K + Q) which kept keys and which of the call's own each query attends to
+    kept: torch.Tensor  # (R, K) which kept columns each lane sees
 
     @classmethod
     def from_slots(
         cls, slot: torch.Tensor, start: torch.Tensor, real: torch.Tensor, kept: torch.Tensor, most: int
     ) -> PackedCall:
         """The call over lanes that see the columns `kept` (R, K) at `slot` (R,), with at most `most` lanes in a row."""
-        device, block = start.device, real.shape[1]
         number, place = arrange(slot, widest(slot, most))  # (P, A)
-        used, lane = number >= 0, number.clamp(min=0)  # (P, A)
-        columns = (start[lane][:, :, None] + torch.arange(block, device=device)).flatten(1)  # (P, Q)
-        exists = (real[lane] & used[:, :, None]).flatten(1)  # (P, Q)
-        of_lane = torch.arange(lane.shape[1], device=device).repeat_interleave(block)  # (Q,)
-        own = (of_lane[:, None] == of_lane) & (exists[:, None] | ~exists[:, :, None])  # (P, Q, Q)
-        past = (kept[lane] & used[:, :, None])[:, of_lane]  # (P, Q, K)
-        return cls(slot, start, real, lane, place, columns, torch.cat([past, own], dim=2))
+        lane = number.clamp(min=0)  # (P, A)
+        columns = (start[lane][:, :, None] + torch.arange(real.shape[1], device=start.device)).flatten(1)  # (P, Q)
+        return cls(slot, start, real, lane, number >= 0, place, columns, kept)
 
-    @property
-    def kept(self) -> int:
-        """The number of kept columns, K."""
-        return self.seen.shape[2] - self.columns.shape[1]
+    @cached_property
+    def seen(self) -> torch.Tensor:
+        """Which kept keys and which of the call's own each query attends to, (P, Q, K + Q)."""
+        used, (count, block) = self.used[:, :, None], (self.lane.shape[1], self.real.shape[1])
+        exists = (self.real[self.lane] & used).flatten(1)  # (P, Q)
+        of_lane = torch.arange(count, device=exists.device).repeat_interleave(block)  # (Q,)
+        own = (of_lane[:, None] == of_lane) & (exists[:, None] | ~exists[:, :, None])  # (P, Q, Q)
+        return torch.cat([(self.kept[self.lane] & used)[:, of_lane], own], dim=2)
 
     def holds(self, slot: torch.Tensor, start: torch.Tensor, real: torch.Tensor) -> bool:
         """True if these lanes have this layout."""

@@ -84,10 +84,7 @@ def has_tokenizer(path: str, revision: str) -> bool:
 
 
 def load_tokenizer(path: str, trust_remote_code: bool, revision: str) -> PreTrainedTokenizerBase:
-    """The tokenizer of a folder or hub name; raises DuelError if there is none.
-
-    Dream's has its own code, but is Qwen2's with other special tokens.
-    """
+    """The tokenizer of a folder or hub name. Dream's has its own code, but is Qwen2's with other special tokens."""
     configs = logging.getLogger("transformers.configuration_utils")
     level = configs.level
     configs.setLevel(logging.ERROR)  # it warns about every unknown model_type

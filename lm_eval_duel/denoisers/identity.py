@@ -88,9 +88,9 @@ def is_diffusion_gemma(config: Config) -> bool:
 
 
 def require_supported(config: Config, name: str, family: str | None = None) -> None:
-    """Raise DuelError if the config.json of checkpoint `name` describes a network that is not supported.
+    """Raise DuelError if the config.json of `name` describes a network that is not supported.
 
-    `family`: the family that the user passed, if any; then class names and the model type refuse nothing.
+    `family`: given by the user, if any; then class names and the model type refuse nothing.
     """
     names = [given.lower() for given in model_names(config)]
     for known, reason in REFUSED.items() if family is None else ():

@@ -21,9 +21,10 @@ from lm_eval_duel.demo import BUNDLED, resolve
 from lm_eval_duel.denoisers import hub, identity, special_tokens, weights
 from lm_eval_duel.denoisers.cached.denoiser import Cached
 from lm_eval_duel.denoisers.dit import checkpoint as dit_checkpoint
+from lm_eval_duel.denoisers.dit.denoiser import DiTDenoiser
 from lm_eval_duel.denoisers.hf import causal_lm, decoder_checkpoint, diffusion_gemma, families, masked_lm, remote_code
+from lm_eval_duel.denoisers.hf.pretrained import Pretrained
 from lm_eval_duel.denoisers.load_options import NETWORK_ARGUMENTS, LoadOptions, tokenizer_source
-from lm_eval_duel.denoisers.unfilled import Unfilled
 from lm_eval_duel.denoisers.wrappers import Excluding, Guided, Warped
 from lm_eval_duel.errors import DuelError, random_tokens, require_known
 
@@ -113,7 +114,7 @@ def unfilled(
     options: LoadOptions,
     local: Callable[[], LoadOptions],
     tokenizer: PreTrainedTokenizerBase | None,
-) -> Unfilled:
+) -> DiTDenoiser | Pretrained:
     """The network that a config.json describes, before any weight is read. A checkpoint's own code is not run.
 
     `family`: of decoders. `local`: the options with a local folder, for readers that do not know the hub.

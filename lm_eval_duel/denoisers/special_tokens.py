@@ -36,10 +36,7 @@ def convention(tokenizer: Any, denoiser: Denoiser) -> tuple[str, list[int], list
 
 
 def expected(denoiser: Denoiser, tokenizer: Any | None) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-    """The special tokens before and after a text, as the harness adds them; None if texts are scored without any.
-
-    Both are empty if the network expects special tokens and no tokenizer names them.
-    """
+    """The special tokens before and after a text; None: texts have none. Both are empty if no tokenizer names them."""
     if tokenizer is None:
         return ((), ()) if denoiser.bos == "given" else None
     try:

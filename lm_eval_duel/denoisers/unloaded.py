@@ -62,10 +62,7 @@ class Unloaded(NamedTuple):
 
 
 def read(name: str, network: dict[str, Any], tokenizer: Any = None) -> Unloaded:
-    """The network of a folder, a hub name, a bundled name, or a config.json file; arguments as for `denoisers.load`.
-
-    Raises DuelError if the config cannot be read, or belongs to a network whose size only its own code knows.
-    """
+    """The network of a folder, a hub name, a bundled name, or a config.json file; arguments as for `denoisers.load`."""
     known = CONFIGS.get(name) if not os.path.isdir(name) else None
     network = {key: value for key, value in network.items() if key not in UNREAD}
     options = LoadOptions(resolve(name), torch.device("cpu"), tokenizer, **network)
@@ -82,10 +79,9 @@ def read(name: str, network: dict[str, Any], tokenizer: Any = None) -> Unloaded:
                 f"{options.name} has its own code, which a plan does not run. If its network is of a known family, "
                 f"pass family={'|'.join(families.NAMED)}."
             )
-        unfilled = loading.unfilled(family, config, options, lambda: options, tokenizer)
+        denoiser = loading.unfilled(family, config, options, lambda: options, tokenizer)
         with torch.device("meta"):
-            model = unfilled.build()
-    denoiser = unfilled.denoiser
+            model = denoiser.build()
     if isinstance(model, DiT):
         return Unloaded(denoiser, _of_dit(model))
     dtype = options.dtype if options.dtype != "auto" else config.get("dtype") or config.get("torch_dtype")

@@ -77,12 +77,9 @@ class WrappedView(View):
 
 
 class Excluding(Wrapper):
-    """`plain` with `ids` excluded from the vocabulary before it normalises. Contexts may hold them.
+    """`plain` with `ids` excluded from the vocabulary before it normalises (LLaDA's `logits_eos_inf`, with EOS).
 
-    LLaDA's `logits_eos_inf` is this, with the id of EOS. Texts with such a token have probability 0.
-
-    Raises:
-        DuelError: an id is not a token of the network, or no token is left.
+    Contexts may hold them. Texts with such a token have probability 0.
     """
 
     def __init__(self, plain: Denoiser, ids: Sequence[int]):
@@ -169,10 +166,8 @@ class GuidedView(View):
 class Warped(Wrapper):
     """`plain` with its distributions sharpened (temperature < 1), flattened (> 1) or truncated.
 
-    logits / temperature, then the k largest of each position, then the fewest tokens that have probability top_p.
-
-    `top_k`: the number of tokens kept; None keeps all. `top_p`: keep the fewest most probable tokens that together have
-    at least this probability. Of equal logits the lowest id is kept first.
+    logits / temperature, then the `top_k` largest of each position, then the fewest most probable tokens that together
+    have at least probability `top_p`. Of equal logits the lowest id is kept first.
     """
 
     def __init__(

@@ -90,7 +90,7 @@ def test_a_config_is_accepted_for_what_it_says(case, tmp_path):
 def test_numbers_that_are_text_are_numbers(tmp_path):
     config = {**GIDD, "p_uniform": "0.1", "t_eps": "0.25"}
     options = LoadOptions(str(tmp_path), torch.device("cpu"), mask_token_id=12)
-    denoiser = checkpoint.unfilled(config, options, None).denoiser
+    denoiser = checkpoint.unfilled(config, options, None)
     assert (denoiser.uniform, denoiser.t_eps) == (0.1, 0.25)
 
 

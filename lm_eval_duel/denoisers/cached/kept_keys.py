@@ -60,10 +60,7 @@ class Slots:
         return slot, missing
 
     def fill(self, slot: torch.Tensor, of: torch.Tensor, features: torch.Tensor, layers: list[KeysValues]) -> None:
-        """Keep what a block's first evaluation gave: `slot` (n,) for the blocks `of` (n,).
-
-        `features` (n, w, D) of the block's positions; keys and values (n, H, K, D / H) of each layer.
-        """
+        """Keep the first evaluation of blocks `of` (n,) at `slot` (n,): features (n, w, D), keys (n, H, K, D / H)."""
         self._make_room(features, layers)
         self.features[slot, : features.shape[1]] = features
         for layer, made in zip(self.layers, layers, strict=True):

@@ -115,16 +115,13 @@ class CachedView(View):
             if self.denoiser.shift and (lanes.masked[:, : self.denoiser.shift].any(1) & begun).any():
                 raise first_position_unseen(self.denoiser.cache)  # it would be predicted in a later step
             for part in self._parts(lanes, begun):
-                values = self._step(lanes.select(part), ids[part], slot[part], position[part])
-                features[part] = torch.where(begun[part][:, None, None], values, features[part])
+                features[part] = self._step(lanes.select(part), ids[part], slot[part], position[part])
         shown = self.rows.visible[lanes.row].any(1) | (lanes.start > lanes.origin) | revealed.any(1)  # (R,)
         all_mask = ~shown & self.denoiser.relative_positions  # (R,)
         return Positions.from_lanes(lanes, all_mask, lambda lane, n: features[lane, n])
 
     def _parts(self, lanes: Lanes, begun: torch.Tensor) -> Iterator[torch.Tensor]:
-        """The lanes (r,) of each network call: under a prefix cache, those that are evaluated from nearly one column
-        on.
-        """
+        """The lanes (r,) of each network call: under a prefix cache, those that begin at nearly the same column."""
         order = begun.nonzero()[:, 0]  # (n,)
         if self.denoiser.cache == "dual":
             yield order
@@ -156,9 +153,8 @@ class CachedView(View):
         own = (column >= lanes.start[:, None]) & (column < end[:, None])  # (R, E)
         abreast = max(1, ROW // ids.shape[1]) if self.denoiser.cache == "dual" else 1
         call = PackedCall.from_slots(slot, start, own, kept, abreast)
-        seen = call.seen  # (P, Q, K + Q)
-        if call.lane.shape[1] == 1:  # every position of the row sees the same
-            seen = torch.cat([kept, own], 1)[call.lane]  # (P, 1, K + Q)
+        # of one lane, every position sees the same
+        seen = torch.cat([kept, own], 1)[call.lane] if call.lane.shape[1] == 1 else call.seen  # (P, 1 or Q, K + Q)
         wanted = (lanes.start - start)[:, None] + position - self.denoiser.shift  # (R, M)
         wanted = wanted.clamp(0, ids.shape[1] - 1)  # it may lie outside where nothing is masked
         positions = call.columns.clamp(max=most - 1)  # (P, Q)

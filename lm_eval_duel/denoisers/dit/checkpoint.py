@@ -17,21 +17,19 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
-from functools import partial
 from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
 from lm_eval_duel.arguments import COUNT, PROBABILITY, TRUTH
-from lm_eval_duel.denoisers import identity, weights
+from lm_eval_duel.denoisers import identity
 from lm_eval_duel.denoisers.dit import gidd, uniform
 from lm_eval_duel.denoisers.dit.denoiser import ATTENTION, SEDD, DiTDenoiser
 from lm_eval_duel.denoisers.dit.gidd import entries
 from lm_eval_duel.denoisers.dit.network import DiT, DiTConfig
 from lm_eval_duel.denoisers.hub import find_mask_id, row_length
 from lm_eval_duel.denoisers.load_options import LoadOptions
-from lm_eval_duel.denoisers.unfilled import Unfilled
 from lm_eval_duel.errors import DuelError
 
 log = logging.getLogger("lm_eval.duel_mdm")
@@ -39,8 +37,6 @@ log = logging.getLogger("lm_eval.duel_mdm")
 NAMES = {"mdlm", "bd3lm", "sedd"}  # class names and model types in lower case; GIDD's is identity.GIDD
 LAYOUT = ("hidden_dim", "n_blocks", "n_heads", "model_length")  # entries of config.json of such networks
 SECTIONS = ("graph", "model", "tokens")  # of the config.json of SEDD's authors, which names no class
-IGNORED = ("rotary_emb.", "sampling_eps_min", "sampling_eps_max", "noise.")  # recomputed, or for sampling
-PREFIX = "backbone."  # of tensor names in some files
 TOKENIZER = "gpt2"  # for the published checkpoints, which have none
 KINDS = {  # of families with a separate class
     "sedd": SEDD,
@@ -67,7 +63,7 @@ def is_dit(config: dict[str, Any], path: str) -> bool:
     return False
 
 
-def unfilled(config: dict[str, Any], options: LoadOptions, tokenizer: PreTrainedTokenizerBase | None) -> Unfilled:
+def unfilled(config: dict[str, Any], options: LoadOptions, tokenizer: PreTrainedTokenizerBase | None) -> DiTDenoiser:
     """The network of a local folder. `fill` raises DuelError if the weights do not fit exactly.
 
     `tokenizer`: columns that are not among its tokens get no probability; its mask token, if it has one, is [MASK].
@@ -95,30 +91,18 @@ def unfilled(config: dict[str, Any], options: LoadOptions, tokenizer: PreTrained
     tokens = set(columns) if tokenizer is None or noised else set(tokenizer.get_vocab().values())
     with torch.device("meta"):
         network = DiT(shape).eval()
-    kind, more = KINDS.get(family, DiTDenoiser), {} if block is None else {"block": block}
+    more = {}
     if family in gidd.FAMILIES:
         share, margin = entries(config, options.name, PROBABILITY, "p_uniform", "t_eps")
         more = {"t_eps": margin, "uniform": share}
     if noised:
         options.refuse(family, "cache", "temperature", "top_k", "top_p", "exclude_ids")
-    denoiser = kind(network, family, row, options.name, tokens, mask_id, **more)
+    denoiser = KINDS.get(family, DiTDenoiser)(network, family, row, options.name, tokens, mask_id, block, **more)
     denoiser.last_block = options.last_block
     denoiser.bos = options.bos or denoiser.bos
     if options.sigma is not None:
         denoiser.sigma = options.sigma
-    return Unfilled(denoiser, lambda: DiT(shape).eval(), partial(_fill, denoiser, options))
-
-
-def _fill(denoiser: DiTDenoiser, options: LoadOptions) -> DiTDenoiser:
-    """The denoiser with the weights of its folder."""
-    tensors = weights.read(options.name)
-    named = {key.removeprefix(PREFIX): value for key, value in tensors.items()}
-    if len(named) < len(tensors):
-        raise DuelError(f"The weights in {options.name} hold a tensor both with and without {PREFIX} in its name.")
-    # copied, so that the file may change later
-    named = {key: value.to(torch.float32, copy=True) for key, value in named.items() if not key.startswith(IGNORED)}
-    denoiser.network.load_state_dict(named, assign=True)
-    denoiser.take(denoiser.network.to(options.device))
+    denoiser.placed_on = options.device
     return denoiser
 
 

@@ -16,12 +16,16 @@ from lm_eval_duel.core.lanes import Lanes, Rows
 from lm_eval_duel.core.network import KeysValues, take
 from lm_eval_duel.core.noise_view import NoiseView
 from lm_eval_duel.core.view import Positions, View
+from lm_eval_duel.denoisers import weights
 from lm_eval_duel.denoisers.dit.network import DiT
 from lm_eval_duel.denoisers.vocabulary import excluded_columns
+from lm_eval_duel.errors import DuelError
 
 PUBLISHED_BLOCK = 4  # of MDLM and SEDD in the paper's tables
 CLAMP = (0.1, 0.9)  # of the masked share, in the authors' evaluation of SEDD
 ATTENTION = {"ar": "causal", "bd3lm": "block_causal"}  # of families that are not bidirectional
+IGNORED = ("rotary_emb.", "sampling_eps_min", "sampling_eps_max", "noise.")  # recomputed, or for sampling
+PREFIX = "backbone."  # of tensor names in some files
 NOISE_EPS = 1e-3  # SEDD's schedule: sigma(t) = -log(1 - (1 - eps) t)
 
 
@@ -33,6 +37,7 @@ class DiTDenoiser(Denoiser):
 
     honours_padding = True
     bos = "given"
+    placed_on: torch.device  # where its weights go
 
     def __init__(
         self,
@@ -54,6 +59,22 @@ class DiTDenoiser(Denoiser):
         self.relative_positions = family != "ar"
         self.excluded = excluded_columns(tokens - {mask_id}, mask_id, self.vocab_size, path, torch.device("cpu"))
         self.take(network)
+
+    def build(self) -> DiT:
+        """The network without its weights, on torch's default device."""
+        return DiT(self.network.config).eval()
+
+    def fill(self) -> DiTDenoiser:
+        """Read the weights of its folder."""
+        tensors = weights.read(self.path)
+        named = {key.removeprefix(PREFIX): value for key, value in tensors.items()}
+        if len(named) < len(tensors):
+            raise DuelError(f"The weights in {self.path} hold a tensor both with and without {PREFIX} in its name.")
+        # copied, so that the file may change later
+        named = {key: value.to(torch.float32, copy=True) for key, value in named.items() if not key.startswith(IGNORED)}
+        self.network.load_state_dict(named, assign=True)
+        self.take(self.network.to(self.placed_on))
+        return self
 
     def take(self, network: DiT) -> None:
         """Give it its network, in eval mode; on the meta device it has no weights yet."""

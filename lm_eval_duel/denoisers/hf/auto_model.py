@@ -27,10 +27,7 @@ UNBOUNDED = 1_000_000  # tokenizers without a length report 1e30
 def load_model(
     auto_class: Any, model_config: Any, config: dict[str, Any], options: LoadOptions, **model_kwargs: Any
 ) -> Any:
-    """The network that an Auto class of transformers makes of a checkpoint, on its device.
-
-    Raises DuelError if it cannot be read, or if a tensor is missing or of another shape. Unused tensors are a warning.
-    """
+    """The network of a checkpoint in a class of transformers, on its device. Unused tensors are a warning only."""
     if cached_file(options.name, "adapter_config.json", revision=options.revision, **QUIET) is not None:
         raise DuelError(
             f"{options.name} holds an adapter (adapter_config.json) next to its weights. Use a copy without the "

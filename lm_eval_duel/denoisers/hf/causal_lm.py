@@ -8,7 +8,6 @@ Shapes: R rows, L row length, N rows of a call, Q queries, K clean columns, D fe
 from __future__ import annotations
 
 import logging
-from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +19,6 @@ from lm_eval_duel.denoisers.hf import auto_model, lora
 from lm_eval_duel.denoisers.hf.families import Family
 from lm_eval_duel.denoisers.hf.own_forward import OwnForward
 from lm_eval_duel.denoisers.load_options import LoadOptions
-from lm_eval_duel.denoisers.unfilled import Unfilled
 from lm_eval_duel.errors import DuelError
 
 log = logging.getLogger("lm_eval.duel_mdm")
@@ -29,11 +27,8 @@ CAUSAL_LM = Family("causal-lm", "", attention="causal", shift=1)
 
 def unfilled(
     family: Family | None, config: dict[str, Any], options: LoadOptions, tokenizer: PreTrainedTokenizerBase | None
-) -> Unfilled:
-    """A causal LM of transformers, without its weights; raises DuelError for any other network.
-
-    `family`: the masked diffusion family that was detected, if any.
-    """
+) -> CausalLM:
+    """A causal LM of transformers, without its weights; raises DuelError for others, such as one of a `family`."""
     if family is not None:
         raise DuelError(
             f"{options.name} is a masked diffusion model ({family.name}): leave estimator=ar and attention=causal out."
@@ -46,24 +41,7 @@ def unfilled(
     model_config.use_cache = False
     rows = None if options.trust_remote_code else getattr(model_config, "vocab_size", None)  # own code may have more
     denoiser = CausalLM(CAUSAL_LM, config, options, tokenizer, rows)
-    build = partial(AutoModelForCausalLM.from_config, model_config)
-    return Unfilled(denoiser, lambda: denoiser.limited(build()), partial(_fill, denoiser, model_config, config))
-
-
-def _fill(denoiser: CausalLM, model_config: Any, config: dict[str, Any]) -> CausalLM:
-    """The denoiser with the weights of its checkpoint."""
-    options = denoiser.options = lora.fetch(denoiser.options)
-    if options.dtype == "float64":
-        model_config._experts_implementation = "eager"  # grouped products stop at float32 in transformers 5
-    # other attention kernels drop the soft cap of Gemma-2, silently in transformers 4
-    softcap = getattr(model_config, "attn_logit_softcapping", None)
-    model_kwargs: dict[str, Any] = {"attn_implementation": "eager"} if softcap else {}
-    model_kwargs["trust_remote_code"] = options.trust_remote_code
-    model = auto_model.load_model(AutoModelForCausalLM, model_config, config, options, **model_kwargs)
-    model = lora.merge(model, options.peft)
-    if not auto_model.is_native(model):  # transformers 5 leaves the frequencies of own code uninitialised
-        self_tests.rotary_frequencies(model, model_config, options.name)
-    denoiser.take(model.eval())
+    denoiser.kind, denoiser.model_config = AutoModelForCausalLM, model_config
     return denoiser
 
 
@@ -92,6 +70,20 @@ def _require_causal(model_config: Any, config: dict[str, Any], options: LoadOpti
 
 class CausalLM(OwnForward):
     """A causal LM of transformers."""
+
+    def read(self) -> Any:
+        options = self.options = lora.fetch(self.options)
+        if options.dtype == "float64":
+            self.model_config._experts_implementation = "eager"  # grouped products stop at float32 in transformers 5
+        # other attention kernels drop the soft cap of Gemma-2, silently in transformers 4
+        softcap = getattr(self.model_config, "attn_logit_softcapping", None)
+        model_kwargs: dict[str, Any] = {"attn_implementation": "eager"} if softcap else {}
+        model_kwargs["trust_remote_code"] = options.trust_remote_code
+        model = auto_model.load_model(self.kind, self.model_config, self.config, options, **model_kwargs)
+        model = lora.merge(model, options.peft)
+        if not auto_model.is_native(model):  # transformers 5 leaves the frequencies of own code uninitialised
+            self_tests.rotary_frequencies(model, self.model_config, options.name)
+        return model
 
     def features(self, ids: torch.Tensor, real: torch.Tensor | None) -> torch.Tensor:
         """Padding is on the right, where a causal network does not see it."""

@@ -101,9 +101,7 @@ class Decoder(Pretrained):
 
 
 class CleanKeys:
-    """Acts as a transformers cache: puts the keys and values of clean positions before a call's own, and collects
-    these.
-    """
+    """A cache of transformers that puts clean keys and values before a call's own, and collects these."""
 
     def __init__(self, past: list[KeysValues] | None):
         self.past = past

@@ -5,7 +5,6 @@ A tensor that is missing, unknown or of another shape is an error. None of a che
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +19,6 @@ from lm_eval_duel.denoisers.hf.native import native_config, native_tensors
 from lm_eval_duel.denoisers.hf.pretrained import max_positions
 from lm_eval_duel.denoisers.hub import pick_dtype
 from lm_eval_duel.denoisers.load_options import LoadOptions
-from lm_eval_duel.denoisers.unfilled import Unfilled
 
 IGNORED = ("rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")  # endings of keys that are recomputed
 HEAD = "lm_head.weight"
@@ -31,14 +29,15 @@ CLASSES = {"GPT2": "GPT2LMHeadModel"}  # the network, by native class; of all ot
 
 def unfilled(
     family: Family, config: dict[str, Any], options: LoadOptions, tokenizer: PreTrainedTokenizerBase | None
-) -> Unfilled:
+) -> StoredDecoder:
     """The network of a local folder. `fill` raises DuelError if the weights do not fit exactly."""
     model_config = make_config(family, config, options)
-    denoiser = Decoder(family, config, options, tokenizer, model_config.vocab_size)
+    denoiser = StoredDecoder(family, config, options, tokenizer, model_config.vocab_size)
     options.refuse(family.name, "sigma", *(() if denoiser.attention == "causal_prefix" else ("first_token",)))
     denoiser.set_row_length(max_positions(family, model_config.max_position_embeddings, config))
-    kind = getattr(transformers, CLASSES.get(family.native, f"{family.native}ForCausalLM"))
-    return Unfilled(denoiser, partial(kind, model_config), partial(_fill, denoiser, family, config, kind, model_config))
+    denoiser.kind = getattr(transformers, CLASSES.get(family.native, f"{family.native}ForCausalLM"))
+    denoiser.model_config = model_config
+    return denoiser
 
 
 def make_config(family: Family, config: dict[str, Any], options: LoadOptions) -> Any:
@@ -57,49 +56,52 @@ def make_config(family: Family, config: dict[str, Any], options: LoadOptions) ->
     return model_config
 
 
-def _fill(denoiser: Decoder, family: Family, config: dict[str, Any], kind: Any, model_config: Any) -> Decoder:
-    """The denoiser with every tensor of its folder; raises DuelError that names all tensors that do not fit."""
-    options = denoiser.options = lora.fetch(denoiser.options)
-    model_kwargs = quantization.model_kwargs(config, options) | device_map.model_kwargs(options)
-    stored = {key: value for key, value in weights.read(options.name).items() if not key.endswith(IGNORED)}
-    tensors, origin = native_tensors(family, stored, config)
-    table = tensors.get(TABLES.get(family.native, TABLE))
-    if model_config.tie_word_embeddings and HEAD in tensors:  # the file may have a separate head
-        model_config.tie_word_embeddings = table is None or torch.equal(tensors[HEAD], table)
-    dtype = pick_dtype(options.dtype, options.device)
-    if dtype == "auto":
-        dtype = torch.float32 if table is None else table.dtype
-    if dtype == torch.float64:
-        model_config._experts_implementation = "eager"  # grouped products stop at float32 in transformers 5
-    what = f"The weights in {options.name} do not fill {kind.__name__}"
-    packed = hasattr(model_config, quantization.CONFIG_KEY)
-    if not packed:
-        with torch.device("meta"):
-            expected = _unfused_shapes(kind(model_config))
-        if model_config.tie_word_embeddings and HEAD not in tensors:
-            expected.pop(HEAD, None)
-        actual = {key: tuple(value.shape) for key, value in tensors.items()}
-        strict_load.require_equal(what, expected, actual, lambda key: origin.get(key, key))
-    # quantized files may hold more than tensors (torchao's metadata), which only transformers can read
-    from_files = packed and not family.rename
-    with strict_load.quiet_transformers():
-        model, report = kind.from_pretrained(
-            options.name if from_files else None,
-            config=model_config,
-            dtype=dtype,
-            ignore_mismatched_sizes=True,  # reported, and raised below
-            output_loading_info=True,
-            **model_kwargs,
-            **({} if from_files else {"state_dict": tensors}),
-        )
-    tied = {HEAD} if model_config.tie_word_embeddings else set()
-    unknown = [key for key in report["unexpected_keys"] if not key.endswith(IGNORED)]
-    strict_load.require_none(what, set(report["missing_keys"]) - tied, unknown, strict_load.misshapen(report))
-    model = model if "device_map" in model_kwargs else model.to(options.device)
-    model = lora.merge(model, options.peft, family)
-    self_tests.rotary_frequencies(model, model_config, options.name)
-    denoiser.take(model.eval())
-    return denoiser
+class StoredDecoder(Decoder):
+    """A decoder whose weights are in a folder, in the layout of its family."""
+
+    def read(self) -> Any:
+        """The network with every tensor of its folder; raises DuelError that names all tensors that do not fit."""
+        family, config, kind, model_config = self.layout, self.config, self.kind, self.model_config
+        options = self.options = lora.fetch(self.options)
+        model_kwargs = quantization.model_kwargs(config, options) | device_map.model_kwargs(options)
+        stored = {key: value for key, value in weights.read(options.name).items() if not key.endswith(IGNORED)}
+        tensors, origin = native_tensors(family, stored, config)
+        table = tensors.get(TABLES.get(family.native, TABLE))
+        if model_config.tie_word_embeddings and HEAD in tensors:  # the file may have a separate head
+            model_config.tie_word_embeddings = table is None or torch.equal(tensors[HEAD], table)
+        dtype = pick_dtype(options.dtype, options.device)
+        if dtype == "auto":
+            dtype = torch.float32 if table is None else table.dtype
+        if dtype == torch.float64:
+            model_config._experts_implementation = "eager"  # grouped products stop at float32 in transformers 5
+        what = f"The weights in {options.name} do not fill {kind.__name__}"
+        packed = hasattr(model_config, quantization.CONFIG_KEY)
+        if not packed:
+            with torch.device("meta"):
+                expected = _unfused_shapes(kind(model_config))
+            if model_config.tie_word_embeddings and HEAD not in tensors:
+                expected.pop(HEAD, None)
+            actual = {key: tuple(value.shape) for key, value in tensors.items()}
+            strict_load.require_equal(what, expected, actual, lambda key: origin.get(key, key))
+        # quantized files may hold more than tensors (torchao's metadata), which only transformers can read
+        from_files = packed and not family.rename
+        with strict_load.quiet_transformers():
+            model, report = kind.from_pretrained(
+                options.name if from_files else None,
+                config=model_config,
+                dtype=dtype,
+                ignore_mismatched_sizes=True,  # reported, and raised below
+                output_loading_info=True,
+                **model_kwargs,
+                **({} if from_files else {"state_dict": tensors}),
+            )
+        tied = {HEAD} if model_config.tie_word_embeddings else set()
+        unknown = [key for key in report["unexpected_keys"] if not key.endswith(IGNORED)]
+        strict_load.require_none(what, set(report["missing_keys"]) - tied, unknown, strict_load.misshapen(report))
+        model = model if "device_map" in model_kwargs else model.to(options.device)
+        model = lora.merge(model, options.peft, family)
+        self_tests.rotary_frequencies(model, model_config, options.name)
+        return model
 
 
 def _unfused_shapes(network: torch.nn.Module) -> dict[str, strict_load.Shape]:

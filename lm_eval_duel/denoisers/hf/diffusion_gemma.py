@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from functools import partial
 from typing import Any
 
 import torch
@@ -22,12 +21,10 @@ from lm_eval_duel.core.lanes import Lanes, Rows
 from lm_eval_duel.core.noise import NoiseTraining, Uniform
 from lm_eval_duel.core.noise_view import NoiseView
 from lm_eval_duel.denoisers import self_tests
-from lm_eval_duel.denoisers.hf import auto_model
 from lm_eval_duel.denoisers.hf.causal_lm import CAUSAL_LM, CausalLM
 from lm_eval_duel.denoisers.hf.families import Family
 from lm_eval_duel.denoisers.hf.pretrained import Pretrained
 from lm_eval_duel.denoisers.load_options import LoadOptions
-from lm_eval_duel.denoisers.unfilled import Unfilled
 from lm_eval_duel.denoisers.vocabulary import require_fit
 from lm_eval_duel.errors import DuelError
 
@@ -41,7 +38,7 @@ IMAGE_IDS = ("image_token_id", "boi_token_id", "eoi_token_id")
 OF_DECODER = ("cache", "cfg_scale", "temperature", "top_k", "top_p", "exclude_ids")
 
 
-def unfilled(config: dict[str, Any], options: LoadOptions, tokenizer: PreTrainedTokenizerBase | None) -> Unfilled:
+def unfilled(config: dict[str, Any], options: LoadOptions, tokenizer: PreTrainedTokenizerBase | None) -> Pretrained:
     """The encoder under attention=causal, else the decoder; raises DuelError if transformers is too old."""
     options.refuse(NAME, *REFUSED)
     if options.attention not in (None, "causal"):
@@ -64,18 +61,15 @@ def unfilled(config: dict[str, Any], options: LoadOptions, tokenizer: PreTrained
     denoiser.image_ids = frozenset(getattr(model_config, name) for name in IMAGE_IDS) - {None}
     # a row's last token is predicted by the encoder, but never its input
     denoiser.set_row_length(text.max_position_embeddings + (options.attention == "causal"))
-
-    def fill() -> Pretrained:
-        denoiser.take(auto_model.load_model(kind, model_config, config, options).eval())
-        return denoiser
-
-    return Unfilled(denoiser, partial(kind, model_config), fill)
+    denoiser.kind, denoiser.model_config = kind, model_config
+    return denoiser
 
 
 class Encoder(CausalLM):
     """The encoder as an autoregressive network."""
 
     splits_head = True
+    build, read = Pretrained.build, Pretrained.read
 
     def take(self, model: Any) -> None:
         Pretrained.take(self, model)
@@ -132,7 +126,7 @@ class Canvases(Pretrained):
         return self.model.model.encoder(input_ids=ids, past_key_values=past).past_key_values
 
     def decode(self, canvases: torch.Tensor, past: Any, before: torch.Tensor | None) -> torch.Tensor:
-        """The input of the LM head (R, W, D) of canvases (R, W) after clean tokens whose keys are `past`, of one row.
+        """The input of the LM head (R, W, D) of canvases (R, W) after clean tokens of one row, whose keys are `past`.
 
         `before`: the logits (R, W, V) of the pass before.
         """

@@ -200,9 +200,8 @@ EDITS = re.compile(r"editing_threshold|edit_threshold")  # in the code of a netw
 def find(config: Config, options: LoadOptions, folder: str | None) -> Family | None:
     """The family in the options, else by the class names in config.json; None if there is none.
 
-    `folder`: holds the checkpoint's code, which is only read. Raises DuelError for an unknown family, for a network
-    that looks autoregressive if nothing says it was trained as a diffusion model, and for one that edits revealed
-    tokens.
+    `folder`: holds the checkpoint's code, which is only read. Raises DuelError for a network that looks autoregressive
+    if nothing says it was trained as a diffusion model, and for one that edits revealed tokens.
     """
     if options.family is not None:
         require_known("family", [options.family], NAMED)

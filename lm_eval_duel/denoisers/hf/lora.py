@@ -34,10 +34,7 @@ def fetch(options: LoadOptions) -> LoadOptions:
 
 
 def merge(model: Any, path: str | None, family: Family | None = None) -> Any:
-    """`model` with the LoRA of `path` merged into its weights; its tensors may have the names of the family's own code.
-
-    Raises DuelError if the adapter is not a LoRA, or if one of its tensors does not fit.
-    """
+    """`model` with the LoRA of `path`, if any, merged; its tensors may have the names of the family's own code."""
     if path is None:
         return model
     from peft import PeftConfig, get_peft_model, load_peft_weights, set_peft_model_state_dict

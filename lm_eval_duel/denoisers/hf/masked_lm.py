@@ -26,7 +26,6 @@ from lm_eval_duel.denoisers.hf import auto_model
 from lm_eval_duel.denoisers.hf.families import Family
 from lm_eval_duel.denoisers.hf.own_forward import OwnForward
 from lm_eval_duel.denoisers.load_options import LoadOptions
-from lm_eval_duel.denoisers.unfilled import Unfilled
 from lm_eval_duel.errors import DuelError
 
 log = logging.getLogger("lm_eval.duel_mdm")
@@ -43,7 +42,7 @@ def is_native(config: dict[str, Any]) -> bool:
     return config.get("model_type") in MOVED and config["model_type"] in CONFIG_MAPPING
 
 
-def unfilled(config: dict[str, Any], options: LoadOptions, tokenizer: PreTrainedTokenizerBase | None) -> Unfilled:
+def unfilled(config: dict[str, Any], options: LoadOptions, tokenizer: PreTrainedTokenizerBase | None) -> MaskedLM:
     """A masked LM of transformers, without its weights; raises DuelError for any other network."""
     model_config = AutoConfig.from_pretrained(options.name, revision=options.revision)
     classes = ", ".join(config.get("architectures") or [type(model_config).__name__])
@@ -60,14 +59,10 @@ def unfilled(config: dict[str, Any], options: LoadOptions, tokenizer: PreTrained
     options.refuse("masked LM", "shift_logits", "backend", "sigma", "first_token", "peft")
     if options.attention not in (None, "bidirectional"):
         raise DuelError(f"{options.name} is a masked LM of transformers, so bidirectional; leave attention out.")
+    log.info("%s is a masked LM (%s), scored as an any-order model", options.name, classes)
     denoiser = MaskedLM(MASKED_LM, config, options, tokenizer, getattr(model_config, "vocab_size", None))
-
-    def fill() -> MaskedLM:
-        denoiser.take(auto_model.load_model(AutoModelForMaskedLM, model_config, config, options).eval())
-        log.info("%s is a masked LM (%s), scored as an any-order model", options.name, classes)
-        return denoiser
-
-    return Unfilled(denoiser, lambda: denoiser.limited(AutoModelForMaskedLM.from_config(model_config)), fill)
+    denoiser.kind, denoiser.model_config = AutoModelForMaskedLM, model_config
+    return denoiser
 
 
 class MaskedLM(OwnForward):

@@ -15,8 +15,7 @@ UNQUANTIZED = ("llm_int8_skip_modules", "modules_to_not_convert", "ignore")  # l
 def native_config(family: Family, config: Config, name: str) -> Config:
     """The entries of the native config: config.json, with the family's translations.
 
-    No entry is left to the defaults of the native class: raises DuelError if the config.json of `name` lacks one, or
-    has one with which the native class would be another network.
+    Raises DuelError for an entry that would be left to a default, or makes the native class another network.
     """
     changed = [
         f"{key}={config[key]!r}" for key, value in family.released.items() if config.get(key) not in (None, value)

@@ -18,11 +18,7 @@ READ = ("dtype", "revision", "trust_remote_code")  # network arguments that conc
 
 
 def load(name: str, device: str | None, network: Mapping[str, Any]) -> torch.nn.Module:
-    """The network of a checkpoint, from its own code, if that is trusted, or from a class of transformers.
-
-    Raises:
-        DuelError: it has neither, or its code is not trusted; the message is the reason.
-    """
+    """The network of a checkpoint, from its own code, if that is trusted, or from a class of transformers."""
     for argument in ("peft", "load_in_8bit", "load_in_4bit", "device_map"):
         if network.get(argument):
             raise DuelError(f"{argument} changes the network or where it is.")

@@ -92,12 +92,15 @@ class OwnForward(Pretrained):
                 self._divide()
             self_tests.run(self, self.path, self.refuses)
 
+    def build(self) -> Any:
+        return self.limited(self.kind.from_config(self.model_config))
+
     def limited(self, model: Any) -> Any:
         """`model`, which limits the length of rows to the positions that it can hold."""
         positions = auto_model.max_positions(model, self.tokenizer_length)
         if positions and self.attention == "causal":
             positions += 1  # the last token of a row is predicted but never an input
-        self.set_row_length(min(filter(None, (self.longest, positions)), default=None))
+        self.set_row_length(min(filter(None, (self.layout.max_length, positions)), default=None))
         return model
 
     @property

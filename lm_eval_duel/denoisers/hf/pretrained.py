@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerBase
 from lm_eval_duel import fingerprint
 from lm_eval_duel.arguments import TRUTH
 from lm_eval_duel.core.denoiser import Denoiser
-from lm_eval_duel.denoisers.hf import device_map, quantization
+from lm_eval_duel.denoisers.hf import auto_model, device_map, quantization
 from lm_eval_duel.denoisers.hf.families import Family
 from lm_eval_duel.denoisers.hub import find_mask_id, row_length
 from lm_eval_duel.denoisers.load_options import LoadOptions
@@ -30,10 +30,7 @@ log = logging.getLogger("lm_eval.duel_mdm")
 
 
 def set_attributes(denoiser: Denoiser, family: Family, config: dict[str, Any], options: LoadOptions) -> None:
-    """Set the attributes of a network, from its options, else its config, else its family.
-
-    Raises DuelError if the trained block is not known, or differs from the one in the options.
-    """
+    """Set the attributes of a network, from its options, else its config, else its family."""
     denoiser.family, denoiser.last_block = family.name, options.last_block
     denoiser.attention = options.attention or family.attention
     shifts = [options.shift_logits, family.shift]
@@ -80,10 +77,12 @@ def max_positions(family: Family, positions: int | None, config: dict[str, Any])
 class Pretrained(Denoiser):
     """A network of transformers, or of a checkpoint's own code.
 
-    A subclass is made from what config and tokenizer say, before any weight is read; `take` gives it its network.
+    A subclass is made from what config and tokenizer say, before any weight is read; `fill` gives it its network.
     """
 
     model: Any
+    kind: Any  # the class of its network, or an Auto class
+    model_config: Any  # of transformers
     refuses = True  # after the self-tests; otherwise they only detect what numbers depend on
 
     def __init__(
@@ -96,8 +95,9 @@ class Pretrained(Denoiser):
     ):
         """`tokenizer`: None for a plan, which needs no token. `rows`: of the embedding, if the config has them."""
         set_attributes(self, family, config, options)
-        self.options, self.path, self.mask_id, self.longest = options, options.name, None, family.max_length
+        self.layout, self.config, self.options = family, config, options
         self.tokenizer_length = getattr(tokenizer, "model_max_length", None)
+        self.path, self.mask_id = options.name, None
         if tokenizer is None:
             return
         if self.attention != "causal":
@@ -111,6 +111,19 @@ class Pretrained(Denoiser):
         if self.by_blocks and positions is not None and positions < self.block:
             raise DuelError(f"{self.path} takes {positions} positions, so its trained block cannot be {self.block}.")
         self.max_length = row_length(self.path, self.options.max_length, positions)
+
+    def build(self) -> Any:
+        """The network without its weights, on torch's default device and in its default dtype."""
+        return self.kind(self.model_config)
+
+    def read(self) -> Any:
+        """The network with its weights."""
+        return auto_model.load_model(self.kind, self.model_config, self.config, self.options)
+
+    def fill(self) -> Pretrained:
+        """Read the weights, and test the network."""
+        self.take(self.read().eval())
+        return self
 
     def take(self, model: Any) -> None:
         """Give it its network, in eval mode."""

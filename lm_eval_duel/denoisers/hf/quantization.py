@@ -25,10 +25,7 @@ CONFIG_KEY = "quantization_config"
 
 
 def model_kwargs(config: dict[str, Any], options: LoadOptions) -> dict[str, Any]:
-    """The arguments of `from_pretrained` for a quantized network (8 bits: LLM.int8; 4 bits: nf4); empty for others.
-
-    `config`: the checkpoint's config.json. Raises DuelError for options that exclude each other.
-    """
+    """The arguments of `from_pretrained` for a quantized network (8 bits: LLM.int8; 4 bits: nf4); empty for others."""
     own, bits = config.get(CONFIG_KEY), 8 if options.load_in_8bit else 4 if options.load_in_4bit else None
     if own is None and bits is None:
         return {}

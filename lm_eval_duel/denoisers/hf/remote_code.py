@@ -39,9 +39,8 @@ def load(
     denoiser = MaskedLM(family, config, options, tokenizer, rows)
     if denoiser.attention == "causal_prefix" or family.anchor == "target":
         raise DuelError(f"backend=remote does not support the family {family.name}; leave backend out.")
-    model = own_network(config, options)
     denoiser.options = lora.fetch(options)
-    model = lora.merge(model, denoiser.options.peft)
+    model = lora.merge(own_network(config, options), denoiser.options.peft)
     denoiser.take(device_map.place(model, options).eval())
     return denoiser
 

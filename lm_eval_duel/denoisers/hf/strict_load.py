@@ -21,10 +21,7 @@ Shape = tuple[int, ...]
 def require_equal(
     what: str, expected: Mapping[str, Shape], actual: Mapping[str, Shape], name: Callable[[str], str] = str
 ) -> None:
-    """Raise DuelError, starting with `what`, if the `actual` tensors of files are not those that a network expects.
-
-    `name`: a tensor's name in its file.
-    """
+    """Raise DuelError, starting with `what`, unless a file has the tensors that a network expects; `name`: in it."""
     misshapen = [
         f"{name(key)} is {actual[key]}, not {shape}"
         for key, shape in sorted(expected.items())
@@ -55,10 +52,7 @@ def misshapen(report: Mapping[str, Any]) -> list[str]:
 
 @contextlib.contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """Silence transformers' reports of tensors that do not fit: they recommend training, and an error follows.
-
-    Reports about weights that it cannot convert are kept.
-    """
+    """Silence transformers' reports of tensors that do not fit, but not of those that it cannot convert."""
 
     def passes(record: logging.LogRecord) -> bool:
         text = record.getMessage()
