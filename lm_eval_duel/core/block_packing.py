@@ -44,7 +44,7 @@ class PackedCall:
 
     @cached_property
     def seen(self) -> torch.Tensor:
-        """Which kept keys and which of the call's own each query attends to, (P, Q, K + Q)."""
+        """True at the kept keys, and at those of the call's own, that each query attends to, (P, Q, K + Q)."""
         used, (count, block) = self.used[:, :, None], (self.lane.shape[1], self.real.shape[1])
         exists = (self.real[self.lane] & used).flatten(1)  # (P, Q)
         of_lane = torch.arange(count, device=exists.device).repeat_interleave(block)  # (Q,)

@@ -59,10 +59,10 @@ def run(denoiser: Denoiser, path: str, refuse: bool = True) -> None:
         )
 
 
-def random_rows(denoiser: Denoiser, length: int = LENGTH, rows: int = 2) -> torch.Tensor:
-    """Rows of random tokens (R, L), always the same."""
+def random_rows(denoiser: Denoiser, length: int = LENGTH, rows: int = 2, seed: int = 1) -> torch.Tensor:
+    """Rows of random tokens (R, L), the same for the same seed."""
     tokens = (~denoiser.excluded).nonzero()[:, 0]  # (T,)
-    generator = torch.Generator().manual_seed(1)
+    generator = torch.Generator().manual_seed(seed)
     draw = torch.randint(len(tokens), (rows, min(length, denoiser.max_length)), generator=generator)  # (R, L)
     return tokens.cpu()[draw].to(denoiser.device)
 

@@ -31,7 +31,8 @@ def unfilled(
     """A causal LM of transformers, without its weights; raises DuelError for others, such as one of a `family`."""
     if family is not None:
         raise DuelError(
-            f"{options.name} is a masked diffusion model ({family.name}): leave estimator=ar and attention=causal out."
+            f"{options.name} is a masked diffusion model ({family.name}), not autoregressive: leave estimator=ar and "
+            "attention=causal out."
         )
     options.refuse("causal LM", "sigma", "first_token", "shift_logits", "mask_token_id")
     model_config = AutoConfig.from_pretrained(

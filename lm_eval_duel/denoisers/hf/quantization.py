@@ -89,4 +89,7 @@ def require_used(model: Any, unused: Iterable[str], name: str) -> None:
     modules = dict(model.named_modules())
     lost = [key for key in sorted(unused) if hasattr(modules.get(key.rpartition(".")[0]), "weight")]
     if is_quantized(model) and lost:
-        raise DuelError(f"{name} has quantized tensors that its network does not use: {', '.join(lost[:10])}.")
+        raise DuelError(
+            f"{name} has quantized tensors that its network does not use, so it would misread their weights: "
+            f"{', '.join(lost[:10])}."
+        )
