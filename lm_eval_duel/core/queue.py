@@ -19,9 +19,8 @@ def groups(windows: Sequence[Window], same_length: bool, buckets: Sequence[int] 
 
     `buckets`: a number for each window; a smaller one goes first, and only windows of one number are sorted by length.
     """
-    order = sorted((n for n, window in enumerate(windows) if window.target), key=lambda n: -windows[n].length)
-    if buckets is not None:
-        order.sort(key=lambda n: buckets[n])
+    chosen = [n for n, window in enumerate(windows) if window.target]
+    order = sorted(chosen, key=lambda n: (buckets[n] if buckets else 0, -windows[n].length))
     result: list[list[int]] = []
     for n in order:
         full = not result or len(result[-1]) >= GROUP

@@ -5,7 +5,7 @@
     estimator    lanes                                        how log-probabilities combine
     duel, ar     every block of every window (duel.py)        sum over picks
     lattice      every set of masked positions of every block     max, mixture or mean over orders (lattice.py)
-    elbo         random sets of masked positions of every span    weighted sum (elbo.py)
+    elbo         random draws of every span                       weighted mean (monte_carlo.py)
 
 Shapes: N windows, L row length, R lanes, W block width.
 """
