@@ -16,7 +16,7 @@ import dataclasses
 import math
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, TypeVar, get_args
 
 from lm_eval_duel.errors import DuelError, unknown
@@ -154,6 +154,16 @@ def declaration(field: dataclasses.Field[Any]) -> Argument:
     kind = next((kind for word, kind in kinds.items() if re.search(rf"\b{word}\b", name)), RAW)
     default = field.default if field.default_factory is MISSING else field.default_factory()
     return Argument(kind, default, none=None if "None" in name or "Optional" in name else ...)
+
+
+def unique_keys(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    """Pairs as a dict; raises DuelError for a key with two values."""
+    result: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in result:
+            raise DuelError(f"'{key}' is given twice, as {key}={result[key]} and {key}={value}. Leave one of them out.")
+        result[key] = value
+    return result
 
 
 # ---------------------------------------------------------------- kinds

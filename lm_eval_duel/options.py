@@ -24,6 +24,7 @@ from lm_eval_duel.arguments import (
     argument,
     choice,
     declared,
+    unique_keys,
     whole,
 )
 from lm_eval_duel.denoisers.load_options import ALIASES, NETWORK_ARGUMENTS, WHOLE_ROW_BOS, NetworkArguments
@@ -193,13 +194,11 @@ MODEL_ARGUMENTS: dict[str, Argument] = {  # the fields of `Options` itself first
 }
 
 
+@usage()
 def model_of(flags: argparse.Namespace) -> dict[str, Any]:
     """The model args of a command line: NAME, --model_args, --device and --batch_size; raises UsageError."""
     if (name := getattr(flags, "name", None)) is not None:
-        if "pretrained" in flags.model_args:
-            twice = f"{name} and pretrained={flags.model_args['pretrained']}"
-            raise UsageError(f"The model is named twice: {twice}; leave one out.")
-        flags.model_args = {"pretrained": name, **flags.model_args}  # tasks read them, too
+        flags.model_args = unique_keys([("pretrained", name), *flags.model_args.items()])  # tasks read them, too
     given = with_flags(flags.model_args, device=flags.device, batch_size=flags.batch_size)
     Options.parse(given)
     return given
@@ -271,10 +270,6 @@ def _read_aliases(arguments: Mapping[str, Any], values: dict[str, Any]) -> None:
 
 def _rule(arguments: Mapping[str, Any]) -> rules.Rule:
     """The rule of `rule=` and of the parameters given as separate model args."""
-    text = str(arguments.get("rule", "greedy"))
-    name, inside = rules.read(text)
-    outside = {key: value for key, value in arguments.items() if key != "rule"}
-    for key in outside:
-        if key in inside:
-            raise DuelError(f"'{key}' is given twice: in rule={text} and as a model arg.")
-    return rules.build(name, inside | outside)
+    name, inside = rules.read(str(arguments.get("rule", "greedy")))
+    outside = ((key, value) for key, value in arguments.items() if key != "rule")
+    return rules.build(name, unique_keys([*inside.items(), *outside]))

@@ -95,7 +95,7 @@ WRONG_RULES = (
     ("klass:mu=0.9:nu=0.01:kl=papr", "Did you mean paper?"),
     ("entropy_bound:gamma=-1", "'gamma'"),
     ("greedy:2", "'2'"),
-    ("greedy:k=1:k=2", "k twice"),
+    ("greedy:k=1:k=2", "'k' is given twice"),
     ("no_such_module:Rule", "'no_such_module'"),
     ("no.such.module:Rule", "'no.such.module'"),
     (":Rule", "':Rule'"),

@@ -63,7 +63,7 @@ def _has_beam(estimator: Estimator) -> bool:
 
 
 def _noise_of_a_beam(estimator: Estimator, window: Window, value: float) -> float:
-    """Twice the range of the values of a beam at slightly other temperatures, in nats, of which `value` is one.
+    """Four times the range of the values of a beam at slightly other temperatures, in nats, of which `value` is one.
 
     They change the logits by less than a tie. It is the audit's own measure: nothing of the run enters.
     """
@@ -71,7 +71,7 @@ def _noise_of_a_beam(estimator: Estimator, window: Window, value: float) -> floa
     for temperature in TEMPERATURES:
         twin.denoiser = Warped(estimator.denoiser, temperature)
         values += [score.log_prob for score in twin.log_prob([window])]
-    return 2 * (max(values) - min(values))
+    return 4 * (max(values) - min(values))
 
 
 def _along_the_order(network: OneRow, rule: rules.Rule, score: Score) -> Recomputed:

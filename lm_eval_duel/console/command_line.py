@@ -13,7 +13,7 @@ import json
 import os
 import sys
 import traceback
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -30,6 +30,7 @@ from lm_eval_duel.arguments import (
     choice,
     number,
     string,
+    unique_keys,
 )
 from lm_eval_duel.console import strict_json
 from lm_eval_duel.core.rates import METRICS
@@ -122,16 +123,6 @@ def key_values(text: str) -> dict[str, Any]:
         return json.loads(text, object_pairs_hook=unique_keys)
     pairs = [part.partition("=") for part in text.strip().split(",") if part]
     return unique_keys([(key, _value(value.strip())) for key, _, value in pairs])
-
-
-def unique_keys(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
-    """Pairs as a dict; raises DuelError for a key with two values."""
-    result: dict[str, Any] = {}
-    for key, value in pairs:
-        if key in result:
-            raise DuelError(f"'{key}' is given twice, as {key}={result[key]} and {key}={value}. Leave one of them out.")
-        result[key] = value
-    return result
 
 
 def _value(text: str) -> Any:

@@ -42,7 +42,8 @@ from lm_eval.api.model import CacheHook, CachingLM
 from lm_eval.api.task import Task
 from lm_eval.tasks import TaskManager
 
-from lm_eval_duel.console.command_line import key_values, unique_keys
+from lm_eval_duel.arguments import unique_keys
+from lm_eval_duel.console.command_line import key_values
 from lm_eval_duel.demo import BUNDLED
 from lm_eval_duel.errors import DuelError, too_few_documents
 from lm_eval_duel.harness.autoload import MODELS

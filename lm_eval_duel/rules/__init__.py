@@ -13,9 +13,9 @@ import os
 import sys
 from typing import Any, TypeGuard
 
-from lm_eval_duel.arguments import MISSING, declared
+from lm_eval_duel.arguments import MISSING, declared, unique_keys
 from lm_eval_duel.core.decision import NEAR_TIE, Decision
-from lm_eval_duel.errors import DuelError, require_known, unknown
+from lm_eval_duel.errors import DuelError, naming, require_known, unknown
 from lm_eval_duel.rules.adaptive import EntropyBound, Threshold
 from lm_eval_duel.rules.around import inner, replaced
 from lm_eval_duel.rules.base import Rule, rank
@@ -95,15 +95,11 @@ def parse(text: str) -> Rule:
 def read(text: str) -> tuple[str, dict[str, str]]:
     """A rule's name and its parameters as they are written; raises DuelError for a text of another form."""
     name, *rest = split(text)
-    arguments = {}
     for part in rest:
-        key, equals, value = part.partition("=")
-        if not equals or not key:
+        if part.find("=") < 1:
             raise DuelError(f"'{part}' in rule '{text}' is not param=value; write e.g. greedy:k=2.")
-        if key in arguments:
-            raise DuelError(f"Rule '{text}' gives {key} twice.")
-        arguments[key] = value
-    return name, arguments
+    with naming(f"Rule '{text}'"):
+        return name, unique_keys((key, value) for key, _, value in (part.partition("=") for part in rest))
 
 
 def split(text: str) -> list[str]:

@@ -186,7 +186,7 @@ def test_key_values_are_those_of_lm_eval():
     ],
 )
 def test_what_is_given_twice_is_an_error_that_names_both_values(words, monkeypatch):
-    with pytest.raises(DuelError, match=r"block=8 and block=16|model_args is given twice|named twice"):
+    with pytest.raises(DuelError, match=r"block=8 and block=16|model_args is given twice|pretrained=demo-bd"):
         model_of(Parser("x", "", "", "", *MODEL).parse_args(words))
     with pytest.raises(DuelError, match=r"block=8 and block=16|pretrained=demo-bd"):
         run._named(words)
