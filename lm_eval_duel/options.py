@@ -159,10 +159,6 @@ class Options(NetworkArguments):
         _check_cache(options, arguments.get("cache"))
         return options
 
-    def require_preset_fits(self, family: str | None) -> None:
-        """Raise DuelError if the preset is not for checkpoints of this family; None is a family not known yet."""
-        presets.require_fit(self.preset, family)
-
     def with_tokenizer(self, tokenizer: Any) -> Options:
         """These options with the ids that the rule takes from a tokenizer."""
         rule = self.rule.with_tokenizer(tokenizer)

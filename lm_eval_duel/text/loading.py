@@ -12,6 +12,7 @@ from lm_eval_duel.demo import BUNDLED
 from lm_eval_duel.estimators import registry
 from lm_eval_duel.estimators.base import Estimator
 from lm_eval_duel.options import Options
+from lm_eval_duel.rules import presets
 from lm_eval_duel.text.text import TextEncoder
 
 if TYPE_CHECKING:
@@ -57,7 +58,7 @@ def load_scorer(
     tokenizer = denoisers.load_tokenizer(vars(options)) if tokenizer is None else tokenizer
     options = options.with_tokenizer(tokenizer)
     if options.preset is not None:
-        options.require_preset_fits(denoisers.find_family(name, **options.network))
+        presets.require_fit(options.preset, denoisers.find_family(name, **options.network))
     network = denoisers.load(name, device=device or options.device, tokenizer=tokenizer, **options.network)
     estimator = registry.make(network, options, **sizes)
     return Scorer(

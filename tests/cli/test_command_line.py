@@ -21,7 +21,7 @@ from lm_eval_duel.console.command_line import Exit, Parser, errors_as_exit_codes
 from lm_eval_duel.errors import DuelError, UsageError
 from lm_eval_duel.harness.lm import DuelMDM
 from lm_eval_duel.options import model_of
-from lm_eval_duel.rules import RULES
+from lm_eval_duel.rules import RULES, presets
 from lm_eval_duel.tasks import named as tasks_named
 
 HEAVY = ("torch", "transformers", "datasets")
@@ -284,3 +284,13 @@ def test_a_rule_is_listed_with_its_parameters(capsys):
     program.main(["rules", "klass"])
     names = [line.split()[0] for line in capsys.readouterr().out.splitlines() if line[:1].strip()]
     assert names == ["klass", *declared(RULES["klass"])]
+
+
+def test_presets_are_listed_with_their_model_args(capsys):
+    program.main(["presets"])
+    printed = " ".join(capsys.readouterr().out.split())
+    assert all(preset.name in printed and preset.written_out in printed for preset in presets.ENTRIES)
+    program.main(["presets", "llada2", "llada"])
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "From ML-GSAI/LLaDA@b7e6c35 generate.py L44-121 (steps may be changed)" in printed
+    assert "dparallel" not in printed and "Did you mean llada2" in refused("presets", "lada2")
