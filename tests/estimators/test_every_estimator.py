@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import torch
 from attends import Attends
-from laws import numbers
+from laws import numbers, slow_but
 from noised_toys import Conditioned, NoisyToy
 from toys import BlockCausal, Causal, Rotary, Toy
 
@@ -133,7 +133,12 @@ def short_of_memory(whole):
     return features
 
 
-@pytest.mark.parametrize("name", ESTIMATORS)
+FAST = ("duel", "duel, memory", "duel, block-causal", "elbo", "elbo by ratio", "elbo, block-causal", "all orders")
+FAST += ("all orders, block-causal", "confidence, at least 2", "confidence, beam", "order, entropy, hot", "order, beam")
+FAST += ("two phases", "random tokens", "random tokens, conditioned")
+
+
+@pytest.mark.parametrize("name", slow_but(ESTIMATORS, FAST))
 def test_neither_company_nor_order_nor_memory_changes_a_number(name, monkeypatch):
     """Law 8. Equal windows are scored once."""
     estimator, windows = made(name)
