@@ -40,7 +40,7 @@ def test_a_window_without_its_bos_is_warned_of_once(caplog):
         duel.log_prob([Window(before, (300, 517)), Window((), (300, 517))])
     Duel(denoiser, "margin").sample([()], 4)
     (said,) = warnings(caplog)
-    assert said.startswith(f"Window 1 {WARNING} (ids {before[0]})") and f"Window(context={before}, target=ids)" in said
+    assert said.startswith(f"Window 1 {WARNING}") and f"Window(context={before}, target=ids)" in said
     Duel(denoisers.load("demo-bd", device="cpu"), "greedy").sample([()], 2)
     assert len(warnings(caplog)) == 2  # another denoiser
 
@@ -58,7 +58,7 @@ def test_what_the_advice_says_is_what_the_harness_scores(folder, caplog):
     assert wrapped.special_tokens == ((2,), (3,))
     Elbo(wrapped).log_prob([Window((), (6, 7))])
     (said,) = warnings(caplog)
-    assert "(ids 2)" in said and "Window(context=(2,), target=ids, suffix=(3,))" in said
+    assert "Window(context=(2,), target=ids, suffix=(3,))" in said
 
 
 def test_no_warning_where_none_are_expected(folder, tmp_path, caplog):

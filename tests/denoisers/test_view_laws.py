@@ -149,7 +149,7 @@ def test_lanes_equal_the_textbook_loop(name, rule, monkeypatch):
             )
             for window in windows
         ]
-        for pieces, batch_size in ((256, None), (4, None), (3, 1)):
+        for pieces, batch_size in ((256, None), (3, 1), *[(4, None)] * bool(network.block)):
             monkeypatch.setattr(block_causal, "STRETCH", pieces)
             monkeypatch.setattr(block_causal, "CLEAN", pieces)
             duel = duel_of(name, rule, block, grid, batch_size=batch_size)
