@@ -2,8 +2,8 @@
 
     for index, score in estimator.stream(windows): ...
 
-    estimator    lanes                                        how log-probabilities combine
-    duel, ar     every block of every window (duel.py)        sum over picks
+    estimator    lanes                                            how log-probabilities combine
+    duel, ar     every block of every window (duel.py)            sum over picks
     lattice      every set of masked positions of every block     max, mixture or mean over orders (lattice.py)
     elbo         random draws of every span                       weighted mean (monte_carlo.py)
 

@@ -51,11 +51,7 @@ class DuelEstimator(Estimator):
     takes_known = True
 
     def __init__(
-        self,
-        denoiser: Denoiser,
-        rule: str | rules.Rule = "greedy",
-        block: int | str | None = "auto",
-        **layout: Any,
+        self, denoiser: Denoiser, rule: str | rules.Rule = "greedy", block: int | str | None = "auto", **layout: Any
     ):
         self.rule = rule_for(denoiser, rules.parse(rule) if isinstance(rule, str) else rule)
         check_rule(denoiser, self.rule)

@@ -88,12 +88,7 @@ class Chunk:
     """The blocks, with a beam of one size; `smaller`: what beams of the sizes before have found."""
 
     def __init__(
-        self,
-        group: WindowGroup,
-        sampler: Sampler,
-        number: int,
-        lanes: Lanes,
-        smaller: tuple[BeamResult, ...] = (),
+        self, group: WindowGroup, sampler: Sampler, number: int, lanes: Lanes, smaller: tuple[BeamResult, ...] = ()
     ):
         self.group, self.sampler, self.number = group, sampler, number
         self.lanes, self.smaller = lanes, smaller
