@@ -80,7 +80,7 @@ def from_model(
             of_tokenizer,
         )
     _warn_of_half_precision(module, name)
-    denoiser = InMemory(plain, module, name, weights, autocast)
+    denoiser = InMemory(plain, module, name, weights or IN_MEMORY, autocast)
     denoiser.special_tokens = special_tokens.expected(denoiser, tokenizer)
     return loading.wrapped(denoiser, options)
 
@@ -113,19 +113,14 @@ class InMemory(Denoiser):
     """`plain`, a denoiser of a network in memory: each call leaves the network and torch as they were."""
 
     def __init__(
-        self,
-        plain: Denoiser,
-        module: torch.nn.Module | None,
-        name: str,
-        weights: str | None = None,
-        autocast: torch.dtype | None = None,
+        self, plain: Denoiser, module: torch.nn.Module | None, name: str, weights: str, autocast: torch.dtype | None
     ):
         self.resemble(plain)
         for attribute in ("model", "steers_attention"):
             if hasattr(plain, attribute):
                 setattr(self, attribute, getattr(plain, attribute))
         self.plain, self.module, self.path = plain, module, name
-        self.weights, self.autocast = weights or IN_MEMORY, autocast
+        self.weights, self.autocast = weights, autocast
         self.fixed_weights = False
 
     @property

@@ -180,14 +180,10 @@ class LoadOptions(NetworkArguments):
             raise DuelError("load_in_8bit and load_in_4bit are both given; leave one out.")
         if self.cache and self.backend == "remote":
             raise DuelError(
-                f"cache={self.cache} needs a network whose attention this package knows, and backend=remote runs a "
-                "checkpoint's own code. Leave backend out, or use cache=none."
+                f"cache={self.cache} does not go with backend=remote (a checkpoint's own code): leave one out."
             )
         if self.cache and self.compile:
-            raise DuelError(
-                "compile=true traces the layers without kept keys and values, so it does not support "
-                f"cache={self.cache}; leave one out."
-            )
+            raise DuelError(f"compile=true does not trace kept keys and values: leave it or cache={self.cache} out.")
 
     def require_block(self, trained: int) -> None:
         """Raise DuelError if a block other than the trained one was given."""

@@ -135,9 +135,7 @@ class Block(nn.Module):
         columns: torch.Tensor | None,
         keys: bool,
     ) -> tuple[torch.Tensor, KeysValues | None]:
-        """The output at all positions, or at `columns` (R, M) only; with `keys`, also the keys and values of all
-        positions.
-        """
+        """The output at all positions or at `columns` (R, M); with `keys`, also the keys and values of all."""
         plain = self.adaLN_modulation is None
         modulation = None if plain else self.adaLN_modulation(condition)[:, None].chunk(6, dim=2)
         shift, scale, gate, shift_mlp, scale_mlp, gate_mlp = modulation or [None] * 6  # (R, 1, D) each
