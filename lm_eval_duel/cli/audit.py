@@ -165,8 +165,8 @@ def table(checked: Sequence[CheckedWindow]) -> str:
     notes = [f"{each.where}: {'; '.join(each.problems)}" for each in checked if each.differs]
     reasons = Counter(each.again.why_alone for each in checked if not each.independent)
     notes += [
-        f"{each.where}: a tie: float noise chooses the sets of the beam, which moves its value by up to "
-        f"{each.again.noise:.2g} nats."
+        f"{each.where}: a tie: float noise chooses the sets of the beam, so up to {each.again.noise:.2g} nats "
+        "count as noise."
         for each in checked
         if each.again.noise
     ]
