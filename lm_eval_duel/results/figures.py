@@ -106,10 +106,8 @@ def model_colour(model: str) -> str:
 
 
 def rule_colour(rule: str) -> str:
-    name = rule.split(":")[0]
-    return (
-        dict(zip(RULES, COLOURS, strict=False)).get(name) or OTHER_RULES[zlib.crc32(name.encode()) % len(OTHER_RULES)]
-    )
+    name, ours = rule.split(":")[0], dict(zip(RULES, COLOURS, strict=False))
+    return ours.get(name) or OTHER_RULES[zlib.crc32(name.encode()) % len(OTHER_RULES)]
 
 
 def _new(width: float, height: float) -> tuple[Figure, Axes]:

@@ -110,8 +110,7 @@ def markdown(content: Board) -> str:
         parts += [title and f"## {title}", Table.of(content.title, rows, shown).markdown()]
     for source in content.published:
         parts += [f"## Published: {escape(source['source'])}", published.UNCHECKED, published.table(source).markdown()]
-    parts += ["## Notes", bullets(content.notes)] if content.notes else []
-    return spaced(parts)
+    return spaced([*parts, "## Notes", bullets(content.notes)])
 
 
 def console(content: Board) -> str:
@@ -155,7 +154,6 @@ def html(board: Board) -> str:
         loader=FileSystemLoader(ASSETS),
         undefined=StrictUndefined,
         trim_blocks=True,
-        lstrip_blocks=True,
         finalize=lambda value: one_line(value) if type(value) is str else value,
     )
     return environment.get_template("page.html").render(

@@ -1,10 +1,9 @@
-"""A headless Chromium from the distribution, driven over the DevTools protocol through two pipes: no new dependency."""
+"""A headless Chromium from the distribution, driven over the DevTools protocol through a socket: no new dependency."""
 
 import itertools
 import json
-import os
-import selectors
 import shutil
+import socket
 import subprocess
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome", "chromium-headless-shell")
@@ -25,19 +24,18 @@ class Browser:
     """One page of a browser. `requests`: every address it asked for; `problems`: console messages and exceptions."""
 
     def __init__(self, folder, width=1500, height=1000):
-        to_browser, write = os.pipe()
-        read, from_browser = os.pipe()
-        command = f'exec "$0" "$@" 3<&{to_browser} 4>&{from_browser}'
+        self.socket, theirs = socket.socketpair()
+        self.socket.settimeout(SECONDS)
+        command = f'exec "$0" "$@" 3<&{theirs.fileno()} 4>&{theirs.fileno()}'  # the two pipes that it asks for
         flags = [*FLAGS, f"--user-data-dir={folder}", f"--window-size={width},{height}", "about:blank"]
         self.process = subprocess.Popen(
             ["bash", "-c", command, executable(), *flags],
-            pass_fds=(to_browser, from_browser),
+            pass_fds=[theirs.fileno()],
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
         )
-        os.close(to_browser)
-        os.close(from_browser)
-        self.write, self.read, self.rest = write, read, b""
+        theirs.close()
+        self.rest = b""
         self.numbers, self.session = itertools.count(1), None
         self.requests, self.problems, self.loaded = [], [], 0
         targets = self.call("Target.getTargets")["targetInfos"]
@@ -48,22 +46,15 @@ class Browser:
 
     def close(self):
         """End the browser."""
-        os.close(self.write)
-        try:
-            self.process.wait(10)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
-        os.close(self.read)
+        self.socket.close()  # it ends when its pipes do
+        self.process.wait(SECONDS)
 
     def call(self, method, **parameters):
         """The result of a DevTools command."""
         number = next(self.numbers)
         message = {"id": number, "method": method, "params": parameters}
         message |= {"sessionId": self.session} if self.session else {}
-        data = json.dumps(message).encode() + b"\0"
-        while data:
-            data = data[os.write(self.write, data) :]
+        self.socket.sendall(json.dumps(message).encode() + b"\0")
         while True:
             answer = self._message()
             if answer.get("id") == number:
@@ -71,13 +62,10 @@ class Browser:
                 return answer["result"]
 
     def _message(self):
-        with selectors.DefaultSelector() as selector:
-            selector.register(self.read, selectors.EVENT_READ)
-            while b"\0" not in self.rest:
-                assert selector.select(SECONDS), "the browser does not answer"
-                piece = os.read(self.read, 1 << 20)
-                assert piece, "the browser has ended"
-                self.rest += piece
+        while b"\0" not in self.rest:
+            piece = self.socket.recv(1 << 20)
+            assert piece, "the browser has ended"
+            self.rest += piece
         line, _, self.rest = self.rest.partition(b"\0")
         message = json.loads(line)
         method, parameters = message.get("method"), message.get("params")
