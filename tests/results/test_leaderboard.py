@@ -246,6 +246,7 @@ def test_windows_of_a_document_are_joined_and_an_infinite_cost_is_null(tmp_path,
     path = trace(tmp_path / "trace.jsonl", result, [first, first | costly])
     content = board(result, "--traces", path, "--tokenizer", "demo-mdm")
     [document] = content.documents
+    assert (document["task"], document["number"]) == ("sotu", 0)
     assert document["pieces"] == [["5 ", "6 ", "7 ", "8 ", "9 ", "9 "]]
     [order] = document["orders"]
     assert order["starts"] == [0, 2, 4] and order["steps"] == [0, 1, 1, 0, 1, 0]
