@@ -32,7 +32,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TypeAlias
 
-HEAVY = ("torch", "transformers", "lm_eval", "pytest", "hypothesis")  # imported once; each mutant gets a fork
+HEAVY = ("torch", "transformers", "lm_eval", "pytest")  # imported once; each mutant gets a fork
 FLIPPED = {ast.Lt: ast.GtE, ast.GtE: ast.Lt, ast.Gt: ast.LtE, ast.LtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq}
 FLIPPED |= {ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.In: ast.NotIn, ast.NotIn: ast.In}
 STATEMENTS = (ast.AugAssign, ast.Continue, ast.Raise)
