@@ -72,11 +72,11 @@ def rows_at(layers: Sequence[KeysValues], slot: torch.Tensor, columns: int) -> l
     """The first `columns` of kept rows (S, H, L, D / H) at `slot` (P,): views where the slots follow each other."""
     first = int(slot[0])
     together = torch.equal(slot, torch.arange(first, first + len(slot), device=slot.device))
-
-    def taken(plane: torch.Tensor) -> torch.Tensor:
-        return plane[slice(first, first + len(slot)) if together else slot.to(plane.device), :, :columns]
-
-    return [(taken(keys), taken(values)) for keys, values in layers]
+    rows: list[KeysValues] = []
+    for keys, values in layers:
+        at = slice(first, first + len(slot)) if together else slot.to(keys.device)
+        rows.append((keys[at, :, :columns], values[at, :, :columns]))
+    return rows
 
 
 def widest(window: torch.Tensor, most: int) -> int:
