@@ -1,5 +1,6 @@
 """A beam whose sets float noise chooses is a tie by the audit's own measure; a larger difference is none."""
 
+import pytest
 import torch
 from toys import Toy
 
@@ -7,6 +8,7 @@ from lm_eval_duel.audit.checked import CheckedWindow
 from lm_eval_duel.audit.recompute import ALONE, recompute
 from lm_eval_duel.cli.audit import table
 from lm_eval_duel.core.windows import Window
+from lm_eval_duel.estimators.subsets import chunk
 from lm_eval_duel.estimators.subsets.sampled_order import SampledOrder
 
 
@@ -19,11 +21,18 @@ class Noisy(Toy):
         return logits + 1e-7 * noise
 
 
-def test_float_noise_of_a_beam_is_a_tie():
+def test_float_noise_of_a_beam_is_a_tie(monkeypatch):
     window = Window((), (0, 1, 2, 0, 1, 2, 2, 1, 0))
-    sampler = SampledOrder(Noisy(length=12), 9, alg="origin", steps=2, beam=16)
-    [score] = sampler.log_prob([window])  # at the start all sets of a size have equal weights
-    found = recompute(sampler, window, score)
+
+    def scored():
+        sampler = SampledOrder(Noisy(length=12), 9, alg="origin", steps=2, beam=16)
+        [score] = sampler.log_prob([window])  # at the start all sets of a size have equal weights
+        return score, recompute(sampler, window, score)
+
+    score, found = scored()
+    assert found.log_prob == pytest.approx(score.log_prob, abs=1e-5), "the lowest of equal sets are kept"
+    monkeypatch.setattr(chunk, "TIE", 2.0**-60)
+    score, found = scored()
     assert found.route == ALONE and abs(found.log_prob - score.log_prob) > 1e-3, "noise chose other sets"
     each = CheckedWindow("", window, score.log_prob, found)
     assert each.again.ties == 1 and not each.differs and CheckedWindow("", window, score.log_prob + 20, found).differs

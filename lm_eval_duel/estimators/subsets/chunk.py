@@ -38,6 +38,7 @@ from lm_eval_duel.estimators.arguments import BeamArguments
 from lm_eval_duel.estimators.subsets.moves import Moves, Planes, StateLevel, Thin, from_bitmask, to_bitmask
 
 BEAM = 4  # key of the random numbers, different for each estimator
+TIE = 2.0**-6  # nats: a beam keeps the lowest of sets whose weights round to one multiple of it
 MOVES = 64  # subsets of a step that are followed, for each set of a beam
 TABLE = 1 << 24  # values of the sets that they reach, one for each sum and step: 128 MiB
 
@@ -295,7 +296,8 @@ def sample(weight: torch.Tensor, count: int, u: torch.Tensor) -> tuple[torch.Ten
     """
     draws = count // (2 * len(u))
     kept = torch.zeros_like(weight[:, 0], dtype=torch.bool)  # (x,)
-    kept[weight[:, 0].argsort(descending=True, stable=True)[: count - draws * len(u)]] = True
+    rank = (weight[:, 0] / TIE).round()  # many weights are equal but for float noise, which may not choose
+    kept[rank.argsort(descending=True, stable=True)[: count - draws * len(u)]] = True
     rest = weight[:, 1:].masked_fill(kept[:, None], -math.inf)  # (x, C - 1)
     rest = (rest - rest.amax(0).clamp(min=torch.finfo(rest.dtype).min)).exp()
     largest = rest.sort(0, descending=True).values
