@@ -202,8 +202,9 @@ class ConfidenceArguments(BeamArguments):
     def __post_init__(self) -> None:
         super().__post_init__()
         for name in ("n", "tau"):
-            if self.steps is not None and getattr(self, name) is not None:
-                raise DuelError(f"'steps' ({self.steps}) and '{name}' ({getattr(self, name)}) exclude each other.")
+            value = getattr(self, name)
+            if self.steps is not None and value is not None:
+                raise DuelError(f"'steps' ({self.steps}) and '{name}' ({value}) exclude each other; leave one out.")
         if self.steps is None and self.schedule == "dream":
             raise DuelError("schedule=dream spreads a block over a number of steps; pass steps=<number>, too.")
 

@@ -95,7 +95,7 @@ def check_every_order(denoiser: Denoiser, name: str) -> None:
         )
     if denoiser.shift and denoiser.cache:
         raise DuelError(
-            f"{states} Under cache={denoiser.cache} it is predicted at the block's start alone: leave it out."
+            f"{states} Under cache={denoiser.cache} it is predicted at the block's start alone. Leave cache out."
         )
 
 
