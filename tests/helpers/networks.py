@@ -100,6 +100,8 @@ def tiny_logits(name):
     model = tiny.network(name)
     if name == "bigbird":
         model.bert.set_attention_type("original_full")
+    if name == "gemma2":
+        model.set_attn_implementation("eager")  # the default leaves out the softcap under transformers 4
     if name in tiny.MASKED_LMS:
         model.double()
     return lambda ids: model(input_ids=torch.tensor([ids])).logits[0].double()
