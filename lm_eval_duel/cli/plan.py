@@ -88,10 +88,8 @@ def plan(options: argparse.Namespace) -> dict[str, Any]:
     if options.tasks:
         documents, windows = _read_tasks(options, denoiser, tokenizer, block)
     else:
-        documents, windows = (
-            options.documents,
-            cost.layouts_of_equal_documents(denoiser, options.tokens, options.documents),
-        )
+        documents = options.documents
+        windows = cost.layouts_of_equal_documents(denoiser, options.tokens, documents)
     longest = max(window.length for window in windows)
     device, tflops = _device(options, size.dtype)
     figures = {

@@ -283,11 +283,15 @@ def fitting(model: dict[str, Any], other: dict[str, Any], text: str) -> dict[str
 
 
 def _network(model: dict[str, Any]) -> Denoiser | None:
-    """The network of model args, without its weights. None: only the code of its checkpoint knows what it is."""
+    """The network of model args, without its weights. None: only the code of its checkpoint knows what it is.
+
+    As a diffusion model, else as an autoregressive one, unless `attention` says which, or trusted code might.
+    """
     from lm_eval_duel.denoisers import unloaded
 
     network = {key: value for key, value in Options.parse(model).network.items() if key not in SETTINGS}
-    for attention in (model.get("attention"), "causal"):
+    given = model.get("attention")
+    for attention in (given,) if given or network["trust_remote_code"] else (None, "causal"):
         with contextlib.suppress(DuelError):
             return unloaded.read(str(model["pretrained"]), network | {"attention": attention}).denoiser
     return None

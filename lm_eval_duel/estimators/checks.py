@@ -52,8 +52,8 @@ def resolve_grid(denoiser: Denoiser, grid: str) -> str:
         raise DuelError(f"{which} counts its blocks from the {needed}'s first position; use grid={needed} or auto.")
     if denoiser.seeds_blocks and grid == "row":
         raise DuelError(
-            "With grid=row a block may begin inside the context, where first_token=causal predicts nothing. Use "
-            "grid=target or auto, or first_token=block."
+            "With grid=row a block may begin inside the context, and first_token=causal predicts a block's first token "
+            "from the clean row. Use grid=target or auto, or first_token=block."
         )
     return grid if grid != "auto" else needed or "target"
 
@@ -77,8 +77,8 @@ def check_rule(denoiser: Denoiser, rule: rules.Rule) -> None:
         raise first_position_unseen(denoiser.cache)
     if in_memory := list(rules.in_memory(rule)):
         raise DuelError(
-            f"'{in_memory[0]}' of rule {type(rule).__name__} is a module or tensor in memory, which has no text. Save "
-            "it to a safetensors file, and derive the rule from ModuleRule (docs/rules.md)."
+            f"'{in_memory[0]}' of rule {type(rule).__name__} is a module or tensor in memory, which the fingerprint "
+            "cannot describe. Save it to a safetensors file, and derive the rule from ModuleRule (docs/rules.md)."
         )
     rule.check_network(denoiser)
 
@@ -171,8 +171,8 @@ def _problem(denoiser: Denoiser, block: int | None, grid: str, window: Window, i
         )
     if denoiser.needs_visible and window.target and not (window.context or window.suffix):
         return (
-            "shows no token at its first step, and this network divides by their number. Keep the tokenizer's special "
-            "tokens (leave bos=none out), or pass a context."
+            "shows no token at its first step, and this network divides by the number of visible ones. Keep the "
+            "tokenizer's special tokens (leave bos=none out), or pass a context."
         )
     if window.target and len(window.context) < max(denoiser.shift, denoiser.seeds_blocks):
         return (

@@ -42,6 +42,8 @@ class Cost(NamedTuple):
 def total(costs: Iterable[tuple[Cost, float]]) -> Cost:
     """The sum of costs, each with a factor; `longest` is the largest."""
     scaled = [[*(part * factor for part in cost[:-1]), cost.longest] for cost, factor in costs]
+    if not scaled:
+        return Cost()
     *sums, longest = zip(*scaled, strict=True)
     return Cost._make([*map(sum, sums), max(longest)])
 

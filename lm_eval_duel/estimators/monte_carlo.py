@@ -113,9 +113,10 @@ class BoundAccumulator:
         lanes, (values, of_replicates) = step.lanes, self.bound.terms(step)  # (R, W), (R, S)
         column = torch.where(lanes.masked, lanes.columns, self.length)  # (R, W)
         row, done = lanes.row[:, None].expand_as(column), -torch.ones_like(lanes.row)  # (R, W), (R,)
+        sums = self.sums.index_add(0, lanes.row, of_replicates)  # (N, S)
         # on out-of-memory before this line, nothing has been added yet
         self.log_probs.index_put_((row, column), values, accumulate=True)
-        self.sums.index_add_(0, lanes.row, of_replicates)
+        self.sums = sums
         self.waiting.index_add_(0, lanes.row, done)
 
     def take(self, finished: Lanes) -> IndexedScores:

@@ -147,7 +147,7 @@ def _check_two_phase(options: Options, own: Arguments) -> None:
             why = "its layers take no kept keys" if name == "compile" else "a text of probability 0 has no differences"
             raise DuelError(f"estimator=two_phase does not support {name}: {why}. Use estimator=duel.")
     if options.backend == "remote":
-        raise DuelError("estimator=two_phase has no cache for backend=remote, a checkpoint's code. Use estimator=duel.")
+        raise DuelError("estimator=two_phase cannot cache a checkpoint's code (backend=remote). Use estimator=duel.")
 
 
 def _lattice(name: str, display: str, what: str, kind: Kind) -> Entry:

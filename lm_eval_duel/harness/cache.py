@@ -84,7 +84,9 @@ class ResponseCache:
         for path, file in filter(None, ((self.path, self.file), self.holders.get(key))):
             try:
                 row = file.execute(READ, (key,)).fetchone()
-            except sqlite3.Error:
+            except sqlite3.Error as error:
+                if path == self.path:
+                    raise unreadable(path, error) from error
                 row = ()
             if isinstance(value := _read(row), kind):
                 return value

@@ -229,10 +229,16 @@ def _columns(runs: Sequence[Run], metric: str) -> list[TaskColumn]:
 
 
 def _why_separate(name: str, metric: str, members: Sequence[Run], run: Run) -> str:
-    """The reason that a run needs a separate column from `members`; empty if it may share theirs."""
-    for _, found in match.between(name, metric, members, run):
-        if metric == PER_TOKEN or not found.field.startswith("tokenizer"):  # per word and byte, tokenizers may differ
-            return f"{found.field}: {found.there} here, {found.here} in the first column of {name}"
+    """The reason that a run needs a separate column from `members`; empty if it may share theirs.
+
+    The run is compared with the first of them and the first with samples.
+    """
+    sampled = [member for member in members if member.tasks[name].documents is not None]
+    for here in (members[0], *sampled[:1]):
+        every = [*match.documents(here.tasks[name], run.tasks[name], metric), *match.differences(here, run, name)]
+        for found in every:
+            if metric == PER_TOKEN or not found.field.startswith("tokenizer"):  # per word and byte they may differ
+                return f"{found.field}: {found.there} here, {found.here} in the first column of {name}"
     return ""
 
 

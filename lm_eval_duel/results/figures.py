@@ -24,7 +24,6 @@ from lm_eval_duel.results.own_files import stems
 from lm_eval_duel.results.rows import Row
 from lm_eval_duel.results.stats import CLEAR
 from lm_eval_duel.results.table import WORDS, escape
-from lm_eval_duel.rules import RULES
 from lm_eval_duel.rules.tables import adaptive, without_defaults
 
 if TYPE_CHECKING:
@@ -34,10 +33,13 @@ if TYPE_CHECKING:
 MISSING = "No figures: matplotlib is not installed (pip install 'lm-eval-duel[plots]')."
 GREY, LIGHT, DARK = "#555555", "#bbbbbb", "#222222"
 # Okabe and Ito's colours, and Tol's for the others: both colour-blind safe
-COLOURS = (  # of rules, in the order of the registry
-    *("#000000", "#882255", "#999933", "#D55E00", "#009E73", "#44AA99", "#0072B2", "#CC79A7", "#E69F00"),
-    *("#56B4E9", "#332288", "#117733", "#AA4499", "#6699CC", "#661100", "#DDCC77", "#888888"),
-)
+COLOURS = {
+    **{"left_to_right": "#000000", "right_to_left": "#882255", "random": "#999933", "greedy": "#D55E00"},
+    **{"margin": "#009E73", "log_margin": "#44AA99", "entropy": "#0072B2", "threshold": "#CC79A7"},
+    **{"klass": "#E69F00", "entropy_bound": "#56B4E9", "entropy_threshold": "#332288", "factor": "#117733"},
+    **{"high_or_topk": "#AA4499", "hierarchy": "#661100", "dinfer_threshold": "#6699CC", "quota": "#DDCC77"},
+    **{"dream": "#888888"},
+}
 OTHER_RULES = ("#33BBEE", "#EE3377", "#CC3311", "#225522", "#BBCC33")  # a user's rule: chosen by its name
 MODELS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#882255", "#332288", "#117733", "#661100", "#0077BB", "#AA4499")
 LINE_MARKERS = ("o", "s", "^", "D", "v", "P", "X")  # of rules against NFE, in turn
@@ -106,8 +108,8 @@ def model_colour(model: str) -> str:
 
 
 def rule_colour(rule: str) -> str:
-    name, ours = rule.split(":")[0], dict(zip(RULES, COLOURS, strict=False))
-    return ours.get(name) or OTHER_RULES[zlib.crc32(name.encode()) % len(OTHER_RULES)]
+    name = rule.split(":")[0]
+    return COLOURS.get(name) or OTHER_RULES[zlib.crc32(name.encode()) % len(OTHER_RULES)]
 
 
 def _new(width: float, height: float) -> tuple[Figure, Axes]:
@@ -134,7 +136,9 @@ def _set_scale(axes: Axes, which: str, metric: str, rows: Iterable[Row]) -> bool
     from matplotlib import ticker
 
     values = [row.value for row in rows]
-    if metric == "bits_per_byte" or min(values) <= 0 or not LOG_FROM * min(values) < max(values) < math.inf:
+    if metric == "bits_per_byte" or not values or min(values) <= 0:
+        return False
+    if not LOG_FROM * min(values) < max(values) < math.inf:
         return False
     axes.set(**{f"{which}scale": "log"})
     axis = getattr(axes, f"{which}axis")

@@ -130,23 +130,20 @@ def _same_windows(here: Run, there: Run, name: str, same_tokenizer: bool) -> boo
     return same or all(n is not None and n <= run.capacity for n, run in zip(longest, both, strict=True))
 
 
-def between(name: str, metric: str, runs: Sequence[Run], other: Run) -> list[tuple[Run, Difference]]:
-    """The differences of a run from the first of `runs`, and of its documents from the first with samples."""
-    first, task = runs[0], other.tasks[name]
-    sampled = next((run for run in runs if run.tasks[name].documents is not None), first)
-    found = [(run, each) for run in (first, sampled) for each in documents(run.tasks[name], task, metric)]
-    return [*found, *((first, each) for each in differences(first, other, name))]
-
-
 def check(name: str, metric: str, compared: Sequence[Run], as_published: bool) -> list[str]:
     """The differences to list under a task's table; raises DuelError for one that makes its numbers incomparable.
 
-    The documents must always be the same. Values per word and byte also need the same scored positions; other
-    tokenizers and windows are only listed.
+    Every run is compared with the first, and its documents also with the first run that has samples: the documents
+    must always be the same. Values per word and byte also need the same scored positions; other tokenizers and windows
+    are only listed.
     """
     listed: dict[str, None] = {}
+    first = compared[0]
+    sampled = next((run for run in compared if run.tasks[name].documents is not None), first)
     for other in compared[1:]:
-        for here, found in between(name, metric, compared, other):
+        task = other.tasks[name]
+        every = [(run, each) for run in (first, sampled) for each in documents(run.tasks[name], task, metric)]
+        for here, found in [*every, *((first, each) for each in differences(first, other, name))]:
             always = found.field.startswith(("documents", "units"))
             across = metric != PER_TOKEN and found.field.startswith(("tokenizer", "windows"))
             text = f"{found.field}: {found.here} in {here.name}, but {found.there} in {other.name}"

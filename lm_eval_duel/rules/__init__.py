@@ -184,7 +184,9 @@ def _custom(name: str) -> type[Rule]:
         ) from None
     finally:
         sys.path.remove(folder)
-    if not _is_rule(rule := getattr(module, class_name, None)):
+    if (rule := getattr(module, class_name, None)) is None:
         known = [n for n, kind in vars(module).items() if _is_rule(kind) and kind.__module__ == module.__name__]
-        raise unknown(f"subclass of lm_eval_duel.rules.Rule in '{module_name}'", class_name, known)
+        raise unknown(f"rule in '{module_name}'", class_name, known)
+    if not _is_rule(rule):
+        raise DuelError(f"'{name}' must be a subclass of lm_eval_duel.rules.Rule with @dataclass(frozen=True).")
     return rule

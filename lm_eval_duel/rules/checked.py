@@ -166,8 +166,8 @@ class Checked(Around):
             fits = known and plane.shape[: 2 if what == "memory" else None] == shape and plane.device == device
             if not fits or (what == "pick" and plane.dtype != torch.bool):
                 raise DuelError(
-                    f"The {what} of rule {self} is {FORMS[what]} on {device}, the device of lanes.masked, with R, W = "
-                    f"{count}, {wide}; got {got}."
+                    f"The {what} of rule {self} must be {FORMS[what]} with R, W = {count}, {wide} on {device}; got "
+                    f"{got}. Make tensors with device=lanes.masked.device."
                 )
         return decision
 

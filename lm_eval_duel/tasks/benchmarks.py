@@ -76,7 +76,7 @@ def _own_texts(settings: dict[str, Any], task: str) -> list[str]:
 
 def _documents(raw: list[str], texts: list[str], tokenizer: Any, how: list[Any]) -> dict[str, datasets.Dataset]:
     """`texts` as documents; words and bytes are counted in `raw`, where the two differ."""
-    digest = digest_of("document", *how[:1], of_tokenizer(tokenizer), *how[1:], hash_texts(raw))
+    digest = digest_of("document", *how[:1], of_tokenizer(tokenizer), *how[1:], hash_texts([*raw, *texts]))
     records = []
     for before, (text, ids) in zip(raw, encoded(texts, tokenizer), strict=True):
         units = {} if texts is raw else dict(zip(("words", "bytes"), sizes(before), strict=True))

@@ -212,7 +212,7 @@ def _check_whole(name: str, corpus: Corpus, place: Path) -> None:
     """Raise DuelError if the hub's file has another SHA-256, or one of the files `...-00003-of-00080` is missing. For
     the end of a data set the last file is enough."""
     pinned = corpus.sha256 and place.is_file() and place.name == Path(corpus.file).name
-    if pinned and hashlib.sha256(place.read_bytes()).hexdigest() != corpus.sha256:
+    if pinned and _sha256(place) != corpus.sha256:
         raise DuelError(f"{place} is not the pinned file of {name} (another SHA-256): delete it and load it again.")
     names = [SHARD.search(file.stem) for file in (copies.files(place) if place.is_dir() else [])]
     shards = {(int(name[1]), int(name[2])) for name in names if name}
@@ -237,3 +237,11 @@ def _local(name: str, corpus: Corpus, folder: Path) -> str:
         f"No copy of {name} in {folder}: expected {name}.parquet, .jsonl or .json there, a folder {name} of such files "
         f"or saved by `datasets`, or {repo}/{corpus.file}."
     )
+
+
+def _sha256(file: Path) -> str:
+    digest = hashlib.sha256()
+    with file.open("rb") as content:
+        while chunk := content.read(1 << 22):
+            digest.update(chunk)
+    return digest.hexdigest()

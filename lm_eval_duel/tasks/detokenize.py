@@ -2,7 +2,7 @@
 
 PTB, WikiText, LM1B and LAMBADA are published with spaces around punctuation and with placeholders for numbers. The
 models were trained on plain text, so the official evaluation of MDLM, BD3-LM and SEDD, which the DUEL paper follows,
-undoes that by a fixed list of replacements, and published perplexities are of the result. The list is unchanged, with
+undoes that by fixed lists of replacements, and published perplexities are of the result. The lists are unchanged, with
 the replacements that never match or do harm: better ones would be another benchmark. WikiText's is part of lm_eval.
 """
 

@@ -18,13 +18,14 @@ NETWORKS = {
     "llada:cfg_scale=0.5": {"greedy", "sample"},
     "bd3lm": {"greedy", "lattice", "elbo"},
     "gpt2": {"ar", "sample"},
+    "mixing": {"mixing"},
     "waits": {"waits greedy", "waits left_to_right"},
     "harness": {"requests", "memory", "two ranks"},
 }
 
 
 @pytest.mark.slow
-def test_everything_is_as_on_the_cpu_and_the_host_seldom_waits(tmp_path):
+def test_everything_is_as_on_the_cpu_mixed_devices_raise_and_the_host_seldom_waits(tmp_path):
     """All in one process, since torch and transformers take long to import."""
     path = os.pathsep.join([str(HELPERS), str(HELPERS.parents[1]), os.environ.get("PYTHONPATH", "")])
     command = [sys.executable, str(HELPERS / "simulated_runs.py"), str(tmp_path), *NETWORKS]

@@ -7,7 +7,8 @@ import pytest
 import torch
 from toys import BlockCausal, Causal, CausalPrefix, Rotary, Small, Toy
 
-from lm_eval_duel.core.row_checks import FIRST, SHARE, RowChecks, checks_among
+from lm_eval_duel.core.lanes import Lanes, Rows
+from lm_eval_duel.core.row_checks import FIRST, SHARE, RowChecks, checks_among, draw_lanes
 from lm_eval_duel.core.scores import Counts
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.denoisers.wrappers import Warped
@@ -77,6 +78,12 @@ class Border(Toy):
 def windows(count, length=8, tokens=3, context=0, seed=0):
     drawn = torch.randint(tokens, (count, length), generator=torch.Generator().manual_seed(seed)).tolist()
     return [Window(row[:context], row[context:]) for row in drawn]
+
+
+def test_the_places_checked_differ_with_the_window():
+    rows = Rows.from_windows(windows(1), torch.device("cpu"))
+    lanes = Lanes.fresh(rows, torch.zeros(4, dtype=torch.int64), torch.arange(0, 8, 2), torch.full((4,), 2))
+    assert {lane for window in range(40) for lane in draw_lanes(lanes, 1, [window])} == {0, 1, 2, 3}
 
 
 FAULTS = [(Capacity, None), (Crowd, None), (Counter, 2), (Neighbour, 8)]

@@ -176,3 +176,7 @@ def test_head_cells_are_those_that_are_hidden(networks):
     for rule, positions in (("greedy:k=1", 36), ("greedy:k=3", 8 + 5 + 2), ("left_to_right:k=3", 8)):
         setting = cost.Setting(networks["bidirectional"], parse(rule), 8, "target")
         assert setting.exact(one_block).head == positions == setting.cached(one_block, "dual").head
+
+
+def test_nothing_costs_nothing():
+    assert cost.total([]) == cost.Cost()

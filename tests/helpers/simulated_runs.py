@@ -110,6 +110,28 @@ def compare(folder, case):
 # ---------------------------------------------------------------- other cases
 
 
+def mixing(folder):
+    """Which mixes of devices raise, as on CUDA, and which do not."""
+    here, there = torch.ones(3, 3), torch.ones(3, 3, device=SIM)
+    at, refused = torch.tensor([0, 1]), []
+    mixes = {
+        "add": lambda: there + here,
+        "cat": lambda: torch.cat([there, here]),
+        "index": lambda: here[at.to(SIM)],
+        "where": lambda: torch.where(there > 0, here, there),
+        "write": lambda: here.add_(there.sum()),
+        "scalar": lambda: there * torch.tensor(2.0),
+        "indices": lambda: there[at],
+    }
+    for name, mix in mixes.items():
+        try:
+            mix()
+        except RuntimeError:
+            refused.append(name)
+    assert refused == ["add", "cat", "index", "where", "write"], refused
+    yield {"run": "mixing", "difference": 0.0}
+
+
 def waits(folder):
     """The host waits for the device a few times for each network call: the network, the rule, the loop, the start."""
     path, _ = networks.written(Path(tempfile.mkdtemp(dir=folder)), "mdlm")
@@ -170,7 +192,7 @@ def harness(folder):
 def main():
     folder, *cases = sys.argv[1:]
     budget.GPU_TOKENS = 16, 64
-    others = {"waits": waits, "harness": harness}
+    others = {"mixing": mixing, "waits": waits, "harness": harness}
     for case in cases:
         try:
             for result in others[case](folder) if case in others else compare(folder, case):

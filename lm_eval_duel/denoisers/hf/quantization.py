@@ -36,8 +36,8 @@ def model_kwargs(config: dict[str, Any], options: LoadOptions) -> dict[str, Any]
         raise DuelError(f"Unknown quantization type {method_of(own)!r} of {options.name}, which transformers ignores.")
     if options.peft:
         raise DuelError(
-            f"peft cannot be merged into quantized weights ({what}): it would be rounded, too. Merge it before, or "
-            "score both unquantized."
+            f"peft cannot be merged into quantized weights ({what}): it would be rounded, too. Merge it "
+            "before they are quantized, or score both unquantized."
         )
     if options.dtype == "float64":
         raise DuelError(f"dtype=float64 does not work with {what}, whose products are coarser; leave dtype out.")

@@ -57,10 +57,11 @@ class SampledConfidence(SetSampler, DuelEstimator):
         denoiser: A network, with the sampler's temperature, top_k and top_p.
         block: At most 12 positions, 48 with a beam.
         seed: The seed of a beam.
-        arguments: Those of `ConfidenceArguments`, and the other arguments of `Estimator`. Ties go to the lowest
-            position. Of S `steps` of a block of m positions, step i keeps m // S + (i < m mod S) draws ("even": LLaDA),
-            or follows Dream's noise levels ("dream"). The `confidence` is "untempered" in LLaDA and Fast-dLLM,
-            "tempered" in SDAR, LLaDA2 and Dream.
+        arguments: n, tau, strict, steps, schedule, confidence, beam, tolerance and repetitions, as in
+            docs/estimators.md, and the other arguments of `Estimator`. Ties go to the lowest position. Of S `steps` of
+            a block of m positions, step i keeps m // S + (i < m mod S) draws ("even": LLaDA), or follows Dream's noise
+            levels ("dream"). The `confidence` is "untempered" in LLaDA and Fast-dLLM, "tempered" in SDAR, LLaDA2 and
+            Dream.
 
     Raises:
         DuelError: If an argument is wrong, or the network cannot evaluate every state of such a block.

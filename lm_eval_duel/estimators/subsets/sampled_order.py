@@ -37,7 +37,8 @@ class SampledOrder(SetSampler):
         denoiser: A network.
         block: At most 12 positions, 48 with a beam.
         seed: The seed of a beam.
-        arguments: Those of `OrderArguments`, and the other arguments of `Estimator`. With S `steps` of a block and
+        arguments: alg, steps, alg_temp, beam, tolerance and repetitions, as in docs/estimators.md, and the other
+            arguments of `Estimator`. With S `steps` of a block and
             alg="origin", r_i = 1 - t_(i+1) / t_i for noise levels t from 1 to 0.001 in equal steps, and 1 at the last
             step. With "entropy" and "topk_margin", n_i = int(m r_i) of the m positions that are left. With "random",
             n_i = M // S + (i < M mod S) of M positions.
