@@ -54,6 +54,8 @@ class SoFar:
                     text += f" ± {error:.2g}"
                 if low is not None:
                     text, interval = f"{text} [{low:.4g}, {high:.4g}]", True
+                elif len(finished) < len(documents):
+                    text += f" over {len(finished)} of {len(documents)} documents"
                 texts.append(text)
         return ", ".join(texts) + (" (95 % interval of the final value)" if interval else "")
 

@@ -71,7 +71,7 @@ def of_rows(metric: str, rows: Sequence[Row]) -> dict[str, Column]:
         "bits": Column("bits per byte", lambda row: value(row, bits), "bits/byte"),
         "elbo": Column("ELBO", lambda row: value(row.elbo)),
         "elbo_gap": Column("ELBO's gap", lambda row: gap(row.elbo)),
-        "gap": Column("DUEL's gap", lambda row: gap(row, row.bound), "gap"),
+        "gap": Column("DUEL's gap", gap, "gap"),
         "gap_interval": Column("its 95 % interval", lambda row: span(row.gap_interval, f"+{form}")),
         "closed": Column("gap closed", lambda row: (closed(row, " %"), row.gap_closed_reason)),
         "share": Column("gap closed, %", lambda row: (closed(row), row.gap_closed_reason)),
@@ -148,11 +148,11 @@ def with_interval(row: Row) -> str:
     return type(text)(f"{text} ({span(row.interval, form_of(row.metric))})") if row.interval else text
 
 
-def gap(row: Row | None, bound: bool = False) -> str:
-    """The gap to the autoregressive model, with the error of the row's value."""
+def gap(row: Row | None) -> str:
+    """The gap to the autoregressive model, with the bound and the error of the row's value."""
     if row is None:
         return ""
-    return number(row.gap, f"+{form_of(row.metric)}", row.stderr, bound, bool(row.stderr_reason))
+    return number(row.gap, f"+{form_of(row.metric)}", row.stderr, row.bound, bool(row.stderr_reason))
 
 
 def closed(row: Row, unit: str = "") -> str:

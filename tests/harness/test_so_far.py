@@ -100,7 +100,11 @@ def test_few_documents_have_no_interval_and_none_no_estimate():
     sizes = (4, 9, 2, 5, 7, 8)
     log_probs = {n: -3.0 * sizes[n] for n in (0, 1, 3, 4)}
     so_far = SoFar([(n, "toy", size) for n, size in enumerate(sizes)], log_probs, {})
-    assert str(so_far) == "ppl 20.09" and estimate([-12.0, -27.0], [4, 9], 6) == (pytest.approx(math.e**3), None, None)
+    assert str(so_far) == "ppl 20.09 over 2 of 6 documents" and estimate([-12.0, -27.0], [4, 9], 6) == (
+        pytest.approx(math.e**3),
+        None,
+        None,
+    )
     log_probs.pop(0)
     assert str(so_far) == "" and estimate([], [], 6) is None
 
