@@ -217,6 +217,7 @@ def names(rows: Sequence[Row]) -> list[str]:
     labels = [row.parts for row in rows]
     for label in labels:
         label["estimator"] = "" if label["rule"] else label["estimator"]
+        label["cache"] = label["cache"] if any(row.run.has_cache for row in rows) else ""
     differing = [key for key in labels[0] if len({label[key] for label in labels}) > 1]
     specs = [row.run.spec for row in rows]
     keys = differing_keys(specs, {*NON_IDENTITY_KEYS, *OF_ESTIMATOR, *LABEL_KEYS, "version"})
