@@ -1,4 +1,4 @@
-"""Train the bundled checkpoints: masked diffusion, block diffusion, autoregressive (needs torch 2.9 for Muon).
+"""Train the bundled checkpoints, one for each kind of diffusion and an autoregressive one (needs torch 2.9 for Muon).
 
     python scripts/train_demo.py --corpus sotu.jsonl.xz --objective mdm --out demo-mdm
 
@@ -10,6 +10,9 @@ The tokenizer, the number of parameters and the rows are the same for all; only 
 * `bd`: our DiT, block-causal with blocks of 4 (Arriola et al. 2025). The masked row and the clean row are processed
   together under the attention mask of block diffusion. In each block l ~ U{1..4} positions are masked, loss = 4/l *
   cross entropy at masked positions. The row begins with one <|endoftext|>, which is never masked.
+* `duo`: our DiT under uniform noise, given the noise level (Sahoo et al. 2025; Schiff et al. 2024). t = v^2 with v
+  stratified over the batch, each token replaced by a random one with probability t, loss = the integrand of the bound
+  in continuous time at all positions. The row begins with one <|endoftext|>, which is never replaced.
 
 Run the same command again to continue an interrupted training from the last state in `--out`.
 """
@@ -39,6 +42,8 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+from lm_eval_duel.core import noise as noises
+from lm_eval_duel.denoisers.dit.denoiser import NOISE_EPS
 from lm_eval_duel.denoisers.dit.network import DiT, DiTConfig
 
 ROW = 128  # tokens in a full training row, and the longest row of the model
@@ -139,7 +144,9 @@ def build(
 ) -> torch.nn.Module:
     """The network: every layer sees the whole row (no local attention)."""
     if objective == "bd":
-        return build_dit(len(tokenizer), hidden, layers)
+        return build_dit(DiTConfig(len(tokenizer), hidden, layers, heads=4, condition=16))
+    if objective == "duo":
+        return build_dit(DiTConfig(len(tokenizer), hidden, layers, heads=4, condition=32, time=True))
     config_class, model_class = {
         "mdm": (ModernBertConfig, ModernBertForMaskedLM),
         "ar": (ModernBertDecoderConfig, ModernBertDecoderForCausalLM),
@@ -166,9 +173,9 @@ def build(
     return model_class(config)
 
 
-def build_dit(vocab_size: int, width: int, layers: int) -> DiT:
-    """The network of block diffusion, initialized as by its authors: gates and head are zero."""
-    network = DiT(DiTConfig(vocab_size, width, layers, heads=4, condition=16))
+def build_dit(config: DiTConfig) -> DiT:
+    """A DiT, initialized as by its authors: gates and head are zero."""
+    network = DiT(config)
     torch.nn.init.normal_(network.vocab_embed.embedding, std=0.02)
     output = network.output_layer
     for layer in [*(block.adaLN_modulation for block in network.blocks), output.adaLN_modulation, output.linear]:
@@ -234,6 +241,28 @@ def bd_loss(
     return (F.cross_entropy(logits, rows[masked], reduction="none") * weight[masked]).sum() / scored.sum()
 
 
+def duo_loss(model: DiT, ids: torch.Tensor, end_id: int, generator: torch.Generator) -> torch.Tensor:
+    """The negative ELBO under uniform noise in nats per token, in continuous time, with one draw of t per row."""
+    count, vocab = len(ids), model.config.vocab_size
+    noise = noises.Uniform(vocab)
+    shift = torch.rand(1, generator=generator, dtype=torch.float64)
+    v = (torch.arange(count, dtype=torch.float64) + shift)[:, None] / count  # (B, 1)
+    t, rest, weight = noise.time_from_uniform(v)
+    level = noise.level(t, rest)
+    u, token = torch.rand(2, *ids.shape, generator=generator, dtype=torch.float64)  # (B, L) each
+    noisy = noises.draw(noise, level, ids, u, token)  # (B, L)
+
+    sigma = -rest.clamp(NOISE_EPS, 1 - NOISE_EPS).log()  # (B, 1)
+    features, _ = model(F.pad(noisy, (1, 0), value=end_id), sigma[:, 0].float())  # (B, 1 + L, D)
+    log_r = model.output_layer.linear(features[:, 1:]).float().log_softmax(2)  # (B, L, V)
+    ratio = (level.a / level.u)[:, :, None].float()  # (B, 1, 1)
+    total = torch.log1p(ratio * log_r.exp()).sum(2)  # (B, L)
+    clean, kept = (log_r.gather(2, tokens[:, :, None])[:, :, 0] for tokens in (ids, noisy))  # (B, L) each
+    stats = noises.Statistics(clean.double(), kept.double(), total.double())
+    observed = noises.Observed(noisy == ids, torch.zeros_like(ids, dtype=torch.bool))
+    return (weight * noises.limit_rate(level, noise.rates(t, rest), stats, observed)).sum() / ids.numel()
+
+
 def learning_rate(step: int, steps: int, warmup: int = 200, decay: float = 0.3) -> float:
     """The factor on the peak rate: linear warmup, constant, linear to zero over the last `decay` of the steps."""
     return min(1.0, (step + 1) / warmup, (steps - step) / (decay * steps))
@@ -264,31 +293,41 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerFast, out: Path) -> None:
     file.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
 
 
+def dit_config(shape: DiTConfig) -> dict[str, object]:
+    """The config.json of BD3-LM's or, for a network that is given the noise level, of Duo's authors."""
+    config = {
+        "causal": False,
+        "cond_dim": shape.condition,
+        "dropout": 0.0,
+        "hidden_dim": shape.width,
+        "n_blocks": shape.layers,
+        "n_heads": shape.heads,
+        "var_min": False,
+        "vocab_size": shape.vocab_size,
+    }
+    if shape.time:
+        duo = {"architectures": ["DUO"], "model_type": "DUO", "model_length": ROW + 1, "time_conditioning": True}
+        return {**config, **duo}
+    return {
+        **config,
+        "architectures": ["BD3LM"],
+        "model_type": "bd3lm",
+        "adaln": True,
+        "attn_backend": "sdpa",
+        "block_size": BLOCK,
+        "cross_attn": True,
+        "model_length": ROW + BLOCK,
+        "time_conditioning": False,
+    }
+
+
 def save_checkpoint(model: torch.nn.Module, out: Path, dtype: str) -> None:
-    """Save the checkpoint so that transformers 4.57 and 5 can both read it, or in the layout of BD3-LM's authors."""
+    """Save the checkpoint so that transformers 4.57 and 5 can both read it, or in the layout of the DiT's authors."""
     model.to(getattr(torch, dtype))
     if isinstance(model, DiT):
         weights = {f"backbone.{key}": value for key, value in model.state_dict().items()}
         save_file(weights, out / "model.safetensors", metadata={"format": "pt"})
-        config = {
-            "architectures": ["BD3LM"],
-            "model_type": "bd3lm",
-            "adaln": True,
-            "attn_backend": "sdpa",
-            "block_size": BLOCK,
-            "causal": False,
-            "cond_dim": model.config.condition,
-            "cross_attn": True,
-            "dropout": 0.0,
-            "hidden_dim": model.config.width,
-            "model_length": ROW + BLOCK,
-            "n_blocks": model.config.layers,
-            "n_heads": model.config.heads,
-            "time_conditioning": False,
-            "var_min": False,
-            "vocab_size": model.config.vocab_size,
-        }
-        (out / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+        (out / "config.json").write_text(json.dumps(dit_config(model.config), indent=2, sort_keys=True) + "\n")
         return
     model.save_pretrained(out)
     config = json.loads((out / "config.json").read_text())
@@ -334,6 +373,8 @@ def train(args: argparse.Namespace) -> None:
                 loss = mdm_loss(model, ids, tokenizer.mask_token_id, generator)
             elif args.objective == "bd":
                 loss = bd_loss(model, ids, tokenizer.mask_token_id, tokenizer.bos_token_id, generator)
+            elif args.objective == "duo":
+                loss = duo_loss(model, ids, tokenizer.bos_token_id, generator)
             else:
                 loss = ar_loss(model, ids, tokenizer.bos_token_id)
         loss.backward()
@@ -370,12 +411,12 @@ def train(args: argparse.Namespace) -> None:
 def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(
         prog="python scripts/train_demo.py",
-        description="Train demo-mdm, demo-bd or demo-ar on a JSONL corpus with `year` and `text`; resumes from --out.",
+        description="Train a bundled checkpoint on a JSONL corpus with `year` and `text`; resumes from --out.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     p.add_argument("--corpus", required=True, help="JSONL or JSONL.xz, one address a line")
     p.add_argument("--last-year", type=int, default=2000, help="later addresses are held out")
-    p.add_argument("--objective", choices=["mdm", "ar", "bd"], required=True)
+    p.add_argument("--objective", choices=["mdm", "ar", "bd", "duo"], required=True)
     p.add_argument("--out", required=True, help="folder for checkpoint, tokenizer and resumable state")
     p.add_argument("--tokenizer", help="folder of a tokenizer to share (trained on the corpus when absent)")
     p.add_argument("--vocab", type=int, default=2048, help="entries of a newly trained tokenizer")
