@@ -26,7 +26,7 @@ if DEVICE == "sim":
 sys.path.append(str(Path(__file__).parents[1]))
 from benchmarks.random_network import RandomNetwork  # noqa: E402
 from lm_eval_duel import Duel, Window  # noqa: E402
-from lm_eval_duel.core import budget  # noqa: E402
+from lm_eval_duel.core import reveal as budget  # noqa: E402
 
 DTYPE = "bfloat16" if DEVICE.startswith("cuda") else "float32"
 READS = 200  # of which the time of one is taken

@@ -19,7 +19,7 @@ from tqdm import tqdm
 
 from benchmarks.arms import Bench
 from benchmarks.loops import Revealed
-from lm_eval_duel.console.tables import plain_table
+from lm_eval_duel.console.command_line import plain_table
 from lm_eval_duel.core.scores import Score
 
 IDLE_LOAD = 1.0  # a higher load average before the start means that other programs are running

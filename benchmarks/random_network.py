@@ -17,7 +17,7 @@ import torch
 from lm_eval_duel.core.denoiser import Denoiser
 from lm_eval_duel.denoisers import self_tests
 from lm_eval_duel.denoisers.dit import checkpoint
-from lm_eval_duel.denoisers.hf import decoder_checkpoint
+from lm_eval_duel.denoisers.hf import decoder as decoder_checkpoint
 from lm_eval_duel.denoisers.hf.families import NAMED
 from lm_eval_duel.denoisers.hub import default_dtype
 from lm_eval_duel.denoisers.load_options import LoadOptions

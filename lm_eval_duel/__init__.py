@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from lm_eval_duel.estimators.elbo import Elbo as Elbo
     from lm_eval_duel.estimators.noised_elbo import NoisedElbo as NoisedElbo
     from lm_eval_duel.estimators.subsets.lattice import Lattice as Lattice
-    from lm_eval_duel.estimators.subsets.sampled_confidence import SampledConfidence as SampledConfidence
-    from lm_eval_duel.estimators.subsets.sampled_order import SampledOrder as SampledOrder
+    from lm_eval_duel.estimators.subsets.samplers import SampledConfidence as SampledConfidence
+    from lm_eval_duel.estimators.subsets.samplers import SampledOrder as SampledOrder
     from lm_eval_duel.estimators.two_phase import TwoPhase as TwoPhase
     from lm_eval_duel.library.duel import Duel as Duel
     from lm_eval_duel.library.results import GeneratedText as GeneratedText
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from lm_eval_duel.library.training import DuelCallback as DuelCallback
     from lm_eval_duel.library.training import planned_tokens as planned_tokens
     from lm_eval_duel.library.training import training_metrics as training_metrics
-    from lm_eval_duel.results.paired import compare as compare
+    from lm_eval_duel.results.stats import compare as compare
     from lm_eval_duel.rules import Decision as Decision
     from lm_eval_duel.rules import Rule as Rule
 
@@ -47,13 +47,12 @@ _MODULES = {  # public names by the module that defines them
     "estimators.elbo": "Elbo",
     "estimators.noised_elbo": "NoisedElbo",
     "estimators.subsets.lattice": "Lattice",
-    "estimators.subsets.sampled_confidence": "SampledConfidence",
-    "estimators.subsets.sampled_order": "SampledOrder",
+    "estimators.subsets.samplers": "SampledConfidence SampledOrder",
     "estimators.two_phase": "TwoPhase",
     "library.duel": "Duel",
     "library.results": "GeneratedText TextEstimate TextScore",
     "library.training": "DuelCallback planned_tokens training_metrics",
-    "results.paired": "compare",
+    "results.stats": "compare",
     "rules": "Decision Rule",
 }
 _HOMES = {name: f"lm_eval_duel.{module}" for module, names in _MODULES.items() for name in names.split()}

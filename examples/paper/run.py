@@ -24,7 +24,8 @@ from typing import Any, NamedTuple
 import yaml
 
 from lm_eval_duel.errors import DuelError, unknown
-from lm_eval_duel.results import columns, compare, read
+from lm_eval_duel.results import compare, read
+from lm_eval_duel.results import tables as columns
 from lm_eval_duel.results.published import PAPER_FILE
 from lm_eval_duel.rules import parse as parse_rule
 

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lm_eval_duel.audit.checked import distance
-from lm_eval_duel.core.rates import perplexity
+from lm_eval_duel.core.scores import perplexity
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.text.annotated import TokenText
 

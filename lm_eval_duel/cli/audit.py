@@ -11,8 +11,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lm_eval_duel.arguments import TRUTH
-from lm_eval_duel.console.command_line import FLAGS, Exit, Flag, Parser
-from lm_eval_duel.console.tables import plain_table
+from lm_eval_duel.console.command_line import FLAGS, Exit, Flag, Parser, plain_table
 from lm_eval_duel.errors import DuelError, usage
 from lm_eval_duel.options import Options, model_of
 

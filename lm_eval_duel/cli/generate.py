@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import IO
 
 from lm_eval_duel.arguments import COUNT, NOT_NEGATIVE, SHARE, TEXT, whole
-from lm_eval_duel.console.command_line import FILE, PATH, STDOUT, Flag, Parser
-from lm_eval_duel.console.strict_json import finite
+from lm_eval_duel.console.command_line import FILE, PATH, STDOUT, Flag, Parser, finite
 from lm_eval_duel.demo import BUNDLED
 from lm_eval_duel.errors import UsageError, usage
 from lm_eval_duel.options import model_of

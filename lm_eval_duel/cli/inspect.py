@@ -6,8 +6,7 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from lm_eval_duel.console.command_line import PROGRAM, Parser
-from lm_eval_duel.console.tables import plain_table
+from lm_eval_duel.console.command_line import PROGRAM, Parser, plain_table
 from lm_eval_duel.errors import UsageError
 from lm_eval_duel.estimators.registry import kind_of
 from lm_eval_duel.options import model_of

@@ -7,8 +7,7 @@ import sys
 import textwrap
 from importlib import metadata
 
-from lm_eval_duel.console.command_line import PROGRAM, documentation, errors_as_exit_codes, process
-from lm_eval_duel.console.tables import plain_table
+from lm_eval_duel.console.command_line import PROGRAM, documentation, errors_as_exit_codes, plain_table, process
 from lm_eval_duel.errors import UsageError, unknown
 
 COMMANDS = {  # name: (module below lm_eval_duel with its `main`, what it does)

@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from lm_eval_duel.arguments import COUNT
-from lm_eval_duel.console.command_line import FLAGS, STDOUT, Flag, Parser, write_json
-from lm_eval_duel.console.tables import plain_table
+from lm_eval_duel.console.command_line import FLAGS, STDOUT, Flag, Parser, plain_table, write_json
 from lm_eval_duel.demo import BUNDLED
 from lm_eval_duel.errors import DuelError, usage
 from lm_eval_duel.estimators import registry
@@ -72,8 +71,9 @@ def main(arguments: list[str]) -> None:
 def plan(options: argparse.Namespace) -> dict[str, Any]:
     """All figures of a plan, by name."""
     from lm_eval_duel import denoisers
-    from lm_eval_duel.denoisers import unloaded
-    from lm_eval_duel.estimators import checks, cost
+    from lm_eval_duel.denoisers import loading as unloaded
+    from lm_eval_duel.estimators import base as checks
+    from lm_eval_duel.estimators import cost
     from lm_eval_duel.rules import LeftToRight
 
     run: Options = options.run

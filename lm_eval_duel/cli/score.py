@@ -13,16 +13,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lm_eval_duel.arguments import MISSING, TEXT, TRUTH
-from lm_eval_duel.console.command_line import FILE, FLAGS, PATH, STDOUT, Flag, Parser, process, write_json
-from lm_eval_duel.console.strict_json import finite
-from lm_eval_duel.core.rates import perplexity, ratio
+from lm_eval_duel.console.command_line import FILE, FLAGS, PATH, STDOUT, Flag, Parser, finite, process, write_json
+from lm_eval_duel.core.scores import perplexity, ratio
 from lm_eval_duel.errors import DuelError, too_few_documents, usage
 from lm_eval_duel.estimators.blocks import BeamBlocks
 from lm_eval_duel.estimators.registry import Kind, arguments, find, is_bound, kind_of, of_spec
 from lm_eval_duel.options import Options, model_of
-from lm_eval_duel.results import compare, match, paired, pairs, read, report, tables
-from lm_eval_duel.results.paired import PairedDifference, key_of
+from lm_eval_duel.results import compare, match, read, report, tables
+from lm_eval_duel.results import compare as pairs
+from lm_eval_duel.results import stats as paired
 from lm_eval_duel.results.rows import Row
+from lm_eval_duel.results.stats import PairedDifference, key_of
 from lm_eval_duel.results.table import LEVEL, Table, csv_text, number, plus_minus, spaced
 from lm_eval_duel.rules import PARAMETERS, RULES, presets
 from lm_eval_duel.tasks import own_text
@@ -166,7 +167,7 @@ def figures_of(lm: DuelMDM, rows: Sequence[Line]) -> dict[str, Any]:
 
 def compared(every: Sequence[dict[str, Any]]) -> tuple[compare.Comparison, str]:
     """The models on the same texts, as `report` compares them, and its text. The pairs: the first with each other."""
-    runs = [read.of_score(_place(n, figures), figures) for n, figures in enumerate(every, 1)]
+    runs = [read.read_of_score(_place(n, figures), figures) for n, figures in enumerate(every, 1)]
     notes = read.Traces([]).attach(runs)
     read.distinguish(runs)
     for run in report.baseline(runs)[0]:
@@ -287,7 +288,7 @@ def _network(model: dict[str, Any]) -> Denoiser | None:
 
     As a diffusion model, else as an autoregressive one, unless `attention` says which, or trusted code might.
     """
-    from lm_eval_duel.denoisers import unloaded
+    from lm_eval_duel.denoisers import loading as unloaded
 
     network = {key: value for key, value in Options.parse(model).network.items() if key not in SETTINGS}
     given = model.get("attention")

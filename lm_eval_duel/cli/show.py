@@ -11,14 +11,13 @@ from typing import Any
 
 from lm_eval_duel import rules
 from lm_eval_duel.arguments import MISSING, TEXT, choice, whole
-from lm_eval_duel.console.command_line import FLAGS, PATH, Flag, Parser
-from lm_eval_duel.console.tables import one_line, plain_table
-from lm_eval_duel.core.rates import perplexity
+from lm_eval_duel.console.command_line import FLAGS, PATH, Flag, Parser, one_line, plain_table
+from lm_eval_duel.core.scores import perplexity
 from lm_eval_duel.errors import DuelError, usage
 from lm_eval_duel.estimators.blocks import BeamBlocks
 from lm_eval_duel.estimators.registry import BEAM, ESTIMATORS, Kind, of_spec
 from lm_eval_duel.harness import trace
-from lm_eval_duel.text.token_text import token_texts
+from lm_eval_duel.text.annotated import token_texts
 
 EARLY_TO_LATE = (54, 61, 67, 73, 79, 114, 185, 226)  # of the terminal's 256 colours: dark blue to yellow
 SURE_TO_SURPRISED = (255, 230, 228, 222, 215, 208, 202, 196)  # white to red

@@ -1,8 +1,4 @@
-"""Shared by all subcommands: reading arguments and ending a command.
-
-Exit codes: 0 on success; 1 if the command failed; 2 if an argument is wrong, which is checked before torch,
-transformers or a data set is loaded; 130 after Ctrl-C. Messages go to stderr, as one line.
-"""
+"""JSON that any reader accepts: infinities and NaN, which JSON does not have, become null."""
 
 from __future__ import annotations
 
@@ -10,10 +6,12 @@ import argparse
 import contextlib
 import dataclasses
 import json
+import math
 import os
 import sys
 import traceback
-from collections.abc import Iterator, Sequence
+import unicodedata
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -32,9 +30,107 @@ from lm_eval_duel.arguments import (
     string,
     unique_keys,
 )
-from lm_eval_duel.console import strict_json
-from lm_eval_duel.core.rates import METRICS
+from lm_eval_duel.core.scores import METRICS
 from lm_eval_duel.errors import DuelError, UsageError, about_file, unknown, usage
+
+REASONS = {
+    math.inf: "infinite: a text has probability 0, or the number is too large",
+    -math.inf: "minus infinity: a text has probability 0",
+}
+NAN = "not a number"
+
+
+def dumps(content: Mapping[str, Any]) -> str:
+    """A dict as JSON. Its key `nulls` lists where infinities and NaN became null, and what each of them was."""
+    nulls = dict(_nulls(content, ""))
+    return json.dumps(finite({**content, "nulls": nulls} if nulls else content), indent=1, allow_nan=False)
+
+
+def finite(value: Any) -> Any:
+    """A value with null in place of infinities and NaN."""
+    if isinstance(value, Mapping):
+        return {key: finite(part) for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(part) for part in value]
+    return None if _is_nonfinite(value) else value
+
+
+def _is_nonfinite(value: Any) -> bool:
+    return isinstance(value, float) and not math.isfinite(value)
+
+
+def _nulls(value: Any, path: str) -> Iterator[tuple[str, str]]:
+    """(path, reason) of every number that JSON does not have."""
+    parts = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list | tuple) else ()
+    for key, part in parts:
+        yield from _nulls(part, f"{path}.{key}" if path else str(key))
+    if _is_nonfinite(value):
+        yield path, REASONS.get(value, NAN)
+
+
+# ---------------------------------------------------------------- tables
+# Aligned tables for the terminal.
+#
+# Columns of numbers are right-aligned. Columns without a single value are left out. `csv_cell` makes cells of CSV
+# files.
+
+
+NUMBER_SIGNS = "≤~*+-. ["  # may precede the digits of a number: bounds, bold, signs, footnotes
+FORMULA = ("=", "+", "-", "@", "\t", "\r")  # a spreadsheet reads a text that starts like this as a formula
+
+
+def one_line(text: str) -> str:
+    """`text` with line ends, control characters and lone surrogates replaced by spaces."""
+    return "".join(" " if unicodedata.category(c) in ("Cc", "Cs", "Zl", "Zp") else c for c in str(text))
+
+
+def csv_cell(value: Any) -> Any:
+    """A cell of CSV: no text that a spreadsheet would run as a formula; numbers as they are."""
+    if value is None:
+        return ""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if not isinstance(value, str):
+        return value
+    return one_line(f"'{value}" if value.startswith(FORMULA) else value)
+
+
+def plain_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Columns separated by spaces. `header` may be empty."""
+    aligned = [_aligned(column) for column in _columns(header or [""] * len(rows[0]), rows)]
+    lines = ["  ".join(line).rstrip() for line in zip(*aligned, strict=True)]
+    return "\n".join(lines if header else lines[1:])
+
+
+def _columns(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[list[str]]:
+    """The columns with a value, each with its head, as lines of text."""
+    columns = [list(map(one_line, column)) for column in zip(header, *rows, strict=True)]
+    return [column for column in columns if any(column[1:])]
+
+
+def _aligned(column: Sequence[str]) -> list[str]:
+    """The cells of a column in its width: numbers to the right."""
+    width, right = max(map(_width, column)), is_numeric(column[1:])
+    spaces = [" " * (width - _width(cell)) for cell in column]
+    return [space + cell if right else cell + space for cell, space in zip(column, spaces, strict=True)]
+
+
+def _width(text: str) -> int:
+    """The width of a text in terminal columns."""
+    return sum(0 if unicodedata.combining(c) else 1 + (unicodedata.east_asian_width(c) in "WF") for c in text)
+
+
+def is_numeric(cells: Iterable[str]) -> bool:
+    """True if every non-empty cell starts with a number."""
+    return all(cell.strip(NUMBER_SIGNS)[:1].isdigit() for cell in cells if cell)
+
+
+# ---------------------------------------------------------------- command_line
+# Shared by all subcommands: reading arguments and ending a command.
+#
+# Exit codes: 0 on success; 1 if the command failed; 2 if an argument is wrong, which is checked before torch,
+# transformers or a data set is loaded; 130 after Ctrl-C. Messages go to stderr, as one line.
+
 
 PROGRAM = "lm-eval-duel"
 FIGURES = ("png", "svg", "pdf")
@@ -279,7 +375,7 @@ def be_quiet() -> None:
 
 def write_json(file: str, figures: Any) -> None:
     """Write the figures of `--json FILE`, or print them."""
-    text = strict_json.dumps(figures)
+    text = dumps(figures)
     if file == STDOUT:
         print(text)
     else:

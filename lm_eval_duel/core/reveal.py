@@ -1,40 +1,295 @@
-"""The reveal loop (the paper, Algorithms 1 and 2): predict, pick, choose tokens, add up log-probabilities.
+"""SIGINT (Ctrl-C) and SIGTERM during a run: the network call in progress is finished, and its results are kept.
 
-    while lanes:
-        predictions = view(lanes)
-        decision = rule(predictions, lanes)
-        tokens = targets | draw(predictions, decision.pick)     the one line in which Algorithms 2 and 1 differ
-        scores.add(lanes, decision, predictions.log_prob(tokens))
-        lanes = lanes.reveal(decision, tokens)                  finished windows are yielded, waiting lanes enter
-
-Scoring, sampling, the ELBO and the lattice all run this loop, so they cannot diverge.
-
-Shapes: N windows, R lanes, W block width.
+with signals.deferred():    # a signal that arrives in here ...
+    signals.check()         # ... is raised here
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import logging
+import math
+import signal
+import threading
+import time
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property
-from typing import TypeAlias, cast
+from types import FrameType
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias, cast
 
 import torch
 
-from lm_eval_duel.core import row_checks, signals
-from lm_eval_duel.core.accumulators import Accumulator, Step
-from lm_eval_duel.core.budget import Budget
-from lm_eval_duel.core.decision import UnmaskingRule, require_pick
-from lm_eval_duel.core.lanes import Lanes, Rows
-from lm_eval_duel.core.network import without_autocast
-from lm_eval_duel.core.queue import Queue
+from lm_eval_duel.arguments import COUNT
+from lm_eval_duel.core import row_checks
+from lm_eval_duel.core.decision import Decision, UnmaskingRule, require_pick
+from lm_eval_duel.core.lanes import Lanes, Queue, Rows, blocks
+from lm_eval_duel.core.network import View, without_autocast
+from lm_eval_duel.core.predictions import Draw
 from lm_eval_duel.core.row_checks import RowChecks
-from lm_eval_duel.core.scores import Counts, IndexedScores
-from lm_eval_duel.core.tokens import Draw
-from lm_eval_duel.core.view import View
+from lm_eval_duel.core.scores import STATISTICS, Counts, IndexedScores, Score
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.errors import LaneError
+
+if TYPE_CHECKING:
+    from lm_eval_duel.core.denoiser import Denoiser
+    from lm_eval_duel.core.predictions import Predictions
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+SECOND_AFTER = 2.0  # seconds: a launcher repeats the Ctrl-C that its processes have already received
+
+_pending: tuple[int, float] | None = None  # the deferred signal, and when it arrived
+
+
+class Interrupted(SystemExit):
+    """A signal has ended the run. The exit status is 128 + its number, as in a shell."""
+
+    def __init__(self, number: int):
+        super().__init__(128 + number)
+        self.name = signal.Signals(number).name
+
+
+def _defer(number: int, frame: FrameType | None) -> None:
+    global _pending
+    now = time.monotonic()
+    if _pending is None:
+        _pending = number, now
+    elif number == signal.SIGINT and now - _pending[1] > SECOND_AFTER:
+        raise KeyboardInterrupt
+
+
+@contextlib.contextmanager
+def deferred() -> Iterator[None]:
+    """Defer signals until `check` or the end of the block. A second Ctrl-C after two seconds is not deferred."""
+    global _pending
+    if threading.current_thread() is not threading.main_thread():  # Python allows handlers in the main thread only
+        yield
+        return
+    _pending = None
+    before = [signal.signal(number, _defer) for number in SIGNALS]
+    try:
+        yield
+        check()
+    finally:
+        _pending = None
+        for number, handler in zip(SIGNALS, before, strict=True):
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+
+
+def check() -> None:
+    """Raise Interrupted if a signal is pending."""
+    if _pending is not None:
+        raise Interrupted(_pending[0])
+
+
+# ---------------------------------------------------------------- accumulators
+# Accumulators of the steps of lanes, which yield the score of each finished window.
+#
+# Shapes: N windows, L row length, R lanes, W block width.
+
+
+class Step(NamedTuple):
+    """One step of some lanes."""
+
+    lanes: Lanes  # before it
+    predictions: Predictions
+    decision: Decision
+    tokens: torch.Tensor  # (R, W) revealed at the picks; -1 elsewhere
+    log_prob: torch.Tensor  # (R, W) of the tokens, float64
+
+
+class Accumulator(Protocol):
+    """An accumulator of the steps of one group of windows."""
+
+    def add(self, step: Step) -> None:
+        """Add one step. After an out-of-memory error in here, the same step is added again."""
+
+    def take(self, finished: Lanes) -> IndexedScores:
+        """(row, score) of each window that these finished lanes complete."""
+
+
+class ScoreAccumulator:
+    """The scores of one group of windows, on the network's device, in float64."""
+
+    def __init__(self, rows: Rows, traced: bool = False, expected: torch.Tensor | None = None):
+        count, length = rows.ids.shape
+        device = rows.ids.device
+        self.origin, self.target = rows.origin.tolist(), rows.target.tolist()
+        self.length = length  # the column of positions that are not picked
+        self.log_probs = torch.full((count, length + 1), math.nan, dtype=torch.float64, device=device)  # (N, L + 1)
+        self.reveal_steps = torch.full((count, length + 1), -1, dtype=torch.int32, device=device)  # (N, L + 1)
+        self.sums = torch.zeros(count, 5, dtype=torch.int64, device=device)  # (N, 5) as in `add`
+        column = torch.arange(length, device=device)  # (L,)
+        known = rows.visible & (column >= rows.origin[:, None]) & (column < (rows.origin + rows.target)[:, None])
+        # (N,) target positions to reveal
+        self.expected = rows.target - known.sum(1) if expected is None else expected
+        self.has_margins = True
+        # (N, L + 1) each
+        self.statistics = {name: torch.full_like(self.log_probs, math.nan) for name in STATISTICS if traced}
+        for plane in (self.log_probs, *self.statistics.values()):
+            plane[:, :length].masked_fill_(known, 0.0)
+
+    def add(self, step: Step) -> None:
+        """Add one step: log-probs and steps at the picks; NFE, near ties, all-mask starts."""
+        lanes, predictions, decision, tokens, log_prob = step
+        pick = decision.pick
+        missed = ((tokens != predictions.argmax) & pick).any(1)  # (R,)
+        one = torch.ones_like(missed)  # (R,)
+        sums = torch.stack([pick.sum(1), one, missed, decision.near_tie, predictions.all_mask], 1).long()  # (R, 5)
+        row, column = lanes.row[:, None].expand_as(pick), torch.where(pick, lanes.columns, self.length)  # (R, W)
+        self.log_probs.index_put_((row, column), log_prob)
+        self.reveal_steps.index_put_((row, column), lanes.step[:, None].int().expand_as(pick))
+        for name, plane in self.statistics.items():
+            plane.index_put_((row, column), getattr(predictions, name).double())
+        # on out-of-memory before this line, the step is taken again and writes the same values
+        self.sums.index_add_(0, lanes.row, sums)
+        self.has_margins &= decision.decision_margin is not None
+
+    def take(self, finished: Lanes) -> IndexedScores:
+        """(row, score) of each window that has no lane left."""
+        rows = finished.row.unique()  # (n,)
+        return self.scores(rows[self.sums[rows, 0] == self.expected[rows]])
+
+    def scores(self, rows: torch.Tensor) -> IndexedScores:
+        """(row, score) of each of `rows` (n,)."""
+        if not len(rows):
+            return
+        log_probs, steps, sums = (plane[rows].cpu() for plane in (self.log_probs, self.reveal_steps, self.sums))
+        planes = {name: plane[rows].cpu() for name, plane in self.statistics.items()}
+        for n, row in enumerate(rows.tolist()):
+            span = slice(self.origin[row], self.origin[row] + self.target[row])
+            traced: dict[str, Any] = {name: tuple(plane[n, span].tolist()) for name, plane in planes.items()}
+            _, nfe, missed, near_ties, all_mask = sums[n].tolist()
+            scored = Score(
+                log_prob=float(log_probs[n, span].sum()),
+                is_greedy=not missed,
+                reveal_steps=tuple(steps[n, span].tolist()),
+                token_logprobs=tuple(log_probs[n, span].tolist()),
+                nfe=nfe,
+                near_ties=near_ties if self.has_margins else None,
+                all_mask_starts=all_mask,
+                **traced,
+            )
+            yield row, scored
+
+
+# ---------------------------------------------------------------- budget
+# The size of a network call: as given, or found by trial.
+#
+# Shapes: R lanes.
+
+
+log = logging.getLogger("lm_eval.duel_mdm")
+
+CPU_TOKENS = 2048  # network tokens of a call: more were not faster on any CPU we tried, and take more memory
+GPU_TOKENS = 1 << 14, 1 << 18  # the first and the last trial: more are not faster
+VALUES = 1 << 27  # of whole distributions in memory at once, kept by a rule or by a head that is not split off
+
+_largest: weakref.WeakKeyDictionary[Denoiser, dict[tuple[int | None, str], int]] = weakref.WeakKeyDictionary()
+
+
+@dataclasses.dataclass
+class Budget:
+    """The limits of one network call: `tokens` that the network evaluates, and `values` of whole distributions."""
+
+    tokens: int
+    values: int = VALUES
+    halved: bool = False
+
+    def rows(self, cost: int, values: int = 0) -> int:
+        """The number of lanes that fit, of `cost` network tokens and `values` in memory each; at least one."""
+        fits = self.tokens // max(cost, 1)
+        return max(1, min(fits, self.values // values) if values else fits)
+
+    def room(self, view: View, rule: UnmaskingRule, *lanes: Lanes) -> int:
+        """The number of lanes in one network call, each as expensive as the most expensive of `lanes`."""
+        cost, denoiser = int(torch.cat([view.cost(part) for part in lanes]).max()), view.denoiser
+        values = 0
+        if not denoiser.splits_head:
+            values = cost * denoiser.vocab_size
+        elif rule.dense_memory:
+            values = 4 * max(part.masked.shape[1] for part in lanes) * denoiser.vocab_size
+        return self.rows(cost, values)
+
+    def halve(self, device: torch.device) -> None:
+        """Halve both after an out-of-memory error; logged once."""
+        if not self.halved:
+            log.warning("Out of memory at %d tokens per call: halving the batch until it fits", self.tokens)
+        self.tokens, self.values, self.halved = max(1, self.tokens // 2), max(1, self.values // 2), True
+        free(device)
+
+
+def plan(
+    denoiser: Denoiser, block: int | None, grid: str, batch_size: int | None, max_batch_size: int | None
+) -> Budget:
+    """The budget of `batch_size` rows of max_length; None: 2048 tokens on a CPU, as many as fit on a GPU, by trial.
+
+    At most `max_batch_size` rows of max_length, and at least one. Raises DuelError for a number below 1.
+    """
+    for name, rows in (("batch_size", batch_size), ("max_batch_size", max_batch_size)):
+        COUNT(name, rows)
+    if batch_size:
+        tokens = batch_size * denoiser.max_length
+    elif denoiser.device.type == "cpu":
+        tokens = max(CPU_TOKENS, denoiser.max_length)
+    else:
+        tried = _largest.setdefault(denoiser, {})
+        if (block, grid) not in tried:
+            tried[block, grid] = largest(denoiser, block, grid, *GPU_TOKENS)
+        tokens = tried[block, grid]
+    return Budget(min(tokens, max_batch_size * denoiser.max_length) if max_batch_size else tokens)
+
+
+def largest(denoiser: Denoiser, block: int | None, grid: str, least: int, most: int) -> int:
+    """The network tokens of the largest call: `least`, doubled until a trial runs out of memory, up to `most`."""
+    tokens = max(least, denoiser.max_length)
+    while 2 * tokens <= most:
+        try:
+            _try(denoiser, block, grid, 2 * tokens)
+        except torch.OutOfMemoryError:
+            free(denoiser.device)
+            break
+        tokens *= 2
+    log.info("batch_size=auto: network calls of %d tokens", tokens)
+    return tokens
+
+
+@torch.inference_mode()
+def _try(denoiser: Denoiser, block: int | None, grid: str, tokens: int) -> None:
+    """One call of `tokens` network tokens, on different rows of max_length."""
+    length, rows = denoiser.max_length, -(-tokens // denoiser.max_length)
+    known = max(denoiser.shift, denoiser.seeds_blocks, length // 8)
+    vocabulary = (~denoiser.excluded).nonzero()[:, 0].cpu()  # (T,)
+    draw = torch.randint(len(vocabulary), (rows, length), generator=torch.Generator().manual_seed(1))
+    opened = Rows.from_windows([Window(row[:known], row[known:]) for row in vocabulary[draw].tolist()], denoiser.device)
+    view = denoiser.open(opened)
+    lanes = [(n, *place) for n in range(rows) for place in blocks(known, length - known, block, grid)]
+    fresh = Lanes.fresh(opened, *torch.tensor(lanes, device=denoiser.device).unbind(1))
+    cost = int(view.cost(fresh).max())
+    view(fresh.select(slice(0, max(1, tokens // cost)))).confidence  # noqa: B018 - computing it takes the memory
+
+
+def free(device: torch.device) -> None:
+    """Release unused memory of the device."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+# ---------------------------------------------------------------- reveal
+# The reveal loop (the paper, Algorithms 1 and 2): predict, pick, choose tokens, add up log-probabilities.
+#
+#     while lanes:
+#         predictions = view(lanes)
+#         decision = rule(predictions, lanes)
+#         tokens = targets | draw(predictions, decision.pick)     the one line in which Algorithms 2 and 1 differ
+#         scores.add(lanes, decision, predictions.log_prob(tokens))
+#         lanes = lanes.reveal(decision, tokens)                  finished windows are yielded, waiting lanes enter
+#
+# Scoring, sampling, the ELBO and the lattice all run this loop, so they cannot diverge.
+#
+# Shapes: N windows, R lanes, W block width.
+
 
 BlockSpan: TypeAlias = tuple[int, int, int]  # (row, first column, width) of a block
 
@@ -121,7 +376,7 @@ class Reveal:
                     if self.following is not None and (following := self.following(done)) is not None:
                         self.waiting.put_first(following)
                     yield from self.scores.take(done)
-                signals.check()
+                check()
         finally:
             self.counts.forwards += self.view.forwards - forwards
             self.counts.rows += self.view.evaluated - rows

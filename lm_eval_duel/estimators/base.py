@@ -1,37 +1,243 @@
-"""The base class of estimators: windows in, a score for each as it is finished. Equal windows are evaluated once.
-
-    for index, score in estimator.stream(windows): ...
-
-    estimator    lanes                                            how log-probabilities combine
-    duel, ar     every block of every window (duel.py)            sum over picks
-    lattice      every set of masked positions of every block     max, mixture or mean over orders (lattice.py)
-    elbo         random draws of every span                       weighted mean (monte_carlo.py)
-
-Shapes: N windows, L row length, R lanes, W block width.
-"""
+"""Checks of network, rule, block and window. A combination that is not supported raises DuelError."""
 
 from __future__ import annotations
 
 import abc
+import logging
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, ClassVar
 
 import torch
 
-from lm_eval_duel.core.accumulators import Accumulator
-from lm_eval_duel.core.budget import Budget, plan
+from lm_eval_duel import rules
+from lm_eval_duel.arguments import BLOCK, Argument, choice
 from lm_eval_duel.core.decision import UnmaskingRule
 from lm_eval_duel.core.denoiser import Denoiser
-from lm_eval_duel.core.lanes import Lanes, Rows, blocks
-from lm_eval_duel.core.queue import groups
-from lm_eval_duel.core.reveal import BlockSpan, Reveal, WindowGroup
+from lm_eval_duel.core.lanes import Lanes, Rows, blocks, groups
+from lm_eval_duel.core.reveal import Accumulator, BlockSpan, Budget, Reveal, WindowGroup, plan
 from lm_eval_duel.core.row_checks import RowChecks
 from lm_eval_duel.core.scores import Counts, IndexedScores, Score
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.denoisers import self_tests
-from lm_eval_duel.errors import DuelError
-from lm_eval_duel.estimators.checks import check_windows, require_masks, resolve_block, resolve_grid
+from lm_eval_duel.denoisers.wrappers import Guided, Wrapper
+from lm_eval_duel.errors import DuelError, another_block, first_position_unseen, random_tokens
+
+log = logging.getLogger("lm_eval.duel_mdm")
+
+DEFAULT_BLOCK = 32
+GRID = Argument(choice("auto", "target", "row"), "auto")
+_warned: weakref.WeakSet[Denoiser] = weakref.WeakSet()  # denoisers whose windows lacked special tokens
+
+
+def require_masks(denoiser: Denoiser, name: str) -> None:
+    """Raise DuelError for a network whose noise is random tokens, which estimator `name` does not score."""
+    if denoiser.noise_training is not None:
+        raise random_tokens(f"this network ({denoiser.family})", name, denoiser.reads_causally)
+
+
+def resolve_block(denoiser: Denoiser, block: int | str | None) -> int | None:
+    """The block to use: an int, or None (the whole target); "auto" is the trained or published one, or else 32."""
+    number: int | str | None = BLOCK("block", block)
+    if denoiser.attention == "causal":
+        if number not in ("auto", 1):
+            raise _one_order(f"block={block}")
+        return 1
+    if isinstance(number, str):
+        return denoiser.block or denoiser.published_block or DEFAULT_BLOCK
+    if denoiser.block is not None and number != denoiser.block:
+        raise another_block(denoiser.block, number)
+    return number
+
+
+def resolve_grid(denoiser: Denoiser, grid: str) -> str:
+    """The grid to use: "target" or "row"; "auto" is the one that the network needs.
+
+    A causal prefix ends where the target begins, so blocks count from there, as in the authors' code.
+    """
+    grid = GRID.read("grid", grid)
+    needed = denoiser.anchor if denoiser.attention == "block_causal" else None
+    if needed and grid not in ("auto", needed):
+        which = "A block-causal network" if needed == "row" else "This network"
+        raise DuelError(f"{which} counts its blocks from the {needed}'s first position; use grid={needed} or auto.")
+    if denoiser.seeds_blocks and grid == "row":
+        raise DuelError(
+            "With grid=row a block may begin inside the context, and first_token=causal predicts a block's first token "
+            "from the clean row. Use grid=target or auto, or first_token=block."
+        )
+    return grid if grid != "auto" else needed or "target"
+
+
+def rule_for(denoiser: Denoiser, rule: rules.Rule) -> rules.Rule:
+    """The rule for this network: within `seed_first` if it reveals the first token of each block alone."""
+    if denoiser.seeds_blocks and not isinstance(rule, rules.SeedFirst):
+        return rules.SeedFirst(rule)
+    return rule
+
+
+def _one_order(given: str) -> DuelError:
+    return DuelError(f"A causal network has no rule or block: leave both out and pass estimator=ar; got {given}.")
+
+
+def check_rule(denoiser: Denoiser, rule: rules.Rule) -> None:
+    """Raise DuelError for a rule that this network does not support."""
+    if denoiser.attention == "causal" and not isinstance(rule, rules.LeftToRight):
+        raise _one_order(f"rule={rule}")
+    if denoiser.shift and denoiser.cache and not isinstance(rule, rules.SeedFirst):
+        raise first_position_unseen(denoiser.cache)
+    if in_memory := list(rules.in_memory(rule)):
+        raise DuelError(
+            f"'{in_memory[0]}' of rule {type(rule).__name__} is a module or tensor in memory, which the fingerprint "
+            "cannot describe. Save it to a safetensors file, and derive the rule from ModuleRule (docs/rules.md)."
+        )
+    rule.check_network(denoiser)
+
+
+def check_every_order(denoiser: Denoiser, name: str) -> None:
+    """Raise DuelError for a network that cannot evaluate every state of a block, which estimator `name` needs."""
+    if denoiser.attention == "causal":
+        raise DuelError("An autoregressive network has one order: use estimator=ar.")
+    states = f"estimator={name} evaluates states in which a block's first token is masked and later ones are revealed."
+    if denoiser.seeds_blocks:
+        raise DuelError(
+            f"{states} This network's sampler reveals it first, alone. For the sampler that predicts it like the "
+            "others (vLLM's), pass first_token=block."
+        )
+    if denoiser.shift and denoiser.cache:
+        raise DuelError(
+            f"{states} Under cache={denoiser.cache} it is predicted at the block's start alone. Leave cache out."
+        )
+
+
+def check_two_phase(denoiser: Denoiser, rule: rules.Rule, cache: str) -> None:
+    """Raise DuelError, with what to use instead, for a network or rule whose blocks cannot be scored in two phases."""
+    if denoiser.cache is not None:
+        raise DuelError(
+            f"estimator=two_phase gives the value without a cache, and this network is under cache={denoiser.cache}. "
+            f"Pass the network without it; TwoPhase(..., cache={denoiser.cache!r}) names that of the first phase."
+        )
+    if denoiser.attention != "bidirectional":
+        instead = "ar" if denoiser.attention == "causal" else "duel"
+        raise DuelError(
+            f"estimator=two_phase saves whole rows at every step, and a {denoiser.attention} network has no such cost. "
+            f"Use estimator={instead}."
+        )
+    if rule.spans_blocks:
+        raise DuelError(
+            "estimator=two_phase scores single blocks, which across=true of rule klass makes one chain. Leave across "
+            "out, or use estimator=duel."
+        )
+    if denoiser.shift and not isinstance(rule, rules.SeedFirst):
+        raise DuelError(
+            f"estimator=two_phase scores every block under cache={cache}, where this network predicts a block's first "
+            "token at the block's start alone. Pass seed_first=true, which is another rule, or use estimator=duel."
+        )
+
+
+def check_windows(
+    denoiser: Denoiser, block: int | None, grid: str, windows: Sequence[Window], generating: bool = False
+) -> None:
+    """Raise DuelError, naming the window, for one that cannot be scored (or generated)."""
+    unscorable = set(denoiser.excluded.nonzero()[:, 0].tolist()) - {denoiser.mask_id}
+    if isinstance(windows, Window):
+        raise DuelError("Pass a list of windows; got one Window. Write [window].")
+    for n, window in enumerate(windows):
+        if not isinstance(window, Window):
+            raise DuelError(f"Window {n} is not a Window(context=(), target=ids), but a {type(window).__name__}.", n)
+        target = () if generating else window.target
+        if problem := _problem(denoiser, block, grid, window, (*window.context, *window.suffix, *target)):
+            raise DuelError(f"Window {n} {problem}", n)
+        if not unscorable.isdisjoint(target):
+            wrong = next(token for token in target if token in unscorable)
+            if wrong in denoiser.excluded_ids:
+                raise DuelError(f"Window {n} holds id {wrong}, which exclude_ids leaves out: its probability is 0.", n)
+            raise DuelError(f"Window {n} holds id {wrong}, which is padding and not a token of the vocabulary.", n)
+    _warn_without_special_tokens(denoiser, windows)
+
+
+def _warn_without_special_tokens(denoiser: Denoiser, windows: Sequence[Window]) -> None:
+    """Warn, once per denoiser, of a window without the special tokens that the network expects before a text."""
+    if denoiser.special_tokens is None or denoiser in _warned:
+        return
+    n = next((n for n, window in enumerate(windows) if window.target and not window.context), None)
+    if n is None:
+        return
+    _warned.add(denoiser)
+    before, after = denoiser.special_tokens
+    log.warning(
+        "Window %d has no context, but this network expects special tokens before a text. Without them, values differ "
+        "from the harness's. Score Window(context=%s, target=ids%s), or load the network with bos='none'. (Warned once "
+        "per denoiser.)",
+        *(n, before or "(bos,)", f", suffix={after}" if after else ""),
+    )
+
+
+def _problem(denoiser: Denoiser, block: int | None, grid: str, window: Window, ids: tuple[int, ...]) -> str | None:
+    """The fault of a window whose ids are `ids`, as text; empty if there is none."""
+    if window.length > denoiser.max_length:
+        return (
+            f"has {window.length} positions but the network holds {denoiser.max_length}; "
+            "cut it (lm_eval_duel.core.windows.independent) or shorten the context."
+        )
+    if denoiser.needs_visible and window.target and not (window.context or window.suffix):
+        return (
+            "shows no token at its first step, and this network divides by the number of visible ones. Keep the "
+            "tokenizer's special tokens (leave bos=none out), or pass a context."
+        )
+    if window.target and len(window.context) < max(denoiser.shift, denoiser.seeds_blocks):
+        return (
+            "needs a context: this network predicts each token from the one before it. Use bos=given for texts; for "
+            "ids, put a token into the window's context."
+        )
+    if ids and not (min(ids) >= 0 and max(ids) < denoiser.vocab_size):
+        wrong = next(token for token in ids if not 0 <= token < denoiser.vocab_size)
+        return f"holds id {wrong}; the network's ids are 0 to {denoiser.vocab_size - 1}."
+    if images := denoiser.image_ids.intersection(ids):
+        return f"holds id {min(images)}, which stands for an image. Images are not scored: leave their tokens out."
+    if denoiser.mask_id in ids:
+        return f"holds the mask token (id {denoiser.mask_id}), which can be neither context nor target."
+    if window.suffix and window.target and denoiser.attention == "causal":
+        return "has a suffix, which a causal network never sees. Leave it out."
+    if window.suffix and denoiser.block and denoiser.attention != "bidirectional" and window.target:
+        end = len(window.context) + len(window.target)
+        border = end + -(end if grid == "row" else len(window.target)) % denoiser.block
+        if window.length > border:
+            return (
+                f"has a suffix up to position {window.length - 1}, but its last target block ends at {border - 1}, and "
+                "this network sees no later one. Leave out the ids after it."
+            )
+    if window.known and (denoiser.attention != "bidirectional" or denoiser.cache):
+        return "has known target positions, which only a bidirectional network without cache= sees from the first step."
+    if window.known and _is_guided(denoiser):
+        return "has known target positions, and cfg_scale masks what is given: leave one of them out."
+    if window.tail:
+        end = len(window.target) + (len(window.context) if grid == "row" else 0)
+        if block is None or end % block:
+            return (
+                f"has a tail, so its target must end on a block border: {len(window.target)} target positions with "
+                f"block {block} do not. Off a border the value is not a probability."
+            )
+    return None
+
+
+def _is_guided(denoiser: Denoiser) -> bool:
+    """True for classifier-free guidance, perhaps inside other wrappers."""
+    return isinstance(denoiser, Guided) or (isinstance(denoiser, Wrapper) and _is_guided(denoiser.plain))
+
+
+# ---------------------------------------------------------------- base
+# The base class of estimators: windows in, a score for each as it is finished. Equal windows are evaluated once.
+#
+#     for index, score in estimator.stream(windows): ...
+#
+#     estimator    lanes                                            how log-probabilities combine
+#     duel, ar     every block of every window (duel.py)            sum over picks
+#     lattice      every set of masked positions of every block     max, mixture or mean over orders (lattice.py)
+#     elbo         random draws of every span                       weighted mean (monte_carlo.py)
+#
+# Shapes: N windows, L row length, R lanes, W block width.
+
 
 BUCKET = 8  # network calls that the windows of one bucket fill, if windows are taken in the order given
 

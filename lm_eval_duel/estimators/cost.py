@@ -13,17 +13,16 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
-from lm_eval_duel.core.block_causal import CLEAN, STRETCH, clean_group
-from lm_eval_duel.core.denoiser import Denoiser
+from lm_eval_duel.core.denoiser import CLEAN, STRETCH, Denoiser, clean_group
 from lm_eval_duel.core.lanes import blocks
 from lm_eval_duel.core.windows import Window
-from lm_eval_duel.denoisers.cached.view import GPU_KEPT
+from lm_eval_duel.denoisers.cached.denoiser import GPU_KEPT
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.estimators.arguments import BeamArguments, ElboArguments, NoisedElboArguments, TwoPhaseArguments
 from lm_eval_duel.estimators.registry import Entry
 from lm_eval_duel.rules import Rule, SeedFirst, SubBlock, inner
 from lm_eval_duel.rules.base import Counted
-from lm_eval_duel.rules.scheduled import Scheduled, even_counts
+from lm_eval_duel.rules.deployed import Scheduled, even_counts
 
 
 class Cost(NamedTuple):

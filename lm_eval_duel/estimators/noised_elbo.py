@@ -21,20 +21,18 @@ from typing import Any, ClassVar, cast
 import torch
 
 from lm_eval_duel.core import noise as noises
-from lm_eval_duel.core.accumulators import Step
 from lm_eval_duel.core.decision import EvaluateAll, UnmaskingRule
 from lm_eval_duel.core.denoiser import Denoiser
 from lm_eval_duel.core.hashing import uniform
 from lm_eval_duel.core.lanes import Lanes, Rows
-from lm_eval_duel.core.noise_view import NoiseView
+from lm_eval_duel.core.network import NoiseView, View
 from lm_eval_duel.core.predictions import Predictions
-from lm_eval_duel.core.reveal import WindowGroup
+from lm_eval_duel.core.reveal import Step, WindowGroup
 from lm_eval_duel.core.scores import IndexedScores
-from lm_eval_duel.core.view import View
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.errors import DuelError, NotFinite
 from lm_eval_duel.estimators.arguments import NoisedElboArguments
-from lm_eval_duel.estimators.monte_carlo import MonteCarloBound
+from lm_eval_duel.estimators.elbo import MonteCarloBound
 
 KIND, TOKEN = 5, 6  # keys of the random numbers: whether a position becomes noise, and which token
 

@@ -1,10 +1,20 @@
-"""The two-phase estimate: every block under a cache, a random sample of blocks also without it.
+"""The sample of blocks that a two-phase estimate also scores without the cache, and its weights.
 
     estimate = sum over blocks of g_b + sum over sampled blocks of w_b (f_b - g_b)
+    variance = sum over sampled blocks of w_b (w_b - 1) (f_b - g_b)^2
 
-f_b and g_b are the log-probs of a block under the rule without and with the cache. f is what is estimated; g is cheap
-and nearly equal, so the differences are small and few of them suffice. The sample, the weights w_b and the variance:
-block_sample.py. Both phases are a `DuelEstimator`, the second one with fewer lanes.
+f_b and g_b are the log-probs of a block without and with the cache.
+
+With a share s, block b of a window is sampled if u_b < s, and w_b = 1 / s. The uniform number u_b depends on the seed,
+the window's ids and b alone, so the sample is the same for every batch size, order, number of ranks and resumed run.
+Blocks are drawn independently and with the same probability (Poisson sampling; Horvitz and Thompson 1952). Let I_b be 1
+if block b is sampled, else 0. E[I_b w_b] = 1, so the estimate is unbiased. Var(I_b w_b) = 1 / s - 1 =
+E[I_b w_b (w_b - 1)], and variances of independent blocks add up, so the variance of the estimate is
+sum (1 / s - 1) (f_b - g_b)^2, and the second line is unbiased for it. Both hold for every window, and so for every
+document and corpus.
+
+A sample of fixed size, or strata that span windows, would need the other windows, and a window often has fewer blocks
+than 1 / s. The price is that the variance has the mean square of the differences, not their variance.
 
 Shapes: N windows, B blocks of a window.
 """
@@ -22,17 +32,51 @@ import torch
 
 from lm_eval_duel import fingerprint, rules
 from lm_eval_duel.core.denoiser import Denoiser
+from lm_eval_duel.core.hashing import uniform
 from lm_eval_duel.core.reveal import BlockSpan, WindowGroup
 from lm_eval_duel.core.scores import IndexedScores, Kind, PhaseCounts, Score, known_sum
 from lm_eval_duel.core.windows import Window, target_parts
 from lm_eval_duel.denoisers.cached.denoiser import under_cache
 from lm_eval_duel.errors import DuelError
-from lm_eval_duel.estimators import block_sample
 from lm_eval_duel.estimators.arguments import TwoPhaseArguments
-from lm_eval_duel.estimators.base import Estimator
+from lm_eval_duel.estimators.base import Estimator, check_two_phase
 from lm_eval_duel.estimators.blocks import TwoPhaseBlocks
-from lm_eval_duel.estimators.checks import check_two_phase
 from lm_eval_duel.estimators.duel import DuelEstimator
+
+BLOCK = 3  # key of the random numbers, different for each estimator
+
+
+def block_sample_weights(keys: Sequence[int], blocks: Sequence[int], share: float, seed: int) -> torch.Tensor:
+    """The weight of each block, (N, B) float64, for windows with these keys and numbers of blocks.
+
+    0: not sampled, or no block.
+    """
+    block = torch.arange(max(blocks))  # (B,)
+    u = uniform(torch.tensor(keys)[:, None], seed, BLOCK, block)  # (N, B)
+    drawn = (u < share) & (block < torch.tensor(blocks)[:, None])  # (N, B)
+    return drawn.double() / share
+
+
+def combine(g: torch.Tensor, f: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The estimate of the sum of f over blocks, and of its variance: (..., B) each -> (...).
+
+    `f` is read where `weight` is not 0.
+    """
+    difference = torch.where(weight > 0, f - g, 0.0)  # (..., B)
+    return g.sum(-1) + (weight * difference).sum(-1), (weight * (weight - 1) * difference**2).sum(-1)
+
+
+# ---------------------------------------------------------------- two_phase
+# The two-phase estimate: every block under a cache, a random sample of blocks also without it.
+#
+#     estimate = sum over blocks of g_b + sum over sampled blocks of w_b (f_b - g_b)
+#
+# f_b and g_b are the log-probs of a block under the rule without and with the cache. f is what is estimated; g is cheap
+# and nearly equal, so the differences are small and few of them suffice. The sample, the weights w_b and the variance:
+# py. Both phases are a `DuelEstimator`, the second one with fewer lanes.
+#
+# Shapes: N windows, B blocks of a window.
+
 
 BATCHES = 4  # network calls' worth of sampled blocks that are evaluated before their windows' cached phase
 
@@ -99,7 +143,7 @@ class TwoPhase(Estimator):
     def weights(self, windows: Sequence[Window]) -> torch.Tensor:
         """The weight of each block of each window, (N, B) float64; 0: not in the sample, or no block."""
         keys, blocks = zip(*((window.key, len(self.blocks(window))) for window in windows), strict=True)
-        return block_sample.weights(keys, blocks, self.sample, self.seed)
+        return block_sample_weights(keys, blocks, self.sample, self.seed)
 
     def score_group(self, group: WindowGroup) -> IndexedScores:
         """Score windows some at a time: their sampled blocks without the cache, then all their blocks under it."""
@@ -148,7 +192,7 @@ class TwoPhase(Estimator):
         for n, part in enumerate(parts):
             if weight[n]:
                 f[n] = math.fsum(cast(Score, uncached).token_logprobs[part])
-        estimate, variance = block_sample.combine(g, f, weight)
+        estimate, variance = combine(g, f, weight)
         if not (math.isfinite(estimate) and math.isfinite(variance)):
             index = group.window_indices[row]
             raise DuelError(

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from lm_eval_duel.core import signals
+from lm_eval_duel.core import reveal as signals
 from lm_eval_duel.errors import DuelError
 
 log = logging.getLogger("lm_eval.duel_mdm")  # lm-eval prints its own loggers only

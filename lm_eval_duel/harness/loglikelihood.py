@@ -9,12 +9,11 @@ import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from lm_eval_duel.audit.verify import Verification
+from lm_eval_duel.audit.recompute import Verification
 from lm_eval_duel.core.scores import Score
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.errors import DuelError, naming
-from lm_eval_duel.estimators.documents import score_documents
-from lm_eval_duel.estimators.totals import Total
+from lm_eval_duel.estimators.totals import Total, score_documents
 from lm_eval_duel.harness.answers import Answers
 from lm_eval_duel.harness.requests import Batch, document_of, name, random_order
 from lm_eval_duel.harness.run import HarnessRun

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from tqdm import tqdm
 
 from lm_eval_duel import fingerprint
-from lm_eval_duel.core import signals
+from lm_eval_duel.core import reveal as signals
 from lm_eval_duel.core.scores import Counts, Score
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.errors import InconsistentOutput

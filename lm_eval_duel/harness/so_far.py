@@ -18,7 +18,7 @@ from itertools import takewhile
 
 from scipy.special import stdtrit
 
-from lm_eval_duel.core.rates import perplexity, ratio
+from lm_eval_duel.core.scores import perplexity, ratio
 from lm_eval_duel.estimators.totals import Total
 
 FEWEST = 5  # documents for an interval

@@ -33,8 +33,8 @@ from mmap import ACCESS_READ, mmap
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lm_eval_duel.console.strict_json import finite
-from lm_eval_duel.core.rates import IMPOSSIBLE
+from lm_eval_duel.console.command_line import finite
+from lm_eval_duel.core.scores import IMPOSSIBLE
 from lm_eval_duel.core.windows import target_parts
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.estimators.blocks import BeamBlocks, TwoPhaseBlocks

@@ -14,26 +14,29 @@ import logging
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast
 
-from lm_eval_duel.core.budget import GPU_TOKENS
 from lm_eval_duel.core.denoiser import Denoiser
+from lm_eval_duel.core.reveal import GPU_TOKENS
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.errors import DuelError, naming
 from lm_eval_duel.estimators import registry
 from lm_eval_duel.estimators.arguments import TwoPhaseArguments
-from lm_eval_duel.estimators.documents import score_documents
+from lm_eval_duel.estimators.totals import score_documents
 from lm_eval_duel.estimators.two_phase import TwoPhase
-from lm_eval_duel.library.ids import SAMPLERS, OnIds
-from lm_eval_duel.library.keywords import (
+from lm_eval_duel.library.ids import (
     AUTO,
     DUEL,
     GREEDY,
     HARNESS_ARGS,
+    SAMPLERS,
     Default,
+    OnIds,
+    TextOrIds,
     estimator_options,
+    one_each,
     own_arguments,
+    text_windows,
 )
 from lm_eval_duel.library.results import GeneratedText, TextEstimate, TextScore
-from lm_eval_duel.library.texts import TextOrIds, one_each, text_windows
 from lm_eval_duel.options import MODEL_ARGUMENTS, Grid, Options, Windows
 from lm_eval_duel.rules import Rule, parse
 from lm_eval_duel.text.generation import Generator, Settings
@@ -193,7 +196,7 @@ class Duel(OnIds):
         Raises:
             DuelError: If an argument is wrong, or the network fails a self-test.
         """
-        from lm_eval_duel.denoisers.in_memory import from_model  # imports transformers
+        from lm_eval_duel.denoisers.in_memory import from_model
 
         entry = registry.find(estimator)
         arguments = {key: network.pop(key) for key in own_arguments(entry) if key in network}

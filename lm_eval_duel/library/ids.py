@@ -1,26 +1,103 @@
-"""Methods of `Duel` on token ids: scores, samples, recorded orders and gradients."""
+"""The options that the keywords of `Duel` stand for."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, cast
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
-from lm_eval_duel import fingerprint
+from lm_eval_duel import fingerprint, rules
 from lm_eval_duel.core.denoiser import Denoiser
 from lm_eval_duel.core.scores import Counts, IndexedScores, Sample, Score
 from lm_eval_duel.core.windows import Ids, Window
-from lm_eval_duel.errors import DuelError, naming
+from lm_eval_duel.errors import DuelError, naming, unknown
 from lm_eval_duel.estimators import gradients, registry
 from lm_eval_duel.estimators.base import Estimator
-from lm_eval_duel.estimators.duel import DuelEstimator
-from lm_eval_duel.estimators.sampling import Stop
-from lm_eval_duel.library.texts import TextOrIds, one_each
+from lm_eval_duel.estimators.duel import DuelEstimator, Stop
+from lm_eval_duel.options import Options
 from lm_eval_duel.rules import Rule
 from lm_eval_duel.text.text import TextEncoder
 
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedTokenizerBase
+
+
+class Default(str):
+    """The default of a keyword of `from_pretrained`, which differs from the same value given by the user."""
+
+
+GREEDY: Any = Default("greedy")
+AUTO: Any = Default("auto")
+DUEL: Any = Default("duel")
+HARNESS_ARGS = ("trace", "verify", "order", "parallelize")  # not args of a Duel
+
+
+def own_arguments(entry: registry.Entry) -> list[str]:
+    """The arguments that this estimator has and not every other."""
+    return [*entry.arguments, "draw_seed", *(["cache"] if entry.own_cache else [])]
+
+
+def estimator_options(estimator: str, arguments: Mapping[str, Any]) -> Options:
+    """The options of an estimator, given as keywords of Python."""
+    entry = registry.find(estimator)
+    registry.check_arguments(arguments, entry.name)
+    for key, value in arguments.items():
+        if key in rules.PARAMETERS and key not in own_arguments(entry):
+            raise DuelError(f"'{key}' is a parameter of the rule: name it there, as in rule=\"NAME:{key}={value}\".")
+        if key not in own_arguments(entry):
+            raise unknown(f"argument of estimator={entry.name}", key, own_arguments(entry))
+    return Options.parse({"estimator": entry.name, **arguments})
+
+
+# ---------------------------------------------------------------- texts
+# Texts to windows, as in the harness, for `Duel.score`, `estimate` and `sample`.
+
+
+TextOrIds: TypeAlias = "str | Ids"
+
+log = logging.getLogger("lm_eval.duel_mdm")
+
+
+def text_windows(
+    encoder: TextEncoder, texts: Sequence[str], around: Sequence[tuple[TextOrIds, TextOrIds]] | None = None
+) -> list[tuple[int, list[Window]]]:
+    """(tokens, windows) of each text, as in the harness.
+
+    `around`: the context and the suffix of each; None: whole texts. Raises DuelError, naming the text, for one that
+    cannot be scored.
+    """
+    found = []
+    cut_before = encoder.cut_contexts
+    for n, text in enumerate(texts):
+        with naming(f"Text {n}"):
+            if around is None:
+                ids = encoder.encode(text)
+                found.append((len(ids), encoder.document(ids)))
+            else:
+                before, after = around[n]
+                window = encoder.gap(before, text, after)
+                found.append((len(window.target), [window] if window.target else []))
+    if cut := encoder.cut_contexts - cut_before:
+        log.warning("%d texts lost a part of their context or suffix: max_length=%d", cut, encoder.denoiser.max_length)
+    return found
+
+
+def one_each(
+    texts: Sequence[Any], given: Sequence[TextOrIds] | None, name: str, nothing: TextOrIds = ""
+) -> Sequence[TextOrIds]:
+    """The context or suffix of each text; raises DuelError if there is not one for each."""
+    if given is None:
+        return [nothing] * len(texts)
+    if isinstance(given, str) or len(given) != len(texts):
+        came = "one text" if isinstance(given, str) else str(len(given))
+        raise DuelError(f"{name} takes a text or ids for each of the {len(texts)} texts; got {came}.")
+    return given
+
+
+# ---------------------------------------------------------------- ids
+# Methods of `Duel` on token ids: scores, samples, recorded orders and gradients.
+
 
 SAMPLERS = tuple(entry.name for entry in registry.ENTRIES if entry.decodes)
 FIXED_ORDERS = ("duel", "ar")  # a window has one order

@@ -7,13 +7,13 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
-from lm_eval_duel.core import rates
+from lm_eval_duel.core import scores as rates
 from lm_eval_duel.core.scores import Sample, Score
 from lm_eval_duel.core.windows import Ids, Window, as_ids
 from lm_eval_duel.estimators.blocks import TwoPhaseBlocks
 from lm_eval_duel.estimators.registry import Kind, is_bound, kind_of
 from lm_eval_duel.estimators.totals import Total
-from lm_eval_duel.text.token_text import token_texts
+from lm_eval_duel.text.annotated import token_texts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

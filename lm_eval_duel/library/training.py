@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lm_eval_duel.arguments import COUNT, RAW, Argument
-from lm_eval_duel.core.rates import ratio
+from lm_eval_duel.core.scores import ratio
 from lm_eval_duel.denoisers.load_options import LoadOptions
 from lm_eval_duel.errors import DuelError, require_known
 from lm_eval_duel.estimators import cost
@@ -118,7 +118,7 @@ def check_arguments(
     Raises:
         DuelError: For arguments of `training_metrics` that are wrong for every network.
     """
-    from lm_eval_duel.denoisers import in_memory  # imports transformers
+    from lm_eval_duel.denoisers import in_memory
 
     for what, values in (("texts", texts), ("rules", rules)):
         if isinstance(values, str) or not len(values):

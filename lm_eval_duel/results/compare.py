@@ -1,26 +1,166 @@
-"""Results of one task side by side: intervals, gap closed as the paper defines it, paired differences, speeds.
-
-`task` makes the rows once and fills them in the order of the text: values and intervals, baseline, ELBO and gap closed,
-cost of the cache. Tables, pages and figures show them and compute nothing.
-"""
+"""The rows that are compared: pairs with their differences, the ELBO of a row, and the row without its cache."""
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import numpy as np
 
-from lm_eval_duel.core.rates import METRICS
+from lm_eval_duel.core.scores import METRICS
 from lm_eval_duel.errors import DuelError
-from lm_eval_duel.results import match, pairs, stats
+from lm_eval_duel.results import match, rows, stats
 from lm_eval_duel.results import rows as task_rows
-from lm_eval_duel.results.paired import UNCLEAR
-from lm_eval_duel.results.read import Run
-from lm_eval_duel.results.rows import Pair, Row
+from lm_eval_duel.results import stats as paired
+from lm_eval_duel.results.read import NO_CACHE, Run
+from lm_eval_duel.results.rows import NON_IDENTITY_KEYS, OF_ESTIMATOR, Pair, Row
+from lm_eval_duel.results.stats import UNCLEAR, Side
 from lm_eval_duel.results.table import WORDS, number
 from lm_eval_duel.rules.tables import family
+
+UNITS = {"token_perplexity": "token", "perplexity": "document", "word_perplexity": "word"}  # of others: byte
+BOTH, RULES, MODELS, ALL, NONE = "both", "rules", "models", "all", "none"
+CHOICES = (BOTH, RULES, MODELS, ALL, NONE)  # of --pairs
+MOST_ROWS = 5  # of which all pairs are listed; of more, each is compared with the lowest
+PAPER_RULE = "greedy:k=1"  # the rule of the paper's perplexity tables
+CONVENTIONS = {"special_tokens", "windows", "max_length", "sigma"}  # entries in which published figures may differ
+
+
+def unit(metric: str) -> str:
+    """The unit that a metric counts: `token`, `word`, ..."""
+    return UNITS.get(metric, "byte")
+
+
+def pair(first: Row, second: Row) -> Pair:
+    """The difference of two rows with its interval (or the reason why there is none) and verdict."""
+    sides = []
+    for row, name in zip((first, second), rows.names((first, second)), strict=True):
+        sides.append(Side(name, row.kind, row.rate, row.rate_stderr, row.stderr_reason, row.draws))
+    found = paired.difference(*sides, unit(first.metric), [key.rpartition(":")[0] for key in first.documents])
+    reason = ""
+    if found.difference is None:
+        reason = "no difference of an infinite perplexity"
+    elif found.interval is None:
+        lacking = first if first.draws is None else second
+        reason = f"no interval: {lacking.model}, {lacking.name}: {lacking.reason}"
+    return Pair(**vars(found), first=first, second=second, reason=reason)
+
+
+def choose(choice: str, shown: Sequence[Row]) -> list[Pair]:
+    """The pairs of `--pairs`.
+
+    `rules`: the DUEL rows of a network with one block and one cache against each other; of more than five, each against
+    the lowest. `models`: the row of each model that its headline is about, in the same way; `both`: these two. `all`:
+    every two rows. The oracle, which is not a likelihood, is in no pair.
+    """
+    likelihoods = [row for row in shown if row.likelihood]
+    if choice == ALL:
+        return list(itertools.starmap(pair, itertools.combinations(likelihoods, 2)))
+    groups: dict[tuple, list[Row]] = {}
+    if choice in (BOTH, MODELS):
+        models = dict.fromkeys(row.model for row in likelihoods)
+        groups[()] = [main_row([row for row in likelihoods if row.model == model]) for model in models]
+    for row in likelihoods if choice in (BOTH, RULES) else ():
+        if row.estimator == "duel" and not row.ar:
+            groups.setdefault((row.model, row.block, row.run.cache, row.qualifiers), []).append(row)
+    found: list[tuple[Row, Row]] = []
+    for group in groups.values():
+        lowest = min(group, key=lambda row: row.value, default=None)
+        every = itertools.combinations(group, 2) if len(group) <= MOST_ROWS else ((row, lowest) for row in group)
+        found += [(first, second) for first, second in every if first is not second]
+    return list(itertools.starmap(pair, found))
+
+
+def main_row(likelihoods: Sequence[Row]) -> Row:
+    """A model's row: the baseline, the row of its headline, or else its lowest likelihood or bound."""
+    baseline = next((row for row in likelihoods if row.ar), None)
+    return baseline or headline(likelihoods) or min(likelihoods, key=lambda row: (row.bound, row.value))
+
+
+def headline(shown: Sequence[Row]) -> Row | None:
+    """The DUEL row of a headline: the paper's rule, else the best; rows without a cache, then with an ELBO, first."""
+    duels = [row for row in shown if row.estimator == "duel"] or [row for row in shown if row.entry.follows_rule]
+    duels = [row for row in duels if row.rule == PAPER_RULE] or duels
+    return min(duels, key=lambda row: (row.run.has_cache, row.elbo is None, row.value), default=None)
+
+
+# ---------------------------------------------------------------- which rows belong together
+
+
+def cache_cost(row: Row, shown: Sequence[Row]) -> Pair | None:
+    """Cached minus uncached, everything else in the spec the same; None for a row without a cache."""
+    if not row.run.has_cache:
+        return None
+    ignored = {"estimator"} if row.of_draws else NON_IDENTITY_KEYS  # the draws are part of its value
+
+    def fits(other: Row) -> bool:
+        return other.run.cache == NO_CACHE and (other.estimator, other.rule) == (row.estimator, row.rule)
+
+    nearest, differences = _nearest(row, shown, fits, ignored | {"cache"})
+    if nearest and not differences:
+        return pair(row, nearest[0])
+    reason = "there is no result of this network and rule with cache=none"
+    if differences:
+        reason = f"the result with cache=none is of another spec: {'; '.join(differences.values())}"
+    return Pair(first=row, second=None, reason=reason)
+
+
+def find_elbo(duel: Row, shown: Sequence[Row], as_published: bool = False) -> tuple[Row | None, str]:
+    """The ELBO of a DUEL row, or None and the reason.
+
+    The ELBO is of the same model under the same spec, except for the entries of the estimator. It covers the whole
+    target for bidirectional networks and the trained blocks for block-causal ones, where the mean over all orders
+    (elbo_exact) may replace a Monte Carlo ELBO. Bounds are preferred, then more draws. `as_published`: without an ELBO
+    of the same spec, accept one with other windows or scored positions, and return the differences.
+    """
+    causal = duel.run.duel.get("attention") in ("block_causal", "causal_prefix")
+    wanted = duel.run.block if causal else "none"
+
+    def fits(row: Row) -> bool:
+        return row.block == wanted and (row.drawn_bound or (causal and row.estimator == "elbo_exact"))
+
+    nearest, differences = _nearest(duel, shown, fits, NON_IDENTITY_KEYS | OF_ESTIMATOR)
+    if not nearest:
+        return None, f"no ELBO (estimator=elbo, elbo_block={wanted})"
+    listed = "; ".join(differences.values())
+    if differences and not (as_published and differences.keys() <= CONVENTIONS):
+        return None, f"no ELBO of the same spec: {listed}"
+
+    def worth(row: Row) -> tuple:
+        draws = row.run.spec.get("mc_samples", "")
+        return not row.eps, row.drawn_bound, float(draws) if draws not in ("", "none") else 1.0
+
+    return max(nearest, key=worth), f"as published, of another convention: {listed}" if differences else ""
+
+
+def _nearest(
+    row: Row, shown: Sequence[Row], fits: Callable[[Row], bool], ignored: Collection[str]
+) -> tuple[list[Row], dict[str, str]]:
+    """The fitting rows of the same model whose specs are nearest to a row's, and how they differ."""
+    here = row.run.spec
+    found: list[tuple[Row, dict[str, str]]] = []
+    for other in shown:
+        if other.run.key == row.run.key and fits(other):
+            there = other.run.spec
+            differences = {
+                key: f"{key}={there.get(key, 'not set')} there, {here.get(key, 'not set')} here"
+                for key in sorted({*here, *there} - set(ignored))
+                if here.get(key, "not set") != there.get(key, "not set")
+            }
+            found.append((other, differences))
+    least = min((differences for _, differences in found), key=len, default={})
+    return [other for other, differences in found if differences == least], least
+
+
+# ---------------------------------------------------------------- compare
+# Results of one task side by side: intervals, gap closed as the paper defines it, paired differences, speeds.
+#
+# `task` makes the rows once and fills them in the order of the text: values and intervals, baseline, ELBO and gap
+# closed,
+# cost of the cache. Tables, pages and figures show them and compute nothing.
+
 
 OTHER_UNITS = ("word_perplexity", "byte_perplexity")
 BETTER = "the MDM is already better under the ELBO"
@@ -60,7 +200,7 @@ def task(
     runs: Sequence[Run],
     metric: str | None = None,
     as_published: bool = False,
-    choice: str = pairs.NONE,
+    choice: str = NONE,
 ) -> Comparison:
     """One task: its rows with intervals and gap closed, paired differences, and the notes under its tables.
 
@@ -84,10 +224,10 @@ def task(
             row.gap = row.value - ar.value
             if row.draws is not None and ar.draws is not None:
                 value, baseline = task_rows.drawn_values(row, ar)
-                row.gap_interval = stats.interval(value - baseline)
+                row.gap_interval = stats.stats_interval(value - baseline)
     elbos = _close_gaps(rows, ar, as_published)
     for row in rows:
-        row.cache_cost = pairs.cache_cost(row, rows)
+        row.cache_cost = cache_cost(row, rows)
     notes = [*_notes(name, compared, elbos), *dict.fromkeys(remarks)]
     if metric in OTHER_UNITS and any(row.gap_closed is not None for row in rows):
         notes.append(f"gap closed is of {WORDS[metric]} here: the paper's numbers are per token and not these")
@@ -97,7 +237,7 @@ def task(
         documents=sizes.pop() if len(sizes) == 1 else None,
         rows=rows,
         rules=_speeds(rows, ar),
-        pairs=pairs.choose(choice, rows),
+        pairs=choose(choice, rows),
         differences=differences,
         as_published=as_published,
         notes=notes,
@@ -122,9 +262,9 @@ def _add_intervals(rows: Sequence[Row]) -> None:
     known = [row for row in known if row.documents.keys() == known[0].documents.keys()]
     if known:
         table = np.array([[row.documents[key] for row in known] for key in sorted(known[0].documents)])
-        for row, draws in zip(known, stats.rates(table), strict=True):
+        for row, draws in zip(known, stats.stats_rates(table), strict=True):
             row.draws = draws
-            row.interval = stats.interval(*task_rows.drawn_values(row))
+            row.interval = stats.stats_interval(*task_rows.drawn_values(row))
 
 
 def _mark_best(rows: Sequence[Row]) -> None:
@@ -141,7 +281,7 @@ def _close_gaps(rows: Sequence[Row], ar: Row | None, as_published: bool) -> list
     used: dict[int, str] = {}
     for row in rows:
         if row.duel:
-            row.elbo, why = pairs.find_elbo(row, rows, as_published)
+            row.elbo, why = find_elbo(row, rows, as_published)
             _close_gap(row, ar, why)
             if row.elbo is not None:
                 used[rows.index(row.elbo)] = _describe(row.elbo, why)

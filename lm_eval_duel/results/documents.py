@@ -13,7 +13,7 @@ from lm_eval_duel.estimators import registry
 from lm_eval_duel.harness import trace
 from lm_eval_duel.results.read import Run, Traces
 from lm_eval_duel.results.rows import setting
-from lm_eval_duel.text.token_text import token_texts
+from lm_eval_duel.text.annotated import token_texts
 
 MAX_TOKENS = 1024  # of a document
 MAX_VALUES = 100_000  # tokens of all orders together: about 1 MB

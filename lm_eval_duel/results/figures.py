@@ -15,15 +15,15 @@ import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from lm_eval_duel.console.tables import one_line
+from lm_eval_duel.console.command_line import one_line
 from lm_eval_duel.estimators import registry
 from lm_eval_duel.estimators.registry import Kind
-from lm_eval_duel.results.columns import value
 from lm_eval_duel.results.compare import Comparison, Speeds
 from lm_eval_duel.results.own_files import stems
 from lm_eval_duel.results.rows import Row
 from lm_eval_duel.results.stats import CLEAR
 from lm_eval_duel.results.table import WORDS, escape
+from lm_eval_duel.results.tables import value
 from lm_eval_duel.rules.tables import adaptive, without_defaults
 
 if TYPE_CHECKING:

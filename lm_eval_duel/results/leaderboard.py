@@ -17,17 +17,16 @@ from pathlib import Path
 from typing import Any
 
 from lm_eval_duel.arguments import TEXT, whole
-from lm_eval_duel.console import strict_json
-from lm_eval_duel.console.command_line import PATH, Flag, Parser
-from lm_eval_duel.console.tables import one_line
-from lm_eval_duel.core.rates import METRICS
+from lm_eval_duel.console import command_line as strict_json
+from lm_eval_duel.console.command_line import PATH, Flag, Parser, one_line
+from lm_eval_duel.core.scores import METRICS
 from lm_eval_duel.errors import DuelError, usage
 from lm_eval_duel.results import as_json, documents, own_files, published
 from lm_eval_duel.results.board import KINDS, Board, BoardRow
-from lm_eval_duel.results.columns import Column, of_board
 from lm_eval_duel.results.read import Traces
 from lm_eval_duel.results.report import check_files, no_baseline, read_runs
 from lm_eval_duel.results.table import Cell, Table, bullets, csv_text, escape, spaced, split
+from lm_eval_duel.results.tables import Column, of_board
 
 EPILOG = """\
 Prints ranks and perplexities. Writes index.html (one file that opens from disk, without a network), leaderboard.md,

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from lm_eval_duel.console import strict_json
+from lm_eval_duel.console import command_line as strict_json
 from lm_eval_duel.errors import DuelError
 
 MAX_LENGTH = 100  # characters of a task's name in a file name

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from lm_eval_duel.core.rates import METRICS
+from lm_eval_duel.core.scores import METRICS
 from lm_eval_duel.errors import DuelError, require_known
 from lm_eval_duel.estimators import registry
 from lm_eval_duel.estimators.registry import Kind

@@ -1,25 +1,110 @@
-"""Results files of the harness and of `score --json`, as records: a `Run` a model, a `Task` a task of it."""
+"""Documents and their log-likelihoods, from the harness's samples_*.jsonl and from `score --json`."""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import datetime
 import functools
+import hashlib
 import json
 import math
+import os
+import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lm_eval_duel.core.rates import METRICS, perplexity
+from lm_eval_duel.core.scores import METRICS, perplexity
 from lm_eval_duel.errors import DuelError, unknown
 from lm_eval_duel.estimators.blocks import BeamBlocks
 from lm_eval_duel.estimators.registry import ESTIMATORS
 from lm_eval_duel.harness import trace
-from lm_eval_duel.results import samples, stats
+from lm_eval_duel.results import stats
 from lm_eval_duel.results.own_files import reading
-from lm_eval_duel.results.samples import OTHER_NAMES, WRITTEN, Documents
+from lm_eval_duel.tasks.columns import MADE, TOKENS
+
+OTHER_NAMES = ("bits_per_residue", "residue_perplexity")  # of bits_per_byte and byte_perplexity, for proteins
+UNITS = {"token_perplexity": "tokens", "word_perplexity": "words", "byte_perplexity": "bytes", "bits_per_byte": "bytes"}
+WRITTEN = re.compile(r"\d{4}-\d\d-\d\dT[\d.:-]+$")  # the date at the end of the harness's file names
+Values = dict[str, tuple[float, float]]  # document -> (nats, units)
+
+
+@dataclasses.dataclass
+class Documents:
+    """The documents of a task by key, which is equal for equal texts. A plain number of nats counts as one unit."""
+
+    numbers: dict[str, int]  # sorted by key
+    values: dict[str, Values]  # of each metric
+
+    @property
+    def tokens(self) -> dict[str, float] | None:
+        """The number of tokens of each document, if that of every one is known."""
+        known = self.values.get("token_perplexity", {})
+        return None if len(known) < len(self.numbers) else {key: units for key, (_, units) in known.items()}
+
+
+def of_harness(results: Path, task: str, rolling: bool) -> tuple[Documents | None, str]:
+    """The samples of a task next to a results file, or None and the reason."""
+    date = WRITTEN.search(results.stem)  # --output_path may be a folder, or a file whose name precedes the date
+    file = results.parent / f"samples_{task}_{date[0] if date else results.stem.removeprefix('results_')}.jsonl"
+    if not os.path.isfile(file):  # False, too, if the task's name is not a valid file name
+        return None, f"no samples of {task} next to it (run lm_eval with --log_samples)"
+    with reading(file, "samples of lm_eval"):
+        records = [json.loads(line) for line in file.read_text(encoding="utf-8").split("\n") if line.strip()]
+        return _documents(records, rolling), ""
+
+
+def of_score(entries: Sequence[Mapping[str, Any]]) -> Documents:
+    """The documents of a file of `score --json`. A log_prob of null is minus infinity."""
+    counted = {metric: unit for metric, unit in UNITS.items() if any(entry[unit] for entry in entries)}
+    records = []
+    for n, entry in enumerate(entries):
+        nats = -math.inf if entry["log_prob"] is None else entry["log_prob"]
+        values = {metric: (nats, entry[unit]) for metric, unit in counted.items()}  # an empty text has none
+        records.append({"doc_id": n, "doc_hash": str(entry["sha256"]), **values})
+    return _documents(records, rolling=True)
+
+
+def _documents(records: Sequence[Mapping[str, Any]], rolling: bool) -> Documents:
+    """The documents of samples, sorted by key; equal texts are counted in order."""
+    first = {int(record["doc_id"]): record for record in reversed(records)}  # one a filter, with equal values
+    seen, keyed = Counter[str](), {}
+    for n, record in sorted(first.items()):
+        digest = _digest(record, rolling)
+        seen[digest] += 1
+        keyed[f"{digest}:{seen[digest]}"] = n, record
+    result = Documents({}, {})
+    for key, (n, record) in sorted(keyed.items()):
+        result.numbers[key] = n
+        for metric in METRICS:
+            if (value := record.get(metric)) is not None:
+                nats, units = map(float, value if isinstance(value, list | tuple) else (value, 1.0))
+                if math.isnan(nats) or not 0 <= units < math.inf:
+                    raise ValueError(f"{metric} of document {n} is {value}")
+                result.values.setdefault(metric, {})[key] = nats, units
+    return result
+
+
+def _digest(record: Mapping[str, Any], rolling: bool) -> str:
+    """Identifies a document by the harness's hashes of the document, of the scored text and of the prompt before it.
+
+    Our token count is not part of it, since it differs between tokenizers. Neither is the name of the tokenizer that
+    wrote a row of ids: the ids are.
+    """
+    doc, name = record.get("doc"), record.get("doc_hash") or record["doc_id"]
+    if isinstance(doc, dict) and TOKENS in doc:
+        ignored = {TOKENS, MADE} | ({"tokenizer"} if "ids" in doc else set())
+        rest = {key: value for key, value in doc.items() if key not in ignored}
+        name = hashlib.sha256(json.dumps(rest, sort_keys=True, default=str).encode()).hexdigest()
+    parts = name, record.get("target_hash"), None if rolling else record.get("prompt_hash")
+    return " ".join(str(part) for part in parts if part)
+
+
+# ---------------------------------------------------------------- read
+# Results files of the harness and of `score --json`, as records: a `Run` a model, a `Task` a task of it.
+
 
 MODEL, SCORE, SCORE_VERSION, NO_CACHE = "duel-mdm", "lm_eval_duel score", 1, "none"
 AUTOREGRESSIVE = {  # names of --model in the harness, and the classes of model objects
@@ -96,7 +181,7 @@ class Task:
                     self.scores[metric if filtered == "none" else f"{metric} ({filtered})"] = float(value), error
         self.documents, self.missing = documents, ""
         if self.metrics and documents is None:
-            self.documents, self.missing = samples.of_harness(run.file, name, self.rolling)
+            self.documents, self.missing = of_harness(run.file, name, self.rolling)
         # the number of tokens of each document, if they are known
         self.tokens = None if self.documents is None else self.documents.tokens
         # scored documents, and those that the run scored itself: the others came from a response cache
@@ -255,7 +340,7 @@ def of_file(file: Path) -> list[Run]:
         if content["version"] != SCORE_VERSION:
             raise ValueError(f"its version is {content['version']}, and this release reads {SCORE_VERSION}")
         models = [content, *content.get("compared", [])]
-        return [of_score(Path(f"{file}#{n}" if n > 1 else file), model) for n, model in enumerate(models, 1)]
+        return [read_of_score(Path(f"{file}#{n}" if n > 1 else file), model) for n, model in enumerate(models, 1)]
 
 
 def distinguish(runs: Sequence[Run]) -> None:
@@ -307,9 +392,9 @@ def _fingerprint(path: Path) -> str:
 # ---------------------------------------------------------------- entries
 
 
-def of_score(file: Path, content: Json) -> Run:
+def read_of_score(file: Path, content: Json) -> Run:
     """A model of a file of `score --json`, as lm_eval would have written it. Its task is called `score`."""
-    documents = samples.of_score(content["documents"])
+    documents = of_score(content["documents"])
     totals = {metric: map(sum, zip(*known.values(), strict=True)) for metric, known in documents.values.items()}
     duel = {**content["duel"], "pretrained": content["pretrained"]}
     harness = {

@@ -11,10 +11,11 @@ from urllib.parse import quote
 
 from lm_eval_duel.arguments import TRUTH, choice
 from lm_eval_duel.console.command_line import Flag, Parser
-from lm_eval_duel.core.rates import METRICS
+from lm_eval_duel.core.scores import METRICS
 from lm_eval_duel.errors import DuelError, usage
 from lm_eval_duel.harness import trace
-from lm_eval_duel.results import as_json, compare, cost, figures, match, own_files, pairs, read, tables
+from lm_eval_duel.results import as_json, compare, cost, figures, match, own_files, read, tables
+from lm_eval_duel.results import compare as pairs
 from lm_eval_duel.results.figures import Image
 from lm_eval_duel.results.read import Run
 from lm_eval_duel.results.rows import Row

@@ -14,9 +14,8 @@ from lm_eval_duel.estimators import registry
 from lm_eval_duel.estimators.blocks import BeamBlocks
 from lm_eval_duel.estimators.registry import Kind
 from lm_eval_duel.results import stats
-from lm_eval_duel.results.paired import PairedDifference
-from lm_eval_duel.results.read import NO_CACHE, TASK_COUNTS, Run, Task
-from lm_eval_duel.results.samples import Values
+from lm_eval_duel.results.read import NO_CACHE, TASK_COUNTS, Run, Task, Values
+from lm_eval_duel.results.stats import PairedDifference
 from lm_eval_duel.rules import RULES
 from lm_eval_duel.rules.tables import is_rule, sort_key, without_defaults
 

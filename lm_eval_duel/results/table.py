@@ -11,7 +11,7 @@ from typing import Any
 
 from tabulate import tabulate
 
-from lm_eval_duel.console.tables import csv_cell, is_numeric, one_line, plain_table
+from lm_eval_duel.console.command_line import csv_cell, is_numeric, one_line, plain_table
 from lm_eval_duel.rules.tables import adaptive, kind, label, without_defaults
 
 WORDS = {

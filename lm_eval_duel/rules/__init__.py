@@ -16,19 +16,24 @@ from typing import Any, TypeGuard
 from lm_eval_duel.arguments import MISSING, declared, unique_keys
 from lm_eval_duel.core.decision import NEAR_TIE, Decision
 from lm_eval_duel.errors import DuelError, naming, require_known, unknown
-from lm_eval_duel.rules.adaptive import EntropyBound, Threshold
-from lm_eval_duel.rules.around import inner, replaced
-from lm_eval_duel.rules.base import Rule, rank
+from lm_eval_duel.rules.base import Rule, inner, rank, replaced
 from lm_eval_duel.rules.checked import with_checks
-from lm_eval_duel.rules.deployed import DinferThreshold, EntropyThreshold, Factor, Hierarchy, HighOrTopk
-from lm_eval_duel.rules.fixed import LeftToRight, Random, RightToLeft
+from lm_eval_duel.rules.deployed import DinferThreshold, Dream, EntropyThreshold, Factor, Hierarchy, HighOrTopk, Quota
 from lm_eval_duel.rules.klass import Klass
 from lm_eval_duel.rules.modules import ModuleRule, compute_dtype, in_memory
 from lm_eval_duel.rules.refused import require_covered
-from lm_eval_duel.rules.scheduled import Dream, Quota
-from lm_eval_duel.rules.scores import Entropy, Greedy, LogMargin, Margin
-from lm_eval_duel.rules.seed_first import SeedFirst
-from lm_eval_duel.rules.sub_block import SubBlock
+from lm_eval_duel.rules.scores import (
+    Entropy,
+    EntropyBound,
+    Greedy,
+    LeftToRight,
+    LogMargin,
+    Margin,
+    Random,
+    RightToLeft,
+    Threshold,
+)
+from lm_eval_duel.rules.wrappers import SeedFirst, SubBlock
 
 __all__ = [
     "NEAR_TIE",

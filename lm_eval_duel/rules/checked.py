@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from lm_eval_duel.core.decision import Decision
 from lm_eval_duel.errors import DuelError, InconsistentOutput, RuleStalled
-from lm_eval_duel.rules.around import Around
-from lm_eval_duel.rules.base import Rule
+from lm_eval_duel.rules.base import Around, Rule
 
 if TYPE_CHECKING:
     import torch

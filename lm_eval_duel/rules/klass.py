@@ -8,15 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from lm_eval_duel.arguments import TRUTH, argument, choice, number, required, whole
 from lm_eval_duel.errors import DuelError
-from lm_eval_duel.rules.base import (
-    Decision,
-    Thresholded,
-    kl,
-    log_odds,
-    near_probability,
-    nearest,
-    sure_or_best,
-)
+from lm_eval_duel.rules.base import Decision, Thresholded, kl, log_odds, near_probability, nearest, sure_or_best
 
 if TYPE_CHECKING:
     import torch

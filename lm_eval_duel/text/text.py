@@ -11,18 +11,9 @@ from functools import cached_property
 from typing import Any
 
 from lm_eval_duel.core.denoiser import Denoiser
-from lm_eval_duel.core.windows import (
-    Ids,
-    Window,
-    as_ids,
-    independent,
-    infilled,
-    of_row,
-    rolling,
-    target_capacity,
-)
+from lm_eval_duel.core.windows import Ids, Window, as_ids, independent, infilled, of_row, rolling, target_capacity
 from lm_eval_duel.denoisers.load_options import WHOLE_ROW_BOS
-from lm_eval_duel.denoisers.special_tokens import convention, end_of_text
+from lm_eval_duel.denoisers.vocabulary import convention, end_of_text
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.fingerprint import of_tokenizer
 from lm_eval_duel.text.annotated import Gap, Residues, TokenText

@@ -8,8 +8,8 @@ from lm_eval_duel.audit.checked import CheckedWindow
 from lm_eval_duel.audit.recompute import ALONE, recompute
 from lm_eval_duel.cli.audit import table
 from lm_eval_duel.core.windows import Window
-from lm_eval_duel.estimators.subsets import chunk
-from lm_eval_duel.estimators.subsets.sampled_order import SampledOrder
+from lm_eval_duel.estimators.subsets import set_sampler as chunk
+from lm_eval_duel.estimators.subsets.samplers import SampledOrder
 
 
 class Noisy(Toy):

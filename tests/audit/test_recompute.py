@@ -13,14 +13,14 @@ from lm_eval_duel.audit.checked import CheckedWindow
 from lm_eval_duel.audit.recompute import ALONE, REFERENCE, RUNS_RULE, Recomputed, recompute
 from lm_eval_duel.core import predictions
 from lm_eval_duel.core.windows import Window
-from lm_eval_duel.denoisers.cached import view as cached_view
+from lm_eval_duel.denoisers.cached import denoiser as cached_view
 from lm_eval_duel.denoisers.cached.denoiser import Cached
 from lm_eval_duel.denoisers.wrappers import Excluding, Guided, Warped
 from lm_eval_duel.estimators.duel import Autoregressive
 from lm_eval_duel.estimators.duel import DuelEstimator as Duel
 from lm_eval_duel.estimators.elbo import Elbo
 from lm_eval_duel.estimators.subsets.lattice import Lattice
-from lm_eval_duel.estimators.subsets.sampled_order import SampledOrder
+from lm_eval_duel.estimators.subsets.samplers import SampledOrder
 from lm_eval_duel.rules.base import best
 from lm_eval_duel.rules.scores import Greedy, Scored
 

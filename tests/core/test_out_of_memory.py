@@ -7,14 +7,13 @@ from noised_toys import NoisyToy
 from torch.utils._python_dispatch import TorchDispatchMode
 from toys import Toy
 
-from lm_eval_duel.core.accumulators import ScoreAccumulator
+from lm_eval_duel.core.reveal import ScoreAccumulator
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.estimators.duel import DuelEstimator
-from lm_eval_duel.estimators.elbo import Elbo
-from lm_eval_duel.estimators.monte_carlo import BoundAccumulator
+from lm_eval_duel.estimators.elbo import BoundAccumulator, Elbo
 from lm_eval_duel.estimators.noised_elbo import NoisedElbo
 from lm_eval_duel.estimators.subsets.lattice import Lattice, LatticeAccumulator
-from lm_eval_duel.estimators.subsets.sampled_confidence import SampledConfidence
+from lm_eval_duel.estimators.subsets.samplers import SampledConfidence
 from lm_eval_duel.estimators.subsets.set_sampler import SetAccumulator
 
 

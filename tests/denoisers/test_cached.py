@@ -11,7 +11,8 @@ from toys import BlockCausal, Causal, Toy
 
 from lm_eval_duel import rules
 from lm_eval_duel.core.windows import Window
-from lm_eval_duel.denoisers.cached import kept_keys, view
+from lm_eval_duel.denoisers.cached import denoiser as view
+from lm_eval_duel.denoisers.cached import kept_keys
 from lm_eval_duel.denoisers.cached.denoiser import Cached
 from lm_eval_duel.denoisers.load_options import LoadOptions
 from lm_eval_duel.denoisers.wrappers import Guided, Warped

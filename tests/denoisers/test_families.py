@@ -16,9 +16,11 @@ from laws import slow_but
 from networks import CAUSAL, DITS, LETTERS, MASKED_LMS, NAMES, PROTEINS, TEXTS, load, textbook, written
 
 from lm_eval_duel import Duel, denoisers
-from lm_eval_duel.core import block_causal, row_checks
+from lm_eval_duel.core import denoiser as block_causal
+from lm_eval_duel.core import row_checks
 from lm_eval_duel.core.windows import Window
-from lm_eval_duel.denoisers import load_tokenizer, self_tests, unloaded
+from lm_eval_duel.denoisers import load_tokenizer, self_tests
+from lm_eval_duel.denoisers import loading as unloaded
 from lm_eval_duel.denoisers.cached.denoiser import Cached
 from lm_eval_duel.denoisers.dit.denoiser import DiTDenoiser
 from lm_eval_duel.denoisers.hf import families

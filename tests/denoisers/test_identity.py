@@ -10,9 +10,9 @@ import torch
 from decoder_reference import CASES, LLAMA, QWEN3, without
 from networks import refused
 
-from lm_eval_duel.denoisers import unloaded
+from lm_eval_duel.denoisers import loading as unloaded
 from lm_eval_duel.denoisers.dit import checkpoint
-from lm_eval_duel.denoisers.hf.diffusion_gemma import CLASS
+from lm_eval_duel.denoisers.hf.causal_lm import CLASS
 from lm_eval_duel.denoisers.load_options import LoadOptions
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.options import Options

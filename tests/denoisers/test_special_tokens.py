@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerFast
 
 from lm_eval_duel import Duel, denoisers
 from lm_eval_duel.core.windows import Window
-from lm_eval_duel.denoisers.special_tokens import added_tokens
+from lm_eval_duel.denoisers.vocabulary import added_tokens
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.estimators.elbo import Elbo
 from lm_eval_duel.harness.lm import DuelMDM

@@ -9,7 +9,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from lm_eval_duel import load
-from lm_eval_duel.denoisers import unloaded
+from lm_eval_duel.denoisers import loading as unloaded
 from lm_eval_duel.denoisers.cached.denoiser import Cached
 from lm_eval_duel.errors import DuelError
 

@@ -14,9 +14,8 @@ from lm_eval_duel.denoisers.wrappers import Warped
 from lm_eval_duel.estimators.blocks import BeamBlocks
 from lm_eval_duel.estimators.records import read_request, request_record
 from lm_eval_duel.estimators.registry import Kind, kind_of
-from lm_eval_duel.estimators.subsets import chunk
-from lm_eval_duel.estimators.subsets.sampled_confidence import SampledConfidence
-from lm_eval_duel.estimators.subsets.sampled_order import SampledOrder
+from lm_eval_duel.estimators.subsets import set_sampler as chunk
+from lm_eval_duel.estimators.subsets.samplers import SampledConfidence, SampledOrder
 from lm_eval_duel.estimators.totals import Total
 
 SAMPLERS = {

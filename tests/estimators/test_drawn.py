@@ -10,13 +10,12 @@ from drawn_reference import dream, llada, logits_of, p_value, sdar
 from laws import strings, total
 from toys import BlockCausal, Toy
 
-from lm_eval_duel.audit import samplers
+from lm_eval_duel.audit import estimates as samplers
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.denoisers.cached.denoiser import Cached
 from lm_eval_duel.denoisers.wrappers import Warped
 from lm_eval_duel.estimators.subsets.lattice import Lattice
-from lm_eval_duel.estimators.subsets.sampled_confidence import SampledConfidence
-from lm_eval_duel.estimators.subsets.sampled_order import SampledOrder
+from lm_eval_duel.estimators.subsets.samplers import SampledConfidence, SampledOrder
 
 WARM = Warped(Toy(length=8, seed=3), 0.7)
 SAMPLERS = {

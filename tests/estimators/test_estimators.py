@@ -11,8 +11,7 @@ from toys import BlockCausal, Rotary, Toy
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.estimators.duel import DuelEstimator
-from lm_eval_duel.estimators.elbo import Elbo
-from lm_eval_duel.estimators.monte_carlo import REPLICATES, replicates
+from lm_eval_duel.estimators.elbo import REPLICATES, Elbo, replicates
 from lm_eval_duel.estimators.subsets.lattice import Lattice
 
 NETWORKS = {

@@ -9,7 +9,7 @@ from toys import BlockCausal, Toy
 
 from lm_eval_duel import Duel, DuelError, Window
 from lm_eval_duel.denoisers.wrappers import Warped
-from lm_eval_duel.estimators.trajectories import best_drawn, follow
+from lm_eval_duel.estimators.gradients import best_drawn, follow
 
 
 def orders(length):

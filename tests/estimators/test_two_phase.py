@@ -11,7 +11,7 @@ from laws import slow_but
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.denoisers.cached.denoiser import Cached, under_cache
 from lm_eval_duel.denoisers.wrappers import Guided, Warped
-from lm_eval_duel.estimators import block_sample
+from lm_eval_duel.estimators import two_phase as block_sample
 from lm_eval_duel.estimators.blocks import FEW, TwoPhaseBlocks
 from lm_eval_duel.estimators.duel import DuelEstimator
 from lm_eval_duel.estimators.two_phase import TwoPhase
@@ -73,7 +73,7 @@ def phases(count):
 def test_unbiased_and_covering_over_seeds(share):
     """Unbiased; its estimate of the variance, too; 95 % intervals cover 93 to 97 % of 1,000 seeds."""
     seeds, (f, g, keys, blocks) = 1000, phases(150)
-    weights = (block_sample.weights(keys, blocks, share, seed) for seed in range(seeds))
+    weights = (block_sample.block_sample_weights(keys, blocks, share, seed) for seed in range(seeds))
     sums = [[x.sum() for x in block_sample.combine(g, f, weight)] for weight in weights]
     means, variances = torch.tensor(sums, dtype=torch.float64).T
     error = means.var() * math.sqrt(2 / seeds) + variances.std() / math.sqrt(seeds)
@@ -86,7 +86,7 @@ def test_intervals_cover_from_the_fewest_drawn_blocks_on():
     """Law 20: of the samples that have a standard error at all, in which about 11 blocks are drawn."""
     held, (f, g, keys, blocks) = [], phases(30)
     for seed in range(400):
-        weights = block_sample.weights(keys, blocks, 0.1, seed)
+        weights = block_sample.block_sample_weights(keys, blocks, 0.1, seed)
         estimate, variance = (part.sum() for part in block_sample.combine(g, f, weights))
         if (weights > 0).sum() >= FEW:
             held.append(bool((estimate - f.sum()).abs() <= 1.96 * variance.sqrt()))

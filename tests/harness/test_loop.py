@@ -4,8 +4,8 @@ import pytest
 from close import close_nats
 from harness_requests import ask, cached
 
-from lm_eval_duel.audit.verify import Verification
-from lm_eval_duel.estimators import documents
+from lm_eval_duel.audit.recompute import Verification
+from lm_eval_duel.estimators import totals as documents
 from lm_eval_duel.harness.answers import Answers
 from lm_eval_duel.harness.cache import ResponseCache
 from lm_eval_duel.harness.lm import DuelMDM

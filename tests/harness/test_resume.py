@@ -12,7 +12,7 @@ import pytest
 from harness_requests import ask
 from harness_runs import free_port
 
-from lm_eval_duel.core import signals as interrupts
+from lm_eval_duel.core import reveal as interrupts
 from lm_eval_duel.harness.lm import DuelMDM
 
 TEXTS = [(" ".join(letter + "bcdefghijkl"),) for letter in "mnop"]  # a row each, nearly

@@ -29,14 +29,13 @@ from laws import numbers  # noqa: E402
 from safetensors.torch import save_file  # noqa: E402
 
 from lm_eval_duel import Duel, denoisers, training_metrics  # noqa: E402
-from lm_eval_duel.core import budget  # noqa: E402
+from lm_eval_duel.core import reveal as budget  # noqa: E402
 from lm_eval_duel.core.windows import Window  # noqa: E402
 from lm_eval_duel.denoisers.cached.denoiser import Cached  # noqa: E402
 from lm_eval_duel.estimators.duel import Autoregressive, DuelEstimator  # noqa: E402
 from lm_eval_duel.estimators.elbo import Elbo  # noqa: E402
 from lm_eval_duel.estimators.subsets.lattice import Lattice  # noqa: E402
-from lm_eval_duel.estimators.subsets.sampled_confidence import SampledConfidence  # noqa: E402
-from lm_eval_duel.estimators.subsets.sampled_order import SampledOrder  # noqa: E402
+from lm_eval_duel.estimators.subsets.samplers import SampledConfidence, SampledOrder  # noqa: E402
 from lm_eval_duel.estimators.two_phase import TwoPhase  # noqa: E402
 from lm_eval_duel.harness.distributed import Ranks  # noqa: E402
 from lm_eval_duel.harness.lm import DuelMDM  # noqa: E402

@@ -14,7 +14,9 @@ from results import report as run
 from lm_eval_duel import DuelError, compare
 from lm_eval_duel.estimators.blocks import BeamBlocks, TwoPhaseBlocks
 from lm_eval_duel.estimators.registry import Kind
-from lm_eval_duel.results import paired, pairs, stats
+from lm_eval_duel.results import compare as pairs
+from lm_eval_duel.results import stats
+from lm_eval_duel.results import stats as paired
 from lm_eval_duel.results.report import main as report
 from lm_eval_duel.results.rows import Row
 from lm_eval_duel.results.table import number
@@ -90,7 +92,7 @@ def test_a_bootstrap_that_holds_the_monte_carlo_error_gets_no_more_of_it():
     error, units = 0.5 * math.sqrt(500), np.ones(500)
 
     def draws(*columns):
-        rates = stats.rates(np.stack([np.stack([column, units], 1) for column in columns], 1))
+        rates = stats.stats_rates(np.stack([np.stack([column, units], 1) for column in columns], 1))
         return stats.with_errors(rates, [error / 500, None])
 
     first, second = draws(hard + noise, hard)

@@ -13,7 +13,7 @@ import pytest
 from lm_eval._cli import HarnessCLI
 from results import documents, edit, hf, ours, put, trace
 
-from lm_eval_duel.console.tables import one_line
+from lm_eval_duel.console.command_line import one_line
 from lm_eval_duel.errors import UsageError
 from lm_eval_duel.options import Options
 from lm_eval_duel.results import as_json, leaderboard, published

@@ -9,7 +9,8 @@ from results import report as run
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.estimators import registry
 from lm_eval_duel.estimators.blocks import BeamBlocks
-from lm_eval_duel.results import columns, figures
+from lm_eval_duel.results import figures
+from lm_eval_duel.results import tables as columns
 from lm_eval_duel.results.report import collect, parse
 
 TEXTS = [f"a text of number {n}" for n in range(4)]

@@ -6,10 +6,14 @@ Shapes: P rows of a call, Q its positions, K keys, S slots, H heads, L row lengt
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 
-from lm_eval_duel.core.network import KeysValues
+from lm_eval_duel.core.denoiser import Denoiser
+from lm_eval_duel.core.network import KeysValues, joined, take
+from lm_eval_duel.denoisers.hf.auto_model import first_position
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,3 +100,172 @@ def _grown(old: torch.Tensor | None, like: torch.Tensor, shape: tuple[int, ...])
     if old is not None:
         new[tuple(slice(size) for size in old.shape)] = old
     return new
+
+
+# ---------------------------------------------------------------- steering
+# Evaluate some positions of a row of a bidirectional network against kept keys and values of the others.
+#
+# A network with `stream` (our DiT, the decoders) takes them as its past. Networks without a past (transformers' masked
+# LMs) are steered where they attend: the n-th call of `scaled_dot_product_attention` in a forward belongs to the n-th
+# layer, and a torch function mode inserts kept keys, values and masks. No class is copied or patched.
+#
+# Shapes: P rows of a call, L row length, Q positions of a call, K keys, H heads, D features, M columns asked for.
+
+
+ATTENTION = torch.nn.functional.scaled_dot_product_attention
+NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")  # its arguments, which may come by place
+
+
+class Streams:
+    """A network with `stream`."""
+
+    def __init__(self, plain: Denoiser):
+        self.plain = plain
+
+    def begin(
+        self, ids: torch.Tensor, real: torch.Tensor | None, columns: torch.Tensor
+    ) -> tuple[torch.Tensor, list[KeysValues]]:
+        """Whole rows (P, L), `real` (P, L) False at padding: the input of the head at `columns` (P, M), (P, M, D), and
+        the keys and values of all positions, of each layer."""
+        positions = torch.arange(ids.shape[1], device=ids.device)[None]  # (1, L)
+        seen = None if real is None else real[:, None]  # (P, 1, L)
+        return self.plain.stream_at(columns, ids, positions, seen, None, keys=True)
+
+    def step(self, ids: torch.Tensor, step: CachedStep) -> torch.Tensor:
+        """The positions `ids` (P, Q): the input of the head at the columns (P, M) asked for, (P, M, D)."""
+        return self.plain.stream_at(step.columns, ids, step.positions, step.seen, step.past)[0]
+
+
+class Attentions:
+    """A network of transformers that takes no past, steered where it attends.
+
+    `begin` and `step`, as of `Streams`, raise NotSteered if the network's attention cannot be intercepted.
+    """
+
+    def __init__(self, plain: Any):
+        self.plain = plain
+        self.first = first_position(plain.model)
+        self._patterns: list[torch.Tensor | None] = []  # (L, L) bool of each layer; None: it sees everything
+        self._length = 0  # that the patterns are known for
+
+    def begin(
+        self, ids: torch.Tensor, real: torch.Tensor | None, columns: torch.Tensor
+    ) -> tuple[torch.Tensor, list[KeysValues]]:
+        self._look(ids.shape[1])
+        with _Listening() as heard:
+            features = self._features(ids, real, torch.arange(ids.shape[1], device=ids.device)[None])
+        self._require(len(heard.own) == len(self._patterns))
+        return take(features, columns), heard.own
+
+    def step(self, ids: torch.Tensor, step: CachedStep) -> torch.Tensor:
+        self._look(int(step.places.max()) + 1)
+        masks: dict[int, torch.Tensor | None] = {}  # layers share theirs
+        for pattern in self._patterns:
+            if id(pattern) not in masks:
+                masks[id(pattern)] = _mask(pattern, step)
+        with _Splicing(step.past, [masks[id(pattern)] for pattern in self._patterns]) as spliced:
+            features = self._features(ids, None, step.positions)
+        self._require(spliced.layer == len(step.past))
+        return take(features, step.columns)
+
+    def _features(self, ids: torch.Tensor, real: torch.Tensor | None, positions: torch.Tensor) -> torch.Tensor:
+        return self.plain.features(ids, real, position_ids=(positions + self.first).expand_as(ids))
+
+    def _look(self, length: int) -> None:
+        """Learn which positions each layer lets a position see, from a row of `length` without padding."""
+        if length <= self._length:
+            return
+        self._length = min(max(length, 2 * self._length), self.plain.max_length)
+        row = torch.full((1, self._length), self.plain.mask_id, device=self.plain.device)  # (1, L)
+        with _Listening() as heard:
+            self._features(row, None, torch.arange(self._length, device=row.device)[None])
+        self._require(bool(heard.own))
+        patterns: dict[int, torch.Tensor | None] = {}
+        for mask in heard.masks:
+            patterns.setdefault(id(mask), _pattern(mask))
+        self._patterns = [patterns[id(mask)] for mask in heard.masks]
+
+    def _require(self, good: bool) -> None:
+        if not good:
+            raise NotSteered("its attention is not torch's scaled_dot_product_attention, once in every layer")
+
+
+class NotSteered(Exception):
+    """A network's attention cannot be intercepted; the message is the reason."""
+
+
+class _Listening(TorchFunctionMode):
+    """Records the keys, values and mask of each attention call of a forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.own: list[KeysValues] = []
+        self.masks: list[torch.Tensor | None] = []
+
+    def __torch_function__(self, call: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if call is ATTENTION:
+            arguments = {**dict(zip(NAMES, args, strict=False)), **(kwargs or {})}
+            if arguments.get("is_causal"):
+                raise NotSteered("its attention is causal")
+            self.own.append(_ungrouped(arguments))
+            self.masks.append(arguments.get("attn_mask"))
+        return call(*args, **(kwargs or {}))
+
+
+class _Splicing(TorchFunctionMode):
+    """Adds the kept keys and values, and a mask, to each attention call of a forward."""
+
+    def __init__(self, past: list[KeysValues], masks: list[torch.Tensor | None]):
+        super().__init__()
+        self.past, self.masks, self.layer = past, masks, 0
+
+    def __torch_function__(self, call: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if call is not ATTENTION:
+            return call(*args, **(kwargs or {}))
+        if self.layer >= len(self.past):
+            raise NotSteered("its layers attend a different number of times from call to call")
+        arguments = {**dict(zip(NAMES, args, strict=False)), **(kwargs or {})}
+        keys, values = joined(self.past[self.layer], *_ungrouped(arguments))
+        for name in ("key", "value", "enable_gqa"):
+            arguments.pop(name, None)
+        mask = self.masks[self.layer]
+        arguments["attn_mask"] = None if mask is None else mask.to(keys.device)
+        self.layer += 1
+        return call(arguments.pop("query"), keys, values, **arguments)
+
+
+def _ungrouped(arguments: dict[str, Any]) -> KeysValues:
+    """The keys and values of an attention call, with as many heads as its queries: a call without a mask may have
+    fewer.
+    """
+    heads = arguments["query"].shape[1]
+    keys, values = (arguments[name] for name in ("key", "value"))
+    if keys.shape[1] == heads:
+        return keys, values
+    return keys.repeat_interleave(heads // keys.shape[1], 1), values.repeat_interleave(heads // values.shape[1], 1)
+
+
+def _pattern(mask: torch.Tensor | None) -> torch.Tensor | None:
+    """The positions that each position sees, (L, L) bool, by an attention's mask (1, 1, L, L) or less; None: all."""
+    if mask is None:
+        return None
+    if mask.dtype != torch.bool:
+        out = mask <= torch.finfo(mask.dtype).min / 2
+        if not (out | (mask == 0)).all():
+            raise NotSteered("its attention has a bias for the distance of two positions")
+        mask = ~out
+    if mask.all():
+        return None
+    while mask.dim() > 2:
+        if mask.shape[0] > 1:
+            raise NotSteered("its heads do not see the same positions")
+        mask = mask[0]
+    return mask
+
+
+def _mask(pattern: torch.Tensor | None, step: CachedStep) -> torch.Tensor | None:
+    """The mask (P, 1, Q or 1, K) of a layer in a call."""
+    if pattern is None:
+        return None if step.seen is None else step.seen[:, None]
+    near = pattern[step.positions[:, :, None], step.places[:, None]]  # (P, Q, K)
+    return (near if step.seen is None else near & step.seen)[:, None]

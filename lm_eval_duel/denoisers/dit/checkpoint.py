@@ -23,10 +23,10 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from lm_eval_duel.arguments import COUNT, PROBABILITY, TRUTH
-from lm_eval_duel.denoisers import identity
-from lm_eval_duel.denoisers.dit import gidd, uniform
-from lm_eval_duel.denoisers.dit.denoiser import ATTENTION, SEDD, DiTDenoiser
-from lm_eval_duel.denoisers.dit.gidd import entries
+from lm_eval_duel.denoisers import load_options as identity
+from lm_eval_duel.denoisers.dit import denoiser as gidd
+from lm_eval_duel.denoisers.dit import denoiser as uniform
+from lm_eval_duel.denoisers.dit.denoiser import ATTENTION, SEDD, DiTDenoiser, entries
 from lm_eval_duel.denoisers.dit.network import DiT, DiTConfig
 from lm_eval_duel.denoisers.hub import find_mask_id, row_length
 from lm_eval_duel.denoisers.load_options import LoadOptions

@@ -5,19 +5,22 @@ Shapes: N windows, R rows or lanes, L row length, Q queries, K keys, D width, V 
 
 from __future__ import annotations
 
+import logging
+import os
+import re
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from lm_eval_duel import fingerprint
+from lm_eval_duel.arguments import COUNT, PROBABILITY, TRUTH, ArgumentType
 from lm_eval_duel.core.denoiser import Denoiser
 from lm_eval_duel.core.lanes import Lanes, Rows
-from lm_eval_duel.core.network import KeysValues, take
-from lm_eval_duel.core.noise_view import NoiseView
-from lm_eval_duel.core.view import Positions, View
+from lm_eval_duel.core.network import KeysValues, NoiseView, Positions, View, take
+from lm_eval_duel.core.noise import Hybrid, NoiseTraining, Uniform
 from lm_eval_duel.denoisers import weights
-from lm_eval_duel.denoisers.dit.network import DiT
+from lm_eval_duel.denoisers.dit.network import DiT, DiTConfig
 from lm_eval_duel.denoisers.vocabulary import excluded_columns
 from lm_eval_duel.errors import DuelError
 
@@ -210,3 +213,110 @@ class TimedView(View):
         if self.denoiser.bos == "official":
             counted = counted - self.rows.visible[lanes.row].sum(1)
         return self.denoiser.noise_inputs(masked.double() / counted)
+
+
+# ---------------------------------------------------------------- gidd
+# GIDD (von Rütte et al. 2025): MDLM's network, conditioned on the time t itself.
+#
+# With p_uniform 0 its noise is masking alone: at time t a position is masked with probability t. Above 0 tokens are
+# also
+# replaced by random ones, so that no rule applies, and `estimator=noised_elbo` is its bound.
+#
+# Shapes: R rows or lanes.
+
+
+NOISED = "gidd-uniform"
+FAMILIES = ("gidd", NOISED)
+SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "timestep_cond_dim", "max_seq_len")
+MASK = 50258  # the authors add [PAD] and [MASK] to GPT-2's tokenizer
+UNIFORM = re.compile(r"p_unif-0*\.?0*[1-9]|gidd-unif")  # in the names of checkpoints with uniform noise
+
+
+def entries(config: dict[str, Any], name: str, kind: ArgumentType, *keys: str) -> list[Any]:
+    """Values that the config.json of `name` must have; raises DuelError that names all that are missing."""
+    values = [kind(key, config.get(key), f" in the config.json of {name}") for key in keys]
+    if missing := [key for key, value in zip(keys, values, strict=True) if value is None]:
+        raise DuelError(f"The config.json of {name} has no {', '.join(missing)}, which its family needs.")
+    return values
+
+
+def read_shape(config: dict[str, Any], name: str) -> tuple[str, DiTConfig, int]:
+    """The family, the network's shape and its row length; raises DuelError if name and config contradict each other."""
+    *shape, length = entries(config, name, COUNT, *SIZES)
+    uniform, margin = entries(config, name, PROBABILITY, "p_uniform", "t_eps")
+    if not 0 < margin < 0.5:
+        raise DuelError(f"'t_eps' is above 0 and below 0.5; got {margin:g} in the config.json of {name}.")
+    if not uniform and UNIFORM.search(os.path.basename(name.rstrip("/"))):
+        raise DuelError(f"By its name {name} was trained with uniform noise, and its config.json has p_uniform=0.")
+    if uniform == 1:
+        raise DuelError(f"{name} has p_uniform=1: noise without masks is not supported.")
+    return NOISED if uniform else "gidd", DiTConfig(*shape, time=True), length
+
+
+class GIDD(Timed):
+    """GIDD, at the time t clamped to [t_eps, 1 - t_eps], the times of its training.
+
+    Under masks alone, t is the masked share m of the row: of context, target, tail and suffix, without padding; under
+    `bos="official"`, of target and tail. The authors have no deterministic order; this is the time at which training
+    masks this share of positions on average.
+
+    `uniform`: its p_uniform. Random tokens are all but [MASK] (and the table's padding).
+    """
+
+    def __init__(self, *network: Any, t_eps: float, uniform: float):
+        super().__init__(*network)
+        self.t_eps, self.uniform, self.published_block = t_eps, uniform, None
+        if uniform:
+            noise, self.relative_positions = Hybrid(int((~self.excluded).sum()), uniform), False
+            self.noise_training = NoiseTraining(noise, "plugin", None, note=f"t in {self.times}")
+
+    @property
+    def times(self) -> str:
+        return f"[{self.t_eps:g}, 1 - {self.t_eps:g}]"
+
+    def noise_level(self, t: torch.Tensor) -> torch.Tensor:
+        return t.clamp(self.t_eps, 1 - self.t_eps)
+
+    def describe(self) -> dict[str, object]:
+        if self.noise_training is not None:
+            return super().describe()
+        return {**super().describe(), "time": f"masked share of the {self.counted}, in {self.times}"}
+
+
+# ---------------------------------------------------------------- uniform
+# Duo (Sahoo et al. 2025) and UDLM (Schiff et al. 2024): MDLM's network under uniform noise, given the noise level.
+#
+# Both replace tokens by random ones, over all columns of the network, and both put the network's output in place of the
+# clean token in the posterior (a plug-in). So no rule applies: `estimator=noised_elbo` is their bound.
+#
+# Shapes: R rows.
+
+
+log = logging.getLogger("lm_eval.duel_mdm")
+
+DISTILLED = "distilled"  # in the name of a checkpoint
+
+
+class NoisedDiT(Timed):
+    """A DiT under uniform noise, whose levels go from t = 1e-3 to alpha = 1e-3 in its training."""
+
+    def __init__(self, *network: Any):
+        super().__init__(*network)
+        note = f"sigma = -log alpha, alpha in [{NOISE_EPS:g}, 1 - {NOISE_EPS:g}]"
+        self.noise_training = NoiseTraining(Uniform(int((~self.excluded).sum())), "plugin", None, note=note)
+        self.published_block, self.relative_positions = None, False
+
+    def noise_level(self, t: torch.Tensor) -> torch.Tensor:
+        return -(1 - t).clamp(NOISE_EPS, 1 - NOISE_EPS).log()
+
+
+def require_known(config: dict[str, Any], name: str, family: str) -> None:
+    """Raise DuelError for entries with which these are other networks; warn of one that was distilled."""
+    timed = TRUTH("time_conditioning", config.get("time_conditioning"))
+    if timed is False or (family == "udlm" and not timed):
+        raise DuelError(f"The config.json of {name} has no time_conditioning=true, which a {family} has.")
+    for key in ("causal", "cross_attn", "cfg"):
+        if TRUTH(key, config.get(key)):
+            raise DuelError(f"{name} is a {family} with {key}=true, which is not supported.")
+    if DISTILLED in os.path.basename(name.rstrip("/")).lower():
+        log.warning("By its name %s was distilled for sampling in few steps: its bound says little about it", name)

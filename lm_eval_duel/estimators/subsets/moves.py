@@ -5,11 +5,23 @@ Shapes: X states, W block width, c products, I moves, C sums, T steps.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable
+from functools import lru_cache
 from typing import NamedTuple, TypeAlias
 
 import torch
+import torch.nn.functional as F
+
+from lm_eval_duel.core.denoiser import Denoiser
+from lm_eval_duel.core.lanes import Lanes
+from lm_eval_duel.core.predictions import Predictions, top_of
+from lm_eval_duel.denoisers.wrappers import Warped
+from lm_eval_duel.errors import DuelError
+from lm_eval_duel.estimators.arguments import BEAM_BLOCK, ConfidenceArguments
+from lm_eval_duel.rules.base import log_odds
+from lm_eval_duel.rules.deployed import dream_counts, even_counts
 
 Planes: TypeAlias = dict[str, torch.Tensor]  # (X, ...) each: what a sampler keeps of the predictions in some states
 
@@ -96,3 +108,172 @@ def in_turn(level: StateLevel, log_p: torch.Tensor, score: torch.Tensor, count: 
         merged = log_sums(torch.cat([moves.log_p[~growing], more]), at, len(pairs))
         moves, _ = thin(Moves(pairs[:, 0], pairs[:, 1], merged))
     return moves
+
+
+# ---------------------------------------------------------------- counts
+# The number of positions that each step of a block reveals: n, or a schedule of S steps.
+#
+# Steps that reveal none change nothing, so the number of masked positions determines the next step of a schedule. A
+# state
+# is therefore a set of masked positions, and sets of other sizes are never reached.
+#
+# Shapes: R lanes, M the most positions of a block.
+
+
+COUNTS = {"even": even_counts, "dream": dream_counts}
+
+
+@dataclasses.dataclass(frozen=True)
+class StepCounts:
+    """The number of positions at each step: `n`, or by a `schedule` over `steps` steps, "even" (LLaDA) or "dream".
+
+    `or_more`: a step may reveal more than n.
+    """
+
+    n: int = 1
+    steps: int | None = None
+    schedule: str = "even"
+    or_more: bool = False
+
+    @classmethod
+    def from_arguments(cls, own: ConfidenceArguments) -> StepCounts:
+        """The counts of `sampled_confidence`."""
+        return cls(own.n or 1, own.steps, own.schedule, or_more=own.tau is not None)
+
+    def of_block(self, m: int) -> list[int]:
+        """The number of positions that each step reveals, of m in all."""
+        if self.steps is None:
+            return [min(self.n, m - done) for done in range(0, m, self.n)]
+        return COUNTS[self.schedule](m, self.steps)
+
+    def of_state(self, m: int, masked: int) -> int:
+        """The number of positions that the next step reveals when `masked` of m are left; 0 if no step begins there."""
+        if self.or_more:
+            return min(self.n, masked) if masked == m or masked <= m - self.n else 0
+        left = m
+        for count in self.of_block(m):
+            if left == masked and count:
+                return count
+            left -= count
+        return 0
+
+    def of_lanes(self, lanes: Lanes) -> torch.Tensor:
+        """The number of positions that the next step of each lane reveals, (R,); 0 for a lane that no step begins
+        with.
+        """
+        return self.of_sizes(lanes.in_target.sum(1), lanes.masked.sum(1))
+
+    def of_sizes(self, first: torch.Tensor, masked: torch.Tensor) -> torch.Tensor:
+        """The same for blocks that begin with `first` (X,) masked positions of which `masked` (X,) are left, (X,)."""
+        return table(self, first.device)[first, masked]
+
+
+@lru_cache(maxsize=64)
+def table(counts: StepCounts, device: torch.device) -> torch.Tensor:
+    """The number of positions that a step reveals, by the block's width and its masked positions: (M + 1, M + 1).
+
+    0 where no step begins.
+    """
+    entries = torch.zeros(BEAM_BLOCK + 1, BEAM_BLOCK + 1, dtype=torch.int64)
+    for m in range(1, BEAM_BLOCK + 1):
+        for masked in range(1, m + 1):
+            entries[m, masked] = counts.of_state(m, masked)
+    return entries.to(device)
+
+
+# ---------------------------------------------------------------- drawn
+# The confidence of a drawn token, and the probability that a position draws a less confident one.
+#
+# The score of a token grows with its probability p, and does not saturate near 1: log p up to p = 1/2, and
+# log p - log(1 - p) - log 2 above.
+#
+# Shapes: R lanes, W block width, u rows of logits, c masked positions, V tokens.
+
+
+LARGEST = 1e300  # the score of a token of probability 1: finite, so that the next larger float exists
+
+
+def score_of(p: float) -> float:
+    """The score of probability p."""
+    if p <= 0:
+        return -math.inf
+    return math.log(p) if p <= 0.5 else min(log_odds(p) - math.log(2), LARGEST)
+
+
+def scores(logits: torch.Tensor, scale: float) -> torch.Tensor:
+    """The score of every token under softmax(scale x logits), for logits (u, V), float64 (u, V)."""
+    scaled = logits.double() * scale  # (u, V)
+    top = top_of(scaled)
+    log_p = scaled - top.logit[:, None] - F.softplus(-top.confidence[:, None])  # (u, V)
+    largest = torch.where(top.confidence > 0, top.confidence - math.log(2), -F.softplus(-top.confidence))  # (u,)
+    return log_p.scatter_(1, top.token[:, None], largest.clamp(max=LARGEST)[:, None])
+
+
+def untempered(denoiser: Denoiser) -> float:
+    """The factor of the logits of `denoiser` that undoes its temperature.
+
+    Raises:
+        DuelError: If its distributions are truncated as well, which cannot be undone.
+    """
+    scale = 1.0
+    while isinstance(denoiser, Warped):
+        if denoiser.top_k is not None or denoiser.top_p < 1:
+            raise DuelError(
+                "confidence=untempered is the probability before temperature, and no sampler that we know combines it "
+                f"with top_k or top_p; got {denoiser.warping}. Leave them out, or use confidence=tempered."
+            )
+        scale, denoiser = scale * denoiser.temperature, denoiser.plain
+    return scale
+
+
+class DrawnScores(NamedTuple):
+    """The draws of some states, against the targets."""
+
+    score: torch.Tensor  # (R, W) of each position's target
+    top: torch.Tensor  # (R, W) of each position's most probable token
+    log_after: torch.Tensor  # (R, W, W) log p that the draw of a position ranks after the target of another
+    log_quiet: torch.Tensor  # (R, W) log p that the draw of a position does not exceed the threshold
+
+
+def against_targets(
+    predictions: Predictions, targets: torch.Tensor, scale: float, tau: float, strict: bool
+) -> DrawnScores:
+    """Compare the draw of every position with the targets (R, W) of its lane, and with the threshold `tau`, a score.
+
+    One draw ranks after another if its score is smaller, or equal and its position stands further right. `strict`: a
+    draw exceeds the threshold only if its score is larger. Values are NaN where a draw's position is not masked.
+    """
+    masked = predictions.masked
+    wide = masked.shape[1]
+    planes = torch.full((3, *masked.shape), math.nan, dtype=torch.float64, device=masked.device)  # (3, R, W)
+    log_after = planes.new_full((*masked.shape, wide), math.nan)  # (R, W, W)
+    for lanes, row, logits in predictions.by_lanes():
+        of_row = scores(logits, scale)  # (u, V)
+        score, p = of_row[row], logits.double().softmax(1)[row]  # (c, V) each
+        lane, position = masked[lanes].nonzero().unbind(1)  # (c,)
+        target = score.gather(1, targets[lanes][masked[lanes]][:, None])[:, 0]  # (c,)
+        level = torch.full_like(masked[lanes], math.inf, dtype=torch.float64)  # (r, W)
+        level[lane, position] = target
+        bound = level[lane]  # (c, W) a draw ranks after the target of each other position if it is less
+        further = position[:, None] > torch.arange(wide, device=bound.device)  # (c, W)
+        bound, order = bound.where(~further | bound.isinf(), bound.nextafter(bound.new_tensor(math.inf))).sort(1)
+        place = torch.searchsorted(bound, score, right=True)  # (c, V) how many bounds it reaches
+        mass = p.new_zeros(len(p), wide + 1).scatter_add_(1, place, p).cumsum(1)[:, :wide]  # (c, W)
+        log_after[lanes][lane, position] = torch.empty_like(mass).scatter_(1, order, mass.log())
+        quiet = score <= tau if strict else score < tau  # (c, V)
+        planes[0, lanes][lane, position] = target
+        planes[1, lanes][lane, position] = of_row.amax(1)[row]
+        planes[2, lanes][lane, position] = torch.where(quiet, p, 0.0).sum(1).log()
+    return DrawnScores(planes[0], planes[1], log_after, planes[2])
+
+
+def token_scores(predictions: Predictions, tokens: torch.Tensor, scale: float) -> torch.Tensor:
+    """The score of the token at each masked position, for tokens (R, W), float64 (R, W); NaN where nothing is
+    masked.
+    """
+    masked = predictions.masked
+    plane = torch.full_like(masked, math.nan, dtype=torch.float64)  # (R, W)
+    for lanes, row, logits in predictions.by_lanes():
+        ids = tokens[lanes][masked[lanes]]  # (c,)
+        plane[lanes][masked[lanes]] = scores(logits, scale)[row, ids]
+    return plane

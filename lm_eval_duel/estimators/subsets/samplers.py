@@ -30,22 +30,33 @@ from typing import Any, ClassVar, cast
 import torch
 
 from lm_eval_duel import fingerprint, rules
-from lm_eval_duel.core.accumulators import Step
 from lm_eval_duel.core.denoiser import Denoiser
 from lm_eval_duel.core.hashing import uniform
 from lm_eval_duel.core.lanes import Lanes
-from lm_eval_duel.core.predictions import Predictions
+from lm_eval_duel.core.predictions import Argmax, Draw, Draws, Predictions
+from lm_eval_duel.core.reveal import Step
 from lm_eval_duel.core.scores import Counts, Sample, Score
-from lm_eval_duel.core.tokens import Argmax, Draw, Draws
 from lm_eval_duel.core.windows import Ids, Window
 from lm_eval_duel.errors import DuelError
-from lm_eval_duel.estimators.arguments import ConfidenceArguments
+from lm_eval_duel.estimators.arguments import ConfidenceArguments, OrderArguments
 from lm_eval_duel.estimators.base import Estimator
 from lm_eval_duel.estimators.duel import DuelEstimator
-from lm_eval_duel.estimators.subsets.counts import StepCounts
-from lm_eval_duel.estimators.subsets.drawn import DrawnScores, against_targets, score_of, token_scores, untempered
-from lm_eval_duel.estimators.subsets.moves import Moves, Planes, StateLevel, Thin, independent
+from lm_eval_duel.estimators.subsets.moves import (
+    DrawnScores,
+    Moves,
+    Planes,
+    StateLevel,
+    StepCounts,
+    Thin,
+    against_targets,
+    in_turn,
+    independent,
+    score_of,
+    token_scores,
+    untempered,
+)
 from lm_eval_duel.estimators.subsets.set_sampler import SetSampler
+from lm_eval_duel.rules.deployed import dream_shares
 
 SCORED_AT_ONCE = 64  # samples
 
@@ -251,3 +262,84 @@ class StepDraws(Draws):
             u = uniform(self.keys[lanes.row][:, None], position, lanes.step[:, None], self.seed)  # (R, W)
             self.last = predictions, predictions.draw(torch.where(lanes.masked, u, math.nan))
         return torch.where(pick, self.last[1], -1)
+
+
+# ---------------------------------------------------------------- sampled_order
+# The exact likelihood of samplers that draw which positions to reveal (Dream; LLaDA's random remasking).
+#
+# At each step of a block, while the positions H are masked, a set A of them is drawn and their tokens with it:
+#
+#     origin      each position independently, with the step's share r_i
+#                 P(A) = r_i^|A| (1 - r_i)^|H - A|
+#     random      n_i positions, all sets of this size alike
+#     entropy,    n_i positions, one after the other without replacement, by weights w = exp(s / alg_temp) of the scores
+#     topk_margin s = -entropy or s = P1 - P2 (Plackett and Luce):
+#                 P(A) = sum over i in A of P(A - i) w_i / (sum of w over H - A + i), P(empty set) = 1
+#
+# A text has many orders, and its probability is the sum over them, of products of P(A) and of p_i(x_i) at the positions
+# i of A: see chunk.py.
+#
+# Shapes: R lanes, W block width, X sets of a level, T steps.
+
+
+class SampledOrder(SetSampler):
+    """A sampler that draws the positions to reveal, too.
+
+    Args:
+        denoiser: A network.
+        block: At most 12 positions, 48 with a beam.
+        seed: The seed of a beam.
+        arguments: alg, steps, alg_temp, beam, tolerance and repetitions, as in docs/estimators.md, and the other
+            arguments of `Estimator`. With S `steps` of a block and
+            alg="origin", r_i = 1 - t_(i+1) / t_i for noise levels t from 1 to 0.001 in equal steps, and 1 at the last
+            step. With "entropy" and "topk_margin", n_i = int(m r_i) of the m positions that are left. With "random",
+            n_i = M // S + (i < M mod S) of M positions.
+
+    Raises:
+        DuelError: If an argument is wrong, or the network cannot evaluate every state of such a block.
+    """
+
+    name = "sampled_order"
+    reads = OrderArguments
+    own: OrderArguments
+
+    @property
+    def counted(self) -> StepCounts | None:
+        """The number of positions that a step reveals; None: it is drawn."""
+        if self.own.alg == "origin":
+            return None
+        return StepCounts(steps=self.own.steps, schedule="even" if self.own.alg == "random" else "dream")
+
+    def describe(self) -> dict[str, object]:
+        alg_temp = {} if self.own.alg_temp is None else {"alg_temp": fingerprint.number(self.own.alg_temp)}
+        of_sampler = {"alg": self.own.alg, "steps": self.own.steps, **alg_temp, **self.own.describe(self.seed)}
+        return {**super().describe(), **of_sampler}
+
+    @property
+    def shares(self) -> torch.Tensor | None:
+        return dream_shares(self.own.steps).double() if self.own.alg == "origin" else None
+
+    def planes(self, step: Step) -> Planes:
+        _, predictions, _, _, log_prob = step
+        score = torch.zeros_like(log_prob)  # (R, W)
+        if self.own.alg == "entropy":
+            score = -predictions.entropy.double()
+        elif self.own.alg == "topk_margin":
+            score = predictions.margin.double()
+        return {"log_probs": log_prob, "score": score / (self.own.alg_temp or 1.0)}
+
+    def moves(self, level: StateLevel, planes: Planes, thin: Thin) -> Moves:
+        """The moves of positions drawn one after the other; as a product if all sets of a size are alike."""
+        masked, log_p = level.masked, planes["log_probs"]  # (X, W) each
+        size, every = masked.sum(1), torch.arange(len(masked), device=masked.device)  # (X,) each
+        least, most, log_in = torch.ones_like(size), size, log_p.where(masked, -math.inf)
+        if self.counted is not None:
+            least = most = count = self.counted.of_sizes(level.first, size)  # (X,)
+            if self.own.alg != "random":
+                return in_turn(level, log_p, planes["score"], count, thin)
+        moves = independent(level, every, log_in, torch.zeros_like(log_in), torch.stack([least, most]), thin)
+        if self.counted is not None:
+            n, k = size.double(), most.double()
+            ways = (n + 1).lgamma() - (k + 1).lgamma() - (n - k + 1).lgamma()  # (X,)
+            moves = moves._replace(log_p=moves.log_p - ways[moves.state, None])
+        return moves
