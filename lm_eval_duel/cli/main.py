@@ -7,7 +7,14 @@ import sys
 import textwrap
 from importlib import metadata
 
-from lm_eval_duel.console.command_line import PROGRAM, documentation, errors_as_exit_codes, plain_table, process
+from lm_eval_duel.console.command_line import (
+    PROGRAM,
+    documentation,
+    errors_as_exit_codes,
+    plain_table,
+    print_on_any_console,
+    process,
+)
 from lm_eval_duel.errors import UsageError, unknown
 
 COMMANDS = {  # name: (module below lm_eval_duel with its `main`, what it does)
@@ -67,6 +74,7 @@ def main(arguments: list[str] | None = None) -> None:
     arguments = [" ".join(arguments[:2]), *arguments[2:]] if arguments[:1] == ["tools"] else arguments
     name = arguments[0] if arguments else "--help"
     rank, processes = process()
+    print_on_any_console()
     with errors_as_exit_codes(own=name != "run"):
         if rank and name not in SHARED:
             print(f"{PROGRAM}: process {rank} of {processes} has nothing to do: the first does it.", file=sys.stderr)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import codecs
 import contextlib
 import dataclasses
+import io
 import json
 import math
 import os
@@ -155,6 +157,29 @@ class Exit(SystemExit):
     def __init__(self, code: int, message: str):
         super().__init__(message)
         self.code = code
+
+
+PLAIN = {"≤": "<=", "≥": ">=", "±": "+-", "→": "->", "…": "...", "“": '"', "”": '"'}
+
+
+def print_on_any_console() -> None:
+    """Let stdout and stderr print every text: a character that the console's encoding lacks is replaced.
+
+    Our signs get an ASCII form (`≤` becomes `<=`), other characters become `?`. Nothing changes on a UTF-8 console, and
+    files are always UTF-8.
+    """
+    codecs.register_error(PROGRAM, _replace)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors=PROGRAM)
+
+
+def _replace(error: UnicodeError) -> tuple[str, int]:
+    """The replacement of characters that cannot be encoded, and where to go on, as `codecs.register_error` wants."""
+    if not isinstance(error, UnicodeEncodeError):
+        raise error
+    lacking = error.object[error.start : error.end]
+    return "".join(PLAIN.get(character, "?") for character in lacking), error.end
 
 
 @contextlib.contextmanager

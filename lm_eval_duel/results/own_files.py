@@ -45,14 +45,28 @@ def stems(found: Iterable[tuple[str, str, str]]) -> Iterator[str]:
         yield stem
 
 
+@contextlib.contextmanager
+def _at(folder: str | Path) -> Iterator[None]:
+    """Raise a DuelError that says what is wrong with the folder of --out, in place of an OSError below it."""
+    try:
+        yield
+    except OSError as error:
+        reason = error.strerror or type(error).__name__
+        if isinstance(error, FileNotFoundError):  # of mkdir: the place exists, but takes no folders, as /proc
+            reason = "a folder cannot be made there"
+        where = "" if str(error.filename) == str(folder) else f" ({error.filename})"
+        raise DuelError(f"Nothing can be written to --out {folder}{where}: {reason}. Name another folder.") from None
+
+
 def earlier(folder: str | Path, kind: str) -> set[str]:
     """The files of an earlier `kind` ("report", "leaderboard") in a folder, as KIND.json lists them.
 
     Raises DuelError if KIND.json is a file of another program.
     """
     listing, format = Path(folder, f"{kind}.json"), f"lm_eval_duel {kind}"
-    if not listing.exists():
-        return set()
+    with _at(folder):
+        if not listing.exists():
+            return set()
     files: list[Path] = []
     with contextlib.suppress(OSError, LookupError, RecursionError, TypeError, ValueError):
         content = json.loads(listing.read_text(encoding="utf-8"))
@@ -76,12 +90,13 @@ def write(folder: str | Path, kind: str, content: Mapping[str, Any], others: Map
             f"--out {folder} holds {', '.join(foreign)}, which no {kind} there lists as its own: nothing was written. "
             "Name another folder, or move these files."
         )
-    Path(folder).mkdir(parents=True, exist_ok=True)
     listing = strict_json.dumps({"format": f"lm_eval_duel {kind}", **content, "files": names}) + "\n"
-    for name, text in {names[0]: listing, **others}.items():
-        part = Path(folder, f"{name}.part")
-        part.write_bytes(text if isinstance(text, bytes) else text.encode())
-        part.replace(Path(folder, name))  # a kill leaves no half file
-    for name in before - set(names):
-        Path(folder, name).unlink(missing_ok=True)
+    with _at(folder):
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        for name, text in {names[0]: listing, **others}.items():
+            part = Path(folder, f"{name}.part")
+            part.write_bytes(text if isinstance(text, bytes) else text.encode())
+            part.replace(Path(folder, name))  # a kill leaves no half file
+        for name in before - set(names):
+            Path(folder, name).unlink(missing_ok=True)
     return names

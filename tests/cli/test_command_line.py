@@ -5,6 +5,7 @@ What is measured are specs, not times: which modules a refused command has impor
 
 import importlib
 import json
+import os
 import subprocess
 import sys
 
@@ -144,6 +145,16 @@ def test_a_reader_that_left_is_no_error():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (141, "")
+
+
+@pytest.mark.parametrize("encoding", ["cp1252", "ascii", "shift_jis"])
+def test_a_console_shows_what_its_encoding_can(encoding):
+    """Each character that it lacks is replaced, none ends the command."""
+    code = "from lm_eval_duel.console.command_line import *; print_on_any_console(); print('≤ 1 ± 2 \\ud83d ア')"
+    environment = os.environ | {"PYTHONIOENCODING": encoding}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, env=environment, check=True)
+    shown = {"cp1252": "<= 1 ± 2 ? ?", "ascii": "<= 1 +- 2 ? ?", "shift_jis": "<= 1 ± 2 ? ア"}
+    assert done.stdout.decode(encoding).strip() == shown[encoding]
 
 
 @pytest.mark.parametrize(("command", "shown"), [("/bin/lm_eval", "lm_eval: a\n"), ("my_evaluation.py", "Traceback")])

@@ -4,6 +4,7 @@ import contextlib
 import json
 import math
 import random
+import re
 
 import pytest
 from results import GONE, documents, edit_samples, hf, ours, put, trace
@@ -12,7 +13,7 @@ from results import report as run
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.estimators import registry
 from lm_eval_duel.harness.trace import files
-from lm_eval_duel.results import tables
+from lm_eval_duel.results import own_files, tables
 from lm_eval_duel.results.own_files import stems
 
 TEXTS = [f"a text of number {n}" for n in range(4)]
@@ -251,6 +252,13 @@ def test_a_folder_of_something_else_is_left_as_it_is(tmp_path, mine, message):
     with pytest.raises(DuelError, match=message):
         run(tmp_path)
     assert {path.name: path.read_text() for path in out.iterdir()} == mine
+
+
+def test_a_folder_that_cannot_be_written_is_named(tmp_path):
+    made(tmp_path)
+    for folder in ("/dev/null/report", tmp_path / ("x" * 300)):  # below a file, and a name that is too long
+        with pytest.raises(DuelError, match=re.escape(f"--out {folder}")):
+            own_files.write(folder, "report", {}, {})
 
 
 def test_files_of_an_earlier_report_are_replaced_and_others_stay(tmp_path):
