@@ -1,6 +1,7 @@
 """No test reaches a hub, and every test sees the same numbers whatever ran before."""
 
 import functools
+import logging
 import os
 import sys
 from pathlib import Path
@@ -26,6 +27,14 @@ def the_machine_is_described_once():
         from torch.utils import collect_env
 
         collect_env.get_pretty_env_info = functools.cache(collect_env.get_pretty_env_info)
+
+
+@pytest.fixture(autouse=True)
+def loggers_of_the_harness():
+    """lm-eval's command line stops its loggers from reaching `caplog`, for the rest of the process."""
+    logger = logging.getLogger("lm_eval")
+    logger.propagate = True
+    logger.setLevel(logging.NOTSET)
 
 
 @pytest.fixture(scope="session")
