@@ -72,15 +72,6 @@ def hash_contents(paths: Iterable[str]) -> str:
     return hashlib.sha256(b"".join(digests)).hexdigest()[:12]
 
 
-def hash_texts(texts: Iterable[str]) -> str:
-    """Twelve hexadecimal digits of texts, in their order."""
-    total = hashlib.sha256()
-    for text in texts:
-        encoded = text.encode("utf-8", "surrogatepass")
-        total.update(len(encoded).to_bytes(8, "big") + encoded)
-    return total.hexdigest()[:12]
-
-
 # ---------------------------------------------------------------- weights
 
 

@@ -72,7 +72,8 @@ class DuelMDM(TemplateLM):
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
         """log p(continuation | context), and True if argmax decoding under the same rule would generate it.
 
-        With an empty context only special tokens are visible; an empty continuation is (0.0, True). A context too long
+        With an empty context only special tokens are visible, and a BOS if the network predicts a token from the one
+        before it; an empty continuation is (0.0, True). A context too long
         for the row is truncated from the left; a continuation too long is an error. `is_greedy` is always False if the
         estimator has no decoding.
         """

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any
 from lm_eval_duel.audit.recompute import Verification
 from lm_eval_duel.core.scores import Score
 from lm_eval_duel.core.windows import Window
-from lm_eval_duel.errors import DuelError, naming
+from lm_eval_duel.errors import naming
 from lm_eval_duel.estimators.totals import Total, score_documents
 from lm_eval_duel.harness.answers import Answers
 from lm_eval_duel.harness.requests import Batch, document_of, name, random_order
 from lm_eval_duel.harness.run import HarnessRun
 from lm_eval_duel.harness.so_far import SoFar
-from lm_eval_duel.tasks.columns import MADE, MADE_HERE, TOKENS
+from lm_eval_duel.tasks.columns import TOKENS
 from lm_eval_duel.text.annotated import Gap
 from lm_eval_duel.text.text import TextEncoder
 
@@ -64,11 +64,6 @@ def document_windows(text: TextEncoder, requests: Sequence[Instance]) -> list[li
         with naming(name(request)):
             (document,) = request.args
             doc = request.doc if isinstance(request.doc, dict) else {}
-            if MADE in doc and doc[MADE] not in MADE_HERE:
-                raise DuelError(
-                    "the document comes from a request cache and was made with other metadata (data set, tokenizer, "
-                    "length, ...) than this run's. Run once with --cache_requests refresh."
-                )
             windows.append(text.windows(document, doc.get(TOKENS)))
     return windows
 

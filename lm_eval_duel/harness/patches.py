@@ -5,6 +5,9 @@
                                 asks for its results on rank 0 alone, and not after a failure
                                 refuses a task with fewer documents than ranks: lm-eval fails on the ranks without any,
                                 with an unrelated error, and the other ranks wait for them
+    Task.apply_filters          drops the answers to copies of a rank's last request, which fill it up to as many as
+                                another rank has: with `repeats` a majority vote would count them
+
     CachingLM.__init__          names a --use_cache file that cannot be opened; gives our models all requests, including
                                 requests with a cached answer, so that the results count them (see cache.py)
 
@@ -39,7 +42,7 @@ from pathlib import Path
 from typing import Any
 
 from lm_eval.api.model import CacheHook, CachingLM
-from lm_eval.api.task import Task
+from lm_eval.api.task import ConfigurableTask, Task
 from lm_eval.tasks import TaskManager
 
 from lm_eval_duel.arguments import unique_keys
@@ -55,6 +58,8 @@ answering: weakref.WeakSet[Any] = weakref.WeakSet()  # our models that take part
 def apply() -> None:
     """Apply every patch that is not in place."""
     _patch(Task, "build_all_requests", _build_all_requests)
+    for kind in (Task, ConfigurableTask):  # each has its own
+        _patch(kind, "apply_filters", _apply_filters)
     _patch(CachingLM, "__init__", _open_cache)
     if loggers := sys.modules.get("lm_eval.loggers"):  # in lm-eval's command, which alone prints the table
         _patch(loggers.EvaluationTracker, "save_results_aggregated", _save_results)
@@ -123,6 +128,12 @@ def _build_all_requests(
     if world_size > 1 and count < world_size:
         raise too_few_documents(f"Task {task.config.task}", count, world_size)
     return original(task, limit=limit, samples=samples, world_size=world_size, **options)
+
+
+def _apply_filters(original: Callable[..., Any], task: Task) -> Any:
+    for request in task.instances:
+        del request.resps[request.repeats or 1 :]
+    return original(task)
 
 
 def _save_results(original: Callable[..., None], tracker: Any, results: dict[str, Any], **options: Any) -> None:

@@ -23,7 +23,7 @@ from lm_eval_duel.estimators.registry import ESTIMATORS
 from lm_eval_duel.harness import trace
 from lm_eval_duel.results import stats
 from lm_eval_duel.results.own_files import reading
-from lm_eval_duel.tasks.columns import MADE, TOKENS
+from lm_eval_duel.tasks.columns import TOKENS
 
 OTHER_NAMES = ("bits_per_residue", "residue_perplexity")  # of bits_per_byte and byte_perplexity, for proteins
 UNITS = {"token_perplexity": "tokens", "word_perplexity": "words", "byte_perplexity": "bytes", "bits_per_byte": "bytes"}
@@ -95,7 +95,7 @@ def _digest(record: Mapping[str, Any], rolling: bool) -> str:
     """
     doc, name = record.get("doc"), record.get("doc_hash") or record["doc_id"]
     if isinstance(doc, dict) and TOKENS in doc:
-        ignored = {TOKENS, MADE} | ({"tokenizer"} if "ids" in doc else set())
+        ignored = {TOKENS} | ({"tokenizer"} if "ids" in doc else set())
         rest = {key: value for key, value in doc.items() if key not in ignored}
         name = hashlib.sha256(json.dumps(rest, sort_keys=True, default=str).encode()).hexdigest()
     parts = name, record.get("target_hash"), None if rolling else record.get("prompt_hash")

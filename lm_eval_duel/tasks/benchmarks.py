@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from lm_eval_duel.core.windows import of_row
 from lm_eval_duel.errors import DuelError
-from lm_eval_duel.fingerprint import hash_texts, of_tokenizer
+from lm_eval_duel.fingerprint import of_tokenizer
 from lm_eval_duel.tasks import corpora, metadata, own_text
-from lm_eval_duel.tasks.columns import MADE, TOKENS, digest_of
+from lm_eval_duel.tasks.columns import TOKENS
 from lm_eval_duel.tasks.detokenize import DETOKENIZERS
 from lm_eval_duel.tasks.metadata import batched, encoded, load_tokenizer, test_split
 from lm_eval_duel.tasks.metrics import sizes
@@ -34,7 +33,7 @@ def documents(corpus: str, **model_args: Any) -> dict[str, datasets.Dataset]:
     settings, source = metadata.read(model_args), corpora.find(corpus)
     raw = corpora.texts(corpus, settings.get("data_dir"), settings.get("rows"))
     texts = list(map(DETOKENIZERS[source.detokenize], raw)) if source.tidied else raw
-    return _documents(raw, texts, load_tokenizer(model_args), [corpus, settings])
+    return _documents(raw, texts, load_tokenizer(model_args))
 
 
 def wrapped(corpus: str, **model_args: Any) -> dict[str, datasets.Dataset]:
@@ -44,11 +43,10 @@ def wrapped(corpus: str, **model_args: Any) -> dict[str, datasets.Dataset]:
     `bos` (given), which task_configs/benchmarks/README.md explains.
     """
     settings, source = metadata.read(model_args), corpora.find(corpus)
-    copy = settings.pop("data_dir", None), settings.pop("rows", None)
-    texts = corpora.texts(corpus, *copy)
+    texts = corpora.texts(corpus, settings.pop("data_dir", None), settings.pop("rows", None))
     if source.detokenize:
         texts = list(map(DETOKENIZERS[source.detokenize], texts))
-    return _rows(texts, settings, load_tokenizer(model_args), corpus, [copy])
+    return _rows(texts, settings, load_tokenizer(model_args), corpus)
 
 
 def own_documents(**model_args: Any) -> dict[str, datasets.Dataset]:
@@ -58,15 +56,15 @@ def own_documents(**model_args: Any) -> dict[str, datasets.Dataset]:
     """
     settings = metadata.read(model_args)
     texts = _own_texts(settings, "duel_text")
-    return _documents(texts, texts, load_tokenizer(model_args), ["duel_text", settings])
+    return _documents(texts, texts, load_tokenizer(model_args))
 
 
 def own_rows(**model_args: Any) -> dict[str, datasets.Dataset]:
     """The user's own texts as rows. `model_args`: as for `own_documents` and `wrapped`."""
     settings = metadata.read(model_args)
     texts = _own_texts(settings, "duel_text_wrapped")
-    chosen = [settings.pop(key, None) for key in ("files", "field", "lines")]
-    return _rows(texts, settings, load_tokenizer(model_args), "duel_text_wrapped", chosen)
+    rest = {key: value for key, value in settings.items() if key not in ("files", "field", "lines")}
+    return _rows(texts, rest, load_tokenizer(model_args), "duel_text_wrapped")
 
 
 def _own_texts(settings: dict[str, Any], task: str) -> list[str]:
@@ -74,19 +72,16 @@ def _own_texts(settings: dict[str, Any], task: str) -> list[str]:
     return [document.text for document in own_text.texts(metadata.files_of(settings, task), field, lines)]
 
 
-def _documents(raw: list[str], texts: list[str], tokenizer: Any, how: list[Any]) -> dict[str, datasets.Dataset]:
+def _documents(raw: list[str], texts: list[str], tokenizer: Any) -> dict[str, datasets.Dataset]:
     """`texts` as documents; words and bytes are counted in `raw`, where the two differ."""
-    digest = digest_of("document", *how[:1], of_tokenizer(tokenizer), *how[1:], hash_texts([*raw, *texts]))
     records = []
     for before, (text, ids) in zip(raw, encoded(texts, tokenizer), strict=True):
         units = {} if texts is raw else dict(zip(("words", "bytes"), sizes(before), strict=True))
-        records.append({"text": text, TOKENS: len(ids), MADE: digest, **units})
+        records.append({"text": text, TOKENS: len(ids), **units})
     return test_split(records)
 
 
-def _rows(
-    texts: list[str], settings: dict[str, Any], tokenizer: Any, corpus: str, how: list[Any]
-) -> dict[str, datasets.Dataset]:
+def _rows(texts: list[str], settings: dict[str, Any], tokenizer: Any, corpus: str) -> dict[str, datasets.Dataset]:
     """`texts`, concatenated and cut into rows by `settings`."""
     import datasets
 
@@ -96,7 +91,6 @@ def _rows(
     wrapping = Wrapping(**{"length": LENGTH, "bos": start, "eos": end, **settings})
     shared: dict[str, Any] = {"special_tokens": list(wrapping.special_tokens), "bos": bos}
     shared["tokenizer"] = [str(tokenizer.name_or_path), digest := of_tokenizer(tokenizer)]
-    shared[MADE] = digest_of("row", corpus, *how, dataclasses.asdict(wrapping), digest, bos, hash_texts(texts))
     _TOKENIZERS[digest] = tokenizer
 
     def records() -> Iterator[dict[str, Any]]:

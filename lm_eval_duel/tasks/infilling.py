@@ -8,11 +8,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from lm_eval.api.task import ConfigurableTask
-
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.tasks import metadata, own_text
 from lm_eval_duel.tasks.columns import TOKENS
+from lm_eval_duel.tasks.guarded import GuardedTask
 from lm_eval_duel.tasks.metrics import perplexity, sizes
 from lm_eval_duel.text.annotated import BLIND, Gap
 
@@ -21,11 +20,8 @@ if TYPE_CHECKING:
     from lm_eval.api.instance import Instance
 
 
-class Gaps(ConfigurableTask):
+class Gaps(GuardedTask):
     """`duel_infill` and `duel_choice`: continuations are followed by the document's `suffix`."""
-
-    def __init__(self, config: dict[str, Any]):
-        super().__init__(config={key: value for key, value in config.items() if key != "class"})
 
     def construct_requests(self, doc: dict[str, Any], ctx: str, **kwargs: Any) -> list[Instance] | Instance:
         """The harness's requests, with the suffix attached to each continuation."""

@@ -180,12 +180,23 @@ class TextEncoder:
                 "for whole texts (loglikelihood_rolling), and bos=given or none for tasks with a context."
             )
         context, target = self.scorable(context), self.scorable(target)
+        if not context and target and self.denoiser.shift:
+            context, target = self._after_start(target)
         if self.prefix and context[: len(self.prefix)] == self.prefix:  # written by a chat template
             context = context[len(self.prefix) :]
         special_tokens = self.denoiser.max_length, self.prefix, self.suffix
         window, lost = infilled(context, target, self.scorable(list(after)), *special_tokens)
         self.cut_contexts += lost > 0
         return window
+
+    def _after_start(self, target: list[int]) -> tuple[list[int], list[int]]:
+        """A context for a network that predicts each token from the one before it: the harness's, a BOS (or EOS).
+
+        A BOS that `target` begins with is that context, and a causal network does not score it, as under `--model hf`.
+        """
+        if self.denoiser.attention == "causal" and target[0] == self.start:
+            return target[:1], target[1:]
+        return ([] if self.start is None else [self.start]), target
 
     def gap(self, before: str | Ids, inside: str | Ids, after: str | Ids = "") -> Window:
         """The window of a text between two others, with special tokens around them; each is given as text or as ids.

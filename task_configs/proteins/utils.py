@@ -24,12 +24,12 @@ from typing import Any
 import datasets
 import numpy as np
 from lm_eval.api.instance import Instance
-from lm_eval.api.task import ConfigurableTask
 from scipy.stats import rankdata
 
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.tasks import metadata, own_text
 from lm_eval_duel.tasks.bundled import bundled
+from lm_eval_duel.tasks.guarded import GuardedTask
 from lm_eval_duel.text.annotated import Residues
 
 log = logging.getLogger("lm_eval.duel_mdm")
@@ -162,11 +162,8 @@ def _part(doc: dict[str, Any], sites: list[int], sign: int) -> tuple[int, str, R
     return sign, text[:start], Residues(text[start:end], text[end:], known)
 
 
-class Assays(ConfigurableTask):
+class Assays(GuardedTask):
     """`proteingym`."""
-
-    def __init__(self, config: dict[str, Any]):
-        super().__init__(config={key: value for key, value in config.items() if key != "class"})
 
     def construct_requests(self, doc: dict[str, Any], ctx: str, **kwargs: Any) -> list[Instance]:
         kwargs = {key: value for key, value in kwargs.items() if key not in ("apply_chat_template", "chat_template")}

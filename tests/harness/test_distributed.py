@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 from harness_requests import text_log_prob
 from harness_runs import ACCELERATE, TORCHRUN, evaluate, launch, read, write_task
-from lm_eval.api.task import Task
+from lm_eval.api.task import ConfigurableTask, Task
 
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.harness import patches, trace
@@ -56,6 +56,18 @@ def test_they_cost_nothing_and_are_in_no_trace(folder, tmp_path):
         costs.append([cost[name] for name in ("rows", "forwards", "windows", "tokens", "empty_requests", "tasks")])
         assert len(trace.read(tmp_path / f"{extra}.jsonl")) == 3
     assert costs[0] == costs[1]
+
+
+@pytest.mark.parametrize("kind", [Task, ConfigurableTask])
+def test_answers_to_copies_are_not_counted_as_repeats(kind, monkeypatch):
+    """With `repeats`, the harness fills up a rank with `repeats` copies of its last request a missing document."""
+    monkeypatch.setattr(kind, "apply_filters", lambda task: [list(request.resps) for request in task.instances])
+    patches.apply()
+    one, two = request(repeats=3, doc=0), request(repeats=3, doc=1)
+    asked = [*[one] * 3, *[two] * 3, *[two] * 3]
+    for asking, answer in zip(asked, Batch.from_requests(asked).spread("abcdef"), strict=True):
+        asking.resps.append(answer)
+    assert kind.apply_filters(SimpleNamespace(instances=[one, two])) == [["a", "b", "c"], ["d", "e", "f"]]
 
 
 # ------------------------------------------------------------ balance, and ranks that do not answer

@@ -1,0 +1,116 @@
+"""`estimator=ar` beside the harness's own `--model hf`, on one checkpoint under several tokenizers and settings."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from harness_requests import ask
+from lm_eval.models.huggingface import HFLM
+
+from lm_eval_duel.demo import FOLDER, resolve
+from lm_eval_duel.harness.lm import DuelMDM
+
+BOS = "<|endoftext|>"
+PASSAGE = json.loads((FOLDER / "text" / "sotu.jsonl").open(encoding="utf-8").readline())["text"]
+SETTINGS = {  # whether the tokenizer puts a BOS before a text, whether it names one, hf's arguments, ours
+    "plain": (False, True, {}, {"bos": "none"}),
+    "no BOS": (False, False, {}, {"bos": "none"}),
+    "adds one": (True, True, {}, {}),
+    "told to": (True, True, {"add_bos_token": True}, {"add_bos_token": True}),
+    "told not to": (True, True, {"add_bos_token": False}, {"add_bos_token": False}),
+}
+PAIRS = [
+    ("", BOS + "We the people"),
+    ("", " people of"),
+    ("We the", " people"),
+    (" ", "people"),
+    ("We the peop", "le of"),
+    ("", BOS + "We"),
+    ("", "We"),
+    (BOS, "We the"),
+    (BOS + "We the", " people"),
+    ("We the people ", " of America"),
+    ("We the people", "\nof America"),
+    ("The union is\n", " strong"),
+    ("inter", "national"),
+    (PASSAGE[:200], PASSAGE[200:260]),
+]
+TEXTS = ["We the people of the United States", "", BOS + "We the people", "We", " We", PASSAGE, 2 * PASSAGE]
+SHORT = ("plain", "adds one")  # settings of the plain run
+NO_CONTEXT, SPANNED = (" ", "people"), ("We the peop", "le of")
+
+
+@pytest.fixture
+def both(tmp_path):
+    """A function of the name of a setting: a pair of models, with our windows for whole texts those of the harness."""
+
+    def make(name):
+        adds, named, stock, own = SETTINGS[name]
+        path = Path(shutil.copytree(resolve("demo-ar"), tmp_path / "demo-ar"))
+        if adds:
+            edit(path / "tokenizer.json", post_processor=starting_with_bos())
+        if not named:
+            edit(path / "tokenizer_config.json", bos_token=None)
+        hf = HFLM(pretrained=str(path), dtype="float32", device="cpu", batch_size=1, **stock)
+        ours = DuelMDM(pretrained=str(path), estimator="ar", device="cpu", windows="harness", **own)
+        return hf, ours
+
+    return make
+
+
+def edit(file, **changes):
+    content = {**json.loads(file.read_text()), **changes}
+    file.write_text(json.dumps({key: value for key, value in content.items() if value is not None}))
+
+
+def starting_with_bos():
+    start, text, second = (
+        {"SpecialToken": {"id": BOS, "type_id": 0}},
+        *({"Sequence": {"id": name, "type_id": number}} for number, name in enumerate("AB")),
+    )
+    special = {BOS: {"id": BOS, "ids": [1], "tokens": [BOS]}}
+    return {
+        "type": "TemplateProcessing",
+        "single": [start, text],
+        "pair": [start, text, second],
+        "special_tokens": special,
+    }
+
+
+def settings():
+    return [pytest.param(name, marks=[] if name in SHORT else pytest.mark.slow) for name in SETTINGS]
+
+
+def answers(lm, kind, *arguments):
+    return getattr(lm, kind)(ask(kind, *arguments), disable_tqdm=True)
+
+
+@pytest.mark.parametrize("name", settings())
+def test_continuations(both, name):
+    """Not compared: a context without tokens, which `hf` refuses, and a token that spans the border.
+
+    There `hf` leaves the first characters of the continuation out, and we encode the continuation alone.
+    """
+    hf, ours = both(name)
+    adds = ours.text.prefix != []
+    pairs = [pair for pair in PAIRS if pair != SPANNED and (adds or pair != NO_CONTEXT)]
+    for pair in pairs:
+        [(log_prob, is_greedy)], [(right, greedy)] = (answers(lm, "loglikelihood", pair) for lm in (ours, hf))
+        assert log_prob == pytest.approx(right, abs=1e-3), pair
+        assert is_greedy == greedy, pair
+    if not adds:  # here the BOS is the context, as it is of an empty one
+        [(log_prob, _)], [(right, _)] = (answers(lm, "loglikelihood", ("", " people")) for lm in (ours, hf))
+        assert answers(ours, "loglikelihood", NO_CONTEXT)[0][0] == pytest.approx(right, abs=1e-3)
+
+
+@pytest.mark.parametrize("name", settings())
+def test_whole_texts(both, name):
+    """If the tokenizer adds a BOS, `hf` scores it after the BOS of its window; we do not."""
+    hf, ours = both(name)
+    for text in TEXTS:
+        [log_prob], [right] = (answers(lm, "loglikelihood_rolling", (text,)) for lm in (ours, hf))
+        if ours.text.prefix and not text.startswith(BOS):
+            without = HFLM(pretrained=hf.model, tokenizer=hf.tokenizer, add_bos_token=False, batch_size=1)
+            [right] = answers(without, "loglikelihood_rolling", (text,))
+        assert log_prob == pytest.approx(right, abs=1e-3), text
