@@ -56,7 +56,8 @@ class FromText:
         self.log_prob += nats
         self.tokens += len(wanted) if isinstance(text, TokenText) else len(ids)
         raw = next((doc[column] for column in ("page", "text") if isinstance(doc.get(column), str)), text)
-        words, size = len(re.split(r"\s+", raw)), len(raw.encode())
+        words = len(re.split(r"\s+", raw)) if raw.strip() else 0
+        size = len(raw.encode())
         if "page" not in doc and {COUNTED, "words", "bytes"} <= doc.keys():
             words, size, self.counted_before = doc["words"], doc["bytes"], True
         self.words += words

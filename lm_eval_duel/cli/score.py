@@ -27,6 +27,7 @@ from lm_eval_duel.results.stats import PairedDifference, key_of
 from lm_eval_duel.results.table import LEVEL, Table, csv_text, number, plus_minus, spaced
 from lm_eval_duel.rules import PARAMETERS, RULES, presets
 from lm_eval_duel.tasks import own_text
+from lm_eval_duel.text.annotated import count_units
 
 if TYPE_CHECKING:
     from lm_eval_duel.core.denoiser import Denoiser
@@ -42,8 +43,7 @@ OF_CHECKPOINT = (  # model args that another checkpoint does not take over
 PRINTS = f"""\
 Prints a line for each document (tokens, log-probability in nats, perplexity per token and per word, bits per byte) and
 the total with its standard error over documents. The numbers equal the harness's: the same windows, special tokens and
-model args. Words are counted without white space around the text; the harness counts one more for a text that ends in a
-newline. An estimate or a bound has its Monte Carlo error in a separate column.
+model args. An estimate or a bound has its Monte Carlo error in a separate column.
 --compare scores the same texts under other models and prints a line for each model, then the paired differences to the
 first: in nats per token if all count the same tokens, else per byte. Each has its {LEVEL} (bootstrap over documents;
 it includes the Monte Carlo error of estimates and bounds) and, from {paired.FEW} documents on, a verdict. --documents
@@ -166,7 +166,12 @@ def figures_of(lm: DuelMDM, rows: Sequence[Line]) -> dict[str, Any]:
 
 
 def compared(every: Sequence[dict[str, Any]]) -> tuple[compare.Comparison, str]:
-    """The models on the same texts, as `report` compares them, and its text. The pairs: the first with each other."""
+    """The models on the same texts, as `report` compares them, and its text. The pairs: the first with each other.
+
+    Raises DuelError if the texts are empty.
+    """
+    if not every[0]["total"]["bytes"]:
+        raise DuelError("The texts are empty, so there is nothing to compare.")
     runs = [read.read_of_score(_place(n, figures), figures) for n, figures in enumerate(every, 1)]
     notes = read.Traces([]).attach(runs)
     read.distinguish(runs)
@@ -301,7 +306,6 @@ def _network(model: dict[str, Any]) -> Denoiser | None:
 def score(lm: DuelMDM, texts: Sequence[own_text.OwnText]) -> list[Line] | None:
     """The score of each text under a model of the harness; None on ranks other than the first."""
     from lm_eval_duel.harness.requests import FILE, make_request
-    from lm_eval_duel.tasks import sizes
 
     mine = lm.ranks.deal([1 + len(text) for _, text in texts])
     requests = [
@@ -313,8 +317,8 @@ def score(lm: DuelMDM, texts: Sequence[own_text.OwnText]) -> list[Line] | None:
     rows = {}
     for n, answer in zip(mine, answers, strict=True):
         name, text = texts[n]
-        units = answer.tokens, sizes(text.strip())[0], sizes(text)[1]  # words without the white space around the text
-        rows[n] = Line(key_of(text), float(answer), *units, answer.stderr, name, unknown.get(name, 0))
+        units = count_units(text)
+        rows[n] = Line(key_of(text), float(answer), answer.tokens, *units, answer.stderr, name, unknown.get(name, 0))
     if (shares := lm.gather_object(rows)) is None:
         return None
     every = {n: row for share in shares for n, row in share.items()}

@@ -236,7 +236,9 @@ class Duel(OnIds):
             texts: Texts.
             contexts, suffixes: The visible text or ids before and after each text. With either, the value is
                 log p(text | context, suffix), in one window. Contexts and suffixes that do not fit are truncated at
-                their far ends. White space at the end of a context is scored with the text after it.
+                their far ends. White space at the end of a context is scored with the text after it; white space
+                at the end of a text is shown with its suffix, and not scored. `TextScore.scored` is what was scored,
+                and bits per byte count its bytes.
 
         Raises:
             DuelError: If this Duel has no tokenizer, or a text cannot be scored; the message names it.
@@ -257,12 +259,12 @@ class Duel(OnIds):
         around = [*zip(one_each(texts, contexts, "contexts"), one_each(texts, suffixes, "suffixes"), strict=True)]
         documents = text_windows(encoder, texts, None if contexts is None and suffixes is None else around)
         missing = tokens = 0
-        for n, scores in score_documents([windows for _, windows in documents], self.stream, "Text {}".format):
-            length, windows = documents[n]
-            absent = encoder.unknown(windows, texts[n])
-            missing, tokens = missing + absent, tokens + length
+        for n, scores in score_documents([each.windows for each in documents], self.stream, "Text {}".format):
+            absent = encoder.unknown(documents[n].windows, texts[n])
+            missing += absent
+            tokens += documents[n].tokens
             more = encoder.tokenizer, absent, *around[n]
-            yield n, TextScore.from_scores(texts[n], length, windows, scores, self.estimator, *more)
+            yield n, TextScore.from_scores(texts[n], documents[n], scores, self.estimator, *more)
         if missing:
             log.warning("%s", unknown_share(missing, tokens))
 
@@ -297,8 +299,8 @@ class Duel(OnIds):
         estimator.phases["uncached"].budget = budget
         documents = text_windows(self._require_encoder("estimate", texts), texts)
         estimates = {
-            n: TextEstimate.from_scores(texts[n], *documents[n], scores, estimator)
-            for n, scores in score_documents([windows for _, windows in documents], estimator.stream, "Text {}".format)
+            n: TextEstimate.from_scores(texts[n], documents[n], scores, estimator)
+            for n, scores in score_documents([each.windows for each in documents], estimator.stream, "Text {}".format)
         }
         return [estimates[n] for n in range(len(texts))]
 

@@ -14,8 +14,10 @@ from lm_eval_duel.errors import DuelError, naming, unknown
 from lm_eval_duel.estimators import gradients, registry
 from lm_eval_duel.estimators.base import Estimator
 from lm_eval_duel.estimators.duel import DuelEstimator, Stop
+from lm_eval_duel.library.results import EncodedText
 from lm_eval_duel.options import Options
 from lm_eval_duel.rules import Rule
+from lm_eval_duel.text.annotated import split_at_borders
 from lm_eval_duel.text.text import TextEncoder
 
 if TYPE_CHECKING:
@@ -61,8 +63,8 @@ log = logging.getLogger("lm_eval.duel_mdm")
 
 def text_windows(
     encoder: TextEncoder, texts: Sequence[str], around: Sequence[tuple[TextOrIds, TextOrIds]] | None = None
-) -> list[tuple[int, list[Window]]]:
-    """(tokens, windows) of each text, as in the harness.
+) -> list[EncodedText]:
+    """Each text as it is scored, as in the harness.
 
     `around`: the context and the suffix of each; None: whole texts. Raises DuelError, naming the text, for one that
     cannot be scored.
@@ -73,11 +75,14 @@ def text_windows(
         with naming(f"Text {n}"):
             if around is None:
                 ids = encoder.encode(text)
-                found.append((len(ids), encoder.document(ids)))
+                found.append(EncodedText(len(ids), encoder.document(ids), text))
             else:
                 before, after = around[n]
                 window = encoder.gap(before, text, after)
-                found.append((len(window.target), [window] if window.target else []))
+                scored = text
+                if isinstance(before, str) and isinstance(after, str):
+                    _, scored, _ = split_at_borders(before, text, after or None)
+                found.append(EncodedText(len(window.target), [window] if window.target else [], scored))
     if cut := encoder.cut_contexts - cut_before:
         log.warning("%d texts lost a part of their context or suffix: max_length=%d", cut, encoder.denoiser.max_length)
     return found

@@ -5,20 +5,29 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, cast
 
 from lm_eval_duel.core import scores as rates
 from lm_eval_duel.core.scores import Sample, Score
 from lm_eval_duel.core.windows import Ids, Window, as_ids
+from lm_eval_duel.errors import DuelError
 from lm_eval_duel.estimators.blocks import TwoPhaseBlocks
 from lm_eval_duel.estimators.registry import Kind, is_bound, kind_of
 from lm_eval_duel.estimators.totals import Total
-from lm_eval_duel.text.annotated import token_texts
+from lm_eval_duel.text.annotated import Units, count_units, token_texts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from lm_eval_duel.estimators.base import Estimator
+
+
+class EncodedText(NamedTuple):
+    """A text as it is scored."""
+
+    tokens: int  # of the text
+    windows: list[Window]
+    scored: str  # see `TextScore`
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,7 +44,7 @@ class TextScore:
     bound: bool  # log_prob is a lower bound of the log-likelihood, so the perplexity is an upper bound
     kind: str  # what the value is, such as "a likelihood"
     perplexity: float  # per token of the text; NaN for a text without tokens
-    bits_per_byte: float  # per UTF-8 byte; NaN for an empty text
+    bits_per_byte: float  # per UTF-8 byte of `scored`; NaN for an empty text
     tokens: tuple[str, ...]
     token_logprobs: tuple[float, ...]
     reveal_steps: tuple[int, ...]
@@ -48,13 +57,18 @@ class TextScore:
     unk_tokens: int = 0  # text that the tokenizer does not know; with any, bits_per_byte is no likelihood of the text
     context: str | tuple[int, ...] = ""  # visible before the text, as given
     suffix: str | tuple[int, ...] = ""  # visible after it
+    scored: str = ""  # what was scored: `text`, but for white space at its borders with context and suffix
+
+    @property
+    def units(self) -> Units:
+        """Words and bytes of the text that was scored."""
+        return count_units(self.scored, between=bool(self.context or self.suffix))
 
     @classmethod
     def from_scores(
         cls,
         text: str,
-        length: int,
-        windows: Sequence[Window],
+        encoded: EncodedText,
         scores: Sequence[Score],
         estimator: Estimator,
         tokenizer: PreTrainedTokenizerBase,
@@ -62,7 +76,8 @@ class TextScore:
         context: str | Ids = "",
         suffix: str | Ids = "",
     ) -> TextScore:
-        """The score of a text of `length` tokens from the scores of its windows."""
+        """The score of a text from the scores of its windows."""
+        windows = encoded.windows
         total, spec = Total.from_scores(windows, scores, estimator.name), estimator.describe()
         kind = kind_of(estimator.name, spec, total.beam)
         return cls(
@@ -71,8 +86,8 @@ class TextScore:
             stderr=total.stderr,
             bound=is_bound(kind),
             kind=kind,
-            perplexity=_perplexity(total.log_prob, length),
-            bits_per_byte=_bits_per_byte(total.log_prob, len(text.encode())),
+            perplexity=_perplexity(total.log_prob, encoded.tokens),
+            bits_per_byte=_bits_per_byte(total.log_prob, count_units(encoded.scored).bytes),
             tokens=tuple(token_texts([token for window in windows for token in window.target], tokenizer)),
             token_logprobs=tuple(value for score in scores for value in score.token_logprobs),
             reveal_steps=tuple(step for score in scores for step in score.reveal_steps),
@@ -85,6 +100,7 @@ class TextScore:
             unk_tokens=unknown,
             context=context if isinstance(context, str) else as_ids(context),
             suffix=suffix if isinstance(suffix, str) else as_ids(suffix),
+            scored=encoded.scored,
         )
 
 
@@ -110,6 +126,13 @@ class TextEstimate:
     kind: ClassVar[str] = Kind.ESTIMATE.value  # as in `TextScore`
 
     @property
+    def units(self) -> Units:
+        """Words and bytes of the text; raises DuelError for a total of several."""
+        if self.text is None:
+            raise DuelError("A total of several texts has no words of its own; count those of each text.")
+        return count_units(self.text)
+
+    @property
     def perplexity(self) -> float:
         """exp(-log_prob / tokens), NaN without tokens."""
         return _perplexity(self.log_prob, self.tokens)
@@ -126,11 +149,12 @@ class TextEstimate:
 
     @classmethod
     def from_scores(
-        cls, text: str, tokens: int, windows: Sequence[Window], scores: Sequence[Score], estimator: Estimator
+        cls, text: str, encoded: EncodedText, scores: Sequence[Score], estimator: Estimator
     ) -> TextEstimate:
-        """The estimate of a text of `tokens` tokens from the scores of its windows."""
-        sums = Total.from_scores(windows, scores, estimator.name)
-        return cls._of(text, (tokens, len(text.encode())), tuple(scores), sums, estimator.describe())
+        """The estimate of a text from the scores of its windows."""
+        sums = Total.from_scores(encoded.windows, scores, estimator.name)
+        sizes = encoded.tokens, count_units(encoded.scored).bytes
+        return cls._of(text, sizes, tuple(scores), sums, estimator.describe())
 
     @classmethod
     def total(cls, estimates: Sequence[TextEstimate]) -> TextEstimate:

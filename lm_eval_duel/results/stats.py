@@ -291,8 +291,8 @@ def _texts(scores: Sequence[Any], name: str) -> Texts:
     kind, log_probs = kind_of(estimator, spec, total.beam), [score.log_prob for score in scores]
     counts = {
         "token": [score.tokens if isinstance(score.tokens, int) else len(score.tokens) for score in scores],
-        "word": [len(score.text.split()) for score in scores],
-        "byte": [len(score.text.encode()) for score in scores],
+        "word": [score.units.words for score in scores],
+        "byte": [score.units.bytes for score in scores],
     }
     sums = [(f"text {n}", *value) for n, value in enumerate(zip(log_probs, counts["token"], strict=True))]
     if kind == Kind.ESTIMATE.value:  # of which a single one may be above 0

@@ -7,7 +7,7 @@ scored positions.
 
 from lm_eval_duel.tasks.benchmarks import LENGTH, documents, own_documents, own_rows, token_text, wrapped
 from lm_eval_duel.tasks.bundled import sotu, sotu_choice, sotu_full, task_folder
-from lm_eval_duel.tasks.metrics import perplexity, sizes, token_perplexity
+from lm_eval_duel.tasks.metrics import perplexity, token_perplexity
 
 __all__ = [
     "LENGTH",
@@ -15,7 +15,6 @@ __all__ = [
     "own_documents",
     "own_rows",
     "perplexity",
-    "sizes",
     "sotu",
     "sotu_choice",
     "sotu_full",

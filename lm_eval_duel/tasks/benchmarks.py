@@ -13,9 +13,8 @@ from lm_eval_duel.tasks import corpora, metadata, own_text
 from lm_eval_duel.tasks.columns import TOKENS
 from lm_eval_duel.tasks.detokenize import DETOKENIZERS
 from lm_eval_duel.tasks.metadata import batched, encoded, load_tokenizer, test_split
-from lm_eval_duel.tasks.metrics import sizes
 from lm_eval_duel.tasks.packing import Wrapping
-from lm_eval_duel.text.annotated import TokenText
+from lm_eval_duel.text.annotated import TokenText, count_units
 
 if TYPE_CHECKING:
     import datasets
@@ -76,7 +75,7 @@ def _documents(raw: list[str], texts: list[str], tokenizer: Any) -> dict[str, da
     """`texts` as documents; words and bytes are counted in `raw`, where the two differ."""
     records = []
     for before, (text, ids) in zip(raw, encoded(texts, tokenizer), strict=True):
-        units = {} if texts is raw else dict(zip(("words", "bytes"), sizes(before), strict=True))
+        units = {} if texts is raw else count_units(before)._asdict()
         records.append({"text": text, TOKENS: len(ids), **units})
     return test_split(records)
 

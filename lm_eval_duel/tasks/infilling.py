@@ -12,8 +12,8 @@ from lm_eval_duel.errors import DuelError
 from lm_eval_duel.tasks import metadata, own_text
 from lm_eval_duel.tasks.columns import TOKENS
 from lm_eval_duel.tasks.guarded import GuardedTask
-from lm_eval_duel.tasks.metrics import perplexity, sizes
-from lm_eval_duel.text.annotated import BLIND, Gap
+from lm_eval_duel.tasks.metrics import perplexity
+from lm_eval_duel.text.annotated import BLIND, Gap, count_units, split_at_borders
 
 if TYPE_CHECKING:
     import datasets
@@ -58,10 +58,10 @@ def target_perplexity(doc: dict[str, Any], results: list[Any]) -> dict[str, Any]
     that was scored: spaces at the end of the prefix belong to it, spaces at the end of the target do not.
     """
     ((log_prob, is_greedy),) = results
-    prefix, target = doc["prefix"], doc["target"]
-    scored = prefix[len(prefix.rstrip()) :] + (target.rstrip() or target)
-    units = {TOKENS: getattr(log_prob, "tokens", None), "words": sizes(scored.strip())[0], "bytes": sizes(scored)[1]}
-    return {**perplexity({"text": scored, **units}, [log_prob]), "acc": float(is_greedy)}
+    _, scored, _ = split_at_borders(doc["prefix"], doc["target"], doc["suffix"])
+    units = count_units(scored, between=True)
+    counted = {TOKENS: getattr(log_prob, "tokens", None), **units._asdict()}
+    return {**perplexity({"text": scored, **counted}, [log_prob]), "acc": float(is_greedy)}
 
 
 def _dataset(task: str, model_args: dict[str, Any], read: Any) -> dict[str, datasets.Dataset]:

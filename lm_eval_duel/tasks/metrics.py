@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import logging
-import re
 from typing import Any
 
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.tasks.columns import TOKENS
+from lm_eval_duel.text.annotated import count_units
 
 UNCOUNTED = "The documents have no column %s, and this model does not count tokens: there is no token_perplexity"
 log = logging.getLogger("lm_eval.duel_mdm")  # lm-eval prints its own loggers only
@@ -32,7 +32,7 @@ def perplexity(doc: dict[str, Any], results: list[float]) -> dict[str, tuple[flo
             f"This document has no column 'text', in which words and bytes are counted; it has {', '.join(doc)}. Name "
             "the column that is scored 'text' in the data."
         )
-    words, size = (doc["words"], doc["bytes"]) if TOKENS in doc and "words" in doc else sizes(text)
+    words, size = (doc["words"], doc["bytes"]) if TOKENS in doc and "words" in doc else count_units(text)
     units = {"word_perplexity": words, "byte_perplexity": size, "bits_per_byte": size}
     if (tokens := doc.get(TOKENS, getattr(log_prob, "tokens", None))) is None:
         from lm_eval.utils import warning_once
@@ -41,8 +41,3 @@ def perplexity(doc: dict[str, Any], results: list[float]) -> dict[str, tuple[flo
     else:
         units["token_perplexity"] = tokens
     return {metric: (log_prob, count) for metric, count in units.items()}
-
-
-def sizes(text: str) -> tuple[int, int]:
-    """Words and bytes of a text, as the harness counts them."""
-    return len(re.split(r"\s+", text)), len(text.encode("utf-8"))

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from lm_eval_duel.errors import DuelError
 
@@ -18,6 +19,39 @@ BLIND = (
     "asks for the text between a prefix and a suffix, and this model sees the prefix only. Use --model duel-mdm with a "
     "bidirectional network, or rows without a suffix."
 )
+
+
+class Units(NamedTuple):
+    """The sizes by which a log-probability is divided."""
+
+    words: int
+    bytes: int  # UTF-8
+
+
+def count_units(text: str, between: bool = False) -> Units:
+    """Words and bytes of the text that was scored.
+
+    Words are the parts between white space, as the harness counts them: white space at an end of a text adds an empty
+    part. A blank text has no words. `between`: the text stands between others, and white space at its ends separates
+    it from them.
+    """
+    size = len(text.encode("utf-8"))
+    if not text.strip():
+        return Units(0, size)
+    return Units(len(re.split(r"\s+", text.strip() if between else text)), size)
+
+
+def split_at_borders(context: str, text: str, suffix: str | None = None) -> tuple[str, str, str]:
+    """Context, text and suffix as they are encoded; `suffix` is None if nothing follows the text.
+
+    White space at a border belongs to what follows it. That at the end of a context is scored with the text; that at
+    the end of a text with a suffix is shown with the suffix, and not scored, unless there is nothing else to score.
+    """
+    if not text:
+        return context, "", suffix or ""
+    before = context.rstrip()
+    inside = text if suffix is None else text.rstrip() or text
+    return before, context[len(before) :] + inside, text[len(inside) :] + (suffix or "")
 
 
 class Gap(str):
@@ -83,7 +117,10 @@ class TokenText(str):
             raise DuelError(f"A row of {len(token_ids)} ids cannot have {before} and {after} special tokens.")
         self = super().__new__(cls, text)
         self.token_ids = tuple(int(token) for token in token_ids)
-        self.special_tokens, self.tokenizer, self.bos = (int(before), int(after)), tuple(tokenizer), bos
+        self.special_tokens = (int(before), int(after))
+        name, fingerprint = tokenizer
+        self.tokenizer = (name, fingerprint)
+        self.bos = bos
         return self
 
     @property

@@ -16,7 +16,7 @@ from lm_eval_duel.denoisers.load_options import WHOLE_ROW_BOS
 from lm_eval_duel.denoisers.vocabulary import convention, end_of_text
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.fingerprint import of_tokenizer
-from lm_eval_duel.text.annotated import Gap, Residues, TokenText
+from lm_eval_duel.text.annotated import Gap, Residues, TokenText, split_at_borders
 
 NORMALISED = (("lower case", "The House", "the house"), ("accents", "caf\u00e9", "cafe"))  # with two texts that differ
 
@@ -113,11 +113,10 @@ class TextEncoder:
         If a token spans the border, so that the joint ids do not begin with the context's, the continuation is encoded
         alone and these ids are scored.
         """
+        context, continuation, _ = split_at_borders(context, continuation)
         if not continuation:
             return self.encode(context), []
-        stripped = context.rstrip()
-        continuation = context[len(stripped) :] + continuation
-        before, joint = self.encode(stripped) if stripped else [], self.encode(stripped + continuation)
+        before, joint = self.encode(context) if context else [], self.encode(context + continuation)
         if joint[: len(before)] == before and len(joint) > len(before):
             return before, joint[len(before) :]
         self.merged_borders += 1
@@ -128,14 +127,12 @@ class TextEncoder:
     def encode_gap(self, context: str, gap: Gap) -> tuple[list[int], list[int], list[int]]:
         """The ids of a context, of the text in the gap after it, and of what follows.
 
-        All are encoded together. Spaces at the end of the gap belong to its suffix, as spaces at the end of a context
-        belong to the continuation. If a token spans a border, the text after that border is encoded alone.
+        All are encoded together, with white space at the borders as in `split_at_borders`. If a token spans a border,
+        the text after that border is encoded alone.
         """
-        inside = gap.rstrip() or str(gap)
-        suffix = gap[len(inside) :] + gap.suffix
+        context, inside, suffix = split_at_borders(context, str(gap), gap.suffix)
         before, target = self.encode_pair(context, inside)
-        written = context + inside
-        joint = self.encode(written + suffix)
+        joint = self.encode(context + inside + suffix)
         if joint[: len(before) + len(target)] == before + target:
             return before, target, joint[len(before) + len(target) :]
         self.merged_borders += 1

@@ -196,7 +196,8 @@ def text_score(text, nats, tokens, estimator="duel", stderr=None, blocks=None, *
     kind = registry.kind_of(estimator, spec, sums.beam)
     bound, rest = kind == registry.Kind.UPPER_BOUND.value, ((-1.0,) * tokens, (0,) * tokens, None, None, (), ())
     values = math.exp(-nats / tokens), -nats / math.log(2) / len(text)
-    return TextScore(text, nats, sums.stderr, bound, kind, *values, ("x",) * tokens, *rest, sums, spec)
+    tokens_of = ("x",) * tokens
+    return TextScore(text, nats, sums.stderr, bound, kind, *values, tokens_of, *rest, sums, spec, scored=text)
 
 
 def trace(path, result, records):

@@ -21,6 +21,7 @@ from lm_eval_duel.estimators.two_phase import TwoPhase
 from lm_eval_duel.harness.generation import key_of
 from lm_eval_duel.harness.lm import DuelMDM
 from lm_eval_duel.harness.requests import make_request
+from lm_eval_duel.library.results import EncodedText
 
 TEXTS = [json.loads(line)["text"] for line in (FOLDER / "text" / "sotu.jsonl").read_text().splitlines()]
 pytestmark = pytest.mark.usefixtures("one_load")
@@ -272,7 +273,7 @@ def test_equal_texts_have_one_sampling_error():
     """The blocks of equal texts are sampled together, so twice the texts have twice the error, not sqrt(2) times."""
     estimator = TwoPhase(load("demo-mdm", device="cpu"), "greedy", 2)
     first, second = (
-        TextEstimate.from_scores(text, 30, [Window((), (tokens,))], [score], estimator)
+        TextEstimate.from_scores(text, EncodedText(30, [Window((), (tokens,))], text), [score], estimator)
         for text, tokens, score in (
             ("a", 0, Score(-50.0, blocks=TwoPhaseBlocks(20, sampled=10, drawn=10, variance=9.0))),
             ("b", 1, Score(-60.0, blocks=TwoPhaseBlocks(20, sampled=10, drawn=10, variance=16.0))),

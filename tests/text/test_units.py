@@ -1,0 +1,73 @@
+"""Words and bytes are those of the text that was scored, in the library, in our tasks and in comparisons."""
+
+import math
+
+import pytest
+
+from lm_eval_duel import Duel, compare
+from lm_eval_duel.tasks.infilling import target_perplexity
+from lm_eval_duel.tasks.metrics import perplexity
+from lm_eval_duel.text.annotated import count_units, split_at_borders
+
+BORDERS = [  # context, text, suffix; what is scored of it; bits per byte by hand
+    ("", "x\n", "We the people", "x", 13.3914),
+    ("", "act \n\n\n", " now", "act", 3.2621),
+    ("We the people of the United   ", "States", "", "   States", 5.1694),
+]
+
+
+@pytest.fixture(scope="module")
+def duel():
+    return Duel.from_pretrained("demo-mdm", rule="greedy", block=8, device="cpu")
+
+
+@pytest.mark.parametrize(("context", "text", "suffix", "scored", "bits"), BORDERS)
+def test_bits_per_byte_are_those_of_the_text_that_was_scored(duel, context, text, suffix, scored, bits):
+    [score] = duel.score([text], contexts=[context], suffixes=[suffix])
+    assert score.text == text and score.scored == scored
+    assert score.bits_per_byte == pytest.approx(bits, abs=1e-4)
+    assert score.bits_per_byte == pytest.approx(-score.log_prob / math.log(2) / score.units.bytes)
+
+
+def test_equal_windows_have_equal_bits_per_byte(duel):
+    """Wherever the white space of a border is written."""
+    written = [("We the", " people", " of the"), ("We the ", "people", " of the"), ("We the", " people ", "of the")]
+    contexts, texts, suffixes = zip(*written, strict=True)
+    scores = duel.score(texts, contexts=contexts, suffixes=suffixes)
+    assert len({score.windows for score in scores}) == 1
+    assert len({score.scored for score in scores}) == 1
+    assert [score.units for score in scores] == [(1, len(" people"))] * 3
+
+
+def test_an_infilling_task_and_the_library_divide_by_the_same_units(duel):
+    for context, text, suffix, _, _ in BORDERS:
+        [score] = duel.score([text], contexts=[context], suffixes=[suffix])
+        doc = {"prefix": context, "target": text, "suffix": suffix}
+        found = target_perplexity(doc, [(score.log_prob, False)])
+        assert found["word_perplexity"] == (score.log_prob, score.units.words)
+        assert found["bits_per_byte"] == (score.log_prob, score.units.bytes)
+
+
+def test_a_comparison_divides_by_the_same_units(duel):
+    context, text, suffix = zip(*[row[:3] for row in BORDERS], strict=True)
+    scores = duel.score(text, contexts=context, suffixes=suffix)
+    for unit in ("word", "byte"):
+        pair = compare(scores, scores, unit=unit)
+        size = sum(getattr(score.units, f"{unit}s") for score in scores)
+        nats = -sum(score.log_prob for score in scores)
+        assert pair.perplexities[0] == pytest.approx(math.exp(nats / size))
+
+
+def test_borders_give_back_every_character():
+    for context in ("", "a", "a \n"):
+        for text in ("", " ", "b", " b\t"):
+            for suffix in (None, "", " c"):
+                assert "".join(split_at_borders(context, text, suffix)) == context + text + (suffix or "")
+
+
+def test_a_blank_text_has_no_words():
+    assert [count_units(text).words for text in ("", " \n", "a", "a b", "a  b\n")] == [0, 0, 1, 2, 3]
+    assert count_units(" a b\n", between=True) == (2, 5)
+    alone, blank = ({"text": text, "duel_tokens": 1} for text in ("a b", " "))
+    assert perplexity(alone, [-1.0])["word_perplexity"] == (-1.0, 2)
+    assert perplexity(blank, [-1.0])["word_perplexity"] == (-1.0, 0)
