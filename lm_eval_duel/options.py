@@ -238,8 +238,9 @@ def _with_preset(
     settings = dict(preset.arguments)
     if "rule" in arguments and "rule" in settings:
         given = _rule({key: value for key, value in arguments.items() if key == "rule" or key in rules.PARAMETERS})
-        own = _rule({key: settings.pop(key) for key in ("rule", *preset.free) if key in settings})
-        free = {key: getattr(rules.inner(given), key, None) for key in preset.free}
+        of_rule = [key for key in preset.free if key in rules.PARAMETERS and key in settings]
+        own = _rule({key: settings.pop(key) for key in ("rule", *of_rule)})
+        free = {key: getattr(rules.inner(given), key, None) for key in of_rule}
         if str(rules.inner(given).name) != own.name or rules.replaced(own, **free) != given:
             raise presets.conflict(preset, "rule", arguments["rule"])
     elif "rule" in settings:

@@ -20,6 +20,7 @@ from lm_eval_duel.rules.base import Rule, inner, rank, replaced
 from lm_eval_duel.rules.checked import with_checks
 from lm_eval_duel.rules.deployed import DinferThreshold, Dream, EntropyThreshold, Factor, Hierarchy, HighOrTopk, Quota
 from lm_eval_duel.rules.klass import Klass
+from lm_eval_duel.rules.mlx_vlm import CumulativeError, FallingThreshold, ThresholdBound, ThresholdFixed, ThresholdRef
 from lm_eval_duel.rules.modules import ModuleRule, compute_dtype, in_memory
 from lm_eval_duel.rules.refused import require_covered
 from lm_eval_duel.rules.scores import (
@@ -74,6 +75,11 @@ RULES: dict[str, type[Rule]] = {
         HighOrTopk,
         DinferThreshold,
         Hierarchy,
+        ThresholdFixed,
+        ThresholdRef,
+        ThresholdBound,
+        CumulativeError,
+        FallingThreshold,
         Quota,
         Dream,
     )

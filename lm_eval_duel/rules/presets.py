@@ -34,6 +34,8 @@ LLADA = "ML-GSAI/LLaDA@b7e6c35"
 FAST_DLLM, FAST_DLLM_FORK = "NVlabs/Fast-dLLM@24cc59e", "mgustineli/Fast-dLLM@fb55582"
 DINFER = "inclusionAI/dInfer@fce4e32 evaluations/eval_dinfer.py L40-66, python/dinfer/decoding/parallel_strategy.py"
 SDAR = "JetAstra/SDAR@c2041a8 generate.py L57-202, L217-234"
+MLX_VLM = "Blaizzy/mlx-vlm@v0.7.10 mlx_vlm"
+SGLANG = "sgl-project/sglang@v0.5.23 python/sglang/srt/dllm/algorithm"
 SAMPLED = {"estimator": "sampled_confidence", "confidence": "tempered", "block": 4}
 
 ENTRIES = (
@@ -183,6 +185,36 @@ ENTRIES = (
         ("nemotron-labs-diffusion",),
         {"rule": "threshold:mu=0.9", "block": 32, "first_token": "causal"},
         "nvidia/Nemotron-Labs-Diffusion-8B modeling_nemotron_labs_diffusion.py, generate with threshold=0.9",
+    ),
+    Preset(
+        "mlx-nemotron",
+        "mlx-vlm on Nemotron-Labs-Diffusion: its default sampler, native",
+        ("nemotron-labs-diffusion",),
+        {"rule": "threshold:mu=0.9", "block": 32, "first_token": "causal"},
+        f"{MLX_VLM} models/nemotron_labs_diffusion/language.py L1509-1516, config.py L36-42",
+    ),
+    Preset(
+        "sglang-sdar",
+        "SGLang on SDAR: LowConfidence, its default",
+        ("sdar", "sdar-moe"),
+        {"rule": "threshold:mu=0.95:strict=true", "block": 4},
+        f"{SGLANG} low_confidence.py, dllm/config.py",
+        free=("block",),  # the checkpoint's
+    ),
+    Preset(
+        "sglang-llada2",
+        "SGLang on LLaDA2: LowConfidence, its default",
+        ("llada2",),
+        {"rule": "threshold:mu=0.95:strict=true", "block": 32},
+        f"{SGLANG} low_confidence.py, dllm/config.py",
+    ),
+    Preset(
+        "stable-diffcoder",
+        "Stable-DiffCoder as Ollada serves it: 256 steps for 256 tokens in blocks of 4",
+        ("stable-diffcoder",),
+        {"rule": "quota", "steps": 4, "block": 4},
+        "ollada@0.3.0 catalog/diffcoder-8b.yaml, adapters/diffcoder.py",
+        free=("steps",),
     ),
 )
 PRESETS: dict[str, Preset] = {preset.name: preset for preset in ENTRIES}

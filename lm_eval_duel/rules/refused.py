@@ -18,6 +18,14 @@ LEAVES_MASKS = (
     "always reveals the most confident position"
 )
 HISTORY = "its state spans blocks and is more than the revealed tokens, which is not implemented"
+OPEN_BLOCKS = (
+    "it keeps several blocks open and may reveal nothing in the later ones, so which blocks a step shows depends on "
+    "more than the block's revealed tokens"
+)
+MERGES = (
+    "it shows the network mixtures of [MASK] and predicted embeddings at revealed positions and may replace them "
+    "later, so the text at the end is not the one whose tokens were revealed"
+)
 UNPUBLISHED = (
     "its filter reads the network's probabilities at revealed positions of the block too, which no rule sees, and its "
     "weights are not in its repository. Your own filter can be a rule (docs/rules.md)"
@@ -39,6 +47,10 @@ REFUSED = {  # name: (what it is, why)
     "slow-fast": ("Slow-Fast sampling", HISTORY),
     "d3llm-multi-block": ("d3LLM's multi-block decoding", HISTORY + "; preset=d3llm is its decoding block by block"),
     "learn2pd": ("Learn2PD", UNPUBLISHED),
+    "multi-bd": ("Diffulex's multi-block decoding", OPEN_BLOCKS),
+    "dmax": ("DMax", MERGES),
+    "joint-threshold": ("SGLang's JointThreshold", EDITS),
+    "joint-threshold-indel": ("SGLang's JointThresholdInDel", EDITS + ", and its length changes"),
 }
 
 

@@ -103,6 +103,51 @@ def inclusive_entropy_bound(p, masked, gamma):
     return set(positions[order[:count]].tolist())
 
 
+def in_descending_order(p, masked, enough):
+    """mlx-vlm: of the positions sorted by confidence those that are `enough(rank, confidence)`, and the first."""
+    confidence = confidences(p, masked)
+    ordered = topk(confidence, int(masked.sum()))
+    kept = {position for r, position in enumerate(ordered) if enough(r, float(confidence[position]))}
+    return kept | {ordered[0]}
+
+
+def threshold_fixed(p, masked, mu, n):
+    return in_descending_order(p, masked, lambda r, c: r < n and c >= mu)
+
+
+def threshold_ref(p, masked, mu, f):
+    """A prefix: mlx-vlm multiplies up whether each rank passes."""
+    passed = []
+
+    def enough(r, c):
+        passed.append(c >= mu and (r == 0 or c >= 1 - f / (r + 2)))
+        return all(passed)
+
+    return in_descending_order(p, masked, enough)
+
+
+def threshold_bound(p, masked, mu, floor, f):
+    return in_descending_order(p, masked, lambda r, c: c >= mu or (c >= floor and (r == 0 or c >= 1 - f / (r + 2))))
+
+
+def cumulative_error(p, masked, mu):
+    product = [1.0]
+
+    def enough(r, c):
+        product[0] *= max(c, 1e-12)
+        return product[0] >= max(mu, 1e-12)
+
+    return in_descending_order(p, masked, enough)
+
+
+def falling_threshold(p, masked, mu, low, steps, step):
+    """mlx-vlm's LLaDA2 at its step number `step`, from 0."""
+    confidence = confidences(p, masked)
+    progress = step / max(1, steps - 1)
+    high = (confidence > mu - (mu - low) * progress).nonzero()[:, 0].tolist()
+    return set(high) or {int(confidence.argmax())}
+
+
 def transfer_counts(m, steps):
     """get_num_transfer_tokens of LLaDA: how many each step reveals."""
     counts = [m // steps] * steps
@@ -216,9 +261,28 @@ STATE_ONLY = [  # rules that read nothing but the state
     "high_or_topk:n=1:tau=0.713",
     "high_or_topk:n=3:tau=0.613",
     "entropy_bound:gamma=0.713:inclusive=True",
+    "threshold_fixed:mu=0.613:n=3",
+    "threshold_fixed:mu=0.0:n=2",
+    "threshold_ref:mu=0.413:f=1.113",
+    "threshold_ref:mu=0.0:f=0.613",
+    "threshold_bound:mu=0.913:floor=0.413:f=2.013",
+    "threshold_bound:mu=0.713:floor=0.213:f=1.013",
+    "cumulative_error:mu=0.413",
+    "cumulative_error:mu=0.0",
 ]
 PICKS = {"entropy_bound": inclusive_entropy_bound}
-PICKS |= {each.__name__: each for each in (entropy_threshold, factor, hierarchy, dinfer_threshold, high_or_topk)}
+OF_RULES = (
+    entropy_threshold,
+    factor,
+    hierarchy,
+    dinfer_threshold,
+    high_or_topk,
+    threshold_fixed,
+    threshold_ref,
+    threshold_bound,
+    cumulative_error,
+)
+PICKS |= {function.__name__: function for function in OF_RULES}
 
 
 def pick(rule, p, masked):

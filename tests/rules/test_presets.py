@@ -31,6 +31,10 @@ SETTINGS = {  # rule, block, cache and grid as the sources have them
     "fast-dllm-v2": ("threshold:mu=0.95:strict=True:sub_block=8:seed_first=True", 32, None, "auto"),
     "nemotron": ("greedy:k=1", 32, None, "auto"),
     "nemotron-threshold": ("threshold:mu=0.9", 32, None, "auto"),
+    "mlx-nemotron": ("threshold:mu=0.9", 32, None, "auto"),
+    "sglang-sdar": ("threshold:mu=0.95:strict=True", 4, None, "auto"),
+    "sglang-llada2": ("threshold:mu=0.95:strict=True", 32, None, "auto"),
+    "stable-diffcoder": ("quota:steps=4", 4, None, "auto"),
 }
 SAMPLED = {"sdar-static": {"n": 1}, "sdar-dynamic": {"n": 1, "tau": 0.85}}  # estimator=sampled_confidence
 

@@ -52,6 +52,16 @@ def test_picks_are_those_of_the_authors(lanes):
         agrees(text, functools.partial(published.pick, rule), lanes, lanes)
 
 
+@pytest.mark.parametrize("lanes", SIZES)
+def test_a_falling_threshold_is_that_of_mlx_vlm(lanes):
+    for steps, step in ((1, 0), (4, 0), (4, 2), (4, 3)):
+        logits, masked = random_case(lanes + step, lanes)
+        picks = decided(f"falling_threshold:mu=0.813:low=0.313:steps={steps}", logits, masked, step).pick
+        for pick, p, lane in zip(picks, logits.softmax(2), masked, strict=True):
+            wanted = published.falling_threshold(p, lane, 0.813, 0.313, steps, step)
+            assert set(pick.nonzero()[:, 0].tolist()) == wanted
+
+
 def began_with(count):
     """The memory of a schedule whose block began with `count` positions."""
     return lambda masked: (torch.full(masked.shape, count),)
