@@ -285,8 +285,8 @@ def noised_elbo(
 ) -> list[float]:
     """The Monte Carlo bound of log p(x): the value of each draw, of which the mean is the estimate.
 
-    With T steps a draw has s = (i - 1) / T, t = i / T for a random i, and weight T. With infinitely many it has s = t,
-    and weight 1 / (density of t). The term of the prior is left out: a(1) = 0, so it is 0.
+    With T steps a draw has s = (i - 1) / T, t = i / T for a random i, and weight 1 / (probability of i). With
+    infinitely many it has s = t, and weight 1 / (density of t). The term of the prior is left out: a(1) = 0.
 
     `logits_of(z, t)`: the network on x with noise at `positions`; `denoiser`: its softmax is p(x_0 | x_t), own token
     included; else it stands for x_0 in the posterior.

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+import math
 from typing import NamedTuple
 
 import torch
@@ -51,6 +52,7 @@ class Noise(abc.ABC):
 
     tokens: int
     name = ""
+    depth = 30.0  # times with a uniform logarithm are above exp(-depth)
 
     @abc.abstractmethod
     def level(self, t: torch.Tensor, rest: torch.Tensor) -> Level:
@@ -61,13 +63,27 @@ class Noise(abc.ABC):
         """The rates b' - (a' / a) b at which a token (u) and [MASK] (m) enter, at times t (R, 1), (R, 1) each."""
 
     def time_from_uniform(self, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Map uniform numbers v (R, 1) to times: (t, 1 - t, dt / dv), (R, 1) each.
+        """Map uniform numbers v (R, 1) to times: (t, 1 - t, 1 / density of t), (R, 1) each.
 
-        Times are denser near 0, so that draws have a finite variance: at a small t a position is noisy with
-        probability t and weight 1 / t.
+        Half of the times are `spread`, and half have a uniform logarithm. At a small t a position is noisy with
+        probability t and weight 1 / t, and a network that is sure of a wrong token costs 1 / t there as well, so that
+        draws that are uniform in t have no finite variance.
         """
-        v = v.clamp(min=2.0**-53)
-        return v**2, (1 - v) * (1 + v), 2 * v
+        early = v < 0.5  # (R, 1)
+        w = torch.where(early, 2 * v, 2 * v - 1).clamp(min=2.0**-53)  # (R, 1) uniform again
+        t, rest = self.spread(w)
+        t = torch.where(early, (-self.depth * w).exp(), t)
+        rest = torch.where(early, -torch.expm1(-self.depth * w), rest)
+        logarithmic = torch.where(t > math.exp(-self.depth), 1 / (self.depth * t), 0.0)
+        return t, rest, 2 / (self.spread_density(t, rest) + logarithmic)
+
+    def spread(self, w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """t and 1 - t of uniform numbers w (R, 1), denser near 0, where most of the bound is."""
+        return w**2, (1 - w) * (1 + w)
+
+    def spread_density(self, t: torch.Tensor, rest: torch.Tensor) -> torch.Tensor:
+        """The density of the times of `spread`, (R, 1)."""
+        return 1 / (2 * t.sqrt())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,6 +116,11 @@ class Hybrid(Noise):
         return f"masks and {self.uniform_share:g} uniform" if self.uniform_share else "masks"
 
     @property
+    def depth(self) -> float:  # type: ignore[override]
+        """Twice that of uniform noise: at a small t a token is replaced with a probability like the root of t."""
+        return 60.0 if self.uniform_share else super().depth
+
+    @property
     def scale(self) -> float:
         """B."""
         return 2 * self.uniform_share / (1 - self.uniform_share)
@@ -113,13 +134,20 @@ class Hybrid(Noise):
         c = self.scale * root
         return self.scale / (2 * root * (1 + c) * self.tokens), 1 / (rest * (1 + c))
 
-    def time_from_uniform(self, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """See `Noise.time_from_uniform`; denser near 1, too, where the rate of uniform tokens is infinite."""
+    def spread(self, w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Denser near 1, too, where the rate of uniform tokens is infinite."""
         if not self.uniform_share:
-            return super().time_from_uniform(v)
-        v = v.clamp(min=2.0**-53)
-        low, high = v**3, (1 - v) ** 3
-        return low / (low + high), high / (low + high), 3 * (v * (1 - v)) ** 2 / (low + high) ** 2
+            return super().spread(w)
+        low = w**3
+        high = (1 - w) ** 3
+        return low / (low + high), high / (low + high)
+
+    def spread_density(self, t: torch.Tensor, rest: torch.Tensor) -> torch.Tensor:
+        if not self.uniform_share:
+            return super().spread_density(t, rest)
+        low = t.pow(1 / 3)  # in proportion to w
+        high = rest.pow(1 / 3)  # in proportion to 1 - w
+        return 1 / (3 * (low * high * (low + high)) ** 2)
 
 
 class NoiseTraining(NamedTuple):

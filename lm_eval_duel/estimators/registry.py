@@ -41,7 +41,8 @@ class MonteCarlo:
     """A description of what is random in the values of an estimator."""
 
     value: str  # what such a value is, in the log
-    units: str  # what is drawn; with fewer than 8 of them there is no standard error
+    units: str  # what is drawn
+    least: int  # with fewer of them there is no standard error
     error: str  # which error that is
     argument: str = ""  # the model arg that says how many are drawn, if one does
     no_error: str = "the results have none"  # why a report may lack the error
@@ -49,8 +50,8 @@ class MonteCarlo:
     def unknown(self, spec: Mapping[str, Any]) -> str:
         """The reason that a value with this spec has no standard error."""
         count = str(spec.get(self.argument, ""))
-        few = count.isdecimal() and int(count) < 8
-        why = f"{self.argument}={count}; it takes 8 or more" if few else self.no_error
+        few = count.isdecimal() and int(count) < self.least
+        why = f"{self.argument}={count}; it takes {self.least} or more" if few else self.no_error
         return f"{self.error} error not known ({why})"
 
 
@@ -177,7 +178,7 @@ ENTRIES = (  # in the order of tables
         "lm_eval_duel.estimators.elbo:Elbo",
         _drawn,
         ElboArguments,
-        drawn=MonteCarlo("ELBO", "draws", "Monte Carlo", argument="mc_samples"),
+        drawn=MonteCarlo("ELBO", "draws", 16, "Monte Carlo", argument="mc_samples"),
         ignored_args=("rule", "block"),
     ),
     Entry(
@@ -188,7 +189,7 @@ ENTRIES = (  # in the order of tables
         "lm_eval_duel.estimators.noised_elbo:NoisedElbo",
         _drawn,
         NoisedElboArguments,
-        drawn=MonteCarlo("noised ELBO", "draws", "Monte Carlo", argument="mc_samples"),
+        drawn=MonteCarlo("noised ELBO", "draws", 16, "Monte Carlo", argument="mc_samples"),
         named="{}",
         process=_process,
         takes_noise=True,
@@ -248,7 +249,7 @@ ENTRIES = (  # in the order of tables
         TwoPhaseArguments,
         follows_rule=True,
         drawn=MonteCarlo(
-            "two-phase estimate", "drawn blocks", "sampling", no_error="fewer than 8 drawn blocks: raise sample"
+            "two-phase estimate", "drawn blocks", 8, "sampling", no_error="fewer than 8 drawn blocks: raise sample"
         ),
         named="two-phase, {}",
         check=_check_two_phase,
@@ -312,7 +313,7 @@ def of_spec(estimator: str, spec: Mapping[str, Any], beam: BeamBlocks | None = N
         return dataclasses.replace(entry, kind=Kind.UPPER_BOUND)
     kind = Kind.ESTIMATE if beam is None else beam.kind
     return dataclasses.replace(
-        entry, kind=kind, drawn=MonteCarlo("sum over orders by a beam", "repetitions", "convergence")
+        entry, kind=kind, drawn=MonteCarlo("sum over orders by a beam", "repetitions", 8, "convergence")
     )
 
 

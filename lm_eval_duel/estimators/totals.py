@@ -167,7 +167,7 @@ class Total:
         if drawn is None:
             return f"{self.log_prob:.2f} nats, perplexity {self.perplexity:.2f} per token"
         if self.stderr is None:
-            errors, note = ("?", "?"), f"{drawn.error} error not known: it takes 8 or more {drawn.units}"
+            errors, note = ("?", "?"), f"{drawn.error} error not known: it takes {drawn.least} or more {drawn.units}"
         else:
             errors = (f"{self.stderr:.2f}", f"{self.perplexity_stderr:.2f}")
             note = f"{drawn.error} {'error' if self.beam else 'standard error'}"

@@ -130,7 +130,7 @@ def test_elbo_stderr_is_the_spread_over_seeds():
 
 
 def test_intervals_of_the_elbo_cover():
-    """Law 20, with 16 draws. Of eight the interval is too short, as for eight of anything: Student's t."""
+    """Law 20, with 16 draws, the fewest that have an error."""
     toy = Toy(length=10, seed=3)
     windows = [
         Window((1,), text, (2,)) for text in itertools.islice(itertools.product(range(3), repeat=8), 0, 6561, 800)
@@ -144,7 +144,7 @@ def test_intervals_of_the_elbo_cover():
 
 def test_elbo_counts_draws_and_says_when_its_error_is_not_known():
     toy, window = Toy(length=9), WINDOWS[0]
-    for samples, parts in ((1, 1), (7, 1), (8, 8), (12, 12), (13, 13), (64, 16), (100, 20), (128, 16), (17, 17)):
+    for samples, parts in ((1, 1), (8, 1), (15, 1), (16, 16), (17, 17), (24, 24), (64, 16), (100, 20), (128, 16)):
         assert replicates(samples) == parts and samples % parts == 0
         bound = Elbo(toy, samples=samples).log_prob([window])[0]
         assert (bound.stderr is None) == (samples < REPLICATES)
