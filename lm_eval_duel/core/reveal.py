@@ -355,8 +355,7 @@ class Reveal:
         try:
             while (active := self._fill()) is not None:
                 lanes_per_row = lanes_per_row or self._lanes_per_row(active)
-                if due := self.checks.number_due(self.counts, len(active), lanes_per_row):
-                    self.checks.compare(self.counts)
+                due = self.checks.number_due(self.counts, len(active), lanes_per_row)
                 after = None
                 while after is None:
                     try:
@@ -367,8 +366,8 @@ class Reveal:
                     if after is None:  # outside the handler, so that the tensors of the step are released
                         active = self._halve(active)
                 self.counts.lane_steps += len(after)
-                if due and not self.view.denoiser.fixed_weights:  # they may change before the next step
-                    self.checks.compare(self.counts)
+                if due:  # weights that are not fixed may change before the next step
+                    self.checks.compare(self.counts, latest=due if self.view.denoiser.fixed_weights else 0)
                 finished = ~after.masked.any(1)  # (R,)
                 self.active = after
                 if finished.any():
@@ -401,7 +400,7 @@ class Reveal:
             what = (self.group.opened, self.view, lanes, predictions, tokens, self.group.window_indices)
             drawn = row_checks.draw(due, *what) if due else []
             self.scores.add(Step(lanes, predictions, decision, tokens, log_prob))
-            self.checks.waiting += drawn
+            self.checks.add(drawn)
         return after
 
     def _fill(self) -> Lanes | None:

@@ -1,16 +1,22 @@
 """Rows evaluated again alone: neither the other rows of a call nor earlier calls may change a row's predictions.
 
-Throughout a run some lanes are drawn by a hash of (window, block, step). Each is evaluated again, alone, when the next
-ones are drawn: this finds what changes with the other rows of a call, and what changes with time.
+Throughout a run some lanes are drawn by a hash of (window, block, step), and each is evaluated again, alone:
+
+    when the next lanes are drawn         finds what changes with the other rows of a call, and what changes with time
+    right away, in memory                 finds the former: the caller may train the network before the next step
+    at the end of `log_prob` and others   finds the latter in memory, too: nothing is trained before they return
+
+One lane that differs by more than float noise ends the run. So does a small change that all lanes have in common.
 
 Shapes: R lanes, W block width, S statistics.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -28,12 +34,19 @@ log = logging.getLogger("lm_eval.duel_mdm")
 FIRST = 8  # checks at the start of a run
 EARLY = 4  # more each time that the run has become e times as long, until they are a constant share of it
 SHARE = 0.005  # of the lanes of a long run
+REPEATED = 2  # checks at the start of each later `log_prob` of a network in memory
 # How far statistics may differ, in units of the largest one of their kind in the lane, or of 1.
-NOISE = 1e-3  # in float32, as between the batches of `self_tests`
+FLOOR = 1e-5  # in float32: between 1 row and many, ordinary networks differ by 1e-6 to 4e-6
+NOISE_FACTOR = 30  # of the float noise that is measured, if that is larger
+NOISE = 1e-3  # the most in float32, as between the batches of `self_tests`
 NOISE_COARSE = 0.05  # in half precision
 NOISE_ROUTED = 0.5  # of quantized weights, and of experts: noise may choose others
-LOG_SUM = 2  # its number among the statistics
+LOG_MARGIN, LOG_SUM, LOG_PROB = 1, 2, 3  # their numbers among the statistics
 OFFSET = 0.01  # of what logits have in common, which cancels but for its float noise; in half precision all of it
+KEPT = 64  # values of a position in memory: lanes that hold whole distributions are not kept
+# A drift: how many checks it takes, and how many standard errors
+FEWEST, ERRORS = 16, 6.0
+PER_WINDOW, PER_TOKEN = 1e-4, 1e-6  # nats: float32 noise of a window's score
 
 
 def checks_among(count: float, share: float = SHARE) -> float:
@@ -45,12 +58,86 @@ def checks_among(count: float, share: float = SHARE) -> float:
 class LaneCheck(NamedTuple):
     """A lane to evaluate again, and its statistics the first time."""
 
-    again: Callable[[], torch.Tensor]  # evaluates it alone, (S, W)
+    alone: Callable[[], torch.Tensor]  # evaluates it alone, (S, W)
+    among: Callable[[], torch.Tensor] | None  # among the lanes of its call; None: these are not kept
     statistics: torch.Tensor  # (S, W)
     network: Network
     window: int  # its index among all that are scored
+    target: int  # target positions of that window
     place: str  # in its window
-    logits: float = 0.0  # their size, by the log of the sum
+    least: float  # the size in units of which statistics differ is at least this
+    most: float  # the largest difference that may be float noise, whatever noise is measured
+
+    @property
+    def measured(self) -> bool:
+        """True if small differences mean something: in float32, without experts."""
+        return self.most <= NOISE
+
+    def limit(self, again: torch.Tensor) -> float:
+        """The largest difference that may be float noise; `again` (S, W): the statistics alone.
+
+        The noise is measured now, at the row length and the number of rows of the run: alone, and among the lanes of
+        the call in another order.
+        """
+        if self.among is None or not self.measured:
+            return self.most
+        try:
+            noise = difference(again, self.among(), self.least)
+        except torch.OutOfMemoryError:
+            return self.most
+        return min(self.most, max(FLOOR, NOISE_FACTOR * noise))
+
+
+class Mean:
+    """The mean of numbers, with its standard error (Welford 1962)."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.value = 0.0
+        self.squares = 0.0  # the sum of squared differences from the mean
+
+    def add(self, number: float) -> None:
+        """Add one number."""
+        self.count += 1
+        step = number - self.value
+        self.value += step / self.count
+        self.squares += step * (number - self.value)
+
+    @property
+    def stderr(self) -> float:
+        """The standard error of the mean; 0 for fewer than two numbers."""
+        return math.sqrt(self.squares / (self.count - 1) / self.count) if self.count > 1 else 0.0
+
+    def beyond(self, errors: float) -> bool:
+        """True if the mean of enough numbers is more than so many standard errors from 0, and its error is not 0."""
+        return self.count >= FEWEST and self.stderr > 0 and abs(self.value) > errors * self.stderr
+
+
+class Drift:
+    """Signed changes of lanes that are evaluated again. Float noise has either sign, so that their mean is near 0."""
+
+    def __init__(self) -> None:
+        self.totals = Mean()  # of the total of a window, nats, if all of its tokens changed as those of the lane
+        self.margins = Mean()  # of log-margins, as a share of them: if logits are scaled, all move to one side
+        self.allowed = Mean()  # the change of the total that float noise may make
+
+    def add(self, before: torch.Tensor, after: torch.Tensor, target: int) -> None:
+        """Add a lane of a window of `target` tokens, from its statistics before and after, (S, W) each."""
+        change = after - before  # (S, W)
+        tokens = change[LOG_PROB][change[LOG_PROB].isfinite()]
+        known = change[LOG_MARGIN].isfinite()  # (W,)
+        margin = before[LOG_MARGIN][known].mean()
+        if len(tokens):
+            self.totals.add(float(tokens.mean()) * target)
+            self.allowed.add(max(PER_WINDOW, PER_TOKEN * target))
+        if margin > 0 and change[LOG_MARGIN][known].any():  # a lane that is evaluated in the same call says nothing
+            self.margins.add(float(change[LOG_MARGIN][known].mean() / margin))
+
+    @property
+    def significant(self) -> bool:
+        """True if lanes changed to one side, and the total with them by more than float noise."""
+        to_one_side = self.totals.beyond(ERRORS) or (self.margins.beyond(ERRORS) and self.totals.beyond(ERRORS / 2))
+        return to_one_side and abs(self.totals.value) > self.allowed.value
 
 
 class RowChecks:
@@ -58,6 +145,9 @@ class RowChecks:
 
     def __init__(self) -> None:
         self.waiting: list[LaneCheck] = []
+        self.first: list[LaneCheck] | None = None  # to repeat at the end of a run; None: nothing is repeated
+        self.drift = Drift()
+        self._drifts = False  # it was reported
 
     def number_due(self, counts: Counts, lanes: int, lanes_per_row: float) -> int:
         """The number of the next `lanes` to check: at least `FIRST` of a run, and of a long one `SHARE` of its cost.
@@ -65,26 +155,80 @@ class RowChecks:
         `lanes_per_row`: the number of lanes that cost as much as one evaluated alone.
         """
         count, drawn = counts.lane_steps + lanes, counts.rows_checked + len(self.waiting)
-        return min(lanes, max(0, int(min(count, FIRST) + checks_among(count / lanes_per_row)) - drawn))
+        due = int(min(count, FIRST) + checks_among(count / lanes_per_row)) - drawn
+        if self.first is not None:
+            due = max(due, REPEATED - len(self.first))
+        return min(lanes, max(0, due))
 
-    def compare(self, counts: Counts) -> None:
-        """Evaluate the waiting lanes alone, and count those that differ.
+    def add(self, drawn: list[LaneCheck]) -> None:
+        """Let these lanes wait."""
+        self.waiting += drawn
+        if self.first is not None:
+            self.first += drawn[: FIRST - len(self.first)]
+
+    def compare(self, counts: Counts, latest: int = 0) -> None:
+        """Evaluate the waiting lanes alone, but for the `latest` ones, and count those that differ.
 
         Raises:
             InconsistentOutput: If one differs in float32; the message names it.
         """
-        waiting, self.waiting = self.waiting, []
-        for drawn in waiting:
-            try:
-                with without_autocast(drawn.network):
-                    least = drawn.logits * (1.0 if is_coarse(drawn.network) else OFFSET)
-                    deviation = difference(drawn.statistics, drawn.again(), least)
-            except torch.OutOfMemoryError:  # so nothing is known of this one
-                continue
-            counts.rows_checked += 1
-            if not deviation <= NOISE and not deviation <= (noise := tolerance(drawn.network)):
-                counts.rows_differing += 1
-                _report(drawn, deviation, noise)
+        end = len(self.waiting) - latest
+        due, self.waiting = self.waiting[:end], self.waiting[end:]
+        for drawn in due:
+            self._compare(drawn, counts, "alone")
+
+    @contextlib.contextmanager
+    def repeating(self, network: Network, counts: Counts) -> Iterator[None]:
+        """A run that returns when all is done: the first lanes of a network in memory are evaluated again at its end.
+
+        Other networks need no such end: each check waits for the next one, so nothing changes between two.
+        """
+        if network.fixed_weights or self.first is not None:  # or inside another such run
+            yield
+            return
+        self.first = []
+        try:
+            yield
+            with torch.inference_mode():
+                for drawn in self.first:
+                    self._compare(drawn, counts, "at the end of the run")
+        finally:
+            self.first = None
+
+    def _compare(self, drawn: LaneCheck, counts: Counts, when: str) -> None:
+        """Evaluate a lane alone; raise InconsistentOutput if it differs, or if all do, or log it."""
+        try:
+            with without_autocast(drawn.network):
+                again = drawn.alone()  # (S, W)
+                deviation = difference(drawn.statistics, again, drawn.least)
+                limit = FLOOR if deviation <= FLOOR else drawn.limit(again)
+        except torch.OutOfMemoryError:  # so nothing is known of this one
+            return
+        counts.rows_checked += 1
+        self.drift.add(drawn.statistics, again, drawn.target)
+        drifts = self.drift.significant and not self._drifts
+        if deviation <= limit and not drifts:
+            return
+        counts.rows_differing += 1
+        what = f"Window {drawn.window}, {drawn.place}: evaluated again {when}, its predictions"
+        differs = not deviation <= limit
+        if differs:
+            found = f"{what} differ by {deviation:.2g} of their size; float noise is below {limit:.2g}"
+        else:
+            self._drifts, total = True, self.drift.totals
+            found = (
+                f"{what} and those of the {total.count - 1} lanes before changed to one side: by "
+                f"{total.value:.2g} nats of a window's total, with a standard error of {total.stderr:.1g}"
+            )
+        if is_coarse(drawn.network) or not (differs or drawn.measured):
+            log.warning("%s. Such rows are counted (rows_differing in the results)", found)
+            return
+        raise InconsistentOutput(
+            f"{found}. The other rows of a call, or the calls in between, change them, as a capacity of experts, "
+            "statistics of the batch or a counter do. So every value of this spec is suspect, not this one alone. Make "
+            "the network a function of each row.",
+            window=drawn.window,
+        )
 
 
 def draw_lanes(lanes: Lanes, number: int, window_indices: Sequence[int]) -> list[int]:
@@ -103,22 +247,39 @@ def draw(
     window_indices: Sequence[int],
 ) -> list[LaneCheck]:
     """`number` of the lanes, with their statistics, among them the log-probs of `tokens` (R, W)."""
-    drawn = []
+    network, drawn = view.denoiser, []
+    offset = 1.0 if is_coarse(network) else OFFSET
+    most = tolerance(network)
+    kept = sum(plane.numel() for plane in lanes.memory) <= KEPT * lanes.tokens.numel()
     for lane in draw_lanes(lanes, number, window_indices):
         row, here = int(lanes.row[lane]), slice(lane, lane + 1)
-        alone, of_lane = lanes.select(here).in_row(0), tokens[here].clone()  # (1, W)
-        again = partial(_alone, opened, view.rows.alone(row), alone, of_lane)
-        values = statistics(predictions.of_lane(lane, tokens.shape[1]), view.denoiser, of_lane)  # (S, W)
+        one, of_lane = lanes.select(here).in_row(0), tokens[here].clone()  # (1, W)
+        values = statistics(predictions.of_lane(lane, tokens.shape[1]), network, of_lane)  # (S, W)
         size = float(values[LOG_SUM].nan_to_num(nan=0.0, posinf=0.0, neginf=0.0).abs().max())
         place = f"block at target position {int(lanes.start[lane] - lanes.origin[lane])}, step {int(lanes.step[lane])}"
-        drawn.append(LaneCheck(again, values, view.denoiser, window_indices[row], place, size))
+        drawn.append(
+            LaneCheck(
+                alone=partial(_again, opened, view.rows.alone(row), one, 0, of_lane),
+                among=partial(_again, opened, view.rows, lanes, lane, of_lane) if kept else None,
+                statistics=values,
+                network=network,
+                window=window_indices[row],
+                target=int(view.rows.target[row]),
+                place=place,
+                least=size * offset,
+                most=most,
+            )
+        )
     return drawn
 
 
-def _alone(opened: Callable[[Rows], View], rows: Rows, lane: Lanes, tokens: torch.Tensor) -> torch.Tensor:
-    """The statistics (S, W) of one lane of one window."""
+def _again(opened: Callable[[Rows], View], rows: Rows, lanes: Lanes, number: int, tokens: torch.Tensor) -> torch.Tensor:
+    """The statistics (S, W) of one of some lanes, which are evaluated together, each in the place before its own."""
     view = opened(rows)
-    return statistics(view(lane), view.denoiser, tokens)
+    turned = torch.arange(len(lanes), device=lanes.row.device).roll(-1)  # (R,)
+    place = (number - 1) % len(lanes)
+    found = view(lanes.select(turned) if len(lanes) > 1 else lanes)
+    return statistics(found if len(lanes) == 1 else found.of_lane(place, tokens.shape[1]), view.denoiser, tokens)
 
 
 def statistics(predictions: Predictions, network: Network, tokens: torch.Tensor) -> torch.Tensor:
@@ -161,21 +322,3 @@ def is_routed(network: Network) -> bool:
         if any("expert" in name for name in names) or (isinstance(value, Network) and is_routed(value)):
             return True
     return False
-
-
-def _report(drawn: LaneCheck, deviation: float, noise: float) -> None:
-    """Raise InconsistentOutput for a lane that differs; with coarse numbers log it."""
-    if is_coarse(drawn.network):
-        log.warning(
-            "Window %d, %s: evaluated again alone, its predictions differ by %.2g of their size. Such rows are counted "
-            "(rows_differing in the results)",
-            *(drawn.window, drawn.place, deviation),
-        )
-        return
-    raise InconsistentOutput(
-        f"Window {drawn.window}, {drawn.place}: evaluated again alone, its predictions differ by {deviation:.2g} of "
-        f"their size; float noise is below {noise:g}. Other rows of a call, or earlier calls, change them, as a "
-        "capacity of experts, statistics of the batch or a counter do. So every value of this spec is suspect, not "
-        "this one alone. Make the network a function of each row.",
-        window=drawn.window,
-    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import contextlib
 import logging
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -308,8 +309,13 @@ class Estimator(abc.ABC):
 
     def log_prob(self, windows: Sequence[Window]) -> list[Score]:
         """The score of each window, in order."""
-        scores = dict(self.stream(windows))
+        with self.one_run():
+            scores = dict(self.stream(windows))
         return [scores[n] for n in range(len(windows))]
+
+    def one_run(self) -> contextlib.AbstractContextManager[None]:
+        """A run that returns when all is done, so that nobody may change the network before its end."""
+        return self.row_checks.repeating(self.denoiser, self.counts)
 
     def stream(self, windows: Sequence[Window]) -> IndexedScores:
         """Yield (index, score) of each window as it is finished, in any order.

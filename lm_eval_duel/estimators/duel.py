@@ -184,13 +184,15 @@ class DuelEstimator(Estimator):
     @torch.inference_mode()
     def replay(self, windows: Sequence[Window], reveal_steps: Sequence[Ids]) -> list[Score]:
         """Score windows along recorded orders; see `Duel.replay`."""
-        orders, scores = self.checked_orders(windows, reveal_steps), [self.empty_score] * len(windows)
-        for group in self.groups(windows, range(len(windows))):
-            replay = Replay(tuple(orders[n] for n in group.window_indices))
-            for row, scored in self.score_blocks(group, self.block_spans(group), replay):
-                self.counts.add(scored, len(group.windows[row].target) - len(group.windows[row].known))
-                scores[group.window_indices[row]] = scored
-        self.row_checks.compare(self.counts)
+        orders = self.checked_orders(windows, reveal_steps)
+        scores = [self.empty_score] * len(windows)
+        with self.one_run():
+            for group in self.groups(windows, range(len(windows))):
+                replay = Replay(tuple(orders[n] for n in group.window_indices))
+                for row, scored in self.score_blocks(group, self.block_spans(group), replay):
+                    self.counts.add(scored, len(group.windows[row].target) - len(group.windows[row].known))
+                    scores[group.window_indices[row]] = scored
+            self.row_checks.compare(self.counts)
         return scores
 
     def orders(self, windows: Sequence[Window], steps: Sequence[Ids]) -> list[tuple[int, ...]]:
@@ -218,7 +220,8 @@ class DuelEstimator(Estimator):
 
     def sample(self, contexts: Sequence[Ids], length: int, **settings: Any) -> list[Sample]:
         """Draw `length` tokens after each context (Algorithm 1); see `Duel.sample`."""
-        samples = dict(self.stream_samples(contexts, length, **settings))
+        with self.one_run():
+            samples = dict(self.stream_samples(contexts, length, **settings))
         return [samples[n] for n in range(len(contexts))]
 
     def stream_samples(

@@ -243,7 +243,8 @@ class Duel(OnIds):
         Raises:
             DuelError: If this Duel has no tokenizer, or a text cannot be scored; the message names it.
         """
-        scores = dict(self.score_stream(texts, contexts, suffixes))
+        with self.estimator.one_run():
+            scores = dict(self.score_stream(texts, contexts, suffixes))
         return [scores[n] for n in range(len(texts))]
 
     def score_stream(
@@ -298,17 +299,20 @@ class Duel(OnIds):
         )
         estimator.phases["uncached"].budget = budget
         documents = text_windows(self._require_encoder("estimate", texts), texts)
-        estimates = {
-            n: TextEstimate.from_scores(texts[n], documents[n], scores, estimator)
-            for n, scores in score_documents([each.windows for each in documents], estimator.stream, "Text {}".format)
-        }
+        windows = [each.windows for each in documents]
+        with estimator.one_run():
+            estimates = {
+                n: TextEstimate.from_scores(texts[n], documents[n], scores, estimator)
+                for n, scores in score_documents(windows, estimator.stream, "Text {}".format)
+            }
         return [estimates[n] for n in range(len(texts))]
 
     # ------------------------------------------------------------ text out
 
     def generate(self, prompts: Sequence[TextOrIds], **settings: Any) -> list[GeneratedText]:
         """Continue each prompt, in order. For the settings and errors, see `generate_stream`."""
-        texts = dict(self.generate_stream(prompts, **settings))
+        with self.estimator.one_run():
+            texts = dict(self.generate_stream(prompts, **settings))
         return [texts[n] for n in range(len(prompts))]
 
     def generate_stream(

@@ -195,7 +195,8 @@ class OnIds:
 
         Each sample has its own exact log-probability. For the settings and errors, see `stream_samples`.
         """
-        samples = dict(self.stream_samples(contexts, length, **settings))
+        with self.estimator.one_run():
+            samples = dict(self.stream_samples(contexts, length, **settings))
         return [samples[n] for n in range(len(contexts))]
 
     def stream_samples(

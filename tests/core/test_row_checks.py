@@ -7,8 +7,9 @@ import pytest
 import torch
 from toys import BlockCausal, Causal, CausalPrefix, Rotary, Small, Toy
 
+from lm_eval_duel import Duel
 from lm_eval_duel.core.lanes import Lanes, Rows
-from lm_eval_duel.core.row_checks import FIRST, SHARE, RowChecks, checks_among, draw_lanes
+from lm_eval_duel.core.row_checks import FIRST, NOISE, SHARE, RowChecks, checks_among, draw_lanes
 from lm_eval_duel.core.scores import Counts
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.denoisers.wrappers import Warped
@@ -169,6 +170,117 @@ def test_a_training_run_may_change_the_weights_between_steps():
     for _ in estimator.stream(windows(8)):
         toy.out = toy.out * 1.1
     assert estimator.counts.rows_checked >= FIRST
+
+
+class Planted:
+    """A function in float32, as `from_model` takes it, whose logits are multiplied by a factor that grows."""
+
+    vocabulary, length, width = 20, 24, 16
+
+    def __init__(self, fault=lambda calls, rows: 1.0):
+        generator = torch.Generator().manual_seed(0)
+        self.embed = torch.randn(self.vocabulary + 1, self.width, generator=generator)
+        self.mix = torch.randn(self.length, self.length, generator=generator) / self.length**0.5
+        self.out = torch.randn(self.width, self.vocabulary + 1, generator=generator)
+        self.calls, self.fault = 0, fault
+
+    def __call__(self, ids, real):
+        self.calls += 1
+        x = self.mix[: ids.shape[1], : ids.shape[1]] @ self.embed[ids]  # (R, L, D)
+        return torch.tanh(x) @ self.out * self.fault(self.calls, len(ids))
+
+    def duel(self, rule="greedy", **more):
+        """A `Duel` on it whose calls count from 0; the self-tests see no fault."""
+        fault, self.fault = self.fault, lambda calls, rows: 1.0
+        duel = Duel.from_model(self, mask_token_id=self.vocabulary, max_length=self.length, rule=rule, **more)
+        self.calls, self.fault = 0, fault
+        return duel
+
+
+def late(calls, rows):
+    return 1.05 if calls > 60 else 1.0
+
+
+def by_calls(calls, rows):
+    return 1 + 1e-5 * calls
+
+
+def by_rows(calls, rows):
+    return 1 + 1e-4 * math.log(rows)
+
+
+def drifting(duel, method):
+    prompts = [window.target[:12] for window in windows(40, 12, 20)]
+    if method == "log_prob":
+        duel.log_prob(windows(40, 24, 20))
+    elif method == "sample":
+        duel.sample(prompts, 12)
+    else:
+        duel.replay(windows(40, 24, 20), [range(24)] * 40)
+
+
+@pytest.mark.parametrize("method", ["log_prob", "sample", "replay"])
+@pytest.mark.parametrize("fault", [late, by_calls])
+def test_a_network_in_memory_that_changes_during_a_run_is_found(fault, method):
+    duel = Planted(fault).duel("greedy", block=24, batch_size=4)
+    with pytest.raises(InconsistentOutput):
+        drifting(duel, method)
+
+
+def test_in_one_step_for_each_window_too():
+    duel = Planted(late).duel("greedy:k=24", block=24, batch_size=1)
+    with pytest.raises(InconsistentOutput):
+        duel.log_prob([Window(window.target[:4], window.target[4:]) for window in windows(80, 24, 20)])
+
+
+def test_a_later_run_of_the_same_duel_is_repeated_at_its_end():
+    network = Planted()
+    duel = network.duel("greedy", block=24, batch_size=4)
+    duel.log_prob(windows(40, 24, 20))
+    network.calls, network.fault = 0, lambda calls, rows: 1.05 if calls > 20 else 1.0
+    with pytest.raises(InconsistentOutput):
+        duel.log_prob(windows(4, 24, 20))
+
+
+def test_a_small_change_that_all_lanes_have_in_common_is_found():
+    duel = Planted(by_rows).duel("greedy", block=24, batch_size=16)
+    with pytest.raises(InconsistentOutput):
+        duel.log_prob([Window(window.target[:4], window.target[4:]) for window in windows(64, 24, 20)])
+    assert duel.estimator.row_checks.drift.significant
+
+
+def test_a_drift_of_coarse_numbers_is_counted(monkeypatch):
+    duel = Planted(by_rows).duel("greedy", block=24, batch_size=16)
+    monkeypatch.setattr(type(duel.denoiser), "coarse", True)
+    duel.log_prob([Window(window.target[:4], window.target[4:]) for window in windows(64, 24, 20)])
+    assert duel.counts.rows_differing == 1
+
+
+class LastRow(Planted):
+    """The last row of a call of several differs by less than float noise may differ at the very most."""
+
+    def __call__(self, ids, real):
+        logits = super().__call__(ids, real)
+        if len(ids) > 1 and self.calls > 10:
+            logits[-1] *= 1 + NOISE / 10
+        return logits
+
+
+def test_a_difference_far_above_the_noise_of_the_call_is_found():
+    network = LastRow()
+    duel = network.duel("greedy", block=24, batch_size=4)
+    network.calls = 10
+    with pytest.raises(InconsistentOutput):
+        duel.log_prob([Window(window.target[:4], window.target[4:]) for window in windows(40, 24, 20)])
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e4])
+def test_an_ordinary_network_in_memory_has_neither_differences_nor_a_drift(scale):
+    network = Planted()
+    network.out *= scale
+    duel = network.duel("greedy", block=24, batch_size=16)
+    duel.log_prob(windows(64, 24, 20))
+    assert duel.counts.rows_checked > 2 * FIRST and duel.counts.rows_differing == 0
 
 
 def test_the_share_of_a_long_run_is_small():
