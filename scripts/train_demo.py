@@ -247,7 +247,8 @@ def duo_loss(model: DiT, ids: torch.Tensor, end_id: int, generator: torch.Genera
     noise = noises.Uniform(vocab)
     shift = torch.rand(1, generator=generator, dtype=torch.float64)
     v = (torch.arange(count, dtype=torch.float64) + shift)[:, None] / count  # (B, 1)
-    t, rest, weight = noise.time_from_uniform(v)
+    t = v**2  # denser near 0, where a position is noisy with probability t and weight 1 / t
+    rest = (1 - v) * (1 + v)
     level = noise.level(t, rest)
     u, token = torch.rand(2, *ids.shape, generator=generator, dtype=torch.float64)  # (B, L) each
     noisy = noises.draw(noise, level, ids, u, token)  # (B, L)
@@ -260,7 +261,8 @@ def duo_loss(model: DiT, ids: torch.Tensor, end_id: int, generator: torch.Genera
     clean, kept = (log_r.gather(2, tokens[:, :, None])[:, :, 0] for tokens in (ids, noisy))  # (B, L) each
     stats = noises.Statistics(clean.double(), kept.double(), total.double())
     observed = noises.Observed(noisy == ids, torch.zeros_like(ids, dtype=torch.bool))
-    return (weight * noises.limit_rate(level, noise.rates(t, rest), stats, observed)).sum() / ids.numel()
+    rate = noises.limit_rate(level, noise.rates(t, rest), stats, observed)  # (B, L)
+    return (2 * v * rate).sum() / ids.numel()  # dt = 2 v dv
 
 
 def learning_rate(step: int, steps: int, warmup: int = 200, decay: float = 0.3) -> float:
