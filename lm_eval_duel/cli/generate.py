@@ -16,7 +16,7 @@ from lm_eval_duel.console.command_line import FILE, PATH, STDOUT, Flag, Parser, 
 from lm_eval_duel.demo import BUNDLED
 from lm_eval_duel.errors import UsageError, usage
 from lm_eval_duel.options import model_of
-from lm_eval_duel.tasks import own_text
+from lm_eval_duel.tasks import files
 
 WARPERS = ("temperature", "top_k", "top_p")  # flags of the draws, and model args of the network
 PRINTS = """\
@@ -106,8 +106,8 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     ).parse_args(arguments)
     if options.prompt and options.prompts:
         raise UsageError("generate: name prompts by --prompt or by --prompts; leave one out.")
-    files = own_text.texts(options.prompts, options.field, lines=True) if options.prompts else []
-    options.prompts = [text.text for text in files] or options.prompt or [""]
+    texts = files.texts(options.prompts, options.field, lines=True) if options.prompts else []
+    options.prompts = [text.text for text in texts] or options.prompt or [""]
     options.model = model_of(options)
     for key in WARPERS:
         if key in options.model and getattr(options, key) is not None:

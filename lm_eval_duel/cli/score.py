@@ -26,7 +26,7 @@ from lm_eval_duel.results.rows import Row
 from lm_eval_duel.results.stats import PairedDifference, key_of
 from lm_eval_duel.results.table import LEVEL, Table, csv_text, number, plus_minus, spaced
 from lm_eval_duel.rules import PARAMETERS, RULES, presets
-from lm_eval_duel.tasks import own_text
+from lm_eval_duel.tasks import files
 from lm_eval_duel.text.annotated import count_units
 
 if TYPE_CHECKING:
@@ -49,7 +49,8 @@ first: in nats per token if all count the same tokens, else per byte. Each has i
 it includes the Monte Carlo error of estimates and bounds) and, from {paired.FEW} documents on, a verdict. --documents
 prints the lines of single documents, too.
 A .jsonl, .json, .parquet or .csv file has a document in each row (--field names the column); a .txt or .md file is one
-document, or with --lines one for each line. The file - is standard input.
+document, without the line end at its end, or with --lines one for each line. The file - is standard input, read as a
+.txt file. Files may be packed (.gz); of a folder, what is not read is named.
 """
 
 
@@ -90,7 +91,7 @@ def main(arguments: Sequence[str]) -> None:
     """Score texts: `lm-eval-duel score`."""
     options = parse(arguments)
     with usage():
-        texts = own_text.texts(options.file, options.field, options.lines)[: options.limit]
+        texts = files.texts(options.file, options.field, options.lines)[: options.limit]
         if len(texts) < (ranks := process()[1]):
             raise too_few_documents("The input", len(texts), ranks)
     from lm_eval.utils import setup_logging
@@ -206,7 +207,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         "notes.txt 'articles/*.jsonl' --model_args demo-mdm,rule=greedy,block=32",
         *("model_args", "device", "batch_size", "json"),
         limit=dataclasses.replace(FLAGS["limit"], help="only the first documents"),
-        FILE=Flag(PATH, MISSING, f"{', '.join(own_text.FORMATS)}, a folder, a pattern, or - for stdin", many=True),
+        FILE=Flag(PATH, MISSING, f"{', '.join(files.FORMATS)}, a folder, a pattern, or - for stdin", many=True),
         field=Flag(TEXT, "text", "the column of tables that holds the text"),
         lines=Flag(TRUTH, False, "each line of a .txt or .md file is a document"),
         compare=Flag(
@@ -303,7 +304,7 @@ def _network(model: dict[str, Any]) -> Denoiser | None:
     return None
 
 
-def score(lm: DuelMDM, texts: Sequence[own_text.OwnText]) -> list[Line] | None:
+def score(lm: DuelMDM, texts: Sequence[files.OwnText]) -> list[Line] | None:
     """The score of each text under a model of the harness; None on ranks other than the first."""
     from lm_eval_duel.harness.requests import FILE, make_request
 

@@ -1,4 +1,4 @@
-"""The data sets of the paper (corpora.py) and the user's own texts (own_text.py), as documents or as wrapped rows."""
+"""The data sets of the paper (corpora.py) and the user's own texts (files.py), as documents or as wrapped rows."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from lm_eval_duel.core.windows import of_row
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.fingerprint import of_tokenizer
-from lm_eval_duel.tasks import corpora, metadata, own_text
+from lm_eval_duel.tasks import corpora, files, metadata
 from lm_eval_duel.tasks.columns import TOKENS
 from lm_eval_duel.tasks.detokenize import DETOKENIZERS
 from lm_eval_duel.tasks.metadata import batched, encoded, load_tokenizer, test_split
@@ -68,7 +68,7 @@ def own_rows(**model_args: Any) -> dict[str, datasets.Dataset]:
 
 def _own_texts(settings: dict[str, Any], task: str) -> list[str]:
     field, lines = settings.get("field", "text"), settings.get("lines", False)
-    return [document.text for document in own_text.texts(metadata.files_of(settings, task), field, lines)]
+    return [document.text for document in files.texts(metadata.files_of(settings, task), field, lines)]
 
 
 def _documents(raw: list[str], texts: list[str], tokenizer: Any) -> dict[str, datasets.Dataset]:

@@ -214,7 +214,7 @@ def _check_whole(name: str, corpus: Corpus, place: Path) -> None:
     pinned = corpus.sha256 and place.is_file() and place.name == Path(corpus.file).name
     if pinned and _sha256(place) != corpus.sha256:
         raise DuelError(f"{place} is not the pinned file of {name} (another SHA-256): delete it and load it again.")
-    names = [SHARD.search(file.stem) for file in (copies.files(place) if place.is_dir() else [])]
+    names = [SHARD.search(file.stem) for file in (copies.tables(place) if place.is_dir() else [])]
     shards = {(int(name[1]), int(name[2])) for name in names if name}
     for count in {count for _, count in shards}:
         expected = {count - 1} if corpus.last else set(range(count))
@@ -226,12 +226,12 @@ def _local(name: str, corpus: Corpus, folder: Path) -> str:
     """A copy below `folder`: NAME.parquet (.jsonl, .json), the hub's own layout, or a folder NAME of such files or
     saved by `datasets`."""
     repo, saved = corpus.repo.split("/")[-1], folder / name
-    places = [*(folder / f"{name}{ending}" for ending in copies.FORMATS), folder / corpus.repo / corpus.file]
+    places = [*(folder / f"{name}{ending}" for ending in copies.TABLES), folder / corpus.repo / corpus.file]
     places += [folder / repo / corpus.file, saved / corpus.split, saved]  # a dict of splits is saved in folders of them
     if name == "openwebtext_1k":  # the same file
-        places += [*(folder / f"openwebtext{ending}" for ending in copies.FORMATS), folder / "openwebtext"]
+        places += [*(folder / f"openwebtext{ending}" for ending in copies.TABLES), folder / "openwebtext"]
     for place in places:
-        if place.is_file() or (place.is_dir() and ((place / copies.SAVED).exists() or copies.files(place))):
+        if place.is_file() or (place.is_dir() and ((place / copies.SAVED).exists() or copies.tables(place))):
             return str(place)
     raise DuelError(
         f"No copy of {name} in {folder}: expected {name}.parquet, .jsonl or .json there, a folder {name} of such files "

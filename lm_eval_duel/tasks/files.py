@@ -1,75 +1,330 @@
-"""Reads the rows of a file, of a folder of files, or of a folder saved by `datasets`.
+"""The user's own files: names and patterns -> files -> rows of tables, or texts.
 
-They are read directly: `datasets` would write a second copy into its cache, and may find an old one there.
+    .txt .md                a document, or with `lines` a document for each line
+    .jsonl .json .csv       a row for each record; all cells of a .csv file are text
+    .parquet .arrow         a row for each record; also a folder that `datasets` saved
+
+Names may end in .gz, and case does not matter. Files are read directly: `datasets` would write a second copy into its
+cache, and may find an old one there.
 """
 
 from __future__ import annotations
 
+import csv
+import glob
+import gzip
+import io
 import json
+import logging
+import re
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from lm_eval_duel.errors import DuelError
+from lm_eval_duel.demo import NAMES
+from lm_eval_duel.errors import DuelError, unknown
 
+PLAIN = (".txt", ".md")
 SAVED, SPLITS = "dataset_info.json", "dataset_dict.json"  # `save_to_disk` writes them next to a data set, and splits
+PACKED = ".gz"
+STDIN = "-"
+NOT_BLANK = re.compile(r"\S")
+LISTED = 5  # names of files that are left out
+log = logging.getLogger("lm_eval.duel_mdm")  # lm-eval prints its own loggers only
 
 
-def files(folder: Path) -> list[Path]:
-    """The data files in a folder."""
-    return sorted(file for file in folder.iterdir() if file.suffix in FORMATS)
+class OwnText(NamedTuple):
+    """One document. `name`: its file, and its line or row if the file holds several."""
+
+    name: str
+    text: str
+
+
+# ---------------------------------------------------------------- names -> files
+
+
+def ending(file: str | Path) -> str:
+    """The format that the name of a file says: its ending in lower case, without .gz."""
+    return Path(Path(file).name.lower().removesuffix(PACKED)).suffix
+
+
+def tables(folder: Path) -> list[Path]:
+    """The files with rows in a folder."""
+    return sorted(file for file in folder.iterdir() if ending(file) in TABLES)
+
+
+def find(patterns: Sequence[str]) -> list[Path]:
+    """The files of names, of patterns such as texts/*.jsonl, and of folders, each once, in the order of the patterns.
+
+    A folder that `datasets` saved (`save_to_disk`) counts as a file. Raises DuelError for a name that matches no file,
+    for a file of another format, and for a saved folder with several splits.
+    """
+    found: dict[Path, None] = {}
+    for pattern in patterns:
+        for file in _matches(pattern):
+            if not (file / SAVED).exists() and ending(file) not in FORMATS:
+                raise DuelError(f"{file} is not {', '.join(FORMATS[:-1])} or {FORMATS[-1]}; convert it to one of them.")
+            found[file] = None
+    return list(found)
+
+
+def _matches(pattern: str) -> list[Path]:
+    """The files of one name, pattern or folder; raises DuelError if there are none."""
+    path = Path(pattern)
+    if (path / SPLITS).exists():
+        splits = ", ".join(sorted(str(file.parent) for file in path.glob(f"*/{SAVED}")))
+        raise DuelError(f"{pattern} holds several splits of a data set; name one of them: {splits}.")
+    if path.is_dir() and not (path / SAVED).exists():
+        files = sorted(file for file in path.iterdir() if ending(file) in FORMATS and file.is_file())
+        wanted = f"a folder with {', '.join(FORMATS)} files"
+    else:
+        exact = path.exists()  # a name may hold the characters of a pattern
+        files = [path] if exact else [Path(name) for name in sorted(glob.glob(pattern, recursive=True))]
+        wanted = "a file, a folder, or a pattern such as 'texts/*.jsonl'"
+    if not files:
+        model = " A model is named by --model_args." if pattern in NAMES else ""
+        raise DuelError(f"{pattern} matches no file; name {wanted}.{model}")
+    return files
+
+
+def left_out(pattern: str) -> str:
+    """A sentence on what a folder holds besides its files of text; empty if there is nothing else."""
+    folder = Path(pattern)
+    if not folder.is_dir() or (folder / SAVED).exists():
+        return ""
+    names = [
+        f"{entry.name}/" if entry.is_dir() else entry.name
+        for entry in sorted(folder.iterdir())
+        if not entry.name.startswith(".") and (entry.is_dir() or ending(entry) not in FORMATS)
+    ]
+    if not names:
+        return ""
+    more = f" and {len(names) - LISTED} more" if len(names) > LISTED else ""
+    return f"{folder}: not read: {', '.join(names[:LISTED])}{more} (files of {', '.join(FORMATS)} are)"
+
+
+# ---------------------------------------------------------------- files -> texts
+
+
+def texts(patterns: Sequence[str], field: str = "text", lines: bool = False) -> list[OwnText]:
+    """The documents of files; what a folder holds besides is named in a warning.
+
+    `field`: the column of a table; `lines`: each line of a plain file that is not blank. Each file is read once, also
+    if two patterns match it. Raises DuelError if a file cannot be read, has no such column, or there is no document at
+    all.
+    """
+    sources: dict[Path | None, None] = {}  # None: standard input
+    for pattern in patterns:
+        sources |= dict.fromkeys([None] if pattern == STDIN else find([pattern]))
+        if note := left_out(pattern):
+            log.warning("%s", note)
+    documents: list[OwnText] = []
+    for file in sources:
+        if file is None:
+            documents += _documents("stdin", sys.stdin.buffer.read(), lines)
+        elif ending(file) in PLAIN:
+            with _reading(file):
+                content = _open(file).read()
+            documents += _documents(str(file), content, lines)
+        else:
+            documents += [OwnText(name, text_column(name, row, field)) for name, row in rows([str(file)])]
+    if not documents:
+        raise DuelError(f"{', '.join(patterns)}: no text to score; the files are empty.")
+    return documents
+
+
+def _documents(name: str, content: bytes, lines: bool) -> list[OwnText]:
+    """The documents of UTF-8 text, with or without a byte order mark.
+
+    Line ends become \\n. One line end at the end of the file is left out: editors write it, and it is no text.
+    """
+    try:
+        text = _decoded(io.BytesIO(content)).read()
+    except UnicodeDecodeError as error:
+        raise DuelError(f"{name} is not UTF-8 text ({error.reason} at byte {error.start}); convert it.") from None
+    if lines:
+        return [OwnText(f"{name}:{n}", line) for n, line in enumerate(text.split("\n"), 1) if line.strip()]
+    text = text.removesuffix("\n")
+    return [OwnText(name, text)] if text else []
+
+
+# ---------------------------------------------------------------- files -> rows
+
+
+def rows(patterns: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(name, row) of each row of tables; raises DuelError if one cannot be read."""
+    for file in find(patterns):
+        if ending(file) in PLAIN:
+            raise DuelError(f"{file} has no columns; this task reads .jsonl, .json, .parquet or .csv.")
+        for number, row in _numbered(file):
+            yield f"{file}:{number}", row
 
 
 def records(path: Path) -> list[dict[str, Any]]:
-    """The rows; raises DuelError if they cannot be read."""
-    try:
-        if (path / SAVED).exists():
-            import datasets
+    """The rows of a file or of all files of a folder; raises DuelError if they cannot be read."""
+    whole = not path.is_dir() or (path / SAVED).exists()
+    return [row for file in ([path] if whole else tables(path)) for _, row in _numbered(file)]
 
-            return datasets.load_from_disk(str(path)).to_list()
-        rows = [row for file in (files(path) if path.is_dir() else [path]) for row in FORMATS[file.suffix](file)]
-    except Exception as error:  # of any reader: truncated, another format, not readable
-        reason = str(error).splitlines() or [""]
-        raise DuelError(f"{path} cannot be read ({type(error).__name__}: {reason[0]}). It may be incomplete.") from None
-    for number, row in enumerate(rows, 1):
+
+def column(name: str, row: dict[str, Any], key: str) -> Any:
+    """The entry of a row; raises DuelError, with the nearest column, if there is none."""
+    if key in row and row[key] is None:
+        raise DuelError(f"{name}: column '{key}' is null; leave this row out.")
+    if key not in row:
+        raise DuelError(f"{name}: {unknown('column', key, [column for column in row if row[column] is not None])}")
+    return row[key]
+
+
+def text_column(name: str, row: dict[str, Any], key: str) -> str:
+    """The entry of a row, which must be a text."""
+    if not isinstance(text := column(name, row, key), str):
+        raise DuelError(f"{name}: column '{key}' holds {type(text).__name__}, not text; name another one.")
+    return text
+
+
+def _numbered(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """(number, row) of each row of a file. Lines of .jsonl and .csv are counted from 1, and rows of other files."""
+    with _reading(file):
+        found = list(_saved(file) if (file / SAVED).exists() else TABLES[ending(file)](file))
+    for number, row in found:
         if not isinstance(row, dict):
-            raise DuelError(f"{path}:{number} is not a JSON object with columns; got {type(row).__name__}.")
-    return rows
+            raise DuelError(f"{file}:{number} is not a JSON object with columns; got {type(row).__name__}.")
+        yield number, row
 
 
-def _parquet(file: Path) -> list[Any]:
+@contextmanager
+def _reading(file: Path) -> Iterator[None]:
+    """Raise a DuelError that names the file for any error of a reader."""
+    try:
+        yield
+    except DuelError:
+        raise
+    except Exception as error:  # truncated, another format, not readable
+        reason = str(error).splitlines() or [""]
+        raise DuelError(f"{file} cannot be read ({type(error).__name__}: {reason[0]}). It may be incomplete.") from None
+
+
+def _open(file: Path) -> Any:
+    """The bytes of a file, unpacked."""
+    return gzip.open(file) if file.name.lower().endswith(PACKED) else open(file, "rb")
+
+
+def _decoded(content: Any, newline: str | None = None) -> io.TextIOWrapper:
+    """Bytes as UTF-8 text, without a byte order mark."""
+    return io.TextIOWrapper(content, encoding="utf-8-sig", newline=newline)
+
+
+Rows = Iterator[tuple[int, Any]]
+
+
+def _saved(folder: Path) -> Rows:
+    import datasets
+
+    return enumerate(datasets.load_from_disk(str(folder)).to_list(), 1)
+
+
+def _parquet(file: Path) -> Rows:
     import pyarrow.parquet
 
-    return pyarrow.parquet.read_table(file).to_pylist()
+    with _open(file) as content:
+        return enumerate(pyarrow.parquet.read_table(content).to_pylist(), 1)
 
 
-def _csv(file: Path) -> list[Any]:
-    import pyarrow.csv
-
-    return pyarrow.csv.read_csv(file).to_pylist()
-
-
-def _arrow(file: Path) -> list[Any]:
+def _arrow(file: Path) -> Rows:
     import pyarrow
 
-    with pyarrow.memory_map(str(file)) as source:
+    packed = file.name.lower().endswith(PACKED)
+    with pyarrow.BufferReader(_open(file).read()) if packed else pyarrow.memory_map(str(file)) as source:
         try:
-            return pyarrow.ipc.open_stream(source).read_all().to_pylist()
+            table = pyarrow.ipc.open_stream(source).read_all()
         except pyarrow.ArrowInvalid:  # the format of files, also called Feather
-            return pyarrow.ipc.open_file(source).read_all().to_pylist()
+            table = pyarrow.ipc.open_file(source).read_all()
+        return enumerate(table.to_pylist(), 1)
 
 
-def _json(file: Path) -> list[Any]:
-    """One record per line, or one list of records. Columns may hold values of several types."""
-    with open(file, encoding="utf-8-sig") as content:
-        first = content.read(1)
-        content.seek(0)
-        return json.load(content) if first == "[" else [json.loads(line) for line in content if line.strip()]
+def _csv(file: Path) -> Rows:
+    """Records of text. Python's reader takes line breaks and any number of characters inside a quoted cell."""
+    before = csv.field_size_limit(sys.maxsize)
+    try:
+        with _decoded(_open(file), newline="") as lines:
+            reader = csv.reader(lines, strict=True)
+            header = next(reader, [])
+            if repeated := {name for name in header if header.count(name) > 1}:
+                raise DuelError(f"{file} has several columns {', '.join(sorted(repeated))}; rename them.")
+            found = []
+            start = reader.line_num + 1
+            for cells in reader:
+                if cells:  # not a blank line
+                    if len(cells) != len(header):
+                        raise DuelError(f"{file}:{start} has {len(cells)} cells, and the header has {len(header)}.")
+                    found.append((start, dict(zip(header, cells, strict=True))))
+                start = reader.line_num + 1
+    finally:
+        csv.field_size_limit(before)
+    return iter(found)
 
 
-FORMATS = {  # readers, by file name extension
+def _json(file: Path) -> Rows:
+    """A record a line; or records of several lines; or one list of records, which may be an entry {"data": [...]}."""
+    with _decoded(_open(file)) as content:
+        lines = content.readlines()
+    try:
+        return iter(_json_lines(file, lines))
+    except DuelError as broken:
+        try:
+            values = list(_values("".join(lines)))
+        except json.JSONDecodeError as error:
+            if ending(file) == ".jsonl":
+                raise broken from None
+            raise _not_json(file, error.lineno, error) from None
+    return enumerate(_unwrapped(values[0]) if len(values) == 1 else values, 1)
+
+
+def _json_lines(file: Path, lines: Sequence[str]) -> list[tuple[int, Any]]:
+    """(line, record) of each line that is not blank; raises DuelError if one of them is not a value of its own."""
+    found = []
+    for number, line in enumerate(lines, 1):
+        if line.strip():
+            try:
+                found.append((number, json.loads(line)))
+            except json.JSONDecodeError as error:
+                raise _not_json(file, number, error) from None
+    if len(found) == 1:  # the whole file in one line
+        return list(enumerate(_unwrapped(found[0][1]), 1))
+    return found
+
+
+def _values(text: str) -> Iterator[Any]:
+    """The JSON values of a text, one after the other."""
+    decoder = json.JSONDecoder()
+    position = 0
+    while match := NOT_BLANK.search(text, position):
+        value, position = decoder.raw_decode(text, match.start())
+        yield value
+
+
+def _not_json(file: Path, line: int, error: json.JSONDecodeError) -> DuelError:
+    return DuelError(f"{file}:{line} is not JSON ({error.msg} at character {error.colno}); repair this line.")
+
+
+def _unwrapped(value: Any) -> list[Any]:
+    """The records of one value: its entry "data" or its only entry, if that is a list of records; a list; or itself."""
+    if isinstance(value, list):
+        return value
+    entries = value if isinstance(value, dict) else {}
+    inner = entries.get("data") or (next(iter(entries.values())) if len(entries) == 1 else None)
+    if isinstance(inner, list) and inner and all(isinstance(record, dict) for record in inner):
+        return inner
+    return [value]
+
+
+TABLES: dict[str, Callable[[Path], Rows]] = {  # readers of rows, by ending
     ".parquet": _parquet,
     ".arrow": _arrow,
     ".jsonl": _json,
     ".json": _json,
     ".csv": _csv,
 }
+FORMATS = (*PLAIN, *TABLES)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from lm_eval_duel.errors import DuelError
-from lm_eval_duel.tasks import metadata, own_text
+from lm_eval_duel.tasks import files, metadata
 from lm_eval_duel.tasks.columns import TOKENS
 from lm_eval_duel.tasks.guarded import GuardedTask
 from lm_eval_duel.tasks.metrics import perplexity
@@ -66,7 +66,7 @@ def target_perplexity(doc: dict[str, Any], results: list[Any]) -> dict[str, Any]
 
 def _dataset(task: str, model_args: dict[str, Any], read: Any) -> dict[str, datasets.Dataset]:
     patterns = metadata.files_of(metadata.read(model_args), task)
-    records = [read(name, row) for name, row in own_text.rows(patterns)]
+    records = [read(name, row) for name, row in files.rows(patterns)]
     if not records:
         raise DuelError(f"{', '.join(patterns)}: no row; task {task} needs at least one.")
     return metadata.test_split(records)
@@ -75,18 +75,18 @@ def _dataset(task: str, model_args: dict[str, Any], read: Any) -> dict[str, data
 def _surroundings(name: str, row: dict[str, Any]) -> list[str]:
     """Prefix and suffix; a missing one is empty."""
     given = {key: value for key, value in row.items() if value is not None}
-    return [own_text.text_column(name, {key: "", **given}, key) for key in ("prefix", "suffix")]
+    return [files.text_column(name, {key: "", **given}, key) for key in ("prefix", "suffix")]
 
 
 def _gap(name: str, row: dict[str, Any]) -> dict[str, Any]:
-    if not (target := own_text.text_column(name, row, "target")):
+    if not (target := files.text_column(name, row, "target")):
         raise DuelError(f"{name}: column 'target' is empty, so there is nothing to score; leave this row out.")
     prefix, suffix = _surroundings(name, row)
     return {"prefix": prefix, "target": target, "suffix": suffix}
 
 
 def _choice(name: str, row: dict[str, Any]) -> dict[str, Any]:
-    options, label = own_text.column(name, row, "options"), own_text.column(name, row, "label")
+    options, label = files.column(name, row, "options"), files.column(name, row, "label")
     texts = isinstance(options, list) and all(isinstance(option, str) and option for option in options)
     if not texts or len(options) < 2:
         raise DuelError(f"{name}: column 'options' must be a list of two or more texts, none empty; got {options!r}.")

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lm_eval_duel.errors import DuelError, unknown
-from lm_eval_duel.tasks import own_text
+from lm_eval_duel.tasks import files
 from lm_eval_duel.tasks.bundled import task_folder
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ def check(name: str) -> None:
     if is_yaml(name) and not Path(name).is_file():
         raise DuelError(f"--tasks {name}: there is no such file.")
     if is_text(name):
-        own_text.find([name])
+        files.find([name])
 
 
 def is_yaml(name: str) -> bool:
@@ -86,4 +86,4 @@ def is_yaml(name: str) -> bool:
 
 def is_text(name: str) -> bool:
     """True if `name` is a file, a folder or a pattern of texts: tasks have no dots and no slashes in their names."""
-    return Path(name).suffix in own_text.FORMATS or ("/" in name and Path(name).is_dir())
+    return files.ending(name) in files.FORMATS or ("/" in name and Path(name).is_dir())

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -27,7 +28,7 @@ from lm_eval.api.instance import Instance
 from scipy.stats import rankdata
 
 from lm_eval_duel.errors import DuelError
-from lm_eval_duel.tasks import metadata, own_text
+from lm_eval_duel.tasks import files, metadata
 from lm_eval_duel.tasks.bundled import bundled
 from lm_eval_duel.tasks.guarded import GuardedTask
 from lm_eval_duel.text.annotated import Residues
@@ -91,7 +92,7 @@ def assays(**model_args: Any) -> dict[str, datasets.Dataset]:
     settings = metadata.read(model_args)
     scoring = settings.get("scoring", "joint")
     records = []
-    for file in own_text.find(metadata.files_of(settings, "proteingym")):
+    for file in files.find(metadata.files_of(settings, "proteingym")):
         records += list(_variants(file, scoring))
     if not records:
         raise DuelError("The files of task proteingym have no row; it needs at least one variant.")
@@ -100,21 +101,20 @@ def assays(**model_args: Any) -> dict[str, datasets.Dataset]:
 
 def _variants(file: Path, scoring: str) -> Iterator[dict[str, Any]]:
     """The documents of an assay. If one variant is not a set of substitutions, all are scored as whole sequences."""
-    rows = list(own_text.rows([str(file)]))
+    rows = list(files.rows([str(file)]))
     substitutions = [_substitutions(row.get("mutant")) for _, row in rows]
     if scoring != "sequence" and not all(substitutions):
         log.info("%s has variants that are not substitutions: all are scored as whole sequences", file)
         scoring = "sequence"
     wild_type = None
     for (name, row), changes in zip(rows, substitutions, strict=True):
-        sequence = own_text.column(name, row, "mutated_sequence")
+        sequence = files.column(name, row, "mutated_sequence")
         if not isinstance(sequence, str) or not sequence or set(sequence) - LETTERS:
             raise DuelError(f"{name}: mutated_sequence is {sequence!r}, not upper-case letters of residues.")
-        measured = own_text.column(name, row, "DMS_score")
-        if isinstance(measured, bool) or not isinstance(measured, int | float) or not np.isfinite(measured):
-            raise DuelError(f"{name}: DMS_score is {measured!r}, not a number.")
-        document = {"assay": file.stem, "mutant": str(row.get("mutant")), "DMS_score": float(measured)}
-        document |= {"DMS_score_bin": row.get("DMS_score_bin"), "scoring": scoring, "sequence": sequence}
+        measured = files.column(name, row, "DMS_score")
+        document = {"assay": file.stem, "mutant": str(row.get("mutant")), "DMS_score": _number(name, measured)}
+        fit = row.get("DMS_score_bin")
+        document |= {"DMS_score_bin": None if fit == "" else fit, "scoring": scoring, "sequence": sequence}
         if scoring != "sequence":
             original = _undone(name, sequence, changes)
             wild_type = wild_type or original
@@ -122,6 +122,17 @@ def _variants(file: Path, scoring: str) -> Iterator[dict[str, Any]]:
                 raise DuelError(f"{name}: without {row['mutant']} the sequence is not that of the rows before.")
             document |= {"wild_type": wild_type, "sites": sorted(changes)}
         yield document
+
+
+def _number(name: str, measured: Any) -> float:
+    """A measurement; in a .csv file it is text. Raises DuelError for anything but a finite number."""
+    try:
+        value = math.nan if isinstance(measured, bool) else float(measured)
+    except (TypeError, ValueError):
+        value = math.nan
+    if not math.isfinite(value):
+        raise DuelError(f"{name}: DMS_score is {measured!r}, not a number.")
+    return value
 
 
 def _substitutions(mutant: Any) -> dict[int, tuple[str, str]]:

@@ -1,5 +1,7 @@
 """Texts of the user's own files: how they are read, and the tasks that score them."""
 
+import csv
+import gzip
 import io
 import json
 import math
@@ -8,6 +10,7 @@ from types import SimpleNamespace
 
 import datasets
 import pyarrow.feather
+import pyarrow.parquet
 import pytest
 from harness_requests import ask, choice_answers
 from harness_runs import evaluate
@@ -19,7 +22,7 @@ from lm_eval_duel.core.windows import Window, infilled
 from lm_eval_duel.errors import DuelError, UsageError
 from lm_eval_duel.estimators.duel import DuelEstimator
 from lm_eval_duel.harness.cache import request_key
-from lm_eval_duel.tasks import infilling, named, own_text
+from lm_eval_duel.tasks import files, infilling, named
 from lm_eval_duel.text.annotated import Gap
 
 pytestmark = pytest.mark.usefixtures("one_load")
@@ -41,13 +44,13 @@ def test_a_file_a_line_or_a_row_is_a_document(tmp_path, monkeypatch):
     plain = write(tmp_path, "a.txt", "one\n\n two\n")
     table = rows(tmp_path, "b.jsonl", {"body": "three"}, {"body": "four"})
     listed = write(tmp_path, "c.json", json.dumps([{"body": "five"}]))
-    assert own_text.texts([plain]) == [(plain, "one\n\n two\n")]
-    assert own_text.texts([plain], lines=True) == [(f"{plain}:1", "one"), (f"{plain}:3", " two")]
-    everything = [text for _, text in own_text.texts([f"{tmp_path}/*.json*"], "body")]
+    assert files.texts([plain]) == [(plain, "one\n\n two")]  # without the last line end
+    assert files.texts([plain], lines=True) == [(f"{plain}:1", "one"), (f"{plain}:3", " two")]
+    everything = [text for _, text in files.texts([f"{tmp_path}/*.json*"], "body")]
     assert everything == ["three", "four", "five"]
-    assert own_text.texts([table, listed], "body") == own_text.texts([f"{tmp_path}/*.json*"], "body")
+    assert files.texts([table, listed], "body") == files.texts([f"{tmp_path}/*.json*"], "body")
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"typed")))
-    assert own_text.texts(["-"]) == [("stdin", "typed")]
+    assert files.texts(["-"]) == [("stdin", "typed")]
 
 
 def test_what_datasets_saves_is_read(tmp_path):
@@ -55,25 +58,25 @@ def test_what_datasets_saves_is_read(tmp_path):
     splits = datasets.DatasetDict({"train": datasets.Dataset.from_dict({"text": texts, "n": [1, 2]})})
     splits.save_to_disk(tmp_path / "saved")
     train = str(tmp_path / "saved" / "train")
-    assert [text for _, text in own_text.texts([train])] == texts
-    assert [text for _, text in own_text.texts([f"{train}/*.arrow"])] == texts
+    assert [text for _, text in files.texts([train])] == texts
+    assert [text for _, text in files.texts([f"{train}/*.arrow"])] == texts
     with pytest.raises(DuelError, match=re.escape(train)):
-        own_text.texts([str(tmp_path / "saved")])
+        files.texts([str(tmp_path / "saved")])
     pyarrow.feather.write_feather(
         pyarrow.table({"text": texts}), tmp_path / "feather.arrow", compression="uncompressed"
     )
-    assert [text for _, text in own_text.texts([str(tmp_path / "feather.arrow")])] == texts
+    assert [text for _, text in files.texts([str(tmp_path / "feather.arrow")])] == texts
 
 
 def test_byte_order_marks_and_line_ends_are_no_text(tmp_path, monkeypatch):
     (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbfone\r\ntwo\x0cthree\r\n")
     (tmp_path / "b.jsonl").write_bytes(b'\xef\xbb\xbf{"text": "one"}\r\n')
-    assert [text for _, text in own_text.texts([str(tmp_path)])] == ["one\ntwo\x0cthree\n", "one"]
-    lines = own_text.texts([str(tmp_path / "a.txt")], lines=True)
+    assert [text for _, text in files.texts([str(tmp_path)])] == ["one\ntwo\x0cthree", "one"]
+    lines = files.texts([str(tmp_path / "a.txt")], lines=True)
     assert [text for _, text in lines] == ["one", "two\x0cthree"]  # a form feed ends a page, not a line
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO("é".encode("latin-1")), errors="surrogateescape"))
     with pytest.raises(DuelError, match="stdin is not UTF-8 text"):
-        own_text.texts(["-"])
+        files.texts(["-"])
 
 
 @pytest.mark.parametrize(
@@ -83,12 +86,74 @@ def test_byte_order_marks_and_line_ends_are_no_text(tmp_path, monkeypatch):
         ("a.txt", "", "no text to score"),
         ("a.jsonl", '{"txt": "x"}', "Unknown column 'text'. Did you mean txt"),
         ("a.jsonl", '{"text": 3}', "holds int, not text"),
-        ("a.jsonl", "{", r"cannot be read \(JSONDecodeError"),
+        ("a.jsonl", "{", "a.jsonl:1 is not JSON"),
+        ("a.jsonl", '{"text": "a"}\n\n{"text": "b"}\n{"text": "c"\n{"text": "d"}\n', "a.jsonl:4 is not JSON"),
+        ("a.json", '[\n {"text": "a"},\n {"text" "b"}\n]', "a.json:3 is not JSON"),
+        ("a.json", '["a", "b"]', "a.json:1 is not a JSON object"),
+        ("a.csv", "text,n\na,1\nb\n", "a.csv:3 has 1 cells"),
+        ("a.csv", "text,text\na,b\n", "several columns text"),
     ],
 )
 def test_files_that_cannot_be_read(tmp_path, name, content, message):
     with pytest.raises(DuelError, match=message):
-        own_text.texts([write(tmp_path, name, content)])
+        files.texts([write(tmp_path, name, content)])
+
+
+WRITTEN = {  # one JSON, and how it may be written
+    "lines": '{"text": "a"}\n{"text": "b"}\n',
+    "lines with blank ones": '\n{"text": "a"}\n\n{"text": "b"}',
+    "list": '[{"text": "a"}, {"text": "b"}]',
+    "white space first": '\n  [{"text": "a"}, {"text": "b"}]',
+    "indented": json.dumps([{"text": "a"}, {"text": "b"}], indent=2),
+    "wrapped": '{"data": [{"text": "a"}, {"text": "b"}], "version": "1"}',
+    "wrapped and indented": json.dumps({"rows": [{"text": "a"}, {"text": "b"}]}, indent=2),
+    "objects of several lines": '{\n "text": "a"\n}\n{\n "text": "b"\n}\n',
+}
+
+
+@pytest.mark.parametrize("ending", [".json", ".jsonl"])
+def test_json_is_read_however_it_is_written(tmp_path, ending):
+    for n, content in enumerate(WRITTEN.values()):
+        file = write(tmp_path, f"{n}{ending}", content)
+        assert [text for _, text in files.texts([file])] == ["a", "b"], content
+    one = write(tmp_path, f"one{ending}", json.dumps({"text": "a", "marks": [{"text": "b"}]}, indent=2))
+    assert [text for _, text in files.texts([one])] == ["a"]
+
+
+def test_the_name_of_a_document_has_its_line(tmp_path):
+    file = write(tmp_path, "a.jsonl", '\n{"text": "a"}\n\n{"text": 3}\n')
+    with pytest.raises(DuelError, match=re.escape(f"{file}:4")):
+        files.texts([file])
+
+
+def test_cells_of_csv_hold_any_text(tmp_path):
+    """Line breaks in quoted cells, in a file above a megabyte, and a cell above one."""
+    texts = [f"text {n}\n" + "word\n" * 100 for n in range(4000)] + ["line\n" * 700_000, "1", "2026-11-27", "true", ""]
+    with open(tmp_path / "a.csv", "w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file)
+        writer.writerow(["id", "text"])
+        writer.writerows(enumerate(texts))
+    assert [text for _, text in files.texts([str(tmp_path / "a.csv")])] == texts
+
+
+@pytest.mark.parametrize("column", [["1", "2"], ["2026-11-27", "2026-11-28"], ["true", "false"], ["1.50", "2"]])
+def test_a_column_of_csv_is_text(tmp_path, column):
+    file = write(tmp_path, "a.csv", "text\n" + "\n".join(column) + "\n")
+    assert [text for _, text in files.texts([file])] == column
+
+
+def test_folders_are_read_in_any_case_and_packed_and_name_what_they_leave_out(tmp_path, caplog):
+    for name, content in (("a.TXT", "one"), ("b.md", "two"), ("notes.docx", "x"), (".hidden", "x")):
+        write(tmp_path, name, content)
+    (tmp_path / "below").mkdir()
+    for name, content in (("c.jsonl.gz", '{"text": "three"}\n'), ("d.Txt.GZ", "four\n"), ("e.csv.gz", "text\nfive\n")):
+        (tmp_path / name).write_bytes(gzip.compress(content.encode()))
+    buffer = io.BytesIO()
+    pyarrow.parquet.write_table(pyarrow.table({"text": ["six"]}), buffer)
+    (tmp_path / "f.parquet.gz").write_bytes(gzip.compress(buffer.getvalue()))
+    assert [text for _, text in files.texts([str(tmp_path)])] == ["one", "two", "three", "four", "five", "six"]
+    assert "below/, notes.docx" in caplog.text and "hidden" not in caplog.text
+    assert files.texts([str(tmp_path / "c.jsonl.gz")])[0].text == "three"
 
 
 # ---------------------------------------------------------------- tasks
