@@ -74,6 +74,7 @@ class Network(abc.ABC):
     noise_training: NoiseTraining | None = None  # if its noise is random tokens; None: [MASK] alone
     reads_causally: bool = False  # its noise is random tokens, and with attention=causal it is autoregressive
     separate_tokens: int = 0  # in the largest call whose rows a self-test found independent; 0: not tested
+    unread_entries: tuple[str, ...] = ()  # of config.json, which nothing here reads
     fixed_weights: bool = True  # the weights never change; False: read the spec from `describe` each time
 
     def resemble(self, other: Network) -> None:

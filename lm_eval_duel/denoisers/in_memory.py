@@ -19,9 +19,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from lm_eval_duel.core.denoiser import Denoiser
 from lm_eval_duel.denoisers import (
-    load_options as identity,
-)
-from lm_eval_duel.denoisers import (
+    identity,
     loading,
     self_tests,
     user_module,

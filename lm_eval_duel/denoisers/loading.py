@@ -23,8 +23,7 @@ from transformers import CONFIG_MAPPING
 from lm_eval_duel.arguments import CHECKPOINT, TRUTH
 from lm_eval_duel.core.denoiser import Denoiser
 from lm_eval_duel.demo import BUNDLED, resolve
-from lm_eval_duel.denoisers import hub, weights
-from lm_eval_duel.denoisers import load_options as identity
+from lm_eval_duel.denoisers import hub, identity, weights
 from lm_eval_duel.denoisers import vocabulary as special_tokens
 from lm_eval_duel.denoisers.cached.denoiser import Cached
 from lm_eval_duel.denoisers.dit import checkpoint as dit_checkpoint

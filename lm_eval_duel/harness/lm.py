@@ -174,6 +174,7 @@ class DuelMDM(TemplateLM):
             "dtype": self.spec.get("dtype"),
             "weights": self.spec.get("weights"),
             "parameters": spec.parameters(self.denoiser),
+            **({"unread_config": list(unread)} if (unread := self.denoiser.unread_entries) else {}),
             "bos": self.text.bos,
             "row_capacity": self.text.capacity,
             "device": str(self.denoiser.device),

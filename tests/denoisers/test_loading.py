@@ -14,8 +14,7 @@ from networks import load, refused, written
 from safetensors.torch import load_file, save_file
 
 from lm_eval_duel import denoisers
-from lm_eval_duel.denoisers import load_options as identity
-from lm_eval_duel.denoisers import self_tests
+from lm_eval_duel.denoisers import identity, self_tests
 from lm_eval_duel.denoisers.hf import families
 from lm_eval_duel.errors import DuelError
 

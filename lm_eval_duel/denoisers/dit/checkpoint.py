@@ -23,7 +23,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from lm_eval_duel.arguments import COUNT, PROBABILITY, TRUTH
-from lm_eval_duel.denoisers import load_options as identity
+from lm_eval_duel.denoisers import identity
 from lm_eval_duel.denoisers.dit import denoiser as gidd
 from lm_eval_duel.denoisers.dit import denoiser as uniform
 from lm_eval_duel.denoisers.dit.denoiser import ATTENTION, SEDD, DiTDenoiser, entries
@@ -43,6 +43,18 @@ KINDS = {  # of families with a separate class
     **dict.fromkeys(gidd.FAMILIES, gidd.GIDD),
     **dict.fromkeys(identity.UNIFORM, uniform.NoisedDiT),
 }
+READ = ("vocab_size", "hidden_dim", "n_blocks", "n_heads", "model_length", "cond_dim", "causal", "time_conditioning")
+READ += ("cross_attn", "adaln", "block_size", "cfg", "mask_token_id", *identity.MASKING)
+HARMLESS = {  # entries that change no number, and the reason
+    **dict.fromkeys(("var_min", "sampling_eps_min", "sampling_eps_max"), "training"),
+    "tie_word_embeddings": "the head is stored",
+}
+READ_BY_GIDD = (*gidd.SIZES, "p_uniform", "t_eps", "mask_token_id", *identity.MASKING)
+READ_OF_SECTIONS = {  # SEDD's, by section
+    "graph": ("type", "file", "report_all"),
+    "model": ("hidden_size", "n_blocks", "n_heads", "cond_dim", "length", "scale_by_sigma", "name", "type", "dropout"),
+}
+OTHER_SECTIONS = ("noise", "training", "sampling", "eval", "optim", "data", "ngpus", "work_dir", "wandb_name")
 REFUSED = ("shift_logits", "first_token", "backend", "cfg_scale", "peft", "device_map", "load_in_8bit", "load_in_4bit")
 
 
@@ -103,7 +115,20 @@ def unfilled(config: dict[str, Any], options: LoadOptions, tokenizer: PreTrained
     if options.sigma is not None:
         denoiser.sigma = options.sigma
     denoiser.placed_on = options.device
+    denoiser.unread_entries = unread(config)
+    identity.name_unread(config, denoiser.unread_entries, options.name, family)
     return denoiser
+
+
+def unread(config: dict[str, Any]) -> tuple[str, ...]:
+    """The entries of a config.json that are not read; those of a section as section.entry."""
+    names = [name.lower() for name in identity.model_names(config)]
+    if names:
+        return identity.unread_entries(config, READ_BY_GIDD if identity.GIDD in names else (*READ, *HARMLESS))
+    found = identity.unread_entries(config, ("tokens", *identity.MASKING, *READ_OF_SECTIONS, *OTHER_SECTIONS))
+    for section, read in READ_OF_SECTIONS.items():
+        found += tuple(f"{section}.{key}" for key in identity.unread_entries(config[section], read))
+    return found
 
 
 def require_float32(options: LoadOptions) -> None:

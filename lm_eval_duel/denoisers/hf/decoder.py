@@ -19,10 +19,12 @@ from lm_eval_duel.core.network import KeysValues, joined
 from lm_eval_duel.denoisers import self_tests, weights
 from lm_eval_duel.denoisers.hf import device_map, lora, quantization, strict_load
 from lm_eval_duel.denoisers.hf.families import Family
-from lm_eval_duel.denoisers.hf.lora import native_config, native_tensors
+from lm_eval_duel.denoisers.hf.layouts import NEEDED, Config, Tensors, lookup
 from lm_eval_duel.denoisers.hf.pretrained import Pretrained, max_positions
 from lm_eval_duel.denoisers.hub import pick_dtype
+from lm_eval_duel.denoisers.identity import name_unread
 from lm_eval_duel.denoisers.load_options import LoadOptions
+from lm_eval_duel.errors import DuelError
 
 
 class Decoder(Pretrained):
@@ -136,6 +138,8 @@ IGNORED = ("rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")  # endings 
 HEAD = "lm_head.weight"
 TABLES = {"GPT2": "transformer.wte.weight"}  # the embedding, by native class
 TABLE = "model.embed_tokens.weight"  # of all others
+FOREIGN = ("architectures", "auto_map", "model_type", "transformers_version", "dtype", "torch_dtype")
+UNQUANTIZED = ("llm_int8_skip_modules", "modules_to_not_convert", "ignore")  # lists of modules that stay unquantized
 CLASSES = {"GPT2": "GPT2LMHeadModel"}  # the network, by native class; of all others <native>ForCausalLM
 
 
@@ -149,6 +153,9 @@ def unfilled(
     denoiser.set_row_length(max_positions(family, model_config.max_position_embeddings, config))
     denoiser.kind = getattr(transformers, CLASSES.get(family.native, f"{family.native}ForCausalLM"))
     denoiser.model_config = model_config
+    denoiser.unread_entries = family.unread(config)
+    refuse = family.closed and options.family is None
+    name_unread(config, denoiser.unread_entries, options.name, family.name, refuse)
     return denoiser
 
 
@@ -166,6 +173,57 @@ def make_config(family: Family, config: dict[str, Any], options: LoadOptions) ->
     model_config = getattr(transformers, f"{family.native}Config")(**entries)
     model_config._attn_implementation = "sdpa"
     return model_config
+
+
+def native_config(family: Family, config: Config, name: str) -> Config:
+    """The entries of the native config: config.json, with the family's translations.
+
+    Raises DuelError for an entry that would be left to a default, or makes the native class another network.
+    """
+    if changed := family.unreleased(config):
+        raise DuelError(
+            f"{name} is not the released network of the family {family.name} ({', '.join(changed)}). To run its own "
+            "code: backend=remote,trust_remote_code=true."
+        )
+    entries = {key: value for key, value in config.items() if key not in FOREIGN}
+    entries |= {native: config[own] for native, own in family.entries.items() if config.get(own) is not None}
+    for key, value in (*family.values.items(), ("hidden_act", "silu"), ("tie_word_embeddings", False)):
+        if entries.get(key) is None:
+            entries[key] = value
+    wanted = (*NEEDED[family.native], *family.needs)
+    names = {key: family.entries.get(key) for key in wanted}
+    if missing := [
+        own or key for key, own in names.items() if (config.get(own) if own else lookup(entries, key)) is None
+    ]:
+        raise DuelError(
+            f"The config.json of {name} has no {', '.join(missing)}, which the family {family.name} "
+            f"({family.native} of transformers) needs. Use another family=, or add the values of its training."
+        )
+    entries |= family.translate_config(config)
+    heads = entries["num_attention_heads"]
+    entries["num_key_value_heads"] = entries.get("num_key_value_heads") or heads
+    entries["head_dim"] = entries.get("head_dim") or entries["hidden_size"] // heads
+    if scheme := entries.get("quantization_config"):
+        lists = {key: scheme[key] for key in UNQUANTIZED if isinstance(scheme.get(key), list)}
+        native = {key: [family.native_name(f"{name}.").removesuffix(".") for name in lists[key]] for key in lists}
+        entries["quantization_config"] = {**scheme, **native}
+    return entries
+
+
+def native_tensors(family: Family, tensors: Tensors, config: Config) -> tuple[Tensors, dict[str, str]]:
+    """The tensors by native name, and the name of each in the file; raises DuelError if two get the same name."""
+    renamed: Tensors = {}
+    origin: dict[str, str] = {}
+    for key, value in tensors.items():
+        for part, content in family.translate_tensors({key: value}, config).items():
+            native = family.native_name(part)
+            if native in renamed:
+                raise DuelError(
+                    f"The weights hold both {origin[native]} and {key}, which are the same tensor of the family "
+                    f"{family.name}."
+                )
+            renamed[native], origin[native] = content, key
+    return renamed, origin
 
 
 class StoredDecoder(Decoder):
@@ -212,6 +270,8 @@ class StoredDecoder(Decoder):
         strict_load.require_none(what, set(report["missing_keys"]) - tied, unknown, strict_load.misshapen(report))
         model = model if "device_map" in model_kwargs else model.to(options.device)
         model = lora.merge(model, options.peft, family)
+        if (scale := family.embedding_scale(config)) != 1:
+            model.get_input_embeddings().register_forward_hook(lambda _, ids, embedded: embedded * scale)
         self_tests.rotary_frequencies(model, model_config, options.name)
         return model
 

@@ -6,6 +6,7 @@ Shapes: R rows, L row length, N rows of a call, Q queries, K keys, D features, V
 from __future__ import annotations
 
 import contextlib
+import inspect
 import logging
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -25,7 +26,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from lm_eval_duel.core.network import KeysValues
 from lm_eval_duel.demo import resolve
-from lm_eval_duel.denoisers import hub, self_tests, weights
+from lm_eval_duel.denoisers import hub, identity, self_tests, weights
 from lm_eval_duel.denoisers.hf import auto_model, device_map, lora
 from lm_eval_duel.denoisers.hf.families import Family
 from lm_eval_duel.denoisers.hf.pretrained import OwnForward
@@ -39,6 +40,7 @@ MASKED_LM = Family("masked-lm", "", bos="auto")
 OWN_CODE = Family("own code", "", bos="auto")  # of no family that is known
 SAME = ("EsmForDPLM", "AntiBERTy")  # classes of others that are transformers' own network
 MOVED = ("eurobert",)  # model types that were published with their own code, which is now in transformers
+READ_ELSEWHERE = ("mask_token_id", "rope_theta", "rope_scaling", "hidden_act", "dplm_type")
 COPIED_PARAMETERS = 2_000_000_000  # up to this size a network's tensors are copied into float32 for self-tests
 
 
@@ -67,7 +69,16 @@ def unfilled(config: dict[str, Any], options: LoadOptions, tokenizer: PreTrained
     log.info("%s is a masked LM (%s), scored as an any-order model", options.name, classes)
     denoiser = MaskedLM(MASKED_LM, config, options, tokenizer, getattr(model_config, "vocab_size", None))
     denoiser.kind, denoiser.model_config = AutoModelForMaskedLM, model_config
+    if not {*SAME}.isdisjoint(config.get("architectures") or ()) or is_native(config):
+        denoiser.unread_entries = _unread(config, model_config)
+        identity.name_unread(config, denoiser.unread_entries, options.name, classes)
     return denoiser
+
+
+def _unread(config: dict[str, Any], model_config: Any) -> tuple[str, ...]:
+    """The entries of another class's config.json that the config class of transformers does not read."""
+    read = inspect.signature(type(model_config)).parameters
+    return identity.unread_entries(config, {*read, *model_config.attribute_map, *READ_ELSEWHERE})
 
 
 class MaskedLM(OwnForward):

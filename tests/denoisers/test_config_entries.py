@@ -1,0 +1,163 @@
+"""Every entry of a config.json is read, changes no number, or is refused or named."""
+
+import logging
+from pathlib import Path
+from types import SimpleNamespace
+
+import decoder_reference
+import dit_reference
+import pytest
+import torch
+from close import check
+from decoder_reference import CASES
+from networks import DITS, NOISED, fitting, load, refused, textbook, written
+
+from lm_eval_duel import Duel
+from lm_eval_duel.core.windows import Window
+from lm_eval_duel.denoisers.dit import checkpoint
+from lm_eval_duel.denoisers.hf.families import NAMED, OVERRIDDEN
+from lm_eval_duel.denoisers.identity import HARMLESS
+from lm_eval_duel.errors import DuelError
+from lm_eval_duel.harness.lm import DuelMDM
+
+WINDOW = Window((6, 7, 9, 30), (10, 9, 31, 12, 8, 15, 21, 11, 17, 18, 19, 20))
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+LLADA2 = [  # entries with which GLM-4-MoE is another network than the class
+    {"expert_capacity": 6},
+    {"routing_strategy": "block"},
+    {"rope_scaling": YARN},
+    {"rope_scaling": {"type": "linear", "factor": 2.0}},
+    {"rope_parameters": {**YARN, "rope_theta": 600_000}},
+    {"delete_token_id": 5},
+    {"split_token_id": 0},
+    {"score_function": "softmax"},
+]
+
+
+@pytest.mark.parametrize("entries", LLADA2, ids=str)
+def test_a_llada2_of_another_network_is_refused(entries, tmp_path):
+    """By the config alone, whatever the user says its family is, and without advice into the same hole."""
+    path, options = written(tmp_path, "llada2", entries)
+    for said in ({}, {"family": "llada2"}):
+        refused(path, next(iter(entries)), **options, **said)
+    Path(path, "modeling_llada2_moe.py").write_text("def generate(self, editing_threshold=0.9): ...\n")
+    refused(path, rf"^(?!.*pass family=llada2).*{next(iter(entries))}", **options)
+
+
+@pytest.mark.parametrize("name", ["llada", "d2f-llada"])
+def test_llada_scales_its_embedding(name, tmp_path):
+    """By the square root of its width (16), as in the authors' code; the head keeps its weights."""
+    path, options = written(tmp_path, name, {"input_emb_norm": True})
+    case, network = CASES[name], load(path, options, dtype="float64")
+    w = decoder_reference.weights(case)
+    w = {key: value.double() * (4 if key == "model.transformer.wte.weight" else 1) for key, value in w.items()}
+    right = SimpleNamespace(
+        denoiser=network, logits=lambda ids, window: decoder_reference.logits(case, w, ids, len(window.context))
+    )
+    for window in list(fitting(network))[:2]:
+        check(Duel(network, "greedy", case.block or 4).log_prob([window])[0], textbook(right, "greedy", window))
+
+
+# ---------------------------------------------------------------- entries that nothing here reads
+
+
+def test_an_entry_that_nothing_reads_is_named_once_and_in_the_results(tmp_path, caplog):
+    path, options = written(tmp_path, "sdar", {"new_gate": True, "new_norm": "l2", "initializer_range": 0.3, "z": None})
+    with caplog.at_level(logging.WARNING):
+        model = DuelMDM(pretrained=path, device="cpu", **options)
+    [line] = [each.getMessage() for each in caplog.records if "new_gate" in each.getMessage()]
+    assert "new_gate=True, new_norm=l2" in line and "initializer_range" not in line
+    assert model.get_model_info()["duel"]["unread_config"] == ["new_gate", "new_norm"]
+    assert not any("new_gate" in str(value) for value in model.spec.values())
+
+
+def test_a_family_whose_class_has_changed_takes_no_new_entry_unless_it_is_named(tmp_path):
+    path, options = written(tmp_path, "llada2", {"new_gate": True})
+    refused(path, "new_gate=True.*family=llada2", **options)
+    assert load(path, options, family="llada2").unread_entries == ("new_gate",)
+
+
+OURS = {**{name: {"new_gate": True} for name in (*DITS, *NOISED, "ar", "dplm")}, "mdlm": {"cond_type": "film"}}
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_the_other_networks_of_ours_name_what_they_do_not_read(name, tmp_path):
+    path, options = written(tmp_path, name, OURS[name])
+    assert load(path, options).unread_entries == tuple(OURS[name])
+
+
+def test_entries_inside_the_sections_of_sedd(tmp_path):
+    model = {**dit_reference.SEDD["model"], "new_gate": True, "dropout": 0.1}
+    path, options = written(tmp_path, "sedd", {"model": model, "training": {"ema": 0.9999}})
+    assert load(path, options).unread_entries == ("model.new_gate",)
+
+
+# ---------------------------------------------------------------- each entry of each family
+
+
+IDLE = {  # entries that another entry of the same config leaves without a meaning
+    **dict.fromkeys(("bidirectional", "sedd-retrained"), ("block_size",)),  # cross_attn is false
+    "one-block": ("cross_attn", "block_size"),  # a block is the row
+    "ar": ("cross_attn", "block_size", "cond_dim"),  # it is causal, without a time condition
+}
+OTHER = {"max_position_embeddings": 32}  # some networks are trained on fewer than the entry says
+
+
+def other(value):
+    """Another value of the same kind."""
+    if isinstance(value, bool):
+        return not value
+    if isinstance(value, int | float):
+        return value * 2 + 1
+    if isinstance(value, str):
+        return "gelu" if value == "silu" else "other"
+    if isinstance(value, dict):
+        return {key: other(entry) for key, entry in value.items()}
+    return {"rope_type": "linear", "factor": 3.0} if value is None else [*value, 0]
+
+
+def taken(denoiser):
+    """What a run takes from a network: what is found at load, and values."""
+    names = ("family", "attention", "shift", "block", "mask_id", "max_length", "vocab_size", "bos")
+    seen = [getattr(denoiser, name) for name in names]
+    if denoiser.noise_training is not None:
+        level = denoiser.noise_inputs(torch.tensor([0.02], dtype=torch.float64))
+        features = denoiser.features(torch.arange(6, 12)[None], None, **level)
+        return [*seen, denoiser.head(features[0]).double().tolist()]
+    block = "auto" if denoiser.block or denoiser.attention == "causal" else 4
+    windows = list(fitting(denoiser))[:1]
+    return [*seen, *(score.log_prob for score in Duel(denoiser, "left_to_right", block).log_prob(windows))]
+
+
+def entries_of(name):
+    """The entries of a network's config, and those that its family says something of; and the harmless ones."""
+    if name not in CASES:
+        return dit_reference.CONFIGS[name], {**HARMLESS, **checkpoint.HARMLESS}
+    config, family = CASES[name].config, NAMED.get(name)
+    if family is None:
+        return config, {**HARMLESS, **dict.fromkeys(OVERRIDDEN)}
+    said = {key: right for key, right in family.released.items() if not callable(right)}
+    known = {**HARMLESS, **family.harmless, **dict.fromkeys(OVERRIDDEN)}
+    return {**dict.fromkeys(family.harmless, 1), **said, **config}, known
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [*CASES, *DITS, *NOISED, "ar"])
+def test_an_entry_of_another_value_is_another_number_or_refused_or_named_or_harmless(name, tmp_path):
+    entries, harmless = entries_of(name)
+    more = {"dtype": "float64"} if name in CASES else {}
+    path, options = written(tmp_path, name)
+    before, silent = taken(load(path, options, **more)), []
+    for n, key in enumerate(entries):
+        if key in harmless or key in IDLE.get(name, ()):
+            continue
+        (folder := tmp_path / str(n)).mkdir()
+        right = entries[key][0] if isinstance(entries[key], tuple) else entries[key]
+        path, options = written(folder, name, {key: OTHER.get(key, other(right))})
+        try:
+            denoiser = load(path, options, **more)
+            if taken(denoiser) == before and key not in denoiser.unread_entries:
+                silent.append(key)
+        except DuelError:
+            pass
+    assert not silent
