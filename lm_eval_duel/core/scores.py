@@ -55,12 +55,107 @@ Sums = TypeVar("Sums", bound="BlockSums")
 
 
 class Kind(enum.Enum):
-    """The kind of value that an estimator gives."""
+    """The kinds of values, from the strongest to the weakest. Their texts are for readers."""
 
     LIKELIHOOD = "a likelihood"
     ESTIMATE = "an unbiased estimate of a log-likelihood"
     UPPER_BOUND = "an upper bound of the perplexity"
+    NO_BOUND = "no bound: elbo_eps above 0 leaves out small noise levels"
     NOT_A_LIKELIHOOD = "not a likelihood: it sees the targets"
+
+
+KINDS = tuple(Kind)
+
+
+@dataclasses.dataclass(frozen=True)
+class Value:
+    """A log-likelihood and what it is worth: the one type that knows of estimates, bounds and their errors.
+
+    A value of a window (`Score.value`), or a sum over windows (`Total.value`). It is written to JSON by `describe` and
+    read by `read`; a results row holds it as it was written.
+
+    Attributes:
+        nats: The log-probability; of a value with noise seeds, the mean over them.
+        error: Its standard error over random draws, nats. None: nothing is drawn, or the error is not known.
+        kind: What it is.
+        note: What limits it, in words that may follow the kind: whose bound it is, or why its error is not known.
+        seeds: The log-probability under each noise seed, if several were used. All windows share them, so a sum of
+            values is made seed by seed, and its error comes from the spread of these sums.
+    """
+
+    nats: float
+    error: float | None = None
+    kind: Kind = Kind.LIKELIHOOD
+    note: str = ""
+    seeds: tuple[float, ...] = ()
+
+    @classmethod
+    def from_seeds(cls, seeds: Sequence[float], kind: Kind = Kind.UPPER_BOUND, note: str = "") -> Value:
+        """The mean over noise seeds, with its standard error; the error of one seed is not known."""
+        count, mean = len(seeds), math.fsum(seeds) / len(seeds)
+        error = None
+        if count > 1 and math.isfinite(mean):
+            error = math.sqrt(math.fsum((nats - mean) ** 2 for nats in seeds) / (count - 1) / count)
+        return cls(mean, error, kind, note, tuple(seeds))
+
+    @property
+    def is_exact(self) -> bool:
+        """True for a likelihood itself: no estimate, bound or oracle."""
+        return self.kind is Kind.LIKELIHOOD
+
+    @property
+    def is_bound(self) -> bool:
+        """True if its perplexity is an upper bound, which tables write with a less-or-equal sign."""
+        return self.kind is Kind.UPPER_BOUND
+
+    @property
+    def is_likelihood(self) -> bool:
+        """True for a likelihood, and for an estimate or a bound of one."""
+        return self.kind is not Kind.NOT_A_LIKELIHOOD
+
+    @property
+    def label(self) -> str:
+        """The kind and the note, for readers."""
+        return f"{self.kind.value} {self.note}".rstrip()
+
+    def describe(self) -> dict[str, Any]:
+        """The entries of a JSON file. JSON has no infinity: it is null, with the reason."""
+        finite = math.isfinite(self.nats)
+        entries: dict[str, Any] = {
+            "log_prob": self.nats if finite else None,
+            "stderr": self.error if finite else None,
+            "kind": self.kind.name.lower(),
+        }
+        if self.note:
+            entries["note"] = self.note
+        if self.seeds:
+            entries["seeds"] = [nats if math.isfinite(nats) else None for nats in self.seeds]
+        if not finite:
+            entries["reason"] = IMPOSSIBLE
+        return entries
+
+    @classmethod
+    def read(cls, entries: Mapping[str, Any], kind: Kind = Kind.LIKELIHOOD, note: str = "") -> Value | None:
+        """The inverse of `describe`; None if there is no value: a null without a reason.
+
+        `kind`, `note`: of files that do not say, which is what the estimator's spec says.
+        """
+        nats, seeds = entries.get("log_prob"), entries.get("seeds") or ()
+        if nats is None and entries.get("reason") is None:
+            return None
+        known = entries.get("kind")
+        return cls(
+            nats=-math.inf if nats is None else float(nats),
+            error=None if entries.get("stderr") is None else float(entries["stderr"]),
+            kind=kind if known is None else Kind[known.upper()],
+            note=note if known is None else entries.get("note", ""),
+            seeds=tuple(-math.inf if each is None else float(each) for each in seeds),
+        )
+
+
+def weaker(one: Kind, other: Kind) -> Kind:
+    """The kind of a sum of two values."""
+    return KINDS[max(KINDS.index(one), KINDS.index(other))]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,8 +214,15 @@ class Score:
     entropy: tuple[float, ...] = ()
     kind: Kind = Kind.LIKELIHOOD  # of `log_prob`
     stderr: float | None = None  # nats, the Monte Carlo error of `log_prob`; None: nothing is drawn, or it is not known
+    note: str = ""  # what limits `log_prob`, as in `Value`
+    seeds: tuple[float, ...] = ()  # nats, under each noise seed, as in `Value`
     blocks: BlockSums | None = None  # of a two-phase estimate, or of a beam
     others: Mapping[str, Score] = dataclasses.field(default_factory=dict)  # the window's other values, by name
+
+    @property
+    def value(self) -> Value:
+        """`log_prob` and what it is worth."""
+        return Value(self.log_prob, self.stderr, self.kind, self.note, self.seeds)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -17,7 +17,7 @@ import dataclasses
 import logging
 import math
 from collections.abc import Iterator
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, cast
 
 import torch
@@ -28,10 +28,11 @@ from lm_eval_duel.core.hashing import hashed, uniform
 from lm_eval_duel.core.lanes import Lanes
 from lm_eval_duel.core.network import distinct
 from lm_eval_duel.core.reveal import Step, WindowGroup
-from lm_eval_duel.core.scores import IndexedScores, Kind, Score
+from lm_eval_duel.core.scores import IndexedScores, Score
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.denoisers.dit.denoiser import SEDD
 from lm_eval_duel.errors import DuelError
+from lm_eval_duel.estimators import registry
 from lm_eval_duel.estimators.arguments import ElboArguments
 from lm_eval_duel.estimators.base import Estimator, check_every_order
 from lm_eval_duel.rules import rank
@@ -46,8 +47,6 @@ SHIFT = 2  # key of the random numbers: a replicate's shift
 
 class MonteCarloBound(Estimator):
     """The mean of weighted draws. Subclasses implement `drawn` and `terms`."""
-
-    empty_score = Score(0.0, kind=Kind.UPPER_BOUND, stderr=0.0)
 
     def __init__(self, denoiser: Denoiser, block: int | str | None, samples: int, seed: int, **layout: Any):
         self.samples, self.seed, self.replicates = samples, seed, replicates(samples)
@@ -74,6 +73,11 @@ class MonteCarloBound(Estimator):
     @abc.abstractmethod
     def terms(self, step: Step) -> tuple[torch.Tensor, torch.Tensor]:
         """The weighted log-probs of drawn lanes (R, W), and their sums in each replicate (R, S)."""
+
+    @cached_property
+    def empty_score(self) -> Score:  # type: ignore[override]
+        kind, note = registry.worth(self.name, self.describe())
+        return Score(0.0, kind=kind, note=note, stderr=0.0)
 
     def score_group(self, group: WindowGroup) -> IndexedScores:
         sums = BoundAccumulator(group, self)
@@ -141,7 +145,8 @@ class BoundAccumulator:
             bound = Score(
                 log_prob=float(means[n].mean()),
                 token_logprobs=tuple(shares[n, len(window.context) :][: len(window.target)].tolist()),
-                kind=Kind.UPPER_BOUND,
+                kind=self.bound.empty_score.kind,
+                note=self.bound.empty_score.note,
                 stderr=error if math.isfinite(error) else None,  # of infinite log-probs neither
             )
             yield row, bound

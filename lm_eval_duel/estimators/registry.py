@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from lm_eval_duel.arguments import Argument, Arguments, declared
-from lm_eval_duel.core.scores import Kind
+from lm_eval_duel.core.scores import Kind, Value
 from lm_eval_duel.errors import DuelError, require_known
 from lm_eval_duel.estimators.arguments import (
     ConfidenceArguments,
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
 Options: TypeAlias = Any  # lm_eval_duel.options.Options, which imports this file
 BEAM = "beam"  # in the spec, if only some sets of positions are evaluated
 CONVERGED = "an estimate of a log-likelihood"  # by a beam
-NO_BOUND = "no bound: elbo_eps above 0 leaves out small noise levels"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,7 +77,7 @@ class Entry:
     drawn: MonteCarlo | None = None  # None: its values depend on no random numbers
     named: str = ""  # empty: names of rows hold no arguments
     causal: bool = False  # the network is read as an autoregressive one, whose blocks have one position
-    process: Callable[[Mapping[str, Any]], str] = lambda spec: ""  # whose bound it is, as words that follow the kind
+    process: Callable[[Mapping[str, Any]], str] = lambda spec: ""  # whose bound it is: words that follow the kind
     takes_noise: bool = False  # for networks whose noise is random tokens, not masks
     lattice: bool = False  # one run computes the values of all lattice estimators, and of the rules that it follows
     check: Callable[[Options, Arguments], None] = lambda options, own: None
@@ -128,7 +127,7 @@ def _over_orders(options: Options) -> dict[str, Any]:
 
 def _process(spec: Mapping[str, Any]) -> str:
     steps = spec.get("steps", "inf")
-    return f" of ancestral sampling in {'infinitely many' if steps == 'inf' else steps} steps"
+    return f"of ancestral sampling in {'infinitely many' if steps == 'inf' else steps} steps"
 
 
 def _check_sets(options: Options, own: Arguments) -> None:
@@ -317,14 +316,21 @@ def of_spec(estimator: str, spec: Mapping[str, Any], beam: BeamBlocks | None = N
     )
 
 
-def kind_of(estimator: str, spec: Mapping[str, Any], beam: BeamBlocks | None = None) -> str:
-    """The kind of the values of an estimator with this spec: a likelihood, an estimate, a bound, or none of these."""
+def worth(estimator: str, spec: Mapping[str, Any], beam: BeamBlocks | None = None) -> tuple[Kind, str]:
+    """The kind of the values of an estimator with this spec, and the note on them, as `Value` has both."""
     entry = of_spec(estimator, spec, beam)
-    if entry.kind is Kind.UPPER_BOUND and float(spec.get("elbo_eps", 0)):
-        return NO_BOUND
-    if entry.kind is Kind.ESTIMATE and BEAM in entry.arguments:
+    eps = spec.get("elbo_eps", "none")
+    if entry.kind is Kind.UPPER_BOUND and eps != "none" and float(eps):
+        return Kind.NO_BOUND, ""
+    return entry.kind, entry.process(spec)
+
+
+def kind_of(estimator: str, spec: Mapping[str, Any], beam: BeamBlocks | None = None) -> str:
+    """The kind of the values of an estimator with this spec, in words."""
+    kind, note = worth(estimator, spec, beam)
+    if kind is Kind.ESTIMATE and BEAM in find(estimator).arguments:
         return f"{CONVERGED}, {beam.remark}" if beam is not None and beam.remark else CONVERGED
-    return str(entry.kind.value) + entry.process(spec)
+    return Value(0.0, kind=kind, note=note).label
 
 
 def is_bound(kind: str) -> bool:

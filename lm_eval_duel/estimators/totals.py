@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import Any
 
 from lm_eval_duel.core import scores as rates
-from lm_eval_duel.core.scores import BlockSums, IndexedScores, Score, known_sum
+from lm_eval_duel.core.scores import BlockSums, IndexedScores, Kind, Score, Value, known_sum, weaker
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.errors import naming
 from lm_eval_duel.estimators.blocks import BeamBlocks, TwoPhaseBlocks
@@ -26,6 +26,9 @@ class Total:
 
     name: str = ""  # of the value, as in estimator= or a rule
     log_prob: float = 0.0  # nats
+    kind: Kind = Kind.LIKELIHOOD
+    note: str = ""  # of all windows
+    seeds: tuple[float, ...] = ()  # nats, under each noise seed
     windows: int = 0
     tokens: int = 0  # of targets
     is_greedy: bool = True  # of all windows
@@ -50,6 +53,9 @@ class Total:
         return cls(
             name=name,
             log_prob=score.log_prob,
+            kind=score.kind,
+            note=score.note,
+            seeds=score.seeds,
             windows=1,
             tokens=tokens,
             is_greedy=score.is_greedy,
@@ -75,10 +81,16 @@ class Total:
             return
         if not self.windows:
             self.name = other.name
+            self.kind = other.kind
+            self.note = other.note
+            self.seeds = (0.0,) * len(other.seeds)
             self.blocks = None if other.blocks is None else type(other.blocks)()
             self.others = None if other.others is None else {name: Total() for name in other.others}
             self.errors = None if other.errors is None else {}
         self.log_prob += other.log_prob
+        self.kind = weaker(self.kind, other.kind)
+        self.note = self.note if self.note == other.note else ""
+        self.seeds = tuple(a + b for a, b in zip(self.seeds, other.seeds, strict=True))
         self.windows += other.windows
         self.tokens += other.tokens
         self.is_greedy &= other.is_greedy
@@ -112,12 +124,20 @@ class Total:
         return self.blocks if isinstance(self.blocks, BeamBlocks) else None
 
     @property
+    def value(self) -> Value:
+        """The sum and what it is worth."""
+        kind = self.kind if self.blocks is None else self.blocks.kind
+        return Value(self.log_prob, self.stderr, kind, self.note, self.seeds)
+
+    @property
     def stderr(self) -> float | None:
         """The Monte Carlo error of `log_prob`, nats.
 
         None: nothing is drawn, or the error is not known, for example because too few blocks of a two-phase estimate
         were drawn, or because no block of a beam has converged and some have their lower bound.
         """
+        if self.seeds:
+            return Value.from_seeds(self.seeds).error
         if self.errors is None or (self.blocks is not None and self.blocks.stderr is None):
             return None
         if self.beam is not None:
@@ -149,31 +169,26 @@ class Total:
         return None if error is None else self.perplexity * error / self.tokens
 
     def describe(self) -> dict[str, Any]:
-        """The entries of the results JSON; null, with the reason, if the sum is infinite."""
-        if not math.isfinite(self.log_prob):
-            unknown = dict.fromkeys(("log_prob", "stderr", "window_stderr"))
-            return {**unknown, "nfe": self.nfe, "reason": rates.IMPOSSIBLE}
-        return {
-            "log_prob": self.log_prob,
-            "stderr": self.stderr,
-            "window_stderr": self.window_stderr,
-            "nfe": self.nfe,
-            "windows": self.windows,
-            **({} if self.blocks is None else {self.blocks.name: self.blocks.describe()}),
-        }
+        """The entries of the results JSON: the value, its error over windows, steps, windows and blocks."""
+        entries = self.value.describe()
+        entries |= {"window_stderr": self.window_stderr, "nfe": self.nfe, "windows": self.windows}
+        if self.blocks is not None:
+            entries[self.blocks.name] = self.blocks.describe()
+        return entries
 
     def summary(self, drawn: MonteCarlo | None = None) -> str:
-        """The value in a log line; `drawn`: what the value depends on, if it is drawn, so that it has an error."""
-        if drawn is None:
-            return f"{self.log_prob:.2f} nats, perplexity {self.perplexity:.2f} per token"
-        if self.stderr is None:
-            errors, note = ("?", "?"), f"{drawn.error} error not known: it takes {drawn.least} or more {drawn.units}"
-        else:
-            errors = (f"{self.stderr:.2f}", f"{self.perplexity_stderr:.2f}")
-            note = f"{drawn.error} {'error' if self.beam else 'standard error'}"
-        note += f"; {self.blocks.summary}" if self.blocks else ""
-        values = f"{self.log_prob:.2f} ± {errors[0]} nats, perplexity {self.perplexity:.2f} ± {errors[1]} per token"
-        return f"{values} ({note})"
+        """The value in a log line, with its error and what it is; `drawn`: what an estimate depends on."""
+        value = self.value
+        nats, per_token = f"{self.log_prob:.2f}", f"{self.perplexity:.2f}"
+        remarks = [value.label]
+        if value.error is not None:
+            nats += f" ± {value.error:.2f}"
+            per_token += f" ± {self.perplexity_stderr:.2f}"
+        elif drawn is not None:
+            remarks.append(f"{drawn.error} error not known: it takes {drawn.least} or more {drawn.units}")
+        if self.blocks is not None:
+            remarks.append(self.blocks.summary)
+        return f"{nats} nats, perplexity {per_token} per token ({'; '.join(remarks)})"
 
 
 # ---------------------------------------------------------------- documents

@@ -158,9 +158,7 @@ class DuelMDM(TemplateLM):
     def get_model_info(self) -> dict[str, Any]:
         """The entries of the results JSON: the spec, its fingerprint, and the statistics of all ranks."""
         total = self.run.total()
-        eps = self.options.estimator_args.get("elbo_eps")
-        bound = "no bound: elbo_eps above 0" if eps else "a bound"
-        for line in total.log_lines(bound):
+        for line in total.log_lines():
             log.info("%s", line)
         for line in total.warnings():
             log.warning("%s", line)
@@ -181,7 +179,7 @@ class DuelMDM(TemplateLM):
             "versions": spec.versions(),
             "trace": str(self.trace.path) if self.trace else None,
             **total.describe(),
-            "errors": total.errors(bound),
+            "errors": total.errors(),
         }
         return {"fingerprint": self.fingerprint, "spec": self.spec, "duel": duel}
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from lm_eval_duel.audit import checked
 from lm_eval_duel.audit.checked import CheckedWindow
 from lm_eval_duel.core.scores import known_sum
-from lm_eval_duel.estimators.registry import BEAM, ESTIMATORS, Kind, of_spec
+from lm_eval_duel.estimators.registry import ESTIMATORS
 from lm_eval_duel.estimators.totals import Total
 from lm_eval_duel.text.text import unknown_share
 
@@ -75,9 +75,9 @@ class RunStats:
             mine = self.phases.setdefault(phase, {})
             self.phases[phase] = {name: mine.get(name, 0) + cost for name, cost in costs.items()}
 
-    def log_lines(self, bound: str) -> list[str]:
-        """The lines of the log: near ties, estimates (`bound`: the kind of an ELBO), the balance of ranks."""
-        lines = [*([self.near_ties] if self.near_ties else []), *self.errors(bound)]
+    def log_lines(self) -> list[str]:
+        """The lines of the log: near ties, estimates and bounds, the balance of ranks."""
+        lines = [*([self.near_ties] if self.near_ties else []), *self.errors()]
         if self.ranks > 1:
             parts = []
             for name, load in balance(self.shares).items():
@@ -88,23 +88,16 @@ class RunStats:
                 lines.append(f"on all ranks, {checked.summary(self.checked)}")
         return lines
 
-    def errors(self, bound: str) -> list[str]:
-        """The values of the run that depend on random numbers, with their errors, or are no likelihoods.
-
-        `bound`: what kind of number an ELBO is.
-        """
+    def errors(self) -> list[str]:
+        """The values of the run that depend on random numbers, with their errors, or are no likelihoods."""
         lines: list[str] = []
-        for name, task, total in ((name, task, total) for name in ESTIMATORS for task, total in self.tasks.items()):
-            if (value := total.named.get(name)) is None or not value.tokens:
-                continue
-            beam = value.beam
-            entry = of_spec(name, {} if beam is None else {BEAM: ""}, beam)
-            if entry.drawn is not None:
-                title = entry.drawn.value + (f" ({bound})" if entry.kind is Kind.UPPER_BOUND else "")
-                lines.append(f"{title} of {task}: {value.summary(entry.drawn)}")
-            elif entry.kind is not Kind.LIKELIHOOD and value is total:
-                found = "" if beam is None else f"; {beam.summary}"
-                lines.append(f"{entry.display} of {task}: {value.summary()} ({entry.kind.value}{found})")
+        for name, entry in ESTIMATORS.items():
+            for task, total in self.tasks.items():
+                found = total.named.get(name)
+                if found is None or not found.tokens or found.value.is_exact:
+                    continue
+                if entry.drawn is not None or found is total:
+                    lines.append(f"{entry.display} of {task}: {found.summary(entry.drawn)}")
         return lines
 
     def warnings(self) -> list[str]:

@@ -12,7 +12,7 @@ import numpy as np
 
 from lm_eval_duel.core.scores import perplexity
 from lm_eval_duel.errors import DuelError
-from lm_eval_duel.estimators.registry import NO_BOUND, Kind, is_bound, kind_of, of_spec
+from lm_eval_duel.estimators.registry import Kind, is_bound, kind_of, of_spec
 from lm_eval_duel.results.table import number, span
 
 DRAWS, SEED = 10_000, 0
@@ -145,7 +145,7 @@ class Side(NamedTuple):
     @property
     def doubt(self) -> str:
         """The reason that this value allows no verdict; empty if it does."""
-        if self.kind == NO_BOUND:
+        if self.kind == Kind.NO_BOUND.value:
             return f"{self.name} is neither a likelihood nor a bound"
         return f"{self.name} is not a likelihood" if self.kind == Kind.NOT_A_LIKELIHOOD.value else self.unknown
 

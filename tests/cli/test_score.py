@@ -90,7 +90,7 @@ def test_what_is_not_a_likelihood_is_labelled_and_has_its_error(folder, texts, t
     assert "log_prob_stderr" in printed and "an upper bound of the perplexity" in printed
     assert "error not known" in run(texts, "--model_args", f"{model}elbo,mc_samples=2", capsys=capsys)
     assert "not a likelihood" in run(texts, "--model_args", f"{model}oracle", capsys=capsys)
-    assert registry.kind_of("elbo", {"elbo_eps": "0.001"}) == registry.NO_BOUND
+    assert registry.kind_of("elbo", {"elbo_eps": "0.001"}) == registry.Kind.NO_BOUND.value
 
 
 @pytest.mark.slow

@@ -76,7 +76,7 @@ def numbers(value):
         return numbers([getattr(value, field.name) for field in dataclasses.fields(value)])
     if isinstance(value, dict):
         return numbers([*value.values()])
-    if isinstance(value, Kind):
+    if isinstance(value, Kind | str):
         return []
     if isinstance(value, list | tuple):
         return [number for each in value for number in numbers(each)]

@@ -1,0 +1,70 @@
+"""Values: what they say of themselves, their sums, and JSON there and back."""
+
+import json
+import math
+
+import pytest
+
+from lm_eval_duel import Window
+from lm_eval_duel.core.scores import Kind, Score, Value, weaker
+from lm_eval_duel.estimators import registry
+from lm_eval_duel.estimators.totals import Total
+
+VALUES = [
+    Value(-3.0),
+    Value(-3.0, 0.5, Kind.ESTIMATE),
+    Value(-3.0, None, Kind.UPPER_BOUND, "of ancestral sampling in 48 steps"),
+    Value(-math.inf),
+    Value.from_seeds((-3.0, -5.0)),
+    Value.from_seeds((-3.0, -math.inf)),
+]
+
+
+@pytest.mark.parametrize("value", VALUES)
+def test_a_value_is_read_as_it_was_written(value):
+    written = json.loads(json.dumps(value.describe(), allow_nan=False))
+    assert Value.read(written) == value
+    assert ("reason" in written) == (value.nats == -math.inf)
+
+
+def test_a_file_without_kinds_has_those_of_its_spec():
+    """As results are that were written before values had kinds."""
+    kind, note = registry.worth("noised_elbo", {"steps": "48"})
+    value = Value.read({"log_prob": -3.0, "stderr": 0.5}, kind, note)
+    assert value == Value(-3.0, 0.5, Kind.UPPER_BOUND, "of ancestral sampling in 48 steps")
+    assert value.is_bound and not value.is_exact and value.is_likelihood
+    assert Value.read({"log_prob": None}) is None
+
+
+@pytest.mark.parametrize(
+    ("estimator", "spec", "kind"),
+    [
+        ("duel", {}, Kind.LIKELIHOOD),
+        ("elbo", {"elbo_eps": "0.0"}, Kind.UPPER_BOUND),
+        ("elbo", {"elbo_eps": "0.001"}, Kind.NO_BOUND),
+        ("two_phase", {}, Kind.ESTIMATE),
+        ("oracle", {}, Kind.NOT_A_LIKELIHOOD),
+    ],
+)
+def test_the_kind_of_an_estimator_with_a_spec(estimator, spec, kind):
+    assert registry.worth(estimator, spec)[0] is kind
+
+
+def test_the_weaker_kind_is_that_of_the_sum():
+    for n, one in enumerate(Kind):
+        for m, other in enumerate(Kind):
+            assert weaker(one, other) is list(Kind)[max(n, m)]
+
+
+def test_values_of_shared_seeds_are_summed_seed_by_seed():
+    """Two windows whose draws go together: the error of their sum is the sum of their errors, not the hypotenuse."""
+    one, other = Value.from_seeds((-1.0, -2.0, -4.0)), Value.from_seeds((-2.0, -4.0, -8.0))
+    scores = [Score(value.nats, kind=value.kind, stderr=value.error, seeds=value.seeds) for value in (one, other)]
+    windows = [Window((), (1,)), Window((), (2,))]
+    total = Total.from_scores(windows, scores, "duel").value
+    assert total.seeds == (-3.0, -6.0, -12.0)
+    assert total.nats == pytest.approx(-7.0)
+    assert total.error == pytest.approx(one.error + other.error)
+    assert total.kind is Kind.UPPER_BOUND
+    parts = [Total.from_scores([window], [score], "duel") for window, score in zip(windows, scores, strict=True)]
+    assert Total.from_parts(parts).value == total
