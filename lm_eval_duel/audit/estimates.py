@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from lm_eval_duel import reference
-from lm_eval_duel.audit.checked import Recomputed
+from lm_eval_duel.audit.checked import Recomputed, distance, tolerance
 from lm_eval_duel.audit.networks import OneRow, one_row
 from lm_eval_duel.audit.replay import Watched, rule_of
 from lm_eval_duel.core.scores import Score
@@ -167,7 +167,6 @@ def subsets(M: Sequence[int]) -> Iterator[tuple[int, ...]]:
 
 
 SMALL = 6  # positions of a block: 63 states, and 729 pairs of a state and a set that it may unmask
-NOISE = 1e-4  # nats, and relative
 COMBINED = {"elbo_exact": fmean, "mixture": reference.log_mean_exp, "oracle": max}
 
 
@@ -188,7 +187,7 @@ def value(estimator: Estimator, network: OneRow, window: Window, score: Score) -
         }
         values = {estimator.name: score, **score.others}
         pairs = {name: (values[name].log_prob, found[name]) for name in LATTICE}
-        return Recomputed(found[estimator.name], problems=_unequal(pairs))
+        return Recomputed(found[estimator.name], problems=unequal(pairs, tolerance(len(window.target))))
     if isinstance(estimator, SampledConfidence | SampledOrder):
         if not estimator.own.all_sets:
             return "a beam follows some sets of positions only"
@@ -205,7 +204,7 @@ def _elbo(elbo: Elbo, network: OneRow, window: Window, score: Score) -> Recomput
     if elbo.eps:
         return "the reference has no elbo_eps: the value is no bound"
     values = reference.elbo(network.x, network.blocks, network, network.m, elbo.draws(window))
-    return _monte_carlo(values, elbo.replicates, score)
+    return _monte_carlo(values, elbo.replicates, score, tolerance(len(window.target)))
 
 
 def _noised_elbo(elbo: NoisedElbo, network: OneRow, window: Window, score: Score) -> Recomputed | str:
@@ -228,15 +227,16 @@ def _noised_elbo(elbo: NoisedElbo, network: OneRow, window: Window, score: Score
 
     draws, by_mean = elbo.draws(window), elbo.prediction == "denoiser"
     values = reference.noised_elbo(network.x, network.scored, logits_of, level, draws, by_mean)
-    return _monte_carlo(values, elbo.replicates, score)
+    return _monte_carlo(values, elbo.replicates, score, tolerance(len(window.target)))
 
 
-def _monte_carlo(values: list[float], replicates: int, score: Score) -> Recomputed:
+def _monte_carlo(values: list[float], replicates: int, score: Score, noise: float) -> Recomputed:
     """The mean of draws, and the difference of their standard error, if there are enough for one."""
     if replicates == 1:
         return Recomputed(fmean(values))
     mean, error = reference.mean_and_error(values, replicates)
-    return Recomputed(mean, problems=_unequal({"stderr": (math.nan if score.stderr is None else score.stderr, error)}))
+    told = math.nan if score.stderr is None else score.stderr
+    return Recomputed(mean, problems=unequal({"stderr": (told, error)}, noise))
 
 
 def _two_phase(estimator: TwoPhase, network: OneRow, window: Window, score: Score) -> Recomputed | str:
@@ -244,7 +244,7 @@ def _two_phase(estimator: TwoPhase, network: OneRow, window: Window, score: Scor
 
     Where that has a tie, the run may have taken another order, so a block whose value then differs is not checked.
     """
-    make = rule_of(estimator.rule)
+    make, noise = rule_of(estimator.rule), tolerance(len(window.target))
     cheap = one_row(estimator.phases["cached"].denoiser, window, estimator.block, estimator.grid)
     if make is None or cheap is None:
         return "an estimate records no order, and the reference does not have the rule"
@@ -256,16 +256,16 @@ def _two_phase(estimator: TwoPhase, network: OneRow, window: Window, score: Scor
             F = Watched(make())
             values[n] = _of_block(rows, F, n)
             pair = {f"{name} of block {n}": (run, values[n])}
-            if F.tied and _unequal(pair):
+            if F.tied and unequal(pair, noise):
                 tied = True
             else:
                 pairs |= pair
     pairs |= {f"weight of block {n}": (blocks.weights[n], 1 / estimator.sample) for n in drawn}
-    if tied and not _unequal(pairs):
+    if tied and not unequal(pairs, noise):
         return "an estimate records no order, and blocks with ties have other values along the reference's"
     estimate, error = reference.two_phase([*g.values()], f, estimator.sample)
     pairs |= {} if score.stderr is None else {"stderr": (score.stderr, error)}
-    return Recomputed(estimate, problems=_unequal(pairs))
+    return Recomputed(estimate, problems=unequal(pairs, noise))
 
 
 def _of_block(network: OneRow, F: reference.Rule, n: int) -> float:
@@ -289,10 +289,10 @@ def _order(estimator: SampledOrder, network: OneRow) -> Select:
     return drawn_positions(network.x, estimator.own.alg, estimator.own.steps, estimator.own.alg_temp)
 
 
-def _unequal(pairs: dict[str, tuple[float, float]]) -> tuple[str, ...]:
-    """The differences between the run and the reference, as text."""
+def unequal(pairs: dict[str, tuple[float, float]], noise: float) -> tuple[str, ...]:
+    """The values, in the run and by the reference, that differ by more than `noise`, as text."""
     return tuple(
         f"{name} is {run:.6g}, not {other:.6g}"
         for name, (run, other) in pairs.items()
-        if run != other and not abs(run - other) <= NOISE * max(1.0, abs(other))
+        if not distance(run, other) <= noise
     )

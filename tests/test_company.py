@@ -1,0 +1,216 @@
+"""Law 22: a window's value depends on no other window, on no schedule, and on every field of the window itself.
+
+Windows that differ in one field are scored in one call, under every grid and cache and in network calls of a few
+tokens, in which windows leave a call and come back. Each value is that of the window alone.
+"""
+
+import dataclasses
+import itertools
+
+import pytest
+import torch
+from attends import Attends
+from laws import numbers, slow_but
+from toys import BlockCausal, Causal, CausalPrefix, Rotary, Toy
+
+from lm_eval_duel import Duel
+from lm_eval_duel.core.predictions import Predictions
+from lm_eval_duel.core.reveal import Budget
+from lm_eval_duel.core.windows import Window
+from lm_eval_duel.denoisers.cached.denoiser import Cached
+from lm_eval_duel.denoisers.wrappers import Guided
+from lm_eval_duel.errors import DuelError
+from lm_eval_duel.estimators.totals import Total
+
+LENGTH = 14
+NETWORKS = {
+    "bidirectional": Toy(length=LENGTH),
+    "no padding": Toy(length=LENGTH, honours_padding=False),
+    "rotary": Rotary(length=LENGTH),
+    "guided": Guided(Toy(length=LENGTH), 0.7),
+    "prefix cache": Cached(Attends(length=LENGTH), "prefix"),
+    "dual cache": Cached(Attends(length=LENGTH), "dual"),
+    "guided dual cache": Guided(Cached(Attends(length=LENGTH), "dual"), 0.7),
+    "block-causal": BlockCausal(3, length=LENGTH + 1),
+    "causal prefix": CausalPrefix(block=3, length=LENGTH + 1),
+    "causal": Causal(length=LENGTH),
+}
+GRIDS = {name: ("auto",) if network.block else ("target", "row") for name, network in NETWORKS.items()}
+CASES = [(name, grid) for name, grids in GRIDS.items() for grid in grids if name != "causal" or grid == "target"]
+RULES = ["greedy:k=1", "left_to_right:k=2", "klass:mu=0.4:nu=0.3", "random:k=1:seed=0"]
+BASES = [
+    Window((1, 0, 2, 1), (2, 0, 1, 1, 2, 0, 1)),  # with grid=row a block begins inside the context
+    Window((1, 2), (2, 1, 0, 0), (1, 0)),
+    Window((0,), (1, 1, 0, 2, 2)),
+    Window((0,), (1, 1, 2, 0, 1, 2), known=(1, 4)),
+    Window((2, 1), (0, 1, 2, 0)),
+]
+
+
+def changed(ids, place):
+    """Ids with another token at a place."""
+    other = list(ids)
+    other[place] = (other[place] + 1) % 3
+    return tuple(other)
+
+
+def neighbours(window):
+    """The window, and windows that differ from it in one field."""
+    fields = {
+        "context": [changed(window.context, 0), changed(window.context, -1), (0, *window.context), window.context[1:]],
+        "target": [changed(window.target, 0), changed(window.target, -1), (*window.target, 0)],
+        "suffix": [changed(window.suffix, -1) if window.suffix else (1,), (*window.suffix, 2), (0, *window.suffix)],
+        "tail": [1, 2, 3],
+        "known": [(0,), (1,), (1, 2)],
+    }
+    yield window
+    for field, values in fields.items():
+        for value in values:
+            yield dataclasses.replace(window, **{field: value})
+
+
+def scorable(duel, bases=BASES):
+    """The neighbours of the windows that have a value under `duel`."""
+    found = []
+    for window in dict.fromkeys(each for base in bases for each in neighbours(base)):
+        try:
+            duel.estimator.check([window])
+        except DuelError:
+            continue
+        found.append(window)
+    return found
+
+
+def duel_of(name, rule, grid="auto", tokens=None):
+    """The exact estimator of a network; `tokens`: of one network call."""
+    network = NETWORKS[name]
+    if network.attention == "causal":
+        duel = Duel(network, estimator="ar")
+    else:
+        if network.seeds_blocks and "klass" in rule:
+            rule = "threshold:mu=0.45"
+        duel = Duel(network, rule, network.block or 3, grid)
+    if tokens:
+        duel.estimator.budget = Budget(tokens)
+    return duel
+
+
+FAST = [case for case in CASES if case[0] not in ("no padding", "guided", "rotary", "guided dual cache")]
+
+
+@pytest.mark.parametrize(("name", "grid"), slow_but(CASES, FAST))
+def test_windows_that_differ_in_one_field_keep_their_values(name, grid):
+    rule = RULES[CASES.index((name, grid)) % 3]
+    duel = duel_of(name, rule, grid)
+    windows = scorable(duel, BASES[:4] if grid == "row" else BASES[1:])
+    assert len(windows) >= 20
+    alone = [duel.log_prob([window])[0] for window in windows]
+    assert numbers(duel.log_prob(windows)) == pytest.approx(numbers(alone), abs=1e-7, nan_ok=True)
+
+
+@pytest.mark.parametrize("tokens", [2, 8])
+@pytest.mark.parametrize("name", slow_but(NETWORKS, ("bidirectional", "dual cache", "block-causal", "causal prefix")))
+def test_calls_of_a_few_tokens_change_nothing(name, tokens):
+    """Windows leave a call before they are finished, and what was kept for them is computed anew or still theirs."""
+    for rule in RULES:
+        windows = scorable(duel_of(name, rule), BASES[1:2])
+        expected = numbers(duel_of(name, rule).log_prob(windows))
+        found = numbers(duel_of(name, rule, tokens=tokens).log_prob(windows))
+        assert found == pytest.approx(expected, abs=1e-7, nan_ok=True), rule
+
+
+@pytest.mark.parametrize("rule", ["greedy:k=1", "klass:mu=0.4:nu=0.3"])
+@pytest.mark.parametrize("name", slow_but(NETWORKS, ("dual cache", "block-causal")))
+def test_a_window_that_leaves_a_call_and_comes_back_is_itself(name, rule, monkeypatch):
+    """Memory runs out after some steps, so that half of the lanes wait, among them begun ones, and enter again."""
+    windows = [*scorable(duel_of(name, rule), BASES[:1]), *scorable(duel_of(name, rule), BASES[1:2])]
+    expected = numbers(duel_of(name, rule).log_prob(windows))
+    network = NETWORKS[name]
+    while hasattr(network, "plain"):
+        network = network.plain
+    for call in {"features", "stream"} & {*dir(network)}:
+        whole, calls = getattr(type(network), call), itertools.count(1)
+
+        def short_of_memory(self, *arguments, whole=whole, calls=calls, **more):
+            if next(calls) in (4, 7, 12):
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            return whole(self, *arguments, **more)
+
+        monkeypatch.setattr(type(network), call, short_of_memory)
+    assert numbers(duel_of(name, rule).log_prob(windows)) == pytest.approx(expected, abs=1e-7, nan_ok=True)
+
+
+ESTIMATORS = [
+    ("elbo", "bidirectional", {"mc_samples": 16}),
+    ("elbo", "block-causal", {"mc_samples": 16}),
+    ("mixture", "bidirectional", {}),
+    ("mixture", "block-causal", {}),
+    ("two_phase", "two phases", {"sample": 0.5}),
+    ("sampled_confidence", "bidirectional", {}),
+]
+
+
+@pytest.mark.parametrize(("estimator", "name", "more"), ESTIMATORS)
+def test_every_estimator_tells_windows_apart(estimator, name, more):
+    network = NETWORKS[name] if name in NETWORKS else Attends(length=LENGTH)
+    block = "auto" if network.block or estimator == "elbo" else 3
+
+    def duel(tokens=None):
+        made = Duel(network, block=block, estimator=estimator, **more)
+        if tokens:
+            made.estimator.budget = Budget(tokens)
+        return made
+
+    windows = scorable(duel(), BASES[:3])
+    assert len(windows) >= 15
+    expected = pytest.approx([duel().log_prob([window])[0].log_prob for window in windows], abs=1e-9)
+    for tokens in (None, 4):
+        assert [score.log_prob for score in duel(tokens).log_prob(windows)] == expected
+
+
+# ---------------------------------------------------------------- memory
+
+
+@pytest.mark.parametrize("name", ["bidirectional", "dual cache", "block-causal"])
+@pytest.mark.parametrize("lanes", [1, 3, 10])
+def test_dense_distributions_stay_within_the_budget(name, lanes, monkeypatch):
+    """R x W x V of what a rule reads and remembers, counted where it is made; one lane always fits."""
+    network, made = NETWORKS[name], []
+    dense = Predictions.dense
+
+    def counted(self):
+        made.append(self.masked.numel() * network.vocab_size)
+        return dense(self)
+
+    monkeypatch.setattr(Predictions, "dense", counted)
+    block = network.block or 5
+    duel = Duel(network, "klass:mu=0.4:nu=0.3", block)
+    plane = block * network.vocab_size
+    duel.estimator.budget = Budget(10_000, values=lanes * 4 * plane)
+    windows = [Window((1,), text) for text in itertools.islice(itertools.product(range(3), repeat=6), 60)]
+    duel.log_prob(windows)
+    assert plane <= max(made) <= lanes * plane
+
+
+# ---------------------------------------------------------------- sums
+
+
+def test_errors_of_windows_that_differ_in_one_field_are_independent():
+    """Equal windows share their draws, so their errors add up; those of other windows add as hypot."""
+    duel = Duel(Toy(length=LENGTH), estimator="elbo", mc_samples=16)
+    for window in (BASES[1], dataclasses.replace(BASES[1], tail=0)):
+        for other in scorable(duel, [window]):
+            pair = duel.log_prob([window, other])
+            error = Total.from_scores([window, other], pair, "elbo").stderr
+            one, two = (score.stderr for score in pair)
+            assert error == pytest.approx(one + two if other == window else (one**2 + two**2) ** 0.5), other
+
+
+def test_a_generated_text_depends_on_no_other_prompt():
+    """Small calls, prompts of which blocks finish at different times: Algorithm 1 draws what it draws alone."""
+    contexts = [(1, 0), (1,), (2, 1, 0), (0, 1, 1, 2), (1, 1)]
+    for name in ("bidirectional", "dual cache", "block-causal"):
+        alone = [duel_of(name, "threshold:mu=0.45").sample([c], 6, seed=4, keys=[n])[0] for n, c in enumerate(contexts)]
+        for tokens in (None, 2, 8):
+            together = duel_of(name, "threshold:mu=0.45", tokens=tokens).sample(contexts, 6, seed=4)
+            assert [sample.tokens for sample in together] == [sample.tokens for sample in alone], (name, tokens)
