@@ -291,8 +291,5 @@ def _order(estimator: SampledOrder, network: OneRow) -> Select:
 
 def unequal(pairs: dict[str, tuple[float, float]], noise: float) -> tuple[str, ...]:
     """The values, in the run and by the reference, that differ by more than `noise`, as text."""
-    return tuple(
-        f"{name} is {run:.6g}, not {other:.6g}"
-        for name, (run, other) in pairs.items()
-        if not distance(run, other) <= noise
-    )
+    differing = (name for name, values in pairs.items() if not distance(*values) <= noise)
+    return tuple("{} is {:.6g}, not {:.6g}".format(name, *pairs[name]) for name in differing)
