@@ -81,6 +81,11 @@ class Window:
         return len(self.context) + len(self.target) + self.tail + len(self.suffix)
 
     @property
+    def scored_tokens(self) -> int:
+        """The number of target tokens that are scored: per token means per one of these."""
+        return len(self.target) - len(self.known)
+
+    @property
     def key(self) -> int:
         """A 63-bit hash of the ids, on which the random numbers of this window depend, besides a seed."""
         text = repr((self.context, self.target, self.suffix, self.tail, *([self.known] if self.known else [])))

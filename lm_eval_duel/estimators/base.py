@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import abc
 import contextlib
+import dataclasses
 import logging
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, ClassVar
 
 import torch
@@ -140,20 +141,16 @@ def check_windows(
     denoiser: Denoiser, block: int | None, grid: str, windows: Sequence[Window], generating: bool = False
 ) -> None:
     """Raise DuelError, naming the window, for one that cannot be scored (or generated)."""
-    unscorable = set(denoiser.excluded.nonzero()[:, 0].tolist()) - {denoiser.mask_id}
     if isinstance(windows, Window):
         raise DuelError("Pass a list of windows; got one Window. Write [window].")
+    unscorable = set(denoiser.excluded.nonzero()[:, 0].tolist()) - {denoiser.mask_id}
     for n, window in enumerate(windows):
         if not isinstance(window, Window):
             raise DuelError(f"Window {n} is not a Window(context=(), target=ids), but a {type(window).__name__}.", n)
-        target = () if generating else window.target
-        if problem := _problem(denoiser, block, grid, window, (*window.context, *window.suffix, *target)):
-            raise DuelError(f"Window {n} {problem}", n)
-        if not unscorable.isdisjoint(target):
-            wrong = next(token for token in target if token in unscorable)
-            if wrong in denoiser.excluded_ids:
-                raise DuelError(f"Window {n} holds id {wrong}, which exclude_ids leaves out: its probability is 0.", n)
-            raise DuelError(f"Window {n} holds id {wrong}, which is padding and not a token of the vocabulary.", n)
+        case = WindowCase(denoiser, block, grid, window, () if generating else window.target, unscorable)
+        for finds, message in PROBLEMS:
+            if found := finds(case):
+                raise DuelError(f"Window {n} {message.format(case=case, found=found)}", n)
     _warn_without_special_tokens(denoiser, windows)
 
 
@@ -174,52 +171,114 @@ def _warn_without_special_tokens(denoiser: Denoiser, windows: Sequence[Window]) 
     )
 
 
-def _problem(denoiser: Denoiser, block: int | None, grid: str, window: Window, ids: tuple[int, ...]) -> str | None:
-    """The fault of a window whose ids are `ids`, as text; empty if there is none."""
-    if window.length > denoiser.max_length:
-        return (
-            f"has {window.length} positions but the network holds {denoiser.max_length}; "
-            "cut it (lm_eval_duel.core.windows.independent) or shorten the context."
-        )
-    if denoiser.needs_visible and window.target and not (window.context or window.suffix):
-        return (
-            "shows no token at its first step, and this network divides by the number of visible ones. Keep the "
-            "tokenizer's special tokens (leave bos=none out), or pass a context."
-        )
-    if window.target and len(window.context) < max(denoiser.shift, denoiser.seeds_blocks):
-        return (
-            "needs a context: this network predicts each token from the one before it. Use bos=given for texts; for "
-            "ids, put a token into the window's context."
-        )
-    if ids and not (min(ids) >= 0 and max(ids) < denoiser.vocab_size):
-        wrong = next(token for token in ids if not 0 <= token < denoiser.vocab_size)
-        return f"holds id {wrong}; the network's ids are 0 to {denoiser.vocab_size - 1}."
-    if images := denoiser.image_ids.intersection(ids):
-        return f"holds id {min(images)}, which stands for an image. Images are not scored: leave their tokens out."
-    if denoiser.mask_id in ids:
-        return f"holds the mask token (id {denoiser.mask_id}), which can be neither context nor target."
-    if window.suffix and window.target and denoiser.attention == "causal":
-        return "has a suffix, which a causal network never sees. Leave it out."
-    if window.suffix and denoiser.block and denoiser.attention != "bidirectional" and window.target:
-        end = len(window.context) + len(window.target)
-        border = end + -(end if grid == "row" else len(window.target)) % denoiser.block
-        if window.length > border:
-            return (
-                f"has a suffix up to position {window.length - 1}, but its last target block ends at {border - 1}, and "
-                "this network sees no later one. Leave out the ids after it."
-            )
-    if window.known and (denoiser.attention != "bidirectional" or denoiser.cache):
-        return "has known target positions, which only a bidirectional network without cache= sees from the first step."
-    if window.known and _is_guided(denoiser):
-        return "has known target positions, and cfg_scale masks what is given: leave one of them out."
-    if window.tail:
-        end = len(window.target) + (len(window.context) if grid == "row" else 0)
-        if block is None or end % block:
-            return (
-                f"has a tail, so its target must end on a block border: {len(window.target)} target positions with "
-                f"block {block} do not. Off a border the value is not a probability."
-            )
-    return None
+@dataclasses.dataclass(frozen=True)
+class WindowCase:
+    """A window, the network that is to score it, and what the checks read of both."""
+
+    denoiser: Denoiser
+    block: int | None
+    grid: str
+    window: Window
+    target: tuple[int, ...]  # ids to score; none if they are to be generated
+    unscorable: set[int]  # ids other than [MASK] that the network gives no probability
+
+    @cached_property
+    def ids(self) -> set[int]:
+        """The ids that occur in the row."""
+        return {*self.window.context, *self.window.suffix, *self.target}
+
+    @property
+    def largest_id(self) -> int:
+        """The largest id of the network."""
+        return self.denoiser.vocab_size - 1
+
+    @property
+    def end(self) -> int:
+        """The column after the target."""
+        return len(self.window.context) + len(self.window.target)
+
+    @property
+    def positions(self) -> int:
+        """The number of positions from the one where blocks begin to count to the end of the target."""
+        return self.end if self.grid == "row" else len(self.window.target)
+
+    @property
+    def border(self) -> int:
+        """The column after the last block of a network with a trained block."""
+        return self.end + -self.positions % (self.denoiser.block or 1)
+
+
+# What can be wrong with a window, in the order of the checks: a function that finds it, and what to say then. The
+# message is formatted with the `case` and with what was `found`.
+PROBLEMS: tuple[tuple[Callable[[WindowCase], Any], str], ...] = (
+    (
+        lambda case: case.window.length > case.denoiser.max_length,
+        "has {case.window.length} positions but the network holds {case.denoiser.max_length}; cut it "
+        "(lm_eval_duel.core.windows.independent) or shorten the context.",
+    ),
+    (
+        lambda case: (
+            case.denoiser.needs_visible and case.window.target and not case.window.context + case.window.suffix
+        ),
+        "shows no token at its first step, and this network divides by the number of visible ones. Keep the "
+        "tokenizer's special tokens (leave bos=none out), or pass a context.",
+    ),
+    (
+        lambda case: (
+            case.window.target and len(case.window.context) < max(case.denoiser.shift, case.denoiser.seeds_blocks)
+        ),
+        "needs a context: this network predicts each token from the one before it. Use bos=given for texts; for ids, "
+        "put a token into the window's context.",
+    ),
+    (
+        lambda case: [token for token in case.ids if not 0 <= token <= case.largest_id],
+        "holds id {found[0]}; the network's ids are 0 to {case.largest_id}.",
+    ),
+    (
+        lambda case: sorted(case.ids & case.denoiser.image_ids),
+        "holds id {found[0]}, which stands for an image. Images are not scored: leave their tokens out.",
+    ),
+    (
+        lambda case: case.denoiser.mask_id in case.ids,
+        "holds the mask token (id {case.denoiser.mask_id}), which can be neither context nor target.",
+    ),
+    (
+        lambda case: case.window.suffix and case.window.target and case.denoiser.attention == "causal",
+        "has a suffix, which a causal network never sees. Leave it out.",
+    ),
+    (
+        lambda case: (
+            case.window.suffix
+            and case.window.target
+            and case.denoiser.block
+            and case.denoiser.attention != "bidirectional"
+            and case.window.length > case.border
+        ),
+        "has a suffix after position {case.border}, where its last target block ends, and this network sees nothing "
+        "after that. Leave out the ids after it.",
+    ),
+    (
+        lambda case: case.window.known and (case.denoiser.attention != "bidirectional" or case.denoiser.cache),
+        "has known target positions, which only a bidirectional network without cache= sees from the first step.",
+    ),
+    (
+        lambda case: case.window.known and _is_guided(case.denoiser),
+        "has known target positions, and cfg_scale masks what is given: leave one of them out.",
+    ),
+    (
+        lambda case: case.window.tail and (case.block is None or case.positions % case.block),
+        "has a tail, so its target must end on a block border: {case.positions} positions with block {case.block} do "
+        "not. Off a border the value is not a probability.",
+    ),
+    (
+        lambda case: sorted(case.unscorable.intersection(case.target, case.denoiser.excluded_ids)),
+        "holds id {found[0]}, which exclude_ids leaves out: its probability is 0.",
+    ),
+    (
+        lambda case: sorted(case.unscorable.intersection(case.target)),
+        "holds id {found[0]}, which is padding and not a token of the vocabulary.",
+    ),
+)
 
 
 def _is_guided(denoiser: Denoiser) -> bool:
@@ -346,7 +405,7 @@ class Estimator(abc.ABC):
         for group in self.groups(windows, [indices[0] for indices in equal.values()]):
             for row, score in self.score_group(group):
                 window = group.windows[row]
-                self.counts.add(score, len(window.target) - len(window.known))
+                self.counts.add(score, window.scored_tokens)
                 yield from ((n, score) for n in equal[window])
         self.row_checks.compare(self.counts)  # the last ones that were drawn
 

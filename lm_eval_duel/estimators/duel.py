@@ -190,7 +190,7 @@ class DuelEstimator(Estimator):
             for group in self.groups(windows, range(len(windows))):
                 replay = Replay(tuple(orders[n] for n in group.window_indices))
                 for row, scored in self.score_blocks(group, self.block_spans(group), replay):
-                    self.counts.add(scored, len(group.windows[row].target) - len(group.windows[row].known))
+                    self.counts.add(scored, group.windows[row].scored_tokens)
                     scores[group.window_indices[row]] = scored
             self.row_checks.compare(self.counts)
         return scores

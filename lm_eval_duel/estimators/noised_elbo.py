@@ -114,10 +114,13 @@ class NoisedElbo(MonteCarloBound):
         }
 
     def check(self, windows: Sequence[Window]) -> None:
+        for n, window in enumerate(windows):
+            if getattr(window, "tail", 0):  # before it is asked where the block of its tail ends: there is none
+                raise DuelError(
+                    f"Window {n} has a tail of [MASK], and the noise here is {self.noise.name}. Leave the tail out.", n
+                )
         super().check(windows)
         for n, window in enumerate(windows):
-            if window.tail:
-                raise DuelError(f"Window {n} has a tail of [MASK], and the noise here is {self.noise.name}.", n)
             if window.target and self.block and not window.context:
                 raise DuelError(
                     f"Window {n} needs a context: its first canvas has no clean token to read. Keep BOS.", n

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import logging
 from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -24,11 +25,13 @@ from lm_eval_duel.estimators.arguments import (
     check_block,
 )
 from lm_eval_duel.estimators.blocks import BeamBlocks
-from lm_eval_duel.rules import presets
+from lm_eval_duel.rules import PARAMETERS, presets
 
 if TYPE_CHECKING:
     from lm_eval_duel.core.denoiser import Denoiser
     from lm_eval_duel.estimators.base import Estimator
+
+log = logging.getLogger("lm_eval.duel_mdm")
 
 Options: TypeAlias = Any  # lm_eval_duel.options.Options, which imports this file
 BEAM = "beam"  # in the spec, if only some sets of positions are evaluated
@@ -165,7 +168,7 @@ ENTRIES = (  # in the order of tables
         Kind.LIKELIHOOD,
         "lm_eval_duel.estimators.duel:Autoregressive",
         lambda options: {},
-        ignored_args=("rule", "block"),
+        ignored_args=("rule", "block", "grid"),
         decodes=True,
         causal=True,
     ),
@@ -192,7 +195,7 @@ ENTRIES = (  # in the order of tables
         named="{}",
         process=_process,
         takes_noise=True,
-        ignored_args=("block",),
+        ignored_args=("block", "grid", "last_block"),
         check=_check_noised,
     ),
     _lattice(
@@ -295,9 +298,25 @@ def check_rule(given: Collection[str], estimator: str) -> None:
         )
 
 
-def ignored_args(given: Mapping[str, Any], estimator: str) -> list[str]:
-    """The model args given that this estimator does not read, as if only `estimator` was changed in a command."""
-    return [key for key in find(estimator).ignored_args if key in given]
+def ignored_args(given: Collection[str], estimator: Estimator) -> list[str]:
+    """The model args given that change nothing under this estimator and network, so that they are to be named."""
+    entry = find(estimator.name)
+    ignored = {*entry.ignored_args}
+    if "rule" in ignored:
+        ignored |= PARAMETERS - {*entry.arguments}
+    if estimator.denoiser.attention != "block_causal":
+        ignored.add("last_block")
+    if estimator.block is None:
+        ignored.add("grid")  # it says where blocks begin to count, and there is one
+    return [key for key in given if key in ignored]
+
+
+def name_ignored_args(given: Collection[str], estimator: Estimator) -> None:
+    """Log the arguments that change nothing, so that no one takes them for a part of the result."""
+    if ignored := ignored_args(given, estimator):
+        log.warning(
+            "estimator=%s does not read %s here: the value is the same without", estimator.name, " and ".join(ignored)
+        )
 
 
 def of_spec(estimator: str, spec: Mapping[str, Any], beam: BeamBlocks | None = None) -> Entry:

@@ -30,7 +30,7 @@ class Total:
     note: str = ""  # of all windows
     seeds: tuple[float, ...] = ()  # nats, under each noise seed
     windows: int = 0
-    tokens: int = 0  # of targets
+    tokens: int = 0  # that are scored
     is_greedy: bool = True  # of all windows
     nfe: int | None = 0  # rule steps; None: more than one order
     near_ties: int | None = 0  # None: the rule does not know
@@ -48,7 +48,7 @@ class Total:
     @classmethod
     def from_score(cls, window: Window, score: Score, name: str) -> Total:
         """The score of one window."""
-        tokens, error = len(window.target), score.stderr if score.blocks is None else score.blocks.error
+        tokens, error = window.scored_tokens, score.stderr if score.blocks is None else score.blocks.error
         drawn = score.blocks.drawn if isinstance(score.blocks, TwoPhaseBlocks) else 0
         return cls(
             name=name,

@@ -56,8 +56,7 @@ class DuelMDM(TemplateLM):
         if self.rank == 0:
             if self.estimator.decodes and (note := self.denoiser.ties(self.options.rule)):
                 log.warning("%s", note)
-            if ignored := registry.ignored_args(arguments, options.estimator):
-                log.info("estimator=%s does not read %s", options.estimator, " and ".join(ignored))
+            registry.name_ignored_args(arguments, self.estimator)
             log.info("spec %s: %s", self.fingerprint, ", ".join(f"{key}={value}" for key, value in self.spec.items()))
 
     @classmethod

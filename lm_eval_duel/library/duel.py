@@ -82,8 +82,8 @@ class Duel(OnIds):
         self,
         denoiser: Denoiser,
         rule: str | Rule = GREEDY,
-        block: Block = "auto",
-        grid: Grid = "auto",
+        block: Block = AUTO,
+        grid: Grid = AUTO,
         batch_size: int | None = None,
         max_batch_size: int | None = None,
         traced: bool = False,
@@ -94,12 +94,15 @@ class Duel(OnIds):
         **arguments: Any,
     ):
         MODEL_ARGUMENTS["windows"].read("windows", windows)
-        registry.check_rule([] if isinstance(rule, Default) else ["rule"], estimator)
+        keywords = {"rule": rule, "block": block, "grid": grid}
+        given = [key for key, value in keywords.items() if not isinstance(value, Default)]
+        registry.check_rule([key for key in given if key == "rule"], estimator)
         if isinstance(rule, str):
             rule = parse(rule) if tokenizer is None else parse(rule).with_tokenizer(tokenizer)
         options = estimator_options(estimator, arguments)
         options = dataclasses.replace(options, rule=rule, block=block, grid=grid, windows=windows)
         made = registry.make(denoiser, options, batch_size=batch_size, max_batch_size=max_batch_size, traced=traced)
+        registry.name_ignored_args(given, made)
         text = None if tokenizer is None else TextEncoder(tokenizer, denoiser, options.windows, made.block)
         self._take(denoiser, made, text)
 
@@ -147,6 +150,7 @@ class Duel(OnIds):
             options = dataclasses.replace(options, rule=rule)
         sizes = {"batch_size": batch_size, "max_batch_size": max_batch_size, "traced": traced}
         scorer = load_scorer(options, tokenizer=tokenizer, device=device, **sizes)
+        registry.name_ignored_args([*given, *network], scorer.estimator)
         duel = cls.__new__(cls)
         duel._take(scorer.denoiser, scorer.estimator, scorer.text)
         return duel
@@ -158,8 +162,8 @@ class Duel(OnIds):
         tokenizer: PreTrainedTokenizerBase | None = None,
         *,
         rule: str | Rule = GREEDY,
-        block: Block = "auto",
-        grid: Grid = "auto",
+        block: Block = AUTO,
+        grid: Grid = AUTO,
         estimator: str = "duel",
         windows: Windows = "independent",
         batch_size: int | None = None,
@@ -215,7 +219,9 @@ class Duel(OnIds):
         if batch_size is None and denoiser.device.type != "cpu":  # no trial: the training needs the memory
             batch_size = max(1, GPU_TOKENS[0] // denoiser.max_length)
         text: dict[str, Any] = {"tokenizer": tokenizer, "windows": windows}
-        return cls(denoiser, rule, block, grid, batch_size, None, traced, estimator=estimator, **text, **arguments)
+        duel = cls(denoiser, rule, block, grid, batch_size, None, traced, estimator=estimator, **text, **arguments)
+        registry.name_ignored_args([key for key in network if key != "block"], duel.estimator)
+        return duel
 
     # ------------------------------------------------------------ text in
 

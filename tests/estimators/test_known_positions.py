@@ -8,6 +8,7 @@ from toys import Toy
 
 from lm_eval_duel import Duel, Window, reference
 from lm_eval_duel.errors import DuelError
+from lm_eval_duel.estimators.totals import Total
 
 RULES = ["greedy", "left_to_right", "right_to_left:k=2", "margin:k=2", "entropy", "threshold:mu=0.5", "random"]
 CONTEXT, TARGET, SUFFIX = (1,), (0, 2, 1, 1, 0, 2), (2,)
@@ -52,7 +53,15 @@ def test_the_joint_is_that_of_the_reference_alone_and_in_a_batch():
         assert alone.reveal_steps == score.reveal_steps and alone.nfe == len(TARGET) - len(window.known)
     duel = Duel(toy, rule="greedy", block=None)
     duel.log_prob(windows)
-    assert duel.counts.tokens == sum(score.nfe for score in together)
+    scored = sum(score.nfe for score in together)
+    assert duel.counts.tokens == Total.from_scores(windows, together, "duel").tokens == scored
+
+
+def test_perplexity_is_per_scored_token():
+    """Two of three tokens are given: the value is that of the one that is scored."""
+    window = Window(CONTEXT, TARGET[:3], SUFFIX, known=(0, 1))
+    [score] = Duel(Toy(), block=None).log_prob([window])
+    assert Total.from_score(window, score, "duel").perplexity == pytest.approx(math.exp(-score.log_prob))
 
 
 def test_positions_known_at_an_end_are_context_and_blocks_of_known_positions_alone_are_left_out():

@@ -6,11 +6,13 @@ import math
 import pytest
 import torch
 from noised_toys import Conditioned, NoisyToy, bound, sampled
+from toys import Toy
 
+from lm_eval_duel import Duel
 from lm_eval_duel.core import noise as noises
 from lm_eval_duel.core.row_checks import FIRST
 from lm_eval_duel.core.windows import Window
-from lm_eval_duel.errors import InconsistentOutput, NotFinite
+from lm_eval_duel.errors import DuelError, InconsistentOutput, NotFinite
 from lm_eval_duel.estimators.noised_elbo import NoisedElbo
 from lm_eval_duel.estimators.subsets.lattice import Lattice
 
@@ -179,3 +181,27 @@ def test_nan_names_its_window():
     with pytest.raises(NotFinite, match=r"Window 1, ") as raised:
         NoisedElbo(Poisoned(), samples=16).log_prob(windows)
     assert raised.value.window == 1
+
+
+def test_a_tail_is_refused_because_the_noise_has_no_masks():
+    """Not for a block border, which such a network does not have."""
+    with pytest.raises(DuelError, match="noise") as raised:
+        NoisedElbo(TOYS["uniform plugin"]).log_prob([Window((), TEXT), Window((), TEXT, tail=1)])
+    assert raised.value.window == 1
+
+
+@pytest.mark.parametrize(
+    ("network", "arguments", "named"),
+    [
+        (NoisyToy(share=0.2), {"estimator": "noised_elbo", "block": 2, "grid": "row"}, ["block", "grid"]),
+        (Toy(), {"estimator": "elbo", "mc_samples": 16, "rule": "margin", "grid": "row"}, ["rule", "grid"]),
+        (Toy(), {"block": None, "grid": "row"}, ["grid"]),
+        (Toy(), {"block": 2, "grid": "row"}, []),
+    ],
+)
+def test_arguments_that_change_nothing_are_named(network, arguments, named, caplog):
+    without = {key: value for key, value in arguments.items() if key not in named}
+    window = Window((), TEXT)
+    scores = [Duel(network, **each).log_prob([window])[0].log_prob for each in (arguments, without)]
+    assert scores[0] == pytest.approx(scores[1], abs=1e-12)
+    assert len(caplog.messages) == bool(named) and all(name in caplog.text for name in named)

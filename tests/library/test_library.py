@@ -127,8 +127,8 @@ def test_generate_writes_what_the_harness_writes(duel, lm, settings):
     ("name", "arguments", "bound", "drawn"),
     [
         ("demo-ar", {"estimator": "ar"}, False, False),
-        ("demo-bd", {"estimator": "elbo", "mc_samples": 8}, True, True),
-        ("demo-mdm", {"estimator": "elbo", "mc_samples": 8, "elbo_form": "ratio", "elbo_eps": 0.01}, False, True),
+        ("demo-bd", {"estimator": "elbo", "mc_samples": 16}, True, True),
+        ("demo-mdm", {"estimator": "elbo", "mc_samples": 16, "elbo_form": "ratio", "elbo_eps": 0.01}, False, True),
         ("demo-bd", {"estimator": "mixture"}, False, False),
         ("demo-bd", {"estimator": "sampled_confidence", "n": 2}, False, False),
         ("demo-mdm", {"estimator": "two_phase", "block": 1, "sample": 1.0, "draw_seed": 3}, False, True),
