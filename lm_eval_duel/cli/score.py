@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lm_eval_duel.arguments import MISSING, TEXT, TRUTH
-from lm_eval_duel.console.command_line import FILE, FLAGS, PATH, STDOUT, Flag, Parser, finite, process, write_json
+from lm_eval_duel.console.command_line import FILE, FLAGS, PATH, STDOUT, Flag, Parser, process, write_json
 from lm_eval_duel.core.scores import perplexity, ratio
 from lm_eval_duel.errors import DuelError, too_few_documents, usage
 from lm_eval_duel.estimators.blocks import BeamBlocks
@@ -68,23 +68,21 @@ class Line:
     unknown: int = 0  # [UNK] tokens
 
     def figures(self) -> dict[str, Any]:
-        """The entries of JSON and CSV. None: the value does not exist or is infinite."""
+        """The entries of JSON and CSV. None: there is no such value."""
         tokens, words, size = self.tokens, self.words, self.bytes
-        return finite(
-            {
-                "document": self.name,
-                "sha256": self.key,
-                "tokens": tokens,
-                "unk_tokens": self.unknown,
-                "words": words,
-                "bytes": size,
-                "log_prob": self.log_prob,
-                "log_prob_stderr": self.stderr,
-                "token_perplexity": perplexity(-self.log_prob / tokens) if tokens else None,
-                "word_perplexity": perplexity(-self.log_prob / words) if words else None,
-                "bits_per_byte": -self.log_prob / math.log(2) / size if size else None,
-            }
-        )
+        return {
+            "document": self.name,
+            "sha256": self.key,
+            "tokens": tokens,
+            "unk_tokens": self.unknown,
+            "words": words,
+            "bytes": size,
+            "log_prob": self.log_prob,
+            "log_prob_stderr": self.stderr,
+            "token_perplexity": perplexity(-self.log_prob / tokens) if tokens else None,
+            "word_perplexity": perplexity(-self.log_prob / words) if words else None,
+            "bits_per_byte": -self.log_prob / math.log(2) / size if size else None,
+        }
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -146,7 +144,7 @@ def names_of(figures: Mapping[str, Any]) -> dict[str, str]:
 
 
 def figures_of(lm: DuelMDM, rows: Sequence[Line]) -> dict[str, Any]:
-    """The content of --json for one model. Null stands for a value that does not exist or is infinite."""
+    """The content of --json for one model."""
     info, beam = lm.get_model_info(), lm.run.total().tasks[TASK].beam
     return {
         "format": read.SCORE,
@@ -159,7 +157,7 @@ def figures_of(lm: DuelMDM, rows: Sequence[Line]) -> dict[str, Any]:
         "documents": [row.figures() for row in rows],
         "total": _total(lm, rows),
         **({"beam": beam.describe()} if beam else {}),
-        "duel": finite(info["duel"]),
+        "duel": info["duel"],
     }
 
 

@@ -40,12 +40,18 @@ REASONS = {
     -math.inf: "minus infinity: a text has probability 0",
 }
 NAN = "not a number"
+LARGE = 1e12  # numbers from here on are shown in scientific notation
 
 
 def dumps(content: Mapping[str, Any]) -> str:
-    """A dict as JSON. Its key `nulls` lists where infinities and NaN became null, and what each of them was."""
+    """A dict as JSON, see `with_nulls`."""
+    return json.dumps(with_nulls(content), indent=1, allow_nan=False)
+
+
+def with_nulls(content: Mapping[str, Any]) -> dict[str, Any]:
+    """A dict with null in place of infinities and NaN. Its key `nulls` lists where they were, and what each was."""
     nulls = dict(_nulls(content, ""))
-    return json.dumps(finite({**content, "nulls": nulls} if nulls else content), indent=1, allow_nan=False)
+    return finite({**content, "nulls": nulls} if nulls else content)
 
 
 def finite(value: Any) -> Any:

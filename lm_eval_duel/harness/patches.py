@@ -15,6 +15,12 @@
                                 prints the Monte Carlo and sampling errors of our estimators above the table of results,
                                 which has no place for them
 
+                                writes null for infinite and undefined values, with the reason of each under `nulls`:
+                                Infinity is no JSON; and lets the table show large numbers in scientific notation
+
+    metrics.math.exp            is infinite where it overflows: lm-eval ends after scoring, without results
+    metrics.weighted_mean       is NaN over no units, for example no words; lm-eval divides by zero
+
     GeneralConfigTracker.log_experiment_args
                                 names the folder of results after the bundled model if no other is named; lm-eval draws
                                 a name
@@ -24,7 +30,7 @@
     TaskManager.__init__        does not read lm-eval's own 14,000 task files, which takes seconds; only while
                                 `lm-eval-duel run` runs, and only if all tasks that it names are this package's
 
-Written against lm-eval 0.4.13. Other models are affected only by the clearer errors.
+Written against lm-eval 0.4.13. Other models are affected only by the clearer errors and by infinite values.
 """
 
 from __future__ import annotations
@@ -32,6 +38,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
+import math
 import os
 import sqlite3
 import sys
@@ -41,12 +48,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from lm_eval.api import metrics
 from lm_eval.api.model import CacheHook, CachingLM
 from lm_eval.api.task import ConfigurableTask, Task
 from lm_eval.tasks import TaskManager
 
 from lm_eval_duel.arguments import unique_keys
-from lm_eval_duel.console.command_line import key_values
+from lm_eval_duel.console.command_line import LARGE, key_values, with_nulls
+from lm_eval_duel.core.scores import perplexity
 from lm_eval_duel.demo import BUNDLED
 from lm_eval_duel.errors import DuelError, too_few_documents
 from lm_eval_duel.harness.autoload import MODELS
@@ -61,6 +70,8 @@ def apply() -> None:
     for kind in (Task, ConfigurableTask):  # each has its own
         _patch(kind, "apply_filters", _apply_filters)
     _patch(CachingLM, "__init__", _open_cache)
+    _patch(metrics, "weighted_mean", _weighted_mean)
+    metrics.math = types.SimpleNamespace(**{**vars(math), "exp": perplexity})
     if loggers := sys.modules.get("lm_eval.loggers"):  # in lm-eval's command, which alone prints the table
         _patch(loggers.EvaluationTracker, "save_results_aggregated", _save_results)
         _patch(loggers.evaluation_tracker.GeneralConfigTracker, "log_experiment_args", _name_model)
@@ -137,9 +148,28 @@ def _apply_filters(original: Callable[..., Any], task: Task) -> Any:
 
 
 def _save_results(original: Callable[..., None], tracker: Any, results: dict[str, Any], **options: Any) -> None:
-    original(tracker, results=results, **options)
+    written = with_nulls(results)
+    original(tracker, results=written, **options)
+    for name in written.keys() - results.keys():  # entries that lm-eval has added
+        results[name] = written[name]
+    for entries in (*results["results"].values(), *results.get("groups", {}).values()):
+        for name, value in entries.items():
+            if isinstance(value, float) and abs(value) >= LARGE:
+                entries[name] = LargeNumber(value)  # the table is printed after this
     for line in results.get("config", {}).get("duel", {}).get("errors", []):
         print(line)
+
+
+def _weighted_mean(original: Callable[..., float], items: Any) -> float:
+    items = list(items)
+    return original(items) if any(size for _, size in items) else math.nan
+
+
+class LargeNumber(float):
+    """A number that lm-eval's table, which asks for four decimals, shows in scientific notation."""
+
+    def __format__(self, form: str) -> str:
+        return format(float(self), ".4e")
 
 
 def _name_model(

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from lm_eval_duel.console.command_line import NAN, REASONS
 from lm_eval_duel.core.scores import METRICS, perplexity
 from lm_eval_duel.errors import DuelError, unknown
 from lm_eval_duel.estimators.blocks import BeamBlocks
@@ -171,6 +172,11 @@ class Task:
         for entry, value in entries.items():
             metric, comma, filtered = entry.partition(",")
             if metric in METRICS:
+                why = content.get("nulls", {}).get(f"results.{name}.{entry}")
+                if value is None and why == NAN:
+                    continue  # the texts have no such unit
+                if value is None and why == REASONS[math.inf]:
+                    value = math.inf
                 if value is None or math.isnan(value := float(value)):
                     raise ValueError(f"{entry} of {name} is {'null' if value is None else 'NaN'}")
                 self.metrics.setdefault(metric, value)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import csv
 import dataclasses
 import io
+import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from tabulate import tabulate
 
-from lm_eval_duel.console.command_line import csv_cell, is_numeric, one_line, plain_table
+from lm_eval_duel.console.command_line import LARGE, csv_cell, is_numeric, one_line, plain_table
 from lm_eval_duel.rules.tables import adaptive, kind, label, without_defaults
 
 WORDS = {
@@ -36,11 +37,13 @@ def number(
 ) -> str:
     """A number with its bound and standard error, such as `≤ 12.34 ± 0.05`; empty for None.
 
-    `form`: `.2f`, `+.4f`, `.3g`, `,d` ...; there is no negative zero, and large numbers have no exponent. `unsure`: it
-    has an error, which is `± ?` if it is not known.
+    `form`: `.2f`, `+.4f`, `.3g`, `,d` ...; there is no negative zero, and only numbers from 1e12 on have an exponent.
+    `unsure`: it has an error, which is `± ?` if it is not known.
     """
     if value is None:
         return ""
+    if form[-1] != "d" and LARGE <= abs(value) < math.inf:
+        form = ".4e"
     if form[-1] == "g" and abs(value) >= 100:
         form = ",.0f"
     if form[-1] == "f":

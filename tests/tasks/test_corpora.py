@@ -165,7 +165,7 @@ def test_copies_that_cannot_be_used(tmp_path):
     data_copies.as_lines(tmp_path / "ptb.jsonl", [{"sentence": "a"}, {"sentence": None}])
     refused("row 1 has no text in sentence", 2)
     (tmp_path / "ptb.jsonl").write_text('{"sentence": "a"}\n{"sente')
-    refused(r"ptb\.jsonl cannot be read \(JSONDecodeError")
+    refused(r"ptb\.jsonl:2 is not JSON")
 
 
 # ---------------------------------------------------------------- data check
