@@ -96,8 +96,8 @@ def beside(job: Job) -> Iterator[tuple[str, ...]]:
     own = [line for line in lines if line["task"] == job.task and job.row in line["recipes"].split()]
     for line in {(line["estimator"], line["rule"]): line for line in own}.values():  # two tables print some of them
         name = line["estimator"], str(parse_rule(line["rule"])) if line["rule"] else None
-        published, found = float(line["value"]), compare.task(job.task, runs, line["metric"]).rows
-        for row in (row for row in found if (row.estimator, row.rule) == name):
+        published, found = float(line["value"]), compare.task(job.task, runs, metric=line["metric"]).rows
+        for row in (each.row for each in found if (each.row.estimator, each.row.rule) == name):
             change = f"{row.value - published:+.2f} ({100 * (row.value / published - 1):+.1f} %)"
             values = f"{'≤ ' if row.bound else ''}{published:.2f}", columns.value(row), change
             documents = f"{counts['effective']:,} of {counts['original']:,}"

@@ -20,9 +20,9 @@ from lm_eval_duel.estimators.blocks import BeamBlocks
 from lm_eval_duel.estimators.registry import Kind, arguments, find, is_bound, kind_of, of_spec
 from lm_eval_duel.options import Options, model_of
 from lm_eval_duel.results import compare, match, read, report, tables
-from lm_eval_duel.results import compare as pairs
 from lm_eval_duel.results import stats as paired
 from lm_eval_duel.results.rows import Row
+from lm_eval_duel.results.runs import Run
 from lm_eval_duel.results.stats import PairedDifference, key_of
 from lm_eval_duel.results.table import LEVEL, Table, csv_text, number, plus_minus, spaced
 from lm_eval_duel.rules import PARAMETERS, RULES, presets
@@ -172,22 +172,25 @@ def compared(every: Sequence[dict[str, Any]]) -> tuple[compare.Comparison, str]:
     if not every[0]["total"]["bytes"]:
         raise DuelError("The texts are empty, so there is nothing to compare.")
     runs = [read.read_of_score(_place(n, figures), figures) for n, figures in enumerate(every, 1)]
-    notes = read.Traces([]).attach(runs)
-    read.distinguish(runs)
-    for run in report.baseline(runs)[0]:
-        run.baseline = True
+    runs, notes = read.Traces([]).attach(read.distinguish(runs))
+    baselines = report.baseline(runs)[0]
     same = all(match.same_tokens(runs[0], run, TASK) for run in runs)
-    task = compare.task(TASK, runs, match.PER_TOKEN if same else "bits_per_byte", as_published=True)
+    metric = match.PER_TOKEN if same else "bits_per_byte"
+    task = compare.task(TASK, runs, baselines, metric, as_published=True)
 
-    def row_of(run: read.Run) -> Row:
+    def row_of(run: Run) -> Row:
         """The row of a model's value, or the one that stands for it: the same model twice has one row."""
-        wanted = run, run.estimator
-        return next(row for row in task.rows if wanted in [(each.run, each.estimator) for each in (row, *row.same)])
+        return next(row for row, same in task.same.items() if _is_value(run, row, *same))
 
-    task = dataclasses.replace(task, pairs=[pairs.pair(row_of(runs[0]), row_of(run)) for run in runs[1:]])
+    task = dataclasses.replace(task, pairs=[task.pair(row_of(runs[0]), row_of(run)) for run in runs[1:]])
     parts = [tables.values(task).text(), tables.differences(task).text()]
-    listed = [*(f"differs: {line}" for line in task.differences), *task.notes, *notes]
+    listed = [*(f"differs: {line}" for line in task.differences), *task.notes, *map(str, notes)]
     return task, spaced([*parts, "\n".join(listed)])
+
+
+def _is_value(run: Run, *rows: Row) -> bool:
+    """True if one of the rows is a run's own value."""
+    return any((row.run, row.estimator) == (run, run.estimator) for row in rows)
 
 
 def _place(number: int, figures: Mapping[str, Any]) -> Path:
@@ -217,7 +220,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         ),
         documents=Flag(TRUTH, False, "with --compare: print the lines of single documents, too"),
         csv=Flag(FILE, None, "also write the line of each document to this file", shows="FILE"),
-        trace=Flag(PATH, None, "also write a trace, which `show` and `leaderboard` display", shows="FILE"),
+        trace=Flag(PATH, None, "also write a trace, which `show` and `report --page` display", shows="FILE"),
     ).parse_args(arguments)
     if options.csv and options.json and Path(options.csv).resolve() == Path(options.json).resolve():
         raise DuelError(f"--csv and --json name the same file, {options.csv}; name two.")

@@ -1,1 +1,1 @@
-"""Results as records: read, matched, compared, and shown as reports, leaderboards, pages and figures."""
+"""Results as records: read, matched, compared, and shown as reports, pages and figures."""

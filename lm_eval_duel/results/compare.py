@@ -1,23 +1,25 @@
-"""The rows that are compared: pairs with their differences, the ELBO of a row, and the row without its cache."""
+"""Results of one task side by side: intervals, gaps, gap closed as the paper defines it, paired differences, speeds.
+
+`task` reads from top to bottom: rows, their bootstrap draws, the baseline, and then one `ComparedRow` for each row.
+Tables, pages and figures show these and compute nothing.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import numpy as np
 
 from lm_eval_duel.core.scores import METRICS
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.results import match, rows, stats
-from lm_eval_duel.results import rows as task_rows
-from lm_eval_duel.results import stats as paired
-from lm_eval_duel.results.read import NO_CACHE, Run
-from lm_eval_duel.results.rows import NON_IDENTITY_KEYS, OF_ESTIMATOR, Pair, Row
-from lm_eval_duel.results.stats import UNCLEAR, Side
-from lm_eval_duel.results.table import WORDS, number
+from lm_eval_duel.results.rows import NON_IDENTITY_KEYS, OF_ESTIMATOR, Row
+from lm_eval_duel.results.runs import NO_CACHE, Run
+from lm_eval_duel.results.stats import UNCLEAR, PairedDifference, Side
+from lm_eval_duel.results.table import WORDS, Note, number
 from lm_eval_duel.rules.tables import family
 
 UNITS = {"token_perplexity": "token", "perplexity": "document", "word_perplexity": "word"}  # of others: byte
@@ -26,6 +28,214 @@ CHOICES = (BOTH, RULES, MODELS, ALL, NONE)  # of --pairs
 MOST_ROWS = 5  # of which all pairs are listed; of more, each is compared with the lowest
 PAPER_RULE = "greedy:k=1"  # the rule of the paper's perplexity tables
 CONVENTIONS = {"special_tokens", "windows", "max_length", "sigma"}  # entries in which published figures may differ
+OTHER_UNITS = ("word_perplexity", "byte_perplexity")
+BETTER = "the MDM is already better under the ELBO"
+Draws = Mapping[Row, np.ndarray]  # of nats per unit, by the bootstrap over documents that all rows share
+Interval = list[float]  # low, high
+
+
+# ---------------------------------------------------------------- what is known of a row among others
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Pair(PairedDifference):
+    """The paired difference of two rows; `second` is None, with the `reason`, if there is no row to compare with."""
+
+    first: Row
+    second: Row | None
+    reason: Note  # why there is no difference, or no interval
+
+
+@dataclasses.dataclass(frozen=True)
+class GapClosed:
+    """The share of the ELBO's gap to the autoregressive baseline that a DUEL row closes, in per cent.
+
+    `distinguishable`: whether the ELBO and DUEL differ by more than their errors; None if that is not asked. `percent`
+    is None if they do not. `reason`: why `percent`, its error or its interval is not known.
+    """
+
+    elbo: Row | None = None
+    elbo_gap: float | None = None
+    distinguishable: bool | None = None
+    percent: float | None = None
+    stderr: float | None = None
+    interval: Interval | None = None
+    reason: Note = dataclasses.field(default_factory=Note)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class ComparedRow:
+    """A row among the others of its table."""
+
+    row: Row
+    interval: Interval | None  # 95 %, over documents
+    window_stderr: float | None  # over windows, if there is no interval
+    no_interval: Note  # why not
+    best: bool  # the lowest likelihood of its model
+    gap: float | None  # to the baseline
+    gap_interval: Interval | None
+    closed: GapClosed
+    cache_cost: Pair | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Speeds:
+    """The rows of one model, block and cache against NFE. `families`: each rule at several speeds, fastest first."""
+
+    title: str
+    elbo: Row | None
+    ar: Row | None
+    oracle: Row | None
+    families: dict[str, list[ComparedRow]]
+
+    @property
+    def rows(self) -> list[ComparedRow]:
+        return [row for points in self.families.values() for row in points]
+
+
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """The results of one task side by side. `documents`: their number. `same`: rows that one stands for."""
+
+    name: str
+    metric: str
+    documents: int | None
+    rows: list[ComparedRow]
+    rules: list[Speeds]
+    pairs: list[Pair]
+    differences: list[str]
+    as_published: bool
+    notes: list[str]
+    draws: Draws
+    same: Mapping[Row, list[Row]]
+
+    def pair(self, first: Row, second: Row) -> Pair:
+        """The difference of two of its rows."""
+        return pair(first, second, self.draws)
+
+
+def task(
+    name: str,
+    runs: Sequence[Run],
+    baselines: Collection[Run] = (),
+    metric: str | None = None,
+    as_published: bool = False,
+    choice: str = NONE,
+) -> Comparison:
+    """One task: its rows with intervals and gap closed, paired differences, and the notes under its tables.
+
+    `runs`: oldest first. `baselines`: those of the autoregressive model of the gaps. `metric`: the default is the first
+    that all results have. `choice`: of pairs, as in `--pairs`.
+    """
+    compared = [run for run in runs if name in run.tasks]
+    base = next((run for run in reversed(compared) if run in baselines), None)
+    compared.sort(key=lambda run: run is not base)
+    metric = shared_metric(name, metric, compared)
+    differences = match.check(name, metric, compared, as_published)
+    made, remarks = [], []
+    for run in compared:
+        of_run, left_out = rows.of_run(run, name, metric, baseline=run is base)
+        made += [row for row in of_run if metric in row.metrics]
+        remarks += left_out
+    table = rows.in_order(made)
+    ar = next((row for row in table.rows if row.ar), None)
+    if base is not None and ar is None:
+        raise DuelError(f"The autoregressive baseline {base.name} has no row; name one result of one model as --ar.")
+    draws = _draws(table.rows)
+    best = _best(table.rows)
+    elbos = {row: find_elbo(row, table.rows, as_published) for row in table.rows if row.duel}
+    shown = []
+    for row in table.rows:
+        elbo, why = elbos.get(row, (None, ""))
+        own = draws.get(row)
+        shown.append(
+            ComparedRow(
+                row=row,
+                interval=None if own is None else stats.stats_interval(*_values([row], draws)),
+                window_stderr=row.error(row.nats_window_stderr) if own is None else None,
+                no_interval=row.no_interval if own is None else Note(),
+                best=row in best,
+                gap=None if ar is None or row is ar else row.value - ar.value,
+                gap_interval=_gap_interval(row, ar, draws),
+                closed=close_gap(row, elbo, ar, draws, why) if row.duel else GapClosed(),
+                cache_cost=cache_cost(row, table.rows, draws),
+            )
+        )
+    described = {elbo: _describe(elbo, why) for elbo, why in elbos.values() if elbo is not None}
+    notes = [
+        *_notes(name, compared),
+        *(described[row] for row in table.rows if row in described),
+        *_precision(compared),
+        _windows(compared),
+        *dict.fromkeys([*remarks, *table.notes]),
+    ]
+    if metric in OTHER_UNITS and any(row.closed.percent is not None for row in shown):
+        notes.append(f"gap closed is of {WORDS[metric]} here: the paper's numbers are per token and not these")
+    sizes = {run.tasks[name].size for run in compared} - {None}
+    return Comparison(
+        name=name,
+        metric=metric,
+        documents=sizes.pop() if len(sizes) == 1 else None,
+        rows=shown,
+        rules=_speeds(shown, ar),
+        pairs=choose(choice, shown, draws),
+        differences=differences,
+        as_published=as_published,
+        notes=notes,
+        draws=draws,
+        same=table.same,
+    )
+
+
+def shared_metric(name: str, requested: str | None, compared: Sequence[Run]) -> str:
+    """The metric of a task's table: the requested one, else the first that all results have."""
+    shared = [metric for metric in METRICS if all(metric in run.tasks[name].metrics for run in compared)]
+    if requested in shared or (requested is None and shared):
+        return requested or shared[0]
+    available = "; ".join(f"{run.name}: {', '.join(run.tasks[name].metrics)}" for run in compared)
+    wanted = f"{requested} of {name}" if requested else f"a metric of {name} that all results have"
+    raise DuelError(f"Wanted {wanted}, but there is: {available}. Name another with --metric, or leave the task out.")
+
+
+# ---------------------------------------------------------------- draws
+
+
+def _draws(shown: Sequence[Row]) -> dict[Row, np.ndarray]:
+    """Bootstrap draws of the rows that have the documents of the first that has any. All use the same resampling."""
+    known = [row for row in shown if len(row.documents) > 1 and math.isfinite(row.value)]
+    known = [row for row in known if row.documents.keys() == known[0].documents.keys()]
+    if not known:
+        return {}
+    table = np.array([[row.documents[key] for row in known] for key in sorted(known[0].documents)])
+    return dict(zip(known, stats.stats_rates(table), strict=True))
+
+
+def _values(compared: Sequence[Row], draws: Draws) -> list[np.ndarray]:
+    """The values of rows that are compared in each draw of the bootstrap, with their Monte Carlo errors."""
+    drawn = stats.with_errors([draws[row] for row in compared], [row.rate_stderr for row in compared])
+    return [stats.value(row.metric, -rates, 1.0) for row, rates in zip(compared, drawn, strict=True)]
+
+
+def _gap_interval(row: Row, ar: Row | None, draws: Draws) -> Interval | None:
+    """The interval of a row's gap to the baseline."""
+    if ar is None or row is ar or row not in draws or ar not in draws:
+        return None
+    value, baseline = _values([row, ar], draws)
+    return stats.stats_interval(value - baseline)
+
+
+def _best(shown: Sequence[Row]) -> set[Row]:
+    """The lowest likelihood of each model with several rows. Bounds and the oracle do not count."""
+    best = set()
+    for model in {row.model for row in shown}:
+        mine = [row for row in shown if row.model == model and row.likelihood and not row.ar]
+        proper = [row for row in mine if row.proper and math.isfinite(row.value)]
+        if len(mine) > 1 and proper:
+            best.add(min(proper, key=lambda row: row.value))
+    return best
+
+
+# ---------------------------------------------------------------- pairs
 
 
 def unit(metric: str) -> str:
@@ -33,35 +243,38 @@ def unit(metric: str) -> str:
     return UNITS.get(metric, "byte")
 
 
-def pair(first: Row, second: Row) -> Pair:
+def pair(first: Row, second: Row, draws: Draws) -> Pair:
     """The difference of two rows with its interval (or the reason why there is none) and verdict."""
     sides = []
     for row, name in zip((first, second), rows.names((first, second)), strict=True):
-        sides.append(Side(name, row.kind, row.rate, row.rate_stderr, row.stderr_reason, row.draws))
-    found = paired.difference(*sides, unit(first.metric), [key.rpartition(":")[0] for key in first.documents])
-    reason = ""
+        sides.append(Side(name, row.kind, row.rate, row.rate_stderr, row.stderr_reason, draws.get(row)))
+    found = stats.difference(*sides, unit(first.metric), [key.rpartition(":")[0] for key in first.documents])
+    reason = Note()
     if found.difference is None:
-        reason = "no difference of an infinite perplexity"
+        reason = Note("no difference of an infinite perplexity")
     elif found.interval is None:
-        lacking = first if first.draws is None else second
-        reason = f"no interval: {lacking.model}, {lacking.name}: {lacking.reason}"
+        reason = _no_interval(second if first in draws else first)
     return Pair(**vars(found), first=first, second=second, reason=reason)
 
 
-def choose(choice: str, shown: Sequence[Row]) -> list[Pair]:
+def _no_interval(lacking: Row) -> Note:
+    return lacking.no_interval.after(f"no interval: {lacking.model}, {lacking.name}: ")
+
+
+def choose(choice: str, shown: Sequence[ComparedRow], draws: Draws) -> list[Pair]:
     """The pairs of `--pairs`.
 
     `rules`: the DUEL rows of a network with one block and one cache against each other; of more than five, each against
     the lowest. `models`: the row of each model that its headline is about, in the same way; `both`: these two. `all`:
     every two rows. The oracle, which is not a likelihood, is in no pair.
     """
-    likelihoods = [row for row in shown if row.likelihood]
+    likelihoods = [each.row for each in shown if each.row.likelihood]
     if choice == ALL:
-        return list(itertools.starmap(pair, itertools.combinations(likelihoods, 2)))
+        return [pair(*both, draws) for both in itertools.combinations(likelihoods, 2)]
     groups: dict[tuple, list[Row]] = {}
     if choice in (BOTH, MODELS):
         models = dict.fromkeys(row.model for row in likelihoods)
-        groups[()] = [main_row([row for row in likelihoods if row.model == model]) for model in models]
+        groups[()] = [main_row([each for each in shown if each.row.model == model]) for model in models]
     for row in likelihoods if choice in (BOTH, RULES) else ():
         if row.estimator == "duel" and not row.ar:
             groups.setdefault((row.model, row.block, row.run.cache, row.qualifiers), []).append(row)
@@ -70,26 +283,29 @@ def choose(choice: str, shown: Sequence[Row]) -> list[Pair]:
         lowest = min(group, key=lambda row: row.value, default=None)
         every = itertools.combinations(group, 2) if len(group) <= MOST_ROWS else ((row, lowest) for row in group)
         found += [(first, second) for first, second in every if first is not second]
-    return list(itertools.starmap(pair, found))
+    return [pair(first, second, draws) for first, second in found]
 
 
-def main_row(likelihoods: Sequence[Row]) -> Row:
+def main_row(of_model: Sequence[ComparedRow]) -> Row:
     """A model's row: the baseline, the row of its headline, or else its lowest likelihood or bound."""
-    baseline = next((row for row in likelihoods if row.ar), None)
-    return baseline or headline(likelihoods) or min(likelihoods, key=lambda row: (row.bound, row.value))
+    likelihoods = [each for each in of_model if each.row.likelihood]
+    baseline = next((each for each in likelihoods if each.row.ar), None)
+    lowest = min(likelihoods, key=lambda each: (each.row.bound, each.row.value))
+    return (baseline or headline(likelihoods) or lowest).row
 
 
-def headline(shown: Sequence[Row]) -> Row | None:
+def headline(shown: Sequence[ComparedRow]) -> ComparedRow | None:
     """The DUEL row of a headline: the paper's rule, else the best; rows without a cache, then with an ELBO, first."""
-    duels = [row for row in shown if row.estimator == "duel"] or [row for row in shown if row.entry.follows_rule]
-    duels = [row for row in duels if row.rule == PAPER_RULE] or duels
-    return min(duels, key=lambda row: (row.run.has_cache, row.elbo is None, row.value), default=None)
+    duels = [each for each in shown if each.row.estimator == "duel"]
+    duels = duels or [each for each in shown if each.row.entry.follows_rule]
+    duels = [each for each in duels if each.row.rule == PAPER_RULE] or duels
+    return min(duels, key=lambda each: (each.row.run.has_cache, each.closed.elbo is None, each.row.value), default=None)
 
 
 # ---------------------------------------------------------------- which rows belong together
 
 
-def cache_cost(row: Row, shown: Sequence[Row]) -> Pair | None:
+def cache_cost(row: Row, shown: Sequence[Row], draws: Draws) -> Pair | None:
     """Cached minus uncached, everything else in the spec the same; None for a row without a cache."""
     if not row.run.has_cache:
         return None
@@ -100,14 +316,14 @@ def cache_cost(row: Row, shown: Sequence[Row]) -> Pair | None:
 
     nearest, differences = _nearest(row, shown, fits, ignored | {"cache"})
     if nearest and not differences:
-        return pair(row, nearest[0])
+        return pair(row, nearest[0], draws)
     reason = "there is no result of this network and rule with cache=none"
     if differences:
         reason = f"the result with cache=none is of another spec: {'; '.join(differences.values())}"
-    return Pair(first=row, second=None, reason=reason)
+    return Pair(first=row, second=None, reason=Note(reason))
 
 
-def find_elbo(duel: Row, shown: Sequence[Row], as_published: bool = False) -> tuple[Row | None, str]:
+def find_elbo(duel: Row, shown: Sequence[Row], as_published: bool) -> tuple[Row | None, str]:
     """The ELBO of a DUEL row, or None and the reason.
 
     The ELBO is of the same model under the same spec, except for the entries of the estimator. It covers the whole
@@ -154,171 +370,46 @@ def _nearest(
     return [other for other, differences in found if differences == least], least
 
 
-# ---------------------------------------------------------------- compare
-# Results of one task side by side: intervals, gap closed as the paper defines it, paired differences, speeds.
-#
-# `task` makes the rows once and fills them in the order of the text: values and intervals, baseline, ELBO and gap
-# closed,
-# cost of the cache. Tables, pages and figures show them and compute nothing.
+# ---------------------------------------------------------------- gap closed
 
 
-OTHER_UNITS = ("word_perplexity", "byte_perplexity")
-BETTER = "the MDM is already better under the ELBO"
-
-
-@dataclasses.dataclass(frozen=True)
-class Speeds:
-    """The rows of one model, block and cache against NFE. `families`: each rule at several speeds, fastest first."""
-
-    title: str
-    elbo: Row | None
-    ar: Row | None
-    oracle: Row | None
-    families: dict[str, list[Row]]
-
-    @property
-    def rows(self) -> list[Row]:
-        return [row for points in self.families.values() for row in points]
-
-
-@dataclasses.dataclass(frozen=True)
-class Comparison:
-    """The results of one task side by side. `documents`: their number."""
-
-    metric: str
-    documents: int | None
-    rows: list[Row]
-    rules: list[Speeds]
-    pairs: list[Pair]
-    differences: list[str]
-    as_published: bool
-    notes: list[str]
-
-
-def task(
-    name: str,
-    runs: Sequence[Run],
-    metric: str | None = None,
-    as_published: bool = False,
-    choice: str = NONE,
-) -> Comparison:
-    """One task: its rows with intervals and gap closed, paired differences, and the notes under its tables.
-
-    `metric`: the default is the first that all results have. `choice`: of pairs, as in `--pairs`.
-    """
-    compared = [run for run in runs if name in run.tasks]  # oldest first
-    base = next((run for run in reversed(compared) if run.baseline), None)
-    compared.sort(key=lambda run: run is not base)
-    metric = _metric(name, metric, compared)
-    differences = match.check(name, metric, compared, as_published)
-    remarks: list[str] = []
-    made = [row for run in compared for row in task_rows.of_run(run, name, metric, remarks)]
-    for row in made:
-        row.ar = base is not None and (row.run, row.estimator) == (base, base.estimator)
-    rows = task_rows.in_order([row for row in made if metric in row.metrics], base, remarks)
-    ar = rows[0] if base else None
-    _add_intervals(rows)
-    _mark_best(rows)
-    for row in rows:
-        if ar is not None and row is not ar:
-            row.gap = row.value - ar.value
-            if row.draws is not None and ar.draws is not None:
-                value, baseline = task_rows.drawn_values(row, ar)
-                row.gap_interval = stats.stats_interval(value - baseline)
-    elbos = _close_gaps(rows, ar, as_published)
-    for row in rows:
-        row.cache_cost = cache_cost(row, rows)
-    notes = [*_notes(name, compared, elbos), *dict.fromkeys(remarks)]
-    if metric in OTHER_UNITS and any(row.gap_closed is not None for row in rows):
-        notes.append(f"gap closed is of {WORDS[metric]} here: the paper's numbers are per token and not these")
-    sizes = {run.tasks[name].size for run in compared} - {None}
-    return Comparison(
-        metric=metric,
-        documents=sizes.pop() if len(sizes) == 1 else None,
-        rows=rows,
-        rules=_speeds(rows, ar),
-        pairs=choose(choice, rows),
-        differences=differences,
-        as_published=as_published,
-        notes=notes,
-    )
-
-
-def _metric(name: str, requested: str | None, compared: Sequence[Run]) -> str:
-    shared = [metric for metric in METRICS if all(metric in run.tasks[name].metrics for run in compared)]
-    if requested in shared or (requested is None and shared):
-        return requested or shared[0]
-    available = "; ".join(f"{run.name}: {', '.join(run.tasks[name].metrics)}" for run in compared)
-    wanted = f"{requested} of {name}" if requested else f"a metric of {name} that all results have"
-    raise DuelError(f"Wanted {wanted}, but there is: {available}. Name another with --metric, or leave the task out.")
-
-
-# ---------------------------------------------------------------- the steps that fill rows
-
-
-def _add_intervals(rows: Sequence[Row]) -> None:
-    """Give bootstrap draws to rows that have the documents of the first that has any. All use the same resampling."""
-    known = [row for row in rows if len(row.documents) > 1 and math.isfinite(row.value)]
-    known = [row for row in known if row.documents.keys() == known[0].documents.keys()]
-    if known:
-        table = np.array([[row.documents[key] for row in known] for key in sorted(known[0].documents)])
-        for row, draws in zip(known, stats.stats_rates(table), strict=True):
-            row.draws = draws
-            row.interval = stats.stats_interval(*task_rows.drawn_values(row))
-
-
-def _mark_best(rows: Sequence[Row]) -> None:
-    """Mark the lowest likelihood of each model with several rows. Bounds and the oracle do not count."""
-    for model in {row.model for row in rows}:
-        mine = [row for row in rows if row.model == model and row.likelihood and not row.ar]
-        proper = [row for row in mine if row.proper and math.isfinite(row.value)]
-        if len(mine) > 1 and proper:
-            min(proper, key=lambda row: row.value).best = True
-
-
-def _close_gaps(rows: Sequence[Row], ar: Row | None, as_published: bool) -> list[str]:
-    """Enter the ELBO and gap closed of each DUEL row; return descriptions of these ELBOs."""
-    used: dict[int, str] = {}
-    for row in rows:
-        if row.duel:
-            row.elbo, why = find_elbo(row, rows, as_published)
-            _close_gap(row, ar, why)
-            if row.elbo is not None:
-                used[rows.index(row.elbo)] = _describe(row.elbo, why)
-    return [used[n] for n in sorted(used)]
-
-
-def _close_gap(row: Row, ar: Row | None, why: str) -> None:
-    """Enter gap closed with its errors, or the reason why there is none. `why`: why there is no ELBO."""
-    elbo = row.elbo
-    if row.metric == "bits_per_byte":
-        row.gap_closed_reason = "gap closed is defined for perplexities"
-    elif elbo is None:
-        row.gap_closed_reason = why
-    elif ar is None:
-        row.gap_closed_reason = f"no AR result of {row.task} (--ar)"
-    elif not all(map(math.isfinite, (elbo.value, row.value, ar.value))):
-        row.gap_closed_reason = "no gap closed of an infinite perplexity"
-    elif not stats.is_distinguishable(elbo.value, ar.value, elbo.stderr_bound):
-        row.gap_closed_reason = f"{UNCLEAR}: ELBO {_with_error(elbo)} and {ar.model} {number(ar.value)}"
-    elif elbo.value <= ar.value:
-        row.gap_closed_reason = BETTER
+def close_gap(row: Row, elbo: Row | None, ar: Row | None, draws: Draws, why: str) -> GapClosed:
+    """Gap closed of a DUEL row with its errors, or the reason why there is none. `why`: why there is no ELBO."""
+    if elbo is None:
+        reason = "gap closed is defined for perplexities" if row.metric == "bits_per_byte" else why
+        return GapClosed(reason=Note(reason))
+    gap = None if ar is None else elbo.value - ar.value
+    if reason := _no_gap(row, elbo, ar):
+        return GapClosed(elbo, gap, reason=reason)
+    known = [error for error in (elbo.stderr_bound, row.stderr_bound) if error is not None]
+    distinguishable = stats.is_distinguishable(elbo.value, row.value, math.hypot(*known) if known else None)
+    reasons = [Note(elbo.stderr_reason), Note(row.stderr_reason)]
+    percent = stderr = interval = None
+    if distinguishable:
+        percent = 100 * (elbo.value - row.value) / gap
+        own = 0.0 if row.stderr_bound is None else row.stderr  # an exact value has no error
+        stderr = stats.gap_closed_stderr(elbo.value, row.value, ar.value, elbo.stderr, own)
     else:
-        known = [error for error in (elbo.stderr_bound, row.stderr_bound) if error is not None]
-        row.distinguishable = stats.is_distinguishable(elbo.value, row.value, math.hypot(*known) if known else None)
-        reasons = [elbo.stderr_reason, row.stderr_reason]
-        if row.distinguishable:
-            row.gap_closed = 100 * (elbo.value - row.value) / (elbo.value - ar.value)
-            stderr = 0.0 if row.stderr_bound is None else row.stderr  # an exact value has no error
-            row.gap_closed_stderr = stats.gap_closed_stderr(elbo.value, row.value, ar.value, elbo.stderr, stderr)
-        else:
-            reasons.insert(0, f"{UNCLEAR}: ELBO {_with_error(elbo)} and DUEL {_with_error(row)}")
-        if lacking := next((other for other in (elbo, row, ar) if other.draws is None), None):
-            reasons.append(f"no interval: {lacking.model}, {lacking.name}: {lacking.reason}")
-        else:
-            row.gap_closed_interval, remark = stats.gap_interval(*task_rows.drawn_values(elbo, row, ar))
-            reasons.append(remark)
-        row.gap_closed_reason = "; ".join(filter(None, reasons))
+        reasons.insert(0, Note(f"{UNCLEAR}: ELBO {_with_error(elbo)} and DUEL {_with_error(row)}"))
+    if lacking := next((each for each in (elbo, row, ar) if each not in draws), None):
+        reasons.append(_no_interval(lacking))
+    else:
+        interval, remark = stats.gap_interval(*_values([elbo, row, ar], draws))
+        reasons.append(Note(remark))
+    return GapClosed(elbo, gap, distinguishable, percent, stderr, interval, Note.joined(reasons))
+
+
+def _no_gap(row: Row, elbo: Row, ar: Row | None) -> Note:
+    """The reason that a row closes no gap; empty if the ELBO and the baseline make one."""
+    if row.metric == "bits_per_byte":
+        return Note("gap closed is defined for perplexities")
+    if ar is None:
+        return Note(f"no AR result of {row.task}", "--ar")
+    if not all(map(math.isfinite, (elbo.value, row.value, ar.value))):
+        return Note("no gap closed of an infinite perplexity")
+    if not stats.is_distinguishable(elbo.value, ar.value, elbo.stderr_bound):
+        return Note(f"{UNCLEAR}: ELBO {_with_error(elbo)} and {ar.model} {number(ar.value)}")
+    return Note(BETTER if elbo.value <= ar.value else "")
 
 
 def _with_error(row: Row) -> str:
@@ -342,43 +433,60 @@ def _describe(elbo: Row, why: str) -> str:
 # ---------------------------------------------------------------- notes and speeds
 
 
-def _notes(name: str, compared: Sequence[Run], elbos: Sequence[str]) -> list[str]:
-    """Notes on unknown tokens, ELBOs, networks in low precision (whose orders and sums are coarser), and windows."""
+def _notes(name: str, compared: Sequence[Run]) -> list[str]:
+    """Notes on unknown tokens."""
     shares = dict.fromkeys((run.label, run.tasks[name].unknown) for run in compared if run.tasks[name].unknown)
-    notes = [
+    return [
         f"{share:.1%} of the tokens of {label} are [UNK]: its bits per byte, byte and word perplexity are not a "
         "likelihood of the text"
         for label, share in shares
     ]
-    notes += elbos
-    windows: dict[str, dict[str, None]] = {}
+
+
+def _precision(compared: Sequence[Run]) -> list[str]:
+    """Notes on networks in low precision, whose orders and sums are coarser."""
+    notes = []
     for run in compared:
-        windows.setdefault(run.label, {})[match.windows_of(run)] = None
         if run.dtype not in ("float32", "float64"):
             default = "" if run.ours else " (the default of --model hf; dtype=float32 changes it)"
             notes.append(f"{run.label} ran in {run.dtype}{default}: {run.short_name}")
+    return notes
+
+
+def _windows(compared: Sequence[Run]) -> str:
+    """A note on how the documents were cut."""
+    windows: dict[str, dict[str, None]] = {}
+    for run in compared:
+        windows.setdefault(run.label, {})[match.windows_of(run)] = None
     listed = "; ".join(f"{label}: {' and '.join(of_label)}" for label, of_label in windows.items())
-    return [*notes, f"windows: {listed}"]
+    return f"windows: {listed}"
 
 
-def _speeds(rows: Sequence[Row], ar: Row | None) -> list[Speeds]:
+def _speeds(shown: Sequence[ComparedRow], ar: Row | None) -> list[Speeds]:
     """Rule families against NFE, for each model, block and cache with two or more different NFEs."""
-    groups: dict[tuple, list[Row]] = {}
-    for row in rows:
+    groups: dict[tuple, list[ComparedRow]] = {}
+    for each in shown:
+        row = each.row
         if row.estimator == "duel" and row.nfe_per_token:
-            groups.setdefault((row.model, row.block, row.run.cache, row.variant), []).append(row)
+            groups.setdefault((row.model, row.block, row.run.cache, row.variant), []).append(each)
     speeds = []
     for (model, block, cache, variant), members in groups.items():
-        if len({round(row.nfe_per_token, 3) for row in members}) > 1:
-            families: dict[str, list[Row]] = {}
-            for row in members:
-                families.setdefault(family(row.rule)[0], []).append(row)
-            for points in families.values():
-                points.sort(key=lambda row: row.nfe_per_token)
-            elbo = next((row.elbo for row in members if row.elbo is not None), None)
-            oracle = (model, "oracle", block, cache)
-            alike = (row for row in rows if (row.model, row.estimator, row.block, row.run.cache) == oracle)
-            parts = members[0].parts
+        if len({round(each.row.nfe_per_token, 3) for each in members}) > 1:
+            elbo = next((each.closed.elbo for each in members if each.closed.elbo is not None), None)
+            oracle = next((each.row for each in shown if _is_oracle(each.row, model, block, cache)), None)
+            parts = members[0].row.parts
             title = ", ".join(filter(None, [model, parts["block"], parts["cache"] if cache != "none" else "", variant]))
-            speeds.append(Speeds(title, elbo, ar, next(alike, None), families))
+            speeds.append(Speeds(title, elbo, ar, oracle, _families(members)))
     return speeds
+
+
+def _is_oracle(row: Row, model: str, block: str | None, cache: str | None) -> bool:
+    return (row.model, row.estimator, row.block, row.run.cache) == (model, "oracle", block, cache)
+
+
+def _families(members: Sequence[ComparedRow]) -> dict[str, list[ComparedRow]]:
+    """The rows of each rule family, fastest first."""
+    families: dict[str, list[ComparedRow]] = {}
+    for each in sorted(members, key=lambda each: each.row.nfe_per_token):
+        families.setdefault(family(each.row.rule)[0], []).append(each)
+    return {name: families[name] for name in dict.fromkeys(family(each.row.rule)[0] for each in members)}

@@ -12,13 +12,13 @@ import itertools
 import math
 import textwrap
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from lm_eval_duel.console.command_line import one_line
 from lm_eval_duel.estimators import registry
 from lm_eval_duel.estimators.registry import Kind
-from lm_eval_duel.results.compare import Comparison, Speeds
+from lm_eval_duel.results.compare import ComparedRow, Comparison, Speeds
 from lm_eval_duel.results.own_files import stems
 from lm_eval_duel.results.rows import Row
 from lm_eval_duel.results.stats import CLEAR
@@ -131,11 +131,10 @@ def _title(text: str, width: float) -> str:
     return textwrap.fill(_label(text), int(CHARACTERS * width))
 
 
-def _set_scale(axes: Axes, which: str, metric: str, rows: Iterable[Row]) -> bool:
+def _set_scale(axes: Axes, which: str, metric: str, values: Sequence[float]) -> bool:
     """Make an axis of values logarithmic, with plain numbers, if they need it (never with infinite ones)."""
     from matplotlib import ticker
 
-    values = [row.value for row in rows]
     if metric == "bits_per_byte" or not values or min(values) <= 0:
         return False
     if not LOG_FROM * min(values) < max(values) < math.inf:
@@ -168,28 +167,28 @@ def _kind(row: Row) -> str:
 def perplexity(name: str, task: Comparison, width: float | None = None) -> Figure:
     """One line per row, with its value and interval; the AR baseline as a dotted line. `width`: in inches."""
     rows, metric, width = task.rows, task.metric, width or WIDTH
-    models = [(model, list(of_model)) for model, of_model in itertools.groupby(rows, lambda row: row.model)]
+    models = [(model, list(of_model)) for model, of_model in itertools.groupby(rows, lambda each: each.row.model)]
     figure, axes = _new(width, 1.3 + LINE * (len(rows) + len(models)))
     edge = axes.get_yaxis_transform()
-    shift = {"xytext": (FONT * DIGIT * max(len(value(row)) for row in rows), 0), "textcoords": "offset points"}
+    shift = {"xytext": (FONT * DIGIT * max(len(value(each.row)) for each in rows), 0), "textcoords": "offset points"}
     at, names = 0.4, {}
     for model, of_model in models:
         at -= 1.4
         axes.text(0.0, at, f"{_label(model)} ", weight="bold", transform=edge, ha="right", va="center")
-        for row in of_model:
+        for each in of_model:
             at -= 1
-            names[at] = _name(row)
-            _draw_row(axes, row, at)
-            look = {"weight": "bold" if row.best else "normal", "ha": "right", "va": "center", "fontsize": FONT}
-            axes.annotate(str(value(row)), (1, at), xycoords=edge, **look, **shift)
+            names[at] = _name(each.row)
+            _draw_row(axes, each, at)
+            look = {"weight": "bold" if each.best else "normal", "ha": "right", "va": "center", "fontsize": FONT}
+            axes.annotate(value(each.row), (1, at), xycoords=edge, **look, **shift)
     axes.set_yticks([*names], [*names.values()], fontsize=FONT)
     axes.tick_params(axis="y", length=0)
     axes.set_ylim(at - 0.7, -0.4)
-    logarithmic = _set_scale(axes, "x", metric, rows)
+    logarithmic = _set_scale(axes, "x", metric, [each.row.value for each in rows])
     axes.set_xlabel(f"{WORDS[metric]} ({'log scale; ' if logarithmic else ''}lower is better)")
     axes.grid(axis="x", color="#e5e5e5", linewidth=0.8)
-    about = ", with 95 % bootstrap intervals over documents" if any(row.interval for row in rows) else ""
-    about += "; wide bars: two Monte Carlo standard errors" if any(row.stderr is not None for row in rows) else ""
+    about = ", with 95 % bootstrap intervals over documents" if any(each.interval for each in rows) else ""
+    about += "; wide bars: two Monte Carlo standard errors" if any(each.row.stderr is not None for each in rows) else ""
     figure.suptitle(_title(f"{name}: {WORDS[metric]}{about}", width), x=0.01, ha="left", fontsize=10.5)
     _add_legend(figure, 2 if width >= WIDTH else 1)
     return figure
@@ -202,13 +201,14 @@ def _name(row: Row) -> str:
     return _label(row.name.removeprefix("DUEL, ")) + (f" ({remarks})" if remarks else "")
 
 
-def _draw_row(axes: Axes, row: Row, at: float) -> None:
+def _draw_row(axes: Axes, each: ComparedRow, at: float) -> None:
     """A row's interval, Monte Carlo error and value at height `at`; in the legend the first of each kind, in grey."""
+    row = each.row
     marker = MARKERS.get(row.estimator) or OTHER_MARKERS.get(row.entry.kind, "P")
     neutral = GREY if row.estimator == "ar" else DARK if row.likelihood and not row.eps else LIGHT
     colour = neutral if row.ar or not row.likelihood else model_colour(row.model)
-    if row.interval is not None:
-        axes.plot(row.interval, [at, at], "|-", color=colour, linewidth=1.4, markersize=7, zorder=2)
+    if each.interval is not None:
+        axes.plot(each.interval, [at, at], "|-", color=colour, linewidth=1.4, markersize=7, zorder=2)
     if row.stderr is not None:
         axes.plot(_whisker(row), [at, at], "-", color=colour, linewidth=4, alpha=0.35, zorder=2)
     shape = {"marker": marker, "markersize": 5, "markeredgewidth": 1.4, "linestyle": "none"}
@@ -229,16 +229,16 @@ def rules(name: str, task: Comparison, of: Speeds, width: float | None = None) -
     figure, axes = _new(width, max(0.6 * RULES_HEIGHT, RULES_HEIGHT * width / RULES_WIDTH))
     axes.set_xscale("log", base=2, subs=[])
     axes.xaxis.set_major_formatter("{x:g}")
-    logarithmic = _set_scale(axes, "y", task.metric, of.rows)
+    logarithmic = _set_scale(axes, "y", task.metric, [each.row.value for each in of.rows])
     for (family, rows), marker in zip(of.families.items(), itertools.cycle(LINE_MARKERS), strict=False):
         shape = {"marker": marker, "markersize": 4.5, "markerfacecolor": "none", "linewidth": 1.1}
         steps, style = (" (adaptive: measured NFE)", "--") if adaptive(family) else ("", "-")
-        values = [row.nfe_per_token for row in rows], [row.value for row in rows]
+        values = [each.row.nfe_per_token for each in rows], [each.row.value for each in rows]
         colour = rule_colour(family)
         axes.plot(*values, style, color=colour, label=f"{_label(without_defaults(family))}{steps}", **shape)
-        if known := [(row.nfe_per_token, *row.interval) for row in rows if row.interval is not None]:
+        if known := [(each.row.nfe_per_token, *each.interval) for each in rows if each.interval is not None]:
             axes.vlines(*zip(*known, strict=True), color=colour, linewidth=1, alpha=0.5, zorder=1)
-    axes.set_xlim(min([1.0, *(row.nfe_per_token for row in of.rows)]) * 0.9, 1.12)
+    axes.set_xlim(min([1.0, *(each.row.nfe_per_token for each in of.rows)]) * 0.9, 1.12)
     axes.grid(axis="both", color="#e5e5e5", linewidth=0.8)
     for row, style in ((of.elbo, (0, (5, 3))), (of.ar, ":")):
         if row is not None and math.isfinite(row.value):

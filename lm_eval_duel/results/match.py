@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from lm_eval_duel.errors import DuelError
-from lm_eval_duel.results.read import Run, Task
+from lm_eval_duel.results.runs import Run, Task
 
 TWIN = "score it with --model duel-mdm --model_args pretrained=...,estimator=ar"  # windows and tokens as ours
 PER_TOKEN = "token_perplexity"  # not comparable across tokenizers
@@ -124,7 +124,7 @@ def _same_windows(here: Run, there: Run, name: str, same_tokenizer: bool) -> boo
     same = (here.windows, here.capacity) == (there.windows, there.capacity)
     if None in (here.capacity, there.capacity):
         return same and here.ours == there.ours and here.spec.get("max_length") == there.spec.get("max_length")
-    longest = [run.tasks[name].longest for run in both]
+    longest = [run.longest(name) for run in both]
     if same_tokenizer:
         longest = [max((n for n in longest if n is not None), default=None)] * 2
     return same or all(n is not None and n <= run.capacity for n, run in zip(longest, both, strict=True))
@@ -148,7 +148,35 @@ def check(name: str, metric: str, compared: Sequence[Run], as_published: bool) -
             across = metric != PER_TOKEN and found.field.startswith(("tokenizer", "windows"))
             text = f"{found.field}: {found.here} in {here.name}, but {found.there} in {other.name}"
             if always or not (as_published or across):
-                hint = "" if always else ", or list the difference under the table with --as_published"
+                ways = [] if always else ["list the difference under the table with --as_published"]
+                ways.append("give each its own table with --apart")
+                hint = "".join(f", or {way}" for way in ways)
                 raise DuelError(f"{metric} of {name} cannot be compared: {text}. To compare, {found.remedy}{hint}.")
             listed[text] = None
     return list(listed)
+
+
+def groups(name: str, metric: str, runs: Sequence[Run]) -> list[tuple[list[Run], str]]:
+    """The runs of a task in groups that may be compared, each with its difference from the first one."""
+    found: list[tuple[list[Run], str]] = []
+    for run in runs:
+        reasons = [_why_apart(name, metric, members, run) for members, _ in found]
+        if "" in reasons:
+            found[reasons.index("")][0].append(run)
+        else:
+            found.append(([run], next(iter(reasons), "")))
+    return found
+
+
+def _why_apart(name: str, metric: str, members: Sequence[Run], run: Run) -> str:
+    """The reason that a run may not be compared with `members`; empty if it may.
+
+    It is compared with the first of them and the first with samples.
+    """
+    sampled = [member for member in members if member.tasks[name].documents is not None]
+    for here in (members[0], *sampled[:1]):
+        every = [*documents(here.tasks[name], run.tasks[name], metric), *differences(here, run, name)]
+        for found in every:
+            if metric == PER_TOKEN or not found.field.startswith("tokenizer"):  # per word and byte they may differ
+                return f"{found.field}: {found.there} here, {found.here} in the first table of {name}"
+    return ""

@@ -14,6 +14,8 @@ from typing import Any
 from lm_eval_duel.console import command_line as strict_json
 from lm_eval_duel.errors import DuelError
 
+LISTING = "report.json"  # names the files of a report
+FORMAT = "lm_eval_duel report"  # by which it is known
 MAX_LENGTH = 100  # characters of a task's name in a file name
 SUFFIXES = (".html", ".md", ".csv", ".json", ".yaml", ".tex", ".png", ".svg", ".pdf")
 
@@ -58,42 +60,42 @@ def _at(folder: str | Path) -> Iterator[None]:
         raise DuelError(f"Nothing can be written to --out {folder}{where}: {reason}. Name another folder.") from None
 
 
-def earlier(folder: str | Path, kind: str) -> set[str]:
-    """The files of an earlier `kind` ("report", "leaderboard") in a folder, as KIND.json lists them.
+def earlier(folder: str | Path) -> set[str]:
+    """The files of an earlier report in a folder, as report.json lists them.
 
-    Raises DuelError if KIND.json is a file of another program.
+    Raises DuelError if report.json is a file of another program.
     """
-    listing, format = Path(folder, f"{kind}.json"), f"lm_eval_duel {kind}"
+    listing = Path(folder, LISTING)
     with _at(folder):
         if not listing.exists():
             return set()
     files: list[Path] = []
     with contextlib.suppress(OSError, LookupError, RecursionError, TypeError, ValueError):
         content = json.loads(listing.read_text(encoding="utf-8"))
-        files = [Path(str(name)) for name in content["files"] if content["format"] == format]
+        files = [Path(str(name)) for name in content["files"] if content["format"] == FORMAT]
     if not files:
         raise DuelError(
-            f'{listing} was not written by this command (it has no "format": "{format}"), so --out {folder} was left '
+            f'{listing} was not written by this command (it has no "format": "{FORMAT}"), so --out {folder} was left '
             "unchanged. Name another folder, or move this file."
         )
     return {file.name for file in files if len(file.parts) == 1 and file.suffix in SUFFIXES}
 
 
-def write(folder: str | Path, kind: str, content: Mapping[str, Any], others: Mapping[str, str | bytes]) -> list[str]:
-    """Write `content` as KIND.json, and the other files; remove those of an earlier `kind`; return the names.
+def write(folder: str | Path, content: Mapping[str, Any], others: Mapping[str, str | bytes]) -> list[str]:
+    """Write `content` as report.json, and the other files; remove those of an earlier report; return the names.
 
-    Raises DuelError, and leaves the folder unchanged, if a file there does not belong to an earlier `kind`.
+    Raises DuelError, and leaves the folder unchanged, if a file there does not belong to an earlier report.
     """
-    names, before = [f"{kind}.json", *others], earlier(folder, kind)
+    names, before = [LISTING, *others], earlier(folder)
     if foreign := [name for name in names if name not in before and Path(folder, name).exists()]:
         raise DuelError(
-            f"--out {folder} holds {', '.join(foreign)}, which no {kind} there lists as its own: nothing was written. "
+            f"--out {folder} holds {', '.join(foreign)}, which no report there lists as its own: nothing was written. "
             "Name another folder, or move these files."
         )
-    listing = strict_json.dumps({"format": f"lm_eval_duel {kind}", **content, "files": names}) + "\n"
+    listing = strict_json.dumps({"format": FORMAT, **content, "files": names}) + "\n"
     with _at(folder):
         Path(folder).mkdir(parents=True, exist_ok=True)
-        for name, text in {names[0]: listing, **others}.items():
+        for name, text in {LISTING: listing, **others}.items():
             part = Path(folder, f"{name}.part")
             part.write_bytes(text if isinstance(text, bytes) else text.encode())
             part.replace(Path(folder, name))  # a kill leaves no half file

@@ -8,7 +8,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from lm_eval_duel.results.own_files import reading
-from lm_eval_duel.results.read import MODEL, RESULTS, SCORE, Run
+from lm_eval_duel.results.read import RESULTS, SCORE
+from lm_eval_duel.results.runs import MODEL, Run
 
 SEEDS = {"random_seed": 0, "numpy_seed": 1234, "torch_seed": 1234, "fewshot_seed": 1234}  # of --seed
 TASK_FOLDER = '"$(lm-eval-duel tools where tasks)"'

@@ -1,4 +1,4 @@
-"""Documents and their log-likelihoods, from the harness's samples_*.jsonl and from `score --json`."""
+"""Results files of the harness and of `score --json`, their samples and traces, read as the records of `runs`."""
 
 from __future__ import annotations
 
@@ -24,37 +24,24 @@ from lm_eval_duel.estimators.registry import ESTIMATORS
 from lm_eval_duel.harness import trace
 from lm_eval_duel.results import stats
 from lm_eval_duel.results.own_files import reading
+from lm_eval_duel.results.runs import MODEL, Config, Documents, Header, Json, Run, Task, pretrained_of, text_or_none
+from lm_eval_duel.results.table import Note
 from lm_eval_duel.tasks.columns import TOKENS
 
 OTHER_NAMES = ("bits_per_residue", "residue_perplexity")  # of bits_per_byte and byte_perplexity, for proteins
 UNITS = {"token_perplexity": "tokens", "word_perplexity": "words", "byte_perplexity": "bytes", "bits_per_byte": "bytes"}
 WRITTEN = re.compile(r"\d{4}-\d\d-\d\dT[\d.:-]+$")  # the date at the end of the harness's file names
-Values = dict[str, tuple[float, float]]  # document -> (nats, units)
 
 
-@dataclasses.dataclass
-class Documents:
-    """The documents of a task by key, which is equal for equal texts. A plain number of nats counts as one unit."""
-
-    numbers: dict[str, int]  # sorted by key
-    values: dict[str, Values]  # of each metric
-
-    @property
-    def tokens(self) -> dict[str, float] | None:
-        """The number of tokens of each document, if that of every one is known."""
-        known = self.values.get("token_perplexity", {})
-        return None if len(known) < len(self.numbers) else {key: units for key, (_, units) in known.items()}
-
-
-def of_harness(results: Path, task: str, rolling: bool) -> tuple[Documents | None, str]:
+def of_harness(results: Path, task: str, rolling: bool) -> tuple[Documents | None, Note]:
     """The samples of a task next to a results file, or None and the reason."""
     date = WRITTEN.search(results.stem)  # --output_path may be a folder, or a file whose name precedes the date
     file = results.parent / f"samples_{task}_{date[0] if date else results.stem.removeprefix('results_')}.jsonl"
     if not os.path.isfile(file):  # False, too, if the task's name is not a valid file name
-        return None, f"no samples of {task} next to it (run lm_eval with --log_samples)"
+        return None, Note(f"no samples of {task} next to it", "run lm_eval with --log_samples")
     with reading(file, "samples of lm_eval"):
         records = [json.loads(line) for line in file.read_text(encoding="utf-8").split("\n") if line.strip()]
-        return _documents(records, rolling), ""
+        return _documents(records, rolling), Note()
 
 
 def of_score(entries: Sequence[Mapping[str, Any]]) -> Documents:
@@ -103,23 +90,13 @@ def _digest(record: Mapping[str, Any], rolling: bool) -> str:
     return " ".join(str(part) for part in parts if part)
 
 
-# ---------------------------------------------------------------- read
-# Results files of the harness and of `score --json`, as records: a `Run` a model, a `Task` a task of it.
+# ---------------------------------------------------------------- results files
 
 
-MODEL, SCORE, SCORE_VERSION, NO_CACHE = "duel-mdm", "lm_eval_duel score", 1, "none"
-AUTOREGRESSIVE = {  # names of --model in the harness, and the classes of model objects
-    *("hf", "hf-auto", "huggingface", "hf-mistral3", "hf-multimodal", "hf-audiolm-qwen", "steered", "HFLM"),
-    *("SteeredModel", "vllm", "vllm-vlm", "VLLM", "sglang", "sglang-generate", "SGLangLM", "gguf", "ggml", "GGUFLM"),
-    *("mamba_ssm", "MambaLMWrapper", "nemo_lm", "NeMoLM", "megatron_lm", "MegatronLMEval", "trtllm", "TRTLLM"),
-    *("ipex", "neuronx", "openvino", "habana", "onnxruntime", "onnxruntime-genai", "winml", "OptimumLM"),
-    *("openai-completions", "local-completions", "anthropic-completions", "textsynth", "watsonx_llm"),
-}
+SCORE, SCORE_VERSION = "lm_eval_duel score", 1
 RESULTS = "a results file of lm_eval"
-NOT_IN_SPEC = ("batch_size", "max_batch_size", "device", "dtype")  # model args; the loaded dtype is stored elsewhere
 AGAIN = "Run the task again, or leave the file out."
 SAME = 1e-6  # relative difference up to which two values are one
-Json = Mapping[str, Any]
 
 
 def number(value: Any) -> float | None:
@@ -127,10 +104,6 @@ def number(value: Any) -> float | None:
     if value is not None and math.isnan(value := float(value)):
         raise ValueError("a number is NaN")
     return value
-
-
-def _text(value: Any) -> str | None:
-    return None if value is None or str(value).lower() in ("none", "") else str(value)
 
 
 def _count(value: Any) -> int:
@@ -142,169 +115,90 @@ TASK_COUNTS = ("documents", "windows", "tokens", "longest_document", "unk_tokens
 COUNTS: dict[str, Callable[[Any], Any]] = dict.fromkeys(TASK_COUNTS, _count)  # entries of config.duel.tasks.NAME
 VALUE = COUNTS | {"nfe": _count, "log_prob": number, "stderr": number, "window_stderr": number}  # of each of its values
 DUEL: dict[str, Callable[[Any], Any]] = {  # entries of config.duel
-    **dict.fromkeys(("estimator", "rule", "block", "dtype", "attention", "weights", "bos", "device"), _text),
-    **dict.fromkeys(("pretrained", "trace"), _text),
+    **dict.fromkeys(("estimator", "rule", "block", "dtype", "attention", "weights", "bos", "device"), text_or_none),
+    **dict.fromkeys(("pretrained", "trace"), text_or_none),
     **dict.fromkeys(("tokens", "forwards", "rows", "nfe", "longest_document", "row_capacity", "cut_contexts"), _count),
     **dict.fromkeys(("answers_from_cache", "ranks", "peak_memory_bytes", "parameters"), _count),
     "seconds": number,
+    "versions": lambda entries: {name: str(version or "unknown") for name, version in entries.items()},
 }
 
 
-class Task:
-    """A task's part of a results file. Without logged samples there are no `documents`, and `missing` says so."""
-
-    def __init__(self, run: Run, name: str, documents: Documents | None):
-        content, entries = run.content, run.content["results"][name]
-        identity = {
-            "documents": content.get("n-samples", {}).get(name, {}).get("effective"),
-            "limit": content["config"].get("limit"),
-            "version": content.get("versions", {}).get(name),
-            "shots": content.get("n-shot", {}).get(name),
-            "hash": content.get("task_hashes", {}).get(name),
-        }
-        output_type = content.get("configs", {}).get(name, {}).get("output_type")
-        self.name, self.output_type = name, str(output_type or "loglikelihood_rolling")
-        self.rolling = self.output_type == "loglikelihood_rolling"
-        self.identity = {key: str(value) for key, value in identity.items() if value is not None}
-        self.entry = run.duel["tasks"].get(name, {})  # its entry in config.duel.tasks
-        self.metrics: dict[str, float] = {}  # perplexities, each of the first filter that has it
-        self.scores: dict[str, tuple[float, float | None]] = {}  # other averages, with their standard errors
-        for entry, value in entries.items():
-            metric, comma, filtered = entry.partition(",")
-            if metric in METRICS:
-                why = content.get("nulls", {}).get(f"results.{name}.{entry}")
-                if value is None and why == NAN:
-                    continue  # the texts have no such unit
-                if value is None and why == REASONS[math.inf]:
-                    value = math.inf
-                if value is None or math.isnan(value := float(value)):
-                    raise ValueError(f"{entry} of {name} is {'null' if value is None else 'NaN'}")
-                self.metrics.setdefault(metric, value)
-            elif comma and not metric.endswith("_stderr") and metric not in OTHER_NAMES and type(value) in (int, float):
-                error = entries.get(f"{metric}_stderr,{filtered}")  # or "N/A", or NaN
-                error = None if error == "N/A" or error != error else number(error)
-                if not math.isnan(value):
-                    self.scores[metric if filtered == "none" else f"{metric} ({filtered})"] = float(value), error
-        self.documents, self.missing = documents, ""
-        if self.metrics and documents is None:
-            self.documents, self.missing = of_harness(run.file, name, self.rolling)
-        # the number of tokens of each document, if they are known
-        self.tokens = None if self.documents is None else self.documents.tokens
-        # scored documents, and those that the run scored itself: the others came from a response cache
-        known, logged = self.identity.get("documents"), self.documents
-        self.size = int(known) if known else None if logged is None else len(logged.numbers)
-        self.computed = self.entry.get("documents", self.size or 0)
-        # True if the run scored fewer (or other) documents than its values cover
-        self.partial = self.size is not None and self.computed != self.size
-        # the share of tokens that the tokenizer does not know ([UNK]): 0 for other models of the harness
-        self.unknown = self.entry.get("unk_tokens", 0) / (self.entry.get("tokens") or 1)
-        # tokens of the longest document, from the samples, else from the results of a run that scored every document
-        self.longest = None
-        if self.tokens is not None:
-            self.longest = int(max(self.tokens.values(), default=0))
-        elif run.ours and self.computed >= (self.size or 0):
-            self.longest = self.entry.get("longest_document", run.duel.get("longest_document"))
+def run_of(file: Path, content: Json, documents: Documents | None = None) -> Run:
+    """The run of a results file's content. `documents`: of its tasks, instead of samples next to the file."""
+    config = Config(**_typed(content["config"], CONFIG))
+    header = Header(**_typed(content, HEADER))
+    if config.estimator not in ESTIMATORS:
+        raise DuelError(f"{file}: {unknown('estimator', config.estimator, ESTIMATORS)}")
+    groups = {name for name, parts in (content.get("group_subtasks") or {}).items() if parts}
+    groups |= set(content.get("groups") or {})
+    names = [name for name in content["results"] if name not in groups]
+    tasks = [_task(file, content, config, name, documents) for name in names]
+    tasks.sort(key=lambda task: "" if task.metrics else task.name)
+    pretrained = pretrained_of(config, header)
+    run = Run(
+        file=file,
+        content=content,
+        config=config,
+        header=header,
+        every_task={task.name: task for task in tasks},
+        groups=sorted(groups & content["results"].keys()),
+        label=pretrained.rstrip("/").split("/")[-1] or pretrained,
+    )
+    _check(run)
+    return run
 
 
-class Run:
-    """One results file. The spec of another model of the harness is what it was loaded with; its `duel` is empty.
+def _task(file: Path, content: Json, config: Config, name: str, documents: Documents | None) -> Task:
+    """A task of a results file's content."""
+    identity = {
+        "documents": content.get("n-samples", {}).get(name, {}).get("effective"),
+        "limit": content["config"].get("limit"),
+        "version": content.get("versions", {}).get(name),
+        "shots": content.get("n-shot", {}).get(name),
+        "hash": content.get("task_hashes", {}).get(name),
+    }
+    output_type = str(content.get("configs", {}).get(name, {}).get("output_type") or "loglikelihood_rolling")
+    metrics, scores = _averages(name, content["results"][name], content.get("nulls", {}))
+    missing = Note()
+    if metrics and documents is None:
+        documents, missing = of_harness(file, name, rolling=output_type == "loglikelihood_rolling")
+    return Task(
+        name=name,
+        output_type=output_type,
+        identity={key: str(value) for key, value in identity.items() if value is not None},
+        entry=config.duel["tasks"].get(name, {}),
+        metrics=metrics,
+        scores=scores,
+        documents=documents,
+        missing=missing,
+    )
 
-    `documents`: of its tasks, instead of samples next to the file.
+
+def _averages(name: str, entries: Json, nulls: Json) -> tuple[dict[str, float], dict[str, tuple[float, float | None]]]:
+    """The perplexities of a task, and its other averages with their standard errors.
+
+    `nulls`: why an entry of the file is null, by its path.
     """
-
-    def __init__(self, file: Path, content: Json, documents: Documents | None = None):
-        self.file, self.content, config = file, content, content["config"]
-        self.name, self.model = str(file), str(config["model"])  # for messages; --model, or the class of an object
-        self.short_name = "/".join(file.parts[-2:])  # for notes
-        arguments = config.get("model_args") or {}
-        if isinstance(arguments, str):  # of lm_eval's Python API
-            arguments = dict(part.split("=", 1) for part in arguments.split(",") if "=" in part)
-        arguments, spec = _strings(arguments), _strings(config.get("spec") or {})
-        self.duel = duel = _duel(config.get("duel") or {})
-        # a model object is recorded by its class
-        self.ours = self.model == MODEL or bool(spec or config.get("duel"))
-        dtype = duel.get("dtype") or _text(spec.get("dtype")) or _text(config.get("model_dtype")) or "unknown"
-        self.dtype = dtype.removeprefix("torch.")
-        if not self.ours:
-            spec = {key: value for key, value in arguments.items() if key not in NOT_IN_SPEC} | {"dtype": self.dtype}
-            spec |= {"model_sha": str(config["model_sha"])} if config.get("model_sha") else {}
-        self.spec = spec
-        named = duel.get("pretrained") or arguments.get("pretrained") or content.get("model_name")
-        self.pretrained = str(named or self.model)
-        self.label = self.pretrained.rstrip("/").split("/")[-1] or self.pretrained  # how tables name the model
-        # equal for the same model: digest of the weights, else the name that was loaded
-        self.key = str((duel.get("weights") or spec.get("weights")) if self.ours else self.pretrained)
-        self.fingerprint = _text(config.get("fingerprint"))
-        self._add_method()
-        length = str(spec.get("max_length") if self.ours else content.get("max_length"))
-        self.max_length = int(length) if length.isdecimal() else None
-        # how it cuts documents, and target positions per window; other models have the harness's rolling windows
-        self.windows = spec.get("windows", "independent") if self.ours else "harness"
-        self.capacity = duel.get("row_capacity") if self.ours else self.max_length
-        self.date = number(content.get("date")) or 0.0
-        when = datetime.datetime.fromtimestamp(self.date, datetime.timezone.utc)
-        self.when = when.isoformat(timespec="seconds") if self.date else ""  # ISO 8601
-        known = {name: content.get(f"{name}_version") for name in ("lm_eval", "transformers")}
-        known = {name: version for name, version in known.items() if version}
-        known |= (config.get("duel") or {}).get("versions") or {}
-        self.versions = {name: str(version or "unknown") for name, version in known.items()}
-        self.whole_run_seconds = number(content.get("total_evaluation_time_seconds"))
-        self.baseline = False  # True for the autoregressive model of the gaps
-        self.trace: Path | None = None
-        # (task, value) -> document -> nats, from the trace
-        self.traced: dict[tuple[str, str], Counter[int]] = defaultdict(Counter)
-        groups = {name for name, parts in (content.get("group_subtasks") or {}).items() if parts}
-        groups |= set(content.get("groups") or {})
-        tasks = [Task(self, name, documents) for name in content["results"] if name not in groups]
-        self.groups = sorted(groups & content["results"].keys())
-        # those without a perplexity at the end, by name
-        self.every_task = {task.name: task for task in sorted(tasks, key=lambda t: "" if t.metrics else t.name)}
-        self.tasks = {name: task for name, task in self.every_task.items() if task.metrics}
-        # True if answers may have come from a response cache, so that times cover only a part of the run
-        partial = any(task.partial for task in self.tasks.values())
-        self.cached = bool(duel.get("answers_from_cache") or partial if self.ours else config.get("use_cache"))
-        _check(self)
-
-    def _add_method(self) -> None:
-        """Enter the estimator behind the harness's values, its rule, block and cache; other models count as AR."""
-        spec, duel = self.spec, self.duel
-        self.estimator = str(duel.get("estimator") or spec.get("estimator") or "duel") if self.ours else "ar"
-        if self.estimator not in ESTIMATORS:
-            raise DuelError(f"{self.file}: {unknown('estimator', self.estimator, ESTIMATORS)}")
-        entry, attention = ESTIMATORS[self.estimator], duel.get("attention")
-        causal = entry.name == "ar"
-        # True if the values are known to come from an autoregressive model
-        self.autoregressive = self.model in AUTOREGRESSIVE or (self.ours and (causal or attention == "causal"))
-        # of a `duel` run, or of an estimate of its value
-        self.rule = duel.get("rule") or _text(spec.get("rule")) if entry.follows_rule else None
-        # a number, or `none` (the whole target); None for autoregressive and other models
-        self.block = None if causal else duel.get("block") or _text(spec.get("block")) or "none"
-        # of the sampler: `none`, `prefix` or `dual`; None for networks that have no such choice
-        no_cache = NO_CACHE if attention == "bidirectional" else None
-        self.cache = None if causal else spec.get("cache", no_cache)
-        self.has_cache = self.cache not in (None, NO_CACHE)
-
-    @property
-    def title(self) -> str:
-        """The estimator, or that it was a lattice run, and whether it is the baseline."""
-        entry = ESTIMATORS[self.estimator]
-        name = "Lattice" if entry.lattice else entry.title
-        return f"{name} ({'baseline' if entry.name == 'ar' else 'AR baseline'})" if self.baseline else name
-
-    def scores(self, name: str) -> dict[str, tuple[float, float | None]]:
-        """The averages of a task other than perplexities, with their standard errors."""
-        return self.every_task[name].scores if name in self.every_task else {}
-
-    def left_out(self) -> list[str]:
-        """Notes on the parts of the file that tables leave out."""
-        if not self.ours and not self.autoregressive:
-            return [
-                f"{self.name} is a result of --model {self.model}, not known to be autoregressive, and is left out."
-            ]
-        notes = [f"{name} in {self.name} is a group of tasks and is left out." for name in self.groups]
-        empty = [name for name, task in self.every_task.items() if not (task.metrics or task.scores)]
-        notes += [f"{name} in {self.name} holds no perplexity and no accuracy, and is left out." for name in empty]
-        return notes if self.every_task else [*notes, f"{self.name} holds no perplexity and is left out."]
+    metrics: dict[str, float] = {}
+    scores: dict[str, tuple[float, float | None]] = {}
+    for entry, value in entries.items():
+        metric, comma, filtered = entry.partition(",")
+        if metric in METRICS:
+            why = nulls.get(f"results.{name}.{entry}")
+            if value is None and why == NAN:
+                continue  # the texts have no such unit
+            if value is None and why == REASONS[math.inf]:
+                value = math.inf
+            if value is None or math.isnan(value := float(value)):
+                raise ValueError(f"{entry} of {name} is {'null' if value is None else 'NaN'}")
+            metrics.setdefault(metric, value)
+        elif comma and not metric.endswith("_stderr") and metric not in OTHER_NAMES and type(value) in (int, float):
+            error = entries.get(f"{metric}_stderr,{filtered}")  # or "N/A", or NaN
+            error = None if error == "N/A" or error != error else number(error)
+            if not math.isnan(value):
+                scores[metric if filtered == "none" else f"{metric} ({filtered})"] = float(value), error
+    return metrics, scores
 
 
 # ---------------------------------------------------------------- files
@@ -313,8 +207,7 @@ class Run:
 def runs(places: Iterable[str | Path]) -> list[Run]:
     """The runs in result files and below folders; each file once, oldest first, with labels that distinguish models."""
     every = sorted((run for file in files(places) for run in of_file(file)), key=lambda run: (run.date, run.name))
-    distinguish(every)
-    return every
+    return distinguish(every)
 
 
 def files(places: Iterable[str | Path]) -> list[Path]:
@@ -342,22 +235,23 @@ def of_file(file: Path) -> list[Run]:
     with reading(file, RESULTS):
         content = json.loads(file.read_text(encoding="utf-8"))
         if content.get("format") != SCORE:
-            return [Run(file, content)]
+            return [run_of(file, content)]
         if content["version"] != SCORE_VERSION:
             raise ValueError(f"its version is {content['version']}, and this release reads {SCORE_VERSION}")
         models = [content, *content.get("compared", [])]
         return [read_of_score(Path(f"{file}#{n}" if n > 1 else file), model) for n, model in enumerate(models, 1)]
 
 
-def distinguish(runs: Sequence[Run]) -> None:
-    """Give different models of one label longer ones: with the folder, or else with the digest of the weights."""
+def distinguish(runs: Sequence[Run]) -> list[Run]:
+    """The runs, where different models of one label have longer ones: with the folder, else the weights' digest."""
+    longer: dict[str, str] = {}  # by the key of a model
     for label in dict.fromkeys(run.label for run in runs):
-        alike = [run for run in runs if run.label == label]
-        first = {run.key: run for run in reversed(alike)}
-        longer = {key: "/".join(Path(run.pretrained).parts[-2:]) for key, run in first.items()}
-        unique = len(set(longer.values())) == len(longer)
-        for run in alike if len(longer) > 1 else ():
-            run.label = longer[run.key] if unique else f"{label} ({run.key[:8]})"
+        first = {run.key: run for run in reversed(runs) if run.label == label}
+        if len(first) > 1:
+            folders = {key: "/".join(Path(run.pretrained).parts[-2:]) for key, run in first.items()}
+            unique = len(set(folders.values())) == len(folders)
+            longer |= folders if unique else {key: f"{label} ({key[:8]})" for key in first}
+    return [dataclasses.replace(run, label=longer.get(run.key, run.label)) for run in runs]
 
 
 # ---------------------------------------------------------------- traces
@@ -370,22 +264,29 @@ class Traces:
         self.named = [Path(place).resolve() for place in named]
         self.read = functools.cache(trace.read)  # the windows of a file
 
-    def attach(self, runs: Iterable[Run]) -> list[str]:
-        """Give runs the values of each document that their traces hold; return notes on traces that are gone.
+    def attach(self, runs: Iterable[Run]) -> tuple[list[Run], list[Note]]:
+        """The runs with the values of each document that their traces hold, and notes on traces that are gone.
 
         The trace of a run is a named one with its spec, else the one that it wrote, also next to its results.
         """
-        notes = []
+        attached, notes = [], []
         for run in runs:
             written = run.duel.get("trace")
             places = [Path(written), run.file.parent / Path(written).name] if written else []
-            run.trace = next((path for path in [*self.named, *places] if _fingerprint(path) == run.fingerprint), None)
-            if written and run.trace is None:
-                notes.append(f"The trace of {run.name} is no longer at {written}; name it with --traces.")
-            for window in self.read(run.trace) if run.trace else ():
-                for name, nats in (window.get("values") or {}).items():
-                    run.traced[str(window["task"]), str(name)][int(window["doc"])] += float(nats)
-        return notes
+            path = next((path for path in [*self.named, *places] if _fingerprint(path) == run.fingerprint), None)
+            if written and path is None:
+                gone = f"The trace of {run.name} is no longer at {written}; name it with --traces."
+                notes.append(Note(advice=gone))
+            attached.append(dataclasses.replace(run, trace=path, traced=self._values(path) if path else {}))
+        return attached, notes
+
+    def _values(self, path: Path) -> dict[tuple[str, str], Counter[int]]:
+        """The nats of each document of a trace, by (task, value)."""
+        nats: dict[tuple[str, str], Counter[int]] = defaultdict(Counter)
+        for window in self.read(path):
+            for name, value in (window.get("values") or {}).items():
+                nats[str(window["task"]), str(name)][int(window["doc"])] += float(value)
+        return nats
 
 
 def _fingerprint(path: Path) -> str:
@@ -409,7 +310,7 @@ def read_of_score(file: Path, content: Json) -> Run:
         "results": {"score": {metric: stats.value(metric, *total) for metric, total in totals.items()}},
         "n-samples": {"score": {"effective": len(documents.numbers)}},
     }
-    return Run(file, harness, documents)
+    return run_of(file, harness, documents)
 
 
 def _check(run: Run) -> None:
@@ -435,8 +336,22 @@ def _check(run: Run) -> None:
                 raise DuelError(f"{run.name}: {what} of {name} is impossible: a probability is at most 1. {AGAIN}")
 
 
-def _strings(entries: Json) -> dict[str, str]:
-    return {key: "none" if value in (None, "None") else str(value) for key, value in entries.items()}
+def _strings(entries: Json | None) -> dict[str, str]:
+    return {key: "none" if value in (None, "None") else str(value) for key, value in (entries or {}).items()}
+
+
+def _arguments(given: Json | str | None) -> dict[str, str]:
+    """Model args: a mapping, or the text that lm_eval's Python API takes."""
+    if isinstance(given, str):
+        return _strings(dict(part.split("=", 1) for part in given.split(",") if "=" in part))
+    return _strings(given)
+
+
+def _date(value: Any) -> float:
+    """Seconds since 1970 of a date that exists; raises an ArithmeticError or ValueError for others."""
+    seconds = number(value) or 0.0
+    datetime.datetime.fromtimestamp(seconds, datetime.timezone.utc)
+    return seconds
 
 
 def _duel(duel: Json) -> dict[str, Any]:
@@ -454,3 +369,17 @@ def _duel(duel: Json) -> dict[str, Any]:
 
 def _typed(entries: Json, kinds: Mapping[str, Callable[[Any], Any]]) -> dict[str, Any]:
     return {key: kind(entries[key]) for key, kind in kinds.items() if entries.get(key) is not None}
+
+
+CONFIG: dict[str, Callable[[Any], Any]] = {  # entries of config
+    **dict.fromkeys(("model", "model_dtype", "model_sha", "use_cache"), str),
+    "fingerprint": text_or_none,
+    "model_args": _arguments,
+    "spec": _strings,
+    "duel": _duel,
+}
+HEADER: dict[str, Callable[[Any], Any]] = {  # entries of the file
+    **dict.fromkeys(("model_name", "max_length", "lm_eval_version", "transformers_version"), str),
+    "date": _date,
+    "total_evaluation_time_seconds": number,
+}

@@ -1,21 +1,24 @@
-"""The rows of a task's table: one for each value that a run computed, in order, each once, with its name."""
+"""The rows of a task's table: one for each value that a run computed, in order, each once, with its name.
+
+What depends on the other rows of a table (intervals, gaps, the best) is `compare`'s.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
-
-import numpy as np
+from typing import Any, NamedTuple
 
 from lm_eval_duel.errors import DuelError, unknown
 from lm_eval_duel.estimators import registry
 from lm_eval_duel.estimators.blocks import BeamBlocks
 from lm_eval_duel.estimators.registry import Kind
 from lm_eval_duel.results import stats
-from lm_eval_duel.results.read import NO_CACHE, TASK_COUNTS, Run, Task, Values
-from lm_eval_duel.results.stats import PairedDifference
+from lm_eval_duel.results.read import TASK_COUNTS
+from lm_eval_duel.results.runs import NO_CACHE, Run, Task, Values
+from lm_eval_duel.results.table import Note
 from lm_eval_duel.rules import RULES
 from lm_eval_duel.rules.tables import is_rule, sort_key, without_defaults
 
@@ -28,14 +31,13 @@ LABEL_KEYS = {"cache", *(key for entry in registry.ENTRIES for key in entry.labe
 OF_ESTIMATOR = {"block", "grid", "rule_code", "cheap_cache"}
 SAMPLING = ("dtype", "warpers")  # entries that change the law of any checkpoint
 CACHES = (None, NO_CACHE, "prefix", "dual")  # in the order of tables
-Interval = list[float]  # low, high
 
 
-@dataclasses.dataclass(eq=False)
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class Row:
-    """One line of a task's table: a model under one estimator, rule, block and cache.
+    """One value of a run's task: a model under one estimator, rule, block and cache.
 
-    `of_run` makes it; `in_order` fills in `variant` and `same`, and `compare.task` what follows, in this order.
+    It knows nothing of other rows but its `variant`: what its name needs to be different from theirs.
     """
 
     run: Run
@@ -50,46 +52,54 @@ class Row:
     nfe: int | None = None
     tokens: int | None = None
     beam: BeamBlocks | None = None  # of a sum over orders by a beam
-    documents: Values = dataclasses.field(default_factory=dict, repr=False)
-    missing: str = ""  # why there are no documents
-    variant: str = ""  # what distinguishes it from a row of the same model, rule and block
-    same: tuple[Row, ...] = dataclasses.field(default=(), repr=False)  # rows of the same value that it stands for
+    documents: Values = dataclasses.field(repr=False)
+    missing: Note  # why there are no documents
+    ar: bool  # True for the autoregressive baseline
+    variant: str = ""
 
-    ar: bool = False  # the autoregressive baseline
-    draws: np.ndarray | None = dataclasses.field(default=None, repr=False)  # of its nats per unit, by the bootstrap
-    interval: Interval | None = None  # 95 %, over documents
-    best: bool = False  # the lowest likelihood of its model
-    gap: float | None = None  # to the baseline
-    gap_interval: Interval | None = None
-    elbo: Row | None = None
-    distinguishable: bool | None = None
-    gap_closed: float | None = None  # None if it is not distinguishable from 0
-    gap_closed_stderr: float | None = None
-    gap_closed_interval: Interval | None = None
-    gap_closed_reason: str = ""  # why gap closed, or its error, is not known
-    cache_cost: Pair | None = None
+    # ------------------------------------------------------------ what kind of value it is
 
-    def __post_init__(self) -> None:
-        spec = self.run.spec
-        self.entry = registry.of_spec(self.estimator, spec, self.beam)
-        kind, estimator, drawn = self.entry.kind, registry.find(self.estimator), self.entry.drawn
-        # a Monte Carlo ELBO, or another bound that is drawn
-        self.drawn_bound = estimator.kind is Kind.UPPER_BOUND and estimator.drawn is not None
-        # None for autoregressive and other models, `none` for the whole target
-        self.block = spec.get("elbo_block", spec.get("canvas", "none")) if self.drawn_bound else self.run.block
-        eps = spec.get("elbo_eps", "none") if self.drawn_bound else "none"
-        self.eps = 0.0 if eps == "none" else float(eps)  # the least t of an ELBO; above 0 it is not a bound
-        self.kind = registry.kind_of(self.estimator, {**spec, "elbo_eps": self.eps}, self.beam)
-        self.likelihood = kind is not Kind.NOT_A_LIKELIHOOD  # or an estimate or bound of one
-        self.bound = kind is Kind.UPPER_BOUND and not self.eps  # of the perplexity, from above
-        self.proper = kind is Kind.LIKELIHOOD  # itself: no estimate, bound or oracle
-        self.unknown = self.run.tasks[self.task].unknown
-        self.stderr = self.error(self.nats_stderr)  # Monte Carlo, or of a sample
-        # why a drawn value has no error
-        self.stderr_reason = "" if drawn is None or self.stderr is not None else drawn.unknown(spec)
-        # the spread over windows includes the spread of draws, so its error is a bound; infinite if neither is known
-        known = [self.stderr, self.error(self.nats_window_stderr), math.inf]
-        self.stderr_bound = next(error for error in known if error is not None) if drawn else None
+    @functools.cached_property
+    def entry(self) -> registry.Entry:
+        return registry.of_spec(self.estimator, self.run.spec, self.beam)
+
+    @property
+    def drawn_bound(self) -> bool:
+        """True for a Monte Carlo ELBO, or another bound that is drawn."""
+        estimator = registry.find(self.estimator)
+        return estimator.kind is Kind.UPPER_BOUND and estimator.drawn is not None
+
+    @property
+    def block(self) -> str | None:
+        """None for autoregressive and other models, `none` for the whole target."""
+        if not self.drawn_bound:
+            return self.run.block
+        return self.run.spec.get("elbo_block", self.run.spec.get("canvas", "none"))
+
+    @property
+    def eps(self) -> float:
+        """The least t of an ELBO; above 0 it is not a bound."""
+        eps = self.run.spec.get("elbo_eps", "none") if self.drawn_bound else "none"
+        return 0.0 if eps == "none" else float(eps)
+
+    @property
+    def kind(self) -> str:
+        return registry.kind_of(self.estimator, {**self.run.spec, "elbo_eps": self.eps}, self.beam)
+
+    @property
+    def likelihood(self) -> bool:
+        """True for a likelihood, and for an estimate or bound of one."""
+        return self.entry.kind is not Kind.NOT_A_LIKELIHOOD
+
+    @property
+    def bound(self) -> bool:
+        """True if its perplexity is an upper bound."""
+        return self.entry.kind is Kind.UPPER_BOUND and not self.eps
+
+    @property
+    def proper(self) -> bool:
+        """True for a likelihood itself: no estimate, bound or oracle."""
+        return self.entry.kind is Kind.LIKELIHOOD
 
     @property
     def duel(self) -> bool:
@@ -100,6 +110,11 @@ class Row:
     def of_draws(self) -> bool:
         """True if its value depends on random numbers, as does a bound by a beam, which has no error."""
         return self.entry.drawn is not None or (self.beam is not None and self.beam.bounded > 0)
+
+    @property
+    def unknown(self) -> float:
+        """The share of [UNK] among its tokens."""
+        return self.run.every_task[self.task].unknown
 
     # ------------------------------------------------------------ names
 
@@ -143,7 +158,6 @@ class Row:
 
     @property
     def unknown_share(self) -> str:
-        """The share of [UNK] among its tokens."""
         return f"{self.unknown:.1%} [UNK]" if self.unknown else ""
 
     # ------------------------------------------------------------ values and their errors
@@ -162,41 +176,39 @@ class Row:
         """Its Monte Carlo error."""
         return self.nats_stderr * self.rate / -self.log_prob if self.nats_stderr and self.log_prob else self.nats_stderr
 
-    @property
-    def reason(self) -> str:
-        """The reason that there is no interval."""
-        if self.draws is not None:
-            return ""
-        return self.missing or ("one document" if self.documents else "no values per document")
-
-    @property
-    def nfe_per_token(self) -> float | None:
-        return self.nfe / self.tokens if self.nfe and self.tokens else None
-
     def error(self, nats_stderr: float | None, metric: str | None = None) -> float | None:
         """Standard error of a metric's value, from its log-likelihood's; None if not known."""
         known = self.metrics.get(metric or self.metric)
         return None if known is None else stats.stderr(metric or self.metric, known, self.log_prob, nats_stderr)
 
     @property
-    def window_stderr(self) -> float | None:
-        """Over windows, if there is no interval."""
-        return self.error(self.nats_window_stderr) if self.draws is None else None
+    def stderr(self) -> float | None:
+        """Monte Carlo, or of a sample."""
+        return self.error(self.nats_stderr)
 
+    @property
+    def stderr_reason(self) -> str:
+        """The reason that a drawn value has no error."""
+        drawn = self.entry.drawn
+        return "" if drawn is None or self.stderr is not None else drawn.unknown(self.run.spec)
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Pair(PairedDifference):
-    """The paired difference of two rows; `second` is None, with the `reason`, if there is no row to compare with."""
+    @property
+    def stderr_bound(self) -> float | None:
+        """A bound of the error of a drawn value: the spread over windows includes the spread of draws.
 
-    first: Row
-    second: Row | None
-    reason: str  # why there is no difference, or no interval
+        Infinite if neither is known; None for a value that is not drawn.
+        """
+        known = [self.stderr, self.error(self.nats_window_stderr), math.inf]
+        return next(error for error in known if error is not None) if self.entry.drawn else None
 
+    @property
+    def no_interval(self) -> Note:
+        """The reason that a row without bootstrap draws has no interval."""
+        return self.missing or Note("one document" if self.documents else "no values per document")
 
-def drawn_values(*compared: Row) -> list[np.ndarray]:
-    """The values of rows that are compared in each draw of the bootstrap, with their Monte Carlo errors."""
-    draws = stats.with_errors([row.draws for row in compared], [row.rate_stderr for row in compared])
-    return [stats.value(row.metric, -drawn, 1.0) for row, drawn in zip(compared, draws, strict=True)]
+    @property
+    def nfe_per_token(self) -> float | None:
+        return self.nfe / self.tokens if self.nfe and self.tokens else None
 
 
 # ---------------------------------------------------------------- labels
@@ -243,130 +255,178 @@ def argument(spec: Mapping[str, str], key: str) -> str:
 # ---------------------------------------------------------------- from results
 
 
-def of_run(run: Run, name: str, metric: str, notes: list[str]) -> list[Row]:
-    """The rows of a run's task: a lattice run has one for each of its estimators and rules. Adds remarks to `notes`."""
+def plain_row(run: Run, name: str, baseline: bool) -> Row:
+    """A run's own value of a task, without its documents. Of a task without a perplexity it has the names only."""
+    task = run.every_task[name]
+    return Row(
+        run=run,
+        task=name,
+        metric="",
+        estimator=run.estimator,
+        rule=run.rule,
+        metrics=task.metrics,
+        documents={},
+        missing=Note(),
+        ar=baseline,
+    )
+
+
+def of_run(run: Run, name: str, metric: str, baseline: bool) -> tuple[list[Row], list[str]]:
+    """The rows of a run's task, and notes on what is left out.
+
+    A lattice run has a row for each of its estimators and rules. `baseline`: the run is the autoregressive one of the
+    gaps.
+    """
     task = run.tasks[name]
     documents, missing = _documents(task, metric)
     counted = None if task.tokens is None else int(sum(task.tokens.values())) or None
-    tokens = counted if task.partial else task.entry.get("tokens") or counted
-    plain = Row(
-        *(run, name, metric, run.estimator, run.rule, task.metrics), tokens=tokens, documents=documents, missing=missing
+    plain = dataclasses.replace(
+        plain_row(run, name, baseline),
+        metric=metric,
+        tokens=counted if task.partial else task.entry.get("tokens") or counted,
+        documents=documents,
+        missing=missing,
     )
     if task.partial:
-        notes.append(
+        note = (
             f"the figures in {run.name} are of {task.computed} documents of {name}, its value of {task.size} (a "
             "response cache answered the others, or counted some of another run): only the harness's own value is shown"
         )
-        return [plain]
-    rows, values = [], task.entry.get("values", {})
-    for key, value in values.items():
+        return [plain], [note]
+    rows, notes = [], []
+    for key, value in task.entry.get("values", {}).items():
         if key not in registry.ESTIMATORS and not is_rule(key):
             raise DuelError(f"{run.name}: {unknown('estimator or rule', key, [*registry.ESTIMATORS, *RULES])}")
-        fewer = [
-            unit for unit in TASK_COUNTS if unit in value and unit in task.entry and value[unit] != task.entry[unit]
-        ]
-        if fewer:  # a cache continued a lattice run with other rules
-            why = f"it is of {value[fewer[0]]} {fewer[0]}, the task of {task.entry[fewer[0]]}"
-            notes.append(f"{key} of {name} in {run.name} is left out: {why}")
-            continue
-        entry, log_prob, metrics = registry.ESTIMATORS.get(key), value.get("log_prob"), task.metrics
-        documents, missing = plain.documents, plain.missing
-        if key != run.estimator:
-            first = values.get(run.estimator, {}).get("log_prob")
-            if not first or log_prob is None or not (math.isfinite(first) and log_prob < math.inf):
-                notes.append(f"{run.name}: {key} of {name} has no finite log-likelihood, so it has no value")
-                continue
-            rates = {each: stats.rate(each, known) * (log_prob / first) for each, known in metrics.items()}
-            metrics = {each: float(stats.value(each, -rate, 1.0)) for each, rate in rates.items()}
-            documents, missing = _traced(plain, key, log_prob)
-        rows.append(
-            dataclasses.replace(
-                plain,
-                estimator=key if entry else "duel",  # no estimator: a rule that a lattice followed
-                rule=key if entry is None else run.rule if entry.follows_rule else None,
-                metrics=metrics,
-                log_prob=log_prob,
-                nats_stderr=value.get("stderr"),
-                nats_window_stderr=value.get("window_stderr"),
-                nfe=value.get("nfe"),
-                beam=value.get("beam"),
-                documents=documents,
-                missing=missing,
-            )
-        )
-    return rows or [plain]
+        if why := _left_out(plain, key, value):
+            notes.append(why)
+        else:
+            rows.append(_row_of_value(plain, key, value))
+    return rows or [plain], notes
 
 
-def _documents(task: Task, metric: str) -> tuple[Values, str]:
+def _left_out(plain: Row, key: str, value: Mapping[str, Any]) -> str:
+    """The reason that a value of a task has no row; empty if it has one."""
+    run, entry = plain.run, plain.run.tasks[plain.task].entry
+    for unit in TASK_COUNTS:
+        if unit in value and unit in entry and value[unit] != entry[unit]:  # a cache continued it with other rules
+            why = f"it is of {value[unit]} {unit}, the task of {entry[unit]}"
+            return f"{key} of {plain.task} in {run.name} is left out: {why}"
+    if key != run.estimator:
+        first, log_prob = entry["values"].get(run.estimator, {}).get("log_prob"), value.get("log_prob")
+        if not first or log_prob is None or not (math.isfinite(first) and log_prob < math.inf):
+            return f"{run.name}: {key} of {plain.task} has no finite log-likelihood, so it has no value"
+    return ""
+
+
+def _row_of_value(plain: Row, key: str, value: Mapping[str, Any]) -> Row:
+    """The row of one value of a run. `plain`: that of the harness's own value; `key`: an estimator or a rule."""
+    run, entry, log_prob = plain.run, registry.ESTIMATORS.get(key), value.get("log_prob")
+    rule, metrics, documents, missing = key, plain.metrics, plain.documents, plain.missing
+    if entry is not None:
+        rule = run.rule if entry.follows_rule else None
+    if key != run.estimator:
+        first = run.tasks[plain.task].entry["values"][run.estimator]["log_prob"]
+        rates = {each: stats.rate(each, known) * (log_prob / first) for each, known in metrics.items()}
+        metrics = {each: float(stats.value(each, -rate, 1.0)) for each, rate in rates.items()}
+        documents, missing = _traced(plain, key, log_prob)
+    return dataclasses.replace(
+        plain,
+        estimator=key if entry else "duel",  # no estimator: a rule that a lattice followed
+        rule=rule,
+        metrics=metrics,
+        log_prob=log_prob,
+        nats_stderr=value.get("stderr"),
+        nats_window_stderr=value.get("window_stderr"),
+        nfe=value.get("nfe"),
+        beam=value.get("beam"),
+        documents=documents,
+        missing=missing,
+        ar=plain.ar and key == run.estimator,
+    )
+
+
+def _documents(task: Task, metric: str) -> tuple[Values, Note]:
     """(nats, units) of each document, if the samples reproduce the task's value; else the reason."""
     if task.documents is None:
         return {}, task.missing
     values, known = task.documents.values.get(metric, {}), task.metrics.get(metric)
     if known is None or not values or len(values) < len(task.documents.numbers):
-        return {}, ""
+        return {}, Note()
     found = stats.value(metric, *map(sum, zip(*values.values(), strict=True)))
     if not math.isclose(found, known, rel_tol=SAME):
-        return {}, f"the samples of {task.name} give {metric} {found:.6g}, the results {known:.6g}: another run's"
-    return values, ""
+        return {}, Note(f"the samples of {task.name} give {metric} {found:.6g}, the results {known:.6g}: another run's")
+    return values, Note()
 
 
-def _traced(row: Row, key: str, log_prob: float) -> tuple[Values, str]:
+def _traced(row: Row, key: str, log_prob: float) -> tuple[Values, Note]:
     """The documents of another value of a lattice run, from its trace, or the reason for none. `row`: its first."""
     if not row.documents:
         return {}, row.missing
     nats, numbers = row.run.traced.get((row.task, key)), row.run.tasks[row.task].documents.numbers
     if nats is None:
-        return {}, f"no trace of {key} per document (run with trace=FILE, or name it with --traces)"
+        return {}, Note(f"no trace of {key} per document", "run with trace=FILE, or name it with --traces")
     if not math.isclose(total := sum(nats.get(n, 0.0) for n in numbers.values()), log_prob, rel_tol=1e-6):
         what = f"the trace adds up to {total:.3f} nats of {key}, the result to {log_prob}"
-        return {}, f"{what}: another run's trace"
-    return {document: (nats.get(numbers[document], 0.0), units) for document, (_, units) in row.documents.items()}, ""
+        return {}, Note(f"{what}: another run's trace")
+    values = {document: (nats.get(numbers[document], 0.0), units) for document, (_, units) in row.documents.items()}
+    return values, Note()
 
 
 # ---------------------------------------------------------------- in order, each once
 
 
-def in_order(rows: Iterable[Row], base: Run | None, notes: list[str]) -> list[Row]:
-    """The rows of a table, the baseline first; remarks on those that are there twice are added to `notes`.
+class Ordered(NamedTuple):
+    """The rows of a table, in order, each once. `same`: the rows of the same value that one stands for."""
+
+    rows: list[Row]
+    same: dict[Row, list[Row]]
+    notes: list[str]
+
+
+def in_order(rows: Iterable[Row]) -> Ordered:
+    """The rows of a table, the baseline first.
 
     A value that was scored alone and in a lattice run has one row, from the run that has its values of documents. Rows
     of different specs that share a name get a variant. The baseline is always kept.
-
-    Raises:
-        DuelError: the baseline has no row.
     """
-    groups: dict[tuple, dict[tuple, Row]] = {}
+    groups: dict[tuple, dict[tuple, list[Row]]] = {}
     for row in sorted(rows, key=lambda row: (not row.ar, row.estimator != row.run.estimator, -row.run.date)):
-        spec = row.run.spec
-        ignored = NON_IDENTITY_KEYS - ({*row.entry.arguments} if not row.entry.lattice else set())
-        identity = tuple(sorted((k, v) for k, v in spec.items() if row.of_draws or k not in ignored))
         alike = groups.setdefault((row.run.key, row.estimator, row.rule, row.block), {})
-        first = alike.setdefault(identity, row)
-        if first is not row:
-            first.same += (row,)
-            pairs = [(value, row.metrics[metric]) for metric, value in first.metrics.items() if metric in row.metrics]
-            other = "" if all(math.isclose(*pair, rel_tol=SAME) for pair in pairs) else ", with ANOTHER value"
-            twice = f"{first.run.short_name} is shown, {row.run.short_name} holds it too{other}"
-            notes.append(f"{row.model}, {row.name}: {twice}")
+        alike.setdefault(identity(row), []).append(row)
+    same: dict[Row, list[Row]] = {}
+    notes = []
     for alike in groups.values():
-        _disambiguate([*alike.values()])
-    kept = [row for alike in groups.values() for row in alike.values()]
-    models = list(dict.fromkeys(row.model for row in sorted(kept, key=lambda row: row.run.date)))
-    kept.sort(key=lambda row: (not row.ar, models.index(row.model), _sort_key(row)))
-    if base is not None and not (kept and kept[0].ar):
-        raise DuelError(f"The autoregressive baseline {base.name} has no row; name one result of one model as --ar.")
-    return kept
+        named = _disambiguated([first for first, *_ in alike.values()])
+        for row, (_, *others) in zip(named, alike.values(), strict=True):
+            same[row] = others
+            notes += [_twice(row, other) for other in others]
+    models = list(dict.fromkeys(row.model for row in sorted(same, key=lambda row: row.run.date)))
+    kept = sorted(same, key=lambda row: (not row.ar, models.index(row.model), _sort_key(row)))
+    return Ordered(kept, same, notes)
 
 
-def _disambiguate(group: Sequence[Row]) -> None:
-    """Give rows of one name what distinguishes their specs as their variant."""
-    specs = [row.run.spec for row in group]
-    keys, named = differing_keys(specs, ("estimator", "rule")), {"cache", *group[0].entry.label_args}
+def identity(row: Row) -> tuple:
+    """The entries of its spec that define its value: rows of one model, estimator and rule are the same if equal."""
+    ignored = NON_IDENTITY_KEYS - ({*row.entry.arguments} if not row.entry.lattice else set())
+    return tuple(sorted((k, v) for k, v in row.run.spec.items() if row.of_draws or k not in ignored))
+
+
+def _twice(row: Row, other: Row) -> str:
+    """A note on a second result of the same value."""
+    shared = [metric for metric in row.metrics if metric in other.metrics]
+    equal = all(math.isclose(row.metrics[metric], other.metrics[metric], rel_tol=SAME) for metric in shared)
+    twice = f"{row.run.short_name} is shown, {other.run.short_name} holds it too"
+    return f"{row.model}, {row.name}: {twice}{'' if equal else ', with ANOTHER value'}"
+
+
+def _disambiguated(group: Sequence[Row]) -> list[Row]:
+    """Rows of one name, with what distinguishes their specs as their variant."""
+    keys = differing_keys([row.run.spec for row in group], ("estimator", "rule"))
+    named = {"cache", *group[0].entry.label_args}
     if len(group) < 2 or (keys and named.issuperset(keys)):
-        return
+        return list(group)
     keys = [key for key in keys if key not in named] or ["version"]
-    for row in group:
-        row.variant = ", ".join(argument(row.run.spec, key) for key in keys)
+    return [dataclasses.replace(row, variant=", ".join(argument(row.run.spec, key) for key in keys)) for row in group]
 
 
 def _sort_key(row: Row) -> tuple[Any, ...]:

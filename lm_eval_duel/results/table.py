@@ -72,12 +72,42 @@ class Bold(str):
     """A cell that is printed in bold."""
 
 
-Cell = str | tuple[str, str] | None  # a text, or a text and a remark for below the table
+@dataclasses.dataclass(frozen=True)
+class Note:
+    """A remark: a fact for every reader, and advice to the person who runs the command. Either may be empty."""
+
+    fact: str = ""
+    advice: str = ""
+
+    def __str__(self) -> str:
+        if not (self.fact and self.advice):
+            return self.fact or self.advice
+        end = "." if self.fact.endswith(".") else ""
+        return f"{self.fact.removesuffix('.')} ({self.advice}){end}"
+
+    def __bool__(self) -> bool:
+        return bool(self.fact or self.advice)
+
+    def after(self, start: str) -> Note:
+        """The same remark, its fact behind another text."""
+        return Note(start + self.fact, self.advice)
+
+    @classmethod
+    def joined(cls, notes: Iterable[Note]) -> Note:
+        """Several remarks as one."""
+        notes = [note for note in notes if note]
+        facts = [note.fact for note in notes if note.fact]
+        advice = [note.advice for note in notes if note.advice]
+        return cls("; ".join(facts), "; ".join(advice))
 
 
-def split(cell: Cell) -> tuple[str, str]:
+Cell = str | tuple[str, Note | str] | None  # a text, or a text and a remark for below the table
+
+
+def split(cell: Cell) -> tuple[str, Note]:
     """The text and the remark of a cell."""
-    return cell if isinstance(cell, tuple) else (cell or "", "")
+    text, remark = cell if isinstance(cell, tuple) else (cell or "", "")
+    return text, remark if isinstance(remark, Note) else Note(remark)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,12 +117,12 @@ class Table:
     title: str
     heads: list[str]
     rows: list[list[str]]
-    remarks: dict[str, str]
+    remarks: dict[str, Note]
 
     @classmethod
     def of(cls, title: str, records: Iterable[Any], columns: Mapping[str, Callable[[Any], Cell]]) -> Table:
         """A row for each record; a column says what it shows of one. Columns without a single text are left out."""
-        marks: dict[str, str] = {}
+        marks: dict[Note, str] = {}
         rows: list[list[str]] = []
         for record in records:
             rows.append([])
@@ -125,7 +155,7 @@ class Table:
     def markdown(self) -> str:
         """Names are text, never markup."""
         shown = self.drawn("pipe", lambda text: f"**{_cell(text)}**" if isinstance(text, Bold) else _cell(text))
-        remarks = "  \n".join(f"{mark} {escape(remark)}" for mark, remark in self.remarks.items())
+        remarks = "  \n".join(f"{mark} {escape(str(remark))}" for mark, remark in self.remarks.items())
         return "\n\n".join(filter(None, [shown, remarks]))
 
     def latex(self) -> str:

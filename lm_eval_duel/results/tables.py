@@ -1,18 +1,18 @@
-"""The columns of results, by name: the heads and the cells of every table, picked by `pick`."""
+"""The tables of a report: what their rows are, and which columns they have."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any
 
 from lm_eval_duel.estimators import registry
-from lm_eval_duel.results import compare as pairs
-from lm_eval_duel.results.board import Board, BoardRow
-from lm_eval_duel.results.compare import Comparison, Speeds
+from lm_eval_duel.results import compare
+from lm_eval_duel.results.compare import ComparedRow, Comparison, Pair, Speeds
 from lm_eval_duel.results.cost import RunCost
-from lm_eval_duel.results.read import Run
-from lm_eval_duel.results.rows import Pair, Row
+from lm_eval_duel.results.rows import Row
+from lm_eval_duel.results.runs import Run
+from lm_eval_duel.results.standings import Standings
 from lm_eval_duel.results.stats import UNCLEAR
 from lm_eval_duel.results.table import LEVEL, WORDS, Bold, Cell, Table, form_of, number, span
 from lm_eval_duel.rules.tables import adaptive, without_defaults
@@ -29,103 +29,36 @@ SHORT = {  # heads of values after the name of a task
 Columns = dict[str, Callable[[Any], Cell]]  # the cells of a table by their heads, as `Table.of` takes them
 
 
-class Column(NamedTuple):
-    """A head, and the cell of a record below it.
-
-    `short`: the head after the name of a task, if it has another one. On a leaderboard also `group`, of columns that
-    the page can hide together, and `below`, the interval that stands below a cell.
-    """
-
-    head: str
-    cell: Callable[[Any], Cell]
-    short: str = ""
-    group: str = "name"
-    below: Callable[[Any], str] = lambda record: ""
-
-
-def pick(columns: Mapping[str, Column], *names: str) -> Columns:
-    """Pick the columns of a table by name."""
-    return {columns[name].head: columns[name].cell for name in names}
-
-
-def name_columns(records: Sequence[Row | Run]) -> dict[str, Column]:
+def named(records: Sequence[Row | Run], baselines: Collection[Run] = ()) -> Columns:
     """The columns that name rows, or whole runs. The cache is named if any of them is under one."""
 
     def run(record: Row | Run) -> Run:
         return record if isinstance(record, Run) else record.run
 
+    def estimator(record: Row | Run) -> str:
+        return record.title if isinstance(record, Row) else run_title(record, record in baselines)
+
     cached = any(run(record).has_cache for record in records)
     return {
-        "model": Column("model", lambda record: run(record).label),
-        "estimator": Column("estimator", lambda record: record.title),
-        "rule": Column("rule", lambda record: without_defaults(record.rule or "")),
-        "block": Column("block", lambda record: "whole target" if record.block == "none" else record.block),
-        "cache": Column("cache", lambda record: run(record).cache if cached else ""),
+        "model": lambda record: run(record).label,
+        "estimator": estimator,
+        "rule": lambda record: without_defaults(record.rule or ""),
+        "block": lambda record: "whole target" if record.block == "none" else record.block,
+        "cache": lambda record: run(record).cache if cached else "",
     }
 
 
-def of_rows(metric: str, rows: Sequence[Row]) -> dict[str, Column]:
-    """The columns of rows in a table of this metric."""
-    form, bits = form_of(metric), "bits_per_byte"
-    return {
-        **name_columns(rows),
-        "remarks": Column("remarks", lambda row: row.qualifiers),
-        "value": Column(WORDS[metric], value, SHORT[metric]),
-        "interval": Column(LEVEL, lambda row: (interval(row), row.reason)),
-        "stderr": Column("s.e. (Monte Carlo)", lambda row: (number(row.stderr, ".2g"), row.stderr_reason)),
-        "bits": Column("bits per byte", lambda row: value(row, bits), "bits/byte"),
-        "elbo": Column("ELBO", lambda row: value(row.elbo)),
-        "elbo_gap": Column("ELBO's gap", lambda row: gap(row.elbo)),
-        "gap": Column("DUEL's gap", gap, "gap"),
-        "gap_interval": Column("its 95 % interval", lambda row: span(row.gap_interval, f"+{form}")),
-        "closed": Column("gap closed", lambda row: (closed(row, " %"), row.gap_closed_reason)),
-        "share": Column("gap closed, %", lambda row: (closed(row), row.gap_closed_reason)),
-        "closed_interval": Column("95 % interval of it", lambda row: span(row.gap_closed_interval, ".1f")),
-        "nfe": Column("NFE per token", lambda row: number(row.nfe_per_token, ".3f")),
-    }
+def names_of(compared: Sequence[ComparedRow]) -> Columns:
+    """The columns that name rows of a table."""
+    columns = named([each.row for each in compared])
+    return {head: lambda each, cell=cell: cell(each.row) for head, cell in columns.items()}
 
 
-def of_board(board: Board) -> list[Column]:
-    """The columns of a leaderboard, empty ones included; those of results stand once for each column of the board."""
-    bits, results = "bits_per_byte", [result for row in board.rows for result in row.results.values()]
-    every, form = of_rows(board.metric, results), form_of(board.metric)
-    found = [Column("#", lambda row: str(row.rank or ""))]
-    for name in ("model", "estimator", "rule", "block", "cache"):
-        found.append(Column(name, lambda row, cell=every[name].cell: cell(row.named)))
-    if board.mean_of:
-        title = f"{'mean' if board.metric == bits else 'geometric mean'}, {len(board.mean_of)} tasks"
-        found.append(Column(title, lambda row: number(row.mean, form, bound=row.named.bound), group="mean"))
-        found.append(Column("mean rank", lambda row: number(row.mean_rank, ".2f"), group="mean"))
-    groups = {"value": Column("", _plain_value, SHORT[board.metric], below=interval)}
-    if board.metric != bits:
-        groups["bits"] = every["bits"]
-    groups["gap"] = every["gap"]._replace(below=every["gap_interval"].cell)
-    if any(result.distinguishable is not None for result in results):
-        groups["closed"] = every["share"]._replace(below=every["closed_interval"].cell)
-    for group, column in groups.items():
-        for task in board.columns:
-            cell, below = (_of_task(task.id, shown) for shown in (column.cell, column.below))
-            found.append(Column(f"{task.label} {column.short or column.head}", cell, group=group, below=below))
-    return [
-        *found,
-        Column("NFE per token", lambda row: number(row.nfe_per_token, ".3f"), group="cost"),
-        Column("seconds per token", lambda row: number(row.seconds_per_token, ".2g"), group="cost"),
-        Column("device", lambda row: row.device, group="source"),
-        Column("parameters", lambda row: number(row.parameters, ",d"), group="source"),
-        Column("fingerprint", lambda row: row.fingerprint, group="source"),
-        Column("versions", lambda row: ", ".join(map(" ".join, row.versions.items())), group="source"),
-        Column("date", lambda row: row.date[:10], group="source"),
-    ]
-
-
-def _plain_value(result: Row) -> Cell:
-    """A result's value, never bold. Its remark says why it has no error or interval."""
-    return str(value(result)), "; ".join(filter(None, [result.stderr_reason, result.reason]))
-
-
-def _of_task(column: str, cell: Callable[[Row], Any]) -> Callable[[BoardRow], Any]:
-    """A cell of the result in a column, empty if there is none."""
-    return lambda row: cell(row.results[column]) if column in row.results else ""
+def run_title(run: Run, baseline: bool) -> str:
+    """The estimator of a run, or that it was a lattice run, and whether it is the baseline."""
+    entry = registry.find(run.estimator)
+    name = "Lattice" if entry.lattice else entry.title
+    return f"{name} ({'baseline' if entry.name == 'ar' else 'AR baseline'})" if baseline else name
 
 
 # ---------------------------------------------------------------- cells
@@ -135,40 +68,48 @@ def value(row: Row | None, metric: str | None = None) -> str:
     """A row's value, or its value in another metric, with its bound and its Monte Carlo error."""
     if row is None:
         return ""
-    best, metric = row.best and metric is None, metric or row.metric
+    metric = metric or row.metric
     stderr, unsure = row.error(row.nats_stderr, metric), bool(row.stderr_reason)
-    text = number(row.metrics.get(metric), form_of(metric), stderr, row.bound, unsure)
-    return Bold(text) if best else text
+    return number(row.metrics.get(metric), form_of(metric), stderr, row.bound, unsure)
 
 
-def interval(row: Row) -> str:
+def marked(each: ComparedRow) -> str:
+    """A row's value, in bold if it is the best of its model."""
+    text = value(each.row)
+    return Bold(text) if each.best else text
+
+
+def interval(each: ComparedRow) -> str:
     """The interval over documents of a row's value, or else its error over windows."""
-    windows = "" if row.window_stderr is None else f"s.e. {number(row.window_stderr, '.2g')} over windows"
-    return span(row.interval, form_of(row.metric)) or windows
+    windows = "" if each.window_stderr is None else f"s.e. {number(each.window_stderr, '.2g')} over windows"
+    return span(each.interval, form_of(each.row.metric)) or windows
 
 
-def with_interval(row: Row) -> str:
+def with_interval(each: ComparedRow) -> str:
     """A row's value with its interval in brackets."""
-    text = value(row)
-    return type(text)(f"{text} ({span(row.interval, form_of(row.metric))})") if row.interval else text
+    text = marked(each)
+    return type(text)(f"{text} ({span(each.interval, form_of(each.row.metric))})") if each.interval else text
 
 
-def gap(row: Row | None) -> str:
-    """The gap to the autoregressive model, with the bound and the error of the row's value."""
+def gap(row: Row | None, known: float | None) -> str:
+    """A gap to the autoregressive model, with the bound and the error of the row's value."""
     if row is None:
         return ""
-    return number(row.gap, f"+{form_of(row.metric)}", row.stderr, row.bound, bool(row.stderr_reason))
+    return number(known, f"+{form_of(row.metric)}", row.stderr, row.bound, bool(row.stderr_reason))
 
 
-def closed(row: Row, unit: str = "") -> str:
+def gap_interval(each: ComparedRow) -> str:
+    return span(each.gap_interval, f"+{form_of(each.row.metric)}")
+
+
+def closed(each: ComparedRow, unit: str = "") -> str:
     """Gap closed, or that it is not distinguishable from 0."""
-    if row.gap_closed is None:
-        return UNCLEAR if row.distinguishable is False else ""
-    return number(row.gap_closed, ".1f", row.gap_closed_stderr) + unit
+    if each.closed.percent is None:
+        return UNCLEAR if each.closed.distinguishable is False else ""
+    return number(each.closed.percent, ".1f", each.closed.stderr) + unit
 
 
-# ---------------------------------------------------------------- tables
-# The tables of a report: what their rows are, and which columns they have.
+# ---------------------------------------------------------------- of a task
 
 
 SPEC = (  # the entries of a spec that are listed
@@ -178,15 +119,14 @@ SPEC = (  # the entries of a spec that are listed
 )
 NOT_DECODED = "counts whether greedy decoding would produce the text, which this estimator does not know"
 COUNTED = "acc"  # in a loglikelihood task, the share of texts that greedy decoding would produce
-NAMES = ("model", "estimator", "rule", "block", "cache")
 
 
 def task_tables(task: Comparison) -> Iterator[tuple[str, Table]]:
     """The tables of a task, each with the stem of its file."""
-    if duels := [row for row in task.rows if row.duel]:
+    if duels := [each for each in task.rows if each.row.duel]:
         yield "gap", gaps(duels)
     yield "methods", values(task)
-    if cached := [row for row in task.rows if row.cache_cost]:
+    if cached := [each for each in task.rows if each.cache_cost]:
         yield "cache", cache_costs(cached)
     if task.pairs:
         yield "pairs", differences(task)
@@ -196,43 +136,59 @@ def task_tables(task: Comparison) -> Iterator[tuple[str, Table]]:
 
 def values(task: Comparison) -> Table:
     """Perplexity of every row with its interval or standard error, or a remark that says why it has neither."""
-    bits = [] if task.metric == "bits_per_byte" else ["bits"]
-    shown = pick(of_rows(task.metric, task.rows), *NAMES, "value", "interval", "stderr", *bits)
+    shown: Columns = {
+        **names_of(task.rows),
+        WORDS[task.metric]: marked,
+        LEVEL: lambda each: (interval(each), each.no_interval),
+        "s.e. (Monte Carlo)": lambda each: (number(each.row.stderr, ".2g"), each.row.stderr_reason),
+    }
+    if task.metric != "bits_per_byte":
+        shown["bits per byte"] = lambda each: value(each.row, "bits_per_byte")
     return Table.of(WORDS[task.metric], task.rows, shown)
 
 
-def gaps(duels: Sequence[Row]) -> Table:
+def gaps(duels: Sequence[ComparedRow]) -> Table:
     """ELBO, DUEL, their gaps to the AR model, and gap closed, of each DUEL row."""
-    every = of_rows(duels[0].metric, duels)
-    names = pick(every, "model", "remarks", "rule", "block", "cache", "elbo")
-    names |= {"DUEL": value, LEVEL: interval}
-    shown = pick(every, "elbo_gap", "gap", "gap_interval", "closed", "closed_interval")
-    return Table.of("Gap to the autoregressive model", duels, names | shown)
-
-
-def cache_costs(rows: Sequence[Row]) -> Table:
-    """Each row under a cache, the row without one, and their paired difference: above 0, the cache costs."""
-    metric, unit = rows[0].metric, pairs.unit(rows[0].metric)
+    names = names_of(duels)
     shown: Columns = {
-        **pick(of_rows(metric, rows), *NAMES),
-        "cache=none": lambda row: value(row.cache_cost.second, metric),
-        "with the cache": lambda row: value(row, metric),
-        f"cost, nats per {unit}": lambda row: _difference(row.cache_cost),
-        LEVEL: lambda row: span(row.cache_cost.interval, "+.4f"),
-        "verdict": lambda row: row.cache_cost.verdict,
+        "model": names["model"],
+        "remarks": lambda each: each.row.qualifiers,
+        **{head: names[head] for head in ("rule", "block", "cache")},
+        "ELBO": lambda each: value(each.closed.elbo),
+        "DUEL": marked,
+        LEVEL: interval,
+        "ELBO's gap": lambda each: gap(each.closed.elbo, each.closed.elbo_gap),
+        "DUEL's gap": lambda each: gap(each.row, each.gap),
+        "its 95 % interval": gap_interval,
+        "gap closed": lambda each: (closed(each, " %"), each.closed.reason),
+        "95 % interval of it": lambda each: span(each.closed.interval, ".1f"),
     }
-    return Table.of(f"Cost of the cache, nats per {unit}", rows, shown)
+    return Table.of("Gap to the autoregressive model", duels, shown)
+
+
+def cache_costs(cached: Sequence[ComparedRow]) -> Table:
+    """Each row under a cache, the row without one, and their paired difference: above 0, the cache costs."""
+    unit = compare.unit(cached[0].row.metric)
+    shown: Columns = {
+        **names_of(cached),
+        "cache=none": lambda each: value(each.cache_cost.second),
+        "with the cache": lambda each: value(each.row),
+        f"cost, nats per {unit}": lambda each: _difference(each.cache_cost),
+        LEVEL: lambda each: span(each.cache_cost.interval, "+.4f"),
+        "verdict": lambda each: each.cache_cost.verdict,
+    }
+    return Table.of(f"Cost of the cache, nats per {unit}", cached, shown)
 
 
 def differences(task: Comparison) -> Table:
     """The task's pairs: what both rows share, their names, the paired difference, and which is better."""
 
-    def shared(cell: Callable[[Any], Cell]) -> Callable[[Pair], Cell]:
+    def shared(cell: Callable[[Row], Cell]) -> Callable[[Pair], Cell]:
         return lambda pair: cell(pair.first) if cell(pair.first) == cell(pair.second) else ""
 
-    every, unit = of_rows(task.metric, task.rows), pairs.unit(task.metric)
+    names, unit = named([each.row for each in task.rows]), compare.unit(task.metric)
     shown: Columns = {
-        **{name: shared(every[name].cell) for name in ("model", "estimator", "rule", "block", "cache")},
+        **{head: shared(cell) for head, cell in names.items()},
         "first - second": lambda pair: " - ".join(pair.names),
         f"difference, nats per {unit}": _difference,
         LEVEL: lambda pair: span(pair.interval, "+.4f"),
@@ -247,13 +203,14 @@ def _difference(pair: Pair) -> Cell:
 
 def speeds(of: Speeds) -> Table:
     """The perplexity and NFE of each rule, its interval with it."""
-    metric, form = of.rows[0].metric, form_of(of.rows[0].metric)
+    metric = of.rows[0].row.metric
+    form = form_of(metric)
     shown: Columns = {
-        **pick(of_rows(metric, of.rows), "rule"),
-        "steps": lambda row: "adaptive" if adaptive(row.rule) else "",
-        "NFE per token": lambda row: number(row.nfe_per_token, ".3f"),
-        f"DUEL, {WORDS[metric]}": lambda row: number(row.value, form),
-        LEVEL: lambda row: span(row.interval, form),
+        "rule": names_of(of.rows)["rule"],
+        "steps": lambda each: "adaptive" if adaptive(each.row.rule) else "",
+        "NFE per token": lambda each: number(each.row.nfe_per_token, ".3f"),
+        f"DUEL, {WORDS[metric]}": lambda each: number(each.row.value, form),
+        LEVEL: lambda each: span(each.interval, form),
     }
     return Table.of(f"Rules against NFE: {of.title}", of.rows, shown)
 
@@ -261,55 +218,61 @@ def speeds(of: Speeds) -> Table:
 # ---------------------------------------------------------------- over tasks
 
 
-def perplexities(tasks: Mapping[str, Comparison]) -> Table:
-    """The value of every row on every task."""
-    rows = [row for task in tasks.values() for row in task.rows]
-    return _over_tasks("Perplexities", tasks, rows, with_interval)
+def perplexities(found: Standings, tasks: Mapping[str, Comparison]) -> Table:
+    """The value of every method on every task, with ranks and means."""
+    shown = _over_tasks(tasks, with_interval)
+    form = form_of(found.metric)
+    if found.mean_of:
+        shown[mean_title(found)] = lambda row: number(row.mean, form, bound=row.method.named.bound)
+        shown["mean rank"] = lambda row: number(row.mean_rank, ".2f")
+    shown["rank"] = lambda row: str(row.rank or "")
+    return Table.of("Perplexities", [row for row in found.rows if row.method.rows], shown)
 
 
-def gaps_closed(tasks: Mapping[str, Comparison]) -> Table:
+def gaps_closed(found: Standings, tasks: Mapping[str, Comparison]) -> Table:
     """Gap closed of every DUEL row on every task."""
-    rows = [row for task in tasks.values() for row in task.rows if row.duel]
-    return _over_tasks("Gap closed over tasks, %", tasks, rows, closed)
+    duels = [row for row in found.rows if any(each.row.duel for each in row.method.rows.values())]
+    return Table.of("Gap closed over tasks, %", duels, _over_tasks(tasks, closed))
 
 
-def _over_tasks(title: str, tasks: Mapping[str, Comparison], rows: Iterable[Row], cell: Callable[[Row], Cell]) -> Table:
-    """A line for each model and method, and a column for each task."""
-    methods: dict[str, dict[str, dict[str, Row]]] = {}  # model -> method -> task -> row
-    for row in rows:
-        methods.setdefault(row.model, {}).setdefault(row.name, {})[row.task] = row
-    records = [(model, name, of_name) for model, of_model in methods.items() for name, of_name in of_model.items()]
-    shown: Columns = {"model": lambda record: record[0], "method": lambda record: record[1]}
+def _over_tasks(tasks: Mapping[str, Comparison], cell: Callable[[ComparedRow], Cell]) -> Columns:
+    """The names of a method, and a column for each task."""
+    shown: Columns = {"model": lambda row: row.method.named.model, "method": lambda row: row.method.named.name}
     for name, task in tasks.items():
-        shown[f"{name}, {WORDS[task.metric]}"] = lambda record, name=name: (
-            cell(record[2][name]) if name in record[2] else ""
+        shown[f"{name}, {WORDS[task.metric]}"] = lambda row, name=name: (
+            cell(row.method.rows[name]) if name in row.method.rows else ""
         )
-    return Table.of(title, records, shown)
+    return shown
+
+
+def mean_title(found: Standings) -> str:
+    kind = "mean" if found.metric == "bits_per_byte" else "geometric mean"
+    return f"{kind}, {len(found.mean_of)} tasks"
 
 
 # ---------------------------------------------------------------- of runs
 
 
-def accuracies(name: str, runs: Sequence[Run]) -> Table:
+def accuracies(name: str, runs: Sequence[Run], baselines: Collection[Run]) -> Table:
     """Averages of a task other than perplexities, with the harness's standard errors."""
-    runs = [run for run in sorted(runs, key=lambda run: not run.baseline) if run.scores(name)]
+    runs = [run for run in runs if run.scores(name)]
     metrics = dict.fromkeys(metric for run in runs for metric in run.scores(name))
-    shown = pick(name_columns(runs), *NAMES) | {metric: _score(name, metric) for metric in metrics}
+    shown = named(runs, baselines)
+    for metric in metrics:
+        shown[metric] = lambda run, metric=metric: average(run, name, metric)
     for key in ("documents", "version", "shots"):
         shown[key] = lambda run, key=key: run.every_task[name].identity.get(key)
     return Table.of(f"{name}: {', '.join(metrics)}, ± standard error", runs, shown)
 
 
-def _score(name: str, metric: str) -> Callable[[Run], Cell]:
-    def cell(run: Run) -> Cell:
-        if metric not in run.scores(name):
-            return ""
-        known, error = run.scores(name)[metric]
-        decodes = run.every_task[name].output_type != "loglikelihood" or registry.find(run.estimator).decodes
-        text = number(known, ".4f", error, unsure=True)
-        return text, "" if decodes or metric.split(" (")[0] != COUNTED else NOT_DECODED
-
-    return cell
+def average(run: Run, name: str, metric: str) -> Cell:
+    """An average other than a perplexity, with the harness's standard error."""
+    if metric not in run.scores(name):
+        return ""
+    known, error = run.scores(name)[metric]
+    decodes = run.every_task[name].output_type != "loglikelihood" or registry.find(run.estimator).decodes
+    text = number(known, ".4f", error, unsure=True)
+    return text, "" if decodes or metric.split(" (")[0] != COUNTED else NOT_DECODED
 
 
 def cost(costs: Sequence[RunCost]) -> Table:
@@ -318,22 +281,22 @@ def cost(costs: Sequence[RunCost]) -> Table:
     def entry(key: str, scale: float = 1) -> Callable[[RunCost], Cell]:
         return lambda of: "" if of.run.duel.get(key) is None else number(of.run.duel[key] / scale, ",.0f")
 
-    names = name_columns([of.run for of in costs])
-    shown: Columns = {name: lambda of, cell=names[name].cell: cell(of.run) for name in NAMES}
+    names = named([of.run for of in costs])
+    shown: Columns = {head: lambda of, cell=cell: cell(of.run) for head, cell in names.items()}
     shown |= {
         "estimator": lambda of: of.name,
-        "s per token": lambda of: number(of.seconds_per_token, ".3g"),
+        "s per token": lambda of: number(of.time.seconds_per_token, ".3g"),
         "forwards": entry("forwards"),
         "rows": entry("rows"),
         "peak MiB": entry("peak_memory_bytes", 2**20),
-        "x ELBO": lambda of: (number(of.times_elbo, ".3g"), of.times_elbo_reason),
-        "x AR": lambda of: (number(of.times_ar, ".3g"), of.times_ar_reason),
+        "x ELBO": lambda of: (number(of.over_elbo.value, ".3g"), of.over_elbo.reason),
+        "x AR": lambda of: (number(of.over_ar.value, ".3g"), of.over_ar.reason),
         "whole run, s": lambda of: number(of.run.whole_run_seconds, ".1f"),
     }
     return Table.of("Cost", costs, shown)
 
 
-def files(runs: Sequence[Run]) -> Table:
+def files(runs: Sequence[Run], baselines: Collection[Run]) -> Table:
     """The results files and the spec of each."""
     folder = os.path.commonpath([os.path.dirname(run.name) for run in runs])
 
@@ -342,7 +305,7 @@ def files(runs: Sequence[Run]) -> Table:
 
     shown: Columns = {
         "file": lambda run: os.path.relpath(run.name, folder),
-        "model": lambda run: f"{run.label}{' (AR baseline)' if run.baseline else ''}",
+        "model": lambda run: f"{run.label}{' (AR baseline)' if run in baselines else ''}",
         "fingerprint": lambda run: run.fingerprint,
         "spec": spec,
     }

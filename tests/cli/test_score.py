@@ -12,9 +12,9 @@ from harness_runs import TORCHRUN, launch
 
 from lm_eval_duel import Duel
 from lm_eval_duel.cli import score
+from lm_eval_duel.cli.report import main as report
 from lm_eval_duel.errors import DuelError, UsageError
 from lm_eval_duel.estimators import registry
-from lm_eval_duel.results.report import main as report
 
 pytestmark = pytest.mark.usefixtures("one_load")
 TEXTS = ["a b c d e", "the of and a b c d e a b c d e the of and", "a"]

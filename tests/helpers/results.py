@@ -10,10 +10,10 @@ import pytest
 from golden import nudged
 
 from lm_eval_duel import TextScore, Window, fingerprint
+from lm_eval_duel.cli.report import main
 from lm_eval_duel.core.scores import Score
 from lm_eval_duel.estimators import registry
 from lm_eval_duel.estimators.totals import Total
-from lm_eval_duel.results.report import main
 
 COUNT = itertools.count()
 TOKENS = 1000  # of a task without documents

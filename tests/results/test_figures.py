@@ -7,9 +7,10 @@ import sys
 import pytest
 from results import documents, ours
 
+from lm_eval_duel.cli.report import main as report
+from lm_eval_duel.cli.report import parse
 from lm_eval_duel.results import figures
-from lm_eval_duel.results.report import collect, parse
-from lm_eval_duel.results.report import main as report
+from lm_eval_duel.results.report import collect
 from lm_eval_duel.rules import RULES
 
 AVAILABLE = figures.available  # the others in this folder have none
@@ -43,10 +44,10 @@ def test_a_model_and_a_rule_have_one_colour_in_every_figure(tmp_path):
     task = collect(parse([str(tmp_path / "results"), "--out", str(tmp_path / "out")])).tasks["sotu"]
     (values,) = figures.perplexity("sotu", task).axes
     assert [list(line.get_xdata()) for line in values.lines if line.get_marker() == "|"] == [
-        row.interval for row in task.rows
+        each.interval for each in task.rows
     ]
     of_rows = [line.get_color() for line in values.lines if line.get_marker() == "o" and len(line.get_xdata())]
-    assert of_rows == [figures.model_colour(row.model) for row in task.rows]
+    assert of_rows == [figures.model_colour(each.row.model) for each in task.rows]
     for sweep in task.rules:
         (axes,) = figures.rules("sotu", task, sweep).axes
         assert axes.get_xlim()[0] < 0.5 and axes.get_xlim()[1] > 1, "from left to right"

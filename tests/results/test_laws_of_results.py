@@ -12,14 +12,14 @@ from results import documents, hf, ours, per_token, rows, text_score
 from results import report as run
 
 from lm_eval_duel import DuelError, compare
+from lm_eval_duel.cli.report import main as report
 from lm_eval_duel.estimators.blocks import BeamBlocks, TwoPhaseBlocks
 from lm_eval_duel.estimators.registry import Kind
 from lm_eval_duel.results import compare as pairs
 from lm_eval_duel.results import stats
 from lm_eval_duel.results import stats as paired
-from lm_eval_duel.results.report import main as report
 from lm_eval_duel.results.rows import Row
-from lm_eval_duel.results.table import number
+from lm_eval_duel.results.table import Note, number
 
 SIZE = 40
 
@@ -307,18 +307,18 @@ def entry(rule, value=20.0, estimator="duel", block="4", cache="none", stderr=0.
     run = SimpleNamespace(
         **{"label": "MDM", "ours": True, "block": block, "cache": cache, "has_cache": cache != "none", "key": "w"},
         spec=spec,
-        tasks={"t": SimpleNamespace(unknown=0)},
+        every_task={"t": SimpleNamespace(unknown=0)},
     )
-    return Row(run, "t", "token_perplexity", estimator, rule, {"token_perplexity": value}, -30.0, stderr)
+    named = {"run": run, "task": "t", "metric": "token_perplexity", "estimator": estimator, "rule": rule, "ar": False}
+    known = {"metrics": {"token_perplexity": value}, "log_prob": -30.0, "nats_stderr": stderr}
+    return Row(**named, **known, documents={}, missing=Note())
 
 
 def compared(first, second, low, high, documents=50):
     known = dict.fromkeys(f"text {n}:1" for n in range(documents))
-    first, second = (
-        replace(row, draws=draws + math.log(20.0), documents=known)
-        for row, draws in ((first, np.linspace(low, high, 1000)), (second, np.zeros(1000)))
-    )
-    forward, backward = pairs.pair(first, second), pairs.pair(second, first)
+    first, second = (replace(row, documents=known) for row in (first, second))
+    draws = {first: np.linspace(low, high, 1000) + math.log(20.0), second: np.zeros(1000) + math.log(20.0)}
+    forward, backward = pairs.pair(first, second, draws), pairs.pair(second, first, draws)
     assert forward.verdict == backward.verdict
     assert forward.interval == pytest.approx([-value for value in reversed(backward.interval)])
     return forward.verdict
@@ -345,7 +345,8 @@ def test_rows_that_are_compared():
     entries = [*rules, *others, entry(None, estimator="oracle")]
 
     def chosen(choice):
-        return [(entries.index(pair.first), entries.index(pair.second)) for pair in pairs.choose(choice, entries)]
+        shown = [SimpleNamespace(row=row) for row in entries]
+        return [(entries.index(pair.first), entries.index(pair.second)) for pair in pairs.choose(choice, shown, {})]
 
     assert chosen("rules") == [*((n, 2) for n in (0, 1, 3, 4, 5, 6)), (7, 8)]  # more than five: with the lowest
     assert len(chosen("all")) == 10 * 9 // 2 and all(10 not in pair for pair in chosen("all"))

@@ -6,12 +6,13 @@ import pytest
 from results import documents, edit_samples, hf, ours, per_token, put, rows
 from results import report as run
 
+from lm_eval_duel.cli.report import parse
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.estimators import registry
 from lm_eval_duel.estimators.blocks import BeamBlocks
 from lm_eval_duel.results import figures
 from lm_eval_duel.results import tables as columns
-from lm_eval_duel.results.report import collect, parse
+from lm_eval_duel.results.report import collect
 
 TEXTS = [f"a text of number {n}" for n in range(4)]
 NATS, TOKENS = (-30.0, -40.0, -50.0, -60.0), (10, 12, 14, 16)
@@ -181,7 +182,8 @@ def test_a_sum_over_orders_by_a_beam_is_what_its_blocks_are(tmp_path, exact, con
     file = ours(tmp_path / "results", per_token(["owt"], [20.0]), estimator="sampled_order", spec={"beam": "64"})
     put(file, "config.duel.tasks.owt.values.sampled_order.beam", sums.describe())
     words = [str(tmp_path / "results"), "--ar", str(tmp_path / "ar"), "--as_published", "--out", str(tmp_path / "out")]
-    [row] = [row for row in collect(parse(words)).tasks["owt"].rows if row.estimator == "sampled_order"]
+    table = collect(parse(words)).tasks["owt"].rows
+    [row] = [each.row for each in table if each.row.estimator == "sampled_order"]
     bound = kind == "bound"
     assert sums.describe()["kind"] == kind and row.bound == registry.is_bound(row.kind) == bound
     assert ("1 of 10 blocks" in row.qualifiers) == ("upper bound" in figures._kind(row)) == bound

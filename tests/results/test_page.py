@@ -1,11 +1,11 @@
-"""The leaderboard's page in a real browser: it sorts, filters, opens and plays, asks for nothing, and can be read."""
+"""The page of a report in a real browser: it sorts, filters, opens and plays, asks for nothing, and can be read."""
 
 import browser
 import pytest
 from results import documents, hf, ours, trace
 
-from lm_eval_duel.results import documents as view
-from lm_eval_duel.results import leaderboard
+from lm_eval_duel.cli import report
+from lm_eval_duel.results import player
 
 pytestmark = [
     pytest.mark.slow,
@@ -36,9 +36,9 @@ def page(tmp_path_factory):
         window |= {"reveal_steps": steps, "token_logprobs": [-0.5, -1.0, -7.0, None], "values": {"duel": None}}
         traces.append(str(trace(folder / f"{len(traces)}.jsonl", made(ours, nats, rule=rule), [window])))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(view, "token_texts", lambda ids, tokenizer: [f"<b>{n}</b> " for n in ids])
-        words = ["--traces", *traces, "--tokenizer", "demo-mdm", "--published", "paper"]
-        leaderboard.main([str(folder / "in"), "--out", str(folder / "site"), *words])
+        patch.setattr(player, "token_texts", lambda ids, tokenizer: [f"<b>{n}</b> " for n in ids])
+        words = ["--traces", *traces, "--tokenizer", "demo-mdm", "--published", "paper", "--page"]
+        report.main([str(folder / "in"), "--out", str(folder / "site"), *words])
     return folder / "site" / "index.html"
 
 

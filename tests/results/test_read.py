@@ -258,7 +258,7 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path):
     made(tmp_path)
     for folder in ("/dev/null/report", tmp_path / ("x" * 300)):  # below a file, and a name that is too long
         with pytest.raises(DuelError, match=re.escape(f"--out {folder}")):
-            own_files.write(folder, "report", {}, {})
+            own_files.write(folder, {}, {})
 
 
 def test_files_of_an_earlier_report_are_replaced_and_others_stay(tmp_path):

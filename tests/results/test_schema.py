@@ -7,8 +7,7 @@ import pytest
 from pages import ROOT
 
 from lm_eval_duel import demo
-from lm_eval_duel.cli import score
-from lm_eval_duel.results import leaderboard
+from lm_eval_duel.cli import report, score
 
 SCHEMA = json.loads((ROOT / "docs" / "results.schema.json").read_text())
 RESULTS = demo.FOLDER / "results"
@@ -42,9 +41,9 @@ def test_bundled_traces(file):
         check("trace_window", window)
 
 
-def test_a_leaderboard(tmp_path):
-    leaderboard.main([str(RESULTS / "demo-bd"), "--out", str(tmp_path)])
-    check("leaderboard", json.loads((tmp_path / "leaderboard.json").read_text()))
+def test_a_report(tmp_path):
+    report.main([str(RESULTS / "demo-bd"), "--page", "--out", str(tmp_path)])
+    check("report", json.loads((tmp_path / "report.json").read_text()))
 
 
 def test_score(tmp_path):

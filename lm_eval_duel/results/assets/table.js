@@ -5,7 +5,7 @@
   function key(cell) {
     const text = cell.dataset.text ?? cell.firstChild?.textContent.trim() ?? "";
     if (text === "") return null;
-    const number = text === "inf" || text === "whole target" ? Infinity : Number(text.replace(/^≤ | ±.*$| \[\d+\]$|,/g, ""));
+    const number = text === "inf" || text === "whole target" ? Infinity : Number(text.replace(/^≤ | ±.*$|\s\[\d+\]$|,/g, ""));
     return Number.isNaN(number) ? text : number;
   }
   function compare(a, b) {
@@ -31,9 +31,18 @@
   }
 
   const board = document.getElementById("board");
-  for (const box of document.querySelectorAll("[data-group]")) {
+  const boxes = [...document.querySelectorAll("[data-group]")];
+  // A remark is shown with the columns that refer to it.
+  function showRemarks() {
+    const hidden = boxes.filter((box) => !box.checked).map((box) => box.dataset.group);
+    for (const remark of document.querySelectorAll("[data-groups]")) {
+      remark.hidden = remark.dataset.groups.split(" ").every((group) => hidden.includes(group));
+    }
+  }
+  for (const box of boxes) {
     const show = () => {
       for (const cell of board.querySelectorAll(`.g-${box.dataset.group}`)) cell.hidden = !box.checked;
+      showRemarks();
     };
     box.addEventListener("change", show);
     show();

@@ -1,4 +1,4 @@
-"""The leaderboard: what may share a column, what has a rank, what is shown, and that names are text everywhere."""
+"""Results over tasks and the page: what may share a table, what has a rank, what is shown, and that names are text."""
 
 import csv
 import importlib
@@ -11,15 +11,14 @@ import shlex
 import markupsafe
 import pytest
 from lm_eval._cli import HarnessCLI
-from results import documents, edit, hf, ours, put, trace
+from results import GONE, documents, edit, hf, ours, put, trace
 
+from lm_eval_duel.cli.report import parse
 from lm_eval_duel.console.command_line import one_line
 from lm_eval_duel.errors import UsageError
 from lm_eval_duel.options import Options
-from lm_eval_duel.results import as_json, leaderboard, published
-from lm_eval_duel.results import documents as view
-from lm_eval_duel.results.leaderboard import collect, console, markdown, parse
-from lm_eval_duel.results.leaderboard import csv as to_csv
+from lm_eval_duel.results import as_csv, page, player, provenance, published
+from lm_eval_duel.results.report import collect, markdown
 
 TEXTS = [f"text {n}" for n in range(3)]
 TOKENS, NATS = (20, 40, 30), (-60, -150, -90)
@@ -48,45 +47,100 @@ def made(folder, model="A", nats=NATS, texts=TEXTS, **more):
 
 
 def board(*arguments):
-    return collect(parse([*map(str, arguments), "--out", "unused"]))
+    return collect(parse([*map(str, arguments), "--page", "--out", "unused"]))
 
 
-# ---------------------------------------------------------------- columns
+# ---------------------------------------------------------------- what is kept apart
 
 
 def members(content):
-    """The models of each column."""
-    return ["".join(row.named.model for row in content.rows if c.id in row.results) for c in content.columns]
+    """The models of each table."""
+    return ["".join(each.row.model for each in task.rows) for task in content.tasks.values()]
 
 
-def test_unequal_documents_and_windows_never_share_a_column(tmp_path):
+def test_unequal_documents_and_windows_never_share_a_table(tmp_path):
     made(tmp_path)
     made(tmp_path, "B")
     made(tmp_path, "Few", NATS[:2])
     made(tmp_path, "Other", texts=["x y", "x z", "z z"])
     made(tmp_path, "Short", duel={"row_capacity": 10})
-    content = board(tmp_path, "--metric", "word_perplexity")
+    content = board(tmp_path, "--metric", "word_perplexity", "--apart")
     assert members(content) == ["AB", "Few", "Other", "Short"]
-    assert len({column.label for column in content.columns}) == 4
-    assert [bool(column.difference) for column in content.columns] == [False, True, True, True]
-    assert all(row.rank is None for row in content.rows if row.named.model not in "AB")
+    assert list(content.tasks) == ["sotu (1)", "sotu (2)", "sotu (3)", "sotu (4)"]
+    for name in list(content.tasks)[1:]:
+        assert any(note.fact.startswith(f"{name}: ") for note in content.notes), "it is said why"
+    ranks = {row.method.named.model: row.rank for row in content.standings.rows}
+    assert ranks == {"A": 1, "B": 1, "Few": None, "Other": None, "Short": None}
 
 
-def test_rows_of_one_name_in_different_columns_have_different_labels(tmp_path):
+def test_two_results_of_one_model_and_task_are_two_rows(tmp_path):
+    """Of equal names, whatever their specs differ in; and of accuracies, too."""
+    made(tmp_path)
+    made(tmp_path, nats=(-61, -150, -90), spec={"note": "another"})
+    for date in (0, 1):
+        edit(made(tmp_path, "C"), lambda body, date=date: body["results"].update(choice={"acc,none": 0.5 + date / 10}))
+    content = board(tmp_path)
+    assert len([row for row in content.standings.rows if row.method.named.model == "A"]) == 2
+    found = [row.method for row in content.standings.rows if "choice" in row.method.scored]
+    assert {method.scored["choice"].scores("choice")["acc"][0] for method in found} == {0.5, 0.6}
+
+
+def test_methods_of_one_name_in_different_tasks_have_different_labels(tmp_path):
     made(tmp_path)
     made(tmp_path, docs={"news": docs(NATS)}, spec={"max_length": "513"})
-    labels = {row.label for row in board(tmp_path).rows}
+    labels = {row.method.label for row in board(tmp_path).standings.rows}
     assert labels == {f"DUEL, greedy, block 4, max_length={length}" for length in (513, 1025)}
 
 
-def test_perplexity_per_token_needs_one_tokenizer(tmp_path):
+def test_each_task_keeps_its_unit(tmp_path):
+    """One task without token perplexity changes no other one; there is no mean over two units."""
     made(tmp_path)
     made(tmp_path, "B")
-    assert board(tmp_path).metric == "token_perplexity"
-    made(tmp_path, "C", docs={"sotu": documents(NATS, (25, 45, 35), TEXTS)}, spec={"tokenizer": "another"})
+    for model in "AB":
+        values = {"token_perplexity": 12.5, "byte_perplexity": 12.5, "bits_per_byte": 3.6}
+        put(ours(tmp_path, {"proteins": values}, model=model), ("results", "proteins", "token_perplexity,none"), GONE)
     content = board(tmp_path)
-    assert content.metric == "word_perplexity" and members(content) == ["ABC"]
-    assert members(board(tmp_path, "--metric", "token_perplexity")) == ["AB", "C"]
+    assert {name: task.metric for name, task in content.tasks.items()} == {
+        "sotu": "token_perplexity",
+        "proteins": "byte_perplexity",
+    }
+    assert content.standings.mean_of == [] and content.standings.by == "sotu"
+    shown = page.html(content, None)
+    assert "sotu ppl/token" in shown and "proteins ppl/byte" in shown
+
+
+def test_accuracies_are_on_the_page(tmp_path):
+    def more(body):
+        body["results"]["choice"] = {"acc,none": 0.5, "acc_stderr,none": 0.1}
+        body["configs"]["choice"] = {"output_type": "multiple_choice"}
+
+    edit(made(tmp_path), more)
+    assert "choice acc" in page.html(board(tmp_path), None) and "0.5000 ± 0.1000" in page.html(board(tmp_path), None)
+
+
+def test_a_page_of_accuracies_alone_says_so(tmp_path):
+    def only(body):
+        body["results"] = {"choice": {"acc,none": 0.5, "acc_stderr,none": 0.1}}
+        body["configs"] = {"choice": {"output_type": "multiple_choice"}}
+        body["config"]["duel"]["tasks"] = {}
+
+    edit(made(tmp_path), only)
+    content = board(tmp_path)
+    shown = page.html(content, None)
+    assert "0.5000 ± 0.1000" in shown and "no result has a perplexity" in shown and "lower is better" not in shown
+    assert all(row.rank is None for row in content.standings.rows)
+
+
+def test_advice_is_not_on_the_page(tmp_path):
+    """What the person at the console should do is printed, and on the page there is no path of that machine."""
+    values = {"sotu": {"greedy:k=1": 8.0, "mixture": 9.0}}
+    file = made(tmp_path / "somebody", estimator="oracle", values=values)
+    put(file, "config.duel.trace", str(tmp_path / "gone.jsonl"))
+    content = board(tmp_path)
+    shown = page.html(content, None)
+    assert "--traces" in markdown(content) and "estimator=ar" in markdown(content)
+    for advice in ("--", "trace=FILE", "estimator=ar", str(tmp_path)):
+        assert advice not in re.sub("<style>.*?</style>|<script>.*?</script>|<pre.*?</pre>", "", shown, flags=re.DOTALL)
 
 
 # ---------------------------------------------------------------- ranks and means
@@ -117,8 +171,11 @@ def several(folder):
 
 def test_only_likelihoods_have_ranks_and_means_are_over_all_tasks(tmp_path):
     content = board(several(tmp_path))
-    printed = console(content)
-    rows = {(row.named.model, row.named.estimator, row.rule, row.cache): row for row in content.rows}
+    printed = markdown(content)
+    rows = {}
+    for row in content.standings.rows:
+        named = row.method.named
+        rows[named.model, named.estimator, (named.rule or "").partition(":")[0], named.run.cache or ""] = row
     values = {name: [math.exp(-sum(nats) / sum(TOKENS)) for nats in both] for name, both in SEVERAL.items()}
     means = {name: math.sqrt(a * b) for name, (a, b) in values.items()}
     ranked = [name for name in SEVERAL if name[1] in ("duel", "ar")]
@@ -132,27 +189,32 @@ def test_only_likelihoods_have_ranks_and_means_are_over_all_tasks(tmp_path):
         assert row.rank == 1 + sum(means[other] < means[name] for other in ranked)
         places = [1 + sum(values[other][n] < values[name][n] for other in ranked) for n in (0, 1)]
         assert row.mean_rank == sum(places) / 2
-    assert rows["E", "duel", "greedy", "none"].kind == "estimate"
-    assert content.ar == "AR", "the only autoregressive model is the one of the gaps"
+    assert rows["E", "duel", "greedy", "none"].method.kind == "estimate"
+    assert [run.label for run in content.baselines] == ["AR"], "the only autoregressive model is the one of the gaps"
+
+
+def plotted(*arguments):
+    content = board(*arguments)
+    return page._plot(content.standings, content.tasks)
 
 
 def test_the_plot_is_logarithmic_for_perplexities_and_has_intervals(tmp_path):
     several(tmp_path)
     for metric, scale in (("token_perplexity", math.log), ("bits_per_byte", float)):
-        plot = leaderboard._plot(board(tmp_path, "--metric", metric))
+        plot = plotted(tmp_path, "--metric", metric)
         values, places = [scale(row.main) for row in plot["rows"]], [place for place, *_ in plot["rows"].values()]
         slope = (places[-1] - places[0]) / (values[-1] - values[0])
         assert places == pytest.approx([places[0] + slope * (value - values[0]) for value in values], abs=0.3)
-        assert leaderboard.MARGIN <= min(places) < max(places) <= leaderboard.WIDTH - leaderboard.MARGIN
+        assert page.MARGIN <= min(places) < max(places) <= page.WIDTH - page.MARGIN
     made(tmp_path / "one")
     made(tmp_path / "one", "B", (-70, -140, -95))
-    assert all(low < place < high for place, low, high in leaderboard._plot(board(tmp_path / "one"))["rows"].values())
+    assert all(low < place < high for place, low, high in plotted(tmp_path / "one")["rows"].values())
 
 
 @pytest.mark.parametrize("low, high", [(29, 121), (31.2, 31.9), (1.541, 1.568), (0.02, 900), (4.9, 6.1), (97, 104)])
 def test_ticks_are_few_and_round(low, high):
-    ticks = leaderboard._ticks(low, high)
-    assert 2 <= len(ticks) <= leaderboard.MOST_TICKS and [low, *ticks, high] == sorted([low, *{*ticks}, high])
+    ticks = page._ticks(low, high)
+    assert 2 <= len(ticks) <= page.MOST_TICKS and [low, *ticks, high] == sorted([low, *{*ticks}, high])
     assert all(math.isclose(tick, float(f"{tick:.3g}")) for tick in ticks)
 
 
@@ -178,8 +240,8 @@ def test_names_are_text_in_every_output(tmp_path):
     figure = ("MDLM", "duel", NAMES[0], "token_perplexity", "3", NAMES[2])
     with (tmp_path / "published.csv").open("w", encoding="utf-8", newline="") as file:
         csv.writer(file).writerows([published.NEEDED, figure])
-    content = board(tmp_path, "--published", tmp_path / "published.csv", "--title", NAMES[0])
-    shown, text = leaderboard.html(content), markdown(content)
+    content = board(tmp_path, "--published", tmp_path / "published.csv")
+    shown, text = page.html(content, NAMES[0]), markdown(content)
     for name in NAMES:
         assert str(markupsafe.escape(one_line(name))) in shown, f"{name!r} is shown as it is"
         assert "<" not in name or name not in shown
@@ -187,7 +249,7 @@ def test_names_are_text_in_every_output(tmp_path):
     for line in text.splitlines():
         assert not re.search(r"(?<!\\)[$<](?=[a-z/!])|(?<!\\)\[f\]\(", line), line
         assert not line.startswith("|") or len(re.findall(r"(?<!\\)\|", line)) in widths, line
-    for row in csv.reader(io.StringIO(to_csv(as_json.board(content)))):
+    for row in csv.reader(io.StringIO(as_csv.text(content.standings))):
         assert not [cell for cell in row if cell.startswith(("=", "@", "+", "\t")) or re.match(r"-[^\d]|-1\+", cell)]
 
 
@@ -205,7 +267,7 @@ def test_the_command_of_a_row_gives_the_options_of_its_run(given, config, seeded
     """The command is read by the program itself; its model args must be those of the results file."""
     config = {"limit": 3.0, "random_seed": 0, "numpy_seed": 1234, "torch_seed": 1234, "fewshot_seed": 1234} | config
     file = edit(made(tmp_path), lambda body: body["config"].update(config, model_args=given))
-    [[command]] = [row.commands for row in board(file).rows]
+    [[command]] = [list(map(provenance.command, row.method.runs)) for row in board(file).standings.rows]
     words, seen = shlex.split(command), []
     assert words[:2] == ["lm-eval-duel", "run"] and "somebody" not in command and ("--seed" in words) == seeded
     monkeypatch.setattr(HarnessCLI, "execute", lambda self, args: seen.append(args))
@@ -239,7 +301,7 @@ def test_a_wrong_file_of_published_figures(tmp_path, lines, message):
 
 
 def test_windows_of_a_document_are_joined_and_an_infinite_cost_is_null(tmp_path, monkeypatch):
-    monkeypatch.setattr(view, "token_texts", lambda ids, tokenizer: [f"{n} " for n in ids])
+    monkeypatch.setattr(player, "token_texts", lambda ids, tokenizer: [f"{n} " for n in ids])
     result, first = made(tmp_path), {"task": "sotu", "doc": 0, "request": 0, "window": 0, "values": {}}
     first |= {"ids": [5, 6, 7, 8], "starts": [0, 2], "reveal_steps": [0, 1, 1, 0], "token_logprobs": [-0.5, -1, -2, -4]}
     costly = {"window": 1, "ids": [9, 9], "starts": [0], "reveal_steps": [1, 0], "token_logprobs": [-1.0, None]}
@@ -251,5 +313,5 @@ def test_windows_of_a_document_are_joined_and_an_infinite_cost_is_null(tmp_path,
     [order] = document["orders"]
     assert order["starts"] == [0, 2, 4] and order["steps"] == [0, 1, 1, 0, 1, 0]
     assert order["nats"] == [0.5, 1.0, 2.0, 4.0, 1.0, math.inf]
-    data = re.search(r'id="documents-data">(.*?)</script>', leaderboard.html(content))[1]
+    data = re.search(r'id="documents-data">(.*?)</script>', page.html(content, None))[1]
     assert json.loads(data)[0]["orders"][0]["nats"][-1] is None

@@ -1,4 +1,4 @@
-"""Take leaderboard.png, the picture of the leaderboard, from the bundled results: python scripts/draw_leaderboard.py
+"""Take page.png, the picture of the page of a report, from the bundled results: python scripts/draw_page.py
 
 Needs Chromium and Pillow, and the tests' helpers on the path.
 """
@@ -22,7 +22,15 @@ def main() -> None:
     results = ROOT / "lm_eval_duel" / "demo" / "results"
     with tempfile.TemporaryDirectory() as folder:
         site = Path(folder) / "site"
-        arguments = ["leaderboard", results, "--traces", results / "traces", "--title", "The bundled models on sotu"]
+        arguments = [
+            "report",
+            results,
+            "--page",
+            "--traces",
+            results / "traces",
+            "--title",
+            "The bundled models on sotu",
+        ]
         subprocess.run([sys.executable, "-m", "lm_eval_duel", *arguments, "--out", site], check=True, cwd=ROOT)
         window = browser.Browser(Path(folder) / "profile", WIDTH, HEIGHT)
         window.call("Emulation.setDeviceMetricsOverride", width=WIDTH, height=HEIGHT, deviceScaleFactor=1, mobile=False)
@@ -35,7 +43,7 @@ def main() -> None:
         image = Image.open(Path(folder) / "shot.png").convert("RGB")
         image = image.resize((SHOWN, SHOWN * HEIGHT // WIDTH), Image.Resampling.LANCZOS)
         image = image.quantize(COLOURS, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE)
-        image.save(ROOT / "docs" / "images" / "leaderboard.png", optimize=True)
+        image.save(ROOT / "docs" / "images" / "page.png", optimize=True)
 
 
 if __name__ == "__main__":

@@ -11,8 +11,10 @@ from typing import Any
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.estimators import registry
 from lm_eval_duel.harness import trace
-from lm_eval_duel.results.read import Run, Traces
+from lm_eval_duel.results.read import Traces
 from lm_eval_duel.results.rows import setting
+from lm_eval_duel.results.runs import Run
+from lm_eval_duel.results.table import Note
 from lm_eval_duel.text.annotated import token_texts
 
 MAX_TOKENS = 1024  # of a document
@@ -33,7 +35,7 @@ class Order:
 
 def collect(
     traces: Traces, runs: Sequence[Run], most: int, tokenizer: str | None = None
-) -> tuple[list[dict[str, Any]], list[str]]:
+) -> tuple[list[dict[str, Any]], list[Note]]:
     """The documents to show, `most` of each task, and notes. Those in the most traces come first, then the lowest.
 
     `runs` name the models of their traces; a trace of none gets the name of its file. `tokenizer`: for all traces,
@@ -63,7 +65,7 @@ def collect(
         document, remarks = _document(task, number, orders[task][number].values())
         values += sum(len(order["steps"]) for order in document["orders"])
         if values > MAX_VALUES:
-            notes.append(f"The document view is full: it shows {len(shown)} of {len(chosen)} documents.")
+            notes.append(Note(f"The document view is full: it shows {len(shown)} of {len(chosen)} documents."))
             break
         notes += remarks
         if document["orders"]:
@@ -90,7 +92,7 @@ def _label(model: str, spec: Mapping[str, Any], rule: str) -> str:
     return ", ".join(filter(None, [model, entry.title if named else "", *parts]))
 
 
-def _document(task: str, number: int, orders: Iterable[Order]) -> tuple[dict[str, Any], list[str]]:
+def _document(task: str, number: int, orders: Iterable[Order]) -> tuple[dict[str, Any], list[Note]]:
     """A document for the page. Orders share the pieces of their text if their ids and tokenizers are the same."""
     pieces: dict[tuple[str, tuple[int, ...]], list[str]] = {}
     shown, notes = [], []
@@ -99,10 +101,10 @@ def _document(task: str, number: int, orders: Iterable[Order]) -> tuple[dict[str
         try:
             pieces[key] = pieces.get(key) or token_texts(key[1], _load(order.tokenizer))
         except DuelError as error:
-            notes.append(f"{order.label}, {task} {number} is not shown: {error}")
+            notes.append(Note(advice=f"{order.label}, {task} {number} is not shown: {error}"))
             continue
         if len(order.ids) > MAX_TOKENS:
-            notes.append(f"The document view shows the first {MAX_TOKENS:,} tokens of {task} {number}.")
+            notes.append(Note(f"The document view shows the first {MAX_TOKENS:,} tokens of {task} {number}."))
         shown.append(
             {
                 "label": order.label,

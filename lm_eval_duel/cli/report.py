@@ -1,0 +1,72 @@
+"""`lm-eval-duel report`: the paper's tables and figures, and a page, from the harness's results."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+
+from lm_eval_duel.arguments import CHECKPOINT, TEXT, TRUTH, choice, whole
+from lm_eval_duel.console.command_line import PATH, Flag, Parser
+from lm_eval_duel.errors import DuelError, usage
+from lm_eval_duel.harness import trace
+from lm_eval_duel.results import compare, own_files, page, published, read
+from lm_eval_duel.results.report import collect, console, write
+
+SHOWN = 3  # documents of a task on the page
+EPILOG = """\
+Prints the perplexities of every task and the share of the gap to the autoregressive baseline that DUEL closes.
+Writes report.md, report.csv, report.json, LaTeX tables (.tex) and, if matplotlib is installed, figures. With --page
+also index.html: one file that opens from disk, without a network. Its view of texts needs traces (trace=FILE).
+Compared results must have the same documents, windows, scored positions and tokenizers; otherwise an error names both
+files. Intervals need samples: run lm_eval with --log_samples.
+"""
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Write a report and print its tables: `lm-eval-duel report`."""
+    options = parse(arguments)
+    own_files.earlier(options.out)
+    report = collect(options)
+    others = {"index.html": page.html(report, options.title)} if options.page else {}
+    files = write(report, options.out, options.figures, options.width, others)
+    print(console(report), f"wrote to {options.out}: {', '.join(files)}", sep="\n")
+
+
+@usage()
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    """The parsed command line; raises UsageError, also for missing results, traces and published figures."""
+    options = Parser(
+        "report",
+        "Compare results files of lm_eval: perplexities, paired differences, the gap to an autoregressive baseline.",
+        EPILOG,
+        "results/duel results/elbo --ar results/ar --out report",
+        *("RESULTS", "ar", "out", "metric", "traces", "figures", "width"),
+        page=Flag(TRUTH, False, "also write index.html: the results to sort, filter and share, and texts of traces"),
+        title=Flag(TEXT, None, "the heading of the page"),
+        shown=Flag(whole(0), None, "documents of each task to show on the page", unset=str(SHOWN), shows="N"),
+        tokenizer=Flag(CHECKPOINT, None, "the tokenizer of all traces", unset="as each trace says", shows="NAME"),
+        published=Flag(PATH, None, "published figures; `paper`: the figures of the DUEL paper", many=True, shows="CSV"),
+        as_published=Flag(
+            TRUTH, False, "list differences of windows, positions and tokenizers instead of refusing them"
+        ),
+        apart=Flag(TRUTH, False, "give results that may not be compared separate tables instead of refusing them"),
+        pairs=Flag(
+            choice(*compare.CHOICES),
+            compare.BOTH,
+            "paired differences: between the rules of a network with one block and cache (rules), between models "
+            "(models), both, between all rows of a task (all), or none",
+            none="none",
+        ),
+    ).parse_args(arguments)
+    of_page = [f"--{name}" for name in ("title", "shown", "tokenizer") if getattr(options, name) is not None]
+    if of_page and not options.page:
+        raise DuelError(f"{', '.join(of_page)}: this is about the page; add --page to write it.")
+    if options.apart and options.as_published:
+        raise DuelError("--apart and --as_published exclude each other; give one of them.")
+    options.shown = SHOWN if options.shown is None else options.shown
+    read.files([*options.results, *([] if options.ar is None else [options.ar])])
+    options.traces = [file for place in options.traces for file in trace.files(place)]
+    for path in options.traces:
+        trace.spec(path)  # raises DuelError for a file that is none
+    options.published = published.read(options.published)
+    return options

@@ -1,0 +1,321 @@
+"""index.html: a report on one page to sort, filter and send.
+
+The page loads nothing from a network, and has no markup but ours: Jinja2 escapes every text. Its content security
+policy names our style and script by their hashes, so a browser runs and fetches nothing else, even if a name found its
+way into markup. It is for readers: what the person at the console should do is not on it.
+"""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import datetime
+import hashlib
+import math
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lm_eval_duel.console import command_line as strict_json
+from lm_eval_duel.console.command_line import one_line
+from lm_eval_duel.results import provenance, published, tables
+from lm_eval_duel.results.compare import ComparedRow, Comparison
+from lm_eval_duel.results.runs import Run
+from lm_eval_duel.results.standings import KINDS, MEAN, Method, Standing, Standings
+from lm_eval_duel.results.stats import UNCLEAR
+from lm_eval_duel.results.table import WORDS, Cell, Note, form_of, number, span, split
+
+if TYPE_CHECKING:
+    from lm_eval_duel.results.report import Report
+
+ASSETS = Path(__file__).resolve().parent / "assets"
+SCRIPTS = ("table.js", "documents.js")
+FIRST_HIDDEN = ("source", "bits", "gap", "closed")  # groups of columns: the first, with several tasks all of them
+PLAIN = ("model", "estimator", "rule", "cache", "device", "fingerprint", "versions", "date")  # columns of no numbers
+CLOSE = "the ELBO is within two standard errors of the value"  # for a gap closed that is not distinguishable
+WIDTH, MARGIN = 140.0, 9.0  # of a plot
+MANTISSAS = ((1, 1.5, 2, 3, 4, 5, 7), (1, 2, 3, 5), (1, 3), (1,))  # of ticks: the most that fit
+MOST_TICKS = 5
+
+
+@dataclasses.dataclass(frozen=True)
+class Column:
+    """A head, and the cell of a method below it.
+
+    `group`: of columns that the page can hide together. `below`: the interval that stands below a cell.
+    """
+
+    head: str
+    cell: Callable[[Standing], Cell]
+    group: str = "name"
+    below: Callable[[Standing], str] = lambda row: ""
+
+    @property
+    def classes(self) -> str:
+        key = f"k-{self.head.replace('#', 'rank')}" if self.group == "name" else f"g-{self.group}"
+        return key if self.head in PLAIN else f"{key} number"
+
+
+@dataclasses.dataclass(frozen=True)
+class Remark:
+    """A remark below the table. `groups`: of the columns that refer to it; it is hidden with them."""
+
+    mark: str
+    text: str
+    groups: list[str]
+
+
+def html(report: Report, title: str | None) -> str:
+    """The page of a report."""
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+    style = (ASSETS / "style.css").read_text(encoding="utf-8")
+    script = "\n".join((ASSETS / name).read_text(encoding="utf-8") for name in SCRIPTS)
+    found = report.standings
+    rows = [row for _, group in found.groups() for row in group]
+    columns = columns_of(report)
+    texts, remarks = _texts(rows, columns)
+    columns = [column for n, column in enumerate(columns) if any(texts[row][n] for row in rows)]
+    texts, remarks = _texts(rows, columns)
+    kinds = {row.method.kind for row in rows if row.method.rows}
+    kinds |= {"AR"} if any(row.method.named.run.autoregressive for row in rows) else set()
+    environment = Environment(
+        autoescape=True,
+        loader=FileSystemLoader(ASSETS),
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        finalize=lambda value: one_line(value) if type(value) is str else value,
+    )
+    return environment.get_template("page.html").render(
+        title=title or ("Perplexity leaderboard" if report.tasks else "Accuracies"),
+        about=about(report),
+        style=style,
+        script=script,
+        policy=f"default-src 'none'; img-src data:; style-src {_hash(style)}; script-src {_hash(script)}",
+        kinds={kind: meaning for kind, meaning in KINDS.items() if kind in kinds},
+        switches=_switches(report),
+        hidden=FIRST_HIDDEN[: 1 if len(report.tasks) < 2 else None],
+        columns=columns,
+        groups=found.groups(),
+        texts=texts,
+        remarks=remarks,
+        plot=_plot(found, report.tasks),
+        details={row: _details(row.method, _folder(report.runs)) for row in rows},
+        published=[(source, published.table(source)) for source in report.published],
+        unchecked=published.UNCHECKED,
+        documents=strict_json.finite(report.documents),
+        notes=notes(report),
+        date=datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
+    )
+
+
+def _hash(content: str) -> str:
+    digest = base64.b64encode(hashlib.sha256(content.encode("utf-8")).digest()).decode()
+    return f"'sha256-{digest}'"
+
+
+# ---------------------------------------------------------------- what is told
+
+
+def about(report: Report) -> str:
+    """A description of the numbers, and of what they are ranked by."""
+    found, scored = report.standings, " ± is the standard error over documents." if report.scored else ""
+    if not report.tasks:
+        return f"Averages of {len(report.scored)} tasks, without a rank: no result has a perplexity.{scored}"
+    units = list(dict.fromkeys(WORDS[task.metric] for task in report.tasks.values()))
+    if found.by == MEAN:
+        by = f"the {tables.mean_title(found)} ({WORDS[found.metric]})"
+    else:
+        by = f"{WORDS[report.tasks[found.by].metric]} on {found.by}"
+    labels = list(dict.fromkeys(run.label for run in report.baselines))
+    parts = [
+        f"{', '.join(units).capitalize()}: lower is better.",
+        f"Likelihoods and estimates are ranked by {by}; bounds (≤) and the oracle have no rank.",
+        f"Gaps are to {', '.join(labels)}." if labels else "",
+        "Intervals are 95 % intervals over documents. ± is the standard error of a Monte Carlo or sampled estimate.",
+        "Of accuracies, ± is the standard error over documents." if scored else "",
+    ]
+    return " ".join(filter(None, parts))
+
+
+def notes(report: Report) -> list[str]:
+    """The notes for readers, each once; one that does not hold for all tasks says for which it does."""
+    tasks: dict[str, list[str]] = {}
+    for name, task in report.tasks.items():
+        for note in dict.fromkeys([*task.differences, *task.notes]):
+            tasks.setdefault(note, []).append(name)
+    found = [note.fact for note in report.notes if note.fact]
+    for note, names in tasks.items():
+        found.append(note if len(names) == len(report.tasks) else f"{', '.join(names)}: {note}")
+    folder = _folder(report.runs)
+    for run in report.runs:  # the page may be sent to others: relative names of files tell no home folder
+        found = [note.replace(run.name, os.path.relpath(run.name, folder)) for note in found]
+    return found
+
+
+def _folder(runs: Sequence[Run]) -> str:
+    return os.path.commonpath([run.file.parent for run in runs])
+
+
+def _details(method: Method, folder: str) -> dict[str, Any]:
+    """The commands, the spec and the files that a row opens to."""
+    return {
+        "commands": list(dict.fromkeys(map(provenance.command, method.runs))),
+        "spec": ", ".join(f"{key}={value}" for key, value in method.named.run.spec.items()),
+        "files": ", ".join(os.path.relpath(run.name, folder) for run in method.runs),
+    }
+
+
+# ---------------------------------------------------------------- columns
+
+
+def columns_of(report: Report) -> list[Column]:
+    """The columns of the page, empty ones included: of names, means, each task, cost and source."""
+    found = report.standings
+    names = tables.named([row.method.named for row in found.rows])
+    columns = [Column("#", lambda row: str(row.rank or ""))]
+    for head, cell in names.items():
+        columns.append(Column(head, lambda row, cell=cell: cell(row.method.named)))
+    if found.mean_of:
+        form = form_of(found.metric)
+        mean = tables.mean_title(found)
+        columns.append(Column(mean, lambda row: number(row.mean, form, bound=row.method.named.bound), "mean"))
+        columns.append(Column("mean rank", lambda row: number(row.mean_rank, ".2f"), "mean"))
+    for group in ("value", "bits", "gap", "closed"):
+        columns += [_of_task(name, task, group) for name, task in report.tasks.items()]
+    for name in report.scored:
+        metrics = dict.fromkeys(metric for run in report.runs for metric in run.scores(name))
+        columns += [_of_average(name, metric) for metric in metrics]
+    return [
+        *columns,
+        Column("NFE per token", lambda row: number(row.method.nfe_per_token, ".3f"), "cost"),
+        Column("seconds per token", lambda row: number(row.method.seconds_per_token, ".2g"), "cost"),
+        Column("device", lambda row: row.method.device, "source"),
+        Column("parameters", lambda row: number(row.method.parameters, ",d"), "source"),
+        Column("fingerprint", lambda row: row.method.fingerprint, "source"),
+        Column("versions", lambda row: ", ".join(map(" ".join, row.method.versions.items())), "source"),
+        Column("date", lambda row: row.method.date[:10], "source"),
+    ]
+
+
+def _of_task(name: str, task: Comparison, group: str) -> Column:
+    """A column of a task: its values, its bits per byte, its gaps, or its gaps closed."""
+    cells: dict[str, tuple[str, Callable[[ComparedRow], Cell], Callable[[ComparedRow], str]]] = {
+        "value": (tables.SHORT[task.metric], _value, tables.interval),
+        "bits": ("bits/byte", _bits, _nothing),
+        "gap": ("gap", lambda each: tables.gap(each.row, each.gap), tables.gap_interval),
+        "closed": ("gap closed, %", _closed, lambda each: span(each.closed.interval, ".1f")),
+    }
+    head, cell, below = cells[group]
+    if group == "closed" and all(each.closed.distinguishable is None for each in task.rows):
+        cell = _nothing  # there is no ELBO to close a gap of
+
+    def of_row(show: Callable[[ComparedRow], Any]) -> Callable[[Standing], Any]:
+        return lambda row: show(row.method.rows[name]) if name in row.method.rows else ""
+
+    return Column(f"{name} {head}", of_row(cell), group, of_row(below))
+
+
+def _nothing(each: ComparedRow) -> str:
+    return ""
+
+
+def _value(each: ComparedRow) -> Cell:
+    """A value. Its remark says why it has no error or interval."""
+    return tables.value(each.row), Note.joined([Note(each.row.stderr_reason), each.no_interval])
+
+
+def _bits(each: ComparedRow) -> str:
+    """Bits per byte, unless they are the value."""
+    return "" if each.row.metric == "bits_per_byte" else tables.value(each.row, "bits_per_byte")
+
+
+def _closed(each: ComparedRow) -> Cell:
+    text = tables.closed(each)
+    return text, CLOSE if text == UNCLEAR else each.closed.reason
+
+
+def _of_average(name: str, metric: str) -> Column:
+    def cell(row: Standing) -> Cell:
+        run = row.method.scored.get(name)
+        return "" if run is None else tables.average(run, name, metric)
+
+    return Column(f"{name} {metric}", cell, "average")
+
+
+def _switches(report: Report) -> dict[str, str]:
+    """The groups of columns that can be hidden, and what each is called."""
+    units = list(dict.fromkeys(WORDS[task.metric] for task in report.tasks.values()))
+    labels = list(dict.fromkeys(run.label for run in report.baselines))
+    return {
+        "mean": "means",
+        "value": units[0] if len(units) == 1 else "perplexities",
+        "bits": "bits per byte",
+        "gap": f"gap to {', '.join(labels)}",
+        "closed": "gap closed",
+        "average": "accuracies and other averages",
+        "cost": "cost",
+        "source": "provenance",
+    }
+
+
+def _texts(rows: Iterable[Standing], columns: Sequence[Column]) -> tuple[dict[Standing, list[str]], list[Remark]]:
+    """The text of each cell, and the remarks that their marks refer to."""
+    remarks: dict[str, Remark] = {}
+    texts: dict[Standing, list[str]] = {}
+    for row in rows:
+        texts[row] = []
+        for column in columns:
+            text, note = split(column.cell(row))
+            if note.fact:
+                remark = remarks.setdefault(note.fact, Remark(f"[{len(remarks) + 1}]", note.fact, []))
+                remark.groups.extend({column.group} - {*remark.groups})
+                text = f"{text}\u00a0{remark.mark}".strip()
+            texts[row].append(text)
+    return texts, list(remarks.values())
+
+
+# ---------------------------------------------------------------- the plot
+
+
+def _plot(found: Standings, tasks: Mapping[str, Comparison]) -> dict[str, Any] | None:
+    """The plot of the values that rows are ranked by: where ticks, rows and the baseline stand, in pixels.
+
+    A row has its value, and the ends of its interval if it has one. None if there is nothing to show.
+    """
+    rows = {row: [row.main] for row in found.rows if row.main is not None}
+    for row, values in rows.items():
+        interval = row.method.rows[found.by].interval if found.by in row.method.rows else None
+        values += interval if interval and all(map(math.isfinite, interval)) else []
+    every = [value for values in rows.values() for value in values]
+    if not every or min(every) == max(every):
+        return None
+    low, high = min(every), max(every)
+    metric = found.metric if found.by == MEAN else tasks[found.by].metric
+    scale = math.log if metric != "bits_per_byte" and low > 0 else float
+
+    def at(value: float) -> float:
+        share = (scale(value) - scale(low)) / (scale(high) - scale(low))
+        return round(MARGIN + share * (WIDTH - 2 * MARGIN), 1)
+
+    baselines = [row.main for row in rows if any(each.row.ar for each in row.method.rows.values())]
+    return {
+        "width": WIDTH,
+        "ticks": [(at(tick), f"{tick:g}") for tick in _ticks(low, high)],
+        "rows": {row: list(map(at, values)) for row, values in rows.items()},
+        "base": at(baselines[-1]) if baselines else None,
+    }
+
+
+def _ticks(low: float, high: float) -> list[float]:
+    """Round numbers between two values, five at most, and two at least if they are far enough apart."""
+    powers = range(math.floor(math.log10(low)) if low > 0 else -6, math.ceil(math.log10(high)) + 1)
+    for mantissas in MANTISSAS:
+        ticks = [m * 10.0**power for power in powers for m in mantissas if low <= m * 10.0**power <= high]
+        if len(ticks) <= MOST_TICKS:
+            break
+    if len(ticks) > 1:
+        return ticks
+    step = 10.0 ** math.floor(math.log10(high - low))  # close together: even steps
+    return [n * step for n in range(math.ceil(low / step), math.floor(high / step) + 1)][:MOST_TICKS]

@@ -1,0 +1,336 @@
+"""The content of a results file of lm_eval as records: a `Run` is a file, a `Task` a task of it.
+
+Every record is complete when it is made (by `read`). What follows from its entries is a property.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import functools
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from lm_eval_duel.estimators.registry import ESTIMATORS
+from lm_eval_duel.results.table import Note
+
+MODEL = "duel-mdm"  # --model of this package
+NO_CACHE = "none"
+AUTOREGRESSIVE = {  # names of --model in the harness, and the classes of model objects
+    *("hf", "hf-auto", "huggingface", "hf-mistral3", "hf-multimodal", "hf-audiolm-qwen", "steered", "HFLM"),
+    *("SteeredModel", "vllm", "vllm-vlm", "VLLM", "sglang", "sglang-generate", "SGLangLM", "gguf", "ggml", "GGUFLM"),
+    *("mamba_ssm", "MambaLMWrapper", "nemo_lm", "NeMoLM", "megatron_lm", "MegatronLMEval", "trtllm", "TRTLLM"),
+    *("ipex", "neuronx", "openvino", "habana", "onnxruntime", "onnxruntime-genai", "winml", "OptimumLM"),
+    *("openai-completions", "local-completions", "anthropic-completions", "textsynth", "watsonx_llm"),
+}
+NOT_IN_SPEC = ("batch_size", "max_batch_size", "device", "dtype")  # model args; the loaded dtype is stored elsewhere
+Values = dict[str, tuple[float, float]]  # document -> (nats, units)
+Json = Mapping[str, Any]
+
+
+@dataclasses.dataclass
+class Documents:
+    """The documents of a task by key, which is equal for equal texts. A plain number of nats counts as one unit."""
+
+    numbers: dict[str, int]  # sorted by key
+    values: dict[str, Values]  # of each metric
+
+    @property
+    def tokens(self) -> dict[str, float] | None:
+        """The number of tokens of each document, if that of every one is known."""
+        known = self.values.get("token_perplexity", {})
+        return None if len(known) < len(self.numbers) else {key: units for key, (_, units) in known.items()}
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """`config` of a results file, as lm_eval and this package write it. Absent entries are empty."""
+
+    model: str  # --model, or the class of a model object
+    model_args: dict[str, str] = dataclasses.field(default_factory=dict)
+    spec: dict[str, str] = dataclasses.field(default_factory=dict)  # of our models: what defines the numbers
+    duel: dict[str, Any] = dataclasses.field(default_factory=lambda: {"tasks": {}})
+    fingerprint: str | None = None
+    model_dtype: str = ""
+    model_sha: str = ""
+    use_cache: str = ""
+
+    @property
+    def ours(self) -> bool:
+        """True for results of this package. A model object is recorded by its class, and has a spec."""
+        return self.model == MODEL or bool(self.spec or self.duel["tasks"] or len(self.duel) > 1)
+
+    @property
+    def dtype(self) -> str:
+        known = self.duel.get("dtype") or text_or_none(self.spec.get("dtype")) or self.model_dtype or "unknown"
+        return known.removeprefix("torch.")
+
+    # ------------------------------------------------------------ the method
+
+    @property
+    def estimator(self) -> str:
+        """The estimator behind the harness's values; other models count as `ar`."""
+        return str(self.duel.get("estimator") or self.spec.get("estimator") or "duel") if self.ours else "ar"
+
+    @property
+    def rule(self) -> str | None:
+        """The rule of a `duel` run, or of an estimate of its value."""
+        follows = ESTIMATORS[self.estimator].follows_rule
+        return self.duel.get("rule") or text_or_none(self.spec.get("rule")) if follows else None
+
+    @property
+    def block(self) -> str | None:
+        """A number, or `none` (the whole target); None for autoregressive and other models."""
+        if self.estimator == "ar":
+            return None
+        return self.duel.get("block") or text_or_none(self.spec.get("block")) or "none"
+
+    @property
+    def cache(self) -> str | None:
+        """The sampler's cache: `none`, `prefix` or `dual`; None for networks that have no such choice."""
+        if self.estimator == "ar":
+            return None
+        return self.spec.get("cache", NO_CACHE if self.duel.get("attention") == "bidirectional" else None)
+
+    @property
+    def autoregressive(self) -> bool:
+        """True if the values are known to come from an autoregressive model."""
+        causal = self.estimator == "ar" or self.duel.get("attention") == "causal"
+        return self.model in AUTOREGRESSIVE or (self.ours and causal)
+
+
+@dataclasses.dataclass(frozen=True)
+class Header:
+    """The entries of a results file beside `config` and its tasks."""
+
+    date: float = 0.0  # seconds since 1970
+    total_evaluation_time_seconds: float | None = None
+    model_name: str = ""
+    max_length: str = ""
+    lm_eval_version: str = ""
+    transformers_version: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """A task's part of a results file. Without logged samples there are no `documents`, and `missing` says why."""
+
+    name: str
+    output_type: str
+    identity: dict[str, str]  # what its documents are, as far as the file says
+    entry: dict[str, Any]  # its entry in config.duel.tasks
+    metrics: dict[str, float]  # perplexities, each of the first filter that has it
+    scores: dict[str, tuple[float, float | None]]  # other averages, with their standard errors
+    documents: Documents | None
+    missing: Note
+
+    @property
+    def rolling(self) -> bool:
+        return self.output_type == "loglikelihood_rolling"
+
+    @property
+    def tokens(self) -> dict[str, float] | None:
+        """The number of tokens of each document, if they are known."""
+        return None if self.documents is None else self.documents.tokens
+
+    @property
+    def size(self) -> int | None:
+        """The number of scored documents."""
+        if known := self.identity.get("documents"):
+            return int(known)
+        return None if self.documents is None else len(self.documents.numbers)
+
+    @property
+    def computed(self) -> int:
+        """The documents that the run scored itself: the others came from a response cache."""
+        return self.entry.get("documents", self.size or 0)
+
+    @property
+    def partial(self) -> bool:
+        """True if the run scored fewer (or other) documents than its values cover."""
+        return self.size is not None and self.computed != self.size
+
+    @property
+    def unknown(self) -> float:
+        """The share of tokens that the tokenizer does not know ([UNK]): 0 for other models of the harness."""
+        return self.entry.get("unk_tokens", 0) / (self.entry.get("tokens") or 1)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Run:
+    """One results file.
+
+    `label`: how tables name the model. `trace`: the file of its orders; `traced`: the nats of each document that it
+    holds, by (task, value).
+    """
+
+    file: Path
+    content: Json
+    config: Config
+    header: Header
+    every_task: dict[str, Task]  # by name; those without a perplexity at the end
+    groups: list[str]
+    label: str
+    trace: Path | None = None
+    traced: Mapping[tuple[str, str], Mapping[int, float]] = dataclasses.field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        """Its name in messages."""
+        return str(self.file)
+
+    @property
+    def short_name(self) -> str:
+        """Its name in notes."""
+        return "/".join(self.file.parts[-2:])
+
+    @functools.cached_property
+    def tasks(self) -> dict[str, Task]:
+        """The tasks with a perplexity."""
+        return {name: task for name, task in self.every_task.items() if task.metrics}
+
+    @functools.cached_property
+    def spec(self) -> dict[str, str]:
+        """What defines the numbers; of another model of the harness, what it was loaded with."""
+        if self.ours:
+            return self.config.spec
+        loaded = {key: value for key, value in self.config.model_args.items() if key not in NOT_IN_SPEC}
+        sha = {"model_sha": self.config.model_sha} if self.config.model_sha else {}
+        return loaded | {"dtype": self.dtype} | sha
+
+    @property
+    def pretrained(self) -> str:
+        """The model as it was named when it was loaded."""
+        return pretrained_of(self.config, self.header)
+
+    @property
+    def key(self) -> str:
+        """Equal for the same model: the digest of the weights, else the name that was loaded."""
+        if not self.ours:
+            return self.pretrained
+        return str(self.duel.get("weights") or self.spec.get("weights"))
+
+    @property
+    def max_length(self) -> int | None:
+        length = str(self.spec.get("max_length")) if self.ours else self.header.max_length
+        return int(length) if length.isdecimal() else None
+
+    @property
+    def windows(self) -> str:
+        """How it cuts documents; other models have the harness's rolling windows."""
+        return self.spec.get("windows", "independent") if self.ours else "harness"
+
+    @property
+    def capacity(self) -> int | None:
+        """Target positions in a window."""
+        return self.duel.get("row_capacity") if self.ours else self.max_length
+
+    def longest(self, name: str) -> int | None:
+        """Tokens of the longest document of a task, from its samples.
+
+        Without samples, from the results of a run that scored every document.
+        """
+        task = self.tasks[name]
+        if task.tokens is not None:
+            return int(max(task.tokens.values(), default=0))
+        if self.ours and task.computed >= (task.size or 0):
+            return task.entry.get("longest_document", self.duel.get("longest_document"))
+        return None
+
+    @property
+    def when(self) -> str:
+        """ISO 8601."""
+        time = datetime.datetime.fromtimestamp(self.date, datetime.timezone.utc)
+        return time.isoformat(timespec="seconds") if self.date else ""
+
+    @property
+    def versions(self) -> dict[str, str]:
+        """The versions of packages that the numbers depend on."""
+        named = {"lm_eval": self.header.lm_eval_version, "transformers": self.header.transformers_version}
+        return {name: version for name, version in named.items() if version} | self.duel.get("versions", {})
+
+    @property
+    def cached(self) -> bool:
+        """True if answers may have come from a response cache, so that times cover only a part of the run."""
+        if not self.ours:
+            return bool(self.config.use_cache)
+        return bool(self.duel.get("answers_from_cache")) or any(task.partial for task in self.tasks.values())
+
+    @property
+    def has_cache(self) -> bool:
+        return self.cache not in (None, NO_CACHE)
+
+    def scores(self, name: str) -> dict[str, tuple[float, float | None]]:
+        """The averages of a task other than perplexities, with their standard errors."""
+        return self.every_task[name].scores if name in self.every_task else {}
+
+    def left_out(self) -> list[str]:
+        """Notes on the parts of the file that tables leave out."""
+        file = self.short_name
+        if not self.ours and not self.autoregressive:
+            return [f"{file} is a result of --model {self.model}, not known to be autoregressive, and is left out."]
+        notes = [f"{name} in {file} is a group of tasks and is left out." for name in self.groups]
+        empty = [name for name, task in self.every_task.items() if not (task.metrics or task.scores)]
+        notes += [f"{name} in {file} holds no perplexity and no accuracy, and is left out." for name in empty]
+        return notes if self.every_task else [*notes, f"{file} holds no perplexity and is left out."]
+
+    # ------------------------------------------------------------ of its config
+
+    @property
+    def model(self) -> str:
+        return self.config.model
+
+    @property
+    def ours(self) -> bool:
+        return self.config.ours
+
+    @property
+    def duel(self) -> dict[str, Any]:
+        return self.config.duel
+
+    @property
+    def dtype(self) -> str:
+        return self.config.dtype
+
+    @property
+    def fingerprint(self) -> str | None:
+        return self.config.fingerprint
+
+    @property
+    def estimator(self) -> str:
+        return self.config.estimator
+
+    @property
+    def rule(self) -> str | None:
+        return self.config.rule
+
+    @property
+    def block(self) -> str | None:
+        return self.config.block
+
+    @property
+    def cache(self) -> str | None:
+        return self.config.cache
+
+    @property
+    def autoregressive(self) -> bool:
+        return self.config.autoregressive
+
+    @property
+    def date(self) -> float:
+        return self.header.date
+
+    @property
+    def whole_run_seconds(self) -> float | None:
+        return self.header.total_evaluation_time_seconds
+
+
+def pretrained_of(config: Config, header: Header) -> str:
+    """The name that a model was loaded by."""
+    return config.duel.get("pretrained") or config.model_args.get("pretrained") or header.model_name or config.model
+
+
+def text_or_none(value: Any) -> str | None:
+    """A text; None for null, for `None` and for an empty one."""
+    return None if value is None or str(value).lower() in ("none", "") else str(value)
