@@ -39,6 +39,13 @@ COLOURS = {
     **{"klass": "#E69F00", "entropy_bound": "#56B4E9", "entropy_threshold": "#332288", "factor": "#117733"},
     **{"high_or_topk": "#AA4499", "hierarchy": "#661100", "dinfer_threshold": "#6699CC", "quota": "#DDCC77"},
     **{"dream": "#888888"},
+    **{
+        "threshold_fixed": "#44BB99",
+        "threshold_ref": "#BB5566",
+        "threshold_bound": "#004488",
+        "cumulative_error": "#7F3C8D",
+        "falling_threshold": "#A5AA99",
+    },
 }
 OTHER_RULES = ("#33BBEE", "#EE3377", "#CC3311", "#225522", "#BBCC33")  # a user's rule: chosen by its name
 MODELS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#882255", "#332288", "#117733", "#661100", "#0077BB", "#AA4499")

@@ -192,7 +192,7 @@ class Run:
 
     @functools.cached_property
     def spec(self) -> dict[str, str]:
-        """What defines the numbers; of another model of the harness, what it was loaded with."""
+        """The entries that define the numbers; of another model of the harness, what it was loaded with."""
         if self.ours:
             return self.config.spec
         loaded = {key: value for key, value in self.config.model_args.items() if key not in NOT_IN_SPEC}
