@@ -218,7 +218,7 @@ class Run:
 
     @property
     def windows(self) -> str:
-        """How it cuts documents; other models have the harness's rolling windows."""
+        """The way it cuts documents; other models have the harness's rolling windows."""
         return self.spec.get("windows", "independent") if self.ours else "harness"
 
     @property

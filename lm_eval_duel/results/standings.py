@@ -106,7 +106,7 @@ class Method:
 
     @property
     def seconds_reason(self) -> str:
-        """Why its time is not known."""
+        """The reason that its time is not known."""
         times = list(map(Time, self.runs))
         if any(run.cached for run in self.runs):
             return CACHED
