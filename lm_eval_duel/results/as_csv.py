@@ -7,7 +7,7 @@ from typing import Any
 
 from lm_eval_duel.results.as_json import entries
 from lm_eval_duel.results.compare import ComparedRow
-from lm_eval_duel.results.standings import Method, Standing, Standings
+from lm_eval_duel.results.standings import RankedMethod, Standing, Standings
 from lm_eval_duel.results.table import csv_text
 
 SOURCE = ("nfe_per_token", "seconds_per_token", "device", "parameters", "fingerprint", "date")
@@ -36,7 +36,7 @@ def _names(standing: Standing) -> dict[str, Any]:
     }
 
 
-def _values(method: Method) -> Iterator[dict[str, Any]]:
+def _values(method: RankedMethod) -> Iterator[dict[str, Any]]:
     """The perplexities of a method, with their errors, gaps and gaps closed."""
     for task, each in method.rows.items():
         yield {
@@ -63,7 +63,7 @@ def _closed(each: ComparedRow) -> dict[str, Any]:
     }
 
 
-def _averages(method: Method) -> Iterator[dict[str, Any]]:
+def _averages(method: RankedMethod) -> Iterator[dict[str, Any]]:
     """The other averages of a method. Their standard errors are over documents."""
     for task, run in method.scored.items():
         for metric, (value, error) in run.scores(task).items():

@@ -22,7 +22,7 @@ from lm_eval_duel.console.command_line import one_line
 from lm_eval_duel.results import provenance, published, tables
 from lm_eval_duel.results.compare import ComparedRow, Comparison
 from lm_eval_duel.results.runs import Run
-from lm_eval_duel.results.standings import KINDS, MEAN, Method, Standing, Standings
+from lm_eval_duel.results.standings import KINDS, MEAN, RankedMethod, Standing, Standings
 from lm_eval_duel.results.stats import UNCLEAR
 from lm_eval_duel.results.table import WORDS, Cell, Note, form_of, number, span, split
 
@@ -158,7 +158,7 @@ def _folder(runs: Sequence[Run]) -> str:
     return os.path.commonpath([run.file.parent for run in runs])
 
 
-def _details(method: Method, folder: str) -> dict[str, Any]:
+def _details(method: RankedMethod, folder: str) -> dict[str, Any]:
     """The commands, the spec and the files that a row opens to."""
     return {
         "commands": list(dict.fromkeys(map(provenance.command, method.runs))),

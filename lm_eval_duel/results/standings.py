@@ -27,7 +27,7 @@ KINDS = {  # of a result: its meaning
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Method:
+class RankedMethod:
     """One model under an estimator, rule, block, cache and further settings, with its results on every task.
 
     `named`: the row that it is named by. `rows`: by task. `scored`: the runs with other averages than perplexities, by
@@ -119,7 +119,7 @@ class Method:
 class Standing:
     """A method among the others. `main`: the value that they are ranked by."""
 
-    method: Method
+    method: RankedMethod
     main: float | None
     mean: float | None
     mean_rank: float | None
@@ -167,7 +167,7 @@ def standings(tasks: Mapping[str, Comparison], runs: Sequence[Run], baselines: S
     mean_of = [name for name in common if tasks[name].metric == metric] if counts[metric] > 1 else []
     most = max(tasks, key=lambda name: len(tasks[name].rows), default="")
     mean = statistics.fmean if metric == "bits_per_byte" else statistics.geometric_mean
-    means: dict[Method, float | None] = {}
+    means: dict[RankedMethod, float | None] = {}
     for method in found:
         values = [method.value(name) for name in mean_of]
         means[method] = mean(values) if values and None not in values else None
@@ -188,13 +188,13 @@ def standings(tasks: Mapping[str, Comparison], runs: Sequence[Run], baselines: S
     return Standings(rows, mean_of, metric, MEAN if mean_of else most)
 
 
-def _mean_rank(method: Method, ranked: Sequence[Method], tasks: Sequence[str]) -> float | None:
+def _mean_rank(method: RankedMethod, ranked: Sequence[RankedMethod], tasks: Sequence[str]) -> float | None:
     """The mean over tasks of a method's rank."""
     places = [1 + sum(other.value(name) < method.value(name) for other in ranked) for name in tasks]
     return statistics.fmean(places) if places else None
 
 
-def _methods(tasks: Mapping[str, Comparison], runs: Sequence[Run], baselines: Sequence[Run]) -> list[Method]:
+def _methods(tasks: Mapping[str, Comparison], runs: Sequence[Run], baselines: Sequence[Run]) -> list[RankedMethod]:
     """Rows of one model and method belong together; two of one task never do."""
     results: dict[tuple, dict[str, ComparedRow]] = {}
     for name, task in tasks.items():
@@ -215,7 +215,7 @@ def _methods(tasks: Mapping[str, Comparison], runs: Sequence[Run], baselines: Se
         rows = results.get(key, {})
         names = [each.row for each in rows.values()] or [plain[key]]
         named = max(names, key=lambda row: len(row.title))  # the one with the most remarks
-        found.append(Method(named, rows, scored.get(key, {})))
+        found.append(RankedMethod(named, rows, scored.get(key, {})))
     return _disambiguated(found)
 
 
@@ -231,12 +231,12 @@ def _free_key(results: Mapping[tuple, Mapping[str, Any]], key: tuple, task: str)
     return (*key, number)
 
 
-def _disambiguated(methods: Sequence[Method]) -> list[Method]:
+def _disambiguated(methods: Sequence[RankedMethod]) -> list[RankedMethod]:
     """Methods of one name, from tasks that had no need to distinguish them, with what their specs differ in."""
-    alike: dict[tuple[str, str], list[Method]] = {}
+    alike: dict[tuple[str, str], list[RankedMethod]] = {}
     for method in methods:
         alike.setdefault((method.named.model, method.label), []).append(method)
-    renamed: dict[Method, Method] = {}
+    renamed: dict[RankedMethod, RankedMethod] = {}
     for group in alike.values():
         keys = differing_keys([method.named.run.spec for method in group], ("estimator", "rule", "cache"))
         for method in group:
