@@ -9,7 +9,7 @@ import dit_reference
 import pytest
 import torch
 from close import check
-from decoder_reference import CASES
+from decoder_reference import CASES, VARIANTS
 from networks import DITS, NOISED, fitting, load, refused, textbook, written
 
 from lm_eval_duel import Duel
@@ -23,13 +23,11 @@ from lm_eval_duel.harness.lm import DuelMDM
 WINDOW = Window((6, 7, 9, 30), (10, 9, 31, 12, 8, 15, 21, 11, 17, 18, 19, 20))
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
 LLADA2 = [  # entries with which GLM-4-MoE is another network than the class
-    {"expert_capacity": 6},
     {"routing_strategy": "block"},
+    {"routing_strategy": "token", "expert_capacity": 6, "block_size": 4},
     {"rope_scaling": YARN},
     {"rope_scaling": {"type": "linear", "factor": 2.0}},
     {"rope_parameters": {**YARN, "rope_theta": 600_000}},
-    {"delete_token_id": 5},
-    {"split_token_id": 0},
     {"score_function": "softmax"},
 ]
 
@@ -42,6 +40,22 @@ def test_a_llada2_of_another_network_is_refused(entries, tmp_path):
         refused(path, next(iter(entries)), **options, **said)
     Path(path, "modeling_llada2_moe.py").write_text("def generate(self, editing_threshold=0.9): ...\n")
     refused(path, rf"^(?!.*pass family=llada2).*{next(iter(entries))}", **options)
+
+
+@pytest.mark.parametrize("entry", ["delete_token_id", "split_token_id"])
+def test_a_llada2_that_inserts_tokens_is_scored_without_if_the_user_names_the_family(entry, tmp_path):
+    path, options = written(tmp_path, "llada2", {entry: 5})
+    refused(path, "family=llada2", **options)
+    assert load(path, options, family="llada2").unread_entries == ()
+
+
+def test_routing_by_block_needs_the_block_and_the_experts_of_the_checkpoint(tmp_path):
+    path, options = written(tmp_path, "llada2", {"expert_capacity": 6})  # blocks of 32, the family's
+    refused(path, "trained on blocks of 32", **{**options, "block": 4})
+    for capacity in (2, 13):  # of 12 experts, 3 a token
+        (folder := tmp_path / str(capacity)).mkdir()
+        path, options = written(folder, "llada2", {"expert_capacity": capacity, "block_size": 4})
+        refused(path, f"has {capacity}", **options)
 
 
 @pytest.mark.parametrize("name", ["llada", "d2f-llada"])
@@ -133,7 +147,7 @@ def entries_of(name):
     """The entries of a network's config, and those that its family says something of; and the harmless ones."""
     if name not in CASES:
         return dit_reference.CONFIGS[name], {**HARMLESS, **checkpoint.HARMLESS}
-    config, family = CASES[name].config, NAMED.get(name)
+    config, family = CASES[name].config, NAMED.get(VARIANTS.get(name, name))
     if family is None:
         return config, {**HARMLESS, **dict.fromkeys(OVERRIDDEN)}
     said = {key: right for key, right in family.released.items() if not callable(right)}

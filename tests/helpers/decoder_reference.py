@@ -135,6 +135,12 @@ LLADA2 = remote(
     **{"num_shared_experts": 1, "partial_rotary_factor": 0.5, "rope_theta": 600_000, "routed_scaling_factor": 2.5},
     **{"sliding_window": 4096, "topk_group": 2, "use_qk_norm": True, "use_qkv_bias": False},
 )
+CODA = remote(
+    "CoDALanguageModel",
+    without(QWEN3, "torch_dtype"),
+    **{"attention_kernel": "flash_attention", "mask_token_id": 36, "model_type": "CoDA", "use_sliding_window": False},
+    **{"mask_block_sizes": [4, 8], "block_masking_probability": [0.25, 0.5], "sampling_eps": [0.001, 0.25]},
+)
 NEW = without(LLAMA, "rope_scaling", "rope_theta")  # rotary entries as transformers 5 writes them
 NEMOTRON = remote(
     "NemotronLabsDiffusionModel",
@@ -167,6 +173,7 @@ CASES = {
     "dream": Case(DREAM, "bias", shift=1, length=2048),
     "llada-moe": Case(LLADA_MOE, "norm", net=net(LLADA_MOE, normalised=False), published=32),
     "rnd1": Case(remote("RND1LM", QWEN3_MOE, mask_token_id=MASK, model_type="rnd1", rope_scaling=False), "norm"),
+    "coda": Case(CODA, "norm", shift=1),
     "a2d-qwen3": Case(A2D_QWEN3, "norm", store="tied"),
     "a2d-qwen2": Case({**without(A2D_QWEN2, "rope_scaling", "rope_theta", "tie_word_embeddings"), **A2D_NEW}, "bias"),
     "a2d-llama": Case(of_class("A2DLlamaLMHeadModel", NEW, rope_parameters={**STRETCH, "rope_theta": 1_000_000.0})),
@@ -185,6 +192,11 @@ CASES = {
         shift=1,
     ),
     "llada2": Case(LLADA2, "norm", {"block": 4}, net(LLADA2, plain.LLADA2, eps=1e-6)),
+    "llada2.2": Case(
+        {**LLADA2, "expert_capacity": 5, "routing_strategy": "block", "block_size": 4},
+        *("norm", {}),
+        net(LLADA2, plain.LLADA2, eps=1e-6, capacity=5, routed=4),
+    ),
     "stable-diffcoder": Case(remote("StableDiffcoderForCausalLM", LLAMA), mask=5, block=4),
     "d2f-llada": Case(LLADA, "", {"family": "d2f-llada", "block": 4}, LLADA_NET, rows=48, anchor="target"),
     "d2f-dream": Case(DREAM, "bias", {"family": "d2f-dream", "block": 4}, shift=1, anchor="target", length=2048),
@@ -214,6 +226,7 @@ CASES = {
         shift=1,
     ),
 }
+VARIANTS = {"llada2.2": "llada2"}  # cases of a family that has another case, too
 METADATA = {"gpt2": {"lm_head.weight": "embed_tokens.weight"}}  # of DiffuGPT's file
 GPT2_KEYS = {"embed_tokens.": "transformer.wte.", "denoise_model.": "transformer."}  # DiffuGPT's names
 

@@ -89,6 +89,8 @@ class Net:
     normalised: bool = True  # weights of the chosen experts sum to one
     groups: int = 0  # 0: softmax router; else sigmoid scores, and experts in this many groups
     groups_kept: int = 0
+    capacity: int = 0  # experts that the positions of a block share, chosen by the best of them; the groups are ignored
+    routed: int = 0  # positions of such a block
     scale: float = 1.0  # of the experts' sum
     dense: int = 0  # first layers without experts
 
@@ -144,7 +146,10 @@ def logits(net, w, ids, seen=None):
     def route(x, n):
         """The weight of each expert for each position (L, E), 0 for those that are not chosen."""
         score = linear(x, "router", n)
-        if net.groups:
+        if net.capacity:
+            score = score.sigmoid()
+            chosen = by_block(score + tensor("router bias", n, end=""))
+        elif net.groups:
             score = score.sigmoid()
             biased = (score + tensor("router bias", n, end="")).unflatten(1, (net.groups, -1))
             best = biased.topk(2).values.sum(-1).topk(net.groups_kept).indices
@@ -155,6 +160,17 @@ def logits(net, w, ids, seen=None):
             chosen = score.topk(net.chosen).indices
         share = torch.zeros_like(score).scatter(1, chosen, score.gather(1, chosen))
         return share / share.sum(1, keepdim=True) if net.normalised else share
+
+    def by_block(biased):
+        """The experts of each position (L, chosen): a block allows the best by their maximum, ties from the lowest."""
+        chosen = []
+        for begin in range(0, len(biased), net.routed):
+            block = biased[begin : begin + net.routed].tolist()
+            peak = [max(position[e] for position in block) for e in range(net.experts)]
+            allowed = sorted(range(net.experts), key=lambda e: (-peak[e], e))[: net.capacity]
+            for position in block:
+                chosen.append(sorted(allowed, key=lambda e: (-position[e], e))[: net.chosen])
+        return torch.tensor(chosen)
 
     def feed(x, n):
         if not net.experts or n < net.dense:

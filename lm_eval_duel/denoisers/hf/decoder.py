@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 
 from lm_eval_duel.core.network import KeysValues, joined
 from lm_eval_duel.denoisers import self_tests, weights
-from lm_eval_duel.denoisers.hf import device_map, lora, quantization, strict_load
+from lm_eval_duel.denoisers.hf import block_routing, device_map, lora, quantization, strict_load
 from lm_eval_duel.denoisers.hf.families import Family
 from lm_eval_duel.denoisers.hf.layouts import NEEDED, Config, Tensors, lookup
 from lm_eval_duel.denoisers.hf.pretrained import Pretrained, max_positions
@@ -272,6 +272,8 @@ class StoredDecoder(Decoder):
         model = lora.merge(model, options.peft, family)
         if (scale := family.embedding_scale(config)) != 1:
             model.get_input_embeddings().register_forward_hook(lambda _, ids, embedded: embedded * scale)
+        if capacity := family.expert_capacity(config):
+            block_routing.install(model, capacity)
         self_tests.rotary_frequencies(model, model_config, options.name)
         return model
 

@@ -55,6 +55,7 @@ class Family:
     harmless: Mapping[str, str] = field(default_factory=dict)  # entries that change no number, and the reason
     closed: bool = False  # other entries are refused, unless the user names the family: its class has changed before
     embedding_scale: Callable[[Config], float] = lambda config: 1.0  # of the network's input
+    expert_capacity: Callable[[Config], int | None] = lambda config: None  # experts of a block, if it shares them
     rename: tuple[tuple[str, str], ...] = ()  # tensor names to native ones: regular expressions, the first match counts
     adapt: Callable[[Config], dict[str, Any]] = lambda config: {}  # fields of this entry that a config decides
     translate_config: Callable[[Config], Config] = lambda config: {}  # native entries beyond renaming
@@ -158,6 +159,16 @@ FAMILIES: tuple[Family, ...] = (
         released={"is_causal": False},
         harmless=layouts.QWEN3_MOE_HARMLESS,
     ),
+    Family(
+        "coda",
+        "Qwen3",
+        ("CoDALanguageModel",),
+        shift=1,
+        mask_id=151669,
+        bos="given",
+        released={"rope_scaling": ()},  # its own code has no scaled positions
+        harmless=layouts.CODA_HARMLESS,
+    ),
     Family("a2d-qwen3", "Qwen3", ("A2DQwen3LMHeadModel",), max_length=1024),
     Family("a2d-qwen2", "Qwen2", ("A2DQwen2LMHeadModel",), max_length=1024),
     Family("a2d-llama", "Llama", ("A2DLlamaLMHeadModel",), max_length=1024),
@@ -198,7 +209,9 @@ FAMILIES: tuple[Family, ...] = (
         values={"partial_rotary_factor": 0.5, "norm_topk_prob": True},
         released=layouts.LLADA2_RELEASED,
         harmless=layouts.LLADA2_HARMLESS,
+        reads=("expert_capacity", "routing_strategy"),
         closed=True,
+        expert_capacity=layouts.llada2_capacity,
         rename=layouts.LLADA2_KEYS,
         translate_config=layouts.llada2,
         translate_tensors=layouts.llada2_tensors,
@@ -208,7 +221,7 @@ FAMILIES: tuple[Family, ...] = (
     Family(
         "nemotron-labs-diffusion",
         "Llama",
-        ("NemotronLabsDiffusionModel",),
+        ("NemotronLabsDiffusionModel", "NemotronLabsDiffusionEncoderModel", "MinistralDiffEncoderModel"),
         attention="causal_prefix",
         block=32,
         mask_id=100,
@@ -305,9 +318,12 @@ def _by_name(path: str, word: str, family: str) -> Family | None:
 
 
 def _require_no_edits(family: Family, config: Config, path: str, folder: str | None) -> None:
-    """Raise DuelError if the code in a folder edits revealed tokens."""
+    """Raise DuelError if the code in a folder, or the config, says that revealed tokens are edited."""
+    family.expert_capacity(config)  # a strategy that is not known is refused with or without edits
     code = Path(folder).glob("*.py") if folder else ()
-    if not any(EDITS.search(file.read_text("utf-8", "replace")) for file in code):
+    edits = any(EDITS.search(file.read_text("utf-8", "replace")) for file in code)
+    inserts = any(config.get(key) is not None for key in layouts.INSERTING)
+    if not (edits or inserts):
         return
     remedy = "To score it without these edits, pass family=llada2."
     if changed := family.unreleased(config):

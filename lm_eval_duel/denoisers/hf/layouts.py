@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from lm_eval_duel.arguments import COUNT
 from lm_eval_duel.errors import DuelError
 
 Tensors = dict[str, torch.Tensor]
@@ -164,6 +165,15 @@ def nemotron(config: Config) -> Config:
     return {"rope_theta": theta, "rope_scaling": None, "rope_parameters": {**scaled, "rope_theta": theta}}
 
 
+CODA_HARMLESS = {
+    **dict.fromkeys(
+        ("block_masking_probability", "mask_block_sizes", "prefix_probability", "truncate_probability", "sampling_eps"),
+        "training",
+    ),
+    "attention_kernel": "how products are computed",
+}
+
+
 def nemotron_research_fields(config: Config) -> dict[str, Any]:
     """True if logits are shifted: in Dream's way (dlm_type "dream"), or not, as LLaDA's."""
     kind = config.get("dlm_type")
@@ -227,6 +237,18 @@ def llada2(config: Config) -> Config:
     }
 
 
+def llada2_capacity(config: Config) -> int | None:
+    """The experts that a block shares (LLaDA2.2); raises DuelError for a strategy that is not known."""
+    strategy, capacity = config.get("routing_strategy"), config.get("expert_capacity")
+    if strategy is not None and (capacity is None or "block" not in str(strategy).lower()):
+        raise DuelError(
+            f"The config.json has routing_strategy={strategy!r} with expert_capacity={capacity!r}. Known are routing "
+            "by block with an expert_capacity, and routing by token with neither entry."
+        )
+    return COUNT("expert_capacity", capacity, " of config.json")
+
+
+INSERTING = ("delete_token_id", "split_token_id")  # LLaDA2: of networks that insert and delete tokens
 LLADA_MOE_RELEASED = {
     **dict.fromkeys(("clip_qkv", "shared_expert_intermediate_size", "router_num_group", "router_topk_group")),
     **{"qk_layernorm": True, "moe_router_score_function": "softmax", "moe_router_enable_expert_bias": False},
@@ -244,8 +266,6 @@ LLADA2_RELEASED = {
     **dict.fromkeys(("use_qk_norm", "use_rmsnorm", "moe_router_enable_expert_bias"), True),
     **{"score_function": "sigmoid", "router_dtype": ("fp32", "float32")},
     **dict.fromkeys(("rope_scaling", "rope_parameters"), unscaled_rotary),
-    **dict.fromkeys(("expert_capacity", "routing_strategy")),  # LLaDA2.2 chooses experts by block
-    **dict.fromkeys(("delete_token_id", "split_token_id")),  # of networks that insert and delete tokens
     "quantization_config": None,  # its query_key_value could not be split
 }
 LLADA2_HARMLESS = {
@@ -253,6 +273,8 @@ LLADA2_HARMLESS = {
     "rotary_dim": "the authors' code reads partial_rotary_factor",
     "attention_bias": "the authors' code reads use_qkv_bias",
     "moe_shared_expert_intermediate_size": "the shapes of the shared expert's tensors tell",
+    "image_token_offset": "LLaDA2.0-Uni: text only, ids that the tokenizer lacks are no tokens",
+    **dict.fromkeys(INSERTING, "the sampler inserts and deletes tokens; family=llada2 scores without"),
 }
 LLADA2_KEYS = (
     (r"^model\.word_embeddings\.", "model.embed_tokens."),

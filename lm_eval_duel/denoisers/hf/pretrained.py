@@ -56,7 +56,7 @@ def trained_block(family: Family, config: dict[str, Any], options: LoadOptions) 
     """The trained block, from the config, else from the options, else from the family."""
     if in_config := family.block_in(config):
         return in_config
-    if isinstance(options.block, int):
+    if isinstance(options.block, int) and family.expert_capacity(config) is None:  # else the block routes its experts
         if family.block is not None and options.block not in (family.block, family.published_block):
             log.warning(
                 "%s networks are trained on blocks of %d; using block=%d", family.name, family.block, options.block
