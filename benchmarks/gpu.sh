@@ -11,8 +11,7 @@
 #   sotu_full                                    a real run
 #
 # FOLDER/GPU'S NAME gets a JSON and a log for each step. A step that fails or takes too long does not stop the others.
-# The rates of `plan` (lm_eval_duel/cli/device_rates.json) are not measured yet. Take them from these logs: the "matrix
-# product" is the rate of a device, and "ours" divided by it the --utilization. Figures go into docs/running.md.
+# Figures go into docs/running.md.
 set -u
 cd "$(dirname "$0")/.."
 DEVICE=${DEVICE:-cuda}

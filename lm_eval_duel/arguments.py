@@ -3,7 +3,7 @@
     block: int | str | None = argument(BLOCK, "auto", "positions that are finished before the next ones are begun")
 
 An `Argument` says which values are taken, what stands for no value, one line of help, and whether the value defines a
-number (and so changes the fingerprint). Reading, errors, the lists of `lm-eval-duel args|rules|estimators`, the tables
+number (and so changes the fingerprint). Reading, errors, the lists of `lm-eval-duel list`, the tables
 in docs/ and the test of the fingerprint come from it.
 
 lm_eval passes strings and numbers as its own parser made them: `block=32` is an int, `k=-1` a float, `none` a string,

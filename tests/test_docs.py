@@ -14,18 +14,18 @@ from pages import PAGES, ROOT, anchors, blocks, read
 
 from benchmarks import options
 from benchmarks.__main__ import main as measure
-from lm_eval_duel.cli import declared, inspect
+from lm_eval_duel.cli import listing
 from lm_eval_duel.cli.main import COMMANDS, main
-from lm_eval_duel.cli.where import where
 from lm_eval_duel.demo import FOLDER as BUNDLED
 
 GENERATED = [("docs/model_args.md", "args"), ("docs/rules.md", "rules"), ("docs/estimators.md", "estimators")]
 RUN_ELSEWHERE = {"adding.md": "test_adding.py"}  # pages whose code is followed step by step
 TRIED = [page for page in PAGES if page.name not in RUN_ELSEWHERE]
 OTHER_PROGRAMS = ("pip", "pytest", "accelerate")
-HUB = r"(GSAI-ML|airkingbd|facebook|s-sahoo)/|tools data check|examples/paper"  # what needs the hub
+HUB = r"(GSAI-ML|airkingbd|facebook|s-sahoo)/|examples/paper"  # what needs the hub
 SMALLER = {  # more arguments, for a short run
     "lm-eval-duel run": ["--limit", "1", "--device", "cpu"],
+    "lm-eval-duel inspect": ["--limit", "1", "--device", "cpu"],
     "python examples/generation_quality.py": ["--samples", "2", "--length", "16"],
 }
 
@@ -94,10 +94,14 @@ def test_commands_parse(page, place, monkeypatch, subtests):
             parse(line, monkeypatch)
 
 
+def folder(match):
+    """The path that `lm-eval-duel list folders NAME` prints."""
+    return dict(listing.folder_list())[f"`{match[1]}`"]
+
+
 def parse(line, monkeypatch):
     monkeypatch.setattr(HarnessCLI, "execute", lambda self, args: None)
-    monkeypatch.setattr(inspect, "inspect", lambda *arguments: [("", "")])
-    line = re.sub(r"\$\(lm-eval-duel tools where ([\w-]+)\)", lambda match: str(where(match[1])), line)
+    line = re.sub(r"\$\(lm-eval-duel list folders ([\w-]+)\)", folder, line)
     assert "$(" not in line
     for command in line.split(" && "):
         words = shlex.split(command, comments=True)
@@ -106,12 +110,8 @@ def parse(line, monkeypatch):
         if words[0] == "lm_eval":
             importlib.import_module("lm_eval_duel.cli.run").main(words[1:])
         elif words[0] in ("lm_eval_duel", "lm-eval-duel"):
-            name = " ".join(words[1:3]) if words[1] == "tools" else words[1]
-            module, _, function = COMMANDS[name][0].partition(":")
-            module = importlib.import_module(f"lm_eval_duel.{module}")
-            getattr(module, function or ("parse" if hasattr(module, "parse") else "main"))(
-                words[1 + len(name.split()) :]
-            )
+            module = importlib.import_module(f"lm_eval_duel.{COMMANDS[words[1]][0]}")
+            getattr(module, "parse" if hasattr(module, "parse") else "main")(words[2:])
         elif words[0] == "benchmarks":
             options.parse(words[1:])
         elif words[0] == "python":
@@ -130,7 +130,7 @@ def test_commands_run(page, place, monkeypatch, subtests):
     for line in command_lines(page):
         if re.search(HUB, line) or line.split()[0] in OTHER_PROGRAMS:
             continue
-        line = re.sub(r"\$\(lm-eval-duel tools where ([\w-]+)\)", lambda match: str(where(match[1])), line)
+        line = re.sub(r"\$\(lm-eval-duel list folders ([\w-]+)\)", folder, line)
         words = shlex.split(line, comments=True)
         if words[0] == "lm_eval":
             words = ["lm-eval-duel", "run", *words[1:]]
@@ -178,9 +178,9 @@ def test_the_index_names_every_page():
 
 @pytest.mark.parametrize(("page", "command"), GENERATED)
 def test_generated_tables_are_those_of_the_declarations(page, command):
-    """Write them again with `lm-eval-duel COMMAND --markdown`."""
-    begin, end = f"<!-- lm-eval-duel {command} --markdown -->\n\n", "\n\n<!-- end -->"
-    assert read(page).partition(begin)[2].partition(end)[0] == declared.markdown(command)
+    """Write them again with `lm-eval-duel list WHAT --markdown`."""
+    begin, end = f"<!-- lm-eval-duel list {command} --markdown -->\n\n", "\n\n<!-- end -->"
+    assert read(page).partition(begin)[2].partition(end)[0] == listing.markdown(command)
 
 
 # ---------------------------------------------------------------- the README

@@ -2,27 +2,35 @@
 
 from __future__ import annotations
 
+import argparse
+import dataclasses
 import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from lm_eval_duel.console.command_line import PROGRAM, Parser, plain_table
-from lm_eval_duel.errors import UsageError
+from lm_eval_duel.arguments import TEXT, TRUTH
+from lm_eval_duel.console.command_line import FLAGS, PATH, PROGRAM, STDOUT, Flag, Parser, plain_table, write_json
+from lm_eval_duel.errors import UsageError, usage
 from lm_eval_duel.estimators.registry import kind_of
 from lm_eval_duel.options import model_of
+from lm_eval_duel.tasks import files, named
 
 if TYPE_CHECKING:
     from lm_eval_duel.harness.lm import DuelMDM
 
 
-TEXT = "The state of the union is strong."
+SENTENCE = "The state of the union is strong."
+PRINTS = """\
+Prints a table: family, mask token, attention, block, special tokens, padding, and the score of one text.
+With --tasks or --files, it times a few windows of these texts on this machine, and prints what scoring all of them
+takes: rule steps (NFE), network calls (at least), rows, token-rows (positions of the rows that the network evaluates),
+time, and the peak memory while the windows were timed; for the run's estimator, duel, two_phase and elbo. Other model
+args change these lines, such as sample= and mc_samples=.
+"""
 
 
-def inspect(model: dict[str, Any]) -> list[tuple[str, str]]:
-    """Load the checkpoint of model args, score one short text, and return how it is read, as (label, value) pairs."""
-    from lm_eval_duel.harness.lm import DuelMDM
-
-    lm = DuelMDM(**model)
+def inspect(lm: DuelMDM, name: str) -> list[tuple[str, str]]:
+    """Score one short text, and return how the checkpoint of this name is read, as (label, value) pairs."""
     denoiser, tokenizer = lm.denoiser, lm.tokenizer
     network = getattr(denoiser, "model", None) or getattr(denoiser, "network", None)
     unmasked = "an autoregressive network" if denoiser.attention == "causal" else "the noise is random tokens"
@@ -38,7 +46,7 @@ def inspect(model: dict[str, Any]) -> list[tuple[str, str]]:
         padding = "visible (the attention mask is ignored): only rows of equal length share a batch"
     prefix, suffix = (" ".join(_token(tokenizer, token) for token in ids) for ids in (lm.text.prefix, lm.text.suffix))
     described = [
-        ("checkpoint", model["pretrained"]),
+        ("checkpoint", name),
         ("family", f"{denoiser.family} ({lm.spec['denoiser']})"),
         ("parameters", f"{sum(parameter.numel() for parameter in network.parameters()):,}"),
         ("dtype", f"{lm.spec['dtype']} on {denoiser.device}"),
@@ -63,7 +71,7 @@ def inspect(model: dict[str, Any]) -> list[tuple[str, str]]:
 def _score(lm: DuelMDM) -> str:
     from lm_eval_duel.estimators.totals import Total
 
-    windows = lm.text.windows(TEXT)
+    windows = lm.text.windows(SENTENCE)
     began = time.perf_counter()
     scores = lm.estimator.log_prob(windows)
     seconds = time.perf_counter() - began
@@ -71,7 +79,7 @@ def _score(lm: DuelMDM) -> str:
     steps = "" if total.nfe is None else f", {total.nfe} steps"
     kind = kind_of(lm.estimator.name, lm.spec, total.beam)
     error = "" if total.stderr is None else f" ± {total.stderr:.3f}"
-    nats_of = f"{total.log_prob:.3f}{error} nats for the {total.tokens} tokens of {TEXT!r}"
+    nats_of = f"{total.log_prob:.3f}{error} nats for the {total.tokens} tokens of {SENTENCE!r}"
     return f"{nats_of}, {lm.spec.get('rule', lm.estimator.name)}{steps}, {kind}, {seconds:.2f} s"
 
 
@@ -79,19 +87,49 @@ def _token(tokenizer: Any, token: int) -> str:
     return f"{token} {tokenizer.convert_ids_to_tokens(token)!r}"
 
 
-def main(arguments: Sequence[str]) -> None:
-    """Print how a checkpoint is read, as a table: `lm-eval-duel inspect`."""
-    parser = Parser(
+@usage()
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    """The parsed command line, with `model` (the arguments of the model); raises UsageError for wrong arguments."""
+    options = Parser(
         "inspect",
-        "Show how a checkpoint is read, before anything is evaluated with it.",
-        "Prints a table: family, mask token, attention, block, special tokens, padding, and the score of one text.",
-        "demo-mdm --model_args block=8,rule=margin",
-        *("NAME", "model_args", "device", "batch_size"),
-    )
-    model = model_of(parser.parse_args(arguments))
-    if not model.get("pretrained"):
+        "Show how a checkpoint is read, before anything is evaluated with it, and how long scoring your texts takes.",
+        PRINTS,
+        "demo-mdm --model_args block=8,rule=margin --tasks sotu",
+        *("NAME", "model_args", "device", "batch_size", "include_path", "metadata", "limit", "json"),
+        tasks=dataclasses.replace(FLAGS["tasks"], default=None),
+        files=Flag(PATH, None, "files of text, or folders of them, as for `score`", many=True, shows="FILE"),
+        field=Flag(TEXT, "text", "the column of tables that holds the text"),
+        lines=Flag(TRUTH, False, "each line of a .txt or .md file is a document"),
+    ).parse_args(arguments)
+    options.model = model_of(options)
+    if not options.model.get("pretrained"):
         raise UsageError(f"inspect: name the checkpoint: {PROGRAM} inspect demo-mdm --model_args block=8.")
+    for name in options.tasks or ():
+        named.check(name)
+    if options.files:
+        files.find(options.files)
+    return options
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Print how a checkpoint is read, and what scoring texts takes: `lm-eval-duel inspect`."""
+    options = parse(arguments)
     from lm_eval.utils import setup_logging
 
+    from lm_eval_duel.cli import timing
+    from lm_eval_duel.harness.lm import DuelMDM
+
     setup_logging()
-    print(plain_table([], inspect(model)))
+    lm = DuelMDM(**options.model)
+    described = inspect(lm, options.model["pretrained"])
+    content: dict[str, Any] = {"checkpoint": dict(described)}
+    parts = [plain_table([], described)]
+    if options.tasks or options.files:
+        documents = timing.read_documents(lm, options)
+        timed, notes = timing.measure(lm, documents)
+        content |= timing.figures(documents, timed, notes)
+        parts.append(timing.table(lm, documents, timed, notes))
+    if options.json != STDOUT:
+        print("\n\n".join(parts))
+    if options.json:
+        write_json(options.json, content)

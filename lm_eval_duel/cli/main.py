@@ -19,19 +19,12 @@ from lm_eval_duel.errors import UsageError, unknown
 
 COMMANDS = {  # name: (module below lm_eval_duel with its `main`, what it does)
     "run": ("cli.run", "evaluate tasks: lm-eval's run, with this package's model as the default and its tasks known"),
-    "inspect": ("cli.inspect", "show how a checkpoint is read (family, mask, block, ...) and score one text"),
+    "inspect": ("cli.inspect", "show how a checkpoint is read, and with texts, how long scoring them takes here"),
     "score": ("cli.score", "score your own texts: log-probability, perplexity and bits per byte of each document"),
     "generate": ("cli.generate", "draw texts under the rule that is scored, each with its log-probability"),
     "report": ("cli.report", "tables, figures and a page of lm_eval results: perplexities, differences, gaps"),
-    "show": ("cli.show", "print one document of a trace, its tokens coloured by reveal step or by likelihood"),
-    "plan": ("cli.plan", "count what a run will cost before it starts: rows, operations, memory, hours"),
     "audit": ("cli.audit", "compare the numbers of a few documents with the specification, reference.py, in float32"),
-    "args": ("cli.declared:args", "list the model args: default and meaning of each"),
-    "rules": ("cli.declared:rule_list", "list the unmasking rules and their parameters"),
-    "estimators": ("cli.declared:estimator_list", "list the estimators and their model args"),
-    "presets": ("cli.declared:preset_list", "list the named settings of deployed samplers, and the model args of each"),
-    "tools data": ("cli.data", "check that the data sets of the benchmark tasks can be loaded, and describe them"),
-    "tools where": ("cli.where", "print the absolute path of the tasks, a bundled checkpoint or the bundled results"),
+    "list": ("cli.listing", "list model args, rules, estimators, presets, tasks, or the folders of what is installed"),
 }
 SHARED = ("run", "score")  # all processes of a launch take part
 PACKAGES = ("lm_eval", "torch", "transformers")
@@ -70,20 +63,18 @@ example:
 def main(arguments: list[str] | None = None) -> None:
     """Entry point of `lm-eval-duel`."""
     arguments = sys.argv[1:] if arguments is None else arguments
-    arguments = [" ".join(arguments[:2]), *arguments[2:]] if arguments[:1] == ["tools"] else arguments
     name = arguments[0] if arguments else "--help"
     rank, processes = process()
     print_on_any_console()
     with errors_as_exit_codes(own=name != "run"):
         if rank and name not in SHARED:
             print(f"{PROGRAM}: process {rank} of {processes} has nothing to do: the first does it.", file=sys.stderr)
-        elif name in ("-h", "--help", "tools", "tools -h", "tools --help"):
+        elif name in ("-h", "--help"):
             print(overview())
         elif name == "--version":
             print(version())
         elif name in COMMANDS:
-            module, _, function = COMMANDS[name][0].partition(":")
-            getattr(importlib.import_module(f"lm_eval_duel.{module}"), function or "main")(arguments[1:])
+            importlib.import_module(f"lm_eval_duel.{COMMANDS[name][0]}").main(arguments[1:])
         elif name.startswith("-"):
             raise UsageError(f"'{name}' comes after a command: {PROGRAM} run {name} ...")
         else:

@@ -21,8 +21,6 @@ from lm_eval_duel.arguments import (
     CHECKPOINT,
     COUNT,
     MISSING,
-    POSITIVE,
-    SHARE,
     TEXT,
     TRUTH,
     Argument,
@@ -202,7 +200,7 @@ def errors_as_exit_codes(own: bool = True) -> Iterator[None]:
         _stop(WRONG if isinstance(error, UsageError) else FAILED, str(error))
     except KeyboardInterrupt:
         _stop(INTERRUPTED, "stopped.")
-    except BrokenPipeError:  # the reader has closed the pipe, as in `show ... | head`
+    except BrokenPipeError:  # the reader has closed the pipe, as in `list args | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise Exit(UNREAD, "") from None
     except OSError as error:
@@ -306,8 +304,6 @@ FLAGS: dict[str, Flag] = {  # of several commands: the same name, values and hel
     "json": Flag(
         FILE, None, "write the figures to FILE as JSON; without FILE, print them instead", alone=STDOUT, shows="FILE"
     ),
-    "tflops": Flag(POSITIVE, None, "the device's dense rate", unset="an H200's: 989 in bfloat16, 67 in float32"),
-    "utilization": Flag(SHARE, 0.5, "the share of that rate that the run reaches"),
     "quiet": Flag(TRUTH, False, "print results, warnings and errors only"),
 }
 

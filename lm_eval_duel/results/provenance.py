@@ -12,7 +12,7 @@ from lm_eval_duel.results.read import RESULTS, SCORE
 from lm_eval_duel.results.runs import MODEL, Run
 
 SEEDS = {"random_seed": 0, "numpy_seed": 1234, "torch_seed": 1234, "fewshot_seed": 1234}  # of --seed
-TASK_FOLDER = '"$(lm-eval-duel tools where tasks)"'
+TASK_FOLDER = '"$(lm-eval-duel list folders tasks)"'
 UNREAD = ("trace",)  # model args that change no number, and may name a private folder
 IN_PYTHON = "no command: the model was made in Python"
 OWN_TEXTS = "no command: these are your own texts, scored by lm-eval-duel score"

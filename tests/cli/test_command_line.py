@@ -49,12 +49,11 @@ TYPOS = [
     (["run", "--tasks", "sotu", "--include_path", "nosuch"], "'--include_path' is a folder that exists; got 'nosuch'."),
     (["run", "--tasks", "sotu", "--config", "nosuch.yaml"], "--config nosuch.yaml: Config file not found"),
     (["inspect", "demo-mdm", "--model_arg", "blok=4"], "Unknown model arg 'blok'"),  # a beginning that is clear
-    (["plan", "--model_args", "rule=gredy", "--tokens", "9"], "Did you mean greedy?"),
-    (["plan", "--tokens", "long"], "'--tokens' is a whole number, at least 1; got 'long'."),
-    (["tools", "data", "check", "duel_ptp"], "Unknown benchmark task 'duel_ptp'. Did you mean duel_ptb?"),
-    (["show", "nosuch.jsonl"], "There is no trace nosuch.jsonl"),
+    (["inspect", "demo-mdm", "--limit", "long"], "'--limit' is a whole number, at least 1; got 'long'."),
+    (["inspect", "demo-mdm", "--files", "nosuch.txt"], "nosuch.txt matches no file"),
     (["report", "nosuch", "--out", "o"], "No file or folder nosuch"),
-    (["tools", "where", "task"], "Unknown value of WHAT 'task'"),
+    (["list", "task"], "Unknown value of WHAT 'task'"),
+    (["list", "rules", "gredy"], "Did you mean greedy?"),
     (["inspct", "demo-mdm"], "Unknown command 'inspct'. Did you mean inspect?"),
     (["--model_args", "rule=greedy"], "comes after a command: lm-eval-duel run --model_args ..."),
 ]
@@ -103,7 +102,7 @@ def test_what_needs_one_process_runs_in_the_first(monkeypatch, capsys):
     printed = []
     for rank in ("0", "2"):
         monkeypatch.setenv("RANK", rank)
-        program.main(["presets"])
+        program.main(["list", "presets"])
         printed.append(capsys.readouterr())
     assert "llada" in printed[0].out and not printed[0].err
     assert printed[1].out == ""
@@ -292,16 +291,16 @@ def test_task_files_of_lm_eval_are_read_only_if_they_may_be_named(tmp_path):
 
 
 def test_a_rule_is_listed_with_its_parameters(capsys):
-    program.main(["rules", "klass"])
+    program.main(["list", "rules", "klass"])
     names = [line.split()[0] for line in capsys.readouterr().out.splitlines() if line[:1].strip()]
     assert names == ["klass", *declared(RULES["klass"])]
 
 
 def test_presets_are_listed_with_their_model_args(capsys):
-    program.main(["presets"])
+    program.main(["list", "presets"])
     printed = " ".join(capsys.readouterr().out.split())
     assert all(preset.name in printed and preset.written_out in printed for preset in presets.ENTRIES)
-    program.main(["presets", "llada2", "llada"])
+    program.main(["list", "presets", "llada2", "llada"])
     printed = " ".join(capsys.readouterr().out.split())
     assert "From ML-GSAI/LLaDA@b7e6c35 generate.py L44-121 (steps may be changed)" in printed
-    assert "dparallel" not in printed and "Did you mean llada2" in refused("presets", "lada2")
+    assert "dparallel" not in printed and "Did you mean llada2" in refused("list", "presets", "lada2")

@@ -13,9 +13,7 @@ from networks import refused
 from noised_toys import bound
 
 from lm_eval_duel import Duel, denoisers
-from lm_eval_duel.cli.main import main
 from lm_eval_duel.core.windows import Window
-from lm_eval_duel.denoisers import loading as unloaded
 from lm_eval_duel.denoisers.hf import causal_lm as diffusion_gemma
 from lm_eval_duel.denoisers.load_options import LoadOptions
 from lm_eval_duel.errors import DuelError
@@ -153,12 +151,3 @@ def test_tokens_of_images_are_refused(path, attention, tmp_path):
         with pytest.raises(DuelError, match=r"Window 0 holds id 1, .*image"):
             estimator.log_prob([window])
     assert len(estimator.log_prob([Window((0,), (2, 2))])) == 1
-
-
-@pytest.mark.parametrize(("estimator", "method"), [("ar", "chain rule"), ("noised_elbo", "noised_elbo 128")])
-def test_a_plan_counts_both_parts(path, capsys, estimator, method):
-    main(["plan", path, "--tokens", "16", "--model_args", f"estimator={estimator}"])
-    said = capsys.readouterr().out
-    assert method in said and ("logits of a canvas" in said) == (estimator == "noised_elbo")
-    parameters = sum(weight.numel() for weight in gemma_reference.network().parameters())
-    assert unloaded.read(path, {}).size.parameters == parameters

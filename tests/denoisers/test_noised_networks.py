@@ -10,7 +10,6 @@ import torch
 from noised_toys import bound
 
 from lm_eval_duel import Duel
-from lm_eval_duel.cli.main import main
 from lm_eval_duel.core import noise as noises
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.denoisers import load
@@ -96,12 +95,6 @@ def test_the_limit_is_the_published_integrand_of_duo_and_udlm():
             observed = noises.Observed(torch.tensor([[clean == z]]), torch.tensor([[False]]))
             rate = float(noises.limit_rate(level, noise.rates(t, rest), stats, observed))
             assert rate == pytest.approx(published_rate(clean, z, r, alpha), rel=1e-9)
-
-
-def test_a_plan_counts_it(tmp_path, capsys):
-    path, _ = dit_reference.write(tmp_path, "duo")
-    main(["plan", path, "--tokens", "32", "--model_args", "estimator=noised_elbo,mc_samples=8"])
-    assert "noised_elbo 8" in capsys.readouterr().out
 
 
 def test_a_distilled_duo_warns(tmp_path, caplog):

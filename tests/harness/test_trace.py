@@ -6,8 +6,6 @@ import math
 import pytest
 from harness_requests import ask
 
-from lm_eval_duel.cli import show
-from lm_eval_duel.cli.main import main
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.harness import trace
 from lm_eval_duel.harness.lm import DuelMDM
@@ -166,33 +164,3 @@ def test_what_is_no_trace(tmp_path):
             file.write(f"{line}\n{{}}\n")
         with pytest.raises(DuelError, match=rf"bad{n}.jsonl, line 2 is not a window of a trace"):
             trace.read(tmp_path / f"bad{n}.jsonl")
-
-
-# ---------------------------------------------------------------- show
-
-
-def test_show_of_a_lattice_shows_a_rule(folder, tmp_path, capsys):
-    path = tmp_path / "t.jsonl"
-    scored(folder, path, estimator="mixture", lattice_rules="greedy+right_to_left")
-    records = [r for r in trace.read(path) if r["doc"] == 1]
-    for rule, name in (([], "greedy:k=1"), (["--rule", "right_to_left"], "right_to_left:k=1")):
-        main(["show", str(path), "--doc", "1", *rule])
-        lines = capsys.readouterr().out.splitlines()
-        assert f"shown: the order of {name}" in lines
-        assert [int(line.split()[2]) for line in lines[-3:]] == records[0]["rules"][name]["reveal_steps"]
-    with pytest.raises(SystemExit, match=r"has no order of margin:k=1; it holds greedy:k=1, right_to_left:k=1"):
-        main(["show", str(path), "--rule", "margin"])
-
-
-def test_a_bound_is_shown_with_its_error_and_a_hopeless_window_is_shown():
-    record = {"task": "t", "doc": 0, "window": 0, "ids": [1, 2], "starts": [0]}
-    record |= {"reveal_steps": [], "token_logprobs": [-2.0, -2.0]}
-    text = show.show([record | {"values": {"elbo": -4.0}, "stderr": 0.5}], Letters(), "nll", False)
-    assert "elbo (a bound) -4.00 ± 0.50 nats, perplexity 7.39 ± 1.85" in text
-    assert "perplexity inf" in show.show([record | {"values": {"duel": -4000.0}}], Letters(), "nll", False)
-    assert "\x1b" not in show._heading(record | {"task": "a\x1b[2Jb", "values": {"du\x1b[2Jel": -1.0}})
-
-
-class Letters:
-    def decode(self, ids):
-        return "".join(chr(97 + n) for n in ids)

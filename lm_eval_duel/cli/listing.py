@@ -1,21 +1,24 @@
-"""`lm-eval-duel args`, `rules`, `estimators` and `presets`: what is declared, as a list or as the table of docs/."""
+"""`lm-eval-duel list`: what is declared or installed, as a list or as the table of docs/."""
 
 from __future__ import annotations
 
-import functools
 import inspect
+import itertools
 import re
 import shutil
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 
 from lm_eval_duel import rules
-from lm_eval_duel.arguments import MISSING, Argument, declared
-from lm_eval_duel.console.command_line import Parser
+from lm_eval_duel.arguments import MISSING, Argument, choice, declared
+from lm_eval_duel.console.command_line import FLAGS, Flag, Parser
+from lm_eval_duel.demo import FOLDER, NAMES, resolve
 from lm_eval_duel.errors import require_known, usage
 from lm_eval_duel.estimators import registry
 from lm_eval_duel.options import MODEL_ARGUMENTS
 from lm_eval_duel.rules import presets
+from lm_eval_duel.tasks import task_folder
 
 Rows = list[tuple[str, ...]]  # cells in Markdown; the first is the name, the last a sentence
 LINK = re.compile(r"\[([^]]*)\]\([^)]*\)")
@@ -91,8 +94,24 @@ def _shared(owners: Mapping[str, Mapping[str, Argument]]) -> Rows:
     return [(f"`{name}`", ", ".join(of), default, meaning) for (name, default, meaning), of in found.items()]
 
 
+def task_list() -> Rows:
+    """The tasks and groups of this package, and what their file says first."""
+    found = []
+    for file in sorted(Path(task_folder()).rglob("[!_]*.yaml")):
+        lines = file.read_text(encoding="utf-8").splitlines()
+        comment = itertools.takewhile(lambda line: line.startswith("# "), lines)
+        found.append((f"`{file.stem}`", file.parent.name, " ".join(line.removeprefix("# ") for line in comment)))
+    return found
+
+
+def folder_list() -> Rows:
+    """The parts that are installed, and the path of each."""
+    places = {"tasks": task_folder(), "results": str(FOLDER / "results"), **{name: resolve(name) for name in NAMES}}
+    return [(f"`{name}`", place) for name, place in places.items()]
+
+
 Table = tuple[tuple[str, ...], Callable[[], Rows]]
-TABLES: dict[str, tuple[Table, ...]] = {  # by command
+TABLES: dict[str, tuple[Table, ...]] = {
     "args": (
         (("arg", "default", "meaning"), model_args),
         (("arg of an estimator", "estimator", "default", "meaning"), estimator_args),
@@ -103,23 +122,34 @@ TABLES: dict[str, tuple[Table, ...]] = {  # by command
     ),
     "estimators": ((("estimator", "args", "what"), estimators),),
     "presets": ((("preset", "model args", "checkpoints", "what"), preset_table),),
+    "tasks": ((("task", "folder", "what"), task_list),),
+    "folders": ((("what", "path"), folder_list),),
 }
+PRINTS = """\
+args        the model args: default and meaning of each
+rules       the unmasking rules and their parameters
+estimators  the estimators and their model args
+presets     the deployed samplers that have a name, and the model args of each
+tasks       the tasks of this package; --include_path takes their folder
+folders     the paths of the installed tasks, results and bundled networks; with one NAME, its path alone
+With --markdown, the table of the documentation.
+"""
 
 
-def markdown(command: str) -> str:
-    """The first table of a command, as docs/ have it."""
-    header, rows = TABLES[command][0]
+def markdown(what: str) -> str:
+    """The first table of a list, as docs/ have it."""
+    header, rows = TABLES[what][0]
     return "\n".join(f"| {' | '.join(row)} |" for row in (header, tuple("---" for _ in header), *rows()))
 
 
-def listing(command: str, names: Sequence[str] = ()) -> str:
-    """The tables of a command for the terminal. Raises DuelError for an unknown name.
+def listing(what: str, names: Sequence[str] = ()) -> str:
+    """The tables of a list for the terminal. Raises DuelError for an unknown name.
 
     `names`: only these rows, and for a rule those of its parameters.
     """
-    tables = [[tuple(_without_markdown(cell) for cell in row) for row in rows()] for _, rows in TABLES[command]]
+    tables = [[tuple(_without_markdown(cell) for cell in row) for row in rows()] for _, rows in TABLES[what]]
     known = {word.strip("()"): row for table in reversed(tables) for row in table for word in row[0].split()}
-    require_known(command.removesuffix("s"), names, known)
+    require_known(what.removesuffix("s"), names, known)
     chosen = {known[name] for name in names}
     width = min(shutil.get_terminal_size().columns, 120)
     parts = []
@@ -127,6 +157,8 @@ def listing(command: str, names: Sequence[str] = ()) -> str:
         wanted = [{row[0], *(row[1].split(", ") if number else ())} for row in table]
         kept = [row for row, by in zip(table, wanted, strict=True) if not names or row in chosen or by & set(names)]
         parts += ["\n".join(_entry(row, width) for row in kept)] if kept else []
+    if what == "tasks":
+        parts.append(f"--include_path {task_folder()}")
     return "\n\n".join(parts)
 
 
@@ -140,20 +172,23 @@ def _without_markdown(text: str) -> str:
     return LINK.sub(r"\1", text).replace("`", "")
 
 
-def main(command: str, what: str, example: str, arguments: Sequence[str]) -> None:
-    """Print what is declared: `lm-eval-duel args`, `rules`, `estimators` or `presets`."""
-    with usage():
-        options = Parser(
-            command,
-            f"List {what}.",
-            "Prints a list; with --markdown, the table of the documentation.",
-            example,
-            *("NAMES", "markdown"),
-        ).parse_args(list(arguments))
-        print(markdown(command) if options.markdown else listing(command, options.names))
-
-
-args = functools.partial(main, "args", "the model args: default and meaning of each", "block cache")
-rule_list = functools.partial(main, "rules", "the unmasking rules and their parameters", "klass")
-estimator_list = functools.partial(main, "estimators", "the estimators and their model args", "elbo")
-preset_list = functools.partial(main, "presets", "the deployed samplers that have a name", "llada-fast-dllm-dual")
+@usage()
+def main(arguments: Sequence[str]) -> None:
+    """Print what is declared or installed: `lm-eval-duel list`."""
+    options = Parser(
+        "list",
+        "List model args, rules, estimators, presets, tasks, or folders.",
+        PRINTS,
+        "rules klass",
+        "markdown",
+        WHAT=Flag(choice(*TABLES), MISSING, "the list"),
+        NAMES=FLAGS["NAMES"],
+    ).parse_args(list(arguments))
+    if options.markdown:
+        print(markdown(options.what))
+    elif options.what == "folders" and len(options.names) == 1:
+        places = {name.strip("`"): place for name, place in folder_list()}
+        require_known("folder", options.names, places)
+        print(places[options.names[0]])  # alone, for $(...)
+    else:
+        print(listing(options.what, options.names))

@@ -1,0 +1,211 @@
+"""The time and memory that scoring texts takes here: a few windows are timed, and the counts of all scale it up.
+
+The counts of rows and positions are those of `estimators/cost.py`, of the timed windows and of all.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import math
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from lm_eval_duel.console.command_line import plain_table
+from lm_eval_duel.core.windows import Window
+from lm_eval_duel.errors import DuelError
+from lm_eval_duel.estimators import cost, registry
+from lm_eval_duel.estimators.base import Estimator, rule_for
+from lm_eval_duel.harness.spec import peak_memory
+from lm_eval_duel.options import Options
+from lm_eval_duel.rules import LeftToRight
+from lm_eval_duel.tasks import files, named
+
+if TYPE_CHECKING:
+    from lm_eval_duel.harness.lm import DuelMDM
+
+TIMED = ("duel", "two_phase", "elbo")  # besides the run's own estimator
+WINDOWS = 4  # timed together, if one of them alone takes less than
+SECONDS = 10.0
+HEADER = ("estimator", "NFE", "calls", "rows", "token-rows", "time", "peak MiB", "what it gives")
+
+
+@dataclasses.dataclass(frozen=True)
+class TimedEstimator:
+    """One way to score the windows. Counts and time are of all windows, and None if no formula counts them."""
+
+    estimator: str
+    gives: str
+    windows: int  # that were timed
+    seconds: float  # of all windows
+    peak_memory: int  # bytes, while the windows were timed; on a CPU that of the process so far
+    nfe: float | None = None
+    calls: int | None = None  # at least
+    rows: float | None = None
+    token_rows: float | None = None
+
+
+def read_documents(lm: DuelMDM, options: argparse.Namespace) -> list[list[Window]]:
+    """The windows of each document of --tasks and --files; raises DuelError if there is no token to score."""
+    from lm_eval_duel.harness.loglikelihood import continuation_windows, document_windows
+
+    documents = []
+    if options.tasks:
+        metadata = {**options.model_args, **options.metadata}
+        tasks = named.load(options.tasks, metadata, options.include_path, options.limit)
+        requests = [request for task in tasks for request in task.instances]
+        whole = [request for request in requests if request.request_type == "loglikelihood_rolling"]
+        parts = [request for request in requests if request.request_type != "loglikelihood_rolling"]
+        documents += document_windows(lm.text, whole)
+        documents += continuation_windows(lm.text, parts)
+    if options.files:
+        texts = files.texts(options.files, options.field, options.lines)[: options.limit]
+        documents += [lm.text.windows(text.text) for text in texts]
+    if not any(window.target for windows in documents for window in windows):
+        raise DuelError("These texts have no token to score.")
+    return documents
+
+
+def measure(lm: DuelMDM, documents: Sequence[Sequence[Window]]) -> tuple[list[TimedEstimator], list[str]]:
+    """Each way to score the documents, timed, and why others are left out."""
+    windows = [window for document in documents for window in document if window.target]
+    timed = []
+    notes = []
+    for name in _estimators(lm):
+        try:
+            estimator = registry.make(lm.denoiser, _options(lm.options, name))
+        except DuelError as error:
+            notes.append(f"{name}: {error}")
+            continue
+        timed.append(_timed(lm, estimator, windows))
+    return timed, notes
+
+
+def _estimators(lm: DuelMDM) -> list[str]:
+    """The estimators to time: only the run's own if the others are for other networks."""
+    own = lm.options.estimator
+    if lm.denoiser.attention == "causal" or lm.denoiser.noise_training is not None:
+        return [own]
+    return list(dict.fromkeys((own, *TIMED)))
+
+
+def _options(options: Options, name: str) -> Options:
+    """The run's options with another estimator, whose own arguments have their defaults."""
+    if name == options.estimator:
+        return options
+    return dataclasses.replace(options, estimator=name, estimator_args={})
+
+
+def _timed(lm: DuelMDM, estimator: Estimator, windows: Sequence[Window]) -> TimedEstimator:
+    """The time of a few windows, scaled to all of them."""
+    ordered = sorted(windows, key=lambda window: window.length)
+    sample = [ordered[len(ordered) // 2]]
+    for gpu in range(torch.cuda.device_count()):
+        torch.cuda.reset_peak_memory_stats(gpu)
+    seconds = _seconds(estimator, sample)
+    if seconds < SECONDS and len(ordered) > 1:
+        count = min(WINDOWS, len(ordered))
+        sample = [ordered[len(ordered) * (2 * n + 1) // (2 * count)] for n in range(count)]
+        seconds = _seconds(estimator, sample)
+    share = sum(len(window.target) for window in sample) / sum(len(window.target) for window in windows)
+    counts: dict[str, Any] = {}
+    entry = registry.find(estimator.name)
+    gives = entry.kind.value
+    if (method := _method(lm, estimator)) is not None:
+        every = cost.sum_over(cost.layouts(windows), method.cost)
+        share = cost.sum_over(cost.layouts(sample), method.cost).token_rows / every.token_rows
+        gives = method.gives
+        calls = max(int(every.longest), math.ceil(every.weight / estimator.budget.tokens))
+        counts = {"nfe": every.nfe or None, "calls": calls, "rows": every.rows, "token_rows": every.token_rows}
+    memory = peak_memory(lm.denoiser.device)
+    return TimedEstimator(estimator.name, gives, len(sample), seconds / share, memory, **counts)
+
+
+def _seconds(estimator: Estimator, windows: Sequence[Window]) -> float:
+    began = time.perf_counter()
+    estimator.log_prob(windows)
+    return time.perf_counter() - began
+
+
+def _method(lm: DuelMDM, estimator: Estimator) -> cost.Method | None:
+    """The formula that counts what the estimator does, if there is one."""
+    denoiser = lm.denoiser
+    rule = LeftToRight() if denoiser.attention == "causal" else rule_for(denoiser, lm.options.rule)
+    setting = cost.Setting(denoiser, rule, estimator.block, estimator.grid)
+    entry = registry.find(estimator.name)
+    own = lm.options.estimator_args if estimator.name == lm.options.estimator else {}
+    wanted = {"duel": lm.options.cache or "exact", "ar": "chain"}.get(estimator.name, estimator.name)
+    methods = {method.name.split()[0]: method for method in cost.methods(setting, entry, own)}
+    return methods.get("lattice" if entry.lattice else wanted)
+
+
+# ---------------------------------------------------------------- views
+
+
+def figures(
+    documents: Sequence[Sequence[Window]], timed: Sequence[TimedEstimator], notes: Sequence[str]
+) -> dict[str, Any]:
+    """The entries of --json."""
+    windows = [window for document in documents for window in document]
+    return {
+        "documents": len(documents),
+        "windows": len(windows),
+        "length": max(window.length for window in windows),
+        "tokens": sum(len(window.target) for window in windows),
+        "estimators": {each.estimator: dataclasses.asdict(each) for each in timed},
+        "left_out": list(notes),
+    }
+
+
+def table(
+    lm: DuelMDM, documents: Sequence[Sequence[Window]], timed: Sequence[TimedEstimator], notes: Sequence[str]
+) -> str:
+    """The figures as text."""
+    about = figures(documents, timed, notes)
+    bounded = _steps(lm)
+    rows = [
+        (
+            each.estimator,
+            _count(each.nfe, bounded),
+            *(_count(value, bounded if each.nfe else "") for value in (each.calls, each.rows, each.token_rows)),
+            _duration(each.seconds),
+            f"{each.peak_memory / 2**20:,.0f}",
+            each.gives,
+        )
+        for each in timed
+    ]
+    lines = [
+        f"{about['documents']:,} documents, {about['tokens']:,} tokens in {about['windows']:,} windows of at most "
+        f"{about['length']:,} positions. Up to {max(each.windows for each in timed)} windows were timed for each "
+        f"estimator, on {lm.denoiser.device}:",
+        "",
+        plain_table(HEADER, rows),
+    ]
+    if bounded:
+        known = "are at most that" if bounded == "≤ " else "have no bound"
+        lines.append(f"{bounded}one position a step is counted: this rule's steps depend on the text, and {known}.")
+    return "\n".join([*lines, *notes])
+
+
+def _steps(lm: DuelMDM) -> str:
+    """A sign before counts of a rule whose steps depend on the text: an upper bound, or a count without one."""
+    rule = rule_for(lm.denoiser, lm.options.rule) if lm.denoiser.attention != "causal" else LeftToRight()
+    if cost.Setting(lm.denoiser, rule, lm.estimator.block, lm.estimator.grid).is_exact:
+        return ""
+    return "~ " if rule.may_pick_none else "≤ "
+
+
+def _count(value: float | None, sign: str) -> str:
+    return "" if not value else f"{sign}{value:,.0f}"
+
+
+def _duration(seconds: float) -> str:
+    """Hours, minutes or seconds, with three digits."""
+    scale, unit = next((each for each in UNITS if seconds >= each[0]), UNITS[-1])
+    return f"{seconds / scale:.3g} {unit}"
+
+
+UNITS = ((3600.0, "h"), (60.0, "min"), (1.0, "s"))

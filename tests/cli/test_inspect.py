@@ -1,0 +1,61 @@
+"""`inspect --tasks` and `--files`: the counts are those of a run, and each estimator has its time."""
+
+import json
+
+import pytest
+
+from lm_eval_duel import Duel
+from lm_eval_duel.cli import timing
+from lm_eval_duel.cli.main import main
+from lm_eval_duel.tasks import files
+
+pytestmark = pytest.mark.usefixtures("one_load")
+TEXTS = ["The state of the union is strong.", "We the people of the United States", "x"]
+
+
+@pytest.fixture
+def texts(tmp_path):
+    file = tmp_path / "texts.txt"
+    file.write_text("\n".join(TEXTS))
+    return str(file)
+
+
+def test_the_counts_are_those_of_a_run(texts, capsys):
+    model = "rule=greedy,k=2,block=8"
+    main(["inspect", "demo-mdm", "--model_args", model, "--files", texts, "--lines", "--json", "--device", "cpu"])
+    printed = capsys.readouterr().out
+    found = json.loads(printed)
+    duel = Duel.from_pretrained("demo-mdm", rule="greedy:k=2", block=8, device="cpu")
+    scores = duel.score(TEXTS)
+    assert found["checkpoint"]["family"].startswith("masked-lm")
+    assert found["tokens"] == sum(len(score.tokens) for score in scores)
+    assert found["estimators"].keys() == {"duel", "two_phase", "elbo"}
+    of_duel = found["estimators"]["duel"]
+    assert of_duel["nfe"] == sum(score.nfe for score in scores)
+    assert of_duel["windows"] == 3
+    assert of_duel["calls"] <= duel.counts.forwards
+    assert all(each["seconds"] > 0 and each["peak_memory"] > 0 for each in found["estimators"].values())
+
+
+def test_a_way_that_a_network_does_not_have_is_named(texts, capsys):
+    main(["inspect", "demo-bd", "--files", texts, "--device", "cpu"])
+    printed = capsys.readouterr().out
+    assert "two_phase: " in printed and "block_causal" in printed
+    assert [line.split()[0] for line in printed.splitlines() if line.startswith(("duel ", "elbo "))] == ["duel", "elbo"]
+
+
+def test_an_autoregressive_network_is_timed_as_one(texts, capsys):
+    main(["inspect", "demo-ar", "--model_args", "estimator=ar", "--files", texts, "--device", "cpu", "--json"])
+    assert json.loads(capsys.readouterr().out)["estimators"].keys() == {"ar"}
+
+
+def test_the_time_of_all_is_that_of_the_timed_windows_times_their_share(texts, monkeypatch):
+    from lm_eval_duel.harness.lm import DuelMDM
+
+    monkeypatch.setattr(timing, "_seconds", lambda estimator, windows: 1.0)
+    lm = DuelMDM(pretrained="demo-mdm", rule="greedy", block=8, device="cpu")
+    documents = [lm.text.windows(text.text) for text in files.texts([texts], lines=True)] * 4
+    timed, _ = timing.measure(lm, documents)
+    assert all(each.seconds >= 1.0 for each in timed)
+    more, _ = timing.measure(lm, [*documents, lm.text.windows("A longer text than the others " * 3)])
+    assert more[0].seconds > timed[0].seconds
