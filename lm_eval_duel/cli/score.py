@@ -220,7 +220,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         ),
         documents=Flag(TRUTH, False, "with --compare: print the lines of single documents, too"),
         csv=Flag(FILE, None, "also write the line of each document to this file", shows="FILE"),
-        trace=Flag(PATH, None, "also write a trace, which `show` and `report --page` display", shows="FILE"),
+        trace=Flag(PATH, None, "also write a trace, which `report --page` displays", shows="FILE"),
     ).parse_args(arguments)
     if options.csv and options.json and Path(options.csv).resolve() == Path(options.json).resolve():
         raise DuelError(f"--csv and --json name the same file, {options.csv}; name two.")
