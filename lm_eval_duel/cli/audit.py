@@ -121,13 +121,13 @@ def audit_requests(lm: DuelMDM, task: Any, requests: list[Any], found: Audit) ->
     """Add the requests of one type of a task to the findings."""
     from lm_eval_duel.audit.checked import distance
     from lm_eval_duel.audit.from_text import FromText
-    from lm_eval_duel.harness.requests import Batch, name
+    from lm_eval_duel.harness.scoring import Batch, name
 
-    batch, before = Batch.from_requests(requests), len(lm.run.stats.checked)
+    batch, before = Batch.from_requests(requests), len(lm.evaluation.stats.checked)
     answers = getattr(lm, batch.requests[0].request_type)(batch.requests)
-    checked = lm.run.stats.checked[before:]
+    checked = lm.evaluation.stats.checked[before:]
     found.checked.extend(checked)
-    if failures := lm.run.stats.verify_failures:
+    if failures := lm.evaluation.stats.verify_failures:
         found.problems.extend(f"verification failed: {failure.rstrip('.')}" for failure in failures)
         failures.clear()
         return  # some windows have no second score

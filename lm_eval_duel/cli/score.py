@@ -145,7 +145,7 @@ def names_of(figures: Mapping[str, Any]) -> dict[str, str]:
 
 def figures_of(lm: DuelMDM, rows: Sequence[Line]) -> dict[str, Any]:
     """The content of --json for one model."""
-    info, beam = lm.get_model_info(), lm.run.total().tasks[TASK].beam
+    info, beam = lm.get_model_info(), lm.evaluation.total().tasks[TASK].total.beam
     return {
         "format": read.SCORE,
         "version": read.SCORE_VERSION,
@@ -307,7 +307,7 @@ def _network(model: dict[str, Any]) -> Denoiser | None:
 
 def score(lm: DuelMDM, texts: Sequence[files.OwnText]) -> list[Line] | None:
     """The score of each text under a model of the harness; None on ranks other than the first."""
-    from lm_eval_duel.harness.requests import FILE, make_request
+    from lm_eval_duel.harness.scoring import FILE, make_request
 
     mine = lm.ranks.deal([1 + len(text) for _, text in texts])
     requests = [
@@ -315,7 +315,7 @@ def score(lm: DuelMDM, texts: Sequence[files.OwnText]) -> list[Line] | None:
         for n in mine
     ]
     answers = lm.loglikelihood_rolling(requests)
-    unknown = lm.run.stats.unknown[TASK] if mine else {}  # by the names of documents
+    unknown = lm.evaluation.stats.tasks[TASK].unknown if mine else {}  # by the names of documents
     rows = {}
     for n, answer in zip(mine, answers, strict=True):
         name, text = texts[n]
@@ -332,7 +332,7 @@ def _total(lm: DuelMDM, rows: Sequence[Line]) -> dict[str, Any]:
 
     `bits_per_byte_stderr`: over documents, as a ratio to bytes.
     """
-    stderr = lm.run.total().tasks[TASK].stderr  # equal windows: one error
+    stderr = lm.evaluation.total().tasks[TASK].total.stderr  # equal windows: one error
     counts = [sum(getattr(row, unit) for row in rows) for unit in ("tokens", "words", "bytes", "unknown")]
     total = Line("", math.fsum(row.log_prob for row in rows), *counts[:3], stderr, "total", counts[3])
     bits = [-row.log_prob / math.log(2) for row in rows]

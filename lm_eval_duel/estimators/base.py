@@ -324,7 +324,6 @@ class Estimator(abc.ABC):
     decodes: ClassVar[bool] = False  # `is_greedy` says what decoding would write
     takes_known: ClassVar[bool] = False  # whether windows may have known target positions
     takes_noise: ClassVar[bool] = False  # whether the network's noise may be random tokens
-    in_order: bool = False  # windows are taken in the order given, in buckets that fill a few network calls
     empty_score: Score = Score(0.0, is_greedy=True, nfe=0, near_ties=0)  # of an empty target
 
     def __init__(
@@ -376,8 +375,15 @@ class Estimator(abc.ABC):
         """A run that returns when all is done, so that nobody may change the network before its end."""
         return self.row_checks.repeating(self.denoiser, self.counts)
 
-    def stream(self, windows: Sequence[Window]) -> IndexedScores:
+    def count_into(self, counts: Counts) -> None:
+        """Add what is computed from now on to `counts`, which several estimators may share."""
+        self.counts = counts
+
+    def stream(self, windows: Sequence[Window], in_order: bool = False) -> IndexedScores:
         """Yield (index, score) of each window as it is finished, in any order.
+
+        `in_order`: take the windows in the order given, a few network calls at once, so that the first are finished
+        early; by default the longest are first.
 
         Equal windows are scored once, and equal rows of different windows are evaluated once.
 
@@ -385,7 +391,7 @@ class Estimator(abc.ABC):
             DuelError: If a window cannot be scored; raised before any is, and the message names it.
         """
         self.check(windows)
-        return self._scored(windows)
+        return self._scored(windows, in_order)
 
     def check(self, windows: Sequence[Window]) -> None:
         """Raise DuelError, naming the window, for one that cannot be scored."""
@@ -395,14 +401,14 @@ class Estimator(abc.ABC):
                 raise DuelError(f"Window {n} has known target positions, which estimator={self.name} does not take.", n)
 
     @torch.inference_mode()
-    def _scored(self, windows: Sequence[Window]) -> IndexedScores:
+    def _scored(self, windows: Sequence[Window], in_order: bool) -> IndexedScores:
         equal: dict[Window, list[int]] = {}
         for n, window in enumerate(windows):
             equal.setdefault(window, []).append(n)
         for window, indices in equal.items():
             if not window.target:
                 yield from ((n, self.empty_score) for n in indices)
-        for group in self.groups(windows, [indices[0] for indices in equal.values()]):
+        for group in self.groups(windows, [indices[0] for indices in equal.values()], in_order=in_order):
             for row, score in self.score_group(group):
                 window = group.windows[row]
                 self.counts.add(score, window.scored_tokens)
@@ -410,11 +416,15 @@ class Estimator(abc.ABC):
         self.row_checks.compare(self.counts)  # the last ones that were drawn
 
     def groups(
-        self, windows: Sequence[Window], window_indices: Sequence[int], generating: bool = False
+        self,
+        windows: Sequence[Window],
+        window_indices: Sequence[int],
+        generating: bool = False,
+        in_order: bool = False,
     ) -> Iterator[WindowGroup]:
         """The windows at these indices, opened in groups; those with an empty target are left out."""
         chosen = [windows[n] for n in window_indices]
-        buckets = self._buckets(chosen) if self.in_order else None
+        buckets = self._buckets(chosen) if in_order else None
         for part in groups(chosen, not self.denoiser.honours_padding, buckets):
             yield self.open([chosen[n] for n in part], [window_indices[n] for n in part], generating)
 

@@ -195,12 +195,47 @@ class Total:
 # Documents of several windows: scored together, and finished one by one.
 
 
+class Unfinished:
+    """Documents of several windows while they are scored.
+
+    Args:
+        documents: The windows of each document, by its index.
+        known: Scores of windows that need not be scored again.
+    """
+
+    def __init__(self, documents: Mapping[int, Sequence[Window]], known: Mapping[Window, Score] = MappingProxyType({})):
+        self.documents = documents
+        self.scores: dict[int, dict[int, Score]] = {}  # of each document that is not complete, by place
+        self.known: list[Window] = []  # windows with a score
+        self.missing: list[tuple[int, int]] = []  # (document, place) of each window without a score
+        for n, windows in documents.items():
+            self.scores[n] = {}
+            for place, window in enumerate(windows):
+                if window in known:
+                    self.scores[n][place] = known[window]
+                    self.known.append(window)
+                else:
+                    self.missing.append((n, place))
+
+    def complete(self) -> Iterator[tuple[int, list[Score]]]:
+        """(index, scores) of each document that misses no window."""
+        for n in [n for n, scores in self.scores.items() if len(scores) == len(self.documents[n])]:
+            yield n, self._take(n)
+
+    def add(self, n: int, place: int, score: Score) -> list[Score] | None:
+        """Add the score of a window; the scores of its document, in order, if it was the last one."""
+        self.scores[n][place] = score
+        return self._take(n) if len(self.scores[n]) == len(self.documents[n]) else None
+
+    def _take(self, n: int) -> list[Score]:
+        scores = self.scores.pop(n)
+        return [scores[place] for place in range(len(scores))]
+
+
 def score_documents(
     documents: Sequence[Sequence[Window]],
     stream: Callable[[Sequence[Window]], IndexedScores],
     name: Callable[[int], str] = "Document {}".format,
-    known: Mapping[Window, Score] = MappingProxyType({}),
-    keep: Callable[[Window, Score], None] | None = None,
 ) -> Iterator[tuple[int, list[Score]]]:
     """(index, scores of its windows) of each document, in any order, as the last of its windows is scored.
 
@@ -208,29 +243,15 @@ def score_documents(
         documents: The windows of each document.
         stream: A function that scores windows, such as `Estimator.stream`.
         name: The name of a document in error messages, by its index.
-        known: Windows that have a score already; they are not scored again.
-        keep: Called with each window and its score as soon as it is scored, before its document is finished.
 
     Raises:
         DuelError: If a window cannot be scored; the message names its document.
     """
-    scores: dict[int, dict[int, Score]] = {}  # of each unfinished document, by window
-    missing: list[tuple[int, int]] = []  # the document of each window without a score, and its place there
-    for n, windows in enumerate(documents):
-        scores[n] = {place: known[window] for place, window in enumerate(windows) if window in known}
-        missing += [(n, place) for place in range(len(windows)) if place not in scores[n]]
-    for n, windows in enumerate(documents):
-        if len(scores[n]) == len(windows):
-            yield n, _in_order(scores.pop(n))
+    unfinished = Unfinished(dict(enumerate(documents)))
+    yield from unfinished.complete()
+    missing = unfinished.missing
     with naming(lambda index: name(missing[index][0])):
         for index, score in stream([documents[n][place] for n, place in missing]):
             n, place = missing[index]
-            if keep is not None:
-                keep(documents[n][place], score)
-            scores[n][place] = score
-            if len(scores[n]) == len(documents[n]):
-                yield n, _in_order(scores.pop(n))
-
-
-def _in_order(scores: Mapping[int, Score]) -> list[Score]:
-    return [score for _, score in sorted(scores.items())]
+            if (scores := unfinished.add(n, place, score)) is not None:
+                yield n, scores

@@ -11,14 +11,15 @@ import hashlib
 import json
 import logging
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.errors import naming
-from lm_eval_duel.harness.cache import request_key
-from lm_eval_duel.harness.requests import Batch, name
-from lm_eval_duel.harness.run import HarnessRun
-from lm_eval_duel.text.generation import Generator, Settings
+from lm_eval_duel.estimators.base import Estimator
+from lm_eval_duel.harness.scoring import Batch, Evaluation, name
+from lm_eval_duel.harness.store import request_key
+from lm_eval_duel.options import Options
+from lm_eval_duel.text.generation import Generator, Settings, end_tokens
 
 if TYPE_CHECKING:
     from lm_eval.api.instance import Instance
@@ -42,64 +43,77 @@ class Prompt(NamedTuple):
     cache_key: str  # a sample's names its draw, since lm-eval's own key is the same for all repeats
 
 
-def generate(run: HarnessRun, requests: Sequence[Instance]) -> list[str]:
+def generate(evaluation: Evaluation, requests: Sequence[Instance]) -> list[str]:
     """The text of each request, from the response cache or generated now. Equal settings are generated together."""
     batch, texts = Batch.from_requests(requests), dict[int, str]()
-    prompts = _prompts(run, batch)
-    if run.store is not None:
-        found = ((n, run.store.find(prompt.cache_key, str)) for n, prompt in enumerate(prompts))
+    prompts = _prompts(evaluation, batch)
+    if evaluation.store is not None:
+        found = ((n, evaluation.store.find(prompt.cache_key, str)) for n, prompt in enumerate(prompts))
         texts = {n: text for n, text in found if text is not None}
     missing: dict[Generator, list[int]] = {}
     for n, prompt in enumerate(prompts):
         if n not in texts:
             missing.setdefault(prompt.generator, []).append(n)
     tokens = [len(prompt.window.target) for prompt in prompts]
-    progress = run.begin("generate_until", tokens, [n for group in missing.values() for n in group])
-    with run.computing(), progress.bar:
+    progress = evaluation.begin("generate_until", tokens, [n for group in missing.values() for n in group])
+    with evaluation.computing(), progress.bar:
         for generator, group in missing.items():
-            description = _description(run, generator.settings)
+            description = _description(evaluation, generator.settings)
             samples = generator.stream([prompts[n].window for n in group], [prompts[n].key for n in group])
             for i, text, window, sample in samples:
                 n, prompt = group[i], prompts[group[i]]
-                if run.store is not None:
-                    run.store.keep(prompt.cache_key, text)  # first: whatever fails below, this text is not lost
+                if evaluation.store is not None:
+                    evaluation.store.keep(prompt.cache_key, text)  # first: whatever fails below, this text is not lost
                 texts[n] = text
                 progress.add_window(len(prompt.window.target))
                 progress.finish_request(1)
-                progress.bar.set_postfix_str(f"NFE {run.estimator.counts.nfe}")
+                progress.bar.set_postfix_str(f"NFE {evaluation.estimator.counts.nfe}")
                 about = {"repeat": prompt.repeat, "generated": description, "text": text, "tail": sample.tail}
-                run.write_trace(batch.requests[n], [window], [sample], run.sampler, **about)
+                evaluation.write_trace(batch.requests[n], [window], [sample], evaluation.sampler, **about)
     return batch.spread([texts[n] for n in range(len(texts))])
 
 
-def _prompts(run: HarnessRun, batch: Batch) -> list[Prompt]:
+def _prompts(evaluation: Evaluation, batch: Batch) -> list[Prompt]:
     """The prompt of each request; raises DuelError, with the request's name, for a wrong setting or prompt."""
     generators: dict[Settings, Generator] = {}
     prompts, notes = [], dict[str, list[str]]()  # warning -> the tasks that it is about
-    cut = run.text.cut_contexts
-    spec = run.store.generation if run.store is not None else ""
+    cut = evaluation.text.cut_contexts
+    spec = evaluation.store.generation if evaluation.store is not None else ""
     for request, repeat in zip(batch.requests, batch.repeats, strict=True):
         key = key_of(request.task_name, request.doc_id, request.idx, repeat)
         with naming(name(request)):
             settings = Settings.from_arguments(request.args[1])
             if settings not in generators:
-                seed, scored = run.options.draw_seed, run.trace is not None
-                generators[settings] = Generator(run.sampler, run.text, settings, seed, scored)
+                seed, scored = evaluation.options.draw_seed, evaluation.trace is not None
+                generators[settings] = Generator(evaluation.sampler, evaluation.text, settings, seed, scored)
             generator = generators[settings]
             window = generator.prompt(request.args[0])
-        run.stats.generated.add(_description(run, settings))
+        evaluation.stats.generated.add(_description(evaluation, settings))
         for note in generator.notes:
             notes.setdefault(note, []).append(str(request.task_name))
         cache_key = request_key("generate_until", request.args, spec, *([str(key)] if settings.temperature else []))
         prompts.append(Prompt(generator, repeat, window, key, cache_key))
     for note, tasks in notes.items():
         log.warning("generation settings of %s: %s", " and ".join(dict.fromkeys(tasks)), note)
-    if cut := run.text.cut_contexts - cut:
+    if cut := evaluation.text.cut_contexts - cut:
         log.warning("%d prompts were truncated from the left to make room for max_gen_toks positions", cut)
     return prompts
 
 
-def _description(run: HarnessRun, settings: Settings) -> str:
+def _description(evaluation: Evaluation, settings: Settings) -> str:
     """A description of how texts are generated, for the results."""
-    rule = "" if run.estimator.decodes else f", rule={run.sampler.rule}, block={run.sampler.block}"
+    rule = "" if evaluation.estimator.decodes else f", rule={evaluation.sampler.rule}, block={evaluation.sampler.block}"
     return settings.description + rule
+
+
+def generation_spec(spec: dict[str, str], estimator: Estimator, tokenizer: Any, options: Options) -> dict[str, str]:
+    """The spec of generated texts: also the rule, even if the estimator has none, the seed, and how ids become text."""
+    if not estimator.decodes:
+        spec = {**spec, "estimator": "duel", "block": str(options.block), "grid": options.grid}
+        spec |= options.rule.describe()
+    return {
+        **spec,
+        "draw_seed": str(options.draw_seed),
+        "ends": str(sorted(end_tokens(tokenizer))),
+        "clean_up": str(bool(getattr(tokenizer, "clean_up_tokenization_spaces", False))),
+    }

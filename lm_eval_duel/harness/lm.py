@@ -13,13 +13,11 @@ from lm_eval_duel.console.command_line import key_values
 from lm_eval_duel.demo import BUNDLED
 from lm_eval_duel.errors import DuelError, unchained
 from lm_eval_duel.estimators import registry
-from lm_eval_duel.harness import patches, spec
-from lm_eval_duel.harness.cache import ResponseCache
+from lm_eval_duel.harness import patches, stats, trace
 from lm_eval_duel.harness.distributed import Ranks
-from lm_eval_duel.harness.generation import generate
-from lm_eval_duel.harness.loglikelihood import score_continuations, score_texts
-from lm_eval_duel.harness.run import HarnessRun
-from lm_eval_duel.harness.trace import Writer
+from lm_eval_duel.harness.generation import generate, generation_spec
+from lm_eval_duel.harness.scoring import Evaluation
+from lm_eval_duel.harness.store import ResponseCache, followed_rules
 from lm_eval_duel.options import Options
 from lm_eval_duel.text.loading import load_scorer
 
@@ -45,14 +43,14 @@ class DuelMDM(TemplateLM):
         self.ranks = Ranks.join(options.device)
         self._rank, self._world_size = self.ranks.rank, self.ranks.world_size
         self.all_gather, self.barrier = self.ranks.all_gather, self.ranks.barrier
-        self.trace = Writer(options.trace, self.rank, self.world_size) if options.trace is not None else None
+        self.trace = trace.Writer(options.trace, self.rank, self.world_size) if options.trace is not None else None
         scorer = load_scorer(options, device=self.ranks.device)
         self.options, self.tokenizer, self.denoiser, self.estimator, self.text = scorer
         self._device = self.denoiser.device
         if self.trace is not None:
             tokenizer = options.tokenizer or options.pretrained or BUNDLED
-            self.trace.begin(spec.trace_header(self.estimator, self.spec, tokenizer))
-        self.run = self._new_run()
+            self.trace.begin(trace.header_of(self.estimator, self.spec, tokenizer))
+        self.evaluation = self._new_evaluation()
         if self.rank == 0:
             if self.estimator.decodes and (note := self.denoiser.ties(self.options.rule)):
                 log.warning("%s", note)
@@ -71,8 +69,7 @@ class DuelMDM(TemplateLM):
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
         """log p(continuation | context), and True if argmax decoding under the same rule would generate it.
 
-        With an empty context only special tokens are visible, and a BOS if the network predicts a token from the one
-        before it; an empty continuation is (0.0, True). A context too long
+        With an empty context only special tokens are visible, and a BOS if the network is causal; an empty continuation is (0.0, True). A context too long
         for the row is truncated from the left; a continuation too long is an error. `is_greedy` is always False if the
         estimator has no decoding.
         """
@@ -83,18 +80,18 @@ class DuelMDM(TemplateLM):
                 "lambada) are meaningless here; log-likelihood metrics are valid",
                 self.estimator.name,
             )
-        return score_continuations(self._begin(disable_tqdm), requests)
+        return self._begin(requests, disable_tqdm).loglikelihood(requests)
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
         """log p of whole texts, with each token in exactly one window; an empty text is 0.0."""
-        return score_texts(self._begin(disable_tqdm), requests)
+        return self._begin(requests, disable_tqdm).loglikelihood_rolling(requests)
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         """A text after each prompt, by Algorithm 1 under the rule and block that are scored.
 
         A sample is seeded by (draw_seed, task, document, request, repeat). Temperature 0 takes the argmax of each pick.
         """
-        return generate(self._begin(disable_tqdm), requests)
+        return generate(self._begin(requests, disable_tqdm), requests)
 
     def _loglikelihood_tokens(
         self, requests: list[tuple[tuple[str, str] | None, list[int], list[int]]], disable_tqdm: bool = False
@@ -106,16 +103,15 @@ class DuelMDM(TemplateLM):
 
     # ------------------------------------------------------------ evaluations
 
-    def _begin(self, disable_tqdm: bool) -> HarnessRun:
-        """The running evaluation, which counts one more call."""
-        if self not in patches.answering:
-            self.run = self._new_run()
-        self.run.store, self.run.show_progress = self.cache_hook.dbdict, not disable_tqdm
-        return self.run
+    def _begin(self, requests: list[Instance], disable_tqdm: bool) -> Evaluation:
+        """The evaluation that these requests belong to."""
+        if not self.evaluation.owns(requests):
+            self.evaluation = self._new_evaluation()
+        self.evaluation.ask(self.cache_hook.dbdict, show_progress=not disable_tqdm)
+        return self.evaluation
 
-    def _new_run(self) -> HarnessRun:
-        patches.answering.add(self)
-        return HarnessRun(self.options, self.text, self.estimator, self.ranks, self.trace)
+    def _new_evaluation(self) -> Evaluation:
+        return Evaluation(self.options, self.text, self.estimator, self.ranks, self.trace)
 
     def _require_continuations(self) -> None:
         """Raise DuelError if the estimator scores whole texts only."""
@@ -128,7 +124,7 @@ class DuelMDM(TemplateLM):
         if cache_hook.dbdict is not None:
             path, generation = cache_hook.dbdict.filename, fingerprint.digest(self.generation_spec)
             cache_hook.dbdict.close()  # its file is opened in its place
-            store = ResponseCache(path, self.spec, spec.followed_rules(self.estimator), generation)
+            store = ResponseCache(path, self.spec, followed_rules(self.estimator), generation)
             cache_hook.dbdict = store
             if store.has_answers:
                 log.warning(
@@ -147,7 +143,7 @@ class DuelMDM(TemplateLM):
     @property
     def generation_spec(self) -> dict[str, str]:
         """The spec of generated texts."""
-        return spec.generation(self.spec, self.estimator, self.tokenizer, self.options)
+        return generation_spec(self.spec, self.estimator, self.tokenizer, self.options)
 
     @property
     def fingerprint(self) -> str:
@@ -156,7 +152,7 @@ class DuelMDM(TemplateLM):
 
     def get_model_info(self) -> dict[str, Any]:
         """The entries of the results JSON: the spec, its fingerprint, and the statistics of all ranks."""
-        total = self.run.total()
+        total = self.evaluation.total()
         for line in total.log_lines():
             log.info("%s", line)
         for line in total.warnings():
@@ -170,12 +166,12 @@ class DuelMDM(TemplateLM):
             "attention": self.denoiser.attention,
             "dtype": self.spec.get("dtype"),
             "weights": self.spec.get("weights"),
-            "parameters": spec.parameters(self.denoiser),
+            "parameters": stats.parameters(self.denoiser),
             **({"unread_config": list(unread)} if (unread := self.denoiser.unread_entries) else {}),
             "bos": self.text.bos,
             "row_capacity": self.text.capacity,
             "device": str(self.denoiser.device),
-            "versions": spec.versions(),
+            "versions": stats.versions(),
             "trace": str(self.trace.path) if self.trace else None,
             **total.describe(),
             "errors": total.errors(),
@@ -186,10 +182,10 @@ class DuelMDM(TemplateLM):
 
     def gather_object(self, obj: Any, dst: int = 0) -> list[Any] | None:
         """The objects of all ranks, on rank `dst`; the statistics travel along."""
-        gathered = self.ranks.gather_object((obj, self.run.summary()), dst)
+        gathered = self.ranks.gather_object((obj, self.evaluation.summary()), dst)
         if gathered is None:
             return None
-        objects, self.run.gathered = map(list, zip(*gathered, strict=True))
+        objects, self.evaluation.gathered = map(list, zip(*gathered, strict=True))
         return objects
 
     # ------------------------------------------------------------ text

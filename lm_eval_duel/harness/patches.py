@@ -1,15 +1,15 @@
 """Every change to lm-eval's behaviour, made when a model is loaded, never at import; each is made once.
 
     what                        why
-    Task.build_all_requests     ends the previous evaluation: a model gets requests of one kind at a time, and lm-eval
-                                asks for its results on rank 0 alone, and not after a failure
+    Task.build_all_requests     writes on each request when it was built: a model gets the requests of an evaluation one
+                                kind at a time, and later ones belong to the next evaluation
                                 refuses a task with fewer documents than ranks: lm-eval fails on the ranks without any,
                                 with an unrelated error, and the other ranks wait for them
     Task.apply_filters          drops the answers to copies of a rank's last request, which fill it up to as many as
                                 another rank has: with `repeats` a majority vote would count them
 
     CachingLM.__init__          names a --use_cache file that cannot be opened; gives our models all requests, including
-                                requests with a cached answer, so that the results count them (see cache.py)
+                                requests with a cached answer, so that the results count them (see store.py)
 
     EvaluationTracker.save_results_aggregated
                                 prints the Monte Carlo and sampling errors of our estimators above the table of results,
@@ -42,8 +42,8 @@ import math
 import os
 import sqlite3
 import sys
+import time
 import types
-import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -59,9 +59,9 @@ from lm_eval_duel.core.scores import perplexity
 from lm_eval_duel.demo import BUNDLED
 from lm_eval_duel.errors import DuelError, too_few_documents
 from lm_eval_duel.harness.autoload import MODELS
-from lm_eval_duel.harness.cache import ResponseCache, unreadable
+from lm_eval_duel.harness.store import ResponseCache, unreadable
 
-answering: weakref.WeakSet[Any] = weakref.WeakSet()  # our models that take part in the evaluation under way
+BUILT = "lm_eval_duel built"  # an attribute of requests: when the harness built them, by time.monotonic_ns
 
 
 def apply() -> None:
@@ -133,12 +133,14 @@ def _build_all_requests(
     world_size: int = 1,
     **options: Any,
 ) -> Any:
-    answering.clear()
     count = len(samples) if samples else len(task.eval_docs)
     count = min(count, int(limit)) if limit and not samples else count
     if world_size > 1 and count < world_size:
         raise too_few_documents(f"Task {task.config.task}", count, world_size)
-    return original(task, limit=limit, samples=samples, world_size=world_size, **options)
+    original(task, limit=limit, samples=samples, world_size=world_size, **options)
+    now = time.monotonic_ns()
+    for request in getattr(task, "_instances", None) or ():
+        setattr(request, BUILT, now)
 
 
 def _apply_filters(original: Callable[..., Any], task: Task) -> Any:

@@ -177,7 +177,7 @@ class TextEncoder:
                 "for whole texts (loglikelihood_rolling), and bos=given or none for tasks with a context."
             )
         context, target = self.scorable(context), self.scorable(target)
-        if not context and target and self.denoiser.shift:
+        if not context and target and self.denoiser.attention == "causal":
             context, target = self._after_start(target)
         if self.prefix and context[: len(self.prefix)] == self.prefix:  # written by a chat template
             context = context[len(self.prefix) :]
@@ -187,11 +187,11 @@ class TextEncoder:
         return window
 
     def _after_start(self, target: list[int]) -> tuple[list[int], list[int]]:
-        """A context for a network that predicts each token from the one before it: the harness's, a BOS (or EOS).
+        """A context for a causal network where there is none: a BOS (or EOS), as under `--model hf`.
 
-        A BOS that `target` begins with is that context, and a causal network does not score it, as under `--model hf`.
+        A BOS that `target` begins with is that context, and is not scored.
         """
-        if self.denoiser.attention == "causal" and target[0] == self.start:
+        if target[0] == self.start:
             return target[:1], target[1:]
         return ([] if self.start is None else [self.start]), target
 

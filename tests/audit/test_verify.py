@@ -82,8 +82,8 @@ def test_ranks_share_it(folder, windows, expected, caplog):
     shares = []
     for rank in range(3):
         model = DuelMDM(pretrained=folder, rule="greedy", block=4, device="cpu", verify=windows)
-        model.run.ranks = model.ranks = Ranks("cpu", rank, 3)
+        model.evaluation.ranks = model.ranks = Ranks("cpu", rank, 3)
         model.loglikelihood_rolling(ask("loglikelihood_rolling", *TEXTS), disable_tqdm=True)
-        shares.append(len(model.run.stats.checked))
+        shares.append(len(model.evaluation.stats.checked))
     assert shares == expected
     assert "response cache" not in caplog.text, "a rank without a share has nothing to explain"

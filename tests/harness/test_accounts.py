@@ -13,8 +13,8 @@ from lm_eval.tasks import TaskManager
 from lm_eval_duel import tasks
 from lm_eval_duel.estimators.totals import Total
 from lm_eval_duel.harness import trace
-from lm_eval_duel.harness.answers import Answers
-from lm_eval_duel.harness.totals import RunStats
+from lm_eval_duel.harness.stats import RunStats
+from lm_eval_duel.harness.store import Answers
 from lm_eval_duel.harness.trace import IMPOSSIBLE
 
 TEXTS = ["a b c", "d e", "a b c", "f g h i j"]
@@ -59,7 +59,7 @@ def test_cut_contexts_and_merged_borders_are_those_of_this_run(model, tmp_path):
 
 # ---------------------------------------------------------------- damaged records
 
-DAMAGED = {  # of a record (log_prob, values of windows, ...)
+DAMAGED = {  # of a record (log_prob, scores of windows)
     "no record": lambda record: 1.5,
     "no window": lambda record: (record[0], [], *record[2:]),
     "another sum": lambda record: (record[0] + 1, *record[1:]),

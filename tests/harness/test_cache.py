@@ -14,8 +14,8 @@ from lm_eval.models.dummy import DummyLM
 from sqlitedict import SqliteDict
 
 from lm_eval_duel.errors import DuelError, InconsistentOutput
-from lm_eval_duel.harness import trace
-from lm_eval_duel.harness.answers import Answers
+from lm_eval_duel.harness import store, trace
+from lm_eval_duel.harness.store import Answers
 
 TEXTS = [("a b c",), ("d e",), ("f g h i",), ("a",)]
 
@@ -55,6 +55,27 @@ def test_a_file_of_another_law_is_refused_in_words(model, tmp_path):
         cached(other, tmp_path, rank=3)
 
 
+def test_a_file_of_another_format_is_refused(model, tmp_path):
+    first = cached(model(), tmp_path)
+    cached(model(), tmp_path)  # it has no answers yet
+    first.loglikelihood_rolling(requests())
+    change(tmp_path / "c_rank0.db", 'DELETE FROM "unnamed" WHERE key = ?', store.VERSION)  # as the first ones had none
+    with pytest.raises(DuelError, match=f"records of format 1, and this release reads {store.FORMAT}"):
+        cached(model(), tmp_path)
+
+
+@pytest.mark.parametrize("spec", [{}, {"estimator": "two_phase", "sample": 0.5}, {"estimator": "oracle"}], ids=str)
+def test_a_score_is_read_as_it_was_written(model, spec):
+    """Records are plain values: they are pickled, and read without running code."""
+    lm = model(**spec)
+    for score in lm.estimator.log_prob(lm.text.windows("a b c d e f")):
+        record = pickle.loads(pickle.dumps(store.encode(score)))
+        assert store.decode(record) == score
+        short = store.without_order(score)
+        assert (short.log_prob, short.reveal_steps, short.value) == (score.log_prob, (), score.value)
+        assert store.decode_request(store.encode_request([score]), 1) == [short]
+
+
 @pytest.mark.parametrize(("before", "after"), [(2, 1), (3, 4)])
 def test_answers_are_found_whatever_the_number_of_ranks_was(model, tmp_path, before, after):
     asked, whole = requests(), [0.0] * len(TEXTS)
@@ -89,7 +110,7 @@ def test_suspect_answers_are_kept_and_not_used_again(model, tmp_path, monkeypatc
     asked = requests([(" ".join(words),) for words in itertools.product("abcdefgh", repeat=2)])
     with pytest.raises(InconsistentOutput, match=rf"task toy, .*{first.lm.fingerprint} in .*c_rank0.db"):
         first.loglikelihood_rolling(asked)
-    assert 0 < len(keys(first)) == first.lm.run.progress.finished < len(asked)
+    assert 0 < len(keys(first)) == first.lm.evaluation.progress.finished < len(asked)
     with pytest.raises(DuelError, match="db are suspect"):
         cached(model(), tmp_path)
     with pytest.raises(DuelError, match="db are suspect"):  # another rank's counts as well
@@ -227,7 +248,7 @@ def test_windows_of_a_document_that_is_not_finished_are_kept(model, tmp_path, sp
     assert again.loglikelihood_rolling(requests(texts)) == pytest.approx(values, abs=1e-9)
     assert computed(again) == 1 < whole.estimator.counts.windows == 2
     assert not keys(again, "window ")
-    ours, theirs = again.lm.run.stats.tasks["toy"], whole.run.stats.tasks["toy"]
+    ours, theirs = (lm.evaluation.stats.tasks["toy"].total for lm in (again.lm, whole))
     for name, total in theirs.named.items():
         assert ours.named[name].log_prob == pytest.approx(total.log_prob, abs=1e-9)
         if total.beam is not None:

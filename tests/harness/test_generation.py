@@ -17,7 +17,7 @@ from lm_eval_duel.estimators.duel import DuelEstimator
 from lm_eval_duel.harness import trace
 from lm_eval_duel.harness.generation import key_of
 from lm_eval_duel.harness.lm import DuelMDM
-from lm_eval_duel.harness.requests import make_request
+from lm_eval_duel.harness.scoring import make_request
 from lm_eval_duel.text.generation import KNOWN, LENGTHS, OTHERS, Settings
 
 NETWORKS = [Toy(length=9, seed=1), Toy(length=9, seed=2, honours_padding=False), BlockCausal(block=2, length=9, seed=3)]
@@ -145,7 +145,7 @@ def test_what_does_not_fit_is_found_before_the_first_text(folder):
     framed.denoiser.shift = 1  # needs a token before the first
     with pytest.raises(DuelError, match="task second, document 0: Window 0 needs a context"):
         framed.generate_until([*ask("a", max_gen_toks=8), *ask("", task="second", max_gen_toks=4)])
-    assert lm.run.sampler.counts.forwards == framed.run.sampler.counts.forwards == 0
+    assert lm.evaluation.sampler.counts.forwards == framed.evaluation.sampler.counts.forwards == 0
 
 
 def test_one_token_in_every_position_is_left_to_right():

@@ -1,9 +1,11 @@
 """The harness's model: every kind of request has a defined answer, in order, and every wrong one a clear error."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 from harness_requests import ask
+from lm_eval.api.task import Task
 
 from lm_eval_duel import Duel
 from lm_eval_duel.core.windows import Window
@@ -150,7 +152,7 @@ def test_accounts_of_ranks_add_up(folder):
         halves = [DuelMDM(**arguments) for _ in range(2)]
         for rank, half in enumerate(halves):
             half.loglikelihood_rolling(requests[rank::2])
-        halves[0].run.gathered = [half.run.summary() for half in halves]
+        halves[0].evaluation.gathered = [half.evaluation.summary() for half in halves]
         whole, sum_of = one.get_model_info()["duel"], halves[0].get_model_info()["duel"]
         assert sum_of["ranks"] == 2
         task, other = whole["tasks"]["toy"], sum_of["tasks"]["toy"]
@@ -166,3 +168,31 @@ def test_token_counts_of_another_tokenizer_are_refused(lm):
     request = ask("loglikelihood_rolling", ("a b c",), doc={"text": "a b c", "duel_tokens": 4})
     with pytest.raises(DuelError, match=r"counted 4 tokens .* this model's tokenizer has 3.*--metadata tokenizer="):
         lm.loglikelihood_rolling(request)
+
+
+# ---------------------------------------------------------------- whose evaluation is running
+
+
+def build(*texts, kind="loglikelihood_rolling"):
+    """Requests as the harness builds them for one task."""
+    task = SimpleNamespace(config=SimpleNamespace(task="toy"), eval_docs=texts, _instances=ask(kind, *texts))
+    Task.build_all_requests(task)
+    return task._instances
+
+
+def test_requests_that_are_built_later_belong_to_the_next_evaluation(folder, monkeypatch):
+    """Two models at once, each with its own; a failure, or results that nobody asked for, end none."""
+    monkeypatch.setattr(Task, "build_all_requests", lambda task, **options: None)
+    one, other = (DuelMDM(pretrained=folder, block=4, device="cpu") for _ in range(2))
+    rolling, pairs = build(("a b c",), ("d e",)), build(("a", " b"), kind="loglikelihood")
+    one.loglikelihood_rolling(rolling)
+    first = one.evaluation
+    one.loglikelihood(pairs)
+    assert one.evaluation is first and first.stats.tasks["toy"].requests == 3
+    other.loglikelihood_rolling(rolling)
+    later = build(("a b c",))
+    other.loglikelihood(pairs)
+    assert other.evaluation.stats.tasks["toy"].requests == 3  # they were built before
+    one.loglikelihood_rolling(later)
+    assert one.evaluation is not first and one.evaluation.stats.tasks["toy"].requests == 1
+    assert one.evaluation.summary().counts["windows"] == 1 and first.summary().counts["windows"] == 3

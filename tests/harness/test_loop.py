@@ -5,13 +5,11 @@ from close import close_nats
 from harness_requests import ask, cached
 
 from lm_eval_duel.audit.recompute import Verification
-from lm_eval_duel.estimators import totals as documents
-from lm_eval_duel.harness.answers import Answers
-from lm_eval_duel.harness.cache import ResponseCache
+from lm_eval_duel.estimators.totals import Unfinished
 from lm_eval_duel.harness.lm import DuelMDM
-from lm_eval_duel.harness.run import HarnessRun, Progress
-from lm_eval_duel.harness.so_far import SoFar
-from lm_eval_duel.harness.totals import RunStats
+from lm_eval_duel.harness.scoring import Evaluation, Progress
+from lm_eval_duel.harness.stats import RunStats, SoFar
+from lm_eval_duel.harness.store import Answers, ResponseCache
 from lm_eval_duel.harness.trace import Writer
 
 LONG = [(f"{letter} " + " ".join("bcdefghijklmnopqrstuvwxyz"),) for letter in "xy"]  # two windows each
@@ -25,7 +23,7 @@ ROLLING, PAIRS, TEXTS = REQUESTS
 STEPS = [  # kind, class, method, of which call it fails, windows that are lost
     (ROLLING, Answers, "kept", 1, 0),
     (ROLLING, Answers, "keep", 2, 1),  # the one that could not be kept
-    (ROLLING, documents, "_in_order", 2, 1),  # a request of one window
+    (ROLLING, Unfinished, "_take", 2, 1),  # a request of one window
     (ROLLING, ResponseCache, "keep", 3, 1),  # after the spec and a window
     (ROLLING, ResponseCache, "forget", 1, 0),
     (ROLLING, RunStats, "add_request", 2, 0),
@@ -37,10 +35,10 @@ STEPS = [  # kind, class, method, of which call it fails, windows that are lost
     (ROLLING, Writer, "flush", 1, 0),
     (ROLLING, Verification, "compare", 1, 0),
     (PAIRS, RunStats, "add_request", 2, 0),
-    (PAIRS, HarnessRun, "write_trace", 2, 0),
+    (PAIRS, Evaluation, "write_trace", 2, 0),
     (TEXTS, ResponseCache, "keep", 3, 1),  # the one that could not be saved
     (TEXTS, Progress, "finish_request", 2, 0),
-    (TEXTS, HarnessRun, "write_trace", 2, 0),
+    (TEXTS, Evaluation, "write_trace", 2, 0),
 ]
 
 

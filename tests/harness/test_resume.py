@@ -9,7 +9,7 @@ import time
 
 import kill
 import pytest
-from harness_requests import ask
+from harness_requests import ask, cached
 from harness_runs import free_port
 
 from lm_eval_duel.core import reveal as interrupts
@@ -50,6 +50,17 @@ def test_a_signal_waits_for_the_network_call(model, caplog, number, status):
     assert f"{said}Nothing is saved: only a run with --use_cache FILE can be resumed." in caplog.text
 
 
+@pytest.mark.parametrize(("calls", "said"), [(1, "nothing to save yet"), (14, "They are saved in ")])
+def test_the_log_says_what_an_interrupted_call_has_saved(model, tmp_path, caplog, calls, said):
+    wrapped = cached(model, tmp_path)
+    after_calls(model, calls, lambda: os.kill(os.getpid(), signal.SIGTERM))
+    with pytest.raises(SystemExit), caplog.at_level("WARNING", logger="lm_eval.duel_mdm"):
+        wrapped.loglikelihood_rolling(ask("loglikelihood_rolling", *TEXTS))
+    progress = model.evaluation.progress
+    assert bool(progress.finished or progress.windows) == (calls > 1)
+    assert said in caplog.text
+
+
 def test_a_second_ctrl_c_does_not_wait(monkeypatch):
     """The first is passed on by a launcher as well, within moments; only a later one is meant."""
     now = [100.0]
@@ -67,8 +78,8 @@ def test_a_signal_at_the_very_end_counts(model, monkeypatch):
     """After the last network call: the answers are kept, and the run ends all the same."""
     stream = model.estimator.stream
 
-    def last(windows):
-        yield from stream(windows)
+    def last(windows, **options):
+        yield from stream(windows, **options)
         os.kill(os.getpid(), signal.SIGTERM)
 
     monkeypatch.setattr(model.estimator, "stream", last)

@@ -7,7 +7,7 @@ import pytest
 from lm_eval_duel import Window
 from lm_eval_duel.core.scores import Score
 from lm_eval_duel.estimators.blocks import TwoPhaseBlocks
-from lm_eval_duel.estimators.totals import Total, score_documents
+from lm_eval_duel.estimators.totals import Total, Unfinished, score_documents
 
 WINDOWS = [Window((), (1,) * (n + 1)) for n in range(3)]
 
@@ -16,11 +16,17 @@ def test_scores_of_a_document_are_in_the_order_of_its_windows():
     documents, scores = [WINDOWS, [], WINDOWS[1:]], {window: Score(-len(window.target)) for window in WINDOWS}
 
     def backwards(windows):
-        assert WINDOWS[2] not in windows  # it has a score already
         yield from ((n, scores[window]) for n, window in reversed([*enumerate(windows)]))
 
-    found = dict(score_documents(documents, backwards, known={WINDOWS[2]: scores[WINDOWS[2]]}))
-    assert found == {n: [scores[window] for window in windows] for n, windows in enumerate(documents)}
+    expected = {n: [scores[window] for window in windows] for n, windows in enumerate(documents)}
+    assert dict(score_documents(documents, backwards)) == expected
+    unfinished = Unfinished(dict(enumerate(documents)), {WINDOWS[2]: scores[WINDOWS[2]]})
+    found = dict(unfinished.complete())
+    for n, place in reversed(unfinished.missing):
+        assert documents[n][place] != WINDOWS[2]  # it has a score already
+        if (complete := unfinished.add(n, place, scores[documents[n][place]])) is not None:
+            found[n] = complete
+    assert found == expected
 
 
 def test_a_sum_over_windows_has_no_values_of_single_blocks():

@@ -13,10 +13,10 @@ from benchmarks.recording import Recording
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.estimators import base
 from lm_eval_duel.estimators.duel import DuelEstimator
-from lm_eval_duel.harness.answers import Answers
 from lm_eval_duel.harness.lm import DuelMDM
-from lm_eval_duel.harness.requests import make_request, random_order
-from lm_eval_duel.harness.so_far import SoFar, estimate
+from lm_eval_duel.harness.scoring import make_request, random_order
+from lm_eval_duel.harness.stats import SoFar, estimate
+from lm_eval_duel.harness.store import Answers
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 DRAW = random.Random(5)
@@ -58,7 +58,7 @@ def test_the_estimate_of_a_killed_run_is_that_by_hand(folder, tmp_path, monkeypa
         cached(model, tmp_path).loglikelihood_rolling(requests(TEXTS))
     order = [TEXTS[n] for n in random_order(requests(TEXTS), 0)]
     assert order != TEXTS and order != sorted(TEXTS, key=len, reverse=True)
-    so_far = model.run.progress.so_far
+    so_far = model.evaluation.progress.so_far
     value, low, high = by_hand(order, finished)
     assert str(so_far) == f"ppl {value:.4g} [{low:.4g}, {high:.4g}] (95 % interval of the final value)"
     sample = [*itertools.takewhile(finished.__contains__, order)]
@@ -73,7 +73,7 @@ def test_the_bar_has_the_error_of_the_draws_and_no_interval_of_a_final_value(fol
         bar = capsys.readouterr().err.splitlines()[-1]
         assert ("±" in bar) is expected and "ppl " in bar and "interval" not in bar and "[" not in bar.split("ppl ")[1]
         if expected:
-            total = model.run.total().tasks["toy"]
+            total = model.evaluation.total().tasks["toy"].total
             error = math.exp(-total.log_prob / total.tokens) * total.stderr / total.tokens
             assert f"± {error:.2g}" in bar
 

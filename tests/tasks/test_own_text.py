@@ -21,7 +21,7 @@ from lm_eval_duel.cli import run
 from lm_eval_duel.core.windows import Window, infilled
 from lm_eval_duel.errors import DuelError, UsageError
 from lm_eval_duel.estimators.duel import DuelEstimator
-from lm_eval_duel.harness.cache import request_key
+from lm_eval_duel.harness.store import request_key
 from lm_eval_duel.tasks import files, infilling, named
 from lm_eval_duel.text.annotated import Gap
 

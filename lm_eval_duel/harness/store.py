@@ -1,44 +1,189 @@
-"""The harness's `--use_cache` files, made safe for resuming.
+"""The harness's `--use_cache` files, made safe for resuming, and what they hold of scores.
 
 The harness writes PATH_rank0.db, PATH_rank1.db, ..., one per process, as pickles. Here these files are
 
-* refused if they were written under another spec, or by a lattice that followed other rules;
+* refused if they were written under another spec, by a lattice that followed other rules, or in another format;
 * read by any number of ranks;
 * limited to plain numbers and texts: any other record, or one that was cut off, is dropped and scored again;
 * safe on a full disk: what cannot be written waits in memory, so the run continues and loses nothing.
 
-A request has one record: its text, or the contribution of each window to the results. So a cached answer counts in the
+A request has one record: its text, or the scores of its windows without their orders. So a cached answer counts in the
 results of this run, whichever run computed it. lm-eval's own look-up by text alone is not used.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import enum
 import hashlib
 import io
 import logging
+import math
 import pickle
 import re
 import sqlite3
 import urllib.parse
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lm_eval_duel import fingerprint
+from lm_eval_duel.core.scores import STATISTICS, Kind, Score
+from lm_eval_duel.core.windows import Window
 from lm_eval_duel.errors import DuelError
+from lm_eval_duel.estimators.base import Estimator
+from lm_eval_duel.estimators.blocks import BeamBlocks, TwoPhaseBlocks
 from lm_eval_duel.text.annotated import Gap, TokenText
+
+if TYPE_CHECKING:
+    from lm_eval.api.instance import Instance
 
 log = logging.getLogger("lm_eval.duel_mdm")
 
+FORMAT = 2  # of the records
+VERSION = "lm_eval_duel format"
 SPEC = "lm_eval_duel spec"
 RULES, RULE_CODE = "lattice_rules", "lattice_rule_code"  # stored with the spec: the rules that a lattice follows
 SUSPECT = "lm_eval_duel suspect"  # why the answers may be wrong
+WINDOW = "window "  # before the key of a window's score
 TIMEOUT = 60  # seconds to wait for a file that another rank is writing
 KEYS = 'SELECT key FROM "unnamed"'
 READ = 'SELECT value FROM "unnamed" WHERE key = ?'
 WRITE = 'REPLACE INTO "unnamed" (key, value) VALUES (?, ?)'
 DELETE = 'DELETE FROM "unnamed" WHERE key = ?'
+
+
+# ---------------------------------------------------------------- scores as plain values
+
+RECORDS: dict[str, Any] = {kind.__name__: kind for kind in (Score, TwoPhaseBlocks, BeamBlocks)}
+ORDER = ("reveal_steps", "token_logprobs", *STATISTICS)  # fields of a score that its part in the results lacks
+
+
+def encode(value: Any) -> Any:
+    """A score as numbers, texts, tuples and dicts: (its class, the fields that are not at their defaults)."""
+    if isinstance(value, enum.Enum):
+        return value.name
+    if isinstance(value, Mapping):
+        return {key: encode(part) for key, part in value.items()}
+    if not dataclasses.is_dataclass(value):
+        return value
+    fields = {}
+    for field in dataclasses.fields(value):
+        part = getattr(value, field.name)
+        if part != field.default:
+            fields[field.name] = encode(part)
+    return type(value).__name__, fields
+
+
+def decode(value: Any) -> Any:
+    """The inverse of `encode`; raises one of several errors for a value of another form."""
+    if isinstance(value, dict):
+        return {key: decode(part) for key, part in value.items()}
+    if not (isinstance(value, tuple) and len(value) == 2 and value[0] in RECORDS):
+        return value
+    name, fields = value
+    parts = decode(fields)
+    if "kind" in parts:
+        parts["kind"] = Kind[parts["kind"]]
+    return RECORDS[name](**parts)
+
+
+def without_order(score: Score) -> Score:
+    """A score without its order: its part in the results."""
+    blocks = score.blocks
+    if blocks is not None:
+        blocks = blocks + type(blocks)()  # a sum has no values of single blocks
+    others = {name: without_order(other) for name, other in score.others.items()}
+    return dataclasses.replace(score, **dict.fromkeys(ORDER, ()), blocks=blocks, others=others)
+
+
+def encode_request(scores: Sequence[Score]) -> tuple[Any, ...]:
+    """The record of a finished request: its log-probability, and its windows without their orders."""
+    return math.fsum(score.log_prob for score in scores), [encode(without_order(score)) for score in scores]
+
+
+def decode_request(record: Any, windows: int) -> list[Score] | None:
+    """The scores of a request of `windows` windows; None if the record is inconsistent."""
+    try:
+        log_prob, values = record
+        scores = [decode(value) for value in values]
+        consistent = len(scores) == windows and math.fsum(score.log_prob for score in scores) == log_prob
+    except (TypeError, ValueError, KeyError, AttributeError):
+        return None
+    return scores if consistent else None
+
+
+# ---------------------------------------------------------------- the answers of one call
+
+
+class Answers:
+    """The answers to the requests of one call, saved as they are finished.
+
+    A long document has many windows, so the score of each is kept until its request is saved: an interrupted run loses
+    only the windows in flight. Without a response cache nothing is found and nothing is kept.
+    """
+
+    def __init__(
+        self,
+        store: ResponseCache | None,
+        estimator: Estimator,
+        kind: str,
+        requests: Sequence[Instance],
+        windows: Sequence[Sequence[Window]],
+    ):
+        self.store = store
+        self.windows = windows
+        self.keys: list[str] = []
+        self.needed: Counter[Window] = Counter()  # how many unfinished requests of several windows have a window
+        if store is None:
+            return
+        self.keys = [request_key(kind, request.args) for request in requests]
+        self.needed = Counter(window for parts in windows if len(parts) > 1 for window in {*parts})
+        # part of a score and not of the spec: its fields, the statistics of a trace, the rules that a lattice follows
+        fields = [field.name for field in dataclasses.fields(Score)]
+        self.contents = str((fields, estimator.traced, *map(str, getattr(estimator, "rules", ()))))
+
+    def saved(self) -> Iterator[tuple[int, list[Score]]]:
+        """(index, scores of its windows) of each request that an earlier run has finished."""
+        for n, key in enumerate(self.keys):
+            if (record := self.store.find(key, tuple)) is None:
+                continue
+            if (scores := decode_request(record, len(self.windows[n]))) is None:
+                self.store.drop()
+                continue
+            self._finish(n)
+            yield n, scores
+
+    def kept(self, requests: Iterable[int]) -> dict[Window, Score]:
+        """The scores of windows of these requests that an earlier run has kept."""
+        scores: dict[Window, Score] = {}
+        for window in self.needed.keys() & {window for n in requests for window in self.windows[n]}:
+            if (record := self.store.find(self.key(window), tuple)) is not None:
+                scores[window] = decode(record)
+        return scores
+
+    def keep(self, window: Window, score: Score) -> None:
+        """Keep the score of a window until its requests are saved, unless they have only this window."""
+        if window in self.needed:
+            self.store.keep(self.key(window), encode(score))
+
+    def save(self, n: int, scores: Sequence[Score]) -> None:
+        """Save a finished request, and delete the scores of its windows that no other request waits for."""
+        if self.store is not None:
+            self.store.keep(self.keys[n], encode_request(scores))
+            self.store.forget([self.key(window) for window in self._finish(n)])
+
+    def _finish(self, n: int) -> list[Window]:
+        """The windows of a request that is finished and that no unfinished one needs."""
+        windows = {*self.windows[n]} if len(self.windows[n]) > 1 else set()
+        self.needed.subtract(windows)
+        return [window for window in windows if not self.needed[window]]
+
+    def key(self, window: Window) -> str:
+        """The key of a window's score."""
+        return WINDOW + hashlib.sha256(f"{self.contents} {window}".encode()).hexdigest()
 
 
 def request_key(kind: str, arguments: Iterable[Any], *more: str) -> str:
@@ -56,6 +201,18 @@ def request_key(kind: str, arguments: Iterable[Any], *more: str) -> str:
     return parts[0] if len(parts) == 1 else hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
 
+def followed_rules(estimator: Estimator) -> dict[str, str]:
+    """The rules whose orders a lattice reads off, with the code of custom ones: in the results, but not in the spec."""
+    if (rules := getattr(estimator, "rules", None)) is None:
+        return {}
+    specs = [rule.describe() for rule in rules]
+    codes = [spec["rule_code"] for spec in specs if "rule_code" in spec]
+    return {RULES: "+".join(spec["rule"] for spec in specs), **({RULE_CODE: "+".join(codes)} if codes else {})}
+
+
+# ---------------------------------------------------------------- the files
+
+
 class ResponseCache:
     """The records of this rank's file, and of the other ranks' files at the time when it is opened.
 
@@ -64,7 +221,8 @@ class ResponseCache:
     """
 
     def __init__(self, path: str, spec: Mapping[str, str], follows: Mapping[str, str], generation: str):
-        self.path, self.generation = Path(path), generation
+        self.path = Path(path)
+        self.generation = generation
         self.waiting: dict[str, Any] = {}  # records that the disk has not taken
         self.broken: set[Path] = set()  # files with records that cannot be read
         self.holders: dict[str, tuple[Path, sqlite3.Connection]] = {}  # another rank's file that holds a key
@@ -76,6 +234,7 @@ class ResponseCache:
         own = _checked_keys(self.path, self.file, spec, follows)
         self.has_answers = bool(own or self.holders)
         self.keep(SPEC, {**spec, **follows})
+        self.keep(VERSION, FORMAT)
 
     def find(self, key: str, kind: type) -> Any:
         """The record of a key, from the file of any rank; None if there is none that is intact and of this `kind`."""
@@ -187,8 +346,8 @@ def _checked_keys(
     path: Path, file: sqlite3.Connection, spec: Mapping[str, str], follows: Mapping[str, str]
 ) -> list[str]:
     """The keys of answers and windows in a file; raises DuelError if they are of another spec, or of none."""
-    keys = [key for (key,) in _select(file, path, KEYS) if key != SPEC]
-    stored = next(map(_read, _select(file, path, READ, SPEC)), None)
+    keys = [key for (key,) in _select(file, path, KEYS) if key not in (SPEC, VERSION)]
+    stored, version = (next(map(_read, _select(file, path, READ, key)), None) for key in (SPEC, VERSION))
     if not isinstance(stored, dict):  # missing or damaged
         if keys:
             raise DuelError(
@@ -201,6 +360,11 @@ def _checked_keys(
         raise DuelError(
             f"The --use_cache file {path} was written under another spec ({theirs}, this run is "
             f"{fingerprint.digest(spec)}): {changed}. Name another file, or delete this one."
+        )
+    elif keys and version != FORMAT:
+        raise DuelError(
+            f"The --use_cache file {path} has records of format {version or 1}, and this release reads {FORMAT}. Name "
+            "another file, or delete this one: its answers are scored again."
         )
     if SUSPECT in keys:
         reason = next(map(_read, _select(file, path, READ, SUSPECT)), None)
