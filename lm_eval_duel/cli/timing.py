@@ -19,7 +19,7 @@ from lm_eval_duel.core.windows import Window
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.estimators import cost, registry
 from lm_eval_duel.estimators.base import Estimator, rule_for
-from lm_eval_duel.harness.spec import peak_memory
+from lm_eval_duel.harness.stats import peak_memory
 from lm_eval_duel.options import Options
 from lm_eval_duel.rules import LeftToRight
 from lm_eval_duel.tasks import files, named
@@ -50,7 +50,7 @@ class TimedEstimator:
 
 def read_documents(lm: DuelMDM, options: argparse.Namespace) -> list[list[Window]]:
     """The windows of each document of --tasks and --files; raises DuelError if there is no token to score."""
-    from lm_eval_duel.harness.loglikelihood import continuation_windows, document_windows
+    from lm_eval_duel.harness.scoring import continuation_windows, document_windows
 
     documents = []
     if options.tasks:

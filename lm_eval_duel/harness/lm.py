@@ -17,7 +17,7 @@ from lm_eval_duel.harness import patches, stats, trace
 from lm_eval_duel.harness.distributed import Ranks
 from lm_eval_duel.harness.generation import generate, generation_spec
 from lm_eval_duel.harness.scoring import Evaluation
-from lm_eval_duel.harness.store import ResponseCache, followed_rules
+from lm_eval_duel.harness.store import RULE_CODE, ResponseCache, followed_rules
 from lm_eval_duel.options import Options
 from lm_eval_duel.text.loading import load_scorer
 
@@ -49,7 +49,7 @@ class DuelMDM(TemplateLM):
         self._device = self.denoiser.device
         if self.trace is not None:
             tokenizer = options.tokenizer or options.pretrained or BUNDLED
-            self.trace.begin(trace.header_of(self.estimator, self.spec, tokenizer))
+            self.trace.begin(self._trace_header(tokenizer))
         self.evaluation = self._new_evaluation()
         if self.rank == 0:
             if self.estimator.decodes and (note := self.denoiser.ties(self.options.rule)):
@@ -69,9 +69,9 @@ class DuelMDM(TemplateLM):
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
         """log p(continuation | context), and True if argmax decoding under the same rule would generate it.
 
-        With an empty context only special tokens are visible, and a BOS if the network is causal; an empty continuation is (0.0, True). A context too long
-        for the row is truncated from the left; a continuation too long is an error. `is_greedy` is always False if the
-        estimator has no decoding.
+        With an empty context only special tokens are visible, and a BOS if the network is causal; an empty continuation
+        is (0.0, True). A context too long for the row is truncated from the left; a continuation too long is an error.
+        `is_greedy` is always False if the estimator has no decoding.
         """
         self._require_continuations()
         if not self.estimator.decodes:
@@ -112,6 +112,13 @@ class DuelMDM(TemplateLM):
 
     def _new_evaluation(self) -> Evaluation:
         return Evaluation(self.options, self.text, self.estimator, self.ranks, self.trace)
+
+    def _trace_header(self, tokenizer: str) -> dict[str, Any]:
+        rules = [str(rule) for rule in getattr(self.estimator, "rules", ())]
+        header = {"fingerprint": self.fingerprint, "spec": self.spec, "tokenizer": tokenizer, "rules": rules}
+        if (code := followed_rules(self.estimator).get(RULE_CODE)) is not None:
+            header[RULE_CODE] = code
+        return header
 
     def _require_continuations(self) -> None:
         """Raise DuelError if the estimator scores whole texts only."""

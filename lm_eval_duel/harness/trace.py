@@ -33,14 +33,12 @@ from mmap import ACCESS_READ, mmap
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lm_eval_duel import fingerprint
 from lm_eval_duel.console.command_line import finite
 from lm_eval_duel.core.scores import IMPOSSIBLE
 from lm_eval_duel.core.windows import target_parts
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.estimators.blocks import BeamBlocks, TwoPhaseBlocks
 from lm_eval_duel.estimators.registry import LATTICE
-from lm_eval_duel.harness.store import RULE_CODE, followed_rules
 
 if TYPE_CHECKING:
     from lm_eval_duel.core.scores import Score
@@ -113,13 +111,6 @@ class Writer:
         self.write([])
         if self.waiting:
             log.error("%d lines could not be written to %s", len(self.waiting), self.file.name)
-
-
-def header_of(estimator: Estimator, spec: dict[str, str], tokenizer: str) -> dict[str, Any]:
-    """The first line of the trace of an estimator."""
-    rules = [str(rule) for rule in getattr(estimator, "rules", ())]
-    code = {key: value for key, value in followed_rules(estimator).items() if key == RULE_CODE}
-    return {"fingerprint": fingerprint.digest(spec), "spec": spec, "tokenizer": tokenizer, "rules": rules, **code}
 
 
 INFINITE = {**dict.fromkeys(("log_prob", "token_logprobs", "values"), -math.inf), "confidence": math.inf}  # once null

@@ -12,11 +12,11 @@ from lm_eval_duel.core.windows import Window
 from lm_eval_duel.denoisers.cached.denoiser import Cached
 from lm_eval_duel.denoisers.wrappers import Warped
 from lm_eval_duel.estimators.blocks import BeamBlocks
-from lm_eval_duel.estimators.records import read_request, request_record
 from lm_eval_duel.estimators.registry import Kind, kind_of
 from lm_eval_duel.estimators.subsets import set_sampler as chunk
 from lm_eval_duel.estimators.subsets.samplers import SampledConfidence, SampledOrder
 from lm_eval_duel.estimators.totals import Total
+from lm_eval_duel.harness.store import decode_request, encode_request
 
 SAMPLERS = {
     "one a step": (SampledConfidence, {}),
@@ -190,7 +190,7 @@ def test_a_value_is_an_estimate_or_a_bound_and_says_so():
     estimator = made("random", beam=16)
     scores = estimator.log_prob(WINDOWS[:3])
     total = Total.from_scores(WINDOWS[:3], scores, estimator.name)
-    read = read_request(request_record(scores, estimator), 3, estimator)
+    read = decode_request(encode_request(scores), 3)
     assert Total.from_scores(WINDOWS[:3], read, estimator.name).blocks == total.blocks
     assert total.beam.only_bounded and total.stderr is None and total.describe()["stderr"] is None
     assert total.beam == sum((score.blocks for score in scores), BeamBlocks())
