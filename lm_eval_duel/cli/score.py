@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
-import functools
 import math
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lm_eval_duel.arguments import MISSING, TEXT, TRUTH
+from lm_eval_duel.cli.models import OtherModel, other_model
 from lm_eval_duel.console.command_line import FILE, FLAGS, PATH, STDOUT, Flag, Parser, process, write_json
 from lm_eval_duel.core.scores import perplexity, ratio
 from lm_eval_duel.errors import DuelError, too_few_documents, usage
 from lm_eval_duel.estimators.blocks import BeamBlocks
-from lm_eval_duel.estimators.registry import Kind, arguments, find, is_bound, kind_of, of_spec
+from lm_eval_duel.estimators.registry import Kind, is_bound, kind_of, of_spec
 from lm_eval_duel.options import Options, model_of
 from lm_eval_duel.results import compare, match, read, report, tables
 from lm_eval_duel.results import stats as paired
@@ -25,29 +24,29 @@ from lm_eval_duel.results.rows import Row
 from lm_eval_duel.results.runs import Run
 from lm_eval_duel.results.stats import PairedDifference, key_of
 from lm_eval_duel.results.table import LEVEL, Table, csv_text, number, plus_minus, spaced
-from lm_eval_duel.rules import PARAMETERS, RULES, presets
 from lm_eval_duel.tasks import files
 from lm_eval_duel.text.annotated import count_units
 
 if TYPE_CHECKING:
-    from lm_eval_duel.core.denoiser import Denoiser
     from lm_eval_duel.harness.lm import DuelMDM
 
+RATES = {"token_perplexity": ".2f", "word_perplexity": ".2f", "bits_per_byte": ".4f"}  # format of each column
+FORMS = {"tokens": "d", "log_prob": ".2f", "log_prob_stderr": ".2f", **RATES}
 TASK = "score"  # what traces and results call these documents
 DIFFERENCE = [field.name for field in dataclasses.fields(PairedDifference)]  # entries of a comparison in --json
-SETTINGS = ("block", "cache")  # network arguments that a comparison of checkpoints holds fixed
-OF_CHECKPOINT = (  # model args that another checkpoint does not take over
-    *("tokenizer", "revision", "family", "peft", "backend", "trust_remote_code", "mask_token_id", "exclude_ids"),
-    *("attention", "shift_logits", "sigma", "first_token", "last_block"),
+TO_A_VERDICT = (
+    f"A verdict takes {paired.FEW} distinct documents or more: score several files, each line of a .txt file (--lines), "
+    "or a .jsonl file with a document in each row."
 )
 PRINTS = f"""\
 Prints a line for each document (tokens, log-probability in nats, perplexity per token and per word, bits per byte) and
 the total with its standard error over documents. The numbers equal the harness's: the same windows, special tokens and
 model args. An estimate or a bound has its Monte Carlo error in a separate column.
---compare scores the same texts under other models and prints a line for each model, then the paired differences to the
-first: in nats per token if all count the same tokens, else per byte. Each has its {LEVEL} (bootstrap over documents;
-it includes the Monte Carlo error of estimates and bounds) and, from {paired.FEW} documents on, a verdict. --documents
-prints the lines of single documents, too.
+--compare scores the same texts under other models. What one does not set is as in --model_args; arguments that do not
+apply to its estimator are ignored, and named. It prints a line for each model, then the paired differences to the
+first: in nats per token if all count the same tokens, else per byte. Each has its {LEVEL} (bootstrap over
+documents; it includes the Monte Carlo error of estimates and bounds) and, from {paired.FEW} documents on, a verdict.
+--documents prints the lines of single documents, too.
 A .jsonl, .json, .parquet or .csv file has a document in each row (--field names the column); a .txt or .md file is one
 document, without the line end at its end, or with --lines one for each line. The file - is standard input, read as a
 .txt file. Files may be packed (.gz); of a folder, what is not read is named.
@@ -98,16 +97,19 @@ def main(arguments: Sequence[str]) -> None:
     from lm_eval_duel.text.loading import require_loadable
 
     setup_logging()
+    for model in options.models:  # all of them before the first is scored
+        if model.note and process()[0] == 0:
+            print(model.note, file=sys.stderr)
+        with model.naming_conflicts():
+            require_loadable(Options.parse(model.args))
     every: list[dict[str, Any]] = []
-    models = [options.model, *map(functools.partial(fitting, options.model), options.others, options.compare)]
-    for model in models:  # all of them before the first is scored
-        require_loadable(Options.parse(model))
     try:
-        for model in models:
-            lm = DuelMDM(**model)
+        for model in options.models:
+            with model.naming_conflicts():
+                lm = DuelMDM(**model.args)
             if (lines := score(lm, texts)) is not None:
                 every.append(figures_of(lm, lines))
-                if options.json != STDOUT and (options.documents or not options.others):
+                if options.json != STDOUT and (options.documents or len(options.models) == 1):
                     print(("\n" if len(every) > 1 else "") + table(every[-1]), flush=True)
     finally:  # models that are finished are kept if a later one fails
         if every:
@@ -130,7 +132,7 @@ def write(options: argparse.Namespace, every: Sequence[dict[str, Any]]) -> None:
     finally:
         if options.json:
             write_json(options.json, first)
-        if options.json != STDOUT and options.others and not (text or options.documents):
+        if options.json != STDOUT and options.compare and not (text or options.documents):
             print("\n\n".join(map(table, every)))
     if options.json != STDOUT and text:
         print(f"\n{text}" if options.documents else text, end="")
@@ -185,6 +187,8 @@ def compared(every: Sequence[dict[str, Any]]) -> tuple[compare.Comparison, str]:
     task = dataclasses.replace(task, pairs=[task.pair(row_of(runs[0]), row_of(run)) for run in runs[1:]])
     parts = [tables.values(task).text(), tables.differences(task).text()]
     listed = [*(f"differs: {line}" for line in task.differences), *task.notes, *map(str, notes)]
+    if len({document["sha256"] for document in every[0]["documents"]}) < paired.FEW:
+        listed.append(TO_A_VERDICT)
     return task, spaced([*parts, "\n".join(listed)])
 
 
@@ -200,7 +204,7 @@ def _place(number: int, figures: Mapping[str, Any]) -> Path:
 
 @usage()
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    """The parsed command line, with `model` and `others` (model args); raises UsageError for wrong arguments."""
+    """The parsed command line, with its `models`; raises UsageError for wrong arguments."""
     options = Parser(
         "score",
         "Score your own texts: log-probability, perplexity and bits per byte of each document.",
@@ -226,83 +230,9 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         raise DuelError(f"--csv and --json name the same file, {options.csv}; name two.")
     if "-" in options.file and process()[1] > 1:
         raise DuelError("Standard input (-) cannot be read by several processes; name a file.")
-    options.model = model_of(options) | ({} if options.trace is None else {"trace": options.trace})
-    options.others = [_other(text, options.model) for text in options.compare]
+    first = model_of(options) | ({} if options.trace is None else {"trace": options.trace})
+    options.models = [OtherModel("", first), *(other_model(text, first) for text in options.compare)]
     return options
-
-
-def _other(text: str, model: dict[str, Any], **more: str) -> dict[str, Any]:
-    """The model args of a model of --compare: those given, `more`, and the first model's that still apply.
-
-    Another rule, estimator or preset does not inherit the arguments of the one that it replaces.
-    """
-    if text.endswith(","):
-        raise DuelError(
-            f"--compare {text}: nothing follows the last comma; separate model args by commas without spaces."
-        )
-    given = FLAGS["model_args"].read("--compare", text) | more
-    if text.split(",")[0] in RULES:
-        raise DuelError(f"--compare {text}: this is a rule, not a checkpoint. Did you mean rule={text}?")
-    model, settings = dict(model), {}
-    if name := given.get("preset", model.get("preset")):
-        settings = dict(presets.find(str(name)).arguments)
-    if "preset" in given:
-        replaced = {"rule", "block", "cache"} | ({"estimator", *arguments()} if "estimator" in settings else set())
-        model = {key: value for key, value in model.items() if key not in replaced}
-    elif {"rule", "estimator"} & given.keys():  # the preset is left, its other settings are not
-        model = {**settings, **{key: value for key, value in model.items() if key != "preset"}}
-        settings = {}
-    entry = find(str({**settings, **model, **given}.get("estimator", "duel")))
-    before = find(str({**settings, **model}.get("estimator", "duel")))
-    dropped = {"trace", *(PARAMETERS if {"rule", "preset"} & given.keys() else ())}
-    dropped |= {*before.arguments} if "estimator" in given else set()
-    dropped -= {*entry.arguments}
-    dropped |= {*entry.ignored_args, *PARAMETERS} if entry.causal else set()
-    dropped |= {"rule", *PARAMETERS} - {*entry.arguments} if entry.takes_noise else set()
-    dropped |= {"pretrained", *OF_CHECKPOINT} if "pretrained" in given else set()
-    other = {**{key: value for key, value in model.items() if key not in dropped}, **given}
-    Options.parse(other)
-    return other
-
-
-def fitting(model: dict[str, Any], other: dict[str, Any], text: str) -> dict[str, Any]:
-    """The model args of another checkpoint without those that it inherits and its network cannot have.
-
-    An autoregressive one has the estimator `ar`, and others have another. `model`: the first model's args. `text`: what
-    --compare gives, all of which is kept.
-    """
-    given = FLAGS["model_args"].read("--compare", text)
-    known = _network(other) if "pretrained" in given else None
-    if known is None:
-        return other
-    inherited, causal, parts = other, known.attention == "causal", []
-    if "estimator" not in given and causal != find(str(other.get("estimator", "duel"))).causal:
-        other = _other(text, model, estimator="ar" if causal else "duel")
-        parts = ["with estimator=ar"] if causal else []
-    cannot = {"rule", "block", *PARAMETERS} if causal else set()
-    cannot |= {"cache"} if known.attention != "bidirectional" else set()
-    cannot |= {"block"} if known.attention == "block_causal" and other.get("block") != known.block else set()
-    other = {key: value for key, value in other.items() if key not in cannot - given.keys()}
-    if left := [key for key in inherited if inherited[key] != other.get(key)]:
-        parts.append(f"without the {', '.join(left)} of the first model, which it cannot have")
-    if parts and process()[0] == 0:
-        print(f"{given['pretrained']} is scored {' and '.join(parts)}", file=sys.stderr)
-    return other
-
-
-def _network(model: dict[str, Any]) -> Denoiser | None:
-    """The network of model args, without its weights. None: only the code of its checkpoint knows what it is.
-
-    As a diffusion model, else as an autoregressive one, unless `attention` says which, or trusted code might.
-    """
-    from lm_eval_duel.denoisers import loading as unloaded
-
-    network = {key: value for key, value in Options.parse(model).network.items() if key not in SETTINGS}
-    given = model.get("attention")
-    for attention in (given,) if given or network["trust_remote_code"] else (None, "causal"):
-        with contextlib.suppress(DuelError):
-            return unloaded.read(str(model["pretrained"]), network | {"attention": attention}).denoiser
-    return None
 
 
 def score(lm: DuelMDM, texts: Sequence[files.OwnText]) -> list[Line] | None:
@@ -342,32 +272,38 @@ def _total(lm: DuelMDM, rows: Sequence[Line]) -> dict[str, Any]:
 
 def table(figures: dict[str, Any]) -> str:
     """The figures as text, with what the numbers are below."""
+    documents = figures["documents"]
+    rows = [*documents, figures["total"]] if len(documents) > 1 else documents
+    columns: dict[str, Callable[[dict[str, Any]], str]] = {"document": lambda row: row["document"]}
+    for name, form in FORMS.items():
+        columns[name] = _column(name, form, is_bound(figures["kind"]))
+    lines = [Table.of("", rows, columns).text(), "", *_about(figures), f"fingerprint {figures['fingerprint']}"]
+    return "\n".join(lines)
+
+
+def _column(name: str, form: str, bound: bool) -> Callable[[dict[str, Any]], str]:
+    """The cells of a column; of a bound, rates have the sign of an upper bound, and sums of log-probabilities none."""
+    sign = "≤ " if bound and name in RATES else ""
+    return lambda row: "" if row[name] is None else f"{sign}{number(row[name], form)}"
+
+
+def _about(figures: Mapping[str, Any]) -> Iterator[str]:
+    """Lines on what the numbers are."""
     total, spec = figures["total"], figures["spec"]
-    rows = [*figures["documents"], total] if len(figures["documents"]) > 1 else figures["documents"]
-    forms = {"tokens": "d", "log_prob": ".2f", "log_prob_stderr": ".2f"}
-    forms |= {"token_perplexity": ".2f", "word_perplexity": ".2f", "bits_per_byte": ".4f"}
-    below = "≤ " if is_bound(figures["kind"]) else ""
-
-    def shown(name: str, form: str) -> Callable[[dict[str, Any]], str]:
-        bound = below if name.endswith(("_perplexity", "_byte")) else ""  # the others are sums of log-probabilities
-        return lambda row: "" if row[name] is None else f"{bound}{number(row[name], form)}"
-
-    columns = {"document": lambda row: row["document"]} | {name: shown(name, form) for name, form in forms.items()}
     method = ", ".join(f"{key}={spec[key]}" for key in ("rule", "block", "cache") if key in spec)
-    lines = [f"{figures['pretrained']}, estimator={figures['estimator']}, {method}".rstrip(", ")]
-    if figures["kind"] != Kind.LIKELIHOOD.value:
-        lines[-1] += f" ({figures['kind']})"
+    kind = "" if figures["kind"] == Kind.LIKELIHOOD.value else f" ({figures['kind']})"
+    yield f"{figures['pretrained']}, estimator={figures['estimator']}, {method}".rstrip(", ") + kind
     beam = BeamBlocks.read(figures["beam"]) if "beam" in figures else None
     drawn = of_spec(figures["estimator"], spec, beam).drawn
     if drawn and total["log_prob_stderr"] is None:
-        lines.append(drawn.unknown(spec))
+        yield drawn.unknown(spec)
     if beam:
-        lines.append(beam.summary)
+        yield beam.summary
     if (error := total["bits_per_byte_stderr"]) is not None:
+        sign = "≤ " if is_bound(figures["kind"]) else ""
         value = f"{total['bits_per_byte']:.4f}{plus_minus(error, '.4f')}"
-        lines.append(f"bits per byte {below}{value} (standard error over documents)")
+        yield f"bits per byte {sign}{value} (standard error over documents)"
     if total["unk_tokens"]:
         from lm_eval_duel.text.text import unknown_share
 
-        lines.append(unknown_share(total["unk_tokens"], total["tokens"]))
-    return "\n".join([Table.of("", rows, columns).text(), "", *lines, f"fingerprint {figures['fingerprint']}"])
+        yield unknown_share(total["unk_tokens"], total["tokens"])

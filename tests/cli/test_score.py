@@ -12,7 +12,9 @@ from harness_runs import TORCHRUN, launch
 
 from lm_eval_duel import Duel
 from lm_eval_duel.cli import score
+from lm_eval_duel.cli.models import other_model
 from lm_eval_duel.cli.report import main as report
+from lm_eval_duel.console.command_line import FLAGS
 from lm_eval_duel.errors import DuelError, UsageError
 from lm_eval_duel.estimators import registry
 
@@ -236,50 +238,59 @@ def test_a_wrong_model_is_named_before_anything_is_scored(folder, texts, other, 
         score.parse([texts, "--model_args", f"pretrained={folder}", "--compare", other])
 
 
-def test_another_estimator_has_its_own_arguments(folder, texts):
-    model = f"pretrained={folder},estimator=elbo,mc_samples=4,rule=greedy,block=2"
-    [other] = score.parse([texts, "--model_args", model, "--compare", "estimator=duel"]).others
-    assert "mc_samples" not in other and (other["rule"], other["block"]) == ("greedy", 2)
-    [other] = score.parse([texts, "--model_args", model, "--compare", "rule=margin"]).others
-    assert other["mc_samples"] == 4
+def other(model, text):
+    """The model of --compare `text`, without the args that every model here has."""
+    found = other_model(text, {"pretrained": "first", **FLAGS["model_args"].read("--model_args", model)})
+    args = {key: value for key, value in found.args.items() if key != "pretrained"}
+    return args, set(found.ignored)
 
 
 @pytest.mark.parametrize(
-    ("model", "other", "expected"),
+    ("model", "text", "expected", "ignored"),
     [
-        ("preset=llada", "rule=greedy", {"rule": "greedy", "block": 128}),
-        ("preset=llada,steps=64", "rule=margin", {"rule": "margin", "block": 128}),
-        ("preset=sdar-static", "estimator=duel,rule=greedy", {"estimator": "duel", "rule": "greedy", "block": 4}),
-        ("preset=llada", "estimator=elbo", {"estimator": "elbo", "rule": "quota", "steps": 128, "block": 128}),
-        ("rule=threshold,mu=0.8,block=4,cache=dual", "preset=llada", {"preset": "llada"}),
-        ("preset=llada-fast-dllm", "preset=llada", {"preset": "llada"}),
-        ("estimator=elbo,mc_samples=4", "preset=sdar-static", {"preset": "sdar-static"}),
+        # what a model does not set is as in --model_args
+        ("rule=greedy,block=2,cache=dual", "temperature=0.5", "rule=greedy,block=2,cache=dual,temperature=0.5", ""),
+        ("estimator=elbo,mc_samples=4,block=2", "rule=margin", "estimator=elbo,mc_samples=4,block=2,rule=margin", ""),
+        ("rule=threshold,mu=0.8", "mu=0.7", "rule=threshold,mu=0.7", ""),
+        # a rule comes with its parameters
+        ("rule=threshold,mu=0.8,block=4", "rule=margin", "rule=margin,block=4", ""),
+        # what does not apply to its estimator is ignored
+        ("estimator=elbo,mc_samples=4,block=2", "estimator=duel", "estimator=duel,block=2", "mc_samples"),
+        ("rule=margin,k=2,block=4,cache=dual", "estimator=ar", "estimator=ar", "rule k block cache"),
+        ("rule=margin,block=4,cache=dual", "demo-bd,block=4", "rule=margin,block=4,cache=dual", ""),
+        # a preset stands for its model args
+        ("preset=llada", "rule=greedy", "rule=greedy,block=128", ""),
+        ("preset=llada,steps=64", "estimator=elbo", "estimator=elbo,rule=quota,steps=64,block=128", ""),
+        ("preset=sdar-static", "estimator=duel,rule=greedy", "estimator=duel,rule=greedy,block=4", "confidence"),
+        ("rule=threshold,mu=0.8,block=4,cache=dual", "preset=llada", "preset=llada", ""),
+        ("preset=llada-fast-dllm", "preset=llada", "preset=llada", ""),
+        ("estimator=elbo,mc_samples=4", "preset=sdar-static", "preset=sdar-static", "mc_samples"),
     ],
 )
-def test_presets_are_entered_and_left(folder, texts, model, other, expected):
-    [args] = score.parse([texts, "--model_args", f"pretrained={folder},{model}", "--compare", other]).others
-    assert {key: value for key, value in args.items() if key not in ("pretrained", "batch_size", "device")} == expected
+def test_what_a_model_does_not_set_is_as_in_the_first(model, text, expected, ignored):
+    args, left = other(model, text)
+    assert (args, left) == (FLAGS["model_args"].read("expected", expected), set(ignored.split()))
 
 
-@pytest.mark.parametrize(
-    ("model", "other", "expected", "without"),
-    [
-        ("rule=margin,block=4,cache=dual", "demo-ar,estimator=ar", {"estimator": "ar"}, "cache"),
-        ("preset=llada-fast-dllm-dual", "demo-ar,estimator=ar", {"estimator": "ar"}, "cache"),
-        ("preset=llada-fast-dllm-dual", "demo-bd,rule=greedy", {"rule": "greedy"}, "block, cache"),
-        ("rule=margin,block=4,cache=dual", "demo-bd,block=4", {"rule": "margin", "block": 4}, "cache"),
-        ("rule=margin,k=2,block=4", "demo-ar", {"estimator": "ar"}, "rule, k, block"),
-        ("preset=llada-fast-dllm-dual", "demo-ar", {"estimator": "ar"}, "preset"),
-        ("estimator=elbo,mc_samples=8", "demo-ar", {"estimator": "ar"}, "estimator, mc_samples"),
-        ("estimator=ar", "demo-bd", {"estimator": "duel"}, "estimator"),
-        ("estimator=ar", "demo-bd,estimator=elbo", {"estimator": "elbo"}, ""),
-    ],
-)
-def test_another_checkpoint_leaves_out_what_it_cannot_have(folder, texts, capsys, model, other, expected, without):
-    """Also from a preset that another rule or estimator leaves; what is left out is named."""
-    options = score.parse([texts, "--model_args", f"pretrained={folder},{model}", "--compare", f"pretrained={other}"])
-    args = score.fitting(options.model, *options.others, *options.compare)
-    assert {key: value for key, value in args.items() if key not in ("pretrained", "batch_size", "device")} == expected
-    printed = capsys.readouterr().err
-    assert (f"without the {without} of the first model, which it cannot have" in printed) is bool(without)
-    assert ("with estimator=ar" in printed) is ("ar" in expected.values() and "estimator" not in other)
+def test_what_is_ignored_is_named(folder, texts, capsys):
+    first = f"pretrained={folder},rule=margin,block=4"
+    [_, other] = score.parse([texts, "--model_args", first, "--compare", "estimator=ar"]).models
+    assert "estimator=ar ignores rule, block of --model_args" in other.note
+
+
+def test_what_describes_one_checkpoint_is_not_taken_for_another():
+    with pytest.raises(DuelError, match=r"mask_token_id=3 of --model_args .*mask_token_id=none"):
+        other("mask_token_id=3,rule=greedy", "demo-bd")
+    assert other("mask_token_id=3", "demo-bd,mask_token_id=none")[0]["mask_token_id"] is None
+    assert other("mask_token_id=3", "rule=margin")[0]["mask_token_id"] == 3  # the same checkpoint
+
+
+def test_a_conflict_says_what_to_set(texts, capsys):
+    with pytest.raises(DuelError, match="block=4") as raised:
+        run(texts, "--model_args", "demo-mdm,block=32", "--compare", "demo-bd", capsys=capsys)
+    assert "set block here" in str(raised.value)
+
+
+def test_one_document_says_how_to_come_to_a_verdict(folder, texts, capsys):
+    printed = run(texts, "--model_args", f"pretrained={folder},block=4", "--compare", "rule=margin", capsys=capsys)
+    assert "--lines" in printed and ".jsonl" in printed

@@ -1,0 +1,121 @@
+"""The models of `score --compare`, by one rule: what a model does not set is as in --model_args.
+
+A rule comes with its parameters, and a preset with its rule, block, grid and cache. Arguments of --model_args that do
+not apply to a model's estimator are ignored, and named. A conflict is an error that says what to set.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+from lm_eval_duel.console.command_line import FLAGS
+from lm_eval_duel.errors import DuelError
+from lm_eval_duel.estimators.registry import Entry, find
+from lm_eval_duel.options import Options
+from lm_eval_duel.rules import PARAMETERS, RULES, presets
+
+OF_CHECKPOINT = (  # model args that describe one checkpoint, and may be wrong for another
+    *("tokenizer", "revision", "family", "peft", "backend", "trust_remote_code", "mask_token_id", "exclude_ids"),
+    *("attention", "shift_logits", "sigma", "first_token", "last_block"),
+)
+
+
+class OtherModel(NamedTuple):
+    """A model of --compare. `inherited`: the names of its args that are as in --model_args."""
+
+    text: str  # as given
+    args: dict[str, Any]
+    inherited: tuple[str, ...] = ()
+    ignored: tuple[str, ...] = ()  # args of --model_args that do not apply to its estimator
+
+    @property
+    def note(self) -> str:
+        """A sentence on what is ignored; empty if nothing is."""
+        if not self.ignored:
+            return ""
+        estimator = self.args.get("estimator", "duel")
+        return f"--compare {self.text}: estimator={estimator} ignores {', '.join(self.ignored)} of --model_args"
+
+    @contextlib.contextmanager
+    def naming_conflicts(self) -> Iterator[None]:
+        """Add to an error which of the args that it names are inherited, and so have to be set."""
+        try:
+            yield
+        except DuelError as error:
+            named = [key for key in self.inherited if re.search(rf"\b{key}\b", str(error))]
+            if not named:
+                raise
+            values = ", ".join(f"{key}={self.args[key]}" for key in named)
+            raise type(error)(
+                f"--compare {self.text}: {error} This model has {values} from --model_args: set {' and '.join(named)} "
+                "here, too."
+            ) from None
+
+
+def other_model(text: str, first: Mapping[str, Any]) -> OtherModel:
+    """The model that --compare names; `first`: the model args of --model_args. Raises DuelError for wrong ones."""
+    given = _given(text)
+    shared = _written_out(first)
+    estimator = find(str((shared | _written_out(given)).get("estimator", "duel")))
+    kept = {key: value for key, value in shared.items() if key not in _replaced(given)}
+    ignored = [key for key in kept if not _applies(key, estimator, find(str(shared.get("estimator", "duel"))))]
+    inherited = [key for key in kept if key not in ignored]
+    if given.get("pretrained", first.get("pretrained")) != first.get("pretrained"):
+        _require_own(text, [key for key in inherited if key in OF_CHECKPOINT], shared)
+    model = OtherModel(text, {key: kept[key] for key in inherited} | given, tuple(inherited), tuple(ignored))
+    with model.naming_conflicts():
+        Options.parse(model.args)
+    return model
+
+
+def _given(text: str) -> dict[str, Any]:
+    """The model args of --compare; raises DuelError for what is none."""
+    if text.endswith(","):
+        raise DuelError(
+            f"--compare {text}: nothing follows the last comma; separate model args by commas without spaces."
+        )
+    if text.split(",")[0] in RULES:
+        raise DuelError(f"--compare {text}: this is a rule, not a checkpoint. Did you mean rule={text}?")
+    return FLAGS["model_args"].read("--compare", text)
+
+
+def _written_out(model: Mapping[str, Any]) -> dict[str, Any]:
+    """The model args, with those of a preset in place of its name."""
+    name = model.get("preset")
+    settings = {} if name is None else dict(presets.find(str(name)).arguments)
+    return settings | {key: value for key, value in model.items() if key != "preset"}
+
+
+def _replaced(given: Mapping[str, Any]) -> set[str]:
+    """The args of --model_args that a model of --compare replaces."""
+    replaced = {*given, "trace"}  # a file has one trace
+    if "rule" in given:
+        replaced |= PARAMETERS
+    if "preset" in given:
+        replaced |= {"rule", *PARAMETERS, "block", "grid", "cache", *_written_out(given)}
+    return replaced
+
+
+def _applies(key: str, estimator: Entry, before: Entry) -> bool:
+    """True if an estimator takes an arg of --model_args, which has the estimator `before`."""
+    if key in estimator.arguments:
+        return True
+    if key in before.arguments:
+        return False
+    if key in ("rule", *PARAMETERS):
+        return not (estimator.causal or estimator.takes_noise)
+    return not (estimator.causal and key in (*estimator.ignored_args, "cache"))
+
+
+def _require_own(text: str, names: list[str], first: Mapping[str, Any]) -> None:
+    """Raise DuelError if another checkpoint would inherit args that describe the first one."""
+    if names:
+        values = " and ".join(f"{name}={first[name]}" for name in names)
+        ways = ",".join(f"{name}=none" for name in names)
+        raise DuelError(
+            f"--compare {text}: {values} of --model_args {'describe' if len(names) > 1 else 'describes'} its own "
+            f"checkpoint. Say what this one has, such as {ways} for the default."
+        )
