@@ -35,7 +35,7 @@ FORMS = {"tokens": "d", "log_prob": ".2f", "log_prob_stderr": ".2f", **RATES}
 TASK = "score"  # what traces and results call these documents
 DIFFERENCE = [field.name for field in dataclasses.fields(PairedDifference)]  # entries of a comparison in --json
 TO_A_VERDICT = (
-    f"A verdict takes {paired.FEW} distinct documents or more: score several files, each line of a .txt file (--lines), "
+    f"A verdict takes {paired.FEW} or more distinct documents: score several files, each line of a .txt file (--lines), "
     "or a .jsonl file with a document in each row."
 )
 PRINTS = f"""\
