@@ -35,8 +35,8 @@ FORMS = {"tokens": "d", "log_prob": ".2f", "log_prob_stderr": ".2f", **RATES}
 TASK = "score"  # what traces and results call these documents
 DIFFERENCE = [field.name for field in dataclasses.fields(PairedDifference)]  # entries of a comparison in --json
 TO_A_VERDICT = (
-    f"A verdict takes {paired.FEW} or more distinct documents: score several files, each line of a .txt file (--lines), "
-    "or a .jsonl file with a document in each row."
+    f"A verdict takes {paired.FEW} or more distinct documents: score several files, each line of a .txt file "
+    "(--lines), or a .jsonl file with a document in each row."
 )
 PRINTS = f"""\
 Prints a line for each document (tokens, log-probability in nats, perplexity per token and per word, bits per byte) and
