@@ -19,10 +19,10 @@ if TYPE_CHECKING:
     from lm_eval_duel.errors import UsageError as UsageError
     from lm_eval_duel.estimators.duel import Autoregressive as Autoregressive
     from lm_eval_duel.estimators.elbo import Elbo as Elbo
+    from lm_eval_duel.estimators.lattice import Lattice as Lattice
     from lm_eval_duel.estimators.noised_elbo import NoisedElbo as NoisedElbo
-    from lm_eval_duel.estimators.subsets.lattice import Lattice as Lattice
-    from lm_eval_duel.estimators.subsets.samplers import SampledConfidence as SampledConfidence
-    from lm_eval_duel.estimators.subsets.samplers import SampledOrder as SampledOrder
+    from lm_eval_duel.estimators.samplers import SampledConfidence as SampledConfidence
+    from lm_eval_duel.estimators.samplers import SampledOrder as SampledOrder
     from lm_eval_duel.estimators.two_phase import TwoPhase as TwoPhase
     from lm_eval_duel.library.duel import Duel as Duel
     from lm_eval_duel.library.results import GeneratedText as GeneratedText
@@ -46,8 +46,8 @@ _MODULES = {  # public names by the module that defines them
     "estimators.duel": "Autoregressive",
     "estimators.elbo": "Elbo",
     "estimators.noised_elbo": "NoisedElbo",
-    "estimators.subsets.lattice": "Lattice",
-    "estimators.subsets.samplers": "SampledConfidence SampledOrder",
+    "estimators.lattice": "Lattice",
+    "estimators.samplers": "SampledConfidence SampledOrder",
     "estimators.two_phase": "TwoPhase",
     "library.duel": "Duel",
     "library.results": "GeneratedText TextEstimate TextScore",

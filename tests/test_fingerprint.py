@@ -69,8 +69,6 @@ TRIES = {
     "sampled_confidence confidence": ((), {"temperature": 0.7}),
     "sampled_order alg": (("origin", "random"),),
     "sampled_order alg_temp": ((0.5, 0.50000001), {"alg": "entropy"}),
-    **{f"{name} beam": ((None, 64, 65),) for name in ("sampled_confidence", "sampled_order")},
-    **{f"{name} repetitions": ((8, 9), {"beam": 64}) for name in ("sampled_confidence", "sampled_order")},
     "noised_elbo prediction": (("denoiser", "plugin"),),
     "klass across": ((), {"kl": "authors"}),
     "quota eos_id": ((5, 6), {"eos": "conf"}),

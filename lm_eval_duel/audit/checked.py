@@ -26,7 +26,6 @@ class Recomputed:
     own_order: float | None = None  # the log-probability along the reference's order, where that is another one
     problems: tuple[str, ...] = ()  # what else differs
     why_alone: str = ""
-    noise: float = 0.0  # nats by which changes of the logits within a tie move the value; of a beam
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,7 +51,7 @@ class CheckedWindow:
     @property
     def tolerance(self) -> float:
         """The largest difference that is noise, in nats."""
-        return max(tolerance(self.tokens), self.again.noise)
+        return tolerance(self.tokens)
 
     @property
     def order_difference(self) -> float:

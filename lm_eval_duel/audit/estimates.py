@@ -27,12 +27,12 @@ from lm_eval_duel.core.scores import Score
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.estimators.base import Estimator
 from lm_eval_duel.estimators.blocks import TwoPhaseBlocks
+from lm_eval_duel.estimators.drawn import untempered
 from lm_eval_duel.estimators.elbo import Elbo
+from lm_eval_duel.estimators.lattice import Lattice
 from lm_eval_duel.estimators.noised_elbo import NoisedElbo
 from lm_eval_duel.estimators.registry import LATTICE
-from lm_eval_duel.estimators.subsets.lattice import Lattice
-from lm_eval_duel.estimators.subsets.moves import untempered
-from lm_eval_duel.estimators.subsets.samplers import SampledConfidence, SampledOrder
+from lm_eval_duel.estimators.samplers import SampledConfidence, SampledOrder
 from lm_eval_duel.estimators.two_phase import TwoPhase
 from lm_eval_duel.reference import Blocks, Ids, Network, States, confidence, entropy_nats, log_softmax, states
 
@@ -189,8 +189,6 @@ def value(estimator: Estimator, network: OneRow, window: Window, score: Score) -
         pairs = {name: (values[name].log_prob, found[name]) for name in LATTICE}
         return Recomputed(found[estimator.name], problems=unequal(pairs, tolerance(len(window.target))))
     if isinstance(estimator, SampledConfidence | SampledOrder):
-        if not estimator.own.all_sets:
-            return "a beam follows some sets of positions only"
         select = (
             _confidence(estimator, network) if isinstance(estimator, SampledConfidence) else _order(estimator, network)
         )

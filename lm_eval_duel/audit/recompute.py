@@ -6,7 +6,6 @@ with the run's rule, the rule take part.
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import logging
 import math
@@ -31,19 +30,16 @@ from lm_eval_duel.audit.replay import Followed, RunsRule, rule_of
 from lm_eval_duel.core.scores import Score
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.demo import BUNDLED
-from lm_eval_duel.denoisers.wrappers import Warped
 from lm_eval_duel.errors import first_line
 from lm_eval_duel.estimators import registry
 from lm_eval_duel.estimators.base import Estimator
 from lm_eval_duel.estimators.duel import DuelEstimator
-from lm_eval_duel.estimators.subsets.set_sampler import SetSampler
 from lm_eval_duel.options import Options
 from lm_eval_duel.text.text import TextEncoder
 
 if TYPE_CHECKING:
     from lm_eval.api.instance import Instance
 
-TEMPERATURES = (1 - 2e-6, 1 - 1e-6, 1 + 1e-6, 1 + 2e-6)  # they move logits by less than `NEAR_TIE`
 UNLIKE, ALIKE = 0.01, 1e-4  # standard deviations of logits: above and below, they are no float noise, or only that
 
 
@@ -61,10 +57,7 @@ def recompute(estimator: Estimator, window: Window, score: Score) -> Recomputed:
     if isinstance(found, str):
         estimator.use_single_rows()
         [again] = estimator.log_prob([window])
-        alone = Recomputed(again.log_prob, ALONE, why_alone=found)
-        if distance(score.log_prob, again.log_prob) > tolerance(len(window.target)) and _has_beam(estimator):
-            return dataclasses.replace(alone, ties=1, noise=_noise_of_a_beam(estimator, window, again.log_prob))
-        return alone
+        return Recomputed(again.log_prob, ALONE, why_alone=found)
     if network is not None and network.unlike is not None:
         about = f"the logits of a row of masks differ by {network.unlike:.2g} standard deviations between positions"
         if network.relative_positions and network.unlike > UNLIKE:
@@ -72,23 +65,6 @@ def recompute(estimator: Estimator, window: Window, score: Score) -> Recomputed:
         if not network.relative_positions and 0 < network.unlike < ALIKE:
             found = dataclasses.replace(found, problems=(*found.problems, f"{about}, but do not count as equal"))
     return found
-
-
-def _has_beam(estimator: Estimator) -> bool:
-    """True if float noise may choose other sets of positions: many of them have equal weights."""
-    return isinstance(estimator, SetSampler) and not estimator.own.all_sets
-
-
-def _noise_of_a_beam(estimator: Estimator, window: Window, value: float) -> float:
-    """Four times the range of the values of a beam at slightly other temperatures, in nats, of which `value` is one.
-
-    They change the logits by less than a tie. It is the audit's own measure: nothing of the run enters.
-    """
-    values, twin = [value], copy.copy(estimator)
-    for temperature in TEMPERATURES:
-        twin.denoiser = Warped(estimator.denoiser, temperature)
-        values += [score.log_prob for score in twin.log_prob([window])]
-    return 4 * (max(values) - min(values))
 
 
 def _along_the_order(network: OneRow, rule: rules.Rule, score: Score) -> Recomputed:

@@ -163,12 +163,6 @@ def table(checked: Sequence[CheckedWindow]) -> str:
     head = ["window", "tokens", "run", "again", "difference", "other picks", "ties", "route"]
     notes = [f"{each.where}: {'; '.join(each.problems)}" for each in checked if each.differs]
     reasons = Counter(each.again.why_alone for each in checked if not each.independent)
-    notes += [
-        f"{each.where}: a tie: float noise chooses the sets of the beam, so up to {each.again.noise:.2g} nats "
-        "count as noise."
-        for each in checked
-        if each.again.noise
-    ]
     notes += [f"Not checked independently: {count} windows, since {reason}." for reason, count in reasons.items()]
     return "\n".join([plain_table(head, rows), *notes])
 

@@ -77,7 +77,7 @@ def _score(lm: DuelMDM) -> str:
     seconds = time.perf_counter() - began
     total = Total.from_scores(windows, scores, lm.estimator.name)
     steps = "" if total.nfe is None else f", {total.nfe} steps"
-    kind = kind_of(lm.estimator.name, lm.spec, total.beam)
+    kind = kind_of(lm.estimator.name, lm.spec)
     error = "" if total.stderr is None else f" ± {total.stderr:.3f}"
     nats_of = f"{total.log_prob:.3f}{error} nats for the {total.tokens} tokens of {SENTENCE!r}"
     return f"{nats_of}, {lm.spec.get('rule', lm.estimator.name)}{steps}, {kind}, {seconds:.2f} s"

@@ -15,8 +15,7 @@ from lm_eval_duel.cli.models import OtherModel, other_model
 from lm_eval_duel.console.command_line import FILE, FLAGS, PATH, STDOUT, Flag, Parser, process, write_json
 from lm_eval_duel.core.scores import perplexity, ratio
 from lm_eval_duel.errors import DuelError, too_few_documents, usage
-from lm_eval_duel.estimators.blocks import BeamBlocks
-from lm_eval_duel.estimators.registry import Kind, is_bound, kind_of, of_spec
+from lm_eval_duel.estimators.registry import Kind, find, is_bound, kind_of
 from lm_eval_duel.options import Options, model_of
 from lm_eval_duel.results import compare, match, read, report, tables
 from lm_eval_duel.results import stats as paired
@@ -147,7 +146,7 @@ def names_of(figures: Mapping[str, Any]) -> dict[str, str]:
 
 def figures_of(lm: DuelMDM, rows: Sequence[Line]) -> dict[str, Any]:
     """The content of --json for one model."""
-    info, beam = lm.get_model_info(), lm.evaluation.total().tasks[TASK].total.beam
+    info = lm.get_model_info()
     return {
         "format": read.SCORE,
         "version": read.SCORE_VERSION,
@@ -155,10 +154,9 @@ def figures_of(lm: DuelMDM, rows: Sequence[Line]) -> dict[str, Any]:
         "fingerprint": info["fingerprint"],
         "spec": info["spec"],
         "estimator": lm.estimator.name,
-        "kind": kind_of(lm.estimator.name, info["spec"], beam),
+        "kind": kind_of(lm.estimator.name, info["spec"]),
         "documents": [row.figures() for row in rows],
         "total": _total(lm, rows),
-        **({"beam": beam.describe()} if beam else {}),
         "duel": info["duel"],
     }
 
@@ -293,12 +291,9 @@ def _about(figures: Mapping[str, Any]) -> Iterator[str]:
     method = ", ".join(f"{key}={spec[key]}" for key in ("rule", "block", "cache") if key in spec)
     kind = "" if figures["kind"] == Kind.LIKELIHOOD.value else f" ({figures['kind']})"
     yield f"{figures['pretrained']}, estimator={figures['estimator']}, {method}".rstrip(", ") + kind
-    beam = BeamBlocks.read(figures["beam"]) if "beam" in figures else None
-    drawn = of_spec(figures["estimator"], spec, beam).drawn
+    drawn = find(figures["estimator"]).drawn
     if drawn and total["log_prob_stderr"] is None:
         yield drawn.unknown(spec)
-    if beam:
-        yield beam.summary
     if (error := total["bits_per_byte_stderr"]) is not None:
         sign = "≤ " if is_bound(figures["kind"]) else ""
         value = f"{total['bits_per_byte']:.4f}{plus_minus(error, '.4f')}"

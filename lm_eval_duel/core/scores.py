@@ -216,7 +216,7 @@ class Score:
     stderr: float | None = None  # nats, the Monte Carlo error of `log_prob`; None: nothing is drawn, or it is not known
     note: str = ""  # what limits `log_prob`, as in `Value`
     seeds: tuple[float, ...] = ()  # nats, under each noise seed, as in `Value`
-    blocks: BlockSums | None = None  # of a two-phase estimate, or of a beam
+    blocks: BlockSums | None = None  # of a two-phase estimate
     others: Mapping[str, Score] = dataclasses.field(default_factory=dict)  # the window's other values, by name
 
     @property

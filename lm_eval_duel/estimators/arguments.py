@@ -6,7 +6,7 @@ import dataclasses
 import math
 from typing import Any
 
-from lm_eval_duel import fingerprint, rules
+from lm_eval_duel import rules
 from lm_eval_duel.arguments import (
     BLOCK,
     COUNT,
@@ -18,16 +18,12 @@ from lm_eval_duel.arguments import (
     argument,
     choice,
     number,
-    whole,
 )
 from lm_eval_duel.errors import DuelError
 
 ELBO_FORMS = ("count", "ratio", "score_entropy")
 LATTICE_BLOCK = 12  # the most positions of a block whose sets are all evaluated: 4,095 sets
-BEAM_BLOCK = 48  # the most positions of a block of which a beam evaluates some sets
-FIRST_BEAM, LARGEST_BEAM = 32, 1024  # sets of each size: the first K, and the largest one if none is given
-TOLERANCE = 0.05  # nats, of a beam of a given size
-REPETITIONS = 8  # the fewest for a standard error
+FOLLOWED = ("sampled_confidence", "sampled_order")  # samplers that draw their order
 SCORED_ORDERS = ("entropy", "topk_margin")
 
 
@@ -121,71 +117,7 @@ class LatticeArguments(Arguments):
 
 
 @dataclasses.dataclass(frozen=True)
-class BeamArguments(Arguments):
-    """The sets of each size to evaluate: without `beam` and `tolerance`, all of them."""
-
-    beam: int | None = argument(
-        whole(2 * REPETITIONS, "a number of sets"),
-        None,
-        "sets of each size that are evaluated, instead of all; an estimate, or a lower bound",
-    )
-    tolerance: float | None = argument(
-        POSITIVE,
-        None,
-        "nats of error in a block: the sets double until it is reached, up to `beam` (1024)",
-    )
-    repetitions: int = argument(
-        whole(REPETITIONS, "a number of repetitions"),
-        REPETITIONS,
-        "independent sums of a beam, whose mean is its estimate",
-    )
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        repetitions = self.repetitions
-        if (most := self.beam or LARGEST_BEAM) < 2 * repetitions:
-            raise DuelError(f"A beam has at least two sets for each repetition; got {repetitions=} and {most} sets.")
-        if self.all_sets and repetitions != REPETITIONS:
-            raise DuelError(f"'repetitions' (got {repetitions}) belong to a beam; pass beam= or tolerance=, too.")
-
-    @property
-    def all_sets(self) -> bool:
-        """True if every set is evaluated, so that the sum is exact."""
-        return self.beam is None and self.tolerance is None
-
-    @property
-    def sums(self) -> int:
-        """The number of sums: the bound, and each repetition."""
-        return 1 if self.all_sets else 1 + self.repetitions
-
-    @property
-    def most(self) -> int:
-        """The largest number of sets of a size."""
-        return self.sizes[-1]
-
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        """The number of sets of each beam in order, which doubles from beam to beam.
-
-        Without a tolerance to reach, there are three beams, the fewest for an error.
-        """
-        if self.all_sets:
-            return (1 << LATTICE_BLOCK,)
-        most = self.beam or LARGEST_BEAM
-        least, count = (0, 3) if self.tolerance is None else (FIRST_BEAM, most.bit_length())
-        halved = [most >> n for n in range(count)]
-        return tuple(size for size in reversed(halved) if size == most or size >= max(2 * self.repetitions, least))
-
-    def describe(self, seed: int) -> dict[str, object]:
-        """The beam's entries of the spec."""
-        if self.all_sets:
-            return {}
-        tolerance = {} if self.tolerance is None else {"tolerance": fingerprint.number(self.tolerance)}
-        return {"beam": self.most, **tolerance, "repetitions": self.repetitions, "draw_seed": seed}
-
-
-@dataclasses.dataclass(frozen=True)
-class ConfidenceArguments(BeamArguments):
+class ConfidenceArguments(Arguments):
     """Arguments of samplers that select after sampling."""
 
     n: int | None = argument(COUNT, None, "draws kept at a step; 1 if `steps` is not given either")
@@ -220,7 +152,7 @@ def _order(value: Any) -> str:
 
 
 @dataclasses.dataclass(frozen=True)
-class OrderArguments(BeamArguments):
+class OrderArguments(Arguments):
     """Arguments of samplers that draw positions."""
 
     alg: str = argument(
@@ -245,20 +177,19 @@ class OrderArguments(BeamArguments):
             )
 
 
-def check_block(name: str, own: Arguments, block: int | None, only: bool = False) -> None:
-    """Raise DuelError for a block that is too large for estimator `name`, which evaluates sets of its positions.
+def check_block(name: str, block: int | None, only: bool = False) -> None:
+    """Raise DuelError for a block that is too large for estimator `name`, which evaluates all sets of its positions.
 
-    `own`: its arguments; `only`: the network has no other block.
+    `only`: the network has no other block.
     """
-    some = isinstance(own, BeamArguments) and not own.all_sets
-    most = BEAM_BLOCK if some else LATTICE_BLOCK
-    if block is not None and block <= most:
+    if block is not None and block <= LATTICE_BLOCK:
         return
-    sets = "some revealed sets" if some else f"all {2**most - 1:,} sets"
-    less = "This network has only this block." if only else "Use block=4, or 8 at 8.5 times the cost."
-    if isinstance(own, BeamArguments) and not some:
-        less += f" tolerance=0.05 evaluates some of the sets, of blocks of at most {BEAM_BLOCK} positions."
+    cost = "" if block is None else f", here {2**block - 1:,}"
+    instead = "This network has only this block." if only else "Use block=4 (15 rows), or 8 (255 rows)."
+    if name in FOLLOWED:
+        instead += " The joint probability of one text and its order needs no such sum: Duel.follow gives it."
     raise DuelError(
-        f"estimator={name} evaluates {sets} of a block, at most {most} positions; "
-        f"the block in force is {'the whole target' if block is None else block}. {less}"
+        f"estimator={name} evaluates a network row for each set of masked positions of a block: 2^m - 1 for m "
+        f"positions{cost}. It takes at most {LATTICE_BLOCK} positions ({2**LATTICE_BLOCK - 1:,} rows); the block in "
+        f"force is {'the whole target' if block is None else block}. {instead}"
     )

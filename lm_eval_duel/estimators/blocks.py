@@ -7,19 +7,15 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from lm_eval_duel.core.scores import BlockSums, Kind
-from lm_eval_duel.estimators.arguments import LATTICE_BLOCK
 
 if TYPE_CHECKING:
     import torch
 
 FEW = 8  # drawn blocks: with fewer there is no standard error
 FAIR = 30  # drawn blocks: with fewer the standard error is itself uncertain
-BEAM_SUMS = ("exact", "converged", "unproven", "bound", "rows")  # of the blocks of a beam, in the results JSON
-BEAM_KINDS = {Kind.LIKELIHOOD: "exact", Kind.ESTIMATE: "estimate", Kind.UPPER_BOUND: "bound"}  # in the results JSON
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,67 +100,3 @@ class TwoPhaseBlocks(BlockSums):
         if self.stderr is not None and FEW <= self.drawn < FAIR:
             text += f"; the standard error of {self.drawn} drawn blocks is uncertain itself: raise the sample"
         return text
-
-
-@dataclasses.dataclass(frozen=True)
-class BeamBlocks(BlockSums):
-    """The blocks of a sum over orders by a beam. A block that has not converged counts with its lower bound."""
-
-    name: ClassVar[str] = "beam"
-    count: int = 0
-    exact: int = 0  # every set was evaluated
-    converged: int = 0  # of the others
-    unproven: int = 0  # of these, with more positions than blocks whose exact values are known
-    bound: float = 0.0  # lower bound of the log-likelihood, nats
-    rows: int = 0
-    errors: float = 0.0  # of the converged blocks, nats: errors of a beam have one sign as a rule, so they add up
-
-    @classmethod
-    def read(cls, entries: Mapping[str, Any]) -> BeamBlocks:
-        """The inverse of `describe`, without the error, which results hold elsewhere."""
-        return cls(entries["blocks"], *(entries[name] for name in BEAM_SUMS))
-
-    @property
-    def bounded(self) -> int:
-        """The number of blocks whose lower bound counts."""
-        return self.count - self.exact - self.converged
-
-    @property
-    def only_bounded(self) -> bool:
-        """True if the lower bound of some blocks counts and none has converged, so that no error is known."""
-        return bool(self.bounded) and not self.converged
-
-    @property
-    def error(self) -> float:
-        return self.errors
-
-    @property
-    def kind(self) -> Kind:
-        if self.bounded:
-            return Kind.UPPER_BOUND
-        return Kind.ESTIMATE if self.converged else Kind.LIKELIHOOD
-
-    @property
-    def stderr(self) -> float | None:
-        """The error of the converged blocks, nats; None: there are none, so the value is exact or a mere bound."""
-        return self.error if self.converged else None
-
-    def describe(self) -> dict[str, Any]:
-        sums = {name: getattr(self, name) for name in BEAM_SUMS}
-        return {"kind": BEAM_KINDS[self.kind], "blocks": self.count, **sums}
-
-    @property
-    def remark(self) -> str:
-        """A short remark on what limits the value; empty for one that is exact or proven."""
-        parts = [f"{self.bounded:,} of {self.count:,} blocks with their lower bound"] if self.bounded else []
-        if self.unproven:
-            parts.append(f"error not proven: blocks above {LATTICE_BLOCK} positions")
-        return ", ".join(parts)
-
-    @property
-    def summary(self) -> str:
-        text = f"{self.exact:,} of {self.count:,} blocks exact, {self.converged:,} converged"
-        text += f", {self.bounded:,} with their lower bound: raise beam" if self.bounded else ""
-        if self.unproven:
-            text += f"; the error of {self.unproven:,} converged blocks above {LATTICE_BLOCK} positions is not proven"
-        return f"{text}; at least {self.bound:.2f} nats, {self.rows:,} rows"

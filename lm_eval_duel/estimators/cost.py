@@ -18,7 +18,13 @@ from lm_eval_duel.core.lanes import blocks
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.denoisers.cached.denoiser import GPU_KEPT
 from lm_eval_duel.errors import DuelError
-from lm_eval_duel.estimators.arguments import BeamArguments, ElboArguments, NoisedElboArguments, TwoPhaseArguments
+from lm_eval_duel.estimators.arguments import (
+    ConfidenceArguments,
+    ElboArguments,
+    NoisedElboArguments,
+    OrderArguments,
+    TwoPhaseArguments,
+)
 from lm_eval_duel.estimators.registry import Entry
 from lm_eval_duel.rules import Rule, SeedFirst, SubBlock, inner
 from lm_eval_duel.rules.base import Counted
@@ -127,14 +133,11 @@ class Setting(NamedTuple):
         tokens, pairs, head = rows * sum(lengths), rows * sum(n * n for n in lengths), rows * sum(w for _, w in spans)
         return Cost(len(spans), 0, rows * len(spans), tokens, pairs, head, tokens, passes)
 
-    def lattice(self, window: Layout, beam: int | None = None) -> Cost:
-        """The estimators over all orders: every set of masked positions of a block once, or `beam` of a size."""
-        states, head, largest = {}, 0, max(block.masked[0] for block in self.blocks(window))
-        for block in self.blocks(window):
-            m = block.masked[0]
-            sets = {n: min(math.comb(m, n), beam or 2**m) for n in range(1, m + 1)}  # by size
-            states[block], head = sum(sets.values()), head + sum(n * count for n, count in sets.items())
-        return self._states(window, states, largest if beam else 1)._replace(head=head)
+    def lattice(self, window: Layout) -> Cost:
+        """The estimators over all orders: every set of masked positions of a block once."""
+        states = {block: 2 ** block.masked[0] - 1 for block in self.blocks(window)}
+        head = sum(block.masked[0] * 2 ** (block.masked[0] - 1) for block in states)
+        return self._states(window, states, 1)._replace(head=head)
 
     def _states(self, window: Layout, states: Mapping[BlockCount, int], longest: int, in_turn: bool = False) -> Cost:
         """The cost of `states` of each block in at least `longest` calls. `in_turn`: one state of a block in a call."""
@@ -210,12 +213,7 @@ def methods(setting: Setting, entry: Entry, own: Mapping[str, Any]) -> Iterator[
     yield Method(f"elbo {samples}", partial(spans.elbo, samples=samples), bound, clean)
     if setting.block is None:
         return
-    if isinstance(arguments, BeamArguments) and not arguments.all_sets:
-        most = len(arguments.sizes)
-        for count in sorted({1 if arguments.tolerance else most, most}):  # at most: beams share sets
-            sets = partial(setting.lattice, beam=sum(arguments.sizes[:count]))
-            yield Method(f"beam {arguments.sizes[count - 1]}", sets, "an estimate of lattice, or a bound", clean)
-    elif entry.lattice or isinstance(arguments, BeamArguments):
+    if entry.lattice or isinstance(arguments, ConfidenceArguments | OrderArguments):
         yield Method("lattice", setting.lattice, "the sum over all orders", clean)
 
 

@@ -34,8 +34,8 @@ from lm_eval_duel.core.windows import Ids, Window, target_parts
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.estimators.arguments import ConfidenceArguments
 from lm_eval_duel.estimators.base import Estimator
+from lm_eval_duel.estimators.drawn import BestDrawn
 from lm_eval_duel.estimators.duel import DuelEstimator, Replay, fixed_states
-from lm_eval_duel.estimators.subsets.samplers import BestDrawn
 
 Index: TypeAlias = tuple[torch.Tensor, torch.Tensor]  # (C,) each: window and target position
 Weights: TypeAlias = "Sequence[float] | Sequence[Sequence[float]] | torch.Tensor"  # of windows, or of their tokens
@@ -274,7 +274,7 @@ def _require_finite(log_probs: torch.Tensor, window: torch.Tensor | int) -> None
 #
 # An order is followed state by state. A rule is asked at every state what it would pick. For a sampler that selects
 # after
-# sampling (subsets/sampled_confidence.py), the joint probability of text and order is a product over steps, so it needs
+# sampling (samplers.py), the joint probability of text and order is a product over steps, so it needs
 # no sum over orders, and no limit of the block.
 
 

@@ -24,7 +24,6 @@ from lm_eval_duel.estimators.arguments import (
     TwoPhaseArguments,
     check_block,
 )
-from lm_eval_duel.estimators.blocks import BeamBlocks
 from lm_eval_duel.rules import PARAMETERS, presets
 
 if TYPE_CHECKING:
@@ -34,8 +33,6 @@ if TYPE_CHECKING:
 log = logging.getLogger("lm_eval.duel_mdm")
 
 Options: TypeAlias = Any  # lm_eval_duel.options.Options, which imports this file
-BEAM = "beam"  # in the spec, if only some sets of positions are evaluated
-CONVERGED = "an estimate of a log-likelihood"  # by a beam
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,11 +111,11 @@ def _drawn(options: Options) -> dict[str, Any]:
 
 
 def _sampler(options: Options) -> dict[str, Any]:
-    return {"block": options.block, **_drawn(options)}
+    return {"block": options.block, **options.estimator_args}
 
 
 def _two_phase(options: Options) -> dict[str, Any]:
-    return {"rule": options.rule, "cache": options.cache or "dual", **_sampler(options)}
+    return {"rule": options.rule, "block": options.block, "cache": options.cache or "dual", **_drawn(options)}
 
 
 def _over_orders(options: Options) -> dict[str, Any]:
@@ -135,7 +132,7 @@ def _process(spec: Mapping[str, Any]) -> str:
 
 def _check_sets(options: Options, own: Arguments) -> None:
     if options.block != "auto":
-        check_block(options.estimator, own, options.block)
+        check_block(options.estimator, options.block)
 
 
 def _check_noised(options: Options, own: Arguments) -> None:
@@ -154,7 +151,7 @@ def _check_two_phase(options: Options, own: Arguments) -> None:
 
 
 def _lattice(name: str, display: str, what: str, kind: Kind) -> Entry:
-    target = "lm_eval_duel.estimators.subsets.lattice:Lattice"
+    target = "lm_eval_duel.estimators.lattice:Lattice"
     return Entry(name, display, what, kind, target, _over_orders, LatticeArguments, lattice=True, check=_check_sets)
 
 
@@ -222,7 +219,7 @@ ENTRIES = (  # in the order of tables
         "Select after sampling",
         "the exact likelihood of a sampler that selects after sampling",
         Kind.LIKELIHOOD,
-        "lm_eval_duel.estimators.subsets.samplers:SampledConfidence",
+        "lm_eval_duel.estimators.samplers:SampledConfidence",
         _sampler,
         ConfidenceArguments,
         named="{}",
@@ -235,7 +232,7 @@ ENTRIES = (  # in the order of tables
         "Sampled order",
         "the exact likelihood of a sampler that draws the positions",
         Kind.LIKELIHOOD,
-        "lm_eval_duel.estimators.subsets.samplers:SampledOrder",
+        "lm_eval_duel.estimators.samplers:SampledOrder",
         _sampler,
         OrderArguments,
         ignored_args=("rule",),
@@ -319,36 +316,18 @@ def name_ignored_args(given: Collection[str], estimator: Estimator) -> None:
         )
 
 
-def of_spec(estimator: str, spec: Mapping[str, Any], beam: BeamBlocks | None = None) -> Entry:
-    """The entry of an estimator with this spec: a likelihood becomes an estimate under a beam, or a bound.
-
-    `beam`: what it has found. Without it the entry is that of an estimate; if all blocks are exact, the estimator's.
-    """
-    entry = find(estimator)
-    if BEAM not in spec or BEAM not in entry.arguments or (beam is not None and beam.kind is Kind.LIKELIHOOD):
-        return entry
-    if beam is not None and beam.only_bounded:
-        return dataclasses.replace(entry, kind=Kind.UPPER_BOUND)
-    kind = Kind.ESTIMATE if beam is None else beam.kind
-    return dataclasses.replace(
-        entry, kind=kind, drawn=MonteCarlo("sum over orders by a beam", "repetitions", 8, "convergence")
-    )
-
-
-def worth(estimator: str, spec: Mapping[str, Any], beam: BeamBlocks | None = None) -> tuple[Kind, str]:
+def worth(estimator: str, spec: Mapping[str, Any]) -> tuple[Kind, str]:
     """The kind of the values of an estimator with this spec, and the note on them, as `Value` has both."""
-    entry = of_spec(estimator, spec, beam)
+    entry = find(estimator)
     eps = spec.get("elbo_eps", "none")
     if entry.kind is Kind.UPPER_BOUND and eps != "none" and float(eps):
         return Kind.NO_BOUND, ""
     return entry.kind, entry.process(spec)
 
 
-def kind_of(estimator: str, spec: Mapping[str, Any], beam: BeamBlocks | None = None) -> str:
+def kind_of(estimator: str, spec: Mapping[str, Any]) -> str:
     """The kind of the values of an estimator with this spec, in words."""
-    kind, note = worth(estimator, spec, beam)
-    if kind is Kind.ESTIMATE and BEAM in find(estimator).arguments:
-        return f"{CONVERGED}, {beam.remark}" if beam is not None and beam.remark else CONVERGED
+    kind, note = worth(estimator, spec)
     return Value(0.0, kind=kind, note=note).label
 
 

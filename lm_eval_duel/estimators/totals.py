@@ -12,7 +12,7 @@ from lm_eval_duel.core import scores as rates
 from lm_eval_duel.core.scores import BlockSums, IndexedScores, Kind, Score, Value, known_sum, weaker
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.errors import naming
-from lm_eval_duel.estimators.blocks import BeamBlocks, TwoPhaseBlocks
+from lm_eval_duel.estimators.blocks import TwoPhaseBlocks
 from lm_eval_duel.estimators.registry import MonteCarlo
 
 
@@ -34,7 +34,7 @@ class Total:
     is_greedy: bool = True  # of all windows
     nfe: int | None = 0  # rule steps; None: more than one order
     near_ties: int | None = 0  # None: the rule does not know
-    blocks: BlockSums | None = None  # of a two-phase estimate, or of a beam
+    blocks: BlockSums | None = None  # of a two-phase estimate
     others: dict[str, Total] | None = None
     # hash of a window: how often it came, its Monte Carlo error, its drawn blocks
     errors: dict[int, tuple[int, float, int]] | None = None
@@ -119,11 +119,6 @@ class Total:
         return {self.name: self, **(self.others or {})} if self.windows else {}
 
     @property
-    def beam(self) -> BeamBlocks | None:
-        """The blocks of a sum over orders by a beam."""
-        return self.blocks if isinstance(self.blocks, BeamBlocks) else None
-
-    @property
     def value(self) -> Value:
         """The sum and what it is worth."""
         kind = self.kind if self.blocks is None else self.blocks.kind
@@ -134,14 +129,12 @@ class Total:
         """The Monte Carlo error of `log_prob`, nats.
 
         None: nothing is drawn, or the error is not known, for example because too few blocks of a two-phase estimate
-        were drawn, or because no block of a beam has converged and some have their lower bound.
+        were drawn.
         """
         if self.seeds:
             return Value.from_seeds(self.seeds).error
         if self.errors is None or (self.blocks is not None and self.blocks.stderr is None):
             return None
-        if self.beam is not None:
-            return self.beam.stderr
         return math.hypot(*(count * error for count, error, _ in self.errors.values()))
 
     @property

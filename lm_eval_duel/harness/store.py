@@ -34,7 +34,7 @@ from lm_eval_duel.core.scores import STATISTICS, Kind, Score
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.estimators.base import Estimator
-from lm_eval_duel.estimators.blocks import BeamBlocks, TwoPhaseBlocks
+from lm_eval_duel.estimators.blocks import TwoPhaseBlocks
 from lm_eval_duel.text.annotated import Gap, TokenText
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ DELETE = 'DELETE FROM "unnamed" WHERE key = ?'
 
 # ---------------------------------------------------------------- scores as plain values
 
-RECORDS: dict[str, Any] = {kind.__name__: kind for kind in (Score, TwoPhaseBlocks, BeamBlocks)}
+RECORDS: dict[str, Any] = {kind.__name__: kind for kind in (Score, TwoPhaseBlocks)}
 ORDER = ("reveal_steps", "token_logprobs", *STATISTICS)  # fields of a score that its part in the results lacks
 
 

@@ -37,7 +37,7 @@ from lm_eval_duel.console.command_line import finite
 from lm_eval_duel.core.scores import IMPOSSIBLE
 from lm_eval_duel.core.windows import target_parts
 from lm_eval_duel.errors import DuelError
-from lm_eval_duel.estimators.blocks import BeamBlocks, TwoPhaseBlocks
+from lm_eval_duel.estimators.blocks import TwoPhaseBlocks
 from lm_eval_duel.estimators.registry import LATTICE
 
 if TYPE_CHECKING:
@@ -149,8 +149,6 @@ def record(window: Window, score: Score, estimator: Estimator) -> dict[str, Any]
     blocks = score.blocks
     if isinstance(blocks, TwoPhaseBlocks) and blocks.count:
         line["two_phase"] = {name: list(getattr(blocks, name)) for name in ("cached", "weights", "uncached")}
-    if isinstance(blocks, BeamBlocks):
-        line["beam"] = blocks.describe()
     if not math.isfinite(score.log_prob):
         line["reason"] = IMPOSSIBLE
     return line if score.stderr is None else line | {"stderr": score.stderr}

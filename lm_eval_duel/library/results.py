@@ -79,7 +79,7 @@ class TextScore:
         """The score of a text from the scores of its windows."""
         windows = encoded.windows
         total, spec = Total.from_scores(windows, scores, estimator.name), estimator.describe()
-        kind = kind_of(estimator.name, spec, total.beam)
+        kind = kind_of(estimator.name, spec)
         return cls(
             text=text,
             log_prob=total.log_prob,
@@ -186,7 +186,7 @@ class TextEstimate:
 
 @dataclasses.dataclass(frozen=True)
 class GeneratedText:
-    """A generated text with its own log-probability, which is exact unless a beam was used (see `kind`).
+    """A generated text with its own log-probability, which is exact.
 
     `text` ends before the first stop string or end-of-text token. The other fields cover everything that was
     generated, up to the end of the block in which it stopped. `Duel.log_prob([window])` gives `log_prob` again, unless
@@ -222,7 +222,7 @@ class GeneratedText:
             text=text,
             log_prob=sample.log_prob,
             stderr=total.stderr,
-            kind=kind_of(estimator.name, estimator.describe(), total.beam),
+            kind=kind_of(estimator.name, estimator.describe()),
             tokens=tuple(token_texts(sample.tokens, tokenizer)),
             token_logprobs=sample.token_logprobs,
             reveal_steps=sample.reveal_steps,

@@ -19,7 +19,6 @@ from typing import Any
 from lm_eval_duel.console.command_line import NAN, REASONS
 from lm_eval_duel.core.scores import METRICS, perplexity
 from lm_eval_duel.errors import DuelError, unknown
-from lm_eval_duel.estimators.blocks import BeamBlocks
 from lm_eval_duel.estimators.registry import ESTIMATORS
 from lm_eval_duel.harness import trace
 from lm_eval_duel.results import stats
@@ -361,8 +360,6 @@ def _duel(duel: Json) -> dict[str, Any]:
         values = {}
         for key, value in scored["values"].items():
             values[key] = {"log_prob": None if value.get("reason") is None else -math.inf} | _typed(value, VALUE)
-            if beam := value.get("beam"):
-                values[key]["beam"] = BeamBlocks.read(beam)
         entries["tasks"][name] = _typed(scored, COUNTS) | {"values": values}
     return entries
 

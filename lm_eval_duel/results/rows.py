@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 from lm_eval_duel.errors import DuelError, unknown
 from lm_eval_duel.estimators import registry
-from lm_eval_duel.estimators.blocks import BeamBlocks
 from lm_eval_duel.estimators.registry import Kind
 from lm_eval_duel.results import stats
 from lm_eval_duel.results.read import TASK_COUNTS
@@ -51,7 +50,6 @@ class Row:
     nats_window_stderr: float | None = None  # over windows
     nfe: int | None = None
     tokens: int | None = None
-    beam: BeamBlocks | None = None  # of a sum over orders by a beam
     documents: Values = dataclasses.field(repr=False)
     missing: Note  # why there are no documents
     ar: bool  # True for the autoregressive baseline
@@ -61,7 +59,7 @@ class Row:
 
     @functools.cached_property
     def entry(self) -> registry.Entry:
-        return registry.of_spec(self.estimator, self.run.spec, self.beam)
+        return registry.find(self.estimator)
 
     @property
     def drawn_bound(self) -> bool:
@@ -84,7 +82,7 @@ class Row:
 
     @property
     def kind(self) -> str:
-        return registry.kind_of(self.estimator, {**self.run.spec, "elbo_eps": self.eps}, self.beam)
+        return registry.kind_of(self.estimator, {**self.run.spec, "elbo_eps": self.eps})
 
     @property
     def likelihood(self) -> bool:
@@ -108,8 +106,8 @@ class Row:
 
     @property
     def of_draws(self) -> bool:
-        """True if its value depends on random numbers, as does a bound by a beam, which has no error."""
-        return self.entry.drawn is not None or (self.beam is not None and self.beam.bounded > 0)
+        """True if its value depends on random numbers."""
+        return self.entry.drawn is not None
 
     @property
     def unknown(self) -> float:
@@ -128,7 +126,7 @@ class Row:
         spec = self.run.spec
         named = [self.entry.named.format(f"{key}={spec[key]}") for key in self.entry.label_args if key in spec]
         eps = f"eps={self.eps:g}: no bound" if self.eps else ""
-        return ", ".join(filter(None, [eps, *named, self.beam.remark if self.beam else "", self.variant]))
+        return ", ".join(filter(None, [eps, *named, self.variant]))
 
     @property
     def parts(self) -> dict[str, str]:
@@ -338,7 +336,6 @@ def _row_of_value(plain: Row, key: str, value: Mapping[str, Any]) -> Row:
         nats_stderr=value.get("stderr"),
         nats_window_stderr=value.get("window_stderr"),
         nfe=value.get("nfe"),
-        beam=value.get("beam"),
         documents=documents,
         missing=missing,
         ar=plain.ar and key == run.estimator,

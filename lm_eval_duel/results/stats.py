@@ -12,7 +12,7 @@ import numpy as np
 
 from lm_eval_duel.core.scores import perplexity
 from lm_eval_duel.errors import DuelError
-from lm_eval_duel.estimators.registry import Kind, is_bound, kind_of, of_spec
+from lm_eval_duel.estimators.registry import Kind, find, is_bound, kind_of
 from lm_eval_duel.results.table import number, span
 
 DRAWS, SEED = 10_000, 0
@@ -286,9 +286,9 @@ def _texts(scores: Sequence[Any], name: str) -> Texts:
             raise DuelError(f"compare() takes the scores of one model in a list; {name} has 0 and {n} of several.")
     total, spec = Total.from_parts(score.sums for score in scores), scores[0].spec
     estimator, stderr = str(spec["estimator"]), total.stderr
-    drawn = of_spec(estimator, spec, total.beam).drawn
+    drawn = find(estimator).drawn
     unknown = "" if drawn is None or stderr is not None else drawn.unknown(spec)
-    kind, log_probs = kind_of(estimator, spec, total.beam), [score.log_prob for score in scores]
+    kind, log_probs = kind_of(estimator, spec), [score.log_prob for score in scores]
     counts = {
         "token": [score.tokens if isinstance(score.tokens, int) else len(score.tokens) for score in scores],
         "word": [score.units.words for score in scores],

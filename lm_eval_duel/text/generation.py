@@ -32,8 +32,8 @@ TEMPERATURE = number(
 OTHERS = {  # settings of other back ends: the value that has no effect, and why no other is taken
     name: (neutral, why)
     for neutral, why, names in (
-        (1, "a rule follows one order, without beams", "num_beams num_beam_groups length_penalty"),
-        (False, "a rule follows one order, without beams", "early_stopping"),
+        (1, "a rule follows one order", "num_beams num_beam_groups length_penalty"),
+        (False, "a rule follows one order", "early_stopping"),
         (1, "only temperature, top_k and top_p change the distribution", "repetition_penalty typical_p"),
         (0, "only temperature, top_k and top_p change the distribution", "presence_penalty frequency_penalty"),
         (0, "only temperature, top_k and top_p change the distribution", "no_repeat_ngram_size min_p"),

@@ -111,8 +111,15 @@ def test_a_dtype_that_a_run_refuses_is_refused(texts):
         audit.main(command("demo-bd", texts, args="dtype=bfloat16"))
 
 
-def test_a_beam_has_no_figures_by_the_reference(folder, texts, capsys):
+def test_blocks_without_figures_by_the_reference_are_not_checked(folder, texts, capsys):
     with pytest.raises(SystemExit) as ended:
-        main(["audit", *command(folder, texts, "--no_own_code", args="estimator=sampled_confidence,block=4,beam=16")])
+        main(
+            [
+                "audit",
+                *command(
+                    folder, texts, "--no_own_code", args="estimator=elbo,elbo_form=ratio,elbo_eps=0.1,mc_samples=16"
+                ),
+            ]
+        )
     out = capsys.readouterr().out
     assert ended.value.code == 3 and "token_perplexity" not in out and "18 tokens" in out

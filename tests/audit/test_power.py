@@ -11,7 +11,7 @@ from lm_eval_duel.audit.recompute import Recomputed, recompute
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.estimators.duel import DuelEstimator
 from lm_eval_duel.estimators.elbo import Elbo
-from lm_eval_duel.estimators.subsets.lattice import Lattice
+from lm_eval_duel.estimators.lattice import Lattice
 
 SIZES = (1, 10, 100, 1_000, 10_000, 100_000)
 

@@ -11,10 +11,9 @@ from lm_eval_duel.core.reveal import ScoreAccumulator
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.estimators.duel import DuelEstimator
 from lm_eval_duel.estimators.elbo import BoundAccumulator, Elbo
+from lm_eval_duel.estimators.lattice import Lattice, LatticeAccumulator
 from lm_eval_duel.estimators.noised_elbo import NoisedElbo
-from lm_eval_duel.estimators.subsets.lattice import Lattice, LatticeAccumulator
-from lm_eval_duel.estimators.subsets.samplers import SampledConfidence
-from lm_eval_duel.estimators.subsets.set_sampler import SetAccumulator
+from lm_eval_duel.estimators.samplers import SampledConfidence, SetAccumulator
 
 
 class Flat(Toy):

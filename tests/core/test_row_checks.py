@@ -16,7 +16,7 @@ from lm_eval_duel.denoisers.wrappers import Warped
 from lm_eval_duel.errors import InconsistentOutput
 from lm_eval_duel.estimators.duel import Autoregressive, DuelEstimator
 from lm_eval_duel.estimators.elbo import Elbo
-from lm_eval_duel.estimators.subsets.lattice import Lattice
+from lm_eval_duel.estimators.lattice import Lattice
 
 pytestmark = pytest.mark.row_checks
 

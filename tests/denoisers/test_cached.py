@@ -19,7 +19,7 @@ from lm_eval_duel.denoisers.wrappers import Guided, Warped
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.estimators.duel import DuelEstimator
 from lm_eval_duel.estimators.elbo import Elbo
-from lm_eval_duel.estimators.subsets.lattice import Lattice
+from lm_eval_duel.estimators.lattice import Lattice
 from lm_eval_duel.options import Options
 
 CACHES = ["prefix", "dual"]

@@ -14,7 +14,7 @@ from lm_eval_duel.denoisers.cached.denoiser import Cached
 from lm_eval_duel.estimators import cost
 from lm_eval_duel.estimators.duel import Autoregressive, DuelEstimator
 from lm_eval_duel.estimators.elbo import Elbo
-from lm_eval_duel.estimators.subsets.lattice import Lattice
+from lm_eval_duel.estimators.lattice import Lattice
 from lm_eval_duel.rules import parse
 
 RULES = (

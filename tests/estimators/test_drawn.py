@@ -14,8 +14,8 @@ from lm_eval_duel.audit import estimates as samplers
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.denoisers.cached.denoiser import Cached
 from lm_eval_duel.denoisers.wrappers import Warped
-from lm_eval_duel.estimators.subsets.lattice import Lattice
-from lm_eval_duel.estimators.subsets.samplers import SampledConfidence, SampledOrder
+from lm_eval_duel.estimators.lattice import Lattice
+from lm_eval_duel.estimators.samplers import SampledConfidence, SampledOrder
 
 WARM = Warped(Toy(length=8, seed=3), 0.7)
 SAMPLERS = {

@@ -12,7 +12,7 @@ from lm_eval_duel.core.windows import Window
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.estimators.duel import DuelEstimator
 from lm_eval_duel.estimators.elbo import REPLICATES, Elbo, replicates
-from lm_eval_duel.estimators.subsets.lattice import Lattice
+from lm_eval_duel.estimators.lattice import Lattice
 
 NETWORKS = {
     "bidirectional": lambda: Toy(length=9, seed=1),

@@ -20,9 +20,9 @@ from lm_eval_duel.denoisers.wrappers import Guided, Warped
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.estimators.duel import DuelEstimator
 from lm_eval_duel.estimators.elbo import Elbo
+from lm_eval_duel.estimators.lattice import Lattice
 from lm_eval_duel.estimators.noised_elbo import NoisedElbo
-from lm_eval_duel.estimators.subsets.lattice import Lattice
-from lm_eval_duel.estimators.subsets.samplers import SampledConfidence, SampledOrder
+from lm_eval_duel.estimators.samplers import SampledConfidence, SampledOrder
 from lm_eval_duel.estimators.two_phase import TwoPhase
 
 
@@ -73,7 +73,6 @@ ESTIMATORS = {
     "confidence, ties": partial(CONFIDENCE, Tied(length=12), 4),
     "confidence, ties of two": partial(CONFIDENCE, Tied(length=12), 4, n=2, tau=0.45),
     "confidence, cache": partial(CONFIDENCE, Cached(ATTENDS, "dual"), 3),
-    "confidence, beam": partial(CONFIDENCE, TOY, 7, beam=16, seed=5),
     "order, origin": partial(ORDER, TOY, 4, alg="origin", steps=3),
     "order, origin, block-causal": partial(ORDER, WARM_BLOCKS, alg="origin", steps=1),
     "order, random": partial(ORDER, TOY, 4, alg="random", steps=3),
@@ -83,7 +82,6 @@ ESTIMATORS = {
     "order, margin": partial(ORDER, TOY, 3, alg="topk_margin", steps=5, alg_temp=0.2),
     "order, margin, block-causal": partial(ORDER, WARM_BLOCKS, alg="topk_margin", steps=2, alg_temp=0.2),
     "order, entropy, rotary": partial(ORDER, ROTARY, 3, alg="entropy", steps=2, alg_temp=0.3),
-    "order, beam": partial(ORDER, TOY, 7, alg="origin", steps=4, beam=16),
     "two phases": partial(TwoPhase, ATTENDS, "greedy", 2, sample=0.5, seed=1),
     "two phases, rows": partial(TwoPhase, ATTENDS, "threshold:mu=0.45", 3, grid="row", sample=0.3),
     "two phases, prefix": partial(TwoPhase, ATTENDS, "margin:k=2", 3, cache="prefix", sample=1.0),
@@ -102,8 +100,7 @@ ESTIMATORS = {
         NoisedElbo, NoisyToy(length=12, prediction="denoiser"), samples=4, steps=math.inf
     ),
 }
-ROUTES = {"duel, memory": RUNS_RULE, **dict.fromkeys(("confidence, beam", "order, beam"), ALONE)}
-ROUTES["random tokens, conditioned"] = ALONE
+ROUTES = {"duel, memory": RUNS_RULE, "random tokens, conditioned": ALONE}
 
 
 def made(name, **more):
@@ -133,7 +130,7 @@ def short_of_memory(whole):
 
 
 FAST = ("duel", "duel, memory", "duel, block-causal", "elbo", "elbo by ratio", "elbo, block-causal", "all orders")
-FAST += ("all orders, block-causal", "confidence, at least 2", "confidence, beam", "order, entropy, hot", "order, beam")
+FAST += ("all orders, block-causal", "confidence, at least 2", "order, entropy, hot")
 FAST += ("two phases", "random tokens", "random tokens, conditioned")
 
 
@@ -192,7 +189,7 @@ UNMASKED.noise_training = None
 NOISY, CERTAIN = NoisyToy(), Window((), (0, 1, 2, 0, 1, 2))
 KNOWN = Window((), (0, 2, 1, 1), known=(1, 2))
 REFUSED = (
-    ("4,095 sets.*32", partial(Lattice, TOY)),
+    ("4,095 rows.*32", partial(Lattice, TOY)),
     ("the whole target", partial(Lattice, TOY, None)),
     ("estimator=ar", partial(Lattice, CAUSAL, 1)),
     ("klass:.*memory", partial(Lattice, TOY, 4, follow=["klass:mu=0.9:nu=0.1"])),
@@ -200,9 +197,8 @@ REFUSED = (
     ("score_entropy.*SEDD", partial(Elbo, TOY, form="score_entropy")),
     ("blocks of 4", partial(Elbo, BLOCK(), None)),
     ("sampled_confidence", partial(CONFIDENCE, TOY)),
-    ("at most 12 positions", partial(CONFIDENCE, TOY, 16)),
-    ("at most 48 positions", partial(CONFIDENCE, TOY, 64, beam=16)),
-    ("'beam'", partial(CONFIDENCE, TOY, 8, beam=15)),
+    (r"at most 12 positions .*Duel\.follow", partial(CONFIDENCE, TOY, 16)),
+    ("65,535", partial(ORDER, TOY, 16)),
     ("estimator=ar", partial(CONFIDENCE, CAUSAL, 1)),
     ("confidence=untempered", partial(CONFIDENCE, TRUNCATED, 2)),
     ("confidence=untempered", lambda: CONFIDENCE(TOY, 2).with_denoiser(TRUNCATED)),
@@ -215,8 +211,6 @@ REFUSED = (
     ("rule=dream:alg=entropy", partial(ORDER, TOY, 2, alg="entropy")),
     ("'alg_temp' .*alg=entropy", partial(ORDER, TOY, 2, alg_temp=0.2)),
     ("estimator=sampled_confidence", partial(ORDER, TOY, 2, alg="maskgit_plus")),
-    ("two sets for each repetition", partial(ORDER, TOY, 8, beam=16, repetitions=9)),
-    ("'repetitions'", partial(ORDER, TOY, 8, repetitions=16)),
     ("block_causal network has no such cost.*Use estimator=duel", partial(TwoPhase, BLOCK())),
     ("causal network has no such cost.*Use estimator=ar", partial(TwoPhase, CAUSAL, "left_to_right")),
     ("needs a cached first phase.*it takes no keys.*Use estimator=duel", partial(TwoPhase, TOY)),

@@ -13,8 +13,8 @@ from lm_eval_duel.core import noise as noises
 from lm_eval_duel.core.row_checks import FIRST
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.errors import DuelError, InconsistentOutput, NotFinite
+from lm_eval_duel.estimators.lattice import Lattice
 from lm_eval_duel.estimators.noised_elbo import NoisedElbo
-from lm_eval_duel.estimators.subsets.lattice import Lattice
 
 TOYS = {
     "uniform plugin": NoisyToy(),

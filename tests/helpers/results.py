@@ -193,7 +193,7 @@ def text_score(text, nats, tokens, estimator="duel", stderr=None, blocks=None, *
     window = Window((), tuple(text.encode()))
     sums = Total.from_score(window, Score(nats, stderr=stderr, blocks=blocks), estimator)
     spec = {"estimator": estimator, **spec}
-    kind = registry.kind_of(estimator, spec, sums.beam)
+    kind = registry.kind_of(estimator, spec)
     bound, rest = kind == registry.Kind.UPPER_BOUND.value, ((-1.0,) * tokens, (0,) * tokens, None, None, (), ())
     values = math.exp(-nats / tokens), -nats / math.log(2) / len(text)
     tokens_of = ("x",) * tokens

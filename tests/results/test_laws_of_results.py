@@ -13,7 +13,7 @@ from results import report as run
 
 from lm_eval_duel import DuelError, compare
 from lm_eval_duel.cli.report import main as report
-from lm_eval_duel.estimators.blocks import BeamBlocks, TwoPhaseBlocks
+from lm_eval_duel.estimators.blocks import TwoPhaseBlocks
 from lm_eval_duel.estimators.registry import Kind
 from lm_eval_duel.results import compare as pairs
 from lm_eval_duel.results import stats
@@ -178,7 +178,6 @@ def test_other_tokens_are_compared_per_byte():
 
 
 BOUND = {"estimator": "elbo", "mc_samples": 16, "stderr": 0.1}
-OPEN, CONVERGED = BeamBlocks(2, 0, 1, 0, -9, 9), BeamBlocks(2, 0, 2, 0, -9, 9)
 
 
 @pytest.mark.parametrize(
@@ -190,7 +189,6 @@ OPEN, CONVERGED = BeamBlocks(2, 0, 1, 0, -9, 9), BeamBlocks(2, 0, 2, 0, -9, 9)
         ({"estimator": "elbo", "mc_samples": 4}, -0.05, "mc_samples=4"),
         ({"estimator": "two_phase", "blocks": TwoPhaseBlocks(20)}, 0.05, "not known"),
         ({"estimator": "oracle"}, -0.05, "not a likelihood"),
-        ({"estimator": "sampled_order", "blocks": OPEN, "beam": 8}, 0.05, "upper bound"),
     ],
 )
 def test_values_that_allow_no_verdict(drawn, shift, why):
@@ -203,18 +201,6 @@ def test_values_that_allow_no_verdict(drawn, shift, why):
 def test_an_error_that_is_known_of_all_texts_together_is_enough():
     few = scores(0.05, seed=2, estimator="two_phase", blocks=TwoPhaseBlocks(20, 2, 2, 1e-4))
     assert few[0].stderr is None and compare(scores(), few).verdict == "first is better"
-
-
-def test_a_value_is_a_bound_if_that_of_any_text_is():
-    """A beam that has not converged in one text makes a bound of the whole; one that never has has no error."""
-    settings = {"estimator": "sampled_order", "beam": 8}
-    beams, open_ones = (scores(0.05, blocks=blocks, **settings) for blocks in (CONVERGED, OPEN))
-    assert compare(scores(), beams).verdict == "first is better"
-    found = compare(scores(), [*beams[:-1], open_ones[-1]])
-    assert found.verdict.startswith("no verdict") and "≤" in str(found) and found.kinds[1] == Kind.UPPER_BOUND.value
-    found = compare(scores(), scores(0.05, blocks=BeamBlocks(2, 0, 0, 0, -9, 9), **settings))
-    assert found.stderrs == (None, None) and "±" not in str(found)
-    assert found.verdict == "no verdict: second is an upper bound"
 
 
 def test_equal_texts_share_their_draws():

@@ -6,13 +6,7 @@ import pytest
 from results import documents, edit_samples, hf, ours, per_token, put, rows
 from results import report as run
 
-from lm_eval_duel.cli.report import parse
 from lm_eval_duel.errors import DuelError
-from lm_eval_duel.estimators import registry
-from lm_eval_duel.estimators.blocks import BeamBlocks
-from lm_eval_duel.results import figures
-from lm_eval_duel.results import tables as columns
-from lm_eval_duel.results.report import collect
 
 TEXTS = [f"a text of number {n}" for n in range(4)]
 NATS, TOKENS = (-30.0, -40.0, -50.0, -60.0), (10, 12, 14, 16)
@@ -170,24 +164,6 @@ def test_gap_closed_has_an_error_only_if_that_of_its_value_is_known(tmp_path, kn
     row = rows(run(tmp_path, "--as_published"), "owt", "two_phase")["MDLM"]
     assert row["gap_closed"] == pytest.approx(100 * (24.0 - 20.0) / (24.0 - 17.54))
     assert (row["gap_closed_stderr"] is None) == (row["stderr"] is None) == (known is None)
-
-
-@pytest.mark.parametrize(
-    ("exact", "converged", "kind"), [(9, 0, "bound"), (8, 1, "bound"), (9, 1, "estimate"), (10, 0, "exact")]
-)
-def test_a_sum_over_orders_by_a_beam_is_what_its_blocks_are(tmp_path, exact, converged, kind):
-    """A bound if any block is one, in tables, verdicts and legends."""
-    sums = BeamBlocks(count=10, exact=exact, converged=converged, bound=-40.0, rows=99)
-    owt(tmp_path)
-    file = ours(tmp_path / "results", per_token(["owt"], [20.0]), estimator="sampled_order", spec={"beam": "64"})
-    put(file, "config.duel.tasks.owt.values.sampled_order.beam", sums.describe())
-    words = [str(tmp_path / "results"), "--ar", str(tmp_path / "ar"), "--as_published", "--out", str(tmp_path / "out")]
-    table = collect(parse(words)).tasks["owt"].rows
-    [row] = [each.row for each in table if each.row.estimator == "sampled_order"]
-    bound = kind == "bound"
-    assert sums.describe()["kind"] == kind and row.bound == registry.is_bound(row.kind) == bound
-    assert ("1 of 10 blocks" in row.qualifiers) == ("upper bound" in figures._kind(row)) == bound
-    assert columns.value(row).startswith("≤") == bound
 
 
 def test_the_baseline_stays_whatever_else_is_there(tmp_path):

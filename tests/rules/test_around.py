@@ -15,7 +15,7 @@ from lm_eval_duel import Window, rules
 from lm_eval_duel.core.row_checks import FIRST
 from lm_eval_duel.errors import DuelError, InconsistentOutput
 from lm_eval_duel.estimators.duel import DuelEstimator
-from lm_eval_duel.estimators.subsets.lattice import Lattice
+from lm_eval_duel.estimators.lattice import Lattice
 
 
 def largest(lanes, scores):

@@ -12,7 +12,7 @@ from toys import Toy
 
 from lm_eval_duel import Duel, rules
 from lm_eval_duel.core.windows import Window
-from lm_eval_duel.estimators.subsets.lattice import Lattice
+from lm_eval_duel.estimators.lattice import Lattice
 
 BOUNDS = {  # a rule with one parameter left open, and values between which its picks differ
     "threshold:mu={}": (0.0, 1.0),

@@ -31,8 +31,8 @@ from lm_eval_duel.core.row_checks import is_coarse
 from lm_eval_duel.core.scores import STATISTICS, IndexedScores, Score
 from lm_eval_duel.estimators.arguments import LatticeArguments, check_block
 from lm_eval_duel.estimators.base import Estimator, check_every_order
+from lm_eval_duel.estimators.moves import from_bitmask, to_bitmask
 from lm_eval_duel.estimators.registry import ESTIMATORS, LATTICE
-from lm_eval_duel.estimators.subsets.moves import from_bitmask, to_bitmask
 
 
 @dataclasses.dataclass
@@ -75,6 +75,20 @@ class Orders(ScoreAccumulator):
             sums = torch.stack([picked.sum(1), unfinished, unfinished, tied, never], 1).long()  # (B, 5)
             self.sums.index_add_(0, row, sums)
             state, step = following, step + 1
+
+
+def every_set(group: WindowGroup, fresh: Lanes, begun: int) -> Lanes:
+    """Every set of masked positions of fresh blocks (B,), as a lane. Its memory says where it belongs: `begun`, the
+    number of the chunk, and the number of its block there."""
+    states = (1 << fresh.masked.sum(1)) - 1  # (B,)
+    block = torch.arange(len(fresh), device=states.device).repeat_interleave(states)  # (R,)
+    before = (states.cumsum(0) - states).repeat_interleave(states)  # (R,)
+    number = torch.arange(len(block), device=states.device) - before + 1  # (R,) 1..2^m - 1
+    lanes = fresh.select(block)
+    nth = lanes.masked.cumsum(1) - lanes.masked.long()  # (R, W) of each masked position in its block
+    masked = lanes.masked & (number[:, None] >> nth & 1).bool()  # (R, W)
+    places = tuple(plane[:, None].expand_as(masked) for plane in (torch.full_like(block, begun), block))
+    return dataclasses.replace(lanes.show(group.rows.targets(lanes), masked), memory=places)
 
 
 def fold(table: torch.Tensor, masked: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -163,10 +177,10 @@ class Lattice(Estimator):
         check_every_order(denoiser, value)
         self.name = value
         followed = tuple(rules.parse(rule) if isinstance(rule, str) else rule for rule in follow)
-        own = LatticeArguments(followed)
+        LatticeArguments(followed)  # raises DuelError for a rule that is not state-only
         self.rules = list(followed)
         super().__init__(denoiser, block, **layout)
-        check_block(value, own, self.block, only=denoiser.block is not None)
+        check_block(value, self.block, only=denoiser.block is not None)
         paths = {str(rule): Score(0.0, nfe=0, near_ties=0) for rule in self.rules}
         self.empty_score = self.score(dict.fromkeys(LATTICE, 0.0), paths)
 
@@ -204,16 +218,9 @@ class LatticeAccumulator:
             return min(TABLE // (wide << wide), 4 * -(-room // (1 << wide)))
 
         for begun, (fresh, _) in enumerate(self.lattice.batches(group, spans, size, EVALUATE_ALL)):
-            states = (1 << fresh.masked.sum(1)) - 1  # (B,)
-            block = torch.arange(len(fresh), device=states.device).repeat_interleave(states)  # (R,)
-            before = (states.cumsum(0) - states).repeat_interleave(states)  # (R,)
-            number = torch.arange(len(block), device=states.device) - before + 1  # (R,) 1..2^m - 1
-            lanes = fresh.select(block)
-            nth = lanes.masked.cumsum(1) - lanes.masked.long()  # (R, W) of each masked position in its block
-            masked = lanes.masked & (number[:, None] >> nth & 1).bool()  # (R, W)
-            places = tuple(plane[:, None].expand_as(masked) for plane in (torch.full_like(block, begun), block))
+            lanes = every_set(group, fresh, begun)
             self.chunks[begun] = self._empty(fresh, len(lanes))
-            yield dataclasses.replace(lanes.show(group.rows.targets(lanes), masked), memory=places)
+            yield lanes
 
     def _empty(self, lanes: Lanes, states: int) -> OrderChunk:
         """Empty tables of these fresh blocks, of which `states` states will be evaluated."""

@@ -1,0 +1,162 @@
+"""The steps of a sampler in many states at once: the subsets of the masked positions that they reveal, and how likely.
+
+A state is a set of masked positions. Steps that reveal none change nothing, so the number of masked positions tells the
+next step of a schedule, and sets of other sizes are never reached.
+
+Shapes: X states, R lanes, W block width, c products, I moves, M the most positions of a block.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from functools import lru_cache
+from typing import NamedTuple, TypeAlias
+
+import torch
+
+from lm_eval_duel.core.lanes import Lanes
+from lm_eval_duel.estimators.arguments import LATTICE_BLOCK, ConfidenceArguments
+from lm_eval_duel.rules.deployed import dream_counts, even_counts
+
+Planes: TypeAlias = dict[str, torch.Tensor]  # (X, ...) each: what a sampler keeps of the predictions in some states
+
+
+class StateLevel(NamedTuple):
+    """Sets of masked positions of one size, X of them, at which a step may begin."""
+
+    block: torch.Tensor  # (X,)
+    first: torch.Tensor  # (X,) how many positions are masked as the block begins
+    masked: torch.Tensor  # (X, W) bool
+
+
+class Moves(NamedTuple):
+    """The positions that the next step reveals, or a part of them."""
+
+    state: torch.Tensor  # (I,) the set before
+    chosen: torch.Tensor  # (I,) the number of the positions revealed
+    log_p: torch.Tensor  # (I,) log P(A | H) with the targets at A
+
+
+def from_bitmask(number: torch.Tensor, wide: int) -> torch.Tensor:
+    """The positions of bit masks: (X,) -> (X, W) bool."""
+    return (number[:, None] >> torch.arange(wide, device=number.device) & 1).bool()
+
+
+def to_bitmask(positions: torch.Tensor) -> torch.Tensor:
+    """The bit mask of positions, the sum of 2^position: (X, W) bool -> (X,)."""
+    return (positions.long() << torch.arange(positions.shape[1], device=positions.device)).sum(1)
+
+
+def log_sums(values: torch.Tensor, at: torch.Tensor, count: int) -> torch.Tensor:
+    """The logsumexp of the values (I, ...) at each of `count` places, (count, ...); `at` (I,): the place of a value."""
+    index = at.reshape(-1, *[1] * (values.dim() - 1)).expand_as(values)
+    top = values.new_full((count, *values.shape[1:]), -math.inf).scatter_reduce(0, index, values, "amax")
+    top = top.clamp(min=torch.finfo(values.dtype).min)
+    return torch.zeros_like(top).index_add_(0, at, (values - top[at]).exp()).log() + top
+
+
+def independent(state: torch.Tensor, log_in: torch.Tensor, log_out: torch.Tensor, count: torch.Tensor) -> Moves:
+    """The subsets whose probability is a product over positions, of log_in for members and log_out for others.
+
+    `state` (c,): the state of each product; log_in, log_out (c, W); `count` (2, c): the least and the most members.
+    """
+    possible = (log_in > -math.inf).long()  # (c, W)
+    later = possible.flip(1).cumsum(1).flip(1) - possible  # (c, W) possible members after each position
+    product = torch.arange(len(state), device=state.device)  # (I,) of each partial subset
+    members = torch.zeros_like(state)  # (I,) how many it has
+    chosen = torch.zeros_like(state)  # (I,)
+    log_p = log_in.new_zeros(len(state))  # (I,)
+    for position in range(log_in.shape[1]):
+        least, most = count[:, product]
+        enters, stays = log_in[product, position], log_out[product, position]  # (I,) each
+        out = ((stays > -math.inf) & (members + later[product, position] >= least)).nonzero()[:, 0]
+        into = ((enters > -math.inf) & (members < most)).nonzero()[:, 0]
+        log_p = torch.cat([log_p[out] + stays[out], log_p[into] + enters[into]])
+        chosen = torch.cat([chosen[out], chosen[into] | 1 << position])
+        members = torch.cat([members[out], members[into] + 1])
+        product = torch.cat([product[out], product[into]])
+    return Moves(state[product], chosen, log_p)
+
+
+def in_turn(level: StateLevel, log_p: torch.Tensor, score: torch.Tensor, count: torch.Tensor) -> Moves:
+    """Subsets of `count` (X,) positions, drawn one after the other without replacement by weights exp(score) (X, W).
+
+    `log_p` (X, W): of the targets. The sum over the orders in which a subset is drawn (Plackett and Luce).
+    """
+    wide, state = score.shape[1], torch.arange(len(score), device=score.device)  # (X,)
+    moves = Moves(state, torch.zeros_like(state), score.new_zeros(len(score)))
+    for turn in range(int(count.max())):
+        left = level.masked[moves.state] & ~from_bitmask(moves.chosen, wide)  # (I, W)
+        total = score[moves.state].masked_fill(~left, -math.inf).logsumexp(1)  # (I,)
+        growing = count[moves.state] > turn  # (I,)
+        i, position = (left & growing[:, None]).nonzero().unbind(1)
+        before = moves.state[i]
+        more = moves.log_p[i] + score[before, position] - total[i] + log_p[before, position]
+        states = torch.cat([moves.state[~growing], before])
+        chosen = torch.cat([moves.chosen[~growing], moves.chosen[i] | 1 << position])
+        pairs, at = torch.stack([states, chosen], 1).unique(dim=0, return_inverse=True)
+        merged = log_sums(torch.cat([moves.log_p[~growing], more]), at, len(pairs))
+        moves = Moves(pairs[:, 0], pairs[:, 1], merged)
+    return moves
+
+
+COUNTS = {"even": even_counts, "dream": dream_counts}
+
+
+@dataclasses.dataclass(frozen=True)
+class StepCounts:
+    """The number of positions at each step: `n`, or by a `schedule` over `steps` steps, "even" (LLaDA) or "dream".
+
+    `or_more`: a step may reveal more than n.
+    """
+
+    n: int = 1
+    steps: int | None = None
+    schedule: str = "even"
+    or_more: bool = False
+
+    @classmethod
+    def from_arguments(cls, own: ConfidenceArguments) -> StepCounts:
+        """The counts of `sampled_confidence`."""
+        return cls(own.n or 1, own.steps, own.schedule, or_more=own.tau is not None)
+
+    def of_block(self, m: int) -> list[int]:
+        """The number of positions that each step reveals, of m in all."""
+        if self.steps is None:
+            return [min(self.n, m - done) for done in range(0, m, self.n)]
+        return COUNTS[self.schedule](m, self.steps)
+
+    def of_state(self, m: int, masked: int) -> int:
+        """The number of positions that the next step reveals when `masked` of m are left; 0 if no step begins there."""
+        if self.or_more:
+            return min(self.n, masked) if masked == m or masked <= m - self.n else 0
+        left = m
+        for count in self.of_block(m):
+            if left == masked and count:
+                return count
+            left -= count
+        return 0
+
+    def of_lanes(self, lanes: Lanes) -> torch.Tensor:
+        """The number of positions that the next step of each lane reveals, (R,); 0 for a lane that no step begins
+        with.
+        """
+        return self.of_sizes(lanes.in_target.sum(1), lanes.masked.sum(1))
+
+    def of_sizes(self, first: torch.Tensor, masked: torch.Tensor) -> torch.Tensor:
+        """The same for blocks that begin with `first` (X,) masked positions of which `masked` (X,) are left, (X,)."""
+        return table(self, first.device)[first, masked]
+
+
+@lru_cache(maxsize=64)
+def table(counts: StepCounts, device: torch.device) -> torch.Tensor:
+    """The number of positions that a step reveals, by the block's width and its masked positions: (M + 1, M + 1).
+
+    0 where no step begins.
+    """
+    entries = torch.zeros(LATTICE_BLOCK + 1, LATTICE_BLOCK + 1, dtype=torch.int64)
+    for m in range(1, LATTICE_BLOCK + 1):
+        for masked in range(1, m + 1):
+            entries[m, masked] = counts.of_state(m, masked)
+    return entries.to(device)

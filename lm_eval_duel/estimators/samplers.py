@@ -1,0 +1,440 @@
+"""The exact likelihood of samplers whose texts have many orders: the sum over the sets of masked positions of a block.
+
+    alpha(H) = p that a sampler comes to mask exactly the positions H, with the targets elsewhere
+    alpha(H - A) = sum over H of alpha(H) P(A | H), larger sets first; alpha(no position) = p of the block
+
+One network row at H gives P(A | H) for every A. Two kinds of samplers have such a P:
+
+**They select after sampling** (`SampledConfidence`: LLaDA at a temperature above 0, SDAR, LLaDA2, Fast-dLLM, Dream's
+maskgit_plus). Position j draws token v with probability q_j(v), and the draws with the largest scores s_j(v) are kept.
+With c_i = s_i(x_i) for the text x, the positions A of H are kept with their tokens x, and no others, with probability
+
+    n       |A| = min(n, |H|), a the member of A that ranks last (smallest c; of equals, the rightmost):
+            P(A) = prod over i in A of q_i(x_i)  x  prod over j in H - A of q_j{v ranks after x_a}
+    tau     all c_i > tau and |A| >= min(n, |H|):
+            P(A) = prod over i in A of q_i(x_i)  x  prod over j in H - A of q_j{s_j(v) <= tau}
+            fewer above tau: as n
+
+The draws at the positions of H - A are thrown away, so their probabilities are summed. n may depend on |H|.
+
+**They draw the positions** (`SampledOrder`: Dream; LLaDA's random remasking), a set A of the positions H at each step:
+
+    origin      each position independently, with the step's share r_i
+                P(A) = r_i^|A| (1 - r_i)^|H - A|
+    random      n_i positions, all sets of this size alike
+    entropy,    n_i positions, one after the other without replacement, by weights w = exp(s / alg_temp) of the scores
+    topk_margin s = -entropy or s = P1 - P2 (Plackett and Luce):
+                P(A) = sum over i in A of P(A - i) w_i / (sum of w over H - A + i), P(empty set) = 1
+
+times p_i(x_i) at the positions i of A.
+
+Shapes: N windows, R lanes, W block width, B blocks of a chunk, S = 2^W sets (by number: the sum of 2^position), X sets
+of a level, I moves, c products, T steps of a schedule of which a set must know its own (else 1).
+"""
+
+from __future__ import annotations
+
+import abc
+import copy
+import dataclasses
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any, ClassVar, cast
+
+import torch
+
+from lm_eval_duel import fingerprint, rules
+from lm_eval_duel.core.decision import EVALUATE_ALL
+from lm_eval_duel.core.denoiser import Denoiser
+from lm_eval_duel.core.lanes import Lanes
+from lm_eval_duel.core.predictions import Argmax, Draw
+from lm_eval_duel.core.reveal import Step, WindowGroup
+from lm_eval_duel.core.scores import Counts, IndexedScores, Sample, Score, known_sum
+from lm_eval_duel.core.windows import Ids, Window
+from lm_eval_duel.errors import DuelError
+from lm_eval_duel.estimators.arguments import Arguments, ConfidenceArguments, OrderArguments, check_block
+from lm_eval_duel.estimators.base import Estimator, check_every_order
+from lm_eval_duel.estimators.drawn import BestDrawn, StepDraws
+from lm_eval_duel.estimators.duel import DuelEstimator
+from lm_eval_duel.estimators.lattice import every_set
+from lm_eval_duel.estimators.moves import (
+    Moves,
+    Planes,
+    StateLevel,
+    StepCounts,
+    from_bitmask,
+    in_turn,
+    independent,
+    to_bitmask,
+)
+from lm_eval_duel.rules.deployed import dream_shares
+
+SCORED_AT_ONCE = 64  # samples
+STATES = 4096  # sets of a chunk of blocks, if a network call holds fewer
+TABLE = 1 << 24  # values of a chunk's tables: 128 MiB
+
+
+class SetSampler(Estimator):
+    """A sampler whose texts have many orders, and whose next step depends only on the set of masked positions."""
+
+    reads: ClassVar[type[Arguments]]
+    own: Any  # its arguments, of the class `reads`
+
+    def __init__(self, denoiser: Denoiser, block: int | str | None = "auto", **arguments: Any):
+        self.own = self.reads.popped_from(arguments)
+        check_every_order(denoiser, self.name)
+        super().__init__(denoiser, block=block, **arguments)
+        check_block(self.name, self.block, only=denoiser.block is not None)
+
+    @property
+    def shares(self) -> torch.Tensor | None:
+        """The probability with which each step reveals a masked position, (T,), if steps have no other parameter."""
+        return None
+
+    @abc.abstractmethod
+    def begins(self, lanes: Lanes) -> torch.Tensor:
+        """True for lanes with so many masked positions that a step may begin with them, (R,) bool."""
+
+    @abc.abstractmethod
+    def planes(self, step: Step) -> Planes:
+        """The planes that `moves` reads of the predictions in some states, (R, W, ...) each.
+
+        "log_probs" of the targets is one of them. Optional are "pick" (R, W), the positions that argmax decoding
+        reveals next, and "missed" (R, W), where a token there is not the target.
+        """
+
+    @abc.abstractmethod
+    def moves(self, level: StateLevel, planes: Planes) -> Moves:
+        """The subsets that the next step of each state of a level can reveal."""
+
+    def steps(self, m: int) -> int | None:
+        """The number of steps that a block of m positions takes; None: not known."""
+        return None
+
+    def score_group(self, group: WindowGroup) -> IndexedScores:
+        sums = SetAccumulator(group, self)
+        return self.reveal(group, EVALUATE_ALL, sums.states(), sums)
+
+
+@dataclasses.dataclass
+class SetChunk:
+    """Some blocks, and what was read of the predictions at their sets of masked positions."""
+
+    lanes: Lanes  # (B,) as their blocks begin
+    missing: int  # sets that have not been evaluated
+    planes: Planes = dataclasses.field(default_factory=dict)  # (B, S, ...) each
+
+
+class SetAccumulator:
+    """The blocks of one group of windows: tables that are filled call by call, and the sums of finished blocks."""
+
+    def __init__(self, group: WindowGroup, sampler: SetSampler):
+        self.group = group
+        self.sampler = sampler
+        self.chunks: dict[int, SetChunk] = {}
+        self.waiting = [len(sampler.blocks(window)) for window in group.windows]  # blocks that are missing
+        windows = len(group.windows)  # of each, over its finished blocks:
+        self.log_prob = [0.0] * windows
+        self.is_greedy = [True] * windows
+        self.nfe: list[int | None] = [0] * windows
+
+    def states(self) -> Iterator[Lanes]:
+        """Every set of every block with which a step may begin, one chunk of blocks after the other."""
+        spans = self.sampler.block_spans(self.group)
+        wide = max(width for _, _, width in spans)
+        steps = 1 if (shares := self.sampler.shares) is None else len(shares)
+        most = TABLE // ((wide * wide + steps) << wide)  # blocks of a chunk
+
+        def size(room: int) -> int:  # a chunk fills several calls
+            return min(max(4 * room, STATES) >> wide, most)
+
+        for begun, (fresh, _) in enumerate(self.sampler.batches(self.group, spans, size, EVALUATE_ALL)):
+            lanes = every_set(self.group, fresh, begun)
+            lanes = lanes.select(self.sampler.begins(lanes))
+            self.chunks[begun] = SetChunk(fresh, len(lanes))
+            yield lanes
+
+    def add(self, step: Step) -> None:
+        """Enter what was read at some sets."""
+        read = self.sampler.planes(step)
+        number, block = (plane[:, 0] for plane in step.lanes.memory)  # (R,) each
+        state = to_bitmask(step.lanes.masked)  # (R,)
+        parts = {n: number == n for n in number.unique().tolist()}
+        for n, mine in parts.items():
+            chunk = self.chunks[n]
+            count, wide = chunk.lanes.masked.shape
+            for name, plane in read.items():
+                own = plane[(mine, *[slice(wide)] * (plane.dim() - 1))]
+                if name not in chunk.planes:
+                    chunk.planes[name] = own.new_zeros(count, 1 << wide, *own.shape[1:])
+                chunk.planes[name][block[mine], state[mine]] = own
+        for n, mine in parts.items():  # once everything is entered: a step that runs out of memory comes again
+            self.chunks[n].missing -= int(mine.sum())
+
+    def take(self, finished: Lanes) -> IndexedScores:
+        """(row, score) of the windows that have all their blocks. Complete chunks are summed up."""
+        for n in [n for n, chunk in self.chunks.items() if not chunk.missing]:
+            chunk = self.chunks.pop(n)
+            values = swept(chunk, self.sampler).tolist()
+            greedy = decoded(chunk).tolist()
+            counts = chunk.lanes.masked.sum(1).tolist()
+            for row, value, is_greedy, m in zip(chunk.lanes.row.tolist(), values, greedy, counts, strict=True):
+                self.log_prob[row] += value
+                self.is_greedy[row] &= is_greedy
+                self.nfe[row] = known_sum(self.nfe[row], self.sampler.steps(m))
+                self.waiting[row] -= 1
+                if not self.waiting[row]:
+                    yield row, Score(self.log_prob[row], self.is_greedy[row], nfe=self.nfe[row])
+
+
+def swept(chunk: SetChunk, sampler: SetSampler) -> torch.Tensor:
+    """log p of each block, (B,): sums over its sets, from all positions masked to none, larger sets first."""
+    masked = chunk.lanes.masked  # (B, W)
+    count, wide = masked.shape
+    shares = None if sampler.shares is None else sampler.shares.to(masked.device)  # (T,)
+    steps = 1 if shares is None else len(shares)
+    arrived = chunk.planes["log_probs"].new_full((count << wide, steps), -math.inf)  # (B S, T) log alpha
+    start = torch.arange(count, device=masked.device) << wide  # (B,) the number of each block's empty set
+    arrived[start + to_bitmask(masked), 0] = 0
+    planes = {name: plane.flatten(0, 1) for name, plane in chunk.planes.items()}  # (B S, ...) each
+    sizes = from_bitmask(torch.arange(len(arrived), device=masked.device), wide).sum(1)  # (B S,)
+    value = arrived.new_full((count,), -math.inf)  # (B,)
+    for size in range(wide, 0, -1):
+        key = ((sizes == size) & (arrived > -math.inf).any(1)).nonzero()[:, 0]  # (X,)
+        if not len(key):
+            continue
+        block = key >> wide  # (X,)
+        level = StateLevel(block, masked.sum(1)[block], from_bitmask(key, wide))
+        log_leave = arrived[key]  # (X, T)
+        if shares is not None:  # each step reveals each position with its share, or none: a set is left at any step
+            log_stay = torch.log1p(-shares)  # (T,)
+            log_kept = size * torch.cat([log_stay.new_zeros(1), log_stay[:-1].cumsum(0)])  # (T,)
+            log_leave = (log_leave - log_kept).logcumsumexp(1) + log_kept
+        moves = sampler.moves(level, {name: plane[key] for name, plane in planes.items()})
+        reached, new = (key[moves.state] & ~moves.chosen).unique(return_inverse=True)  # (x,)
+        sums = arrivals(log_leave, moves, new, len(reached))  # (x, T)
+        if shares is not None:
+            members = (size - sizes[reached])[:, None]  # (x, 1) positions that the step reveals
+            others = sizes[reached][:, None]
+            sums = sums + members * shares.log() + torch.where(others > 0, others * log_stay, 0.0)
+        done = sizes[reached] == 0  # (x,)
+        of_block = reached[done] >> wide
+        value[of_block] = value[of_block].logaddexp(sums[done].logsumexp(1))
+        if shares is not None:  # a set is left at a later step than that at which it was reached
+            sums = torch.cat([torch.full_like(sums[:, :1], -math.inf), sums[:, :-1]], 1)
+        arrived[reached] = arrived[reached].logaddexp(sums)
+    return value
+
+
+def arrivals(log_leave: torch.Tensor, moves: Moves, new: torch.Tensor, count: int) -> torch.Tensor:
+    """The log of the sum over moves (I,) of exp(log_leave (X, T) of their state + log P), at their places `new` (I,)
+    of `count`, (count, T): the product of a sparse matrix, of numbers up to 1, and a dense one."""
+    least = torch.finfo(log_leave.dtype).min
+    most = log_leave.amax(1).clamp(min=least)  # (X,)
+    values = most[moves.state] + moves.log_p  # (I,)
+    top = values.new_full((count,), -math.inf).scatter_reduce(0, new, values, "amax").clamp(min=least)  # (count,)
+    values = (values - top[new]).exp()
+    place = torch.stack([new, moves.state])
+    matrix = torch.sparse_coo_tensor(place, values, (count, len(log_leave)), check_invariants=False)
+    return (matrix @ (log_leave - most[:, None]).exp()).log() + top[:, None]
+
+
+def decoded(chunk: SetChunk) -> torch.Tensor:
+    """True for the blocks that argmax decoding writes, (B,) bool; False if the sampler has no such decoding."""
+    state = to_bitmask(chunk.lanes.masked)  # (B,)
+    if "pick" not in chunk.planes:
+        return torch.zeros_like(state, dtype=torch.bool)
+    block = torch.arange(len(state), device=state.device)  # (B,)
+    written = torch.ones_like(state, dtype=torch.bool)  # (B,)
+    while ((state > 0) & written).any():
+        written &= ~(chunk.planes["missed"][block, state].any(1) & (state > 0))
+        state = torch.where(written, state & ~to_bitmask(chunk.planes["pick"][block, state]), 0)
+    return written
+
+
+class SampledConfidence(SetSampler, DuelEstimator):
+    """A sampler that keeps the most probable of the tokens drawn: one distribution, to score and to sample.
+
+    Args:
+        denoiser: A network, with the sampler's temperature, top_k and top_p.
+        block: At most 12 positions.
+        arguments: n, tau, strict, steps, schedule and confidence, as in docs/estimators.md, and the other arguments of
+            `Estimator`. Ties go to the lowest position. Of S `steps` of a block of m positions, step i keeps
+            m // S + (i < m mod S) draws ("even": LLaDA), or follows Dream's noise levels ("dream"). The `confidence`
+            is "untempered" in LLaDA and Fast-dLLM, "tempered" in SDAR, LLaDA2 and Dream.
+
+    Raises:
+        DuelError: If an argument is wrong, or the network cannot evaluate every state of such a block.
+    """
+
+    name = "sampled_confidence"
+    takes_known = False
+    reads = ConfidenceArguments
+    own: ConfidenceArguments
+    rule: BestDrawn
+
+    def __init__(self, denoiser: Denoiser, block: int | str | None = "auto", **arguments: Any):
+        super().__init__(denoiser, block, **arguments)
+        self.rule = BestDrawn.from_arguments(denoiser, self.own)
+
+    def describe(self) -> dict[str, object]:
+        own, counts = self.own, self.rule.counts
+        tau = {} if own.tau is None else {"tau": fingerprint.number(own.tau), "strict": str(own.strict).lower()}
+        scheduled = {"steps": counts.steps, "schedule": counts.schedule}
+        steps = {"n": counts.n} if counts.steps is None else scheduled
+        return {**Estimator.describe(self), **steps, **tau, "confidence": own.confidence}
+
+    def with_denoiser(self, denoiser: Denoiser) -> SampledConfidence:
+        twin = cast(SampledConfidence, super().with_denoiser(denoiser))
+        twin.rule = BestDrawn.from_arguments(denoiser, self.own)
+        return twin
+
+    def replay(self, windows: Sequence[Window], reveal_steps: Sequence[Ids]) -> list[Score]:
+        """Raise DuelError: a text has many orders here. A Duel with estimator="duel" follows one."""
+        raise DuelError("estimator=sampled_confidence sums over orders; to follow a recorded one, use Duel.replay.")
+
+    def stream_samples(
+        self, contexts: Sequence[Ids], length: int, *, scored: bool = True, **settings: Any
+    ) -> Iterator[tuple[int, Sample]]:
+        """Like `DuelEstimator.stream_samples`; the log-probability of a sample sums over all orders of its text.
+
+        The sum takes all states of each block, far more than sampling. With `scored=False`, log_prob is NaN.
+        """
+        samples = super().stream_samples(contexts, length, **settings)
+        if not scored:
+            yield from ((n, _unscored(sample)) for n, sample in samples)
+            return
+        suffixes, waiting = settings.get("suffixes") or [()] * len(contexts), []
+        for n, sample in samples:
+            waiting.append((n, sample))
+            if len(waiting) == SCORED_AT_ONCE:
+                yield from self._with_scores(contexts, suffixes, waiting)
+                waiting = []
+        yield from self._with_scores(contexts, suffixes, waiting)
+
+    def _with_scores(
+        self, contexts: Sequence[Ids], suffixes: Sequence[Ids], samples: list[tuple[int, Sample]]
+    ) -> list[tuple[int, Sample]]:
+        """The samples with the log-probabilities of their texts, counted as samples only."""
+        scorer = copy.copy(self)
+        scorer.counts = Counts()
+        windows = [Window(contexts[n], sample.tokens, suffixes[n], sample.tail) for n, sample in samples]
+        scores = scorer.log_prob(windows)
+        self.counts.add_work(scorer.counts)
+        return [
+            (n, dataclasses.replace(_unscored(sample), log_prob=score.log_prob, is_greedy=score.is_greedy))
+            for (n, sample), score in zip(samples, scores, strict=True)
+        ]
+
+    def sampler(self, keys: Sequence[int] | None, seed: int) -> tuple[rules.Rule, Draw]:
+        draw: Draw = Argmax() if keys is None else StepDraws(keys, seed, self.denoiser.device)
+        return dataclasses.replace(self.rule, draw=draw), draw
+
+    # ------------------------------------------------------------ steps
+
+    def steps(self, m: int) -> int | None:
+        return len(self.rule.counts.of_block(m)) if self.own.tau is None else None
+
+    def planes(self, step: Step) -> Planes:
+        lanes, predictions, _, tokens, log_prob = step
+        drawn = self.rule.against(predictions, tokens)
+        pick = self.rule.pick(drawn.top, lanes)  # (R, W)
+        missed = pick & (predictions.argmax != tokens)  # (R, W)
+        read = {"log_after": drawn.log_after, "log_quiet": drawn.log_quiet, "pick": pick, "missed": missed}
+        return {"log_probs": log_prob, "score": drawn.score, **read}
+
+    def begins(self, lanes: Lanes) -> torch.Tensor:
+        return self.rule.counts.of_lanes(lanes) > 0
+
+    def moves(self, level: StateLevel, planes: Planes) -> Moves:
+        """The moves of n draws, by the position that ranks last among them, and of all draws above `tau`."""
+        masked, log_p, score = level.masked, planes["log_probs"], planes["score"]  # (X, W) each
+        count = self.rule.counts.of_sizes(level.first, masked.sum(1))  # (X,)
+        above = masked & self.rule.above(score)  # (X, W)
+        state, last = (masked & ~above & (count > 0)[:, None]).nonzero().unbind(1)  # (c,)
+        position = torch.arange(masked.shape[1], device=last.device)  # (W,)
+        of, of_last = score[state], score[state, last][:, None]  # (c, W), (c, 1)
+        before = (of > of_last) | ((of == of_last) & (position <= last[:, None]))  # (c, W)
+        log_out = planes["log_after"][state, :, last].masked_fill(position == last[:, None], -math.inf)
+        log_in, most = log_p[state].where(before & masked[state], -math.inf), count[state]
+        least = most
+        log_out = log_out.where(masked[state], 0.0)
+        if self.own.tau is not None:
+            every = torch.arange(len(masked), device=last.device)[count > 0]  # (x,)
+            state = torch.cat([state, every])
+            log_in = torch.cat([log_in, log_p[every].where(above[every], -math.inf)])
+            log_out = torch.cat([log_out, planes["log_quiet"][every].where(masked[every], 0.0)])
+            least = torch.cat([least, count[every]])
+            most = torch.cat([most, torch.full_like(every, masked.shape[1])])
+        return independent(state, log_in, log_out, torch.stack([least, most]))
+
+
+def _unscored(sample: Sample) -> Sample:
+    """The sample without a log-probability: the one along its order is not the one of its text."""
+    return dataclasses.replace(sample, log_prob=math.nan, is_greedy=False, token_logprobs=())
+
+
+class SampledOrder(SetSampler):
+    """A sampler that draws the positions to reveal, too.
+
+    Args:
+        denoiser: A network.
+        block: At most 12 positions.
+        arguments: alg, steps and alg_temp, as in docs/estimators.md, and the other arguments of `Estimator`. With S
+            `steps` of a block and
+            alg="origin", r_i = 1 - t_(i+1) / t_i for noise levels t from 1 to 0.001 in equal steps, and 1 at the last
+            step. With "entropy" and "topk_margin", n_i = int(m r_i) of the m positions that are left. With "random",
+            n_i = M // S + (i < M mod S) of M positions.
+
+    Raises:
+        DuelError: If an argument is wrong, or the network cannot evaluate every state of such a block.
+    """
+
+    name = "sampled_order"
+    reads = OrderArguments
+    own: OrderArguments
+
+    @property
+    def counted(self) -> StepCounts | None:
+        """The number of positions that a step reveals; None: it is drawn."""
+        if self.own.alg == "origin":
+            return None
+        return StepCounts(steps=self.own.steps, schedule="even" if self.own.alg == "random" else "dream")
+
+    def describe(self) -> dict[str, object]:
+        alg_temp = {} if self.own.alg_temp is None else {"alg_temp": fingerprint.number(self.own.alg_temp)}
+        of_sampler = {"alg": self.own.alg, "steps": self.own.steps, **alg_temp}
+        return {**super().describe(), **of_sampler}
+
+    @property
+    def shares(self) -> torch.Tensor | None:
+        return dream_shares(self.own.steps).double() if self.own.alg == "origin" else None
+
+    def planes(self, step: Step) -> Planes:
+        _, predictions, _, _, log_prob = step
+        score = torch.zeros_like(log_prob)  # (R, W)
+        if self.own.alg == "entropy":
+            score = -predictions.entropy.double()
+        elif self.own.alg == "topk_margin":
+            score = predictions.margin.double()
+        return {"log_probs": log_prob, "score": score / (self.own.alg_temp or 1.0)}
+
+    def begins(self, lanes: Lanes) -> torch.Tensor:
+        masked = lanes.masked.sum(1)  # (R,)
+        return masked > 0 if self.counted is None else self.counted.of_lanes(lanes) > 0
+
+    def moves(self, level: StateLevel, planes: Planes) -> Moves:
+        """The moves of positions drawn one after the other; as a product if all sets of a size are alike."""
+        masked, log_p = level.masked, planes["log_probs"]  # (X, W) each
+        size, every = masked.sum(1), torch.arange(len(masked), device=masked.device)  # (X,) each
+        least, most, log_in = torch.ones_like(size), size, log_p.where(masked, -math.inf)
+        if self.counted is not None:
+            least = most = count = self.counted.of_sizes(level.first, size)  # (X,)
+            if self.own.alg != "random":
+                return in_turn(level, log_p, planes["score"], count)
+        moves = independent(every, log_in, torch.zeros_like(log_in), torch.stack([least, most]))
+        if self.counted is not None:
+            n, k = size.double(), most.double()
+            ways = (n + 1).lgamma() - (k + 1).lgamma() - (n - k + 1).lgamma()  # (X,)
+            moves = moves._replace(log_p=moves.log_p - ways[moves.state])
+        return moves
