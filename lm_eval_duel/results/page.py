@@ -122,10 +122,12 @@ def about(report: Report) -> str:
     """A description of the numbers, and of what they are ranked by."""
     found, scored = report.standings, " ± is the standard error over documents." if report.scored else ""
     if not report.tasks:
-        return f"Averages of {len(report.scored)} tasks, without a rank: no result has a perplexity.{scored}"
+        count = len(report.scored)
+        tasks = "one task" if count == 1 else f"{count} tasks"
+        return f"Averages of {tasks}, without a rank: no result has a perplexity.{scored}"
     units = list(dict.fromkeys(WORDS[task.metric] for task in report.tasks.values()))
     if found.by == MEAN:
-        by = f"the {tables.mean_title(found)} ({WORDS[found.metric]})"
+        by = f"the {tables.mean_kind(found)} of {WORDS[found.metric]} over {len(found.mean_of)} tasks"
     else:
         by = f"{WORDS[report.tasks[found.by].metric]} on {found.by}"
     labels = list(dict.fromkeys(run.label for run in report.baselines))
@@ -223,7 +225,7 @@ def _nothing(each: ComparedRow) -> str:
 
 def _value(each: ComparedRow) -> Cell:
     """A value. Its remark says why it has no error or interval."""
-    return tables.value(each.row), Note.joined([Note(each.row.stderr_reason), each.no_interval])
+    return tables.value(each.row), Note.joined([Note(each.row.stderr_reason), each.no_interval.after("no interval: ")])
 
 
 def _bits(each: ComparedRow) -> str:

@@ -37,7 +37,7 @@ def of_harness(results: Path, task: str, rolling: bool) -> tuple[Documents | Non
     date = WRITTEN.search(results.stem)  # --output_path may be a folder, or a file whose name precedes the date
     file = results.parent / f"samples_{task}_{date[0] if date else results.stem.removeprefix('results_')}.jsonl"
     if not os.path.isfile(file):  # False, too, if the task's name is not a valid file name
-        return None, Note(f"no samples of {task} next to it", "run lm_eval with --log_samples")
+        return None, Note(f"no samples of {task}", "run lm_eval with --log_samples")
     with reading(file, "samples of lm_eval"):
         records = [json.loads(line) for line in file.read_text(encoding="utf-8").split("\n") if line.strip()]
         return _documents(records, rolling), Note()
@@ -299,17 +299,29 @@ def _fingerprint(path: Path) -> str:
 
 
 def read_of_score(file: Path, content: Json) -> Run:
-    """A model of a file of `score --json`, as lm_eval would have written it. Its task is called `score`."""
+    """A model of a file of `score --json`, as lm_eval would have written it. Its task is called `score`.
+
+    `scored` of its content names the file that was scored.
+    """
     documents = of_score(content["documents"])
     totals = {metric: map(sum, zip(*known.values(), strict=True)) for metric, known in documents.values.items()}
     duel = {**content["duel"], "pretrained": content["pretrained"]}
     harness = {
         "format": SCORE,
+        "scored": _scored([str(entry["document"]) for entry in content["documents"]]),
         "config": {"model": MODEL, "fingerprint": content["fingerprint"], "spec": content["spec"], "duel": duel},
         "results": {"score": {metric: stats.value(metric, *total) for metric, total in totals.items()}},
         "n-samples": {"score": {"effective": len(documents.numbers)}},
     }
     return run_of(file, harness, documents)
+
+
+def _scored(documents: Sequence[str]) -> str:
+    """The name of the file whose texts were scored, or of the first and the number of the others."""
+    files = list(dict.fromkeys(Path(re.sub(r":\d+$", "", name)).name for name in documents))
+    if len(files) < 2:
+        return "".join(files)
+    return f"{files[0]} and {len(files) - 1} more"
 
 
 def _check(run: Run) -> None:

@@ -18,6 +18,7 @@ from lm_eval_duel.results import (
     compare,
     cost,
     figures,
+    latex,
     match,
     own_files,
     player,
@@ -132,7 +133,7 @@ def collect(options: argparse.Namespace) -> Report:
         metric = compare.shared_metric(name, options.metric, [run for run in shown if name in run.tasks])
         groups = _groups(name, metric, shown, baselines) if options.apart else [(shown, "")]
         for n, (members, difference) in enumerate(groups, 1):
-            label = name if len(groups) == 1 else f"{name} ({n})"
+            label = f"{_label(name, members)}{'' if len(groups) == 1 else f' ({n})'}"
             notes += [Note(f"{label}: {difference}")] if difference else []
             tasks[label] = compare.task(name, members, baselines, metric, options.as_published, options.pairs)
     if not figures.available():
@@ -151,6 +152,12 @@ def collect(options: argparse.Namespace) -> Report:
     )
 
 
+def _label(name: str, runs: Sequence[Run]) -> str:
+    """The name of a task in tables. Texts that `score` scored have the name of their file."""
+    scored = {run.content.get("scored") for run in runs if name in run.tasks}
+    return str(scored.pop() or name) if len(scored) == 1 else name
+
+
 def _groups(name: str, metric: str, runs: Sequence[Run], baselines: Sequence[Run]) -> list[tuple[list[Run], str]]:
     """The runs of a task in groups that may be compared; the first has the baseline. Runs stay oldest first."""
     having = [run for run in runs if name in run.tasks and metric in run.tasks[name].metrics]
@@ -163,6 +170,8 @@ def baseline(runs: Sequence[Run]) -> tuple[list[Run], Note]:
 
     Of several results of a task under one spec it is the newest.
     """
+    if not any(run.tasks for run in runs):
+        return [], Note()
     causal = [run for run in runs if run.autoregressive and run.tasks]
     if causal and all(run.autoregressive for run in runs if run.tasks):
         return [], Note()
@@ -316,7 +325,7 @@ def write(
     images = figures.draw(report.tasks, formats, width) if figures.available() else []
     found = [(name, kind, table) for name, kind, table in report.tables() if kind != "cost"]
     named = own_files.stems((name, kind, table.title) for name, kind, table in found)
-    texts = {f"{stem}.tex": table.latex() for stem, (_, _, table) in zip(named, found, strict=True)}
+    texts = {f"{stem}.tex": latex.tabular(table) for stem, (_, _, table) in zip(named, found, strict=True)}
     pictures = {file: content for image in images for file, content in image.files.items()}
     every = {"report.md": markdown(report, images), "report.csv": as_csv.text(report.standings)} | texts | pictures
     return own_files.write(folder, content(report), every | dict(others or {}))

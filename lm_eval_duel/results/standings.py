@@ -211,7 +211,7 @@ def _methods(tasks: Mapping[str, Comparison], runs: Sequence[Run], baselines: Se
                 scored.setdefault(key, {})[name] = run
                 plain[key] = row
     found = []
-    for key in dict.fromkeys([*results, *scored]):
+    for key in dict.fromkeys([*results, *reversed(scored)]):
         rows = results.get(key, {})
         names = [each.row for each in rows.values()] or [plain[key]]
         named = max(names, key=lambda row: len(row.title))  # the one with the most remarks

@@ -1,4 +1,4 @@
-"""Tables of text, and their forms: text for the terminal, Markdown, LaTeX (booktabs). Numbers are formatted here."""
+"""Tables of text, for the terminal and in Markdown. Numbers are formatted here."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from typing import Any
 from tabulate import tabulate
 
 from lm_eval_duel.console.command_line import LARGE, csv_cell, is_numeric, one_line, plain_table
-from lm_eval_duel.rules.tables import adaptive, kind, label, without_defaults
 
 WORDS = {
     "token_perplexity": "perplexity per token",
@@ -72,6 +71,24 @@ class Bold(str):
     """A cell that is printed in bold."""
 
 
+class Head(str):
+    """A heading that shares a line above it, `group`, with its neighbours where there are two rows of headings."""
+
+    group: str
+    short: str  # the heading below `group`
+
+    def __new__(cls, text: str, group: str, short: str) -> Head:
+        head = super().__new__(cls, text)
+        head.group = group
+        head.short = short
+        return head
+
+
+def heading(head: str) -> tuple[str, str]:
+    """The upper and the lower part of a heading."""
+    return (head.group, head.short) if isinstance(head, Head) else ("", head)
+
+
 @dataclasses.dataclass(frozen=True)
 class Note:
     """A remark: a fact for every reader, and advice to the person who runs the command. Either may be empty."""
@@ -89,8 +106,8 @@ class Note:
         return bool(self.fact or self.advice)
 
     def after(self, start: str) -> Note:
-        """The same remark, its fact behind another text."""
-        return Note(start + self.fact, self.advice)
+        """The same remark, its fact behind another text; nothing stays nothing."""
+        return Note(start + self.fact, self.advice) if self else self
 
     @classmethod
     def joined(cls, notes: Iterable[Note]) -> Note:
@@ -158,22 +175,6 @@ class Table:
         remarks = "  \n".join(f"{mark} {escape(str(remark))}" for mark, remark in self.remarks.items())
         return "\n\n".join(filter(None, [shown, remarks]))
 
-    def latex(self) -> str:
-        r"""A tabular for booktabs. Rules are named as the paper prints them; a model's name stands in its first row."""
-        names = ["", *(row[0] for row in self.rows)]
-        rows = [["" if row[0] == above else row[0], *row[1:]] for above, row in zip(names, self.rows, strict=False)]
-        if "rule" in self.heads:
-            at = self.heads.index("rule")
-            rows = [[*row[:at], paper_name(row[at]), *row[at + 1 :]] for row in rows]
-        table = dataclasses.replace(self, rows=rows)
-        text = table.drawn("latex_booktabs", lambda cell: f"{BOLD}{cell}{END}" if isinstance(cell, Bold) else cell)
-        for sign, command in SIGNS.items():
-            text = text.replace(sign, command)
-        text = re.sub(r"(?<=, )([a-z])=(?=[\d.])", r"$\1$=", re.sub(r"\bDUEL\b", r"\\textsc{DUEL}", text))
-        text = re.sub(r"^( *)([\[*])", r"\1{\2}", text, flags=re.MULTILINE)  # arguments of the \\ before them
-        lines = [f"% {self.title}", text, *(f"% {mark} {remark}" for mark, remark in self.remarks.items())]
-        return "\n".join(map(str.rstrip, lines)) + "\n"
-
 
 def csv_text(lines: Sequence[Mapping[str, Any]]) -> str:
     """CSV with a column for each key of any line; numbers are unrounded."""
@@ -182,24 +183,6 @@ def csv_text(lines: Sequence[Mapping[str, Any]]) -> str:
     writer.writeheader()
     writer.writerows({key: csv_cell(value) for key, value in line.items()} for line in lines)
     return out.getvalue()
-
-
-# ---------------------------------------------------------------- LaTeX
-
-BOLD, END = "\ue000", "\ue001"  # private characters: no name holds them
-GREEK = {"mu": "\u03bc", "nu": "\u03bd", "gamma": "\u03b3"}
-SIGNS = {"≤ ": r"$\leq$ ", "±": r"$\pm$", "†": r"$^\dagger$", BOLD: r"\textbf{", END: "}"}
-SIGNS |= {letter: rf"$\{name}$" for name, letter in GREEK.items()}
-
-
-def paper_name(text: str) -> str:
-    """A rule as the paper prints it, with a dagger if its number of steps depends on the text."""
-    _, *parameters = without_defaults(text).split(":")
-    if not kind(text).label:  # module:Name
-        return text
-    pairs = (parameter.partition("=") for parameter in parameters)
-    shown = [f"{GREEK.get(key, key)}={value}" for key, _, value in pairs]
-    return ", ".join([label(text) + ("†" if adaptive(text) else ""), *shown])
 
 
 # ---------------------------------------------------------------- Markdown

@@ -14,7 +14,7 @@ from lm_eval_duel.results.rows import Row
 from lm_eval_duel.results.runs import Run
 from lm_eval_duel.results.standings import Standings
 from lm_eval_duel.results.stats import UNCLEAR
-from lm_eval_duel.results.table import LEVEL, WORDS, Bold, Cell, Table, form_of, number, span
+from lm_eval_duel.results.table import LEVEL, WORDS, Bold, Cell, Head, Table, form_of, number, span
 from lm_eval_duel.rules.tables import adaptive, without_defaults
 
 SHORT = {  # heads of values after the name of a task
@@ -155,13 +155,13 @@ def gaps(duels: Sequence[ComparedRow]) -> Table:
         "remarks": lambda each: each.row.qualifiers,
         **{head: names[head] for head in ("rule", "block", "cache")},
         "ELBO": lambda each: value(each.closed.elbo),
-        "DUEL": marked,
-        LEVEL: interval,
+        Head("DUEL", "DUEL", "value"): marked,
+        Head(LEVEL, "DUEL", LEVEL): interval,
         "ELBO's gap": lambda each: gap(each.closed.elbo, each.closed.elbo_gap),
-        "DUEL's gap": lambda each: gap(each.row, each.gap),
-        "its 95 % interval": gap_interval,
-        "gap closed": lambda each: (closed(each, " %"), each.closed.reason),
-        "95 % interval of it": lambda each: span(each.closed.interval, ".1f"),
+        Head("DUEL's gap", "DUEL's gap", "value"): lambda each: gap(each.row, each.gap),
+        Head("its 95 % interval", "DUEL's gap", LEVEL): gap_interval,
+        Head("gap closed", "gap closed", "share"): lambda each: (closed(each, " %"), each.closed.reason),
+        Head("95 % interval of it", "gap closed", LEVEL): lambda each: span(each.closed.interval, ".1f"),
     }
     return Table.of("Gap to the autoregressive model", duels, shown)
 
@@ -246,8 +246,11 @@ def _over_tasks(tasks: Mapping[str, Comparison], cell: Callable[[ComparedRow], C
 
 
 def mean_title(found: Standings) -> str:
-    kind = "mean" if found.metric == "bits_per_byte" else "geometric mean"
-    return f"{kind}, {len(found.mean_of)} tasks"
+    return f"{mean_kind(found)}, {len(found.mean_of)} tasks"
+
+
+def mean_kind(found: Standings) -> str:
+    return "mean" if found.metric == "bits_per_byte" else "geometric mean"
 
 
 # ---------------------------------------------------------------- of runs

@@ -144,7 +144,7 @@ def test_models_are_compared_as_a_report_compares_them(folder, texts, tmp_path, 
     assert "not a likelihood" in figures["compared"][3]["difference"]["verdict"]
     assert not [name for pair in names for name in pair for each in every if each["fingerprint"] in name]
     report([str(out), "--out", str(tmp_path / "report"), "--pairs", "all", "--metric", "token_perplexity"])
-    found = json.loads((tmp_path / "report" / "report.json").read_text())["tasks"]["score"]
+    found = json.loads((tmp_path / "report" / "report.json").read_text())["tasks"]["texts.txt"]
     pairs = {tuple(pair["names"]): pair for pair in found["pairs"]}
     for each in figures["compared"][:3]:
         pair = pairs.get(tuple(each["difference"]["names"])) or pairs[tuple(each["difference"]["names"][::-1])]

@@ -273,7 +273,12 @@ def test_a_report_of_score_files_has_the_same_difference(tmp_path, first, second
 def score_file(name, found):
     """As `score --json` writes it."""
     documents = [
-        {"sha256": paired.key_of(score.text), "tokens": len(score.tokens), "words": len(score.text.split())}
+        {
+            "document": "texts.txt:1",
+            "sha256": paired.key_of(score.text),
+            "tokens": len(score.tokens),
+            "words": len(score.text.split()),
+        }
         | {"bytes": len(score.text.encode()), "log_prob": score.log_prob}
         for score in found
     ]

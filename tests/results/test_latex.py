@@ -1,0 +1,69 @@
+"""LaTeX tables: every row has the columns of the heading, texts stay texts, and pdflatex takes them."""
+
+import re
+import shutil
+import subprocess
+
+import pytest
+from results import documents, hf, ours
+
+from lm_eval_duel.cli.report import main as report
+from lm_eval_duel.results import latex
+from lm_eval_duel.results.table import Bold, Head, Note, Table
+
+NAMES = (r"\input{x} & % # $ ^ ~ { } \\ [2pt]", "[2pt] *", "a_b<c>", "-1", "x [9]")
+
+
+def cells(line):
+    """The cells of a row; a heading over two columns counts as two."""
+    parts = re.split(r"(?<!\\)&", line.removesuffix(r"\\"))
+    spans = [re.match(r" *\\multicolumn\{(\d+)\}", part) for part in parts]
+    return sum(int(span[1]) if span else 1 for span in spans)
+
+
+def table(names=NAMES):
+    """A table of a name, a number with a remark, and an interval; the last two stand below one heading."""
+    columns = {
+        "model": lambda name: name,
+        Head("gap", "DUEL's gap", "value"): lambda name: (Bold("-0.25"), Note(f"of {name}", "run it again")),
+        Head("its interval", "DUEL's gap", "95 % interval"): lambda name: "-0.5 to +0.5",
+    }
+    return Table.of("A table", names, columns)
+
+
+def test_rows_have_the_columns_of_the_heading():
+    text = latex.tabular(table())
+    lines = [line for line in text.splitlines() if line.endswith(r"\\") and "superscript{1}~" not in line]
+    body = text[: text.index(r"\end{tabular}")].splitlines()
+    counts = {cells(line) for line in body if line.endswith(r"\\")}
+    assert counts == {3} and lines
+    assert r"\multicolumn{2}{c}{\textsc{DUEL}'s gap}" in text and r"\cmidrule(lr){2-3}" in text
+
+
+def test_a_minus_is_one_and_remarks_are_text():
+    text = latex.tabular(table(["first", "second"]))
+    assert r"$-$0.25\textsuperscript{1}" in text and r"$-$0.5 to +0.5" in text
+    assert r"\textsuperscript{2}~of second" in text and "again" not in text, "advice is not for readers"
+    assert latex.escape("greedy - margin, log-odds of 1e-5") == "greedy $-$ margin, log-odds of 1e-5"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("pdflatex") is None, reason="no pdflatex")
+def test_pdflatex_takes_every_table(tmp_path):
+    """The tables of a report, and one of names in markup."""
+    nats, tokens = [-10.0 * n for n in range(1, 13)], [3 * n for n in range(1, 13)]
+    hf(tmp_path / "results", docs={"a_b": documents(nats, tokens)})
+    for shift, more in ((1.2, {"estimator": "elbo"}), (1.1, {}), (1.15, {"rule": "threshold:mu=0.5"})):
+        found = {task: documents([shift * value for value in nats], tokens) for task in ("a_b", "50%")}
+        ours(tmp_path / "results", docs=found, nfe=shift, **more)
+    out = tmp_path / "out"
+    report([str(tmp_path / "results"), "--out", str(out)])
+    (out / "names.tex").write_text(latex.tabular(table()))
+    files = sorted(out.glob("*.tex"))
+    assert len(files) > 6
+    inputs = "\n\n".join(rf"\input{{\detokenize{{{file.name}}}}}" for file in files)
+    text = rf"\documentclass{{article}}\usepackage{{booktabs}}\begin{{document}}{inputs}\end{{document}}"
+    (out / "main.tex").write_text(text)
+    command = ["pdflatex", "-interaction=nonstopmode", "-halt-on-error", "main.tex"]
+    done = subprocess.run(command, cwd=out, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-2000:]
