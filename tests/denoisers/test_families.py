@@ -13,14 +13,13 @@ from attends import reference
 from close import check, close_nats, same_scores
 from decoder_reference import CASES, VARIANTS
 from laws import slow_but
-from networks import CAUSAL, DITS, LETTERS, MASKED_LMS, NAMES, PROTEINS, TEXTS, load, textbook, written
+from networks import CAUSAL, DITS, MASKED_LMS, NAMES, PROTEINS, TEXTS, load, textbook, written
 
 from lm_eval_duel import Duel, denoisers
 from lm_eval_duel.core import denoiser as block_causal
 from lm_eval_duel.core import row_checks
 from lm_eval_duel.core.windows import Window
-from lm_eval_duel.denoisers import load_tokenizer, self_tests
-from lm_eval_duel.denoisers import loading as unloaded
+from lm_eval_duel.denoisers import self_tests
 from lm_eval_duel.denoisers.cached.denoiser import Cached
 from lm_eval_duel.denoisers.dit.denoiser import DiTDenoiser
 from lm_eval_duel.denoisers.hf import families
@@ -85,34 +84,6 @@ def test_what_is_found_at_load(family, name):
         assert type(denoiser.model).__module__.startswith("transformers.models.")
     if denoiser.family == "masked-lm":
         assert denoiser.special_tokens == (((0,), (2,)) if name in PROTEINS else ((2,), (3,)))
-
-
-KINDS = ("max_length", "attention", "block", "published_block", "shift", "vocab_size", "bos", "appends_sep", "family")
-KINDS += ("anchor", "seeds_blocks")
-# not: code of its own, networks without heads, a family that its tensors tell, a head in the file of a tied network
-UNPLANNED = {*own.KINDS, *LETTERS, "fnet", "mamba", "diffugpt", "a2d-qwen2-bd3lm"}
-PLANNED_FAST = ("rnd1", "gpt2", "roberta", "sedd", "gidd", "d2f-dream", "nemotron-diffusion-research", NEMOTRON)
-PLANNED = [(name, {}) for name in NAMES if name not in UNPLANNED]
-PLANNED += [(NEMOTRON, {"first_token": "block"}), (NEMOTRON, {"attention": "causal"})]
-PLANNED += [("modernbert", {"max_length": 16}), ("diffugpt", {"family": "diffugpt"})]
-
-
-@pytest.mark.parametrize(
-    ("name", "options"), slow_but(PLANNED, [each for each in PLANNED if each[1] or each[0] in PLANNED_FAST])
-)
-def test_a_network_without_weights_is_of_the_kind_and_size_of_the_loaded_one(family, name, options):
-    network = family(name, **options)
-    denoiser, said = network.denoiser, {key: value for key, value in network.options.items() if key != "tokenizer"}
-    words = network.options.get("tokenizer")
-    if words is None and not isinstance(denoiser, DiTDenoiser):
-        words = load_tokenizer({"pretrained": network.path})
-    planned, size = unloaded.read(network.path, said, words)
-    assert {kind: getattr(planned, kind) for kind in KINDS} == {kind: getattr(denoiser, kind) for kind in KINDS}
-    weights = (getattr(denoiser, "model", None) or denoiser.network).parameters()
-    assert size.parameters == sum(weight.numel() for weight in weights)
-    if name == "rnd1":  # a position uses two of six experts
-        attention, router, experts = 16 * 32 * 2 + 16 * 16 * 2, 16 * 6, 2 * 3 * 16 * 16
-        assert size.products == 2 * (attention + router + experts)
 
 
 ENDS = [(name, {}) for name in NAMES]

@@ -10,8 +10,9 @@ import torch
 from decoder_reference import CASES, LLAMA, QWEN3, without
 from networks import refused
 
-from lm_eval_duel.denoisers import loading as unloaded
+from lm_eval_duel.denoisers import loading
 from lm_eval_duel.denoisers.dit import checkpoint
+from lm_eval_duel.denoisers.hf import families
 from lm_eval_duel.denoisers.hf.causal_lm import CLASS
 from lm_eval_duel.denoisers.load_options import LoadOptions
 from lm_eval_duel.errors import DuelError
@@ -84,7 +85,9 @@ def test_a_config_is_accepted_for_what_it_says(case, tmp_path):
     config, family = ACCEPTED[case]
     (tmp_path / "config.json").write_text(json.dumps(config))
     mask = {} if family in ("duo", "udlm") else {"mask_token_id": 12}
-    assert unloaded.read(str(tmp_path), mask).denoiser.family == family
+    options = LoadOptions(str(tmp_path), torch.device("cpu"), **mask)
+    found = None if loading.is_alone(config, options) else families.find(config, options, None)
+    assert loading.unfilled(found, config, options, lambda: options, None).family == family
 
 
 def test_numbers_that_are_text_are_numbers(tmp_path):
