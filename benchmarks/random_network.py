@@ -16,6 +16,7 @@ import torch
 
 from lm_eval_duel.core.denoiser import Denoiser
 from lm_eval_duel.denoisers import self_tests
+from lm_eval_duel.denoisers.checkpoint import Checkpoint
 from lm_eval_duel.denoisers.dit import checkpoint
 from lm_eval_duel.denoisers.hf import decoder as decoder_checkpoint
 from lm_eval_duel.denoisers.hf.families import NAMED
@@ -111,7 +112,7 @@ class RandomNetwork:
                 "rope_theta": 500_000.0,
                 "mask_token_id": self.mask_id,
             }
-            return decoder_checkpoint.unfilled(NAMED["llada"], config, options, _Vocabulary(self.vocab))
+            return decoder_checkpoint.unfilled(Checkpoint(options, config, NAMED["llada"], _Vocabulary(self.vocab)))
         config = {
             "model_type": DITS[self.kind],
             "vocab_size": self.vocab,
@@ -122,7 +123,7 @@ class RandomNetwork:
             "block_size": self.block,
             "cross_attn": self.kind == "block-causal",
         }
-        return checkpoint.unfilled(config, options, None)
+        return checkpoint.unfilled(Checkpoint(options, config))
 
 
 class _Vocabulary:

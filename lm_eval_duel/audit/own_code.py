@@ -21,7 +21,7 @@ from lm_eval_duel.core.denoiser import Denoiser
 from lm_eval_duel.core.lanes import Lanes, Rows, blocks
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.demo import BUNDLED
-from lm_eval_duel.denoisers.hf import masked_lm as own_class
+from lm_eval_duel.denoisers.hf.own_code import load_own_class
 from lm_eval_duel.denoisers.self_tests import random_rows
 from lm_eval_duel.denoisers.wrappers import Wrapper
 from lm_eval_duel.errors import first_line
@@ -64,7 +64,7 @@ def compare(options: Options, denoiser: Denoiser, device: str | None) -> Compare
         return "the run itself has the network of the checkpoint's own code"
     try:
         with theirs():
-            model = own_class.own_class_load(options.pretrained or BUNDLED, device, options.network)
+            model = load_own_class(options.pretrained or BUNDLED, device, options.network)
         with torch.inference_mode():
             return difference(denoiser, model)
     except NotRun as error:

@@ -8,12 +8,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from lm_eval_duel.denoisers.loading import find_family as find_family
     from lm_eval_duel.denoisers.loading import load as load
     from lm_eval_duel.denoisers.loading import load_tokenizer as load_tokenizer
-    from lm_eval_duel.denoisers.loading import require_estimator as require_estimator
 
-__all__ = ["find_family", "load", "load_tokenizer", "require_estimator"]
+__all__ = ["load", "load_tokenizer"]
 
 
 def __getattr__(name: str) -> Any:

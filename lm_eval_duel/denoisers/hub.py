@@ -1,12 +1,18 @@
-"""The files of a checkpoint in a folder or on the hub, its tokenizer, device and dtype."""
+"""The files of a checkpoint, in a folder or on the hub: its config, its code as text, and its tensors.
+
+Tensors come from `.safetensors` or `.bin`, whole or sharded, or a Lightning `.ckpt` (its EMA). Files are read as
+tensors only: code in a pickle is never run. Every error of a library becomes one that names the file and a remedy.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 import fnmatch
+import json
 import logging
 import os
+import pickle
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -15,22 +21,21 @@ import torch
 from huggingface_hub import snapshot_download
 from huggingface_hub.constants import HF_HUB_OFFLINE
 from huggingface_hub.errors import HFValidationError
-from transformers import AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase, Qwen2TokenizerFast
-from transformers.models.auto.tokenization_auto import get_tokenizer_config
+from safetensors.torch import load_file
+from transformers import PretrainedConfig
 from transformers.utils import cached_file
 
-from lm_eval_duel.demo import NAMES
-from lm_eval_duel.denoisers.hf.families import NAMED
+from lm_eval_duel import demo
 from lm_eval_duel.denoisers.load_options import LoadOptions
 from lm_eval_duel.errors import DuelError, nearest
 
 log = logging.getLogger("lm_eval.duel_mdm")
 
+WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
+POINTER = b"version https://git-lfs"
+COMPUTED = ("rotary_emb.inv_freq",)  # buffers of a .ckpt's network: not parameters, so its EMA lacks them
 LONGEST_REASON = 800  # characters
 QUIET = {"_raise_exceptions_for_missing_entries": False}
-QWEN2_TOKENIZERS = ("DreamTokenizer",)
-TOKENIZER_REMEDY = "To use another one, pass tokenizer=<a folder or hub name>."
-UNKNOWN_MODEL_TYPE = re.compile(r"model type `(.*?)` but Transformers does not recognize|Unrecognized model in ")
 CAUSE = re.compile(r"WeightsUnpickler error:\s*(.*?)(?:\. |\n|$)")  # without torch's advice to run the file's code
 
 
@@ -75,61 +80,117 @@ def local_folder(path: str, revision: str, code_only: bool = False) -> str:
     return folder
 
 
-def has_tokenizer(path: str, revision: str) -> bool:
-    """True if a checkpoint has a tokenizer."""
-    return any(
-        cached_file(path, name, revision=revision, **QUIET) is not None
-        for name in ("tokenizer.json", "tokenizer_config.json", "vocab.txt")
-    )
+# ---------------------------------------------------------------- tensors
 
 
-def load_tokenizer(path: str, trust_remote_code: bool, revision: str) -> PreTrainedTokenizerBase:
-    """The tokenizer of a folder or hub name. Dream's has its own code, but is Qwen2's with other special tokens."""
-    configs = logging.getLogger("transformers.configuration_utils")
-    level = configs.level
-    configs.setLevel(logging.ERROR)  # it warns about every unknown model_type
-    tokenizer_kwargs = {"trust_remote_code": trust_remote_code, "revision": revision}
-    try:
-        with explained(path, "read config and tokenizer of", TOKENIZER_REMEDY):
-            try:
-                tokenizer = AutoTokenizer.from_pretrained(path, **tokenizer_kwargs)
-            except AttributeError:  # transformers 5, if rotary positions are scaled and the model_type is unknown
-                tokenizer = AutoTokenizer.from_pretrained(path, config=PretrainedConfig(), **tokenizer_kwargs)
-            except Exception:
-                if os.path.isdir(path) and not has_tokenizer(path, revision):
-                    raise DuelError(f"There is no tokenizer in {path}. {TOKENIZER_REMEDY}") from None
-                if get_tokenizer_config(path, revision=revision).get("tokenizer_class") not in QWEN2_TOKENIZERS:
-                    raise
-                tokenizer = Qwen2TokenizerFast.from_pretrained(path, revision=revision)
-    finally:
-        configs.setLevel(level)
-    if not set(tokenizer.get_vocab().values()) - set(tokenizer.all_special_ids):  # built by its class, without a file
-        raise DuelError(f"There is no tokenizer in {path}. {TOKENIZER_REMEDY}")
-    return tokenizer
+def read_tensors(folder: str) -> dict[str, torch.Tensor]:
+    """Every tensor of a folder's weights, on the CPU, by name; raises DuelError if a file is missing or broken."""
+    if (tensors := _whole_or_sharded(folder)) is not None:
+        return tensors
+    files = sorted(name for name in os.listdir(folder) if name.endswith(".ckpt"))
+    if len(files) == 1:
+        return _lightning(os.path.join(folder, files[0]))
+    if files:
+        raise DuelError(f"{folder} holds {len(files)} .ckpt files ({', '.join(files[:5])}); keep the one to score.")
+    raise DuelError(f"No weights in {folder}: expected one of {', '.join(WEIGHT_FILES)} (or its shards), or a .ckpt.")
 
 
-def find_mask_id(
-    options: LoadOptions,
-    config: dict[str, Any],
-    tokenizer: PreTrainedTokenizerBase | None,
-    known: int | None,
-    rows: int | None,
-) -> int:
-    """The id of [MASK], from the options, the config, the tokenizer or the family (`known`), in this order.
+def tensor_names(folder: str) -> set[str]:
+    """The names of the tensors in a folder's weights (other than .ckpt); raises DuelError, naming a broken file."""
+    return set(_whole_or_sharded(folder) or ())
 
-    `rows`: of the embedding, which bound the id. Raises DuelError if there is none, or it is another special token.
+
+def _whole_or_sharded(folder: str) -> dict[str, torch.Tensor] | None:
+    for name in WEIGHT_FILES:
+        index = os.path.join(folder, f"{name}.index.json")
+        if os.path.exists(index):
+            return _sharded(folder, index)
+        if os.path.exists(os.path.join(folder, name)):
+            return _file(os.path.join(folder, name))
+    return None
+
+
+def _sharded(folder: str, index: str) -> dict[str, torch.Tensor]:
+    with _reading(index), open(index, encoding="utf-8") as file:
+        shards = dict(json.load(file)["weight_map"])
+    tensors: dict[str, torch.Tensor] = {}
+    for name in sorted(set(shards.values())):
+        if not os.path.exists(os.path.join(folder, name)):
+            raise DuelError(f"{index} names {name}, which is missing: the download is incomplete.")
+        tensors |= _file(os.path.join(folder, name))
+    return tensors
+
+
+def _file(path: str) -> dict[str, torch.Tensor]:
+    if path.endswith(".safetensors"):
+        with _reading(path):
+            return load_file(path)
+    tensors = _unpickled(path, "{key: c[key] for key in c if torch.is_tensor(c[key])}", os.path.basename(path))
+    if not isinstance(tensors, dict) or not all(isinstance(value, torch.Tensor) for value in tensors.values()):
+        raise DuelError(f"{path} holds more than tensors; save the network's state_dict alone.")
+    return tensors
+
+
+def _lightning(path: str) -> dict[str, torch.Tensor]:
+    """The network of a Lightning checkpoint: its averaged weights (EMA), which its authors score, if it has them."""
+    content = _unpickled(path, "{key: c[key] for key in ('state_dict', 'ema') if key in c}", "weights.ckpt")
+    if not isinstance(content, dict) or not isinstance(content.get("state_dict"), dict):
+        raise DuelError(f"{path} is not a Lightning checkpoint: it has no state_dict.")
+    tensors = {key.replace("_orig_mod.", ""): value for key, value in content["state_dict"].items()}
+    tensors = {key: value for key, value in tensors.items() if key.startswith("backbone.")}
+    average = content.get("ema")
+    if average is None:
+        log.warning("%s has no averaged weights (EMA): scoring the last weights", path)
+        return tensors
+    trained = [key for key in tensors if not key.removeprefix("backbone.").startswith(COMPUTED)]
+    # the EMA is a list, in the order of the network's parameters
+    shadow = (average.get("shadow_params") if isinstance(average, dict) else None) or []
+    if [tensors[key].shape for key in trained] != [getattr(value, "shape", None) for value in shadow]:
+        counts = f"{len(shadow)} tensors for {len(trained)} parameters"
+        raise DuelError(f"The averaged weights (EMA) of {path} do not match its network: {counts}, or other shapes.")
+    return tensors | dict(zip(trained, shadow, strict=True))
+
+
+def _unpickled(path: str, kept: str, name: str) -> Any:
+    """The content of a file that torch wrote. If it holds code, the error has a command that saves `kept` of its
+    content `c` under `name`.
     """
-    of_tokenizer = getattr(tokenizer, "mask_token_id", None)
-    for mask_id in (options.mask_token_id, config.get("mask_token_id"), of_tokenizer, known):
-        if mask_id is not None:
-            if isinstance(mask_id, bool) or not isinstance(mask_id, int) or not 0 <= mask_id < (rows or mask_id + 1):
-                ids = f"its ids are 0 to {rows - 1}" if rows else "ids are whole numbers"
-                raise DuelError(f"mask_token_id={mask_id} is not an id of {options.name}; {ids}. Pass the right one.")
-            for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
-                if mask_id == getattr(tokenizer, name, None) and mask_id != of_tokenizer:
-                    raise DuelError(f"mask_token_id={mask_id} is the {name} of {options.name}'s tokenizer, not [MASK].")
-            return mask_id
-    raise DuelError(f"Neither config nor tokenizer of {options.name} names a mask token; pass mask_token_id=<id>.")
+    with _reading(path):
+        try:
+            return torch.load(path, "cpu", weights_only=True)
+        except pickle.UnpicklingError as error:
+            if not _starts(path, b"PK", b"\x80\x02"):  # a web page or a git-lfs pointer, not a file from torch
+                raise
+            raise DuelError(
+                f"{path} needs code to be read ({short_reason(error)}), which is not run here. If you trust it, save "
+                "its tensors alone where its training code is installed:\n"
+                f"    python -c \"import torch; c = torch.load({path!r}, 'cpu', weights_only=False); "
+                f'torch.save({kept}, {name!r})"'
+            ) from error
+
+
+def _starts(path: str, *starts: bytes) -> bool:
+    with open(path, "rb") as file:
+        return file.read(max(map(len, starts))).startswith(starts)
+
+
+@contextlib.contextmanager
+def _reading(path: str) -> Iterator[None]:
+    """Turn any error of a broken file into a DuelError that names the file and the likely reason."""
+    try:
+        yield
+    except DuelError:
+        raise
+    except Exception as error:
+        reason = "It is cut off or damaged: download it again."
+        if os.path.getsize(path) == 0:
+            reason = "It is empty: download it again."
+        elif _starts(path, POINTER):
+            reason = "It is a git-lfs pointer, not the file itself: run git lfs pull."
+        raise DuelError(f"Cannot read {path}: {short_reason(error)}. {reason}") from error
+
+
+# ---------------------------------------------------------------- errors of libraries
 
 
 def short_reason(error: Exception) -> str:
@@ -159,31 +220,19 @@ def _with_hint(path: str, what: str, error: Exception, remedy: str) -> str:
     hint = f" {remedy}" if remedy else ""
     if "trust_remote_code" in text:
         hint = " It runs its own code: pass trust_remote_code=true if you trust it."
-    elif match := UNKNOWN_MODEL_TYPE.search(text):
-        cause = f"transformers does not know model_type {match[1]!r}" if match[1] else "its config has no model_type"
-        hint = (
-            f" If its network belongs to a known family, say which: family={'|'.join(NAMED)}. If it has code of its "
-            "own that you trust: backend=remote,trust_remote_code=true."
-        )
     elif isinstance(error, ModuleNotFoundError):
         hint = f" It needs the package {error.name}: pip install {error.name}."
     elif "offload" in text:
         hint = " It does not fit into the memory of the device_map: use fewer processes per machine or a smaller dtype."
     elif isinstance(error, OSError | HFValidationError) and not os.path.isdir(path):
-        near = nearest(path, NAMES)
+        near = nearest(path, demo.NAMES)
         suggestion = f" Did you mean the bundled {near[0]}?" if near else ""
         offline = ", and HF_HUB_OFFLINE is set" if HF_HUB_OFFLINE else ""
         hint = f"{suggestion} It is not a local folder; a hub name needs a connection or a cached copy{offline}.{hint}"
     return f"{cause}.{hint}"
 
 
-def row_length(path: str, max_length: int | None, positions: int | None) -> int:
-    """The length of rows: `max_length`, else all `positions` of the network; raises DuelError if neither will do."""
-    if not (max_length or positions):
-        raise DuelError(f"Neither config nor tokenizer of {path} gives its number of positions; pass max_length=.")
-    if max_length and positions and max_length > positions:
-        raise DuelError(f"max_length={max_length} is too long: {path} takes {positions} positions; lower it.")
-    return max_length or positions
+# ---------------------------------------------------------------- device and dtype
 
 
 def pick_device(name: str | None) -> torch.device:

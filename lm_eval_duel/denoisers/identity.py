@@ -30,6 +30,9 @@ REFUSED = {  # by class name or model type
 GEMMA = ("diffusiongemmaforblockdiffusion", "diffusion_gemma")  # names in lower case
 UNIFORM = ("duo", "udlm")  # of networks under uniform noise
 GIDD = "dit"  # its model type
+DIT_NAMES = {"mdlm", "bd3lm", "sedd"}  # class names and model types of our own DiT in lower case, besides these
+DIT_LAYOUT = ("hidden_dim", "n_blocks", "n_heads", "model_length")  # entries of such a config
+DIT_SECTIONS = ("graph", "model", "tokens")  # of the config of SEDD's authors, which names no class
 ABSORBING = ("absorbing_state", "absorbing", "absorb", "masked", "mask")
 RANDOM = ("uniform", "uniform_state")
 HYBRID = ("hybrid", "gidd")
@@ -92,6 +95,23 @@ def is_diffusion_gemma(config: Config) -> bool:
     return any(name.lower() in GEMMA for name in model_names(config))
 
 
+def is_dit(config: dict[str, Any], path: str) -> bool:
+    """True if a config.json belongs to one of these families; raises DuelError if its names contradict its entries."""
+    names = model_names(config)
+    lower = {name.lower() for name in names}
+    if lower and (lower <= DIT_NAMES or (len(lower) == 1 and lower <= {GIDD, *UNIFORM})):
+        return True
+    if not names and all(key in config for key in DIT_SECTIONS):
+        return True
+    if lower & {*DIT_NAMES, *UNIFORM} or all(key in config for key in DIT_LAYOUT):
+        says = f"names {', '.join(dict.fromkeys(names))}" if names else "names neither a class nor a model type"
+        raise DuelError(
+            f"The config.json of {path} {says}. Networks with our own DiT are recognised by their names alone "
+            f"({', '.join((*sorted(DIT_NAMES), GIDD, *UNIFORM))}): if it is one, say so in model_type."
+        )
+    return False
+
+
 def require_supported(config: Config, name: str, family: str | None = None) -> None:
     """Raise DuelError if the config.json of `name` describes a network that is not supported.
 
@@ -123,8 +143,9 @@ def require_supported(config: Config, name: str, family: str | None = None) -> N
 
 _REASONS: dict[str, tuple[str, ...]] = {  # for networks in evaluation mode that are run here, and the entries
     "names, versions and where files are": (
-        *("_name_or_path", "architectures", "auto_map", "model_type", "transformers_version", "transformers_weights"),
-        *("custom_pipelines", "base_model_name_or_path", "pretrained_model_path", "llm_model_path", "tokenizer_class"),
+        *("_name_or_path", "_commit_hash", "architectures", "auto_map", "model_type", "transformers_version"),
+        *("transformers_weights", "custom_pipelines", "base_model_name_or_path", "pretrained_model_path"),
+        *("llm_model_path", "tokenizer_class"),
     ),
     "the file's dtype, which `dtype=` overrides": ("dtype", "torch_dtype", "precision"),
     "heads of classifiers": (

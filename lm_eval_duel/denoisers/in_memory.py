@@ -1,4 +1,13 @@
-"""A function logits = f(ids, real) as a denoiser.
+"""Networks in memory, such as those that are being trained.
+
+    a Denoiser                                    itself
+    transformers' masked LMs, and a user's        hf/own_forward.py
+    class that takes input_ids (LLaDA, Dream)
+    transformers' decoders                        hf/decoder.py, under an explicit mask
+    a function logits = f(ids, real)              `Function`
+
+The weights are not copied. Every call runs with dropout off and outside autocast, and leaves modules, gradient mode and
+autocast as they were, also if it raises an error.
 
 Shapes: R rows, L row length, V tokens.
 """
@@ -18,107 +27,17 @@ from transformers import PreTrainedTokenizerBase
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from lm_eval_duel.core.denoiser import Denoiser
-from lm_eval_duel.denoisers import (
-    identity,
-    loading,
-    self_tests,
-    user_module,
-)
-from lm_eval_duel.denoisers import (
-    vocabulary as special_tokens,
-)
-from lm_eval_duel.denoisers.hf import auto_model, families, masked_lm
+from lm_eval_duel.denoisers import identity, loading, self_tests, user_module, vocabulary
+from lm_eval_duel.denoisers.checkpoint import Checkpoint
+from lm_eval_duel.denoisers.hf import families
 from lm_eval_duel.denoisers.hf.decoder import Decoder
-from lm_eval_duel.denoisers.hf.pretrained import Pretrained, max_positions
-from lm_eval_duel.denoisers.hub import explained, find_mask_id, row_length
+from lm_eval_duel.denoisers.hf.own_code import OWN_CODE
+from lm_eval_duel.denoisers.hf.own_forward import MASKED_LM, MaskedLM
+from lm_eval_duel.denoisers.hf.pretrained import UNBOUNDED, Pretrained, is_native, trained_positions
+from lm_eval_duel.denoisers.hub import explained
 from lm_eval_duel.denoisers.load_options import LoadOptions
-from lm_eval_duel.denoisers.vocabulary import excluded_columns
+from lm_eval_duel.denoisers.vocabulary import excluded_columns, find_mask_id, row_length
 from lm_eval_duel.errors import DuelError, require_known
-
-
-class Function(Denoiser):
-    """logits = f(ids, real): logits (R, L, V) of ids (R, L); `real` (R, L) is False at padding, None: there is none."""
-
-    splits_head = False
-
-    def __init__(self, function: Callable[..., Any], options: LoadOptions, tokenizer: Any):
-        self.function, self.path, self.device = function, options.name, options.device
-        self.bos, self.shift = options.bos or self.bos, int(bool(options.shift_logits))
-        self.mask_id = find_mask_id(options, {}, tokenizer, None, None)
-        longest = tokenizer.model_max_length
-        positions = longest if longest < auto_model.UNBOUNDED else None
-        self.max_length = options.max_length or row_length(options.name, None, positions)
-        self.vocab_size = self._first_call()
-        tokens = set(tokenizer.get_vocab().values()) or set(range(self.vocab_size))
-        self.excluded = excluded_columns(tokens, self.mask_id, self.vocab_size, self.path, self.device)
-
-    def features(self, ids: torch.Tensor, real: torch.Tensor | None, **more: torch.Tensor) -> torch.Tensor:
-        out = self.function(ids, real)
-        if isinstance(out, dict):
-            out = out["logits"]  # of transformers too
-        logits = out[0] if isinstance(out, tuple) else out
-        if not isinstance(logits, torch.Tensor):
-            raise DuelError(f"{self.path}(ids, real) must return logits, a tensor; got {type(logits).__name__}.")
-        if logits.dim() != 3 or logits.shape[:2] != ids.shape or not logits.is_floating_point():
-            raise DuelError(
-                f"{self.path}(ids, real) must return logits of the shape (R, L, V), ({', '.join(map(str, ids.shape))}, "
-                f"V) for this call; got {logits.dtype} {tuple(logits.shape)}."
-            )
-        return logits
-
-    def head(self, features: torch.Tensor) -> torch.Tensor:
-        return features
-
-    def _first_call(self) -> int:
-        """The columns of the logits of a first small row; raises DuelError if they are not logits."""
-        first = torch.full((1, min(2, self.max_length)), self.mask_id, device=self.device)  # (1, L)
-        remedy = f"It is called as logits = f(ids, real), with ids {first.tolist()} here."
-        with explained(self.path, "run network", remedy):
-            logits = self.features(first, None)
-        if logits.device.type != self.device.type:
-            raise DuelError(
-                f"{self.path} returns logits on {logits.device} for ids on {self.device}: pass the module that it runs "
-                "as module=, or the device of its ids as device=."
-            )
-        sums = logits.float().sum(-1)
-        if (logits >= 0).all() and torch.allclose(sums, torch.ones_like(sums), atol=0.02):
-            raise DuelError(f"{self.path} returns probabilities; it must return logits, or log-probabilities.")
-        return logits.shape[-1]
-
-
-def parameters(model: torch.nn.Module) -> Mapping[str, inspect.Parameter]:
-    """The parameters of a module's `forward`, by name."""
-    return inspect.signature(type(model).forward).parameters
-
-
-def by_keyword(model: Callable[..., Any]) -> Callable[..., Any]:
-    """f(ids, real) of a module whose arguments are named as in transformers; any other function unchanged."""
-    if not isinstance(model, torch.nn.Module) or "input_ids" not in parameters(model):
-        return model
-    takes_mask = "attention_mask" in parameters(model)
-
-    def function(ids: torch.Tensor, real: torch.Tensor | None) -> Any:
-        mask = {"attention_mask": real.long()} if takes_mask and real is not None else {}
-        return model(input_ids=ids, **mask)
-
-    return function
-
-
-# ---------------------------------------------------------------- in_memory
-# Networks in memory, such as those that are being trained.
-#
-#     a function logits = f(ids, real)              function.py
-#     transformers' masked LMs, and a user's        hf/masked_lm.py
-#     class that takes input_ids (LLaDA, Dream)
-#     transformers' decoders                        hf/decoder.py, under an explicit mask
-#     a Denoiser                                    itself
-#
-# The weights are not copied. Every call runs with dropout off and outside autocast, and leaves modules, gradient mode
-# and
-# autocast as they were, also if it raises an error.
-#
-# Shapes: R rows, L row length.
-
 
 log = logging.getLogger("lm_eval.duel_mdm")
 
@@ -167,7 +86,7 @@ def from_model(
         )
     _warn_of_half_precision(module, name)
     denoiser = InMemory(plain, module, name, weights or IN_MEMORY, autocast)
-    denoiser.special_tokens = special_tokens.expected(denoiser, tokenizer)
+    denoiser.special_tokens = vocabulary.expected(denoiser, tokenizer)
     return loading.wrapped(denoiser, options)
 
 
@@ -241,7 +160,7 @@ class InMemory(Denoiser):
         """The weights are "in memory", the text that the user passed, or a digest of their current values."""
         digested = self.weights == DIGEST and self.module is not None
         dtype = str(self._dtype).removeprefix("torch.")
-        of_transformers = isinstance(self.plain, Function | masked_lm.MaskedLM | Decoder)  # or nothing to say
+        of_transformers = isinstance(self.plain, Function | MaskedLM | Decoder)  # or nothing to say
         described: dict[str, object] = {
             **({} if of_transformers else self.plain.describe()),
             "denoiser": f"{self.path} in memory",
@@ -254,6 +173,77 @@ class InMemory(Denoiser):
             "relative_positions": self.relative_positions,
         }
         return described | ({"last_block": self.last_block} if self.attention == "block_causal" else {})
+
+
+# ---------------------------------------------------------------- a function
+
+
+class Function(Denoiser):
+    """logits = f(ids, real): logits (R, L, V) of ids (R, L); `real` (R, L) is False at padding, None: there is none."""
+
+    splits_head = False
+
+    def __init__(self, function: Callable[..., Any], options: LoadOptions, tokenizer: Any):
+        self.function, self.path, self.device = function, options.name, options.device
+        self.bos, self.shift = options.bos or self.bos, int(bool(options.shift_logits))
+        self.mask_id = find_mask_id(options, {}, tokenizer, None, None)
+        longest = tokenizer.model_max_length
+        positions = longest if longest < UNBOUNDED else None
+        self.max_length = options.max_length or row_length(options.name, None, positions)
+        self.vocab_size = self._first_call()
+        tokens = set(tokenizer.get_vocab().values()) or set(range(self.vocab_size))
+        self.excluded = excluded_columns(tokens, self.mask_id, self.vocab_size, self.path, self.device)
+
+    def features(self, ids: torch.Tensor, real: torch.Tensor | None, **more: torch.Tensor) -> torch.Tensor:
+        out = self.function(ids, real)
+        if isinstance(out, dict):
+            out = out["logits"]  # of transformers too
+        logits = out[0] if isinstance(out, tuple) else out
+        if not isinstance(logits, torch.Tensor):
+            raise DuelError(f"{self.path}(ids, real) must return logits, a tensor; got {type(logits).__name__}.")
+        if logits.dim() != 3 or logits.shape[:2] != ids.shape or not logits.is_floating_point():
+            raise DuelError(
+                f"{self.path}(ids, real) must return logits of the shape (R, L, V), ({', '.join(map(str, ids.shape))}, "
+                f"V) for this call; got {logits.dtype} {tuple(logits.shape)}."
+            )
+        return logits
+
+    def head(self, features: torch.Tensor) -> torch.Tensor:
+        return features
+
+    def _first_call(self) -> int:
+        """The columns of the logits of a first small row; raises DuelError if they are not logits."""
+        first = torch.full((1, min(2, self.max_length)), self.mask_id, device=self.device)  # (1, L)
+        remedy = f"It is called as logits = f(ids, real), with ids {first.tolist()} here."
+        with explained(self.path, "run network", remedy):
+            logits = self.features(first, None)
+        if logits.device.type != self.device.type:
+            raise DuelError(
+                f"{self.path} returns logits on {logits.device} for ids on {self.device}: pass the module that it runs "
+                "as module=, or the device of its ids as device=."
+            )
+        sums = logits.float().sum(-1)
+        if (logits >= 0).all() and torch.allclose(sums, torch.ones_like(sums), atol=0.02):
+            raise DuelError(f"{self.path} returns probabilities; it must return logits, or log-probabilities.")
+        return logits.shape[-1]
+
+
+def parameters(model: torch.nn.Module) -> Mapping[str, inspect.Parameter]:
+    """The parameters of a module's `forward`, by name."""
+    return inspect.signature(type(model).forward).parameters
+
+
+def by_keyword(model: Callable[..., Any]) -> Callable[..., Any]:
+    """f(ids, real) of a module whose arguments are named as in transformers; any other function unchanged."""
+    if not isinstance(model, torch.nn.Module) or "input_ids" not in parameters(model):
+        return model
+    takes_mask = "attention_mask" in parameters(model)
+
+    def function(ids: torch.Tensor, real: torch.Tensor | None) -> Any:
+        mask = {"attention_mask": real.long()} if takes_mask and real is not None else {}
+        return model(input_ids=ids, **mask)
+
+    return function
 
 
 # ---------------------------------------------------------------- the kind of a network
@@ -297,7 +287,7 @@ def _of_transformers(model: Any, options: LoadOptions, tokenizer: Any, tested: b
     """The denoiser of a network that is called with input_ids and attention_mask."""
     kind, config = type(model).__name__, model.config
     config = config.to_dict() if hasattr(config, "to_dict") else dict(vars(config))
-    native = auto_model.is_native(model)
+    native = is_native(model)
     if options.attention == "causal":
         raise DuelError(
             "from_model scores masked diffusion models, and attention=causal is for autoregressive ones: save a "
@@ -307,14 +297,15 @@ def _of_transformers(model: Any, options: LoadOptions, tokenizer: Any, tested: b
     if identity.noise({"architectures": [kind]}):
         raise DuelError(f"{kind} is scored from a checkpoint, with estimator=noised_elbo; not in memory.")
     found = families.find({"architectures": [kind]}, options, None)
-    family = found or (masked_lm.MASKED_LM if native and options.shift_logits is None else masked_lm.OWN_CODE)
+    family = found or (MASKED_LM if native and options.shift_logits is None else OWN_CODE)
     if getattr(model.config, "attention_type", None) == "block_sparse":  # it depends on the length of earlier rows
         raise DuelError(f"{kind} has block-sparse attention: call its set_attention_type('original_full') first.")
     kind_of = _DecoderInMemory if native and kind in families.PLAIN and found is not None else _MaskedLMInMemory
-    denoiser: Pretrained = kind_of(family, config, options, tokenizer, config.get("vocab_size"))
+    checkpoint = Checkpoint(options, config, family, tokenizer)
+    denoiser: Pretrained = kind_of(checkpoint, config.get("vocab_size"))
     denoiser.refuses = tested
     if isinstance(denoiser, Decoder):
-        denoiser.set_row_length(max_positions(family, model.config.max_position_embeddings, config))
+        denoiser.set_row_length(trained_positions(family, model.config.max_position_embeddings, config))
     denoiser.take(model)
     decoder = native and kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
     if decoder and not tested and denoiser.attention == "bidirectional":  # it may stay causal; else tested already
@@ -323,7 +314,7 @@ def _of_transformers(model: Any, options: LoadOptions, tokenizer: Any, tested: b
     return denoiser
 
 
-class _MaskedLMInMemory(masked_lm.MaskedLM):
+class _MaskedLMInMemory(MaskedLM):
     """A masked LM without the self-tests on a float32 copy, since the weights are not copied."""
 
     def _retest_in_float32(self) -> None:
@@ -351,7 +342,7 @@ class _DecoderInMemory(Decoder):
 class _AnyId:
     """Stands in for a tokenizer where there is none: every id but [MASK] is a token."""
 
-    model_max_length = auto_model.UNBOUNDED
+    model_max_length = UNBOUNDED
     mask_token_id = None
 
     def __init__(self, module: Any):

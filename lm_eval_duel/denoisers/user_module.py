@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from lm_eval_duel.core.denoiser import Denoiser
-from lm_eval_duel.denoisers.hf import device_map
+from lm_eval_duel.denoisers.hf import weights
 from lm_eval_duel.errors import DuelError
 
 KEPT = 1 << 20  # values of a buffer that is restored: larger ones are weights
@@ -140,7 +140,7 @@ def device_of(model: Any, module: torch.nn.Module | None, device: torch.device |
     if module is None:
         return torch.device("cpu")
     if hasattr(module, "get_input_embeddings"):
-        return device_map.device_of(module)
+        return weights.device_of(module)
     tensor = next(iter([*module.parameters(), *module.buffers()]), None)
     return torch.device("cpu") if tensor is None else tensor.device
 

@@ -1,18 +1,98 @@
-"""Special tokens around a text, as a tokenizer adds them and as a network expects them."""
+"""The tokenizer of a checkpoint, [MASK], the special tokens around a text, and the columns that are tokens."""
 
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterator
 from typing import Any
 
 import torch
+from transformers import AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase, Qwen2TokenizerFast
+from transformers.models.auto.tokenization_auto import get_tokenizer_config
+from transformers.utils import cached_file
 
 from lm_eval_duel.core.denoiser import Denoiser
+from lm_eval_duel.denoisers.hub import QUIET, explained
+from lm_eval_duel.denoisers.load_options import LoadOptions
 from lm_eval_duel.errors import DuelError
 
+log = logging.getLogger("lm_eval.duel_mdm")
+
+QWEN2_TOKENIZERS = ("DreamTokenizer",)
+TOKENIZER_REMEDY = "To use another one, pass tokenizer=<a folder or hub name>."
 USUAL = ("a", "A", "the", "0")
 TRIED = 1000  # ordinary tokens that are tried as texts
+PADDING = 128  # embeddings are padded by up to this many columns, for speed
+
+
+def has_tokenizer(path: str, revision: str) -> bool:
+    """True if a checkpoint has a tokenizer."""
+    return any(
+        cached_file(path, name, revision=revision, **QUIET) is not None
+        for name in ("tokenizer.json", "tokenizer_config.json", "vocab.txt")
+    )
+
+
+def load_tokenizer(path: str, trust_remote_code: bool, revision: str) -> PreTrainedTokenizerBase:
+    """The tokenizer of a folder or hub name. Dream's has its own code, but is Qwen2's with other special tokens."""
+    configs = logging.getLogger("transformers.configuration_utils")
+    level = configs.level
+    configs.setLevel(logging.ERROR)  # it warns about every unknown model_type
+    tokenizer_kwargs = {"trust_remote_code": trust_remote_code, "revision": revision}
+    try:
+        with explained(path, "read config and tokenizer of", TOKENIZER_REMEDY):
+            try:
+                tokenizer = AutoTokenizer.from_pretrained(path, **tokenizer_kwargs)
+            except AttributeError:  # transformers 5, if rotary positions are scaled and the model_type is unknown
+                tokenizer = AutoTokenizer.from_pretrained(path, config=PretrainedConfig(), **tokenizer_kwargs)
+            except Exception:
+                if os.path.isdir(path) and not has_tokenizer(path, revision):
+                    raise DuelError(f"There is no tokenizer in {path}. {TOKENIZER_REMEDY}") from None
+                if get_tokenizer_config(path, revision=revision).get("tokenizer_class") not in QWEN2_TOKENIZERS:
+                    raise
+                tokenizer = Qwen2TokenizerFast.from_pretrained(path, revision=revision)
+    finally:
+        configs.setLevel(level)
+    if not set(tokenizer.get_vocab().values()) - set(tokenizer.all_special_ids):  # built by its class, without a file
+        raise DuelError(f"There is no tokenizer in {path}. {TOKENIZER_REMEDY}")
+    return tokenizer
+
+
+def find_mask_id(
+    options: LoadOptions,
+    config: dict[str, Any],
+    tokenizer: PreTrainedTokenizerBase | None,
+    known: int | None,
+    rows: int | None,
+) -> int:
+    """The id of [MASK], from the options, the config, the tokenizer or the family (`known`), in this order.
+
+    `rows`: of the embedding, which bound the id. Raises DuelError if there is none, or it is another special token.
+    """
+    of_tokenizer = getattr(tokenizer, "mask_token_id", None)
+    for mask_id in (options.mask_token_id, config.get("mask_token_id"), of_tokenizer, known):
+        if mask_id is not None:
+            if isinstance(mask_id, bool) or not isinstance(mask_id, int) or not 0 <= mask_id < (rows or mask_id + 1):
+                ids = f"its ids are 0 to {rows - 1}" if rows else "ids are whole numbers"
+                raise DuelError(f"mask_token_id={mask_id} is not an id of {options.name}; {ids}. Pass the right one.")
+            for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+                if mask_id == getattr(tokenizer, name, None) and mask_id != of_tokenizer:
+                    raise DuelError(f"mask_token_id={mask_id} is the {name} of {options.name}'s tokenizer, not [MASK].")
+            return mask_id
+    raise DuelError(f"Neither config nor tokenizer of {options.name} names a mask token; pass mask_token_id=<id>.")
+
+
+def row_length(path: str, max_length: int | None, positions: int | None) -> int:
+    """The length of rows: `max_length`, else all `positions` of the network; raises DuelError if neither will do."""
+    if not (max_length or positions):
+        raise DuelError(f"Neither config nor tokenizer of {path} gives its number of positions; pass max_length=.")
+    if max_length and positions and max_length > positions:
+        raise DuelError(f"max_length={max_length} is too long: {path} takes {positions} positions; lower it.")
+    return max_length or positions
+
+
+# ---------------------------------------------------------------- special tokens around a text
 
 
 def convention(tokenizer: Any, denoiser: Denoiser) -> tuple[str, list[int], list[int]]:
@@ -90,13 +170,7 @@ def _ids(tokenizer: Any, text: str, special: bool) -> list[int]:
     return tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"]
 
 
-# ---------------------------------------------------------------- vocabulary
-# The columns of the logits that are tokens of the vocabulary.
-
-
-log = logging.getLogger("lm_eval.duel_mdm")
-
-PADDING = 128  # embeddings are padded by up to this many columns, for speed
+# ---------------------------------------------------------------- columns of the logits
 
 
 def require_fit(tokens: set[int], mask_id: int | None, vocab_size: int, path: str) -> None:

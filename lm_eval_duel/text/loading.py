@@ -6,9 +6,10 @@ import logging
 import os
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from lm_eval_duel import denoisers
 from lm_eval_duel.core.denoiser import Denoiser
 from lm_eval_duel.demo import BUNDLED
+from lm_eval_duel.denoisers.checkpoint import Checkpoint
+from lm_eval_duel.denoisers.loading import load_network
 from lm_eval_duel.estimators import registry
 from lm_eval_duel.estimators.base import Estimator
 from lm_eval_duel.options import Options
@@ -46,20 +47,18 @@ def load_scorer(
     Raises:
         DuelError: the checkpoint cannot be read, or the options define no distribution of this network.
     """
-    name = options.pretrained or BUNDLED
     if options.pretrained is None and os.environ.get("RANK", "0") == "0":
         log.warning(
             "no checkpoint named: scoring with %s, a small bundled demonstration network. Name yours with --model_args "
             "pretrained=<folder or hub name>,...",
             BUNDLED,
         )
-    entry = registry.find(options.estimator)
-    denoisers.require_estimator(name, entry.name, entry.takes_noise, **options.network)
-    tokenizer = denoisers.load_tokenizer(vars(options)) if tokenizer is None else tokenizer
+    checkpoint = _described(options, device or options.device)
+    tokenizer = checkpoint.text_tokenizer() if tokenizer is None else tokenizer
     options = options.with_tokenizer(tokenizer)
     if options.preset is not None:
-        presets.require_fit(options.preset, denoisers.find_family(name, **options.network))
-    network = denoisers.load(name, device=device or options.device, tokenizer=tokenizer, **options.network)
+        presets.require_fit(options.preset, checkpoint.decoder_family)
+    network = load_network(checkpoint, tokenizer)
     estimator = registry.make(network, options, **sizes)
     return Scorer(
         options, tokenizer, network, estimator, TextEncoder(tokenizer, network, options.windows, estimator.block)
@@ -68,6 +67,14 @@ def load_scorer(
 
 def require_loadable(options: Options) -> None:
     """Raise DuelError for what config.json shows to be wrong, without reading any weight."""
-    name, entry = options.pretrained or BUNDLED, registry.find(options.estimator)
-    denoisers.require_estimator(name, entry.name, entry.takes_noise, **options.network)
-    denoisers.find_family(name, **options.network)
+    _described(options, "cpu")
+
+
+def _described(options: Options, device: str | None) -> Checkpoint:
+    """The checkpoint of the options, which is of a known network and of one that the estimator is for."""
+    network = {**options.network, "tokenizer": options.tokenizer}
+    checkpoint = Checkpoint.open(options.pretrained or BUNDLED, device, **network)
+    entry = registry.find(options.estimator)
+    checkpoint.require_estimator(entry.name, entry.takes_noise)
+    checkpoint.require_known_network()
+    return checkpoint

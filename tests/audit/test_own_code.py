@@ -96,7 +96,7 @@ def test_an_error_of_this_network_is_no_reason_to_skip_the_comparison(folders, m
         patch.setattr(own_code.OwnRow, "seen", lambda self, *_: {}["ours"])
         with pytest.raises(KeyError, match="ours"):
             compared(folders["llada"], denoiser)
-    monkeypatch.setattr(own_code.own_class, "own_class_load", lambda *_: broken)
+    monkeypatch.setattr(own_code, "load_own_class", lambda *_: broken)
     assert compared(folders["llada"], denoiser) == "KeyError: 'ours'"
     monkeypatch.setattr(denoiser, "head", broken)
     with pytest.raises(KeyError, match="ours"):

@@ -14,7 +14,7 @@ from networks import load, refused, written
 from lm_eval_duel import denoisers
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.demo import FOLDER, resolve
-from lm_eval_duel.denoisers.hf import pretrained as own_forward
+from lm_eval_duel.denoisers.hf import own_forward
 from lm_eval_duel.errors import DuelError, NotFinite
 from lm_eval_duel.estimators.duel import DuelEstimator
 from lm_eval_duel.harness.lm import DuelMDM

@@ -9,7 +9,7 @@ from networks import load, refused, written
 from own import DREAM
 
 from lm_eval_duel.core.windows import Window
-from lm_eval_duel.denoisers.hf import device_map
+from lm_eval_duel.denoisers.hf import weights as device_map
 from lm_eval_duel.denoisers.load_options import LoadOptions
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.estimators.duel import DuelEstimator
@@ -36,7 +36,7 @@ def machine(monkeypatch):
 
 
 def options(layout="auto"):
-    return device_map.model_kwargs(LoadOptions("name", torch.device("cpu"), device_map=layout))
+    return device_map.placement_kwargs(LoadOptions("name", torch.device("cpu"), device_map=layout))
 
 
 @pytest.mark.parametrize("gpus, processes", [(8, 2), (5, 2), (3, 3), (4, 1)])
@@ -103,9 +103,9 @@ def test_a_network_whose_layers_lie_elsewhere(kind, tmp_path, monkeypatch):
     """Weights on a disk, brought in for each call by the hooks that move inputs between GPUs too."""
     path, asked = written(tmp_path, kind)
     right = load(path, asked)
-    said = device_map.model_kwargs
+    said = device_map.placement_kwargs
     monkeypatch.setattr(
-        device_map, "model_kwargs", lambda asked: said(asked) | {"offload_folder": str(tmp_path / "kept")}
+        device_map, "placement_kwargs", lambda asked: said(asked) | {"offload_folder": str(tmp_path / "kept")}
     )
     spread = load(path, asked, device_map=MAPS[kind])
     assert any(parameter.is_meta for parameter in spread.model.parameters())

@@ -14,7 +14,8 @@ from noised_toys import bound
 
 from lm_eval_duel import Duel, denoisers
 from lm_eval_duel.core.windows import Window
-from lm_eval_duel.denoisers.hf import causal_lm as diffusion_gemma
+from lm_eval_duel.denoisers.checkpoint import Checkpoint
+from lm_eval_duel.denoisers.hf import diffusion_gemma
 from lm_eval_duel.denoisers.load_options import LoadOptions
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.estimators.duel import Autoregressive
@@ -29,7 +30,7 @@ def test_it_says_which_transformers_it_needs(tmp_path, monkeypatch):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "diffusion_gemma"}))
     monkeypatch.setattr(diffusion_gemma.transformers, diffusion_gemma.CLASS, None, raising=False)
     with pytest.raises(DuelError, match=r"5\.13"):
-        diffusion_gemma.diffusion_gemma_unfilled({}, LoadOptions(str(tmp_path), torch.device("cpu")), None)
+        diffusion_gemma.unfilled(Checkpoint(LoadOptions(str(tmp_path), torch.device("cpu")), {}))
 
 
 if not hasattr(transformers, "DiffusionGemmaForBlockDiffusion"):

@@ -10,10 +10,9 @@ import torch
 from decoder_reference import CASES, LLAMA, QWEN3, without
 from networks import refused
 
-from lm_eval_duel.denoisers import loading
+from lm_eval_duel.denoisers.checkpoint import Checkpoint
 from lm_eval_duel.denoisers.dit import checkpoint
-from lm_eval_duel.denoisers.hf import families
-from lm_eval_duel.denoisers.hf.causal_lm import CLASS
+from lm_eval_duel.denoisers.hf.diffusion_gemma import CLASS
 from lm_eval_duel.denoisers.load_options import LoadOptions
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.options import Options
@@ -85,15 +84,13 @@ def test_a_config_is_accepted_for_what_it_says(case, tmp_path):
     config, family = ACCEPTED[case]
     (tmp_path / "config.json").write_text(json.dumps(config))
     mask = {} if family in ("duo", "udlm") else {"mask_token_id": 12}
-    options = LoadOptions(str(tmp_path), torch.device("cpu"), **mask)
-    found = None if loading.is_alone(config, options) else families.find(config, options, None)
-    assert loading.unfilled(found, config, options, lambda: options, None).family == family
+    assert checkpoint.unfilled(Checkpoint.open(str(tmp_path), "cpu", **mask)).family == family
 
 
 def test_numbers_that_are_text_are_numbers(tmp_path):
     config = {**GIDD, "p_uniform": "0.1", "t_eps": "0.25"}
     options = LoadOptions(str(tmp_path), torch.device("cpu"), mask_token_id=12)
-    denoiser = checkpoint.unfilled(config, options, None)
+    denoiser = checkpoint.unfilled(Checkpoint(options, config))
     assert (denoiser.uniform, denoiser.t_eps) == (0.1, 0.25)
 
 

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from lm_eval_duel import Duel as TextDuel
 from lm_eval_duel import denoisers
 from lm_eval_duel.core.windows import Window
-from lm_eval_duel.denoisers.hf.lora import PREFIX
+from lm_eval_duel.denoisers.hf.weights import ADAPTER_PREFIX as PREFIX
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.estimators.duel import DuelEstimator
 

@@ -7,7 +7,7 @@ from close import same_scores
 
 from lm_eval_duel import Duel
 from lm_eval_duel.core.windows import Window
-from lm_eval_duel.denoisers.hf.masked_lm import MaskedLM
+from lm_eval_duel.denoisers.hf.own_forward import MaskedLM
 from lm_eval_duel.errors import DuelError
 
 WINDOWS = [

@@ -55,15 +55,21 @@ def test_no_entry_is_left_to_defaults_and_none_may_be_wrong(tmp_path, subtests):
     refused(path, "d_model, n_layers, n_heads, max_sequence_length, mlp_hidden_size", family="llada")  # all at once
 
 
-def test_an_unknown_kind_of_model(tmp_path):
-    tiny.tokenizer().save_pretrained(tmp_path)
-    for config, cause in (
-        ({"model_type": "mdml9", "architectures": ["NewLM"], "hidden_size": 4}, "'mdml9'"),
-        ({"architectures": ["NewLM"]}, "no model_type"),
+def test_an_unknown_network_is_refused_once_with_every_way_to_score_it(tmp_path):
+    """Before anyone is asked to trust code, and before the tokenizer is read: the folder has none."""
+    code = {"AutoModelForCausalLM": "modeling.NewLM"}
+    for config, what in (
+        ({"model_type": "mdml9", "architectures": ["NewLM"], "hidden_size": 4}, r"NewLM \(model_type 'mdml9'\)"),
+        ({"architectures": ["NewLM"]}, "NewLM, and it has no model_type"),
+        ({"model_type": "mdml9"}, "no named class"),
     ):
-        (tmp_path / "config.json").write_text(json.dumps(config))
-        for options in ({}, {"attention": "causal"}):
-            refused(str(tmp_path), rf"^(?!.*(out of date|upgrade)).*{cause}.*family=llada\|.*backend=remote", **options)
+        for attention in (None, "causal"):
+            for auto_map in ({}, {"auto_map": code}):
+                (tmp_path / "config.json").write_text(json.dumps({**config, **auto_map}))
+                remote = "trust_remote_code=true" if attention else "backend=remote,trust_remote_code=true"
+                own = f"trust the code.*{remote}.*" if auto_map else ""
+                ways = rf"^By its config\.json .*{what}.*family=.*{own}Duel\.from_model.*docs/checkpoints\.md"
+                refused(str(tmp_path), ways, attention=attention)
 
 
 # ---------------------------------------------------------------- arguments that do not apply

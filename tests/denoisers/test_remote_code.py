@@ -8,7 +8,7 @@ from own import CONFIG, DREAM, KINDS, LLADA, LLADA_SIZE, SDAR, decoder, llada, m
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from lm_eval_duel import denoisers
-from lm_eval_duel.denoisers.hf import masked_lm as remote_code
+from lm_eval_duel.denoisers.hf import own_code as remote_code
 from lm_eval_duel.errors import DuelError
 
 SAME = ("attention", "shift", "mask_id", "max_length", "published_block", "block", "bos", "relative_positions")

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 
 from lm_eval_duel import Duel, denoisers
 from lm_eval_duel.core.windows import Window
-from lm_eval_duel.denoisers import weights
+from lm_eval_duel.denoisers import hub
 from lm_eval_duel.errors import DuelError
 
 WINDOWS = [Window((), (1, 2, 3, 4, 5)), Window((7,), (0, 6, 6), (2,))]
@@ -61,32 +61,32 @@ def equal(found, wanted):
 )
 def test_whole_and_sharded(stem, ending, save, tmp_path):
     save(TENSORS, tmp_path / f"{stem}.{ending}")
-    equal(weights.read(str(tmp_path)), TENSORS)
+    equal(hub.read_tensors(str(tmp_path)), TENSORS)
     (tmp_path / f"{stem}.{ending}").unlink()
     names = [f"{stem}-0000{n}-of-00002.{ending}" for n in (1, 2)]  # as transformers names them
     places, index = {key: names[key == "c"] for key in TENSORS}, tmp_path / f"{stem}.{ending}.index.json"
     for name in names:
         save({key: value for key, value in TENSORS.items() if places[key] == name}, tmp_path / name)
     index.write_text(json.dumps({"metadata": {"total_size": 56}, "weight_map": places}))
-    equal(weights.read(str(tmp_path)), TENSORS)
+    equal(hub.read_tensors(str(tmp_path)), TENSORS)
     for text, named in (('{"weight', index.name), ('{"weight_map": ["a"]}', index.name)):
         index.write_text(text)
         with pytest.raises(DuelError, match=named):
-            weights.read(str(tmp_path))
+            hub.read_tensors(str(tmp_path))
     index.write_text(json.dumps({"weight_map": places}))
     (tmp_path / names[1]).unlink()
     with pytest.raises(DuelError, match=names[1]):
-        weights.read(str(tmp_path))
+        hub.read_tensors(str(tmp_path))
 
 
 def test_safetensors_come_before_bin_and_bin_before_ckpt(tmp_path):
     ckpt, _ = lightning(tmp_path / "last.ckpt", ema=None)
-    found = weights.read(str(tmp_path))
+    found = hub.read_tensors(str(tmp_path))
     equal(found, {key: ckpt[key] for key in found})
     torch.save({"x": torch.zeros(1)}, tmp_path / "pytorch_model.bin")
-    assert list(weights.read(str(tmp_path))) == ["x"]
+    assert list(hub.read_tensors(str(tmp_path))) == ["x"]
     save_file(TENSORS, tmp_path / "model.safetensors")
-    equal(weights.read(str(tmp_path)), TENSORS)
+    equal(hub.read_tensors(str(tmp_path)), TENSORS)
 
 
 @pytest.mark.parametrize("kind", ["averaged", "compiled", "without an average"])
@@ -111,11 +111,11 @@ def test_lightning_checkpoints_that_cannot_be_scored(tmp_path):
     for message, changes in wrong:
         lightning(path, **changes)
         with pytest.raises(DuelError, match=message):
-            weights.read(str(tmp_path))
+            hub.read_tensors(str(tmp_path))
     for name in ("last.ckpt", "best.ckpt"):
         lightning(tmp_path / name)
     with pytest.raises(DuelError, match=r"2 \.ckpt files \(best\.ckpt, last\.ckpt\)"):
-        weights.read(str(tmp_path))
+        hub.read_tensors(str(tmp_path))
 
 
 def test_the_printed_command_makes_a_checkpoint_that_can_be_read(tmp_path, monkeypatch):
@@ -165,12 +165,12 @@ def test_no_code_in_a_pickle_is_run(name, form, tmp_path, monkeypatch):
 
 def test_files_that_hold_no_tensors(tmp_path):
     with pytest.raises(DuelError, match=r"model\.safetensors, pytorch_model\.bin"):
-        weights.read(str(tmp_path))
+        hub.read_tensors(str(tmp_path))
     file = tmp_path / "pytorch_model.bin"
     for content in ({"state_dict": {}}, {"a": torch.ones(1), "step": 3}, [torch.ones(1)], 3, None):
         torch.save(content, file)
         with pytest.raises(DuelError, match=r"pytorch_model\.bin holds more than tensors"):
-            weights.read(str(tmp_path))
+            hub.read_tensors(str(tmp_path))
     file.unlink()
     for name, save in (("last.ckpt", torch.save), ("pytorch_model.bin", torch.save), ("model.safetensors", save_file)):
         file = tmp_path / name
@@ -179,4 +179,4 @@ def test_files_that_hold_no_tensors(tmp_path):
         for wrong in (b"", whole[:-4], b"version https://git-lfs"):
             file.write_bytes(wrong)
             with pytest.raises(DuelError, match=re.escape(f"Cannot read {file}")):
-                weights.read(str(tmp_path))
+                hub.read_tensors(str(tmp_path))

@@ -9,7 +9,7 @@ from toys import BlockCausal, Causal, Rotary, Toy
 
 from lm_eval_duel import Duel, denoisers, rules
 from lm_eval_duel.core.windows import Window
-from lm_eval_duel.denoisers.hf.masked_lm import MaskedLM
+from lm_eval_duel.denoisers.hf.own_forward import MaskedLM
 from lm_eval_duel.denoisers.wrappers import Excluding, Guided
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.harness.lm import DuelMDM

@@ -6,7 +6,7 @@ import torch
 from own import LAYERS
 from safetensors.torch import save_file
 
-from lm_eval_duel.denoisers.hf.lora import PREFIX
+from lm_eval_duel.denoisers.hf.weights import ADAPTER_PREFIX as PREFIX
 
 CONFIG = {
     "peft_type": "LORA",

@@ -7,7 +7,8 @@ import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from lm_eval_duel.denoisers.hf.masked_lm import MASKED_LM, MaskedLM
+from lm_eval_duel.denoisers.checkpoint import Checkpoint
+from lm_eval_duel.denoisers.hf.own_forward import MASKED_LM, MaskedLM
 from lm_eval_duel.denoisers.load_options import LoadOptions
 
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *"abcdefghijklmnopqrstuvwxyz", "the", "of", "and"]
@@ -85,6 +86,6 @@ def masked_lm(model, tokens=tuple(range(34)), kind=MaskedLM, length=32):
     """The denoiser of a masked LM in memory, whose [MASK] is token 4."""
     words = SimpleNamespace(get_vocab=lambda: {str(n): n for n in tokens}, model_max_length=length)
     options = LoadOptions("network", torch.device("cpu"), mask_token_id=4)
-    denoiser = kind(MASKED_LM, {}, options, words, None)
+    denoiser = kind(Checkpoint(options, {}, MASKED_LM, words), None)
     denoiser.take(model)
     return denoiser

@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 from lm_eval_duel.core.denoiser import Denoiser
 from lm_eval_duel.core.network import KeysValues, joined, take
-from lm_eval_duel.denoisers.hf.auto_model import first_position
+from lm_eval_duel.denoisers.hf.pretrained import first_position
 
 
 @dataclasses.dataclass(frozen=True)

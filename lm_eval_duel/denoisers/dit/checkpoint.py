@@ -17,31 +17,33 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
+import re
 from typing import Any
 
 import torch
-from transformers import PreTrainedTokenizerBase
 
-from lm_eval_duel.arguments import COUNT, PROBABILITY, TRUTH
+from lm_eval_duel.arguments import COUNT, PROBABILITY, TRUTH, ArgumentType
 from lm_eval_duel.denoisers import identity
-from lm_eval_duel.denoisers.dit import denoiser as gidd
-from lm_eval_duel.denoisers.dit import denoiser as uniform
-from lm_eval_duel.denoisers.dit.denoiser import ATTENTION, SEDD, DiTDenoiser, entries
+from lm_eval_duel.denoisers.checkpoint import Checkpoint
+from lm_eval_duel.denoisers.dit.denoiser import ATTENTION, FAMILIES, GIDD, NOISED, SEDD, DiTDenoiser, NoisedDiT
 from lm_eval_duel.denoisers.dit.network import DiT, DiTConfig
-from lm_eval_duel.denoisers.hub import find_mask_id, row_length
 from lm_eval_duel.denoisers.load_options import LoadOptions
+from lm_eval_duel.denoisers.vocabulary import find_mask_id, row_length
 from lm_eval_duel.errors import DuelError
 
 log = logging.getLogger("lm_eval.duel_mdm")
 
-NAMES = {"mdlm", "bd3lm", "sedd"}  # class names and model types in lower case; GIDD's is identity.GIDD
-LAYOUT = ("hidden_dim", "n_blocks", "n_heads", "model_length")  # entries of config.json of such networks
-SECTIONS = ("graph", "model", "tokens")  # of the config.json of SEDD's authors, which names no class
+GIDD_SIZES = (
+    *("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "timestep_cond_dim", "max_seq_len"),
+)
+GIDD_MASK = 50258  # the authors add [PAD] and [MASK] to GPT-2's tokenizer
+NAMED_UNIFORM = re.compile(r"p_unif-0*\.?0*[1-9]|gidd-unif")  # in the names of GIDDs with uniform noise
+DISTILLED = "distilled"  # in the name of a checkpoint
 TOKENIZER = "gpt2"  # for the published checkpoints, which have none
 KINDS = {  # of families with a separate class
     "sedd": SEDD,
-    **dict.fromkeys(gidd.FAMILIES, gidd.GIDD),
-    **dict.fromkeys(identity.UNIFORM, uniform.NoisedDiT),
+    **dict.fromkeys(FAMILIES, GIDD),
+    **dict.fromkeys(identity.UNIFORM, NoisedDiT),
 }
 READ = ("vocab_size", "hidden_dim", "n_blocks", "n_heads", "model_length", "cond_dim", "causal", "time_conditioning")
 READ += ("cross_attn", "adaln", "block_size", "cfg", "mask_token_id", *identity.MASKING)
@@ -49,7 +51,7 @@ HARMLESS = {  # entries that change no number, and the reason
     **dict.fromkeys(("var_min", "sampling_eps_min", "sampling_eps_max"), "training"),
     "tie_word_embeddings": "the head is stored",
 }
-READ_BY_GIDD = (*gidd.SIZES, "p_uniform", "t_eps", "mask_token_id", *identity.MASKING)
+READ_BY_GIDD = (*GIDD_SIZES, "p_uniform", "t_eps", "mask_token_id", *identity.MASKING)
 READ_OF_SECTIONS = {  # SEDD's, by section
     "graph": ("type", "file", "report_all"),
     "model": ("hidden_size", "n_blocks", "n_heads", "cond_dim", "length", "scale_by_sigma", "name", "type", "dropout"),
@@ -58,28 +60,12 @@ OTHER_SECTIONS = ("noise", "training", "sampling", "eval", "optim", "data", "ngp
 REFUSED = ("shift_logits", "first_token", "backend", "cfg_scale", "peft", "device_map", "load_in_8bit", "load_in_4bit")
 
 
-def is_dit(config: dict[str, Any], path: str) -> bool:
-    """True if a config.json belongs to one of these families; raises DuelError if its names contradict its entries."""
-    names = identity.model_names(config)
-    lower = {name.lower() for name in names}
-    if lower and (lower <= NAMES or (len(lower) == 1 and lower <= {identity.GIDD, *identity.UNIFORM})):
-        return True
-    if not names and all(key in config for key in SECTIONS):
-        return True
-    if lower & {*NAMES, *identity.UNIFORM} or all(key in config for key in LAYOUT):
-        says = f"names {', '.join(dict.fromkeys(names))}" if names else "names neither a class nor a model type"
-        raise DuelError(
-            f"The config.json of {path} {says}. Networks with our own DiT are recognised by their names alone "
-            f"({', '.join((*sorted(NAMES), identity.GIDD, *identity.UNIFORM))}): if it is one, say so in model_type."
-        )
-    return False
-
-
-def unfilled(config: dict[str, Any], options: LoadOptions, tokenizer: PreTrainedTokenizerBase | None) -> DiTDenoiser:
+def unfilled(checkpoint: Checkpoint) -> DiTDenoiser:
     """The network of a local folder. `fill` raises DuelError if the weights do not fit exactly.
 
-    `tokenizer`: columns that are not among its tokens get no probability; its mask token, if it has one, is [MASK].
+    Columns that are not among the tokenizer's tokens get no probability; its mask token, if it has one, is [MASK].
     """
+    options, config, tokenizer = checkpoint.options, checkpoint.config, checkpoint.tokenizer
     family, shape, length, block = read_shape(config, options)
     attention = ATTENTION.get(family, "bidirectional")
     options.refuse("DiT", *REFUSED, *(() if family == "sedd" else ("sigma",)))
@@ -87,7 +73,6 @@ def unfilled(config: dict[str, Any], options: LoadOptions, tokenizer: PreTrained
         if value not in (None, own):
             given = "estimator=ar, or attention=causal," if value == "causal" else name
             raise DuelError(f"By its config.json {options.name} is {own}, not {value}; leave {given} out.")
-    require_float32(options)
     if block is not None:
         options.require_block(block)
     row = row_length(options.name, options.max_length, length)
@@ -96,15 +81,15 @@ def unfilled(config: dict[str, Any], options: LoadOptions, tokenizer: PreTrained
         mask_id, columns = None, range(shape.vocab_size)
     else:  # BERT's [MASK] for LM1B; with GPT-2's tokenizer the last column; GIDD's columns after [MASK] are padding
         last = shape.vocab_size - 1
-        known = last if family not in gidd.FAMILIES else gidd.MASK if last >= gidd.MASK else None
+        known = last if family not in FAMILIES else GIDD_MASK if last >= GIDD_MASK else None
         mask_id = find_mask_id(options, config, tokenizer, known, shape.vocab_size)
-        columns = range(mask_id if family in gidd.FAMILIES else shape.vocab_size)
-    noised = family == gidd.NOISED or family in identity.UNIFORM  # noise is over all columns, whatever the tokenizer
+        columns = range(mask_id if family in FAMILIES else shape.vocab_size)
+    noised = family == NOISED or family in identity.UNIFORM  # noise is over all columns, whatever the tokenizer
     tokens = set(columns) if tokenizer is None or noised else set(tokenizer.get_vocab().values())
     with torch.device("meta"):
         network = DiT(shape).eval()
     more = {}
-    if family in gidd.FAMILIES:
+    if family in FAMILIES:
         share, margin = entries(config, options.name, PROBABILITY, "p_uniform", "t_eps")
         more = {"t_eps": margin, "uniform": share}
     if noised:
@@ -131,17 +116,11 @@ def unread(config: dict[str, Any]) -> tuple[str, ...]:
     return found
 
 
-def require_float32(options: LoadOptions) -> None:
-    """Raise DuelError for a dtype other than float32."""
-    if options.dtype not in ("auto", "float32"):
-        raise DuelError(f"MDLM, BD3-LM, SEDD and the AR baseline run in float32, not {options.dtype}; leave dtype out.")
-
-
 def read_shape(config: dict[str, Any], options: LoadOptions) -> tuple[str, DiTConfig, int, int | None]:
     """Family, network shape, row length and trained block; raises DuelError for a config that is wrong."""
     name, names = options.name, [name.lower() for name in identity.model_names(config)]
     if identity.GIDD in names:
-        return *gidd.read_shape(config, name), None
+        return *_read_gidd(config, name), None
     if not names:
         return "sedd", *_read_sections(config, name), None
     *sizes, length = entries(config, name, COUNT, "vocab_size", "hidden_dim", "n_blocks", "n_heads", "model_length")
@@ -154,7 +133,7 @@ def read_shape(config: dict[str, Any], options: LoadOptions) -> tuple[str, DiTCo
         time=bool(time),
     )
     if names[0] in identity.UNIFORM:
-        uniform.require_known(config, name, names[0])
+        _require_uniform(config, name, names[0])
         return names[0], dataclasses.replace(shape, time=True), length, None
     block = COUNT("block_size", config.get("block_size"))
     sedd = "sedd" in (*names, str(config.get("parameterization")).lower(), options.family)
@@ -187,3 +166,36 @@ def _read_sections(config: dict[str, Any], name: str) -> tuple[DiTConfig, int]:
     (tokens,) = entries(config, name, COUNT, "tokens")
     *sizes, length = entries(config["model"], name, COUNT, "hidden_size", "n_blocks", "n_heads", "cond_dim", "length")
     return DiTConfig(tokens + 1, *sizes, time=True), length
+
+
+def _read_gidd(config: dict[str, Any], name: str) -> tuple[str, DiTConfig, int]:
+    """The family, the network's shape and its row length; raises DuelError if name and config contradict each other."""
+    *shape, length = entries(config, name, COUNT, *GIDD_SIZES)
+    uniform, margin = entries(config, name, PROBABILITY, "p_uniform", "t_eps")
+    if not 0 < margin < 0.5:
+        raise DuelError(f"'t_eps' is above 0 and below 0.5; got {margin:g} in the config.json of {name}.")
+    if not uniform and NAMED_UNIFORM.search(os.path.basename(name.rstrip("/"))):
+        raise DuelError(f"By its name {name} was trained with uniform noise, and its config.json has p_uniform=0.")
+    if uniform == 1:
+        raise DuelError(f"{name} has p_uniform=1: noise without masks is not supported.")
+    return NOISED if uniform else "gidd", DiTConfig(*shape, time=True), length
+
+
+def _require_uniform(config: dict[str, Any], name: str, family: str) -> None:
+    """Raise DuelError for entries with which these are other networks; warn of one that was distilled."""
+    timed = TRUTH("time_conditioning", config.get("time_conditioning"))
+    if timed is False or (family == "udlm" and not timed):
+        raise DuelError(f"The config.json of {name} has no time_conditioning=true, which a {family} has.")
+    for key in ("causal", "cross_attn", "cfg"):
+        if TRUTH(key, config.get(key)):
+            raise DuelError(f"{name} is a {family} with {key}=true, which is not supported.")
+    if DISTILLED in os.path.basename(name.rstrip("/")).lower():
+        log.warning("By its name %s was distilled for sampling in few steps: its bound says little about it", name)
+
+
+def entries(config: dict[str, Any], name: str, kind: ArgumentType, *keys: str) -> list[Any]:
+    """Values that the config.json of `name` must have; raises DuelError that names all that are missing."""
+    values = [kind(key, config.get(key), f" in the config.json of {name}") for key in keys]
+    if missing := [key for key, value in zip(keys, values, strict=True) if value is None]:
+        raise DuelError(f"The config.json of {name} has no {', '.join(missing)}, which its family needs.")
+    return values

@@ -1,26 +1,22 @@
-"""MDLM, BD3-LM, SEDD and the AR baseline as denoisers. GIDD: gidd.py. Duo and UDLM: uniform.py.
+"""MDLM, BD3-LM, SEDD, the AR baseline, GIDD, Duo and UDLM as denoisers.
 
 Shapes: N windows, R rows or lanes, L row length, Q queries, K keys, D width, V tokens.
 """
 
 from __future__ import annotations
 
-import logging
-import os
-import re
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from lm_eval_duel import fingerprint
-from lm_eval_duel.arguments import COUNT, PROBABILITY, TRUTH, ArgumentType
 from lm_eval_duel.core.denoiser import Denoiser
 from lm_eval_duel.core.lanes import Lanes, Rows
 from lm_eval_duel.core.network import KeysValues, NoiseView, Positions, View, take
 from lm_eval_duel.core.noise import Hybrid, NoiseTraining, Uniform
-from lm_eval_duel.denoisers import weights
-from lm_eval_duel.denoisers.dit.network import DiT, DiTConfig
+from lm_eval_duel.denoisers import hub
+from lm_eval_duel.denoisers.dit.network import DiT
 from lm_eval_duel.denoisers.vocabulary import excluded_columns
 from lm_eval_duel.errors import DuelError
 
@@ -69,7 +65,7 @@ class DiTDenoiser(Denoiser):
 
     def fill(self) -> DiTDenoiser:
         """Read the weights of its folder."""
-        tensors = weights.read(self.path)
+        tensors = hub.read_tensors(self.path)
         named = {key.removeprefix(PREFIX): value for key, value in tensors.items()}
         if len(named) < len(tensors):
             raise DuelError(f"The weights in {self.path} hold a tensor both with and without {PREFIX} in its name.")
@@ -227,30 +223,6 @@ class TimedView(View):
 
 NOISED = "gidd-uniform"
 FAMILIES = ("gidd", NOISED)
-SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "timestep_cond_dim", "max_seq_len")
-MASK = 50258  # the authors add [PAD] and [MASK] to GPT-2's tokenizer
-UNIFORM = re.compile(r"p_unif-0*\.?0*[1-9]|gidd-unif")  # in the names of checkpoints with uniform noise
-
-
-def entries(config: dict[str, Any], name: str, kind: ArgumentType, *keys: str) -> list[Any]:
-    """Values that the config.json of `name` must have; raises DuelError that names all that are missing."""
-    values = [kind(key, config.get(key), f" in the config.json of {name}") for key in keys]
-    if missing := [key for key, value in zip(keys, values, strict=True) if value is None]:
-        raise DuelError(f"The config.json of {name} has no {', '.join(missing)}, which its family needs.")
-    return values
-
-
-def read_shape(config: dict[str, Any], name: str) -> tuple[str, DiTConfig, int]:
-    """The family, the network's shape and its row length; raises DuelError if name and config contradict each other."""
-    *shape, length = entries(config, name, COUNT, *SIZES)
-    uniform, margin = entries(config, name, PROBABILITY, "p_uniform", "t_eps")
-    if not 0 < margin < 0.5:
-        raise DuelError(f"'t_eps' is above 0 and below 0.5; got {margin:g} in the config.json of {name}.")
-    if not uniform and UNIFORM.search(os.path.basename(name.rstrip("/"))):
-        raise DuelError(f"By its name {name} was trained with uniform noise, and its config.json has p_uniform=0.")
-    if uniform == 1:
-        raise DuelError(f"{name} has p_uniform=1: noise without masks is not supported.")
-    return NOISED if uniform else "gidd", DiTConfig(*shape, time=True), length
 
 
 class GIDD(Timed):
@@ -292,11 +264,6 @@ class GIDD(Timed):
 # Shapes: R rows.
 
 
-log = logging.getLogger("lm_eval.duel_mdm")
-
-DISTILLED = "distilled"  # in the name of a checkpoint
-
-
 class NoisedDiT(Timed):
     """A DiT under uniform noise, whose levels go from t = 1e-3 to alpha = 1e-3 in its training."""
 
@@ -308,15 +275,3 @@ class NoisedDiT(Timed):
 
     def noise_level(self, t: torch.Tensor) -> torch.Tensor:
         return -(1 - t).clamp(NOISE_EPS, 1 - NOISE_EPS).log()
-
-
-def require_known(config: dict[str, Any], name: str, family: str) -> None:
-    """Raise DuelError for entries with which these are other networks; warn of one that was distilled."""
-    timed = TRUTH("time_conditioning", config.get("time_conditioning"))
-    if timed is False or (family == "udlm" and not timed):
-        raise DuelError(f"The config.json of {name} has no time_conditioning=true, which a {family} has.")
-    for key in ("causal", "cross_attn", "cfg"):
-        if TRUTH(key, config.get(key)):
-            raise DuelError(f"{name} is a {family} with {key}=true, which is not supported.")
-    if DISTILLED in os.path.basename(name.rstrip("/")).lower():
-        log.warning("By its name %s was distilled for sampling in few steps: its bound says little about it", name)

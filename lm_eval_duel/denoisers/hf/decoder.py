@@ -1,8 +1,8 @@
 """Decoders that became diffusion models (LLaDA, Dream, SDAR, ...) in transformers' own classes, with an explicit mask.
 
 They have the networks of Llama, Qwen2, Qwen3, Qwen3-MoE, GLM-4-MoE and GPT-2, with another attention pattern. The
-weights are loaded into those classes (decoder_checkpoint.py), and every call passes a 4-D additive mask. So none of a
-checkpoint's code is run, and the same network can be bidirectional, block-causal or causal.
+weights are loaded strictly into those classes, and every call passes a 4-D additive mask. None of a checkpoint's
+code is run, and the same network can be bidirectional, block-causal or causal.
 
 Shapes: R rows, L row length, N rows of a call, Q queries, K keys, D features, V tokens.
 """
@@ -13,14 +13,14 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import PreTrainedTokenizerBase
 
 from lm_eval_duel.core.network import KeysValues, joined
-from lm_eval_duel.denoisers import self_tests, weights
-from lm_eval_duel.denoisers.hf import block_routing, device_map, lora, quantization, strict_load
+from lm_eval_duel.denoisers import hub, self_tests
+from lm_eval_duel.denoisers.checkpoint import Checkpoint
+from lm_eval_duel.denoisers.hf import block_routing, weights
 from lm_eval_duel.denoisers.hf.families import Family
 from lm_eval_duel.denoisers.hf.layouts import NEEDED, Config, Tensors, lookup
-from lm_eval_duel.denoisers.hf.pretrained import Pretrained, max_positions
+from lm_eval_duel.denoisers.hf.pretrained import Pretrained, trained_positions
 from lm_eval_duel.denoisers.hub import pick_dtype
 from lm_eval_duel.denoisers.identity import name_unread
 from lm_eval_duel.denoisers.load_options import LoadOptions
@@ -128,10 +128,7 @@ class CleanKeys:
         return 0
 
 
-# ---------------------------------------------------------------- decoder_checkpoint
-# Checkpoints of decoders that became diffusion models, loaded strictly into transformers' own classes.
-#
-# A tensor that is missing, unknown or of another shape is an error. None of a checkpoint's code is run.
+# ---------------------------------------------------------------- from a folder
 
 
 IGNORED = ("rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")  # endings of keys that are recomputed
@@ -143,14 +140,13 @@ UNQUANTIZED = ("llm_int8_skip_modules", "modules_to_not_convert", "ignore")  # l
 CLASSES = {"GPT2": "GPT2LMHeadModel"}  # the network, by native class; of all others <native>ForCausalLM
 
 
-def unfilled(
-    family: Family, config: dict[str, Any], options: LoadOptions, tokenizer: PreTrainedTokenizerBase | None
-) -> StoredDecoder:
+def unfilled(checkpoint: Checkpoint) -> StoredDecoder:
     """The network of a local folder. `fill` raises DuelError if the weights do not fit exactly."""
+    family, config, options = checkpoint.layout, checkpoint.config, checkpoint.options
     model_config = make_config(family, config, options)
-    denoiser = StoredDecoder(family, config, options, tokenizer, model_config.vocab_size)
+    denoiser = StoredDecoder(checkpoint, model_config.vocab_size)
     options.refuse(family.name, "sigma", *(() if denoiser.attention == "causal_prefix" else ("first_token",)))
-    denoiser.set_row_length(max_positions(family, model_config.max_position_embeddings, config))
+    denoiser.set_row_length(trained_positions(family, model_config.max_position_embeddings, config))
     denoiser.kind = getattr(transformers, CLASSES.get(family.native, f"{family.native}ForCausalLM"))
     denoiser.model_config = model_config
     denoiser.unread_entries = family.unread(config)
@@ -232,9 +228,9 @@ class StoredDecoder(Decoder):
     def read(self) -> Any:
         """The network with every tensor of its folder; raises DuelError that names all tensors that do not fit."""
         family, config, kind, model_config = self.layout, self.config, self.kind, self.model_config
-        options = self.options = lora.fetch(self.options)
-        model_kwargs = quantization.model_kwargs(config, options) | device_map.model_kwargs(options)
-        stored = {key: value for key, value in weights.read(options.name).items() if not key.endswith(IGNORED)}
+        options = self.options = weights.fetch_adapter(self.options)
+        model_kwargs = weights.quantization_kwargs(config, options) | weights.placement_kwargs(options)
+        stored = {key: value for key, value in hub.read_tensors(options.name).items() if not key.endswith(IGNORED)}
         tensors, origin = native_tensors(family, stored, config)
         table = tensors.get(TABLES.get(family.native, TABLE))
         if model_config.tie_word_embeddings and HEAD in tensors:  # the file may have a separate head
@@ -245,17 +241,17 @@ class StoredDecoder(Decoder):
         if dtype == torch.float64:
             model_config._experts_implementation = "eager"  # grouped products stop at float32 in transformers 5
         what = f"The weights in {options.name} do not fill {kind.__name__}"
-        packed = hasattr(model_config, quantization.CONFIG_KEY)
+        packed = hasattr(model_config, weights.CONFIG_KEY)
         if not packed:
             with torch.device("meta"):
                 expected = _unfused_shapes(kind(model_config))
             if model_config.tie_word_embeddings and HEAD not in tensors:
                 expected.pop(HEAD, None)
             actual = {key: tuple(value.shape) for key, value in tensors.items()}
-            strict_load.require_equal(what, expected, actual, lambda key: origin.get(key, key))
+            weights.require_equal(what, expected, actual, lambda key: origin.get(key, key))
         # quantized files may hold more than tensors (torchao's metadata), which only transformers can read
         from_files = packed and not family.rename
-        with strict_load.quiet_transformers():
+        with weights.quiet_transformers():
             model, report = kind.from_pretrained(
                 options.name if from_files else None,
                 config=model_config,
@@ -267,9 +263,9 @@ class StoredDecoder(Decoder):
             )
         tied = {HEAD} if model_config.tie_word_embeddings else set()
         unknown = [key for key in report["unexpected_keys"] if not key.endswith(IGNORED)]
-        strict_load.require_none(what, set(report["missing_keys"]) - tied, unknown, strict_load.misshapen(report))
+        weights.require_none(what, set(report["missing_keys"]) - tied, unknown, weights.misshapen(report))
         model = model if "device_map" in model_kwargs else model.to(options.device)
-        model = lora.merge(model, options.peft, family)
+        model = weights.merge_adapter(model, options.peft, family)
         if (scale := family.embedding_scale(config)) != 1:
             model.get_input_embeddings().register_forward_hook(lambda _, ids, embedded: embedded * scale)
         if capacity := family.expert_capacity(config):
@@ -278,12 +274,12 @@ class StoredDecoder(Decoder):
         return model
 
 
-def _unfused_shapes(network: torch.nn.Module) -> dict[str, strict_load.Shape]:
+def _unfused_shapes(network: torch.nn.Module) -> dict[str, weights.Shape]:
     """Shapes of a network's tensors with one entry per expert, as in files.
 
     transformers 5 fuses the experts in the order of their numbers, and takes 0, 1, 77 as 0, 1, 2 without an error.
     """
-    shapes: dict[str, strict_load.Shape] = {}
+    shapes: dict[str, weights.Shape] = {}
     for key, value in network.state_dict().items():
         before, _, part = key.rpartition(".experts.")
         if part not in ("gate_up_proj", "down_proj"):

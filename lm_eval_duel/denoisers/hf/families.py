@@ -300,13 +300,18 @@ def find(config: Config, options: LoadOptions, folder: str | None) -> Family | N
             if detected and (family := _by_name(options.name, "diffullama", "diffullama")):
                 return family
             if detected:
-                raise DuelError(
-                    f"By its config {options.name} is a {name}, autoregressive: add estimator=ar. If it is a masked "
-                    f"diffusion model, pass family={'|'.join(NAMED)}, or attention=bidirectional with "
-                    "mask_token_id=<id>."
-                )
+                raise autoregressive(options.name, name)
             return Family("decoder", PLAIN[name])
     return None
+
+
+def autoregressive(name: str, classes: str) -> DuelError:
+    """The error for a checkpoint that looks autoregressive."""
+    return DuelError(
+        f"By its config.json {name} is a {classes}, autoregressive: add estimator=ar. If it was trained as a masked "
+        "diffusion model, pass family=<its family> (docs/checkpoints.md), or attention=bidirectional with "
+        "mask_token_id=<id>."
+    )
 
 
 def _by_name(path: str, word: str, family: str) -> Family | None:

@@ -1,41 +1,142 @@
-"""The common part of transformers' networks and of a checkpoint's own code: from config to denoiser.
+"""The common part of transformers' networks and of a checkpoint's own code: from a checkpoint to a denoiser.
 
-    config.json, options -> family: what kind of network it is           set_attributes
-    tokenizer            -> [MASK], and which columns are tokens         Pretrained.__init__
-    files                -> the network, by the `load` of its module     Pretrained.take
+    Checkpoint -> what kind of network it is, [MASK], which columns are tokens     Pretrained.__init__
+    files      -> the network, by the `read` of its class                          Pretrained.take
 
 Shapes: V tokens.
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
-from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any
 
 import torch
-from transformers import PreTrainedTokenizerBase
 
 from lm_eval_duel import fingerprint
 from lm_eval_duel.arguments import TRUTH
 from lm_eval_duel.core.denoiser import Denoiser
-from lm_eval_duel.denoisers import self_tests
-from lm_eval_duel.denoisers.hf import auto_model, device_map, quantization
+from lm_eval_duel.denoisers.checkpoint import Checkpoint
+from lm_eval_duel.denoisers.hf import weights
 from lm_eval_duel.denoisers.hf.families import Family
-from lm_eval_duel.denoisers.hub import find_mask_id, row_length
 from lm_eval_duel.denoisers.load_options import LoadOptions
-from lm_eval_duel.denoisers.vocabulary import excluded_columns, require_fit
+from lm_eval_duel.denoisers.vocabulary import excluded_columns, find_mask_id, require_fit, row_length
 from lm_eval_duel.errors import DuelError
 
 log = logging.getLogger("lm_eval.duel_mdm")
 
+LENGTHS = ("max_position_embeddings", "max_sequence_length", "model_length", "n_positions", "max_seq_len", "n_ctx")
+UNBOUNDED = 1_000_000  # tokenizers without a length report 1e30
+
+
+class Pretrained(Denoiser):
+    """A network of transformers, or of a checkpoint's own code.
+
+    A subclass is made from what config and tokenizer say, before any weight is read; `fill` gives it its network.
+    """
+
+    model: Any
+    kind: Any  # the class of its network, or an Auto class
+    model_config: Any  # of transformers
+    refuses = True  # after the self-tests; otherwise they only detect what numbers depend on
+
+    def __init__(self, checkpoint: Checkpoint, rows: int | None):
+        """`checkpoint`: its tokenizer is None for a plan, which needs no token. `rows`: of the embedding, if known."""
+        options, config, tokenizer = checkpoint.options, checkpoint.config, checkpoint.tokenizer
+        self.layout = checkpoint.layout  # its family
+        set_attributes(self, self.layout, config, options)
+        self.config = config
+        self.options = options
+        self.path = options.name
+        self.tokenizer_length = getattr(tokenizer, "model_max_length", None)
+        self.mask_id = None
+        if tokenizer is None:
+            return
+        if self.attention != "causal":
+            self.mask_id = find_mask_id(options, config, tokenizer, self.layout.mask_id, rows)
+        self.tokens = set(tokenizer.get_vocab().values())
+        if rows is not None:
+            require_fit(self.tokens, self.mask_id, rows, self.path)
+
+    def set_row_length(self, positions: int | None) -> None:
+        """Set the length of rows: the one in the options, at most the `positions` that the network holds."""
+        if self.by_blocks and positions is not None and positions < self.block:
+            raise DuelError(f"{self.path} takes {positions} positions, so its trained block cannot be {self.block}.")
+        self.max_length = row_length(self.path, self.options.max_length, positions)
+
+    def build(self) -> Any:
+        """The network without its weights, on torch's default device and in its default dtype."""
+        return self.kind(self.model_config)
+
+    def read(self) -> Any:
+        """The network with its weights."""
+        return weights.load_model(self.kind, self.model_config, self.config, self.options)
+
+    def fill(self) -> Pretrained:
+        """Read the weights, and test the network."""
+        self.take(self.read().eval())
+        return self
+
+    def take(self, model: Any) -> None:
+        """Give it its network, in eval mode."""
+        self.model = model
+        self.device = weights.device_of(model)
+        self.quantized = weights.is_quantized(model)
+        self.dtype = next(model.parameters()).dtype
+        if self.quantized:  # some packages unpack weights only when the whole network is called
+            with torch.no_grad():
+                model(input_ids=torch.zeros(1, 1, dtype=torch.long, device=self.device))
+
+    def set_columns(self, columns: int) -> None:
+        """Set the number of columns of the logits; the columns of the tokenizer's ids, except [MASK], are tokens."""
+        self.vocab_size = columns
+        self.excluded = excluded_columns(self.tokens, self.mask_id, columns, self.path, self.device)
+
+    @property
+    def coarse(self) -> bool:
+        return self.dtype.itemsize < 4
+
+    @property
+    def layers(self) -> torch.nn.Module:
+        return self.model
+
+    def describe(self) -> dict[str, object]:
+        native = is_native(self.model)
+        stored = f"{self.path} at commit {self.options.revision}"
+        if os.path.isdir(self.path):
+            stored = fingerprint.weights_of(self.path, not native)
+        described = {
+            "denoiser": type(self.model).__name__,
+            "weights": stored,
+            "dtype": str(self.dtype).removeprefix("torch."),
+            "mask_token_id": self.mask_id,
+            "vocabulary": f"{int((~self.excluded).sum())} of {self.vocab_size}",
+            "relative_positions": self.relative_positions,
+            **weights.quantization_entries(self.model),
+        }
+        if self.family != "masked-lm" or self.shift or self.attention != "bidirectional":
+            described |= {"attention": self.attention, "shift": self.shift}
+        if self.by_blocks:
+            described["last_block"] = self.last_block
+        if self.anchor == "target":
+            described["context"] = "one block"
+        if self.attention == "causal_prefix":
+            described["first_token"] = "causal" if self.seeds_blocks else "block"
+        if not native:  # also if code and weights come from different repositories
+            described["code"] = fingerprint.code_of(type(self.model))
+        if self.options.peft:
+            described["peft"] = fingerprint.adapter_of(self.options.peft)
+        return described
+
+
+# ---------------------------------------------------------------- what config and options say
+
 
 def set_attributes(denoiser: Denoiser, family: Family, config: dict[str, Any], options: LoadOptions) -> None:
     """Set the attributes of a network, from its options, else its config, else its family."""
-    denoiser.family, denoiser.last_block = family.name, options.last_block
+    denoiser.family = family.name
+    denoiser.last_block = options.last_block
     denoiser.attention = options.attention or family.attention
     shifts = [options.shift_logits, family.shift]
     if family.native:  # a decoder's config may say it; another network's entry of this name means nothing here
@@ -67,7 +168,7 @@ def trained_block(family: Family, config: dict[str, Any], options: LoadOptions) 
     return family.published_block or family.block
 
 
-def max_positions(family: Family, positions: int | None, config: dict[str, Any]) -> int | None:
+def trained_positions(family: Family, positions: int | None, config: dict[str, Any]) -> int | None:
     """The positions that a network of a family was trained on, at most the `positions` of its config.
 
     If queries are scaled from some position on (`Family.unscaled`), a last block that is filled up ends before it.
@@ -78,254 +179,32 @@ def max_positions(family: Family, positions: int | None, config: dict[str, Any])
     return min((length for length in (positions, family.max_length) if length), default=None)
 
 
-class Pretrained(Denoiser):
-    """A network of transformers, or of a checkpoint's own code.
-
-    A subclass is made from what config and tokenizer say, before any weight is read; `fill` gives it its network.
-    """
-
-    model: Any
-    kind: Any  # the class of its network, or an Auto class
-    model_config: Any  # of transformers
-    refuses = True  # after the self-tests; otherwise they only detect what numbers depend on
-
-    def __init__(
-        self,
-        family: Family,
-        config: dict[str, Any],
-        options: LoadOptions,
-        tokenizer: PreTrainedTokenizerBase | None,
-        rows: int | None,
-    ):
-        """`tokenizer`: None for a plan, which needs no token. `rows`: of the embedding, if the config has them."""
-        set_attributes(self, family, config, options)
-        self.layout, self.config, self.options = family, config, options
-        self.tokenizer_length = getattr(tokenizer, "model_max_length", None)
-        self.path, self.mask_id = options.name, None
-        if tokenizer is None:
-            return
-        if self.attention != "causal":
-            self.mask_id = find_mask_id(options, config, tokenizer, family.mask_id, rows)
-        self.tokens = set(tokenizer.get_vocab().values())
-        if rows is not None:
-            require_fit(self.tokens, self.mask_id, rows, self.path)
-
-    def set_row_length(self, positions: int | None) -> None:
-        """Set the length of rows: the one in the options, at most the `positions` that the network holds."""
-        if self.by_blocks and positions is not None and positions < self.block:
-            raise DuelError(f"{self.path} takes {positions} positions, so its trained block cannot be {self.block}.")
-        self.max_length = row_length(self.path, self.options.max_length, positions)
-
-    def build(self) -> Any:
-        """The network without its weights, on torch's default device and in its default dtype."""
-        return self.kind(self.model_config)
-
-    def read(self) -> Any:
-        """The network with its weights."""
-        return auto_model.load_model(self.kind, self.model_config, self.config, self.options)
-
-    def fill(self) -> Pretrained:
-        """Read the weights, and test the network."""
-        self.take(self.read().eval())
-        return self
-
-    def take(self, model: Any) -> None:
-        """Give it its network, in eval mode."""
-        self.model = model
-        self.device, self.quantized = device_map.device_of(model), quantization.is_quantized(model)
-        self.dtype = next(model.parameters()).dtype
-        if self.quantized:  # some packages unpack weights only when the whole network is called
-            with torch.no_grad():
-                model(input_ids=torch.zeros(1, 1, dtype=torch.long, device=self.device))
-
-    def set_columns(self, columns: int) -> None:
-        """Set the number of columns of the logits; the columns of the tokenizer's ids, except [MASK], are tokens."""
-        self.vocab_size = columns
-        self.excluded = excluded_columns(self.tokens, self.mask_id, columns, self.path, self.device)
-
-    @property
-    def coarse(self) -> bool:
-        return self.dtype.itemsize < 4
-
-    @property
-    def layers(self) -> torch.nn.Module:
-        return self.model
-
-    def describe(self) -> dict[str, object]:
-        native = type(self.model).__module__.startswith("transformers.")
-        weights = f"{self.path} at commit {self.options.revision}"
-        if os.path.isdir(self.path):
-            weights = fingerprint.weights_of(self.path, not native)
-        described = {
-            "denoiser": type(self.model).__name__,
-            "weights": weights,
-            "dtype": str(self.dtype).removeprefix("torch."),
-            "mask_token_id": self.mask_id,
-            "vocabulary": f"{int((~self.excluded).sum())} of {self.vocab_size}",
-            "relative_positions": self.relative_positions,
-            **quantization.spec_entries(self.model),
-        }
-        if self.family != "masked-lm" or self.shift or self.attention != "bidirectional":
-            described |= {"attention": self.attention, "shift": self.shift}
-        if self.by_blocks:
-            described["last_block"] = self.last_block
-        if self.anchor == "target":
-            described["context"] = "one block"
-        if self.attention == "causal_prefix":
-            described["first_token"] = "causal" if self.seeds_blocks else "block"
-        if not native:  # also if code and weights come from different repositories
-            described["code"] = fingerprint.code_of(type(self.model))
-        if self.options.peft:
-            described["peft"] = fingerprint.adapter_of(self.options.peft)
-        return described
+# ---------------------------------------------------------------- positions that a network holds
 
 
-# ---------------------------------------------------------------- own_forward
-# Networks through the forward of their own class: ids in, logits out.
-#
-# The layers run over whole rows, the head at some positions only. A test at load finds where the class can be divided:
-#
-#     BeforeHead     at the input of the output embedding, which learned planners read
-#     AfterLayers    at the output of the layers: head, soft cap, scale and bias run later (causal LMs)
-#
-# If at neither, the whole network runs at every position.
-#
-# Shapes: R rows, L row length, U positions, D features, V tokens.
+def held_positions(model: torch.nn.Module, model_max_length: int | None) -> int | None:
+    """Positions that a network can hold: the minimum over config, position table and the tokenizer's own bound."""
+    lengths = [getattr(model.config, name) for name in LENGTHS if getattr(model.config, name, None)]
+    if getattr(model.config, "model_type", None) == "esm":  # its count starts after the padding id, even if rotary
+        lengths.append(model.config.max_position_embeddings - (model.config.pad_token_id or 0) - 1)
+    if table := _table_after_padding(model):
+        lengths.append(len(table.weight) - first_position(model))
+    lengths += [model_max_length] if model_max_length and model_max_length < UNBOUNDED else []
+    return min(lengths, default=None)
 
 
-class BeforeHead:
-    """A network divided at the input of its output embedding, which is the last thing that it computes."""
-
-    def __init__(self, model: Any, logits_of: Callable[..., torch.Tensor]):
-        self.layers, self.head = model, model.get_output_embeddings()
-        self._logits_of = logits_of
-
-    def features(self, *call: Any, **more: Any) -> torch.Tensor:
-        """The input of the embedding (R, L, D) in a call of the network."""
-        caught = []
-
-        def catch(module: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-            caught.append(inputs[0])
-            return (inputs[0][:, :0], *inputs[1:])  # no position: the embedding runs later
-
-        hook = self.head.register_forward_pre_hook(catch)
-        try:
-            self._logits_of(*call, **more)
-        finally:
-            hook.remove()
-        return caught[-1]
+def first_position(model: torch.nn.Module) -> int:
+    """The position id of a row's first token. RoBERTa counts from after the padding id."""
+    table = _table_after_padding(model)
+    return table.padding_idx + 1 if table else 0
 
 
-class AfterLayers:
-    """A network divided at the output of its layers, the module `name`."""
-
-    output_class: type  # of the layers
-
-    def __init__(self, model: Any, name: str):
-        self._model, self.layers = model, model.get_submodule(name)
-        parent, _, self._name = name.rpartition(".")
-        self._modules = model.get_submodule(parent)._modules  # in which others take the place of the layers
-
-    def features(self, ids: torch.Tensor) -> torch.Tensor:
-        """The output of the layers (R, L, D) for rows without padding."""
-        out = self.layers(input_ids=ids)
-        self.output_class = type(out)
-        return out.last_hidden_state
-
-    def head(self, features: torch.Tensor) -> torch.Tensor:
-        """Logits (U, V) or (R, L, V) that the class computes from features (U, D) or (R, L, D)."""
-        rows = features if features.dim() == 3 else features[None]
-        ids = torch.zeros(rows.shape[:2], dtype=torch.long, device=features.device)  # ignored
-        self._modules[self._name] = lambda *_, **__: self.output_class(last_hidden_state=rows)
-        try:
-            return logits_of(self._model, ids).view(*features.shape[:-1], -1)
-        finally:
-            self._modules[self._name] = self.layers
+def _table_after_padding(model: torch.nn.Module) -> Any:
+    """The position embedding of a network whose positions start after the padding id; None for other networks."""
+    tables = (module for name, module in model.named_modules() if name.endswith("position_embeddings"))
+    return next((table for table in tables if getattr(table, "padding_idx", None) is not None), None)
 
 
-class OwnForward(Pretrained):
-    """A network of transformers, or of a checkpoint's own code, through its own forward."""
-
-    parts: BeforeHead | AfterLayers | None = None
-    splits_head = False
-
-    def take(self, model: Any) -> None:
-        super().take(self.limited(model))
-        with torch.no_grad():
-            self.set_columns(self._first_call().shape[-1])
-            if not self.by_blocks:
-                self._divide()
-            self_tests.run(self, self.path, self.refuses)
-
-    def build(self) -> Any:
-        return self.limited(self.kind.from_config(self.model_config))
-
-    def limited(self, model: Any) -> Any:
-        """`model`, which limits the length of rows to the positions that it can hold."""
-        positions = auto_model.max_positions(model, self.tokenizer_length)
-        if positions and self.attention == "causal":
-            positions += 1  # the last token of a row is predicted but never an input
-        self.set_row_length(min(filter(None, (self.layout.max_length, positions)), default=None))
-        return model
-
-    @property
-    def layers(self) -> torch.nn.Module:
-        return self.parts.layers if self.parts is not None else self.model
-
-    def head(self, features: torch.Tensor) -> torch.Tensor:
-        return self.parts.head(features).to(self.device) if self.splits_head else features  # (U, V)
-
-    def _features(self, *call: Any, **more: Any) -> torch.Tensor:
-        """The input of the head (R, L, D) in a call of the network; the logits (R, L, V) if it is not split off."""
-        return self.parts.features(*call, **more).to(self.device) if self.splits_head else self._logits(*call, **more)
-
-    def _logits(self, ids: torch.Tensor, mask: torch.Tensor | None = None, **more: torch.Tensor) -> torch.Tensor:
-        return logits_of(self.model, ids, mask, **more).to(self.device)  # (R, L, V)
-
-    # ------------------------------------------------------------ detection at load
-
-    def _first_call(self) -> torch.Tensor:
-        """Logits of a first small row."""
-        ids = torch.full((1, min(2, self.max_length)), self.mask_id or 0, device=self.device)  # (1, L)
-        if self.by_blocks:
-            seen = torch.ones(1, ids.shape[1], ids.shape[1], dtype=torch.bool, device=self.device)
-            return self.stream(ids, torch.arange(ids.shape[1], device=self.device)[None], seen, None)[0]
-        logits = self._logits(ids)
-        if logits.shape[:2] != ids.shape:
-            shape = tuple(logits.shape)
-            raise DuelError(
-                f"{self.path} returns logits {shape} for {ids.shape[1]} positions; expected one row for each."
-            )
-        return logits
-
-    def _divide(self) -> None:
-        """Split the head off at the first place where both parts give the logits of a few rows bit for bit.
-
-        The head runs on whole rows here, as in the network: on another shape the last bits may differ.
-        """
-        places: list[Callable[[], BeforeHead | AfterLayers]] = [partial(BeforeHead, self.model, self._logits)]
-        if self.attention == "causal":
-            places += [partial(AfterLayers, self.model, name) for name in layer_modules(self.model)]
-        rows = self_tests.probe_rows(self)  # (R, L)
-        logits = self._logits(rows)  # (R, L, V)
-        for place in places:
-            with contextlib.suppress(RuntimeError, IndexError, TypeError, ValueError, AttributeError, AssertionError):
-                parts = place()
-                if torch.equal(parts.head(parts.features(rows)).to(self.device), logits):
-                    self.parts, self.splits_head = parts, True
-                    return
-        log.info("The head of %s cannot be split off: it runs at every position of a row", type(self.model).__name__)
-
-
-def logits_of(
-    model: torch.nn.Module, ids: torch.Tensor, mask: torch.Tensor | None = None, **more: torch.Tensor
-) -> torch.Tensor:
-    """Logits (R, L, V) from a tensor, a tuple or an output class, whichever the network returns."""
-    out = model(input_ids=ids, **more) if mask is None else model(input_ids=ids, attention_mask=mask, **more)
-    return out if isinstance(out, torch.Tensor) else out[0] if isinstance(out, tuple) else out.logits
-
-
-def layer_modules(model: Any) -> Iterator[str]:
-    """Names of modules that may be a network without its head: transformers' base model and decoder."""
-    decoder = model.get_decoder() if hasattr(model, "get_decoder") else None
-    return (name for name, module in model.named_modules() if name and module in (model.base_model, decoder))
+def is_native(model: torch.nn.Module) -> bool:
+    """True if the class of a network belongs to transformers, not to a checkpoint's own code."""
+    return type(model).__module__.startswith("transformers.")

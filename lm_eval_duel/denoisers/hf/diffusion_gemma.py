@@ -1,125 +1,31 @@
-"""Autoregressive networks: any causal LM of transformers (GPT-2, Llama, Gemma, ...), through its own forward.
+"""DiffusionGemma, through transformers' own class: an autoregressive encoder, and a decoder that removes noise.
 
-A token is predicted from those before it, so one forward pass over a window's row scores all of it (block_causal.py).
+    estimator=ar            lm_head(encoder), trained by the autoregressive loss: an exact likelihood in one pass
+    estimator=noised_elbo   the decoder on canvases of random tokens, which see the clean tokens before them through
+                            the encoder's keys and values
 
-Shapes: R rows, L row length, N rows of a call, Q queries, K clean columns, D features, V tokens.
+Shapes: R rows or lanes, L row length, W canvas width, D features, V tokens, U rows of features.
 """
 
 from __future__ import annotations
 
 import copy
 import dataclasses
-import logging
 from typing import Any
 
 import torch
 import transformers
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerBase
 
 from lm_eval_duel.core.lanes import Lanes, Rows
-from lm_eval_duel.core.network import KeysValues, NoiseView
+from lm_eval_duel.core.network import NoiseView
 from lm_eval_duel.core.noise import NoiseTraining, Uniform
 from lm_eval_duel.denoisers import self_tests
-from lm_eval_duel.denoisers.hf import auto_model, lora
+from lm_eval_duel.denoisers.checkpoint import Checkpoint
 from lm_eval_duel.denoisers.hf.families import Family
-from lm_eval_duel.denoisers.hf.pretrained import OwnForward, Pretrained
-from lm_eval_duel.denoisers.load_options import LoadOptions
+from lm_eval_duel.denoisers.hf.own_forward import CAUSAL_LM, CausalLM
+from lm_eval_duel.denoisers.hf.pretrained import Pretrained
 from lm_eval_duel.denoisers.vocabulary import require_fit
 from lm_eval_duel.errors import DuelError
-
-log = logging.getLogger("lm_eval.duel_mdm")
-CAUSAL_LM = Family("causal-lm", "", attention="causal", shift=1)
-
-
-def unfilled(
-    family: Family | None, config: dict[str, Any], options: LoadOptions, tokenizer: PreTrainedTokenizerBase | None
-) -> CausalLM:
-    """A causal LM of transformers, without its weights; raises DuelError for others, such as one of a `family`."""
-    if family is not None:
-        raise DuelError(
-            f"{options.name} is a masked diffusion model ({family.name}), not autoregressive: leave estimator=ar and "
-            "attention=causal out."
-        )
-    options.refuse("causal LM", "sigma", "first_token", "shift_logits", "mask_token_id")
-    model_config = AutoConfig.from_pretrained(
-        options.name, revision=options.revision, trust_remote_code=options.trust_remote_code
-    )
-    _require_causal(model_config, config, options)
-    model_config.use_cache = False
-    rows = None if options.trust_remote_code else getattr(model_config, "vocab_size", None)  # own code may have more
-    denoiser = CausalLM(CAUSAL_LM, config, options, tokenizer, rows)
-    denoiser.kind, denoiser.model_config = AutoModelForCausalLM, model_config
-    return denoiser
-
-
-def _require_causal(model_config: Any, config: dict[str, Any], options: LoadOptions) -> None:
-    """Raise DuelError if transformers has no causal LM for this config, or if the config names another class."""
-    architectures = config.get("architectures") or []
-    native = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(model_config), None)
-    if options.trust_remote_code or (native is None and config.get("auto_map")):  # the loader asks for trust
-        return
-    if native is None:
-        raise DuelError(
-            f"Cannot read checkpoint '{options.name}': its network is not autoregressive; leave estimator=ar out."
-        )
-    if native.__name__.lower() in map(str.lower, architectures):
-        return
-    classes = ", ".join(architectures)
-    if config.get("auto_map"):
-        raise DuelError(
-            f"By its config {options.name} is a {classes} with its own code. If it is autoregressive and you trust its "
-            "code, pass trust_remote_code=true."
-        )
-    auto_model.require_known(config, options.name, native.__name__)
-    if classes:
-        log.warning("By its config %s is a %s; scoring it as transformers' %s", options.name, classes, native.__name__)
-
-
-class CausalLM(OwnForward):
-    """A causal LM of transformers."""
-
-    def read(self) -> Any:
-        options = self.options = lora.fetch(self.options)
-        if options.dtype == "float64":
-            self.model_config._experts_implementation = "eager"  # grouped products stop at float32 in transformers 5
-        # other attention kernels drop the soft cap of Gemma-2, silently in transformers 4
-        softcap = getattr(self.model_config, "attn_logit_softcapping", None)
-        model_kwargs: dict[str, Any] = {"attn_implementation": "eager"} if softcap else {}
-        model_kwargs["trust_remote_code"] = options.trust_remote_code
-        model = auto_model.load_model(self.kind, self.model_config, self.config, options, **model_kwargs)
-        model = lora.merge(model, options.peft)
-        if not auto_model.is_native(model):  # transformers 5 leaves the frequencies of own code uninitialised
-            self_tests.rotary_frequencies(model, self.model_config, options.name)
-        return model
-
-    def features(self, ids: torch.Tensor, real: torch.Tensor | None) -> torch.Tensor:
-        """Padding is on the right, where a causal network does not see it."""
-        return self._features(ids)
-
-    def stream(
-        self, ids: torch.Tensor, positions: torch.Tensor, seen: torch.Tensor, past: list[KeysValues] | None
-    ) -> tuple[torch.Tensor, list[KeysValues]]:
-        """When sampling, clean columns are evaluated again (caches differ by class); their "keys" are their ids."""
-        own = [(ids[:, None, :, None],) * 2]  # (N, 1, Q, 1) each
-        if past is None:
-            return self.features(ids, None), own
-        whole = torch.nn.functional.pad(past[0][0][:, 0, :, 0], (0, ids.shape[1]))  # (N, K + Q)
-        # a row may have fewer than K clean columns; columns after its own are not seen
-        whole.scatter_(1, positions, ids)
-        features = self.features(whole, None)  # (N, K + Q, D)
-        return features.gather(1, positions[:, :, None].expand(-1, -1, features.shape[2])), own
-
-
-# ---------------------------------------------------------------- diffusion_gemma
-# DiffusionGemma, through transformers' own class: an autoregressive encoder, and a decoder that removes noise.
-#
-#     estimator=ar            lm_head(encoder), trained by the autoregressive loss: an exact likelihood in one pass
-#     estimator=noised_elbo   the decoder on canvases of random tokens, which see the clean tokens before them through
-# the
-#                             encoder's keys and values
-#
-# Shapes: R rows or lanes, L row length, W canvas width, D features, V tokens, U rows of features.
-
 
 CLASS = "DiffusionGemmaForBlockDiffusion"
 NAME = "diffusion-gemma"
@@ -131,10 +37,9 @@ IMAGE_IDS = ("image_token_id", "boi_token_id", "eoi_token_id")
 OF_DECODER = ("cache", "cfg_scale", "temperature", "top_k", "top_p", "exclude_ids")
 
 
-def diffusion_gemma_unfilled(
-    config: dict[str, Any], options: LoadOptions, tokenizer: PreTrainedTokenizerBase | None
-) -> Pretrained:
+def unfilled(checkpoint: Checkpoint) -> Pretrained:
     """The encoder under attention=causal, else the decoder; raises DuelError if transformers is too old."""
+    options = checkpoint.options
     options.refuse(NAME, *REFUSED)
     if options.attention not in (None, "causal"):
         raise DuelError(f"{options.name} is a {CLASS}; leave attention={options.attention} out.")
@@ -142,17 +47,17 @@ def diffusion_gemma_unfilled(
     if kind is None:
         version = transformers.__version__
         raise DuelError(f"{options.name} is a {CLASS}; transformers {version} has none. Install 5.13 or later.")
-    model_config = transformers.AutoConfig.from_pretrained(options.name, revision=options.revision)
+    model_config = checkpoint.native_config()
     if options.dtype == "float64":
         model_config._experts_implementation = "eager"  # grouped products stop at float32
         model_config.text_config._experts_implementation = "eager"
     text = model_config.text_config
     denoiser: Encoder | Canvases
     if options.attention == "causal":
-        denoiser = Encoder(ENCODER, config, options, tokenizer, text.vocab_size)
+        denoiser = Encoder(dataclasses.replace(checkpoint, family=ENCODER), text.vocab_size)
     else:
         options.refuse(NAME, *OF_DECODER)
-        denoiser = Canvases(model_config, config, options, tokenizer)
+        denoiser = Canvases(model_config, checkpoint)
     denoiser.image_ids = frozenset(getattr(model_config, name) for name in IMAGE_IDS) - {None}
     # a row's last token is predicted by the encoder, but never its input
     denoiser.set_row_length(text.max_position_embeddings + (options.attention == "causal"))
@@ -164,7 +69,7 @@ class Encoder(CausalLM):
     """The encoder as an autoregressive network."""
 
     splits_head = True
-    build, read = Pretrained.build, Pretrained.read
+    read = Pretrained.read
 
     def take(self, model: Any) -> None:
         Pretrained.take(self, model)
@@ -192,8 +97,9 @@ class Canvases(Pretrained):
     reads_causally = True
     honours_padding = True  # canvases of other rows are other calls
 
-    def __init__(self, model_config: Any, config: dict[str, Any], options: LoadOptions, tokenizer: Any):
-        super().__init__(CANVAS, config, options, None, None)
+    def __init__(self, model_config: Any, checkpoint: Checkpoint):
+        super().__init__(dataclasses.replace(checkpoint, family=CANVAS, tokenizer=None), None)
+        options, tokenizer = checkpoint.options, checkpoint.tokenizer
         columns = model_config.text_config.vocab_size
         if tokenizer is not None:
             require_fit(set(tokenizer.get_vocab().values()), None, columns, self.path)

@@ -1,0 +1,171 @@
+"""A checkpoint's own code, run only where it is trusted: as the network that is scored, or to compare with it.
+
+    load              `backend=remote`, `trust_remote_code=true`: the denoiser of the checkpoint's code
+    load_own_class    the network in the class that its authors name, for an audit
+
+The class is built on the CPU and filled key by key: transformers 5 would leave rotary frequencies that it computes
+itself uninitialised. Names that older code imports and transformers no longer has are restored while it is built.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+import transformers
+from transformers import AutoConfig
+from transformers.dynamic_module_utils import get_class_from_dynamic_module
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from lm_eval_duel.demo import resolve
+from lm_eval_duel.denoisers import hub, self_tests
+from lm_eval_duel.denoisers.checkpoint import Checkpoint
+from lm_eval_duel.denoisers.hf import weights
+from lm_eval_duel.denoisers.hf.families import Family
+from lm_eval_duel.denoisers.hf.own_forward import MaskedLM
+from lm_eval_duel.denoisers.hub import default_dtype, pick_dtype
+from lm_eval_duel.denoisers.load_options import LoadOptions
+from lm_eval_duel.errors import DuelError
+
+OWN_CODE = Family("own code", "", bos="auto")  # of no family that is known
+COMPUTED = "rotary_emb.inv_freq"  # the ending of keys that are recomputed
+ROWS = ("embedding_size", "vocab_size", "new_vocab_size")
+HEADED = ("AutoModelForCausalLM", "AutoModelForMaskedLM", "AutoModel")  # AutoModel may lack the head
+READ = ("dtype", "revision", "trust_remote_code")  # network arguments that concern the authors' class, too
+
+
+def load(checkpoint: Checkpoint) -> MaskedLM:
+    """The denoiser of a checkpoint's own code; raises DuelError if it does not load strictly or fails a self-test."""
+    options, config = checkpoint.options, checkpoint.config
+    _class_reference(config, options)
+    family = checkpoint.family or OWN_CODE
+    rows = max((config[key] for key in ROWS if isinstance(config.get(key), int)), default=None)
+    denoiser = MaskedLM(dataclasses.replace(checkpoint, family=family), rows)
+    if denoiser.attention == "causal_prefix" or family.anchor == "target":
+        raise DuelError(f"backend=remote does not support the family {family.name}; leave backend out.")
+    denoiser.options = weights.fetch_adapter(options)
+    model = weights.merge_adapter(own_network(config, options), denoiser.options.peft)
+    denoiser.take(weights.place(model, options).eval())
+    return denoiser
+
+
+def own_network(config: dict[str, Any], options: LoadOptions) -> Any:
+    """The network of a checkpoint's own code, on the CPU; raises DuelError if it does not load strictly."""
+    reference = _class_reference(config, options)
+    dtype = pick_dtype(options.dtype, options.device)
+    tensors = {key: value for key, value in hub.read_tensors(options.name).items() if not key.endswith(COMPUTED)}
+    if dtype == "auto":
+        dtype = next(value.dtype for value in tensors.values() if value.is_floating_point())
+    with repairs(), default_dtype(dtype):
+        model_config = AutoConfig.from_pretrained(options.name, trust_remote_code=True)
+        _complete(model_config, config)
+        model = get_class_from_dynamic_module(reference, options.name)(model_config)
+    cast = {key: value.to(dtype) if value.is_floating_point() else value for key, value in tensors.items()}
+    _fill(model, cast, model_config)
+    self_tests.rotary_frequencies(model, model_config, options.name)
+    return model
+
+
+def _class_reference(config: dict[str, Any], options: LoadOptions) -> str:
+    """The model class in `auto_map`; raises DuelError if there is none, or for options that exclude own code."""
+    names = config.get("auto_map") or {}
+    reference = next((names[key] for key in HEADED if key in names), None)
+    if reference is None:
+        raise DuelError(f"{options.name} has no code (no auto_map with a model in config.json).")
+    options.refuse("own code", "cache", "sigma", "first_token", "load_in_8bit", "load_in_4bit")
+    if options.attention == "causal":
+        raise DuelError(
+            f"backend=remote does not go with attention=causal for {options.name}: leave backend out, and pass "
+            "trust_remote_code=true alone."
+        )
+    if not options.trust_remote_code:
+        raise DuelError(f"{options.name} runs its own code: pass trust_remote_code=true if you trust it.")
+    return reference
+
+
+def _complete(model_config: Any, config: dict[str, Any]) -> None:
+    """Add entries that older code expects and transformers 5 no longer sets."""
+    for name, value in (("use_cache", False), ("pad_token_id", None), ("rope_theta", config.get("rope_theta"))):
+        if getattr(model_config, name, None) is None:
+            setattr(model_config, name, value)
+    model_config.use_cache = False
+    if getattr(model_config, "rope_scaling", None) is False:
+        model_config.rope_scaling = None
+        if hasattr(model_config, "rope_parameters"):  # transformers 5; None would lose theta
+            model_config.rope_parameters = {"rope_type": "default", "rope_theta": model_config.rope_theta}
+
+
+def _fill(model: Any, tensors: dict[str, torch.Tensor], model_config: Any) -> None:
+    """Load every tensor; torch raises an error that names all tensors missing, unknown or of another shape."""
+    own = dict(model.named_parameters(remove_duplicate=False))
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    tied = set()
+    if head is not None and getattr(model_config, "tie_word_embeddings", False):
+        tied = {key for key in own if own[key] is head.weight} - set(tensors)
+    model.load_state_dict({**tensors, **{key: own[key] for key in tied}}, assign=True)
+    if tied:
+        head.weight = model.get_input_embeddings().weight
+
+
+@contextlib.contextmanager
+def repairs() -> Iterator[None]:
+    """Names that older code imports and transformers no longer has, restored while a class is built."""
+
+    class Placeholder:
+        """Replaces a type that is used in annotations only."""
+
+    removed = (
+        (transformers.utils, "LossKwargs", Placeholder),
+        (transformers.utils.import_utils, "is_torch_fx_available", lambda: False),
+    )
+    added = [(module, name) for module, name, value in removed if not hasattr(module, name)]
+    for module, name, value in removed:
+        if (module, name) in added:
+            setattr(module, name, value)
+    lacks_default = "default" not in ROPE_INIT_FUNCTIONS
+    if lacks_default:
+        ROPE_INIT_FUNCTIONS["default"] = plain_rope
+    try:
+        yield
+    finally:
+        for module, name in added:
+            delattr(module, name)
+        if lacks_default:
+            ROPE_INIT_FUNCTIONS.pop("default", None)
+
+
+def plain_rope(model_config: Any, device: Any = None, **ignored: Any) -> tuple[torch.Tensor, float]:
+    """Unscaled rotary frequencies theta^(-2i/d), (d / 2,), and an attention factor of 1."""
+    parameters = getattr(model_config, "rope_parameters", None) or {}
+    theta = parameters.get("rope_theta") or model_config.rope_theta
+    head = getattr(model_config, "head_dim", None) or model_config.hidden_size // model_config.num_attention_heads
+    width = int(head * (getattr(model_config, "partial_rotary_factor", None) or 1.0))
+    return 1.0 / theta ** (torch.arange(0, width, 2, device=device, dtype=torch.float32) / width), 1.0
+
+
+# ---------------------------------------------------------------- the authors' class, for an audit
+
+
+def load_own_class(name: str, device: str | None, network: Mapping[str, Any]) -> torch.nn.Module:
+    """The network of a checkpoint, from its own code, if that is trusted, or from a class of transformers."""
+    for argument in ("peft", "load_in_8bit", "load_in_4bit", "device_map"):
+        if network.get(argument):
+            raise DuelError(f"{argument} changes the network or where it is.")
+    arguments = {key: network[key] for key in READ if key in network}
+    options = hub.pin_revision(LoadOptions(resolve(name), hub.pick_device(device), **arguments))
+    config = hub.read_config(options.name, options.revision)
+    if any(name in (config.get("auto_map") or {}) for name in HEADED):
+        if not options.trust_remote_code:
+            raise DuelError("its own code is run only where it is trusted; pass trust_remote_code=true.")
+        folder = hub.local_folder(options.name, options.revision)
+        model = own_network(config, LoadOptions(folder, options.device, **arguments))
+        return model.to(options.device).eval()
+    kind = next((getattr(transformers, each, None) for each in config.get("architectures") or ()), None)
+    if kind is None:
+        raise DuelError("it has no code, and transformers has no class for it.")
+    dtype = hub.pick_dtype(options.dtype, options.device)
+    model = kind.from_pretrained(options.name, dtype=dtype, revision=options.revision)
+    return model.to(options.device).eval()

@@ -1,0 +1,337 @@
+"""Weights in a class of transformers: loaded strictly, on one device or several, quantized, with a LoRA merged.
+
+    load_model               a class of transformers reads its own files
+    require_equal, _none     no tensor may be missing, unknown or of another shape: one error names them all
+    placement_kwargs, place  `device_map`: the layers on several devices
+    quantization_kwargs      checkpoints with a `quantization_config`, or weights quantized by bitsandbytes at load
+    merge_adapter            a LoRA, merged into the weights before anything is scored
+
+transformers replaces quantized layers, reads their scales, zero points and code books, and says which package is
+missing. Here the user's request is checked, and described in the spec.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import logging
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from huggingface_hub import snapshot_download
+from transformers import BitsAndBytesConfig
+from transformers.quantizers.auto import AutoHfQuantizer
+from transformers.utils import cached_file
+
+from lm_eval_duel.denoisers import hub
+from lm_eval_duel.denoisers.hf.families import Family
+from lm_eval_duel.denoisers.hub import QUIET, explained, pick_dtype
+from lm_eval_duel.denoisers.load_options import LoadOptions
+from lm_eval_duel.errors import DuelError
+
+log = logging.getLogger("lm_eval.duel_mdm")
+bitsandbytes_log = logging.getLogger("bitsandbytes.autograd._functions")
+
+SHOWN = 10  # names shown for each kind of fault
+LOGGERS = ("transformers.modeling_utils", "transformers.utils.loading_report")
+REPORTS = ("LOAD REPORT", "newly initialized", "were not used when initializing")
+AUTOMATIC = ("auto", "balanced", "balanced_low_0", "sequential")  # device maps
+CONFIG_KEY = "quantization_config"
+ADAPTER_PREFIX = "base_model.model."  # of tensor names in an adapter's file
+
+Shape = tuple[int, ...]
+
+
+def load_model(
+    auto_class: Any, model_config: Any, config: dict[str, Any], options: LoadOptions, **model_kwargs: Any
+) -> Any:
+    """The network of a checkpoint in a class of transformers, on its device. Unused tensors are a warning only."""
+    if cached_file(options.name, "adapter_config.json", revision=options.revision, **QUIET) is not None:
+        raise DuelError(
+            f"{options.name} holds an adapter (adapter_config.json) next to its weights. Use a copy without the "
+            "adapter's files, and pass peft=<their folder> to add it."
+        )
+    quantized = quantization_kwargs(config, options)
+    model_kwargs |= quantized | placement_kwargs(options)
+    try:
+        with contextlib.nullcontext() if quantized else quiet_transformers():
+            model, report = auto_class.from_pretrained(
+                options.name,
+                config=model_config,
+                dtype=pick_dtype(options.dtype, options.device),
+                revision=options.revision,
+                ignore_mismatched_sizes=not quantized,  # reported, and raised below; packed weights need False
+                output_loading_info=True,
+                **model_kwargs,
+            )
+    except Exception:
+        if os.path.isdir(options.name):
+            hub.read_tensors(options.name)  # raises an error that names the broken file
+        raise
+    missing, unknown, wrong = report["missing_keys"], report["unexpected_keys"], misshapen(report)
+    if missing or wrong:
+        what = f"The weights of {options.name} do not fill {type(model).__name__}"
+        require_none(what, missing, unknown, wrong)
+    require_quantized_tensors_used(model, unknown, options.name)
+    if unknown:
+        log.warning("Weights of %s that the network does not use: %s", options.name, sorted(unknown)[:SHOWN])
+    return model if "device_map" in model_kwargs else model.to(options.device)
+
+
+# ---------------------------------------------------------------- tensors that do not fit
+
+
+def require_equal(
+    what: str, expected: Mapping[str, Shape], actual: Mapping[str, Shape], name: Callable[[str], str] = str
+) -> None:
+    """Raise DuelError, starting with `what`, unless a file has the tensors that a network expects; `name`: in it."""
+    misshapen = [
+        f"{name(key)} is {actual[key]}, not {shape}"
+        for key, shape in sorted(expected.items())
+        if actual.get(key, shape) != shape
+    ]
+    require_none(what, map(name, expected.keys() - actual), map(name, actual.keys() - expected), misshapen)
+
+
+def require_none(what: str, missing: Iterable[str], unknown: Iterable[str] = (), misshapen: Iterable[str] = ()) -> None:
+    """Raise DuelError, starting with `what`, if any tensor is missing, unknown or of another shape."""
+    kinds = {"missing": sorted(set(missing)), "unknown": sorted(set(unknown)), "of another shape": sorted(misshapen)}
+    parts = [
+        f"{len(lines)} {kind}: {', '.join(lines[:SHOWN])}{', ...' if len(lines) > SHOWN else ''}"
+        for kind, lines in kinds.items()
+        if lines
+    ]
+    if parts:
+        raise DuelError(f"{what}: {'; '.join(parts)}.")
+
+
+def misshapen(report: Mapping[str, Any]) -> list[str]:
+    """The tensors of another shape in a loading report of transformers; some versions leave their shapes out."""
+    return [
+        key if isinstance(key, str) else f"{key[0]} is {tuple(key[1])}, not {tuple(key[2])}"
+        for key in report["mismatched_keys"]
+    ]
+
+
+@contextlib.contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """Silence transformers' reports of tensors that do not fit, but not of those that it cannot convert."""
+
+    def passes(record: logging.LogRecord) -> bool:
+        text = record.getMessage()
+        return "CONVERSION" in text or not any(words in text for words in REPORTS)
+
+    loggers = [logging.getLogger(name) for name in LOGGERS]
+    for logger in loggers:
+        logger.addFilter(passes)
+    try:
+        yield
+    finally:
+        for logger in loggers:
+            logger.removeFilter(passes)
+
+
+# ---------------------------------------------------------------- devices
+
+
+def placement_kwargs(options: LoadOptions) -> dict[str, Any]:
+    """The arguments of `from_pretrained` for devices; empty if the network is moved to its one device later."""
+    if options.device_map is None:
+        return {}
+    memory = own_gpus(options.device_map) if options.device_map in AUTOMATIC else None
+    return {"device_map": options.device_map} | ({} if memory is None else {"max_memory": memory})
+
+
+def own_gpus(device_map: str) -> dict[int, int] | None:
+    """Free bytes of each GPU that this process may use, as for the harness's own models; None: it may use all.
+
+    Of P processes on this machine, process p uses GPUs p, p + P, p + 2 P, ...
+    """
+    processes, rank = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), int(os.environ.get("LOCAL_RANK", 0))
+    if processes == 1 or not torch.cuda.is_available():
+        return None
+    gpus = torch.cuda.device_count()
+    if gpus < processes:
+        raise DuelError(
+            f"{processes} processes share {gpus} GPUs of this machine (device_map, parallelize): start at most {gpus} "
+            f"(accelerate launch --num_processes {gpus} ...)."
+        )
+    if device_map == "balanced_low_0":  # accelerate would use GPUs 1, 2, ...
+        raise DuelError("device_map=balanced_low_0 works with one process per machine only; use auto.")
+    return {gpu: torch.cuda.mem_get_info(gpu)[0] for gpu in range(rank, gpus, processes)}
+
+
+def place(model: Any, options: LoadOptions) -> Any:
+    """A loaded network, moved to its device or split over several; raises DuelError if that is not possible."""
+    if options.device_map is None:
+        return model.to(options.device)
+    from accelerate import dispatch_model, infer_auto_device_map
+    from accelerate.utils import get_balanced_memory
+
+    layout, unsplit = options.device_map, getattr(model, "_no_split_modules", None)
+    if layout in AUTOMATIC and not unsplit:
+        raise DuelError(
+            f"The code of {options.name} does not say which modules must stay on one device (_no_split_modules), so "
+            "it cannot be split; leave device_map, parallelize out."
+        )
+    try:
+        if layout in AUTOMATIC:
+            memory, low = own_gpus(layout), layout == "balanced_low_0"
+            memory = memory if layout == "sequential" else get_balanced_memory(model, memory, unsplit, low_zero=low)
+            layout = infer_auto_device_map(model, memory, unsplit)
+        return dispatch_model(model, {"": layout} if isinstance(layout, str) else layout)
+    except ValueError as error:
+        raise DuelError(f"{options.name} cannot be placed as device_map={options.device_map}: {error}") from error
+
+
+def device_of(model: Any) -> torch.device:
+    """The device of a network's ids: the one that computes its input embedding, even if the weights are offloaded."""
+    table = model.get_input_embeddings()
+    weight = getattr(table, "weight", table)  # some networks return the parameter itself
+    if not weight.is_meta:
+        return weight.device
+    hook = table._hf_hook  # accelerate's, which moves the weights there for each call
+    return torch.device(getattr(hook, "hooks", (hook,))[0].execution_device)
+
+
+# ---------------------------------------------------------------- quantized weights
+
+
+def quantization_kwargs(config: dict[str, Any], options: LoadOptions) -> dict[str, Any]:
+    """The arguments of `from_pretrained` for a quantized network (8 bits: LLM.int8; 4 bits: nf4); empty for others."""
+    own, bits = config.get(CONFIG_KEY), 8 if options.load_in_8bit else 4 if options.load_in_4bit else None
+    if own is None and bits is None:
+        return {}
+    what = f"load_in_{bits}bit" if own is None else f"the quantization of {options.name} ({method_of(own)})"
+    if own is not None and bits is not None:
+        raise DuelError(f"{options.name} is quantized already ({method_of(own)}): leave load_in_{bits}bit out.")
+    if own is not None and not AutoHfQuantizer.supports_quant_method(own):  # transformers would load it unquantized
+        raise DuelError(f"Unknown quantization type {method_of(own)!r} of {options.name}, which transformers ignores.")
+    if options.peft:
+        raise DuelError(
+            f"peft cannot be merged into quantized weights ({what}): it would be rounded, too. Merge it "
+            "before they are quantized, or score both unquantized."
+        )
+    if options.dtype == "float64":
+        raise DuelError(f"dtype=float64 does not work with {what}, whose products are coarser; leave dtype out.")
+    if bits == 8 or (own or {}).get("load_in_8bit"):
+        bitsandbytes_log.setLevel(logging.ERROR)  # it warns in every call whose input is not float16
+        log.warning(
+            "With 8 bits, bitsandbytes looks for outliers in all rows of a call, so numbers change a little with the "
+            "batch; with 4 bits they do not"
+        )
+    # always explicit: otherwise transformers chooses any GPU, and a quantized network cannot be moved
+    placement = {"device_map": options.device_map or {"": options.device}}
+    if own:
+        return placement
+    if bits == 8:
+        return {**placement, CONFIG_KEY: BitsAndBytesConfig(load_in_8bit=True)}
+    dtype = pick_dtype(options.dtype, options.device)  # of the products
+    if dtype == "auto":
+        dtype = str(config.get("dtype") or config.get("torch_dtype") or "float32").removeprefix("torch.")
+    nf4 = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype)
+    return {**placement, CONFIG_KEY: nf4}
+
+
+def method_of(scheme: dict[str, Any]) -> str:
+    """The name of a quantization in config.json."""
+    return str(scheme.get("quant_method") or "bitsandbytes")  # older files of bitsandbytes have no name
+
+
+def is_quantized(model: Any) -> bool:
+    """True if a network of transformers has quantized layers."""
+    return getattr(model, "hf_quantizer", None) is not None
+
+
+def quantization_entries(model: Any) -> dict[str, str]:
+    """The quantization as a part of the spec; empty for a network that is not quantized."""
+    if not is_quantized(model):
+        return {}
+    config = model.config.quantization_config
+    entries = config.to_diff_dict() if hasattr(config, "to_diff_dict") else config.to_dict()
+    entries = {key: value for key, value in entries.items() if not key.startswith("_")}
+    # experts too, which some releases of transformers fuse and do not quantise
+    whole = sum(tensor.numel() for tensor in model.parameters() if tensor.is_floating_point() and tensor.itemsize > 1)
+    method = getattr(model.quantization_method, "value", model.quantization_method)
+    entries |= {"quant_method": str(method), "whole_parameters": whole}
+    return {"quantization": json.dumps(entries, sort_keys=True, default=str)}
+
+
+def require_quantized_tensors_used(model: Any, unused: Iterable[str], name: str) -> None:
+    """Raise DuelError if a module with a weight leaves tensors unused: the file quantizes it, the network does not."""
+    modules = dict(model.named_modules())
+    lost = [key for key in sorted(unused) if hasattr(modules.get(key.rpartition(".")[0]), "weight")]
+    if is_quantized(model) and lost:
+        raise DuelError(
+            f"{name} has quantized tensors that its network does not use, so it would misread their weights: "
+            f"{', '.join(lost[:10])}."
+        )
+
+
+# ---------------------------------------------------------------- adapters (LoRA), which need the package peft
+
+
+def fetch_adapter(options: LoadOptions) -> LoadOptions:
+    """The options with the adapter, if there is one, as a local folder; one from the hub is downloaded."""
+    if options.peft is None:
+        return options
+    with explained(options.peft, "read adapter"):
+        import peft  # noqa: F401, before any weight is read
+
+        if os.path.isdir(options.peft):
+            return options
+        folder = snapshot_download(options.peft, allow_patterns=["adapter_config.json", "adapter_model.*"])
+    return dataclasses.replace(options, peft=folder)
+
+
+def merge_adapter(model: Any, path: str | None, family: Family | None = None) -> Any:
+    """`model` with the LoRA of `path`, if any, merged; its tensors may have the names of the family's own code."""
+    if path is None:
+        return model
+    from peft import PeftConfig, get_peft_model, load_peft_weights, set_peft_model_state_dict
+
+    with explained(path, "read adapter"):
+        config, tensors = PeftConfig.from_pretrained(path), load_peft_weights(path, device="cpu")
+        if str(config.peft_type).rsplit(".", 1)[-1] != "LORA":
+            raise DuelError(f"The adapter {path} is a {config.peft_type}; only LoRA can be merged.")
+        bare = {key.removeprefix(ADAPTER_PREFIX): value for key, value in tensors.items()}
+        placed = {ADAPTER_PREFIX + (family.native_name(key) if family else key): value for key, value in bare.items()}
+        modules = {_module(key): _module(own) for key, own in zip(placed, bare, strict=True) if ".lora_" in key}
+        _untie(model, set(modules))
+        for field in ("rank_pattern", "alpha_pattern"):
+            setattr(config, field, _by_module(getattr(config, field, None) or {}, modules))
+        config.target_modules, config.exclude_modules = set(modules), None
+        config.inference_mode, config.task_type = True, None  # a task type requires more of the network's class
+        adapted = get_peft_model(model, config)
+        report = set_peft_model_state_dict(adapted, placed)
+        missing = [key.replace(".default.", ".") for key in report.missing_keys if ".lora_" in key]
+        unknown = {*report.unexpected_keys, *(key for key in placed if ".lora_" not in key)}  # peft takes weights, too
+        require_none(f"The adapter {path} does not fit this network", missing, sorted(unknown))
+        return adapted.merge_and_unload()
+
+
+def _untie(model: Any, modules: set[str]) -> None:
+    """Untie the head's weights from the embedding if the adapter changes one of the two."""
+    head, table = model.get_output_embeddings(), model.get_input_embeddings()
+    if head is None or head.weight is not table.weight:
+        return
+    if any(module in (head, table) for name, module in model.named_modules() if name in modules):
+        head.weight = torch.nn.Parameter(head.weight.detach().clone())
+
+
+def _module(key: str) -> str:
+    return key.removeprefix(ADAPTER_PREFIX).split(".lora_")[0]
+
+
+def _by_module(patterns: dict[str, int], modules: dict[str, str]) -> dict[str, int]:
+    """Values of an adapter's config by patterns of module names in its file, as values by native names."""
+    values = {}
+    for native, in_file in modules.items():
+        pattern = next((pattern for pattern in patterns if re.match(rf"(.*\.)?({pattern})$", in_file)), None)
+        if pattern is not None:
+            values[re.escape(native)] = patterns[pattern]
+    return values
