@@ -1,15 +1,22 @@
 """Registration: `lm_eval --model duel-mdm` works once this package is installed.
 
-lm-eval 0.4.13 does not discover plugins, so a `.pth` file of one line in site-packages calls `install()`
-when the interpreter starts. It imports nothing: it puts a finder on `sys.meta_path`, which waits for `lm_eval.models`
-to be imported, registers the name `duel-mdm` (a string; neither torch nor transformers is imported) and removes itself.
-Later releases will read the entry point `lm_eval.models`. A name that is already registered is left alone.
+lm-eval 0.4.13 does not discover plugins, so a `.pth` file of one line in site-packages calls `install()` when the
+interpreter starts. It imports nothing: it puts a finder on `sys.meta_path`, which waits for modules of lm-eval:
+
+    lm_eval.api.registry             an unknown name of a model that is nearly one of ours is told ours
+    lm_eval.config.evaluate_config   an unknown task that is one of ours is told its folder
+    lm_eval.models                   the name `duel-mdm` is registered (a string; neither torch nor transformers is
+                                     imported), and the finder removes itself
+
+Later releases read the entry point `lm_eval.models`, in `load_plugins`; where it exists, nothing is registered here. A
+name that is already registered is left alone.
 """
 
+import functools
 import sys
 
 MODELS = {"duel-mdm": "lm_eval_duel.harness.lm:DuelMDM"}
-AWAITED = "lm_eval.models"
+LAST = "lm_eval.models"
 
 
 def register():
@@ -23,33 +30,111 @@ def register():
 
 
 def install():
-    """Register the models as soon as `lm_eval.models` is imported."""
-    if AWAITED in sys.modules:
-        register()
+    """Register the models as soon as `lm_eval.models` is imported, unless lm-eval does."""
+    if LAST in sys.modules:
+        register_without_loader()
     elif not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Finder())
 
 
+def register_without_loader():
+    """Register the models if this release of lm-eval does not read entry points."""
+    from lm_eval.api import registry
+
+    if not hasattr(registry, "load_plugins"):
+        register()
+
+
+# ---------------------------------------------------------------- errors of lm-eval that can say more
+
+
+def explain_models():
+    """Let lm-eval's error for an unknown model name ours, if it is nearly one."""
+    from lm_eval.api import registry
+
+    original = registry.get_model
+
+    @functools.wraps(original)
+    def get_model(model_name):
+        try:
+            return original(model_name)
+        except ValueError as error:
+            from difflib import get_close_matches
+
+            if not (near := get_close_matches(str(model_name).lower(), MODELS, n=1, cutoff=0.7)):
+                raise
+            raise ValueError(f"{error}. Did you mean '{near[0]}'?") from error
+
+    registry.get_model = get_model
+
+
+def explain_tasks():
+    """Let lm-eval's error for an unknown task say where ours are, if it is one of them."""
+    from lm_eval.config.evaluate_config import EvaluatorConfig
+
+    original = EvaluatorConfig.process_tasks
+
+    @functools.wraps(original)
+    def process_tasks(self, *arguments, **options):
+        try:
+            return original(self, *arguments, **options)
+        except ValueError as error:
+            missing, found = str(error).partition("Tasks not found: ")[2], _own_tasks()
+            if not (ours := [name for name in missing.split(", ") if name in found]):
+                raise
+            verb = "are tasks" if len(ours) > 1 else "is a task"
+            raise ValueError(
+                f"{error}. {', '.join(ours)} {verb} of lm_eval_duel: add --include_path $(lm-eval-duel list folders "
+                "tasks)."
+            ) from error
+
+    EvaluatorConfig.process_tasks = process_tasks
+
+
+def _own_tasks():
+    """The names of this package's tasks, which are those of their files."""
+    from pathlib import Path
+
+    from lm_eval_duel.tasks.bundled import task_folder
+
+    return {file.stem for file in Path(task_folder()).rglob("*.yaml")}
+
+
+# ---------------------------------------------------------------- waiting for modules
+
+AWAITED = {
+    "lm_eval.api.registry": explain_models,
+    "lm_eval.config.evaluate_config": explain_tasks,
+    LAST: register_without_loader,
+}
+
+
 class _Finder:
-    """Wraps the loader of `lm_eval.models`; finds no module itself."""
+    """Wraps the loaders of awaited modules; finds no module itself."""
+
+    def __init__(self):
+        self.awaited = dict(AWAITED)
 
     def find_spec(self, name, path=None, target=None):
-        if name != AWAITED:
+        if name not in self.awaited:
             return None
-        sys.meta_path.remove(self)
+        follow = self.awaited.pop(name)
+        if name == LAST:
+            sys.meta_path.remove(self)
         from importlib.util import find_spec
 
         spec = find_spec(name)
         if spec is not None and spec.loader is not None:
-            spec.loader = _Loader(spec.loader)
+            spec.loader = _Loader(spec.loader, follow)
         return spec
 
 
 class _Loader:
-    """The real loader of `lm_eval.models`, followed by `register()`."""
+    """The real loader of a module, followed by a call."""
 
-    def __init__(self, loader):
+    def __init__(self, loader, follow):
         self.loader = loader
+        self.follow = follow
 
     def __getattr__(self, name):
         return getattr(self.loader, name)
@@ -61,6 +146,6 @@ class _Loader:
         module.__spec__.loader = module.__loader__ = self.loader
         self.loader.exec_module(module)
         try:
-            register()
+            self.follow()
         except Exception as error:  # lm-eval may change: other models must still work
-            print(f"lm_eval_duel: could not register {', '.join(MODELS)}: {error!r}", file=sys.stderr)
+            print(f"lm_eval_duel: {self.follow.__name__} failed: {error!r}", file=sys.stderr)

@@ -30,6 +30,10 @@
     TaskManager.__init__        does not read lm-eval's own 14,000 task files, which takes seconds; only while
                                 `lm-eval-duel run` runs, and only if all tasks that it names are this package's
 
+    (in autoload.py, when the interpreter starts)
+    get_model, EvaluatorConfig.process_tasks
+                                an unknown model or task that is nearly one of ours is told so
+
 Written against lm-eval 0.4.13. Other models are affected only by the clearer errors and by infinite values.
 """
 

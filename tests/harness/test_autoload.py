@@ -52,3 +52,79 @@ def test_without_the_site_hook_it_can_be_installed_by_hand(before):
         "-S",
     )
     assert out.split() == ["True", "True", "False"]
+
+
+# ---------------------------------------------------------------- releases that read entry points
+
+LOADER = """
+import importlib.metadata, sys
+from lm_eval.api import registry
+
+skipped, loaded = [], set()
+
+def load_plugins(group, known):
+    if group not in loaded:
+        loaded.add(group)
+        for entry_point in importlib.metadata.entry_points(group=group):
+            if entry_point.name in known:
+                skipped.append(entry_point.name)
+            else:
+                known.register(entry_point.name, target=entry_point)
+
+def get_model(name):
+    if not len(registry.model_registry):
+        import lm_eval.models
+    load_plugins("lm_eval.models", registry.model_registry)
+    return registry.model_registry.get(name)
+
+registry.load_plugins = load_plugins
+"""
+
+
+@pytest.mark.parametrize("by_hand", [False, True])
+def test_where_lm_eval_reads_entry_points_the_hook_leaves_it_to_it(by_hand):
+    """`lm-eval-duel run` registers by hand, where entry points may not be found; the loader then skips the name."""
+    out = python(
+        f"{LOADER}\n"
+        "import lm_eval.models\n"
+        "print('duel-mdm' in registry.model_registry)\n"
+        f"if {by_hand}:\n"
+        "    from lm_eval_duel.harness import autoload\n"
+        "    autoload.register()\n"
+        "names = list(registry.model_registry)\n"
+        "print(get_model('duel-mdm').__name__, get_model('hf').__name__, names.count('duel-mdm') <= 1)\n"
+        "print(skipped, any(type(finder).__module__ == 'lm_eval_duel.harness.autoload' for finder in sys.meta_path))\n"
+    )
+    skipped = ["duel-mdm"] if by_hand else []
+    assert out.splitlines() == ["False", "DuelMDM HFLM True", f"{skipped} False"]
+
+
+# ---------------------------------------------------------------- lm-eval's errors that can say more
+
+
+@pytest.mark.parametrize(
+    ("call", "told"),
+    [
+        ("lm_eval.api.registry.get_model('duel_mdm')", "Did you mean 'duel-mdm'?"),
+        ("EvaluatorConfig(tasks=['sotu'], include_path=folder).process_tasks()", "--include_path $(lm-eval-duel"),
+    ],
+)
+def test_lm_evals_own_errors_name_what_is_ours(call, told, tmp_path):
+    out = python(
+        "import lm_eval.api.registry\n"
+        "from lm_eval.config.evaluate_config import EvaluatorConfig\n"
+        "import lm_eval.tasks, functools\n"
+        "make = lm_eval.tasks.TaskManager.__init__\n"
+        "lm_eval.tasks.TaskManager.__init__ = functools.partialmethod(make, include_defaults=False)\n"
+        f"folder = {str(tmp_path)!r}\n"
+        f"try:\n    {call}\nexcept ValueError as error:\n    print(error)\n"
+    )
+    assert told in out
+
+
+def test_other_errors_of_lm_eval_are_what_they_were():
+    out = python(
+        "import lm_eval.api.registry\n"
+        "try:\n    lm_eval.api.registry.get_model('nothing-like-it')\nexcept ValueError as error:\n    print(error)\n"
+    )
+    assert "Did you mean" not in out and "Supported model names" in out
