@@ -11,9 +11,10 @@ from lm_eval_duel.core.denoiser import Denoiser
 from lm_eval_duel.core.scores import Counts, IndexedScores, Sample, Score
 from lm_eval_duel.core.windows import Ids, Window
 from lm_eval_duel.errors import DuelError, naming, unknown
-from lm_eval_duel.estimators import gradients, registry
+from lm_eval_duel.estimators import gradients, registry, trajectories
 from lm_eval_duel.estimators.base import Estimator
 from lm_eval_duel.estimators.duel import DuelEstimator, Stop
+from lm_eval_duel.estimators.trajectories import Trajectory
 from lm_eval_duel.library.results import EncodedText
 from lm_eval_duel.options import Options
 from lm_eval_duel.rules import Rule
@@ -278,33 +279,29 @@ class OnIds:
         duel = self._sampler("differentiable", *FIXED_ORDERS)
         return gradients.differentiable(duel, windows, reveal_steps, batch_size)
 
-    def backward(
+    def follow(
         self,
         windows: Sequence[Window],
-        weights: gradients.Weights,
-        reveal_steps: Sequence[Ids] | None = None,
-        batch_size: int = 1,
-    ) -> list[float]:
-        """Add the gradient of the weighted sum of log-probabilities to the parameters' `grad`.
-
-        This is `(weights * differentiable(windows, reveal_steps)).sum().backward()` in one pass. The gradient is exact,
-        except where a small change of the network changes an order: there log_prob jumps.
+        reveal_steps: Sequence[Ids],
+        sampler: Mapping[str, Any] | None = None,
+    ) -> list[Trajectory]:
+        """Follow recorded trajectories: tokens and the steps that revealed them, under this rule or under a sampler.
 
         Args:
             windows: Windows.
-            weights: A weight for each window (N,), or for each token: (N, T), or a list for each window. Optimizers
-                minimize, so a negative weight raises log_prob.
-            reveal_steps: The order of each window. None: score the windows first to find it.
-            batch_size: As in `differentiable`.
+            reveal_steps: The step of each target token, counted from any number, in its block or in the whole text.
+            sampler: Arguments of estimator=sampled_confidence, such as {"n": 1}, of a sampler that draws a token at
+                every position and keeps the most probable ones. The joint log-probability of text and order under it
+                is then computed, too, for blocks of any size.
 
         Returns:
-            The log_prob of each window, in nats, without its weight.
+            For each window, the log-probability along its order, in nats; the steps at which the rule picks other
+            positions (`differences`), or the joint log-probability under the sampler (`log_joint`).
 
         Raises:
-            DuelError: As in `differentiable`.
+            DuelError: If a window cannot be scored, or is not revealed block by block.
         """
-        duel = self._sampler("backward", *FIXED_ORDERS)
-        return gradients.backward(duel, windows, weights, reveal_steps, batch_size)
+        return trajectories.follow(self._sampler("follow", *FIXED_ORDERS), windows, reveal_steps, sampler)
 
     def _sampler(self, method: str, *estimators: str) -> DuelEstimator:
         """The estimator, if it is one of `estimators`; otherwise raises DuelError for `method`."""

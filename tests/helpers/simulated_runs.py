@@ -171,7 +171,10 @@ def harness(folder):
         ):
             yield from [score.log_prob for score in Duel.from_model(*arguments, **options).log_prob(windows)]
         yield from training_metrics(model, tokenizer, ["the a b of c", "a of the"], block=3, sample=0.5).values()
-        yield from Duel.from_model(model, tokenizer, block=3).backward(windows, [1.0, -0.5])
+        duel = Duel.from_model(model, tokenizer, block=3)
+        log_probs = duel.differentiable(windows, [score.reveal_steps for score in duel.log_prob(windows)]).sum(1)
+        (log_probs[0] - 0.5 * log_probs[1]).backward()
+        yield from log_probs.tolist()
         yield from [p.grad.norm().item() for p in model.bert.encoder.parameters()]  # others are tied on the CPU only
 
     for case in (requests, memory):

@@ -149,10 +149,10 @@ def test_every_estimator_scores_texts(name, arguments, bound, drawn):
         "generate": lambda: duel.generate([text], max_new_tokens=4),
         "sample": lambda: duel.sample([(5,)], 4),
         "replay": lambda: duel.replay(score.windows, [w.reveal_steps for w in score.window_scores]),
-        "backward": lambda: duel.backward(score.windows, [1.0]),
+        "follow": lambda: duel.follow(score.windows, [w.reveal_steps for w in score.window_scores]),
         "estimate": lambda: duel.estimate([text], sample=1.0),
     }
-    offered = {"ar": {"generate", "sample", "replay", "backward"}, "sampled_confidence": {"generate", "sample"}}
+    offered = {"ar": {"generate", "sample", "replay", "follow"}, "sampled_confidence": {"generate", "sample"}}
     for method, call in calls.items():
         if method in offered.get(duel.estimator.name, ()):
             assert len(call()) == 1
