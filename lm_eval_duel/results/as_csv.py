@@ -60,6 +60,7 @@ def _closed(each: ComparedRow) -> dict[str, Any]:
         **_ends("gap_closed_interval", each.closed.interval),
         "distinguishable": each.closed.distinguishable,
         "gap_closed_reason": str(each.closed.reason),
+        "gap_closed_of": each.closed.of,
     }
 
 

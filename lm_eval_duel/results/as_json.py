@@ -22,7 +22,7 @@ VALUE = (  # of a row alone
 COMPARED = (  # of a row among others
     *("interval", "window_stderr", "reason=no_interval", "best", "gap", "gap_interval"),
     *("gap_closed=closed.percent", "gap_closed_stderr=closed.stderr", "gap_closed_interval=closed.interval"),
-    *("distinguishable=closed.distinguishable", "gap_closed_reason=closed.reason"),
+    *("distinguishable=closed.distinguishable", "gap_closed_reason=closed.reason", "gap_closed_of=closed.of"),
 )
 PAIR = ("names", "difference", "interval", "reason", "verdict")
 COST = (

@@ -29,6 +29,8 @@ MOST_ROWS = 5  # of which all pairs are listed; of more, each is compared with t
 PAPER_RULE = "greedy:k=1"  # the rule of the paper's perplexity tables
 CONVENTIONS = {"special_tokens", "windows", "max_length", "sigma"}  # entries in which published figures may differ
 OTHER_UNITS = ("word_perplexity", "byte_perplexity")
+EXACT = "exact"  # an ELBO: the mean over all orders
+MONTE_CARLO = "Monte Carlo"  # an estimate of it
 BETTER = "the MDM is already better under the ELBO"
 Draws = Mapping[Row, np.ndarray]  # of nats per unit, by the bootstrap over documents that all rows share
 Interval = list[float]  # low, high
@@ -62,6 +64,13 @@ class GapClosed:
     interval: Interval | None = None
     reason: Note = dataclasses.field(default_factory=Note)
 
+    @property
+    def of(self) -> str:
+        """The ELBO whose gap is closed: itself, or an estimate of it. Empty without one."""
+        if self.elbo is None:
+            return ""
+        return MONTE_CARLO if self.elbo.drawn_bound else EXACT
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ComparedRow:
@@ -75,6 +84,7 @@ class ComparedRow:
     gap: float | None  # to the baseline
     gap_interval: Interval | None
     closed: GapClosed
+    drawn_elbo: Row | None  # the best Monte Carlo ELBO of a DUEL row
     cache_cost: Pair | None
 
 
@@ -143,10 +153,10 @@ def task(
         raise DuelError(f"The autoregressive baseline {base.name} has no row; name one result of one model as --ar.")
     draws = _draws(table.rows)
     best = _best(table.rows)
-    elbos = {row: find_elbo(row, table.rows, as_published) for row in table.rows if row.duel}
+    elbos = {row: find_elbos(row, table.rows, as_published) for row in table.rows if row.duel}
     shown = []
     for row in table.rows:
-        elbo, why = elbos.get(row, (None, ""))
+        found, why = elbos.get(row, ([], ""))
         own = draws.get(row)
         shown.append(
             ComparedRow(
@@ -157,11 +167,12 @@ def task(
                 best=row in best,
                 gap=None if ar is None or row is ar else row.value - ar.value,
                 gap_interval=_gap_interval(row, ar, draws),
-                closed=close_gap(row, elbo, ar, draws, why) if row.duel else GapClosed(),
+                closed=close_gap(row, found[0] if found else None, ar, draws, why) if row.duel else GapClosed(),
+                drawn_elbo=next((elbo for elbo in found if elbo.drawn_bound), None),
                 cache_cost=cache_cost(row, table.rows, draws),
             )
         )
-    described = {elbo: _describe(elbo, why) for elbo, why in elbos.values() if elbo is not None}
+    described = {elbo: _describe(elbo, why) for found, why in elbos.values() for elbo in found[:1]}
     notes = [
         *_notes(name, compared),
         *(described[row] for row in table.rows if row in described),
@@ -323,13 +334,14 @@ def cache_cost(row: Row, shown: Sequence[Row], draws: Draws) -> Pair | None:
     return Pair(first=row, second=None, reason=Note(reason))
 
 
-def find_elbo(duel: Row, shown: Sequence[Row], as_published: bool) -> tuple[Row | None, str]:
-    """The ELBO of a DUEL row, or None and the reason.
+def find_elbos(duel: Row, shown: Sequence[Row], as_published: bool) -> tuple[list[Row], str]:
+    """The ELBOs of a DUEL row, the one to close a gap of first; or none of them, and the reason.
 
-    The ELBO is of the same model under the same spec, except for the entries of the estimator. It covers the whole
+    An ELBO is of the same model under the same spec, except for the entries of the estimator. It covers the whole
     target for bidirectional networks and the trained blocks for block-causal ones, where the mean over all orders
-    (elbo_exact) may replace a Monte Carlo ELBO. Bounds are preferred, then more draws. `as_published`: without an ELBO
-    of the same spec, accept one with other windows or scored positions, and return the differences.
+    (elbo_exact) is the ELBO itself, and a Monte Carlo ELBO its estimate. So bounds are preferred, then the exact one,
+    then more draws. `as_published`: without an ELBO of the same spec, accept one with other windows or scored
+    positions, and return the differences.
     """
     causal = duel.run.duel.get("attention") in ("block_causal", "causal_prefix")
     wanted = duel.run.block if causal else "none"
@@ -339,16 +351,17 @@ def find_elbo(duel: Row, shown: Sequence[Row], as_published: bool) -> tuple[Row 
 
     nearest, differences = _nearest(duel, shown, fits, NON_IDENTITY_KEYS | OF_ESTIMATOR)
     if not nearest:
-        return None, f"no ELBO (estimator=elbo, elbo_block={wanted})"
+        return [], f"no ELBO (estimator=elbo, elbo_block={wanted})"
     listed = "; ".join(differences.values())
     if differences and not (as_published and differences.keys() <= CONVENTIONS):
-        return None, f"no ELBO of the same spec: {listed}"
+        return [], f"no ELBO of the same spec: {listed}"
 
     def worth(row: Row) -> tuple:
         draws = row.run.spec.get("mc_samples", "")
-        return not row.eps, row.drawn_bound, float(draws) if draws not in ("", "none") else 1.0
+        return not row.eps, not row.drawn_bound, float(draws) if draws not in ("", "none") else 1.0
 
-    return max(nearest, key=worth), f"as published, of another convention: {listed}" if differences else ""
+    why = f"as published, of another convention: {listed}" if differences else ""
+    return sorted(nearest, key=worth, reverse=True), why
 
 
 def _nearest(
@@ -420,7 +433,7 @@ def _describe(elbo: Row, why: str) -> str:
     """A description of an ELBO with its standard error. `why`: how its spec differs from the row's."""
     spec, stderr = elbo.run.spec, elbo.stderr
     if elbo.entry.lattice:
-        text = f"the mean over all orders in blocks of {elbo.block} (elbo_exact; there is no Monte Carlo ELBO)"
+        text = f"exact, the mean over all orders in blocks of {elbo.block} (elbo_exact)"
     else:
         form = f", elbo_form={spec['elbo_form']}" if "elbo_form" in spec else ""
         eps = f", elbo_eps={elbo.eps:g} (above 0: NO bound)" if elbo.eps else ""

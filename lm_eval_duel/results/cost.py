@@ -79,14 +79,13 @@ class RunCost:
 def table(runs: Sequence[Run], baselines: Collection[Run], rows: Iterable[ComparedRow]) -> list[RunCost]:
     """One entry per run. Ratios are of seconds per token; they are left out if two runs cannot be compared.
 
-    The ELBO is the one that gap closed uses in the report's `rows`.
+    The ELBO is the Monte Carlo one with the most draws that belongs to the report's `rows` of the run.
     """
     timed = {run: Time(run) for run in sorted(runs, key=lambda run: run not in baselines) if run.tasks}
-    elbos: dict[Run, Row] = {}  # the Monte Carlo ELBO that the gap closed of a run uses
+    elbos: dict[Run, Row] = {}
     for each in rows:
-        elbo = each.closed.elbo
-        if elbo is not None and elbo.drawn_bound:
-            elbos.setdefault(each.row.run, elbo)
+        if each.drawn_elbo is not None:
+            elbos.setdefault(each.row.run, each.drawn_elbo)
     costs = []
     for run, time in timed.items():
         over_elbo = over_ar = Ratio()

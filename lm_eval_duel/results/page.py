@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from lm_eval_duel.console import command_line as strict_json
 from lm_eval_duel.console.command_line import one_line
 from lm_eval_duel.results import provenance, published, tables
-from lm_eval_duel.results.compare import ComparedRow, Comparison
+from lm_eval_duel.results.compare import EXACT, MONTE_CARLO, ComparedRow, Comparison
 from lm_eval_duel.results.runs import Run
 from lm_eval_duel.results.standings import KINDS, MEAN, RankedMethod, Standing, Standings
 from lm_eval_duel.results.stats import UNCLEAR
@@ -34,6 +34,7 @@ SCRIPTS = ("table.js", "documents.js")
 FIRST_HIDDEN = ("source", "bits", "gap", "closed")  # groups of columns: the first, with several tasks all of them
 PLAIN = ("model", "estimator", "rule", "cache", "device", "fingerprint", "versions", "date")  # columns of no numbers
 CLOSE = "the ELBO is within two standard errors of the value"  # for a gap closed that is not distinguishable
+OF = {EXACT: "of the exact ELBO's gap", MONTE_CARLO: "an estimate, of a Monte Carlo ELBO's gap"}
 WIDTH, MARGIN = 140.0, 9.0  # of a plot
 MANTISSAS = ((1, 1.5, 2, 3, 4, 5, 7), (1, 2, 3, 5), (1, 3), (1,))  # of ticks: the most that fit
 MOST_TICKS = 5
@@ -235,7 +236,9 @@ def _bits(each: ComparedRow) -> str:
 
 def _closed(each: ComparedRow) -> Cell:
     text = tables.closed(each)
-    return text, CLOSE if text == UNCLEAR else each.closed.reason
+    if text == UNCLEAR:
+        return text, CLOSE
+    return text, Note.joined([Note(OF.get(each.closed.of, "") if text else ""), each.closed.reason])
 
 
 def _of_average(name: str, metric: str) -> Column:

@@ -247,7 +247,7 @@ def _gap(chosen: ComparedRow, form: str) -> str:
     reason, elbo = escape(str(closed.reason)), closed.elbo
     if elbo is None:
         return f", a gap of {number(chosen.gap, form)}; {reason}."
-    text = f"; the ELBO gives {_value(elbo)}"
+    text = f"; the {closed.of} ELBO gives {_value(elbo)}"
     if closed.elbo_gap is None:
         return f"{text} ({reason})."
     gap = f"the ELBO's gap of {number(closed.elbo_gap, form)}"
@@ -263,7 +263,8 @@ def _gap(chosen: ComparedRow, form: str) -> str:
     if closed.percent < 0:
         percent += f" {between}" if between else ""
         return f"{text}, lower than DUEL, which closes none of {gap} (gap closed {percent})."
-    return f"{text}. DUEL closes {percent}{f' ({between})' if between else ''} of {gap}."
+    about = "an estimated " if closed.of == compare.MONTE_CARLO else ""
+    return f"{text}. DUEL closes {about}{percent}{f' ({between})' if between else ''} of {gap}."
 
 
 # ---------------------------------------------------------------- what is written
