@@ -74,6 +74,8 @@ def usage() -> Iterator[None]:
         raise
     except DuelError as error:
         raise UsageError(str(error)) from None
+    except BrokenPipeError:  # nobody reads what is printed any more
+        raise
     except OSError as error:
         raise UsageError(about_file(error)) from None
 

@@ -12,7 +12,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # benchmarks/; last, so that an installed package is tested
 if "PYTEST_XDIST_WORKER" in os.environ:  # one of several processes: before torch counts the cores
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS") or "1"  # set but empty, it means every core
 
 if os.environ.get("LM_EVAL_DUEL_PERTURB"):
     import perturb

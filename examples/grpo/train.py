@@ -6,6 +6,7 @@ The bundled block-causal network (3.4 million parameters, blocks of 4) learns to
 letter. The reward is the share of such tokens in a completion of 16, so its optimum is 1. Two minutes on a CPU core.
 """
 
+import argparse
 import dataclasses
 import sys
 from collections.abc import Callable, Sequence
@@ -88,5 +89,12 @@ def show(step: int, reward: float, kl: float) -> None:
     print(f"step {step:>3}  reward {reward:.3f}  KL to the reference, nats a completion {kl:6.2f}", flush=True)
 
 
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description="GRPO of demo-bd: it learns to write capital letters.")
+    parser.add_argument("--steps", type=int, default=20, help="steps of rollouts and updates (20)")
+    return parser.parse_args(arguments)
+
+
 if __name__ == "__main__":
-    train(int(sys.argv[1]) if len(sys.argv) > 1 else 20, Settings(), show)
+    train(parse(sys.argv[1:]).steps, Settings(), show)

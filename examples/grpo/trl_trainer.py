@@ -6,15 +6,20 @@ python examples/grpo/trl_trainer.py
 The bundled bidirectional network learns to write tokens that begin with a capital letter.
 """
 
+import argparse
 from typing import Any
 
 import torch
 from datasets import Dataset
 from transformers import AutoModelForMaskedLM, GenerationConfig
-from trl import GRPOConfig, GRPOTrainer
 
 from lm_eval_duel import Duel, Window, load_tokenizer
 from lm_eval_duel.demo import FOLDER
+
+try:
+    from trl import GRPOConfig, GRPOTrainer
+except ModuleNotFoundError as error:
+    raise SystemExit(f"This example needs TRL: pip install trl ({error}).") from None
 
 Ids = tuple[int, ...]
 
@@ -66,13 +71,16 @@ def capitals(completion_ids: list[list[int]], **ignored: Any) -> list[float]:
 
 
 if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description="GRPO of demo-mdm by TRL: it learns to write capital letters.")
+    parser.add_argument("--steps", type=int, default=10, help="steps of training (10)")
+    steps = parser.parse_args().steps
     tokenizer = load_tokenizer({"pretrained": "demo-mdm"})
     config = GRPOConfig(
         "grpo-trl",
         per_device_train_batch_size=16,
         num_generations=8,
         max_completion_length=8,
-        max_steps=10,
+        max_steps=steps,
         learning_rate=3e-4,
         beta=0.0,
         logging_steps=1,

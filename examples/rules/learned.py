@@ -155,5 +155,6 @@ def train(steps: int = 200) -> torch.nn.Sequential:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="Train a planner for demo-mdm.")
     parser.add_argument("--out", default="planner.safetensors", help="the file to write")
+    out = parser.parse_args().out  # before the training
     torch.manual_seed(0)
-    save_planner(train(), parser.parse_args().out, ("features", "entropy"))
+    save_planner(train(), out, ("features", "entropy"))

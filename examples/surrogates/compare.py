@@ -1,6 +1,6 @@
 """Errors of the log-probabilities that RL methods for diffusion language models use, and of their gradients.
 
-python examples/surrogates/compare.py [texts] [draws]
+python examples/surrogates/compare.py [--texts N] [--draws N]
 
 Texts are drawn by the sampler. A surrogate is a list of states of a block (sets of masked positions) with a weight for
 each masked position; its value is the weighted sum of log p. The exact log-probability under a rule is such a sum over
@@ -10,10 +10,10 @@ surrogates than their authors' code.
 Shapes: W positions of a block, S states, P parameters.
 """
 
+import argparse
 import itertools
 import math
 import statistics
-import sys
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
@@ -151,11 +151,14 @@ def ranks(values: list[float]) -> list[float]:
 
 
 if __name__ == "__main__":
-    texts, draws = (int(word) for word in (*sys.argv[1:], "24", "8")[:2])
+    parser = argparse.ArgumentParser(description="Errors of surrogates of log-probabilities, and of their gradients.")
+    parser.add_argument("--texts", type=int, default=24, help="texts of each network (24)")
+    parser.add_argument("--draws", type=int, default=8, help="draws of each surrogate (8)")
+    options = parser.parse_args()
     print("| network | sampler | surrogate | bias, nats | sd | rank correlation | cosine of gradients |")
     print("|---|---|---|---|---|---|---|")
     for name, block in (("demo-mdm", 8), ("demo-bd", 4)):
-        for truth, row in compare(name, block, texts, draws):
+        for truth, row in compare(name, block, options.texts, options.draws):
             cosine = "" if row.cosine is None else f"{row.cosine:.2f}"
             bias = f"{row.bias:+.2f} ± {row.bias_stderr:.2f}"
             print(

@@ -6,11 +6,12 @@ Prints, as the network learns, bits per byte of held-out texts under two rules a
 difference from the score before. The texts are the same, so the error of the difference is far smaller.
 """
 
+import argparse
 import json
 import lzma
 import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -133,17 +134,26 @@ def draw(points: list[Point], file: str) -> None:
     figure.savefig(file, dpi=150)
 
 
-def main(file: str = "training.png") -> None:
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description="Train a small masked diffusion model and follow its likelihood.")
+    parser.add_argument("figure", nargs="?", default="training.png", help="the figure to write (training.png)")
+    parser.add_argument("--steps", type=int, default=600, help="steps of training (600)")
+    parser.add_argument("--every", type=int, default=100, help="steps between two scores (100)")
+    return parser.parse_args(arguments)
+
+
+def main(options: argparse.Namespace) -> None:
     """Print the scores as the network learns, and draw them."""
     points = []
-    for point in train():
+    for point in train(options.steps, options.every):
         points.append(point)
         line = f"step {point.step:>4}  {point.way:<13}  {point.value:.3f} bits per byte"
         if point.change is not None:
             line += "  change {:+.3f} (95 % interval {:+.3f} to {:+.3f})".format(*point.change)
         print(line, flush=True)
-    draw(points, file)
+    draw(points, options.figure)
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main(parse(sys.argv[1:]))

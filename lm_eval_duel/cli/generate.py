@@ -7,9 +7,9 @@ import contextlib
 import dataclasses
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from lm_eval_duel.arguments import COUNT, NOT_NEGATIVE, SHARE, TEXT, whole
 from lm_eval_duel.console.command_line import FILE, PATH, STDOUT, Flag, Parser, finite
@@ -20,9 +20,9 @@ from lm_eval_duel.tasks import files
 
 WARPERS = ("temperature", "top_k", "top_p")  # flags of the draws, and model args of the network
 PRINTS = """\
-Writes one line of JSON for each text, as soon as it is finished: prompt and sample (numbers from 0), text, log_prob
-(nats, of all tokens given prompt and suffix) and its kind, tokens with their log-probabilities and reveal steps, rule,
-block, seed.
+Writes one line of JSON for each text, in the order of the prompts, as soon as it and those before it are finished:
+prompt and sample (numbers from 0), text, log_prob (nats, of all tokens given prompt and suffix) and its kind, tokens
+with their log-probabilities and reveal steps, rule, block, seed.
 A sample depends on the seed, its prompt's number and its own number, not on how many others there are.
 """
 
@@ -64,12 +64,31 @@ def main(arguments: Sequence[str]) -> None:
         keys=[prompt << 32 | sample for prompt, sample in numbers],
     )
     with opened(options.out) as file:
-        for n, generated in samples:
+        for n, generated in in_order(samples):
             line = dataclasses.asdict(generated)
             line["window"].pop("known")
             prompt, sample = numbers[n]
             words = {"prompt": prompt, "sample": sample, "context": line.pop("prompt"), "suffix": options.suffix}
             print(json.dumps(finite(words | line | about), ensure_ascii=False), file=file, flush=True)
+
+
+def in_order(numbered: Iterable[tuple[int, Any]]) -> Iterator[tuple[int, Any]]:
+    """(number, item) by rising numbers, each as soon as all before it have come.
+
+    Those that have come when an error ends the iteration are passed on before it is raised.
+    """
+    waiting: dict[int, Any] = {}
+    following = 0
+    try:
+        for number, item in numbered:
+            waiting[number] = item
+            while following in waiting:
+                yield following, waiting.pop(following)
+                following += 1
+    except (Exception, KeyboardInterrupt):
+        for number in sorted(waiting):
+            yield number, waiting[number]
+        raise
 
 
 @contextlib.contextmanager

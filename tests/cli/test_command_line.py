@@ -304,3 +304,11 @@ def test_presets_are_listed_with_their_model_args(capsys):
     printed = " ".join(capsys.readouterr().out.split())
     assert "From ML-GSAI/LLaDA@b7e6c35 generate.py L44-121 (steps may be changed)" in printed
     assert "dparallel" not in printed and "Did you mean llada2" in refused("list", "presets", "lada2")
+
+
+def test_a_reader_that_stops_reading_is_no_error():
+    """As `lm-eval-duel list args | head -1`."""
+    script = "import sys; from lm_eval_duel.cli.main import main; main(['list', 'args'])"
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        process.stdout.close()
+        assert process.stderr.read() == b""

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from lm_eval_duel import Duel, Window
-from lm_eval_duel.cli.generate import parse
+from lm_eval_duel.cli.generate import in_order, parse
 from lm_eval_duel.cli.main import main
 from lm_eval_duel.errors import UsageError
 
@@ -21,7 +21,7 @@ def test_samples_are_written_with_their_log_probs(tmp_path, capsys):
     (tmp_path / "prompts.txt").write_text("The state of\nWe the\n")
     arguments = ("--prompts", str(tmp_path / "prompts.txt"), "--suffix", " strong.", "--seed", "3")
     samples = lines(capsys, *arguments, "--num", "2")
-    assert sorted((line["prompt"], line["sample"]) for line in samples) == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    assert [(line["prompt"], line["sample"]) for line in samples] == [(0, 0), (0, 1), (1, 0), (1, 1)]
     assert {line["context"] for line in samples} == {"The state of", "We the"}
     duel = Duel.from_pretrained("demo-mdm", rule="greedy", block=4, device="cpu")
     scores = duel.log_prob([Window(**line["window"]) for line in samples])
@@ -62,3 +62,16 @@ def test_a_line_names_what_its_numbers_depend_on(capsys):
     [line] = map(json.loads, capsys.readouterr().out.splitlines())
     named = {"cache": "dual", "grid": "target", "temperature": 0.5, "top_k": None}
     assert {key: line[key] for key in named} == named
+
+
+def test_lines_are_in_order_and_none_is_lost_on_the_way_to_an_error():
+    def finished():
+        yield from [(1, "b"), (0, "a"), (3, "d")]
+        raise ValueError("stopped")
+
+    written = []
+    with pytest.raises(ValueError, match="stopped"):
+        for each in in_order(finished()):
+            written.append(each)
+    assert written == [(0, "a"), (1, "b"), (3, "d")]
+    assert list(in_order([(2, "c"), (1, "b"), (0, "a")])) == [(0, "a"), (1, "b"), (2, "c")]
