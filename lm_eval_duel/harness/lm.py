@@ -55,7 +55,8 @@ class DuelMDM(TemplateLM):
             if self.estimator.decodes and (note := self.denoiser.ties(self.options.rule)):
                 log.warning("%s", note)
             registry.name_ignored_args(arguments, self.estimator)
-            log.info("spec %s: %s", self.fingerprint, ", ".join(f"{key}={value}" for key, value in self.spec.items()))
+            log.info("fingerprint %s", self.fingerprint)
+            log.debug("its spec:\n%s", "\n".join(f"  {key}={value}" for key, value in self.spec.items()))
 
     @classmethod
     @unchained()

@@ -23,7 +23,7 @@ from tqdm import tqdm
 from lm_eval_duel import fingerprint
 from lm_eval_duel.audit.recompute import Verification
 from lm_eval_duel.core import reveal as signals
-from lm_eval_duel.core.scores import Counts, IndexedScores, Score
+from lm_eval_duel.core.scores import Counts, IndexedScores, Kind, Score
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.errors import InconsistentOutput, naming
 from lm_eval_duel.estimators import registry
@@ -38,7 +38,7 @@ from lm_eval_duel.harness.trace import Writer, record
 from lm_eval_duel.options import Options
 from lm_eval_duel.tasks.columns import TOKENS
 from lm_eval_duel.text.annotated import Gap
-from lm_eval_duel.text.text import TextEncoder
+from lm_eval_duel.text.text import TextEncoder, shorter_than_a_block
 
 if TYPE_CHECKING:
     from lm_eval.api.instance import Instance
@@ -151,17 +151,21 @@ def document_windows(text: TextEncoder, requests: Sequence[Instance]) -> list[li
             (document,) = request.args
             doc = request.doc if isinstance(request.doc, dict) else {}
             windows.append(text.windows(document, doc.get(TOKENS)))
+    every = (window for of_text in windows for window in of_text)
+    if not text.denoiser.by_blocks and (note := shorter_than_a_block(every, text.block)):
+        log.info("%s", note)
     return windows
 
 
 class TextLogLikelihood(float):
     """The log-likelihood of a whole text or of a gap, with `text` and `tokens` for data that do not count tokens."""
 
-    __slots__ = ("is_greedy", "stderr", "text", "tokens")
+    __slots__ = ("is_exact", "is_greedy", "stderr", "text", "tokens")
     text: str
     tokens: int
     stderr: float | None  # Monte Carlo
     is_greedy: bool  # decoding would write the text
+    is_exact: bool  # a likelihood, not a bound or an estimate
     sees_suffix = True  # the text after a gap was visible; answers of other models lack this
 
     def __new__(cls, total: Total, text: str) -> TextLogLikelihood:
@@ -170,6 +174,7 @@ class TextLogLikelihood(float):
         self.tokens = total.tokens
         self.stderr = total.stderr
         self.is_greedy = total.is_greedy
+        self.is_exact = total.value.kind is Kind.LIKELIHOOD
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:  # ranks exchange plain numbers

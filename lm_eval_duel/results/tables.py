@@ -275,7 +275,7 @@ def average(run: Run, name: str, metric: str) -> Cell:
         return ""
     known, error = run.scores(name)[metric]
     decodes = run.every_task[name].output_type != "loglikelihood" or registry.find(run.estimator).decodes
-    text = number(known, ".4f", error, unsure=True)
+    text = number(known, ".4f", error or None, unsure=True)  # 0 of equal documents: their spread is not known
     return text, "" if decodes or metric.split(" (")[0] != COUNTED else NOT_DECODED
 
 

@@ -6,7 +6,11 @@ the suffix visible from the first step. Autoregressive models cannot do this, so
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
+
+from lm_eval.api.metrics import mean
 
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.tasks import files, metadata
@@ -18,6 +22,8 @@ from lm_eval_duel.text.annotated import BLIND, Gap, count_units, split_at_border
 if TYPE_CHECKING:
     import datasets
     from lm_eval.api.instance import Instance
+
+BINS = 10  # of the expected calibration error
 
 
 class Gaps(GuardedTask):
@@ -38,7 +44,52 @@ class Gaps(GuardedTask):
         """
         if doc["suffix"] and not all(getattr(answer[0], "sees_suffix", False) for answer in results):
             raise DuelError(f"Task {self.config.task} {BLIND}")
-        return super().process_results(doc, results)
+        metrics = super().process_results(doc, results)
+        if self.OUTPUT_TYPE == "multiple_choice" and all(getattr(answer[0], "is_exact", True) for answer in results):
+            metrics |= calibration([float(answer[0]) for answer in results], doc["label"])
+        return metrics
+
+    def aggregation(self) -> dict[str, Any]:
+        """The function that makes each metric of a task of those of its documents."""
+        return {**super().aggregation(), "brier": mean, "ece": expected_calibration_error}
+
+    def higher_is_better(self) -> dict[str, bool]:
+        """The direction of each metric."""
+        return {**super().higher_is_better(), "brier": False, "ece": False}
+
+
+# ---------------------------------------------------------------- calibration of choices
+
+
+def calibration(log_probs: Sequence[float], label: int) -> dict[str, Any]:
+    """The Brier score of one question, and the item of `expected_calibration_error`; empty if no option is possible.
+
+    The probability of an option is the softmax of the summed log-probabilities over the options. The Brier score is
+    multi-class, the sum over options of (probability - 1 if it is the right one)^2: 0 is best, 2 worst.
+    """
+    most = max(log_probs)
+    if most == -math.inf:
+        return {}
+    weights = [math.exp(log_prob - most) for log_prob in log_probs]
+    probabilities = [weight / math.fsum(weights) for weight in weights]
+    brier = math.fsum((p - (n == label)) ** 2 for n, p in enumerate(probabilities))
+    top = max(probabilities)
+    return {"brier": brier, "ece": (top, float(probabilities.index(top) == label))}
+
+
+def expected_calibration_error(items: Sequence[tuple[float, float]]) -> float:
+    """The mean of |accuracy - confidence| over ten equal bins of the top probability, weighted by their questions.
+
+    `items`: (top probability, 1 if that option is right) of each question.
+    """
+    bins: dict[int, list[tuple[float, float]]] = {}
+    for top, right in items:
+        bins.setdefault(min(int(top * BINS), BINS - 1), []).append((top, right))
+    gaps = [abs(math.fsum(right - top for top, right in members)) for members in bins.values()]
+    return math.fsum(gaps) / len(items)
+
+
+# ---------------------------------------------------------------- documents
 
 
 def gaps(**model_args: Any) -> dict[str, datasets.Dataset]:

@@ -291,6 +291,17 @@ class TextEncoder:
         return dataclasses.replace(window, suffix=()) if window.suffix and not window.context and unseen else window
 
 
+def shorter_than_a_block(windows: Iterable[Window], block: int | None) -> str:
+    """A sentence if no target fills a block: the value is then that without blocks. Empty otherwise."""
+    longest = max((len(window.target) for window in windows), default=0)
+    if block is None or not 0 < longest < block:
+        return ""
+    return (
+        f"every window is shorter than a block (block={block}, at most {longest} positions): the value is that of "
+        "block=none, under another fingerprint"
+    )
+
+
 def unknown_share(unknown: int, tokens: int) -> str:
     """A sentence on how many tokens are [UNK], and its meaning for the numbers."""
     return (

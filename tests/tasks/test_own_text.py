@@ -12,6 +12,7 @@ import datasets
 import pyarrow.feather
 import pyarrow.parquet
 import pytest
+import torch
 from harness_requests import ask, choice_answers
 from harness_runs import evaluate
 from lm_eval.tasks import TaskManager
@@ -24,6 +25,7 @@ from lm_eval_duel.estimators.duel import DuelEstimator
 from lm_eval_duel.harness.store import request_key
 from lm_eval_duel.tasks import files, infilling, named
 from lm_eval_duel.text.annotated import Gap
+from lm_eval_duel.text.text import shorter_than_a_block
 
 pytestmark = pytest.mark.usefixtures("one_load")
 
@@ -250,6 +252,36 @@ def test_choices_are_scored_with_their_suffix(tmp_path, folder, lm):
         assert [tuple(answer) for answer in choice_answers(sample)] == answers
         assert sample["acc"] == float(sample["doc"]["label"] == best)
     assert run["results"]["duel_choice"]["acc,none"] == 0.5
+    nats = torch.tensor([log_prob for log_prob, _ in answers], dtype=torch.float64)
+    p = nats.softmax(0)
+    results = run["results"]["duel_choice"]
+    briers = [((p - torch.eye(2)[label]) ** 2).sum() for label in (0, 1)]
+    assert results["brier,none"] == pytest.approx(float(sum(briers)) / 2)
+    assert results["ece,none"] == pytest.approx(float(p.max()) - 0.5)  # both in one bin, one of them right
+
+
+def test_a_bound_has_no_calibration(tmp_path, folder):
+    file = rows(tmp_path, "q.jsonl", {"prefix": "a", "options": [" b", " c d"], "label": 0})
+    model = f"pretrained={folder},estimator=elbo,mc_samples=16"
+    results = evaluate("duel_choice", model, metadata={"files": file})["results"]["duel_choice"]
+    assert "acc,none" in results and not any(name.startswith(("brier", "ece")) for name in results)
+
+
+def test_calibration_by_hand():
+    log_probs = [math.log(p) - 700 for p in (0.5, 0.3, 0.2)]
+    found = infilling.calibration(log_probs, 1)
+    assert found["brier"] == pytest.approx(0.25 + 0.49 + 0.04) and found["ece"] == (pytest.approx(0.5), 0.0)
+    assert infilling.calibration([-math.inf, -math.inf], 0) == {}
+    items = [(0.95, 1.0), (0.91, 0.0), (0.55, 1.0), (1.0, 1.0)]  # bins: three of the last, and one
+    expected = (abs(2 - 0.95 - 0.91 - 1.0) + 0.45) / 4
+    assert infilling.expected_calibration_error(items) == pytest.approx(expected)
+
+
+def test_windows_shorter_than_a_block_are_named(lm):
+    windows = [Window((), (5, 6, 7))]
+    note = shorter_than_a_block(windows, 4096)
+    assert "block=4096" in note and "3 positions" in note
+    assert not any(shorter_than_a_block(windows, block) for block in (None, 3, 2)) and not shorter_than_a_block([], 4)
 
 
 def test_a_command_takes_a_task_a_yaml_file_or_texts(tmp_path, folder, monkeypatch):
