@@ -1,21 +1,24 @@
-"""Measurements beyond the arms: where the host waits for the device, and the gradient of a long window.
+"""Measurements on a device beyond the arms. Each prints JSON:
 
-python benchmarks/device.py DEVICE NAME LAYERS WIDTH VOCAB TOKENS
+    python benchmarks/device.py DEVICE readme [--limit 1]
+    python benchmarks/device.py DEVICE waits|memory|gradient LAYERS WIDTH VOCAB TOKENS
 
-NAME is a random network, in bfloat16 on a GPU. Prints JSON. DEVICE=sim is the device that the tests simulate: it counts
-waits by kind, on any machine, and its times mean nothing.
+The networks are random ones of LLaDA's shape, in bfloat16 on a GPU. DEVICE=sim is the device that the tests simulate:
+it counts waits by kind, on any machine, and its times mean nothing.
 """
 
 import collections
 import json
+import subprocess
 import sys
 import time
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
-DEVICE, NAME, *SIZES = sys.argv[1:]
+DEVICE, PART, *WORDS = sys.argv[1:]
 if DEVICE == "sim":
     sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "helpers"))
     import simulated_device
@@ -28,30 +31,102 @@ from benchmarks.random_network import RandomNetwork  # noqa: E402
 from lm_eval_duel import Duel, Window  # noqa: E402
 from lm_eval_duel.core import reveal as budget  # noqa: E402
 
-DTYPE = "bfloat16" if DEVICE.startswith("cuda") else "float32"
+CUDA = DEVICE.startswith("cuda")
+DTYPE = "bfloat16" if CUDA else "float32"
+README = 54.7721  # token perplexity of the README's command
+TOLERANCE = 1e-4  # in nats a token: the law's for float32, with room for a few near ties decided otherwise
 READS = 200  # of which the time of one is taken
 
 
-def waits(duel: Duel, windows: list[Window]) -> dict[str, int]:
-    """How often the host waits for the device while it scores, by line of code; on the simulated one, by kind."""
+def readme() -> dict[str, object]:
+    """The README's command on the device, and whether it prints the README's number."""
+    command = "-m lm_eval --model duel-mdm --model_args rule=greedy,block=32 --include_path task_configs --tasks sotu"
+    done = subprocess.run(
+        [sys.executable, *command.split(), "--device", DEVICE, *WORDS], capture_output=True, text=True, check=False
+    )
+    line = next((line for line in done.stdout.splitlines() if "token_perplexity" in line), done.stderr[-2000:])
+    numbers = [float(cell) for cell in line.split("|") if cell.strip().replace(".", "", 1).isdigit() and "." in cell]
+    value = numbers[0] if numbers else None
+    return {"line": line, "token_perplexity": value, "wanted": README, "equal": value is not None and _is_readme(value)}
+
+
+def _is_readme(value: float) -> bool:
+    difference = torch.tensor(value / README).log().abs()  # nats a token
+    return bool(difference < TOLERANCE)
+
+
+def waits(duel: Duel, windows: list[Window]) -> dict[str, object]:
+    """How often the host waits for the device while it scores, by line, and what one read less a call would gain."""
+    duel.log_prob(windows)  # warms up, and finds how much a call holds
+    if DEVICE == "sim":
+        simulated_device.synchronisations.clear()
+    before, by_line = duel.counts.forwards, _waits_by_line(duel, windows)
+    calls = duel.counts.forwards - before
+    plane = torch.ones(64, device=DEVICE)
+    launch = timed(lambda: [plane.sum() for _ in range(READS)]) / READS
+    read = timed(lambda: [plane.sum().item() for _ in range(READS)]) / READS
+    return {
+        "waits": by_line,
+        "network_calls": calls,
+        "waits_per_call": sum(by_line.values()) / calls,
+        "seconds_of_a_read": read - launch,
+        "seconds": timed(lambda: duel.log_prob(windows)),
+        "seconds_saved_by_one_read_less_a_call": calls * (read - launch),  # an estimate: waits drain the queue, too
+    }
+
+
+def _waits_by_line(duel: Duel, windows: list[Window]) -> dict[str, int]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        if DEVICE.startswith("cuda"):
+        if CUDA:
             torch.cuda.set_sync_debug_mode("warn")
         try:
             duel.log_prob(windows)
         finally:
-            if DEVICE.startswith("cuda"):
+            if CUDA:
                 torch.cuda.set_sync_debug_mode("default")
     lines = [f"{Path(w.filename).name}:{w.lineno}" for w in caught if "synchroniz" in str(w.message)]
-    return dict(collections.Counter(lines or _simulated()).most_common())
+    if DEVICE == "sim":
+        return dict(simulated_device.synchronisations)
+    return dict(collections.Counter(lines).most_common())
 
 
-def _simulated() -> dict[str, int]:
-    return simulated_device.synchronisations if DEVICE == "sim" else {}
+def memory(duel: Duel, windows: list[Window]) -> dict[str, object]:
+    """The numbers with the batch found by trial, and once more when calls of that size do not fit."""
+    wanted = [score.log_prob for score in duel.log_prob(windows)]
+    figures: dict[str, object] = {"windows": len(windows), "network_calls": duel.counts.forwards}
+    if not CUDA:
+        return {**figures, "memory": "not limited on this device"}
+    figures["peak_bytes"] = torch.cuda.max_memory_allocated()
+    held = torch.cuda.memory_allocated()
+    enough = held + (torch.cuda.max_memory_allocated() - held) // 4  # a quarter of what a call took
+    torch.cuda.empty_cache()
+    torch.cuda.set_per_process_memory_fraction(enough / torch.cuda.get_device_properties(DEVICE).total_memory)
+    before = duel.counts.forwards
+    found = [score.log_prob for score in duel.log_prob(windows)]
+    differences = [abs(a - b) for a, b in zip(found, wanted, strict=True)]
+    return {**figures, "calls_with_a_quarter": duel.counts.forwards - before, "max_abs_diff_nats": max(differences)}
 
 
-def timed(work: object) -> float:
+def gradient(duel: Duel, window: Window) -> dict[str, object]:
+    """An exact gradient of a long window."""
+    duel.denoiser.layers.requires_grad_(True)
+    if CUDA:
+        torch.cuda.reset_peak_memory_stats()
+    weights = torch.cuda.memory_allocated() if CUDA else 0
+    count = len(window.target)
+    order = tuple(n % 32 for n in range(count))  # one token a step in each block: as many calls as tokens
+
+    def work() -> None:
+        duel.differentiable([window], [order])[0].sum().backward()
+
+    figures: dict[str, object] = {"tokens": count, "seconds": timed(work)}
+    if CUDA:
+        figures["peak_bytes"] = torch.cuda.max_memory_allocated() - weights
+    return figures
+
+
+def timed(work: Callable[[], object]) -> float:
     """Seconds, with the device idle before and after."""
     _wait()
     began = time.perf_counter()
@@ -61,45 +136,28 @@ def timed(work: object) -> float:
 
 
 def _wait() -> None:
-    if DEVICE.startswith("cuda"):
+    if CUDA:
         torch.cuda.synchronize()
 
 
 def main() -> None:
+    if PART == "readme":
+        figures = readme()
+        print(json.dumps(figures, indent=1))
+        sys.exit(not (figures["equal"] or WORDS))  # with --limit it is another number
     if DEVICE == "sim":
         budget.GPU_TOKENS = 16, 64  # no trial of large calls
-    layers, width, vocab, tokens = map(int, SIZES)
-    sizes = {"layers": layers, "width": width, "vocab": vocab, "length": tokens}
-    denoiser = RandomNetwork(NAME, DTYPE, **sizes).make(torch.device(DEVICE))
-    duel = Duel(denoiser, rule="greedy", block=32)
+    layers, width, vocab, tokens = map(int, WORDS)
+    network = RandomNetwork("random:llada-8b", DTYPE, length=tokens, layers=layers, width=width, vocab=vocab)
+    duel = Duel(network.make(torch.device(DEVICE)), rule="greedy", block=32)
     window = Window((), tuple(n % (vocab // 2) for n in range(tokens)))
     short = [Window((), window.target[n : n + 64]) for n in range(0, min(tokens, 512), 64)]
-    duel.log_prob(short)  # warms up, and finds how much a call holds
-    if DEVICE == "sim":
-        simulated_device.synchronisations.clear()
-    before, by_line = duel.counts.forwards, waits(duel, short)
-    plane = torch.ones(64, device=DEVICE)
-    launch = timed(lambda: [plane.sum() for _ in range(READS)]) / READS
-    read = timed(lambda: [plane.sum().item() for _ in range(READS)]) / READS
-    calls = duel.counts.forwards - before
-    figures = {
-        "waits": by_line,
-        "network_calls": calls,
-        "waits_per_call": sum(by_line.values()) / calls,
-        "seconds_of_a_read": read - launch,
-        "seconds": timed(lambda: duel.log_prob(short)),
-        "seconds_saved_by_one_read_less_a_call": calls * (read - launch),  # an estimate: waits drain the queue, too
+    parts = {
+        "waits": lambda: waits(duel, short),
+        "memory": lambda: memory(duel, short),
+        "gradient": lambda: gradient(duel, window),
     }
-    if DEVICE != "sim":
-        denoiser.layers.requires_grad_(True)
-        if DEVICE.startswith("cuda"):
-            torch.cuda.reset_peak_memory_stats()
-            weights = torch.cuda.memory_allocated()
-        order = tuple(n % 32 for n in range(tokens))  # one token a step in each block: as many calls as tokens
-        figures["gradient_tokens"] = tokens
-        figures["gradient_seconds"] = timed(lambda: duel.differentiable([window], [order]).sum().backward())
-        if DEVICE.startswith("cuda"):
-            figures["gradient_peak_bytes"] = torch.cuda.max_memory_allocated() - weights
+    figures = parts[PART]()
     print(json.dumps(figures, indent=1))
 
 

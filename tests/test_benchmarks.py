@@ -1,13 +1,16 @@
 """benchmarks/: its loops compute what this package computes, and its report says what was measured. No times."""
 
 import json
+import subprocess
+import sys
 
 import pytest
 import torch
 from attends import Attends
+from pages import ROOT
 from toys import BlockCausal
 
-from benchmarks.__main__ import main
+from benchmarks.__main__ import THREE, main, three
 from benchmarks.arms import ARMS, Arm, Bench
 from benchmarks.figures import measure
 from benchmarks.loops import algorithm2
@@ -63,6 +66,23 @@ def test_the_command(capsys, tmp_path):
     assert "loop / ours" in shown.out and "forwards: repeat 1 of 1" in shown.err
     with pytest.raises(UsageError, match="--json"):  # measured figures are not overwritten
         parse(words)
+
+
+@pytest.mark.slow
+def test_without_arguments_three_loops_are_compared():
+    tiny = "--layers 1 --hidden_size 64 --vocab 300 --windows 1 --repeats 1 --no_memory"
+    lines = three(tiny).splitlines()
+    for title in THREE:
+        [line] = [line for line in lines if title in line]
+        assert float(line.split()[-1]) < 1e-3  # nats
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("part", "named"), [("waits", "network_calls"), ("memory", "windows"), ("gradient", "tokens")])
+def test_the_parts_for_a_device_run_on_a_cpu(part, named):
+    command = [sys.executable, str(ROOT / "benchmarks" / "device.py"), "cpu", part, "1", "64", "300", "64"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout)[named] > 0
 
 
 def test_an_arm_is_one_entry(monkeypatch):
