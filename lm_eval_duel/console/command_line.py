@@ -1,4 +1,8 @@
-"""JSON that any reader accepts: infinities and NaN, which JSON does not have, become null."""
+"""The parts that all commands share: the JSON and the tables that they write, their flags, and how they end.
+
+Exit codes: 0 on success; 1 if the command failed; 2 if an argument is wrong, which is checked before torch,
+transformers or a data set is loaded; 130 after Ctrl-C. Messages go to stderr, as one line.
+"""
 
 from __future__ import annotations
 
@@ -75,10 +79,6 @@ def _nulls(value: Any, path: str) -> Iterator[tuple[str, str]]:
 
 
 # ---------------------------------------------------------------- tables
-# Aligned tables for the terminal.
-#
-# Columns of numbers are right-aligned. Columns without a single value are left out. `csv_cell` makes cells of CSV
-# files.
 
 
 NUMBER_SIGNS = "≤~*+-. ["  # may precede the digits of a number: bounds, bold, signs, footnotes
@@ -131,11 +131,7 @@ def is_numeric(cells: Iterable[str]) -> bool:
     return all(cell.strip(NUMBER_SIGNS)[:1].isdigit() for cell in cells if cell)
 
 
-# ---------------------------------------------------------------- command_line
-# Shared by all subcommands: reading arguments and ending a command.
-#
-# Exit codes: 0 on success; 1 if the command failed; 2 if an argument is wrong, which is checked before torch,
-# transformers or a data set is loaded; 130 after Ctrl-C. Messages go to stderr, as one line.
+# ---------------------------------------------------------------- commands
 
 
 PROGRAM = "lm-eval-duel"

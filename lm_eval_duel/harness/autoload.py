@@ -95,7 +95,7 @@ def _own_tasks():
     """The names of this package's tasks, which are those of their files."""
     from pathlib import Path
 
-    from lm_eval_duel.tasks.bundled import task_folder
+    from lm_eval_duel.tasks.data import task_folder
 
     return {file.stem for file in Path(task_folder()).rglob("*.yaml")}
 

@@ -36,7 +36,7 @@ from lm_eval_duel.harness.stats import RunStats, Share, SoFar, peak_memory
 from lm_eval_duel.harness.store import Answers, ResponseCache
 from lm_eval_duel.harness.trace import Writer, record
 from lm_eval_duel.options import Options
-from lm_eval_duel.tasks.columns import TOKENS
+from lm_eval_duel.tasks.metrics import TOKENS
 from lm_eval_duel.text.annotated import Gap
 from lm_eval_duel.text.text import TextEncoder, shorter_than_a_block
 

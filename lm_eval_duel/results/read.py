@@ -25,7 +25,7 @@ from lm_eval_duel.results import stats
 from lm_eval_duel.results.own_files import reading
 from lm_eval_duel.results.runs import MODEL, Config, Documents, Header, Json, Run, Task, pretrained_of, text_or_none
 from lm_eval_duel.results.table import Note
-from lm_eval_duel.tasks.columns import TOKENS
+from lm_eval_duel.tasks.metrics import TOKENS
 
 OTHER_NAMES = ("bits_per_residue", "residue_perplexity")  # of bits_per_byte and byte_perplexity, for proteins
 UNITS = {"token_perplexity": "tokens", "word_perplexity": "words", "byte_perplexity": "bytes", "bits_per_byte": "bytes"}

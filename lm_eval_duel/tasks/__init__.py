@@ -5,8 +5,18 @@ summed over documents before dividing. Tokens are counted by the model's tokeniz
 scored positions.
 """
 
-from lm_eval_duel.tasks.benchmarks import LENGTH, documents, own_documents, own_rows, token_text, wrapped
-from lm_eval_duel.tasks.bundled import sotu, sotu_choice, sotu_full, task_folder
+from lm_eval_duel.tasks.data import (
+    LENGTH,
+    documents,
+    own_documents,
+    own_rows,
+    sotu,
+    sotu_choice,
+    sotu_full,
+    task_folder,
+    token_text,
+    wrapped,
+)
 from lm_eval_duel.tasks.metrics import perplexity, token_perplexity
 
 __all__ = [

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 from lm_eval_duel.arguments import COUNT, TEXT, TRUTH, choice
 from lm_eval_duel.denoisers.load_options import NETWORK_ARGUMENTS
 from lm_eval_duel.errors import DuelError, unknown
-from lm_eval_duel.tasks.packing import REMAINDERS
 
 if TYPE_CHECKING:
     import datasets
@@ -24,6 +23,7 @@ def _patterns(key: str, value: Any) -> list[str]:
     return patterns
 
 
+REMAINDERS = ("keep", "drop", "official")  # of ids that do not fill a row
 SCORINGS = ("joint", "marginals", "sequence")  # of variants, see task_configs/proteins/utils.py
 
 READERS = {

@@ -6,9 +6,9 @@ import logging
 from typing import Any
 
 from lm_eval_duel.errors import DuelError
-from lm_eval_duel.tasks.columns import TOKENS
 from lm_eval_duel.text.annotated import count_units
 
+TOKENS = "duel_tokens"  # a column of the documents: their tokens, which are checked when they are scored
 UNCOUNTED = "The documents have no column %s, and this model does not count tokens: there is no token_perplexity"
 log = logging.getLogger("lm_eval.duel_mdm")  # lm-eval prints its own loggers only
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from lm_eval_duel.errors import DuelError, unknown
 from lm_eval_duel.tasks import files
-from lm_eval_duel.tasks.bundled import task_folder
+from lm_eval_duel.tasks.data import task_folder
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence

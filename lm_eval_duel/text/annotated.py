@@ -133,8 +133,7 @@ def _digest(*content: Any) -> str:
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
 
 
-# ---------------------------------------------------------------- token_text
-# The text that each token adds, for people to read.
+# ---------------------------------------------------------------- the text that each token adds
 
 
 UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # how a tokenizer decodes the first tokens of a character of several tokens

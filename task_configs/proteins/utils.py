@@ -29,7 +29,7 @@ from scipy.stats import rankdata
 
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.tasks import files, metadata
-from lm_eval_duel.tasks.bundled import bundled
+from lm_eval_duel.tasks.data import bundled
 from lm_eval_duel.tasks.guarded import GuardedTask
 from lm_eval_duel.text.annotated import Residues
 

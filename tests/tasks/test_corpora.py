@@ -15,7 +15,7 @@ from lm_eval_duel import demo, tasks
 from lm_eval_duel.denoisers import load_tokenizer
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.tasks import corpora
-from lm_eval_duel.tasks.detokenize import DETOKENIZERS
+from lm_eval_duel.tasks.corpora import DETOKENIZERS
 
 pytestmark = pytest.mark.usefixtures("one_load")
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from lm_eval_duel.tasks import detokenize
+from lm_eval_duel.tasks import corpora as detokenize
 
 CASES = {
     "ptb": {

@@ -1,27 +1,79 @@
-"""The data sets of the paper (corpora.py) and the user's own texts (files.py), as documents or as wrapped rows."""
+"""The data sets of the tasks: as documents, whose tokens are counted, or as wrapped rows.
+
+The texts are bundled (State of the Union addresses), the paper's (corpora.py), or the user's own (files.py). Wrapped
+rows are concatenated documents, cut to one length, as the 110M models are evaluated:
+
+    documents    a b c | d e | f g h i j         rows of 6, from [B] to [E], with an [E] after each document
+    stream       a b c E d e E f g h i j E
+    rows         B a b c E E | B d e E f E | ... 4 ids of the stream each
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-from collections.abc import Iterator
+import json
+import lzma
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from lm_eval_duel.core.windows import of_row
+from lm_eval_duel.demo import FOLDER
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.fingerprint import of_tokenizer
 from lm_eval_duel.tasks import corpora, files, metadata
-from lm_eval_duel.tasks.columns import TOKENS
-from lm_eval_duel.tasks.detokenize import DETOKENIZERS
 from lm_eval_duel.tasks.metadata import batched, encoded, load_tokenizer, test_split
-from lm_eval_duel.tasks.packing import Wrapping
+from lm_eval_duel.tasks.metrics import TOKENS
 from lm_eval_duel.text.annotated import TokenText, count_units
 
 if TYPE_CHECKING:
     import datasets
 
+TEXT = FOLDER / "text"
 LENGTH = 1024  # default number of ids of a wrapped row, special tokens included
 _TOKENIZERS: dict[str, Any] = {}  # of the wrapped tasks of this run, by fingerprint
 _integer = functools.cache(int)  # equal ids of all rows are one object, which takes a fifth of the memory
+BATCH = 1000  # documents that the authors' code wraps at a time (the default of datasets.map)
+
+
+# ---------------------------------------------------------------- bundled texts
+
+
+def task_folder() -> str:
+    """The folder of the task YAMLs: inside an installed package, next to the package in a checkout."""
+    package = FOLDER.parent
+    for folder in (package / "task_configs", package.parent / "task_configs"):
+        if folder.is_dir():
+            return str(folder)
+    raise FileNotFoundError(f"No task_configs in {package} or next to it; install the package again.")
+
+
+def sotu(**metadata: Any) -> dict[str, datasets.Dataset]:
+    """36 whole-sentence passages of the State of the Union addresses of 2001-2021."""
+    return bundled("sotu.jsonl", load_tokenizer(metadata))
+
+
+def sotu_full(**metadata: Any) -> dict[str, datasets.Dataset]:
+    """All State of the Union addresses of 2001-2021."""
+    return bundled("sotu_full.jsonl.xz", load_tokenizer(metadata))
+
+
+def sotu_choice(**metadata: Any) -> dict[str, datasets.Dataset]:
+    """40 questions: which of four sentences continues the passage."""
+    return bundled("sotu_choice.jsonl")
+
+
+def bundled(name: str, tokenizer: Any = None) -> dict[str, datasets.Dataset]:
+    """The records of a bundled file; with a tokenizer, the number of tokens of each text."""
+    with (lzma.open if name.endswith(".xz") else open)(TEXT / name, "rt", encoding="utf-8") as lines:
+        records = [json.loads(line) for line in lines]
+    if tokenizer is not None:
+        for record, (_, ids) in zip(records, encoded([record["text"] for record in records], tokenizer), strict=True):
+            record[TOKENS] = len(ids)
+    return test_split(records)
+
+
+# ---------------------------------------------------------------- the paper's data sets, and the user's own texts
 
 
 def documents(corpus: str, **model_args: Any) -> dict[str, datasets.Dataset]:
@@ -31,7 +83,7 @@ def documents(corpus: str, **model_args: Any) -> dict[str, datasets.Dataset]:
     """
     settings, source = metadata.read(model_args), corpora.find(corpus)
     raw = corpora.texts(corpus, settings.get("data_dir"), settings.get("rows"))
-    texts = list(map(DETOKENIZERS[source.detokenize], raw)) if source.tidied else raw
+    texts = list(map(corpora.DETOKENIZERS[source.detokenize], raw)) if source.tidied else raw
     return _documents(raw, texts, load_tokenizer(model_args))
 
 
@@ -44,7 +96,7 @@ def wrapped(corpus: str, **model_args: Any) -> dict[str, datasets.Dataset]:
     settings, source = metadata.read(model_args), corpora.find(corpus)
     texts = corpora.texts(corpus, settings.pop("data_dir", None), settings.pop("rows", None))
     if source.detokenize:
-        texts = list(map(DETOKENIZERS[source.detokenize], texts))
+        texts = list(map(corpora.DETOKENIZERS[source.detokenize], texts))
     return _rows(texts, settings, load_tokenizer(model_args), corpus)
 
 
@@ -129,3 +181,54 @@ def token_text(doc: dict[str, Any]) -> TokenText:
     shown = {"scored": ids, "none": ids[before : len(ids) - after], "first": ids[before + 1 : len(ids) - after]}
     text = _TOKENIZERS[digest].decode(shown.get(doc["bos"], ids[1:]), clean_up_tokenization_spaces=False)
     return TokenText(text, ids, (before, after), (name, digest), doc["bos"])
+
+
+# ---------------------------------------------------------------- wrapped rows
+
+
+@dataclasses.dataclass(frozen=True)
+class Wrapping:
+    """The settings of wrapped documents.
+
+    `length`: ids of a row, special tokens included. `framed`: rows begin with `bos` and end with `eos`. `insert_eos`:
+    an `eos` after each document.
+
+    `remainder`: what to do with ids that do not fill a row: "keep" (the last row is short), "drop", or "official":
+    documents are wrapped 1,000 at a time and the remainder of each batch is dropped, as in the authors' code.
+    """
+
+    length: int
+    bos: int
+    eos: int
+    framed: bool = True
+    insert_eos: bool = False
+    remainder: str = "keep"
+
+    def __post_init__(self) -> None:
+        if self.length <= 2 * self.framed:
+            raise DuelError(f"length={self.length} leaves no position for text in a row; raise it.")
+
+    @property
+    def special_tokens(self) -> tuple[int, int]:
+        """The number of special tokens at a row's beginning and at its end."""
+        return (1, 1) if self.framed else (0, 0)
+
+    def rows(self, documents: Iterable[Sequence[int]]) -> Iterator[list[int]]:
+        """The rows of the documents' ids."""
+        waiting: list[int] = []
+        size = self.length - sum(self.special_tokens)
+        for count, document in enumerate(documents, 1):
+            waiting += document
+            if self.insert_eos:
+                waiting.append(self.eos)
+            whole = len(waiting) // size * size
+            for start in range(0, whole, size):
+                yield self._row(waiting[start : start + size])
+            del waiting[:whole]
+            if self.remainder == "official" and count % BATCH == 0:
+                waiting.clear()
+        if waiting and self.remainder == "keep":
+            yield self._row(waiting)
+
+    def _row(self, ids: list[int]) -> list[int]:
+        return [self.bos, *ids, self.eos] if self.framed else list(ids)

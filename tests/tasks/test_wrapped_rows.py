@@ -11,7 +11,7 @@ from lm_eval_duel import Duel
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.harness.lm import DuelMDM
-from lm_eval_duel.tasks.packing import Wrapping
+from lm_eval_duel.tasks.data import Wrapping
 from lm_eval_duel.text.annotated import TokenText
 
 B, E = 90, 91
