@@ -54,7 +54,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         raise UsageError("--length, --windows and --repeats are at least 1.")
     if settings.json not in (None, STDOUT) and Path(settings.json).exists():
         raise UsageError(f"--json {settings.json}: this file exists; name another one.")
-    if model.rule.spans_blocks or isinstance(rules.inner(model.rule), rules.ModuleRule):
+    if model.rule.spans_blocks or rules.inner(model.rule).files:
         raise UsageError(
             f"The loops reveal one block at a time and hand logits to a rule, and rule {model.rule} has a history that "
             "spans blocks or may read the input of the LM head. Use another rule."

@@ -15,26 +15,116 @@ Shapes: N rows, L length, R lanes, W block width, C masked positions, U position
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
+import functools
 import json
 import lzma
 import math
-from collections.abc import Sequence
+import os
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeAlias
 
 import torch
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from lm_eval_duel import Duel
+from lm_eval_duel.arguments import required, string
 from lm_eval_duel.core.lanes import Lanes
 from lm_eval_duel.core.predictions import Predictions
 from lm_eval_duel.demo import FOLDER
 from lm_eval_duel.errors import DuelError, unknown
-from lm_eval_duel.rules import Decision, ModuleRule, compute_dtype
+from lm_eval_duel.rules import Decision, Rule
 from lm_eval_duel.rules.base import best, log_odds, nearest, sure_or_best
 
 FEATURES = "features"  # the input of the LM head
 STATISTICS = ("confidence", "margin", "log_margin", "entropy")
+PATH = string("a file whose path has no ':'", lambda path: ":" not in path)
+Build: TypeAlias = Callable[[dict[str, torch.Tensor], dict[str, str]], torch.nn.Module]
 LARGEST = 100.0  # statistics are cut to +-100: the confidence of a probability of 1 is infinite
+
+
+@dataclasses.dataclass(frozen=True)
+class ModuleRule(Rule):
+    """The base class of rules with a module: `build` makes it from the tensors in `file`, `module` returns it.
+
+    A rule is its text. So the weights are in a safetensors file that the text names, and its content is part of the
+    fingerprint. A subclass declares what its `__call__` reads, like any rule.
+
+    Raises:
+        DuelError: If the file cannot be read, or its path holds a ':', which separates the parameters of a rule.
+    """
+
+    file: str = required(PATH, "a safetensors file, whose content is in the fingerprint", "planner.safetensors")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.metadata()
+
+    @classmethod
+    def build(cls, tensors: dict[str, torch.Tensor], metadata: dict[str, str]) -> torch.nn.Module:
+        """Make the module from the tensors and the metadata of the file, in any dtype and on the CPU."""
+        raise NotImplementedError(f"{cls.__name__} does not define `build`.")
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        return (self.file,)
+
+    def metadata(self) -> dict[str, str]:
+        """The metadata of the file."""
+        return _metadata(self.file, signature(self.file))
+
+    def module(self, like: torch.Tensor) -> torch.nn.Module:
+        """The module in evaluation mode without gradients, on the device of `like`, for input of `compute_dtype`."""
+        return _module(type(self).build, self.file, signature(self.file), str(like.device), compute_dtype(like))
+
+
+def compute_dtype(like: torch.Tensor) -> torch.dtype:
+    """The dtype in which the module runs: float64 if `like` is float64, otherwise float32."""
+    return torch.float64 if like.dtype == torch.float64 else torch.float32
+
+
+def signature(path: str) -> tuple[int, int] | None:
+    """A value that changes when a file is written again; None if it cannot be read."""
+    try:
+        entry = os.stat(path)
+    except (OSError, ValueError):
+        return None
+    return entry.st_mtime_ns, entry.st_size
+
+
+@functools.lru_cache(maxsize=8)
+def _metadata(path: str, signature: tuple[int, int] | None) -> dict[str, str]:
+    with _opened(path, "np") as file:
+        return file.metadata() or {}
+
+
+@functools.lru_cache(maxsize=4)
+def _module(
+    build: Build, path: str, signature: tuple[int, int] | None, device: str, dtype: torch.dtype
+) -> torch.nn.Module:
+    with _opened(path, "pt") as file:
+        metadata, tensors = file.metadata() or {}, {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    broken = [name for name, tensor in tensors.items() if not tensor.isfinite().all()]
+    if broken:
+        raise DuelError(f"The weights in {path} are broken: {', '.join(broken)} have NaN or infinite values.")
+    return build(tensors, metadata).to(device, dtype).requires_grad_(False).eval()
+
+
+@contextlib.contextmanager
+def _opened(path: str, framework: str) -> Iterator[Any]:
+    """A safetensors file, opened; raises DuelError for any other file."""
+    try:
+        opened = safe_open(path, framework=framework)
+    except (OSError, ValueError, SafetensorError) as error:
+        reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
+        raise DuelError(
+            f"The file '{path}' that the rule names cannot be read as safetensors ({reason}). "
+            "docs/rules.md says how to write one."
+        ) from None
+    with opened as file:
+        yield file
 
 
 @dataclasses.dataclass(frozen=True)

@@ -18,6 +18,7 @@ import argparse
 import dataclasses
 import functools
 import json
+import os
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -32,7 +33,6 @@ from lm_eval_duel.errors import DuelError
 from lm_eval_duel.rules import Decision
 from lm_eval_duel.rules.base import best
 from lm_eval_duel.rules.deployed import Scheduled
-from lm_eval_duel.rules.modules import signature
 from lm_eval_duel.tasks import named
 
 TOTAL, COUNTS = "num_token", "p_baseline_dict"  # keys of a table, as in the authors' files
@@ -79,6 +79,15 @@ class PC(Scheduled):
         score = decayed * (p1 * surprise).clamp(max=self.alpha)  # (R, W)
         slope = decayed * surprise.abs() * 2 * p1 * (1 - p1)  # (R, W) of the score in the logits, for near ties
         return Decision(*best(predictions, lanes, score, count, slope.clamp(min=1e-12)), memory)
+
+
+def signature(path: str) -> tuple[int, int] | None:
+    """A value that changes when a file is written again; None if it cannot be read."""
+    try:
+        entry = os.stat(path)
+    except (OSError, ValueError):
+        return None
+    return entry.st_mtime_ns, entry.st_size
 
 
 @functools.lru_cache(maxsize=4)

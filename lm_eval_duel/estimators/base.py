@@ -91,7 +91,7 @@ def check_rule(denoiser: Denoiser, rule: rules.Rule) -> None:
     if in_memory := list(rules.in_memory(rule)):
         raise DuelError(
             f"'{in_memory[0]}' of rule {type(rule).__name__} is a module or tensor in memory, which the fingerprint "
-            "cannot describe. Save it to a safetensors file, and derive the rule from ModuleRule (docs/rules.md)."
+            "cannot describe. Save it to a file that the rule names, as examples/rules/learned.py does (docs/rules.md)."
         )
     rule.check_network(denoiser)
 

@@ -277,7 +277,9 @@ class DuelEstimator(Estimator):
     # ------------------------------------------------------------ which lanes
 
     def score_group(self, group: WindowGroup) -> IndexedScores:
-        return self.score_blocks(group, self.block_spans(group), self.followed)
+        rule = self.followed
+        yield from self.score_blocks(group, self.block_spans(group), rule)
+        rules.repeat_last(rule)
 
     def score_blocks(self, group: WindowGroup, spans: Sequence[BlockSpan], rule: rules.Rule) -> IndexedScores:
         """Each of these blocks is a lane; (row, score) of each window that has one, as its last one is finished.

@@ -16,12 +16,11 @@ from typing import Any, TypeGuard
 from lm_eval_duel.arguments import MISSING, declared, unique_keys
 from lm_eval_duel.core.decision import NEAR_TIE, Decision
 from lm_eval_duel.errors import DuelError, naming, require_known, unknown
-from lm_eval_duel.rules.base import Rule, inner, rank, replaced
-from lm_eval_duel.rules.checked import with_checks
+from lm_eval_duel.rules.base import Rule, in_memory, inner, rank, replaced
+from lm_eval_duel.rules.checked import repeat_last, with_checks
 from lm_eval_duel.rules.deployed import DinferThreshold, Dream, EntropyThreshold, Factor, Hierarchy, HighOrTopk, Quota
 from lm_eval_duel.rules.klass import Klass
 from lm_eval_duel.rules.mlx_vlm import CumulativeError, FallingThreshold, ThresholdBound, ThresholdFixed, ThresholdRef
-from lm_eval_duel.rules.modules import ModuleRule, compute_dtype, in_memory
 from lm_eval_duel.rules.refused import require_covered
 from lm_eval_duel.rules.scores import (
     Entropy,
@@ -39,19 +38,18 @@ from lm_eval_duel.rules.wrappers import SeedFirst, SubBlock
 __all__ = [
     "NEAR_TIE",
     "Decision",
-    "ModuleRule",
     "Rule",
     "SeedFirst",
     "SubBlock",
     "blockwise",
     "build",
-    "compute_dtype",
     "find",
     "in_memory",
     "inner",
     "parse",
     "rank",
     "read",
+    "repeat_last",
     "replaced",
     "split",
     "with_checks",

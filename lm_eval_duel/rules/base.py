@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import math
 import operator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from lm_eval_duel import fingerprint
@@ -117,6 +118,16 @@ class Thresholded(Rule, adaptive=True, speed=("mu",)):
     """A rule with a probability `mu` that decides how many positions it reveals at a step."""
 
     mu: float = required(PROBABILITY, "the least P1 at which positions are revealed", 0.9)
+
+
+def in_memory(rule: Rule) -> Iterator[str]:
+    """The parameters of a rule that hold a module or a tensor, which the text of a rule cannot hold."""
+    for field in dataclasses.fields(rule):
+        value = getattr(rule, field.name)
+        if any(base.__module__.partition(".")[0] == "torch" for base in type(value).__mro__):
+            yield field.name
+        elif isinstance(value, Rule):
+            yield from in_memory(value)
 
 
 def _canonical(declared: Argument, value: Any) -> Any:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("lm_eval.duel_mdm")
 
-SHARE = 1 / 16  # of a rule's calls that are repeated, in a long run
+FIRST_CALLS = 8  # of a run that are repeated
 FORMS = {
     "pick": "a boolean tensor (R, W)",
     "decision_margin": "a number for each lane (R,)",
@@ -44,14 +44,22 @@ def with_checks(rule: Rule, counts: Counts, coarse: bool) -> Rule:
     return rule
 
 
+def repeat_last(rule: Rule) -> None:
+    """Ask a user's rule, inside others perhaps, for its last decision again; raises InconsistentOutput."""
+    while isinstance(rule, Around):
+        if isinstance(rule, Checked):
+            rule.repeat_last()
+        rule = rule.rule
+
+
 @dataclasses.dataclass(frozen=True)
 class Checked(Around):
     """A user's rule, which may return the pick alone. In its lanes `row` is zero: a rule knows no window's number.
 
-    Throughout a run some calls are repeated, on the same predictions and on one lane alone, drawn by a hash of (call,
-    row, block, step): picks and memory must agree, except in near ties. A rule without a decision_margin has unknown
-    near ties, so what it decides differently for a lane alone is counted and logged. This detects a rule that is no
-    function of a lane's predictions; it proves nothing.
+    The first eight calls of a run with a real choice, and the last one (`repeat_last`), are repeated, on the same
+    predictions and on one lane alone: picks and memory must agree, except in near ties. A rule without a
+    decision_margin has unknown near ties, so what it decides differently for a lane alone is counted and logged. This
+    detects a rule that is no function of a lane's predictions; it proves nothing, and `verify` asks again.
 
     Raises:
         DuelError: the rule raised an exception, returned something else than planes of the lanes' shape and device, or
@@ -63,32 +71,40 @@ class Checked(Around):
     counts: Counts = dataclasses.field(repr=False, compare=False)
     coarse: bool = dataclasses.field(repr=False, compare=False)
 
-    def __call__(self, predictions: Any, lanes: Any) -> Decision:
-        lane = self._drawn(lanes)
-        lanes = lanes.in_row(0)
-        return self._decided(predictions, lanes) if lane is None else self._repeated(predictions, lanes, lane)
+    last: list[tuple[Any, Any]] = dataclasses.field(default_factory=list, repr=False, compare=False)  # the last call
 
-    def _drawn(self, lanes: Any) -> int | None:
-        """The lane with a real choice that is asked again alone; None: this call is not repeated."""
+    def __call__(self, predictions: Any, lanes: Any) -> Decision:
+        lanes = lanes.in_row(0)
+        if not (lanes.masked.sum(1) > 1).any():  # no lane has a choice
+            return self._decided(predictions, lanes)
+        self.last[:] = [(predictions, lanes)]
+        self.counts.decisions += 1
+        if self.counts.decisions_checked >= FIRST_CALLS:
+            return self._decided(predictions, lanes)
+        return self._repeated(predictions, lanes)
+
+    def repeat_last(self) -> None:
+        """Ask for the last decision again: what a counter in the rule changes shows there."""
+        for predictions, lanes in self.last:
+            self._repeated(predictions, lanes)
+        self.last.clear()
+
+    def _lane_to_ask(self, lanes: Any) -> int:
+        """A lane with a real choice, drawn by a hash, that is asked about alone."""
         from lm_eval_duel.core.hashing import hashed
-        from lm_eval_duel.core.row_checks import FIRST, checks_among
 
         choice = (lanes.masked.sum(1) > 1).nonzero()[:, 0]  # (r,)
-        if not len(choice):
-            return None
-        self.counts.decisions += 1
-        count = self.counts.decisions
-        if self.counts.decisions_checked >= int(min(count, FIRST) + checks_among(count, SHARE)):
-            return None
-        self.counts.decisions_checked += 1
         choice = choice[1:] if len(choice) > 1 else choice  # a draw for the first lane may be that for one alone
-        keys = (lanes.row, lanes.start - lanes.origin, lanes.step)
-        return int(choice[hashed(count, *(key[choice] for key in keys)).argmin()])
+        number = self.counts.decisions
+        return int(choice[hashed(choice, number, lanes.step[choice]).argmin()])
 
-    def _repeated(self, predictions: Any, lanes: Any, lane: int) -> Decision:
-        """The rule's decision, which must be the same when it is asked again, and for `lane` alone."""
+    def _repeated(self, predictions: Any, lanes: Any) -> Decision:
+        """The rule's decision, which must be the same when it is asked again, and for one lane alone."""
         import torch
 
+        lane = self._lane_to_ask(lanes)
+
+        self.counts.decisions_checked += 1
         before = [plane.clone() for plane in _planes(lanes)]
         decision = self._decided(predictions, lanes)
         if not all(map(torch.equal, before, _planes(lanes))):

@@ -12,10 +12,10 @@ from laws import total
 from toys import Toy
 
 from lm_eval_duel import Window, rules
-from lm_eval_duel.core.row_checks import FIRST
 from lm_eval_duel.errors import DuelError, InconsistentOutput
 from lm_eval_duel.estimators.duel import DuelEstimator
 from lm_eval_duel.estimators.lattice import Lattice
+from lm_eval_duel.rules.checked import FIRST_CALLS
 
 
 def largest(lanes, scores):
@@ -141,12 +141,12 @@ def test_a_rule_that_is_no_function_of_what_it_sees_is_refused(how, around):
 
 @dataclasses.dataclass(frozen=True)
 class Sometimes(Own):
-    """Negative control: one call in twenty reveals the first position instead."""
+    """Negative control: one call in five reveals the first position instead."""
 
     chance: ClassVar = random.Random(1)
 
     def __call__(self, predictions, lanes):
-        if self.chance.random() < 0.05:
+        if self.chance.random() < 0.2:
             return lanes.masked & (lanes.masked.cumsum(1) == 1)
         return super().__call__(predictions, lanes)
 
@@ -201,8 +201,26 @@ def test_a_rule_does_not_know_the_number_of_a_window():
     assert [score.log_prob for score in duel.log_prob(windows)] == pytest.approx(alone, abs=1e-9)
 
 
-def test_a_rule_is_asked_again_throughout_a_run():
+@dataclasses.dataclass(frozen=True)
+class Counts(Own):
+    """Negative control: after the first calls of a run, every other one reveals the last position instead."""
+
+    calls: ClassVar = itertools.count()
+
+    def __call__(self, predictions, lanes):
+        number = next(self.calls)
+        if number > 3 * FIRST_CALLS and number % 2:
+            return lanes.masked & (lanes.masked.flip(1).cumsum(1).flip(1) == 1)
+        return super().__call__(predictions, lanes)
+
+
+def test_a_rule_that_counts_its_calls_is_found_at_the_end_of_a_run():
+    with pytest.raises(InconsistentOutput):
+        DuelEstimator(Toy(length=12), Counts(), 12).log_prob([Window((), (0,) * 12), Window((), (1,) * 12)])
+
+
+def test_a_rule_is_asked_again_at_the_first_calls_and_the_last():
     duel = DuelEstimator(Toy(length=12), Own(), 12)
     duel.log_prob([Window((), (0,) * 12), Window((), (1,) * 12)])
-    assert duel.counts.decisions == 11 and duel.counts.decisions_checked >= FIRST
+    assert duel.counts.decisions == 11 and duel.counts.decisions_checked == FIRST_CALLS + 1
     assert abs(total(duel, 3) - 1) < 1e-9
