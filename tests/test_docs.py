@@ -17,8 +17,10 @@ from benchmarks.__main__ import main as measure
 from lm_eval_duel.cli import listing
 from lm_eval_duel.cli.main import COMMANDS, main
 from lm_eval_duel.demo import FOLDER as BUNDLED
+from lm_eval_duel.denoisers.hf import families
 
 GENERATED = [("docs/model_args.md", "args"), ("docs/rules.md", "rules"), ("docs/estimators.md", "estimators")]
+GENERATED += [("docs/checkpoints.md", "refused")]
 RUN_ELSEWHERE = {"adding.md": "test_adding.py"}  # pages whose code is followed step by step
 TRIED = [page for page in PAGES if page.name not in RUN_ELSEWHERE]
 OTHER_PROGRAMS = ("pip", "pytest", "accelerate")
@@ -181,6 +183,11 @@ def test_generated_tables_are_those_of_the_declarations(page, command):
     """Write them again with `lm-eval-duel list WHAT --markdown`."""
     begin, end = f"<!-- lm-eval-duel list {command} --markdown -->\n\n", "\n\n<!-- end -->"
     assert read(page).partition(begin)[2].partition(end)[0] == listing.markdown(command)
+
+
+def test_every_family_has_a_line():
+    page = read("docs/checkpoints.md")
+    assert not [name for name in families.NAMED if f"`{name}`" not in page]
 
 
 # ---------------------------------------------------------------- the README

@@ -14,6 +14,7 @@ from lm_eval_duel import rules
 from lm_eval_duel.arguments import MISSING, Argument, choice, declared
 from lm_eval_duel.console.command_line import FLAGS, Flag, Parser
 from lm_eval_duel.demo import FOLDER, NAMES, resolve
+from lm_eval_duel.denoisers import refused
 from lm_eval_duel.errors import require_known, usage
 from lm_eval_duel.estimators import registry
 from lm_eval_duel.options import MODEL_ARGUMENTS
@@ -110,6 +111,11 @@ def folder_list() -> Rows:
     return [(f"`{name}`", place) for name, place in places.items()]
 
 
+def refused_list() -> Rows:
+    """The checkpoints that are refused, why, and what works instead."""
+    return [(entry.checkpoint, entry.why, entry.instead) for entry in refused.ENTRIES]
+
+
 Table = tuple[tuple[str, ...], Callable[[], Rows]]
 TABLES: dict[str, tuple[Table, ...]] = {
     "args": (
@@ -122,6 +128,7 @@ TABLES: dict[str, tuple[Table, ...]] = {
     ),
     "estimators": ((("estimator", "args", "what"), estimators),),
     "presets": ((("preset", "model args", "checkpoints", "what"), preset_table),),
+    "refused": ((("checkpoint", "refused because", "what works instead"), refused_list),),
     "tasks": ((("task", "folder", "what"), task_list),),
     "folders": ((("what", "path"), folder_list),),
 }
@@ -130,6 +137,7 @@ args        the model args: default and meaning of each
 rules       the unmasking rules and their parameters
 estimators  the estimators and their model args
 presets     the deployed samplers that have a name, and the model args of each
+refused     the checkpoints that are refused, why, and what works instead
 tasks       the tasks of this package; --include_path takes their folder
 folders     the paths of the installed tasks, results and bundled networks; with one NAME, its path alone
 With --markdown, the table of the documentation.

@@ -46,7 +46,7 @@ class Checkpoint:
         name = resolve(CHECKPOINT("name", name) or BUNDLED)
         options = hub.pin_revision(LoadOptions(name, hub.pick_device(device), **network))
         checkpoint = cls(options, hub.read_config(options.name, options.revision))
-        identity.require_supported(checkpoint.config, options.name, options.family)
+        identity.require_supported(checkpoint.config, options.name, options.family, options.attention == "causal")
         return dataclasses.replace(checkpoint, family=checkpoint._find_family())
 
     @property

@@ -12,21 +12,13 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from lm_eval_duel.arguments import PROBABILITY
+from lm_eval_duel.denoisers import refused
 from lm_eval_duel.errors import DuelError
 
 log = logging.getLogger("lm_eval.duel_mdm")
 
 Config = dict[str, Any]
 
-NO_ORDER = "so no deterministic order of unmasking explains a text, and the theorem does not cover it"
-REFUSED = {  # by class name or model type
-    "WeDLMForCausalLM": f"it reorders tokens under causal attention and revises revealed tokens, {NO_ORDER}",
-    "LLaDA21MoeModelLM": f"it edits revealed tokens, {NO_ORDER}",
-    "E2D2": "it is an encoder-decoder inside a wrapper, which is not supported",
-    "EsmForDPLM2": "it has a second track of structure tokens (DPLM-2), which is not supported",
-    "EsmForDPLM2Bit": "it has a second track of structure tokens (DPLM-2 Bit), which is not supported",
-    "NemotronLabsDiffusionVLMModel": "it needs images, which are not supported",
-}
 GEMMA = ("diffusiongemmaforblockdiffusion", "diffusion_gemma")  # names in lower case
 UNIFORM = ("duo", "udlm")  # of networks under uniform noise
 GIDD = "dit"  # its model type
@@ -112,15 +104,15 @@ def is_dit(config: dict[str, Any], path: str) -> bool:
     return False
 
 
-def require_supported(config: Config, name: str, family: str | None = None) -> None:
+def require_supported(config: Config, name: str, family: str | None = None, causal: bool = False) -> None:
     """Raise DuelError if the config.json of `name` describes a network that is not supported.
 
-    `family`: given by the user, if any; then class names and the model type refuse nothing.
+    `family`: given by the user, if any; then class names and the model type refuse nothing. `causal`: the network is
+    scored as an autoregressive one.
     """
+    if family is None:
+        refused.require_covered(name, model_names(config), causal)
     names = [given.lower() for given in model_names(config)]
-    for known, reason in REFUSED.items() if family is None else ():
-        if known.lower() in names:
-            raise DuelError(f"{name} is a {known}: {reason}.")
     if GIDD not in names and (share := _p_uniform(config)):
         raise DuelError(
             f"The config.json of {name} has p_uniform={share:g}, an entry of GIDD, but no name of GIDD. If the network "

@@ -14,7 +14,8 @@ from networks import load, refused, written
 from safetensors.torch import load_file, save_file
 
 from lm_eval_duel import denoisers
-from lm_eval_duel.denoisers import identity, self_tests
+from lm_eval_duel.denoisers import refused as refusals
+from lm_eval_duel.denoisers import self_tests
 from lm_eval_duel.denoisers.hf import families
 from lm_eval_duel.errors import DuelError
 
@@ -62,10 +63,20 @@ def test_llada2_that_edits_is_refused_unless_asked_for(tmp_path):
 
 def test_networks_without_a_law_are_refused(tmp_path):
     tiny.tokenizer().save_pretrained(tmp_path)
-    for given in identity.REFUSED:
+    for given in (name for entry in refusals.ENTRIES for name in entry.classes):
         for named in ({"architectures": [given]}, {"auto_map": {"AutoModel": f"code.{given}"}}):
             (tmp_path / "config.json").write_text(json.dumps({**LLAMA, **named}))
             refused(str(tmp_path), given)
+
+
+def test_networks_with_the_config_of_another_one_are_refused_by_name_unless_they_are_scored_as_causal(tmp_path):
+    tiny.tokenizer().save_pretrained(tmp_path)
+    for name in ("SDLM-3B-D4", "I-DLM-8B", "openPangu-R-7B-Diffusion", "SDLLM-Duo-1.7B-Base"):
+        folder = tmp_path / name
+        tiny.tokenizer().save_pretrained(folder)
+        (folder / "config.json").write_text(json.dumps({**LLAMA, "architectures": ["LlamaForCausalLM"]}))
+        refused(str(folder), "What works: ")
+        refused(str(folder), "^(?!.*What works).*", attention="causal")  # there are no weights
 
 
 def test_the_mask_of_diffugpt_is_that_of_its_size():

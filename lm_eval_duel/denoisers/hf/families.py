@@ -22,8 +22,9 @@ import transformers
 from lm_eval_duel.arguments import COUNT
 from lm_eval_duel.denoisers.hf import layouts
 from lm_eval_duel.denoisers.hf.layouts import Config, Tensors
-from lm_eval_duel.denoisers.identity import NO_ORDER, class_names, unread_entries
+from lm_eval_duel.denoisers.identity import class_names, unread_entries
 from lm_eval_duel.denoisers.load_options import LoadOptions
+from lm_eval_duel.denoisers.refused import NO_ORDER
 from lm_eval_duel.errors import DuelError, require_known
 
 log = logging.getLogger("lm_eval.duel_mdm")
