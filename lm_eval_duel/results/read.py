@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from lm_eval_duel.console.command_line import NAN, REASONS
-from lm_eval_duel.core.scores import METRICS, perplexity
+from lm_eval_duel.core.scores import METRICS, Kind, perplexity
 from lm_eval_duel.errors import DuelError, unknown
 from lm_eval_duel.estimators.registry import ESTIMATORS
 from lm_eval_duel.harness import trace
@@ -112,7 +112,13 @@ def _count(value: Any) -> int:
 
 TASK_COUNTS = ("documents", "windows", "tokens", "longest_document", "unk_tokens")
 COUNTS: dict[str, Callable[[Any], Any]] = dict.fromkeys(TASK_COUNTS, _count)  # entries of config.duel.tasks.NAME
-VALUE = COUNTS | {"nfe": _count, "log_prob": number, "stderr": number, "window_stderr": number}  # of each of its values
+VALUE = COUNTS | {  # of each of its values; `Value.read` takes them
+    "nfe": _count,
+    **dict.fromkeys(("log_prob", "stderr", "window_stderr"), number),
+    **dict.fromkeys(("note", "reason"), str),
+    "kind": lambda name: Kind[name.upper()].name.lower(),
+    "seeds": lambda values: [number(value) for value in values],
+}
 DUEL: dict[str, Callable[[Any], Any]] = {  # entries of config.duel
     **dict.fromkeys(("estimator", "rule", "block", "dtype", "attention", "weights", "bos", "device"), text_or_none),
     **dict.fromkeys(("pretrained", "trace"), text_or_none),

@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from lm_eval_duel.core.scores import Value
 from lm_eval_duel.errors import DuelError, unknown
 from lm_eval_duel.estimators import registry
 from lm_eval_duel.estimators.registry import Kind
@@ -45,8 +46,7 @@ class Row:
     estimator: str
     rule: str | None
     metrics: dict[str, float]
-    log_prob: float | None = None
-    nats_stderr: float | None = None  # Monte Carlo
+    score: Value | None = None  # as the run wrote it; other models of the harness write none
     nats_window_stderr: float | None = None  # over windows
     nfe: int | None = None
     tokens: int | None = None
@@ -80,24 +80,42 @@ class Row:
         eps = self.run.spec.get("elbo_eps", "none") if self.drawn_bound else "none"
         return 0.0 if eps == "none" else float(eps)
 
+    @functools.cached_property
+    def worth(self) -> Value:
+        """Its score, or of a run that wrote none a value of the kind that its estimator has."""
+        if self.score is not None:
+            return self.score
+        kind, note = registry.worth(self.estimator, self.run.spec)
+        return Value(math.nan, kind=kind, note=note)
+
     @property
     def kind(self) -> str:
-        return registry.kind_of(self.estimator, {**self.run.spec, "elbo_eps": self.eps})
+        return self.worth.label
 
     @property
     def likelihood(self) -> bool:
         """True for a likelihood, and for an estimate or bound of one."""
-        return self.entry.kind is not Kind.NOT_A_LIKELIHOOD
+        return self.worth.is_likelihood
 
     @property
     def bound(self) -> bool:
         """True if its perplexity is an upper bound."""
-        return self.entry.kind is Kind.UPPER_BOUND and not self.eps
+        return self.worth.is_bound
 
     @property
     def proper(self) -> bool:
         """True for a likelihood itself: no estimate, bound or oracle."""
-        return self.entry.kind is Kind.LIKELIHOOD
+        return self.worth.is_exact
+
+    @property
+    def log_prob(self) -> float | None:
+        """Nats."""
+        return None if self.score is None else self.score.nats
+
+    @property
+    def nats_stderr(self) -> float | None:
+        """Its Monte Carlo error."""
+        return None if self.score is None else self.score.error
 
     @property
     def duel(self) -> bool:
@@ -319,6 +337,7 @@ def _left_out(plain: Row, key: str, value: Mapping[str, Any]) -> str:
 def _row_of_value(plain: Row, key: str, value: Mapping[str, Any]) -> Row:
     """The row of one value of a run. `plain`: that of the harness's own value; `key`: an estimator or a rule."""
     run, entry, log_prob = plain.run, registry.ESTIMATORS.get(key), value.get("log_prob")
+    estimator = key if entry else "duel"  # no estimator: a rule that a lattice followed
     rule, metrics, documents, missing = key, plain.metrics, plain.documents, plain.missing
     if entry is not None:
         rule = run.rule if entry.follows_rule else None
@@ -329,11 +348,10 @@ def _row_of_value(plain: Row, key: str, value: Mapping[str, Any]) -> Row:
         documents, missing = _traced(plain, key, log_prob)
     return dataclasses.replace(
         plain,
-        estimator=key if entry else "duel",  # no estimator: a rule that a lattice followed
+        estimator=estimator,
         rule=rule,
         metrics=metrics,
-        log_prob=log_prob,
-        nats_stderr=value.get("stderr"),
+        score=Value.read(value, *registry.worth(estimator, run.spec)),
         nats_window_stderr=value.get("window_stderr"),
         nfe=value.get("nfe"),
         documents=documents,

@@ -59,7 +59,7 @@ class RankedMethod:
         """A key of KINDS."""
         if not self.named.likelihood:
             return "oracle"
-        if self.named.entry.kind is Kind.UPPER_BOUND:
+        if self.named.worth.kind in (Kind.UPPER_BOUND, Kind.NO_BOUND):
             return "bound" if self.named.bound else "no bound"
         return "exact" if self.named.proper and self.named.stderr is None else "estimate"
 

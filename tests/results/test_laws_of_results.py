@@ -13,6 +13,8 @@ from results import report as run
 
 from lm_eval_duel import DuelError, compare
 from lm_eval_duel.cli.report import main as report
+from lm_eval_duel.core.scores import Value
+from lm_eval_duel.estimators import registry
 from lm_eval_duel.estimators.blocks import TwoPhaseBlocks
 from lm_eval_duel.estimators.registry import Kind
 from lm_eval_duel.results import compare as pairs
@@ -301,8 +303,9 @@ def entry(rule, value=20.0, estimator="duel", block="4", cache="none", stderr=0.
         every_task={"t": SimpleNamespace(unknown=0)},
     )
     named = {"run": run, "task": "t", "metric": "token_perplexity", "estimator": estimator, "rule": rule, "ar": False}
-    known = {"metrics": {"token_perplexity": value}, "log_prob": -30.0, "nats_stderr": stderr}
-    return Row(**named, **known, documents={}, missing=Note())
+    known = {"metrics": {"token_perplexity": value}}
+    score = Value(-30.0, stderr, *registry.worth(estimator, spec))
+    return Row(**named, **known, score=score, documents={}, missing=Note())
 
 
 def compared(first, second, low, high, documents=50):
