@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
+from lm_eval_duel.core.scores import Score
 from lm_eval_duel.core.windows import Window
 
 # routes of the second score; recompute.py explains them
@@ -37,6 +38,7 @@ class CheckedWindow:
     log_prob: float  # in the run, nats
     again: Recomputed
     request: int = 0  # the index of its request among all of one kind
+    score: Score | None = None  # of the run
 
     @property
     def tokens(self) -> int:

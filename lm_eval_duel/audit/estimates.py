@@ -206,7 +206,7 @@ def _elbo(elbo: Elbo, network: OneRow, window: Window, score: Score) -> Recomput
 
 
 def _noised_elbo(elbo: NoisedElbo, network: OneRow, window: Window, score: Score) -> Recomputed | str:
-    denoiser, noise = elbo.denoiser, elbo.noise
+    denoiser = elbo.denoiser
     if elbo.block or elbo.conditioning != "none":
         return "the reference has neither canvases nor self-conditioning"
 
@@ -216,16 +216,23 @@ def _noised_elbo(elbo: NoisedElbo, network: OneRow, window: Window, score: Score
         features = denoiser.features(z[None].to(denoiser.device), None, **denoiser.noise_inputs(time))[0]
         return denoiser.head(features).double().masked_fill(denoiser.excluded, -math.inf)
 
+    draws, by_mean = elbo.draws(window), elbo.prediction == "denoiser"
+    values = reference.noised_elbo(network.x, network.scored, logits_of, noise_of(elbo), draws, by_mean)
+    return _monte_carlo(values, elbo.replicates, score, tolerance(len(window.target)))
+
+
+def noise_of(elbo: NoisedElbo) -> Callable[[Tensor], reference.Noise]:
+    """The noise of a network at a time, as in `reference.noised_elbo`."""
+    denoiser = elbo.denoiser
+
     def level(t: torch.Tensor) -> reference.Noise:
-        a, u, m = noise.level(t, 1 - t)
+        a, u, m = elbo.noise.level(t, 1 - t)
         b = torch.where(denoiser.excluded, 0.0, u)
         if denoiser.mask_id is not None:
             b[denoiser.mask_id] = m
         return a, b
 
-    draws, by_mean = elbo.draws(window), elbo.prediction == "denoiser"
-    values = reference.noised_elbo(network.x, network.scored, logits_of, level, draws, by_mean)
-    return _monte_carlo(values, elbo.replicates, score, tolerance(len(window.target)))
+    return level
 
 
 def _monte_carlo(values: list[float], replicates: int, score: Score, noise: float) -> Recomputed:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -40,6 +41,7 @@ class FromText:
     words: int = 0
     bytes: int = 0
     counted_before: bool = False  # words and bytes are the task's, of texts that its documents do not hold
+    ids: Counter[int] = dataclasses.field(default_factory=Counter)  # how often each comes
     alone: int = 0  # windows that the reference did not compute
     problems: list[str] = dataclasses.field(default_factory=list)
 
@@ -52,6 +54,7 @@ class FromText:
             self.problems.append(
                 f"{name}: of its text, {len(wanted)} ids are to be scored, but not these {len(scored)}"
             )
+        self.ids.update(wanted)
         self.documents += 1
         self.log_prob += nats
         self.tokens += len(wanted) if isinstance(text, TokenText) else len(ids)
@@ -96,6 +99,22 @@ class FromText:
                     differences.append(f"{self.task} prints a {metric} of {value:.4f}, not {expected}")
         return [*self.problems, *differences]
 
+    @property
+    def unigram(self) -> float:
+        """The token perplexity of these texts under their own shares of tokens: a network that reads is below it."""
+        count = sum(self.ids.values())
+        return math.exp(-math.fsum(n / count * math.log(n / count) for n in self.ids.values())) if count else math.nan
+
+    def odd(self, printed: Mapping[str, float]) -> list[str]:
+        """What is no fault of the package, but of its arguments, as a wrong shift or mask, or of the network."""
+        value = printed.get("token_perplexity", math.nan)
+        if not value > self.unigram:
+            return []
+        return [
+            f"the token perplexity of {self.task} is {value:.2f}, and that of a unigram of this very text is "
+            f"{self.unigram:.2f}: check the mask, shift_logits, the special tokens and the tokenizer"
+        ]
+
     def lines(self, printed: Mapping[str, float]) -> list[str]:
         """Lines for the terminal: the counts, and the sum and metrics if the reference computed every window."""
         counts = f"{self.documents} documents, {self.bytes:,} bytes, {self.words:,} words, {self.tokens:,} tokens"
@@ -115,6 +134,7 @@ class FromText:
                 for metric in self.counts
                 if metric in printed
             ),
+            f"  a unigram of this very text: token perplexity {self.unigram:.4f}",
         ]
 
 

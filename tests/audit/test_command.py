@@ -13,6 +13,7 @@ from lm_eval_duel.errors import DuelError
 from lm_eval_duel.estimators import totals
 from lm_eval_duel.tasks import metrics
 from lm_eval_duel.text import text
+from lm_eval_duel.text.annotated import Units
 
 pytestmark = pytest.mark.usefixtures("one_load")
 
@@ -35,7 +36,8 @@ def test_options_before_different_texts(folder, tmp_path, capsys):
     files = ["--metadata", f"files={tmp_path}/rows.jsonl", "--no_own_code"]
     audit.main(command(folder, "duel_choice", *files))
     out = capsys.readouterr().out
-    assert "4 windows, 8 tokens" in out and "Windows that differ: 0. Not checked independently: 0." in out
+    assert "PASS: 4 windows, 8 tokens. Compared: 4 windows with the reference" in out
+    assert "Not compared: the network (--no_own_code)." in out
     assert "document 1, option 1, window 0" in out
 
 
@@ -51,12 +53,18 @@ def test_all_three_parts(folder, texts, capsys):
     audit.main(command(folder, texts))
     out = capsys.readouterr().out
     assert out.count(" reference\n") == 2 and "DIFFERS" not in out  # of 14 and 4 tokens
-    assert "Windows that differ: 0. Not checked independently: 0." in out
+    verdict = out.splitlines()[-1]
+    assert verdict.startswith(
+        "PASS: 2 windows, 18 tokens. Compared: 2 windows with the reference, the network with Bert"
+    )
+    for what in ("the weights with the files", "totals and their errors", "the best order", "printed numbers"):
+        assert what in verdict
+    assert verdict.endswith("Not compared: nothing.") or "Note: " in verdict
     assert "1 documents, 36 bytes, 19 words, 18 tokens" in out  # the line end is a word of the harness
     for metric in ("token_perplexity", "word_perplexity", "byte_perplexity", "bits_per_byte"):
         [line] = [line.split() for line in out.splitlines() if metric in line]
         assert float(line[1]) == pytest.approx(float(line[3]), rel=1e-5)
-    assert "network: equals BertForMaskedLM" in out
+    assert "network equals BertForMaskedLM" in out and "weights equal those of the files" in out
 
 
 def other_ids(monkeypatch):
@@ -71,7 +79,7 @@ def smaller_totals(monkeypatch):
 
 
 def another_count(monkeypatch):
-    monkeypatch.setattr(metrics, "sizes", lambda text: (len(text.split()), len(text)))
+    monkeypatch.setattr(metrics, "count_units", lambda text, *_, **__: Units(len(text.split()), len(text)))
 
 
 @pytest.mark.parametrize("fault", [other_ids, smaller_totals, another_count])
@@ -81,7 +89,8 @@ def test_a_fault_between_text_and_metric_is_the_exit_code(fault, folder, texts, 
         main(["audit", *command(folder, texts, "--no_own_code")])
     assert ended.value.code == 1, "though no window differs"
     out = capsys.readouterr().out
-    assert "DIFFERS" not in out and "network: not compared: --no_own_code." in out
+    verdict = out.splitlines()[-1]
+    assert "DIFFERS" not in out and verdict.startswith("FAIL: ") and "the network (--no_own_code)" in verdict
 
 
 def test_a_verification_that_fails_is_the_exit_code(folder, texts, capsys, monkeypatch):
@@ -98,7 +107,42 @@ def test_what_the_run_alone_computed_twice_is_not_checked(folder, tmp_path, caps
         main(["audit", *command(folder, texts, args="estimator=mixture,block=7")])
     assert ended.value.code == 3
     out = capsys.readouterr().out
-    assert "Windows that differ: 0. Not checked independently: 1." in out and out.count(" run alone\n") == 1
+    assert out.splitlines()[-1].startswith("NOTHING CHECKED: 1 windows, 7 tokens.") and out.count(" run alone\n") == 1
+    assert "1 windows (a block of more than 6 positions has too many orders to list)" in out
+
+
+def half_errors(monkeypatch):
+    monkeypatch.setattr(totals.Total, "stderr", property(lambda self: 0.5 * STDERR(self)))
+
+
+def other_rows(monkeypatch):
+    """A fault of company: rows that differ in their last position alone share the first one's value."""
+    log_prob = predictions.Predictions.log_prob
+
+    def wrong(self, tokens):
+        found = log_prob(self, tokens)
+        return found + 1e-2 * (len(self.masked) > 4)
+
+    monkeypatch.setattr(predictions.Predictions, "log_prob", wrong)
+
+
+STDERR = totals.Total.stderr.fget
+
+
+@pytest.mark.parametrize(
+    ("fault", "args"),
+    [(half_errors, "estimator=elbo,mc_samples=16"), (other_rows, "rule=greedy,block=4")],
+)
+def test_a_fault_of_totals_or_of_company_is_the_exit_code(fault, args, folder, texts, capsys, monkeypatch):
+    fault(monkeypatch)
+    with pytest.raises(SystemExit) as ended:
+        main(["audit", *command(folder, texts, "--no_own_code", "--limit", "1", args=args)])
+    assert ended.value.code == 1 and capsys.readouterr().out.splitlines()[-1].startswith("FAIL: ")
+
+
+def test_a_text_that_a_unigram_predicts_better_is_noted(folder, texts, capsys):
+    audit.main(command(folder, texts, "--no_own_code"))
+    assert "Note: the token perplexity of" in capsys.readouterr().out.splitlines()[-1]
 
 
 def test_a_coarser_dtype_is_raised_to_float32(folder, texts, capsys):

@@ -6,7 +6,6 @@ The laws: test_view_laws.py. What is found at load and refused: test_families.py
 import dataclasses
 import math
 
-import plain
 import pytest
 import tiny
 import torch
@@ -16,6 +15,7 @@ from toys import CausalPrefix
 
 from benchmarks.loops import algorithm2
 from lm_eval_duel import denoisers
+from lm_eval_duel.audit import plain_networks as plain
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.denoisers import self_tests
 from lm_eval_duel.errors import DuelError

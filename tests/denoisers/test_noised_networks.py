@@ -4,12 +4,12 @@ import math
 
 import dit_reference
 import networks
-import plain
 import pytest
 import torch
 from noised_toys import bound
 
 from lm_eval_duel import Duel
+from lm_eval_duel.audit import plain_networks as plain
 from lm_eval_duel.core import noise as noises
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.denoisers import load

@@ -3,11 +3,12 @@
 import dataclasses
 import json
 
-import plain
 import tiny
 import torch
 import transformers
 from safetensors.torch import save_file
+
+from lm_eval_duel.audit import plain_networks as plain
 
 D, INNER, MASK = 16, 24, 4
 

@@ -9,6 +9,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from lm_eval_duel import denoisers
+from lm_eval_duel.audit import plain_networks
 from lm_eval_duel.denoisers.dit.network import DiT, DiTConfig
 
 WIDTH, LAYERS, HEADS, CONDITION, TOKENS, LENGTH, BLOCK = 16, 2, 2, 8, 12, 16, 4
@@ -125,53 +126,8 @@ def opened(folder, kind, changes=None, **asked):
 
 
 def plain(w, ids, sigma=0.0, seen=None):
-    """Logits (L, V) from the description alone, in float64, rotations as complex numbers.
-
-    `seen` (L, L): which keys (columns) a query (row) attends to; all unless given.
-    """
-
-    def linear(x, name):
-        return x @ w[f"{name}.weight"].T + w.get(f"{name}.bias", 0.0)
-
-    def norm(x, name):
-        x = x - x.mean(1, keepdim=True)
-        return x / ((x**2).mean(1, keepdim=True) + 1e-5).sqrt() * w[f"{name}.weight"]
-
-    def gelu(x):
-        return 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
-
-    def silu(x):
-        return x / (1 + torch.exp(-x))
-
-    def modulation(name, parts):
-        if c is None:
-            return [0.0, 0.0, 1.0] * (parts // 3) or [0.0, 0.0]
-        return linear(c, f"{name}.adaLN_modulation").split(WIDTH)
-
-    c = None
-    if "sigma_map.mlp.0.weight" in w:
-        angles = torch.tensor([sigma * math.exp(-math.log(10_000) * i / 128) for i in range(128)], dtype=torch.float64)
-        c = linear(torch.cat([angles.cos(), angles.sin()]), "sigma_map.mlp.0")
-        c = silu(linear(silu(c), "sigma_map.mlp.2"))
-    length, half = len(ids), WIDTH // HEADS // 2
-    seen = torch.ones(length, length, dtype=torch.bool) if seen is None else seen
-    positions = torch.arange(length, dtype=torch.float64)
-    frequency = 10_000.0 ** (-torch.arange(half, dtype=torch.float64) / half)
-    turn = torch.exp(1j * positions[:, None] * frequency)[:, None]  # (L, 1, half)
-    x = w["vocab_embed.embedding"][torch.tensor(ids)]
-    for n in range(LAYERS):
-        p = f"blocks.{n}"
-        shift, scale, gate, shift_mlp, scale_mlp, gate_mlp = modulation(p, 6)
-        qkv = linear(norm(x, f"{p}.norm1") * (1 + scale) + shift, f"{p}.attn_qkv")
-        q, k, v = qkv.reshape(length, 3, HEADS, 2 * half).unbind(1)  # (L, H, head)
-        q, k = (torch.complex(y[..., :half], y[..., half:]) * turn for y in (q, k))
-        agree = torch.einsum("ihc,jhc->hij", q, k.conj()).real / math.sqrt(2 * half)  # (H, L, L)
-        attention = agree.masked_fill(~seen, -math.inf).softmax(2)
-        x = x + gate * linear(torch.einsum("hij,jhc->ihc", attention, v).reshape(length, WIDTH), f"{p}.attn_out")
-        y = norm(x, f"{p}.norm2") * (1 + scale_mlp) + shift_mlp
-        x = x + gate_mlp * linear(gelu(linear(y, f"{p}.mlp.0")), f"{p}.mlp.2")
-    shift, scale = modulation("output_layer", 2)
-    return linear(norm(x, "output_layer.norm_final") * (1 + scale) + shift, "output_layer.linear")
+    """Logits (L, V) in float64."""
+    return plain_networks.dit(w, ids, HEADS, sigma, seen)
 
 
 def noise_level(kind, ids, count=None, schedule=False):

@@ -6,11 +6,12 @@ Their networks are transformers' own, which `logits` calls with one row at a tim
 import json
 
 import decoder_reference
-import plain
 import torch
 import transformers
 from decoder_reference import LLAMA, remote
 from safetensors.torch import save_file
+
+from lm_eval_duel.audit import plain_networks as plain
 
 RESIDUES = list("LAGVSERTIDPKQNFYMHWC")
 VOCABULARY = ["<cls>", "<pad>", "<eos>", "<unk>", *RESIDUES, *"XBUZO.-", "<null_1>", "<mask>"]

@@ -11,7 +11,6 @@ import decoder_reference
 import dit_reference
 import encoder_reference
 import own
-import plain
 import pytest
 import tiny
 import torch
@@ -21,6 +20,7 @@ from textbook import score
 from transformers import CONFIG_MAPPING
 
 from lm_eval_duel import denoisers, rules
+from lm_eval_duel.audit import plain_networks as plain
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.errors import DuelError
 

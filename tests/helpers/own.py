@@ -3,10 +3,11 @@
 import json
 
 import decoder_reference
-import plain
 import tiny
 from decoder_reference import INNER, MASK, Case, D, net, weights
 from safetensors.torch import save_file
+
+from lm_eval_duel.audit import plain_networks as plain
 
 LAYERS = 2
 

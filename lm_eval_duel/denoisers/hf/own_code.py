@@ -167,5 +167,7 @@ def load_own_class(name: str, device: str | None, network: Mapping[str, Any]) ->
     if kind is None:
         raise DuelError("it has no code, and transformers has no class for it.")
     dtype = hub.pick_dtype(options.dtype, options.device)
-    model = kind.from_pretrained(options.name, dtype=dtype, revision=options.revision)
+    model, loaded = kind.from_pretrained(options.name, dtype=dtype, revision=options.revision, output_loading_info=True)
+    if missing := sorted(loaded["missing_keys"]):
+        raise DuelError(f"{kind.__name__} of transformers finds no {missing[0]} in its files.")
     return model.to(options.device).eval()

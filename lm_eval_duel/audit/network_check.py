@@ -1,0 +1,350 @@
+"""The network of a run compared with other programs for it, and its weights with the files.
+
+    own code       the forward of the authors' code, or of a class of transformers, in the run's dtype
+    plain          the forward written out in `plain_networks.py`, in float64, on the tensors of the files
+    weights        the numbers that the network holds, beside those of the files
+
+Ours goes the way of a run: a view, rows of different lengths in one call if the network may see padding. The others see
+whole rows, one at a time. What both share is which row a block sees, where a shifted prediction is read, and what
+docs/audit.md lists.
+
+Shapes: L row length, C masked positions, V tokens.
+"""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+import hashlib
+import logging
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from lm_eval_duel.audit import plain_networks as plain
+from lm_eval_duel.audit.networks import OneRow
+from lm_eval_duel.core.denoiser import Denoiser
+from lm_eval_duel.core.lanes import Lanes, Rows, blocks
+from lm_eval_duel.core.windows import Window
+from lm_eval_duel.demo import BUNDLED, resolve
+from lm_eval_duel.denoisers import hub
+from lm_eval_duel.denoisers.dit.denoiser import DiTDenoiser
+from lm_eval_duel.denoisers.hf.decoder import Decoder
+from lm_eval_duel.denoisers.hf.own_code import load_own_class
+from lm_eval_duel.denoisers.self_tests import random_rows
+from lm_eval_duel.denoisers.wrappers import Wrapper
+from lm_eval_duel.errors import first_line
+from lm_eval_duel.options import Options
+
+log = logging.getLogger("lm_eval.duel_mdm")
+
+LENGTH = 128  # positions of the longest row
+TOLERANCE = {8: 1e-6, 4: 1e-3, 2: 0.5}  # nats, by the size of a number of the network in bytes
+DECODERS = ("ForCausalLM", "LMHeadModel")  # classes of transformers that are causal unless a mask says otherwise
+CHANGED = ("peft", "load_in_8bit", "load_in_4bit")  # model args with which the network is not that of the files
+TIMES = (0.1, 0.5, 0.9)  # of random tokens
+HELD = 0.5  # of the numbers in the files, at least: others are joined, split or turned into new tensors
+
+
+class Compared(NamedTuple):
+    """The comparison of a network with another class of it."""
+
+    name: str  # of that class
+    rows: int
+    positions: int
+    difference: float  # the largest of all log-probabilities, nats
+    tolerance: float
+
+    @property
+    def what(self) -> str:
+        """What was compared."""
+        return f"the network with {self.name}"
+
+    @property
+    def differs(self) -> bool:
+        """True if float noise does not explain the difference."""
+        return not self.difference <= self.tolerance
+
+    def __str__(self) -> str:
+        return (
+            f"network {'DIFFERS from' if self.differs else 'equals'} {self.name} at {self.positions} masked positions "
+            f"of {self.rows} rows: largest difference of a log-probability {self.difference:.2g} nats (tolerance "
+            f"{self.tolerance:g})"
+        )
+
+
+class Weights(NamedTuple):
+    """The numbers of the files that the network holds, bit by bit."""
+
+    held: int
+    all: int
+    what: str = "the weights with the files"
+
+    @property
+    def differs(self) -> bool:
+        """True if the network holds other numbers than the files."""
+        return self.held < HELD * self.all
+
+    def __str__(self) -> str:
+        verdict = "DIFFER from" if self.differs else "equal"
+        return (
+            f"weights {verdict} those of the files: the network holds {self.held:,} of their {self.all:,} numbers, bit "
+            "by bit"
+        )
+
+
+Finding = Compared | Weights
+
+
+def compare(options: Options, denoiser: Denoiser, device: str | None) -> tuple[list[Finding], list[str]]:
+    """The comparisons of a network, and the reasons for those that there are not."""
+    while isinstance(denoiser, Wrapper):
+        denoiser = denoiser.plain
+    found: list[Finding] = []
+    reasons = []
+    for name, check in (("own code", _own_code), ("written out", _plain), ("weights", _weights)):
+        try:
+            with torch.inference_mode():
+                found.append(check(options, denoiser, device))
+        except (NotRun, plain.Unknown) as error:
+            reasons.append(f"{name}: {error}")
+    return found, reasons
+
+
+def _own_code(options: Options, denoiser: Denoiser, device: str | None) -> Compared:
+    """Beside the checkpoint's own class."""
+    if type(getattr(denoiser, "model", None)).__module__.startswith("transformers_modules"):
+        raise NotRun("the run itself has the network of the checkpoint's own code")
+    with theirs():
+        model = load_own_class(options.pretrained or BUNDLED, device, options.network)
+    dtype = next(model.parameters()).dtype
+    name = type(model).__name__
+    return difference(denoiser, lambda *row: OwnRow(model, *row), name, TOLERANCE[dtype.itemsize])
+
+
+def _plain(options: Options, denoiser: Denoiser, device: str | None) -> Compared:
+    """Beside the network written out, in float64, on the tensors of the files."""
+    folder = _folder(options)
+    files, config = plain.Files(folder), plain.read_config(folder)
+    size = 8 if "64" in str(options.dtype) else 4
+    if isinstance(denoiser, DiTDenoiser):
+        w = plain.WithoutPrefix(files, "backbone.")
+        heads = plain.first({**config, **config.get("model", {})}, "n_heads", "num_attention_heads")
+
+        def forward(ids: list[int], seen: torch.Tensor | None, level: float) -> torch.Tensor:
+            return plain.dit(w, ids, heads, level, seen)
+
+        name = "the DiT written out in float64"
+    elif isinstance(denoiser, Decoder):
+        net = plain.decoder_of(config, files, denoiser.block)
+
+        def forward(ids: list[int], seen: torch.Tensor | None, level: float) -> torch.Tensor:
+            return plain.logits(net, files, ids, seen)
+
+        name = "the decoder written out in float64"
+    else:
+        raise plain.Unknown(f"there is no other program for {type(denoiser).__name__} here")
+    if denoiser.noise_training is not None:
+        found = noised_difference(denoiser, forward, name, TOLERANCE[size])
+    else:
+        found = difference(denoiser, lambda *row: PlainRow(forward, *row), name, TOLERANCE[size])
+    if left := [key for key in plain.weights_in(files) if key not in files.used]:
+        raise plain.Unknown(f"the network written out reads no {left[0]}, which the files hold")
+    return found
+
+
+def _weights(options: Options, denoiser: Denoiser, device: str | None) -> Weights:
+    """The numbers of the files among those of the network, by digests of whole tensors."""
+    files = plain.Files(_folder(options))
+    module = getattr(denoiser, "model", None) or getattr(denoiser, "network", None)
+    if not isinstance(module, torch.nn.Module):
+        raise NotRun("the network has no module")
+    held = {digest for tensor in module.state_dict().values() for digest in _digests(tensor)}
+    tensors = (tensor for key in plain.weights_in(files) if (tensor := files[key]).is_floating_point())
+    sizes = [(tensor.numel(), next(_digests(tensor)) in held) for tensor in tensors]
+    return Weights(sum(size for size, known in sizes if known), sum(size for size, _ in sizes))
+
+
+def _digests(tensor: torch.Tensor) -> Iterator[bytes]:
+    """The digests of a tensor in float32, and of the parts of one that joins those of all experts."""
+    if not tensor.is_floating_point():
+        return
+    parts = [tensor]
+    if tensor.dim() == 3:
+        parts += [part for each in tensor for part in (each, *each.chunk(2))]
+    for part in parts:
+        yield hashlib.sha256(part.detach().float().cpu().contiguous().numpy().tobytes()).digest()
+
+
+def _folder(options: Options) -> str:
+    """The local folder of a checkpoint whose network is that of its files."""
+    for argument in CHANGED:
+        if options.network.get(argument):
+            raise NotRun(f"{argument} changes the network")
+    with theirs():
+        return hub.local_folder(resolve(options.pretrained or BUNDLED), options.network.get("revision") or "main")
+
+
+class NotRun(Exception):
+    """The code of others raised an error, of which this is the text."""
+
+
+@contextlib.contextmanager
+def theirs() -> Iterator[None]:
+    """Raise NotRun for whatever the code of others raises in here."""
+    try:
+        yield
+    except Exception as error:
+        log.debug("the checkpoint's own class", exc_info=True)
+        raise NotRun(first_line(error).rstrip(".")) from error
+
+
+def difference(
+    denoiser: Denoiser, open_row: Callable[[Denoiser, Window, int | None, str], OtherProgram], name: str, noise: float
+) -> Compared:
+    """The largest difference at the masked positions of some rows with context, suffix and padding."""
+    windows = rows_of(denoiser)
+    together = [windows] if denoiser.honours_padding else [[window] for window in windows]
+    largest, count, kept = 0.0, 0, ~denoiser.excluded
+    grid = denoiser.anchor if denoiser.attention == "block_causal" else "target"
+    block = 1 if denoiser.attention == "causal" else denoiser.block
+    for part in together:
+        rows = Rows.from_windows(part, denoiser.device)
+        spans = [
+            (row, *span)
+            for row, window in enumerate(part)
+            for span in blocks(len(window.context), len(window.target), block, grid)
+        ]
+        lanes = Lanes.fresh(rows, *torch.tensor(spans, device=denoiser.device).unbind(1))
+        chosen = torch.rand(lanes.masked.shape, generator=torch.Generator().manual_seed(0)) < 0.5  # (R, W)
+        chosen = lanes.masked & chosen.to(denoiser.device)
+        masked = torch.where(chosen.any(1, keepdim=True), chosen, lanes.masked)
+        lanes = lanes.show(rows.targets(lanes), masked)
+        ours = denoiser.open(rows)(lanes).dense().split(masked.sum(1).tolist())  # (C, V) of each lane
+        for lane, values in enumerate(ours):
+            row = open_row(denoiser, part[int(lanes.row[lane])], block, grid)
+            columns = lanes.columns[lane][masked[lane]]  # (C,)
+            state = row.state(columns.tolist(), int(lanes.start[lane] + lanes.width[lane]))
+            theirs = row(state)[columns].to(values.device)  # (C, V)
+            deviation = values[:, kept].double() - theirs[:, kept].log_softmax(1)
+            largest = max(largest, float(deviation.abs().nan_to_num(nan=torch.inf).max()))
+            count += len(columns)
+    return Compared(name, len(windows), count, largest, noise)
+
+
+def noised_difference(
+    denoiser: Denoiser, forward: Callable[[list[int], None, float], torch.Tensor], name: str, noise: float
+) -> Compared:
+    """The same for a network that sees random tokens, at all positions of rows at some times."""
+    rows = random_rows(denoiser, min(LENGTH, denoiser.max_length), rows=len(TIMES))  # (R, L)
+    times = torch.tensor(TIMES, dtype=torch.float64, device=denoiser.device)  # (R,)
+    features = denoiser.features(rows, None, **denoiser.noise_inputs(times))  # (R, L, D)
+    ours = denoiser.head(features.flatten(0, 1)).unflatten(0, rows.shape).double()  # (R, L, V)
+    largest, kept = 0.0, ~denoiser.excluded
+    for row, t, logits in zip(rows.tolist(), TIMES, ours, strict=True):
+        theirs = forward(row, None, noise_level(denoiser, t)).to(logits.device)
+        deviation = logits[:, kept].log_softmax(1) - theirs[:, kept].log_softmax(1)
+        largest = max(largest, float(deviation.abs().nan_to_num(nan=torch.inf).max()))
+    return Compared(name, len(rows), rows.numel(), largest, noise)
+
+
+def noise_level(denoiser: Denoiser, t: float) -> float:
+    """What a network of a family is given at time t, or where a share t is masked."""
+    if denoiser.family in ("duo", "udlm"):
+        return -math.log(min(max(1 - t, 1e-3), 1 - 1e-3))
+    if denoiser.family.startswith("gidd"):
+        margin = float(denoiser.t_eps)  # type: ignore[attr-defined]  # an entry of config.json
+        return min(max(t, margin), 1 - margin)
+    if denoiser.family == "sedd":
+        schedule = getattr(denoiser, "sigma", "") == "schedule"
+        return -math.log(1 - (1 - 1e-3) * t) if schedule else -math.log(1 - min(max(t, 0.1), 0.9))
+    return 0.0
+
+
+def rows_of(denoiser: Denoiser) -> list[Window]:
+    """Rows of random tokens: a long one, a shorter one, and one with a suffix if such is seen."""
+    length = min(LENGTH, denoiser.max_length)
+    long, short, framed = random_rows(denoiser, length, rows=3).tolist()
+    quarter, half = max(1, length // 4), max(2, length // 2)
+    windows = [Window(long[:quarter], long[quarter:]), Window(short[:1], short[1:half])]
+    if denoiser.attention == "bidirectional" and length > 8:
+        windows.append(Window(framed[:quarter], framed[quarter:half], framed[half : half + quarter]))
+    return windows
+
+
+class OtherProgram(OneRow, abc.ABC):
+    """One window under another program for the network. Subclasses implement `forward`."""
+
+    def __init__(self, denoiser: Denoiser, window: Window, block: int | None, grid: str):
+        super().__init__(denoiser, window, block, grid)
+        self.relative_positions = False
+
+    @abc.abstractmethod
+    def forward(self, shown: torch.Tensor, seen: torch.Tensor | None) -> torch.Tensor:
+        """The logits (L, V) of the row `shown` (L,); `seen` (L, L): the columns that each attends to, None: all."""
+
+    def state(self, masked: list[int], end: int) -> torch.Tensor:
+        """The row (L,) with these columns masked, and all target positions from `end` on."""
+        hidden = {*masked, *range(end, self.end)}
+        return torch.tensor([self.m if column in hidden else token for column, token in enumerate(self.x)])
+
+    def features(self, denoiser: Denoiser, shown: torch.Tensor, begin: int) -> torch.Tensor:
+        """The logits (L, V) of the row."""
+        column = torch.arange(len(shown), device=shown.device)
+        return self.forward(shown, self.seen(denoiser, column, begin))
+
+    def head(self, denoiser: Denoiser, features: torch.Tensor) -> torch.Tensor:
+        return features[:, : self.denoiser.vocab_size]
+
+    def seen(self, denoiser: Denoiser, column: torch.Tensor, begin: int) -> torch.Tensor | None:
+        """The columns that each column attends to, (L, L) bool; None if the program knows by itself."""
+        return self.attended(denoiser, column, begin) if denoiser.by_blocks else None
+
+
+class OwnRow(OtherProgram):
+    """One window under the forward of another class of the network."""
+
+    def __init__(self, model: Any, *window: Any):
+        super().__init__(*window)
+        self.model = model
+
+    def forward(self, shown: torch.Tensor, seen: torch.Tensor | None) -> torch.Tensor:
+        more: dict[str, torch.Tensor] = {}
+        if seen is not None:
+            dtype = next(self.model.parameters()).dtype
+            none = torch.zeros(seen.shape, dtype=dtype, device=shown.device)
+            more["attention_mask"] = none.masked_fill(~seen, torch.finfo(dtype).min)[None, None]
+            more["position_ids"] = torch.arange(len(shown), device=shown.device)[None]
+        with theirs():
+            out = self.model(input_ids=shown[None], **more)
+        logits: torch.Tensor = (
+            out if isinstance(out, torch.Tensor) else out[0] if isinstance(out, tuple) else out.logits
+        )
+        return logits[0]
+
+    def seen(self, denoiser: Denoiser, column: torch.Tensor, begin: int) -> torch.Tensor | None:
+        native = type(self.model).__module__.startswith("transformers.")
+        if denoiser.attention == "bidirectional" and native and type(self.model).__name__.endswith(DECODERS):
+            return torch.ones(len(column), len(column), dtype=torch.bool, device=column.device)
+        return super().seen(denoiser, column, begin)
+
+
+class PlainRow(OtherProgram):
+    """One window under a network written out in float64: `written(ids, seen, noise level)`, on the CPU."""
+
+    def __init__(self, written: Callable[[Sequence[int], torch.Tensor | None, float], torch.Tensor], *window: Any):
+        super().__init__(*window)
+        self.written = written
+
+    def forward(self, shown: torch.Tensor, seen: torch.Tensor | None) -> torch.Tensor:
+        counted = len(shown)
+        if self.denoiser.bos == "official":  # context and suffix do not count
+            counted -= self.origin + self.suffix
+        share = int((shown == self.m).sum()) / counted
+        ids = shown.tolist()
+        if seen is None and self.denoiser.attention == "causal":
+            seen = plain.block_causal(len(ids), 1)
+        logits = self.written(ids, None if seen is None else seen.cpu(), noise_level(self.denoiser, share))
+        return logits.to(shown.device)

@@ -1,0 +1,431 @@
+"""Networks in float64 from their description alone, one row at a time, on the tensors of the checkpoint's own files.
+
+Nothing here is shared with `denoisers/`: neither the names of tensors, nor the entries of config.json, nor a line of a
+forward pass. `audit` compares the network of a run with these.
+
+    decoder        x = table[ids]
+                   x = x + mix(norm(x))       attention over the positions that `seen` allows; q and k turned
+                   x = x + feed(norm(x))      SwiGLU, or a mixture of them
+                   logits = head @ norm(x)
+    DiT            the same with layer norms that a noise level shifts, scales and gates, and a GELU
+
+Tensors of decoders go by the names in the checkpoint's own files, without `.weight`: `NATIVE`, `LLADA`, `LLADA2`,
+`SMDM` and `NEMOTRON` say which is which.
+
+Shapes: L row length, D features, H heads, h features of a head, E experts, V tokens.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+Tensors: TypeAlias = Mapping[str, Tensor]
+
+_LAYER = "model.layers.{n}."
+NATIVE = {
+    "table": "model.embed_tokens",
+    "last": "model.norm",
+    "head": "lm_head",
+    "before mix": _LAYER + "input_layernorm",
+    "before feed": _LAYER + "post_attention_layernorm",
+    **{name: _LAYER + f"self_attn.{name}_proj" for name in "qkv"},
+    "q norm": _LAYER + "self_attn.q_norm",
+    "k norm": _LAYER + "self_attn.k_norm",
+    "out": _LAYER + "self_attn.o_proj",
+    "router": _LAYER + "mlp.gate",
+    **{part: _LAYER + f"mlp.{part}_proj" for part in ("gate", "up", "down")},
+    **{f"expert {part}": _LAYER + f"mlp.experts.{{e}}.{part}_proj" for part in ("gate", "up", "down")},
+}
+_BLOCK = "model.transformer.blocks.{n}."
+LLADA = {
+    "table": "model.transformer.wte",
+    "last": "model.transformer.ln_f",
+    "head": "model.transformer.ff_out",
+    "before mix": _BLOCK + "attn_norm",
+    "before feed": _BLOCK + "ff_norm",
+    **{name: _BLOCK + f"{name}_proj" for name in "qkv"},
+    "out": _BLOCK + "attn_out",
+    "gate": _BLOCK + "ff_proj",
+    "up": _BLOCK + "up_proj",
+    "down": _BLOCK + "ff_out",
+}
+LLADA2 = {
+    **NATIVE,
+    "table": "model.word_embeddings",
+    "qkv": _LAYER + "attention.query_key_value",
+    "q norm": _LAYER + "attention.query_layernorm",
+    "k norm": _LAYER + "attention.key_layernorm",
+    "out": _LAYER + "attention.dense",
+    "router bias": _LAYER + "mlp.gate.expert_bias",
+    **{f"shared {part}": _LAYER + f"mlp.shared_experts.{part}_proj" for part in ("gate", "up", "down")},
+}
+_H = "transformer.h.{n}."
+SMDM = {
+    "table": "transformer.wte",
+    "last": "transformer.ln_f",
+    "head": "lm_head",
+    "before mix": _H + "norm_1",
+    "before feed": _H + "norm_2",
+    "qkv": _H + "attn.attn",
+    "out": _H + "attn.proj",
+    "gate": _H + "mlp.swiglu.w1",
+    "up": _H + "mlp.swiglu.w2",
+    "down": _H + "mlp.swiglu.w3",
+}
+NEMOTRON = {name: key.replace("model.", "encoder.", 1) for name, key in NATIVE.items()} | {"head": "diffusion_head"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Net:
+    """A decoder's sizes and habits. Biases, norms of q and k, and a shared expert are there where the file has them."""
+
+    head: int  # features of a head
+    heads: int = 4
+    kept: int = 2  # heads of keys and values
+    layers: int = 2
+    keys: Mapping[str, str] = dataclasses.field(default_factory=lambda: NATIVE)
+    grouped: bool = False  # qkv holds for each head of keys its queries, its keys and its values
+    theta: float = 10_000.0
+    eps: float = 1e-6
+    turned: float = 1.0  # the share of a head that is turned, from its start
+    stretch: Mapping[str, Any] | None = None  # of the rotary frequencies, as in Llama 3 or YaRN, or all of them
+    experts: int = 0
+    chosen: int = 0
+    normalised: bool = True  # weights of the chosen experts sum to one
+    groups: int = 0  # 0: softmax router; else sigmoid scores, and experts in this many groups
+    groups_kept: int = 0
+    capacity: int = 0  # experts that the positions of a block share, chosen by the best of them; the groups are ignored
+    routed: int = 0  # positions of such a block
+    scale: float = 1.0  # of the experts' sum
+    dense: int = 0  # first layers without experts
+
+
+def logits(net: Net, w: Tensors, ids: Sequence[int], seen: Tensor | None = None) -> Tensor:
+    """Logits (L, V) of ids; position i attends to position j where `seen[i, j]`, everywhere unless given."""
+    seen = torch.ones(len(ids), len(ids), dtype=torch.bool) if seen is None else seen
+
+    def maybe(name: str, n: int | None = None, e: int | None = None, end: str = ".weight") -> Tensor | None:
+        key = net.keys.get(name, "nowhere").format(n=n, e=e) + end
+        return w[key].double() if key in w else None
+
+    def tensor(name: str, n: int | None = None, e: int | None = None, end: str = ".weight") -> Tensor:
+        if (found := maybe(name, n, e, end)) is None:
+            raise KeyError(f"the checkpoint has no tensor {net.keys.get(name, name).format(n=n, e=e)}{end}")
+        return found
+
+    def linear(x: Tensor, name: str, n: int | None = None, e: int | None = None) -> Tensor:
+        y = x @ tensor(name, n, e).T
+        bias = maybe(name, n, e, ".bias")
+        return y if bias is None else y + bias
+
+    def norm(x: Tensor, weight: Tensor) -> Tensor:
+        return x / (x.square().mean(-1, keepdim=True) + net.eps).sqrt() * weight
+
+    def swiglu(x: Tensor, kind: str, n: int, e: int | None = None) -> Tensor:
+        gate = linear(x, f"{kind}gate", n, e)
+        return linear(gate * gate.sigmoid() * linear(x, f"{kind}up", n, e), f"{kind}down", n, e)
+
+    def turn(x: Tensor) -> Tensor:
+        """Pairs (i, i + half) of a head's first features (L, H, h), each turned by the position."""
+        size = int(net.head * net.turned)
+        half = size // 2
+        speed = torch.tensor([_frequency(net, i, size) for i in range(half)], dtype=torch.float64)
+        angle = torch.arange(len(x), dtype=torch.float64)[:, None, None] * speed  # (L, 1, half)
+        a, b, rest = x.split([half, half, net.head - size], -1)
+        return torch.cat([a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin(), rest], -1)
+
+    def project(x: Tensor, n: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries (L, H, h), and as many keys and values (L, H, h) each."""
+        of = net.heads // net.kept  # queries of a head of keys
+        if net.grouped:
+            parts = linear(x, "qkv", n).unflatten(1, (net.kept, of + 2, net.head)).split([of, 1, 1], 2)
+        elif "qkv" in net.keys:
+            parts = linear(x, "qkv", n).unflatten(1, (-1, net.head)).split([net.heads, net.kept, net.kept], 1)
+        else:
+            parts = tuple(linear(x, name, n) for name in "qkv")
+        q, k, v = (part.reshape(len(x), -1, net.head) for part in parts)
+        if (weight := maybe("q norm", n)) is not None:
+            q, k = norm(q, weight), norm(k, tensor("k norm", n))
+        return turn(q), turn(k).repeat_interleave(of, 1), v.repeat_interleave(of, 1)
+
+    def mix(x: Tensor, n: int) -> Tensor:
+        q, k, v = project(x, n)
+        match = torch.einsum("ihd,jhd->hij", q, k) / math.sqrt(net.head)
+        shares = match.masked_fill(~seen, -math.inf).softmax(-1)  # (H, L, L)
+        return linear(torch.einsum("hij,jhd->ihd", shares, v).flatten(1), "out", n)
+
+    def route(x: Tensor, n: int) -> Tensor:
+        """The weight of each expert for each position (L, E), 0 for those that are not chosen."""
+        score = linear(x, "router", n)
+        if net.capacity:
+            score = score.sigmoid()
+            chosen = by_block(score + tensor("router bias", n, end=""))
+        elif net.groups:
+            score = score.sigmoid()
+            biased = (score + tensor("router bias", n, end="")).unflatten(1, (net.groups, -1))
+            best = biased.topk(2).values.sum(-1).topk(net.groups_kept).indices
+            allowed = torch.zeros(biased.shape[:2], dtype=torch.bool).scatter(1, best, True)
+            chosen = biased.masked_fill(~allowed[..., None], -math.inf).flatten(1).topk(net.chosen).indices
+        else:
+            score = score.softmax(-1)
+            chosen = score.topk(net.chosen).indices
+        share = torch.zeros_like(score).scatter(1, chosen, score.gather(1, chosen))
+        return share / share.sum(1, keepdim=True) if net.normalised else share
+
+    def by_block(biased: Tensor) -> Tensor:
+        """The experts of each position (L, chosen): a block allows the best by their maximum, ties from the lowest."""
+        chosen = []
+        for begin in range(0, len(biased), net.routed):
+            block = biased[begin : begin + net.routed].tolist()
+            peak = [max(position[e] for position in block) for e in range(net.experts)]
+            allowed = sorted(range(net.experts), key=lambda e: (-peak[e], e))[: net.capacity]
+            for position in block:
+                chosen.append(sorted(allowed, key=lambda e: (-position[e], e))[: net.chosen])
+        return torch.tensor(chosen)
+
+    def feed(x: Tensor, n: int) -> Tensor:
+        if not net.experts or n < net.dense:
+            return swiglu(x, "", n)
+        shares = net.scale * route(x, n)
+        total = torch.zeros_like(x)
+        for e in range(net.experts):
+            total = total + shares[:, e, None] * swiglu(x, "expert ", n, e)
+        return total if maybe("shared gate", n) is None else total + swiglu(x, "shared ", n)
+
+    table = tensor("table")
+    x = table[list(ids)]  # (L, D)
+    for n in range(net.layers):
+        x = x + mix(norm(x, tensor("before mix", n)), n)
+        x = x + feed(norm(x, tensor("before feed", n)), n)
+    head = table if maybe("head") is None else tensor("head")
+    out = norm(x, tensor("last")) @ head.T
+    return torch.nn.functional.pad(out, (0, len(table) - len(head)))  # rows that the head does not have: [MASK]
+
+
+def _frequency(net: Net, i: int, size: int) -> float:
+    """The turn per position of pair i of `size` // 2."""
+    frequency = net.theta ** (-2 * i / size)
+    if net.stretch is None:
+        return frequency
+    if "type" in net.stretch:  # linear
+        return float(frequency / net.stretch["factor"])
+    if net.stretch["rope_type"] == "yarn":
+        length = net.stretch["original_max_position_embeddings"]
+
+        def pair(turns: float) -> float:  # the pair of features that turns this often over the first training's length
+            return size * math.log(length / (turns * 2 * math.pi)) / (2 * math.log(net.theta))
+
+        low, high = max(math.floor(pair(net.stretch["beta_fast"])), 0), min(math.ceil(pair(1)), size - 1)
+        slowed = min(max((i - low) / (high - low), 0.0), 1.0)
+        return float(frequency * (1 - slowed) + frequency / net.stretch["factor"] * slowed)
+    periods = net.stretch["original_max_position_embeddings"] * frequency / (2 * math.pi)  # in the first training
+    low, high = net.stretch["low_freq_factor"], net.stretch["high_freq_factor"]
+    kept = min(max((periods - low) / (high - low), 0.0), 1.0)
+    return float(kept * frequency + (1 - kept) * frequency / net.stretch["factor"])
+
+
+def block_causal(length: int, block: int, origin: int = 0) -> Tensor:
+    """Which positions see which (L, L): their own block and those before it; what is before `origin` is one block."""
+    number = (torch.arange(length) - origin).div(block, rounding_mode="floor").clamp(min=-1)
+    return number[:, None] >= number
+
+
+def causal_prefix(length: int, begin: int) -> Tensor:
+    """Positions before `begin` see themselves and those before them; those from `begin` on see everything."""
+    return block_causal(length, 1) | (torch.arange(length) >= begin)[:, None]
+
+
+# ---------------------------------------------------------------- DiT
+
+
+def dit(w: Tensors, ids: Sequence[int], heads: int, sigma: float = 0.0, seen: Tensor | None = None) -> Tensor:
+    """Logits (L, V) of a DiT (MDLM, BD3-LM, SEDD, GIDD, Duo) at noise level `sigma`; rotations as complex numbers.
+
+    `seen` (L, L): which keys (columns) a query (row) attends to; all unless given. The tensors are of the authors'
+    names, without `backbone.`; their shapes give the sizes.
+    """
+
+    def tensor(name: str) -> Tensor:
+        return w[name].double()
+
+    def linear(x: Tensor, name: str) -> Tensor:
+        y = x @ tensor(f"{name}.weight").T
+        return y + tensor(f"{name}.bias") if f"{name}.bias" in w else y
+
+    def norm(x: Tensor, name: str) -> Tensor:
+        x = x - x.mean(1, keepdim=True)
+        return x / ((x**2).mean(1, keepdim=True) + 1e-5).sqrt() * tensor(f"{name}.weight")
+
+    def gelu(x: Tensor) -> Tensor:
+        return 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
+
+    def silu(x: Tensor) -> Tensor:
+        return x / (1 + torch.exp(-x))
+
+    def modulation(name: str, parts: int) -> tuple[Tensor | float, ...]:
+        """Shift, scale and gate, once or twice; the last layer has no gate."""
+        if condition is None:
+            return (0.0, 0.0, 1.0) * (parts // 3) or (0.0, 0.0)
+        return linear(condition, f"{name}.adaLN_modulation").split(width)
+
+    table = tensor("vocab_embed.embedding")
+    length, width = len(ids), table.shape[1]
+    half = width // heads // 2
+    condition = None
+    if "sigma_map.mlp.0.weight" in w:
+        angles = torch.tensor([sigma * math.exp(-math.log(10_000) * i / 128) for i in range(128)], dtype=torch.float64)
+        condition = linear(torch.cat([angles.cos(), angles.sin()]), "sigma_map.mlp.0")
+        condition = silu(linear(silu(condition), "sigma_map.mlp.2"))
+    seen = torch.ones(length, length, dtype=torch.bool) if seen is None else seen
+    positions = torch.arange(length, dtype=torch.float64)
+    frequency = 10_000.0 ** (-torch.arange(half, dtype=torch.float64) / half)
+    turn = torch.exp(1j * positions[:, None] * frequency)[:, None]  # (L, 1, half)
+    x = table[torch.tensor(ids)]  # (L, D)
+    for n in range(sum(key.endswith("attn_qkv.weight") for key in w)):
+        p = f"blocks.{n}"
+        shift, scale, gate, shift_mlp, scale_mlp, gate_mlp = modulation(p, 6)
+        qkv = linear(norm(x, f"{p}.norm1") * (1 + scale) + shift, f"{p}.attn_qkv")
+        q, k, v = qkv.reshape(length, 3, heads, 2 * half).unbind(1)  # (L, H, h)
+        q, k = (torch.complex(y[..., :half], y[..., half:]) * turn for y in (q, k))
+        agree = torch.einsum("ihc,jhc->hij", q, k.conj()).real / math.sqrt(2 * half)  # (H, L, L)
+        attention = agree.masked_fill(~seen, -math.inf).softmax(2)
+        x = x + gate * linear(torch.einsum("hij,jhc->ihc", attention, v).reshape(length, width), f"{p}.attn_out")
+        y = norm(x, f"{p}.norm2") * (1 + scale_mlp) + shift_mlp
+        x = x + gate_mlp * linear(gelu(linear(y, f"{p}.mlp.0")), f"{p}.mlp.2")
+    shift, scale = modulation("output_layer", 2)
+    return linear(norm(x, "output_layer.norm_final") * (1 + scale) + shift, "output_layer.linear")
+
+
+# ---------------------------------------------------------------- from a checkpoint's folder
+
+
+class Unknown(Exception):
+    """A checkpoint whose network is not written here; the text says why."""
+
+
+class Files(Mapping[str, Tensor]):
+    """The tensors of the weight files of a folder, read when they are asked for, so that one fits at a time.
+
+    `used`: the names that were asked for.
+    """
+
+    def __init__(self, folder: str):
+        self.files: dict[str, str] = {}
+        self.pickled: dict[str, Tensor] = {}
+        names = [name for name in sorted(os.listdir(folder)) if not name.startswith("adapter_")]
+        for path in (os.path.join(folder, name) for name in names if name.endswith(".safetensors")):
+            with safe_open(path, "pt") as file:
+                self.files |= dict.fromkeys(file.keys(), path)
+        if not self.files:
+            for path in (os.path.join(folder, name) for name in names if name.endswith(".bin")):
+                self.pickled |= torch.load(path, "cpu", weights_only=True, mmap=True)
+        if not self.files and not self.pickled:
+            raise Unknown("its weights are neither in safetensors nor in .bin files")
+        self.used: set[str] = set()
+
+    def __getitem__(self, key: str) -> Tensor:
+        self.used.add(key)
+        if key in self.pickled:
+            return self.pickled[key]
+        with safe_open(self.files[key], "pt") as file:
+            return file.get_tensor(key)
+
+    def __iter__(self) -> Iterator[str]:
+        yield from self.files
+        yield from self.pickled
+
+    def __len__(self) -> int:
+        return len(self.files) + len(self.pickled)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self.files or key in self.pickled
+
+
+class WithoutPrefix(Mapping[str, Tensor]):
+    """Tensors under the ends of their names."""
+
+    def __init__(self, tensors: Tensors, prefix: str):
+        self.tensors = tensors
+        self.names = {key.removeprefix(prefix): key for key in tensors}
+
+    def __getitem__(self, key: str) -> Tensor:
+        return self.tensors[self.names[key]]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.names)
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self.names
+
+
+def read_config(folder: str) -> dict[str, Any]:
+    """config.json of a folder."""
+    with open(os.path.join(folder, "config.json"), encoding="utf-8") as file:
+        return dict(json.load(file))
+
+
+def first(config: Mapping[str, Any], *names: str, default: Any = None) -> Any:
+    """The first entry of a config that is there and not null."""
+    return next((config[name] for name in names if config.get(name) is not None), default)
+
+
+def decoder_of(config: Mapping[str, Any], w: Tensors, block: int | None = None) -> Net:
+    """The decoder that a config.json describes; raises Unknown for one that is not written here.
+
+    `block`: the block of the run, within which a network may share its experts.
+    """
+    keys = next((keys for keys in LAYOUTS if all(f"{keys[part]}.weight" in w for part in ("table", "last"))), None)
+    if keys is None:
+        raise Unknown("its tensors have other names than those of the decoders written out here")
+    kind = " ".join(config.get("architectures") or ())
+    rotary = config.get("rope_parameters") or config
+    stretch = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    stretched = stretch.get("rope_type", stretch.get("type", "default"))
+    if stretched not in ("default", "linear", "llama3", "yarn"):
+        raise Unknown(f"its rotary positions are stretched as in {stretched}")
+    if config.get("layer_types") and set(config["layer_types"]) != {"full_attention"}:
+        raise Unknown("its layers are of several kinds")
+    heads = first(config, "num_attention_heads", "n_heads", "n_head")
+    width = w[f"{keys['table']}.weight"].shape[1]
+    return Net(
+        head=first(config, "head_dim", default=width // heads),
+        heads=heads,
+        kept=first(config, "num_key_value_heads", "n_kv_heads", "n_query_groups", default=heads),
+        layers=first(config, "num_hidden_layers", "n_layers", "n_layer"),
+        keys=keys,
+        grouped=keys is SMDM,
+        theta=first(rotary, "rope_theta", default=10_000.0),
+        eps=first(config, "rms_norm_eps", "norm_eps", default=1e-5 if keys in (LLADA, SMDM) else 1e-6),
+        turned=first(rotary, "partial_rotary_factor", default=first(config, "partial_rotary_factor", default=1.0)),
+        stretch=None if stretched == "default" else dict(stretch),
+        capacity=first(config, "expert_capacity", default=0),
+        routed=block or 0,
+        experts=first(config, "num_experts", "n_routed_experts", default=0),
+        chosen=first(config, "num_experts_per_tok", default=0),
+        normalised=first(config, "norm_topk_prob", default=False) and "LLaDAMoE" not in kind,
+        groups=first(config, "n_group", default=0),
+        groups_kept=first(config, "topk_group", default=0),
+        scale=first(config, "routed_scaling_factor", default=1.0),
+        dense=first(config, "first_k_dense_replace", default=0),
+    )
+
+
+LAYOUTS = (NATIVE, LLADA, LLADA2, SMDM, NEMOTRON)
+RECOMPUTED = ("rotary_emb", "inv_freq", "sampling_eps", "noise.")  # in names of tensors that no forward pass reads
+
+
+def weights_in(files: Files) -> list[str]:
+    """The names of the tensors that a forward pass reads."""
+    return [key for key in files if not any(part in key for part in RECOMPUTED)]

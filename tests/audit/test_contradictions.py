@@ -1,0 +1,102 @@
+"""Values that cannot all be right, and draws that are not drawn as they are said to be, are failures of an audit."""
+
+import dataclasses
+import random
+
+import pytest
+from attends import Attends
+from noised_toys import NoisyToy
+from toys import Toy
+
+from lm_eval_duel.audit.checked import CheckedWindow
+from lm_eval_duel.audit.contradictions import contradictions
+from lm_eval_duel.audit.recompute import Recomputed
+from lm_eval_duel.core.windows import Window
+from lm_eval_duel.estimators import two_phase
+from lm_eval_duel.estimators.duel import DuelEstimator
+from lm_eval_duel.estimators.elbo import Elbo
+from lm_eval_duel.estimators.lattice import Lattice
+from lm_eval_duel.estimators.noised_elbo import NoisedElbo
+from lm_eval_duel.estimators.two_phase import TwoPhase
+
+
+def windows(count, length=8, seed=0):
+    draw = random.Random(seed)
+    return [Window((), [draw.randrange(3) for _ in range(length)]) for _ in range(count)]
+
+
+ESTIMATORS = {
+    "duel": lambda: DuelEstimator(Toy(), "greedy", 4),
+    "elbo": lambda: Elbo(Toy(), 4, samples=16),
+    "elbo of the whole target": lambda: Elbo(Toy(), samples=16),
+    "elbo by ratio": lambda: Elbo(Toy(), 4, samples=16, form="ratio"),
+    "two phases": lambda: TwoPhase(Attends(), "greedy", 2, sample=0.4),
+    "all orders": lambda: Lattice(Toy(), 4, value="mixture", follow=["greedy"]),
+    "random tokens": lambda: NoisedElbo(NoisyToy(), samples=32),
+    "random tokens, no limit": lambda: NoisedElbo(NoisyToy(), samples=32, steps=float("inf")),
+}
+COMPARED = {  # by name: what is compared at least
+    "duel": "the best order of",
+    "elbo": "the mean over all orders of",
+    "elbo of the whole target": "draws",
+    "two phases": "the exact value",
+    "all orders": "the order of the values",
+    "random tokens": "draws",
+}
+
+
+def held(estimator, count=16, change=lambda score: score):
+    texts = windows(count, min(8, estimator.denoiser.max_length))
+    scores = map(change, estimator.log_prob(texts))
+    checked = [
+        CheckedWindow(f"window {n}", window, score.log_prob, Recomputed(score.log_prob), n, score)
+        for n, (window, score) in enumerate(zip(texts, scores, strict=True))
+    ]
+    return contradictions(estimator, checked)
+
+
+@pytest.mark.parametrize("name", ESTIMATORS)
+def test_right_values_do_not_contradict_each_other(name):
+    found = held(ESTIMATORS[name]())
+    assert not found.problems
+    assert any(what.startswith(COMPARED.get(name, "")) for what in found.compared), found.compared
+
+
+@pytest.mark.parametrize("block", [4, None])
+def test_draws_that_prefer_few_masks_are_found(block, monkeypatch):
+    strata = Elbo.strata
+    monkeypatch.setattr(Elbo, "strata", lambda self, *lanes: strata(self, *lanes) ** 1.5)
+    assert "share of masked positions of the draws" in " ".join(held(Elbo(Toy(), block, samples=16)).problems)
+
+
+def test_draws_that_prefer_places_are_found(monkeypatch):
+    first = lambda *keys: keys[-1] + 0 * keys[0]  # noqa: E731 - the positions in order
+    monkeypatch.setattr("lm_eval_duel.estimators.elbo.hashed", first)
+    assert "place of masked positions" in " ".join(held(Elbo(Toy(), samples=16)).problems)
+
+
+def test_a_share_of_drawn_blocks_that_is_not_the_share_is_found(monkeypatch):
+    uniform = two_phase.uniform
+    monkeypatch.setattr(two_phase, "uniform", lambda *keys: uniform(*keys) ** 2)
+    assert "share of drawn blocks" in " ".join(held(TwoPhase(Attends(), "greedy", 2, sample=0.4)).problems)
+
+
+def test_noise_that_is_not_that_of_its_time_is_found(monkeypatch):
+    draws = NoisedElbo.draws
+
+    def less(self, window):
+        target = list(window.target)
+        return [(s, t, weight, row[:4] + target[4:]) for s, t, weight, row in draws(self, window)]
+
+    monkeypatch.setattr(NoisedElbo, "draws", less)
+    assert "number of tokens that the noise kept" in " ".join(held(NoisedElbo(NoisyToy(), samples=32)).problems)
+
+
+@pytest.mark.parametrize("name", ["duel", "elbo", "two phases", "all orders"])
+def test_a_value_that_is_too_good_is_found(name):
+    """Whoever computed it: here the run and its recomputation agree."""
+
+    def better(score):
+        return dataclasses.replace(score, log_prob=score.log_prob + 30.0)
+
+    assert held(ESTIMATORS[name](), change=better).problems

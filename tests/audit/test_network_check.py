@@ -1,0 +1,167 @@
+"""The network beside the checkpoint's own code, beside one written out, and its weights beside the files."""
+
+from typing import NamedTuple
+
+import dit_reference
+import networks
+import pytest
+import tiny
+import torch
+from own import DREAM, KINDS, MASK, SIZE, decoder, made, write
+
+from lm_eval_duel import denoisers
+from lm_eval_duel.audit import network_check
+from lm_eval_duel.denoisers.dit import network
+from lm_eval_duel.options import Options
+
+NAMES = {kind: KINDS[f"own {kind}"][1] for kind in ("llada", "dream", "sdar")}
+
+
+def compared(path, denoiser=None, **arguments):
+    arguments = {"pretrained": path, "dtype": "float32", "trust_remote_code": True, "device": "cpu", **arguments}
+    options = Options.parse(arguments)
+    denoiser = denoiser or denoisers.load(path, device="cpu", **options.network)
+    found, reasons = network_check.compare(options, denoiser, "cpu")
+    own = [each for each in found if isinstance(each, network_check.Compared) and "written out" not in each.name]
+    written = [each for each in found if isinstance(each, network_check.Compared) and "written out" in each.name]
+    weights = [each for each in found if isinstance(each, network_check.Weights)]
+    return Found(*(part[0] if part else None for part in (own, written, weights)), " ".join(reasons))
+
+
+class Found(NamedTuple):
+    own: network_check.Compared | None
+    written: network_check.Compared | None
+    weights: network_check.Weights | None
+    reasons: str
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """The path of each checkpoint."""
+    return {kind: made(tmp_path_factory.mktemp(kind), f"own {kind}")[0] for kind in NAMES}
+
+
+@pytest.mark.parametrize("kind", NAMES)
+def test_a_network_equals_its_own_code(kind, folders):
+    all_found = compared(folders[kind])
+    found = all_found.own
+    assert not all_found.written.differs and all_found.written.positions == found.positions, all_found
+    assert not all_found.weights.differs
+    assert (found.name, found.differs) == (NAMES[kind], False) and found.positions > 20, found
+    assert found.difference < 1e-4
+
+
+@pytest.mark.parametrize(("fault", "kind"), [("head", "llada"), ("rotary", "dream"), ("layer", "sdar")])
+def test_a_fault_of_the_network_differs(fault, kind, folders, monkeypatch):
+    path = folders[kind]
+    denoiser = denoisers.load(path, device="cpu")
+    decoder = denoiser.model.base_model
+    if fault == "head":
+        head = denoiser.head
+        monkeypatch.setattr(denoiser, "head", lambda features: 0.9 * head(features))
+    elif fault == "rotary":
+        decoder.rotary_emb.inv_freq = 450.0 ** -(torch.arange(2) / 2)  # of heads of four; the base is 500
+    else:
+        with torch.no_grad():
+            decoder.layers[1].mlp.down_proj.weight *= 1.02
+    found = compared(path, denoiser)
+    assert found.own.differs and found.written.differs, found
+
+
+def test_a_class_of_transformers(tmp_path):
+    (tmp_path / "bert").mkdir()
+    path = tiny.checkpoint(tmp_path / "bert", "bert")
+    found = compared(path).own
+    assert found.name == "BertForMaskedLM" and not found.differs, found
+    (tmp_path / "llama").mkdir()
+    config = {**SIZE, "architectures": ["LlamaForCausalLM"], "model_type": "llama"}
+    path = write(tmp_path / "llama", "", "", decoder(), config)
+    for attention in ("bidirectional", "causal"):
+        mask = {"mask_token_id": MASK} if attention == "bidirectional" else {"estimator": "ar"}
+        found = compared(path, attention=attention, **mask).own
+        assert found.name == "LlamaForCausalLM" and not found.differs, found
+
+
+def test_llada2(tmp_path):
+    """Its code in small, beside Llama's class under the same attention."""
+    for name in ("own", "twin"):
+        (tmp_path / name).mkdir()
+    path, *_ = made(tmp_path / "own", "own llada2")
+    config = {**SIZE, "architectures": ["LlamaForCausalLM"], "model_type": "llama"}
+    twin = write(tmp_path / "twin", "", "", decoder(), config)
+    denoiser = denoisers.load(twin, device="cpu", attention="block_causal", mask_token_id=MASK, block=4)
+    found = compared(path, denoiser).own
+    assert (found.name, found.differs) == ("LLaDA2MoeModelLM", False), found
+    own = denoisers.load(path, device="cpu", backend="remote", trust_remote_code=True)
+    assert "the run itself" in compared(path, own).reasons
+
+
+def test_what_cannot_be_compared_says_why(tmp_path):
+    assert "it has no code" in compared("demo-bd").reasons
+    path, *_ = made(tmp_path, "own dream")
+    assert "trust_remote_code=true" in compared(path, trust_remote_code=False).reasons
+    (tmp_path / "modeling_own.py").write_text("import no_such_package\n" + DREAM)
+    assert "no_such_package" in compared(path).reasons
+
+
+def test_an_error_of_this_network_is_no_reason_to_skip_the_comparison(folders, monkeypatch):
+    """The code of others may fail, which is a text; our own network may not."""
+    denoiser = denoisers.load(folders["llada"], device="cpu")
+
+    def broken(*_, **__):
+        raise KeyError("ours")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(network_check.OwnRow, "seen", lambda self, *_: {}["ours"])
+        with pytest.raises(KeyError, match="ours"):
+            compared(folders["llada"], denoiser)
+    monkeypatch.setattr(network_check, "load_own_class", lambda *_: broken)
+    assert "own code: KeyError: 'ours'" in compared(folders["llada"], denoiser).reasons
+    monkeypatch.setattr(denoiser, "head", broken)
+    with pytest.raises(KeyError, match="ours"):
+        compared(folders["llada"], denoiser)
+
+
+# ---------------------------------------------------------------- the network written out
+
+WRITTEN = ["mdlm", "bd3lm", "sedd", "gidd", "ar", "duo", "gidd-uniform", "llada2", "sdar-moe", "smdm"]
+WRITTEN += ["a2d-llama", "nemotron-labs-diffusion"]
+
+
+def folder_of(name, folder):
+    """A checkpoint of a family, and what a user says to load it."""
+    if name in dit_reference.CONFIGS:
+        return dit_reference.write(folder, name)[0], {}
+    path, options, _ = networks.made(folder, name)
+    return path, options
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_a_network_equals_the_one_written_out(name, tmp_path):
+    path, options = folder_of(name, tmp_path)
+    found = compared(path, trust_remote_code=False, **options)
+    assert not found.written.differs and found.written.positions > 9 and found.written.difference < 1e-4, found
+    assert not found.weights.differs
+
+
+@pytest.mark.parametrize("name", ["mdlm", "bd3lm", "sedd", "duo", "gidd"])
+@pytest.mark.parametrize("fault", ["rotary", "rounded", "level"])
+def test_a_fault_of_our_own_network_differs(name, fault, tmp_path, monkeypatch):
+    """A rotary base of 9,000; weights in eight bits, under the digest of the files; another noise level."""
+    path, options = folder_of(name, tmp_path)
+    denoiser = denoisers.load(path, device="cpu", **options)
+    if fault == "rotary":
+        rotary = network.rotary
+        monkeypatch.setattr(network, "rotary", lambda positions, head: rotary(positions * 0.9, head))
+    elif fault == "rounded":
+        with torch.no_grad():
+            for parameter in denoiser.network.parameters():
+                parameter.copy_(parameter.to(torch.float8_e4m3fn).float())
+    elif name in ("sedd", "duo", "gidd"):
+        noise_level = type(denoiser).noise_level
+        monkeypatch.setattr(type(denoiser), "noise_level", lambda self, t: 1.1 * noise_level(self, t))
+    else:
+        return
+    found = compared(path, denoiser)
+    assert found.written.differs, found
+    assert found.weights.differs == (fault == "rounded")
