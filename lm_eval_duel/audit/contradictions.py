@@ -38,7 +38,7 @@ DRAWN_WINDOWS = 50  # whose draws are looked at
 
 
 class Held:
-    """What has been compared, and what contradicts: in words."""
+    """The comparisons that were made, and the contradictions found, in words."""
 
     def __init__(self) -> None:
         self.compared: list[str] = []

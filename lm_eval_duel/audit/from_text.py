@@ -106,7 +106,7 @@ class FromText:
         return math.exp(-math.fsum(n / count * math.log(n / count) for n in self.ids.values())) if count else math.nan
 
     def odd(self, printed: Mapping[str, float]) -> list[str]:
-        """What is no fault of the package, but of its arguments, as a wrong shift or mask, or of the network."""
+        """Notes on faults of arguments, such as a wrong shift or mask, or of the network itself."""
         value = printed.get("token_perplexity", math.nan)
         if not value > self.unigram:
             return []

@@ -59,7 +59,7 @@ class Compared(NamedTuple):
 
     @property
     def what(self) -> str:
-        """What was compared."""
+        """The comparison, in words."""
         return f"the network with {self.name}"
 
     @property
@@ -119,9 +119,8 @@ def _own_code(options: Options, denoiser: Denoiser, device: str | None) -> Compa
         raise NotRun("the run itself has the network of the checkpoint's own code")
     with theirs():
         model = load_own_class(options.pretrained or BUNDLED, device, options.network)
-    dtype = next(model.parameters()).dtype
-    name = type(model).__name__
-    return difference(denoiser, lambda *row: OwnRow(model, *row), name, TOLERANCE[dtype.itemsize])
+    found = difference(denoiser, lambda *row: OwnRow(model, *row), type(model).__name__)
+    return found._replace(tolerance=TOLERANCE[next(model.parameters()).dtype.itemsize])
 
 
 def _plain(options: Options, denoiser: Denoiser, device: str | None) -> Compared:
@@ -202,7 +201,10 @@ def theirs() -> Iterator[None]:
 
 
 def difference(
-    denoiser: Denoiser, open_row: Callable[[Denoiser, Window, int | None, str], OtherProgram], name: str, noise: float
+    denoiser: Denoiser,
+    open_row: Callable[[Denoiser, Window, int | None, str], OtherProgram],
+    name: str,
+    noise: float = TOLERANCE[4],
 ) -> Compared:
     """The largest difference at the masked positions of some rows with context, suffix and padding."""
     windows = rows_of(denoiser)
@@ -251,7 +253,7 @@ def noised_difference(
 
 
 def noise_level(denoiser: Denoiser, t: float) -> float:
-    """What a network of a family is given at time t, or where a share t is masked."""
+    """The noise level that a network of a family is given at time t, or where a share t is masked."""
     if denoiser.family in ("duo", "udlm"):
         return -math.log(min(max(1 - t, 1e-3), 1 - 1e-3))
     if denoiser.family.startswith("gidd"):

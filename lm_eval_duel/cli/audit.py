@@ -40,7 +40,7 @@ def main(arguments: Sequence[str]) -> None:
     """Audit a checkpoint: `lm-eval-duel audit`. Raises DuelError if something differs."""
     options = parse(arguments)
 
-    from lm_eval_duel.audit.whole_run import audit
+    from lm_eval_duel.cli.audited_run import audit
 
     found = audit(options)
     print("\n".join([found.dtype, *map(str, found.network), "", table(found.checked), "", *found.lines, ""]))

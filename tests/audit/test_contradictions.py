@@ -86,7 +86,7 @@ def test_noise_that_is_not_that_of_its_time_is_found(monkeypatch):
 
     def less(self, window):
         target = list(window.target)
-        return [(s, t, weight, row[:4] + target[4:]) for s, t, weight, row in draws(self, window)]
+        return [(s, t, weight, row[:1] + target[1:]) for s, t, weight, row in draws(self, window)]
 
     monkeypatch.setattr(NoisedElbo, "draws", less)
     assert "number of tokens that the noise kept" in " ".join(held(NoisedElbo(NoisyToy(), samples=32)).problems)

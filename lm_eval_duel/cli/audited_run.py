@@ -63,10 +63,7 @@ class Audit:
         tokens = sum(each.tokens for each in self.checked)
         independent = sum(each.independent for each in self.checked)
         compared = [f"{independent} windows with the reference"] if independent else []
-        compared += [
-            f"the network with {each.name}" for each in self.network if isinstance(each, network_check.Compared)
-        ]
-        compared += ["weights with the files"] * any(isinstance(each, network_check.Weights) for each in self.network)
+        compared += [each.what for each in self.network]
         compared += dict.fromkeys(self.held.compared)
         compared += ["printed numbers with the text"] * bool(self.lines)
         missing = list(self.not_compared)
