@@ -234,7 +234,10 @@ def _frequency(net: Net, i: int, size: int) -> float:
 
 
 def block_causal(length: int, block: int, origin: int = 0) -> Tensor:
-    """A plane (L, L), true where a position sees another one: their own block and those before it; what is before `origin` is one block."""
+    """A plane (L, L), true where a position sees another: its own block, and those before it.
+
+    What is before `origin` is one block.
+    """
     number = (torch.arange(length) - origin).div(block, rounding_mode="floor").clamp(min=-1)
     return number[:, None] >= number
 
