@@ -224,8 +224,15 @@ class Score:
         """`log_prob` and what it is worth."""
         return Value(self.log_prob, self.stderr, self.kind, self.note, self.seeds)
 
+    def __repr__(self) -> str:
+        """One line, without the values of tokens."""
+        error = "" if self.stderr is None else f" ± {self.stderr:.4f}"
+        parts = [f"log_prob={self.log_prob:.4f}{error}", f"is_greedy={self.is_greedy}", f"nfe={self.nfe}"]
+        tokens = f"{len(self.token_logprobs)} tokens" if self.token_logprobs else "no value of single tokens"
+        return f"{type(self).__name__}({', '.join([*parts, f'near_ties={self.near_ties}', tokens, self.value.label])})"
 
-@dataclasses.dataclass(frozen=True)
+
+@dataclasses.dataclass(frozen=True, repr=False)
 class Sample(Score):
     """A sample, or an argmax decoding, with its own score: `log_prob` is the log-probability of `tokens`."""
 

@@ -14,6 +14,7 @@ from lm_eval_duel.errors import DuelError
 from lm_eval_duel.estimators.blocks import TwoPhaseBlocks
 from lm_eval_duel.estimators.registry import Kind, is_bound, kind_of
 from lm_eval_duel.estimators.totals import Total
+from lm_eval_duel.library.display import Display
 from lm_eval_duel.text.annotated import Units, count_units, token_texts
 
 if TYPE_CHECKING:
@@ -30,13 +31,16 @@ class EncodedText(NamedTuple):
     scored: str  # see `TextScore`
 
 
-@dataclasses.dataclass(frozen=True)
-class TextScore:
-    """The score of one text.
+@dataclasses.dataclass(frozen=True, repr=False)
+class TextScore(Display):
+    """The score of one text. `repr` is one line; a notebook shows the tokens, coloured by log-probability.
 
     `tokens` are the scored tokens as pieces of text. Joined, they are the text, as far as the tokenizer can decode it.
     `token_logprobs` and `reveal_steps` have an entry for each; steps count from 0 in every block.
     """
+
+    shown: ClassVar = ("log_prob", "perplexity", "bits_per_byte")
+    internal: ClassVar = ("window_scores", "sums")
 
     text: str
     log_prob: float  # nats, summed over windows
@@ -184,14 +188,16 @@ class TextEstimate:
         )
 
 
-@dataclasses.dataclass(frozen=True)
-class GeneratedText:
+@dataclasses.dataclass(frozen=True, repr=False)
+class GeneratedText(Display):
     """A generated text with its own log-probability, which is exact.
 
     `text` ends before the first stop string or end-of-text token. The other fields cover everything that was
     generated, up to the end of the block in which it stopped. `Duel.log_prob([window])` gives `log_prob` again, unless
     `temperature`, `top_k` or `top_p` changed the distribution.
     """
+
+    shown: ClassVar = ("log_prob",)
 
     prompt: str | Ids
     text: str

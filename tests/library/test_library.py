@@ -161,6 +161,28 @@ def test_every_estimator_scores_texts(name, arguments, bound, drawn):
                 call()
 
 
+def test_a_score_shows_itself():
+    """One line, in a notebook a span for each token, plain values that JSON takes, and pairs."""
+    duel = Duel.from_pretrained("demo-mdm", rule="greedy", block=8, device="cpu")
+    text = "We the <b>people</b> & others"
+    [score] = duel.score([text])
+    [generated] = duel.generate(["We the"], max_new_tokens=8)
+    for shown in (score, generated, *score.window_scores):
+        assert "\n" not in repr(shown) and len(repr(shown)) < 240
+    page = score._repr_html_()
+    assert page.count(' title="token ') == len(score.tokens) and "<b>" not in page and "&lt;" in page
+    assert generated._repr_html_()
+    values = json.loads(json.dumps(score.to_dict()))
+    assert values["log_prob"] == pytest.approx(score.log_prob) and values["reveal_steps"] == list(score.reveal_steps)
+    assert values["windows"][0]["target"] == list(score.windows[0].target) and values["spec"] == score.spec
+    pairs = score.token_scores()
+    assert "".join(token for token, _ in pairs) == text
+    assert math.fsum(nats for _, nats in pairs) == pytest.approx(score.log_prob, rel=1e-6)
+    [mixture] = Duel.from_pretrained("demo-mdm", estimator="mixture", block=2, device="cpu").score(["We"])
+    with pytest.raises(DuelError):
+        mixture.token_scores()
+
+
 def test_estimators_take_ids_and_networks_in_memory():
     windows, denoiser = [Window((), (300, 517, 261, 300))], load("demo-mdm", device="cpu")
     for estimator, arguments in (("elbo", {"mc_samples": 32, "draw_seed": 2}), ("mixture", {}), ("two_phase", {})):

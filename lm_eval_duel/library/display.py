@@ -1,0 +1,80 @@
+"""Views of a scored text: one line, coloured tokens in a notebook, plain values, and pairs for other tools."""
+
+from __future__ import annotations
+
+import dataclasses
+import html
+from typing import Any, ClassVar
+
+from lm_eval_duel.core.windows import Window
+from lm_eval_duel.errors import DuelError
+
+SURE_TO_SURPRISED = ("#ffffff", "#ffffd7", "#ffff87", "#ffd787", "#ffaf5f", "#ff8700", "#ff5f00", "#ff0000")
+MOST_NATS = 8.0  # -log p of a token in the last colour, or more
+START = 40  # characters of a text in its line
+
+
+class Display:
+    """The views of a dataclass with `tokens`, `token_logprobs` and `reveal_steps`, an entry for each token."""
+
+    shown: ClassVar[tuple[str, ...]] = ()  # the fields of the line, after the text
+    internal: ClassVar[tuple[str, ...]] = ()  # fields that `to_dict` leaves out: others have their content
+
+    tokens: tuple[str, ...]
+    token_logprobs: tuple[float, ...]
+    reveal_steps: tuple[int, ...]
+    text: str
+    kind: str
+
+    def __repr__(self) -> str:
+        text = self.text if len(self.text) <= START else f"{self.text[:START]}..."
+        values = [f"{name}={_short(getattr(self, name))}" for name in self.shown]
+        return f"{type(self).__name__}({', '.join([repr(text), *values, f'{len(self.tokens)} tokens', self.kind])})"
+
+    def _repr_html_(self) -> str:
+        """The tokens for a notebook, coloured by log-probability; the pointer shows each one's number and step."""
+        spans = []
+        for n, token in enumerate(self.tokens):
+            colour, about = "transparent", [f"token {n}"]
+            if self.token_logprobs:
+                nats = -self.token_logprobs[n]
+                last = len(SURE_TO_SURPRISED) - 1
+                colour = SURE_TO_SURPRISED[round(last * min(1.0, max(0.0, nats) / MOST_NATS))]
+                about.append(f"log p {-nats:.3f}")
+            if self.reveal_steps:
+                step = self.reveal_steps[n]
+                about.append("given" if step < 0 else f"step {step} of its block")
+            spans.append(
+                f'<span style="background:{colour};color:#000" title="{", ".join(about)}">{html.escape(token)}</span>'
+            )
+        legend = "".join(f'<span style="background:{colour}">&nbsp;&nbsp;</span>' for colour in SURE_TO_SURPRISED)
+        caption = f"{html.escape(repr(self))}<br>-log p: 0 {legend} {MOST_NATS:g} nats or more"
+        return f'<div style="white-space:pre-wrap">{"".join(spans)}</div><div><small>{caption}</small></div>'
+
+    def to_dict(self) -> dict[str, Any]:
+        """All values by name, as numbers, texts, lists and dicts. Infinite and undefined numbers stay floats."""
+        fields = (field.name for field in dataclasses.fields(self) if field.name not in self.internal)  # type: ignore[arg-type]
+        return {name: _plain(getattr(self, name)) for name in fields}
+
+    def token_scores(self) -> list[tuple[str, float]]:
+        """(token, log-probability in nats) of each token, in order.
+
+        Raises:
+            DuelError: If the value is a sum over orders, so that single tokens have none.
+        """
+        if len(self.token_logprobs) != len(self.tokens):
+            raise DuelError("This value is a sum over orders of unmasking: its tokens have no log-probabilities.")
+        return list(zip(self.tokens, self.token_logprobs, strict=True))
+
+
+def _short(value: Any) -> str:
+    return f"{value:.4f}" if isinstance(value, float) else str(value)
+
+
+def _plain(value: Any) -> Any:
+    """A value without classes of this package."""
+    if isinstance(value, Window):
+        return {name: _plain(part) for name, part in vars(value).items()}
+    if isinstance(value, tuple | list):
+        return [_plain(part) for part in value]
+    return value
