@@ -157,7 +157,8 @@ def require_known(what: str, names: Iterable[object], known: Iterable[str]) -> N
 def random_tokens(name: str, estimator: str, causal: bool = False) -> DuelError:
     """The error of `estimator` for a network whose noise is random tokens; `causal`: it is an AR model, too."""
     return DuelError(
-        f"The noise of {name} is random tokens, so tokens that stand may change, and no order of unmasking explains a "
-        f"text: estimator={estimator} has no value. Use estimator=noised_elbo, a bound"
+        f"The noise of {name} is random tokens, so what a masked position shows changes from step to step, and "
+        f"estimator={estimator} needs predictions that the revealed tokens alone decide. Use estimator=noised_elbo, a "
+        f"bound of ancestral sampling, or estimator=duel, exact for commit-once sampling"
         f"{', or estimator=ar, exact' if causal else ''}."
     )

@@ -12,6 +12,8 @@ package is, and the tests and `lm-eval-duel audit` hold it to this page. Names a
     F            the unmasking rule: F(log_P, M) -> I, the positions to unmask
     sigma        the ordered partition: the positions that each step unmasks
 
+Where the noise is random tokens, a masked position shows one of them: `log_likelihood_given_noise`.
+
 `blocks` lists the positions to score or to sample; a block is finished before the next one begins. Every other position
 is as in x from the first step on: that is how a context or a suffix is given.
 
@@ -88,6 +90,41 @@ def sample(
                 x_ell = log_P[ell].exp().multinomial(1, generator=generator)  # sample token
                 z[ell] = int(x_ell)  # reveal token
     return z
+
+
+def log_likelihood_given_noise(
+    x: Ids,
+    blocks: Blocks,
+    logits_of: Callable[[Tensor, Tensor, Tensor | None], Tensor],
+    F: Rule,
+    m: int,
+    noise: Callable[[Tensor, int, int], Tensor],
+    relative_positions: bool = False,
+) -> Path:
+    """Algorithm 2 where the noise is random tokens: exact likelihood of a commit-once sampler, given its noise.
+
+    A masked position shows a noise token where z has m: `noise(z, block, step)` (L,), of which only those are read. It
+    knows the first position of the block, the step, and which positions are masked, but no token of x. Since a token
+    that is revealed stays, x has one path. `logits_of(z, y, before)`: the denoiser on the row y with its noise, and its
+    own logits of the step before, None at the first step of a block. A rule may pick nothing: the noise changes.
+    """
+    z, ll, sigma, log_p = torch.tensor(masked(x, blocks, m)), 0.0, [], {}
+    for block in blocks:
+        before, step = None, 0
+        while M := [ell for ell in block if z[ell] == m]:
+            y = torch.where(z == m, noise(z, block[0], step), z)  # the row as it is shown
+            before = logits_of(z, y, before)
+            log_P = log_softmax(before)  # token probabilities
+            if relative_positions and len({*y.tolist()}) == 1:  # one token is everywhere: an exact tie
+                log_P = log_P[M[0]].expand_as(log_P)
+            I = F(log_P, M)  # positions to unmask
+            for ell in I:
+                log_p[ell] = float(log_P[ell, x[ell]])
+                ll += log_p[ell]  # accumulate
+                z[ell] = x[ell]  # reveal token
+            sigma.append(I)
+            step += 1
+    return Path(ll, sigma, log_p)
 
 
 def sum_over_strings(tokens: Ids, x: Ids, blocks: Blocks, logits_of: Network, F: Rule, m: int) -> float:

@@ -70,6 +70,8 @@ TRIES = {
     "sampled_order alg": (("origin", "random"),),
     "sampled_order alg_temp": ((0.5, 0.50000001), {"alg": "entropy"}),
     "noised_elbo prediction": (("denoiser", "plugin"),),
+    **{f"{name} noise_seed": ((0, 1), {}, "duo") for name in ("duel", "duel_seeds")},
+    "duel_seeds noise_seeds": ((2, 3), {}, "duo"),
     "klass across": ((), {"kl": "authors"}),
     "quota eos_id": ((5, 6), {"eos": "conf"}),
     "quota eot_id": ((5, 6), {"eos": "conf", "eos_id": 7}),
@@ -82,6 +84,11 @@ ELSEWHERE = {
     "first_token": "of a causal prefix: denoisers/test_causal_prefix.py",
     "revision": "of the hub, below",
     "noised_elbo self_conditioning": "of DiffusionGemma: denoisers/test_diffusion_gemma.py",
+    **{
+        f"{name} {argument}": "of DiffusionGemma: denoisers/test_diffusion_gemma.py"
+        for name in ("duel", "duel_seeds")
+        for argument in ("prediction", "self_conditioning", "temperatures")
+    },
     "quota eos": "with ids of a tokenizer, in test_presets.py",
 }
 OWNERS = {  # the arguments of each owner, and the model args that name it

@@ -25,6 +25,7 @@ from lm_eval_duel.audit.checked import (
     summary,
     tolerance,
 )
+from lm_eval_duel.audit.commit_once import given_noise
 from lm_eval_duel.audit.networks import OneRow, one_row
 from lm_eval_duel.audit.replay import Followed, RunsRule, rule_of
 from lm_eval_duel.core.scores import Score
@@ -49,6 +50,8 @@ def recompute(estimator: Estimator, window: Window, score: Score) -> Recomputed:
     if not window.target:
         return Recomputed(0.0, REFERENCE, 0, 0)
     network = one_row(estimator.denoiser, window, estimator.block, estimator.grid)
+    if estimator.denoiser.noise_training is not None and isinstance(estimator, DuelEstimator):
+        network = given_noise(estimator.denoiser, window, estimator.block, estimator.grid, estimator.noise_seed)
     if network is None:
         found: Recomputed | str = "the network overrides how rows are opened"
     elif isinstance(estimator, DuelEstimator) and estimator.name in ("duel", "ar"):

@@ -106,7 +106,7 @@ def _applies(key: str, estimator: Entry, before: Entry) -> bool:
     if key in before.arguments:
         return False
     if key in ("rule", *PARAMETERS):
-        return not (estimator.causal or estimator.takes_noise)
+        return estimator.follows_rule or not (estimator.causal or estimator.takes_noise == "only")
     return not (estimator.causal and key in (*estimator.ignored_args, "cache"))
 
 

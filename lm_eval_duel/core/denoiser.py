@@ -379,9 +379,14 @@ class Denoiser(Network):
     """
 
     def open(self, rows: Rows, generating: bool = False) -> View:
-        """A view of one group of windows, for scoring or for generating."""
-        if self.noise_training is not None:
-            return NoiseView(self, rows)
+        """A view of one group of windows, for scoring or for generating.
+
+        Where the noise is random tokens, masked positions show noise, as in commit-once samplers.
+        """
         if self.by_blocks or (self.attention == "causal" and self.shift):
             return BlockCausalView(self, rows, generating)
         return View(self, rows)
+
+    def open_noised(self, rows: Rows) -> NoiseView:
+        """A view of one group of windows whose targets are noised, for the bound of ancestral sampling."""
+        return NoiseView(self, rows)

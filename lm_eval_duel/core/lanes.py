@@ -28,9 +28,10 @@ class Rows:
     origin: torch.Tensor  # (N,) column of the first target position
     target: torch.Tensor  # (N,) target positions
     length: torch.Tensor  # (N,) real positions
+    noise_seed: torch.Tensor  # (N,) of the noise at masked positions, for a network whose noise is random tokens
 
     @classmethod
-    def from_windows(cls, windows: Sequence[Window], device: torch.device) -> Rows:
+    def from_windows(cls, windows: Sequence[Window], device: torch.device, noise_seed: int = 0) -> Rows:
         """The rows of `windows`, right-padded to the longest."""
         longest = max(window.length for window in windows)
         ids = torch.zeros(len(windows), longest, dtype=torch.int64)  # (N, L)
@@ -45,7 +46,7 @@ class Rows:
                 visible[n, window.length - len(window.suffix) : window.length] = True
         counts = [(len(w.context), len(w.target), w.length) for w in windows]
         origin, target, length = torch.tensor(counts, dtype=torch.int64).unbind(1)  # (N,) each
-        planes = (ids, visible, origin, target, length)
+        planes = (ids, visible, origin, target, length, torch.full_like(length, noise_seed))
         if device.type == "cuda":  # pinned, so that the copies do not wait for the device
             return cls(*(plane.pin_memory().to(device, non_blocking=True) for plane in planes))
         return cls(*(plane.to(device) for plane in planes))
@@ -54,7 +55,7 @@ class Rows:
         """A copy of one window, without padding."""
         here, length = slice(row, row + 1), int(self.length[row])
         ids, visible = (plane[here, :length].clone() for plane in (self.ids, self.visible))
-        return Rows(ids, visible, self.origin[here], self.target[here], self.length[here])
+        return Rows(ids, visible, self.origin[here], self.target[here], self.length[here], self.noise_seed[here])
 
     def targets(self, lanes: Lanes) -> torch.Tensor:
         """The token at each position of `lanes`, (R, W)."""
@@ -75,6 +76,7 @@ class Lanes:
     masked: torch.Tensor  # (R, W) bool
     step: torch.Tensor  # (R,) steps taken in this block
     memory: tuple[torch.Tensor, ...] = ()  # the rule's, each (R, W, ...); zeros in fresh lanes
+    carried: tuple[torch.Tensor, ...] = ()  # the network's own output at the step before, likewise
 
     @classmethod
     def fresh(cls, rows: Rows, row: torch.Tensor, start: torch.Tensor, width: torch.Tensor) -> Lanes:
@@ -107,7 +109,13 @@ class Lanes:
         lane, position = self.masked.nonzero().unbind(1)
         return lane, position
 
-    def reveal(self: Self, pick: torch.Tensor, tokens: torch.Tensor, memory: tuple[torch.Tensor, ...]) -> Self:
+    def reveal(
+        self: Self,
+        pick: torch.Tensor,
+        tokens: torch.Tensor,
+        memory: tuple[torch.Tensor, ...],
+        carried: tuple[torch.Tensor, ...] = (),
+    ) -> Self:
         """The lanes after a step: `tokens` (R, W) shown at `pick` (R, W)."""
         return dataclasses.replace(
             self,
@@ -115,6 +123,7 @@ class Lanes:
             masked=self.masked & ~pick,
             step=self.step + 1,
             memory=memory,
+            carried=carried,
         )
 
     def show(self: Self, tokens: torch.Tensor, masked: torch.Tensor) -> Self:
@@ -131,24 +140,32 @@ class Lanes:
         if isinstance(keep, torch.Tensor) and keep.dtype == torch.bool:
             keep = keep.nonzero()[:, 0]  # one host sync, not one for each plane
         planes = {name: getattr(self, name)[keep] for name in PLANES}
-        return dataclasses.replace(self, **planes, memory=tuple(plane[keep] for plane in self.memory))
+        memory = tuple(plane[keep] for plane in self.memory)
+        carried = tuple(plane[keep] for plane in self.carried)
+        return dataclasses.replace(self, **planes, memory=memory, carried=carried)
 
     def concat(self: Self, other: Self) -> Self:
         """These lanes, then the others. W is the larger of the two; lanes without memory get zeros."""
         wide = max(self.masked.shape[1], other.masked.shape[1])
-        memories = zip(self._memory_like(other), other._memory_like(self), strict=True)
-        memory = tuple(torch.cat([_widen(one, wide, 0), _widen(two, wide, 0)]) for one, two in memories)
         planes = {
             name: torch.cat(
                 [_widen(getattr(lanes, name), wide, -1 if name == "tokens" else 0) for lanes in (self, other)]
             )
             for name in PLANES
         }
-        return dataclasses.replace(self, **planes, memory=memory)
+        memory = _joined(self, self.memory, other, other.memory, wide)
+        carried = _joined(self, self.carried, other, other.carried, wide)
+        return dataclasses.replace(self, **planes, memory=memory, carried=carried)
 
-    def _memory_like(self, other: Lanes) -> tuple[torch.Tensor, ...]:
-        """The memory of these lanes, or zeros in the shapes of the other lanes' memory."""
-        return self.memory or tuple(plane.new_zeros(*self.masked.shape, *plane.shape[2:]) for plane in other.memory)
+
+def _joined(
+    one: Lanes, of_one: tuple[torch.Tensor, ...], two: Lanes, of_two: tuple[torch.Tensor, ...], wide: int
+) -> tuple[torch.Tensor, ...]:
+    """The planes of some lanes, then those of others, padded to W = `wide`. Lanes without planes get zeros."""
+    of_one = of_one or tuple(plane.new_zeros(*one.masked.shape, *plane.shape[2:]) for plane in of_two)
+    of_two = of_two or tuple(plane.new_zeros(*two.masked.shape, *plane.shape[2:]) for plane in of_one)
+    planes = zip(of_one, of_two, strict=True)
+    return tuple(torch.cat([_widen(first, wide, 0), _widen(second, wide, 0)]) for first, second in planes)
 
 
 def _widen(plane: torch.Tensor, wide: int, fill: float) -> torch.Tensor:

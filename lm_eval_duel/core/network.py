@@ -10,17 +10,15 @@ import abc
 import contextlib
 from collections.abc import Callable
 from functools import cached_property
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from lm_eval_duel.core.decision import UnmaskingRule
 from lm_eval_duel.core.hashing import hashed
 from lm_eval_duel.core.lanes import Lanes, Rows
+from lm_eval_duel.core.noise import CommitOnce, NoiseTraining, Place, masked_tokens
 from lm_eval_duel.core.predictions import Predictions
-
-if TYPE_CHECKING:
-    from lm_eval_duel.core.noise import NoiseTraining
 
 KeysValues = tuple[torch.Tensor, torch.Tensor]  # of one layer, (N, H, K, D / H) each
 
@@ -64,7 +62,7 @@ class Network(abc.ABC):
     appends_sep: bool = False  # a row ends with the tokenizer's closing token, if it has one
     splits_head: bool = True  # the head can run at masked positions only; otherwise it runs at every position of a row
     honours_padding: bool = False  # under an attention mask, padding changes nothing
-    relative_positions: bool = False  # a row of masks has the same distribution at every position
+    relative_positions: bool = False  # a row of one token (all masks) has the same distribution at every position
     needs_visible: bool = False  # a row of masks has no distribution: the network divides by the visible tokens
     special_tokens: tuple[tuple[int, ...], tuple[int, ...]] | None = None  # before and after a text, if expected
     cache: str | None = None  # of a cached sampler: "prefix" or "dual"
@@ -72,6 +70,7 @@ class Network(abc.ABC):
     image_ids: frozenset[int] = frozenset()  # tokens that stand for images, which no window may hold
     quantized: bool = False  # its weights are coarser than its dtype
     noise_training: NoiseTraining | None = None  # if its noise is random tokens; None: [MASK] alone
+    commit_once: CommitOnce = CommitOnce()  # how it predicts at masked positions, if its noise is random tokens
     reads_causally: bool = False  # its noise is random tokens, and with attention=causal it is autoregressive
     separate_tokens: int = 0  # in the largest call whose rows a self-test found independent; 0: not tested
     unread_entries: tuple[str, ...] = ()  # of config.json, which nothing here reads
@@ -181,7 +180,8 @@ class Positions(NamedTuple):
 
     features: torch.Tensor  # (U, D)
     row: torch.Tensor  # (C,) the feature row of each masked position, in the order of masked.nonzero()
-    all_mask: torch.Tensor  # (R,) bool: nothing in the row is visible, so all its positions share one distribution
+    all_mask: torch.Tensor  # (R,) bool: one token is everywhere, [MASK], so all positions share one distribution
+    carried: tuple[torch.Tensor, ...] = ()  # (R, W, ...) each, which the network reads at the next step
 
     @classmethod
     def from_lanes(
@@ -203,7 +203,8 @@ class Positions(NamedTuple):
         lane, position = lanes.masked_at  # (C,) each
         nth = lanes.masked.cumsum(1)[lane, position] - 1  # (C,)
         of_lane = number[lane]  # (C,)
-        return Positions(self.features, self.row[before[of_lane] + nth], self.all_mask[number])
+        carried = tuple(plane[number] for plane in self.carried)
+        return Positions(self.features, self.row[before[of_lane] + nth], self.all_mask[number], carried)
 
 
 def distinct(*planes: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -236,6 +237,8 @@ class View:
     and tail, and the suffix. The rows may hold the targets: from a lane's block start on, targets are not read.
     """
 
+    carries: int = 0  # values of a position that a lane carries to its next step
+
     def __init__(self, denoiser: Network, rows: Rows):
         self.denoiser, self.rows = denoiser, rows
         self.forwards = 0  # network calls
@@ -253,10 +256,10 @@ class View:
 
     def __call__(self, lanes: Lanes, targets: torch.Tensor | None = None) -> Predictions:
         """The predictions at the masked positions of `lanes`; `targets` (R, W): tokens whose log-probs are needed."""
-        features, row, all_mask = self.positions(lanes)
+        features, row, all_mask, carried = self.positions(lanes)
         excluded, columns = self._excluded
         inputs = (lanes.masked, all_mask, features, row, self.denoiser.head, excluded, targets)
-        return Predictions(*inputs, columns=columns, masked_at=lanes.masked_at)
+        return Predictions(*inputs, columns=columns, masked_at=lanes.masked_at, carried=carried)
 
     @cached_property
     def _excluded(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -286,7 +289,8 @@ class View:
         features = self.denoiser.features_at(columns, ids, padded, **extra)  # (R, M, D)
         self.forwards += 1
         self.evaluated += len(lanes)
-        all_mask = ~shown.any(1) & self.denoiser.relative_positions  # (R,)
+        one_token = ((ids == ids[:, :1]) | ~real).all(1)  # (R,) where masks are shown, nothing else is
+        all_mask = one_token & self.denoiser.relative_positions  # (R,)
         return Positions.from_lanes(lanes, all_mask, lambda lane, n: features[lane, n])
 
     def _padding(self, real: torch.Tensor) -> torch.Tensor | None:
@@ -295,7 +299,13 @@ class View:
 
     def _extra_inputs(self, lanes: Lanes, shown: torch.Tensor, real: torch.Tensor) -> dict[str, torch.Tensor]:
         """Inputs of the network besides the rows, (R, ...) each."""
-        return {}
+        if self.denoiser.noise_training is None:
+            return {}
+        return self.denoiser.noise_inputs(self.masked_share(lanes, shown, real))
+
+    def masked_share(self, lanes: Lanes, shown: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
+        """The share of each row's positions that show no token of the text, float64 (R,)."""
+        return (real & ~shown).sum(1).double() / self.rows.length[lanes.row]
 
     def _input(self, lanes: Lanes) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Input ids, which positions show a token, and which positions are not padding; (R, L) each."""
@@ -311,8 +321,30 @@ class View:
         written = ids.new_full((len(row), length + 1), -1).scatter_(1, at, lanes.tokens)[:, :length]  # (R, L)
         shown = visible | before | (written >= 0)  # (R, L)
         ids = torch.where(written >= 0, written, ids)  # (R, L)
-        mask_id = self.denoiser.mask_id or 0  # a causal network never attends to a masked position
-        return torch.where(shown, ids, mask_id), shown, real
+        return torch.where(shown, ids, self._masked_ids(lanes, shown, real)), shown, real
+
+    def _masked_ids(self, lanes: Lanes, shown: torch.Tensor, real: torch.Tensor) -> torch.Tensor | int:
+        """[MASK], or the noise (R, L) that positions show as long as they show no token of the text."""
+        mask_id, trained = self.denoiser.mask_id, self.denoiser.noise_training
+        if trained is None:
+            return mask_id or 0  # a causal network never attends to a masked position
+        columns = torch.arange(shown.shape[1], device=shown.device)  # (L,)
+        share = self.masked_share(lanes, shown, real)  # (R,)
+        return masked_tokens(trained.noise, self._tokens, mask_id, share, self.place(lanes, columns))
+
+    def place(self, lanes: Lanes, columns: torch.Tensor) -> Place:
+        """The keys of the noise of masked positions at `columns`, (L,) or (R, L)."""
+        return Place(
+            seed=self.rows.noise_seed[lanes.row][:, None],
+            block=(lanes.start - lanes.origin)[:, None],
+            step=lanes.step[:, None],
+            position=columns - lanes.origin[:, None],
+        )
+
+    @cached_property
+    def _tokens(self) -> torch.Tensor:
+        """The ids that are tokens of the network, (K,)."""
+        return (~self.denoiser.excluded).nonzero()[:, 0]
 
 
 # ---------------------------------------------------------------- noise_view
@@ -327,11 +359,6 @@ class NoiseView(View):
     A lane sees the context, its span as given, and the suffix. A network with canvases (`block`) sees the targets
     before its span, and nothing after it.
     """
-
-    def __call__(self, lanes: Lanes, targets: torch.Tensor | None = None) -> Predictions:
-        """The predictions at all positions of fresh lanes, at t = 1/2, for a trial of the size of a call."""
-        half = torch.full(lanes.row.shape, 0.5, dtype=torch.float64, device=lanes.row.device)  # (R,)
-        return self.predictions(lanes, self.rows.targets(lanes), half)
 
     def predictions(
         self, lanes: Lanes, noisy: torch.Tensor, t: torch.Tensor, before: torch.Tensor | None = None

@@ -20,7 +20,10 @@ from typing import NamedTuple
 
 import torch
 
+from lm_eval_duel.core.hashing import uniform
+
 RUN = 4096  # columns that are summed in the dtype of the logits
+MASKED_KIND, MASKED_TOKEN = 7, 8  # keys of the random numbers: whether a masked position shows [MASK], and which token
 
 
 class Level(NamedTuple):
@@ -224,6 +227,55 @@ def _log_evidence(now: Level, stats: Statistics, observed: Observed) -> torch.Te
     kept = _log_share(now, stats.noisy)  # (R, W)
     changed = torch.log1p(now.a / now.u * stats.noisy.exp())  # (R, W)
     return -torch.where(masked, 0.0, torch.where(same, kept, changed))
+
+
+# ---------------------------------------------------------------- commit-once: what a masked position shows
+
+
+class CommitOnce(NamedTuple):
+    """The way in which a network with canvases predicts under a commit-once sampler."""
+
+    leave_one_out: bool = False  # a position's own noise token is known to be noise
+    self_conditioning: bool = False  # it reads its own output of the step before
+    temperatures: tuple[float, float, int] | None = None  # the first, the last, and the steps between them; None: 1
+
+    def temperature(self, step: torch.Tensor) -> torch.Tensor:
+        """The temperature at each step (R,), float64 (R,)."""
+        if self.temperatures is None:
+            return torch.ones_like(step, dtype=torch.float64)
+        first, last, steps = self.temperatures
+        return last + (first - last) * (steps - step.clamp(max=steps)).double() / steps
+
+
+class Place(NamedTuple):
+    """All that the noise at masked positions depends on, (R, 1) each but for the position.
+
+    Nothing of it is the target's. The key of a window would not do, since it hashes the target: keyed by the
+    text, probabilities of texts do not sum to 1.
+    """
+
+    seed: torch.Tensor
+    block: torch.Tensor  # first column of the block (the canvas), counted from the target
+    step: torch.Tensor
+    position: torch.Tensor  # (R, L) column, counted from the target
+
+
+def masked_tokens(
+    noise: Noise, tokens: torch.Tensor, mask_id: int | None, share: torch.Tensor, place: Place
+) -> torch.Tensor:
+    """The ids (R, L) that positions show while they are masked, under a commit-once sampler.
+
+    n(seed, block, step, position), drawn from the noise of time t = `share` (R,), which is the share of positions that
+    are masked: [MASK] with probability m / (m + K u), else one of the K `tokens` (K,).
+    """
+    t = share.double()[:, None]  # (R, 1)
+    level = noise.level(t, 1 - t)
+    chosen = (uniform(*place[:1], MASKED_TOKEN, *place[1:]) * noise.tokens).long().clamp(max=noise.tokens - 1)  # (R, L)
+    shown = tokens[chosen]  # (R, L)
+    if mask_id is None:
+        return shown
+    as_mask = level.m / (level.m + noise.tokens * level.u)  # (R, 1)
+    return torch.where(uniform(*place[:1], MASKED_KIND, *place[1:]) < as_mask, mask_id, shown)
 
 
 # ---------------------------------------------------------------- noisy tokens, and the statistics of a network

@@ -104,7 +104,7 @@ class Predictions:
 
     Args:
         masked: (R, W) bool.
-        all_mask: (R,) bool: nothing in the row is visible, so all its positions share one distribution.
+        all_mask: (R,) bool: one token is everywhere, [MASK], so all positions share one distribution.
         features: (U, D) the input of the LM head.
         row: (C,) the row of features of each masked position, in the order of `masked.nonzero()`.
         head: From features (u, D) to logits (u, V).
@@ -112,7 +112,10 @@ class Predictions:
         targets: (R, W) tokens whose log-probs will be needed at masked positions. None: they are not known.
         columns: (E,) `excluded` as indices.
         masked_at: (C,) each: lane and position of each masked position.
+        carried: (R, W, ...) each: what the network reads at the next step.
     """
+
+    carried: tuple[torch.Tensor, ...] = ()  # (R, W, ...) each: what the network reads at the next step
 
     def __init__(
         self,
@@ -126,8 +129,10 @@ class Predictions:
         *,
         columns: torch.Tensor | None = None,
         masked_at: tuple[torch.Tensor, ...] | None = None,
+        carried: tuple[torch.Tensor, ...] = (),
     ):
         self.masked, self.all_mask = masked, all_mask
+        self.carried = carried
         self._features, self._row, self._head, self._excluded = features, row, head, excluded
         self._columns = excluded.nonzero()[:, 0] if columns is None else columns  # (E,)
         self._at = masked.nonzero().unbind(1) if masked_at is None else masked_at  # (C,) lane and position of each

@@ -112,7 +112,8 @@ class Accumulator(Protocol):
 class ScoreAccumulator:
     """The scores of one group of windows, on the network's device, in float64."""
 
-    def __init__(self, rows: Rows, traced: bool = False, expected: torch.Tensor | None = None):
+    def __init__(self, rows: Rows, traced: bool = False, expected: torch.Tensor | None = None, note: str = ""):
+        self.note = note  # on each score
         count, length = rows.ids.shape
         device = rows.ids.device
         self.origin, self.target = rows.origin.tolist(), rows.target.tolist()
@@ -169,6 +170,7 @@ class ScoreAccumulator:
                 nfe=nfe,
                 near_ties=near_ties if self.has_margins else None,
                 all_mask_starts=all_mask,
+                note=self.note,
                 **traced,
             )
             yield row, scored
@@ -210,6 +212,7 @@ class Budget:
             values = cost * denoiser.vocab_size
         elif rule.dense_memory:
             values = 4 * max(part.masked.shape[1] for part in lanes) * denoiser.vocab_size
+        values += view.carries * max(part.masked.shape[1] for part in lanes)
         return self.rows(cost, values)
 
     def halve(self, device: torch.device) -> None:
@@ -396,7 +399,8 @@ class Reveal:
             else:
                 tokens = torch.where(decision.pick, cast(torch.Tensor, targets), -1)
             log_prob = predictions.log_prob(tokens)  # (R, W)
-            after = lanes.reveal(decision.pick, tokens, decision.memory)  # before the scores: it may run out of memory
+            # before the scores: it may run out of memory
+            after = lanes.reveal(decision.pick, tokens, decision.memory, predictions.carried)
             what = (self.group.opened, self.view, lanes, predictions, tokens, self.group.window_indices)
             drawn = row_checks.draw(due, *what) if due else []
             self.scores.add(Step(lanes, predictions, decision, tokens, log_prob))

@@ -123,12 +123,12 @@ class Checkpoint:
 
     # ------------------------------------------------------------ what config.json shows to be wrong
 
-    def require_estimator(self, estimator: str, takes_noise: bool) -> None:
+    def require_estimator(self, estimator: str, takes_noise: str) -> None:
         """Raise DuelError if an estimator is not for the noise of this network."""
         noised, causal = identity.noise(self.config), identity.is_diffusion_gemma(self.config)
-        if noised and not takes_noise and not (causal and self.options.attention == "causal"):
+        if noised and takes_noise == "no" and not (causal and self.options.attention == "causal"):
             raise random_tokens(self.name, estimator, causal)
-        if takes_noise and not noised:
+        if takes_noise == "only" and not noised:
             raise DuelError(
                 f"estimator={estimator} is for networks whose noise is random tokens; by its config {self.name} is "
                 "not one. Use estimator=elbo, or leave estimator out."

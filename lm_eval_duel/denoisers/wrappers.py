@@ -154,7 +154,7 @@ class GuidedView(View):
         halves = [view.positions(part) for view, part in zip(self.views, (lanes, bare), strict=True)]
         self.forwards = sum(view.forwards for view in self.views)
         self.evaluated = sum(view.evaluated for view in self.views)
-        conditional, index, all_mask = halves[0]  # (U, D), (C,), (R,)
+        conditional, index, all_mask, _ = halves[0]  # (U, D), (C,), (R,)
         # a masked position of each: equal lanes stay equal without context
         position = index.new_empty(len(conditional))  # (U,)
         position[index] = torch.arange(len(index), device=index.device)
@@ -218,3 +218,8 @@ class Warped(Wrapper):
             "right (a rule with a bound on a probability or an entropy: the rest of a block at once). For the most "
             "probable tokens in the rule's own order, use do_sample: false"
         )
+
+
+def is_guided(denoiser: Denoiser) -> bool:
+    """True for classifier-free guidance, perhaps inside other wrappers."""
+    return isinstance(denoiser, Guided) or (isinstance(denoiser, Wrapper) and is_guided(denoiser.plain))

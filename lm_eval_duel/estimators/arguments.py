@@ -18,6 +18,7 @@ from lm_eval_duel.arguments import (
     argument,
     choice,
     number,
+    whole,
 )
 from lm_eval_duel.errors import DuelError
 
@@ -77,6 +78,46 @@ class NoisedElboArguments(Arguments):
         "`auto`: as in training",
         none="none",
     )
+
+
+def _temperatures(value: Any) -> tuple[float, float, int]:
+    """The first and the last temperature, and the number of steps between them, of a text such as 0.8:0.4:48."""
+    first, last, steps = value if isinstance(value, tuple) else str(value).split(":")
+    return POSITIVE.convert(first), POSITIVE.convert(last), COUNT.convert(steps)
+
+
+@dataclasses.dataclass(frozen=True)
+class CommitOnceArguments(Arguments):
+    """Arguments of samplers that commit tokens once, for networks whose noise is random tokens."""
+
+    noise_seed: int | None = argument(
+        whole(0), None, "seed of the noise that masked positions show, if it is random tokens", unset="0"
+    )
+    prediction: str = argument(
+        choice("auto", "denoiser", "leave_one_out"),
+        "auto",
+        "DiffusionGemma: the noise token that a position shows may be its clean one (`denoiser`, as in its samplers), "
+        "or is known to be noise (`leave_one_out`)",
+    )
+    self_conditioning: str = argument(
+        choice("auto", "none", "chain"),
+        "auto",
+        "input of the network's own output at the step before (`chain`), or `none`. `auto`: as in training",
+        none="none",
+    )
+    temperatures: tuple[float, float, int] | None = argument(
+        ArgumentType("FIRST:LAST:STEPS, such as 0.8:0.4:48", _temperatures),
+        None,
+        "DiffusionGemma: temperature LAST + (FIRST - LAST) (STEPS - i) / STEPS at step i, also of its own output",
+        unset="1",
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class SeedsArguments(CommitOnceArguments):
+    """Arguments of the mean over noise seeds."""
+
+    noise_seeds: int = argument(whole(2, "a number of seeds"), 8, "noise seeds, from `noise_seed` on")
 
 
 @dataclasses.dataclass(frozen=True)

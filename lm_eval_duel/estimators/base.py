@@ -23,7 +23,7 @@ from lm_eval_duel.core.row_checks import RowChecks
 from lm_eval_duel.core.scores import Counts, IndexedScores, Score
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.denoisers import self_tests
-from lm_eval_duel.denoisers.wrappers import Guided, Wrapper
+from lm_eval_duel.denoisers.wrappers import is_guided
 from lm_eval_duel.errors import DuelError, another_block, first_position_unseen, random_tokens
 
 log = logging.getLogger("lm_eval.duel_mdm")
@@ -59,6 +59,8 @@ def resolve_grid(denoiser: Denoiser, grid: str) -> str:
     A causal prefix ends where the target begins, so blocks count from there, as in the authors' code.
     """
     grid = GRID.read("grid", grid)
+    if of_canvases(denoiser) and grid == "row":
+        raise DuelError("The canvases of this network count from the target's first position; use grid=target or auto.")
     needed = denoiser.anchor if denoiser.attention == "block_causal" else None
     if needed and grid not in ("auto", needed):
         which = "A block-causal network" if needed == "row" else "This network"
@@ -69,6 +71,11 @@ def resolve_grid(denoiser: Denoiser, grid: str) -> str:
             "from the clean row. Use grid=target or auto, or first_token=block."
         )
     return grid if grid != "auto" else needed or "target"
+
+
+def of_canvases(denoiser: Denoiser) -> bool:
+    """True for a network whose noise is random tokens, and whose blocks see the clean tokens before them alone."""
+    return denoiser.noise_training is not None and denoiser.block is not None
 
 
 def rule_for(denoiser: Denoiser, rule: rules.Rule) -> rules.Rule:
@@ -258,11 +265,23 @@ PROBLEMS: tuple[tuple[Callable[[WindowCase], Any], str], ...] = (
         "after that. Leave out the ids after it.",
     ),
     (
+        lambda case: case.window.target and of_canvases(case.denoiser) and not case.window.context,
+        "needs a context: its first canvas has no clean token to read. Keep BOS.",
+    ),
+    (
+        lambda case: case.window.target and of_canvases(case.denoiser) and case.window.suffix,
+        "has a suffix, which a canvas never sees. Leave it out.",
+    ),
+    (
+        lambda case: of_canvases(case.denoiser) and case.window.known,
+        "has known target positions, which the canvases before them do not see. Leave them out.",
+    ),
+    (
         lambda case: case.window.known and (case.denoiser.attention != "bidirectional" or case.denoiser.cache),
         "has known target positions, which only a bidirectional network without cache= sees from the first step.",
     ),
     (
-        lambda case: case.window.known and _is_guided(case.denoiser),
+        lambda case: case.window.known and is_guided(case.denoiser),
         "has known target positions, and cfg_scale masks what is given: leave one of them out.",
     ),
     (
@@ -279,11 +298,6 @@ PROBLEMS: tuple[tuple[Callable[[WindowCase], Any], str], ...] = (
         "holds id {found[0]}, which is padding and not a token of the vocabulary.",
     ),
 )
-
-
-def _is_guided(denoiser: Denoiser) -> bool:
-    """True for classifier-free guidance, perhaps inside other wrappers."""
-    return isinstance(denoiser, Guided) or (isinstance(denoiser, Wrapper) and _is_guided(denoiser.plain))
 
 
 # ---------------------------------------------------------------- base
@@ -323,7 +337,8 @@ class Estimator(abc.ABC):
     name: str  # as in estimator=
     decodes: ClassVar[bool] = False  # `is_greedy` says what decoding would write
     takes_known: ClassVar[bool] = False  # whether windows may have known target positions
-    takes_noise: ClassVar[bool] = False  # whether the network's noise may be random tokens
+    takes_noise: ClassVar[str] = "no"  # networks whose noise is random tokens: "no", "only" or "both"
+    noise_seed: int = 0  # of the noise at masked positions, if it is random tokens
     empty_score: Score = Score(0.0, is_greedy=True, nfe=0, near_ties=0)  # of an empty target
 
     def __init__(
@@ -335,7 +350,7 @@ class Estimator(abc.ABC):
         max_batch_size: int | None = None,
         traced: bool = False,
     ):
-        if not self.takes_noise:
+        if self.takes_noise == "no":
             require_masks(denoiser, self.name)
         self.denoiser, self.traced = denoiser, traced
         self.block = resolve_block(denoiser, block)
@@ -430,7 +445,7 @@ class Estimator(abc.ABC):
 
     def open(self, windows: list[Window], window_indices: list[int], generating: bool = False) -> WindowGroup:
         """One group of windows; `window_indices`: of each among all that are scored."""
-        rows = Rows.from_windows(windows, self.denoiser.device)
+        rows = Rows.from_windows(windows, self.denoiser.device, self.noise_seed)
         return WindowGroup(windows, window_indices, rows, partial(self.denoiser.open, generating=generating))
 
     def _buckets(self, windows: Sequence[Window]) -> list[int]:

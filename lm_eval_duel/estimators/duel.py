@@ -25,7 +25,9 @@ from lm_eval_duel.core.row_checks import is_coarse
 from lm_eval_duel.core.scores import IndexedScores, Sample, Score
 from lm_eval_duel.core.windows import Ids, Window, as_ids, target_parts
 from lm_eval_duel.errors import DuelError
+from lm_eval_duel.estimators.arguments import CommitOnceArguments
 from lm_eval_duel.estimators.base import Estimator, check_rule, check_windows, rule_for
+from lm_eval_duel.estimators.commit_once import commit_once, noise_spec
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,7 +91,7 @@ class SampleAccumulator(ScoreAccumulator):
     """The samples of one group of prompts: their scores, their tokens, and the blocks that are not begun."""
 
     def __init__(self, group: WindowGroup, estimator: Estimator, stop: Stop | None):
-        super().__init__(group.rows, estimator.traced)
+        super().__init__(group.rows, estimator.traced, note=estimator.empty_score.note)
         self.group, self.stop = group, stop
         self.blocks = [deque(estimator.blocks(prompt)) for prompt in group.windows]  # (first column, width), by row
 
@@ -142,6 +144,8 @@ class DuelEstimator(Estimator):
     Args:
         denoiser, block: As in `Estimator`.
         rule: The unmasking rule, such as "greedy:k=2", or an instance of `Rule`.
+        noise_seed, prediction, self_conditioning, temperatures: For a network whose noise is random tokens; see
+            `CommitOnceArguments`.
         layout: The other arguments of `Estimator`.
 
     Raises:
@@ -151,10 +155,25 @@ class DuelEstimator(Estimator):
     name = "duel"
     decodes = True
     takes_known = True
+    takes_noise = "both"
 
     def __init__(
-        self, denoiser: Denoiser, rule: str | rules.Rule = "greedy", block: int | str | None = "auto", **layout: Any
+        self,
+        denoiser: Denoiser,
+        rule: str | rules.Rule = "greedy",
+        block: int | str | None = "auto",
+        *,
+        noise_seed: int | None = None,
+        prediction: str = "auto",
+        self_conditioning: str = "auto",
+        temperatures: tuple[float, float, int] | None = None,
+        **layout: Any,
     ):
+        of_noise = CommitOnceArguments(noise_seed, prediction, self_conditioning, temperatures)
+        denoiser = commit_once(denoiser, of_noise, self.name)
+        self.noise_seed = of_noise.noise_seed or 0
+        self.note = "" if denoiser.noise_training is None else f"given the noise of seed {self.noise_seed}"
+        self.empty_score = dataclasses.replace(self.empty_score, note=self.note)
         self.rule = rule_for(denoiser, rules.parse(rule) if isinstance(rule, str) else rule)
         check_rule(denoiser, self.rule)
         super().__init__(denoiser, block, **layout)
@@ -173,7 +192,7 @@ class DuelEstimator(Estimator):
         return [(start, last + width - start)]
 
     def describe(self) -> dict[str, object]:
-        return {**super().describe(), **self.rule.describe()}
+        return {**super().describe(), **self.rule.describe(), **noise_spec(self.denoiser, self.noise_seed)}
 
     def with_denoiser(self, denoiser: Denoiser) -> DuelEstimator:
         """The same rule and block on a wrapped network of the same kind, with shared counts."""
@@ -288,8 +307,9 @@ class DuelEstimator(Estimator):
         """
         fresh = group.fresh(spans)
         expected = torch.zeros_like(group.rows.target).index_add_(0, fresh.row, fresh.masked.sum(1))  # (N,)
-        scores = ScoreAccumulator(group.rows, self.traced, expected)
-        if rule.fixed:  # all states are known before any is evaluated
+        scores = ScoreAccumulator(group.rows, self.traced, expected, self.note)
+        # all states are known before any is evaluated, unless the network reads its own output of the step before
+        if rule.fixed and self.denoiser.noise_training is None:
             return self.reveal(group, EVALUATE_ALL, fixed_states(self, group, rule, spans), scores)
         return self.reveal(group, rule, [fresh], scores)
 
@@ -307,6 +327,7 @@ class Autoregressive(DuelEstimator):
 
     name = "ar"
     takes_known = False
+    takes_noise = "no"
 
     def __init__(self, denoiser: Denoiser, **layout: Any):
         if denoiser.attention != "causal":

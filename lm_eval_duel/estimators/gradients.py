@@ -69,6 +69,11 @@ class RecordedOrders:
             raise DuelError(
                 f"cache={denoiser.cache} keeps keys and values without their gradients. Use a network without a cache."
             )
+        if denoiser.commit_once.self_conditioning:
+            raise DuelError(
+                "This network reads its own output of the step before, so that gradients pass from step to step, and "
+                "differentiable keeps one call at a time. Pass self_conditioning=none."
+            )
         COUNT("batch_size", batch_size)
         if not (parameters := list(trainable(denoiser).values())):
             raise DuelError(
@@ -122,7 +127,7 @@ class RecordedOrders:
     def _call(self, group: WindowGroup, lanes: Lanes) -> tuple[torch.Tensor, Index]:
         """The log-probs (C,) of one network call, with its graph, and the tokens that they belong to."""
         window = torch.tensor(group.window_indices, device=group.rows.ids.device)  # (n,)
-        view = self.duel.denoiser.open(group.rows)  # a new one: what it keeps belongs to this call's graph
+        view = group.opened(group.rows)  # a new one: what it keeps belongs to this call's graph
         lane, position = lanes.masked_at  # (C,) each
         target = lanes.columns[lane, position] - lanes.origin[lane]  # (C,)
         values = log_probs_of(self.duel.denoiser, view, lanes, group.rows)  # (C,)

@@ -17,7 +17,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
 import torch
 
@@ -26,7 +26,7 @@ from lm_eval_duel.core.decision import EvaluateAll, UnmaskingRule
 from lm_eval_duel.core.denoiser import Denoiser
 from lm_eval_duel.core.hashing import uniform
 from lm_eval_duel.core.lanes import Lanes, Rows
-from lm_eval_duel.core.network import NoiseView, View
+from lm_eval_duel.core.network import View
 from lm_eval_duel.core.predictions import Predictions
 from lm_eval_duel.core.reveal import Step, WindowGroup
 from lm_eval_duel.core.scores import IndexedScores
@@ -62,7 +62,7 @@ class NoisedElbo(MonteCarloBound):
     """
 
     name = "noised_elbo"
-    takes_noise = True
+    takes_noise = "only"
 
     def __init__(
         self,
@@ -120,13 +120,6 @@ class NoisedElbo(MonteCarloBound):
                     f"Window {n} has a tail of [MASK], and the noise here is {self.noise.name}. Leave the tail out.", n
                 )
         super().check(windows)
-        for n, window in enumerate(windows):
-            if window.target and self.block and not window.context:
-                raise DuelError(
-                    f"Window {n} needs a context: its first canvas has no clean token to read. Keep BOS.", n
-                )
-            if window.suffix and self.block:
-                raise DuelError(f"Window {n} has a suffix, which a canvas never sees. Leave it out.", n)
 
     def draw_step(self, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The step from 1 to T of each uniform number v, and its weight, 1 over its probability; shaped like v."""
@@ -196,7 +189,7 @@ class NoisedView(View):
     def __init__(self, bound: NoisedElbo, rows: Rows):
         super().__init__(bound.denoiser, rows)
         self.bound, self.noise, self.steps = bound, bound.noise, bound.steps
-        self.network = cast(NoiseView, bound.denoiser.open(rows))
+        self.network = bound.denoiser.open_noised(rows)
 
     def cost(self, lanes: Lanes) -> torch.Tensor:
         return self.network.cost(lanes)

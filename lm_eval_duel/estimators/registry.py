@@ -16,11 +16,13 @@ from lm_eval_duel.arguments import Argument, Arguments, declared
 from lm_eval_duel.core.scores import Kind, Value
 from lm_eval_duel.errors import DuelError, require_known
 from lm_eval_duel.estimators.arguments import (
+    CommitOnceArguments,
     ConfidenceArguments,
     ElboArguments,
     LatticeArguments,
     NoisedElboArguments,
     OrderArguments,
+    SeedsArguments,
     TwoPhaseArguments,
     check_block,
 )
@@ -78,7 +80,7 @@ class Entry:
     named: str = ""  # empty: names of rows hold no arguments
     causal: bool = False  # the network is read as an autoregressive one, whose blocks have one position
     process: Callable[[Mapping[str, Any]], str] = lambda spec: ""  # whose bound it is: words that follow the kind
-    takes_noise: bool = False  # for networks whose noise is random tokens, not masks
+    takes_noise: str = "no"  # networks whose noise is random tokens, not masks: "no", "only" or "both"
     lattice: bool = False  # one run computes the values of all lattice estimators, and of the rules that it follows
     check: Callable[[Options, Arguments], None] = lambda options, own: None
     own_cache: bool = False  # `cache` is a setting of the estimator; the network is loaded without
@@ -128,6 +130,14 @@ def _over_orders(options: Options) -> dict[str, Any]:
 def _process(spec: Mapping[str, Any]) -> str:
     steps = spec.get("steps", "inf")
     return f"of ancestral sampling in {'infinitely many' if steps == 'inf' else steps} steps"
+
+
+def _given_the_noise(spec: Mapping[str, Any]) -> str:
+    return f"given the noise of seed {spec['noise_seed']}" if "noise_seed" in spec else ""
+
+
+def _over_seeds(spec: Mapping[str, Any]) -> str:
+    return f"in expectation over noise, from {spec.get('noise_seeds', 'some')} seeds"
 
 
 def _check_sets(options: Options, own: Arguments) -> None:
@@ -191,7 +201,7 @@ ENTRIES = (  # in the order of tables
         drawn=MonteCarlo("noised ELBO", "draws", 16, "Monte Carlo", argument="mc_samples"),
         named="{}",
         process=_process,
-        takes_noise=True,
+        takes_noise="only",
         ignored_args=("block", "grid", "last_block"),
         check=_check_noised,
     ),
@@ -207,12 +217,29 @@ ENTRIES = (  # in the order of tables
     Entry(
         "duel",
         "DUEL",
-        "the exact likelihood under `rule`",
+        "the exact likelihood under `rule`; where the noise is random tokens, given the noise of `noise_seed`",
         Kind.LIKELIHOOD,
         "lm_eval_duel.estimators.duel:DuelEstimator",
-        lambda options: {"rule": options.rule, "block": options.block},
+        lambda options: {"rule": options.rule, "block": options.block, **options.estimator_args},
+        CommitOnceArguments,
         follows_rule=True,
         decodes=True,
+        process=_given_the_noise,
+        takes_noise="both",
+    ),
+    Entry(
+        "duel_seeds",
+        "DUEL over noise",
+        "the mean of `duel` over noise seeds, for networks whose noise is random tokens",
+        Kind.UPPER_BOUND,
+        "lm_eval_duel.estimators.duel_seeds:DuelSeeds",
+        lambda options: {"rule": options.rule, "block": options.block, **options.estimator_args},
+        SeedsArguments,
+        follows_rule=True,
+        drawn=MonteCarlo("mean over noise seeds", "seeds", 2, "noise", argument="noise_seeds"),
+        named="{}",
+        process=_over_seeds,
+        takes_noise="only",
     ),
     Entry(
         "sampled_confidence",
@@ -288,9 +315,9 @@ def check_arguments(given: Mapping[str, Any], estimator: str) -> None:
 
 def check_rule(given: Collection[str], estimator: str) -> None:
     """Raise DuelError if arguments of a rule are `given` and the network's noise is random tokens."""
-    if given and find(estimator).takes_noise:
+    if given and find(estimator).takes_noise == "only" and not find(estimator).follows_rule:
         raise DuelError(
-            f"estimator={estimator} is for noise of random tokens: none is unmasked, so no rule applies. "
+            f"estimator={estimator} bounds ancestral sampling, in which no position is unmasked, so no rule applies. "
             f"Leave {' and '.join(given)} out."
         )
 

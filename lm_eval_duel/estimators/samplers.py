@@ -269,6 +269,7 @@ class SampledConfidence(SetSampler, DuelEstimator):
 
     name = "sampled_confidence"
     takes_known = False
+    takes_noise = "no"
     reads = ConfidenceArguments
     own: ConfidenceArguments
     rule: BestDrawn

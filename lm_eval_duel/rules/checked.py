@@ -28,6 +28,7 @@ FORMS = {
     "decision_margin": "a number for each lane (R,)",
     "memory": "tensors (R, W, ...)",
 }
+OTHERS = ("memory", "carried")  # fields of lanes that are several planes
 NOISE = 1e-5  # of memory, relative and absolute: the same sums in another order
 
 
@@ -74,7 +75,7 @@ class Checked(Around):
     last: list[tuple[Any, Any]] = dataclasses.field(default_factory=list, repr=False, compare=False)  # the last call
 
     def __call__(self, predictions: Any, lanes: Any) -> Decision:
-        lanes = lanes.in_row(0)
+        lanes = dataclasses.replace(lanes.in_row(0), carried=())
         if not (lanes.masked.sum(1) > 1).any():  # no lane has a choice
             return self._decided(predictions, lanes)
         self.last[:] = [(predictions, lanes)]
@@ -215,7 +216,7 @@ def _agree(one: Decision, other: Decision, lanes: torch.Tensor) -> bool:
 
 def _planes(lanes: Any) -> list[torch.Tensor]:
     """All tensors of lanes."""
-    values = [getattr(lanes, field.name) for field in dataclasses.fields(lanes) if field.name != "memory"]
+    values = [getattr(lanes, field.name) for field in dataclasses.fields(lanes) if field.name not in OTHERS]
     return [*values, *lanes.memory]
 
 

@@ -13,6 +13,8 @@ from networks import refused
 from noised_toys import bound
 
 from lm_eval_duel import Duel, denoisers
+from lm_eval_duel.audit.checked import REFERENCE
+from lm_eval_duel.audit.recompute import recompute
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.denoisers.checkpoint import Checkpoint
 from lm_eval_duel.denoisers.hf import diffusion_gemma
@@ -95,6 +97,45 @@ def test_canvases_and_windows_do_not_influence_each_other(decoder):
     assert abs(score.log_prob + exact) < 4 * score.stderr
 
 
+HOW = [{}, {"self_conditioning": "none"}, {"prediction": "leave_one_out"}, {"temperatures": "0.8:0.4:4"}]
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_given_the_noise_it_has_a_likelihood(decoder, how):
+    """Two canvases, each with its own output of the step before; window by window as the class's own forward has it."""
+    texts = [Window(CONTEXT, text) for text in itertools.product(range(gemma_reference.TOKENS), repeat=4)]
+    for seed, rule in enumerate(("greedy", "left_to_right")):
+        duel = Duel(decoder, rule, noise_seed=seed, **how)
+        scores = duel.log_prob(texts)
+        assert math.fsum(math.exp(score.log_prob) for score in scores) == pytest.approx(1, abs=1e-6)
+        for n in (0, 40, 80):
+            found = recompute(duel.estimator, texts[n], scores[n])
+            assert found.route == REFERENCE and not found.problems and not found.other_picks
+            assert found.log_prob == pytest.approx(scores[n].log_prob, abs=1e-5)
+        [short] = duel.log_prob([Window(CONTEXT, texts[7].target[:3])])
+        assert recompute(duel.estimator, Window(CONTEXT, texts[7].target[:3]), short).log_prob == pytest.approx(
+            short.log_prob, abs=1e-5
+        )
+        [drawn] = duel.sample([CONTEXT], 4, seed=seed)
+        [again] = duel.log_prob([Window(CONTEXT, drawn.tokens)])
+        assert drawn.log_prob == pytest.approx(again.log_prob, abs=1e-9)
+
+
+def test_each_way_of_predicting_is_another_sampler(decoder):
+    window = Window(CONTEXT, (2, 1, 0, 1))
+    duels = [Duel(decoder, "greedy", **how) for how in HOW]
+    assert len({duel.fingerprint for duel in duels}) == len(HOW)
+    values = [duel.log_prob([window])[0].log_prob for duel in duels]
+    assert all(abs(one - two) > 1e-3 for one, two in itertools.combinations(values, 2))
+
+
+def test_equal_clean_tokens_are_one_call(decoder):
+    texts = [Window(CONTEXT, text) for text in itertools.product(range(gemma_reference.TOKENS), repeat=2)]
+    duel = Duel(decoder, "greedy")
+    duel.log_prob(texts)
+    assert duel.counts.forwards == 3  # the context, and a call for each step of all canvases
+
+
 def test_keys_are_kept_once_when_memory_runs_out(decoder):
     """The layers have extended the keys of the clean tokens before the last norm runs."""
     window = Window((0,), (2, 1, 0, 2, 1))
@@ -126,8 +167,15 @@ def test_what_is_said_and_what_is_refused(path, decoder):
         NoisedElbo(decoder).log_prob([Window((), (1,))])
     with pytest.raises(DuelError, match="suffix"):
         NoisedElbo(decoder).log_prob([Window((0,), (1,), (2,))])
+    for window in (Window((), (1,)), Window((0,), (1,), (2,)), Window((0,), (1, 0), known=(0,))):
+        with pytest.raises(DuelError):
+            Duel(decoder, "greedy").log_prob([window])
+    with pytest.raises(DuelError, match="grid"):
+        Duel(decoder, "greedy", grid="row")
+    with pytest.raises(DuelError, match="self_conditioning"):
+        Duel(decoder, "greedy").differentiable([Window((0,), (1,))], [(0,)])
     with pytest.raises(DuelError, match=r"noised_elbo.*estimator=ar"):
-        Duel(decoder, "greedy")
+        Duel(decoder, estimator="elbo")
     refused(path, "cache", cache="dual")
     refused(path, "peft", peft="folder")
     for estimator in ("ar", "noised_elbo"):

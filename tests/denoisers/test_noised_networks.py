@@ -106,7 +106,7 @@ def test_a_distilled_duo_warns(tmp_path, caplog):
 def test_a_text_has_a_bound_that_says_whose(tmp_path):
     path, _ = dit_reference.write(tmp_path, "udlm")
     dit_reference.words(12).save_pretrained(path)
-    duel = Duel.from_pretrained(path, estimator="noised_elbo", mc_samples=8, steps=48, device="cpu")
+    duel = Duel.from_pretrained(path, estimator="noised_elbo", mc_samples=16, steps=48, device="cpu")
     with pytest.raises(DuelError, match="Leave rule out"):
         Duel.from_pretrained(path, rule="greedy", estimator="noised_elbo", device="cpu")
     with pytest.raises(DuelError, match="Leave rule out"):

@@ -229,7 +229,7 @@ REFUSED = (
     ("chain", partial(NoisedElbo, Conditioned(), steps=math.inf, self_conditioning="chain")),
     ("estimator=elbo", partial(NoisedElbo, UNMASKED)),
     ("tail", lambda: NoisedElbo(NOISY).log_prob([Window((), (1,), tail=1)])),
-    ("noised_elbo", partial(DuelEstimator, NOISY)),
+    ("noised_elbo.*estimator=duel", partial(Elbo, NOISY)),
     ("estimator=ar; got rule=greedy", partial(DuelEstimator, CAUSAL, "greedy")),
     ("estimator=ar; got block=", partial(DuelEstimator, CAUSAL, "left_to_right", 4)),
     ("elbo", lambda: Elbo(TOY).log_prob([KNOWN])),

@@ -7,7 +7,7 @@ import torch
 from toys import Toy
 
 from lm_eval_duel import reference
-from lm_eval_duel.core.network import NoiseView
+from lm_eval_duel.core.network import NoiseView, Positions, View
 from lm_eval_duel.core.noise import Hybrid, NoiseTraining, Uniform
 
 
@@ -17,6 +17,22 @@ class ConditionedView(NoiseView):
     def features(self, lanes, noisy, t, before=None):
         plain = super().features(lanes, noisy, t)
         return plain if before is None else plain + before.softmax(2).flip(2) * 6
+
+
+class CommitOnceView(View):
+    """Adds the same function of the logits of the step before, which the lane carries; at the first step zero."""
+
+    def positions(self, lanes):
+        found = super().positions(lanes)  # its features are those of masked positions
+        ids, shown, real = self._input(lanes)
+        every = self.denoiser.features(ids, real, **self._extra_inputs(lanes, shown, real))  # (R, L, V)
+        every = every.gather(1, lanes.columns.clamp(max=ids.shape[1] - 1)[..., None].expand(-1, -1, every.shape[2]))
+        if lanes.carried:
+            signal = lanes.carried[0].softmax(2).flip(2) * 6
+            every = every + torch.where(lanes.step[:, None, None] > 0, signal, 0.0)
+        lane, position = lanes.masked_at
+        rows = torch.arange(len(lane))
+        return Positions(every[lane, position], rows, torch.zeros_like(found.all_mask), (every,))
 
 
 class NoisyToy(Toy):
@@ -68,6 +84,9 @@ class Conditioned(NoisyToy):
         self.noise_training = self.noise_training._replace(self_conditioning="twice")
 
     def open(self, rows, generating=False):
+        return CommitOnceView(self, rows)
+
+    def open_noised(self, rows):
         return ConditionedView(self, rows)
 
 

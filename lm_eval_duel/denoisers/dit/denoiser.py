@@ -13,7 +13,7 @@ import torch
 from lm_eval_duel import fingerprint
 from lm_eval_duel.core.denoiser import Denoiser
 from lm_eval_duel.core.lanes import Lanes, Rows
-from lm_eval_duel.core.network import KeysValues, NoiseView, Positions, View, take
+from lm_eval_duel.core.network import KeysValues, Positions, View, take
 from lm_eval_duel.core.noise import Hybrid, NoiseTraining, Uniform
 from lm_eval_duel.denoisers import hub
 from lm_eval_duel.denoisers.dit.network import DiT
@@ -141,7 +141,7 @@ class DiTDenoiser(Denoiser):
             "dtype": str(self.network.vocab_embed.embedding.dtype).removeprefix("torch."),
             "mask_token_id": self.mask_id,
             "vocabulary": f"{int((~self.excluded).sum())} of {self.vocab_size}",
-            "relative_positions": self.relative_positions,
+            "relative_positions": self.relative_positions and self.noise_training is None,  # no bound depends on it
         }
         if self.attention == "block_causal":
             described["last_block"] = self.last_block
@@ -153,7 +153,7 @@ class Timed(DiTDenoiser):
 
     def open(self, rows: Rows, generating: bool = False, level: Callable[[Lanes], torch.Tensor] | None = None) -> View:
         """`level(lanes)` (R,): the noise level of each lane, in place of that of the masked share."""
-        return TimedView(self, rows, level) if self.noise_training is None else NoiseView(self, rows)
+        return TimedView(self, rows, level)
 
     def noise_level(self, t: torch.Tensor) -> torch.Tensor:
         """The noise level (R,) at times or masked shares (R,), which are float64."""
@@ -205,18 +205,21 @@ class TimedView(View):
         """The noise level of each row."""
         if self._level is not None:
             return {"sigma": self._level(lanes).float()}
+        return self.denoiser.noise_inputs(self.masked_share(lanes, shown, real))
+
+    def masked_share(self, lanes: Lanes, shown: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
+        """The masked share of the row, or under `bos="official"` that of the scored positions, float64 (R,)."""
         masked, counted = (real & ~shown).sum(1), self.rows.length[lanes.row]  # (R,) each
         if self.denoiser.bos == "official":
             counted = counted - self.rows.visible[lanes.row].sum(1)
-        return self.denoiser.noise_inputs(masked.double() / counted)
+        return masked.double() / counted
 
 
 # ---------------------------------------------------------------- gidd
 # GIDD (von Rütte et al. 2025): MDLM's network, conditioned on the time t itself.
 #
 # With p_uniform 0 its noise is masking alone: at time t a position is masked with probability t. Above 0 tokens are
-# also
-# replaced by random ones, so that no rule applies, and `estimator=noised_elbo` is its bound.
+# also replaced by random ones: `estimator=noised_elbo` is its bound, and under a rule masked positions show noise.
 #
 # Shapes: R rows or lanes.
 
@@ -239,7 +242,7 @@ class GIDD(Timed):
         super().__init__(*network)
         self.t_eps, self.uniform, self.published_block = t_eps, uniform, None
         if uniform:
-            noise, self.relative_positions = Hybrid(int((~self.excluded).sum()), uniform), False
+            noise = Hybrid(int((~self.excluded).sum()), uniform)
             self.noise_training = NoiseTraining(noise, "plugin", None, note=f"t in {self.times}")
 
     @property
@@ -259,7 +262,8 @@ class GIDD(Timed):
 # Duo (Sahoo et al. 2025) and UDLM (Schiff et al. 2024): MDLM's network under uniform noise, given the noise level.
 #
 # Both replace tokens by random ones, over all columns of the network, and both put the network's output in place of the
-# clean token in the posterior (a plug-in). So no rule applies: `estimator=noised_elbo` is their bound.
+# clean token in the posterior (a plug-in): `estimator=noised_elbo` is their bound. Under a rule, positions show such
+# tokens until they are revealed, and the network is told sigma of the share that is not.
 #
 # Shapes: R rows.
 
@@ -271,7 +275,7 @@ class NoisedDiT(Timed):
         super().__init__(*network)
         note = f"sigma = -log alpha, alpha in [{NOISE_EPS:g}, 1 - {NOISE_EPS:g}]"
         self.noise_training = NoiseTraining(Uniform(int((~self.excluded).sum())), "plugin", None, note=note)
-        self.published_block, self.relative_positions = None, False
+        self.published_block = None
 
     def noise_level(self, t: torch.Tensor) -> torch.Tensor:
         return -(1 - t).clamp(NOISE_EPS, 1 - NOISE_EPS).log()

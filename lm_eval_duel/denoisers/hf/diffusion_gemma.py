@@ -9,6 +9,7 @@ Shapes: R rows or lanes, L row length, W canvas width, D features, V tokens, U r
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 from typing import Any
@@ -17,8 +18,8 @@ import torch
 import transformers
 
 from lm_eval_duel.core.lanes import Lanes, Rows
-from lm_eval_duel.core.network import NoiseView
-from lm_eval_duel.core.noise import NoiseTraining, Uniform
+from lm_eval_duel.core.network import NoiseView, Positions, View, distinct
+from lm_eval_duel.core.noise import NoiseTraining, Uniform, as_plugin, masked_tokens
 from lm_eval_duel.denoisers import self_tests
 from lm_eval_duel.denoisers.checkpoint import Checkpoint
 from lm_eval_duel.denoisers.hf.families import Family
@@ -32,6 +33,7 @@ NAME = "diffusion-gemma"
 CANVAS = Family(NAME, "", bos="given")
 ENCODER = dataclasses.replace(CAUSAL_LM, name=NAME)
 STEPS = 48  # of its generation config
+SIGNAL_ROWS = 64  # positions whose distributions over all tokens are in memory at once
 REFUSED = ("shift_logits", "mask_token_id", "sigma", "first_token", "backend", "peft", "compile")
 IMAGE_IDS = ("image_token_id", "boi_token_id", "eoi_token_id")
 OF_DECODER = ("cache", "cfg_scale", "temperature", "top_k", "top_p", "exclude_ids")
@@ -107,7 +109,10 @@ class Canvases(Pretrained):
         self.block = options.block if isinstance(options.block, int) else model_config.canvas_length
         self.noise_training = NoiseTraining(Uniform(columns), "denoiser", STEPS, "twice", timed=False)
 
-    def open(self, rows: Rows, generating: bool = False) -> NoiseView:
+    def open(self, rows: Rows, generating: bool = False) -> View:
+        return CommitOnceView(self, rows)
+
+    def open_noised(self, rows: Rows) -> NoiseView:
         return CanvasView(self, rows)
 
     def take(self, model: Any) -> None:
@@ -117,7 +122,20 @@ class Canvases(Pretrained):
             self._require_separate_canvases()
 
     def head(self, features: torch.Tensor) -> torch.Tensor:
-        return capped(self.model, features).to(self.device)
+        """Logits (U, V) of features (U, D).
+
+        Or of (U, D + 3) features, tokens, shifts and temperatures: the shift is added to the logit of the token, and
+        the sum divided by the temperature.
+        """
+        width = self.model_config.text_config.hidden_size
+        own = features[:, width:]
+        features = features[:, :width].to(self.dtype)
+        logits = capped(self.model, features).to(self.device)
+        if not own.shape[1]:
+            return logits
+        token, shift, temperature = own.unbind(1)  # (U,) each
+        logits = logits.scatter_add(1, token.long()[:, None], shift[:, None].to(logits.dtype))
+        return logits / temperature[:, None].to(logits.dtype)
 
     def describe(self) -> dict[str, object]:
         return {**super().describe(), "part": "decoder"}
@@ -126,19 +144,42 @@ class Canvases(Pretrained):
         """The keys and values of `past` and of clean ids (1, L) after it; `past` is extended in place."""
         return self.model.model.encoder(input_ids=ids, past_key_values=past).past_key_values
 
-    def decode(self, canvases: torch.Tensor, past: Any, before: torch.Tensor | None) -> torch.Tensor:
+    def decode(
+        self, canvases: torch.Tensor, past: Any, before: torch.Tensor | None, signal: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """The input of the LM head (R, W, D) of canvases (R, W) after clean tokens of one row, whose keys are `past`.
 
-        `before`: the logits (R, W, V) of the pass before.
+        `before`: the logits (R, W, V) of the pass before. Or `signal`: the embeddings (R, W, D) that they stand for.
         """
-        repeated = copy.copy(past)
-        repeated.layers = [copy.copy(layer) for layer in past.layers]
+        repeated = extended(past)
         repeated.batch_repeat_interleave(len(canvases))
-        out = self.model.model.decoder(
-            decoder_input_ids=canvases, past_key_values=repeated, self_conditioning_logits=before
-        )
+        decoder = self.model.model.decoder
+        with contextlib.ExitStack() as hooks:
+            if signal is not None:  # the class would take whole logits, which are V / D times as large
+
+                def replace(module: Any, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+                    return inputs[0], signal.to(inputs[1])
+
+                hooks.callback(decoder.self_conditioning.register_forward_pre_hook(replace).remove)
+            out = decoder(decoder_input_ids=canvases, past_key_values=repeated, self_conditioning_logits=before)
         features: torch.Tensor = out.last_hidden_state.to(self.device)
         return features
+
+    def signal(self, features: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
+        """The mean embeddings (R, W, D) of the tokens that the head predicts from features (R, W, D) of a pass.
+
+        `temperature`: of each lane, float64 (R,). The logits are made in chunks of positions, as the class makes all.
+        """
+        embed = self.model.model.decoder.embed_tokens
+        flat = features.flatten(0, 1)  # (R W, D)
+        each = temperature.repeat_interleave(features.shape[1])  # (R W,)
+        parts = []
+        for part, divisor in zip(flat.split(SIGNAL_ROWS), each.split(SIGNAL_ROWS), strict=True):
+            logits = self.head(part)  # (c, V)
+            logits = logits / divisor[:, None].to(logits.dtype)
+            share = logits.softmax(1, dtype=torch.float32).to(embed.weight)  # (c, V)
+            parts.append((share @ embed.weight * embed.embed_scale.to(embed.weight)).to(self.device))
+        return torch.cat(parts).view_as(features)
 
     def _require_separate_canvases(self) -> None:
         """Raise DuelError if canvases of one call influence each other, or logits are not finite."""
@@ -191,6 +232,111 @@ class CanvasView(NoiseView):
             self._row, self._end, self._past = row, end, past
             self.forwards += 1
         return self._past
+
+
+class CommitOnceView(View):
+    """The decoder opened on a group of rows, for commit-once samplers.
+
+    A position shows noise until its token is revealed. With self-conditioning a canvas reads its own output of the step
+    before, which the lane carries as features of all of its positions (R, W, D). Canvases after equal clean tokens, of
+    other windows or seeds, are one call; those tokens are encoded once, and kept while they have a lane.
+    """
+
+    denoiser: Canvases
+
+    def __init__(self, denoiser: Canvases, rows: Rows):
+        super().__init__(denoiser, rows)
+        self.how = denoiser.commit_once
+        self._prefixes: dict[tuple[int, ...], Any] = {}  # keys and values, by the clean tokens
+        self._clean: dict[tuple[int, int], tuple[int, ...]] = {}  # the clean tokens before a column of a row
+
+    @property
+    def carries(self) -> int:  # type: ignore[override]
+        return int(self.denoiser.model_config.text_config.hidden_size) if self.how.self_conditioning else 0
+
+    def cost(self, lanes: Lanes) -> torch.Tensor:
+        return lanes.start + lanes.width
+
+    def positions(self, lanes: Lanes) -> Positions:
+        columns = lanes.columns  # (R, W)
+        inside = torch.arange(columns.shape[1], device=columns.device) < lanes.width[:, None]  # (R, W)
+        shows_noise = inside & (lanes.tokens < 0)  # (R, W)
+        share = shows_noise.sum(1).double() / lanes.width  # (R,)
+        noise = self.denoiser.noise_training.noise  # type: ignore[union-attr]
+        noisy = masked_tokens(noise, self._tokens, None, share, self.place(lanes, columns))  # (R, W)
+        canvases = torch.where(shows_noise, noisy, lanes.tokens.clamp(min=0))  # (R, W)
+        every = self._decoded(lanes, canvases, self._signal(lanes))  # (R, W, D)
+        carried = (every,) if self.how.self_conditioning else ()
+
+        lane, position = lanes.masked_at  # (C,) each
+        features = every[lane, position]  # (C, D)
+        temperature = self.how.temperature(lanes.step)[lane]  # (C,)
+        shift = torch.zeros_like(temperature)  # (C,) of the logit of the position's own noise token
+        if self.how.leave_one_out:
+            level = noise.level(share[:, None], 1 - share[:, None])
+            shift = as_plugin(level, torch.zeros_like(share[:, None], dtype=torch.bool))[lane, 0]
+        if self.how.leave_one_out or self.how.temperatures is not None:
+            own = canvases[lane, position].double()  # (C,)
+            features = torch.cat([features.double(), torch.stack([own, shift, temperature], 1)], 1)  # (C, D + 3)
+        each = torch.arange(len(features), device=features.device)  # (C,)
+        no_ties = torch.zeros_like(lanes.row, dtype=torch.bool)  # (R,) the clean tokens differ from the canvas
+        return Positions(features, each, no_ties, carried)
+
+    def _signal(self, lanes: Lanes) -> torch.Tensor | None:
+        """The embeddings of the step before, (R, W, D), zeros at a lane's first; None if all lanes are there."""
+        later = lanes.step > 0  # (R,)
+        if not lanes.carried or not later.any():
+            return None
+        before = lanes.carried[0]  # (R, W, D)
+        signal = torch.zeros_like(before)
+        signal[later] = self.denoiser.signal(before[later], self.how.temperature(lanes.step[later] - 1))
+        return signal
+
+    def _decoded(self, lanes: Lanes, canvases: torch.Tensor, signal: torch.Tensor | None) -> torch.Tensor:
+        """The input of the LM head at all positions of canvases (R, W), (R, W, D)."""
+        together: dict[tuple[tuple[int, ...], int], list[int]] = {}
+        for lane, (row, start, width) in enumerate(torch.stack([lanes.row, lanes.start, lanes.width], 1).tolist()):
+            together.setdefault((self._before(row, start), width), []).append(lane)
+        used = {clean for clean, _ in together}
+        self._prefixes = {clean: past for clean, past in self._prefixes.items() if clean in used}
+        result = None
+        for (clean, width), at in together.items():
+            own = None if signal is None else signal[at, :width]
+            shown = canvases[at, :width]  # (r, W)
+            first, number = distinct(shown) if own is None else (None, None)  # later states are hardly ever equal
+            part = self.denoiser.decode(shown if first is None else shown[first], self._past(clean), None, own)
+            self.forwards += 1
+            self.evaluated += len(part)
+            part = part if number is None else part[number]  # (r, W, D)
+            if result is None:
+                result = part.new_zeros(*canvases.shape, part.shape[2])  # (R, W, D)
+            result[at, :width] = part
+        assert result is not None
+        return result
+
+    def _before(self, row: int, start: int) -> tuple[int, ...]:
+        """The clean tokens before a canvas, which are final when it begins."""
+        if (row, start) not in self._clean:
+            self._clean[row, start] = tuple(self.rows.ids[row, :start].tolist())
+        return self._clean[row, start]
+
+    def _past(self, clean: tuple[int, ...]) -> Any:
+        """The keys and values of clean tokens: those of the longest beginning that is kept, extended."""
+        if clean not in self._prefixes:
+            begun = [kept for kept in self._prefixes if clean[: len(kept)] == kept]
+            longest = max(begun, key=len, default=())
+            past = extended(self._prefixes[longest]) if longest else None
+            rest = torch.tensor([clean[len(longest) :]], device=self.rows.ids.device)  # (1, n)
+            self._prefixes[clean] = self.denoiser.encode(rest, past)
+            self.forwards += 1
+        return self._prefixes[clean]
+
+
+def extended(past: Any) -> Any:
+    """A copy of a cache that can be extended or repeated: its tensors are shared, and not changed in place."""
+    own = copy.copy(past)
+    own.layers = [copy.copy(layer) for layer in past.layers]
+    return own
 
 
 def capped(model: Any, features: torch.Tensor) -> torch.Tensor:

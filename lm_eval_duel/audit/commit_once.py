@@ -1,0 +1,128 @@
+"""A network whose noise is random tokens, as `reference.log_likelihood_given_noise` calls it: one row at a time.
+
+    rows (Duo, UDLM, GIDD)      the row with its noise, at the noise level of the masked share
+    canvases (DiffusionGemma)   the class's own forward: clean tokens before the canvas, its own whole logits before
+
+The noise is made here once more, from the same hash of (seed, block, step, position). It shares no code with the views.
+
+Shapes: L row length, V tokens.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from lm_eval_duel import reference
+from lm_eval_duel.audit.networks import NO_ID, OtherRow
+from lm_eval_duel.core.denoiser import Denoiser
+from lm_eval_duel.core.hashing import uniform
+from lm_eval_duel.core.windows import Window
+from lm_eval_duel.denoisers.dit.denoiser import Timed
+from lm_eval_duel.denoisers.hf.diffusion_gemma import Canvases
+
+KIND, TOKEN = 7, 8  # keys of the random numbers: whether a masked position shows [MASK], and which token
+
+
+class GivenNoise(OtherRow):
+    """A network of rows for one window, given the noise of `seed`."""
+
+    def __init__(self, denoiser: Denoiser, window: Window, block: int | None, grid: str, seed: int):
+        super().__init__(denoiser, window, block, grid)
+        plain = denoiser
+        while hasattr(plain, "plain"):
+            plain = plain.plain
+        self.plain: Denoiser = plain
+        self.seed = seed
+        self.m = NO_ID  # marks masked positions: the noise may show [MASK]
+        self.x = [*window.context, *window.target, *[self.m] * window.tail, *window.suffix]
+        self.tokens = (~plain.excluded).nonzero()[:, 0]  # (K,)
+        self.given = torch.zeros(0)  # (L,) the row in progress, with its masks
+
+    def path(self, F: reference.Rule) -> reference.Path:
+        return reference.log_likelihood_given_noise(
+            self.x, self.blocks, self._given_noise, F, self.m, self.noise, self.relative_positions
+        )
+
+    @torch.inference_mode()
+    def _given_noise(self, z: torch.Tensor, y: torch.Tensor, before: torch.Tensor | None) -> torch.Tensor:
+        """Logits (L, V) for the row z (L,), shown as y (L,)."""
+        self.given = z
+        logits = self.logits(self.denoiser, y.to(self.denoiser.device))
+        return logits.masked_fill(self.denoiser.excluded, -torch.inf)
+
+    def noise(self, z: torch.Tensor, block: int, step: int) -> torch.Tensor:
+        """The tokens that positions show while they are masked in z (L,), at a step of the block at `block`."""
+        trained = self.plain.noise_training
+        assert trained is not None
+        t = self.share(z, block).reshape(1, 1)
+        level = trained.noise.level(t, 1 - t)
+        begin = torch.tensor(self.span(block)[0] - self.origin)
+        position = torch.arange(len(z)) - self.origin  # (L,)
+        drawn = (uniform(self.seed, TOKEN, begin, step, position) * len(self.tokens)).long()  # (L,)
+        tokens = self.tokens.cpu()[drawn]
+        if self.plain.mask_id is None:
+            return tokens
+        as_mask = float(level.m / (level.m + len(self.tokens) * level.u))
+        return torch.where(uniform(self.seed, KIND, begin, step, position) < as_mask, self.plain.mask_id, tokens)
+
+    def share(self, z: torch.Tensor, block: int) -> torch.Tensor:
+        """The share of the row that is masked, or under `bos="official"` of the scored positions, float64 ()."""
+        counted = torch.ones_like(z, dtype=torch.bool)  # (L,)
+        if self.plain.bos == "official":
+            counted[: self.origin] = False
+            counted[len(z) - self.suffix :] = False
+            counted[self.known] = False
+        return (z == self.m).sum().double() / counted.sum()
+
+    def logits(self, denoiser: Denoiser, z: torch.Tensor) -> torch.Tensor:
+        if denoiser is not self.plain:
+            return super().logits(denoiser, z)
+        told = denoiser.noise_inputs(self.share(self.given, 0)[None])
+        self.inputs = denoiser.features(z[None], None, **told)[0]  # (L, D)
+        return denoiser.head(self.inputs).double()
+
+
+class CanvasGivenNoise(GivenNoise):
+    """A network of canvases for one window, given the noise of `seed`."""
+
+    def __init__(self, *arguments: object):
+        super().__init__(*arguments)  # type: ignore[arg-type]
+        self.before: torch.Tensor | None = None  # the logits of the step before, of the network alone
+        self.step = -1
+
+    def share(self, z: torch.Tensor, block: int) -> torch.Tensor:
+        begin, end = self.span(block)
+        return (z[begin:end] == self.m).sum().double() / (end - begin)
+
+    @torch.inference_mode()
+    def _given_noise(self, z: torch.Tensor, y: torch.Tensor, before: torch.Tensor | None) -> torch.Tensor:
+        begin, end = self.span(int((z == self.m).nonzero()[0]))
+        how, device = self.plain.commit_once, self.plain.device
+        self.step = 0 if before is None else self.step + 1
+        temperature = how.temperature(torch.tensor([self.step]))
+        conditioned = how.self_conditioning and before is not None
+        out = self.plain.model(  # type: ignore[attr-defined]
+            input_ids=z[None, :begin].to(device),
+            decoder_input_ids=y[None, begin:end].to(device),
+            self_conditioning_logits=self.before if conditioned else None,
+        )
+        logits = out.logits[0].double()  # (W, V)
+        self.before = (logits / temperature.to(logits))[None].to(out.logits.dtype)
+        if how.leave_one_out:  # divide by q(x_t = own token | x_0)
+            t = self.share(z, begin)
+            own = torch.arange(end - begin), y[begin:end].to(device)
+            logits[own] -= torch.log1p((1 - t) * len(self.tokens) / t).to(logits)
+        row = logits.new_full((len(z), logits.shape[1]), torch.nan)
+        row[begin:end] = logits / temperature.to(logits)
+        return row
+
+
+def given_noise(denoiser: Denoiser, window: Window, block: int | None, grid: str, seed: int) -> GivenNoise | None:
+    """The network of one window, given the noise of `seed`; None if it opens rows in its own way."""
+    plain = denoiser
+    while hasattr(plain, "plain"):
+        plain = plain.plain
+    if isinstance(plain, Canvases):
+        return CanvasGivenNoise(denoiser, window, block, grid, seed)
+    known = type(plain).open in (Denoiser.open, Timed.open)
+    return GivenNoise(denoiser, window, block, grid, seed) if known else None

@@ -1,0 +1,124 @@
+"""The mean over noise seeds of the likelihood under commit-once sampling: a bound of log p in expectation.
+
+    p(x) = E p(x | seed),   so   E log p(x | seed) <= log p(x)        (Jensen)
+
+All windows share the seeds, so their errors are not independent: sums over windows are made for each seed, and the
+spread of these sums is the error (core/scores.py, `Value`). Besides, log of the mean of p over seeds, made for each
+block and added up: the noise of blocks is independent, so this is a tighter bound in expectation, as in
+importance-weighted bounds (Burda et al. 2016).
+
+Shapes: N windows, S seeds, B blocks of a window.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import torch
+
+from lm_eval_duel.core.denoiser import Denoiser
+from lm_eval_duel.core.reveal import WindowGroup
+from lm_eval_duel.core.scores import IndexedScores, Kind, Score, Value, known_sum
+from lm_eval_duel.core.windows import Window, target_parts
+from lm_eval_duel.errors import DuelError
+from lm_eval_duel.estimators.arguments import SeedsArguments
+from lm_eval_duel.estimators.commit_once import noise_spec
+from lm_eval_duel.estimators.duel import DuelEstimator
+
+LOG_MEAN = "log_mean_exp"  # the name of the other value
+EFFECTIVE = 10.0  # the fewest effective seeds with which the error of a log-mean-exp is known
+
+
+class DuelSeeds(DuelEstimator):
+    """The mean of log p(x | seed) over noise seeds, nats, with its standard error over seeds.
+
+    Args:
+        denoiser: A network whose noise is random tokens.
+        noise_seeds: The number of seeds, from `noise_seed` on.
+        more: The other arguments of `DuelEstimator`.
+
+    Raises:
+        DuelError: If the noise of the network is masks, which have no seeds.
+    """
+
+    name = "duel_seeds"
+    decodes = False
+    takes_noise = "only"
+
+    def __init__(self, denoiser: Denoiser, *arguments: Any, noise_seeds: int = 8, **more: Any):
+        if denoiser.noise_training is None:
+            raise DuelError(f"estimator={self.name} is for networks whose noise is random tokens; use estimator=duel.")
+        own = SeedsArguments(noise_seeds=noise_seeds)
+        super().__init__(denoiser, *arguments, **more)
+        self.seeds = range(self.noise_seed, self.noise_seed + own.noise_seeds)
+        self.note = f"in expectation over noise, from {len(self.seeds)} seeds"
+        zeros = (0.0,) * len(self.seeds)
+        of_mean = Score(0.0, kind=Kind.UPPER_BOUND, note=self.note, seeds=zeros if len(zeros) >= EFFECTIVE else ())
+        self.empty_score = Score(
+            0.0, kind=Kind.UPPER_BOUND, note=self.note, stderr=0.0, seeds=zeros, others={LOG_MEAN: of_mean}
+        )
+
+    def describe(self) -> dict[str, object]:
+        spec = {**super().describe(), **noise_spec(self.denoiser, None)}
+        return {**spec, "noise_seed": self.seeds[0], "noise_seeds": len(self.seeds)}
+
+    def lanes(self, window: Window) -> int:
+        return len(self.seeds) * super().lanes(window)
+
+    def score_group(self, group: WindowGroup) -> IndexedScores:
+        """Each window is scored once for each seed, all of them side by side."""
+        count = len(self.seeds)
+        windows = [window for window in group.windows for _ in self.seeds]
+        indices = [index for index in group.window_indices for _ in self.seeds]
+        several = self.open(windows, indices)
+        seeds = torch.tensor(self.seeds, device=several.rows.ids.device).repeat(len(group.windows))  # (N S,)
+        several = dataclasses.replace(several, rows=dataclasses.replace(several.rows, noise_seed=seeds))
+        found: dict[int, dict[int, Score]] = {}
+        for n, score in super().score_group(several):
+            row, place = divmod(n, count)
+            found.setdefault(row, {})[place] = score
+            if len(found[row]) == count:
+                scores = found.pop(row)
+                yield row, self.combined(group.windows[row], [scores[place] for place in range(count)])
+
+    def combined(self, window: Window, scores: list[Score]) -> Score:
+        """The score of a window from its scores under each seed."""
+        value = Value.from_seeds([score.log_prob for score in scores])
+        tokens = torch.tensor([score.token_logprobs for score in scores], dtype=torch.float64)  # (S, T)
+        parts = target_parts(window, self.blocks(window))
+        of_blocks = torch.stack([tokens[:, part].sum(1) for part in parts], 1)  # (S, B)
+        near_ties = None
+        for n, score in enumerate(scores):
+            near_ties = score.near_ties if n == 0 else known_sum(near_ties, score.near_ties)
+        return Score(
+            log_prob=value.nats,
+            token_logprobs=tuple(tokens.mean(0).tolist()),
+            near_ties=near_ties,
+            all_mask_starts=sum(score.all_mask_starts for score in scores),
+            kind=Kind.UPPER_BOUND,
+            note=self.note,
+            stderr=value.error,
+            seeds=value.seeds,
+            others={LOG_MEAN: self._log_mean(of_blocks)},
+        )
+
+    def _log_mean(self, of_blocks: torch.Tensor) -> Score:
+        """The log of the mean of exp of log-probs (S, B) over seeds, summed over blocks.
+
+        Its `seeds` are the value plus the influence of each seed, w_s / mean(w) - 1 summed over blocks (the
+        infinitesimal jackknife). They average to the value, and their spread over sums is the error of sums. NaN if one
+        block has too few effective seeds, (sum w)^2 / sum w^2: the error is then not known.
+        """
+        count = len(of_blocks)
+        each = of_blocks.logsumexp(0) - math.log(count)  # (B,)
+        nats = float(each.sum())
+        weight = (of_blocks - each).exp()  # (S, B) of mean 1
+        effective = count**2 / weight.square().sum(0)  # (B,)
+        if count < EFFECTIVE:
+            return Score(nats, kind=Kind.UPPER_BOUND, note=self.note)
+        known = math.isfinite(nats) and bool((effective >= EFFECTIVE).all())
+        seeds = tuple((nats + (weight - 1).sum(1)).tolist()) if known else (math.nan,) * count
+        error = Value.from_seeds(seeds).error
+        return Score(nats, kind=Kind.UPPER_BOUND, note=self.note, stderr=error, seeds=seeds)

@@ -1,0 +1,300 @@
+"""Commit-once sampling under noise of random tokens: the exact likelihood given the noise."""
+
+import dataclasses
+import itertools
+import math
+from collections import Counter
+
+import dit_reference
+import networks
+import pytest
+import torch
+from noised_toys import Conditioned, NoisyToy
+
+from lm_eval_duel import Duel, denoisers
+from lm_eval_duel.audit.checked import REFERENCE, RUNS_RULE
+from lm_eval_duel.audit.recompute import recompute
+from lm_eval_duel.core import noise as noises
+from lm_eval_duel.core.network import View
+from lm_eval_duel.core.windows import Window
+from lm_eval_duel.denoisers.cached.denoiser import Cached
+from lm_eval_duel.denoisers.wrappers import Guided, Warped
+from lm_eval_duel.errors import DuelError
+from lm_eval_duel.estimators.duel import DuelEstimator
+from lm_eval_duel.estimators.totals import Total
+from lm_eval_duel.harness.store import decode, decode_request, encode, encode_request
+
+TOYS = {
+    "uniform": NoisyToy,
+    "hybrid": lambda **size: NoisyToy(share=0.3, **size),
+    "conditioned": Conditioned,
+    "conditioned hybrid": lambda **size: Conditioned(share=0.3, **size),
+}
+RULES = ("greedy", "threshold:mu=0.5", "left_to_right", "random", "quota:steps=2", "klass:mu=0.6:nu=0.1")
+
+
+def every_text(length, tokens=3):
+    return itertools.product(range(tokens), repeat=length)
+
+
+def total(scores):
+    return math.fsum(math.exp(score.log_prob) for score in scores)
+
+
+@pytest.mark.parametrize("context", [(), (1,)])
+@pytest.mark.parametrize("name", TOYS)
+def test_given_the_noise_it_is_a_distribution(name, context, subtests):
+    """And it is that of its sampler, of a row alone and of a recorded order; another seed gives another one."""
+    toy = TOYS[name](length=4)
+    texts = [Window(context, text) for text in every_text(3)]
+    for seed, rule in enumerate(RULES):
+        with subtests.test(rule):
+            duel = Duel(toy, rule, 2, noise_seed=seed)
+            scores = duel.log_prob(texts)
+            assert total(scores) == pytest.approx(1, abs=1e-12)
+            again = duel.replay(texts, [score.reveal_steps for score in scores])
+            assert [score.log_prob for score in again] == pytest.approx([score.log_prob for score in scores], abs=1e-12)
+            [alone] = Duel(toy, rule, 2, noise_seed=seed, batch_size=1).log_prob(texts[5:6])
+            assert alone.log_prob == pytest.approx(scores[5].log_prob, abs=1e-12)
+            for sample in duel.sample([context] * 8, 3, seed=1):
+                [score] = duel.log_prob([Window(context, sample.tokens)])
+                assert sample.log_prob == pytest.approx(score.log_prob, abs=1e-9)
+                assert sample.reveal_steps == score.reveal_steps
+            [best] = duel.sample([context], 3, do_sample=False)
+            assert duel.log_prob([Window(context, best.tokens)])[0].is_greedy
+            others = [Duel(toy, rule, 2, noise_seed=seed + 50 + n).log_prob(texts)[3].log_prob for n in range(8)]
+            assert max(abs(other - scores[3].log_prob) for other in others) > 1e-3
+
+
+@pytest.mark.parametrize("window", [((1,), (2,), 0), ((), (0, 1), 0), ((2,), (), 2)])
+def test_contexts_suffixes_and_tails(window):
+    context, suffix, tail = window
+    toy = NoisyToy(length=6)
+    duel = Duel(toy, "greedy", 2, noise_seed=3)
+    scores = duel.log_prob([Window(context, text, suffix, tail) for text in every_text(2)])
+    assert total(scores) == pytest.approx(1, abs=1e-12)
+
+
+def test_noise_that_depends_on_the_text_gives_no_distribution(monkeypatch):
+    """The negative control: keyed by the window's key, which hashes the target."""
+    toy, duel = NoisyToy(), Duel(NoisyToy(), "greedy", 3)
+    texts = [Window((), text) for text in every_text(3)]
+    keys = torch.tensor([window.key for window in texts])
+    place = View.place
+
+    def keyed(view, lanes, columns):
+        row = [texts.index(Window((), tuple(ids))) for ids in view.rows.ids[lanes.row].tolist()]
+        return place(view, lanes, columns)._replace(seed=keys[row][:, None])
+
+    monkeypatch.setattr(View, "place", keyed)
+    assert abs(total(duel.log_prob(texts)) - 1) > 0.02
+    assert toy.noise_training.noise.name == "uniform"
+
+
+@pytest.mark.parametrize("noise", [noises.Uniform(5), noises.Hybrid(5, 0.2)])
+def test_masked_positions_show_the_marginal_of_the_noise(noise):
+    count, share = 40_000, torch.tensor([0.6], dtype=torch.float64)
+    at = torch.tensor([[0]])
+    place = noises.Place(at, at, at, torch.arange(count)[None])
+    mask_id = 5 if noise.name != "uniform" else None
+    shown = noises.masked_tokens(noise, torch.arange(5), mask_id, share, place)[0]
+    found = shown.bincount(minlength=6).double() / count
+    _, u, m = noise.level(share[:, None], 1 - share[:, None])
+    expected = torch.tensor([*[float(u)] * 5, float(m)], dtype=torch.float64)
+    assert torch.allclose(found, expected / expected.sum(), atol=0.012)
+
+
+def test_a_row_of_one_token_is_an_exact_tie():
+    """GIDD shows [MASK] everywhere at t = 1; under uniform noise a row may be of one token by chance."""
+
+    class Rotary(NoisyToy):
+        relative_positions = True
+
+        def features(self, ids, real, t=None):
+            found = super().features(ids, real, t)
+            alike = (ids == ids[:, :1]).all(1)[:, None, None]
+            noise = 1e-9 * torch.arange(ids.shape[1], 0, -1)[:, None] * torch.arange(self.vocab_size)
+            return torch.where(alike, found[:, :1] + noise, found)
+
+    [score] = Duel(Rotary(share=0.3), "greedy:k=1", 3).log_prob([Window((), (0, 1, 2))])
+    assert score.all_mask_starts >= 1 and score.reveal_steps[0] == 0
+    duel = Duel(Rotary(length=1, tokens=2), "greedy", 1)
+    assert duel.log_prob([Window((), (0,))])[0].all_mask_starts == 1
+
+
+# ---------------------------------------------------------------- checkpoints
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory):
+    """Duo, UDLM and GIDD, tiny and random; of Duo the folder, too."""
+    found = {}
+    for name in networks.NOISED:
+        path, _ = dit_reference.write(tmp_path_factory.mktemp(name), name)
+        if name != "gidd-uniform":
+            dit_reference.words(12).save_pretrained(path)
+        found[name] = (
+            path,
+            denoisers.load(path, device="cpu", tokenizer=None if name == "gidd-uniform" else dit_reference.words(12)),
+        )
+    return found
+
+
+@pytest.mark.row_checks
+@pytest.mark.parametrize("rule", ["greedy", "quota:steps=3"])
+@pytest.mark.parametrize("name", networks.NOISED)
+def test_checkpoints_equal_the_specification(checkpoints, name, rule):
+    """Window by window through `reference.log_likelihood_given_noise`, whose noise is made once more."""
+    duel = Duel(checkpoints[name][1], rule, 4, noise_seed=9)
+    windows = [Window((3,), (5, 9, 1, 1, 4, 7), (2,)), Window((), (5, 9, 2)), Window((7, 7), (8, 1, 1, 0), (), 4)]
+    scores = duel.log_prob(windows)
+    assert duel.counts.rows_checked >= 8 and duel.counts.rows_differing == 0
+    for window, score in zip(windows, scores, strict=True):
+        found = recompute(duel.estimator, window, score)
+        assert found.route == (REFERENCE if rule == "greedy" else RUNS_RULE)
+        assert not found.problems and not found.other_picks
+        assert found.log_prob == pytest.approx(score.log_prob, abs=1e-4)
+
+
+def test_the_spec_says_whose_noise_it_is(checkpoints):
+    path, denoiser = checkpoints["duo"]
+    one, two = (Duel(denoiser, "greedy", 4, noise_seed=seed) for seed in (0, 1))
+    assert one.spec["noise_seed"] == "0" and one.fingerprint != two.fingerprint
+    assert Duel(denoiser, "greedy", 4).fingerprint == one.fingerprint
+    duel = Duel.from_pretrained(path, rule="greedy", block=4, noise_seed=1, device="cpu")
+    [score] = duel.score(["a b c d"])
+    assert not score.bound and score.stderr is None and "given the noise of seed 1" in score.kind
+    [text] = duel.generate(["a b"], max_new_tokens=8, do_sample=True, temperature=0.7, seed=2)
+    assert math.isfinite(text.log_prob)
+
+
+def test_gradients_are_those_of_the_noised_rows(checkpoints):
+    denoiser = checkpoints["duo"][1]
+    weight = denoiser.network.output_layer.linear.weight
+    weight.requires_grad_(True)
+    try:
+        duel, window = Duel(denoiser, "greedy", 4), Window((3,), (5, 9, 1, 1, 4))
+        [score] = duel.log_prob([window])
+        found = duel.differentiable([window], [score.reveal_steps])
+        assert found.tolist()[0] == pytest.approx(score.token_logprobs, abs=1e-5)
+        found.sum().backward()
+        assert weight.grad.abs().sum() > 0
+    finally:
+        weight.requires_grad_(False)
+        weight.grad = None
+    with pytest.raises(DuelError, match="self_conditioning"):
+        Duel(Conditioned(), "greedy", 3).differentiable([Window((), (0, 1, 2))], [(0, 1, 2)])
+
+
+@pytest.mark.parametrize(
+    ("make", "word"),
+    [
+        (lambda toy: Duel(toy, estimator="elbo"), "estimator=duel"),
+        (lambda toy: Duel(toy, estimator="mixture", block=2), "estimator=duel"),
+        (lambda toy: Duel(toy, estimator="sampled_order", block=2), "estimator=duel"),
+        (lambda toy: Duel(toy, "greedy", prediction="leave_one_out"), "prediction"),
+        (lambda toy: Duel(toy, "greedy", temperatures="0.8:0.4:4"), "temperatures"),
+        (lambda toy: Duel(toy, "greedy", self_conditioning="chain"), "self_conditioning"),
+        (lambda toy: Duel(toy, "greedy", noise_seed=-1), "noise_seed"),
+    ],
+)
+def test_what_needs_masks_is_refused(make, word):
+    with pytest.raises(DuelError, match=word):
+        make(NoisyToy())
+
+
+def test_wrappers(monkeypatch):
+    toy = NoisyToy(share=0.3)
+    [warm], [cold] = (Duel(each, "greedy", 3).log_prob([Window((), (0, 1, 2))]) for each in (toy, Warped(toy, 0.5)))
+    assert warm.log_prob != pytest.approx(cold.log_prob)
+    with pytest.raises(DuelError, match="cfg_scale"):
+        Duel(Guided(toy, 1.0), "greedy", 3)
+    cached = Warped(toy, 0.5)
+    cached.cache = "dual"
+    with pytest.raises(DuelError, match="cache"):
+        Duel(cached, "greedy", 3)
+    with pytest.raises(DuelError):
+        Cached(toy, "dual")
+
+
+def test_arguments_of_noise_are_refused_where_masks_are_shown():
+    with pytest.raises(DuelError, match="noise_seed"):
+        Duel.from_pretrained("demo-mdm", noise_seed=1)
+
+
+# ---------------------------------------------------------------- several seeds
+
+
+@pytest.mark.parametrize("name", ["uniform", "conditioned hybrid"])
+def test_over_seeds_the_mean_and_the_log_mean_are_bounds(name):
+    """Of log p(x) = log E p(x | seed), by 2,000 seeds; equal to separate runs."""
+    toy = TOYS[name](length=4)
+    windows = [Window((), (0, 1, 2)), Window((), (2, 2, 1)), Window((1,), (0, 2))]
+    duel = Duel(toy, "greedy", 2, estimator="duel_seeds", noise_seed=5, noise_seeds=3)
+    scores = duel.log_prob(windows)
+    for n, seed in enumerate((5, 6, 7)):
+        alone = Duel(toy, "greedy", 2, noise_seed=seed).log_prob(windows)
+        assert [score.seeds[n] for score in scores] == pytest.approx([one.log_prob for one in alone], abs=1e-12)
+    many = Duel(toy, "greedy", 2, estimator="duel_seeds", noise_seeds=2000).log_prob(windows)
+    few = Duel(toy, "greedy", 2, estimator="duel_seeds", noise_seeds=100).log_prob(windows)
+    for score, one in zip(many, few, strict=True):
+        tight = score.others["log_mean_exp"]
+        assert score.log_prob < tight.log_prob  # = log p
+        assert abs(one.log_prob - score.log_prob) < 4 * one.stderr
+        near = one.others["log_mean_exp"]
+        assert near.stderr is None or abs(near.log_prob - tight.log_prob) < 5 * near.stderr
+        assert not one.value.is_exact and one.value.is_bound
+
+
+class Fresh(DuelEstimator):
+    """Each row has a seed of its own."""
+
+    def open(self, windows, window_indices, generating=False):
+        group = super().open(windows, window_indices, generating)
+        return dataclasses.replace(group, rows=dataclasses.replace(group.rows, noise_seed=torch.tensor(window_indices)))
+
+
+def test_the_sampler_with_fresh_noise_has_these_probabilities():
+    """The frequencies of samples, each under its own seed, against the mean of p over seeds."""
+    toy, count = NoisyToy(length=2), 4000
+    texts = [Window((), text) for text in every_text(2)]
+    duel = Duel(toy, "greedy", 2, estimator="duel_seeds", noise_seeds=count)
+    p = [math.exp(score.others["log_mean_exp"].log_prob) for score in duel.log_prob(texts)]
+    assert math.fsum(p) == pytest.approx(1, abs=1e-9)
+    drawn = Counter(sample.tokens for sample in Fresh(toy, "greedy", 2).sample([()] * count, 2))
+    for text, chance in zip(texts, p, strict=True):
+        assert abs(drawn[text.target] / count - chance) < 4.5 * math.sqrt(chance * (1 - chance) / count)
+
+
+def test_totals_are_made_for_each_seed():
+    """Windows share the seeds: copies of one window have one error, times their number."""
+    toy, windows = NoisyToy(length=4), [Window((), (0, 1, 2)), Window((), (2, 2, 1))]
+    duel = Duel(toy, "greedy", 2, estimator="duel_seeds", noise_seeds=12)
+    scores = duel.log_prob(windows)
+    total = Total.from_scores(windows, scores, "duel_seeds")
+    sums = torch.tensor([score.seeds for score in scores], dtype=torch.float64).sum(0)
+    assert total.stderr == pytest.approx(float(sums.std()) / math.sqrt(12))
+    double = Total.from_scores(windows[:1] * 2, scores[:1] * 2, "duel_seeds")
+    assert double.stderr == pytest.approx(2 * scores[0].stderr)
+    other = total.named["log_mean_exp"]
+    assert other.log_prob == pytest.approx(sum(score.others["log_mean_exp"].log_prob for score in scores))
+    assert len(other.seeds) == 12 and (other.stderr is None or other.stderr > 0)
+
+
+def test_the_error_of_a_log_mean_takes_ten_effective_seeds():
+    duel = Duel(NoisyToy(length=4), "greedy", 2, estimator="duel_seeds", noise_seeds=8)
+    [score] = duel.log_prob([Window((), (0, 1, 2))])
+    assert score.stderr > 0 and score.others["log_mean_exp"].stderr is None
+    spread = torch.tensor([[0.0]] * 30 + [[50.0]], dtype=torch.float64)
+    assert duel.estimator._log_mean(spread).stderr is None
+    assert duel.estimator._log_mean(torch.linspace(0, 1, 31, dtype=torch.float64)[:, None]).stderr > 0
+
+
+def test_records_keep_every_seed():
+    for seeds in (3, 12):
+        duel = Duel(NoisyToy(length=4), "greedy", 2, estimator="duel_seeds", noise_seeds=seeds)
+        [score] = duel.log_prob([Window((), (0, 1, 2))])
+        [read] = decode_request(encode_request([score]), 1)
+        for found in (read, decode(encode(score))):
+            assert found.value == score.value
+            assert found.others["log_mean_exp"].value.describe() == score.others["log_mean_exp"].value.describe()
