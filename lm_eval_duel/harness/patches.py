@@ -13,7 +13,8 @@
 
     EvaluationTracker.save_results_aggregated
                                 prints the Monte Carlo and sampling errors of our estimators above the table of results,
-                                which has no place for them
+                                and below it our own table, with the kind and the error of each value: lm-eval's has no
+                                place for them
 
                                 writes null for infinite and undefined values, with the reason of each under `nulls`:
                                 Infinity is no JSON; and lets the table show large numbers in scientific notation
@@ -40,8 +41,11 @@ Written against lm-eval 0.4.13. Other models are affected only by the clearer er
 from __future__ import annotations
 
 import argparse
+import atexit
 import contextlib
 import functools
+import importlib
+import logging
 import math
 import os
 import sqlite3
@@ -65,6 +69,7 @@ from lm_eval_duel.errors import DuelError, too_few_documents
 from lm_eval_duel.harness.autoload import MODELS
 from lm_eval_duel.harness.store import ResponseCache, unreadable
 
+log = logging.getLogger("lm_eval.duel_mdm")  # lm-eval prints its own loggers only
 BUILT = "lm_eval_duel built"  # an attribute of requests: when the harness built them, by time.monotonic_ns
 
 
@@ -162,8 +167,24 @@ def _save_results(original: Callable[..., None], tracker: Any, results: dict[str
         for name, value in entries.items():
             if isinstance(value, float) and abs(value) >= LARGE:
                 entries[name] = LargeNumber(value)  # the table is printed after this
-    for line in results.get("config", {}).get("duel", {}).get("errors", []):
+    duel = results.get("config", {}).get("duel", {})
+    for line in duel.get("errors", []):
         print(line)
+    if duel.get("tasks") and (table := _summary(written)):
+        atexit.register(print, table)  # below lm-eval's table, which is printed after this
+
+
+def _summary(results: dict[str, Any]) -> str:
+    """Our own table of a run: the kind and the error of each value.
+
+    The views of results stand on a higher floor. Here a run ends, and its results are theirs. They are saved already,
+    so what goes wrong now is only logged.
+    """
+    try:
+        return importlib.import_module("lm_eval_duel.results.report").summary(results)
+    except DuelError as error:
+        log.warning("No table of kinds and errors: %s", error)
+        return ""
 
 
 def _weighted_mean(original: Callable[..., float], items: Any) -> float:

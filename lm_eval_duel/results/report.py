@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
@@ -24,12 +25,13 @@ from lm_eval_duel.results import (
     player,
     published,
     read,
+    rows,
     tables,
 )
 from lm_eval_duel.results.compare import ComparedRow, Comparison
 from lm_eval_duel.results.figures import Image
 from lm_eval_duel.results.rows import Row
-from lm_eval_duel.results.runs import Run
+from lm_eval_duel.results.runs import Documents, Run
 from lm_eval_duel.results.standings import Standings, standings
 from lm_eval_duel.results.table import WORDS, Note, Table, bullets, escape, form_of, number, plus_minus, spaced, span
 from lm_eval_duel.rules.tables import without_defaults
@@ -359,3 +361,25 @@ def content(report: Report) -> dict[str, Any]:
             for run in report.runs
         ],
     }
+
+
+# ---------------------------------------------------------------- of one run
+
+
+def summary(content: Mapping[str, Any]) -> str:
+    """The values of one run, as a table to paste: what lm-eval's own table has no place for.
+
+    `content`: that of its results file. Empty without a perplexity. Raises DuelError for entries that lm_eval does not
+    write.
+    """
+    file = Path("results")
+    with own_files.reading(file, read.RESULTS):
+        run = read.run_of(file, content, Documents({}, {}))
+    found = []
+    for name, task in run.tasks.items():
+        metric = next(metric for metric in METRICS if metric in task.metrics)
+        of_task, _ = rows.of_run(run, name, metric, baseline=False)
+        found += of_task
+    if not found:
+        return ""
+    return f"{tables.summary(found).markdown()}\n\nfingerprint {run.fingerprint}"

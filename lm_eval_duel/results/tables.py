@@ -257,6 +257,28 @@ def mean_kind(found: Standings) -> str:
 # ---------------------------------------------------------------- of runs
 
 
+def summary(rows: Sequence[Row]) -> Table:
+    """The values of one run, with the kind and the error of each."""
+    shown: Columns = {
+        "task": lambda row: row.task,
+        **named(rows),
+        "value": value,
+        "unit": lambda row: WORDS[row.metric],
+        "bits per byte": lambda row: "" if row.metric == "bits_per_byte" else value(row, "bits_per_byte"),
+        "kind": lambda row: row.kind,
+        "error (±)": _error,
+        "s.e. over windows": lambda row: number(row.error(row.nats_window_stderr), ".2g"),
+    }
+    return Table.of("", rows, shown)
+
+
+def _error(row: Row) -> str:
+    """The error that stands behind ±, or the reason that there is none."""
+    if row.entry.drawn is None:
+        return "nothing is drawn"
+    return row.stderr_reason or row.entry.drawn.error
+
+
 def accuracies(name: str, runs: Sequence[Run], baselines: Collection[Run]) -> Table:
     """Averages of a task other than perplexities, with the harness's standard errors."""
     runs = [run for run in runs if run.scores(name)]

@@ -10,10 +10,11 @@ import pytest
 from results import GONE, documents, edit_samples, hf, ours, put, trace
 from results import report as run
 
+from lm_eval_duel import demo
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.estimators import registry
 from lm_eval_duel.harness.trace import files
-from lm_eval_duel.results import own_files, tables
+from lm_eval_duel.results import own_files, report, tables
 from lm_eval_duel.results.own_files import stems
 
 TEXTS = [f"a text of number {n}" for n in range(4)]
@@ -269,3 +270,19 @@ def test_files_of_an_earlier_report_are_replaced_and_others_stay(tmp_path):
     after = run(tmp_path, "--pairs", "none")["files"]
     assert {*before} - {*after} == {"pairs_sotu.tex"} and mine.read_text() == "years of work"
     assert {path.name for path in mine.parent.iterdir()} == {*after, mine.name}
+
+
+def test_a_run_ends_with_a_table_of_kinds_and_errors():
+    """From the content of a results file alone: the values of its report, a bound and an oracle told as such."""
+    shown = {}
+    for file in sorted((demo.FOLDER / "results").glob("demo-bd/results_*.json")):
+        shown |= dict.fromkeys(report.summary(json.loads(file.read_text())).splitlines())
+    text = "\n".join(shown)
+    for value, kind in (
+        ("≤ 42.27 ± 0.17", "an upper bound of the perplexity"),
+        ("≤ 42.04", "an upper bound of the perplexity"),
+        ("35.28", "a likelihood"),
+        ("25.30", "not a likelihood"),
+    ):
+        assert any(f"{value} |" in line and kind in line for line in shown), (value, kind, text)
+    assert any("± 0.17" in line and "Monte Carlo" in line for line in shown)
