@@ -313,7 +313,9 @@ PROBLEMS: tuple[tuple[Callable[[WindowCase], Any], str], ...] = (
 # Shapes: N windows, L row length, R lanes, W block width.
 
 
-BUCKET = 8  # network calls that the windows of one bucket fill, if windows are taken in the order given
+EARLY = 2  # buckets that are evaluated alone, if windows are taken in the order given
+MANY = 64  # calls that hold one step of all lanes: of a run with more, small first calls take less than 3 %
+BUCKET = 8  # the most network calls that the windows of one bucket fill, if windows are taken in the order given
 
 
 class Estimator(abc.ABC):
@@ -439,9 +441,14 @@ class Estimator(abc.ABC):
     ) -> Iterator[WindowGroup]:
         """The windows at these indices, opened in groups; those with an empty target are left out."""
         chosen = [windows[n] for n in window_indices]
-        buckets = self._buckets(chosen) if in_order else None
-        for part in groups(chosen, not self.denoiser.honours_padding, buckets):
-            yield self.open([chosen[n] for n in part], [window_indices[n] for n in part], generating)
+        buckets = self._buckets(chosen) if in_order else [0] * len(chosen)
+        early = EARLY if in_order and self._takes_small_calls(chosen) else 0
+        for stage in range(early + 1):  # each of the first buckets alone, then all others together
+            members = [n for n, bucket in enumerate(buckets) if min(bucket, early) == stage]
+            same_length = not self.denoiser.honours_padding
+            for part in groups([chosen[n] for n in members], same_length, [buckets[n] for n in members]):
+                of_group = [members[n] for n in part]
+                yield self.open([chosen[n] for n in of_group], [window_indices[n] for n in of_group], generating)
 
     def open(self, windows: list[Window], window_indices: list[int], generating: bool = False) -> WindowGroup:
         """One group of windows; `window_indices`: of each among all that are scored."""
@@ -449,13 +456,31 @@ class Estimator(abc.ABC):
         return WindowGroup(windows, window_indices, rows, partial(self.denoiser.open, generating=generating))
 
     def _buckets(self, windows: Sequence[Window]) -> list[int]:
-        """The bucket of each window. A bucket fills a few calls: sorting its windows by length saves padding."""
-        numbers, work = [], 0
-        whole_rows = self.denoiser.attention == "bidirectional"
+        """The bucket of each window. The first fills a quarter of a network call, so that it is finished early.
+
+        Each of the next fills twice as much, up to `BUCKET` calls: sorting its windows by length saves padding.
+        """
+        numbers: list[int] = []
+        bucket, work, calls = 0, 0, 0.25
         for window in windows:
-            numbers.append(work // (BUCKET * self.budget.tokens))
-            work += self.lanes(window) * (window.length if whole_rows else self.denoiser.block or 1)
+            more = self._work(window)
+            if work and work + more > calls * self.budget.tokens:
+                bucket += 1
+                work = 0
+                calls = min(2 * calls, BUCKET)
+            numbers.append(bucket)
+            work += more
         return numbers
+
+    def _takes_small_calls(self, windows: Sequence[Window]) -> bool:
+        """True if the first calls may be small: on a CPU time goes by tokens, elsewhere if there are many others."""
+        work = sum(map(self._work, windows))
+        return self.denoiser.device.type == "cpu" or work > MANY * self.budget.tokens
+
+    def _work(self, window: Window) -> int:
+        """The network tokens of one step of all lanes of a window."""
+        whole_rows = self.denoiser.attention == "bidirectional"
+        return self.lanes(window) * (window.length if whole_rows else self.denoiser.block or 1)
 
     # ------------------------------------------------------------ for subclasses: blocks and lanes
 

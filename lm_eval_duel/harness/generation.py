@@ -65,7 +65,7 @@ def generate(evaluation: Evaluation, requests: Sequence[Instance]) -> list[str]:
                 if evaluation.store is not None:
                     evaluation.store.keep(prompt.cache_key, text)  # first: whatever fails below, this text is not lost
                 texts[n] = text
-                progress.add_window(len(prompt.window.target))
+                progress.add_window(len(prompt.window.target), sample.nfe)
                 progress.finish_request(1)
                 progress.bar.set_postfix_str(f"NFE {evaluation.estimator.counts.nfe}")
                 about = {"repeat": prompt.repeat, "generated": description, "text": text, "tail": sample.tail}

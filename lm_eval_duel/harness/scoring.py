@@ -11,14 +11,11 @@ import contextlib
 import dataclasses
 import hashlib
 import logging
-import math
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
-
-from tqdm import tqdm
 
 from lm_eval_duel import fingerprint
 from lm_eval_duel.audit.recompute import Verification
@@ -32,7 +29,7 @@ from lm_eval_duel.estimators.duel import DuelEstimator
 from lm_eval_duel.estimators.totals import Total, Unfinished
 from lm_eval_duel.harness.distributed import Ranks
 from lm_eval_duel.harness.patches import BUILT
-from lm_eval_duel.harness.stats import RunStats, Share, SoFar, peak_memory
+from lm_eval_duel.harness.stats import Progress, RunStats, Share, SoFar, peak_memory
 from lm_eval_duel.harness.store import Answers, ResponseCache
 from lm_eval_duel.harness.trace import Writer, record
 from lm_eval_duel.options import Options
@@ -46,7 +43,6 @@ if TYPE_CHECKING:
 log = logging.getLogger("lm_eval.duel_mdm")  # lm-eval prints its own loggers only
 
 FILE = "file of this document"  # an entry of documents that are the user's own files
-EVERY = 1.0  # seconds between two estimates in a progress bar
 ROLLING = "loglikelihood_rolling"
 
 
@@ -181,52 +177,6 @@ class TextLogLikelihood(float):
         return float, (float(self),)
 
 
-# ---------------------------------------------------------------- progress
-
-
-class Progress:
-    """The progress of the requests of one call: `finished` ones, and `windows` of others.
-
-    `tokens`: of each request. `remaining`: the requests without an answer. `title`: follows the kind of request.
-    `so_far`: estimates of the final value.
-    """
-
-    def __init__(
-        self,
-        kind: str,
-        tokens: Sequence[int],
-        remaining: Sequence[int],
-        title: str = "",
-        so_far: SoFar | None = None,
-        hidden: bool = False,
-    ):
-        self.kind = kind
-        self.requests = len(tokens)
-        self.so_far = so_far
-        self.windows = 0
-        self.finished = len(tokens) - len(remaining)
-        self.shown = -math.inf  # when estimates were computed
-        off = {"disable": True} if hidden else {}  # else as TQDM_DISABLE says
-        self.bar = tqdm(total=sum(tokens[n] for n in remaining), desc=kind + title, unit="tok", **off)
-
-    def add_window(self, tokens: int) -> None:
-        """One more window is finished."""
-        self.windows += 1
-        self.bar.update(tokens)
-
-    def finish_request(self, windows: int) -> None:
-        """One more request, of `windows` windows, is finished."""
-        self.finished += 1
-        self.windows -= windows
-        if self.so_far is not None and (time.monotonic() - self.shown > EVERY or self.finished == self.requests):
-            self.shown = time.monotonic()
-            self.bar.set_postfix_str(str(self.so_far), refresh=False)
-
-    def __str__(self):
-        windows = f" and {self.windows} windows of unfinished ones" if self.windows else ""
-        return f"{self.finished} of {self.requests} {self.kind} requests{windows}"
-
-
 # ---------------------------------------------------------------- the evaluation
 
 
@@ -301,7 +251,7 @@ class Evaluation:
     ) -> Progress:
         """Count the answers from the response cache, and show the progress of the requests that remain."""
         hidden = not self.show_progress or self.ranks.rank != 0
-        self.progress = Progress(kind, tokens, remaining, title, so_far, hidden)
+        self.progress = Progress(kind, tokens, remaining, self.counts, title, so_far, hidden)
         from_cache = self.progress.finished
         if self.store is not None:
             log.info("Cached requests: %d, Requests remaining: %d", from_cache, len(remaining))  # as lm-eval
@@ -430,7 +380,7 @@ class Scoring:
         progress = self.begin(order, remaining)
         unfinished = Unfinished({n: self.windows[n] for n in remaining}, known)
         for window in unfinished.known:
-            progress.add_window(len(window.target))
+            progress.add_known(len(window.target))
         ties = evaluation.counts.all_mask_starts
         with evaluation.computing():
             with progress.bar:
@@ -439,7 +389,7 @@ class Scoring:
                 for (n, place), score in self.scored(unfinished.missing):
                     window = self.windows[n][place]
                     self.store.keep(window, score)
-                    progress.add_window(len(window.target))
+                    progress.add_window(len(window.target), score.nfe)
                     if (scores := unfinished.add(n, place, score)) is not None:
                         self.finish(n, scores)
             self.verify()

@@ -7,6 +7,7 @@ import importlib.metadata
 import math
 import resource
 import sys
+import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import takewhile
@@ -14,10 +15,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from scipy.special import stdtrit
+from tqdm import tqdm
 
 from lm_eval_duel.audit import checked
 from lm_eval_duel.audit.checked import CheckedWindow
-from lm_eval_duel.core.scores import known_sum, perplexity, ratio
+from lm_eval_duel.core.scores import Counts, known_sum, perplexity, ratio
 from lm_eval_duel.estimators.registry import ESTIMATORS
 from lm_eval_duel.estimators.totals import Total
 from lm_eval_duel.text.text import unknown_share
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
 
 SHOWN = 20  # documents listed in a log line
 FEWEST = 5  # documents for an interval
+EVERY = 1.0  # seconds between two estimates in a progress bar
 PACKAGES = ("lm_eval_duel", "lm_eval", "torch", "transformers", "accelerate")
 
 
@@ -305,3 +308,84 @@ def estimate(
         return perplexity(rate), None, None
     reach = stdtrit(len(tokens) - 1, 0.975) * stderr * math.sqrt(1 - len(tokens) / documents)
     return perplexity(rate), perplexity(rate - reach), perplexity(rate + reach)
+
+
+# ---------------------------------------------------------------- progress
+
+
+class Progress:
+    """The progress of the requests of one call: `finished` ones, and `windows` of others.
+
+    The bar counts target tokens, those of unfinished windows included: their steps so far, in steps a token of the
+    windows that are finished. So its estimate of the time left is that of the network's work, and does not wait for
+    whole windows.
+
+    Args:
+        kind: The kind of request.
+        tokens: Those of each request.
+        remaining: The requests without an answer.
+        counts: The steps that are taken, as they are counted.
+        title: Text that follows the kind.
+        so_far: Estimates of the final value.
+        hidden: Show no bar.
+    """
+
+    def __init__(
+        self,
+        kind: str,
+        tokens: Sequence[int],
+        remaining: Sequence[int],
+        counts: Counts,
+        title: str = "",
+        so_far: SoFar | None = None,
+        hidden: bool = False,
+    ):
+        self.kind = kind
+        self.requests = len(tokens)
+        self.counts = counts
+        self.so_far = so_far
+        self.windows = 0
+        self.finished = len(tokens) - len(remaining)
+        self.tokens = 0  # of finished windows
+        self.computed = [0, 0]  # tokens and steps of those of them that were computed here
+        self.before = counts.lane_steps
+        self.shown = -math.inf  # when estimates were computed
+        off = {"disable": True} if hidden else {}  # else as TQDM_DISABLE says
+        total = sum(tokens[n] for n in remaining)
+        self.bar = tqdm(total=total, desc=kind + title, unit="tok", smoothing=0, **off)
+
+    def add_known(self, tokens: int) -> None:
+        """One more window has a score already, which took no time."""
+        self.windows += 1
+        self.tokens += tokens
+        if not self.bar.disable:  # a hidden bar has no rate
+            self.bar.initial += tokens
+        self.bar.update(tokens)
+
+    def add_window(self, tokens: int, steps: int | None) -> None:
+        """One more window is finished, in `steps` steps of its blocks; None: their number is not known."""
+        self.windows += 1
+        self.tokens += tokens
+        self.computed[0] += tokens
+        self.computed[1] += steps or 0
+        done = min(self.bar.total, self.tokens + self.unfinished)
+        self.bar.update(max(0, done - self.bar.n))
+
+    @property
+    def unfinished(self) -> int:
+        """The tokens that the work on unfinished windows stands for."""
+        tokens, steps = self.computed
+        ahead = self.counts.lane_steps - self.before - steps
+        return int(ahead * tokens / steps) if steps and ahead > 0 else 0
+
+    def finish_request(self, windows: int) -> None:
+        """One more request, of `windows` windows, is finished."""
+        self.finished += 1
+        self.windows -= windows
+        if self.so_far is not None and (time.monotonic() - self.shown > EVERY or self.finished == self.requests):
+            self.shown = time.monotonic()
+            self.bar.set_postfix_str(str(self.so_far), refresh=False)
+
+    def __str__(self):
+        windows = f" and {self.windows} windows of unfinished ones" if self.windows else ""
+        return f"{self.finished} of {self.requests} {self.kind} requests{windows}"

@@ -10,12 +10,13 @@ from scipy import stats
 from toys import Toy
 
 from benchmarks.recording import Recording
+from lm_eval_duel.core.scores import Counts
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.estimators import base
 from lm_eval_duel.estimators.duel import DuelEstimator
 from lm_eval_duel.harness.lm import DuelMDM
 from lm_eval_duel.harness.scoring import make_request, random_order
-from lm_eval_duel.harness.stats import SoFar, estimate
+from lm_eval_duel.harness.stats import Progress, SoFar, estimate
 from lm_eval_duel.harness.store import Answers
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
@@ -128,3 +129,36 @@ def test_random_order_changes_no_number_and_keeps_the_budget(rule, monkeypatch):
     for longest, given in zip(*scores, strict=True):
         assert longest.reveal_steps == given.reveal_steps
         assert longest.token_logprobs == pytest.approx(given.token_logprobs, abs=1e-9)
+
+
+# ---------------------------------------------------------------- from the first minute
+
+
+def test_the_first_document_of_the_order_is_finished_early(folder):
+    """After a few percent of the steps, whatever the lengths of the others; no step is taken twice."""
+    model = DuelMDM(pretrained=folder, rule="greedy", block=4, device="cpu", max_batch_size=4)
+    texts, steps = [" ".join(DRAW.choices(LETTERS, k=28)) for _ in range(60)], []
+    windows = [window for text in texts for window in model.text.windows(text)]
+    for index, _ in model.estimator.stream(windows, in_order=True):
+        steps.append((index, model.estimator.counts.lane_steps))
+    total = model.estimator.counts.lane_steps
+    assert total == sum(len(window.target) for window in windows)
+    first = next(taken for index, taken in steps if index == 0)
+    assert first <= 0.03 * total
+    shares = [taken / total for _, taken in steps]
+    assert all(abs(share - (n + 1) / len(steps)) < 0.15 for n, share in enumerate(shares))
+
+
+def test_the_bar_counts_the_work_on_unfinished_windows():
+    """Two tokens a step: ten steps, six of them of a finished window of twelve tokens, stand for twenty tokens."""
+    counts = Counts()
+    progress = Progress("loglikelihood_rolling", [12, 30, 8], [0, 1], counts)
+    counts.lane_steps = 10
+    progress.add_window(12, 6)
+    assert (progress.bar.n, progress.bar.total) == (20, 42)
+    progress.add_known(8)
+    assert (progress.bar.n, progress.bar.initial) == (28, 8)
+    counts.lane_steps = 21
+    progress.add_window(22, 15)
+    assert progress.bar.n == 42
+    Progress("loglikelihood_rolling", [12], [0], counts, hidden=True).add_known(8)
