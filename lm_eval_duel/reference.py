@@ -271,6 +271,30 @@ def threshold(mu: float) -> Rule:
     return F
 
 
+def klass(mu: float, nu: float) -> Rule:
+    """All positions with P1 >= mu and KL(P before || P) <= nu; if there are none, the one with the largest P1.
+
+    P before: the distribution at the step before, within the block. At a block's first step there is none, and no
+    position is stable. Asked again at a step, the rule remembers what it was shown first.
+    """
+    shown: list[tuple[list[int], Tensor]] = []  # M and log_P of the steps of this block
+
+    def F(log_P: Tensor, M: list[int]) -> list[int]:
+        if shown and not {*M} <= {*shown[-1][0]}:
+            shown.clear()  # another block
+        if not shown or shown[-1][0] != M:
+            shown.append((M, log_P))
+        score, bound = confidence(log_P[M]), torch.tensor(mu, dtype=torch.float64).logit()
+        if len(shown) == 1:
+            return best(1, M, score)
+        before = shown[-2][1]
+        divergence = torch.tensor([kl(before[ell].exp(), log_P[ell].exp()) for ell in M])
+        sure = (score >= bound) & (divergence <= nu)
+        return [ell for ell, yes in zip(M, sure, strict=True) if yes] or best(1, M, score)
+
+    return F
+
+
 def best(k: int, M: list[int], score: Tensor) -> list[int]:
     """The k positions of M with the largest score (|M|,)."""
     return [M[i] for i in score.argsort(descending=True, stable=True)[:k]]

@@ -27,6 +27,7 @@ RULES = {
     "margin": reference.margin(),
     "entropy, k=2": reference.entropy(2),
     "threshold": reference.threshold(0.45),
+    "klass": reference.klass(0.4, 0.3),
 }
 ROW = [1, 0, 2, 0, 1, 2]  # context | four tokens | suffix
 TARGET = range(1, 5)
@@ -47,7 +48,7 @@ def test_blocks_count_from_the_target_or_from_the_row():
     assert list(BLOCKS.values()) == [[[1, 2], [3, 4]], [[1], [2, 3], [4]], [[1, 2, 3, 4]]]
 
 
-@pytest.mark.parametrize(("rule", "blocks"), list(zip(RULES, [*BLOCKS, *BLOCKS], strict=True)))
+@pytest.mark.parametrize(("rule", "blocks"), list(zip(RULES, itertools.cycle(BLOCKS))))
 def test_it_is_a_distribution(rule, blocks):
     toy = Toy()
     total = sum_over_strings(range(3), ROW, BLOCKS[blocks], network(toy), RULES[rule], toy.mask_id)

@@ -27,6 +27,7 @@ PAPER: dict[type[rules.Rule], Callable[..., reference.Rule]] = {
     rules.Margin: lambda rule: reference.margin(rule.k),
     rules.Entropy: lambda rule: reference.entropy(rule.k),
     rules.Threshold: lambda rule: reference.threshold(rule.mu),
+    rules.Klass: lambda rule: reference.klass(rule.mu, rule.nu),
 }
 # how the logits of the positions that the run picked, and of the others, may move; and whether the top one moves alone
 TIES = [(a * NEAR_TIE, b * NEAR_TIE, top) for a, b, top in itertools.product((1, -1), (1, -1), (True, False))]
@@ -35,7 +36,13 @@ TIES = [(a * NEAR_TIE, b * NEAR_TIE, top) for a, b, top in itertools.product((1,
 def rule_of(rule: rules.Rule) -> Callable[..., reference.Rule] | None:
     """The reference's own rule for a rule of the paper; None for other rules."""
     make = PAPER.get(type(rule))
-    return None if make is None or getattr(rule, "strict", False) else lambda: make(rule)
+    variant = getattr(rule, "strict", False) or (isinstance(rule, rules.Klass) and not _as_printed(rule))
+    return None if make is None or variant else lambda: make(rule)
+
+
+def _as_printed(rule: rules.Klass) -> bool:
+    """True for KLASS as the paper prints it: one step of history, KL(previous || current), within a block."""
+    return rule.history == 1 and rule.kl == "paper" and not rule.across
 
 
 class Followed:

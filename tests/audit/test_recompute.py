@@ -98,7 +98,8 @@ def route(estimator, window):
 def test_routes():
     duel, [window] = Duel(Toy(), "greedy", 2), WINDOWS[:1]
     assert route(duel, window) == REFERENCE
-    for rule in ("klass:mu=0.4:nu=0.3", "greedy:seed_first=true", "threshold:mu=0.4:strict=true", "random"):
+    assert route(Duel(Toy(), "klass:mu=0.4:nu=0.3", 2), window) == REFERENCE
+    for rule in ("klass:mu=0.4:nu=0.3:history=2", "greedy:seed_first=true", "threshold:mu=0.4:strict=true", "random"):
         assert route(Duel(Toy(), rule, 2), window) == RUNS_RULE
     assert route(Duel(Toy(), "klass:mu=0.4:nu=0.3:kl=authors:across=true", 2), window) == RUNS_RULE
     assert route(Elbo(Toy(), samples=8), window) == REFERENCE

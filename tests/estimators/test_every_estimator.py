@@ -48,7 +48,7 @@ ESTIMATORS = {
     "duel, block-causal": partial(DuelEstimator, BLOCKS, "margin:k=2"),
     "duel, rotary": partial(DuelEstimator, ROTARY, "entropy", None),
     "duel, cache": partial(DuelEstimator, Cached(ATTENDS, "dual"), "left_to_right:k=2", 3),
-    "duel, memory": partial(DuelEstimator, TOY, "klass:mu=0.4:nu=0.3", 4),
+    "duel, memory": partial(DuelEstimator, TOY, "klass:mu=0.4:nu=0.3:history=2", 4),
     "elbo": partial(Elbo, TOY, samples=16, seed=3),
     "elbo in blocks": partial(Elbo, TOY, 3, samples=16),
     "elbo by ratio": partial(Elbo, TOY, samples=16, form="ratio"),
