@@ -147,8 +147,9 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 if __name__ == "__main__":
+    options = parse(sys.argv[1:])
     print("| rule | NFE | own nll, nats a token | generative perplexity | entropy | repetition | distinct-2 | MAUVE |")
     print("|---|---|---|---|---|---|---|---|", flush=True)
-    for row in compare(parse(sys.argv[1:])):
+    for row in compare(options):
         cells = ["" if cell is None else f"{cell:.3g}" if isinstance(cell, float) else str(cell) for cell in row]
         print(f"| {' | '.join(cells)} |", flush=True)

@@ -20,7 +20,7 @@ from lm_eval_duel.demo import FOLDER as BUNDLED
 from lm_eval_duel.denoisers.hf import families
 
 GENERATED = [("docs/model_args.md", "args"), ("docs/rules.md", "rules"), ("docs/estimators.md", "estimators")]
-GENERATED += [("docs/checkpoints.md", "refused")]
+GENERATED += [("docs/checkpoints.md", "refused"), ("task_configs/benchmarks/README.md", "metadata")]
 RUN_ELSEWHERE = {"adding.md": "test_adding.py"}  # pages whose code is followed step by step
 TRIED = [page for page in PAGES if page.name not in RUN_ELSEWHERE]
 OTHER_PROGRAMS = ("pip", "pytest", "accelerate")

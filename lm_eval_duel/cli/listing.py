@@ -20,6 +20,7 @@ from lm_eval_duel.estimators import registry
 from lm_eval_duel.options import MODEL_ARGUMENTS
 from lm_eval_duel.rules import presets
 from lm_eval_duel.tasks import task_folder
+from lm_eval_duel.tasks.metadata import KEYS
 
 Rows = list[tuple[str, ...]]  # cells in Markdown; the first is the name, the last a sentence
 LINK = re.compile(r"\[([^]]*)\]\([^)]*\)")
@@ -95,6 +96,11 @@ def _shared(owners: Mapping[str, Mapping[str, Argument]]) -> Rows:
     return [(f"`{name}`", ", ".join(of), default, meaning) for (name, default, meaning), of in found.items()]
 
 
+def metadata_keys() -> Rows:
+    """The keys of --metadata that the tasks of this package read."""
+    return [(f"`{name}`", _default(arg), arg.meaning) for name, arg in KEYS.items()]
+
+
 def task_list() -> Rows:
     """The tasks and groups of this package, and what their file says first."""
     found = []
@@ -130,6 +136,7 @@ TABLES: dict[str, tuple[Table, ...]] = {
     "presets": ((("preset", "model args", "checkpoints", "what"), preset_table),),
     "refused": ((("checkpoint", "refused because", "what works instead"), refused_list),),
     "tasks": ((("task", "folder", "what"), task_list),),
+    "metadata": ((("key", "default", "meaning"), metadata_keys),),
     "folders": ((("what", "path"), folder_list),),
 }
 PRINTS = """\
@@ -139,6 +146,7 @@ estimators  the estimators and their model args
 presets     the deployed samplers that have a name, and the model args of each
 refused     the checkpoints that are refused, why, and what works instead
 tasks       the tasks of this package; --include_path takes their folder
+metadata    the keys of --metadata that these tasks take
 folders     the paths of the installed tasks, results and bundled networks; with one NAME, its path alone
 With --markdown, the table of the documentation.
 """
@@ -185,7 +193,7 @@ def main(arguments: Sequence[str]) -> None:
     """Print what is declared or installed: `lm-eval-duel list`."""
     options = Parser(
         "list",
-        "List model args, rules, estimators, presets, tasks, or folders.",
+        "List model args, rules, estimators, presets, tasks, their metadata, or folders.",
         PRINTS,
         "rules klass",
         "markdown",

@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import itertools
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from lm_eval_duel.arguments import COUNT, TEXT, TRUTH, choice
+from lm_eval_duel.arguments import (
+    CHECKPOINT,
+    COUNT,
+    TEXT,
+    TRUTH,
+    Arguments,
+    ArgumentType,
+    argument,
+    choice,
+    declared,
+)
 from lm_eval_duel.denoisers.load_options import NETWORK_ARGUMENTS
 from lm_eval_duel.errors import DuelError, unknown
 
@@ -15,30 +26,69 @@ if TYPE_CHECKING:
     import datasets
 
 
-def _patterns(key: str, value: Any) -> list[str]:
-    """The names of files: one, or a list."""
-    patterns = value if isinstance(value, list) else [value]
-    if not patterns or not all(isinstance(pattern, str) and pattern for pattern in patterns):
-        raise DuelError(f"'{key}' names a file, a pattern such as texts/*.jsonl, or a list of these; got {value!r}.")
-    return patterns
-
-
 REMAINDERS = ("keep", "drop", "official")  # of ids that do not fill a row
 SCORINGS = ("joint", "marginals", "sequence")  # of variants, see task_configs/proteins/utils.py
 
-READERS = {
-    "files": _patterns,
-    "scoring": choice(*SCORINGS, convert=lambda value: str(value).lower()),
-    "field": TEXT,
-    "lines": TRUTH,
-    "data_dir": TEXT,
-    "rows": COUNT,
-    "length": COUNT,
-    "framed": TRUTH,
-    "insert_eos": TRUTH,
-    "remainder": choice(*REMAINDERS, convert=lambda value: str(value).lower()),
-    "bos": NETWORK_ARGUMENTS["bos"].read,
-}
+
+def _patterns(value: Any) -> list[str]:
+    """The names of files: one, or a list."""
+    patterns = value if isinstance(value, list) else [value]
+    if not patterns or not all(isinstance(pattern, str) and pattern for pattern in patterns):
+        raise ValueError(value)
+    return patterns
+
+
+def _lower_case(*names: str) -> ArgumentType:
+    return choice(*names, convert=lambda value: str(value).lower())
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TaskMetadata(Arguments):
+    """The entries of `--metadata` about a data set and its rows."""
+
+    files: list[str] | None = argument(
+        ArgumentType("a file, a pattern such as texts/*.jsonl, or a list of these", _patterns),
+        None,
+        "your own files, of `duel_text`, `duel_infill`, `duel_choice` and `proteingym`: a name, a pattern, a folder, "
+        "or a list of these",
+        unset="required there",
+    )
+    field: str = argument(TEXT, "text", "the column of your files that holds the text")
+    lines: bool = argument(TRUTH, False, "each line of a .txt or .md file is a document")
+    data_dir: str | None = argument(TEXT, None, "a folder of local copies of the paper's data sets", unset="the hub")
+    rows: int | None = argument(COUNT, None, "how many rows your copy has", unset="all")
+    tokenizer: str | None = argument(
+        CHECKPOINT, None, "the tokenizer, if the model args do not name it", unset="the model's"
+    )
+    length: int = argument(
+        COUNT, 1024, "ids of a wrapped row, special tokens included", unset="1024 (LM1B in domain 128)"
+    )
+    framed: bool = argument(TRUTH, True, "put a BOS and an EOS at the ends of each wrapped row ([CLS] for BERT)")
+    insert_eos: bool = argument(
+        TRUTH,
+        False,
+        "put an EOS after each document of wrapped rows",
+        unset="`false` (`duel_openwebtext_wrapped` and LM1B in domain `true`)",
+    )
+    remainder: str = argument(
+        _lower_case(*REMAINDERS),
+        "keep",
+        "tokens that do not fill a row: `keep` a short last row, `drop` them, or `official`: pack 1,000 documents at a "
+        "time and drop the rest, as the authors' code does",
+    )
+    bos: str | None = argument(
+        NETWORK_ARGUMENTS["bos"].kind,
+        None,
+        "which positions of a wrapped row are scored. For `--model hf`, set it only if it is not `given`",
+        none="none",
+        unset="the model arg's, else `given`",
+    )
+    scoring: str = argument(
+        _lower_case(*SCORINGS), "joint", "how `proteingym` scores a variant: see [proteins](../proteins/README.md)"
+    )
+
+
+KEYS = declared(TaskMetadata)
 
 
 def read(metadata: dict[str, Any]) -> dict[str, Any]:
@@ -47,12 +97,12 @@ def read(metadata: dict[str, Any]) -> dict[str, Any]:
     Raises DuelError for a misspelt key. Metadata contain the args of any model, so only a near miss can be recognised.
     """
     for key in metadata:
-        if key not in READERS and difflib.get_close_matches(key, READERS, n=1, cutoff=0.8):
-            raise unknown("key of --metadata", key, READERS)
+        if key not in KEYS and difflib.get_close_matches(key, KEYS, n=1, cutoff=0.8):
+            raise unknown("key of --metadata", key, KEYS)
     return {
-        key: reader(key, metadata[key])
-        for key, reader in READERS.items()
-        if metadata.get(key) is not None and metadata[key] != ""
+        key: arg.read(key, metadata[key])
+        for key, arg in KEYS.items()
+        if key != "tokenizer" and metadata.get(key) is not None and metadata[key] != ""
     }
 
 

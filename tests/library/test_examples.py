@@ -3,6 +3,7 @@
 import csv
 import importlib.util
 import math
+import runpy
 import statistics
 
 import data_copies
@@ -29,6 +30,26 @@ def example(path):
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+SCRIPTS = [
+    file
+    for file in sorted((ROOT / "examples").rglob("*.py"))
+    if '__name__ == "__main__"' in file.read_text(encoding="utf-8")
+]
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda file: file.stem)
+def test_help_runs_nothing(script, monkeypatch, capsys):
+    """Nor does it train, or fail."""
+    if script.stem == "trl_trainer":
+        pytest.importorskip("trl")
+    monkeypatch.setattr("sys.argv", [str(script), "--help"])
+    monkeypatch.syspath_prepend(str(script.parent))
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(script), run_name="__main__")
+    assert ended.value.code == 0
+    assert capsys.readouterr().out.startswith("usage: ")
 
 
 @pytest.mark.slow
