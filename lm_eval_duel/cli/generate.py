@@ -33,7 +33,8 @@ def main(arguments: Sequence[str]) -> None:
     from lm_eval_duel import Duel
 
     model = dict(options.model)
-    name, batch_size = model.pop("pretrained", None) or BUNDLED, model.pop("batch_size")
+    name = model.pop("pretrained", None) or BUNDLED
+    batch_size = model.pop("batch_size")
     duel = Duel.from_pretrained(name, batch_size=None if batch_size == "auto" else int(batch_size), **model)
     temperature = 1.0 if options.temperature is None else options.temperature  # of the network's own distributions
     about = {

@@ -31,7 +31,8 @@ args change these lines, such as sample= and mc_samples=.
 
 def inspect(lm: DuelMDM, name: str) -> list[tuple[str, str]]:
     """Score one short text, and return how the checkpoint of this name is read, as (label, value) pairs."""
-    denoiser, tokenizer = lm.denoiser, lm.tokenizer
+    denoiser = lm.denoiser
+    tokenizer = lm.tokenizer
     network = getattr(denoiser, "model", None) or getattr(denoiser, "network", None)
     unmasked = "an autoregressive network" if denoiser.attention == "causal" else "the noise is random tokens"
     mask = f"none: {unmasked}" if denoiser.mask_id is None else _token(tokenizer, denoiser.mask_id)
@@ -44,7 +45,8 @@ def inspect(lm: DuelMDM, name: str) -> list[tuple[str, str]]:
     }[denoiser.attention]
     if not denoiser.honours_padding:
         padding = "visible (the attention mask is ignored): only rows of equal length share a batch"
-    prefix, suffix = (" ".join(_token(tokenizer, token) for token in ids) for ids in (lm.text.prefix, lm.text.suffix))
+    prefix = " ".join(_token(tokenizer, token) for token in lm.text.prefix)
+    suffix = " ".join(_token(tokenizer, token) for token in lm.text.suffix)
     described = [
         ("checkpoint", name),
         ("family", f"{denoiser.family} ({lm.spec['denoiser']})"),

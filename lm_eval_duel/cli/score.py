@@ -67,19 +67,18 @@ class Line:
 
     def figures(self) -> dict[str, Any]:
         """The entries of JSON and CSV. None: there is no such value."""
-        tokens, words, size = self.tokens, self.words, self.bytes
         return {
             "document": self.name,
             "sha256": self.key,
-            "tokens": tokens,
+            "tokens": self.tokens,
             "unk_tokens": self.unknown,
-            "words": words,
-            "bytes": size,
+            "words": self.words,
+            "bytes": self.bytes,
             "log_prob": self.log_prob,
             "log_prob_stderr": self.stderr,
-            "token_perplexity": perplexity(-self.log_prob / tokens) if tokens else None,
-            "word_perplexity": perplexity(-self.log_prob / words) if words else None,
-            "bits_per_byte": -self.log_prob / math.log(2) / size if size else None,
+            "token_perplexity": perplexity(-self.log_prob / self.tokens) if self.tokens else None,
+            "word_perplexity": perplexity(-self.log_prob / self.words) if self.words else None,
+            "bits_per_byte": -self.log_prob / math.log(2) / self.bytes if self.bytes else None,
         }
 
 
@@ -287,7 +286,8 @@ def _column(name: str, form: str, bound: bool) -> Callable[[dict[str, Any]], str
 
 def _about(figures: Mapping[str, Any]) -> Iterator[str]:
     """Lines on what the numbers are."""
-    total, spec = figures["total"], figures["spec"]
+    total = figures["total"]
+    spec = figures["spec"]
     method = ", ".join(f"{key}={spec[key]}" for key in ("rule", "block", "cache") if key in spec)
     kind = "" if figures["kind"] == Kind.LIKELIHOOD.value else f" ({figures['kind']})"
     yield f"{figures['pretrained']}, estimator={figures['estimator']}, {method}".rstrip(", ") + kind

@@ -116,7 +116,8 @@ def _columns(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[list[
 
 def _aligned(column: Sequence[str]) -> list[str]:
     """The cells of a column in its width: numbers to the right."""
-    width, right = max(map(_width, column)), is_numeric(column[1:])
+    width = max(map(_width, column))
+    right = is_numeric(column[1:])
     spaces = [" " * (width - _width(cell)) for cell in column]
     return [space + cell if right else cell + space for cell, space in zip(column, spaces, strict=True)]
 
@@ -330,7 +331,9 @@ class Parser(argparse.ArgumentParser):
             self._add(name, flag)
 
     def _add(self, name: str, flag: Flag) -> None:
-        positional, must, choices = name.isupper(), flag.default is MISSING, flag.kind.choices
+        positional = name.isupper()
+        must = flag.default is MISSING
+        choices = flag.kind.choices
         nothing = flag.default in (MISSING, None, "", (), {}) or flag.default is False
         shown = flag.unset or ("" if nothing else flag.shown)
         help = flag.help if flag.help == argparse.SUPPRESS else flag.help.replace("%", "%%")
@@ -350,7 +353,8 @@ class Parser(argparse.ArgumentParser):
     def parse_known_args(
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> tuple[argparse.Namespace, list[str]]:
-        spelled, given = [*(sys.argv[1:] if args is None else args)], set()
+        spelled = [*(sys.argv[1:] if args is None else args)]
+        given = set()
         for n, word in enumerate(spelled):
             if word == "--":
                 break
@@ -363,7 +367,8 @@ class Parser(argparse.ArgumentParser):
         parsed, rest = super().parse_known_args(spelled, namespace)
         with usage():
             for name, flag in self.flags.items():
-                value, shown = getattr(parsed, name.lower()), name if name.isupper() else f"--{name}"
+                value = getattr(parsed, name.lower())
+                shown = name if name.isupper() else f"--{name}"
                 if flag.many:
                     value = [flag.kind(shown, each) for each in value] if value else [*(flag.default or ())]
                 elif flag.kind is not TRUTH:

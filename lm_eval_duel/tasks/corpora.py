@@ -178,7 +178,8 @@ def texts(name: str, data_dir: str | None = None, rows: int | None = None) -> li
 
     Raises DuelError if there is no copy, a column is missing, or the number of rows is wrong.
     """
-    corpus, place = find(name), source(name, data_dir)
+    corpus = find(name)
+    place = source(name, data_dir)
     if rows is None:
         _check_whole(name, corpus, Path(place))
     records = copies.records(Path(place))
@@ -232,7 +233,8 @@ def _check_whole(name: str, corpus: Corpus, place: Path) -> None:
 def _local(name: str, corpus: Corpus, folder: Path) -> str:
     """A copy below `folder`: NAME.parquet (.jsonl, .json), the hub's own layout, or a folder NAME of such files or
     saved by `datasets`."""
-    repo, saved = corpus.repo.split("/")[-1], folder / name
+    repo = corpus.repo.split("/")[-1]
+    saved = folder / name
     places = [*(folder / f"{name}{ending}" for ending in copies.TABLES), folder / corpus.repo / corpus.file]
     places += [folder / repo / corpus.file, saved / corpus.split, saved]  # a dict of splits is saved in folders of them
     if name == "openwebtext_1k":  # the same file

@@ -81,7 +81,8 @@ def documents(corpus: str, **model_args: Any) -> dict[str, datasets.Dataset]:
 
     `model_args`: the model args, and `data_dir` (a local copy), `rows` (how many it has).
     """
-    settings, source = metadata.read(model_args), corpora.find(corpus)
+    settings = metadata.read(model_args)
+    source = corpora.find(corpus)
     raw = corpora.texts(corpus, settings.get("data_dir"), settings.get("rows"))
     texts = list(map(corpora.DETOKENIZERS[source.detokenize], raw)) if source.tidied else raw
     return _documents(raw, texts, load_tokenizer(model_args))
@@ -93,7 +94,8 @@ def wrapped(corpus: str, **model_args: Any) -> dict[str, datasets.Dataset]:
     `model_args`: as for `documents`, and `length` (1024), `insert_eos` (false), `framed` (true), `remainder` (keep) and
     `bos` (given), which task_configs/benchmarks/README.md explains.
     """
-    settings, source = metadata.read(model_args), corpora.find(corpus)
+    settings = metadata.read(model_args)
+    source = corpora.find(corpus)
     texts = corpora.texts(corpus, settings.pop("data_dir", None), settings.pop("rows", None))
     if source.detokenize:
         texts = list(map(corpora.DETOKENIZERS[source.detokenize], texts))
@@ -119,7 +121,8 @@ def own_rows(**model_args: Any) -> dict[str, datasets.Dataset]:
 
 
 def _own_texts(settings: dict[str, Any], task: str) -> list[str]:
-    field, lines = settings.get("field", "text"), settings.get("lines", False)
+    field = settings.get("field", "text")
+    lines = settings.get("lines", False)
     return [document.text for document in files.texts(metadata.files_of(settings, task), field, lines)]
 
 
@@ -159,7 +162,8 @@ def _rows(texts: list[str], settings: dict[str, Any], tokenizer: Any, corpus: st
 
 def _start_and_end(tokenizer: Any) -> tuple[int, int]:
     """The ids at the ends of a row: BOS and EOS, or if there is neither (BERT) [CLS] twice, as in the authors' code."""
-    start, end = tokenizer.bos_token_id, tokenizer.eos_token_id
+    start = tokenizer.bos_token_id
+    end = tokenizer.eos_token_id
     start = tokenizer.cls_token_id if start is None else start
     start = end if start is None else start
     if start is None:

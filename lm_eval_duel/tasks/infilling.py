@@ -136,7 +136,8 @@ def _gap(name: str, row: dict[str, Any]) -> dict[str, Any]:
 
 
 def _choice(name: str, row: dict[str, Any]) -> dict[str, Any]:
-    options, label = files.column(name, row, "options"), files.column(name, row, "label")
+    options = files.column(name, row, "options")
+    label = files.column(name, row, "label")
     texts = isinstance(options, list) and all(isinstance(option, str) and option for option in options)
     if not texts or len(options) < 2:
         raise DuelError(f"{name}: column 'options' must be a list of two or more texts, none empty; got {options!r}.")

@@ -60,7 +60,9 @@ def task_manager(
 
 def holds(manager: TaskManager, names: Iterable[str]) -> bool:
     """True if all of these tasks, tags and groups are in the index, with all members of the groups."""
-    index, unread, read = manager._index, [*names], set()  # `task_index` in lm-eval 0.4 alone
+    index = manager._index  # `task_index` in lm-eval 0.4 alone
+    unread = [*names]
+    read = set()
     while unread:
         if (name := unread.pop()) not in index:
             return False

@@ -62,7 +62,8 @@ class Gap(str):
 
     def __new__(cls, text: str, suffix: str = "", known: Sequence[int] = ()) -> Gap:
         self = super().__new__(cls, text)
-        self.suffix, self.known = suffix, tuple(known)
+        self.suffix = suffix
+        self.known = tuple(known)
         return self
 
     def __radd__(self, context: str) -> str:
@@ -145,8 +146,10 @@ def token_texts(ids: Sequence[int], tokenizer: Any) -> list[str]:
 
     A character of several ids stands at the last of them; the others get an empty piece. `tokenizer` has `decode(ids)`.
     """
-    ids, pieces = list(ids), []
-    start, done = 0, ""  # `done` is the text of ids[start:n] for the ids that have their piece
+    ids = list(ids)
+    pieces = []
+    start = 0
+    done = ""  # the text of ids[start:n], for the ids that have their piece
     complete = [0]  # numbers of ids before which the text is complete, latest last
     for n in range(len(ids)):
         text = tokenizer.decode(ids[start : n + 1])

@@ -136,7 +136,10 @@ class Generator:
     """
 
     def __init__(self, duel: DuelEstimator, text: TextEncoder, settings: Settings, seed: int, scored: bool = True):
-        self.text, self.settings, self.seed, self.scored = text, settings, seed, scored
+        self.text = text
+        self.settings = settings
+        self.seed = seed
+        self.scored = scored
         denoiser = settings.denoiser(duel.denoiser)
         self.duel = duel if denoiser is duel.denoiser else duel.with_denoiser(denoiser)
         self.ends = end_tokens(text.tokenizer)

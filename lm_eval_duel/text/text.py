@@ -29,7 +29,10 @@ class TextEncoder:
     """
 
     def __init__(self, tokenizer: Any, denoiser: Denoiser, scheme: str, block: int | None):
-        self.tokenizer, self.denoiser, self.scheme, self.block = tokenizer, denoiser, scheme, block
+        self.tokenizer = tokenizer
+        self.denoiser = denoiser
+        self.scheme = scheme
+        self.block = block
         self.bos, self.prefix, self.suffix = convention(tokenizer, denoiser)
         self.cut_contexts = self.merged_borders = 0
 
@@ -116,7 +119,8 @@ class TextEncoder:
         context, continuation, _ = split_at_borders(context, continuation)
         if not continuation:
             return self.encode(context), []
-        before, joint = self.encode(context) if context else [], self.encode(context + continuation)
+        before = self.encode(context) if context else []
+        joint = self.encode(context + continuation)
         if joint[: len(before)] == before and len(joint) > len(before):
             return before, joint[len(before) :]
         self.merged_borders += 1
@@ -176,7 +180,8 @@ class TextEncoder:
                 f"bos={self.bos} scores the row from its first position on, so it has no room for a context: use it "
                 "for whole texts (loglikelihood_rolling), and bos=given or none for tasks with a context."
             )
-        context, target = self.scorable(context), self.scorable(target)
+        context = self.scorable(context)
+        target = self.scorable(target)
         if not context and target and self.denoiser.attention == "causal":
             context, target = self._after_start(target)
         if self.prefix and context[: len(self.prefix)] == self.prefix:  # written by a chat template
@@ -236,12 +241,14 @@ class TextEncoder:
         """
         if isinstance(text, TokenText):
             windows = [self.row(text)]
-            scored, remedy = len(windows[0].target), f"Say which positions are scored: --metadata bos={self.bos}"
+            scored = len(windows[0].target)
+            remedy = f"Say which positions are scored: --metadata bos={self.bos}"
         else:
             ids = self.encode(text)
             windows = self.document(ids)
             # the task counts the ids of the text: special tokens that are scored are none, an id that is context is one
-            before, after = len(self.prefix), len(self.suffix)
+            before = len(self.prefix)
+            after = len(self.suffix)
             more = {"scored": before, "official": before + after - 1, "first": -1}.get(self.bos, 0)  # of each row
             scored = sum(len(window.target) - more for window in windows)
             remedy = "Name the tokenizer: --metadata tokenizer=<folder or hub name>"
