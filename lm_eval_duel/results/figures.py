@@ -38,7 +38,7 @@ COLOURS = {
     **{"margin": "#009E73", "log_margin": "#44AA99", "entropy": "#0072B2", "threshold": "#CC79A7"},
     **{"klass": "#E69F00", "entropy_bound": "#56B4E9", "entropy_threshold": "#332288", "factor": "#117733"},
     **{"high_or_topk": "#AA4499", "hierarchy": "#661100", "dinfer_threshold": "#6699CC", "quota": "#DDCC77"},
-    **{"dream": "#888888"},
+    **{"dream": "#888888", "cumulative_quota": "#CCBB44", "threshold_until": "#66CCEE"},
     **{
         "threshold_fixed": "#44BB99",
         "threshold_ref": "#BB5566",

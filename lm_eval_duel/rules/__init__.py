@@ -18,6 +18,7 @@ from lm_eval_duel.core.decision import NEAR_TIE, Decision
 from lm_eval_duel.errors import DuelError, naming, require_known, unknown
 from lm_eval_duel.rules.base import Rule, in_memory, inner, rank, replaced
 from lm_eval_duel.rules.checked import repeat_last, with_checks
+from lm_eval_duel.rules.commit_once import CumulativeQuota, ThresholdUntil
 from lm_eval_duel.rules.deployed import DinferThreshold, Dream, EntropyThreshold, Factor, Hierarchy, HighOrTopk, Quota
 from lm_eval_duel.rules.klass import Klass
 from lm_eval_duel.rules.mlx_vlm import CumulativeError, FallingThreshold, ThresholdBound, ThresholdFixed, ThresholdRef
@@ -79,6 +80,8 @@ RULES: dict[str, type[Rule]] = {
         CumulativeError,
         FallingThreshold,
         Quota,
+        CumulativeQuota,
+        ThresholdUntil,
         Dream,
     )
 }  # in the order of tables

@@ -209,6 +209,30 @@ ENTRIES = (
         f"{SGLANG} low_confidence.py, dllm/config.py",
     ),
     Preset(
+        "diffusers-diffusion-gemma",
+        "diffusers' DiffusionGemmaPipeline with its default scheduler, but for its early stop, which replaces tokens "
+        "that were committed (confidence_threshold=None); tokens are drawn after positions: the same at temperature 0",
+        ("diffusion-gemma",),
+        {"rule": "cumulative_quota:steps=48:tau=0.95", "block": 256, "self_conditioning": "chain"},
+        "huggingface/diffusers@v0.42.1 src/diffusers/schedulers/scheduling_block_refinement.py, "
+        "src/diffusers/pipelines/diffusion_gemma/pipeline_diffusion_gemma.py",
+        free=("block",),
+    ),
+    Preset(
+        "mlx-diffusion-gemma",
+        "mlx-vlm on DiffusionGemma: confidence-threshold, its default, without its early stop; it prints the argmax of "
+        "the last step, and this is the sampler of what it commits",
+        ("diffusion-gemma",),
+        {
+            "rule": "threshold_until:mu=0.9:steps=48",
+            "block": 256,
+            "self_conditioning": "chain",
+            "temperatures": "0.8:0.4:48",
+        },
+        f"{MLX_VLM} generate/diffusion.py",
+        free=("block",),
+    ),
+    Preset(
         "stable-diffcoder",
         "Stable-DiffCoder as Ollada serves it: 256 steps for 256 tokens in blocks of 4",
         ("stable-diffcoder",),

@@ -50,6 +50,8 @@ RULES = [
     "cumulative_error:mu=0.25",
     "falling_threshold:mu=0.6:low=0.3:steps=3",
     "quota:steps=2",
+    "cumulative_quota:steps=2:tau=0.6",
+    "threshold_until:mu=0.6:steps=2",
     "quota:steps=3:eos=conf:eos_id=1",
     "dream:alg=topk_margin:steps=2",
     "dream:alg=confidence_threshold:steps=1:tau=0.5",

@@ -5,9 +5,11 @@ import inspect
 import pytest
 import torch
 from drawn_reference import logits_of
+from noised_toys import NoisyToy
 from toys import BlockCausal
 
 from lm_eval_duel import Duel
+from lm_eval_duel.core import noise as noises
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.options import Options
 
@@ -58,3 +60,51 @@ def test_the_preset_has_the_pipelines_defaults():
     options = Options.parse({"preset": "llada2-diffusers"})
     assert defaults["temperature"] == 0 and defaults["num_inference_steps"] == scheduler.block_length == options.block
     assert str(options.rule) == f"high_or_topk:n={defaults['minimal_topk']}:tau={defaults['threshold']}"
+
+
+def renoise(toy, context, width, steps, threshold, noise):
+    """A canvas of random tokens refined by the scheduler as DiffusionGemmaPipeline calls it: reveal steps (1, W), ids.
+
+    `noise(step)` (W,): the tokens that positions show at a step while they are not committed. The scheduler draws its
+    own, which are replaced.
+    """
+    scheduler = diffusers.BlockRefinementScheduler(block_length=width, num_inference_steps=steps)
+    scheduler.set_timesteps(steps, block_length=width)
+    committed, when = torch.full((1, width), -1), torch.full((1, width), -1)
+    settings = {"mask_token_id": None, "editing_threshold": None, "temperature": 0.0, "threshold": threshold}
+    canvas = noise(0)[None]
+    for step in range(steps):
+        logits = toy.logits_of(context, canvas[0])[None].float()
+        out = scheduler.step(logits, step, canvas, **settings)
+        new = out.transfer_index & (when < 0)
+        when[new] = step
+        committed = torch.where(new, out.sampled_tokens, committed)
+        canvas = torch.where(when >= 0, committed, noise(step + 1)[None])
+    return when, committed
+
+
+class Canvas(NoisyToy):
+    """A toy whose whole row is one canvas."""
+
+    def logits_of(self, context, canvas):
+        ids = torch.cat([torch.tensor(context, dtype=torch.long), canvas])
+        found = self.features(ids[None], None)[0]
+        return found.masked_fill(self.excluded, -torch.inf)[len(context) :]
+
+
+@pytest.mark.parametrize(("steps", "threshold"), [(4, 0.45), (3, 0.7), (6, 0.6), (2, 0.95), (8, 0.99)])
+def test_with_noise_handed_over_it_commits_the_same_at_the_same_steps(steps, threshold):
+    """At temperature 0. Its quota counts up, so that a step may commit nothing."""
+    for seed in range(4):
+        toy = Canvas(tokens=5, length=8, timed=False, scale=1.5)
+        width, context = 6, (1, 4)
+        place = [torch.tensor([[value]]) for value in (seed, 0)]
+
+        def noise(step, place=place, toy=toy, width=width):
+            at = noises.Place(*place, torch.tensor([[step]]), torch.arange(width)[None])
+            return noises.masked_tokens(toy.noise_training.noise, torch.arange(5), None, torch.ones(1), at)[0]
+
+        when, tokens = renoise(toy, context, width, steps, threshold, noise)
+        duel = Duel(toy, f"cumulative_quota:steps={steps}:tau={threshold}", width, noise_seed=seed)
+        [drawn] = duel.sample([context], width, do_sample=False)
+        assert drawn.reveal_steps == tuple(when[0].tolist()) and drawn.tokens == tuple(tokens[0].tolist())

@@ -34,6 +34,8 @@ SETTINGS = {  # rule, block, cache and grid as the sources have them
     "mlx-nemotron": ("threshold:mu=0.9", 32, None, "auto"),
     "sglang-sdar": ("threshold:mu=0.95:strict=True", 4, None, "auto"),
     "sglang-llada2": ("threshold:mu=0.95:strict=True", 32, None, "auto"),
+    "diffusers-diffusion-gemma": ("cumulative_quota:steps=48:tau=0.95", 256, None, "auto"),
+    "mlx-diffusion-gemma": ("threshold_until:mu=0.9:steps=48", 256, None, "auto"),
     "stable-diffcoder": ("quota:steps=4", 4, None, "auto"),
 }
 SAMPLED = {"sdar-static": {"n": 1}, "sdar-dynamic": {"n": 1, "tau": 0.85}}  # estimator=sampled_confidence
