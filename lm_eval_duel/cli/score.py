@@ -22,7 +22,7 @@ from lm_eval_duel.results import stats as paired
 from lm_eval_duel.results.rows import Row
 from lm_eval_duel.results.runs import Run
 from lm_eval_duel.results.stats import PairedDifference, key_of
-from lm_eval_duel.results.table import LEVEL, Table, csv_text, number, plus_minus, spaced
+from lm_eval_duel.results.table import LEVEL, Table, csv_text, number, spaced
 from lm_eval_duel.tasks import files
 from lm_eval_duel.text.annotated import count_units
 
@@ -257,14 +257,14 @@ def score(lm: DuelMDM, texts: Sequence[files.OwnText]) -> list[Line] | None:
 def _total(lm: DuelMDM, rows: Sequence[Line]) -> dict[str, Any]:
     """The figures of all documents together.
 
-    `bits_per_byte_stderr`: over documents, as a ratio to bytes.
+    `bits_per_byte_documents_stderr`: over documents, as a ratio to bytes. Other errors are of random draws.
     """
     stderr = lm.evaluation.total().tasks[TASK].total.stderr  # equal windows: one error
     counts = [sum(getattr(row, unit) for row in rows) for unit in ("tokens", "words", "bytes", "unknown")]
     total = Line("", math.fsum(row.log_prob for row in rows), *counts[:3], stderr, "total", counts[3])
     bits = [-row.log_prob / math.log(2) for row in rows]
     error = ratio(bits, [row.bytes for row in rows])[1] if total.bytes else None
-    return {**total.figures(), "bits_per_byte_stderr": error}
+    return {**total.figures(), "bits_per_byte_documents_stderr": error}
 
 
 def table(figures: dict[str, Any]) -> str:
@@ -294,10 +294,9 @@ def _about(figures: Mapping[str, Any]) -> Iterator[str]:
     drawn = find(figures["estimator"]).drawn
     if drawn and total["log_prob_stderr"] is None:
         yield drawn.unknown(spec)
-    if (error := total["bits_per_byte_stderr"]) is not None:
+    if (error := total["bits_per_byte_documents_stderr"]) is not None:
         sign = "≤ " if is_bound(figures["kind"]) else ""
-        value = f"{total['bits_per_byte']:.4f}{plus_minus(error, '.4f')}"
-        yield f"bits per byte {sign}{value} (standard error over documents)"
+        yield f"bits per byte {sign}{total['bits_per_byte']:.4f}, standard error over documents {number(error, '.2g')}"
     if total["unk_tokens"]:
         from lm_eval_duel.text.text import unknown_share
 

@@ -181,7 +181,8 @@ def task(
         *dict.fromkeys([*remarks, *table.notes]),
     ]
     if metric in OTHER_UNITS and any(row.closed.percent is not None for row in shown):
-        notes.append(f"gap closed is of {WORDS[metric]} here: the paper's numbers are per token and not these")
+        here = f"Gap closed is computed from {WORDS[metric]} here."
+        notes.append(f"{here} The paper computes it per token, so the two cannot be compared.")
     sizes = {run.tasks[name].size for run in compared} - {None}
     return Comparison(
         name=name,
@@ -328,9 +329,9 @@ def cache_cost(row: Row, shown: Sequence[Row], draws: Draws) -> Pair | None:
     nearest, differences = _nearest(row, shown, fits, ignored | {"cache"})
     if nearest and not differences:
         return pair(row, nearest[0], draws)
-    reason = "there is no result of this network and rule with cache=none"
+    reason = "no result of this network and rule has cache=none"
     if differences:
-        reason = f"the result with cache=none is of another spec: {'; '.join(differences.values())}"
+        reason = f"no result with cache=none has the same spec; of the nearest, {'; '.join(differences.values())}"
     return Pair(first=row, second=None, reason=Note(reason))
 
 
@@ -354,13 +355,13 @@ def find_elbos(duel: Row, shown: Sequence[Row], as_published: bool) -> tuple[lis
         return [], f"no ELBO (estimator=elbo, elbo_block={wanted})"
     listed = "; ".join(differences.values())
     if differences and not (as_published and differences.keys() <= CONVENTIONS):
-        return [], f"no ELBO of the same spec: {listed}"
+        return [], f"no ELBO of the same spec; of the nearest, {listed}"
 
     def worth(row: Row) -> tuple:
         draws = row.run.spec.get("mc_samples", "")
         return not row.eps, not row.drawn_bound, float(draws) if draws not in ("", "none") else 1.0
 
-    why = f"as published, of another convention: {listed}" if differences else ""
+    why = f"as published, under another convention: {listed}" if differences else ""
     return sorted(nearest, key=worth, reverse=True), why
 
 
@@ -374,7 +375,7 @@ def _nearest(
         if other.run.key == row.run.key and fits(other):
             there = other.run.spec
             differences = {
-                key: f"{key}={there.get(key, 'not set')} there, {here.get(key, 'not set')} here"
+                key: f"{key}={here.get(key, 'not set')} in this row, {there.get(key, 'not set')} in that one"
                 for key in sorted({*here, *there} - set(ignored))
                 if here.get(key, "not set") != there.get(key, "not set")
             }

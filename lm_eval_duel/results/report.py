@@ -36,7 +36,10 @@ from lm_eval_duel.results.standings import Standings, standings
 from lm_eval_duel.results.table import WORDS, Note, Table, bullets, escape, form_of, number, plus_minus, spaced, span
 from lm_eval_duel.rules.tables import without_defaults
 
-SINGLE = "Each 95 % interval is for its pair alone: of twenty pairs of equal rows, about one is called different."
+SINGLE = (
+    "Each 95 % interval holds for its pair alone. Among twenty pairs that do not differ, about one is still called "
+    "different."
+)
 DRAWN = (
     "95 % intervals are over documents; for estimates and the ELBO they include the Monte Carlo error of each value. "
     "± is the Monte Carlo error alone."

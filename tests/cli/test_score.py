@@ -60,7 +60,9 @@ def test_the_numbers_are_those_of_the_library(folder, texts, tmp_path, capsys):
     bits = [-expected.log_prob / math.log(2) for expected in scores]
     assert total["bits_per_byte"] == pytest.approx(sum(bits) / size, rel=1e-5)
     rest = [b - total["bits_per_byte"] * len(text) for b, text in zip(bits, TEXTS, strict=True)]
-    assert total["bits_per_byte_stderr"] == pytest.approx(math.sqrt(1.5 * sum(r * r for r in rest)) / size, rel=1e-4)
+    assert total["bits_per_byte_documents_stderr"] == pytest.approx(
+        math.sqrt(1.5 * sum(r * r for r in rest)) / size, rel=1e-4
+    )
     assert figures["fingerprint"] == duel.fingerprint and duel.fingerprint in printed
     assert [row["document"] for row in csv.DictReader(table.open())] == [f"{texts}:{n}" for n in (1, 2, 3)]
     assert "total" in printed and "standard error over documents" in printed

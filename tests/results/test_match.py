@@ -194,21 +194,20 @@ def test_the_only_ar_result_is_the_baseline_and_of_several_none(tmp_path, model,
     assert any("name one with --ar" in note for note in found["notes"])
 
 
-ALONE = {
-    "there is no result of this network and rule with cache=none": {"rule": "margin:k=1"},
-    "the result with cache=none is of another spec: block=8 there, 4 here": {"block": "8"},
-    "the result with cache=none is of another spec: grid=row there, target here; max_length=512 there, 1025 here": {
-        "spec": {"grid": "row", "max_length": "512"}
-    },
+ALONE = {  # what the reason names: the result that there is
+    ("cache=none",): {"rule": "margin:k=1"},
+    ("block=4", "8"): {"block": "8"},
+    ("grid=target", "row", "max_length=1025", "512"): {"spec": {"grid": "row", "max_length": "512"}},
 }
 
 
-@pytest.mark.parametrize("reason", ALONE)
-def test_a_missing_result_without_a_cache_is_stated(tmp_path, reason):
-    ours(tmp_path / "results", docs=DOCS, **ALONE[reason])
+@pytest.mark.parametrize("named", ALONE)
+def test_a_missing_result_without_a_cache_is_stated(tmp_path, named):
+    ours(tmp_path / "results", docs=DOCS, **ALONE[named])
     ours(tmp_path / "results", docs=DOCS, spec={"cache": "dual"})
     (cost,) = [row["cache_cost"] for row in run(tmp_path)["tasks"]["sotu"]["rows"] if row["cache"] == "dual"]
-    assert (cost["second"], cost["difference"], cost["reason"]) == (None, None, reason)
+    assert cost["second"] is None and cost["difference"] is None
+    assert all(part in cost["reason"] for part in named)
 
 
 def test_the_longest_document_is_the_tasks(tmp_path):
