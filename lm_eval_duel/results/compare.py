@@ -331,7 +331,7 @@ def cache_cost(row: Row, shown: Sequence[Row], draws: Draws) -> Pair | None:
         return pair(row, nearest[0], draws)
     reason = "no result of this network and rule has cache=none"
     if differences:
-        reason = f"no result with cache=none has the same spec; of the nearest, {'; '.join(differences.values())}"
+        reason = f"no result with cache=none has the same spec; the nearest differs: {'; '.join(differences.values())}"
     return Pair(first=row, second=None, reason=Note(reason))
 
 
@@ -355,7 +355,7 @@ def find_elbos(duel: Row, shown: Sequence[Row], as_published: bool) -> tuple[lis
         return [], f"no ELBO (estimator=elbo, elbo_block={wanted})"
     listed = "; ".join(differences.values())
     if differences and not (as_published and differences.keys() <= CONVENTIONS):
-        return [], f"no ELBO of the same spec; of the nearest, {listed}"
+        return [], f"no ELBO of the same spec; the nearest differs: {listed}"
 
     def worth(row: Row) -> tuple:
         draws = row.run.spec.get("mc_samples", "")

@@ -127,16 +127,16 @@ def test_the_ar_result_must_be_one_and_autoregressive(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("apart", "reason"),
+    ("apart", "named"),
     [
-        ({"elbo_block": "4"}, "no ELBO (estimator=elbo, elbo_block=none)"),
-        ({"dtype": "bfloat16"}, "no ELBO of the same spec: dtype=bfloat16 there, float32 here"),
+        ({"elbo_block": "4"}, ("no ELBO", "elbo_block=none")),
+        ({"dtype": "bfloat16"}, ("no ELBO", "dtype=float32", "bfloat16")),
     ],
 )
-def test_the_elbo_is_over_the_whole_target_and_of_the_same_law(tmp_path, apart, reason):
+def test_the_elbo_is_over_the_whole_target_and_of_the_same_law(tmp_path, apart, named):
     owt(tmp_path, duel=(22.0, {}), elbo=(22.5, {"spec": {"mc_samples": "128", **apart}}))
     row = rows(run(tmp_path, "--as_published"), "owt")["MDLM"]
-    assert row["gap_closed"] is None and row["gap_closed_reason"] == reason
+    assert row["gap_closed"] is None and all(part in row["gap_closed_reason"] for part in named)
     owt(tmp_path, ar=(), elbo=(23.0, {"spec": {"mc_samples": "8"}}))
     found = run(tmp_path, "--as_published")
     assert rows(found, "owt")["MDLM"]["gap_closed"] == pytest.approx(100 * (23.0 - 22.0) / (23.0 - 17.54))
