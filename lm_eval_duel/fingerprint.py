@@ -39,7 +39,8 @@ class Described(Protocol):
 
 def spec_of(*parts: Described) -> dict[str, str]:
     """The spec: everything that defines a number, by name. Its `digest` is the fingerprint."""
-    spec = {key: str(value) for part in parts for key, value in part.describe().items()}
+    described = [each for part in parts for each in (part, *getattr(part, "filters", ()))]
+    spec = {key: str(value) for each in described for key, value in each.describe().items()}
     return {**spec, "version": str(SPEC_VERSION)}
 
 

@@ -24,7 +24,8 @@ from lm_eval_duel.core.windows import Window
 from lm_eval_duel.denoisers.cached.denoiser import Cached
 from lm_eval_duel.denoisers.cached.kept_keys import CachedStep
 from lm_eval_duel.denoisers.dit.denoiser import Timed
-from lm_eval_duel.denoisers.wrappers import Excluding, Guided, Warped
+from lm_eval_duel.denoisers.filters import Warp
+from lm_eval_duel.denoisers.wrappers import Guided
 
 NO_ID = -1  # the mask of a causal network, which is never shown one
 
@@ -126,37 +127,40 @@ class OneRow:
 #     under a cache           z as the block began; then the evaluated positions, against its keys and values
 #     with a noise level      z, and the level of its masked share
 #     under guidance          z, and z with context and suffix masked
-#     with warpers            z; its distributions are sharpened and truncated
+#     with filters            z; its distributions are sharpened and truncated
 #
 # Shapes: L row length, Q positions of a call, K keys, D features, V tokens.
 
 
-OTHER = (Cached, Excluding, Guided, Timed, Warped)
+OTHER = (Cached, Guided, Timed)
 
 
 def one_row(denoiser: Denoiser, window: Window, block: int | None, grid: str) -> OneRow | None:
     """The network of one window; None if it overrides how rows are opened, so that what it is shown is not known."""
     plain = denoiser
-    while isinstance(plain, Cached | Excluding | Guided | Warped):
+    while isinstance(plain, Cached | Guided):
         plain = plain.plain
     if type(plain).open not in (Denoiser.open, Timed.open):
         return None
-    return (OtherRow if isinstance(denoiser, OTHER) else OneRow)(denoiser, window, block, grid)
+    return (OtherRow if isinstance(denoiser, OTHER) or denoiser.filters else OneRow)(denoiser, window, block, grid)
 
 
 class OtherRow(OneRow):
-    """A network for one window, under the wrappers around it."""
+    """A network for one window, under the wrappers around it and its filters."""
 
     def logits(self, denoiser: Denoiser, z: torch.Tensor) -> torch.Tensor:
-        if isinstance(denoiser, Warped):
-            return warped(denoiser, self.logits(denoiser.plain, z))
-        if isinstance(denoiser, Excluding):
-            return self.logits(denoiser.plain, z)
+        logits = self._raw(denoiser, z).masked_fill(denoiser.excluded, -math.inf)  # (L, V) excluded ids, too
+        for warp in (each for each in denoiser.filters if isinstance(each, Warp)):
+            logits = warped(warp, logits)
+        return logits
+
+    def _raw(self, denoiser: Denoiser, z: torch.Tensor) -> torch.Tensor:
+        """Logits (L, V) before filters."""
         if isinstance(denoiser, Guided):
             bare = z.clone()
             bare[: self.origin] = self.m
             bare[len(z) - self.suffix :] = self.m
-            conditional, unconditional = (self.logits(denoiser.plain, row) for row in (z, bare))
+            conditional, unconditional = (self._raw(denoiser.plain, row) for row in (z, bare))
             self.inputs = None
             return unconditional + (1 + denoiser.scale) * (conditional - unconditional)
         return super().logits(denoiser, z)
@@ -193,14 +197,14 @@ class OtherRow(OneRow):
         return evaluated
 
 
-def warped(denoiser: Warped, logits: torch.Tensor) -> torch.Tensor:
+def warped(warp: Warp, logits: torch.Tensor) -> torch.Tensor:
     """Logits (L, V) with a temperature, then cut to the `top_k` tokens and to `top_p`."""
-    logits = logits.masked_fill(denoiser.excluded, -math.inf) / denoiser.temperature
+    logits = logits / warp.temperature
     order = logits.argsort(dim=1, descending=True, stable=True)  # (L, V)
     ranked = logits.gather(1, order)
-    if denoiser.top_k is not None:
-        ranked[:, denoiser.top_k :] = -math.inf
-    if denoiser.top_p < 1:
+    if warp.top_k is not None:
+        ranked[:, warp.top_k :] = -math.inf
+    if warp.top_p < 1:
         p = ranked.softmax(1)
-        ranked = ranked.masked_fill(p.cumsum(1) - p >= denoiser.top_p, -math.inf)
+        ranked = ranked.masked_fill(p.cumsum(1) - p >= warp.top_p, -math.inf)
     return torch.empty_like(logits).scatter_(1, order, ranked)

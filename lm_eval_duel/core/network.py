@@ -14,11 +14,10 @@ from typing import NamedTuple
 
 import torch
 
-from lm_eval_duel.core.decision import UnmaskingRule
 from lm_eval_duel.core.hashing import hashed
 from lm_eval_duel.core.lanes import Lanes, Rows
 from lm_eval_duel.core.noise import CommitOnce, NoiseTraining, Place, masked_tokens
-from lm_eval_duel.core.predictions import Predictions
+from lm_eval_duel.core.predictions import LogitFilter, Predictions
 
 KeysValues = tuple[torch.Tensor, torch.Tensor]  # of one layer, (N, H, K, D / H) each
 
@@ -67,6 +66,7 @@ class Network(abc.ABC):
     special_tokens: tuple[tuple[int, ...], tuple[int, ...]] | None = None  # before and after a text, if expected
     cache: str | None = None  # of a cached sampler: "prefix" or "dual"
     excluded_ids: tuple[int, ...] = ()  # tokens that are left out of the vocabulary
+    filters: tuple[LogitFilter, ...] = ()  # functions of clean logits: temperature, top-k, ...
     image_ids: frozenset[int] = frozenset()  # tokens that stand for images, which no window may hold
     quantized: bool = False  # its weights are coarser than its dtype
     noise_training: NoiseTraining | None = None  # if its noise is random tokens; None: [MASK] alone
@@ -133,17 +133,9 @@ class Network(abc.ABC):
     def head(self, features: torch.Tensor) -> torch.Tensor:
         """Logits (U, V) of feature rows (U, D)."""
 
-    def smooth_head(self, features: torch.Tensor) -> torch.Tensor:
-        """`head` before its distributions are truncated: float noise changes these logits by float noise."""
-        return self.head(features)
-
     def noise_inputs(self, t: torch.Tensor) -> dict[str, torch.Tensor]:
         """Inputs of a network with `noise_training` besides the rows, at times t (R,), (R, ...) each."""
         return {}
-
-    def ties(self, rule: UnmaskingRule) -> str | None:
-        """The reason that every position of this network ties under `rule`, as a sentence; None if they do not."""
-        return None
 
     def evaluating(self) -> contextlib.AbstractContextManager[None]:
         """The modes in which calls run, and in which gradient checkpointing repeats them in the backward pass."""
@@ -256,10 +248,20 @@ class View:
 
     def __call__(self, lanes: Lanes, targets: torch.Tensor | None = None) -> Predictions:
         """The predictions at the masked positions of `lanes`; `targets` (R, W): tokens whose log-probs are needed."""
-        features, row, all_mask, carried = self.positions(lanes)
+        positions, step = self.at_steps(lanes, self.positions(lanes))
+        features, row, all_mask, carried = positions
         excluded, columns = self._excluded
         inputs = (lanes.masked, all_mask, features, row, self.denoiser.head, excluded, targets)
-        return Predictions(*inputs, columns=columns, masked_at=lanes.masked_at, carried=carried)
+        at = {"columns": columns, "masked_at": lanes.masked_at, "carried": carried}
+        return Predictions(*inputs, **at, filters=self.denoiser.filters, step=step)
+
+    def at_steps(self, lanes: Lanes, positions: Positions) -> tuple[Positions, torch.Tensor | None]:
+        """Positions, and the step of each row of features (U,) if a filter reads it: equal rows may be at others."""
+        if not any(each.reads_step for each in self.denoiser.filters):
+            return positions, None
+        step = lanes.step[lanes.masked_at[0]]  # (C,)
+        first, row = distinct(positions.row, step)  # (U,), (C,)
+        return positions._replace(features=positions.features[positions.row[first]], row=row), step[first]
 
     @cached_property
     def _excluded(self) -> tuple[torch.Tensor, torch.Tensor]:

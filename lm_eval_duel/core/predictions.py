@@ -92,6 +92,21 @@ def log_p_of(logits: torch.Tensor, top: Top) -> torch.Tensor:
 
 CPU_VALUES, CPU_ROWS = 1 << 20, 64  # logits at once: as many as fit a CPU's cache, but enough rows for a fast matmul
 GPU_VALUES = 1 << 26  # 256 MiB of float32
+
+
+class LogitFilter(Protocol):
+    """A function of clean logits: [MASK] and padding columns are -inf."""
+
+    reads_step: bool  # it depends on the step that a lane is at
+    truncates: bool  # it gives some tokens probability 0, so that float noise may move one across the border
+
+    def __call__(self, logits: torch.Tensor, step: torch.Tensor | None) -> torch.Tensor:
+        """Logits (u, V) of logits (u, V) at steps (u,); `step` is None if no filter reads it."""
+
+    def describe(self) -> dict[str, object]:
+        """The entry of the spec."""
+
+
 READ = {"entropy": entropy_of, "log_p": log_p_of}  # statistics that are read when they are asked for
 
 
@@ -113,6 +128,8 @@ class Predictions:
         columns: (E,) `excluded` as indices.
         masked_at: (C,) each: lane and position of each masked position.
         carried: (R, W, ...) each: what the network reads at the next step.
+        filters: Functions of clean logits, applied in order.
+        step: (U,) the step of each row of features, for filters that read it.
     """
 
     carried: tuple[torch.Tensor, ...] = ()  # (R, W, ...) each: what the network reads at the next step
@@ -130,12 +147,16 @@ class Predictions:
         columns: torch.Tensor | None = None,
         masked_at: tuple[torch.Tensor, ...] | None = None,
         carried: tuple[torch.Tensor, ...] = (),
+        filters: Sequence[LogitFilter] = (),
+        step: torch.Tensor | None = None,
     ):
         self.masked, self.all_mask = masked, all_mask
         self.carried = carried
         self._features, self._row, self._head, self._excluded = features, row, head, excluded
         self._columns = excluded.nonzero()[:, 0] if columns is None else columns  # (E,)
         self._at = masked.nonzero().unbind(1) if masked_at is None else masked_at  # (C,) lane and position of each
+        self._filters = tuple(filters)
+        self._step = step
         self._targets = None if targets is None else targets[self._at]  # (C,)
         on_cpu = features.device.type == "cpu"
         self._chunk = max(CPU_ROWS, CPU_VALUES // len(excluded)) if on_cpu else max(1, GPU_VALUES // len(excluded))
@@ -155,9 +176,12 @@ class Predictions:
         at = (torch.zeros_like(self._at[0]), self._at[1])
         return self._part(self.masked[lane : lane + 1, :width], keep, at, self.all_mask[lane : lane + 1])
 
-    def under(self, head: Callable[[torch.Tensor], torch.Tensor]) -> Predictions:
-        """The predictions at the same positions under another head."""
-        inputs = (self.masked, self.all_mask, self._features, self._row, head, self._excluded)
+    @property
+    def unfiltered(self) -> Predictions:
+        """The predictions at the same positions without filters: float noise changes them by float noise."""
+        if not self._filters:
+            return self
+        inputs = (self.masked, self.all_mask, self._features, self._row, self._head, self._excluded)
         return Predictions(*inputs, columns=self._columns, masked_at=self._at)
 
     def _part(
@@ -166,7 +190,9 @@ class Predictions:
         """Predictions at `masked`: my masked positions to `keep` (C,), which `masked` has `at` (lane, position)."""
         rows, position = self._row[keep].unique(return_inverse=True)  # (u,), (c,)
         inputs = (masked, all_mask, self._features[rows], position, self._head, self._excluded)
-        part = Predictions(*inputs, columns=self._columns, masked_at=tuple(plane[keep] for plane in at))
+        at = tuple(plane[keep] for plane in at)
+        step = None if self._step is None else self._step[rows]
+        part = Predictions(*inputs, columns=self._columns, masked_at=at, filters=self._filters, step=step)
         self._statistic("logit")  # one pass for all parts
         part._known = {name: value[keep if name == "target" else rows] for name, value in self._known.items()}
         part._targets = None if self._targets is None else self._targets[keep]
@@ -373,6 +399,9 @@ class Predictions:
         elif logits.data_ptr() == features.data_ptr():  # the features are the logits: the head is not split off
             logits = logits.clone()
         logits.index_fill_(1, self._columns, -math.inf)
+        step = self._step if single or self._step is None else self._step[rows]
+        for each in self._filters:
+            logits = each(logits, step)
         if not single:
             return logits
         self._kept = logits

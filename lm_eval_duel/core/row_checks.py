@@ -287,10 +287,9 @@ def statistics(predictions: Predictions, network: Network, tokens: torch.Tensor)
     log-probs of `tokens` (1, W).
 
     Where distributions are truncated, by top-p say, float noise may move a token across the border and every statistic
-    with it. So the statistics of the smooth head are read.
+    with it. So the statistics without filters are read.
     """
-    if type(network).smooth_head is not Network.smooth_head:
-        predictions = predictions.under(network.smooth_head)
+    predictions = predictions.unfiltered
     read = (predictions.confidence, predictions.log_margin, predictions.log_sum, predictions.log_prob(tokens))
     return torch.stack([plane[0].double() for plane in read])
 

@@ -127,6 +127,7 @@ class InMemory(Denoiser):
         self.plain, self.module, self.path = plain, module, name
         self.weights, self.autocast = weights, autocast
         self.fixed_weights = False
+        self.vocabulary = f"{int((~self.excluded).sum())} of {self.vocab_size}"
 
     @property
     def coarse(self) -> bool:
@@ -167,7 +168,7 @@ class InMemory(Denoiser):
             "weights": user_module.digest(self.module) if digested else self.weights,
             "dtype": dtype if self.autocast is None else f"{dtype}, autocast to {self.autocast}".replace("torch.", ""),
             "mask_token_id": self.mask_id,
-            "vocabulary": f"{int((~self.excluded).sum())} of {self.vocab_size}",
+            "vocabulary": self.vocabulary,
             "attention": self.attention,
             "shift": self.shift,
             "relative_positions": self.relative_positions,

@@ -22,10 +22,11 @@ from lm_eval_duel.denoisers.cached.denoiser import Cached
 from lm_eval_duel.denoisers.checkpoint import DIT_TOKENIZER, Checkpoint
 from lm_eval_duel.denoisers.dit import checkpoint as dit
 from lm_eval_duel.denoisers.dit.denoiser import DiTDenoiser
+from lm_eval_duel.denoisers.filters import excluding, warped
 from lm_eval_duel.denoisers.hf import decoder, diffusion_gemma, families, own_code, own_forward
 from lm_eval_duel.denoisers.hf.pretrained import Pretrained
 from lm_eval_duel.denoisers.load_options import LoadOptions, tokenizer_source
-from lm_eval_duel.denoisers.wrappers import Excluding, Guided, Warped
+from lm_eval_duel.denoisers.wrappers import Guided
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -98,12 +99,12 @@ def reader_of(checkpoint: Checkpoint) -> Callable[[Checkpoint], DiTDenoiser | Pr
 
 
 def wrapped(denoiser: Denoiser, options: LoadOptions) -> Denoiser:
-    """A denoiser under the cache, the guidance and the warpers of the options."""
+    """A denoiser under the cache, the guidance and the filters of the options."""
     denoiser = Cached(denoiser, options.cache) if options.cache else denoiser
     denoiser = Guided(denoiser, options.cfg_scale) if options.cfg_scale else denoiser
-    denoiser = Excluding(denoiser, options.exclude_ids) if options.exclude_ids else denoiser
+    denoiser = excluding(denoiser, options.exclude_ids) if options.exclude_ids else denoiser
     warpers = options.temperature, options.top_k, options.top_p
-    return denoiser if warpers == (None, None, None) else Warped(denoiser, *warpers)
+    return denoiser if warpers == (None, None, None) else warped(denoiser, *warpers)
 
 
 def load_tokenizer(arguments: Mapping[str, Any]) -> PreTrainedTokenizerBase:

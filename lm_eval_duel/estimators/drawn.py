@@ -20,7 +20,7 @@ from lm_eval_duel.core.denoiser import Denoiser
 from lm_eval_duel.core.hashing import uniform
 from lm_eval_duel.core.lanes import Lanes
 from lm_eval_duel.core.predictions import Draw, Draws, Predictions, top_of
-from lm_eval_duel.denoisers.wrappers import Warped
+from lm_eval_duel.denoisers.filters import Warp
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.estimators.arguments import ConfidenceArguments
 from lm_eval_duel.estimators.moves import StepCounts
@@ -132,13 +132,13 @@ def untempered(denoiser: Denoiser) -> float:
         DuelError: If its distributions are truncated as well, which cannot be undone.
     """
     scale = 1.0
-    while isinstance(denoiser, Warped):
-        if denoiser.top_k is not None or denoiser.top_p < 1:
+    for warp in (each for each in denoiser.filters if isinstance(each, Warp)):
+        if warp.truncates:
             raise DuelError(
                 "confidence=untempered is the probability before temperature, and no sampler that we know combines it "
-                f"with top_k or top_p; got {denoiser.warping}. Leave them out, or use confidence=tempered."
+                f"with top_k or top_p; got {warp}. Leave them out, or use confidence=tempered."
             )
-        scale, denoiser = scale * denoiser.temperature, denoiser.plain
+        scale *= warp.temperature
     return scale
 
 

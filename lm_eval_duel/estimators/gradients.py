@@ -151,10 +151,13 @@ def differentiable(
 
 def log_probs_of(denoiser: Denoiser, view: View, lanes: Lanes, rows: Rows) -> torch.Tensor:
     """log p of the targets at the masked positions of the lanes, with its graph, float64 (C,)."""
-    positions = view.positions(lanes)
+    positions, step = view.at_steps(lanes, view.positions(lanes))
     logits = denoiser.head(positions.features)  # (U, V)
     logits = logits if logits.dtype in (torch.float32, torch.float64) else logits.float()
-    log_p = logits.index_fill(1, denoiser.excluded.nonzero()[:, 0], -torch.inf).log_softmax(1)
+    logits = logits.index_fill(1, denoiser.excluded.nonzero()[:, 0], -torch.inf)
+    for each in denoiser.filters:
+        logits = each(logits, step)
+    log_p = logits.log_softmax(1)
     return log_p[positions.row, rows.targets(lanes)[lanes.masked_at]].double()
 
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, ClassVar
 
@@ -179,7 +179,8 @@ class NoisedTerms(Predictions):
     def of_lane(self, lane: int, width: int) -> NoisedTerms:
         return NoisedTerms(self.values[lane : lane + 1, :width])
 
-    def under(self, head: Callable[[torch.Tensor], torch.Tensor]) -> NoisedTerms:
+    @property
+    def unfiltered(self) -> NoisedTerms:
         return self
 
 

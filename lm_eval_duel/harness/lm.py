@@ -11,6 +11,7 @@ from lm_eval.api.model import TemplateLM
 from lm_eval_duel import fingerprint
 from lm_eval_duel.console.command_line import key_values
 from lm_eval_duel.demo import BUNDLED
+from lm_eval_duel.denoisers.filters import ties
 from lm_eval_duel.errors import DuelError, unchained
 from lm_eval_duel.estimators import registry
 from lm_eval_duel.harness import patches, stats, trace
@@ -52,7 +53,7 @@ class DuelMDM(TemplateLM):
             self.trace.begin(self._trace_header(tokenizer))
         self.evaluation = self._new_evaluation()
         if self.rank == 0:
-            if self.estimator.decodes and (note := self.denoiser.ties(self.options.rule)):
+            if self.estimator.decodes and (note := ties(self.denoiser, self.options.rule)):
                 log.warning("%s", note)
             registry.name_ignored_args(arguments, self.estimator)
             log.info("fingerprint %s", self.fingerprint)

@@ -15,7 +15,7 @@ from lm_eval_duel.arguments import COUNT, MAX_FACTOR, SHARE, TRUTH, number, whol
 from lm_eval_duel.core.denoiser import Denoiser
 from lm_eval_duel.core.scores import Sample
 from lm_eval_duel.core.windows import Ids, Window
-from lm_eval_duel.denoisers.wrappers import Warped
+from lm_eval_duel.denoisers.filters import ties, warped
 from lm_eval_duel.errors import DuelError, unknown
 from lm_eval_duel.estimators.base import check_windows
 from lm_eval_duel.estimators.duel import DuelEstimator
@@ -97,10 +97,10 @@ class Settings:
         )
 
     def denoiser(self, plain: Denoiser) -> Denoiser:
-        """The network that is sampled: `plain`, wrapped if the settings change its distributions."""
+        """The network that is sampled: `plain`, filtered if the settings change its distributions."""
         if self.temperature in (0.0, 1.0) and self.top_k is None and self.top_p == 1:
             return plain
-        return Warped(plain, self.temperature or 1.0, self.top_k, self.top_p)
+        return warped(plain, self.temperature or 1.0, self.top_k, self.top_p)
 
     @property
     def description(self) -> str:
@@ -147,7 +147,7 @@ class Generator:
     @property
     def notes(self) -> list[str]:
         """Warnings: settings without effect, and that all positions tie, so that the rule has nothing to choose by."""
-        tie = self.duel.denoiser.ties(self.duel.rule) if self.settings.temperature else None
+        tie = ties(self.duel.denoiser, self.duel.rule) if self.settings.temperature else None
         return [note for note in (*self.settings.notes, tie) if note]
 
     def prompt(self, before: str | Ids, after: str | Ids = "") -> Window:

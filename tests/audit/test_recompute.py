@@ -15,7 +15,8 @@ from lm_eval_duel.core import predictions
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.denoisers.cached import denoiser as cached_view
 from lm_eval_duel.denoisers.cached.denoiser import Cached
-from lm_eval_duel.denoisers.wrappers import Excluding, Guided, Warped
+from lm_eval_duel.denoisers.filters import excluding, warped
+from lm_eval_duel.denoisers.wrappers import Guided
 from lm_eval_duel.estimators.duel import Autoregressive
 from lm_eval_duel.estimators.duel import DuelEstimator as Duel
 from lm_eval_duel.estimators.elbo import Elbo
@@ -46,8 +47,8 @@ NETWORKS = {  # name: (network, windows, block, grid); more toys are in test_fuz
     "dual cache, blocks of the row": (Cached(Attends(length=10), "dual"), PLAIN, 3, "row"),
     "guided": (Guided(Toy(length=10), 0.7), WINDOWS, 2, "target"),
     "guided under a cache": (Guided(Cached(Attends(length=10), "dual"), 0.7), WINDOWS, 2, "target"),
-    "fewer tokens": (Excluding(Toy(4, length=10), (3,)), WINDOWS, 2, "target"),
-    "warped": (Warped(Toy(5, length=10), 0.8, 4, 0.95), WINDOWS, 2, "target"),
+    "fewer tokens": (excluding(Toy(4, length=10), (3,)), WINDOWS, 2, "target"),
+    "warped": (warped(Toy(5, length=10), 0.8, 4, 0.95), WINDOWS, 2, "target"),
     "block-causal": (BlockCausal(length=12), [*PLAIN, *ENDS], "auto", "auto"),
     "causal prefix": (CausalPrefix(length=14), [GIVEN[0], *GIVEN[3:]], "auto", "auto"),
     "causal prefix, first token in the block": (

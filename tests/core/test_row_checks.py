@@ -12,7 +12,7 @@ from lm_eval_duel.core.lanes import Lanes, Rows
 from lm_eval_duel.core.row_checks import FIRST, NOISE, SHARE, RowChecks, checks_among, draw_lanes
 from lm_eval_duel.core.scores import Counts
 from lm_eval_duel.core.windows import Window
-from lm_eval_duel.denoisers.wrappers import Warped
+from lm_eval_duel.denoisers.filters import warped
 from lm_eval_duel.errors import InconsistentOutput
 from lm_eval_duel.estimators.duel import Autoregressive, DuelEstimator
 from lm_eval_duel.estimators.elbo import Elbo
@@ -110,8 +110,8 @@ def test_with_coarse_numbers_they_are_counted(fault, batch_size, monkeypatch):
     assert 0 < estimator.counts.rows_differing <= estimator.counts.rows_checked
 
 
-def warped(**more):
-    DuelEstimator(Warped(Crowd(), **more), "left_to_right", 4).log_prob(windows(20))
+def filtered(**more):
+    DuelEstimator(warped(Crowd(), **more), "left_to_right", 4).log_prob(windows(20))
 
 
 @pytest.mark.parametrize(
@@ -123,7 +123,7 @@ def warped(**more):
         lambda: DuelEstimator(Offset(), "greedy", 4).log_prob(windows(20)),
         lambda: DuelEstimator(Crowd(), "greedy", 4).sample([window.target for window in windows(30, length=4)], 4),
         lambda: DuelEstimator(Crowd(), "greedy", 4).replay(windows(20), [(0, 1, 2, 3) * 2] * 20),
-        *(partial(warped, **more) for more in ({"temperature": 0.5}, {"top_k": 2}, {"top_p": 0.9})),
+        *(partial(filtered, **more) for more in ({"temperature": 0.5}, {"top_k": 2}, {"top_p": 0.9})),
     ],
 )
 def test_every_way_through_a_network_is_checked(call):
@@ -147,10 +147,12 @@ def test_something_was_compared_and_nothing_waits(rule):
 
 
 def test_a_token_at_the_border_of_top_p_stops_no_run():
-    warped = Warped(Border(), top_p=0.8)
-    batch, alone = (warped.head(Border().features(torch.zeros(rows, 1), None)[:1, 0]) for rows in (2, 1))
+    network = warped(Border(), top_p=0.8)
+    batch, alone = (
+        network.filters[0](network.head(Border().features(torch.zeros(rows, 1), None)[:1, 0]), None) for rows in (2, 1)
+    )
     assert batch.isinf().sum() != alone.isinf().sum()
-    estimator = DuelEstimator(warped, "left_to_right", 4)
+    estimator = DuelEstimator(network, "left_to_right", 4)
     estimator.log_prob(windows(20, tokens=2))
     assert estimator.counts.rows_checked >= FIRST and estimator.counts.rows_differing == 0
 

@@ -14,8 +14,9 @@ from lm_eval_duel.core.windows import Window
 from lm_eval_duel.denoisers.cached import denoiser as view
 from lm_eval_duel.denoisers.cached import kept_keys
 from lm_eval_duel.denoisers.cached.denoiser import Cached
+from lm_eval_duel.denoisers.filters import warped
 from lm_eval_duel.denoisers.load_options import LoadOptions
-from lm_eval_duel.denoisers.wrappers import Guided, Warped
+from lm_eval_duel.denoisers.wrappers import Guided
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.estimators.duel import DuelEstimator
 from lm_eval_duel.estimators.elbo import Elbo
@@ -197,12 +198,12 @@ def test_a_cache_in_bfloat16_follows_its_own_samples(family):
 def test_guidance_and_temperature_go_around_a_cache(family):
     network = family("llada", dtype="float64")
     cached, windows = Cached(network.denoiser, "dual"), network.windows[:3]
-    wrapped = Warped(Guided(cached, 0.5), 1.3, top_k=5)
+    wrapped = warped(Guided(cached, 0.5), 1.3, top_k=5)
     duel = DuelEstimator(wrapped, "greedy", 3)
     drawn = duel.sample([w.context for w in windows], 7, seed=5)
     same_scores(drawn, duel.log_prob([Window(w.context, d.tokens) for w, d in zip(windows, drawn, strict=True)]))
     assert wrapped.describe()["cache"] == "dual"
-    nothing = DuelEstimator(Warped(Guided(cached, 0.0), 1.0), "greedy", 3)
+    nothing = DuelEstimator(warped(Guided(cached, 0.0), 1.0), "greedy", 3)
     same_scores(nothing.log_prob(windows), DuelEstimator(cached, "greedy", 3).log_prob(windows))
 
 

@@ -11,7 +11,7 @@ from toys import Toy
 
 from lm_eval_duel import Duel, DuelError, Window
 from lm_eval_duel.denoisers.user_module import digest
-from lm_eval_duel.denoisers.wrappers import Warped
+from lm_eval_duel.denoisers.wrappers import Guided
 
 FUNCTION = {"mask_token_id": 7, "max_length": 12}
 SHORT = [Window((), (1, 2, 3)), Window((4,), (4, 0, 2, 6, 5))]
@@ -302,7 +302,7 @@ REFUSED = [
     (lambda ids, real: Network().eval()(ids, real).softmax(2), FUNCTION, "probabilities"),
     (dropping(), FUNCTION, "module="),
     (dropping(), {**FUNCTION, "self_tests": False}, "module="),
-    (Warped(Toy(length=4), 0.5), {}, "Warped"),
+    (Guided(Toy(length=4), 0.5), {}, "Guided"),
     (tiny.network("gpt2"), {"mask_token_id": 39, "self_tests": False}, "is causal"),
     (tiny.network("bert"), {"mask_token_id": 4, "attention": "causal"}, "estimator=ar"),
     (tiny.network("bigbird"), {"mask_token_id": 4}, "set_attention_type"),

@@ -15,7 +15,8 @@ from lm_eval_duel import Duel, rules
 from lm_eval_duel.core import denoiser as block_causal
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.denoisers.cached.denoiser import Cached
-from lm_eval_duel.denoisers.wrappers import Excluding, Guided, Warped
+from lm_eval_duel.denoisers.filters import excluding, warped
+from lm_eval_duel.denoisers.wrappers import Guided
 
 WINDOWS = [
     Window((), (0, 1, 2, 0, 1, 0, 2)),
@@ -101,9 +102,9 @@ def causal_prefix(first_token, last_block="fill"):
     return Subject(toy, logits_of)
 
 
-def excluding(subject):
+def without_one(subject):
     """Without token 1, by the excluded columns of the network."""
-    return subject._replace(network=Excluding(subject.network, [1]))
+    return subject._replace(network=excluding(subject.network, [1]))
 
 
 SUBJECTS = {
@@ -118,11 +119,11 @@ SUBJECTS = {
     "causal prefix": causal_prefix("causal"),
     "causal prefix, cut": causal_prefix("causal", "cut"),
     "causal prefix, own first token": causal_prefix("block"),
-    "excluding": excluding(Subject(toy := Toy(tokens=4, length=10), whole_row(toy))),
-    "excluding, dual": excluding(cached("dual", tokens=4)),
-    "excluding, guided": excluding(guided(Toy(tokens=4, length=10), 0.5)),
-    "excluding, block-causal": excluding(Subject(BlockCausal(tokens=4, length=10))),
-    "excluding, top two": Subject(Warped(Excluding(Toy(tokens=4, length=10), [1]), 0.7, 2)),
+    "excluding": without_one(Subject(toy := Toy(tokens=4, length=10), whole_row(toy))),
+    "excluding, dual": without_one(cached("dual", tokens=4)),
+    "excluding, guided": without_one(guided(Toy(tokens=4, length=10), 0.5)),
+    "excluding, block-causal": without_one(Subject(BlockCausal(tokens=4, length=10))),
+    "excluding, top two": Subject(warped(excluding(Toy(tokens=4, length=10), [1]), 0.7, 2)),
 }
 EACH = [(name, rule) for n, name in enumerate(SUBJECTS) for rule in RULES[n % 2 :: 2]]
 FAST = [EACH[2 * n + n // 2 % 2] for n in range(len(SUBJECTS))]

@@ -1,4 +1,7 @@
-"""Guidance and excluded ids: what is merged, counted and refused, and both through `load`. Laws: test_view_laws.py."""
+"""Guidance, filters and excluded ids: what is merged, counted, refused and loaded. Laws: test_view_laws.py."""
+
+import dataclasses
+import math
 
 import pytest
 import tiny
@@ -8,9 +11,11 @@ from textbook import score
 from toys import BlockCausal, Causal, Rotary, Toy
 
 from lm_eval_duel import Duel, denoisers, rules
+from lm_eval_duel.core.lanes import Lanes, Rows
 from lm_eval_duel.core.windows import Window
+from lm_eval_duel.denoisers.filters import excluding
 from lm_eval_duel.denoisers.hf.own_forward import MaskedLM
-from lm_eval_duel.denoisers.wrappers import Excluding, Guided
+from lm_eval_duel.denoisers.wrappers import Guided
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.harness.lm import DuelMDM
 
@@ -81,6 +86,58 @@ def test_guidance_through_load(family):
             check(scored, score(logits_of, 4, guide.excluded, rules.parse("greedy"), 4, window), exact)
 
 
+# ---------------------------------------------------------------- filters
+
+
+@dataclasses.dataclass(frozen=True)
+class Cooling:
+    """A temperature that falls from step to step."""
+
+    reads_step = True
+    truncates = False
+
+    def __call__(self, logits, step):
+        return logits * (1 + step[:, None])
+
+    def describe(self):
+        return {"warpers": "cooling"}
+
+
+def cooled(toy):
+    toy.filters = (Cooling(),)
+    return toy
+
+
+def test_a_filter_may_read_the_step():
+    """By hand, under an order that is known; a block starts at step 0 again."""
+    toy, window = Toy(length=8), Window((1,), (0, 2, 1, 1, 0), (2,))
+    for around, logits_of in (
+        (toy, lambda ids: toy.features(ids[None], None)[0]),
+        (Guided(toy, 0.7), guided(lambda ids: toy.features(ids[None], None)[0], toy.mask_id, 0.7, window)),
+    ):
+        [scored] = Duel(cooled(around), "left_to_right", 3).log_prob([window])
+        ids = torch.tensor([1, *[toy.mask_id] * 5, 2])
+        for n, token in enumerate(window.target):
+            logits = logits_of(ids)[1 + n].masked_fill(toy.excluded, -math.inf)
+            right = (logits.double() * (1 + n % 3)).log_softmax(0)[token]
+            assert scored.token_logprobs[n] == pytest.approx(float(right), abs=1e-9)
+            ids[1 + n] = token
+        toy.filters = ()
+
+
+def test_equal_rows_at_different_steps_are_not_merged():
+    toy = cooled(Toy(length=4))
+    rows, zero = Rows.from_windows([Window((1,), (0, 1, 2))] * 2, toy.device), torch.zeros(2, dtype=torch.long)
+    lanes = Lanes.fresh(rows, torch.arange(2), zero + 1, zero + 3)
+    lanes = dataclasses.replace(lanes, step=torch.tensor([0, 2]))
+    tokens = rows.targets(lanes)
+    together = toy.open(rows)(lanes).log_prob(tokens)
+    for n in range(2):
+        alone = toy.open(rows)(lanes.select(torch.tensor([n]))).log_prob(tokens[n : n + 1])
+        assert torch.allclose(together[n : n + 1], alone)
+    assert not torch.allclose(together[0], together[1])
+
+
 # ---------------------------------------------------------------- excluded ids
 
 
@@ -88,9 +145,9 @@ def test_wrong_ids_are_refused(family):
     toy = Toy()
     for ids in ([99999999], [-1], [toy.mask_id], [0, 1, 2]):
         with pytest.raises(DuelError, match="exclude_ids"):
-            Excluding(toy, ids)
+            excluding(toy, ids)
     with pytest.raises(DuelError, match="Window 0 holds id 1, which exclude_ids"):
-        Duel(Excluding(toy, [1]), "greedy", 2).log_prob([Window((), (0, 1))])
+        Duel(excluding(toy, [1]), "greedy", 2).log_prob([Window((), (0, 1))])
 
 
 def test_exclusion_through_load_and_the_model_args(family):

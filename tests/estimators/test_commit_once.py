@@ -18,7 +18,8 @@ from lm_eval_duel.core import noise as noises
 from lm_eval_duel.core.network import View
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.denoisers.cached.denoiser import Cached
-from lm_eval_duel.denoisers.wrappers import Guided, Warped
+from lm_eval_duel.denoisers.filters import warped
+from lm_eval_duel.denoisers.wrappers import Guided
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.estimators.duel import DuelEstimator
 from lm_eval_duel.estimators.totals import Total
@@ -205,11 +206,11 @@ def test_what_needs_masks_is_refused(make, word):
 
 def test_wrappers(monkeypatch):
     toy = NoisyToy(share=0.3)
-    [warm], [cold] = (Duel(each, "greedy", 3).log_prob([Window((), (0, 1, 2))]) for each in (toy, Warped(toy, 0.5)))
+    [warm], [cold] = (Duel(each, "greedy", 3).log_prob([Window((), (0, 1, 2))]) for each in (toy, warped(toy, 0.5)))
     assert warm.log_prob != pytest.approx(cold.log_prob)
     with pytest.raises(DuelError, match="cfg_scale"):
         Duel(Guided(toy, 1.0), "greedy", 3)
-    cached = Warped(toy, 0.5)
+    cached = warped(toy, 0.5)
     cached.cache = "dual"
     with pytest.raises(DuelError, match="cache"):
         Duel(cached, "greedy", 3)

@@ -13,11 +13,11 @@ from toys import BlockCausal, Toy
 from lm_eval_duel.audit import estimates as samplers
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.denoisers.cached.denoiser import Cached
-from lm_eval_duel.denoisers.wrappers import Warped
+from lm_eval_duel.denoisers.filters import warped
 from lm_eval_duel.estimators.lattice import Lattice
 from lm_eval_duel.estimators.samplers import SampledConfidence, SampledOrder
 
-WARM = Warped(Toy(length=8, seed=3), 0.7)
+WARM = warped(Toy(length=8, seed=3), 0.7)
 SAMPLERS = {
     "at least two": partial(SampledConfidence, n=2, tau=0.45, confidence="tempered"),
     "SDAR, dynamic": partial(SampledConfidence, tau=0.5, confidence="tempered"),
@@ -50,11 +50,11 @@ def test_a_draw_is_judged_without_the_temperature():
     toy, x = Toy(length=8, tokens=6), [0, 2, 1, 5, 4]
     select = samplers.best_drawn(x, count=lambda *_: 1, scale=3)
     wanted = samplers.over_selections(x, [range(5)], lambda z: logits_of(toy, z[None])[0] / 3, toy.mask_id, select)
-    assert log_probs(SampledConfidence(Warped(toy, 3), 5), [Window((), x)]) == pytest.approx([wanted], abs=1e-9)
+    assert log_probs(SampledConfidence(warped(toy, 3), 5), [Window((), x)]) == pytest.approx([wanted], abs=1e-9)
 
 
 def test_a_truncated_network_is_sampled_by_its_tempered_confidence():
-    assert total(SampledConfidence(Warped(Toy(), 0.7, top_k=2), 2, confidence="tempered"), 3) == pytest.approx(1)
+    assert total(SampledConfidence(warped(Toy(), 0.7, top_k=2), 2, confidence="tempered"), 3) == pytest.approx(1)
 
 
 # ---------------------------------------------------------------- special cases
@@ -93,7 +93,7 @@ def test_samples_have_the_log_probability_of_their_text_and_argmax_writes_what_i
 
 def test_samples_follow_the_distribution():
     """Pearson's statistic of 3,000 samples (the seed is fixed, so it does not flicker)."""
-    estimator = SAMPLERS["SDAR, dynamic"](Warped(Toy(length=3, seed=2), 1.3), 3)
+    estimator = SAMPLERS["SDAR, dynamic"](warped(Toy(length=3, seed=2), 1.3), 3)
     samples = estimator.stream_samples([()] * 3_000, 3, seed=1, scored=False)
     assert p_value([sample.tokens for _, sample in samples], every(estimator, 3)) > 1e-4
 
@@ -128,7 +128,7 @@ def test_the_authors_loop_has_this_distribution(name):
     if loop is dream:
         more["alg_temp"] = settings.get("alg_temp")
     texts = loop(toy, 3_000, *arguments, temperature=temperature, **more)
-    estimator = kind(Warped(toy, temperature), 2 if loop is sdar else 4, **settings)
+    estimator = kind(warped(toy, temperature), 2 if loop is sdar else 4, **settings)
     assert p_value(texts, every(estimator, 4)) > 1e-4
     control = SampledOrder(toy, 2 if loop is sdar else 4, alg="random", steps=1)
     assert p_value(texts, every(control, 4)) < 1e-9

@@ -16,7 +16,8 @@ from lm_eval_duel.audit.recompute import recompute
 from lm_eval_duel.core import predictions
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.denoisers.cached.denoiser import Cached
-from lm_eval_duel.denoisers.wrappers import Guided, Warped
+from lm_eval_duel.denoisers.filters import warped
+from lm_eval_duel.denoisers.wrappers import Guided
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.estimators.duel import DuelEstimator
 from lm_eval_duel.estimators.elbo import Elbo
@@ -40,7 +41,7 @@ WINDOWS = [
 ]
 PLAIN = [window for window in WINDOWS if not window.suffix]
 TOY, BLOCKS, ROTARY, ATTENDS = Toy(length=12), BlockCausal(3, length=12), Rotary(length=12), Attends(length=12)
-WARM, HOT, WARM_BLOCKS = Warped(TOY, 0.7), Warped(TOY, 1.3), Warped(BLOCKS, 0.7)
+WARM, HOT, WARM_BLOCKS = warped(TOY, 0.7), warped(TOY, 1.3), warped(BLOCKS, 0.7)
 CONFIDENCE, ORDER, TEMPERED = SampledConfidence, SampledOrder, {"confidence": "tempered"}
 ESTIMATORS = {
     "duel": partial(DuelEstimator, TOY, "greedy", 3),
@@ -183,7 +184,7 @@ def test_a_truth_of_no_probability_is_no_nan(make):
 
 # ---------------------------------------------------------------- what is refused
 
-BLOCK, CAUSAL, TRUNCATED = partial(BlockCausal, block=4, length=9), Causal(), Warped(Toy(), 0.7, top_k=2)
+BLOCK, CAUSAL, TRUNCATED = partial(BlockCausal, block=4, length=9), Causal(), warped(Toy(), 0.7, top_k=2)
 UNMASKED = copy.copy(NoisyToy(share=0.0))
 UNMASKED.noise_training = None
 NOISY, CERTAIN = NoisyToy(), Window((), (0, 1, 2, 0, 1, 2))
@@ -220,7 +221,7 @@ REFUSED = (
     ("cache 'duel'. Did you mean dual", partial(TwoPhase, ATTENDS, cache="duel")),
     (
         "Window 0 has a block of probability 0",
-        lambda: TwoPhase(Warped(Attends(length=10), top_k=1), block=3, sample=1.0).log_prob([CERTAIN]),
+        lambda: TwoPhase(warped(Attends(length=10), top_k=1), block=3, sample=1.0).log_prob([CERTAIN]),
     ),
     ("not among its inputs", partial(NoisedElbo, NOISY, self_conditioning="twice")),
     ("steps", partial(NoisedElbo, NOISY, steps=0)),
@@ -235,7 +236,7 @@ REFUSED = (
     ("elbo", lambda: Elbo(TOY).log_prob([KNOWN])),
     ("bidirectional", lambda: DuelEstimator(BLOCK()).log_prob([KNOWN])),
     ("cfg_scale", lambda: DuelEstimator(Guided(TOY, 1.5), block=2).log_prob([KNOWN])),
-    ("cfg_scale", lambda: DuelEstimator(Warped(Guided(TOY, 1.5), 0.5), block=2).log_prob([KNOWN])),
+    ("cfg_scale", lambda: DuelEstimator(warped(Guided(TOY, 1.5), 0.5), block=2).log_prob([KNOWN])),
 )
 
 

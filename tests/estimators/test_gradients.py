@@ -1,6 +1,7 @@
 """`Duel.differentiable`: gradients of exact log-probabilities, against autograd over loops."""
 
 import contextlib
+import copy
 import math
 import weakref
 
@@ -13,7 +14,8 @@ from peft import LoraConfig, get_peft_model
 from toys import BlockCausal, Causal, Toy
 
 from lm_eval_duel import Duel, DuelError, Window, load, reference
-from lm_eval_duel.denoisers.wrappers import Guided, Warped
+from lm_eval_duel.denoisers.filters import warped
+from lm_eval_duel.denoisers.wrappers import Guided
 from lm_eval_duel.estimators.gradients import trainable as trainable_tensors
 
 WINDOWS = [Window((), (0, 2, 1, 1, 0)), Window((1,), (2, 2, 0, 1)), Window((), (1, 0, 2), (0,))]
@@ -49,6 +51,10 @@ def gradients(toy):
 
 def logits_of(denoiser, window):
     """The network on a row z of this window, with a graph: z (L,) -> (L, V)."""
+    if denoiser.filters:
+        (warp,), plain = denoiser.filters, copy.copy(denoiser)
+        plain.filters = ()
+        return lambda z: logits_of(plain, window)(z) / warp.temperature
     if isinstance(denoiser, Guided):
         plain, end = logits_of(denoiser.plain, window), len(window.context) + len(window.target)
 
@@ -59,8 +65,6 @@ def logits_of(denoiser, window):
             return without + (1 + denoiser.scale) * (plain(z) - without)
 
         return guided
-    if isinstance(denoiser, Warped):
-        return lambda z: logits_of(denoiser.plain, window)(z) / denoiser.temperature
     block = denoiser.block or 1
 
     def whole_row(z):
@@ -358,7 +362,7 @@ def test_a_tensor_that_would_get_no_gradient_is_refused():
 
 
 def test_what_has_no_gradient():
-    duel, certain = Duel(Toy(length=8), rule="greedy", block=3), Warped(trainable(Toy, length=8), top_k=1)
+    duel, certain = Duel(Toy(length=8), rule="greedy", block=3), warped(trainable(Toy, length=8), top_k=1)
     for more, named in (
         ({}, "No parameter"),
         ({"orders": []}, "0 orders"),

@@ -8,7 +8,7 @@ import torch
 from toys import BlockCausal, Toy
 
 from lm_eval_duel import Duel, DuelError, Window
-from lm_eval_duel.denoisers.wrappers import Warped
+from lm_eval_duel.denoisers.filters import warped
 
 
 def orders(length):
@@ -31,7 +31,7 @@ SETTINGS = [
 
 @pytest.mark.parametrize(("settings", "window"), list(zip(SETTINGS, TEXTS * 3, strict=True)))
 def test_the_joint_of_text_and_order_sums_to_the_probability_of_the_text(settings, window):
-    denoiser = Warped(Toy(length=8, tokens=7, scale=1.0), temperature=0.8)
+    denoiser = warped(Toy(length=8, tokens=7, scale=1.0), temperature=0.8)
     text = Duel(denoiser, block=4, estimator="sampled_confidence", **settings)
     every = list(orders(len(window.target)))
     along = Duel(denoiser, "left_to_right", 4)

@@ -10,7 +10,8 @@ from laws import slow_but
 
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.denoisers.cached.denoiser import Cached, under_cache
-from lm_eval_duel.denoisers.wrappers import Guided, Warped
+from lm_eval_duel.denoisers.filters import warped
+from lm_eval_duel.denoisers.wrappers import Guided
 from lm_eval_duel.estimators import two_phase as block_sample
 from lm_eval_duel.estimators.blocks import FEW, TwoPhaseBlocks
 from lm_eval_duel.estimators.duel import DuelEstimator
@@ -135,12 +136,12 @@ def test_the_correlation_is_that_of_the_sampled_blocks():
 
 def test_guidance_and_temperature_stay_around_the_cached_network():
     toy = Attends(length=10)
-    wrapped = Warped(Guided(toy, 0.5), 0.7)
+    wrapped = warped(Guided(toy, 0.5), 0.7)
     cheap = under_cache(wrapped, "dual")
     assert cheap.describe() == {**wrapped.describe(), "cache": "dual"} and "cache" not in wrapped.describe()
     window = [Window((1,), (0, 2, 1, 1, 2))]
     [score] = TwoPhase(wrapped, "greedy", 3, sample=1.0).log_prob(window)
     [exact], [cached] = (DuelEstimator(denoiser, "greedy", 3).log_prob(window) for denoiser in (wrapped, cheap))
-    [own] = DuelEstimator(Warped(Guided(Cached(toy, "dual"), 0.5), 0.7), "greedy", 3).log_prob(window)
+    [own] = DuelEstimator(warped(Guided(Cached(toy, "dual"), 0.5), 0.7), "greedy", 3).log_prob(window)
     assert score.log_prob == pytest.approx(exact.log_prob, abs=1e-9)
     assert sum(score.blocks.cached) == pytest.approx(cached.log_prob, abs=1e-9) == pytest.approx(own.log_prob, abs=1e-9)

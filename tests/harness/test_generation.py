@@ -11,7 +11,7 @@ from toys import BlockCausal, Toy
 
 from lm_eval_duel import rules
 from lm_eval_duel.core.windows import Window
-from lm_eval_duel.denoisers.wrappers import Warped
+from lm_eval_duel.denoisers.filters import ties, warped
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.estimators.duel import DuelEstimator
 from lm_eval_duel.harness import trace
@@ -76,7 +76,7 @@ def by_hand(logits, temperature, top_k, top_p):
 )
 def test_tempered_distributions_by_hand(temperature, top_k, top_p):
     toy = Toy(tokens=4, length=3, seed=6)
-    tempered = Warped(toy, temperature, top_k, top_p)
+    tempered = warped(toy, temperature, top_k, top_p)
     for context in itertools.product(range(4), repeat=2):
         logits = toy.features(torch.tensor([[*context, 4]]), None)[0, 2, :4]
         wanted = by_hand(logits, temperature, top_k, top_p)
@@ -88,7 +88,7 @@ def test_top_p_keeps_the_fewest_tokens_that_reach_it():
     toy = Toy(tokens=4, length=2)
     toy.features = lambda ids, real: torch.zeros(*ids.shape, 5)  # four tokens of probability 1/4
     for top_p, kept in ((0.25, 1), (0.5, 2), (0.75, 3), (0.76, 4)):
-        found = DuelEstimator(Warped(toy, top_p=top_p), "greedy", 1).log_prob([Window((0,), (v,)) for v in range(4)])
+        found = DuelEstimator(warped(toy, top_p=top_p), "greedy", 1).log_prob([Window((0,), (v,)) for v in range(4)])
         assert [one.log_prob > -math.inf for one in found] == [v < kept for v in range(4)]
 
 
@@ -150,14 +150,14 @@ def test_what_does_not_fit_is_found_before_the_first_text(folder):
 
 def test_one_token_in_every_position_is_left_to_right():
     whole = ["threshold:mu=0.5", "entropy_bound:gamma=0.1"]
-    only = Warped(Toy(length=9, seed=1), top_k=1)
+    only = warped(Toy(length=9, seed=1), top_k=1)
     for rule in ("greedy", "margin", "log_margin", "entropy", *whole):
         (one,) = DuelEstimator(only, rule, 4).sample([(1,)], 4, do_sample=False)
         assert one.reveal_steps == ((0, 0, 0, 0) if rule in whole else (0, 1, 2, 3))
-        assert only.ties(rules.parse(rule)).startswith("top_k=1 leaves one token in every position")
-    assert only.ties(rules.parse("right_to_left")) is None  # an order of its own
+        assert ties(only, rules.parse(rule)).startswith("top_k=1 leaves one token in every position")
+    assert ties(only, rules.parse("right_to_left")) is None  # an order of its own
     greedy = rules.parse("greedy")
-    assert Warped(Toy(), 0.5, 2, 0.4).ties(greedy) is None and Warped(Toy(), top_p=0.3).ties(greedy)
+    assert ties(warped(Toy(), 0.5, 2, 0.4), greedy) is None and ties(warped(Toy(), top_p=0.3), greedy)
 
 
 @pytest.fixture(scope="module")

@@ -6,6 +6,7 @@ block began (dual: all but the block's positions; prefix: those before the block
 
 import contextlib
 import math
+from functools import cached_property
 
 import torch
 from torch import nn
@@ -50,7 +51,7 @@ class Attends(Denoiser):
         self.network = nn.ModuleList(Layer(width, generator) for _ in range(layers))
         self.out = 0.2 * torch.randn(width, self.vocab_size, generator=generator, dtype=torch.float64)
 
-    @property
+    @cached_property
     def excluded(self):
         return torch.arange(self.vocab_size) >= self.tokens
 

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from functools import cached_property
 
 import torch
 
@@ -23,7 +24,7 @@ class Toy(Denoiser):
         self.mix = torch.randn(length, length, 6, 6, generator=generator, dtype=torch.float64)
         self.out = torch.randn(length, 6, self.vocab_size, generator=generator, dtype=torch.float64) * scale
 
-    @property
+    @cached_property
     def excluded(self):
         return torch.arange(self.vocab_size) >= self.tokens
 

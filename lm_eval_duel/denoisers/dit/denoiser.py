@@ -57,6 +57,7 @@ class DiTDenoiser(Denoiser):
         self.shift = 1 if family == "ar" else 0
         self.relative_positions = family != "ar"
         self.excluded = excluded_columns(tokens - {mask_id}, mask_id, self.vocab_size, path, torch.device("cpu"))
+        self.vocabulary = f"{int((~self.excluded).sum())} of {self.vocab_size}"
         self.take(network)
 
     def build(self) -> DiT:
@@ -140,7 +141,7 @@ class DiTDenoiser(Denoiser):
             "weights": fingerprint.weights_of(self.path),
             "dtype": str(self.network.vocab_embed.embedding.dtype).removeprefix("torch."),
             "mask_token_id": self.mask_id,
-            "vocabulary": f"{int((~self.excluded).sum())} of {self.vocab_size}",
+            "vocabulary": self.vocabulary,
             "relative_positions": self.relative_positions and self.noise_training is None,  # no bound depends on it
         }
         if self.attention == "block_causal":

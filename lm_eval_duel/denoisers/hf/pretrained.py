@@ -92,6 +92,7 @@ class Pretrained(Denoiser):
         """Set the number of columns of the logits; the columns of the tokenizer's ids, except [MASK], are tokens."""
         self.vocab_size = columns
         self.excluded = excluded_columns(self.tokens, self.mask_id, columns, self.path, self.device)
+        self.vocabulary = f"{int((~self.excluded).sum())} of {columns}"
 
     @property
     def coarse(self) -> bool:
@@ -111,7 +112,7 @@ class Pretrained(Denoiser):
             "weights": stored,
             "dtype": str(self.dtype).removeprefix("torch."),
             "mask_token_id": self.mask_id,
-            "vocabulary": f"{int((~self.excluded).sum())} of {self.vocab_size}",
+            "vocabulary": self.vocabulary,
             "relative_positions": self.relative_positions,
             **weights.quantization_entries(self.model),
         }
