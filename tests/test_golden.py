@@ -84,6 +84,20 @@ def test_one_lattice_gives_what_the_runs_give(tmp_path):
         assert record["values"] == {name: close_nats(nats, 128) for name, nats in wanted.items()}
 
 
+RANDOM_TOKENS = {  # of the first two documents; the weights were dcacf17b430d, torch 2.13 on one CPU thread
+    "noised_elbo,mc_samples=16": [-334.4898900, -488.7128696],
+    "duel,rule=greedy,block=4,noise_seed=0": [-514.1385212, -448.9228527],
+}
+
+
+@pytest.mark.parametrize("estimator", RANDOM_TOKENS)
+def test_the_network_under_random_tokens_gives_what_it_gave(estimator):
+    """Made by `lm-eval-duel run --model_args pretrained=demo-duo,estimator=... --tasks sotu --limit 2`."""
+    spec, found = again({"pretrained": "demo-duo", "estimator": estimator}, 2)
+    assert spec["weights"] == "dcacf17b430d", "other weights than the golden values were made with: make them again"
+    assert [found[n] for n in range(2)] == close_nats(RANDOM_TOKENS[estimator], 128)
+
+
 @pytest.mark.slow
 def test_the_bundled_network_by_the_textbook_loop():
     """The README's number is that of all documents; here is the first, from the plain model, a position at a time."""

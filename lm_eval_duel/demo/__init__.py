@@ -1,6 +1,6 @@
 """The bundled demonstration checkpoints and the sample text.
 
-`train.py` and `cut.py`, which made them, are in the repository but not in the wheel.
+`scripts/train_demo.py` and `scripts/cut_demo.py`, which made them, are in the repository but not in the wheel.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 BUNDLED = "demo-mdm"  # scored if no checkpoint is named
-NAMES = ("demo-mdm", "demo-bd", "demo-ar")
+NAMES = ("demo-mdm", "demo-bd", "demo-duo", "demo-ar")
 FOLDER = Path(__file__).resolve().parent
 
 

@@ -36,7 +36,7 @@ def load(name: str = BUNDLED, *, device: str | None = None, **network: Any) -> D
     """Load the denoiser of a checkpoint.
 
     Args:
-        name: A local folder, a hub name, or a bundled name ("demo-mdm", "demo-bd", "demo-ar").
+        name: A local folder, a hub name, or a bundled name ("demo-mdm", "demo-bd", "demo-duo", "demo-ar").
         device: "cpu", "cuda", "cuda:0", ... None: a GPU if there is one.
         network: `tokenizer` (a folder, a hub name, or a loaded tokenizer), and the model args of the network in
             docs/model_args.md, such as `dtype`, `family` or `cache`. The others are detected.

@@ -126,7 +126,7 @@ class Duel(OnIds):
         """Load a checkpoint with its tokenizer.
 
         Args:
-            name: A local folder, a hub name, or a bundled name ("demo-mdm", "demo-bd", "demo-ar").
+            name: A local folder, a hub name, or a bundled name ("demo-mdm", "demo-bd", "demo-duo", "demo-ar").
             rule, block, grid, estimator, windows, batch_size, max_batch_size, traced: As in `Duel`.
             device: "cpu", "cuda", "cuda:1", ... None: a GPU if there is one.
             tokenizer: A folder, a hub name, or a loaded tokenizer. None: the checkpoint's own.
