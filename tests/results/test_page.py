@@ -131,6 +131,19 @@ def test_the_slider_plays_the_unmasking(opened):
     assert "Infinity nats" in opened.run('document.querySelector("#left .sum").textContent')
 
 
+def test_a_remark_is_hidden_with_the_columns_that_refer_to_it(opened):
+    remarks = '[...document.querySelectorAll("[data-groups]")]'
+    shown = f"{remarks}.filter((one) => !one.hidden).map((one) => one.dataset.groups)"
+    before = opened.run(shown)
+    group = before[0]
+    box = f'document.querySelector("[data-group={group}]")'
+    opened.run(f"{box}.click()")
+    after = opened.run(shown)
+    assert after == [groups for groups in before if groups != group] != before
+    opened.run(f"{box}.click()")
+    assert opened.run(shown) == before
+
+
 def test_on_a_telephone_perplexity_is_seen_without_scrolling(opened):
     cells = '[...document.querySelectorAll("#board tr.row td.g-value:not(.plot)")]'
     for width in (360, 500):
