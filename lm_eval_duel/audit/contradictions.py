@@ -76,6 +76,8 @@ def _over_all_orders(estimator: Estimator, windows: Sequence[CheckedWindow]) -> 
     """(number of a window, its values over all orders) of those whose blocks are small, while they cost little."""
     if not isinstance(estimator, DuelEstimator | Elbo) or estimator.denoiser.attention == "causal":
         return
+    if estimator.denoiser.noise_training is not None:  # its states depend on the step
+        return
     left = STATES
     for n, each in enumerate(windows):
         network = one_row(estimator.denoiser, each.window, estimator.block, estimator.grid)

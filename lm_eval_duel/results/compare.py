@@ -344,6 +344,8 @@ def find_elbos(duel: Row, shown: Sequence[Row], as_published: bool) -> tuple[lis
     then more draws. `as_published`: without an ELBO of the same spec, accept one with other windows or scored
     positions, and return the differences.
     """
+    if "noise_seed" in duel.run.spec:
+        return [], "commit-once and ancestral sampling are two samplers, so neither value bounds the other"
     causal = duel.run.duel.get("attention") in ("block_causal", "causal_prefix")
     wanted = duel.run.block if causal else "none"
 

@@ -12,7 +12,8 @@ import torch
 from noised_toys import Conditioned, NoisyToy
 
 from lm_eval_duel import Duel, denoisers
-from lm_eval_duel.audit.checked import REFERENCE, RUNS_RULE
+from lm_eval_duel.audit.checked import REFERENCE, RUNS_RULE, CheckedWindow
+from lm_eval_duel.audit.contradictions import contradictions
 from lm_eval_duel.audit.recompute import recompute
 from lm_eval_duel.core import noise as noises
 from lm_eval_duel.core.network import View
@@ -155,6 +156,14 @@ def test_checkpoints_equal_the_specification(checkpoints, name, rule):
         assert found.route == (REFERENCE if rule == "greedy" else RUNS_RULE)
         assert not found.problems and not found.other_picks
         assert found.log_prob == pytest.approx(score.log_prob, abs=1e-4)
+
+
+def test_an_audit_compares_it_with_no_order_of_masks(checkpoints):
+    duel, window = Duel(checkpoints["duo"][1], "greedy", 4), Window((3,), (5, 9, 1, 1))
+    [score] = duel.log_prob([window])
+    found = recompute(duel.estimator, window, score)
+    held = contradictions(duel.estimator, [CheckedWindow("here", window, score.log_prob, found, score=score)])
+    assert not held.problems
 
 
 def test_the_spec_says_whose_noise_it_is(checkpoints):
