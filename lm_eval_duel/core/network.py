@@ -74,7 +74,10 @@ class Network(abc.ABC):
     reads_causally: bool = False  # its noise is random tokens, and with attention=causal it is autoregressive
     separate_tokens: int = 0  # in the largest call whose rows a self-test found independent; 0: not tested
     unread_entries: tuple[str, ...] = ()  # of config.json, which nothing here reads
+    hides_given: bool = False  # it also evaluates rows in which everything given is masked (guidance)
     fixed_weights: bool = True  # the weights never change; False: read the spec from `describe` each time
+
+    schedule = None  # t -> noise level, if rows may be opened with a level for each lane (SEDD); wrappers have none
 
     def resemble(self, other: Network) -> None:
         """Copy every declared attribute of `other`, for a denoiser that wraps it."""

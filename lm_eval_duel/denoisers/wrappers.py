@@ -65,6 +65,7 @@ class Guided(Wrapper):
                 "cfg_scale out."
             )
         super().__init__(plain)
+        self.hides_given = True
         self.scale = scale
 
     def head(self, features: torch.Tensor) -> torch.Tensor:
@@ -107,8 +108,3 @@ class GuidedView(View):
         position[index] = torch.arange(len(index), device=index.device)
         unconditional = halves[1].features[halves[1].row[position]]  # (U, D)
         return Positions(torch.stack([conditional, unconditional], dim=1), index, all_mask)
-
-
-def is_guided(denoiser: Denoiser) -> bool:
-    """True for classifier-free guidance."""
-    return isinstance(denoiser, Guided)

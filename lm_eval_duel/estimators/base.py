@@ -1,4 +1,17 @@
-"""Checks of network, rule, block and window. A combination that is not supported raises DuelError."""
+"""The base class of estimators: windows in, a score for each as it is finished; and the checks before.
+
+    for index, score in estimator.stream(windows): ...
+
+    estimator    lanes                                            how log-probabilities combine
+    duel, ar     every block of every window (duel.py)            sum over picks
+    lattice      every set of masked positions of every block     max, mixture or mean over orders (lattice.py)
+    elbo         random draws of every span                       weighted mean (elbo.py)
+
+Equal windows are evaluated once. A combination of network, rule, block and window that is not supported raises
+DuelError before anything is scored.
+
+Shapes: N windows, L row length, R lanes, W block width.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +36,6 @@ from lm_eval_duel.core.row_checks import RowChecks
 from lm_eval_duel.core.scores import Counts, IndexedScores, Score
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.denoisers import self_tests
-from lm_eval_duel.denoisers.wrappers import is_guided
 from lm_eval_duel.errors import DuelError, another_block, first_position_unseen, random_tokens
 
 log = logging.getLogger("lm_eval.duel_mdm")
@@ -281,7 +293,7 @@ PROBLEMS: tuple[tuple[Callable[[WindowCase], Any], str], ...] = (
         "has known target positions, which only a bidirectional network without cache= sees from the first step.",
     ),
     (
-        lambda case: case.window.known and is_guided(case.denoiser),
+        lambda case: case.window.known and case.denoiser.hides_given,
         "has known target positions, and cfg_scale masks what is given: leave one of them out.",
     ),
     (
@@ -298,19 +310,6 @@ PROBLEMS: tuple[tuple[Callable[[WindowCase], Any], str], ...] = (
         "holds id {found[0]}, which is padding and not a token of the vocabulary.",
     ),
 )
-
-
-# ---------------------------------------------------------------- base
-# The base class of estimators: windows in, a score for each as it is finished. Equal windows are evaluated once.
-#
-#     for index, score in estimator.stream(windows): ...
-#
-#     estimator    lanes                                            how log-probabilities combine
-#     duel, ar     every block of every window (duel.py)            sum over picks
-#     lattice      every set of masked positions of every block     max, mixture or mean over orders (lattice.py)
-#     elbo         random draws of every span                       weighted mean (monte_carlo.py)
-#
-# Shapes: N windows, L row length, R lanes, W block width.
 
 
 EARLY = 2  # buckets that are evaluated alone, if windows are taken in the order given

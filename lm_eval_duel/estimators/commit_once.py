@@ -10,7 +10,6 @@ import copy
 
 from lm_eval_duel.core.denoiser import Denoiser
 from lm_eval_duel.core.noise import CommitOnce
-from lm_eval_duel.denoisers.wrappers import is_guided
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.estimators.arguments import CommitOnceArguments
 
@@ -37,7 +36,7 @@ def commit_once(denoiser: Denoiser, own: CommitOnceArguments, name: str) -> Deno
             f"cache={denoiser.cache} keeps keys of the block's start, and what masked positions show changes at every "
             "step. Leave cache out."
         )
-    if is_guided(denoiser):
+    if denoiser.hides_given:
         raise DuelError(f"cfg_scale has no sampler for noise of random tokens: leave it out of estimator={name}.")
     if denoiser.block is None:
         for key in OF_CANVASES:

@@ -1,6 +1,13 @@
-"""Orders that are known before any network call: recorded ones, and all their states.
+"""Exact likelihood and sampling under a deterministic unmasking rule (the paper, Algorithms 1 and 2).
 
-Shapes: N windows, T target positions, R lanes, W block width.
+    log p(x) = sum over steps t, over positions l picked at t, of log P_l[x_l]
+
+One reveal loop serves both (core/reveal.py). They differ in the choice of tokens and in what follows a finished block.
+With the targets known every block starts from a known state, so all blocks of all windows are lanes of one queue. When
+sampling, a finished block is committed, so that later blocks see it, and then the row's next block enters. Orders that
+are known before any network call, recorded ones for example, are evaluated in all their states at once.
+
+Shapes: N windows or prompts, T target positions, L row length, R lanes, W block width.
 """
 
 from __future__ import annotations
@@ -29,113 +36,7 @@ from lm_eval_duel.estimators.arguments import CommitOnceArguments
 from lm_eval_duel.estimators.base import Estimator, check_rule, check_windows, rule_for
 from lm_eval_duel.estimators.commit_once import commit_once, noise_spec
 
-
-@dataclasses.dataclass(frozen=True)
-class Replay(rules.Rule):
-    """The recorded orders of a group of windows, as in `Score.reveal_steps`."""
-
-    name: ClassVar[str] = "replay"
-    fixed: ClassVar[bool] = True
-    reads_step: ClassVar[bool] = True
-    may_pick_none: ClassVar[bool] = True
-    reveal_steps: tuple[tuple[int, ...], ...]  # of each row of the group
-
-    @cached_property
-    def _plane(self) -> torch.Tensor:
-        """The step of each target position, -1 behind the end of a target, (N, T)."""
-        orders = [torch.tensor(order) for order in self.reveal_steps]
-        return torch.nn.utils.rnn.pad_sequence(orders, batch_first=True, padding_value=-1)
-
-    def __call__(self, predictions: Predictions, lanes: Lanes) -> rules.Decision:
-        steps = self._plane.to(lanes.row.device)  # (N, T)
-        index = (lanes.columns - lanes.origin[:, None]).clamp(0, steps.shape[1] - 1)  # (R, W)
-        return rules.Decision.certain(lanes.masked & (steps[lanes.row[:, None], index] == lanes.step[:, None]))
-
-
-def fixed_states(
-    estimator: Estimator, group: WindowGroup, rule: rules.Rule, spans: Sequence[BlockSpan]
-) -> Iterator[Lanes]:
-    """Every state of a fixed order, one batch of blocks after the other.
-
-    Only the picks are masked in a state; positions that are neither masked nor revealed show [MASK]. Under cache=prefix
-    a batch is one block: its states are evaluated from the same position on, so a call of them wastes none.
-    """
-    by_block = estimator.denoiser.cache == "prefix"
-    for lanes, _ in estimator.batches(group, spans, lambda room: 1 if by_block else room, rule):
-        while len(lanes):
-            with naming_window(lanes, group.window_indices):
-                decision = rule(None, lanes)  # type: ignore[arg-type]  # it reads no predictions
-                require_pick(rule, decision)
-            pick = decision.pick  # (R, W)
-            states = dataclasses.replace(lanes, masked=pick, memory=())
-            if rule.may_pick_none:
-                states = states.select(pick.any(1))
-            if len(states):
-                yield states
-            lanes = lanes.reveal(pick, group.rows.targets(lanes), decision.memory)
-            lanes = lanes.select(lanes.masked.any(1))
-
-
-# ---------------------------------------------------------------- sampling
-# An accumulator of samples (the paper, Algorithm 1), for a reveal loop with one lane for each row.
-#
-# A finished block is committed, so that later blocks see it, and then the row's next block enters.
-#
-# Shapes: N prompts.
-
-
 Stop: TypeAlias = Callable[[int, tuple[int, ...]], bool]  # (index, tokens so far) -> whether to stop here
-
-
-class SampleAccumulator(ScoreAccumulator):
-    """The samples of one group of prompts: their scores, their tokens, and the blocks that are not begun."""
-
-    def __init__(self, group: WindowGroup, estimator: Estimator, stop: Stop | None):
-        super().__init__(group.rows, estimator.traced, note=estimator.empty_score.note)
-        self.group, self.stop = group, stop
-        self.blocks = [deque(estimator.blocks(prompt)) for prompt in group.windows]  # (first column, width), by row
-
-    def next_block(self, row: int) -> BlockSpan:
-        """The next block of a row."""
-        return (row, *self.blocks[row].popleft())
-
-    def following(self, finished: Lanes) -> Lanes | None:
-        """Commit finished blocks; the next block of each of their rows that has one and goes on."""
-        self.group.view.commit(finished)
-        spans = []
-        for row in finished.row.tolist():
-            if self.blocks[row] and self.stop and self.stop(self.group.window_indices[row], self.tokens(row)):
-                self.blocks[row].clear()
-                self.expected[row] = self.sums[row, 0]  # the sample is what has been revealed
-                self.target[row] = int(self.expected[row])
-            elif self.blocks[row]:
-                spans.append(self.next_block(row))
-        return self.group.fresh(spans) if spans else None
-
-    def tokens(self, row: int) -> tuple[int, ...]:
-        """The tokens of a row, up to the first block that is not begun."""
-        end = self.blocks[row][0][0] if self.blocks[row] else self.origin[row] + self.target[row]
-        return tuple(self.group.rows.ids[row, self.origin[row] : end].tolist())
-
-    def take(self, finished: Lanes) -> Iterator[tuple[int, Sample]]:
-        """(row, sample) of each text that is complete."""
-        for row, scored in super().take(finished):
-            tokens, prompt = self.tokens(row), self.group.windows[row]
-            tail = prompt.tail + len(prompt.target) - len(tokens)
-            yield row, Sample(**vars(scored), tokens=tokens, tail=tail)
-
-
-# ---------------------------------------------------------------- duel
-# Exact likelihood and sampling under a deterministic unmasking rule (the paper, Algorithms 1 and 2).
-#
-#     log p(x) = sum over steps t, over positions l picked at t, of log P_l[x_l]
-#
-# One reveal loop serves both (core/reveal.py). They differ in the choice of tokens (core/tokens.py) and in what
-# follows a finished block. With the targets known every block starts from a known state, so all blocks of all windows
-# are
-# lanes of one queue. When sampling, a row's next lane enters when its last one finishes.
-#
-# Shapes: N windows, L row length, R lanes, W block width.
 
 
 class DuelEstimator(Estimator):
@@ -336,3 +237,87 @@ class Autoregressive(DuelEstimator):
                 "Use estimator=duel (or elbo, mixture, oracle)."
             )
         super().__init__(denoiser, rules.LeftToRight(), 1, **layout)
+
+
+class SampleAccumulator(ScoreAccumulator):
+    """The samples of one group of prompts: their scores, their tokens, and the blocks that are not begun."""
+
+    def __init__(self, group: WindowGroup, estimator: Estimator, stop: Stop | None):
+        super().__init__(group.rows, estimator.traced, note=estimator.empty_score.note)
+        self.group, self.stop = group, stop
+        self.blocks = [deque(estimator.blocks(prompt)) for prompt in group.windows]  # (first column, width), by row
+
+    def next_block(self, row: int) -> BlockSpan:
+        """The next block of a row."""
+        return (row, *self.blocks[row].popleft())
+
+    def following(self, finished: Lanes) -> Lanes | None:
+        """Commit finished blocks; the next block of each of their rows that has one and goes on."""
+        self.group.view.commit(finished)
+        spans = []
+        for row in finished.row.tolist():
+            if self.blocks[row] and self.stop and self.stop(self.group.window_indices[row], self.tokens(row)):
+                self.blocks[row].clear()
+                self.expected[row] = self.sums[row, 0]  # the sample is what has been revealed
+                self.target[row] = int(self.expected[row])
+            elif self.blocks[row]:
+                spans.append(self.next_block(row))
+        return self.group.fresh(spans) if spans else None
+
+    def tokens(self, row: int) -> tuple[int, ...]:
+        """The tokens of a row, up to the first block that is not begun."""
+        end = self.blocks[row][0][0] if self.blocks[row] else self.origin[row] + self.target[row]
+        return tuple(self.group.rows.ids[row, self.origin[row] : end].tolist())
+
+    def take(self, finished: Lanes) -> Iterator[tuple[int, Sample]]:
+        """(row, sample) of each text that is complete."""
+        for row, scored in super().take(finished):
+            tokens, prompt = self.tokens(row), self.group.windows[row]
+            tail = prompt.tail + len(prompt.target) - len(tokens)
+            yield row, Sample(**vars(scored), tokens=tokens, tail=tail)
+
+
+@dataclasses.dataclass(frozen=True)
+class Replay(rules.Rule):
+    """The recorded orders of a group of windows, as in `Score.reveal_steps`."""
+
+    name: ClassVar[str] = "replay"
+    fixed: ClassVar[bool] = True
+    reads_step: ClassVar[bool] = True
+    may_pick_none: ClassVar[bool] = True
+    reveal_steps: tuple[tuple[int, ...], ...]  # of each row of the group
+
+    @cached_property
+    def _plane(self) -> torch.Tensor:
+        """The step of each target position, -1 behind the end of a target, (N, T)."""
+        orders = [torch.tensor(order) for order in self.reveal_steps]
+        return torch.nn.utils.rnn.pad_sequence(orders, batch_first=True, padding_value=-1)
+
+    def __call__(self, predictions: Predictions, lanes: Lanes) -> rules.Decision:
+        steps = self._plane.to(lanes.row.device)  # (N, T)
+        index = (lanes.columns - lanes.origin[:, None]).clamp(0, steps.shape[1] - 1)  # (R, W)
+        return rules.Decision.certain(lanes.masked & (steps[lanes.row[:, None], index] == lanes.step[:, None]))
+
+
+def fixed_states(
+    estimator: Estimator, group: WindowGroup, rule: rules.Rule, spans: Sequence[BlockSpan]
+) -> Iterator[Lanes]:
+    """Every state of a fixed order, one batch of blocks after the other.
+
+    Only the picks are masked in a state; positions that are neither masked nor revealed show [MASK]. Under cache=prefix
+    a batch is one block: its states are evaluated from the same position on, so a call of them wastes none.
+    """
+    by_block = estimator.denoiser.cache == "prefix"
+    for lanes, _ in estimator.batches(group, spans, lambda room: 1 if by_block else room, rule):
+        while len(lanes):
+            with naming_window(lanes, group.window_indices):
+                decision = rule(None, lanes)  # type: ignore[arg-type]  # it reads no predictions
+                require_pick(rule, decision)
+            pick = decision.pick  # (R, W)
+            states = dataclasses.replace(lanes, masked=pick, memory=())
+            if rule.may_pick_none:
+                states = states.select(pick.any(1))
+            if len(states):
+                yield states
+            lanes = lanes.reveal(pick, group.rows.targets(lanes), decision.memory)
+            lanes = lanes.select(lanes.masked.any(1))

@@ -7,6 +7,17 @@ Draws are stratified within a replicate, also across the spans of a window, with
 Replicates have independent shifts, so their spread gives the standard error. All random numbers are functions of the
 seed and the window's ids, so results do not depend on batch size, order or rank.
 
+The ELBO is the lower bound of log p under uniformly random unmasking. A draw masks random positions of every span, of m
+positions, and weights their log-probs:
+
+    form            masks                                      weight        from
+    count           l positions, l uniform in 1..m             m / l         LLaDA (Nie et al. 2025)
+    ratio           each position with probability t           1 / t         MDLM, BD3-LM; t uniform in (eps, 1)
+    score_entropy   each position with probability (1 - e) t   sigma'(t)     SEDD's own loss (Lou et al. 2024), e = 1e-3
+
+The weights 1 / t have no finite variance: for ratios the error is an underestimate if no draw had a small t. Counts
+have no such tail. The bound of random-token noise is in noised_elbo.py.
+
 Shapes: N windows, L row length, R lanes, W span width, S replicates.
 """
 
@@ -30,7 +41,6 @@ from lm_eval_duel.core.network import distinct
 from lm_eval_duel.core.reveal import Step, WindowGroup
 from lm_eval_duel.core.scores import IndexedScores, Score
 from lm_eval_duel.core.windows import Window
-from lm_eval_duel.denoisers.dit.denoiser import SEDD
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.estimators import registry
 from lm_eval_duel.estimators.arguments import ElboArguments
@@ -159,24 +169,6 @@ def replicates(samples: int) -> int:
     return next(count for count in range(REPLICATES, samples + 1) if samples % count == 0)
 
 
-# ---------------------------------------------------------------- elbo
-# The Monte Carlo ELBO: a lower bound of log p under uniformly random unmasking, with its standard error.
-#
-# A draw masks random positions of every span of a window (the whole target, or each block) and weights their log-probs:
-#
-#     form            masks                                      weight        from
-#     count           l positions, l uniform in 1..m             m / l         LLaDA (Nie et al. 2025)
-#     ratio           each position with probability t           1 / t         MDLM, BD3-LM; t uniform in (eps, 1)
-#     score_entropy   each position with probability (1 - e) t   sigma'(t)     SEDD's own loss (Lou et al. 2024), e =
-# 1e-3
-#
-# m is the number of positions of the span. Draws are stratified in t (or l), see monte_carlo.py. (The weights 1 / t
-# have
-# no finite variance: for ratios the error is an underestimate if no draw had a small t. Counts have no such tail.)
-#
-# Shapes: R lanes, W span width, S replicates.
-
-
 POSITIONS = 1  # key of the random numbers: the masked positions of a draw
 LAST = torch.iinfo(torch.int64).max
 
@@ -237,7 +229,7 @@ class Elbo(MonteCarloBound):
 
     def score_group(self, group: WindowGroup) -> IndexedScores:
         if self.form == "score_entropy":
-            opened = partial(cast(SEDD, self.denoiser).open, level=lambda lanes: lanes.memory[1][:, 0])
+            opened = partial(self.denoiser.open, level=lambda lanes: lanes.memory[1][:, 0])
             group = dataclasses.replace(group, opened=opened)
         return super().score_group(group)
 
@@ -274,7 +266,7 @@ class Elbo(MonteCarloBound):
         else:
             chance, weight = t, 1 / t  # (R,) each
             if self.form == "score_entropy":
-                level = (cast(SEDD, self.denoiser).schedule(t),)  # (R,)
+                level = (cast(Any, self.denoiser).schedule(t),)  # (R,)
                 chance, weight = -torch.expm1(-level[0]), torch.expm1(level[0]) / t
             masked = lanes.masked & (uniform(*keys) < chance[:, None])  # (R, W)
         memory = tuple(plane[:, None].expand_as(masked) for plane in (weight, *level))
@@ -324,10 +316,10 @@ def resolve_form(denoiser: Denoiser, form: str, block: int | str | None) -> str:
 
     Raises DuelError for score_entropy if it is not defined.
     """
-    sedd = isinstance(denoiser, SEDD)
+    scheduled = denoiser.schedule is not None
     if form == "auto":
-        return "score_entropy" if sedd and block is None else "count"
-    if form == "score_entropy" and not sedd:
+        return "score_entropy" if scheduled and block is None else "count"
+    if form == "score_entropy" and not scheduled:
         raise DuelError("elbo_form=score_entropy is SEDD's own loss and this network is not SEDD; use count or ratio.")
     if form == "score_entropy" and block is not None:
         raise DuelError("elbo_form=score_entropy masks positions of the whole target; use elbo_block=none with it.")

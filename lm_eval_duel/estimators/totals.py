@@ -1,4 +1,7 @@
-"""The sum of the scores of windows: over a document, and over documents, tasks and ranks."""
+"""Sums of the scores of windows: over a document, and over documents, tasks and ranks.
+
+A document of several windows is finished when the last of them is scored; equal windows share one Monte Carlo error.
+"""
 
 from __future__ import annotations
 
@@ -182,10 +185,6 @@ class Total:
         if self.blocks is not None:
             remarks.append(self.blocks.summary)
         return f"{nats} nats, perplexity {per_token} per token ({'; '.join(remarks)})"
-
-
-# ---------------------------------------------------------------- documents
-# Documents of several windows: scored together, and finished one by one.
 
 
 class Unfinished:

@@ -1,9 +1,11 @@
-"""The sample of blocks that a two-phase estimate also scores without the cache, and its weights.
+"""The two-phase estimate: every block under a cache, a random sample of blocks also without it.
 
     estimate = sum over blocks of g_b + sum over sampled blocks of w_b (f_b - g_b)
     variance = sum over sampled blocks of w_b (w_b - 1) (f_b - g_b)^2
 
-f_b and g_b are the log-probs of a block without and with the cache.
+f_b and g_b are the log-probs of a block under the rule without and with the cache. f is what is estimated; g is cheap
+and nearly equal, so the differences are small and few of them suffice. Both phases are a `DuelEstimator`, the second
+one with fewer lanes.
 
 With a share s, block b of a window is sampled if u_b < s, and w_b = 1 / s. The uniform number u_b depends on the seed,
 the window's ids and b alone, so the sample is the same for every batch size, order, number of ranks and resumed run.
@@ -44,40 +46,6 @@ from lm_eval_duel.estimators.blocks import TwoPhaseBlocks
 from lm_eval_duel.estimators.duel import DuelEstimator
 
 BLOCK = 3  # key of the random numbers, different for each estimator
-
-
-def block_sample_weights(keys: Sequence[int], blocks: Sequence[int], share: float, seed: int) -> torch.Tensor:
-    """The weight of each block, (N, B) float64, for windows with these keys and numbers of blocks.
-
-    0: not sampled, or no block.
-    """
-    block = torch.arange(max(blocks))  # (B,)
-    u = uniform(torch.tensor(keys)[:, None], seed, BLOCK, block)  # (N, B)
-    drawn = (u < share) & (block < torch.tensor(blocks)[:, None])  # (N, B)
-    return drawn.double() / share
-
-
-def combine(g: torch.Tensor, f: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The estimate of the sum of f over blocks, and of its variance: (..., B) each -> (...).
-
-    `f` is read where `weight` is not 0.
-    """
-    difference = torch.where(weight > 0, f - g, 0.0)  # (..., B)
-    return g.sum(-1) + (weight * difference).sum(-1), (weight * (weight - 1) * difference**2).sum(-1)
-
-
-# ---------------------------------------------------------------- two_phase
-# The two-phase estimate: every block under a cache, a random sample of blocks also without it.
-#
-#     estimate = sum over blocks of g_b + sum over sampled blocks of w_b (f_b - g_b)
-#
-# f_b and g_b are the log-probs of a block under the rule without and with the cache. f is what is estimated; g is cheap
-# and nearly equal, so the differences are small and few of them suffice. The sample, the weights w_b and the variance:
-# py. Both phases are a `DuelEstimator`, the second one with fewer lanes.
-#
-# Shapes: N windows, B blocks of a window.
-
-
 BATCHES = 4  # network calls' worth of sampled blocks that are evaluated before their windows' cached phase
 
 
@@ -209,3 +177,23 @@ class TwoPhase(Estimator):
             stderr=blocks.stderr,
             blocks=blocks,
         )
+
+
+def block_sample_weights(keys: Sequence[int], blocks: Sequence[int], share: float, seed: int) -> torch.Tensor:
+    """The weight of each block, (N, B) float64, for windows with these keys and numbers of blocks.
+
+    0: not sampled, or no block.
+    """
+    block = torch.arange(max(blocks))  # (B,)
+    u = uniform(torch.tensor(keys)[:, None], seed, BLOCK, block)  # (N, B)
+    drawn = (u < share) & (block < torch.tensor(blocks)[:, None])  # (N, B)
+    return drawn.double() / share
+
+
+def combine(g: torch.Tensor, f: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The estimate of the sum of f over blocks, and of its variance: (..., B) each -> (...).
+
+    `f` is read where `weight` is not 0.
+    """
+    difference = torch.where(weight > 0, f - g, 0.0)  # (..., B)
+    return g.sum(-1) + (weight * difference).sum(-1), (weight * (weight - 1) * difference**2).sum(-1)

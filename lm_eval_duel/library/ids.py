@@ -1,4 +1,4 @@
-"""The options that the keywords of `Duel` stand for."""
+"""Methods of `Duel` on token ids: scores, samples, recorded orders and gradients; and what its keywords stand for."""
 
 from __future__ import annotations
 
@@ -26,84 +26,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-class Default(str):
-    """The default of a keyword of `from_pretrained`, which differs from the same value given by the user."""
-
-
-GREEDY: Any = Default("greedy")
-AUTO: Any = Default("auto")
-DUEL: Any = Default("duel")
-HARNESS_ARGS = ("trace", "verify", "order", "parallelize")  # not args of a Duel
-
-
-def own_arguments(entry: registry.Entry) -> list[str]:
-    """The arguments that this estimator has and not every other."""
-    return [*entry.arguments, "draw_seed", *(["cache"] if entry.own_cache else [])]
-
-
-def estimator_options(estimator: str, arguments: Mapping[str, Any]) -> Options:
-    """The options of an estimator, given as keywords of Python."""
-    entry = registry.find(estimator)
-    registry.check_arguments(arguments, entry.name)
-    for key, value in arguments.items():
-        if key in rules.PARAMETERS and key not in own_arguments(entry):
-            raise DuelError(f"'{key}' is a parameter of the rule: name it there, as in rule=\"NAME:{key}={value}\".")
-        if key not in own_arguments(entry):
-            raise unknown(f"argument of estimator={entry.name}", key, own_arguments(entry))
-    return Options.parse({"estimator": entry.name, **arguments})
-
-
-# ---------------------------------------------------------------- texts
-# Texts to windows, as in the harness, for `Duel.score`, `estimate` and `sample`.
-
-
 TextOrIds: TypeAlias = "str | Ids"
 
 log = logging.getLogger("lm_eval.duel_mdm")
-
-
-def text_windows(
-    encoder: TextEncoder, texts: Sequence[str], around: Sequence[tuple[TextOrIds, TextOrIds]] | None = None
-) -> list[EncodedText]:
-    """Each text as it is scored, as in the harness.
-
-    `around`: the context and the suffix of each; None: whole texts. Raises DuelError, naming the text, for one that
-    cannot be scored.
-    """
-    found = []
-    cut_before = encoder.cut_contexts
-    for n, text in enumerate(texts):
-        with naming(f"Text {n}"):
-            if around is None:
-                ids = encoder.encode(text)
-                found.append(EncodedText(len(ids), encoder.document(ids), text))
-            else:
-                before, after = around[n]
-                window = encoder.gap(before, text, after)
-                scored = text
-                if isinstance(before, str) and isinstance(after, str):
-                    _, scored, _ = split_at_borders(before, text, after or None)
-                found.append(EncodedText(len(window.target), [window] if window.target else [], scored))
-    if cut := encoder.cut_contexts - cut_before:
-        log.warning("%d texts lost a part of their context or suffix: max_length=%d", cut, encoder.denoiser.max_length)
-    return found
-
-
-def one_each(
-    texts: Sequence[Any], given: Sequence[TextOrIds] | None, name: str, nothing: TextOrIds = ""
-) -> Sequence[TextOrIds]:
-    """The context or suffix of each text; raises DuelError if there is not one for each."""
-    if given is None:
-        return [nothing] * len(texts)
-    if isinstance(given, str) or len(given) != len(texts):
-        came = "one text" if isinstance(given, str) else str(len(given))
-        raise DuelError(f"{name} takes a text or ids for each of the {len(texts)} texts; got {came}.")
-    return given
-
-
-# ---------------------------------------------------------------- ids
-# Methods of `Duel` on token ids: scores, samples, recorded orders and gradients.
-
 
 SAMPLERS = tuple(entry.name for entry in registry.ENTRIES if entry.decodes)
 FIXED_ORDERS = ("duel", "ar")  # a window has one order
@@ -328,3 +253,69 @@ class OnIds:
                     "ids use log_prob and sample."
                 )
         return self._encoder
+
+
+class Default(str):
+    """The default of a keyword of `from_pretrained`, which differs from the same value given by the user."""
+
+
+GREEDY: Any = Default("greedy")
+AUTO: Any = Default("auto")
+DUEL: Any = Default("duel")
+HARNESS_ARGS = ("trace", "verify", "order", "parallelize")  # not args of a Duel
+
+
+def own_arguments(entry: registry.Entry) -> list[str]:
+    """The arguments that this estimator has and not every other."""
+    return [*entry.arguments, "draw_seed", *(["cache"] if entry.own_cache else [])]
+
+
+def estimator_options(estimator: str, arguments: Mapping[str, Any]) -> Options:
+    """The options of an estimator, given as keywords of Python."""
+    entry = registry.find(estimator)
+    registry.check_arguments(arguments, entry.name)
+    for key, value in arguments.items():
+        if key in rules.PARAMETERS and key not in own_arguments(entry):
+            raise DuelError(f"'{key}' is a parameter of the rule: name it there, as in rule=\"NAME:{key}={value}\".")
+        if key not in own_arguments(entry):
+            raise unknown(f"argument of estimator={entry.name}", key, own_arguments(entry))
+    return Options.parse({"estimator": entry.name, **arguments})
+
+
+def text_windows(
+    encoder: TextEncoder, texts: Sequence[str], around: Sequence[tuple[TextOrIds, TextOrIds]] | None = None
+) -> list[EncodedText]:
+    """Each text as it is scored, as in the harness.
+
+    `around`: the context and the suffix of each; None: whole texts. Raises DuelError, naming the text, for one that
+    cannot be scored.
+    """
+    found = []
+    cut_before = encoder.cut_contexts
+    for n, text in enumerate(texts):
+        with naming(f"Text {n}"):
+            if around is None:
+                ids = encoder.encode(text)
+                found.append(EncodedText(len(ids), encoder.document(ids), text))
+            else:
+                before, after = around[n]
+                window = encoder.gap(before, text, after)
+                scored = text
+                if isinstance(before, str) and isinstance(after, str):
+                    _, scored, _ = split_at_borders(before, text, after or None)
+                found.append(EncodedText(len(window.target), [window] if window.target else [], scored))
+    if cut := encoder.cut_contexts - cut_before:
+        log.warning("%d texts lost a part of their context or suffix: max_length=%d", cut, encoder.denoiser.max_length)
+    return found
+
+
+def one_each(
+    texts: Sequence[Any], given: Sequence[TextOrIds] | None, name: str, nothing: TextOrIds = ""
+) -> Sequence[TextOrIds]:
+    """The context or suffix of each text; raises DuelError if there is not one for each."""
+    if given is None:
+        return [nothing] * len(texts)
+    if isinstance(given, str) or len(given) != len(texts):
+        came = "one text" if isinstance(given, str) else str(len(given))
+        raise DuelError(f"{name} takes a text or ids for each of the {len(texts)} texts; got {came}.")
+    return given

@@ -22,7 +22,7 @@ from lm_eval_duel.rules.commit_once import CumulativeQuota, ThresholdUntil
 from lm_eval_duel.rules.deployed import DinferThreshold, Dream, EntropyThreshold, Factor, Hierarchy, HighOrTopk, Quota
 from lm_eval_duel.rules.klass import Klass
 from lm_eval_duel.rules.mlx_vlm import CumulativeError, FallingThreshold, ThresholdBound, ThresholdFixed, ThresholdRef
-from lm_eval_duel.rules.refused import require_covered
+from lm_eval_duel.rules.presets import require_covered
 from lm_eval_duel.rules.scores import (
     Entropy,
     EntropyBound,

@@ -1,4 +1,4 @@
-"""The base class of rules, and the functions that rules share.
+"""The base classes of rules and of rules around a rule, and the functions that rules share.
 
 Shapes: R lanes, W block width, C masked positions, V tokens.
 """
@@ -219,10 +219,6 @@ def kl(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
     import torch
 
     return torch.where(p > -math.inf, p.exp() * (p - q), 0.0).sum(1)
-
-
-# ---------------------------------------------------------------- around
-# Rules around a rule: they change when it decides and which positions it sees, and leave the decision to it.
 
 
 @dataclasses.dataclass(frozen=True)

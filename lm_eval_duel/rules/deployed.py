@@ -1,4 +1,7 @@
-"""Rules whose number of revealed positions follows a schedule of steps, not the network (LLaDA, Dream).
+"""Rules of published samplers, as in their code; `presets.py` has the sources.
+
+The number of positions that LLaDA's and Dream's reveal follows a schedule of steps, not the network. The parallel ones
+reveal at least one position at a step.
 
 Shapes: R lanes, W block width, S steps.
 """
@@ -246,12 +249,6 @@ class SeededDream(Dream):
     """Dream's schedule from its second step on."""
 
     first_step: ClassVar[int] = 1
-
-
-# ---------------------------------------------------------------- deployed
-# The parallel rules of published samplers, as in their code; `presets.py` has the sources.
-#
-# Each reveals at least one position at a step.
 
 
 Variant = Literal["a", "b", "c"]

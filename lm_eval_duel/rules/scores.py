@@ -1,4 +1,7 @@
-"""Orders that do not depend on the network."""
+"""The rules of the paper: fixed orders, the k best positions by one score, and as many positions as are safe.
+
+The last reveal at least one position, so that the number of steps depends on the text.
+"""
 
 from __future__ import annotations
 
@@ -63,10 +66,6 @@ class Random(Counted, name="random", label="Random", state_only=True, fixed=True
         return Decision.certain(lanes.masked & (rank(key) < self.k))
 
 
-# ---------------------------------------------------------------- scores
-# The k best positions by one score.
-
-
 @dataclasses.dataclass(frozen=True)
 class Scored(Counted, state_only=True):
     """The base class of rules that reveal the k masked positions with the largest `score`."""
@@ -119,10 +118,6 @@ class Entropy(Scored, name="entropy", label="Entropy"):
     def score(predictions: Predictions) -> Score:
         entropy = predictions.entropy  # (R, W)
         return -entropy, 2 * entropy
-
-
-# ---------------------------------------------------------------- adaptive
-# Rules that reveal as many positions as are safe, at least one, so that the number of steps depends on the text.
 
 
 @dataclasses.dataclass(frozen=True)

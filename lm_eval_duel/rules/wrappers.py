@@ -1,9 +1,12 @@
-"""Reveal a block's first position alone, then follow another rule: `greedy:k=1:seed_first=True`.
+"""Rules around a rule: a block's first position alone at first, or one sub-block after the other.
 
-Fast-dLLM's sampler for Dream does this: the network predicts a token from the position before it, and under a prefix or
-dual cache the position before a block is evaluated only at the block's start. Fast_dLLM_v2 takes a block's first token
-from the clean positions before it. If a context ends inside a block, that block's first position is known, and the rule
-starts at once (v2/generation_functions.py, batch_sample).
+    greedy:k=1:seed_first=True    Fast-dLLM's sampler for Dream: the network predicts a token from the position before
+                                  it, and under a prefix or dual cache the position before a block is evaluated only at
+                                  the block's start
+    threshold:mu=0.9:sub_block=8  Fast_dLLM_v2: blocks of 32, in sub-blocks of 8 from left to right
+
+Fast_dLLM_v2 takes a block's first token from the clean positions before it. If a context ends inside a block, that
+block's first position is known, and the rule starts at once (v2/generation_functions.py, batch_sample).
 
 Shapes: R lanes, W block width.
 """
@@ -49,14 +52,6 @@ class SeedFirst(Around):
             None if decision_margin is None else decision_margin.double().masked_fill(fresh, math.inf),
             emptied(decision.memory, fresh),
         )
-
-
-# ---------------------------------------------------------------- sub_block
-# Follow a rule inside the first unfinished sub-block of each block: `threshold:mu=0.9:sub_block=8`.
-#
-# Fast_dLLM_v2 does this: blocks of 32, in sub-blocks of 8 from left to right.
-#
-# Shapes: R lanes, W block width.
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,7 +13,7 @@ from lm_eval_duel.core.windows import Window
 from lm_eval_duel.errors import DuelError, RuleStalled
 from lm_eval_duel.estimators.base import check_rule
 from lm_eval_duel.options import Options
-from lm_eval_duel.rules import refused
+from lm_eval_duel.rules import presets
 
 
 def test_a_block_of_masks_alone():
@@ -144,7 +144,7 @@ def test_the_ends_of_a_text_come_from_the_tokenizer_or_are_given():
 
 
 def test_samplers_that_are_no_distribution_are_refused_with_the_reason():
-    for name, (_, reason) in refused.REFUSED.items():
+    for name, (_, reason) in presets.REFUSED.items():
         for arguments in ({"rule": name}, {"preset": name}, {"rule": name.upper().replace("-", "_")}):
             with pytest.raises(DuelError) as error:
                 Options.parse(arguments)
