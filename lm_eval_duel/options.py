@@ -64,7 +64,7 @@ class Options(NetworkArguments):
         "the [unmasking rule](rules.md); its parameters may be args, too",
     )
     block: int | str | None = argument(
-        BLOCK,
+        ArgumentType("a number of positions, none (the whole text), or auto", BLOCK.convert),
         "auto",
         "positions finished before the next ones begin. `none`: the whole text. `auto`: the trained or published "
         "block, else 32",

@@ -212,10 +212,27 @@ def explained(path: str, what: str = "read checkpoint", remedy: str = "") -> Ite
     except (DuelError, torch.OutOfMemoryError):
         raise
     except Exception as error:
-        raise DuelError(f"Cannot {what} '{path}': {_with_hint(path, what, error, remedy)}") from error
+        if isinstance(error, OSError | HFValidationError) and not os.path.isdir(path):
+            raise DuelError(f"{path} {_why_not_found(path, error)} {remedy}".rstrip()) from error
+        raise DuelError(f"Cannot {what} '{path}': {_with_hint(error, remedy)}") from error
 
 
-def _with_hint(path: str, what: str, error: Exception, remedy: str) -> str:
+def _why_not_found(path: str, error: Exception) -> str:
+    """The sentences after a path or hub name of which nothing can be read."""
+    near = nearest(path, demo.NAMES)
+    suggestion = f" Did you mean the bundled {near[0]}?" if near else ""
+    if os.path.isfile(path):
+        return "is a file, not a folder."
+    if "Repo id must" in str(error) or os.path.isabs(path) or path.startswith((".", "~")):  # no hub name
+        return f"is not a local folder: there is none of this name.{suggestion}"
+    offline = ", and HF_HUB_OFFLINE is set" if HF_HUB_OFFLINE else ""
+    return (
+        f"is not a local folder, and cannot be read from the hub ({short_reason(error)}).{suggestion} A hub name needs "
+        f"a connection or a cached copy{offline}."
+    )
+
+
+def _with_hint(error: Exception, remedy: str) -> str:
     cause, text = short_reason(error), str(error)
     hint = f" {remedy}" if remedy else ""
     if "trust_remote_code" in text:
@@ -224,11 +241,6 @@ def _with_hint(path: str, what: str, error: Exception, remedy: str) -> str:
         hint = f" It needs the package {error.name}: pip install {error.name}."
     elif "offload" in text:
         hint = " It does not fit into the memory of the device_map: use fewer processes per machine or a smaller dtype."
-    elif isinstance(error, OSError | HFValidationError) and not os.path.isdir(path):
-        near = nearest(path, demo.NAMES)
-        suggestion = f" Did you mean the bundled {near[0]}?" if near else ""
-        offline = ", and HF_HUB_OFFLINE is set" if HF_HUB_OFFLINE else ""
-        hint = f"{suggestion} It is not a local folder; a hub name needs a connection or a cached copy{offline}.{hint}"
     return f"{cause}.{hint}"
 
 

@@ -45,11 +45,18 @@ Cache = Literal["prefix", "dual"]
 CACHES = get_args(Cache)
 
 DTYPES: tuple[str, ...] = get_args(Dtype)
+SHORT_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp64": "float64"}
 BOS: tuple[str, ...] = get_args(Bos)
 WHOLE_ROW_BOS = ("scored", "official", "first")  # values of `bos` that say which positions of a whole row are scored
 
 TEMPERATURE = number(f"a number from {1 / MAX_FACTOR:g} to {MAX_FACTOR:g}", lambda x: 1 / MAX_FACTOR <= x <= MAX_FACTOR)
 GUIDANCE = number(f"a number from 0 (no guidance) to {MAX_FACTOR:g}", lambda x: 0 <= x <= MAX_FACTOR)
+
+
+def _dtype(value: Any) -> str:
+    """The name of a dtype, which may be short (bf16) or torch's."""
+    name = str(value).removeprefix("torch.")
+    return SHORT_DTYPES.get(name, name)
 
 
 def _ids(value: Any) -> tuple[int, ...]:
@@ -66,7 +73,7 @@ class NetworkArguments(Arguments):
         COUNT, None, "positions of a window, special tokens included", unset="the checkpoint's"
     )
     dtype: Dtype = argument(
-        choice(Dtype, convert=lambda value: str(value).removeprefix("torch.")),
+        choice(Dtype, convert=_dtype),
         "auto",
         "dtype of the network. `auto`: float32 on a CPU, else the checkpoint's (MDLM and SEDD: float32 only). "
         "Log-softmax runs in float32 or better, sums in float64",

@@ -221,7 +221,12 @@ class DuelMDM(TemplateLM):
         return self.text.encode(string, bool(add_special_tokens))
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        """A conversation in the format of the tokenizer's chat template."""
+        """A conversation in the format of the tokenizer's chat template; raises DuelError if it has none."""
+        if getattr(self.tokenizer, "chat_template", None) is None:
+            raise DuelError(
+                "The tokenizer has no chat template: leave --apply_chat_template out, or pass tokenizer=<a folder or "
+                "hub name that has one>."
+            )
         return self.tokenizer.apply_chat_template(
             chat_history,
             tokenize=False,

@@ -149,11 +149,12 @@ def test_no_demonstration_network_is_stopped_by_its_rows(name, cache):
 
 
 @pytest.mark.parametrize("name", ["rnd1", "bert"])
+@pytest.mark.filterwarnings("error:.*past_key_values:FutureWarning")
 def test_dtypes(family, name):
     windows = family(name).windows[:3]
     exact = Duel(family(name).denoiser, "left_to_right", 4).log_prob(windows)
-    for dtype, tolerance in (("float64", 1e-4), ("bfloat16", 4.0)):
-        denoiser = family(name, dtype=dtype).denoiser
+    for short, dtype, tolerance in (("fp64", "float64", 1e-4), ("bf16", "bfloat16", 4.0)):
+        denoiser = family(name, dtype=short).denoiser
         assert str(denoiser.dtype) == f"torch.{dtype}" and denoiser.honours_padding
         scored = Duel(denoiser, "left_to_right", 4).log_prob(windows)
         assert [s.log_prob for s in scored] == pytest.approx([s.log_prob for s in exact], abs=tolerance)

@@ -1,6 +1,7 @@
 """What a network refuses, by name: entries of its config, arguments, rules and windows that do not apply to it."""
 
 import json
+import re
 
 import pytest
 import tiny
@@ -131,7 +132,8 @@ def test_names_and_devices(capsys, tmp_path):
         with pytest.raises(SystemExit, match=rf"Did you mean the bundled {arguments[1].replace('_', '-')}m?d?m?\?"):
             main(arguments)
     refused("gpt", "^((?!Did you mean).)*$")
-    refused(str(tmp_path / "nothing"), "not a local folder")
+    for path in (str(tmp_path / "nothing"), "./nothing", "no/such/name"):
+        refused(path, rf"^{re.escape(path)} is not a local folder(?!.*Repo id)")
     path, _ = written(tmp_path, "bert")
     tiny.tokenizer(mask=False).save_pretrained(tmp_path)
     refused(path, "mask_token_id")

@@ -9,6 +9,7 @@ Shapes: R rows, L row length, N rows of a call, Q queries, K keys, D features, V
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
@@ -31,9 +32,12 @@ class Decoder(Pretrained):
     """A decoder of transformers under the attention mask of its diffusion family."""
 
     maskless = False  # whole rows are evaluated without a mask
+    cache_name = "past_key_values"  # of the argument for kept keys
 
     def take(self, model: Any) -> None:
         super().take(model)
+        if "cache" in inspect.signature(type(model.base_model).forward).parameters:  # from transformers 5.24 on
+            self.cache_name = "cache"
         self.set_columns(model.config.vocab_size)
         if self.attention == "bidirectional":
             self.maskless = self._is_bidirectional_without_mask()
@@ -100,9 +104,8 @@ class Decoder(Pretrained):
         if seen is not None:
             lowest = torch.finfo(self.dtype).min  # with -inf, a query that sees nothing would give NaN
             mask = torch.zeros(seen.shape, dtype=self.dtype, device=seen.device).masked_fill(~seen, lowest)[:, None]
-        out = self.model.base_model(
-            input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=clean, use_cache=False
-        )
+        call = {"input_ids": ids, "attention_mask": mask, "position_ids": positions, self.cache_name: clean}
+        out = self.model.base_model(**call, use_cache=False)
         return out.last_hidden_state.to(self.device)
 
     def describe(self) -> dict[str, object]:
