@@ -234,7 +234,8 @@ class Evaluation:
         """The distribution that texts are generated from: the estimator's, or if it cannot sample, that of `rule`."""
         if self.estimator.decodes:
             return self.estimator
-        sampler = registry.make(self.estimator.denoiser, dataclasses.replace(self.options, estimator="duel"))
+        options = dataclasses.replace(self.options, estimator="duel", estimator_args={})
+        sampler = registry.make(self.estimator.denoiser, options)
         sampler.count_into(self.counts)
         return sampler
 
