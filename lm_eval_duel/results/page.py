@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING, Any
 from lm_eval_duel.console import command_line as strict_json
 from lm_eval_duel.console.command_line import one_line
 from lm_eval_duel.results import provenance, published, tables
-from lm_eval_duel.results.compare import EXACT, MONTE_CARLO, ComparedRow, Comparison
+from lm_eval_duel.results.compare import ComparedRow, Comparison
+from lm_eval_duel.results.gaps import EXACT, MONTE_CARLO
 from lm_eval_duel.results.runs import Run
 from lm_eval_duel.results.standings import KINDS, MEAN, RankedMethod, Standing, Standings
 from lm_eval_duel.results.stats import UNCLEAR

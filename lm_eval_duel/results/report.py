@@ -19,6 +19,7 @@ from lm_eval_duel.results import (
     compare,
     cost,
     figures,
+    gaps,
     latex,
     match,
     own_files,
@@ -268,7 +269,7 @@ def _gap(chosen: ComparedRow, form: str) -> str:
     if closed.percent < 0:
         percent += f" {between}" if between else ""
         return f"{text}, lower than DUEL, which closes none of {gap} (gap closed {percent})."
-    about = "an estimated " if closed.of == compare.MONTE_CARLO else ""
+    about = "an estimated " if closed.of == gaps.MONTE_CARLO else ""
     return f"{text}. DUEL closes {about}{percent}{f' ({between})' if between else ''} of {gap}."
 
 
