@@ -18,7 +18,8 @@ from lm_eval_duel.console.command_line import plain_table
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.estimators import cost, registry
-from lm_eval_duel.estimators.base import Estimator, rule_for
+from lm_eval_duel.estimators.base import Estimator
+from lm_eval_duel.estimators.checks import rule_for
 from lm_eval_duel.harness.stats import peak_memory
 from lm_eval_duel.options import Options
 from lm_eval_duel.rules import LeftToRight

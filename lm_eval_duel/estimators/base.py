@@ -1,4 +1,4 @@
-"""The base class of estimators: windows in, a score for each as it is finished; and the checks before.
+"""The base class of estimators: windows in, a score for each as it is finished.
 
     for index, score in estimator.stream(windows): ...
 
@@ -7,8 +7,7 @@
     lattice      every set of masked positions of every block     max, mixture or mean over orders (lattice.py)
     elbo         random draws of every span                       weighted mean (elbo.py)
 
-Equal windows are evaluated once. A combination of network, rule, block and window that is not supported raises
-DuelError before anything is scored.
+Equal windows are evaluated once.
 
 Shapes: N windows, L row length, R lanes, W block width.
 """
@@ -17,17 +16,12 @@ from __future__ import annotations
 
 import abc
 import contextlib
-import dataclasses
-import logging
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import cached_property, partial
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
 
-from lm_eval_duel import rules
-from lm_eval_duel.arguments import BLOCK, Argument, choice
 from lm_eval_duel.core.decision import UnmaskingRule
 from lm_eval_duel.core.denoiser import Denoiser
 from lm_eval_duel.core.lanes import Lanes, Rows, blocks, groups
@@ -36,281 +30,8 @@ from lm_eval_duel.core.row_checks import RowChecks
 from lm_eval_duel.core.scores import Counts, IndexedScores, Score
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.denoisers import self_tests
-from lm_eval_duel.errors import DuelError, another_block, first_position_unseen, random_tokens
-
-log = logging.getLogger("lm_eval.duel_mdm")
-
-DEFAULT_BLOCK = 32
-GRID = Argument(choice("auto", "target", "row"), "auto")
-_warned: weakref.WeakSet[Denoiser] = weakref.WeakSet()  # denoisers whose windows lacked special tokens
-
-
-def require_masks(denoiser: Denoiser, name: str) -> None:
-    """Raise DuelError for a network whose noise is random tokens, which estimator `name` does not score."""
-    if denoiser.noise_training is not None:
-        raise random_tokens(f"this network ({denoiser.family})", name, denoiser.reads_causally)
-
-
-def resolve_block(denoiser: Denoiser, block: int | str | None) -> int | None:
-    """The block to use: an int, or None (the whole target); "auto" is the trained or published one, or else 32."""
-    number: int | str | None = BLOCK("block", block)
-    if denoiser.attention == "causal":
-        if number not in ("auto", 1):
-            raise _one_order(f"block={block}")
-        return 1
-    if isinstance(number, str):
-        return denoiser.block or denoiser.published_block or DEFAULT_BLOCK
-    if denoiser.block is not None and number != denoiser.block:
-        raise another_block(denoiser.block, number)
-    return number
-
-
-def resolve_grid(denoiser: Denoiser, grid: str) -> str:
-    """The grid to use: "target" or "row"; "auto" is the one that the network needs.
-
-    A causal prefix ends where the target begins, so blocks count from there, as in the authors' code.
-    """
-    grid = GRID.read("grid", grid)
-    if of_canvases(denoiser) and grid == "row":
-        raise DuelError("The canvases of this network count from the target's first position; use grid=target or auto.")
-    needed = denoiser.anchor if denoiser.attention == "block_causal" else None
-    if needed and grid not in ("auto", needed):
-        which = "A block-causal network" if needed == "row" else "This network"
-        raise DuelError(f"{which} counts its blocks from the {needed}'s first position; use grid={needed} or auto.")
-    if denoiser.seeds_blocks and grid == "row":
-        raise DuelError(
-            "With grid=row a block may begin inside the context, and first_token=causal predicts a block's first token "
-            "from the clean row. Use grid=target or auto, or first_token=block."
-        )
-    return grid if grid != "auto" else needed or "target"
-
-
-def of_canvases(denoiser: Denoiser) -> bool:
-    """True for a network whose noise is random tokens, and whose blocks see the clean tokens before them alone."""
-    return denoiser.noise_training is not None and denoiser.block is not None
-
-
-def rule_for(denoiser: Denoiser, rule: rules.Rule) -> rules.Rule:
-    """The rule for this network: within `seed_first` if it reveals the first token of each block alone."""
-    if denoiser.seeds_blocks and not isinstance(rule, rules.SeedFirst):
-        return rules.SeedFirst(rule)
-    return rule
-
-
-def _one_order(given: str) -> DuelError:
-    return DuelError(f"A causal network has no rule or block: leave both out and pass estimator=ar; got {given}.")
-
-
-def check_rule(denoiser: Denoiser, rule: rules.Rule) -> None:
-    """Raise DuelError for a rule that this network does not support."""
-    if denoiser.attention == "causal" and not isinstance(rule, rules.LeftToRight):
-        raise _one_order(f"rule={rule}")
-    if denoiser.shift and denoiser.cache and not isinstance(rule, rules.SeedFirst):
-        raise first_position_unseen(denoiser.cache)
-    if in_memory := list(rules.in_memory(rule)):
-        raise DuelError(
-            f"'{in_memory[0]}' of rule {type(rule).__name__} is a module or tensor in memory, which the fingerprint "
-            "cannot describe. Save it to a file that the rule names, as examples/rules/learned.py does (docs/rules.md)."
-        )
-    rule.check_network(denoiser)
-
-
-def check_every_order(denoiser: Denoiser, name: str) -> None:
-    """Raise DuelError for a network that cannot evaluate every state of a block, which estimator `name` needs."""
-    if denoiser.attention == "causal":
-        raise DuelError("An autoregressive network has one order: use estimator=ar.")
-    states = f"estimator={name} evaluates states in which a block's first token is masked and later ones are revealed."
-    if denoiser.seeds_blocks:
-        raise DuelError(
-            f"{states} This network's sampler reveals it first, alone. For the sampler that predicts it like the "
-            "others (vLLM's), pass first_token=block."
-        )
-    if denoiser.shift and denoiser.cache:
-        raise DuelError(
-            f"{states} Under cache={denoiser.cache} it is predicted at the block's start alone. Leave cache out."
-        )
-
-
-def check_two_phase(denoiser: Denoiser, rule: rules.Rule, cache: str) -> None:
-    """Raise DuelError, with what to use instead, for a network or rule whose blocks cannot be scored in two phases."""
-    if denoiser.cache is not None:
-        raise DuelError(
-            f"estimator=two_phase gives the value without a cache, and this network is under cache={denoiser.cache}. "
-            f"Pass the network without it; TwoPhase(..., cache={denoiser.cache!r}) names that of the first phase."
-        )
-    if denoiser.attention != "bidirectional":
-        instead = "ar" if denoiser.attention == "causal" else "duel"
-        raise DuelError(
-            f"estimator=two_phase saves whole rows at every step, and a {denoiser.attention} network has no such cost. "
-            f"Use estimator={instead}."
-        )
-    if rule.spans_blocks:
-        raise DuelError(
-            "estimator=two_phase scores single blocks, which across=true of rule klass makes one chain. Leave across "
-            "out, or use estimator=duel."
-        )
-    if denoiser.shift and not isinstance(rule, rules.SeedFirst):
-        raise DuelError(
-            f"estimator=two_phase scores every block under cache={cache}, where this network predicts a block's first "
-            "token at the block's start alone. Pass seed_first=true, which is another rule, or use estimator=duel."
-        )
-
-
-def check_windows(
-    denoiser: Denoiser, block: int | None, grid: str, windows: Sequence[Window], generating: bool = False
-) -> None:
-    """Raise DuelError, naming the window, for one that cannot be scored (or generated)."""
-    if isinstance(windows, Window):
-        raise DuelError("Pass a list of windows; got one Window. Write [window].")
-    unscorable = set(denoiser.excluded.nonzero()[:, 0].tolist()) - {denoiser.mask_id}
-    for n, window in enumerate(windows):
-        if not isinstance(window, Window):
-            raise DuelError(f"Window {n} is not a Window(context=(), target=ids), but a {type(window).__name__}.", n)
-        case = WindowCase(denoiser, block, grid, window, () if generating else window.target, unscorable)
-        for finds, message in PROBLEMS:
-            if found := finds(case):
-                raise DuelError(f"Window {n} {message.format(case=case, found=found)}", n)
-    _warn_without_special_tokens(denoiser, windows)
-
-
-def _warn_without_special_tokens(denoiser: Denoiser, windows: Sequence[Window]) -> None:
-    """Warn, once per denoiser, of a window without the special tokens that the network expects before a text."""
-    if denoiser.special_tokens is None or denoiser in _warned:
-        return
-    n = next((n for n, window in enumerate(windows) if window.target and not window.context), None)
-    if n is None:
-        return
-    _warned.add(denoiser)
-    before, after = denoiser.special_tokens
-    log.warning(
-        "Window %d has no context, but this network expects special tokens before a text. Without them, values differ "
-        "from the harness's. Score Window(context=%s, target=ids%s), or load the network with bos='none'. (Warned once "
-        "per denoiser.)",
-        *(n, before or "(bos,)", f", suffix={after}" if after else ""),
-    )
-
-
-@dataclasses.dataclass(frozen=True)
-class WindowCase:
-    """A window, the network that is to score it, and what the checks read of both."""
-
-    denoiser: Denoiser
-    block: int | None
-    grid: str
-    window: Window
-    target: tuple[int, ...]  # ids to score; none if they are to be generated
-    unscorable: set[int]  # ids other than [MASK] that the network gives no probability
-
-    @cached_property
-    def ids(self) -> set[int]:
-        """The ids that occur in the row."""
-        return {*self.window.context, *self.window.suffix, *self.target}
-
-    @property
-    def largest_id(self) -> int:
-        """The largest id of the network."""
-        return self.denoiser.vocab_size - 1
-
-    @property
-    def end(self) -> int:
-        """The column after the target."""
-        return len(self.window.context) + len(self.window.target)
-
-    @property
-    def positions(self) -> int:
-        """The number of positions from the one where blocks begin to count to the end of the target."""
-        return self.end if self.grid == "row" else len(self.window.target)
-
-    @property
-    def border(self) -> int:
-        """The column after the last block of a network with a trained block."""
-        return self.end + -self.positions % (self.denoiser.block or 1)
-
-
-# What can be wrong with a window, in the order of the checks: a function that finds it, and what to say then. The
-# message is formatted with the `case` and with what was `found`.
-PROBLEMS: tuple[tuple[Callable[[WindowCase], Any], str], ...] = (
-    (
-        lambda case: case.window.length > case.denoiser.max_length,
-        "has {case.window.length} positions but the network holds {case.denoiser.max_length}; cut it "
-        "(lm_eval_duel.core.windows.independent) or shorten the context.",
-    ),
-    (
-        lambda case: (
-            case.denoiser.needs_visible and case.window.target and not case.window.context + case.window.suffix
-        ),
-        "shows no token at its first step, and this network divides by the number of visible ones. Keep the "
-        "tokenizer's special tokens (leave bos=none out), or pass a context.",
-    ),
-    (
-        lambda case: (
-            case.window.target and len(case.window.context) < max(case.denoiser.shift, case.denoiser.seeds_blocks)
-        ),
-        "needs a context: this network predicts each token from the one before it. Use bos=given for texts; for ids, "
-        "put a token into the window's context.",
-    ),
-    (
-        lambda case: [token for token in case.ids if not 0 <= token <= case.largest_id],
-        "holds id {found[0]}; the network's ids are 0 to {case.largest_id}.",
-    ),
-    (
-        lambda case: sorted(case.ids & case.denoiser.image_ids),
-        "holds id {found[0]}, which stands for an image. Images are not scored: leave their tokens out.",
-    ),
-    (
-        lambda case: case.denoiser.mask_id in case.ids,
-        "holds the mask token (id {case.denoiser.mask_id}), which can be neither context nor target.",
-    ),
-    (
-        lambda case: case.window.suffix and case.window.target and case.denoiser.attention == "causal",
-        "has a suffix, which a causal network never sees. Leave it out.",
-    ),
-    (
-        lambda case: (
-            case.window.suffix
-            and case.window.target
-            and case.denoiser.block
-            and case.denoiser.attention != "bidirectional"
-            and case.window.length > case.border
-        ),
-        "has a suffix after position {case.border}, where its last target block ends, and this network sees nothing "
-        "after that. Leave out the ids after it.",
-    ),
-    (
-        lambda case: case.window.target and of_canvases(case.denoiser) and not case.window.context,
-        "needs a context: its first canvas has no clean token to read. Keep BOS.",
-    ),
-    (
-        lambda case: case.window.target and of_canvases(case.denoiser) and case.window.suffix,
-        "has a suffix, which a canvas never sees. Leave it out.",
-    ),
-    (
-        lambda case: of_canvases(case.denoiser) and case.window.known,
-        "has known target positions, which the canvases before them do not see. Leave them out.",
-    ),
-    (
-        lambda case: case.window.known and (case.denoiser.attention != "bidirectional" or case.denoiser.cache),
-        "has known target positions, which only a bidirectional network without cache= sees from the first step.",
-    ),
-    (
-        lambda case: case.window.known and case.denoiser.hides_given,
-        "has known target positions, and cfg_scale masks what is given: leave one of them out.",
-    ),
-    (
-        lambda case: case.window.tail and (case.block is None or case.positions % case.block),
-        "has a tail, so its target must end on a block border: {case.positions} positions with block {case.block} do "
-        "not. Off a border the value is not a probability.",
-    ),
-    (
-        lambda case: sorted(case.unscorable.intersection(case.target, case.denoiser.excluded_ids)),
-        "holds id {found[0]}, which exclude_ids leaves out: its probability is 0.",
-    ),
-    (
-        lambda case: sorted(case.unscorable.intersection(case.target)),
-        "holds id {found[0]}, which is padding and not a token of the vocabulary.",
-    ),
-)
-
+from lm_eval_duel.errors import DuelError
+from lm_eval_duel.estimators.checks import check_windows, require_masks, resolve_block, resolve_grid
 
 EARLY = 2  # buckets that are evaluated alone, if windows are taken in the order given
 MANY = 64  # calls that hold one step of all lanes: of a run with more, small first calls take less than 3 %

@@ -33,7 +33,8 @@ from lm_eval_duel.core.scores import IndexedScores, Sample, Score
 from lm_eval_duel.core.windows import Ids, Window, as_ids, target_parts
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.estimators.arguments import CommitOnceArguments
-from lm_eval_duel.estimators.base import Estimator, check_rule, check_windows, rule_for
+from lm_eval_duel.estimators.base import Estimator
+from lm_eval_duel.estimators.checks import check_rule, check_windows, rule_for
 from lm_eval_duel.estimators.commit_once import commit_once, noise_spec
 
 Stop: TypeAlias = Callable[[int, tuple[int, ...]], bool]  # (index, tokens so far) -> whether to stop here

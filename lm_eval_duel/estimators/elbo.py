@@ -44,7 +44,8 @@ from lm_eval_duel.core.windows import Window
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.estimators import registry
 from lm_eval_duel.estimators.arguments import ElboArguments
-from lm_eval_duel.estimators.base import Estimator, check_every_order
+from lm_eval_duel.estimators.base import Estimator
+from lm_eval_duel.estimators.checks import check_every_order
 from lm_eval_duel.rules import rank
 
 log = logging.getLogger("lm_eval.duel_mdm")

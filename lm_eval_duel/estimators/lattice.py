@@ -35,7 +35,8 @@ from lm_eval_duel.core.reveal import ScoreAccumulator, Step, WindowGroup
 from lm_eval_duel.core.row_checks import is_coarse
 from lm_eval_duel.core.scores import STATISTICS, IndexedScores, Score
 from lm_eval_duel.estimators.arguments import LatticeArguments, check_block
-from lm_eval_duel.estimators.base import Estimator, check_every_order
+from lm_eval_duel.estimators.base import Estimator
+from lm_eval_duel.estimators.checks import check_every_order
 from lm_eval_duel.estimators.moves import from_bitmask, to_bitmask
 from lm_eval_duel.estimators.registry import ESTIMATORS, LATTICE
 

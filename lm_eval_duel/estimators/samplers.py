@@ -53,7 +53,8 @@ from lm_eval_duel.core.scores import Counts, IndexedScores, Sample, Score, known
 from lm_eval_duel.core.windows import Ids, Window
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.estimators.arguments import Arguments, ConfidenceArguments, OrderArguments, check_block
-from lm_eval_duel.estimators.base import Estimator, check_every_order
+from lm_eval_duel.estimators.base import Estimator
+from lm_eval_duel.estimators.checks import check_every_order
 from lm_eval_duel.estimators.drawn import BestDrawn, StepDraws
 from lm_eval_duel.estimators.duel import DuelEstimator
 from lm_eval_duel.estimators.lattice import every_set

@@ -41,8 +41,9 @@ from lm_eval_duel.core.windows import Window, target_parts
 from lm_eval_duel.denoisers.cached.denoiser import under_cache
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.estimators.arguments import TwoPhaseArguments
-from lm_eval_duel.estimators.base import Estimator, check_two_phase
+from lm_eval_duel.estimators.base import Estimator
 from lm_eval_duel.estimators.blocks import TwoPhaseBlocks
+from lm_eval_duel.estimators.checks import check_two_phase
 from lm_eval_duel.estimators.duel import DuelEstimator
 
 BLOCK = 3  # key of the random numbers, different for each estimator

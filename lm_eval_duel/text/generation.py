@@ -17,7 +17,7 @@ from lm_eval_duel.core.scores import Sample
 from lm_eval_duel.core.windows import Ids, Window
 from lm_eval_duel.denoisers.filters import ties, warped
 from lm_eval_duel.errors import DuelError, unknown
-from lm_eval_duel.estimators.base import check_windows
+from lm_eval_duel.estimators.checks import check_windows
 from lm_eval_duel.estimators.duel import DuelEstimator
 from lm_eval_duel.text.text import TextEncoder
 

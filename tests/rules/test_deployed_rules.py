@@ -11,7 +11,7 @@ from toys import Rotary, Toy
 from lm_eval_duel import Duel, rules
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.errors import DuelError, RuleStalled
-from lm_eval_duel.estimators.base import check_rule
+from lm_eval_duel.estimators.checks import check_rule
 from lm_eval_duel.options import Options
 from lm_eval_duel.rules import presets
 
