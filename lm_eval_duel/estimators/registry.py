@@ -132,6 +132,20 @@ def _process(spec: Mapping[str, Any]) -> str:
     return f"of ancestral sampling in {'infinitely many' if steps == 'inf' else steps} steps"
 
 
+def _duel(options: Options) -> dict[str, Any]:
+    """The rule and the block, with its own arguments: the options may be those of another estimator, replaced."""
+    return {"rule": options.rule, "block": options.block, **_own(options, CommitOnceArguments)}
+
+
+def _duel_seeds(options: Options) -> dict[str, Any]:
+    return {"rule": options.rule, "block": options.block, **_own(options, SeedsArguments)}
+
+
+def _own(options: Options, record: type[Arguments]) -> dict[str, Any]:
+    """The arguments of one record among those of an estimator."""
+    return {name: options.estimator_args[name] for name in declared(record) if name in options.estimator_args}
+
+
 def _given_the_noise(spec: Mapping[str, Any]) -> str:
     return f"given the noise of seed {spec['noise_seed']}" if "noise_seed" in spec else ""
 
@@ -220,7 +234,7 @@ ENTRIES = (  # in the order of tables
         "the exact likelihood under `rule`; where the noise is random tokens, given the noise of `noise_seed`",
         Kind.LIKELIHOOD,
         "lm_eval_duel.estimators.duel:DuelEstimator",
-        lambda options: {"rule": options.rule, "block": options.block, **options.estimator_args},
+        _duel,
         CommitOnceArguments,
         follows_rule=True,
         decodes=True,
@@ -233,7 +247,7 @@ ENTRIES = (  # in the order of tables
         "the mean of `duel` over noise seeds, for networks whose noise is random tokens",
         Kind.UPPER_BOUND,
         "lm_eval_duel.estimators.duel_seeds:DuelSeeds",
-        lambda options: {"rule": options.rule, "block": options.block, **options.estimator_args},
+        _duel_seeds,
         SeedsArguments,
         follows_rule=True,
         drawn=MonteCarlo("mean over noise seeds", "seeds", 2, "noise", argument="noise_seeds"),

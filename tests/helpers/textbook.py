@@ -54,6 +54,13 @@ def deployed(rule, origin):
         if name == "quota":
             m = len(before[0][0])
             return best(m // rule.steps + (len(before) <= m % rule.steps), M, score)
+        if name == "cumulative_quota":
+            m = len(before[0][0])
+            due = min(m, -(-len(before) * m // rule.steps))
+            needed = max(0, due - (m - len(M)))
+            return sorted({*best(needed, M, score), *chosen(M, score > odds(rule.tau))})
+        if name == "threshold_until":
+            return M if len(before) >= rule.steps else chosen(M, score >= odds(rule.mu)) or single
         if name == "klass":
             pairs = list(itertools.pairwise(log_P for _, log_P in before))[-rule.history :]
             calm = [
