@@ -121,8 +121,6 @@ class Checkpoint:
             tokenizer = vocabulary.load_tokenizer(DIT_TOKENIZER, self.options.trust_remote_code, "main")
         return tokenizer
 
-    # ------------------------------------------------------------ what config.json shows to be wrong
-
     def require_estimator(self, estimator: str, takes_noise: str) -> None:
         """Raise DuelError if an estimator is not for the noise of this network."""
         noised, causal = identity.noise(self.config), identity.is_diffusion_gemma(self.config)

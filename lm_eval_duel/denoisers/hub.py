@@ -80,9 +80,6 @@ def local_folder(path: str, revision: str, code_only: bool = False) -> str:
     return folder
 
 
-# ---------------------------------------------------------------- tensors
-
-
 def read_tensors(folder: str) -> dict[str, torch.Tensor]:
     """Every tensor of a folder's weights, on the CPU, by name; raises DuelError if a file is missing or broken."""
     if (tensors := _whole_or_sharded(folder)) is not None:
@@ -190,9 +187,6 @@ def _reading(path: str) -> Iterator[None]:
         raise DuelError(f"Cannot read {path}: {short_reason(error)}. {reason}") from error
 
 
-# ---------------------------------------------------------------- errors of libraries
-
-
 def short_reason(error: Exception) -> str:
     """An error's type and message in one line; for torch's error about code in a pickle, the cause alone."""
     if cause := CAUSE.search(str(error)):
@@ -242,9 +236,6 @@ def _with_hint(error: Exception, remedy: str) -> str:
     elif "offload" in text:
         hint = " It does not fit into the memory of the device_map: use fewer processes per machine or a smaller dtype."
     return f"{cause}.{hint}"
-
-
-# ---------------------------------------------------------------- device and dtype
 
 
 def pick_device(name: str | None) -> torch.device:

@@ -131,8 +131,6 @@ def require_supported(config: Config, name: str, family: str | None = None, caus
                 )
 
 
-# ---------------------------------------------------------------- entries that change no number
-
 _REASONS: dict[str, tuple[str, ...]] = {  # for networks in evaluation mode that are run here, and the entries
     "names, versions and where files are": (
         *("_name_or_path", "_commit_hash", "architectures", "auto_map", "model_type", "transformers_version"),

@@ -176,9 +176,6 @@ class InMemory(Denoiser):
         return described | ({"last_block": self.last_block} if self.attention == "block_causal" else {})
 
 
-# ---------------------------------------------------------------- a function
-
-
 class Function(Denoiser):
     """logits = f(ids, real): logits (R, L, V) of ids (R, L); `real` (R, L) is False at padding, None: there is none."""
 
@@ -245,9 +242,6 @@ def by_keyword(model: Callable[..., Any]) -> Callable[..., Any]:
         return model(input_ids=ids, **mask)
 
     return function
-
-
-# ---------------------------------------------------------------- the kind of a network
 
 
 def _plain(model: Any, options: LoadOptions, tokenizer: Any, tested: bool, known: bool) -> Denoiser:

@@ -92,9 +92,6 @@ def row_length(path: str, max_length: int | None, positions: int | None) -> int:
     return max_length or positions
 
 
-# ---------------------------------------------------------------- special tokens around a text
-
-
 def convention(tokenizer: Any, denoiser: Denoiser) -> tuple[str, list[int], list[int]]:
     """The convention for special tokens (the value of `bos=`), and the ids before and after a text.
 
@@ -168,9 +165,6 @@ def _texts(tokenizer: Any) -> Iterator[str]:
 
 def _ids(tokenizer: Any, text: str, special: bool) -> list[int]:
     return tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"]
-
-
-# ---------------------------------------------------------------- columns of the logits
 
 
 def require_fit(tokens: set[int], mask_id: int | None, vocab_size: int, path: str) -> None:

@@ -62,8 +62,6 @@ class CachedView(View):
             raise
         return positions if base is lanes else positions.spread(lanes, base, number)
 
-    # ------------------------------------------------------------ the identity of a block
-
     def _identity(self, lanes: Lanes) -> torch.Tensor:
         """A hash of what determines the kept keys of each lane: the row at the block's start, and the block, (R,)."""
         rows = self.rows
@@ -77,8 +75,6 @@ class CachedView(View):
         row = lanes.row
         shown = before[row, lanes.start.maximum(lanes.origin)]  # (R,)
         return hashed(shown, after[row], lanes.start, lanes.origin, lanes.width, rows.length[row])
-
-    # ------------------------------------------------------------ a block's start
 
     def _hold(self, lanes: Lanes, identity: torch.Tensor) -> torch.Tensor:
         """The slot of each lane's block, filled, (R,)."""
@@ -102,8 +98,6 @@ class CachedView(View):
         self.forwards += 1
         self.evaluated += len(ids)
         self._slots.fill(slot, identity, features, layers)
-
-    # ------------------------------------------------------------ every state of a block
 
     def _evaluate_block(
         self, lanes: Lanes, ids: torch.Tensor, revealed: torch.Tensor, identity: torch.Tensor
@@ -170,7 +164,6 @@ class CachedView(View):
         return call.by_lane(values)
 
 
-# ---------------------------------------------------------------- denoiser
 # The cached samplers of Fast-dLLM, with a prefix or a dual cache: a denoiser around a denoiser.
 #
 # At a block's start the whole row is evaluated once. Later steps evaluate some of its positions, which attend to the

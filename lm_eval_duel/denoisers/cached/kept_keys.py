@@ -102,7 +102,6 @@ def _grown(old: torch.Tensor | None, like: torch.Tensor, shape: tuple[int, ...])
     return new
 
 
-# ---------------------------------------------------------------- steering
 # Evaluate some positions of a row of a bidirectional network against kept keys and values of the others.
 #
 # A network with `stream` (our DiT, the decoders) takes them as its past. Networks without a past (transformers' masked

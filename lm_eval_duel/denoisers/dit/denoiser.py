@@ -216,7 +216,6 @@ class TimedView(View):
         return masked.double() / counted
 
 
-# ---------------------------------------------------------------- gidd
 # GIDD (von Rütte et al. 2025): MDLM's network, conditioned on the time t itself.
 #
 # With p_uniform 0 its noise is masking alone: at time t a position is masked with probability t. Above 0 tokens are
@@ -259,7 +258,6 @@ class GIDD(Timed):
         return {**super().describe(), "time": f"masked share of the {self.counted}, in {self.times}"}
 
 
-# ---------------------------------------------------------------- uniform
 # Duo (Sahoo et al. 2025) and UDLM (Schiff et al. 2024): MDLM's network under uniform noise, given the noise level.
 #
 # Both replace tokens by random ones, over all columns of the network, and both put the network's output in place of the

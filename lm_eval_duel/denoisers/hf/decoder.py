@@ -131,9 +131,6 @@ class CleanKeys:
         return 0
 
 
-# ---------------------------------------------------------------- from a folder
-
-
 IGNORED = ("rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")  # endings of keys that are recomputed
 HEAD = "lm_head.weight"
 TABLES = {"GPT2": "transformer.wte.weight"}  # the embedding, by native class

@@ -141,8 +141,6 @@ def smdm_tensors(tensors: Tensors, config: Config) -> Tensors:
     return split
 
 
-# ---------------------------------------------------------------- NVIDIA
-
 NEMOTRON_KEYS = ((r"^encoder\.", "model."), (r"^diffusion_head\.", "lm_head."))
 NEMOTRON_HARMLESS = dict.fromkeys(("dlm_paradigm", "prefix_ratio"), "training")
 YARN = ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
@@ -182,8 +180,6 @@ def nemotron_research_fields(config: Config) -> dict[str, Any]:
     return {"shift": 1, "bos": "given"} if kind == "dream" else {}
 
 
-# ---------------------------------------------------------------- adapted from autoregressive networks
-
 DIFFUGPT_TRUNK = "denoise_model."  # the beginning of its tensors' names, which no GPT-2 has
 DIFFUGPT: dict[str, Any] = {
     "entries": {
@@ -208,9 +204,6 @@ DIFFUGPT_MASKS = {50257: 10541, 50258: 50257}  # by vocab_size: diffugpt-s made 
 def diffugpt_fields(config: Config) -> dict[str, Any]:
     """[MASK] of the two published sizes."""
     return {"mask_id": DIFFUGPT_MASKS.get(config.get("vocab_size"))}
-
-
-# ---------------------------------------------------------------- mixtures of experts
 
 
 def llada_moe(config: Config) -> Config:

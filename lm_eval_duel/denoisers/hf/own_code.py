@@ -146,9 +146,6 @@ def plain_rope(model_config: Any, device: Any = None, **ignored: Any) -> tuple[t
     return 1.0 / theta ** (torch.arange(0, width, 2, device=device, dtype=torch.float32) / width), 1.0
 
 
-# ---------------------------------------------------------------- the authors' class, for an audit
-
-
 def load_own_class(name: str, device: str | None, network: Mapping[str, Any]) -> torch.nn.Module:
     """The network of a checkpoint, from its own code, if that is trusted, or from a class of transformers."""
     for argument in ("peft", "load_in_8bit", "load_in_4bit", "device_map"):

@@ -175,8 +175,6 @@ class OwnForward(Pretrained):
     def _logits(self, ids: torch.Tensor, mask: torch.Tensor | None = None, **more: torch.Tensor) -> torch.Tensor:
         return logits_of(self.model, ids, mask, **more).to(self.device)  # (R, L, V)
 
-    # ------------------------------------------------------------ detection at load
-
     def _first_call(self) -> torch.Tensor:
         """Logits of a first small row."""
         ids = torch.full((1, min(2, self.max_length)), self.mask_id or 0, device=self.device)  # (1, L)
@@ -308,9 +306,6 @@ class CausalLM(OwnForward):
         return features.gather(1, positions[:, :, None].expand(-1, -1, features.shape[2])), own
 
 
-# ---------------------------------------------------------------- dividing a network
-
-
 class BeforeHead:
     """A network divided at the input of its output embedding, which is the last thing that it computes."""
 
@@ -373,9 +368,6 @@ def layer_modules(model: Any) -> Iterator[str]:
     """Names of modules that may be a network without its head: transformers' base model and decoder."""
     decoder = model.get_decoder() if hasattr(model, "get_decoder") else None
     return (name for name, module in model.named_modules() if name and module in (model.base_model, decoder))
-
-
-# ---------------------------------------------------------------- masked LMs
 
 
 @contextlib.contextmanager

@@ -131,9 +131,6 @@ class Pretrained(Denoiser):
         return described
 
 
-# ---------------------------------------------------------------- what config and options say
-
-
 def set_attributes(denoiser: Denoiser, family: Family, config: dict[str, Any], options: LoadOptions) -> None:
     """Set the attributes of a network, from its options, else its config, else its family."""
     denoiser.family = family.name
@@ -178,9 +175,6 @@ def trained_positions(family: Family, positions: int | None, config: dict[str, A
         original = (config.get("rope_parameters") or config["rope_scaling"])["original_max_position_embeddings"]
         positions = min(positions, int(original) - (family.block_in(config) or family.block or 0))
     return min((length for length in (positions, family.max_length) if length), default=None)
-
-
-# ---------------------------------------------------------------- positions that a network holds
 
 
 def held_positions(model: torch.nn.Module, model_max_length: int | None) -> int | None:

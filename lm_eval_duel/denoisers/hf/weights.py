@@ -82,9 +82,6 @@ def load_model(
     return model if "device_map" in model_kwargs else model.to(options.device)
 
 
-# ---------------------------------------------------------------- tensors that do not fit
-
-
 def require_equal(
     what: str, expected: Mapping[str, Shape], actual: Mapping[str, Shape], name: Callable[[str], str] = str
 ) -> None:
@@ -133,9 +130,6 @@ def quiet_transformers() -> Iterator[None]:
     finally:
         for logger in loggers:
             logger.removeFilter(passes)
-
-
-# ---------------------------------------------------------------- devices
 
 
 def placement_kwargs(options: LoadOptions) -> dict[str, Any]:
@@ -196,9 +190,6 @@ def device_of(model: Any) -> torch.device:
         return weight.device
     hook = table._hf_hook  # accelerate's, which moves the weights there for each call
     return torch.device(getattr(hook, "hooks", (hook,))[0].execution_device)
-
-
-# ---------------------------------------------------------------- quantized weights
 
 
 def quantization_kwargs(config: dict[str, Any], options: LoadOptions) -> dict[str, Any]:
@@ -270,9 +261,6 @@ def require_quantized_tensors_used(model: Any, unused: Iterable[str], name: str)
             f"{name} has quantized tensors that its network does not use, so it would misread their weights: "
             f"{', '.join(lost[:10])}."
         )
-
-
-# ---------------------------------------------------------------- adapters (LoRA), which need the package peft
 
 
 def fetch_adapter(options: LoadOptions) -> LoadOptions:
