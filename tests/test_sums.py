@@ -58,7 +58,7 @@ def test_an_interval_of_the_final_value_shrinks_as_documents_are_finished():
 def test_an_interval_of_a_difference_holds_the_drawn_errors(others):
     """Of two estimates on equal documents: 1.96 hypot of their errors, whoever stands beside them."""
     draws = np.random.default_rng(0).standard_normal(2000) * 1e-3
-    rows = [draws, draws, *(-3.0 * draws for _ in range(others))]
+    rows = [draws, draws, *(-1000.0 * draws for _ in range(others))]
     first, second, *_ = with_errors(rows, [0.3, 0.4, *[None] * others])
     assert float(np.std(first - second)) == pytest.approx(0.5, rel=0.1)
 
