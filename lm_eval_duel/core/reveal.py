@@ -1,7 +1,16 @@
-"""SIGINT (Ctrl-C) and SIGTERM during a run: the network call in progress is finished, and its results are kept.
+"""The reveal loop (the paper, Algorithms 1 and 2), and what it needs: deferred signals, accumulators, the budget.
 
-with signals.deferred():    # a signal that arrives in here ...
-    signals.check()         # ... is raised here
+    while lanes:
+        predictions = view(lanes)
+        decision = rule(predictions, lanes)
+        tokens = targets | draw(predictions, decision.pick)     the one line in which Algorithms 2 and 1 differ
+        scores.add(lanes, decision, predictions.log_prob(tokens))
+        lanes = lanes.reveal(decision, tokens)                  finished windows are yielded, waiting lanes enter
+
+Scoring, sampling, the ELBO and the lattice all run this loop, so they cannot diverge. SIGINT (Ctrl-C) and SIGTERM end a
+run after the network call in progress, whose results are kept.
+
+Shapes: N windows, L row length, R lanes, W block width.
 """
 
 from __future__ import annotations
@@ -279,19 +288,7 @@ def free(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
-# ---------------------------------------------------------------- reveal
-# The reveal loop (the paper, Algorithms 1 and 2): predict, pick, choose tokens, add up log-probabilities.
-#
-#     while lanes:
-#         predictions = view(lanes)
-#         decision = rule(predictions, lanes)
-#         tokens = targets | draw(predictions, decision.pick)     the one line in which Algorithms 2 and 1 differ
-#         scores.add(lanes, decision, predictions.log_prob(tokens))
-#         lanes = lanes.reveal(decision, tokens)                  finished windows are yielded, waiting lanes enter
-#
-# Scoring, sampling, the ELBO and the lattice all run this loop, so they cannot diverge.
-#
-# Shapes: N windows, R lanes, W block width.
+# ---------------------------------------------------------------- the loop
 
 
 BlockSpan: TypeAlias = tuple[int, int, int]  # (row, first column, width) of a block
