@@ -88,6 +88,7 @@ def some_rule(chance, head):
         "gamma": [0.0, *nats],
         "history": [1, 1, 2, 3],
         "kl": ["paper", "authors"],
+        "floor": [0.0, *(chance.random() for _ in range(3))],
         "low": [0.1, *(chance.random() / 2 for _ in range(3))],
         "tau": [0.999, *(chance.random() for _ in range(5))],
         "f": [chance.uniform(1e-9, most) for most in (0.1, 1, 4)],
@@ -103,9 +104,10 @@ def some_rule(chance, head):
     name = chance.choice(
         [*(textbook.PAPER if head == "saturated" else [name for name in rules.RULES if name != "dream"]), "klass"]
     )
-    return rules.build(
-        name, {each.name: chance.choice(values[each.name]) for each in dataclasses.fields(rules.find(name))}
-    )
+    parameters = {each.name: chance.choice(values[each.name]) for each in dataclasses.fields(rules.find(name))}
+    if name == "falling_threshold":
+        parameters["low"] = min(parameters["low"], parameters["mu"])
+    return rules.build(name, parameters)
 
 
 def some_window(chance, toy, block, grid, texts):

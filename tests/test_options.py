@@ -148,7 +148,7 @@ WRONG = (  # model args, and what the error names: the argument, its value, the 
     ({"estimator": "elbo", "mc_samples": 0}, "'mc_samples'"),
     ({"estimator": "sampled_confidence", "n": 0}, "'n'"),
     ({"estimator": "sampled_confidence", "tau": 2}, "'tau'"),
-    ({"estimator": "sampled_confidence", "block": 16}, "at most 12 positions; the block in force is 16."),
+    ({"estimator": "sampled_confidence", "block": 16}, "at most 12 positions"),
     ({"estimator": "mixture", "block": "none"}, "at most 12 positions"),
     ({"estimator": "oracle", "lattice_rules": "gredy"}, "Did you mean greedy?"),
     ({"lattice_rules": "greedy"}, "'lattice_rules'"),

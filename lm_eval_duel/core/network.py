@@ -254,9 +254,20 @@ class View:
         positions, step = self.at_steps(lanes, self.positions(lanes))
         features, row, all_mask, carried = positions
         excluded, columns = self._excluded
-        inputs = (lanes.masked, all_mask, features, row, self.denoiser.head, excluded, targets)
-        at = {"columns": columns, "masked_at": lanes.masked_at, "carried": carried}
-        return Predictions(*inputs, **at, filters=self.denoiser.filters, step=step)
+        return Predictions(
+            lanes.masked,
+            all_mask,
+            features,
+            row,
+            self.denoiser.head,
+            excluded,
+            targets,
+            columns=columns,
+            masked_at=lanes.masked_at,
+            carried=carried,
+            filters=self.denoiser.filters,
+            step=step,
+        )
 
     def at_steps(self, lanes: Lanes, positions: Positions) -> tuple[Positions, torch.Tensor | None]:
         """Positions, and the step of each row of features (U,) if a filter reads it: equal rows may be at others."""

@@ -230,7 +230,8 @@ class Elbo(MonteCarloBound):
 
     def score_group(self, group: WindowGroup) -> IndexedScores:
         if self.form == "score_entropy":
-            opened = partial(self.denoiser.open, level=lambda lanes: lanes.memory[1][:, 0])
+            at_level: Any = self.denoiser.open  # only SEDD's takes a noise level
+            opened = partial(at_level, level=lambda lanes: lanes.memory[1][:, 0])
             group = dataclasses.replace(group, opened=opened)
         return super().score_group(group)
 

@@ -59,6 +59,9 @@ def deployed(rule, origin):
             due = min(m, -(-len(before) * m // rule.steps))
             needed = max(0, due - (m - len(M)))
             return sorted({*best(needed, M, score), *chosen(M, score > odds(rule.tau))})
+        if name == "falling_threshold":
+            fallen = min((len(before) - 1) / max(1, rule.steps - 1), 1)
+            return chosen(M, score > odds(rule.mu - (rule.mu - rule.low) * fallen)) or single
         if name == "threshold_until":
             return M if len(before) >= rule.steps else chosen(M, score >= odds(rule.mu)) or single
         if name == "klass":
