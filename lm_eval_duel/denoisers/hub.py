@@ -207,7 +207,8 @@ def explained(path: str, what: str = "read checkpoint", remedy: str = "") -> Ite
         raise
     except Exception as error:
         if isinstance(error, OSError | HFValidationError) and not os.path.isdir(path):
-            raise DuelError(f"{path} {_why_not_found(path, error)} {remedy}".rstrip()) from error
+            subject = f"The adapter {path}" if what.endswith("adapter") else path
+            raise DuelError(f"{subject} {_why_not_found(path, error)} {remedy}".rstrip()) from error
         raise DuelError(f"Cannot {what} '{path}': {_with_hint(error, remedy)}") from error
 
 

@@ -43,7 +43,7 @@ def total(scores):
     return math.fsum(math.exp(score.log_prob) for score in scores)
 
 
-@pytest.mark.parametrize("context", [(), (1,)])
+@pytest.mark.parametrize("context", [(), pytest.param((1,), marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", TOYS)
 def test_given_the_noise_it_is_a_distribution(name, context, subtests):
     """And it is that of its sampler, of a row alone and of a recorded order; another seed gives another one."""

@@ -81,7 +81,7 @@ registry.load_plugins = load_plugins
 """
 
 
-@pytest.mark.parametrize("by_hand", [False, True])
+@pytest.mark.parametrize("by_hand", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_where_lm_eval_reads_entry_points_the_hook_leaves_it_to_it(by_hand):
     """`lm-eval-duel run` registers by hand, where entry points may not be found; the loader then skips the name."""
     out = python(
