@@ -81,11 +81,11 @@ def test_the_page_is_what_the_script_prints(script):
 
 def test_a_record_is_a_line_of_the_page(script, tmp_path):
     cell = {"task": "duel_ag_news", "value": 56.5, "interval_95": [55.25, 57.75], "published": 56.73}
-    network = {"verdict": "PASS", "largest_difference_nats": 0.00002}
+    network = {"verdict": "PASS", "against": ["OwnClass"], "largest_difference_nats": 0.00002}
     record = {"checkpoint": "a/b", "revision": "c0ffee", "device": "H100", "network": network, "random_weights": False}
     record["cell"] = cell | {"documents": 100, "of": 7600}
     (tmp_path / "one.json").write_text(json.dumps(record))
     (tmp_path / "tried.json").write_text(json.dumps(record | {"checkpoint": "tiny", "random_weights": True}))
     page = script.page(tmp_path)
-    assert "| a/b | c0ffee | H100 | PASS, largest difference 2e-05 nats | duel_ag_news | 100 of 7,600 |" in page
+    assert "| a/b | c0ffee | H100 | PASS, at most 2e-05 nats from OwnClass | duel_ag_news | 100 of 7,600 |" in page
     assert "tiny" not in page
