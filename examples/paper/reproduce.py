@@ -48,8 +48,8 @@ python examples/paper/reproduce.py --checkpoint bd3lm
 - `--checkpoint` is `bd3lm`, `mdlm`, `llada` or `all`. LLaDA's network is compared in float32, which takes a GPU of
   80 GB.
 - *network*: our log-probabilities at masked positions against the checkpoint's own code, where it can be run, and
-  against the network written out in float64 on the tensors of its files, as in [audit](audit.md). The code of MDLM and
-  BD3-LM takes other inputs, so only the second is expected there.
+  against the network written out in float64 on the tensors of its files, as in [audit](audit.md). The code of MDLM
+  needs `flash-attn`.
 - *measured*: with its 95 % interval over documents. What differs from the authors' protocol is in each file.
 
 This page is made from the files in `docs/evidence/` by `python examples/paper/reproduce.py --table`.

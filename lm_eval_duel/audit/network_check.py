@@ -16,6 +16,7 @@ from __future__ import annotations
 import abc
 import contextlib
 import hashlib
+import inspect
 import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -313,8 +314,13 @@ class OwnRow(OtherProgram):
         self.model = model
 
     def forward(self, shown: torch.Tensor, seen: torch.Tensor | None) -> torch.Tensor:
-        more: dict[str, torch.Tensor] = {}
-        if seen is not None:
+        more: dict[str, Any] = {}
+        takes = inspect.signature(getattr(self.model, "forward", self.model)).parameters
+        if "timesteps" in takes:  # the DiT of MDLM and BD3-LM, which ignores the values
+            more["timesteps"] = torch.zeros(1, device=shown.device)
+            if "sample_mode" in takes and seen is not None:  # block-causal; it makes its own mask
+                more["sample_mode"] = True
+        elif seen is not None:
             dtype = next(self.model.parameters()).dtype
             none = torch.zeros(seen.shape, dtype=dtype, device=shown.device)
             more["attention_mask"] = none.masked_fill(~seen, torch.finfo(dtype).min)[None, None]

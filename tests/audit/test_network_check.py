@@ -96,6 +96,59 @@ def test_llada2(tmp_path):
     assert "the run itself" in compared(path, own).reasons
 
 
+DIT_CONFIG = """
+from transformers import PretrainedConfig
+
+class DiTConfig(PretrainedConfig):
+    model_type = "own_dit"
+"""
+DIT_CODE = """
+import torch
+from transformers import PreTrainedModel
+from lm_eval_duel.audit import plain_networks as plain
+from lm_eval_duel.denoisers.dit import network
+from .configuration_own import DiTConfig
+
+class OwnDiT(PreTrainedModel):
+    config_class = DiTConfig
+
+    def __init__(self, config):
+        super().__init__(config)
+        sizes = config.vocab_size, config.hidden_dim, config.n_blocks, config.n_heads, config.cond_dim, True
+        self.backbone = network.DiT(network.DiTConfig(*sizes))
+        self.backbone.rotary_emb = torch.nn.Module()
+        self.backbone.rotary_emb.register_buffer("inv_freq", torch.zeros(config.hidden_dim // config.n_heads // 2))
+        if config.model_type == "bd3lm":
+            for name in ("sampling_eps_min", "sampling_eps_max"):
+                self.register_buffer(name, torch.tensor(0.5))
+
+    def forward(self, input_ids, timesteps, SAMPLE_MODE):
+        torch.zeros_like(timesteps)
+        [ids] = input_ids.tolist()
+        seen = plain.block_causal(len(ids), self.config.block_size) if sample_mode else None
+        w = plain.WithoutPrefix(self.state_dict(), "backbone.")
+        return plain.dit(w, ids, self.config.n_heads, seen=seen)[None].float()
+"""
+
+
+@pytest.mark.parametrize("kind", ["mdlm", "bd3lm"])
+def test_the_forward_of_a_dit_takes_timesteps(kind, tmp_path):
+    """BD3-LM's takes a plain row in its sample mode only, and masks attention itself."""
+    name = kind.upper()
+    mapped = {"AutoConfig": "configuration_own.DiTConfig", "AutoModelForMaskedLM": f"modeling_own.{name}"}
+    path, _ = dit_reference.write(tmp_path, kind, auto_map=mapped)
+    dit_reference.words(dit_reference.TOKENS).save_pretrained(path)
+    (tmp_path / "configuration_own.py").write_text(DIT_CONFIG)
+    if kind == "bd3lm":
+        code = DIT_CODE.replace("SAMPLE_MODE", "sample_mode=None")
+    else:
+        code = DIT_CODE.replace(", SAMPLE_MODE", "").replace(" if sample_mode else None", " if False else None")
+    (tmp_path / "modeling_own.py").write_text(code.replace("OwnDiT", name))
+    found = compared(path)
+    assert found.own is not None, found.reasons
+    assert (found.own.name, found.own.differs) == (name, False), found
+
+
 def test_what_cannot_be_compared_says_why(tmp_path):
     assert "it has no code" in compared("demo-bd").reasons
     path, *_ = made(tmp_path, "own dream")

@@ -31,7 +31,7 @@ from lm_eval_duel.denoisers.load_options import LoadOptions
 from lm_eval_duel.errors import DuelError
 
 OWN_CODE = Family("own code", "", bos="auto")  # of no family that is known
-COMPUTED = "rotary_emb.inv_freq"  # the ending of keys that are recomputed
+COMPUTED = "rotary_emb.inv_freq"  # the ending of keys that the class computes, whatever the files hold
 ROWS = ("embedding_size", "vocab_size", "new_vocab_size")
 HEADED = ("AutoModelForCausalLM", "AutoModelForMaskedLM", "AutoModel")  # AutoModel may lack the head
 READ = ("dtype", "revision", "trust_remote_code")  # network arguments that concern the authors' class, too
@@ -105,7 +105,8 @@ def _fill(model: Any, tensors: dict[str, torch.Tensor], model_config: Any) -> No
     tied = set()
     if head is not None and getattr(model_config, "tie_word_embeddings", False):
         tied = {key for key in own if own[key] is head.weight} - set(tensors)
-    model.load_state_dict({**tensors, **{key: own[key] for key in tied}}, assign=True)
+    computed = {key: value for key, value in model.state_dict().items() if key.endswith(COMPUTED)}
+    model.load_state_dict({**computed, **tensors, **{key: own[key] for key in tied}}, assign=True)
     if tied:
         head.weight = model.get_input_embeddings().weight
 
