@@ -18,6 +18,7 @@ from lm_eval_duel.cli import listing
 from lm_eval_duel.cli.main import COMMANDS, main
 from lm_eval_duel.demo import FOLDER as BUNDLED
 from lm_eval_duel.denoisers.hf import families
+from lm_eval_duel.rules import RULES
 
 GENERATED = [("docs/model_args.md", "args"), ("docs/rules.md", "rules"), ("docs/estimators.md", "estimators")]
 GENERATED += [("docs/checkpoints.md", "refused"), ("task_configs/benchmarks/README.md", "metadata")]
@@ -188,6 +189,11 @@ def test_generated_tables_are_those_of_the_declarations(page, command):
 def test_every_family_has_a_line():
     page = read("docs/checkpoints.md")
     assert not [name for name in families.NAMED if f"`{name}`" not in page]
+
+
+def test_concepts_name_the_rules_that_are_not_state_only():
+    sentence = read("docs/concepts.md").partition("All built-in rules are, except ")[2].partition(".")[0]
+    assert {*re.findall(r"`(\w+)`", sentence)} == {name for name, rule in RULES.items() if not rule.state_only}
 
 
 # ---------------------------------------------------------------- the README

@@ -6,6 +6,7 @@ Shapes: u rows of logits, V tokens, G runs of columns.
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from typing import NamedTuple, Protocol
@@ -431,7 +432,11 @@ class Draws:
     """Samples (Algorithm 1). A draw is a function of the row's key, the position in the target and the seed."""
 
     def __init__(self, keys: Sequence[int], seed: int, device: torch.device):
-        self.keys, self.seed = torch.tensor(keys, device=device), seed  # (N,)
+        self.keys = torch.tensor(keys, device=device)  # (N,)
+        try:
+            self.seed = operator.index(seed)
+        except TypeError:
+            raise DuelError(f"'seed' is a whole number; got {seed!r}. Leave it out for 0.") from None
 
     def __call__(self, predictions: Predictions, lanes: Lanes, pick: torch.Tensor) -> torch.Tensor:
         position = lanes.columns - lanes.origin[:, None]  # (R, W)

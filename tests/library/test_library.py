@@ -251,6 +251,14 @@ def test_texts_between_others(duel):
             call(suffixes=[after, after])
 
 
+def test_a_seed_is_a_whole_number(duel):
+    for seed in (None, "3", 0.5):
+        with pytest.raises(DuelError, match="seed"):
+            duel.generate(["We the"], max_new_tokens=2, do_sample=True, seed=seed)
+        with pytest.raises(DuelError, match="seed"):
+            duel.sample(["We the"], 2, seed=seed)
+
+
 @pytest.mark.parametrize("place", range(3))
 def test_the_mask_token_is_refused_wherever_it_stands(duel, place):
     """Before the text, in it, and after it; the error names it."""
