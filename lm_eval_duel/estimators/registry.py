@@ -346,14 +346,24 @@ def ignored_args(given: Collection[str], estimator: Estimator) -> list[str]:
         ignored.add("last_block")
     if estimator.block is None:
         ignored.add("grid")  # it says where blocks begin to count, and there is one
+    if "draw_seed" not in estimator.describe():
+        ignored.add("draw_seed")
+    noise = estimator.denoiser.noise_training
+    if noise is not None and noise.self_conditioning == "none":  # other values than "none" and "auto" are refused
+        ignored.add("self_conditioning")
     return [key for key in given if key in ignored]
 
 
 def name_ignored_args(given: Collection[str], estimator: Estimator) -> None:
     """Log the arguments that change nothing, so that no one takes them for a part of the result."""
     if ignored := ignored_args(given, estimator):
+        names = " and ".join(ignored)
+        other = "; draw_seed only seeds texts that tasks generate, verify=N and order=random"
         log.warning(
-            "estimator=%s does not read %s here: the value is the same without", estimator.name, " and ".join(ignored)
+            "estimator=%s does not read %s here: the value is the same without%s",
+            estimator.name,
+            names,
+            other if "draw_seed" in ignored else "",
         )
 
 

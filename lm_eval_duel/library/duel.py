@@ -102,7 +102,7 @@ class Duel(OnIds):
         options = estimator_options(estimator, arguments)
         options = dataclasses.replace(options, rule=rule, block=block, grid=grid, windows=windows)
         made = registry.make(denoiser, options, batch_size=batch_size, max_batch_size=max_batch_size, traced=traced)
-        registry.name_ignored_args(given, made)
+        registry.name_ignored_args([*given, *arguments], made)
         text = None if tokenizer is None else TextEncoder(tokenizer, denoiser, options.windows, made.block)
         self._take(denoiser, made, text)
 

@@ -197,6 +197,11 @@ def test_a_tail_is_refused_because_the_noise_has_no_masks():
         (Toy(), {"estimator": "elbo", "mc_samples": 16, "rule": "margin", "grid": "row"}, ["rule", "grid"]),
         (Toy(), {"block": None, "grid": "row"}, ["grid"]),
         (Toy(), {"block": 2, "grid": "row"}, []),
+        (Toy(), {"draw_seed": 3}, ["draw_seed"]),
+        (Toy(), {"estimator": "mixture", "block": 2, "draw_seed": 3}, ["draw_seed"]),
+        (NoisyToy(), {"draw_seed": 3, "self_conditioning": "none"}, ["draw_seed", "self_conditioning"]),
+        (NoisyToy(), {"estimator": "noised_elbo", "self_conditioning": "none"}, ["self_conditioning"]),
+        (NoisyToy(), {"estimator": "duel_seeds", "noise_seeds": 2, "draw_seed": 3}, ["draw_seed"]),
     ],
 )
 def test_arguments_that_change_nothing_are_named(network, arguments, named, caplog):
@@ -205,3 +210,9 @@ def test_arguments_that_change_nothing_are_named(network, arguments, named, capl
     scores = [Duel(network, **each).log_prob([window])[0].log_prob for each in (arguments, without)]
     assert scores[0] == pytest.approx(scores[1], abs=1e-12)
     assert len(caplog.messages) == bool(named) and all(name in caplog.text for name in named)
+
+
+def test_arguments_that_are_read_are_not_named(caplog):
+    Duel(Toy(), estimator="elbo", draw_seed=3)
+    Duel(Conditioned(), self_conditioning="none")
+    assert not caplog.messages
