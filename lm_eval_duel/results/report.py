@@ -226,7 +226,9 @@ def _headline(name: str, base: Row | None, mine: Sequence[ComparedRow]) -> str:
         at_most = "at most " if bound.row.bound else ""
         against += f", a gap of {at_most}{number(bound.gap, form)}" if base else ""
         return f"{start}: {_value(bound.row)} ({escape(bound.row.name)}){against}; no DUEL result (estimator=duel)."
-    text = f"{start}: {_value(chosen.row)} under {_rule(chosen.row)} ({chosen.row.entry.display}){against}"
+    seed = f", noise seed {chosen.row.run.spec['noise_seed']}" if "noise_seed" in chosen.row.run.spec else ""
+    named = f"{chosen.row.entry.display}{seed}"
+    text = f"{start}: {_value(chosen.row)} under {_rule(chosen.row)} ({named}){against}"
     text += "." if chosen.closed.elbo is None and base is None else _gap(chosen, form)
     lowest = min((each.row for each in mine if each.row.proper), key=lambda row: row.value, default=chosen.row)
     if lowest is not chosen.row:

@@ -22,13 +22,14 @@ from lm_eval_duel.results.table import Note
 from lm_eval_duel.rules import RULES
 from lm_eval_duel.rules.tables import is_rule, sort_key, without_defaults
 
+NOISE_SEED, LOG_MEAN = "noise_seed", "log_mean_exp"  # an entry of a spec; the other value of a mean over noise seeds
 SAME = 1e-4  # relative difference up to which two ways to one value agree
 # entries of a spec that vary within one model
 NON_IDENTITY_KEYS = {"estimator", "rule", "draw_seed", *registry.arguments()}
 # entries of a spec that every row names if it has them
-LABEL_KEYS = {"cache", *(key for entry in registry.ENTRIES for key in entry.label_args)}
-# entries of a spec that belong to the estimator, as NON_IDENTITY_KEYS
-OF_ESTIMATOR = {"block", "grid", "rule_code", "cheap_cache"}
+LABEL_KEYS = {"cache", NOISE_SEED, *(key for entry in registry.ENTRIES for key in entry.label_args)}
+# entries of a spec that belong to the estimator, as NON_IDENTITY_KEYS; the last two say what commit-once noise is
+OF_ESTIMATOR = {"block", "grid", "rule_code", "cheap_cache", "masked_share", "ties"}
 SAMPLING = ("dtype", "warpers")  # entries that change the law of any checkpoint
 CACHES = (None, NO_CACHE, "prefix", "dual")  # in the order of tables
 
@@ -144,7 +145,9 @@ class Row:
         spec = self.run.spec
         named = [self.entry.named.format(f"{key}={spec[key]}") for key in self.entry.label_args if key in spec]
         eps = f"eps={self.eps:g}: no bound" if self.eps else ""
-        return ", ".join(filter(None, [eps, *named, self.variant]))
+        of_noise = NOISE_SEED in spec and NOISE_SEED not in self.entry.label_args
+        seed = f"{NOISE_SEED}={spec[NOISE_SEED]}" if of_noise else ""  # another seed is another distribution
+        return ", ".join(filter(None, [eps, seed, *named, self.variant]))
 
     @property
     def parts(self) -> dict[str, str]:
@@ -311,6 +314,9 @@ def of_run(run: Run, name: str, metric: str, baseline: bool) -> tuple[list[Row],
         return [plain], [note]
     rows, notes = [], []
     for key, value in task.entry.get("values", {}).items():
+        if key == LOG_MEAN:
+            notes.append(_log_mean(plain, value))
+            continue
         if key not in registry.ESTIMATORS and not is_rule(key):
             raise DuelError(f"{run.name}: {unknown('estimator or rule', key, [*registry.ESTIMATORS, *RULES])}")
         if why := _left_out(plain, key, value):
@@ -318,6 +324,18 @@ def of_run(run: Run, name: str, metric: str, baseline: bool) -> tuple[list[Row],
         else:
             rows.append(_row_of_value(plain, key, value))
     return rows or [plain], notes
+
+
+def _log_mean(plain: Row, value: Mapping[str, Any]) -> str:
+    """A note on the other value of a mean over noise seeds, which is in the results file."""
+    nats = value.get("log_prob")
+    amount = "not finite" if nats is None else f"{nats:.2f} nats"
+    if value.get("stderr") is not None:
+        amount += f" ± {value['stderr']:.2f}"
+    return (
+        f"the log of the mean probability of {plain.task} over the noise seeds of {plain.run.name} is {amount}, a "
+        "lower bound of the log-likelihood in expectation over noise"
+    )
 
 
 def _left_out(plain: Row, key: str, value: Mapping[str, Any]) -> str:
@@ -437,7 +455,7 @@ def _twice(row: Row, other: Row) -> str:
 def _disambiguated(group: Sequence[Row]) -> list[Row]:
     """Rows of one name, with what distinguishes their specs as their variant."""
     keys = differing_keys([row.run.spec for row in group], ("estimator", "rule"))
-    named = {"cache", *group[0].entry.label_args}
+    named = {"cache", NOISE_SEED, *group[0].entry.label_args}
     if len(group) < 2 or (keys and named.issuperset(keys)):
         return list(group)
     keys = [key for key in keys if key not in named] or ["version"]

@@ -12,6 +12,7 @@ from harness_runs import TORCHRUN, launch
 
 from lm_eval_duel import Duel
 from lm_eval_duel.cli import score
+from lm_eval_duel.cli.main import main as command
 from lm_eval_duel.cli.models import other_model
 from lm_eval_duel.cli.report import main as report
 from lm_eval_duel.console.command_line import FLAGS
@@ -296,3 +297,14 @@ def test_a_conflict_says_what_to_set(texts, capsys):
 def test_one_document_says_how_to_come_to_a_verdict(folder, texts, capsys):
     printed = run(texts, "--model_args", f"pretrained={folder},block=4", "--compare", "rule=margin", capsys=capsys)
     assert "--lines" in printed and ".jsonl" in printed
+
+
+@pytest.mark.slow
+def test_values_under_noise_are_compared_by_their_seeds(tmp_path, capsys):
+    """Another seed is another distribution; the mean over seeds has its other value in a note."""
+    (tmp_path / "t.txt").write_text("We the people of the United States\n")
+    words = ["score", str(tmp_path / "t.txt"), "--model_args", "demo-duo,rule=greedy,block=4", "--device", "cpu"]
+    command([*words, "--compare", "noise_seed=1", "estimator=duel_seeds,noise_seeds=2"])
+    shown = capsys.readouterr().out
+    for named in ("DUEL (noise_seed=0)", "DUEL (noise_seed=1)", "DUEL over noise", "log of the mean probability"):
+        assert named in shown, named
