@@ -13,7 +13,7 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, cast
 
-from lm_eval_duel import denoisers, rules
+from lm_eval_duel import denoisers, reference, rules
 from lm_eval_duel.audit import estimates
 from lm_eval_duel.audit.checked import (
     ALONE,
@@ -35,6 +35,7 @@ from lm_eval_duel.errors import first_line
 from lm_eval_duel.estimators import registry
 from lm_eval_duel.estimators.base import Estimator
 from lm_eval_duel.estimators.duel import DuelEstimator
+from lm_eval_duel.estimators.duel_seeds import LOG_MEAN, DuelSeeds
 from lm_eval_duel.options import Options
 from lm_eval_duel.text.text import TextEncoder
 
@@ -56,6 +57,8 @@ def recompute(estimator: Estimator, window: Window, score: Score) -> Recomputed:
         found: Recomputed | str = "the network overrides how rows are opened"
     elif isinstance(estimator, DuelEstimator) and estimator.name in ("duel", "ar"):
         found = _along_the_order(network, estimator.rule, score)
+    elif isinstance(estimator, DuelSeeds):
+        found = _over_seeds(estimator, window, score)
     else:
         found = estimates.value(estimator, network, window, score)
     if isinstance(found, str):
@@ -93,6 +96,38 @@ def _along_the_order(network: OneRow, rule: rules.Rule, score: Score) -> Recompu
     if score.nfe is not None and score.nfe != len(path.sigma) and not rule.may_pick_none:
         problems.append(f"its order has {len(path.sigma)} steps, not {score.nfe}")
     return Recomputed(path.ll, route, followed.other_picks, followed.ties, own_order, tuple(problems))
+
+
+def _over_seeds(estimator: DuelSeeds, window: Window, score: Score) -> Recomputed:
+    """The path of each seed. A mean over seeds records no orders, so `duel` is run once more for each of them."""
+    runs, found, problems = [], [], []
+    for seed in estimator.seeds:
+        network = given_noise(estimator.denoiser, window, estimator.block, estimator.grid, seed)
+        assert network is not None  # it was not for the first seed
+        [run] = estimator.of_seed(seed).log_prob([window])
+        along = _along_the_order(network, estimator.rule, run)
+        problems += [f"noise_seed {seed}: {problem}" for problem in along.problems]
+        runs.append(run)
+        found.append(along)
+    values = [along.log_prob for along in found]
+    mean, error = reference.mean_and_error(values, len(values))
+    places = [[ell - network.origin for ell in block] for block in network.blocks]
+    by_block = [[math.fsum(run.token_logprobs[n] for n in place) for run in runs] for place in places]  # (B, S)
+    log_mean = math.fsum(reference.log_mean_exp(of_seeds) for of_seeds in by_block)
+    told = dict(zip(estimator.seeds, score.seeds, strict=True))
+    pairs = {f"noise_seed {seed}": (told[seed], value) for seed, value in zip(told, values, strict=True)}
+    pairs[LOG_MEAN] = score.others[LOG_MEAN].log_prob, log_mean
+    if len(values) > 1 and math.isfinite(mean):
+        pairs["stderr"] = math.nan if score.stderr is None else score.stderr, error
+    problems += estimates.unequal(pairs, tolerance(len(window.target)))
+    return Recomputed(
+        mean,
+        found[0].route,
+        sum(along.other_picks or 0 for along in found),
+        sum(along.ties or 0 for along in found),
+        math.fsum(along.log_prob if along.own_order is None else along.own_order for along in found) / len(found),
+        tuple(problems),
+    )
 
 
 def _runs_rule(network: OneRow, rule: rules.Rule) -> Callable[[], RunsRule]:

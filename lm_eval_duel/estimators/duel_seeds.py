@@ -64,6 +64,11 @@ class DuelSeeds(DuelEstimator):
         spec = {**super().describe(), **noise_spec(self.denoiser, None)}
         return {**spec, "noise_seed": self.seeds[0], "noise_seeds": len(self.seeds)}
 
+    def of_seed(self, seed: int) -> DuelEstimator:
+        """The likelihood given the noise of one seed."""
+        duel = DuelEstimator(self.denoiser, self.rule, self.block, grid=self.grid, noise_seed=seed)
+        return duel.with_denoiser(self.denoiser)  # as it is, with its arguments of commit-once sampling
+
     def lanes(self, window: Window) -> int:
         return len(self.seeds) * super().lanes(window)
 

@@ -256,6 +256,24 @@ def test_over_seeds_the_mean_and_the_log_mean_are_bounds(name):
         assert not one.value.is_exact and one.value.is_bound
 
 
+@pytest.mark.parametrize(("rule", "route"), [("greedy", REFERENCE), ("quota:steps=3", RUNS_RULE)])
+@pytest.mark.parametrize("name", ["uniform", "hybrid"])
+def test_an_audit_follows_the_path_of_each_seed(name, rule, route):
+    """Also in blocks of more than six positions; a value of one seed that is wrong is named."""
+    duel = Duel(TOYS[name](length=12), rule, 8, estimator="duel_seeds", noise_seed=5, noise_seeds=3)
+    window = Window((1,), (0, 1, 2, 2, 1, 0, 0, 1, 2))
+    [score] = duel.log_prob([window])
+    found = recompute(duel.estimator, window, score)
+    assert found.route == route and not found.problems and not found.other_picks, found
+    assert found.log_prob == pytest.approx(score.log_prob, abs=1e-9)
+    wrong = dataclasses.replace(score, seeds=(*score.seeds[:2], score.seeds[2] + 0.01))
+    [problem] = recompute(duel.estimator, window, wrong).problems
+    assert "noise_seed 7" in problem
+    tight = dataclasses.replace(score.others["log_mean_exp"], log_prob=score.log_prob)
+    [problem] = recompute(duel.estimator, window, dataclasses.replace(score, others={"log_mean_exp": tight})).problems
+    assert "log_mean_exp" in problem
+
+
 class Fresh(DuelEstimator):
     """Each row has a seed of its own."""
 
