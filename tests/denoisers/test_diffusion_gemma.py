@@ -121,6 +121,15 @@ def test_given_the_noise_it_has_a_likelihood(decoder, how):
         assert drawn.log_prob == pytest.approx(again.log_prob, abs=1e-9)
 
 
+@pytest.mark.parametrize("how", HOW)
+def test_an_audit_over_seeds_predicts_in_the_same_way(decoder, how):
+    duel = Duel(decoder, "greedy", estimator="duel_seeds", noise_seeds=2, **how)
+    window = Window(CONTEXT, (2, 0, 0, 1, 2))
+    [score] = duel.log_prob([window])
+    found = recompute(duel.estimator, window, score)
+    assert found.route == REFERENCE and not found.problems and not found.other_picks, found
+
+
 def test_each_way_of_predicting_is_another_sampler(decoder):
     window = Window(CONTEXT, (2, 1, 0, 1))
     duels = [Duel(decoder, "greedy", **how) for how in HOW]
