@@ -105,6 +105,8 @@ def some_rule(chance, head):
         [*(textbook.PAPER if head == "saturated" else [name for name in rules.RULES if name != "dream"]), "klass"]
     )
     parameters = {each.name: chance.choice(values[each.name]) for each in dataclasses.fields(rules.find(name))}
+    if name in ("cumulative_quota", "threshold_until"):  # they may wait for as many steps as they have
+        parameters["steps"] = min(parameters["steps"], 7)
     if name == "falling_threshold":
         parameters["low"] = min(parameters["low"], parameters["mu"])
     return rules.build(name, parameters)
