@@ -74,7 +74,8 @@ def test_without_arguments_three_loops_are_compared():
     lines = three(tiny).splitlines()
     for title in THREE:
         [line] = [line for line in lines if title in line]
-        assert float(line.split()[-1]) < 1e-3  # nats
+        ratios = line.removeprefix(title).split()[:2]  # a difference in nats only where no pick differs
+        assert all(float(ratio) > 0 for ratio in ratios)
 
 
 @pytest.mark.slow

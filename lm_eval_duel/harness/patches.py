@@ -163,7 +163,7 @@ def _save_results(original: Callable[..., None], tracker: Any, results: dict[str
     original(tracker, results=written, **options)
     for name in written.keys() - results.keys():  # entries that lm-eval has added
         results[name] = written[name]
-    for entries in (*results["results"].values(), *results.get("groups", {}).values()):
+    for entries in (*results.get("results", {}).values(), *results.get("groups", {}).values()):
         for name, value in entries.items():
             if isinstance(value, float) and abs(value) >= LARGE:
                 entries[name] = LargeNumber(value)  # the table is printed after this
