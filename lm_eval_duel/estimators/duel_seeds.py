@@ -26,8 +26,8 @@ from lm_eval_duel.errors import DuelError
 from lm_eval_duel.estimators.arguments import SeedsArguments
 from lm_eval_duel.estimators.commit_once import noise_spec
 from lm_eval_duel.estimators.duel import DuelEstimator
+from lm_eval_duel.estimators.registry import LOG_MEAN
 
-LOG_MEAN = "log_mean_exp"  # the name of the other value
 EFFECTIVE = 10.0  # the fewest effective seeds with which the error of a log-mean-exp is known
 
 

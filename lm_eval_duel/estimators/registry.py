@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("lm_eval.duel_mdm")
 
+LOG_MEAN = "log_mean_exp"  # the other value of a mean over noise seeds
 Options: TypeAlias = Any  # lm_eval_duel.options.Options, which imports this file
 
 
@@ -57,13 +58,24 @@ class MonteCarlo:
 
 
 @dataclasses.dataclass(frozen=True)
+class OtherValue:
+    """A value that the scores of an estimator hold besides its own (`Score.others`), and that has no row of a table."""
+
+    name: str  # its key, there and in the results file
+    title: str  # "the log of the mean probability over noise seeds"
+    kind: Kind  # says in which direction it errs
+    what: str  # of a log-likelihood in nats: "a lower bound of the log-likelihood"
+
+
+@dataclasses.dataclass(frozen=True)
 class Entry:
     """One estimator.
 
     `target`: its class, as module:Class. `settings`: the other keywords of the class than grid and batch size, from
     the options. `own`: the model args that it reads and others do not; `ignored_args`: those that it does not read.
-    `named`: how names of rows hold an argument, such as "{}" for key=value. `check` raises DuelError for options, and
-    for its own arguments, that it cannot follow.
+    `label_args`: the entries of its spec that label a run, because values with others are no values of the same thing;
+    `named`: how names of rows hold one, such as "{}" for key=value. `others`: what its scores hold besides.
+    `check` raises DuelError for options, and for its own arguments, that it cannot follow.
     """
 
     name: str  # as typed
@@ -77,7 +89,9 @@ class Entry:
     decodes: bool = False  # its `is_greedy` says what decoding would write
     follows_rule: bool = False  # its value is that of `rule`, or an estimate of it
     drawn: MonteCarlo | None = None  # None: its values depend on no random numbers
-    named: str = ""  # empty: names of rows hold no arguments
+    label_args: tuple[str, ...] = ()  # not the number of draws
+    named: str = "{}"
+    others: tuple[OtherValue, ...] = ()
     causal: bool = False  # the network is read as an autoregressive one, whose blocks have one position
     process: Callable[[Mapping[str, Any]], str] = lambda spec: ""  # whose bound it is: words that follow the kind
     takes_noise: str = "no"  # networks whose noise is random tokens, not masks: "no", "only" or "both"
@@ -91,11 +105,11 @@ class Entry:
         """The model args that it reads and others do not, by name."""
         return declared(self.own)
 
-    @property
-    def label_args(self) -> list[str]:
-        """The arguments that names of rows hold: not the number of draws."""
-        draws = self.drawn.argument if self.drawn else ""
-        return [key for key in self.arguments if key != draws] if self.named else []
+    def qualifiers(self, spec: Mapping[str, Any]) -> list[str]:
+        """The remarks on a value with this spec that names of rows hold besides its rule, block and cache."""
+        eps = least_level(spec) if self.kind is Kind.UPPER_BOUND else 0.0
+        labels = [self.named.format(f"{key}={spec[key]}") for key in self.label_args if key in spec]
+        return [f"eps={eps:g}: no bound", *labels] if eps else labels
 
     @property
     def title(self) -> str:
@@ -213,7 +227,7 @@ ENTRIES = (  # in the order of tables
         _drawn,
         NoisedElboArguments,
         drawn=MonteCarlo("noised ELBO", "draws", 16, "Monte Carlo", argument="mc_samples"),
-        named="{}",
+        label_args=("steps", "prediction", "self_conditioning"),
         process=_process,
         takes_noise="only",
         ignored_args=("block", "grid", "last_block"),
@@ -238,6 +252,7 @@ ENTRIES = (  # in the order of tables
         CommitOnceArguments,
         follows_rule=True,
         decodes=True,
+        label_args=("noise_seed",),  # another seed is another distribution
         process=_given_the_noise,
         takes_noise="both",
     ),
@@ -251,9 +266,17 @@ ENTRIES = (  # in the order of tables
         SeedsArguments,
         follows_rule=True,
         drawn=MonteCarlo("mean over noise seeds", "seeds", 2, "noise", argument="noise_seeds"),
-        named="{}",
+        label_args=("noise_seed", "prediction", "self_conditioning", "temperatures"),
         process=_over_seeds,
         takes_noise="only",
+        others=(
+            OtherValue(
+                LOG_MEAN,
+                "the log of the mean probability over noise seeds",
+                Kind.UPPER_BOUND,
+                "a lower bound of the log-likelihood in expectation over noise",
+            ),
+        ),
     ),
     Entry(
         "sampled_confidence",
@@ -263,7 +286,7 @@ ENTRIES = (  # in the order of tables
         "lm_eval_duel.estimators.samplers:SampledConfidence",
         _sampler,
         ConfidenceArguments,
-        named="{}",
+        label_args=("n", "steps", "schedule", "tau", "confidence", "strict"),
         ignored_args=("rule",),
         decodes=True,
         check=_check_sets,
@@ -291,6 +314,7 @@ ENTRIES = (  # in the order of tables
         drawn=MonteCarlo(
             "two-phase estimate", "drawn blocks", 8, "sampling", no_error="fewer than 8 drawn blocks: raise sample"
         ),
+        label_args=("sample",),
         named="two-phase, {}",
         check=_check_two_phase,
         own_cache=True,
@@ -367,11 +391,16 @@ def name_ignored_args(given: Collection[str], estimator: Estimator) -> None:
         )
 
 
+def least_level(spec: Mapping[str, Any]) -> float:
+    """The noise level below which the bound with this spec leaves out terms; above 0 it is no bound."""
+    eps = spec.get("elbo_eps", "none")
+    return 0.0 if eps == "none" else float(eps)
+
+
 def worth(estimator: str, spec: Mapping[str, Any]) -> tuple[Kind, str]:
     """The kind of the values of an estimator with this spec, and the note on them, as `Value` has both."""
     entry = find(estimator)
-    eps = spec.get("elbo_eps", "none")
-    if entry.kind is Kind.UPPER_BOUND and eps != "none" and float(eps):
+    if entry.kind is Kind.UPPER_BOUND and least_level(spec):
         return Kind.NO_BOUND, ""
     return entry.kind, entry.process(spec)
 
