@@ -167,6 +167,7 @@ class DuelMDM(TemplateLM):
         for line in total.warnings():
             log.warning("%s", line)
         duel = {
+            "schema": stats.SCHEMA,
             "pretrained": self.options.pretrained or BUNDLED,
             "estimator": self.estimator.name,
             "rule": self.spec.get("rule"),

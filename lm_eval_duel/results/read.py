@@ -21,6 +21,7 @@ from lm_eval_duel.core.scores import METRICS, Kind, perplexity
 from lm_eval_duel.errors import DuelError, unknown
 from lm_eval_duel.estimators.registry import ESTIMATORS
 from lm_eval_duel.harness import trace
+from lm_eval_duel.harness.stats import SCHEMA
 from lm_eval_duel.results import stats
 from lm_eval_duel.results.own_files import reading
 from lm_eval_duel.results.runs import MODEL, Config, Documents, Header, Json, Run, Task, pretrained_of, text_or_none
@@ -131,6 +132,7 @@ DUEL: dict[str, Callable[[Any], Any]] = {  # entries of config.duel
 
 def run_of(file: Path, content: Json, documents: Documents | None = None) -> Run:
     """The run of a results file's content. `documents`: of its tasks, instead of samples next to the file."""
+    _check_schema(file, content["config"].get("duel") or {})
     config = Config(**_typed(content["config"], CONFIG))
     header = Header(**_typed(content, HEADER))
     if config.estimator not in ESTIMATORS:
@@ -152,6 +154,15 @@ def run_of(file: Path, content: Json, documents: Documents | None = None) -> Run
     )
     _check(run)
     return run
+
+
+def _check_schema(file: Path, duel: Json) -> None:
+    """Raise DuelError for `config.duel` of another schema. Results of other models have none."""
+    if duel and duel.get("schema") != SCHEMA:
+        raise DuelError(
+            f"{file} has results of schema {duel.get('schema', 'unknown')}, and this release reads {SCHEMA}. Run the "
+            "task again, or read the file with the release that wrote it (config.duel.versions)."
+        )
 
 
 def _task(file: Path, content: Json, config: Config, name: str, documents: Documents | None) -> Task:

@@ -17,9 +17,11 @@ from lm_eval_duel.core.scores import Value
 from lm_eval_duel.estimators import registry
 from lm_eval_duel.estimators.blocks import TwoPhaseBlocks
 from lm_eval_duel.estimators.registry import Kind
+from lm_eval_duel.harness.stats import SCHEMA
 from lm_eval_duel.results import compare as pairs
-from lm_eval_duel.results import stats
+from lm_eval_duel.results import read, stats
 from lm_eval_duel.results import stats as paired
+from lm_eval_duel.results.read import SCORE_VERSION
 from lm_eval_duel.results.rows import Row
 from lm_eval_duel.results.table import Note, number
 
@@ -272,6 +274,13 @@ def test_a_report_of_score_files_has_the_same_difference(tmp_path, first, second
         assert pair["verdict"] == expected.verdict and pair["verdict"].startswith(verdict)
 
 
+def test_a_score_file_of_another_version_is_refused(tmp_path):
+    file = tmp_path / "A.json"
+    file.write_text(json.dumps(score_file("A", scores()) | {"version": SCORE_VERSION + 1}))
+    with pytest.raises(DuelError, match="version"):
+        read.runs([file])
+
+
 def score_file(name, found):
     """As `score --json` writes it."""
     documents = [
@@ -286,9 +295,16 @@ def score_file(name, found):
     ]
     shared = {"weights": f"w-{name}", "rule": "greedy:k=1", "estimator": "duel"}
     spec = shared | {"block": "4", "tokenizer": "t", "version": "1"}
-    head = {"format": "lm_eval_duel score", "version": 1, "pretrained": name, "fingerprint": name, "spec": spec}
+    head = {
+        "format": "lm_eval_duel score",
+        "version": SCORE_VERSION,
+        "pretrained": name,
+        "fingerprint": name,
+        "spec": spec,
+    }
     head["kind"] = Kind.LIKELIHOOD.value
-    return head | {"documents": documents, "duel": shared | {"pretrained": name, "tasks": {}}}
+    duel = {"schema": SCHEMA, **shared, "pretrained": name, "tasks": {}}
+    return head | {"documents": documents, "duel": duel}
 
 
 # ---------------------------------------------------------------- verdicts, and which rows are compared
