@@ -8,12 +8,12 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
+from lm_eval_duel.core.float_noise import nats_tolerance
 from lm_eval_duel.core.scores import Score
 from lm_eval_duel.core.windows import Window
 
 # routes of the second score; recompute.py explains them
 REFERENCE, RUNS_RULE, ALONE = "reference", "reference with the run's rule", "run alone"
-ABSOLUTE, PER_TOKEN = 1e-4, 1e-6  # nats: float32 noise of a window's score
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +53,7 @@ class CheckedWindow:
     @property
     def tolerance(self) -> float:
         """The largest difference that is noise, in nats."""
-        return tolerance(self.tokens)
+        return nats_tolerance(self.tokens)
 
     @property
     def order_difference(self) -> float:
@@ -115,11 +115,6 @@ def summary(checked: Sequence[CheckedWindow]) -> str:
         f"{of['differing_windows']} windows differ by more than float32 noise"
         + (f"; {alone} not checked independently" if alone else "")
     )
-
-
-def tolerance(tokens: int) -> float:
-    """The largest difference of two float32 scores of a window that is noise, in nats."""
-    return max(ABSOLUTE, PER_TOKEN * tokens)
 
 
 def distance(one: float, other: float) -> float:

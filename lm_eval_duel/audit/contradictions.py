@@ -19,9 +19,10 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 
 from lm_eval_duel import reference
-from lm_eval_duel.audit.checked import CheckedWindow, tolerance
+from lm_eval_duel.audit.checked import CheckedWindow
 from lm_eval_duel.audit.estimates import COMBINED, SMALL, noise_of
 from lm_eval_duel.audit.networks import one_row
+from lm_eval_duel.core.float_noise import nats_tolerance
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.denoisers.dit.denoiser import NOISE_EPS
 from lm_eval_duel.estimators.base import Estimator
@@ -99,7 +100,7 @@ def _lattice(estimator: Lattice, windows: Sequence[CheckedWindow]) -> Iterator[s
     for each in windows:
         assert each.score is not None
         values = {estimator.name: each.score, **each.score.others}
-        noise = tolerance(each.tokens)
+        noise = nats_tolerance(each.tokens)
         for low, high in (("elbo_exact", "mixture"), ("mixture", "oracle")):
             if not values[low].log_prob <= values[high].log_prob + noise:
                 yield f"{each.where}: {low} is above {high}"
@@ -114,7 +115,7 @@ def _below_oracle(windows: Sequence[CheckedWindow], exact: dict[int, dict[str, f
         each = windows[n]
         assert each.score is not None
         one_at_a_time = each.score.nfe == len(each.window.target) - len(each.window.known)
-        if one_at_a_time and each.log_prob > values["oracle"] + tolerance(each.tokens):
+        if one_at_a_time and each.log_prob > values["oracle"] + nats_tolerance(each.tokens):
             yield f"{each.where}: {each.log_prob:.4f} nats are above the best order's {values['oracle']:.4f}"
 
 
@@ -139,7 +140,7 @@ def _two_phase(estimator: TwoPhase, windows: Sequence[CheckedWindow]) -> Iterato
     duel = estimator.phases["uncached"].log_prob([each.window for each in once])
     above = math.fsum(each.log_prob - score.log_prob for each, score in zip(once, duel, strict=True))
     error = math.hypot(*(_blocks(each).error for each in once))
-    if abs(above) > ERRORS * error + tolerance(sum(each.tokens for each in once)):
+    if abs(above) > ERRORS * error + nats_tolerance(sum(each.tokens for each in once)):
         yield (
             f"the two-phase estimate of {len(once)} windows is {above:+.4f} nats from the exact value, which is "
             f"{abs(above) / max(error, 1e-12):.1f} of its standard errors"

@@ -20,9 +20,10 @@ import torch
 from torch import Tensor
 
 from lm_eval_duel import reference
-from lm_eval_duel.audit.checked import Recomputed, distance, tolerance
+from lm_eval_duel.audit.checked import Recomputed, distance
 from lm_eval_duel.audit.networks import OneRow, one_row
 from lm_eval_duel.audit.replay import Watched, rule_of
+from lm_eval_duel.core.float_noise import nats_tolerance
 from lm_eval_duel.core.scores import Score
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.estimators.base import Estimator
@@ -187,7 +188,7 @@ def value(estimator: Estimator, network: OneRow, window: Window, score: Score) -
         }
         values = {estimator.name: score, **score.others}
         pairs = {name: (values[name].log_prob, found[name]) for name in LATTICE}
-        return Recomputed(found[estimator.name], problems=unequal(pairs, tolerance(len(window.target))))
+        return Recomputed(found[estimator.name], problems=unequal(pairs, nats_tolerance(len(window.target))))
     if isinstance(estimator, SampledConfidence | SampledOrder):
         select = (
             _confidence(estimator, network) if isinstance(estimator, SampledConfidence) else _order(estimator, network)
@@ -202,7 +203,7 @@ def _elbo(elbo: Elbo, network: OneRow, window: Window, score: Score) -> Recomput
     if elbo.eps:
         return "the reference has no elbo_eps: the value is no bound"
     values = reference.elbo(network.x, network.blocks, network, network.m, elbo.draws(window))
-    return _monte_carlo(values, elbo.replicates, score, tolerance(len(window.target)))
+    return _monte_carlo(values, elbo.replicates, score, nats_tolerance(len(window.target)))
 
 
 def _noised_elbo(elbo: NoisedElbo, network: OneRow, window: Window, score: Score) -> Recomputed | str:
@@ -218,7 +219,7 @@ def _noised_elbo(elbo: NoisedElbo, network: OneRow, window: Window, score: Score
 
     draws, by_mean = elbo.draws(window), elbo.prediction == "denoiser"
     values = reference.noised_elbo(network.x, network.scored, logits_of, noise_of(elbo), draws, by_mean)
-    return _monte_carlo(values, elbo.replicates, score, tolerance(len(window.target)))
+    return _monte_carlo(values, elbo.replicates, score, nats_tolerance(len(window.target)))
 
 
 def noise_of(elbo: NoisedElbo) -> Callable[[Tensor], reference.Noise]:
@@ -249,7 +250,7 @@ def _two_phase(estimator: TwoPhase, network: OneRow, window: Window, score: Scor
 
     Where that has a tie, the run may have taken another order, so a block whose value then differs is not checked.
     """
-    make, noise = rule_of(estimator.rule), tolerance(len(window.target))
+    make, noise = rule_of(estimator.rule), nats_tolerance(len(window.target))
     cheap = one_row(estimator.phases["cached"].denoiser, window, estimator.block, estimator.grid)
     if make is None or cheap is None:
         return "an estimate records no order, and the reference does not have the rule"

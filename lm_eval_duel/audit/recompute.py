@@ -23,11 +23,11 @@ from lm_eval_duel.audit.checked import (
     Recomputed,
     distance,
     summary,
-    tolerance,
 )
 from lm_eval_duel.audit.commit_once import given_noise
 from lm_eval_duel.audit.networks import OneRow, one_row
 from lm_eval_duel.audit.replay import Followed, RunsRule, rule_of
+from lm_eval_duel.core.float_noise import nats_tolerance
 from lm_eval_duel.core.scores import Score
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.demo import BUNDLED
@@ -87,9 +87,9 @@ def _along_the_order(network: OneRow, rule: rules.Rule, score: Score) -> Recompu
     own_order = network.path(make()).ll if followed.other_picks or followed.ties else None
     nats = [path.log_p.get(ell, 0.0) for ell in range(network.origin, network.end)]
     worst = max(range(len(nats)), key=lambda n: distance(nats[n], score.token_logprobs[n]))
-    if distance(nats[worst], score.token_logprobs[worst]) > tolerance(len(nats)):
+    if distance(nats[worst], score.token_logprobs[worst]) > nats_tolerance(len(nats)):
         problems.append(f"token {worst} has {score.token_logprobs[worst]:.4f} nats, not {nats[worst]:.4f}")
-    if distance(math.fsum(score.token_logprobs), score.log_prob) > tolerance(len(nats)):
+    if distance(math.fsum(score.token_logprobs), score.log_prob) > nats_tolerance(len(nats)):
         problems.append(f"its tokens add up to {math.fsum(score.token_logprobs):.4f} nats")
     if followed.is_greedy != score.is_greedy and not (followed.is_greedy and followed.top_tokens_tie):
         problems.append(f"is_greedy is {score.is_greedy}")
@@ -119,7 +119,7 @@ def _over_seeds(estimator: DuelSeeds, window: Window, score: Score) -> Recompute
     pairs[LOG_MEAN] = score.others[LOG_MEAN].log_prob, log_mean
     if len(values) > 1 and math.isfinite(mean):
         pairs["stderr"] = math.nan if score.stderr is None else score.stderr, error
-    problems += estimates.unequal(pairs, tolerance(len(window.target)))
+    problems += estimates.unequal(pairs, nats_tolerance(len(window.target)))
     return Recomputed(
         mean,
         found[0].route,

@@ -33,6 +33,7 @@ import torch
 from lm_eval_duel.arguments import COUNT
 from lm_eval_duel.core import row_checks
 from lm_eval_duel.core.decision import Decision, UnmaskingRule, require_pick
+from lm_eval_duel.core.float_noise import random_rows
 from lm_eval_duel.core.lanes import Lanes, Queue, Rows, blocks
 from lm_eval_duel.core.network import View, without_autocast
 from lm_eval_duel.core.predictions import Draw
@@ -272,9 +273,8 @@ def _try(denoiser: Denoiser, block: int | None, grid: str, tokens: int) -> None:
     """One call of `tokens` network tokens, on different rows of max_length."""
     length, rows = denoiser.max_length, -(-tokens // denoiser.max_length)
     known = max(denoiser.shift, denoiser.seeds_blocks, length // 8)
-    vocabulary = (~denoiser.excluded).nonzero()[:, 0].cpu()  # (T,)
-    draw = torch.randint(len(vocabulary), (rows, length), generator=torch.Generator().manual_seed(1))
-    opened = Rows.from_windows([Window(row[:known], row[known:]) for row in vocabulary[draw].tolist()], denoiser.device)
+    ids = random_rows(denoiser, length, rows).tolist()
+    opened = Rows.from_windows([Window(row[:known], row[known:]) for row in ids], denoiser.device)
     view = denoiser.open(opened)
     lanes = [(n, *place) for n in range(rows) for place in blocks(known, length - known, block, grid)]
     fresh = Lanes.fresh(opened, *torch.tensor(lanes, device=denoiser.device).unbind(1))

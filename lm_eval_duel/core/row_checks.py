@@ -22,7 +22,18 @@ from typing import NamedTuple
 
 import torch
 
-from lm_eval_duel.core.hashing import hashed
+from lm_eval_duel.core.float_noise import (
+    CAUSES,
+    FLOAT32,
+    FLOOR,
+    differ,
+    difference,
+    drawn,
+    is_coarse,
+    magnitude,
+    nats_tolerance,
+    tolerance,
+)
 from lm_eval_duel.core.lanes import Lanes, Rows
 from lm_eval_duel.core.network import Network, View, without_autocast
 from lm_eval_duel.core.predictions import Predictions
@@ -31,22 +42,21 @@ from lm_eval_duel.errors import InconsistentOutput
 
 log = logging.getLogger("lm_eval.duel_mdm")
 
-FIRST = 8  # checks at the start of a run
+# How many lanes are evaluated again
+FIRST = 8  # at the start of a run
 EARLY = 4  # more each time that the run has become e times as long, until they are a constant share of it
 SHARE = 0.005  # of the lanes of a long run
-REPEATED = 2  # checks at the start of each later `log_prob` of a network in memory
-# How far statistics may differ, in units of the largest one of their kind in the lane, or of 1.
-FLOOR = 2e-5  # in float32: between 1 row and many, ordinary networks differ by 1e-6 to 4e-6, a few by 1e-5
-NOISE_FACTOR = 30  # of the float noise that is measured, if that is larger
-NOISE = 1e-3  # the most in float32, as between the batches of `self_tests`
-NOISE_COARSE = 0.05  # in half precision
-NOISE_ROUTED = 0.5  # of quantized weights, and of experts: noise may choose others
-LOG_MARGIN, LOG_SUM, LOG_PROB = 1, 2, 3  # their numbers among the statistics
+REPEATED = 2  # at the start of each later `log_prob` of a network in memory
+
+# How far statistics may differ
+NOISE_FACTOR = 30  # times the float noise that is measured
+LOG_MARGIN, LOG_SUM, LOG_PROB = 1, 2, 3  # rows of `statistics`
 OFFSET = 0.01  # of what logits have in common, which cancels but for its float noise; in half precision all of it
 KEPT = 64  # values of a position in memory: lanes that hold whole distributions are not kept
-# A drift: how many checks it takes, and how many standard errors
-FEWEST, ERRORS = 16, 6.0
-PER_WINDOW, PER_TOKEN = 1e-4, 1e-6  # nats: float32 noise of a window's score
+
+# A drift
+FEWEST = 16  # checks that it takes
+ERRORS = 6.0  # standard errors of the mean change from 0
 
 
 def checks_among(count: float, share: float = SHARE) -> float:
@@ -59,19 +69,19 @@ class LaneCheck(NamedTuple):
     """A lane to evaluate again, and its statistics the first time."""
 
     alone: Callable[[], torch.Tensor]  # evaluates it alone, (S, W)
-    among: Callable[[], torch.Tensor] | None  # among the lanes of its call; None: these are not kept
+    in_call: Callable[[], torch.Tensor] | None  # among the lanes of its call; None: these are not kept
     statistics: torch.Tensor  # (S, W)
+    size: torch.Tensor  # (S, 1) the units in which statistics differ
     network: Network
     window: int  # its index among all that are scored
     target: int  # target positions of that window
     place: str  # in its window
-    least: float  # the size in units of which statistics differ is at least this
     most: float  # the largest difference that may be float noise, whatever noise is measured
 
     @property
     def measured(self) -> bool:
         """True if small differences mean something: in float32, without experts."""
-        return self.most <= NOISE
+        return self.most <= FLOAT32
 
     def limit(self, again: torch.Tensor) -> float:
         """The largest difference that may be float noise; `again` (S, W): the statistics alone.
@@ -79,10 +89,10 @@ class LaneCheck(NamedTuple):
         The noise is measured now, at the row length and the number of rows of the run: alone, and among the lanes of
         the call in another order.
         """
-        if self.among is None or not self.measured:
+        if self.in_call is None or not self.measured:
             return self.most
         try:
-            noise = difference(again, self.among(), self.least)
+            noise = difference(again, self.in_call(), self.size)
         except torch.OutOfMemoryError:
             return self.most
         return min(self.most, max(FLOOR, NOISE_FACTOR * noise))
@@ -106,10 +116,12 @@ class Mean:
     @property
     def stderr(self) -> float:
         """The standard error of the mean; 0 for fewer than two numbers."""
-        return math.sqrt(self.squares / (self.count - 1) / self.count) if self.count > 1 else 0.0
+        if self.count < 2:
+            return 0.0
+        return math.sqrt(self.squares / (self.count - 1) / self.count)
 
     def beyond(self, errors: float) -> bool:
-        """True if the mean of enough numbers is more than so many standard errors from 0, and its error is not 0."""
+        """True if the mean of enough numbers is more than `errors` standard errors from 0, and its error is not 0."""
         return self.count >= FEWEST and self.stderr > 0 and abs(self.value) > errors * self.stderr
 
 
@@ -125,13 +137,16 @@ class Drift:
         """Add a lane of a window of `target` tokens, from its statistics before and after, (S, W) each."""
         change = after - before  # (S, W)
         tokens = change[LOG_PROB][change[LOG_PROB].isfinite()]
-        known = change[LOG_MARGIN].isfinite()  # (W,)
-        margin = before[LOG_MARGIN][known].mean()
         if len(tokens):
             self.totals.add(float(tokens.mean()) * target)
-            self.allowed.add(max(PER_WINDOW, PER_TOKEN * target))
-        if margin > 0 and change[LOG_MARGIN][known].any():  # a lane that is evaluated in the same call says nothing
-            self.margins.add(float(change[LOG_MARGIN][known].mean() / margin))
+            self.allowed.add(nats_tolerance(target))
+
+        has_margin = change[LOG_MARGIN].isfinite()  # (W,)
+        margin = before[LOG_MARGIN][has_margin].mean()
+        margin_change = change[LOG_MARGIN][has_margin]
+        # without any change the lane was evaluated in the same call as before, which says nothing
+        if margin > 0 and margin_change.any():
+            self.margins.add(float(margin_change.mean() / margin))
 
     @property
     def significant(self) -> bool:
@@ -147,24 +162,25 @@ class RowChecks:
         self.waiting: list[LaneCheck] = []
         self.first: list[LaneCheck] | None = None  # to repeat at the end of a run; None: nothing is repeated
         self.drift = Drift()
-        self._drifts = False  # it was reported
+        self._drift_reported = False
 
     def number_due(self, counts: Counts, lanes: int, lanes_per_row: float) -> int:
         """The number of the next `lanes` to check: at least `FIRST` of a run, and of a long one `SHARE` of its cost.
 
         `lanes_per_row`: the number of lanes that cost as much as one evaluated alone.
         """
-        count, drawn = counts.lane_steps + lanes, counts.rows_checked + len(self.waiting)
-        due = int(min(count, FIRST) + checks_among(count / lanes_per_row)) - drawn
+        count = counts.lane_steps + lanes
+        already = counts.rows_checked + len(self.waiting)
+        due = int(min(count, FIRST) + checks_among(count / lanes_per_row)) - already
         if self.first is not None:
             due = max(due, REPEATED - len(self.first))
         return min(lanes, max(0, due))
 
-    def add(self, drawn: list[LaneCheck]) -> None:
+    def add(self, checks: list[LaneCheck]) -> None:
         """Let these lanes wait."""
-        self.waiting += drawn
+        self.waiting += checks
         if self.first is not None:
-            self.first += drawn[: FIRST - len(self.first)]
+            self.first += checks[: FIRST - len(self.first)]
 
     def compare(self, counts: Counts, latest: int = 0) -> None:
         """Evaluate the waiting lanes alone, but for the `latest` ones, and count those that differ.
@@ -173,9 +189,10 @@ class RowChecks:
             InconsistentOutput: If one differs in float32; the message names it.
         """
         end = len(self.waiting) - latest
-        due, self.waiting = self.waiting[:end], self.waiting[end:]
-        for drawn in due:
-            self._compare(drawn, counts, "alone")
+        due = self.waiting[:end]
+        self.waiting = self.waiting[end:]
+        for check in due:
+            self._compare(check, counts, "alone")
 
     @contextlib.contextmanager
     def repeating(self, network: Network, counts: Counts) -> Iterator[None]:
@@ -190,51 +207,53 @@ class RowChecks:
         try:
             yield
             with torch.inference_mode():
-                for drawn in self.first:
-                    self._compare(drawn, counts, "at the end of the run")
+                for check in self.first:
+                    self._compare(check, counts, "at the end of the run")
         finally:
             self.first = None
 
-    def _compare(self, drawn: LaneCheck, counts: Counts, when: str) -> None:
+    def _compare(self, check: LaneCheck, counts: Counts, when: str) -> None:
         """Evaluate a lane alone; raise InconsistentOutput if it differs, or if all do, or log it."""
         try:
-            with without_autocast(drawn.network):
-                again = drawn.alone()  # (S, W)
-                deviation = difference(drawn.statistics, again, drawn.least)
-                limit = FLOOR if deviation <= FLOOR else drawn.limit(again)
+            with without_autocast(check.network):
+                again = check.alone()  # (S, W)
+                deviation = difference(check.statistics, again, check.size)
+                limit = FLOOR if deviation <= FLOOR else check.limit(again)  # measuring noise takes another call
         except torch.OutOfMemoryError:  # so nothing is known of this one
             return
         counts.rows_checked += 1
-        self.drift.add(drawn.statistics, again, drawn.target)
-        drifts = self.drift.significant and not self._drifts
-        if deviation <= limit and not drifts:
+        self.drift.add(check.statistics, again, check.target)
+        lane_differs = deviation > limit
+        all_differ = self.drift.significant and not self._drift_reported
+        if not lane_differs and not all_differ:
             return
+
         counts.rows_differing += 1
-        what = f"Window {drawn.window}, {drawn.place}: evaluated again {when}, its predictions"
-        differs = not deviation <= limit
-        if differs:
-            found = f"{what} differ by {deviation:.2g} of their size; float noise is below {limit:.2g}"
+        problem = f"Window {check.window}, {check.place}: evaluated again {when}, its predictions "
+        if lane_differs:
+            problem += differ(deviation, limit)
         else:
-            self._drifts, total = True, self.drift.totals
-            found = (
-                f"{what} and those of the {total.count - 1} lanes before changed to one side: by "
-                f"{total.value:.2g} nats of a window's total, with a standard error of {total.stderr:.1g}"
+            self._drift_reported = True
+            total = self.drift.totals
+            problem += (
+                f"and those of the {total.count - 1} lanes before changed to one side: by {total.value:.2g} nats of a "
+                f"window's total, with a standard error of {total.stderr:.1g}"
             )
-        if is_coarse(drawn.network) or not (differs or drawn.measured):
-            log.warning("%s. Such rows are counted (rows_differing in the results)", found)
+        if is_coarse(check.network) or not (lane_differs or check.measured):
+            log.warning("%s. Such rows are counted (rows_differing in the results)", problem)
             return
         raise InconsistentOutput(
-            f"{found}. The other rows of a call, or the calls in between, change them, as a capacity of experts, "
-            "statistics of the batch or a counter do. So every value of this spec is suspect, not this one alone. Make "
-            "the network a function of each row.",
-            window=drawn.window,
+            f"{problem}. The other rows of a call, or the calls in between, change them, as {CAUSES} do. So every "
+            "value of this spec is suspect, not this one alone. Make the network a function of each row.",
+            window=check.window,
         )
 
 
 def draw_lanes(lanes: Lanes, number: int, window_indices: Sequence[int]) -> list[int]:
     """`number` of the lanes, drawn by a hash of (window, block, step)."""
     window = torch.tensor(window_indices, device=lanes.row.device)[lanes.row]  # (R,)
-    return hashed(window, lanes.start - lanes.origin, lanes.step).argsort()[:number].tolist()
+    indices: list[int] = drawn(number, window, lanes.start - lanes.origin, lanes.step).tolist()
+    return indices
 
 
 def draw(
@@ -247,42 +266,52 @@ def draw(
     window_indices: Sequence[int],
 ) -> list[LaneCheck]:
     """`number` of the lanes, with their statistics, among them the log-probs of `tokens` (R, W)."""
-    network, drawn = view.denoiser, []
-    offset = 1.0 if is_coarse(network) else OFFSET
+    network = view.denoiser
     most = tolerance(network)
-    kept = sum(plane.numel() for plane in lanes.memory) <= KEPT * lanes.tokens.numel()
+    offset = 1.0 if is_coarse(network) else OFFSET
+    keeps_call = sum(plane.numel() for plane in lanes.memory) <= KEPT * lanes.tokens.numel()
+
+    checks = []
     for lane in draw_lanes(lanes, number, window_indices):
-        row, here = int(lanes.row[lane]), slice(lane, lane + 1)
-        one, of_lane = lanes.select(here).in_row(0), tokens[here].clone()  # (1, W)
-        values = statistics(predictions.of_lane(lane, tokens.shape[1]), network, of_lane)  # (S, W)
-        size = float(values[LOG_SUM].nan_to_num(nan=0.0, posinf=0.0, neginf=0.0).abs().max())
-        place = f"block at target position {int(lanes.start[lane] - lanes.origin[lane])}, step {int(lanes.step[lane])}"
-        drawn.append(
-            LaneCheck(
-                alone=partial(_again, opened, view.rows.alone(row), one, 0, of_lane),
-                among=partial(_again, opened, view.rows, lanes, lane, of_lane) if kept else None,
-                statistics=values,
-                network=network,
-                window=window_indices[row],
-                target=int(view.rows.target[row]),
-                place=place,
-                least=size * offset,
-                most=most,
-            )
+        row = int(lanes.row[lane])
+        only = slice(lane, lane + 1)
+        one_lane = lanes.select(only).in_row(0)
+        lane_tokens = tokens[only].clone()  # (1, W)
+        values = statistics(predictions.of_lane(lane, tokens.shape[1]), lane_tokens)  # (S, W)
+        size = magnitude(values)  # (S, 1)
+        size = size.clamp(min=float(size[LOG_SUM]) * offset)
+        position = int(lanes.start[lane] - lanes.origin[lane])
+        in_call = partial(_again, opened, view.rows, lanes, lane, lane_tokens)
+        check = LaneCheck(
+            alone=partial(_again, opened, view.rows.alone(row), one_lane, 0, lane_tokens),
+            in_call=in_call if keeps_call else None,
+            statistics=values,
+            size=size,
+            network=network,
+            window=window_indices[row],
+            target=int(view.rows.target[row]),
+            place=f"block at target position {position}, step {int(lanes.step[lane])}",
+            most=most,
         )
-    return drawn
+        checks.append(check)
+    return checks
 
 
 def _again(opened: Callable[[Rows], View], rows: Rows, lanes: Lanes, number: int, tokens: torch.Tensor) -> torch.Tensor:
-    """The statistics (S, W) of one of some lanes, which are evaluated together, each in the place before its own."""
+    """The statistics (S, W) of lane `number`, evaluated together with the others of `lanes`.
+
+    Lanes are turned by one place, so that a lane of several stands elsewhere in the call than the first time.
+    """
     view = opened(rows)
+    if len(lanes) == 1:
+        return statistics(view(lanes), tokens)
     turned = torch.arange(len(lanes), device=lanes.row.device).roll(-1)  # (R,)
+    predictions = view(lanes.select(turned))
     place = (number - 1) % len(lanes)
-    found = view(lanes.select(turned) if len(lanes) > 1 else lanes)
-    return statistics(found if len(lanes) == 1 else found.of_lane(place, tokens.shape[1]), view.denoiser, tokens)
+    return statistics(predictions.of_lane(place, tokens.shape[1]), tokens)
 
 
-def statistics(predictions: Predictions, network: Network, tokens: torch.Tensor) -> torch.Tensor:
+def statistics(predictions: Predictions, tokens: torch.Tensor) -> torch.Tensor:
     """The statistics of one lane that rules and scores read, (S, W) float64: log-odds, margin, log of the sum, and the
     log-probs of `tokens` (1, W).
 
@@ -290,34 +319,10 @@ def statistics(predictions: Predictions, network: Network, tokens: torch.Tensor)
     with it. So the statistics without filters are read.
     """
     predictions = predictions.unfiltered
-    read = (predictions.confidence, predictions.log_margin, predictions.log_sum, predictions.log_prob(tokens))
-    return torch.stack([plane[0].double() for plane in read])
-
-
-def difference(one: torch.Tensor, other: torch.Tensor, least: float = 0.0) -> float:
-    """The largest difference of statistics (S, W), each in units of its own largest value, of `least`, or of 1."""
-    same = (one == other) | (one.isnan() & other.isnan())
-    deviation = (one - other).abs().nan_to_num(nan=math.inf, posinf=math.inf)
-    largest = one.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0).abs().amax(1).clamp(min=max(1.0, least))  # (S,)
-    return float((torch.where(same, 0.0, deviation).amax(1) / largest).max())
-
-
-def tolerance(network: Network) -> float:
-    """The difference that batches of other rows may make, see `difference`."""
-    if network.quantized or is_routed(network):
-        return NOISE_ROUTED
-    return NOISE_COARSE if is_coarse(network) else NOISE
-
-
-def is_coarse(network: Network) -> bool:
-    """True if a network's numbers are coarser than float32: by quantization, its dtype, or its products (TF32)."""
-    return network.quantized or network.coarse or torch.get_float32_matmul_precision() != "highest"
-
-
-def is_routed(network: Network) -> bool:
-    """True if a network has experts and a position uses some of them."""
-    for value in vars(network).values():
-        names = (name for name, _ in value.named_modules()) if isinstance(value, torch.nn.Module) else ()
-        if any("expert" in name for name in names) or (isinstance(value, Network) and is_routed(value)):
-            return True
-    return False
+    planes = (
+        predictions.confidence,
+        predictions.log_margin,
+        predictions.log_sum,
+        predictions.log_prob(tokens),
+    )
+    return torch.stack([plane[0].double() for plane in planes])  # (S, W)

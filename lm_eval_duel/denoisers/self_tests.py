@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from lm_eval_duel.core.denoiser import Denoiser
+from lm_eval_duel.core.float_noise import is_routed
 from lm_eval_duel.core.reveal import VALUES, free
-from lm_eval_duel.core.row_checks import is_routed
 from lm_eval_duel.denoisers import user_module
 from lm_eval_duel.denoisers.wrappers import Wrapper
 from lm_eval_duel.errors import DuelError

@@ -25,10 +25,10 @@ from lm_eval_duel import rules
 from lm_eval_duel.arguments import whole
 from lm_eval_duel.core.decision import EVALUATE_ALL, UnmaskingRule, require_pick
 from lm_eval_duel.core.denoiser import Denoiser
+from lm_eval_duel.core.float_noise import is_coarse
 from lm_eval_duel.core.lanes import Lanes
 from lm_eval_duel.core.predictions import Argmax, Draw, Draws, Predictions
 from lm_eval_duel.core.reveal import BlockSpan, ScoreAccumulator, WindowGroup, naming_window
-from lm_eval_duel.core.row_checks import is_coarse
 from lm_eval_duel.core.scores import IndexedScores, Sample, Score
 from lm_eval_duel.core.windows import Ids, Window, as_ids, target_parts
 from lm_eval_duel.errors import DuelError

@@ -30,9 +30,9 @@ import torch
 from lm_eval_duel import rules
 from lm_eval_duel.core.decision import EVALUATE_ALL, require_pick
 from lm_eval_duel.core.denoiser import Denoiser
+from lm_eval_duel.core.float_noise import is_coarse
 from lm_eval_duel.core.lanes import Lanes
 from lm_eval_duel.core.reveal import ScoreAccumulator, Step, WindowGroup
-from lm_eval_duel.core.row_checks import is_coarse
 from lm_eval_duel.core.scores import STATISTICS, IndexedScores, Score
 from lm_eval_duel.estimators.arguments import LatticeArguments, check_block
 from lm_eval_duel.estimators.base import Estimator

@@ -12,6 +12,7 @@ import traceback
 from typing import TYPE_CHECKING, Any
 
 from lm_eval_duel.core.decision import Decision
+from lm_eval_duel.core.float_noise import FLOOR, difference, drawn, magnitude
 from lm_eval_duel.errors import DuelError, InconsistentOutput, RuleStalled
 from lm_eval_duel.rules.base import Around, Rule
 
@@ -29,7 +30,6 @@ FORMS = {
     "memory": "tensors (R, W, ...)",
 }
 OTHERS = ("memory", "carried")  # fields of lanes that are several planes
-NOISE = 1e-5  # of memory, relative and absolute: the same sums in another order
 
 
 def with_checks(rule: Rule, counts: Counts, coarse: bool) -> Rule:
@@ -92,12 +92,10 @@ class Checked(Around):
 
     def _lane_to_ask(self, lanes: Any) -> int:
         """A lane with a real choice, drawn by a hash, that is asked about alone."""
-        from lm_eval_duel.core.hashing import hashed
-
         choice = (lanes.masked.sum(1) > 1).nonzero()[:, 0]  # (r,)
-        choice = choice[1:] if len(choice) > 1 else choice  # a draw for the first lane may be that for one alone
-        number = self.counts.decisions
-        return int(choice[hashed(choice, number, lanes.step[choice]).argmin()])
+        if len(choice) > 1:
+            choice = choice[1:]  # what a rule draws for the first lane may be what it draws for one alone
+        return int(choice[drawn(1, choice, self.counts.decisions, lanes.step[choice])])
 
     def _repeated(self, predictions: Any, lanes: Any) -> Decision:
         """The rule's decision, which must be the same when it is asked again, and for one lane alone."""
@@ -203,15 +201,19 @@ class Checked(Around):
 
 
 def _agree(one: Decision, other: Decision, lanes: torch.Tensor) -> bool:
-    """True if both are one decision in `lanes` (R,) bool."""
-    import torch
+    """True if both are one decision in `lanes` (R,) bool, but for the float noise of a memory."""
+    first = (one.pick, *one.memory)
+    second = (other.pick, *other.memory)
+    if [plane.shape for plane in first] != [plane.shape for plane in second]:
+        return False
+    return all(_same_plane(old[lanes], new[lanes]) for old, new in zip(first, second, strict=True))
 
-    first, second = ((decided.pick, *decided.memory) for decided in (one, other))
-    return len(first) == len(second) and all(
-        old.shape == new.shape
-        and torch.allclose(old[lanes].double(), new[lanes].double(), NOISE, NOISE, equal_nan=True)
-        for old, new in zip(first, second, strict=True)
-    )
+
+def _same_plane(old: torch.Tensor, new: torch.Tensor) -> bool:
+    """True if two planes of one shape are equal, up to float noise if they hold floats."""
+    if not old.is_floating_point() or not old.numel():
+        return old.equal(new)
+    return difference(old, new, magnitude(old.reshape(1, -1))) <= FLOOR
 
 
 def _planes(lanes: Any) -> list[torch.Tensor]:

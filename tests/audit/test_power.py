@@ -6,8 +6,9 @@ import math
 import pytest
 from toys import Toy
 
-from lm_eval_duel.audit.checked import CheckedWindow, tolerance
+from lm_eval_duel.audit.checked import CheckedWindow
 from lm_eval_duel.audit.recompute import Recomputed, recompute
+from lm_eval_duel.core.float_noise import nats_tolerance
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.estimators.duel import DuelEstimator
 from lm_eval_duel.estimators.elbo import Elbo
@@ -23,7 +24,7 @@ def allowed(tokens):
 
 @pytest.mark.parametrize("tokens", SIZES)
 def test_the_tolerance_is_that_of_float32_sums(tokens):
-    assert 0 < tolerance(tokens) <= allowed(tokens)
+    assert 0 < nats_tolerance(tokens) <= allowed(tokens)
 
 
 @pytest.mark.parametrize("tokens", (10, 1_000, 10_000))

@@ -8,8 +8,9 @@ import torch
 from toys import BlockCausal, Causal, CausalPrefix, Rotary, Small, Toy
 
 from lm_eval_duel import Duel
+from lm_eval_duel.core.float_noise import FLOAT32
 from lm_eval_duel.core.lanes import Lanes, Rows
-from lm_eval_duel.core.row_checks import FIRST, NOISE, SHARE, RowChecks, checks_among, draw_lanes
+from lm_eval_duel.core.row_checks import FIRST, SHARE, RowChecks, checks_among, draw_lanes
 from lm_eval_duel.core.scores import Counts
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.denoisers.filters import warped
@@ -279,7 +280,7 @@ class LastRow(Planted):
     def __call__(self, ids, real):
         logits = super().__call__(ids, real)
         if len(ids) > 1 and self.calls > 10:
-            logits[-1] *= 1 + NOISE / 10
+            logits[-1] *= 1 + FLOAT32 / 10
         return logits
 
 

@@ -18,6 +18,7 @@ from networks import CAUSAL, DITS, MASKED_LMS, NAMES, PROTEINS, TEXTS, load, tex
 from lm_eval_duel import Duel, denoisers
 from lm_eval_duel.core import denoiser as block_causal
 from lm_eval_duel.core import row_checks
+from lm_eval_duel.core.float_noise import FLOAT32
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.denoisers import self_tests
 from lm_eval_duel.denoisers.cached.denoiser import Cached
@@ -135,7 +136,7 @@ def test_lanes_equal_the_textbook_loop(family, name, options, monkeypatch):
     contexts = [window.context for window in windows[:3]]
     drawn = duel.sample(contexts, 7, seed=3)
     same_scores(drawn, duel.log_prob([Window(c, d.tokens) for c, d in zip(contexts, drawn, strict=True)]))
-    assert duel.counts.rows_checked >= row_checks.FIRST and max(differences) < row_checks.NOISE / 10
+    assert duel.counts.rows_checked >= row_checks.FIRST and max(differences) < FLOAT32 / 10
 
 
 @pytest.mark.row_checks
