@@ -18,7 +18,7 @@ from transformers import AutoModelForMaskedLM
 from lm_eval_duel import Window, rules
 from lm_eval_duel.demo import FOLDER
 from lm_eval_duel.denoisers import load_tokenizer
-from lm_eval_duel.harness import trace
+from lm_eval_duel.results import trace
 
 pytestmark = pytest.mark.usefixtures("one_load")
 RUNS = sorted((FOLDER / "results").glob("*/results_*.json"))

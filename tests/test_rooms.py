@@ -23,8 +23,8 @@ FLOORS = (  # from the lowest
     {"options"},
     {"text"},
     {"tasks", "audit"},
-    {"harness"},
     {"library", "results"},
+    {"harness"},
     {"cli"},
 )
 FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}

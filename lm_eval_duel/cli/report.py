@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from lm_eval_duel.arguments import CHECKPOINT, TEXT, TRUTH, choice, whole
 from lm_eval_duel.console.command_line import PATH, Flag, Parser
 from lm_eval_duel.errors import DuelError, usage
-from lm_eval_duel.harness import trace
-from lm_eval_duel.results import compare, own_files, page, published, read
+from lm_eval_duel.results import compare, own_files, page, published, read, trace
 from lm_eval_duel.results.report import collect, console, write
 
 SHOWN = 3  # documents of a task on the page

@@ -5,8 +5,11 @@ interpreter starts. It imports nothing: it puts a finder on `sys.meta_path`, whi
 
     lm_eval.api.registry             an unknown name of a model that is nearly one of ours is told ours
     lm_eval.config.evaluate_config   an unknown task that is one of ours is told its folder
+    lm_eval.utils                    the table of results is followed by one with the kind and the error of each value
     lm_eval.models                   the name `duel-mdm` is registered (a string; neither torch nor transformers is
-                                     imported), and the finder removes itself
+                                     imported)
+
+After the last of them it removes itself.
 
 Later releases read the entry point `lm_eval.models`, in `load_plugins`; where it exists, nothing is registered here. A
 name that is already registered is left alone.
@@ -16,7 +19,7 @@ import functools
 import sys
 
 MODELS = {"duel-mdm": "lm_eval_duel.harness.lm:DuelMDM"}
-LAST = "lm_eval.models"
+REGISTERED = "lm_eval.models"  # once it is imported, the built-in models are registered
 
 
 def register():
@@ -31,7 +34,7 @@ def register():
 
 def install():
     """Register the models as soon as `lm_eval.models` is imported, unless lm-eval does."""
-    if LAST in sys.modules:
+    if REGISTERED in sys.modules:
         register_without_loader()
     elif not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Finder())
@@ -100,12 +103,52 @@ def _own_tasks():
     return {file.stem for file in Path(task_folder()).rglob("*.yaml")}
 
 
+# ---------------------------------------------------------------- the table of results
+
+
+def add_our_table():
+    """Let lm-eval's table of the results of our models be followed by ours: it has no place for kinds and errors.
+
+    The command takes this function before it makes a model, so it cannot be changed with the others (patches.py).
+    """
+    from lm_eval import utils
+
+    original = utils.make_table
+
+    @functools.wraps(original)
+    def make_table(result_dict, column="results", *arguments, **options):
+        table = original(result_dict, column, *arguments, **options)
+        is_last = column == "groups" or "groups" not in result_dict
+        if not is_last or "duel" not in result_dict.get("config", {}):
+            return table
+        ours = _kinds_and_errors(result_dict)
+        return f"{table}\n{ours}" if ours else table
+
+    utils.make_table = make_table
+
+
+def _kinds_and_errors(results):
+    """Our own table of a run; empty if the run has no perplexity, or if something goes wrong, which is logged."""
+    import logging
+
+    from lm_eval_duel.console.command_line import with_nulls
+    from lm_eval_duel.errors import DuelError
+    from lm_eval_duel.results.report import summary
+
+    try:
+        return summary(with_nulls(results))
+    except DuelError as error:  # the results are saved already
+        logging.getLogger("lm_eval.duel_mdm").warning("No table of kinds and errors: %s", error)
+        return ""
+
+
 # ---------------------------------------------------------------- waiting for modules
 
 AWAITED = {
     "lm_eval.api.registry": explain_models,
     "lm_eval.config.evaluate_config": explain_tasks,
-    LAST: register_without_loader,
+    "lm_eval.utils": add_our_table,
+    REGISTERED: register_without_loader,
 }
 
 
@@ -119,7 +162,7 @@ class _Finder:
         if name not in self.awaited:
             return None
         follow = self.awaited.pop(name)
-        if name == LAST:
+        if not self.awaited:
             sys.meta_path.remove(self)
         from importlib.util import find_spec
 

@@ -14,12 +14,14 @@ from lm_eval_duel.demo import BUNDLED
 from lm_eval_duel.denoisers.filters import ties
 from lm_eval_duel.errors import DuelError, unchained
 from lm_eval_duel.estimators import registry
-from lm_eval_duel.harness import patches, stats, trace
+from lm_eval_duel.harness import patches, stats
 from lm_eval_duel.harness.distributed import Ranks
 from lm_eval_duel.harness.generation import generate, generation_spec
 from lm_eval_duel.harness.scoring import Evaluation
 from lm_eval_duel.harness.store import RULE_CODE, ResponseCache, followed_rules
 from lm_eval_duel.options import Options
+from lm_eval_duel.results import trace
+from lm_eval_duel.results.runs import SCHEMA
 from lm_eval_duel.text.loading import load_scorer
 
 if TYPE_CHECKING:
@@ -167,7 +169,7 @@ class DuelMDM(TemplateLM):
         for line in total.warnings():
             log.warning("%s", line)
         duel = {
-            "schema": stats.SCHEMA,
+            "schema": SCHEMA,
             "pretrained": self.options.pretrained or BUNDLED,
             "estimator": self.estimator.name,
             "rule": self.spec.get("rule"),

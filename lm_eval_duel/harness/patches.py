@@ -12,10 +12,6 @@
                                 requests with a cached answer, so that the results count them (see store.py)
 
     EvaluationTracker.save_results_aggregated
-                                prints the Monte Carlo and sampling errors of our estimators above the table of results,
-                                and below it our own table, with the kind and the error of each value: lm-eval's has no
-                                place for them
-
                                 writes null for infinite and undefined values, with the reason of each under `nulls`:
                                 Infinity is no JSON; and lets the table show large numbers in scientific notation
 
@@ -34,6 +30,7 @@
     (in autoload.py, when the interpreter starts)
     get_model, EvaluatorConfig.process_tasks
                                 an unknown model or task that is nearly one of ours is told so
+    make_table                  the table of results is followed by our own, with the kind and the error of each value
 
 Written against lm-eval 0.4.13. Other models are affected only by the clearer errors and by infinite values.
 """
@@ -41,10 +38,8 @@ Written against lm-eval 0.4.13. Other models are affected only by the clearer er
 from __future__ import annotations
 
 import argparse
-import atexit
 import contextlib
 import functools
-import importlib
 import logging
 import math
 import os
@@ -167,24 +162,6 @@ def _save_results(original: Callable[..., None], tracker: Any, results: dict[str
         for name, value in entries.items():
             if isinstance(value, float) and abs(value) >= LARGE:
                 entries[name] = LargeNumber(value)  # the table is printed after this
-    duel = results.get("config", {}).get("duel", {})
-    for line in duel.get("errors", []):
-        print(line)
-    if duel.get("tasks") and (table := _summary(written)):
-        atexit.register(print, table)  # below lm-eval's table, which is printed after this
-
-
-def _summary(results: dict[str, Any]) -> str:
-    """Our own table of a run: the kind and the error of each value.
-
-    The views of results stand on a higher floor. Here a run ends, and its results are theirs. They are saved already,
-    so what goes wrong now is only logged.
-    """
-    try:
-        return importlib.import_module("lm_eval_duel.results.report").summary(results)
-    except DuelError as error:
-        log.warning("No table of kinds and errors: %s", error)
-        return ""
 
 
 def _weighted_mean(original: Callable[..., float], items: Any) -> float:

@@ -27,7 +27,6 @@ from lm_eval_duel.text.text import unknown_share
 if TYPE_CHECKING:
     from lm_eval_duel.core.denoiser import Denoiser
 
-SCHEMA = 1  # of config.duel in a results file; raised when an entry changes its name or its meaning
 SHOWN = 20  # documents listed in a log line
 FEWEST = 5  # documents for an interval
 EVERY = 1.0  # seconds between two estimates in a progress bar

@@ -10,7 +10,7 @@ from typing import Any
 
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.estimators import registry
-from lm_eval_duel.harness import trace
+from lm_eval_duel.results import trace
 from lm_eval_duel.results.read import Traces
 from lm_eval_duel.results.rows import setting
 from lm_eval_duel.results.runs import Run

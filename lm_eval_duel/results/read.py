@@ -20,11 +20,20 @@ from lm_eval_duel.console.command_line import NAN, REASONS
 from lm_eval_duel.core.scores import METRICS, Kind, perplexity
 from lm_eval_duel.errors import DuelError, unknown
 from lm_eval_duel.estimators.registry import ESTIMATORS
-from lm_eval_duel.harness import trace
-from lm_eval_duel.harness.stats import SCHEMA
-from lm_eval_duel.results import stats
+from lm_eval_duel.results import stats, trace
 from lm_eval_duel.results.own_files import reading
-from lm_eval_duel.results.runs import MODEL, Config, Documents, Header, Json, Run, Task, pretrained_of, text_or_none
+from lm_eval_duel.results.runs import (
+    MODEL,
+    SCHEMA,
+    Config,
+    Documents,
+    Header,
+    Json,
+    Run,
+    Task,
+    pretrained_of,
+    text_or_none,
+)
 from lm_eval_duel.results.table import Note
 from lm_eval_duel.tasks.metrics import TOKENS
 

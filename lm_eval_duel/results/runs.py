@@ -16,6 +16,7 @@ from lm_eval_duel.estimators.registry import ESTIMATORS
 from lm_eval_duel.results.table import Note
 
 MODEL = "duel-mdm"  # --model of this package
+SCHEMA = 1  # of config.duel in a results file; raised when an entry changes its name or its meaning
 NO_CACHE = "none"
 AUTOREGRESSIVE = {  # names of --model in the harness, and the classes of model objects
     *("hf", "hf-auto", "huggingface", "hf-mistral3", "hf-multimodal", "hf-audiolm-qwen", "steered", "HFLM"),

@@ -12,10 +12,10 @@ from lm_eval.tasks import TaskManager
 
 from lm_eval_duel import tasks
 from lm_eval_duel.estimators.totals import Total
-from lm_eval_duel.harness import trace
 from lm_eval_duel.harness.stats import RunStats
 from lm_eval_duel.harness.store import Answers
-from lm_eval_duel.harness.trace import IMPOSSIBLE
+from lm_eval_duel.results import trace
+from lm_eval_duel.results.trace import IMPOSSIBLE
 
 TEXTS = ["a b c", "d e", "a b c", "f g h i j"]
 ALPHABET = " ".join("abcdefghijklmnopqrstuvwxyz")

@@ -47,6 +47,7 @@ def test_without_the_site_hook_it_can_be_installed_by_hand(before):
         "import lm_eval_duel.harness.autoload as a; a.install(); a.install()\n"
         "import lm_eval.models\n"
         "from lm_eval.api.registry import model_registry\n"
+        "import lm_eval.utils, lm_eval.config.evaluate_config\n"
         "left = any(type(finder).__module__ == a.__name__ for finder in sys.meta_path)\n"
         "print('duel-mdm' in model_registry, 'hf' in model_registry, left)\n",
         "-S",
@@ -91,6 +92,7 @@ def test_where_lm_eval_reads_entry_points_the_hook_leaves_it_to_it(by_hand):
         f"if {by_hand}:\n"
         "    from lm_eval_duel.harness import autoload\n"
         "    autoload.register()\n"
+        "import lm_eval.utils, lm_eval.config.evaluate_config\n"
         "names = list(registry.model_registry)\n"
         "print(get_model('duel-mdm').__name__, get_model('hf').__name__, names.count('duel-mdm') <= 1)\n"
         "print(skipped, any(type(finder).__module__ == 'lm_eval_duel.harness.autoload' for finder in sys.meta_path))\n"
@@ -128,3 +130,32 @@ def test_other_errors_of_lm_eval_are_what_they_were():
         "try:\n    lm_eval.api.registry.get_model('nothing-like-it')\nexcept ValueError as error:\n    print(error)\n"
     )
     assert "Did you mean" not in out and "Supported model names" in out
+
+
+# ---------------------------------------------------------------- the table of results
+
+TABLES = """
+import json
+from pathlib import Path
+
+from lm_eval.utils import make_table
+
+from lm_eval_duel import demo
+
+path = sorted((demo.FOLDER / "results").glob("demo-bd/results_*.json"))[0]
+mine = json.loads(path.read_text())
+stranger = {**mine, "config": {name: part for name, part in mine["config"].items() if name != "duel"}}
+broken = {**mine, "config": {**mine["config"], "duel": {**mine["config"]["duel"], "tasks": 3}}}
+grouped = {**mine, "groups": {"all": mine["results"]["sotu"]}}
+plain = make_table(stranger)
+assert "fingerprint" not in plain
+assert make_table(broken) == plain
+assert make_table(grouped) == plain, "below the last table only"
+for last in (make_table(mine), make_table(grouped, "groups")):
+    assert last.count("| kind") == 1 and last.index("fingerprint") > last.index("| kind") > last.index("n-shot")
+"""
+
+
+def test_lm_evals_table_is_followed_by_one_of_kinds_and_errors():
+    """For results of our models, below the last table that lm-eval prints."""
+    python(TABLES)

@@ -14,8 +14,9 @@ from lm_eval.models.dummy import DummyLM
 from sqlitedict import SqliteDict
 
 from lm_eval_duel.errors import DuelError, InconsistentOutput
-from lm_eval_duel.harness import store, trace
+from lm_eval_duel.harness import store
 from lm_eval_duel.harness.store import Answers
+from lm_eval_duel.results import trace
 
 TEXTS = [("a b c",), ("d e",), ("f g h i",), ("a",)]
 

@@ -9,10 +9,11 @@ from harness_runs import ACCELERATE, TORCHRUN, evaluate, launch, read, write_tas
 from lm_eval.api.task import ConfigurableTask, Task
 
 from lm_eval_duel.errors import DuelError
-from lm_eval_duel.harness import patches, trace
+from lm_eval_duel.harness import patches
 from lm_eval_duel.harness.distributed import Ranks
 from lm_eval_duel.harness.lm import DuelMDM
 from lm_eval_duel.harness.scoring import Batch, make_request
+from lm_eval_duel.results import trace
 
 # ------------------------------------------------------------ dealing
 

@@ -14,10 +14,10 @@ from lm_eval_duel.core.windows import Window
 from lm_eval_duel.denoisers.filters import ties, warped
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.estimators.duel import DuelEstimator
-from lm_eval_duel.harness import trace
 from lm_eval_duel.harness.generation import key_of
 from lm_eval_duel.harness.lm import DuelMDM
 from lm_eval_duel.harness.scoring import make_request
+from lm_eval_duel.results import trace
 from lm_eval_duel.text.generation import KNOWN, LENGTHS, OTHERS, Settings
 
 NETWORKS = [Toy(length=9, seed=1), Toy(length=9, seed=2, honours_padding=False), BlockCausal(block=2, length=9, seed=3)]

@@ -10,7 +10,7 @@ from lm_eval_duel.harness.lm import DuelMDM
 from lm_eval_duel.harness.scoring import Evaluation
 from lm_eval_duel.harness.stats import Progress, RunStats, SoFar
 from lm_eval_duel.harness.store import Answers, ResponseCache
-from lm_eval_duel.harness.trace import Writer
+from lm_eval_duel.results.trace import Writer
 
 LONG = [(f"{letter} " + " ".join("bcdefghijklmnopqrstuvwxyz"),) for letter in "xy"]  # two windows each
 REQUESTS = {

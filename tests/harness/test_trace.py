@@ -7,8 +7,8 @@ import pytest
 from harness_requests import ask
 
 from lm_eval_duel.errors import DuelError
-from lm_eval_duel.harness import trace
 from lm_eval_duel.harness.lm import DuelMDM
+from lm_eval_duel.results import trace
 
 
 def writer(path, header, rank=0, ranks=1):

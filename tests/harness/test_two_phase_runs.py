@@ -6,8 +6,8 @@ import pytest
 from harness_requests import ask
 
 from lm_eval_duel.errors import DuelError
-from lm_eval_duel.harness import trace
 from lm_eval_duel.harness.lm import DuelMDM
+from lm_eval_duel.results import trace
 
 LETTERS = "a b c d e f g h i j k l m n o p q r s t"
 TEXTS = [(LETTERS,), (LETTERS[6:19],), ("",), (LETTERS[:23],), ("z y x",)]

@@ -14,7 +14,7 @@ from lm_eval_duel.cli.report import main
 from lm_eval_duel.core.scores import Score
 from lm_eval_duel.estimators import registry
 from lm_eval_duel.estimators.totals import Total
-from lm_eval_duel.harness import stats
+from lm_eval_duel.results.runs import SCHEMA
 
 COUNT = itertools.count()
 TOKENS = 1000  # of a task without documents
@@ -146,7 +146,7 @@ def ours(
         **(spec or {}),
     }
     duel = {
-        "schema": stats.SCHEMA,
+        "schema": SCHEMA,
         **{"estimator": estimator, "rule": rule, "block": None if block == "none" else int(block)},
         **{"dtype": spec["dtype"], "attention": attention, "weights": spec["weights"]},
         **{"bos": spec["special_tokens"].rpartition("bos=")[2], "cut_contexts": 0, "trace": None},

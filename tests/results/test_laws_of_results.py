@@ -17,12 +17,12 @@ from lm_eval_duel.core.scores import Value
 from lm_eval_duel.estimators import registry
 from lm_eval_duel.estimators.blocks import TwoPhaseBlocks
 from lm_eval_duel.estimators.registry import Kind
-from lm_eval_duel.harness.stats import SCHEMA
 from lm_eval_duel.results import compare as pairs
 from lm_eval_duel.results import read, stats
 from lm_eval_duel.results import stats as paired
 from lm_eval_duel.results.read import SCORE_VERSION
 from lm_eval_duel.results.rows import Row
+from lm_eval_duel.results.runs import SCHEMA
 from lm_eval_duel.results.table import Note, number
 
 SIZE = 40

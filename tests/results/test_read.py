@@ -13,10 +13,9 @@ from results import report as run
 from lm_eval_duel import demo
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.estimators import registry
-from lm_eval_duel.harness import stats
-from lm_eval_duel.harness.trace import files
-from lm_eval_duel.results import own_files, report, tables
+from lm_eval_duel.results import own_files, report, runs, tables
 from lm_eval_duel.results.own_files import stems
+from lm_eval_duel.results.trace import files
 
 TEXTS = [f"a text of number {n}" for n in range(4)]
 DOCS = {"sotu": documents((-30.0, -40.0, -50.0, -60.0), (10, 12, 14, 16), TEXTS)}
@@ -74,7 +73,7 @@ def test_random_edits(tmp_path, count, monkeypatch):
         ("config.duel.tasks.sotu.values.duel.log_prob", -10000.0, "log_prob"),
         ("config.duel.tasks.sotu.tokens", 51, "tokens"),
         ("config.spec.version", GONE, "version"),
-        ("config.duel.schema", stats.SCHEMA + 1, "schema"),
+        ("config.duel.schema", runs.SCHEMA + 1, "schema"),
         ("config.duel.schema", GONE, "schema"),
         ("config.duel.estimator", "fake", "Unknown estimator 'fake'"),
         ("config.duel.tasks.sotu.values.fake", {"log_prob": -90.0, "windows": 3}, "Unknown estimator or rule 'fake'"),
