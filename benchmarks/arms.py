@@ -79,7 +79,7 @@ def two_phase(bench: Bench) -> Arm | None:
     """The estimate of the same value. Its calls are spread over two networks, so it counts them itself."""
     if bench.settings.model.estimator != TwoPhase.name:
         return None
-    estimator = TwoPhase(bench.plain, *bench.layout, batch_size=bench.rows, **bench.settings.model.estimator_args)
+    estimator = TwoPhase(bench.plain, *bench.layout, bench.settings.model.estimator_args, batch_size=bench.rows)
 
     def more(result: Any) -> dict[str, Any]:
         sums = sum((score.blocks for score in result), TwoPhaseBlocks())
@@ -161,9 +161,7 @@ class Bench:
             return None
         every = set(range(plain.vocab_size))
         network = NoisedDiT(plain.network, "duo", plain.max_length, model.pretrained, every, None)
-        arguments = dict(model.estimator_args)
-        samples = arguments.pop("mc_samples")
-        return NoisedElbo(network, samples=samples, **arguments, batch_size=self.rows)
+        return NoisedElbo(network, model.estimator_args, batch_size=self.rows)
 
     @cached_property
     def recording(self) -> Recording:

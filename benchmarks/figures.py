@@ -121,7 +121,7 @@ def _described(settings: argparse.Namespace) -> dict[str, Any]:
     return {
         **{name: getattr(settings, name) for name in names},
         **{name: getattr(model, name) for name in ("pretrained", "block", "cache", "compile", "dtype", "estimator")},
-        **model.estimator_args,
+        **vars(model.estimator_args),
         "rule": str(model.rule),
         "batch_size": model.rows,
     }

@@ -17,7 +17,7 @@ import math
 import os
 import re
 from collections.abc import Callable, Iterable
-from typing import Any, TypeVar, get_args
+from typing import Any, get_args
 
 from lm_eval_duel.errors import DuelError, unknown
 
@@ -25,7 +25,6 @@ NOTHING = (None, "none", "None", "null")
 MAX_FACTOR = 1e20  # of logits: with a larger one they may overflow float32
 INTEGERS = 2**63  # integers of tensors are smaller
 MISSING = dataclasses.MISSING
-Taken = TypeVar("Taken", bound="Arguments")
 KEY = "argument"  # in the metadata of a dataclass field
 
 
@@ -128,11 +127,6 @@ class Arguments:
             if getattr(self, other) not in values:
                 wanted = " or ".join(f"{other}={value}" for value in values)
                 raise DuelError(f"'{name}'{self._owner} is read with {wanted} only; add {wanted}, or leave it out.")
-
-    @classmethod
-    def popped_from(cls: type[Taken], values: dict[str, Any]) -> Taken:
-        """The record of those values that are its own, which are removed from `values`."""
-        return cls(**{name: values.pop(name) for name in declared(cls) if name in values})
 
     @property
     def _owner(self) -> str:

@@ -20,6 +20,7 @@ from lm_eval_duel.arguments import (
     COUNT,
     TEXT,
     Argument,
+    Arguments,
     ArgumentType,
     argument,
     choice,
@@ -87,7 +88,8 @@ class Options(NetworkArguments):
         "duel",
         "[what is computed](estimators.md)",
     )
-    estimator_args: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # those that only this estimator reads
+    # those that only this estimator reads; None: their defaults
+    estimator_args: Arguments = dataclasses.field(default=None)  # type: ignore[assignment]
     draw_seed: int = argument(whole(0), 0, "seed of all random draws")
     order: Order = argument(
         choice(Order),
@@ -117,8 +119,8 @@ class Options(NetworkArguments):
     device: str | None = argument(TEXT, None, "`cpu`, `cuda`, `cuda:1`", unset="a GPU if there is one", identity=False)
 
     def __post_init__(self) -> None:
-        defaults = {name: argument.default for name, argument in registry.find(self.estimator).arguments.items()}
-        object.__setattr__(self, "estimator_args", {**defaults, **self.estimator_args})
+        if self.estimator_args is None:
+            object.__setattr__(self, "estimator_args", registry.find(self.estimator).record())
 
     @classmethod
     @usage()
@@ -151,11 +153,11 @@ class Options(NetworkArguments):
             raise DuelError(
                 f"bos={values['bos']} places the special tokens of each row itself, so it needs windows=independent."
             )
-        registry.check_arguments(values, values.get("estimator", "duel"))
+        entry = registry.find(values.get("estimator", "duel"))
+        registry.check_arguments(values, entry.name)
         estimator_args = {key: values.pop(key) for key in estimators if key in values}
-        options = cls(rule=rule, estimator_args=estimator_args, **values)
-        entry = registry.find(options.estimator)
-        entry.check(options, entry.own(**options.estimator_args))
+        options = cls(rule=rule, estimator_args=entry.record(**estimator_args), **values)
+        entry.check(options)
         _check_cache(options, arguments.get("cache"))
         return options
 

@@ -51,7 +51,7 @@ OF_ESTIMATORS = (
     ("elbo", "mc_samples", None, 128),
     ("elbo", "elbo_form", None, "auto"),
     ("elbo", "elbo_block", "none", None),
-    ("sampled_confidence", "n", None, None),
+    ("sampled_confidence", "n", None, 1),
     ("sampled_confidence", "schedule", None, "even"),
     ("sampled_confidence", "schedule", "dream", "dream"),
     ("sampled_confidence", "tau", "0.85", 0.85),
@@ -70,20 +70,20 @@ def test_values_of_estimators():
     for estimator, key, value, expected in OF_ESTIMATORS:
         steps = {"steps": 2} if value == "dream" else {}
         options = Options.parse({"estimator": estimator, "block": 4, key: value, **steps})
-        assert options.estimator_args[key] == expected and options.rule == rules.Greedy(), (key, value)
+        assert getattr(options.estimator_args, key) == expected and options.rule == rules.Greedy(), (key, value)
     with pytest.raises(DuelError, match=r"'mc_samples' .*estimator=elbo"):
         Options.parse({"mc_samples": 64})
 
 
 def test_rules_of_the_lattice():
     asked = {"estimator": "oracle", "block": 4, "lattice_rules": "greedy+margin:k=2+threshold:mu=0.9"}
-    assert [str(rule) for rule in Options.parse(asked).estimator_args["lattice_rules"]] == [
+    assert [str(rule) for rule in Options.parse(asked).estimator_args.lattice_rules] == [
         "greedy:k=1",
         "margin:k=2",
         "threshold:mu=0.9",
     ]
-    assert Options.parse({"estimator": "oracle", "lattice_rules": "none"}).estimator_args["lattice_rules"] == ()
-    assert Options.parse({"estimator": "oracle"}).estimator_args["lattice_rules"] is None
+    assert Options.parse({"estimator": "oracle", "lattice_rules": "none"}).estimator_args.lattice_rules == ()
+    assert Options.parse({"estimator": "oracle"}).estimator_args.lattice_rules is None
 
 
 WRONG_RULES = (
@@ -231,5 +231,5 @@ def test_a_rule_does_not_apply_to_random_tokens():
     for given in ({"rule": "greedy"}, {"k": 2}, {"preset": "llada", "steps": 4}):
         with pytest.raises(UsageError, match=f"noised_elbo.*Leave {next(iter(given))} out"):
             Options.parse({**given, "estimator": "noised_elbo"})
-    assert Options.parse({"estimator": "noised_elbo", "steps": 4}).estimator_args["steps"] == 4
+    assert Options.parse({"estimator": "noised_elbo", "steps": 4}).estimator_args.steps == 4
     Options.parse({"rule": "greedy", "estimator": "elbo"})  # random unmasking: the rule is not read

@@ -18,6 +18,7 @@ from toys import Toy
 from lm_eval_duel import Duel
 from lm_eval_duel.core.hashing import hashed, uniform
 from lm_eval_duel.core.windows import Window
+from lm_eval_duel.estimators.arguments import ElboArguments, TwoPhaseArguments
 from lm_eval_duel.estimators.elbo import Elbo
 from lm_eval_duel.estimators.totals import Total
 from lm_eval_duel.estimators.two_phase import TwoPhase
@@ -69,7 +70,9 @@ def test_blocks_are_drawn_independently_with_the_same_share(share):
     windows = texts(700, 12, seed=1)
     drawn = {}
     for seed in (0, 1):
-        weights = TwoPhase(Attends(length=12), "greedy", 3, sample=share, seed=seed).weights(windows)  # (N, 4)
+        weights = TwoPhase(Attends(length=12), "greedy", 3, TwoPhaseArguments(share), draw_seed=seed).weights(
+            windows
+        )  # (N, 4)
         assert set(weights.unique().tolist()) == {0.0, 1 / share}
         z = ((weights > 0).double() - share) / math.sqrt(share * (1 - share))  # (N, 4)
         assert abs(float(z.mean())) < 4 / math.sqrt(z.numel()), "the share of drawn blocks"
@@ -84,9 +87,9 @@ def test_blocks_are_drawn_independently_with_the_same_share(share):
 # ---------------------------------------------------------------- draws of bounds
 
 BOUNDS = {
-    "elbo": lambda seed: Elbo(Toy(length=6), samples=16, seed=seed),
-    "elbo in blocks": lambda seed: Elbo(Toy(length=6), 3, samples=16, seed=seed),
-    "elbo by ratio": lambda seed: Elbo(Toy(length=6), samples=16, form="ratio", seed=seed),
+    "elbo": lambda seed: Elbo(Toy(length=6), ElboArguments(16), draw_seed=seed),
+    "elbo in blocks": lambda seed: Elbo(Toy(length=6), ElboArguments(16, elbo_block=3), draw_seed=seed),
+    "elbo by ratio": lambda seed: Elbo(Toy(length=6), ElboArguments(16, "ratio"), draw_seed=seed),
     "random tokens": lambda seed: (
         Duel(NoisyToy(length=6), estimator="noised_elbo", mc_samples=16, draw_seed=seed).estimator
     ),
@@ -129,7 +132,7 @@ def test_an_elbo_masks_every_number_and_every_place_equally_often(block):
     windows = texts(40, 8, seed=5)
     counts, places = {}, {}
     for window in windows:
-        for draw in Elbo(Toy(length=8), block, samples=16, seed=7).draws(window):
+        for draw in Elbo(Toy(length=8), ElboArguments(16, elbo_block=block), draw_seed=7).draws(window):
             for n, (masked, _) in enumerate(draw):
                 counts.setdefault(n, []).append(len(masked))
                 places.setdefault(n, []).extend(masked)

@@ -11,6 +11,7 @@ from pages import ROOT
 
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.denoisers import load
+from lm_eval_duel.estimators.arguments import NoisedElboArguments
 from lm_eval_duel.estimators.noised_elbo import NoisedElbo
 
 
@@ -21,7 +22,7 @@ def test_the_loss_of_duo_estimates_the_bound(tmp_path, monkeypatch):
     denoiser = load(path, device="cpu", tokenizer=dit_reference.words(12))
     denoiser.network.output_layer.linear.weight.data *= 0.3  # as written it is sure of wrong tokens: a wide error
     end, target = 3, (5, 9, 1, 1, 4, 8)
-    [score] = NoisedElbo(denoiser, samples=4096).log_prob([Window((end,), target)])
+    [score] = NoisedElbo(denoiser, NoisedElboArguments(4096)).log_prob([Window((end,), target)])
     rows, generator = torch.tensor([target] * 128), torch.Generator().manual_seed(0)
     with torch.inference_mode():
         draws = [train_demo.duo_loss(denoiser.network, rows, end, generator).item() for _ in range(32)]

@@ -26,7 +26,6 @@ from scipy.stats import spearmanr
 
 from lm_eval_duel import Duel, Window, load
 from lm_eval_duel.core.denoiser import Denoiser
-from lm_eval_duel.estimators.elbo import Elbo
 
 PACKAGE, SHA256 = "antiberty==0.1.3", "30d910992b190013871bac49cdc032e01a19339f7d2b958ab99b0eb44638352a"
 FILES = ("AntiBERTy_md_smooth/config.json", "AntiBERTy_md_smooth/pytorch_model.bin", "vocab.txt")
@@ -92,7 +91,7 @@ def measure(network: Denoiser, sequences: list[str], draws: int = 128) -> list[d
     columns = {"pseudo": pseudo_log_likelihoods(network, sequences)}
     for rule in RULES:
         columns[rule] = [score.log_prob for score in Duel(network, rule, block=None).log_prob(windows)]
-    bounds = Elbo(network, block=None, samples=draws).log_prob(windows)
+    bounds = Duel(network, estimator="elbo", mc_samples=draws, elbo_block=None).log_prob(windows)
     columns |= {"ELBO": [bound.log_prob for bound in bounds], "error": [bound.stderr for bound in bounds]}
     return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
 

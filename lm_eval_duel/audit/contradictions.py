@@ -60,7 +60,12 @@ def contradictions(estimator: Estimator, checked: Sequence[CheckedWindow]) -> He
         held.hold("the order of the values over all orders", _lattice(estimator, windows))
     if isinstance(estimator, DuelEstimator) and exact:
         held.hold(f"the best order of {len(exact)} windows", _below_oracle(windows, exact))
-    if isinstance(estimator, Elbo) and exact and not estimator.eps and estimator.form != "score_entropy":
+    if (
+        isinstance(estimator, Elbo)
+        and exact
+        and not estimator.arguments.elbo_eps
+        and estimator.arguments.elbo_form != "score_entropy"
+    ):
         held.hold(f"the mean over all orders of {len(exact)} windows", _elbo(estimator, windows, exact))
     if isinstance(estimator, TwoPhase) and sum(_blocks(each).drawn for each in windows) >= FEW:
         held.hold("the exact value", _two_phase(estimator, windows))
@@ -127,7 +132,7 @@ def _elbo(elbo: Elbo, windows: Sequence[CheckedWindow], exact: dict[int, dict[st
         return
     error = math.hypot(*(error or 0.0 for error in errors))
     above = math.fsum(windows[n].log_prob - exact[n]["elbo_exact"] for n in once)
-    if above > ERRORS * error + 1e-4 or (elbo.form == "count" and above < -ERRORS * error - 1e-4):
+    if above > ERRORS * error + 1e-4 or (elbo.arguments.elbo_form == "count" and above < -ERRORS * error - 1e-4):
         yield (
             f"the ELBO of {len(errors)} windows is {above:+.4f} nats from its exact value, which is "
             f"{abs(above) / max(error, 1e-12):.1f} of its standard errors"
@@ -164,7 +169,7 @@ def _draws(estimator: Estimator, windows: Sequence[Window]) -> Iterator[tuple[st
     elif isinstance(estimator, TwoPhase):
         weights = [estimator.weights([window])[0] for window in windows]
         drawn = torch.cat([weight[: len(estimator.blocks(w))] for weight, w in zip(weights, windows, strict=True)]) > 0
-        share = estimator.sample
+        share = estimator.arguments.sample
         found = {"share of drawn blocks": (drawn.double() - share, share * (1 - share) * len(drawn))}
     elif isinstance(estimator, NoisedElbo) and not estimator.block and estimator.conditioning == "none":
         found = _noised_draws(estimator, windows)
@@ -195,8 +200,8 @@ def _elbo_draws(elbo: Elbo, windows: Sequence[Window]) -> dict[str, tuple[torch.
                     share = (n - 0.5) / m - 0.5  # n is uniform on 1..m
                     spread = (1 - 1 / m**2) / 12
                 else:
-                    share, spread = (t - elbo.eps) / (1 - elbo.eps) - 0.5, 1 / 12
-                    chance = t * (1 - NOISE_EPS) if elbo.form == "score_entropy" else t
+                    share, spread = (t - elbo.arguments.elbo_eps) / (1 - elbo.arguments.elbo_eps) - 0.5, 1 / 12
+                    chance = t * (1 - NOISE_EPS) if elbo.arguments.elbo_form == "score_entropy" else t
                     given.append(n - m * chance)
                     variances["given"] += m * chance * (1 - chance)
                 variances["square"] += 1 / 180  # of the square of a number that is uniform on -1/2..1/2

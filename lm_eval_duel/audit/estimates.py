@@ -198,9 +198,9 @@ def value(estimator: Estimator, network: OneRow, window: Window, score: Score) -
 
 
 def _elbo(elbo: Elbo, network: OneRow, window: Window, score: Score) -> Recomputed | str:
-    if elbo.form == "score_entropy":
+    if elbo.arguments.elbo_form == "score_entropy":
         return "the reference does not have SEDD's own loss"
-    if elbo.eps:
+    if elbo.arguments.elbo_eps:
         return "the reference has no elbo_eps: the value is no bound"
     values = reference.elbo(network.x, network.blocks, network, network.m, elbo.draws(window))
     return _monte_carlo(values, elbo.replicates, score, nats_tolerance(len(window.target)))
@@ -217,7 +217,7 @@ def _noised_elbo(elbo: NoisedElbo, network: OneRow, window: Window, score: Score
         features = denoiser.features(z[None].to(denoiser.device), None, **denoiser.noise_inputs(time))[0]
         return denoiser.head(features).double().masked_fill(denoiser.excluded, -math.inf)
 
-    draws, by_mean = elbo.draws(window), elbo.prediction == "denoiser"
+    draws, by_mean = elbo.draws(window), elbo.arguments.prediction == "denoiser"
     values = reference.noised_elbo(network.x, network.scored, logits_of, noise_of(elbo), draws, by_mean)
     return _monte_carlo(values, elbo.replicates, score, nats_tolerance(len(window.target)))
 
@@ -266,10 +266,10 @@ def _two_phase(estimator: TwoPhase, network: OneRow, window: Window, score: Scor
                 tied = True
             else:
                 pairs |= pair
-    pairs |= {f"weight of block {n}": (blocks.weights[n], 1 / estimator.sample) for n in drawn}
+    pairs |= {f"weight of block {n}": (blocks.weights[n], 1 / estimator.arguments.sample) for n in drawn}
     if tied and not unequal(pairs, noise):
         return "an estimate records no order, and blocks with ties have other values along the reference's"
-    estimate, error = reference.two_phase([*g.values()], f, estimator.sample)
+    estimate, error = reference.two_phase([*g.values()], f, estimator.arguments.sample)
     pairs |= {} if score.stderr is None else {"stderr": (score.stderr, error)}
     return Recomputed(estimate, problems=unequal(pairs, noise))
 
@@ -282,7 +282,7 @@ def _of_block(network: OneRow, F: reference.Rule, n: int) -> float:
 
 
 def _confidence(estimator: SampledConfidence, network: OneRow) -> Select:
-    args = estimator.own
+    args = estimator.arguments
     scale = 1.0 if args.confidence == "tempered" else untempered(estimator.denoiser)
     if args.steps is None:
         count: Count = lambda size, left, t: min(args.n or 1, left)  # noqa: E731
@@ -292,7 +292,8 @@ def _confidence(estimator: SampledConfidence, network: OneRow) -> Select:
 
 
 def _order(estimator: SampledOrder, network: OneRow) -> Select:
-    return drawn_positions(network.x, estimator.own.alg, estimator.own.steps, estimator.own.alg_temp)
+    args = estimator.arguments
+    return drawn_positions(network.x, args.alg, args.steps, args.alg_temp)
 
 
 def unequal(pairs: dict[str, tuple[float, float]], noise: float) -> tuple[str, ...]:

@@ -97,7 +97,7 @@ def _options(options: Options, name: str) -> Options:
     """The run's options with another estimator, whose own arguments have their defaults."""
     if name == options.estimator:
         return options
-    return dataclasses.replace(options, estimator=name, estimator_args={})
+    return dataclasses.replace(options, estimator=name, estimator_args=None)
 
 
 def _timed(lm: DuelMDM, estimator: Estimator, windows: Sequence[Window]) -> TimedEstimator:
@@ -113,12 +113,10 @@ def _timed(lm: DuelMDM, estimator: Estimator, windows: Sequence[Window]) -> Time
         seconds = _seconds(estimator, sample)
     share = sum(len(window.target) for window in sample) / sum(len(window.target) for window in windows)
     counts: dict[str, Any] = {}
-    entry = registry.find(estimator.name)
-    gives = entry.kind.value
-    if (method := _method(lm, estimator)) is not None:
-        every = cost.sum_over(cost.layouts(windows), method.cost)
-        share = cost.sum_over(cost.layouts(sample), method.cost).token_rows / every.token_rows
-        gives = method.gives
+    gives = registry.kind_of(estimator.name, estimator.describe())
+    if (count := cost.count_of(estimator)) is not None:
+        every = cost.sum_over(cost.layouts(windows), count)
+        share = cost.sum_over(cost.layouts(sample), count).token_rows / every.token_rows
         calls = max(int(every.longest), math.ceil(every.weight / estimator.budget.tokens))
         counts = {"nfe": every.nfe or None, "calls": calls, "rows": every.rows, "token_rows": every.token_rows}
     memory = peak_memory(lm.denoiser.device)
@@ -129,18 +127,6 @@ def _seconds(estimator: Estimator, windows: Sequence[Window]) -> float:
     began = time.perf_counter()
     estimator.log_prob(windows)
     return time.perf_counter() - began
-
-
-def _method(lm: DuelMDM, estimator: Estimator) -> cost.Method | None:
-    """The formula that counts what the estimator does, if there is one."""
-    denoiser = lm.denoiser
-    rule = LeftToRight() if denoiser.attention == "causal" else rule_for(denoiser, lm.options.rule)
-    setting = cost.Setting(denoiser, rule, estimator.block, estimator.grid)
-    entry = registry.find(estimator.name)
-    own = lm.options.estimator_args if estimator.name == lm.options.estimator else {}
-    wanted = {"duel": lm.options.cache or "exact", "ar": "chain"}.get(estimator.name, estimator.name)
-    methods = {method.name.split()[0]: method for method in cost.methods(setting, entry, own)}
-    return methods.get("lattice" if entry.lattice else wanted)
 
 
 # ---------------------------------------------------------------- views

@@ -6,7 +6,7 @@ import dataclasses
 import math
 from typing import Any
 
-from lm_eval_duel import rules
+from lm_eval_duel import fingerprint, rules
 from lm_eval_duel.arguments import (
     BLOCK,
     COUNT,
@@ -17,6 +17,7 @@ from lm_eval_duel.arguments import (
     ArgumentType,
     argument,
     choice,
+    declared,
     number,
     whole,
 )
@@ -29,7 +30,28 @@ SCORED_ORDERS = ("entropy", "topk_margin")
 
 
 @dataclasses.dataclass(frozen=True)
-class ElboArguments(Arguments):
+class EstimatorArguments(Arguments):
+    """Base of the arguments of an estimator, which its constructor takes. An estimator without any takes none."""
+
+    def describe(self) -> dict[str, object]:
+        """The entries of the spec: the arguments that define a number and have a value."""
+        spec: dict[str, object] = {}
+        for name, arg in declared(self).items():
+            value = getattr(self, name)
+            if arg.identity and value is not None:
+                spec[name] = _in_spec(value)
+        return spec
+
+
+def _in_spec(value: Any) -> object:
+    """A value as it stands in a spec: a truth value as a user types it, a number in its fewest digits."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    return fingerprint.number(value) if isinstance(value, float) else value
+
+
+@dataclasses.dataclass(frozen=True)
+class ElboArguments(EstimatorArguments):
     """Arguments of the Monte Carlo ELBO."""
 
     mc_samples: int = argument(COUNT, 128, "draws of a window")
@@ -48,6 +70,9 @@ class ElboArguments(Arguments):
         if self.elbo_eps and self.elbo_form == "count":
             raise DuelError("'elbo_eps' is the least ratio, of elbo_form=ratio; counts have none. Leave one out.")
 
+    def describe(self) -> dict[str, object]:
+        return {**super().describe(), "elbo_block": self.elbo_block, "elbo_eps": self.elbo_eps}  # none and 0.0, too
+
 
 def _steps(value: Any) -> float:
     """A number of steps, or inf."""
@@ -55,7 +80,7 @@ def _steps(value: Any) -> float:
 
 
 @dataclasses.dataclass(frozen=True)
-class NoisedElboArguments(Arguments):
+class NoisedElboArguments(EstimatorArguments):
     """Arguments of the bound under random tokens."""
 
     mc_samples: int = argument(COUNT, 128, "draws of a window")
@@ -87,7 +112,7 @@ def _temperatures(value: Any) -> tuple[float, float, int]:
 
 
 @dataclasses.dataclass(frozen=True)
-class CommitOnceArguments(Arguments):
+class CommitOnceArguments(EstimatorArguments):
     """Arguments of samplers that commit tokens once, for networks whose noise is random tokens."""
 
     noise_seed: int | None = argument(
@@ -121,7 +146,7 @@ class SeedsArguments(CommitOnceArguments):
 
 
 @dataclasses.dataclass(frozen=True)
-class TwoPhaseArguments(Arguments):
+class TwoPhaseArguments(EstimatorArguments):
     """Arguments of the two-phase estimator."""
 
     sample: float = argument(
@@ -132,8 +157,9 @@ class TwoPhaseArguments(Arguments):
 
 
 def _rules(value: Any) -> tuple[rules.Rule, ...]:
-    """Rules of a text such as greedy+margin:k=2, each of which is state-only."""
-    parsed = value if isinstance(value, tuple) else tuple(rules.parse(text) for text in str(value).split("+"))
+    """Rules, or their texts, or one text such as greedy+margin:k=2; each rule is state-only."""
+    each = value if isinstance(value, list | tuple) else str(value).split("+")
+    parsed = tuple(rule if isinstance(rule, rules.Rule) else rules.parse(str(rule)) for rule in each)
     for rule in parsed:
         if not rule.state_only:
             raise DuelError(
@@ -144,7 +170,7 @@ def _rules(value: Any) -> tuple[rules.Rule, ...]:
 
 
 @dataclasses.dataclass(frozen=True)
-class LatticeArguments(Arguments):
+class LatticeArguments(EstimatorArguments):
     """Arguments of the estimators over all orders."""
 
     lattice_rules: tuple[rules.Rule, ...] | None = argument(
@@ -158,7 +184,7 @@ class LatticeArguments(Arguments):
 
 
 @dataclasses.dataclass(frozen=True)
-class ConfidenceArguments(Arguments):
+class ConfidenceArguments(EstimatorArguments):
     """Arguments of samplers that select after sampling."""
 
     n: int | None = argument(COUNT, None, "draws kept at a step; 1 if `steps` is not given either")
@@ -180,6 +206,16 @@ class ConfidenceArguments(Arguments):
                 raise DuelError(f"'steps' ({self.steps}) and '{name}' ({value}) exclude each other; leave one out.")
         if self.steps is None and self.schedule == "dream":
             raise DuelError("schedule=dream spreads a block over a number of steps; pass steps=<number>, too.")
+        if self.steps is None and self.n is None:
+            object.__setattr__(self, "n", 1)
+
+    def describe(self) -> dict[str, object]:
+        spec = super().describe()
+        if self.steps is None:
+            del spec["schedule"]
+        if self.tau is None:
+            del spec["strict"]
+        return spec
 
 
 def _order(value: Any) -> str:
@@ -193,7 +229,7 @@ def _order(value: Any) -> str:
 
 
 @dataclasses.dataclass(frozen=True)
-class OrderArguments(Arguments):
+class OrderArguments(EstimatorArguments):
     """Arguments of samplers that draw positions."""
 
     alg: str = argument(

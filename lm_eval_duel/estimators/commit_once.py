@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 
+from lm_eval_duel.arguments import declared
 from lm_eval_duel.core.denoiser import Denoiser
 from lm_eval_duel.core.noise import CommitOnce
 from lm_eval_duel.errors import DuelError
@@ -22,8 +23,9 @@ def commit_once(denoiser: Denoiser, own: CommitOnceArguments, name: str) -> Deno
     Raises:
         DuelError: If an argument has no meaning for this network.
     """
-    trained, default = denoiser.noise_training, CommitOnceArguments()
-    given = [key for key, value in vars(own).items() if value != getattr(default, key)]
+    trained = denoiser.noise_training
+    default = CommitOnceArguments()
+    given = [key for key in declared(default) if getattr(own, key) != getattr(default, key)]
     if trained is None:
         if given:
             raise DuelError(

@@ -46,8 +46,7 @@ class DuelEstimator(Estimator):
     Args:
         denoiser, block: As in `Estimator`.
         rule: The unmasking rule, such as "greedy:k=2", or an instance of `Rule`.
-        noise_seed, prediction, self_conditioning, temperatures: For a network whose noise is random tokens; see
-            `CommitOnceArguments`.
+        arguments: For a network whose noise is random tokens.
         layout: The other arguments of `Estimator`.
 
     Raises:
@@ -64,16 +63,12 @@ class DuelEstimator(Estimator):
         denoiser: Denoiser,
         rule: str | rules.Rule = "greedy",
         block: int | str | None = "auto",
-        *,
-        noise_seed: int | None = None,
-        prediction: str = "auto",
-        self_conditioning: str = "auto",
-        temperatures: tuple[float, float, int] | None = None,
+        arguments: CommitOnceArguments | None = None,
         **layout: Any,
     ):
-        of_noise = CommitOnceArguments(noise_seed, prediction, self_conditioning, temperatures)
-        denoiser = commit_once(denoiser, of_noise, self.name)
-        self.noise_seed = of_noise.noise_seed or 0
+        arguments = arguments or CommitOnceArguments()
+        denoiser = commit_once(denoiser, arguments, self.name)
+        self.noise_seed = arguments.noise_seed or 0
         self.note = "" if denoiser.noise_training is None else f"given the noise of seed {self.noise_seed}"
         self.empty_score = dataclasses.replace(self.empty_score, note=self.note)
         self.rule = rule_for(denoiser, rules.parse(rule) if isinstance(rule, str) else rule)

@@ -18,12 +18,13 @@ from typing import Any
 
 import torch
 
+from lm_eval_duel import rules
 from lm_eval_duel.core.denoiser import Denoiser
 from lm_eval_duel.core.reveal import WindowGroup
 from lm_eval_duel.core.scores import IndexedScores, Kind, Score, Value, known_sum
 from lm_eval_duel.core.windows import Window, target_parts
 from lm_eval_duel.errors import DuelError
-from lm_eval_duel.estimators.arguments import SeedsArguments
+from lm_eval_duel.estimators.arguments import CommitOnceArguments, SeedsArguments
 from lm_eval_duel.estimators.commit_once import noise_spec
 from lm_eval_duel.estimators.duel import DuelEstimator
 from lm_eval_duel.estimators.registry import LOG_MEAN
@@ -36,8 +37,8 @@ class DuelSeeds(DuelEstimator):
 
     Args:
         denoiser: A network whose noise is random tokens.
-        noise_seeds: The number of seeds, from `noise_seed` on.
-        more: The other arguments of `DuelEstimator`.
+        rule, block, layout: As in `DuelEstimator`.
+        arguments: The number of seeds, and what each `DuelEstimator` takes.
 
     Raises:
         DuelError: If the noise of the network is masks, which have no seeds.
@@ -47,12 +48,19 @@ class DuelSeeds(DuelEstimator):
     decodes = False
     takes_noise = "only"
 
-    def __init__(self, denoiser: Denoiser, *arguments: Any, noise_seeds: int = 8, **more: Any):
+    def __init__(
+        self,
+        denoiser: Denoiser,
+        rule: str | rules.Rule = "greedy",
+        block: int | str | None = "auto",
+        arguments: SeedsArguments | None = None,
+        **layout: Any,
+    ):
         if denoiser.noise_training is None:
             raise DuelError(f"estimator={self.name} is for networks whose noise is random tokens; use estimator=duel.")
-        own = SeedsArguments(noise_seeds=noise_seeds)
-        super().__init__(denoiser, *arguments, **more)
-        self.seeds = range(self.noise_seed, self.noise_seed + own.noise_seeds)
+        arguments = arguments or SeedsArguments()
+        super().__init__(denoiser, rule, block, arguments, **layout)
+        self.seeds = range(self.noise_seed, self.noise_seed + arguments.noise_seeds)
         self.note = f"in expectation over noise, from {len(self.seeds)} seeds"
         zeros = (0.0,) * len(self.seeds)
         of_mean = Score(0.0, kind=Kind.UPPER_BOUND, note=self.note, seeds=zeros if len(zeros) >= EFFECTIVE else ())
@@ -66,7 +74,8 @@ class DuelSeeds(DuelEstimator):
 
     def of_seed(self, seed: int) -> DuelEstimator:
         """The likelihood given the noise of one seed."""
-        duel = DuelEstimator(self.denoiser, self.rule, self.block, grid=self.grid, noise_seed=seed)
+        noise = CommitOnceArguments(noise_seed=seed)
+        duel = DuelEstimator(self.denoiser, self.rule, self.block, noise, grid=self.grid)
         return duel.with_denoiser(self.denoiser)  # as it is, with its arguments of commit-once sampling
 
     def lanes(self, window: Window) -> int:

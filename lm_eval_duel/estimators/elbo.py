@@ -59,8 +59,10 @@ SHIFT = 2  # key of the random numbers: a replicate's shift
 class MonteCarloBound(Estimator):
     """The mean of weighted draws. Subclasses implement `drawn` and `terms`."""
 
-    def __init__(self, denoiser: Denoiser, block: int | str | None, samples: int, seed: int, **layout: Any):
-        self.samples, self.seed, self.replicates = samples, seed, replicates(samples)
+    def __init__(self, denoiser: Denoiser, block: int | str | None, samples: int, draw_seed: int, **layout: Any):
+        self.samples = samples
+        self.draw_seed = draw_seed
+        self.replicates = replicates(samples)
         if samples < REPLICATES:
             log.warning(
                 "mc_samples=%d is less than %d, too few for a Monte Carlo standard error: stderr is null, and only the "
@@ -109,7 +111,7 @@ class MonteCarloBound(Estimator):
 
     def strata(self, group: WindowGroup, lanes: Lanes, draw: torch.Tensor) -> torch.Tensor:
         """The stratified uniform number of each draw, (R,)."""
-        shift = uniform(group.keys[lanes.row], self.seed, SHIFT, draw % self.replicates)  # (R,)
+        shift = uniform(group.keys[lanes.row], self.draw_seed, SHIFT, draw % self.replicates)  # (R,)
         of_draw = (draw // self.replicates).double() / (self.samples // self.replicates)  # (R,)
         return (shift + of_draw + self.block_numbers(lanes).double() * GOLDEN) % 1
 
@@ -179,13 +181,13 @@ class Elbo(MonteCarloBound):
 
     Args:
         denoiser: A network that is not autoregressive.
-        block: The positions that are masked together. None: the whole target. A number: one block, with the targets
-            before it and [MASK] after it. "auto": the trained block of a block-causal network, else None.
-        samples: Draws of each window. Fewer than 16 have no standard error.
-        form: How positions are masked and weighted: "count", "ratio", "score_entropy" (SEDD only, whole target only),
-            or "auto", score_entropy for SEDD and else count. docs/estimators.md has the formulas.
-        eps: The least t of "ratio" and "score_entropy". Above 0 the value is not a bound.
-        seed: The seed of the draws.
+        arguments: `elbo_block`: the positions that are masked together. None: the whole target. A number: one block,
+            with the targets before it and [MASK] after it. "auto": the trained block of a block-causal network, else
+            None. `elbo_form`: how positions are masked and weighted: "count", "ratio", "score_entropy" (SEDD only,
+            whole target only), or "auto", score_entropy for SEDD and else count; docs/estimators.md has the formulas.
+            `elbo_eps`: the least t of "ratio" and "score_entropy"; above 0 the value is not a bound. `mc_samples`:
+            draws of each window; fewer than 16 have no standard error.
+        draw_seed: The seed of the draws.
         layout: The other arguments of `Estimator`.
 
     Raises:
@@ -195,41 +197,27 @@ class Elbo(MonteCarloBound):
     name = "elbo"
 
     def __init__(
-        self,
-        denoiser: Denoiser,
-        block: int | str | None = "auto",
-        *,
-        samples: int = 128,
-        form: str = "auto",
-        eps: float = 0.0,
-        seed: int = 0,
-        **layout: Any,
+        self, denoiser: Denoiser, arguments: ElboArguments | None = None, *, draw_seed: int = 0, **layout: Any
     ):
         if denoiser.attention == "causal":
             raise DuelError("An autoregressive network needs no bound: use estimator=ar.")
         check_every_order(denoiser, self.name)
+        arguments = arguments or ElboArguments()
+        block = arguments.elbo_block
         if block == "auto":
             block = denoiser.block  # the trained one; None: the whole target
-        own = ElboArguments(samples, resolve_form(denoiser, form, block), elbo_eps=eps)
-        self.form, self.eps = own.elbo_form, own.elbo_eps
-        super().__init__(denoiser, block, own.mc_samples, seed, **layout)
+        form = resolve_form(denoiser, arguments.elbo_form, block)
+        super().__init__(denoiser, block, arguments.mc_samples, draw_seed, **layout)
+        self.arguments = dataclasses.replace(arguments, elbo_form=form, elbo_block=self.block)
 
     def describe(self) -> dict[str, object]:
-        spec = {"grid": self.grid} if self.block else {}  # for a whole target all grids are equal
-        if self.form == "score_entropy":
+        spec: dict[str, object] = {"grid": self.grid} if self.block else {}  # for a whole target all grids are equal
+        if self.arguments.elbo_form == "score_entropy":
             spec["sigma"] = "that of each draw"
-        return {
-            **spec,
-            "estimator": self.name,
-            "elbo_form": self.form,
-            "elbo_block": self.block,
-            "elbo_eps": float(self.eps),
-            "mc_samples": self.samples,
-            "draw_seed": self.seed,
-        }
+        return {**spec, "estimator": self.name, **self.arguments.describe(), "draw_seed": self.draw_seed}
 
     def score_group(self, group: WindowGroup) -> IndexedScores:
-        if self.form == "score_entropy":
+        if self.arguments.elbo_form == "score_entropy":
             at_level: Any = self.denoiser.open  # only SEDD's takes a noise level
             opened = partial(at_level, level=lambda lanes: lanes.memory[1][:, 0])
             group = dataclasses.replace(group, opened=opened)
@@ -258,16 +246,16 @@ class Elbo(MonteCarloBound):
         Their memory is the weight of each position, and SEDD's noise level.
         """
         t, position = self._levels(group, lanes, draw), lanes.columns - lanes.origin[:, None]  # (R,), (R, W)
-        keys = group.keys[lanes.row][:, None], self.seed, POSITIONS, draw[:, None], position  # (R, W)
+        keys = group.keys[lanes.row][:, None], self.draw_seed, POSITIONS, draw[:, None], position  # (R, W)
         level: tuple[torch.Tensor, ...] = ()
-        if self.form == "count":
+        if self.arguments.elbo_form == "count":
             m = lanes.masked.sum(1)  # (R,)
             count = 1 + (m * t).long().minimum(m - 1)  # (R,)
             masked = lanes.masked & (rank(torch.where(lanes.masked, hashed(*keys), LAST)) < count[:, None])
             weight = m.double() / count  # (R,)
         else:
             chance, weight = t, 1 / t  # (R,) each
-            if self.form == "score_entropy":
+            if self.arguments.elbo_form == "score_entropy":
                 level = (cast(Any, self.denoiser).schedule(t),)  # (R,)
                 chance, weight = -torch.expm1(-level[0]), torch.expm1(level[0]) / t
             masked = lanes.masked & (uniform(*keys) < chance[:, None])  # (R, W)
@@ -276,7 +264,8 @@ class Elbo(MonteCarloBound):
 
     def _levels(self, group: WindowGroup, lanes: Lanes, draw: torch.Tensor) -> torch.Tensor:
         """t of each draw, uniform in (eps, 1); for counts, which have no eps, the share that l is made of, (R,)."""
-        return self.eps + (1 - self.eps) * self.strata(group, lanes, draw)
+        eps = self.arguments.elbo_eps
+        return eps + (1 - eps) * self.strata(group, lanes, draw)
 
     def draws(self, window: Window) -> list[list[tuple[list[int], float | None]]]:
         """The draws of a window: of each span the masked columns, and t unless `form` is "count"."""
@@ -286,7 +275,9 @@ class Elbo(MonteCarloBound):
             what = group, lanes, torch.full_like(lanes.row, number)
             masked, levels = self._masked(*what).masked, self._levels(*what).tolist()
             columns = [lanes.columns[r][masked[r]].tolist() for r in range(len(lanes))]
-            found.append([*zip(columns, levels if self.form != "count" else [None] * len(lanes), strict=True)])
+            found.append(
+                [*zip(columns, levels if self.arguments.elbo_form != "count" else [None] * len(lanes), strict=True)]
+            )
         return found
 
     def terms(self, step: Step) -> tuple[torch.Tensor, torch.Tensor]:

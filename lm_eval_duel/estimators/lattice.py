@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from itertools import combinations
 from typing import Any
@@ -50,8 +50,10 @@ class Lattice(Estimator):
     Args:
         denoiser: A network that is not autoregressive.
         block: At most 12 positions.
+        arguments: The state-only rules whose paths are scored as well, such as "greedy:k=2". None: `rule`, if it is
+            one.
         value: The `log_prob` of the scores: "elbo_exact", "mixture" or "oracle". Scores hold all three.
-        follow: State-only rules whose paths are scored as well, such as "greedy:k=2".
+        rule: The rule of the run.
         layout: The other arguments of `Estimator`.
 
     Raises:
@@ -62,15 +64,17 @@ class Lattice(Estimator):
         self,
         denoiser: Denoiser,
         block: int | str | None = "auto",
+        arguments: LatticeArguments | None = None,
         *,
         value: str = "mixture",
-        follow: Sequence[str | rules.Rule] = (),
+        rule: rules.Rule | None = None,
         **layout: Any,
     ):
         check_every_order(denoiser, value)
         self.name = value
-        followed = tuple(rules.parse(rule) if isinstance(rule, str) else rule for rule in follow)
-        LatticeArguments(followed)  # raises DuelError for a rule that is not state-only
+        followed = (arguments or LatticeArguments()).lattice_rules
+        if followed is None:
+            followed = (rule,) if rule is not None and rule.state_only else ()
         self.rules = list(followed)
         super().__init__(denoiser, block, **layout)
         check_block(value, self.block, only=denoiser.block is not None)

@@ -17,7 +17,7 @@ import dataclasses
 import math
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 
@@ -49,12 +49,11 @@ class NoisedElbo(MonteCarloBound):
 
     Args:
         denoiser: A network whose noise is random tokens.
-        samples: Draws of each window. Fewer than 16 have no standard error.
-        steps: The number of steps T, or math.inf. None: as the network was trained.
-        prediction: The meaning of the network's output, "denoiser" or "plugin". "auto": as in training.
-        self_conditioning: The network's own output as an input: "none", "twice" (for the same x_i) or "chain" (for
-            x_{i+1}). "auto": as in training.
-        seed: The seed of the draws.
+        arguments: `steps`: the number of steps T, or math.inf; None: as the network was trained. `prediction`: the
+            meaning of the network's output, "denoiser" or "plugin"; "auto": as in training. `self_conditioning`: the
+            network's own output as an input: "none", "twice" (for the same x_i) or "chain" (for x_{i+1}); "auto": as
+            in training. `mc_samples`: draws of each window; fewer than 16 have no standard error.
+        draw_seed: The seed of the draws.
         layout: The other arguments of `Estimator`.
 
     Raises:
@@ -67,32 +66,30 @@ class NoisedElbo(MonteCarloBound):
     def __init__(
         self,
         denoiser: Denoiser,
+        arguments: NoisedElboArguments | None = None,
         *,
-        samples: int = 128,
-        steps: float | None = None,
-        prediction: str = "auto",
-        self_conditioning: str = "auto",
-        seed: int = 0,
+        draw_seed: int = 0,
         **layout: Any,
     ):
         if (trained := denoiser.noise_training) is None:
             raise DuelError("estimator=noised_elbo is for networks whose noise is random tokens; use estimator=elbo.")
-        own = NoisedElboArguments(samples, steps, prediction, self_conditioning)
-        self.trained, self.noise = trained, trained.noise
-        self.steps = own.steps if own.steps is not None else math.inf if trained.steps is None else trained.steps
-        self.prediction = trained.prediction if own.prediction == "auto" else own.prediction
-        asked = own.self_conditioning
-        self.conditioning = trained.self_conditioning if asked == "auto" else asked
-        if asked in ("twice", "chain") and trained.self_conditioning == "none":
-            raise DuelError(f"self_conditioning={asked}: this network's output is not among its inputs. Leave it out.")
+        self.trained = trained
+        self.noise = trained.noise
+        self.arguments = as_trained(arguments or NoisedElboArguments(), trained)
+        self.steps = cast(float, self.arguments.steps)
+        self.conditioning = self.arguments.self_conditioning
+        if self.conditioning != "none" and trained.self_conditioning == "none":
+            raise DuelError(
+                f"self_conditioning={self.conditioning}: this network's output is not among its inputs. Leave it out."
+            )
         if self.steps == math.inf and self.conditioning == "chain":
             raise DuelError("self_conditioning=chain is a path of a number of steps: pass steps=<number>.")
-        if self.steps == math.inf and self.prediction == "denoiser" and not trained.timed:
+        if self.steps == math.inf and self.arguments.prediction == "denoiser" and not trained.timed:
             raise DuelError(
                 "A denoiser that is not given the time has no limit of infinitely many steps: its bound grows with the "
                 "logarithm of their number. Pass steps=<number>, such as 48."
             )
-        super().__init__(denoiser, denoiser.block, own.mc_samples, seed, **layout)
+        super().__init__(denoiser, denoiser.block, self.arguments.mc_samples, draw_seed, **layout)
         if self.steps != math.inf and self.conditioning != "chain":  # a chain takes all steps
             self.step_shares = step_shares(int(self.steps)).to(denoiser.device)  # (T,)
             self.step_below = self.step_shares.cumsum(0)  # (T,) the probability of a step up to i
@@ -101,17 +98,14 @@ class NoisedElbo(MonteCarloBound):
         self.number[tokens] = torch.arange(len(tokens), device=tokens.device)
 
     def describe(self) -> dict[str, object]:
-        return {
-            "estimator": self.name,
-            "noise": self.noise.name,
-            "steps": "inf" if self.steps == math.inf else int(self.steps),
-            "prediction": self.prediction,
-            **({"self_conditioning": self.conditioning} if self.trained.self_conditioning != "none" else {}),
-            **({"canvas": self.block, "last_canvas": "short"} if self.block else {}),
-            **({"time": self.trained.note} if self.trained.note else {}),
-            "mc_samples": self.samples,
-            "draw_seed": self.seed,
-        }
+        spec = {"estimator": self.name, "noise": self.noise.name, **self.arguments.describe()}
+        if self.trained.self_conditioning == "none":
+            del spec["self_conditioning"]
+        if self.block:
+            spec |= {"canvas": self.block, "last_canvas": "short"}
+        if self.trained.note:
+            spec["time"] = self.trained.note
+        return {**spec, "draw_seed": self.draw_seed}
 
     def check(self, windows: Sequence[Window]) -> None:
         for n, window in enumerate(windows):
@@ -155,6 +149,16 @@ class NoisedElbo(MonteCarloBound):
         noisy = view.noisy(lanes, self.number[group.rows.targets(lanes)], self.noise.level(t, rest), 0)
         row = group.rows.ids[0].repeat(len(number), 1).scatter(1, lanes.columns, view.ids(noisy))  # (R, L)
         return list(zip(s[:, 0], t[:, 0], weight[:, 0].tolist(), row.tolist(), strict=True))
+
+
+def as_trained(arguments: NoisedElboArguments, trained: noises.NoiseTraining) -> NoisedElboArguments:
+    """The arguments, with what the network was trained with in place of "auto" and None."""
+    steps = trained.steps if arguments.steps is None else arguments.steps
+    prediction = trained.prediction if arguments.prediction == "auto" else arguments.prediction
+    conditioning = arguments.self_conditioning
+    if conditioning == "auto":
+        conditioning = trained.self_conditioning
+    return NoisedElboArguments(arguments.mc_samples, math.inf if steps is None else steps, prediction, conditioning)
 
 
 def step_shares(steps: int) -> torch.Tensor:
@@ -220,7 +224,7 @@ class NoisedView(View):
         """Noisy tokens (R, W) by number, from `clean` (R, W)."""
         _, key, draw = lanes.memory  # (R, W) each
         at = draw, step, lanes.columns - lanes.origin[:, None]
-        u, v = (uniform(key, self.bound.seed, kind, *at) for kind in (KIND, TOKEN))
+        u, v = (uniform(key, self.bound.draw_seed, kind, *at) for kind in (KIND, TOKEN))
         return noises.draw(self.noise, level, clean, u, v)
 
     def ids(self, noisy: torch.Tensor) -> torch.Tensor:
@@ -268,7 +272,7 @@ class NoisedView(View):
         """The statistics of r at all positions, what the noise did there, and under chain the logits (R, W, V)."""
         observed = noises.Observed(noisy == clean, noisy < 0)
         shift = torch.zeros_like(clean, dtype=torch.float64)  # (R, W)
-        if self.bound.prediction == "denoiser":
+        if self.bound.arguments.prediction == "denoiser":
             shift = noises.as_plugin(now, observed.masked)
         ratio = torch.where(before.u > 0, before.a / before.u, 0.0).expand(clean.shape)  # (R, W)
         columns = self.bound.tokens[clean], self.bound.tokens[torch.where(observed.masked, clean, noisy)]  # (R, W) each

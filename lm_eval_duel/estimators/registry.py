@@ -71,11 +71,11 @@ class OtherValue:
 class Entry:
     """One estimator.
 
-    `target`: its class, as module:Class. `settings`: the other keywords of the class than grid and batch size, from
-    the options. `own`: the model args that it reads and others do not; `ignored_args`: those that it does not read.
+    `target`: its class, as module:Class. `takes`: the options that its constructor takes, besides grid and batch size.
+    `record`: the model args that it reads and others do not; `ignored_args`: those that it does not read.
     `label_args`: the entries of its spec that label a run, because values with others are no values of the same thing;
     `named`: how names of rows hold one, such as "{}" for key=value. `others`: what its scores hold besides.
-    `check` raises DuelError for options, and for its own arguments, that it cannot follow.
+    `check` raises DuelError for options that it cannot follow.
     """
 
     name: str  # as typed
@@ -83,8 +83,8 @@ class Entry:
     what: str  # a description
     kind: Kind
     target: str
-    settings: Callable[[Options], dict[str, Any]]
-    own: type[Arguments] = Arguments
+    takes: tuple[str, ...]
+    record: type[Arguments] = Arguments
     ignored_args: tuple[str, ...] = ()
     decodes: bool = False  # its `is_greedy` says what decoding would write
     follows_rule: bool = False  # its value is that of `rule`, or an estimate of it
@@ -96,14 +96,14 @@ class Entry:
     process: Callable[[Mapping[str, Any]], str] = lambda spec: ""  # whose bound it is: words that follow the kind
     takes_noise: str = "no"  # networks whose noise is random tokens, not masks: "no", "only" or "both"
     lattice: bool = False  # one run computes the values of all lattice estimators, and of the rules that it follows
-    check: Callable[[Options, Arguments], None] = lambda options, own: None
+    check: Callable[[Options], None] = lambda options: None
     own_cache: bool = False  # `cache` is a setting of the estimator; the network is loaded without
     whole_texts: str = ""  # why it scores whole texts only, no continuations (loglikelihood); empty: it scores both
 
     @property
     def arguments(self) -> dict[str, Argument]:
         """The model args that it reads and others do not, by name."""
-        return declared(self.own)
+        return declared(self.record)
 
     def qualifiers(self, spec: Mapping[str, Any]) -> list[str]:
         """The remarks on a value with this spec that names of rows hold besides its rule, block and cache."""
@@ -117,47 +117,12 @@ class Entry:
         return f"{self.display} ({self.kind.value})" if self.kind is Kind.NOT_A_LIKELIHOOD else self.display
 
 
-# ---------------------------------------------------------------- settings and checks
-
-
-def _drawn(options: Options) -> dict[str, Any]:
-    """The estimator's own arguments, without the prefix that model args have, and the seed."""
-    own = {key.removeprefix("elbo_").removeprefix("mc_"): value for key, value in options.estimator_args.items()}
-    return {**own, "seed": options.draw_seed}
-
-
-def _sampler(options: Options) -> dict[str, Any]:
-    return {"block": options.block, **options.estimator_args}
-
-
-def _two_phase(options: Options) -> dict[str, Any]:
-    return {"rule": options.rule, "block": options.block, "cache": options.cache or "dual", **_drawn(options)}
-
-
-def _over_orders(options: Options) -> dict[str, Any]:
-    follow = options.estimator_args["lattice_rules"]
-    if follow is None:
-        follow = (options.rule,) if options.rule.state_only else ()
-    return {"block": options.block, "value": options.estimator, "follow": follow}
+# ---------------------------------------------------------------- notes and checks
 
 
 def _process(spec: Mapping[str, Any]) -> str:
     steps = spec.get("steps", "inf")
     return f"of ancestral sampling in {'infinitely many' if steps == 'inf' else steps} steps"
-
-
-def _duel(options: Options) -> dict[str, Any]:
-    """The rule and the block, with its own arguments: the options may be those of another estimator, replaced."""
-    return {"rule": options.rule, "block": options.block, **_own(options, CommitOnceArguments)}
-
-
-def _duel_seeds(options: Options) -> dict[str, Any]:
-    return {"rule": options.rule, "block": options.block, **_own(options, SeedsArguments)}
-
-
-def _own(options: Options, record: type[Arguments]) -> dict[str, Any]:
-    """The arguments of one record among those of an estimator."""
-    return {name: options.estimator_args[name] for name in declared(record) if name in options.estimator_args}
 
 
 def _given_the_noise(spec: Mapping[str, Any]) -> str:
@@ -168,18 +133,18 @@ def _over_seeds(spec: Mapping[str, Any]) -> str:
     return f"in expectation over noise, from {spec.get('noise_seeds', 'some')} seeds"
 
 
-def _check_sets(options: Options, own: Arguments) -> None:
+def _check_sets(options: Options) -> None:
     if options.block != "auto":
         check_block(options.estimator, options.block)
 
 
-def _check_noised(options: Options, own: Arguments) -> None:
+def _check_noised(options: Options) -> None:
     for name in ("cache", "cfg_scale", "exclude_ids", "temperature", "top_k", "top_p"):
         if getattr(options, name):
             raise DuelError(f"estimator=noised_elbo bounds the network's own process, without '{name}'; leave it out.")
 
 
-def _check_two_phase(options: Options, own: Arguments) -> None:
+def _check_two_phase(options: Options) -> None:
     for name in ("top_k", "top_p", "compile"):
         if getattr(options, name):
             why = "its layers take no kept keys" if name == "compile" else "a text of probability 0 has no differences"
@@ -190,7 +155,8 @@ def _check_two_phase(options: Options, own: Arguments) -> None:
 
 def _lattice(name: str, display: str, what: str, kind: Kind) -> Entry:
     target = "lm_eval_duel.estimators.lattice:Lattice"
-    return Entry(name, display, what, kind, target, _over_orders, LatticeArguments, lattice=True, check=_check_sets)
+    takes = ("value", "rule", "block")
+    return Entry(name, display, what, kind, target, takes, LatticeArguments, lattice=True, check=_check_sets)
 
 
 # ---------------------------------------------------------------- the entries
@@ -202,7 +168,7 @@ ENTRIES = (  # in the order of tables
         "the chain rule of an autoregressive network, one of ours or any causal language model of transformers",
         Kind.LIKELIHOOD,
         "lm_eval_duel.estimators.duel:Autoregressive",
-        lambda options: {},
+        (),
         ignored_args=("rule", "block", "grid"),
         decodes=True,
         causal=True,
@@ -213,7 +179,7 @@ ENTRIES = (  # in the order of tables
         "the Monte Carlo ELBO under random unmasking",
         Kind.UPPER_BOUND,
         "lm_eval_duel.estimators.elbo:Elbo",
-        _drawn,
+        ("draw_seed",),
         ElboArguments,
         drawn=MonteCarlo("ELBO", "draws", 16, "Monte Carlo", argument="mc_samples"),
         ignored_args=("rule", "block"),
@@ -224,7 +190,7 @@ ENTRIES = (  # in the order of tables
         "the Monte Carlo bound of ancestral sampling in `steps` steps, for networks whose noise is random tokens",
         Kind.UPPER_BOUND,
         "lm_eval_duel.estimators.noised_elbo:NoisedElbo",
-        _drawn,
+        ("draw_seed",),
         NoisedElboArguments,
         drawn=MonteCarlo("noised ELBO", "draws", 16, "Monte Carlo", argument="mc_samples"),
         label_args=("steps", "prediction", "self_conditioning"),
@@ -248,7 +214,7 @@ ENTRIES = (  # in the order of tables
         "the exact likelihood under `rule`; where the noise is random tokens, given the noise of `noise_seed`",
         Kind.LIKELIHOOD,
         "lm_eval_duel.estimators.duel:DuelEstimator",
-        _duel,
+        ("rule", "block"),
         CommitOnceArguments,
         follows_rule=True,
         decodes=True,
@@ -262,7 +228,7 @@ ENTRIES = (  # in the order of tables
         "the mean of `duel` over noise seeds, for networks whose noise is random tokens",
         Kind.UPPER_BOUND,
         "lm_eval_duel.estimators.duel_seeds:DuelSeeds",
-        _duel_seeds,
+        ("rule", "block"),
         SeedsArguments,
         follows_rule=True,
         drawn=MonteCarlo("mean over noise seeds", "seeds", 2, "noise", argument="noise_seeds"),
@@ -284,7 +250,7 @@ ENTRIES = (  # in the order of tables
         "the exact likelihood of a sampler that selects after sampling",
         Kind.LIKELIHOOD,
         "lm_eval_duel.estimators.samplers:SampledConfidence",
-        _sampler,
+        ("block",),
         ConfidenceArguments,
         label_args=("n", "steps", "schedule", "tau", "confidence", "strict"),
         ignored_args=("rule",),
@@ -297,7 +263,7 @@ ENTRIES = (  # in the order of tables
         "the exact likelihood of a sampler that draws the positions",
         Kind.LIKELIHOOD,
         "lm_eval_duel.estimators.samplers:SampledOrder",
-        _sampler,
+        ("block",),
         OrderArguments,
         ignored_args=("rule",),
         check=_check_sets,
@@ -308,7 +274,7 @@ ENTRIES = (  # in the order of tables
         "an unbiased estimate of `duel`, with its standard error, for a fraction of the work",
         Kind.ESTIMATE,
         "lm_eval_duel.estimators.two_phase:TwoPhase",
-        _two_phase,
+        ("rule", "block", "cache", "draw_seed"),
         TwoPhaseArguments,
         follows_rule=True,
         drawn=MonteCarlo(
@@ -423,8 +389,16 @@ def make(denoiser: Denoiser, options: Options, **sizes: Any) -> Estimator:
     """
     presets.require_fit(options.preset, denoiser.family)
     entry = find(options.estimator)
-    own = {"batch_size": options.rows, "max_batch_size": options.max_batch_size, "traced": options.trace is not None}
     module, name = entry.target.split(":")
-    make_estimator = getattr(importlib.import_module(module), name)
-    estimator: Estimator = make_estimator(denoiser, grid=options.grid, **{**own, **sizes}, **entry.settings(options))
+    constructor = getattr(importlib.import_module(module), name)
+    taken = {key: options.estimator if key == "value" else getattr(options, key) for key in entry.takes}
+    if entry.arguments:
+        taken["arguments"] = options.estimator_args
+    layout = {
+        "grid": options.grid,
+        "batch_size": options.rows,
+        "max_batch_size": options.max_batch_size,
+        "traced": options.trace is not None,
+    }
+    estimator: Estimator = constructor(denoiser, **taken, **layout | sizes)
     return estimator

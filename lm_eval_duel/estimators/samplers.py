@@ -39,11 +39,11 @@ import copy
 import dataclasses
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any, ClassVar, cast
+from typing import Any, cast
 
 import torch
 
-from lm_eval_duel import fingerprint, rules
+from lm_eval_duel import rules
 from lm_eval_duel.core.decision import EVALUATE_ALL
 from lm_eval_duel.core.denoiser import Denoiser
 from lm_eval_duel.core.lanes import Lanes
@@ -52,7 +52,7 @@ from lm_eval_duel.core.reveal import Step, WindowGroup
 from lm_eval_duel.core.scores import Counts, IndexedScores, Sample, Score, known_sum
 from lm_eval_duel.core.windows import Ids, Window
 from lm_eval_duel.errors import DuelError
-from lm_eval_duel.estimators.arguments import Arguments, ConfidenceArguments, OrderArguments, check_block
+from lm_eval_duel.estimators.arguments import ConfidenceArguments, OrderArguments, check_block
 from lm_eval_duel.estimators.base import Estimator
 from lm_eval_duel.estimators.checks import check_every_order
 from lm_eval_duel.estimators.drawn import BestDrawn, StepDraws
@@ -78,13 +78,9 @@ TABLE = 1 << 24  # values of a chunk's tables: 128 MiB
 class SetSampler(Estimator):
     """A sampler whose texts have many orders, and whose next step depends only on the set of masked positions."""
 
-    reads: ClassVar[type[Arguments]]
-    own: Any  # its arguments, of the class `reads`
-
-    def __init__(self, denoiser: Denoiser, block: int | str | None = "auto", **arguments: Any):
-        self.own = self.reads.popped_from(arguments)
+    def __init__(self, denoiser: Denoiser, block: int | str | None = "auto", **layout: Any):
         check_every_order(denoiser, self.name)
-        super().__init__(denoiser, block=block, **arguments)
+        super().__init__(denoiser, block=block, **layout)
         check_block(self.name, self.block, only=denoiser.block is not None)
 
     @property
@@ -259,10 +255,11 @@ class SampledConfidence(SetSampler, DuelEstimator):
     Args:
         denoiser: A network, with the sampler's temperature, top_k and top_p.
         block: At most 12 positions.
-        arguments: n, tau, strict, steps, schedule and confidence, as in docs/estimators.md, and the other arguments of
-            `Estimator`. Ties go to the lowest position. Of S `steps` of a block of m positions, step i keeps
-            m // S + (i < m mod S) draws ("even": LLaDA), or follows Dream's noise levels ("dream"). The `confidence`
-            is "untempered" in LLaDA and Fast-dLLM, "tempered" in SDAR, LLaDA2 and Dream.
+        arguments: n, tau, strict, steps, schedule and confidence, as in docs/estimators.md. Ties go to the lowest
+            position. Of S `steps` of a block of m positions, step i keeps m // S + (i < m mod S) draws ("even":
+            LLaDA), or follows Dream's noise levels ("dream"). The `confidence` is "untempered" in LLaDA and Fast-dLLM,
+            "tempered" in SDAR, LLaDA2 and Dream.
+        layout: The other arguments of `Estimator`.
 
     Raises:
         DuelError: If an argument is wrong, or the network cannot evaluate every state of such a block.
@@ -271,24 +268,25 @@ class SampledConfidence(SetSampler, DuelEstimator):
     name = "sampled_confidence"
     takes_known = False
     takes_noise = "no"
-    reads = ConfidenceArguments
-    own: ConfidenceArguments
     rule: BestDrawn
 
-    def __init__(self, denoiser: Denoiser, block: int | str | None = "auto", **arguments: Any):
-        super().__init__(denoiser, block, **arguments)
-        self.rule = BestDrawn.from_arguments(denoiser, self.own)
+    def __init__(
+        self,
+        denoiser: Denoiser,
+        block: int | str | None = "auto",
+        arguments: ConfidenceArguments | None = None,
+        **layout: Any,
+    ):
+        super().__init__(denoiser, block, **layout)
+        self.arguments = arguments or ConfidenceArguments()
+        self.rule = BestDrawn.from_arguments(denoiser, self.arguments)
 
     def describe(self) -> dict[str, object]:
-        own, counts = self.own, self.rule.counts
-        tau = {} if own.tau is None else {"tau": fingerprint.number(own.tau), "strict": str(own.strict).lower()}
-        scheduled = {"steps": counts.steps, "schedule": counts.schedule}
-        steps = {"n": counts.n} if counts.steps is None else scheduled
-        return {**Estimator.describe(self), **steps, **tau, "confidence": own.confidence}
+        return {**Estimator.describe(self), **self.arguments.describe()}
 
     def with_denoiser(self, denoiser: Denoiser) -> SampledConfidence:
         twin = cast(SampledConfidence, super().with_denoiser(denoiser))
-        twin.rule = BestDrawn.from_arguments(denoiser, self.own)
+        twin.rule = BestDrawn.from_arguments(denoiser, self.arguments)
         return twin
 
     def replay(self, windows: Sequence[Window], reveal_steps: Sequence[Ids]) -> list[Score]:
@@ -335,7 +333,7 @@ class SampledConfidence(SetSampler, DuelEstimator):
     # ------------------------------------------------------------ steps
 
     def steps(self, m: int) -> int | None:
-        return len(self.rule.counts.of_block(m)) if self.own.tau is None else None
+        return len(self.rule.counts.of_block(m)) if self.arguments.tau is None else None
 
     def planes(self, step: Step) -> Planes:
         lanes, predictions, _, tokens, log_prob = step
@@ -361,7 +359,7 @@ class SampledConfidence(SetSampler, DuelEstimator):
         log_in, most = log_p[state].where(before & masked[state], -math.inf), count[state]
         least = most
         log_out = log_out.where(masked[state], 0.0)
-        if self.own.tau is not None:
+        if self.arguments.tau is not None:
             every = torch.arange(len(masked), device=last.device)[count > 0]  # (x,)
             state = torch.cat([state, every])
             log_in = torch.cat([log_in, log_p[every].where(above[every], -math.inf)])
@@ -382,44 +380,50 @@ class SampledOrder(SetSampler):
     Args:
         denoiser: A network.
         block: At most 12 positions.
-        arguments: alg, steps and alg_temp, as in docs/estimators.md, and the other arguments of `Estimator`. With S
-            `steps` of a block and
-            alg="origin", r_i = 1 - t_(i+1) / t_i for noise levels t from 1 to 0.001 in equal steps, and 1 at the last
-            step. With "entropy" and "topk_margin", n_i = int(m r_i) of the m positions that are left. With "random",
+        arguments: alg, steps and alg_temp, as in docs/estimators.md. With S `steps` of a block and alg="origin",
+            r_i = 1 - t_(i+1) / t_i for noise levels t from 1 to 0.001 in equal steps, and 1 at the last step. With
+            "entropy" and "topk_margin", n_i = int(m r_i) of the m positions that are left. With "random",
             n_i = M // S + (i < M mod S) of M positions.
+        layout: The other arguments of `Estimator`.
 
     Raises:
         DuelError: If an argument is wrong, or the network cannot evaluate every state of such a block.
     """
 
     name = "sampled_order"
-    reads = OrderArguments
-    own: OrderArguments
+
+    def __init__(
+        self,
+        denoiser: Denoiser,
+        block: int | str | None = "auto",
+        arguments: OrderArguments | None = None,
+        **layout: Any,
+    ):
+        super().__init__(denoiser, block, **layout)
+        self.arguments = arguments or OrderArguments()
 
     @property
     def counted(self) -> StepCounts | None:
         """The number of positions that a step reveals; None: it is drawn."""
-        if self.own.alg == "origin":
+        if self.arguments.alg == "origin":
             return None
-        return StepCounts(steps=self.own.steps, schedule="even" if self.own.alg == "random" else "dream")
+        return StepCounts(steps=self.arguments.steps, schedule="even" if self.arguments.alg == "random" else "dream")
 
     def describe(self) -> dict[str, object]:
-        alg_temp = {} if self.own.alg_temp is None else {"alg_temp": fingerprint.number(self.own.alg_temp)}
-        of_sampler = {"alg": self.own.alg, "steps": self.own.steps, **alg_temp}
-        return {**super().describe(), **of_sampler}
+        return {**super().describe(), **self.arguments.describe()}
 
     @property
     def shares(self) -> torch.Tensor | None:
-        return dream_shares(self.own.steps).double() if self.own.alg == "origin" else None
+        return dream_shares(self.arguments.steps).double() if self.arguments.alg == "origin" else None
 
     def planes(self, step: Step) -> Planes:
         _, predictions, _, _, log_prob = step
         score = torch.zeros_like(log_prob)  # (R, W)
-        if self.own.alg == "entropy":
+        if self.arguments.alg == "entropy":
             score = -predictions.entropy.double()
-        elif self.own.alg == "topk_margin":
+        elif self.arguments.alg == "topk_margin":
             score = predictions.margin.double()
-        return {"log_probs": log_prob, "score": score / (self.own.alg_temp or 1.0)}
+        return {"log_probs": log_prob, "score": score / (self.arguments.alg_temp or 1.0)}
 
     def begins(self, lanes: Lanes) -> torch.Tensor:
         masked = lanes.masked.sum(1)  # (R,)
@@ -432,7 +436,7 @@ class SampledOrder(SetSampler):
         least, most, log_in = torch.ones_like(size), size, log_p.where(masked, -math.inf)
         if self.counted is not None:
             least = most = count = self.counted.of_sizes(level.first, size)  # (X,)
-            if self.own.alg != "random":
+            if self.arguments.alg != "random":
                 return in_turn(level, log_p, planes["score"], count)
         moves = independent(every, log_in, torch.zeros_like(log_in), torch.stack([least, most]))
         if self.counted is not None:

@@ -32,7 +32,7 @@ from typing import Any, cast
 
 import torch
 
-from lm_eval_duel import fingerprint, rules
+from lm_eval_duel import rules
 from lm_eval_duel.core.denoiser import Denoiser
 from lm_eval_duel.core.hashing import uniform
 from lm_eval_duel.core.reveal import BlockSpan, WindowGroup
@@ -58,13 +58,13 @@ class TwoPhase(Estimator):
 
     Args:
         denoiser, rule, block: As in `Duel`.
-        cache: The cached sampler of the first phase, "dual" or "prefix".
-        sample: The share of blocks that are scored without the cache, too, above 0 and at most 1.
-        seed: The seed of the sample.
+        arguments: The share of blocks that are scored without the cache, too.
+        cache: The cached sampler of the first phase, "dual" or "prefix". None: "dual".
+        draw_seed: The seed of the sample.
         layout: The other arguments of `Estimator`.
 
     Raises:
-        DuelError: If the network supports no cache, or none with this rule, or `sample` is out of range.
+        DuelError: If the network supports no cache, or none with this rule.
     """
 
     name = "two_phase"
@@ -75,13 +75,13 @@ class TwoPhase(Estimator):
         denoiser: Denoiser,
         rule: str | rules.Rule = "greedy",
         block: int | str | None = "auto",
+        arguments: TwoPhaseArguments | None = None,
         *,
-        cache: str = "dual",
-        sample: float = TwoPhaseArguments.sample,
-        seed: int = 0,
+        cache: str | None = None,
+        draw_seed: int = 0,
         **layout: Any,
     ):
-        sample = TwoPhaseArguments(sample).sample
+        cache = cache or "dual"
         rule = rules.parse(rule) if isinstance(rule, str) else rule
         check_two_phase(denoiser, rule, cache)
         super().__init__(denoiser, block, **layout)
@@ -94,7 +94,10 @@ class TwoPhase(Estimator):
             "cached": DuelEstimator(cached, rule, block, **layout),
             "uncached": DuelEstimator(denoiser, rule, block, **layout),
         }
-        self.cache, self.rule, self.sample, self.seed = cache, rule, sample, seed
+        self.arguments = arguments or TwoPhaseArguments()
+        self.cache = cache
+        self.rule = rule
+        self.draw_seed = draw_seed
 
     def use_single_rows(self) -> None:
         for phase in self.phases.values():
@@ -105,14 +108,14 @@ class TwoPhase(Estimator):
             **super().describe(),
             **self.rule.describe(),
             "cheap_cache": self.cache,
-            "sample": fingerprint.number(self.sample),
-            "draw_seed": self.seed,
+            **self.arguments.describe(),
+            "draw_seed": self.draw_seed,
         }
 
     def weights(self, windows: Sequence[Window]) -> torch.Tensor:
         """The weight of each block of each window, (N, B) float64; 0: not in the sample, or no block."""
         keys, blocks = zip(*((window.key, len(self.blocks(window))) for window in windows), strict=True)
-        return block_sample_weights(keys, blocks, self.sample, self.seed)
+        return block_sample_weights(keys, blocks, self.arguments.sample, self.draw_seed)
 
     def score_group(self, group: WindowGroup) -> IndexedScores:
         """Score windows some at a time: their sampled blocks without the cache, then all their blocks under it."""

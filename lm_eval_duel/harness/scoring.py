@@ -234,7 +234,7 @@ class Evaluation:
         """The distribution that texts are generated from: the estimator's, or if it cannot sample, that of `rule`."""
         if self.estimator.decodes:
             return self.estimator
-        options = dataclasses.replace(self.options, estimator="duel", estimator_args={})
+        options = dataclasses.replace(self.options, estimator="duel", estimator_args=None)
         sampler = registry.make(self.estimator.denoiser, options)
         sampler.count_into(self.counts)
         return sampler

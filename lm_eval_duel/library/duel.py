@@ -301,7 +301,14 @@ class Duel(OnIds):
         rule, budget = cast(Rule, self.rule), self.estimator.budget
         rows = None if self.denoiser.fixed_weights else max(1, budget.tokens // self.denoiser.max_length)
         estimator = TwoPhase(
-            self.denoiser, rule, self.block, grid=self.grid, batch_size=rows, cache=cache, sample=sample, seed=seed
+            self.denoiser,
+            rule,
+            self.block,
+            TwoPhaseArguments(sample),
+            cache=cache,
+            draw_seed=seed,
+            grid=self.grid,
+            batch_size=rows,
         )
         estimator.phases["uncached"].budget = budget
         documents = text_windows(self._require_encoder("estimate", texts), texts)

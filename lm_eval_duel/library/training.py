@@ -11,6 +11,7 @@ import inspect
 import logging
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -165,18 +166,18 @@ def planned_tokens(duel: Duel, texts: Sequence[str], sample: float | None = None
     Raises:
         DuelError: If the estimator is another one, or a text cannot be scored.
     """
-    rule, cache = duel.rule, duel.denoiser.cache
+    rule = duel.rule
     if rule is None or duel.estimator.name != "duel":
         raise DuelError(f"planned_tokens needs estimator=duel; this Duel has estimator={duel.estimator.name}.")
     setting = cost.Setting(duel.denoiser, rule, duel.block, duel.grid)
-
-    def of_window(window: cost.Layout) -> cost.Cost:
-        if sample is not None:
-            return setting.two_phase(window, sample)
-        return setting.exact(window) if cache is None else setting.cached(window, cache)
-
+    if sample is not None:
+        count: cost.Count = partial(setting.two_phase, share=sample)
+    elif duel.denoiser.cache is not None:
+        count = partial(setting.cached, cache=duel.denoiser.cache)
+    else:
+        count = setting.exact
     windows = [window for text in texts for window in duel.windows(text)]
-    return int(cost.sum_over(cost.layouts(windows), of_window).token_rows)
+    return int(cost.sum_over(cost.layouts(windows), count).token_rows)
 
 
 class DuelCallback:

@@ -13,6 +13,7 @@ from lm_eval_duel.audit.contradictions import contradictions
 from lm_eval_duel.audit.recompute import Recomputed
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.estimators import two_phase
+from lm_eval_duel.estimators.arguments import ElboArguments, LatticeArguments, NoisedElboArguments, TwoPhaseArguments
 from lm_eval_duel.estimators.duel import DuelEstimator
 from lm_eval_duel.estimators.elbo import Elbo
 from lm_eval_duel.estimators.lattice import Lattice
@@ -27,13 +28,13 @@ def windows(count, length=8, seed=0):
 
 ESTIMATORS = {
     "duel": lambda: DuelEstimator(Toy(), "greedy", 4),
-    "elbo": lambda: Elbo(Toy(), 4, samples=16),
-    "elbo of the whole target": lambda: Elbo(Toy(), samples=16),
-    "elbo by ratio": lambda: Elbo(Toy(), 4, samples=16, form="ratio"),
-    "two phases": lambda: TwoPhase(Attends(), "greedy", 2, sample=0.4),
-    "all orders": lambda: Lattice(Toy(), 4, value="mixture", follow=["greedy"]),
-    "random tokens": lambda: NoisedElbo(NoisyToy(), samples=32),
-    "random tokens, no limit": lambda: NoisedElbo(NoisyToy(), samples=32, steps=float("inf")),
+    "elbo": lambda: Elbo(Toy(), ElboArguments(16, elbo_block=4)),
+    "elbo of the whole target": lambda: Elbo(Toy(), ElboArguments(16)),
+    "elbo by ratio": lambda: Elbo(Toy(), ElboArguments(16, "ratio", 4)),
+    "two phases": lambda: TwoPhase(Attends(), "greedy", 2, TwoPhaseArguments(0.4)),
+    "all orders": lambda: Lattice(Toy(), 4, LatticeArguments(["greedy"]), value="mixture"),
+    "random tokens": lambda: NoisedElbo(NoisyToy(), NoisedElboArguments(32)),
+    "random tokens, no limit": lambda: NoisedElbo(NoisyToy(), NoisedElboArguments(32, float("inf"))),
 }
 COMPARED = {  # by name: what is compared at least
     "duel": "the best order of",
@@ -66,19 +67,21 @@ def test_right_values_do_not_contradict_each_other(name):
 def test_draws_that_prefer_few_masks_are_found(block, monkeypatch):
     strata = Elbo.strata
     monkeypatch.setattr(Elbo, "strata", lambda self, *lanes: strata(self, *lanes) ** 1.5)
-    assert "share of masked positions of the draws" in " ".join(held(Elbo(Toy(), block, samples=16)).problems)
+    assert "share of masked positions of the draws" in " ".join(
+        held(Elbo(Toy(), ElboArguments(16, elbo_block=block))).problems
+    )
 
 
 def test_draws_that_prefer_places_are_found(monkeypatch):
     first = lambda *keys: keys[-1] + 0 * keys[0]  # noqa: E731 - the positions in order
     monkeypatch.setattr("lm_eval_duel.estimators.elbo.hashed", first)
-    assert "place of masked positions" in " ".join(held(Elbo(Toy(), samples=16)).problems)
+    assert "place of masked positions" in " ".join(held(Elbo(Toy(), ElboArguments(16))).problems)
 
 
 def test_a_share_of_drawn_blocks_that_is_not_the_share_is_found(monkeypatch):
     uniform = two_phase.uniform
     monkeypatch.setattr(two_phase, "uniform", lambda *keys: uniform(*keys) ** 2)
-    assert "share of drawn blocks" in " ".join(held(TwoPhase(Attends(), "greedy", 2, sample=0.4)).problems)
+    assert "share of drawn blocks" in " ".join(held(TwoPhase(Attends(), "greedy", 2, TwoPhaseArguments(0.4))).problems)
 
 
 def test_noise_that_is_not_that_of_its_time_is_found(monkeypatch):
@@ -89,7 +92,9 @@ def test_noise_that_is_not_that_of_its_time_is_found(monkeypatch):
         return [(s, t, weight, row[:1] + target[1:]) for s, t, weight, row in draws(self, window)]
 
     monkeypatch.setattr(NoisedElbo, "draws", less)
-    assert "number of tokens that the noise kept" in " ".join(held(NoisedElbo(NoisyToy(), samples=32)).problems)
+    assert "number of tokens that the noise kept" in " ".join(
+        held(NoisedElbo(NoisyToy(), NoisedElboArguments(32))).problems
+    )
 
 
 @pytest.mark.parametrize("name", ["duel", "elbo", "two phases", "all orders"])

@@ -14,6 +14,7 @@ from lm_eval_duel import reference
 from lm_eval_duel.audit.checked import CheckedWindow
 from lm_eval_duel.audit.recompute import ALONE, recompute
 from lm_eval_duel.core.windows import Window
+from lm_eval_duel.estimators.arguments import ElboArguments, TwoPhaseArguments
 from lm_eval_duel.estimators.elbo import Elbo
 from lm_eval_duel.estimators.two_phase import TwoPhase
 
@@ -39,7 +40,7 @@ def test_a_tie_does_not_let_a_wrong_block_pass():
     """Positions of two kinds, so two of them tie in every block."""
     network = Attends(length=12)
     network.place[2:] = network.place[:2].repeat(5, 1)
-    estimator = TwoPhase(network, "greedy", 4, sample=1.0)
+    estimator = TwoPhase(network, "greedy", 4, TwoPhaseArguments(1.0))
     window = Window((), (2, 0, 1, 1, 2, 0, 1, 2))
     [score] = estimator.log_prob([window])
     more = [tuple(value + 0.5 for value in values) for values in (score.blocks.cached, score.blocks.uncached)]
@@ -54,7 +55,7 @@ def test_a_tie_does_not_let_a_wrong_block_pass():
 def test_draws_are_uniform_in_number_and_in_place():
     """Pearson's statistic over masked sets of four positions; right draws fail for one seed in 10^4."""
     [window] = [Window((1,), (2, 0, 1, 1))]
-    draws = [draw for seed in range(12) for draw in Elbo(Toy(), samples=64, seed=seed).draws(window)]
+    draws = [draw for seed in range(12) for draw in Elbo(Toy(), ElboArguments(64), draw_seed=seed).draws(window)]
     sets = [(*sorted(M),) for ((M, t),) in draws]
     every = [chosen for n in range(1, 5) for chosen in itertools.combinations(range(1, 5), n)]
     assert {*sets} == {*every} and all(t is None for ((_, t),) in draws)
@@ -62,6 +63,6 @@ def test_draws_are_uniform_in_number_and_in_place():
     statistic = sum((sets.count(chosen) - e) ** 2 / e for chosen, e in zip(every, expected, strict=True))
     half = torch.tensor([(len(every) - 1) / 2, statistic / 2])
     assert 1 - float(torch.special.gammainc(half[0], half[1])) > 1e-4
-    levels = [t for ((_, t),) in Elbo(Toy(), samples=64, form="ratio").draws(window)]
+    levels = [t for ((_, t),) in Elbo(Toy(), ElboArguments(64, "ratio")).draws(window)]
     counts = torch.histc(torch.tensor(levels), 4, 0, 1)
     assert all(abs(count - 16) <= 8 for count in counts.tolist())  # each replicate is stratified

@@ -10,6 +10,7 @@ from lm_eval_duel.audit.checked import CheckedWindow
 from lm_eval_duel.audit.recompute import Recomputed, recompute
 from lm_eval_duel.core.float_noise import nats_tolerance
 from lm_eval_duel.core.windows import Window
+from lm_eval_duel.estimators.arguments import ElboArguments
 from lm_eval_duel.estimators.duel import DuelEstimator
 from lm_eval_duel.estimators.elbo import Elbo
 from lm_eval_duel.estimators.lattice import Lattice
@@ -42,7 +43,7 @@ def test_a_difference_of_twice_that_is_one(tokens, sign):
 WINDOW = Window((1,), (2, 0, 1, 1, 2))
 ESTIMATORS = {
     "duel": lambda: DuelEstimator(Toy(), "greedy", 3),
-    "elbo": lambda: Elbo(Toy(), samples=16),
+    "elbo": lambda: Elbo(Toy(), ElboArguments(16)),
     "all orders": lambda: Lattice(Toy(), 3, value="mixture"),
 }
 

@@ -17,6 +17,7 @@ from lm_eval_duel.denoisers.cached import denoiser as cached_view
 from lm_eval_duel.denoisers.cached.denoiser import Cached
 from lm_eval_duel.denoisers.filters import excluding, warped
 from lm_eval_duel.denoisers.wrappers import Guided
+from lm_eval_duel.estimators.arguments import ElboArguments, OrderArguments
 from lm_eval_duel.estimators.duel import Autoregressive
 from lm_eval_duel.estimators.duel import DuelEstimator as Duel
 from lm_eval_duel.estimators.elbo import Elbo
@@ -103,10 +104,10 @@ def test_routes():
     for rule in ("klass:mu=0.4:nu=0.3:history=2", "greedy:seed_first=true", "threshold:mu=0.4:strict=true", "random"):
         assert route(Duel(Toy(), rule, 2), window) == RUNS_RULE
     assert route(Duel(Toy(), "klass:mu=0.4:nu=0.3:kl=authors:across=true", 2), window) == RUNS_RULE
-    assert route(Elbo(Toy(), samples=8), window) == REFERENCE
-    assert route(Elbo(Toy(), samples=8, form="ratio", eps=0.1), window) == ALONE
+    assert route(Elbo(Toy(), ElboArguments(8)), window) == REFERENCE
+    assert route(Elbo(Toy(), ElboArguments(8, "ratio", elbo_eps=0.1)), window) == ALONE
     assert route(Lattice(Toy(length=8), 8), Window((), (0, 1, 2, 0, 1, 2, 0))) == ALONE
-    assert route(SampledOrder(Toy(), 4, alg="random", steps=2), window) == REFERENCE
+    assert route(SampledOrder(Toy(), 4, OrderArguments("random", 2)), window) == REFERENCE
     assert route(Duel(OwnWay(), "greedy", 2), window) == ALONE
 
 

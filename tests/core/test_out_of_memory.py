@@ -9,6 +9,7 @@ from toys import Toy
 
 from lm_eval_duel.core.reveal import ScoreAccumulator
 from lm_eval_duel.core.windows import Window
+from lm_eval_duel.estimators.arguments import ConfidenceArguments, ElboArguments, LatticeArguments, NoisedElboArguments
 from lm_eval_duel.estimators.duel import DuelEstimator
 from lm_eval_duel.estimators.elbo import BoundAccumulator, Elbo
 from lm_eval_duel.estimators.lattice import Lattice, LatticeAccumulator
@@ -41,13 +42,13 @@ class Short(TorchDispatchMode):
 
 CASES = {
     "scores": (ScoreAccumulator, lambda: DuelEstimator(Flat(), "threshold:mu=0.4", 3, traced=True)),
-    "elbo": (BoundAccumulator, lambda: Elbo(Toy(), samples=16)),
-    "noised": (BoundAccumulator, lambda: NoisedElbo(NoisyToy(length=6), samples=16, steps=2)),
+    "elbo": (BoundAccumulator, lambda: Elbo(Toy(), ElboArguments(16))),
+    "noised": (BoundAccumulator, lambda: NoisedElbo(NoisyToy(length=6), NoisedElboArguments(16, 2))),
     "lattice": (
         LatticeAccumulator,
-        lambda: Lattice(Flat(), block=3, follow=["greedy", "threshold:mu=0.4"], traced=True),
+        lambda: Lattice(Flat(), arguments=LatticeArguments(["greedy", "threshold:mu=0.4"]), block=3, traced=True),
     ),
-    "sets": (SetAccumulator, lambda: SampledConfidence(Toy(), block=3, n=1)),
+    "sets": (SetAccumulator, lambda: SampledConfidence(Toy(), arguments=ConfidenceArguments(n=1), block=3)),
 }
 
 

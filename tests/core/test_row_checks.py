@@ -15,6 +15,7 @@ from lm_eval_duel.core.scores import Counts
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.denoisers.filters import warped
 from lm_eval_duel.errors import InconsistentOutput
+from lm_eval_duel.estimators.arguments import ElboArguments
 from lm_eval_duel.estimators.duel import Autoregressive, DuelEstimator
 from lm_eval_duel.estimators.elbo import Elbo
 from lm_eval_duel.estimators.lattice import Lattice
@@ -118,7 +119,7 @@ def filtered(**more):
 @pytest.mark.parametrize(
     "call",
     [
-        lambda: Elbo(Crowd(), samples=64).log_prob(windows(20)),
+        lambda: Elbo(Crowd(), ElboArguments(64)).log_prob(windows(20)),
         lambda: Lattice(Crowd(), block=4).log_prob(windows(20)),
         lambda: DuelEstimator(Crowd(), "left_to_right", 4).log_prob(windows(20)),
         lambda: DuelEstimator(Offset(), "greedy", 4).log_prob(windows(20)),
@@ -169,7 +170,7 @@ def ordinary():
         yield DuelEstimator(toy, "random", 4), ragged
     yield Autoregressive(Causal()), ragged
     yield DuelEstimator(CausalPrefix(length=8), "greedy"), prefixed
-    yield Elbo(Toy(), samples=32), ragged
+    yield Elbo(Toy(), ElboArguments(32)), ragged
     yield Lattice(Toy(), block=4), ragged
 
 

@@ -18,6 +18,7 @@ from lm_eval_duel.denoisers.filters import warped
 from lm_eval_duel.denoisers.load_options import LoadOptions
 from lm_eval_duel.denoisers.wrappers import Guided
 from lm_eval_duel.errors import DuelError
+from lm_eval_duel.estimators.arguments import ElboArguments, LatticeArguments
 from lm_eval_duel.estimators.duel import DuelEstimator
 from lm_eval_duel.estimators.elbo import Elbo
 from lm_eval_duel.estimators.lattice import Lattice
@@ -111,7 +112,7 @@ def test_blocks_open_as_others_finish_within_what_may_be_kept(cache, monkeypatch
 def test_lattice_and_bound_agree_with_the_rules_that_they_follow_and_with_each_order(cache):
     denoiser = Cached(Attends(length=10), cache)
     follow = ["greedy:k=1", "margin:k=2", "threshold:mu=0.45", "left_to_right:k=1"]
-    ordered = Lattice(denoiser, 3, follow=follow).log_prob(RAGGED)
+    ordered = Lattice(denoiser, 3, LatticeArguments(follow)).log_prob(RAGGED)
     for rule in follow:
         for shared, scored in zip(ordered, DuelEstimator(denoiser, rule, 3).log_prob(RAGGED), strict=True):
             assert shared.others[str(rules.parse(rule))].log_prob == pytest.approx(scored.log_prob, abs=1e-9)
@@ -121,7 +122,7 @@ def test_lattice_and_bound_agree_with_the_rules_that_they_follow_and_with_each_o
     assert lattice.others["oracle"].log_prob == pytest.approx(max(every), abs=1e-9)
     assert lattice.others["elbo_exact"].log_prob == pytest.approx(sum(every) / len(every), abs=1e-9)
     assert lattice.log_prob == pytest.approx(math.log(math.fsum(map(math.exp, every)) / len(every)), abs=1e-9)
-    [drawn] = Elbo(denoiser, samples=512).log_prob([window])
+    [drawn] = Elbo(denoiser, ElboArguments(512)).log_prob([window])
     assert abs(drawn.log_prob - lattice.others["elbo_exact"].log_prob) < 4 * drawn.stderr
 
 
@@ -155,7 +156,7 @@ def test_a_shifted_network_without_seed_first_is_refused():
     for named, refused in (
         ("seed_first=true", lambda: DuelEstimator(shifted, "greedy", 2)),
         ("estimator=mixture", lambda: Lattice(shifted, 2)),
-        ("estimator=elbo", lambda: Elbo(shifted, 2)),
+        ("estimator=elbo", lambda: Elbo(shifted, ElboArguments(elbo_block=2))),
         ("seed_first=true", lambda: seeded.replay([Window((1,), (0, 1, 2))], [(2, 0, 1)])),
     ):
         with pytest.raises(DuelError, match=named):

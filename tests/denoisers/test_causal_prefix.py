@@ -19,6 +19,7 @@ from lm_eval_duel.audit import plain_networks as plain
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.denoisers import self_tests
 from lm_eval_duel.errors import DuelError
+from lm_eval_duel.estimators.arguments import ElboArguments
 from lm_eval_duel.estimators.duel import DuelEstimator
 from lm_eval_duel.estimators.elbo import Elbo
 from lm_eval_duel.estimators.lattice import Lattice
@@ -37,7 +38,7 @@ def test_every_state_of_a_block_needs_the_sampler_that_has_them():
     mean, mixture, best = (found[value].log_prob for value in ("elbo_exact", "mixture", "oracle"))
     greedy = DuelEstimator(toy, "greedy").log_prob([window])[0].log_prob
     assert mean <= mixture <= best + 1e-12 and greedy <= best + 1e-12
-    drawn = Elbo(toy, samples=512).log_prob([window])[0]
+    drawn = Elbo(toy, ElboArguments(512)).log_prob([window])[0]
     assert abs(drawn.log_prob - mean) < 4 * drawn.stderr
 
 

@@ -20,6 +20,7 @@ from lm_eval_duel.denoisers.checkpoint import Checkpoint
 from lm_eval_duel.denoisers.hf import diffusion_gemma
 from lm_eval_duel.denoisers.load_options import LoadOptions
 from lm_eval_duel.errors import DuelError
+from lm_eval_duel.estimators.arguments import NoisedElboArguments
 from lm_eval_duel.estimators.duel import Autoregressive
 from lm_eval_duel.estimators.noised_elbo import NoisedElbo
 from lm_eval_duel.options import Options
@@ -72,7 +73,7 @@ def exact(decoder):
 @pytest.mark.parametrize("conditioning", ["none", "twice", "chain"])
 def test_the_bound_is_that_of_its_own_class(decoder, exact, conditioning):
     """The three self-conditionings are three processes."""
-    estimator = NoisedElbo(decoder, samples=1024, steps=2, self_conditioning=conditioning)
+    estimator = NoisedElbo(decoder, NoisedElboArguments(1024, 2, self_conditioning=conditioning))
     [score] = estimator.log_prob([Window(CONTEXT, TEXT)])
     assert abs(score.log_prob + exact[conditioning]) < 4 * score.stderr < exact[conditioning]
     assert all(abs(value - exact[conditioning]) > 0.01 for kind, value in exact.items() if kind != conditioning)
@@ -85,14 +86,14 @@ def test_canvases_and_windows_do_not_influence_each_other(decoder):
     """
     windows = [Window((0,), (2, 1, 0, 2, 1)), Window((0, 1), (2, 1)), Window((0,), (2, 1, 0, 2, 1))]
     windows += [Window((2, 1), (2, 1))]  # of the length and the start of another
-    together = NoisedElbo(decoder, samples=16, steps=4).log_prob(windows)
-    alone = [NoisedElbo(decoder, samples=16, steps=4, batch_size=1).log_prob([window])[0] for window in windows]
+    together = NoisedElbo(decoder, NoisedElboArguments(16, 4)).log_prob(windows)
+    alone = [NoisedElbo(decoder, NoisedElboArguments(16, 4), batch_size=1).log_prob([window])[0] for window in windows]
     assert [score.log_prob for score in together] == pytest.approx([score.log_prob for score in alone], abs=1e-9)
     exact = sum(
         bound(gemma_reference.Plain(decoder, (0, *windows[0].target[:start])), windows[0].target[start : start + 2], 2)
         for start in (0, 2, 4)
     )
-    estimator = NoisedElbo(decoder, samples=512, steps=2, self_conditioning="none")
+    estimator = NoisedElbo(decoder, NoisedElboArguments(512, 2, self_conditioning="none"))
     [score] = estimator.log_prob(windows[:1])
     assert abs(score.log_prob + exact) < 4 * score.stderr
 
@@ -148,7 +149,7 @@ def test_equal_clean_tokens_are_one_call(decoder):
 def test_keys_are_kept_once_when_memory_runs_out(decoder):
     """The layers have extended the keys of the clean tokens before the last norm runs."""
     window = Window((0,), (2, 1, 0, 2, 1))
-    [wanted] = NoisedElbo(decoder, samples=16, steps=4).log_prob([window])
+    [wanted] = NoisedElbo(decoder, NoisedElboArguments(16, 4)).log_prob([window])
     for failing in range(3):  # one encode for each canvas
         encodes = itertools.count()
 
@@ -158,7 +159,7 @@ def test_keys_are_kept_once_when_memory_runs_out(decoder):
 
         hook = decoder.model.model.encoder.language_model.norm.register_forward_pre_hook(run_out)
         try:
-            [score] = NoisedElbo(decoder, samples=16, steps=4).log_prob([window])
+            [score] = NoisedElbo(decoder, NoisedElboArguments(16, 4)).log_prob([window])
         finally:
             hook.remove()
         assert next(encodes) > failing + 1, "memory ran out, and the encode was repeated"
@@ -171,7 +172,7 @@ def test_what_is_said_and_what_is_refused(path, decoder):
         **{"self_conditioning": "twice", "canvas": 2, "last_canvas": "short", "mc_samples": 128, "draw_seed": 0},
     }
     with pytest.raises(DuelError, match="no limit"):
-        NoisedElbo(decoder, steps=math.inf)
+        NoisedElbo(decoder, NoisedElboArguments(steps=math.inf))
     with pytest.raises(DuelError, match="context"):
         NoisedElbo(decoder).log_prob([Window((), (1,))])
     with pytest.raises(DuelError, match="suffix"):
@@ -204,7 +205,7 @@ def test_tokens_of_images_are_refused(path, attention, tmp_path):
     shutil.copytree(path, tmp_path, dirs_exist_ok=True)
     (tmp_path / "config.json").write_text(json.dumps({**config, "boi_token_id": 1}))
     denoiser = denoisers.load(str(tmp_path), device="cpu", attention=attention)
-    estimator = NoisedElbo(denoiser, samples=8) if attention is None else Autoregressive(denoiser)
+    estimator = NoisedElbo(denoiser, NoisedElboArguments(8)) if attention is None else Autoregressive(denoiser)
     for window in (Window((0,), (2, 1)), Window((1, 0), (2,))):
         with pytest.raises(DuelError, match=r"Window 0 holds id 1, .*image"):
             estimator.log_prob([window])

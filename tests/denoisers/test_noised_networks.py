@@ -14,6 +14,7 @@ from lm_eval_duel.core import noise as noises
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.denoisers import load
 from lm_eval_duel.errors import DuelError
+from lm_eval_duel.estimators.arguments import NoisedElboArguments
 from lm_eval_duel.estimators.noised_elbo import NoisedElbo
 
 EPS = {"duo": 1e-3, "udlm": 1e-3, "gidd-uniform": dit_reference.T_EPS}
@@ -64,11 +65,11 @@ def test_the_bound_is_that_of_the_plain_network(name, tmp_path):
     assert denoiser.noise_training.noise.tokens == (denoiser.mask_id or dit_reference.VOCABULARY)
     window = Window((3,), (5, 9), (2,))
     exact = bound(Plain(name, w, denoiser, window.context, window.suffix), window.target, 2)
-    [score] = NoisedElbo(denoiser, samples=1024, steps=2).log_prob([window])
+    [score] = NoisedElbo(denoiser, NoisedElboArguments(1024, 2)).log_prob([window])
     assert abs(score.log_prob + exact) < 4 * score.stderr < exact
     windows = [Window((3,), (5, 9, 1, 1, 4)), Window((), (5, 9), (2,)), Window((7, 7), (8,))]
-    together = NoisedElbo(denoiser, samples=16).log_prob(windows)
-    alone = [NoisedElbo(denoiser, samples=16, batch_size=1).log_prob([window])[0] for window in windows]
+    together = NoisedElbo(denoiser, NoisedElboArguments(16)).log_prob(windows)
+    alone = [NoisedElbo(denoiser, NoisedElboArguments(16), batch_size=1).log_prob([window])[0] for window in windows]
     assert [score.log_prob for score in together] == pytest.approx([score.log_prob for score in alone], rel=1e-4)
     spec = NoisedElbo(denoiser).describe()
     assert spec["steps"] == "inf" and str(EPS[name]).strip("0.") in spec["time"].replace("0.", "")

@@ -13,6 +13,7 @@ from lm_eval_duel import Duel, denoisers
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.denoisers.wrappers import Guided
 from lm_eval_duel.errors import DuelError
+from lm_eval_duel.estimators.arguments import ElboArguments
 from lm_eval_duel.estimators.duel import DuelEstimator
 from lm_eval_duel.estimators.elbo import Elbo
 
@@ -46,8 +47,8 @@ def test_esm_needs_a_visible_token(family, tmp_path):
     """Its input depends on how much of a row is masked."""
     denoiser, path = family("esm-2").denoiser, family("esm-2").path
     windows = [Window((0, 6), (7, 9, 12, 8, 15, 5), (2,)), Window((0,), (10, 9), (2,)), Window((), (17,), (2,))]
-    alone = [Elbo(denoiser, batch_size=1, samples=4).log_prob([window])[0] for window in windows]
-    agree(Elbo(denoiser, batch_size=8, samples=4).log_prob(windows), alone)
+    alone = [Elbo(denoiser, ElboArguments(4), batch_size=1).log_prob([window])[0] for window in windows]
+    agree(Elbo(denoiser, ElboArguments(4), batch_size=8).log_prob(windows), alone)
     duel = DuelEstimator(denoiser, "greedy", 4)
     for number, refused in (
         (1, lambda: duel.log_prob([Window((2,), (5, 6)), Window((), (5, 6))])),

@@ -12,6 +12,7 @@ from lm_eval_duel.core import denoiser as block_causal
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.denoisers.cached.denoiser import Cached
 from lm_eval_duel.estimators import cost
+from lm_eval_duel.estimators.arguments import ElboArguments, LatticeArguments
 from lm_eval_duel.estimators.duel import Autoregressive, DuelEstimator
 from lm_eval_duel.estimators.elbo import Elbo
 from lm_eval_duel.estimators.lattice import Lattice
@@ -97,7 +98,7 @@ def test_blocks_that_count_from_the_target(name, tmp_path, monkeypatch):
 def test_elbo(networks, kind):
     """Four draws of a window hide different positions, and none hides nothing."""
     denoiser = networks[kind]
-    elbo = Elbo(denoiser, samples=4)
+    elbo = Elbo(denoiser, ElboArguments(4))
     setting = cost.Setting(denoiser, parse("greedy"), elbo.block, elbo.grid)
     texts = [Window(window.context, window.target) for window in windows(24)[:1]]
     rows, tokens, _ = counted(denoiser, elbo, texts)
@@ -113,7 +114,7 @@ def test_lattice(networks, kind):
     """2^m - 1 states of a block of m, and the clean blocks of 8 once."""
     denoiser = networks[kind]
     block = 4 if kind == "bidirectional" else 8
-    lattice = Lattice(denoiser, block, value="oracle", follow=["greedy"])
+    lattice = Lattice(denoiser, block, LatticeArguments(["greedy"]), value="oracle")
     setting = cost.Setting(denoiser, parse("greedy"), block, lattice.grid)
     texts = [Window(window.context, window.target) for window in windows(24)[:1]]
     rows, tokens, _ = counted(denoiser, lattice, texts)
@@ -167,15 +168,6 @@ def test_two_phase_is_all_of_dual_and_a_share_of_exact(networks):
         )
     )
     assert both.token_rows == dual.token_rows + -(-exact.token_rows // 4)
-    assert both.head == dual.head + exact.head / 4 and both.blocks == dual.blocks == exact.blocks
-
-
-def test_head_cells_are_those_that_are_hidden(networks):
-    """A block of 8 has 8 + 7 + ... + 1 masked positions over its steps, or 8 picks if the order is fixed."""
-    one_block = cost.Layout(2, 8, 10)
-    for rule, positions in (("greedy:k=1", 36), ("greedy:k=3", 8 + 5 + 2), ("left_to_right:k=3", 8)):
-        setting = cost.Setting(networks["bidirectional"], parse(rule), 8, "target")
-        assert setting.exact(one_block).head == positions == setting.cached(one_block, "dual").head
 
 
 def test_nothing_costs_nothing():

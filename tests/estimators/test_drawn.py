@@ -14,16 +14,17 @@ from lm_eval_duel.audit import estimates as samplers
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.denoisers.cached.denoiser import Cached
 from lm_eval_duel.denoisers.filters import warped
+from lm_eval_duel.estimators.arguments import ConfidenceArguments, OrderArguments
 from lm_eval_duel.estimators.lattice import Lattice
 from lm_eval_duel.estimators.samplers import SampledConfidence, SampledOrder
 
 WARM = warped(Toy(length=8, seed=3), 0.7)
 SAMPLERS = {
-    "at least two": partial(SampledConfidence, n=2, tau=0.45, confidence="tempered"),
-    "SDAR, dynamic": partial(SampledConfidence, tau=0.5, confidence="tempered"),
-    "origin": partial(SampledOrder, alg="origin", steps=3),
-    "entropy": partial(SampledOrder, alg="entropy", steps=2, alg_temp=2.0),
-    "random": partial(SampledOrder, alg="random", steps=2),
+    "at least two": partial(SampledConfidence, arguments=ConfidenceArguments(n=2, tau=0.45, confidence="tempered")),
+    "SDAR, dynamic": partial(SampledConfidence, arguments=ConfidenceArguments(tau=0.5, confidence="tempered")),
+    "origin": partial(SampledOrder, arguments=OrderArguments(alg="origin", steps=3)),
+    "entropy": partial(SampledOrder, arguments=OrderArguments(alg="entropy", steps=2, alg_temp=2.0)),
+    "random": partial(SampledOrder, arguments=OrderArguments(alg="random", steps=2)),
 }
 
 
@@ -54,7 +55,9 @@ def test_a_draw_is_judged_without_the_temperature():
 
 
 def test_a_truncated_network_is_sampled_by_its_tempered_confidence():
-    assert total(SampledConfidence(warped(Toy(), 0.7, top_k=2), 2, confidence="tempered"), 3) == pytest.approx(1)
+    assert total(
+        SampledConfidence(warped(Toy(), 0.7, top_k=2), 2, ConfidenceArguments(confidence="tempered")), 3
+    ) == pytest.approx(1)
 
 
 # ---------------------------------------------------------------- special cases
@@ -63,8 +66,8 @@ def test_a_truncated_network_is_sampled_by_its_tempered_confidence():
 def test_a_random_position_at_each_step_is_the_mixture():
     windows = [Window((1,), (0, 2, 1, 1, 2)), Window((2, 1), (1,), (0,))]
     mixture = log_probs(Lattice(WARM, 3, value="mixture"), windows)
-    assert log_probs(SampledOrder(WARM, 3, alg="random", steps=9), windows) == pytest.approx(mixture, abs=1e-12)
-    near = log_probs(SampledOrder(WARM, 3, alg="origin", steps=1000), windows[:1])  # hardly ever two at a step
+    assert log_probs(SampledOrder(WARM, 3, OrderArguments("random", 9)), windows) == pytest.approx(mixture, abs=1e-12)
+    near = log_probs(SampledOrder(WARM, 3, OrderArguments("origin", 1000)), windows[:1])  # hardly ever two at a step
     assert near == pytest.approx(mixture[:1], abs=1e-2)
 
 
@@ -99,22 +102,19 @@ def test_samples_follow_the_distribution():
 
 
 SHARP, OF_TWO = Toy(length=8, seed=3, scale=1.0), BlockCausal(block=2, length=8, seed=3)
-KEEP, TEMPERED = SampledConfidence, {"confidence": "tempered"}
-LOOPS = {  # the loop's own arguments, temperature, and the estimator with its settings
-    "llada, one a step": (llada, (4, 4, 4), 1.0, KEEP, {}),
-    "llada, two a step": (llada, (4, 4, 2), 0.7, KEEP, {"n": 2}),
-    "llada, three steps": (llada, (4, 4, 3), 0.7, KEEP, {"steps": 3}),
-    "llada, random": (llada, (4, 4, 3), 0.7, SampledOrder, {"alg": "random", "steps": 3}),
-    "sdar, static": (sdar, (4, 2, 1, None), 1.0, KEEP, {"n": 1, **TEMPERED}),
-    "sdar, dynamic": (sdar, (4, 2, 1, 0.6), 0.8, KEEP, {"n": 1, "tau": 0.6, **TEMPERED}),
-    "dream, maskgit_plus": (dream, (4, 3, "maskgit_plus"), 1.0, KEEP, {"steps": 3, "schedule": "dream", **TEMPERED}),
-    "dream, six steps": (dream, (4, 6, "maskgit_plus"), 0.5, KEEP, {"steps": 6, "schedule": "dream", **TEMPERED}),
-    "dream, origin": (dream, (4, 6, "origin"), 0.7, SampledOrder, {"alg": "origin", "steps": 6}),
-    "dream, entropy": (dream, (4, 3, "entropy"), 0.7, SampledOrder, {"alg": "entropy", "steps": 3, "alg_temp": 0.3}),
-    "dream, topk_margin": (
-        *(dream, (4, 4, "topk_margin"), 1.0, SampledOrder),
-        {"alg": "topk_margin", "steps": 4, "alg_temp": 0.2},
-    ),
+KEEP = partial(ConfidenceArguments, confidence="tempered")
+LOOPS = {  # the loop's own arguments, temperature, and those of the estimator
+    "llada, one a step": (llada, (4, 4, 4), 1.0, ConfidenceArguments()),
+    "llada, two a step": (llada, (4, 4, 2), 0.7, ConfidenceArguments(n=2)),
+    "llada, three steps": (llada, (4, 4, 3), 0.7, ConfidenceArguments(steps=3)),
+    "llada, random": (llada, (4, 4, 3), 0.7, OrderArguments("random", 3)),
+    "sdar, static": (sdar, (4, 2, 1, None), 1.0, KEEP(n=1)),
+    "sdar, dynamic": (sdar, (4, 2, 1, 0.6), 0.8, KEEP(n=1, tau=0.6)),
+    "dream, maskgit_plus": (dream, (4, 3, "maskgit_plus"), 1.0, KEEP(steps=3, schedule="dream")),
+    "dream, six steps": (dream, (4, 6, "maskgit_plus"), 0.5, KEEP(steps=6, schedule="dream")),
+    "dream, origin": (dream, (4, 6, "origin"), 0.7, OrderArguments("origin", 6)),
+    "dream, entropy": (dream, (4, 3, "entropy"), 0.7, OrderArguments("entropy", 3, 0.3)),
+    "dream, topk_margin": (dream, (4, 4, "topk_margin"), 1.0, OrderArguments("topk_margin", 4, 0.2)),
 }
 
 
@@ -122,13 +122,14 @@ LOOPS = {  # the loop's own arguments, temperature, and the estimator with its s
 @pytest.mark.parametrize("name", LOOPS)
 def test_the_authors_loop_has_this_distribution(name):
     """And not another one that is near."""
-    loop, arguments, temperature, kind, settings = LOOPS[name]
+    loop, loop_arguments, temperature, arguments = LOOPS[name]
     toy, generator = OF_TWO if loop is sdar else SHARP, torch.Generator().manual_seed(1)
     more = {"generator": generator, **({"remasking": "random"} if name == "llada, random" else {})}
     if loop is dream:
-        more["alg_temp"] = settings.get("alg_temp")
-    texts = loop(toy, 3_000, *arguments, temperature=temperature, **more)
-    estimator = kind(warped(toy, temperature), 2 if loop is sdar else 4, **settings)
+        more["alg_temp"] = getattr(arguments, "alg_temp", None)
+    texts = loop(toy, 3_000, *loop_arguments, temperature=temperature, **more)
+    kind = SampledOrder if isinstance(arguments, OrderArguments) else SampledConfidence
+    estimator = kind(warped(toy, temperature), 2 if loop is sdar else 4, arguments)
     assert p_value(texts, every(estimator, 4)) > 1e-4
-    control = SampledOrder(toy, 2 if loop is sdar else 4, alg="random", steps=1)
+    control = SampledOrder(toy, 2 if loop is sdar else 4, OrderArguments("random", 1))
     assert p_value(texts, every(control, 4)) < 1e-9

@@ -10,6 +10,7 @@ from toys import BlockCausal, Rotary, Toy
 
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.errors import DuelError
+from lm_eval_duel.estimators.arguments import ElboArguments, LatticeArguments
 from lm_eval_duel.estimators.duel import DuelEstimator
 from lm_eval_duel.estimators.elbo import REPLICATES, Elbo, replicates
 from lm_eval_duel.estimators.lattice import Lattice
@@ -56,7 +57,7 @@ def close(network):
 def test_lattice_reads_off_every_state_only_rule(network):
     toy, block, windows = NETWORKS[network](), (4 if network == "block-causal" else 2), fitting(network)
     rules = STATE_ONLY[list(NETWORKS).index(network) % 2 :: 2]
-    scored = Lattice(toy, block, follow=rules, batch_size=1).log_prob(windows)
+    scored = Lattice(toy, block, LatticeArguments(rules), batch_size=1).log_prob(windows)
     if network == "nearly flat":  # some steps are near ties and others are not
         paths = [score.others[rule] for score in scored for rule in rules[1:4]]
         assert 0 < sum(path.near_ties for path in paths) < sum(path.nfe for path in paths)
@@ -95,7 +96,7 @@ def test_where_a_value_comes_from():
 @pytest.mark.parametrize("block", [1, 4, 8])
 def test_states_are_evaluated_once_each(block):
     """2^m - 1 states of a block of m positions: 15 of four, whatever is asked of them."""
-    lattice = Lattice(Toy(length=12, seed=1), block, follow=STATE_ONLY)
+    lattice = Lattice(Toy(length=12, seed=1), block, LatticeArguments(STATE_ONLY))
     target = (0, 1, 2, 2, 1, 0, 0, 1, 1, 2, 0, 2)
     lattice.log_prob([Window((), target), Window((), target)])
     whole, rest = divmod(12, block)
@@ -113,7 +114,7 @@ def test_elbo_lands_on_the_mean_over_orders(network, block, form):
     """Law 7."""
     toy, windows = NETWORKS[network](), [w for w in fitting(network) if w.target and not (block == 8 and w.tail)]
     exact = Lattice(toy, block, value="elbo_exact").log_prob(windows)
-    bounds = Elbo(toy, block if block == 4 else None, form=form, samples=512).log_prob(windows)
+    bounds = Elbo(toy, ElboArguments(512, form, block if block == 4 else None)).log_prob(windows)
     for window, bound, mean in zip(windows, bounds, exact, strict=True):
         assert abs(bound.log_prob - mean.log_prob) < 4 * bound.stderr + close(network)
         assert math.fsum(bound.token_logprobs) == pytest.approx(bound.log_prob, abs=1e-9)
@@ -123,7 +124,7 @@ def test_elbo_lands_on_the_mean_over_orders(network, block, form):
 def test_elbo_stderr_is_the_spread_over_seeds():
     toy, window = Toy(length=9, seed=1), WINDOWS[0]
     for form in ("count", "ratio"):
-        runs = [Elbo(toy, form=form, samples=64, seed=seed).log_prob([window])[0] for seed in range(30)]
+        runs = [Elbo(toy, ElboArguments(64, form), draw_seed=seed).log_prob([window])[0] for seed in range(30)]
         spread = torch.tensor([run.log_prob for run in runs], dtype=torch.float64).std()
         said = torch.tensor([run.stderr for run in runs], dtype=torch.float64).square().mean().sqrt()
         assert 0.75 < spread / said < 1.33
@@ -137,7 +138,7 @@ def test_intervals_of_the_elbo_cover():
     ]
     exact, held = Lattice(toy, 8, value="elbo_exact").log_prob(windows), []
     for seed in range(10):
-        scores = Elbo(toy, form="count", samples=16, seed=seed).log_prob(windows)
+        scores = Elbo(toy, ElboArguments(16, "count"), draw_seed=seed).log_prob(windows)
         held += [abs(a.log_prob - b.log_prob) <= 1.96 * a.stderr for a, b in zip(scores, exact, strict=True)]
     assert sum(held) >= 0.9 * len(held)
 
@@ -146,9 +147,9 @@ def test_elbo_counts_draws_and_says_when_its_error_is_not_known():
     toy, window = Toy(length=9), WINDOWS[0]
     for samples, parts in ((1, 1), (8, 1), (15, 1), (16, 16), (17, 17), (24, 24), (64, 16), (100, 20), (128, 16)):
         assert replicates(samples) == parts and samples % parts == 0
-        bound = Elbo(toy, samples=samples).log_prob([window])[0]
+        bound = Elbo(toy, ElboArguments(samples)).log_prob([window])[0]
         assert (bound.stderr is None) == (samples < REPLICATES)
-    elbo = Elbo(toy, samples=64, form="count", batch_size=4)
+    elbo = Elbo(toy, ElboArguments(64, "count"), batch_size=4)
     elbo.log_prob([window])
     assert elbo.counts.rows <= 64 and elbo.counts.windows == 1 and elbo.counts.tokens == 7
 
@@ -179,9 +180,9 @@ def score_entropy_by_hand(w, window, steps=40):
 def test_sedd_has_its_own_bound(tmp_path):
     denoiser, w = dit_reference.opened(tmp_path, "sedd")
     windows = [Window((0,), (3, 1)), Window((2, 4), (1, 0, 2))]
-    for scored, window in zip(Elbo(denoiser, samples=512).log_prob(windows), windows, strict=True):
+    for scored, window in zip(Elbo(denoiser, ElboArguments(512)).log_prob(windows), windows, strict=True):
         assert abs(scored.log_prob - score_entropy_by_hand(w, window)) < 4 * scored.stderr
     assert Elbo(denoiser).describe()["elbo_form"] == "score_entropy"
-    assert Elbo(denoiser, 4).describe()["elbo_form"] == "count"
+    assert Elbo(denoiser, ElboArguments(elbo_block=4)).describe()["elbo_form"] == "count"
     with pytest.raises(DuelError, match="masks positions of the whole target; use elbo_block=none"):
-        Elbo(denoiser, 4, form="score_entropy")
+        Elbo(denoiser, ElboArguments(elbo_block=4, elbo_form="score_entropy"))

@@ -19,6 +19,14 @@ from lm_eval_duel.denoisers.cached.denoiser import Cached
 from lm_eval_duel.denoisers.filters import warped
 from lm_eval_duel.denoisers.wrappers import Guided
 from lm_eval_duel.errors import DuelError
+from lm_eval_duel.estimators.arguments import (
+    ConfidenceArguments,
+    ElboArguments,
+    LatticeArguments,
+    NoisedElboArguments,
+    OrderArguments,
+    TwoPhaseArguments,
+)
 from lm_eval_duel.estimators.duel import DuelEstimator
 from lm_eval_duel.estimators.elbo import Elbo
 from lm_eval_duel.estimators.lattice import Lattice
@@ -42,7 +50,8 @@ WINDOWS = [
 PLAIN = [window for window in WINDOWS if not window.suffix]
 TOY, BLOCKS, ROTARY, ATTENDS = Toy(length=12), BlockCausal(3, length=12), Rotary(length=12), Attends(length=12)
 WARM, HOT, WARM_BLOCKS = warped(TOY, 0.7), warped(TOY, 1.3), warped(BLOCKS, 0.7)
-CONFIDENCE, ORDER, TEMPERED = SampledConfidence, SampledOrder, {"confidence": "tempered"}
+CONFIDENCE = SampledConfidence
+ORDER = SampledOrder
 ESTIMATORS = {
     "duel": partial(DuelEstimator, TOY, "greedy", 3),
     "duel, rows": partial(DuelEstimator, TOY, "threshold:mu=0.45", 3, grid="row", traced=True),
@@ -50,55 +59,63 @@ ESTIMATORS = {
     "duel, rotary": partial(DuelEstimator, ROTARY, "entropy", None),
     "duel, cache": partial(DuelEstimator, Cached(ATTENDS, "dual"), "left_to_right:k=2", 3),
     "duel, memory": partial(DuelEstimator, TOY, "klass:mu=0.4:nu=0.3:history=2", 4),
-    "elbo": partial(Elbo, TOY, samples=16, seed=3),
-    "elbo in blocks": partial(Elbo, TOY, 3, samples=16),
-    "elbo by ratio": partial(Elbo, TOY, samples=16, form="ratio"),
-    "elbo, few draws": partial(Elbo, TOY, samples=4),
-    "elbo, block-causal": partial(Elbo, BLOCKS, samples=16),
-    "all orders": partial(Lattice, TOY, 4, value="mixture", follow=["greedy", "threshold:mu=0.5"]),
+    "elbo": partial(Elbo, TOY, ElboArguments(16), draw_seed=3),
+    "elbo in blocks": partial(Elbo, TOY, ElboArguments(16, elbo_block=3)),
+    "elbo by ratio": partial(Elbo, TOY, ElboArguments(16, "ratio")),
+    "elbo, few draws": partial(Elbo, TOY, ElboArguments(4)),
+    "elbo, block-causal": partial(Elbo, BLOCKS, ElboArguments(16)),
+    "all orders": partial(Lattice, TOY, 4, LatticeArguments("greedy+threshold:mu=0.5"), value="mixture"),
     "all orders, block-causal": partial(Lattice, BLOCKS, value="elbo_exact"),
     "all orders, rotary": partial(Lattice, ROTARY, 3, value="oracle"),
     "confidence": partial(CONFIDENCE, WARM, 3),
     "confidence, no temperature": partial(CONFIDENCE, TOY, 4),
-    "confidence, 2 at a time": partial(CONFIDENCE, WARM, 4, n=2, **TEMPERED),
-    "confidence, all at once": partial(CONFIDENCE, WARM, 3, n=4),
-    "confidence, threshold": partial(CONFIDENCE, WARM, 3, tau=0.4, n=1),
-    "confidence, at least 2": partial(CONFIDENCE, WARM, 4, n=2, tau=0.45, **TEMPERED),
-    "confidence, hot": partial(CONFIDENCE, HOT, 3, tau=0.5, **TEMPERED),
-    "confidence, at the threshold": partial(CONFIDENCE, TOY, 4, tau=0.3, n=2, strict=False),
-    "confidence, even steps": partial(CONFIDENCE, WARM, 4, steps=3),
-    "confidence, more steps than positions": partial(CONFIDENCE, WARM, 3, steps=5),
-    "confidence, steps of dream": partial(CONFIDENCE, WARM, 4, steps=3, schedule="dream", **TEMPERED),
-    "confidence, rotary": partial(CONFIDENCE, ROTARY, 3),
-    "confidence, block-causal": partial(CONFIDENCE, WARM_BLOCKS, n=2),
-    "confidence, ties": partial(CONFIDENCE, Tied(length=12), 4),
-    "confidence, ties of two": partial(CONFIDENCE, Tied(length=12), 4, n=2, tau=0.45),
-    "confidence, cache": partial(CONFIDENCE, Cached(ATTENDS, "dual"), 3),
-    "order, origin": partial(ORDER, TOY, 4, alg="origin", steps=3),
-    "order, origin, block-causal": partial(ORDER, WARM_BLOCKS, alg="origin", steps=1),
-    "order, random": partial(ORDER, TOY, 4, alg="random", steps=3),
-    "order, random, more steps than positions": partial(ORDER, WARM, 3, alg="random", steps=7),
-    "order, entropy": partial(ORDER, TOY, 4, alg="entropy", steps=3, alg_temp=0.3),
-    "order, entropy, hot": partial(ORDER, WARM, 4, alg="entropy", steps=2, alg_temp=2.0),
-    "order, margin": partial(ORDER, TOY, 3, alg="topk_margin", steps=5, alg_temp=0.2),
-    "order, margin, block-causal": partial(ORDER, WARM_BLOCKS, alg="topk_margin", steps=2, alg_temp=0.2),
-    "order, entropy, rotary": partial(ORDER, ROTARY, 3, alg="entropy", steps=2, alg_temp=0.3),
-    "two phases": partial(TwoPhase, ATTENDS, "greedy", 2, sample=0.5, seed=1),
-    "two phases, rows": partial(TwoPhase, ATTENDS, "threshold:mu=0.45", 3, grid="row", sample=0.3),
-    "two phases, prefix": partial(TwoPhase, ATTENDS, "margin:k=2", 3, cache="prefix", sample=1.0),
-    "two phases, left to right": partial(TwoPhase, ATTENDS, "left_to_right:k=2", 3, sample=1.0),
-    "random tokens": partial(NoisedElbo, NoisyToy(length=12), samples=32, seed=2),
-    "random tokens, no limit": partial(NoisedElbo, NoisyToy(length=12), samples=32, steps=math.inf),
-    "random tokens, denoiser": partial(NoisedElbo, NoisyToy(length=12, prediction="denoiser", timed=False), samples=32),
-    "random tokens, conditioned": partial(
-        NoisedElbo, Conditioned(length=12), samples=16, steps=3, self_conditioning="chain"
+    "confidence, 2 at a time": partial(CONFIDENCE, WARM, 4, ConfidenceArguments(n=2, confidence="tempered")),
+    "confidence, all at once": partial(CONFIDENCE, WARM, 3, ConfidenceArguments(n=4)),
+    "confidence, threshold": partial(CONFIDENCE, WARM, 3, ConfidenceArguments(tau=0.4, n=1)),
+    "confidence, at least 2": partial(CONFIDENCE, WARM, 4, ConfidenceArguments(n=2, tau=0.45, confidence="tempered")),
+    "confidence, hot": partial(CONFIDENCE, HOT, 3, ConfidenceArguments(tau=0.5, confidence="tempered")),
+    "confidence, at the threshold": partial(CONFIDENCE, TOY, 4, ConfidenceArguments(tau=0.3, n=2, strict=False)),
+    "confidence, even steps": partial(CONFIDENCE, WARM, 4, ConfidenceArguments(steps=3)),
+    "confidence, more steps than positions": partial(CONFIDENCE, WARM, 3, ConfidenceArguments(steps=5)),
+    "confidence, steps of dream": partial(
+        CONFIDENCE, WARM, 4, ConfidenceArguments(steps=3, schedule="dream", confidence="tempered")
     ),
-    "random tokens and masks": partial(NoisedElbo, NoisyToy(length=12, share=0.2, prediction="denoiser"), samples=32),
+    "confidence, rotary": partial(CONFIDENCE, ROTARY, 3),
+    "confidence, block-causal": partial(CONFIDENCE, WARM_BLOCKS, arguments=ConfidenceArguments(n=2)),
+    "confidence, ties": partial(CONFIDENCE, Tied(length=12), 4),
+    "confidence, ties of two": partial(CONFIDENCE, Tied(length=12), 4, ConfidenceArguments(n=2, tau=0.45)),
+    "confidence, cache": partial(CONFIDENCE, Cached(ATTENDS, "dual"), 3),
+    "order, origin": partial(ORDER, TOY, 4, OrderArguments(alg="origin", steps=3)),
+    "order, origin, block-causal": partial(ORDER, WARM_BLOCKS, arguments=OrderArguments(alg="origin", steps=1)),
+    "order, random": partial(ORDER, TOY, 4, OrderArguments(alg="random", steps=3)),
+    "order, random, more steps than positions": partial(ORDER, WARM, 3, OrderArguments(alg="random", steps=7)),
+    "order, entropy": partial(ORDER, TOY, 4, OrderArguments(alg="entropy", steps=3, alg_temp=0.3)),
+    "order, entropy, hot": partial(ORDER, WARM, 4, OrderArguments(alg="entropy", steps=2, alg_temp=2.0)),
+    "order, margin": partial(ORDER, TOY, 3, OrderArguments(alg="topk_margin", steps=5, alg_temp=0.2)),
+    "order, margin, block-causal": partial(
+        ORDER, WARM_BLOCKS, arguments=OrderArguments(alg="topk_margin", steps=2, alg_temp=0.2)
+    ),
+    "order, entropy, rotary": partial(ORDER, ROTARY, 3, OrderArguments(alg="entropy", steps=2, alg_temp=0.3)),
+    "two phases": partial(TwoPhase, ATTENDS, "greedy", 2, TwoPhaseArguments(0.5), draw_seed=1),
+    "two phases, rows": partial(TwoPhase, ATTENDS, "threshold:mu=0.45", 3, TwoPhaseArguments(0.3), grid="row"),
+    "two phases, prefix": partial(TwoPhase, ATTENDS, "margin:k=2", 3, TwoPhaseArguments(1.0), cache="prefix"),
+    "two phases, left to right": partial(TwoPhase, ATTENDS, "left_to_right:k=2", 3, TwoPhaseArguments(1.0)),
+    "random tokens": partial(NoisedElbo, NoisyToy(length=12), NoisedElboArguments(32), draw_seed=2),
+    "random tokens, no limit": partial(NoisedElbo, NoisyToy(length=12), NoisedElboArguments(32, math.inf)),
+    "random tokens, denoiser": partial(
+        NoisedElbo, NoisyToy(length=12, prediction="denoiser", timed=False), NoisedElboArguments(32)
+    ),
+    "random tokens, conditioned": partial(
+        NoisedElbo, Conditioned(length=12), NoisedElboArguments(16, 3, self_conditioning="chain")
+    ),
+    "random tokens and masks": partial(
+        NoisedElbo, NoisyToy(length=12, share=0.2, prediction="denoiser"), NoisedElboArguments(32)
+    ),
     "random tokens and masks, no limit": partial(
-        NoisedElbo, NoisyToy(length=12, share=0.2), samples=32, steps=math.inf
+        NoisedElbo, NoisyToy(length=12, share=0.2), NoisedElboArguments(32, math.inf)
     ),
     "random tokens, denoiser, no limit": partial(
-        NoisedElbo, NoisyToy(length=12, prediction="denoiser"), samples=4, steps=math.inf
+        NoisedElbo, NoisyToy(length=12, prediction="denoiser"), NoisedElboArguments(4, math.inf)
     ),
 }
 ROUTES = {"duel, memory": RUNS_RULE, "random tokens, conditioned": ALONE}
@@ -175,7 +192,9 @@ class Suppressed(Toy):
         return super().features(ids, real).index_fill(2, torch.tensor([2]), -math.inf)
 
 
-@pytest.mark.parametrize("make", [DuelEstimator, Elbo, partial(Elbo, block=4, samples=8), partial(Lattice, block=4)])
+@pytest.mark.parametrize(
+    "make", [DuelEstimator, Elbo, partial(Elbo, arguments=ElboArguments(8, elbo_block=4)), partial(Lattice, block=4)]
+)
 def test_a_truth_of_no_probability_is_no_nan(make):
     """Its value is -inf, of which no error is known."""
     suppressed, fine = make(Suppressed(length=4)).log_prob([Window((), (0, 2, 1, 1)), Window((), (0, 1, 1, 1))])
@@ -193,25 +212,25 @@ REFUSED = (
     ("4,095 rows.*32", partial(Lattice, TOY)),
     ("the whole target", partial(Lattice, TOY, None)),
     ("estimator=ar", partial(Lattice, CAUSAL, 1)),
-    ("klass:.*memory", partial(Lattice, TOY, 4, follow=["klass:mu=0.9:nu=0.1"])),
+    ("klass:.*memory", lambda: LatticeArguments("klass:mu=0.9:nu=0.1")),
     ("estimator=ar", partial(Elbo, CAUSAL)),
-    ("score_entropy.*SEDD", partial(Elbo, TOY, form="score_entropy")),
-    ("blocks of 4", partial(Elbo, BLOCK(), None)),
+    ("score_entropy.*SEDD", partial(Elbo, TOY, ElboArguments(elbo_form="score_entropy"))),
+    ("blocks of 4", partial(Elbo, BLOCK(), ElboArguments(elbo_block=None))),
     ("sampled_confidence", partial(CONFIDENCE, TOY)),
     (r"at most 12 positions .*Duel\.follow", partial(CONFIDENCE, TOY, 16)),
     ("65,535", partial(ORDER, TOY, 16)),
     ("estimator=ar", partial(CONFIDENCE, CAUSAL, 1)),
     ("confidence=untempered", partial(CONFIDENCE, TRUNCATED, 2)),
     ("confidence=untempered", lambda: CONFIDENCE(TOY, 2).with_denoiser(TRUNCATED)),
-    ("'steps' .* 'n'", partial(CONFIDENCE, TOY, 2, steps=2, n=2)),
-    ("'steps' .* 'tau'", partial(CONFIDENCE, TOY, 2, steps=2, tau=0.5)),
-    ("schedule=dream .*steps=", partial(CONFIDENCE, TOY, 2, schedule="dream")),
+    ("'steps' .* 'n'", partial(ConfidenceArguments, steps=2, n=2)),
+    ("'steps' .* 'tau'", partial(ConfidenceArguments, steps=2, tau=0.5)),
+    ("schedule=dream .*steps=", partial(ConfidenceArguments, schedule="dream")),
     (r"Duel\.replay", lambda: CONFIDENCE(TOY, 2).replay([Window((), (0,))], [(0,)])),
     ("sampled_order", partial(ORDER, TOY)),
     ("estimator=ar", partial(ORDER, CAUSAL, 1)),
-    ("rule=dream:alg=entropy", partial(ORDER, TOY, 2, alg="entropy")),
-    ("'alg_temp' .*alg=entropy", partial(ORDER, TOY, 2, alg_temp=0.2)),
-    ("estimator=sampled_confidence", partial(ORDER, TOY, 2, alg="maskgit_plus")),
+    ("rule=dream:alg=entropy", partial(OrderArguments, alg="entropy")),
+    ("'alg_temp' .*alg=entropy", partial(OrderArguments, alg_temp=0.2)),
+    ("estimator=sampled_confidence", partial(OrderArguments, alg="maskgit_plus")),
     ("block_causal network has no such cost.*Use estimator=duel", partial(TwoPhase, BLOCK())),
     ("causal network has no such cost.*Use estimator=ar", partial(TwoPhase, CAUSAL, "left_to_right")),
     ("needs a cached first phase.*it takes no keys.*Use estimator=duel", partial(TwoPhase, TOY)),
@@ -221,13 +240,16 @@ REFUSED = (
     ("cache 'duel'. Did you mean dual", partial(TwoPhase, ATTENDS, cache="duel")),
     (
         "Window 0 has a block of probability 0",
-        lambda: TwoPhase(warped(Attends(length=10), top_k=1), block=3, sample=1.0).log_prob([CERTAIN]),
+        lambda: TwoPhase(warped(Attends(length=10), top_k=1), "greedy", 3, TwoPhaseArguments(1.0)).log_prob([CERTAIN]),
     ),
-    ("not among its inputs", partial(NoisedElbo, NOISY, self_conditioning="twice")),
-    ("steps", partial(NoisedElbo, NOISY, steps=0)),
-    ("plugin", partial(NoisedElbo, NOISY, prediction="plug")),
-    ("no limit", partial(NoisedElbo, NoisyToy(prediction="denoiser", timed=False), steps=math.inf)),
-    ("chain", partial(NoisedElbo, Conditioned(), steps=math.inf, self_conditioning="chain")),
+    ("not among its inputs", partial(NoisedElbo, NOISY, NoisedElboArguments(self_conditioning="twice"))),
+    ("steps", lambda: NoisedElboArguments(steps=0)),
+    ("plugin", lambda: NoisedElboArguments(prediction="plug")),
+    (
+        "no limit",
+        partial(NoisedElbo, NoisyToy(prediction="denoiser", timed=False), NoisedElboArguments(8, math.inf)),
+    ),
+    ("chain", partial(NoisedElbo, Conditioned(), NoisedElboArguments(steps=math.inf, self_conditioning="chain"))),
     ("estimator=elbo", partial(NoisedElbo, UNMASKED)),
     ("tail", lambda: NoisedElbo(NOISY).log_prob([Window((), (1,), tail=1)])),
     ("noised_elbo.*estimator=duel", partial(Elbo, NOISY)),

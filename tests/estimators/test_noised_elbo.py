@@ -13,6 +13,7 @@ from lm_eval_duel.core import noise as noises
 from lm_eval_duel.core.row_checks import FIRST
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.errors import DuelError, InconsistentOutput, NotFinite
+from lm_eval_duel.estimators.arguments import NoisedElboArguments
 from lm_eval_duel.estimators.lattice import Lattice
 from lm_eval_duel.estimators.noised_elbo import NoisedElbo
 
@@ -53,7 +54,7 @@ def test_the_estimate_is_within_its_errors_and_they_cover(name, conditioning):
     exact = bound(toy, TEXT, steps, conditioning)
     distances = []
     for seed in range(5):
-        estimator = NoisedElbo(toy, samples=2048, steps=steps, self_conditioning=conditioning, seed=seed)
+        estimator = NoisedElbo(toy, NoisedElboArguments(2048, steps, self_conditioning=conditioning), draw_seed=seed)
         [score] = estimator.log_prob([Window((), TEXT)])
         assert math.fsum(score.token_logprobs) == pytest.approx(score.log_prob, abs=1e-9)
         distances.append((score.log_prob + exact) / score.stderr)
@@ -65,7 +66,9 @@ def test_the_estimate_is_within_its_errors_and_they_cover(name, conditioning):
 def test_the_told_error_is_that_of_the_estimate(steps):
     """Its variance over seeds; draws at different times differ by more than those at one time, in a long text."""
     toy, window = NoisyToy(length=16), Window((), tuple(n * n % 3 for n in range(16)))
-    scores = [NoisedElbo(toy, samples=16, steps=steps, seed=seed).log_prob([window])[0] for seed in range(60)]
+    scores = [
+        NoisedElbo(toy, NoisedElboArguments(16, steps), draw_seed=seed).log_prob([window])[0] for seed in range(60)
+    ]
     values, told = (torch.tensor(of) for of in zip(*((score.log_prob, score.stderr) for score in scores), strict=True))
     assert 0.5 < float(values.var() / told.square().mean()) < 2  # its spread is about 0.2
 
@@ -82,9 +85,9 @@ def test_intervals_cover(share, steps):
     for scale in (0.7, 2.0, 4.0):
         toy = NoisyToy(tokens=9, length=12, share=share, scale=scale)
         windows = [Window((), tuple((3 * n * n + 5 * n * k + k) % 9 for n in range(12))) for k in range(2)]
-        exact = NoisedElbo(toy, samples=1 << 14, steps=steps, seed=987).log_prob(windows)
+        exact = NoisedElbo(toy, NoisedElboArguments(1 << 14, steps), draw_seed=987).log_prob(windows)
         for seed in range(20):
-            scores = NoisedElbo(toy, steps=steps, seed=seed).log_prob(windows)
+            scores = NoisedElbo(toy, NoisedElboArguments(steps=steps), draw_seed=seed).log_prob(windows)
             held += [abs(a.log_prob - b.log_prob) <= 1.96 * a.stderr for a, b in zip(scores, exact, strict=True)]
     assert sum(held) >= 0.9 * len(held)
 
@@ -92,7 +95,7 @@ def test_intervals_cover(share, steps):
 def test_the_draws_of_steps_and_times_have_the_density_that_weights_them():
     """The mean of the weights below a border is the border's own share: unbiased for every integrand."""
     v = (torch.arange(1 << 16, dtype=torch.float64)[:, None] + 0.5) / (1 << 16)
-    bound = NoisedElbo(TOYS["uniform plugin"], samples=16, steps=7)
+    bound = NoisedElbo(TOYS["uniform plugin"], NoisedElboArguments(16, 7))
     step, weight = bound.draw_step(v)
     for i in range(1, 8):
         assert float((weight * (step == i)).mean()) == pytest.approx(1, abs=1e-3)
@@ -106,7 +109,7 @@ def test_the_draws_of_steps_and_times_have_the_density_that_weights_them():
 @pytest.mark.parametrize("name", ["uniform plugin", "hybrid plugin"])
 def test_many_steps_approach_the_limit(name):
     toy, x = TOYS[name], (2, 1)
-    [score] = NoisedElbo(toy, samples=4096, steps=math.inf).log_prob([Window((), x)])
+    [score] = NoisedElbo(toy, NoisedElboArguments(4096, math.inf)).log_prob([Window((), x)])
     distances = [abs(bound(toy, x, steps) + score.log_prob) for steps in (4, 64)]
     assert distances[1] < 4 * score.stderr + 0.1 * distances[0] and score.stderr < 0.1 * distances[0]
 
@@ -118,7 +121,7 @@ def test_masks_alone_give_the_mean_over_all_orders(noise, within):
     masked.noise_training = None
     [wanted] = Lattice(masked, 2, value="elbo_exact").log_prob([Window((), TEXT)])
     toy.noise_training = toy.noise_training._replace(noise=noise or toy.noise_training.noise)
-    [score] = NoisedElbo(toy, samples=1 << 13, steps=math.inf).log_prob([Window((), TEXT)])
+    [score] = NoisedElbo(toy, NoisedElboArguments(1 << 13, math.inf)).log_prob([Window((), TEXT)])
     assert abs(score.log_prob - wanted.log_prob) < 4 * score.stderr + within and score.stderr < 0.05
 
 
@@ -145,15 +148,15 @@ def test_a_wrong_reading_of_the_output_is_another_process():
     bounds = {kind: bound(toy, TEXT, 4) for kind, toy in read.items()}
     assert abs(bounds["plugin"] - bounds["denoiser"]) > 0.1
     for kind, exact in bounds.items():
-        [score] = NoisedElbo(read["plugin"], prediction=kind, samples=1024, steps=4).log_prob([Window((), TEXT)])
+        [score] = NoisedElbo(read["plugin"], NoisedElboArguments(1024, 4, prediction=kind)).log_prob([Window((), TEXT)])
         assert abs(score.log_prob + exact) < 4 * score.stderr
 
 
 def test_canvases_add_up():
     toy = NoisyToy(length=4)
     toy.block = 2
-    whole = NoisedElbo(toy, samples=2048, steps=2).log_prob([Window((0,), (1, 2, 1))])[0]
-    parts = NoisedElbo(toy, samples=2048, steps=2).log_prob([Window((0,), (1, 2)), Window((0, 1, 2), (1,))])
+    whole = NoisedElbo(toy, NoisedElboArguments(2048, 2)).log_prob([Window((0,), (1, 2, 1))])[0]
+    parts = NoisedElbo(toy, NoisedElboArguments(2048, 2)).log_prob([Window((0,), (1, 2)), Window((0, 1, 2), (1,))])
     error = math.hypot(whole.stderr, *(part.stderr for part in parts))
     assert abs(whole.log_prob - sum(part.log_prob for part in parts)) < 4 * error
 
@@ -163,13 +166,13 @@ def test_canvases_add_up():
 def test_rows_that_others_change_end_a_run(conditioning):
     toy = Conditioned(length=6)
     plain, windows = toy.features, [Window((), (1, 2, 0, n % 3)) for n in range(3)]
-    arguments = {"samples": 32, "steps": 4, "self_conditioning": conditioning}
-    ordinary = NoisedElbo(toy, **arguments)
+    arguments = NoisedElboArguments(32, 4, self_conditioning=conditioning)
+    ordinary = NoisedElbo(toy, arguments)
     ordinary.log_prob(windows)
     assert ordinary.counts.rows_checked >= FIRST and ordinary.counts.rows_differing == 0
     toy.features = lambda ids, *args, **more: plain(ids, *args, **more) * (1 + (len(ids) > 4))
     with pytest.raises(InconsistentOutput):
-        NoisedElbo(toy, **arguments).log_prob(windows)
+        NoisedElbo(toy, arguments).log_prob(windows)
 
 
 def test_nan_names_its_window():
@@ -179,7 +182,7 @@ def test_nan_names_its_window():
 
     windows = [Window((1,), (0, 1)), Window((2,), (0, 1))]
     with pytest.raises(NotFinite, match=r"Window 1, ") as raised:
-        NoisedElbo(Poisoned(), samples=16).log_prob(windows)
+        NoisedElbo(Poisoned(), NoisedElboArguments(16)).log_prob(windows)
     assert raised.value.window == 1
 
 

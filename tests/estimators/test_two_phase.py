@@ -13,6 +13,7 @@ from lm_eval_duel.denoisers.cached.denoiser import Cached, under_cache
 from lm_eval_duel.denoisers.filters import warped
 from lm_eval_duel.denoisers.wrappers import Guided
 from lm_eval_duel.estimators import two_phase as block_sample
+from lm_eval_duel.estimators.arguments import TwoPhaseArguments
 from lm_eval_duel.estimators.blocks import FEW, TwoPhaseBlocks
 from lm_eval_duel.estimators.duel import DuelEstimator
 from lm_eval_duel.estimators.two_phase import TwoPhase
@@ -57,7 +58,7 @@ def total(scores):
 def test_with_every_block_in_the_sample_it_is_the_exact_value(rule, cache):
     toy = Attends(length=10)
     exact = DuelEstimator(toy, rule, 3).log_prob(MIXED)
-    full = TwoPhase(toy, rule, 3, cache=cache, sample=1.0).log_prob(MIXED)
+    full = TwoPhase(toy, rule, 3, TwoPhaseArguments(1.0), cache=cache).log_prob(MIXED)
     for one, other in zip(full, exact, strict=True):
         assert one.log_prob == pytest.approx(other.log_prob, abs=1e-9) and one.stderr == 0
 
@@ -99,7 +100,7 @@ def test_intervals_cover_from_the_fewest_drawn_blocks_on():
 
 def test_only_the_sampled_blocks_are_evaluated_without_the_cache():
     toy, windows = Attends(length=10), list(dict.fromkeys(texts(40)))
-    estimator = TwoPhase(toy, "left_to_right", 2, sample=0.25)
+    estimator = TwoPhase(toy, "left_to_right", 2, TwoPhaseArguments(0.25))
     scores = estimator.log_prob(windows)
     _, phases = total(scores)
     tokens = sum(len(w.target) for w in windows)
@@ -117,13 +118,13 @@ def test_only_the_sampled_blocks_are_evaluated_without_the_cache():
 
 def test_too_few_drawn_blocks_have_no_standard_error():
     toy, windows = Attends(length=10), texts(10)
-    _, phases = total(TwoPhase(toy, block=3, sample=0.02).log_prob(windows))
+    _, phases = total(TwoPhase(toy, arguments=TwoPhaseArguments(0.02), block=3).log_prob(windows))
     assert phases.drawn < 8 and phases.stderr is None
 
 
 def test_the_correlation_is_that_of_the_sampled_blocks():
     toy, windows = Attends(length=10), texts(40)
-    scores = TwoPhase(toy, block=3, sample=0.5).log_prob(windows)
+    scores = TwoPhase(toy, arguments=TwoPhaseArguments(0.5), block=3).log_prob(windows)
     pairs = []
     for of in (score.blocks for score in scores):
         sampled = [value for value, weight in zip(of.cached, of.weights, strict=True) if weight]
@@ -140,7 +141,7 @@ def test_guidance_and_temperature_stay_around_the_cached_network():
     cheap = under_cache(wrapped, "dual")
     assert cheap.describe() == {**wrapped.describe(), "cache": "dual"} and "cache" not in wrapped.describe()
     window = [Window((1,), (0, 2, 1, 1, 2))]
-    [score] = TwoPhase(wrapped, "greedy", 3, sample=1.0).log_prob(window)
+    [score] = TwoPhase(wrapped, "greedy", 3, TwoPhaseArguments(1.0)).log_prob(window)
     [exact], [cached] = (DuelEstimator(denoiser, "greedy", 3).log_prob(window) for denoiser in (wrapped, cheap))
     [own] = DuelEstimator(warped(Guided(Cached(toy, "dual"), 0.5), 0.7), "greedy", 3).log_prob(window)
     assert score.log_prob == pytest.approx(exact.log_prob, abs=1e-9)

@@ -17,6 +17,13 @@ simulated_device.register()
 import torch  # noqa: E402
 
 from lm_eval_duel.denoisers import hub  # noqa: E402
+from lm_eval_duel.estimators.arguments import (  # noqa: E402
+    ConfidenceArguments,
+    ElboArguments,
+    LatticeArguments,
+    OrderArguments,
+    TwoPhaseArguments,
+)
 
 pick_on_cpu = hub.pick_device
 hub.pick_device = lambda name: torch.device(name) if str(name) == simulated_device.NAME else pick_on_cpu(name)
@@ -63,9 +70,11 @@ def runs(denoiser, windows, more, cached):
     block = 4 if denoiser.attention == "bidirectional" else "auto"
     greedy = DuelEstimator(denoiser, "greedy", block, traced=True, **settings)
     estimators = {"greedy": greedy}
-    estimators["lattice"] = Lattice(denoiser, block, follow=["greedy", "entropy:k=2"], traced=True, **settings)
+    estimators["lattice"] = Lattice(
+        denoiser, block, LatticeArguments(["greedy", "entropy:k=2"]), traced=True, **settings
+    )
     yield "sample", greedy.sample([window.context for window in windows], 7, seed=3)
-    yield "elbo", Elbo(denoiser, samples=16, traced=True, **settings).log_prob(untailed)
+    yield "elbo", Elbo(denoiser, ElboArguments(16), traced=True, **settings).log_prob(untailed)
     if denoiser.attention == "bidirectional" and cached:
         seeded = "greedy:seed_first=true" if denoiser.shift else "greedy"
         estimators["dual"] = DuelEstimator(Cached(denoiser, "dual"), seeded, block, traced=True, **settings)
@@ -74,12 +83,12 @@ def runs(denoiser, windows, more, cached):
         yield "replay", greedy.replay(windows, steps)
         estimators |= {rule: DuelEstimator(denoiser, rule, block, traced=True, **settings) for rule in RULES}
         estimators["trial"] = DuelEstimator(denoiser, "greedy", block)  # how much a call holds is found by trial
-        confidence = SampledConfidence(denoiser, block, n=2, tau=0.5, traced=True, **settings)
+        confidence = SampledConfidence(denoiser, block, ConfidenceArguments(n=2, tau=0.5), traced=True, **settings)
         estimators["sampled_confidence"] = confidence
-        order = {"alg": "entropy", "steps": 3, "alg_temp": 0.5}
-        estimators["sampled_order"] = SampledOrder(denoiser, block, **order, **settings)
+        order = OrderArguments("entropy", 3, alg_temp=0.5)
+        estimators["sampled_order"] = SampledOrder(denoiser, block, order, **settings)
         yield "sampled_confidence sample", confidence.sample([window.context for window in windows], 7, seed=3)
-        estimators["two_phase"] = TwoPhase(denoiser, "greedy", 2, **settings, sample=0.5)
+        estimators["two_phase"] = TwoPhase(denoiser, "greedy", 2, TwoPhaseArguments(0.5), **settings)
     for name, estimator in estimators.items():
         yield name, estimator.log_prob(windows)
 

@@ -13,6 +13,7 @@ from toys import Toy
 
 from lm_eval_duel import Window, rules
 from lm_eval_duel.errors import DuelError, InconsistentOutput
+from lm_eval_duel.estimators.arguments import LatticeArguments
 from lm_eval_duel.estimators.duel import DuelEstimator
 from lm_eval_duel.estimators.lattice import Lattice
 from lm_eval_duel.rules.checked import FIRST_CALLS
@@ -134,7 +135,7 @@ def test_a_rule_that_is_no_function_of_what_it_sees_is_refused(how, around):
         DuelEstimator(Toy(length=8), rules.parse(f"test_around:Chance:how={how}{around}"), 6).log_prob(windows)
     if how == "global" and not around:
         with pytest.raises(DuelError, match="not deterministic"):
-            Lattice(Toy(length=8), 3, follow=[Chance()]).log_prob(windows)
+            Lattice(Toy(length=8), 3, LatticeArguments([Chance()])).log_prob(windows)
         with pytest.raises(DuelError, match="not deterministic"):
             DuelEstimator(Toy(length=8), Chance(), 6).sample([(1,)], 6)
 

@@ -12,6 +12,7 @@ from toys import Toy
 
 from lm_eval_duel import Duel, rules
 from lm_eval_duel.core.windows import Window
+from lm_eval_duel.estimators.arguments import LatticeArguments
 from lm_eval_duel.estimators.lattice import Lattice
 
 BOUNDS = {  # a rule with one parameter left open, and values between which its picks differ
@@ -98,7 +99,7 @@ class FirstTwo(rules.Rule):
 def test_near_ties_of_a_rule_without_margins_are_not_known():
     window = Window((1,), (0, 2, 1, 1))
     assert Duel(Toy(), FirstTwo(), 4).log_prob([window])[0].near_ties is None
-    [scored] = Lattice(Toy(), 4, follow=[FirstTwo(), "greedy:k=1"]).log_prob([window])
+    [scored] = Lattice(Toy(), 4, LatticeArguments([FirstTwo(), "greedy:k=1"])).log_prob([window])
     assert [path.near_ties is None for path in scored.others.values()][2:] == [True, False]
 
 
