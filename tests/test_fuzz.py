@@ -16,9 +16,8 @@ from toys import BlockCausal, Causal, Rotary, RotaryBlocks, Toy
 from lm_eval_duel import rules
 from lm_eval_duel.audit.checked import CheckedWindow
 from lm_eval_duel.audit.recompute import recompute
-from lm_eval_duel.core import denoiser as block_causal
+from lm_eval_duel.core import block_causal, predictions
 from lm_eval_duel.core import lanes as queue
-from lm_eval_duel.core import predictions
 from lm_eval_duel.core.lanes import blocks, groups
 from lm_eval_duel.core.windows import Window, independent
 from lm_eval_duel.denoisers.load_options import BOS, LastBlock

@@ -16,7 +16,7 @@ from laws import AROUND, RULES, numbers, strings, total
 from toys import BlockCausal, Joint, Leaky, Rotary, Small, Toy
 
 from lm_eval_duel import Duel, rules
-from lm_eval_duel.core.denoiser import BlockCausalView
+from lm_eval_duel.core.block_causal import BlockCausalView
 from lm_eval_duel.core.lanes import Lanes
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.errors import DuelError, RuleStalled

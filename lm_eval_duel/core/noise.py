@@ -247,7 +247,7 @@ class CommitOnce(NamedTuple):
         return last + (first - last) * (steps - step.clamp(max=steps)).double() / steps
 
 
-class Place(NamedTuple):
+class NoiseKeys(NamedTuple):
     """All that the noise at masked positions depends on, (R, 1) each but for the position.
 
     Nothing of it is the target's. The key of a window would not do, since it hashes the target: keyed by the
@@ -261,7 +261,7 @@ class Place(NamedTuple):
 
 
 def masked_tokens(
-    noise: Noise, tokens: torch.Tensor, mask_id: int | None, share: torch.Tensor, place: Place
+    noise: Noise, tokens: torch.Tensor, mask_id: int | None, share: torch.Tensor, keys: NoiseKeys
 ) -> torch.Tensor:
     """The ids (R, L) that positions show while they are masked, under a commit-once sampler.
 
@@ -270,12 +270,12 @@ def masked_tokens(
     """
     t = share.double()[:, None]  # (R, 1)
     level = noise.level(t, 1 - t)
-    chosen = (uniform(*place[:1], MASKED_TOKEN, *place[1:]) * noise.tokens).long().clamp(max=noise.tokens - 1)  # (R, L)
+    chosen = (uniform(*keys[:1], MASKED_TOKEN, *keys[1:]) * noise.tokens).long().clamp(max=noise.tokens - 1)  # (R, L)
     shown = tokens[chosen]  # (R, L)
     if mask_id is None:
         return shown
     as_mask = level.m / (level.m + noise.tokens * level.u)  # (R, 1)
-    return torch.where(uniform(*place[:1], MASKED_KIND, *place[1:]) < as_mask, mask_id, shown)
+    return torch.where(uniform(*keys[:1], MASKED_KIND, *keys[1:]) < as_mask, mask_id, shown)
 
 
 # ---------------------------------------------------------------- noisy tokens, and the statistics of a network

@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import NamedTuple, TypeAlias
 
-from lm_eval_duel.core.denoiser import CLEAN, STRETCH, Denoiser, clean_group
+from lm_eval_duel.core.block_causal import CLEAN, STRETCH, clean_group
+from lm_eval_duel.core.denoiser import Denoiser
 from lm_eval_duel.core.lanes import blocks
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.estimators.base import Estimator

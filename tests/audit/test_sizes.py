@@ -11,7 +11,7 @@ from toys import Toy
 
 from lm_eval_duel.audit.checked import CheckedWindow
 from lm_eval_duel.audit.recompute import recompute
-from lm_eval_duel.core import denoiser as block_causal
+from lm_eval_duel.core import block_causal
 from lm_eval_duel.core import predictions as top_tokens
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.denoisers.cached.denoiser import Cached

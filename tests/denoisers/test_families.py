@@ -16,8 +16,7 @@ from laws import slow_but
 from networks import CAUSAL, DITS, MASKED_LMS, NAMES, PROTEINS, TEXTS, load, textbook, written
 
 from lm_eval_duel import Duel, denoisers
-from lm_eval_duel.core import denoiser as block_causal
-from lm_eval_duel.core import row_checks
+from lm_eval_duel.core import block_causal, row_checks
 from lm_eval_duel.core.float_noise import FLOAT32
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.denoisers import self_tests

@@ -12,7 +12,7 @@ from textbook import score
 from toys import BlockCausal, CausalPrefix, Rotary, Toy
 
 from lm_eval_duel import Duel, rules
-from lm_eval_duel.core import denoiser as block_causal
+from lm_eval_duel.core import block_causal
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.denoisers.cached.denoiser import Cached
 from lm_eval_duel.denoisers.filters import excluding, warped

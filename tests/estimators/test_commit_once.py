@@ -16,7 +16,7 @@ from lm_eval_duel.audit.checked import REFERENCE, RUNS_RULE, CheckedWindow
 from lm_eval_duel.audit.contradictions import contradictions
 from lm_eval_duel.audit.recompute import recompute
 from lm_eval_duel.core import noise as noises
-from lm_eval_duel.core.network import View
+from lm_eval_duel.core.view import View
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.denoisers.cached.denoiser import Cached
 from lm_eval_duel.denoisers.filters import warped
@@ -82,13 +82,13 @@ def test_noise_that_depends_on_the_text_gives_no_distribution(monkeypatch):
     toy, duel = NoisyToy(), Duel(NoisyToy(), "greedy", 3)
     texts = [Window((), text) for text in every_text(3)]
     keys = torch.tensor([window.key for window in texts])
-    place = View.place
+    place = View.noise_keys
 
     def keyed(view, lanes, columns):
         row = [texts.index(Window((), tuple(ids))) for ids in view.rows.ids[lanes.row].tolist()]
         return place(view, lanes, columns)._replace(seed=keys[row][:, None])
 
-    monkeypatch.setattr(View, "place", keyed)
+    monkeypatch.setattr(View, "noise_keys", keyed)
     assert abs(total(duel.log_prob(texts)) - 1) > 0.02
     assert toy.noise_training.noise.name == "uniform"
 
@@ -97,7 +97,7 @@ def test_noise_that_depends_on_the_text_gives_no_distribution(monkeypatch):
 def test_masked_positions_show_the_marginal_of_the_noise(noise):
     count, share = 40_000, torch.tensor([0.6], dtype=torch.float64)
     at = torch.tensor([[0]])
-    place = noises.Place(at, at, at, torch.arange(count)[None])
+    place = noises.NoiseKeys(at, at, at, torch.arange(count)[None])
     mask_id = 5 if noise.name != "uniform" else None
     shown = noises.masked_tokens(noise, torch.arange(5), mask_id, share, place)[0]
     found = shown.bincount(minlength=6).double() / count

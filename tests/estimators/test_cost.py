@@ -8,7 +8,7 @@ from toys import BlockCausal
 
 from benchmarks.recording import Recording
 from lm_eval_duel import load
-from lm_eval_duel.core import denoiser as block_causal
+from lm_eval_duel.core import block_causal
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.denoisers.cached.denoiser import Cached
 from lm_eval_duel.estimators import cost

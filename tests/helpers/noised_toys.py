@@ -7,8 +7,8 @@ import torch
 from toys import Toy
 
 from lm_eval_duel import reference
-from lm_eval_duel.core.network import NoiseView, Positions, View
 from lm_eval_duel.core.noise import Hybrid, NoiseTraining, Uniform
+from lm_eval_duel.core.view import NoiseView, Positions, View
 
 
 class ConditionedView(NoiseView):

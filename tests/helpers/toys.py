@@ -15,9 +15,10 @@ class Toy(Denoiser):
     codes = None  # (K, V): the only logits there are, so that positions tie; a position's features say which
 
     def __init__(self, tokens=3, length=8, seed=0, honours_padding=True, scale=2.0, unused=0):
-        self.vocab_size, self.mask_id, self.max_length = tokens + 1 + unused, tokens, length
+        self.vocab_size = tokens + 1 + unused
+        self.mask_id = tokens
+        self.max_length = length
         self.tokens = tokens
-        self.device = torch.device("cpu")
         self.honours_padding = honours_padding
         generator = torch.Generator().manual_seed(seed)
         self.embed = torch.randn(length, self.vocab_size, 6, generator=generator, dtype=torch.float64)
@@ -66,18 +67,15 @@ class Rotary(Toy):
 
 
 class Joint(Denoiser):
-    """The exact conditionals of one positive joint distribution over V^L strings."""
+    """The exact conditionals of one positive joint distribution over V^L strings: the four members that are needed."""
 
     def __init__(self, tokens=3, length=4, seed=0):
-        self.vocab_size, self.mask_id, self.max_length = tokens + 1, tokens, length
-        self.device = torch.device("cpu")
+        self.vocab_size = tokens + 1
+        self.mask_id = tokens
+        self.max_length = length
         generator = torch.Generator().manual_seed(seed)
         self.strings = torch.tensor(list(itertools.product(range(tokens), repeat=length)))
         self.joint = torch.randn(len(self.strings), generator=generator, dtype=torch.float64).softmax(0)
-
-    @property
-    def excluded(self):
-        return torch.arange(self.vocab_size) == self.mask_id
 
     def features(self, ids, real):
         logits = torch.full((*ids.shape, self.vocab_size), -math.inf, dtype=torch.float64)
@@ -87,9 +85,6 @@ class Joint(Denoiser):
                 for v in range(self.vocab_size - 1):
                     logits[r, i, v] = self.joint[agrees & (self.strings[:, i] == v)].sum().log()
         return logits
-
-    def head(self, features):
-        return features
 
 
 class Causal(Toy):

@@ -101,7 +101,7 @@ def test_with_noise_handed_over_it_commits_the_same_at_the_same_steps(steps, thr
         place = [torch.tensor([[value]]) for value in (seed, 0)]
 
         def noise(step, place=place, toy=toy, width=width):
-            at = noises.Place(*place, torch.tensor([[step]]), torch.arange(width)[None])
+            at = noises.NoiseKeys(*place, torch.tensor([[step]]), torch.arange(width)[None])
             return noises.masked_tokens(toy.noise_training.noise, torch.arange(5), None, torch.ones(1), at)[0]
 
         when, tokens = renoise(toy, context, width, steps, threshold, noise)

@@ -18,8 +18,8 @@ import torch
 import transformers
 
 from lm_eval_duel.core.lanes import Lanes, Rows
-from lm_eval_duel.core.network import NoiseView, Positions, View, distinct
 from lm_eval_duel.core.noise import NoiseTraining, Uniform, as_plugin, masked_tokens
+from lm_eval_duel.core.view import NoiseView, Positions, View, distinct
 from lm_eval_duel.denoisers import self_tests
 from lm_eval_duel.denoisers.checkpoint import Checkpoint
 from lm_eval_duel.denoisers.hf.families import Family
@@ -263,7 +263,7 @@ class CommitOnceView(View):
         shows_noise = inside & (lanes.tokens < 0)  # (R, W)
         share = shows_noise.sum(1).double() / lanes.width  # (R,)
         noise = self.denoiser.noise_training.noise  # type: ignore[union-attr]
-        noisy = masked_tokens(noise, self._tokens, None, share, self.place(lanes, columns))  # (R, W)
+        noisy = masked_tokens(noise, self._tokens, None, share, self.noise_keys(lanes, columns))  # (R, W)
         canvases = torch.where(shows_noise, noisy, lanes.tokens.clamp(min=0))  # (R, W)
         every = self._decoded(lanes, canvases, self._signal(lanes))  # (R, W, D)
         carried = (every,) if self.how.self_conditioning else ()

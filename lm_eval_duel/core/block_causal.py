@@ -1,0 +1,407 @@
+"""Block-causal networks: a block sees all of itself and the clean blocks before it, never a later one.
+
+The keys and values of a window's clean blocks are computed once and kept while lanes of the window are being revealed.
+A step evaluates many blocks of a window side by side in one row of the batch (`PackedCall`):
+
+    queries    block 3 as revealed so far | block 4 as revealed so far | ...
+    keys       clean blocks 0 1 2 3       | the queries' own
+    seen       clean blocks before the query's, and the positions of its own block
+
+The clean stream reads G positions at a time: positions of a group see each other and all earlier groups.
+
+    block-causal                       G = B, groups count from the row's first column
+    block-causal, anchor="target"      G = B, groups count from the target's first column; the context is one more group
+    causal prefix, causal              G = 1
+
+With a causal prefix (Nemotron-Labs-Diffusion) a block may begin at any column: it sees itself whole and every clean
+position before it. Blocks that begin within the same stretch of columns go together, so that a call reads no more clean
+keys than its last block sees. A causal network is the case of blocks of one: all its predictions are read from the
+clean stream.
+
+Shapes: N windows, R lanes, r of them that differ, B the trained block, W <= B block width of the lanes, G positions of
+a clean group, P rows of a call, A lanes of one row, Q = A B queries, K clean keys, M masked positions of a lane, S
+slots, L row length, H heads, D features, X positions of a call.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+
+import torch
+import torch.nn.functional as F
+
+from lm_eval_duel.core.hashing import hashed
+from lm_eval_duel.core.lanes import Lanes, Rows
+from lm_eval_duel.core.network import KeysValues, Network
+from lm_eval_duel.core.view import Positions, View, distinct, masked_positions
+
+STRETCH = 256  # columns of a window whose blocks are evaluated together
+CLEAN = 512  # columns of clean blocks that are evaluated together: a later piece reads the keys of an earlier one
+
+
+def clean_group(denoiser: Network) -> int:
+    """The number of positions that the clean stream reads together, G."""
+    return (denoiser.block or 1) if denoiser.attention == "block_causal" else 1
+
+
+class BlockCausalView(View):
+    """A block-causal denoiser opened on a group of rows.
+
+    A short last block is filled up with [MASK] to its border, as these networks are trained (`last_block="fill"`), or
+    ends where the window ends (`"cut"`). A suffix is visible only to the last block of the target.
+    """
+
+    def __init__(self, denoiser: Network, rows: Rows, generating: bool):
+        super().__init__(denoiser, rows)
+        self.generating = generating
+        self.block = denoiser.block or 1  # a causal network has blocks of one
+        self.group = clean_group(denoiser)  # G
+        self.reads_edges = bool(denoiser.shift or denoiser.seeds_blocks)  # of the clean stream, for first positions
+
+        # the clean columns that each window needs
+        self._zero = rows.origin if denoiser.anchor == "target" else torch.zeros_like(rows.origin)  # (N,) groups count
+        last = rows.origin + rows.target - 1 - self._zero  # (N,)
+        self._needed = self._zero + last // self.group * self.group  # (N,) up to the last block
+        self._share = rows.length  # (N,) of network tokens; a row has one lane when generating
+        if not generating:
+            lanes = last // self.block - (rows.origin - self._zero) // self.block + 1  # (N,)
+            self._share = (-(-self._needed // lanes)).clamp(min=self.block)
+
+        # the clean columns whose keys are kept
+        self._slot = torch.full_like(rows.origin, -1)  # (N,) where they are; -1: nowhere
+        self._kept = torch.zeros_like(rows.origin)  # (N,) how many
+        self._slots = 0  # S
+        self._clean: list[KeysValues] = []  # of each layer, (S, H, L, D / H) each
+        self._edge = torch.empty(0, 0, 0)  # (S, L / G, D) features of the last position before each group
+
+        self._calls: dict[int, PackedCall] = {}  # of the last step, by stretch
+        self._past_hash: torch.Tensor | None = None  # (N, L + 1) of the columns before each
+
+    def cost(self, lanes: Lanes) -> torch.Tensor:
+        """A lane's own positions, or its share of the clean positions if that is larger: their keys take memory too."""
+        return self._share[lanes.row]
+
+    def commit(self, lanes: Lanes) -> None:
+        super().commit(lanes)
+        self._past_hash = None
+
+    def positions(self, lanes: Lanes) -> Positions:
+        ids, shown, real = self._blocks(lanes)  # (R, B) each
+        zero = self._zero[lanes.row]  # (R,)
+        first, kind = distinct(self._prefix_hash(lanes), lanes.start, zero, ids, shown, real, lanes.masked)
+        unique = lanes if len(first) == len(lanes) else lanes.select(first)
+        for row, end in self._missing(unique, len(lanes) * self.block):
+            self._extend(row, end)
+        if self.denoiser.attention == "causal":
+            all_mask = torch.zeros_like(unique.row, dtype=torch.bool)  # (r,)
+            positions = Positions.from_lanes(unique, all_mask, lambda lane, _: self._edge_features(unique, lane))
+        else:
+            positions = self._evaluate(unique, ids[first], shown[first], real[first])
+        return positions if unique is lanes else positions.spread(lanes, unique, kind)
+
+    def _prefix_hash(self, lanes: Lanes) -> torch.Tensor:
+        """A hash of the ids before the block of each lane, (R,)."""
+        if self._past_hash is None:
+            columns = torch.arange(self.rows.ids.shape[1], device=self.rows.ids.device)  # (L,)
+            total = hashed(self.rows.ids, columns).cumsum(1)  # (N, L) wraps
+            self._past_hash = F.pad(total, (1, 0))  # (N, L + 1)
+        return self._past_hash[lanes.row, lanes.start]
+
+    # ------------------------------------------------------------ inputs of a block
+
+    def _blocks(self, lanes: Lanes) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Input ids of whole blocks, which positions show a token, and which positions exist; (R, B) each."""
+        rows = self.rows
+        row = lanes.row
+        column = lanes.start[:, None] + torch.arange(self.block, device=row.device)  # (R, B)
+        inside = column.clamp(max=rows.ids.shape[1] - 1)  # (R, B)
+        in_row = column < rows.length[row][:, None]  # (R, B)
+
+        # the suffix, which a block shows from the first step on
+        after_target = column >= (rows.origin + rows.target)[row][:, None]  # (R, B)
+        shown = rows.visible[row[:, None], inside] & after_target & in_row  # (R, B)
+        ids = torch.where(shown, rows.ids[row[:, None], inside], self.denoiser.mask_id or 0)  # (R, B)
+
+        # what is revealed of the block
+        revealed = (lanes.tokens >= 0) & ~lanes.masked  # (R, W)
+        width = revealed.shape[1]
+        ids[:, :width] = torch.where(revealed, lanes.tokens, ids[:, :width])
+        shown[:, :width] |= revealed
+        fills = self.denoiser.last_block == "fill"
+        return ids, shown, torch.ones_like(shown) if fills else in_row
+
+    # ------------------------------------------------------------ the clean stream
+
+    def _missing(self, lanes: Lanes, tokens: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """(windows (P,), end (P,)) of the next clean columns that these lanes see and that are not kept yet.
+
+        Each piece is of at most `tokens` positions, and is to be kept before the next one is asked for. Slots of
+        windows that have no lane here are given to others.
+        """
+        if bool((self._slot[lanes.row] >= 0).all() & (self._kept[lanes.row] >= lanes.start).all()):
+            return
+        present = torch.zeros_like(self._slot, dtype=torch.bool)  # (N,)
+        present[lanes.row] = True
+        self._assign_slots(present)
+
+        if self.generating:
+            needed = torch.zeros_like(self._kept).scatter_reduce_(0, lanes.row, lanes.start, "amax")  # (N,)
+        else:  # the targets of the whole window are known: one pass for all of its blocks
+            needed = self._needed * present  # (N,)
+        if self.denoiser.attention == "causal":
+            piece = self.rows.ids.shape[1]
+        else:
+            piece = max(self.group, CLEAN // self.group * self.group)
+        while len(lacking := (self._kept < needed).nonzero()[:, 0]):
+            until = needed.minimum(self._kept.maximum(self._zero) + piece)  # (N,) a context is not divided
+            lacking = lacking[self._kept[lacking].argsort(stable=True)]  # windows at the same piece together
+            most = max(1, tokens // int((until - self._kept).max()))
+            for part in lacking.split(most):
+                yield part, until[part]
+
+    def _assign_slots(self, present: torch.Tensor) -> None:
+        """Give a slot to each window that is `present` (N,) and has none, and take back those of the others."""
+        self._kept[~present] = 0
+        self._slot[~present] = -1
+        entering = (present & (self._slot < 0)).nonzero()[:, 0]  # (n,)
+        free = torch.ones(int(present.sum()) + len(self._slot), dtype=torch.bool, device=present.device)  # (S,)
+        free[self._slot[self._slot >= 0]] = False
+        self._slot[entering] = free.nonzero()[: len(entering), 0]
+
+    def _group_of(self, row: torch.Tensor, column: torch.Tensor) -> torch.Tensor:
+        """The index of the clean group of `column` (P, Q) in windows `row` (P,); -1 in the context before the first."""
+        return ((column - self._zero[row][:, None]) // self.group).clamp(min=-1)  # (P, Q)
+
+    def _extend(self, row: torch.Tensor, end: torch.Tensor) -> None:
+        """Evaluate the clean columns of windows `row` (P,) that are not kept yet, up to `end` (P,)."""
+        device = row.device
+        known = self._kept[row]  # (P,)
+        slot = self._slot[row]  # (P,)
+        column = known[:, None] + torch.arange(int((end - known).max()), device=device)  # (P, Q)
+        real = column < end[:, None]  # (P, Q)
+        ids = self.rows.ids[row[:, None], column.clamp(max=self.rows.ids.shape[1] - 1)]  # (P, Q)
+
+        before = int(known.max())
+        past = torch.arange(before, device=device) < known[:, None]  # (P, K)
+        number = self._group_of(row, column)  # (P, Q)
+        own = number[:, :, None] >= number[:, None]  # (P, Q, Q)
+        own &= real[:, None] | ~real[:, :, None]  # padding sees itself, so that its softmax is not empty
+        seen = torch.cat([past[:, None].expand(-1, column.shape[1], -1), own], dim=2)  # (P, Q, K + Q)
+        features, new = self.denoiser.stream(ids, column, seen, self._past(slot, before))  # (P, Q, D)
+        self.forwards += 1
+        self.evaluated += len(row)
+
+        if self.denoiser.attention == "causal" and not self.generating:
+            new = []  # one pass scores a causal network
+        self._grow(new, features)
+        self._keep(new, slot, column, real)
+        if self.reads_edges:
+            after = self._group_of(row, column + 1)  # (P, Q)
+            p, q = (real & (after > number)).nonzero().unbind(1)  # (X,) last positions of their groups
+            self._edge[slot[p], after[p, q]] = features[p, q]
+        self._kept[row] = end
+
+    def _grow(self, like: list[KeysValues], features: torch.Tensor) -> None:
+        """Make slots for every window in use, in the shapes that the network returns."""
+        more = int(self._slot.max()) + 1 - self._slots
+        if more <= 0:
+            return
+        length = self.rows.ids.shape[1]
+        if not self._slots:
+            groups = -(-length // self.group) if self.reads_edges else 0
+            self._clean = [(_none_of(keys, length), _none_of(values, length)) for keys, values in like]
+            self._edge = features.new_zeros(0, groups, features.shape[2])
+        clean = [(_with_more(keys, more), _with_more(values, more)) for keys, values in self._clean]
+        edge = _with_more(self._edge, more)
+        # last, since memory may have run out before
+        self._clean = clean
+        self._edge = edge
+        self._slots += more
+
+    def _keep(self, new: list[KeysValues], slot: torch.Tensor, column: torch.Tensor, real: torch.Tensor) -> None:
+        """Keep the keys and values of a call on windows at `slot` (P,) at `column` (P, Q), where `real` (P, Q)."""
+        first = int(column[0, 0])
+        end = first + column.shape[1]
+        p, q = real.nonzero().unbind(1)  # (X,)
+        same_columns = len(p) == real.numel() and bool((column[:, 0] == first).all())  # in every window
+        for kept, made in zip(self._clean, new, strict=True):
+            for plane, positions in zip(kept, made, strict=True):
+                device = plane.device  # a network may be spread over several
+                if same_columns:
+                    plane[slot.to(device), :, first:end] = positions
+                else:
+                    at = slot[p].to(device)  # (X,)
+                    columns = column[p, q].to(device)  # (X,)
+                    plane[at, :, columns] = positions[p.to(device), :, q.to(device)]
+
+    def _past(self, slot: torch.Tensor, columns: int) -> list[KeysValues] | None:
+        """Keys and values of the first clean `columns` of windows at `slot` (P,); arbitrary for a window without."""
+        return rows_at(self._clean, slot.clamp(max=self._slots - 1), columns) if columns else None
+
+    def _edge_features(self, lanes: Lanes, lane: torch.Tensor) -> torch.Tensor:
+        """The clean stream's features at the last position before the block of `lane` (c,), (c, D)."""
+        row = lanes.row[lane]  # (c,)
+        return self._edge[self._slot[row], self._group_of(row, lanes.start[lane][:, None])[:, 0]]
+
+    # ------------------------------------------------------------ the noisy stream
+
+    def _evaluate(self, lanes: Lanes, ids: torch.Tensor, shown: torch.Tensor, real: torch.Tensor) -> Positions:
+        """The input of the LM head at the masked positions of the lanes' blocks, one call for each stretch of columns.
+
+        A call keeps the layout of the previous step if its lanes are the same.
+        """
+        position = masked_positions(lanes)  # (R, M)
+        read = (position - self.denoiser.shift).clamp(min=0)  # (R, M)
+        slot = self._slot[lanes.row]  # (R,)
+        stretch = lanes.start // max(self.block, STRETCH)  # (R,)
+        earlier_calls = self._calls
+        self._calls = {}
+        lanes_of_calls = []
+        features_of_calls = []
+        for n in stretch.unique().tolist():
+            lane = (stretch == n).nonzero()[:, 0]  # (r,)
+            call = earlier_calls.get(n)
+            if call is None or not call.holds(slot[lane], lanes.start[lane], real[lane]):
+                start = lanes.start[lane]  # (r,)
+                clean = torch.arange(int(start.max()), device=start.device) < start[:, None]  # (r, K)
+                call = PackedCall.from_slots(slot[lane], start, real[lane], clean, max(1, STRETCH // self.block))
+            self._calls[n] = call
+            past = self._past(slot[lane][call.lane[:, 0]], call.kept.shape[1])
+            queries = call.queries(read[lane])  # (P, A M)
+            inputs = ids[lane][call.lane].flatten(1)  # (P, Q)
+            part, _ = self.denoiser.stream_at(queries, inputs, call.columns, call.seen, past)  # (P, A M, D)
+            self.forwards += 1
+            self.evaluated += len(inputs)
+            lanes_of_calls.append(lane)
+            features_of_calls.append(call.by_lane(part))  # (r, M, D)
+        features = torch.cat(features_of_calls)  # (R, M, D)
+        place = torch.cat(lanes_of_calls).argsort()  # (R,) of each lane among them
+
+        def at(lane: torch.Tensor, nth: torch.Tensor) -> torch.Tensor:
+            values = features[place[lane], nth]  # (C, D)
+            # a block's first prediction is read from the clean stream, at the last position before the block
+            if self.reads_edges and (first := position[lane, nth] < 1).any():
+                values[first] = self._edge_features(lanes, lane[first])
+            return values
+
+        all_mask = ~shown.any(1) & (lanes.start == 0) & self.denoiser.relative_positions  # (R,)
+        return Positions.from_lanes(lanes, all_mask, at)
+
+
+def _none_of(plane: torch.Tensor, length: int) -> torch.Tensor:
+    """No slot yet for keys or values like these (P, H, Q, D / H), (0, H, L, D / H)."""
+    return plane.new_zeros(0, plane.shape[1], length, plane.shape[3])
+
+
+def _with_more(plane: torch.Tensor, more: int) -> torch.Tensor:
+    """`plane` (S, ...) with `more` slots of zeros at its end."""
+    return F.pad(plane, (0,) * (2 * plane.dim() - 1) + (more,))
+
+
+# ---------------------------------------------------------------- many blocks in one row of a call
+
+
+@dataclasses.dataclass(frozen=True)
+class PackedCall:
+    """The layout of lanes in one call: the lanes that share a row, and what their positions see.
+
+        row of a window    block 3 | block 4 | block 5      its lanes
+        columns            12 13 14 15 16 17 18 19 ...      their positions in the window
+        seen               kept keys, such as those before the own block, and the own block
+
+    The next step can reuse it if it has the same lanes.
+    """
+
+    slot: torch.Tensor  # (R,) where the keys that each lane sees are kept
+    start: torch.Tensor  # (R,) first column of each lane
+    real: torch.Tensor  # (R, B) which of its positions exist
+    lane: torch.Tensor  # (P, A) the lane at each place; arbitrary at empty places
+    used: torch.Tensor  # (P, A) which places are not empty
+    place: tuple[torch.Tensor, torch.Tensor]  # (R,) each: row and place of each lane
+    columns: torch.Tensor  # (P, Q) positions in the window
+    kept: torch.Tensor  # (R, K) which kept columns each lane sees
+
+    @classmethod
+    def from_slots(
+        cls, slot: torch.Tensor, start: torch.Tensor, real: torch.Tensor, kept: torch.Tensor, most: int
+    ) -> PackedCall:
+        """The call over lanes that see the columns `kept` (R, K) at `slot` (R,), with at most `most` lanes in a row."""
+        number, place = arrange(slot, widest(slot, most))  # (P, A)
+        lane = number.clamp(min=0)  # (P, A)
+        block = torch.arange(real.shape[1], device=start.device)  # (B,)
+        columns = (start[lane][:, :, None] + block).flatten(1)  # (P, Q)
+        return cls(slot, start, real, lane, number >= 0, place, columns, kept)
+
+    @cached_property
+    def seen(self) -> torch.Tensor:
+        """True at the kept keys, and at those of the call's own, that each query attends to, (P, Q, K + Q)."""
+        count = self.lane.shape[1]
+        block = self.real.shape[1]
+        used = self.used[:, :, None]  # (P, A, 1)
+        exists = (self.real[self.lane] & used).flatten(1)  # (P, Q)
+        of_lane = torch.arange(count, device=exists.device).repeat_interleave(block)  # (Q,)
+        same_lane = of_lane[:, None] == of_lane  # (Q, Q)
+        own = same_lane & (exists[:, None] | ~exists[:, :, None])  # (P, Q, Q)
+        kept = (self.kept[self.lane] & used)[:, of_lane]  # (P, Q, K)
+        return torch.cat([kept, own], dim=2)
+
+    def holds(self, slot: torch.Tensor, start: torch.Tensor, real: torch.Tensor) -> bool:
+        """True if these lanes have this layout."""
+        return torch.equal(self.slot, slot) and torch.equal(self.start, start) and torch.equal(self.real, real)
+
+    def queries(self, position: torch.Tensor) -> torch.Tensor:
+        """The queries of the positions (R, M) of each lane's block, (P, A M)."""
+        block = self.real.shape[1]
+        before = torch.arange(self.lane.shape[1], device=position.device)[:, None] * block  # (A, 1)
+        return (before + position[self.lane]).flatten(1)
+
+    def by_lane(self, features: torch.Tensor) -> torch.Tensor:
+        """Features at `queries` (P, A M, D), regrouped by lane (R, M, D)."""
+        of_places: torch.Tensor = features.unflatten(1, (self.lane.shape[1], -1))  # (P, A, M, D)
+        return of_places[self.place]
+
+
+def rows_at(layers: Sequence[KeysValues], slot: torch.Tensor, columns: int) -> list[KeysValues]:
+    """The first `columns` of kept rows (S, H, L, D / H) at `slot` (P,): views where the slots follow each other."""
+    first = int(slot[0])
+    together = torch.equal(slot, torch.arange(first, first + len(slot), device=slot.device))
+    rows: list[KeysValues] = []
+    for keys, values in layers:
+        at = slice(first, first + len(slot)) if together else slot.to(keys.device)
+        rows.append((keys[at, :, :columns], values[at, :, :columns]))
+    return rows
+
+
+def widest(window: torch.Tensor, most: int) -> int:
+    """The largest number of lanes in a row, at most `most`, that leaves no more than a sixth of the places empty.
+
+    `window` (R,): that of each lane. Lanes of several windows never share a row.
+    """
+    counts = window.unique(return_counts=True)[1]  # (windows,)
+    while most > 1:
+        wide = min(most, int(counts.max()))
+        rows = int((-(-counts // wide)).sum())
+        if 5 * wide * rows <= 6 * len(window):
+            return wide
+        most = wide // 2
+    return 1
+
+
+def arrange(window: torch.Tensor, most: int) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
+    """Put lanes of the same `window` (R,) into rows of at most `most`.
+
+    Returns the lane at each place (P, A), -1 at empty places, and the row and place of each lane (R,).
+    """
+    order = window.argsort(stable=True)  # (R,)
+    every = torch.arange(len(order), device=order.device)  # (R,)
+    begins = torch.ones_like(order, dtype=torch.bool)  # (R,) the first lane of its window, in this order
+    begins[1:] = window[order].diff() != 0
+    nth = every - torch.where(begins, every, 0).cummax(0).values  # (R,) within its window
+    row = (nth % most == 0).cumsum(0) - 1  # (R,)
+    place = nth % most  # (R,)
+    number = order.new_full((int(row[-1]) + 1, int(place.max()) + 1), -1)  # (P, A)
+    number[row, place] = order
+    back = order.argsort()  # (R,)
+    return number, (row[back], place[back])

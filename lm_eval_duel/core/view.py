@@ -1,0 +1,283 @@
+"""A view: a network opened on a group of windows, as a function from lanes to predictions.
+
+    row      c c c | t t t t | t t t t | t t t t | - - | s      context, three blocks of the target, tail, suffix
+    lane                       t m t m                          the second block, half of it revealed
+    input    c c c   t t t t   t m t m   m m m m   m m   s      m: [MASK]
+
+Shapes: N windows, L row length, R lanes, r of them that differ, W block width, C masked positions, U rows of features
+that the LM head runs on, D features, M columns asked for, V tokens, K of them that are no special columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cached_property
+from typing import NamedTuple
+
+import torch
+
+from lm_eval_duel.core.hashing import hashed
+from lm_eval_duel.core.lanes import Lanes, Rows
+from lm_eval_duel.core.network import Network
+from lm_eval_duel.core.noise import NoiseKeys, masked_tokens
+from lm_eval_duel.core.predictions import Predictions
+
+
+class View:
+    """A bidirectional (or causal) network opened on a group of rows: lanes in, predictions out.
+
+    A lane sees the context, the target left of its block, the block as revealed so far, [MASK] up to the end of target
+    and tail, and the suffix. The rows may hold the targets: from a lane's block start on, targets are not read.
+    """
+
+    carries: int = 0  # values of a position that a lane carries to its next step
+
+    def __init__(self, denoiser: Network, rows: Rows):
+        self.denoiser = denoiser
+        self.rows = rows
+        self.forwards = 0  # network calls
+        self.evaluated = 0  # rows evaluated
+
+    def cost(self, lanes: Lanes) -> torch.Tensor:
+        """The cost of each lane in network tokens, (R,)."""
+        return self.rows.length[lanes.row]
+
+    def commit(self, lanes: Lanes) -> None:
+        """Write finished blocks into the rows, so that later blocks see them (sampling)."""
+        width = torch.arange(lanes.masked.shape[1], device=lanes.start.device)  # (W,)
+        inside = width < lanes.width[:, None]  # (R, W)
+        rows = lanes.row[:, None].expand_as(inside)  # (R, W)
+        self.rows.ids[rows[inside], lanes.columns[inside]] = lanes.tokens[inside]
+
+    def __call__(self, lanes: Lanes, targets: torch.Tensor | None = None) -> Predictions:
+        """The predictions at the masked positions of `lanes`; `targets` (R, W): tokens whose log-probs are needed."""
+        positions, step = self.at_steps(lanes, self.positions(lanes))
+        excluded, columns = self._excluded
+        return Predictions(
+            lanes.masked,
+            positions.all_mask,
+            positions.features,
+            positions.row,
+            self.denoiser.head,
+            excluded,
+            targets,
+            columns=columns,
+            masked_at=lanes.masked_at,
+            carried=positions.carried,
+            filters=self.denoiser.filters,
+            step=step,
+        )
+
+    def at_steps(self, lanes: Lanes, positions: Positions) -> tuple[Positions, torch.Tensor | None]:
+        """Positions, and the step of each row of features (U,) if a filter reads it.
+
+        Lanes at different steps may share a row of features, which then becomes one for each step.
+        """
+        if not any(each.reads_step for each in self.denoiser.filters):
+            return positions, None
+        lane, _ = lanes.masked_at
+        step = lanes.step[lane]  # (C,)
+        first, row = distinct(positions.row, step)  # (U,), (C,)
+        features = positions.features[positions.row[first]]  # (U, D)
+        return positions._replace(features=features, row=row), step[first]
+
+    def positions(self, lanes: Lanes) -> Positions:
+        """The input of the LM head at the masked positions of `lanes`; lanes with equal rows are evaluated once."""
+        ids, shown, real = self._input(lanes)  # (R, L) each
+        visible = self.rows.visible[lanes.row].sum(1)  # (R,) with `origin` and `real` it fixes context and suffix
+        first, kind = distinct(ids, shown, real, visible, lanes.masked, lanes.start, lanes.origin)  # (r,), (R,)
+        if len(first) == len(lanes):
+            return self._evaluate(lanes, ids, shown, real)
+        unique = lanes.select(first)
+        evaluated = self._evaluate(unique, ids[first], shown[first], real[first])
+        return evaluated.spread(lanes, unique, kind)
+
+    def _evaluate(self, lanes: Lanes, ids: torch.Tensor, shown: torch.Tensor, real: torch.Tensor) -> Positions:
+        """One network call on different rows: input ids, which show a token, which are not padding, (R, L) each."""
+        columns = lanes.start[:, None] + masked_positions(lanes) - self.denoiser.shift  # (R, M)
+        columns = columns.clamp(0, ids.shape[1] - 1)  # columns that pad `masked_positions` may lie outside
+        extra = self._extra_inputs(lanes, shown, real)
+        features = self.denoiser.features_at(columns, ids, self._padding(real), **extra)  # (R, M, D)
+        self.forwards += 1
+        self.evaluated += len(lanes)
+
+        one_token = ((ids == ids[:, :1]) | ~real).all(1)  # (R,) where masks are shown, nothing else is
+        # With relative positions alone such a row has one distribution. Float noise must not choose the first pick.
+        all_mask = one_token & self.denoiser.relative_positions  # (R,)
+        return Positions.from_lanes(lanes, all_mask, lambda lane, n: features[lane, n])
+
+    def _padding(self, real: torch.Tensor) -> torch.Tensor | None:
+        """`real` (R, L) for the network: None if no row has padding."""
+        return None if self._unpadded or real.all() else real
+
+    def _extra_inputs(self, lanes: Lanes, shown: torch.Tensor, real: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Inputs of the network besides the rows, (R, ...) each."""
+        if self.denoiser.noise_training is None:
+            return {}
+        return self.denoiser.noise_inputs(self.masked_share(lanes, shown, real))
+
+    # ------------------------------------------------------------ what a lane sees
+
+    def _input(self, lanes: Lanes) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Input ids, which positions show a token, and which positions are not padding; (R, L) each."""
+        rows = self.rows
+        row = lanes.row
+        length = rows.ids.shape[1] if self._unpadded else int(rows.length[row].max())
+        column = torch.arange(length, device=row.device)  # (L,)
+        ids = rows.ids[row, :length]  # (R, L)
+        visible = rows.visible[row, :length]  # (R, L)
+        real = column < rows.length[row][:, None]  # (R, L)
+        before = (column >= lanes.origin[:, None]) & (column < lanes.start[:, None])  # (R, L) earlier blocks
+
+        # what is revealed of the block itself
+        revealed = (lanes.tokens >= 0) & ~lanes.masked  # (R, W)
+        at = torch.where(revealed, lanes.columns, length)  # (R, W) other positions go into an extra column
+        written = ids.new_full((len(row), length + 1), -1)  # (R, L + 1)
+        written = written.scatter_(1, at, lanes.tokens)[:, :length]  # (R, L)
+
+        shown = visible | before | (written >= 0)  # (R, L)
+        ids = torch.where(written >= 0, written, ids)  # (R, L)
+        return torch.where(shown, ids, self._masked_ids(lanes, shown, real)), shown, real
+
+    def _masked_ids(self, lanes: Lanes, shown: torch.Tensor, real: torch.Tensor) -> torch.Tensor | int:
+        """[MASK], or the noise (R, L) that positions show as long as they show no token of the text."""
+        mask_id = self.denoiser.mask_id
+        trained = self.denoiser.noise_training
+        if trained is None:
+            return mask_id or 0  # a causal network never attends to a masked position
+        columns = torch.arange(shown.shape[1], device=shown.device)  # (L,)
+        share = self.masked_share(lanes, shown, real)  # (R,)
+        return masked_tokens(trained.noise, self._tokens, mask_id, share, self.noise_keys(lanes, columns))
+
+    def masked_share(self, lanes: Lanes, shown: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
+        """The share of each row's positions that show no token of the text, float64 (R,)."""
+        return (real & ~shown).sum(1).double() / self.rows.length[lanes.row]
+
+    def noise_keys(self, lanes: Lanes, columns: torch.Tensor) -> NoiseKeys:
+        """The keys of the noise of masked positions at `columns`, (L,) or (R, L)."""
+        return NoiseKeys(
+            seed=self.rows.noise_seed[lanes.row][:, None],
+            block=(lanes.start - lanes.origin)[:, None],
+            step=lanes.step[:, None],
+            position=columns - lanes.origin[:, None],
+        )
+
+    # ------------------------------------------------------------ computed once: each costs a host sync
+
+    @cached_property
+    def _excluded(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The excluded columns as a plane (V,) and as indices (E,)."""
+        excluded = self.denoiser.excluded
+        return excluded, excluded.nonzero()[:, 0]
+
+    @cached_property
+    def _tokens(self) -> torch.Tensor:
+        """The ids that are tokens of the network, (K,)."""
+        return (~self.denoiser.excluded).nonzero()[:, 0]
+
+    @cached_property
+    def _unpadded(self) -> bool:
+        """True if all rows have one length."""
+        return bool((self.rows.length == self.rows.ids.shape[1]).all())
+
+
+class NoiseView(View):
+    """A network opened on a group of rows: noisy tokens in, a distribution at every position of a span out.
+
+    A lane sees the context, its span as given, and the suffix. A network with canvases (`block`) sees the targets
+    before its span, and nothing after it.
+    """
+
+    def predictions(
+        self, lanes: Lanes, noisy: torch.Tensor, t: torch.Tensor, before: torch.Tensor | None = None
+    ) -> Predictions:
+        """The predictions at all positions of `lanes`; the arguments are those of `features`."""
+        features = self.features(lanes, noisy, t, before)[lanes.masked_at]  # (C, D)
+        every = torch.arange(len(features), device=features.device)  # (C,)
+        no_ties = torch.zeros_like(lanes.row, dtype=torch.bool)  # (R,)
+        return Predictions(lanes.masked, no_ties, features, every, self.denoiser.head, self.denoiser.excluded)
+
+    def features(
+        self, lanes: Lanes, noisy: torch.Tensor, t: torch.Tensor, before: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """The input of the LM head (R, W, D) at all columns of `lanes`, which show `noisy` (R, W) at times t (R,).
+
+        `before`: the logits (R, W, V) of the pass before, for a network with self-conditioning.
+        """
+        rows = self.rows
+        row = lanes.row
+        columns = lanes.columns  # (R, W)
+        end = rows.length[row] if self.denoiser.block is None else lanes.start + lanes.width  # (R,)
+        length = int(end.max())
+        real = torch.arange(length, device=row.device) < end[:, None]  # (R, L)
+
+        at = torch.where(lanes.masked, columns, length)  # (R, W) other positions go into an extra column
+        ids = rows.ids.new_zeros(len(row), length + 1)  # (R, L + 1)
+        ids[:, :length] = rows.ids[row, :length]
+        ids = ids.scatter_(1, at, noisy)[:, :length]  # (R, L)
+
+        columns = columns.clamp(max=length - 1)
+        padding = None if real.all() else real
+        self.forwards += 1
+        self.evaluated += len(row)
+        return self.denoiser.features_at(columns, ids, padding, **self.denoiser.noise_inputs(t))
+
+
+# ---------------------------------------------------------------- masked positions
+
+
+class Positions(NamedTuple):
+    """The input of the LM head at masked positions. Positions known to be equal share a row of features."""
+
+    features: torch.Tensor  # (U, D)
+    row: torch.Tensor  # (C,) the feature row of each masked position, in the order of masked.nonzero()
+    all_mask: torch.Tensor  # (R,) bool: one token is everywhere, [MASK], so all positions share one distribution
+    carried: tuple[torch.Tensor, ...] = ()  # (R, W, ...) each, which the network reads at the next step
+
+    @classmethod
+    def from_lanes(
+        cls, lanes: Lanes, all_mask: torch.Tensor, at: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    ) -> Positions:
+        """The masked positions of lanes; `at(lane, n)` (C,) -> (C, D): the features of a lane's n-th masked position.
+
+        Only the first position of an all-mask lane is evaluated.
+        """
+        lane, position = lanes.masked_at  # (C,) each
+        nth = lanes.masked.cumsum(1)[lane, position] - 1  # (C,)
+        unique = (nth == 0) | ~all_mask[lane]  # (C,)
+        evaluated = unique.nonzero()[:, 0]  # (U,)
+        return cls(at(lane[evaluated], nth[evaluated]), unique.cumsum(0) - 1, all_mask)
+
+    def spread(self, lanes: Lanes, evaluated: Lanes, kind: torch.Tensor) -> Positions:
+        """The positions of `lanes`, where `kind` (R,) is the evaluated lane that each of them equals."""
+        counts = evaluated.masked.sum(1)  # (r,)
+        before = counts.cumsum(0) - counts  # (r,) masked positions of earlier lanes
+        lane, position = lanes.masked_at  # (C,) each
+        nth = lanes.masked.cumsum(1)[lane, position] - 1  # (C,)
+        row = self.row[before[kind[lane]] + nth]  # (C,)
+        carried = tuple(plane[kind] for plane in self.carried)
+        return Positions(self.features, row, self.all_mask[kind], carried)
+
+
+def masked_positions(lanes: Lanes) -> torch.Tensor:
+    """The masked positions of each lane, padded with other positions to the largest number in a lane, (R, M)."""
+    largest = int(lanes.masked.sum(1).max())
+    return (~lanes.masked).byte().sort(dim=1, stable=True).indices[:, :largest]
+
+
+def distinct(*planes: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Find the rows that are equal in all integer or boolean planes (R, ...).
+
+    Returns the index of the first row of each kind (r,) and the kind of each row (R,). Rows are compared by a 64-bit
+    hash, then in full: if two rows with the same hash differ, all rows count as different.
+    """
+    rows = torch.cat([plane.reshape(len(plane), -1).long() for plane in planes], 1)  # (R, X)
+    weight = hashed(torch.arange(rows.shape[1], device=rows.device), 1)  # (X,)
+    values, kind = (rows * weight).sum(1).unique(return_inverse=True)  # (r,), (R,) the products wrap around
+    every = torch.arange(len(rows), device=rows.device)  # (R,)
+    first = every.new_full(values.shape, len(rows)).scatter_reduce_(0, kind, every, "amin")  # (r,)
+    if len(first) == len(rows) or not torch.equal(rows[first[kind]], rows):
+        return every, every
+    # `unique` sorts by hash; kinds are numbered in the order of rows
+    first, order = first.sort()
+    return first, order.argsort()[kind]
