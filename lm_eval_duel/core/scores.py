@@ -65,6 +65,14 @@ class Kind(enum.Enum):
 
 
 KINDS = tuple(Kind)
+KIND_WORDS = {
+    Kind.LIKELIHOOD: "exact",
+    Kind.ESTIMATE: "estimate",
+    Kind.UPPER_BOUND: "bound",
+    Kind.NO_BOUND: "no bound",
+    Kind.NOT_A_LIKELIHOOD: "oracle",
+}
+DOUBTS = {Kind.NO_BOUND: "neither a likelihood nor a bound", Kind.NOT_A_LIKELIHOOD: "not a likelihood"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,6 +120,21 @@ class Value:
     def is_likelihood(self) -> bool:
         """True for a likelihood, and for an estimate or a bound of one."""
         return self.kind is not Kind.NOT_A_LIKELIHOOD
+
+    @property
+    def may_exceed_one(self) -> bool:
+        """True for an unbiased estimate: of a single text it may be above a log-probability of 0."""
+        return self.kind is Kind.ESTIMATE
+
+    @property
+    def word(self) -> str:
+        """The kind in a word or two, for a legend."""
+        return KIND_WORDS[self.kind]
+
+    @property
+    def doubt(self) -> str:
+        """What keeps a comparison with this value from saying which is better; empty if nothing does."""
+        return DOUBTS.get(self.kind, "")
 
     @property
     def label(self) -> str:

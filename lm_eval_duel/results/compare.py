@@ -15,15 +15,13 @@ import numpy as np
 
 from lm_eval_duel.core.scores import METRICS
 from lm_eval_duel.errors import DuelError
-from lm_eval_duel.results import match, rows, stats
-from lm_eval_duel.results.gaps import Draws, GapClosed, Interval, close_gap, find_elbos, nearest, no_interval, values
-from lm_eval_duel.results.rows import NON_IDENTITY_KEYS, Row
-from lm_eval_duel.results.runs import NO_CACHE, Run
-from lm_eval_duel.results.stats import PairedDifference, Side
-from lm_eval_duel.results.table import WORDS, Note, number
+from lm_eval_duel.results import gaps, match, rows, stats
+from lm_eval_duel.results.gaps import Draws, GapClosed, Interval, Pair
+from lm_eval_duel.results.rows import Row
+from lm_eval_duel.results.runs import Run
+from lm_eval_duel.results.table import WORDS, Note, number, percent
 from lm_eval_duel.rules.tables import family
 
-UNITS = {"token_perplexity": "token", "perplexity": "document", "word_perplexity": "word"}  # of others: byte
 BOTH, RULES, MODELS, ALL, NONE = "both", "rules", "models", "all", "none"
 CHOICES = (BOTH, RULES, MODELS, ALL, NONE)  # of --pairs
 MOST_ROWS = 5  # of which all pairs are listed; of more, each is compared with the lowest
@@ -32,15 +30,6 @@ OTHER_UNITS = ("word_perplexity", "byte_perplexity")
 
 
 # ---------------------------------------------------------------- what is known of a row among others
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Pair(PairedDifference):
-    """The paired difference of two rows; `second` is None, with the `reason`, if there is no row to compare with."""
-
-    first: Row
-    second: Row | None
-    reason: Note  # why there is no difference, or no interval
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -92,7 +81,7 @@ class Comparison:
 
     def pair(self, first: Row, second: Row) -> Pair:
         """The difference of two of its rows."""
-        return pair(first, second, self.draws)
+        return gaps.pair(first, second, self.draws)
 
 
 def task(
@@ -113,47 +102,51 @@ def task(
     compared.sort(key=lambda run: run is not base)
     metric = shared_metric(name, metric, compared)
     differences = match.check(name, metric, compared, as_published)
-    made, remarks = [], []
+
+    made = []
+    remarks = []
     for run in compared:
-        of_run, left_out = rows.of_run(run, name, metric, baseline=run is base)
+        of_run, left_out = rows.from_run(run, name, metric, baseline=run is base)
         made += [row for row in of_run if metric in row.metrics]
         remarks += left_out
     table = rows.in_order(made)
     ar = next((row for row in table.rows if row.ar), None)
     if base is not None and ar is None:
         raise DuelError(f"The autoregressive baseline {base.name} has no row; name one result of one model as --ar.")
+
     draws = _draws(table.rows)
+    elbos = {row: gaps.find_elbos(row, table.rows, as_published) for row in table.rows if row.is_duel}
     best = _best(table.rows)
-    elbos = {row: find_elbos(row, table.rows, as_published) for row in table.rows if row.duel}
     shown = []
     for row in table.rows:
-        found, why = elbos.get(row, ([], ""))
-        own = draws.get(row)
+        found, no_elbo = elbos.get(row, ([], ""))
+        elbo = found[0] if found else None
         shown.append(
             ComparedRow(
                 row=row,
-                interval=None if own is None else stats.stats_interval(*values([row], draws)),
-                window_stderr=row.error(row.nats_window_stderr) if own is None else None,
-                no_interval=row.no_interval if own is None else Note(),
+                interval=_interval(row, draws),
+                window_stderr=None if row in draws else row.error(row.nats_window_stderr),
+                no_interval=Note() if row in draws else row.no_interval,
                 best=row in best,
                 gap=None if ar is None or row is ar else row.value - ar.value,
                 gap_interval=_gap_interval(row, ar, draws),
-                closed=close_gap(row, found[0] if found else None, ar, draws, why) if row.duel else GapClosed(),
-                drawn_elbo=next((elbo for elbo in found if elbo.drawn_bound), None),
-                cache_cost=cache_cost(row, table.rows, draws),
+                closed=gaps.close_gap(row, elbo, ar, draws, no_elbo) if row.is_duel else GapClosed(),
+                drawn_elbo=next((elbo for elbo in found if elbo.is_drawn_bound), None),
+                cache_cost=gaps.cache_cost(row, table.rows, draws),
             )
         )
-    described = {elbo: _describe(elbo, why) for found, why in elbos.values() for elbo in found[:1]}
+
+    described = {found[0]: _describe(found[0], why) for found, why in elbos.values() if found}
     notes = [
-        *_notes(name, compared),
+        *_unknown_tokens(name, compared),
         *(described[row] for row in table.rows if row in described),
         *_precision(compared),
         _windows(compared),
         *dict.fromkeys([*remarks, *table.notes]),
     ]
     if metric in OTHER_UNITS and any(row.closed.percent is not None for row in shown):
-        here = f"Gap closed is computed from {WORDS[metric]} here."
-        notes.append(f"{here} The paper computes it per token, so the two cannot be compared.")
+        computed = f"Gap closed is computed from {WORDS[metric]} here."
+        notes.append(f"{computed} The paper computes it per token, so the two cannot be compared.")
     sizes = {run.tasks[name].size for run in compared} - {None}
     return Comparison(
         name=name,
@@ -173,14 +166,16 @@ def task(
 def shared_metric(name: str, requested: str | None, compared: Sequence[Run]) -> str:
     """The metric of a task's table: the requested one, else the first that all results have."""
     shared = [metric for metric in METRICS if all(metric in run.tasks[name].metrics for run in compared)]
-    if requested in shared or (requested is None and shared):
-        return requested or shared[0]
+    if requested in shared:
+        return requested
+    if requested is None and shared:
+        return shared[0]
     available = "; ".join(f"{run.name}: {', '.join(run.tasks[name].metrics)}" for run in compared)
     wanted = f"{requested} of {name}" if requested else f"a metric of {name} that all results have"
     raise DuelError(f"Wanted {wanted}, but there is: {available}. Name another with --metric, or leave the task out.")
 
 
-# ---------------------------------------------------------------- draws
+# ---------------------------------------------------------------- draws and intervals
 
 
 def _draws(shown: Sequence[Row]) -> dict[Row, np.ndarray]:
@@ -189,49 +184,39 @@ def _draws(shown: Sequence[Row]) -> dict[Row, np.ndarray]:
     known = [row for row in known if row.documents.keys() == known[0].documents.keys()]
     if not known:
         return {}
-    table = np.array([[row.documents[key] for row in known] for key in sorted(known[0].documents)])
+    documents = sorted(known[0].documents)
+    table = np.array([[row.documents[key] for row in known] for key in documents])  # (documents, rows, 2)
     return dict(zip(known, stats.stats_rates(table), strict=True))
+
+
+def _interval(row: Row, draws: Draws) -> Interval | None:
+    return stats.stats_interval(*gaps.values([row], draws)) if row in draws else None
 
 
 def _gap_interval(row: Row, ar: Row | None, draws: Draws) -> Interval | None:
     """The interval of a row's gap to the baseline."""
     if ar is None or row is ar or row not in draws or ar not in draws:
         return None
-    value, baseline = values([row, ar], draws)
+    value, baseline = gaps.values([row, ar], draws)
     return stats.stats_interval(value - baseline)
 
 
 def _best(shown: Sequence[Row]) -> set[Row]:
-    """The lowest likelihood of each model with several rows. Bounds and the oracle do not count."""
+    """The lowest likelihood of each model with several rows. Bounds and the oracle do not count.
+
+    Values given the noise of different seeds do not compete: a model with several of them has no best row.
+    """
     best = set()
     for model in {row.model for row in shown}:
-        mine = [row for row in shown if row.model == model and row.likelihood and not row.ar]
-        proper = [row for row in mine if row.proper and math.isfinite(row.value)]
-        if len(mine) > 1 and proper:
-            best.add(min(proper, key=lambda row: row.value))
+        of_model = [row for row in shown if row.model == model and row.score.is_likelihood and not row.ar]
+        exact = [row for row in of_model if row.score.is_exact and math.isfinite(row.value)]
+        seeds = {row.noise_seed for row in exact}
+        if len(of_model) > 1 and len(seeds) == 1:
+            best.add(min(exact, key=lambda row: row.value))
     return best
 
 
 # ---------------------------------------------------------------- pairs
-
-
-def unit(metric: str) -> str:
-    """The unit that a metric counts: `token`, `word`, ..."""
-    return UNITS.get(metric, "byte")
-
-
-def pair(first: Row, second: Row, draws: Draws) -> Pair:
-    """The difference of two rows with its interval (or the reason why there is none) and verdict."""
-    sides = []
-    for row, name in zip((first, second), rows.names((first, second)), strict=True):
-        sides.append(Side(name, row.kind, row.rate, row.rate_stderr, row.stderr_reason, draws.get(row)))
-    found = stats.difference(*sides, unit(first.metric), [key.rpartition(":")[0] for key in first.documents])
-    reason = Note()
-    if found.difference is None:
-        reason = Note("no difference of an infinite perplexity")
-    elif found.interval is None:
-        reason = no_interval(second if first in draws else first)
-    return Pair(**vars(found), first=first, second=second, reason=reason)
 
 
 def choose(choice: str, shown: Sequence[ComparedRow], draws: Draws) -> list[Pair]:
@@ -241,86 +226,93 @@ def choose(choice: str, shown: Sequence[ComparedRow], draws: Draws) -> list[Pair
     the lowest. `models`: the row of each model that its headline is about, in the same way; `both`: these two. `all`:
     every two rows. The oracle, which is not a likelihood, is in no pair.
     """
-    likelihoods = [each.row for each in shown if each.row.likelihood]
+    likelihoods = [each.row for each in shown if each.row.score.is_likelihood]
     if choice == ALL:
-        return [pair(*both, draws) for both in itertools.combinations(likelihoods, 2)]
+        return [gaps.pair(first, second, draws) for first, second in itertools.combinations(likelihoods, 2)]
     groups: dict[tuple, list[Row]] = {}
     if choice in (BOTH, MODELS):
         models = dict.fromkeys(row.model for row in likelihoods)
         groups[()] = [main_row([each for each in shown if each.row.model == model]) for model in models]
-    for row in likelihoods if choice in (BOTH, RULES) else ():
-        if row.estimator == "duel" and not row.ar:
-            groups.setdefault((row.model, row.block, row.run.cache, row.qualifiers), []).append(row)
-    found: list[tuple[Row, Row]] = []
+    if choice in (BOTH, RULES):
+        for row in likelihoods:
+            if row.estimator == "duel" and not row.ar:
+                groups.setdefault((row.model, row.block, row.run.cache, row.qualifiers), []).append(row)
+    pairs: list[Pair] = []
     for group in groups.values():
-        lowest = min(group, key=lambda row: row.value, default=None)
-        every = itertools.combinations(group, 2) if len(group) <= MOST_ROWS else ((row, lowest) for row in group)
-        found += [(first, second) for first, second in every if first is not second]
-    return [pair(first, second, draws) for first, second in found]
+        pairs += [gaps.pair(first, second, draws) for first, second in _pairs_of(group)]
+    return pairs
+
+
+def _pairs_of(group: Sequence[Row]) -> list[tuple[Row, Row]]:
+    """Every two rows of a group; if it is large, each with the lowest."""
+    if len(group) <= MOST_ROWS:
+        return list(itertools.combinations(group, 2))
+    best = min(group, key=lambda row: row.value)
+    return [(row, best) for row in group if row is not best]
 
 
 def main_row(of_model: Sequence[ComparedRow]) -> Row:
     """A model's row: the baseline, the row of its headline, or else its lowest likelihood or bound."""
-    likelihoods = [each for each in of_model if each.row.likelihood]
-    baseline = next((each for each in likelihoods if each.row.ar), None)
-    lowest = min(likelihoods, key=lambda each: (each.row.bound, each.row.value))
-    return (baseline or headline(likelihoods) or lowest).row
+    likelihoods = [each for each in of_model if each.row.score.is_likelihood]
+    for each in likelihoods:
+        if each.row.ar:
+            return each.row
+    return (headline(likelihoods) or lowest(likelihoods)).row
+
+
+def lowest(likelihoods: Sequence[ComparedRow]) -> ComparedRow | None:
+    """The lowest likelihood; of bounds alone, the lowest of these."""
+    return min(likelihoods, key=lambda each: (each.row.score.is_bound, each.row.value), default=None)
 
 
 def headline(shown: Sequence[ComparedRow]) -> ComparedRow | None:
-    """The DUEL row of a headline: the paper's rule, else the best; rows without a cache, then with an ELBO, first."""
+    """The DUEL row of a headline: the paper's rule, else the best; rows without a cache, then with an ELBO, first.
+
+    Of values given the noise of several seeds it is that of the first seed, not of the best.
+    """
     duels = [each for each in shown if each.row.estimator == "duel"]
     duels = duels or [each for each in shown if each.row.entry.follows_rule]
     duels = [each for each in duels if each.row.rule == PAPER_RULE] or duels
-    return min(duels, key=lambda each: (each.row.run.has_cache, each.closed.elbo is None, each.row.value), default=None)
+
+    def preference(each: ComparedRow) -> tuple:
+        seed = int(each.row.noise_seed or 0)
+        return each.row.run.has_cache, each.closed.elbo is None, seed, each.row.value
+
+    return min(duels, key=preference, default=None)
 
 
-# ---------------------------------------------------------------- which rows belong together
-
-
-def cache_cost(row: Row, shown: Sequence[Row], draws: Draws) -> Pair | None:
-    """Cached minus uncached, everything else in the spec the same; None for a row without a cache."""
-    if not row.run.has_cache:
-        return None
-    ignored = {"estimator"} if row.of_draws else NON_IDENTITY_KEYS  # the draws are part of its value
-
-    def fits(other: Row) -> bool:
-        return other.run.cache == NO_CACHE and (other.estimator, other.rule) == (row.estimator, row.rule)
-
-    found, differences = nearest(row, shown, fits, ignored | {"cache"})
-    if found and not differences:
-        return pair(row, found[0], draws)
-    reason = "no result of this network and rule has cache=none"
-    if differences:
-        reason = f"no result with cache=none has the same spec; the nearest differs: {'; '.join(differences.values())}"
-    return Pair(first=row, second=None, reason=Note(reason))
+# ---------------------------------------------------------------- notes
 
 
 def _describe(elbo: Row, why: str) -> str:
     """A description of an ELBO with its standard error. `why`: how its spec differs from the row's."""
-    spec, stderr = elbo.run.spec, elbo.stderr
+    spec = elbo.run.spec
     if elbo.entry.lattice:
         text = f"exact, the mean over all orders in blocks of {elbo.block} (elbo_exact)"
     else:
-        form = f", elbo_form={spec['elbo_form']}" if "elbo_form" in spec else ""
-        eps = f", elbo_eps={elbo.eps:g} (above 0: NO bound)" if elbo.eps else ""
-        error = f", standard error {number(stderr, '.2g')}" if stderr is not None else ", no standard error"
-        text = f"Monte Carlo, mc_samples={spec.get('mc_samples', '?')}{form}, elbo_block={elbo.block}{eps}{error}"
+        text = f"Monte Carlo, mc_samples={spec.get('mc_samples', '?')}"
+        if "elbo_form" in spec:
+            text += f", elbo_form={spec['elbo_form']}"
+        text += f", elbo_block={elbo.block}"
+        if elbo.eps:
+            text += f", elbo_eps={elbo.eps:g} (above 0: NO bound)"
+        text += ", no standard error" if elbo.stderr is None else f", standard error {number(elbo.stderr, '.2g')}"
     variant = f" ({elbo.variant})" if elbo.variant else ""
-    return f"ELBO of {elbo.model}{variant}: {text}{f' ({why})' if why else ''}"
+    remark = f" ({why})" if why else ""
+    return f"ELBO of {elbo.model}{variant}: {text}{remark}"
 
 
-# ---------------------------------------------------------------- notes and speeds
-
-
-def _notes(name: str, compared: Sequence[Run]) -> list[str]:
+def _unknown_tokens(name: str, compared: Sequence[Run]) -> list[str]:
     """Notes on unknown tokens."""
-    shares = dict.fromkeys((run.label, run.tasks[name].unknown) for run in compared if run.tasks[name].unknown)
-    return [
-        f"{share:.1%} of the tokens of {label} are [UNK]: its bits per byte, byte and word perplexity are not a "
-        "likelihood of the text"
-        for label, share in shares
-    ]
+    shares = dict.fromkeys((run.label, run.tasks[name].unknown) for run in compared)
+    notes = []
+    for label, share in shares:
+        if share:
+            notes.append(
+                f"{percent(share)} of the tokens of {label} are [UNK]: its bits per byte, byte and word perplexity are "
+                "not a likelihood of the text"
+            )
+    return notes
 
 
 def _precision(compared: Sequence[Run]) -> list[str]:
@@ -342,6 +334,9 @@ def _windows(compared: Sequence[Run]) -> str:
     return f"windows: {listed}"
 
 
+# ---------------------------------------------------------------- speeds
+
+
 def _speeds(shown: Sequence[ComparedRow], ar: Row | None) -> list[Speeds]:
     """Rule families against NFE, for each model, block and cache with two or more different NFEs."""
     groups: dict[tuple, list[ComparedRow]] = {}
@@ -351,22 +346,31 @@ def _speeds(shown: Sequence[ComparedRow], ar: Row | None) -> list[Speeds]:
             groups.setdefault((row.model, row.block, row.run.cache, row.variant), []).append(each)
     speeds = []
     for (model, block, cache, variant), members in groups.items():
-        if len({round(each.row.nfe_per_token, 3) for each in members}) > 1:
-            elbo = next((each.closed.elbo for each in members if each.closed.elbo is not None), None)
-            oracle = next((each.row for each in shown if _is_oracle(each.row, model, block, cache)), None)
-            parts = members[0].row.parts
-            title = ", ".join(filter(None, [model, parts["block"], parts["cache"] if cache != "none" else "", variant]))
-            speeds.append(Speeds(title, elbo, ar, oracle, _families(members)))
+        if len({round(each.row.nfe_per_token, 3) for each in members}) < 2:
+            continue
+        parts = members[0].row.parts
+        shown_cache = parts["cache"] if cache != "none" else ""
+        oracle = None
+        for each in shown:
+            row = each.row
+            if (row.model, row.estimator, row.block, row.run.cache) == (model, "oracle", block, cache):
+                oracle = row
+                break
+        speeds.append(
+            Speeds(
+                title=", ".join(filter(None, [model, parts["block"], shown_cache, variant])),
+                elbo=next((each.closed.elbo for each in members if each.closed.elbo is not None), None),
+                ar=ar,
+                oracle=oracle,
+                families=_families(members),
+            )
+        )
     return speeds
 
 
-def _is_oracle(row: Row, model: str, block: str | None, cache: str | None) -> bool:
-    return (row.model, row.estimator, row.block, row.run.cache) == (model, "oracle", block, cache)
-
-
 def _families(members: Sequence[ComparedRow]) -> dict[str, list[ComparedRow]]:
-    """The rows of each rule family, fastest first."""
-    families: dict[str, list[ComparedRow]] = {}
+    """The rows of each rule family, fastest first; families in the order of the table."""
+    families: dict[str, list[ComparedRow]] = {family(each.row.rule)[0]: [] for each in members}
     for each in sorted(members, key=lambda each: each.row.nfe_per_token):
-        families.setdefault(family(each.row.rule)[0], []).append(each)
-    return {name: families[name] for name in dict.fromkeys(family(each.row.rule)[0] for each in members)}
+        families[family(each.row.rule)[0]].append(each)
+    return families

@@ -1,4 +1,4 @@
-"""Gap closed: the ELBO of a row, and the share of its gap to the autoregressive baseline that the row closes."""
+"""One row against another: paired differences, the cost of a cache, and the gap to the baseline that DUEL closes."""
 
 from __future__ import annotations
 
@@ -8,17 +8,108 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 
 import numpy as np
 
-from lm_eval_duel.results import stats
-from lm_eval_duel.results.rows import NON_IDENTITY_KEYS, OF_ESTIMATOR, Row
-from lm_eval_duel.results.stats import UNCLEAR
+from lm_eval_duel.results import rows, stats
+from lm_eval_duel.results.rows import ESTIMATOR_KEYS, NON_IDENTITY_KEYS, Row
+from lm_eval_duel.results.runs import NO_CACHE
+from lm_eval_duel.results.stats import UNCLEAR, PairedDifference, Side
 from lm_eval_duel.results.table import Note, number
 
 CONVENTIONS = {"special_tokens", "windows", "max_length", "sigma"}  # entries in which published figures may differ
+UNITS = {"token_perplexity": "token", "perplexity": "document", "word_perplexity": "word"}  # of others: byte
 EXACT = "exact"  # an ELBO: the mean over all orders
 MONTE_CARLO = "Monte Carlo"  # an estimate of it
 BETTER = "the MDM is already better under the ELBO"
+NOT_OF_PERPLEXITY = Note("gap closed is defined for perplexities")
 Draws = Mapping[Row, np.ndarray]  # of nats per unit, by the bootstrap over documents that all rows share
 Interval = list[float]  # low, high
+
+
+def values(compared: Sequence[Row], draws: Draws) -> list[np.ndarray]:
+    """The values of rows that are compared in each draw of the bootstrap, with their Monte Carlo errors."""
+    drawn = stats.with_errors([draws[row] for row in compared], [row.rate_stderr for row in compared])
+    return [stats.value(row.metric, -rates, 1.0) for row, rates in zip(compared, drawn, strict=True)]
+
+
+def no_interval(lacking: Row) -> Note:
+    return lacking.no_interval.after(f"no interval: {lacking.model}, {lacking.name}: ")
+
+
+# ---------------------------------------------------------------- paired differences
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Pair(PairedDifference):
+    """The paired difference of two rows; `second` is None, with the `reason`, if there is no row to compare with."""
+
+    first: Row
+    second: Row | None
+    reason: Note  # why there is no difference, or no interval
+
+
+def unit(metric: str) -> str:
+    """The unit that a metric counts: `token`, `word`, ..."""
+    return UNITS.get(metric, "byte")
+
+
+def pair(first: Row, second: Row, draws: Draws) -> Pair:
+    """The difference of two rows with its interval (or the reason why there is none) and verdict."""
+    names = rows.names((first, second))
+    sides = []
+    for row, name in zip((first, second), names, strict=True):
+        per_unit = dataclasses.replace(row.score, nats=-row.rate, error=row.rate_stderr)
+        sides.append(Side(name, per_unit, row.stderr_reason, draws.get(row)))
+    texts = [key.rpartition(":")[0] for key in first.documents]  # without the number of each copy
+    found = stats.difference(*sides, unit(first.metric), texts)
+    reason = Note()
+    if found.difference is None:
+        reason = Note("no difference of an infinite perplexity")
+    elif found.interval is None:
+        reason = no_interval(second if first in draws else first)
+    return Pair(**vars(found), first=first, second=second, reason=reason)
+
+
+def cache_cost(row: Row, shown: Sequence[Row], draws: Draws) -> Pair | None:
+    """Cached minus uncached, everything else in the spec the same; None for a row without a cache."""
+    if not row.run.has_cache:
+        return None
+    ignored = {"estimator"} if row.is_drawn else NON_IDENTITY_KEYS  # the draws are part of its value
+
+    def fits(other: Row) -> bool:
+        return other.run.cache == NO_CACHE and (other.estimator, other.rule) == (row.estimator, row.rule)
+
+    found, differences = nearest(row, shown, fits, ignored | {"cache"})
+    if found and not differences:
+        return pair(row, found[0], draws)
+    reason = "no result of this network and rule has cache=none"
+    if differences:
+        reason = f"no result with cache=none has the same spec; the nearest differs: {'; '.join(differences.values())}"
+    return Pair(first=row, second=None, reason=Note(reason))
+
+
+def nearest(
+    row: Row, shown: Sequence[Row], fits: Callable[[Row], bool], ignored: Collection[str]
+) -> tuple[list[Row], dict[str, str]]:
+    """The fitting rows of the same model whose specs are nearest to a row's, and how they differ."""
+    found: list[tuple[Row, dict[str, str]]] = []
+    for other in shown:
+        if other.run.key == row.run.key and fits(other):
+            found.append((other, _differing_entries(row.run.spec, other.run.spec, ignored)))
+    least = min((differences for _, differences in found), key=len, default={})
+    return [other for other, differences in found if differences == least], least
+
+
+def _differing_entries(this: Mapping[str, str], that: Mapping[str, str], ignored: Collection[str]) -> dict[str, str]:
+    """The entries in which the specs of two rows differ, in words."""
+    differences = {}
+    for key in sorted({*this, *that} - set(ignored)):
+        one = this.get(key, "not set")
+        other = that.get(key, "not set")
+        if one != other:
+            differences[key] = f"{key}={one} in this row, {other} in that one"
+    return differences
+
+
+# ---------------------------------------------------------------- gap closed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,7 +133,7 @@ class GapClosed:
         """The ELBO whose gap is closed: itself, or an estimate of it. Empty without one."""
         if self.elbo is None:
             return ""
-        return MONTE_CARLO if self.elbo.drawn_bound else EXACT
+        return MONTE_CARLO if self.elbo.is_drawn_bound else EXACT
 
 
 def find_elbos(duel: Row, shown: Sequence[Row], as_published: bool) -> tuple[list[Row], str]:
@@ -55,77 +146,71 @@ def find_elbos(duel: Row, shown: Sequence[Row], as_published: bool) -> tuple[lis
     positions, and return the differences.
     """
     if "noise_seed" in duel.run.spec:
-        return [], "commit-once and ancestral sampling are two samplers, so neither value bounds the other"
+        return [], _no_elbo_under_noise(duel, shown)
     causal = duel.run.duel.get("attention") in ("block_causal", "causal_prefix")
     wanted = duel.run.block if causal else "none"
 
     def fits(row: Row) -> bool:
-        return row.block == wanted and (row.drawn_bound or (causal and row.estimator == "elbo_exact"))
+        return row.block == wanted and (row.is_drawn_bound or (causal and row.estimator == "elbo_exact"))
 
-    found, differences = nearest(duel, shown, fits, NON_IDENTITY_KEYS | OF_ESTIMATOR)
+    found, differences = nearest(duel, shown, fits, NON_IDENTITY_KEYS | ESTIMATOR_KEYS)
     if not found:
         return [], f"no ELBO (estimator=elbo, elbo_block={wanted})"
     listed = "; ".join(differences.values())
     if differences and not (as_published and differences.keys() <= CONVENTIONS):
         return [], f"no ELBO of the same spec; the nearest differs: {listed}"
 
-    def worth(row: Row) -> tuple:
+    def preference(row: Row) -> tuple:
         draws = row.run.spec.get("mc_samples", "")
-        return not row.eps, not row.drawn_bound, float(draws) if draws not in ("", "none") else 1.0
+        count = float(draws) if draws not in ("", "none") else 1.0
+        return not row.eps, not row.is_drawn_bound, count
 
     why = f"as published, under another convention: {listed}" if differences else ""
-    return sorted(found, key=worth, reverse=True), why
+    return sorted(found, key=preference, reverse=True), why
 
 
-def nearest(
-    row: Row, shown: Sequence[Row], fits: Callable[[Row], bool], ignored: Collection[str]
-) -> tuple[list[Row], dict[str, str]]:
-    """The fitting rows of the same model whose specs are nearest to a row's, and how they differ."""
-    here = row.run.spec
-    found: list[tuple[Row, dict[str, str]]] = []
-    for other in shown:
-        if other.run.key == row.run.key and fits(other):
-            there = other.run.spec
-            differences = {
-                key: f"{key}={here.get(key, 'not set')} in this row, {there.get(key, 'not set')} in that one"
-                for key in sorted({*here, *there} - set(ignored))
-                if here.get(key, "not set") != there.get(key, "not set")
-            }
-            found.append((other, differences))
-    least = min((differences for _, differences in found), key=len, default={})
-    return [other for other, differences in found if differences == least], least
+def _no_elbo_under_noise(duel: Row, shown: Sequence[Row]) -> str:
+    """The reason that a value given the noise of a seed has no ELBO: the network's bound is one of another sampler."""
+    for row in shown:
+        if row.run.key == duel.run.key and row.entry.takes_noise == "only" and not row.entry.follows_rule:
+            return "commit-once and ancestral sampling are two samplers, so neither value bounds the other"
+    return "no ELBO bounds a likelihood given the noise of a seed"
 
 
 def close_gap(row: Row, elbo: Row | None, ar: Row | None, draws: Draws, why: str) -> GapClosed:
     """Gap closed of a DUEL row with its errors, or the reason why there is none. `why`: why there is no ELBO."""
     if elbo is None:
-        reason = "gap closed is defined for perplexities" if row.metric == "bits_per_byte" else why
-        return GapClosed(reason=Note(reason))
-    gap = None if ar is None else elbo.value - ar.value
+        return GapClosed(reason=NOT_OF_PERPLEXITY if row.metric == "bits_per_byte" else Note(why))
+    elbo_gap = None if ar is None else elbo.value - ar.value
     if reason := _no_gap(row, elbo, ar):
-        return GapClosed(elbo, gap, reason=reason)
-    known = [error for error in (elbo.stderr_bound, row.stderr_bound) if error is not None]
-    distinguishable = stats.is_distinguishable(elbo.value, row.value, math.hypot(*known) if known else None)
+        return GapClosed(elbo, elbo_gap, reason=reason)
+
+    errors = [error for error in (elbo.stderr_bound, row.stderr_bound) if error is not None]
+    distinguishable = stats.is_distinguishable(elbo.value, row.value, math.hypot(*errors) if errors else None)
     reasons = [Note(elbo.stderr_reason), Note(row.stderr_reason)]
-    percent = stderr = interval = None
+    percent = None
+    stderr = None
     if distinguishable:
-        percent = 100 * (elbo.value - row.value) / gap
-        own = 0.0 if row.stderr_bound is None else row.stderr  # an exact value has no error
-        stderr = stats.gap_closed_stderr(elbo.value, row.value, ar.value, elbo.stderr, own)
+        percent = 100 * (elbo.value - row.value) / elbo_gap
+        row_stderr = 0.0 if row.stderr_bound is None else row.stderr  # an exact value has no error
+        stderr = stats.gap_closed_stderr(elbo.value, row.value, ar.value, elbo.stderr, row_stderr)
     else:
         reasons.insert(0, Note(f"{UNCLEAR}: ELBO {with_error(elbo)} and DUEL {with_error(row)}"))
-    if lacking := next((each for each in (elbo, row, ar) if each not in draws), None):
-        reasons.append(no_interval(lacking))
-    else:
+
+    interval = None
+    lacking = next((each for each in (elbo, row, ar) if each not in draws), None)
+    if lacking is None:
         interval, remark = stats.gap_interval(*values([elbo, row, ar], draws))
         reasons.append(Note(remark))
-    return GapClosed(elbo, gap, distinguishable, percent, stderr, interval, Note.joined(reasons))
+    else:
+        reasons.append(no_interval(lacking))
+    return GapClosed(elbo, elbo_gap, distinguishable, percent, stderr, interval, Note.joined(reasons))
 
 
 def _no_gap(row: Row, elbo: Row, ar: Row | None) -> Note:
     """The reason that a row closes no gap; empty if the ELBO and the baseline make one."""
     if row.metric == "bits_per_byte":
-        return Note("gap closed is defined for perplexities")
+        return NOT_OF_PERPLEXITY
     if ar is None:
         return Note(f"no AR result of {row.task}", "--ar")
     if not all(map(math.isfinite, (elbo.value, row.value, ar.value))):
@@ -137,13 +222,3 @@ def _no_gap(row: Row, elbo: Row, ar: Row | None) -> Note:
 
 def with_error(row: Row) -> str:
     return number(row.value, error=row.stderr, unsure=row.stderr_bound is not None)
-
-
-def values(compared: Sequence[Row], draws: Draws) -> list[np.ndarray]:
-    """The values of rows that are compared in each draw of the bootstrap, with their Monte Carlo errors."""
-    drawn = stats.with_errors([draws[row] for row in compared], [row.rate_stderr for row in compared])
-    return [stats.value(row.metric, -rates, 1.0) for row, rates in zip(compared, drawn, strict=True)]
-
-
-def no_interval(lacking: Row) -> Note:
-    return lacking.no_interval.after(f"no interval: {lacking.model}, {lacking.name}: ")

@@ -1,18 +1,17 @@
-"""Results files of the harness and of `score --json`, their samples and traces, read as the records of `runs`."""
+"""Results files of the harness and of `score --json`, and their samples, read as the records of `runs`."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 import datetime
-import functools
 import hashlib
 import json
 import math
 import os
 import re
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +19,7 @@ from lm_eval_duel.console.command_line import NAN, REASONS
 from lm_eval_duel.core.scores import METRICS, Kind, perplexity
 from lm_eval_duel.errors import DuelError, unknown
 from lm_eval_duel.estimators.registry import ESTIMATORS
-from lm_eval_duel.results import stats, trace
-from lm_eval_duel.results.own_files import reading
+from lm_eval_duel.results import stats
 from lm_eval_duel.results.runs import (
     MODEL,
     SCHEMA,
@@ -37,106 +35,97 @@ from lm_eval_duel.results.runs import (
 from lm_eval_duel.results.table import Note
 from lm_eval_duel.tasks.metrics import TOKENS
 
-OTHER_NAMES = ("bits_per_residue", "residue_perplexity")  # of bits_per_byte and byte_perplexity, for proteins
-UNITS = {"token_perplexity": "tokens", "word_perplexity": "words", "byte_perplexity": "bytes", "bits_per_byte": "bytes"}
-WRITTEN = re.compile(r"\d{4}-\d\d-\d\dT[\d.:-]+$")  # the date at the end of the harness's file names
-
-
-def of_harness(results: Path, task: str, rolling: bool) -> tuple[Documents | None, Note]:
-    """The samples of a task next to a results file, or None and the reason."""
-    date = WRITTEN.search(results.stem)  # --output_path may be a folder, or a file whose name precedes the date
-    file = results.parent / f"samples_{task}_{date[0] if date else results.stem.removeprefix('results_')}.jsonl"
-    if not os.path.isfile(file):  # False, too, if the task's name is not a valid file name
-        return None, Note(f"no samples of {task}", "run lm_eval with --log_samples")
-    with reading(file, "samples of lm_eval"):
-        records = [json.loads(line) for line in file.read_text(encoding="utf-8").split("\n") if line.strip()]
-        return _documents(records, rolling), Note()
-
-
-def of_score(entries: Sequence[Mapping[str, Any]]) -> Documents:
-    """The documents of a file of `score --json`. A log_prob of null is minus infinity."""
-    counted = {metric: unit for metric, unit in UNITS.items() if any(entry[unit] for entry in entries)}
-    records = []
-    for n, entry in enumerate(entries):
-        nats = -math.inf if entry["log_prob"] is None else entry["log_prob"]
-        values = {metric: (nats, entry[unit]) for metric, unit in counted.items()}  # an empty text has none
-        records.append({"doc_id": n, "doc_hash": str(entry["sha256"]), **values})
-    return _documents(records, rolling=True)
-
-
-def _documents(records: Sequence[Mapping[str, Any]], rolling: bool) -> Documents:
-    """The documents of samples, sorted by key; equal texts are counted in order."""
-    first = {int(record["doc_id"]): record for record in reversed(records)}  # one a filter, with equal values
-    seen, keyed = Counter[str](), {}
-    for n, record in sorted(first.items()):
-        digest = _digest(record, rolling)
-        seen[digest] += 1
-        keyed[f"{digest}:{seen[digest]}"] = n, record
-    result = Documents({}, {})
-    for key, (n, record) in sorted(keyed.items()):
-        result.numbers[key] = n
-        for metric in METRICS:
-            if (value := record.get(metric)) is not None:
-                nats, units = map(float, value if isinstance(value, list | tuple) else (value, 1.0))
-                if math.isnan(nats) or not 0 <= units < math.inf:
-                    raise ValueError(f"{metric} of document {n} is {value}")
-                result.values.setdefault(metric, {})[key] = nats, units
-    return result
-
-
-def _digest(record: Mapping[str, Any], rolling: bool) -> str:
-    """Identifies a document by the harness's hashes of the document, of the scored text and of the prompt before it.
-
-    Our token count is not part of it, since it differs between tokenizers. Neither is the name of the tokenizer that
-    wrote a row of ids: the ids are.
-    """
-    doc, name = record.get("doc"), record.get("doc_hash") or record["doc_id"]
-    if isinstance(doc, dict) and TOKENS in doc:
-        ignored = {TOKENS} | ({"tokenizer"} if "ids" in doc else set())
-        rest = {key: value for key, value in doc.items() if key not in ignored}
-        name = hashlib.sha256(json.dumps(rest, sort_keys=True, default=str).encode()).hexdigest()
-    parts = name, record.get("target_hash"), None if rolling else record.get("prompt_hash")
-    return " ".join(str(part) for part in parts if part)
-
-
-# ---------------------------------------------------------------- results files
-
-
-SCORE, SCORE_VERSION = "lm_eval_duel score", 1
+SCORE = "lm_eval_duel score"  # the format of a file of `score --json`
+SCORE_VERSION = 1
 RESULTS = "a results file of lm_eval"
+WRITTEN = re.compile(r"\d{4}-\d\d-\d\dT[\d.:-]+$")  # the date at the end of the harness's file names
 AGAIN = "Run the task again, or leave the file out."
 SAME = 1e-6  # relative difference up to which two values are one
+OTHER_NAMES = ("bits_per_residue", "residue_perplexity")  # of bits_per_byte and byte_perplexity, for proteins
+UNITS = {"token_perplexity": "tokens", "word_perplexity": "words", "byte_perplexity": "bytes", "bits_per_byte": "bytes"}
 
 
-def number(value: Any) -> float | None:
-    """A number, which lm_eval may have written as text, or None for null; raises ValueError for NaN."""
-    if value is not None and math.isnan(value := float(value)):
-        raise ValueError("a number is NaN")
-    return value
+# ---------------------------------------------------------------- files
 
 
-def _count(value: Any) -> int:
-    float(count := int(value))  # raises OverflowError
-    return count
+def runs(places: Iterable[str | Path]) -> list[Run]:
+    """The runs in result files and below folders; each file once, oldest first, with labels that distinguish models."""
+    found: list[Run] = []
+    for file in files(places):
+        found += from_file(file)
+    return distinguish(sorted(found, key=lambda run: (run.date, run.name)))
 
 
-TASK_COUNTS = ("documents", "windows", "tokens", "longest_document", "unk_tokens")
-COUNTS: dict[str, Callable[[Any], Any]] = dict.fromkeys(TASK_COUNTS, _count)  # entries of config.duel.tasks.NAME
-VALUE = COUNTS | {  # of each of its values; `Value.read` takes them
-    "nfe": _count,
-    **dict.fromkeys(("log_prob", "stderr", "window_stderr"), number),
-    **dict.fromkeys(("note", "reason"), str),
-    "kind": lambda name: Kind[name.upper()].name.lower(),
-    "seeds": lambda values: [number(value) for value in values],
-}
-DUEL: dict[str, Callable[[Any], Any]] = {  # entries of config.duel
-    **dict.fromkeys(("estimator", "rule", "block", "dtype", "attention", "weights", "bos", "device"), text_or_none),
-    **dict.fromkeys(("pretrained", "trace"), text_or_none),
-    **dict.fromkeys(("tokens", "forwards", "rows", "nfe", "longest_document", "row_capacity", "cut_contexts"), _count),
-    **dict.fromkeys(("answers_from_cache", "ranks", "peak_memory_bytes", "parameters"), _count),
-    "seconds": number,
-    "versions": lambda entries: {name: str(version or "unknown") for name, version in entries.items()},
-}
+def files(places: Iterable[str | Path]) -> list[Path]:
+    """The result files among files and below folders, each once; raises DuelError for a place without any.
+
+    The harness writes results_DATE.json, or NAME_DATE.json for --output_path NAME.json.
+    """
+    found: list[Path] = []
+    for place in map(Path, places):
+        if place.is_file():
+            found.append(place)
+            continue
+        inside = [file for file in sorted(place.rglob("*.json")) if _is_named_as_results(file)]
+        if not inside:
+            below = f"No results_*.json (or *_DATE.json) in {place} or below"
+            what = below if place.is_dir() else f"No file or folder {place}"
+            raise DuelError(f"{what}; name results_*.json files of lm_eval, or folders that hold them.")
+        found += inside
+    return list(dict.fromkeys(path.resolve() for path in found))
+
+
+def _is_named_as_results(file: Path) -> bool:
+    return file.name.startswith("results_") or WRITTEN.search(file.stem) is not None
+
+
+def from_file(file: Path) -> list[Run]:
+    """The run of a results file; a file of `score --compare` has one for each model.
+
+    Raises DuelError for any other file, for entries that lm_eval does not write, and for values that are NaN or
+    contradict each other.
+    """
+    with reading(file, RESULTS):
+        content = json.loads(file.read_text(encoding="utf-8"))
+        if content.get("format") != SCORE:
+            return [run_of(file, content)]
+        if content["version"] != SCORE_VERSION:
+            raise ValueError(f"its version is {content['version']}, and this release reads {SCORE_VERSION}")
+        found = [read_of_score(file, content)]
+        for n, model in enumerate(content.get("compared", []), 2):
+            found.append(read_of_score(Path(f"{file}#{n}"), model))
+        return found
+
+
+@contextlib.contextmanager
+def reading(file: Path, what: str) -> Iterator[None]:
+    """Raise a DuelError that names the file if an entry of it is missing or of another type."""
+    try:
+        yield
+    except DuelError:
+        raise
+    except (ArithmeticError, AttributeError, LookupError, OSError, RecursionError, TypeError, ValueError) as error:
+        raise DuelError(
+            f"{file} is not {what}, or is not whole ({type(error).__name__}: {str(error)[:120]}). Write it again, or "
+            "leave it out."
+        ) from None
+
+
+def distinguish(runs: Sequence[Run]) -> list[Run]:
+    """The runs, where different models of one label have longer ones: with the folder, else the weights' digest."""
+    longer: dict[str, str] = {}  # by the key of a model
+    for label in dict.fromkeys(run.label for run in runs):
+        first = {run.key: run for run in reversed(runs) if run.label == label}
+        if len(first) < 2:
+            continue
+        folders = {key: "/".join(Path(run.pretrained).parts[-2:]) for key, run in first.items()}
+        if len(set(folders.values())) < len(folders):
+            folders = {key: f"{label} ({key[:8]})" for key in first}
+        longer |= folders
+    return [dataclasses.replace(run, label=longer.get(run.key, run.label)) for run in runs]
+
+
+# ---------------------------------------------------------------- a run
 
 
 def run_of(file: Path, content: Json, documents: Documents | None = None) -> Run:
@@ -187,7 +176,7 @@ def _task(file: Path, content: Json, config: Config, name: str, documents: Docum
     metrics, scores = _averages(name, content["results"][name], content.get("nulls", {}))
     missing = Note()
     if metrics and documents is None:
-        documents, missing = of_harness(file, name, rolling=output_type == "loglikelihood_rolling")
+        documents, missing = samples(file, name, rolling=output_type == "loglikelihood_rolling")
     return Task(
         name=name,
         output_type=output_type,
@@ -217,111 +206,55 @@ def _averages(name: str, entries: Json, nulls: Json) -> tuple[dict[str, float], 
                 value = math.inf
             if value is None or math.isnan(value := float(value)):
                 raise ValueError(f"{entry} of {name} is {'null' if value is None else 'NaN'}")
-            metrics.setdefault(metric, value)
-        elif comma and not metric.endswith("_stderr") and metric not in OTHER_NAMES and type(value) in (int, float):
-            error = entries.get(f"{metric}_stderr,{filtered}")  # or "N/A", or NaN
-            error = None if error == "N/A" or error != error else number(error)
-            if not math.isnan(value):
-                scores[metric if filtered == "none" else f"{metric} ({filtered})"] = float(value), error
+            metrics.setdefault(metric, value)  # that of the first filter
+            continue
+        is_average = comma and not metric.endswith("_stderr") and type(value) in (int, float)
+        if not is_average or metric in OTHER_NAMES or math.isnan(value):
+            continue
+        error = entries.get(f"{metric}_stderr,{filtered}")
+        is_known = error != "N/A" and error == error  # not NaN
+        shown = metric if filtered == "none" else f"{metric} ({filtered})"
+        scores[shown] = float(value), number(error) if is_known else None
     return metrics, scores
 
 
-# ---------------------------------------------------------------- files
+def _check(run: Run) -> None:
+    """Raise an error if log_prob, tokens and perplexity of a task do not agree, or are no probability's."""
+    for key in ("elbo_eps", "mc_samples"):
+        if run.spec.get(key, "none") != "none":
+            number(run.spec[key])
+    if run.ours and "version" not in run.spec:
+        raise ValueError("its spec has no version")
+    for task in run.tasks.values():
+        _check_task(run, task)
 
 
-def runs(places: Iterable[str | Path]) -> list[Run]:
-    """The runs in result files and below folders; each file once, oldest first, with labels that distinguish models."""
-    every = sorted((run for file in files(places) for run in of_file(file)), key=lambda run: (run.date, run.name))
-    return distinguish(every)
+def _check_task(run: Run, task: Task) -> None:
+    values = {} if task.partial else task.entry.get("values", {})
+    log_probs = {key: value["log_prob"] for key, value in values.items() if value["log_prob"] is not None}
+    log_prob = log_probs.get(run.estimator)
+    known = task.metrics.get("token_perplexity")
+    tokens = task.entry.get("tokens")
+    if tokens and log_prob is not None and known is not None:
+        implied = perplexity(-log_prob / tokens)
+        if not math.isclose(known, implied, rel_tol=SAME):
+            raise DuelError(
+                f"{run.name} contradicts itself: token_perplexity of {task.name} is {known:.10g}, but its log_prob and "
+                f"tokens make it {implied:.10g}. {AGAIN}"
+            )
+    for metric, known in task.metrics.items():
+        if known < 0 or (known == 0 and metric != "bits_per_byte"):
+            raise _impossible(run, metric, task)
+    for key, nats in log_probs.items():
+        if nats > 0:
+            raise _impossible(run, f"log_prob of {key}", task)
 
 
-def files(places: Iterable[str | Path]) -> list[Path]:
-    """The result files among files and below folders, each once; raises DuelError for a place without any.
-
-    The harness writes results_DATE.json, or NAME_DATE.json for --output_path NAME.json.
-    """
-    every: list[Path] = []
-    for place in map(Path, places):
-        inside = [f for f in sorted(place.rglob("*.json")) if f.name[:8] == "results_" or WRITTEN.search(f.stem)]
-        if not place.is_file() and not inside:
-            below = f"No results_*.json (or *_DATE.json) in {place} or below"
-            what = below if place.is_dir() else f"No file or folder {place}"
-            raise DuelError(f"{what}; name results_*.json files of lm_eval, or folders that hold them.")
-        every += [place] if place.is_file() else inside
-    return list(dict.fromkeys(path.resolve() for path in every))
+def _impossible(run: Run, what: str, task: Task) -> DuelError:
+    return DuelError(f"{run.name}: {what} of {task.name} is impossible: a probability is at most 1. {AGAIN}")
 
 
-def of_file(file: Path) -> list[Run]:
-    """The run of a results file; a file of `score --compare` has one for each model.
-
-    Raises DuelError for any other file, for entries that lm_eval does not write, and for values that are NaN or
-    contradict each other.
-    """
-    with reading(file, RESULTS):
-        content = json.loads(file.read_text(encoding="utf-8"))
-        if content.get("format") != SCORE:
-            return [run_of(file, content)]
-        if content["version"] != SCORE_VERSION:
-            raise ValueError(f"its version is {content['version']}, and this release reads {SCORE_VERSION}")
-        models = [content, *content.get("compared", [])]
-        return [read_of_score(Path(f"{file}#{n}" if n > 1 else file), model) for n, model in enumerate(models, 1)]
-
-
-def distinguish(runs: Sequence[Run]) -> list[Run]:
-    """The runs, where different models of one label have longer ones: with the folder, else the weights' digest."""
-    longer: dict[str, str] = {}  # by the key of a model
-    for label in dict.fromkeys(run.label for run in runs):
-        first = {run.key: run for run in reversed(runs) if run.label == label}
-        if len(first) > 1:
-            folders = {key: "/".join(Path(run.pretrained).parts[-2:]) for key, run in first.items()}
-            unique = len(set(folders.values())) == len(folders)
-            longer |= folders if unique else {key: f"{label} ({key[:8]})" for key in first}
-    return [dataclasses.replace(run, label=longer.get(run.key, run.label)) for run in runs]
-
-
-# ---------------------------------------------------------------- traces
-
-
-class Traces:
-    """The trace files that the command line or results name, each read once."""
-
-    def __init__(self, named: Iterable[str | Path]):
-        self.named = [Path(place).resolve() for place in named]
-        self.read = functools.cache(trace.read)  # the windows of a file
-
-    def attach(self, runs: Iterable[Run]) -> tuple[list[Run], list[Note]]:
-        """The runs with the values of each document that their traces hold, and notes on traces that are gone.
-
-        The trace of a run is a named one with its spec, else the one that it wrote, also next to its results.
-        """
-        attached, notes = [], []
-        for run in runs:
-            written = run.duel.get("trace")
-            places = [Path(written), run.file.parent / Path(written).name] if written else []
-            path = next((path for path in [*self.named, *places] if _fingerprint(path) == run.fingerprint), None)
-            if written and path is None:
-                gone = f"The trace of {run.name} is no longer at {written}; name it with --traces."
-                notes.append(Note(advice=gone))
-            attached.append(dataclasses.replace(run, trace=path, traced=self._values(path) if path else {}))
-        return attached, notes
-
-    def _values(self, path: Path) -> dict[tuple[str, str], Counter[int]]:
-        """The nats of each document of a trace, by (task, value)."""
-        nats: dict[tuple[str, str], Counter[int]] = defaultdict(Counter)
-        for window in self.read(path):
-            for name, value in (window.get("values") or {}).items():
-                nats[str(window["task"]), str(name)][int(window["doc"])] += float(value)
-        return nats
-
-
-def _fingerprint(path: Path) -> str:
-    """The fingerprint of a trace; empty if there is none, or if the path is not a valid file name (ValueError)."""
-    with contextlib.suppress(DuelError, OSError, ValueError):
-        return trace.spec(path).get("fingerprint", "")
-    return ""
-
-
-# ---------------------------------------------------------------- entries
+# ---------------------------------------------------------------- of `score`
 
 
 def read_of_score(file: Path, content: Json) -> Run:
@@ -329,14 +262,17 @@ def read_of_score(file: Path, content: Json) -> Run:
 
     `scored` of its content names the file that was scored.
     """
-    documents = of_score(content["documents"])
-    totals = {metric: map(sum, zip(*known.values(), strict=True)) for metric, known in documents.values.items()}
+    documents = samples_of_score(content["documents"])
+    results = {}
+    for metric, known in documents.values.items():
+        nats, units = map(sum, zip(*known.values(), strict=True))
+        results[metric] = stats.value(metric, nats, units)
     duel = {**content["duel"], "pretrained": content["pretrained"]}
     harness = {
         "format": SCORE,
         "scored": _scored([str(entry["document"]) for entry in content["documents"]]),
         "config": {"model": MODEL, "fingerprint": content["fingerprint"], "spec": content["spec"], "duel": duel},
-        "results": {"score": {metric: stats.value(metric, *total) for metric, total in totals.items()}},
+        "results": {"score": results},
         "n-samples": {"score": {"effective": len(documents.numbers)}},
     }
     return run_of(file, harness, documents)
@@ -344,33 +280,101 @@ def read_of_score(file: Path, content: Json) -> Run:
 
 def _scored(documents: Sequence[str]) -> str:
     """The name of the file whose texts were scored, or of the first and the number of the others."""
-    files = list(dict.fromkeys(Path(re.sub(r":\d+$", "", name)).name for name in documents))
+    without_lines = [re.sub(r":\d+$", "", name) for name in documents]
+    files = list(dict.fromkeys(Path(name).name for name in without_lines))
     if len(files) < 2:
         return "".join(files)
     return f"{files[0]} and {len(files) - 1} more"
 
 
-def _check(run: Run) -> None:
-    """Raise an error if log_prob, tokens and perplexity of a task do not agree, or are no probability's."""
-    for key in ("elbo_eps", "mc_samples"):
-        number(run.spec[key] if run.spec.get(key, "none") != "none" else None)
-    if run.ours and "version" not in run.spec:
-        raise ValueError("its spec has no version")
-    for name, task in run.tasks.items():
-        entry = {} if task.partial else task.entry
-        log_probs = {key: v["log_prob"] for key, v in entry.get("values", {}).items() if v["log_prob"] is not None}
-        log_prob, known = log_probs.get(run.estimator), task.metrics.get("token_perplexity")
-        if entry.get("tokens") and log_prob is not None and known is not None:
-            implied = perplexity(-log_prob / entry["tokens"])
-            if not math.isclose(known, implied, rel_tol=SAME):
-                raise DuelError(
-                    f"{run.name} contradicts itself: token_perplexity of {name} is {known:.10g}, but its log_prob and "
-                    f"tokens make it {implied:.10g}. {AGAIN}"
-                )
-        values = {**task.metrics, **{f"log_prob of {key}": -nats for key, nats in log_probs.items()}}
-        for what, known in values.items():
-            if known < 0 or (not known and what in METRICS and what != "bits_per_byte"):
-                raise DuelError(f"{run.name}: {what} of {name} is impossible: a probability is at most 1. {AGAIN}")
+# ---------------------------------------------------------------- samples
+
+
+def samples(results: Path, task: str, rolling: bool) -> tuple[Documents | None, Note]:
+    """The samples of a task next to a results file, or None and the reason."""
+    date = WRITTEN.search(results.stem)  # --output_path may be a folder, or a file whose name precedes the date
+    stamp = date[0] if date else results.stem.removeprefix("results_")
+    file = results.parent / f"samples_{task}_{stamp}.jsonl"
+    if not os.path.isfile(file):  # False, too, if the task's name is not a valid file name
+        return None, Note(f"no samples of {task}", "run lm_eval with --log_samples")
+    with reading(file, "samples of lm_eval"):
+        lines = file.read_text(encoding="utf-8").split("\n")
+        records = [json.loads(line) for line in lines if line.strip()]
+        return _documents(records, rolling), Note()
+
+
+def samples_of_score(entries: Sequence[Mapping[str, Any]]) -> Documents:
+    """The documents of a file of `score --json`. A log_prob of null is minus infinity."""
+    counted = {metric: unit for metric, unit in UNITS.items() if any(entry[unit] for entry in entries)}
+    records = []
+    for n, entry in enumerate(entries):
+        nats = -math.inf if entry["log_prob"] is None else entry["log_prob"]
+        values = {metric: (nats, entry[unit]) for metric, unit in counted.items()}  # an empty text has none
+        records.append({"doc_id": n, "doc_hash": str(entry["sha256"]), **values})
+    return _documents(records, rolling=True)
+
+
+def _documents(records: Sequence[Mapping[str, Any]], rolling: bool) -> Documents:
+    """The documents of samples, sorted by key; equal texts are counted in order."""
+    first = {int(record["doc_id"]): record for record in reversed(records)}  # one a filter, with equal values
+    seen = Counter[str]()
+    keyed = {}
+    for n, record in sorted(first.items()):
+        digest = _digest(record, rolling)
+        seen[digest] += 1
+        keyed[f"{digest}:{seen[digest]}"] = n, record
+    result = Documents({}, {})
+    for key, (n, record) in sorted(keyed.items()):
+        result.numbers[key] = n
+        for metric in METRICS:
+            if record.get(metric) is not None:
+                result.values.setdefault(metric, {})[key] = _nats_and_units(record[metric], metric, n)
+    return result
+
+
+def _nats_and_units(value: Any, metric: str, n: int) -> tuple[float, float]:
+    """The value of a document in a metric. A plain number of nats counts as one unit."""
+    nats, units = map(float, value if isinstance(value, list | tuple) else (value, 1.0))
+    if math.isnan(nats) or not 0 <= units < math.inf:
+        raise ValueError(f"{metric} of document {n} is {value}")
+    return nats, units
+
+
+def _digest(record: Mapping[str, Any], rolling: bool) -> str:
+    """Identifies a document by the harness's hashes of the document, of the scored text and of the prompt before it.
+
+    Our token count is not part of it, since it differs between tokenizers. Neither is the name of the tokenizer that
+    wrote a row of ids: the ids are.
+    """
+    doc = record.get("doc")
+    name = record.get("doc_hash") or record["doc_id"]
+    if isinstance(doc, dict) and TOKENS in doc:
+        ignored = {TOKENS, "tokenizer"} if "ids" in doc else {TOKENS}
+        rest = {key: value for key, value in doc.items() if key not in ignored}
+        name = hashlib.sha256(json.dumps(rest, sort_keys=True, default=str).encode()).hexdigest()
+    parts = [name, record.get("target_hash")]
+    if not rolling:
+        parts.append(record.get("prompt_hash"))
+    return " ".join(str(part) for part in parts if part)
+
+
+# ---------------------------------------------------------------- entries, and the type of each
+
+
+def number(value: Any) -> float | None:
+    """A number, which lm_eval may have written as text, or None for null; raises ValueError for NaN."""
+    if value is None:
+        return None
+    value = float(value)
+    if math.isnan(value):
+        raise ValueError("a number is NaN")
+    return value
+
+
+def _count(value: Any) -> int:
+    count = int(value)
+    float(count)  # raises OverflowError
+    return count
 
 
 def _strings(entries: Json | None) -> dict[str, str]:
@@ -393,27 +397,49 @@ def _date(value: Any) -> float:
 
 def _duel(duel: Json) -> dict[str, Any]:
     """The entries of config.duel that are read. A log-likelihood of null with a reason is minus infinity."""
-    entries = _typed(duel, DUEL) | {"tasks": {}}
+    tasks = {}
     for name, scored in (duel.get("tasks") or {}).items():
         values = {}
         for key, value in scored["values"].items():
-            values[key] = {"log_prob": None if value.get("reason") is None else -math.inf} | _typed(value, VALUE)
-        entries["tasks"][name] = _typed(scored, COUNTS) | {"values": values}
-    return entries
+            unknown_value = None if value.get("reason") is None else -math.inf
+            values[key] = {"log_prob": unknown_value, **_typed(value, VALUE)}
+        tasks[name] = {**_typed(scored, COUNTS), "values": values}
+    return {**_typed(duel, DUEL), "tasks": tasks}
 
 
-def _typed(entries: Json, kinds: Mapping[str, Callable[[Any], Any]]) -> dict[str, Any]:
-    return {key: kind(entries[key]) for key, kind in kinds.items() if entries.get(key) is not None}
+Types = dict[str, Callable[[Any], Any]]  # of entries, by name
 
 
-CONFIG: dict[str, Callable[[Any], Any]] = {  # entries of config
+def _typed(entries: Json, types: Types) -> dict[str, Any]:
+    """The entries that are known and not null, each as its type."""
+    return {name: kind(entries[name]) for name, kind in types.items() if entries.get(name) is not None}
+
+
+TASK_COUNTS = ("documents", "windows", "tokens", "longest_document", "unk_tokens")
+COUNTS: Types = dict.fromkeys(TASK_COUNTS, _count)  # entries of config.duel.tasks.NAME
+VALUE: Types = COUNTS | {  # of each of its values; `Value.read` takes them
+    "nfe": _count,
+    **dict.fromkeys(("log_prob", "stderr", "window_stderr"), number),
+    **dict.fromkeys(("note", "reason"), str),
+    "kind": lambda name: Kind[name.upper()].name.lower(),
+    "seeds": lambda values: [number(value) for value in values],
+}
+DUEL: Types = {  # entries of config.duel
+    **dict.fromkeys(("estimator", "rule", "block", "dtype", "attention", "weights", "bos", "device"), text_or_none),
+    **dict.fromkeys(("pretrained", "trace"), text_or_none),
+    **dict.fromkeys(("tokens", "forwards", "rows", "nfe", "longest_document", "row_capacity", "cut_contexts"), _count),
+    **dict.fromkeys(("answers_from_cache", "ranks", "peak_memory_bytes", "parameters"), _count),
+    "seconds": number,
+    "versions": lambda entries: {name: str(version or "unknown") for name, version in entries.items()},
+}
+CONFIG: Types = {  # entries of config
     **dict.fromkeys(("model", "model_dtype", "model_sha", "use_cache"), str),
     "fingerprint": text_or_none,
     "model_args": _arguments,
     "spec": _strings,
     "duel": _duel,
 }
-HEADER: dict[str, Callable[[Any], Any]] = {  # entries of the file
+HEADER: Types = {  # entries of the file
     **dict.fromkeys(("model_name", "max_length", "lm_eval_version", "transformers_version"), str),
     "date": _date,
     "total_evaluation_time_seconds": number,

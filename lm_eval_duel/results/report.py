@@ -13,27 +13,12 @@ from urllib.parse import quote
 
 from lm_eval_duel.core.scores import METRICS
 from lm_eval_duel.errors import DuelError, usage
-from lm_eval_duel.results import (
-    as_csv,
-    as_json,
-    compare,
-    cost,
-    figures,
-    gaps,
-    latex,
-    match,
-    own_files,
-    player,
-    published,
-    read,
-    rows,
-    tables,
-)
+from lm_eval_duel.results import columns, compare, figures, files, gaps, match, read, rows, standings, traces
 from lm_eval_duel.results.compare import ComparedRow, Comparison
 from lm_eval_duel.results.figures import Image
 from lm_eval_duel.results.rows import Row
 from lm_eval_duel.results.runs import Documents, Run
-from lm_eval_duel.results.standings import Standings, standings
+from lm_eval_duel.results.standings import RunCost, Standings
 from lm_eval_duel.results.table import WORDS, Note, Table, bullets, escape, form_of, number, plus_minus, spaced, span
 from lm_eval_duel.rules.tables import without_defaults
 
@@ -45,7 +30,7 @@ DRAWN = (
     "95 % intervals are over documents; for estimates and the ELBO they include the Monte Carlo error of each value. "
     "± is the Monte Carlo error alone."
 )
-PRINTED = ("methods", "cache", "pairs")  # tables of a task that the command prints
+PRINTED = ("methods", "cache", "pairs", "accuracy")  # tables that the command prints
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,16 +49,22 @@ class Report:
 
     @functools.cached_property
     def standings(self) -> Standings:
-        return standings(self.tasks, self.runs, self.baselines)
+        return standings.standings(self.tasks, self.runs, self.baselines)
 
     @functools.cached_property
-    def costs(self) -> list[cost.RunCost]:
-        return cost.table(self.runs, self.baselines, [row for task in self.tasks.values() for row in task.rows])
+    def costs(self) -> list[RunCost]:
+        rows = [row for task in self.tasks.values() for row in task.rows]
+        return standings.costs(self.runs, self.baselines, rows)
 
     @property
     def scored(self) -> list[str]:
         """The tasks with other averages than perplexities."""
-        return list(dict.fromkeys(name for run in self.runs for name, task in run.every_task.items() if task.scores))
+        names: dict[str, None] = {}
+        for run in self.runs:
+            for name, task in run.every_task.items():
+                if task.scores:
+                    names[name] = None
+        return list(names)
 
     @functools.cached_property
     def headlines(self) -> dict[str, list[str]]:
@@ -82,26 +73,78 @@ class Report:
     def tables(self) -> Iterator[tuple[str, str, Table]]:
         """Every table: the task that it is about, or "" for one over tasks; its kind; and itself."""
         if len(self.tasks) > 1:
-            yield "", "perplexity", tables.perplexities(self.standings, self.tasks)
+            yield "", "perplexity", columns.perplexities(self.standings, self.tasks)
             if any(row.closed.percent is not None for task in self.tasks.values() for row in task.rows):
-                yield "", "gap_closed", tables.gaps_closed(self.standings, self.tasks)
+                yield "", "gap_closed", columns.gaps_closed(self.standings, self.tasks)
         for name, task in self.tasks.items():
-            yield from ((name, kind, table) for kind, table in tables.task_tables(task))
+            for kind, table in columns.of_task(task):
+                yield name, kind, table
         for name in self.scored:
-            yield name, "accuracy", tables.accuracies(name, self.runs, self.baselines)
+            yield name, "accuracy", columns.accuracies(name, self.runs, self.baselines)
         if self.costs:
-            yield "", "cost", tables.cost(self.costs)
+            yield "", "cost", columns.cost(self.costs)
 
 
 # ---------------------------------------------------------------- what is compared
 
 
+def collect(options: argparse.Namespace) -> Report:
+    """The content of the report."""
+    ar, runs = read_runs(options)
+    notes = [Note(note) for run in runs for note in run.left_out()]
+    if options.ar:
+        _check_single(ar)
+    else:
+        ar, note = baseline(runs)
+        notes = [*filter(None, [note]), *notes]
+    shown = [run for run in runs if (run.ours or run.autoregressive) and run.has_results]
+    if not shown:
+        raise DuelError(f"No perplexity ({', '.join(METRICS)}) to report: {'; '.join(map(str, notes))}")
+    baseline_names = {run.name for run in ar}
+    found_traces = traces.Traces(options.traces)
+    shown, gone = found_traces.attach(shown)
+    notes += gone
+    baselines = [run for run in shown if run.name in baseline_names]
+
+    names = dict.fromkeys(name for run in shown if run not in baselines for name in run.tasks)
+    only_perplexities = all(run.tasks and run.tasks == run.every_task for run in shown)
+    if not names and only_perplexities:
+        raise DuelError("Nothing to compare: only the --ar result of RESULTS has perplexities.")
+    tasks: dict[str, Comparison] = {}
+    for name in names:
+        metric = compare.shared_metric(name, options.metric, [run for run in shown if name in run.tasks])
+        groups = _groups(name, metric, shown, baselines) if options.apart else [(shown, "")]
+        for n, (members, difference) in enumerate(groups, 1):
+            label = _label(name, members)
+            if len(groups) > 1:
+                label = f"{label} ({n})"
+            if difference:
+                notes.append(Note(f"{label}: {difference}"))
+            tasks[label] = compare.task(name, members, baselines, metric, options.as_published, options.pairs)
+
+    if not figures.available():
+        notes.append(Note(advice=figures.MISSING))
+    documents: list[dict[str, Any]] = []
+    if options.page:
+        documents, problems = traces.documents(found_traces, shown, options.shown, options.tokenizer)
+        notes += problems
+    return Report(
+        runs=sorted(shown, key=lambda run: run not in baselines),
+        baselines=baselines,
+        tasks=tasks,
+        notes=notes,
+        published=columns.published_sources(options.published),
+        documents=documents,
+    )
+
+
 def read_runs(options: argparse.Namespace) -> tuple[list[Run], list[Run]]:
     """The runs of --ar, and all runs; raises DuelError for an --ar that is not of an autoregressive model."""
+    places = [options.ar] if options.ar else []
     with usage():
-        runs = read.runs([*options.results, *([options.ar] if options.ar else [])])
-        files = {str(file) for file in read.files([options.ar])} if options.ar else set()
-    ar = [run for run in runs if run.name in files]
+        runs = read.runs([*options.results, *places])
+        ar_files = {str(file) for file in read.files(places)}
+    ar = [run for run in runs if run.name in ar_files]
     for run in ar:
         if not run.autoregressive:
             what = f"estimator={run.estimator}" if run.ours else f"--model {run.model}"
@@ -112,50 +155,12 @@ def read_runs(options: argparse.Namespace) -> tuple[list[Run], list[Run]]:
     return ar, runs
 
 
-def collect(options: argparse.Namespace) -> Report:
-    """The content of the report."""
-    ar, runs = read_runs(options)
-    notes = [Note(note) for run in runs for note in run.left_out()]
+def _check_single(ar: Sequence[Run]) -> None:
+    """Raise DuelError if the runs of --ar hold a task more than once."""
     for name in {name for run in ar for name in run.tasks}:
-        if len(holding := [run.name for run in ar if name in run.tasks]) > 1:
+        holding = [run.name for run in ar if name in run.tasks]
+        if len(holding) > 1:
             raise DuelError(f"--ar holds {name} more than once: {', '.join(holding)}. Name one of these files.")
-    if not options.ar:
-        ar, note = baseline(runs)
-        notes = [*filter(None, [note]), *notes]
-    known = [run for run in runs if run.ours or run.autoregressive]
-    shown = [run for run in known if run.tasks or any(task.scores for task in run.every_task.values())]
-    if not shown:
-        raise DuelError(f"No perplexity ({', '.join(METRICS)}) to report: {'; '.join(map(str, notes))}")
-    named = {run.name for run in ar}
-    traces = read.Traces(options.traces)
-    shown, gone = traces.attach(shown)
-    baselines = [run for run in shown if run.name in named]
-    notes += gone
-    names = dict.fromkeys(name for run in shown if run not in baselines for name in run.tasks)
-    if not names and any(run.tasks for run in shown) and all(run.tasks == run.every_task for run in shown):
-        raise DuelError("Nothing to compare: only the --ar result of RESULTS has perplexities.")
-    tasks: dict[str, Comparison] = {}
-    for name in names:
-        metric = compare.shared_metric(name, options.metric, [run for run in shown if name in run.tasks])
-        groups = _groups(name, metric, shown, baselines) if options.apart else [(shown, "")]
-        for n, (members, difference) in enumerate(groups, 1):
-            label = f"{_label(name, members)}{'' if len(groups) == 1 else f' ({n})'}"
-            notes += [Note(f"{label}: {difference}")] if difference else []
-            tasks[label] = compare.task(name, members, baselines, metric, options.as_published, options.pairs)
-    if not figures.available():
-        notes.append(Note(advice=figures.MISSING))
-    documents: list[dict[str, Any]] = []
-    if options.page:
-        documents, problems = player.collect(traces, shown, options.shown, options.tokenizer)
-        notes += problems
-    return Report(
-        runs=sorted(shown, key=lambda run: run not in baselines),
-        baselines=baselines,
-        tasks=tasks,
-        notes=notes,
-        published=published.sources(options.published),
-        documents=documents,
-    )
 
 
 def _label(name: str, runs: Sequence[Run]) -> str:
@@ -176,12 +181,11 @@ def baseline(runs: Sequence[Run]) -> tuple[list[Run], Note]:
 
     Of several results of a task under one spec it is the newest.
     """
-    if not any(run.tasks for run in runs):
+    runs = [run for run in runs if run.tasks]
+    causal = [run for run in runs if run.autoregressive]
+    if len(causal) == len(runs):  # there is nothing to measure a gap of
         return [], Note()
-    causal = [run for run in runs if run.autoregressive and run.tasks]
-    if causal and all(run.autoregressive for run in runs if run.tasks):
-        return [], Note()
-    if note := no_baseline(causal):
+    if note := _no_baseline(causal):
         return [], note
     newest: dict[str, Run] = {}
     for run in causal:  # oldest first
@@ -193,13 +197,15 @@ def baseline(runs: Sequence[Run]) -> tuple[list[Run], Note]:
     return list({run.name: run for run in newest.values()}.values()), Note()
 
 
-def no_baseline(causal: Sequence[Run]) -> Note:
+def _no_baseline(causal: Sequence[Run]) -> Note:
     """The reason that runs of autoregressive models are no baseline; empty if they are of one model."""
     models = {run.key: run.label for run in causal}
     if not models:
         return Note("No gaps: gap closed needs an autoregressive result.", match.TWIN)
+    if len(models) == 1:
+        return Note()
     several = f"No gaps: there are {len(models)} autoregressive models ({', '.join(models.values())})."
-    return Note(several, "name one with --ar") if len(models) > 1 else Note()
+    return Note(several, "name one with --ar")
 
 
 # ---------------------------------------------------------------- headlines
@@ -213,49 +219,57 @@ def headlines(name: str, rows: Sequence[ComparedRow]) -> list[str]:
     return [_headline(name, base, [each for each in others if each.row.model == model]) for model in models]
 
 
-def _headline(name: str, base: Row | None, mine: Sequence[ComparedRow]) -> str:
-    chosen, metric = compare.headline(mine), mine[0].row.metric
-    form, unit = form_of(metric), "" if metric in ("token_perplexity", "perplexity") else f", {WORDS[metric]}"
-    start = f"**{escape(mine[0].row.model)}** on {escape(name)}{unit}"
-    against = f" against {number(base.value, form)} for {escape(base.model)}" if base else ""
+def _headline(name: str, base: Row | None, of_model: Sequence[ComparedRow]) -> str:
+    row = of_model[0].row
+    form = form_of(row.metric)
+    unit = "" if row.metric in ("token_perplexity", "perplexity") else f", {WORDS[row.metric]}"
+    start = f"**{escape(row.model)}** on {escape(name)}{unit}"
+    against = "" if base is None else f" against {number(base.value, form)} for {escape(base.model)}"
+    chosen = compare.headline(of_model)
     if chosen is None:
-        bounds = [each for each in mine if each.row.likelihood]
-        bound = min(bounds, key=lambda each: (each.row.bound, each.row.value), default=None)
-        if bound is None:
-            return f"{start}: the oracle only; no DUEL result (estimator=duel)."
-        at_most = "at most " if bound.row.bound else ""
-        against += f", a gap of {at_most}{number(bound.gap, form)}" if base else ""
-        return f"{start}: {_value(bound.row)} ({escape(bound.row.name)}){against}; no DUEL result (estimator=duel)."
-    seed = f", noise seed {chosen.row.run.spec['noise_seed']}" if "noise_seed" in chosen.row.run.spec else ""
-    named = f"{chosen.row.entry.display}{seed}"
-    text = f"{start}: {_value(chosen.row)} under {_rule(chosen.row)} ({named}){against}"
+        return f"{start}: {_without_duel(of_model, against)}; no DUEL result (estimator=duel)."
+    seed = "" if chosen.row.noise_seed is None else f", noise seed {chosen.row.noise_seed}"
+    method = f"{chosen.row.entry.display}{seed}"
+    text = f"{start}: {_value(chosen.row)} under {_rule(chosen.row)} ({method}){against}"
     text += "." if chosen.closed.elbo is None and base is None else _gap(chosen, form)
-    lowest = min((each.row for each in mine if each.row.proper), key=lambda row: row.value, default=chosen.row)
+    rivals = [each.row for each in of_model if each.row.score.is_exact and each.row.noise_seed == chosen.row.noise_seed]
+    lowest = min(rivals, key=lambda row: row.value, default=chosen.row)
     if lowest is not chosen.row:
         text += f" Lowest of its likelihoods: {_rule(lowest)}, {number(lowest.value, form)}."
     return text
 
 
+def _without_duel(of_model: Sequence[ComparedRow], against: str) -> str:
+    """What is known of a model without a DUEL row: its lowest likelihood or bound. `against`: the baseline."""
+    lowest = compare.lowest([each for each in of_model if each.row.score.is_likelihood])
+    if lowest is None:
+        return "the oracle only"
+    if lowest.gap is not None:
+        at_most = "at most " if lowest.row.score.is_bound else ""
+        against += f", a gap of {at_most}{number(lowest.gap, form_of(lowest.row.metric))}"
+    return f"{_value(lowest.row)} ({escape(lowest.row.name)}){against}"
+
+
 def _rule(row: Row) -> str:
     """The rule of a DUEL row, or the estimator of another, with the cache."""
-    method = escape(without_defaults(row.rule)) if row.duel else row.entry.display.lower()
+    method = escape(without_defaults(row.rule)) if row.is_duel else row.entry.display.lower()
     return f"{method} with cache={escape(row.run.cache)}" if row.run.has_cache else method
 
 
 def _value(row: Row) -> str:
     """A row's value, with its bound and its error."""
     remarks = "; ".join(filter(None, [f"eps={row.eps:g}: no bound" if row.eps else "", row.stderr_reason]))
-    text = number(row.value, form_of(row.metric), row.stderr, row.bound)
+    text = number(row.value, form_of(row.metric), row.stderr, row.score.is_bound)
     return f"{text} ({remarks})" if remarks else text
 
 
 def _gap(chosen: ComparedRow, form: str) -> str:
     """The ELBO, and the share of its gap to the autoregressive model that DUEL closes."""
     closed = chosen.closed
-    reason, elbo = escape(str(closed.reason)), closed.elbo
-    if elbo is None:
+    reason = escape(str(closed.reason))
+    if closed.elbo is None:
         return f", a gap of {number(chosen.gap, form)}; {reason}."
-    text = f"; the {closed.of} ELBO gives {_value(elbo)}"
+    text = f"; the {closed.of} ELBO gives {_value(closed.elbo)}"
     if closed.elbo_gap is None:
         return f"{text} ({reason})."
     gap = f"the ELBO's gap of {number(closed.elbo_gap, form)}"
@@ -266,13 +280,14 @@ def _gap(chosen: ComparedRow, form: str) -> str:
         )
     if closed.percent is None:
         return f"{text} ({reason}); the gap is {number(chosen.gap, form)}."
-    between = span(closed.interval, ".1f") or plus_minus(closed.stderr, ".1f").strip()
     percent = f"{number(closed.percent, '.1f')} %"
+    between = columns.closed_interval(chosen) or plus_minus(closed.stderr, ".1f").strip()
     if closed.percent < 0:
-        percent += f" {between}" if between else ""
+        percent = f"{percent} {between}".rstrip()
         return f"{text}, lower than DUEL, which closes none of {gap} (gap closed {percent})."
     about = "an estimated " if closed.of == gaps.MONTE_CARLO else ""
-    return f"{text}. DUEL closes {about}{percent}{f' ({between})' if between else ''} of {gap}."
+    brackets = f" ({between})" if between else ""
+    return f"{text}. DUEL closes {about}{percent}{brackets} of {gap}."
 
 
 # ---------------------------------------------------------------- what is written
@@ -284,37 +299,59 @@ def markdown(report: Report, images: Sequence[Image] = ()) -> str:
     lines = [f"- {line}" for of_task in report.headlines.values() for line in of_task]
     parts = ["# How far from autoregressive?", "\n".join(lines), bullets(map(str, report.notes))]
     for name, task in report.tasks.items():
-        mine = [(kind, table) for about, kind, table in every if about == name and kind != "accuracy"]
-        documents = "" if task.documents is None else f", {task.documents} documents"
-        parts.append(f"## {escape(name)}: {WORDS[task.metric]}{documents}")
-        parts += [table.markdown() for kind, table in mine if kind == "methods"]
-        parts += [image.markdown(quote) for image in images if (image.task, image.kind) == (name, "perplexity")]
-        if task.differences:
-            title = "Compared as published, although these differ" if task.as_published else "These differ"
-            parts += [f"**{title}:**", bullets(task.differences)]
-        for kind, table in mine:
-            parts += [] if kind == "methods" else [f"### {escape(table.title)}", table.markdown()]
-            parts += [SINGLE] if kind == "pairs" else []
-        parts += [image.markdown(quote) for image in images if (image.task, image.kind) == (name, "rules")]
-        drawn = any(each.interval and each.row.entry.drawn for each in task.rows)
-        parts += ["### Notes", bullets([*task.notes, *([DRAWN] if drawn else [])])]
+        tables = [(kind, table) for about, kind, table in every if about == name and kind != "accuracy"]
+        parts += _markdown_of_task(name, task, tables, [image for image in images if image.task == name])
     for about, kind, table in every:
         if kind == "accuracy" or not about:
             parts += [f"## {escape(table.title)}", table.markdown()]
     for source in report.published:
-        parts += [f"## Published: {escape(source['source'])}", published.UNCHECKED, published.table(source).markdown()]
-    listed = tables.files(report.runs, report.baselines)
+        parts.append(f"## Published: {escape(source['source'])}")
+        parts += [columns.UNCHECKED, columns.published(source).markdown()]
+    listed = columns.files(report.runs, report.baselines)
     return spaced([*parts, "## Files", escape(listed.title), listed.markdown()])
+
+
+def _markdown_of_task(
+    name: str, task: Comparison, tables: Sequence[tuple[str, Table]], images: Sequence[Image]
+) -> Iterator[str]:
+    """The parts of a task: values and their figure, what differs, the other tables, figures of rules, notes."""
+    documents = "" if task.documents is None else f", {task.documents} documents"
+    yield f"## {escape(name)}: {WORDS[task.metric]}{documents}"
+    for kind, table in tables:
+        if kind == "methods":
+            yield table.markdown()
+    for image in images:
+        if image.kind == "perplexity":
+            yield image.markdown(quote)
+    if task.differences:
+        title = "Compared as published, although these differ" if task.as_published else "These differ"
+        yield f"**{title}:**"
+        yield bullets(task.differences)
+    for kind, table in tables:
+        if kind == "methods":
+            continue
+        yield f"### {escape(table.title)}"
+        yield table.markdown()
+        if kind == "pairs":
+            yield SINGLE
+    for image in images:
+        if image.kind == "rules":
+            yield image.markdown(quote)
+    yield "### Notes"
+    any_drawn = any(each.interval and each.row.is_drawn for each in task.rows)
+    yield bullets([*task.notes, *([DRAWN] if any_drawn else [])])
 
 
 def console(report: Report) -> str:
     """The text that the command prints: headlines, perplexities, differences, and notes."""
-    lines = [line for of_task in report.headlines.values() for line in of_task]
-    parts = [re.sub(r"\\(?=[^\w\s])", "", line.replace("**", "")) for line in lines]
+    parts = []
+    for of_task in report.headlines.values():
+        for line in of_task:
+            parts.append(re.sub(r"\\(?=[^\w\s])", "", line.replace("**", "")))  # without Markdown
     for name, kind, table in report.tables():
-        if kind in (*PRINTED, "accuracy"):
-            title = table.title if kind == "accuracy" else f"{name}: {table.title}"
-            parts += [title, table.text()]
+        if kind in PRINTED:
+            parts.append(table.title if kind == "accuracy" else f"{name}: {table.title}")
+            parts.append(table.text())
     parts += [f"differs: {line}" for task in report.tasks.values() for line in task.differences]
     return spaced([*parts, "\n".join(map(str, report.notes))])
 
@@ -332,40 +369,46 @@ def write(
     unchanged, if a file there does not belong to an earlier report.
     """
     images = figures.draw(report.tasks, formats, width) if figures.available() else []
-    found = [(name, kind, table) for name, kind, table in report.tables() if kind != "cost"]
-    named = own_files.stems((name, kind, table.title) for name, kind, table in found)
-    texts = {f"{stem}.tex": latex.tabular(table) for stem, (_, _, table) in zip(named, found, strict=True)}
-    pictures = {file: content for image in images for file, content in image.files.items()}
-    every = {"report.md": markdown(report, images), "report.csv": as_csv.text(report.standings)} | texts | pictures
-    return own_files.write(folder, content(report), every | dict(others or {}))
+    written: dict[str, str | bytes] = {
+        "report.md": markdown(report, images),
+        "report.csv": files.csv_of(report.standings),
+    }
+    tables = [(name, kind, table) for name, kind, table in report.tables() if kind != "cost"]
+    stems = files.stems((name, kind, table.title) for name, kind, table in tables)
+    for stem, (_, _, table) in zip(stems, tables, strict=True):
+        written[f"{stem}.tex"] = table.latex()
+    for image in images:
+        written |= image.files
+    return files.write(folder, content(report), written | dict(others or {}))
 
 
 def content(report: Report) -> dict[str, Any]:
     """report.json."""
-    baselines = report.baselines
-    return {
-        "version": 1,
-        "ar": [run.name for run in baselines],
-        "notes": list(map(str, report.notes)),
-        "tasks": {
-            name: as_json.comparison(task) | {"headlines": report.headlines[name]}
-            for name, task in report.tasks.items()
-        },
-        "accuracies": {name: as_json.accuracies(report.runs, name, baselines) for name in report.scored},
-        "standings": as_json.ranking(report.standings, report.tasks),
-        "published": report.published,
-        "documents": report.documents,
-        "cost": list(map(as_json.cost, report.costs)),
-        "results": [
+    tasks = {}
+    for name, task in report.tasks.items():
+        tasks[name] = files.comparison(task) | {"headlines": report.headlines[name]}
+    results = []
+    for run in report.runs:
+        results.append(
             {
                 "file": run.name,
                 "model": run.label,
-                "ar": run in baselines,
+                "ar": run in report.baselines,
                 "fingerprint": run.fingerprint,
                 "spec": run.spec,
             }
-            for run in report.runs
-        ],
+        )
+    return {
+        "version": 1,
+        "ar": [run.name for run in report.baselines],
+        "notes": [str(note) for note in report.notes],
+        "tasks": tasks,
+        "accuracies": {name: files.accuracies(report.runs, name, report.baselines) for name in report.scored},
+        "standings": files.ranking(report.standings, report.tasks),
+        "published": report.published,
+        "documents": report.documents,
+        "cost": [files.cost(cost) for cost in report.costs],
+        "results": results,
     }
 
 
@@ -379,13 +422,13 @@ def summary(content: Mapping[str, Any]) -> str:
     write.
     """
     file = Path("results")
-    with own_files.reading(file, read.RESULTS):
+    with read.reading(file, read.RESULTS):
         run = read.run_of(file, content, Documents({}, {}))
     found = []
     for name, task in run.tasks.items():
         metric = next(metric for metric in METRICS if metric in task.metrics)
-        of_task, _ = rows.of_run(run, name, metric, baseline=False)
+        of_task, _ = rows.from_run(run, name, metric, baseline=False)
         found += of_task
     if not found:
         return ""
-    return f"{tables.summary(found).markdown()}\n\nfingerprint {run.fingerprint}"
+    return f"{columns.summary(found).markdown()}\n\nfingerprint {run.fingerprint}"

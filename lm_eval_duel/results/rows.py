@@ -14,31 +14,32 @@ from typing import Any, NamedTuple
 from lm_eval_duel.core.scores import Value
 from lm_eval_duel.errors import DuelError, unknown
 from lm_eval_duel.estimators import registry
-from lm_eval_duel.estimators.registry import Kind
+from lm_eval_duel.estimators.registry import Kind, OtherValue
 from lm_eval_duel.results import stats
 from lm_eval_duel.results.read import TASK_COUNTS
 from lm_eval_duel.results.runs import NO_CACHE, Run, Task, Values
-from lm_eval_duel.results.table import Note
+from lm_eval_duel.results.table import Note, number, percent
 from lm_eval_duel.rules import RULES
 from lm_eval_duel.rules.tables import is_rule, sort_key, without_defaults
 
-NOISE_SEED, LOG_MEAN = "noise_seed", "log_mean_exp"  # an entry of a spec; the other value of a mean over noise seeds
 SAME = 1e-4  # relative difference up to which two ways to one value agree
 # entries of a spec that vary within one model
 NON_IDENTITY_KEYS = {"estimator", "rule", "draw_seed", *registry.arguments()}
 # entries of a spec that every row names if it has them
-LABEL_KEYS = {"cache", NOISE_SEED, *(key for entry in registry.ENTRIES for key in entry.label_args)}
+LABEL_KEYS = {"cache", *(key for entry in registry.ENTRIES for key in entry.label_args)}
 # entries of a spec that belong to the estimator, as NON_IDENTITY_KEYS; the last two say what commit-once noise is
-OF_ESTIMATOR = {"block", "grid", "rule_code", "cheap_cache", "masked_share", "ties"}
+ESTIMATOR_KEYS = {"block", "grid", "rule_code", "cheap_cache", "masked_share", "ties"}
 SAMPLING = ("dtype", "warpers")  # entries that change the law of any checkpoint
 CACHES = (None, NO_CACHE, "prefix", "dual")  # in the order of tables
+NO_BLOCK = 10**9  # sorts the whole target behind every block
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class Row:
     """One value of a run's task: a model under one estimator, rule, block and cache.
 
-    It knows nothing of other rows but its `variant`: what its name needs to be different from theirs.
+    It knows nothing of other rows but its `variant`: what its name needs to be different from theirs. What kind of
+    number it is, `score` says.
     """
 
     run: Run
@@ -47,7 +48,7 @@ class Row:
     estimator: str
     rule: str | None
     metrics: dict[str, float]
-    score: Value | None = None  # as the run wrote it; other models of the harness write none
+    score: Value  # of the whole task; its nats are NaN for other models of the harness, which write none
     nats_window_stderr: float | None = None  # over windows
     nfe: int | None = None
     tokens: int | None = None
@@ -56,77 +57,43 @@ class Row:
     ar: bool  # True for the autoregressive baseline
     variant: str = ""
 
-    # ------------------------------------------------------------ what kind of value it is
+    # ------------------------------------------------------------ how it was computed
 
     @functools.cached_property
     def entry(self) -> registry.Entry:
         return registry.find(self.estimator)
 
     @property
-    def drawn_bound(self) -> bool:
-        """True for a Monte Carlo ELBO, or another bound that is drawn."""
-        estimator = registry.find(self.estimator)
-        return estimator.kind is Kind.UPPER_BOUND and estimator.drawn is not None
+    def is_drawn(self) -> bool:
+        """True if its value depends on random numbers."""
+        return self.entry.drawn is not None
+
+    @property
+    def is_drawn_bound(self) -> bool:
+        """True for a Monte Carlo ELBO, also one that `elbo_eps` keeps from being a bound, and for other such bounds."""
+        return self.is_drawn and self.entry.kind is Kind.UPPER_BOUND
+
+    @property
+    def is_duel(self) -> bool:
+        """True if its value is a rule's, or an estimate of one, and not the baseline's."""
+        return self.entry.follows_rule and not self.ar
 
     @property
     def block(self) -> str | None:
         """None for autoregressive and other models, `none` for the whole target."""
-        if not self.drawn_bound:
+        if not self.is_drawn_bound:
             return self.run.block
         return self.run.spec.get("elbo_block", self.run.spec.get("canvas", "none"))
 
     @property
     def eps(self) -> float:
         """The least t of an ELBO; above 0 it is not a bound."""
-        eps = self.run.spec.get("elbo_eps", "none") if self.drawn_bound else "none"
-        return 0.0 if eps == "none" else float(eps)
-
-    @functools.cached_property
-    def worth(self) -> Value:
-        """Its score, or of a run that wrote none a value of the kind that its estimator has."""
-        if self.score is not None:
-            return self.score
-        kind, note = registry.worth(self.estimator, self.run.spec)
-        return Value(math.nan, kind=kind, note=note)
+        return registry.least_level(self.run.spec) if self.is_drawn_bound else 0.0
 
     @property
-    def kind(self) -> str:
-        return self.worth.label
-
-    @property
-    def likelihood(self) -> bool:
-        """True for a likelihood, and for an estimate or bound of one."""
-        return self.worth.is_likelihood
-
-    @property
-    def bound(self) -> bool:
-        """True if its perplexity is an upper bound."""
-        return self.worth.is_bound
-
-    @property
-    def proper(self) -> bool:
-        """True for a likelihood itself: no estimate, bound or oracle."""
-        return self.worth.is_exact
-
-    @property
-    def log_prob(self) -> float | None:
-        """Nats."""
-        return None if self.score is None else self.score.nats
-
-    @property
-    def nats_stderr(self) -> float | None:
-        """Its Monte Carlo error."""
-        return None if self.score is None else self.score.error
-
-    @property
-    def duel(self) -> bool:
-        """True if its value is a rule's, or an estimate of one, and not the baseline's."""
-        return self.entry.follows_rule and not self.ar
-
-    @property
-    def of_draws(self) -> bool:
-        """True if its value depends on random numbers."""
-        return self.entry.drawn is not None
+    def noise_seed(self) -> str | None:
+        """The seed of the noise that its value is given: another seed is another distribution."""
+        return self.run.spec.get("noise_seed") if self.score.is_exact else None
 
     @property
     def unknown(self) -> float:
@@ -142,12 +109,7 @@ class Row:
     @property
     def qualifiers(self) -> str:
         """The settings that distinguish it beyond estimator, rule, block and cache."""
-        spec = self.run.spec
-        named = [self.entry.named.format(f"{key}={spec[key]}") for key in self.entry.label_args if key in spec]
-        eps = f"eps={self.eps:g}: no bound" if self.eps else ""
-        of_noise = NOISE_SEED in spec and NOISE_SEED not in self.entry.label_args
-        seed = f"{NOISE_SEED}={spec[NOISE_SEED]}" if of_noise else ""  # another seed is another distribution
-        return ", ".join(filter(None, [eps, seed, *named, self.variant]))
+        return ", ".join(filter(None, [*self.entry.qualifiers(self.run.spec), self.variant]))
 
     @property
     def parts(self) -> dict[str, str]:
@@ -162,22 +124,25 @@ class Row:
     @property
     def name(self) -> str:
         """Its name without the model."""
-        parts = self.parts | ({} if self.run.has_cache else {"cache": ""})
-        return ", ".join(part for key, part in parts.items() if part and key != "model")
+        parts = self.parts
+        del parts["model"]
+        if not self.run.has_cache:
+            del parts["cache"]
+        return ", ".join(filter(None, parts.values()))
 
     @property
     def title(self) -> str:
         """The estimator with remarks: the baseline, a bound that does not hold, another spec, unknown tokens."""
         remarks = ", ".join(filter(None, [self.baseline_remark, self.qualifiers, self.unknown_share]))
-        return f"{self.entry.title}{f' ({remarks})' if remarks else ''}"
+        return f"{self.entry.title} ({remarks})" if remarks else self.entry.title
 
     @property
     def baseline_remark(self) -> str:
-        return ("baseline" if self.estimator == "ar" else "AR baseline") if self.ar else ""
+        return baseline_remark(self.entry) if self.ar else ""
 
     @property
     def unknown_share(self) -> str:
-        return f"{self.unknown:.1%} [UNK]" if self.unknown else ""
+        return f"{percent(self.unknown)} [UNK]" if self.unknown else ""
 
     # ------------------------------------------------------------ values and their errors
 
@@ -193,17 +158,21 @@ class Row:
     @property
     def rate_stderr(self) -> float | None:
         """Its Monte Carlo error."""
-        return self.nats_stderr * self.rate / -self.log_prob if self.nats_stderr and self.log_prob else self.nats_stderr
+        if not self.score.error or not self.score.nats:
+            return self.score.error
+        return self.score.error * self.rate / -self.score.nats
 
     def error(self, nats_stderr: float | None, metric: str | None = None) -> float | None:
         """Standard error of a metric's value, from its log-likelihood's; None if not known."""
-        known = self.metrics.get(metric or self.metric)
-        return None if known is None else stats.stderr(metric or self.metric, known, self.log_prob, nats_stderr)
+        metric = metric or self.metric
+        if metric not in self.metrics:
+            return None
+        return stats.stderr(metric, self.metrics[metric], self.score.nats, nats_stderr)
 
     @property
     def stderr(self) -> float | None:
         """Monte Carlo, or of a sample."""
-        return self.error(self.nats_stderr)
+        return self.error(self.score.error)
 
     @property
     def stderr_reason(self) -> str:
@@ -217,8 +186,19 @@ class Row:
 
         Infinite if neither is known; None for a value that is not drawn.
         """
-        known = [self.stderr, self.error(self.nats_window_stderr), math.inf]
-        return next(error for error in known if error is not None) if self.entry.drawn else None
+        if not self.is_drawn:
+            return None
+        for error in (self.stderr, self.error(self.nats_window_stderr)):
+            if error is not None:
+                return error
+        return math.inf
+
+    @property
+    def drawn_interval(self) -> list[float] | None:
+        """The 95 % interval of its value by its Monte Carlo error alone; None without one."""
+        if self.stderr is None:
+            return None
+        return stats.drawn_interval(self.metric, self.rate, self.rate_stderr)
 
     @property
     def no_interval(self) -> Note:
@@ -230,7 +210,12 @@ class Row:
         return self.nfe / self.tokens if self.nfe and self.tokens else None
 
 
-# ---------------------------------------------------------------- labels
+# ---------------------------------------------------------------- names
+
+
+def baseline_remark(entry: registry.Entry) -> str:
+    """How the name of the baseline says what it is: another estimator than `ar` says that it is autoregressive."""
+    return "baseline" if entry.name == "ar" else "AR baseline"
 
 
 def setting(rule: str | None, block: str | None, cache: str | None) -> dict[str, str]:
@@ -244,164 +229,193 @@ def setting(rule: str | None, block: str | None, cache: str | None) -> dict[str,
 
 def names(rows: Sequence[Row]) -> list[str]:
     """The shortest names that distinguish rows: the arguments that differ."""
+    any_cache = any(row.run.has_cache for row in rows)
     labels = [row.parts for row in rows]
     for label in labels:
-        label["estimator"] = "" if label["rule"] else label["estimator"]
-        label["cache"] = label["cache"] if any(row.run.has_cache for row in rows) else ""
-    differing = [key for key in labels[0] if len({label[key] for label in labels}) > 1]
+        if label["rule"]:
+            label["estimator"] = ""
+        if not any_cache:
+            label["cache"] = ""
+    parts = [part for part in labels[0] if len({label[part] for label in labels}) > 1]
+
     specs = [row.run.spec for row in rows]
-    keys = differing_keys(specs, {*NON_IDENTITY_KEYS, *OF_ESTIMATOR, *LABEL_KEYS, "version"})
+    keys = differing_keys(specs, {*NON_IDENTITY_KEYS, *ESTIMATOR_KEYS, *LABEL_KEYS, "version"})
     if len({row.run.key for row in rows}) > 1:  # checkpoints differ in much more
         keys = [key for key in keys if key in SAMPLING]
-    named = []
+
+    found = []
     for row, label in zip(rows, labels, strict=True):
-        more = [argument(row.run.spec, key) for key in keys if argument(row.run.spec, key) not in row.variant]
-        named.append(", ".join([*(label[key] for key in differing if label[key]), *more]))
-    return [name or row.name for name, row in zip(named, rows, strict=True)]
+        name = [label[part] for part in parts if label[part]]
+        for key in keys:
+            text = argument(row.run.spec, key)
+            if text not in row.variant:
+                name.append(text)
+        found.append(", ".join(name) or row.name)
+    return found
 
 
 def differing_keys(specs: Sequence[Mapping[str, str]], named: Iterable[str]) -> list[str]:
     """The entries in which specs differ, without those that names hold anyway."""
-    keys = dict.fromkeys(key for spec in specs for key in spec if len({other.get(key) for other in specs}) > 1)
-    return [key for key in keys if key not in named]
+    named = set(named)
+    differing = []
+    for key in dict.fromkeys(key for spec in specs for key in spec):
+        if key not in named and len({spec.get(key) for spec in specs}) > 1:
+            differing.append(key)
+    return differing
 
 
 def argument(spec: Mapping[str, str], key: str) -> str:
     """An entry of a spec in a name. The warpers are model args, such as `temperature=0.7`."""
-    return spec.get(key, f"no {key}") if key == "warpers" else f"{key}={spec.get(key, 'not set')}"
+    if key == "warpers":
+        return spec.get(key, "no warpers")
+    return f"{key}={spec.get(key, 'not set')}"
 
 
 # ---------------------------------------------------------------- from results
 
 
-def plain_row(run: Run, name: str, baseline: bool) -> Row:
-    """A run's own value of a task, without its documents. Of a task without a perplexity it has the names only."""
-    task = run.every_task[name]
-    return Row(
-        run=run,
-        task=name,
-        metric="",
-        estimator=run.estimator,
-        rule=run.rule,
-        metrics=task.metrics,
-        documents={},
-        missing=Note(),
-        ar=baseline,
-    )
-
-
-def of_run(run: Run, name: str, metric: str, baseline: bool) -> tuple[list[Row], list[str]]:
+def from_run(run: Run, name: str, metric: str, baseline: bool) -> tuple[list[Row], list[str]]:
     """The rows of a run's task, and notes on what is left out.
 
     A lattice run has a row for each of its estimators and rules. `baseline`: the run is the autoregressive one of the
     gaps.
     """
     task = run.tasks[name]
-    documents, missing = _documents(task, metric)
-    counted = None if task.tokens is None else int(sum(task.tokens.values())) or None
-    plain = dataclasses.replace(
-        plain_row(run, name, baseline),
-        metric=metric,
-        tokens=counted if task.partial else task.entry.get("tokens") or counted,
-        documents=documents,
-        missing=missing,
-    )
+    harness_row = plain_row(run, name, baseline, metric)
     if task.partial:
         note = (
             f"the figures in {run.name} are of {task.computed} documents of {name}, its value of {task.size} (a "
             "response cache answered the others, or counted some of another run): only the harness's own value is shown"
         )
-        return [plain], [note]
-    rows, notes = [], []
-    for key, value in task.entry.get("values", {}).items():
-        if key == LOG_MEAN:
-            notes.append(_log_mean(plain, value))
+        return [harness_row], [note]
+    others = {other.name: other for other in registry.find(run.estimator).others}
+    rows = []
+    notes = []
+    for key, written in task.entry.get("values", {}).items():
+        if key in others:
+            notes.append(_other_value(harness_row, others[key], written))
             continue
         if key not in registry.ESTIMATORS and not is_rule(key):
             raise DuelError(f"{run.name}: {unknown('estimator or rule', key, [*registry.ESTIMATORS, *RULES])}")
-        if why := _left_out(plain, key, value):
+        if why := _left_out(harness_row, key, written):
             notes.append(why)
         else:
-            rows.append(_row_of_value(plain, key, value))
-    return rows or [plain], notes
+            rows.append(_row_of_value(harness_row, key, written))
+    return rows or [harness_row], notes
 
 
-def _log_mean(plain: Row, value: Mapping[str, Any]) -> str:
-    """A note on the other value of a mean over noise seeds, which is in the results file."""
-    nats = value.get("log_prob")
-    amount = "not finite" if nats is None else f"{nats:.2f} nats"
-    if value.get("stderr") is not None:
-        amount += f" ± {value['stderr']:.2f}"
-    return (
-        f"the log of the mean probability of {plain.task} over the noise seeds of {plain.run.name} is {amount}, a "
-        "lower bound of the log-likelihood in expectation over noise"
+def plain_row(run: Run, name: str, baseline: bool, metric: str = "") -> Row:
+    """The row of a task's value as the harness writes it, without its log-likelihood.
+
+    Of a task without a perplexity (and so without a `metric`) it has the names only.
+    """
+    task = run.every_task[name]
+    kind, note = registry.worth(run.estimator, run.spec)
+    documents, missing = _documents(task, metric)
+    counted = None if task.tokens is None else int(sum(task.tokens.values())) or None
+    return Row(
+        run=run,
+        task=name,
+        metric=metric,
+        estimator=run.estimator,
+        rule=run.rule,
+        metrics=task.metrics,
+        score=Value(math.nan, kind=kind, note=note),
+        tokens=counted if task.partial else task.entry.get("tokens") or counted,
+        documents=documents,
+        missing=missing,
+        ar=baseline,
     )
 
 
-def _left_out(plain: Row, key: str, value: Mapping[str, Any]) -> str:
-    """The reason that a value of a task has no row; empty if it has one."""
-    run, entry = plain.run, plain.run.tasks[plain.task].entry
+def _other_value(row: Row, other: OtherValue, written: Mapping[str, Any]) -> str:
+    """A note on a value that is in the results file and has no row."""
+    nats = written.get("log_prob")
+    amount = "not finite" if nats is None else f"{number(nats, error=written.get('stderr'))} nats"
+    return f"{other.title} of {row.task} in {row.run.name} is {amount}, {other.what}"
+
+
+def _left_out(row: Row, key: str, written: Mapping[str, Any]) -> str:
+    """The reason that a value of a task has no row; empty if it has one. `row`: of the harness's own value."""
+    run = row.run
+    entry = run.tasks[row.task].entry
     for unit in TASK_COUNTS:
-        if unit in value and unit in entry and value[unit] != entry[unit]:  # a cache continued it with other rules
-            why = f"it is of {value[unit]} {unit}, the task of {entry[unit]}"
-            return f"{key} of {plain.task} in {run.name} is left out: {why}"
-    if key != run.estimator:
-        first, log_prob = entry["values"].get(run.estimator, {}).get("log_prob"), value.get("log_prob")
-        if not first or log_prob is None or not (math.isfinite(first) and log_prob < math.inf):
-            return f"{run.name}: {key} of {plain.task} has no finite log-likelihood, so it has no value"
+        if unit in written and unit in entry and written[unit] != entry[unit]:  # a cache continued it with other rules
+            why = f"it is of {written[unit]} {unit}, the task of {entry[unit]}"
+            return f"{key} of {row.task} in {run.name} is left out: {why}"
+    if key == run.estimator:
+        return ""
+    harness_nats = entry["values"].get(run.estimator, {}).get("log_prob")
+    nats = written.get("log_prob")
+    if not harness_nats or nats is None or not (math.isfinite(harness_nats) and nats < math.inf):
+        return f"{run.name}: {key} of {row.task} has no finite log-likelihood, so it has no value"
     return ""
 
 
-def _row_of_value(plain: Row, key: str, value: Mapping[str, Any]) -> Row:
-    """The row of one value of a run. `plain`: that of the harness's own value; `key`: an estimator or a rule."""
-    run, entry, log_prob = plain.run, registry.ESTIMATORS.get(key), value.get("log_prob")
-    estimator = key if entry else "duel"  # no estimator: a rule that a lattice followed
-    rule, metrics, documents, missing = key, plain.metrics, plain.documents, plain.missing
-    if entry is not None:
+def _row_of_value(row: Row, key: str, written: Mapping[str, Any]) -> Row:
+    """The row of one value of a run. `row`: of the harness's own value; `key`: an estimator or a rule."""
+    run = row.run
+    entry = registry.ESTIMATORS.get(key)
+    if entry is None:  # a rule that a lattice followed
+        estimator = "duel"
+        rule = key
+    else:
+        estimator = key
         rule = run.rule if entry.follows_rule else None
-    if key != run.estimator:
-        first = run.tasks[plain.task].entry["values"][run.estimator]["log_prob"]
-        rates = {each: stats.rate(each, known) * (log_prob / first) for each, known in metrics.items()}
-        metrics = {each: float(stats.value(each, -rate, 1.0)) for each, rate in rates.items()}
-        documents, missing = _traced(plain, key, log_prob)
-    return dataclasses.replace(
-        plain,
+    kind, note = registry.worth(estimator, run.spec)
+    row = dataclasses.replace(
+        row,
         estimator=estimator,
         rule=rule,
-        metrics=metrics,
-        score=Value.read(value, *registry.worth(estimator, run.spec)),
-        nats_window_stderr=value.get("window_stderr"),
-        nfe=value.get("nfe"),
-        documents=documents,
-        missing=missing,
-        ar=plain.ar and key == run.estimator,
+        score=Value.read(written, kind, note) or Value(math.nan, kind=kind, note=note),
+        nats_window_stderr=written.get("window_stderr"),
+        nfe=written.get("nfe"),
     )
+    if key == run.estimator:
+        return row
+    harness_nats = run.tasks[row.task].entry["values"][run.estimator]["log_prob"]
+    ratio = written["log_prob"] / harness_nats  # of two sums over the same units
+    metrics = {}
+    for metric, known in row.metrics.items():
+        metrics[metric] = float(stats.value(metric, -stats.rate(metric, known) * ratio, 1.0))
+    documents, missing = _traced(row, key, written["log_prob"])
+    return dataclasses.replace(row, metrics=metrics, documents=documents, missing=missing, ar=False)
 
 
 def _documents(task: Task, metric: str) -> tuple[Values, Note]:
     """(nats, units) of each document, if the samples reproduce the task's value; else the reason."""
     if task.documents is None:
         return {}, task.missing
-    values, known = task.documents.values.get(metric, {}), task.metrics.get(metric)
+    values = task.documents.values.get(metric, {})
+    known = task.metrics.get(metric)
     if known is None or not values or len(values) < len(task.documents.numbers):
         return {}, Note()
-    found = stats.value(metric, *map(sum, zip(*values.values(), strict=True)))
-    if not math.isclose(found, known, rel_tol=SAME):
-        return {}, Note(f"the samples of {task.name} give {metric} {found:.6g}, the results {known:.6g}: another run's")
+    nats, units = map(sum, zip(*values.values(), strict=True))
+    sampled = stats.value(metric, nats, units)
+    if not math.isclose(sampled, known, rel_tol=SAME):
+        what = f"the samples of {task.name} give {metric} {sampled:.6g}, the results {known:.6g}"
+        return {}, Note(f"{what}: another run's")
     return values, Note()
 
 
 def _traced(row: Row, key: str, log_prob: float) -> tuple[Values, Note]:
-    """The documents of another value of a lattice run, from its trace, or the reason for none. `row`: its first."""
+    """The documents of another value of a lattice run, from its trace, or the reason for none.
+
+    `row` has the documents of the harness's own value.
+    """
     if not row.documents:
         return {}, row.missing
-    nats, numbers = row.run.traced.get((row.task, key)), row.run.tasks[row.task].documents.numbers
+    nats = row.run.traced.get((row.task, key))
     if nats is None:
         return {}, Note(f"no trace of {key} per document", "run with trace=FILE, or name it with --traces")
-    if not math.isclose(total := sum(nats.get(n, 0.0) for n in numbers.values()), log_prob, rel_tol=1e-6):
+    indices = row.run.tasks[row.task].documents.numbers
+    total = sum(nats.get(n, 0.0) for n in indices.values())
+    if not math.isclose(total, log_prob, rel_tol=1e-6):
         what = f"the trace adds up to {total:.3f} nats of {key}, the result to {log_prob}"
         return {}, Note(f"{what}: another run's trace")
-    values = {document: (nats.get(numbers[document], 0.0), units) for document, (_, units) in row.documents.items()}
+    values = {}
+    for document, (_, units) in row.documents.items():
+        values[document] = (nats.get(indices[document], 0.0), units)
     return values, Note()
 
 
@@ -422,48 +436,58 @@ def in_order(rows: Iterable[Row]) -> Ordered:
     A value that was scored alone and in a lattice run has one row, from the run that has its values of documents. Rows
     of different specs that share a name get a variant. The baseline is always kept.
     """
-    groups: dict[tuple, dict[tuple, list[Row]]] = {}
+    # of each method, the rows of each value; the row that is kept comes first
+    methods: dict[tuple, dict[tuple, list[Row]]] = {}
     for row in sorted(rows, key=lambda row: (not row.ar, row.estimator != row.run.estimator, -row.run.date)):
-        alike = groups.setdefault((row.run.key, row.estimator, row.rule, row.block), {})
-        alike.setdefault(identity(row), []).append(row)
+        values = methods.setdefault((row.run.key, row.estimator, row.rule, row.block), {})
+        values.setdefault(identity(row), []).append(row)
+
     same: dict[Row, list[Row]] = {}
     notes = []
-    for alike in groups.values():
-        named = _disambiguated([first for first, *_ in alike.values()])
-        for row, (_, *others) in zip(named, alike.values(), strict=True):
+    for values in methods.values():
+        kept = _disambiguated([copies[0] for copies in values.values()])
+        for row, (_, *others) in zip(kept, values.values(), strict=True):
             same[row] = others
             notes += [_twice(row, other) for other in others]
+
     models = list(dict.fromkeys(row.model for row in sorted(same, key=lambda row: row.run.date)))
-    kept = sorted(same, key=lambda row: (not row.ar, models.index(row.model), _sort_key(row)))
-    return Ordered(kept, same, notes)
+    ordered = sorted(same, key=lambda row: (not row.ar, models.index(row.model), _sort_key(row)))
+    return Ordered(ordered, same, notes)
 
 
 def identity(row: Row) -> tuple:
     """The entries of its spec that define its value: rows of one model, estimator and rule are the same if equal."""
-    ignored = NON_IDENTITY_KEYS - ({*row.entry.arguments} if not row.entry.lattice else set())
-    return tuple(sorted((k, v) for k, v in row.run.spec.items() if row.of_draws or k not in ignored))
+    ignored = NON_IDENTITY_KEYS
+    if not row.entry.lattice:
+        ignored = ignored - {*row.entry.arguments}
+    return tuple(sorted((key, value) for key, value in row.run.spec.items() if row.is_drawn or key not in ignored))
 
 
 def _twice(row: Row, other: Row) -> str:
     """A note on a second result of the same value."""
-    shared = [metric for metric in row.metrics if metric in other.metrics]
+    shared = row.metrics.keys() & other.metrics.keys()
     equal = all(math.isclose(row.metrics[metric], other.metrics[metric], rel_tol=SAME) for metric in shared)
     twice = f"{row.run.short_name} is shown, {other.run.short_name} holds it too"
     return f"{row.model}, {row.name}: {twice}{'' if equal else ', with ANOTHER value'}"
 
 
-def _disambiguated(group: Sequence[Row]) -> list[Row]:
+def _disambiguated(rows: Sequence[Row]) -> list[Row]:
     """Rows of one name, with what distinguishes their specs as their variant."""
-    keys = differing_keys([row.run.spec for row in group], ("estimator", "rule"))
-    named = {"cache", NOISE_SEED, *group[0].entry.label_args}
-    if len(group) < 2 or (keys and named.issuperset(keys)):
-        return list(group)
+    keys = differing_keys([row.run.spec for row in rows], ("estimator", "rule"))
+    named = {"cache", *rows[0].entry.label_args}
+    if len(rows) < 2 or (keys and named.issuperset(keys)):
+        return list(rows)
     keys = [key for key in keys if key not in named] or ["version"]
-    return [dataclasses.replace(row, variant=", ".join(argument(row.run.spec, key) for key in keys)) for row in group]
+    result = []
+    for row in rows:
+        variant = ", ".join(argument(row.run.spec, key) for key in keys)
+        result.append(dataclasses.replace(row, variant=variant))
+    return result
 
 
 def _sort_key(row: Row) -> tuple[Any, ...]:
-    block = int(row.block) if (row.block or "").isdigit() else 10**9
-    block = -block if row.drawn_bound else block  # the whole target first
+    block = int(row.block) if (row.block or "").isdigit() else NO_BLOCK
+    if row.is_drawn_bound:
+        block = -block  # the whole target first
     cache = CACHES.index(row.run.cache) if row.run.cache in CACHES else len(CACHES)
     return ([*registry.ESTIMATORS].index(row.estimator), block, *sort_key(row.rule), cache, row.variant)

@@ -1,4 +1,4 @@
-"""Results over tasks: the rows of one model under one method, its means and its rank among the others."""
+"""Results over tasks: the rows of one model under one method, its means and rank among the others, and what runs cost."""
 
 from __future__ import annotations
 
@@ -6,24 +6,32 @@ import dataclasses
 import math
 import statistics
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
-from lm_eval_duel.estimators.registry import Kind
+from lm_eval_duel.estimators import registry
 from lm_eval_duel.results.compare import ComparedRow, Comparison
-from lm_eval_duel.results.cost import CACHED, Time
 from lm_eval_duel.results.rows import Row, argument, differing_keys, identity, plain_row
 from lm_eval_duel.results.runs import Run
+from lm_eval_duel.rules.tables import sort_key
 
 MEAN = "mean"  # what rows are ranked by, if not by a task
-KINDS = {  # of a result: its meaning
-    "AR": "an autoregressive model, exact",
+AR, ORACLE = "AR", "oracle"
+KINDS = {  # of a result, as `Value.word` has them: its meaning
+    AR: "an autoregressive model, exact",
     "exact": "an exact likelihood",
     "estimate": "an estimate of a likelihood; ± is its own standard error",
     "bound": "an upper bound of the perplexity: the true value is at or below it",
     "no bound": "a Monte Carlo ELBO that leaves out small noise levels (elbo_eps above 0), so it bounds nothing",
-    "oracle": "not a likelihood: it sees the targets",
+    ORACLE: "not a likelihood: it sees the targets",
 }
+RANKED = ("exact", "estimate")
+WHOLE_RUN = "times of whole runs, loading included: results of other models hold no other time, and no device"
+CACHED = "some answers came from a response cache, so the time covers only a part of the run"
+LATTICE = f"lattice: all estimators in one run (oracle is {KINDS[ORACLE]})"
+
+
+# ---------------------------------------------------------------- methods
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -56,17 +64,20 @@ class RankedMethod:
 
     @property
     def kind(self) -> str:
-        """A key of KINDS."""
-        if not self.named.likelihood:
-            return "oracle"
-        if self.named.worth.kind in (Kind.UPPER_BOUND, Kind.NO_BOUND):
-            return "bound" if self.named.bound else "no bound"
-        return "exact" if self.named.proper and self.named.stderr is None else "estimate"
+        """A key of KINDS. A likelihood with a drawn error is an estimate, whatever wrote it."""
+        word = self.named.score.word
+        return "estimate" if word == "exact" and self.named.stderr is not None else word
 
     def value(self, task: str) -> float | None:
         """The value of a task; None if there is none, or an infinite one."""
-        known = self.rows[task].row.value if task in self.rows else math.inf
-        return known if math.isfinite(known) else None
+        if task not in self.rows:
+            return None
+        value = self.rows[task].row.value
+        return value if math.isfinite(value) else None
+
+    def competes_with(self, other: RankedMethod) -> bool:
+        """False for one method of one model given the noise of two seeds: one of several draws is no better method."""
+        return self.named.model != other.named.model or self.named.noise_seed == other.named.noise_seed
 
     # ------------------------------------------------------------ where its results come from
 
@@ -90,8 +101,13 @@ class RankedMethod:
 
     @property
     def nfe_per_token(self) -> float | None:
-        counted = [each.row for each in self.rows.values() if each.row.nfe and each.row.tokens]
-        return sum(row.nfe for row in counted) / sum(row.tokens for row in counted) if counted else None
+        nfe = 0
+        tokens = 0
+        for each in self.rows.values():
+            if each.row.nfe and each.row.tokens:
+                nfe += each.row.nfe
+                tokens += each.row.tokens
+        return nfe / tokens if tokens else None
 
     @property
     def device(self) -> str:
@@ -101,18 +117,82 @@ class RankedMethod:
     @property
     def seconds_per_token(self) -> float | None:
         """Over all tasks; rows of one lattice run share its time."""
-        times = [] if self.seconds_reason else list(map(Time, self.runs))
-        return sum(time.seconds for time in times) / sum(time.tokens for time in times) if times else None
+        if self.seconds_reason:
+            return None
+        times = [Time(run) for run in self.runs]
+        return sum(time.seconds for time in times) / sum(time.tokens for time in times)
 
     @property
     def seconds_reason(self) -> str:
         """The reason that its time is not known."""
-        times = list(map(Time, self.runs))
+        times = [Time(run) for run in self.runs]
         if any(run.cached for run in self.runs):
             return CACHED
         if not all(time.seconds_per_token for time in times):
             return "the results hold no time of the scoring alone"
-        return f"its tasks ran on {self.device}" if len({time.place for time in times}) > 1 else ""
+        if len({time.place for time in times}) > 1:
+            return f"its tasks ran on {self.device}"
+        return ""
+
+
+def joined(texts: Iterable[str | None]) -> str:
+    """Different texts, each once."""
+    return ", ".join(dict.fromkeys(filter(None, texts)))
+
+
+def _methods(tasks: Mapping[str, Comparison], runs: Sequence[Run], baselines: Sequence[Run]) -> list[RankedMethod]:
+    """Rows of one model and method belong together; two of one task never do."""
+    results: dict[tuple, dict[str, ComparedRow]] = {}
+    for name, task in tasks.items():
+        for each in task.rows:
+            key = _free_key(results, _key(each.row), name)
+            results.setdefault(key, {})[name] = each
+    scored: dict[tuple, dict[str, Run]] = {}
+    plain: dict[tuple, Row] = {}
+    for run in sorted(runs, key=lambda run: -run.date):  # the newest stands beside the perplexities
+        for name, task in run.every_task.items():
+            if task.scores:
+                row = plain_row(run, name, baseline=run in baselines)
+                key = _free_key(scored, _key(row), name)
+                scored.setdefault(key, {})[name] = run
+                plain[key] = row
+    methods = []
+    for key in dict.fromkeys([*results, *reversed(scored)]):
+        rows = results.get(key, {})
+        names = [each.row for each in rows.values()] or [plain[key]]
+        named = max(names, key=lambda row: len(row.title))  # the one with the most remarks
+        methods.append(RankedMethod(named, rows, scored.get(key, {})))
+    return _disambiguated(methods)
+
+
+def _key(row: Row) -> tuple:
+    return row.run.key, row.estimator, row.rule, row.block, identity(row)
+
+
+def _free_key(results: Mapping[tuple, Mapping[str, Any]], key: tuple, task: str) -> tuple:
+    """The key with the lowest number that has no result of the task yet."""
+    number = 0
+    while task in results.get((*key, number), {}):
+        number += 1
+    return (*key, number)
+
+
+def _disambiguated(methods: Sequence[RankedMethod]) -> list[RankedMethod]:
+    """Methods of one name, from tasks that had no need to distinguish them, with what their specs differ in."""
+    groups: dict[tuple[str, str], list[RankedMethod]] = {}
+    for method in methods:
+        groups.setdefault((method.named.model, method.label), []).append(method)
+    renamed: dict[RankedMethod, RankedMethod] = {}
+    for group in groups.values():
+        keys = differing_keys([method.named.run.spec for method in group], ("estimator", "rule", "cache"))
+        for method in group:
+            row = method.named
+            variant = joined([row.variant, *(argument(row.run.spec, key) for key in keys)])
+            renamed[method] = dataclasses.replace(method, named=dataclasses.replace(row, variant=variant))
+    return [renamed[method] for method in methods]
+
+
+# ---------------------------------------------------------------- means and ranks
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -139,17 +219,17 @@ class Standings:
     metric: str
     by: str
 
+    @property
+    def mean_kind(self) -> str:
+        return "mean" if self.metric == "bits_per_byte" else "geometric mean"
+
     def groups(self) -> list[tuple[str, list[Standing]]]:
         """The rows from the lowest value, in groups with a title: the oracle is not a likelihood, and stands apart."""
         ordered = sorted(self.rows, key=lambda row: math.inf if row.main is None else row.main)
-        oracles = [row for row in ordered if row.method.kind == "oracle"]
-        others = [row for row in ordered if row.method.kind != "oracle"]
-        return [group for group in (("", others), (f"Oracle: {KINDS['oracle']}", oracles)) if group[1]]
-
-
-def joined(texts: Iterable[str | None]) -> str:
-    """Different texts, each once."""
-    return ", ".join(dict.fromkeys(filter(None, texts)))
+        oracles = [row for row in ordered if row.method.kind == ORACLE]
+        others = [row for row in ordered if row.method.kind != ORACLE]
+        groups = [("", others), (f"Oracle: {KINDS[ORACLE]}", oracles)]
+        return [(title, members) for title, members in groups if members]
 
 
 def standings(tasks: Mapping[str, Comparison], runs: Sequence[Run], baselines: Sequence[Run]) -> Standings:
@@ -159,88 +239,176 @@ def standings(tasks: Mapping[str, Comparison], runs: Sequence[Run], baselines: S
     several metrics that of the most tasks. With fewer than two such tasks there is none, and methods are ranked in the
     task with the most rows.
     """
-    found = _methods(tasks, runs, baselines)
-    needed = [method for method in found if method.rows and method.kind != "oracle"]
+    methods = _methods(tasks, runs, baselines)
+    metric, mean_of = _tasks_of_means(tasks, methods)
+    largest = max(tasks, key=lambda name: len(tasks[name].rows), default="")
+    means = {method: _mean(method, mean_of, metric) for method in methods}
+    main = means if mean_of else {method: method.value(largest) for method in methods}
+    ranked = [method for method in methods if method.kind in RANKED and main[method] is not None]
+    rows = []
+    for method in methods:
+        rank = None
+        mean_rank = None
+        if method in ranked:
+            rank = _rank(method, main)
+            places = [_rank(method, {other: other.value(name) for other in ranked}) for name in mean_of]
+            mean_rank = statistics.fmean(places) if places else None
+        rows.append(Standing(method, main[method], means[method], mean_rank, rank))
+    models = list(dict.fromkeys(method.named.model for method in methods))
+    rows.sort(key=lambda row: (not row.method.named.ar, models.index(row.method.named.model)))
+    return Standings(rows, mean_of, metric, MEAN if mean_of else largest)
+
+
+def _tasks_of_means(tasks: Mapping[str, Comparison], methods: Sequence[RankedMethod]) -> tuple[str, list[str]]:
+    """The metric of means, and the tasks that they are over: none if there are fewer than two."""
+    needed = [method for method in methods if method.rows and method.kind != ORACLE]
     common = [name for name in tasks if needed and all(method.value(name) is not None for method in needed)]
     counts = Counter(tasks[name].metric for name in common)
-    metric = max(counts, key=counts.__getitem__, default="")
-    mean_of = [name for name in common if tasks[name].metric == metric] if counts[metric] > 1 else []
-    most = max(tasks, key=lambda name: len(tasks[name].rows), default="")
-    mean = statistics.fmean if metric == "bits_per_byte" else statistics.geometric_mean
-    means: dict[RankedMethod, float | None] = {}
-    for method in found:
-        values = [method.value(name) for name in mean_of]
-        means[method] = mean(values) if values and None not in values else None
-    main = means if mean_of else {method: method.value(most) for method in found}
-    ranked = [method for method in found if method.kind in ("exact", "estimate") and main[method] is not None]
-    rows = [
-        Standing(
-            method=method,
-            main=main[method],
-            mean=means[method],
-            mean_rank=_mean_rank(method, ranked, mean_of) if method in ranked else None,
-            rank=1 + sum(main[other] < main[method] for other in ranked) if method in ranked else None,
-        )
-        for method in found
-    ]
-    models = list(dict.fromkeys(method.named.model for method in found))
-    rows.sort(key=lambda row: (not row.method.named.ar, models.index(row.method.named.model)))
-    return Standings(rows, mean_of, metric, MEAN if mean_of else most)
+    if not counts:
+        return "", []
+    metric = max(counts, key=counts.__getitem__)
+    names = [name for name in common if tasks[name].metric == metric]
+    return metric, names if len(names) > 1 else []
 
 
-def _mean_rank(method: RankedMethod, ranked: Sequence[RankedMethod], tasks: Sequence[str]) -> float | None:
-    """The mean over tasks of a method's rank."""
-    places = [1 + sum(other.value(name) < method.value(name) for other in ranked) for name in tasks]
-    return statistics.fmean(places) if places else None
+def _mean(method: RankedMethod, tasks: Sequence[str], metric: str) -> float | None:
+    """The mean of a method's values over tasks; None if one of them is not known."""
+    values = [method.value(name) for name in tasks]
+    if not values or None in values:
+        return None
+    return statistics.fmean(values) if metric == "bits_per_byte" else statistics.geometric_mean(values)
 
 
-def _methods(tasks: Mapping[str, Comparison], runs: Sequence[Run], baselines: Sequence[Run]) -> list[RankedMethod]:
-    """Rows of one model and method belong together; two of one task never do."""
-    results: dict[tuple, dict[str, ComparedRow]] = {}
-    for name, task in tasks.items():
-        for each in task.rows:
-            key = _free_key(results, _key(each.row), name)
-            results.setdefault(key, {})[name] = each
-    scored: dict[tuple, dict[str, Run]] = {}
-    plain: dict[tuple, Row] = {}
-    for run in sorted(runs, key=lambda run: -run.date):  # the newest stands beside the perplexities
-        for name, task in run.every_task.items():
-            if task.scores:
-                row = plain_row(run, name, baseline=run in baselines)
-                key = _free_key(scored, _key(row), name)
-                scored.setdefault(key, {})[name] = run
-                plain[key] = row
+def _rank(method: RankedMethod, values: Mapping[RankedMethod, float | None]) -> int:
+    """One more than the number of ranked methods with a lower value that the method competes with."""
+    lower = 0
+    for other, value in values.items():
+        if other.kind in RANKED and value is not None and value < values[method] and method.competes_with(other):
+            lower += 1
+    return 1 + lower
+
+
+# ---------------------------------------------------------------- what runs cost
+
+
+@dataclasses.dataclass(frozen=True)
+class Time:
+    """The time of a run, and where it was measured."""
+
+    run: Run
+
+    @property
+    def tasks(self) -> list[str]:
+        return sorted(self.run.every_task)
+
+    @property
+    def place(self) -> tuple[str | None, int | None]:
+        """Device and number of processes."""
+        return self.run.duel.get("device"), self.run.duel.get("ranks")
+
+    @property
+    def tokens(self) -> int | None:
+        """Of a run of another model from its samples."""
+        if self.run.duel.get("tokens"):
+            return self.run.duel["tokens"]
+        counts = [task.tokens for task in self.run.tasks.values()]
+        if None in counts:
+            return None
+        return int(sum(sum(of_task.values()) for of_task in counts)) or None
+
+    @property
+    def seconds(self) -> float | None:
+        """Of scoring alone."""
+        return self.run.duel.get("seconds")
+
+    @property
+    def seconds_per_token(self) -> float | None:
+        return self.seconds / self.tokens if self.seconds and self.tokens else None
+
+
+class Ratio(NamedTuple):
+    """Seconds per token over another run's, and the reason: which run that is, or why there is none."""
+
+    value: float | None = None
+    reason: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class RunCost:
+    """The cost of a run, beside the Monte Carlo ELBO of its model and the autoregressive baseline."""
+
+    time: Time
+    baseline: bool
+    over_elbo: Ratio
+    over_ar: Ratio
+
+    @property
+    def run(self) -> Run:
+        return self.time.run
+
+    @property
+    def name(self) -> str:
+        """Its estimator, or that it has several."""
+        return LATTICE if registry.find(self.run.estimator).lattice else self.run.estimator
+
+
+def costs(runs: Sequence[Run], baselines: Collection[Run], rows: Iterable[ComparedRow]) -> list[RunCost]:
+    """One entry per run. Ratios are of seconds per token; they are left out if two runs cannot be compared.
+
+    The ELBO is the Monte Carlo one with the most draws that belongs to the report's `rows` of the run.
+    """
+    timed = {run: Time(run) for run in sorted(runs, key=lambda run: run not in baselines) if run.tasks}
+    baseline_times = [time for run, time in timed.items() if run in baselines]
+    elbos: dict[Run, Row] = {}
+    for each in rows:
+        if each.drawn_elbo is not None:
+            elbos.setdefault(each.row.run, each.drawn_elbo)
     found = []
-    for key in dict.fromkeys([*results, *reversed(scored)]):
-        rows = results.get(key, {})
-        names = [each.row for each in rows.values()] or [plain[key]]
-        named = max(names, key=lambda row: len(row.title))  # the one with the most remarks
-        found.append(RankedMethod(named, rows, scored.get(key, {})))
-    return _disambiguated(found)
+    for run, time in timed.items():
+        over_elbo = Ratio()
+        over_ar = Ratio()
+        if run not in baselines:
+            over_ar = _ratio(time, baseline_times, "AR run")
+            if run.estimator != "elbo":
+                over_elbo = _over_elbo(time, elbos.get(run), timed)
+        found.append(RunCost(time, run in baselines, over_elbo, over_ar))
+
+    models = [run.label for run in timed]
+    estimators = [*registry.ESTIMATORS]
+
+    def place(cost: RunCost) -> tuple:
+        run = cost.run
+        return not cost.baseline, models.index(run.label), estimators.index(run.estimator), *sort_key(run.rule)
+
+    return sorted(found, key=place)
 
 
-def _key(row: Row) -> tuple:
-    return row.run.key, row.estimator, row.rule, row.block, identity(row)
+def _over_elbo(time: Time, elbo: Row | None, timed: Mapping[Run, Time]) -> Ratio:
+    """Seconds per token over those of the ELBO of a run."""
+    what = "Monte Carlo ELBO"
+    if elbo is None:
+        return _ratio(time, [], what)
+    note = f"the ELBO of {time.run.label}: {elbo.name}, mc_samples={elbo.run.spec.get('mc_samples')}"
+    return _ratio(time, [timed[elbo.run]], what, note)
 
 
-def _free_key(results: Mapping[tuple, Mapping[str, Any]], key: tuple, task: str) -> tuple:
-    """The key with the lowest number that has no result of the task yet."""
-    number = 0
-    while task in results.get((*key, number), {}):
-        number += 1
-    return (*key, number)
+def _ratio(time: Time, others: Sequence[Time], what: str, note: str = "") -> Ratio:
+    """Seconds per token over another run's of the same tasks. `note`: about that run."""
+    same_tasks = [other for other in others if other.tasks == time.tasks]
+    if not same_tasks:
+        return Ratio(None, f"the {what} is of other tasks" if others else f"no {what} to compare with")
+    if any(other.run.cached for other in (time, *same_tasks)):
+        return Ratio(None, CACHED)
 
+    timed = [other for other in same_tasks if other.seconds_per_token]
+    if timed and time.seconds_per_token:
+        same_place = [other for other in timed if other.place == time.place]
+        if not same_place:
+            device, ranks = timed[0].place
+            return Ratio(None, f"the {what} ran on {device} x {ranks}")
+        return Ratio(time.seconds_per_token / same_place[-1].seconds_per_token, note)
 
-def _disambiguated(methods: Sequence[RankedMethod]) -> list[RankedMethod]:
-    """Methods of one name, from tasks that had no need to distinguish them, with what their specs differ in."""
-    alike: dict[tuple[str, str], list[RankedMethod]] = {}
-    for method in methods:
-        alike.setdefault((method.named.model, method.label), []).append(method)
-    renamed: dict[RankedMethod, RankedMethod] = {}
-    for group in alike.values():
-        keys = differing_keys([method.named.run.spec for method in group], ("estimator", "rule", "cache"))
-        for method in group:
-            named = method.named
-            variant = joined([named.variant, *(argument(named.run.spec, key) for key in keys)])
-            renamed[method] = dataclasses.replace(method, named=dataclasses.replace(named, variant=variant))
-    return [renamed[method] for method in methods]
+    whole_runs = [other.run.whole_run_seconds for other in same_tasks if other.run.whole_run_seconds]
+    if whole_runs and time.run.whole_run_seconds:
+        return Ratio(time.run.whole_run_seconds / whole_runs[-1], "; ".join(filter(None, [note, WHOLE_RUN])))
+    return Ratio(None, f"no time of the {what}")

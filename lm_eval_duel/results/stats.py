@@ -1,4 +1,7 @@
-"""Perplexities with their errors, the error of gap closed, and bootstrap draws over documents that all rows share."""
+"""Perplexities with their errors, the error of gap closed, and bootstrap draws over documents that all rows share.
+
+Also in Python: `compare(a, b)`, the paired difference of two lists of scores of the same texts.
+"""
 
 from __future__ import annotations
 
@@ -10,15 +13,20 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from lm_eval_duel.core.scores import perplexity
+from lm_eval_duel.core.scores import Value, perplexity
 from lm_eval_duel.errors import DuelError
-from lm_eval_duel.estimators.registry import Kind, find, is_bound, kind_of
+from lm_eval_duel.estimators import registry
 from lm_eval_duel.results.table import number, span
 
-DRAWS, SEED = 10_000, 0
+DRAWS = 10_000
+SEED = 0
 CLEAR = 2.0  # standard errors beyond which two values are distinguishable
 LEVEL = (2.5, 97.5)  # percentiles of a 95 % interval
+WHISKER = 1.96  # standard errors to either side of a 95 % interval
 MAX_UNDEFINED = 0.025  # share of draws without a positive gap above which there is no interval
+
+
+# ---------------------------------------------------------------- values and their errors
 
 
 def value(metric: str, nats: float | np.ndarray, units: float | np.ndarray) -> float | np.ndarray:
@@ -36,12 +44,20 @@ def rate(metric: str, known: float) -> float:
     return math.log(known) if known > 0 else -math.inf
 
 
-def stderr(metric: str, known: float, nats: float | None, error: float | None) -> float | None:
+def stderr(metric: str, known: float, nats: float, error: float | None) -> float | None:
     """Standard error of a metric's value from its log-likelihood's (delta method); None if not finite."""
-    if not nats or error is None or not all(map(math.isfinite, (known, nats, error))):
+    if error is None or not nats or not all(map(math.isfinite, (known, nats, error))):
         return None
     relative = abs(error / nats)  # the rate is proportional to the nats
     return known * relative * (1.0 if metric == "bits_per_byte" else abs(math.log(known)))
+
+
+def drawn_interval(metric: str, rate: float, error: float) -> list[float]:
+    """The 95 % interval of a metric's value from the error of its rate alone.
+
+    It is exp(rate ± 1.96 error), so it is symmetric on a logarithmic axis, and its low end is above 0.
+    """
+    return [float(value(metric, -(rate + side * WHISKER * error), 1.0)) for side in (-1, 1)]
 
 
 def is_distinguishable(here: float, there: float, error: float | None) -> bool:
@@ -72,7 +88,8 @@ def gap_closed_stderr(
 
 def gap_interval(elbo: np.ndarray, duel: np.ndarray, ar: np.ndarray) -> tuple[list[float] | None, str]:
     """The interval of gap closed from paired draws, and a remark if the ELBO's gap is not positive in some of them."""
-    gap, count = elbo - ar, len(elbo)
+    gap = elbo - ar
+    count = len(elbo)
     undefined = int((~(gap > 0)).sum())
     if undefined > MAX_UNDEFINED * count:
         return None, f"no interval: {undefined:,} of {count:,} draws have no positive ELBO gap"
@@ -88,8 +105,13 @@ def resample(columns: np.ndarray, seed: int = SEED) -> np.ndarray:
 
     All columns use the same documents in a draw, so their ratios and differences are paired.
     """
-    size, random = len(columns), np.random.default_rng(seed)
-    return np.array([np.bincount(random.integers(size, size=size), minlength=size) @ columns for _ in range(DRAWS)])
+    size = len(columns)
+    random = np.random.default_rng(seed)
+    sums = []
+    for _ in range(DRAWS):
+        times_drawn = np.bincount(random.integers(size, size=size), minlength=size)  # (documents,)
+        sums.append(times_drawn @ columns)
+    return np.array(sums)
 
 
 def stats_rates(table: np.ndarray) -> np.ndarray:
@@ -118,8 +140,8 @@ def with_errors(draws: Sequence[np.ndarray], errors: Sequence[float | None]) -> 
     return result
 
 
-# ---------------------------------------------------------------- paired
-# Two scores of the same texts: the paired difference with its interval, and a verdict. In Python: `compare(a, b)`.
+# ---------------------------------------------------------------- paired differences
+# Two scores of the same texts: the paired difference with its interval, and a verdict.
 #
 #     difference = rate(first) - rate(second),   rate = -log p / units over all texts
 #
@@ -136,18 +158,19 @@ class Side(NamedTuple):
     """One of two scores of the same texts."""
 
     name: str
-    kind: str  # of the value, as `registry.kind_of` names it
-    rate: float  # nats per unit
-    stderr: float | None  # of the rate, Monte Carlo
-    unknown: str  # why a value that is drawn has no `stderr`
+    value: Value  # per unit
+    no_error: str  # why a value that is drawn has no error
     draws: np.ndarray | None = None  # of the rate, by the bootstrap
+
+    @property
+    def rate(self) -> float:
+        """Nats per unit."""
+        return -self.value.nats
 
     @property
     def doubt(self) -> str:
         """The reason that this value allows no verdict; empty if it does."""
-        if self.kind == Kind.NO_BOUND.value:
-            return f"{self.name} is neither a likelihood nor a bound"
-        return f"{self.name} is not a likelihood" if self.kind == Kind.NOT_A_LIKELIHOOD.value else self.unknown
+        return f"{self.name} is {self.value.doubt}" if self.value.doubt else self.no_error
 
 
 @dataclasses.dataclass(frozen=True)
@@ -157,17 +180,33 @@ class PairedDifference:
     names: tuple[str, str] = ("", "")
     unit: str = ""  # token, word or byte
     documents: int = 0
-    perplexities: tuple[float, ...] = ()  # per unit
-    stderrs: tuple[float | None, ...] = ()  # Monte Carlo, of the perplexities; None: nothing is drawn, or not known
-    kinds: tuple[str, ...] = ()  # what the values are, such as "a likelihood"
+    values: tuple[Value, ...] = ()  # log-likelihoods per unit
     difference: float | None = None  # None if a perplexity is infinite
     interval: tuple[float, float] | None = None  # 95 %, bootstrap over texts; None for fewer than two
     verdict: str = ""
 
+    @property
+    def perplexities(self) -> tuple[float, ...]:
+        """Per unit."""
+        return tuple(perplexity(-value.nats) for value in self.values)
+
+    @property
+    def stderrs(self) -> tuple[float | None, ...]:
+        """The Monte Carlo errors of the perplexities. None: nothing is drawn, or the error is not known."""
+        errors: list[float | None] = []
+        for value, known in zip(self.values, self.perplexities, strict=True):
+            errors.append(None if value.error is None or math.isinf(known) else known * value.error)
+        return tuple(errors)
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """What the values are, such as "a likelihood"."""
+        return tuple(value.label for value in self.values)
+
     def __str__(self) -> str:
         values = []
-        for name, kind, value, error in zip(self.names, self.kinds, self.perplexities, self.stderrs, strict=True):
-            values.append(f"{name} {number(value, error=error, bound=is_bound(kind))}")
+        for name, value, known, error in zip(self.names, self.values, self.perplexities, self.stderrs, strict=True):
+            values.append(f"{name} {number(known, error=error, bound=value.is_bound)}")
         text = f"perplexity per {self.unit}: {' and '.join(values)}"
         if self.difference is not None:
             text += f"; difference {number(self.difference, '+.4f')} nats per {self.unit}"
@@ -178,20 +217,18 @@ class PairedDifference:
 
 def difference(first: Side, second: Side, unit: str, keys: Sequence[str]) -> PairedDifference:
     """The difference of two scores of texts, with a verdict if both have draws. `keys`: equal for equal texts."""
-    both, value, interval, verdict = (first, second), None, None, ""
-    if math.isfinite(first.rate) and math.isfinite(second.rate):
-        value = first.rate - second.rate
-        if first.draws is not None and second.draws is not None:
-            draws = with_errors([first.draws, second.draws], [first.stderr, second.stderr])
-            low, high = stats_interval(draws[0] - draws[1])
-            interval, verdict = (low, high), _verdict(first, second, low, high, len(set(keys)))
-    perplexities = tuple(perplexity(side.rate) for side in both)
-    stderrs = tuple(
-        None if side.stderr is None or not math.isfinite(known) else known * side.stderr
-        for side, known in zip(both, perplexities, strict=True)
+    result = PairedDifference(
+        names=(first.name, second.name), unit=unit, documents=len(keys), values=(first.value, second.value)
     )
-    names, kinds = (first.name, second.name), (first.kind, second.kind)
-    return PairedDifference(names, unit, len(keys), perplexities, stderrs, kinds, value, interval, verdict)
+    if not (math.isfinite(first.rate) and math.isfinite(second.rate)):
+        return result
+    result = dataclasses.replace(result, difference=first.rate - second.rate)
+    if first.draws is None or second.draws is None:
+        return result
+    draws = with_errors([first.draws, second.draws], [first.value.error, second.value.error])
+    low, high = stats_interval(draws[0] - draws[1])
+    verdict = _verdict(first, second, low, high, len(set(keys)))
+    return dataclasses.replace(result, interval=(low, high), verdict=verdict)
 
 
 def _verdict(first: Side, second: Side, low: float, high: float, texts: int) -> str:
@@ -205,7 +242,7 @@ def _verdict(first: Side, second: Side, low: float, high: float, texts: int) -> 
         return f"no verdict from {texts} distinct documents"
     if low <= 0 <= high:
         return UNCLEAR
-    if is_bound(worse.kind):  # its value may be lower than the bound
+    if worse.value.is_bound:  # the value that it bounds may be the lower of the two
         return f"no verdict: {worse.name} is an upper bound"
     return f"{better.name} is better"
 
@@ -216,10 +253,19 @@ def _verdict(first: Side, second: Side, low: float, high: float, texts: int) -> 
 class Texts(NamedTuple):
     """The scores of some texts under one model."""
 
+    name: str
     keys: list[str]  # equal for equal texts
     log_probs: list[float]  # nats
     counts: dict[str, list[int]]  # by unit
-    side: Side  # its rate and error are of the sum, in nats; equal texts share one error
+    value: Value  # of their sum; equal texts share one error
+    no_error: str  # why a value that is drawn has no error
+
+    def side(self, unit: str, draws: np.ndarray | None) -> Side:
+        """Their rate per unit, as one side of a difference."""
+        units = sum(self.counts[unit])
+        error = None if self.value.error is None else self.value.error / units
+        per_unit = dataclasses.replace(self.value, nats=self.value.nats / units, error=error)
+        return Side(self.name, per_unit, self.no_error, draws)
 
 
 def compare(
@@ -244,30 +290,35 @@ def compare(
     wanted = "compare() takes two lists of scores of the same texts in the same order, but"
     if len(a) != len(b) or not a:
         raise DuelError(f"{wanted} there are {len(a)} and {len(b)} texts.")
-    both = first, second = _texts(a, names[0]), _texts(b, names[1])
-    if first.keys != second.keys:
-        same = [x == y for x, y in zip(first.keys, second.keys, strict=True)]
-        raise DuelError(f"{wanted} text {same.index(False)} differs.")
+    first = _texts(a, names[0])
+    second = _texts(b, names[1])
+    for n, (one, other) in enumerate(zip(first.keys, second.keys, strict=True)):
+        if one != other:
+            raise DuelError(f"{wanted} text {n} differs.")
+    unit = _shared_unit(first, second, unit)
+
+    # documents in the order of a report, so that the intervals are the same
+    order = sorted(range(len(a)), key=first.keys.__getitem__)
+    table = np.empty((len(a), 2, 2))  # (documents, sides, nats and units)
+    for side, texts in enumerate((first, second)):
+        for place, n in enumerate(order):
+            table[place, side] = texts.log_probs[n], texts.counts[unit][n]
+    if not table[:, :, 1].sum(0).all():
+        raise DuelError(f"The texts have no {unit}s, so there is no rate to compare.")
+    draws: Any = (None, None)
+    if len(a) > 1 and np.isfinite(table.sum(0)).all():
+        draws = stats_rates(table)
+    return difference(first.side(unit, draws[0]), second.side(unit, draws[1]), unit, first.keys)
+
+
+def _shared_unit(first: Texts, second: Texts, unit: str | None) -> str:
+    """The unit to compare in; raises DuelError for one that the two lists do not share."""
     if unit not in (None, *UNITS):
         raise DuelError(f"'unit' is one of {', '.join(UNITS)}; got {unit}.")
-    same = first.counts["token"] == second.counts["token"]
-    unit = unit or ("token" if same else "byte")
-    if unit == "token" and not same:
+    same_tokens = first.counts["token"] == second.counts["token"]
+    if unit == "token" and not same_tokens:
         raise DuelError("The two lists count other tokens, so they cannot be compared per token; use unit='byte'.")
-    order = sorted(range(len(a)), key=first.keys.__getitem__)  # as in a report, so that the intervals are its
-    table = np.array([[(texts.log_probs[n], texts.counts[unit][n]) for texts in both] for n in order], dtype=float)
-    units = table[:, :, 1].sum(0)  # (2,)
-    if not units.all():
-        raise DuelError(f"The texts have no {unit}s, so there is no rate to compare.")
-    rates = -table[:, :, 0].sum(0) / units
-    draws: Any = (None, None)
-    if len(a) > 1 and np.isfinite(rates).all():
-        draws = stats_rates(table)
-    sides = []
-    for texts, rate, count, drawn in zip(both, rates, units, draws, strict=True):
-        error = texts.side.stderr
-        sides.append(texts.side._replace(rate=float(rate), stderr=error and error / float(count), draws=drawn))
-    return difference(*sides, unit, first.keys)
+    return unit or ("token" if same_tokens else "byte")
 
 
 def _texts(scores: Sequence[Any], name: str) -> Texts:
@@ -284,32 +335,43 @@ def _texts(scores: Sequence[Any], name: str) -> Texts:
             raise DuelError(f"compare() takes one score for each text; number {n} of {name} is a total of several.")
         if score.spec != scores[0].spec:
             raise DuelError(f"compare() takes the scores of one model in a list; {name} has 0 and {n} of several.")
-    total, spec = Total.from_parts(score.sums for score in scores), scores[0].spec
-    estimator, stderr = str(spec["estimator"]), total.stderr
-    drawn = find(estimator).drawn
-    unknown = "" if drawn is None or stderr is not None else drawn.unknown(spec)
-    kind, log_probs = kind_of(estimator, spec), [score.log_prob for score in scores]
-    counts = {
-        "token": [score.tokens if isinstance(score.tokens, int) else len(score.tokens) for score in scores],
-        "word": [score.units.words for score in scores],
-        "byte": [score.units.bytes for score in scores],
-    }
-    sums = [(f"text {n}", *value) for n, value in enumerate(zip(log_probs, counts["token"], strict=True))]
-    if kind == Kind.ESTIMATE.value:  # of which a single one may be above 0
-        sums = [("the sum", math.fsum(log_probs), sum(counts["token"]))]
-    for what, nats, tokens in sums:
-        if not nats <= EQUAL * max(1, tokens):
+    spec = scores[0].spec
+    total = Total.from_parts(score.sums for score in scores).value
+    drawn = registry.find(str(spec["estimator"])).drawn
+    texts = Texts(
+        name=name,
+        keys=[key_of(_identity(score)) for score in scores],
+        log_probs=[score.log_prob for score in scores],
+        counts={
+            "token": [score.tokens if isinstance(score.tokens, int) else len(score.tokens) for score in scores],
+            "word": [score.units.words for score in scores],
+            "byte": [score.units.bytes for score in scores],
+        },
+        value=dataclasses.replace(total, nats=math.fsum(score.log_prob for score in scores)),
+        no_error="" if drawn is None or total.error is not None else drawn.unknown(spec),
+    )
+    _check_texts(texts)
+    return texts
+
+
+def _check_texts(texts: Texts) -> None:
+    """Raise DuelError for a log-probability that is none."""
+    tokens = texts.counts["token"]
+    sums = [(f"text {n}", *pair) for n, pair in enumerate(zip(texts.log_probs, tokens, strict=True))]
+    if texts.value.may_exceed_one:
+        sums = [("the sum", texts.value.nats, sum(tokens))]
+    for what, nats, count in sums:
+        if not nats <= EQUAL * max(1, count):  # also for NaN
             raise DuelError(
-                f"The log-probability of {what} of {name} is {nats:g}, and a probability is at most 1. Score the texts "
-                "again."
+                f"The log-probability of {what} of {texts.name} is {nats:g}, and a probability is at most 1. Score the "
+                "texts again."
             )
-    side = Side(name, kind, -math.fsum(log_probs), stderr, unknown)
-    return Texts([key_of(_identity(score)) for score in scores], log_probs, counts, side)
 
 
 def _identity(score: Any) -> str:
     """A text with its context and suffix, if it has any: the same text in another context is another one."""
-    context, suffix = getattr(score, "context", ""), getattr(score, "suffix", "")
+    context = getattr(score, "context", "")
+    suffix = getattr(score, "suffix", "")
     return repr((score.text, context, suffix)) if context or suffix else score.text
 
 

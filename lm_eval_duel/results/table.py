@@ -1,18 +1,25 @@
-"""Tables of text, for the terminal and in Markdown. Numbers are formatted here."""
+r"""Tables and their numbers: how a number is printed, and one table as text, Markdown, LaTeX or CSV.
+
+Numbers are formatted here and nowhere else. The LaTeX is a tabular for booktabs, with the remarks of its cells below it:
+columns that belong together stand below a common heading, and rules have the names of the paper. It takes
+`\usepackage{booktabs}` and nothing else.
+"""
 
 from __future__ import annotations
 
 import csv
 import dataclasses
 import io
+import itertools
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Any
 
 from tabulate import tabulate
 
 from lm_eval_duel.console.command_line import LARGE, csv_cell, is_numeric, one_line, plain_table
+from lm_eval_duel.rules.tables import adaptive, kind, label, without_defaults
 
 WORDS = {
     "token_perplexity": "perplexity per token",
@@ -46,9 +53,13 @@ def number(
     if form[-1] == "g" and abs(value) >= 100:
         form = ",.0f"
     if form[-1] == "f":
-        value = round(value, int(form[:-1].rpartition(".")[2])) + 0.0
-    text = f"{'≤ ' if bound else ''}{value:{form}}"
-    return f"{text} ± ?" if unsure and error is None else text + plus_minus(error, form)
+        decimals = int(form[:-1].rpartition(".")[2])
+        value = round(value, decimals) + 0.0  # -0.0 + 0.0 is 0.0
+    sign = "≤ " if bound else ""
+    text = f"{sign}{value:{form}}"
+    if unsure and error is None:
+        return f"{text} ± ?"
+    return text + plus_minus(error, form)
 
 
 def plus_minus(error: float | None, form: str = ".2f") -> str:
@@ -56,7 +67,8 @@ def plus_minus(error: float | None, form: str = ".2f") -> str:
     if error is None:
         return ""
     text = number(error, form.lstrip("+"))
-    return f" ± {text if text.strip('0.') else format(error, '.1g')}"
+    only_zeros = not text.strip("0.")
+    return f" ± {format(error, '.1g') if only_zeros else text}"
 
 
 def span(interval: Sequence[float] | None, form: str) -> str:
@@ -64,7 +76,12 @@ def span(interval: Sequence[float] | None, form: str) -> str:
     return "" if interval is None else " to ".join(number(end, form) for end in interval)
 
 
-# ---------------------------------------------------------------- tables
+def percent(share: float) -> str:
+    """A share in per cent."""
+    return f"{share:.1%}"
+
+
+# ---------------------------------------------------------------- cells and remarks
 
 
 class Bold(str):
@@ -112,19 +129,23 @@ class Note:
     @classmethod
     def joined(cls, notes: Iterable[Note]) -> Note:
         """Several remarks as one."""
-        notes = [note for note in notes if note]
-        facts = [note.fact for note in notes if note.fact]
-        advice = [note.advice for note in notes if note.advice]
-        return cls("; ".join(facts), "; ".join(advice))
+        notes = list(notes)
+        facts = "; ".join(note.fact for note in notes if note.fact)
+        advice = "; ".join(note.advice for note in notes if note.advice)
+        return cls(facts, advice)
 
 
 Cell = str | tuple[str, Note | str] | None  # a text, or a text and a remark for below the table
+Columns = dict[str, Callable[[Any], Cell]]  # the cells of a table by their heads
 
 
 def split(cell: Cell) -> tuple[str, Note]:
     """The text and the remark of a cell."""
     text, remark = cell if isinstance(cell, tuple) else (cell or "", "")
     return text, remark if isinstance(remark, Note) else Note(remark)
+
+
+# ---------------------------------------------------------------- tables
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,16 +158,18 @@ class Table:
     remarks: dict[str, Note]
 
     @classmethod
-    def of(cls, title: str, records: Iterable[Any], columns: Mapping[str, Callable[[Any], Cell]]) -> Table:
+    def from_records(cls, title: str, records: Iterable[Any], columns: Columns) -> Table:
         """A row for each record; a column says what it shows of one. Columns without a single text are left out."""
         marks: dict[Note, str] = {}
         rows: list[list[str]] = []
         for record in records:
-            rows.append([])
+            row = []
             for column in columns.values():
                 text, remark = split(column(record))
                 mark = marks.setdefault(remark, f"[{len(marks) + 1}]") if remark else ""
-                rows[-1].append(type(text)(one_line(f"{text} {mark}".strip())))
+                marked = one_line(f"{text} {mark}".strip())
+                row.append(type(text)(marked))  # bold stays bold
+            rows.append(row)
         kept = [n for n in range(len(columns)) if any(row[n] for row in rows)]
         heads = list(columns)
         return cls(
@@ -156,13 +179,10 @@ class Table:
             {mark: remark for remark, mark in marks.items()},
         )
 
-    def drawn(self, form: str, cell: Callable[[str], str]) -> str:
-        """The table in a form of `tabulate`, numbers to the right. `cell`: a text in that form."""
-        if not self.rows:
-            return ""
-        rows = [list(map(cell, row)) for row in self.rows]
-        align = ["right" if is_numeric(column) else "left" for column in zip(*self.rows, strict=True)]
-        return tabulate(rows, list(map(cell, self.heads)), form, disable_numparse=True, colalign=align)
+    @property
+    def numeric(self) -> list[bool]:
+        """Whether each column holds numbers, which stand to the right."""
+        return [is_numeric(column) for column in zip(*self.rows, strict=True)]
 
     def text(self) -> str:
         """The table for the terminal."""
@@ -170,15 +190,43 @@ class Table:
         return "\n\n".join(filter(None, [plain_table(self.heads, self.rows), remarks]))
 
     def markdown(self) -> str:
-        """Names are text, never markup."""
-        shown = self.drawn("pipe", lambda text: f"**{_cell(text)}**" if isinstance(text, Bold) else _cell(text))
+        """The table in Markdown. Names are text, never markup."""
+        shown = ""
+        if self.rows:
+            rows = [[_markdown_cell(text) for text in row] for row in self.rows]
+            heads = [_markdown_cell(head) for head in self.heads]
+            sides = ["right" if right else "left" for right in self.numeric]
+            shown = tabulate(rows, heads, "pipe", disable_numparse=True, colalign=sides)
         remarks = "  \n".join(f"{mark} {escape(str(remark))}" for mark, remark in self.remarks.items())
         return "\n\n".join(filter(None, [shown, remarks]))
+
+    def latex(self) -> str:
+        """The file of the table in LaTeX. A model's name stands in its first row."""
+        cells = []
+        for row in self.rows:
+            shown = [paper_name(text) if head == "rule" else text for head, text in zip(self.heads, row, strict=True)]
+            cells.append([_latex_cell(text, self.remarks) for text in shown])
+        for n in range(len(self.rows) - 1, 0, -1):
+            if self.rows[n][0] == self.rows[n - 1][0]:
+                cells[n][0] = ""
+        lines = [
+            f"% {one_line(self.title)}",
+            f"\\begin{{tabular}}{{{''.join('r' if right else 'l' for right in self.numeric)}}}",
+            r"\toprule",
+            *_latex_headings(self.heads, self.numeric),
+            r"\midrule",
+            *_latex_rows(cells, self.numeric),
+            r"\bottomrule",
+            r"\end{tabular}",
+            *_latex_remarks(self.remarks),
+        ]
+        return "\n".join(lines) + "\n"
 
 
 def csv_text(lines: Sequence[Mapping[str, Any]]) -> str:
     """CSV with a column for each key of any line; numbers are unrounded."""
-    out, heads = io.StringIO(), dict.fromkeys(key for line in lines for key in line)
+    out = io.StringIO()
+    heads = dict.fromkeys(key for line in lines for key in line)
     writer = csv.DictWriter(out, list(heads), lineterminator="\n")
     writer.writeheader()
     writer.writerows({key: csv_cell(value) for key, value in line.items()} for line in lines)
@@ -200,8 +248,10 @@ def escape(text: str) -> str:
     return NUMBERED.sub(r"\1\\", text)
 
 
-def _cell(text: str) -> str:
-    return re.sub(r"^\\(?=[+-]\d)", "", escape(text)).replace("|", r"\|")
+def _markdown_cell(text: str) -> str:
+    # a sign before a number starts no list in a cell, and a bar would end the cell
+    shown = re.sub(r"^\\(?=[+-]\d)", "", escape(text)).replace("|", r"\|")
+    return f"**{shown}**" if isinstance(text, Bold) else shown
 
 
 def bullets(notes: Iterable[str]) -> str:
@@ -212,3 +262,104 @@ def bullets(notes: Iterable[str]) -> str:
 def spaced(parts: Iterable[str]) -> str:
     """Paragraphs separated by blank lines."""
     return "\n\n".join(part.strip("\n") for part in parts if part) + "\n"
+
+
+# ---------------------------------------------------------------- LaTeX
+
+GREEK = {"mu": "\u03bc", "nu": "\u03bd", "gamma": "\u03b3"}
+ESCAPED = {
+    **{character: f"\\{character}" for character in "&%$#_{}"},
+    **{"^": r"\^{}", "~": r"\textasciitilde{}", "\\": r"\textbackslash{}"},
+    **{"<": r"\ensuremath{<}", ">": r"\ensuremath{>}", "≤": r"$\leq$", "±": r"$\pm$", "†": r"$^\dagger$"},
+    **{letter: rf"$\{name}$" for name, letter in GREEK.items()},
+}
+MARK = re.compile(r" ?\[(\d+)\]$")  # of a remark, at the end of a cell
+MINUS = re.compile(r"(?<![\w.-])-(?=\d)|(?<= )-(?= )")  # a sign, and a difference of two names
+
+
+def latex_text(text: str) -> str:
+    """A text with the characters escaped that LaTeX would interpret, and with minus signs."""
+    pieces = []
+    for piece in re.split(f"({MINUS.pattern})", one_line(text)):
+        pieces.append("$-$" if piece == "-" else "".join(ESCAPED.get(character, character) for character in piece))
+    shown = re.sub(r"\bDUEL\b", r"\\textsc{DUEL}", "".join(pieces))
+    return re.sub(r"(?<=, )([a-z])=(?=[\d.])", r"$\1$=", shown)
+
+
+def paper_name(text: str) -> str:
+    """A rule as the paper prints it, with a dagger if its number of steps depends on the text."""
+    if not kind(text).label:  # module:Name
+        return text
+    _, *parameters = without_defaults(text).split(":")
+    shown = [label(text) + ("†" if adaptive(text) else "")]
+    for parameter in parameters:
+        key, _, value = parameter.partition("=")
+        shown.append(f"{GREEK.get(key, key)}={value}")
+    return ", ".join(shown)
+
+
+def _latex_cell(text: str, remarks: Container[str]) -> str:
+    """A cell: its text, in bold if it is so in other forms, and the number of its remark."""
+    mark = MARK.search(text)
+    if mark is not None and mark[0].strip() in remarks:
+        return f"{latex_text(text[: mark.start()])}\\textsuperscript{{{mark[1]}}}"
+    shown = latex_text(text)
+    return f"\\textbf{{{shown}}}" if isinstance(text, Bold) else shown
+
+
+def _latex_headings(heads: Sequence[str], numeric: Sequence[bool]) -> list[str]:
+    """One row of headings, or two if some columns share one."""
+    lower = []
+    groups = []
+    for head, right in zip(heads, numeric, strict=True):
+        group, short = heading(head)
+        groups.append(group)
+        shown = latex_text(short)
+        lower.append(f"\\multicolumn{{1}}{{c}}{{{shown}}}" if right else shown)  # centred above numbers
+    if not any(groups):
+        return [_latex_line(lower)]
+    upper = []
+    rules = []
+    first = 1
+    for group, members in itertools.groupby(groups):
+        count = len(list(members))
+        if group:
+            upper.append(f"\\multicolumn{{{count}}}{{c}}{{{latex_text(group)}}}")
+            rules.append(f"\\cmidrule(lr){{{first}-{first + count - 1}}}")
+        else:
+            upper += [""] * count
+        first += count
+    return [_latex_line(upper), " ".join(rules), _latex_line(lower)]
+
+
+def _latex_rows(cells: Sequence[Sequence[str]], numeric: Sequence[bool]) -> list[str]:
+    """The lines of cells, padded to columns."""
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    lines = []
+    for row in cells:
+        padded = []
+        for cell, width, right in zip(row, widths, numeric, strict=True):
+            padded.append(cell.rjust(width) if right else cell.ljust(width))
+        lines.append(_latex_line(padded))
+    return lines
+
+
+def _latex_line(cells: Sequence[str]) -> str:
+    text = " & ".join(cells)
+    # a bracket or star at its start would be an argument of the \\ before it
+    return re.sub(r"^( *)([\[*])", r"\1{\2}", text) + r" \\"
+
+
+def _latex_remarks(remarks: Mapping[str, Note]) -> list[str]:
+    """The remarks below a tabular: their facts, for readers."""
+    if not remarks:
+        return []
+    texts = []
+    for mark, note in remarks.items():
+        texts.append(f"\\textsuperscript{{{mark.strip('[]')}}}~{latex_text(note.fact)}")
+    return [
+        r"\par\smallskip",
+        r"\begin{minipage}{\linewidth}\footnotesize",
+        " \\\\\n".join(texts),
+        r"\end{minipage}",
+    ]

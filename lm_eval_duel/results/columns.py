@@ -1,0 +1,458 @@
+"""The tables of a report: what their rows are, and which columns they have. Also the tables of published figures.
+
+Figures of others come from a CSV file. They are shown in separate tables, never ranked, averaged or subtracted.
+
+    model,estimator,rule,block,cache,task,metric,value,stderr,source,note
+    MDLM,duel,greedy,4,,duel_ptb_wrapped,token_perplexity,87.57,,"Turok et al. (2026), zero-shot",
+
+The columns model, estimator, task, metric, value and source are needed. An estimator is one of `estimator=`; it says
+whether a figure is a bound. `recipes`, separated by spaces, are rows of examples/paper.
+"""
+
+from __future__ import annotations
+
+import csv
+import os
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from lm_eval_duel.core.scores import METRICS, Value
+from lm_eval_duel.errors import DuelError, require_known
+from lm_eval_duel.estimators import registry
+from lm_eval_duel.results import gaps
+from lm_eval_duel.results.compare import ComparedRow, Comparison, Speeds
+from lm_eval_duel.results.gaps import Pair
+from lm_eval_duel.results.read import reading
+from lm_eval_duel.results.rows import Row, baseline_remark
+from lm_eval_duel.results.runs import Run
+from lm_eval_duel.results.standings import RunCost, Standing, Standings
+from lm_eval_duel.results.stats import UNCLEAR
+from lm_eval_duel.results.table import LEVEL, WORDS, Bold, Cell, Columns, Head, Table, form_of, number, span
+from lm_eval_duel.rules.tables import adaptive, without_defaults
+
+SHORT = {  # heads of values after the name of a task
+    "token_perplexity": "ppl/token",
+    "perplexity": "ppl",
+    "word_perplexity": "ppl/word",
+    "byte_perplexity": "ppl/byte",
+    "bits_per_byte": "bits/byte",
+}
+WHOLE_TARGET = "whole target"
+
+
+# ---------------------------------------------------------------- names
+
+
+def names_of_runs(runs: Sequence[Run], baselines: Collection[Run]) -> Columns:
+    """The columns that name whole runs. The cache is named if any of them is under one."""
+    any_cache = any(run.has_cache for run in runs)
+    return {
+        "model": lambda run: run.label,
+        "estimator": lambda run: run_title(run, run in baselines),
+        "rule": lambda run: without_defaults(run.rule or ""),
+        "block": lambda run: WHOLE_TARGET if run.block == "none" else run.block,
+        "cache": lambda run: run.cache if any_cache else "",
+    }
+
+
+def names_of_rows(rows: Sequence[Row]) -> Columns:
+    """The columns that name rows."""
+    any_cache = any(row.run.has_cache for row in rows)
+    return {
+        "model": lambda row: row.model,
+        "estimator": lambda row: row.title,
+        "rule": lambda row: without_defaults(row.rule or ""),
+        "block": lambda row: WHOLE_TARGET if row.block == "none" else row.block,
+        "cache": lambda row: row.run.cache if any_cache else "",
+    }
+
+
+def names_of_compared(compared: Sequence[ComparedRow]) -> Columns:
+    """The columns that name rows of a table."""
+    return _of(lambda each: each.row, names_of_rows([each.row for each in compared]))
+
+
+def _of(record: Callable[[Any], Any], columns: Columns) -> Columns:
+    """The columns of a record, for what has one."""
+    return {head: lambda each, cell=cell: cell(record(each)) for head, cell in columns.items()}
+
+
+def run_title(run: Run, baseline: bool) -> str:
+    """The estimator of a run, or that it was a lattice run, and whether it is the baseline."""
+    entry = registry.find(run.estimator)
+    name = "Lattice" if entry.lattice else entry.title
+    return f"{name} ({baseline_remark(entry)})" if baseline else name
+
+
+# ---------------------------------------------------------------- cells
+
+
+def value(row: Row | None, metric: str | None = None) -> str:
+    """A row's value, or its value in another metric, with its bound and its Monte Carlo error."""
+    if row is None:
+        return ""
+    metric = metric or row.metric
+    error = row.error(row.score.error, metric)
+    return number(row.metrics.get(metric), form_of(metric), error, row.score.is_bound, bool(row.stderr_reason))
+
+
+def marked(each: ComparedRow) -> str:
+    """A row's value, in bold if it is the best of its model."""
+    text = value(each.row)
+    return Bold(text) if each.best else text
+
+
+def interval(each: ComparedRow) -> str:
+    """The interval over documents of a row's value, or else its error over windows."""
+    if each.interval is not None:
+        return span(each.interval, form_of(each.row.metric))
+    return "" if each.window_stderr is None else f"s.e. {number(each.window_stderr, '.2g')} over windows"
+
+
+def with_interval(each: ComparedRow) -> str:
+    """A row's value with its interval in brackets."""
+    text = marked(each)
+    if each.interval is None:
+        return text
+    return type(text)(f"{text} ({span(each.interval, form_of(each.row.metric))})")  # bold stays bold
+
+
+def gap(row: Row | None, known: float | None) -> str:
+    """A gap to the autoregressive model, with the bound and the error of the row's value."""
+    if row is None:
+        return ""
+    return number(known, f"+{form_of(row.metric)}", row.stderr, row.score.is_bound, bool(row.stderr_reason))
+
+
+def gap_interval(each: ComparedRow) -> str:
+    return span(each.gap_interval, f"+{form_of(each.row.metric)}")
+
+
+def closed(each: ComparedRow, unit: str = "") -> str:
+    """Gap closed, or that it is not distinguishable from 0."""
+    if each.closed.percent is None:
+        return UNCLEAR if each.closed.distinguishable is False else ""
+    return number(each.closed.percent, ".1f", each.closed.stderr) + unit
+
+
+def closed_interval(each: ComparedRow) -> str:
+    return span(each.closed.interval, ".1f")
+
+
+# ---------------------------------------------------------------- of a task
+
+
+SPEC = (  # the entries of a spec that are listed
+    *("estimator", "rule", "block", "cache", "cheap_cache", "sample"),
+    *("elbo_form", "elbo_block", "elbo_eps", "mc_samples"),
+    *("pretrained", "revision", "dtype", "windows", "max_length", "special_tokens"),
+)
+NOT_DECODED = "counts whether greedy decoding would produce the text, which this estimator does not know"
+COUNTED = "acc"  # in a loglikelihood task, the share of texts that greedy decoding would produce
+
+
+def of_task(task: Comparison) -> Iterator[tuple[str, Table]]:
+    """The tables of a task, each with the stem of its file."""
+    if duels := [each for each in task.rows if each.row.is_duel]:
+        yield "gap", gaps_of(duels)
+    yield "methods", values(task)
+    if cached := [each for each in task.rows if each.cache_cost]:
+        yield "cache", cache_costs(cached)
+    if task.pairs:
+        yield "pairs", differences(task)
+    for of_model in task.rules:
+        yield "rules", speeds(of_model)
+
+
+def values(task: Comparison) -> Table:
+    """Perplexity of every row with its interval or standard error, or a remark that says why it has neither."""
+    shown: Columns = {
+        **names_of_compared(task.rows),
+        WORDS[task.metric]: marked,
+        LEVEL: lambda each: (interval(each), each.no_interval),
+        "s.e. (Monte Carlo)": lambda each: (number(each.row.stderr, ".2g"), each.row.stderr_reason),
+    }
+    if task.metric != "bits_per_byte":
+        shown["bits per byte"] = lambda each: value(each.row, "bits_per_byte")
+    return Table.from_records(WORDS[task.metric], task.rows, shown)
+
+
+def gaps_of(duels: Sequence[ComparedRow]) -> Table:
+    """ELBO, DUEL, their gaps to the AR model, and gap closed, of each DUEL row."""
+    names = names_of_compared(duels)
+    shown: Columns = {
+        "model": names["model"],
+        "remarks": lambda each: each.row.qualifiers,
+        "rule": names["rule"],
+        "block": names["block"],
+        "cache": names["cache"],
+        Head("ELBO", "ELBO", "value"): lambda each: value(each.closed.elbo),
+        Head("which ELBO", "ELBO", "which"): lambda each: each.closed.of,
+        Head("DUEL", "DUEL", "value"): marked,
+        Head(LEVEL, "DUEL", LEVEL): interval,
+        "ELBO's gap": lambda each: gap(each.closed.elbo, each.closed.elbo_gap),
+        Head("DUEL's gap", "DUEL's gap", "value"): lambda each: gap(each.row, each.gap),
+        Head("its 95 % interval", "DUEL's gap", LEVEL): gap_interval,
+        Head("gap closed", "gap closed", "share"): lambda each: (closed(each, " %"), each.closed.reason),
+        Head("95 % interval of it", "gap closed", LEVEL): closed_interval,
+    }
+    return Table.from_records("Gap to the autoregressive model", duels, shown)
+
+
+def cache_costs(cached: Sequence[ComparedRow]) -> Table:
+    """Each row under a cache, the row without one, and their paired difference: above 0, the cache costs."""
+    unit = gaps.unit(cached[0].row.metric)
+    shown: Columns = {
+        **names_of_compared(cached),
+        "cache=none": lambda each: value(each.cache_cost.second),
+        "with the cache": lambda each: value(each.row),
+        f"cost, nats per {unit}": lambda each: _difference(each.cache_cost),
+        LEVEL: lambda each: span(each.cache_cost.interval, "+.4f"),
+        "verdict": lambda each: each.cache_cost.verdict,
+    }
+    return Table.from_records(f"Cost of the cache, nats per {unit}", cached, shown)
+
+
+def differences(task: Comparison) -> Table:
+    """The task's pairs: what both rows share, their names, the paired difference, and which is better."""
+
+    def shared(cell: Callable[[Row], Cell]) -> Callable[[Pair], Cell]:
+        return lambda pair: cell(pair.first) if cell(pair.first) == cell(pair.second) else ""
+
+    unit = gaps.unit(task.metric)
+    names = names_of_rows([each.row for each in task.rows])
+    shown: Columns = {
+        **{head: shared(cell) for head, cell in names.items()},
+        "first - second": lambda pair: " - ".join(pair.names),
+        f"difference, nats per {unit}": _difference,
+        LEVEL: lambda pair: span(pair.interval, "+.4f"),
+        "verdict": lambda pair: pair.verdict,
+    }
+    return Table.from_records(f"Paired differences, nats per {unit}", task.pairs, shown)
+
+
+def _difference(pair: Pair) -> Cell:
+    return number(pair.difference, "+.4f"), pair.reason
+
+
+def speeds(speeds: Speeds) -> Table:
+    """The perplexity and NFE of each rule, its interval with it."""
+    metric = speeds.rows[0].row.metric
+    form = form_of(metric)
+    shown: Columns = {
+        "rule": lambda each: without_defaults(each.row.rule),
+        "steps": lambda each: "adaptive" if adaptive(each.row.rule) else "",
+        "NFE per token": lambda each: number(each.row.nfe_per_token, ".3f"),
+        f"DUEL, {WORDS[metric]}": lambda each: number(each.row.value, form),
+        LEVEL: lambda each: span(each.interval, form),
+    }
+    return Table.from_records(f"Rules against NFE: {speeds.title}", speeds.rows, shown)
+
+
+# ---------------------------------------------------------------- over tasks
+
+
+def perplexities(standings: Standings, tasks: Mapping[str, Comparison]) -> Table:
+    """The value of every method on every task, with ranks and means."""
+    shown = _over_tasks(tasks, with_interval)
+    if standings.mean_of:
+        shown[mean_title(standings)] = lambda row: mean(standings, row)
+        shown["mean rank"] = mean_rank
+    shown["rank"] = rank
+    return Table.from_records("Perplexities", [row for row in standings.rows if row.method.rows], shown)
+
+
+def gaps_closed(standings: Standings, tasks: Mapping[str, Comparison]) -> Table:
+    """Gap closed of every DUEL row on every task."""
+    duels = []
+    for row in standings.rows:
+        if any(each.row.is_duel for each in row.method.rows.values()):
+            duels.append(row)
+    return Table.from_records("Gap closed over tasks, %", duels, _over_tasks(tasks, closed))
+
+
+def _over_tasks(tasks: Mapping[str, Comparison], cell: Callable[[ComparedRow], Cell]) -> Columns:
+    """The names of a method, and a column for each task."""
+    shown: Columns = {"model": lambda row: row.method.named.model, "method": lambda row: row.method.named.name}
+    for name, task in tasks.items():
+        shown[f"{name}, {WORDS[task.metric]}"] = on_task(name, cell)
+    return shown
+
+
+def on_task(name: str, cell: Callable[[ComparedRow], Any]) -> Callable[[Standing], Any]:
+    """The cell of a method's row on a task; empty if it has none."""
+    return lambda row: cell(row.method.rows[name]) if name in row.method.rows else ""
+
+
+def rank(row: Standing) -> str:
+    return str(row.rank or "")
+
+
+def mean(standings: Standings, row: Standing) -> str:
+    return number(row.mean, form_of(standings.metric), bound=row.method.named.score.is_bound)
+
+
+def mean_rank(row: Standing) -> str:
+    return number(row.mean_rank, ".2f")
+
+
+def mean_title(standings: Standings) -> str:
+    return f"{standings.mean_kind}, {len(standings.mean_of)} tasks"
+
+
+# ---------------------------------------------------------------- of runs
+
+
+def summary(rows: Sequence[Row]) -> Table:
+    """The values of one run, with the kind and the error of each."""
+    shown: Columns = {
+        "task": lambda row: row.task,
+        **names_of_rows(rows),
+        "value": value,
+        "unit": lambda row: WORDS[row.metric],
+        "bits per byte": lambda row: "" if row.metric == "bits_per_byte" else value(row, "bits_per_byte"),
+        "kind": lambda row: row.score.label,
+        "error (±)": _error,
+        "s.e. over windows": lambda row: number(row.error(row.nats_window_stderr), ".2g"),
+    }
+    return Table.from_records("", rows, shown)
+
+
+def _error(row: Row) -> str:
+    """The error that stands behind ±, or the reason that there is none."""
+    if row.entry.drawn is None:
+        return "nothing is drawn"
+    return row.stderr_reason or row.entry.drawn.error
+
+
+def accuracies(name: str, runs: Sequence[Run], baselines: Collection[Run]) -> Table:
+    """Averages of a task other than perplexities, with the harness's standard errors."""
+    runs = [run for run in runs if run.scores(name)]
+    metrics = dict.fromkeys(metric for run in runs for metric in run.scores(name))
+    shown = names_of_runs(runs, baselines)
+    for metric in metrics:
+        shown[metric] = lambda run, metric=metric: average(run, name, metric)
+    for key in ("documents", "version", "shots"):
+        shown[key] = lambda run, key=key: run.every_task[name].identity.get(key)
+    return Table.from_records(f"{name}: {', '.join(metrics)}, ± standard error", runs, shown)
+
+
+def average(run: Run, name: str, metric: str) -> Cell:
+    """An average other than a perplexity, with the harness's standard error."""
+    if metric not in run.scores(name):
+        return ""
+    known, error = run.scores(name)[metric]
+    text = number(known, ".4f", error or None, unsure=True)  # 0 of equal documents: their spread is not known
+    decodes = run.every_task[name].output_type != "loglikelihood" or registry.find(run.estimator).decodes
+    is_counted = metric.split(" (")[0] == COUNTED  # with the name of a filter in brackets
+    return text, NOT_DECODED if is_counted and not decodes else ""
+
+
+def cost(costs: Sequence[RunCost]) -> Table:
+    """Time, network calls and memory of each run."""
+
+    def entry(key: str, scale: float = 1) -> Callable[[RunCost], Cell]:
+        def cell(cost: RunCost) -> str:
+            known = cost.run.duel.get(key)
+            return "" if known is None else number(known / scale, ",.0f")
+
+        return cell
+
+    shown: Columns = {
+        **_of(lambda cost: cost.run, names_of_runs([cost.run for cost in costs], ())),
+        "estimator": lambda cost: cost.name,
+        "s per token": lambda cost: number(cost.time.seconds_per_token, ".3g"),
+        "forwards": entry("forwards"),
+        "rows": entry("rows"),
+        "peak MiB": entry("peak_memory_bytes", 2**20),
+        "x ELBO": lambda cost: (number(cost.over_elbo.value, ".3g"), cost.over_elbo.reason),
+        "x AR": lambda cost: (number(cost.over_ar.value, ".3g"), cost.over_ar.reason),
+        "whole run, s": lambda cost: number(cost.run.whole_run_seconds, ".1f"),
+    }
+    return Table.from_records("Cost", costs, shown)
+
+
+def files(runs: Sequence[Run], baselines: Collection[Run]) -> Table:
+    """The results files and the spec of each."""
+    folder = os.path.commonpath([os.path.dirname(run.name) for run in runs])
+
+    def spec(run: Run) -> str:
+        return ", ".join(f"{key}={run.spec[key]}" for key in SPEC if run.spec.get(key, "none") != "none")
+
+    shown: Columns = {
+        "file": lambda run: os.path.relpath(run.name, folder),
+        "model": lambda run: f"{run.label} (AR baseline)" if run in baselines else run.label,
+        "fingerprint": lambda run: run.fingerprint,
+        "spec": spec,
+    }
+    return Table.from_records(f"Below {folder}:", runs, shown)
+
+
+# ---------------------------------------------------------------- published figures
+
+PAPER = "paper"  # on the command line: the paper's tables, which come with the package
+PAPER_FILE = Path(__file__).resolve().with_name("published.csv")
+NEEDED = ("model", "estimator", "task", "metric", "value", "source")
+NAMES = ("model", "estimator", "rule", "block", "cache", "note")  # what a row is
+UNCHECKED = (
+    "Published figures, as their sources print them. They were not measured here, and their documents and windows were "
+    "not checked against the table above."
+)
+
+
+def read_published(names: Iterable[str]) -> list[dict[str, Any]]:
+    """The figures of CSV files; raises DuelError that names the file and line of a wrong one."""
+    figures = []
+    for name in names:
+        file = PAPER_FILE if name == PAPER else Path(name)
+        with reading(file, f"what --published takes, a CSV file of figures or {PAPER!r}"):
+            reader = csv.DictReader(file.read_text(encoding="utf-8-sig").splitlines())
+            missing = [column for column in NEEDED if column not in (reader.fieldnames or ())]
+            if missing:
+                raise DuelError(f"{name} has no column {', '.join(missing)}; needed are {', '.join(NEEDED)}.")
+            for line in reader:
+                try:
+                    figures.append(_figure(line))
+                except (DuelError, ValueError) as error:
+                    raise DuelError(f"{name}, line {reader.line_num}: {error}") from None
+    return figures
+
+
+def _figure(line: Mapping[str, str | None]) -> dict[str, Any]:
+    figure: dict[str, Any] = {key: (line.get(key) or "").strip() for key in (*NAMES, *NEEDED, "stderr")}
+    require_known("metric", [figure["metric"]], METRICS)
+    entry = registry.find(figure["estimator"])
+    figure["estimator"] = entry.name
+    figure["display"] = entry.title
+    figure["bound"] = Value(0.0, kind=entry.kind).is_bound
+    figure["value"] = float(figure["value"])
+    figure["stderr"] = float(figure["stderr"]) if figure["stderr"] else None
+    return figure
+
+
+def published_sources(figures: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The figures of each source and metric."""
+    sources: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for figure in figures:
+        sources.setdefault((figure["source"], figure["metric"]), []).append(figure)
+    return [{"source": source, "metric": metric, "figures": of} for (source, metric), of in sources.items()]
+
+
+def published(source: Mapping[str, Any]) -> Table:
+    """A source's figures: a column for each task, a row for each model, estimator, rule, block and cache."""
+    form = form_of(source["metric"])
+    tasks = dict.fromkeys(figure["task"] for figure in source["figures"])
+    rows: dict[tuple, dict[str, str]] = {}
+    for figure in source["figures"]:
+        names = {key: figure[key] for key in NAMES}
+        names["estimator"] = figure["display"]
+        if names["block"] == "none":
+            names["block"] = WHOLE_TARGET
+        row = rows.setdefault(tuple(names.values()), names)
+        row[figure["task"]] = number(figure["value"], form, figure["stderr"], figure["bound"])
+    *names_before, note = NAMES
+    columns: Columns = {}
+    for head in (*names_before, *tasks, note):
+        columns[head] = lambda row, head=head: row.get(head, "")
+    return Table.from_records(f"{source['source']}: {WORDS[source['metric']]}", rows.values(), columns)

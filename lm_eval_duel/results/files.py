@@ -1,0 +1,349 @@
+"""The files of a report: report.json and report.csv, their names, and the folder in which they replace earlier ones.
+
+report.json has entries of records under their names; its `files` lists what a report wrote. report.csv has a line for
+each value of each method and task, with unrounded numbers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import re
+import shlex
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from operator import attrgetter
+from pathlib import Path
+from typing import Any
+
+from lm_eval_duel.console import command_line
+from lm_eval_duel.errors import DuelError
+from lm_eval_duel.results.compare import ComparedRow, Comparison, Speeds
+from lm_eval_duel.results.gaps import Interval, Pair
+from lm_eval_duel.results.read import RESULTS, SCORE, reading
+from lm_eval_duel.results.rows import Row
+from lm_eval_duel.results.runs import MODEL, Run
+from lm_eval_duel.results.standings import RankedMethod, RunCost, Standing, Standings
+from lm_eval_duel.results.table import Note, csv_text
+
+LISTING = "report.json"  # names the files of a report
+FORMAT = "lm_eval_duel report"  # by which it is known
+MAX_LENGTH = 100  # characters of a task's name in a file name
+SUFFIXES = (".html", ".md", ".csv", ".json", ".yaml", ".tex", ".png", ".svg", ".pdf")
+
+
+def write(folder: str | Path, content: Mapping[str, Any], others: Mapping[str, str | bytes]) -> list[str]:
+    """Write `content` as report.json, and the other files; remove those of an earlier report; return the names.
+
+    Raises DuelError, and leaves the folder unchanged, if a file there does not belong to an earlier report.
+    """
+    names = [LISTING, *others]
+    before = earlier(folder)
+    foreign = [name for name in names if name not in before and Path(folder, name).exists()]
+    if foreign:
+        raise DuelError(
+            f"--out {folder} holds {', '.join(foreign)}, which no report there lists as its own: nothing was written. "
+            "Name another folder, or move these files."
+        )
+    listing = command_line.dumps({"format": FORMAT, **content, "files": names}) + "\n"
+    with _naming_folder(folder):
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        for name, text in {LISTING: listing, **others}.items():
+            part = Path(folder, f"{name}.part")
+            part.write_bytes(text if isinstance(text, bytes) else text.encode())
+            part.replace(Path(folder, name))  # a kill leaves no half file
+        for name in before - set(names):
+            Path(folder, name).unlink(missing_ok=True)
+    return names
+
+
+def earlier(folder: str | Path) -> set[str]:
+    """The files of an earlier report in a folder, as report.json lists them.
+
+    Raises DuelError if report.json is a file of another program.
+    """
+    listing = Path(folder, LISTING)
+    with _naming_folder(folder):
+        if not listing.exists():
+            return set()
+    files: list[Path] = []
+    with contextlib.suppress(OSError, LookupError, RecursionError, TypeError, ValueError):
+        content = json.loads(listing.read_text(encoding="utf-8"))
+        files = [Path(str(name)) for name in content["files"] if content["format"] == FORMAT]
+    if not files:
+        raise DuelError(
+            f'{listing} was not written by this command (it has no "format": "{FORMAT}"), so --out {folder} was left '
+            "unchanged. Name another folder, or move this file."
+        )
+    # a listing may be edited: nothing outside the folder is ever removed
+    return {file.name for file in files if len(file.parts) == 1 and file.suffix in SUFFIXES}
+
+
+@contextlib.contextmanager
+def _naming_folder(folder: str | Path) -> Iterator[None]:
+    """Raise a DuelError that says what is wrong with the folder of --out, in place of an OSError below it."""
+    try:
+        yield
+    except OSError as error:
+        reason = error.strerror or type(error).__name__
+        if isinstance(error, FileNotFoundError):  # of mkdir: the place exists, but takes no folders, as /proc
+            reason = "a folder cannot be made there"
+        where = "" if str(error.filename) == str(folder) else f" ({error.filename})"
+        raise DuelError(f"Nothing can be written to --out {folder}{where}: {reason}. Name another folder.") from None
+
+
+def stems(subjects: Iterable[tuple[str, str, str]]) -> Iterator[str]:
+    """File names of tables and figures, from (task, kind, title), each different even where case is ignored."""
+    subjects = list(subjects)
+    counts = Counter((task, kind) for task, kind, _ in subjects)
+    used = set[str]()
+    for task, kind, title in subjects:
+        parts = [kind, task]
+        if counts[task, kind] > 1:
+            parts.append(re.sub(r"[\s,:=/]+", "_", title.partition(": ")[2]))
+        stem = "_".join(re.sub(r"[^\w.-]", "_", part)[:MAX_LENGTH] for part in parts if part)
+        numbered = itertools.chain([stem], (f"{stem}_{n}" for n in itertools.count(2)))
+        stem = next(name for name in numbered if name.casefold() not in used)
+        used.add(stem.casefold())
+        yield stem
+
+
+# ---------------------------------------------------------------- report.json
+
+ROW = (  # entries of a row alone
+    *("model", "name", "estimator", "rule", "block", "cache=run.cache", "qualifiers", "unknown", "eps"),
+    *("likelihood=score.is_likelihood", "bound=score.is_bound"),
+    *("value", "stderr", "stderr_bound", "stderr_reason", "metrics", "nfe_per_token"),
+    *("dtype=run.dtype", "fingerprint=run.fingerprint", "ar", "nfe", "tokens", "file=run.name"),
+)
+COMPARED = (  # of a row among others
+    *("interval", "window_stderr", "reason=no_interval", "best", "gap", "gap_interval"),
+    *("gap_closed=closed.percent", "gap_closed_stderr=closed.stderr", "gap_closed_interval=closed.interval"),
+    *("distinguishable=closed.distinguishable", "gap_closed_reason=closed.reason", "gap_closed_of=closed.of"),
+)
+PAIR = ("names", "difference", "interval", "reason", "verdict")
+COST = (
+    *("model=run.label", "estimator=run.estimator", "name", "rule=run.rule", "block=run.block", "cache=run.cache"),
+    *("ar=baseline", "tasks=time.tasks", "cached=run.cached", "tokens=time.tokens"),
+    *("seconds_per_token=time.seconds_per_token", "whole_run_seconds=run.whole_run_seconds", "file=run.name"),
+    *("times_elbo=over_elbo.value", "times_elbo_reason=over_elbo.reason"),
+    *("times_ar=over_ar.value", "times_ar_reason=over_ar.reason"),
+)
+COUNTS = ("device", "ranks", "seconds", "forwards", "rows", "nfe", "peak_memory_bytes")  # entries of config.duel
+METHOD = (
+    *("label", "kind", "remarks", "fingerprint", "parameters", "versions", "date", "device"),
+    *("nfe_per_token", "seconds_per_token", "seconds_reason"),
+)
+RUN = ("model=label", "estimator", "rule", "block", "cache", "dtype", "file=name")
+
+
+def entries(record: Any, names: Iterable[str]) -> dict[str, Any]:
+    """Entries of a record, as `name` or `name=attributes`."""
+    found = {}
+    for written in names:
+        name, _, attributes = written.partition("=")
+        value = attrgetter(attributes or name)(record)
+        found[name] = str(value) if isinstance(value, Note) else value
+    return found
+
+
+def comparison(task: Comparison) -> dict[str, Any]:
+    """A task of report.json; rows refer to each other by their numbers."""
+    numbers: dict[Row | None, int | None] = {each.row: n for n, each in enumerate(task.rows)} | {None: None}
+    rows = []
+    for each in task.rows:
+        cache_cost = None if each.cache_cost is None else _pair(each.cache_cost, numbers)
+        rows.append(_row(each) | {"elbo": numbers[each.closed.elbo], "cache_cost": cache_cost})
+    return {
+        "metric": task.metric,
+        "documents": task.documents,
+        "rows": rows,
+        "rules": [_speeds(speeds, numbers) for speeds in task.rules],
+        "pairs": [_pair(pair, numbers) for pair in task.pairs],
+        "differences": task.differences,
+        "as_published": task.as_published,
+        "notes": task.notes,
+    }
+
+
+def _row(each: ComparedRow) -> dict[str, Any]:
+    """A row of report.json, but for its references to other rows."""
+    row = each.row
+    stderrs = {metric: row.error(row.score.error, metric) for metric in row.metrics}
+    return entries(row, ROW) | entries(each, COMPARED) | {"stderrs": stderrs}
+
+
+def _pair(pair: Pair, numbers: Mapping[Row | None, int | None]) -> dict[str, Any]:
+    return {"first": numbers[pair.first], "second": numbers[pair.second]} | entries(pair, PAIR)
+
+
+def _speeds(speeds: Speeds, numbers: Mapping[Row | None, int | None]) -> dict[str, Any]:
+    families = {}
+    for name, points in speeds.families.items():
+        families[name] = [numbers[each.row] for each in points]
+    lines = {key: numbers[getattr(speeds, key)] for key in ("elbo", "ar", "oracle")}
+    return {"title": speeds.title, **lines, "families": families}
+
+
+def accuracies(runs: Sequence[Run], name: str, baselines: Collection[Run]) -> list[dict[str, Any]]:
+    """The averages of a task other than perplexities, of each run that has any."""
+    found = []
+    for run in runs:
+        scores = {metric: {"value": value, "stderr": error} for metric, (value, error) in run.scores(name).items()}
+        if scores:
+            identity = run.every_task[name].identity
+            found.append(entries(run, RUN) | {"ar": run in baselines, "identity": identity, "scores": scores})
+    return found
+
+
+def cost(cost: RunCost) -> dict[str, Any]:
+    return entries(cost, COST) | {key: cost.run.duel.get(key) for key in COUNTS}
+
+
+def ranking(standings: Standings, tasks: Mapping[str, Comparison]) -> dict[str, Any]:
+    """The methods over tasks. `rows`: the number of the row that a task has of a method."""
+    numbers = {}
+    for name, task in tasks.items():
+        numbers[name] = {each: n for n, each in enumerate(task.rows)}
+    rows = []
+    for standing in standings.rows:
+        method = standing.method
+        rows.append(
+            entries(method.named, ("model", "estimator", "rule", "block", "cache=run.cache"))
+            | entries(method, METHOD)
+            | entries(standing, ("main", "mean", "mean_rank", "rank"))
+            | {"rows": {name: numbers[name][each] for name, each in method.rows.items()}}
+            | {"commands": commands(method)}
+        )
+    return entries(standings, ("mean_of", "metric", "by")) | {"rows": rows}
+
+
+# ---------------------------------------------------------------- report.csv
+
+SOURCE = ("nfe_per_token", "seconds_per_token", "device", "parameters", "fingerprint", "date")
+BITS = "bits_per_byte"
+
+
+def csv_of(standings: Standings) -> str:
+    """report.csv."""
+    means = ("mean", "mean_rank") if standings.mean_of else ()
+    lines = []
+    for standing in standings.rows:
+        method = standing.method
+        start = _names(standing) | entries(standing, means)
+        end = {"dtype": method.named.run.dtype} | entries(method, SOURCE)
+        for line in [*_perplexities(method), *_averages(method)]:
+            lines.append(start | line | end)
+    return csv_text(lines)
+
+
+def _names(standing: Standing) -> dict[str, Any]:
+    """The columns that say which method a line is of."""
+    named = standing.method.named
+    return {
+        **entries(standing, ("rank",)),
+        **entries(named, ("model", "estimator")),
+        **entries(standing.method, ("kind",)),
+        **entries(named, ("rule", "block", "cache=run.cache")),
+        **entries(standing.method, ("remarks",)),
+    }
+
+
+def _perplexities(method: RankedMethod) -> Iterator[dict[str, Any]]:
+    """The perplexities of a method, with their errors, gaps and gaps closed."""
+    for task, each in method.rows.items():
+        row = each.row
+        yield {
+            "task": task,
+            **entries(row, ("metric", "value")),
+            **_ends("interval", each.interval),
+            **entries(row, ("stderr", "stderr_reason")),
+            **entries(each, ("window_stderr", "reason=no_interval", "gap")),
+            **_ends("gap_interval", each.gap_interval),
+            **entries(each, ("gap_closed=closed.percent", "gap_closed_stderr=closed.stderr")),
+            **_ends("gap_closed_interval", each.closed.interval),
+            **entries(each, ("distinguishable=closed.distinguishable", "gap_closed_reason=closed.reason")),
+            **entries(each, ("gap_closed_of=closed.of",)),
+            **entries(row, ("nfe", "tokens", "file=run.name")),
+            BITS: row.metrics.get(BITS),
+            f"{BITS}_monte_carlo_stderr": row.error(row.score.error, BITS),
+        }
+
+
+def _averages(method: RankedMethod) -> Iterator[dict[str, Any]]:
+    """The other averages of a method. Their standard errors are over documents."""
+    for task, run in method.scored.items():
+        for metric, (value, error) in run.scores(task).items():
+            yield {"task": task, "metric": metric, "value": value, "documents_stderr": error, "file": run.name}
+
+
+def _ends(name: str, interval: Interval | None) -> dict[str, float | None]:
+    low, high = interval or (None, None)
+    return {f"{name} low": low, f"{name} high": high}
+
+
+# ---------------------------------------------------------------- the command that makes a result again
+
+SEEDS = {"random_seed": 0, "numpy_seed": 1234, "torch_seed": 1234, "fewshot_seed": 1234}  # of --seed
+TASK_FOLDER = '"$(lm-eval-duel list folders tasks)"'
+LEFT_OUT = ("trace",)  # model args that change no number, and may name a private folder
+IN_PYTHON = "no command: the model was made in Python"
+OWN_TEXTS = "no command: these are your own texts, scored by lm-eval-duel score"
+
+
+def commands(method: RankedMethod) -> list[str]:
+    """The commands that make the results of a method again."""
+    return list(dict.fromkeys(command(run) for run in method.runs))
+
+
+def command(run: Run) -> str:
+    """The command line that makes a results file again, quoted for a POSIX shell.
+
+    It leaves out what changes no number: the device, the batch size, the output folder, the response cache. Raises
+    DuelError that names the file, for an entry that lm_eval does not write.
+    """
+    if run.content.get("format") == SCORE:
+        return OWN_TEXTS
+    if run.ours and run.model != MODEL:
+        return IN_PYTHON
+    words = ["lm-eval-duel", "run"] if run.ours else ["lm_eval", "--model", run.model]
+    with reading(run.file, RESULTS):
+        for flag, value in _flags(run).items():
+            if value != "":
+                words += [flag, str(value)]
+        if run.content.get("chat_template"):
+            words.append("--apply_chat_template")
+        if instruction := run.content.get("system_instruction"):
+            words += ["--system_instruction", str(instruction)]
+    line = shlex.join(words)
+    return line if run.ours else f"{line} --include_path {TASK_FOLDER}"
+
+
+def _flags(run: Run) -> dict[str, Any]:
+    """The flags of a run; those at their defaults are empty."""
+    config = run.content["config"]
+    arguments = config.get("model_args") or {}
+    shots = set(run.content.get("n-shot", {}).values()) - {None}
+    limit = config.get("limit")
+    seeds = [config.get(key, default) for key, default in SEEDS.items()]
+    return {
+        "--model_args": arguments if isinstance(arguments, str) else _joined(arguments),
+        "--tasks": ",".join(sorted(run.every_task)),
+        "--num_fewshot": shots.pop() if len(shots) == 1 and shots != {0} else "",
+        "--limit": "" if limit is None else f"{float(limit):g}",
+        "--seed": "" if seeds == [*SEEDS.values()] else ",".join(map(str, seeds)),
+    }
+
+
+def _joined(arguments: Mapping[str, Any]) -> str:
+    """Model args as key=value,...; as JSON if a value would not survive that."""
+    kept = {str(key): value for key, value in arguments.items() if key not in LEFT_OUT}
+    if all(_is_simple(key, value) for key, value in kept.items()):
+        return ",".join(f"{key}={value}" for key, value in kept.items())
+    return json.dumps(kept)
+
+
+def _is_simple(key: str, value: Any) -> bool:
+    """True if key=value is read back as it is."""
+    return isinstance(value, str | int | float | bool | None) and not set(f"{key}{value}") & set(",=\"'{}[] ")

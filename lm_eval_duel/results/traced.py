@@ -1,0 +1,204 @@
+"""What a report takes from traces: the values of documents, for intervals, and the orders of texts, for the page."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from lm_eval_duel.errors import DuelError
+from lm_eval_duel.estimators import registry
+from lm_eval_duel.results import trace
+from lm_eval_duel.results.rows import setting
+from lm_eval_duel.results.runs import Run
+from lm_eval_duel.results.table import Note
+from lm_eval_duel.text.annotated import token_texts
+
+MAX_TOKENS = 1024  # of a document on the page
+MAX_VALUES = 100_000  # tokens of all orders together: about 1 MB
+
+
+class Traces:
+    """The trace files that the command line or results name, each read once."""
+
+    def __init__(self, named: Iterable[str | Path]):
+        self.named = [Path(place).resolve() for place in named]
+        self.read = functools.cache(trace.read)  # the windows of a file
+
+    def attach(self, runs: Iterable[Run]) -> tuple[list[Run], list[Note]]:
+        """The runs with the values of each document that their traces hold, and notes on traces that are gone.
+
+        The trace of a run is a named one with its spec, else the one that it wrote, also next to its results.
+        """
+        attached = []
+        notes = []
+        for run in runs:
+            places = list(self.named)
+            written = run.duel.get("trace")
+            if written:
+                places += [Path(written), run.file.parent / Path(written).name]
+            path = next((place for place in places if _fingerprint(place) == run.fingerprint), None)
+            if written and path is None:
+                gone = f"The trace of {run.name} is no longer at {written}; name it with --traces."
+                notes.append(Note(advice=gone))
+            values = {} if path is None else self._values(path)
+            attached.append(dataclasses.replace(run, trace=path, traced=values))
+        return attached, notes
+
+    def _values(self, path: Path) -> dict[tuple[str, str], Counter[int]]:
+        """The nats of each document of a trace, by (task, value)."""
+        nats: dict[tuple[str, str], Counter[int]] = defaultdict(Counter)
+        for window in self.read(path):
+            for name, value in (window.get("values") or {}).items():
+                nats[str(window["task"]), str(name)][int(window["doc"])] += float(value)
+        return nats
+
+
+def _fingerprint(path: Path) -> str:
+    """The fingerprint of a trace; empty if there is none, or if the path is not a valid file name (ValueError)."""
+    with contextlib.suppress(DuelError, OSError, ValueError):
+        return trace.spec(path).get("fingerprint", "")
+    return ""
+
+
+# ---------------------------------------------------------------- documents of the page
+
+
+@dataclasses.dataclass
+class Order:
+    """One order of one document. `starts`: token indices of its blocks; `steps` count from 0 in every block."""
+
+    label: str
+    tokenizer: str
+    ids: list[int] = dataclasses.field(default_factory=list)
+    starts: list[int] = dataclasses.field(default_factory=list)
+    steps: list[int] = dataclasses.field(default_factory=list)
+    nats: list[float] = dataclasses.field(default_factory=list)
+
+    def add(self, window: Mapping[str, Any], order: Mapping[str, Any]) -> None:
+        """Add the next window of the document, revealed in this order."""
+        self.starts += [len(self.ids) + start for start in window.get("starts") or [0]]
+        self.ids += window["ids"]
+        self.steps += order["reveal_steps"]
+        self.nats += [-log_prob for log_prob in order["token_logprobs"]]
+
+
+class Place(NamedTuple):
+    """A document among those of a report."""
+
+    task: str
+    number: int
+
+
+def documents(
+    traces: Traces, runs: Sequence[Run], most: int, tokenizer: str | None = None
+) -> tuple[list[dict[str, Any]], list[Note]]:
+    """The documents to show, `most` of each task, and notes. Those in the most traces come first, then the lowest.
+
+    `runs` name the models of their traces; a trace of none gets the name of its file. `tokenizer`: for all traces,
+    instead of their own.
+    """
+    orders = _orders_of_documents(traces, runs, tokenizer)
+    places: dict[str, list[Place]] = {}  # of each task
+    for place in orders:
+        places.setdefault(place.task, []).append(place)
+    chosen = []
+    for of_task in places.values():
+        chosen += sorted(of_task, key=lambda place: (-len(orders[place]), place.number))[:most]
+
+    shown: list[dict[str, Any]] = []
+    notes: list[Note] = []
+    values = 0
+    for place in chosen:
+        document, remarks = _document(place, orders[place])
+        values += sum(len(order["steps"]) for order in document["orders"])
+        if values > MAX_VALUES:
+            notes.append(Note(f"The document view is full: it shows {len(shown)} of {len(chosen)} documents."))
+            break
+        notes += remarks
+        if document["orders"]:
+            shown.append(document)
+    return shown, notes
+
+
+def _orders_of_documents(traces: Traces, runs: Sequence[Run], tokenizer: str | None) -> dict[Place, list[Order]]:
+    """The orders of each document that a trace holds, its windows joined."""
+    models = {run.trace: run.label for run in reversed(runs)}  # several runs may have written one trace
+    orders: dict[Place, dict[tuple[Path, str], Order]] = {}
+    for path in dict.fromkeys([*(run.trace for run in runs if run.trace), *traces.named]):
+        header = trace.spec(path)
+        spec = header["spec"]
+        name = tokenizer or str(header.get("tokenizer") or "")
+        for window in traces.read(path):
+            for rule, order in _orders(window, spec):
+                label = _label(models.get(path, path.stem), spec, rule)
+                of_document = orders.setdefault(Place(window["task"], window["doc"]), {})
+                of_document.setdefault((path, label), Order(label, name)).add(window, order)
+    return {place: list(of_document.values()) for place, of_document in orders.items()}
+
+
+def _orders(window: Mapping[str, Any], spec: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """The orders of a window of a document: of its own rule, and of the rules that a lattice followed."""
+    if window.get("task") is None or window.get("doc") is None or "generated" in window:
+        return
+    if window.get("request") or window.get("repeat"):  # of several answers the first
+        return
+    orders = {str(spec.get("rule", "")): window, **(window.get("rules") or {})}
+    for rule, order in orders.items():
+        if order.get("reveal_steps"):
+            yield rule, order
+
+
+def _label(model: str, spec: Mapping[str, Any], rule: str) -> str:
+    """The name of an order: model, rule, block and cache; without a rule, or for an estimate, also the estimator."""
+    entry = registry.ESTIMATORS.get(str(spec.get("estimator")))
+    if entry is not None and entry.causal:
+        return f"{model}, autoregressive"
+    parts = [model]
+    if entry is not None and not (entry.lattice and rule) and entry.name != "duel":
+        parts.append(entry.title)
+    parts += setting(rule, str(spec.get("block", "none")), spec.get("cache")).values()
+    return ", ".join(filter(None, parts))
+
+
+def _document(place: Place, orders: Iterable[Order]) -> tuple[dict[str, Any], list[Note]]:
+    """A document for the page. Orders share the pieces of their text if their ids and tokenizers are the same."""
+    name = f"{place.task} {place.number}"
+    pieces: dict[tuple[str, tuple[int, ...]], list[str]] = {}
+    shown = []
+    notes = []
+    for order in orders:
+        ids = tuple(order.ids[:MAX_TOKENS])
+        key = order.tokenizer, ids
+        try:
+            pieces[key] = pieces.get(key) or token_texts(ids, _load(order.tokenizer))
+        except DuelError as error:
+            notes.append(Note(advice=f"{order.label}, {name} is not shown: {error}"))
+            continue
+        if len(order.ids) > MAX_TOKENS:
+            notes.append(Note(f"The document view shows the first {MAX_TOKENS:,} tokens of {name}."))
+        starts = dict.fromkeys([0, *sorted(order.starts)])
+        shown.append(
+            {
+                "label": order.label,
+                "text": list(pieces).index(key),
+                "starts": [start for start in starts if start < MAX_TOKENS],
+                "steps": order.steps[:MAX_TOKENS],
+                "nats": [round(nats, 3) for nats in order.nats[:MAX_TOKENS]],
+            }
+        )
+    return {"task": place.task, "number": place.number, "pieces": [*pieces.values()], "orders": shown}, notes
+
+
+@functools.cache
+def _load(tokenizer: str) -> Any:
+    """A tokenizer, loaded when it is needed; raises DuelError if it cannot be."""
+    if not tokenizer:
+        raise DuelError("its trace names no tokenizer; pass a folder or a hub name with --tokenizer.")
+    from lm_eval_duel import denoisers
+
+    return denoisers.load_tokenizer({"tokenizer": tokenizer})
