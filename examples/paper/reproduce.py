@@ -289,7 +289,7 @@ def measure(checkpoint: Checkpoint, job: Any) -> dict[str, Any]:
     import yaml
 
     from lm_eval_duel.results import compare, read
-    from lm_eval_duel.results.published import PAPER_FILE
+    from lm_eval_duel.results.columns import PAPER_FILE
 
     if not job.finished:
         file = Path(job.config["use_cache"]).with_name("config.yaml")

@@ -24,9 +24,8 @@ from typing import Any, NamedTuple
 import yaml
 
 from lm_eval_duel.errors import DuelError, unknown
-from lm_eval_duel.results import compare, read
-from lm_eval_duel.results import tables as columns
-from lm_eval_duel.results.published import PAPER_FILE
+from lm_eval_duel.results import columns, compare, read
+from lm_eval_duel.results.columns import PAPER_FILE
 from lm_eval_duel.rules import parse as parse_rule
 
 RECIPES = Path(__file__).with_name("recipes.yaml")
@@ -99,7 +98,7 @@ def beside(job: Job) -> Iterator[tuple[str, ...]]:
         published, found = float(line["value"]), compare.task(job.task, runs, metric=line["metric"]).rows
         for row in (each.row for each in found if (each.row.estimator, each.row.rule) == name):
             change = f"{row.value - published:+.2f} ({100 * (row.value / published - 1):+.1f} %)"
-            values = f"{'≤ ' if row.bound else ''}{published:.2f}", columns.value(row), change
+            values = f"{'≤ ' if row.score.is_bound else ''}{published:.2f}", columns.value(row), change
             documents = f"{counts['effective']:,} of {counts['original']:,}"
             yield job.row, job.task, line["rule"] or row.estimator, *values, documents
 

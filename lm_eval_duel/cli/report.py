@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from lm_eval_duel.arguments import CHECKPOINT, TEXT, TRUTH, choice, whole
 from lm_eval_duel.console.command_line import PATH, Flag, Parser
 from lm_eval_duel.errors import DuelError, usage
-from lm_eval_duel.results import compare, own_files, page, published, read, trace
+from lm_eval_duel.results import columns, compare, files, page, read, trace
 from lm_eval_duel.results.report import collect, console, write
 
 SHOWN = 3  # documents of a task on the page
@@ -24,11 +24,11 @@ files. Intervals need samples: run lm_eval with --log_samples.
 def main(arguments: Sequence[str]) -> None:
     """Write a report and print its tables: `lm-eval-duel report`."""
     options = parse(arguments)
-    own_files.earlier(options.out)
+    files.earlier(options.out)
     report = collect(options)
     others = {"index.html": page.html(report, options.title)} if options.page else {}
-    files = write(report, options.out, options.figures, options.width, others)
-    print(console(report), f"wrote to {options.out}: {', '.join(files)}", sep="\n")
+    written = write(report, options.out, options.figures, options.width, others)
+    print(console(report), f"wrote to {options.out}: {', '.join(written)}", sep="\n")
 
 
 @usage()
@@ -67,5 +67,5 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     options.traces = [file for place in options.traces for file in trace.files(place)]
     for path in options.traces:
         trace.spec(path)  # raises DuelError for a file that is none
-    options.published = published.read(options.published)
+    options.published = columns.read_published(options.published)
     return options

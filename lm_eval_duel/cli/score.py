@@ -17,11 +17,12 @@ from lm_eval_duel.core.scores import perplexity, ratio
 from lm_eval_duel.errors import DuelError, too_few_documents, usage
 from lm_eval_duel.estimators.registry import Kind, find, is_bound, kind_of
 from lm_eval_duel.options import Options, model_of
-from lm_eval_duel.results import compare, match, read, report, tables
+from lm_eval_duel.results import columns as table_columns
+from lm_eval_duel.results import compare, match, read, report, traced
 from lm_eval_duel.results import stats as paired
 from lm_eval_duel.results.rows import Row
 from lm_eval_duel.results.runs import Run
-from lm_eval_duel.results.stats import PairedDifference, key_of
+from lm_eval_duel.results.stats import key_of
 from lm_eval_duel.results.table import LEVEL, Table, csv_text, number, spaced
 from lm_eval_duel.tasks import files
 from lm_eval_duel.text.annotated import count_units
@@ -32,7 +33,10 @@ if TYPE_CHECKING:
 RATES = {"token_perplexity": ".2f", "word_perplexity": ".2f", "bits_per_byte": ".4f"}  # format of each column
 FORMS = {"tokens": "d", "log_prob": ".2f", "log_prob_stderr": ".2f", **RATES}
 TASK = "score"  # what traces and results call these documents
-DIFFERENCE = [field.name for field in dataclasses.fields(PairedDifference)]  # entries of a comparison in --json
+DIFFERENCE = (  # entries of a comparison in --json
+    *("names", "unit", "documents", "perplexities", "stderrs", "kinds"),
+    *("difference", "interval", "verdict"),
+)
 TO_A_VERDICT = (
     f"A verdict takes {paired.FEW} or more distinct documents: score several files, each line of a .txt file "
     "(--lines), or a .jsonl file with a document in each row."
@@ -171,7 +175,7 @@ def compared(every: Sequence[dict[str, Any]]) -> tuple[compare.Comparison, str]:
     if not every[0]["total"]["bytes"]:
         raise DuelError("The texts are empty, so there is nothing to compare.")
     runs = [read.read_of_score(_place(n, figures), figures) for n, figures in enumerate(every, 1)]
-    runs, notes = read.Traces([]).attach(read.distinguish(runs))
+    runs, notes = traced.Traces([]).attach(read.distinguish(runs))
     baselines = report.baseline(runs)[0]
     same = all(match.same_tokens(runs[0], run, TASK) for run in runs)
     metric = match.PER_TOKEN if same else "bits_per_byte"
@@ -182,7 +186,7 @@ def compared(every: Sequence[dict[str, Any]]) -> tuple[compare.Comparison, str]:
         return next(row for row, same in task.same.items() if _is_value(run, row, *same))
 
     task = dataclasses.replace(task, pairs=[task.pair(row_of(runs[0]), row_of(run)) for run in runs[1:]])
-    parts = [tables.values(task).text(), tables.differences(task).text()]
+    parts = [table_columns.values(task).text(), table_columns.differences(task).text()]
     listed = [*(f"differs: {line}" for line in task.differences), *task.notes, *map(str, notes)]
     if len({document["sha256"] for document in every[0]["documents"]}) < paired.FEW:
         listed.append(TO_A_VERDICT)
@@ -274,7 +278,12 @@ def table(figures: dict[str, Any]) -> str:
     columns: dict[str, Callable[[dict[str, Any]], str]] = {"document": lambda row: row["document"]}
     for name, form in FORMS.items():
         columns[name] = _column(name, form, is_bound(figures["kind"]))
-    lines = [Table.of("", rows, columns).text(), "", *_about(figures), f"fingerprint {figures['fingerprint']}"]
+    lines = [
+        Table.from_records("", rows, columns).text(),
+        "",
+        *_about(figures),
+        f"fingerprint {figures['fingerprint']}",
+    ]
     return "\n".join(lines)
 
 

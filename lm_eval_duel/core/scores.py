@@ -133,7 +133,7 @@ class Value:
 
     @property
     def doubt(self) -> str:
-        """What keeps a comparison with this value from saying which is better; empty if nothing does."""
+        """The reason that a comparison with this value cannot say which is better; empty if it can."""
         return DOUBTS.get(self.kind, "")
 
     @property

@@ -17,15 +17,15 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lm_eval_duel.console import command_line as strict_json
+from lm_eval_duel.console import command_line
 from lm_eval_duel.console.command_line import one_line
-from lm_eval_duel.results import provenance, published, tables
+from lm_eval_duel.results import columns, files
 from lm_eval_duel.results.compare import ComparedRow, Comparison
 from lm_eval_duel.results.gaps import EXACT, MONTE_CARLO
 from lm_eval_duel.results.runs import Run
-from lm_eval_duel.results.standings import KINDS, MEAN, RankedMethod, Standing, Standings
+from lm_eval_duel.results.standings import AR, KINDS, MEAN, RankedMethod, Standing, Standings
 from lm_eval_duel.results.stats import UNCLEAR
-from lm_eval_duel.results.table import WORDS, Cell, Note, form_of, number, span, split
+from lm_eval_duel.results.table import WORDS, Cell, Note, number, split
 
 if TYPE_CHECKING:
     from lm_eval_duel.results.report import Report
@@ -74,14 +74,12 @@ def html(report: Report, title: str | None) -> str:
 
     style = (ASSETS / "style.css").read_text(encoding="utf-8")
     script = "\n".join((ASSETS / name).read_text(encoding="utf-8") for name in SCRIPTS)
-    found = report.standings
-    rows = [row for _, group in found.groups() for row in group]
-    columns = columns_of(report)
-    texts, remarks = _texts(rows, columns)
-    columns = [column for n, column in enumerate(columns) if any(texts[row][n] for row in rows)]
-    texts, remarks = _texts(rows, columns)
-    kinds = {row.method.kind for row in rows if row.method.rows}
-    kinds |= {"AR"} if any(row.method.named.run.autoregressive for row in rows) else set()
+    standings = report.standings
+    groups = standings.groups()
+    rows = [row for _, members in groups for row in members]
+    shown = [column for column in columns_of(report) if _is_filled(column, rows)]
+    texts, remarks = _texts(rows, shown)
+    folder = _folder(report.runs)
     environment = Environment(
         autoescape=True,
         loader=FileSystemLoader(ASSETS),
@@ -95,18 +93,18 @@ def html(report: Report, title: str | None) -> str:
         style=style,
         script=script,
         policy=f"default-src 'none'; img-src data:; style-src {_hash(style)}; script-src {_hash(script)}",
-        kinds={kind: meaning for kind, meaning in KINDS.items() if kind in kinds},
+        kinds=_legend(rows),
         switches=_switches(report),
-        hidden=FIRST_HIDDEN[: 1 if len(report.tasks) < 2 else None],
-        columns=columns,
-        groups=found.groups(),
+        hidden=FIRST_HIDDEN[:1] if len(report.tasks) < 2 else FIRST_HIDDEN,
+        columns=shown,
+        groups=groups,
         texts=texts,
         remarks=remarks,
-        plot=_plot(found, report.tasks),
-        details={row: _details(row.method, _folder(report.runs)) for row in rows},
-        published=[(source, published.table(source)) for source in report.published],
-        unchecked=published.UNCHECKED,
-        documents=strict_json.finite(report.documents),
+        plot=_plot(standings, report.tasks),
+        details={row: _details(row.method, folder) for row in rows},
+        published=[(source, columns.published(source)) for source in report.published],
+        unchecked=columns.UNCHECKED,
+        documents=command_line.finite(report.documents),
         notes=notes(report),
         date=datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
     )
@@ -117,30 +115,50 @@ def _hash(content: str) -> str:
     return f"'sha256-{digest}'"
 
 
-# ---------------------------------------------------------------- what is told
+# ---------------------------------------------------------------- sentences for readers
 
 
 def about(report: Report) -> str:
     """A description of the numbers, and of what they are ranked by."""
-    found, scored = report.standings, " ± is the standard error over documents." if report.scored else ""
+    standings = report.standings
     if not report.tasks:
         count = len(report.scored)
         tasks = "one task" if count == 1 else f"{count} tasks"
-        return f"Averages of {tasks}, without a rank: no result has a perplexity.{scored}"
-    units = list(dict.fromkeys(WORDS[task.metric] for task in report.tasks.values()))
-    if found.by == MEAN:
-        by = f"the {tables.mean_kind(found)} of {WORDS[found.metric]} over {len(found.mean_of)} tasks"
+        error = " ± is the standard error over documents." if report.scored else ""
+        return f"Averages of {tasks}, without a rank: no result has a perplexity.{error}"
+    if standings.by == MEAN:
+        by = f"the {standings.mean_kind} of {WORDS[standings.metric]} over {len(standings.mean_of)} tasks"
     else:
-        by = f"{WORDS[report.tasks[found.by].metric]} on {found.by}"
-    labels = list(dict.fromkeys(run.label for run in report.baselines))
-    parts = [
-        f"{', '.join(units).capitalize()}: lower is better.",
+        by = f"{WORDS[report.tasks[standings.by].metric]} on {standings.by}"
+    sentences = [
+        f"{', '.join(_units(report)).capitalize()}: lower is better.",
         f"Likelihoods and estimates are ranked by {by}; bounds (≤) and the oracle have no rank.",
-        f"Gaps are to {', '.join(labels)}." if labels else "",
-        "Intervals are 95 % intervals over documents. ± is the standard error of a Monte Carlo or sampled estimate.",
-        "Of accuracies, ± is the standard error over documents." if scored else "",
     ]
-    return " ".join(filter(None, parts))
+    if report.baselines:
+        sentences.append(f"Gaps are to {_baseline_names(report)}.")
+    sentences.append(
+        "Intervals are 95 % intervals over documents. ± is the standard error of a Monte Carlo or sampled estimate."
+    )
+    if report.scored:
+        sentences.append("Of accuracies, ± is the standard error over documents.")
+    return " ".join(sentences)
+
+
+def _units(report: Report) -> list[str]:
+    """The units of the perplexities of tasks, each once."""
+    return list(dict.fromkeys(WORDS[task.metric] for task in report.tasks.values()))
+
+
+def _baseline_names(report: Report) -> str:
+    return ", ".join(dict.fromkeys(run.label for run in report.baselines))
+
+
+def _legend(rows: Sequence[Standing]) -> dict[str, str]:
+    """The kinds of results that are on the page, and what each means."""
+    kinds = {row.method.kind for row in rows if row.method.rows}
+    if any(row.method.named.run.autoregressive for row in rows):
+        kinds.add(AR)
+    return {kind: meaning for kind, meaning in KINDS.items() if kind in kinds}
 
 
 def notes(report: Report) -> list[str]:
@@ -165,7 +183,7 @@ def _folder(runs: Sequence[Run]) -> str:
 def _details(method: RankedMethod, folder: str) -> dict[str, Any]:
     """The commands, the spec and the files that a row opens to."""
     return {
-        "commands": list(dict.fromkeys(map(provenance.command, method.runs))),
+        "commands": files.commands(method),
         "spec": ", ".join(f"{key}={value}" for key, value in method.named.run.spec.items()),
         "files": ", ".join(os.path.relpath(run.name, folder) for run in method.runs),
     }
@@ -176,29 +194,27 @@ def _details(method: RankedMethod, folder: str) -> dict[str, Any]:
 
 def columns_of(report: Report) -> list[Column]:
     """The columns of the page, empty ones included: of names, means, each task, cost and source."""
-    found = report.standings
-    names = tables.named([row.method.named for row in found.rows])
-    columns = [Column("#", lambda row: str(row.rank or ""))]
+    standings = report.standings
+    names = columns.names_of_rows([row.method.named for row in standings.rows])
+    found = [Column("#", columns.rank)]
     for head, cell in names.items():
-        columns.append(Column(head, lambda row, cell=cell: cell(row.method.named)))
-    if found.mean_of:
-        form = form_of(found.metric)
-        mean = tables.mean_title(found)
-        columns.append(Column(mean, lambda row: number(row.mean, form, bound=row.method.named.bound), "mean"))
-        columns.append(Column("mean rank", lambda row: number(row.mean_rank, ".2f"), "mean"))
+        found.append(Column(head, lambda row, cell=cell: cell(row.method.named)))
+    if standings.mean_of:
+        found.append(Column(columns.mean_title(standings), lambda row: columns.mean(standings, row), "mean"))
+        found.append(Column("mean rank", columns.mean_rank, "mean"))
     for group in ("value", "bits", "gap", "closed"):
-        columns += [_of_task(name, task, group) for name, task in report.tasks.items()]
+        found += [_of_task(name, task, group) for name, task in report.tasks.items()]
     for name in report.scored:
         metrics = dict.fromkeys(metric for run in report.runs for metric in run.scores(name))
-        columns += [_of_average(name, metric) for metric in metrics]
+        found += [_of_average(name, metric) for metric in metrics]
     return [
-        *columns,
+        *found,
         Column("NFE per token", lambda row: number(row.method.nfe_per_token, ".3f"), "cost"),
         Column("seconds per token", lambda row: number(row.method.seconds_per_token, ".2g"), "cost"),
         Column("device", lambda row: row.method.device, "source"),
         Column("parameters", lambda row: number(row.method.parameters, ",d"), "source"),
         Column("fingerprint", lambda row: row.method.fingerprint, "source"),
-        Column("versions", lambda row: ", ".join(map(" ".join, row.method.versions.items())), "source"),
+        Column("versions", _versions, "source"),
         Column("date", lambda row: row.method.date[:10], "source"),
     ]
 
@@ -206,19 +222,15 @@ def columns_of(report: Report) -> list[Column]:
 def _of_task(name: str, task: Comparison, group: str) -> Column:
     """A column of a task: its values, its bits per byte, its gaps, or its gaps closed."""
     cells: dict[str, tuple[str, Callable[[ComparedRow], Cell], Callable[[ComparedRow], str]]] = {
-        "value": (tables.SHORT[task.metric], _value, tables.interval),
+        "value": (columns.SHORT[task.metric], _value, columns.interval),
         "bits": ("bits/byte", _bits, _nothing),
-        "gap": ("gap", lambda each: tables.gap(each.row, each.gap), tables.gap_interval),
-        "closed": ("gap closed, %", _closed, lambda each: span(each.closed.interval, ".1f")),
+        "gap": ("gap", lambda each: columns.gap(each.row, each.gap), columns.gap_interval),
+        "closed": ("gap closed, %", _closed, columns.closed_interval),
     }
     head, cell, below = cells[group]
     if group == "closed" and all(each.closed.distinguishable is None for each in task.rows):
         cell = _nothing  # there is no ELBO to close a gap of
-
-    def of_row(show: Callable[[ComparedRow], Any]) -> Callable[[Standing], Any]:
-        return lambda row: show(row.method.rows[name]) if name in row.method.rows else ""
-
-    return Column(f"{name} {head}", of_row(cell), group, of_row(below))
+    return Column(f"{name} {head}", columns.on_task(name, cell), group, columns.on_task(name, below))
 
 
 def _nothing(each: ComparedRow) -> str:
@@ -227,43 +239,56 @@ def _nothing(each: ComparedRow) -> str:
 
 def _value(each: ComparedRow) -> Cell:
     """A value. Its remark says why it has no error or interval."""
-    return tables.value(each.row), Note.joined([Note(each.row.stderr_reason), each.no_interval.after("no interval: ")])
+    return columns.value(each.row), Note.joined([Note(each.row.stderr_reason), each.no_interval.after("no interval: ")])
 
 
 def _bits(each: ComparedRow) -> str:
     """Bits per byte, unless they are the value."""
-    return "" if each.row.metric == "bits_per_byte" else tables.value(each.row, "bits_per_byte")
+    return "" if each.row.metric == "bits_per_byte" else columns.value(each.row, "bits_per_byte")
 
 
 def _closed(each: ComparedRow) -> Cell:
-    text = tables.closed(each)
+    text = columns.closed(each)
     if text == UNCLEAR:
         return text, CLOSE
-    return text, Note.joined([Note(OF.get(each.closed.of, "") if text else ""), each.closed.reason])
+    whose_gap = OF.get(each.closed.of, "") if text else ""
+    return text, Note.joined([Note(whose_gap), each.closed.reason])
 
 
 def _of_average(name: str, metric: str) -> Column:
     def cell(row: Standing) -> Cell:
         run = row.method.scored.get(name)
-        return "" if run is None else tables.average(run, name, metric)
+        return "" if run is None else columns.average(run, name, metric)
 
     return Column(f"{name} {metric}", cell, "average")
 
 
+def _versions(row: Standing) -> str:
+    return ", ".join(f"{name} {version}" for name, version in row.method.versions.items())
+
+
 def _switches(report: Report) -> dict[str, str]:
     """The groups of columns that can be hidden, and what each is called."""
-    units = list(dict.fromkeys(WORDS[task.metric] for task in report.tasks.values()))
-    labels = list(dict.fromkeys(run.label for run in report.baselines))
+    units = _units(report)
     return {
         "mean": "means",
         "value": units[0] if len(units) == 1 else "perplexities",
         "bits": "bits per byte",
-        "gap": f"gap to {', '.join(labels)}",
+        "gap": f"gap to {_baseline_names(report)}",
         "closed": "gap closed",
         "average": "accuracies and other averages",
         "cost": "cost",
         "source": "provenance",
     }
+
+
+def _is_filled(column: Column, rows: Iterable[Standing]) -> bool:
+    """True if a cell of the column has a text or a remark."""
+    for row in rows:
+        text, note = split(column.cell(row))
+        if text or note.fact:
+            return True
+    return False
 
 
 def _texts(rows: Iterable[Standing], columns: Sequence[Column]) -> tuple[dict[Standing, list[str]], list[Remark]]:
@@ -276,7 +301,8 @@ def _texts(rows: Iterable[Standing], columns: Sequence[Column]) -> tuple[dict[St
             text, note = split(column.cell(row))
             if note.fact:
                 remark = remarks.setdefault(note.fact, Remark(f"[{len(remarks) + 1}]", note.fact, []))
-                remark.groups.extend({column.group} - {*remark.groups})
+                if column.group not in remark.groups:
+                    remark.groups.append(column.group)
                 text = f"{text}\u00a0{remark.mark}".strip()
             texts[row].append(text)
     return texts, list(remarks.values())
@@ -285,40 +311,50 @@ def _texts(rows: Iterable[Standing], columns: Sequence[Column]) -> tuple[dict[St
 # ---------------------------------------------------------------- the plot
 
 
-def _plot(found: Standings, tasks: Mapping[str, Comparison]) -> dict[str, Any] | None:
+def _plot(standings: Standings, tasks: Mapping[str, Comparison]) -> dict[str, Any] | None:
     """The plot of the values that rows are ranked by: where ticks, rows and the baseline stand, in pixels.
 
     A row has its value, and the ends of its interval if it has one. None if there is nothing to show.
     """
-    rows = {row: [row.main] for row in found.rows if row.main is not None}
-    for row, values in rows.items():
-        interval = row.method.rows[found.by].interval if found.by in row.method.rows else None
-        values += interval if interval and all(map(math.isfinite, interval)) else []
+    rows: dict[Standing, list[float]] = {}
+    for row in standings.rows:
+        if row.main is None:
+            continue
+        rows[row] = [row.main]
+        interval = row.method.rows[standings.by].interval if standings.by in row.method.rows else None
+        if interval and all(map(math.isfinite, interval)):
+            rows[row] += interval
     every = [value for values in rows.values() for value in values]
     if not every or min(every) == max(every):
         return None
-    low, high = min(every), max(every)
-    metric = found.metric if found.by == MEAN else tasks[found.by].metric
+    low = min(every)
+    high = max(every)
+    metric = standings.metric if standings.by == MEAN else tasks[standings.by].metric
     scale = math.log if metric != "bits_per_byte" and low > 0 else float
 
     def at(value: float) -> float:
         share = (scale(value) - scale(low)) / (scale(high) - scale(low))
         return round(MARGIN + share * (WIDTH - 2 * MARGIN), 1)
 
-    baselines = [row.main for row in rows if any(each.row.ar for each in row.method.rows.values())]
+    base = None
+    for row in rows:
+        if any(each.row.ar for each in row.method.rows.values()):
+            base = at(row.main)
     return {
         "width": WIDTH,
-        "ticks": [(at(tick), f"{tick:g}") for tick in _ticks(low, high)],
-        "rows": {row: list(map(at, values)) for row, values in rows.items()},
-        "base": at(baselines[-1]) if baselines else None,
+        "ticks": [(at(tick), number(tick, "g")) for tick in _ticks(low, high)],
+        "rows": {row: [at(value) for value in values] for row, values in rows.items()},
+        "base": base,
     }
 
 
 def _ticks(low: float, high: float) -> list[float]:
     """Round numbers between two values, five at most, and two at least if they are far enough apart."""
-    powers = range(math.floor(math.log10(low)) if low > 0 else -6, math.ceil(math.log10(high)) + 1)
+    first = math.floor(math.log10(low)) if low > 0 else -6
+    powers = range(first, math.ceil(math.log10(high)) + 1)
     for mantissas in MANTISSAS:
-        ticks = [m * 10.0**power for power in powers for m in mantissas if low <= m * 10.0**power <= high]
+        ticks = [mantissa * 10.0**power for power in powers for mantissa in mantissas]
+        ticks = [tick for tick in ticks if low <= tick <= high]
         if len(ticks) <= MOST_TICKS:
             break
     if len(ticks) > 1:

@@ -13,13 +13,13 @@ from urllib.parse import quote
 
 from lm_eval_duel.core.scores import METRICS
 from lm_eval_duel.errors import DuelError, usage
-from lm_eval_duel.results import columns, compare, figures, files, gaps, match, read, rows, standings, traces
+from lm_eval_duel.results import columns, compare, figures, files, gaps, match, read, rows, standings, traced
 from lm_eval_duel.results.compare import ComparedRow, Comparison
 from lm_eval_duel.results.figures import Image
 from lm_eval_duel.results.rows import Row
 from lm_eval_duel.results.runs import Documents, Run
 from lm_eval_duel.results.standings import RunCost, Standings
-from lm_eval_duel.results.table import WORDS, Note, Table, bullets, escape, form_of, number, plus_minus, spaced, span
+from lm_eval_duel.results.table import WORDS, Note, Table, bullets, escape, form_of, number, plus_minus, spaced
 from lm_eval_duel.rules.tables import without_defaults
 
 SINGLE = (
@@ -101,8 +101,8 @@ def collect(options: argparse.Namespace) -> Report:
     if not shown:
         raise DuelError(f"No perplexity ({', '.join(METRICS)}) to report: {'; '.join(map(str, notes))}")
     baseline_names = {run.name for run in ar}
-    found_traces = traces.Traces(options.traces)
-    shown, gone = found_traces.attach(shown)
+    traces = traced.Traces(options.traces)
+    shown, gone = traces.attach(shown)
     notes += gone
     baselines = [run for run in shown if run.name in baseline_names]
 
@@ -126,7 +126,7 @@ def collect(options: argparse.Namespace) -> Report:
         notes.append(Note(advice=figures.MISSING))
     documents: list[dict[str, Any]] = []
     if options.page:
-        documents, problems = traces.documents(found_traces, shown, options.shown, options.tokenizer)
+        documents, problems = traced.documents(traces, shown, options.shown, options.tokenizer)
         notes += problems
     return Report(
         runs=sorted(shown, key=lambda run: run not in baselines),
@@ -240,7 +240,7 @@ def _headline(name: str, base: Row | None, of_model: Sequence[ComparedRow]) -> s
 
 
 def _without_duel(of_model: Sequence[ComparedRow], against: str) -> str:
-    """What is known of a model without a DUEL row: its lowest likelihood or bound. `against`: the baseline."""
+    """The sentence about a model without a DUEL row: its lowest likelihood or bound. `against`: the baseline."""
     lowest = compare.lowest([each for each in of_model if each.row.score.is_likelihood])
     if lowest is None:
         return "the oracle only"

@@ -214,7 +214,7 @@ class Row:
 
 
 def baseline_remark(entry: registry.Entry) -> str:
-    """How the name of the baseline says what it is: another estimator than `ar` says that it is autoregressive."""
+    """A remark that a row is the baseline; one of another estimator than `ar` says that it is autoregressive."""
     return "baseline" if entry.name == "ar" else "AR baseline"
 
 

@@ -41,7 +41,9 @@ class Documents:
     def tokens(self) -> dict[str, float] | None:
         """The number of tokens of each document, if that of every one is known."""
         known = self.values.get("token_perplexity", {})
-        return None if len(known) < len(self.numbers) else {key: units for key, (_, units) in known.items()}
+        if len(known) < len(self.numbers):
+            return None
+        return {key: units for key, (_, units) in known.items()}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -197,8 +199,10 @@ class Run:
         if self.ours:
             return self.config.spec
         loaded = {key: value for key, value in self.config.model_args.items() if key not in NOT_IN_SPEC}
-        sha = {"model_sha": self.config.model_sha} if self.config.model_sha else {}
-        return loaded | {"dtype": self.dtype} | sha
+        loaded["dtype"] = self.dtype
+        if self.config.model_sha:
+            loaded["model_sha"] = self.config.model_sha
+        return loaded
 
     @property
     def pretrained(self) -> str:
@@ -248,8 +252,12 @@ class Run:
     @property
     def versions(self) -> dict[str, str]:
         """The versions of packages that the numbers depend on."""
-        named = {"lm_eval": self.header.lm_eval_version, "transformers": self.header.transformers_version}
-        return {name: version for name, version in named.items() if version} | self.duel.get("versions", {})
+        versions = {}
+        if self.header.lm_eval_version:
+            versions["lm_eval"] = self.header.lm_eval_version
+        if self.header.transformers_version:
+            versions["transformers"] = self.header.transformers_version
+        return versions | self.duel.get("versions", {})
 
     @property
     def cached(self) -> bool:
@@ -266,15 +274,23 @@ class Run:
         """The averages of a task other than perplexities, with their standard errors."""
         return self.every_task[name].scores if name in self.every_task else {}
 
+    @property
+    def has_results(self) -> bool:
+        """True if it holds anything that tables show."""
+        return any(task.metrics or task.scores for task in self.every_task.values())
+
     def left_out(self) -> list[str]:
         """Notes on the parts of the file that tables leave out."""
         file = self.short_name
         if not self.ours and not self.autoregressive:
             return [f"{file} is a result of --model {self.model}, not known to be autoregressive, and is left out."]
         notes = [f"{name} in {file} is a group of tasks and is left out." for name in self.groups]
-        empty = [name for name, task in self.every_task.items() if not (task.metrics or task.scores)]
-        notes += [f"{name} in {file} holds no perplexity and no accuracy, and is left out." for name in empty]
-        return notes if self.every_task else [*notes, f"{file} holds no perplexity and is left out."]
+        for name, task in self.every_task.items():
+            if not (task.metrics or task.scores):
+                notes.append(f"{name} in {file} holds no perplexity and no accuracy, and is left out.")
+        if not self.every_task:
+            notes.append(f"{file} holds no perplexity and is left out.")
+        return notes
 
     # ------------------------------------------------------------ of its config
 

@@ -1,4 +1,4 @@
-"""Results over tasks: the rows of one model under one method, its means and rank among the others, and what runs cost."""
+"""Results over tasks: the rows of one model under one method, with means and a rank, and what runs cost."""
 
 from __future__ import annotations
 

@@ -200,7 +200,7 @@ class PairedDifference:
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """What the values are, such as "a likelihood"."""
+        """The kinds of the values, such as "a likelihood"."""
         return tuple(value.label for value in self.values)
 
     def __str__(self) -> str:

@@ -1,7 +1,7 @@
 r"""Tables and their numbers: how a number is printed, and one table as text, Markdown, LaTeX or CSV.
 
-Numbers are formatted here and nowhere else. The LaTeX is a tabular for booktabs, with the remarks of its cells below it:
-columns that belong together stand below a common heading, and rules have the names of the paper. It takes
+Numbers are formatted here and nowhere else. The LaTeX is a tabular for booktabs, with the remarks of its cells below
+it: columns that belong together stand below a common heading, and rules have the names of the paper. It takes
 `\usepackage{booktabs}` and nothing else.
 """
 
@@ -181,7 +181,7 @@ class Table:
 
     @property
     def numeric(self) -> list[bool]:
-        """Whether each column holds numbers, which stand to the right."""
+        """For each column, True if it holds numbers, which stand to the right."""
         return [is_numeric(column) for column in zip(*self.rows, strict=True)]
 
     def text(self) -> str:

@@ -1,4 +1,4 @@
-"""What a report takes from traces: the values of documents, for intervals, and the orders of texts, for the page."""
+"""Traces as a report takes them: the values of documents, for intervals, and the orders of texts, for the page."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ class Order:
         self.nats += [-log_prob for log_prob in order["token_logprobs"]]
 
 
-class Place(NamedTuple):
+class DocumentKey(NamedTuple):
     """A document among those of a report."""
 
     task: str
@@ -103,18 +103,18 @@ def documents(
     instead of their own.
     """
     orders = _orders_of_documents(traces, runs, tokenizer)
-    places: dict[str, list[Place]] = {}  # of each task
-    for place in orders:
-        places.setdefault(place.task, []).append(place)
+    keys: dict[str, list[DocumentKey]] = {}  # of each task
+    for key in orders:
+        keys.setdefault(key.task, []).append(key)
     chosen = []
-    for of_task in places.values():
-        chosen += sorted(of_task, key=lambda place: (-len(orders[place]), place.number))[:most]
+    for of_task in keys.values():
+        chosen += sorted(of_task, key=lambda key: (-len(orders[key]), key.number))[:most]
 
     shown: list[dict[str, Any]] = []
     notes: list[Note] = []
     values = 0
-    for place in chosen:
-        document, remarks = _document(place, orders[place])
+    for key in chosen:
+        document, remarks = _document(key, orders[key])
         values += sum(len(order["steps"]) for order in document["orders"])
         if values > MAX_VALUES:
             notes.append(Note(f"The document view is full: it shows {len(shown)} of {len(chosen)} documents."))
@@ -125,10 +125,10 @@ def documents(
     return shown, notes
 
 
-def _orders_of_documents(traces: Traces, runs: Sequence[Run], tokenizer: str | None) -> dict[Place, list[Order]]:
+def _orders_of_documents(traces: Traces, runs: Sequence[Run], tokenizer: str | None) -> dict[DocumentKey, list[Order]]:
     """The orders of each document that a trace holds, its windows joined."""
     models = {run.trace: run.label for run in reversed(runs)}  # several runs may have written one trace
-    orders: dict[Place, dict[tuple[Path, str], Order]] = {}
+    orders: dict[DocumentKey, dict[tuple[Path, str], Order]] = {}
     for path in dict.fromkeys([*(run.trace for run in runs if run.trace), *traces.named]):
         header = trace.spec(path)
         spec = header["spec"]
@@ -136,9 +136,9 @@ def _orders_of_documents(traces: Traces, runs: Sequence[Run], tokenizer: str | N
         for window in traces.read(path):
             for rule, order in _orders(window, spec):
                 label = _label(models.get(path, path.stem), spec, rule)
-                of_document = orders.setdefault(Place(window["task"], window["doc"]), {})
+                of_document = orders.setdefault(DocumentKey(window["task"], window["doc"]), {})
                 of_document.setdefault((path, label), Order(label, name)).add(window, order)
-    return {place: list(of_document.values()) for place, of_document in orders.items()}
+    return {key: list(of_document.values()) for key, of_document in orders.items()}
 
 
 def _orders(window: Mapping[str, Any], spec: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
@@ -165,17 +165,17 @@ def _label(model: str, spec: Mapping[str, Any], rule: str) -> str:
     return ", ".join(filter(None, parts))
 
 
-def _document(place: Place, orders: Iterable[Order]) -> tuple[dict[str, Any], list[Note]]:
+def _document(key: DocumentKey, orders: Iterable[Order]) -> tuple[dict[str, Any], list[Note]]:
     """A document for the page. Orders share the pieces of their text if their ids and tokenizers are the same."""
-    name = f"{place.task} {place.number}"
+    name = f"{key.task} {key.number}"
     pieces: dict[tuple[str, tuple[int, ...]], list[str]] = {}
     shown = []
     notes = []
     for order in orders:
         ids = tuple(order.ids[:MAX_TOKENS])
-        key = order.tokenizer, ids
+        text = order.tokenizer, ids
         try:
-            pieces[key] = pieces.get(key) or token_texts(ids, _load(order.tokenizer))
+            pieces[text] = pieces.get(text) or token_texts(ids, _load(order.tokenizer))
         except DuelError as error:
             notes.append(Note(advice=f"{order.label}, {name} is not shown: {error}"))
             continue
@@ -185,13 +185,13 @@ def _document(place: Place, orders: Iterable[Order]) -> tuple[dict[str, Any], li
         shown.append(
             {
                 "label": order.label,
-                "text": list(pieces).index(key),
+                "text": list(pieces).index(text),
                 "starts": [start for start in starts if start < MAX_TOKENS],
                 "steps": order.steps[:MAX_TOKENS],
                 "nats": [round(nats, 3) for nats in order.nats[:MAX_TOKENS]],
             }
         )
-    return {"task": place.task, "number": place.number, "pieces": [*pieces.values()], "orders": shown}, notes
+    return {"task": key.task, "number": key.number, "pieces": [*pieces.values()], "orders": shown}, notes
 
 
 @functools.cache

@@ -193,7 +193,8 @@ def edit_samples(file, change, task="sotu"):
 def text_score(text, nats, tokens, estimator="duel", stderr=None, blocks=None, **spec):
     """A score as `Duel.score` returns it, of a text in one window. `stderr`: of draws; `blocks`: of an estimate."""
     window = Window((), tuple(text.encode()))
-    sums = Total.from_score(window, Score(nats, stderr=stderr, blocks=blocks), estimator)
+    worth, note = registry.worth(estimator, spec)
+    sums = Total.from_score(window, Score(nats, stderr=stderr, blocks=blocks, kind=worth, note=note), estimator)
     spec = {"estimator": estimator, **spec}
     kind = registry.kind_of(estimator, spec)
     bound, rest = kind == registry.Kind.UPPER_BOUND.value, ((-1.0,) * tokens, (0,) * tokens, None, None, (), ())

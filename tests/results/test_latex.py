@@ -8,8 +8,7 @@ import pytest
 from results import documents, hf, ours
 
 from lm_eval_duel.cli.report import main as report
-from lm_eval_duel.results import latex
-from lm_eval_duel.results.table import Bold, Head, Note, Table
+from lm_eval_duel.results.table import Bold, Head, Note, Table, latex_text
 
 NAMES = (r"\input{x} & % # $ ^ ~ { } \\ [2pt]", "[2pt] *", "a_b<c>", "-1", "x [9]")
 
@@ -28,11 +27,11 @@ def table(names=NAMES):
         Head("gap", "DUEL's gap", "value"): lambda name: (Bold("-0.25"), Note(f"of {name}", "run it again")),
         Head("its interval", "DUEL's gap", "95 % interval"): lambda name: "-0.5 to +0.5",
     }
-    return Table.of("A table", names, columns)
+    return Table.from_records("A table", names, columns)
 
 
 def test_rows_have_the_columns_of_the_heading():
-    text = latex.tabular(table())
+    text = table().latex()
     lines = [line for line in text.splitlines() if line.endswith(r"\\") and "superscript{1}~" not in line]
     body = text[: text.index(r"\end{tabular}")].splitlines()
     counts = {cells(line) for line in body if line.endswith(r"\\")}
@@ -41,10 +40,10 @@ def test_rows_have_the_columns_of_the_heading():
 
 
 def test_a_minus_is_one_and_remarks_are_text():
-    text = latex.tabular(table(["first", "second"]))
+    text = table(["first", "second"]).latex()
     assert r"$-$0.25\textsuperscript{1}" in text and r"$-$0.5 to +0.5" in text
     assert r"\textsuperscript{2}~of second" in text and "again" not in text, "advice is not for readers"
-    assert latex.escape("greedy - margin, log-odds of 1e-5") == "greedy $-$ margin, log-odds of 1e-5"
+    assert latex_text("greedy - margin, log-odds of 1e-5") == "greedy $-$ margin, log-odds of 1e-5"
 
 
 @pytest.mark.slow
@@ -58,7 +57,7 @@ def test_pdflatex_takes_every_table(tmp_path):
         ours(tmp_path / "results", docs=found, nfe=shift, **more)
     out = tmp_path / "out"
     report([str(tmp_path / "results"), "--out", str(out)])
-    (out / "names.tex").write_text(latex.tabular(table()))
+    (out / "names.tex").write_text(table().latex())
     files = sorted(out.glob("*.tex"))
     assert len(files) > 6
     inputs = "\n\n".join(rf"\input{{\detokenize{{{file.name}}}}}" for file in files)

@@ -17,9 +17,8 @@ from lm_eval_duel.core.scores import Value
 from lm_eval_duel.estimators import registry
 from lm_eval_duel.estimators.blocks import TwoPhaseBlocks
 from lm_eval_duel.estimators.registry import Kind
-from lm_eval_duel.results import compare as pairs
-from lm_eval_duel.results import read, stats
-from lm_eval_duel.results import stats as paired
+from lm_eval_duel.results import compare as side_by_side
+from lm_eval_duel.results import gaps, read, stats
 from lm_eval_duel.results.read import SCORE_VERSION
 from lm_eval_duel.results.rows import Row
 from lm_eval_duel.results.runs import SCHEMA
@@ -286,7 +285,7 @@ def score_file(name, found):
     documents = [
         {
             "document": "texts.txt:1",
-            "sha256": paired.key_of(score.text),
+            "sha256": stats.key_of(score.text),
             "tokens": len(score.tokens),
             "words": len(score.text.split()),
         }
@@ -328,7 +327,8 @@ def compared(first, second, low, high, documents=50):
     known = dict.fromkeys(f"text {n}:1" for n in range(documents))
     first, second = (replace(row, documents=known) for row in (first, second))
     draws = {first: np.linspace(low, high, 1000) + math.log(20.0), second: np.zeros(1000) + math.log(20.0)}
-    forward, backward = pairs.pair(first, second, draws), pairs.pair(second, first, draws)
+    forward = gaps.pair(first, second, draws)
+    backward = gaps.pair(second, first, draws)
     assert forward.verdict == backward.verdict
     assert forward.interval == pytest.approx([-value for value in reversed(backward.interval)])
     return forward.verdict
@@ -356,7 +356,9 @@ def test_rows_that_are_compared():
 
     def chosen(choice):
         shown = [SimpleNamespace(row=row) for row in entries]
-        return [(entries.index(pair.first), entries.index(pair.second)) for pair in pairs.choose(choice, shown, {})]
+        return [
+            (entries.index(pair.first), entries.index(pair.second)) for pair in side_by_side.choose(choice, shown, {})
+        ]
 
     assert chosen("rules") == [*((n, 2) for n in (0, 1, 3, 4, 5, 6)), (7, 8)]  # more than five: with the lowest
     assert len(chosen("all")) == 10 * 9 // 2 and all(10 not in pair for pair in chosen("all"))

@@ -5,7 +5,7 @@ import pytest
 from results import documents, hf, ours, trace
 
 from lm_eval_duel.cli import report
-from lm_eval_duel.results import player
+from lm_eval_duel.results import traced
 
 pytestmark = [
     pytest.mark.slow,
@@ -36,7 +36,7 @@ def page(tmp_path_factory):
         window |= {"reveal_steps": steps, "token_logprobs": [-0.5, -1.0, -7.0, None], "values": {"duel": None}}
         traces.append(str(trace(folder / f"{len(traces)}.jsonl", made(ours, nats, rule=rule), [window])))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(player, "token_texts", lambda ids, tokenizer: [f"<b>{n}</b> " for n in ids])
+        patch.setattr(traced, "token_texts", lambda ids, tokenizer: [f"<b>{n}</b> " for n in ids])
         words = ["--traces", *traces, "--tokenizer", "demo-mdm", "--published", "paper", "--page"]
         report.main([str(folder / "in"), "--out", str(folder / "site"), *words])
     return folder / "site" / "index.html"

@@ -13,9 +13,9 @@ from results import report as run
 from lm_eval_duel import demo
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.estimators import registry
-from lm_eval_duel.results import own_files, report, runs, tables
-from lm_eval_duel.results.own_files import stems
-from lm_eval_duel.results.trace import files
+from lm_eval_duel.results import columns, files, report, runs
+from lm_eval_duel.results.files import stems
+from lm_eval_duel.results.trace import files as trace_files
 
 TEXTS = [f"a text of number {n}" for n in range(4)]
 DOCS = {"sotu": documents((-30.0, -40.0, -50.0, -60.0), (10, 12, 14, 16), TEXTS)}
@@ -40,7 +40,7 @@ def made(tmp_path):
 def test_another_file_in_a_folder_of_traces_is_left_out(tmp_path, caplog):
     path = trace(tmp_path / "t.jsonl", ours(tmp_path / "results", docs=DOCS), [])
     (tmp_path / "samples.jsonl").write_text('{"doc_id": 0}\n')
-    assert files(str(tmp_path)) == [str(path)] and "samples.jsonl" in caplog.text
+    assert trace_files(str(tmp_path)) == [str(path)] and "samples.jsonl" in caplog.text
 
 
 @pytest.mark.parametrize("count", [15, pytest.param(200, marks=pytest.mark.slow)])
@@ -159,7 +159,7 @@ def test_an_accuracy_that_no_decoding_stands_behind_says_so(tmp_path):
     put(file, "results.lambada.acc,none", 0.0)
     put(file, "configs.lambada.output_type", "loglikelihood")
     run(tmp_path)
-    assert tables.NOT_DECODED in (tmp_path / "out" / "report.md").read_text()
+    assert columns.NOT_DECODED in (tmp_path / "out" / "report.md").read_text()
 
 
 def test_a_rule_of_fewer_documents_is_not_in_the_table(tmp_path):
@@ -261,7 +261,7 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path):
     made(tmp_path)
     for folder in ("/dev/null/report", tmp_path / ("x" * 300)):  # below a file, and a name that is too long
         with pytest.raises(DuelError, match=re.escape(f"--out {folder}")):
-            own_files.write(folder, {}, {})
+            files.write(folder, {}, {})
 
 
 def test_files_of_an_earlier_report_are_replaced_and_others_stay(tmp_path):

@@ -17,7 +17,7 @@ from lm_eval_duel.cli.report import parse
 from lm_eval_duel.console.command_line import one_line
 from lm_eval_duel.errors import UsageError
 from lm_eval_duel.options import Options
-from lm_eval_duel.results import as_csv, page, player, provenance, published
+from lm_eval_duel.results import columns, files, page, traced
 from lm_eval_duel.results.report import collect, markdown
 
 TEXTS = [f"text {n}" for n in range(3)]
@@ -239,7 +239,7 @@ def test_names_are_text_in_every_output(tmp_path):
         named(tmp_path, name)
     figure = ("MDLM", "duel", NAMES[0], "token_perplexity", "3", NAMES[2])
     with (tmp_path / "published.csv").open("w", encoding="utf-8", newline="") as file:
-        csv.writer(file).writerows([published.NEEDED, figure])
+        csv.writer(file).writerows([columns.NEEDED, figure])
     content = board(tmp_path, "--published", tmp_path / "published.csv")
     shown, text = page.html(content, NAMES[0]), markdown(content)
     for name in NAMES:
@@ -249,7 +249,7 @@ def test_names_are_text_in_every_output(tmp_path):
     for line in text.splitlines():
         assert not re.search(r"(?<!\\)[$<](?=[a-z/!])|(?<!\\)\[f\]\(", line), line
         assert not line.startswith("|") or len(re.findall(r"(?<!\\)\|", line)) in widths, line
-    for row in csv.reader(io.StringIO(as_csv.text(content.standings))):
+    for row in csv.reader(io.StringIO(files.csv_of(content.standings))):
         assert not [cell for cell in row if cell.startswith(("=", "@", "+", "\t")) or re.match(r"-[^\d]|-1\+", cell)]
 
 
@@ -267,7 +267,7 @@ def test_the_command_of_a_row_gives_the_options_of_its_run(given, config, seeded
     """The command is read by the program itself; its model args must be those of the results file."""
     config = {"limit": 3.0, "random_seed": 0, "numpy_seed": 1234, "torch_seed": 1234, "fewshot_seed": 1234} | config
     file = edit(made(tmp_path), lambda body: body["config"].update(config, model_args=given))
-    [[command]] = [list(map(provenance.command, row.method.runs)) for row in board(file).standings.rows]
+    [[command]] = [list(map(files.command, row.method.runs)) for row in board(file).standings.rows]
     words, seen = shlex.split(command), []
     assert words[:2] == ["lm-eval-duel", "run"] and "somebody" not in command and ("--seed" in words) == seeded
     monkeypatch.setattr(HarnessCLI, "execute", lambda self, args: seen.append(args))
@@ -301,7 +301,7 @@ def test_a_wrong_file_of_published_figures(tmp_path, lines, message):
 
 
 def test_windows_of_a_document_are_joined_and_an_infinite_cost_is_null(tmp_path, monkeypatch):
-    monkeypatch.setattr(player, "token_texts", lambda ids, tokenizer: [f"{n} " for n in ids])
+    monkeypatch.setattr(traced, "token_texts", lambda ids, tokenizer: [f"{n} " for n in ids])
     result, first = made(tmp_path), {"task": "sotu", "doc": 0, "request": 0, "window": 0, "values": {}}
     first |= {"ids": [5, 6, 7, 8], "starts": [0, 2], "reveal_steps": [0, 1, 1, 0], "token_logprobs": [-0.5, -1, -2, -4]}
     costly = {"window": 1, "ids": [9, 9], "starts": [0], "reveal_steps": [1, 0], "token_logprobs": [-1.0, None]}

@@ -33,7 +33,7 @@ def test_a_run_ends_with_an_infinite_word_perplexity(texts, tmp_path, capsys):
     results = content["results"]["duel_text"]
     assert results["word_perplexity,none"] is None and results["token_perplexity,none"] > 1
     assert content["nulls"] == {"results.duel_text.word_perplexity,none": REASON}
-    [found] = read.of_file(file)
+    [found] = read.from_file(file)
     assert found.tasks["duel_text"].metrics["word_perplexity"] == math.inf
 
 
