@@ -346,6 +346,6 @@ def test_texts_under_a_bound_are_those_of_the_rules_code(folders):
     """The rule beside an ELBO generates, so it is part of what texts are kept under."""
     arguments = {"pretrained": str(folders / "bert"), "device": "cpu", "estimator": "elbo", "mc_samples": 8}
     plain = DuelMDM(**arguments, rule="custom_rules:Stalls:mu=0.1").generation_spec
-    assert re.fullmatch("[0-9a-f]{12}", plain["rule_code"]) and plain["grid"] == "auto"
+    assert re.fullmatch("[0-9a-f]{12}", plain["rule_code"]) and plain["grid"] == "target"
     row = DuelMDM(**arguments, rule="custom_rules:Stalls:mu=0.1", grid="row").generation_spec
     assert fingerprint.digest(plain) != fingerprint.digest(row)

@@ -11,14 +11,13 @@ import hashlib
 import json
 import logging
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
+from lm_eval_duel import fingerprint
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.errors import naming
-from lm_eval_duel.estimators.base import Estimator
 from lm_eval_duel.harness.scoring import Batch, Evaluation, name
 from lm_eval_duel.harness.store import request_key
-from lm_eval_duel.options import Options
 from lm_eval_duel.text.generation import Generator, Settings, end_tokens
 
 if TYPE_CHECKING:
@@ -78,7 +77,7 @@ def _prompts(evaluation: Evaluation, batch: Batch) -> list[Prompt]:
     generators: dict[Settings, Generator] = {}
     prompts, notes = [], dict[str, list[str]]()  # warning -> the tasks that it is about
     cut = evaluation.text.cut_contexts
-    spec = evaluation.store.generation if evaluation.store is not None else ""
+    spec = fingerprint.digest(generation_spec(evaluation)) if evaluation.store is not None else ""
     for request, repeat in zip(batch.requests, batch.repeats, strict=True):
         key = key_of(request.task_name, request.doc_id, request.idx, repeat)
         with naming(name(request)):
@@ -102,18 +101,22 @@ def _prompts(evaluation: Evaluation, batch: Batch) -> list[Prompt]:
 
 def _description(evaluation: Evaluation, settings: Settings) -> str:
     """A description of how texts are generated, for the results."""
-    rule = "" if evaluation.estimator.decodes else f", rule={evaluation.sampler.rule}, block={evaluation.sampler.block}"
-    return settings.description + rule
+    sampler = evaluation.sampler
+    if sampler is evaluation.estimator:
+        return settings.description
+    parts = [settings.description, f"rule={sampler.rule}", f"block={sampler.block}"]
+    if sampler.denoiser.noise_training is not None:
+        parts.append(f"noise_seed={sampler.noise_seed}")
+    return ", ".join(parts)
 
 
-def generation_spec(spec: dict[str, str], estimator: Estimator, tokenizer: Any, options: Options) -> dict[str, str]:
-    """The spec of generated texts: also the rule, even if the estimator has none, the seed, and how ids become text."""
-    if not estimator.decodes:
-        spec = {**spec, "estimator": "duel", "block": str(options.block), "grid": options.grid}
-        spec |= options.rule.describe()
+def generation_spec(evaluation: Evaluation) -> dict[str, str]:
+    """The spec of generated texts: that of the sampler, the seed, and how ids become text."""
+    sampler = evaluation.sampler
+    tokenizer = evaluation.text.tokenizer
     return {
-        **spec,
-        "draw_seed": str(options.draw_seed),
+        **fingerprint.spec_of(sampler.denoiser, sampler, evaluation.text),
+        "draw_seed": str(evaluation.options.draw_seed),
         "ends": str(sorted(end_tokens(tokenizer))),
         "clean_up": str(bool(getattr(tokenizer, "clean_up_tokenization_spaces", False))),
     }

@@ -133,9 +133,9 @@ class DuelMDM(TemplateLM):
     def set_cache_hook(self, cache_hook: CacheHook) -> None:
         """Take the harness's response cache; raises DuelError if it was written under another spec."""
         if cache_hook.dbdict is not None:
-            path, generation = cache_hook.dbdict.filename, fingerprint.digest(self.generation_spec)
+            path = cache_hook.dbdict.filename
             cache_hook.dbdict.close()  # its file is opened in its place
-            store = ResponseCache(path, self.spec, followed_rules(self.estimator), generation)
+            store = ResponseCache(path, self.spec, followed_rules(self.estimator))
             cache_hook.dbdict = store
             if store.has_answers:
                 log.warning(
@@ -154,7 +154,7 @@ class DuelMDM(TemplateLM):
     @property
     def generation_spec(self) -> dict[str, str]:
         """The spec of generated texts."""
-        return generation_spec(self.spec, self.estimator, self.tokenizer, self.options)
+        return generation_spec(self.evaluation)
 
     @property
     def fingerprint(self) -> str:

@@ -24,6 +24,7 @@ from lm_eval_duel.core.scores import Counts, IndexedScores, Kind, Score
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.errors import InconsistentOutput, naming
 from lm_eval_duel.estimators import registry
+from lm_eval_duel.estimators.arguments import CommitOnceArguments
 from lm_eval_duel.estimators.base import Estimator
 from lm_eval_duel.estimators.duel import DuelEstimator
 from lm_eval_duel.estimators.totals import Total, Unfinished
@@ -231,10 +232,18 @@ class Evaluation:
 
     @cached_property
     def sampler(self) -> DuelEstimator:
-        """The distribution that texts are generated from: the estimator's, or if it cannot sample, that of `rule`."""
+        """The distribution that texts are generated from: the estimator's, or if it cannot sample, that of `duel`.
+
+        Of `duel_seeds` it is that of its first seed, with its other arguments.
+        """
         if self.estimator.decodes:
             return self.estimator
-        options = dataclasses.replace(self.options, estimator="duel", estimator_args=None)
+        own = self.options.estimator_args
+        arguments = None
+        if isinstance(own, CommitOnceArguments):  # without the number of seeds
+            fields = dataclasses.fields(CommitOnceArguments)
+            arguments = CommitOnceArguments(**{field.name: getattr(own, field.name) for field in fields})
+        options = dataclasses.replace(self.options, estimator="duel", estimator_args=arguments)
         sampler = registry.make(self.estimator.denoiser, options)
         sampler.count_into(self.counts)
         return sampler

@@ -216,13 +216,12 @@ def followed_rules(estimator: Estimator) -> dict[str, str]:
 class ResponseCache:
     """The records of this rank's file, and of the other ranks' files at the time when it is opened.
 
-    `follows`: the rules that a lattice follows, which must be equal like the spec. `generation`: the fingerprint of
-    generated texts. Raises DuelError for a file of another spec, or one that cannot be read.
+    `follows`: the rules that a lattice follows, which must be equal like the spec. Raises DuelError for a file of
+    another spec, or one that cannot be read.
     """
 
-    def __init__(self, path: str, spec: Mapping[str, str], follows: Mapping[str, str], generation: str):
+    def __init__(self, path: str, spec: Mapping[str, str], follows: Mapping[str, str]):
         self.path = Path(path)
-        self.generation = generation
         self.waiting: dict[str, Any] = {}  # records that the disk has not taken
         self.broken: set[Path] = set()  # files with records that cannot be read
         self.holders: dict[str, tuple[Path, sqlite3.Connection]] = {}  # another rank's file that holds a key

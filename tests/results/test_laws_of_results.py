@@ -367,3 +367,29 @@ def test_rows_that_are_compared():
 
 def test_two_digits_of_a_large_error_have_no_exponent():
     assert [number(value, ".2g") for value in (0.034, 4.5, 136.4, 1364.2)] == ["0.034", "4.5", "136", "1,364"]
+
+
+def test_no_gap_is_closed_between_two_samplers(tmp_path):
+    """Commit-once (`noise_seed`) and the sampler of `noised_elbo` are two laws: neither value bounds the other."""
+    sizes = [10 + n % 7 for n in range(12)]
+    noise = {"noise": "uniform", "noise_seed": "0"}
+    for model, estimator, rate, spec in (
+        ("Duo", "noised_elbo", 3.6, {"noise": "uniform", "steps": "inf"}),
+        ("Duo", "duel", 3.0, noise),
+        ("Duo", "duel_seeds", 3.1, {**noise, "noise_seeds": "8"}),
+        ("MDLM", "elbo", 3.6, {"elbo_block": "none"}),
+        ("MDLM", "duel", 3.0, {}),
+    ):
+        found = {"sotu": documents([-rate * size for size in sizes], sizes)}
+        block = "none" if "elbo" in estimator else "4"
+        ours(tmp_path / "results", model=model, estimator=estimator, docs=found, spec=spec, block=block)
+    hf(tmp_path / "ar", docs={"sotu": documents([-2.5 * size for size in sizes], sizes)})
+    printed = run(tmp_path, "--page")
+    table = printed["tasks"]["sotu"]["rows"]
+    closed = {(row["model"], row["estimator"]): row["gap_closed"] for row in table}
+    assert closed["MDLM", "duel"] is not None, "under masks a gap is closed"
+    noised = [row for row in table if row["model"] == "Duo"]
+    assert [(row["gap_closed"], row["elbo"]) for row in noised] == [(None, None)] * 3
+    assert all(row["gap_closed_reason"] for row in noised if row["estimator"] != "noised_elbo")
+    [headline] = [line for line in printed["tasks"]["sotu"]["headlines"] if "Duo" in line]
+    assert "closed" not in headline
