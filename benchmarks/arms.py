@@ -24,8 +24,8 @@ from benchmarks.random_network import PREFIX, RandomNetwork
 from benchmarks.recording import Recording
 from lm_eval_duel import denoisers
 from lm_eval_duel.core.denoiser import Denoiser
+from lm_eval_duel.core.float_noise import random_rows
 from lm_eval_duel.core.windows import Window
-from lm_eval_duel.denoisers import self_tests
 from lm_eval_duel.denoisers.cached.denoiser import Cached
 from lm_eval_duel.denoisers.dit.denoiser import DiTDenoiser, NoisedDiT
 from lm_eval_duel.denoisers.hub import pick_device
@@ -296,5 +296,5 @@ def _windows(denoiser: Denoiser, settings: argparse.Namespace) -> list[Window]:
     visible = max(denoiser.shift, int(denoiser.needs_visible or denoiser.seeds_blocks))
     if settings.length <= visible:
         raise DuelError(f"{name} needs a visible first token: pass --length 2 or more.")
-    rows = self_tests.random_rows(denoiser, settings.length, settings.windows, settings.seed).tolist()
+    rows = random_rows(denoiser, settings.length, settings.windows, settings.seed).tolist()
     return [Window(tuple(row[:visible]), tuple(row[visible:])) for row in rows]

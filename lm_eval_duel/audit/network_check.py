@@ -27,6 +27,7 @@ import torch
 from lm_eval_duel.audit import plain_networks as plain
 from lm_eval_duel.audit.networks import OneRow
 from lm_eval_duel.core.denoiser import Denoiser
+from lm_eval_duel.core.float_noise import random_rows
 from lm_eval_duel.core.lanes import Lanes, Rows, blocks
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.demo import BUNDLED, resolve
@@ -34,7 +35,6 @@ from lm_eval_duel.denoisers import hub
 from lm_eval_duel.denoisers.dit.denoiser import DiTDenoiser
 from lm_eval_duel.denoisers.hf.decoder import Decoder
 from lm_eval_duel.denoisers.hf.own_code import load_own_class
-from lm_eval_duel.denoisers.self_tests import random_rows
 from lm_eval_duel.denoisers.wrappers import Wrapper
 from lm_eval_duel.errors import first_line
 from lm_eval_duel.options import Options

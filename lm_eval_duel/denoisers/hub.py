@@ -14,7 +14,7 @@ import logging
 import os
 import pickle
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -34,9 +34,12 @@ log = logging.getLogger("lm_eval.duel_mdm")
 WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
 POINTER = b"version https://git-lfs"
 COMPUTED = ("rotary_emb.inv_freq",)  # buffers of a .ckpt's network: not parameters, so its EMA lacks them
+SHOWN = 10  # names shown for each kind of fault
 LONGEST_REASON = 800  # characters
 QUIET = {"_raise_exceptions_for_missing_entries": False}
 CAUSE = re.compile(r"WeightsUnpickler error:\s*(.*?)(?:\. |\n|$)")  # without torch's advice to run the file's code
+
+Shape = tuple[int, ...]
 
 
 def read_config(path: str, revision: str, needed: bool = True) -> dict[str, Any]:
@@ -272,3 +275,30 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
         yield
     finally:
         torch.set_default_dtype(before)
+
+
+# ---------------------------------------------------------------- tensors that fit
+
+
+def require_equal(
+    what: str, expected: Mapping[str, Shape], actual: Mapping[str, Shape], name: Callable[[str], str] = str
+) -> None:
+    """Raise DuelError, starting with `what`, unless a file has the tensors that a network expects; `name`: in it."""
+    misshapen = [
+        f"{name(key)} is {actual[key]}, not {shape}"
+        for key, shape in sorted(expected.items())
+        if actual.get(key, shape) != shape
+    ]
+    require_none(what, map(name, expected.keys() - actual), map(name, actual.keys() - expected), misshapen)
+
+
+def require_none(what: str, missing: Iterable[str], unknown: Iterable[str] = (), misshapen: Iterable[str] = ()) -> None:
+    """Raise DuelError, starting with `what`, if any tensor is missing, unknown or of another shape."""
+    kinds = {"missing": sorted(set(missing)), "unknown": sorted(set(unknown)), "of another shape": sorted(misshapen)}
+    parts = [
+        f"{len(lines)} {kind}: {', '.join(lines[:SHOWN])}{', ...' if len(lines) > SHOWN else ''}"
+        for kind, lines in kinds.items()
+        if lines
+    ]
+    if parts:
+        raise DuelError(f"{what}: {'; '.join(parts)}.")

@@ -27,15 +27,16 @@ from transformers import PreTrainedTokenizerBase
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from lm_eval_duel.core.denoiser import Denoiser
-from lm_eval_duel.denoisers import identity, loading, self_tests, user_module, vocabulary
-from lm_eval_duel.denoisers.checkpoint import Checkpoint
-from lm_eval_duel.denoisers.hf import families
+from lm_eval_duel.denoisers import loading, self_tests, user_module, vocabulary
+from lm_eval_duel.denoisers.checkpoint import Checkpoint, find_family, has_random_tokens, require_supported
 from lm_eval_duel.denoisers.hf.decoder import Decoder
+from lm_eval_duel.denoisers.hf.families import PLAIN
 from lm_eval_duel.denoisers.hf.own_code import OWN_CODE
 from lm_eval_duel.denoisers.hf.own_forward import MASKED_LM, MaskedLM
 from lm_eval_duel.denoisers.hf.pretrained import UNBOUNDED, Pretrained, is_native, trained_positions
 from lm_eval_duel.denoisers.hub import explained
 from lm_eval_duel.denoisers.load_options import LoadOptions
+from lm_eval_duel.denoisers.self_tests import buffers_kept, module_of
 from lm_eval_duel.denoisers.vocabulary import excluded_columns, find_mask_id, row_length
 from lm_eval_duel.errors import DuelError, require_known
 
@@ -64,7 +65,7 @@ def from_model(
     require_known("argument of from_model", network, ARGUMENTS)
     require_dtype(autocast)
     bare = user_module.unwrapped(model)
-    module = user_module.unwrapped(module) if module is not None else user_module.module_of(bare)
+    module = user_module.unwrapped(module) if module is not None else module_of(bare)
     if module is not None:
         user_module.require_whole(module)
     name = getattr(bare, "__name__", type(bare).__name__)
@@ -72,7 +73,7 @@ def from_model(
     ids: Any = tokenizer if tokenizer is not None else _AnyId(module)
     if weights == DIGEST and module is None:
         raise DuelError(f"weights={DIGEST!r} hashes a module, and {name} is a function: pass the module as module=.")
-    tests = user_module.buffers_kept(bare if module is None else module)
+    tests = buffers_kept(bare if module is None else module)
     evaluating = user_module.evaluating(module, options.device, autocast)
     with explained(name, "run network"), torch.no_grad(), tests, evaluating:
         plain = _plain(bare, options, ids, self_tests, module is not None)
@@ -288,14 +289,14 @@ def _of_transformers(model: Any, options: LoadOptions, tokenizer: Any, tested: b
             "from_model scores masked diffusion models, and attention=causal is for autoregressive ones: save a "
             "checkpoint and score it with estimator=ar."
         )
-    identity.require_supported({"architectures": [kind]}, options.name, options.family)
-    if identity.noise({"architectures": [kind]}):
+    require_supported({"architectures": [kind]}, options.name, options.family)
+    if has_random_tokens({"architectures": [kind]}):
         raise DuelError(f"{kind} is scored from a checkpoint, with estimator=noised_elbo; not in memory.")
-    found = families.find({"architectures": [kind]}, options, None)
+    found = find_family({"architectures": [kind]}, options, None)
     family = found or (MASKED_LM if native and options.shift_logits is None else OWN_CODE)
     if getattr(model.config, "attention_type", None) == "block_sparse":  # it depends on the length of earlier rows
         raise DuelError(f"{kind} has block-sparse attention: call its set_attention_type('original_full') first.")
-    kind_of = _DecoderInMemory if native and kind in families.PLAIN and found is not None else _MaskedLMInMemory
+    kind_of = _DecoderInMemory if native and kind in PLAIN and found is not None else _MaskedLMInMemory
     checkpoint = Checkpoint(options, config, family, tokenizer)
     denoiser: Pretrained = kind_of(checkpoint, config.get("vocab_size"))
     denoiser.refuses = tested

@@ -1,10 +1,19 @@
-"""Load a checkpoint: the reader of its network, and what is put around it.
+"""Load a checkpoint, step by step.
 
-config.json -> our own DiT (MDLM, BD3-LM, SEDD, GIDD, AR)    dit/checkpoint.py
-            -> transformers' decoders, explicit mask         hf/decoder.py, hf/families.py
-            -> transformers' masked LMs and causal LMs       hf/own_forward.py
-            -> DiffusionGemma of transformers                hf/diffusion_gemma.py
-            -> the checkpoint's own code, if trusted         hf/own_code.py
+    1  config.json and the options say what the checkpoint is         Checkpoint.open
+    2  a network that nothing here reads is refused                   Checkpoint.require_known_network
+    3  its tokenizer is read                                          Checkpoint.with_tokenizer
+    4  its reader makes the network, without weights                  reader_of
+    5  the network reads its weights, strictly, and is tested         fill
+    6  a cache, guidance and filters are put around it                wrapped
+
+The readers:
+
+    config.json -> our own DiT (MDLM, BD3-LM, SEDD, GIDD, AR)    dit/checkpoint.py
+                -> transformers' decoders, explicit mask         hf/decoder.py, hf/families.py
+                -> transformers' masked LMs and causal LMs       hf/own_forward.py
+                -> DiffusionGemma of transformers                hf/diffusion_gemma.py
+                -> the checkpoint's own code, if trusted         hf/own_code.py
 """
 
 from __future__ import annotations
@@ -17,13 +26,19 @@ from typing import TYPE_CHECKING, Any
 from lm_eval_duel.arguments import TRUTH
 from lm_eval_duel.core.denoiser import Denoiser
 from lm_eval_duel.demo import BUNDLED, resolve
-from lm_eval_duel.denoisers import hub, identity, vocabulary
+from lm_eval_duel.denoisers import hub, vocabulary
 from lm_eval_duel.denoisers.cached.denoiser import Cached
-from lm_eval_duel.denoisers.checkpoint import DIT_TOKENIZER, Checkpoint
+from lm_eval_duel.denoisers.checkpoint import (
+    DIT_TOKENIZER,
+    Checkpoint,
+    family_by_tensors,
+    is_diffusion_gemma,
+    is_dit,
+)
 from lm_eval_duel.denoisers.dit import checkpoint as dit
 from lm_eval_duel.denoisers.dit.denoiser import DiTDenoiser
 from lm_eval_duel.denoisers.filters import excluding, warped
-from lm_eval_duel.denoisers.hf import decoder, diffusion_gemma, families, own_code, own_forward
+from lm_eval_duel.denoisers.hf import decoder, diffusion_gemma, own_code, own_forward
 from lm_eval_duel.denoisers.hf.pretrained import Pretrained
 from lm_eval_duel.denoisers.load_options import LoadOptions, tokenizer_source
 from lm_eval_duel.denoisers.wrappers import Guided
@@ -53,34 +68,27 @@ def load_network(checkpoint: Checkpoint, tokenizer: PreTrainedTokenizerBase | No
     options = checkpoint.options
     checkpoint.require_known_network()
     with hub.explained(checkpoint.name):
-        if tokenizer is None:
-            checkpoint = checkpoint.with_tokenizer()
+        checkpoint = checkpoint.with_tokenizer(tokenizer)
+        if _may_be_diffugpt(checkpoint):
+            tensors = hub.tensor_names(checkpoint.local().name)
+            checkpoint = dataclasses.replace(checkpoint, family=family_by_tensors(checkpoint.config, tensors))
+        if checkpoint.runs_own_code:
+            denoiser: Denoiser = own_code.load(checkpoint.local())
         else:
-            checkpoint = dataclasses.replace(checkpoint, tokenizer=tokenizer)
-        denoiser = _read(checkpoint)
+            reader = reader_of(checkpoint)
+            knows_hub = reader in (own_forward.masked_lm, own_forward.causal_lm)
+            denoiser = reader(checkpoint if knows_hub else checkpoint.local()).fill()
     denoiser.special_tokens = vocabulary.expected(denoiser, checkpoint.tokenizer)
     if options.compile:
         denoiser.compile()
     return wrapped(denoiser, options)
 
 
-def _read(checkpoint: Checkpoint) -> Denoiser:
-    """The network of a checkpoint with its weights, tested."""
-    if _may_be_diffugpt(checkpoint):
-        names = hub.tensor_names(checkpoint.local().name)
-        checkpoint = dataclasses.replace(checkpoint, family=families.by_tensors(checkpoint.config, names))
-    if checkpoint.runs_own_code:
-        return own_code.load(checkpoint.local())
-    reader = reader_of(checkpoint)
-    if reader not in (own_forward.masked_lm, own_forward.causal_lm):  # which know the hub
-        checkpoint = checkpoint.local()
-    return reader(checkpoint).fill()
-
-
 def _may_be_diffugpt(checkpoint: Checkpoint) -> bool:
     """True for a GPT-2 by its config, whose tensors tell whether it became a diffusion model."""
-    gpt2 = checkpoint.family is None and checkpoint.config.get("model_type") == "gpt2" and not checkpoint.is_alone
-    return gpt2 and (os.path.isdir(checkpoint.name) or checkpoint.options.attention != "causal")
+    if checkpoint.family is not None or checkpoint.is_alone or checkpoint.config.get("model_type") != "gpt2":
+        return False
+    return os.path.isdir(checkpoint.name) or checkpoint.options.attention != "causal"
 
 
 def reader_of(checkpoint: Checkpoint) -> Callable[[Checkpoint], DiTDenoiser | Pretrained]:
@@ -91,7 +99,7 @@ def reader_of(checkpoint: Checkpoint) -> Callable[[Checkpoint], DiTDenoiser | Pr
     family = checkpoint.family
     if checkpoint.is_dit:
         return dit.unfilled
-    if identity.is_diffusion_gemma(checkpoint.config):
+    if is_diffusion_gemma(checkpoint.config):
         return diffusion_gemma.unfilled
     if checkpoint.options.attention == "causal" and (family is None or family.attention != "causal_prefix"):
         return own_forward.causal_lm
@@ -100,11 +108,16 @@ def reader_of(checkpoint: Checkpoint) -> Callable[[Checkpoint], DiTDenoiser | Pr
 
 def wrapped(denoiser: Denoiser, options: LoadOptions) -> Denoiser:
     """A denoiser under the cache, the guidance and the filters of the options."""
-    denoiser = Cached(denoiser, options.cache) if options.cache else denoiser
-    denoiser = Guided(denoiser, options.cfg_scale) if options.cfg_scale else denoiser
-    denoiser = excluding(denoiser, options.exclude_ids) if options.exclude_ids else denoiser
-    warpers = options.temperature, options.top_k, options.top_p
-    return denoiser if warpers == (None, None, None) else warped(denoiser, *warpers)
+    if options.cache:
+        denoiser = Cached(denoiser, options.cache)
+    if options.cfg_scale:
+        denoiser = Guided(denoiser, options.cfg_scale)
+    if options.exclude_ids:
+        denoiser = excluding(denoiser, options.exclude_ids)
+    warpers = (options.temperature, options.top_k, options.top_p)
+    if warpers != (None, None, None):
+        denoiser = warped(denoiser, *warpers)
+    return denoiser
 
 
 def load_tokenizer(arguments: Mapping[str, Any]) -> PreTrainedTokenizerBase:
@@ -121,8 +134,6 @@ def load_tokenizer(arguments: Mapping[str, Any]) -> PreTrainedTokenizerBase:
     name = resolve(name)
     trusted = TRUTH("trust_remote_code", arguments.get("trust_remote_code")) or False
     has_one = bool(arguments.get("tokenizer")) or (os.path.isdir(name) and vocabulary.has_tokenizer(name, revision))
-    if not has_one:
-        config = hub.read_config(name, revision)
-        if identity.is_dit(config, name) and not vocabulary.has_tokenizer(name, revision):
-            return vocabulary.load_tokenizer(DIT_TOKENIZER, trusted, "main")
+    if not has_one and is_dit(hub.read_config(name, revision), name) and not vocabulary.has_tokenizer(name, revision):
+        return vocabulary.load_tokenizer(DIT_TOKENIZER, trusted, "main")
     return vocabulary.load_tokenizer(name, trusted, revision)

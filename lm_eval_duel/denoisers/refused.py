@@ -7,9 +7,6 @@ that of another network. `lm-eval-duel list refused` prints the table.
 from __future__ import annotations
 
 import dataclasses
-import os
-import re
-from collections.abc import Collection
 
 from lm_eval_duel.errors import DuelError
 
@@ -110,18 +107,3 @@ ENTRIES = (
         named=r"^SDLLM-",
     ),
 )
-
-
-def require_covered(name: str, names: Collection[str], causal: bool) -> None:
-    """Raise DuelError if a checkpoint `name`, whose config.json has these class names and model type, is refused.
-
-    `causal`: it is scored as an autoregressive network, so what its name says does not count.
-    """
-    known = {given.lower(): given for given in names}
-    own_name = os.path.basename(name.rstrip("/"))
-    for entry in ENTRIES:
-        for kind in entry.classes:
-            if kind.lower() in known:
-                raise entry.error(name, kind)
-        if entry.named and not causal and re.search(entry.named, own_name, re.IGNORECASE):
-            raise entry.error(name, entry.checkpoint)

@@ -5,25 +5,33 @@ Shapes: R rows, L row length, B the trained block, D features, V tokens, T of th
 
 from __future__ import annotations
 
+import contextlib
+import inspect
 import logging
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 from lm_eval_duel.core.denoiser import Denoiser
-from lm_eval_duel.core.float_noise import is_routed
+from lm_eval_duel.core.float_noise import (
+    CAUSES,
+    COARSE,
+    FLOAT32,
+    ROUTED,
+    difference,
+    is_coarse,
+    is_routed,
+    random_rows,
+    spread,
+)
 from lm_eval_duel.core.reveal import VALUES, free
-from lm_eval_duel.denoisers import user_module
 from lm_eval_duel.denoisers.wrappers import Wrapper
 from lm_eval_duel.errors import DuelError
 
 log = logging.getLogger("lm_eval.duel_mdm")
 
-# differences of logits, in units of their standard deviation
-ALL_MASK_TOLERANCE = 1e-4  # float32; rotary networks reach 1.5e-6
-LOW_PRECISION_TOLERANCE = 0.05  # bfloat16, float16 and quantized weights
-BATCH_TOLERANCE = 1e-3  # when another position changes: mixtures of experts and 8-bit scales round differently
-BATCH_TOLERANCE_QUANTIZED = 0.5
+ALONE = 1e-4  # a difference in float32 where nothing else in the call changes; rotary networks reach 1.5e-6
 PADDING_TOLERANCE = {8: 1e-10, 4: 1e-5}  # of padding that is not seen, by item size; 1e-7 is usual in float32
 NOISE_FACTOR = 8  # of the noise between batches, if that is larger
 MOST_NOISE = 1e-4
@@ -31,13 +39,14 @@ ROTARY_TOLERANCE = 1e-5  # relative
 LENGTH = 8
 MANY = 128  # tokens of the rows among which a row is tested: enough to fill an expert's capacity
 REPEATED = 128  # positions; longer than the chunks in which some networks hash
+KEPT = 1 << 20  # values of a buffer that is restored: larger ones are weights
 LENGTHENED = ("dynamic", "longrope")  # rotary types that depend on the row length
 
 
 def run(denoiser: Denoiser, path: str, refuse: bool = True) -> None:
     """Run the self-tests; sets the detected properties on the denoiser, or with `refuse` raises DuelError."""
     # not inference_mode: a network may keep what it computes here, and be trained afterwards
-    with torch.no_grad(), user_module.buffers_kept(denoiser):
+    with torch.no_grad(), buffers_kept(denoiser):
         if denoiser.by_blocks:
             _by_blocks(denoiser, path)
             return
@@ -59,17 +68,9 @@ def run(denoiser: Denoiser, path: str, refuse: bool = True) -> None:
         )
 
 
-def random_rows(denoiser: Denoiser, length: int = LENGTH, rows: int = 2, seed: int = 1) -> torch.Tensor:
-    """Rows of random tokens (R, L), the same for the same seed."""
-    tokens = (~denoiser.excluded).nonzero()[:, 0]  # (T,)
-    generator = torch.Generator().manual_seed(seed)
-    draw = torch.randint(len(tokens), (rows, min(length, denoiser.max_length)), generator=generator)  # (R, L)
-    return tokens.cpu()[draw].to(denoiser.device)
-
-
 def probe_rows(denoiser: Denoiser) -> torch.Tensor:
     """Rows of random tokens (R, L) that begin and end with a visible one, with masks between if the network has any."""
-    rows = random_rows(denoiser)
+    rows = random_rows(denoiser, LENGTH)
     if denoiser.mask_id is not None:
         rows[:, 1:-1:2] = denoiser.mask_id
     return rows
@@ -120,13 +121,13 @@ def require_direction(denoiser: Denoiser, path: str, rows: torch.Tensor, logits:
         return
     changed, tokens = rows.clone(), (~denoiser.excluded).nonzero()[:, 0]  # (R, L), (T,)
     changed[:, -1] = torch.where(rows[:, -1] == tokens[0], tokens[-1], tokens[0])
-    difference = relative_difference(logits_of(denoiser, changed)[:, :-1], logits[:, :-1])
-    if denoiser.attention == "bidirectional" and difference == 0:
+    change = difference_of(logits_of(denoiser, changed)[:, :-1], logits[:, :-1])
+    if denoiser.attention == "bidirectional" and change == 0:
         raise DuelError(
             f"{path} is causal: its predictions ignore later tokens. If it is autoregressive, score it with "
             "estimator=ar. If its layers start at zero, train it for a few steps first."
         )
-    if denoiser.attention == "causal" and difference > _batch_tolerance(denoiser, logits):
+    if denoiser.attention == "causal" and change > noise_in_company(denoiser, logits):
         raise DuelError(
             f"{path} is not causal: its predictions depend on later tokens. Leave estimator=ar and attention=causal "
             "out."
@@ -153,11 +154,11 @@ def honours_padding(denoiser: Denoiser) -> bool:
 
     def effect(batch: torch.Tensor) -> float:
         pairs = zip(alone, batch, strict=False)  # the last row of the batch is not padded
-        return float(torch.tensor([relative_difference(row, padded[: len(row)]) for row, padded in pairs]).max())
+        return float(torch.tensor([difference_of(row, padded[: len(row)]) for row, padded in pairs]).max())
 
     if denoiser.quantized or together.dtype.itemsize < 4:  # noise is large and differs between networks
         return effect(together) < 0.1 * effect(unmasked)
-    noise = min(relative_difference(logits_of(denoiser, row)[0], together[-1]), MOST_NOISE)
+    noise = min(difference_of(logits_of(denoiser, row)[0], together[-1]), MOST_NOISE)
     return effect(together) <= max(PADDING_TOLERANCE[together.dtype.itemsize], NOISE_FACTOR * noise)
 
 
@@ -172,7 +173,7 @@ def require_repeatable(denoiser: Denoiser, path: str, length: int = REPEATED) ->
     """Raise DuelError if a network draws random numbers, as hashed attention does: it is not a function of the row."""
     row = half_masked(denoiser, length)  # (1, L)
     first = logits_of(denoiser, row)
-    if not relative_difference(first, logits_of(denoiser, row)) <= tolerance(denoiser, first, BATCH_TOLERANCE):
+    if not difference_of(first, logits_of(denoiser, row)) <= noise_alone(denoiser, first, FLOAT32):
         raise DuelError(
             f"{path} returns different logits each time for the same row of {row.shape[1]} positions: it draws random "
             "numbers, as hashed attention does, and gives no text a single likelihood."
@@ -192,19 +193,19 @@ def require_separate_rows(denoiser: Denoiser, path: str, tokens: int = MANY) -> 
         row[:, 1::2] = denoiser.mask_id
         strangers[1] = torch.full_like(row, denoiser.mask_id)
     alone, count = logits_of(denoiser, row)[0], max(3, tokens // row.shape[1] - 1)
-    allowed = _batch_tolerance(denoiser, alone) if alone.dtype.itemsize >= 4 else BATCH_TOLERANCE_QUANTIZED
+    allowed = noise_in_company(denoiser, alone) if alone.dtype.itemsize >= 4 else ROUTED
     if tokens > MANY and is_routed(denoiser):  # among many rows, noise may choose other experts
-        allowed = BATCH_TOLERANCE_QUANTIZED
-    if not relative_difference(logits_of(denoiser, row)[0], alone) <= allowed:
+        allowed = ROUTED
+    if not difference_of(logits_of(denoiser, row)[0], alone) <= allowed:
         return  # it draws random numbers, and `require_repeatable` refuses it
     for stranger in strangers:
         call = torch.cat([stranger.expand(count, -1), row])  # (count + 1, L)
         among = logits_of(denoiser, call, of=slice(-1, None))[0]  # (L, V)
-        if not relative_difference(among, alone) <= allowed:
+        if not difference_of(among, alone) <= allowed:
             raise DuelError(
-                f"{path} predicts differently for a row alone and for the same row in a batch: its rows influence "
-                "each other, as in a mixture of experts with a capacity, or batch normalisation in training mode. Put "
-                "every module into eval mode, and switch the capacity off."
+                f"{path} predicts differently for a row alone and for the same row in a batch: the other rows of a "
+                f"call change it, as {CAUSES} do. Put every module into eval mode, and make the network a function of "
+                "each row."
             )
     denoiser.separate_tokens = max(denoiser.separate_tokens, tokens)
 
@@ -218,7 +219,7 @@ def cover(denoiser: Denoiser, tokens: int) -> None:
         tokens = min(tokens, VALUES // plain.vocab_size)
     while 0 < plain.separate_tokens < tokens:
         try:
-            with torch.inference_mode(), user_module.buffers_kept(plain):
+            with torch.inference_mode(), buffers_kept(plain):
                 require_separate_rows(plain, str(getattr(plain, "path", "The network")), tokens)
             return
         except torch.OutOfMemoryError:  # neither will a call of the run have as many
@@ -226,11 +227,11 @@ def cover(denoiser: Denoiser, tokens: int) -> None:
             tokens //= 2
 
 
-def ties_when_all_mask(denoiser: Denoiser, length: int = 32, fine: float = ALL_MASK_TOLERANCE) -> bool:
+def ties_when_all_mask(denoiser: Denoiser, length: int = 32, fine: float = ALONE) -> bool:
     """True if a row of masks has the same distribution at every position, up to noise, which is `fine` in float32."""
     row = torch.full((1, min(length, denoiser.max_length)), denoiser.mask_id, device=denoiser.device)
     logits = logits_of(denoiser, row)[0]  # (L, V)
-    return relative_difference(logits, logits[:1].expand_as(logits)) <= tolerance(denoiser, logits, fine)
+    return difference_of(logits, logits[:1].expand_as(logits)) <= noise_alone(denoiser, logits, fine)
 
 
 def _by_blocks(denoiser: Denoiser, path: str) -> None:
@@ -248,11 +249,11 @@ def _by_blocks(denoiser: Denoiser, path: str) -> None:
     later, own = rows.clone(), rows.clone()
     later[:, block:] = rows[:, :1]
     own[:, -1] = denoiser.mask_id
-    if relative_difference(logits_of(denoiser, later)[:, :block], whole[:, :block]) > _batch_tolerance(denoiser, whole):
+    if difference_of(logits_of(denoiser, later)[:, :block], whole[:, :block]) > noise_in_company(denoiser, whole):
         raise DuelError(f"{path} is not {kind}: a later block changes the predictions of an earlier one.")
-    if block > 1 and relative_difference(logits_of(denoiser, own)[:, block:-1], whole[:, block:-1]) == 0:
+    if block > 1 and difference_of(logits_of(denoiser, own)[:, block:-1], whole[:, block:-1]) == 0:
         raise DuelError(f"{path} is causal inside its blocks: its predictions ignore later tokens of the block.")
-    denoiser.relative_positions = ties_when_all_mask(denoiser, block, BATCH_TOLERANCE)
+    denoiser.relative_positions = ties_when_all_mask(denoiser, block, FLOAT32)
     denoiser.honours_padding = True  # padding lies in later blocks, or is masked
 
 
@@ -280,19 +281,24 @@ def rotary_frequencies(model: torch.nn.Module, config: Any, path: str) -> None:
             )
 
 
-def tolerance(denoiser: Denoiser, logits: torch.Tensor, fine: float = ALL_MASK_TOLERANCE) -> float:
-    """The relative difference of logits that counts as noise of this network. `fine`: the one in float32."""
-    return LOW_PRECISION_TOLERANCE if denoiser.quantized or logits.dtype.itemsize < 4 else fine
+def difference_of(one: torch.Tensor, other: torch.Tensor) -> float:
+    """The largest difference of logits (..., V), in units of their spread; NaN if the first ones hold a NaN."""
+    return difference(one, other, spread(one))
 
 
-def _batch_tolerance(denoiser: Denoiser, logits: torch.Tensor) -> float:
-    """The tolerance where another position of the call changes."""
-    return BATCH_TOLERANCE_QUANTIZED if denoiser.quantized else tolerance(denoiser, logits, BATCH_TOLERANCE)
+def noise_alone(denoiser: Denoiser, logits: torch.Tensor, fine: float = ALONE) -> float:
+    """The difference that is float noise where nothing else in the call changes; `fine` in float32.
+
+    The dtype is that of the logits: a user's function may return coarser ones than its weights.
+    """
+    return COARSE if is_coarse(denoiser) or logits.dtype.itemsize < 4 else fine
 
 
-def relative_difference(a: torch.Tensor, b: torch.Tensor) -> float:
-    """The largest difference of logits, in units of their standard deviation."""
-    return float((a.double() - b.double()).abs().max() / a.double().std().clamp(min=1e-12))
+def noise_in_company(denoiser: Denoiser, logits: torch.Tensor) -> float:
+    """The difference that is float noise where another position of the call changes, as for `float_noise.tolerance`."""
+    if denoiser.quantized:  # the scales of 8 bits are made for all rows of a call together
+        return ROUTED
+    return noise_alone(denoiser, logits, FLOAT32)
 
 
 def _unscaled_length(denoiser: Denoiser) -> int | None:
@@ -306,3 +312,44 @@ def _unscaled_length(denoiser: Denoiser) -> int | None:
     lengths = [section.get(names[0]) for section in sections] + [getattr(config, name, None) for name in names]
     unscaled = min((length for length in lengths if length), default=0)
     return unscaled if denoiser.max_length > unscaled else None
+
+
+# ---------------------------------------------------------------- what calls leave behind
+
+
+def module_of(model: Any) -> torch.nn.Module | None:
+    """The module that every call runs, if it can be known."""
+    if isinstance(model, torch.nn.Module):
+        return model
+    if isinstance(model, Denoiser):
+        with contextlib.suppress(NotImplementedError):
+            return model.layers
+    owner = getattr(model, "__self__", None)  # of a bound method
+    return owner if isinstance(owner, torch.nn.Module) else None
+
+
+def modules_of(model: Any) -> list[torch.nn.Module]:
+    """The modules of a network that can be found, including the modules that a function refers to."""
+    if (module := module_of(model)) is not None:
+        return [module]
+    function = getattr(model, "function", model)
+    found = list(vars(model).values()) if isinstance(model, Denoiser) else []
+    if inspect.isfunction(function):
+        scope = inspect.getclosurevars(function)
+        found += [*scope.nonlocals.values(), *scope.globals.values()]
+    return [value for value in found if isinstance(value, torch.nn.Module)]
+
+
+@contextlib.contextmanager
+def buffers_kept(model: Any) -> Iterator[None]:
+    """Restore the buffers that calls of a network change, such as running statistics."""
+    own = [buffer for module in modules_of(model) for buffer in module.buffers()]
+    own = [buffer for buffer in own if buffer.numel() <= KEPT and not buffer.is_meta]
+    before = [buffer.clone() for buffer in own]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for buffer, value in zip(own, before, strict=True):
+                if buffer.shape == value.shape and not torch.equal(buffer, value):
+                    buffer.copy_(value)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import inspect
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -12,10 +11,9 @@ from typing import Any
 import torch
 
 from lm_eval_duel.core.denoiser import Denoiser
-from lm_eval_duel.denoisers.hf import weights
+from lm_eval_duel.denoisers.hf import pretrained
 from lm_eval_duel.errors import DuelError
 
-KEPT = 1 << 20  # values of a buffer that is restored: larger ones are weights
 # entries of a config on which no number depends, or that are known otherwise
 RUNTIME = ("_name_or_path", "dtype", "torch_dtype", "transformers_version", "use_cache")
 
@@ -95,44 +93,6 @@ def digest(module: torch.nn.Module) -> str:
     return total.hexdigest()[:12]
 
 
-def module_of(model: Any) -> torch.nn.Module | None:
-    """The module that every call runs, if it can be known."""
-    if isinstance(model, torch.nn.Module):
-        return model
-    if isinstance(model, Denoiser):
-        with contextlib.suppress(NotImplementedError):
-            return model.layers
-    owner = getattr(model, "__self__", None)  # of a bound method
-    return owner if isinstance(owner, torch.nn.Module) else None
-
-
-def modules_of(model: Any) -> list[torch.nn.Module]:
-    """The modules of a network that can be found, including the modules that a function refers to."""
-    if (module := module_of(model)) is not None:
-        return [module]
-    function = getattr(model, "function", model)
-    found = list(vars(model).values()) if isinstance(model, Denoiser) else []
-    if inspect.isfunction(function):
-        scope = inspect.getclosurevars(function)
-        found += [*scope.nonlocals.values(), *scope.globals.values()]
-    return [value for value in found if isinstance(value, torch.nn.Module)]
-
-
-@contextlib.contextmanager
-def buffers_kept(model: Any) -> Iterator[None]:
-    """Restore the buffers that calls of a network change, such as running statistics."""
-    own = [buffer for module in modules_of(model) for buffer in module.buffers()]
-    own = [buffer for buffer in own if buffer.numel() <= KEPT and not buffer.is_meta]
-    before = [buffer.clone() for buffer in own]
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for buffer, value in zip(own, before, strict=True):
-                if buffer.shape == value.shape and not torch.equal(buffer, value):
-                    buffer.copy_(value)
-
-
 def device_of(model: Any, module: torch.nn.Module | None, device: torch.device | str | None) -> torch.device:
     """The device on which a network takes its ids."""
     if device is not None or isinstance(model, Denoiser):
@@ -140,7 +100,7 @@ def device_of(model: Any, module: torch.nn.Module | None, device: torch.device |
     if module is None:
         return torch.device("cpu")
     if hasattr(module, "get_input_embeddings"):
-        return weights.device_of(module)
+        return pretrained.device_of(module)
     tensor = next(iter([*module.parameters(), *module.buffers()]), None)
     return torch.device("cpu") if tensor is None else tensor.device
 

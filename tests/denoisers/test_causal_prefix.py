@@ -16,6 +16,7 @@ from toys import CausalPrefix
 from benchmarks.loops import algorithm2
 from lm_eval_duel import denoisers
 from lm_eval_duel.audit import plain_networks as plain
+from lm_eval_duel.core.float_noise import random_rows
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.denoisers import self_tests
 from lm_eval_duel.errors import DuelError
@@ -102,7 +103,7 @@ def test_equals_the_authors_procedure(checkpoint, first_token, rule, threshold):
         nats, steps = generate(w, window, first_token == "causal", threshold)
         assert scored.near_ties == 0 and scored.reveal_steps == steps
         assert scored.token_logprobs == close_nats(nats)
-    rows = self_tests.random_rows(denoiser, 16, 3).tolist()
+    rows = random_rows(denoiser, 16, 3).tolist()
     windows = [Window(row[:2], row[2:]) for row in rows]
     loop = algorithm2(duel, windows)
     for row, scored in enumerate(duel.log_prob(windows)):
@@ -128,6 +129,6 @@ def test_rotary_positions_that_are_stretched(tmp_path):
     path, w = write(tmp_path, dataclasses.replace(CASE, config=config, net=net))
     denoiser = denoisers.load(path, device="cpu")
     assert denoiser.max_length == 28
-    ids, seen = self_tests.random_rows(denoiser, 28)[:1], plain.causal_prefix(28, 24)
+    ids, seen = random_rows(denoiser, 28)[:1], plain.causal_prefix(28, 24)
     features, _ = denoiser.stream(ids, torch.arange(28)[None], seen[None], None)
     assert (denoiser.head(features[0]) - plain.logits(net, w, ids[0].tolist(), seen)).abs().max() < 1e-4

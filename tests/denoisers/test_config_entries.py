@@ -15,8 +15,7 @@ from networks import DITS, NOISED, fitting, load, refused, textbook, written
 from lm_eval_duel import Duel
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.denoisers.dit import checkpoint
-from lm_eval_duel.denoisers.hf.families import NAMED, OVERRIDDEN
-from lm_eval_duel.denoisers.identity import HARMLESS
+from lm_eval_duel.denoisers.hf.families import HARMLESS, NAMED, OVERRIDDEN
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.harness.lm import DuelMDM
 

@@ -17,9 +17,8 @@ from networks import CAUSAL, DITS, MASKED_LMS, NAMES, PROTEINS, TEXTS, load, tex
 
 from lm_eval_duel import Duel, denoisers
 from lm_eval_duel.core import block_causal, row_checks
-from lm_eval_duel.core.float_noise import FLOAT32
+from lm_eval_duel.core.float_noise import FLOAT32, random_rows
 from lm_eval_duel.core.windows import Window
-from lm_eval_duel.denoisers import self_tests
 from lm_eval_duel.denoisers.cached.denoiser import Cached
 from lm_eval_duel.denoisers.dit.denoiser import DiTDenoiser
 from lm_eval_duel.denoisers.hf import families
@@ -142,7 +141,7 @@ def test_lanes_equal_the_textbook_loop(family, name, options, monkeypatch):
 @pytest.mark.parametrize(("name", "cache"), slow_but(DEMOS, DEMOS[:1]))
 def test_no_demonstration_network_is_stopped_by_its_rows(name, cache):
     network = denoisers.load(name, device="cpu")
-    rows = self_tests.random_rows(network, 24, 20).tolist()
+    rows = random_rows(network, 24, 20).tolist()
     duel = Duel(Cached(network, cache) if cache else network, "greedy:k=2")
     duel.log_prob([Window(row[:2], row[2 : 10 + n]) for n, row in enumerate(rows)])
     assert duel.counts.rows_checked >= row_checks.FIRST and duel.counts.rows_differing == 0

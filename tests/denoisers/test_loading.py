@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from lm_eval_duel import denoisers
 from lm_eval_duel.denoisers import refused as refusals
 from lm_eval_duel.denoisers import self_tests
-from lm_eval_duel.denoisers.hf import families
+from lm_eval_duel.denoisers.checkpoint import family_by_tensors
 from lm_eval_duel.errors import DuelError
 
 # ---------------------------------------------------------------- what a checkpoint is taken for
@@ -82,8 +82,8 @@ def test_networks_with_the_config_of_another_one_are_refused_by_name_unless_they
 def test_the_mask_of_diffugpt_is_that_of_its_size():
     for rows, mask in ((50257, 10541), (50258, 50257)):
         config = {**CASES["diffugpt"].config, "vocab_size": rows}
-        assert families.by_tensors(config, ["denoise_model.wpe.weight"]).mask_id == mask
-        assert families.by_tensors(config, ["transformer.wpe.weight"]) is None
+        assert family_by_tensors(config, ["denoise_model.wpe.weight"]).mask_id == mask
+        assert family_by_tensors(config, ["transformer.wpe.weight"]) is None
 
 
 @pytest.mark.parametrize("rows", [34, 40])

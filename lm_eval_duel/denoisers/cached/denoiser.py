@@ -14,6 +14,7 @@ import torch
 
 from lm_eval_duel.core.block_causal import PackedCall, rows_at
 from lm_eval_duel.core.denoiser import Denoiser
+from lm_eval_duel.core.float_noise import FLOAT32, random_rows
 from lm_eval_duel.core.hashing import hashed
 from lm_eval_duel.core.lanes import Lanes, Rows
 from lm_eval_duel.core.network import KeysValues
@@ -235,7 +236,7 @@ class Cached(Wrapper):
 
     def _try_out(self) -> int:
         """The number of values kept per position; raises NotSteered if a step without a reveal differs from the row."""
-        row = self_tests.random_rows(self)[:1]  # (1, L)
+        row = random_rows(self, self_tests.LENGTH)[:1]  # (1, L)
         length = row.shape[1]
         first, last = length // 3, max(length // 3 + 1, length - 2)
         row[:, first:last] = self.mask_id
@@ -247,8 +248,7 @@ class Cached(Wrapper):
         step = CachedStep(own, None, past, torch.cat([outside, own], 1), own - first)
         again = self.step(row[:, first:last], step)
         logits = [self.head(features).masked_fill(self.excluded, 0) for features in (whole[0, first:last], again[0])]
-        fine = self_tests.BATCH_TOLERANCE
-        if not self_tests.relative_difference(*logits) <= self_tests.tolerance(self, logits[0], fine):
+        if not self_tests.difference_of(*logits) <= self_tests.noise_alone(self, logits[0], FLOAT32):
             raise NotSteered("a step of a block in which nothing is revealed differs from the evaluation of the row")
         return sum(plane.shape[1] * plane.shape[3] for layer in layers for plane in layer)
 

@@ -23,8 +23,8 @@ from typing import Any
 import torch
 
 from lm_eval_duel.arguments import COUNT, PROBABILITY, TRUTH, ArgumentType
-from lm_eval_duel.denoisers import identity
-from lm_eval_duel.denoisers.checkpoint import Checkpoint
+from lm_eval_duel.denoisers.checkpoint import GIDD as GIDD_TYPE
+from lm_eval_duel.denoisers.checkpoint import MASKING, UNIFORM, Checkpoint, model_names, name_unread, unread_entries
 from lm_eval_duel.denoisers.dit.denoiser import ATTENTION, FAMILIES, GIDD, NOISED, SEDD, DiTDenoiser, NoisedDiT
 from lm_eval_duel.denoisers.dit.network import DiT, DiTConfig
 from lm_eval_duel.denoisers.load_options import LoadOptions
@@ -43,15 +43,15 @@ TOKENIZER = "gpt2"  # for the published checkpoints, which have none
 KINDS = {  # of families with a separate class
     "sedd": SEDD,
     **dict.fromkeys(FAMILIES, GIDD),
-    **dict.fromkeys(identity.UNIFORM, NoisedDiT),
+    **dict.fromkeys(UNIFORM, NoisedDiT),
 }
 READ = ("vocab_size", "hidden_dim", "n_blocks", "n_heads", "model_length", "cond_dim", "causal", "time_conditioning")
-READ += ("cross_attn", "adaln", "block_size", "cfg", "mask_token_id", *identity.MASKING)
+READ += ("cross_attn", "adaln", "block_size", "cfg", "mask_token_id", *MASKING)
 HARMLESS = {  # entries that change no number, and the reason
     **dict.fromkeys(("var_min", "sampling_eps_min", "sampling_eps_max"), "training"),
     "tie_word_embeddings": "the head is stored",
 }
-READ_BY_GIDD = (*GIDD_SIZES, "p_uniform", "t_eps", "mask_token_id", *identity.MASKING)
+READ_BY_GIDD = (*GIDD_SIZES, "p_uniform", "t_eps", "mask_token_id", *MASKING)
 READ_OF_SECTIONS = {  # SEDD's, by section
     "graph": ("type", "file", "report_all"),
     "model": ("hidden_size", "n_blocks", "n_heads", "cond_dim", "length", "scale_by_sigma", "name", "type", "dropout"),
@@ -76,7 +76,7 @@ def unfilled(checkpoint: Checkpoint) -> DiTDenoiser:
     if block is not None:
         options.require_block(block)
     row = row_length(options.name, options.max_length, length)
-    if family in identity.UNIFORM:  # all noise is random tokens
+    if family in UNIFORM:  # all noise is random tokens
         options.refuse(family, "mask_token_id")
         mask_id, columns = None, range(shape.vocab_size)
     else:  # BERT's [MASK] for LM1B; with GPT-2's tokenizer the last column; GIDD's columns after [MASK] are padding
@@ -84,7 +84,7 @@ def unfilled(checkpoint: Checkpoint) -> DiTDenoiser:
         known = last if family not in FAMILIES else GIDD_MASK if last >= GIDD_MASK else None
         mask_id = find_mask_id(options, config, tokenizer, known, shape.vocab_size)
         columns = range(mask_id if family in FAMILIES else shape.vocab_size)
-    noised = family == NOISED or family in identity.UNIFORM  # noise is over all columns, whatever the tokenizer
+    noised = family == NOISED or family in UNIFORM  # noise is over all columns, whatever the tokenizer
     tokens = set(columns) if tokenizer is None or noised else set(tokenizer.get_vocab().values())
     with torch.device("meta"):
         network = DiT(shape).eval()
@@ -101,25 +101,25 @@ def unfilled(checkpoint: Checkpoint) -> DiTDenoiser:
         denoiser.sigma = options.sigma
     denoiser.placed_on = options.device
     denoiser.unread_entries = unread(config)
-    identity.name_unread(config, denoiser.unread_entries, options.name, family)
+    name_unread(config, denoiser.unread_entries, options.name, family)
     return denoiser
 
 
 def unread(config: dict[str, Any]) -> tuple[str, ...]:
     """The entries of a config.json that are not read; those of a section as section.entry."""
-    names = [name.lower() for name in identity.model_names(config)]
+    names = [name.lower() for name in model_names(config)]
     if names:
-        return identity.unread_entries(config, READ_BY_GIDD if identity.GIDD in names else (*READ, *HARMLESS))
-    found = identity.unread_entries(config, ("tokens", *identity.MASKING, *READ_OF_SECTIONS, *OTHER_SECTIONS))
+        return unread_entries(config, READ_BY_GIDD if GIDD_TYPE in names else (*READ, *HARMLESS))
+    found = unread_entries(config, ("tokens", *MASKING, *READ_OF_SECTIONS, *OTHER_SECTIONS))
     for section, read in READ_OF_SECTIONS.items():
-        found += tuple(f"{section}.{key}" for key in identity.unread_entries(config[section], read))
+        found += tuple(f"{section}.{key}" for key in unread_entries(config[section], read))
     return found
 
 
 def read_shape(config: dict[str, Any], options: LoadOptions) -> tuple[str, DiTConfig, int, int | None]:
     """Family, network shape, row length and trained block; raises DuelError for a config that is wrong."""
-    name, names = options.name, [name.lower() for name in identity.model_names(config)]
-    if identity.GIDD in names:
+    name, names = options.name, [name.lower() for name in model_names(config)]
+    if GIDD_TYPE in names:
         return *_read_gidd(config, name), None
     if not names:
         return "sedd", *_read_sections(config, name), None
@@ -132,7 +132,7 @@ def read_shape(config: dict[str, Any], options: LoadOptions) -> tuple[str, DiTCo
         adaptive=not causal if adaptive is None else adaptive,
         time=bool(time),
     )
-    if names[0] in identity.UNIFORM:
+    if names[0] in UNIFORM:
         _require_uniform(config, name, names[0])
         return names[0], dataclasses.replace(shape, time=True), length, None
     block = COUNT("block_size", config.get("block_size"))

@@ -15,15 +15,21 @@ from typing import Any
 import torch
 import transformers
 
+from lm_eval_duel.core.float_noise import random_rows
 from lm_eval_duel.core.network import KeysValues, joined
 from lm_eval_duel.denoisers import hub, self_tests
-from lm_eval_duel.denoisers.checkpoint import Checkpoint
-from lm_eval_duel.denoisers.hf import block_routing, weights
+from lm_eval_duel.denoisers.checkpoint import Checkpoint, name_unread, unread_entries
+from lm_eval_duel.denoisers.hf import weights
 from lm_eval_duel.denoisers.hf.families import Family
 from lm_eval_duel.denoisers.hf.layouts import NEEDED, Config, Tensors, lookup
-from lm_eval_duel.denoisers.hf.pretrained import Pretrained, trained_positions
+from lm_eval_duel.denoisers.hf.pretrained import (
+    Pretrained,
+    misshapen,
+    quiet_transformers,
+    special_kwargs,
+    trained_positions,
+)
 from lm_eval_duel.denoisers.hub import pick_dtype
-from lm_eval_duel.denoisers.identity import name_unread
 from lm_eval_duel.denoisers.load_options import LoadOptions
 from lm_eval_duel.errors import DuelError
 
@@ -48,13 +54,13 @@ class Decoder(Pretrained):
         layers = [module for module in self.model.modules() if hasattr(module, "is_causal")]
         for layer in layers:
             layer.is_causal = False  # read only in calls without a mask
-        rows = self_tests.random_rows(self)  # (2, L)
+        rows = random_rows(self, self_tests.LENGTH)  # (2, L)
         with torch.inference_mode():
             masked = self.features(rows, None)  # (2, L, D)
             self.maskless = True
             unmasked = self.features(rows, None)
         self.maskless = False
-        return bool(layers) and self_tests.relative_difference(masked, unmasked) <= self_tests.tolerance(self, unmasked)
+        return bool(layers) and self_tests.difference_of(masked, unmasked) <= self_tests.noise_alone(self, unmasked)
 
     @property
     def layers(self) -> torch.nn.Module:
@@ -149,7 +155,7 @@ def unfilled(checkpoint: Checkpoint) -> StoredDecoder:
     denoiser.set_row_length(trained_positions(family, model_config.max_position_embeddings, config))
     denoiser.kind = getattr(transformers, CLASSES.get(family.native, f"{family.native}ForCausalLM"))
     denoiser.model_config = model_config
-    denoiser.unread_entries = family.unread(config)
+    denoiser.unread_entries = unread_entries(config, family.known_entries())
     refuse = family.closed and options.family is None
     name_unread(config, denoiser.unread_entries, options.name, family.name, refuse)
     return denoiser
@@ -229,7 +235,7 @@ class StoredDecoder(Decoder):
         """The network with every tensor of its folder; raises DuelError that names all tensors that do not fit."""
         family, config, kind, model_config = self.layout, self.config, self.kind, self.model_config
         options = self.options = weights.fetch_adapter(self.options)
-        model_kwargs = weights.quantization_kwargs(config, options) | weights.placement_kwargs(options)
+        model_kwargs = special_kwargs(config, options)
         stored = {key: value for key, value in hub.read_tensors(options.name).items() if not key.endswith(IGNORED)}
         tensors, origin = native_tensors(family, stored, config)
         table = tensors.get(TABLES.get(family.native, TABLE))
@@ -248,10 +254,10 @@ class StoredDecoder(Decoder):
             if model_config.tie_word_embeddings and HEAD not in tensors:
                 expected.pop(HEAD, None)
             actual = {key: tuple(value.shape) for key, value in tensors.items()}
-            weights.require_equal(what, expected, actual, lambda key: origin.get(key, key))
+            hub.require_equal(what, expected, actual, lambda key: origin.get(key, key))
         # quantized files may hold more than tensors (torchao's metadata), which only transformers can read
         from_files = packed and not family.rename
-        with weights.quiet_transformers():
+        with quiet_transformers():
             model, report = kind.from_pretrained(
                 options.name if from_files else None,
                 config=model_config,
@@ -263,23 +269,20 @@ class StoredDecoder(Decoder):
             )
         tied = {HEAD} if model_config.tie_word_embeddings else set()
         unknown = [key for key in report["unexpected_keys"] if not key.endswith(IGNORED)]
-        weights.require_none(what, set(report["missing_keys"]) - tied, unknown, weights.misshapen(report))
+        hub.require_none(what, set(report["missing_keys"]) - tied, unknown, misshapen(report))
         model = model if "device_map" in model_kwargs else model.to(options.device)
         model = weights.merge_adapter(model, options.peft, family)
-        if (scale := family.embedding_scale(config)) != 1:
-            model.get_input_embeddings().register_forward_hook(lambda _, ids, embedded: embedded * scale)
-        if capacity := family.expert_capacity(config):
-            block_routing.install(model, capacity)
+        family.finish(model, config)
         self_tests.rotary_frequencies(model, model_config, options.name)
         return model
 
 
-def _unfused_shapes(network: torch.nn.Module) -> dict[str, weights.Shape]:
+def _unfused_shapes(network: torch.nn.Module) -> dict[str, hub.Shape]:
     """Shapes of a network's tensors with one entry per expert, as in files.
 
     transformers 5 fuses the experts in the order of their numbers, and takes 0, 1, 77 as 0, 1, 2 without an error.
     """
-    shapes: dict[str, weights.Shape] = {}
+    shapes: dict[str, hub.Shape] = {}
     for key, value in network.state_dict().items():
         before, _, part = key.rpartition(".experts.")
         if part not in ("gate_up_proj", "down_proj"):

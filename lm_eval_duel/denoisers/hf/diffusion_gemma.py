@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import transformers
 
+from lm_eval_duel.core.float_noise import random_rows
 from lm_eval_duel.core.lanes import Lanes, Rows
 from lm_eval_duel.core.noise import NoiseTraining, Uniform, as_plugin, masked_tokens
 from lm_eval_duel.core.view import NoiseView, Positions, View, distinct
@@ -183,12 +184,11 @@ class Canvases(Pretrained):
 
     def _require_separate_canvases(self) -> None:
         """Raise DuelError if canvases of one call influence each other, or logits are not finite."""
-        rows = self_tests.random_rows(self, min(self.block or 1, self_tests.LENGTH) + 1)  # (2, W + 1)
+        rows = random_rows(self, min(self.block or 1, self_tests.LENGTH) + 1)  # (2, W + 1)
         past = self.encode(rows[:1, :1])
         logits = [self.head(self.decode(part, past, None)[0]) for part in (rows[:, 1:], rows[:1, 1:])]  # (W, V) each
         self_tests.require_finite(logits[0], self.path)
-        tolerance = self_tests.BATCH_TOLERANCE if self.dtype.itemsize >= 4 else self_tests.LOW_PRECISION_TOLERANCE
-        if (logits[0] - logits[1]).abs().max() > tolerance * logits[0].std():
+        if not self_tests.difference_of(*logits) <= self_tests.noise_in_company(self, logits[0]):
             raise DuelError(f"Canvases in one call of {self.path} influence each other.")
 
 

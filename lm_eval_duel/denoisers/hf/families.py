@@ -9,12 +9,9 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-import logging
-import os
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import field
-from pathlib import Path
 from typing import Any
 
 import transformers
@@ -22,12 +19,6 @@ import transformers
 from lm_eval_duel.arguments import COUNT
 from lm_eval_duel.denoisers.hf import layouts
 from lm_eval_duel.denoisers.hf.layouts import Config, Tensors
-from lm_eval_duel.denoisers.identity import class_names, unread_entries
-from lm_eval_duel.denoisers.load_options import LoadOptions
-from lm_eval_duel.denoisers.refused import NO_ORDER
-from lm_eval_duel.errors import DuelError, require_known
-
-log = logging.getLogger("lm_eval.duel_mdm")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,12 +46,12 @@ class Family:
     released: Mapping[str, Any] = field(default_factory=dict)
     harmless: Mapping[str, str] = field(default_factory=dict)  # entries that change no number, and the reason
     closed: bool = False  # other entries are refused, unless the user names the family: its class has changed before
-    embedding_scale: Callable[[Config], float] = lambda config: 1.0  # of the network's input
-    expert_capacity: Callable[[Config], int | None] = lambda config: None  # experts of a block, if it shares them
+    block_routes: bool = False  # the trained block chooses the experts of its tokens, so no other block may be given
     rename: tuple[tuple[str, str], ...] = ()  # tensor names to native ones: regular expressions, the first match counts
     adapt: Callable[[Config], dict[str, Any]] = lambda config: {}  # fields of this entry that a config decides
     translate_config: Callable[[Config], Config] = lambda config: {}  # native entries beyond renaming
     translate_tensors: Callable[[Tensors, Config], Tensors] = lambda tensors, config: tensors  # beyond renaming
+    finish: Callable[[Any, Config], None] = lambda model, config: None  # what the loaded native class still lacks
 
     def block_in(self, config: Config) -> int | None:
         """The trained block in a config.json."""
@@ -75,11 +66,11 @@ class Family:
             if config.get(key) is not None and not _is_right(config[key], right)
         ]
 
-    def unread(self, config: Config) -> tuple[str, ...]:
-        """The entries of a config.json that neither the native class nor this family reads."""
+    def known_entries(self) -> set[str]:
+        """The entries of a config.json that the native class or this family reads, or that change no number."""
         native = inspect.signature(getattr(transformers, f"{self.native}Config")).parameters
-        own = (*self.entries.values(), *self.values, *self.needs, *self.reads, *self.block_keys)
-        return unread_entries(config, {*native, *own, *self.released, *self.harmless, *READ, *OVERRIDDEN})
+        own = {*self.entries.values(), *self.values, *self.needs, *self.reads, *self.block_keys}
+        return {*native, *own, *self.released, *self.harmless, *READ, *OVERRIDDEN}
 
     def native_name(self, key: str) -> str:
         """The native name of a tensor."""
@@ -95,6 +86,51 @@ READ = (  # for every family, whether or not the native class declares them
     *("rope_theta", "rope_scaling", "rope_parameters"),
 )
 OVERRIDDEN = ("use_sliding_window", "sliding_window", "max_window_layers", "layer_types")  # every layer sees all it may
+_REASONS: dict[str, tuple[str, ...]] = {  # for networks in evaluation mode that are run here, and the entries
+    "names, versions and where files are": (
+        *("_name_or_path", "_commit_hash", "architectures", "auto_map", "model_type", "transformers_version"),
+        *("transformers_weights", "custom_pipelines", "base_model_name_or_path", "pretrained_model_path"),
+        *("llm_model_path", "tokenizer_class"),
+    ),
+    "the file's dtype, which `dtype=` overrides": ("dtype", "torch_dtype", "precision"),
+    "heads of classifiers": (
+        *("id2label", "label2id", "num_labels", "problem_type", "finetuning_task", "classifier_dropout"),
+        *("classifier_pooling", "summary_type", "summary_use_proj", "summary_activation", "summary_proj_to_labels"),
+    ),
+    "what a call returns, and whether it keeps keys": (
+        *("return_dict", "use_return_dict", "output_hidden_states", "output_attentions", "output_router_logits"),
+        *("use_cache", "keys_to_ignore_at_inference"),
+    ),
+    "initial weights": (
+        *("initializer_range", "initializer_factor", "init_std", "init_fn", "init_device", "init_cutoff_factor"),
+    ),
+    "dropout, which is off": (
+        *("dropout", "attention_dropout", "embedding_dropout", "residual_dropout", "output_dropout", "hidden_dropout"),
+        *("resid_pdrop", "embd_pdrop", "attn_pdrop", "hidden_dropout_prob", "attention_probs_dropout_prob"),
+        "summary_first_dropout",
+    ),
+    "losses and training": (
+        *("router_aux_loss_coef", "aux_loss_alpha", "gradient_checkpointing", "fuse_cross_entropy", "seq_length"),
+        *("dlm_loss_weight", "ar_loss_weight", "dp_varying_mask_ratio", "mtp_loss_scaling_factor", "skip_checkpoint"),
+    ),
+    "special tokens, which the tokenizer names": (
+        *("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "cls_token_id", "unk_token_id", "mask_token"),
+        "decoder_start_token_id",
+    ),
+    "samplers": (
+        *("task_specific_params", "num_diffusion_steps", "do_sample", "temperature", "top_k", "top_p", "num_beams"),
+        *("max_length", "min_length", "max_new_tokens", "repetition_penalty", "generation_config"),
+    ),
+    "how products are computed": (
+        *("attn_implementation", "_attn_implementation", "_attn_implementation_autoset", "attn_backend"),
+        *("flash_attention", "moe_backend", "pretraining_tp", "chunk_size_feed_forward", "ep_size", "use_deepep"),
+        *("micro_forward", "torchscript", "use_bfloat16", "debug"),
+    ),
+    "the tensors of the file decide, of which none may be missing or left over": (
+        *("tie_word_embeddings", "weight_tying", "num_nextn_predict_layers", "num_mtp_layers", "tie_encoder_decoder"),
+    ),
+}
+HARMLESS: dict[str, str] = {entry: reason for reason, entries in _REASONS.items() for entry in entries}
 
 
 def _is_right(value: Any, right: Any) -> bool:
@@ -212,8 +248,8 @@ FAMILIES: tuple[Family, ...] = (
         harmless=layouts.LLADA2_HARMLESS,
         reads=("expert_capacity", "routing_strategy"),
         closed=True,
-        expert_capacity=layouts.llada2_capacity,
         rename=layouts.LLADA2_KEYS,
+        adapt=layouts.llada2_fields,
         translate_config=layouts.llada2,
         translate_tensors=layouts.llada2_tensors,
     ),
@@ -274,76 +310,5 @@ FAMILIES += tuple(
     if family.name in ("llada", "dream")
 )
 NAMED = {family.name: family for family in FAMILIES}
+BY_CLASS = {name: family for family in FAMILIES for name in family.architectures}
 PLAIN = {f"{native}ForCausalLM": native for native in ("Llama", "Qwen2", "Qwen3", "Qwen3Moe", "Glm4Moe")}
-
-EDITS = re.compile(r"editing_threshold|edit_threshold")  # in the code of a network that edits revealed tokens
-
-
-def find(config: Config, options: LoadOptions, folder: str | None) -> Family | None:
-    """The family in the options, else by the class names in config.json; None if there is none.
-
-    `folder`: holds the checkpoint's code, which is only read. Raises DuelError for a network that looks autoregressive
-    if nothing says it was trained as a diffusion model, and for one that edits revealed tokens.
-    """
-    if options.family is not None:
-        require_known("family", [options.family], NAMED)
-        return _adapted(NAMED[options.family], config)
-    detected = options.attention is None
-    for name in class_names(config):
-        if family := next((family for family in FAMILIES if name in family.architectures), None):
-            if family.name == "llada2":
-                _require_no_edits(family, config, options.name, folder)
-            if detected:  # of some families the config is that of another one
-                family = _by_name(options.peft or "", "d2f", f"d2f-{family.name}") or family
-                family = _by_name(options.name, "bd3lm", f"{family.name}-bd3lm") or family
-            return _adapted(family, config)
-        if name in PLAIN and options.attention != "causal":
-            if detected and (family := _by_name(options.name, "diffullama", "diffullama")):
-                return family
-            if detected:
-                raise autoregressive(options.name, name)
-            return Family("decoder", PLAIN[name])
-    return None
-
-
-def autoregressive(name: str, classes: str) -> DuelError:
-    """The error for a checkpoint that looks autoregressive."""
-    return DuelError(
-        f"By its config.json {name} is a {classes}, autoregressive: add estimator=ar. If it was trained as a masked "
-        "diffusion model, pass family=<its family> (docs/checkpoints.md), or attention=bidirectional with "
-        "mask_token_id=<id>."
-    )
-
-
-def _by_name(path: str, word: str, family: str) -> Family | None:
-    """The family that the name of a checkpoint or an adapter says, if it holds `word`; else None."""
-    if family not in NAMED or word not in os.path.basename(path.rstrip("/")).lower():
-        return None
-    log.warning("By its name %s is taken as %s; its config does not say. Set family= to decide", path, family)
-    return NAMED[family]
-
-
-def _require_no_edits(family: Family, config: Config, path: str, folder: str | None) -> None:
-    """Raise DuelError if the code in a folder, or the config, says that revealed tokens are edited."""
-    family.expert_capacity(config)  # a strategy that is not known is refused with or without edits
-    code = Path(folder).glob("*.py") if folder else ()
-    edits = any(EDITS.search(file.read_text("utf-8", "replace")) for file in code)
-    inserts = any(config.get(key) is not None for key in layouts.INSERTING)
-    if not (edits or inserts):
-        return
-    remedy = "To score it without these edits, pass family=llada2."
-    if changed := family.unreleased(config):
-        remedy = f"Without these edits it is not supported either: its network is another one ({', '.join(changed)})."
-    raise DuelError(f"{path} edits revealed tokens when it generates (LLaDA2.1 and later), {NO_ORDER}. {remedy}")
-
-
-def by_tensors(config: Config, names: Iterable[str]) -> Family | None:
-    """The family whose files have tensors of these names, although their config is another network's, or None."""
-    if config.get("model_type") == "gpt2" and any(name.startswith(layouts.DIFFUGPT_TRUNK) for name in names):
-        return _adapted(NAMED["diffugpt"], config)
-    return None
-
-
-def _adapted(family: Family, config: Config) -> Family:
-    """The family with the fields that a config decides."""
-    return dataclasses.replace(family, **family.adapt(config))

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from lm_eval_duel.arguments import COUNT
+from lm_eval_duel.denoisers.hf import block_routing
 from lm_eval_duel.errors import DuelError
 
 Tensors = dict[str, torch.Tensor]
@@ -38,7 +39,18 @@ def unscaled_rotary(section: Any) -> bool:
     return not isinstance(section, dict) or (section.get("rope_type") or section.get("type") or "default") == "default"
 
 
+def scale_embedding(model: Any, config: Config) -> None:
+    """Scale the input of a LLaDA by the square root of its width, if its config says so (input_emb_norm).
+
+    The scale is not folded into the table, whose weights may be the head's, too.
+    """
+    if config.get("input_emb_norm"):
+        scale = config["d_model"] ** 0.5
+        model.get_input_embeddings().register_forward_hook(lambda module, ids, embedded: embedded * scale)
+
+
 LLADA: dict[str, Any] = {
+    "finish": scale_embedding,
     "entries": {
         "hidden_size": "d_model",
         "intermediate_size": "mlp_hidden_size",
@@ -68,7 +80,6 @@ LLADA: dict[str, Any] = {
             "MMaDA's images",
         ),
     },
-    "embedding_scale": lambda config: config["d_model"] ** 0.5 if config.get("input_emb_norm") else 1.0,
     "rename": (
         (r"^model\.transformer\.wte\.", "model.embed_tokens."),
         (r"^model\.transformer\.ln_f\.", "model.norm."),
@@ -230,15 +241,18 @@ def llada2(config: Config) -> Config:
     }
 
 
-def llada2_capacity(config: Config) -> int | None:
-    """The experts that a block shares (LLaDA2.2); raises DuelError for a strategy that is not known."""
-    strategy, capacity = config.get("routing_strategy"), config.get("expert_capacity")
+def llada2_fields(config: Config) -> dict[str, Any]:
+    """Routing by block (LLaDA2.2), if the config has it; raises DuelError for a strategy that is not known."""
+    strategy = config.get("routing_strategy")
+    capacity = COUNT("expert_capacity", config.get("expert_capacity"), " of config.json")
     if strategy is not None and (capacity is None or "block" not in str(strategy).lower()):
         raise DuelError(
             f"The config.json has routing_strategy={strategy!r} with expert_capacity={capacity!r}. Known are routing "
             "by block with an expert_capacity, and routing by token with neither entry."
         )
-    return COUNT("expert_capacity", capacity, " of config.json")
+    if capacity is None:
+        return {}
+    return {"block_routes": True, "finish": lambda model, config: block_routing.install(model, capacity)}
 
 
 INSERTING = ("delete_token_id", "split_token_id")  # LLaDA2: of networks that insert and delete tokens

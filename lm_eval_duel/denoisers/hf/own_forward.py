@@ -36,11 +36,10 @@ from transformers import (
 
 from lm_eval_duel.core.network import KeysValues
 from lm_eval_duel.denoisers import self_tests
-from lm_eval_duel.denoisers.checkpoint import Checkpoint
-from lm_eval_duel.denoisers.hf import families, weights
+from lm_eval_duel.denoisers.checkpoint import Checkpoint, autoregressive, name_unread, unread_entries
+from lm_eval_duel.denoisers.hf import weights
 from lm_eval_duel.denoisers.hf.families import Family
-from lm_eval_duel.denoisers.hf.pretrained import Pretrained, held_positions, is_native
-from lm_eval_duel.denoisers.identity import name_unread, unread_entries
+from lm_eval_duel.denoisers.hf.pretrained import Pretrained, held_positions, is_native, load_model
 from lm_eval_duel.errors import DuelError
 
 log = logging.getLogger("lm_eval.duel_mdm")
@@ -61,7 +60,7 @@ def masked_lm(checkpoint: Checkpoint) -> MaskedLM:
         raise DuelError(f"{options.name} ({classes}) is an encoder-decoder network, which this package does not score.")
     if type(model_config) not in MODEL_FOR_MASKED_LM_MAPPING:
         if type(model_config) in MODEL_FOR_CAUSAL_LM_MAPPING:
-            raise families.autoregressive(options.name, classes)
+            raise autoregressive(options.name, classes)
         raise checkpoint.unknown("which is neither a masked LM nor of a known diffusion family")
     require_known(config, options.name, MODEL_FOR_MASKED_LM_MAPPING[type(model_config)].__name__, SAME)
     options.refuse("masked LM", "shift_logits", "backend", "sigma", "first_token", "peft")
@@ -262,13 +261,18 @@ class MaskedLM(OwnForward):
 
     def _retest_in_float32(self) -> None:
         """Repeat self-tests in float32, if the network is small enough: rounding could hide weak effects."""
-        if sum(parameter.numel() for parameter in self.model.parameters()) <= COPIED_PARAMETERS:
-            splits, self.splits_head = self.splits_head, False
-            with _in_float32(self.model):
-                self.relative_positions = self_tests.ties_when_all_mask(self)
-                self.honours_padding = self.honours_padding and self_tests.honours_padding(self)
-                self_tests.require_separate_rows(self, self.path)
-            self.splits_head = splits
+        if sum(parameter.numel() for parameter in self.model.parameters()) > COPIED_PARAMETERS:
+            return
+        dtype = self.dtype
+        splits_head = self.splits_head
+        self.dtype = torch.float32
+        self.splits_head = False
+        with _in_float32(self.model):
+            self.relative_positions = self_tests.ties_when_all_mask(self)
+            self.honours_padding = self.honours_padding and self_tests.honours_padding(self)
+            self_tests.require_separate_rows(self, self.path)
+        self.dtype = dtype
+        self.splits_head = splits_head
 
 
 class CausalLM(OwnForward):
@@ -282,7 +286,7 @@ class CausalLM(OwnForward):
         softcap = getattr(self.model_config, "attn_logit_softcapping", None)
         model_kwargs: dict[str, Any] = {"attn_implementation": "eager"} if softcap else {}
         model_kwargs["trust_remote_code"] = options.trust_remote_code
-        model = weights.load_model(self.kind, self.model_config, self.config, options, **model_kwargs)
+        model = load_model(self.kind, self.model_config, self.config, options, **model_kwargs)
         model = weights.merge_adapter(model, options.peft)
         if not is_native(model):  # transformers 5 leaves the frequencies of own code uninitialised
             self_tests.rotary_frequencies(model, self.model_config, options.name)

@@ -8,11 +8,14 @@ Shapes: V tokens.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
+from transformers.utils import cached_file
 
 from lm_eval_duel import fingerprint
 from lm_eval_duel.arguments import TRUTH
@@ -20,6 +23,8 @@ from lm_eval_duel.core.denoiser import Denoiser
 from lm_eval_duel.denoisers.checkpoint import Checkpoint
 from lm_eval_duel.denoisers.hf import weights
 from lm_eval_duel.denoisers.hf.families import Family
+from lm_eval_duel.denoisers.hf.weights import CONFIG_KEY
+from lm_eval_duel.denoisers.hub import QUIET, SHOWN, pick_dtype, read_tensors, require_none
 from lm_eval_duel.denoisers.load_options import LoadOptions
 from lm_eval_duel.denoisers.vocabulary import excluded_columns, find_mask_id, require_fit, row_length
 from lm_eval_duel.errors import DuelError
@@ -27,6 +32,8 @@ from lm_eval_duel.errors import DuelError
 log = logging.getLogger("lm_eval.duel_mdm")
 
 LENGTHS = ("max_position_embeddings", "max_sequence_length", "model_length", "n_positions", "max_seq_len", "n_ctx")
+LOGGERS = ("transformers.modeling_utils", "transformers.utils.loading_report")
+REPORTS = ("LOAD REPORT", "newly initialized", "were not used when initializing")
 UNBOUNDED = 1_000_000  # tokenizers without a length report 1e30
 
 
@@ -71,7 +78,7 @@ class Pretrained(Denoiser):
 
     def read(self) -> Any:
         """The network with its weights."""
-        return weights.load_model(self.kind, self.model_config, self.config, self.options)
+        return load_model(self.kind, self.model_config, self.config, self.options)
 
     def fill(self) -> Pretrained:
         """Read the weights, and test the network."""
@@ -81,8 +88,8 @@ class Pretrained(Denoiser):
     def take(self, model: Any) -> None:
         """Give it its network, in eval mode."""
         self.model = model
-        self.device = weights.device_of(model)
-        self.quantized = weights.is_quantized(model)
+        self.device = device_of(model)
+        self.quantized = is_quantized(model)
         self.dtype = next(model.parameters()).dtype
         if self.quantized:  # some packages unpack weights only when the whole network is called
             with torch.no_grad():
@@ -114,8 +121,9 @@ class Pretrained(Denoiser):
             "mask_token_id": self.mask_id,
             "vocabulary": self.vocabulary,
             "relative_positions": self.relative_positions,
-            **weights.quantization_entries(self.model),
         }
+        if self.quantized:
+            described |= weights.quantization_entries(self.model)
         if self.family != "masked-lm" or self.shift or self.attention != "bidirectional":
             described |= {"attention": self.attention, "shift": self.shift}
         if self.by_blocks:
@@ -155,7 +163,7 @@ def trained_block(family: Family, config: dict[str, Any], options: LoadOptions) 
     """The trained block, from the config, else from the options, else from the family."""
     if in_config := family.block_in(config):
         return in_config
-    if isinstance(options.block, int) and family.expert_capacity(config) is None:  # else the block routes its experts
+    if isinstance(options.block, int) and not family.block_routes:
         if family.block is not None and options.block not in (family.block, family.published_block):
             log.warning(
                 "%s networks are trained on blocks of %d; using block=%d", family.name, family.block, options.block
@@ -203,3 +211,105 @@ def _table_after_padding(model: torch.nn.Module) -> Any:
 def is_native(model: torch.nn.Module) -> bool:
     """True if the class of a network belongs to transformers, not to a checkpoint's own code."""
     return type(model).__module__.startswith("transformers.")
+
+
+# ---------------------------------------------------------------- weights
+
+
+def load_model(
+    auto_class: Any, model_config: Any, config: dict[str, Any], options: LoadOptions, **model_kwargs: Any
+) -> Any:
+    """The network of a checkpoint in a class of transformers, on its device. Unused tensors are a warning only.
+
+    Raises:
+        DuelError: A tensor is missing or has another shape, or a file is broken.
+    """
+    if cached_file(options.name, "adapter_config.json", revision=options.revision, **QUIET) is not None:
+        raise DuelError(
+            f"{options.name} holds an adapter (adapter_config.json) next to its weights. Use a copy without the "
+            "adapter's files, and pass peft=<their folder> to add it."
+        )
+    quantized = needs_quantization(config, options)
+    model_kwargs |= special_kwargs(config, options)
+    try:
+        with contextlib.nullcontext() if quantized else quiet_transformers():
+            model, report = auto_class.from_pretrained(
+                options.name,
+                config=model_config,
+                dtype=pick_dtype(options.dtype, options.device),
+                revision=options.revision,
+                ignore_mismatched_sizes=not quantized,  # reported, and raised below; packed weights need False
+                output_loading_info=True,
+                **model_kwargs,
+            )
+    except Exception:
+        if os.path.isdir(options.name):
+            read_tensors(options.name)  # raises an error that names the broken file
+        raise
+    missing = report["missing_keys"]
+    unknown = report["unexpected_keys"]
+    wrong = misshapen(report)
+    if missing or wrong:
+        what = f"The weights of {options.name} do not fill {type(model).__name__}"
+        require_none(what, missing, unknown, wrong)
+    if is_quantized(model):
+        weights.require_quantized_tensors_used(model, unknown, options.name)
+    if unknown:
+        log.warning("Weights of %s that the network does not use: %s", options.name, sorted(unknown)[:SHOWN])
+    return model if "device_map" in model_kwargs else model.to(options.device)
+
+
+def needs_quantization(config: dict[str, Any], options: LoadOptions) -> bool:
+    """True if a network's weights are quantized in its files, or are to be when they are loaded."""
+    return config.get(CONFIG_KEY) is not None or options.load_in_8bit or options.load_in_4bit
+
+
+def special_kwargs(config: dict[str, Any], options: LoadOptions) -> dict[str, Any]:
+    """The arguments of `from_pretrained` for quantized networks and for several devices; empty for other networks."""
+    model_kwargs: dict[str, Any] = {}
+    if needs_quantization(config, options):
+        model_kwargs |= weights.quantization_kwargs(config, options)
+    if options.device_map is not None:
+        model_kwargs |= weights.placement_kwargs(options)
+    return model_kwargs
+
+
+def misshapen(report: Mapping[str, Any]) -> list[str]:
+    """The tensors of another shape in a loading report of transformers; some versions leave their shapes out."""
+    return [
+        key if isinstance(key, str) else f"{key[0]} is {tuple(key[1])}, not {tuple(key[2])}"
+        for key in report["mismatched_keys"]
+    ]
+
+
+@contextlib.contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """Silence transformers' reports of tensors that do not fit, but not of those that it cannot convert."""
+
+    def passes(record: logging.LogRecord) -> bool:
+        text = record.getMessage()
+        return "CONVERSION" in text or not any(words in text for words in REPORTS)
+
+    loggers = [logging.getLogger(name) for name in LOGGERS]
+    for logger in loggers:
+        logger.addFilter(passes)
+    try:
+        yield
+    finally:
+        for logger in loggers:
+            logger.removeFilter(passes)
+
+
+def device_of(model: Any) -> torch.device:
+    """The device of a network's ids: the one that computes its input embedding, even if the weights are offloaded."""
+    table = model.get_input_embeddings()
+    weight = getattr(table, "weight", table)  # some networks return the parameter itself
+    if not weight.is_meta:
+        return weight.device
+    hook = table._hf_hook  # accelerate's, which moves the weights there for each call
+    return torch.device(getattr(hook, "hooks", (hook,))[0].execution_device)
+
+
+def is_quantized(model: Any) -> bool:
+    """True if a network of transformers has quantized layers."""
+    return getattr(model, "hf_quantizer", None) is not None

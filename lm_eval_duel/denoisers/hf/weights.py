@@ -1,7 +1,5 @@
-"""Weights in a class of transformers: loaded strictly, on one device or several, quantized, with a LoRA merged.
+"""Weights as a user wants them: on several devices, quantized, with a LoRA merged.
 
-    load_model               a class of transformers reads its own files
-    require_equal, _none     no tensor may be missing, unknown or of another shape: one error names them all
     placement_kwargs, place  `device_map`: the layers on several devices
     quantization_kwargs      checkpoints with a `quantization_config`, or weights quantized by bitsandbytes at load
     merge_adapter            a LoRA, merged into the weights before anything is scored
@@ -12,130 +10,34 @@ missing. Here the user's request is checked, and described in the spec.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import logging
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
 from transformers import BitsAndBytesConfig
 from transformers.quantizers.auto import AutoHfQuantizer
-from transformers.utils import cached_file
 
-from lm_eval_duel.denoisers import hub
 from lm_eval_duel.denoisers.hf.families import Family
-from lm_eval_duel.denoisers.hub import QUIET, explained, pick_dtype
+from lm_eval_duel.denoisers.hub import explained, pick_dtype, require_none
 from lm_eval_duel.denoisers.load_options import LoadOptions
 from lm_eval_duel.errors import DuelError
 
 log = logging.getLogger("lm_eval.duel_mdm")
 bitsandbytes_log = logging.getLogger("bitsandbytes.autograd._functions")
 
-SHOWN = 10  # names shown for each kind of fault
-LOGGERS = ("transformers.modeling_utils", "transformers.utils.loading_report")
-REPORTS = ("LOAD REPORT", "newly initialized", "were not used when initializing")
 AUTOMATIC = ("auto", "balanced", "balanced_low_0", "sequential")  # device maps
 CONFIG_KEY = "quantization_config"
 ADAPTER_PREFIX = "base_model.model."  # of tensor names in an adapter's file
 
-Shape = tuple[int, ...]
-
-
-def load_model(
-    auto_class: Any, model_config: Any, config: dict[str, Any], options: LoadOptions, **model_kwargs: Any
-) -> Any:
-    """The network of a checkpoint in a class of transformers, on its device. Unused tensors are a warning only."""
-    if cached_file(options.name, "adapter_config.json", revision=options.revision, **QUIET) is not None:
-        raise DuelError(
-            f"{options.name} holds an adapter (adapter_config.json) next to its weights. Use a copy without the "
-            "adapter's files, and pass peft=<their folder> to add it."
-        )
-    quantized = quantization_kwargs(config, options)
-    model_kwargs |= quantized | placement_kwargs(options)
-    try:
-        with contextlib.nullcontext() if quantized else quiet_transformers():
-            model, report = auto_class.from_pretrained(
-                options.name,
-                config=model_config,
-                dtype=pick_dtype(options.dtype, options.device),
-                revision=options.revision,
-                ignore_mismatched_sizes=not quantized,  # reported, and raised below; packed weights need False
-                output_loading_info=True,
-                **model_kwargs,
-            )
-    except Exception:
-        if os.path.isdir(options.name):
-            hub.read_tensors(options.name)  # raises an error that names the broken file
-        raise
-    missing, unknown, wrong = report["missing_keys"], report["unexpected_keys"], misshapen(report)
-    if missing or wrong:
-        what = f"The weights of {options.name} do not fill {type(model).__name__}"
-        require_none(what, missing, unknown, wrong)
-    require_quantized_tensors_used(model, unknown, options.name)
-    if unknown:
-        log.warning("Weights of %s that the network does not use: %s", options.name, sorted(unknown)[:SHOWN])
-    return model if "device_map" in model_kwargs else model.to(options.device)
-
-
-def require_equal(
-    what: str, expected: Mapping[str, Shape], actual: Mapping[str, Shape], name: Callable[[str], str] = str
-) -> None:
-    """Raise DuelError, starting with `what`, unless a file has the tensors that a network expects; `name`: in it."""
-    misshapen = [
-        f"{name(key)} is {actual[key]}, not {shape}"
-        for key, shape in sorted(expected.items())
-        if actual.get(key, shape) != shape
-    ]
-    require_none(what, map(name, expected.keys() - actual), map(name, actual.keys() - expected), misshapen)
-
-
-def require_none(what: str, missing: Iterable[str], unknown: Iterable[str] = (), misshapen: Iterable[str] = ()) -> None:
-    """Raise DuelError, starting with `what`, if any tensor is missing, unknown or of another shape."""
-    kinds = {"missing": sorted(set(missing)), "unknown": sorted(set(unknown)), "of another shape": sorted(misshapen)}
-    parts = [
-        f"{len(lines)} {kind}: {', '.join(lines[:SHOWN])}{', ...' if len(lines) > SHOWN else ''}"
-        for kind, lines in kinds.items()
-        if lines
-    ]
-    if parts:
-        raise DuelError(f"{what}: {'; '.join(parts)}.")
-
-
-def misshapen(report: Mapping[str, Any]) -> list[str]:
-    """The tensors of another shape in a loading report of transformers; some versions leave their shapes out."""
-    return [
-        key if isinstance(key, str) else f"{key[0]} is {tuple(key[1])}, not {tuple(key[2])}"
-        for key in report["mismatched_keys"]
-    ]
-
-
-@contextlib.contextmanager
-def quiet_transformers() -> Iterator[None]:
-    """Silence transformers' reports of tensors that do not fit, but not of those that it cannot convert."""
-
-    def passes(record: logging.LogRecord) -> bool:
-        text = record.getMessage()
-        return "CONVERSION" in text or not any(words in text for words in REPORTS)
-
-    loggers = [logging.getLogger(name) for name in LOGGERS]
-    for logger in loggers:
-        logger.addFilter(passes)
-    try:
-        yield
-    finally:
-        for logger in loggers:
-            logger.removeFilter(passes)
-
 
 def placement_kwargs(options: LoadOptions) -> dict[str, Any]:
-    """The arguments of `from_pretrained` for devices; empty if the network is moved to its one device later."""
-    if options.device_map is None:
-        return {}
+    """The arguments of `from_pretrained` for a `device_map`."""
     memory = own_gpus(options.device_map) if options.device_map in AUTOMATIC else None
     return {"device_map": options.device_map} | ({} if memory is None else {"max_memory": memory})
 
@@ -182,21 +84,12 @@ def place(model: Any, options: LoadOptions) -> Any:
         raise DuelError(f"{options.name} cannot be placed as device_map={options.device_map}: {error}") from error
 
 
-def device_of(model: Any) -> torch.device:
-    """The device of a network's ids: the one that computes its input embedding, even if the weights are offloaded."""
-    table = model.get_input_embeddings()
-    weight = getattr(table, "weight", table)  # some networks return the parameter itself
-    if not weight.is_meta:
-        return weight.device
-    hook = table._hf_hook  # accelerate's, which moves the weights there for each call
-    return torch.device(getattr(hook, "hooks", (hook,))[0].execution_device)
-
-
 def quantization_kwargs(config: dict[str, Any], options: LoadOptions) -> dict[str, Any]:
-    """The arguments of `from_pretrained` for a quantized network (8 bits: LLM.int8; 4 bits: nf4); empty for others."""
+    """The arguments of `from_pretrained` for a quantized network (8 bits: LLM.int8; 4 bits: nf4).
+
+    Raises DuelError for options that do not go with quantized weights.
+    """
     own, bits = config.get(CONFIG_KEY), 8 if options.load_in_8bit else 4 if options.load_in_4bit else None
-    if own is None and bits is None:
-        return {}
     what = f"load_in_{bits}bit" if own is None else f"the quantization of {options.name} ({method_of(own)})"
     if own is not None and bits is not None:
         raise DuelError(f"{options.name} is quantized already ({method_of(own)}): leave load_in_{bits}bit out.")
@@ -233,15 +126,8 @@ def method_of(scheme: dict[str, Any]) -> str:
     return str(scheme.get("quant_method") or "bitsandbytes")  # older files of bitsandbytes have no name
 
 
-def is_quantized(model: Any) -> bool:
-    """True if a network of transformers has quantized layers."""
-    return getattr(model, "hf_quantizer", None) is not None
-
-
 def quantization_entries(model: Any) -> dict[str, str]:
-    """The quantization as a part of the spec; empty for a network that is not quantized."""
-    if not is_quantized(model):
-        return {}
+    """The quantization of a network as a part of the spec."""
     config = model.config.quantization_config
     entries = config.to_diff_dict() if hasattr(config, "to_diff_dict") else config.to_dict()
     entries = {key: value for key, value in entries.items() if not key.startswith("_")}
@@ -256,7 +142,7 @@ def require_quantized_tensors_used(model: Any, unused: Iterable[str], name: str)
     """Raise DuelError if a module with a weight leaves tensors unused: the file quantizes it, the network does not."""
     modules = dict(model.named_modules())
     lost = [key for key in sorted(unused) if hasattr(modules.get(key.rpartition(".")[0]), "weight")]
-    if is_quantized(model) and lost:
+    if lost:
         raise DuelError(
             f"{name} has quantized tensors that its network does not use, so it would misread their weights: "
             f"{', '.join(lost[:10])}."
