@@ -1,5 +1,6 @@
 """Which results may be compared, which ELBO and which baseline they get, and what is left out."""
 
+import itertools
 import re
 
 import pytest
@@ -144,14 +145,54 @@ def test_the_elbo_is_over_the_whole_target_and_of_the_same_law(tmp_path, apart, 
     assert "mc_samples=8, elbo_form=count, elbo_block=none" in words
 
 
-def test_a_bound_is_the_elbo_rather_than_more_draws_of_no_bound(tmp_path):
-    owt(tmp_path, duel=(22.0, {}), elbo=(24.0, {"spec": {"mc_samples": "8"}}))
-    for samples, value in (("4096", 21.0), ("64", 23.0)):
-        owt(tmp_path, ar=(), elbo=(value, {"spec": {"mc_samples": samples, "elbo_eps": "0.001"}}))
+EXACT = None  # the mean over all orders, which a lattice run gives
+CANDIDATES = (  # ELBOs of one network, the one to close a gap of first: draws (or EXACT), and eps
+    *((EXACT, 0.0), (1024, 0.0), (999, 0.0), (128, 0.0), (64, 0.0), (16, 0.0), (8, 0.0)),
+    *((4096, 0.001), (100, 0.001), (20, 0.001)),
+)
+
+
+@pytest.mark.parametrize("attention", ["bidirectional", "block_causal"])
+def test_the_elbo_is_the_best_of_the_candidates_in_any_order_of_the_files(tmp_path, attention):
+    """A model for each pair of neighbours, in both orders of their files, and one that has all candidates.
+
+    The exact ELBO is over blocks, so it is none of a bidirectional network's, whose ELBO is over the whole target.
+    """
+    block = "4" if attention == "block_causal" else "None"
+    eligible = [each for each in CANDIDATES if each[0] is not EXACT or attention == "block_causal"]
+    neighbours = list(itertools.pairwise(eligible))
+    groups = [*neighbours, *(pair[::-1] for pair in neighbours), eligible, eligible[::-1]]
+    results = tmp_path / "results"
+    hf(tmp_path / "ar", per_token(["owt"], [17.54]))
+
+    def value(candidate):
+        return 30.0 + CANDIDATES.index(candidate)
+
+    for number, candidates in enumerate(groups):
+        model = {"model": f"model {number}", "attention": attention}
+        ours(results, per_token(["owt"], [22.0]), **model)
+        for draws, eps in candidates:
+            if draws is EXACT:
+                exact = {"owt": {"elbo_exact": value((draws, eps))}}
+                ours(results, per_token(["owt"], [28.0]), estimator="mixture", values=exact, **model)
+                continue
+            spec = {"mc_samples": str(draws), "elbo_block": block, "elbo_eps": str(eps)}
+            ours(results, per_token(["owt"], [value((draws, eps))]), estimator="elbo", spec=spec, **model)
     found = run(tmp_path, "--as_published")
-    row = rows(found, "owt")["MDLM"]
-    assert found["tasks"]["owt"]["rows"][row["elbo"]]["value"] == pytest.approx(24.0)
-    assert row["gap_closed"] == pytest.approx(100 * (24.0 - 22.0) / (24.0 - 17.54))
+    of_duel = rows(found, "owt")
+    notes = found["tasks"]["owt"]["notes"]
+    assert len(of_duel) == len(groups)
+    for number, candidates in enumerate(groups):
+        draws, eps = best = min(candidates, key=CANDIDATES.index)
+        row = of_duel[f"model {number}"]
+        elbo = found["tasks"]["owt"]["rows"][row["elbo"]]
+        assert elbo["value"] == pytest.approx(value(best)), candidates
+        assert row["gap_closed"] == pytest.approx(100 * (value(best) - 22.0) / (value(best) - 17.54)), candidates
+        assert elbo["estimator"] == ("elbo_exact" if draws is EXACT else "elbo") and elbo["eps"] == eps
+        (words,) = [note for note in notes if re.match(rf"ELBO of model {number}\b", note)]
+        assert ("exact" in words) == (draws is EXACT)
+        assert draws is EXACT or f" mc_samples={draws}," in words
+        assert ("NO bound" in words) == (eps > 0)
 
 
 @pytest.mark.parametrize("known", [None, 0.5])
