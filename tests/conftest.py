@@ -64,28 +64,35 @@ def no_row_checks(request, monkeypatch):
         monkeypatch.setattr(self_tests, "cover", lambda *_: None)
 
 
-BUNDLED = {}  # networks by what they were loaded with
+LOADED = {}  # networks by what they were loaded from and with
+
+
+def files_of(folder):
+    """The name, the size and the time of each file of a folder."""
+    if not os.path.isdir(folder):
+        return []
+    entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
+    return [(entry.name, entry.stat().st_size, entry.stat().st_mtime_ns) for entry in entries]
 
 
 @pytest.fixture(scope="module")
 def one_load():
-    """What is loaded again with the same args is a shallow copy of the network: what is set on it stays its own."""
+    """A scorer that is loaded again with the same args has a shallow copy of the network: what is set on it is its own.
+
+    Loading a tiny network and testing it takes longer than most tests.
+    """
     import copy
 
-    from lm_eval_duel import denoisers
+    from lm_eval_duel.text import loading
 
-    load, loaded = denoisers.load, {}
+    load = loading.load_network
 
-    def once(name, *, tokenizer=None, **options):
-        key, known = (name, repr(tokenizer), repr(sorted(options.items()))), loaded
-        if tokenizer is None:
-            return load(name, **options)
-        if name.startswith("demo-"):
-            known = BUNDLED
-        if key not in known:
-            known[key] = load(name, tokenizer=tokenizer, **options)
-        return copy.copy(known[key])
+    def once(checkpoint, tokenizer):
+        key = repr((checkpoint, tokenizer, files_of(checkpoint.name)))
+        if key not in LOADED:
+            LOADED[key] = load(checkpoint, tokenizer)
+        return copy.copy(LOADED[key])
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(denoisers, "load", once)
+        patch.setattr(loading, "load_network", once)
         yield
