@@ -34,7 +34,7 @@ from lm_eval_duel.harness.stats import Progress, RunStats, Share, SoFar, peak_me
 from lm_eval_duel.harness.store import Answers, ResponseCache
 from lm_eval_duel.options import Options
 from lm_eval_duel.results.trace import Writer, record
-from lm_eval_duel.tasks.metrics import TOKENS
+from lm_eval_duel.tasks.data import TOKENS
 from lm_eval_duel.text.annotated import Gap
 from lm_eval_duel.text.text import TextEncoder, shorter_than_a_block
 

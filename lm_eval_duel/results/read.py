@@ -33,7 +33,7 @@ from lm_eval_duel.results.runs import (
     text_or_none,
 )
 from lm_eval_duel.results.table import Note
-from lm_eval_duel.tasks.metrics import TOKENS
+from lm_eval_duel.tasks.data import TOKENS
 
 SCORE = "lm_eval_duel score"  # the format of a file of `score --json`
 SCORE_VERSION = 1

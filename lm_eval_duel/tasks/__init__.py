@@ -10,14 +10,15 @@ from lm_eval_duel.tasks.data import (
     documents,
     own_documents,
     own_rows,
+    perplexity,
     sotu,
     sotu_choice,
     sotu_full,
     task_folder,
+    token_perplexity,
     token_text,
     wrapped,
 )
-from lm_eval_duel.tasks.metrics import perplexity, token_perplexity
 
 __all__ = [
     "LENGTH",

@@ -1,4 +1,4 @@
-"""The data sets of the tasks: as documents, whose tokens are counted, or as wrapped rows.
+"""The data sets of the tasks, as documents whose tokens are counted or as wrapped rows, and their metrics.
 
 The texts are bundled (State of the Union addresses), the paper's (corpora.py), or the user's own (files.py). Wrapped
 rows are concatenated documents, cut to one length, as the 110M models are evaluated:
@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import logging
 import lzma
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -23,17 +24,19 @@ from lm_eval_duel.errors import DuelError
 from lm_eval_duel.fingerprint import of_tokenizer
 from lm_eval_duel.tasks import corpora, files, metadata
 from lm_eval_duel.tasks.metadata import batched, encoded, load_tokenizer, test_split
-from lm_eval_duel.tasks.metrics import TOKENS
 from lm_eval_duel.text.annotated import TokenText, count_units
 
 if TYPE_CHECKING:
     import datasets
 
 TEXT = FOLDER / "text"
+TOKENS = "duel_tokens"  # a column of the documents: their tokens, which are checked when they are scored
+UNCOUNTED = "The documents have no column %s, and this model does not count tokens: there is no token_perplexity"
 LENGTH = 1024  # default number of ids of a wrapped row, special tokens included
 _TOKENIZERS: dict[str, Any] = {}  # of the wrapped tasks of this run, by fingerprint
 _integer = functools.cache(int)  # equal ids of all rows are one object, which takes a fifth of the memory
 BATCH = 1000  # documents that the authors' code wraps at a time (the default of datasets.map)
+log = logging.getLogger("lm_eval.duel_mdm")  # lm-eval prints its own loggers only
 
 
 # ---------------------------------------------------------------- bundled texts
@@ -236,3 +239,36 @@ class Wrapping:
 
     def _row(self, ids: list[int]) -> list[int]:
         return [self.bos, *ids, self.eos] if self.framed else list(ids)
+
+
+# ---------------------------------------------------------------- metrics of a document: (log-likelihood, units)
+
+
+def token_perplexity(doc: dict[str, Any], results: list[float]) -> dict[str, tuple[float, int]]:
+    """(log-likelihood, scored positions) of a row."""
+    (log_prob,) = results
+    return {"token_perplexity": (log_prob, doc[TOKENS])}
+
+
+def perplexity(doc: dict[str, Any], results: list[float]) -> dict[str, tuple[float, int]]:
+    """(log-likelihood, units) of a document, for each metric of a loglikelihood_rolling task.
+
+    A user's own data do not count tokens: duel-mdm's answer tells which text it scored, and its number of tokens. If
+    another model answers, tokens are unknown: there is no token perplexity, and a warning says so.
+    """
+    (log_prob,) = results
+    text = getattr(log_prob, "text", doc.get("text"))
+    if text is None:
+        raise DuelError(
+            f"This document has no column 'text', in which words and bytes are counted; it has {', '.join(doc)}. Name "
+            "the column that is scored 'text' in the data."
+        )
+    words, size = (doc["words"], doc["bytes"]) if TOKENS in doc and "words" in doc else count_units(text)
+    units = {"word_perplexity": words, "byte_perplexity": size, "bits_per_byte": size}
+    if (tokens := doc.get(TOKENS, getattr(log_prob, "tokens", None))) is None:
+        from lm_eval.utils import warning_once
+
+        warning_once(log, UNCOUNTED, TOKENS)
+    else:
+        units["token_perplexity"] = tokens
+    return {metric: (log_prob, count) for metric, count in units.items()}

@@ -14,8 +14,8 @@ from lm_eval.api.metrics import mean
 
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.tasks import files, metadata
+from lm_eval_duel.tasks.data import TOKENS, perplexity
 from lm_eval_duel.tasks.guarded import GuardedTask
-from lm_eval_duel.tasks.metrics import TOKENS, perplexity
 from lm_eval_duel.text.annotated import BLIND, Gap, count_units, split_at_borders
 
 if TYPE_CHECKING:

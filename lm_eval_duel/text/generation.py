@@ -11,7 +11,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from lm_eval_duel import fingerprint
-from lm_eval_duel.arguments import COUNT, MAX_FACTOR, SHARE, TRUTH, number, whole
+from lm_eval_duel.arguments import (
+    COUNT,
+    MAX_FACTOR,
+    SHARE,
+    TRUTH,
+    Arguments,
+    ArgumentType,
+    argument,
+    declared,
+    number,
+    whole,
+)
 from lm_eval_duel.core.denoiser import Denoiser
 from lm_eval_duel.core.scores import Sample
 from lm_eval_duel.core.windows import Ids, Window
@@ -21,13 +32,47 @@ from lm_eval_duel.estimators.checks import check_windows
 from lm_eval_duel.estimators.duel import DuelEstimator
 from lm_eval_duel.text.text import TextEncoder
 
-LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")  # synonyms
-KNOWN = ("until", "do_sample", "temperature", "top_k", "top_p", "num_beams", *LENGTHS)
 DEFAULT_LENGTH = 256
+
+
+def _texts(value: Any) -> tuple[str, ...]:
+    """One text or several, as a tuple; an empty one stops nothing and is left out."""
+    texts = [value] if isinstance(value, str) else value
+    if not isinstance(texts, list | tuple) or not all(isinstance(text, str) for text in texts):
+        raise TypeError
+    return tuple(text for text in texts if text)
+
+
+STOPS = ArgumentType("a text or a list of texts (in YAML, numbers in quotes)", _texts, nothing=(None,))
 TEMPERATURE = number(
     f"0 (argmax) or a number from {1 / MAX_FACTOR:g} to {MAX_FACTOR:g}",
     lambda value: value == 0 or 1 / MAX_FACTOR <= value <= MAX_FACTOR,
 )
+
+
+@dataclasses.dataclass(frozen=True)
+class GenerationArguments(Arguments):
+    """The entries of `generation_kwargs` that are read. None: not given."""
+
+    until: tuple[str, ...] = argument(STOPS, (), "stop strings, looked for after each finished block")
+    do_sample: bool | None = argument(TRUTH, None, "draw tokens", unset="if a temperature above 0 is set")
+    temperature: float | None = argument(TEMPERATURE, None, "divides the logits", unset="1")
+    top_k: int | None = argument(whole(0), None, "draw from the k most probable tokens", unset="all, as with 0")
+    top_p: float | None = argument(SHARE, None, "draw from the fewest tokens with this probability", unset="1")
+    max_gen_toks: int | None = argument(COUNT, None, "positions to generate", unset=str(DEFAULT_LENGTH))
+    max_new_tokens: int | None = argument(COUNT, None, "the same")
+    max_tokens: int | None = argument(COUNT, None, "the same")
+    max_completion_tokens: int | None = argument(COUNT, None, "the same")
+
+    @property
+    def lengths(self) -> dict[str, int]:
+        """The given names of the number of positions."""
+        given = {name: getattr(self, name) for name in LENGTHS}
+        return {name: length for name, length in given.items() if length is not None}
+
+
+KNOWN = tuple(declared(GenerationArguments))
+LENGTHS = KNOWN[KNOWN.index("max_gen_toks") :]  # synonyms; the first that is given counts
 
 OTHERS = {  # settings of other back ends: the value that has no effect, and why no other is taken
     name: (neutral, why)
@@ -47,6 +92,23 @@ OTHERS = {  # settings of other back ends: the value that has no effect, and why
 }
 
 
+def _read(arguments: Mapping[str, Any]) -> GenerationArguments:
+    """The entries that are read; raises DuelError for an unknown one, a wrong value, or one that matters elsewhere."""
+    if not isinstance(arguments, Mapping):
+        raise DuelError(f"generation_kwargs are names with values, such as max_gen_toks: 64; got {arguments!r}.")
+    read = {}
+    for name, value in arguments.items():
+        if name in KNOWN:
+            read[name] = value
+        elif name not in OTHERS:
+            raise unknown("generation setting", name, KNOWN)
+        elif value is not None and value != OTHERS[name][0]:
+            neutral, why = OTHERS[name]
+            must = "is not a setting" if neutral is None else f"must be {neutral}"
+            raise DuelError(f"{name} {must} here: {why}; got {value!r}.")
+    return GenerationArguments(**read)
+
+
 @dataclasses.dataclass(frozen=True)
 class Settings:
     """The settings of one generated request. `temperature=0` takes the most probable token at every pick."""
@@ -61,38 +123,24 @@ class Settings:
     @classmethod
     def from_arguments(cls, arguments: Mapping[str, Any]) -> Settings:
         """The settings of `generation_kwargs`; raises DuelError for an unknown setting or a wrong value."""
-        if not isinstance(arguments, Mapping):
-            raise DuelError(f"generation_kwargs are names with values, such as max_gen_toks: 64; got {arguments!r}.")
-        arguments = {name: value for name, value in arguments.items() if value is not None}
-        for name, value in arguments.items():
-            if name not in OTHERS and name not in KNOWN:
-                raise unknown("generation setting", name, KNOWN)
-            if name in OTHERS and value != OTHERS[name][0]:
-                neutral, why = OTHERS[name]
-                must = "is not a setting" if neutral is None else f"must be {neutral}"
-                raise DuelError(f"{name} {must} here: {why}; got {value!r}.")
-        lengths = {name: length for name in LENGTHS if (length := COUNT(name, arguments.get(name))) is not None}
-        temperature = TEMPERATURE("temperature", arguments.get("temperature"))
-        top_k = whole(0)("top_k", arguments.get("top_k")) or None  # 0: all, as in transformers
-        top_p = SHARE("top_p", arguments.get("top_p"))
-        do_sample = TRUTH("do_sample", arguments.get("do_sample"))
-        sampled = bool(temperature) if do_sample is None else do_sample and temperature != 0
+        given = _read(arguments)
         notes = []
-        if len(set(lengths.values())) > 1:
-            first, *rest = [f"{name}={length}" for name, length in lengths.items()]
+        if len({*given.lengths.values()}) > 1:
+            first, *rest = [f"{name}={length}" for name, length in given.lengths.items()]
             notes.append(f"{first} is used and {', '.join(rest)} is ignored: they are synonyms")
-        if not sampled and (note := _ignored_sampling(do_sample, temperature, top_k, top_p)):
-            notes.append(note)
-        until = arguments.get("until", ())
-        until = [until] if isinstance(until, str) else until
-        if not isinstance(until, (list, tuple)) or not all(isinstance(text, str) for text in until):
-            raise DuelError(f"'until' is a text or a list of texts (in YAML, numbers in quotes); got {until!r}.")
+        length = next(iter(given.lengths.values()), DEFAULT_LENGTH)
+
+        wants_samples = bool(given.temperature) if given.do_sample is None else given.do_sample
+        if not wants_samples or given.temperature == 0:
+            if note := _ignored_sampling(given):
+                notes.append(note)
+            return cls(given.until, length, notes=tuple(notes))
         return cls(
-            until=tuple(filter(None, until)),  # an empty text stops nothing
-            length=next(iter(lengths.values()), DEFAULT_LENGTH),
-            temperature=(1.0 if temperature is None else temperature) if sampled else 0.0,
-            top_k=top_k if sampled else None,
-            top_p=1.0 if top_p is None or not sampled else top_p,
+            given.until,
+            length,
+            temperature=1.0 if given.temperature is None else given.temperature,
+            top_k=given.top_k or None,  # 0: all, as in transformers
+            top_p=1.0 if given.top_p is None else given.top_p,
             notes=tuple(notes),
         )
 
@@ -107,24 +155,30 @@ class Settings:
         """A description for the results."""
         if not self.temperature:
             return "argmax"
-        parts = [f"temperature={fingerprint.number(self.temperature)}"]
-        parts += [f"top_k={self.top_k}"] if self.top_k is not None else []
-        parts += [f"top_p={fingerprint.number(self.top_p)}"] if self.top_p < 1 else []
-        return ", ".join(["sampling", *parts])
+        parts = ["sampling", f"temperature={fingerprint.number(self.temperature)}"]
+        if self.top_k is not None:
+            parts.append(f"top_k={self.top_k}")
+        if self.top_p < 1:
+            parts.append(f"top_p={fingerprint.number(self.top_p)}")
+        return ", ".join(parts)
 
 
-def _ignored_sampling(do_sample: bool | None, temperature: float | None, top_k: int | None, top_p: float | None) -> str:
+def _ignored_sampling(given: GenerationArguments) -> str:
     """A note on settings of sampling that have no effect, since nothing is sampled; empty if there is none."""
-    if do_sample and temperature == 0:
+    if given.do_sample and given.temperature == 0:
         return "temperature=0 takes the most probable token, although do_sample is true: to sample, raise it above 0"
-    values = {"temperature": (temperature, (None, 0, 1)), "top_k": (top_k, (None,)), "top_p": (top_p, (None, 1))}
-    ignored = [f"{name}={fingerprint.number(value)}" for name, (value, usual) in values.items() if value not in usual]
+    ignored = []
+    for name, usual in (("temperature", (None, 0, 1)), ("top_k", (None, 0)), ("top_p", (None, 1))):
+        value = getattr(given, name)
+        if value not in usual:
+            ignored.append(f"{name}={fingerprint.number(value)}")
     if not ignored:
         return ""
-    because = "do_sample is false" if do_sample is False else "neither do_sample nor a temperature above 0 is set"
+    verb = "have" if len(ignored) > 1 else "has"
+    because = "do_sample is false" if given.do_sample is False else "neither do_sample nor a temperature above 0 is set"
     return (
-        f"{' and '.join(ignored)} {'have' if len(ignored) > 1 else 'has'} no effect, since {because}: "
-        "the most probable token is taken at every pick. To sample, set do_sample: true"
+        f"{' and '.join(ignored)} {verb} no effect, since {because}: the most probable token is taken at every pick. "
+        "To sample, set do_sample: true"
     )
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from lm_eval_duel.audit.from_text import FromText
 from lm_eval_duel.core.windows import independent, of_row
-from lm_eval_duel.tasks.metrics import TOKENS
+from lm_eval_duel.tasks.data import TOKENS
 from lm_eval_duel.text.annotated import TokenText
 
 IDS, B, E = [*range(10, 21)], [1], [2]

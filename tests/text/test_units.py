@@ -5,8 +5,8 @@ import math
 import pytest
 
 from lm_eval_duel import Duel, compare
+from lm_eval_duel.tasks.data import perplexity
 from lm_eval_duel.tasks.infilling import target_perplexity
-from lm_eval_duel.tasks.metrics import perplexity
 from lm_eval_duel.text.annotated import count_units, split_at_borders
 
 BORDERS = [  # context, text, suffix; what is scored of it; bits per byte by hand
