@@ -250,7 +250,7 @@ for name in ("getaddrinfo", "gethostbyname", "create_connection"):
 
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.harness.lm import DuelMDM
-from lm_eval_duel.harness.scoring import make_request
+from lm_eval_duel.harness.requests import make_request
 
 lm = DuelMDM(device="cpu")
 (value,) = lm.loglikelihood_rolling([make_request("loglikelihood_rolling", {}, ("a b",), "toy", 0)], disable_tqdm=True)

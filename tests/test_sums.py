@@ -11,7 +11,8 @@ import tiny
 import torch
 
 from lm_eval_duel import Duel
-from lm_eval_duel.harness.stats import TaskStats, estimate
+from lm_eval_duel.harness.progress import estimate
+from lm_eval_duel.harness.stats import TaskStats
 from lm_eval_duel.library.results import TextEstimate
 from lm_eval_duel.library.training import training_metrics
 from lm_eval_duel.results.stats import gap_interval, with_errors

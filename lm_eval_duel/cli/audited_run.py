@@ -22,7 +22,7 @@ from lm_eval_duel.audit.from_text import FromText
 from lm_eval_duel.audit.recompute import COMPANY
 from lm_eval_duel.estimators.base import Estimator
 from lm_eval_duel.harness.lm import DuelMDM
-from lm_eval_duel.harness.scoring import Batch, make_request, name
+from lm_eval_duel.harness.requests import Batch, make_request, name
 from lm_eval_duel.options import Options
 from lm_eval_duel.tasks import named
 from lm_eval_duel.text.loading import require_loadable

@@ -238,7 +238,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 def score(lm: DuelMDM, texts: Sequence[files.OwnText]) -> list[Line] | None:
     """The score of each text under a model of the harness; None on ranks other than the first."""
-    from lm_eval_duel.harness.scoring import FILE, make_request
+    from lm_eval_duel.harness.requests import FILE, make_request
 
     mine = lm.ranks.deal([1 + len(text) for _, text in texts])
     requests = [

@@ -51,7 +51,7 @@ class TimedEstimator:
 
 def read_documents(lm: DuelMDM, options: argparse.Namespace) -> list[list[Window]]:
     """The windows of each document of --tasks and --files; raises DuelError if there is no token to score."""
-    from lm_eval_duel.harness.scoring import continuation_windows, document_windows
+    from lm_eval_duel.harness.requests import continuation_windows, document_windows
 
     documents = []
     if options.tasks:

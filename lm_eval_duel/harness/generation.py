@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, NamedTuple
 from lm_eval_duel import fingerprint
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.errors import naming
-from lm_eval_duel.harness.scoring import Batch, Evaluation, name
+from lm_eval_duel.harness.requests import Batch, name
+from lm_eval_duel.harness.scoring import Evaluation
 from lm_eval_duel.harness.store import request_key
 from lm_eval_duel.text.generation import Generator, Settings, end_tokens
 

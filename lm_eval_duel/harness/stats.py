@@ -1,25 +1,20 @@
-"""The statistics of an evaluation: of each task and of the run, summed over ranks, and estimates on the way."""
+"""The statistics of an evaluation: of each task and of the run, summed over ranks."""
 
 from __future__ import annotations
 
 import dataclasses
 import importlib.metadata
-import math
 import resource
 import sys
-import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from itertools import takewhile
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from scipy.special import stdtrit
-from tqdm import tqdm
 
 from lm_eval_duel.audit import checked
 from lm_eval_duel.audit.checked import CheckedWindow
-from lm_eval_duel.core.scores import Counts, known_sum, perplexity, ratio
+from lm_eval_duel.core.scores import known_sum
 from lm_eval_duel.estimators.registry import ESTIMATORS
 from lm_eval_duel.estimators.totals import Total
 from lm_eval_duel.text.text import unknown_share
@@ -28,8 +23,6 @@ if TYPE_CHECKING:
     from lm_eval_duel.core.denoiser import Denoiser
 
 SHOWN = 20  # documents listed in a log line
-FEWEST = 5  # documents for an interval
-EVERY = 1.0  # seconds between two estimates in a progress bar
 PACKAGES = ("lm_eval_duel", "lm_eval", "torch", "transformers", "accelerate")
 
 
@@ -125,22 +118,26 @@ class RunStats:
         self.checked += other.checked
         self.verify_failures += other.verify_failures
         for phase, costs in other.phases.items():
-            mine = self.phases.setdefault(phase, {})
+            sums = self.phases.setdefault(phase, {})
             for name, cost in costs.items():
-                mine[name] = mine.get(name, 0) + cost
+                sums[name] = sums.get(name, 0) + cost
 
     def log_lines(self) -> list[str]:
         """The lines of the log: near ties, estimates and bounds, the balance of ranks."""
-        lines = [self.near_ties] if self.near_ties else []
+        lines = []
+        if self.near_ties:
+            lines.append(self.near_ties)
         lines += self.errors()
-        if self.ranks > 1:
-            parts = []
-            for name, load in balance(self.shares).items():
-                work = " ".join(f"{amount:,.0f}" for amount in load["ranks"])
-                parts.append(f"{name} {work} (max/mean {load['max_over_mean'] or 0:.2f})")
-            lines.append(f"balance of {self.ranks} ranks: {', '.join(parts)}")
-            if self.checked:
-                lines.append(f"on all ranks, {checked.summary(self.checked)}")
+        if self.ranks == 1:
+            return lines
+
+        loads = []
+        for name, load in balance(self.shares).items():
+            work = " ".join(f"{amount:,.0f}" for amount in load["ranks"])
+            loads.append(f"{name} {work} (max/mean {load['max_over_mean'] or 0:.2f})")
+        lines.append(f"balance of {self.ranks} ranks: {', '.join(loads)}")
+        if self.checked:
+            lines.append(f"on all ranks, {checked.summary(self.checked)}")
         return lines
 
     def errors(self) -> list[str]:
@@ -148,53 +145,61 @@ class RunStats:
         lines: list[str] = []
         for name, entry in ESTIMATORS.items():
             for task, stats in self.tasks.items():
-                found = stats.total.named.get(name)
-                if found is None or not found.tokens or found.value.is_exact:
+                total = stats.total.named.get(name)
+                if total is None or not total.tokens or total.value.is_exact:
                     continue
-                if entry.drawn is not None or found is stats.total:
-                    lines.append(f"{entry.display} of {task}: {found.summary(entry.drawn)}")
+                if entry.drawn is not None or total is stats.total:
+                    lines.append(f"{entry.display} of {task}: {total.summary(entry.drawn)}")
         return lines
 
     def warnings(self) -> list[str]:
         """The warnings of the log: tasks with text that the tokenizer does not know, and checks with two answers."""
         lines = []
         for what, how in (("rows", "evaluated again alone"), ("decisions", "asked of the rule again")):
-            differing, checked = (self.counts.get(f"{what}_{each}") for each in ("differing", "checked"))
+            differing = self.counts.get(f"{what}_differing")
+            asked = self.counts.get(f"{what}_checked")
             if differing:  # an error, unless the dtype is coarse
-                lines.append(f"{differing} of {checked} {what} that were {how} differ by more than noise of this dtype")
+                lines.append(f"{differing} of {asked} {what} that were {how} differ by more than noise of this dtype")
         for task, stats in self.tasks.items():
-            if unknown := stats.unknown.total():
+            unknown = stats.unknown.total()
+            if unknown:
                 lines.append(f"{task}: {unknown_share(unknown, stats.total.tokens)}")
         return lines
 
     @property
     def near_ties(self) -> str:
         """The documents that have near ties; empty if none has any."""
-        documents = [f"{task} {doc}" for task, stats in self.tasks.items() for doc in sorted(stats.near_ties)]
+        documents = []
+        for task, stats in self.tasks.items():
+            documents += [f"{task} {document}" for document in sorted(stats.near_ties)]
         if not documents:
             return ""
         names = ", ".join(documents[:SHOWN])
-        more = f" and {len(documents) - SHOWN} more (config.duel.tasks)" if len(documents) > SHOWN else ""
-        return f"{len(documents)} documents have near ties, whose order float noise could change: {names}{more}"
+        if len(documents) > SHOWN:
+            names += f" and {len(documents) - SHOWN} more (config.duel.tasks)"
+        return f"{len(documents)} documents have near ties, whose order float noise could change: {names}"
 
     def describe(self) -> dict[str, Any]:
         """The entries of the results JSON."""
-        windows, nfe, tokens = self.counts["windows"], self.counts["nfe"], self.counts["tokens"]
-        return {
+        windows = self.counts["windows"]
+        nfe = self.counts["nfe"]
+        entries = {
             "ranks": self.ranks,
             "balance": balance(self.shares),
             **self.counts,
             "mean_nfe": nfe / windows if nfe is not None and windows else None,
             "seconds": self.seconds,
-            "tokens_per_second": tokens / self.seconds if self.seconds else None,
+            "tokens_per_second": self.counts["tokens"] / self.seconds if self.seconds else None,
             "peak_memory_bytes": self.peak_memory,
             "longest_document": max((stats.longest for stats in self.tasks.values()), default=0),
             "generated": sorted(self.generated),
             "verify": checked.describe(self.checked) if self.checked else None,
-            **({"verify_failed": self.verify_failures} if self.verify_failures else {}),
-            **({"phases": self.phases} if self.phases else {}),
-            "tasks": {task: stats.describe() for task, stats in self.tasks.items()},
         }
+        if self.verify_failures:
+            entries["verify_failed"] = self.verify_failures
+        if self.phases:
+            entries["phases"] = self.phases
+        return {**entries, "tasks": {task: stats.describe() for task, stats in self.tasks.items()}}
 
 
 def balance(shares: Sequence[Share]) -> dict[str, Any]:
@@ -202,8 +207,9 @@ def balance(shares: Sequence[Share]) -> dict[str, Any]:
     loads: dict[str, Any] = {}
     for name in Share._fields:
         amounts = [getattr(share, name) for share in shares]
-        ratio = max(amounts) * len(amounts) / sum(amounts) if sum(amounts) else None
-        loads[name] = {"ranks": amounts, "max_over_mean": ratio}
+        total = sum(amounts)
+        max_over_mean = max(amounts) * len(amounts) / total if total else None
+        loads[name] = {"ranks": amounts, "max_over_mean": max_over_mean}
     return loads
 
 
@@ -232,160 +238,3 @@ def versions() -> dict[str, str]:
         except importlib.metadata.PackageNotFoundError:
             installed[name] = "not installed"
     return installed
-
-
-# ---------------------------------------------------------------- estimates before all is scored
-
-
-class SoFar:
-    """The perplexity of tasks before all of their documents are scored; `str` is the text for a progress bar.
-
-    The first n documents of a random order that are all finished are a simple random sample without replacement,
-    whatever their lengths. (Documents that finish out of turn are left out: short ones do so early.) From
-    log-likelihoods l and sizes t,
-
-        rate = sum l / sum t,   stderr^2 = (1 - n / N) n / (n - 1) sum (l - rate t)^2 / (sum t)^2,   exp(-rate)
-
-    with N documents in all: the ratio estimator and its error by the delta method (Cochran, Sampling Techniques, 1977,
-    section 6.11). So the interval is for the value that the finished run will print, not for other documents.
-
-    Args:
-        documents: The (index, task, tokens) of each, in the order in which they are taken.
-        log_probs: Those of the finished documents, by index.
-        tasks: The statistics of each task, with its Monte Carlo error.
-    """
-
-    def __init__(
-        self,
-        documents: Iterable[tuple[int, str, int]],
-        log_probs: Mapping[int, float],
-        tasks: Mapping[str, TaskStats],
-    ):
-        self.log_probs = log_probs
-        self.tasks = tasks
-        self.documents: dict[str, list[tuple[int, int]]] = {}  # of each task: (index, tokens)
-        for n, task, tokens in documents:
-            self.documents.setdefault(task, []).append((n, tokens))
-
-    def __str__(self) -> str:
-        texts = []
-        for task in self.documents:
-            if text := self._of_task(task):
-                texts.append(f"ppl {task} {text}" if len(self.documents) > 1 else f"ppl {text}")
-        joined = ", ".join(texts)
-        return f"{joined} (95 % interval of the final value)" if "[" in joined else joined
-
-    def _of_task(self, task: str) -> str:
-        """The estimate of one task; empty before its first document is finished."""
-        documents = self.documents[task]
-        finished = [*takewhile(lambda document: document[0] in self.log_probs, documents)]
-        log_probs = [self.log_probs[n] for n, _ in finished]
-        estimated = estimate(log_probs, [tokens for _, tokens in finished], len(documents))
-        if estimated is None:
-            return ""
-        value, low, high = estimated
-        text = f"{value:.4g}"
-        if task in self.tasks and (error := self.tasks[task].total.perplexity_stderr) is not None:
-            text += f" ± {error:.2g}"
-        if low is not None:
-            text += f" [{low:.4g}, {high:.4g}]"
-        elif len(finished) < len(documents):
-            text += f" over {len(finished)} of {len(documents)} documents"
-        return text
-
-
-def estimate(
-    log_probs: Sequence[float], tokens: Sequence[int], documents: int
-) -> tuple[float, float | None, float | None] | None:
-    """The perplexity per token of `documents` documents from a sample of them, and its 95 % interval.
-
-    None for a sample without tokens. The interval is (None, None) for fewer than five documents, and for all of them.
-    """
-    if not sum(tokens):
-        return None
-    rate, stderr = ratio([-log_prob for log_prob in log_probs], tokens)
-    if stderr is None or not FEWEST <= len(tokens) < documents:
-        return perplexity(rate), None, None
-    reach = stdtrit(len(tokens) - 1, 0.975) * stderr * math.sqrt(1 - len(tokens) / documents)
-    return perplexity(rate), perplexity(rate - reach), perplexity(rate + reach)
-
-
-# ---------------------------------------------------------------- progress
-
-
-class Progress:
-    """The progress of the requests of one call: `finished` ones, and `windows` of others.
-
-    The bar counts target tokens, those of unfinished windows included: their steps so far, in steps a token of the
-    windows that are finished. So its estimate of the time left is that of the network's work, and does not wait for
-    whole windows.
-
-    Args:
-        kind: The kind of request.
-        tokens: Those of each request.
-        remaining: The requests without an answer.
-        counts: The steps that are taken, as they are counted.
-        title: Text that follows the kind.
-        so_far: Estimates of the final value.
-        hidden: Show no bar.
-    """
-
-    def __init__(
-        self,
-        kind: str,
-        tokens: Sequence[int],
-        remaining: Sequence[int],
-        counts: Counts,
-        title: str = "",
-        so_far: SoFar | None = None,
-        hidden: bool = False,
-    ):
-        self.kind = kind
-        self.requests = len(tokens)
-        self.counts = counts
-        self.so_far = so_far
-        self.windows = 0
-        self.finished = len(tokens) - len(remaining)
-        self.tokens = 0  # of finished windows
-        self.computed = [0, 0]  # tokens and steps of those of them that were computed here
-        self.before = counts.lane_steps
-        self.shown = -math.inf  # when estimates were computed
-        off = {"disable": True} if hidden else {}  # else as TQDM_DISABLE says
-        total = sum(tokens[n] for n in remaining)
-        self.bar = tqdm(total=total, desc=kind + title, unit="tok", smoothing=0, **off)
-
-    def add_known(self, tokens: int) -> None:
-        """One more window has a score already, which took no time."""
-        self.windows += 1
-        self.tokens += tokens
-        if not self.bar.disable:  # a hidden bar has no rate
-            self.bar.initial += tokens
-        self.bar.update(tokens)
-
-    def add_window(self, tokens: int, steps: int | None) -> None:
-        """One more window is finished, in `steps` steps of its blocks; None: their number is not known."""
-        self.windows += 1
-        self.tokens += tokens
-        self.computed[0] += tokens
-        self.computed[1] += steps or 0
-        done = min(self.bar.total, self.tokens + self.unfinished)
-        self.bar.update(max(0, done - self.bar.n))
-
-    @property
-    def unfinished(self) -> int:
-        """The tokens that the work on unfinished windows stands for."""
-        tokens, steps = self.computed
-        ahead = self.counts.lane_steps - self.before - steps
-        return int(ahead * tokens / steps) if steps and ahead > 0 else 0
-
-    def finish_request(self, windows: int) -> None:
-        """One more request, of `windows` windows, is finished."""
-        self.finished += 1
-        self.windows -= windows
-        if self.so_far is not None and (time.monotonic() - self.shown > EVERY or self.finished == self.requests):
-            self.shown = time.monotonic()
-            self.bar.set_postfix_str(str(self.so_far), refresh=False)
-
-    def __str__(self):
-        windows = f" and {self.windows} windows of unfinished ones" if self.windows else ""
-        return f"{self.finished} of {self.requests} {self.kind} requests{windows}"

@@ -12,7 +12,7 @@ from lm_eval_duel.errors import DuelError
 from lm_eval_duel.harness import patches
 from lm_eval_duel.harness.distributed import Ranks
 from lm_eval_duel.harness.lm import DuelMDM
-from lm_eval_duel.harness.scoring import Batch, make_request
+from lm_eval_duel.harness.requests import Batch, make_request
 from lm_eval_duel.results import trace
 
 # ------------------------------------------------------------ dealing

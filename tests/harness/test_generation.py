@@ -16,7 +16,7 @@ from lm_eval_duel.errors import DuelError
 from lm_eval_duel.estimators.duel import DuelEstimator
 from lm_eval_duel.harness.generation import key_of
 from lm_eval_duel.harness.lm import DuelMDM
-from lm_eval_duel.harness.scoring import make_request
+from lm_eval_duel.harness.requests import make_request
 from lm_eval_duel.results import trace
 from lm_eval_duel.text.generation import KNOWN, LENGTHS, OTHERS, Settings
 

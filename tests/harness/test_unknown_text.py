@@ -10,7 +10,7 @@ from toys import Toy
 from transformers import PreTrainedTokenizerFast
 
 from lm_eval_duel.harness.lm import DuelMDM
-from lm_eval_duel.harness.scoring import make_request as request
+from lm_eval_duel.harness.requests import make_request as request
 from lm_eval_duel.text.text import TextEncoder
 
 TEXTS = ["a b Привет the", "a b c", "мир [UNK] x y [UNK]"]

@@ -2,7 +2,7 @@
 
 from lm_eval.api.model import CachingLM
 
-from lm_eval_duel.harness.scoring import make_request
+from lm_eval_duel.harness.requests import make_request
 
 
 def ask(kind, *arguments, doc=None, task="toy"):

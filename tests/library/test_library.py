@@ -20,7 +20,7 @@ from lm_eval_duel.estimators.blocks import TwoPhaseBlocks
 from lm_eval_duel.estimators.two_phase import TwoPhase
 from lm_eval_duel.harness.generation import key_of
 from lm_eval_duel.harness.lm import DuelMDM
-from lm_eval_duel.harness.scoring import make_request
+from lm_eval_duel.harness.requests import make_request
 from lm_eval_duel.library.results import EncodedText
 
 TEXTS = [json.loads(line)["text"] for line in (FOLDER / "text" / "sotu.jsonl").read_text().splitlines()]

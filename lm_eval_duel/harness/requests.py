@@ -1,0 +1,170 @@
+"""The harness's requests: the distinct ones of a call, their names, the windows of their texts, and their answers."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections import Counter
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from lm_eval_duel.core.scores import Kind
+from lm_eval_duel.core.windows import Window
+from lm_eval_duel.errors import naming
+from lm_eval_duel.estimators.totals import Total
+from lm_eval_duel.tasks.data import TOKENS
+from lm_eval_duel.text.annotated import Gap
+from lm_eval_duel.text.text import TextEncoder, shorter_than_a_block
+
+if TYPE_CHECKING:
+    from lm_eval.api.instance import Instance
+
+log = logging.getLogger("lm_eval.duel_mdm")  # lm-eval prints its own loggers only
+
+FILE = "file of this document"  # an entry of documents that are the user's own files
+
+
+class Batch(NamedTuple):
+    """The distinct requests of one call. The harness repeats some of them, so that all ranks have equally many."""
+
+    requests: list[Instance]
+    repeats: list[int]  # of each distinct request: how often it came before
+    sources: list[int]  # of each request of the call: the index of the distinct one
+
+    @classmethod
+    def from_requests(cls, requests: Sequence[Instance]) -> Batch:
+        """Find the distinct requests. A task repeats a request `repeats` times, as one object; more are padding."""
+        batch = cls([], [], [])
+        indices_of: dict[Any, list[int]] = {}  # by identity: the distinct request of each repeat
+        times_seen: Counter[int] = Counter()
+        for request in requests:
+            indices = indices_of.setdefault(_identity(request), [])
+            last = (request.repeats or 1) - 1
+            repeat = min(times_seen[id(request)], last)
+            times_seen[id(request)] += 1
+            if repeat == len(indices):
+                indices.append(len(batch.requests))
+                batch.requests.append(request)
+                batch.repeats.append(repeat)
+            batch.sources.append(indices[repeat])
+        return batch
+
+    def spread(self, answers: Sequence[Any]) -> list[Any]:
+        """An answer for each request of the call."""
+        return [answers[index] for index in self.sources]
+
+
+def _identity(request: Instance) -> Any:
+    """A value that is equal for requests with the same answer in the same task."""
+    if request.task_name is None or request.doc_id is None:
+        return id(request)
+    return request.task_name, request.doc_id, request.idx, repr(request.args)
+
+
+def document_of(request: Instance) -> Any:
+    """The name of a request's document: its file, if it is one, else its number."""
+    if isinstance(request.doc, dict):
+        return request.doc.get(FILE, request.doc_id)
+    return request.doc_id
+
+
+def name(request: Instance) -> str:
+    """The name of a request for users."""
+    document = document_of(request)
+    if document != request.doc_id:
+        return str(document)
+    return f"Request of task {request.task_name}, document {request.doc_id}"
+
+
+def make_request(
+    kind: str, doc: dict[str, Any], arguments: tuple[Any, ...], task: str, number: int, repeats: int = 1
+) -> Instance:
+    """A request for document `number` of a task."""
+    from lm_eval.api.instance import Instance
+
+    return Instance(kind, doc, arguments, idx=0, metadata=(task, number, repeats))
+
+
+def random_order(requests: Sequence[Instance], seed: int) -> list[int]:
+    """The indices of requests in an order that depends on `seed` and on each request alone."""
+    keys = []
+    for n, request in enumerate(requests):
+        text = f"{seed} {request.task_name} {request.args}"
+        keys.append((hashlib.sha256(text.encode()).digest(), n))
+    return [n for _, n in sorted(keys)]
+
+
+# ---------------------------------------------------------------- windows
+
+
+def continuation_windows(text: TextEncoder, requests: Sequence[Instance]) -> list[list[Window]]:
+    """The window of each (context, continuation); logs how many contexts were truncated."""
+    cut_before = text.cut_contexts
+    merged_before = text.merged_borders
+    has_gaps = any(isinstance(request.args[1], Gap) for request in requests)
+    windows = []
+    for request in requests:
+        with naming(name(request)):
+            windows.append([text.pair(*request.args)])
+
+    cut = text.cut_contexts - cut_before
+    if cut:
+        log.warning(
+            "%d of %d contexts were longer than max_length=%d and truncated from the left%s",
+            cut,
+            len(windows),
+            text.denoiser.max_length,
+            " (the text after a gap: from the right)" if has_gaps else "",
+        )
+    merged = text.merged_borders - merged_before
+    if merged:
+        log.warning(
+            "%d of %d continuations share a token with their context%s in the joint encoding and were encoded alone",
+            merged,
+            len(windows),
+            " or with the text after the gap" if has_gaps else "",
+        )
+    return windows
+
+
+def document_windows(text: TextEncoder, requests: Sequence[Instance]) -> list[list[Window]]:
+    """The windows of each whole text; raises DuelError if its task counted other tokens than are scored."""
+    windows = []
+    for request in requests:
+        (document,) = request.args
+        counted = request.doc.get(TOKENS) if isinstance(request.doc, dict) else None
+        with naming(name(request)):
+            windows.append(text.windows(document, counted))
+
+    if not text.denoiser.by_blocks:
+        note = shorter_than_a_block((window for parts in windows for window in parts), text.block)
+        if note:
+            log.info("%s", note)
+    return windows
+
+
+# ---------------------------------------------------------------- answers
+
+
+class TextLogLikelihood(float):
+    """The log-likelihood of a whole text or of a gap, with `text` and `tokens` for data that do not count tokens."""
+
+    __slots__ = ("is_exact", "is_greedy", "stderr", "text", "tokens")
+    text: str
+    tokens: int
+    stderr: float | None  # Monte Carlo
+    is_greedy: bool  # decoding would write the text
+    is_exact: bool  # a likelihood, not a bound or an estimate
+    sees_suffix = True  # the text after a gap was visible; answers of other models lack this
+
+    def __new__(cls, total: Total, text: str) -> TextLogLikelihood:
+        self = super().__new__(cls, total.log_prob)
+        self.text = text
+        self.tokens = total.tokens
+        self.stderr = total.stderr
+        self.is_greedy = total.is_greedy
+        self.is_exact = total.value.kind is Kind.LIKELIHOOD
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:  # ranks exchange plain numbers
+        return float, (float(self),)
