@@ -19,7 +19,7 @@ import logging
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -272,13 +272,13 @@ def _json(file: Path) -> Rows:
         lines = content.readlines()
     try:
         return iter(_json_lines(file, lines))
-    except DuelError as broken:
+    except DuelError as broken_line:
         try:
             values = list(_values("".join(lines)))
         except json.JSONDecodeError as error:
-            if ending(file) == ".jsonl":
-                raise broken from None
-            raise _not_json(file, error.lineno, error) from None
+            if ending(file) == ".jsonl" and _has_record_a_line(lines):
+                raise broken_line from None
+            raise _not_json(file, error.lineno, error.colno, error) from None
     return enumerate(_unwrapped(values[0]) if len(values) == 1 else values, 1)
 
 
@@ -290,10 +290,21 @@ def _json_lines(file: Path, lines: Sequence[str]) -> list[tuple[int, Any]]:
             try:
                 found.append((number, json.loads(line)))
             except json.JSONDecodeError as error:
-                raise _not_json(file, number, error) from None
+                raise _not_json(file, number, error.pos + 1, error) from None
     if len(found) == 1:  # the whole file in one line
         return list(enumerate(_unwrapped(found[0][1]), 1))
     return found
+
+
+def _has_record_a_line(lines: Sequence[str]) -> bool:
+    """True if a broken file is of one record a line, and not a list, or records, over several lines."""
+    if "".join(lines).lstrip().startswith("["):
+        return False
+    for line in lines:
+        with suppress(json.JSONDecodeError):
+            if isinstance(json.loads(line), dict):
+                return True
+    return False
 
 
 def _values(text: str) -> Iterator[Any]:
@@ -305,8 +316,8 @@ def _values(text: str) -> Iterator[Any]:
         yield value
 
 
-def _not_json(file: Path, line: int, error: json.JSONDecodeError) -> DuelError:
-    return DuelError(f"{file}:{line} is not JSON ({error.msg} at character {error.colno}); repair this line.")
+def _not_json(file: Path, line: int, column: int, error: json.JSONDecodeError) -> DuelError:
+    return DuelError(f"{file}:{line} is not JSON ({error.msg} at character {column}); repair this line.")
 
 
 def _unwrapped(value: Any) -> list[Any]:

@@ -91,6 +91,8 @@ def test_byte_order_marks_and_line_ends_are_no_text(tmp_path, monkeypatch):
         ("a.jsonl", "{", "a.jsonl:1 is not JSON"),
         ("a.jsonl", '{"text": "a"}\n\n{"text": "b"}\n{"text": "c"\n{"text": "d"}\n', "a.jsonl:4 is not JSON"),
         ("a.json", '[\n {"text": "a"},\n {"text" "b"}\n]', "a.json:3 is not JSON"),
+        ("a.jsonl", '[\n {"text": "a"},\n {"text": [1},\n {"text": "b"}\n]', "a.jsonl:3 is not JSON"),
+        ("a.jsonl", '{"text": [1,\n{"text": "b"}\n', "a.jsonl:1 is not JSON"),
         ("a.json", '["a", "b"]', "a.json:1 is not a JSON object"),
         ("a.csv", "text,n\na,1\nb\n", "a.csv:3 has 1 cells"),
         ("a.csv", "text,text\na,b\n", "several columns text"),
