@@ -106,8 +106,11 @@ def _applies(key: str, estimator: Entry, before: Entry) -> bool:
     if key in before.arguments:
         return False
     if key in ("rule", *PARAMETERS):
-        return estimator.follows_rule or not (estimator.causal or estimator.takes_noise == "only")
-    return not (estimator.causal and key in (*estimator.ignored_args, "cache"))
+        no_unmasking = estimator.takes_noise == "only" and not estimator.follows_rule
+        return not no_unmasking and "rule" not in estimator.ignored_args
+    if estimator.causal and key == "cache":
+        return False
+    return key not in estimator.ignored_args
 
 
 def _require_own(text: str, names: list[str], first: Mapping[str, Any]) -> None:

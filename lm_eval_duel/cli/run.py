@@ -97,6 +97,8 @@ def _named(arguments: Sequence[str]) -> list[str]:
     model = [] if ours.model is None else ["--model", ours.model]
     if not (name or ours.model_args):
         return [*model, *rest]
+    if name:
+        name = FLAGS["NAME"].read("NAME", name)
     texts = [FLAGS["model_args"].read("--model_args", text) for text in ours.model_args]
     pairs = (pair for text in texts for pair in text.items())
     given = unique_keys([("pretrained", name), *pairs] if name else pairs)

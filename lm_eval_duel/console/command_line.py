@@ -14,6 +14,7 @@ import io
 import json
 import math
 import os
+import re
 import sys
 import traceback
 import unicodedata
@@ -81,7 +82,7 @@ def _nulls(value: Any, path: str) -> Iterator[tuple[str, str]]:
 # ---------------------------------------------------------------- tables
 
 
-NUMBER_SIGNS = "≤~*+-. ["  # may precede the digits of a number: bounds, bold, signs, footnotes
+NUMBER_SIGNS = "≤≥~*+-. ["  # may precede the digits of a number: bounds, bold, signs, footnotes
 FORMULA = ("=", "+", "-", "@", "\t", "\r")  # a spreadsheet reads a text that starts like this as a formula
 
 
@@ -239,6 +240,11 @@ def _is_writable_file(name: str) -> bool:
     return name == STDOUT or (known and os.access(file if file.exists() else file.parent, os.W_OK))
 
 
+def _is_name_alone(text: str) -> bool:
+    """False for a name with model args behind it, as --model_args takes them."""
+    return bool(text) and (re.search(r",\w+=", text) is None or os.path.lexists(text))
+
+
 def key_values(text: str) -> dict[str, Any]:
     """`key=value,...` or a JSON object as a dict, with values of the types that lm_eval gives them."""
     if text.lstrip().startswith("{"):
@@ -271,12 +277,13 @@ NAMES = ArgumentType(
     "names, separated by commas", lambda text: [part.strip() for part in text.split(",") if part.strip()]
 )
 PATH = string("a path", bool)
+MODEL_NAME = string("a folder, a hub name or a bundled name; its model args go to --model_args", _is_name_alone)
 EXISTING = string("a folder that exists", lambda name: Path(name).is_dir())
 FOLDER = string("a folder that can be written to; it is created if it does not exist", _is_writable_folder)
 FILE = string("a file that can be written, in a folder that exists", _is_writable_file)
 INCHES = number(f"a number of inches from {WIDTHS[0]:g} to {WIDTHS[1]:g}", lambda x: WIDTHS[0] <= x <= WIDTHS[1])
 FLAGS: dict[str, Flag] = {  # of several commands: the same name, values and help everywhere
-    "NAME": Flag(CHECKPOINT, None, "the model: a folder, a hub name or a bundled name, as pretrained=NAME"),
+    "NAME": Flag(MODEL_NAME, None, "the model: a folder, a hub name or a bundled name, as pretrained=NAME"),
     "model_args": Flag(
         dataclasses.replace(KEY_VALUES, convert=_model_args),
         {},

@@ -208,6 +208,13 @@ def test_what_is_given_twice_is_an_error_that_names_both_values(words, monkeypat
         DuelMDM.create_from_arg_string("pretrained=demo-bd,block=8,block=16")
 
 
+@pytest.mark.parametrize("name", ["run", "inspect", "generate", "audit"])
+def test_model_args_behind_a_name_are_sent_to_their_flag(name):
+    with pytest.raises(Exit, match="--model_args") as raised:
+        program.main([name, "demo-mdm,rule=greedy", *([] if name == "generate" else ["--tasks", "sotu"])])
+    assert raised.value.code == 2
+
+
 def test_the_model_is_named_alike_in_every_command():
     for words in (
         ["demo-bd", "--model_args", "block=4"],

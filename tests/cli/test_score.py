@@ -3,6 +3,7 @@
 import csv
 import json
 import math
+import re
 import shutil
 
 import golden
@@ -92,7 +93,15 @@ def test_what_is_not_a_likelihood_is_labelled_and_has_its_error(folder, texts, t
     errors = [row["log_prob_stderr"] for row in figures["documents"]]
     assert errors[0] > 0 and errors[2] == 0  # a single token has one state, so its bound is exact
     assert figures["total"]["log_prob_stderr"] == pytest.approx(math.hypot(*errors))
-    assert "log_prob_stderr" in printed and "an upper bound of the perplexity" in printed
+    total = figures["total"]
+    assert f"≥ {total['log_prob']:.2f} ± {total['log_prob_stderr']:.2f}" in printed, (
+        "a bound from below, with its error"
+    )
+    assert (
+        re.search(rf"≤ {total['token_perplexity']:.2f} ± [\d.]+ ", printed)
+        and "an upper bound of the perplexity" in printed
+    )
+    assert re.search(rf"≤ {total['bits_per_byte']:.4f} ± [\d.]+\n", printed)
     assert "error not known" in run(texts, "--model_args", f"{model}elbo,mc_samples=2", capsys=capsys)
     assert "not a likelihood" in run(texts, "--model_args", f"{model}oracle", capsys=capsys)
     assert registry.kind_of("elbo", {"elbo_eps": "0.001"}) == registry.Kind.NO_BOUND.value
@@ -253,7 +262,7 @@ def other(model, text):
     [
         # what a model does not set is as in --model_args
         ("rule=greedy,block=2,cache=dual", "temperature=0.5", "rule=greedy,block=2,cache=dual,temperature=0.5", ""),
-        ("estimator=elbo,mc_samples=4,block=2", "rule=margin", "estimator=elbo,mc_samples=4,block=2,rule=margin", ""),
+        ("estimator=elbo,mc_samples=4,block=2", "rule=margin", "estimator=elbo,mc_samples=4,rule=margin", "block"),
         ("rule=threshold,mu=0.8", "mu=0.7", "rule=threshold,mu=0.7", ""),
         # a rule comes with its parameters
         ("rule=threshold,mu=0.8,block=4", "rule=margin", "rule=margin,block=4", ""),
@@ -263,7 +272,9 @@ def other(model, text):
         ("rule=margin,block=4,cache=dual", "demo-bd,block=4", "rule=margin,block=4,cache=dual", ""),
         # a preset stands for its model args
         ("preset=llada", "rule=greedy", "rule=greedy,block=128", ""),
-        ("preset=llada,steps=64", "estimator=elbo", "estimator=elbo,rule=quota,steps=64,block=128", ""),
+        ("preset=llada,steps=64", "estimator=elbo", "estimator=elbo", "rule steps block"),
+        ("rule=margin,k=2,block=4", "estimator=sampled_order", "estimator=sampled_order,block=4", "rule k"),
+        ("rule=margin,k=2,block=4", "estimator=mixture", "estimator=mixture,rule=margin,k=2,block=4", ""),
         ("preset=sdar-static", "estimator=duel,rule=greedy", "estimator=duel,rule=greedy,block=4", "confidence"),
         ("rule=threshold,mu=0.8,block=4,cache=dual", "preset=llada", "preset=llada", ""),
         ("preset=llada-fast-dllm", "preset=llada", "preset=llada", ""),
