@@ -64,7 +64,8 @@ def explain_models():
         except ValueError as error:
             from difflib import get_close_matches
 
-            if not (near := get_close_matches(str(model_name).lower(), MODELS, n=1, cutoff=0.7)):
+            near = get_close_matches(str(model_name).lower(), MODELS, n=1, cutoff=0.7)
+            if not near:
                 raise
             raise ValueError(f"{error}. Did you mean '{near[0]}'?") from error
 
@@ -82,8 +83,10 @@ def explain_tasks():
         try:
             return original(self, *arguments, **options)
         except ValueError as error:
-            missing, found = str(error).partition("Tasks not found: ")[2], _own_tasks()
-            if not (ours := [name for name in missing.split(", ") if name in found]):
+            missing = str(error).partition("Tasks not found: ")[2].split(", ")
+            known = _own_tasks()
+            ours = [name for name in missing if name in known]
+            if not ours:
                 raise
             verb = "are tasks" if len(ours) > 1 else "is a task"
             raise ValueError(

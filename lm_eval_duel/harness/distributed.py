@@ -65,9 +65,10 @@ class Ranks(NamedTuple):
 
         The most expensive items are dealt first, each to the rank with the least work so far (ties: to the lowest).
         """
-        work = [(0.0, rank) for rank in range(self.world_size)]
+        work = [(0.0, rank) for rank in range(self.world_size)]  # a heap: the rank with the least is first
+        most_expensive_first = sorted(range(len(costs)), key=lambda n: -costs[n])
         mine = []
-        for n in sorted(range(len(costs)), key=lambda n: -costs[n]):
+        for n in most_expensive_first:
             total, rank = work[0]
             heapq.heapreplace(work, (total + costs[n], rank))
             if rank == self.rank:
@@ -78,10 +79,10 @@ class Ranks(NamedTuple):
         """The tensors of all ranks, concatenated."""
         if self.world_size == 1:
             return tensor
-        mine = torch.atleast_1d(tensor.cpu())
-        parts = [torch.empty_like(mine) for _ in range(self.world_size)]
+        part = torch.atleast_1d(tensor.cpu())
+        parts = [torch.empty_like(part) for _ in range(self.world_size)]
         with self.waiting():
-            torch.distributed.all_gather(parts, mine, group=self.group)
+            torch.distributed.all_gather(parts, part, group=self.group)
         return torch.cat(parts).to(tensor.device)
 
     def gather_object(self, obj: Any, dst: int = 0) -> list[Any] | None:

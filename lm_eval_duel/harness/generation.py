@@ -45,57 +45,81 @@ class Prompt(NamedTuple):
 
 def generate(evaluation: Evaluation, requests: Sequence[Instance]) -> list[str]:
     """The text of each request, from the response cache or generated now. Equal settings are generated together."""
-    batch, texts = Batch.from_requests(requests), dict[int, str]()
+    batch = Batch.from_requests(requests)
     prompts = _prompts(evaluation, batch)
-    if evaluation.store is not None:
-        found = ((n, evaluation.store.find(prompt.cache_key, str)) for n, prompt in enumerate(prompts))
-        texts = {n: text for n, text in found if text is not None}
-    missing: dict[Generator, list[int]] = {}
+    texts = _kept_texts(evaluation, prompts)
+    groups: dict[Generator, list[int]] = {}
     for n, prompt in enumerate(prompts):
         if n not in texts:
-            missing.setdefault(prompt.generator, []).append(n)
+            groups.setdefault(prompt.generator, []).append(n)
+    remaining = [n for group in groups.values() for n in group]
     tokens = [len(prompt.window.target) for prompt in prompts]
-    progress = evaluation.begin("generate_until", tokens, [n for group in missing.values() for n in group])
+    progress = evaluation.begin("generate_until", tokens, remaining)
+    steps = 0
+
     with evaluation.computing(), progress.bar:
-        for generator, group in missing.items():
-            description = _description(evaluation, generator.settings)
-            samples = generator.stream([prompts[n].window for n in group], [prompts[n].key for n in group])
-            for i, text, window, sample in samples:
-                n, prompt = group[i], prompts[group[i]]
+        for generator, group in groups.items():
+            windows = [prompts[n].window for n in group]
+            keys = [prompts[n].key for n in group]
+            for i, text, window, sample in generator.stream(windows, keys):
+                n = group[i]
                 if evaluation.store is not None:
-                    evaluation.store.keep(prompt.cache_key, text)  # first: whatever fails below, this text is not lost
+                    evaluation.store.keep(prompts[n].cache_key, text)  # first: whatever fails below, it is not lost
                 texts[n] = text
-                progress.add_window(len(prompt.window.target), sample.nfe)
+                progress.add_window(tokens[n], sample.nfe)
                 progress.finish_request(1)
-                progress.bar.set_postfix_str(f"NFE {evaluation.estimator.counts.nfe}")
-                about = {"repeat": prompt.repeat, "generated": description, "text": text, "tail": sample.tail}
+                steps += sample.nfe or 0
+                progress.bar.set_postfix_str(f"NFE {steps}")
+                about = {
+                    "repeat": prompts[n].repeat,
+                    "generated": _description(evaluation, generator.settings),
+                    "text": text,
+                    "tail": sample.tail,
+                }
                 evaluation.write_trace(batch.requests[n], [window], [sample], evaluation.sampler, **about)
     return batch.spread([texts[n] for n in range(len(texts))])
+
+
+def _kept_texts(evaluation: Evaluation, prompts: Sequence[Prompt]) -> dict[int, str]:
+    """The texts that an earlier run has generated, by the index of their prompt."""
+    texts: dict[int, str] = {}
+    if evaluation.store is None:
+        return texts
+    for n, prompt in enumerate(prompts):
+        text = evaluation.store.find(prompt.cache_key, str)
+        if text is not None:
+            texts[n] = text
+    return texts
 
 
 def _prompts(evaluation: Evaluation, batch: Batch) -> list[Prompt]:
     """The prompt of each request; raises DuelError, with the request's name, for a wrong setting or prompt."""
     generators: dict[Settings, Generator] = {}
-    prompts, notes = [], dict[str, list[str]]()  # warning -> the tasks that it is about
-    cut = evaluation.text.cut_contexts
+    prompts: list[Prompt] = []
+    tasks_of: dict[str, list[str]] = {}  # of each warning: the tasks that it is about
+    cut_before = evaluation.text.cut_contexts
     spec = fingerprint.digest(generation_spec(evaluation)) if evaluation.store is not None else ""
     for request, repeat in zip(batch.requests, batch.repeats, strict=True):
         key = key_of(request.task_name, request.doc_id, request.idx, repeat)
         with naming(name(request)):
             settings = Settings.from_arguments(request.args[1])
             if settings not in generators:
-                seed, scored = evaluation.options.draw_seed, evaluation.trace is not None
-                generators[settings] = Generator(evaluation.sampler, evaluation.text, settings, seed, scored)
+                seed = evaluation.options.draw_seed
+                is_scored = evaluation.trace is not None
+                generators[settings] = Generator(evaluation.sampler, evaluation.text, settings, seed, is_scored)
             generator = generators[settings]
             window = generator.prompt(request.args[0])
         evaluation.stats.generated.add(_description(evaluation, settings))
         for note in generator.notes:
-            notes.setdefault(note, []).append(str(request.task_name))
-        cache_key = request_key("generate_until", request.args, spec, *([str(key)] if settings.temperature else []))
+            tasks_of.setdefault(note, []).append(str(request.task_name))
+        draw = [str(key)] if settings.temperature else []
+        cache_key = request_key("generate_until", request.args, spec, *draw)
         prompts.append(Prompt(generator, repeat, window, key, cache_key))
-    for note, tasks in notes.items():
+
+    for note, tasks in tasks_of.items():
         log.warning("generation settings of %s: %s", " and ".join(dict.fromkeys(tasks)), note)
-    if cut := evaluation.text.cut_contexts - cut:
+    cut = evaluation.text.cut_contexts - cut_before
+    if cut:
         log.warning("%d prompts were truncated from the left to make room for max_gen_toks positions", cut)
     return prompts
 

@@ -44,9 +44,13 @@ class DuelMDM(TemplateLM):
         self.options = options = Options.parse(arguments)
         patches.apply()
         self.ranks = Ranks.join(options.device)
-        self._rank, self._world_size = self.ranks.rank, self.ranks.world_size
-        self.all_gather, self.barrier = self.ranks.all_gather, self.ranks.barrier
-        self.trace = trace.Writer(options.trace, self.rank, self.world_size) if options.trace is not None else None
+        self._rank = self.ranks.rank
+        self._world_size = self.ranks.world_size
+        self.all_gather = self.ranks.all_gather
+        self.barrier = self.ranks.barrier
+        self.trace: trace.Writer | None = None
+        if options.trace is not None:  # opened now: a file that cannot be written ends the run before it loads
+            self.trace = trace.Writer(options.trace, self.rank, self.world_size)
         scorer = load_scorer(options, device=self.ranks.device)
         self.options, self.tokenizer, self.denoiser, self.estimator, self.text = scorer
         self._device = self.denoiser.device
@@ -55,11 +59,17 @@ class DuelMDM(TemplateLM):
             self.trace.begin(self._trace_header(tokenizer))
         self.evaluation = self._new_evaluation()
         if self.rank == 0:
-            if self.estimator.decodes and (note := ties(self.denoiser, self.options.rule)):
-                log.warning("%s", note)
-            registry.name_ignored_args(arguments, self.estimator)
-            log.info("fingerprint %s", self.fingerprint)
-            log.debug("its spec:\n%s", "\n".join(f"  {key}={value}" for key, value in self.spec.items()))
+            self._log_spec(arguments)
+
+    def _log_spec(self, arguments: dict[str, Any]) -> None:
+        """Log what the numbers depend on, and which of the given arguments they do not."""
+        note = ties(self.denoiser, self.options.rule) if self.estimator.decodes else None
+        if note:
+            log.warning("%s", note)
+        registry.name_ignored_args(arguments, self.estimator)
+        log.info("fingerprint %s", self.fingerprint)
+        lines = [f"  {key}={value}" for key, value in self.spec.items()]
+        log.debug("its spec:\n%s", "\n".join(lines))
 
     @classmethod
     @unchained()
@@ -120,13 +130,15 @@ class DuelMDM(TemplateLM):
     def _trace_header(self, tokenizer: str) -> dict[str, Any]:
         rules = [str(rule) for rule in getattr(self.estimator, "rules", ())]
         header = {"fingerprint": self.fingerprint, "spec": self.spec, "tokenizer": tokenizer, "rules": rules}
-        if (code := followed_rules(self.estimator).get(RULE_CODE)) is not None:
-            header[RULE_CODE] = code
+        followed = followed_rules(self.estimator)
+        if RULE_CODE in followed:
+            header[RULE_CODE] = followed[RULE_CODE]
         return header
 
     def _require_continuations(self) -> None:
         """Raise DuelError if the estimator scores whole texts only."""
-        if reason := registry.find(self.options.estimator).whole_texts:
+        reason = registry.find(self.options.estimator).whole_texts
+        if reason:
             raise DuelError(reason)
 
     @unchained()
@@ -197,8 +209,8 @@ class DuelMDM(TemplateLM):
         gathered = self.ranks.gather_object((obj, self.evaluation.summary()), dst)
         if gathered is None:
             return None
-        objects, self.evaluation.gathered = map(list, zip(*gathered, strict=True))
-        return objects
+        self.evaluation.gathered = [stats for _, stats in gathered]
+        return [obj for obj, _ in gathered]
 
     # ------------------------------------------------------------ text
 

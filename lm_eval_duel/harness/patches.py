@@ -76,7 +76,8 @@ def apply() -> None:
     _patch(CachingLM, "__init__", _open_cache)
     _patch(metrics, "weighted_mean", _weighted_mean)
     metrics.math = types.SimpleNamespace(**{**vars(math), "exp": perplexity})
-    if loggers := sys.modules.get("lm_eval.loggers"):  # in lm-eval's command, which alone prints the table
+    loggers = sys.modules.get("lm_eval.loggers")
+    if loggers is not None:  # in lm-eval's command, which alone prints the table
         _patch(loggers.EvaluationTracker, "save_results_aggregated", _save_results)
         _patch(loggers.evaluation_tracker.GeneralConfigTracker, "log_experiment_args", _name_model)
 
@@ -92,8 +93,11 @@ def in_lm_evals_command() -> None:
         sys.excepthook = _one_line
         parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
         parser.add_argument("--model_args", "-a", nargs="*", action="extend", default=[])
-        texts = parser.parse_known_args()[0].model_args
-        unique_keys(pair for text in texts for pair in key_values(text).items())
+        given, _ = parser.parse_known_args()
+        pairs: list[tuple[str, Any]] = []
+        for text in given.model_args:
+            pairs += key_values(text).items()
+        unique_keys(pairs)
 
 
 def _one_line(kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> None:
@@ -138,7 +142,8 @@ def _build_all_requests(
     **options: Any,
 ) -> Any:
     count = len(samples) if samples else len(task.eval_docs)
-    count = min(count, int(limit)) if limit and not samples else count
+    if limit and not samples:
+        count = min(count, int(limit))
     if world_size > 1 and count < world_size:
         raise too_few_documents(f"Task {task.config.task}", count, world_size)
     original(task, limit=limit, samples=samples, world_size=world_size, **options)
@@ -158,7 +163,8 @@ def _save_results(original: Callable[..., None], tracker: Any, results: dict[str
     original(tracker, results=written, **options)
     for name in written.keys() - results.keys():  # entries that lm-eval has added
         results[name] = written[name]
-    for entries in (*results.get("results", {}).values(), *results.get("groups", {}).values()):
+    tasks_and_groups = [*results.get("results", {}).values(), *results.get("groups", {}).values()]
+    for entries in tasks_and_groups:
         for name, value in entries.items():
             if isinstance(value, float) and abs(value) >= LARGE:
                 entries[name] = LargeNumber(value)  # the table is printed after this
@@ -181,7 +187,8 @@ def _name_model(
 ) -> None:
     original(tracker, model_source=model_source, model_args=model_args, **options)
     if model_source in MODELS and "pretrained" not in model_args:
-        tracker.model_name = tracker.model_name_sanitized = BUNDLED
+        tracker.model_name = BUNDLED
+        tracker.model_name_sanitized = BUNDLED
 
 
 def _open_cache(original: Callable[..., None], caching: CachingLM, lm: Any, cache_db: str, *args: Any) -> None:
@@ -194,7 +201,8 @@ def _open_cache(original: Callable[..., None], caching: CachingLM, lm: Any, cach
             f"The --use_cache file {cache_db} cannot be made: {error}. Name a path in a folder that can be written."
         ) from error
     if isinstance(lm.cache_hook.dbdict, ResponseCache):
-        caching.dbdict, lm.cache_hook = lm.cache_hook.dbdict, CacheHook(None)
+        caching.dbdict = lm.cache_hook.dbdict
+        lm.cache_hook = CacheHook(None)
         for kind in ("loglikelihood", "loglikelihood_rolling", "generate_until"):
             setattr(caching, kind, functools.partial(_forward, caching, kind))
 

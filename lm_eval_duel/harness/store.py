@@ -45,7 +45,8 @@ log = logging.getLogger("lm_eval.duel_mdm")
 FORMAT = 2  # of the records
 VERSION = "lm_eval_duel format"
 SPEC = "lm_eval_duel spec"
-RULES, RULE_CODE = "lattice_rules", "lattice_rule_code"  # stored with the spec: the rules that a lattice follows
+RULES = "lattice_rules"  # stored with the spec: the rules that a lattice follows
+RULE_CODE = "lattice_rule_code"  # and the code of those that are a user's own
 SUSPECT = "lm_eval_duel suspect"  # why the answers may be wrong
 WINDOW = "window "  # before the key of a window's score
 TIMEOUT = 60  # seconds to wait for a file that another rank is writing
@@ -94,14 +95,17 @@ def without_order(score: Score) -> Score:
     """A score without its order: its part in the results."""
     blocks = score.blocks
     if blocks is not None:
-        blocks = blocks + type(blocks)()  # a sum has no values of single blocks
+        empty = type(blocks)()
+        blocks = blocks + empty  # a sum has no values of single blocks
     others = {name: without_order(other) for name, other in score.others.items()}
-    return dataclasses.replace(score, **dict.fromkeys(ORDER, ()), blocks=blocks, others=others)
+    no_order = dict.fromkeys(ORDER, ())
+    return dataclasses.replace(score, **no_order, blocks=blocks, others=others)
 
 
 def encode_request(scores: Sequence[Score]) -> tuple[Any, ...]:
     """The record of a finished request: its log-probability, and its windows without their orders."""
-    return math.fsum(score.log_prob for score in scores), [encode(without_order(score)) for score in scores]
+    log_prob = math.fsum(score.log_prob for score in scores)
+    return log_prob, [encode(without_order(score)) for score in scores]
 
 
 def decode_request(record: Any, windows: int) -> list[Score] | None:
@@ -140,17 +144,22 @@ class Answers:
         if store is None:
             return
         self.keys = [request_key(kind, request.args) for request in requests]
-        self.needed = Counter(window for parts in windows if len(parts) > 1 for window in {*parts})
-        # part of a score and not of the spec: its fields, the statistics of a trace, the rules that a lattice follows
+        for n in range(len(requests)):
+            self.needed.update(self._parts(n))
+        # What is part of a score and not of the spec: its fields, whether it has the statistics of a trace, and the
+        # rules that a lattice follows.
         fields = [field.name for field in dataclasses.fields(Score)]
-        self.contents = str((fields, estimator.traced, *map(str, getattr(estimator, "rules", ()))))
+        rules = [str(rule) for rule in getattr(estimator, "rules", ())]
+        self.contents = str((fields, estimator.traced, *rules))
 
     def saved(self) -> Iterator[tuple[int, list[Score]]]:
         """(index, scores of its windows) of each request that an earlier run has finished."""
         for n, key in enumerate(self.keys):
-            if (record := self.store.find(key, tuple)) is None:
+            record = self.store.find(key, tuple)
+            if record is None:
                 continue
-            if (scores := decode_request(record, len(self.windows[n]))) is None:
+            scores = decode_request(record, len(self.windows[n]))
+            if scores is None:
                 self.store.drop()
                 continue
             self._finish(n)
@@ -159,25 +168,35 @@ class Answers:
     def kept(self, requests: Iterable[int]) -> dict[Window, Score]:
         """The scores of windows of these requests that an earlier run has kept."""
         scores: dict[Window, Score] = {}
-        for window in self.needed.keys() & {window for n in requests for window in self.windows[n]}:
-            if (record := self.store.find(self.key(window), tuple)) is not None:
-                scores[window] = decode(record)
+        if self.store is None:
+            return scores
+        for n in requests:
+            for window in self._parts(n) - scores.keys():
+                record = self.store.find(self.key(window), tuple)
+                if record is not None:
+                    scores[window] = decode(record)
         return scores
 
     def keep(self, window: Window, score: Score) -> None:
         """Keep the score of a window until its requests are saved, unless they have only this window."""
-        if window in self.needed:
+        if self.store is not None and window in self.needed:
             self.store.keep(self.key(window), encode(score))
 
     def save(self, n: int, scores: Sequence[Score]) -> None:
         """Save a finished request, and delete the scores of its windows that no other request waits for."""
-        if self.store is not None:
-            self.store.keep(self.keys[n], encode_request(scores))
-            self.store.forget([self.key(window) for window in self._finish(n)])
+        if self.store is None:
+            return
+        self.store.keep(self.keys[n], encode_request(scores))
+        self.store.forget([self.key(window) for window in self._finish(n)])
+
+    def _parts(self, n: int) -> set[Window]:
+        """The windows of a request that are kept one by one: those of several."""
+        windows = self.windows[n]
+        return {*windows} if len(windows) > 1 else set()
 
     def _finish(self, n: int) -> list[Window]:
         """The windows of a request that is finished and that no unfinished one needs."""
-        windows = {*self.windows[n]} if len(self.windows[n]) > 1 else set()
+        windows = self._parts(n)
         self.needed.subtract(windows)
         return [window for window in windows if not self.needed[window]]
 
@@ -196,18 +215,26 @@ def request_key(kind: str, arguments: Iterable[Any], *more: str) -> str:
 
     arguments = list(arguments)
     parts = [hash_args(kind, arguments)]
-    parts += [argument.digest for argument in arguments if isinstance(argument, TokenText | Gap)]
+    for argument in arguments:
+        if isinstance(argument, TokenText | Gap):
+            parts.append(argument.digest)
     parts += more
-    return parts[0] if len(parts) == 1 else hashlib.sha256("\n".join(parts).encode()).hexdigest()
+    if len(parts) == 1:
+        return parts[0]
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
 
 def followed_rules(estimator: Estimator) -> dict[str, str]:
     """The rules whose orders a lattice reads off, with the code of custom ones: in the results, but not in the spec."""
-    if (rules := getattr(estimator, "rules", None)) is None:
+    rules = getattr(estimator, "rules", None)
+    if rules is None:
         return {}
     specs = [rule.describe() for rule in rules]
+    followed = {RULES: "+".join(spec["rule"] for spec in specs)}
     codes = [spec["rule_code"] for spec in specs if "rule_code" in spec]
-    return {RULES: "+".join(spec["rule"] for spec in specs), **({RULE_CODE: "+".join(codes)} if codes else {})}
+    if codes:
+        followed[RULE_CODE] = "+".join(codes)
+    return followed
 
 
 # ---------------------------------------------------------------- the files
@@ -225,13 +252,14 @@ class ResponseCache:
         self.waiting: dict[str, Any] = {}  # records that the disk has not taken
         self.broken: set[Path] = set()  # files with records that cannot be read
         self.holders: dict[str, tuple[Path, sqlite3.Connection]] = {}  # another rank's file that holds a key
-        for other in self._other_files():
-            holder = other, _open(other)
-            self.holders |= dict.fromkeys(_checked_keys(*holder, spec, follows), holder)
+        for path in self._other_files():
+            file = _open(path)
+            for key in _checked_keys(path, file, spec, follows):
+                self.holders[key] = path, file
         self.file = _open(self.path)
         self.file.execute("PRAGMA synchronous = OFF")  # as the harness has it: a killed process loses nothing
-        own = _checked_keys(self.path, self.file, spec, follows)
-        self.has_answers = bool(own or self.holders)
+        keys = _checked_keys(self.path, self.file, spec, follows)
+        self.has_answers = bool(keys or self.holders)
         self.keep(SPEC, {**spec, **follows})
         self.keep(VERSION, FORMAT)
 
@@ -239,14 +267,18 @@ class ResponseCache:
         """The record of a key, from the file of any rank; None if there is none that is intact and of this `kind`."""
         if key in self.waiting:
             return self.waiting[key]
-        for path, file in filter(None, ((self.path, self.file), self.holders.get(key))):
+        places = [(self.path, self.file)]
+        if key in self.holders:
+            places.append(self.holders[key])
+        for path, file in places:
             try:
                 row = file.execute(READ, (key,)).fetchone()
             except sqlite3.Error as error:
                 if path == self.path:
                     raise unreadable(path, error) from error
-                row = ()
-            if isinstance(value := _read(row), kind):
+                row = ()  # another rank may be gone, and its disk with it
+            value = _read(row)
+            if isinstance(value, kind):
                 return value
             if row is not None:
                 self.drop(path)
@@ -254,7 +286,8 @@ class ResponseCache:
 
     def drop(self, path: Path | None = None) -> None:
         """Log, once per file, that one of its records is not used. `path`: this rank's file by default."""
-        path = path or self.path
+        if path is None:
+            path = self.path
         if path not in self.broken:
             log.warning("%s has a truncated or invalid record: it is dropped and scored again", path)
         self.broken.add(path)
@@ -299,11 +332,15 @@ class ResponseCache:
 
     def _other_files(self) -> list[Path]:
         """The files of other ranks, also of an earlier run with more ranks."""
-        if (parts := re.fullmatch(r"(.*_rank)\d+(\.db)", self.path.name, re.DOTALL)) is None:
+        parts = re.fullmatch(r"(.*_rank)\d+(\.db)", self.path.name, re.DOTALL)
+        if parts is None:
             return []
         pattern = re.compile(re.escape(parts[1]) + r"\d+" + re.escape(parts[2]))
-        files = self.path.absolute().parent.iterdir()
-        return sorted(file for file in files if pattern.fullmatch(file.name) and file.name != self.path.name)
+        files = []
+        for file in self.path.absolute().parent.iterdir():
+            if pattern.fullmatch(file.name) and file.name != self.path.name:
+                files.append(file)
+        return sorted(files)
 
 
 class _PlainUnpickler(pickle.Unpickler):
@@ -346,29 +383,37 @@ def _checked_keys(
 ) -> list[str]:
     """The keys of answers and windows in a file; raises DuelError if they are of another spec, or of none."""
     keys = [key for (key,) in _select(file, path, KEYS) if key not in (SPEC, VERSION)]
-    stored, version = (next(map(_read, _select(file, path, READ, key)), None) for key in (SPEC, VERSION))
+    ours = {**spec, **follows}
+    stored = _stored(file, path, SPEC)
     if not isinstance(stored, dict):  # missing or damaged
-        if keys:
-            raise DuelError(
-                f"The --use_cache file {path} holds answers of another model (it has no spec of duel-mdm). "
-                "Name another file, or delete this one."
-            )
-    elif stored != (ours := {**spec, **follows}):
-        theirs = fingerprint.digest({key: value for key, value in stored.items() if key not in (RULES, RULE_CODE)})
+        if not keys:
+            return keys
+        raise DuelError(
+            f"The --use_cache file {path} holds answers of another model (it has no spec of duel-mdm). "
+            "Name another file, or delete this one."
+        )
+    if stored != ours:
+        theirs = {key: value for key, value in stored.items() if key not in (RULES, RULE_CODE)}
         changed = "; ".join(fingerprint.differences(ours, stored))
         raise DuelError(
-            f"The --use_cache file {path} was written under another spec ({theirs}, this run is "
+            f"The --use_cache file {path} was written under another spec ({fingerprint.digest(theirs)}, this run is "
             f"{fingerprint.digest(spec)}): {changed}. Name another file, or delete this one."
         )
-    elif keys and version != FORMAT:
+    version = _stored(file, path, VERSION)
+    if keys and version != FORMAT:
         raise DuelError(
             f"The --use_cache file {path} has records of format {version or 1}, and this release reads {FORMAT}. Name "
             "another file, or delete this one: its answers are scored again."
         )
     if SUSPECT in keys:
-        reason = next(map(_read, _select(file, path, READ, SUSPECT)), None)
         raise DuelError(
-            f"The answers in the --use_cache file {path} are suspect ({fingerprint.digest(spec)}): {reason} Once that "
-            "is mended, delete the file or name another one."
+            f"The answers in the --use_cache file {path} are suspect ({fingerprint.digest(spec)}): "
+            f"{_stored(file, path, SUSPECT)} Once that is mended, delete the file or name another one."
         )
     return keys
+
+
+def _stored(file: sqlite3.Connection, path: Path, key: str) -> Any:
+    """The value of a key that a whole file has one of; None if it is missing or damaged."""
+    rows = _select(file, path, READ, key)
+    return _read(rows[0]) if rows else None
