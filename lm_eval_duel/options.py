@@ -90,7 +90,12 @@ class Options(NetworkArguments):
     )
     # those that only this estimator reads; None: their defaults
     estimator_args: Arguments = dataclasses.field(default=None)  # type: ignore[assignment]
-    draw_seed: int = argument(whole(0), 0, "seed of all random draws")
+    draw_seed: int = argument(
+        whole(0),
+        0,
+        "seed of the draws of bounds and estimates, of generated texts, `order=random` and `verify=N`. Noise of random "
+        "tokens has its own, `noise_seed`",
+    )
     order: Order = argument(
         choice(Order),
         "random",

@@ -27,6 +27,7 @@ ELBO_FORMS = ("count", "ratio", "score_entropy")
 LATTICE_BLOCK = 12  # the most positions of a block whose sets are all evaluated: 4,095 sets
 FOLLOWED = ("sampled_confidence", "sampled_order")  # samplers that draw their order
 SCORED_ORDERS = ("entropy", "topk_margin")
+SEED = dataclasses.replace(whole(0), nothing=())  # of draws; none is no seed
 
 
 @dataclasses.dataclass(frozen=True)

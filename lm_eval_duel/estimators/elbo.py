@@ -43,7 +43,7 @@ from lm_eval_duel.core.view import distinct
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.estimators import registry
-from lm_eval_duel.estimators.arguments import ElboArguments
+from lm_eval_duel.estimators.arguments import SEED, ElboArguments
 from lm_eval_duel.estimators.base import Estimator
 from lm_eval_duel.estimators.checks import check_every_order
 from lm_eval_duel.rules import rank
@@ -61,7 +61,7 @@ class MonteCarloBound(Estimator):
 
     def __init__(self, denoiser: Denoiser, block: int | str | None, samples: int, draw_seed: int, **layout: Any):
         self.samples = samples
-        self.draw_seed = draw_seed
+        self.draw_seed = SEED("draw_seed", draw_seed)
         self.replicates = replicates(samples)
         if samples < REPLICATES:
             log.warning(

@@ -40,7 +40,7 @@ from lm_eval_duel.core.scores import IndexedScores, Kind, PhaseCounts, Score, kn
 from lm_eval_duel.core.windows import Window, target_parts
 from lm_eval_duel.denoisers.cached.denoiser import under_cache
 from lm_eval_duel.errors import DuelError
-from lm_eval_duel.estimators.arguments import TwoPhaseArguments
+from lm_eval_duel.estimators.arguments import SEED, TwoPhaseArguments
 from lm_eval_duel.estimators.base import Estimator
 from lm_eval_duel.estimators.blocks import TwoPhaseBlocks
 from lm_eval_duel.estimators.checks import check_two_phase
@@ -97,7 +97,7 @@ class TwoPhase(Estimator):
         self.arguments = arguments or TwoPhaseArguments()
         self.cache = cache
         self.rule = rule
-        self.draw_seed = draw_seed
+        self.draw_seed = SEED("draw_seed", draw_seed)
 
     def use_single_rows(self) -> None:
         for phase in self.phases.values():

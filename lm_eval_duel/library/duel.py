@@ -10,21 +10,21 @@ Texts get the special tokens and windows of the harness (text/text.py), and so t
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import logging
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar, cast
 
 from lm_eval_duel.core.denoiser import Denoiser
 from lm_eval_duel.core.reveal import GPU_TOKENS
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.errors import DuelError, naming
 from lm_eval_duel.estimators import registry
-from lm_eval_duel.estimators.arguments import TwoPhaseArguments
+from lm_eval_duel.estimators.arguments import SEED, TwoPhaseArguments
 from lm_eval_duel.estimators.totals import score_documents
 from lm_eval_duel.estimators.two_phase import TwoPhase
 from lm_eval_duel.library.ids import (
     AUTO,
-    DUEL,
     GREEDY,
     HARNESS_ARGS,
     SAMPLERS,
@@ -50,6 +50,23 @@ if TYPE_CHECKING:
 log = logging.getLogger("lm_eval.duel_mdm")
 
 Block: TypeAlias = "int | Literal['auto'] | None"
+Made = TypeVar("Made", bound=Callable[..., Any])
+
+SIZES = ("batch_size", "max_batch_size", "traced")
+KEYWORDS = ("rule", "block", "grid", "estimator", "windows", *SIZES)  # with which every Duel is made
+
+
+def shows_keywords_of(constructor: Callable[..., None]) -> Callable[[Made], Made]:
+    """A decorator of functions that pass `**arguments` on: help() shows the `KEYWORDS` of the constructor there."""
+    declared = inspect.signature(constructor).parameters
+    shown = [declared[name].replace(kind=inspect.Parameter.KEYWORD_ONLY) for name in KEYWORDS]
+
+    def decorate(function: Made) -> Made:
+        *named, rest = inspect.signature(function).parameters.values()
+        function.__signature__ = inspect.Signature([*named, *shown, rest])  # type: ignore[attr-defined]
+        return function
+
+    return decorate
 
 
 class Duel(OnIds):
@@ -107,73 +124,61 @@ class Duel(OnIds):
         self._take(denoiser, made, text)
 
     @classmethod
+    @shows_keywords_of(__init__)
     def from_pretrained(
         cls,
         name: str = "demo-mdm",
         *,
-        rule: str | Rule = GREEDY,
-        block: Block = AUTO,
-        grid: Grid = AUTO,
-        estimator: str = DUEL,
-        windows: Windows = "independent",
         device: str | None = None,
         tokenizer: str | PreTrainedTokenizerBase | None = None,
-        batch_size: int | None = None,
-        max_batch_size: int | None = None,
-        traced: bool = False,
-        **network: Any,
+        **arguments: Any,
     ) -> Duel:
         """Load a checkpoint with its tokenizer.
 
         Args:
             name: A local folder, a hub name, or a bundled name ("demo-mdm", "demo-bd", "demo-duo", "demo-ar").
-            rule, block, grid, estimator, windows, batch_size, max_batch_size, traced: As in `Duel`.
             device: "cpu", "cuda", "cuda:1", ... None: a GPU if there is one.
             tokenizer: A folder, a hub name, or a loaded tokenizer. None: the checkpoint's own.
-            network: Model args, as in docs/model_args.md: of the network (dtype, revision, bos, ...), of the rule
-                (rule="klass", mu=0.9, nu=0.01) and of the estimator (estimator="elbo", mc_samples=256).
+            arguments: The keywords of `Duel` (rule, block, grid, estimator, windows, batch_size, ...), and model args,
+                as in docs/model_args.md: of the network (dtype, revision, bos, ...), of the rule (rule="klass",
+                mu=0.9, nu=0.01) and of the estimator (estimator="elbo", mc_samples=256).
 
         Raises:
             DuelError: If an argument is wrong or the checkpoint cannot be read.
         """
-        if wrong := [key for key in HARNESS_ARGS if key in network]:
+        if wrong := [key for key in HARNESS_ARGS if key in arguments]:
             raise DuelError(
                 f"'{wrong[0]}' is a model arg of the harness's model; Duel.from_pretrained does not take it."
             )
-        text = rule if isinstance(rule, str) else str(rule)
-        sampler = {"rule": text, "block": block, "grid": grid, "estimator": estimator}
-        given = {key: value for key, value in sampler.items() if not isinstance(value, Default)}  # a preset sets others
         if isinstance(tokenizer, str):
-            given["tokenizer"], tokenizer = tokenizer, None
-        options = Options.parse({"pretrained": name, **given, "windows": windows, **network})
-        if not isinstance(rule, str):
+            arguments["tokenizer"] = tokenizer
+            tokenizer = None
+        sizes = {key: arguments.pop(key) for key in SIZES if key in arguments}
+        rule = arguments.get("rule")
+        if isinstance(rule, Rule):
+            arguments["rule"] = str(rule)
+        options = Options.parse({"pretrained": name, **arguments})
+        if isinstance(rule, Rule):
             options = dataclasses.replace(options, rule=rule)
-        sizes = {"batch_size": batch_size, "max_batch_size": max_batch_size, "traced": traced}
         scorer = load_scorer(options, tokenizer=tokenizer, device=device, **sizes)
-        registry.name_ignored_args([*given, *network], scorer.estimator)
+        registry.name_ignored_args(list(arguments), scorer.estimator)
         duel = cls.__new__(cls)
         duel._take(scorer.denoiser, scorer.estimator, scorer.text)
         return duel
 
     @classmethod
+    @shows_keywords_of(__init__)
     def from_model(
         cls,
         model: Any,
         tokenizer: PreTrainedTokenizerBase | None = None,
         *,
-        rule: str | Rule = GREEDY,
-        block: Block = AUTO,
-        grid: Grid = AUTO,
-        estimator: str = "duel",
-        windows: Windows = "independent",
-        batch_size: int | None = None,
-        traced: bool = False,
         module: torch.nn.Module | None = None,
         device: torch.device | str | None = None,
         self_tests: bool = True,
         weights: str | None = None,
         autocast: torch.dtype | None = None,
-        **network: Any,
+        **arguments: Any,
     ) -> Duel:
         """Wrap a network in memory, such as one that is being trained, without a copy of its weights.
 
@@ -185,8 +190,6 @@ class Duel(OnIds):
                 and torch.compile are unwrapped, PEFT adapters stay; sharded networks (FSDP, DeepSpeed ZeRO-3) are
                 refused.
             tokenizer: The tokenizer. None: this Duel takes ids only, and every id but [MASK] is a token.
-            rule, block, grid, estimator, windows, traced: As in `Duel`.
-            batch_size: Rows of max_length in one call. None: 2048 tokens on a CPU, 16384 on a GPU.
             module: The module that the function runs, which is put into eval mode. Needed if the function is neither a
                 module nor a method of one.
             device: The device of the ids. None: the module's, else the CPU.
@@ -194,18 +197,22 @@ class Duel(OnIds):
             weights: The entry for the weights in the spec. None: "in memory", so that the fingerprint does not depend
                 on them; "digest": a hash of the weights when the spec is read; or a text, such as "run 7, step 2000".
             autocast: The dtype of autocast during calls. None: no autocast, whatever is active outside.
-            network: Model args, as in docs/model_args.md: mask_token_id, max_length, attention, shift_logits, bos,
-                last_block, family, cache, temperature, top_k, top_p, exclude_ids, cfg_scale, the estimator's own.
+            arguments: The keywords of `Duel`, and model args, as in docs/model_args.md: mask_token_id, max_length,
+                attention, shift_logits, bos, last_block, family, cache, temperature, top_k, top_p, exclude_ids,
+                cfg_scale, the estimator's own. A `batch_size` of None is 2048 tokens on a CPU and 16384 on a GPU.
 
         Raises:
             DuelError: If an argument is wrong, or the network fails a self-test.
         """
         from lm_eval_duel.denoisers.in_memory import from_model
 
-        entry = registry.find(estimator)
-        arguments = {key: network.pop(key) for key in own_arguments(entry) if key in network}
-        network |= {"block": block} if isinstance(block, int) and not entry.causal else {}
-        network |= {"attention": "causal"} if entry.causal else {}
+        entry = registry.find(arguments.get("estimator", "duel"))
+        keywords = {key: arguments.pop(key) for key in (*KEYWORDS, *own_arguments(entry)) if key in arguments}
+        given = list(arguments)
+        if entry.causal:
+            arguments["attention"] = "causal"
+        elif isinstance(block := keywords.get("block"), int):
+            arguments["block"] = block
         denoiser = from_model(
             model,
             tokenizer,
@@ -214,13 +221,13 @@ class Duel(OnIds):
             self_tests=self_tests,
             weights=weights,
             autocast=autocast,
-            **network,
+            **arguments,
         )
-        if batch_size is None and denoiser.device.type != "cpu":  # no trial: the training needs the memory
-            batch_size = max(1, GPU_TOKENS[0] // denoiser.max_length)
-        text: dict[str, Any] = {"tokenizer": tokenizer, "windows": windows}
-        duel = cls(denoiser, rule, block, grid, batch_size, None, traced, estimator=estimator, **text, **arguments)
-        registry.name_ignored_args([key for key in network if key != "block"], duel.estimator)
+        if keywords.get("batch_size") is None and denoiser.device.type != "cpu":
+            # no trial of sizes: the training needs the memory
+            keywords["batch_size"] = max(1, GPU_TOKENS[0] // denoiser.max_length)
+        duel = cls(denoiser, tokenizer=tokenizer, **keywords)
+        registry.name_ignored_args(given, duel.estimator)
         return duel
 
     # ------------------------------------------------------------ text in
@@ -306,7 +313,7 @@ class Duel(OnIds):
             self.block,
             TwoPhaseArguments(sample),
             cache=cache,
-            draw_seed=seed,
+            draw_seed=SEED("seed", seed),
             grid=self.grid,
             batch_size=rows,
         )

@@ -256,12 +256,11 @@ class OnIds:
 
 
 class Default(str):
-    """The default of a keyword of `from_pretrained`, which differs from the same value given by the user."""
+    """The default of a keyword of `Duel`, which differs from the same value given by the user."""
 
 
 GREEDY: Any = Default("greedy")
 AUTO: Any = Default("auto")
-DUEL: Any = Default("duel")
 HARNESS_ARGS = ("trace", "verify", "order", "parallelize")  # not args of a Duel
 
 

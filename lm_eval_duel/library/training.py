@@ -36,8 +36,8 @@ NOT_ARGUMENTS = {  # positional, or of a single Duel
 }
 # arguments on which no number depends, or that say what the network is
 UNLABELLED = (
-    *("attention", "batch_size", "device", "family", "mask_token_id", "module", "self_tests", "shift_logits"),
-    "weights",
+    *("attention", "batch_size", "device", "family", "mask_token_id", "max_batch_size", "module", "self_tests"),
+    *("shift_logits", "weights"),
 )
 
 

@@ -17,6 +17,7 @@ from lm_eval_duel.core.scores import Score
 from lm_eval_duel.demo import FOLDER
 from lm_eval_duel.estimators import registry
 from lm_eval_duel.estimators.blocks import TwoPhaseBlocks
+from lm_eval_duel.estimators.elbo import Elbo
 from lm_eval_duel.estimators.two_phase import TwoPhase
 from lm_eval_duel.harness.generation import key_of
 from lm_eval_duel.harness.lm import DuelMDM
@@ -257,6 +258,11 @@ def test_a_seed_is_a_whole_number(duel):
             duel.generate(["We the"], max_new_tokens=2, do_sample=True, seed=seed)
         with pytest.raises(DuelError, match="seed"):
             duel.sample(["We the"], 2, seed=seed)
+    for seed in (None, 0.5, -1):
+        with pytest.raises(DuelError, match="'seed'"):
+            duel.estimate(["We the"], seed=seed)
+        with pytest.raises(DuelError, match="'draw_seed'"):
+            Elbo(duel.denoiser, draw_seed=seed)
 
 
 @pytest.mark.parametrize("place", range(3))
