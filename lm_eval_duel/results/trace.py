@@ -63,15 +63,19 @@ class Writer:
     def __init__(self, path: str | Path, rank: int = 0, ranks: int = 1):
         self.path = Path(path).absolute()
         self.waiting: deque[bytes] = deque()  # lines that the disk has not taken
-        own = self.path.with_name(f"{self.path.stem}.rank{rank}{self.path.suffix}") if ranks > 1 else self.path
+        file = self.path
+        if ranks > 1:
+            file = self.path.with_name(f"{self.path.stem}.rank{rank}{self.path.suffix}")
+        self.written: dict[str, Any] | None = None  # the first line of a trace that goes on
         try:
-            self.written = _header(own) if own.exists() and not _is_cut_header(own) else None
-            own.parent.mkdir(exist_ok=True)  # one folder: a misspelt path makes no tree of them
-            self.file = own.open("ab", buffering=0)
-            if own.stat().st_size:
-                with own.open("rb") as file, mmap(file.fileno(), 0, access=ACCESS_READ) as content:
-                    end = content.rfind(b"\n") + 1
-                self.file.truncate(end)
+            if file.exists() and not _is_cut_header(file):
+                self.written = _header(file)
+            file.parent.mkdir(exist_ok=True)  # one folder: a misspelt path makes no tree of them
+            self.file = file.open("ab", buffering=0)
+            if file.stat().st_size:
+                with file.open("rb") as lines, mmap(lines.fileno(), 0, access=ACCESS_READ) as content:
+                    end_of_last_line = content.rfind(b"\n") + 1
+                self.file.truncate(end_of_last_line)
         except OSError as error:
             remedy = "Name a file in a folder that can be written."
             raise DuelError(f"The trace {path} cannot be written: {error}. {remedy}") from None
@@ -91,12 +95,16 @@ class Writer:
     def write(self, records: Iterable[dict[str, Any]]) -> None:
         """Write the windows of one request, after the lines that wait."""
         was_full = bool(self.waiting)
-        self.waiting.extend(f"{json.dumps(finite(record), allow_nan=False)}\n".encode() for record in records)
+        for record in records:
+            line = json.dumps(finite(record), allow_nan=False)
+            self.waiting.append(f"{line}\n".encode())
         try:
             while self.waiting:
-                line = self.waiting[0]
-                self.waiting[0] = line[self.file.write(line) :]
-                if not self.waiting[0]:
+                text = self.waiting[0]
+                written = self.file.write(text)
+                if written < len(text):  # a disk that fills up takes a part of a line
+                    self.waiting[0] = text[written:]
+                else:
                     self.waiting.popleft()
         except OSError as error:
             if not was_full:
@@ -113,14 +121,21 @@ class Writer:
             log.error("%d lines could not be written to %s", len(self.waiting), self.file.name)
 
 
-INFINITE = {**dict.fromkeys(("log_prob", "token_logprobs", "values"), -math.inf), "confidence": math.inf}  # once null
+INFINITE = {  # what null stands for
+    "log_prob": -math.inf,
+    "token_logprobs": -math.inf,
+    "values": -math.inf,
+    "confidence": math.inf,
+}
 
 
 def _with_infinities(line: dict[str, Any]) -> dict[str, Any]:
     """A line of a trace with the infinities that were written as null."""
     restored = dict(line)
-    for name in INFINITE.keys() & line.keys():
-        value, number = line[name], INFINITE[name]
+    for name, number in INFINITE.items():
+        if name not in line:
+            continue
+        value = line[name]
         if isinstance(value, dict):
             restored[name] = {key: number if part is None else part for key, part in value.items()}
         elif isinstance(value, list):
@@ -144,22 +159,26 @@ def record(window: Window, score: Score, estimator: Estimator) -> dict[str, Any]
         "log_prob": score.log_prob,
         "values": {name: value.log_prob for name, value in values.items()},
     }
-    if rules := {name: _order(path) for name, path in score.others.items() if name not in LATTICE}:
+    rules = {name: _order(path) for name, path in score.others.items() if name not in LATTICE}
+    if rules:
         line["rules"] = rules
     blocks = score.blocks
     if isinstance(blocks, TwoPhaseBlocks) and blocks.count:
         line["two_phase"] = {name: list(getattr(blocks, name)) for name in ("cached", "weights", "uncached")}
     if not math.isfinite(score.log_prob):
         line["reason"] = IMPOSSIBLE
-    return line if score.stderr is None else line | {"stderr": score.stderr}
+    if score.stderr is not None:
+        line["stderr"] = score.stderr
+    return line
 
 
 def _order(score: Score) -> dict[str, Any]:
-    """One order and its statistics."""
+    """One order and its statistics, in six digits."""
+    statistics = {name: [float(f"{value:.6g}") for value in getattr(score, name)] for name in STATISTICS}
     return {
         "reveal_steps": list(score.reveal_steps),
         "token_logprobs": list(score.token_logprobs),
-        **{name: [float(f"{value:.6g}") for value in getattr(score, name)] for name in STATISTICS},
+        **statistics,
         "nfe": score.nfe,
         "near_ties": score.near_ties,
     }
@@ -174,11 +193,19 @@ def read(path: str | Path) -> list[dict[str, Any]]:
     for file in _files(path):
         for line in _lines(file):
             request = tuple(line.get(name) for name in REQUEST)
-            if line.get("window") == 0:  # a request that was scored again is written completely
+            number = line["window"]
+            if number == 0:  # a request that was scored again is written completely
                 requests[request] = {}
-            requests.setdefault(request, {})[line.get("window")] = line
-    in_order = sorted(requests, key=lambda request: [(value is None, value) for value in request])
-    return [line for request in in_order for _, line in sorted(requests[request].items())]
+            requests.setdefault(request, {})[number] = line
+
+    def none_last(request: tuple[Any, ...]) -> list[tuple[bool, Any]]:
+        return [(value is None, value) for value in request]
+
+    windows = []
+    for request in sorted(requests, key=none_last):
+        lines = requests[request]
+        windows += [lines[number] for number in sorted(lines)]
+    return windows
 
 
 def files(place: str) -> list[str]:
@@ -188,17 +215,18 @@ def files(place: str) -> list[str]:
     """
     if not Path(place).is_dir():
         return [place]
-    found = []
+    traces: dict[str, None] = {}
     for path in sorted(Path(place).glob("*.jsonl")):
         try:
             _header(path)
         except DuelError:
             log.warning("%s is left out: it is not a trace, or one of another format", path)
         else:
-            found.append(re.sub(r"\.rank\d+(?=\.jsonl$)", "", str(path)))
-    if not found:
+            of_all_ranks = re.sub(r"\.rank\d+(?=\.jsonl$)", "", str(path))
+            traces[of_all_ranks] = None
+    if not traces:
         raise DuelError(f"{place} holds no trace; write a trace with --model_args trace=FILE.jsonl,...")
-    return list(dict.fromkeys(found))
+    return list(traces)
 
 
 def spec(path: str | Path) -> dict[str, Any]:
@@ -209,9 +237,8 @@ def spec(path: str | Path) -> dict[str, Any]:
 def _files(path: str | Path) -> list[Path]:
     """The files of a trace, all of one spec, the one that was written last at the end."""
     path = Path(path)
-    files = [path] if path.is_file() else []
-    ranks = glob.escape(f"{path.stem}.rank") + "*" + glob.escape(path.suffix)
-    files += sorted(file for file in path.parent.glob(ranks) if file.is_file())
+    of_a_rank = glob.escape(f"{path.stem}.rank") + "*" + glob.escape(path.suffix)
+    files = [file for file in (path, *sorted(path.parent.glob(of_a_rank))) if file.is_file()]
     files.sort(key=lambda file: file.stat().st_mtime_ns)
     if not files:
         raise DuelError(f"There is no trace {path}; write one with --model_args trace={path.name},...")
@@ -258,12 +285,17 @@ def _window(line: dict[str, Any]) -> dict[str, Any]:
     """A line that is whole and consistent, with its infinities; raises one of several errors for another."""
     line = _with_infinities(line)
     kinds = {"window": int, "task": str | None, "doc": int | None, "request": int | None}
-    if wrong := [name for name, kind in kinds.items() if not isinstance(line.get(name), kind)]:
-        raise ValueError(f"{wrong[0]} is {line.get(wrong[0])!r}")
-    lists = {name: line.get(name, []) for name in ("ids", "starts", "reveal_steps", "token_logprobs", *STATISTICS)}
-    numbers = itertools.chain(*lists.values(), line.get("values", {}).values())
-    if any(not isinstance(number, int | float) for number in numbers):
-        raise ValueError("its lists and values hold numbers")
-    if {len(lists[name]) for name in ("reveal_steps", "token_logprobs", *STATISTICS)} - {0, len(lists["ids"])}:
-        raise ValueError("its lists differ in length")
+    for name, kind in kinds.items():
+        if not isinstance(line.get(name), kind):
+            raise ValueError(f"{name} is {line.get(name)!r}")
+
+    of_tokens = {name: line.get(name, []) for name in ("reveal_steps", "token_logprobs", *STATISTICS)}
+    ids = line.get("ids", [])
+    values = line.get("values", {})
+    for number in itertools.chain(ids, line.get("starts", []), *of_tokens.values(), values.values()):
+        if not isinstance(number, int | float):
+            raise ValueError("its lists and values hold numbers")
+    for entries in of_tokens.values():
+        if len(entries) not in (0, len(ids)):  # empty: the estimator has no such values
+            raise ValueError("its lists differ in length")
     return line
