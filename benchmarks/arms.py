@@ -31,10 +31,10 @@ from lm_eval_duel.denoisers.dit.denoiser import DiTDenoiser, NoisedDiT
 from lm_eval_duel.denoisers.hub import pick_device
 from lm_eval_duel.errors import DuelError, unknown
 from lm_eval_duel.estimators.base import Estimator
-from lm_eval_duel.estimators.blocks import TwoPhaseBlocks
 from lm_eval_duel.estimators.checks import DEFAULT_BLOCK
 from lm_eval_duel.estimators.duel import DuelEstimator
 from lm_eval_duel.estimators.noised_elbo import NoisedElbo
+from lm_eval_duel.estimators.totals import TwoPhaseBlocks
 from lm_eval_duel.estimators.two_phase import TwoPhase
 
 

@@ -26,11 +26,11 @@ from lm_eval_duel.core.float_noise import nats_tolerance
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.denoisers.dit.denoiser import NOISE_EPS
 from lm_eval_duel.estimators.base import Estimator
-from lm_eval_duel.estimators.blocks import FEW, TwoPhaseBlocks
 from lm_eval_duel.estimators.duel import DuelEstimator
 from lm_eval_duel.estimators.elbo import Elbo
 from lm_eval_duel.estimators.lattice import Lattice
 from lm_eval_duel.estimators.noised_elbo import NoisedElbo
+from lm_eval_duel.estimators.totals import FEW, TwoPhaseBlocks
 from lm_eval_duel.estimators.two_phase import TwoPhase
 
 ERRORS = 4  # standard errors by which right estimates may differ

@@ -27,13 +27,13 @@ from lm_eval_duel.core.float_noise import nats_tolerance
 from lm_eval_duel.core.scores import Score
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.estimators.base import Estimator
-from lm_eval_duel.estimators.blocks import TwoPhaseBlocks
 from lm_eval_duel.estimators.drawn import untempered
 from lm_eval_duel.estimators.elbo import Elbo
 from lm_eval_duel.estimators.lattice import Lattice
 from lm_eval_duel.estimators.noised_elbo import NoisedElbo
 from lm_eval_duel.estimators.registry import LATTICE
 from lm_eval_duel.estimators.samplers import SampledConfidence, SampledOrder
+from lm_eval_duel.estimators.totals import TwoPhaseBlocks
 from lm_eval_duel.estimators.two_phase import TwoPhase
 from lm_eval_duel.reference import Blocks, Ids, Network, States, confidence, entropy_nats, log_softmax, states
 

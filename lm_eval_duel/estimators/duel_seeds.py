@@ -25,8 +25,7 @@ from lm_eval_duel.core.scores import IndexedScores, Kind, Score, Value, known_su
 from lm_eval_duel.core.windows import Window, target_parts
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.estimators.arguments import CommitOnceArguments, SeedsArguments
-from lm_eval_duel.estimators.commit_once import noise_spec
-from lm_eval_duel.estimators.duel import DuelEstimator
+from lm_eval_duel.estimators.duel import DuelEstimator, noise_spec
 from lm_eval_duel.estimators.registry import LOG_MEAN
 
 EFFECTIVE = 10.0  # the fewest effective seeds with which the error of a log-mean-exp is known

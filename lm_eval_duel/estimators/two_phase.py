@@ -42,9 +42,9 @@ from lm_eval_duel.denoisers.cached.denoiser import under_cache
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.estimators.arguments import SEED, TwoPhaseArguments
 from lm_eval_duel.estimators.base import Estimator
-from lm_eval_duel.estimators.blocks import TwoPhaseBlocks
 from lm_eval_duel.estimators.checks import check_two_phase
 from lm_eval_duel.estimators.duel import DuelEstimator
+from lm_eval_duel.estimators.totals import TwoPhaseBlocks
 
 BLOCK = 3  # key of the random numbers, different for each estimator
 BATCHES = 4  # network calls' worth of sampled blocks that are evaluated before their windows' cached phase

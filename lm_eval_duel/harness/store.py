@@ -34,7 +34,7 @@ from lm_eval_duel.core.scores import STATISTICS, Kind, Score
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.estimators.base import Estimator
-from lm_eval_duel.estimators.blocks import TwoPhaseBlocks
+from lm_eval_duel.estimators.totals import TwoPhaseBlocks
 from lm_eval_duel.text.annotated import Gap, TokenText
 
 if TYPE_CHECKING:

@@ -11,9 +11,8 @@ from lm_eval_duel.core import scores as rates
 from lm_eval_duel.core.scores import Sample, Score
 from lm_eval_duel.core.windows import Ids, Window, as_ids
 from lm_eval_duel.errors import DuelError
-from lm_eval_duel.estimators.blocks import TwoPhaseBlocks
 from lm_eval_duel.estimators.registry import Kind, is_bound, kind_of
-from lm_eval_duel.estimators.totals import Total
+from lm_eval_duel.estimators.totals import Total, TwoPhaseBlocks
 from lm_eval_duel.library.display import Display
 from lm_eval_duel.text.annotated import Units, count_units, token_texts
 

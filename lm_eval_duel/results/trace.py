@@ -37,8 +37,8 @@ from lm_eval_duel.console.command_line import finite
 from lm_eval_duel.core.scores import IMPOSSIBLE
 from lm_eval_duel.core.windows import target_parts
 from lm_eval_duel.errors import DuelError
-from lm_eval_duel.estimators.blocks import TwoPhaseBlocks
 from lm_eval_duel.estimators.registry import LATTICE
+from lm_eval_duel.estimators.totals import TwoPhaseBlocks
 
 if TYPE_CHECKING:
     from lm_eval_duel.core.scores import Score

@@ -14,8 +14,8 @@ from lm_eval_duel.denoisers.filters import warped
 from lm_eval_duel.denoisers.wrappers import Guided
 from lm_eval_duel.estimators import two_phase as block_sample
 from lm_eval_duel.estimators.arguments import TwoPhaseArguments
-from lm_eval_duel.estimators.blocks import FEW, TwoPhaseBlocks
 from lm_eval_duel.estimators.duel import DuelEstimator
+from lm_eval_duel.estimators.totals import FEW, TwoPhaseBlocks
 from lm_eval_duel.estimators.two_phase import TwoPhase
 
 RULES = ["greedy:k=1", "left_to_right:k=2", "threshold:mu=0.45", "klass:mu=0.4:nu=0.3"]

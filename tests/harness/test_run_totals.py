@@ -6,8 +6,7 @@ import pytest
 
 from lm_eval_duel import Window
 from lm_eval_duel.core.scores import Score
-from lm_eval_duel.estimators.blocks import TwoPhaseBlocks
-from lm_eval_duel.estimators.totals import Total, Unfinished, score_documents
+from lm_eval_duel.estimators.totals import Total, TwoPhaseBlocks, Unfinished, score_documents
 
 WINDOWS = [Window((), (1,) * (n + 1)) for n in range(3)]
 

@@ -16,8 +16,8 @@ from lm_eval_duel import Duel, DuelError, TextEstimate, Window, compare, load
 from lm_eval_duel.core.scores import Score
 from lm_eval_duel.demo import FOLDER
 from lm_eval_duel.estimators import registry
-from lm_eval_duel.estimators.blocks import TwoPhaseBlocks
 from lm_eval_duel.estimators.elbo import Elbo
+from lm_eval_duel.estimators.totals import TwoPhaseBlocks
 from lm_eval_duel.estimators.two_phase import TwoPhase
 from lm_eval_duel.harness.generation import key_of
 from lm_eval_duel.harness.lm import DuelMDM

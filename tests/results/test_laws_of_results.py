@@ -15,8 +15,8 @@ from lm_eval_duel import DuelError, compare
 from lm_eval_duel.cli.report import main as report
 from lm_eval_duel.core.scores import Value
 from lm_eval_duel.estimators import registry
-from lm_eval_duel.estimators.blocks import TwoPhaseBlocks
 from lm_eval_duel.estimators.registry import Kind
+from lm_eval_duel.estimators.totals import TwoPhaseBlocks
 from lm_eval_duel.results import compare as side_by_side
 from lm_eval_duel.results import gaps, read, stats
 from lm_eval_duel.results.read import SCORE_VERSION
