@@ -38,7 +38,8 @@ def count_units(text: str, between: bool = False) -> Units:
     size = len(text.encode("utf-8"))
     if not text.strip():
         return Units(0, size)
-    return Units(len(re.split(r"\s+", text.strip() if between else text)), size)
+    words = re.split(r"\s+", text.strip() if between else text)
+    return Units(len(words), size)
 
 
 def split_at_borders(context: str, text: str, suffix: str | None = None) -> tuple[str, str, str]:
@@ -50,7 +51,9 @@ def split_at_borders(context: str, text: str, suffix: str | None = None) -> tupl
     if not text:
         return context, "", suffix or ""
     before = context.rstrip()
-    inside = text if suffix is None else text.rstrip() or text
+    inside = text
+    if suffix is not None:
+        inside = text.rstrip() or text
     return before, context[len(before) :] + inside, text[len(inside) :] + (suffix or "")
 
 

@@ -195,14 +195,20 @@ class Generator:
         self.seed = seed
         self.scored = scored
         denoiser = settings.denoiser(duel.denoiser)
-        self.duel = duel if denoiser is duel.denoiser else duel.with_denoiser(denoiser)
+        self.duel = duel
+        if denoiser is not duel.denoiser:
+            self.duel = duel.with_denoiser(denoiser)
         self.ends = end_tokens(text.tokenizer)
 
     @property
     def notes(self) -> list[str]:
         """Warnings: settings without effect, and that all positions tie, so that the rule has nothing to choose by."""
-        tie = ties(self.duel.denoiser, self.duel.rule) if self.settings.temperature else None
-        return [note for note in (*self.settings.notes, tie) if note]
+        notes = [*self.settings.notes]
+        if self.settings.temperature:
+            tie = ties(self.duel.denoiser, self.duel.rule)
+            if tie:
+                notes.append(tie)
+        return notes
 
     def prompt(self, before: str | Ids, after: str | Ids = "") -> Window:
         """The window to fill between two texts or ids; raises DuelError if it cannot be generated."""
@@ -215,10 +221,12 @@ class Generator:
 
         Scoring `window` again gives the sample's log-probability.
         """
+        contexts = [prompt.context for prompt in prompts]
+        suffixes = [prompt.suffix for prompt in prompts]
         samples = self.duel.stream_samples(
-            [prompt.context for prompt in prompts],
+            contexts,
             self.settings.length,
-            suffixes=[prompt.suffix for prompt in prompts],
+            suffixes=suffixes,
             do_sample=self.settings.temperature > 0,
             seed=self.seed,
             keys=keys,
@@ -226,7 +234,7 @@ class Generator:
             scored=self.scored,
         )
         for n, sample in samples:
-            window = Window(prompts[n].context, sample.tokens, prompts[n].suffix, sample.tail)
+            window = Window(contexts[n], sample.tokens, suffixes[n], sample.tail)
             yield n, self.cut(sample.tokens), window, sample
 
     def _stops(self, index: int, tokens: tuple[int, ...]) -> bool:

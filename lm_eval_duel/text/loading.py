@@ -55,14 +55,14 @@ def load_scorer(
         )
     checkpoint = _described(options, device or options.device)
     tokenizer = checkpoint.text_tokenizer() if tokenizer is None else tokenizer
-    options = options.with_tokenizer(tokenizer)
+    options = options.with_tokenizer(tokenizer)  # a rule may name tokens
+
     if options.preset is not None:
         presets.require_fit(options.preset, checkpoint.decoder_family)
     network = load_network(checkpoint, tokenizer)
     estimator = registry.make(network, options, **sizes)
-    return Scorer(
-        options, tokenizer, network, estimator, TextEncoder(tokenizer, network, options.windows, estimator.block)
-    )
+    text = TextEncoder(tokenizer, network, options.windows, estimator.block)
+    return Scorer(options, tokenizer, network, estimator, text)
 
 
 def require_loadable(options: Options) -> None:

@@ -18,7 +18,10 @@ from lm_eval_duel.errors import DuelError
 from lm_eval_duel.fingerprint import of_tokenizer
 from lm_eval_duel.text.annotated import Gap, Residues, TokenText, split_at_borders
 
-NORMALISED = (("lower case", "The House", "the house"), ("accents", "caf\u00e9", "cafe"))  # with two texts that differ
+NORMALISED = (  # what a tokenizer may leave out, and two texts that differ in it
+    ("lower case", "The House", "the house"),
+    ("accents", "caf\u00e9", "cafe"),
+)
 
 
 class TextEncoder:
@@ -34,7 +37,8 @@ class TextEncoder:
         self.scheme = scheme
         self.block = block
         self.bos, self.prefix, self.suffix = convention(tokenizer, denoiser)
-        self.cut_contexts = self.merged_borders = 0
+        self.cut_contexts = 0
+        self.merged_borders = 0
 
     # ------------------------------------------------------------ special tokens
 
@@ -69,8 +73,10 @@ class TextEncoder:
         """
         if self.unk_id is None:
             return 0
-        found = sum(window.target.count(self.unk_id) for window in windows)
-        return max(0, found - text.count(self.tokenizer.unk_token)) if found else 0
+        scored = sum(window.target.count(self.unk_id) for window in windows)
+        if not scored:
+            return 0
+        return max(0, scored - text.count(self.tokenizer.unk_token))
 
     @cached_property
     def normalises(self) -> str:
@@ -90,14 +96,18 @@ class TextEncoder:
 
     def describe(self) -> dict[str, object]:
         """The part of the spec that concerns text."""
-        first = f", windows after {self.start}" if self.scheme == "harness" and not self.prefix else ""
-        return {
+        special_tokens = f"{self.prefix} text {self.suffix}, bos={self.bos}"
+        if self.scheme == "harness" and not self.prefix:
+            special_tokens += f", windows after {self.start}"
+        entries = {
             "windows": self.scheme,
             "max_length": self.denoiser.max_length,
-            "special_tokens": f"{self.prefix} text {self.suffix}, bos={self.bos}{first}",
+            "special_tokens": special_tokens,
             "tokenizer": self.fingerprint,
-            **({"normalises": self.normalises} if self.normalises else {}),
         }
+        if self.normalises:
+            entries["normalises"] = self.normalises
+        return entries
 
     # ------------------------------------------------------------ ids
 
@@ -124,7 +134,8 @@ class TextEncoder:
         if joint[: len(before)] == before and len(joint) > len(before):
             return before, joint[len(before) :]
         self.merged_borders += 1
-        if not (alone := self.encode(continuation)):
+        alone = self.encode(continuation)
+        if not alone:
             raise DuelError(f"The continuation {continuation!r} has no tokens in this tokenizer, so it has no score.")
         return before, alone
 
@@ -145,27 +156,32 @@ class TextEncoder:
     def encode_residues(self, residues: str) -> list[int]:
         """The token of each letter; raises DuelError for a letter that is no token."""
         tokens = self.tokenizer.convert_tokens_to_ids(list(residues))
-        unknown = {self.tokenizer.unk_token_id, None}
-        if wrong := sorted({letter for letter, token in zip(residues, tokens, strict=True) if token in unknown}):
-            raise DuelError(f"The tokenizer has no token for the residues {', '.join(wrong)}; use a protein model.")
+        unknown = set()
+        for letter, token in zip(residues, tokens, strict=True):
+            if token in (self.tokenizer.unk_token_id, None):
+                unknown.add(letter)
+        if unknown:
+            letters = ", ".join(sorted(unknown))
+            raise DuelError(f"The tokenizer has no token for the residues {letters}; use a protein model.")
         return tokens
 
     def scorable(self, ids: list[int]) -> list[int]:
         """The ids of a text; raises DuelError if the mask token is among them."""
         mask_id = self.denoiser.mask_id
-        if count := ids.count(mask_id):
-            remedy = "Remove it from the text."
-            if mask_id not in self.tokenizer.all_special_ids:  # DiffuGPT, DiffuLLaMA
-                remedy = (
-                    "This checkpoint took an ordinary token as its [MASK], so such texts cannot be scored: leave them "
-                    "out, for every model that you compare."
-                )
-            raise DuelError(
-                f"the text holds the mask token {self.tokenizer.decode([mask_id])!r} (id {mask_id}, {count} "
-                f"{'time' if count == 1 else 'times'}), which a masked diffusion model can neither score nor see as "
-                f"context. {remedy}"
+        count = ids.count(mask_id)
+        if not count:
+            return ids
+        times = "1 time" if count == 1 else f"{count} times"
+        remedy = "Remove it from the text."
+        if mask_id not in self.tokenizer.all_special_ids:  # DiffuGPT, DiffuLLaMA
+            remedy = (
+                "This checkpoint took an ordinary token as its [MASK], so such texts cannot be scored: leave them out, "
+                "for every model that you compare."
             )
-        return ids
+        raise DuelError(
+            f"the text holds the mask token {self.tokenizer.decode([mask_id])!r} (id {mask_id}, {times}), which a "
+            f"masked diffusion model can neither score nor see as context. {remedy}"
+        )
 
     # ------------------------------------------------------------ windows
 
@@ -186,9 +202,10 @@ class TextEncoder:
             context, target = self._after_start(target)
         if self.prefix and context[: len(self.prefix)] == self.prefix:  # written by a chat template
             context = context[len(self.prefix) :]
-        special_tokens = self.denoiser.max_length, self.prefix, self.suffix
-        window, lost = infilled(context, target, self.scorable(list(after)), *special_tokens)
-        self.cut_contexts += lost > 0
+        after = self.scorable(list(after))
+        window, lost = infilled(context, target, after, self.denoiser.max_length, self.prefix, self.suffix)
+        if lost:
+            self.cut_contexts += 1
         return window
 
     def _after_start(self, target: list[int]) -> tuple[list[int], list[int]]:
@@ -198,7 +215,9 @@ class TextEncoder:
         """
         if target[0] == self.start:
             return target[:1], target[1:]
-        return ([] if self.start is None else [self.start]), target
+        if self.start is None:
+            return [], target
+        return [self.start], target
 
     def gap(self, before: str | Ids, inside: str | Ids, after: str | Ids = "") -> Window:
         """The window of a text between two others, with special tokens around them; each is given as text or as ids.
@@ -206,18 +225,22 @@ class TextEncoder:
         Three texts are encoded together, as the harness does; if one is given as ids, a text is encoded alone. Raises
         DuelError as `continuation` does.
         """
-        parts = before, inside, after
-        if all(isinstance(part, str) for part in parts):
+        if isinstance(before, str) and isinstance(inside, str) and isinstance(after, str):
             return self.pair(before, Gap(inside, after) if after else inside)
-        return self.continuation(*(self.encode(part) if isinstance(part, str) else [*as_ids(part)] for part in parts))
+        parts = []
+        for part in (before, inside, after):
+            parts.append(self.encode(part) if isinstance(part, str) else [*as_ids(part)])
+        return self.continuation(*parts)
 
     def pair(self, context: str, continuation: str) -> Window:
         """The window of a context and its continuation, which may be a Gap or Residues, encoded as the harness does."""
         if isinstance(continuation, Residues):
-            ids = map(self.encode_residues, (context, continuation, continuation.suffix))
-            return dataclasses.replace(self.continuation(*ids), known=continuation.known)
-        encode = self.encode_gap if isinstance(continuation, Gap) else self.encode_pair
-        return self.continuation(*encode(context, continuation))
+            parts = (context, continuation, continuation.suffix)
+            window = self.continuation(*(self.encode_residues(part) for part in parts))
+            return dataclasses.replace(window, known=continuation.known)
+        if isinstance(continuation, Gap):
+            return self.continuation(*self.encode_gap(context, continuation))
+        return self.continuation(*self.encode_pair(context, continuation))
 
     def prompt(self, before: str | Ids, length: int, after: str | Ids = "") -> Window:
         """The window of `length` positions to generate; its target is a placeholder. What does not fit is truncated.
@@ -264,10 +287,10 @@ class TextEncoder:
 
         Raises DuelError for ids of another tokenizer, or a row that does not fit.
         """
-        name, tokenizer = text.tokenizer
-        if tokenizer != self.fingerprint:
+        name, digest = text.tokenizer
+        if digest != self.fingerprint:
             raise DuelError(
-                f"the ids come from the tokenizer {name} ({tokenizer}), but this model's is "
+                f"the ids come from the tokenizer {name} ({digest}), but this model's is "
                 f"{self.tokenizer.name_or_path} ({self.fingerprint}). Name the model's: --metadata tokenizer=..."
             )
         if text.bos not in ("", self.bos):
@@ -294,8 +317,9 @@ class TextEncoder:
 
     def _without_unseen(self, window: Window) -> Window:
         """A window without its suffix if no block of the network sees it: it is after the last one."""
-        unseen = self.denoiser.by_blocks and len(window.target) % (self.block or 1) == 0
-        return dataclasses.replace(window, suffix=()) if window.suffix and not window.context and unseen else window
+        if not self.denoiser.by_blocks or window.context or len(window.target) % (self.block or 1):
+            return window
+        return dataclasses.replace(window, suffix=()) if window.suffix else window
 
 
 def shorter_than_a_block(windows: Iterable[Window], block: int | None) -> str:
