@@ -26,7 +26,7 @@ Interval = list[float]  # low, high
 
 def values(compared: Sequence[Row], draws: Draws) -> list[np.ndarray]:
     """The values of rows that are compared in each draw of the bootstrap, with their Monte Carlo errors."""
-    drawn = stats.with_errors([draws[row] for row in compared], [row.rate_stderr for row in compared])
+    drawn = stats.with_errors([draws[row] for row in compared], [row.per_unit.interval_error for row in compared])
     return [stats.value(row.metric, -rates, 1.0) for row, rates in zip(compared, drawn, strict=True)]
 
 
@@ -56,8 +56,7 @@ def pair(first: Row, second: Row, draws: Draws) -> Pair:
     names = rows.names((first, second))
     sides = []
     for row, name in zip((first, second), names, strict=True):
-        per_unit = dataclasses.replace(row.score, nats=-row.rate, error=row.rate_stderr)
-        sides.append(Side(name, per_unit, row.stderr_reason, draws.get(row)))
+        sides.append(Side(name, row.per_unit, row.stderr_reason, draws.get(row)))
     texts = [key.rpartition(":")[0] for key in first.documents]  # without the number of each copy
     found = stats.difference(*sides, unit(first.metric), texts)
     reason = Note()

@@ -162,6 +162,11 @@ class Row:
             return self.score.error
         return self.score.error * self.rate / -self.score.nats
 
+    @property
+    def per_unit(self) -> Value:
+        """Its log-likelihood per unit. Its seeds are those of the score."""
+        return dataclasses.replace(self.score, nats=-self.rate, error=self.rate_stderr)
+
     def error(self, nats_stderr: float | None, metric: str | None = None) -> float | None:
         """Standard error of a metric's value, from its log-likelihood's; None if not known."""
         metric = metric or self.metric
@@ -198,7 +203,7 @@ class Row:
         """The 95 % interval of its value by its Monte Carlo error alone; None without one."""
         if self.stderr is None:
             return None
-        return stats.drawn_interval(self.metric, self.rate, self.rate_stderr)
+        return stats.drawn_interval(self.metric, self.rate, self.per_unit.interval_error)
 
     @property
     def no_interval(self) -> Note:

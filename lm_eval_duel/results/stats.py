@@ -225,7 +225,7 @@ def difference(first: Side, second: Side, unit: str, keys: Sequence[str]) -> Pai
     result = dataclasses.replace(result, difference=first.rate - second.rate)
     if first.draws is None or second.draws is None:
         return result
-    draws = with_errors([first.draws, second.draws], [first.value.error, second.value.error])
+    draws = with_errors([first.draws, second.draws], [first.value.interval_error, second.value.interval_error])
     low, high = stats_interval(draws[0] - draws[1])
     verdict = _verdict(first, second, low, high, len(set(keys)))
     return dataclasses.replace(result, interval=(low, high), verdict=verdict)
