@@ -3,131 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.results.runs import Run, Task
+from lm_eval_duel.results.table import number
 
 TWIN = "score it with --model duel-mdm --model_args pretrained=...,estimator=ar"  # windows and tokens as ours
 PER_TOKEN = "token_perplexity"  # not comparable across tokenizers
-
-
-class Difference(NamedTuple):
-    """A field in which two runs differ, both values, and the remedy."""
-
-    field: str
-    here: str
-    there: str
-    remedy: str
-
-
-def windows_of(run: Run) -> str:
-    """The windows of a run as text, and whether they are derived."""
-    size = "unknown length" if run.capacity is None else f"{run.capacity} target positions"
-    return f"{run.windows}, {size}{'' if run.ours else ' (derived)'}"
-
-
-def positions(run: Run) -> str:
-    """The scored positions of a row: `the text` only, unless a benchmark's convention says otherwise."""
-    bos = str(run.duel.get("bos") or run.spec.get("special_tokens", "").rpartition("bos=")[2] or "given").split(",")[0]
-    return "the text" if not run.ours or bos in ("given", "none") else f"bos={bos}"
-
-
-def same_tokens(here: Run, there: Run, name: str) -> bool | None:
-    """True if two runs count the same tokens in a task; None if that is not known."""
-    ours = [run.spec.get("tokenizer") if run.ours else None for run in (here, there)]
-    if None not in ours and ours[0] == ours[1]:
-        return True
-    counts = [run.tasks[name].tokens for run in (here, there)]
-    if None not in counts:
-        return counts[0] == counts[1]
-    if None not in ours:
-        return False
-    both = [[run.tasks[name].metrics.get(m, 0.0) for m in (PER_TOKEN, "word_perplexity")] for run in (here, there)]
-    if min(map(min, both)) <= 1:
-        return None
-    shares = [math.log(token) / math.log(word) for token, word in both]  # words per token
-    return math.isclose(*shares, rel_tol=1e-6)
-
-
-def documents(here: Task, there: Task, metric: str) -> list[Difference]:
-    """The first difference of two document sets, judged by the samples if both have them, else by the results files.
-
-    The hash of the results files covers our token counts too, which differ between tokenizers; with counts of documents
-    the limit is not needed. With samples the counts of words or bytes must be equal, too; tokens may differ.
-    """
-    both, remedy = (here, there), "run both on the same documents (task version, --limit, --num_fewshot)"
-    sampled = here.documents is not None and there.documents is not None
-    identities = [{"limit": "none", **task.identity} for task in both]
-    fields = ["shots", "version"]
-    if not sampled:
-        counted = all("documents" in identity for identity in identities)
-        hashed = not any(PER_TOKEN in task.metrics for task in both)
-        fields = ["shots", "documents" if counted else "limit", "version", *(["hash"] if hashed else [])]
-    for field in fields:
-        values = [identity.get(field) for identity in identities]
-        if None not in values and values[0] != values[1]:
-            return [Difference("documents" if field == "documents" else f"documents ({field})", *values, remedy)]
-    if not sampled:
-        return []
-    keys = [task.documents.numbers.keys() for task in both]
-    if keys[0] != keys[1]:
-        shared = len(keys[0] & keys[1])
-        return [Difference("documents", *(f"{len(k)} ({shared} of them in both)" for k in keys), remedy)]
-    for name in sorted({metric, "bits_per_byte"} - {PER_TOKEN}):
-        known, other = (task.documents.values.get(name, {}) for task in both)
-        for key, (_, size) in known.items():
-            if key in other and other[key][1] != size:
-                sizes = [f"{units:g} in document {key[:12]}" for units in (size, other[key][1])]
-                return [Difference(f"units of {name}", *sizes, "run both with the same version of the task")]
-    return []
-
-
-def differences(here: Run, there: Run, name: str) -> list[Difference]:
-    """The differences of two runs of a task that affect their perplexities, other than the document set."""
-    result, twin = [], ""
-    both, tokens = (here, there), same_tokens(here, there, name)
-    stock = [run for run in both if not run.ours]
-    if len(stock) == 1 and stock[0].autoregressive:  # the simplest remedy: score that model with this package
-        twin = TWIN.replace("it", stock[0].label, 1).replace("...", stock[0].pretrained)
-        twin += " (its windows and tokens are then the same as ours; max_length sets their length), or "
-    if not tokens:
-        field, remedy = "tokenizer", "compare word or byte perplexity (--metric word_perplexity)"
-        if tokens is None:
-            field = "tokenizer (unknown)"
-            remedy = f"{twin}run both with --log_samples, so that their token counts can be compared, or {remedy}"
-        result.append(Difference(field, *(_tokenizer(run, name) for run in both), remedy))
-    if positions(here) != positions(there):
-        remedy = "run with bos=given (or none) on our side"
-        result.append(Difference("scored positions", *map(positions, both), remedy))
-    if here.tasks[name].rolling:
-        if not _same_windows(here, there, name, bool(tokens)):
-            remedy = "score both with windows=harness and a max_length that gives equal target positions, or with one "
-            result.append(Difference("windows", *map(windows_of, both), f"{twin}{remedy}that holds every document"))
-    elif any(run.duel.get("cut_contexts") for run in both):
-        cuts = [f"{run.duel.get('cut_contexts', 0)} contexts cut at {run.max_length}" for run in both]
-        result.append(Difference("contexts", *cuts, "raise max_length"))
-    return result
-
-
-def _tokenizer(run: Run, name: str) -> str:
-    """A description of a run's tokenizer, for messages."""
-    counts = run.tasks[name].tokens
-    tokenizer = run.spec.get("tokenizer", "unknown") if run.ours else "unknown"
-    return tokenizer if counts is None else f"{tokenizer} ({sum(counts.values()):.0f} tokens)"
-
-
-def _same_windows(here: Run, there: Run, name: str, same_tokenizer: bool) -> bool:
-    """True if documents are cut alike: the same windows, or every document is one window in both runs."""
-    both = here, there
-    same = (here.windows, here.capacity) == (there.windows, there.capacity)
-    if None in (here.capacity, there.capacity):
-        return same and here.ours == there.ours and here.spec.get("max_length") == there.spec.get("max_length")
-    longest = [run.longest(name) for run in both]
-    if same_tokenizer:
-        longest = [max((n for n in longest if n is not None), default=None)] * 2
-    return same or all(n is not None and n <= run.capacity for n, run in zip(longest, both, strict=True))
 
 
 def check(name: str, metric: str, compared: Sequence[Run], as_published: bool) -> list[str]:
@@ -139,20 +23,16 @@ def check(name: str, metric: str, compared: Sequence[Run], as_published: bool) -
     """
     listed: dict[str, None] = {}
     first = compared[0]
-    sampled = next((run for run in compared if run.tasks[name].documents is not None), first)
+    sampled = _first_with_samples(compared, name) or first
     for other in compared[1:]:
-        task = other.tasks[name]
-        every = [(run, each) for run in (first, sampled) for each in documents(run.tasks[name], task, metric)]
-        for here, found in [*every, *((first, each) for each in differences(first, other, name))]:
-            always = found.field.startswith(("documents", "units"))
-            across = metric != PER_TOKEN and found.field.startswith(("tokenizer", "windows"))
-            text = f"{found.field}: {found.here} in {here.name}, but {found.there} in {other.name}"
-            if always or not (as_published or across):
-                ways = [] if always else ["list the difference under the table with --as_published"]
-                ways.append("give each its own table with --apart")
-                hint = "".join(f", or {way}" for way in ways)
-                raise DuelError(f"{metric} of {name} cannot be compared: {text}. To compare, {found.remedy}{hint}.")
-            listed[text] = None
+        for before in (first, sampled):
+            for difference in documents(before.tasks[name], other.tasks[name], metric):
+                raise _refusal(name, metric, difference, before, other)
+        for difference in differences(first, other, name):
+            if as_published or difference.is_allowed(metric):
+                listed[difference.between(first, other)] = None
+            else:
+                raise _refusal(name, metric, difference, first, other)
     return list(listed)
 
 
@@ -160,23 +40,217 @@ def groups(name: str, metric: str, runs: Sequence[Run]) -> list[tuple[list[Run],
     """The runs of a task in groups that may be compared, each with its difference from the first one."""
     found: list[tuple[list[Run], str]] = []
     for run in runs:
-        reasons = [_why_apart(name, metric, members, run) for members, _ in found]
+        reasons = [_reason_apart(name, metric, members, run) for members, _ in found]
         if "" in reasons:
-            found[reasons.index("")][0].append(run)
+            members, _ = found[reasons.index("")]
+            members.append(run)
         else:
-            found.append(([run], next(iter(reasons), "")))
+            found.append(([run], reasons[0] if reasons else ""))
     return found
 
 
-def _why_apart(name: str, metric: str, members: Sequence[Run], run: Run) -> str:
+def _reason_apart(name: str, metric: str, members: Sequence[Run], run: Run) -> str:
     """The reason that a run may not be compared with `members`; empty if it may.
 
     It is compared with the first of them and the first with samples.
     """
-    sampled = [member for member in members if member.tasks[name].documents is not None]
-    for here in (members[0], *sampled[:1]):
-        every = [*documents(here.tasks[name], run.tasks[name], metric), *differences(here, run, name)]
-        for found in every:
-            if metric == PER_TOKEN or not found.field.startswith("tokenizer"):  # per word and byte they may differ
-                return f"{found.field}: {found.there} here, {found.here} in the first table of {name}"
+    for member in (members[0], _first_with_samples(members, name)):
+        if member is None:
+            continue
+        found = documents(member.tasks[name], run.tasks[name], metric) + differences(member, run, name)
+        for difference in found:
+            if metric == PER_TOKEN or not difference.field.startswith("tokenizer"):  # per word and byte they may differ
+                there = f"{difference.second} here, {difference.first} in the first table of {name}"
+                return f"{difference.field}: {there}"
     return ""
+
+
+def _first_with_samples(runs: Sequence[Run], name: str) -> Run | None:
+    for run in runs:
+        if run.tasks[name].documents is not None:
+            return run
+    return None
+
+
+def _refusal(name: str, metric: str, difference: Difference, first: Run, second: Run) -> DuelError:
+    """The error that two runs cannot be compared, and the ways to compare them."""
+    hint = ""
+    if not difference.is_of_documents:
+        hint += ", or list the difference under the table with --as_published"
+    hint += ", or give each its own table with --apart"
+    return DuelError(
+        f"{metric} of {name} cannot be compared: {difference.between(first, second)}. "
+        f"To compare, {difference.remedy}{hint}."
+    )
+
+
+# ---------------------------------------------------------------- differences of two runs
+
+
+class Difference(NamedTuple):
+    """A field in which two runs differ, both values, and the remedy."""
+
+    field: str
+    first: str
+    second: str
+    remedy: str
+
+    @property
+    def is_of_documents(self) -> bool:
+        return self.field.startswith(("documents", "units"))
+
+    def is_allowed(self, metric: str) -> bool:
+        """True if values of this metric may be compared in spite of it."""
+        return metric != PER_TOKEN and self.field.startswith(("tokenizer", "windows"))
+
+    def between(self, first: Run, second: Run) -> str:
+        return f"{self.field}: {self.first} in {first.name}, but {self.second} in {second.name}"
+
+
+def documents(first: Task, second: Task, metric: str) -> list[Difference]:
+    """The first difference of two document sets, judged by the samples if both have them, else by the results files."""
+    for difference in _identity_differences(first, second):
+        return [difference]
+    if first.documents is not None and second.documents is not None:
+        for difference in _sample_differences(first, second, metric):
+            return [difference]
+    return []
+
+
+def _identity_differences(first: Task, second: Task) -> Iterator[Difference]:
+    """Differences of what the results files say of the documents.
+
+    Their hash covers our token counts too, which differ between tokenizers; with counts of documents the limit is not
+    needed. Samples say more than the counts, the limit and the hash.
+    """
+    remedy = "run both on the same documents (task version, --limit, --num_fewshot)"
+    one = {"limit": "none", **first.identity}
+    other = {"limit": "none", **second.identity}
+    fields = ["shots", "version"]
+    if first.documents is None or second.documents is None:
+        counted = "documents" in one and "documents" in other
+        fields.insert(1, "documents" if counted else "limit")
+        if PER_TOKEN not in first.metrics and PER_TOKEN not in second.metrics:
+            fields.append("hash")
+    for field in fields:
+        if field in one and field in other and one[field] != other[field]:
+            shown = field if field == "documents" else f"documents ({field})"
+            yield Difference(shown, one[field], other[field], remedy)
+
+
+def _sample_differences(first: Task, second: Task, metric: str) -> Iterator[Difference]:
+    """Differences of sampled documents. Their words and bytes must be equally many, too; tokens may differ."""
+    keys = first.documents.numbers.keys()
+    other_keys = second.documents.numbers.keys()
+    if keys != other_keys:
+        shared = f"({len(keys & other_keys)} of them in both)"
+        remedy = "run both on the same documents (task version, --limit, --num_fewshot)"
+        yield Difference("documents", f"{len(keys)} {shared}", f"{len(other_keys)} {shared}", remedy)
+        return
+    for name in sorted({metric, "bits_per_byte"} - {PER_TOKEN}):
+        others = second.documents.values.get(name, {})
+        for key, (_, units) in first.documents.values.get(name, {}).items():
+            if key in others and others[key][1] != units:
+                place = f"in document {key[:12]}"
+                sizes = [f"{number(size, 'g')} {place}" for size in (units, others[key][1])]
+                yield Difference(f"units of {name}", *sizes, "run both with the same version of the task")
+
+
+def differences(first: Run, second: Run, name: str) -> list[Difference]:
+    """The differences of two runs of a task that affect their perplexities, other than the document set."""
+    found = []
+    twin = _twin(first, second)
+    tokens = same_tokens(first, second, name)
+    if not tokens:
+        field = "tokenizer"
+        remedy = "compare word or byte perplexity (--metric word_perplexity)"
+        if tokens is None:
+            field = "tokenizer (unknown)"
+            remedy = f"{twin}run both with --log_samples, so that their token counts can be compared, or {remedy}"
+        found.append(Difference(field, _tokenizer(first, name), _tokenizer(second, name), remedy))
+    if positions(first) != positions(second):
+        remedy = "run with bos=given (or none) on our side"
+        found.append(Difference("scored positions", positions(first), positions(second), remedy))
+    if first.tasks[name].rolling:
+        if not _same_windows(first, second, name, bool(tokens)):
+            remedy = "score both with windows=harness and a max_length that gives equal target positions, or with one "
+            remedy = f"{twin}{remedy}that holds every document"
+            found.append(Difference("windows", windows_of(first), windows_of(second), remedy))
+    elif first.duel.get("cut_contexts") or second.duel.get("cut_contexts"):
+        cuts = [f"{run.duel.get('cut_contexts', 0)} contexts cut at {run.max_length}" for run in (first, second)]
+        found.append(Difference("contexts", *cuts, "raise max_length"))
+    return found
+
+
+def _twin(first: Run, second: Run) -> str:
+    """The simplest remedy for a model of the harness beside one of ours: score it with this package, too."""
+    stock = [run for run in (first, second) if not run.ours]
+    if len(stock) != 1 or not stock[0].autoregressive:
+        return ""
+    twin = TWIN.replace("it", stock[0].label, 1).replace("...", stock[0].pretrained)
+    return f"{twin} (its windows and tokens are then the same as ours; max_length sets their length), or "
+
+
+# ---------------------------------------------------------------- tokens, positions, windows
+
+
+def same_tokens(first: Run, second: Run, name: str) -> bool | None:
+    """True if two runs count the same tokens in a task; None if that is not known."""
+    both = (first, second)
+    tokenizers = [run.spec.get("tokenizer") if run.ours else None for run in both]
+    if None not in tokenizers and tokenizers[0] == tokenizers[1]:
+        return True
+    counts = [run.tasks[name].tokens for run in both]
+    if None not in counts:
+        return counts[0] == counts[1]
+    if None not in tokenizers:
+        return False
+    words_per_token = [_words_per_token(run.tasks[name]) for run in both]
+    if None in words_per_token:
+        return None
+    return math.isclose(*words_per_token, rel_tol=1e-6)
+
+
+def _words_per_token(task: Task) -> float | None:
+    """From two perplexities of the same log-likelihood; None if one of them does not say."""
+    per_token = task.metrics.get(PER_TOKEN, 0.0)
+    per_word = task.metrics.get("word_perplexity", 0.0)
+    if min(per_token, per_word) <= 1:
+        return None
+    return math.log(per_token) / math.log(per_word)
+
+
+def _tokenizer(run: Run, name: str) -> str:
+    """A description of a run's tokenizer, for messages."""
+    counts = run.tasks[name].tokens
+    tokenizer = run.spec.get("tokenizer", "unknown") if run.ours else "unknown"
+    return tokenizer if counts is None else f"{tokenizer} ({number(sum(counts.values()), '.0f')} tokens)"
+
+
+def positions(run: Run) -> str:
+    """The scored positions of a row: `the text` only, unless a benchmark's convention says otherwise."""
+    bos = run.duel.get("bos") or run.spec.get("special_tokens", "").rpartition("bos=")[2] or "given"
+    bos = str(bos).split(",")[0]
+    return "the text" if not run.ours or bos in ("given", "none") else f"bos={bos}"
+
+
+def windows_of(run: Run) -> str:
+    """The windows of a run as text; those of other models are derived."""
+    size = "unknown length" if run.capacity is None else f"{run.capacity} target positions"
+    return f"{run.windows}, {size}{'' if run.ours else ' (derived)'}"
+
+
+def _same_windows(first: Run, second: Run, name: str, same_tokenizer: bool) -> bool:
+    """True if documents are cut alike: the same windows, or every document is one window in both runs."""
+    same = (first.windows, first.capacity) == (second.windows, second.capacity)
+    if first.capacity is None or second.capacity is None:
+        return same and first.ours == second.ours and first.spec.get("max_length") == second.spec.get("max_length")
+    if same:
+        return True
+    one = first.longest(name)
+    other = second.longest(name)
+    if same_tokenizer:  # what is known of one run holds for both
+        one = other = max((tokens for tokens in (one, other) if tokens is not None), default=None)
+    if one is None or other is None:
+        return False
+    return one <= first.capacity and other <= second.capacity
