@@ -265,10 +265,7 @@ def perplexities(standings: Standings, tasks: Mapping[str, Comparison]) -> Table
 
 def gaps_closed(standings: Standings, tasks: Mapping[str, Comparison]) -> Table:
     """Gap closed of every DUEL row on every task."""
-    duels = []
-    for row in standings.rows:
-        if any(each.row.is_duel for each in row.method.rows.values()):
-            duels.append(row)
+    duels = [row for row in standings.rows if row.method.is_duel]
     return Table.from_records("Gap closed over tasks, %", duels, _over_tasks(tasks, closed))
 
 
@@ -329,13 +326,21 @@ def _error(row: Row) -> str:
 def accuracies(name: str, runs: Sequence[Run], baselines: Collection[Run]) -> Table:
     """Averages of a task other than perplexities, with the harness's standard errors."""
     runs = [run for run in runs if run.scores(name)]
-    metrics = dict.fromkeys(metric for run in runs for metric in run.scores(name))
+    metrics = metrics_of(name, runs)
     shown = names_of_runs(runs, baselines)
     for metric in metrics:
         shown[metric] = lambda run, metric=metric: average(run, name, metric)
     for key in ("documents", "version", "shots"):
         shown[key] = lambda run, key=key: run.every_task[name].identity.get(key)
     return Table.from_records(f"{name}: {', '.join(metrics)}, ± standard error", runs, shown)
+
+
+def metrics_of(name: str, runs: Sequence[Run]) -> list[str]:
+    """The averages of a task other than perplexities that any run has."""
+    metrics: dict[str, None] = {}
+    for run in runs:
+        metrics |= dict.fromkeys(run.scores(name))
+    return list(metrics)
 
 
 def average(run: Run, name: str, metric: str) -> Cell:
@@ -420,7 +425,9 @@ def read_published(names: Iterable[str]) -> list[dict[str, Any]]:
 
 
 def _figure(line: Mapping[str, str | None]) -> dict[str, Any]:
-    figure: dict[str, Any] = {key: (line.get(key) or "").strip() for key in (*NAMES, *NEEDED, "stderr")}
+    figure: dict[str, Any] = {}
+    for key in (*NAMES, *NEEDED, "stderr"):
+        figure[key] = (line.get(key) or "").strip()
     require_known("metric", [figure["metric"]], METRICS)
     entry = registry.find(figure["estimator"])
     figure["estimator"] = entry.name

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import numpy as np
 
@@ -22,7 +22,11 @@ from lm_eval_duel.results.runs import Run
 from lm_eval_duel.results.table import WORDS, Note, number, percent
 from lm_eval_duel.rules.tables import family
 
-BOTH, RULES, MODELS, ALL, NONE = "both", "rules", "models", "all", "none"
+RULES = "rules"
+MODELS = "models"
+BOTH = "both"
+ALL = "all"
+NONE = "none"
 CHOICES = (BOTH, RULES, MODELS, ALL, NONE)  # of --pairs
 MOST_ROWS = 5  # of which all pairs are listed; of more, each is compared with the lowest
 PAPER_RULE = "greedy:k=1"  # the rule of the paper's perplexity tables
@@ -60,7 +64,7 @@ class Speeds:
 
     @property
     def rows(self) -> list[ComparedRow]:
-        return [row for points in self.families.values() for row in points]
+        return list(itertools.chain.from_iterable(self.families.values()))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,6 +82,11 @@ class Comparison:
     notes: list[str]
     draws: Draws
     same: Mapping[Row, list[Row]]
+
+    @property
+    def closes_a_gap(self) -> bool:
+        """True if the share that a row closes of a gap is known."""
+        return any(row.closed.percent is not None for row in self.rows)
 
     def pair(self, first: Row, second: Row) -> Pair:
         """The difference of two of its rows."""
@@ -103,11 +112,11 @@ def task(
     metric = shared_metric(name, metric, compared)
     differences = match.check(name, metric, compared, as_published)
 
-    made = []
-    remarks = []
+    made: list[Row] = []
+    remarks: list[str] = []
     for run in compared:
         of_run, left_out = rows.from_run(run, name, metric, baseline=run is base)
-        made += [row for row in of_run if metric in row.metrics]
+        made += filter(lambda row: metric in row.metrics, of_run)
         remarks += left_out
     table = rows.in_order(made)
     ar = next((row for row in table.rows if row.ar), None)
@@ -115,12 +124,18 @@ def task(
         raise DuelError(f"The autoregressive baseline {base.name} has no row; name one result of one model as --ar.")
 
     draws = _draws(table.rows)
-    elbos = {row: gaps.find_elbos(row, table.rows, as_published) for row in table.rows if row.is_duel}
     best = _best(table.rows)
     shown = []
+    described: dict[Row, str] = {}  # the ELBOs that gaps are closed of
     for row in table.rows:
-        found, no_elbo = elbos.get(row, ([], ""))
-        elbo = found[0] if found else None
+        elbos: list[Row] = []
+        closed = GapClosed()
+        if row.is_duel:
+            elbos, why = gaps.find_elbos(row, table.rows, as_published)
+            elbo = elbos[0] if elbos else None
+            closed = gaps.close_gap(row, elbo, ar, draws, why)
+            if elbo is not None:
+                described[elbo] = _describe(elbo, why)
         shown.append(
             ComparedRow(
                 row=row,
@@ -130,13 +145,12 @@ def task(
                 best=row in best,
                 gap=None if ar is None or row is ar else row.value - ar.value,
                 gap_interval=_gap_interval(row, ar, draws),
-                closed=gaps.close_gap(row, elbo, ar, draws, no_elbo) if row.is_duel else GapClosed(),
-                drawn_elbo=next((elbo for elbo in found if elbo.is_drawn_bound), None),
+                closed=closed,
+                drawn_elbo=next((elbo for elbo in elbos if elbo.is_drawn_bound), None),
                 cache_cost=gaps.cache_cost(row, table.rows, draws),
             )
         )
 
-    described = {found[0]: _describe(found[0], why) for found, why in elbos.values() if found}
     notes = [
         *_unknown_tokens(name, compared),
         *(described[row] for row in table.rows if row in described),
@@ -144,7 +158,7 @@ def task(
         _windows(compared),
         *dict.fromkeys([*remarks, *table.notes]),
     ]
-    if metric in OTHER_UNITS and any(row.closed.percent is not None for row in shown):
+    if metric in OTHER_UNITS and any(each.closed.percent is not None for each in shown):
         computed = f"Gap closed is computed from {WORDS[metric]} here."
         notes.append(f"{computed} The paper computes it per token, so the two cannot be compared.")
     sizes = {run.tasks[name].size for run in compared} - {None}
@@ -165,11 +179,11 @@ def task(
 
 def shared_metric(name: str, requested: str | None, compared: Sequence[Run]) -> str:
     """The metric of a task's table: the requested one, else the first that all results have."""
-    shared = [metric for metric in METRICS if all(metric in run.tasks[name].metrics for run in compared)]
+    shared = set(METRICS).intersection(*(run.tasks[name].metrics for run in compared))
     if requested in shared:
         return requested
     if requested is None and shared:
-        return shared[0]
+        return min(shared, key=METRICS.index)
     available = "; ".join(f"{run.name}: {', '.join(run.tasks[name].metrics)}" for run in compared)
     wanted = f"{requested} of {name}" if requested else f"a metric of {name} that all results have"
     raise DuelError(f"Wanted {wanted}, but there is: {available}. Name another with --metric, or leave the task out.")
@@ -180,12 +194,18 @@ def shared_metric(name: str, requested: str | None, compared: Sequence[Run]) -> 
 
 def _draws(shown: Sequence[Row]) -> dict[Row, np.ndarray]:
     """Bootstrap draws of the rows that have the documents of the first that has any. All use the same resampling."""
-    known = [row for row in shown if len(row.documents) > 1 and math.isfinite(row.value)]
-    known = [row for row in known if row.documents.keys() == known[0].documents.keys()]
+    known: list[Row] = []
+    for row in shown:
+        if len(row.documents) < 2 or math.isinf(row.value):
+            continue
+        if not known or row.documents.keys() == known[0].documents.keys():
+            known.append(row)
     if not known:
         return {}
     documents = sorted(known[0].documents)
-    table = np.array([[row.documents[key] for row in known] for key in documents])  # (documents, rows, 2)
+    table = np.empty((len(documents), len(known), 2))  # of each document and row: nats, units
+    for n, row in enumerate(known):
+        table[:, n] = [row.documents[key] for key in documents]
     return dict(zip(known, stats.stats_rates(table), strict=True))
 
 
@@ -206,12 +226,15 @@ def _best(shown: Sequence[Row]) -> set[Row]:
 
     Values given the noise of different seeds do not compete: a model with several of them has no best row.
     """
+    models: dict[str, list[Row]] = {}
+    for row in shown:
+        if row.score.is_likelihood and not row.ar:
+            models.setdefault(row.model, []).append(row)
     best = set()
-    for model in {row.model for row in shown}:
-        of_model = [row for row in shown if row.model == model and row.score.is_likelihood and not row.ar]
-        exact = [row for row in of_model if row.score.is_exact and math.isfinite(row.value)]
+    for rows_of_model in models.values():
+        exact = [row for row in rows_of_model if row.score.is_exact and math.isfinite(row.value)]
         seeds = {row.noise_seed for row in exact}
-        if len(of_model) > 1 and len(seeds) == 1:
+        if len(rows_of_model) > 1 and len(seeds) == 1:
             best.add(min(exact, key=lambda row: row.value))
     return best
 
@@ -226,21 +249,29 @@ def choose(choice: str, shown: Sequence[ComparedRow], draws: Draws) -> list[Pair
     the lowest. `models`: the row of each model that its headline is about, in the same way; `both`: these two. `all`:
     every two rows. The oracle, which is not a likelihood, is in no pair.
     """
-    likelihoods = [each.row for each in shown if each.row.score.is_likelihood]
+    likelihoods = [each for each in shown if each.row.score.is_likelihood]
+    found: list[tuple[Row, Row]] = []
     if choice == ALL:
-        return [gaps.pair(first, second, draws) for first, second in itertools.combinations(likelihoods, 2)]
-    groups: dict[tuple, list[Row]] = {}
+        found += itertools.combinations([each.row for each in likelihoods], 2)
     if choice in (BOTH, MODELS):
-        models = dict.fromkeys(row.model for row in likelihoods)
-        groups[()] = [main_row([each for each in shown if each.row.model == model]) for model in models]
+        found += _pairs_of([main_row(of_model) for of_model in by_model(likelihoods).values()])
     if choice in (BOTH, RULES):
-        for row in likelihoods:
+        groups: dict[tuple, list[Row]] = {}
+        for each in likelihoods:
+            row = each.row
             if row.estimator == "duel" and not row.ar:
                 groups.setdefault((row.model, row.block, row.run.cache, row.qualifiers), []).append(row)
-    pairs: list[Pair] = []
-    for group in groups.values():
-        pairs += [gaps.pair(first, second, draws) for first, second in _pairs_of(group)]
-    return pairs
+        for group in groups.values():
+            found += _pairs_of(group)
+    return [gaps.pair(first, second, draws) for first, second in found]
+
+
+def by_model(rows: Iterable[ComparedRow]) -> dict[str, list[ComparedRow]]:
+    """The rows of each model."""
+    models: dict[str, list[ComparedRow]] = {}
+    for each in rows:
+        models.setdefault(each.row.model, []).append(each)
+    return models
 
 
 def _pairs_of(group: Sequence[Row]) -> list[tuple[Row, Row]]:
@@ -251,9 +282,8 @@ def _pairs_of(group: Sequence[Row]) -> list[tuple[Row, Row]]:
     return [(row, best) for row in group if row is not best]
 
 
-def main_row(of_model: Sequence[ComparedRow]) -> Row:
-    """A model's row: the baseline, the row of its headline, or else its lowest likelihood or bound."""
-    likelihoods = [each for each in of_model if each.row.score.is_likelihood]
+def main_row(likelihoods: Sequence[ComparedRow]) -> Row:
+    """The row that stands for a model: the baseline, the row of its headline, or its lowest likelihood or bound."""
     for each in likelihoods:
         if each.row.ar:
             return each.row
@@ -270,15 +300,15 @@ def headline(shown: Sequence[ComparedRow]) -> ComparedRow | None:
 
     Of values given the noise of several seeds it is that of the first seed, not of the best.
     """
-    duels = [each for each in shown if each.row.estimator == "duel"]
-    duels = duels or [each for each in shown if each.row.entry.follows_rule]
-    duels = [each for each in duels if each.row.rule == PAPER_RULE] or duels
+    exact = [each for each in shown if each.row.estimator == "duel"]
+    duels = exact or [each for each in shown if each.row.entry.follows_rule]
+    of_paper = [each for each in duels if each.row.rule == PAPER_RULE]
 
     def preference(each: ComparedRow) -> tuple:
         seed = int(each.row.noise_seed or 0)
         return each.row.run.has_cache, each.closed.elbo is None, seed, each.row.value
 
-    return min(duels, key=preference, default=None)
+    return min(of_paper or duels, key=preference, default=None)
 
 
 # ---------------------------------------------------------------- notes
@@ -345,27 +375,25 @@ def _speeds(shown: Sequence[ComparedRow], ar: Row | None) -> list[Speeds]:
         if row.estimator == "duel" and row.nfe_per_token:
             groups.setdefault((row.model, row.block, row.run.cache, row.variant), []).append(each)
     speeds = []
-    for (model, block, cache, variant), members in groups.items():
-        if len({round(each.row.nfe_per_token, 3) for each in members}) < 2:
-            continue
-        parts = members[0].row.parts
-        shown_cache = parts["cache"] if cache != "none" else ""
-        oracle = None
-        for each in shown:
-            row = each.row
-            if (row.model, row.estimator, row.block, row.run.cache) == (model, "oracle", block, cache):
-                oracle = row
-                break
-        speeds.append(
-            Speeds(
-                title=", ".join(filter(None, [model, parts["block"], shown_cache, variant])),
-                elbo=next((each.closed.elbo for each in members if each.closed.elbo is not None), None),
-                ar=ar,
-                oracle=oracle,
-                families=_families(members),
-            )
-        )
+    for members in groups.values():
+        if len({round(each.row.nfe_per_token, 3) for each in members}) > 1:
+            first = members[0].row
+            parts = first.parts
+            cache = parts["cache"] if first.run.has_cache else ""
+            title = [first.model, parts["block"], cache, first.variant]
+            elbo = next((each.closed.elbo for each in members if each.closed.elbo is not None), None)
+            speeds.append(Speeds(", ".join(filter(None, title)), elbo, ar, _oracle(first, shown), _families(members)))
     return speeds
+
+
+def _oracle(row: Row, shown: Sequence[ComparedRow]) -> Row | None:
+    """The oracle of a row's model, block and cache."""
+    for each in shown:
+        other = each.row
+        same_setting = (other.model, other.block, other.run.cache) == (row.model, row.block, row.run.cache)
+        if other.estimator == "oracle" and same_setting:
+            return other
+    return None
 
 
 def _families(members: Sequence[ComparedRow]) -> dict[str, list[ComparedRow]]:

@@ -40,7 +40,7 @@ def write(folder: str | Path, content: Mapping[str, Any], others: Mapping[str, s
     """
     names = [LISTING, *others]
     before = earlier(folder)
-    foreign = [name for name in names if name not in before and Path(folder, name).exists()]
+    foreign = [name for name in others if name not in before and Path(folder, name).exists()]
     if foreign:
         raise DuelError(
             f"--out {folder} holds {', '.join(foreign)}, which no report there lists as its own: nothing was written. "
@@ -67,17 +67,18 @@ def earlier(folder: str | Path) -> set[str]:
     with _naming_folder(folder):
         if not listing.exists():
             return set()
-    files: list[Path] = []
+    names: list[str] = []
     with contextlib.suppress(OSError, LookupError, RecursionError, TypeError, ValueError):
         content = json.loads(listing.read_text(encoding="utf-8"))
-        files = [Path(str(name)) for name in content["files"] if content["format"] == FORMAT]
-    if not files:
+        if content["format"] == FORMAT:
+            names = list(map(str, content["files"]))
+    if not names:
         raise DuelError(
             f'{listing} was not written by this command (it has no "format": "{FORMAT}"), so --out {folder} was left '
             "unchanged. Name another folder, or move this file."
         )
     # a listing may be edited: nothing outside the folder is ever removed
-    return {file.name for file in files if len(file.parts) == 1 and file.suffix in SUFFIXES}
+    return {name for name in names if Path(name).name == name and Path(name).suffix in SUFFIXES}
 
 
 @contextlib.contextmanager

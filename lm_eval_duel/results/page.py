@@ -11,6 +11,7 @@ import base64
 import dataclasses
 import datetime
 import hashlib
+import itertools
 import math
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -36,7 +37,8 @@ FIRST_HIDDEN = ("source", "bits", "gap", "closed")  # groups of columns: the fir
 PLAIN = ("model", "estimator", "rule", "cache", "device", "fingerprint", "versions", "date")  # columns of no numbers
 CLOSE = "the ELBO is within two standard errors of the value"  # for a gap closed that is not distinguishable
 OF = {EXACT: "of the exact ELBO's gap", MONTE_CARLO: "an estimate, of a Monte Carlo ELBO's gap"}
-WIDTH, MARGIN = 140.0, 9.0  # of a plot
+WIDTH = 140.0  # pixels of a plot
+MARGIN = 9.0
 MANTISSAS = ((1, 1.5, 2, 3, 4, 5, 7), (1, 2, 3, 5), (1, 3), (1,))  # of ticks: the most that fit
 MOST_TICKS = 5
 
@@ -76,7 +78,9 @@ def html(report: Report, title: str | None) -> str:
     script = "\n".join((ASSETS / name).read_text(encoding="utf-8") for name in SCRIPTS)
     standings = report.standings
     groups = standings.groups()
-    rows = [row for _, members in groups for row in members]
+    rows: list[Standing] = []
+    for _, members in groups:
+        rows += members
     shown = [column for column in columns_of(report) if _is_filled(column, rows)]
     texts, remarks = _texts(rows, shown)
     folder = _folder(report.runs)
@@ -205,8 +209,7 @@ def columns_of(report: Report) -> list[Column]:
     for group in ("value", "bits", "gap", "closed"):
         found += [_of_task(name, task, group) for name, task in report.tasks.items()]
     for name in report.scored:
-        metrics = dict.fromkeys(metric for run in report.runs for metric in run.scores(name))
-        found += [_of_average(name, metric) for metric in metrics]
+        found += [_of_average(name, metric) for metric in columns.metrics_of(name, report.runs)]
     return [
         *found,
         Column("NFE per token", lambda row: number(row.method.nfe_per_token, ".3f"), "cost"),
@@ -324,7 +327,7 @@ def _plot(standings: Standings, tasks: Mapping[str, Comparison]) -> dict[str, An
         interval = row.method.rows[standings.by].interval if standings.by in row.method.rows else None
         if interval and all(map(math.isfinite, interval)):
             rows[row] += interval
-    every = [value for values in rows.values() for value in values]
+    every = list(itertools.chain.from_iterable(rows.values()))
     if not every or min(every) == max(every):
         return None
     low = min(every)
@@ -343,7 +346,7 @@ def _plot(standings: Standings, tasks: Mapping[str, Comparison]) -> dict[str, An
     return {
         "width": WIDTH,
         "ticks": [(at(tick), number(tick, "g")) for tick in _ticks(low, high)],
-        "rows": {row: [at(value) for value in values] for row, values in rows.items()},
+        "rows": {row: list(map(at, values)) for row, values in rows.items()},
         "base": base,
     }
 
@@ -353,8 +356,10 @@ def _ticks(low: float, high: float) -> list[float]:
     first = math.floor(math.log10(low)) if low > 0 else -6
     powers = range(first, math.ceil(math.log10(high)) + 1)
     for mantissas in MANTISSAS:
-        ticks = [mantissa * 10.0**power for power in powers for mantissa in mantissas]
-        ticks = [tick for tick in ticks if low <= tick <= high]
+        ticks = []
+        for power in powers:
+            multiples = [mantissa * 10.0**power for mantissa in mantissas]
+            ticks += [tick for tick in multiples if low <= tick <= high]
         if len(ticks) <= MOST_TICKS:
             break
     if len(ticks) > 1:

@@ -118,11 +118,14 @@ def distinguish(runs: Sequence[Run]) -> list[Run]:
         first = {run.key: run for run in reversed(runs) if run.label == label}
         if len(first) < 2:
             continue
-        folders = {key: "/".join(Path(run.pretrained).parts[-2:]) for key, run in first.items()}
-        if len(set(folders.values())) < len(folders):
-            folders = {key: f"{label} ({key[:8]})" for key in first}
-        longer |= folders
-    return [dataclasses.replace(run, label=longer.get(run.key, run.label)) for run in runs]
+        for key, run in first.items():
+            longer[key] = "/".join(Path(run.pretrained).parts[-2:])
+        if len({longer[key] for key in first}) < len(first):
+            longer |= {key: f"{label} ({key[:8]})" for key in first}
+    named = []
+    for run in runs:
+        named.append(dataclasses.replace(run, label=longer.get(run.key, run.label)))
+    return named
 
 
 # ---------------------------------------------------------------- a run
@@ -299,18 +302,23 @@ def samples(results: Path, task: str, rolling: bool) -> tuple[Documents | None, 
         return None, Note(f"no samples of {task}", "run lm_eval with --log_samples")
     with reading(file, "samples of lm_eval"):
         lines = file.read_text(encoding="utf-8").split("\n")
-        records = [json.loads(line) for line in lines if line.strip()]
+        records = list(map(json.loads, filter(str.strip, lines)))
         return _documents(records, rolling), Note()
 
 
 def samples_of_score(entries: Sequence[Mapping[str, Any]]) -> Documents:
     """The documents of a file of `score --json`. A log_prob of null is minus infinity."""
-    counted = {metric: unit for metric, unit in UNITS.items() if any(entry[unit] for entry in entries)}
+    totals = Counter[str]()
+    for entry in entries:
+        totals.update({unit: entry[unit] for unit in UNITS.values()})
     records = []
     for n, entry in enumerate(entries):
         nats = -math.inf if entry["log_prob"] is None else entry["log_prob"]
-        values = {metric: (nats, entry[unit]) for metric, unit in counted.items()}  # an empty text has none
-        records.append({"doc_id": n, "doc_hash": str(entry["sha256"]), **values})
+        record: dict[str, Any] = {"doc_id": n, "doc_hash": str(entry["sha256"])}
+        for metric, unit in UNITS.items():
+            if totals[unit]:  # texts without a single word have no perplexity per word
+                record[metric] = nats, entry[unit]
+        records.append(record)
     return _documents(records, rolling=True)
 
 
@@ -378,7 +386,10 @@ def _count(value: Any) -> int:
 
 
 def _strings(entries: Json | None) -> dict[str, str]:
-    return {key: "none" if value in (None, "None") else str(value) for key, value in (entries or {}).items()}
+    strings = {}
+    for key, value in (entries or {}).items():
+        strings[key] = "none" if value in (None, "None") else str(value)
+    return strings
 
 
 def _arguments(given: Json | str | None) -> dict[str, str]:
@@ -412,7 +423,11 @@ Types = dict[str, Callable[[Any], Any]]  # of entries, by name
 
 def _typed(entries: Json, types: Types) -> dict[str, Any]:
     """The entries that are known and not null, each as its type."""
-    return {name: kind(entries[name]) for name, kind in types.items() if entries.get(name) is not None}
+    typed = {}
+    for name, read_as in types.items():
+        if entries.get(name) is not None:
+            typed[name] = read_as(entries[name])
+    return typed
 
 
 TASK_COUNTS = ("documents", "windows", "tokens", "longest_document", "unk_tokens")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
+import itertools
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -53,7 +54,7 @@ class Report:
 
     @functools.cached_property
     def costs(self) -> list[RunCost]:
-        rows = [row for task in self.tasks.values() for row in task.rows]
+        rows = itertools.chain.from_iterable(task.rows for task in self.tasks.values())
         return standings.costs(self.runs, self.baselines, rows)
 
     @property
@@ -74,7 +75,7 @@ class Report:
         """Every table: the task that it is about, or "" for one over tasks; its kind; and itself."""
         if len(self.tasks) > 1:
             yield "", "perplexity", columns.perplexities(self.standings, self.tasks)
-            if any(row.closed.percent is not None for task in self.tasks.values() for row in task.rows):
+            if any(task.closes_a_gap for task in self.tasks.values()):
                 yield "", "gap_closed", columns.gaps_closed(self.standings, self.tasks)
         for name, task in self.tasks.items():
             for kind, table in columns.of_task(task):
@@ -91,7 +92,9 @@ class Report:
 def collect(options: argparse.Namespace) -> Report:
     """The content of the report."""
     ar, runs = read_runs(options)
-    notes = [Note(note) for run in runs for note in run.left_out()]
+    notes: list[Note] = []
+    for run in runs:
+        notes += map(Note, run.left_out())
     if options.ar:
         _check_single(ar)
     else:
@@ -106,7 +109,10 @@ def collect(options: argparse.Namespace) -> Report:
     notes += gone
     baselines = [run for run in shown if run.name in baseline_names]
 
-    names = dict.fromkeys(name for run in shown if run not in baselines for name in run.tasks)
+    names: dict[str, None] = {}
+    for run in shown:
+        if run not in baselines:
+            names |= dict.fromkeys(run.tasks)
     only_perplexities = all(run.tasks and run.tasks == run.every_task for run in shown)
     if not names and only_perplexities:
         raise DuelError("Nothing to compare: only the --ar result of RESULTS has perplexities.")
@@ -157,15 +163,20 @@ def read_runs(options: argparse.Namespace) -> tuple[list[Run], list[Run]]:
 
 def _check_single(ar: Sequence[Run]) -> None:
     """Raise DuelError if the runs of --ar hold a task more than once."""
-    for name in {name for run in ar for name in run.tasks}:
-        holding = [run.name for run in ar if name in run.tasks]
-        if len(holding) > 1:
-            raise DuelError(f"--ar holds {name} more than once: {', '.join(holding)}. Name one of these files.")
+    holding: dict[str, list[str]] = {}
+    for run in ar:
+        for name in run.tasks:
+            holding.setdefault(name, []).append(run.name)
+    for name, files_of_task in holding.items():
+        if len(files_of_task) > 1:
+            listed = ", ".join(files_of_task)
+            raise DuelError(f"--ar holds {name} more than once: {listed}. Name one of these files.")
 
 
 def _label(name: str, runs: Sequence[Run]) -> str:
     """The name of a task in tables. Texts that `score` scored have the name of their file."""
-    scored = {run.content.get("scored") for run in runs if name in run.tasks}
+    having = [run for run in runs if name in run.tasks]
+    scored = {run.content.get("scored") for run in having}
     return str(scored.pop() or name) if len(scored) == 1 else name
 
 
@@ -214,9 +225,12 @@ def _no_baseline(causal: Sequence[Run]) -> Note:
 def headlines(name: str, rows: Sequence[ComparedRow]) -> list[str]:
     """One sentence per model of a task except the baseline, in Markdown: its perplexity, its ELBO and gap closed."""
     base = next((each.row for each in rows if each.row.ar), None)
-    others = [each for each in rows if not each.row.ar]
-    models = dict.fromkeys(each.row.model for each in others if each.row.estimator != "ar")
-    return [_headline(name, base, [each for each in others if each.row.model == model]) for model in models]
+    models = compare.by_model(each for each in rows if not each.row.ar)
+    lines = []
+    for of_model in models.values():
+        if any(each.row.estimator != "ar" for each in of_model):
+            lines.append(_headline(name, base, of_model))
+    return lines
 
 
 def _headline(name: str, base: Row | None, of_model: Sequence[ComparedRow]) -> str:
@@ -232,8 +246,11 @@ def _headline(name: str, base: Row | None, of_model: Sequence[ComparedRow]) -> s
     method = f"{chosen.row.entry.display}{seed}"
     text = f"{start}: {_value(chosen.row)} under {_rule(chosen.row)} ({method}){against}"
     text += "." if chosen.closed.elbo is None and base is None else _gap(chosen, form)
-    rivals = [each.row for each in of_model if each.row.score.is_exact and each.row.noise_seed == chosen.row.noise_seed]
-    lowest = min(rivals, key=lambda row: row.value, default=chosen.row)
+    lowest = chosen.row
+    for each in of_model:
+        competes = each.row.score.is_exact and each.row.noise_seed == chosen.row.noise_seed
+        if competes and each.row.value < lowest.value:
+            lowest = each.row
     if lowest is not chosen.row:
         text += f" Lowest of its likelihoods: {_rule(lowest)}, {number(lowest.value, form)}."
     return text
@@ -296,10 +313,15 @@ def _gap(chosen: ComparedRow, form: str) -> str:
 def markdown(report: Report, images: Sequence[Image] = ()) -> str:
     """report.md."""
     every = list(report.tables())
-    lines = [f"- {line}" for of_task in report.headlines.values() for line in of_task]
+    lines = []
+    for of_task in report.headlines.values():
+        lines += [f"- {line}" for line in of_task]
     parts = ["# How far from autoregressive?", "\n".join(lines), bullets(map(str, report.notes))]
     for name, task in report.tasks.items():
-        tables = [(kind, table) for about, kind, table in every if about == name and kind != "accuracy"]
+        tables = {}
+        for about, kind, table in every:
+            if about == name and kind != "accuracy":
+                tables.setdefault(kind, []).append(table)
         parts += _markdown_of_task(name, task, tables, [image for image in images if image.task == name])
     for about, kind, table in every:
         if kind == "accuracy" or not about:
@@ -312,14 +334,13 @@ def markdown(report: Report, images: Sequence[Image] = ()) -> str:
 
 
 def _markdown_of_task(
-    name: str, task: Comparison, tables: Sequence[tuple[str, Table]], images: Sequence[Image]
+    name: str, task: Comparison, tables: Mapping[str, Sequence[Table]], images: Sequence[Image]
 ) -> Iterator[str]:
     """The parts of a task: values and their figure, what differs, the other tables, figures of rules, notes."""
     documents = "" if task.documents is None else f", {task.documents} documents"
     yield f"## {escape(name)}: {WORDS[task.metric]}{documents}"
-    for kind, table in tables:
-        if kind == "methods":
-            yield table.markdown()
+    for table in tables["methods"]:
+        yield table.markdown()
     for image in images:
         if image.kind == "perplexity":
             yield image.markdown(quote)
@@ -327,11 +348,12 @@ def _markdown_of_task(
         title = "Compared as published, although these differ" if task.as_published else "These differ"
         yield f"**{title}:**"
         yield bullets(task.differences)
-    for kind, table in tables:
+    for kind, of_kind in tables.items():
         if kind == "methods":
             continue
-        yield f"### {escape(table.title)}"
-        yield table.markdown()
+        for table in of_kind:
+            yield f"### {escape(table.title)}"
+            yield table.markdown()
         if kind == "pairs":
             yield SINGLE
     for image in images:
@@ -352,7 +374,8 @@ def console(report: Report) -> str:
         if kind in PRINTED:
             parts.append(table.title if kind == "accuracy" else f"{name}: {table.title}")
             parts.append(table.text())
-    parts += [f"differs: {line}" for task in report.tasks.values() for line in task.differences]
+    for task in report.tasks.values():
+        parts += [f"differs: {line}" for line in task.differences]
     return spaced([*parts, "\n".join(map(str, report.notes))])
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -26,7 +27,7 @@ SAME = 1e-4  # relative difference up to which two ways to one value agree
 # entries of a spec that vary within one model
 NON_IDENTITY_KEYS = {"estimator", "rule", "draw_seed", *registry.arguments()}
 # entries of a spec that every row names if it has them
-LABEL_KEYS = {"cache", *(key for entry in registry.ENTRIES for key in entry.label_args)}
+LABEL_KEYS = {"cache"}.union(*(entry.label_args for entry in registry.ENTRIES))
 # entries of a spec that belong to the estimator, as NON_IDENTITY_KEYS; the last two say what commit-once noise is
 ESTIMATOR_KEYS = {"block", "grid", "rule_code", "cheap_cache", "masked_share", "ties"}
 SAMPLING = ("dtype", "warpers")  # entries that change the law of any checkpoint
@@ -156,16 +157,12 @@ class Row:
         return stats.rate(self.metric, self.value)
 
     @property
-    def rate_stderr(self) -> float | None:
-        """Its Monte Carlo error."""
-        if not self.score.error or not self.score.nats:
-            return self.score.error
-        return self.score.error * self.rate / -self.score.nats
-
-    @property
     def per_unit(self) -> Value:
-        """Its log-likelihood per unit. Its seeds are those of the score."""
-        return dataclasses.replace(self.score, nats=-self.rate, error=self.rate_stderr)
+        """Its log-likelihood per unit, and the error of that. Its seeds are those of the score."""
+        error = self.score.error
+        if error and self.score.nats:
+            error *= self.rate / -self.score.nats
+        return dataclasses.replace(self.score, nats=-self.rate, error=error)
 
     def error(self, nats_stderr: float | None, metric: str | None = None) -> float | None:
         """Standard error of a metric's value, from its log-likelihood's; None if not known."""
@@ -242,7 +239,6 @@ def names(rows: Sequence[Row]) -> list[str]:
         if not any_cache:
             label["cache"] = ""
     parts = [part for part in labels[0] if len({label[part] for label in labels}) > 1]
-
     specs = [row.run.spec for row in rows]
     keys = differing_keys(specs, {*NON_IDENTITY_KEYS, *ESTIMATOR_KEYS, *LABEL_KEYS, "version"})
     if len({row.run.key for row in rows}) > 1:  # checkpoints differ in much more
@@ -263,7 +259,7 @@ def differing_keys(specs: Sequence[Mapping[str, str]], named: Iterable[str]) -> 
     """The entries in which specs differ, without those that names hold anyway."""
     named = set(named)
     differing = []
-    for key in dict.fromkeys(key for spec in specs for key in spec):
+    for key in dict.fromkeys(itertools.chain.from_iterable(specs)):
         if key not in named and len({spec.get(key) for spec in specs}) > 1:
             differing.append(key)
     return differing
@@ -462,10 +458,13 @@ def in_order(rows: Iterable[Row]) -> Ordered:
 
 def identity(row: Row) -> tuple:
     """The entries of its spec that define its value: rows of one model, estimator and rule are the same if equal."""
+    spec = row.run.spec
+    if row.is_drawn:  # the draws are part of its value
+        return tuple(sorted(spec.items()))
     ignored = NON_IDENTITY_KEYS
     if not row.entry.lattice:
         ignored = ignored - {*row.entry.arguments}
-    return tuple(sorted((key, value) for key, value in row.run.spec.items() if row.is_drawn or key not in ignored))
+    return tuple(sorted((key, spec[key]) for key in spec.keys() - ignored))
 
 
 def _twice(row: Row, other: Row) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import math
 import statistics
-from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -16,7 +15,8 @@ from lm_eval_duel.results.runs import Run
 from lm_eval_duel.rules.tables import sort_key
 
 MEAN = "mean"  # what rows are ranked by, if not by a task
-AR, ORACLE = "AR", "oracle"
+AR = "AR"
+ORACLE = "oracle"
 KINDS = {  # of a result, as `Value.word` has them: its meaning
     AR: "an autoregressive model, exact",
     "exact": "an exact likelihood",
@@ -68,6 +68,11 @@ class RankedMethod:
         word = self.named.score.word
         return "estimate" if word == "exact" and self.named.stderr is not None else word
 
+    @property
+    def is_duel(self) -> bool:
+        """True if a task has a value of a rule, or an estimate of one, and not the baseline's."""
+        return any(each.row.is_duel for each in self.rows.values())
+
     def value(self, task: str) -> float | None:
         """The value of a task; None if there is none, or an infinite one."""
         if task not in self.rows:
@@ -91,8 +96,11 @@ class RankedMethod:
 
     @property
     def versions(self) -> dict[str, str]:
-        names = dict.fromkeys(name for run in self.runs for name in run.versions)
-        return {name: joined(run.versions.get(name) for run in self.runs) for name in names}
+        versions: dict[str, list[str]] = {}
+        for run in self.runs:
+            for name, version in run.versions.items():
+                versions.setdefault(name, []).append(version)
+        return {name: joined(found) for name, found in versions.items()}
 
     @property
     def date(self) -> str:
@@ -244,16 +252,14 @@ def standings(tasks: Mapping[str, Comparison], runs: Sequence[Run], baselines: S
     largest = max(tasks, key=lambda name: len(tasks[name].rows), default="")
     means = {method: _mean(method, mean_of, metric) for method in methods}
     main = means if mean_of else {method: method.value(largest) for method in methods}
-    ranked = [method for method in methods if method.kind in RANKED and main[method] is not None]
+    ranks = _ranks(main)
+    ranks_of_tasks = [_ranks({method: method.value(name) for method in ranks}) for name in mean_of]
     rows = []
     for method in methods:
-        rank = None
         mean_rank = None
-        if method in ranked:
-            rank = _rank(method, main)
-            places = [_rank(method, {other: other.value(name) for other in ranked}) for name in mean_of]
-            mean_rank = statistics.fmean(places) if places else None
-        rows.append(Standing(method, main[method], means[method], mean_rank, rank))
+        if method in ranks and mean_of:
+            mean_rank = statistics.fmean(of_task[method] for of_task in ranks_of_tasks)
+        rows.append(Standing(method, main[method], means[method], mean_rank, ranks.get(method)))
     models = list(dict.fromkeys(method.named.model for method in methods))
     rows.sort(key=lambda row: (not row.method.named.ar, models.index(row.method.named.model)))
     return Standings(rows, mean_of, metric, MEAN if mean_of else largest)
@@ -262,13 +268,14 @@ def standings(tasks: Mapping[str, Comparison], runs: Sequence[Run], baselines: S
 def _tasks_of_means(tasks: Mapping[str, Comparison], methods: Sequence[RankedMethod]) -> tuple[str, list[str]]:
     """The metric of means, and the tasks that they are over: none if there are fewer than two."""
     needed = [method for method in methods if method.rows and method.kind != ORACLE]
-    common = [name for name in tasks if needed and all(method.value(name) is not None for method in needed)]
-    counts = Counter(tasks[name].metric for name in common)
-    if not counts:
+    common: dict[str, list[str]] = {}  # by metric
+    for name, task in tasks.items():
+        if needed and all(method.value(name) is not None for method in needed):
+            common.setdefault(task.metric, []).append(name)
+    if not common:
         return "", []
-    metric = max(counts, key=counts.__getitem__)
-    names = [name for name in common if tasks[name].metric == metric]
-    return metric, names if len(names) > 1 else []
+    metric = max(common, key=lambda metric: len(common[metric]))
+    return metric, common[metric] if len(common[metric]) > 1 else []
 
 
 def _mean(method: RankedMethod, tasks: Sequence[str], metric: str) -> float | None:
@@ -279,13 +286,15 @@ def _mean(method: RankedMethod, tasks: Sequence[str], metric: str) -> float | No
     return statistics.fmean(values) if metric == "bits_per_byte" else statistics.geometric_mean(values)
 
 
-def _rank(method: RankedMethod, values: Mapping[RankedMethod, float | None]) -> int:
-    """One more than the number of ranked methods with a lower value that the method competes with."""
-    lower = 0
-    for other, value in values.items():
-        if other.kind in RANKED and value is not None and value < values[method] and method.competes_with(other):
-            lower += 1
-    return 1 + lower
+def _ranks(values: Mapping[RankedMethod, float | None]) -> dict[RankedMethod, int]:
+    """The ranks of the methods that have one: one more than the number of methods with a lower value."""
+    ranked = {method: value for method, value in values.items() if method.kind in RANKED and value is not None}
+    ranks = dict.fromkeys(ranked, 1)
+    for method, value in ranked.items():
+        for other, other_value in ranked.items():
+            if other_value < value and method.competes_with(other):
+                ranks[method] += 1
+    return ranks
 
 
 # ---------------------------------------------------------------- what runs cost
@@ -311,10 +320,12 @@ class Time:
         """Of a run of another model from its samples."""
         if self.run.duel.get("tokens"):
             return self.run.duel["tokens"]
-        counts = [task.tokens for task in self.run.tasks.values()]
-        if None in counts:
-            return None
-        return int(sum(sum(of_task.values()) for of_task in counts)) or None
+        total = 0.0
+        for task in self.run.tasks.values():
+            if task.tokens is None:
+                return None
+            total += sum(task.tokens.values())
+        return int(total) or None
 
     @property
     def seconds(self) -> float | None:
@@ -357,7 +368,8 @@ def costs(runs: Sequence[Run], baselines: Collection[Run], rows: Iterable[Compar
 
     The ELBO is the Monte Carlo one with the most draws that belongs to the report's `rows` of the run.
     """
-    timed = {run: Time(run) for run in sorted(runs, key=lambda run: run not in baselines) if run.tasks}
+    with_perplexities = [run for run in runs if run.tasks]
+    timed = {run: Time(run) for run in sorted(with_perplexities, key=lambda run: run not in baselines)}
     baseline_times = [time for run, time in timed.items() if run in baselines]
     elbos: dict[Run, Row] = {}
     for each in rows:

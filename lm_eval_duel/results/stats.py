@@ -285,7 +285,7 @@ def compare(
     Raises:
         DuelError: If the texts differ, there are none, or the unit is unknown.
     """
-    if not all(isinstance(scores, Sequence) and not isinstance(scores, str) for scores in (a, b)) or len(names) != 2:
+    if not (_is_list(a) and _is_list(b)) or len(names) != 2:
         raise DuelError("compare() takes two lists of scores, as Duel.score returns, and two names.")
     wanted = "compare() takes two lists of scores of the same texts in the same order, but"
     if len(a) != len(b) or not a:
@@ -309,6 +309,10 @@ def compare(
     if len(a) > 1 and np.isfinite(table.sum(0)).all():
         draws = stats_rates(table)
     return difference(first.side(unit, draws[0]), second.side(unit, draws[1]), unit, first.keys)
+
+
+def _is_list(scores: Any) -> bool:
+    return isinstance(scores, Sequence) and not isinstance(scores, str)
 
 
 def _shared_unit(first: Texts, second: Texts, unit: str | None) -> str:
@@ -343,7 +347,7 @@ def _texts(scores: Sequence[Any], name: str) -> Texts:
         keys=[key_of(_identity(score)) for score in scores],
         log_probs=[score.log_prob for score in scores],
         counts={
-            "token": [score.tokens if isinstance(score.tokens, int) else len(score.tokens) for score in scores],
+            "token": list(map(_tokens, scores)),
             "word": [score.units.words for score in scores],
             "byte": [score.units.bytes for score in scores],
         },
@@ -352,6 +356,11 @@ def _texts(scores: Sequence[Any], name: str) -> Texts:
     )
     _check_texts(texts)
     return texts
+
+
+def _tokens(score: Any) -> int:
+    """The number of tokens of a score, which lists them, or of an estimate."""
+    return score.tokens if isinstance(score.tokens, int) else len(score.tokens)
 
 
 def _check_texts(texts: Texts) -> None:

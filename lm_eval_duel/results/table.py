@@ -170,12 +170,11 @@ class Table:
                 marked = one_line(f"{text} {mark}".strip())
                 row.append(type(text)(marked))  # bold stays bold
             rows.append(row)
-        kept = [n for n in range(len(columns)) if any(row[n] for row in rows)]
-        heads = list(columns)
+        filled = [any(texts) for texts in zip(*rows, strict=True)]
         return cls(
             title,
-            [heads[n] for n in kept],
-            [[row[n] for n in kept] for row in rows],
+            list(itertools.compress(columns, filled)),
+            [list(itertools.compress(row, filled)) for row in rows],
             {mark: remark for remark, mark in marks.items()},
         )
 
@@ -183,6 +182,11 @@ class Table:
     def numeric(self) -> list[bool]:
         """For each column, True if it holds numbers, which stand to the right."""
         return [is_numeric(column) for column in zip(*self.rows, strict=True)]
+
+    @property
+    def sides(self) -> list[str]:
+        """The side of its column that each text stands on."""
+        return ["right" if right else "left" for right in self.numeric]
 
     def text(self) -> str:
         """The table for the terminal."""
@@ -195,8 +199,7 @@ class Table:
         if self.rows:
             rows = [[_markdown_cell(text) for text in row] for row in self.rows]
             heads = [_markdown_cell(head) for head in self.heads]
-            sides = ["right" if right else "left" for right in self.numeric]
-            shown = tabulate(rows, heads, "pipe", disable_numparse=True, colalign=sides)
+            shown = tabulate(rows, heads, "pipe", disable_numparse=True, colalign=self.sides)
         remarks = "  \n".join(f"{mark} {escape(str(remark))}" for mark, remark in self.remarks.items())
         return "\n\n".join(filter(None, [shown, remarks]))
 
@@ -204,14 +207,17 @@ class Table:
         """The file of the table in LaTeX. A model's name stands in its first row."""
         cells = []
         for row in self.rows:
-            shown = [paper_name(text) if head == "rule" else text for head, text in zip(self.heads, row, strict=True)]
+            shown = list(row)
+            if "rule" in self.heads:
+                at = self.heads.index("rule")
+                shown[at] = paper_name(row[at])
             cells.append([_latex_cell(text, self.remarks) for text in shown])
         for n in range(len(self.rows) - 1, 0, -1):
             if self.rows[n][0] == self.rows[n - 1][0]:
                 cells[n][0] = ""
         lines = [
             f"% {one_line(self.title)}",
-            f"\\begin{{tabular}}{{{''.join('r' if right else 'l' for right in self.numeric)}}}",
+            f"\\begin{{tabular}}{{{''.join(side[0] for side in self.sides)}}}",
             r"\toprule",
             *_latex_headings(self.heads, self.numeric),
             r"\midrule",
@@ -226,10 +232,11 @@ class Table:
 def csv_text(lines: Sequence[Mapping[str, Any]]) -> str:
     """CSV with a column for each key of any line; numbers are unrounded."""
     out = io.StringIO()
-    heads = dict.fromkeys(key for line in lines for key in line)
+    heads = dict.fromkeys(itertools.chain.from_iterable(lines))
     writer = csv.DictWriter(out, list(heads), lineterminator="\n")
     writer.writeheader()
-    writer.writerows({key: csv_cell(value) for key, value in line.items()} for line in lines)
+    for line in lines:
+        writer.writerow({key: csv_cell(value) for key, value in line.items()})
     return out.getvalue()
 
 
