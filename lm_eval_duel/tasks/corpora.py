@@ -184,7 +184,8 @@ def texts(name: str, data_dir: str | None = None, rows: int | None = None) -> li
         _check_whole(name, corpus, Path(place))
     records = copies.records(Path(place))
     expected = corpus.rows if rows is None else rows
-    if len(records) < expected or (len(records) > expected and not (corpus.last and rows is None)):
+    may_have_more = corpus.last and rows is None
+    if len(records) < expected or (len(records) > expected and not may_have_more):
         raise DuelError(
             f"{place} has {len(records)} rows, but {name} has {expected}: a part of a data set is a different "
             f"benchmark. Load it again, or say how many rows your copy should have: --metadata rows={len(records)}."
@@ -198,9 +199,10 @@ def texts(name: str, data_dir: str | None = None, rows: int | None = None) -> li
                 f"{', '.join(record)}. Use the unchanged split of the hub: {corpus.repo}, {corpus.file}."
             )
         lines.append(" ".join(parts))
-    size = sum(len(line.encode("utf-8")) for line in lines)
-    if rows is None and corpus.size not in (None, size):
-        raise DuelError(f"{place} has {size} bytes of text, but {name} has {corpus.size}: the texts differ.")
+    if rows is None and corpus.size is not None:
+        size = sum(len(line.encode("utf-8")) for line in lines)
+        if size != corpus.size:
+            raise DuelError(f"{place} has {size} bytes of text, but {name} has {corpus.size}: the texts differ.")
     return articles(lines) if corpus.pages else lines
 
 
@@ -213,34 +215,49 @@ def articles(lines: list[str]) -> list[str]:
         if is_title or not parts:
             parts.append([])
         parts[-1].append(line)
-    return [text for text in map("".join, parts) if text.strip()]
+    texts = ["".join(part) for part in parts]
+    return [text for text in texts if text.strip()]
 
 
 def _check_whole(name: str, corpus: Corpus, place: Path) -> None:
-    """Raise DuelError if the hub's file has another SHA-256, or one of the files `...-00003-of-00080` is missing. For
-    the end of a data set the last file is enough."""
-    pinned = corpus.sha256 and place.is_file() and place.name == Path(corpus.file).name
-    if pinned and _sha256(place) != corpus.sha256:
-        raise DuelError(f"{place} is not the pinned file of {name} (another SHA-256): delete it and load it again.")
-    names = [SHARD.search(file.stem) for file in (copies.tables(place) if place.is_dir() else [])]
-    shards = {(int(name[1]), int(name[2])) for name in names if name}
-    for count in {count for _, count in shards}:
-        expected = {count - 1} if corpus.last else set(range(count))
-        if missing := expected - {number for number, total in shards if total == count}:
+    """Raise DuelError if the hub's file has another SHA-256, or one of the files `...-00003-of-00080` is missing.
+
+    For the end of a data set the last file is enough.
+    """
+    if place.is_file():
+        is_pinned = corpus.sha256 is not None and place.name == Path(corpus.file).name
+        if is_pinned and _sha256(place) != corpus.sha256:
+            raise DuelError(f"{place} is not the pinned file of {name} (another SHA-256): delete it and load it again.")
+        return
+
+    numbers: dict[int, set[int]] = {}  # by how many shards there are: those that are here
+    for file in copies.tables(place):
+        shard = SHARD.search(file.stem)
+        if shard:
+            numbers.setdefault(int(shard[2]), set()).add(int(shard[1]))
+    for count, present in numbers.items():
+        expected = {count - 1} if corpus.last else {*range(count)}
+        missing = expected - present
+        if missing:
             raise DuelError(f"{place} lacks shard {min(missing)} of the {count} of {name}: load it again.")
 
 
 def _local(name: str, corpus: Corpus, folder: Path) -> str:
-    """A copy below `folder`: NAME.parquet (.jsonl, .json), the hub's own layout, or a folder NAME of such files or
-    saved by `datasets`."""
+    """A local copy in `folder`.
+
+    That is NAME.parquet (.jsonl, .json), the hub's own layout, or a folder NAME of such files or saved by `datasets`.
+    """
     repo = corpus.repo.split("/")[-1]
-    saved = folder / name
-    places = [*(folder / f"{name}{ending}" for ending in copies.TABLES), folder / corpus.repo / corpus.file]
-    places += [folder / repo / corpus.file, saved / corpus.split, saved]  # a dict of splits is saved in folders of them
+    places = [folder / f"{name}{ending}" for ending in copies.TABLES]
+    places += [folder / corpus.repo / corpus.file, folder / repo / corpus.file]
+    places += [folder / name / corpus.split, folder / name]  # a dict of splits is saved in folders of them
     if name == "openwebtext_1k":  # the same file
-        places += [*(folder / f"openwebtext{ending}" for ending in copies.TABLES), folder / "openwebtext"]
+        places += [folder / f"openwebtext{ending}" for ending in copies.TABLES]
+        places.append(folder / "openwebtext")
     for place in places:
-        if place.is_file() or (place.is_dir() and ((place / copies.SAVED).exists() or copies.tables(place))):
+        if place.is_file():
+            return str(place)
+        if place.is_dir() and ((place / copies.SAVED).exists() or copies.tables(place)):
             return str(place)
     raise DuelError(
         f"No copy of {name} in {folder}: expected {name}.parquet, .jsonl or .json there, a folder {name} of such files "
@@ -307,7 +324,9 @@ LM1B: tuple[Rule, ...] = (
 def _apply(rules: tuple[Rule, ...], text: str) -> str:
     """Apply each rule once to the whole text, in order."""
     for pattern, replacement in rules:
-        text = re.sub(re.escape(pattern) if isinstance(pattern, str) else pattern, replacement, text)
+        if isinstance(pattern, str):
+            pattern = re.escape(pattern)
+        text = re.sub(pattern, replacement, text)
     return text
 
 

@@ -68,10 +68,12 @@ def sotu_choice(**metadata: Any) -> dict[str, datasets.Dataset]:
 
 def bundled(name: str, tokenizer: Any = None) -> dict[str, datasets.Dataset]:
     """The records of a bundled file; with a tokenizer, the number of tokens of each text."""
-    with (lzma.open if name.endswith(".xz") else open)(TEXT / name, "rt", encoding="utf-8") as lines:
+    open_text = lzma.open if name.endswith(".xz") else open
+    with open_text(TEXT / name, "rt", encoding="utf-8") as lines:
         records = [json.loads(line) for line in lines]
     if tokenizer is not None:
-        for record, (_, ids) in zip(records, encoded([record["text"] for record in records], tokenizer), strict=True):
+        texts = [record["text"] for record in records]
+        for record, (_, ids) in zip(records, encoded(texts, tokenizer), strict=True):
             record[TOKENS] = len(ids)
     return test_split(records)
 
@@ -87,7 +89,10 @@ def documents(corpus: str, **model_args: Any) -> dict[str, datasets.Dataset]:
     settings = metadata.read(model_args)
     source = corpora.find(corpus)
     raw = corpora.texts(corpus, settings.get("data_dir"), settings.get("rows"))
-    texts = list(map(corpora.DETOKENIZERS[source.detokenize], raw)) if source.tidied else raw
+    texts = raw
+    if source.tidied:
+        detokenize = corpora.DETOKENIZERS[source.detokenize]
+        texts = [detokenize(text) for text in raw]
     return _documents(raw, texts, load_tokenizer(model_args))
 
 
@@ -101,7 +106,8 @@ def wrapped(corpus: str, **model_args: Any) -> dict[str, datasets.Dataset]:
     source = corpora.find(corpus)
     texts = corpora.texts(corpus, settings.pop("data_dir", None), settings.pop("rows", None))
     if source.detokenize:
-        texts = list(map(corpora.DETOKENIZERS[source.detokenize], texts))
+        detokenize = corpora.DETOKENIZERS[source.detokenize]
+        texts = [detokenize(text) for text in texts]
     return _rows(texts, settings, load_tokenizer(model_args), corpus)
 
 
@@ -124,17 +130,19 @@ def own_rows(**model_args: Any) -> dict[str, datasets.Dataset]:
 
 
 def _own_texts(settings: dict[str, Any], task: str) -> list[str]:
-    field = settings.get("field", "text")
-    lines = settings.get("lines", False)
-    return [document.text for document in files.texts(metadata.files_of(settings, task), field, lines)]
+    patterns = metadata.files_of(settings, task)
+    found = files.texts(patterns, settings.get("field", "text"), settings.get("lines", False))
+    return [document.text for document in found]
 
 
 def _documents(raw: list[str], texts: list[str], tokenizer: Any) -> dict[str, datasets.Dataset]:
     """`texts` as documents; words and bytes are counted in `raw`, where the two differ."""
     records = []
     for before, (text, ids) in zip(raw, encoded(texts, tokenizer), strict=True):
-        units = {} if texts is raw else count_units(before)._asdict()
-        records.append({"text": text, TOKENS: len(ids), **units})
+        record = {"text": text, TOKENS: len(ids)}
+        if texts is not raw:
+            record |= count_units(before)._asdict()
+        records.append(record)
     return test_split(records)
 
 
@@ -146,16 +154,22 @@ def _rows(texts: list[str], settings: dict[str, Any], tokenizer: Any, corpus: st
     wants_special = settings.get("framed", True) or settings.get("insert_eos")
     start, end = _start_and_end(tokenizer) if wants_special else (0, 0)
     wrapping = Wrapping(**{"length": LENGTH, "bos": start, "eos": end, **settings})
-    shared: dict[str, Any] = {"special_tokens": list(wrapping.special_tokens), "bos": bos}
-    shared["tokenizer"] = [str(tokenizer.name_or_path), digest := of_tokenizer(tokenizer)]
+    digest = of_tokenizer(tokenizer)
     _TOKENIZERS[digest] = tokenizer
+    shared = {
+        "special_tokens": list(wrapping.special_tokens),
+        "bos": bos,
+        "tokenizer": [str(tokenizer.name_or_path), digest],
+    }
 
     def records() -> Iterator[dict[str, Any]]:
         for ids in wrapping.rows(ids for _, ids in encoded(texts, tokenizer)):
+            window = of_row(ids, *wrapping.special_tokens, bos)
             text = " ".join(map(str, ids))  # lm-eval keeps all rows, and Python's integers take six times the memory
-            yield {"ids": text, TOKENS: len(of_row(ids, *wrapping.special_tokens, bos).target), **shared}
+            yield {"ids": text, TOKENS: len(window.target), **shared}
 
-    tables = [datasets.Dataset.from_list(batch) for batch in batched(records(), 4096)]  # compact, one after the other
+    # a compact table of a few thousand rows at a time: all rows as Python objects would not fit
+    tables = [datasets.Dataset.from_list(batch) for batch in batched(records(), 4096)]
     if not tables:
         raise DuelError(
             f"{corpus} does not fill one row of {wrapping.length} tokens; choose a shorter one: --metadata length=..."
@@ -165,13 +179,11 @@ def _rows(texts: list[str], settings: dict[str, Any], tokenizer: Any, corpus: st
 
 def _start_and_end(tokenizer: Any) -> tuple[int, int]:
     """The ids at the ends of a row: BOS and EOS, or if there is neither (BERT) [CLS] twice, as in the authors' code."""
-    start = tokenizer.bos_token_id
     end = tokenizer.eos_token_id
-    start = tokenizer.cls_token_id if start is None else start
-    start = end if start is None else start
-    if start is None:
-        raise DuelError("This tokenizer has no BOS, EOS or [CLS] for the ends of rows; use --metadata framed=false.")
-    return start, start if end is None else end
+    for start in (tokenizer.bos_token_id, tokenizer.cls_token_id, end):
+        if start is not None:
+            return start, start if end is None else end
+    raise DuelError("This tokenizer has no BOS, EOS or [CLS] for the ends of rows; use --metadata framed=false.")
 
 
 def token_text(doc: dict[str, Any]) -> TokenText:
@@ -263,9 +275,14 @@ def perplexity(doc: dict[str, Any], results: list[float]) -> dict[str, tuple[flo
             f"This document has no column 'text', in which words and bytes are counted; it has {', '.join(doc)}. Name "
             "the column that is scored 'text' in the data."
         )
-    words, size = (doc["words"], doc["bytes"]) if TOKENS in doc and "words" in doc else count_units(text)
+    if TOKENS in doc and "words" in doc:  # counted before the text was detokenized
+        words = doc["words"]
+        size = doc["bytes"]
+    else:
+        words, size = count_units(text)
     units = {"word_perplexity": words, "byte_perplexity": size, "bits_per_byte": size}
-    if (tokens := doc.get(TOKENS, getattr(log_prob, "tokens", None))) is None:
+    tokens = doc.get(TOKENS, getattr(log_prob, "tokens", None))
+    if tokens is None:
         from lm_eval.utils import warning_once
 
         warning_once(log, UNCOUNTED, TOKENS)

@@ -27,7 +27,8 @@ from lm_eval_duel.demo import NAMES
 from lm_eval_duel.errors import DuelError, unknown
 
 PLAIN = (".txt", ".md")
-SAVED, SPLITS = "dataset_info.json", "dataset_dict.json"  # `save_to_disk` writes them next to a data set, and splits
+SAVED = "dataset_info.json"  # `save_to_disk` writes it next to a data set
+SPLITS = "dataset_dict.json"  # and this next to several splits of one
 PACKED = ".gz"
 STDIN = "-"
 NOT_BLANK = re.compile(r"\S")
@@ -61,13 +62,13 @@ def find(patterns: Sequence[str]) -> list[Path]:
     A folder that `datasets` saved (`save_to_disk`) counts as a file. Raises DuelError for a name that matches no file,
     for a file of another format, and for a saved folder with several splits.
     """
-    found: dict[Path, None] = {}
+    files: dict[Path, None] = {}
     for pattern in patterns:
         for file in _matches(pattern):
             if not (file / SAVED).exists() and ending(file) not in FORMATS:
                 raise DuelError(f"{file} is not {', '.join(FORMATS[:-1])} or {FORMATS[-1]}; convert it to one of them.")
-            found[file] = None
-    return list(found)
+            files[file] = None
+    return list(files)
 
 
 def _matches(pattern: str) -> list[Path]:
@@ -80,8 +81,9 @@ def _matches(pattern: str) -> list[Path]:
         files = sorted(file for file in path.iterdir() if ending(file) in FORMATS and file.is_file())
         wanted = f"a folder with {', '.join(FORMATS)} files"
     else:
-        exact = path.exists()  # a name may hold the characters of a pattern
-        files = [path] if exact else [Path(name) for name in sorted(glob.glob(pattern, recursive=True))]
+        files = [path]
+        if not path.exists():  # first, because a name may hold the characters of a pattern
+            files = [Path(name) for name in sorted(glob.glob(pattern, recursive=True))]
         wanted = "a file, a folder, or a pattern such as 'texts/*.jsonl'"
     if not files:
         model = " A model is named by --model_args." if pattern in NAMES else ""
@@ -94,15 +96,20 @@ def left_out(pattern: str) -> str:
     folder = Path(pattern)
     if not folder.is_dir() or (folder / SAVED).exists():
         return ""
-    names = [
-        f"{entry.name}/" if entry.is_dir() else entry.name
-        for entry in sorted(folder.iterdir())
-        if not entry.name.startswith(".") and (entry.is_dir() or ending(entry) not in FORMATS)
-    ]
+    names = []
+    for entry in sorted(folder.iterdir()):
+        if entry.name.startswith("."):
+            continue
+        if entry.is_dir():
+            names.append(f"{entry.name}/")
+        elif ending(entry) not in FORMATS:
+            names.append(entry.name)
     if not names:
         return ""
-    more = f" and {len(names) - LISTED} more" if len(names) > LISTED else ""
-    return f"{folder}: not read: {', '.join(names[:LISTED])}{more} (files of {', '.join(FORMATS)} are)"
+    listed = ", ".join(names[:LISTED])
+    if len(names) > LISTED:
+        listed += f" and {len(names) - LISTED} more"
+    return f"{folder}: not read: {listed} (files of {', '.join(FORMATS)} are)"
 
 
 # ---------------------------------------------------------------- files -> texts
@@ -118,7 +125,8 @@ def texts(patterns: Sequence[str], field: str = "text", lines: bool = False) -> 
     sources: dict[Path | None, None] = {}  # None: standard input
     for pattern in patterns:
         sources |= dict.fromkeys([None] if pattern == STDIN else find([pattern]))
-        if note := left_out(pattern):
+        note = left_out(pattern)
+        if note:
             log.warning("%s", note)
     documents: list[OwnText] = []
     for file in sources:
@@ -129,7 +137,8 @@ def texts(patterns: Sequence[str], field: str = "text", lines: bool = False) -> 
                 content = _open(file).read()
             documents += _documents(str(file), content, lines)
         else:
-            documents += [OwnText(name, text_column(name, row, field)) for name, row in rows([str(file)])]
+            for name, row in rows([str(file)]):
+                documents.append(OwnText(name, text_column(name, row, field)))
     if not documents:
         raise DuelError(f"{', '.join(patterns)}: no text to score; the files are empty.")
     return documents
@@ -145,7 +154,8 @@ def _documents(name: str, content: bytes, lines: bool) -> list[OwnText]:
     except UnicodeDecodeError as error:
         raise DuelError(f"{name} is not UTF-8 text ({error.reason} at byte {error.start}); convert it.") from None
     if lines:
-        return [OwnText(f"{name}:{n}", line) for n, line in enumerate(text.split("\n"), 1) if line.strip()]
+        numbered = enumerate(text.split("\n"), 1)
+        return [OwnText(f"{name}:{n}", line) for n, line in numbered if line.strip()]
     text = text.removesuffix("\n")
     return [OwnText(name, text)] if text else []
 
@@ -164,31 +174,39 @@ def rows(patterns: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:
 
 def records(path: Path) -> list[dict[str, Any]]:
     """The rows of a file or of all files of a folder; raises DuelError if they cannot be read."""
-    whole = not path.is_dir() or (path / SAVED).exists()
-    return [row for file in ([path] if whole else tables(path)) for _, row in _numbered(file)]
+    files = [path]
+    if path.is_dir() and not (path / SAVED).exists():
+        files = tables(path)
+    found = []
+    for file in files:
+        found += [row for _, row in _numbered(file)]
+    return found
 
 
 def column(name: str, row: dict[str, Any], key: str) -> Any:
     """The entry of a row; raises DuelError, with the nearest column, if there is none."""
-    if key in row and row[key] is None:
-        raise DuelError(f"{name}: column '{key}' is null; leave this row out.")
     if key not in row:
-        raise DuelError(f"{name}: {unknown('column', key, [column for column in row if row[column] is not None])}")
+        filled = [column for column in row if row[column] is not None]
+        raise DuelError(f"{name}: {unknown('column', key, filled)}")
+    if row[key] is None:
+        raise DuelError(f"{name}: column '{key}' is null; leave this row out.")
     return row[key]
 
 
 def text_column(name: str, row: dict[str, Any], key: str) -> str:
     """The entry of a row, which must be a text."""
-    if not isinstance(text := column(name, row, key), str):
+    text = column(name, row, key)
+    if not isinstance(text, str):
         raise DuelError(f"{name}: column '{key}' holds {type(text).__name__}, not text; name another one.")
     return text
 
 
 def _numbered(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     """(number, row) of each row of a file. Lines of .jsonl and .csv are counted from 1, and rows of other files."""
+    read = _saved if (file / SAVED).exists() else TABLES[ending(file)]
     with _reading(file):
-        found = list(_saved(file) if (file / SAVED).exists() else TABLES[ending(file)](file))
-    for number, row in found:
+        numbered = list(read(file))
+    for number, row in numbered:
         if not isinstance(row, dict):
             raise DuelError(f"{file}:{number} is not a JSON object with columns; got {type(row).__name__}.")
         yield number, row
@@ -251,19 +269,20 @@ def _csv(file: Path) -> Rows:
         with _decoded(_open(file), newline="") as lines:
             reader = csv.reader(lines, strict=True)
             header = next(reader, [])
-            if repeated := {name for name in header if header.count(name) > 1}:
+            repeated = {name for name in header if header.count(name) > 1}
+            if repeated:
                 raise DuelError(f"{file} has several columns {', '.join(sorted(repeated))}; rename them.")
-            found = []
+            numbered = []
             start = reader.line_num + 1
             for cells in reader:
                 if cells:  # not a blank line
                     if len(cells) != len(header):
                         raise DuelError(f"{file}:{start} has {len(cells)} cells, and the header has {len(header)}.")
-                    found.append((start, dict(zip(header, cells, strict=True))))
+                    numbered.append((start, dict(zip(header, cells, strict=True))))
                 start = reader.line_num + 1
     finally:
         csv.field_size_limit(before)
-    return iter(found)
+    return iter(numbered)
 
 
 def _json(file: Path) -> Rows:
@@ -272,28 +291,32 @@ def _json(file: Path) -> Rows:
         lines = content.readlines()
     try:
         return iter(_json_lines(file, lines))
-    except DuelError as broken_line:
+    except DuelError as broken_line:  # a record may also take several lines
         try:
             values = list(_values("".join(lines)))
         except json.JSONDecodeError as error:
             if ending(file) == ".jsonl" and _has_record_a_line(lines):
                 raise broken_line from None
             raise _not_json(file, error.lineno, error.colno, error) from None
-    return enumerate(_unwrapped(values[0]) if len(values) == 1 else values, 1)
+    if len(values) == 1:
+        values = _unwrapped(values[0])
+    return enumerate(values, 1)
 
 
 def _json_lines(file: Path, lines: Sequence[str]) -> list[tuple[int, Any]]:
     """(line, record) of each line that is not blank; raises DuelError if one of them is not a value of its own."""
-    found = []
+    numbered = []
     for number, line in enumerate(lines, 1):
-        if line.strip():
-            try:
-                found.append((number, json.loads(line)))
-            except json.JSONDecodeError as error:
-                raise _not_json(file, number, error.pos + 1, error) from None
-    if len(found) == 1:  # the whole file in one line
-        return list(enumerate(_unwrapped(found[0][1]), 1))
-    return found
+        if not line.strip():
+            continue
+        try:
+            numbered.append((number, json.loads(line)))
+        except json.JSONDecodeError as error:
+            raise _not_json(file, number, error.pos + 1, error) from None
+    if len(numbered) == 1:  # the whole file in one line
+        [(_, value)] = numbered
+        return list(enumerate(_unwrapped(value), 1))
+    return numbered
 
 
 def _has_record_a_line(lines: Sequence[str]) -> bool:
@@ -310,10 +333,11 @@ def _has_record_a_line(lines: Sequence[str]) -> bool:
 def _values(text: str) -> Iterator[Any]:
     """The JSON values of a text, one after the other."""
     decoder = json.JSONDecoder()
-    position = 0
-    while match := NOT_BLANK.search(text, position):
-        value, position = decoder.raw_decode(text, match.start())
+    start = NOT_BLANK.search(text)
+    while start:
+        value, end = decoder.raw_decode(text, start.start())
         yield value
+        start = NOT_BLANK.search(text, end)
 
 
 def _not_json(file: Path, line: int, column: int, error: json.JSONDecodeError) -> DuelError:
@@ -324,8 +348,11 @@ def _unwrapped(value: Any) -> list[Any]:
     """The records of one value: its entry "data" or its only entry, if that is a list of records; a list; or itself."""
     if isinstance(value, list):
         return value
-    entries = value if isinstance(value, dict) else {}
-    inner = entries.get("data") or (next(iter(entries.values())) if len(entries) == 1 else None)
+    inner = None
+    if isinstance(value, dict):
+        inner = value.get("data")
+        if not inner and len(value) == 1:
+            [inner] = value.values()
     if isinstance(inner, list) and inner and all(isinstance(record, dict) for record in inner):
         return inner
     return [value]

@@ -17,7 +17,8 @@ class GuardedTask(ConfigurableTask):
     """
 
     def __init__(self, config: dict[str, Any]):
-        super().__init__(config={key: value for key, value in config.items() if key != "class"})
+        without_class = {key: value for key, value in config.items() if key != "class"}
+        super().__init__(config=without_class)
 
     def build_all_requests(
         self,

@@ -31,7 +31,8 @@ class Gaps(GuardedTask):
     def construct_requests(self, doc: dict[str, Any], ctx: str, **kwargs: Any) -> list[Instance] | Instance:
         """The harness's requests, with the suffix attached to each continuation."""
         requests = super().construct_requests(doc, ctx, **kwargs)
-        for request in requests if isinstance(requests, list) else [requests]:
+        every = requests if isinstance(requests, list) else [requests]  # one of a gap, several of a choice
+        for request in every:
             context, continuation = request.arguments
             request.arguments = (context, Gap(continuation, doc["suffix"]))
         return requests
@@ -41,11 +42,14 @@ class Gaps(GuardedTask):
 
         Models that join context and gap are refused before they score anything (see `Gap`); others are refused here.
         """
-        if doc["suffix"] and not all(getattr(answer[0], "sees_suffix", False) for answer in results):
+        log_probs = [log_prob for log_prob, _ in results]
+        if doc["suffix"] and not all(getattr(log_prob, "sees_suffix", False) for log_prob in log_probs):
             raise DuelError(f"Task {self.config.task} {BLIND}")
         metrics = super().process_results(doc, results)
-        if self.OUTPUT_TYPE == "multiple_choice" and all(getattr(answer[0], "is_exact", True) for answer in results):
-            metrics |= calibration([float(answer[0]) for answer in results], doc["label"])
+        # Bounds and estimates of the options make no probabilities of a choice. Other models' values are exact.
+        are_exact = all(getattr(log_prob, "is_exact", True) for log_prob in log_probs)
+        if self.OUTPUT_TYPE == "multiple_choice" and are_exact:
+            metrics |= calibration([float(log_prob) for log_prob in log_probs], doc["label"])
         return metrics
 
     def aggregation(self) -> dict[str, Any]:
@@ -70,10 +74,12 @@ def calibration(log_probs: Sequence[float], label: int) -> dict[str, Any]:
     if most == -math.inf:
         return {}
     weights = [math.exp(log_prob - most) for log_prob in log_probs]
-    probabilities = [weight / math.fsum(weights) for weight in weights]
+    total = math.fsum(weights)
+    probabilities = [weight / total for weight in weights]
     brier = math.fsum((p - (n == label)) ** 2 for n, p in enumerate(probabilities))
     top = max(probabilities)
-    return {"brier": brier, "ece": (top, float(probabilities.index(top) == label))}
+    is_right = probabilities.index(top) == label
+    return {"brier": brier, "ece": (top, float(is_right))}
 
 
 def expected_calibration_error(items: Sequence[tuple[float, float]]) -> float:
@@ -83,7 +89,8 @@ def expected_calibration_error(items: Sequence[tuple[float, float]]) -> float:
     """
     bins: dict[int, list[tuple[float, float]]] = {}
     for top, right in items:
-        bins.setdefault(min(int(top * BINS), BINS - 1), []).append((top, right))
+        number = min(int(top * BINS), BINS - 1)  # a probability of 1 is in the last bin
+        bins.setdefault(number, []).append((top, right))
     gaps = [abs(math.fsum(right - top for top, right in members)) for members in bins.values()]
     return math.fsum(gaps) / len(items)
 
@@ -107,11 +114,11 @@ def target_perplexity(doc: dict[str, Any], results: list[Any]) -> dict[str, Any]
     With one document a row, `results` holds its (log-likelihood, is_greedy). Words and bytes are counted in the text
     that was scored: spaces at the end of the prefix belong to it, spaces at the end of the target do not.
     """
-    ((log_prob, is_greedy),) = results
+    [(log_prob, is_greedy)] = results
     _, scored, _ = split_at_borders(doc["prefix"], doc["target"], doc["suffix"])
-    units = count_units(scored, between=True)
-    counted = {TOKENS: getattr(log_prob, "tokens", None), **units._asdict()}
-    return {**perplexity({"text": scored, **counted}, [log_prob]), "acc": float(is_greedy)}
+    units = count_units(scored, between=True)._asdict()
+    document = {"text": scored, TOKENS: getattr(log_prob, "tokens", None), **units}
+    return {**perplexity(document, [log_prob]), "acc": float(is_greedy)}
 
 
 def _dataset(task: str, model_args: dict[str, Any], read: Any) -> dict[str, datasets.Dataset]:
@@ -124,12 +131,16 @@ def _dataset(task: str, model_args: dict[str, Any], read: Any) -> dict[str, data
 
 def _surroundings(name: str, row: dict[str, Any]) -> list[str]:
     """Prefix and suffix; a missing one is empty."""
-    given = {key: value for key, value in row.items() if value is not None}
-    return [files.text_column(name, {key: "", **given}, key) for key in ("prefix", "suffix")]
+    texts = []
+    for key in ("prefix", "suffix"):
+        is_missing = row.get(key) is None
+        texts.append("" if is_missing else files.text_column(name, row, key))
+    return texts
 
 
 def _gap(name: str, row: dict[str, Any]) -> dict[str, Any]:
-    if not (target := files.text_column(name, row, "target")):
+    target = files.text_column(name, row, "target")
+    if not target:
         raise DuelError(f"{name}: column 'target' is empty, so there is nothing to score; leave this row out.")
     prefix, suffix = _surroundings(name, row)
     return {"prefix": prefix, "target": target, "suffix": suffix}
@@ -138,8 +149,8 @@ def _gap(name: str, row: dict[str, Any]) -> dict[str, Any]:
 def _choice(name: str, row: dict[str, Any]) -> dict[str, Any]:
     options = files.column(name, row, "options")
     label = files.column(name, row, "label")
-    texts = isinstance(options, list) and all(isinstance(option, str) and option for option in options)
-    if not texts or len(options) < 2:
+    are_texts = isinstance(options, list) and all(isinstance(option, str) and option for option in options)
+    if not are_texts or len(options) < 2:
         raise DuelError(f"{name}: column 'options' must be a list of two or more texts, none empty; got {options!r}.")
     if isinstance(label, str) and label in options:
         label = options.index(label)

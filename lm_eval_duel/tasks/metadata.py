@@ -99,11 +99,12 @@ def read(metadata: dict[str, Any]) -> dict[str, Any]:
     for key in metadata:
         if key not in KEYS and difflib.get_close_matches(key, KEYS, n=1, cutoff=0.8):
             raise unknown("key of --metadata", key, KEYS)
-    return {
-        key: arg.read(key, metadata[key])
-        for key, arg in KEYS.items()
-        if key != "tokenizer" and metadata.get(key) is not None and metadata[key] != ""
-    }
+    settings = {}
+    for key, arg in KEYS.items():
+        value = metadata.get(key)
+        if key != "tokenizer" and value is not None and value != "":
+            settings[key] = arg.read(key, value)
+    return settings
 
 
 def test_split(records: list[dict[str, Any]]) -> dict[str, datasets.Dataset]:
@@ -143,5 +144,7 @@ def encoded(texts: list[str], tokenizer: Any) -> Iterator[tuple[str, list[int]]]
 def batched(values: Iterable[Any], size: int) -> Iterator[list[Any]]:
     """Lists of `size` values; the last may be shorter."""
     iterator = iter(values)
-    while batch := list(itertools.islice(iterator, size)):
+    batch = list(itertools.islice(iterator, size))
+    while batch:
         yield batch
+        batch = list(itertools.islice(iterator, size))

@@ -28,15 +28,24 @@ def load(
     """
     for name in names:
         check(name)
-    others = [name for name in names if not is_text(name)]
-    parts = [(["duel_text"], {**metadata, "files": name}) for name in names if is_text(name)]
+    calls: list[tuple[list[str], dict[str, Any]]] = []  # tasks with one set of metadata
+    others = []
+    for name in names:
+        if is_text(name):
+            calls.append((["duel_text"], {**metadata, "files": name}))
+        else:
+            others.append(name)
+    if others:
+        calls.append((others, metadata))
+
     tasks: list[Task] = []
-    for part, settings in [*parts, (others, metadata)] if others else parts:
-        manager = task_manager(part, settings, include_path)
-        for name in part:
+    for together, settings in calls:
+        manager = task_manager(together, settings, include_path)
+        for name in together:
             if not is_yaml(name) and name not in manager.all_tasks:
-                raise DuelError(str(unknown("task", name, manager.all_tasks)).split(" Known:")[0])
-        tasks += manager.load(part)["tasks"].values()
+                message = str(unknown("task", name, manager.all_tasks))
+                raise DuelError(message.split(" Known:")[0])  # there are thousands
+        tasks += manager.load(together)["tasks"].values()
     for task in tasks:
         if task.OUTPUT_TYPE == "generate_until":
             raise DuelError(f"The task {task.config.task} generates text and has no text to score; leave it out.")
@@ -53,9 +62,13 @@ def task_manager(
     """
     from lm_eval.tasks import TaskManager
 
-    folders = [task_folder(), *([include_path] if include_path else [])]
-    own = TaskManager(include_path=folders, include_defaults=False, metadata=metadata)
-    return own if holds(own, names) else TaskManager(include_path=folders, metadata=metadata)
+    folders = [task_folder()]
+    if include_path:
+        folders.append(include_path)
+    manager = TaskManager(include_path=folders, include_defaults=False, metadata=metadata)
+    if holds(manager, names):
+        return manager
+    return TaskManager(include_path=folders, metadata=metadata)
 
 
 def holds(manager: TaskManager, names: Iterable[str]) -> bool:
@@ -64,11 +77,15 @@ def holds(manager: TaskManager, names: Iterable[str]) -> bool:
     unread = [*names]
     read = set()
     while unread:
-        if (name := unread.pop()) not in index:
+        name = unread.pop()
+        if name not in index:
             return False
         members = (index[name].cfg or {}).get("task")
         if name not in read and isinstance(members, list):  # a group; inline members are in no index
-            unread += [str((m.get("group") or m.get("task")) if isinstance(m, dict) else m) for m in members]
+            for member in members:
+                if isinstance(member, dict):
+                    member = member.get("group") or member.get("task")
+                unread.append(str(member))
         read.add(name)
     return True
 
