@@ -62,15 +62,19 @@ def only_residues(data: datasets.Dataset) -> datasets.Dataset:
             f"These proteins have no column 'text'; they have {', '.join(data.column_names)}. Name the column with the "
             "sequences 'text'."
         )
-    return type(data).from_list([{**doc, "text": _checked(doc["text"], n)} for n, doc in enumerate(data)])
+    documents = []
+    for n, document in enumerate(data):
+        documents.append({**document, "text": _checked(document["text"], n)})
+    return type(data).from_list(documents)
 
 
 def _checked(text: Any, index: int) -> str:
     if not isinstance(text, str):
         raise DuelError(f"Protein {index} is {text!r}, not text with a letter for each residue.")
     text = "".join(text.split())
-    if wrong := sorted(set(text) - LETTERS):
-        advice = "write residues in upper case" if set(text.upper()) <= LETTERS else "remove or replace them"
+    wrong = sorted({*text} - LETTERS)
+    if wrong:
+        advice = "write residues in upper case" if {*text.upper()} <= LETTERS else "remove or replace them"
         raise DuelError(
             f"Protein {index} has {', '.join(map(repr, wrong))}, which are not letters of residues "
             f"({''.join(sorted(LETTERS))}): {advice}."
@@ -81,7 +85,8 @@ def _checked(text: Any, index: int) -> str:
 def residue_perplexity(doc: dict[str, Any], results: list[float]) -> dict[str, tuple[float, int]]:
     """(log-likelihood, residues) of a protein, for each metric. A residue is one byte: bits per byte are the same."""
     (log_prob,) = results
-    return dict.fromkeys(("bits_per_residue", "residue_perplexity", "bits_per_byte"), (log_prob, len(doc["text"])))
+    item = log_prob, len(doc["text"])
+    return {"bits_per_residue": item, "residue_perplexity": item, "bits_per_byte": item}
 
 
 # ---------------------------------------------------------------- files of assays -> documents
@@ -109,18 +114,25 @@ def _variants(file: Path, scoring: str) -> Iterator[dict[str, Any]]:
     wild_type = None
     for (name, row), changes in zip(rows, substitutions, strict=True):
         sequence = files.column(name, row, "mutated_sequence")
-        if not isinstance(sequence, str) or not sequence or set(sequence) - LETTERS:
+        if not isinstance(sequence, str) or not sequence or {*sequence} - LETTERS:
             raise DuelError(f"{name}: mutated_sequence is {sequence!r}, not upper-case letters of residues.")
         measured = files.column(name, row, "DMS_score")
-        document = {"assay": file.stem, "mutant": str(row.get("mutant")), "DMS_score": _number(name, measured)}
         fit = row.get("DMS_score_bin")
-        document |= {"DMS_score_bin": None if fit == "" else fit, "scoring": scoring, "sequence": sequence}
+        document = {
+            "assay": file.stem,
+            "mutant": str(row.get("mutant")),
+            "DMS_score": _number(name, measured),
+            "DMS_score_bin": None if fit == "" else fit,  # a .csv file has empty cells
+            "scoring": scoring,
+            "sequence": sequence,
+        }
         if scoring != "sequence":
             original = _undone(name, sequence, changes)
             wild_type = wild_type or original
             if original != wild_type:
                 raise DuelError(f"{name}: without {row['mutant']} the sequence is not that of the rows before.")
-            document |= {"wild_type": wild_type, "sites": sorted(changes)}
+            document["wild_type"] = wild_type
+            document["sites"] = sorted(changes)
         yield document
 
 
@@ -137,8 +149,13 @@ def _number(name: str, measured: Any) -> float:
 
 def _substitutions(mutant: Any) -> dict[int, tuple[str, str]]:
     """(wild type, mutant) of each site, counted from 0; empty if `mutant` is not a set of substitutions."""
-    parts = [SUBSTITUTION.fullmatch(part) for part in str(mutant).split(":")]
-    return {int(part[2]) - 1: (part[1], part[3]) for part in parts} if all(parts) else {}
+    changes = {}
+    for part in str(mutant).split(":"):
+        change = SUBSTITUTION.fullmatch(part)
+        if change is None:
+            return {}
+        changes[int(change[2]) - 1] = change[1], change[3]
+    return changes
 
 
 def _undone(name: str, sequence: str, changes: dict[int, tuple[str, str]]) -> str:
@@ -158,13 +175,21 @@ def parts(doc: dict[str, Any]) -> list[tuple[int, str, Residues]]:
     """(sign, context, residues) of each log-likelihood in the score of a variant."""
     if doc["scoring"] == "sequence":
         return [(1, "", Residues(doc["sequence"]))]
-    sets = [doc["sites"]] if doc["scoring"] == "joint" else [[site] for site in doc["sites"]]
-    return [_part(doc, sites, sign) for sites in sets for sign in (1, -1)]
+    groups = [doc["sites"]]
+    if doc["scoring"] == "marginals":
+        groups = [[site] for site in doc["sites"]]
+    signed = []
+    for sites in groups:
+        signed.append(_part(doc, sites, 1))
+        signed.append(_part(doc, sites, -1))
+    return signed
 
 
 def _part(doc: dict[str, Any], sites: list[int], sign: int) -> tuple[int, str, Residues]:
     """The residues at `sites` of the variant (sign 1) or of the wild type (-1), all others as in the wild type."""
-    row, start, end = list(doc["wild_type"]), sites[0], sites[-1] + 1
+    row = list(doc["wild_type"])
+    start = sites[0]
+    end = sites[-1] + 1
     if sign == 1:
         for site in sites:
             row[site] = doc["sequence"][site]
@@ -177,20 +202,26 @@ class Assays(GuardedTask):
     """`proteingym`."""
 
     def construct_requests(self, doc: dict[str, Any], ctx: str, **kwargs: Any) -> list[Instance]:
-        kwargs = {key: value for key, value in kwargs.items() if key not in ("apply_chat_template", "chat_template")}
-        return [
-            Instance(request_type="loglikelihood", doc=doc, arguments=(context, residues), idx=n, **kwargs)
-            for n, (_, context, residues) in enumerate(parts(doc))
-        ]
+        for key in ("apply_chat_template", "chat_template"):
+            kwargs.pop(key, None)
+        requests = []
+        for n, (_, context, residues) in enumerate(parts(doc)):
+            request = Instance("loglikelihood", doc=doc, arguments=(context, residues), idx=n, **kwargs)
+            requests.append(request)
+        return requests
 
 
 def variant(doc: dict[str, Any], results: list[Any]) -> dict[str, Item]:
     """The score of a variant, and what was measured."""
-    score = sum(sign * answer[0] for (sign, *_), answer in zip(parts(doc), results, strict=True))
+    score = 0.0
+    for (sign, _, _), (log_prob, _) in zip(parts(doc), results, strict=True):
+        score += sign * float(log_prob)
     fit = doc["DMS_score_bin"]
-    item = doc["assay"], float(score), doc["DMS_score"], None if fit is None else int(fit)
-    names = ("spearman",) if fit is None else ("spearman", "auc")
-    return {f"{name}{end}": item for name in names for end in ("", "_low", "_high")}
+    item = doc["assay"], score, doc["DMS_score"], None if fit is None else int(fit)
+    metrics = {"spearman": item, "spearman_low": item, "spearman_high": item}
+    if fit is not None:
+        metrics |= {"auc": item, "auc_low": item, "auc_high": item}
+    return metrics
 
 
 # ---------------------------------------------------------------- scores -> metrics
@@ -205,10 +236,13 @@ def rank_correlation(scores: np.ndarray, measured: np.ndarray) -> float:
 def area_under_curve(scores: np.ndarray, fit: np.ndarray) -> float:
     """The probability that a variant with DMS_score_bin 1 scores above one with 0; NaN if there is only one kind."""
     fit = fit.astype(bool)
-    above, below = int(fit.sum()), int((~fit).sum())
+    above = int(fit.sum())
+    below = int((~fit).sum())
     if not above or not below:
         return float("nan")
-    return float((rankdata(scores)[fit].sum() - above * (above + 1) / 2) / (above * below))
+    rank_sum = rankdata(scores)[fit].sum()
+    wins = rank_sum - above * (above + 1) / 2  # Mann and Whitney's U
+    return float(wins / (above * below))
 
 
 def with_interval(count: int, statistic: Callable[[np.ndarray], float]) -> tuple[float, float, float]:
@@ -216,8 +250,11 @@ def with_interval(count: int, statistic: Callable[[np.ndarray], float]) -> tuple
     generator = np.random.default_rng(0)
     drawn = np.array([statistic(generator.integers(count, size=count)) for _ in range(DRAWS)])
     drawn = drawn[np.isfinite(drawn)]
-    low, high = np.percentile(drawn, (2.5, 97.5)) if len(drawn) else (np.nan, np.nan)
-    return statistic(np.arange(count)), float(low), float(high)
+    value = statistic(np.arange(count))
+    if not len(drawn):
+        return value, float("nan"), float("nan")
+    low, high = np.percentile(drawn, (2.5, 97.5))
+    return value, float(low), float(high)
 
 
 @functools.lru_cache(maxsize=4)
@@ -228,7 +265,8 @@ def by_assay(name: str, items: tuple[Item, ...]) -> dict[str, tuple[float, float
     for assay in dict.fromkeys(assay for assay, *_ in items):
         rows = [item for item in items if item[0] == assay]
         scores = np.array([score for _, score, _, _ in rows])
-        against = np.array([measured if name == "spearman" else fit for _, _, measured, fit in rows])
+        measurements = [measured if name == "spearman" else fit for _, _, measured, fit in rows]
+        against = np.array(measurements)
         table[assay] = with_interval(len(rows), lambda n, s=scores, a=against: measure(s[n], a[n]))
         log.info("%s of %s: %.3f (%.3f to %.3f), %d variants", name, assay, *table[assay], len(rows))
     means = np.array([value for value, *_ in table.values() if np.isfinite(value)])
