@@ -27,8 +27,26 @@ class Preset:
     @property
     def written_out(self) -> str:
         """The model args, as a user would type them."""
-        return ",".join(f"{key}={'none' if value is None else value}" for key, value in self.arguments.items())
+        return _written_out(self.arguments)
 
+    @property
+    def for_any_network(self) -> str:
+        """Those that do not depend on the kind of network."""
+        return _written_out({key: value for key, value in self.arguments.items() if key not in ONLY_WITH})
+
+
+def _written_out(arguments: Mapping[str, Any]) -> str:
+    return ",".join(f"{key}={'none' if value is None else value}" for key, value in arguments.items())
+
+
+ONLY_WITH = {  # args of presets that some networks refuse: which networks take them
+    "block": "has no trained block",
+    "grid": "has no trained block",
+    "cache": "is bidirectional, and its noise is masks",
+    "first_token": "predicts a block's first token from the clean tokens before it",
+    "self_conditioning": "reads its own output of the step before",
+    "temperatures": "is a DiffusionGemma",
+}
 
 LLADA = "ML-GSAI/LLaDA@b7e6c35"
 FAST_DLLM, FAST_DLLM_FORK = "NVlabs/Fast-dLLM@24cc59e", "mgustineli/Fast-dLLM@fb55582"
@@ -262,11 +280,21 @@ def conflict(preset: Preset, key: str, value: Any) -> DuelError:
 
 def require_fit(name: str | None, family: str | None) -> None:
     """Raise DuelError if the preset is not for checkpoints of this family; None is a family not known yet."""
-    if name is None or family is None or family in (preset := find(name)).families:
+    if name is None or family is None or family in find(name).families:
         return
-    raise DuelError(
-        f"preset={name} is the sampler of {' and '.join(preset.families)} checkpoints, and this one is of the family "
-        f"{family}. To use the same settings with it, write them out: {preset.written_out}."
+    raise another_network(name, f"this one is of the family {family}")
+
+
+def another_network(name: str, reason: str) -> DuelError:
+    """The error for a preset on a network that it is not for, with the args of it that apply to other networks."""
+    preset = find(name)
+    advice = ""
+    for key, value in preset.arguments.items():
+        if key in ONLY_WITH:
+            advice += f" Add {_written_out({key: value})} only if it {ONLY_WITH[key]}."
+    return DuelError(
+        f"preset={name} is the sampler of {' and '.join(preset.families)} checkpoints, and {reason}. To use the same "
+        f"rule with it, write it out: {preset.for_any_network}.{advice}"
     )
 
 

@@ -10,6 +10,7 @@ from lm_eval_duel.core.denoiser import Denoiser
 from lm_eval_duel.demo import BUNDLED
 from lm_eval_duel.denoisers.checkpoint import Checkpoint
 from lm_eval_duel.denoisers.loading import load_network
+from lm_eval_duel.errors import DuelError
 from lm_eval_duel.estimators import registry
 from lm_eval_duel.estimators.base import Estimator
 from lm_eval_duel.options import Options
@@ -59,7 +60,15 @@ def load_scorer(
 
     if options.preset is not None:
         presets.require_fit(options.preset, checkpoint.decoder_family)
-    network = load_network(checkpoint, tokenizer)
+    try:
+        network = load_network(checkpoint, tokenizer)
+    except DuelError as error:
+        if options.preset is None or checkpoint.decoder_family is not None:
+            raise
+        # a network of another kind, which refuses an arg that the preset has set and the user has not seen
+        raise presets.another_network(
+            options.preset, f"this network is refused with it: {error}".rstrip(".")
+        ) from error
     estimator = registry.make(network, options, **sizes)
     text = TextEncoder(tokenizer, network, options.windows, estimator.block)
     return Scorer(options, tokenizer, network, estimator, text)

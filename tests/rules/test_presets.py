@@ -6,8 +6,9 @@ import own
 import pytest
 
 from lm_eval_duel import Duel as Library
-from lm_eval_duel import rules
+from lm_eval_duel import load, rules
 from lm_eval_duel.errors import DuelError
+from lm_eval_duel.estimators import registry
 from lm_eval_duel.harness.lm import DuelMDM
 from lm_eval_duel.options import Options
 from lm_eval_duel.rules import presets
@@ -54,6 +55,37 @@ def test_a_preset_is_its_args_written_out():
         arguments = {"estimator": "sampled_confidence", "confidence": "tempered", "block": 4, **settings}
         assert presets.find(name).arguments == arguments
         assert Options.parse({"preset": name}).estimator == "sampled_confidence"
+
+
+TAKEN = {  # what the networks of other families that are bundled take of the args that only some take
+    "demo-mdm": ("block", "grid", "cache"),
+    "demo-bd": (),
+    "demo-duo": ("block", "grid"),
+}
+
+
+@pytest.mark.parametrize("network", TAKEN)
+def test_the_advice_for_another_family_is_not_refused(network):
+    """The args that it names without a condition, and those whose condition the network meets."""
+    plain = load(network, device="cpu")
+    for preset in presets.ENTRIES:
+        if network == "demo-duo" and "estimator" in preset.arguments:
+            continue  # this sampler is defined for masks alone, and refused as such
+        if network == "demo-bd" and preset.name == "llada-klass":
+            continue  # its rule compares blocks, which the rule's own error says to leave out
+        with pytest.raises(DuelError, match=f"preset={preset.name} is the sampler of") as error:
+            Library.from_pretrained(network, preset=preset.name, device="cpu")
+        assert f"write it out: {preset.for_any_network}." in str(error.value)
+        arguments = dict(part.split("=", 1) for part in preset.for_any_network.split(","))
+        for key in preset.arguments.keys() & presets.ONLY_WITH:
+            assert f"Add {key}=" in str(error.value)
+            if key in TAKEN[network]:
+                arguments[key] = preset.arguments[key]
+        options = Options.parse(arguments)
+        if not arguments.get("cache"):
+            registry.make(plain, options)
+        else:
+            Library.from_pretrained(network, device="cpu", **arguments)
 
 
 def test_a_preset_in_the_harness_and_in_the_library_and_checkpoints_that_it_does_not_fit(tmp_path):
