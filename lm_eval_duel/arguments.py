@@ -163,8 +163,8 @@ def unique_keys(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
 # ---------------------------------------------------------------- kinds
 
 
-def whole(least: int | None = 1, what: str = "a whole number") -> ArgumentType:
-    """Whole numbers from `least` up, of an int, a float or a text, to the last digit."""
+def whole(least: int | None = 1, what: str = "a whole number", most: int | None = None) -> ArgumentType:
+    """Whole numbers from `least` to `most`, of an int, a float or a text, to the last digit."""
 
     def convert(value: Any) -> int:
         if isinstance(value, bool) or float(value) != int(float(value)):
@@ -173,11 +173,15 @@ def whole(least: int | None = 1, what: str = "a whole number") -> ArgumentType:
             result = int(value)
         except ValueError:  # 1e3
             result = int(float(value))
-        if abs(result) >= INTEGERS or (least is not None and result < least):
+        too_small = least is not None and result < least
+        too_large = most is not None and result > most
+        if abs(result) >= INTEGERS or too_small or too_large:
             raise ValueError(value)
         return result
 
-    return ArgumentType(what if least is None else f"{what}, at least {least}", convert)
+    bounds = [f"at least {least}"] if least is not None else []
+    bounds += [f"at most {most}"] if most is not None else []
+    return ArgumentType(", ".join([what, *bounds]), convert)
 
 
 def number(words: str, accepts: Callable[[float], bool] = lambda x: not math.isnan(x)) -> ArgumentType:

@@ -11,13 +11,16 @@ import dataclasses
 import math
 from typing import TYPE_CHECKING
 
-from lm_eval_duel.arguments import PROBABILITY, required
+from lm_eval_duel.arguments import PROBABILITY, required, whole
 from lm_eval_duel.rules.base import Decision, Rule, Thresholded, best, log_odds, near_probability, sure_or_best
 from lm_eval_duel.rules.deployed import STEPS, first_count
 
 if TYPE_CHECKING:
     from lm_eval_duel.core.lanes import Lanes
     from lm_eval_duel.core.predictions import Predictions
+
+# Every step is a network call, and with more steps than positions most of them reveal nothing.
+WAITING_STEPS = whole(1, "a number of steps", most=4096)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,7 +40,7 @@ class CumulativeQuota(
     tokens the next step shows other noise. m counts the positions of the block, no tail.
     """
 
-    steps: int = required(STEPS, "steps of a block", 48)
+    steps: int = required(WAITING_STEPS, "steps of a block", 48)
     tau: float = required(PROBABILITY, "the probability above which positions are revealed", 0.95)
 
     def __call__(self, predictions: Predictions, lanes: Lanes) -> Decision:

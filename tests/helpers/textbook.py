@@ -126,5 +126,20 @@ def score(logits_of, mask_id, excluded, rule, block, window, grid="target", tie_
         return I
 
     path = reference.log_likelihood(x, blocks, network, noted, mask_id)
-    steps = {ell: t for block in blocks for t, I in enumerate(I for I in path.sigma if I[0] in block) for ell in I}  # noqa: E741
+    steps = step_of_each(path.sigma, blocks)
     return path.ll, tuple(steps[p] for p in target), tuple(path.log_p[p] for p in target), greedy, len(path.sigma)
+
+
+def step_of_each(sigma, blocks):
+    """The step at which each position is revealed, counted from 0 in every block; a step may reveal nothing."""
+    left = [len(block) for block in blocks]
+    steps = {}
+    n = t = 0  # the block in progress, and the step in it
+    for I in sigma:  # noqa: E741 - the paper's name
+        for ell in I:
+            steps[ell] = t
+        left[n] -= len(I)
+        t += 1
+        if not left[n]:
+            n, t = n + 1, 0
+    return steps
