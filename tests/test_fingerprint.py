@@ -95,7 +95,7 @@ OWNERS = {  # the arguments of each owner, and the model args that name it
     "": (MODEL_ARGUMENTS, {}),
     **{name: (entry.arguments, {"estimator": name, "block": 4}) for name, entry in registry.ESTIMATORS.items()},
     **{name: (arguments.declared(rule), {"rule": name}) for name, rule in RULES.items()},
-    "any rule": (rules.AROUND, {}),
+    "any rule": (rules.WRAPPER_ARGUMENTS, {}),
 }
 
 

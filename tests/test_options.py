@@ -186,7 +186,7 @@ OWNERS = [
     (MODEL_ARGUMENTS, {}),
     *((entry.arguments, {"estimator": name, "block": 4}) for name, entry in registry.ESTIMATORS.items()),
     *((arguments.declared(rule), {"rule": name}) for name, rule in rules.RULES.items()),
-    (rules.AROUND, {}),
+    (rules.WRAPPER_ARGUMENTS, {}),
 ]
 ANY = ("", "x", "1_0", "٣", "a=b", "a:b", "\ud83d", b"x", -1, 0, 1.5, 2**63, 10**400, math.nan, math.inf)
 ANY += (True, None, [], ["x"], {"x": 1})

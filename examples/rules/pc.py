@@ -32,7 +32,7 @@ from lm_eval_duel.denoisers import load_tokenizer
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.rules import Decision
 from lm_eval_duel.rules.base import best
-from lm_eval_duel.rules.deployed import Scheduled
+from lm_eval_duel.rules.scheduled import Scheduled
 from lm_eval_duel.tasks import named
 
 TOTAL, COUNTS = "num_token", "p_baseline_dict"  # keys of a table, as in the authors' files

@@ -55,7 +55,7 @@ def parameters() -> Rows:
     """The parameters of rules, and those that go with every rule."""
     return [
         *_shared({name: declared(rule) for name, rule in rules.RULES.items()}),
-        *((f"`{name}`", "every rule", _default(arg), arg.meaning) for name, arg in rules.AROUND.items()),
+        *((f"`{name}`", "every rule", _default(arg), arg.meaning) for name, arg in rules.WRAPPER_ARGUMENTS.items()),
     ]
 
 

@@ -25,7 +25,7 @@ from lm_eval_duel.estimators.noised_elbo import NoisedElbo
 from lm_eval_duel.estimators.two_phase import TwoPhase
 from lm_eval_duel.rules import LeftToRight, Rule, SeedFirst, SubBlock, inner
 from lm_eval_duel.rules.base import Counted
-from lm_eval_duel.rules.deployed import Scheduled, even_counts
+from lm_eval_duel.rules.scheduled import Scheduled, even_counts
 
 
 class Cost(NamedTuple):

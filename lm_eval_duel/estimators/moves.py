@@ -17,7 +17,7 @@ import torch
 
 from lm_eval_duel.core.lanes import Lanes
 from lm_eval_duel.estimators.arguments import LATTICE_BLOCK, ConfidenceArguments
-from lm_eval_duel.rules.deployed import dream_counts, even_counts
+from lm_eval_duel.rules.scheduled import dream_counts, even_counts
 
 Planes: TypeAlias = dict[str, torch.Tensor]  # (X, ...) each: what a sampler keeps of the predictions in some states
 

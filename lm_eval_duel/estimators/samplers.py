@@ -68,7 +68,7 @@ from lm_eval_duel.estimators.moves import (
     independent,
     to_bitmask,
 )
-from lm_eval_duel.rules.deployed import dream_shares
+from lm_eval_duel.rules.scheduled import dream_shares
 
 SCORED_AT_ONCE = 64  # samples
 STATES = 4096  # sets of a chunk of blocks, if a network call holds fewer

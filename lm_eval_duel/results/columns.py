@@ -29,7 +29,7 @@ from lm_eval_duel.results.runs import Run
 from lm_eval_duel.results.standings import RunCost, Standing, Standings
 from lm_eval_duel.results.stats import UNCLEAR
 from lm_eval_duel.results.table import LEVEL, WORDS, Bold, Cell, Columns, Head, Table, form_of, number, span
-from lm_eval_duel.rules.tables import adaptive, without_defaults
+from lm_eval_duel.rules import adaptive, without_defaults
 
 SHORT = {  # heads of values after the name of a task
     "token_perplexity": "ppl/token",

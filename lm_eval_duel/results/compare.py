@@ -20,7 +20,7 @@ from lm_eval_duel.results.gaps import Draws, GapClosed, Interval, Pair
 from lm_eval_duel.results.rows import Row
 from lm_eval_duel.results.runs import Run
 from lm_eval_duel.results.table import WORDS, Note, number, percent
-from lm_eval_duel.rules.tables import family
+from lm_eval_duel.rules import family
 
 RULES = "rules"
 MODELS = "models"

@@ -21,7 +21,7 @@ from lm_eval_duel.results.compare import ComparedRow, Comparison, Speeds
 from lm_eval_duel.results.files import stems
 from lm_eval_duel.results.rows import Row
 from lm_eval_duel.results.table import WORDS, escape
-from lm_eval_duel.rules.tables import adaptive, without_defaults
+from lm_eval_duel.rules import adaptive, without_defaults
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

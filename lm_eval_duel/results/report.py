@@ -21,7 +21,7 @@ from lm_eval_duel.results.rows import Row
 from lm_eval_duel.results.runs import Documents, Run
 from lm_eval_duel.results.standings import RunCost, Standings
 from lm_eval_duel.results.table import WORDS, Note, Table, bullets, escape, form_of, number, plus_minus, spaced
-from lm_eval_duel.rules.tables import without_defaults
+from lm_eval_duel.rules import without_defaults
 
 SINGLE = (
     "Each 95 % interval holds for its pair alone. Among twenty pairs that do not differ, about one is still called "

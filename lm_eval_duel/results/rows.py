@@ -20,8 +20,7 @@ from lm_eval_duel.results import stats
 from lm_eval_duel.results.read import TASK_COUNTS
 from lm_eval_duel.results.runs import NO_CACHE, Run, Task, Values
 from lm_eval_duel.results.table import Note, number, percent
-from lm_eval_duel.rules import RULES
-from lm_eval_duel.rules.tables import is_rule, sort_key, without_defaults
+from lm_eval_duel.rules import RULES, is_rule, sort_key, without_defaults
 
 SAME = 1e-4  # relative difference up to which two ways to one value agree
 # entries of a spec that vary within one model

@@ -12,7 +12,7 @@ from lm_eval_duel.estimators import registry
 from lm_eval_duel.results.compare import ComparedRow, Comparison
 from lm_eval_duel.results.rows import Row, argument, differing_keys, identity, plain_row
 from lm_eval_duel.results.runs import Run
-from lm_eval_duel.rules.tables import sort_key
+from lm_eval_duel.rules import sort_key
 
 MEAN = "mean"  # what rows are ranked by, if not by a task
 AR = "AR"

@@ -19,7 +19,7 @@ from typing import Any
 from tabulate import tabulate
 
 from lm_eval_duel.console.command_line import LARGE, csv_cell, is_numeric, one_line, plain_table
-from lm_eval_duel.rules.tables import adaptive, kind, label, without_defaults
+from lm_eval_duel.rules import adaptive, kind, label, without_defaults
 
 WORDS = {
     "token_perplexity": "perplexity per token",

@@ -7,22 +7,33 @@ lowest position. The text form is `name[:param=value]...` and `parse(str(rule)) 
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import importlib.util
 import os
 import sys
+from types import ModuleType
 from typing import Any, TypeGuard
 
-from lm_eval_duel.arguments import MISSING, declared, unique_keys
+from lm_eval_duel.arguments import MISSING, Argument, declared, unique_keys
 from lm_eval_duel.core.decision import NEAR_TIE, Decision
 from lm_eval_duel.errors import DuelError, naming, require_known, unknown
-from lm_eval_duel.rules.base import Rule, in_memory, inner, rank, replaced
+from lm_eval_duel.rules.base import Rule, in_memory, rank
 from lm_eval_duel.rules.checked import repeat_last, with_checks
-from lm_eval_duel.rules.commit_once import CumulativeQuota, ThresholdUntil
-from lm_eval_duel.rules.deployed import DinferThreshold, Dream, EntropyThreshold, Factor, Hierarchy, HighOrTopk, Quota
 from lm_eval_duel.rules.klass import Klass
-from lm_eval_duel.rules.mlx_vlm import CumulativeError, FallingThreshold, ThresholdBound, ThresholdFixed, ThresholdRef
+from lm_eval_duel.rules.parallel import (
+    CumulativeError,
+    DinferThreshold,
+    EntropyThreshold,
+    Factor,
+    Hierarchy,
+    HighOrTopk,
+    ThresholdBound,
+    ThresholdFixed,
+    ThresholdRef,
+)
 from lm_eval_duel.rules.presets import require_covered
+from lm_eval_duel.rules.scheduled import CumulativeQuota, Dream, FallingThreshold, Quota, ThresholdUntil
 from lm_eval_duel.rules.scores import (
     Entropy,
     EntropyBound,
@@ -34,7 +45,7 @@ from lm_eval_duel.rules.scores import (
     RightToLeft,
     Threshold,
 )
-from lm_eval_duel.rules.wrappers import SeedFirst, SubBlock
+from lm_eval_duel.rules.wrappers import SeedFirst, SubBlock, inner, replaced
 
 __all__ = [
     "NEAR_TIE",
@@ -92,11 +103,17 @@ ALIASES = {
     "conf_threshold": "threshold",
     "eb": "entropy_bound",
 }
-WRAPPERS: dict[str, type[SeedFirst] | type[SubBlock]] = {  # from the outermost
-    kind.parameter: kind for kind in (SeedFirst, SubBlock)
+
+# Parameters that go with every rule, as they are rules around it; from the outermost.
+WRAPPERS: dict[str, type[SeedFirst] | type[SubBlock]] = {
+    SeedFirst.parameter: SeedFirst,
+    SubBlock.parameter: SubBlock,
 }
-AROUND = {name: declared(kind)[name] for name, kind in WRAPPERS.items()}  # parameters that go with every rule
-PARAMETERS = frozenset({*AROUND, *(name for rule in RULES.values() for name in declared(rule))})
+WRAPPER_ARGUMENTS = {name: declared(wrapper)[name] for name, wrapper in WRAPPERS.items()}
+PARAMETERS = frozenset(WRAPPERS).union(*(declared(rule) for rule in RULES.values()))
+
+
+# ---------------------------------------------------------------- from text
 
 
 def parse(text: str) -> Rule:
@@ -107,11 +124,14 @@ def parse(text: str) -> Rule:
 def read(text: str) -> tuple[str, dict[str, str]]:
     """A rule's name and its parameters as they are written; raises DuelError for a text of another form."""
     name, *rest = split(text)
+    parameters = []
     for part in rest:
-        if part.find("=") < 1:
+        key, _, value = part.partition("=")
+        if not key or "=" not in part:
             raise DuelError(f"'{part}' in rule '{text}' is not param=value; write e.g. greedy:k=2.")
+        parameters.append((key, value))
     with naming(f"Rule '{text}'"):
-        return name, unique_keys((key, value) for key, _, value in (part.partition("=") for part in rest))
+        return name, unique_keys(parameters)
 
 
 def split(text: str) -> list[str]:
@@ -124,37 +144,80 @@ def split(text: str) -> list[str]:
 
 def build(name: str, arguments: dict[str, Any]) -> Rule:
     """The rule `name` (or an alias, or `module:Name`) with these parameters; raises DuelError for wrong ones."""
-    for parameter, wrapper in WRAPPERS.items():
+    for parameter in WRAPPERS:
         if parameter in arguments:
-            following = build(name, {key: value for key, value in arguments.items() if key != parameter})
-            value = AROUND[parameter].read(parameter, arguments[parameter])
-            if not value:
-                return following
-            if following.spans_blocks:
-                raise DuelError(
-                    f"across=true of rule {following.name} keeps its history over blocks, so it does not go with "
-                    f"{parameter}."
-                )
-            return wrapper(following, value)
+            others = {key: value for key, value in arguments.items() if key != parameter}
+            return _wrapped(build(name, others), parameter, arguments[parameter])
     rule = find(name)
     parameters = declared(rule)
     require_known(f"parameter of rule {name}", arguments, parameters)
-    missing = [key for key, parameter in parameters.items() if key not in arguments and parameter.default is MISSING]
-    if missing:
-        values = {key: parameters[key].example or key.upper() for key in missing} | arguments
-        example = ":".join([name, *(f"{key}={values[key]}" for key in parameters if key in values)])
-        hints = "".join(f" {key}: {parameters[key].help}." for key in missing if parameters[key].help)
-        raise DuelError(f"Rule '{name}' needs {', '.join(missing)}, e.g. {example}.{hints}")
-    return rule(**{key: parameters[key].read(key, value, f" of rule '{name}'") for key, value in arguments.items()})
+    _require_complete(name, arguments, parameters)
+    values = {}
+    for key, value in arguments.items():
+        values[key] = parameters[key].read(key, value, f" of rule '{name}'")
+    return rule(**values)
+
+
+def _wrapped(rule: Rule, parameter: str, text: Any) -> Rule:
+    """The rule inside the wrapper that has this parameter, unless its value switches the wrapper off."""
+    value = WRAPPER_ARGUMENTS[parameter].read(parameter, text)
+    if not value:
+        return rule
+    if rule.spans_blocks:
+        raise DuelError(
+            f"across=true of rule {rule.name} keeps its history over blocks, so it does not go with {parameter}."
+        )
+    return WRAPPERS[parameter](rule, value)
+
+
+def _require_complete(name: str, arguments: dict[str, Any], parameters: dict[str, Argument]) -> None:
+    """Raise DuelError with an example, if a parameter without a default is missing."""
+    missing = []
+    for key, parameter in parameters.items():
+        if key not in arguments and parameter.default is MISSING:
+            missing.append(key)
+    if not missing:
+        return
+    values = {key: parameters[key].example or key.upper() for key in missing} | arguments
+    example = ":".join([name, *(f"{key}={values[key]}" for key in parameters if key in values)])
+    hints = "".join(f" {key}: {parameters[key].help}." for key in missing if parameters[key].help)
+    raise DuelError(f"Rule '{name}' needs {', '.join(missing)}, e.g. {example}.{hints}")
 
 
 def find(name: str) -> type[Rule]:
     """The class of a rule's name, alias, or `module:Name` of the user's own."""
     if ":" in name:
-        return _custom(name)
+        return _users_rule(name)
     require_covered("rule", name)
     require_known("unmasking rule", [name], [*RULES, *ALIASES])
     return RULES[ALIASES.get(name, name)]
+
+
+def blockwise(rule: Rule, block: int | None) -> Rule:
+    """A rule that `spans_blocks`, on lanes that hold a whole window: inside the first unfinished block of it."""
+    return rule if block is None else SubBlock(rule, block, carries=True)
+
+
+# ---------------------------------------------------------------- a user's own
+
+
+def _users_rule(name: str) -> type[Rule]:
+    """The class of `module:Name` or `path/to/file.py:Name`."""
+    module_name, class_name = name.split(":")
+    is_file = module_name.endswith(".py")
+    if not class_name or not (is_file or all(module_name.split("."))):
+        raise DuelError(f"'{name}' is not a rule: write module:Name, path/to/file.py:Name, or a rule's name.")
+    if is_file:
+        folder, module_name = _folder_and_module(module_name)
+    else:
+        folder = os.getcwd()  # a console script has its own folder in sys.path instead
+    module = _imported(name, folder, module_name)
+    rule = getattr(module, class_name, None)
+    if rule is None:
+        raise unknown(f"rule in '{module_name}'", class_name, _rules_of(module))
+    if not _is_rule(rule):
+        raise DuelError(f"'{name}' must be a subclass of lm_eval_duel.rules.Rule with @dataclass(frozen=True).")
+    return rule
 
 
 def _folder_and_module(file: str) -> tuple[str, str]:
@@ -163,42 +226,102 @@ def _folder_and_module(file: str) -> tuple[str, str]:
     folder, module = os.path.split(path.removesuffix(".py"))
     if not os.path.isfile(path):
         raise DuelError(f"No file '{file}' for the rule; write path/to/file.py:Name.")
-    other = importlib.util.find_spec(module) if module in sys.modules or module in sys.stdlib_module_names else None
-    if other is not None and os.path.abspath(other.origin or "") != path:
-        raise DuelError(f"'{module}' is also the module {other.origin}; give the rule's file {file} another name.")
+    if module in sys.modules or module in sys.stdlib_module_names:
+        other = importlib.util.find_spec(module)
+        if other is not None and os.path.abspath(other.origin or "") != path:
+            raise DuelError(f"'{module}' is also the module {other.origin}; give the rule's file {file} another name.")
     return folder, module
 
 
-def blockwise(rule: Rule, block: int | None) -> Rule:
-    """A rule that `spans_blocks`, on lanes that hold a whole window: inside the first unfinished block of it."""
-    return rule if block is None else SubBlock(rule, block, carries=True)
-
-
-def _is_rule(kind: Any) -> TypeGuard[type[Rule]]:
-    return isinstance(kind, type) and issubclass(kind, Rule)
-
-
-def _custom(name: str) -> type[Rule]:
-    module_name, class_name = name.split(":")
-    if not class_name or not (module_name.endswith(".py") or all(module_name.split("."))):
-        raise DuelError(f"'{name}' is not a rule: write module:Name, path/to/file.py:Name, or a rule's name.")
-    folder = os.getcwd()  # a console script has its own folder in sys.path instead
-    if module_name.endswith(".py"):
-        folder, module_name = _folder_and_module(module_name)
+def _imported(name: str, folder: str, module_name: str) -> ModuleType:
+    """The module of rule `name`, which may be in `folder`."""
     sys.path.insert(0, folder)
     try:
-        module = importlib.import_module(module_name)
+        return importlib.import_module(module_name)
     except ModuleNotFoundError as error:
-        if not error.name or not f"{module_name}.".startswith(f"{error.name}."):
-            raise  # the module exists, but something that it imports does not
+        # it may exist, and import something that does not
+        is_missing = bool(error.name) and f"{module_name}.".startswith(f"{error.name}.")
+        if not is_missing:
+            raise
         raise DuelError(
             f"No module '{module_name}' for rule '{name}'; put it in this folder or on PYTHONPATH."
         ) from None
     finally:
         sys.path.remove(folder)
-    if (rule := getattr(module, class_name, None)) is None:
-        known = [n for n, kind in vars(module).items() if _is_rule(kind) and kind.__module__ == module.__name__]
-        raise unknown(f"rule in '{module_name}'", class_name, known)
-    if not _is_rule(rule):
-        raise DuelError(f"'{name}' must be a subclass of lm_eval_duel.rules.Rule with @dataclass(frozen=True).")
-    return rule
+
+
+def _rules_of(module: ModuleType) -> list[str]:
+    """The names of the rules that a module defines."""
+    names = []
+    for name, value in vars(module).items():
+        if _is_rule(value) and value.__module__ == module.__name__:
+            names.append(name)
+    return names
+
+
+def _is_rule(value: Any) -> TypeGuard[type[Rule]]:
+    return isinstance(value, type) and issubclass(value, Rule)
+
+
+# ---------------------------------------------------------------- in tables
+# Names and order of rules by text alone: the rules of results need not be installed.
+
+
+def kind(text: str) -> type[Rule]:
+    """The class of a rule of this package; `Rule` itself for a user's rule."""
+    return RULES.get(text.split(":")[0], Rule)
+
+
+def is_rule(text: str) -> bool:
+    """True if a text is a rule: of this package, or module:Name of a user's."""
+    name, *rest = text.split(":")
+    return name in RULES or (bool(name) and bool(rest) and rest[0].isidentifier())
+
+
+def without_defaults(text: str, keep: str = "") -> str:
+    """The text of a rule without parameters at their defaults, except `keep`: `greedy`, `klass:mu=0.9:nu=0.01`."""
+    name, *parameters = text.split(":")
+    if name not in RULES:
+        return text
+    defaults = {f"{field.name}={field.default}" for field in dataclasses.fields(RULES[name]) if field.name != keep}
+    kept = [parameter for parameter in parameters if parameter not in defaults]
+    return ":".join([name, *kept])
+
+
+def family(text: str) -> tuple[str, float]:
+    """A rule without the parameter that sets its speed, and that parameter's value (1 if there is none)."""
+    name, *parameters = text.split(":")
+    speed = 1.0
+    kept = [name]
+    for parameter in parameters:
+        key, _, value = parameter.partition("=")
+        if key in kind(text).speed and _is_number(value):
+            speed = float(value)
+        else:
+            kept.append(parameter)
+    return ":".join(kept), speed
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
+def sort_key(text: str | None) -> tuple[int, str, float]:
+    """The sort key of a rule: in the order of `RULES`, then by family and speed."""
+    name, speed = family(text or "")
+    first = name.split(":")[0]
+    return ([*RULES, first].index(first), name, speed)
+
+
+def label(text: str) -> str:
+    """A rule's name in tables of a paper, or its name as typed."""
+    return kind(text).label or text.split(":")[0]
+
+
+def adaptive(text: str) -> bool:
+    """True if the number of a rule's steps depends on the text."""
+    return kind(text).adaptive

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 from lm_eval_duel.core.decision import Decision
 from lm_eval_duel.core.float_noise import FLOOR, difference, drawn, magnitude
 from lm_eval_duel.errors import DuelError, InconsistentOutput, RuleStalled
-from lm_eval_duel.rules.base import Around, Rule
+from lm_eval_duel.rules.base import Rule
+from lm_eval_duel.rules.wrappers import Around
 
 if TYPE_CHECKING:
     import torch
