@@ -55,7 +55,7 @@ def test_a_network_that_differs_fails(script, tmp_path, monkeypatch):
 def test_what_is_missing_is_named(missing, script, tmp_path):
     """With the command that fetches it, before a network is loaded."""
     checkpoint = script.CHECKPOINTS["mdlm"]
-    script.write_tiny(tmp_path, "mdlm")
+    script.write_tiny(tmp_path, ["mdlm"])
     place = tmp_path / "mdlm-owt"
     lost = {
         "checkpoint": place / "config.json",
@@ -83,9 +83,13 @@ def test_a_record_is_a_line_of_the_page(script, tmp_path):
     cell = {"task": "duel_ag_news", "value": 56.5, "interval_95": [55.25, 57.75], "published": 56.73}
     network = {"verdict": "PASS", "against": ["OwnClass"], "largest_difference_nats": 0.00002}
     record = {"checkpoint": "a/b", "revision": "c0ffee", "device": "H100", "network": network, "random_weights": False}
+    record["bundled"] = False
     record["cell"] = cell | {"documents": 100, "of": 7600}
     (tmp_path / "one.json").write_text(json.dumps(record))
     (tmp_path / "tried.json").write_text(json.dumps(record | {"checkpoint": "tiny", "random_weights": True}))
     page = script.page(tmp_path)
     assert "| a/b | c0ffee | H100 | PASS, at most 2e-05 nats from OwnClass | duel_ag_news | 100 of 7,600 |" in page
-    assert "tiny" not in page
+    assert "tiny" not in page and script.ONLY_DEMOS not in page
+    (tmp_path / "one.json").write_text(json.dumps(record | {"checkpoint": "demo-mdm", "bundled": True}))
+    page = script.page(tmp_path)
+    assert "| demo-mdm |" in page and script.ONLY_DEMOS in page
