@@ -186,9 +186,18 @@ def test_generated_tables_are_those_of_the_declarations(page, command):
     assert read(page).partition(begin)[2].partition(end)[0] == listing.markdown(command)
 
 
-def test_every_family_has_a_line():
-    page = read("docs/checkpoints.md")
-    assert not [name for name in families.NAMED if f"`{name}`" not in page]
+ATTENTION = {"bidirectional": "bidirectional", "block_causal": "block-causal", "causal_prefix": "causal prefix"}
+
+
+def test_every_family_has_a_line_with_its_attention_and_its_block():
+    rows = [line.split("|")[1:4] for line in read("docs/checkpoints.md").splitlines() if line.startswith("| `")]
+    said = {name: attention for names, _, attention in rows for name in re.findall(r"`([\w-]+)`", names)}
+    for name, family in families.NAMED.items():
+        block = family.published_block or family.block
+        assert ATTENTION[family.attention] in said[name], name
+        assert re.findall(r"\d+", said[name].partition("](")[0] + said[name].partition(")")[2]) == (
+            [] if block is None else [str(block)]
+        ), name
 
 
 def test_concepts_name_the_rules_that_are_not_state_only():

@@ -74,9 +74,9 @@ class GivenNoise(OtherRow):
             counted[self.known] = False
         return (z == self.m).sum().double() / counted.sum()
 
-    def logits(self, denoiser: Denoiser, z: torch.Tensor) -> torch.Tensor:
+    def _raw(self, denoiser: Denoiser, z: torch.Tensor) -> torch.Tensor:
         if denoiser is not self.plain:
-            return super().logits(denoiser, z)
+            return super()._raw(denoiser, z)
         told = denoiser.noise_inputs(self.share(self.given, 0)[None])
         self.inputs = denoiser.features(z[None], None, **told)[0]  # (L, D)
         return denoiser.head(self.inputs).double()

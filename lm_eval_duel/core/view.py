@@ -195,7 +195,10 @@ class NoiseView(View):
         features = self.features(lanes, noisy, t, before)[lanes.masked_at]  # (C, D)
         every = torch.arange(len(features), device=features.device)  # (C,)
         no_ties = torch.zeros_like(lanes.row, dtype=torch.bool)  # (R,)
-        return Predictions(lanes.masked, no_ties, features, every, self.denoiser.head, self.denoiser.excluded)
+        network = self.denoiser
+        return Predictions(
+            lanes.masked, no_ties, features, every, network.head, network.excluded, filters=network.filters
+        )
 
     def features(
         self, lanes: Lanes, noisy: torch.Tensor, t: torch.Tensor, before: torch.Tensor | None = None

@@ -95,8 +95,11 @@ def excluding(denoiser: Denoiser, ids: Sequence[int]) -> Denoiser:
     """The same network without `ids` in its vocabulary: contexts may hold them, texts have probability 0.
 
     Raises:
-        DuelError: An id is none of the network's, or [MASK], or no token is left.
+        DuelError: An id is none of the network's, or [MASK], or no token is left; or the noise is random tokens, which
+            are drawn from the whole vocabulary.
     """
+    if denoiser.noise_training is not None:
+        raise DuelError(f"exclude_ids leaves tokens out that the noise of a {denoiser.family} shows; leave it out.")
     for token in ids:
         if not 0 <= token < denoiser.vocab_size:
             raise DuelError(f"exclude_ids has id {token}; the network's ids are 0 to {denoiser.vocab_size - 1}.")

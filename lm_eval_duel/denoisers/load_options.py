@@ -196,12 +196,13 @@ class LoadOptions(NetworkArguments):
         if isinstance(self.block, int) and self.block != trained:
             raise another_block(trained, self.block)
 
-    def refuse(self, family: str, *names: str) -> None:
-        """Raise DuelError if one of these arguments was given, which `family` does not support."""
+    def refuse(self, family: str, *names: str, why: str = "") -> None:
+        """Raise DuelError if one of these arguments was given, which `family` does not support; `why`: the reason."""
         for name in names:
             if getattr(self, name) not in (None, False, ()):
+                reason = f": {why}" if why else ""
                 raise DuelError(
-                    f"{self.name} is of the family {family}, which has no choice of '{name}'; leave it out."
+                    f"{self.name} is of the family {family}, which has no choice of '{name}'{reason}; leave it out."
                 )
 
 

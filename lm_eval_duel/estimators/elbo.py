@@ -307,13 +307,15 @@ def score_entropy(sigma: torch.Tensor, log_prob: torch.Tensor, log_sum: torch.Te
 def resolve_form(denoiser: Denoiser, form: str, block: int | str | None) -> str:
     """The form to use; "auto" is score_entropy for SEDD over a whole target, else count.
 
-    Raises DuelError for score_entropy if it is not defined.
+    Raises DuelError for score_entropy if it is not defined. Under a temperature, say, it is not: the loss takes logits
+    as scores of the noising process, and filtered logits are the scores of none.
     """
-    scheduled = denoiser.schedule is not None
+    scheduled = denoiser.schedule is not None and not denoiser.filters
     if form == "auto":
         return "score_entropy" if scheduled and block is None else "count"
     if form == "score_entropy" and not scheduled:
-        raise DuelError("elbo_form=score_entropy is SEDD's own loss and this network is not SEDD; use count or ratio.")
+        what = "this network is not SEDD" if denoiser.schedule is None else "takes its logits without temperature, ..."
+        raise DuelError(f"elbo_form=score_entropy is SEDD's own loss, and {what}; use count or ratio.")
     if form == "score_entropy" and block is not None:
         raise DuelError("elbo_form=score_entropy masks positions of the whole target; use elbo_block=none with it.")
     return form

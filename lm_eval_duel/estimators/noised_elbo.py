@@ -82,6 +82,11 @@ class NoisedElbo(MonteCarloBound):
             raise DuelError(
                 f"self_conditioning={self.conditioning}: this network's output is not among its inputs. Leave it out."
             )
+        if self.conditioning != "none" and denoiser.filters:
+            raise DuelError(
+                f"self_conditioning={self.conditioning} feeds the network its own output, and a temperature, top_k or "
+                "top_p would change that, too. Leave them out, or pass self_conditioning=none."
+            )
         if self.steps == math.inf and self.conditioning == "chain":
             raise DuelError("self_conditioning=chain is a path of a number of steps: pass steps=<number>.")
         if self.steps == math.inf and self.arguments.prediction == "denoiser" and not trained.timed:

@@ -75,6 +75,22 @@ def test_the_bound_is_that_of_the_plain_network(name, tmp_path):
     assert spec["steps"] == "inf" and str(EPS[name]).strip("0.") in spec["time"].replace("0.", "")
 
 
+@pytest.mark.parametrize("name", networks.NOISED)
+def test_a_temperature_is_that_of_the_head(name, tmp_path):
+    """Of the bound: a head with weights and bias divided by it is the same network."""
+    path, _ = dit_reference.write(tmp_path, name)
+    tokenizer = None if name == "gidd-uniform" else dit_reference.words(12)
+    filtered = load(path, device="cpu", tokenizer=tokenizer, temperature=0.7)
+    divided = load(path, device="cpu", tokenizer=tokenizer)
+    for parameter in divided.network.output_layer.linear.parameters():
+        parameter.data /= 0.7
+    window = Window((3,), (5, 9, 1), (2,))
+    one, other = (NoisedElbo(each, NoisedElboArguments(32)).log_prob([window]) for each in (filtered, divided))
+    assert one[0].log_prob == pytest.approx(other[0].log_prob, abs=1e-4)
+    with pytest.raises(DuelError, match="exclude_ids"):
+        load(path, device="cpu", tokenizer=tokenizer, exclude_ids=(1,))
+
+
 def published_rate(clean, z, r, alpha):
     """The integrand of Duo's and UDLM's bound as published, for alpha = 1 - t, from r (V,)."""
     K = len(r)

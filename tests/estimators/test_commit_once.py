@@ -158,6 +158,22 @@ def test_checkpoints_equal_the_specification(checkpoints, name, rule):
         assert found.log_prob == pytest.approx(score.log_prob, abs=1e-4)
 
 
+@pytest.mark.parametrize("arguments", [{"temperature": 0.5}, {"top_k": 3}, {"temperature": 1.5, "top_p": 0.8}])
+def test_filters_leave_a_distribution_that_the_specification_has_too(checkpoints, arguments):
+    """As model args: the probabilities of all texts sum to 1, and the audit's own filters give the same values."""
+    denoiser = denoisers.load(checkpoints["duo"][0], device="cpu", **arguments)
+    duel = Duel(denoiser, "greedy", 3, noise_seed=9)
+    windows = [Window((), text) for text in every_text(2, denoiser.vocab_size)]
+    assert total(duel.log_prob(windows)) == pytest.approx(1, abs=1e-4)
+    [score] = duel.sample([(3,)], 5, seed=1)
+    window = Window((3,), score.tokens)
+    [scored] = duel.log_prob([window])
+    found = recompute(duel.estimator, window, scored)
+    assert not found.problems
+    assert scored.log_prob == pytest.approx(score.log_prob, abs=1e-4)
+    assert scored.log_prob == pytest.approx(found.log_prob, abs=1e-4)
+
+
 def test_an_audit_compares_it_with_no_order_of_masks(checkpoints):
     duel, window = Duel(checkpoints["duo"][1], "greedy", 4), Window((3,), (5, 9, 1, 1))
     [score] = duel.log_prob([window])

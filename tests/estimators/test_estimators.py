@@ -9,6 +9,7 @@ import torch
 from toys import BlockCausal, Rotary, Toy
 
 from lm_eval_duel.core.windows import Window
+from lm_eval_duel.denoisers.filters import warped
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.estimators.arguments import ElboArguments, LatticeArguments
 from lm_eval_duel.estimators.duel import DuelEstimator
@@ -186,3 +187,8 @@ def test_sedd_has_its_own_bound(tmp_path):
     assert Elbo(denoiser, ElboArguments(elbo_block=4)).describe()["elbo_form"] == "count"
     with pytest.raises(DuelError, match="masks positions of the whole target; use elbo_block=none"):
         Elbo(denoiser, ElboArguments(elbo_block=4, elbo_form="score_entropy"))
+    # divided by a temperature, its logits are no scores of its noising process
+    cold = warped(denoiser, 0.7)
+    assert Elbo(cold).describe()["elbo_form"] == "count"
+    with pytest.raises(DuelError, match="score_entropy"):
+        Elbo(cold, ElboArguments(elbo_form="score_entropy"))

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import os
 import re
 from typing import Any
 
@@ -39,7 +38,6 @@ GIDD_SIZES = (
 GIDD_MASK = 50258  # the authors add [PAD] and [MASK] to GPT-2's tokenizer
 NAMED_UNIFORM = re.compile(r"p_unif-0*\.?0*[1-9]|gidd-unif")  # in the names of GIDDs with uniform noise
 DISTILLED = "distilled"  # in the name of a checkpoint
-TOKENIZER = "gpt2"  # for the published checkpoints, which have none
 KINDS = {  # of families with a separate class
     "sedd": SEDD,
     **dict.fromkeys(FAMILIES, GIDD),
@@ -65,36 +63,24 @@ def unfilled(checkpoint: Checkpoint) -> DiTDenoiser:
 
     Columns that are not among the tokenizer's tokens get no probability; its mask token, if it has one, is [MASK].
     """
-    options, config, tokenizer = checkpoint.options, checkpoint.config, checkpoint.tokenizer
-    family, shape, length, block = read_shape(config, options)
-    attention = ATTENTION.get(family, "bidirectional")
-    options.refuse("DiT", *REFUSED, *(() if family == "sedd" else ("sigma",)))
-    for name, value, own in (("family", options.family, family), ("attention", options.attention, attention)):
-        if value not in (None, own):
-            given = "estimator=ar, or attention=causal," if value == "causal" else name
-            raise DuelError(f"By its config.json {options.name} is {own}, not {value}; leave {given} out.")
+    options = checkpoint.options
+    config = checkpoint.config
+    family, shape, length, block = read_shape(checkpoint)
+    _require_options(options, family)
     if block is not None:
         options.require_block(block)
+
     row = row_length(options.name, options.max_length, length)
-    if family in UNIFORM:  # all noise is random tokens
-        options.refuse(family, "mask_token_id")
-        mask_id, columns = None, range(shape.vocab_size)
-    else:  # BERT's [MASK] for LM1B; with GPT-2's tokenizer the last column; GIDD's columns after [MASK] are padding
-        last = shape.vocab_size - 1
-        known = last if family not in FAMILIES else GIDD_MASK if last >= GIDD_MASK else None
-        mask_id = find_mask_id(options, config, tokenizer, known, shape.vocab_size)
-        columns = range(mask_id if family in FAMILIES else shape.vocab_size)
-    noised = family == NOISED or family in UNIFORM  # noise is over all columns, whatever the tokenizer
-    tokens = set(columns) if tokenizer is None or noised else set(tokenizer.get_vocab().values())
-    with torch.device("meta"):
-        network = DiT(shape).eval()
+    mask_id, tokens = _vocabulary(checkpoint, family, shape.vocab_size)
     more = {}
     if family in FAMILIES:
         share, margin = entries(config, options.name, PROBABILITY, "p_uniform", "t_eps")
-        more = {"t_eps": margin, "uniform": share}
-    if noised:
-        options.refuse(family, "cache", "temperature", "top_k", "top_p", "exclude_ids")
-    denoiser = KINDS.get(family, DiTDenoiser)(network, family, row, options.name, tokens, mask_id, block, **more)
+        more = {"uniform": share, "t_eps": margin}
+    with torch.device("meta"):
+        network = DiT(shape).eval()
+    kind = KINDS.get(family, DiTDenoiser)
+    denoiser: DiTDenoiser = kind(network, family, row, options.name, tokens, mask_id, block, **more)
+
     denoiser.last_block = options.last_block
     denoiser.bos = options.bos or denoiser.bos
     if options.sigma is not None:
@@ -103,6 +89,49 @@ def unfilled(checkpoint: Checkpoint) -> DiTDenoiser:
     denoiser.unread_entries = unread(config)
     name_unread(config, denoiser.unread_entries, options.name, family)
     return denoiser
+
+
+def _shows_noise(family: str) -> bool:
+    """True if the noise of a family is random tokens, at least in part."""
+    return family == NOISED or family in UNIFORM
+
+
+def _require_options(options: LoadOptions, family: str) -> None:
+    """Raise DuelError for options that this family does not have, or that contradict its config."""
+    options.refuse("DiT", *REFUSED)
+    if family != "sedd":
+        options.refuse("DiT", "sigma")
+    if family in UNIFORM:
+        options.refuse(family, "mask_token_id", why="all of its noise is random tokens")
+    if _shows_noise(family):
+        options.refuse(family, "cache", why="its noise level, and so every key, changes at each step")
+        options.refuse(family, "exclude_ids", why="its noise is drawn from its whole vocabulary")
+
+    attention = ATTENTION.get(family, "bidirectional")
+    if options.family not in (None, family):
+        raise DuelError(f"By its config.json {options.name} is {family}, not {options.family}; leave family out.")
+    if options.attention not in (None, attention):
+        given = "estimator=ar, or attention=causal," if options.attention == "causal" else "attention"
+        raise DuelError(
+            f"By its config.json {options.name} is {attention}, not {options.attention}; leave {given} out."
+        )
+
+
+def _vocabulary(checkpoint: Checkpoint, family: str, columns: int) -> tuple[int | None, set[int]]:
+    """The id of [MASK], if the family has one, and the ids that are tokens, among the columns of the logits."""
+    tokenizer = checkpoint.tokenizer
+    if family in UNIFORM:
+        return None, set(range(columns))
+
+    # with GPT-2's tokenizer the last column; LM1B's checkpoints have the [MASK] of BERT's tokenizer
+    usual: int | None = columns - 1
+    if family in FAMILIES:
+        usual = GIDD_MASK if columns > GIDD_MASK else None
+    mask_id = find_mask_id(checkpoint.options, checkpoint.config, tokenizer, usual, columns)
+    if tokenizer is not None and not _shows_noise(family):
+        return mask_id, set(tokenizer.get_vocab().values())
+    # GIDD's columns after [MASK] are padding; its noise is over all others, whatever the tokenizer
+    return mask_id, set(range(mask_id if family in FAMILIES else columns))
 
 
 def unread(config: dict[str, Any]) -> tuple[str, ...]:
@@ -116,13 +145,16 @@ def unread(config: dict[str, Any]) -> tuple[str, ...]:
     return found
 
 
-def read_shape(config: dict[str, Any], options: LoadOptions) -> tuple[str, DiTConfig, int, int | None]:
+def read_shape(checkpoint: Checkpoint) -> tuple[str, DiTConfig, int, int | None]:
     """Family, network shape, row length and trained block; raises DuelError for a config that is wrong."""
-    name, names = options.name, [name.lower() for name in model_names(config)]
+    name = checkpoint.name
+    config = checkpoint.config
+    names = [name.lower() for name in model_names(config)]
     if GIDD_TYPE in names:
-        return *_read_gidd(config, name), None
+        return *_read_gidd(checkpoint), None
     if not names:
         return "sedd", *_read_sections(config, name), None
+
     *sizes, length = entries(config, name, COUNT, "vocab_size", "hidden_dim", "n_blocks", "n_heads", "model_length")
     causal, time, crossed = (TRUTH(key, config.get(key)) for key in ("causal", "time_conditioning", "cross_attn"))
     adaptive = TRUTH("adaln", config.get("adaln"))
@@ -133,11 +165,12 @@ def read_shape(config: dict[str, Any], options: LoadOptions) -> tuple[str, DiTCo
         time=bool(time),
     )
     if names[0] in UNIFORM:
-        _require_uniform(config, name, names[0])
+        _require_uniform(checkpoint, names[0])
         return names[0], dataclasses.replace(shape, time=True), length, None
+
     block = COUNT("block_size", config.get("block_size"))
-    sedd = "sedd" in (*names, str(config.get("parameterization")).lower(), options.family)
-    if time and not causal and not sedd and "sedd" in os.path.basename(name.rstrip("/")).lower():
+    sedd = "sedd" in (*names, str(config.get("parameterization")).lower(), checkpoint.options.family)
+    if time and not causal and not sedd and "sedd" in checkpoint.published_name.lower():
         log.warning("By its name %s is taken as a SEDD; its config does not say. Set family=sedd to decide", name)
         sedd = True
     if sedd != bool(time) or (causal and time):
@@ -150,8 +183,10 @@ def read_shape(config: dict[str, Any], options: LoadOptions) -> tuple[str, DiTCo
             f"The config.json of {name} has block_size={block} and no cross_attn: set cross_attn: true for a BD3-LM, "
             "false for a network that sees the whole row."
         )
-    if causal or not crossed or block is None or block >= length:
-        return "ar" if causal else "sedd" if sedd else "mdlm", shape, length, None
+    if causal:
+        return "ar", shape, length, None
+    if not crossed or block is None or block >= length:
+        return "sedd" if sedd else "mdlm", shape, length, None
     if sedd:
         raise DuelError("A block-causal network with time conditioning is not supported: its blocks differ in noise.")
     return "bd3lm", shape, length, block
@@ -168,28 +203,32 @@ def _read_sections(config: dict[str, Any], name: str) -> tuple[DiTConfig, int]:
     return DiTConfig(tokens + 1, *sizes, time=True), length
 
 
-def _read_gidd(config: dict[str, Any], name: str) -> tuple[str, DiTConfig, int]:
+def _read_gidd(checkpoint: Checkpoint) -> tuple[str, DiTConfig, int]:
     """The family, the network's shape and its row length; raises DuelError if name and config contradict each other."""
+    name = checkpoint.name
+    config = checkpoint.config
     *shape, length = entries(config, name, COUNT, *GIDD_SIZES)
     uniform, margin = entries(config, name, PROBABILITY, "p_uniform", "t_eps")
     if not 0 < margin < 0.5:
         raise DuelError(f"'t_eps' is above 0 and below 0.5; got {margin:g} in the config.json of {name}.")
-    if not uniform and NAMED_UNIFORM.search(os.path.basename(name.rstrip("/"))):
+    if not uniform and NAMED_UNIFORM.search(checkpoint.published_name):
         raise DuelError(f"By its name {name} was trained with uniform noise, and its config.json has p_uniform=0.")
     if uniform == 1:
         raise DuelError(f"{name} has p_uniform=1: noise without masks is not supported.")
     return NOISED if uniform else "gidd", DiTConfig(*shape, time=True), length
 
 
-def _require_uniform(config: dict[str, Any], name: str, family: str) -> None:
+def _require_uniform(checkpoint: Checkpoint, family: str) -> None:
     """Raise DuelError for entries with which these are other networks; warn of one that was distilled."""
+    name = checkpoint.name
+    config = checkpoint.config
     timed = TRUTH("time_conditioning", config.get("time_conditioning"))
     if timed is False or (family == "udlm" and not timed):
         raise DuelError(f"The config.json of {name} has no time_conditioning=true, which a {family} has.")
     for key in ("causal", "cross_attn", "cfg"):
         if TRUTH(key, config.get(key)):
             raise DuelError(f"{name} is a {family} with {key}=true, which is not supported.")
-    if DISTILLED in os.path.basename(name.rstrip("/")).lower():
+    if DISTILLED in checkpoint.published_name.lower():
         log.warning("By its name %s was distilled for sampling in few steps: its bound says little about it", name)
 
 

@@ -37,7 +37,7 @@ STEPS = 48  # of its generation config
 SIGNAL_ROWS = 64  # positions whose distributions over all tokens are in memory at once
 REFUSED = ("shift_logits", "mask_token_id", "sigma", "first_token", "backend", "peft", "compile")
 IMAGE_IDS = ("image_token_id", "boi_token_id", "eoi_token_id")
-OF_DECODER = ("cache", "cfg_scale", "temperature", "top_k", "top_p", "exclude_ids")
+OF_DECODER = ("cache", "cfg_scale", "top_k", "top_p", "exclude_ids")  # refused with the decoder
 
 
 def unfilled(checkpoint: Checkpoint) -> Pretrained:
@@ -60,6 +60,7 @@ def unfilled(checkpoint: Checkpoint) -> Pretrained:
         denoiser = Encoder(dataclasses.replace(checkpoint, family=ENCODER), text.vocab_size)
     else:
         options.refuse(NAME, *OF_DECODER)
+        options.refuse(NAME, "temperature", why="its samplers change it by step, see temperatures= of estimator=duel")
         denoiser = Canvases(model_config, checkpoint)
     denoiser.image_ids = frozenset(getattr(model_config, name) for name in IMAGE_IDS) - {None}
     # a row's last token is predicted by the encoder, but never its input
