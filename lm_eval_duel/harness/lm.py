@@ -191,7 +191,6 @@ class DuelMDM(TemplateLM):
             "dtype": self.spec.get("dtype"),
             "weights": self.spec.get("weights"),
             "parameters": stats.parameters(self.denoiser),
-            **({"unread_config": list(unread)} if (unread := self.denoiser.unread_entries) else {}),
             "bos": self.text.bos,
             "row_capacity": self.text.capacity,
             "device": str(self.denoiser.device),
@@ -200,6 +199,8 @@ class DuelMDM(TemplateLM):
             **total.describe(),
             "errors": total.errors(),
         }
+        if self.denoiser.unread_entries:
+            duel["unread_config"] = list(self.denoiser.unread_entries)
         return {"fingerprint": self.fingerprint, "spec": self.spec, "duel": duel}
 
     # ------------------------------------------------------------ ranks

@@ -162,7 +162,9 @@ class Evaluation:
             self._log_interruption(signal)
             raise
         except InconsistentOutput as error:
-            raise InconsistentOutput(f"{error} {self._suspects(error)}", error.window) from None
+            if self.store is not None:
+                self.store.suspect(str(error))
+            raise InconsistentOutput(f"{error} {self._suspects}", error.window) from None
         finally:
             self.stats.seconds += time.perf_counter() - start
             if self.trace is not None:
@@ -177,11 +179,11 @@ class Evaluation:
             name = self.estimator.name
             log.warning("Estimate so far (estimator=%s), from this rank's documents: %s", name, estimates)
 
-    def _suspects(self, error: InconsistentOutput) -> str:
-        """Mark the response cache; a sentence that names the answers that may be wrong."""
+    @property
+    def _suspects(self) -> str:
+        """A sentence that names the answers that may be wrong."""
         where = "results files"
         if self.store is not None:
-            self.store.suspect(str(error))
             where = f"{self.store.path}, which are kept and not used any more, and those in results files"
         digest = fingerprint.digest(fingerprint.spec_of(self.estimator.denoiser, self.estimator, self.text))
         return f"InconsistentOutput: all answers with the fingerprint {digest} in {where}."

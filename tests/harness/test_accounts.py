@@ -22,8 +22,8 @@ ALPHABET = " ".join("abcdefghijklmnopqrstuvwxyz")
 SHIPPED = Path(tasks.task_folder()) / "sotu" / "_perplexity.yaml"
 
 
-def rolling(*texts, kind="loglikelihood_rolling", **more):
-    return ask(kind, *[text if isinstance(text, tuple) else (text,) for text in texts], **more)
+def rolling(*texts):
+    return ask("loglikelihood_rolling", *[(text,) for text in texts])
 
 
 def told(model):
@@ -32,20 +32,20 @@ def told(model):
 
 def same(one, other):
     """Whether two accounts of a task agree, figures up to float noise."""
-    one, other = dict(one), dict(other)
-    mine, theirs = one.pop("values"), other.pop("values")
-    close = {
-        name: {key: number if number is None else pytest.approx(number, abs=1e-4) for key, number in value.items()}
-        for name, value in theirs.items()
-    }
-    return one == other and mine == close
+    if {**one, "values": None} != {**other, "values": None} or one["values"].keys() != other["values"].keys():
+        return False
+    for name, figures in other["values"].items():
+        close = {key: figure if figure is None else pytest.approx(figure, abs=1e-4) for key, figure in figures.items()}
+        if one["values"][name] != close:
+            return False
+    return True
 
 
 # ---------------------------------------------------------------- answers of a cache belong to the run that asks
 
 
 def test_cut_contexts_and_merged_borders_are_those_of_this_run(model, tmp_path):
-    asked = rolling((ALPHABET, " a b"), (ALPHABET, " c"), ("a", "b"), ("a", " b"), kind="loglikelihood")
+    asked = ask("loglikelihood", (ALPHABET, " a b"), (ALPHABET, " c"), ("a", "b"), ("a", " b"))
     whole = model()
     values = whole.loglikelihood(asked)
     assert told(whole)["cut_contexts"] == 2 and told(whole)["merged_borders"] == 1
@@ -68,7 +68,8 @@ DAMAGED = {  # of a record (log_prob, scores of windows)
 
 def answers(store):
     """The keys of answers: those of other records begin with a word."""
-    return sorted(key for (key,) in store.file.execute("SELECT key FROM unnamed") if " " not in key)
+    keys = [key for (key,) in store.file.execute("SELECT key FROM unnamed")]
+    return sorted(key for key in keys if " " not in key)
 
 
 @pytest.mark.parametrize("damage", DAMAGED)
@@ -114,9 +115,8 @@ def test_windows_of_every_estimator_are_read_again(model, tmp_path, estimator):
 def evaluate(folder, data, model, column="text", **options):
     """The shipped YAML of perplexities on a user's own data, which count no tokens."""
     folder.mkdir(exist_ok=True)
-    (folder / "data.jsonl").write_text(
-        "".join(json.dumps({column: text, "n": n}) + "\n" for n, text in enumerate(data))
-    )
+    lines = [json.dumps({column: text, "n": n}) for n, text in enumerate(data)]
+    (folder / "data.jsonl").write_text("\n".join(lines) + "\n")
     (folder / "own.yaml").write_text(
         f"include: {SHIPPED}\ntask: own\ndoc_to_target: {column}\ndataset_path: json\n"
         f"dataset_kwargs: {{data_files: {{test: {folder / 'data.jsonl'}}}}}\n"
@@ -128,7 +128,7 @@ def evaluate(folder, data, model, column="text", **options):
 def test_evaluations_of_one_model_do_not_add_up(model, tmp_path):
     lm = model(estimator="elbo", mc_samples=8)
     first = evaluate(tmp_path / "one", [*TEXTS, ALPHABET], lm)["config"]["duel"]
-    lm.generate_until(rolling(("a", {"max_gen_toks": 4, "until": []}), kind="generate_until"))  # of the same one
+    lm.generate_until(ask("generate_until", ("a", {"max_gen_toks": 4, "until": []})))  # of the same one
     assert told(lm)["generated"] and told(lm)["forwards"] > first["forwards"]
     second = evaluate(tmp_path / "two", TEXTS[:2], lm)["config"]["duel"]
     alone = evaluate(tmp_path / "two", TEXTS[:2], model(estimator="elbo", mc_samples=8))["config"]["duel"]
@@ -140,11 +140,12 @@ def test_evaluations_of_one_model_do_not_add_up(model, tmp_path):
 
 @pytest.mark.parametrize("column", ["text", "content"])
 def test_a_users_own_data_need_no_token_counts(model, tmp_path, column):
-    lm = model()
-    results = evaluate(tmp_path, TEXTS, lm, column, use_cache=str(tmp_path / "c"))
-    for found in (results, evaluate(tmp_path, TEXTS, model(), column, use_cache=str(tmp_path / "c"))):  # and again
-        table, task = found["results"]["own"], found["config"]["duel"]["tasks"]["own"]
-        nats, words = task["values"]["duel"]["log_prob"], sum(len(text.split()) for text in TEXTS)
+    words = sum(len(text.split()) for text in TEXTS)
+    for _ in ("computed", "from the cache"):
+        results = evaluate(tmp_path, TEXTS, model(), column, use_cache=str(tmp_path / "c"))
+        table = results["results"]["own"]
+        task = results["config"]["duel"]["tasks"]["own"]
+        nats = task["values"]["duel"]["log_prob"]
         assert task["tokens"] == words
         for metric in ("token_perplexity", "word_perplexity"):
             assert table[f"{metric},none"] == pytest.approx(math.exp(-nats / words))
@@ -155,12 +156,13 @@ def test_a_users_own_data_need_no_token_counts(model, tmp_path, column):
 
 def test_the_error_over_windows_by_hand(model):
     """That of a ratio of two sums, nats and tokens, times the tokens."""
-    lm, tokens = model(), [3, 2, 3, 5]
+    lm = model()
+    tokens = [3, 2, 3, 5]
     nats = lm.loglikelihood_rolling(rolling(*TEXTS))
     rate = sum(nats) / sum(tokens)
-    rest = [value - rate * count for value, count in zip(nats, tokens, strict=True)]
-    found = told(lm)["tasks"]["toy"]["values"]["duel"]
-    assert found["window_stderr"] == pytest.approx(math.sqrt(4 / 3 * sum(value**2 for value in rest)))
+    squares = [(value - rate * count) ** 2 for value, count in zip(nats, tokens, strict=True)]
+    value = told(lm)["tasks"]["toy"]["values"]["duel"]
+    assert value["window_stderr"] == pytest.approx(math.sqrt(4 / 3 * sum(squares)))
 
 
 @pytest.mark.parametrize("spec", [{}, {"estimator": "mixture", "lattice_rules": "greedy"}], ids=["duel", "mixture"])
@@ -174,9 +176,10 @@ def test_minus_infinity_is_null_with_a_reason(model, tmp_path, spec):
         assert (value["log_prob"], value["stderr"], value["window_stderr"]) == (None, None, None)
         assert value["reason"] == IMPOSSIBLE
     assert found["verify"]["largest_difference"] == 0
-    lines = (tmp_path / "t.jsonl").read_text().splitlines()
-    assert all(isinstance(json.loads(line, parse_constant=pytest.fail), dict) for line in lines)
-    assert json.loads(lines[1])["log_prob"] is None and json.loads(lines[1])["reason"] == IMPOSSIBLE
+    lines = []
+    for line in (tmp_path / "t.jsonl").read_text().splitlines():
+        lines.append(json.loads(line, parse_constant=pytest.fail))
+    assert lines[1]["log_prob"] is None and lines[1]["reason"] == IMPOSSIBLE
     for record, value in zip(trace.read(tmp_path / "t.jsonl"), values, strict=True):
         assert record["log_prob"] == value == next(iter(record["values"].values()))
         order = record if not spec else record["rules"]["greedy:k=1"]

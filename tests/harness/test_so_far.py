@@ -3,6 +3,7 @@
 import itertools
 import math
 import random
+import statistics
 
 import pytest
 from harness_requests import cached
@@ -35,18 +36,21 @@ def by_hand(order, finished):
         if text not in finished:
             break
         sample.append((finished[text], len(text.split())))
-    n, everything, total = len(sample), len(order), sum(size for _, size in sample)
+    n = len(sample)
     assert n >= 5
+    total = sum(size for _, size in sample)
     rate = sum(log_prob for log_prob, _ in sample) / total
     squares = sum((log_prob - rate * size) ** 2 for log_prob, size in sample)
-    error = math.sqrt((1 - n / everything) * n / (n - 1) * squares) / total * stats.t(n - 1).ppf(0.975)
-    return math.exp(-rate), math.exp(-rate - error), math.exp(-rate + error)
+    variance = (1 - n / len(order)) * n / (n - 1) * squares / total**2
+    reach = math.sqrt(variance) * stats.t(n - 1).ppf(0.975)
+    return math.exp(-rate), math.exp(-rate - reach), math.exp(-rate + reach)
 
 
 def test_the_estimate_of_a_killed_run_is_that_by_hand(folder, tmp_path, monkeypatch):
     monkeypatch.setattr(base, "BUCKET", 1)
     model = DuelMDM(pretrained=folder, rule="greedy", block=4, device="cpu", max_batch_size=1)
-    finished, save = {}, Answers.save
+    finished = {}
+    save = Answers.save
 
     def save_or_stop(answers, n, scores):
         if len(finished) == 8:
@@ -63,17 +67,21 @@ def test_the_estimate_of_a_killed_run_is_that_by_hand(folder, tmp_path, monkeypa
     value, low, high = by_hand(order, finished)
     assert str(so_far) == f"ppl {value:.4g} [{low:.4g}, {high:.4g}] (95 % interval of the final value)"
     sample = [*itertools.takewhile(finished.__contains__, order)]
-    estimated = estimate([finished[text] for text in sample], [len(text.split()) for text in sample], len(TEXTS))
+    log_probs = [finished[text] for text in sample]
+    sizes = [len(text.split()) for text in sample]
+    estimated = estimate(log_probs, sizes, len(TEXTS))
     assert estimated == pytest.approx((value, low, high), rel=1e-12)
 
 
 def test_the_bar_has_the_error_of_the_draws_and_no_interval_of_a_final_value(folder, capsys):
-    for settings, expected in (({"estimator": "elbo", "mc_samples": 16}, True), ({"rule": "greedy"}, False)):
+    for settings, is_drawn in (({"estimator": "elbo", "mc_samples": 16}, True), ({"rule": "greedy"}, False)):
         model = DuelMDM(pretrained=folder, block=4, device="cpu", **settings)
         model.loglikelihood_rolling(requests(TEXTS[:2]))
         bar = capsys.readouterr().err.splitlines()[-1]
-        assert ("±" in bar) is expected and "ppl " in bar and "interval" not in bar and "[" not in bar.split("ppl ")[1]
-        if expected:
+        value = bar.split("ppl ")[1]
+        assert ("±" in value) is is_drawn
+        assert "interval" not in value and "[" not in value
+        if is_drawn:
             total = model.evaluation.total().tasks["toy"].total
             error = math.exp(-total.log_prob / total.tokens) * total.stderr / total.tokens
             assert f"± {error:.2g}" in bar
@@ -83,31 +91,36 @@ def test_intervals_cover_the_final_value_and_long_documents_do_not_bias():
     """300 random orders of 60 documents whose rate falls with their length; 20 of them are finished."""
     draw = random.Random(1)
     sizes = [draw.randrange(5, 200) for _ in range(60)]
-    documents = [(-size * (3 + 40 / size + draw.gauss(0, 0.3)), size) for size in sizes]
+    documents = []
+    for size in sizes:
+        rate = 3 + 40 / size + draw.gauss(0, 0.3)
+        documents.append((-size * rate, size))
     final = -sum(log_prob for log_prob, _ in documents) / sum(sizes)
-    covered, rates = 0, []
-    for _ in range(300):
-        shuffled = draw.sample(documents, len(documents))
-        log_probs, tokens = zip(*shuffled[:20], strict=True)
+
+    orders = 300
+    covered = 0
+    rates = []
+    for _ in range(orders):
+        finished = draw.sample(documents, 20)
+        log_probs = [log_prob for log_prob, _ in finished]
+        tokens = [size for _, size in finished]
         value, low, high = estimate(log_probs, tokens, len(documents))
         covered += low <= math.exp(final) <= high
         rates.append(math.log(value))
-    mean = sum(rates) / len(rates)
-    error = math.sqrt(sum((rate - mean) ** 2 for rate in rates) / 299 / 300)
-    assert 0.91 <= covered / 300 <= 0.98 and abs(mean - final) < 4 * error + 0.005
+    error = statistics.stdev(rates) / math.sqrt(orders)
+    assert 0.91 <= covered / orders <= 0.98
+    assert abs(statistics.mean(rates) - final) < 4 * error + 0.005
 
 
 def test_few_documents_have_no_interval_and_none_no_estimate():
     sizes = (4, 9, 2, 5, 7, 8)
     log_probs = {n: -3.0 * sizes[n] for n in (0, 1, 3, 4)}
     so_far = SoFar([(n, "toy", size) for n, size in enumerate(sizes)], log_probs, {})
-    assert str(so_far) == "ppl 20.09 over 2 of 6 documents" and estimate([-12.0, -27.0], [4, 9], 6) == (
-        pytest.approx(math.e**3),
-        None,
-        None,
-    )
+    assert str(so_far) == "ppl 20.09 over 2 of 6 documents"
+    assert estimate([-12.0, -27.0], [4, 9], 6) == (pytest.approx(math.e**3), None, None)
     log_probs.pop(0)
-    assert str(so_far) == "" and estimate([], [], 6) is None
+    assert str(so_far) == ""
+    assert estimate([], [], 6) is None
 
 
 @pytest.mark.parametrize("rule", ["greedy", "left_to_right"])
@@ -117,18 +130,20 @@ def test_random_order_changes_no_number_and_keeps_the_budget(rule, monkeypatch):
     denoiser = Toy(tokens=6, length=32)  # in float64
     draw = random.Random(2)
     windows = [Window((1,), draw.choices(range(6), k=draw.randrange(1, 31))) for _ in range(16)]
-    scores = []
+    scores = {}
     for in_order in (False, True):
         duel = DuelEstimator(denoiser, rule, 8, batch_size=3)
         recording = Recording(denoiser)
         with recording.record():
-            found = dict(duel.stream(windows, in_order=in_order))
-        scores.append([found[n] for n in range(len(windows))])
-        largest = max(call[1][1].numel() for call in recording.calls if call[0] == "features_at")
+            scores[in_order] = dict(duel.stream(windows, in_order=in_order))
+        calls = [arguments for name, arguments, *_ in recording.calls if name == "features_at"]
+        largest = max(arguments[1].numel() for arguments in calls)
         assert 60 <= largest <= duel.budget.tokens == 3 * 32
-    for longest, given in zip(*scores, strict=True):
-        assert longest.reveal_steps == given.reveal_steps
-        assert longest.token_logprobs == pytest.approx(given.token_logprobs, abs=1e-9)
+    for n in range(len(windows)):
+        longest_first = scores[False][n]
+        in_order = scores[True][n]
+        assert longest_first.reveal_steps == in_order.reveal_steps
+        assert longest_first.token_logprobs == pytest.approx(in_order.token_logprobs, abs=1e-9)
 
 
 # ---------------------------------------------------------------- from the first minute
@@ -137,16 +152,17 @@ def test_random_order_changes_no_number_and_keeps_the_budget(rule, monkeypatch):
 def test_the_first_document_of_the_order_is_finished_early(folder):
     """After a few percent of the steps, whatever the lengths of the others; no step is taken twice."""
     model = DuelMDM(pretrained=folder, rule="greedy", block=4, device="cpu", max_batch_size=4)
-    texts, steps = [" ".join(DRAW.choices(LETTERS, k=28)) for _ in range(60)], []
-    windows = [window for text in texts for window in model.text.windows(text)]
+    windows = []
+    for _ in range(60):
+        windows += model.text.windows(" ".join(DRAW.choices(LETTERS, k=28)))
+    steps = {}  # that were taken when a window was finished
     for index, _ in model.estimator.stream(windows, in_order=True):
-        steps.append((index, model.estimator.counts.lane_steps))
+        steps[index] = model.estimator.counts.lane_steps
     total = model.estimator.counts.lane_steps
     assert total == sum(len(window.target) for window in windows)
-    first = next(taken for index, taken in steps if index == 0)
-    assert first <= 0.03 * total
-    shares = [taken / total for _, taken in steps]
-    assert all(abs(share - (n + 1) / len(steps)) < 0.15 for n, share in enumerate(shares))
+    assert steps[0] <= 0.03 * total
+    for n, taken in enumerate(steps.values(), 1):  # in the order in which they were finished
+        assert abs(taken / total - n / len(steps)) < 0.15
 
 
 def test_the_bar_counts_the_work_on_unfinished_windows():
