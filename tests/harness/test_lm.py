@@ -26,20 +26,23 @@ def by_hand(lm, context, target):
 
 def test_loglikelihood_in_request_order(lm):
     requests = [("a b c", " d e"), ("b", " the of and a b c d"), ("a b c", " e d"), ("z", " q")]
-    answers = lm.loglikelihood(ask("loglikelihood", *requests))
-    assert answers == [by_hand(lm, *request) for request in requests]
-    assert lm.loglikelihood(ask("loglikelihood", *requests[::-1]))[::-1] == [
-        (pytest.approx(value, abs=1e-4), greedy) for value, greedy in answers
-    ]
+    expected = [by_hand(lm, *request) for request in requests]
+    assert lm.loglikelihood(ask("loglikelihood", *requests)) == expected
+    backwards = lm.loglikelihood(ask("loglikelihood", *requests[::-1]))
+    assert backwards[::-1] == expected
 
 
 def test_empty_context_empty_continuation_trailing_spaces(lm):
-    pairs = ("", "a b"), ("a b", ""), ("", ""), ("a ", "b"), ("a", " b"), ("  ", "a b"), ("a ", "")
-    answers = lm.loglikelihood(ask("loglikelihood", *pairs))
-    assert answers[0] == by_hand(lm, "", "a b")  # framing tokens alone are in view
-    assert answers[1] == answers[2] == answers[6] == (0.0, True)
-    assert answers[3] == answers[4] == by_hand(lm, "a", "b")  # trailing spaces belong to the continuation
-    assert answers[5] == answers[0]
+    def answer(context, continuation):
+        [found] = lm.loglikelihood(ask("loglikelihood", (context, continuation)))
+        return found
+
+    assert answer("", "a b") == by_hand(lm, "", "a b"), "special tokens alone are in view"
+    assert answer("  ", "a b") == by_hand(lm, "", "a b")
+    for context in ("a b", "", "a "):
+        assert answer(context, "") == (0.0, True)
+    assert answer("a ", "b") == by_hand(lm, "a", "b"), "trailing spaces belong to the continuation"
+    assert answer("a", " b") == by_hand(lm, "a", "b")
 
 
 def test_the_scored_ids_always_spell_the_continuation(demo):
@@ -51,7 +54,8 @@ def test_the_scored_ids_always_spell_the_continuation(demo):
         assert demo.tokenizer.decode(ids) == context
     for context, continuation in [("the ", "people"), ("the people  ", "of"), ("  ", "of"), ("", "the")]:
         ids, target = demo.text.encode_pair(context, continuation)
-        assert demo.tokenizer.decode(ids) + demo.tokenizer.decode(target) == context + continuation
+        spelled = demo.tokenizer.decode(ids) + demo.tokenizer.decode(target)
+        assert spelled == context + continuation
     assert demo.text.merged_borders - before >= 3
     value, _ = demo.loglikelihood(ask("loglikelihood", ("th", "e")))[0]
     assert value < 0
@@ -63,29 +67,24 @@ def test_long_contexts_are_cut_from_the_left_and_counted(folder, caplog):
     with caplog.at_level("WARNING", logger="lm_eval.duel_mdm"):
         answers = lm.loglikelihood(ask("loglikelihood", (long, " x y"), ("a", " b"), (long, " z")))
     assert answers[0] == by_hand(lm, "e f g h", "x y")
-    assert [r.message for r in caplog.records].count(
-        "2 of 3 contexts were longer than max_length=8 and truncated from the left"
-    ) == 1
+    messages = [record.message for record in caplog.records]
+    assert messages.count("2 of 3 contexts were longer than max_length=8 and truncated from the left") == 1
     assert lm.get_model_info()["duel"]["cut_contexts"] == 2
     with pytest.raises(DuelError, match="Request of task toy, document 1: A continuation of 7 tokens does not fit"):
         lm.loglikelihood(ask("loglikelihood", ("a", " b"), ("a", " b c d e f g h")))
 
 
-def test_conventions_of_framing(folder):
-    ids = None
-    for bos, windows in {
-        "given": lambda i: [Window((2,), i, (3,))],
-        "none": lambda i: [Window((), i)],
-        "scored": lambda i: [Window((), (2, *i), (3,))],
-        "official": lambda i: [Window((), (2, *i), (3,))],
-    }.items():
-        lm = DuelMDM(pretrained=folder, rule="greedy", block=4, device="cpu", bos=bos)
-        ids = tuple(lm.tok_encode("a b c d"))
-        assert lm.text.document(list(ids)) == windows(ids)
-        assert f"bos={bos}" in lm.spec["special_tokens"]
-        if bos in ("scored", "official"):
-            with pytest.raises(DuelError, match=f"bos={bos} scores the row from its first position on"):
-                lm.loglikelihood(ask("loglikelihood", ("a", " b")))
+@pytest.mark.parametrize("bos", ["given", "none", "scored", "official"])
+def test_conventions_of_framing(folder, bos):
+    lm = DuelMDM(pretrained=folder, rule="greedy", block=4, device="cpu", bos=bos)
+    ids = lm.tok_encode("a b c d")
+    with_bos = Window((), (2, *ids), (3,))
+    expected = {"given": Window((2,), ids, (3,)), "none": Window((), ids), "scored": with_bos, "official": with_bos}
+    assert lm.text.document(ids) == [expected[bos]]
+    assert f"bos={bos}" in lm.spec["special_tokens"]
+    if bos in ("scored", "official"):
+        with pytest.raises(DuelError, match=f"bos={bos} scores the row from its first position on"):
+            lm.loglikelihood(ask("loglikelihood", ("a", " b")))
 
 
 def test_model_info_is_for_the_results_file(folder):
@@ -94,21 +93,31 @@ def test_model_info_is_for_the_results_file(folder):
     lm.loglikelihood_rolling(ask("loglikelihood_rolling", *[(text,) for text in texts]))
     lm.loglikelihood(ask("loglikelihood", ("a b c d e f g h", " i")))
     info = lm.get_model_info()
-    assert info["fingerprint"] == lm.fingerprint
-    assert info["spec"]["rule"] == "greedy:k=1" and info["spec"]["denoiser"] == "BertForMaskedLM"
-    cost = info["duel"]
-    assert (cost["estimator"], cost["rule"], cost["block"], cost["ranks"]) == ("duel", "greedy:k=1", 4, 1)
-    assert (cost["windows"], cost["tokens"], cost["nfe"], cost["mean_nfe"]) == (4, 13, 13, 13 / 4)  # equal ones once
-    assert (cost["cut_contexts"], cost["empty_requests"], cost["longest_document"]) == (1, 1, 9)
-    assert cost["rows"] >= cost["forwards"] > 0 and cost["row_capacity"] == 6 and cost["all_mask_starts"] == 0
-    assert cost["seconds"] > 0 and cost["peak_memory_bytes"] > 1e7 and cost["near_tie_windows"] <= cost["near_ties"]
-    assert cost["tokens_per_second"] == pytest.approx(13 / cost["seconds"])
-    assert cost["weights"] == info["spec"]["weights"] and cost["versions"]["torch"].startswith("2.")
-    task = cost["tasks"]["toy"]
-    assert (task["documents"], task["requests"], task["windows"], task["tokens"]) == (4, 5, 5, 16)
-    assert task["longest_document"] == 9
-    assert task["values"]["duel"]["nfe"] == 16 and task["values"]["duel"]["stderr"] is None
     json.dumps(info)
+    assert info["fingerprint"] == lm.fingerprint
+    assert info["spec"]["rule"] == "greedy:k=1"
+    assert info["spec"]["denoiser"] == "BertForMaskedLM"
+
+    expected = {
+        **{"estimator": "duel", "rule": "greedy:k=1", "block": 4, "ranks": 1},
+        **{"windows": 4, "tokens": 13, "nfe": 13, "mean_nfe": 13 / 4},  # equal windows count once
+        **{"cut_contexts": 1, "empty_requests": 1, "longest_document": 9, "row_capacity": 6, "all_mask_starts": 0},
+        "weights": info["spec"]["weights"],
+    }
+    cost = info["duel"]
+    assert {name: cost[name] for name in expected} == expected
+    assert cost["rows"] >= cost["forwards"] > 0
+    assert cost["near_tie_windows"] <= cost["near_ties"]
+    assert cost["seconds"] > 0
+    assert cost["tokens_per_second"] == pytest.approx(13 / cost["seconds"])
+    assert cost["peak_memory_bytes"] > 1e7
+    assert cost["versions"]["torch"].startswith("2.")
+
+    task = cost["tasks"]["toy"]
+    expected = {"documents": 4, "requests": 5, "windows": 5, "tokens": 16, "longest_document": 9}
+    assert {name: task[name] for name in expected} == expected
+    assert task["values"]["duel"]["nfe"] == 16
+    assert task["values"]["duel"]["stderr"] is None
 
 
 @pytest.mark.parametrize("estimator", ["elbo", "oracle"])
@@ -127,41 +136,46 @@ def test_an_estimator_that_decodes_nothing_says_so_and_states_its_error(folder, 
 
 def test_equal_windows_have_one_monte_carlo_error(folder):
     """They have the same draws, so n of them have n times the error, not sqrt(n) times."""
-    totals = []
-    for count in (1, 5):
+
+    def stderr(*texts):
         lm = DuelMDM(pretrained=folder, device="cpu", estimator="elbo", mc_samples=16)
-        lm.loglikelihood_rolling(ask("loglikelihood_rolling", *[("a b c d e",)] * count))
-        totals.append(lm.get_model_info()["duel"]["tasks"]["toy"]["values"]["elbo"])
-    assert totals[1]["stderr"] == pytest.approx(5 * totals[0]["stderr"]) and totals[0]["stderr"] > 0
-    lm = DuelMDM(pretrained=folder, device="cpu", estimator="elbo", mc_samples=16)
-    requests = ask("loglikelihood_rolling", ("a b c d e",), ("e d c b a",))
-    lm.loglikelihood_rolling(requests)
-    both = lm.get_model_info()["duel"]["tasks"]["toy"]["values"]["elbo"]["stderr"]
-    assert totals[0]["stderr"] < both < totals[0]["stderr"] * 5
+        lm.loglikelihood_rolling(ask("loglikelihood_rolling", *[(text,) for text in texts]))
+        return lm.get_model_info()["duel"]["tasks"]["toy"]["values"]["elbo"]["stderr"]
+
+    one = stderr("a b c d e")
+    assert one > 0
+    assert stderr(*["a b c d e"] * 5) == pytest.approx(5 * one)
+    assert one < stderr("a b c d e", "e d c b a") < 5 * one
 
 
 def test_accounts_of_ranks_add_up(folder):
     """What one model computes on all requests is the sum of two accounts of its halves."""
     texts = ["a b c", "z", "d e f g", "a b c", "the of"]
-    sampler = {"estimator": "sampled_confidence", "block": 4}
-    for more in ({"estimator": "elbo", "mc_samples": 16}, {"estimator": "oracle", "block": 4}, sampler):
+    requests = ask("loglikelihood_rolling", *[(text,) for text in texts])
+    for more in (
+        {"estimator": "elbo", "mc_samples": 16},
+        {"estimator": "oracle", "block": 4},
+        {"estimator": "sampled_confidence", "block": 4},
+    ):
         arguments = {"pretrained": folder, "device": "cpu", **more}
-        requests = ask("loglikelihood_rolling", *[(text,) for text in texts])
         one = DuelMDM(**arguments)
         one.loglikelihood_rolling(requests)
-        halves = [DuelMDM(**arguments) for _ in range(2)]
-        for rank, half in enumerate(halves):
-            half.loglikelihood_rolling(requests[rank::2])
-        halves[0].evaluation.gathered = [half.evaluation.summary() for half in halves]
-        whole, sum_of = one.get_model_info()["duel"], halves[0].get_model_info()["duel"]
-        assert sum_of["ranks"] == 2
-        task, other = whole["tasks"]["toy"], sum_of["tasks"]["toy"]
-        assert {name: task[name] for name in task if name != "values"} == {
-            name: other[name] for name in other if name != "values"
-        }
-        for name, value in task["values"].items():
-            for figure, mine in value.items():
-                assert other["values"][name][figure] == (mine if mine is None else pytest.approx(mine, abs=1e-4))
+        ranks = [DuelMDM(**arguments), DuelMDM(**arguments)]
+        for rank, lm in enumerate(ranks):
+            lm.loglikelihood_rolling(requests[rank::2])
+        ranks[0].evaluation.gathered = [lm.evaluation.summary() for lm in ranks]
+
+        together = ranks[0].get_model_info()["duel"]
+        assert together["ranks"] == 2
+        ours = together["tasks"]["toy"]
+        theirs = one.get_model_info()["duel"]["tasks"]["toy"]
+        our_values = ours.pop("values")
+        their_values = theirs.pop("values")
+        assert ours == theirs
+        for name, figures in their_values.items():
+            for figure, value in figures.items():
+                close = value if value is None else pytest.approx(value, abs=1e-4)
+                assert our_values[name][figure] == close, (name, figure)
 
 
 def test_token_counts_of_another_tokenizer_are_refused(lm):
@@ -183,8 +197,10 @@ def build(*texts, kind="loglikelihood_rolling"):
 def test_requests_that_are_built_later_belong_to_the_next_evaluation(folder, monkeypatch):
     """Two models at once, each with its own; a failure, or results that nobody asked for, end none."""
     monkeypatch.setattr(Task, "build_all_requests", lambda task, **options: None)
-    one, other = (DuelMDM(pretrained=folder, block=4, device="cpu") for _ in range(2))
-    rolling, pairs = build(("a b c",), ("d e",)), build(("a", " b"), kind="loglikelihood")
+    one = DuelMDM(pretrained=folder, block=4, device="cpu")
+    other = DuelMDM(pretrained=folder, block=4, device="cpu")
+    rolling = build(("a b c",), ("d e",))
+    pairs = build(("a", " b"), kind="loglikelihood")
     one.loglikelihood_rolling(rolling)
     first = one.evaluation
     one.loglikelihood(pairs)
