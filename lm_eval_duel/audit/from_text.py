@@ -1,7 +1,7 @@
 """From raw text to the printed number, without anything that a run computes but the network.
 
-text of the documents -> ids by the tokenizer alone -> tokens, words and bytes counted
-log-probabilities by the reference -> sums -> perplexities and bits per byte -> compared with the task's
+text of the documents -> ids, by the tokenizer alone -> tokens, words and bytes, counted
+log-probabilities, by the reference -> their sum -> perplexities and bits per byte -> beside the printed ones
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lm_eval_duel.audit.checked import distance
+from lm_eval_duel.core.float_noise import nats_tolerance
 from lm_eval_duel.core.scores import perplexity
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.text.annotated import TokenText
@@ -23,9 +24,10 @@ COUNTED = "duel_tokens"  # a column of the tasks of this package, which count th
 
 @dataclasses.dataclass
 class FromText:
-    """The documents of a task.
+    """The documents of a task, counted and added up.
 
-    `bos`: which positions of a row are scored; `length`: of the longest row; `prefix`, `suffix`: its special tokens.
+    `bos` says which special tokens of a row are scored; `length` is that of the longest row; `prefix` and `suffix` are
+    its special tokens; `vocabulary` is the number of tokens that the network may predict.
     """
 
     task: str
@@ -34,9 +36,9 @@ class FromText:
     length: int
     prefix: Sequence[int] = ()
     suffix: Sequence[int] = ()
+    vocabulary: int = 1
     documents: int = 0
     log_prob: float = 0.0
-    noise: float = 0.0  # nats by which the run's sum may differ
     tokens: int = 0
     words: int = 0
     bytes: int = 0
@@ -48,71 +50,107 @@ class FromText:
     def add(self, name: str, doc: Mapping[str, Any], text: str, windows: Sequence[Window], nats: float) -> None:
         """Add a document, its windows in the run and its log-probability by the reference."""
         ids = self.tokenizer(str(text), add_special_tokens=False, verbose=False)["input_ids"]
+        if isinstance(text, TokenText):  # its task has made the row
+            expected = scored_of_row(text, self.bos)
+            self.tokens += len(expected)
+        else:
+            expected = self.scored_of_text(ids)
+            self.tokens += len(ids)
+
         scored = [token for window in windows for token in window.target]
-        wanted = of_row(text, self.bos) if isinstance(text, TokenText) else self.of_text(ids)
-        if scored != wanted:
+        if scored != expected:
             self.problems.append(
-                f"{name}: of its text, {len(wanted)} ids are to be scored, but not these {len(scored)}"
+                f"{name}: of its text, {len(expected)} ids are to be scored, but not these {len(scored)}"
             )
-        self.ids.update(wanted)
+        self.ids.update(expected)
         self.documents += 1
         self.log_prob += nats
-        self.tokens += len(wanted) if isinstance(text, TokenText) else len(ids)
-        raw = next((doc[column] for column in ("page", "text") if isinstance(doc.get(column), str)), text)
-        words = len(re.split(r"\s+", raw)) if raw.strip() else 0
-        size = len(raw.encode())
-        if "page" not in doc and {COUNTED, "words", "bytes"} <= doc.keys():
-            words, size, self.counted_before = doc["words"], doc["bytes"], True
-        self.words += words
-        self.bytes += size
+        self._count_words_and_bytes(doc, text)
 
-    def of_text(self, ids: Sequence[int]) -> list[int]:
+    def scored_of_text(self, ids: Sequence[int]) -> list[int]:
         """The ids that are scored of a text of these ids, which is cut into rows."""
-        before, after = len(self.prefix), len(self.suffix)
-        found, room = [], self.length - before - after
+        before = len(self.prefix)
+        after = len(self.suffix)
+        room = self.length - before - after
+        not_scored = {"official": (0, 1), "scored": (0, after), "first": (1, 0)}
+        begin, end = not_scored.get(self.bos, (before, after))  # at the beginning and the end of each row
+
+        scored: list[int] = []
         for start in range(0, len(ids), room):
             row = [*self.prefix, *ids[start : start + room], *self.suffix]
-            begin, end = {"official": (0, 1), "scored": (0, after), "first": (1, 0)}.get(self.bos, (before, after))
-            found += row[begin : len(row) - end]
-        return found
+            scored += row[begin : len(row) - end]
+        return scored
+
+    def _count_words_and_bytes(self, doc: Mapping[str, Any], text: str) -> None:
+        if "page" not in doc and {COUNTED, "words", "bytes"} <= doc.keys():
+            self.words += doc["words"]
+            self.bytes += doc["bytes"]
+            self.counted_before = True
+            return
+        columns = [doc[column] for column in ("page", "text") if isinstance(doc.get(column), str)]
+        raw = columns[0] if columns else text
+        # as lm-eval counts words: white space at either end makes an empty one
+        self.words += len(re.split(r"\s+", raw)) if raw.strip() else 0
+        self.bytes += len(raw.encode())
+
+    # ---------------------------------------------------------------- the numbers
 
     @property
     def counts(self) -> dict[str, tuple[int, str]]:
         """The divisor of each metric that a task may print, and the divisor's name."""
-        found = {f"{unit}_perplexity": (getattr(self, f"{unit}s"), f"{unit}s") for unit in ("token", "word", "byte")}
-        return {name: each for name, each in {**found, "bits_per_byte": (self.bytes, "bytes")}.items() if each[0]}
+        counts = {
+            "token_perplexity": (self.tokens, "tokens"),
+            "word_perplexity": (self.words, "words"),
+            "byte_perplexity": (self.bytes, "bytes"),
+            "bits_per_byte": (self.bytes, "bytes"),
+        }
+        return {metric: (count, units) for metric, (count, units) in counts.items() if count}
 
     def value(self, metric: str) -> float:
         """A metric from the counts and the sum."""
-        rate = -self.log_prob / self.counts[metric][0]
-        return rate / math.log(2) if metric == "bits_per_byte" else perplexity(rate)
+        count, _ = self.counts[metric]
+        nats_per_unit = -self.log_prob / count
+        return nats_per_unit / math.log(2) if metric == "bits_per_byte" else perplexity(nats_per_unit)
 
     def differing(self, printed: Mapping[str, float]) -> list[str]:
         """The differences from the numbers that the task prints, as text."""
+        noise = nats_tolerance(sum(self.ids.values()))
         differences = []
         for metric, (count, units) in self.counts.items():
-            if metric in printed:
-                value = printed[metric]
-                nats = -count * (value * math.log(2) if metric == "bits_per_byte" else math.log(value))
-                if distance(nats, self.log_prob) > self.noise:
-                    expected = f"{self.value(metric):.4f} over {count:,} {units}"
-                    differences.append(f"{self.task} prints a {metric} of {value:.4f}, not {expected}")
+            if metric not in printed:
+                continue
+            value = printed[metric]
+            nats_per_unit = value * math.log(2) if metric == "bits_per_byte" else math.log(value)
+            if distance(-count * nats_per_unit, self.log_prob) > noise:
+                expected = f"{self.value(metric):.4f} over {count:,} {units}"
+                differences.append(f"{self.task} prints a {metric} of {value:.4f}, not {expected}")
         return [*self.problems, *differences]
 
     @property
     def unigram(self) -> float:
-        """The token perplexity of these texts under their own shares of tokens: a network that reads is below it."""
+        """The token perplexity of these texts if each token is predicted by the shares of all others.
+
+        As many tokens as there are distinct ones are added, spread over the vocabulary, since a token that comes once
+        is not among the others. A network that reads its context is far below this.
+        """
         count = sum(self.ids.values())
-        return math.exp(-math.fsum(n / count * math.log(n / count) for n in self.ids.values())) if count else math.nan
+        if not count:
+            return math.nan
+        added = len(self.ids)
+        added_to_each = added / max(self.vocabulary, added)
+        nats = 0.0
+        for times in self.ids.values():
+            nats -= times * math.log((times - 1 + added_to_each) / (count - 1 + added))
+        return math.exp(nats / count)
 
     def odd(self, printed: Mapping[str, float]) -> list[str]:
-        """Notes on faults of arguments, such as a wrong shift or mask, or of the network itself."""
+        """Notes on what is no fault of the package, but points to a wrong argument, such as the shift or the mask."""
         value = printed.get("token_perplexity", math.nan)
         if not value > self.unigram:
             return []
         return [
-            f"the token perplexity of {self.task} is {value:.2f}, and that of a unigram of this very text is "
-            f"{self.unigram:.2f}: check the mask, shift_logits, the special tokens and the tokenizer"
+            f"the token perplexity of {self.task} is {value:.2f}, and a unigram of its texts has {self.unigram:.2f}: "
+            "check the mask, shift_logits, the special tokens and the tokenizer"
         ]
 
     def lines(self, printed: Mapping[str, float]) -> list[str]:
@@ -126,22 +164,20 @@ class FromText:
                 f"  {counts}",
                 f"  log-probabilities and perplexities: not checked independently ({self.alone} windows)",
             ]
-        return [
+        lines = [
             f"From the text of {self.task}, by the tokenizer and the reference alone:",
             f"  {counts}, {self.log_prob:.4f} nats",
-            *(
-                f"  {metric:<17} {self.value(metric):>14.4f}   printed {printed[metric]:>14.4f}"
-                for metric in self.counts
-                if metric in printed
-            ),
-            f"  a unigram of this very text: token perplexity {self.unigram:.4f}",
         ]
+        for metric in self.counts:
+            if metric in printed:
+                lines.append(f"  {metric:<17} {self.value(metric):>14.4f}   printed {printed[metric]:>14.4f}")
+        lines.append(f"  a unigram of these texts has a token perplexity of {self.unigram:.4f}")
+        return lines
 
 
-def of_row(text: TokenText, bos: str) -> list[int]:
+def scored_of_row(text: TokenText, bos: str) -> list[int]:
     """The ids that are scored of a row that its task has cut."""
     before, after = text.special_tokens
-    begin, end = {"given": (1, 0), "official": (0, 1), "scored": (0, 0), "first": (before + 1, after)}.get(
-        bos, (before, after)
-    )
+    not_scored = {"given": (1, 0), "official": (0, 1), "scored": (0, 0), "first": (before + 1, after)}
+    begin, end = not_scored.get(bos, (before, after))
     return list(text.token_ids[begin : len(text.token_ids) - end])

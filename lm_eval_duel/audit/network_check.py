@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import abc
 import contextlib
+import copy
 import hashlib
 import inspect
 import logging
@@ -103,6 +104,8 @@ def compare(options: Options, denoiser: Denoiser, device: str | None) -> tuple[l
     """The comparisons of a network, and the reasons for those that there are not."""
     while isinstance(denoiser, Wrapper):
         denoiser = denoiser.plain
+    denoiser = copy.copy(denoiser)
+    denoiser.filters = ()  # other programs for the network have no temperature and no top_k
     found: list[Finding] = []
     reasons = []
     for name, check in (("own code", _own_code), ("written out", _plain), ("weights", _weights)):

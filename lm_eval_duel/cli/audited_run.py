@@ -1,8 +1,8 @@
 """A run of the harness, audited: its network, each window, the values of a window beside each other, and its totals.
 
-The run scores the first documents of each task together with strangers: more documents, and the same texts without
-their last word. So a fault by which one row changes another one shows in the windows that are audited. The reference
-scores these alone.
+The run scores the first documents of each task in company: with more documents, and with the same texts without their
+last word. So a fault by which one row changes another one shows in the windows that are audited. The reference scores
+these alone.
 """
 
 from __future__ import annotations
@@ -12,14 +12,17 @@ import dataclasses
 import math
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+from lm_eval_duel import reference
 from lm_eval_duel.audit import network_check
 from lm_eval_duel.audit.checked import CheckedWindow, distance
 from lm_eval_duel.audit.contradictions import Held, contradictions
 from lm_eval_duel.audit.from_text import FromText
-from lm_eval_duel.audit.recompute import COMPANY
+from lm_eval_duel.audit.verify import COMPANY
+from lm_eval_duel.core.float_noise import nats_tolerance
+from lm_eval_duel.core.scores import Score
 from lm_eval_duel.estimators.base import Estimator
 from lm_eval_duel.harness.lm import DuelMDM
 from lm_eval_duel.harness.requests import Batch, make_request, name
@@ -27,7 +30,7 @@ from lm_eval_duel.options import Options
 from lm_eval_duel.tasks import named
 from lm_eval_duel.text.loading import require_loadable
 
-STRANGERS = 2  # documents that are scored together, at least; their texts without the last word come on top
+DOCUMENTS = 2  # that are scored together, at least; their texts without the last word come on top
 SAME = 1e-3  # relative: two standard errors of a total that are equal
 
 
@@ -47,10 +50,12 @@ class Audit:
     @property
     def failures(self) -> list[str]:
         """Everything that differs, in words."""
+        failures = []
         windows = [each.where for each in self.checked if each.differs]
-        found = [f"{len(windows)} of {len(self.checked)} windows differ: {'; '.join(windows[:3])}"] if windows else []
-        found += [str(each) for each in self.network if each.differs]
-        return [*found, *self.held.problems, *self.problems]
+        if windows:
+            failures.append(f"{len(windows)} of {len(self.checked)} windows differ: {'; '.join(windows[:3])}")
+        failures += [str(each) for each in self.network if each.differs]
+        return [*failures, *self.held.problems, *self.problems]
 
     @property
     def unchecked(self) -> bool:
@@ -60,18 +65,30 @@ class Audit:
     @property
     def verdict(self) -> str:
         """One line: PASS or FAIL, of how much, what was compared and what was not."""
-        tokens = sum(each.tokens for each in self.checked)
+        word = "PASS"
+        if self.failures:
+            word = "FAIL"
+        elif self.unchecked:
+            word = "NOTHING CHECKED"
+
+        compared = []
         independent = sum(each.independent for each in self.checked)
-        compared = [f"{independent} windows with the reference"] if independent else []
+        if independent:
+            compared.append(f"{independent} windows with the reference")
         compared += [each.what for each in self.network]
         compared += dict.fromkeys(self.held.compared)
-        compared += ["printed numbers with the text"] * bool(self.lines)
+        if self.lines:
+            compared.append("printed numbers with the text")
+
         missing = list(self.not_compared)
         reasons = Counter(each.again.why_alone for each in self.checked if not each.independent)
         missing += [f"{count} windows ({reason})" for reason, count in reasons.items()]
-        word = "FAIL" if self.failures else "NOTHING CHECKED" if self.unchecked else "PASS"
-        line = f"{word}: {len(self.checked)} windows, {tokens} tokens. "
-        line += f"Compared: {', '.join(compared) or 'nothing'}. Not compared: {', '.join(missing) or 'nothing'}."
+
+        tokens = sum(each.tokens for each in self.checked)
+        line = (
+            f"{word}: {len(self.checked)} windows, {tokens} tokens. Compared: {', '.join(compared) or 'nothing'}. "
+            f"Not compared: {', '.join(missing) or 'nothing'}."
+        )
         return f"{line} Note: {'; '.join(self.notes)}." if self.notes else line
 
 
@@ -82,22 +99,18 @@ def audit(options: argparse.Namespace) -> Audit:
     setup_logging()
     require_loadable(Options.parse({**options.model, "dtype": options.dtype}))
     metadata = {**options.model_args, **options.metadata}
-    tasks = named.load(options.tasks, metadata, options.include_path, max(options.limit, STRANGERS))
+    tasks = named.load(options.tasks, metadata, options.include_path, max(options.limit, DOCUMENTS))
     lm = DuelMDM(**{**options.model, "verify": sys.maxsize})
-    found = Audit(audited(lm, options.dtype))
-    if options.no_own_code:
-        found.not_compared.append("the network (--no_own_code)")
-    else:
-        found.network, reasons = network_check.compare(lm.options, lm.denoiser, lm.ranks.device)
-        if not any(isinstance(each, network_check.Compared) for each in found.network):
-            found.not_compared.append(f"the network ({'; '.join(reasons)})")
+
+    findings = Audit(audited(lm, options.dtype))
+    audit_network(lm, options.no_own_code, findings)
     for task in tasks:
         for kind in sorted({request.request_type for request in task.instances}):
             requests = [request for request in task.instances if request.request_type == kind]
-            audit_requests(lm, task, requests, options.limit, found)
-    found.held = contradictions(lm.estimator, found.checked)
-    check_totals(lm, found)
-    return found
+            audit_requests(lm, task, requests, options.limit, findings)
+    findings.held = contradictions(lm.estimator, findings.checked)
+    audit_totals(lm, findings)
+    return findings
 
 
 def audited(lm: DuelMDM, dtype: str) -> str:
@@ -110,84 +123,146 @@ def audited(lm: DuelMDM, dtype: str) -> str:
     )
 
 
-def audit_requests(lm: DuelMDM, task: Any, requests: Sequence[Any], limit: int, found: Audit) -> None:
-    """Add the requests of one type of a task to the findings: of the first `limit` documents, the rest is company."""
+def audit_network(lm: DuelMDM, left_out: bool, findings: Audit) -> None:
+    """Add the comparisons of the network, or the reasons that there are none."""
+    if left_out:
+        findings.not_compared.append("the network (--no_own_code)")
+        return
+    findings.network, reasons = network_check.compare(lm.options, lm.denoiser, lm.ranks.device)
+    if not any(isinstance(each, network_check.Compared) for each in findings.network):
+        findings.not_compared.append(f"the network ({'; '.join(reasons)})")
+
+
+# ---------------------------------------------------------------- windows, and from text to the printed numbers
+
+
+def audit_requests(lm: DuelMDM, task: Any, requests: Sequence[Any], limit: int, findings: Audit) -> None:
+    """Add the requests of one type of a task: those of the first `limit` documents, with the others as company."""
     batch = Batch.from_requests([request for request in requests if request.doc_id < limit])
+    together = [*batch.requests, *company(requests, limit)]
+    kind = batch.requests[0].request_type
     before = len(lm.evaluation.stats.checked)
-    company = list(strangers(requests, limit))
-    answers = getattr(lm, batch.requests[0].request_type)([*batch.requests, *company])[: len(batch.requests)]
+    answers = getattr(lm, kind)(together)[: len(batch.requests)]
     checked = lm.evaluation.stats.checked[before:]
-    found.checked.extend(checked)
+    findings.checked.extend(checked)
     if failures := lm.evaluation.stats.verify_failures:
-        found.problems.extend(f"verification failed: {failure.rstrip('.')}" for failure in failures)
+        findings.problems.extend(f"verification failed: {failure.rstrip('.')}" for failure in failures)
         failures.clear()
         return  # some windows have no second score
-    special = lm.text.bos, lm.denoiser.max_length, lm.text.prefix, lm.text.suffix
-    of_task, items = FromText(str(task.config.task), lm.tokenizer, *special), dict[str, list[Any]]()
+
+    by_request: dict[int, list[CheckedWindow]] = {}
+    for each in checked:
+        by_request.setdefault(each.request, []).append(each)
     for n, (request, answer) in enumerate(zip(batch.requests, answers, strict=True)):
-        windows = [each for each in checked if each.request == n]
-        nats, noise = math.fsum(each.again.log_prob for each in windows), math.fsum(each.tolerance for each in windows)
-        given = answer[0] if isinstance(answer, tuple) else answer
-        if distance(nats, float(given)) > noise:
-            found.problems.append(f"the answer to {name(request)} is {given:.4f} nats, not {nats:.4f}")
-        if request.request_type == "loglikelihood_rolling":
-            of_task.alone += sum(not each.independent for each in windows)
-            of_task.noise += noise
-            of_task.add(name(request), request.doc, request.args[0], [each.window for each in windows], nats)
-            for metric, item in task.process_results(request.doc, [answer]).items():
-                items.setdefault(metric, []).append(item)
-    if items:
-        printed = {metric: task.aggregation()[metric](values) for metric, values in items.items()}
-        found.lines.extend(of_task.lines(printed))
-        found.problems.extend(of_task.differing(printed))
-        found.notes.extend(of_task.odd(printed))
+        windows = by_request.get(n, [])
+        nats = math.fsum(each.again.log_prob for each in windows)
+        printed = float(answer[0] if isinstance(answer, tuple) else answer)
+        if distance(nats, printed) > nats_tolerance(sum(each.tokens for each in windows)):
+            findings.problems.append(f"the answer to {name(request)} is {printed:.4f} nats, not {nats:.4f}")
+    if kind == "loglikelihood_rolling":
+        audit_text(lm, task, batch.requests, answers, by_request, findings)
 
 
-def strangers(requests: Sequence[Any], limit: int) -> list[Any]:
+def audit_text(
+    lm: DuelMDM,
+    task: Any,
+    requests: Sequence[Any],
+    answers: Sequence[Any],
+    by_request: dict[int, list[CheckedWindow]],
+    findings: Audit,
+) -> None:
+    """Add the numbers that a task prints of whole texts, beside those from the texts themselves."""
+    texts = FromText(
+        str(task.config.task),
+        lm.tokenizer,
+        lm.text.bos,
+        lm.denoiser.max_length,
+        lm.text.prefix,
+        lm.text.suffix,
+        vocabulary=int((~lm.denoiser.excluded).sum()),
+    )
+    items: dict[str, list[Any]] = {}  # by metric, of each document
+    for n, (request, answer) in enumerate(zip(requests, answers, strict=True)):
+        windows = by_request.get(n, [])
+        texts.alone += sum(not each.independent for each in windows)
+        nats = math.fsum(each.again.log_prob for each in windows)
+        texts.add(name(request), request.doc, request.args[0], [each.window for each in windows], nats)
+        for metric, item in task.process_results(request.doc, [answer]).items():
+            items.setdefault(metric, []).append(item)
+    printed = {metric: task.aggregation()[metric](of_documents) for metric, of_documents in items.items()}
+    findings.lines.extend(texts.lines(printed))
+    findings.problems.extend(texts.differing(printed))
+    findings.notes.extend(texts.odd(printed))
+
+
+def company(requests: Sequence[Any], limit: int) -> list[Any]:
     """Requests to be scored beside those of the first `limit` documents, under a task that is not audited."""
-    company = [request.args for request in requests if request.doc_id >= limit]
+    arguments = [request.args for request in requests if request.doc_id >= limit]
     for request in requests:
-        *before, text = request.args
+        *context, text = request.args
         if request.doc_id < limit and type(text) is str and len(text.split()) > 1:
-            company.append((*before, text[: text.rstrip().rindex(text.split()[-1])]))
+            last_word = text.split()[-1]
+            arguments.append((*context, text[: text.rstrip().rindex(last_word)]))
     kind = requests[0].request_type
-    return [make_request(kind, {}, arguments, COMPANY, n) for n, arguments in enumerate(company)]
+    return [make_request(kind, {}, each, COMPANY, n) for n, each in enumerate(arguments)]
 
 
-def check_totals(lm: DuelMDM, found: Audit) -> None:
+# ---------------------------------------------------------------- totals
+
+
+def audit_totals(lm: DuelMDM, findings: Audit) -> None:
     """Add what differs between the totals of each task in the results and those of its audited windows."""
     tasks = lm.get_model_info()["duel"]["tasks"]
-    for task in {each.where.split(",")[0].removeprefix("task ") for each in found.checked} & tasks.keys():
-        windows = [each for each in found.checked if each.where.startswith(f"task {task},")]
-        values = tasks[task]["values"]
-        for told, problem in _totals(lm.estimator, windows, values):
-            if told:
-                found.problems.append(f"the results of {task} have {problem}")
-        found.held.hold("totals and their errors", [])
+    by_task: dict[str, list[CheckedWindow]] = {}
+    for each in findings.checked:
+        task = each.where.split(",")[0].removeprefix("task ")
+        by_task.setdefault(task, []).append(each)
+    for task, windows in by_task.items():
+        if task not in tasks:
+            continue
+        problems = totals_problems(lm.estimator, windows, tasks[task]["values"])
+        findings.held.hold("totals and their errors", [f"the results of {task} have {each}" for each in problems])
 
 
-def _totals(estimator: Estimator, windows: Sequence[CheckedWindow], values: dict[str, Any]) -> list[tuple[bool, str]]:
-    """(whether it differs, in words) of the sum, its drawn error, and its error over windows."""
+def totals_problems(estimator: Estimator, windows: Sequence[CheckedWindow], values: dict[str, Any]) -> Iterator[str]:
+    """Differences in a task's sum, its error over random draws, and its error over windows, as text."""
     scores = [each.score for each in windows if each.score is not None]
     if len(scores) < len(windows) or estimator.name not in values:
-        return []
-    told = values[estimator.name]
+        return
+    value = values[estimator.name]
     nats = [score.log_prob for score in scores]
-    found = [_differs("log_prob", told["log_prob"], math.fsum(nats), sum(each.tolerance for each in windows))]
+    tokens = [each.tokens for each in windows]
+
+    log_prob = -math.inf if value["log_prob"] is None else value["log_prob"]  # JSON has no infinity
+    yield from _differing("log_prob", log_prob, math.fsum(nats), nats_tolerance(sum(tokens)))
+
+    error = _error_over_draws(windows, scores)
+    if error is not None and value["stderr"] is not None:
+        yield from _differing("stderr", value["stderr"], error, SAME * error)
+
+    # The error of a ratio of sums, log-probability to tokens, if windows are independent: core/scores.py, `ratio`.
+    if value["window_stderr"] is not None and len(windows) > 1:
+        rate = math.fsum(nats) / sum(tokens)
+        spread = math.fsum((each - rate * size) ** 2 for each, size in zip(nats, tokens, strict=True))
+        error = math.sqrt(len(windows) / (len(windows) - 1) * spread)
+        yield from _differing("window_stderr", value["window_stderr"], error, SAME * error + 1e-4)
+
+
+def _error_over_draws(windows: Sequence[CheckedWindow], scores: Sequence[Score]) -> float | None:
+    """The standard error of the sum of scores; None if one of them has none.
+
+    Noise seeds are shared by all windows, so the sum is made for each seed. Other draws are shared by equal windows
+    alone: the errors of these add up, and those of different windows are independent.
+    """
+    if all(score.seeds for score in scores):
+        by_seed = [math.fsum(of_seed) for of_seed in zip(*(score.seeds for score in scores), strict=True)]
+        return reference.mean_and_error(by_seed, len(by_seed))[1] if len(by_seed) > 1 else None
     copies = Counter(each.window for each in windows)
     errors = {each.window: score.stderr for each, score in zip(windows, scores, strict=True)}
     known = [copies[window] * error for window, error in errors.items() if error is not None]
-    if len(known) == len(errors) and told["stderr"] is not None:
-        error = math.hypot(*known)
-        found.append(_differs("stderr", told["stderr"], error, SAME * error))
-    tokens = [each.tokens for each in windows]
-    if told["window_stderr"] is not None and len(windows) > 1:
-        rate, count = math.fsum(nats) / sum(tokens), len(windows)
-        spread = math.fsum((value - rate * size) ** 2 for value, size in zip(nats, tokens, strict=True))
-        error = math.sqrt(count / (count - 1) * spread)
-        found.append(_differs("window_stderr", told["window_stderr"], error, SAME * error + 1e-4))
-    return found
+    return math.hypot(*known) if len(known) == len(errors) else None
 
 
-def _differs(what: str, told: float | None, right: float, noise: float) -> tuple[bool, str]:
-    return told is None or not distance(told, right) <= noise, f"a {what} of {told}, not {right:.6g}"
+def _differing(what: str, value: float, expected: float, noise: float) -> Iterator[str]:
+    if not distance(value, expected) <= noise:
+        yield f"a {what} of {value}, not {expected:.6g}"

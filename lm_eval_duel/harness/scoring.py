@@ -16,7 +16,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from lm_eval_duel import fingerprint
-from lm_eval_duel.audit.recompute import Verification
+from lm_eval_duel.audit.verify import Verification
 from lm_eval_duel.core import reveal as signals
 from lm_eval_duel.core.scores import Counts, IndexedScores, Score
 from lm_eval_duel.core.windows import Window

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from lm_eval_duel.audit import checked
+from lm_eval_duel.audit import verify
 from lm_eval_duel.audit.checked import CheckedWindow
 from lm_eval_duel.core.scores import known_sum
 from lm_eval_duel.estimators.registry import ESTIMATORS
@@ -137,7 +137,7 @@ class RunStats:
             loads.append(f"{name} {work} (max/mean {load['max_over_mean'] or 0:.2f})")
         lines.append(f"balance of {self.ranks} ranks: {', '.join(loads)}")
         if self.checked:
-            lines.append(f"on all ranks, {checked.summary(self.checked)}")
+            lines.append(f"on all ranks, {verify.summary(self.checked)}")
         return lines
 
     def errors(self) -> list[str]:
@@ -193,7 +193,7 @@ class RunStats:
             "peak_memory_bytes": self.peak_memory,
             "longest_document": max((stats.longest for stats in self.tasks.values()), default=0),
             "generated": sorted(self.generated),
-            "verify": checked.describe(self.checked) if self.checked else None,
+            "verify": verify.describe(self.checked) if self.checked else None,
         }
         if self.verify_failures:
             entries["verify_failed"] = self.verify_failures

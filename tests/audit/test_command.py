@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from lm_eval_duel.audit import recompute as verify
+from lm_eval_duel.audit import verify
 from lm_eval_duel.cli import audit
 from lm_eval_duel.cli.main import main
 from lm_eval_duel.core import predictions

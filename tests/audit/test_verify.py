@@ -4,7 +4,7 @@ import pytest
 from close import close_nats
 from harness_requests import ask
 
-from lm_eval_duel.audit import recompute as verify
+from lm_eval_duel.audit import verify
 from lm_eval_duel.harness.distributed import Ranks
 from lm_eval_duel.harness.lm import DuelMDM
 

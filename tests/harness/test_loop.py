@@ -4,7 +4,7 @@ import pytest
 from close import close_nats
 from harness_requests import ask, cached
 
-from lm_eval_duel.audit.recompute import Verification
+from lm_eval_duel.audit.verify import Verification
 from lm_eval_duel.estimators.totals import Unfinished
 from lm_eval_duel.harness.lm import DuelMDM
 from lm_eval_duel.harness.progress import Progress, SoFar

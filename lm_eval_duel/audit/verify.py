@@ -1,0 +1,156 @@
+"""`verify=N` and `audit`: some windows of a run, scored once more in float32, and a summary of the differences.
+
+A run in a coarser dtype is measured against float32, not judged.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import math
+import random
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from lm_eval_duel import denoisers
+from lm_eval_duel.audit.checked import CheckedWindow
+from lm_eval_duel.audit.recompute import recompute
+from lm_eval_duel.core.scores import Score
+from lm_eval_duel.core.windows import Window
+from lm_eval_duel.demo import BUNDLED
+from lm_eval_duel.errors import first_line
+from lm_eval_duel.estimators import registry
+from lm_eval_duel.estimators.base import Estimator
+from lm_eval_duel.options import Options
+from lm_eval_duel.text.text import TextEncoder
+
+if TYPE_CHECKING:
+    from lm_eval.api.instance import Instance
+
+log = logging.getLogger("lm_eval.duel_mdm")
+
+COMPANY = "other texts (not audited)"  # the task of requests that are scored beside those of an audit
+
+
+class Verification:
+    """A random sample of the windows of requests, drawn by (`draw_seed`, rank), and the run's scores of them."""
+
+    def __init__(
+        self,
+        options: Options,
+        windows: Mapping[int, Sequence[Window]],
+        rank: int = 0,
+        ranks: int = 1,
+        device: str | None = None,
+    ):
+        self.options = options
+        self.windows = windows  # by the index of their request
+        self.device = device
+        self.drawn = self._draw(rank, ranks)
+        self.scores: dict[tuple[int, int], Score] = {}  # by request, and window of it
+        self.failure = ""  # the reason why some windows are not verified
+
+    def _draw(self, rank: int, ranks: int) -> frozenset[tuple[int, int]]:
+        """This rank's share of N windows, each as (request, window of it)."""
+        candidates = []
+        for request, windows in self.windows.items():
+            for part, window in enumerate(windows):
+                if window.target:
+                    candidates.append((request, part))
+        share = self.options.verify // ranks + (rank < self.options.verify % ranks)
+        chance = random.Random(f"{self.options.draw_seed} {rank}")
+        return frozenset(chance.sample(candidates, min(share, len(candidates))))
+
+    def keep(self, request: int, scores: Sequence[Score]) -> None:
+        """Remember the run's scores of the drawn windows of a request."""
+        for part, score in enumerate(scores):
+            if (request, part) in self.drawn:
+                self.scores[request, part] = score
+
+    def compare(self, requests: Sequence[Instance], text: TextEncoder) -> list[CheckedWindow]:
+        """Score the drawn windows again; an error in the log if one differs, unless the run's dtype is coarse.
+
+        If that fails (out of memory, say, or in a rule of the user), `failure` and the log say why: the run's scores
+        are kept, and the windows that were compared before are returned.
+        """
+        checked: list[CheckedWindow] = []
+        try:
+            self._compare_each(requests, text, checked)
+        except Exception as error:
+            self.failure = first_line(error)
+            count = f"{len(checked)} of {len(self.scores)} windows"
+            log.error("verify failed after %s; scores are unaffected: %s", count, self.failure)
+        if not self.windows:
+            log.warning("verify: all answers came from the response cache, so no window is verified")
+        if checked:
+            wrong = any(each.differs for each in checked) and not text.denoiser.coarse
+            log.log(logging.ERROR if wrong else logging.INFO, "%s", summary(checked))
+        return checked
+
+    def _compare_each(self, requests: Sequence[Instance], text: TextEncoder, checked: list[CheckedWindow]) -> None:
+        """Append the windows to `checked`, so that an error loses none of those before it."""
+        if not self.scores:
+            return
+        estimator = float32_estimator(self.options, text, self.device)
+        for (index, part), score in sorted(self.scores.items(), key=lambda item: item[0]):
+            request = requests[index]
+            if request.task_name == COMPANY:
+                continue
+            option = f", option {request.idx}" if request.idx else ""
+            where = f"task {request.task_name}, document {request.doc_id}{option}, window {part}"
+            window = self.windows[index][part]
+            again = recompute(estimator, window, score)
+            checked.append(CheckedWindow(where, window, score.log_prob, again, index, score))
+
+
+def float32_estimator(options: Options, text: TextEncoder, device: str | None) -> Estimator:
+    """The estimator of the run with its network in float32, or in float64 if that is what it runs in."""
+    network = text.denoiser
+    if network.coarse:
+        arguments = {**options.network, "dtype": "float32", "compile": False}
+        network = denoisers.load(options.pretrained or BUNDLED, device=device, tokenizer=text.tokenizer, **arguments)
+    return registry.make(network, dataclasses.replace(options, batch_size=2))  # any size: skips the search for one
+
+
+# ---------------------------------------------------------------- a summary
+
+
+def describe(checked: Sequence[CheckedWindow]) -> dict[str, Any]:
+    """The comparison of at least one window, for the results JSON; null for a largest difference that is infinite."""
+    largest = max(checked, key=lambda each: each.difference)
+    by_order = max(checked, key=lambda each: each.order_difference)
+    values = f"{largest.log_prob:.6f} in the run, {largest.again.log_prob:.6f} by {largest.again.route}"
+    return {
+        "windows": len(checked),
+        "tokens": sum(each.tokens for each in checked),
+        "routes": dict(Counter(each.again.route for each in checked)),
+        "not_checked_independently": sum(not each.independent for each in checked),
+        "largest_difference": _finite(largest.difference),
+        "largest_order_difference": _finite(by_order.order_difference),
+        "where": f"{largest.where}: {values}",
+        "changed_picks": sum(each.again.other_picks or 0 for each in checked),
+        "ties": sum(each.again.ties or 0 for each in checked),
+        "differing_windows": sum(each.differs for each in checked),
+    }
+
+
+def _finite(nats: float) -> float | None:
+    return nats if math.isfinite(nats) else None
+
+
+def summary(checked: Sequence[CheckedWindow]) -> str:
+    """A summary of the comparison of at least one window, for the log."""
+    counts = describe(checked)
+    largest = max(each.difference for each in checked)
+    by_order = max(checked, key=lambda each: each.order_difference)
+    routes = ", ".join(f"{count} by {route}" for route, count in counts["routes"].items())
+    alone = counts["not_checked_independently"]
+    return (
+        f"verify: {counts['windows']} windows scored again in float32 ({routes}): largest difference "
+        f"{by_order.order_difference:.3g} nats along the rule's order in float32 ({by_order.where}), "
+        f"{largest:.3g} nats along the run's order ({counts['where']}); "
+        f"{counts['changed_picks']} picks are not the rule's and {counts['ties']} are its ties; "
+        f"{counts['differing_windows']} windows differ by more than float32 noise"
+        + (f"; {alone} not checked independently" if alone else "")
+    )
