@@ -74,12 +74,26 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 def table(checked: Sequence[CheckedWindow]) -> str:
     """A line for each window, what differs in it, and why some were not checked."""
     rows = []
+    notes = []
     for each in checked:
         again = each.again
-        counts = ["-" if count is None else str(count) for count in (again.other_picks, again.ties)]
-        values = (f"{value:.6f}" for value in (each.log_prob, again.log_prob))
-        mark = "  DIFFERS" if each.differs else ""
-        rows.append((each.where, str(each.tokens), *values, f"{each.difference:.1e}", *counts, again.route + mark))
+        rows.append(
+            (
+                each.where,
+                str(each.tokens),
+                f"{each.log_prob:.6f}",
+                f"{again.log_prob:.6f}",
+                f"{each.difference:.1e}",
+                _count(again.other_picks),
+                _count(again.ties),
+                f"{again.route}  DIFFERS" if each.differs else again.route,
+            )
+        )
+        if each.differs:
+            notes.append(f"{each.where}: {'; '.join(each.problems)}")
     head = ["window", "tokens", "run", "again", "difference", "other picks", "ties", "route"]
-    notes = [f"{each.where}: {'; '.join(each.problems)}" for each in checked if each.differs]
     return "\n".join([plain_table(head, rows), *notes])
+
+
+def _count(count: int | None) -> str:
+    return "-" if count is None else str(count)

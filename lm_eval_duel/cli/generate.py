@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import itertools
 import json
 import sys
 from collections.abc import Iterable, Iterator, Sequence
@@ -46,12 +47,12 @@ def main(arguments: Sequence[str]) -> None:
         "grid": duel.grid,
         "cache": duel.denoiser.cache,
         "seed": options.seed,
-        **{
-            key: model.get(key, value)
-            for key, value in zip(WARPERS, (temperature, options.top_k, options.top_p), strict=True)
-        },
+        # a warper of the draws, or of the network
+        "temperature": model.get("temperature", temperature),
+        "top_k": model.get("top_k", options.top_k),
+        "top_p": model.get("top_p", options.top_p),
     }
-    numbers = [(prompt, sample) for prompt in range(len(options.prompts)) for sample in range(options.num)]
+    numbers = list(itertools.product(range(len(options.prompts)), range(options.num)))  # (prompt, sample)
     samples = duel.generate_stream(
         [options.prompts[prompt] for prompt, _ in numbers],
         suffixes=[options.suffix] * len(numbers),

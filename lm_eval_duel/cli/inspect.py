@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 from lm_eval_duel.arguments import TEXT, TRUTH
 from lm_eval_duel.console.command_line import FLAGS, PATH, PROGRAM, STDOUT, Flag, Parser, plain_table, write_json
 from lm_eval_duel.errors import UsageError, usage
-from lm_eval_duel.estimators.registry import kind_of
 from lm_eval_duel.options import model_of
+from lm_eval_duel.results.table import number
 from lm_eval_duel.tasks import files, named
 
 if TYPE_CHECKING:
@@ -79,10 +79,10 @@ def _score(lm: DuelMDM) -> str:
     seconds = time.perf_counter() - began
     total = Total.from_scores(windows, scores, lm.estimator.name)
     steps = "" if total.nfe is None else f", {total.nfe} steps"
-    kind = kind_of(lm.estimator.name, lm.spec)
-    error = "" if total.stderr is None else f" ± {total.stderr:.3f}"
-    nats_of = f"{total.log_prob:.3f}{error} nats for the {total.tokens} tokens of {SENTENCE!r}"
-    return f"{nats_of}, {lm.spec.get('rule', lm.estimator.name)}{steps}, {kind}, {seconds:.2f} s"
+    method = lm.spec.get("rule", lm.estimator.name)
+    nats = number(total.log_prob, ".3f", total.stderr)
+    about = f"{nats} nats for the {total.tokens} tokens of {SENTENCE!r}"
+    return f"{about}, {method}{steps}, {total.value.label}, {number(seconds)} s"
 
 
 def _token(tokenizer: Any, token: int) -> str:

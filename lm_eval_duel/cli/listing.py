@@ -26,9 +26,12 @@ Rows = list[tuple[str, ...]]  # cells in Markdown; the first is the name, the la
 LINK = re.compile(r"\[([^]]*)\]\([^)]*\)")
 
 
+# ---------------------------------------------------------------- arguments
+
+
 def model_args() -> Rows:
     """The model args that do not belong to one estimator or rule."""
-    return [(f"`{name}`", _default(arg), arg.meaning) for name, arg in MODEL_ARGUMENTS.items()]
+    return [_argument(name, arg) for name, arg in MODEL_ARGUMENTS.items()]
 
 
 def estimator_args() -> Rows:
@@ -36,90 +39,115 @@ def estimator_args() -> Rows:
     return _shared({entry.name: entry.arguments for entry in registry.ENTRIES})
 
 
-def rule_table() -> Rows:
-    """The rules: name and aliases, parameters, and what is revealed next."""
-    aliases = {name: [alias for alias, meant in rules.ALIASES.items() if meant == name] for name in rules.RULES}
-    return [
-        (
-            " ".join([f"`{name}`", *(f"(`{alias}`)" for alias in aliases[name])]),
-            ", ".join(
-                f"`{key}`" if p.default is MISSING else f"`{key}={p.shown}`" for key, p in declared(rule).items()
-            ),
-            " ".join(inspect.getdoc(rule).partition("\n\n")[0].split()),
-        )
-        for name, rule in rules.RULES.items()
-    ]
+def metadata_keys() -> Rows:
+    """The keys of --metadata that the tasks of this package read."""
+    return [_argument(name, arg) for name, arg in KEYS.items()]
 
 
-def parameters() -> Rows:
-    """The parameters of rules, and those that go with every rule."""
-    return [
-        *_shared({name: declared(rule) for name, rule in rules.RULES.items()}),
-        *((f"`{name}`", "every rule", _default(arg), arg.meaning) for name, arg in rules.WRAPPER_ARGUMENTS.items()),
-    ]
-
-
-def estimators() -> Rows:
-    """The estimators, what they compute, and their model args."""
-    return [
-        (f"`{entry.name}`", ", ".join(f"`{name}`" for name in entry.arguments), f"{entry.what} ({entry.kind.value})")
-        for entry in registry.ENTRIES
-    ]
-
-
-def preset_table() -> Rows:
-    """The presets, the model args that each stands for, the checkpoints that it is for, and the code it follows."""
-    return [
-        (
-            f"`{preset.name}`",
-            f"`{preset.written_out}`",
-            " ".join(preset.families),
-            f"{preset.what}. From {preset.source}"
-            + (f" ({' and '.join(preset.free)} may be changed)" if preset.free else ""),
-        )
-        for preset in presets.ENTRIES
-    ]
+def _argument(name: str, arg: Argument) -> tuple[str, ...]:
+    return _code(name), _default(arg), arg.meaning
 
 
 def _default(arg: Argument) -> str:
-    default = arg.shown if arg.unset or arg.default is MISSING else f"`{arg.shown}`"
-    others = [f"`{name}`" for name in arg.kind.choices if name != arg.shown]
+    """The default of an argument, and the other names that it takes."""
+    default = arg.shown if arg.unset or arg.default is MISSING else _code(arg.shown)
+    others = [_code(name) for name in arg.kind.choices if name != arg.shown]
     return f"{default}; {', '.join(others)}" if others else default
 
 
 def _shared(owners: Mapping[str, Mapping[str, Argument]]) -> Rows:
     """(name, owners, default, meaning) of each argument; owners that declare it alike share a row."""
-    found: dict[tuple[str, str, str], list[str]] = {}
+    declarations: dict[tuple[str, str, str], list[str]] = {}
     for owner, arguments in owners.items():
         for name, arg in arguments.items():
-            found.setdefault((name, _default(arg), arg.meaning), []).append(f"`{owner}`")
-    return [(f"`{name}`", ", ".join(of), default, meaning) for (name, default, meaning), of in found.items()]
+            declarations.setdefault((name, _default(arg), arg.meaning), []).append(_code(owner))
+    rows = []
+    for (name, default, meaning), of_owners in declarations.items():
+        rows.append((_code(name), ", ".join(of_owners), default, meaning))
+    return rows
 
 
-def metadata_keys() -> Rows:
-    """The keys of --metadata that the tasks of this package read."""
-    return [(f"`{name}`", _default(arg), arg.meaning) for name, arg in KEYS.items()]
+def _code(text: str) -> str:
+    return f"`{text}`"
+
+
+# ---------------------------------------------------------------- rules, estimators, presets
+
+
+def rule_table() -> Rows:
+    """The rules: name and aliases, parameters, and what is revealed next."""
+    rows = []
+    for name, rule in rules.RULES.items():
+        names = [_code(name)]
+        for alias, meant in rules.ALIASES.items():
+            if meant == name:
+                names.append(f"({_code(alias)})")
+        parameters = []
+        for key, arg in declared(rule).items():
+            parameters.append(_code(key) if arg.default is MISSING else _code(f"{key}={arg.shown}"))
+        first_paragraph = inspect.getdoc(rule).partition("\n\n")[0]
+        rows.append((" ".join(names), ", ".join(parameters), " ".join(first_paragraph.split())))
+    return rows
+
+
+def parameters() -> Rows:
+    """The parameters of rules, and those that go with every rule."""
+    rows = _shared({name: declared(rule) for name, rule in rules.RULES.items()})
+    for name, arg in rules.WRAPPER_ARGUMENTS.items():
+        rows.append((_code(name), "every rule", _default(arg), arg.meaning))
+    return rows
+
+
+def estimators() -> Rows:
+    """The estimators, what they compute, and their model args."""
+    rows = []
+    for entry in registry.ENTRIES:
+        arguments = ", ".join(_code(name) for name in entry.arguments)
+        rows.append((_code(entry.name), arguments, f"{entry.what} ({entry.kind.value})"))
+    return rows
+
+
+def preset_table() -> Rows:
+    """The presets, the model args that each stands for, the checkpoints that it is for, and the code it follows."""
+    rows = []
+    for preset in presets.ENTRIES:
+        what = f"{preset.what}. From {preset.source}"
+        if preset.free:
+            what += f" ({' and '.join(preset.free)} may be changed)"
+        rows.append((_code(preset.name), _code(preset.written_out), " ".join(preset.families), what))
+    return rows
+
+
+# ---------------------------------------------------------------- what is installed
 
 
 def task_list() -> Rows:
     """The tasks and groups of this package, and what their file says first."""
-    found = []
+    rows = []
     for file in sorted(Path(task_folder()).rglob("[!_]*.yaml")):
         lines = file.read_text(encoding="utf-8").splitlines()
         comment = itertools.takewhile(lambda line: line.startswith("# "), lines)
-        found.append((f"`{file.stem}`", file.parent.name, " ".join(line.removeprefix("# ") for line in comment)))
-    return found
+        words = " ".join(line.removeprefix("# ") for line in comment)
+        rows.append((_code(file.stem), file.parent.name, words))
+    return rows
+
+
+def folders() -> dict[str, str]:
+    """The parts that are installed, and the path of each."""
+    return {"tasks": task_folder(), "results": str(FOLDER / "results"), **{name: resolve(name) for name in NAMES}}
 
 
 def folder_list() -> Rows:
-    """The parts that are installed, and the path of each."""
-    places = {"tasks": task_folder(), "results": str(FOLDER / "results"), **{name: resolve(name) for name in NAMES}}
-    return [(f"`{name}`", place) for name, place in places.items()]
+    """The parts that are installed, as rows."""
+    return [(_code(name), place) for name, place in folders().items()]
 
 
 def refused_list() -> Rows:
     """The checkpoints that are refused, why, and what works instead."""
     return [(entry.checkpoint, entry.why, entry.instead) for entry in refused.ENTRIES]
+
+
+# ---------------------------------------------------------------- lists
 
 
 Table = tuple[tuple[str, ...], Callable[[], Rows]]
@@ -155,7 +183,8 @@ With --markdown, the table of the documentation.
 def markdown(what: str) -> str:
     """The first table of a list, as docs/ have it."""
     header, rows = TABLES[what][0]
-    return "\n".join(f"| {' | '.join(row)} |" for row in (header, tuple("---" for _ in header), *rows()))
+    rule = ["---"] * len(header)
+    return "\n".join(f"| {' | '.join(row)} |" for row in (header, rule, *rows()))
 
 
 def listing(what: str, names: Sequence[str] = ()) -> str:
@@ -163,29 +192,47 @@ def listing(what: str, names: Sequence[str] = ()) -> str:
 
     `names`: only these rows, and for a rule those of its parameters.
     """
-    tables = [[tuple(_without_markdown(cell) for cell in row) for row in rows()] for _, rows in TABLES[what]]
-    known = {word.strip("()"): row for table in reversed(tables) for row in table for word in row[0].split()}
-    require_known(what.removesuffix("s"), names, known)
-    chosen = {known[name] for name in names}
+    tables = [[_without_markdown(row) for row in rows()] for _, rows in TABLES[what]]
+    if names:
+        tables = _named(what, names, tables)
     width = min(shutil.get_terminal_size().columns, 120)
-    parts = []
-    for number, table in enumerate(tables):
-        wanted = [{row[0], *(row[1].split(", ") if number else ())} for row in table]
-        kept = [row for row, by in zip(table, wanted, strict=True) if not names or row in chosen or by & set(names)]
-        parts += ["\n".join(_entry(row, width) for row in kept)] if kept else []
+    parts = ["\n".join(_entry(row, width) for row in table) for table in tables if table]
     if what == "tasks":
         parts.append(f"--include_path {task_folder()}")
     return "\n\n".join(parts)
 
 
+def _named(what: str, names: Sequence[str], tables: Sequence[Rows]) -> list[Rows]:
+    """The rows of these names, which may be aliases, and in a second table those that belong to them.
+
+    Raises DuelError for an unknown name.
+    """
+    known: dict[str, tuple[str, ...]] = {}
+    for table in reversed(tables):  # a rule comes before a parameter of its name
+        for row in table:
+            known |= {word.strip("()"): row for word in row[0].split()}
+    require_known(what.removesuffix("s"), names, known)
+    chosen = {known[name] for name in names}
+    first, *others = tables
+    found = [[row for row in first if row in chosen]]
+    for table in others:
+        kept = []
+        for row in table:
+            owners = row[1].split(", ")
+            if row in chosen or not {row[0], *owners}.isdisjoint(names):
+                kept.append(row)
+        found.append(kept)
+    return found
+
+
 def _entry(row: tuple[str, ...], width: int) -> str:
     name, *cells, meaning = row
-    first = "  ".join([name, *(f"[{cell}]" for cell in cells if cell)])
+    first = "  ".join([name, *(f"[{cell}]" for cell in filter(None, cells))])
     return f"{first}\n{textwrap.indent(textwrap.fill(meaning, width - 4), '    ')}"
 
 
-def _without_markdown(text: str) -> str:
-    return LINK.sub(r"\1", text).replace("`", "")
+def _without_markdown(row: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(LINK.sub(r"\1", cell).replace("`", "") for cell in row)
 
 
 @usage()
@@ -203,7 +250,7 @@ def main(arguments: Sequence[str]) -> None:
     if options.markdown:
         print(markdown(options.what))
     elif options.what == "folders" and len(options.names) == 1:
-        places = {name.strip("`"): place for name, place in folder_list()}
+        places = folders()
         require_known("folder", options.names, places)
         print(places[options.names[0]])  # alone, for $(...)
     else:

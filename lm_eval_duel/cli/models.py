@@ -59,13 +59,21 @@ def other_model(text: str, first: Mapping[str, Any]) -> OtherModel:
     """The model that --compare names; `first`: the model args of --model_args. Raises DuelError for wrong ones."""
     given = _given(text)
     shared = _written_out(first)
-    estimator = find(str((shared | _written_out(given)).get("estimator", "duel")))
-    kept = {key: value for key, value in shared.items() if key not in _replaced(given)}
-    ignored = [key for key in kept if not _applies(key, estimator, find(str(shared.get("estimator", "duel"))))]
-    inherited = [key for key in kept if key not in ignored]
+    replaced = _replaced(given)
+    before = _estimator_of(shared)
+    estimator = _estimator_of(shared | _written_out(given))
+    inherited = {}
+    ignored = []
+    for key, value in shared.items():
+        if key in replaced:
+            continue
+        if _applies(key, estimator, before):
+            inherited[key] = value
+        else:
+            ignored.append(key)
     if given.get("pretrained", first.get("pretrained")) != first.get("pretrained"):
-        _require_own(text, [key for key in inherited if key in OF_CHECKPOINT], shared)
-    model = OtherModel(text, {key: kept[key] for key in inherited} | given, tuple(inherited), tuple(ignored))
+        _require_own(text, {key: value for key, value in inherited.items() if key in OF_CHECKPOINT})
+    model = OtherModel(text, inherited | given, tuple(inherited), tuple(ignored))
     with model.naming_conflicts():
         Options.parse(model.args)
     return model
@@ -87,6 +95,10 @@ def _written_out(model: Mapping[str, Any]) -> dict[str, Any]:
     name = model.get("preset")
     settings = {} if name is None else dict(presets.find(str(name)).arguments)
     return settings | {key: value for key, value in model.items() if key != "preset"}
+
+
+def _estimator_of(model: Mapping[str, Any]) -> Entry:
+    return find(str(model.get("estimator", "duel")))
 
 
 def _replaced(given: Mapping[str, Any]) -> set[str]:
@@ -113,12 +125,12 @@ def _applies(key: str, estimator: Entry, before: Entry) -> bool:
     return key not in estimator.ignored_args
 
 
-def _require_own(text: str, names: list[str], first: Mapping[str, Any]) -> None:
+def _require_own(text: str, inherited: Mapping[str, Any]) -> None:
     """Raise DuelError if another checkpoint would inherit args that describe the first one."""
-    if names:
-        values = " and ".join(f"{name}={first[name]}" for name in names)
-        ways = ",".join(f"{name}=none" for name in names)
+    if inherited:
+        values = " and ".join(f"{name}={value}" for name, value in inherited.items())
+        ways = ",".join(f"{name}=none" for name in inherited)
         raise DuelError(
-            f"--compare {text}: {values} of --model_args {'describe' if len(names) > 1 else 'describes'} its own "
+            f"--compare {text}: {values} of --model_args {'describe' if len(inherited) > 1 else 'describes'} its own "
             f"checkpoint. Say what this one has, such as {ways} for the default."
         )

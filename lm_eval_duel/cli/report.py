@@ -64,8 +64,11 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         raise DuelError("--apart and --as_published exclude each other; give one of them.")
     options.shown = SHOWN if options.shown is None else options.shown
     read.files([*options.results, *([] if options.ar is None else [options.ar])])
-    options.traces = [file for place in options.traces for file in trace.files(place)]
-    for path in options.traces:
+    traces: list[str] = []
+    for place in options.traces:
+        traces += trace.files(place)
+    for path in traces:
         trace.spec(path)  # raises DuelError for a file that is none
+    options.traces = traces
     options.published = columns.read_published(options.published)
     return options

@@ -100,8 +100,10 @@ def _named(arguments: Sequence[str]) -> list[str]:
     if name:
         name = FLAGS["NAME"].read("NAME", name)
     texts = [FLAGS["model_args"].read("--model_args", text) for text in ours.model_args]
-    pairs = (pair for text in texts for pair in text.items())
-    given = unique_keys([("pretrained", name), *pairs] if name else pairs)
+    pairs = [("pretrained", name)] if name else []
+    for text in texts:
+        pairs += text.items()
+    given = unique_keys(pairs)
     if ours.model in (None, *MODELS):
         Options.parse(given)
     return [*model, "--model_args", json.dumps(given), *rest]
@@ -158,17 +160,26 @@ def _complete(args: argparse.Namespace) -> None:
 
 def _take_texts(args: argparse.Namespace) -> None:
     """Read files of text among the tasks as `duel_text`."""
-    given = args.tasks or ""
-    names = [name for part in ([given] if isinstance(given, str) else given) for name in part.split(",")]
-    if not (texts := [name for name in names if named.is_text(name)]):
+    names = _split(args.tasks or "")
+    texts = [name for name in names if named.is_text(name)]
+    if not texts:
         return
     for name in texts:
         named.check(name)
     metadata = getattr(args, "metadata", None) or {}
     if "files" in metadata:
         raise UsageError(f"--metadata names files, and --tasks {texts[0]} does too; name them in one place.")
-    args.tasks = ",".join([*(name for name in names if name not in texts), "duel_text"])
+    others = [name for name in names if name not in texts]
+    args.tasks = ",".join([*others, "duel_text"])
     args.metadata = {**metadata, "files": texts}
+
+
+def _split(tasks: str | Sequence[str]) -> list[str]:
+    """The names of tasks, in one text or in several."""
+    names: list[str] = []
+    for part in [tasks] if isinstance(tasks, str) else tasks:
+        names += part.split(",")
+    return names
 
 
 def _load_config(file: str) -> dict[str, Any]:
@@ -193,18 +204,21 @@ def _check(args: argparse.Namespace) -> list[str]:
     config = _as_lm_eval_reads(args)
     if not config.tasks:
         raise UsageError("No task to run; name one or several: --tasks sotu.")
-    listed = [config.tasks] if isinstance(config.tasks, str) else config.tasks
-    names = [name.strip() for names in listed for name in names.split(",")]
+    names = [name.strip() for name in _split(config.tasks)]
     from lm_eval.api.registry import model_registry
 
     if config.model not in model_registry and nearest(config.model, MODELS):
         raise UsageError(f"Unknown --model '{config.model}'. Did you mean {MODEL}?")
     if config.model not in MODELS:
         return names
-    flags = {key: getattr(config, key) for key in ("batch_size", "max_batch_size", "device")}
-    given = with_flags(config.model_args, **{key: value for key, value in flags.items() if value is not None})
-    trusted = {"trust_remote_code": True} if getattr(args, "trust_remote_code", False) else {}
-    Options.parse({**given, **trusted})
+    flags = {}
+    for key in ("batch_size", "max_batch_size", "device"):
+        if getattr(config, key) is not None:
+            flags[key] = getattr(config, key)
+    given = with_flags(config.model_args, **flags)
+    if getattr(args, "trust_remote_code", False):
+        given["trust_remote_code"] = True
+    Options.parse(given)
     return names
 
 
@@ -228,7 +242,8 @@ def _as_lm_eval_reads(args: argparse.Namespace) -> EvaluatorConfig:
 def _tasks_not_found(message: str) -> str:
     """lm-eval's message about unknown tasks, with the nearest of our tasks."""
     names = {file.stem for file in Path(task_folder()).rglob("[!_]*.yaml")}
-    missing = message.removeprefix("Tasks not found: ").split(", ")
-    near = [name for task in missing for name in nearest(task, names)[:1]]
+    near: list[str] = []
+    for task in message.removeprefix("Tasks not found: ").split(", "):
+        near += nearest(task, names)[:1]
     hint = f" Did you mean {', '.join(near)}?" if near else ""
     return f"{message}.{hint} All: lm_eval ls tasks --include_path {task_folder()}"

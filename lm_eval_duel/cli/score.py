@@ -273,7 +273,9 @@ def _total(lines: Sequence[Line], error: float | None) -> Line:
 def write(options: argparse.Namespace, scored: Sequence[ScoredModel]) -> None:
     """Print the comparison and write the files that were asked for. The scores are kept if they have no comparison."""
     if options.csv:
-        lines = [line for model in scored for line in model.csv_lines()]
+        lines: list[dict[str, Any]] = []
+        for model in scored:
+            lines += model.csv_lines()
         Path(options.csv).write_text(csv_text(lines), encoding="utf-8", newline="")
     content, *others = [model.figures() for model in scored]
     text = ""
@@ -299,7 +301,9 @@ def compared(scored: Sequence[ScoredModel]) -> tuple[compare.Comparison, str]:
     """
     if not scored[0].total.bytes:
         raise DuelError("The texts are empty, so there is nothing to compare.")
-    runs = [read.read_of_score(_place(n, model), model.figures()) for n, model in enumerate(scored, 1)]
+    runs = []
+    for n, model in enumerate(scored, 1):
+        runs.append(read.read_of_score(_place(n, model), model.figures()))
     runs, notes = traced.Traces([]).attach(read.distinguish(runs))
     baselines, _ = report.baseline(runs)
     same_tokens = all(match.same_tokens(runs[0], run, TASK) for run in runs)
@@ -310,7 +314,8 @@ def compared(scored: Sequence[ScoredModel]) -> tuple[compare.Comparison, str]:
         """The row of a model's value, or the one that stands for it: the same model twice has one row."""
         return next(row for row, copies in task.same.items() if _is_value(run, row, *copies))
 
-    task = dataclasses.replace(task, pairs=[task.pair(row_of(runs[0]), row_of(run)) for run in runs[1:]])
+    first, *others = runs
+    task = dataclasses.replace(task, pairs=[task.pair(row_of(first), row_of(run)) for run in others])
     listed = [*(f"differs: {line}" for line in task.differences), *task.notes, *map(str, notes)]
     if len({line.key for line in scored[0].lines}) < stats.FEW:
         listed.append(TO_A_VERDICT)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import math
 import time
 from collections.abc import Sequence
@@ -22,6 +23,7 @@ from lm_eval_duel.estimators.base import Estimator
 from lm_eval_duel.estimators.checks import rule_for
 from lm_eval_duel.harness.stats import peak_memory
 from lm_eval_duel.options import Options
+from lm_eval_duel.results.table import number
 from lm_eval_duel.rules import LeftToRight
 from lm_eval_duel.tasks import files, named
 
@@ -56,23 +58,29 @@ def read_documents(lm: DuelMDM, options: argparse.Namespace) -> list[list[Window
     documents = []
     if options.tasks:
         metadata = {**options.model_args, **options.metadata}
-        tasks = named.load(options.tasks, metadata, options.include_path, options.limit)
-        requests = [request for task in tasks for request in task.instances]
-        whole = [request for request in requests if request.request_type == "loglikelihood_rolling"]
-        parts = [request for request in requests if request.request_type != "loglikelihood_rolling"]
+        whole = []
+        parts = []
+        for task in named.load(options.tasks, metadata, options.include_path, options.limit):
+            for request in task.instances:
+                (whole if request.request_type == "loglikelihood_rolling" else parts).append(request)
         documents += document_windows(lm.text, whole)
         documents += continuation_windows(lm.text, parts)
     if options.files:
         texts = files.texts(options.files, options.field, options.lines)[: options.limit]
         documents += [lm.text.windows(text.text) for text in texts]
-    if not any(window.target for windows in documents for window in windows):
+    if not _scored(documents):
         raise DuelError("These texts have no token to score.")
     return documents
 
 
+def _scored(documents: Sequence[Sequence[Window]]) -> list[Window]:
+    """The windows with a token to score."""
+    return [window for window in itertools.chain.from_iterable(documents) if window.target]
+
+
 def measure(lm: DuelMDM, documents: Sequence[Sequence[Window]]) -> tuple[list[TimedEstimator], list[str]]:
     """Each way to score the documents, timed, and why others are left out."""
-    windows = [window for document in documents for window in document if window.target]
+    windows = _scored(documents)
     timed = []
     notes = []
     for name in _estimators(lm):
@@ -136,7 +144,7 @@ def figures(
     documents: Sequence[Sequence[Window]], timed: Sequence[TimedEstimator], notes: Sequence[str]
 ) -> dict[str, Any]:
     """The entries of --json."""
-    windows = [window for document in documents for window in document]
+    windows = list(itertools.chain.from_iterable(documents))
     return {
         "documents": len(documents),
         "windows": len(windows),
@@ -153,17 +161,21 @@ def table(
     """The figures as text."""
     about = figures(documents, timed, notes)
     bounded = _steps(lm)
-    rows = [
-        (
-            each.estimator,
-            _count(each.nfe, bounded),
-            *(_count(value, bounded if each.nfe else "") for value in (each.calls, each.rows, each.token_rows)),
-            _duration(each.seconds),
-            f"{each.peak_memory / 2**20:,.0f}",
-            each.gives,
+    rows = []
+    for each in timed:
+        sign = bounded if each.nfe else ""  # the counts of an ELBO do not depend on the rule
+        rows.append(
+            (
+                each.estimator,
+                _count(each.nfe, sign),
+                _count(each.calls, sign),
+                _count(each.rows, sign),
+                _count(each.token_rows, sign),
+                _duration(each.seconds),
+                number(each.peak_memory / 2**20, ",.0f"),
+                each.gives,
+            )
         )
-        for each in timed
-    ]
     lines = [
         f"{about['documents']:,} documents, {about['tokens']:,} tokens in {about['windows']:,} windows of at most "
         f"{about['length']:,} positions. Up to {max(each.windows for each in timed)} windows were timed for each "
@@ -186,13 +198,13 @@ def _steps(lm: DuelMDM) -> str:
 
 
 def _count(value: float | None, sign: str) -> str:
-    return "" if not value else f"{sign}{value:,.0f}"
+    return f"{sign}{number(value, ',.0f')}" if value else ""
 
 
 def _duration(seconds: float) -> str:
     """Hours, minutes or seconds, with three digits."""
-    scale, unit = next((each for each in UNITS if seconds >= each[0]), UNITS[-1])
-    return f"{seconds / scale:.3g} {unit}"
-
-
-UNITS = ((3600.0, "h"), (60.0, "min"), (1.0, "s"))
+    if seconds >= 3600:
+        return f"{number(seconds / 3600, '.3g')} h"
+    if seconds >= 60:
+        return f"{number(seconds / 60, '.3g')} min"
+    return f"{number(seconds, '.3g')} s"

@@ -72,7 +72,11 @@ def _is_nonfinite(value: Any) -> bool:
 
 def _nulls(value: Any, path: str) -> Iterator[tuple[str, str]]:
     """(path, reason) of every number that JSON does not have."""
-    parts = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list | tuple) else ()
+    parts: Iterable[tuple[Any, Any]] = ()
+    if isinstance(value, Mapping):
+        parts = value.items()
+    elif isinstance(value, list | tuple):
+        parts = enumerate(value)
     for key, part in parts:
         yield from _nulls(part, f"{path}.{key}" if path else str(key))
     if _is_nonfinite(value):
@@ -88,7 +92,11 @@ FORMULA = ("=", "+", "-", "@", "\t", "\r")  # a spreadsheet reads a text that st
 
 def one_line(text: str) -> str:
     """`text` with line ends, control characters and lone surrogates replaced by spaces."""
-    return "".join(" " if unicodedata.category(c) in ("Cc", "Cs", "Zl", "Zp") else c for c in str(text))
+    shown = []
+    for character in str(text):
+        breaks_a_line = unicodedata.category(character) in ("Cc", "Cs", "Zl", "Zp")
+        shown.append(" " if breaks_a_line else character)
+    return "".join(shown)
 
 
 def csv_cell(value: Any) -> Any:
@@ -104,33 +112,37 @@ def csv_cell(value: Any) -> Any:
 
 def plain_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Columns separated by spaces. `header` may be empty."""
-    aligned = [_aligned(column) for column in _columns(header or [""] * len(rows[0]), rows)]
-    lines = ["  ".join(line).rstrip() for line in zip(*aligned, strict=True)]
+    columns = []
+    for head, *cells in zip(header or [""] * len(rows[0]), *rows, strict=True):
+        if any(cells):
+            columns.append(_aligned(list(map(one_line, [head, *cells]))))
+    lines = ["  ".join(line).rstrip() for line in zip(*columns, strict=True)]
     return "\n".join(lines if header else lines[1:])
 
 
-def _columns(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[list[str]]:
-    """The columns with a value, each with its head, as lines of text."""
-    columns = [list(map(one_line, column)) for column in zip(header, *rows, strict=True)]
-    return [column for column in columns if any(column[1:])]
-
-
 def _aligned(column: Sequence[str]) -> list[str]:
-    """The cells of a column in its width: numbers to the right."""
+    """The cells of a column, the head first, in its width: numbers to the right."""
     width = max(map(_width, column))
     right = is_numeric(column[1:])
-    spaces = [" " * (width - _width(cell)) for cell in column]
-    return [space + cell if right else cell + space for cell, space in zip(column, spaces, strict=True)]
+    aligned = []
+    for cell in column:
+        space = " " * (width - _width(cell))
+        aligned.append(space + cell if right else cell + space)
+    return aligned
 
 
 def _width(text: str) -> int:
     """The width of a text in terminal columns."""
-    return sum(0 if unicodedata.combining(c) else 1 + (unicodedata.east_asian_width(c) in "WF") for c in text)
+    width = 0
+    for character in text:
+        if not unicodedata.combining(character):
+            width += 2 if unicodedata.east_asian_width(character) in "WF" else 1
+    return width
 
 
 def is_numeric(cells: Iterable[str]) -> bool:
     """True if every non-empty cell starts with a number."""
-    return all(cell.strip(NUMBER_SIGNS)[:1].isdigit() for cell in cells if cell)
+    return all(cell.strip(NUMBER_SIGNS)[:1].isdigit() for cell in filter(None, cells))
 
 
 # ---------------------------------------------------------------- commands
@@ -139,7 +151,10 @@ def is_numeric(cells: Iterable[str]) -> bool:
 PROGRAM = "lm-eval-duel"
 FIGURES = ("png", "svg", "pdf")
 WIDTHS = 3.0, 30.0  # inches of a figure
-FAILED, WRONG, INTERRUPTED, UNREAD = 1, 2, 130, 141  # the last two as a shell reports SIGINT and SIGPIPE
+FAILED = 1
+WRONG = 2
+INTERRUPTED = 130  # as a shell reports SIGINT
+UNREAD = 141  # as a shell reports SIGPIPE
 NO_MEMORY = (  # in the RuntimeError that torch raises
     "out of memory",
     "can't allocate memory",
@@ -249,8 +264,11 @@ def key_values(text: str) -> dict[str, Any]:
     """`key=value,...` or a JSON object as a dict, with values of the types that lm_eval gives them."""
     if text.lstrip().startswith("{"):
         return json.loads(text, object_pairs_hook=unique_keys)
-    pairs = [part.partition("=") for part in text.strip().split(",") if part]
-    return unique_keys([(key, _value(value.strip())) for key, _, value in pairs])
+    pairs = []
+    for part in filter(None, text.strip().split(",")):
+        key, _, value = part.partition("=")
+        pairs.append((key, _value(value.strip())))
+    return unique_keys(pairs)
 
 
 def _value(text: str) -> Any:
@@ -264,6 +282,10 @@ def _value(text: str) -> Any:
     return text
 
 
+def _names(text: str) -> list[str]:
+    return list(filter(None, map(str.strip, text.split(","))))
+
+
 def _model_args(text: str) -> dict[str, Any]:
     """`pretrained=NAME,...` or `NAME,...`."""
     first = text.partition(",")[0]
@@ -273,9 +295,7 @@ def _model_args(text: str) -> dict[str, Any]:
 STDOUT = "-"
 NOTHING_GIVEN = (None, "")
 KEY_VALUES = ArgumentType("key=value,... or a JSON object", key_values, nothing=NOTHING_GIVEN)
-NAMES = ArgumentType(
-    "names, separated by commas", lambda text: [part.strip() for part in text.split(",") if part.strip()]
-)
+NAMES = ArgumentType("names, separated by commas", _names)
 PATH = string("a path", bool)
 MODEL_NAME = string("a folder, a hub name or a bundled name; its model args go to --model_args", _is_name_alone)
 EXISTING = string("a folder that exists", lambda name: Path(name).is_dir())
@@ -341,14 +361,15 @@ class Parser(argparse.ArgumentParser):
         positional = name.isupper()
         must = flag.default is MISSING
         choices = flag.kind.choices
-        nothing = flag.default in (MISSING, None, "", (), {}) or flag.default is False
-        shown = flag.unset or ("" if nothing else flag.shown)
+        no_default = flag.default in (MISSING, None, "", (), {}) or flag.default is False
+        default = flag.unset or ("" if no_default else flag.shown)
         help = flag.help if flag.help == argparse.SUPPRESS else flag.help.replace("%", "%%")
-        words: dict[str, Any] = {"help": f"{help} ({shown})" if shown else help}
+        words: dict[str, Any] = {"help": f"{help} ({default})" if default else help}
         if flag.kind is TRUTH:
             words["action"] = "store_true"
         else:
-            words["metavar"] = flag.shows or (f"{{{','.join(choices)}}}" if choices else name.upper())
+            one_of = f"{{{','.join(choices)}}}" if choices else ""
+            words["metavar"] = flag.shows or one_of or name.upper()
             if flag.many:
                 words["nargs"] = "*" if positional and not must else "+"
             elif flag.alone or (positional and not must):
@@ -390,7 +411,8 @@ class Parser(argparse.ArgumentParser):
         name, equals, value = word.partition("=")
         if value == "--":  # argparse takes it for the end of the flags and hands over an empty list
             self.error(f"argument {name}: '--' is not a value")
-        known = {flag.replace("-", "_"): flag for flag in self._option_string_actions if flag.startswith("--")}
+        flags = [flag for flag in self._option_string_actions if flag.startswith("--")]
+        known = {flag.replace("-", "_"): flag for flag in flags}
         like = name.replace("-", "_")
         if like in known:
             return known[like] + equals + value
