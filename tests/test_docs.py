@@ -118,6 +118,7 @@ def parse(line, monkeypatch):
         elif words[0] == "benchmarks":
             options.parse(words[1:])
         elif words[0] == "python":
+            monkeypatch.syspath_prepend(str((ROOT / words[1]).parent))  # as `python FILE` does
             runpy.run_path(str(ROOT / words[1]))["parse"](words[2:])
         else:
             assert words[0] in OTHER_PROGRAMS
@@ -146,6 +147,7 @@ def test_commands_run(page, place, monkeypatch, subtests):
                 measure([*words[3:], "--windows", "1", "--length", "16"])
             elif words[0] == "python":
                 monkeypatch.setattr("sys.argv", [*words[1:], *small])
+                monkeypatch.syspath_prepend(str((ROOT / words[1]).parent))
                 runpy.run_path(str(ROOT / words[1]), run_name="__main__")
             else:
                 main([*words[1:], *small])
