@@ -26,10 +26,16 @@ class Display:
     text: str
     kind: str
 
+    @property
+    def errors(self) -> dict[str, float]:
+        """The standard errors of drawn values, by name."""
+        return {}
+
     def __repr__(self) -> str:
-        text = self.text if len(self.text) <= START else f"{self.text[:START]}..."
-        values = [f"{name}={_short(getattr(self, name))}" for name in self.shown]
-        return f"{type(self).__name__}({', '.join([repr(text), *values, f'{len(self.tokens)} tokens', self.kind])})"
+        bound = getattr(self, "bound", False)
+        values = [shown_value(name, getattr(self, name), self.errors.get(name), bound) for name in self.shown]
+        parts = [shown_text(self.text), *values, f"{len(self.tokens)} tokens", self.kind]
+        return f"{type(self).__name__}({', '.join(parts)})"
 
     def _repr_html_(self) -> str:
         """The tokens for a notebook, coloured by log-probability; the pointer shows each one's number and step."""
@@ -67,8 +73,17 @@ class Display:
         return list(zip(self.tokens, self.token_logprobs, strict=True))
 
 
-def _short(value: Any) -> str:
-    return f"{value:.4f}" if isinstance(value, float) else str(value)
+def shown_text(text: str) -> str:
+    """The beginning of a text, in quotes."""
+    return repr(text if len(text) <= START else f"{text[:START]}...")
+
+
+def shown_value(name: str, value: float, error: float | None = None, bound: bool = False) -> str:
+    """A value with its name, as in perplexity≤55.1500 ± 0.5500. A bound of log_prob is one from below."""
+    sign = "="
+    if bound:
+        sign = "≥" if name == "log_prob" else "≤"
+    return f"{name}{sign}{value:.4f}" + ("" if error is None else f" ± {error:.4f}")
 
 
 def _plain(value: Any) -> Any:

@@ -381,7 +381,10 @@ class Duel(OnIds):
     def _generated(
         self, generator: Generator, prompts: Sequence[TextOrIds], keys: Sequence[int], suffixes: Any
     ) -> Iterator[tuple[int, GeneratedText]]:
-        encoder, windows, after = generator.text, [], one_each(prompts, suffixes, "suffixes")
+        encoder = generator.text
+        after = one_each(prompts, suffixes, "suffixes")
+        changes = generator.duel.denoiser.filters[len(self.denoiser.filters) :]  # temperature, top_k, top_p
+        windows = []
         for note in generator.notes:
             log.warning("%s", note)
         cut_before = encoder.cut_contexts
@@ -392,4 +395,9 @@ class Duel(OnIds):
             log.warning("%d prompts were cut to leave room for max_new_tokens=%d", cut, generator.settings.length)
         with naming("Prompt {}".format):
             for n, text, window, sample in generator.stream(windows, keys):
-                yield n, GeneratedText.from_sample(prompts[n], text, window, sample, generator.duel, encoder.tokenizer)
+                yield (
+                    n,
+                    GeneratedText.from_sample(
+                        prompts[n], text, window, sample, generator.duel, encoder.tokenizer, changes
+                    ),
+                )

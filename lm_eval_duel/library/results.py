@@ -13,7 +13,7 @@ from lm_eval_duel.core.windows import Ids, Window, as_ids
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.estimators.registry import Kind, is_bound, kind_of
 from lm_eval_duel.estimators.totals import Total, TwoPhaseBlocks
-from lm_eval_duel.library.display import Display
+from lm_eval_duel.library.display import Display, shown_text, shown_value
 from lm_eval_duel.text.annotated import Units, count_units, token_texts
 
 if TYPE_CHECKING:
@@ -63,6 +63,19 @@ class TextScore(Display):
     scored: str = ""  # what was scored: `text`, but for white space at its borders with context and suffix
 
     @property
+    def errors(self) -> dict[str, float]:
+        """The standard errors of a drawn value, by name (delta method)."""
+        if self.stderr is None or not self.log_prob:
+            return {}
+        per_nat = self.stderr / abs(self.log_prob)
+        tokens = sum(len(window.target) for window in self.windows)
+        return {
+            "log_prob": self.stderr,
+            "perplexity": self.perplexity * self.stderr / tokens,
+            "bits_per_byte": self.bits_per_byte * per_nat,
+        }
+
+    @property
     def units(self) -> Units:
         """Words and bytes of the text that was scored."""
         return count_units(self.scored, between=bool(self.context or self.suffix))
@@ -107,7 +120,7 @@ class TextScore(Display):
         )
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class TextEstimate:
     """A two-phase estimate of the score of a text, or of several (`total`).
 
@@ -127,6 +140,18 @@ class TextEstimate:
     sums: Total = dataclasses.field(repr=False)  # over windows; equal windows have one error
     spec: dict[str, object] = dataclasses.field(repr=False)  # the estimator and its settings
     kind: ClassVar[str] = Kind.ESTIMATE.value  # as in `TextScore`
+
+    def __repr__(self) -> str:
+        values = [
+            "several texts" if self.text is None else shown_text(self.text),
+            shown_value("log_prob", self.log_prob, self.stderr),
+            shown_value("perplexity", self.perplexity, self.perplexity_stderr),
+            f"{self.tokens} tokens",
+            f"{self.sampled_blocks} of {self.blocks} blocks sampled",
+        ]
+        if self.stderr is None:
+            values.append("error not known")
+        return f"TextEstimate({', '.join([*values, self.kind])})"
 
     @property
     def units(self) -> Units:
@@ -202,7 +227,7 @@ class GeneratedText(Display):
     text: str
     log_prob: float  # nats, of all `tokens` given the prompt
     stderr: float | None  # nats, of an estimate
-    kind: str  # what log_prob is, such as "a likelihood"
+    kind: str  # what log_prob is, such as "a likelihood under temperature=0.7"
     tokens: tuple[str, ...]
     token_logprobs: tuple[float, ...]
     reveal_steps: tuple[int, ...]
@@ -219,15 +244,22 @@ class GeneratedText(Display):
         sample: Sample,
         estimator: Estimator,
         tokenizer: PreTrainedTokenizerBase,
+        changes: Sequence[object] = (),
     ) -> GeneratedText:
-        """The text of a sample, and the window under which it is scored again."""
+        """The text of a sample, and the window under which it is scored again.
+
+        `changes`: what made another distribution of the network for this text alone, such as a temperature.
+        """
         total = Total.from_score(window, sample, estimator.name)
+        kind = kind_of(estimator.name, estimator.describe())
+        if changes:
+            kind += f" under {', '.join(map(str, changes))}"
         return cls(
             prompt=prompt,
             text=text,
             log_prob=sample.log_prob,
             stderr=total.stderr,
-            kind=kind_of(estimator.name, estimator.describe()),
+            kind=kind,
             tokens=tuple(token_texts(sample.tokens, tokenizer)),
             token_logprobs=sample.token_logprobs,
             reveal_steps=sample.reveal_steps,

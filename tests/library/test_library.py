@@ -170,6 +170,8 @@ def test_a_score_shows_itself():
     [generated] = duel.generate(["We the"], max_new_tokens=8)
     for shown in (score, generated, *score.window_scores):
         assert "\n" not in repr(shown) and len(repr(shown)) < 240
+    tempered = duel.generate(["We the"], max_new_tokens=2, do_sample=True, temperature=0.7, top_p=0.9)[0]
+    assert "temperature=0.7, top_p=0.9" in repr(tempered) and "temperature" not in repr(generated)
     page = score._repr_html_()
     assert page.count(' title="token ') == len(score.tokens) and "<b>" not in page and "&lt;" in page
     assert generated._repr_html_()
