@@ -1,5 +1,6 @@
 """Traces: written as documents finish, read back as plain Python, shown in a terminal."""
 
+import itertools
 import json
 import math
 
@@ -30,60 +31,78 @@ def scored(folder, path, **arguments):
 def test_a_trace_holds_every_window_as_it_was_scored(folder, tmp_path):
     lm, answers = scored(folder, tmp_path / "t.jsonl")
     records = trace.read(tmp_path / "t.jsonl")
-    assert {(r["task"], r["request"]) for r in records} == {("toy", 0)}
-    assert [(r["doc"], r["window"]) for r in records] == [(0, 0), (0, 1), (1, 0), (3, 0)]
+    assert {(record["task"], record["request"]) for record in records} == {("toy", 0)}
+    assert [(record["doc"], record["window"]) for record in records] == [(0, 0), (0, 1), (1, 0), (3, 0)]
     for doc, text in enumerate(TEXTS):
-        mine = [r for r in records if r["doc"] == doc]
-        assert [t for r in mine for t in r["ids"]] == lm.tok_encode(text)
-        assert math.fsum(r["log_prob"] for r in mine) == pytest.approx(answers[doc], abs=1e-9)
-    for r in records:
-        size = len(r["ids"])
-        assert math.fsum(r["token_logprobs"]) == pytest.approx(r["log_prob"], abs=1e-9)
-        lists = r["reveal_steps"], r["token_logprobs"], r["confidence"], r["margin"], r["entropy"]
-        assert {*map(len, lists)} == {size}
-        assert r["context"] == 1 and r["starts"] == list(range(0, size, 4)) and r["nfe"] == size
-        assert all(0 < e < math.log(40) and 0 <= m <= 1 for e, m in zip(r["entropy"], r["margin"], strict=True))
-        assert r["values"] == {"duel": r["log_prob"]}
-        # the truth is never more probable than the top token
-        for nats, odds in zip(r["token_logprobs"], r["confidence"], strict=True):
-            assert nats <= -math.log1p(math.exp(-odds)) + 1e-4
+        windows = [record for record in records if record["doc"] == doc]
+        ids = [record["ids"] for record in windows]
+        assert [*itertools.chain(*ids)] == lm.tok_encode(text)
+        assert math.fsum(record["log_prob"] for record in windows) == pytest.approx(answers[doc], abs=1e-9)
+    for record in records:
+        size = len(record["ids"])
+        assert record["context"] == 1
+        assert record["starts"] == list(range(0, size, 4))
+        assert record["nfe"] == size
+        assert record["values"] == {"duel": record["log_prob"]}
+        assert math.fsum(record["token_logprobs"]) == pytest.approx(record["log_prob"], abs=1e-9)
+        for name in ("reveal_steps", "token_logprobs", "confidence", "margin", "entropy"):
+            assert len(record[name]) == size
+        assert min(record["entropy"]) > 0 and max(record["entropy"]) < math.log(40)
+        assert min(record["margin"]) >= 0 and max(record["margin"]) <= 1
+        for nats, odds in zip(record["token_logprobs"], record["confidence"], strict=True):
+            most = -math.log1p(math.exp(-odds))
+            assert nats <= most + 1e-4, "the truth is never more probable than the top token"
     header = trace.spec(tmp_path / "t.jsonl")
     assert (header["fingerprint"], header["spec"]) == (lm.fingerprint, lm.spec)
 
 
-@pytest.mark.parametrize("estimator", ["elbo", "oracle"])
-def test_every_estimator_leaves_a_trace(folder, tmp_path, estimator):
-    extra = {"mc_samples": 16} if estimator == "elbo" else {"lattice_rules": "greedy+margin:k=2"}
-    lm, answers = scored(folder, tmp_path / "t.jsonl", estimator=estimator, **extra)
-    records = trace.read(tmp_path / "t.jsonl")
-    for r in records:
-        assert r["values"][estimator] == r["log_prob"] and next(iter(r["values"])) == estimator
-        if estimator == "elbo":
-            assert r["stderr"] > 0 and not r["reveal_steps"]
-            assert math.fsum(r["token_logprobs"]) == pytest.approx(r["log_prob"], abs=1e-9)
-        else:
-            values = [r["values"][name] for name in ("elbo_exact", "mixture", "oracle")]
-            assert values == sorted(values)
-            for name in ("greedy:k=1", "margin:k=2"):
-                rule = r["rules"][name]
-                assert math.fsum(rule["token_logprobs"]) == pytest.approx(r["values"][name], abs=1e-9)
-                assert len(rule["entropy"]) == len(rule["reveal_steps"]) == len(r["ids"])
-                assert rule["near_ties"] is not None
-    scored(folder, tmp_path / "duel.jsonl")
-    for mine, theirs in zip(records, trace.read(tmp_path / "duel.jsonl"), strict=True):
-        if estimator != "elbo" and not theirs["near_ties"]:
-            assert mine["rules"]["greedy:k=1"]["reveal_steps"] == theirs["reveal_steps"]
-            assert mine["rules"]["greedy:k=1"]["nfe"] == theirs["nfe"]
-            assert mine["rules"]["greedy:k=1"]["margin"] == pytest.approx(theirs["margin"], abs=1e-3)
-            assert mine["values"]["greedy:k=1"] == pytest.approx(theirs["log_prob"], abs=1e-4)
+def require_totals(lm, answers, records):
+    """Assert that the results hold the sums of a trace's windows."""
     totals = lm.get_model_info()["duel"]["tasks"]["toy"]
     assert (totals["documents"], totals["windows"], totals["tokens"]) == (4, 4, 30)
     for name, total in totals["values"].items():
-        assert total["log_prob"] == pytest.approx(math.fsum(r["values"][name] for r in records), abs=1e-6)
-    assert totals["values"][estimator]["log_prob"] == pytest.approx(math.fsum(answers), abs=1e-6)
-    if estimator == "elbo":
-        error = math.sqrt(math.fsum(r["stderr"] ** 2 for r in records))
-        assert totals["values"]["elbo"]["stderr"] == pytest.approx(error)
+        log_prob = math.fsum(record["values"][name] for record in records)
+        assert total["log_prob"] == pytest.approx(log_prob, abs=1e-6)
+    assert totals["values"][lm.estimator.name]["log_prob"] == pytest.approx(math.fsum(answers), abs=1e-6)
+
+
+def test_a_bound_leaves_a_trace_without_an_order(folder, tmp_path):
+    lm, answers = scored(folder, tmp_path / "t.jsonl", estimator="elbo", mc_samples=16)
+    records = trace.read(tmp_path / "t.jsonl")
+    require_totals(lm, answers, records)
+    for record in records:
+        assert record["values"] == {"elbo": record["log_prob"]}
+        assert record["stderr"] > 0
+        assert not record["reveal_steps"]
+        assert math.fsum(record["token_logprobs"]) == pytest.approx(record["log_prob"], abs=1e-9)
+    stderr = math.sqrt(math.fsum(record["stderr"] ** 2 for record in records))
+    [total] = lm.get_model_info()["duel"]["tasks"]["toy"]["values"].values()
+    assert total["stderr"] == pytest.approx(stderr)
+
+
+def test_a_lattice_leaves_a_trace_with_the_order_of_each_rule(folder, tmp_path):
+    lm, answers = scored(folder, tmp_path / "t.jsonl", estimator="oracle", lattice_rules="greedy+margin:k=2")
+    records = trace.read(tmp_path / "t.jsonl")
+    require_totals(lm, answers, records)
+    for record in records:
+        values = record["values"]
+        assert next(iter(values)) == "oracle"
+        assert values["elbo_exact"] <= values["mixture"] <= values["oracle"] == record["log_prob"]
+        for name in ("greedy:k=1", "margin:k=2"):
+            rule = record["rules"][name]
+            assert math.fsum(rule["token_logprobs"]) == pytest.approx(values[name], abs=1e-9)
+            assert len(rule["entropy"]) == len(rule["reveal_steps"]) == len(record["ids"])
+            assert rule["near_ties"] is not None
+
+    scored(folder, tmp_path / "duel.jsonl")
+    for record, alone in zip(records, trace.read(tmp_path / "duel.jsonl"), strict=True):
+        if alone["near_ties"]:
+            continue
+        followed = record["rules"]["greedy:k=1"]
+        assert followed["reveal_steps"] == alone["reveal_steps"]
+        assert followed["nfe"] == alone["nfe"]
+        assert followed["margin"] == pytest.approx(alone["margin"], abs=1e-3)
+        assert record["values"]["greedy:k=1"] == pytest.approx(alone["log_prob"], abs=1e-4)
 
 
 def test_a_trace_goes_on_where_it_was_cut_off(tmp_path):
@@ -137,7 +156,8 @@ def test_the_files_of_all_ranks_are_one_trace_in_which_a_document_scored_again_i
     assert sorted(p.name for p in tmp_path.iterdir()) == ["t.rank0.jsonl", "t.rank1.jsonl", "t.rank2.jsonl"]
     assert [r["doc"] for r in trace.read(tmp_path / "t.jsonl")] == list(range(7))
     again = tmp_path / "run[1].jsonl"
-    scored(0, 0, 2, 3, again), scored(0, 1, 2, 1, again)
+    scored(0, 0, 2, 3, again)
+    scored(0, 1, 2, 1, again)
     assert [(r["window"], r["rank"]) for r in trace.read(again)] == [(0, 1)]
     scored(0, 0, 1, 1, again)  # the newest file, of one process
     assert [r["rank"] for r in trace.read(again)] == [0]
@@ -156,9 +176,17 @@ def test_what_is_no_trace(tmp_path):
     with pytest.raises(DuelError, match="is a trace of format 9; this release reads 1"):
         trace.spec(tmp_path / "later.jsonl")
     window = {"task": "t", "doc": 0, "window": 0, "ids": [1, 2], "reveal_steps": [0, 1], "token_logprobs": [-1.0, -2.0]}
-    damaged = [{"token_logprobs": ["a"]}, {"reveal_steps": [1]}, {"reveal_steps": "ab"}, {"values": [1]}, {"doc": []}]
-    damaged += [{"values": {"duel": "x"}}]
-    for n, line in enumerate(["{", *(json.dumps(window | change) for change in damaged)]):
+    lines = ["{"]
+    for damage in (
+        {"token_logprobs": ["a"]},
+        {"reveal_steps": [1]},
+        {"reveal_steps": "ab"},
+        {"values": [1]},
+        {"values": {"duel": "x"}},
+        {"doc": []},
+    ):
+        lines.append(json.dumps(window | damage))
+    for n, line in enumerate(lines):
         writer(str(tmp_path / f"bad{n}.jsonl"), HEADER)
         with (tmp_path / f"bad{n}.jsonl").open("a") as file:
             file.write(f"{line}\n{{}}\n")

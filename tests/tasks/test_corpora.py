@@ -60,8 +60,12 @@ def evaluate(names, copies, model_args=MDM, model="duel-mdm", limit=2, **metadat
 def rows_of(name, copies, **metadata):
     """The rows of a wrapped task's own corpus, as lists of ids."""
     said = {"data_dir": copies, "rows": data_copies.ROWS, "length": LENGTH, **metadata}
-    found = tasks.wrapped(**{**KNOWN[name]["metadata"], **said})["test"]
-    return [[int(token) for token in row["ids"].split()] for row in found], found
+    documents = tasks.wrapped(**{**KNOWN[name]["metadata"], **said})["test"]
+    return [ids_of(document) for document in documents], documents
+
+
+def ids_of(document):
+    return [int(token) for token in document["ids"].split()]
 
 
 # ---------------------------------------------------------------- every YAML, through the harness
@@ -73,16 +77,20 @@ def test_every_task_runs_under_both_models_over_the_same_tokens(names, copies, s
     runs = evaluate(names, copies, limit=1), evaluate(names, copies, AR, "hf", limit=1)
     for name in names:
         with subtests.test(name):
-            counted = []
+            is_wrapped = name in WRAPPED
+            scored = []
             for run in runs:
-                [sample], metrics = run["samples"][name], run["results"][name]
-                nats, tokens = text_log_prob(sample), sample["doc"]["duel_tokens"]
+                [sample] = run["samples"][name]
+                metrics = run["results"][name]
+                document = sample["doc"]
+                nats = text_log_prob(sample)
+                tokens = document["duel_tokens"]
                 assert math.isfinite(nats) and nats < 0 < tokens
                 assert metrics["token_perplexity,none"] == pytest.approx(math.exp(-nats / tokens))
-                assert ("word_perplexity,none" in metrics) == (name not in WRAPPED)
-                counted.append((tokens, sample["doc"]["ids" if name in WRAPPED else "text"]))
-            assert counted[0] == counted[1]
-            if name in WRAPPED:
+                assert ("word_perplexity,none" in metrics) == (not is_wrapped)
+                scored.append((tokens, document["ids"] if is_wrapped else document["text"]))
+            assert scored[0] == scored[1]
+            if is_wrapped:
                 assert tokens == LENGTH - 1 == runs[0]["config"]["duel"]["tasks"][name]["tokens"]
 
 
@@ -90,14 +98,16 @@ def test_the_text_for_other_models_is_that_of_the_row(copies):
     """It encodes to the row's own ids but where a document is joined to the next inside a word: only in PTB here."""
     tokenizer = load_tokenizer({"tokenizer": "demo-ar"})
     for name in WRAPPED:
-        rows, found = rows_of(name, copies, tokenizer="demo-ar")
-        again = [tokenizer(tasks.token_text(doc), add_special_tokens=False)["input_ids"] for doc in found]
-        differ = [n for n, (row, ids) in enumerate(zip(rows, again, strict=True)) if row[1:] != ids]
-        assert differ == ([0] if name == "duel_ptb_wrapped" else []), name
-        for row, doc in zip(rows, found, strict=True):
-            text = tasks.token_text(doc)
-            assert text == tokenizer.decode(row[1:]) and text.token_ids == tuple(row)
+        rows, documents = rows_of(name, copies, tokenizer="demo-ar")
+        differ = []
+        for n, (row, document) in enumerate(zip(rows, documents, strict=True)):
+            text = tasks.token_text(document)
+            assert text.token_ids == tuple(row)
+            assert text == tokenizer.decode(row[1:])
             assert text.startswith(tokenizer.decode(row[1:8])) and text.endswith("<|endoftext|>")
+            if tokenizer(text, add_special_tokens=False)["input_ids"] != row[1:]:
+                differ.append(n)
+        assert differ == ([0] if name == "duel_ptb_wrapped" else []), name
 
 
 # ---------------------------------------------------------------- rows by hand
@@ -107,11 +117,18 @@ def by_hand(tokenizer, name, texts, insert_eos=False, keep=True):
     """Detokenize, tokenize, concatenate, cut, frame."""
     stream = []
     clean = DETOKENIZERS.get(corpora.find(name).detokenize, str)
-    end, size = tokenizer.eos_token_id, LENGTH - 2
+    end = tokenizer.eos_token_id
     for text in texts:
-        stream += tokenizer(clean(text), add_special_tokens=False)["input_ids"] + [end] * insert_eos
-    cut = [stream[n : n + size] for n in range(0, len(stream), size)]
-    return [[end, *ids, end] for ids in cut if keep or len(ids) == size]
+        stream += tokenizer(clean(text), add_special_tokens=False)["input_ids"]
+        if insert_eos:
+            stream.append(end)
+    rows = []
+    size = LENGTH - 2
+    for start in range(0, len(stream), size):
+        ids = stream[start : start + size]
+        if keep or len(ids) == size:
+            rows.append([end, *ids, end])
+    return rows
 
 
 def test_rows_are_those_made_by_hand(copies, subtests):
@@ -119,7 +136,8 @@ def test_rows_are_those_made_by_hand(copies, subtests):
     for name in WRAPPED:
         with subtests.test(name):
             corpus = KNOWN[name]["metadata"]["corpus"]
-            texts = [record[corpora.find(corpus).columns[0]] for record in data_copies.records(corpus)]
+            column = corpora.find(corpus).columns[0]
+            texts = [record[column] for record in data_copies.records(corpus)]
             joined = bool(KNOWN[name]["metadata"].get("insert_eos"))
             assert joined == (name in ("duel_openwebtext_wrapped", "duel_lm1b_in_domain"))
             assert rows_of(name, copies)[0] == by_hand(tokenizer, corpus, texts, insert_eos=joined)
@@ -139,9 +157,10 @@ def test_the_conventions_count_what_is_scored(copies, bos, scored):
     assert run["config"]["duel"]["tokens"] == 2 * scored
     assert [sample["doc"]["duel_tokens"] for sample in run["samples"]["duel_ptb_wrapped"]] == [scored] * 2
     tokenizer = load_tokenizer({})
-    _, found = rows_of("duel_lm1b_wrapped", copies, bos=bos)
-    for doc in found:  # other models are given a text of as many tokens
-        assert len(tokenizer(tasks.token_text(doc), add_special_tokens=False)["input_ids"]) == doc["duel_tokens"]
+    _, documents = rows_of("duel_lm1b_wrapped", copies, bos=bos)
+    for document in documents:  # other models are given a text of as many tokens
+        ids = tokenizer(tasks.token_text(document), add_special_tokens=False)["input_ids"]
+        assert len(ids) == document["duel_tokens"]
 
 
 def test_ids_of_another_tokenizer_are_refused(copies, tmp_path):
@@ -194,12 +213,12 @@ def test_wikitext_documents_are_those_of_the_harness(copies):
 
     raw = corpora.texts("wikitext2_pages", str(copies), 12)
     docs = tasks.documents("wikitext2_pages", data_dir=str(copies), rows=12)["test"]
+    assert docs["text"] != raw
     for page, doc in zip(raw, docs, strict=True):
         assert doc["text"] == stock.wikitext_detokenizer({"page": page})
-        theirs = stock.process_results({"page": page}, [-7.0])
-        mine = tasks.perplexity(doc, [-7.0])
-        assert {name: mine[name] for name in theirs} == theirs
-    assert any(doc["text"] != page for page, doc in zip(raw, docs, strict=True))
+        ours = tasks.perplexity(doc, [-7.0])
+        for name, value in stock.process_results({"page": page}, [-7.0]).items():
+            assert ours[name] == value, name
 
 
 def test_another_text_and_missing_shards_are_refused(tmp_path):

@@ -1,5 +1,6 @@
 """Rows cut from a stream of tokens, and texts that carry their own ids."""
 
+import itertools
 import pickle
 
 import pytest
@@ -14,7 +15,8 @@ from lm_eval_duel.harness.lm import DuelMDM
 from lm_eval_duel.tasks.data import Wrapping
 from lm_eval_duel.text.annotated import TokenText
 
-B, E = 90, 91
+B = 90
+E = 91
 DOCUMENTS = [[1, 2, 3], [4, 5], [], [6, 7, 8, 9, 10], [11]]
 
 
@@ -42,13 +44,23 @@ def test_rows_by_hand():
 
 def official(documents, length, insert_eos, framed):
     """The authors' wrapping from its description: batches of 1,000 documents, each concatenated and cut by itself."""
+    size = length - 2 if framed else length
     found = []
-    for start in range(0, len(documents), 1000):
-        stream = [t for d in documents[start : start + 1000] for t in [*d, *([E] if insert_eos else [])]]
-        size = length - 2 * framed
-        chunks = [stream[i : i + size] for i in range(0, len(stream) // size * size, size)]
-        found += [[B, *chunk, E] if framed else chunk for chunk in chunks]
+    for first in range(0, len(documents), 1000):
+        stream = concatenated(documents[first : first + 1000], insert_eos)
+        for start in range(0, len(stream) // size * size, size):
+            chunk = stream[start : start + size]
+            found.append([B, *chunk, E] if framed else chunk)
     return found
+
+
+def concatenated(documents, insert_eos):
+    stream = []
+    for document in documents:
+        stream += document
+        if insert_eos:
+            stream.append(E)
+    return stream
 
 
 @pytest.mark.parametrize(
@@ -62,8 +74,8 @@ def test_the_official_remainder_is_that_of_each_batch(framed, insert_eos, count)
     options = {"length": 32, "insert_eos": insert_eos, "framed": framed}
     assert rows(documents, **options, remainder="official") == official(documents, 32, insert_eos, framed)
     whole = rows(documents, **options)
-    stream = [t for d in documents for t in [*d, *([E] if insert_eos else [])]]
-    assert [t for row in whole for t in (row[1:-1] if framed else row)] == stream  # every token exactly once
+    packed = [row[1:-1] if framed else row for row in whole]
+    assert [*itertools.chain(*packed)] == concatenated(documents, insert_eos), "every token exactly once"
     assert rows(documents, **options, remainder="drop") == [row for row in whole if len(row) == 32]
 
 

@@ -31,9 +31,13 @@ def test_bits_per_byte_are_those_of_the_text_that_was_scored(duel, context, text
 
 def test_equal_windows_have_equal_bits_per_byte(duel):
     """Wherever the white space of a border is written."""
-    written = [("We the", " people", " of the"), ("We the ", "people", " of the"), ("We the", " people ", "of the")]
-    contexts, texts, suffixes = zip(*written, strict=True)
-    scores = duel.score(texts, contexts=contexts, suffixes=suffixes)
+    scores = []
+    for context, text, suffix in (
+        ("We the", " people", " of the"),
+        ("We the ", "people", " of the"),
+        ("We the", " people ", "of the"),
+    ):
+        scores += duel.score([text], contexts=[context], suffixes=[suffix])
     assert len({score.windows for score in scores}) == 1
     assert len({score.scored for score in scores}) == 1
     assert [score.units for score in scores] == [(1, len(" people"))] * 3
@@ -49,8 +53,9 @@ def test_an_infilling_task_and_the_library_divide_by_the_same_units(duel):
 
 
 def test_a_comparison_divides_by_the_same_units(duel):
-    context, text, suffix = zip(*[row[:3] for row in BORDERS], strict=True)
-    scores = duel.score(text, contexts=context, suffixes=suffix)
+    scores = []
+    for context, text, suffix, _, _ in BORDERS:
+        scores += duel.score([text], contexts=[context], suffixes=[suffix])
     for unit in ("word", "byte"):
         pair = compare(scores, scores, unit=unit)
         size = sum(getattr(score.units, f"{unit}s") for score in scores)
@@ -66,8 +71,9 @@ def test_borders_give_back_every_character():
 
 
 def test_a_blank_text_has_no_words():
-    assert [count_units(text).words for text in ("", " \n", "a", "a b", "a  b\n")] == [0, 0, 1, 2, 3]
+    for text, words in (("", 0), (" \n", 0), ("a", 1), ("a b", 2), ("a  b\n", 3)):
+        assert count_units(text).words == words
     assert count_units(" a b\n", between=True) == (2, 5)
-    alone, blank = ({"text": text, "duel_tokens": 1} for text in ("a b", " "))
-    assert perplexity(alone, [-1.0])["word_perplexity"] == (-1.0, 2)
-    assert perplexity(blank, [-1.0])["word_perplexity"] == (-1.0, 0)
+    for text, words in (("a b", 2), (" ", 0)):
+        document = {"text": text, "duel_tokens": 1}
+        assert perplexity(document, [-1.0])["word_perplexity"] == (-1.0, words)
