@@ -10,7 +10,7 @@ from drawn_reference import dream, llada, logits_of, p_value, sdar
 from laws import strings, total
 from toys import BlockCausal, Toy
 
-from lm_eval_duel.audit import estimates as samplers
+from lm_eval_duel.audit import samplers
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.denoisers.cached.denoiser import Cached
 from lm_eval_duel.denoisers.filters import warped
