@@ -114,17 +114,23 @@ class CachedView(View):
         if begun.any():
             if self.denoiser.shift and (lanes.masked[:, : self.denoiser.shift].any(1) & begun).any():
                 raise first_position_unseen(self.denoiser.cache)  # it would be predicted in a later step
-            for part in self._parts(lanes, begun):
+            for part in self._parts(lanes, begun, slot):
                 features[part] = self._step(lanes.select(part), ids[part], slot[part], position[part])
         shown = self.rows.visible[lanes.row].any(1) | (lanes.start > lanes.origin) | revealed.any(1)  # (R,)
         all_mask = ~shown & self.denoiser.relative_positions  # (R,)
         return Positions.from_lanes(lanes, all_mask, lambda lane, n: features[lane, n])
 
-    def _parts(self, lanes: Lanes, begun: torch.Tensor) -> Iterator[torch.Tensor]:
-        """The lanes (r,) of each network call: under a prefix cache, those that begin at nearly the same column."""
+    def _parts(self, lanes: Lanes, begun: torch.Tensor, slot: torch.Tensor) -> Iterator[torch.Tensor]:
+        """The lanes (r,) of each network call.
+
+        Under a prefix cache they begin at nearly the same column. Under a dual cache lanes that share a slot (R,) have a
+        call of their own, in which they stand side by side: the others then read the kept keys where they are. In one
+        call a slot would be read in several rows, for which all keys are copied.
+        """
         order = begun.nonzero()[:, 0]  # (n,)
         if self.denoiser.cache == "dual":
-            yield order
+            shared = slot[order].bincount()[slot[order]] > 1  # (n,)
+            yield from (part for part in (order[shared], order[~shared]) if len(part))
             return
         order = order[lanes.start[order].argsort(stable=True)]
         start, end, begin = lanes.start[order].tolist(), int(self.rows.length[lanes.row[order]].max()), 0
