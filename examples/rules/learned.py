@@ -21,7 +21,6 @@ import functools
 import json
 import lzma
 import math
-import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeAlias
 
@@ -36,7 +35,7 @@ from lm_eval_duel.core.predictions import Predictions
 from lm_eval_duel.demo import FOLDER
 from lm_eval_duel.errors import DuelError, unknown
 from lm_eval_duel.rules import Decision, Rule
-from lm_eval_duel.rules.base import best, log_odds, nearest, sure_or_best
+from lm_eval_duel.rules.base import best, file_version, log_odds, nearest, sure_or_best
 
 FEATURES = "features"  # the input of the LM head
 STATISTICS = ("confidence", "margin", "log_margin", "entropy")
@@ -73,11 +72,11 @@ class ModuleRule(Rule):
 
     def metadata(self) -> dict[str, str]:
         """The metadata of the file."""
-        return _metadata(self.file, signature(self.file))
+        return _metadata(self.file, file_version(self.file))
 
     def module(self, like: torch.Tensor) -> torch.nn.Module:
         """The module in evaluation mode without gradients, on the device of `like`, for input of `compute_dtype`."""
-        return _module(type(self).build, self.file, signature(self.file), str(like.device), compute_dtype(like))
+        return _module(type(self).build, self.file, file_version(self.file), str(like.device), compute_dtype(like))
 
 
 def compute_dtype(like: torch.Tensor) -> torch.dtype:
@@ -85,27 +84,19 @@ def compute_dtype(like: torch.Tensor) -> torch.dtype:
     return torch.float64 if like.dtype == torch.float64 else torch.float32
 
 
-def signature(path: str) -> tuple[int, int] | None:
-    """A value that changes when a file is written again; None if it cannot be read."""
-    try:
-        entry = os.stat(path)
-    except (OSError, ValueError):
-        return None
-    return entry.st_mtime_ns, entry.st_size
-
-
 @functools.lru_cache(maxsize=8)
-def _metadata(path: str, signature: tuple[int, int] | None) -> dict[str, str]:
+def _metadata(path: str, version: tuple[int, int] | None) -> dict[str, str]:
     with _opened(path, "np") as file:
         return file.metadata() or {}
 
 
 @functools.lru_cache(maxsize=4)
 def _module(
-    build: Build, path: str, signature: tuple[int, int] | None, device: str, dtype: torch.dtype
+    build: Build, path: str, version: tuple[int, int] | None, device: str, dtype: torch.dtype
 ) -> torch.nn.Module:
     with _opened(path, "pt") as file:
-        metadata, tensors = file.metadata() or {}, {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        metadata = file.metadata() or {}
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - it is not a dict
     broken = [name for name, tensor in tensors.items() if not tensor.isfinite().all()]
     if broken:
         raise DuelError(f"The weights in {path} are broken: {', '.join(broken)} have NaN or infinite values.")
@@ -147,10 +138,12 @@ class Planner(ModuleRule):
 
     @classmethod
     def build(cls, tensors: dict[str, torch.Tensor], metadata: dict[str, str]) -> torch.nn.Module:
+        weights = [key for key in tensors if key.endswith("weight")]  # as in "2.weight"
         modules = []
-        for key in sorted((key for key in tensors if key.endswith("weight")), key=lambda key: int(key.split(".")[0])):
+        for key in sorted(weights, key=lambda key: int(key.split(".")[0])):
             height, width = tensors[key].shape
-            modules += [getattr(torch.nn, metadata["activation"])()] if modules else []
+            if modules:
+                modules.append(getattr(torch.nn, metadata["activation"])())
             modules.append(torch.nn.Linear(width, height))
         planner = torch.nn.Sequential(*modules)
         planner.load_state_dict(tensors)
@@ -161,9 +154,11 @@ class Planner(ModuleRule):
         statistics = [name for name in self.inputs if name != FEATURES]
 
         def scores(features: torch.Tensor, *values: torch.Tensor) -> torch.Tensor:  # (U, D) and (U,) each -> (U,)
-            columns = {name: value[:, None] for name, value in zip(statistics, values, strict=True)}
-            columns = {name: column.clamp(-LARGEST, LARGEST) for name, column in columns.items()} | {FEATURES: features}
-            stacked = torch.cat([columns[name].to(compute_dtype(features)) for name in self.inputs], 1)
+            columns = {FEATURES: features}
+            for name, value in zip(statistics, values, strict=True):
+                columns[name] = value[:, None].clamp(-LARGEST, LARGEST)
+            dtype = compute_dtype(features)
+            stacked = torch.cat([columns[name].to(dtype) for name in self.inputs], 1)  # (U, inputs)
             planner = self.module(features)
             if stacked.shape[1] != planner[0].in_features:
                 raise DuelError(
@@ -198,7 +193,8 @@ class LearnedThreshold(Planner):
     mu: float = 0.9
 
     def __call__(self, predictions: Predictions, lanes: Lanes) -> Decision:
-        score, least = self.score(predictions, lanes), log_odds(self.mu)
+        score = self.score(predictions, lanes)  # (R, W)
+        least = log_odds(self.mu)
         distance = nearest(score - least, lanes.masked)  # (R,)
         return Decision(*sure_or_best(predictions, lanes, lanes.masked & (score >= least), distance, score, 1.0))
 
@@ -212,8 +208,11 @@ def save_planner(planner: torch.nn.Sequential, path: str, inputs: Sequence[str])
     kinds = [type(layer) for layer in planner]
     if {*kinds[::2]} != {torch.nn.Linear} or len({*kinds[1::2]}) > 1:
         raise DuelError(f"A planner is linear layers with one activation between them, not {planner}: write a `build`.")
-    metadata = {"inputs": ",".join(inputs)} | ({"activation": kinds[1].__name__} if kinds[1:] else {})
-    save_file({key: value.contiguous() for key, value in planner.state_dict().items()}, path, metadata)
+    metadata = {"inputs": ",".join(inputs)}
+    if len(kinds) > 1:
+        metadata["activation"] = kinds[1].__name__
+    tensors = {key: value.contiguous() for key, value in planner.state_dict().items()}
+    save_file(tensors, path, metadata)
 
 
 def train(steps: int = 200) -> torch.nn.Sequential:
@@ -224,11 +223,12 @@ def train(steps: int = 200) -> torch.nn.Sequential:
     rows = ids[: len(ids) // 64 * 64].view(-1, 64)  # (N, L)
     masked = torch.rand(rows.shape) < torch.rand(len(rows), 1)  # (N, L) from few masks to many
     with torch.no_grad():
-        hidden = rows.masked_fill(masked, duel.denoiser.mask_id)
-        features = duel.denoiser.features(hidden, None)[masked].float()  # (C, D)
-        logits = duel.denoiser.head(features).float().masked_fill(duel.denoiser.excluded, -math.inf)  # (C, V)
-    log_p = logits.log_softmax(1)  # (C, V)
-    inputs = torch.cat([features, torch.special.entr(log_p.exp()).sum(1, keepdim=True)], 1)  # (C, D + 1)
+        shown = rows.masked_fill(masked, duel.denoiser.mask_id)  # (N, L)
+        features = duel.denoiser.features(shown, None)[masked].float()  # (C, D)
+        logits = duel.denoiser.head(features).float()  # (C, V)
+    log_p = logits.masked_fill(duel.denoiser.excluded, -math.inf).log_softmax(1)  # (C, V)
+    entropy = torch.special.entr(log_p.exp()).sum(1, keepdim=True)  # (C, 1)
+    inputs = torch.cat([features, entropy], 1)  # (C, D + 1)
     right = (log_p.argmax(1) == rows[masked]).float()  # (C,)
     planner = torch.nn.Sequential(torch.nn.Linear(inputs.shape[1], 64), torch.nn.GELU(), torch.nn.Linear(64, 1))
     optimizer = torch.optim.AdamW(planner.parameters(), lr=1e-3)

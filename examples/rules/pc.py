@@ -18,7 +18,6 @@ import argparse
 import dataclasses
 import functools
 import json
-import os
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -31,11 +30,13 @@ from lm_eval_duel.core.predictions import Predictions
 from lm_eval_duel.denoisers import load_tokenizer
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.rules import Decision
-from lm_eval_duel.rules.base import best
+from lm_eval_duel.rules.base import best, file_version
 from lm_eval_duel.rules.scheduled import Scheduled
 from lm_eval_duel.tasks import named
 
-TOTAL, COUNTS = "num_token", "p_baseline_dict"  # keys of a table, as in the authors' files
+# Keys of a table, as in the authors' files
+TOTAL = "num_token"
+COUNTS = "p_baseline_dict"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,14 +58,16 @@ class PC(Scheduled):
         super().__post_init__()
         if self.decay < 0 or self.alpha <= 0 or self.steps < 1:
             raise DuelError(f"PC needs decay >= 0, alpha > 0 and steps >= 1; got {self}.")
-        read_table(self.table, signature(self.table))
+        read_table(self.table, file_version(self.table))
 
     @property
     def files(self) -> tuple[str, ...]:
         return (self.table,)
 
     def check_network(self, denoiser: Any) -> None:
-        if (last := max(read_table(self.table, signature(self.table))[1], default=0)) >= denoiser.vocab_size:
+        _, counts = read_table(self.table, file_version(self.table))
+        last = max(counts, default=0)
+        if last >= denoiser.vocab_size:
             raise DuelError(
                 f"{self.table} counts id {last}, and the network has {denoiser.vocab_size}: count it again."
             )
@@ -72,8 +75,8 @@ class PC(Scheduled):
     def __call__(self, predictions: Predictions, lanes: Lanes) -> Decision:
         count, memory = self.quota(lanes)
         p1 = predictions.confidence.double().sigmoid()  # (R, W)
-        known = surprises(self.table, signature(self.table), str(p1.device))  # (T,)
-        surprise = known[predictions.argmax.clamp(0, len(known) - 1)]  # (R, W)
+        by_token = surprises(self.table, file_version(self.table), str(p1.device))  # (T,)
+        surprise = by_token[predictions.argmax.clamp(0, len(by_token) - 1)]  # (R, W)
         position = torch.arange(p1.shape[1], device=p1.device)  # (W,)
         decayed = (-self.decay * position.double()).exp()  # (W,)
         score = decayed * (p1 * surprise).clamp(max=self.alpha)  # (R, W)
@@ -81,29 +84,21 @@ class PC(Scheduled):
         return Decision(*best(predictions, lanes, score, count, slope.clamp(min=1e-12)), memory)
 
 
-def signature(path: str) -> tuple[int, int] | None:
-    """A value that changes when a file is written again; None if it cannot be read."""
-    try:
-        entry = os.stat(path)
-    except (OSError, ValueError):
-        return None
-    return entry.st_mtime_ns, entry.st_size
-
-
 @functools.lru_cache(maxsize=4)
-def read_table(path: str, signature: tuple[int, int] | None) -> tuple[int, dict[int, int]]:
-    """The number of tokens that were counted, and the count of each id; `signature` changes with the file."""
+def read_table(path: str, version: tuple[int, int] | None) -> tuple[int, dict[int, int]]:
+    """The number of tokens that were counted, and the count of each id; `version` changes with the file."""
     try:
         entries = json.loads(Path(path).read_text(encoding="utf-8"))
-        return entries[TOTAL], {int(token): count for token, count in entries[COUNTS].items()}
+        counts = {int(token): count for token, count in entries[COUNTS].items()}
+        return entries[TOTAL], counts
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise DuelError(f"The table '{path}' cannot be read ({error!r}); see {Path(__file__).name} --help.") from None
 
 
 @functools.lru_cache(maxsize=4)
-def surprises(path: str, signature: tuple[int, int] | None, device: str) -> torch.Tensor:
+def surprises(path: str, version: tuple[int, int] | None, device: str) -> torch.Tensor:
     """-log(f + 1e-9) of each id up to the table's last one, and then of all ids above it, float64 (T,)."""
-    total, counts = read_table(path, signature)
+    total, counts = read_table(path, version)
     plane = torch.full((max(counts, default=-1) + 2,), 1 / total, dtype=torch.float64)  # (T,)
     for token, count in counts.items():
         plane[token] = count / total
@@ -119,10 +114,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--out", required=True, help="the file to write")
     options = parser.parse_args(arguments)
-    tokenizer, counts = load_tokenizer({"tokenizer": options.tokenizer}), Counter()
-    tasks = named.load(options.tasks, {"tokenizer": options.tokenizer})
-    for request in (request for task in tasks for request in task.instances):
-        counts.update(tokenizer(str(request.args[-1]), add_special_tokens=False, verbose=False)["input_ids"])
+    tokenizer = load_tokenizer({"tokenizer": options.tokenizer})
+    counts = Counter()
+    for task in named.load(options.tasks, {"tokenizer": options.tokenizer}):
+        for request in task.instances:
+            text = str(request.args[-1])
+            counts.update(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
     table = {TOTAL: counts.total(), COUNTS: {str(token): count for token, count in sorted(counts.items())}}
     Path(options.out).write_text(json.dumps(table) + "\n", encoding="utf-8")
     print(f"{counts.total():,} tokens, {len(counts):,} different ones, written to {options.out}")

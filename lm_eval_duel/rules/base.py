@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
+import os
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -134,6 +135,18 @@ def _canonical(declared: Argument, value: Any) -> Any:
     with contextlib.suppress(DuelError, TypeError, ValueError, OverflowError):  # a value of another type
         return value if value is None else declared.kind.convert(value)
     return value
+
+
+def file_version(path: str) -> tuple[int, int] | None:
+    """A value that changes when a file is written again; None if it cannot be read.
+
+    It is a key of what a rule keeps of the file.
+    """
+    try:
+        entry = os.stat(path)
+    except (OSError, ValueError):
+        return None
+    return entry.st_mtime_ns, entry.st_size
 
 
 def log_odds(p: float) -> float:

@@ -123,9 +123,9 @@ class CachedView(View):
     def _parts(self, lanes: Lanes, begun: torch.Tensor, slot: torch.Tensor) -> Iterator[torch.Tensor]:
         """The lanes (r,) of each network call.
 
-        Under a prefix cache they begin at nearly the same column. Under a dual cache lanes that share a slot (R,) have a
-        call of their own, in which they stand side by side: the others then read the kept keys where they are. In one
-        call a slot would be read in several rows, for which all keys are copied.
+        Under a prefix cache they begin at nearly the same column. Under a dual cache lanes that share a slot (R,) have
+        a call of their own, in which they stand side by side: the others then read the kept keys where they are. In one
+        call a slot would be read in several rows, and all keys would be copied.
         """
         order = begun.nonzero()[:, 0]  # (n,)
         if self.denoiser.cache == "dual":
