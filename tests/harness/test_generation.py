@@ -20,7 +20,11 @@ from lm_eval_duel.harness.requests import make_request
 from lm_eval_duel.results import trace
 from lm_eval_duel.text.generation import KNOWN, LENGTHS, OTHERS, Settings
 
-NETWORKS = [Toy(length=9, seed=1), Toy(length=9, seed=2, honours_padding=False), BlockCausal(block=2, length=9, seed=3)]
+NETWORKS = [  # with a rule
+    (Toy(length=9, seed=1), "klass:mu=0.4:nu=0.3"),
+    (Toy(length=9, seed=2, honours_padding=False), "greedy"),
+    (BlockCausal(block=2, length=9, seed=3), "threshold:mu=0.5"),
+]
 
 
 def same(drawn, scored, tolerance=1e-9):
@@ -28,31 +32,33 @@ def same(drawn, scored, tolerance=1e-9):
     assert drawn.token_logprobs == pytest.approx(scored.token_logprobs, abs=tolerance)
 
 
-@pytest.mark.parametrize(
-    ("toy", "rule"),
-    list(zip(NETWORKS, ["klass:mu=0.4:nu=0.3", "greedy", "threshold:mu=0.5"], strict=True)),
-)
+@pytest.mark.parametrize(("toy", "rule"), NETWORKS)
 def test_a_sample_that_stopped_is_scored_with_what_is_left_as_tail(toy, rule):
     duel = DuelEstimator(toy, rule, 2)
-    asked = []
+    contexts = [(1,), (0, 2), ()] * 5
+    lengths = []
 
     def stop(index, tokens):
-        asked.append((index, tokens))
+        lengths.append(len(tokens))
         return 2 in tokens
 
-    drawn = duel.sample([(1,), (0, 2), ()] * 5, 6, seed=5, stop=stop)
-    whole = duel.sample([(1,), (0, 2), ()] * 5, 6, seed=5)
-    assert len({len(one.tokens) for one in drawn}) > 1
-    small = DuelEstimator(toy, rule, 2, batch_size=1).sample([(1,), (0, 2), ()] * 5, 6, seed=5, stop=stop)
-    assert [one.tokens for one in small] == [one.tokens for one in drawn]
-    for n, (one, all_of_it) in enumerate(zip(drawn, whole, strict=True)):
-        context = ((1,), (0, 2), ())[n % 3]
-        assert one.tokens == all_of_it.tokens[: len(one.tokens)] and one.tail == 6 - len(one.tokens)
-        if one.tail:
-            assert 2 in one.tokens and 2 not in one.tokens[:-2]
-        if (len(context) + len(one.tokens)) % 2 == 0 or toy.attention != "block_causal":
-            same(one, duel.log_prob([Window(context, one.tokens, (), one.tail)])[0])
-    assert all(len(tokens) < 6 for _, tokens in asked)  # nothing is left to stop at the end
+    stopped = duel.sample(contexts, 6, seed=5, stop=stop)
+    assert max(lengths) < 6, "nothing is left to stop at the end"
+    assert len({len(sample.tokens) for sample in stopped}) > 1
+    small = DuelEstimator(toy, rule, 2, batch_size=1).sample(contexts, 6, seed=5, stop=stop)
+    assert [sample.tokens for sample in small] == [sample.tokens for sample in stopped]
+
+    whole = duel.sample(contexts, 6, seed=5)
+    for context, sample, without_stop in zip(contexts, stopped, whole, strict=True):
+        length = len(sample.tokens)
+        assert sample.tokens == without_stop.tokens[:length]
+        assert sample.tail == 6 - length
+        if sample.tail:
+            assert 2 in sample.tokens and 2 not in sample.tokens[:-2], "it is looked for after each block of two"
+        ends_on_a_border = (len(context) + length) % 2 == 0
+        if ends_on_a_border or toy.attention != "block_causal":
+            [score] = duel.log_prob([Window(context, sample.tokens, (), sample.tail)])
+            same(sample, score)
 
 
 # ---------------------------------------------------------------- temperature, top-k, top-p
@@ -60,14 +66,17 @@ def test_a_sample_that_stopped_is_scored_with_what_is_left_as_tail(toy, rule):
 
 def by_hand(logits, temperature, top_k, top_p):
     """The distribution of one position by its description, token after token."""
-    scaled = (logits / temperature).softmax(0).tolist()
-    order = sorted(range(len(scaled)), key=lambda v: (-scaled[v], v))[: top_k or len(scaled)]
-    mass, kept = sum(scaled[v] for v in order), []
-    for v in order:
-        if not kept or sum(scaled[u] for u in kept) / mass < top_p:
-            kept.append(v)
-    total = sum(scaled[v] for v in kept)
-    return [scaled[v] / total if v in kept else 0.0 for v in range(len(scaled))]
+    p = (logits / temperature).softmax(0).tolist()
+    most_probable_first = sorted(range(len(p)), key=lambda v: (-p[v], v))
+    best = most_probable_first[: top_k or len(p)]
+    mass = sum(p[v] for v in best)
+    kept = []
+    for v in best:
+        if kept and sum(p[u] for u in kept) / mass >= top_p:
+            break
+        kept.append(v)
+    total = sum(p[v] for v in kept)
+    return [p[v] / total if v in kept else 0.0 for v in range(len(p))]
 
 
 @pytest.mark.parametrize(
@@ -170,9 +179,11 @@ def model(folder, **arguments):
 
 
 def ask(*prompts, repeats=1, task="toy", **settings):
-    asked = enumerate((prompt, settings) for prompt in prompts)
-    found = [make_request("generate_until", {}, arguments, task, n, repeats) for n, arguments in asked]
-    return [request for request in found for _ in range(repeats)]
+    requests = []
+    for n, prompt in enumerate(prompts):
+        request = make_request("generate_until", {}, (prompt, settings), task, n, repeats)
+        requests += [request] * repeats
+    return requests
 
 
 def test_decoding_is_what_is_greedy_promises(folder):
@@ -180,24 +191,28 @@ def test_decoding_is_what_is_greedy_promises(folder):
     for length in (1, 3, 8):
         texts = lm.generate_until(ask("a b", "the of", max_gen_toks=length))
         for prompt, text in zip(("a b", "the of"), texts, strict=True):
-            changed = text.replace(text.split()[0], "q" if text.split()[0] != "q" else "r", 1)
-            pairs = [(prompt, f" {text}"), (prompt, f" {changed}")]
-            (_, greedy), (_, other) = lm.loglikelihood(harness_requests.ask("loglikelihood", *pairs))
             assert len(lm.tok_encode(text)) == length, "choose another seed"
-            assert greedy and not other
+            first = text.split()[0]
+            changed = text.replace(first, "q" if first != "q" else "r", 1)
+            pairs = [(prompt, f" {text}"), (prompt, f" {changed}")]
+            [(_, is_greedy), (_, changed_is_greedy)] = lm.loglikelihood(harness_requests.ask("loglikelihood", *pairs))
+            assert is_greedy
+            assert not changed_is_greedy
 
 
 def test_samples_depend_on_task_document_and_repeat_alone(folder):
     settings = {"max_gen_toks": 8, "do_sample": True, "temperature": 9.0}  # the random network is all but certain
     prompts = ("a b", "the of", "c", "a b")
-    base = model(folder).generate_until(ask(*prompts, repeats=3, **settings))
-    assert base == model(folder, batch_size=3).generate_until(ask(*prompts, repeats=3, **settings))
-    assert len(set(base[:3])) > 1 and base[0] != base[9]  # repeats, and documents of one prompt
-    second = ask(*prompts, repeats=3, **settings)[3:6]
-    assert model(folder).generate_until(second) == base[3:6]  # as on another rank
-    assert base != model(folder, draw_seed=1).generate_until(ask(*prompts, repeats=3, **settings))
-    assert base != model(folder).generate_until(ask(*prompts, repeats=3, task="t", **settings))
-    assert len({key_of(t, d, i, r) for t in ("a", "b") for d in range(5) for i in range(5) for r in range(5)}) == 250
+    requests = ask(*prompts, repeats=3, **settings)
+    texts = model(folder).generate_until(requests)
+    assert len(set(texts[:3])) > 1, "repeats differ"
+    assert texts[0] != texts[9], "documents of one prompt differ"
+    assert model(folder, batch_size=3).generate_until(requests) == texts
+    assert model(folder).generate_until(requests[3:6]) == texts[3:6], "as on another rank"
+    assert model(folder, draw_seed=1).generate_until(requests) != texts
+    assert model(folder).generate_until(ask(*prompts, repeats=3, task="t", **settings)) != texts
+    names = itertools.product(("a", "b"), range(5), range(5), range(5))
+    assert len({key_of(*name) for name in names}) == 250
 
 
 @pytest.mark.parametrize("settings", [{}, {"do_sample": True}, {"do_sample": True, "temperature": 0.5, "top_k": 5}])
@@ -209,12 +224,13 @@ def test_a_trace_holds_each_sample_with_its_log_probability(folder, tmp_path, se
     duel = DuelEstimator(asked.denoiser(lm.denoiser), "greedy", 4)
     for prompt, text, record in zip(("a b", "the of and c"), texts, records, strict=True):
         assert (record["text"], record["generated"]) == (text, asked.description)
+        assert not {"e", "f"} & {*text.split()}
         assert len(record["ids"]) + record["tail"] == 8
         window = Window((2, *lm.tok_encode(prompt)), record["ids"], (3,), record["tail"])
-        scored = duel.log_prob([window])[0]
-        assert scored.near_ties or list(scored.reveal_steps) == record["reveal_steps"]
-        assert scored.near_ties or scored.log_prob == pytest.approx(record["log_prob"], abs=1e-4)
-        assert not {"e", "f"} & set(text.split())
+        [scored] = duel.log_prob([window])
+        if not scored.near_ties:
+            assert list(scored.reveal_steps) == record["reveal_steps"]
+            assert scored.log_prob == pytest.approx(record["log_prob"], abs=1e-4)
     assert lm.get_model_info()["duel"]["generated"] == [asked.description]
 
 
@@ -239,7 +255,8 @@ def test_what_is_selected_after_sampling_is_generated_as_it_is_scored(folder, tm
     """Texts without a trace need no log-probability; with one it is that of the text, over all orders."""
     settings = {"max_gen_toks": 6, "temperature": 9.0, "until": ["e"]}
     drawn = {"estimator": "sampled_confidence", "n": 2}
-    lm, traced = model(folder, **drawn), model(folder, **drawn, trace=str(tmp_path / "t.jsonl"), batch_size=1)
+    lm = model(folder, **drawn)
+    traced = model(folder, **drawn, trace=str(tmp_path / "t.jsonl"), batch_size=1)
     texts = lm.generate_until(ask("a b", "the of", repeats=2, **settings))
     assert texts == traced.generate_until(ask("a b", "the of", repeats=2, **settings))
     assert len(set(texts)) > 2 and lm.estimator.counts.rows < traced.estimator.counts.rows
