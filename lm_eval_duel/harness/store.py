@@ -91,6 +91,15 @@ def decode(value: Any) -> Any:
     return RECORDS[name](**parts)
 
 
+def decode_score(record: Any) -> Score | None:
+    """The score of a record; None if it is damaged."""
+    try:
+        score = decode(record)
+    except (TypeError, ValueError, KeyError, AttributeError):
+        return None
+    return score if isinstance(score, Score) else None
+
+
 def without_order(score: Score) -> Score:
     """A score without its order: its part in the results."""
     blocks = score.blocks
@@ -173,8 +182,13 @@ class Answers:
         for n in requests:
             for window in self._parts(n) - scores.keys():
                 record = self.store.find(self.key(window), tuple)
-                if record is not None:
-                    scores[window] = decode(record)
+                if record is None:
+                    continue
+                score = decode_score(record)
+                if score is None:
+                    self.store.drop()
+                else:
+                    scores[window] = score
         return scores
 
     def keep(self, window: Window, score: Score) -> None:

@@ -105,8 +105,9 @@ def test_windows_of_every_estimator_are_read_again(model, tmp_path, estimator):
     for window, score in scores.items():
         answers.keep(window, score)
     assert answers.kept([0]) == scores
-    lm.dbdict.keep(answers.key(windows[0]), 5)
-    assert answers.kept([0]).keys() == {*windows[1:]}
+    for damaged in (5, ("Score", {"kind": "NONE"}), ("Score", {"of": 1}), ("TwoPhaseBlocks", {}), ("x", "y")):
+        lm.dbdict.keep(answers.key(windows[0]), damaged)
+        assert answers.kept([0]).keys() == {*windows[1:]}
 
 
 # ---------------------------------------------------------------- evaluations of one model, and a user's own data
