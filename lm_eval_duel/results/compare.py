@@ -305,7 +305,7 @@ def headline(shown: Sequence[ComparedRow]) -> ComparedRow | None:
     of_paper = [each for each in duels if each.row.rule == PAPER_RULE]
 
     def preference(each: ComparedRow) -> tuple:
-        seed = int(each.row.noise_seed or 0)
+        seed = float(each.row.noise_seed or 0)
         return each.row.run.has_cache, each.closed.elbo is None, seed, each.row.value
 
     return min(of_paper or duels, key=preference, default=None)

@@ -223,7 +223,7 @@ def _averages(name: str, entries: Json, nulls: Json) -> tuple[dict[str, float], 
 
 def _check(run: Run) -> None:
     """Raise an error if log_prob, tokens and perplexity of a task do not agree, or are no probability's."""
-    for key in ("elbo_eps", "mc_samples"):
+    for key in ("elbo_eps", "mc_samples", "noise_seed"):
         if run.spec.get(key, "none") != "none":
             number(run.spec[key])
     if run.ours and "version" not in run.spec:

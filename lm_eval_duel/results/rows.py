@@ -493,4 +493,5 @@ def _sort_key(row: Row) -> tuple[Any, ...]:
     if row.is_drawn_bound:
         block = -block  # the whole target first
     cache = CACHES.index(row.run.cache) if row.run.cache in CACHES else len(CACHES)
-    return ([*registry.ESTIMATORS].index(row.estimator), block, *sort_key(row.rule), cache, row.variant)
+    seed = float(row.noise_seed or 0)
+    return ([*registry.ESTIMATORS].index(row.estimator), block, *sort_key(row.rule), cache, seed, row.variant)

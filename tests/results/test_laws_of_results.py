@@ -134,6 +134,16 @@ def test_the_error_of_gap_closed_against_a_simulation():
     assert stats.gap_closed_stderr(40, 37, 36, None, 0.2) is None is stats.gap_closed_stderr(40, 37, 36, 0.1, None)
 
 
+@pytest.mark.parametrize("error", [0.001, 0.3, 2.0])
+def test_the_interval_of_a_drawn_error_is_symmetric_on_a_logarithmic_axis(error):
+    low, high = stats.drawn_interval("token_perplexity", math.log(40.0), error)
+    assert 0 < low < 40.0 < high
+    assert low * high == pytest.approx(40.0**2)
+    assert math.log(high / 40.0) == pytest.approx(1.96 * error, rel=1e-3)
+    low, high = stats.drawn_interval("bits_per_byte", math.log(2.0), error)
+    assert (low + high) / 2 == pytest.approx(1.0)
+
+
 # ---------------------------------------------------------------- two scores of the same texts
 
 

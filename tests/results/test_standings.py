@@ -193,6 +193,34 @@ def test_only_likelihoods_have_ranks_and_means_are_over_all_tasks(tmp_path):
     assert [run.label for run in content.baselines] == ["AR"], "the only autoregressive model is the one of the gaps"
 
 
+def test_noise_seeds_do_not_compete(tmp_path):
+    """Values given two noises are of two distributions: none is the best, and neither outranks the other."""
+    hf(tmp_path, model="AR", docs={"sotu": docs((-50, -100, -80))})
+    made(tmp_path, "A", (-60, -150, -90), spec={"noise_seed": "0"})
+    made(tmp_path, "A", (-55, -140, -85), spec={"noise_seed": "1"})
+    made(tmp_path, "B", (-58, -145, -88))
+    content = board(tmp_path)
+    rows = [each for each in content.tasks["sotu"].rows if each.row.model == "A"]
+    assert [each.row.noise_seed for each in rows] == ["0", "1"]
+    assert not any(each.best for each in rows)
+    ranks = {}
+    for row in content.standings.rows:
+        ranks[row.method.named.model, row.method.named.noise_seed] = row.rank
+    assert ranks == {("AR", None): 1, ("A", "1"): 2, ("B", None): 3, ("A", "0"): 3}, "each is ranked among the others"
+    headline = next(line for line in content.headlines["sotu"] if "**A**" in line)
+    assert "noise seed 0" in headline and "Lowest" not in headline, "the first seed, not the best one"
+
+
+def test_another_sampler_is_named_where_its_bound_is_shown(tmp_path):
+    hf(tmp_path, model="AR", docs={"sotu": docs((-50, -100, -80))})
+    made(tmp_path, spec={"noise_seed": "0"})
+    [headline] = board(tmp_path).headlines["sotu"]
+    assert "ancestral" not in headline
+    made(tmp_path, estimator="noised_elbo", nats=(-70, -160, -95), spec={"steps": "48"})
+    [headline] = board(tmp_path).headlines["sotu"]
+    assert "ancestral sampling" in headline
+
+
 def plotted(*arguments):
     content = board(*arguments)
     return page._plot(content.standings, content.tasks)
