@@ -52,7 +52,7 @@ def generate(evaluation: Evaluation, requests: Sequence[Instance]) -> list[str]:
     for n, prompt in enumerate(prompts):
         if n not in texts:
             groups.setdefault(prompt.generator, []).append(n)
-    remaining = [n for group in groups.values() for n in group]
+    remaining = [n for n in range(len(prompts)) if n not in texts]
     tokens = [len(prompt.window.target) for prompt in prompts]
     progress = evaluation.begin("generate_until", tokens, remaining)
     steps = 0

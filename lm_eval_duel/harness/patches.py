@@ -89,15 +89,19 @@ def in_lm_evals_command() -> None:
         DuelError: If its command line gives a model arg twice, of which lm-eval takes the last value.
     """
     command = Path(sys.argv[0])
-    if command.stem in ("lm_eval", "lm-eval") or command.parts[-2:] == ("lm_eval", "__main__.py"):
-        sys.excepthook = _one_line
-        parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-        parser.add_argument("--model_args", "-a", nargs="*", action="extend", default=[])
-        given, _ = parser.parse_known_args()
-        pairs: list[tuple[str, Any]] = []
-        for text in given.model_args:
-            pairs += key_values(text).items()
-        unique_keys(pairs)
+    is_script = command.stem in ("lm_eval", "lm-eval")
+    is_module = command.parts[-2:] == ("lm_eval", "__main__.py")
+    if not (is_script or is_module):
+        return
+    sys.excepthook = _one_line
+
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--model_args", "-a", nargs="*", action="extend", default=[])
+    given, _ = parser.parse_known_args()
+    pairs: list[tuple[str, Any]] = []
+    for text in given.model_args:
+        pairs += key_values(text).items()
+    unique_keys(pairs)
 
 
 def _one_line(kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import logging
 from collections import Counter
 from collections.abc import Sequence
@@ -137,7 +138,7 @@ def document_windows(text: TextEncoder, requests: Sequence[Instance]) -> list[li
             windows.append(text.windows(document, counted))
 
     if not text.denoiser.by_blocks:
-        note = shorter_than_a_block((window for parts in windows for window in parts), text.block)
+        note = shorter_than_a_block(itertools.chain(*windows), text.block)
         if note:
             log.info("%s", note)
     return windows

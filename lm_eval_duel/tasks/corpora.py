@@ -358,5 +358,9 @@ def scientific(text: str) -> str:
 
 
 DETOKENIZERS: dict[str, Callable[[str], str]] = {
-    function.__name__: function for function in (wikitext, ptb, lm1b, lambada, scientific)
+    "wikitext": wikitext,
+    "ptb": ptb,
+    "lm1b": lm1b,
+    "lambada": lambada,
+    "scientific": scientific,
 }

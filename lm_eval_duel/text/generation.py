@@ -74,21 +74,31 @@ class GenerationArguments(Arguments):
 KNOWN = tuple(declared(GenerationArguments))
 LENGTHS = KNOWN[KNOWN.index("max_gen_toks") :]  # synonyms; the first that is given counts
 
+ONE_ORDER = "a rule follows one order"
+THREE_ALONE = "only temperature, top_k and top_p change the distribution"
+ENDS = "a text ends at its first stop string or end of text"
+ONE_ANSWER = "a request has one answer; set `repeats:` in the task to draw several"
 OTHERS = {  # settings of other back ends: the value that has no effect, and why no other is taken
-    name: (neutral, why)
-    for neutral, why, names in (
-        (1, "a rule follows one order", "num_beams num_beam_groups length_penalty"),
-        (False, "a rule follows one order", "early_stopping"),
-        (1, "only temperature, top_k and top_p change the distribution", "repetition_penalty typical_p"),
-        (0, "only temperature, top_k and top_p change the distribution", "presence_penalty frequency_penalty"),
-        (0, "only temperature, top_k and top_p change the distribution", "no_repeat_ngram_size min_p"),
-        (0, "a text ends at its first stop string or end of text", "min_length min_new_tokens min_tokens"),
-        (1, "a request has one answer; set `repeats:` in the task to draw several", "num_return_sequences best_of n"),
-        (None, "it would count the prompt too; set max_gen_toks, the positions to generate", "max_length"),
-        (None, "name stop strings in `until`", "stop stop_strings"),
-        (None, "set the model arg draw_seed", "seed"),
-    )
-    for name in names.split()
+    "num_beams": (1, ONE_ORDER),
+    "num_beam_groups": (1, ONE_ORDER),
+    "length_penalty": (1, ONE_ORDER),
+    "early_stopping": (False, ONE_ORDER),
+    "repetition_penalty": (1, THREE_ALONE),
+    "typical_p": (1, THREE_ALONE),
+    "presence_penalty": (0, THREE_ALONE),
+    "frequency_penalty": (0, THREE_ALONE),
+    "no_repeat_ngram_size": (0, THREE_ALONE),
+    "min_p": (0, THREE_ALONE),
+    "min_length": (0, ENDS),
+    "min_new_tokens": (0, ENDS),
+    "min_tokens": (0, ENDS),
+    "num_return_sequences": (1, ONE_ANSWER),
+    "best_of": (1, ONE_ANSWER),
+    "n": (1, ONE_ANSWER),
+    "max_length": (None, "it would count the prompt too; set max_gen_toks, the positions to generate"),
+    "stop": (None, "name stop strings in `until`"),
+    "stop_strings": (None, "name stop strings in `until`"),
+    "seed": (None, "set the model arg draw_seed"),
 }
 
 
