@@ -35,8 +35,9 @@ from lm_eval_duel.estimators.checks import check_windows, require_masks, resolve
 
 # If windows are taken in the order given, the first few are evaluated alone, in calls that are a quarter full, so that
 # a first document is finished early. A step of all lanes that fills n calls then takes up to n + 0.75. On a CPU a
-# call's time goes by its tokens (of a small network, 512 tokens take 25 % of the time of 2,048), so this costs less than
-# 1 %. On a GPU a small call may take as long as a full one, so it is done from n = 32 on, where it costs 2.4 % at most.
+# call's time goes by its tokens (of a small network, 512 tokens take 25 % of the time of 2,048), so this costs less
+# than 1 %. On a GPU a small call may take as long as a full one, so it is done from n = 32 on, where it costs at most
+# 2.4 %.
 FIRST_CALL = 0.25
 MANY = 32
 BUCKET = 8  # the most network calls that the windows of a later bucket fill
