@@ -19,9 +19,13 @@ def test_the_command_prints_and_writes_perplexities_and_which_law_they_are_of(tm
     arguments = ["--model_args", "rule=greedy,block=32", "--tasks", "sotu", "--limit", str(LIMIT), "--device", "cpu"]
     done = lm_eval("run", *arguments, "--output_path", str(tmp_path), "--log_samples", module="lm_eval_duel")
     results, samples = read(tmp_path, "sotu")
-    table, config, texts = results["results"]["sotu"], results["config"], [s["doc"]["text"] for s in samples]
-    nats, tokens = math.fsum(map(text_log_prob, samples)), sum(s["doc"]["duel_tokens"] for s in samples)
-    size, words = sum(len(text.encode()) for text in texts), sum(len(text.split()) for text in texts)
+    table = results["results"]["sotu"]
+    config = results["config"]
+    texts = [sample["doc"]["text"] for sample in samples]
+    nats = math.fsum(map(text_log_prob, samples))
+    tokens = sum(sample["doc"]["duel_tokens"] for sample in samples)
+    words = sum(len(text.split()) for text in texts)
+    size = sum(len(text.encode()) for text in texts)
     assert table["token_perplexity,none"] == pytest.approx(math.exp(-nats / tokens))
     assert table["word_perplexity,none"] == pytest.approx(math.exp(-nats / words))
     assert table["byte_perplexity,none"] == pytest.approx(math.exp(-nats / size))

@@ -244,7 +244,9 @@ def arguments(tmp_path, words, config=None):
 
 def test_what_a_config_file_says_is_kept(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", [])
-    ours, (here, there) = run.task_folder(), (str(tmp_path), str(tmp_path.parent))
+    ours = run.task_folder()
+    here = str(tmp_path)
+    there = str(tmp_path.parent)
     assert arguments(tmp_path, ["--tasks", "sotu"]).model == "duel-mdm"
     assert arguments(tmp_path, [], {"tasks": "sotu"}).model == "duel-mdm"
     assert arguments(tmp_path, [], {"tasks": "sotu", "model": "hf"}).model == "hf"
@@ -284,7 +286,8 @@ def test_task_files_of_lm_eval_are_read_only_if_they_may_be_named(tmp_path):
     }
     for name, config in files.items():
         (tmp_path / f"{name}.yaml").write_text(json.dumps(config))
-    ours, both = [run.task_folder()], [run.task_folder(), str(tmp_path)]
+    ours = [run.task_folder()]
+    both = [*ours, str(tmp_path)]
     before = TaskManager.__init__
     for names, folders in ((["sotu", "duel_zero_shot"], ours), (["sotu", "mine", "tagged", "members", "nested"], both)):
         with run._task_files(names, folders):

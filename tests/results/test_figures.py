@@ -30,7 +30,8 @@ def made(folder, *arguments, rules=RATES):
 
 def colours_of(axes):
     """The colour of each line with a name."""
-    return {line.get_label(): line.get_color() for line in axes.lines if not line.get_label().startswith("_")}
+    named = [line for line in axes.lines if not line.get_label().startswith("_")]
+    return {line.get_label(): line.get_color() for line in named}
 
 
 def test_every_rule_has_a_colour_of_its_own():
@@ -43,11 +44,11 @@ def test_a_model_and_a_rule_have_one_colour_in_every_figure(tmp_path):
     made(tmp_path)
     task = collect(parse([str(tmp_path / "results"), "--out", str(tmp_path / "out")])).tasks["sotu"]
     (values,) = figures.perplexity("sotu", task).axes
-    assert [list(line.get_xdata()) for line in values.lines if line.get_marker() == "|"] == [
-        each.interval for each in task.rows
-    ]
-    of_rows = [line.get_color() for line in values.lines if line.get_marker() == "o" and len(line.get_xdata())]
-    assert of_rows == [figures.model_colour(each.row.model) for each in task.rows]
+    intervals = [line for line in values.lines if line.get_marker() == "|"]
+    points = [line for line in values.lines if line.get_marker() == "o" and len(line.get_xdata())]
+    for each, interval, point in zip(task.rows, intervals, points, strict=True):
+        assert list(interval.get_xdata()) == each.interval
+        assert point.get_color() == figures.model_colour(each.row.model)
     for sweep in task.rules:
         (axes,) = figures.rules("sotu", task, sweep).axes
         assert axes.get_xlim()[0] < 0.5 and axes.get_xlim()[1] > 1, "from left to right"

@@ -40,7 +40,8 @@ def test_in_domain_tables_of_the_paper(tmp_path, name):
     ar, table = TABLES[name]
     ours(tmp_path / "ar", per_token([name], [ar]), "ARM", "ar", rule=None, block="1", attention="causal")
     for model, (elbo, duel, _) in table.items():
-        causal, block = model.startswith("BD3"), model.partition("BD3-LM-")[2] or "4"
+        causal = model.startswith("BD3")
+        block = model.partition("BD3-LM-")[2] or "4"
         shape = {"attention": "block_causal" if causal else "bidirectional", "block": block}
         spec = {"elbo_block": block if causal else "None"}
         ours(tmp_path / "results", per_token([name], [elbo]), model, "elbo", spec=spec, **shape)
@@ -57,7 +58,8 @@ def test_in_domain_tables_of_the_paper(tmp_path, name):
 def test_the_paired_bootstrap_against_the_analytic_error(tmp_path):
     """Documents whose difficulty is shared by AR, ELBO and DUEL."""
     generator = np.random.default_rng(1)
-    tokens, hard = generator.integers(50, 150, 400), generator.normal(3.4, 0.4, 400)
+    tokens = generator.integers(50, 150, 400)
+    hard = generator.normal(3.4, 0.4, 400)  # nats per token
     nats = [-tokens * (hard + shift + generator.normal(0, 0.02, 400)) for shift in (0.0, 0.3, 0.2)]
     ar, elbo, duel = ({"sotu": documents(n, tokens)} for n in nats)
     hf(tmp_path / "ar", docs=ar)
@@ -72,8 +74,12 @@ def test_the_paired_bootstrap_against_the_analytic_error(tmp_path):
     assert (high - low) / (2 * 1.96) == pytest.approx(error, rel=0.05)
     low, high = row["gap_closed_interval"]
     assert low < row["gap_closed"] < high
-    columns = [np.stack([n, tokens], 1).astype(float) for n in nats]
-    ar, elbo, duel = (stats.value("token_perplexity", *stats.resample(c, seed=s).T) for s, c in enumerate(columns))
+
+    unpaired_draws = []  # of other documents for each model
+    for seed, of_model in enumerate(nats):
+        sums = stats.resample(np.stack([of_model, tokens], 1).astype(float), seed=seed)
+        unpaired_draws.append(stats.value("token_perplexity", *sums.T))
+    ar, elbo, duel = unpaired_draws
     unpaired, _ = stats.gap_interval(elbo, duel, ar)
     assert unpaired is None or high - low < 0.3 * (unpaired[1] - unpaired[0])
 
@@ -91,12 +97,14 @@ def test_draws_without_a_positive_gap_are_counted_or_end_the_interval():
 
 def test_a_bootstrap_that_holds_the_monte_carlo_error_gets_no_more_of_it():
     generator = np.random.default_rng(1)
-    hard, noise = generator.normal(3, 1, 500), generator.normal(0, 0.5, 500)
-    error, units = 0.5 * math.sqrt(500), np.ones(500)
+    hard = generator.normal(3, 1, 500)
+    noise = generator.normal(0, 0.5, 500)
+    error = 0.5 * math.sqrt(500)  # of the sum of the noise
+    units = np.ones(500)
 
-    def draws(*columns):
-        rates = stats.stats_rates(np.stack([np.stack([column, units], 1) for column in columns], 1))
-        return stats.with_errors(rates, [error / 500, None])
+    def draws(*nats):
+        table = np.stack([np.stack([column, units], 1) for column in nats], 1)  # (documents, models, 2)
+        return stats.with_errors(stats.stats_rates(table), [error / 500, None])
 
     first, second = draws(hard + noise, hard)
     assert np.std(first) == pytest.approx(np.std(hard + noise) / math.sqrt(500), rel=0.05)  # and so its interval
@@ -117,10 +125,15 @@ def test_an_interval_does_not_depend_on_other_rows(tmp_path):
     among = run(tmp_path, "--pairs", "all")["tasks"]["sotu"]
 
     def intervals(found):
-        shown = [row for row in found["rows"] if row["model"] != "Near"]
-        pairs = [pair for pair in found["pairs"] if "Near" not in pair["names"][0] + pair["names"][1]]
-        known = [row[entry] for row in shown for entry in ("interval", "gap_interval", "gap_closed_interval")]
-        return np.array([ends for ends in [*known, *(pair["interval"] for pair in pairs)] if ends])
+        """Those that are not about the other row."""
+        ends = []
+        for row in found["rows"]:
+            if row["model"] != "Near":
+                ends += [row["interval"], row["gap_interval"], row["gap_closed_interval"]]
+        for pair in found["pairs"]:
+            if "Near" not in " ".join(pair["names"]):
+                ends.append(pair["interval"])
+        return np.array(list(filter(None, ends)))
 
     assert intervals(alone).shape == (3 + 2 + 1 + 3, 2)
     assert intervals(among) == pytest.approx(intervals(alone))
@@ -128,7 +141,8 @@ def test_an_interval_does_not_depend_on_other_rows(tmp_path):
 
 def test_the_error_of_gap_closed_against_a_simulation():
     generator = np.random.default_rng(0)
-    elbo, duel = 40 + 0.1 * generator.standard_normal(200_000), 37 + 0.2 * generator.standard_normal(200_000)
+    elbo = 40 + 0.1 * generator.standard_normal(200_000)
+    duel = 37 + 0.2 * generator.standard_normal(200_000)
     simulated = (100 * (elbo - duel) / (elbo - 36)).std()
     assert stats.gap_closed_stderr(40, 37, 36, 0.1, 0.2) == pytest.approx(simulated, rel=0.02)
     assert stats.gap_closed_stderr(40, 37, 36, None, 0.2) is None is stats.gap_closed_stderr(40, 37, 36, 0.1, None)
@@ -149,26 +163,30 @@ def test_the_interval_of_a_drawn_error_is_symmetric_on_a_logarithmic_axis(error)
 
 def scores(shift=0.0, seed=1, tokens=None, **drawn):
     """Scores of the same texts; `shift` in nats per token. `drawn`: as in `text_score`."""
-    texts, noise = np.random.default_rng(0), np.random.default_rng(seed)
+    texts = np.random.default_rng(0)
+    noise = np.random.default_rng(seed)
     found = []
     for n in range(SIZE):
-        count, hard = int(texts.integers(20, 60)), texts.normal(3.4, 0.5)
+        count = int(texts.integers(20, 60))
+        hard = texts.normal(3.4, 0.5)
         nats = -count * (hard + shift + noise.normal(0, 0.02))
         found.append(text_score(f"text {n} " + "word " * count, nats, tokens or count, **drawn))
     return found
 
 
 def test_a_difference_is_that_of_the_rates_with_the_error_of_a_paired_ratio():
-    a, b = scores(0.0), scores(0.05, seed=2)
+    a = scores(0.0)
+    b = scores(0.05, seed=2)
     found = compare(a, b, ("A", "B"))
     tokens = np.array([len(score.tokens) for score in a])
-    nats = np.array([[-score.log_prob for score in scores] for scores in (a, b)])
-    expected = (nats[0] - nats[1]).sum() / tokens.sum()
-    residuals = nats[0] - nats[1] - expected * tokens
+    nats_a = np.array([-score.log_prob for score in a])
+    nats_b = np.array([-score.log_prob for score in b])
+    expected = (nats_a - nats_b).sum() / tokens.sum()
+    residuals = nats_a - nats_b - expected * tokens
     error = math.sqrt((residuals**2).sum()) / tokens.sum()
     low, high = found.interval
     assert found.difference == pytest.approx(expected, abs=1e-12) and found.unit == "token"
-    assert found.perplexities == pytest.approx(tuple(math.exp(row.sum() / tokens.sum()) for row in nats))
+    assert found.perplexities == pytest.approx(tuple(np.exp([nats_a.sum(), nats_b.sum()] / tokens.sum())))
     assert (low + high) / 2 == pytest.approx(expected, abs=0.1 * error)
     assert (high - low) / (2 * 1.96) == pytest.approx(error, rel=0.1)
     assert found.verdict == "A is better" and f"{expected:+.4f}" in str(found)
@@ -178,11 +196,13 @@ def test_a_difference_is_that_of_the_rates_with_the_error_of_a_paired_ratio():
 
 
 def test_other_tokens_are_compared_per_byte():
-    a, b = scores(), scores(0.05, seed=2, tokens=7)
+    a = scores()
+    b = scores(0.05, seed=2, tokens=7)
     found = compare(a, b)
     size = sum(len(score.text.encode()) for score in a)
+    nats = sum(score.log_prob for score in b) - sum(score.log_prob for score in a)
     assert found.unit == "byte"
-    assert found.difference == pytest.approx(sum(y.log_prob - x.log_prob for x, y in zip(a, b, strict=True)) / size)
+    assert found.difference == pytest.approx(nats / size)
     assert compare(a, b, unit="word").unit == "word"
     with pytest.raises(DuelError, match="other tokens"):
         compare(a, b, unit="token")
@@ -242,12 +262,17 @@ def test_other_texts_and_what_is_no_score_of_one_model_are_refused():
 
 
 def test_the_monte_carlo_error_widens_the_interval():
-    a, b = scores(), scores(0.05, seed=2)
+    a = scores()
+    exact = scores(0.05, seed=2)
     drawn = scores(0.05, seed=2, estimator="elbo", mc_samples=16, stderr=3.0)
-    widths = [high - low for low, high in (compare(a, other).interval for other in (b, drawn))]
     tokens = sum(len(score.tokens) for score in a)
     error = 3.0 * math.sqrt(SIZE) / tokens
-    assert widths[1] == pytest.approx(math.hypot(widths[0], 2 * 1.96 * error), rel=0.1)
+
+    def width(other):
+        low, high = compare(a, other).interval
+        return high - low
+
+    assert width(drawn) == pytest.approx(math.hypot(width(exact), 2 * 1.96 * error), rel=0.1)
 
 
 def case(first, second, verdict):
@@ -292,16 +317,18 @@ def test_a_score_file_of_another_version_is_refused(tmp_path):
 
 def score_file(name, found):
     """As `score --json` writes it."""
-    documents = [
-        {
-            "document": "texts.txt:1",
-            "sha256": stats.key_of(score.text),
-            "tokens": len(score.tokens),
-            "words": len(score.text.split()),
-        }
-        | {"bytes": len(score.text.encode()), "log_prob": score.log_prob}
-        for score in found
-    ]
+    documents = []
+    for score in found:
+        documents.append(
+            {
+                "document": "texts.txt:1",
+                "sha256": stats.key_of(score.text),
+                "tokens": len(score.tokens),
+                "words": len(score.text.split()),
+                "bytes": len(score.text.encode()),
+                "log_prob": score.log_prob,
+            }
+        )
     shared = {"weights": f"w-{name}", "rule": "greedy:k=1", "estimator": "duel"}
     spec = shared | {"block": "4", "tokenizer": "t", "version": "1"}
     head = {
@@ -345,7 +372,9 @@ def compared(first, second, low, high, documents=50):
 
 
 def test_verdicts():
-    greedy, margin, elbo = entry("greedy:k=1"), entry("margin:k=1"), entry(None, estimator="elbo")
+    greedy = entry("greedy:k=1")
+    margin = entry("margin:k=1")
+    elbo = entry(None, estimator="elbo")
     assert compared(greedy, margin, -0.2, -0.1) == "greedy is better"
     assert compared(greedy, margin, 0.1, 0.2) == "margin is better"
     assert compared(greedy, margin, -0.1, 0.2) == "not distinguishable"
@@ -366,9 +395,8 @@ def test_rows_that_are_compared():
 
     def chosen(choice):
         shown = [SimpleNamespace(row=row) for row in entries]
-        return [
-            (entries.index(pair.first), entries.index(pair.second)) for pair in side_by_side.choose(choice, shown, {})
-        ]
+        pairs = side_by_side.choose(choice, shown, {})
+        return [(entries.index(pair.first), entries.index(pair.second)) for pair in pairs]
 
     assert chosen("rules") == [*((n, 2) for n in (0, 1, 3, 4, 5, 6)), (7, 8)]  # more than five: with the lowest
     assert len(chosen("all")) == 10 * 9 // 2 and all(10 not in pair for pair in chosen("all"))

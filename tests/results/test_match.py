@@ -10,7 +10,8 @@ from results import report as run
 from lm_eval_duel.errors import DuelError
 
 TEXTS = [f"a text of number {n}" for n in range(4)]
-NATS, TOKENS = (-30.0, -40.0, -50.0, -60.0), (10, 12, 14, 16)
+NATS = (-30.0, -40.0, -50.0, -60.0)
+TOKENS = (10, 12, 14, 16)
 DOCS = {"sotu": documents(NATS, TOKENS, TEXTS)}
 OTHER_TOKENS = {"docs": {"sotu": documents(NATS, (11, 12, 14, 16), TEXTS)}}
 OTHER_TEXTS = {"docs": {"sotu": documents(NATS, TOKENS, [*TEXTS[:3], "another text"])}}
@@ -37,8 +38,10 @@ SAMPLES = {  # what a change of the samples makes another
 INDEPENDENT = {"spec": {"windows": "independent"}, "duel": {"row_capacity": 126}}
 OFFICIAL = {"spec": {"special_tokens": "[0] text [1], bos=official"}}
 TWO = {"docs": {"sotu": documents(NATS[:2], TOKENS[:2], TEXTS[:2])}}
-SHORT, UNKNOWN = {"max_length": 8}, {"max_length": None}
-FEW, SOME = {"size": 7, "log": False}, {"log": False}
+SHORT = {"max_length": 8}
+UNKNOWN = {"max_length": None}
+FEW = {"size": 7, "log": False}
+SOME = {"log": False}
 ANSWERS = {"configs": {"sotu": {"output_type": "loglikelihood"}}}
 REFUSED = [  # the field, what the two results have in it, and what differs between them
     ("windows", "harness, 8 target positions (derived)", "independent, 126 target positions", SHORT, INDEPENDENT),
@@ -209,13 +212,16 @@ def test_gap_closed_has_an_error_only_if_that_of_its_value_is_known(tmp_path, kn
 
 def test_the_baseline_stays_whatever_else_is_there(tmp_path):
     tokens = [10, 12, 14, 16] * 5
-    ar, elbo, duel = ([-count * (rate + n / 20) for n, count in enumerate(tokens)] for rate in (3.0, 3.3, 3.2))
-    hf(tmp_path / "ar", docs={"sotu": documents(ar, tokens)})
-    ours(tmp_path / "results", docs={"sotu": documents(elbo, tokens)}, estimator="elbo")
-    ours(tmp_path / "results", docs={"sotu": documents(duel, tokens)})
+
+    def docs(rate):
+        return {"sotu": documents([-count * (rate + n / 20) for n, count in enumerate(tokens)], tokens)}
+
+    hf(tmp_path / "ar", docs=docs(3.0))
+    ours(tmp_path / "results", docs=docs(3.3), estimator="elbo")
+    ours(tmp_path / "results", docs=docs(3.2))
     closed = rows(run(tmp_path), "sotu")["MDLM"]["gap_closed"]
     for more in ({}, {"dtype": "torch.bfloat16"}, {"args": {"revision": "step1000"}}):  # the first is of the same spec
-        hf(tmp_path / "results", docs={"sotu": documents(ar, tokens)}, **more)
+        hf(tmp_path / "results", docs=docs(3.0), **more)
     found = run(tmp_path)["tasks"]["sotu"]
     assert [row["name"] for row in found["rows"] if row["ar"]] == ["AR, dtype=float32, revision=not set"]
     assert found["rows"][0]["ar"] and "/ar/" in found["rows"][0]["file"]

@@ -22,7 +22,8 @@ ORDERS = {  # nats of two documents, and the steps of the first
 @pytest.fixture(scope="module")
 def page(tmp_path_factory):
     """A page whose texts are ids, in markup."""
-    folder, traces = tmp_path_factory.mktemp("board"), []
+    folder = tmp_path_factory.mktemp("board")
+    traces = []
 
     def made(make, nats, **more):
         return make(folder / "in", docs={"sotu": documents(nats, (20, 40), ["text 0", "text 1"])}, **more)
@@ -76,7 +77,8 @@ def test_columns_sort_and_the_oracle_stays_apart(opened):
     value = '(row) => parseFloat(row.querySelector("td.g-value:not(.plot)").textContent.replace("≤ ", ""))'
     values = opened.run(f'[...document.querySelectorAll("#board tbody:first-of-type tr.row")].map({value})')
     assert values == sorted(values), "rows come in the order of their ranks"
-    first, titles = rows(opened, "rank"), 'document.querySelectorAll("#board thead button")'
+    first = rows(opened, "rank")
+    titles = 'document.querySelectorAll("#board thead button")'
     for n in range(opened.run(f"{titles}.length")):
         for direction in ("ascending", "descending"):
             opened.run(f"{titles}[{n}].click()")

@@ -48,7 +48,8 @@ def test_random_edits(tmp_path, count, monkeypatch):
     """Files with a random entry, however deep, replaced or removed: a report, or a DuelError."""
     monkeypatch.setattr("lm_eval_duel.results.stats.DRAWS", 20)
     file = made(tmp_path)
-    whole, chance = file.read_text(), random.Random(0)
+    whole = file.read_text()
+    chance = random.Random(0)
 
     def paths(value, path=()):
         for key in value if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ():
@@ -186,13 +187,14 @@ def test_intervals_of_a_lattice_need_its_trace(tmp_path):
     nats = {"oracle": [-20.0, -12.0], "mixture": [-30.0, -14.0], "greedy:k=1": [-29.0, -13.5]}
     values = {"sotu": {name: math.exp(-sum(v) / 12) for name, v in nats.items()}}
     docs = {"sotu": documents(nats["oracle"], [8, 4], TEXTS[:2])}
-    path, duel = tmp_path / "t.jsonl", {"attention": "block_causal", "trace": str(tmp_path / "t.jsonl")}
+    path = tmp_path / "t.jsonl"
+    duel = {"attention": "block_causal", "trace": str(path)}
     file = ours(tmp_path / "results", docs=docs, estimator="oracle", values=values, duel=duel)
-    windows = [  # two of the first document
-        {"task": "sotu", "doc": doc, "window": n, "values": {name: v[doc] / count for name, v in nats.items()}}
-        for doc, count in ((0, 2), (1, 1))
-        for n in range(count)
-    ]
+    windows = []
+    for doc, count in ((0, 2), (1, 1)):  # two windows of the first document
+        of_window = {name: of_documents[doc] / count for name, of_documents in nats.items()}
+        for n in range(count):
+            windows.append({"task": "sotu", "doc": doc, "window": n, "values": of_window})
     traced = trace(path, file, windows)
     for row in run(tmp_path)["tasks"]["sotu"]["rows"]:
         assert row["interval"][0] < row["value"] < row["interval"][1], row["name"]

@@ -21,7 +21,8 @@ from lm_eval_duel.cli.main import main
 GOLDEN = Path(__file__).parent / "golden"
 RESULTS = demo.FOLDER / "results"
 TRACES = [str(path) for path in sorted((RESULTS / "traces").glob("*.jsonl"))]
-MADE, FEW = "made", "few"  # folders of made results
+MADE = "made"  # folders of made results
+FEW = "few"
 RUNS = {
     "words": ["report", RESULTS / "demo-bd", RESULTS / "demo-ar", "--pairs", "all", "--metric", "word_perplexity"],
     "bits": ["report", RESULTS / "demo-bd", "--pairs", "none", "--metric", "bits_per_byte"],
@@ -43,13 +44,21 @@ def check(name, text):
 def folder(tmp_path_factory):
     """Every kind of result: caches, a lattice, estimates, bounds, accuracies, unknown tokens; and without samples."""
     results.COUNT = itertools.count()  # the files have the same names, whichever tests ran before
-    folder, chance = tmp_path_factory.mktemp("golden"), np.random.default_rng(5)
-    tokens, hard = chance.integers(50, 150, 12), chance.normal(3.4, 0.4, 12)
+    folder = tmp_path_factory.mktemp("golden")
+    chance = np.random.default_rng(5)
+    tokens = chance.integers(50, 150, 12)
+    hard = chance.normal(3.4, 0.4, 12)  # nats per token
 
     def docs(shift, tasks=("sotu",)):
-        return {task: documents(-tokens * (hard + shift + chance.normal(0, 0.02, 12)), tokens) for task in tasks}
+        found = {}
+        for task in tasks:
+            rates = hard + shift + chance.normal(0, 0.02, 12)
+            found[task] = documents(-tokens * rates, tokens)
+        return found
 
-    made, mdlm, both = folder / MADE, {"model": "org/MDLM"}, ("sotu", "news")
+    made = folder / MADE
+    mdlm = {"model": "org/MDLM"}
+    both = ("sotu", "news")
     hf(made, model="org/AR", docs=docs(-0.3, both))
     ours(made, estimator="elbo", docs=docs(0.3, both), spec={"mc_samples": "16"}, **mdlm)
     ours(made, docs=docs(0, both), nfe=1, **mdlm)
@@ -101,18 +110,21 @@ def bundled(tmp_path_factory):
 @pytest.mark.parametrize("name", slow_but(RUNS, {*RUNS} - {"page"}))
 def test_what_is_printed_and_written(name, folder, bundled, tmp_path, capsys):
     """Tables are the golden ones, and every number that a file shows is one of the JSON."""
-    words = [str(folder / word) if word in (MADE, FEW) else str(word) for word in RUNS[name]]
-    main([word.replace(str(RESULTS), str(bundled)) for word in words] + ["--out", str(tmp_path / "out")])
+    out = tmp_path / "out"
+    words = []
+    for word in RUNS[name]:
+        place = folder / word if word in (MADE, FEW) else word
+        words.append(str(place).replace(str(RESULTS), str(bundled)))
+    main([*words, "--out", str(out)])
     printed = capsys.readouterr().out
-    files = [file for file in sorted((tmp_path / "out").iterdir()) if file.is_file()]
-    written = {file.name: file.read_text(encoding="utf-8") for file in files}
+    written = {file.name: file.read_text(encoding="utf-8") for file in sorted(out.iterdir()) if file.is_file()}
     for file, text in written.items():
         if file.endswith((".md", ".csv")) or (name, file) in TEX:
             check(f"{name}_{file}", text)
-    [known] = [decimals(text) for file, text in written.items() if file.endswith(".json")]
+    known = decimals(written["report.json"])
     for file, text in {**written, "the terminal": printed}.items():
-        unknown = [number for number in decimals(text) if not any(is_rounded(number, value) for value in known)]
-        assert not unknown, (file, "shows what is not in the JSON", unknown)
+        for number in decimals(text):
+            assert any(is_rounded(number, value) for value in known), (file, number, "is not in the JSON")
     if "index.html" in written:
         kinds, legend = (re.findall(f'class="{what} ([a-z-]+)', written["index.html"]) for what in ("row", "mark"))
         assert set(kinds) <= set(legend), "each mark is explained"

@@ -21,7 +21,8 @@ from lm_eval_duel.results import columns, files, page, traced
 from lm_eval_duel.results.report import collect, markdown
 
 TEXTS = [f"text {n}" for n in range(3)]
-TOKENS, NATS = (20, 40, 30), (-60, -150, -90)
+TOKENS = (20, 40, 30)
+NATS = (-60, -150, -90)
 NAMES = (  # each in some format markup, a formula, or the end of a cell
     "</script><script>alert(1)</script>",
     '"><img src=x onerror=alert(1)>',
@@ -176,8 +177,11 @@ def test_only_likelihoods_have_ranks_and_means_are_over_all_tasks(tmp_path):
     for row in content.standings.rows:
         named = row.method.named
         rows[named.model, named.estimator, (named.rule or "").partition(":")[0], named.run.cache or ""] = row
-    values = {name: [math.exp(-sum(nats) / sum(TOKENS)) for nats in both] for name, both in SEVERAL.items()}
-    means = {name: math.sqrt(a * b) for name, (a, b) in values.items()}
+    values = {}  # of both tasks
+    means = {}
+    for name, (first, second) in SEVERAL.items():
+        values[name] = math.exp(-sum(first) / sum(TOKENS)), math.exp(-sum(second) / sum(TOKENS))
+        means[name] = math.sqrt(math.prod(values[name]))
     ranked = [name for name in SEVERAL if name[1] in ("duel", "ar")]
     assert rows.keys() == SEVERAL.keys()
     for name, row in rows.items():
@@ -187,8 +191,10 @@ def test_only_likelihoods_have_ranks_and_means_are_over_all_tasks(tmp_path):
             assert row.rank is None and row.mean_rank is None, "although its numbers are the lowest"
             continue
         assert row.rank == 1 + sum(means[other] < means[name] for other in ranked)
-        places = [1 + sum(values[other][n] < values[name][n] for other in ranked) for n in (0, 1)]
-        assert row.mean_rank == sum(places) / 2
+        places = 0
+        for task in (0, 1):
+            places += 1 + sum(values[other][task] < values[name][task] for other in ranked)
+        assert row.mean_rank == places / 2
     assert rows["E", "duel", "greedy", "none"].method.kind == "estimate"
     assert [run.label for run in content.baselines] == ["AR"], "the only autoregressive model is the one of the gaps"
 
@@ -230,7 +236,8 @@ def test_the_plot_is_logarithmic_for_perplexities_and_has_intervals(tmp_path):
     several(tmp_path)
     for metric, scale in (("token_perplexity", math.log), ("bits_per_byte", float)):
         plot = plotted(tmp_path, "--metric", metric)
-        values, places = [scale(row.main) for row in plot["rows"]], [place for place, *_ in plot["rows"].values()]
+        values = [scale(row.main) for row in plot["rows"]]
+        places = [place for place, *_ in plot["rows"].values()]
         slope = (places[-1] - places[0]) / (values[-1] - values[0])
         assert places == pytest.approx([places[0] + slope * (value - values[0]) for value in values], abs=0.3)
         assert page.MARGIN <= min(places) < max(places) <= page.WIDTH - page.MARGIN
@@ -269,7 +276,8 @@ def test_names_are_text_in_every_output(tmp_path):
     with (tmp_path / "published.csv").open("w", encoding="utf-8", newline="") as file:
         csv.writer(file).writerows([columns.NEEDED, figure])
     content = board(tmp_path, "--published", tmp_path / "published.csv")
-    shown, text = page.html(content, NAMES[0]), markdown(content)
+    shown = page.html(content, NAMES[0])
+    text = markdown(content)
     for name in NAMES:
         assert str(markupsafe.escape(one_line(name))) in shown, f"{name!r} is shown as it is"
         assert "<" not in name or name not in shown
@@ -296,7 +304,8 @@ def test_the_command_of_a_row_gives_the_options_of_its_run(given, config, seeded
     config = {"limit": 3.0, "random_seed": 0, "numpy_seed": 1234, "torch_seed": 1234, "fewshot_seed": 1234} | config
     file = edit(made(tmp_path), lambda body: body["config"].update(config, model_args=given))
     [[command]] = [list(map(files.command, row.method.runs)) for row in board(file).standings.rows]
-    words, seen = shlex.split(command), []
+    words = shlex.split(command)
+    seen = []
     assert words[:2] == ["lm-eval-duel", "run"] and "somebody" not in command and ("--seed" in words) == seeded
     monkeypatch.setattr(HarnessCLI, "execute", lambda self, args: seen.append(args))
     importlib.import_module("lm_eval_duel.cli.run").main(words[2:])
@@ -330,7 +339,8 @@ def test_a_wrong_file_of_published_figures(tmp_path, lines, message):
 
 def test_windows_of_a_document_are_joined_and_an_infinite_cost_is_null(tmp_path, monkeypatch):
     monkeypatch.setattr(traced, "token_texts", lambda ids, tokenizer: [f"{n} " for n in ids])
-    result, first = made(tmp_path), {"task": "sotu", "doc": 0, "request": 0, "window": 0, "values": {}}
+    result = made(tmp_path)
+    first = {"task": "sotu", "doc": 0, "request": 0, "window": 0, "values": {}}
     first |= {"ids": [5, 6, 7, 8], "starts": [0, 2], "reveal_steps": [0, 1, 1, 0], "token_logprobs": [-0.5, -1, -2, -4]}
     costly = {"window": 1, "ids": [9, 9], "starts": [0], "reveal_steps": [1, 0], "token_logprobs": [-1.0, None]}
     path = trace(tmp_path / "trace.jsonl", result, [first, first | costly])
