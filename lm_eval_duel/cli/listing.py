@@ -207,22 +207,22 @@ def _named(what: str, names: Sequence[str], tables: Sequence[Rows]) -> list[Rows
 
     Raises DuelError for an unknown name.
     """
-    known: dict[str, tuple[str, ...]] = {}
+    by_name: dict[str, tuple[str, ...]] = {}
     for table in reversed(tables):  # a rule comes before a parameter of its name
         for row in table:
-            known |= {word.strip("()"): row for word in row[0].split()}
-    require_known(what.removesuffix("s"), names, known)
-    chosen = {known[name] for name in names}
+            by_name |= {word.strip("()"): row for word in row[0].split()}
+    require_known(what.removesuffix("s"), names, by_name)
+    chosen = {by_name[name] for name in names}
     first, *others = tables
-    found = [[row for row in first if row in chosen]]
+    kept_tables = [[row for row in first if row in chosen]]
     for table in others:
         kept = []
         for row in table:
             owners = row[1].split(", ")
             if row in chosen or not {row[0], *owners}.isdisjoint(names):
                 kept.append(row)
-        found.append(kept)
-    return found
+        kept_tables.append(kept)
+    return kept_tables
 
 
 def _entry(row: tuple[str, ...], width: int) -> str:

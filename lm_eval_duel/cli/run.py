@@ -115,8 +115,8 @@ def _task_files(names: list[str], folders: list[str]) -> contextlib.AbstractCont
 
     from lm_eval_duel.harness import patches
 
-    known = TaskManager(include_path=folders, include_defaults=False)
-    return patches.without_default_tasks() if named.holds(known, names) else contextlib.nullcontext()
+    manager = TaskManager(include_path=folders, include_defaults=False)
+    return patches.without_default_tasks() if named.holds(manager, names) else contextlib.nullcontext()
 
 
 def _parsed(cli: HarnessCLI) -> argparse.Namespace:
@@ -140,8 +140,8 @@ def _nearest_flag(cli: HarnessCLI, message: str) -> str:
     """Suggest the argument of lm-eval that is nearest to an unknown one."""
     wrong = message.removeprefix("unrecognized arguments: ").split(" ")[0].partition("=")[0]
     with contextlib.suppress(AttributeError, KeyError):  # lm-eval's parser is private
-        known = [flag for flag in cli._subparsers.choices["run"]._option_string_actions if flag.startswith("--")]
-        if near := nearest(wrong, known):
+        flags = [flag for flag in cli._subparsers.choices["run"]._option_string_actions if flag.startswith("--")]
+        if near := nearest(wrong, flags):
             return f". Did you mean {near[0]}?"
     return "" if message.endswith(".") else "."
 

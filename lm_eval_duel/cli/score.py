@@ -215,11 +215,11 @@ def _rate(metric: str, drawn: bool) -> Callable[[Line], str]:
     """The cells of a perplexity, or of bits per byte."""
 
     def cell(line: Line) -> str:
-        known = line.figures()[metric]
-        if known is None:
+        rate = line.figures()[metric]
+        if rate is None:
             return ""
-        error = stats.stderr(metric, known, line.value.nats, line.value.error)
-        return number(known, form_of(metric), error, line.value.is_bound, unsure=drawn)
+        error = stats.stderr(metric, rate, line.value.nats, line.value.error)
+        return number(rate, form_of(metric), error, line.value.is_bound, unsure=drawn)
 
     return cell
 

@@ -95,10 +95,10 @@ def measure(lm: DuelMDM, documents: Sequence[Sequence[Window]]) -> tuple[list[Ti
 
 def _estimators(lm: DuelMDM) -> list[str]:
     """The estimators to time: only the run's own if the others are for other networks."""
-    own = lm.options.estimator
+    estimator = lm.options.estimator
     if lm.denoiser.attention == "causal" or lm.denoiser.noise_training is not None:
-        return [own]
-    return list(dict.fromkeys((own, *TIMED)))
+        return [estimator]
+    return list(dict.fromkeys((estimator, *TIMED)))
 
 
 def _options(options: Options, name: str) -> Options:

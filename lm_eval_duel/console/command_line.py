@@ -251,8 +251,8 @@ def _is_writable_folder(name: str) -> bool:
 
 def _is_writable_file(name: str) -> bool:
     file = Path(name)
-    known = bool(name) and file.parent.is_dir() and not file.is_dir()
-    return name == STDOUT or (known and os.access(file if file.exists() else file.parent, os.W_OK))
+    is_place_for_file = bool(name) and file.parent.is_dir() and not file.is_dir()
+    return name == STDOUT or (is_place_for_file and os.access(file if file.exists() else file.parent, os.W_OK))
 
 
 def _is_name_alone(text: str) -> bool:
@@ -412,13 +412,13 @@ class Parser(argparse.ArgumentParser):
         if value == "--":  # argparse takes it for the end of the flags and hands over an empty list
             self.error(f"argument {name}: '--' is not a value")
         flags = [flag for flag in self._option_string_actions if flag.startswith("--")]
-        known = {flag.replace("-", "_"): flag for flag in flags}
+        by_spelling = {flag.replace("-", "_"): flag for flag in flags}
         like = name.replace("-", "_")
-        if like in known:
-            return known[like] + equals + value
-        matches = [flag for plain, flag in known.items() if plain.startswith(like)]  # argparse accepts a prefix
+        if like in by_spelling:
+            return by_spelling[like] + equals + value
+        matches = [flag for plain, flag in by_spelling.items() if plain.startswith(like)]  # argparse accepts a prefix
         if not matches:
-            raise UsageError(f"{self.command}: {unknown('argument', name, known.values())}")
+            raise UsageError(f"{self.command}: {unknown('argument', name, by_spelling.values())}")
         return (matches[0] if len(matches) == 1 else name) + equals + value
 
     def error(self, message: str) -> NoReturn:

@@ -118,11 +118,11 @@ def with_interval(each: ComparedRow) -> str:
     return type(text)(f"{text} ({span(each.interval, form_of(each.row.metric))})")  # bold stays bold
 
 
-def gap(row: Row | None, known: float | None) -> str:
+def gap(row: Row | None, difference: float | None) -> str:
     """A gap to the autoregressive model, with the bound and the error of the row's value."""
     if row is None:
         return ""
-    return number(known, f"+{form_of(row.metric)}", row.stderr, row.score.is_bound, bool(row.stderr_reason))
+    return number(difference, f"+{form_of(row.metric)}", row.stderr, row.score.is_bound, bool(row.stderr_reason))
 
 
 def gap_interval(each: ComparedRow) -> str:
@@ -347,8 +347,8 @@ def average(run: Run, name: str, metric: str) -> Cell:
     """An average other than a perplexity, with the harness's standard error."""
     if metric not in run.scores(name):
         return ""
-    known, error = run.scores(name)[metric]
-    text = number(known, ".4f", error or None, unsure=True)  # 0 of equal documents: their spread is not known
+    score, error = run.scores(name)[metric]
+    text = number(score, ".4f", error or None, unsure=True)  # 0 of equal documents: their spread is not known
     decodes = run.every_task[name].output_type != "loglikelihood" or registry.find(run.estimator).decodes
     is_counted = metric.split(" (")[0] == COUNTED  # with the name of a filter in brackets
     return text, NOT_DECODED if is_counted and not decodes else ""
@@ -359,8 +359,8 @@ def cost(costs: Sequence[RunCost]) -> Table:
 
     def entry(key: str, scale: float = 1) -> Callable[[RunCost], Cell]:
         def cell(cost: RunCost) -> str:
-            known = cost.run.duel.get(key)
-            return "" if known is None else number(known / scale, ",.0f")
+            count = cost.run.duel.get(key)
+            return "" if count is None else number(count / scale, ",.0f")
 
         return cell
 

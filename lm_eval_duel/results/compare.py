@@ -194,19 +194,19 @@ def shared_metric(name: str, requested: str | None, compared: Sequence[Run]) -> 
 
 def _draws(shown: Sequence[Row]) -> dict[Row, np.ndarray]:
     """Bootstrap draws of the rows that have the documents of the first that has any. All use the same resampling."""
-    known: list[Row] = []
+    drawable: list[Row] = []
     for row in shown:
         if len(row.documents) < 2 or math.isinf(row.value):
             continue
-        if not known or row.documents.keys() == known[0].documents.keys():
-            known.append(row)
-    if not known:
+        if not drawable or row.documents.keys() == drawable[0].documents.keys():
+            drawable.append(row)
+    if not drawable:
         return {}
-    documents = sorted(known[0].documents)
-    table = np.empty((len(documents), len(known), 2))  # of each document and row: nats, units
-    for n, row in enumerate(known):
+    documents = sorted(drawable[0].documents)
+    table = np.empty((len(documents), len(drawable), 2))  # of each document and row: nats, units
+    for n, row in enumerate(drawable):
         table[:, n] = [row.documents[key] for key in documents]
-    return dict(zip(known, stats.stats_rates(table), strict=True))
+    return dict(zip(drawable, stats.stats_rates(table), strict=True))
 
 
 def _interval(row: Row, draws: Draws) -> Interval | None:
@@ -250,11 +250,11 @@ def choose(choice: str, shown: Sequence[ComparedRow], draws: Draws) -> list[Pair
     every two rows. The oracle, which is not a likelihood, is in no pair.
     """
     likelihoods = [each for each in shown if each.row.score.is_likelihood]
-    found: list[tuple[Row, Row]] = []
+    pairs: list[tuple[Row, Row]] = []
     if choice == ALL:
-        found += itertools.combinations([each.row for each in likelihoods], 2)
+        pairs += itertools.combinations([each.row for each in likelihoods], 2)
     if choice in (BOTH, MODELS):
-        found += _pairs_of([main_row(of_model) for of_model in by_model(likelihoods).values()])
+        pairs += _pairs_of([main_row(of_model) for of_model in by_model(likelihoods).values()])
     if choice in (BOTH, RULES):
         groups: dict[tuple, list[Row]] = {}
         for each in likelihoods:
@@ -262,8 +262,8 @@ def choose(choice: str, shown: Sequence[ComparedRow], draws: Draws) -> list[Pair
             if row.estimator == "duel" and not row.ar:
                 groups.setdefault((row.model, row.block, row.run.cache, row.qualifiers), []).append(row)
         for group in groups.values():
-            found += _pairs_of(group)
-    return [gaps.pair(first, second, draws) for first, second in found]
+            pairs += _pairs_of(group)
+    return [gaps.pair(first, second, draws) for first, second in pairs]
 
 
 def by_model(rows: Iterable[ComparedRow]) -> dict[str, list[ComparedRow]]:

@@ -141,12 +141,12 @@ RUN = ("model=label", "estimator", "rule", "block", "cache", "dtype", "file=name
 
 def entries(record: Any, names: Iterable[str]) -> dict[str, Any]:
     """Entries of a record, as `name` or `name=attributes`."""
-    found = {}
+    result = {}
     for written in names:
         name, _, attributes = written.partition("=")
         value = attrgetter(attributes or name)(record)
-        found[name] = str(value) if isinstance(value, Note) else value
-    return found
+        result[name] = str(value) if isinstance(value, Note) else value
+    return result
 
 
 def comparison(task: Comparison) -> dict[str, Any]:
@@ -189,13 +189,13 @@ def _speeds(speeds: Speeds, numbers: Mapping[Row | None, int | None]) -> dict[st
 
 def accuracies(runs: Sequence[Run], name: str, baselines: Collection[Run]) -> list[dict[str, Any]]:
     """The averages of a task other than perplexities, of each run that has any."""
-    found = []
+    results = []
     for run in runs:
         scores = {metric: {"value": value, "stderr": error} for metric, (value, error) in run.scores(name).items()}
         if scores:
             identity = run.every_task[name].identity
-            found.append(entries(run, RUN) | {"ar": run in baselines, "identity": identity, "scores": scores})
-    return found
+            results.append(entries(run, RUN) | {"ar": run in baselines, "identity": identity, "scores": scores})
+    return results
 
 
 def cost(cost: RunCost) -> dict[str, Any]:

@@ -58,13 +58,13 @@ def pair(first: Row, second: Row, draws: Draws) -> Pair:
     for row, name in zip((first, second), names, strict=True):
         sides.append(Side(name, row.per_unit, row.stderr_reason, draws.get(row)))
     texts = [key.rpartition(":")[0] for key in first.documents]  # without the number of each copy
-    found = stats.difference(*sides, unit(first.metric), texts)
+    paired = stats.difference(*sides, unit(first.metric), texts)
     reason = Note()
-    if found.difference is None:
+    if paired.difference is None:
         reason = Note("no difference of an infinite perplexity")
-    elif found.interval is None:
+    elif paired.interval is None:
         reason = no_interval(second if first in draws else first)
-    return Pair(**vars(found), first=first, second=second, reason=reason)
+    return Pair(**vars(paired), first=first, second=second, reason=reason)
 
 
 def cache_cost(row: Row, shown: Sequence[Row], draws: Draws) -> Pair | None:
@@ -76,9 +76,9 @@ def cache_cost(row: Row, shown: Sequence[Row], draws: Draws) -> Pair | None:
     def fits(other: Row) -> bool:
         return other.run.cache == NO_CACHE and (other.estimator, other.rule) == (row.estimator, row.rule)
 
-    found, differences = nearest(row, shown, fits, ignored | {"cache"})
-    if found and not differences:
-        return pair(row, found[0], draws)
+    uncached, differences = nearest(row, shown, fits, ignored | {"cache"})
+    if uncached and not differences:
+        return pair(row, uncached[0], draws)
     reason = "no result of this network and rule has cache=none"
     if differences:
         reason = f"no result with cache=none has the same spec; the nearest differs: {'; '.join(differences.values())}"
@@ -89,12 +89,12 @@ def nearest(
     row: Row, shown: Sequence[Row], fits: Callable[[Row], bool], ignored: Collection[str]
 ) -> tuple[list[Row], dict[str, str]]:
     """The fitting rows of the same model whose specs are nearest to a row's, and how they differ."""
-    found: list[tuple[Row, dict[str, str]]] = []
+    fitting: list[tuple[Row, dict[str, str]]] = []
     for other in shown:
         if other.run.key == row.run.key and fits(other):
-            found.append((other, _differing_entries(row.run.spec, other.run.spec, ignored)))
-    least = min((differences for _, differences in found), key=len, default={})
-    return [other for other, differences in found if differences == least], least
+            fitting.append((other, _differing_entries(row.run.spec, other.run.spec, ignored)))
+    least = min((differences for _, differences in fitting), key=len, default={})
+    return [other for other, differences in fitting if differences == least], least
 
 
 def _differing_entries(this: Mapping[str, str], that: Mapping[str, str], ignored: Collection[str]) -> dict[str, str]:
@@ -152,8 +152,8 @@ def find_elbos(duel: Row, shown: Sequence[Row], as_published: bool) -> tuple[lis
     def fits(row: Row) -> bool:
         return row.block == wanted and (row.is_drawn_bound or (causal and row.estimator == "elbo_exact"))
 
-    found, differences = nearest(duel, shown, fits, NON_IDENTITY_KEYS | ESTIMATOR_KEYS)
-    if not found:
+    elbos, differences = nearest(duel, shown, fits, NON_IDENTITY_KEYS | ESTIMATOR_KEYS)
+    if not elbos:
         return [], f"no ELBO (estimator=elbo, elbo_block={wanted})"
     listed = "; ".join(differences.values())
     if differences and not (as_published and differences.keys() <= CONVENTIONS):
@@ -165,7 +165,7 @@ def find_elbos(duel: Row, shown: Sequence[Row], as_published: bool) -> tuple[lis
         return not row.eps, not row.is_drawn_bound, count
 
     why = f"as published, under another convention: {listed}" if differences else ""
-    return sorted(found, key=preference, reverse=True), why
+    return sorted(elbos, key=preference, reverse=True), why
 
 
 def _no_elbo_under_noise(duel: Row, shown: Sequence[Row]) -> str:

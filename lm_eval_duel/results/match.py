@@ -38,15 +38,15 @@ def check(name: str, metric: str, compared: Sequence[Run], as_published: bool) -
 
 def groups(name: str, metric: str, runs: Sequence[Run]) -> list[tuple[list[Run], str]]:
     """The runs of a task in groups that may be compared, each with its difference from the first one."""
-    found: list[tuple[list[Run], str]] = []
+    apart: list[tuple[list[Run], str]] = []
     for run in runs:
-        reasons = [_reason_apart(name, metric, members, run) for members, _ in found]
+        reasons = [_reason_apart(name, metric, members, run) for members, _ in apart]
         if "" in reasons:
-            members, _ = found[reasons.index("")]
+            members, _ = apart[reasons.index("")]
             members.append(run)
         else:
-            found.append(([run], reasons[0] if reasons else ""))
-    return found
+            apart.append(([run], reasons[0] if reasons else ""))
+    return apart
 
 
 def _reason_apart(name: str, metric: str, members: Sequence[Run], run: Run) -> str:
@@ -158,7 +158,7 @@ def _sample_differences(first: Task, second: Task, metric: str) -> Iterator[Diff
 
 def differences(first: Run, second: Run, name: str) -> list[Difference]:
     """The differences of two runs of a task that affect their perplexities, other than the document set."""
-    found = []
+    result = []
     twin = _twin(first, second)
     tokens = same_tokens(first, second, name)
     if not tokens:
@@ -167,19 +167,19 @@ def differences(first: Run, second: Run, name: str) -> list[Difference]:
         if tokens is None:
             field = "tokenizer (unknown)"
             remedy = f"{twin}run both with --log_samples, so that their token counts can be compared, or {remedy}"
-        found.append(Difference(field, _tokenizer(first, name), _tokenizer(second, name), remedy))
+        result.append(Difference(field, _tokenizer(first, name), _tokenizer(second, name), remedy))
     if positions(first) != positions(second):
         remedy = "run with bos=given (or none) on our side"
-        found.append(Difference("scored positions", positions(first), positions(second), remedy))
+        result.append(Difference("scored positions", positions(first), positions(second), remedy))
     if first.tasks[name].rolling:
         if not _same_windows(first, second, name, bool(tokens)):
             remedy = "score both with windows=harness and a max_length that gives equal target positions, or with one "
             remedy = f"{twin}{remedy}that holds every document"
-            found.append(Difference("windows", windows_of(first), windows_of(second), remedy))
+            result.append(Difference("windows", windows_of(first), windows_of(second), remedy))
     elif first.duel.get("cut_contexts") or second.duel.get("cut_contexts"):
         cuts = [f"{run.duel.get('cut_contexts', 0)} contexts cut at {run.max_length}" for run in (first, second)]
-        found.append(Difference("contexts", *cuts, "raise max_length"))
-    return found
+        result.append(Difference("contexts", *cuts, "raise max_length"))
+    return result
 
 
 def _twin(first: Run, second: Run) -> str:

@@ -171,13 +171,13 @@ def notes(report: Report) -> list[str]:
     for name, task in report.tasks.items():
         for note in dict.fromkeys([*task.differences, *task.notes]):
             tasks.setdefault(note, []).append(name)
-    found = [note.fact for note in report.notes if note.fact]
+    texts = [note.fact for note in report.notes if note.fact]
     for note, names in tasks.items():
-        found.append(note if len(names) == len(report.tasks) else f"{', '.join(names)}: {note}")
+        texts.append(note if len(names) == len(report.tasks) else f"{', '.join(names)}: {note}")
     folder = _folder(report.runs)
     for run in report.runs:  # the page may be sent to others: relative names of files tell no home folder
-        found = [note.replace(run.name, os.path.relpath(run.name, folder)) for note in found]
-    return found
+        texts = [note.replace(run.name, os.path.relpath(run.name, folder)) for note in texts]
+    return texts
 
 
 def _folder(runs: Sequence[Run]) -> str:
@@ -200,18 +200,18 @@ def columns_of(report: Report) -> list[Column]:
     """The columns of the page, empty ones included: of names, means, each task, cost and source."""
     standings = report.standings
     names = columns.names_of_rows([row.method.named for row in standings.rows])
-    found = [Column("#", columns.rank)]
+    shown = [Column("#", columns.rank)]
     for head, cell in names.items():
-        found.append(Column(head, lambda row, cell=cell: cell(row.method.named)))
+        shown.append(Column(head, lambda row, cell=cell: cell(row.method.named)))
     if standings.mean_of:
-        found.append(Column(columns.mean_title(standings), lambda row: columns.mean(standings, row), "mean"))
-        found.append(Column("mean rank", columns.mean_rank, "mean"))
+        shown.append(Column(columns.mean_title(standings), lambda row: columns.mean(standings, row), "mean"))
+        shown.append(Column("mean rank", columns.mean_rank, "mean"))
     for group in ("value", "bits", "gap", "closed"):
-        found += [_of_task(name, task, group) for name, task in report.tasks.items()]
+        shown += [_of_task(name, task, group) for name, task in report.tasks.items()]
     for name in report.scored:
-        found += [_of_average(name, metric) for metric in columns.metrics_of(name, report.runs)]
+        shown += [_of_average(name, metric) for metric in columns.metrics_of(name, report.runs)]
     return [
-        *found,
+        *shown,
         Column("NFE per token", lambda row: number(row.method.nfe_per_token, ".3f"), "cost"),
         Column("seconds per token", lambda row: number(row.method.seconds_per_token, ".2g"), "cost"),
         Column("device", lambda row: row.method.device, "source"),

@@ -50,10 +50,10 @@ UNITS = {"token_perplexity": "tokens", "word_perplexity": "words", "byte_perplex
 
 def runs(places: Iterable[str | Path]) -> list[Run]:
     """The runs in result files and below folders; each file once, oldest first, with labels that distinguish models."""
-    found: list[Run] = []
+    every_run: list[Run] = []
     for file in files(places):
-        found += from_file(file)
-    return distinguish(sorted(found, key=lambda run: (run.date, run.name)))
+        every_run += from_file(file)
+    return distinguish(sorted(every_run, key=lambda run: (run.date, run.name)))
 
 
 def files(places: Iterable[str | Path]) -> list[Path]:
@@ -61,18 +61,18 @@ def files(places: Iterable[str | Path]) -> list[Path]:
 
     The harness writes results_DATE.json, or NAME_DATE.json for --output_path NAME.json.
     """
-    found: list[Path] = []
+    paths: list[Path] = []
     for place in map(Path, places):
         if place.is_file():
-            found.append(place)
+            paths.append(place)
             continue
         inside = [file for file in sorted(place.rglob("*.json")) if _is_named_as_results(file)]
         if not inside:
             below = f"No results_*.json (or *_DATE.json) in {place} or below"
             what = below if place.is_dir() else f"No file or folder {place}"
             raise DuelError(f"{what}; name results_*.json files of lm_eval, or folders that hold them.")
-        found += inside
-    return list(dict.fromkeys(path.resolve() for path in found))
+        paths += inside
+    return list(dict.fromkeys(path.resolve() for path in paths))
 
 
 def _is_named_as_results(file: Path) -> bool:
@@ -91,10 +91,10 @@ def from_file(file: Path) -> list[Run]:
             return [run_of(file, content)]
         if content["version"] != SCORE_VERSION:
             raise ValueError(f"its version is {content['version']}, and this release reads {SCORE_VERSION}")
-        found = [read_of_score(file, content)]
+        models = [read_of_score(file, content)]
         for n, model in enumerate(content.get("compared", []), 2):
-            found.append(read_of_score(Path(f"{file}#{n}"), model))
-        return found
+            models.append(read_of_score(Path(f"{file}#{n}"), model))
+        return models
 
 
 @contextlib.contextmanager
@@ -267,8 +267,8 @@ def read_of_score(file: Path, content: Json) -> Run:
     """
     documents = samples_of_score(content["documents"])
     results = {}
-    for metric, known in documents.values.items():
-        nats, units = map(sum, zip(*known.values(), strict=True))
+    for metric, of_documents in documents.values.items():
+        nats, units = map(sum, zip(*of_documents.values(), strict=True))
         results[metric] = stats.value(metric, nats, units)
     duel = {**content["duel"], "pretrained": content["pretrained"]}
     harness = {

@@ -447,11 +447,11 @@ def summary(content: Mapping[str, Any]) -> str:
     file = Path("results")
     with read.reading(file, read.RESULTS):
         run = read.run_of(file, content, Documents({}, {}))
-    found = []
+    every_row = []
     for name, task in run.tasks.items():
         metric = next(metric for metric in METRICS if metric in task.metrics)
         of_task, _ = rows.from_run(run, name, metric, baseline=False)
-        found += of_task
-    if not found:
+        every_row += of_task
+    if not every_row:
         return ""
-    return f"{columns.summary(found).markdown()}\n\nfingerprint {run.fingerprint}"
+    return f"{columns.summary(every_row).markdown()}\n\nfingerprint {run.fingerprint}"

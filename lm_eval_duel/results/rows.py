@@ -243,15 +243,15 @@ def names(rows: Sequence[Row]) -> list[str]:
     if len({row.run.key for row in rows}) > 1:  # checkpoints differ in much more
         keys = [key for key in keys if key in SAMPLING]
 
-    found = []
+    shortest = []
     for row, label in zip(rows, labels, strict=True):
         name = [label[part] for part in parts if label[part]]
         for key in keys:
             text = argument(row.run.spec, key)
             if text not in row.variant:
                 name.append(text)
-        found.append(", ".join(name) or row.name)
-    return found
+        shortest.append(", ".join(name) or row.name)
+    return shortest
 
 
 def differing_keys(specs: Sequence[Mapping[str, str]], named: Iterable[str]) -> list[str]:
@@ -387,13 +387,13 @@ def _documents(task: Task, metric: str) -> tuple[Values, Note]:
     if task.documents is None:
         return {}, task.missing
     values = task.documents.values.get(metric, {})
-    known = task.metrics.get(metric)
-    if known is None or not values or len(values) < len(task.documents.numbers):
+    written = task.metrics.get(metric)
+    if written is None or not values or len(values) < len(task.documents.numbers):
         return {}, Note()
     nats, units = map(sum, zip(*values.values(), strict=True))
     sampled = stats.value(metric, nats, units)
-    if not math.isclose(sampled, known, rel_tol=SAME):
-        what = f"the samples of {task.name} give {metric} {sampled:.6g}, the results {known:.6g}"
+    if not math.isclose(sampled, written, rel_tol=SAME):
+        what = f"the samples of {task.name} give {metric} {sampled:.6g}, the results {written:.6g}"
         return {}, Note(f"{what}: another run's")
     return values, Note()
 

@@ -40,10 +40,10 @@ class Documents:
     @property
     def tokens(self) -> dict[str, float] | None:
         """The number of tokens of each document, if that of every one is known."""
-        known = self.values.get("token_perplexity", {})
-        if len(known) < len(self.numbers):
+        values = self.values.get("token_perplexity", {})
+        if len(values) < len(self.numbers):
             return None
-        return {key: units for key, (_, units) in known.items()}
+        return {key: units for key, (_, units) in values.items()}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,8 +66,8 @@ class Config:
 
     @property
     def dtype(self) -> str:
-        known = self.duel.get("dtype") or text_or_none(self.spec.get("dtype")) or self.model_dtype or "unknown"
-        return known.removeprefix("torch.")
+        name = self.duel.get("dtype") or text_or_none(self.spec.get("dtype")) or self.model_dtype or "unknown"
+        return name.removeprefix("torch.")
 
     # ------------------------------------------------------------ the method
 
@@ -140,8 +140,8 @@ class Task:
     @property
     def size(self) -> int | None:
         """The number of scored documents."""
-        if known := self.identity.get("documents"):
-            return int(known)
+        if written := self.identity.get("documents"):
+            return int(written)
         return None if self.documents is None else len(self.documents.numbers)
 
     @property

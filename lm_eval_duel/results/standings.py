@@ -100,7 +100,7 @@ class RankedMethod:
         for run in self.runs:
             for name, version in run.versions.items():
                 versions.setdefault(name, []).append(version)
-        return {name: joined(found) for name, found in versions.items()}
+        return {name: joined(of_runs) for name, of_runs in versions.items()}
 
     @property
     def date(self) -> str:
@@ -375,7 +375,7 @@ def costs(runs: Sequence[Run], baselines: Collection[Run], rows: Iterable[Compar
     for each in rows:
         if each.drawn_elbo is not None:
             elbos.setdefault(each.row.run, each.drawn_elbo)
-    found = []
+    costs_of_runs = []
     for run, time in timed.items():
         over_elbo = Ratio()
         over_ar = Ratio()
@@ -383,7 +383,7 @@ def costs(runs: Sequence[Run], baselines: Collection[Run], rows: Iterable[Compar
             over_ar = _ratio(time, baseline_times, "AR run")
             if run.estimator != "elbo":
                 over_elbo = _over_elbo(time, elbos.get(run), timed)
-        found.append(RunCost(time, run in baselines, over_elbo, over_ar))
+        costs_of_runs.append(RunCost(time, run in baselines, over_elbo, over_ar))
 
     models = [run.label for run in timed]
     estimators = [*registry.ESTIMATORS]
@@ -392,7 +392,7 @@ def costs(runs: Sequence[Run], baselines: Collection[Run], rows: Iterable[Compar
         run = cost.run
         return not cost.baseline, models.index(run.label), estimators.index(run.estimator), *sort_key(run.rule)
 
-    return sorted(found, key=place)
+    return sorted(costs_of_runs, key=place)
 
 
 def _over_elbo(time: Time, elbo: Row | None, timed: Mapping[Run, Time]) -> Ratio:

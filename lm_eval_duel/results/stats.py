@@ -37,19 +37,19 @@ def value(metric: str, nats: float | np.ndarray, units: float | np.ndarray) -> f
     return result if result.ndim else float(result)
 
 
-def rate(metric: str, known: float) -> float:
+def rate(metric: str, metric_value: float) -> float:
     """The nats per unit behind a metric's value: the inverse of `value`."""
     if metric == "bits_per_byte":
-        return known * math.log(2)
-    return math.log(known) if known > 0 else -math.inf
+        return metric_value * math.log(2)
+    return math.log(metric_value) if metric_value > 0 else -math.inf
 
 
-def stderr(metric: str, known: float, nats: float, error: float | None) -> float | None:
+def stderr(metric: str, metric_value: float, nats: float, error: float | None) -> float | None:
     """Standard error of a metric's value from its log-likelihood's (delta method); None if not finite."""
-    if error is None or not nats or not all(map(math.isfinite, (known, nats, error))):
+    if error is None or not nats or not all(map(math.isfinite, (metric_value, nats, error))):
         return None
     relative = abs(error / nats)  # the rate is proportional to the nats
-    return known * relative * (1.0 if metric == "bits_per_byte" else abs(math.log(known)))
+    return metric_value * relative * (1.0 if metric == "bits_per_byte" else abs(math.log(metric_value)))
 
 
 def drawn_interval(metric: str, rate: float, error: float) -> list[float]:
@@ -194,8 +194,8 @@ class PairedDifference:
     def stderrs(self) -> tuple[float | None, ...]:
         """The Monte Carlo errors of the perplexities. None: nothing is drawn, or the error is not known."""
         errors: list[float | None] = []
-        for value, known in zip(self.values, self.perplexities, strict=True):
-            errors.append(None if value.error is None or math.isinf(known) else known * value.error)
+        for value, shown in zip(self.values, self.perplexities, strict=True):
+            errors.append(None if value.error is None or math.isinf(shown) else shown * value.error)
         return tuple(errors)
 
     @property
@@ -205,8 +205,8 @@ class PairedDifference:
 
     def __str__(self) -> str:
         values = []
-        for name, value, known, error in zip(self.names, self.values, self.perplexities, self.stderrs, strict=True):
-            values.append(f"{name} {number(known, error=error, bound=value.is_bound)}")
+        for name, value, shown, error in zip(self.names, self.values, self.perplexities, self.stderrs, strict=True):
+            values.append(f"{name} {number(shown, error=error, bound=value.is_bound)}")
         text = f"perplexity per {self.unit}: {' and '.join(values)}"
         if self.difference is not None:
             text += f"; difference {number(self.difference, '+.4f')} nats per {self.unit}"
