@@ -12,20 +12,28 @@ WINDOWS = [Window((), (1,) * (n + 1)) for n in range(3)]
 
 
 def test_scores_of_a_document_are_in_the_order_of_its_windows():
-    documents, scores = [WINDOWS, [], WINDOWS[1:]], {window: Score(-len(window.target)) for window in WINDOWS}
+    documents = [WINDOWS, [], WINDOWS[1:]]
+    scores = {window: Score(-len(window.target)) for window in WINDOWS}
+    expected = {}
+    for n, windows in enumerate(documents):
+        expected[n] = [scores[window] for window in windows]
 
     def backwards(windows):
-        yield from ((n, scores[window]) for n, window in reversed([*enumerate(windows)]))
+        for n in reversed(range(len(windows))):
+            yield n, scores[windows[n]]
 
-    expected = {n: [scores[window] for window in windows] for n, windows in enumerate(documents)}
     assert dict(score_documents(documents, backwards)) == expected
-    unfinished = Unfinished(dict(enumerate(documents)), {WINDOWS[2]: scores[WINDOWS[2]]})
-    found = dict(unfinished.complete())
+
+    known = WINDOWS[2]
+    unfinished = Unfinished(dict(enumerate(documents)), {known: scores[known]})
+    finished = dict(unfinished.complete())
     for n, place in reversed(unfinished.missing):
-        assert documents[n][place] != WINDOWS[2]  # it has a score already
-        if (complete := unfinished.add(n, place, scores[documents[n][place]])) is not None:
-            found[n] = complete
-    assert found == expected
+        window = documents[n][place]
+        assert window != known
+        complete = unfinished.add(n, place, scores[window])
+        if complete is not None:
+            finished[n] = complete
+    assert finished == expected
 
 
 def test_a_sum_over_windows_has_no_values_of_single_blocks():

@@ -51,10 +51,11 @@ def test_an_end_of_text_that_is_the_unknown_token_does_not_count():
 def test_normalisation_is_in_the_spec(steps, said):
     from tokenizers import Tokenizer, models, pre_tokenizers
 
-    words = {word: n for n, word in enumerate(["<unk>", "the", "house", "The", "House", "cafe", "caf\u00e9"])}
-    backend = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
-    backend.pre_tokenizer, backend.normalizer = pre_tokenizers.Whitespace(), normalizers.Sequence(steps)
-    text = TextEncoder(
-        PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>"), Toy(length=8), "independent", 2
-    )
+    words = ["<unk>", "the", "house", "The", "House", "cafe", "caf\u00e9"]
+    numbers = {word: n for n, word in enumerate(words)}
+    backend = Tokenizer(models.WordLevel(numbers, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    backend.normalizer = normalizers.Sequence(steps)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>")
+    text = TextEncoder(tokenizer, Toy(length=8), "independent", 2)
     assert text.describe().get("normalises") == said

@@ -50,7 +50,9 @@ def documents(name, file, refresh=False, limit=None, **metadata):
 
 @pytest.mark.parametrize("name", FILES)
 def test_requests_of_another_file_are_refused_and_those_of_the_same_are_used(tmp_path, name):
-    one, other = (write(tmp_path, records, f"file{n}") for n, records in enumerate(FILES[name]))
+    records, changed = FILES[name]
+    one = write(tmp_path, records, "one")
+    other = write(tmp_path, changed, "other")
     first = documents(name, one)
     assert documents(name, one) == first
     with pytest.raises(DuelError, match=f"document . of task {name}.*--cache_requests refresh"):
@@ -79,7 +81,8 @@ def test_a_file_that_has_grown_is_another_one_but_for_a_limit(tmp_path):
 
 @pytest.mark.parametrize("name", ["duel_text", "duel_infill"])
 def test_cached_requests_print_the_numbers_of_their_own_file(tmp_path, name, one_load):
-    file, values = write(tmp_path, FILES[name][1]), []
+    file = write(tmp_path, FILES[name][1])
+    values = []
     for options in ({}, {"cache_requests": True}, {"cache_requests": True}):
         results = evaluate(name, "rule=greedy,block=8", metadata={"files": file}, **options)["results"]
         values.append(results[name]["token_perplexity,none"])
