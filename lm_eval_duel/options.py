@@ -50,7 +50,7 @@ class Options(NetworkArguments):
     pretrained: str | None = argument(
         CHECKPOINT,
         None,
-        "a folder, a hub name or a bundled name: [checkpoints](checkpoints.md)",
+        "the folder of a [checkpoint](checkpoints.md), its name on the hub, or a bundled name",
         unset="demo-mdm",
     )
     tokenizer: str | None = argument(CHECKPOINT, None, "another folder or hub name", unset="the checkpoint's")
@@ -109,7 +109,7 @@ class Options(NetworkArguments):
     verify: int = argument(
         whole(0),
         0,
-        "score this many windows again by the specification, in float32: [verify](running.md#verify-a-run)",
+        "score this many windows again [by the specification](running.md#verify-a-run), in float32",
         identity=False,
     )
     batch_size: int | str = argument(

@@ -9,7 +9,8 @@ letter. The reward is the share of such tokens in a completion of 16, so its opt
 import argparse
 import dataclasses
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,6 +28,14 @@ class Settings:
     clip: float = 0.2
     beta: float = 0.02  # of the KL penalty
     lr: float = 3e-4
+
+
+class Step(NamedTuple):
+    """The rollouts of one step, before the update."""
+
+    number: int
+    reward: float  # mean over completions
+    kl: float  # to the reference, nats a completion
 
 
 def rewards_of(completions: Sequence[Sequence[int]], good: Tensor) -> Tensor:
@@ -48,26 +57,27 @@ def loss_of(new: Tensor, old: Tensor, reference: Tensor, advantages: Tensor, set
     return (settings.beta * kl - gain).mean()
 
 
-def train(steps: int, settings: Settings, report: Callable[[int, float, float], None] = lambda *_: None) -> list[float]:
-    """The mean reward of each step's rollouts."""
+def train(steps: int, settings: Settings) -> Iterator[Step]:
+    """Train, and yield what the rollouts of each step gained."""
     torch.manual_seed(0)
     tokenizer = load_tokenizer({"pretrained": "demo-bd"})
     network = load("demo-bd")
     network.layers.requires_grad_(True)
-    policy, reference = Duel(network, rule="greedy"), Duel(load("demo-bd"), rule="greedy")
+    policy = Duel(network, rule="greedy")
+    reference = Duel(load("demo-bd"), rule="greedy")
     optimizer = torch.optim.Adam(network.layers.parameters(), settings.lr)
 
     pieces = tokenizer.convert_ids_to_tokens(range(network.vocab_size))
     good = torch.tensor([bool(piece) and piece.lstrip("Ġ▁ ")[:1].isupper() for piece in pieces])  # (V,)
     prompts = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in PROMPTS]
     contexts = [prompt for prompt in prompts for _ in range(settings.group)]
-    curve = []
-    for step in range(steps):
+    for number in range(steps):
         # rollouts: each comes with its order and with the exact log-probability of each token
-        samples = policy.sample(contexts, settings.length, seed=step)
+        samples = policy.sample(contexts, settings.length, seed=number)
         windows = [Window(context, sample.tokens) for context, sample in zip(contexts, samples, strict=True)]
         orders = [sample.reveal_steps for sample in samples]
-        old, fixed = token_logprobs(samples), token_logprobs(reference.replay(windows, orders))  # (N, T) each
+        old = token_logprobs(samples)  # (N, T)
+        fixed = token_logprobs(reference.replay(windows, orders))  # (N, T)
 
         rewards = rewards_of([sample.tokens for sample in samples], good).view(len(prompts), -1)  # (P, G)
         centred = rewards - rewards.mean(1, keepdim=True)
@@ -80,13 +90,8 @@ def train(steps: int, settings: Settings, report: Callable[[int, float, float], 
             loss.backward()
             torch.nn.utils.clip_grad_norm_(network.layers.parameters(), 1.0)
             optimizer.step()
-        curve.append(float(rewards.mean()))
-        report(step, curve[-1], float((old - fixed).sum(1).mean()))
-    return curve
-
-
-def show(step: int, reward: float, kl: float) -> None:
-    print(f"step {step:>3}  reward {reward:.3f}  KL to the reference, nats a completion {kl:6.2f}", flush=True)
+        kl = (old - fixed).sum(1).mean()
+        yield Step(number, float(rewards.mean()), float(kl))
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
@@ -97,4 +102,5 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    train(parse(sys.argv[1:]).steps, Settings(), show)
+    for step in train(parse(sys.argv[1:]).steps, Settings()):
+        print(f"step {step.number:>3}  reward {step.reward:.3f}  KL to the reference {step.kl:6.2f} nats", flush=True)

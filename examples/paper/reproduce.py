@@ -407,7 +407,7 @@ checkpoint yet**, so the first of these results is yours to send."""
 PAGE = """\
 # Evidence
 
-What has been run with this package, and by whom: checkpoints, beside the figures that were published of them.
+This page lists the checkpoints that have been run with this package, with the measured and the published values.
 
 {table}
 

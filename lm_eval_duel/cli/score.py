@@ -43,10 +43,11 @@ PRINTS = f"""\
 Prints a line for each document (tokens, log-probability in nats, perplexity per token and per word, bits per byte) and
 the total with its standard error over documents. The numbers equal the harness's: the same windows, special tokens and
 model args. A bound is marked by ≥ and ≤; ± is the Monte Carlo error of an estimate or a bound.
---compare scores the same texts under other models. What one does not set is as in --model_args; arguments that do not
-apply to its estimator are ignored, and named. It prints a line for each model, then the paired differences to the
-first: in nats per token if all count the same tokens, else per byte. Each has its {LEVEL} (bootstrap over
-documents; it includes the Monte Carlo error of estimates and bounds) and, from {stats.FEW} documents on, a verdict.
+--compare scores the same texts under other models. Each inherits the arguments of --model_args that it does not set;
+those that do not apply to its estimator are ignored, with a message. It prints a line for each model, then the paired
+differences to the first: in nats per token if all count the same tokens, else per byte. Each has its {LEVEL}
+(bootstrap over documents; it includes the Monte Carlo error of estimates and bounds) and, from {stats.FEW} documents
+on, a verdict.
 --documents prints the lines of single documents, too.
 A .jsonl, .json, .parquet or .csv file has a document in each row (--field names the column); a .txt or .md file is one
 document, without the line end at its end, or with --lines one for each line. The file - is standard input, read as a
@@ -351,7 +352,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         compare=Flag(
             TEXT,
             None,
-            "other models: model args, or a name; what they do not set is as in --model_args",
+            "other models, each by its model args or its name; they inherit from --model_args what they do not set",
             many=True,
             shows="MODEL",
         ),

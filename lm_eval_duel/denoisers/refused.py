@@ -72,26 +72,26 @@ ENTRIES = (
     Refusal(
         "OpenGVLab/SDLM",
         "its window slides by as many tokens as were accepted, so a text has no fixed blocks",
-        "estimator=ar, the law of one token at a time",
+        "estimator=ar, the distribution of sampling one token at a time",
         named=r"^SDLM\b|^SDLM-",
     ),
     Refusal(
         "I-DLM-8B, -32B",
         "it drafts with masks under causal attention and accepts what the autoregressive pass confirms",
-        "estimator=ar, the law of its texts at temperature 0",
+        "estimator=ar, the distribution of its texts at temperature 0",
         named=r"^I-DLM-",
     ),
     Refusal(
         "tohoku-nlp/sumi-7b",
-        "it is a Llama-like network under uniform noise that is told the log signal-to-noise ratio, which no network "
-        "here is",
+        "it is a Llama-like network under uniform noise that gets the log signal-to-noise ratio as an input, which no "
+        "supported network does",
         "Duo, UDLM and GIDD are networks under uniform noise that are supported",
         ("SumiForMaskGeneration", "sumi"),
     ),
     Refusal(
         "z-lab DFlash drafters",
         "it drafts from the hidden states of another network, which decides about every token",
-        "estimator=ar on that network, whose law the texts have",
+        "estimator=ar on that network, whose distribution its texts have",
         ("DFlashDraftModel",),
     ),
     Refusal(

@@ -151,8 +151,8 @@ class DuelMDM(TemplateLM):
             cache_hook.dbdict = store
             if store.has_answers:
                 log.warning(
-                    "the --use_cache file has answers, which are not computed again: they count in config.duel.tasks, "
-                    "but not in cost, verify and trace, which cover what this run computes"
+                    "answers in the --use_cache file are not computed again. They are part of the results, but not of "
+                    "the cost, of verify and of the trace, which cover only what this run computes"
                 )
         super().set_cache_hook(cache_hook)
 

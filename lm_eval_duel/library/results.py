@@ -157,7 +157,7 @@ class TextEstimate:
     def units(self) -> Units:
         """Words and bytes of the text; raises DuelError for a total of several."""
         if self.text is None:
-            raise DuelError("A total of several texts has no words of its own; count those of each text.")
+            raise DuelError("A total of several texts has no word count: count the words of each text.")
         return count_units(self.text)
 
     @property

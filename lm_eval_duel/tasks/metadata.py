@@ -84,7 +84,7 @@ class TaskMetadata(Arguments):
         unset="the model arg's, else `given`",
     )
     scoring: str = argument(
-        _lower_case(*SCORINGS), "joint", "how `proteingym` scores a variant: see [proteins](../proteins/README.md)"
+        _lower_case(*SCORINGS), "joint", "how `proteingym` scores [a variant](../proteins/README.md)"
     )
 
 

@@ -55,7 +55,7 @@ def test_help_runs_nothing(script, monkeypatch, capsys):
 @pytest.mark.slow
 def test_grpo_learns():
     grpo = example("grpo/train")
-    curve = grpo.train(10, grpo.Settings(length=8))
+    curve = [step.reward for step in grpo.train(10, grpo.Settings(length=8))]
     assert statistics.mean(curve[-3:]) > statistics.mean(curve[:3]) + 0.05
 
 
