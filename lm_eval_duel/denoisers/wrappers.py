@@ -70,7 +70,8 @@ class Guided(Wrapper):
         self.scale = scale
 
     def head(self, features: torch.Tensor) -> torch.Tensor:
-        conditional, unconditional = (self.plain.head(half) for half in features.unbind(1))  # (U, V) each
+        conditional = self.plain.head(features[:, 0])  # (U, V)
+        unconditional = self.plain.head(features[:, 1])  # (U, V)
         if conditional.dtype != torch.float64:
             conditional, unconditional = conditional.float(), unconditional.float()
         return unconditional + (1 + self.scale) * (conditional - unconditional)
@@ -88,24 +89,27 @@ class GuidedView(View):
     def __init__(self, denoiser: Guided, rows: Rows, generating: bool):
         super().__init__(denoiser, rows)
         bare = dataclasses.replace(rows, visible=torch.zeros_like(rows.visible))
-        self.views = [denoiser.plain.open(part, generating) for part in (rows, bare)]
+        self.conditional = denoiser.plain.open(rows, generating)
+        self.unconditional = denoiser.plain.open(bare, generating)
 
     def cost(self, lanes: Lanes) -> torch.Tensor:
-        return sum(view.cost(lanes) for view in self.views)  # (R,)
+        return self.conditional.cost(lanes) + self.unconditional.cost(lanes)  # (R,)
 
     def commit(self, lanes: Lanes) -> None:
-        for view in self.views:
-            view.commit(lanes)
+        self.conditional.commit(lanes)
+        self.unconditional.commit(lanes)
 
     def positions(self, lanes: Lanes) -> Positions:
         tokens = lanes.tokens.masked_fill(lanes.columns < lanes.origin[:, None], -1)  # context inside a block, too
         bare = dataclasses.replace(lanes, tokens=tokens)
-        halves = [view.positions(part) for view, part in zip(self.views, (lanes, bare), strict=True)]
-        self.forwards = sum(view.forwards for view in self.views)
-        self.evaluated = sum(view.evaluated for view in self.views)
-        conditional, index, all_mask, _ = halves[0]  # (U, D), (C,), (R,)
-        # a masked position of each: equal lanes stay equal without context
-        position = index.new_empty(len(conditional))  # (U,)
-        position[index] = torch.arange(len(index), device=index.device)
-        unconditional = halves[1].features[halves[1].row[position]]  # (U, D)
-        return Positions(torch.stack([conditional, unconditional], dim=1), index, all_mask)
+        given = self.conditional.positions(lanes)
+        masked = self.unconditional.positions(bare)
+        self.forwards = self.conditional.forwards + self.unconditional.forwards
+        self.evaluated = self.conditional.evaluated + self.unconditional.evaluated
+
+        # Masked positions that share a row of features under the context share one without it, too: lanes that are
+        # equal stay equal. So any of these positions finds the row in the other half.
+        position = given.row.new_empty(len(given.features))  # (U,)
+        position[given.row] = torch.arange(len(given.row), device=given.row.device)
+        unconditional = masked.features[masked.row[position]]  # (U, D)
+        return Positions(torch.stack([given.features, unconditional], dim=1), given.row, given.all_mask)

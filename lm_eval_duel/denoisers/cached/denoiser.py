@@ -1,4 +1,14 @@
-"""A cached denoiser opened on a group of rows: whole rows at block starts, then some positions against what is kept.
+"""The cached samplers of Fast-dLLM, with a prefix or a dual cache: a denoiser around a denoiser.
+
+At a block's start the whole row is evaluated once. Later steps evaluate some of its positions, which attend to the kept
+keys and values of the others:
+
+    cache=dual      evaluates the block's positions
+    cache=prefix    evaluates the positions from the block's start on
+
+With the targets known, what is kept depends only on the targets before the block and on the row's layout, never on the
+order in which the block is revealed. So the theorem holds, and all blocks are evaluated side by side. It is another
+distribution than without a cache, so the cache is part of the spec.
 
 Shapes: N windows, L row length, R lanes, W block width, M masked positions of a lane, E positions that a lane
 evaluates, P rows of a call, A lanes of one row, Q = A E, K kept keys, D features.
@@ -31,162 +41,6 @@ NEW = 8  # at most one block in NEW begins in one call, which returns its keys b
 ROW = 256  # positions of states that share a row
 WASTE = 8  # if lanes of several blocks share a call, at most one position in WASTE is wasted,
 SMALL = 1024  # except in calls of so few positions
-
-
-class CachedView(View):
-    """A cached denoiser opened on a group of rows."""
-
-    def __init__(self, denoiser: Wrapper, rows: Rows):  # a `Cached`
-        super().__init__(denoiser, rows)
-        self._slots = Slots(rows.ids.shape[1], rows.ids.device)
-        self._contents: tuple[torch.Tensor, torch.Tensor] | None = None  # (N, L + 1), (N,) hashes
-
-    def cost(self, lanes: Lanes) -> torch.Tensor:
-        """The positions that a later step evaluates, or its kept positions if these take more memory."""
-        length, device = self.rows.length[lanes.row], lanes.row.device  # (R,)
-        positions = lanes.width if self.denoiser.cache == "dual" else length - lanes.start  # (R,)
-        columns, kept = self.rows.ids.shape[1], CPU_KEPT if device.type == "cpu" else GPU_KEPT  # slots are equally long
-        return positions.clamp(min=-(-columns * self.denoiser.kept // kept))
-
-    def commit(self, lanes: Lanes) -> None:
-        super().commit(lanes)
-        self._contents = None
-
-    def positions(self, lanes: Lanes) -> Positions:
-        identity = self._identity(lanes)  # (R,)
-        revealed = (lanes.tokens >= 0) & ~lanes.masked  # (R, W)
-        ids = torch.where(revealed, lanes.tokens, self.denoiser.mask_id)  # (R, W)
-        first, number = distinct(identity, ids, lanes.masked)
-        base = lanes if len(first) == len(lanes) else lanes.select(first)
-        try:
-            positions = self._evaluate_block(base, ids[first], revealed[first], identity[first])
-        except torch.OutOfMemoryError:
-            self._slots.drop()  # they may be what fills the memory; fewer lanes need fewer slots
-            raise
-        return positions if base is lanes else positions.spread(lanes, base, number)
-
-    def _identity(self, lanes: Lanes) -> torch.Tensor:
-        """A hash of what determines the kept keys of each lane: the row at the block's start, and the block, (R,)."""
-        rows = self.rows
-        if self._contents is None:
-            columns = torch.arange(rows.ids.shape[1], device=rows.ids.device)  # (L,)
-            each = hashed(rows.ids, columns)  # (N, L)
-            after = rows.visible & (columns >= (rows.origin + rows.target)[:, None])  # (N, L) the suffix
-            before = torch.nn.functional.pad(each.cumsum(1), (1, 0))  # (N, L + 1) wraps
-            self._contents = before, (each * after).sum(1)
-        before, after = self._contents
-        row = lanes.row
-        shown = before[row, lanes.start.maximum(lanes.origin)]  # (R,)
-        return hashed(shown, after[row], lanes.start, lanes.origin, lanes.width, rows.length[row])
-
-    def _hold(self, lanes: Lanes, identity: torch.Tensor) -> torch.Tensor:
-        """The slot of each lane's block, filled, (R,)."""
-        own, which = distinct(identity)  # (n,), (R,)
-        slot, missing = self._slots.arrange(identity[own])  # (n,) each
-        if missing.any():
-            blocks, empty, of = lanes.select(own[missing]), slot[missing], identity[own[missing]]
-            rows = int(self.cost(lanes).sum()) // int(self.rows.length[blocks.row].max())  # of a call
-            rows = max(1, min(rows, len(lanes) // NEW))
-            for part in torch.arange(len(blocks), device=slot.device).split(rows):
-                self._begin(blocks.select(part), empty[part], of[part])
-        return slot[which]
-
-    def _begin(self, blocks: Lanes, slot: torch.Tensor, identity: torch.Tensor) -> None:
-        """Evaluate the whole rows of `blocks` as the blocks begin, and keep the result in `slot`."""
-        fresh = dataclasses.replace(blocks, tokens=torch.full_like(blocks.tokens, -1))
-        ids, _, real = self._input(fresh)  # (P, L) each
-        position = torch.arange(blocks.masked.shape[1], device=ids.device)  # (W,)
-        columns = (blocks.start[:, None] + position - self.denoiser.shift).clamp(0, ids.shape[1] - 1)  # (P, W)
-        features, layers = self.denoiser.begin(ids, self._padding(real), columns)
-        self.forwards += 1
-        self.evaluated += len(ids)
-        self._slots.fill(slot, identity, features, layers)
-
-    def _evaluate_block(
-        self, lanes: Lanes, ids: torch.Tensor, revealed: torch.Tensor, identity: torch.Tensor
-    ) -> Positions:
-        """The input of the head at the masked positions of lanes whose blocks show `ids` (R, W)."""
-        slot = self._hold(lanes, identity)  # (R,)
-        last = self._slots.features.shape[1] - 1
-        position = masked_positions(lanes).clamp(max=last)  # (R, M) those not masked are not read
-        features = self._slots.features[slot[:, None], position]  # (R, M, D) as the blocks began
-        begun = (revealed & (lanes.columns >= lanes.origin[:, None])).any(1)  # (R,)
-        if begun.any():
-            if self.denoiser.shift and (lanes.masked[:, : self.denoiser.shift].any(1) & begun).any():
-                raise first_position_unseen(self.denoiser.cache)  # it would be predicted in a later step
-            for part in self._parts(lanes, begun, slot):
-                features[part] = self._step(lanes.select(part), ids[part], slot[part], position[part])
-        shown = self.rows.visible[lanes.row].any(1) | (lanes.start > lanes.origin) | revealed.any(1)  # (R,)
-        all_mask = ~shown & self.denoiser.relative_positions  # (R,)
-        return Positions.from_lanes(lanes, all_mask, lambda lane, n: features[lane, n])
-
-    def _parts(self, lanes: Lanes, begun: torch.Tensor, slot: torch.Tensor) -> Iterator[torch.Tensor]:
-        """The lanes (r,) of each network call.
-
-        Under a prefix cache they begin at nearly the same column. Under a dual cache lanes that share a slot (R,) have
-        a call of their own, in which they stand side by side: the others then read the kept keys where they are. In one
-        call a slot would be read in several rows, and all keys would be copied.
-        """
-        order = begun.nonzero()[:, 0]  # (n,)
-        if self.denoiser.cache == "dual":
-            shared = slot[order].bincount()[slot[order]] > 1  # (n,)
-            yield from (part for part in (order[shared], order[~shared]) if len(part))
-            return
-        order = order[lanes.start[order].argsort(stable=True)]
-        start, end, begin = lanes.start[order].tolist(), int(self.rows.length[lanes.row[order]].max()), 0
-        for n, column in enumerate(start):
-            small = (n + 1 - begin) * (end - start[begin]) <= SMALL
-            if (column - start[begin]) * WASTE > end - column and not small:
-                yield order[begin:n]
-                begin = n
-        yield order[begin:]
-
-    def _step(self, lanes: Lanes, ids: torch.Tensor, slot: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
-        """The input of the head at `position` (R, M) of the lanes' blocks, (R, M, D), in one network call.
-
-        The states of a block stand side by side in one row of the call, behind the kept keys that they share:
-
-            | kept: all positions that are not evaluated | state 1 | state 2 | ...
-        """
-        length, start, end = self.rows.length[lanes.row], lanes.start, lanes.start + lanes.width  # (R,) each
-        most = columns = int(length.max())
-        if self.denoiser.cache == "prefix":
-            columns, begin, end = int(start.max()), int(start.min()), length
-            ids, start = self._input(lanes)[0][:, begin:], torch.full_like(start, begin)  # (R, E), (R,)
-        every = torch.arange(columns, device=ids.device)[None]  # (1, K)
-        kept = (every < lanes.start[:, None]) | (every >= end[:, None]) & (every < length[:, None])  # (R, K)
-        column = start[:, None] + torch.arange(ids.shape[1], device=ids.device)  # (R, E)
-        own = (column >= lanes.start[:, None]) & (column < end[:, None])  # (R, E)
-        abreast = max(1, ROW // ids.shape[1]) if self.denoiser.cache == "dual" else 1
-        call = PackedCall.from_slots(slot, start, own, kept, abreast)
-        # of one lane, every position sees the same
-        seen = torch.cat([kept, own], 1)[call.lane] if call.lane.shape[1] == 1 else call.seen  # (P, 1 or Q, K + Q)
-        wanted = (lanes.start - start)[:, None] + position - self.denoiser.shift  # (R, M)
-        wanted = wanted.clamp(0, ids.shape[1] - 1)  # it may lie outside where nothing is masked
-        positions = call.columns.clamp(max=most - 1)  # (P, Q)
-        places = torch.cat([every.expand(len(positions), -1), positions], 1)  # (P, K + Q)
-        past = rows_at(self._slots.layers, slot[call.lane[:, 0]], columns)
-        step = CachedStep(positions, None if seen.all() else seen, past, places, call.queries(wanted))
-        values = self.denoiser.step(ids[call.lane].flatten(1), step)  # (P, A M, D)
-        self.forwards += 1
-        self.evaluated += len(positions)
-        return call.by_lane(values)
-
-
-# The cached samplers of Fast-dLLM, with a prefix or a dual cache: a denoiser around a denoiser.
-#
-# At a block's start the whole row is evaluated once. Later steps evaluate some of its positions, which attend to the
-# kept keys and values of the others:
-#
-#     cache=dual      evaluates the block's positions
-#     cache=prefix    evaluates the positions from the block's start on
-#
-# With the targets known, what is kept depends only on the targets before the block and on the row's layout, never on
-# the
-# order in which the block is revealed. So the theorem holds, and all blocks are evaluated side by side. It is another
-# distribution than without a cache, so the cache is part of the spec.
-#
-# Shapes: L row length, P rows of a call, Q positions of a call, K keys, V tokens.
 
 
 class Cached(Wrapper):
@@ -244,19 +98,188 @@ class Cached(Wrapper):
         """The number of values kept per position; raises NotSteered if a step without a reveal differs from the row."""
         row = random_rows(self, self_tests.LENGTH)[:1]  # (1, L)
         length = row.shape[1]
-        first, last = length // 3, max(length // 3 + 1, length - 2)
+        first = length // 3
+        last = max(first + 1, length - 2)
         row[:, first:last] = self.mask_id
         columns = torch.arange(length, device=row.device)[None]  # (1, L)
         whole, layers = self.begin(row, None, columns)
+
+        block = columns[:, first:last]  # (1, Q)
         outside = torch.cat([columns[:, :first], columns[:, last:]], 1)  # (1, K)
-        past = [tuple(plane[:, :, outside[0].to(plane.device)] for plane in layer) for layer in layers]
-        own = columns[:, first:last]  # (1, Q)
-        step = CachedStep(own, None, past, torch.cat([outside, own], 1), own - first)
+        past: list[KeysValues] = []
+        for keys, values in layers:
+            at = outside[0].to(keys.device)
+            past.append((keys[:, :, at], values[:, :, at]))
+        step = CachedStep(block, None, past, torch.cat([outside, block], 1), block - first)
         again = self.step(row[:, first:last], step)
-        logits = [self.head(features).masked_fill(self.excluded, 0) for features in (whole[0, first:last], again[0])]
-        if not self_tests.difference_of(*logits) <= self_tests.noise_alone(self, logits[0], FLOAT32):
+
+        expected = self.head(whole[0, first:last]).masked_fill(self.excluded, 0)  # (Q, V)
+        logits = self.head(again[0]).masked_fill(self.excluded, 0)  # (Q, V)
+        if not self_tests.difference_of(expected, logits) <= self_tests.noise_alone(self, expected, FLOAT32):
             raise NotSteered("a step of a block in which nothing is revealed differs from the evaluation of the row")
         return sum(plane.shape[1] * plane.shape[3] for layer in layers for plane in layer)
+
+
+class CachedView(View):
+    """A cached denoiser opened on a group of rows: whole rows as blocks begin, then parts of them."""
+
+    def __init__(self, denoiser: Cached, rows: Rows):
+        super().__init__(denoiser, rows)
+        self._slots = Slots(rows.ids.shape[1], rows.ids.device)
+        self._contents: tuple[torch.Tensor, torch.Tensor] | None = None  # (N, L + 1), (N,) hashes
+
+    def cost(self, lanes: Lanes) -> torch.Tensor:
+        """The positions that a later step evaluates, or its kept positions if these take more memory."""
+        positions = lanes.width  # (R,)
+        if self.denoiser.cache == "prefix":
+            positions = self.rows.length[lanes.row] - lanes.start
+        numbers = self.rows.ids.shape[1] * self.denoiser.kept  # of a slot: all slots are as long as the longest row
+        numbers_per_token = CPU_KEPT if lanes.row.device.type == "cpu" else GPU_KEPT
+        return positions.clamp(min=-(-numbers // numbers_per_token))
+
+    def commit(self, lanes: Lanes) -> None:
+        super().commit(lanes)
+        self._contents = None
+
+    def positions(self, lanes: Lanes) -> Positions:
+        identity = self._identity(lanes)  # (R,)
+        revealed = (lanes.tokens >= 0) & ~lanes.masked  # (R, W)
+        ids = torch.where(revealed, lanes.tokens, self.denoiser.mask_id)  # (R, W)
+        first, number = distinct(identity, ids, lanes.masked)
+        base = lanes if len(first) == len(lanes) else lanes.select(first)
+        try:
+            positions = self._evaluate_block(base, ids[first], revealed[first], identity[first])
+        except torch.OutOfMemoryError:
+            self._slots.drop()  # they may be what fills the memory; fewer lanes need fewer slots
+            raise
+        return positions if base is lanes else positions.spread(lanes, base, number)
+
+    def _identity(self, lanes: Lanes) -> torch.Tensor:
+        """A hash of what determines the kept keys of each lane: the row at the block's start, and the block, (R,)."""
+        rows = self.rows
+        if self._contents is None:
+            columns = torch.arange(rows.ids.shape[1], device=rows.ids.device)  # (L,)
+            each = hashed(rows.ids, columns)  # (N, L)
+            after = rows.visible & (columns >= (rows.origin + rows.target)[:, None])  # (N, L) the suffix
+            before = torch.nn.functional.pad(each.cumsum(1), (1, 0))  # (N, L + 1) wraps
+            self._contents = before, (each * after).sum(1)
+        before, after = self._contents
+        row = lanes.row
+        shown = before[row, lanes.start.maximum(lanes.origin)]  # (R,)
+        return hashed(shown, after[row], lanes.start, lanes.origin, lanes.width, rows.length[row])
+
+    def _hold(self, lanes: Lanes, identity: torch.Tensor) -> torch.Tensor:
+        """The slot of each lane's block, filled, (R,)."""
+        first, block_of_lane = distinct(identity)  # (n,), (R,): several lanes may be states of one block
+        slots, missing = self._slots.arrange(identity[first])  # (n,) each
+        if missing.any():
+            begins = first[missing]
+            blocks = lanes.select(begins)
+            empty = slots[missing]
+            # a call of whole rows takes no more than a call of these lanes may
+            rows = int(self.cost(lanes).sum()) // int(self.rows.length[blocks.row].max())
+            rows = max(1, min(rows, len(lanes) // NEW))
+            for part in torch.arange(len(blocks), device=slots.device).split(rows):
+                self._begin(blocks.select(part), empty[part], identity[begins[part]])
+        return slots[block_of_lane]
+
+    def _begin(self, blocks: Lanes, slot: torch.Tensor, identity: torch.Tensor) -> None:
+        """Evaluate the whole rows of `blocks` as the blocks begin, and keep the result in `slot`."""
+        fresh = dataclasses.replace(blocks, tokens=torch.full_like(blocks.tokens, -1))
+        ids, _, real = self._input(fresh)  # (P, L) each
+        position = torch.arange(blocks.masked.shape[1], device=ids.device)  # (W,)
+        columns = (blocks.start[:, None] + position - self.denoiser.shift).clamp(0, ids.shape[1] - 1)  # (P, W)
+        features, layers = self.denoiser.begin(ids, self._padding(real), columns)
+        self.forwards += 1
+        self.evaluated += len(ids)
+        self._slots.fill(slot, identity, features, layers)
+
+    def _evaluate_block(
+        self, lanes: Lanes, ids: torch.Tensor, revealed: torch.Tensor, identity: torch.Tensor
+    ) -> Positions:
+        """The input of the head at the masked positions of lanes whose blocks show `ids` (R, W)."""
+        slot = self._hold(lanes, identity)  # (R,)
+        last = self._slots.features.shape[1] - 1
+        position = masked_positions(lanes).clamp(max=last)  # (R, M) those not masked are not read
+        features = self._slots.features[slot[:, None], position]  # (R, M, D) as the blocks began
+        begun = (revealed & (lanes.columns >= lanes.origin[:, None])).any(1)  # (R,)
+        if begun.any():
+            first_masked = lanes.masked[:, : self.denoiser.shift].any(1)  # (R,)
+            if self.denoiser.shift and (first_masked & begun).any():
+                # it is predicted from the position before the block, which later steps do not evaluate
+                raise first_position_unseen(self.denoiser.cache)
+            for part in self._parts(lanes, begun, slot):
+                features[part] = self._step(lanes.select(part), ids[part], slot[part], position[part])
+        shown = self.rows.visible[lanes.row].any(1) | (lanes.start > lanes.origin) | revealed.any(1)  # (R,)
+        all_mask = ~shown & self.denoiser.relative_positions  # (R,)
+        return Positions.from_lanes(lanes, all_mask, lambda lane, n: features[lane, n])
+
+    def _parts(self, lanes: Lanes, begun: torch.Tensor, slot: torch.Tensor) -> Iterator[torch.Tensor]:
+        """The lanes (r,) of each network call.
+
+        Under a prefix cache they begin at nearly the same column. Under a dual cache lanes that share a slot (R,) have
+        a call of their own, in which they stand side by side: the others then read the kept keys where they are. In one
+        call a slot would be read in several rows, and all keys would be copied.
+        """
+        order = begun.nonzero()[:, 0]  # (n,)
+        if self.denoiser.cache == "dual":
+            shared = slot[order].bincount()[slot[order]] > 1  # (n,)
+            for part in (order[shared], order[~shared]):
+                if len(part):
+                    yield part
+            return
+        # a call begins at the column of its first lane, so the later a lane begins, the more of its row is wasted
+        order = order[lanes.start[order].argsort(stable=True)]
+        start = lanes.start[order].tolist()
+        end = int(self.rows.length[lanes.row[order]].max())
+        begin = 0
+        for n, column in enumerate(start):
+            small = (n + 1 - begin) * (end - start[begin]) <= SMALL
+            if (column - start[begin]) * WASTE > end - column and not small:
+                yield order[begin:n]
+                begin = n
+        yield order[begin:]
+
+    def _step(self, lanes: Lanes, ids: torch.Tensor, slot: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
+        """The input of the head at `position` (R, M) of the lanes' blocks, (R, M, D), in one network call.
+
+        The states of a block stand side by side in one row of the call, behind the kept keys that they share:
+
+            | kept: all positions that are not evaluated | state 1 | state 2 | ...
+        """
+        length = self.rows.length[lanes.row]  # (R,)
+        most = int(length.max())
+        if self.denoiser.cache == "dual":
+            start = lanes.start  # (R,) of the positions that are evaluated
+            end = lanes.start + lanes.width  # (R,)
+            columns = most
+            abreast = max(1, ROW // ids.shape[1])
+        else:  # all lanes of a call are evaluated from the same column on, to the end of their rows
+            begin = int(lanes.start.min())
+            start = torch.full_like(lanes.start, begin)
+            end = length
+            columns = int(lanes.start.max())
+            abreast = 1
+            ids = self._input(lanes)[0][:, begin:]  # (R, E)
+
+        every = torch.arange(columns, device=ids.device)[None]  # (1, K)
+        kept = (every < lanes.start[:, None]) | (every >= end[:, None]) & (every < length[:, None])  # (R, K)
+        column = start[:, None] + torch.arange(ids.shape[1], device=ids.device)  # (R, E)
+        evaluated = (column >= lanes.start[:, None]) & (column < end[:, None])  # (R, E)
+        call = PackedCall.from_slots(slot, start, evaluated, kept, abreast)
+        alone = call.lane.shape[1] == 1  # in its row, where every position sees the same
+        seen = torch.cat([kept, evaluated], 1)[call.lane] if alone else call.seen  # (P, 1 or Q, K + Q)
+
+        wanted = (lanes.start - start)[:, None] + position - self.denoiser.shift  # (R, M)
+        wanted = wanted.clamp(0, ids.shape[1] - 1)  # it may lie outside where nothing is masked
+        positions = call.columns.clamp(max=most - 1)  # (P, Q)
+        places = torch.cat([every.expand(len(positions), -1), positions], 1)  # (P, K + Q)
+        past = rows_at(self._slots.layers, slot[call.lane[:, 0]], columns)
+        step = CachedStep(positions, None if seen.all() else seen, past, places, call.queries(wanted))
+        values = self.denoiser.step(ids[call.lane].flatten(1), step)  # (P, A M, D)
+        self.forwards += 1
+        self.evaluated += len(positions)
+        return call.by_lane(values)
 
 
 def under_cache(denoiser: Denoiser, cache: str) -> Denoiser:
@@ -264,7 +287,8 @@ def under_cache(denoiser: Denoiser, cache: str) -> Denoiser:
     if not isinstance(denoiser, Wrapper):
         return Cached(denoiser, cache)
     twin = copy.copy(denoiser)
-    twin.plain, twin.cache = under_cache(denoiser.plain, cache), cache
+    twin.plain = under_cache(denoiser.plain, cache)
+    twin.cache = cache
     return twin
 
 

@@ -1,6 +1,12 @@
-"""Keys and values that are kept between calls, and the arguments of a call that attends to them.
+"""Keys and values that are kept between calls, and calls that evaluate some positions against those of the others.
 
-Shapes: P rows of a call, Q its positions, K keys, S slots, H heads, L row length, D features.
+    Slots          where the keys of blocks are kept
+    Streams        networks with `stream` (our DiT, the decoders) take them as their past
+    Attentions     networks without a past (transformers' masked LMs) are steered where they attend: the n-th call of
+                   `scaled_dot_product_attention` in a forward belongs to the n-th layer, and a torch function mode
+                   inserts kept keys, values and masks. No class is copied or patched.
+
+Shapes: P rows of a call, Q its positions, K keys, M columns asked for, S slots, H heads, L row length, D features.
 """
 
 from __future__ import annotations
@@ -14,6 +20,9 @@ from torch.overrides import TorchFunctionMode
 from lm_eval_duel.core.denoiser import Denoiser
 from lm_eval_duel.core.network import KeysValues, joined, take
 from lm_eval_duel.denoisers.hf.pretrained import first_position
+
+ATTENTION = torch.nn.functional.scaled_dot_product_attention
+NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")  # its arguments, which may come by place
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,34 +56,38 @@ class Slots:
             more = self.identity.new_full((count - len(self.identity),), -1)
             self.identity = torch.cat([self.identity, more])
         same = self.identity == wanted[:, None]  # (n, S)
-        slot = torch.where(same.any(1), same.byte().argmax(1), -1)  # (n,)
-        missing, far = slot < 0, slot >= count  # (n,) each
-        taken = torch.zeros(count, dtype=torch.bool, device=slot.device)  # (n,)
-        taken[slot[~missing & ~far]] = True
+        old = torch.where(same.any(1), same.byte().argmax(1), -1)  # (n,)
+        missing = old < 0  # (n,)
+        far = old >= count  # (n,) kept, but in a slot that this call may not use
+
+        taken = torch.zeros(count, dtype=torch.bool, device=old.device)  # (n,)
+        taken[old[~missing & ~far]] = True
         free = (~taken).nonzero()[:, 0]  # as many as are missing or far
         self.identity[free] = -1
-        old, among = slot, missing | far
-        slot = slot.masked_scatter(among, free)
+        slot = old.masked_scatter(missing | far, free)
+
         if far.any():
             for plane in self._planes():
-                to, since = slot[far].to(plane.device), old[far].to(plane.device)
-                plane[to] = plane[since]
+                plane[slot[far].to(plane.device)] = plane[old[far].to(plane.device)]
             self.identity[slot[far]] = wanted[far]
             self.identity[old[far]] = -1
         return slot, missing
 
-    def fill(self, slot: torch.Tensor, of: torch.Tensor, features: torch.Tensor, layers: list[KeysValues]) -> None:
-        """Keep the first evaluation of blocks `of` (n,) at `slot` (n,): features (n, w, D), keys (n, H, K, D / H)."""
+    def fill(
+        self, slot: torch.Tensor, identity: torch.Tensor, features: torch.Tensor, layers: list[KeysValues]
+    ) -> None:
+        """Keep the first evaluation of some blocks at `slot` (n,): features (n, w, D), keys (n, H, K, D / H)."""
         self._make_room(features, layers)
         self.features[slot, : features.shape[1]] = features
         for layer, made in zip(self.layers, layers, strict=True):
             for plane, positions in zip(layer, made, strict=True):
                 plane[slot.to(plane.device), :, : positions.shape[2]] = positions
-        self.identity[slot] = of  # last: memory may have run out before
+        self.identity[slot] = identity  # last: memory may have run out before
 
     def drop(self) -> None:
         """Release all memory."""
-        self.layers, self.features = [], None
+        self.layers = []
+        self.features = None
         self.identity = self.identity[:0]
 
     def _planes(self) -> list[torch.Tensor]:
@@ -83,13 +96,19 @@ class Slots:
 
     def _make_room(self, features: torch.Tensor, layers: list[KeysValues]) -> None:
         """A row for every slot, in the shapes that the network returns."""
-        count, width = len(self.identity), features.shape[1]
+        count = len(self.identity)
+        width = features.shape[1]
         have, wide = (0, 0) if self.features is None else self.features.shape[:2]
         if have < count:
-            self.layers = self.layers or [(None, None)] * len(layers)
-            for n, likes in enumerate(layers):  # one layer after another: its old planes are free before the next
-                shapes = [(count, like.shape[1], self.length, like.shape[3]) for like in likes]
-                self.layers[n] = tuple(map(_grown, self.layers[n], likes, shapes))
+            if not self.layers:
+                self.layers = [(None, None)] * len(layers)
+            for n, (keys, values) in enumerate(layers):  # one after another: the old planes of a layer are freed first
+                old_keys, old_values = self.layers[n]
+                self.layers[n] = (
+                    _grown(old_keys, keys, (count, keys.shape[1], self.length, keys.shape[3])),
+                    _grown(old_values, values, (count, values.shape[1], self.length, values.shape[3])),
+                )
+                del old_keys, old_values
         if have < count or wide < width:
             self.features = _grown(self.features, features, (count, max(wide, width), features.shape[2]))
 
@@ -100,19 +119,6 @@ def _grown(old: torch.Tensor | None, like: torch.Tensor, shape: tuple[int, ...])
     if old is not None:
         new[tuple(slice(size) for size in old.shape)] = old
     return new
-
-
-# Evaluate some positions of a row of a bidirectional network against kept keys and values of the others.
-#
-# A network with `stream` (our DiT, the decoders) takes them as its past. Networks without a past (transformers' masked
-# LMs) are steered where they attend: the n-th call of `scaled_dot_product_attention` in a forward belongs to the n-th
-# layer, and a torch function mode inserts kept keys, values and masks. No class is copied or patched.
-#
-# Shapes: P rows of a call, L row length, Q positions of a call, K keys, H heads, D features, M columns asked for.
-
-
-ATTENTION = torch.nn.functional.scaled_dot_product_attention
-NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")  # its arguments, which may come by place
 
 
 class Streams:
@@ -158,7 +164,7 @@ class Attentions:
 
     def step(self, ids: torch.Tensor, step: CachedStep) -> torch.Tensor:
         self._look(int(step.places.max()) + 1)
-        masks: dict[int, torch.Tensor | None] = {}  # layers share theirs
+        masks: dict[int, torch.Tensor | None] = {}  # most layers have the same pattern, so they share a mask
         for pattern in self._patterns:
             if id(pattern) not in masks:
                 masks[id(pattern)] = _mask(pattern, step)
@@ -216,7 +222,9 @@ class _Splicing(TorchFunctionMode):
 
     def __init__(self, past: list[KeysValues], masks: list[torch.Tensor | None]):
         super().__init__()
-        self.past, self.masks, self.layer = past, masks, 0
+        self.past = past
+        self.masks = masks
+        self.layer = 0  # of the next call
 
     def __torch_function__(self, call: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if call is not ATTENTION:
@@ -234,11 +242,13 @@ class _Splicing(TorchFunctionMode):
 
 
 def _ungrouped(arguments: dict[str, Any]) -> KeysValues:
-    """The keys and values of an attention call, with as many heads as its queries: a call without a mask may have
-    fewer.
+    """The keys and values of an attention call, with as many heads as its queries.
+
+    A call with `enable_gqa` has fewer, each for a group of queries.
     """
     heads = arguments["query"].shape[1]
-    keys, values = (arguments[name] for name in ("key", "value"))
+    keys = arguments["key"]
+    values = arguments["value"]
     if keys.shape[1] == heads:
         return keys, values
     return keys.repeat_interleave(heads // keys.shape[1], 1), values.repeat_interleave(heads // values.shape[1], 1)

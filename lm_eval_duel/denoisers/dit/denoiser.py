@@ -1,6 +1,16 @@
-"""MDLM, BD3-LM, SEDD, the AR baseline, GIDD, Duo and UDLM as denoisers.
+"""Networks with our own DiT as denoisers.
 
-Shapes: N windows, R rows or lanes, L row length, Q queries, K keys, D width, V tokens.
+    DiTDenoiser    MDLM, BD3-LM and the AR baseline, which are given no noise level
+    Timed          networks that are given one: that of the time, or under an unmasking rule of the masked share
+        SEDD       sigma of the masked share
+        GIDD       the time itself; its noise is masks, or masks and random tokens
+        NoisedDiT  Duo and UDLM, whose noise is random tokens alone
+
+Where the noise is random tokens, `estimator=noised_elbo` is the bound of ancestral sampling, with the network's output
+in place of the clean token in the posterior (a plug-in). Under a rule, positions show such tokens until they are
+revealed, and the network is told the level of the share that is not.
+
+Shapes: N windows, R rows or lanes, L row length, M columns asked for, Q queries, K keys, D width, V tokens.
 """
 
 from __future__ import annotations
@@ -24,6 +34,8 @@ from lm_eval_duel.errors import DuelError
 PUBLISHED_BLOCK = 4  # of MDLM and SEDD in the paper's tables
 CLAMP = (0.1, 0.9)  # of the masked share, in the authors' evaluation of SEDD
 ATTENTION = {"ar": "causal", "bd3lm": "block_causal"}  # of families that are not bidirectional
+NOISED = "gidd-uniform"  # GIDD with random tokens
+FAMILIES = ("gidd", NOISED)
 IGNORED = ("rotary_emb.", "sampling_eps_min", "sampling_eps_max", "noise.")  # recomputed, or for sampling
 PREFIX = "backbone."  # of tensor names in some files
 NOISE_EPS = 1e-3  # SEDD's schedule: sigma(t) = -log(1 - (1 - eps) t)
@@ -49,7 +61,9 @@ class DiTDenoiser(Denoiser):
         mask_id: int | None,
         block: int | None = None,
     ):
-        self.family, self.max_length, self.path = family, max_length, path
+        self.family = family
+        self.path = path
+        self.max_length = max_length
         self.vocab_size = network.config.vocab_size
         self.attention = ATTENTION.get(family, "bidirectional")
         self.block = block
@@ -68,18 +82,21 @@ class DiTDenoiser(Denoiser):
     def fill(self) -> DiTDenoiser:
         """Read the weights of its folder."""
         tensors = hub.read_tensors(self.path)
-        named = {key.removeprefix(PREFIX): value for key, value in tensors.items()}
-        if len(named) < len(tensors):
+        if len({key.removeprefix(PREFIX) for key in tensors}) < len(tensors):
             raise DuelError(f"The weights in {self.path} hold a tensor both with and without {PREFIX} in its name.")
-        # copied, so that the file may change later
-        named = {key: value.to(torch.float32, copy=True) for key, value in named.items() if not key.startswith(IGNORED)}
+        named = {}
+        for key, value in tensors.items():
+            name = key.removeprefix(PREFIX)
+            if not name.startswith(IGNORED):
+                named[name] = value.to(torch.float32, copy=True)  # a copy, as the file may change later
         self.network.load_state_dict(named, assign=True)
         self.take(self.network.to(self.placed_on))
         return self
 
     def take(self, network: DiT) -> None:
         """Give it its network, in eval mode; on the meta device it has no weights yet."""
-        self.network, self.device = network, network.vocab_embed.embedding.device
+        self.network = network
+        self.device = network.vocab_embed.embedding.device
         if self.device.type != "meta":
             self.excluded = self.excluded.to(self.device)
         if self.device.type == "cpu":
@@ -126,8 +143,8 @@ class DiTDenoiser(Denoiser):
         keys: bool = False,
     ) -> tuple[torch.Tensor, list[KeysValues]]:
         """The last layer runs at `columns` (N, M) only; None: at all. Without `keys`, so do its keys and values."""
-        level, mask = self._level(ids), None if seen is None else seen[:, None]
-        return self.network(ids, level, mask, positions=positions, past=past, columns=columns, keys=keys)
+        mask = None if seen is None else seen[:, None]  # (N, 1, Q, K + Q)
+        return self.network(ids, self._level(ids), mask, positions=positions, past=past, columns=columns, keys=keys)
 
     def head(self, features: torch.Tensor) -> torch.Tensor:
         return self.network.output_layer.linear(features)
@@ -211,26 +228,18 @@ class TimedView(View):
 
     def masked_share(self, lanes: Lanes, shown: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
         """The masked share of the row, or under `bos="official"` that of the scored positions, float64 (R,)."""
-        masked, counted = (real & ~shown).sum(1), self.rows.length[lanes.row]  # (R,) each
+        masked = (real & ~shown).sum(1)  # (R,)
+        counted = self.rows.length[lanes.row]  # (R,)
         if self.denoiser.bos == "official":
             counted = counted - self.rows.visible[lanes.row].sum(1)
         return masked.double() / counted
 
 
-# GIDD (von Rütte et al. 2025): MDLM's network, conditioned on the time t itself.
-#
-# With p_uniform 0 its noise is masking alone: at time t a position is masked with probability t. Above 0 tokens are
-# also replaced by random ones: `estimator=noised_elbo` is its bound, and under a rule masked positions show noise.
-#
-# Shapes: R rows or lanes.
-
-
-NOISED = "gidd-uniform"
-FAMILIES = ("gidd", NOISED)
-
-
 class GIDD(Timed):
-    """GIDD, at the time t clamped to [t_eps, 1 - t_eps], the times of its training.
+    """GIDD (von Rütte et al. 2025), at the time t clamped to [t_eps, 1 - t_eps], the times of its training.
+
+    With p_uniform 0 its noise is masking alone: at time t a position is masked with probability t. Above 0 tokens are
+    also replaced by random ones.
 
     Under masks alone, t is the masked share m of the row: of context, target, tail and suffix, without padding; under
     `bos="official"`, of target and tail. The authors have no deterministic order; this is the time at which training
@@ -241,7 +250,9 @@ class GIDD(Timed):
 
     def __init__(self, *network: Any, t_eps: float, uniform: float):
         super().__init__(*network)
-        self.t_eps, self.uniform, self.published_block = t_eps, uniform, None
+        self.t_eps = t_eps
+        self.uniform = uniform
+        self.published_block = None
         if uniform:
             noise = Hybrid(int((~self.excluded).sum()), uniform)
             self.noise_training = NoiseTraining(noise, "plugin", None, note=f"t in {self.times}")
@@ -259,17 +270,11 @@ class GIDD(Timed):
         return {**super().describe(), "time": f"masked share of the {self.counted}, in {self.times}"}
 
 
-# Duo (Sahoo et al. 2025) and UDLM (Schiff et al. 2024): MDLM's network under uniform noise, given the noise level.
-#
-# Both replace tokens by random ones, over all columns of the network, and both put the network's output in place of the
-# clean token in the posterior (a plug-in): `estimator=noised_elbo` is their bound. Under a rule, positions show such
-# tokens until they are revealed, and the network is told sigma of the share that is not.
-#
-# Shapes: R rows.
-
-
 class NoisedDiT(Timed):
-    """A DiT under uniform noise, whose levels go from t = 1e-3 to alpha = 1e-3 in its training."""
+    """Duo (Sahoo et al. 2025) and UDLM (Schiff et al. 2024): noise over all columns of the network.
+
+    In training its levels go from t = 1e-3 to alpha = 1e-3.
+    """
 
     def __init__(self, *network: Any):
         super().__init__(*network)

@@ -87,7 +87,8 @@ class Block(nn.Module):
         super().__init__()
         width = config.width
         self.heads = config.heads
-        self.norm1, self.norm2 = nn.LayerNorm(width, bias=False), nn.LayerNorm(width, bias=False)
+        self.norm1 = nn.LayerNorm(width, bias=False)
+        self.norm2 = nn.LayerNorm(width, bias=False)
         self.attn_qkv = nn.Linear(width, 3 * width, bias=False)
         self.attn_out = nn.Linear(width, width, bias=False)
         self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(approximate="tanh"), nn.Linear(4 * width, width))
@@ -111,17 +112,17 @@ class Block(nn.Module):
         if columns is None:
             q, k, v = self.split(self.attn_qkv(y), 3)
             q = rotate(q, cos, sin)
-        else:
+        else:  # queries are needed at a few positions only, keys and values at all
             width = y.shape[2]
             k, v = self.split(F.linear(y, self.attn_qkv.weight[width:]), 2)
             (q,) = self.split(F.linear(take(y, columns), self.attn_qkv.weight[:width]), 1)
             q = rotate(q, *(take(wave[:, 0], columns)[:, None] for wave in (cos, sin)))
             mask = mask if mask is None or mask.shape[2] == 1 else take(mask[:, 0], columns)[:, None]
         k = rotate(k, cos, sin)
-        own = k, v
+        keys_values = (k, v)  # of this call, which a cache keeps
         k, v = joined(past, k, v)
         mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal)  # (R, H, L, head)
-        return self.attn_out(mixed.transpose(1, 2).flatten(2)), own
+        return self.attn_out(mixed.transpose(1, 2).flatten(2)), keys_values
 
     def forward(
         self,
@@ -139,14 +140,17 @@ class Block(nn.Module):
         plain = self.adaLN_modulation is None
         modulation = None if plain else self.adaLN_modulation(condition)[:, None].chunk(6, dim=2)
         shift, scale, gate, shift_mlp, scale_mlp, gate_mlp = modulation or [None] * 6  # (R, 1, D) each
+
         y = self.norm1(x) if plain else modulate(self.norm1(x), shift, scale)  # (R, L, D)
-        y, own = self.attend(y, cos, sin, mask, causal, past, columns)
-        own = own if keys else None  # free them before the MLP
+        y, keys_values = self.attend(y, cos, sin, mask, causal, past, columns)
+        if not keys:
+            keys_values = None  # their memory is free before the MLP, which takes the most
         x = x if columns is None else take(x, columns)
         x = x + y if plain else torch.addcmul(x, gate, y)
+
         y = self.norm2(x) if plain else modulate(self.norm2(x), shift_mlp, scale_mlp)
         y = self.mlp(y)
-        return x + y if plain else torch.addcmul(x, gate_mlp, y), own
+        return x + y if plain else torch.addcmul(x, gate_mlp, y), keys_values
 
 
 class Output(nn.Module):

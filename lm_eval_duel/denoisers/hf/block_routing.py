@@ -48,8 +48,10 @@ class BlockRouting:
 
     def enter(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Find the blocks of a call from its attention mask (P or 1, 1, Q, K + Q), 0 where a query sees a key."""
-        ids, mask = kwargs["input_ids"], kwargs["attention_mask"]
-        self.block = blocks_of(mask[:, 0, :, -ids.shape[1] :] == 0, len(ids))
+        ids = kwargs["input_ids"]  # (P, Q)
+        mask = kwargs["attention_mask"]
+        seen = mask[:, 0, :, -ids.shape[1] :] == 0  # (P or 1, Q, Q) without the kept keys, which are routed already
+        self.block = blocks_of(seen, len(ids))
 
     def route(self, gate: Any, args: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         """The output of a router, with experts chosen by block."""
@@ -57,7 +59,9 @@ class BlockRouting:
         logits = F.linear(hidden.float(), gate.weight.float())  # (T, E)
         scores = logits.sigmoid()  # (T, E)
         assert self.block is not None  # `enter` came first
-        chosen = choose(scores + gate.e_score_correction_bias, self.block.to(scores.device), self.capacity, gate.top_k)
+        # The correction balances the load: it decides which experts run, and is not part of their weights.
+        corrected = scores + gate.e_score_correction_bias  # (T, E)
+        chosen = choose(corrected, self.block.to(scores.device), self.capacity, gate.top_k)  # (T, k)
         weights = scores.gather(1, chosen)  # (T, k)
         if gate.top_k > 1:
             weights = weights / (weights.sum(1, keepdim=True) + EPS)
@@ -68,6 +72,7 @@ class BlockRouting:
 def blocks_of(seen: torch.Tensor, rows: int) -> torch.Tensor:
     """A number for the block of each token, (T,), given which queries see which of a call's own keys (P or 1, Q, Q)."""
     mutual = seen & seen.transpose(1, 2)  # (P or 1, Q, Q)
+    # padding, and a position of a short last block, may see nothing: it is a block of its own
     mutual |= torch.eye(seen.shape[1], dtype=torch.bool, device=seen.device)
     first = mutual.long().argmax(2).expand(rows, -1)  # (P, Q) the first position of the block
     before = torch.arange(rows, device=seen.device)[:, None] * seen.shape[1]  # (P, 1)
@@ -77,6 +82,7 @@ def blocks_of(seen: torch.Tensor, rows: int) -> torch.Tensor:
 def choose(scores: torch.Tensor, block: torch.Tensor, capacity: int, count: int) -> torch.Tensor:
     """The `count` experts of each token (T, count), given corrected scores (T, E) and the blocks (T,)."""
     number, index = block.unique(return_inverse=True)  # (blocks,), (T,)
+    # the experts of a block: those with the largest score that any of its tokens gives them
     best = scores.new_full((len(number), scores.shape[1]), -torch.inf)  # (blocks, E)
     best = best.scatter_reduce(0, index[:, None].expand_as(scores), scores, "amax")
     allowed = torch.zeros_like(best, dtype=torch.bool)  # (blocks, E)

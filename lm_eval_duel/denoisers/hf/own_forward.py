@@ -104,6 +104,8 @@ def _require_causal(model_config: Any, checkpoint: Checkpoint) -> None:
     """Raise DuelError if transformers has no causal LM for this config, or if the config names another class."""
     name, architectures = checkpoint.name, checkpoint.config.get("architectures") or []
     classes = ", ".join(architectures)
+    # An architecture that config.json names must be the class that runs: networks built on Llama, say, keep its
+    # model_type and are other networks.
     native = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(model_config), None)
     if native is not None and native.__name__.lower() in map(str.lower, architectures):
         return
@@ -131,7 +133,8 @@ def require_known(config: dict[str, Any], name: str, native: str, also: tuple[st
     Its model type alone does not make it transformers' class `native`: it may be a diffusion model built on it.
     """
     known = {*_class_names(), *map(str.lower, also)}
-    if unknown := [each for each in config.get("architectures") or [] if str(each).lower() not in known]:
+    unknown = [name for name in config.get("architectures") or [] if str(name).lower() not in known]
+    if unknown:
         raise DuelError(
             f"By its config {name} is a {', '.join(unknown)}, which transformers does not have. If it is the same "
             f'network as {native}, set architectures to ["{native}"] in its config.json.'
@@ -202,7 +205,8 @@ class OwnForward(Pretrained):
             with contextlib.suppress(RuntimeError, IndexError, TypeError, ValueError, AttributeError, AssertionError):
                 parts = place()
                 if torch.equal(parts.head(parts.features(rows)).to(self.device), logits):
-                    self.parts, self.splits_head = parts, True
+                    self.parts = parts
+                    self.splits_head = True
                     return
         log.info("The head of %s cannot be split off: it runs at every position of a row", type(self.model).__name__)
 
@@ -214,7 +218,8 @@ class MaskedLM(OwnForward):
     steers_attention = True  # a cache is inserted at its attention calls (cached/kept_keys.py): `stream` keeps no keys
 
     def take(self, model: Any) -> None:
-        self.pad_id, self.sparse_from = padding_id(model.config, self.tokens, self.mask_id), without_block_sparse(model)
+        self.pad_id = padding_id(model.config, self.tokens, self.mask_id)
+        self.sparse_from = without_block_sparse(model)
         super().take(model)
         if self.sparse_from is not None and self.max_length >= self.sparse_from:
             log.warning(
@@ -241,18 +246,22 @@ class MaskedLM(OwnForward):
         self, ids: torch.Tensor, positions: torch.Tensor, seen: torch.Tensor, past: list[KeysValues] | None
     ) -> tuple[torch.Tensor, list[KeysValues]]:
         """Own code may not accept our cache, so clean positions are evaluated again; their "keys" are their ids."""
-        own = ids[:, None, :, None]  # (N, 1, Q, 1)
         clean = past[0][0][:, 0, :, 0] if past else ids[:, :0]  # (N, K); rows with fewer clean positions end in padding
-        places = torch.arange(clean.shape[1], device=ids.device)  # (K,)
-        known = (places[:, None] // self.block >= places // self.block).expand(len(ids), -1, -1)  # (N, K, K)
-        none = torch.zeros(len(ids), clean.shape[1], ids.shape[1], dtype=torch.bool, device=ids.device)  # (N, K, Q)
-        allowed = torch.cat([torch.cat([known, none], 2), seen], 1)  # (N, K + Q, K + Q)
-        lowest = torch.finfo(self.dtype).min
+        kept = clean.shape[1]
+        places = torch.arange(kept, device=ids.device)  # (K,)
+
+        # clean positions see their own block and those before it, and none of the queries
+        before = (places[:, None] // self.block >= places // self.block).expand(len(ids), -1, -1)  # (N, K, K)
+        none = torch.zeros(len(ids), kept, ids.shape[1], dtype=torch.bool, device=ids.device)  # (N, K, Q)
+        allowed = torch.cat([torch.cat([before, none], 2), seen], 1)  # (N, K + Q, K + Q)
+        lowest = torch.finfo(self.dtype).min  # with -inf, a row of padding that sees nothing would give NaN
         mask = torch.zeros(allowed.shape, dtype=self.dtype, device=ids.device).masked_fill(~allowed, lowest)
+
         whole = torch.cat([clean, ids], 1)  # (N, K + Q)
         position_ids = torch.cat([places.expand_as(clean), positions.expand_as(ids)], 1)
         logits = self._logits(whole, mask[:, None], position_ids=position_ids)  # (N, K + Q, V)
-        return logits[:, clean.shape[1] :], [(own, own)]
+        as_keys = ids[:, None, :, None]  # (N, 1, Q, 1)
+        return logits[:, kept:], [(as_keys, as_keys)]
 
     def describe(self) -> dict[str, object]:
         if self.sparse_from is None or self.max_length < self.sparse_from:
@@ -300,30 +309,33 @@ class CausalLM(OwnForward):
         self, ids: torch.Tensor, positions: torch.Tensor, seen: torch.Tensor, past: list[KeysValues] | None
     ) -> tuple[torch.Tensor, list[KeysValues]]:
         """When sampling, clean columns are evaluated again (caches differ by class); their "keys" are their ids."""
-        own = [(ids[:, None, :, None],) * 2]  # (N, 1, Q, 1) each
+        as_keys = ids[:, None, :, None]  # (N, 1, Q, 1)
         if past is None:
-            return self.features(ids, None), own
+            return self.features(ids, None), [(as_keys, as_keys)]
         whole = torch.nn.functional.pad(past[0][0][:, 0, :, 0], (0, ids.shape[1]))  # (N, K + Q)
         # a row may have fewer than K clean columns; columns after its own are not seen
         whole.scatter_(1, positions, ids)
         features = self.features(whole, None)  # (N, K + Q, D)
-        return features.gather(1, positions[:, :, None].expand(-1, -1, features.shape[2])), own
+        at = positions[:, :, None].expand(-1, -1, features.shape[2])  # (N, Q, D)
+        return features.gather(1, at), [(as_keys, as_keys)]
 
 
 class BeforeHead:
     """A network divided at the input of its output embedding, which is the last thing that it computes."""
 
     def __init__(self, model: Any, logits_of: Callable[..., torch.Tensor]):
-        self.layers, self.head = model, model.get_output_embeddings()
+        self.layers = model
+        self.head = model.get_output_embeddings()
         self._logits_of = logits_of
 
     def features(self, *call: Any, **more: Any) -> torch.Tensor:
         """The input of the embedding (R, L, D) in a call of the network."""
         caught = []
 
+        # The class runs to its end, but its head gets no position: it runs later, where positions are masked.
         def catch(module: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
             caught.append(inputs[0])
-            return (inputs[0][:, :0], *inputs[1:])  # no position: the embedding runs later
+            return (inputs[0][:, :0], *inputs[1:])
 
         hook = self.head.register_forward_pre_hook(catch)
         try:
@@ -339,7 +351,8 @@ class AfterLayers:
     output_class: type  # of the layers
 
     def __init__(self, model: Any, name: str):
-        self._model, self.layers = model, model.get_submodule(name)
+        self._model = model
+        self.layers = model.get_submodule(name)
         parent, _, self._name = name.rpartition(".")
         self._modules = model.get_submodule(parent)._modules  # in which others take the place of the layers
 
@@ -352,6 +365,7 @@ class AfterLayers:
     def head(self, features: torch.Tensor) -> torch.Tensor:
         """Logits (U, V) or (R, L, V) that the class computes from features (U, D) or (R, L, D)."""
         rows = features if features.dim() == 3 else features[None]
+        # The class runs once more, with a function in the place of its layers that returns these features.
         ids = torch.zeros(rows.shape[:2], dtype=torch.long, device=features.device)  # ignored
         self._modules[self._name] = lambda *_, **__: self.output_class(last_hidden_state=rows)
         try:
@@ -364,8 +378,12 @@ def logits_of(
     model: torch.nn.Module, ids: torch.Tensor, mask: torch.Tensor | None = None, **more: torch.Tensor
 ) -> torch.Tensor:
     """Logits (R, L, V) from a tensor, a tuple or an output class, whichever the network returns."""
-    out = model(input_ids=ids, **more) if mask is None else model(input_ids=ids, attention_mask=mask, **more)
-    return out if isinstance(out, torch.Tensor) else out[0] if isinstance(out, tuple) else out.logits
+    if mask is not None:
+        more["attention_mask"] = mask
+    out = model(input_ids=ids, **more)
+    if isinstance(out, torch.Tensor):
+        return out
+    return out[0] if isinstance(out, tuple) else out.logits
 
 
 def layer_modules(model: Any) -> Iterator[str]:
@@ -378,21 +396,21 @@ def layer_modules(model: Any) -> Iterator[str]:
 def _in_float32(model: torch.nn.Module) -> Iterator[None]:
     """Copies of a network's tensors in float32 take their place; a part of a tensor stays that part."""
     tensors = [tensor for tensor in (*model.parameters(), *model.buffers()) if tensor.is_floating_point()]
-    own = [tensor.data for tensor in tensors]
+    coarse = [tensor.data for tensor in tensors]
     try:
         for tensor in tensors:
             tensor.data = tensor.data.float()
         yield
     finally:
-        for tensor, data in zip(tensors, own, strict=True):
+        for tensor, data in zip(tensors, coarse, strict=True):
             tensor.data = data
 
 
 def padding_id(config: Any, tokens: set[int], mask_id: int) -> int:
     """The id for padding: that of the config, if it is a token other than [MASK]; otherwise the lowest token."""
     pad_id = getattr(config, "pad_token_id", None)
-    known = isinstance(pad_id, int) and pad_id in tokens and pad_id != mask_id
-    return pad_id if known else min(tokens - {mask_id})
+    is_token = isinstance(pad_id, int) and pad_id in tokens and pad_id != mask_id
+    return pad_id if is_token else min(tokens - {mask_id})
 
 
 def without_block_sparse(model: Any) -> int | None:
@@ -404,4 +422,4 @@ def without_block_sparse(model: Any) -> int | None:
     if getattr(config, "attention_type", None) != "block_sparse" or not hasattr(model, "base_model"):
         return None
     model.base_model.set_attention_type("original_full")
-    return (5 + 2 * config.num_random_blocks) * config.block_size + 1
+    return (5 + 2 * config.num_random_blocks) * config.block_size + 1  # shorter rows have full attention in any case
