@@ -102,9 +102,11 @@ _half: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()  # modules that were
 
 def _warn_of_half_precision(module: torch.nn.Module | None, name: str) -> None:
     """Warn once for each network whose weights are coarser than float32, as transformers loads them by default."""
-    dtypes = {parameter.dtype for parameter in module.parameters()} if module is not None else set()
+    if module is None or module in _half:
+        return
+    dtypes = {parameter.dtype for parameter in module.parameters()}
     half = sorted(str(dtype).removeprefix("torch.") for dtype in dtypes & {torch.bfloat16, torch.float16})
-    if module is None or not half or module in _half:
+    if not half:
         return
     _half.add(module)
     log.warning(
@@ -122,11 +124,14 @@ class InMemory(Denoiser):
         self, plain: Denoiser, module: torch.nn.Module | None, name: str, weights: str, autocast: torch.dtype | None
     ):
         self.resemble(plain)
-        for attribute in ("model", "steers_attention"):
+        for attribute in ("model", "steers_attention"):  # which a cache reads
             if hasattr(plain, attribute):
                 setattr(self, attribute, getattr(plain, attribute))
-        self.plain, self.module, self.path = plain, module, name
-        self.weights, self.autocast = weights, autocast
+        self.plain = plain
+        self.module = module
+        self.path = name
+        self.weights = weights
+        self.autocast = autocast
         self.fixed_weights = False
         self.vocabulary = f"{int((~self.excluded).sum())} of {self.vocab_size}"
 
@@ -146,8 +151,9 @@ class InMemory(Denoiser):
     def _evaluated(self, name: str, *call: Any, **extra: Any) -> Any:
         """A call of `plain`, on copies of integer tensors that do not come from inference mode."""
         with self.evaluating():
-            call = tuple(part.clone() if getattr(part, "dtype", None) == torch.long else part for part in call)
-            return getattr(self.plain, name)(*call, **extra)
+            # a network that is trained cannot save a tensor of inference mode for its backward pass
+            copies = [part.clone() if getattr(part, "dtype", None) == torch.long else part for part in call]
+            return getattr(self.plain, name)(*copies, **extra)
 
     features = partialmethod(_evaluated, "features")
     features_at = partialmethod(_evaluated, "features_at")
@@ -160,21 +166,29 @@ class InMemory(Denoiser):
 
     def describe(self) -> dict[str, object]:
         """The weights are "in memory", the text that the user passed, or a digest of their current values."""
-        digested = self.weights == DIGEST and self.module is not None
+        weights = self.weights
+        if weights == DIGEST and self.module is not None:
+            weights = user_module.digest(self.module)
         dtype = str(self._dtype).removeprefix("torch.")
-        of_transformers = isinstance(self.plain, Function | MaskedLM | Decoder)  # or nothing to say
-        described: dict[str, object] = {
-            **({} if of_transformers else self.plain.describe()),
+        if self.autocast is not None:
+            dtype += f", autocast to {self.autocast}".replace("torch.", "")
+
+        described: dict[str, object] = {}
+        if not isinstance(self.plain, Function | MaskedLM | Decoder):  # a user's denoiser has entries of its own
+            described |= self.plain.describe()
+        described |= {
             "denoiser": f"{self.path} in memory",
-            "weights": user_module.digest(self.module) if digested else self.weights,
-            "dtype": dtype if self.autocast is None else f"{dtype}, autocast to {self.autocast}".replace("torch.", ""),
+            "weights": weights,
+            "dtype": dtype,
             "mask_token_id": self.mask_id,
             "vocabulary": self.vocabulary,
             "attention": self.attention,
             "shift": self.shift,
             "relative_positions": self.relative_positions,
         }
-        return described | ({"last_block": self.last_block} if self.attention == "block_causal" else {})
+        if self.attention == "block_causal":
+            described["last_block"] = self.last_block
+        return described
 
 
 class Function(Denoiser):
@@ -183,8 +197,11 @@ class Function(Denoiser):
     splits_head = False
 
     def __init__(self, function: Callable[..., Any], options: LoadOptions, tokenizer: Any):
-        self.function, self.path, self.device = function, options.name, options.device
-        self.bos, self.shift = options.bos or self.bos, int(bool(options.shift_logits))
+        self.function = function
+        self.path = options.name
+        self.device = options.device
+        self.bos = options.bos or self.bos
+        self.shift = int(bool(options.shift_logits))
         self.mask_id = find_mask_id(options, {}, tokenizer, None, None)
         longest = tokenizer.model_max_length
         positions = longest if longest < UNBOUNDED else None
@@ -281,8 +298,8 @@ def _plain(model: Any, options: LoadOptions, tokenizer: Any, tested: bool, known
 
 def _of_transformers(model: Any, options: LoadOptions, tokenizer: Any, tested: bool) -> Denoiser:
     """The denoiser of a network that is called with input_ids and attention_mask."""
-    kind, config = type(model).__name__, model.config
-    config = config.to_dict() if hasattr(config, "to_dict") else dict(vars(config))
+    kind = type(model).__name__
+    config = model.config.to_dict() if hasattr(model.config, "to_dict") else dict(vars(model.config))
     native = is_native(model)
     if options.attention == "causal":
         raise DuelError(
@@ -292,19 +309,20 @@ def _of_transformers(model: Any, options: LoadOptions, tokenizer: Any, tested: b
     require_supported({"architectures": [kind]}, options.name, options.family)
     if has_random_tokens({"architectures": [kind]}):
         raise DuelError(f"{kind} is scored from a checkpoint, with estimator=noised_elbo; not in memory.")
-    found = find_family({"architectures": [kind]}, options, None)
-    family = found or (MASKED_LM if native and options.shift_logits is None else OWN_CODE)
+    diffusion = find_family({"architectures": [kind]}, options, None)
+    family = diffusion or (MASKED_LM if native and options.shift_logits is None else OWN_CODE)
     if getattr(model.config, "attention_type", None) == "block_sparse":  # it depends on the length of earlier rows
         raise DuelError(f"{kind} has block-sparse attention: call its set_attention_type('original_full') first.")
-    kind_of = _DecoderInMemory if native and kind in PLAIN and found is not None else _MaskedLMInMemory
+    as_decoder = native and kind in PLAIN and diffusion is not None
+    denoiser_class = _DecoderInMemory if as_decoder else _MaskedLMInMemory
     checkpoint = Checkpoint(options, config, family, tokenizer)
-    denoiser: Pretrained = kind_of(checkpoint, config.get("vocab_size"))
+    denoiser: Pretrained = denoiser_class(checkpoint, config.get("vocab_size"))
     denoiser.refuses = tested
     if isinstance(denoiser, Decoder):
         denoiser.set_row_length(trained_positions(family, model.config.max_position_embeddings, config))
     denoiser.take(model)
-    decoder = native and kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
-    if decoder and not tested and denoiser.attention == "bidirectional":  # it may stay causal; else tested already
+    may_be_causal = native and kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+    if may_be_causal and not tested and denoiser.attention == "bidirectional":  # this test is not left out
         rows = self_tests.probe_rows(denoiser)  # (R, L)
         self_tests.require_direction(denoiser, denoiser.path, rows, self_tests.logits_of(denoiser, rows))
     return denoiser
@@ -325,14 +343,14 @@ class _DecoderInMemory(Decoder):
 
     def _features(self, *arguments: Any) -> torch.Tensor:
         config = self.model.config
-        own = config._attn_implementation
-        if own is not None and own.startswith(("flash", "flex", "kernels-community")):
+        chosen = config._attn_implementation  # by the user
+        if chosen is not None and chosen.startswith(("flash", "flex", "kernels-community")):
             config._attn_implementation = "sdpa"  # those do not take an additive mask
         try:
             return super()._features(*arguments)
         finally:
-            if config._attn_implementation != own:
-                config._attn_implementation = own
+            if config._attn_implementation != chosen:
+                config._attn_implementation = chosen
 
 
 class _AnyId:

@@ -63,9 +63,10 @@ def run(denoiser: Denoiser, path: str, refuse: bool = True) -> None:
             all_mask = torch.full_like(rows[:1], denoiser.mask_id)  # (1, L)
             denoiser.needs_visible = not bool(logits_of(denoiser, all_mask).isfinite().all())
             denoiser.relative_positions = ties_when_all_mask(denoiser)
-        denoiser.honours_padding = _unscaled_length(denoiser) is None and (
-            denoiser.attention == "causal" or honours_padding(denoiser)
-        )
+        if _unscaled_length(denoiser) is not None:  # its frequencies depend on the longest row of a call
+            denoiser.honours_padding = False
+        else:  # padding is on the right, where a causal network never looks
+            denoiser.honours_padding = denoiser.attention == "causal" or honours_padding(denoiser)
 
 
 def probe_rows(denoiser: Denoiser) -> torch.Tensor:
@@ -77,15 +78,17 @@ def probe_rows(denoiser: Denoiser) -> torch.Tensor:
 
 
 def logits_of(
-    denoiser: Denoiser, rows: torch.Tensor, real: torch.Tensor | None = None, of: slice = slice(None)
+    denoiser: Denoiser, rows: torch.Tensor, real: torch.Tensor | None = None, wanted: slice = slice(None)
 ) -> torch.Tensor:
-    """Logits (R, L, V) of the rows `of` a call, zero at excluded columns, and at visible positions that are never used.
+    """Logits (R, L, V) of the `wanted` rows of a call, zero at excluded columns and at positions that are never read.
 
-    MDLM's forward sets them to -1e6 there, next to which all differences between predictions would look like noise.
+    MDLM's forward sets visible positions to -1e6, next to which all differences of predictions would look like noise.
     """
     features = _stream(denoiser, rows) if denoiser.by_blocks else denoiser.features(rows, real)
-    rows, features = rows[of], features[of]  # (R, L), (R, L, D)
-    logits = denoiser.head(features.flatten(0, 1)).unflatten(0, features.shape[:2]).masked_fill(denoiser.excluded, 0)
+    rows = rows[wanted]  # (R, L)
+    features = features[wanted]  # (R, L, D)
+    logits = denoiser.head(features.flatten(0, 1)).unflatten(0, features.shape[:2])
+    logits = logits.masked_fill(denoiser.excluded, 0)
     if denoiser.attention == "bidirectional" and not denoiser.shift and denoiser.max_length > 2:
         logits = logits.masked_fill((rows != denoiser.mask_id)[..., None], 0)
     return logits
@@ -119,7 +122,8 @@ def require_direction(denoiser: Denoiser, path: str, rows: torch.Tensor, logits:
     """Raise DuelError if a causal network looks ahead, or a bidirectional one does not."""
     if rows.shape[1] < 2:
         return
-    changed, tokens = rows.clone(), (~denoiser.excluded).nonzero()[:, 0]  # (R, L), (T,)
+    tokens = (~denoiser.excluded).nonzero()[:, 0]  # (T,)
+    changed = rows.clone()  # (R, L)
     changed[:, -1] = torch.where(rows[:, -1] == tokens[0], tokens[-1], tokens[0])
     change = difference_of(logits_of(denoiser, changed)[:, :-1], logits[:, :-1])
     if denoiser.attention == "bidirectional" and change == 0:
@@ -127,7 +131,7 @@ def require_direction(denoiser: Denoiser, path: str, rows: torch.Tensor, logits:
             f"{path} is causal: its predictions ignore later tokens. If it is autoregressive, score it with "
             "estimator=ar. If its layers start at zero, train it for a few steps first."
         )
-    if denoiser.attention == "causal" and change > noise_in_company(denoiser, logits):
+    if denoiser.attention == "causal" and not change <= noise_in_company(denoiser, logits):
         raise DuelError(
             f"{path} is not causal: its predictions depend on later tokens. Leave estimator=ar and attention=causal "
             "out."
@@ -141,7 +145,8 @@ def honours_padding(denoiser: Denoiser) -> bool:
     counts = sorted({1, length // 2, length - 1} - {0, length})
     if not counts:
         return False
-    real = torch.arange(length, device=row.device) < torch.tensor([*counts, length], device=row.device)[:, None]
+    lengths = torch.tensor([*counts, length], device=row.device)  # (R,) the last row is not padded
+    real = torch.arange(length, device=row.device) < lengths[:, None]  # (R, L)
     ids = torch.where(real, row, denoiser.mask_id)  # (R, L)
     try:
         together = logits_of(denoiser, ids, real)  # (R, L, V)
@@ -149,15 +154,15 @@ def honours_padding(denoiser: Denoiser) -> bool:
         raise
     except (TypeError, ValueError, RuntimeError):  # it accepts no attention mask, or one of another form
         return False
-    unmasked = logits_of(denoiser, ids)  # (R, L, V)
+    seen = logits_of(denoiser, ids)  # (R, L, V) with padding that is not hidden
     alone = [logits_of(denoiser, row[:, :count])[0] for count in counts]  # (count, V) each
 
     def effect(batch: torch.Tensor) -> float:
-        pairs = zip(alone, batch, strict=False)  # the last row of the batch is not padded
-        return float(torch.tensor([difference_of(row, padded[: len(row)]) for row, padded in pairs]).max())
+        differences = [difference_of(row, batch[n, : len(row)]) for n, row in enumerate(alone)]
+        return float(torch.tensor(differences).max())  # unlike Python's, torch's max is NaN if one of them is
 
     if denoiser.quantized or together.dtype.itemsize < 4:  # noise is large and differs between networks
-        return effect(together) < 0.1 * effect(unmasked)
+        return effect(together) < 0.1 * effect(seen)
     noise = min(difference_of(logits_of(denoiser, row)[0], together[-1]), MOST_NOISE)
     return effect(together) <= max(PADDING_TOLERANCE[together.dtype.itemsize], NOISE_FACTOR * noise)
 
@@ -187,12 +192,15 @@ def require_separate_rows(denoiser: Denoiser, path: str, tokens: int = MANY) -> 
     """
     length = 2 * denoiser.block if denoiser.by_blocks else LENGTH
     row = random_rows(denoiser, length, rows=1)  # (1, L)
-    row = row.repeat(1, length)[:, :length] if denoiser.by_blocks else row
+    if denoiser.by_blocks:  # rows may be shorter than two blocks
+        row = row.repeat(1, length)[:, :length]
     strangers = [row.flip(1), row[:, :1].expand_as(row)]
     if denoiser.mask_id is not None:
         row[:, 1::2] = denoiser.mask_id
         strangers[1] = torch.full_like(row, denoiser.mask_id)
-    alone, count = logits_of(denoiser, row)[0], max(3, tokens // row.shape[1] - 1)
+    count = max(3, tokens // row.shape[1] - 1)
+
+    alone = logits_of(denoiser, row)[0]  # (L, V)
     allowed = noise_in_company(denoiser, alone) if alone.dtype.itemsize >= 4 else ROUTED
     if tokens > MANY and is_routed(denoiser):  # among many rows, noise may choose other experts
         allowed = ROUTED
@@ -200,8 +208,8 @@ def require_separate_rows(denoiser: Denoiser, path: str, tokens: int = MANY) -> 
         return  # it draws random numbers, and `require_repeatable` refuses it
     for stranger in strangers:
         call = torch.cat([stranger.expand(count, -1), row])  # (count + 1, L)
-        among = logits_of(denoiser, call, of=slice(-1, None))[0]  # (L, V)
-        if not difference_of(among, alone) <= allowed:
+        in_company = logits_of(denoiser, call, wanted=slice(-1, None))[0]  # (L, V)
+        if not difference_of(in_company, alone) <= allowed:
             raise DuelError(
                 f"{path} predicts differently for a row alone and for the same row in a batch: the other rows of a "
                 f"call change it, as {CAUSES} do. Put every module into eval mode, and make the network a function of "
@@ -236,8 +244,10 @@ def ties_when_all_mask(denoiser: Denoiser, length: int = 32, fine: float = ALONE
 
 def _by_blocks(denoiser: Denoiser, path: str) -> None:
     """Check that a block sees all of itself, and that clean positions see no later block."""
-    block, kind = denoiser.block, denoiser.attention.replace("_", "-")
-    if (unscaled := _unscaled_length(denoiser)) is not None:
+    block = denoiser.block
+    kind = denoiser.attention.replace("_", "-")
+    unscaled = _unscaled_length(denoiser)
+    if unscaled is not None:
         raise DuelError(
             f"The rotary frequencies of {path} change with the longest row of a call, but not up to {unscaled} "
             f"positions: pass max_length={unscaled}."
@@ -246,12 +256,15 @@ def _by_blocks(denoiser: Denoiser, path: str) -> None:
     whole = logits_of(denoiser, rows)  # (2, 2 B, V)
     require_finite(whole, path)
     require_separate_rows(denoiser, path)
-    later, own = rows.clone(), rows.clone()
-    later[:, block:] = rows[:, :1]
-    own[:, -1] = denoiser.mask_id
-    if difference_of(logits_of(denoiser, later)[:, :block], whole[:, :block]) > noise_in_company(denoiser, whole):
+
+    other_block = rows.clone()
+    other_block[:, block:] = rows[:, :1]
+    change = difference_of(logits_of(denoiser, other_block)[:, :block], whole[:, :block])
+    if not change <= noise_in_company(denoiser, whole):
         raise DuelError(f"{path} is not {kind}: a later block changes the predictions of an earlier one.")
-    if block > 1 and difference_of(logits_of(denoiser, own)[:, block:-1], whole[:, block:-1]) == 0:
+    other_end = rows.clone()
+    other_end[:, -1] = denoiser.mask_id
+    if block > 1 and difference_of(logits_of(denoiser, other_end)[:, block:-1], whole[:, block:-1]) == 0:
         raise DuelError(f"{path} is causal inside its blocks: its predictions ignore later tokens of the block.")
     denoiser.relative_positions = ties_when_all_mask(denoiser, block, FLOAT32)
     denoiser.honours_padding = True  # padding lies in later blocks, or is masked
@@ -304,13 +317,18 @@ def noise_in_company(denoiser: Denoiser, logits: torch.Tensor) -> float:
 def _unscaled_length(denoiser: Denoiser) -> int | None:
     """The length up to which rotary frequencies are constant, as in Phi-3's long versions; None if they always are."""
     config = getattr(getattr(denoiser, "model", None), "config", None)
-    sections = [getattr(config, name, None) or {} for name in ("rope_parameters", "rope_scaling")]
-    sections += [part for section in sections for part in section.values() if isinstance(part, dict)]  # per layer type
+    sections = []
+    for name in ("rope_parameters", "rope_scaling"):
+        section = getattr(config, name, None) or {}
+        by_layer_type = [part for part in section.values() if isinstance(part, dict)]
+        sections += [section, *by_layer_type]
     if not any((section.get("rope_type") or section.get("type")) in LENGTHENED for section in sections):
         return None
-    names = ("original_max_position_embeddings", "max_position_embeddings")
-    lengths = [section.get(names[0]) for section in sections] + [getattr(config, name, None) for name in names]
-    unscaled = min((length for length in lengths if length), default=0)
+
+    lengths = [section.get("original_max_position_embeddings") for section in sections]
+    for name in ("original_max_position_embeddings", "max_position_embeddings"):
+        lengths.append(getattr(config, name, None))
+    unscaled = min(filter(None, lengths), default=0)
     return unscaled if denoiser.max_length > unscaled else None
 
 
@@ -333,23 +351,25 @@ def modules_of(model: Any) -> list[torch.nn.Module]:
     if (module := module_of(model)) is not None:
         return [module]
     function = getattr(model, "function", model)
-    found = list(vars(model).values()) if isinstance(model, Denoiser) else []
+    values = list(vars(model).values()) if isinstance(model, Denoiser) else []
     if inspect.isfunction(function):
         scope = inspect.getclosurevars(function)
-        found += [*scope.nonlocals.values(), *scope.globals.values()]
-    return [value for value in found if isinstance(value, torch.nn.Module)]
+        values += [*scope.nonlocals.values(), *scope.globals.values()]
+    return [value for value in values if isinstance(value, torch.nn.Module)]
 
 
 @contextlib.contextmanager
 def buffers_kept(model: Any) -> Iterator[None]:
     """Restore the buffers that calls of a network change, such as running statistics."""
-    own = [buffer for module in modules_of(model) for buffer in module.buffers()]
-    own = [buffer for buffer in own if buffer.numel() <= KEPT and not buffer.is_meta]
-    before = [buffer.clone() for buffer in own]
+    kept = []
+    for module in modules_of(model):
+        for buffer in module.buffers():
+            if buffer.numel() <= KEPT and not buffer.is_meta:
+                kept.append((buffer, buffer.clone()))
     try:
         yield
     finally:
         with torch.no_grad():
-            for buffer, value in zip(own, before, strict=True):
+            for buffer, value in kept:
                 if buffer.shape == value.shape and not torch.equal(buffer, value):
                     buffer.copy_(value)

@@ -36,8 +36,13 @@ def unwrapped(model: Any) -> Any:
 
 def _require_adapters_in_layers(model: Any) -> None:
     """Raise DuelError for a PEFT model that does more than its network: prompt and prefix tuning, X-LoRA."""
-    names = model.active_adapters if isinstance(model.active_adapters, list | tuple) else [model.active_adapters]
-    for config in filter(None, map(model.peft_config.get, names)):
+    names = model.active_adapters
+    if isinstance(names, str):
+        names = [names]
+    for name in names:
+        config = model.peft_config.get(name)
+        if config is None:
+            continue
         kind = str(getattr(config.peft_type, "value", config.peft_type))
         if getattr(config, "is_prompt_learning", False) or kind == "XLORA":
             raise DuelError(
@@ -55,8 +60,12 @@ def evaluating(
     No inference mode, in which a network may make tensors that it keeps, such as rotary tables, and then cannot train.
     """
     grad = torch.is_grad_enabled()
-    training = [part for part in module.modules() if part.training] if module is not None else []
-    mixed = vars(module).get("forward") if module is not None and hasattr(module, "_original_forward") else None
+    training: list[torch.nn.Module] = []
+    mixed = None  # accelerate's forward, which casts to the dtype of training
+    if module is not None:
+        training = [part for part in module.modules() if part.training]
+        if hasattr(module, "_original_forward"):
+            mixed = vars(module).get("forward")
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.set_grad_enabled(grad))
@@ -67,7 +76,7 @@ def evaluating(
         try:
             for part in training:
                 part.training = False  # not part.eval(), which some classes override to change weights
-            if mixed is not None:  # accelerate's, which casts to the dtype of training
+            if mixed is not None:
                 del module.forward
             yield
         finally:
@@ -81,9 +90,11 @@ def digest(module: torch.nn.Module) -> str:
     """A hash (12 hexadecimal digits) of all parameters and buffers, the config, and the scales of PEFT's adapters."""
     config = getattr(module, "config", None)
     entries = config.to_dict() if hasattr(config, "to_dict") else {}
-    total = hashlib.sha256(repr(sorted((key, str(entries[key])) for key in entries if key not in RUNTIME)).encode())
+    described = sorted((key, str(value)) for key, value in entries.items() if key not in RUNTIME)
+    total = hashlib.sha256(repr(described).encode())
     for name, part in module.named_modules():
-        if isinstance(scales := getattr(part, "scaling", None), dict):
+        scales = getattr(part, "scaling", None)  # of PEFT's layers
+        if isinstance(scales, dict):
             total.update(f"{name} {scales} {part.active_adapters} {part.disable_adapters}\n".encode())
     buffers = dict(module.named_buffers(remove_duplicate=False))
     for name, value in sorted((buffers | module.state_dict()).items()):

@@ -73,10 +73,12 @@ class Decoder(Pretrained):
     def features(self, ids: torch.Tensor, real: torch.Tensor | None) -> torch.Tensor:
         length = ids.shape[1]
         position = torch.arange(length, device=ids.device)[None]  # (1, L)
-        if real is None and self.maskless:
+        if real is None and self.maskless:  # without a mask, fast kernels run
             return self._features(ids, position, None, None)
+
         seen = torch.ones(1, length, length, dtype=torch.bool, device=ids.device)  # (1, L, L)
-        seen = seen.tril() if self.attention == "causal" else seen
+        if self.attention == "causal":
+            seen = seen.tril()
         if real is not None:
             seen = seen & real[:, None]  # (R, L, L)
             seen |= torch.eye(length, dtype=torch.bool, device=ids.device)  # padding sees itself: no empty softmax
@@ -188,15 +190,20 @@ def native_config(family: Family, config: Config, name: str) -> Config:
             "code: backend=remote,trust_remote_code=true."
         )
     entries = {key: value for key, value in config.items() if key not in FOREIGN}
-    entries |= {native: config[own] for native, own in family.entries.items() if config.get(own) is not None}
-    for key, value in (*family.values.items(), ("hidden_act", "silu"), ("tie_word_embeddings", False)):
+    for native, in_file in family.entries.items():
+        if config.get(in_file) is not None:
+            entries[native] = config[in_file]
+    defaults = {"hidden_act": "silu", "tie_word_embeddings": False, **family.values}
+    for key, value in defaults.items():
         if entries.get(key) is None:
             entries[key] = value
-    wanted = (*NEEDED[family.native], *family.needs)
-    names = {key: family.entries.get(key) for key in wanted}
-    if missing := [
-        own or key for key, own in names.items() if (config.get(own) if own else lookup(entries, key)) is None
-    ]:
+    missing = []
+    for key in (*NEEDED[family.native], *family.needs):
+        in_file = family.entries.get(key)  # the family's name of this entry, if it has another one
+        value = config.get(in_file) if in_file else lookup(entries, key)
+        if value is None:
+            missing.append(in_file or key)
+    if missing:
         raise DuelError(
             f"The config.json of {name} has no {', '.join(missing)}, which the family {family.name} "
             f"({family.native} of transformers) needs. Use another family=, or add the values of its training."
@@ -205,11 +212,19 @@ def native_config(family: Family, config: Config, name: str) -> Config:
     heads = entries["num_attention_heads"]
     entries["num_key_value_heads"] = entries.get("num_key_value_heads") or heads
     entries["head_dim"] = entries.get("head_dim") or entries["hidden_size"] // heads
-    if scheme := entries.get("quantization_config"):
-        lists = {key: scheme[key] for key in UNQUANTIZED if isinstance(scheme.get(key), list)}
-        native = {key: [family.native_name(f"{name}.").removesuffix(".") for name in lists[key]] for key in lists}
-        entries["quantization_config"] = {**scheme, **native}
+    if entries.get(weights.CONFIG_KEY):
+        entries[weights.CONFIG_KEY] = native_scheme(family, entries[weights.CONFIG_KEY])
     return entries
+
+
+def native_scheme(family: Family, scheme: dict[str, Any]) -> dict[str, Any]:
+    """A quantization whose lists of modules that stay unquantized have the native names."""
+    native = dict(scheme)
+    for key in UNQUANTIZED:
+        if isinstance(scheme.get(key), list):
+            # with a dot, as the patterns of names are those of tensors
+            native[key] = [family.native_name(f"{module}.").removesuffix(".") for module in scheme[key]]
+    return native
 
 
 def native_tensors(family: Family, tensors: Tensors, config: Config) -> tuple[Tensors, dict[str, str]]:
@@ -224,7 +239,8 @@ def native_tensors(family: Family, tensors: Tensors, config: Config) -> tuple[Te
                     f"The weights hold both {origin[native]} and {key}, which are the same tensor of the family "
                     f"{family.name}."
                 )
-            renamed[native], origin[native] = content, key
+            renamed[native] = content
+            origin[native] = key
     return renamed, origin
 
 
@@ -233,11 +249,14 @@ class StoredDecoder(Decoder):
 
     def read(self) -> Any:
         """The network with every tensor of its folder; raises DuelError that names all tensors that do not fit."""
-        family, config, kind, model_config = self.layout, self.config, self.kind, self.model_config
+        family = self.layout
+        config = self.config
+        model_config = self.model_config
         options = self.options = weights.fetch_adapter(self.options)
         model_kwargs = special_kwargs(config, options)
         stored = {key: value for key, value in hub.read_tensors(options.name).items() if not key.endswith(IGNORED)}
         tensors, origin = native_tensors(family, stored, config)
+
         table = tensors.get(TABLES.get(family.native, TABLE))
         if model_config.tie_word_embeddings and HEAD in tensors:  # the file may have a separate head
             model_config.tie_word_embeddings = table is None or torch.equal(tensors[HEAD], table)
@@ -246,33 +265,38 @@ class StoredDecoder(Decoder):
             dtype = torch.float32 if table is None else table.dtype
         if dtype == torch.float64:
             model_config._experts_implementation = "eager"  # grouped products stop at float32 in transformers 5
-        what = f"The weights in {options.name} do not fill {kind.__name__}"
+
+        # Every tensor is compared before anything is loaded: transformers would fuse experts that are not numbered
+        # from 0 without an error. Packed weights have other shapes, and transformers compares them.
+        what = f"The weights in {options.name} do not fill {self.kind.__name__}"
         packed = hasattr(model_config, weights.CONFIG_KEY)
         if not packed:
             with torch.device("meta"):
-                expected = _unfused_shapes(kind(model_config))
+                expected = _unfused_shapes(self.kind(model_config))
             if model_config.tie_word_embeddings and HEAD not in tensors:
                 expected.pop(HEAD, None)
             actual = {key: tuple(value.shape) for key, value in tensors.items()}
             hub.require_equal(what, expected, actual, lambda key: origin.get(key, key))
+
         # quantized files may hold more than tensors (torchao's metadata), which only transformers can read
         from_files = packed and not family.rename
+        if not from_files:
+            model_kwargs["state_dict"] = tensors
         with quiet_transformers():
-            model, report = kind.from_pretrained(
+            model, report = self.kind.from_pretrained(
                 options.name if from_files else None,
                 config=model_config,
                 dtype=dtype,
                 ignore_mismatched_sizes=True,  # reported, and raised below
                 output_loading_info=True,
                 **model_kwargs,
-                **({} if from_files else {"state_dict": tensors}),
             )
         tied = {HEAD} if model_config.tie_word_embeddings else set()
         unknown = [key for key in report["unexpected_keys"] if not key.endswith(IGNORED)]
         hub.require_none(what, set(report["missing_keys"]) - tied, unknown, misshapen(report))
         model = model if "device_map" in model_kwargs else model.to(options.device)
         model = weights.merge_adapter(model, options.peft, family)
-        family.finish(model, config)
+        family.finish(model, config)  # after the adapter, which knows nothing of hooks
         self_tests.rotary_frequencies(model, model_config, options.name)
         return model
 
@@ -290,7 +314,7 @@ def _unfused_shapes(network: torch.nn.Module) -> dict[str, hub.Shape]:
             continue
         experts, rows, width = value.shape  # (E, 2 F, D) or (E, D, F)
         names = ("gate_proj", "up_proj") if part == "gate_up_proj" else ("down_proj",)
-        shapes |= {
-            f"{before}.experts.{e}.{name}.weight": (rows // len(names), width) for e in range(experts) for name in names
-        }
+        for expert in range(experts):
+            for name in names:
+                shapes[f"{before}.experts.{expert}.{name}.weight"] = (rows // len(names), width)
     return shapes

@@ -2,7 +2,9 @@
 
     estimator=ar            lm_head(encoder), trained by the autoregressive loss: an exact likelihood in one pass
     estimator=noised_elbo   the decoder on canvases of random tokens, which see the clean tokens before them through
-                            the encoder's keys and values
+                            the encoder's keys and values (CanvasView)
+    estimator=duel          the decoder on canvases in which positions show noise until they are revealed
+                            (CommitOnceView)
 
 Shapes: R rows or lanes, L row length, W canvas width, D features, V tokens, U rows of features.
 """
@@ -65,7 +67,8 @@ def unfilled(checkpoint: Checkpoint) -> Pretrained:
     denoiser.image_ids = frozenset(getattr(model_config, name) for name in IMAGE_IDS) - {None}
     # a row's last token is predicted by the encoder, but never its input
     denoiser.set_row_length(text.max_position_embeddings + (options.attention == "causal"))
-    denoiser.kind, denoiser.model_config = kind, model_config
+    denoiser.kind = kind
+    denoiser.model_config = model_config
     return denoiser
 
 
@@ -107,7 +110,8 @@ class Canvases(Pretrained):
         columns = model_config.text_config.vocab_size
         if tokenizer is not None:
             require_fit(set(tokenizer.get_vocab().values()), None, columns, self.path)
-        self.vocab_size, self.tokens = columns, set(range(columns))  # noise is over all columns
+        self.vocab_size = columns
+        self.tokens = set(range(columns))  # noise is over all columns
         self.block = options.block if isinstance(options.block, int) else model_config.canvas_length
         self.noise_training = NoiseTraining(Uniform(columns), "denoiser", STEPS, "twice", timed=False)
 
@@ -130,12 +134,12 @@ class Canvases(Pretrained):
         the sum divided by the temperature.
         """
         width = self.model_config.text_config.hidden_size
-        own = features[:, width:]
+        appended = features[:, width:]
         features = features[:, :width].to(self.dtype)
         logits = capped(self.model, features).to(self.device)
-        if not own.shape[1]:
+        if not appended.shape[1]:
             return logits
-        token, shift, temperature = own.unbind(1)  # (U,) each
+        token, shift, temperature = appended.unbind(1)  # (U,) each
         logits = logits.scatter_add(1, token.long()[:, None], shift[:, None].to(logits.dtype))
         return logits / temperature[:, None].to(logits.dtype)
 
@@ -200,7 +204,13 @@ class CanvasView(NoiseView):
 
     def __init__(self, denoiser: Canvases, rows: Rows):
         super().__init__(denoiser, rows)
-        self._row, self._end, self._past = -1, 0, None  # the row and the number of its clean tokens that are kept
+        self._forget()
+
+    def _forget(self, row: int = -1) -> None:
+        """Keep no keys; those of `row` come next."""
+        self._row = row  # whose keys are kept
+        self._end = 0  # how many of its clean tokens they are
+        self._past: Any = None
 
     def cost(self, lanes: Lanes) -> torch.Tensor:
         return lanes.start + lanes.width
@@ -212,8 +222,8 @@ class CanvasView(NoiseView):
         for row, start in torch.stack([lanes.row, lanes.start], 1).unique(dim=0).tolist():  # canvases, in order
             at = ((lanes.row == row) & (lanes.start == start)).nonzero()[:, 0]  # (r,)
             width = int(lanes.width[at[0]])
-            own = None if before is None else before[at, :width]
-            part = self.denoiser.decode(noisy[at, :width], self._clean(row, start), own)  # (r, W, D)
+            earlier = None if before is None else before[at, :width]
+            part = self.denoiser.decode(noisy[at, :width], self._clean(row, start), earlier)  # (r, W, D)
             self.forwards += 1
             self.evaluated += len(at)
             if result is None:
@@ -225,12 +235,15 @@ class CanvasView(NoiseView):
     def _clean(self, row: int, end: int) -> Any:
         """The keys and values of the first `end` tokens of a row."""
         if row != self._row or end < self._end:
-            self._row, self._end, self._past = row, 0, None
+            self._forget(row)
         if end > self._end:
-            begin, past = self._end, self._past
-            self._row, self._end, self._past = -1, 0, None  # an encode that fails leaves `past` partly extended
+            begin = self._end
+            past = self._past
+            self._forget()  # an encode that fails leaves `past` partly extended
             past = self.denoiser.encode(self.rows.ids[row : row + 1, begin:end], past)
-            self._row, self._end, self._past = row, end, past
+            self._row = row
+            self._end = end
+            self._past = past
             self.forwards += 1
         return self._past
 
@@ -277,8 +290,9 @@ class CommitOnceView(View):
             level = noise.level(share[:, None], 1 - share[:, None])
             shift = as_plugin(level, torch.zeros_like(share[:, None], dtype=torch.bool))[lane, 0]
         if self.how.leave_one_out or self.how.temperatures is not None:
-            own = canvases[lane, position].double()  # (C,)
-            features = torch.cat([features.double(), torch.stack([own, shift, temperature], 1)], 1)  # (C, D + 3)
+            # Rules and scores call the head with features alone, so what it needs besides them is appended.
+            shown = canvases[lane, position].double()  # (C,)
+            features = torch.cat([features.double(), torch.stack([shown, shift, temperature], 1)], 1)  # (C, D + 3)
         each = torch.arange(len(features), device=features.device)  # (C,)
         no_ties = torch.zeros_like(lanes.row, dtype=torch.bool)  # (R,) the clean tokens differ from the canvas
         return Positions(features, each, no_ties, carried)
@@ -299,16 +313,21 @@ class CommitOnceView(View):
         for lane, (row, start, width) in enumerate(torch.stack([lanes.row, lanes.start, lanes.width], 1).tolist()):
             together.setdefault((self._before(row, start), width), []).append(lane)
         used = {clean for clean, _ in together}
-        self._prefixes = {clean: past for clean, past in self._prefixes.items() if clean in used}
+        for clean in self._prefixes.keys() - used:
+            del self._prefixes[clean]
         result = None
         for (clean, width), at in together.items():
-            own = None if signal is None else signal[at, :width]
             shown = canvases[at, :width]  # (r, W)
-            first, number = distinct(shown) if own is None else (None, None)  # later states are hardly ever equal
-            part = self.denoiser.decode(shown if first is None else shown[first], self._past(clean), None, own)
+            past = self._past(clean)
+            if signal is None:  # first steps, which are equal for lanes with one noise
+                first, number = distinct(shown)
+                part = self.denoiser.decode(shown[first], past, None)
+                self.evaluated += len(first)
+                part = part[number]  # (r, W, D)
+            else:  # later states are hardly ever equal
+                part = self.denoiser.decode(shown, past, None, signal[at, :width])  # (r, W, D)
+                self.evaluated += len(part)
             self.forwards += 1
-            self.evaluated += len(part)
-            part = part if number is None else part[number]  # (r, W, D)
             if result is None:
                 result = part.new_zeros(*canvases.shape, part.shape[2])  # (R, W, D)
             result[at, :width] = part
@@ -335,9 +354,9 @@ class CommitOnceView(View):
 
 def extended(past: Any) -> Any:
     """A copy of a cache that can be extended or repeated: its tensors are shared, and not changed in place."""
-    own = copy.copy(past)
-    own.layers = [copy.copy(layer) for layer in past.layers]
-    return own
+    twin = copy.copy(past)
+    twin.layers = [copy.copy(layer) for layer in past.layers]
+    return twin
 
 
 def capped(model: Any, features: torch.Tensor) -> torch.Tensor:

@@ -42,8 +42,8 @@ def load(checkpoint: Checkpoint) -> MaskedLM:
     options, config = checkpoint.options, checkpoint.config
     _class_reference(config, options)
     family = checkpoint.family or OWN_CODE
-    rows = max((config[key] for key in ROWS if isinstance(config.get(key), int)), default=None)
-    denoiser = MaskedLM(dataclasses.replace(checkpoint, family=family), rows)
+    rows = [config[key] for key in ROWS if isinstance(config.get(key), int)]  # of the embedding
+    denoiser = MaskedLM(dataclasses.replace(checkpoint, family=family), max(rows, default=None))
     if denoiser.attention == "causal_prefix" or family.anchor == "target":
         raise DuelError(f"backend=remote does not support the family {family.name}; leave backend out.")
     denoiser.options = weights.fetch_adapter(options)
@@ -63,8 +63,10 @@ def own_network(config: dict[str, Any], options: LoadOptions) -> Any:
         model_config = AutoConfig.from_pretrained(options.name, trust_remote_code=True)
         _complete(model_config, config)
         model = get_class_from_dynamic_module(reference, options.name)(model_config)
-    cast = {key: value.to(dtype) if value.is_floating_point() else value for key, value in tensors.items()}
-    _fill(model, cast, model_config)
+    for key, value in tensors.items():
+        if value.is_floating_point():
+            tensors[key] = value.to(dtype)
+    _fill(model, tensors, model_config)
     self_tests.rotary_frequencies(model, model_config, options.name)
     return model
 
@@ -100,14 +102,15 @@ def _complete(model_config: Any, config: dict[str, Any]) -> None:
 
 def _fill(model: Any, tensors: dict[str, torch.Tensor], model_config: Any) -> None:
     """Load every tensor; torch raises an error that names all tensors missing, unknown or of another shape."""
-    own = dict(model.named_parameters(remove_duplicate=False))
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
-    tied = set()
+    tied = {}  # names of the head's weight that the files leave out, as it is the embedding's
     if head is not None and getattr(model_config, "tie_word_embeddings", False):
-        tied = {key for key in own if own[key] is head.weight} - set(tensors)
+        for key, parameter in model.named_parameters(remove_duplicate=False):
+            if parameter is head.weight and key not in tensors:
+                tied[key] = parameter
     computed = {key: value for key, value in model.state_dict().items() if key.endswith(COMPUTED)}
-    model.load_state_dict({**computed, **tensors, **{key: own[key] for key in tied}}, assign=True)
-    if tied:
+    model.load_state_dict({**computed, **tensors, **tied}, assign=True)
+    if tied:  # `assign` replaced the embedding's weight
         head.weight = model.get_input_embeddings().weight
 
 
@@ -122,10 +125,11 @@ def repairs() -> Iterator[None]:
         (transformers.utils, "LossKwargs", Placeholder),
         (transformers.utils.import_utils, "is_torch_fx_available", lambda: False),
     )
-    added = [(module, name) for module, name, value in removed if not hasattr(module, name)]
+    added = []
     for module, name, value in removed:
-        if (module, name) in added:
+        if not hasattr(module, name):
             setattr(module, name, value)
+            added.append((module, name))
     lacks_default = "default" not in ROPE_INIT_FUNCTIONS
     if lacks_default:
         ROPE_INIT_FUNCTIONS["default"] = plain_rope
@@ -161,7 +165,8 @@ def load_own_class(name: str, device: str | None, network: Mapping[str, Any]) ->
         folder = hub.local_folder(options.name, options.revision)
         model = own_network(config, LoadOptions(folder, options.device, **arguments))
         return model.to(options.device).eval()
-    kind = next((getattr(transformers, each, None) for each in config.get("architectures") or ()), None)
+    architectures = config.get("architectures") or [""]
+    kind = getattr(transformers, architectures[0], None)
     if kind is None:
         raise DuelError("it has no code, and transformers has no class for it.")
     dtype = hub.pick_dtype(options.dtype, options.device)

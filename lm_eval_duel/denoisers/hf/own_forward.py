@@ -133,7 +133,7 @@ def require_known(config: dict[str, Any], name: str, native: str, also: tuple[st
     Its model type alone does not make it transformers' class `native`: it may be a diffusion model built on it.
     """
     known = {*_class_names(), *map(str.lower, also)}
-    unknown = [name for name in config.get("architectures") or [] if str(name).lower() not in known]
+    unknown = [kind for kind in config.get("architectures") or [] if str(kind).lower() not in known]
     if unknown:
         raise DuelError(
             f"By its config {name} is a {', '.join(unknown)}, which transformers does not have. If it is the same "

@@ -38,8 +38,12 @@ ADAPTER_PREFIX = "base_model.model."  # of tensor names in an adapter's file
 
 def placement_kwargs(options: LoadOptions) -> dict[str, Any]:
     """The arguments of `from_pretrained` for a `device_map`."""
-    memory = own_gpus(options.device_map) if options.device_map in AUTOMATIC else None
-    return {"device_map": options.device_map} | ({} if memory is None else {"max_memory": memory})
+    model_kwargs: dict[str, Any] = {"device_map": options.device_map}
+    if options.device_map in AUTOMATIC:
+        memory = own_gpus(options.device_map)
+        if memory is not None:
+            model_kwargs["max_memory"] = memory
+    return model_kwargs
 
 
 def own_gpus(device_map: str) -> dict[int, int] | None:
@@ -47,7 +51,8 @@ def own_gpus(device_map: str) -> dict[int, int] | None:
 
     Of P processes on this machine, process p uses GPUs p, p + P, p + 2 P, ...
     """
-    processes, rank = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), int(os.environ.get("LOCAL_RANK", 0))
+    processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    rank = int(os.environ.get("LOCAL_RANK", 0))
     if processes == 1 or not torch.cuda.is_available():
         return None
     gpus = torch.cuda.device_count()
@@ -68,7 +73,8 @@ def place(model: Any, options: LoadOptions) -> Any:
     from accelerate import dispatch_model, infer_auto_device_map
     from accelerate.utils import get_balanced_memory
 
-    layout, unsplit = options.device_map, getattr(model, "_no_split_modules", None)
+    layout = options.device_map
+    unsplit = getattr(model, "_no_split_modules", None)
     if layout in AUTOMATIC and not unsplit:
         raise DuelError(
             f"The code of {options.name} does not say which modules must stay on one device (_no_split_modules), so "
@@ -76,8 +82,10 @@ def place(model: Any, options: LoadOptions) -> Any:
         )
     try:
         if layout in AUTOMATIC:
-            memory, low = own_gpus(layout), layout == "balanced_low_0"
-            memory = memory if layout == "sequential" else get_balanced_memory(model, memory, unsplit, low_zero=low)
+            memory = own_gpus(layout)
+            if layout != "sequential":
+                low_zero = layout == "balanced_low_0"
+                memory = get_balanced_memory(model, memory, unsplit, low_zero=low_zero)
             layout = infer_auto_device_map(model, memory, unsplit)
         return dispatch_model(model, {"": layout} if isinstance(layout, str) else layout)
     except ValueError as error:
@@ -89,12 +97,16 @@ def quantization_kwargs(config: dict[str, Any], options: LoadOptions) -> dict[st
 
     Raises DuelError for options that do not go with quantized weights.
     """
-    own, bits = config.get(CONFIG_KEY), 8 if options.load_in_8bit else 4 if options.load_in_4bit else None
-    what = f"load_in_{bits}bit" if own is None else f"the quantization of {options.name} ({method_of(own)})"
-    if own is not None and bits is not None:
-        raise DuelError(f"{options.name} is quantized already ({method_of(own)}): leave load_in_{bits}bit out.")
-    if own is not None and not AutoHfQuantizer.supports_quant_method(own):  # transformers would load it unquantized
-        raise DuelError(f"Unknown quantization type {method_of(own)!r} of {options.name}, which transformers ignores.")
+    scheme = config.get(CONFIG_KEY)  # of the files
+    bits = 8 if options.load_in_8bit else 4 if options.load_in_4bit else None  # wanted by the user
+    what = f"load_in_{bits}bit"
+    if scheme is not None:
+        method = method_of(scheme)
+        what = f"the quantization of {options.name} ({method})"
+        if bits is not None:
+            raise DuelError(f"{options.name} is quantized already ({method}): leave load_in_{bits}bit out.")
+        if not AutoHfQuantizer.supports_quant_method(scheme):  # transformers would load it unquantized
+            raise DuelError(f"Unknown quantization type {method!r} of {options.name}, which transformers ignores.")
     if options.peft:
         raise DuelError(
             f"peft cannot be merged into quantized weights ({what}): it would be rounded, too. Merge it "
@@ -102,7 +114,7 @@ def quantization_kwargs(config: dict[str, Any], options: LoadOptions) -> dict[st
         )
     if options.dtype == "float64":
         raise DuelError(f"dtype=float64 does not work with {what}, whose products are coarser; leave dtype out.")
-    if bits == 8 or (own or {}).get("load_in_8bit"):
+    if bits == 8 or (scheme or {}).get("load_in_8bit"):
         bitsandbytes_log.setLevel(logging.ERROR)  # it warns in every call whose input is not float16
         log.warning(
             "With 8 bits, bitsandbytes looks for outliers in all rows of a call, so numbers change a little with the "
@@ -110,7 +122,7 @@ def quantization_kwargs(config: dict[str, Any], options: LoadOptions) -> dict[st
         )
     # always explicit: otherwise transformers chooses any GPU, and a quantized network cannot be moved
     placement = {"device_map": options.device_map or {"": options.device}}
-    if own:
+    if scheme:
         return placement
     if bits == 8:
         return {**placement, CONFIG_KEY: BitsAndBytesConfig(load_in_8bit=True)}
@@ -169,28 +181,39 @@ def merge_adapter(model: Any, path: str | None, family: Family | None = None) ->
     from peft import PeftConfig, get_peft_model, load_peft_weights, set_peft_model_state_dict
 
     with explained(path, "read adapter"):
-        config, tensors = PeftConfig.from_pretrained(path), load_peft_weights(path, device="cpu")
+        config = PeftConfig.from_pretrained(path)
+        tensors = load_peft_weights(path, device="cpu")
         if str(config.peft_type).rsplit(".", 1)[-1] != "LORA":
             raise DuelError(f"The adapter {path} is a {config.peft_type}; only LoRA can be merged.")
-        bare = {key.removeprefix(ADAPTER_PREFIX): value for key, value in tensors.items()}
-        placed = {ADAPTER_PREFIX + (family.native_name(key) if family else key): value for key, value in bare.items()}
-        modules = {_module(key): _module(own) for key, own in zip(placed, bare, strict=True) if ".lora_" in key}
+        native_tensors = {}
+        modules = {}  # that have an adapter: their native names, and those in the file
+        for key, value in tensors.items():
+            in_file = key.removeprefix(ADAPTER_PREFIX)
+            native = family.native_name(in_file) if family else in_file
+            native_tensors[ADAPTER_PREFIX + native] = value
+            if ".lora_" in native:
+                modules[_module(native)] = _module(in_file)
         _untie(model, set(modules))
+
         for field in ("rank_pattern", "alpha_pattern"):
             setattr(config, field, _by_module(getattr(config, field, None) or {}, modules))
-        config.target_modules, config.exclude_modules = set(modules), None
-        config.inference_mode, config.task_type = True, None  # a task type requires more of the network's class
+        config.target_modules = set(modules)
+        config.exclude_modules = None
+        config.inference_mode = True
+        config.task_type = None  # a task type requires more of the network's class
         adapted = get_peft_model(model, config)
-        report = set_peft_model_state_dict(adapted, placed)
+
+        report = set_peft_model_state_dict(adapted, native_tensors)
         missing = [key.replace(".default.", ".") for key in report.missing_keys if ".lora_" in key]
-        unknown = {*report.unexpected_keys, *(key for key in placed if ".lora_" not in key)}  # peft takes weights, too
-        require_none(f"The adapter {path} does not fit this network", missing, sorted(unknown))
+        whole = [key for key in native_tensors if ".lora_" not in key]  # weights, which peft takes without a word
+        require_none(f"The adapter {path} does not fit this network", missing, {*report.unexpected_keys, *whole})
         return adapted.merge_and_unload()
 
 
 def _untie(model: Any, modules: set[str]) -> None:
     """Untie the head's weights from the embedding if the adapter changes one of the two."""
-    head, table = model.get_output_embeddings(), model.get_input_embeddings()
+    head = model.get_output_embeddings()
+    table = model.get_input_embeddings()
     if head is None or head.weight is not table.weight:
         return
     if any(module in (head, table) for name, module in model.named_modules() if name in modules):
@@ -205,7 +228,8 @@ def _by_module(patterns: dict[str, int], modules: dict[str, str]) -> dict[str, i
     """Values of an adapter's config by patterns of module names in its file, as values by native names."""
     values = {}
     for native, in_file in modules.items():
-        pattern = next((pattern for pattern in patterns if re.match(rf"(.*\.)?({pattern})$", in_file)), None)
-        if pattern is not None:
-            values[re.escape(native)] = patterns[pattern]
+        for pattern, value in patterns.items():  # as in peft, the first that matches counts
+            if re.match(rf"(.*\.)?({pattern})$", in_file):
+                values[re.escape(native)] = value
+                break
     return values
