@@ -121,17 +121,21 @@ class Checkpoint:
     @property
     def runs_own_code(self) -> bool:
         """True if its network is made by code in the checkpoint: the user wants it, or nothing else can."""
-        if self.is_alone or self.options.backend == "remote":
-            return not self.is_alone
+        if self.is_alone:
+            return False
+        if self.options.backend == "remote":
+            return True
+        if not self.config.get("auto_map") or self.family is not None or self.options.attention == "causal":
+            return False
         moved = self.config.get("model_type") in MOVED and self.config["model_type"] in CONFIG_MAPPING
-        own = self.config.get("auto_map") and (self.options.trust_remote_code or not moved)
-        return bool(own) and self.family is None and self.options.attention != "causal"
+        return self.options.trust_remote_code or not moved
 
     @property
     def decoder_family(self) -> str | None:
         """The name of its family, if it is one of decoders that is run natively and not autoregressively."""
-        causal = self.options.attention == "causal"
-        return None if self.family is None or causal or self.options.backend == "remote" else self.family.name
+        if self.family is None or self.options.attention == "causal" or self.options.backend == "remote":
+            return None
+        return self.family.name
 
     def _find_family(self) -> Family | None:
         """The family by the options or the config.json; the checkpoint's code, if it has any, is read as text."""
@@ -221,9 +225,12 @@ class Checkpoint:
 
 def class_names(config: Config) -> list[str]:
     """Class names in `architectures` and in `auto_map`, whose values are module.Class or lists of them."""
-    auto_map = (config.get("auto_map") or {}).values()
-    values = [value for entry in auto_map for value in (entry if isinstance(entry, list) else [entry])]
-    return [*(config.get("architectures") or []), *(str(value).rsplit(".", 1)[-1] for value in values if value)]
+    names = list(config.get("architectures") or [])
+    for entry in (config.get("auto_map") or {}).values():
+        for value in entry if isinstance(entry, list) else [entry]:
+            if value:
+                names.append(str(value).rsplit(".", 1)[-1])
+    return names
 
 
 def model_names(config: Config) -> list[str]:
@@ -231,7 +238,9 @@ def model_names(config: Config) -> list[str]:
     auto_map = config.get("auto_map") or {}
     models = {key: value for key, value in auto_map.items() if key.startswith("AutoModel")}
     names = class_names({"architectures": config.get("architectures"), "auto_map": models})
-    return [*names, *([str(config["model_type"])] if config.get("model_type") else [])]
+    if config.get("model_type"):
+        names.append(str(config["model_type"]))
+    return names
 
 
 def has_random_tokens(config: Config) -> bool:
@@ -294,13 +303,16 @@ def require_supported(config: Config, name: str, family: str | None = None, caus
     if is_diffusion_gemma(config):
         return
     random = has_random_tokens(config)
-    for key, values in (MASKING if not random else MIXED if GIDD in names else REPLACING).items():
+    entries = MASKING
+    if random:
+        entries = MIXED if GIDD in names else REPLACING
+    for key, values in entries.items():
         for kind in _kinds(name, key, config.get(key)):
             if kind.lower() not in values:
-                own = "this family" if random else "masked diffusion"
+                supported = "this family" if random else "masked diffusion"
                 raise DuelError(
-                    f"The config.json of {name} has {key}={kind}, and {own} has {key}={values[0]}. A network that was "
-                    "trained with other noise, or whose output means something else, would get a wrong number."
+                    f"The config.json of {name} has {key}={kind}, and {supported} has {key}={values[0]}. A network "
+                    "that was trained with other noise, or whose output means something else, would get a wrong number."
                 )
 
 
@@ -309,13 +321,13 @@ def _require_covered(name: str, names: Collection[str], causal: bool) -> None:
 
     `causal`: it is scored as an autoregressive network, so what its name says does not count.
     """
-    known = {given.lower(): given for given in names}
-    own_name = os.path.basename(name.rstrip("/"))
+    lower = {each.lower() for each in names}
+    folder = os.path.basename(name.rstrip("/"))
     for entry in refused.ENTRIES:
         for kind in entry.classes:
-            if kind.lower() in known:
+            if kind.lower() in lower:
                 raise entry.error(name, kind)
-        if entry.named and not causal and re.search(entry.named, own_name, re.IGNORECASE):
+        if entry.named and not causal and re.search(entry.named, folder, re.IGNORECASE):
             raise entry.error(name, entry.checkpoint)
 
 

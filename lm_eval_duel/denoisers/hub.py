@@ -64,8 +64,10 @@ def pin_revision(options: LoadOptions) -> LoadOptions:
         file = cached_file(options.name, "config.json", revision=options.revision, **QUIET)
     except (OSError, ValueError):  # raised again when the config is read
         return options
-    folder, commit = os.path.split(os.path.dirname(file or ""))
-    return dataclasses.replace(options, revision=commit) if os.path.basename(folder) == "snapshots" else options
+    folder, commit = os.path.split(os.path.dirname(file or ""))  # .../snapshots/<commit>/config.json
+    if os.path.basename(folder) != "snapshots":
+        return options
+    return dataclasses.replace(options, revision=commit)
 
 
 def local_folder(path: str, revision: str, code_only: bool = False) -> str:
@@ -136,14 +138,17 @@ def _lightning(path: str) -> dict[str, torch.Tensor]:
     content = _unpickled(path, "{key: c[key] for key in ('state_dict', 'ema') if key in c}", "weights.ckpt")
     if not isinstance(content, dict) or not isinstance(content.get("state_dict"), dict):
         raise DuelError(f"{path} is not a Lightning checkpoint: it has no state_dict.")
-    tensors = {key.replace("_orig_mod.", ""): value for key, value in content["state_dict"].items()}
-    tensors = {key: value for key, value in tensors.items() if key.startswith("backbone.")}
+    tensors = {}
+    for key, value in content["state_dict"].items():
+        name = key.replace("_orig_mod.", "")  # of torch.compile
+        if name.startswith("backbone."):
+            tensors[name] = value
     average = content.get("ema")
     if average is None:
         log.warning("%s has no averaged weights (EMA): scoring the last weights", path)
         return tensors
-    trained = [key for key in tensors if not key.removeprefix("backbone.").startswith(COMPUTED)]
     # the EMA is a list, in the order of the network's parameters
+    trained = [key for key in tensors if not key.removeprefix("backbone.").startswith(COMPUTED)]
     shadow = (average.get("shadow_params") if isinstance(average, dict) else None) or []
     if [tensors[key].shape for key in trained] != [getattr(value, "shape", None) for value in shadow]:
         counts = f"{len(shadow)} tensors for {len(trained)} parameters"
@@ -192,11 +197,13 @@ def _reading(path: str) -> Iterator[None]:
 
 def short_reason(error: Exception) -> str:
     """An error's type and message in one line; for torch's error about code in a pickle, the cause alone."""
-    if cause := CAUSE.search(str(error)):
+    cause = CAUSE.search(str(error))
+    if cause is not None:
         return cause[1]
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    line = " ".join(lines[: None if lines and lines[0].endswith(":") else 1])[:LONGEST_REASON]
-    return f"{type(error).__name__}: {line}".rstrip(" :,.")
+    if lines and not lines[0].endswith(":"):  # else a list follows, which is the reason
+        lines = lines[:1]
+    return f"{type(error).__name__}: {' '.join(lines)[:LONGEST_REASON]}".rstrip(" :,.")
 
 
 @contextlib.contextmanager
@@ -231,7 +238,7 @@ def _why_not_found(path: str, error: Exception) -> str:
 
 
 def _with_hint(error: Exception, remedy: str) -> str:
-    cause, text = short_reason(error), str(error)
+    text = str(error)
     hint = f" {remedy}" if remedy else ""
     if "trust_remote_code" in text:
         hint = " It runs its own code: pass trust_remote_code=true if you trust it."
@@ -239,7 +246,7 @@ def _with_hint(error: Exception, remedy: str) -> str:
         hint = f" It needs the package {error.name}: pip install {error.name}."
     elif "offload" in text:
         hint = " It does not fit into the memory of the device_map: use fewer processes per machine or a smaller dtype."
-    return f"{cause}.{hint}"
+    return f"{short_reason(error)}.{hint}"
 
 
 def pick_device(name: str | None) -> torch.device:
@@ -249,7 +256,11 @@ def pick_device(name: str | None) -> torch.device:
     """
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     default = "cuda" if count else "cuda:0"
-    name = default if name in (None, "auto") else f"cuda:{name}" if str(name).isdigit() else str(name)
+    if name in (None, "auto"):
+        name = default
+    elif str(name).isdigit():  # the number of a GPU
+        name = f"cuda:{name}"
+    name = str(name)
     if name == "cuda:0" and count == 0:
         log.info("No CUDA device found: running on the CPU")
         return torch.device("cpu")
@@ -284,21 +295,20 @@ def require_equal(
     what: str, expected: Mapping[str, Shape], actual: Mapping[str, Shape], name: Callable[[str], str] = str
 ) -> None:
     """Raise DuelError, starting with `what`, unless a file has the tensors that a network expects; `name`: in it."""
-    misshapen = [
-        f"{name(key)} is {actual[key]}, not {shape}"
-        for key, shape in sorted(expected.items())
-        if actual.get(key, shape) != shape
-    ]
+    misshapen = []
+    for key, shape in sorted(expected.items()):
+        if key in actual and actual[key] != shape:
+            misshapen.append(f"{name(key)} is {actual[key]}, not {shape}")
     require_none(what, map(name, expected.keys() - actual), map(name, actual.keys() - expected), misshapen)
 
 
 def require_none(what: str, missing: Iterable[str], unknown: Iterable[str] = (), misshapen: Iterable[str] = ()) -> None:
     """Raise DuelError, starting with `what`, if any tensor is missing, unknown or of another shape."""
-    kinds = {"missing": sorted(set(missing)), "unknown": sorted(set(unknown)), "of another shape": sorted(misshapen)}
-    parts = [
-        f"{len(lines)} {kind}: {', '.join(lines[:SHOWN])}{', ...' if len(lines) > SHOWN else ''}"
-        for kind, lines in kinds.items()
-        if lines
-    ]
+    faults = {"missing": sorted(set(missing)), "unknown": sorted(set(unknown)), "of another shape": sorted(misshapen)}
+    parts = []
+    for kind, tensors in faults.items():
+        if tensors:
+            more = ", ..." if len(tensors) > SHOWN else ""
+            parts.append(f"{len(tensors)} {kind}: {', '.join(tensors[:SHOWN])}{more}")
     if parts:
         raise DuelError(f"{what}: {'; '.join(parts)}.")

@@ -61,8 +61,11 @@ def _dtype(value: Any) -> str:
 
 def _ids(value: Any) -> tuple[int, ...]:
     """Ids such as 5, 5+7 or [5, 7], in ascending order."""
-    parts = value if isinstance(value, list | tuple) else str(value).split("+") if isinstance(value, str) else [value]
-    return tuple(sorted({whole(0).convert(part) for part in parts}))
+    if isinstance(value, str):
+        value = value.split("+")
+    elif not isinstance(value, list | tuple):
+        value = [value]
+    return tuple(sorted({whole(0).convert(part) for part in value}))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -63,24 +63,25 @@ def find_mask_id(
     options: LoadOptions,
     config: dict[str, Any],
     tokenizer: PreTrainedTokenizerBase | None,
-    known: int | None,
+    usual: int | None,
     rows: int | None,
 ) -> int:
-    """The id of [MASK], from the options, the config, the tokenizer or the family (`known`), in this order.
+    """The id of [MASK], from the options, the config, the tokenizer or the family (`usual`), in this order.
 
     `rows`: of the embedding, which bound the id. Raises DuelError if there is none, or it is another special token.
     """
     of_tokenizer = getattr(tokenizer, "mask_token_id", None)
-    for mask_id in (options.mask_token_id, config.get("mask_token_id"), of_tokenizer, known):
-        if mask_id is not None:
-            if isinstance(mask_id, bool) or not isinstance(mask_id, int) or not 0 <= mask_id < (rows or mask_id + 1):
-                ids = f"its ids are 0 to {rows - 1}" if rows else "ids are whole numbers"
-                raise DuelError(f"mask_token_id={mask_id} is not an id of {options.name}; {ids}. Pass the right one.")
-            for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
-                if mask_id == getattr(tokenizer, name, None) and mask_id != of_tokenizer:
-                    raise DuelError(f"mask_token_id={mask_id} is the {name} of {options.name}'s tokenizer, not [MASK].")
-            return mask_id
-    raise DuelError(f"Neither config nor tokenizer of {options.name} names a mask token; pass mask_token_id=<id>.")
+    named = (options.mask_token_id, config.get("mask_token_id"), of_tokenizer, usual)
+    mask_id = next((each for each in named if each is not None), None)
+    if mask_id is None:
+        raise DuelError(f"Neither config nor tokenizer of {options.name} names a mask token; pass mask_token_id=<id>.")
+    if isinstance(mask_id, bool) or not isinstance(mask_id, int) or not 0 <= mask_id < (rows or mask_id + 1):
+        ids = f"its ids are 0 to {rows - 1}" if rows else "ids are whole numbers"
+        raise DuelError(f"mask_token_id={mask_id} is not an id of {options.name}; {ids}. Pass the right one.")
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        if mask_id == getattr(tokenizer, name, None) and mask_id != of_tokenizer:
+            raise DuelError(f"mask_token_id={mask_id} is the {name} of {options.name}'s tokenizer, not [MASK].")
+    return mask_id
 
 
 def row_length(path: str, max_length: int | None, positions: int | None) -> int:
@@ -169,7 +170,8 @@ def _ids(tokenizer: Any, text: str, special: bool) -> list[int]:
 
 def require_fit(tokens: set[int], mask_id: int | None, vocab_size: int, path: str) -> None:
     """Raise DuelError if the tokenizer has an id that the network of `path` does not predict."""
-    if (last := max(tokens - {mask_id})) >= vocab_size:
+    last = max(tokens - {mask_id})
+    if last >= vocab_size:
         raise DuelError(
             f"The tokenizer has ids up to {last} but {path} predicts {vocab_size}: "
             "they do not belong together; pass tokenizer=<the right one>."

@@ -159,8 +159,8 @@ class Attentions:
         self._look(ids.shape[1])
         with _Listening() as heard:
             features = self._features(ids, real, torch.arange(ids.shape[1], device=ids.device)[None])
-        self._require(len(heard.own) == len(self._patterns))
-        return take(features, columns), heard.own
+        self._require(len(heard.new) == len(self._patterns))
+        return take(features, columns), heard.new
 
     def step(self, ids: torch.Tensor, step: CachedStep) -> torch.Tensor:
         self._look(int(step.places.max()) + 1)
@@ -184,7 +184,7 @@ class Attentions:
         row = torch.full((1, self._length), self.plain.mask_id, device=self.plain.device)  # (1, L)
         with _Listening() as heard:
             self._features(row, None, torch.arange(self._length, device=row.device)[None])
-        self._require(bool(heard.own))
+        self._require(bool(heard.new))
         patterns: dict[int, torch.Tensor | None] = {}
         for mask in heard.masks:
             patterns.setdefault(id(mask), _pattern(mask))
@@ -204,7 +204,7 @@ class _Listening(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.own: list[KeysValues] = []
+        self.new: list[KeysValues] = []
         self.masks: list[torch.Tensor | None] = []
 
     def __torch_function__(self, call: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -212,7 +212,7 @@ class _Listening(TorchFunctionMode):
             arguments = {**dict(zip(NAMES, args, strict=False)), **(kwargs or {})}
             if arguments.get("is_causal"):
                 raise NotSteered("its attention is causal")
-            self.own.append(_ungrouped(arguments))
+            self.new.append(_ungrouped(arguments))
             self.masks.append(arguments.get("attn_mask"))
         return call(*args, **(kwargs or {}))
 

@@ -139,10 +139,10 @@ def unread(config: dict[str, Any]) -> tuple[str, ...]:
     names = [name.lower() for name in model_names(config)]
     if names:
         return unread_entries(config, READ_BY_GIDD if GIDD_TYPE in names else (*READ, *HARMLESS))
-    found = unread_entries(config, ("tokens", *MASKING, *READ_OF_SECTIONS, *OTHER_SECTIONS))
+    names = list(unread_entries(config, ("tokens", *MASKING, *READ_OF_SECTIONS, *OTHER_SECTIONS)))
     for section, read in READ_OF_SECTIONS.items():
-        found += tuple(f"{section}.{key}" for key in unread_entries(config[section], read))
-    return found
+        names += [f"{section}.{key}" for key in unread_entries(config[section], read)]
+    return tuple(names)
 
 
 def read_shape(checkpoint: Checkpoint) -> tuple[str, DiTConfig, int, int | None]:

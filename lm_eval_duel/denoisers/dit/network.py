@@ -214,7 +214,7 @@ class DiT(nn.Module):
         for n, block in enumerate(self.blocks):
             before = None if past is None else past[n]
             only = columns if n == len(self.blocks) - 1 else None
-            x, own = block(x, condition, cos.to(x.dtype), sin.to(x.dtype), mask, causal, before, only, keys)
+            x, layer = block(x, condition, cos.to(x.dtype), sin.to(x.dtype), mask, causal, before, only, keys)
             if keys:
-                keys_values.append(own)
+                keys_values.append(layer)
         return self.output_layer.features(x, condition), keys_values

@@ -33,6 +33,14 @@ from lm_eval_duel.denoisers.hub import pick_dtype
 from lm_eval_duel.denoisers.load_options import LoadOptions
 from lm_eval_duel.errors import DuelError
 
+IGNORED = ("rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")  # endings of keys that are recomputed
+HEAD = "lm_head.weight"
+TABLES = {"GPT2": "transformer.wte.weight"}  # the embedding, by native class
+TABLE = "model.embed_tokens.weight"  # of all others
+FOREIGN = ("architectures", "auto_map", "model_type", "transformers_version", "dtype", "torch_dtype")
+UNQUANTIZED = ("llm_int8_skip_modules", "modules_to_not_convert", "ignore")  # lists of modules that stay unquantized
+CLASSES = {"GPT2": "GPT2LMHeadModel"}  # the network, by native class; of all others <native>ForCausalLM
+
 
 class Decoder(Pretrained):
     """A decoder of transformers under the attention mask of its diffusion family."""
@@ -95,7 +103,7 @@ class Decoder(Pretrained):
         if seen is None:  # without a mask, transformers would make one
             kept = past[0][0].shape[2] if past else 0
             seen = torch.ones(1, 1, kept + ids.shape[1], dtype=torch.bool, device=ids.device)
-        return self._features(ids, positions, seen, clean), clean.own
+        return self._features(ids, positions, seen, clean), clean.new
 
     def head(self, features: torch.Tensor) -> torch.Tensor:
         return self.model.lm_head(features).to(self.device)  # (U, V); accelerate moves the input to the head's device
@@ -125,27 +133,18 @@ class CleanKeys:
 
     def __init__(self, past: list[KeysValues] | None):
         self.past = past
-        self.own: list[KeysValues] = []
+        self.new: list[KeysValues] = []
 
     def update(
         self, keys: torch.Tensor, values: torch.Tensor, layer: int, *ignored: Any, **also_ignored: Any
     ) -> KeysValues:
         """Keys and values (N, H, K + Q, D / H) that the layer attends to."""
-        self.own.append((keys, values))
+        self.new.append((keys, values))
         return joined(None if self.past is None else self.past[layer], keys, values)
 
     def get_seq_length(self, *ignored: Any) -> int:
         """0: every call passes its positions."""
         return 0
-
-
-IGNORED = ("rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")  # endings of keys that are recomputed
-HEAD = "lm_head.weight"
-TABLES = {"GPT2": "transformer.wte.weight"}  # the embedding, by native class
-TABLE = "model.embed_tokens.weight"  # of all others
-FOREIGN = ("architectures", "auto_map", "model_type", "transformers_version", "dtype", "torch_dtype")
-UNQUANTIZED = ("llm_int8_skip_modules", "modules_to_not_convert", "ignore")  # lists of modules that stay unquantized
-CLASSES = {"GPT2": "GPT2LMHeadModel"}  # the network, by native class; of all others <native>ForCausalLM
 
 
 def unfilled(checkpoint: Checkpoint) -> StoredDecoder:

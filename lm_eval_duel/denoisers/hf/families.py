@@ -55,22 +55,25 @@ class Family:
 
     def block_in(self, config: Config) -> int | None:
         """The trained block in a config.json."""
-        blocks = (COUNT(key, config.get(key), " of config.json") for key in self.block_keys)
-        return next((block for block in blocks if block), None)
+        for key in self.block_keys:
+            block = COUNT(key, config.get(key), " of config.json")
+            if block is not None:
+                return block
+        return None
 
     def unreleased(self, config: Config) -> list[str]:
         """The entries of a config.json, as key=value, with which this is not the network of the native class."""
-        return [
-            f"{key}={config[key]!r}"
-            for key, right in self.released.items()
-            if config.get(key) is not None and not _is_right(config[key], right)
-        ]
+        changed = []
+        for key, right in self.released.items():
+            if config.get(key) is not None and not _is_right(config[key], right):
+                changed.append(f"{key}={config[key]!r}")
+        return changed
 
     def known_entries(self) -> set[str]:
         """The entries of a config.json that the native class or this family reads, or that change no number."""
         native = inspect.signature(getattr(transformers, f"{self.native}Config")).parameters
-        own = {*self.entries.values(), *self.values, *self.needs, *self.reads, *self.block_keys}
-        return {*native, *own, *self.released, *self.harmless, *READ, *OVERRIDDEN}
+        family = {*self.entries.values(), *self.values, *self.needs, *self.reads, *self.block_keys}
+        return {*native, *family, *self.released, *self.harmless, *READ, *OVERRIDDEN}
 
     def native_name(self, key: str) -> str:
         """The native name of a tensor."""

@@ -146,9 +146,11 @@ def smdm_tensors(tensors: Tensors, config: Config) -> Tensors:
         if ".attn.attn." not in key:
             split[key] = value
             continue
-        grouped = value.unflatten(0, (groups, heads // groups + 2, -1))  # (groups, own, H, D)
-        parts = tuple(part.flatten(0, 2) for part in grouped.split((heads // groups, 1, 1), 1))
-        split |= {key.replace(".attn.attn.", f".attn.{x}_proj."): part for x, part in zip("qkv", parts, strict=True)}
+        queries = heads // groups  # heads of a group, which share a key and a value
+        grouped = value.unflatten(0, (groups, queries + 2, -1))  # (groups, queries + 2, H, D)
+        parts = grouped.split((queries, 1, 1), 1)
+        for letter, part in zip("qkv", parts, strict=True):
+            split[key.replace(".attn.attn.", f".attn.{letter}_proj.")] = part.flatten(0, 2)
     return split
 
 
@@ -170,7 +172,10 @@ def nemotron(config: Config) -> Config:
             f"yarn, factor, original_max_position_embeddings); got {rope!r}."
         )
     theta = lookup(config, "rope_theta")
-    scaled = {"rope_type": "yarn", **{key: rope[key] for key in YARN if rope.get(key) is not None}}
+    scaled = {"rope_type": "yarn"}
+    for key in YARN:
+        if rope.get(key) is not None:
+            scaled[key] = rope[key]
     return {"rope_theta": theta, "rope_scaling": None, "rope_parameters": {**scaled, "rope_theta": theta}}
 
 
@@ -230,14 +235,15 @@ def llada_moe(config: Config) -> Config:
 
 def llada2(config: Config) -> Config:
     """LLaDA2's entries for GLM-4-MoE."""
-    part, theta = (lookup(config, key) for key in ("partial_rotary_factor", "rope_theta"))
+    part = lookup(config, "partial_rotary_factor") or 0.5
+    theta = lookup(config, "rope_theta")
     return {
         "use_qk_norm": True,
         "attention_bias": False,
         "norm_topk_prob": config["num_experts_per_tok"] > 1,
-        "partial_rotary_factor": part or 0.5,
+        "partial_rotary_factor": part,
         "rope_scaling": None,
-        "rope_parameters": {"rope_type": "default", "rope_theta": theta, "partial_rotary_factor": part or 0.5},
+        "rope_parameters": {"rope_type": "default", "rope_theta": theta, "partial_rotary_factor": part},
     }
 
 
@@ -298,7 +304,8 @@ def llada2_tensors(tensors: Tensors, config: Config) -> Tensors:
 
     Only the order of biased scores matters, and transformers 4 gives experts outside the chosen groups a score of 0.
     """
-    heads, kept = config["num_attention_heads"], config.get("num_key_value_heads") or config["num_attention_heads"]
+    heads = config["num_attention_heads"]
+    kept = config.get("num_key_value_heads") or heads  # heads of keys and of values
     head = config.get("head_dim") or config["hidden_size"] // heads
     split = {}
     for key, value in tensors.items():
@@ -307,7 +314,9 @@ def llada2_tensors(tensors: Tensors, config: Config) -> Tensors:
         if ".query_key_value." not in key:
             split[key] = value
             continue
-        ends = heads * head, (heads + kept) * head
-        parts = value[: ends[0]], value[ends[0] : ends[1]], value[ends[1] :]  # shapes are checked later
-        split |= {key.replace("query_key_value", f"{x}_proj"): part for x, part in zip("qkv", parts, strict=True)}
+        keys = heads * head  # the rows before the keys
+        values = keys + kept * head
+        split[key.replace("query_key_value", "q_proj")] = value[:keys]
+        split[key.replace("query_key_value", "k_proj")] = value[keys:values]
+        split[key.replace("query_key_value", "v_proj")] = value[values:]  # shapes are checked later
     return split

@@ -53,25 +53,30 @@ COPIED_PARAMETERS = 2_000_000_000  # up to this size a network's tensors are cop
 
 def masked_lm(checkpoint: Checkpoint) -> MaskedLM:
     """A masked LM of transformers, without its weights; raises DuelError for any other network."""
-    options, config = checkpoint.options, checkpoint.config
+    options = checkpoint.options
+    config = checkpoint.config
     model_config = checkpoint.native_config()
-    classes = ", ".join(config.get("architectures") or [type(model_config).__name__])
+    architectures = config.get("architectures") or [type(model_config).__name__]
+    classes = ", ".join(architectures)
     if getattr(model_config, "is_encoder_decoder", False):
         raise DuelError(f"{options.name} ({classes}) is an encoder-decoder network, which this package does not score.")
     if type(model_config) not in MODEL_FOR_MASKED_LM_MAPPING:
         if type(model_config) in MODEL_FOR_CAUSAL_LM_MAPPING:
             raise autoregressive(options.name, classes)
         raise checkpoint.unknown("which is neither a masked LM nor of a known diffusion family")
-    require_known(config, options.name, MODEL_FOR_MASKED_LM_MAPPING[type(model_config)].__name__, SAME)
+    native = MODEL_FOR_MASKED_LM_MAPPING[type(model_config)]
+    require_known(config, options.name, native.__name__, SAME)
     options.refuse("masked LM", "shift_logits", "backend", "sigma", "first_token", "peft")
     if options.attention not in (None, "bidirectional"):
         raise DuelError(f"{options.name} is a masked LM of transformers, so bidirectional; leave attention out.")
     log.info("%s is a masked LM (%s), scored as an any-order model", options.name, classes)
+
     rows = getattr(model_config, "vocab_size", None)
     denoiser = MaskedLM(dataclasses.replace(checkpoint, family=MASKED_LM), rows)
     denoiser.kind = AutoModelForMaskedLM
     denoiser.model_config = model_config
-    if config.get("auto_map") or not {*SAME}.isdisjoint(config.get("architectures") or ()):  # another class's config
+    # A config of transformers' own class holds what that class reads. One of another class may hold more.
+    if config.get("auto_map") or not {*SAME}.isdisjoint(architectures):
         read = inspect.signature(type(model_config)).parameters
         denoiser.unread_entries = unread_entries(config, {*read, *model_config.attribute_map, *READ_ELSEWHERE})
         name_unread(config, denoiser.unread_entries, options.name, classes)
@@ -93,7 +98,10 @@ def causal_lm(checkpoint: Checkpoint) -> CausalLM:
         model_config = checkpoint.native_config()
         _require_causal(model_config, checkpoint)
     model_config.use_cache = False
-    rows = None if options.trust_remote_code else getattr(model_config, "vocab_size", None)  # own code may have more
+
+    rows = getattr(model_config, "vocab_size", None)
+    if options.trust_remote_code:  # its class may have more rows than its config says
+        rows = None
     denoiser = CausalLM(dataclasses.replace(checkpoint, family=CAUSAL_LM), rows)
     denoiser.kind = AutoModelForCausalLM
     denoiser.model_config = model_config
@@ -102,7 +110,8 @@ def causal_lm(checkpoint: Checkpoint) -> CausalLM:
 
 def _require_causal(model_config: Any, checkpoint: Checkpoint) -> None:
     """Raise DuelError if transformers has no causal LM for this config, or if the config names another class."""
-    name, architectures = checkpoint.name, checkpoint.config.get("architectures") or []
+    name = checkpoint.name
+    architectures = checkpoint.config.get("architectures") or []
     classes = ", ".join(architectures)
     # An architecture that config.json names must be the class that runs: networks built on Llama, say, keep its
     # model_type and are other networks.
@@ -132,8 +141,8 @@ def require_known(config: dict[str, Any], name: str, native: str, also: tuple[st
 
     Its model type alone does not make it transformers' class `native`: it may be a diffusion model built on it.
     """
-    known = {*_class_names(), *map(str.lower, also)}
-    unknown = [kind for kind in config.get("architectures") or [] if str(kind).lower() not in known]
+    names = {*_class_names(), *map(str.lower, also)}
+    unknown = [kind for kind in config.get("architectures") or [] if str(kind).lower() not in names]
     if unknown:
         raise DuelError(
             f"By its config {name} is a {', '.join(unknown)}, which transformers does not have. If it is the same "
@@ -148,31 +157,35 @@ class OwnForward(Pretrained):
     splits_head = False
 
     def take(self, model: Any) -> None:
-        super().take(self.limited(model))
+        self._limit_rows(model)
+        super().take(model)
         with torch.no_grad():
             self.set_columns(self._first_call().shape[-1])
             if not self.by_blocks:
                 self._divide()
             self_tests.run(self, self.path, self.refuses)
 
-    def limited(self, model: Any) -> Any:
-        """`model`, which limits the length of rows to the positions that it can hold."""
+    def _limit_rows(self, model: Any) -> None:
+        """Set the length of rows to at most the positions that a network can hold."""
         positions = held_positions(model, self.tokenizer_length)
         if positions and self.attention == "causal":
             positions += 1  # the last token of a row is predicted but never an input
         self.set_row_length(min(filter(None, (self.layout.max_length, positions)), default=None))
-        return model
 
     @property
     def layers(self) -> torch.nn.Module:
         return self.parts.layers if self.parts is not None else self.model
 
     def head(self, features: torch.Tensor) -> torch.Tensor:
-        return self.parts.head(features).to(self.device) if self.splits_head else features  # (U, V)
+        if not self.splits_head:  # the features are the logits
+            return features  # (U, V)
+        return self.parts.head(features).to(self.device)  # (U, V)
 
     def _features(self, *call: Any, **more: Any) -> torch.Tensor:
         """The input of the head (R, L, D) in a call of the network; the logits (R, L, V) if it is not split off."""
-        return self.parts.features(*call, **more).to(self.device) if self.splits_head else self._logits(*call, **more)
+        if not self.splits_head:
+            return self._logits(*call, **more)
+        return self.parts.features(*call, **more).to(self.device)
 
     def _logits(self, ids: torch.Tensor, mask: torch.Tensor | None = None, **more: torch.Tensor) -> torch.Tensor:
         return logits_of(self.model, ids, mask, **more).to(self.device)  # (R, L, V)
@@ -181,8 +194,9 @@ class OwnForward(Pretrained):
         """Logits of a first small row."""
         ids = torch.full((1, min(2, self.max_length)), self.mask_id or 0, device=self.device)  # (1, L)
         if self.by_blocks:
+            positions = torch.arange(ids.shape[1], device=self.device)[None]  # (1, L)
             seen = torch.ones(1, ids.shape[1], ids.shape[1], dtype=torch.bool, device=self.device)
-            return self.stream(ids, torch.arange(ids.shape[1], device=self.device)[None], seen, None)[0]
+            return self.stream(ids, positions, seen, None)[0]
         logits = self._logits(ids)
         if logits.shape[:2] != ids.shape:
             shape = tuple(logits.shape)

@@ -49,8 +49,10 @@ class Pretrained(Denoiser):
     refuses = True  # after the self-tests; otherwise they only detect what numbers depend on
 
     def __init__(self, checkpoint: Checkpoint, rows: int | None):
-        """`checkpoint`: its tokenizer is None for a plan, which needs no token. `rows`: of the embedding, if known."""
-        options, config, tokenizer = checkpoint.options, checkpoint.config, checkpoint.tokenizer
+        """`rows`: of the embedding, if known. Without a tokenizer, a subclass sets the tokens."""
+        options = checkpoint.options
+        config = checkpoint.config
+        tokenizer = checkpoint.tokenizer
         self.layout = checkpoint.layout  # its family
         set_attributes(self, self.layout, config, options)
         self.config = config
@@ -144,10 +146,7 @@ def set_attributes(denoiser: Denoiser, family: Family, config: dict[str, Any], o
     denoiser.family = family.name
     denoiser.last_block = options.last_block
     denoiser.attention = options.attention or family.attention
-    shifts = [options.shift_logits, family.shift]
-    if family.native:  # a decoder's config may say it; another network's entry of this name means nothing here
-        shifts.insert(1, TRUTH("right_shift_logits", config.get("right_shift_logits")))
-    denoiser.shift = int(next(shift for shift in shifts if shift is not None))
+    denoiser.shift = _shift(family, config, options)
     if denoiser.attention == "causal":
         denoiser.shift = 1
     denoiser.seeds_blocks = denoiser.attention == "causal_prefix" and options.first_token != "block"
@@ -159,9 +158,21 @@ def set_attributes(denoiser: Denoiser, family: Family, config: dict[str, Any], o
         options.require_block(denoiser.block)
 
 
+def _shift(family: Family, config: dict[str, Any], options: LoadOptions) -> int:
+    """1 if the logits for a position are read at the one before it, from the options, else the config, the family."""
+    if options.shift_logits is not None:
+        return int(options.shift_logits)
+    if family.native:  # of a decoder; in another network's config an entry of this name means nothing here
+        shifted = TRUTH("right_shift_logits", config.get("right_shift_logits"))
+        if shifted is not None:
+            return int(shifted)
+    return family.shift
+
+
 def trained_block(family: Family, config: dict[str, Any], options: LoadOptions) -> int:
     """The trained block, from the config, else from the options, else from the family."""
-    if in_config := family.block_in(config):
+    in_config = family.block_in(config)
+    if in_config is not None:
         return in_config
     if isinstance(options.block, int) and not family.block_routes:
         if family.block is not None and options.block not in (family.block, family.published_block):
@@ -190,22 +201,26 @@ def held_positions(model: torch.nn.Module, model_max_length: int | None) -> int 
     lengths = [getattr(model.config, name) for name in LENGTHS if getattr(model.config, name, None)]
     if getattr(model.config, "model_type", None) == "esm":  # its count starts after the padding id, even if rotary
         lengths.append(model.config.max_position_embeddings - (model.config.pad_token_id or 0) - 1)
-    if table := _table_after_padding(model):
+    table = _table_after_padding(model)
+    if table is not None:
         lengths.append(len(table.weight) - first_position(model))
-    lengths += [model_max_length] if model_max_length and model_max_length < UNBOUNDED else []
+    if model_max_length and model_max_length < UNBOUNDED:
+        lengths.append(model_max_length)
     return min(lengths, default=None)
 
 
 def first_position(model: torch.nn.Module) -> int:
     """The position id of a row's first token. RoBERTa counts from after the padding id."""
     table = _table_after_padding(model)
-    return table.padding_idx + 1 if table else 0
+    return 0 if table is None else table.padding_idx + 1
 
 
 def _table_after_padding(model: torch.nn.Module) -> Any:
     """The position embedding of a network whose positions start after the padding id; None for other networks."""
-    tables = (module for name, module in model.named_modules() if name.endswith("position_embeddings"))
-    return next((table for table in tables if getattr(table, "padding_idx", None) is not None), None)
+    for name, module in model.named_modules():
+        if name.endswith("position_embeddings") and getattr(module, "padding_idx", None) is not None:
+            return module
+    return None
 
 
 def is_native(model: torch.nn.Module) -> bool:
@@ -276,10 +291,10 @@ def special_kwargs(config: dict[str, Any], options: LoadOptions) -> dict[str, An
 
 def misshapen(report: Mapping[str, Any]) -> list[str]:
     """The tensors of another shape in a loading report of transformers; some versions leave their shapes out."""
-    return [
-        key if isinstance(key, str) else f"{key[0]} is {tuple(key[1])}, not {tuple(key[2])}"
-        for key in report["mismatched_keys"]
-    ]
+    lines = []
+    for key in report["mismatched_keys"]:
+        lines.append(key if isinstance(key, str) else f"{key[0]} is {tuple(key[1])}, not {tuple(key[2])}")
+    return lines
 
 
 @contextlib.contextmanager
