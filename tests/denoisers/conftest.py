@@ -16,7 +16,8 @@ def family(tmp_path_factory):
         path, options, plainly = networks.made(tmp_path_factory.mktemp("family"), name)
         denoiser = networks.load(path, options, **more)
         logits = lambda ids, window: plainly(ids, window, denoiser)  # noqa: E731
-        windows, options = list(networks.fitting(denoiser)), {**options, **more}
+        windows = list(networks.fitting(denoiser))
+        options = {**options, **more}
         return SimpleNamespace(denoiser=denoiser, logits=logits, windows=windows, path=path, options=options)
 
     return find

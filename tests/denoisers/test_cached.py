@@ -88,7 +88,8 @@ def test_neither_company_nor_batch_size_nor_memory_changes_a_number(rule, cache)
 
 @pytest.mark.parametrize("cache", CACHES)
 def test_blocks_open_as_others_finish_within_what_may_be_kept(cache, monkeypatch):
-    cached, slots = Cached(Attends(length=10), cache), []
+    cached = Cached(Attends(length=10), cache)
+    slots = []
     expected = DuelEstimator(cached, "greedy", 2, batch_size=100).log_prob(RAGGED)
     fill = kept_keys.Slots.fill
 
@@ -116,7 +117,8 @@ def test_lattice_and_bound_agree_with_the_rules_that_they_follow_and_with_each_o
     for rule in follow:
         for shared, scored in zip(ordered, DuelEstimator(denoiser, rule, 3).log_prob(RAGGED), strict=True):
             assert shared.others[str(rules.parse(rule))].log_prob == pytest.approx(scored.log_prob, abs=1e-9)
-    window, duel = Window((1,), (0, 2, 1), (2,)), DuelEstimator(denoiser, "greedy", None)
+    window = Window((1,), (0, 2, 1), (2,))
+    duel = DuelEstimator(denoiser, "greedy", None)
     every = [duel.replay([window], [order])[0].log_prob for order in itertools.permutations(range(3))]
     lattice = Lattice(denoiser, 3).log_prob([window])[0]
     assert lattice.others["oracle"].log_prob == pytest.approx(max(every), abs=1e-9)
@@ -135,7 +137,8 @@ def test_a_block_costs_one_row_and_then_its_own_cells():
     toy.positions = 0
     duel.log_prob([Window((), (0, 1, 2, 0, 1, 0, 2, 1))])
     assert toy.positions == 2 * (8 + 3 * 4)
-    duel, toy.positions = DuelEstimator(Cached(toy, "dual"), "greedy", 2), 0
+    duel = DuelEstimator(Cached(toy, "dual"), "greedy", 2)
+    toy.positions = 0
     duel.log_prob([Window((1, 2), (a, b)) for a in range(3) for b in range(3)])
     assert toy.positions == 4 + 3 * 2  # equal starts once: one row, and the block with each of three tokens revealed
 
@@ -198,7 +201,8 @@ def test_a_cache_in_bfloat16_follows_its_own_samples(family):
 
 def test_guidance_and_temperature_go_around_a_cache(family):
     network = family("llada", dtype="float64")
-    cached, windows = Cached(network.denoiser, "dual"), network.windows[:3]
+    cached = Cached(network.denoiser, "dual")
+    windows = network.windows[:3]
     wrapped = warped(Guided(cached, 0.5), 1.3, top_k=5)
     duel = DuelEstimator(wrapped, "greedy", 3)
     drawn = duel.sample([w.context for w in windows], 7, seed=5)

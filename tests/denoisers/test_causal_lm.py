@@ -29,7 +29,8 @@ WINDOWS = [
 
 @pytest.mark.parametrize("name", ["gpt2", "gemma2", "mixtral"])
 def test_one_forward_a_window_and_the_head_at_scored_positions_only(family, name):
-    denoiser, heads = family(name).denoiser, []
+    denoiser = family(name).denoiser
+    heads = []
     duel = DuelEstimator(denoiser, "left_to_right", batch_size=1)
     head = denoiser.model.get_output_embeddings()
     hook = head.register_forward_hook(lambda *call: heads.append(call[2][..., 0].numel()))

@@ -58,29 +58,37 @@ def generate(w, window, seeded, threshold):
     and block at a time: the most probable position, and others whose probability reaches the threshold. Without
     `seeded`, as in vLLM: a block starts all masked.
     """
-    row, nats, steps = list(window.context), [], []
+    row = list(window.context)
+    nats = []
+    steps = []
 
     def logs(ids, seen):
         return plain.logits(CASE.net, w, ids, seen)[:, : len(tiny.WORDS)].log_softmax(-1)  # without [MASK], padding
 
     while len(nats) < len(window.target):
-        begin, own = len(row), window.target[len(nats) : len(nats) + CASE.block]
-        positions, found, when = [CASE.mask] * CASE.block, {}, {}
+        begin = len(row)
+        tokens = window.target[len(nats) : len(nats) + CASE.block]  # of this block
+        shown = [CASE.mask] * CASE.block
+        log_probs = {}
+        revealed_at = {}
         if seeded:
-            found[0], when[0] = float(logs(row, plain.block_causal(begin, 1))[-1, own[0]]), 0
-            positions[0] = own[0]
-        step = len(found)
-        while len(found) < len(own):
-            now = logs([*row, *positions], plain.causal_prefix(begin + CASE.block, begin))[begin:]
-            left = [position for position in range(len(own)) if position not in found]
-            first = max(left, key=lambda position: float(now[position].max()))
-            for at in left:
-                if at == first or float(now[at].max()) >= math.log(threshold):
-                    found[at], when[at], positions[at] = float(now[at, own[at]]), step, own[at]
+            log_probs[0] = float(logs(row, plain.block_causal(begin, 1))[-1, tokens[0]])
+            revealed_at[0] = 0
+            shown[0] = tokens[0]
+        step = len(log_probs)
+        while len(log_probs) < len(tokens):
+            now = logs([*row, *shown], plain.causal_prefix(begin + CASE.block, begin))[begin:]
+            masked = [position for position in range(len(tokens)) if position not in log_probs]
+            best = max(masked, key=lambda position: float(now[position].max()))
+            for position in masked:
+                if position == best or float(now[position].max()) >= math.log(threshold):
+                    log_probs[position] = float(now[position, tokens[position]])
+                    revealed_at[position] = step
+                    shown[position] = tokens[position]
             step += 1
-        nats += [found[position] for position in range(len(own))]
-        steps += [when[position] for position in range(len(own))]
-        row += own
+        nats += [log_probs[position] for position in range(len(tokens))]
+        steps += [revealed_at[position] for position in range(len(tokens))]
+        row += tokens
     return nats, tuple(steps)
 
 
@@ -129,6 +137,7 @@ def test_rotary_positions_that_are_stretched(tmp_path):
     path, w = write(tmp_path, dataclasses.replace(CASE, config=config, net=net))
     denoiser = denoisers.load(path, device="cpu")
     assert denoiser.max_length == 28
-    ids, seen = random_rows(denoiser, 28)[:1], plain.causal_prefix(28, 24)
+    ids = random_rows(denoiser, 28)[:1]
+    seen = plain.causal_prefix(28, 24)
     features, _ = denoiser.stream(ids, torch.arange(28)[None], seen[None], None)
     assert (denoiser.head(features[0]) - plain.logits(net, w, ids[0].tolist(), seen)).abs().max() < 1e-4

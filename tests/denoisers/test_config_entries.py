@@ -61,7 +61,8 @@ def test_routing_by_block_needs_the_block_and_the_experts_of_the_checkpoint(tmp_
 def test_llada_scales_its_embedding(name, tmp_path):
     """By the square root of its width (16), as in the authors' code; the head keeps its weights."""
     path, options = written(tmp_path, name, {"input_emb_norm": True})
-    case, network = CASES[name], load(path, options, dtype="float64")
+    case = CASES[name]
+    network = load(path, options, dtype="float64")
     w = decoder_reference.weights(case)
     w = {key: value.double() * (4 if key == "model.transformer.wte.weight" else 1) for key, value in w.items()}
     right = SimpleNamespace(
@@ -146,7 +147,8 @@ def entries_of(name):
     """The entries of a network's config, and those that its family says something of; and the harmless ones."""
     if name not in CASES:
         return dit_reference.CONFIGS[name], {**HARMLESS, **checkpoint.HARMLESS}
-    config, family = CASES[name].config, NAMED.get(VARIANTS.get(name, name))
+    config = CASES[name].config
+    family = NAMED.get(VARIANTS.get(name, name))
     if family is None:
         return config, {**HARMLESS, **dict.fromkeys(OVERRIDDEN)}
     said = {key: right for key, right in family.released.items() if not callable(right)}
@@ -160,7 +162,8 @@ def test_an_entry_of_another_value_is_another_number_or_refused_or_named_or_harm
     entries, harmless = entries_of(name)
     more = {"dtype": "float64"} if name in CASES else {}
     path, options = written(tmp_path, name)
-    before, silent = taken(load(path, options, **more)), []
+    before = taken(load(path, options, **more))
+    silent = []
     for n, key in enumerate(entries):
         if key in harmless or key in IDLE.get(name, ()):
             continue

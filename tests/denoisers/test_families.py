@@ -55,11 +55,13 @@ for name, case in CASES.items():
     kind = "decoder" if name.startswith("plain") else VARIANTS.get(name, name)
     FOUND[name] = (kind, case.attention, case.shift, case.bos, case.block, case.published, case.mask, case.length)
     FOUND[name] += (case.rows, case.relative, False)
-for name in own.KINDS:
+for name in own.KINDS:  # a checkpoint's own code: the family's attributes, other sizes
     kind = next((each for each in ("llada2", "llada", "dream", "sdar", "rnd1") if each in name), "sdar")
     _, attention, shift, bos, block, published, *_ = FOUND[kind]
-    FOUND[name] = ("own code", attention, shift, "auto") if "unknown" in name else (kind, attention, shift, bos)
-    FOUND[name] += (block, published, 4, 64, tiny.ROWS, True, False)
+    if "unknown" in name:
+        kind = "own code"
+        bos = "auto"
+    FOUND[name] = (kind, attention, shift, bos, block, published, 4, 64, tiny.ROWS, True, False)
 LIKE_TRANSFORMERS = [*MASKED_LMS, *TEXTS, *PROTEINS, *tiny.CAUSAL_LMS]
 REACT = ["convbert", "fnet", "letters", *(name for name in own.KINDS if FOUND[name][1] != "block_causal")]
 REACT.remove("own llada")
@@ -72,9 +74,11 @@ def test_what_is_found_at_load(family, name):
     found = [denoiser.family, denoiser.attention, denoiser.shift, denoiser.bos, denoiser.block]
     found += [denoiser.published_block, denoiser.mask_id, denoiser.max_length, denoiser.vocab_size]
     assert (*found, denoiser.relative_positions, denoiser.needs_visible) == FOUND[name]
-    tokens = (
-        {*range(33)} if name in PROTEINS else {*range(12)} if denoiser.vocab_size < 20 else {*range(len(tiny.WORDS))}
-    )
+    tokens = set(range(len(tiny.WORDS)))
+    if name in PROTEINS:
+        tokens = set(range(33))
+    elif denoiser.vocab_size < 20:  # our own DiT
+        tokens = set(range(12))
     assert set((~denoiser.excluded).nonzero()[:, 0].tolist()) == tokens - {denoiser.mask_id}
     assert denoiser.seeds_blocks == (name == NEMOTRON) and denoiser.anchor == ("target" if "d2f" in name else "row")
     assert denoiser.honours_padding == (name not in REACT)
@@ -112,15 +116,27 @@ def under_a_cache(denoiser):
 )
 def test_lanes_equal_the_textbook_loop(family, name, options, monkeypatch):
     """Together, alone and as drawn; and rows that are evaluated again among others differ by noise."""
-    differences, difference = [], row_checks.difference
-    monkeypatch.setattr(
-        row_checks, "difference", lambda *rows: differences.append(difference(*rows)) or differences[-1]
-    )
-    network, near_ties = family(name, **options), 0
-    denoiser, windows = network.denoiser, network.windows
-    causal, logits_of = denoiser.attention == "causal", under_a_cache(denoiser) if denoiser.cache else lambda _: None
-    block, rule = "auto" if denoiser.block or causal else 4, RULES[ENDS.index((name, options)) % 2]
-    rule = "left_to_right" if causal else f"{rule}:seed_first=true" if denoiser.cache and denoiser.shift else rule
+    differences = []
+    difference = row_checks.difference
+
+    def noted(*rows):
+        differences.append(difference(*rows))
+        return differences[-1]
+
+    monkeypatch.setattr(row_checks, "difference", noted)
+    network = family(name, **options)
+    near_ties = 0
+    denoiser = network.denoiser
+    windows = network.windows
+    causal = denoiser.attention == "causal"
+    logits_of = under_a_cache(denoiser) if denoiser.cache else lambda _: None
+
+    block = "auto" if denoiser.block or causal else 4
+    rule = RULES[ENDS.index((name, options)) % 2]
+    if causal:
+        rule = "left_to_right"
+    elif denoiser.cache and denoiser.shift:
+        rule = f"{rule}:seed_first=true"
     duel = Duel(denoiser, rule, block)
     together = duel.log_prob(windows)
     for window, scored in zip(windows, together, strict=True):
@@ -179,7 +195,8 @@ def test_noise_levels_are_in_the_spec(family):
 
 
 def test_an_audit_reads_the_ar_baseline_as_it_is_scored(family):
-    network, ids = family("ar"), (11, 4, 5, 6, 0)
+    network = family("ar")
+    ids = (11, 4, 5, 6, 0)
     logits = network.denoiser.head(network.denoiser.features(torch.tensor([ids]), None)[0])
     assert (logits - network.logits(ids, None)).abs().max() < 1e-4
 
@@ -205,5 +222,6 @@ def test_a_compiled_network_sees_what_it_saw(family, name, tmp_path, monkeypatch
     plain_compile = torch.nn.Module.compile
     monkeypatch.setattr(torch.nn.Module, "compile", lambda self, **options: plain_compile(self, backend="eager"))
     denoiser = load(*written(tmp_path, name), compile=True)
-    block, windows = "auto" if denoiser.block else 4, right.windows[:1]
+    block = "auto" if denoiser.block else 4
+    windows = right.windows[:1]
     same_scores(*(Duel(each, block=block).log_prob(windows) for each in (denoiser, right.denoiser)))

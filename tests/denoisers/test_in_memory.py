@@ -68,7 +68,8 @@ def test_a_masked_lm_gives_the_numbers_of_its_checkpoint(tmp_path):
 
 @pytest.mark.parametrize("name", ["sdar", "dream", "llada", "own llada"])
 def test_a_decoder_gives_the_numbers_of_its_checkpoint(family, name):
-    disk, windows = family(name).denoiser, family(name).windows
+    disk = family(name).denoiser
+    windows = family(name).windows
     arguments = {"attention": disk.attention, "mask_token_id": disk.mask_id, "shift_logits": bool(disk.shift)}
     memory = Duel.from_model(disk.model.train(), tiny.tokenizer(), block=disk.block or 4, **arguments)
     assert values(memory, windows) == close_nats(values(Duel(disk, block=disk.block or 4), windows))
@@ -91,7 +92,8 @@ def test_a_function_is_a_denoiser():
 @pytest.mark.parametrize(("lowest", "tested"), [(-1e6, True), (-math.inf, False)])
 def test_a_function_that_copies_visible_tokens(lowest, tested):
     """MDLM's forward: a visible token has probability 1, and huge logits there must not hide what padding does."""
-    network, padded = Network(), []
+    network = Network()
+    padded = []
 
     def function(ids, real):
         padded.append(real)
@@ -109,12 +111,14 @@ def test_a_function_that_copies_visible_tokens(lowest, tested):
 
 
 def test_a_module_with_the_arguments_of_transformers_and_no_config():
-    network, seen = Network(), []
+    network = Network()
+    seen = []
 
     class Named(torch.nn.Module):
         def __init__(self):
             super().__init__()
-            self.inside, self.config = network, {"layers": 1}
+            self.inside = network
+            self.config = {"layers": 1}
 
         def forward(self, input_ids, position_ids=None, attention_mask=None):
             seen.append(attention_mask)
@@ -260,7 +264,8 @@ def test_the_spec_says_what_is_known_of_the_weights():
         Duel.from_model(model, tiny.tokenizer(), weights=weights) for weights in (None, "run 7, step 20", "digest")
     )
     assert memory.spec["weights"] == "in memory" and named.spec["weights"] == "run 7, step 20"
-    first, fingerprints = hashed.spec["weights"], {duel.fingerprint for duel in (memory, named, hashed)}
+    first = hashed.spec["weights"]
+    fingerprints = {duel.fingerprint for duel in (memory, named, hashed)}
     assert len(first) == 12 and len(fingerprints) == 3
     assert hashed.spec["weights"] == first
     with torch.no_grad():

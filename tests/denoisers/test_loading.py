@@ -130,11 +130,13 @@ MISSING = {  # by its name in the network, where the file has another
 @pytest.mark.parametrize("name", TENSORS)
 def test_every_tensor_fills_its_place(name, tmp_path):
     path, options = written(tmp_path, name)
-    files, key = sorted(Path(path).glob("*.safetensors")), TENSORS[name]
+    files = sorted(Path(path).glob("*.safetensors"))
+    key = TENSORS[name]
     tensors = {k: v for file in files for k, v in load_file(file).items()}
     for file in [*files, *Path(path).glob("*.index.json")]:
         file.unlink()
-    file, short = Path(path, "model.safetensors"), re.escape(key.removeprefix("backbone."))
+    file = Path(path, "model.safetensors")
+    short = re.escape(key.removeprefix("backbone."))
     without = {k: v for k, v in tensors.items() if k != key}
     broken = [
         (re.escape(MISSING.get(name, "")) or short, without),

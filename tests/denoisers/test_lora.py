@@ -93,7 +93,8 @@ def test_equals_weights_merged_by_hand(tmp_path, kind):
 
 def test_d2f_is_an_adapter_with_another_attention(tmp_path, caplog, kind="dream"):
     """q, k, v and out of every layer; its folder's name tells what it is."""
-    tensors, names = decoder(bias=True), ("q_proj", "k_proj", "v_proj", "o_proj")
+    tensors = decoder(bias=True)
+    names = ("q_proj", "k_proj", "v_proj", "o_proj")
     modules = [f"model.layers.{n}.self_attn.{name}" for n in range(LAYERS) for name in names]
     path = base(tmp_path / "base", kind, tensors)
     lora = adapter(tmp_path / f"D2F_{kind}_Lora", tensors, modules)
@@ -142,7 +143,8 @@ def test_adapters_that_do_not_fit(tmp_path, qwen3, monkeypatch):
     }.items():
         with pytest.raises(DuelError, match=rf"adapter .*{name}|only LoRA"):
             load(qwen3, peft=path)
-    factors, gone = load_file(file), f"{PREFIX}{NATIVE_MODULES[0]}.lora_B.weight"
+    factors = load_file(file)
+    gone = f"{PREFIX}{NATIVE_MODULES[0]}.lora_B.weight"
     weight = f"{PREFIX}model.norm.weight"  # peft would put it in the place of the network's own
     extra = {f"{PREFIX}model.norm.bias": torch.ones(16)}
     for words, tensors in (

@@ -19,7 +19,8 @@ WINDOWS = [
 
 
 def test_the_head_is_evaluated_at_masked_positions_only_and_all_mask_starts_tie(family):
-    seen, denoiser = [], family("modernbert").denoiser
+    seen = []
+    denoiser = family("modernbert").denoiser
     duel = Duel(denoiser, "greedy", 4)
     head = denoiser.model.get_output_embeddings()
     hook = head.register_forward_hook(lambda module, inputs, output: seen.append(output[..., 0].numel()))

@@ -24,9 +24,13 @@ class Plain:
     """A checkpoint as the specification wants it: logits of a row at a time, and its noise."""
 
     def __init__(self, name, w, denoiser, before=(), after=()):
-        self.name, self.w, self.before, self.after = name, w, before, after
+        self.name = name
+        self.w = w
+        self.before = before
+        self.after = after
         self.noise_training = denoiser.noise_training
-        self.excluded, self.mask_id = denoiser.excluded, denoiser.mask_id
+        self.excluded = denoiser.excluded
+        self.mask_id = denoiser.mask_id
         self.vocab_size = dit_reference.VOCABULARY + (3 if name == "gidd-uniform" else 0)
         self.tokens = [v for v in range(self.vocab_size) if not self.excluded[v]]
 
@@ -101,7 +105,8 @@ def published_rate(clean, z, r, alpha):
 
 
 def test_the_limit_is_the_published_integrand_of_duo_and_udlm():
-    noise, r = noises.Uniform(5), torch.tensor([0.5, 0.1, 0.2, 0.15, 0.05], dtype=torch.float64)
+    noise = noises.Uniform(5)
+    r = torch.tensor([0.5, 0.1, 0.2, 0.15, 0.05], dtype=torch.float64)
     for alpha in (0.9, 0.3, 0.01):
         t, rest = (torch.tensor([[value]], dtype=torch.float64) for value in (1 - alpha, alpha))
         level = noise.level(t, rest)

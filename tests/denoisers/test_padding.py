@@ -45,7 +45,8 @@ def test_a_small_leak_is_a_leak():
 
 def test_esm_needs_a_visible_token(family, tmp_path):
     """Its input depends on how much of a row is masked."""
-    denoiser, path = family("esm-2").denoiser, family("esm-2").path
+    denoiser = family("esm-2").denoiser
+    path = family("esm-2").path
     windows = [Window((0, 6), (7, 9, 12, 8, 15, 5), (2,)), Window((0,), (10, 9), (2,)), Window((), (17,), (2,))]
     alone = [Elbo(denoiser, ElboArguments(4), batch_size=1).log_prob([window])[0] for window in windows]
     agree(Elbo(denoiser, ElboArguments(4), batch_size=8).log_prob(windows), alone)
@@ -110,7 +111,9 @@ class Experts(torch.nn.Module):
     def __init__(self, capacity=math.inf):
         super().__init__()
         torch.manual_seed(1)
-        self.table, self.out, self.capacity = torch.nn.Embedding(8, 16), torch.nn.Linear(16, 8), capacity
+        self.table = torch.nn.Embedding(8, 16)
+        self.out = torch.nn.Linear(16, 8)
+        self.capacity = capacity
 
     def forward(self, ids, real):
         x = self.table(ids)

@@ -83,7 +83,8 @@ def by_hand(bits):
 @pytest.mark.parametrize(("kind", "bits"), [("qwen3", 4), ("llada", 8)])
 def test_equals_the_network_of_weights_rounded_by_hand(base, kind, bits):
     pytest.importorskip("bitsandbytes")
-    whole, rounded = load(base(kind)), load(base(kind, by_hand(bits), "rounded"))
+    whole = load(base(kind))
+    rounded = load(base(kind, by_hand(bits), "rounded"))
     found = load(base(kind), **{f"load_in_{bits}bit": True})
     # 8 bits round a product's inputs too; 4 bits are multiplied in bfloat16 on some CPUs
     assert apart(found, rounded) < 0.1 and apart(rounded, whole) > 0.01
@@ -121,7 +122,8 @@ def packed(base, tmp_path):
     pytest.importorskip("bitsandbytes")
 
     def of(kind, bits):
-        made, path = load(base(kind), **{f"load_in_{bits}bit": True}), base(kind, name="packed")
+        made = load(base(kind), **{f"load_in_{bits}bit": True})
+        path = base(kind, name="packed")
         made.model.save_pretrained(tmp_path / "saved")
         said = {"quantization_config": read(tmp_path / "saved")["quantization_config"]}
         Path(path, "config.json").write_text(json.dumps({**read(path), **said}))
@@ -179,7 +181,8 @@ def test_files_of_8_bit_floats(base, kind="llada"):
         return found
 
     said = {"quant_method": "fp8", "weight_block_size": [16, 16], "activation_scheme": "dynamic"}
-    found, right = load(base(kind, small, "small", quantization_config=said)), load(base(kind, large, "large"))
+    found = load(base(kind, small, "small", quantization_config=said))
+    right = load(base(kind, large, "large"))
     assert apart(found, right) < 0.02 < apart(found, load(base(kind)))
     assert not found.quantized and "quantization" not in found.describe()
 

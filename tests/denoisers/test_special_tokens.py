@@ -71,7 +71,8 @@ def test_no_warning_where_none_are_expected(folder, tmp_path, caplog):
 
 
 def test_networks_in_memory_are_refused_by_name(folder):
-    model, tokenizer = tiny.network("bert"), tiny.tokenizer()
+    model = tiny.network("bert")
+    tokenizer = tiny.tokenizer()
     for name, refused in (
         ("'pretrained' .*BertForMaskedLM", lambda: DuelMDM(pretrained=model, tokenizer=tokenizer)),
         ("'tokenizer' ", lambda: DuelMDM(pretrained=folder, tokenizer=tokenizer)),
@@ -96,7 +97,8 @@ def test_factors_of_logits_that_overflow_are_refused_and_the_largest_are_finite(
 def test_special_tokens_are_found_without_the_letter_a():
     """Where it is nothing, unknown, or even the special token itself."""
     special = {"[CLS]": 0, "[SEP]": 1, "[UNK]": 2, "[MASK]": 3}
-    letters, names = {**special, "G": 4, "T": 5}, {"cls_token": "[CLS]", "sep_token": "[SEP]", "mask_token": "[MASK]"}
+    letters = {**special, "G": 4, "T": 5}
+    names = {"cls_token": "[CLS]", "sep_token": "[SEP]", "mask_token": "[MASK]"}
 
     def found(model, unknown):
         words = Tokenizer(model)

@@ -138,8 +138,10 @@ def duel_of(name, rule, block, grid, **more):
 @pytest.mark.parametrize(("name", "rule"), slow_but(COMPARED, FAST))
 def test_lanes_equal_the_textbook_loop(name, rule, monkeypatch):
     """Together, alone, without padding, and clean rows in pieces."""
-    subject, close = SUBJECTS[name], close_nats if "tie" in name else exact
-    network, parsed = subject.network, rules.parse(rule)
+    subject = SUBJECTS[name]
+    close = close_nats if "tie" in name else exact
+    network = subject.network
+    parsed = rules.parse(rule)
     parsed = rules.SeedFirst(parsed) if subject.seeded else parsed
     for block, grid in subject.shapes:
         windows = list(subject.windows(block, grid))
@@ -163,7 +165,8 @@ def test_lanes_equal_the_textbook_loop(name, rule, monkeypatch):
 @pytest.mark.parametrize(("name", "rule"), slow_but(EACH, FAST))
 def test_sums_to_one_and_samples_are_scored_as_drawn(name, rule):
     subject = SUBJECTS[name]
-    network, within = subject.network, 1e-6 if "tie" in name else 1e-9
+    network = subject.network
+    within = 1e-6 if "tie" in name else 1e-9
     cases = [(2, "target", 4, {}), (3, "row", 3, {"context": (0,), "suffix": (2, 0)})]
     cases += [(None, "target", 3, {"context": (2, 0), "suffix": (2,)})]
     cases += [(2, "target", 2, {"context": (0, 2), "suffix": (2,), "tail": 2})]

@@ -23,8 +23,10 @@ TENSORS = {"a": torch.arange(6.0).reshape(2, 3), "b.weight": torch.ones(4), "c":
 def trained(scale):
     """What the authors' training code saves: the network, its rotation as a buffer amid it, and more beside it."""
     tensors = {key: value * scale for key, value in dit_reference.weights(True, "backbone.", 13).items()}
-    buffer, last = "backbone.rotary_emb.inv_freq", [key for key in tensors if "blocks" in key or "output" in key]
-    ordered = [*(key for key in tensors if key not in (*last, buffer)), buffer, *last]
+    buffer = "backbone.rotary_emb.inv_freq"
+    last = [key for key in tensors if "blocks" in key or "output" in key]
+    first = [key for key in tensors if key not in (*last, buffer)]
+    ordered = [*first, buffer, *last]
     beside = {"noise.weight": torch.ones(2, 2), "sampling_eps_min": torch.tensor(1e-3)}
     return {key: tensors[key] for key in ordered} | beside
 
@@ -53,7 +55,9 @@ def scores(folder, tensors=None):
 
 def equal(found, wanted):
     assert found.keys() == wanted.keys()
-    assert all(torch.equal(found[key], wanted[key]) and found[key].dtype == wanted[key].dtype for key in wanted)
+    for key in wanted:
+        assert found[key].dtype == wanted[key].dtype
+        assert torch.equal(found[key], wanted[key])
 
 
 @pytest.mark.parametrize(
@@ -64,7 +68,8 @@ def test_whole_and_sharded(stem, ending, save, tmp_path):
     equal(hub.read_tensors(str(tmp_path)), TENSORS)
     (tmp_path / f"{stem}.{ending}").unlink()
     names = [f"{stem}-0000{n}-of-00002.{ending}" for n in (1, 2)]  # as transformers names them
-    places, index = {key: names[key == "c"] for key in TENSORS}, tmp_path / f"{stem}.{ending}.index.json"
+    places = {key: names[key == "c"] for key in TENSORS}
+    index = tmp_path / f"{stem}.{ending}.index.json"
     for name in names:
         save({key: value for key, value in TENSORS.items() if places[key] == name}, tmp_path / name)
     index.write_text(json.dumps({"metadata": {"total_size": 56}, "weight_map": places}))
@@ -103,7 +108,8 @@ def test_the_averaged_weights_of_a_lightning_checkpoint_are_scored(kind, tmp_pat
 
 
 def test_lightning_checkpoints_that_cannot_be_scored(tmp_path):
-    path, average = tmp_path / "last.ckpt", averages(trained(0.7))
+    path = tmp_path / "last.ckpt"
+    average = averages(trained(0.7))
     shadows = (average[:-1], [average[1], average[0], *average[2:]], None, [1.0] * len(average))
     wrong = [(r"EMA\) of .*last\.ckpt", {"ema": {"shadow_params": each}}) for each in shadows]
     wrong += [(r"EMA\) of .*last\.ckpt", {"ema": [torch.ones(1)]})]

@@ -57,7 +57,8 @@ def test_guided_rows_that_differ_in_where_the_suffix_begins_are_not_merged():
 def test_guided_all_mask_starts_tie_and_are_counted(network=Noisy):
     duel = Duel(Guided(network(), 0.8), "greedy", None)
     windows = [Window((), (1, 0, 2, 1)), Window((), (2, 2)), Window((0,), (1, 0, 2))]
-    plain, scored = Duel(network(), "greedy", None).log_prob(windows), duel.log_prob(windows)
+    plain = Duel(network(), "greedy", None).log_prob(windows)
+    scored = duel.log_prob(windows)
     assert [s.all_mask_starts for s in scored] == [1, 1, 0] and duel.counts.all_mask_starts == 2
     for one, other in zip(scored[:2], plain[:2], strict=True):
         assert one.reveal_steps == other.reveal_steps and one.reveal_steps[0] == 0
@@ -74,7 +75,8 @@ def test_networks_that_cannot_be_guided_are_refused():
 
 
 def test_guidance_through_load(family):
-    path, model = family("bert").denoiser.path, tiny.network("bert").double()
+    path = family("bert").denoiser.path
+    model = tiny.network("bert").double()
     for nothing in (None, 0, 0.0):
         assert isinstance(denoisers.load(path, device="cpu", cfg_scale=nothing), MaskedLM)
     guide = denoisers.load(path, device="cpu", cfg_scale=0.5, dtype="float64")
@@ -110,7 +112,8 @@ def cooled(toy):
 
 def test_a_filter_may_read_the_step():
     """By hand, under an order that is known; a block starts at step 0 again."""
-    toy, window = Toy(length=8), Window((1,), (0, 2, 1, 1, 0), (2,))
+    toy = Toy(length=8)
+    window = Window((1,), (0, 2, 1, 1, 0), (2,))
     for around, logits_of in (
         (toy, lambda ids: toy.features(ids[None], None)[0]),
         (Guided(toy, 0.7), guided(lambda ids: toy.features(ids[None], None)[0], toy.mask_id, 0.7, window)),
@@ -127,7 +130,8 @@ def test_a_filter_may_read_the_step():
 
 def test_equal_rows_at_different_steps_are_not_merged():
     toy = cooled(Toy(length=4))
-    rows, zero = Rows.from_windows([Window((1,), (0, 1, 2))] * 2, toy.device), torch.zeros(2, dtype=torch.long)
+    rows = Rows.from_windows([Window((1,), (0, 1, 2))] * 2, toy.device)
+    zero = torch.zeros(2, dtype=torch.long)
     lanes = Lanes.fresh(rows, torch.arange(2), zero + 1, zero + 3)
     lanes = dataclasses.replace(lanes, step=torch.tensor([0, 2]))
     tokens = rows.targets(lanes)
