@@ -108,7 +108,7 @@ def test_windows_that_differ_in_one_field_keep_their_values(name, grid):
     assert numbers(duel.log_prob(windows)) == pytest.approx(numbers(alone), abs=1e-7, nan_ok=True)
 
 
-@pytest.mark.parametrize("tokens", [2, 8])
+@pytest.mark.parametrize("tokens", [2, pytest.param(8, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", slow_but(NETWORKS, ("bidirectional", "dual cache", "block-causal", "causal prefix")))
 def test_calls_of_a_few_tokens_change_nothing(name, tokens):
     """Windows leave a call before they are finished, and what was kept for them is computed anew or still theirs."""
@@ -164,8 +164,8 @@ def test_every_estimator_tells_windows_apart(estimator, name, more):
             made.estimator.budget = Budget(tokens)
         return made
 
-    windows = scorable(duel(), BASES[:3])
-    assert len(windows) >= 15
+    windows = scorable(duel(), BASES[1:3])
+    assert len(windows) >= 12
     expected = pytest.approx([duel().log_prob([window])[0].log_prob for window in windows], abs=1e-9)
     for tokens in (None, 4):
         assert [score.log_prob for score in duel(tokens).log_prob(windows)] == expected
@@ -175,7 +175,7 @@ def test_every_estimator_tells_windows_apart(estimator, name, more):
 
 
 @pytest.mark.parametrize("name", ["bidirectional", "dual cache", "block-causal"])
-@pytest.mark.parametrize("lanes", [1, 3, 10])
+@pytest.mark.parametrize("lanes", [1, 3, pytest.param(10, marks=pytest.mark.slow)])
 def test_dense_distributions_stay_within_the_budget(name, lanes, monkeypatch):
     """R x W x V of what a rule reads and remembers, counted where it is made; one lane always fits."""
     network, made = NETWORKS[name], []
@@ -190,7 +190,7 @@ def test_dense_distributions_stay_within_the_budget(name, lanes, monkeypatch):
     duel = Duel(network, "klass:mu=0.4:nu=0.3", block)
     plane = block * network.vocab_size
     duel.estimator.budget = Budget(10_000, values=lanes * 4 * plane)
-    windows = [Window((1,), text) for text in itertools.islice(itertools.product(range(3), repeat=6), 60)]
+    windows = [Window((1,), text) for text in itertools.islice(itertools.product(range(3), repeat=6), 20)]
     duel.log_prob(windows)
     assert plane <= max(made) <= lanes * plane
 
@@ -213,6 +213,6 @@ def test_a_generated_text_depends_on_no_other_prompt():
     """Small calls, prompts of which blocks finish at different times: Algorithm 1 draws what it draws alone."""
     for name in ("bidirectional", "dual cache", "block-causal"):
         alone = [duel_of(name, "threshold:mu=0.45").sample([c], 6, seed=4, keys=[n])[0] for n, c in enumerate(CONTEXTS)]
-        for tokens in (None, 2, 8):
+        for tokens in (None, 2):
             together = duel_of(name, "threshold:mu=0.45", tokens=tokens).sample(CONTEXTS, 6, seed=4)
             assert [sample.tokens for sample in together] == [sample.tokens for sample in alone], (name, tokens)

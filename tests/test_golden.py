@@ -56,7 +56,7 @@ def again(args, limit, **more):
 def test_a_document_has_the_log_probability_that_was_recorded(run):
     """The spec is what it was, too, but for its version."""
     args, spec, nats = recorded(run)
-    now, found = again(args, 1 if args["pretrained"] == "demo-mdm" else 3)
+    now, found = again(args, 1 if args in FAST else 3)
     assert now["weights"] == spec["weights"], "other weights than the golden values were made with: make them again"
     assert now | {"version": 0} == spec | {"version": 0}
     compared = nats.keys() & found.keys()
@@ -84,18 +84,18 @@ def test_one_lattice_gives_what_the_runs_give(tmp_path):
         assert record["values"] == {name: close_nats(nats, 128) for name, nats in wanted.items()}
 
 
-RANDOM_TOKENS = {  # of the first two documents; the weights were dcacf17b430d, torch 2.13 on one CPU thread
-    "noised_elbo,mc_samples=16": [-334.4898900, -488.7128696],
-    "duel,rule=greedy,block=4,noise_seed=0": [-514.1385212, -448.9228527],
+RANDOM_TOKENS = {  # of the first document; the weights were dcacf17b430d, torch 2.13 on one CPU thread
+    "noised_elbo,mc_samples=16": -334.4898900,
+    "duel,rule=greedy,block=4,noise_seed=0": -514.1385212,
 }
 
 
 @pytest.mark.parametrize("estimator", RANDOM_TOKENS)
 def test_the_network_under_random_tokens_gives_what_it_gave(estimator):
-    """Made by `lm-eval-duel run --model_args pretrained=demo-duo,estimator=... --tasks sotu --limit 2`."""
-    spec, found = again({"pretrained": "demo-duo", "estimator": estimator}, 2)
+    """Made by `lm-eval-duel run --model_args pretrained=demo-duo,estimator=... --tasks sotu --limit 1`."""
+    spec, found = again({"pretrained": "demo-duo", "estimator": estimator}, 1)
     assert spec["weights"] == "dcacf17b430d", "other weights than the golden values were made with: make them again"
-    assert [found[n] for n in range(2)] == close_nats(RANDOM_TOKENS[estimator], 128)
+    assert found[0] == close_nats(RANDOM_TOKENS[estimator], 128)
 
 
 @pytest.mark.slow

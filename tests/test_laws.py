@@ -86,8 +86,11 @@ class Peeks(rules.Rule):
 
 
 def test_control_a_rule_that_peeks_does_not_sum_to_one():
-    duels = [(Duel(TOY, Peeks((string,)), None), [Window((), string)]) for string in strings(3, 3)]
-    assert abs(math.fsum(math.exp(duel.log_prob(window)[0].log_prob) for duel, window in duels) - 1) > 0.01
+    probabilities = []
+    for string in strings(3, 2):
+        [score] = Duel(TOY, Peeks((string,)), None).log_prob([Window((), string)])
+        probabilities.append(math.exp(score.log_prob))
+    assert abs(math.fsum(probabilities) - 1) > 0.01
 
 
 def test_control_a_rule_that_stalls_raises():
@@ -196,7 +199,9 @@ def test_left_to_right_is_the_chain_rule():
 @pytest.mark.parametrize(
     ("place", "name", "rule", "block", "batch_size"),
     [
-        *((Lanes, name, KLASS, *more) for name, *more in (("reveal", 2, 1), ("reveal", None, 16), ("concat", 2, 1))),
+        (Lanes, "reveal", KLASS, 2, 1),
+        pytest.param(Lanes, "reveal", KLASS, None, 16, marks=pytest.mark.slow),
+        pytest.param(Lanes, "concat", KLASS, 2, 1, marks=pytest.mark.slow),
         (BlockCausalView, "_grow", "threshold:mu=0.97", "auto", None),
         (BlockCausalView, "_extend", "left_to_right:k=3", "auto", None),
         (BlockCausalView, "_past", KLASS, "auto", None),

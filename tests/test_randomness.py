@@ -126,7 +126,7 @@ def test_shared_and_independent_errors_add_up_as_they_should():
     assert Total.from_parts(parts).stderr == pytest.approx(Total.from_scores(windows, scores, "elbo").stderr)
 
 
-@pytest.mark.parametrize("block", [None, 3])
+@pytest.mark.parametrize("block", [pytest.param(None, marks=pytest.mark.slow), 3])
 def test_an_elbo_masks_every_number_and_every_place_equally_often(block):
     """n uniform on 1..m, each set of n positions equally likely, also of a block that is shorter."""
     windows = texts(40, 8, seed=5)

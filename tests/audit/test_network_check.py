@@ -131,7 +131,7 @@ class OwnDiT(PreTrainedModel):
 """
 
 
-@pytest.mark.parametrize("kind", ["mdlm", "bd3lm"])
+@pytest.mark.parametrize("kind", [pytest.param("mdlm", marks=pytest.mark.slow), "bd3lm"])
 def test_the_forward_of_a_dit_takes_timesteps(kind, tmp_path):
     """BD3-LM's takes a plain row in its sample mode only, and masks attention itself."""
     name = kind.upper()

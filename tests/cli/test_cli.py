@@ -37,6 +37,7 @@ def test_the_command_prints_and_writes_perplexities_and_which_law_they_are_of(tm
     assert config["duel"]["tokens"] == config["duel"]["nfe"] == tokens and config["duel"]["all_mask_starts"] == LIMIT
 
 
+@pytest.mark.slow
 def test_multiple_choice_and_a_rule_in_one_word():
     results = evaluate("sotu_choice", "rule=klass:mu=0.05:nu=9", limit=1)
     assert results["config"]["spec"]["rule"] == "klass:mu=0.05:nu=9.0:history=1:kl=paper"

@@ -147,6 +147,7 @@ def test_several_models_end_with_the_paired_differences(folder, texts, tmp_path,
     assert {line["model"] for line in csv.DictReader((tmp_path / "out.csv").open())} == {str(folder)}
 
 
+@pytest.mark.slow
 def test_models_are_compared_as_a_report_compares_them(folder, texts, tmp_path, capsys):
     """The same rows and differences as those of a report of the file, under the arguments that differ."""
     other = tiny.checkpoint(tmp_path / "other", "modernbert", length=8)

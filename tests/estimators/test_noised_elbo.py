@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+from laws import slow_but
 from noised_toys import Conditioned, NoisyToy, bound, sampled
 from toys import Toy
 
@@ -31,6 +32,7 @@ TEXT = (1, 2)
 PROCESSES = [(name, "none") for name in PLAIN] + [
     (name, kind) for name in ("conditioned", "conditioned denoiser") for kind in ("none", "twice", "chain")
 ]
+FAST = [process for process in PROCESSES if process != ("conditioned", "chain")]  # the slowest; one of its kind stays
 
 
 def times(*values):
@@ -38,7 +40,7 @@ def times(*values):
     return [torch.tensor([[value]], dtype=torch.float64) for value in values]
 
 
-@pytest.mark.parametrize(("name", "conditioning"), PROCESSES)
+@pytest.mark.parametrize(("name", "conditioning"), slow_but(PROCESSES, FAST))
 def test_the_process_is_a_distribution_and_the_bound_is_one(name, conditioning):
     toy, steps = TOYS[name], 2
     p = sampled(toy, 2, steps, conditioning)
@@ -106,7 +108,7 @@ def test_the_draws_of_steps_and_times_have_the_density_that_weights_them():
             assert float((weight * (t < border)).mean()) == pytest.approx(border, rel=1e-2)
 
 
-@pytest.mark.parametrize("name", ["uniform plugin", "hybrid plugin"])
+@pytest.mark.parametrize("name", ["uniform plugin", pytest.param("hybrid plugin", marks=pytest.mark.slow)])
 def test_many_steps_approach_the_limit(name):
     toy, x = TOYS[name], (2, 1)
     [score] = NoisedElbo(toy, NoisedElboArguments(4096, math.inf)).log_prob([Window((), x)])

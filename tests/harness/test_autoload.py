@@ -38,7 +38,7 @@ def test_hook_and_entry_points_name_the_same_models():
     assert declared == autoload.MODELS
 
 
-@pytest.mark.parametrize("before", ["", "import lm_eval.models; "])
+@pytest.mark.parametrize("before", [pytest.param("", marks=pytest.mark.slow), "import lm_eval.models; "])
 def test_without_the_site_hook_it_can_be_installed_by_hand(before):
     """`-S` keeps site hooks from running; site-packages then has to be named."""
     paths = [p for p in sys.path if p]
@@ -82,7 +82,8 @@ registry.load_plugins = load_plugins
 """
 
 
-@pytest.mark.parametrize("by_hand", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("by_hand", [False, True])
 def test_where_lm_eval_reads_entry_points_the_hook_leaves_it_to_it(by_hand):
     """`lm-eval-duel run` registers by hand, where entry points may not be found; the loader then skips the name."""
     out = python(
@@ -108,7 +109,11 @@ def test_where_lm_eval_reads_entry_points_the_hook_leaves_it_to_it(by_hand):
     ("call", "told"),
     [
         ("lm_eval.api.registry.get_model('duel_mdm')", "Did you mean 'duel-mdm'?"),
-        ("EvaluatorConfig(tasks=['sotu'], include_path=folder).process_tasks()", "--include_path $(lm-eval-duel"),
+        pytest.param(
+            "EvaluatorConfig(tasks=['sotu'], include_path=folder).process_tasks()",
+            "--include_path $(lm-eval-duel",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_lm_evals_own_errors_name_what_is_ours(call, told, tmp_path):

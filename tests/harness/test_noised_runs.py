@@ -36,7 +36,7 @@ def folders(tmp_path_factory):
     return {"duo": duo, "gemma": gemma_reference.write(tmp_path_factory.mktemp("gemma"))}
 
 
-@pytest.fixture(params=["duo", "gemma"])
+@pytest.fixture(params=["duo", pytest.param("gemma", marks=pytest.mark.slow)])
 def model(request, folders):
     """A function of other model args: the harness's model of one network."""
     fixed = {"pretrained": folders[request.param], "device": "cpu", **RULES[request.param]}

@@ -126,6 +126,7 @@ def test_a_row_of_the_papers_that_does_not_exist(row, tmp_path):
         paper.main(["oracle/*", row, "--out", str(tmp_path)])
 
 
+@pytest.mark.slow
 def test_a_finished_run_of_the_papers_is_not_run_again(tmp_path, monkeypatch, capsys):
     paper, started = example("paper/run"), []
     table = yaml.safe_load(paper.RECIPES.read_text())

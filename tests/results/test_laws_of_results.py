@@ -219,7 +219,7 @@ BOUND = {"estimator": "elbo", "mc_samples": 16, "stderr": 0.1}
         (BOUND, 0.05, "upper bound"),
         (BOUND | {"elbo_eps": 0.001}, 0.05, "neither a likelihood nor a bound"),
         ({"estimator": "elbo", "mc_samples": 4}, 0.05, "mc_samples=4"),
-        ({"estimator": "elbo", "mc_samples": 4}, -0.05, "mc_samples=4"),
+        pytest.param({"estimator": "elbo", "mc_samples": 4}, -0.05, "mc_samples=4", marks=pytest.mark.slow),
         ({"estimator": "two_phase", "blocks": TwoPhaseBlocks(20)}, 0.05, "not known"),
         ({"estimator": "oracle"}, -0.05, "not a likelihood"),
     ],

@@ -91,7 +91,7 @@ def run(path, files, scoring="joint"):
     return found["results"]["proteingym"], scores
 
 
-@pytest.mark.parametrize("scoring", ["joint", "marginals"])
+@pytest.mark.parametrize("scoring", [pytest.param("joint", marks=pytest.mark.slow), "marginals"])
 def test_scores_are_those_of_a_loop_by_hand_and_rank_a_known_order(network, tmp_path, scoring):
     path, logits = network
     expected = {mutant: by_hand(logits, scoring, mutant) for mutant in VARIANTS}
