@@ -73,5 +73,8 @@ EVALUATE_ALL = EvaluateAll()
 
 def require_pick(rule: UnmaskingRule, decision: Decision) -> None:
     """Raise RuleStalled unless something is picked in every lane, or the rule may pick nothing."""
-    if not rule.may_pick_none and not (picked := decision.pick.any(1)).all():
+    if rule.may_pick_none:
+        return
+    picked = decision.pick.any(1)  # (R,)
+    if not picked.all():
         raise RuleStalled(f"Rule {rule} picked nothing.", lane=int((~picked).nonzero()[0]))

@@ -1,5 +1,12 @@
 """Rows and lanes: whole windows, and the blocks of them that are being revealed.
 
+    window      context c c, target t t t t, suffix s
+    row         c c t t t t s - -       padded to the longest row of its group
+    lanes           t t|t t             blocks of two
+
+With the targets known every block starts from a known state, so all lanes of all windows go side by side. Lanes wait in
+a `Queue` until the loop has room for them.
+
 Shapes: N windows, L row length, R lanes, W block width, C masked positions.
 """
 
@@ -37,14 +44,16 @@ class Rows:
         ids = torch.zeros(len(windows), longest, dtype=torch.int64)  # (N, L)
         visible = torch.zeros(len(windows), longest, dtype=torch.bool)  # (N, L)
         for n, window in enumerate(windows):
-            start, end = len(window.context), len(window.context) + len(window.target)
+            start = len(window.context)
+            end = start + len(window.target)
             ids[n, :end] = torch.tensor(window.context + window.target, dtype=torch.int64)
             visible[n, :start] = True
             visible[n, [start + index for index in window.known]] = True
             if window.suffix:
-                ids[n, window.length - len(window.suffix) : window.length] = torch.tensor(window.suffix)
-                visible[n, window.length - len(window.suffix) : window.length] = True
-        counts = [(len(w.context), len(w.target), w.length) for w in windows]
+                suffix = slice(window.length - len(window.suffix), window.length)
+                ids[n, suffix] = torch.tensor(window.suffix)
+                visible[n, suffix] = True
+        counts = [(len(window.context), len(window.target), window.length) for window in windows]
         origin, target, length = torch.tensor(counts, dtype=torch.int64).unbind(1)  # (N,) each
         planes = (ids, visible, origin, target, length, torch.full_like(length, noise_seed))
         if device.type == "cuda":  # pinned, so that the copies do not wait for the device
@@ -53,9 +62,16 @@ class Rows:
 
     def alone(self, row: int) -> Rows:
         """A copy of one window, without padding."""
-        here, length = slice(row, row + 1), int(self.length[row])
-        ids, visible = (plane[here, :length].clone() for plane in (self.ids, self.visible))
-        return Rows(ids, visible, self.origin[here], self.target[here], self.length[here], self.noise_seed[here])
+        only = slice(row, row + 1)
+        length = int(self.length[row])
+        return Rows(
+            ids=self.ids[only, :length].clone(),  # sampling writes into it
+            visible=self.visible[only, :length].clone(),
+            origin=self.origin[only],
+            target=self.target[only],
+            length=self.length[only],
+            noise_seed=self.noise_seed[only],
+        )
 
     def targets(self, lanes: Lanes) -> torch.Tensor:
         """The token at each position of `lanes`, (R, W)."""
@@ -84,10 +100,10 @@ class Lanes:
         origin = rows.origin[row]  # (R,)
         columns = start[:, None] + torch.arange(int(width.max()), device=row.device)  # (R, W)
         real = columns < (start + width)[:, None]  # (R, W)
-        at = row[:, None], columns.clamp(max=rows.ids.shape[1] - 1)
+        at = (row[:, None], columns.clamp(max=rows.ids.shape[1] - 1))
         masked = real & (columns >= origin[:, None]) & ~rows.visible[at]  # (R, W)
-        tokens = rows.ids[at]  # (R, W)
-        return cls(row, start, origin, width, tokens.masked_fill(masked | ~real, -1), masked, torch.zeros_like(row))
+        tokens = rows.ids[at].masked_fill(masked | ~real, -1)  # (R, W)
+        return cls(row, start, origin, width, tokens, masked, step=torch.zeros_like(row))
 
     def __len__(self) -> int:
         return len(self.row)
@@ -147,34 +163,39 @@ class Lanes:
     def concat(self: Self, other: Self) -> Self:
         """These lanes, then the others. W is the larger of the two; lanes without memory get zeros."""
         wide = max(self.masked.shape[1], other.masked.shape[1])
-        planes = {
-            name: torch.cat(
-                [_widen(getattr(lanes, name), wide, -1 if name == "tokens" else 0) for lanes in (self, other)]
-            )
-            for name in PLANES
-        }
+        planes = {}
+        for name in PLANES:
+            fill = -1 if name == "tokens" else 0
+            first = _widen(getattr(self, name), wide, fill)
+            second = _widen(getattr(other, name), wide, fill)
+            planes[name] = torch.cat([first, second])
         memory = _joined(self, self.memory, other, other.memory, wide)
         carried = _joined(self, self.carried, other, other.carried, wide)
         return dataclasses.replace(self, **planes, memory=memory, carried=carried)
 
 
 def _joined(
-    one: Lanes, of_one: tuple[torch.Tensor, ...], two: Lanes, of_two: tuple[torch.Tensor, ...], wide: int
+    one: Lanes, planes: tuple[torch.Tensor, ...], other: Lanes, others: tuple[torch.Tensor, ...], wide: int
 ) -> tuple[torch.Tensor, ...]:
-    """The planes of some lanes, then those of others, padded to W = `wide`. Lanes without planes get zeros."""
-    of_one = of_one or tuple(plane.new_zeros(*one.masked.shape, *plane.shape[2:]) for plane in of_two)
-    of_two = of_two or tuple(plane.new_zeros(*two.masked.shape, *plane.shape[2:]) for plane in of_one)
-    planes = zip(of_one, of_two, strict=True)
-    return tuple(torch.cat([_widen(first, wide, 0), _widen(second, wide, 0)]) for first, second in planes)
+    """`planes` of some lanes, then those of `others`, padded to W = `wide`. Lanes without planes get zeros."""
+    planes = planes or _zeros_like(others, one)
+    others = others or _zeros_like(planes, other)
+    pairs = zip(planes, others, strict=True)
+    return tuple(torch.cat([_widen(first, wide, 0), _widen(second, wide, 0)]) for first, second in pairs)
+
+
+def _zeros_like(planes: tuple[torch.Tensor, ...], lanes: Lanes) -> tuple[torch.Tensor, ...]:
+    """Zeros like `planes` (., ., ...) for these lanes, (R, W, ...) each."""
+    return tuple(plane.new_zeros(*lanes.masked.shape, *plane.shape[2:]) for plane in planes)
 
 
 def _widen(plane: torch.Tensor, wide: int, fill: float) -> torch.Tensor:
     """`plane` (R, W, ...) padded to W = `wide`; one of shape (R,) as it is."""
     if plane.dim() == 1 or plane.shape[1] == wide:
         return plane
-    grown = plane.new_full((len(plane), wide, *plane.shape[2:]), fill)
-    grown[:, : plane.shape[1]] = plane
-    return grown
+    padded = plane.new_full((len(plane), wide, *plane.shape[2:]), fill)
+    padded[:, : plane.shape[1]] = plane
+    return padded
 
 
 def blocks(origin: int, target: int, block: int | None, grid: str) -> list[tuple[int, int]]:
@@ -186,17 +207,14 @@ def blocks(origin: int, target: int, block: int | None, grid: str) -> list[tuple
     """
     if target == 0:
         return []
-    end = origin + target
     if block is None:
         return [(origin, target)]
+    end = origin + target
     first = origin if grid == "target" else origin - origin % block
     return [(start, min(block, end - start)) for start in range(first, end, block)]
 
 
-# ---------------------------------------------------------------- queue
-# The order in which windows are opened and lanes wait.
-#
-# Shapes: R lanes.
+# ---------------------------------------------------------------- the order in which windows are opened, and lanes wait
 
 
 GROUP = 4096  # windows opened at once, which bounds the ids in memory, not the batch
@@ -207,12 +225,15 @@ def groups(windows: Sequence[Window], same_length: bool, buckets: Sequence[int] 
 
     `buckets`: a number for each window; a smaller one goes first, and only windows of one number are sorted by length.
     """
-    chosen = [n for n, window in enumerate(windows) if window.target]
-    order = sorted(chosen, key=lambda n: (buckets[n] if buckets else 0, -windows[n].length))
+
+    def place(n: int) -> tuple[int, int]:
+        return (buckets[n] if buckets else 0, -windows[n].length)
+
+    with_targets = [n for n, window in enumerate(windows) if window.target]
     result: list[list[int]] = []
-    for n in order:
-        full = not result or len(result[-1]) >= GROUP
-        if full or (same_length and windows[result[-1][0]].length != windows[n].length):
+    for n in sorted(with_targets, key=place):
+        is_full = not result or len(result[-1]) >= GROUP
+        if is_full or (same_length and windows[result[-1][0]].length != windows[n].length):
             result.append([])
         result[-1].append(n)
     return result
@@ -229,8 +250,10 @@ class Queue:
         self._coming = iter(lanes)
 
     def __bool__(self) -> bool:
-        if not self._ready and (following := next(self._coming, None)) is not None:
-            self._ready.append(following)
+        if not self._ready:
+            following = next(self._coming, None)
+            if following is not None:
+                self._ready.append(following)
         return bool(self._ready)
 
     def first(self) -> Lanes:

@@ -23,7 +23,9 @@ import torch
 from lm_eval_duel.core.hashing import uniform
 
 RUN = 4096  # columns that are summed in the dtype of the logits
-MASKED_KIND, MASKED_TOKEN = 7, 8  # keys of the random numbers: whether a masked position shows [MASK], and which token
+# Keys of the random numbers of masked positions
+MASKED_KIND = 7  # whether one shows [MASK]
+MASKED_TOKEN = 8  # or which token
 
 
 class Level(NamedTuple):
@@ -174,15 +176,19 @@ def step_kl(before: Level, now: Level, stats: Statistics, observed: Observed) ->
     x_t has the ratio of posteriors u / (a r(y) + u), and [MASK] has the ratio 1.
     """
     same, masked = observed
+    replaced = ~(same | masked)  # (R, W) x_t is a token, and not x_0
     stays = now.a / before.a  # (R, 1)
     enters = torch.where(masked, now.m - stays * before.m, now.u - stays * before.u)  # (R, W) q(x_t | y), y != x_t
     reached = _reached(now, observed)  # (R, W)
-    at_clean, clean, noisy = _log_ratios(before, stats)
-    replaced = ~(same | masked)  # x_t is a token, and not x_0
-    others = stats.total - clean - torch.where(replaced, noisy, 0.0)  # (R, W)
+    at_clean, clean, noisy = _log_ratios(before, stats)  # (R, W) each
+
+    # the posterior q(x_s | x_t, x_0) at x_0, at x_t, and at each other token
     weight_clean = (enters + torch.where(same, stays, 0.0)) * (before.a + before.u) / reached
     weight_noisy = torch.where(replaced, (enters + stays) * before.u / reached, 0.0)
-    value = -enters * before.u / reached * others - weight_clean * at_clean - _log_evidence(now, stats, observed)
+    weight_other = enters * before.u / reached
+
+    others = stats.total - clean - torch.where(replaced, noisy, 0.0)  # (R, W) the sum of their log-ratios
+    value = -weight_other * others - weight_clean * at_clean - _log_evidence(now, stats, observed)
     return value - torch.where(weight_noisy > 0, weight_noisy * noisy, 0.0)
 
 
@@ -209,15 +215,16 @@ def _log_ratios(level: Level, stats: Statistics) -> tuple[torch.Tensor, torch.Te
     """log (a r + u) / (a + u) at x_0, and log (a r + u) / u at x_0 and at x_t, 0 if u is 0; (R, W) each."""
     a, u, _ = level
     ratio = torch.where(u > 0, a / u, 0.0)  # (R, 1)
-    clean, noisy = (torch.log1p(ratio * log_r.exp()) for log_r in (stats.clean, stats.noisy))
+    clean = torch.log1p(ratio * stats.clean.exp())  # (R, W)
+    noisy = torch.log1p(ratio * stats.noisy.exp())  # (R, W)
     return _log_share(level, stats.clean), clean, noisy
 
 
 def _log_share(level: Level, log_r: torch.Tensor) -> torch.Tensor:
     """log (a r + u) / (a + u), (R, W), exact for r near 1 and for r near 0."""
     a, u, _ = level
-    likely = torch.log1p(a / (a + u) * torch.expm1(log_r))
-    unlikely = torch.logaddexp(a.log() + log_r, u.log()) - (a + u).log()
+    likely = torch.log1p(a / (a + u) * torch.expm1(log_r))  # (R, W) exact for r near 1
+    unlikely = torch.logaddexp(a.log() + log_r, u.log()) - (a + u).log()  # (R, W) exact for r near 0
     return torch.where(log_r > -1, likely, unlikely)
 
 
@@ -268,14 +275,15 @@ def masked_tokens(
     n(seed, block, step, position), drawn from the noise of time t = `share` (R,), which is the share of positions that
     are masked: [MASK] with probability m / (m + K u), else one of the K `tokens` (K,).
     """
-    t = share.double()[:, None]  # (R, 1)
-    level = noise.level(t, 1 - t)
-    chosen = (uniform(*keys[:1], MASKED_TOKEN, *keys[1:]) * noise.tokens).long().clamp(max=noise.tokens - 1)  # (R, L)
-    shown = tokens[chosen]  # (R, L)
+    seed, *others = keys
+    drawn = uniform(seed, MASKED_TOKEN, *others) * noise.tokens  # (R, L)
+    shown = tokens[drawn.long().clamp(max=noise.tokens - 1)]  # (R, L)
     if mask_id is None:
         return shown
+    t = share.double()[:, None]  # (R, 1)
+    level = noise.level(t, 1 - t)
     as_mask = level.m / (level.m + noise.tokens * level.u)  # (R, 1)
-    return torch.where(uniform(*keys[:1], MASKED_KIND, *keys[1:]) < as_mask, mask_id, shown)
+    return torch.where(uniform(seed, MASKED_KIND, *others) < as_mask, mask_id, shown)
 
 
 # ---------------------------------------------------------------- noisy tokens, and the statistics of a network
@@ -284,7 +292,7 @@ def masked_tokens(
 def draw(noise: Noise, level: Level, clean: torch.Tensor, u: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     """Draw x_t (R, W) as token indices, -1 for [MASK], from x_0 `clean` (R, W) and uniform numbers u, v (R, W)."""
     replaced = (v * noise.tokens).long().clamp(max=noise.tokens - 1)  # (R, W)
-    noisy = torch.where(u < level.a + level.m, -1, replaced)
+    noisy = torch.where(u < level.a + level.m, -1, replaced)  # (R, W)
     return torch.where(u < level.a, clean, noisy)
 
 
@@ -313,14 +321,18 @@ def statistics(
     """
     logits.scatter_add_(1, noisy[:, None], shift[:, None].to(logits.dtype))
     top = logits.amax(1, keepdim=True)  # (P, 1)
-    picked = logits.gather(1, torch.stack([clean, noisy], 1)).double() - top.double()  # (P, 2)
+    both = logits.gather(1, torch.stack([clean, noisy], 1))  # (P, 2) before `logits` is overwritten
+    both = both.double() - top.double()  # (P, 2)
     mass = logits.sub_(top).exp_()  # (P, V) in proportion to r
     whole = _sum(mass)  # (P,)
     total = _sum(mass.mul_((ratio / whole)[:, None].to(mass.dtype)).log1p_())  # (P,)
-    log_r = picked - whole.log()[:, None]  # (P, 2)
+    log_r = both - whole.log()[:, None]  # (P, 2)
     return log_r[:, 0], log_r[:, 1], total
 
 
 def _sum(plane: torch.Tensor) -> torch.Tensor:
     """The sum of each row of `plane` (P, V), float64 (P,), without a float64 plane."""
-    return sum((part.sum(1).double() for part in plane.split(RUN, 1)), start=plane.new_zeros(len(plane)).double())
+    total = plane.new_zeros(len(plane)).double()  # (P,)
+    for part in plane.split(RUN, 1):
+        total = total + part.sum(1).double()
+    return total

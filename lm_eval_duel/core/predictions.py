@@ -1,6 +1,11 @@
-"""The statistics of logits in few passes over them: the top tokens, what they leave to the others, entropies.
+"""Predictions: the distributions at masked positions, as the statistics that rules and scoring need.
 
-Shapes: u rows of logits, V tokens, G runs of columns.
+Distributions are clean: log-softmax in float32 or better over the true vocabulary, with [MASK] and padding columns at
+probability zero. Whole distributions are large (1 GiB for 2,048 positions and 128,000 tokens), so they are made in
+chunks, and read in few passes.
+
+Shapes: N windows, R lanes, W block width, C masked positions, c some of them, U rows of features that the LM head runs
+on, u some of them, D features, V tokens, E excluded columns, G runs of columns.
 """
 
 from __future__ import annotations
@@ -18,80 +23,9 @@ from lm_eval_duel.core.hashing import uniform
 from lm_eval_duel.core.lanes import Lanes
 from lm_eval_duel.errors import DuelError, NotFinite
 
-CACHED_VALUES = 1 << 17  # logits at once: half of one CPU core's cache
-RUN = 64  # columns per run when looking for the largest: a CPU's argmax handles one value at a time, its amax sixteen
-
-
-class Top(NamedTuple):
-    """The most probable token of each distribution, and how far the others are from it."""
-
-    token: torch.Tensor  # (U,)
-    logit: torch.Tensor  # (U,)
-    confidence: torch.Tensor  # (U,) log P1 - log(1 - P1)
-    log_margin: torch.Tensor  # (U,) log P1 - log P2
-
-
-@torch.inference_mode()
-def top_of(logits: torch.Tensor) -> Top:
-    """The top tokens of logits (u, V), which are modified in place and restored."""
-    token, first, second = two_largest(logits)  # (u, 1), (u,), (u,)
-    logits.scatter_(1, token, -math.inf)
-    if logits.device.type == "cpu":  # parts that stay in its cache: several times faster than logsumexp
-        most = second.clamp(min=torch.finfo(logits.dtype).min)[:, None]  # (u, 1) -inf if there is no other token
-        sums = logits.new_empty(len(logits))  # (u,)
-        rows = max(1, CACHED_VALUES // logits.shape[1])
-        for part, top, total in zip(logits.split(rows), most.split(rows), sums.split(rows), strict=True):
-            torch.sum((part - top).exp_(), 1, out=total)
-        log_sum = sums.log_()
-    else:
-        log_sum = -F.log_softmax(logits, 1).amax(1)  # one fused kernel; its largest entry is minus the log of the sum
-    logits.scatter_(1, token, first[:, None])
-    others = torch.where(second == -math.inf, second, second + log_sum)
-    return Top(token[:, 0], first, first - others, first - second)
-
-
-def two_largest(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The column of the largest logit of each row, the first of equals (u, 1), and the two largest values (u,).
-
-    Takes the largest value of each run of columns, then searches the best run only: one pass over the logits.
-    """
-    width = logits.shape[1] // RUN * RUN  # columns in whole runs
-    rest = torch.arange(width, logits.shape[1], device=logits.device).expand(len(logits), -1)
-    near, others = rest, logits.new_full((len(logits), 1), -math.inf)  # columns near the largest; other runs' largest
-    if width:
-        runs = logits[:, :width].unflatten(1, (-1, RUN)).amax(2)  # (u, G)
-        best = runs.argmax(1, keepdim=True)  # (u, 1)
-        near = torch.cat([best * RUN + torch.arange(RUN, device=logits.device), rest], 1)  # (u, RUN + ...)
-        others = runs.scatter_(1, best, -math.inf)
-    values = logits.gather(1, near)
-    at = values.argmax(1, keepdim=True)  # (u, 1)
-    token, first = near.gather(1, at), values.gather(1, at)[:, 0]
-    second = values.scatter(1, at, -math.inf).amax(1).maximum(others.amax(1))
-    return token, first, second
-
-
-def entropy_of(logits: torch.Tensor, top: Top) -> torch.Tensor:
-    """The entropies in nats, (u,)."""
-    log_p = log_p_of(logits, top)  # (u, V)
-    return torch.where(log_p > -math.inf, -log_p * log_p.exp(), 0.0).sum(1)
-
-
-def log_p_of(logits: torch.Tensor, top: Top) -> torch.Tensor:
-    """Log-probabilities (u, V), exact near probability 1 too: log P1 = -softplus(-confidence)."""
-    return logits - top.logit[:, None] - F.softplus(-top.confidence[:, None])
-
-
-# ---------------------------------------------------------------- predictions
-# Predictions: the distributions at masked positions, as the statistics that rules and scoring need.
-#
-# From here on distributions are clean: log-softmax in float32 or better over the true vocabulary, with [MASK] and
-# padding columns at probability zero.
-#
-# Shapes: R lanes, W block width, C masked positions, U rows of features that the LM head runs on, D features, V tokens,
-# E excluded columns.
-
-
-CPU_VALUES, CPU_ROWS = 1 << 20, 64  # logits at once: as many as fit a CPU's cache, but enough rows for a fast matmul
+# Logits at once
+CPU_VALUES = 1 << 20  # as many as fit a CPU's cache,
+CPU_ROWS = 64  # but enough rows for a fast matmul
 GPU_VALUES = 1 << 26  # 256 MiB of float32
 
 
@@ -106,9 +40,6 @@ class LogitFilter(Protocol):
 
     def describe(self) -> dict[str, object]:
         """The entry of the spec."""
-
-
-READ = {"entropy": entropy_of, "log_p": log_p_of}  # statistics that are read when they are asked for
 
 
 class Predictions:
@@ -133,7 +64,7 @@ class Predictions:
         step: (U,) the step of each row of features, for filters that read it.
     """
 
-    carried: tuple[torch.Tensor, ...] = ()  # (R, W, ...) each: what the network reads at the next step
+    carried: tuple[torch.Tensor, ...] = ()  # for subclasses that are made otherwise
 
     def __init__(
         self,
@@ -151,31 +82,36 @@ class Predictions:
         filters: Sequence[LogitFilter] = (),
         step: torch.Tensor | None = None,
     ):
-        self.masked, self.all_mask = masked, all_mask
+        self.masked = masked
+        self.all_mask = all_mask
         self.carried = carried
-        self._features, self._row, self._head, self._excluded = features, row, head, excluded
+        self._features = features
+        self._row = row
+        self._head = head
+        self._excluded = excluded
         self._columns = excluded.nonzero()[:, 0] if columns is None else columns  # (E,)
         self._at = masked.nonzero().unbind(1) if masked_at is None else masked_at  # (C,) lane and position of each
+        self._targets = None if targets is None else targets[self._at]  # (C,)
         self._filters = tuple(filters)
         self._step = step
-        self._targets = None if targets is None else targets[self._at]  # (C,)
         on_cpu = features.device.type == "cpu"
         self._chunk = max(CPU_ROWS, CPU_VALUES // len(excluded)) if on_cpu else max(1, GPU_VALUES // len(excluded))
-        self._kept: torch.Tensor | None = None  # (U, V) all logits, if they are a single chunk
-        self._known: dict[str, torch.Tensor] = {}  # what passes over the logits have given, by name
+        self._logits_kept: torch.Tensor | None = None  # (U, V) all logits, if they are a single chunk
+        self._computed: dict[str, torch.Tensor] = {}  # what passes over the logits have given, by name
         self._part_of: Predictions | None = None
 
     # ------------------------------------------------------------ parts
 
-    def among(self, masked: torch.Tensor) -> Predictions:
+    def narrowed(self, masked: torch.Tensor) -> Predictions:
         """The same predictions at `masked` alone, (R, W), a part of the masked positions; nothing is computed again."""
         return self._part(masked, masked[self._at], self._at, self.all_mask)
 
     def of_lane(self, lane: int, width: int) -> Predictions:
         """The same predictions in one lane alone, cut to `width`; nothing is computed again."""
-        keep = self._at[0] == lane  # (C,)
-        at = (torch.zeros_like(self._at[0]), self._at[1])
-        return self._part(self.masked[lane : lane + 1, :width], keep, at, self.all_mask[lane : lane + 1])
+        of_lanes, position = self._at
+        only = slice(lane, lane + 1)
+        at = (torch.zeros_like(of_lanes), position)  # (C,) each, as if it were lane 0
+        return self._part(self.masked[only, :width], of_lanes == lane, at, self.all_mask[only])
 
     @property
     def unfiltered(self) -> Predictions:
@@ -189,15 +125,24 @@ class Predictions:
         self, masked: torch.Tensor, keep: torch.Tensor, at: tuple[torch.Tensor, ...], all_mask: torch.Tensor
     ) -> Predictions:
         """Predictions at `masked`: my masked positions to `keep` (C,), which `masked` has `at` (lane, position)."""
-        rows, position = self._row[keep].unique(return_inverse=True)  # (u,), (c,)
-        inputs = (masked, all_mask, self._features[rows], position, self._head, self._excluded)
-        at = tuple(plane[keep] for plane in at)
-        step = None if self._step is None else self._step[rows]
-        part = Predictions(*inputs, columns=self._columns, masked_at=at, filters=self._filters, step=step)
         self._statistic("logit")  # one pass for all parts
-        part._known = {name: value[keep if name == "target" else rows] for name, value in self._known.items()}
+        rows, row = self._row[keep].unique(return_inverse=True)  # (u,), (c,)
+        part = Predictions(
+            masked,
+            all_mask,
+            self._features[rows],
+            row,
+            self._head,
+            self._excluded,
+            columns=self._columns,
+            masked_at=tuple(plane[keep] for plane in at),
+            filters=self._filters,
+            step=None if self._step is None else self._step[rows],
+        )
+        for name, values in self._computed.items():
+            part._computed[name] = values[keep if name == "target" else rows]
         part._targets = None if self._targets is None else self._targets[keep]
-        part._kept = None if self._kept is None else self._kept[rows]
+        part._logits_kept = None if self._logits_kept is None else self._logits_kept[rows]
         part._part_of = self.whole
         return part
 
@@ -237,8 +182,7 @@ class Predictions:
     @cached_property
     def log_sum(self) -> torch.Tensor:
         """The log of the sum of exp(logit) over the vocabulary, float64 (R, W)."""
-        # log P1 = -softplus(-confidence)
-        return self._plane(self._top.logit.double() + F.softplus(-self._top.confidence.double()))
+        return self._plane(self._top.logit.double() - log_p1(self._top.confidence.double()))
 
     # ------------------------------------------------------------ features
 
@@ -266,7 +210,8 @@ class Predictions:
         features = self._one_input()
         position = self._row.new_empty(len(features))  # (U,) a masked position with each row of features
         position[self._row] = torch.arange(len(self._row), device=position.device)
-        return self._plane(function(features, *(plane[self.masked][position] for plane in planes)))
+        values = [plane[self.masked][position] for plane in planes]  # (U,) each
+        return self._plane(function(features, *values))
 
     def _one_input(self) -> torch.Tensor:
         if self._features.dim() != 2:
@@ -280,34 +225,38 @@ class Predictions:
 
     def log_prob(self, tokens: torch.Tensor) -> torch.Tensor:
         """log p of `tokens` (R, W) in nats, float64 (R, W); NaN where a token is -1 or nothing is masked."""
-        wanted, ids = self.masked & (tokens >= 0), tokens[self._at]  # (R, W), (C,)
+        wanted = self.masked & (tokens >= 0)  # (R, W)
+        ids = tokens[self._at]  # (C,)
         if self._targets is not None and torch.equal(torch.where(ids < 0, ids, self._targets), ids):
+            # all of them are targets, whose logits were read in the first pass
             return self._at_masked(self._statistic("target"), self._row, self.masked).masked_fill(~wanted, math.nan)
-        among = (ids >= 0).nonzero()[:, 0]  # (c,)
-        position, ids = self._row[among], ids[among]  # (c,) each
-        parts = [self._logits(position[part]).gather(1, ids[part, None])[:, 0] for part in self._parts(len(position))]
-        return self._at_masked(torch.cat(parts), position, wanted)
+        given = (ids >= 0).nonzero()[:, 0]  # (c,)
+        row = self._row[given]  # (c,)
+        ids = ids[given]  # (c,)
+        logit = []
+        for part in self._parts(len(row)):
+            logit.append(self._logits(row[part]).gather(1, ids[part, None])[:, 0])
+        return self._at_masked(torch.cat(logit), row, wanted)
 
-    def _at_masked(self, logit: torch.Tensor, position: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+    def _at_masked(self, logit: torch.Tensor, row: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
         """log p at the `wanted` positions from their logits (c,) and rows of features (c,), float64 (R, W)."""
         top = self._top
-        # log P1 = -softplus(-confidence), exact for P1 close to 1 too
-        values = logit.double() - top.logit[position].double() - F.softplus(-top.confidence[position].double())
-        plane = torch.full(self.masked.shape, math.nan, dtype=torch.float64, device=values.device)
-        return plane.masked_scatter(wanted, values)
+        log_p = logit.double() - top.logit[row].double() + log_p1(top.confidence[row].double())  # (c,)
+        plane = torch.full(self.masked.shape, math.nan, dtype=torch.float64, device=log_p.device)
+        return plane.masked_scatter(wanted, log_p)
 
     def draw(self, u: torch.Tensor) -> torch.Tensor:
         """The smallest id whose cumulative probability exceeds `u` (R, W) times the last one; -1 where u is NaN."""
         wanted = self.masked & ~u.isnan()  # (R, W)
-        level_of = u[self._at]  # (C,)
-        among = (~level_of.isnan()).nonzero()[:, 0]  # (c,)
-        position, level_of = self._row[among], level_of[among]  # (c,) each
+        level = u[self._at]  # (C,)
+        drawing = (~level.isnan()).nonzero()[:, 0]  # (c,)
+        row = self._row[drawing]  # (c,)
+        level = level[drawing]  # (c,)
         drawn = []
-        for part in self._parts(len(position)):
-            level = level_of[part]
-            cumulative = self._logits(position[part]).double().softmax(1).cumsum(1)  # (c, V)
+        for part in self._parts(len(row)):
+            cumulative = self._logits(row[part]).double().softmax(1).cumsum(1)  # (c, V)
             total = cumulative[:, -1:].contiguous()  # (c, 1)
-            above = torch.searchsorted(cumulative, level[:, None] * total, right=True)  # (c, 1)
+            above = torch.searchsorted(cumulative, level[part, None] * total, right=True)  # (c, 1)
             last = torch.searchsorted(cumulative, total)  # (c, 1) the product may round up to the total
             drawn.append(above.minimum(last)[:, 0])
         return torch.full_like(self.masked, -1, dtype=torch.int64).masked_scatter(wanted, torch.cat(drawn))
@@ -329,7 +278,7 @@ class Predictions:
             rows, row = position.unique(return_inverse=True)  # (u,), (c,)
             yield slice(first, first + lanes), row, self._logits(rows)
 
-    # ------------------------------------------------------------ the head
+    # ------------------------------------------------------------ passes over the logits
 
     @property
     def _top(self) -> Top:
@@ -340,29 +289,35 @@ class Predictions:
 
         The first pass over the logits also reads what every step needs: the top tokens and the targets.
         """
-        if name in self._known:
-            return self._known[name]
-        top, targets = (self._top, None) if self._known else (None, self._targets)
+        if name in self._computed:
+            return self._computed[name]
+        first_pass = not self._computed
+        targets = self._targets if first_pass else None
         of_parts = self._positions_of_parts() if targets is not None else []
         parts: dict[str, list[torch.Tensor]] = {}
         for n, part in enumerate(self._parts(len(self._features))):
             logits = self._logits(part)  # (u, V)
-            here = top_of(logits) if top is None else Top(*(values[part] for values in top))
-            read = here._asdict() if top is None else {}
+            read: dict[str, torch.Tensor] = {}
+            if first_pass:
+                top = top_of(logits)
+                read |= top._asdict()
+            else:
+                top = Top(*(self._computed[field][part] for field in Top._fields))
             if name in READ:
-                read[name] = READ[name](logits, here)
+                read[name] = READ[name](logits, top)
             if targets is not None:
-                read["target"] = logits[self._row[of_parts[n]] - part.start, targets[of_parts[n]]]  # (c,)
+                row = self._row[of_parts[n]] - part.start  # (c,)
+                read["target"] = logits[row, targets[of_parts[n]]]  # (c,)
             for each, values in read.items():
                 parts.setdefault(each, []).append(values)
         statistics = {each: torch.cat(values) for each, values in parts.items()}
-        if targets is not None:
+        if targets is not None:  # back into the order of masked positions
             logit = statistics["target"]  # (C,)
             statistics["target"] = torch.empty_like(logit).index_copy_(0, torch.cat(of_parts), logit)
-        if top is None:
+        if first_pass:
             self._require_finite(statistics["logit"], statistics["confidence"])
         value = statistics[name] if kept else statistics.pop(name)
-        self._known |= statistics
+        self._computed |= statistics
         return value
 
     def _require_finite(self, logit: torch.Tensor, confidence: torch.Tensor) -> None:
@@ -390,8 +345,8 @@ class Predictions:
     @torch.inference_mode()
     def _logits(self, rows: slice | torch.Tensor) -> torch.Tensor:
         """The logits at some rows of features (u, V), in float32 or better, -inf at excluded columns."""
-        if self._kept is not None:
-            return self._kept[rows]
+        if self._logits_kept is not None:
+            return self._logits_kept[rows]
         single = len(self._features) <= self._chunk
         features = self._features if single else self._features[rows]
         logits = self._head(features)
@@ -405,7 +360,7 @@ class Predictions:
             logits = each(logits, step)
         if not single:
             return logits
-        self._kept = logits
+        self._logits_kept = logits
         return logits[rows]
 
     def _plane(self, values: torch.Tensor) -> torch.Tensor:
@@ -415,10 +370,90 @@ class Predictions:
         return plane.masked_scatter(self.masked, values[self._row])
 
 
+# ---------------------------------------------------------------- statistics of logits, in few passes
+
+
+CACHED_VALUES = 1 << 17  # logits at once: half of one CPU core's cache
+RUN = 64  # columns per run when looking for the largest: a CPU's argmax handles one value at a time, its amax sixteen
+
+
+class Top(NamedTuple):
+    """The most probable token of each distribution, and how far the others are from it."""
+
+    token: torch.Tensor  # (U,)
+    logit: torch.Tensor  # (U,)
+    confidence: torch.Tensor  # (U,) log P1 - log(1 - P1)
+    log_margin: torch.Tensor  # (U,) log P1 - log P2
+
+
+@torch.inference_mode()
+def top_of(logits: torch.Tensor) -> Top:
+    """The top tokens of logits (u, V), which are modified in place and restored."""
+    token, first, second = two_largest(logits)  # (u, 1), (u,), (u,)
+    logits.scatter_(1, token, -math.inf)  # the others: their sum must not be a difference from P1, which may be 1
+    log_sum = log_sum_above(logits, second)  # (u,)
+    logits.scatter_(1, token, first[:, None])
+    others = torch.where(second == -math.inf, second, second + log_sum)  # (u,) log sum exp
+    return Top(token[:, 0], first, first - others, first - second)
+
+
+def log_sum_above(logits: torch.Tensor, largest: torch.Tensor) -> torch.Tensor:
+    """log sum exp(logit - largest) of logits (u, V) whose largest ones are given (u,), (u,)."""
+    if logits.device.type != "cpu":
+        return -F.log_softmax(logits, 1).amax(1)  # one fused kernel; its largest entry is minus the log of the sum
+    # parts that stay in a CPU's cache: several times faster than logsumexp
+    largest = largest.clamp(min=torch.finfo(logits.dtype).min)[:, None]  # (u, 1) -inf if there is no other token
+    sums = logits.new_empty(len(logits))  # (u,)
+    rows = max(1, CACHED_VALUES // logits.shape[1])
+    for part, top, total in zip(logits.split(rows), largest.split(rows), sums.split(rows), strict=True):
+        torch.sum((part - top).exp_(), 1, out=total)
+    return sums.log_()
+
+
+def two_largest(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The column of the largest logit of each row, the first of equals (u, 1), and the two largest values (u,).
+
+    Takes the largest value of each run of columns, then searches the best run only: one pass over the logits.
+    """
+    width = logits.shape[1] // RUN * RUN  # columns in whole runs
+    rest = torch.arange(width, logits.shape[1], device=logits.device).expand(len(logits), -1)  # (u, V - width)
+    if width:
+        runs = logits[:, :width].unflatten(1, (-1, RUN)).amax(2)  # (u, G)
+        best = runs.argmax(1, keepdim=True)  # (u, 1)
+        columns = torch.cat([best * RUN + torch.arange(RUN, device=logits.device), rest], 1)  # (u, RUN + ...)
+        others = runs.scatter_(1, best, -math.inf)  # (u, G) the largest of the other runs
+    else:
+        columns = rest
+        others = logits.new_full((len(logits), 1), -math.inf)  # (u, 1)
+    values = logits.gather(1, columns)
+    at = values.argmax(1, keepdim=True)  # (u, 1)
+    token = columns.gather(1, at)  # (u, 1)
+    first = values.gather(1, at)[:, 0]  # (u,)
+    second = values.scatter(1, at, -math.inf).amax(1).maximum(others.amax(1))  # (u,)
+    return token, first, second
+
+
+def log_p1(confidence: torch.Tensor) -> torch.Tensor:
+    """log P1 of log-odds, exact near probability 1, too."""
+    return -F.softplus(-confidence)
+
+
+def log_p_of(logits: torch.Tensor, top: Top) -> torch.Tensor:
+    """Log-probabilities (u, V)."""
+    return logits - top.logit[:, None] + log_p1(top.confidence[:, None])
+
+
+def entropy_of(logits: torch.Tensor, top: Top) -> torch.Tensor:
+    """The entropies in nats, (u,)."""
+    log_p = log_p_of(logits, top)  # (u, V)
+    return torch.where(log_p > -math.inf, -log_p * log_p.exp(), 0.0).sum(1)
+
+
+READ = {"entropy": entropy_of, "log_p": log_p_of}  # statistics that are read when they are asked for
+
+
 # ---------------------------------------------------------------- tokens
 # The tokens revealed at a pick when sampling: a draw, or the argmax. When scoring they are the targets.
-#
-# Shapes: N windows, R lanes, W block width.
 
 
 class Draw(Protocol):

@@ -96,8 +96,6 @@ def check() -> None:
 
 # ---------------------------------------------------------------- accumulators
 # Accumulators of the steps of lanes, which yield the score of each finished window.
-#
-# Shapes: N windows, L row length, R lanes, W block width.
 
 
 class Step(NamedTuple):
@@ -124,32 +122,39 @@ class ScoreAccumulator:
     """The scores of one group of windows, on the network's device, in float64."""
 
     def __init__(self, rows: Rows, traced: bool = False, expected: torch.Tensor | None = None, note: str = ""):
-        self.note = note  # on each score
         count, length = rows.ids.shape
         device = rows.ids.device
-        self.origin, self.target = rows.origin.tolist(), rows.target.tolist()
-        self.length = length  # the column of positions that are not picked
+        self.note = note  # on each score
+        self.origin = rows.origin.tolist()
+        self.target = rows.target.tolist()
+        self.has_margins = True
+
+        # one column more than the rows, which takes what is written at positions that are not picked
+        self.length = length
         self.log_probs = torch.full((count, length + 1), math.nan, dtype=torch.float64, device=device)  # (N, L + 1)
         self.reveal_steps = torch.full((count, length + 1), -1, dtype=torch.int32, device=device)  # (N, L + 1)
-        self.sums = torch.zeros(count, 5, dtype=torch.int64, device=device)  # (N, 5) as in `add`
+        self.statistics: dict[str, torch.Tensor] = {}  # (N, L + 1) each
+        if traced:
+            self.statistics = {name: torch.full_like(self.log_probs, math.nan) for name in STATISTICS}
+
         column = torch.arange(length, device=device)  # (L,)
-        known = rows.visible & (column >= rows.origin[:, None]) & (column < (rows.origin + rows.target)[:, None])
-        # (N,) target positions to reveal
-        self.expected = rows.target - known.sum(1) if expected is None else expected
-        self.has_margins = True
-        # (N, L + 1) each
-        self.statistics = {name: torch.full_like(self.log_probs, math.nan) for name in STATISTICS if traced}
+        in_target = (column >= rows.origin[:, None]) & (column < (rows.origin + rows.target)[:, None])  # (N, L)
+        known = rows.visible & in_target  # (N, L)
         for plane in (self.log_probs, *self.statistics.values()):
             plane[:, :length].masked_fill_(known, 0.0)
+        self.sums = torch.zeros(count, 5, dtype=torch.int64, device=device)  # (N, 5) as in `add`
+        self.expected = rows.target - known.sum(1) if expected is None else expected  # (N,) positions to reveal
 
     def add(self, step: Step) -> None:
         """Add one step: log-probs and steps at the picks; NFE, near ties, all-mask starts."""
         lanes, predictions, decision, tokens, log_prob = step
-        pick = decision.pick
+        pick = decision.pick  # (R, W)
         missed = ((tokens != predictions.argmax) & pick).any(1)  # (R,)
-        one = torch.ones_like(missed)  # (R,)
-        sums = torch.stack([pick.sum(1), one, missed, decision.near_tie, predictions.all_mask], 1).long()  # (R, 5)
-        row, column = lanes.row[:, None].expand_as(pick), torch.where(pick, lanes.columns, self.length)  # (R, W)
+        step_taken = torch.ones_like(missed)  # (R,)
+        counted = [pick.sum(1), step_taken, missed, decision.near_tie, predictions.all_mask]
+        sums = torch.stack(counted, 1).long()  # (R, 5)
+        row = lanes.row[:, None].expand_as(pick)  # (R, W)
+        column = torch.where(pick, lanes.columns, self.length)  # (R, W)
         self.log_probs.index_put_((row, column), log_prob)
         self.reveal_steps.index_put_((row, column), lanes.step[:, None].int().expand_as(pick))
         for name, plane in self.statistics.items():
@@ -167,13 +172,15 @@ class ScoreAccumulator:
         """(row, score) of each of `rows` (n,)."""
         if not len(rows):
             return
-        log_probs, steps, sums = (plane[rows].cpu() for plane in (self.log_probs, self.reveal_steps, self.sums))
-        planes = {name: plane[rows].cpu() for name, plane in self.statistics.items()}
+        log_probs = self.log_probs[rows].cpu()  # (n, L + 1)
+        steps = self.reveal_steps[rows].cpu()  # (n, L + 1)
+        sums = self.sums[rows].cpu()  # (n, 5)
+        planes = {name: plane[rows].cpu() for name, plane in self.statistics.items()}  # (n, L + 1) each
         for n, row in enumerate(rows.tolist()):
             span = slice(self.origin[row], self.origin[row] + self.target[row])
             traced: dict[str, Any] = {name: tuple(plane[n, span].tolist()) for name, plane in planes.items()}
             _, nfe, missed, near_ties, all_mask = sums[n].tolist()
-            scored = Score(
+            score = Score(
                 log_prob=float(log_probs[n, span].sum()),
                 is_greedy=not missed,
                 reveal_steps=tuple(steps[n, span].tolist()),
@@ -184,13 +191,11 @@ class ScoreAccumulator:
                 note=self.note,
                 **traced,
             )
-            yield row, scored
+            yield row, score
 
 
 # ---------------------------------------------------------------- budget
 # The size of a network call: as given, or found by trial.
-#
-# Shapes: R lanes.
 
 
 log = logging.getLogger("lm_eval.duel_mdm")
@@ -213,24 +218,29 @@ class Budget:
     def rows(self, cost: int, values: int = 0) -> int:
         """The number of lanes that fit, of `cost` network tokens and `values` in memory each; at least one."""
         fits = self.tokens // max(cost, 1)
-        return max(1, min(fits, self.values // values) if values else fits)
+        if values:
+            fits = min(fits, self.values // values)
+        return max(1, fits)
 
     def room(self, view: View, rule: UnmaskingRule, *lanes: Lanes) -> int:
         """The number of lanes in one network call, each as expensive as the most expensive of `lanes`."""
-        cost, denoiser = int(torch.cat([view.cost(part) for part in lanes]).max()), view.denoiser
-        values = 0
-        if not denoiser.splits_head:
-            values = cost * denoiser.vocab_size
-        elif rule.dense_memory:
-            values = 4 * max(part.masked.shape[1] for part in lanes) * denoiser.vocab_size
-        values += view.carries * max(part.masked.shape[1] for part in lanes)
+        denoiser = view.denoiser
+        cost = int(torch.cat([view.cost(part) for part in lanes]).max())
+        width = max(part.masked.shape[1] for part in lanes)
+        values = view.carries * width
+        if not denoiser.splits_head:  # logits at every position of a row
+            values += cost * denoiser.vocab_size
+        elif rule.dense_memory:  # those of two steps, and what is computed from them
+            values += 4 * width * denoiser.vocab_size
         return self.rows(cost, values)
 
     def halve(self, device: torch.device) -> None:
         """Halve both after an out-of-memory error; logged once."""
         if not self.halved:
             log.warning("Out of memory at %d tokens per call: halving the batch until it fits", self.tokens)
-        self.tokens, self.values, self.halved = max(1, self.tokens // 2), max(1, self.values // 2), True
+            self.halved = True
+        self.tokens = max(1, self.tokens // 2)
+        self.values = max(1, self.values // 2)
         free(device)
 
 
@@ -241,8 +251,8 @@ def plan(
 
     At most `max_batch_size` rows of max_length, and at least one. Raises DuelError for a number below 1.
     """
-    for name, rows in (("batch_size", batch_size), ("max_batch_size", max_batch_size)):
-        COUNT(name, rows)
+    COUNT("batch_size", batch_size)
+    COUNT("max_batch_size", max_batch_size)
     if batch_size:
         tokens = batch_size * denoiser.max_length
     elif denoiser.device.type == "cpu":
@@ -252,7 +262,9 @@ def plan(
         if (block, grid) not in tried:
             tried[block, grid] = largest(denoiser, block, grid, *GPU_TOKENS)
         tokens = tried[block, grid]
-    return Budget(min(tokens, max_batch_size * denoiser.max_length) if max_batch_size else tokens)
+    if max_batch_size:
+        tokens = min(tokens, max_batch_size * denoiser.max_length)
+    return Budget(tokens)
 
 
 def largest(denoiser: Denoiser, block: int | None, grid: str, least: int, most: int) -> int:
@@ -272,13 +284,15 @@ def largest(denoiser: Denoiser, block: int | None, grid: str, least: int, most: 
 @torch.inference_mode()
 def _try(denoiser: Denoiser, block: int | None, grid: str, tokens: int) -> None:
     """One call of `tokens` network tokens, on different rows of max_length."""
-    length, rows = denoiser.max_length, -(-tokens // denoiser.max_length)
-    known = max(denoiser.shift, denoiser.seeds_blocks, length // 8)
-    ids = random_rows(denoiser, length, rows).tolist()
-    opened = Rows.from_windows([Window(row[:known], row[known:]) for row in ids], denoiser.device)
-    view = denoiser.open(opened)
-    lanes = [(n, *place) for n in range(rows) for place in blocks(known, length - known, block, grid)]
-    fresh = Lanes.fresh(opened, *torch.tensor(lanes, device=denoiser.device).unbind(1))
+    length = denoiser.max_length
+    count = -(-tokens // length)
+    context = max(denoiser.shift, denoiser.seeds_blocks, length // 8)
+    ids = random_rows(denoiser, length, count).tolist()
+    rows = Rows.from_windows([Window(row[:context], row[context:]) for row in ids], denoiser.device)
+    view = denoiser.open(rows)
+    spans = blocks(context, length - context, block, grid)
+    lanes = torch.tensor([(n, *span) for n in range(count) for span in spans], device=denoiser.device)
+    fresh = Lanes.fresh(rows, *lanes.unbind(1))
     cost = int(view.cost(fresh).max())
     view(fresh.select(slice(0, max(1, tokens // cost)))).confidence  # noqa: B018 - computing it takes the memory
 
@@ -346,34 +360,38 @@ class Reveal:
         draw: Draw | None = None,
         following: Callable[[Lanes], Lanes | None] | None = None,
     ):
-        self.group, self.view, self.rule, self.scores, self.draw = group, group.view, rule, scores, draw
-        self.budget, self.counts, self.checks, self.following = budget, counts, checks, following
+        self.group = group
+        self.view = group.view  # the windows, opened once
+        self.rule = rule
+        self.draw = draw
+        self.following = following
+        self.scores = scores
+        self.budget = budget
+        self.counts = counts
+        self.checks = checks
         self.waiting = Queue(lanes)
-        self.active: Lanes | None = None
+        self.active: Lanes | None = None  # of the next network call
 
     def __iter__(self) -> IndexedScores:
-        rows, forwards, lanes_per_row = self.view.evaluated, self.view.forwards, 0.0
+        rows = self.view.evaluated
+        forwards = self.view.forwards
+        lanes_per_row = 0.0
         try:
             while (active := self._fill()) is not None:
                 lanes_per_row = lanes_per_row or self._lanes_per_row(active)
                 due = self.checks.number_due(self.counts, len(active), lanes_per_row)
-                after = None
-                while after is None:
-                    try:
-                        after = self._step(active, due)
-                    except torch.OutOfMemoryError:
-                        if len(active) == 1:
-                            raise
-                    if after is None:  # outside the handler, so that the tensors of the step are released
-                        active = self._halve(active)
+                after = self._step_that_fits(active, due)
                 self.counts.lane_steps += len(after)
                 if due:  # weights that are not fixed may change before the next step
                     self.checks.compare(self.counts, latest=due if self.view.denoiser.fixed_weights else 0)
-                finished = ~after.masked.any(1)  # (R,)
+
                 self.active = after
+                finished = ~after.masked.any(1)  # (R,)
                 if finished.any():
-                    self.active, done = after.select(~finished), after.select(finished)
-                    if self.following is not None and (following := self.following(done)) is not None:
+                    self.active = after.select(~finished)
+                    done = after.select(finished)
+                    following = self.following(done) if self.following is not None else None
+                    if following is not None:
                         self.waiting.put_first(following)
                     yield from self.scores.take(done)
                 check()
@@ -384,6 +402,16 @@ class Reveal:
     def _lanes_per_row(self, lanes: Lanes) -> float:
         """The number of lanes that cost as much as a whole row."""
         return max(1.0, float(self.group.rows.length[lanes.row].sum() / self.view.cost(lanes).sum()))
+
+    def _step_that_fits(self, lanes: Lanes, due: int) -> Lanes:
+        """The lanes after one step, or half of them, and so on, if memory runs out; the others wait."""
+        while True:
+            try:
+                return self._step(lanes, due)
+            except torch.OutOfMemoryError:
+                if len(lanes) == 1:
+                    raise
+            lanes = self._halve(lanes)  # outside the handler, so that the tensors of the step are released
 
     def _step(self, lanes: Lanes, due: int) -> Lanes:
         """The lanes after one step, which is added to the scores; `due` of them are drawn to be evaluated again."""
@@ -399,25 +427,25 @@ class Reveal:
             log_prob = predictions.log_prob(tokens)  # (R, W)
             # before the scores: it may run out of memory
             after = lanes.reveal(decision.pick, tokens, decision.memory, predictions.carried)
-            what = (self.group.opened, self.view, lanes, predictions, tokens, self.group.window_indices)
-            drawn = row_checks.draw(due, *what) if due else []
+            drawn = []
+            if due:
+                step = (lanes, predictions, tokens, self.group.window_indices)
+                drawn = row_checks.draw(due, self.group.opened, self.view, *step)
             self.scores.add(Step(lanes, predictions, decision, tokens, log_prob))
             self.checks.add(drawn)
         return after
 
     def _fill(self) -> Lanes | None:
         """The active lanes, with as many of those that wait as the budget allows; None if there are none."""
-        active = self.active if self.active is not None and len(self.active.row) else None
+        active = self.active if self.active is not None and len(self.active) else None
         while self.waiting:
-            batch = [] if active is None else [active]
-            count = sum(map(len, batch))
-            room = self.budget.room(self.view, self.rule, self.waiting.first(), *batch) - count
+            room = self._room(active, self.waiting.first())
             if room <= 0:
                 break
             entering = self.waiting.take(room)
             # later lanes may be more expensive than the first one
-            while (fitting := self.budget.room(self.view, self.rule, entering, *batch) - count) < len(entering):
-                kept = fitting if fitting > 0 else len(entering) // 2
+            while (room := self._room(active, entering)) < len(entering):
+                kept = room if room > 0 else len(entering) // 2
                 self.waiting.put_first(entering.select(slice(kept, None)))
                 entering = entering.select(slice(0, kept))
             try:
@@ -427,6 +455,12 @@ class Reveal:
                 self.budget.halve(self.view.denoiser.device)
                 break
         return active
+
+    def _room(self, active: Lanes | None, entering: Lanes) -> int:
+        """The number of lanes such as those `entering` that fit into a call with the active ones."""
+        if active is None:
+            return self.budget.room(self.view, self.rule, entering)
+        return self.budget.room(self.view, self.rule, entering, active) - len(active)
 
     def _halve(self, lanes: Lanes) -> Lanes:
         """Halve the budget; return half of the lanes, and let the others wait."""

@@ -1,4 +1,4 @@
-"""Negative log-likelihoods per unit: as perplexities, and with their standard error over texts."""
+"""Results: a value and what it is worth, the score of one window, a sample, and the counts of a run. No torch."""
 
 from __future__ import annotations
 
@@ -10,45 +10,21 @@ import operator
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar, TypeAlias, TypeVar
 
-METRICS = ("token_perplexity", "perplexity", "word_perplexity", "byte_perplexity", "bits_per_byte")  # by preference
 IMPOSSIBLE = (  # the reason of an infinite value
     "a token has probability 0 under this spec (for example because of top_k or top_p), so its log-likelihood is "
     "-infinity"
 )
 
 
-def perplexity(nll: float) -> float:
-    """exp of a negative log-likelihood per unit; infinite if it is too large for a float."""
-    try:
-        return math.exp(nll)
-    except OverflowError:
-        return math.inf
-
-
-def ratio(values: Sequence[float], sizes: Sequence[float]) -> tuple[float, float | None]:
-    """The ratio of two sums over texts, and its standard error over texts.
-
-        rate = sum values / sum sizes,   stderr = sqrt(n / (n - 1) sum (value - rate size)^2) / sum sizes
-
-    The error is None for fewer than two texts of a size above 0, and for an infinite sum. The sum of sizes is above 0.
-    """
-    count, size = len(values), math.fsum(sizes)
-    rate = math.fsum(values) / size
-    if sum(own > 0 for own in sizes) < 2 or not math.isfinite(rate):
-        return rate, None
-    spread = math.fsum((value - rate * own) ** 2 for value, own in zip(values, sizes, strict=True))
-    return rate, math.sqrt(count / (count - 1) * spread) / size
-
-
-# ---------------------------------------------------------------- scores
-# Results: the score of one window, a sample, and the counts of a run.
-#
-# Nothing here imports torch.
-
-
 WORK = (  # of Counts
-    *("forwards", "rows", "lane_steps", "rows_checked", "rows_differing"),
-    *("decisions", "decisions_checked", "decisions_differing"),
+    "forwards",
+    "rows",
+    "lane_steps",
+    "rows_checked",
+    "rows_differing",
+    "decisions",
+    "decisions_checked",
+    "decisions_differing",
 )
 STATISTICS = ("confidence", "margin", "entropy")  # of Predictions, in a trace
 Sums = TypeVar("Sums", bound="BlockSums")
@@ -100,10 +76,12 @@ class Value:
     @classmethod
     def from_seeds(cls, seeds: Sequence[float], kind: Kind = Kind.UPPER_BOUND, note: str = "") -> Value:
         """The mean over noise seeds, with its standard error; the error of one seed is not known."""
-        count, mean = len(seeds), math.fsum(seeds) / len(seeds)
+        count = len(seeds)
+        mean = math.fsum(seeds) / count
         error = None
         if count > 1 and math.isfinite(mean):
-            error = math.sqrt(math.fsum((nats - mean) ** 2 for nats in seeds) / (count - 1) / count)
+            variance = math.fsum((nats - mean) ** 2 for nats in seeds) / (count - 1)
+            error = math.sqrt(variance / count)
         return cls(mean, error, kind, note, tuple(seeds))
 
     @property
@@ -176,17 +154,25 @@ class Value:
 
         `kind`, `note`: of files that do not say, which is what the estimator's spec says.
         """
-        nats, seeds = entries.get("log_prob"), entries.get("seeds") or ()
+        nats = entries.get("log_prob")
         if nats is None and entries.get("reason") is None:
             return None
-        known = entries.get("kind")
+        if entries.get("kind") is not None:
+            kind = Kind[entries["kind"].upper()]
+            note = entries.get("note", "")
+        error = entries.get("stderr")
         return cls(
-            nats=-math.inf if nats is None else float(nats),
-            error=None if entries.get("stderr") is None else float(entries["stderr"]),
-            kind=kind if known is None else Kind[known.upper()],
-            note=note if known is None else entries.get("note", ""),
-            seeds=tuple(-math.inf if each is None else float(each) for each in seeds),
+            nats=_finite_or_not(nats),
+            error=None if error is None else float(error),
+            kind=kind,
+            note=note,
+            seeds=tuple(_finite_or_not(each) for each in entries.get("seeds") or ()),
         )
+
+
+def _finite_or_not(nats: float | None) -> float:
+    """A log-probability from JSON, where minus infinity is null."""
+    return -math.inf if nats is None else float(nats)
 
 
 def weaker(one: Kind, other: Kind) -> Kind:
@@ -263,9 +249,16 @@ class Score:
     def __repr__(self) -> str:
         """One line, without the values of tokens."""
         error = "" if self.stderr is None else f" ± {self.stderr:.4f}"
-        parts = [f"log_prob={self.log_prob:.4f}{error}", f"is_greedy={self.is_greedy}", f"nfe={self.nfe}"]
         tokens = f"{len(self.token_logprobs)} tokens" if self.token_logprobs else "no value of single tokens"
-        return f"{type(self).__name__}({', '.join([*parts, f'near_ties={self.near_ties}', tokens, self.value.label])})"
+        parts = [
+            f"log_prob={self.log_prob:.4f}{error}",
+            f"is_greedy={self.is_greedy}",
+            f"nfe={self.nfe}",
+            f"near_ties={self.near_ties}",
+            tokens,
+            self.value.label,
+        ]
+        return f"{type(self).__name__}({', '.join(parts)})"
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -318,12 +311,42 @@ class Counts:
         self.windows += 1
         self.tokens += tokens
         self.all_mask_starts += score.all_mask_starts
-        near_ties = score.near_ties
         self.nfe = known_sum(self.nfe, score.nfe)
-        self.near_ties = known_sum(self.near_ties, near_ties)
-        self.near_tie_windows = known_sum(self.near_tie_windows, None if near_ties is None else int(near_ties > 0))
+        self.near_ties = known_sum(self.near_ties, score.near_ties)
+        has_near_ties = None if score.near_ties is None else int(score.near_ties > 0)
+        self.near_tie_windows = known_sum(self.near_tie_windows, has_near_ties)
 
 
 def known_sum(a: int | None, b: int | None) -> int | None:
     """The sum, or None if one of the numbers is not known."""
     return None if a is None or b is None else a + b
+
+
+# ---------------------------------------------------------------- per unit
+
+
+METRICS = ("token_perplexity", "perplexity", "word_perplexity", "byte_perplexity", "bits_per_byte")  # by preference
+
+
+def perplexity(nll: float) -> float:
+    """exp of a negative log-likelihood per unit; infinite if it is too large for a float."""
+    try:
+        return math.exp(nll)
+    except OverflowError:
+        return math.inf
+
+
+def ratio(values: Sequence[float], sizes: Sequence[float]) -> tuple[float, float | None]:
+    """The ratio of two sums over texts, and its standard error over texts.
+
+        rate = sum values / sum sizes,   stderr = sqrt(n / (n - 1) sum (value - rate size)^2) / sum sizes
+
+    The error is None for fewer than two texts of a size above 0, and for an infinite sum. The sum of sizes is above 0.
+    """
+    count = len(values)
+    total = math.fsum(sizes)
+    rate = math.fsum(values) / total
+    if sum(size > 0 for size in sizes) < 2 or not math.isfinite(rate):
+        return rate, None
+    squares = [(value - rate * size) ** 2 for value, size in zip(values, sizes, strict=True)]
+    return rate, math.sqrt(count / (count - 1) * math.fsum(squares)) / total

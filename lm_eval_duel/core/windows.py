@@ -13,7 +13,7 @@ import dataclasses
 import hashlib
 import operator
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from lm_eval_duel.errors import DuelError
 
@@ -31,10 +31,17 @@ def as_ids(ids: Ids) -> tuple[int, ...]:
     try:
         values = ids.tolist() if shape is not None else list(ids)  # type: ignore[union-attr]  # a tensor or an array
         if float in map(type, values):
-            values = [int(token) if isinstance(token, float) and token.is_integer() else token for token in values]
+            values = [_whole(token) for token in values]
         return tuple(map(operator.index, values))  # raises TypeError for a text, and for a number that is not whole
     except (TypeError, ValueError):
         raise DuelError(f"Token ids are whole numbers in a list, a tuple or a tensor; got {ids!r:.80}.") from None
+
+
+def _whole(token: Any) -> Any:
+    """An int for a float such as 5.0, and anything else unchanged."""
+    if isinstance(token, float) and token.is_integer():
+        return int(token)
+    return token
 
 
 @dataclasses.dataclass(frozen=True, init=False)
@@ -89,6 +96,7 @@ class Window:
     def key(self) -> int:
         """A 63-bit hash of the ids, on which the random numbers of this window depend, besides a seed."""
         text = repr((self.context, self.target, self.suffix, self.tail, *([self.known] if self.known else [])))
+        # the first 8 bytes, without the sign bit of torch's int64
         return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
 
 

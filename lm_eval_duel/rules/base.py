@@ -82,8 +82,12 @@ class Rule(Arguments):
 
     def describe(self) -> dict[str, str]:
         """The entries of the spec: its text, and the hashes of the files that it reads and of a user's own code."""
-        files = {"rule_files": fingerprint.hash_contents(self.files)} if self.files else {}
-        return {"rule": str(self)} | files | ({} if self.built_in else {"rule_code": fingerprint.code_of(type(self))})
+        entries = {"rule": str(self)}
+        if self.files:
+            entries["rule_files"] = fingerprint.hash_contents(self.files)
+        if not self.built_in:
+            entries["rule_code"] = fingerprint.code_of(type(self))
+        return entries
 
     def with_tokenizer(self, tokenizer: Any) -> Rule:
         """The rule with the ids that it takes from a tokenizer, if any; raises DuelError for missing ids."""
@@ -97,13 +101,14 @@ class Rule(Arguments):
         """Raise DuelError for a network that this rule cannot follow."""
 
     def __str__(self) -> str:
-        values = (
-            f"{field.name}={_canonical(declaration(field), getattr(self, field.name))}"
-            for field in dataclasses.fields(self)
-            if not (declaration(field).optional and getattr(self, field.name) == field.default)
-        )
-        name = self.name if self.built_in else f"{type(self).__module__}:{type(self).__qualname__}"
-        return ":".join([name, *values])
+        parts = [self.name if self.built_in else f"{type(self).__module__}:{type(self).__qualname__}"]
+        for field in dataclasses.fields(self):
+            declared = declaration(field)
+            value = getattr(self, field.name)
+            if declared.optional and value == field.default:
+                continue
+            parts.append(f"{field.name}={_canonical(declared, value)}")
+        return ":".join(parts)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -186,15 +191,15 @@ def best(
     lowest = torch.finfo(score.dtype).min
     key = torch.where(masked, score.clamp(min=lowest), -math.inf)  # (R, W)
     pick = masked & (rank(-key) < k)  # (R, W)
-    worst, worst_at = torch.where(pick, key, math.inf).min(1)  # (R,)
-    best, best_at = torch.where(masked & ~pick, key, -math.inf).max(1)  # (R,)
-    gap = worst - best
+    worst, worst_at = torch.where(pick, key, math.inf).min(1)  # (R,) of those picked
+    next_best, next_at = torch.where(masked & ~pick, key, -math.inf).max(1)  # (R,) of those left
+    gap = worst - next_best
     if isinstance(slope, float):
         gap = gap / slope
     else:
-        rows = torch.arange(len(gap), device=gap.device)
-        gap = gap / slope[rows, worst_at].maximum(slope[rows, best_at].nan_to_num(nan=0.0))
-        gap = gap.nan_to_num(nan=0.0, posinf=math.inf)
+        rows = torch.arange(len(gap), device=gap.device)  # (R,)
+        steepest = slope[rows, worst_at].maximum(slope[rows, next_at].nan_to_num(nan=0.0))  # (R,)
+        gap = (gap / steepest).nan_to_num(nan=0.0, posinf=math.inf)
     return pick, torch.where(predictions.all_mask, math.inf, gap).double()
 
 
@@ -213,9 +218,12 @@ def sure_or_best(
     """
     import torch
 
-    single, gap = best(predictions, lanes, predictions.confidence if score is None else score, 1, slope)
+    if score is None:
+        score = predictions.confidence
+    single, gap = best(predictions, lanes, score, 1, slope)
     some = sure.any(1)  # (R,)
-    return torch.where(some[:, None], sure, single), torch.where(some, distance, distance.minimum(gap))
+    pick = torch.where(some[:, None], sure, single)  # (R, W)
+    return pick, torch.where(some, distance, distance.minimum(gap))
 
 
 def nearest(distance: torch.Tensor, masked: torch.Tensor) -> torch.Tensor:

@@ -102,26 +102,28 @@ class Checked(Around):
         """The rule's decision, which must be the same when it is asked again, and for one lane alone."""
         import torch
 
-        lane = self._lane_to_ask(lanes)
-
         self.counts.decisions_checked += 1
         before = [plane.clone() for plane in _planes(lanes)]
         decision = self._decided(predictions, lanes)
         if not all(map(torch.equal, before, _planes(lanes))):
             raise DuelError(f"Rule {self} changed the lanes that it was given; it must return new tensors.")
-        near = decision.near_tie
+        near = decision.near_tie  # (R,)
         again = self._decided(predictions, lanes)
+        if not _agree(decision, again, ~near):
+            self._differs("when it was asked again")
+            return decision
+
+        # one lane alone, without the columns that only wider lanes have
+        lane = self._lane_to_ask(lanes)
+        only = slice(lane, lane + 1)
         width = int(lanes.width[lane])
         single = None if predictions is None else predictions.of_lane(lane, width)
         alone = self._decided(single, _alone(lanes, lane, width))
-        here = slice(lane, lane + 1)
-        cut = Decision(decision.pick[here, :width], None, tuple(plane[here, :width] for plane in decision.memory))
-        tie = near[here] if single is None else near[here] | single.all_mask
-        if not _agree(decision, again, ~near):
-            self._differs("when it was asked again")
-        elif not _agree(cut, alone, ~tie):
-            known = decision.decision_margin is not None and alone.decision_margin is not None
-            self._differs("when it was asked about one lane alone", lane, near_ties_known=known)
+        cut = Decision(decision.pick[only, :width], None, tuple(plane[only, :width] for plane in decision.memory))
+        tie = near[only] if single is None else near[only] | single.all_mask  # (1,)
+        if not _agree(cut, alone, ~tie):
+            has_margins = decision.decision_margin is not None and alone.decision_margin is not None
+            self._differs("when it was asked about one lane alone", lane, near_ties_known=has_margins)
         return decision
 
     def _differs(self, when: str, lane: int = 0, near_ties_known: bool = True) -> None:
@@ -171,30 +173,43 @@ class Checked(Around):
             raise DuelError(
                 f"Rule {self} must return a Decision or a boolean tensor (R, W); got {type(decision).__name__}."
             )
-        (count, wide), device = lanes.masked.shape, lanes.masked.device
-        planes = [("pick", decision.pick), *(("memory", plane) for plane in decision.memory)]
-        planes += [] if decision.decision_margin is None else [("decision_margin", decision.decision_margin)]
-        for what, plane in planes:
-            known = isinstance(plane, torch.Tensor)
-            got = f"{plane.dtype} {(*plane.shape,)} on {plane.device}" if known else type(plane).__name__
-            shape = (count,) if what == "decision_margin" else (count, wide)
-            fits = known and plane.shape[: 2 if what == "memory" else None] == shape and plane.device == device
-            if not fits or (what == "pick" and plane.dtype != torch.bool):
-                raise DuelError(
-                    f"The {what} of rule {self} must be {FORMS[what]} with R, W = {count}, {wide} on {device}; got "
-                    f"{got}. Make tensors with device=lanes.masked.device."
-                )
+        self._require_form("pick", decision.pick, lanes)
+        for plane in decision.memory:
+            self._require_form("memory", plane, lanes)
+        if decision.decision_margin is not None:
+            self._require_form("decision_margin", decision.decision_margin, lanes)
         return decision
+
+    def _require_form(self, name: str, plane: Any, lanes: Any) -> None:
+        """Raise DuelError unless a part of a decision is a tensor of the lanes' shape on their device."""
+        import torch
+
+        masked = lanes.masked  # (R, W)
+        got = type(plane).__name__
+        fits = isinstance(plane, torch.Tensor)
+        if fits:
+            got = f"{plane.dtype} {tuple(plane.shape)} on {plane.device}"
+            expected = masked.shape[:1] if name == "decision_margin" else masked.shape
+            shape = plane.shape[:2] if name == "memory" else plane.shape  # a memory may have more dimensions
+            fits = shape == expected and plane.device == masked.device
+            fits = fits and (name != "pick" or plane.dtype == torch.bool)
+        if not fits:
+            count, wide = masked.shape
+            raise DuelError(
+                f"The {name} of rule {self} must be {FORMS[name]} with R, W = {count}, {wide} on {masked.device}; got "
+                f"{got}. Make tensors with device=lanes.masked.device."
+            )
 
     def _waits(self, decision: Decision, lanes: Any) -> torch.Tensor:
         """The lanes that may pick nothing now, because the rule's step or memory moves on, (R,) bool."""
         import torch
 
         waits = torch.full_like(lanes.row, self.may_pick_none and self.reads_step, dtype=torch.bool)  # (R,)
-        if self.may_pick_none and not self.reads_step and not decision.pick.any(1).all():
-            before = lanes.memory or tuple(torch.zeros_like(plane) for plane in decision.memory)
-            for old, new in zip(before, decision.memory, strict=True):
-                waits |= (old != new).flatten(1).any(1)
+        if not self.may_pick_none or self.reads_step or decision.pick.any(1).all():
+            return waits
+        before = lanes.memory or tuple(torch.zeros_like(plane) for plane in decision.memory)
+        for old, new in zip(before, decision.memory, strict=True):
+            waits |= (old != new).flatten(1).any(1)
         return waits
 
     def __str__(self) -> str:
@@ -219,8 +234,8 @@ def _same_plane(old: torch.Tensor, new: torch.Tensor) -> bool:
 
 def _planes(lanes: Any) -> list[torch.Tensor]:
     """All tensors of lanes."""
-    values = [getattr(lanes, field.name) for field in dataclasses.fields(lanes) if field.name not in OTHERS]
-    return [*values, *lanes.memory]
+    single = [field.name for field in dataclasses.fields(lanes) if field.name not in OTHERS]
+    return [*(getattr(lanes, name) for name in single), *lanes.memory]
 
 
 def _alone(lanes: Any, lane: int, width: int) -> Any:
@@ -235,5 +250,6 @@ def _line_of(rule: Rule, error: Exception) -> str:
     """The line of a user's rule that raised `error`."""
     frames = traceback.extract_tb(error.__traceback__)
     file = getattr(sys.modules.get(type(rule).__module__), "__file__", None)
-    last = ([frame for frame in frames if frame.filename == file] or frames)[-1]
+    in_rule = [frame for frame in frames if frame.filename == file]
+    last = (in_rule or frames)[-1]
     return f"{last.filename}, line {last.lineno}"

@@ -69,10 +69,16 @@ class Klass(Thresholded, name="klass", label="KLASS", reads_step=True, dense_mem
 
     def __call__(self, predictions: Predictions, lanes: Lanes) -> Decision:
         masked = lanes.masked
-        divergence, stable, memory = (self._across if self.across else self._inside)(predictions, lanes)
-        confidence, bound = predictions.confidence, log_odds(self.mu)  # (R, W)
-        sure = confidence > bound if self.across else confidence >= bound  # (R, W)
+        confidence = predictions.confidence  # (R, W)
+        bound = log_odds(self.mu)
+        if self.across:
+            divergence, stable, memory = self._across(predictions, lanes)
+            sure = confidence > bound  # (R, W)
+        else:
+            divergence, stable, memory = self._inside(predictions, lanes)
+            sure = confidence >= bound  # (R, W)
         ready = masked & sure & (stable >= self.history)  # (R, W)
+
         distance = near_probability(confidence, masked, self.mu)  # (R,)
         # near KL = nu a divergence moves by at most about 2 sqrt(2 KL) for each unit of logits
         slope = 2 * (2 * divergence.clamp(min=max(self.nu, EPS))).sqrt()
@@ -95,7 +101,8 @@ class Klass(Thresholded, name="klass", label="KLASS", reads_step=True, dense_mem
         if lanes.memory:
             previous, stable_before = lanes.memory
             predicted = positions & (lanes.step > 0)[:, None]  # (R, W) in the step before, too
-            before, now = previous[predicted], current[predicted]  # (positions, V)
+            before = previous[predicted]  # (positions, V)
+            now = current[predicted]  # (positions, V)
             divergence[predicted] = kl(before, now) if self.kl == "paper" else kl(now, before)
             stable = torch.where(predicted & (divergence <= self.nu), stable_before + 1, 0)
         return divergence, stable, (current, stable)
@@ -107,11 +114,17 @@ class Klass(Thresholded, name="klass", label="KLASS", reads_step=True, dense_mem
         import torch
 
         whole = predictions.whole  # of all masked positions of the window, not of the block alone
-        positions, dense = whole.masked, whole.dense().exp()  # (R, W), (C, V)
+        positions = whole.masked  # (R, W)
+        dense = whole.dense().exp()  # (C, V)
         current = dense.new_zeros(*positions.shape, dense.shape[1])  # (R, W, V) probabilities
         current[positions] = dense
-        previous, streak = lanes.memory or (torch.zeros_like(current), torch.zeros_like(positions, dtype=torch.int64))
-        before, now = previous[positions].double(), dense.double()  # (C, V)
+        if lanes.memory:
+            previous, streak = lanes.memory
+        else:
+            previous = torch.zeros_like(current)
+            streak = torch.zeros_like(positions, dtype=torch.int64)  # (R, W)
+        before = previous[positions].double()  # (C, V)
+        now = dense.double()  # (C, V)
         divergence = torch.full(positions.shape, math.inf, dtype=torch.float64, device=positions.device)  # (R, W)
         divergence[positions] = (now * ((now + EPS).log() - (before + EPS).log())).sum(1)
         streak = torch.where(positions & (divergence < self.nu), streak + 1, 0)  # (R, W)

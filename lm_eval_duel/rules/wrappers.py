@@ -56,7 +56,7 @@ class Around(Rule):
         `predictions` is None for a fixed rule.
         """
         if "masked" in planes and predictions is not None:
-            predictions = predictions.among(planes["masked"])
+            predictions = predictions.narrowed(planes["masked"])
         return self.followed(predictions, dataclasses.replace(lanes, **planes))
 
 
@@ -109,13 +109,13 @@ class SeedFirst(Around):
         seeded = target[:, 0]  # (R,) the block does not begin inside the context
         fresh = seeded & (lanes.masked == target).all(1)  # (R,) no target is revealed yet
         decision = self.inside(predictions, lanes, step=(lanes.step - seeded.long()).clamp(min=0))
+
         first = lanes.masked & (lanes.masked.cumsum(1) == 1)  # (R, W)
-        decision_margin = decision.decision_margin
-        return Decision(
-            torch.where(fresh[:, None], first, decision.pick),
-            None if decision_margin is None else decision_margin.double().masked_fill(fresh, math.inf),
-            emptied(decision.memory, fresh),
-        )
+        pick = torch.where(fresh[:, None], first, decision.pick)  # (R, W)
+        margin = decision.decision_margin  # (R,)
+        if margin is not None:
+            margin = margin.double().masked_fill(fresh, math.inf)
+        return Decision(pick, margin, emptied(decision.memory, fresh))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,7 +143,9 @@ class SubBlock(Around):
         inside = masked & (part == present)  # (R, W)
         if self.rule.state_only:
             return self.inside(predictions, lanes, masked=inside)
-        taken, *memory = lanes.memory or (torch.zeros_like(masked, dtype=torch.int64),)  # (R, W) steps in the sub-block
+
+        # the first plane of the memory counts the steps in the sub-block; the others are the rule's
+        taken, *memory = lanes.memory or (torch.zeros_like(masked, dtype=torch.int64),)  # (R, W)
         step = taken[:, 0]  # (R,)
         decision = self.inside(predictions, lanes, masked=inside, step=step, memory=tuple(memory))
         done = ~(inside & ~decision.pick).any(1)  # (R,)
