@@ -6,11 +6,11 @@ Shapes: N windows.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import logging
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property
-from typing import Any
 
 from lm_eval_duel import rules
 from lm_eval_duel.arguments import BLOCK, Argument, choice
@@ -147,9 +147,8 @@ def check_windows(
         if not isinstance(window, Window):
             raise DuelError(f"Window {n} is not a Window(context=(), target=ids), but a {type(window).__name__}.", n)
         case = WindowCase(denoiser, block, grid, window, () if generating else window.target, unscorable)
-        for finds, message in PROBLEMS:
-            if found := finds(case):
-                raise DuelError(f"Window {n} {message.format(case=case, found=found)}", n)
+        for problem in itertools.chain(_of_layout(case), _of_ids(case), _of_attention(case), _of_tokens(case)):
+            raise DuelError(f"Window {n} {problem}", n)
     _warn_without_special_tokens(denoiser, windows)
 
 
@@ -187,11 +186,6 @@ class WindowCase:
         return {*self.window.context, *self.window.suffix, *self.target}
 
     @property
-    def largest_id(self) -> int:
-        """The largest id of the network."""
-        return self.denoiser.vocab_size - 1
-
-    @property
     def end(self) -> int:
         """The column after the target."""
         return len(self.window.context) + len(self.window.target)
@@ -207,86 +201,78 @@ class WindowCase:
         return self.end + -self.positions % (self.denoiser.block or 1)
 
 
-# What can be wrong with a window, in the order of the checks: a function that finds it, and what to say then. The
-# message is formatted with the `case` and with what was `found`.
-PROBLEMS: tuple[tuple[Callable[[WindowCase], Any], str], ...] = (
-    (
-        lambda case: case.window.length > case.denoiser.max_length,
-        "has {case.window.length} positions but the network holds {case.denoiser.max_length}; cut it "
-        "(lm_eval_duel.core.windows.independent) or shorten the context.",
-    ),
-    (
-        lambda case: (
-            case.denoiser.needs_visible and case.window.target and not case.window.context + case.window.suffix
-        ),
-        "shows no token at its first step, and this network divides by the number of visible ones. Keep the "
-        "tokenizer's special tokens (leave bos=none out), or pass a context.",
-    ),
-    (
-        lambda case: (
-            case.window.target and len(case.window.context) < max(case.denoiser.shift, case.denoiser.seeds_blocks)
-        ),
-        "needs a context: this network predicts each token from the one before it. Use bos=given for texts; for ids, "
-        "put a token into the window's context.",
-    ),
-    (
-        lambda case: [token for token in case.ids if not 0 <= token <= case.largest_id],
-        "holds id {found[0]}; the network's ids are 0 to {case.largest_id}.",
-    ),
-    (
-        lambda case: sorted(case.ids & case.denoiser.image_ids),
-        "holds id {found[0]}, which stands for an image. Images are not scored: leave their tokens out.",
-    ),
-    (
-        lambda case: case.denoiser.mask_id in case.ids,
-        "holds the mask token (id {case.denoiser.mask_id}), which can be neither context nor target.",
-    ),
-    (
-        lambda case: case.window.suffix and case.window.target and case.denoiser.attention == "causal",
-        "has a suffix, which a causal network never sees. Leave it out.",
-    ),
-    (
-        lambda case: (
-            case.window.suffix
-            and case.window.target
-            and case.denoiser.block
-            and case.denoiser.attention != "bidirectional"
-            and case.window.length > case.border
-        ),
-        "has a suffix after position {case.border}, where its last target block ends, and this network sees nothing "
-        "after that. Leave out the ids after it.",
-    ),
-    (
-        lambda case: case.window.target and of_canvases(case.denoiser) and not case.window.context,
-        "needs a context: its first canvas has no clean token to read. Keep BOS.",
-    ),
-    (
-        lambda case: case.window.target and of_canvases(case.denoiser) and case.window.suffix,
-        "has a suffix, which a canvas never sees. Leave it out.",
-    ),
-    (
-        lambda case: of_canvases(case.denoiser) and case.window.known,
-        "has known target positions, which the canvases before them do not see. Leave them out.",
-    ),
-    (
-        lambda case: case.window.known and (case.denoiser.attention != "bidirectional" or case.denoiser.cache),
-        "has known target positions, which only a bidirectional network without cache= sees from the first step.",
-    ),
-    (
-        lambda case: case.window.known and case.denoiser.hides_given,
-        "has known target positions, and cfg_scale masks what is given: leave one of them out.",
-    ),
-    (
-        lambda case: case.window.tail and (case.block is None or case.positions % case.block),
-        "has a tail, so its target must end on a block border: {case.positions} positions with block {case.block} do "
-        "not. Off a border the value is not a probability.",
-    ),
-    (
-        lambda case: sorted(case.unscorable.intersection(case.target, case.denoiser.excluded_ids)),
-        "holds id {found[0]}, which exclude_ids leaves out: its probability is 0.",
-    ),
-    (
-        lambda case: sorted(case.unscorable.intersection(case.target)),
-        "holds id {found[0]}, which is padding and not a token of the vocabulary.",
-    ),
-)
+# What can be wrong with a window, in the order of the checks. Each message completes "Window n ...".
+
+
+def _of_layout(case: WindowCase) -> Iterator[str]:
+    """Problems of the numbers of positions."""
+    denoiser = case.denoiser
+    window = case.window
+    if window.length > denoiser.max_length:
+        yield (
+            f"has {window.length} positions but the network holds {denoiser.max_length}; cut it "
+            "(lm_eval_duel.core.windows.independent) or shorten the context."
+        )
+    if denoiser.needs_visible and window.target and not window.context + window.suffix:
+        yield (
+            "shows no token at its first step, and this network divides by the number of visible ones. Keep the "
+            "tokenizer's special tokens (leave bos=none out), or pass a context."
+        )
+    if window.target and len(window.context) < max(denoiser.shift, denoiser.seeds_blocks):
+        yield (
+            "needs a context: this network predicts each token from the one before it. Use bos=given for texts; for "
+            "ids, put a token into the window's context."
+        )
+
+
+def _of_ids(case: WindowCase) -> Iterator[str]:
+    """Ids that no row may hold."""
+    last = case.denoiser.vocab_size - 1
+    outside = [token for token in case.ids if not 0 <= token <= last]
+    if outside:
+        yield f"holds id {outside[0]}; the network's ids are 0 to {last}."
+    images = sorted(case.ids & case.denoiser.image_ids)
+    if images:
+        yield f"holds id {images[0]}, which stands for an image. Images are not scored: leave their tokens out."
+    if case.denoiser.mask_id in case.ids:
+        yield f"holds the mask token (id {case.denoiser.mask_id}), which can be neither context nor target."
+
+
+def _of_attention(case: WindowCase) -> Iterator[str]:
+    """Parts of the window that this kind of network does not see, or not from the first step on."""
+    denoiser = case.denoiser
+    window = case.window
+    if window.suffix and window.target and denoiser.attention == "causal":
+        yield "has a suffix, which a causal network never sees. Leave it out."
+    by_blocks = denoiser.block and denoiser.attention != "bidirectional"
+    if window.suffix and window.target and by_blocks and window.length > case.border:
+        yield (
+            f"has a suffix after position {case.border}, where its last target block ends, and this network sees "
+            "nothing after that. Leave out the ids after it."
+        )
+    if of_canvases(denoiser):
+        if window.target and not window.context:
+            yield "needs a context: its first canvas has no clean token to read. Keep BOS."
+        if window.target and window.suffix:
+            yield "has a suffix, which a canvas never sees. Leave it out."
+        if window.known:
+            yield "has known target positions, which the canvases before them do not see. Leave them out."
+    if window.known and (denoiser.attention != "bidirectional" or denoiser.cache):
+        yield "has known target positions, which only a bidirectional network without cache= sees from the first step."
+    if window.known and denoiser.hides_given:
+        yield "has known target positions, and cfg_scale masks what is given: leave one of them out."
+    if window.tail and (case.block is None or case.positions % case.block):
+        yield (
+            f"has a tail, so its target must end on a block border: {case.positions} positions with block {case.block} "
+            "do not. Off a border the value is not a probability."
+        )
+
+
+def _of_tokens(case: WindowCase) -> Iterator[str]:
+    """Targets that the network gives no probability."""
+    excluded = sorted(case.unscorable.intersection(case.target, case.denoiser.excluded_ids))
+    if excluded:
+        yield f"holds id {excluded[0]}, which exclude_ids leaves out: its probability is 0."
+    padding = sorted(case.unscorable.intersection(case.target))
+    if padding:
+        yield f"holds id {padding[0]}, which is padding and not a token of the vocabulary."
