@@ -129,7 +129,8 @@ def first_position_unseen(cache: str) -> DuelError:
 
 def nearest(name: object, known: Iterable[str]) -> list[str]:
     """The known names that `name` may stand for, mistyped or cut off, the nearest first; at most `LISTED`."""
-    typed, names = str(name).lower(), {entry.lower(): entry for entry in sorted(known, reverse=True)}
+    typed = str(name).lower()
+    names = {entry.lower(): entry for entry in sorted(known, reverse=True)}
     begins = [entry for entry in sorted(names) if len(typed) > 2 and entry.startswith(typed)]
     return [names[entry] for entry in (difflib.get_close_matches(typed, names, LISTED, NEAR) or begins[:LISTED])]
 

@@ -172,13 +172,14 @@ def of_tokenizer(tokenizer: Any) -> str:
     Truncation and padding of a tokenizer.json do not count: a tokenizer's first call resets them.
     """
     entries: dict[str, Any] = {"split_special_tokens": bool(getattr(tokenizer, "split_special_tokens", False))}
-    backend, own = getattr(tokenizer, "backend_tokenizer", None), _code_files(type(tokenizer))
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    code_files = _code_files(type(tokenizer))
     if backend is not None:
         state = json.loads(backend.to_str())
         entries["backend"] = {key: value for key, value in state.items() if key not in ("truncation", "padding")}
-    if own:
-        entries["code"] = hash_files(own)
-    if own or backend is None:
+    if code_files:
+        entries["code"] = hash_files(code_files)
+    if code_files or backend is None:
         entries |= _in_python(tokenizer)
     text = json.dumps(entries, sort_keys=True, default=lambda value: f"{type(value).__name__} {_flags(value)}")
     return hashlib.sha256(text.encode()).hexdigest()[:12]
@@ -208,7 +209,8 @@ def _flags(added: Any) -> str:
 
 def _vocabulary_files(tokenizer: Any) -> list[str]:
     """The hashes of the files that a tokenizer was read from, and of those that it writes."""
-    names, arguments = getattr(tokenizer, "vocab_files_names", {}), getattr(tokenizer, "init_kwargs", {})
+    names = getattr(tokenizer, "vocab_files_names", {})
+    arguments = getattr(tokenizer, "init_kwargs", {})
     folder = str(getattr(tokenizer, "name_or_path", ""))
     read = []
     for key, name in names.items():
@@ -227,7 +229,8 @@ def differences(ours: Mapping[str, object], theirs: Mapping[str, object]) -> lis
     """One line for each entry in which two specs differ."""
     lines = []
     for key in sorted({*ours, *theirs}):
-        mine, other = str(ours.get(key, "not set")), str(theirs.get(key, "not set"))
+        mine = str(ours.get(key, "not set"))
+        other = str(theirs.get(key, "not set"))
         if mine != other:
             lines.append(f"{key}: this run {mine}, the other {other}")
     return lines

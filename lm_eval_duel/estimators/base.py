@@ -79,7 +79,8 @@ class Estimator(abc.ABC):
     ):
         if self.takes_noise == "no":
             require_masks(denoiser, self.name)
-        self.denoiser, self.traced = denoiser, traced
+        self.denoiser = denoiser
+        self.traced = traced
         self.block = resolve_block(denoiser, block)
         self.grid = resolve_grid(denoiser, grid)
         self.budget = plan(denoiser, self.block, self.grid, batch_size, max_batch_size)  # of a network call, at present

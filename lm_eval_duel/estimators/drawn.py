@@ -53,7 +53,8 @@ class BestDrawn(rules.Rule):
 
     def pick(self, score: torch.Tensor, lanes: Lanes) -> torch.Tensor:
         """The draws to keep among those with these scores, (R, W) bool."""
-        masked, n = lanes.masked, self.counts.of_lanes(lanes)[:, None]  # (R, W), (R, 1)
+        masked = lanes.masked  # (R, W)
+        n = self.counts.of_lanes(lanes)[:, None]  # (R, 1)
         key = torch.where(masked, score.clamp(min=torch.finfo(score.dtype).min), -math.inf)  # (R, W)
         best = masked & (rules.rank(-key) < n)  # (R, W)
         if self.tau is None:
@@ -165,16 +166,21 @@ def against_targets(
     log_after = planes.new_full((*masked.shape, wide), math.nan)  # (R, W, W)
     for lanes, row, logits in predictions.by_lanes():
         of_row = scores(logits, scale)  # (u, V)
-        score, p = of_row[row], logits.double().softmax(1)[row]  # (c, V) each
+        score = of_row[row]  # (c, V)
+        p = logits.double().softmax(1)[row]  # (c, V)
         lane, position = masked[lanes].nonzero().unbind(1)  # (c,)
         target = score.gather(1, targets[lanes][masked[lanes]][:, None])[:, 0]  # (c,)
         level = torch.full_like(masked[lanes], math.inf, dtype=torch.float64)  # (r, W)
         level[lane, position] = target
-        bound = level[lane]  # (c, W) a draw ranks after the target of each other position if it is less
+        # A draw ranks after the target of another position if its score is less. Of equal scores the one further right
+        # ranks after, so there the bound is the next larger float, below which an equal score lies.
+        bound = level[lane]  # (c, W)
         further = position[:, None] > torch.arange(wide, device=bound.device)  # (c, W)
-        bound, order = bound.where(~further | bound.isinf(), bound.nextafter(bound.new_tensor(math.inf))).sort(1)
-        place = torch.searchsorted(bound, score, right=True)  # (c, V) how many bounds it reaches
-        mass = p.new_zeros(len(p), wide + 1).scatter_add_(1, place, p).cumsum(1)[:, :wide]  # (c, W)
+        above = bound.nextafter(bound.new_tensor(math.inf))  # (c, W)
+        bound, order = bound.where(~further | bound.isinf(), above).sort(1)
+        # one pass over the vocabulary for all bounds: the mass below each is a cumulative sum over sorted bounds
+        reached = torch.searchsorted(bound, score, right=True)  # (c, V) how many bounds each score reaches
+        mass = p.new_zeros(len(p), wide + 1).scatter_add_(1, reached, p).cumsum(1)[:, :wide]  # (c, W)
         log_after[lanes][lane, position] = torch.empty_like(mass).scatter_(1, order, mass.log())
         quiet = score <= tau if strict else score < tau  # (c, V)
         planes[0, lanes][lane, position] = target

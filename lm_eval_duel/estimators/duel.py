@@ -87,8 +87,9 @@ class DuelEstimator(Estimator):
         places = super().blocks(window)
         if not self.rule.spans_blocks or not places:
             return places
-        (start, _), (last, width) = places[0], places[-1]  # one lane for a chain of blocks
-        return [(start, last + width - start)]
+        first, _ = places[0]
+        last, width = places[-1]
+        return [(first, last + width - first)]  # one lane for a chain of blocks
 
     def describe(self) -> dict[str, object]:
         return {**super().describe(), **self.rule.describe(), **noise_spec(self.denoiser, self.noise_seed)}
@@ -165,7 +166,9 @@ class DuelEstimator(Estimator):
                     f"sample needs a {what} for each context; got {len(contexts)} contexts and {len(given)}."
                 )
         whole(0, "a number of tokens")("length", length)
-        placeholder, suffixes = (0,) * length, [()] * len(contexts) if suffixes is None else suffixes
+        placeholder = (0,) * length
+        if suffixes is None:
+            suffixes = [()] * len(contexts)
         prompts = [Window(context, placeholder, after, tail) for context, after in zip(contexts, suffixes, strict=True)]
         check_windows(self.denoiser, self.block, self.grid, prompts, generating=True)
         keys = range(len(contexts)) if keys is None else keys
@@ -242,7 +245,8 @@ class SampleAccumulator(ScoreAccumulator):
 
     def __init__(self, group: WindowGroup, estimator: Estimator, stop: Stop | None):
         super().__init__(group.rows, estimator.traced, note=estimator.empty_score.note)
-        self.group, self.stop = group, stop
+        self.group = group
+        self.stop = stop
         self.blocks = [deque(estimator.blocks(prompt)) for prompt in group.windows]  # (first column, width), by row
 
     def next_block(self, row: int) -> BlockSpan:
@@ -270,7 +274,8 @@ class SampleAccumulator(ScoreAccumulator):
     def take(self, finished: Lanes) -> Iterator[tuple[int, Sample]]:
         """(row, sample) of each text that is complete."""
         for row, scored in super().take(finished):
-            tokens, prompt = self.tokens(row), self.group.windows[row]
+            tokens = self.tokens(row)
+            prompt = self.group.windows[row]
             tail = prompt.tail + len(prompt.target) - len(tokens)
             yield row, Sample(**vars(scored), tokens=tokens, tail=tail)
 
@@ -370,7 +375,8 @@ def commit_once(denoiser: Denoiser, own: CommitOnceArguments, name: str) -> Deno
 
 def noise_spec(denoiser: Denoiser, seed: int | None) -> dict[str, object]:
     """The entries of the spec about what masked positions show; none if it is [MASK]."""
-    trained, how = denoiser.noise_training, denoiser.commit_once
+    trained = denoiser.noise_training
+    how = denoiser.commit_once
     if trained is None:
         return {}
     spec: dict[str, object] = {"noise": trained.noise.name}

@@ -99,12 +99,14 @@ class MonteCarloBound(Estimator):
 
     def _draws(self, group: WindowGroup, sums: BoundAccumulator) -> Iterator[Lanes]:
         """The lanes of every draw of every span."""
-        spans, device = self.block_spans(group), group.rows.ids.device
+        spans = self.block_spans(group)
+        device = group.rows.ids.device
         for fresh, room in self.batches(group, spans, lambda room: room // self.samples, self.evaluated):
             few = fresh.masked.shape[1] <= FEW
-            for draws in torch.arange(self.samples, device=device).split(self.samples if few else room):
-                place = torch.arange(len(fresh), device=device).repeat_interleave(len(draws))  # (R,)
-                lanes = self.drawn(group, fresh.select(place), draws.repeat(len(fresh)))
+            every_draw = torch.arange(self.samples, device=device)
+            for draws in every_draw.split(self.samples if few else room):
+                span = torch.arange(len(fresh), device=device).repeat_interleave(len(draws))  # (R,)
+                lanes = self.drawn(group, fresh.select(span), draws.repeat(len(fresh)))
                 sums.skip(fresh.row, len(draws), lanes.row)
                 if len(lanes):
                     yield lanes
@@ -112,8 +114,9 @@ class MonteCarloBound(Estimator):
     def strata(self, group: WindowGroup, lanes: Lanes, draw: torch.Tensor) -> torch.Tensor:
         """The stratified uniform number of each draw, (R,)."""
         shift = uniform(group.keys[lanes.row], self.draw_seed, SHIFT, draw % self.replicates)  # (R,)
-        of_draw = (draw // self.replicates).double() / (self.samples // self.replicates)  # (R,)
-        return (shift + of_draw + self.block_numbers(lanes).double() * GOLDEN) % 1
+        stratum = (draw // self.replicates).double() / (self.samples // self.replicates)  # (R,)
+        # blocks of one window move on by the golden ratio, so that they do not all have few masks in the same draw
+        return (shift + stratum + self.block_numbers(lanes).double() * GOLDEN) % 1
 
 
 class BoundAccumulator:
@@ -121,7 +124,9 @@ class BoundAccumulator:
 
     def __init__(self, group: WindowGroup, bound: MonteCarloBound):
         count, self.length = group.rows.ids.shape  # the column of positions that are not scored
-        self.windows, self.bound, device = group.windows, bound, group.rows.ids.device
+        device = group.rows.ids.device
+        self.windows = group.windows
+        self.bound = bound
         self.log_probs = torch.zeros(count, self.length + 1, dtype=torch.float64, device=device)  # (N, L + 1)
         self.sums = self.log_probs.new_zeros(count, bound.replicates)  # (N, S)
         self.waiting = torch.tensor([bound.lanes(window) for window in group.windows], device=device)  # (N,) draws
@@ -133,9 +138,11 @@ class BoundAccumulator:
 
     def add(self, step: Step) -> None:
         """Add the terms of draws."""
-        lanes, (values, of_replicates) = step.lanes, self.bound.terms(step)  # (R, W), (R, S)
+        lanes = step.lanes
+        values, of_replicates = self.bound.terms(step)  # (R, W), (R, S)
         column = torch.where(lanes.masked, lanes.columns, self.length)  # (R, W)
-        row, done = lanes.row[:, None].expand_as(column), -torch.ones_like(lanes.row)  # (R, W), (R,)
+        row = lanes.row[:, None].expand_as(column)  # (R, W)
+        done = -torch.ones_like(lanes.row)  # (R,)
         sums = self.sums.index_add(0, lanes.row, of_replicates)  # (N, S)
         # on out-of-memory before this line, nothing has been added yet
         self.log_probs.index_put_((row, column), values, accumulate=True)
@@ -148,10 +155,11 @@ class BoundAccumulator:
 
     def finished(self) -> IndexedScores:
         """(row, bound) of the windows that miss no draw, each once."""
-        rows, count = (self.waiting == 0).nonzero()[:, 0], self.bound.replicates
+        count = self.bound.replicates
+        rows = (self.waiting == 0).nonzero()[:, 0]  # (n,)
         self.waiting[rows] = -1  # taken
-        shares, means = self.log_probs[rows].cpu() / self.bound.samples, self.sums[rows].cpu()  # (n, L + 1), (n, S)
-        means /= self.bound.samples // count
+        shares = self.log_probs[rows].cpu() / self.bound.samples  # (n, L + 1)
+        means = self.sums[rows].cpu() / (self.bound.samples // count)  # (n, S)
         for n, row in enumerate(rows.tolist()):
             window = self.windows[row]
             error = float(means[n].std() / math.sqrt(count)) if count > 1 else math.nan
@@ -231,8 +239,8 @@ class Elbo(MonteCarloBound):
         """
         lanes = self._masked(group, lanes, draw)
         weight, *level = lanes.memory  # (R, W) each
-        own = (draw,) if level else ()
-        first, number = distinct(lanes.row, lanes.start, lanes.masked, *own)
+        apart = (draw,) if level else ()
+        first, number = distinct(lanes.row, lanes.start, lanes.masked, *apart)
         weights = weight.new_zeros(len(first), self.replicates)  # (r, S)
         weights.index_put_((number, draw % self.replicates), weight[:, 0], accumulate=True)
         kept = lanes.select(first)
@@ -245,19 +253,24 @@ class Elbo(MonteCarloBound):
 
         Their memory is the weight of each position, and SEDD's noise level.
         """
-        t, position = self._levels(group, lanes, draw), lanes.columns - lanes.origin[:, None]  # (R,), (R, W)
+        t = self._levels(group, lanes, draw)  # (R,)
+        position = lanes.columns - lanes.origin[:, None]  # (R, W)
         keys = group.keys[lanes.row][:, None], self.draw_seed, POSITIONS, draw[:, None], position  # (R, W)
         level: tuple[torch.Tensor, ...] = ()
         if self.arguments.elbo_form == "count":
             m = lanes.masked.sum(1)  # (R,)
-            count = 1 + (m * t).long().minimum(m - 1)  # (R,)
-            masked = lanes.masked & (rank(torch.where(lanes.masked, hashed(*keys), LAST)) < count[:, None])
+            count = 1 + (m * t).long().minimum(m - 1)  # (R,) uniform in 1..m
+            order = rank(torch.where(lanes.masked, hashed(*keys), LAST))  # (R, W) a random permutation
+            masked = lanes.masked & (order < count[:, None])
             weight = m.double() / count  # (R,)
         else:
-            chance, weight = t, 1 / t  # (R,) each
+            chance = t  # (R,)
+            weight = 1 / t  # (R,)
             if self.arguments.elbo_form == "score_entropy":
-                level = (cast(Any, self.denoiser).schedule(t),)  # (R,)
-                chance, weight = -torch.expm1(-level[0]), torch.expm1(level[0]) / t
+                sigma = cast(Any, self.denoiser).schedule(t)  # (R,) SEDD's noise level
+                level = (sigma,)
+                chance = -torch.expm1(-sigma)
+                weight = torch.expm1(sigma) / t
             masked = lanes.masked & (uniform(*keys) < chance[:, None])  # (R, W)
         memory = tuple(plane[:, None].expand_as(masked) for plane in (weight, *level))
         return dataclasses.replace(lanes.show(group.rows.targets(lanes), masked), memory=memory)
@@ -269,11 +282,13 @@ class Elbo(MonteCarloBound):
 
     def draws(self, window: Window) -> list[list[tuple[list[int], float | None]]]:
         """The draws of a window: of each span the masked columns, and t unless `form` is "count"."""
-        group, found = self.open([window], [0]), []
+        group = self.open([window], [0])
         lanes = group.fresh(self.block_spans(group))
+        found = []
         for number in range(self.samples):
-            what = group, lanes, torch.full_like(lanes.row, number)
-            masked, levels = self._masked(*what).masked, self._levels(*what).tolist()
+            draw = torch.full_like(lanes.row, number)
+            masked = self._masked(group, lanes, draw).masked
+            levels = self._levels(group, lanes, draw).tolist()
             columns = [lanes.columns[r][masked[r]].tolist() for r in range(len(lanes))]
             found.append(
                 [*zip(columns, levels if self.arguments.elbo_form != "count" else [None] * len(lanes), strict=True)]

@@ -65,7 +65,8 @@ class RecordedOrders:
         cls, duel: DuelEstimator, windows: Sequence[Window], steps: Sequence[Ids], batch_size: int
     ) -> RecordedOrders:
         """Raises DuelError for orders that do not fit their windows, and for a network without gradients."""
-        denoiser, orders = duel.denoiser, duel.checked_orders(windows, steps)
+        denoiser = duel.denoiser
+        orders = duel.checked_orders(windows, steps)
         if denoiser.cache is not None:
             raise DuelError(
                 f"cache={denoiser.cache} keeps keys and values without their gradients. Use a network without a cache."
@@ -93,7 +94,8 @@ class RecordedOrders:
 
     def gradients(self, weights: torch.Tensor) -> dict[int, torch.Tensor]:
         """The gradient of (weights * log_probs).sum(), weights (N, T), for each parameter used, by index."""
-        denoiser, known = self.duel.denoiser, {id(parameter) for parameter in self.parameters}
+        denoiser = self.duel.denoiser
+        known = {id(parameter) for parameter in self.parameters}
         sums: dict[int, torch.Tensor] = {}
         with (
             torch.inference_mode(False),
@@ -195,7 +197,9 @@ def unknown_leaves(values: torch.Tensor, known: set[int]) -> list[weakref.ref[to
     """
     if not values.requires_grad:
         raise DuelError("The network's logits have no gradient: a function calls it under torch.no_grad.")
-    nodes, seen, leaves = [values.grad_fn], set(), []
+    nodes = [values.grad_fn]
+    seen = set()
+    leaves = []
     while nodes:
         node = nodes.pop()
         if node is None or node in seen:

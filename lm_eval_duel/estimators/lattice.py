@@ -95,7 +95,8 @@ class LatticeAccumulator:
     """The lattices of one group of windows, and the sums of finished blocks."""
 
     def __init__(self, group: WindowGroup, lattice: Lattice):
-        self.group, self.lattice = group, lattice
+        self.group = group
+        self.lattice = lattice
         coarse = is_coarse(lattice.denoiser)
         self.followed = [rules.with_checks(rule, lattice.counts, coarse) for rule in lattice.rules]
         count, self.length = group.rows.ids.shape
@@ -108,7 +109,8 @@ class LatticeAccumulator:
 
     def states(self) -> Iterator[Lanes]:
         """Every state of every block, one chunk of blocks after the other. Their memory says where they belong."""
-        group, spans = self.group, self.lattice.block_spans(self.group)
+        group = self.group
+        spans = self.lattice.block_spans(group)
         wide = max(width for _, _, width in spans)
 
         def size(room: int) -> int:  # a chunk fills several calls
@@ -130,7 +132,8 @@ class LatticeAccumulator:
     def add(self, step: Step) -> None:
         """Enter the log-probs of these states, and what each rule would pick."""
         lanes, predictions, _, _, log_prob = step
-        (number, block), state = (plane[:, 0] for plane in lanes.memory), to_bitmask(lanes.masked)  # (R,) each
+        number, block = (plane[:, 0] for plane in lanes.memory)  # (R,) each: of the chunk, and of the block there
+        state = to_bitmask(lanes.masked)  # (R,)
         lanes = dataclasses.replace(lanes, memory=())
         statistics = [getattr(predictions, name).double() for name in STATISTICS] if self.lattice.traced else []
         decided = [rule(predictions, lanes) for rule in self.followed]
@@ -138,7 +141,8 @@ class LatticeAccumulator:
             require_pick(rule, choice)
         parts = {n: number == n for n in number.unique().tolist()}
         for n, mine in parts.items():
-            chunk, at = self.chunks[n], (block[mine], state[mine])
+            chunk = self.chunks[n]
+            at = block[mine], state[mine]
             wide = slice(chunk.log_probs.shape[2])
             chunk.log_probs[at] = log_prob[mine, wide]
             for t, plane in enumerate(statistics):
@@ -172,7 +176,8 @@ class LatticeAccumulator:
             orders.follow(chunk, after, near_tie)
 
     def _score(self, row: int) -> Score:
-        window, name = self.group.windows[row], self.lattice.name
+        window = self.group.windows[row]
+        name = self.lattice.name
         span = slice(len(window.context), len(window.context) + len(window.target))
         totals = dict(zip(LATTICE, self.totals[row].tolist(), strict=True))
         rows = self.totals.new_tensor([row]).long()
@@ -211,21 +216,27 @@ class Orders(ScoreAccumulator):
 
         `after` (B, S): the state that follows each state; `near_tie` (B, S): the states whose pick is a near tie.
         """
-        row, columns, state, step = chunk.lanes.row, chunk.lanes.columns, chunk.full, 0  # (B,), (B, W), (B,)
+        row = chunk.lanes.row  # (B,)
+        columns = chunk.lanes.columns  # (B, W)
+        state = chunk.full  # (B,)
+        step = 0
         block = torch.arange(len(row), device=row.device)  # (B,)
         while (unfinished := state > 0).any():
             following = after[block, state] * unfinished  # (B,)
             picked = from_bitmask(state & ~following, columns.shape[1])  # (B, W)
             b, position = picked.nonzero().unbind(1)  # (c,)
-            where, at = (row[b], columns[b, position]), (b, state[b], position)
+            where = row[b], columns[b, position]
+            at = b, state[b], position
             self.reveal_steps[where] = step
             self.log_probs[where] = chunk.log_probs[at]
             for t, plane in enumerate(self.statistics.values()):
                 plane[where] = chunk.statistics[..., t][at]
-            tied, never = unfinished & near_tie[block, state], torch.zeros_like(unfinished)  # (B,) each
+            tied = unfinished & near_tie[block, state]  # (B,)
+            never = torch.zeros_like(unfinished)  # (B,) starts from masks alone are not counted on a path
             sums = torch.stack([picked.sum(1), unfinished, unfinished, tied, never], 1).long()  # (B, 5)
             self.sums.index_add_(0, row, sums)
-            state, step = following, step + 1
+            state = following
+            step += 1
 
 
 def every_set(group: WindowGroup, fresh: Lanes, begun: int) -> Lanes:
@@ -252,7 +263,8 @@ def fold(table: torch.Tensor, masked: torch.Tensor) -> tuple[torch.Tensor, torch
     mean, mixture, oracle = (table.new_zeros(blocks, states) for _ in range(3))
     best = torch.zeros(blocks, states, dtype=torch.int64, device=table.device)
     share = table.new_zeros(blocks, wide)
-    full, counts = to_bitmask(masked), masked.sum(1).tolist()  # (B,) each
+    full = to_bitmask(masked)  # (B,)
+    counts = masked.sum(1).tolist()  # (B,)
     for size in range(1, wide + 1):
         state, position, rest = (indices.to(table.device) for indices in sets(wide, size))  # (n,), (n, size), (n, size)
         w = table[:, state[:, None], position]  # (B, n, size) NaN for sets that are no state of the block

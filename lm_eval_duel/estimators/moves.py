@@ -69,8 +69,11 @@ def independent(state: torch.Tensor, log_in: torch.Tensor, log_out: torch.Tensor
     log_p = log_in.new_zeros(len(state))  # (I,)
     for position in range(log_in.shape[1]):
         least, most = count[:, product]
-        enters, stays = log_in[product, position], log_out[product, position]  # (I,) each
-        out = ((stays > -math.inf) & (members + later[product, position] >= least)).nonzero()[:, 0]
+        enters = log_in[product, position]  # (I,)
+        stays = log_out[product, position]  # (I,)
+        # a partial subset is dropped as soon as it can no longer reach `least` members, or would exceed `most`
+        enough = members + later[product, position] >= least  # (I,)
+        out = ((stays > -math.inf) & enough).nonzero()[:, 0]
         into = ((enters > -math.inf) & (members < most)).nonzero()[:, 0]
         log_p = torch.cat([log_p[out] + stays[out], log_p[into] + enters[into]])
         chosen = torch.cat([chosen[out], chosen[into] | 1 << position])
@@ -84,7 +87,8 @@ def in_turn(level: StateLevel, log_p: torch.Tensor, score: torch.Tensor, count: 
 
     `log_p` (X, W): of the targets. The sum over the orders in which a subset is drawn (Plackett and Luce).
     """
-    wide, state = score.shape[1], torch.arange(len(score), device=score.device)  # (X,)
+    wide = score.shape[1]
+    state = torch.arange(len(score), device=score.device)  # (X,)
     moves = Moves(state, torch.zeros_like(state), score.new_zeros(len(score)))
     for turn in range(int(count.max())):
         left = level.masked[moves.state] & ~from_bitmask(moves.chosen, wide)  # (I, W)

@@ -35,7 +35,8 @@ from lm_eval_duel.errors import DuelError, NotFinite
 from lm_eval_duel.estimators.arguments import NoisedElboArguments
 from lm_eval_duel.estimators.elbo import MonteCarloBound
 
-KIND, TOKEN = 5, 6  # keys of the random numbers: whether a position becomes noise, and which token
+KIND = 5  # key of the random numbers: whether a position becomes noise
+TOKEN = 6  # key of the random numbers: which token it becomes
 
 
 class KeepLogits(EvaluateAll):
@@ -99,7 +100,8 @@ class NoisedElbo(MonteCarloBound):
             self.step_shares = step_shares(int(self.steps)).to(denoiser.device)  # (T,)
             self.step_below = self.step_shares.cumsum(0)  # (T,) the probability of a step up to i
         tokens = (~denoiser.excluded).nonzero()[:, 0]  # (K,)
-        self.tokens, self.number = tokens, torch.full_like(denoiser.excluded, -1, dtype=torch.int64)  # (V,)
+        self.tokens = tokens
+        self.number = torch.full_like(denoiser.excluded, -1, dtype=torch.int64)  # (V,) of each token, -1 for others
         self.number[tokens] = torch.arange(len(tokens), device=tokens.device)
 
     def describe(self) -> dict[str, object]:
@@ -147,8 +149,10 @@ class NoisedElbo(MonteCarloBound):
 
     def draws(self, window: Window) -> list[tuple[torch.Tensor, torch.Tensor, float, list[int]]]:
         """The draws of a window without canvases: s, t, the weight, and its row with noisy targets."""
-        group, number = self.open([window], [0]), torch.arange(self.samples, device=self.denoiser.device)  # (R,)
-        lanes = self.drawn(group, group.fresh(self.block_spans(group)).select(torch.zeros_like(number)), number)
+        group = self.open([window], [0])
+        number = torch.arange(self.samples, device=self.denoiser.device)  # (R,)
+        fresh = group.fresh(self.block_spans(group))
+        lanes = self.drawn(group, fresh.select(torch.zeros_like(number)), number)
         view = NoisedView(self, group.rows)
         s, t, rest, weight = view.times(lanes)
         noisy = view.noisy(lanes, self.number[group.rows.targets(lanes)], self.noise.level(t, rest), 0)
@@ -198,7 +202,9 @@ class NoisedView(View):
 
     def __init__(self, bound: NoisedElbo, rows: Rows):
         super().__init__(bound.denoiser, rows)
-        self.bound, self.noise, self.steps = bound, bound.noise, bound.steps
+        self.bound = bound
+        self.noise = bound.noise
+        self.steps = bound.steps
         self.network = bound.denoiser.open_noised(rows)
 
     def cost(self, lanes: Lanes) -> torch.Tensor:
@@ -222,7 +228,8 @@ class NoisedView(View):
             t, rest, weight = self.noise.time_from_uniform(v)
             return t, t, rest, weight
         step, weight = self.bound.draw_step(v)
-        t, rest = step / self.steps, (self.steps - step) / self.steps
+        t = step / self.steps
+        rest = (self.steps - step) / self.steps  # not 1 - t, which loses digits near t = 1
         return (step - 1) / self.steps, t, rest, weight
 
     def noisy(self, lanes: Lanes, clean: torch.Tensor, level: noises.Level, step: int) -> torch.Tensor:
@@ -255,7 +262,8 @@ class NoisedView(View):
         path = [clean]
         for i in range(1, len(levels)):
             path.append(self.noisy(lanes, path[-1], noises.between(levels[i - 1], levels[i]), i))
-        total, past = torch.zeros(clean.shape, dtype=torch.float64, device=clean.device), None
+        total = torch.zeros(clean.shape, dtype=torch.float64, device=clean.device)
+        past = None  # the network's output of the step before, which is the noisier one
         for i in range(len(path) - 1, 0, -1):
             t = (steps[i] / self.steps).expand(len(lanes), 1)  # (R, 1)
             stats, observed, past = self._predict(lanes, clean, path[i], levels[i], levels[i - 1], t, past)
@@ -281,15 +289,20 @@ class NoisedView(View):
             shift = noises.as_plugin(now, observed.masked)
         ratio = torch.where(before.u > 0, before.a / before.u, 0.0).expand(clean.shape)  # (R, W)
         columns = self.bound.tokens[clean], self.bound.tokens[torch.where(observed.masked, clean, noisy)]  # (R, W) each
-        kept, parts = None, []
+        kept = None
+        parts = []
         for part, row, logits in self.network.predictions(lanes, self.ids(noisy), t[:, 0], past).by_lanes():
-            own, here = logits[row], lanes.masked[part]  # (c, V), (r, W)
+            of_positions = logits[row]  # (c, V)
+            masked = lanes.masked[part]  # (r, W)
             if self.bound.conditioning == "chain":
-                kept = own.new_zeros(*clean.shape, own.shape[1]) if kept is None else kept
-                kept[part][here] = own
-            parts.append(noises.statistics(own, *(plane[part][here] for plane in (*columns, shift, ratio))))
+                if kept is None:
+                    kept = of_positions.new_zeros(*clean.shape, of_positions.shape[1])
+                kept[part][masked] = of_positions
+            planes = [plane[part][masked] for plane in (*columns, shift, ratio)]  # (c,) each
+            parts.append(noises.statistics(of_positions, *planes))
         values = [torch.cat(column) for column in zip(*parts, strict=True)]  # (C,) each
-        if bool((broken := torch.stack(values).isnan().any(0)).any()):  # (C,)
+        broken = torch.stack(values).isnan().any(0)  # (C,)
+        if bool(broken.any()):
             message = "The weights are broken or the dtype is too narrow: the network returned NaN."
             raise NotFinite(message, lane=int(lanes.masked_at[0][broken][0]))
         blank = torch.zeros(clean.shape, dtype=torch.float64, device=clean.device)

@@ -304,7 +304,8 @@ class SampledConfidence(SetSampler, DuelEstimator):
         if not scored:
             yield from ((n, _unscored(sample)) for n, sample in samples)
             return
-        suffixes, waiting = settings.get("suffixes") or [()] * len(contexts), []
+        suffixes = settings.get("suffixes") or [()] * len(contexts)
+        waiting = []
         for n, sample in samples:
             waiting.append((n, sample))
             if len(waiting) == SCORED_AT_ONCE:
@@ -348,15 +349,20 @@ class SampledConfidence(SetSampler, DuelEstimator):
 
     def moves(self, level: StateLevel, planes: Planes) -> Moves:
         """The moves of n draws, by the position that ranks last among them, and of all draws above `tau`."""
-        masked, log_p, score = level.masked, planes["log_probs"], planes["score"]  # (X, W) each
+        masked = level.masked  # (X, W)
+        log_p = planes["log_probs"]  # (X, W)
+        score = planes["score"]  # (X, W)
         count = self.rule.counts.of_sizes(level.first, masked.sum(1))  # (X,)
         above = masked & self.rule.above(score)  # (X, W)
         state, last = (masked & ~above & (count > 0)[:, None]).nonzero().unbind(1)  # (c,)
         position = torch.arange(masked.shape[1], device=last.device)  # (W,)
-        of, of_last = score[state], score[state, last][:, None]  # (c, W), (c, 1)
-        before = (of > of_last) | ((of == of_last) & (position <= last[:, None]))  # (c, W)
+        # members of the subset rank before its last one: a larger score, or an equal one further left
+        of_state = score[state]  # (c, W)
+        of_last = score[state, last][:, None]  # (c, 1)
+        before = (of_state > of_last) | ((of_state == of_last) & (position <= last[:, None]))  # (c, W)
         log_out = planes["log_after"][state, :, last].masked_fill(position == last[:, None], -math.inf)
-        log_in, most = log_p[state].where(before & masked[state], -math.inf), count[state]
+        log_in = log_p[state].where(before & masked[state], -math.inf)
+        most = count[state]
         least = most
         log_out = log_out.where(masked[state], 0.0)
         if self.arguments.tau is not None:
@@ -431,16 +437,21 @@ class SampledOrder(SetSampler):
 
     def moves(self, level: StateLevel, planes: Planes) -> Moves:
         """The moves of positions drawn one after the other; as a product if all sets of a size are alike."""
-        masked, log_p = level.masked, planes["log_probs"]  # (X, W) each
-        size, every = masked.sum(1), torch.arange(len(masked), device=masked.device)  # (X,) each
-        least, most, log_in = torch.ones_like(size), size, log_p.where(masked, -math.inf)
+        masked = level.masked  # (X, W)
+        log_p = planes["log_probs"]  # (X, W)
+        size = masked.sum(1)  # (X,)
+        every = torch.arange(len(masked), device=masked.device)  # (X,)
+        log_in = log_p.where(masked, -math.inf)
+        least = torch.ones_like(size)  # (X,)
+        most = size
         if self.counted is not None:
             least = most = count = self.counted.of_sizes(level.first, size)  # (X,)
             if self.arguments.alg != "random":
                 return in_turn(level, log_p, planes["score"], count)
         moves = independent(every, log_in, torch.zeros_like(log_in), torch.stack([least, most]))
         if self.counted is not None:
-            n, k = size.double(), most.double()
-            ways = (n + 1).lgamma() - (k + 1).lgamma() - (n - k + 1).lgamma()  # (X,)
+            n = size.double()
+            k = most.double()
+            ways = (n + 1).lgamma() - (k + 1).lgamma() - (n - k + 1).lgamma()  # (X,) log of n over k
             moves = moves._replace(log_p=moves.log_p - ways[moves.state])
         return moves

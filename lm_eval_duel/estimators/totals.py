@@ -60,7 +60,8 @@ class Total:
     @classmethod
     def from_score(cls, window: Window, score: Score, name: str) -> Total:
         """The score of one window."""
-        tokens, error = window.scored_tokens, score.stderr if score.blocks is None else score.blocks.error
+        tokens = window.scored_tokens
+        error = score.stderr if score.blocks is None else score.blocks.error
         drawn = score.blocks.drawn if isinstance(score.blocks, TwoPhaseBlocks) else 0
         return cls(
             name=name,
@@ -109,8 +110,8 @@ class Total:
         self.nfe = known_sum(self.nfe, other.nfe)
         self.near_ties = known_sum(self.near_ties, other.near_ties)
         self.blocks = None if self.blocks is None or other.blocks is None else self.blocks + other.blocks
-        (a, b, c), (x, y, z) = self.squares, other.squares
-        self.squares = a + x, b + y, c + z
+        squared, mixed, tokens_squared = (a + b for a, b in zip(self.squares, other.squares, strict=True))
+        self.squares = squared, mixed, tokens_squared
         if self.others and other.others:
             for name, total in other.others.items():
                 self.others[name].merge(total)
@@ -158,7 +159,8 @@ class Total:
         """
         if self.windows < 2 or not self.tokens or not math.isfinite(self.log_prob):
             return None
-        rate, (squared, mixed, tokens_squared) = self.log_prob / self.tokens, self.squares
+        rate = self.log_prob / self.tokens
+        squared, mixed, tokens_squared = self.squares
         spread = squared - 2 * rate * mixed + rate**2 * tokens_squared
         return math.sqrt(max(0.0, spread) * self.windows / (self.windows - 1))
 
@@ -184,7 +186,8 @@ class Total:
     def summary(self, drawn: MonteCarlo | None = None) -> str:
         """The value in a log line, with its error and what it is; `drawn`: what an estimate depends on."""
         value = self.value
-        nats, per_token = f"{self.log_prob:.2f}", f"{self.perplexity:.2f}"
+        nats = f"{self.log_prob:.2f}"
+        per_token = f"{self.perplexity:.2f}"
         remarks = [value.label]
         if value.error is not None:
             nats += f" ± {value.error:.2f}"
@@ -222,7 +225,8 @@ class TwoPhaseBlocks(BlockSums):
     @classmethod
     def from_blocks(cls, g: torch.Tensor, f: torch.Tensor, weight: torch.Tensor, variance: float) -> TwoPhaseBlocks:
         """The sums over the blocks of a window, from g, f and the weight of each, (B,)."""
-        sampled_f, sampled_g = f[weight > 0], g[weight > 0]  # (b,) each
+        sampled_f = f[weight > 0]  # (b,)
+        sampled_g = g[weight > 0]  # (b,)
         return cls(
             count=len(g),
             sampled=len(sampled_f),

@@ -125,7 +125,8 @@ class TwoPhase(Estimator):
         size = math.ceil(lanes / max(per_window, 1e-3))  # windows
         for first in range(0, len(weights), size):
             here = slice(first, first + size)
-            part, weight = self.open(group.windows[here], group.window_indices[here]), weights[here]  # (n, B)
+            part = self.open(group.windows[here], group.window_indices[here])
+            weight = weights[here]  # (n, B)
             blocks = [[(row, *span) for span in self.blocks(window)] for row, window in enumerate(part.windows)]
             sampled = [span for row, spans in enumerate(blocks) for n, span in enumerate(spans) if weight[row, n]]
             uncached = dict(self._score_blocks("uncached", part, sampled))
@@ -136,9 +137,12 @@ class TwoPhase(Estimator):
         """The scores of these blocks in one phase; what they cost is added to the phase's counts."""
         if not spans:
             return
-        duel, phase = self.phases[name], self.counts.phases.setdefault(name, PhaseCounts())
-        duel.counts, duel.row_checks = self.counts, self.row_checks
-        before, group = copy.copy(self.counts), dataclasses.replace(group, opened=duel.denoiser.open)
+        duel = self.phases[name]
+        duel.counts = self.counts
+        duel.row_checks = self.row_checks
+        phase = self.counts.phases.setdefault(name, PhaseCounts())
+        before = copy.copy(self.counts)
+        group = dataclasses.replace(group, opened=duel.denoiser.open)
         scores = duel.score_blocks(group, spans, duel.followed)
         try:
             while True:

@@ -41,7 +41,8 @@ class Display:
         """The tokens for a notebook, coloured by log-probability; the pointer shows each one's number and step."""
         spans = []
         for n, token in enumerate(self.tokens):
-            colour, about = "transparent", [f"token {n}"]
+            colour = "transparent"
+            about = [f"token {n}"]
             if self.token_logprobs:
                 nats = -self.token_logprobs[n]
                 last = len(SURE_TO_SURPRISED) - 1

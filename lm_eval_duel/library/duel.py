@@ -305,7 +305,8 @@ class Duel(OnIds):
             DuelError: If this network supports no cache, or as `score`.
         """
         self._sampler("estimate", "duel")
-        rule, budget = cast(Rule, self.rule), self.estimator.budget
+        rule = cast(Rule, self.rule)
+        budget = self.estimator.budget
         rows = None if self.denoiser.fixed_weights else max(1, budget.tokens // self.denoiser.max_length)
         estimator = TwoPhase(
             self.denoiser,

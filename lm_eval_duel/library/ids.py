@@ -43,7 +43,9 @@ class OnIds:
     _spec: dict[str, str] | None
 
     def _take(self, denoiser: Denoiser, estimator: Estimator, text: TextEncoder | None) -> None:
-        self.denoiser, self.estimator, self._encoder = denoiser, estimator, text
+        self.denoiser = denoiser
+        self.estimator = estimator
+        self._encoder = text
         self._spec: dict[str, str] | None = None
 
     # ------------------------------------------------------------ what it is

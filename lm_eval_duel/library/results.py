@@ -94,7 +94,8 @@ class TextScore(Display):
     ) -> TextScore:
         """The score of a text from the scores of its windows."""
         windows = encoded.windows
-        total, spec = Total.from_scores(windows, scores, estimator.name), estimator.describe()
+        total = Total.from_scores(windows, scores, estimator.name)
+        spec = estimator.describe()
         kind = kind_of(estimator.name, spec)
         return cls(
             text=text,

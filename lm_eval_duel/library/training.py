@@ -216,7 +216,10 @@ class DuelCallback:
                 "DuelCallback needs a tokenizer, and the Trainer's processing_class is "
                 f"{'None' if self.tokenizer is None else type(self.tokenizer).__name__}: pass tokenizer=."
             )
-        self.trainer, self.texts, self.every, self.arguments = trainer, list(texts), every, arguments
+        self.trainer = trainer
+        self.texts = list(texts)
+        self.every = every
+        self.arguments = arguments
         self._last: int | None = None  # the step that was scored last
 
     def __getattr__(self, event: str) -> Callable[..., None]:
@@ -288,11 +291,14 @@ def _gathered(work: Callable[[], Any], world: int) -> list[Any]:
     """The results of `work` on all ranks, gathered on each; an error on one is raised on all."""
     if world == 1:
         return [work()]
-    result, error, reason = None, None, None
+    result = None
+    error = None
+    reason = None
     try:
         result = work()
     except Exception as raised:  # the other ranks wait: they must hear of it
-        error, reason = raised, f"{type(raised).__name__}: {raised}"
+        error = raised
+        reason = f"{type(raised).__name__}: {raised}"
     of_ranks: list[Any] = [None] * world
     torch.distributed.all_gather_object(of_ranks, (result, reason))
     if error is not None:
