@@ -11,7 +11,7 @@ from lm_eval_duel.cli.main import main
 from lm_eval_duel.core import predictions
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.estimators import totals
-from lm_eval_duel.tasks import metrics
+from lm_eval_duel.tasks import data
 from lm_eval_duel.text import text
 from lm_eval_duel.text.annotated import Units
 
@@ -79,7 +79,7 @@ def smaller_totals(monkeypatch):
 
 
 def another_count(monkeypatch):
-    monkeypatch.setattr(metrics, "count_units", lambda text, *_, **__: Units(len(text.split()) + 1, len(text)))
+    monkeypatch.setattr(data, "count_units", lambda text, *_, **__: Units(len(text.split()) + 1, len(text)))
 
 
 @pytest.mark.parametrize("fault", [other_ids, smaller_totals, another_count])
