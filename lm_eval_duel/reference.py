@@ -355,10 +355,14 @@ def noised_elbo(
     values = []
     for s, t, weight, z in draws:
         P = log_softmax(logits_of(torch.tensor(z), float(t))).exp()
-        now, slope = torch.func.jvp(level, (t,), (torch.ones_like(t),))
-        r = [plug_in(P[ell], z[ell], now) if denoiser else P[ell] for ell in positions]
-        term, other = (noised_term, level(s)) if s < t else (noised_rate, slope)
-        terms = [term(x[ell], z[ell], r_ell, now, other) for ell, r_ell in zip(positions, r, strict=True)]
+        now, slope = torch.func.jvp(level, (t,), (torch.ones_like(t),))  # a_t and b_t, and their derivatives
+        terms = []
+        for ell in positions:
+            r = plug_in(P[ell], z[ell], now) if denoiser else P[ell]
+            if s < t:
+                terms.append(noised_term(x[ell], z[ell], r, now, level(s)))
+            else:
+                terms.append(noised_rate(x[ell], z[ell], r, now, slope))
         values.append(-weight * math.fsum(terms))
     return values
 
@@ -370,7 +374,8 @@ def noised_term(clean: int, noisy: int, r: Tensor, t: Noise, s: Noise) -> float:
 
 def noised_rate(clean: int, noisy: int, r: Tensor, t: Noise, slope: Noise) -> float:
     """The limit of `noised_term` / (t - s) as s approaches t; `slope`: the derivatives of a_t and b_t."""
-    (a, b), (da, db) = t, slope
+    a, b = t
+    da, db = slope
     q, k = a * one_hot(clean, r) + b, a * r + b  # q(x_t | x_0) of the token and of r, (V,)
     y, rate = q[noisy] / k[noisy], (db - da / a * b)[noisy] / q[noisy]
     return float(rate * (kl(q, k) + y - 1 - y.log()))
@@ -378,7 +383,8 @@ def noised_rate(clean: int, noisy: int, r: Tensor, t: Noise, slope: Noise) -> fl
 
 def posterior(x_0: Tensor, noisy: int, s: Noise, t: Noise) -> Tensor:
     """q(x_s | x_t = noisy, x_0) for a distribution x_0 (V,) in place of a token."""
-    (a_s, b_s), (a_t, b_t) = s, t  # noise at times s < t
+    a_s, b_s = s  # noise at times s < t
+    a_t, b_t = t
     step = a_t / a_s * (one_hot(noisy, x_0) - b_s[noisy]) + b_t[noisy]  # q(x_t = noisy | x_s), (V,)
     return step * (a_s * x_0 + b_s) / (a_t * x_0[noisy] + b_t[noisy])
 

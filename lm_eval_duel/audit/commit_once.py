@@ -19,6 +19,7 @@ from lm_eval_duel.core.hashing import uniform
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.denoisers.dit.denoiser import Timed
 from lm_eval_duel.denoisers.hf.diffusion_gemma import Canvases
+from lm_eval_duel.denoisers.wrappers import Wrapper
 
 KIND, TOKEN = 7, 8  # keys of the random numbers: whether a masked position shows [MASK], and which token
 
@@ -28,14 +29,11 @@ class GivenNoise(OtherRow):
 
     def __init__(self, denoiser: Denoiser, window: Window, block: int | None, grid: str, seed: int):
         super().__init__(denoiser, window, block, grid)
-        plain = denoiser
-        while hasattr(plain, "plain"):
-            plain = plain.plain
-        self.plain: Denoiser = plain
+        self.plain = without_wrappers(denoiser)
         self.seed = seed
         self.m = NO_ID  # marks masked positions: the noise may show [MASK]
         self.x = [*window.context, *window.target, *[self.m] * window.tail, *window.suffix]
-        self.tokens = (~plain.excluded).nonzero()[:, 0]  # (K,)
+        self.tokens = (~self.plain.excluded).nonzero()[:, 0]  # (K,)
         self.given = torch.zeros(0)  # (L,) the row in progress, with its masks
 
     def path(self, F: reference.Rule) -> reference.Path:
@@ -52,18 +50,21 @@ class GivenNoise(OtherRow):
 
     def noise(self, z: torch.Tensor, block: int, step: int) -> torch.Tensor:
         """The tokens that positions show while they are masked in z (L,), at a step of the block at `block`."""
-        trained = self.plain.noise_training
-        assert trained is not None
-        t = self.share(z, block).reshape(1, 1)
-        level = trained.noise.level(t, 1 - t)
-        begin = torch.tensor(self.span(block)[0] - self.origin)
+        begin, _ = self.span(block)
+        key = torch.tensor(begin - self.origin)  # blocks and positions count from the target
         position = torch.arange(len(z)) - self.origin  # (L,)
-        drawn = (uniform(self.seed, TOKEN, begin, step, position) * len(self.tokens)).long()  # (L,)
-        tokens = self.tokens.cpu()[drawn]
+        index = uniform(self.seed, TOKEN, key, step, position) * len(self.tokens)
+        tokens = self.tokens.cpu()[index.long()]  # (L,)
         if self.plain.mask_id is None:
             return tokens
+
+        # GIDD's noise has [MASK], too: m of it, and u of each token, at the time at which this share is masked.
+        training = self.plain.noise_training
+        assert training is not None
+        t = self.share(z, block).reshape(1, 1)
+        level = training.noise.level(t, 1 - t)
         as_mask = float(level.m / (level.m + len(self.tokens) * level.u))
-        return torch.where(uniform(self.seed, KIND, begin, step, position) < as_mask, self.plain.mask_id, tokens)
+        return torch.where(uniform(self.seed, KIND, key, step, position) < as_mask, self.plain.mask_id, tokens)
 
     def share(self, z: torch.Tensor, block: int) -> torch.Tensor:
         """The share of the row that is masked, or under `bos="official"` of the scored positions, float64 ()."""
@@ -74,11 +75,11 @@ class GivenNoise(OtherRow):
             counted[self.known] = False
         return (z == self.m).sum().double() / counted.sum()
 
-    def _raw(self, denoiser: Denoiser, z: torch.Tensor) -> torch.Tensor:
+    def _before_filters(self, denoiser: Denoiser, z: torch.Tensor) -> torch.Tensor:
         if denoiser is not self.plain:
-            return super()._raw(denoiser, z)
-        told = denoiser.noise_inputs(self.share(self.given, 0)[None])
-        self.inputs = denoiser.features(z[None], None, **told)[0]  # (L, D)
+            return super()._before_filters(denoiser, z)
+        noise_level = denoiser.noise_inputs(self.share(self.given, 0)[None])
+        self.inputs = denoiser.features(z[None], None, **noise_level)[0]  # (L, D)
         return denoiser.head(self.inputs).double()
 
 
@@ -96,33 +97,43 @@ class CanvasGivenNoise(GivenNoise):
 
     @torch.inference_mode()
     def _given_noise(self, z: torch.Tensor, y: torch.Tensor, before: torch.Tensor | None) -> torch.Tensor:
-        begin, end = self.span(int((z == self.m).nonzero()[0]))
-        how, device = self.plain.commit_once, self.plain.device
+        sampler = self.plain.commit_once
+        device = self.plain.device
+        first_masked = int((z == self.m).nonzero()[0])
+        begin, end = self.span(first_masked)
         self.step = 0 if before is None else self.step + 1
-        temperature = how.temperature(torch.tensor([self.step]))
-        conditioned = how.self_conditioning and before is not None
+
+        conditioned = sampler.self_conditioning and before is not None
         out = self.plain.model(  # type: ignore[attr-defined]
             input_ids=z[None, :begin].to(device),
             decoder_input_ids=y[None, begin:end].to(device),
             self_conditioning_logits=self.before if conditioned else None,
         )
-        logits = out.logits[0].double()  # (W, V)
-        self.before = (logits / temperature.to(logits))[None].to(out.logits.dtype)
-        if how.leave_one_out:  # divide by q(x_t = own token | x_0)
+        logits: torch.Tensor = out.logits[0].double()  # (W, V)
+        temperature = sampler.temperature(torch.tensor([self.step])).to(logits)
+        self.before = (logits / temperature)[None].to(out.logits.dtype)
+
+        if sampler.leave_one_out:  # divide by q(x_t = shown token | x_0)
             t = self.share(z, begin)
-            own = torch.arange(end - begin), y[begin:end].to(device)
-            logits[own] -= torch.log1p((1 - t) * len(self.tokens) / t).to(logits)
-        row = logits.new_full((len(z), logits.shape[1]), torch.nan)
-        row[begin:end] = logits / temperature.to(logits)
+            shown = torch.arange(end - begin), y[begin:end].to(device)
+            logits[shown] -= torch.log1p((1 - t) * len(self.tokens) / t).to(logits)
+        row = logits.new_full((len(z), logits.shape[1]), torch.nan)  # (L, V)
+        row[begin:end] = logits / temperature
         return row
 
 
 def given_noise(denoiser: Denoiser, window: Window, block: int | None, grid: str, seed: int) -> GivenNoise | None:
     """The network of one window, given the noise of `seed`; None if it opens rows in its own way."""
-    plain = denoiser
-    while hasattr(plain, "plain"):
-        plain = plain.plain
+    plain = without_wrappers(denoiser)
     if isinstance(plain, Canvases):
         return CanvasGivenNoise(denoiser, window, block, grid, seed)
-    known = type(plain).open in (Denoiser.open, Timed.open)
-    return GivenNoise(denoiser, window, block, grid, seed) if known else None
+    if type(plain).open in (Denoiser.open, Timed.open):
+        return GivenNoise(denoiser, window, block, grid, seed)
+    return None
+
+
+def without_wrappers(denoiser: Denoiser) -> Denoiser:
+    """The network under guidance."""
+    while isinstance(denoiser, Wrapper):
+        denoiser = denoiser.plain
+    return denoiser

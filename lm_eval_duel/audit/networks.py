@@ -4,11 +4,15 @@
     bidirectional                   z
     block-causal, causal prefix     z up to the end of the block in progress, which is filled up with [MASK] or cut
     causal                          the whole text, once: a prediction does not depend on what follows
+    under a cache                   z as the block began; then the evaluated positions, against its keys and values
+    with a noise level              z, and the level of its masked share
+    under guidance                  z, and z with context and suffix masked
+    with filters                    z; its distributions are sharpened and truncated
 
-It shares no code with the views, only the calls of the network: `features` or `stream`, and `head`.
-Caches, guidance, warpers and noise levels: other_networks.py.
+This shares no code with the views of a run, only the calls of the network: `features` or `stream`, and `head`. Networks
+whose noise is random tokens: commit_once.py.
 
-Shapes: L row length, D features, V tokens.
+Shapes: L row length, Q positions of a call, K keys, D features, V tokens, W block width.
 """
 
 from __future__ import annotations
@@ -39,16 +43,23 @@ class OneRow:
     """
 
     def __init__(self, denoiser: Denoiser, window: Window, block: int | None, grid: str):
-        self.denoiser, self.block = denoiser, block
+        self.denoiser = denoiser
+        self.block = block
         self.relative_positions = denoiser.relative_positions
         self.m = NO_ID if denoiser.mask_id is None else denoiser.mask_id
-        self.origin, self.end = len(window.context), len(window.context) + len(window.target)
-        self.suffix = len(window.suffix)
+
+        # the row: context | target | tail | suffix
         self.x = [*window.context, *window.target, *[self.m] * window.tail, *window.suffix]
-        self.zero = 0 if grid == "row" and block is not None else self.origin  # blocks count from here
+        self.origin = len(window.context)
+        self.end = self.origin + len(window.target)
+        self.suffix = len(window.suffix)
+
+        # blocks are counted from here, and hold the target positions that are not known
+        self.zero = 0 if grid == "row" and block is not None else self.origin
         self.known = [self.origin + index for index in window.known]
         self.scored = [column for column in range(self.origin, self.end) if column not in self.known]
         self.blocks: Sequence[Sequence[int]] = reference.cut(self.scored, block, self.zero)
+
         self.inputs: torch.Tensor | None = None
         self.unlike: float | None = None
         self._causal: torch.Tensor | None = None  # (L, V)
@@ -80,13 +91,17 @@ class OneRow:
         masked = (z[self.origin : self.end] == self.m).nonzero()
         begin, _ = self.span(self.origin + int(masked[0]))
         features = self.features(denoiser, self.shown(denoiser, z, begin), begin)  # (L, D)
-        # the prediction for a position is read where the network makes it
-        at = torch.arange(len(features) + denoiser.shift * (denoiser.attention == "causal")) - denoiser.shift
-        if denoiser.seeds_blocks:
-            at[begin] = begin - 1
-        self.inputs = features[at.clamp(min=0).to(features.device)]
+
+        # A network with shifted logits predicts a position one before it. Causal networks are not shown the last
+        # token of the text, so they have a feature less than the text has tokens.
+        causal = denoiser.attention == "causal"
+        predicted_at = torch.arange(len(features) + denoiser.shift * causal) - denoiser.shift  # (L,)
+        if denoiser.seeds_blocks:  # the clean stream predicts the first token of a block
+            predicted_at[begin] = begin - 1
+        self.inputs = features[predicted_at.clamp(min=0).to(features.device)]
         logits = self.head(denoiser, self.inputs).double()
-        self._causal = logits if denoiser.attention == "causal" else None
+        if causal:
+            self._causal = logits
         return logits
 
     def shown(self, denoiser: Denoiser, z: torch.Tensor, begin: int) -> torch.Tensor:
@@ -101,18 +116,19 @@ class OneRow:
 
     def features(self, denoiser: Denoiser, shown: torch.Tensor, begin: int) -> torch.Tensor:
         """The input of the LM head (L, D) of the row."""
-        ids, column = shown[None], torch.arange(len(shown), device=shown.device)
         if not denoiser.by_blocks:
-            return denoiser.features(ids, None)[0]
+            return denoiser.features(shown[None], None)[0]
+        column = torch.arange(len(shown), device=shown.device)  # (L,)
         seen = self.attended(denoiser, column, begin)
-        return denoiser.stream(ids, column[None], seen[None], None)[0][0]
+        features, _ = denoiser.stream(shown[None], column[None], seen[None], None)
+        return features[0]
 
     def attended(self, denoiser: Denoiser, column: torch.Tensor, begin: int) -> torch.Tensor:
         """The columns that each of `column` (L,) attends to in a network that works by blocks, (L, L) bool."""
         if denoiser.attention == "causal_prefix":
             return (column[:, None] >= column) | (column[:, None] >= begin)
         zero = self.origin if denoiser.anchor == "target" else 0
-        number = ((column - zero) // (denoiser.block or 1)).clamp(min=-1)  # (L,)
+        number = ((column - zero) // (denoiser.block or 1)).clamp(min=-1)  # (L,) what is before `zero` is one block
         return number[:, None] >= number
 
     def head(self, denoiser: Denoiser, features: torch.Tensor) -> torch.Tensor:
@@ -120,19 +136,7 @@ class OneRow:
         return denoiser.head(features)
 
 
-# ---------------------------------------------------------------- other_networks
-# Networks that are called in another way than one_row.py does, still one row at a time.
-#
-#     network                 is shown
-#     under a cache           z as the block began; then the evaluated positions, against its keys and values
-#     with a noise level      z, and the level of its masked share
-#     under guidance          z, and z with context and suffix masked
-#     with filters            z; its distributions are sharpened and truncated
-#
-# Shapes: L row length, Q positions of a call, K keys, D features, V tokens.
-
-
-OTHER = (Cached, Guided, Timed)
+# ---------------------------------------------------------------- caches, noise levels, guidance, filters
 
 
 def one_row(denoiser: Denoiser, window: Window, block: int | None, grid: str) -> OneRow | None:
@@ -142,59 +146,74 @@ def one_row(denoiser: Denoiser, window: Window, block: int | None, grid: str) ->
         plain = plain.plain
     if type(plain).open not in (Denoiser.open, Timed.open):
         return None
-    return (OtherRow if isinstance(denoiser, OTHER) or denoiser.filters else OneRow)(denoiser, window, block, grid)
+    if isinstance(denoiser, Cached | Guided | Timed) or denoiser.filters:
+        return OtherRow(denoiser, window, block, grid)
+    return OneRow(denoiser, window, block, grid)
 
 
 class OtherRow(OneRow):
     """A network for one window, under the wrappers around it and its filters."""
 
     def logits(self, denoiser: Denoiser, z: torch.Tensor) -> torch.Tensor:
-        logits = self._raw(denoiser, z).masked_fill(denoiser.excluded, -math.inf)  # (L, V) excluded ids, too
-        for warp in (each for each in denoiser.filters if isinstance(each, Warp)):
-            logits = warped(warp, logits)
+        logits = self._before_filters(denoiser, z).masked_fill(denoiser.excluded, -math.inf)  # (L, V)
+        for each in denoiser.filters:
+            if isinstance(each, Warp):  # the other kind, excluded ids, is among `excluded`
+                logits = warped(each, logits)
         return logits
 
-    def _raw(self, denoiser: Denoiser, z: torch.Tensor) -> torch.Tensor:
-        """Logits (L, V) before filters."""
-        if isinstance(denoiser, Guided):
-            bare = z.clone()
-            bare[: self.origin] = self.m
-            bare[len(z) - self.suffix :] = self.m
-            conditional, unconditional = (self._raw(denoiser.plain, row) for row in (z, bare))
-            self.inputs = None
-            return unconditional + (1 + denoiser.scale) * (conditional - unconditional)
-        return super().logits(denoiser, z)
+    def _before_filters(self, denoiser: Denoiser, z: torch.Tensor) -> torch.Tensor:
+        if not isinstance(denoiser, Guided):
+            return super().logits(denoiser, z)
+        bare = z.clone()
+        bare[: self.origin] = self.m
+        bare[len(z) - self.suffix :] = self.m
+        conditional = self._before_filters(denoiser.plain, z)
+        unconditional = self._before_filters(denoiser.plain, bare)
+        self.inputs = None
+        return unconditional + (1 + denoiser.scale) * (conditional - unconditional)
 
     def features(self, denoiser: Denoiser, shown: torch.Tensor, begin: int) -> torch.Tensor:
         if isinstance(denoiser, Cached):
             return self._cached(denoiser, shown, begin)
         if isinstance(denoiser, Timed):
-            masked, counted = shown == self.m, torch.ones_like(shown, dtype=torch.bool)  # (L,)
-            if denoiser.bos == "official":  # context and suffix do not count, where they are visible
-                counted[self.origin : len(shown) - self.suffix] = False
-                counted = masked | ~counted
-                counted[self.known] = False
-            share = masked.sum().double() / counted.sum()
+            share = self._masked_share(denoiser, shown)
             return denoiser.features(shown[None], None, **denoiser.noise_inputs(share[None]))[0]
         return super().features(denoiser, shown, begin)
+
+    def _masked_share(self, denoiser: Denoiser, shown: torch.Tensor) -> torch.Tensor:
+        """The share of the row that is masked, float64 (): of this, the network is told its noise level."""
+        masked = shown == self.m  # (L,)
+        counted = torch.ones_like(masked)
+        if denoiser.bos == "official":  # context and suffix do not count, where they are visible
+            outside = torch.ones_like(masked)
+            outside[self.origin : len(shown) - self.suffix] = False
+            counted = masked | ~outside
+            counted[self.known] = False
+        return masked.sum().double() / counted.sum()
 
     def _cached(self, denoiser: Cached, z: torch.Tensor, begin: int) -> torch.Tensor:
         """The input of the LM head (L, D): NaN at positions that a later step of the block does not evaluate."""
         column = torch.arange(len(z), device=z.device)[None]  # (1, L)
-        stop = self.span(max(begin, self.origin))[1]
-        start = z.clone()
-        start[max(begin, self.origin) : stop] = self.m
+        first = max(begin, self.origin)
+        _, stop = self.span(first)
+        start = z.clone()  # the row as the block began
+        start[first:stop] = self.m
         features, layers = denoiser.begin(start[None], None, column)  # (1, L, D)
         if torch.equal(z, start):
             return features[0]
-        computed = (column >= begin) & (column < (stop if denoiser.cache == "dual" else len(z)))  # (1, L)
-        outside, inside = column[~computed], column[computed]  # (K,), (Q,)
-        past = [tuple(plane[:, :, outside.to(plane.device)] for plane in layer) for layer in layers]
+
+        last = stop if denoiser.cache == "dual" else len(z)
+        evaluated = (column >= begin) & (column < last)  # (1, L)
+        outside = column[~evaluated]  # (K,)
+        inside = column[evaluated]  # (Q,)
+        past = []  # of each layer: the keys and the values of positions that are not evaluated again
+        for keys, values in layers:
+            past.append((keys[:, :, outside.to(keys.device)], values[:, :, outside.to(values.device)]))
         places = torch.cat([outside, inside])[None]
         step = CachedStep(inside[None], None, past, places, (inside - begin)[None])
-        evaluated = torch.full_like(features[0], math.nan)
-        evaluated[inside] = denoiser.step(z[inside][None], step)[0]
-        return evaluated
+        row = torch.full_like(features[0], math.nan)
+        row[inside] = denoiser.step(z[inside][None], step)[0]
+        return row
 
 
 def warped(warp: Warp, logits: torch.Tensor) -> torch.Tensor:
@@ -206,5 +225,6 @@ def warped(warp: Warp, logits: torch.Tensor) -> torch.Tensor:
         ranked[:, warp.top_k :] = -math.inf
     if warp.top_p < 1:
         p = ranked.softmax(1)
-        ranked = ranked.masked_fill(p.cumsum(1) - p >= warp.top_p, -math.inf)
+        before = p.cumsum(1) - p  # the probability of the tokens that rank before each
+        ranked = ranked.masked_fill(before >= warp.top_p, -math.inf)
     return torch.empty_like(logits).scatter_(1, order, ranked)

@@ -4,7 +4,9 @@ The order is the run's; every number is the reference's. Where the rule of the r
 the pick is either wrong or within a tie: then some change of the reference's own logits by at most `NEAR_TIE` gives the
 run's pick. So a tie at one step excuses neither a value nor a later pick, and nothing that the run reports excuses it.
 
-Shapes: L row length, V tokens.
+A rule that the reference does not have is the run's own, which is shown one lane in float64 (`RunsRule`).
+
+Shapes: L row length, W block width, C masked positions, D features, V tokens.
 """
 
 from __future__ import annotations
@@ -29,15 +31,22 @@ PAPER: dict[type[rules.Rule], Callable[..., reference.Rule]] = {
     rules.Threshold: lambda rule: reference.threshold(rule.mu),
     rules.Klass: lambda rule: reference.klass(rule.mu, rule.nu),
 }
-# how the logits of the positions that the run picked, and of the others, may move; and whether the top one moves alone
-TIES = [(a * NEAR_TIE, b * NEAR_TIE, top) for a, b, top in itertools.product((1, -1), (1, -1), (True, False))]
+# Changes of logits within a tie: how those of the positions that the run picked move, how those of the others do, and
+# whether the top one of each position moves alone.
+TIES = [
+    (picked * NEAR_TIE, others * NEAR_TIE, top_alone)
+    for picked, others, top_alone in itertools.product((1, -1), (1, -1), (True, False))
+]
 
 
 def rule_of(rule: rules.Rule) -> Callable[..., reference.Rule] | None:
     """The reference's own rule for a rule of the paper; None for other rules."""
     make = PAPER.get(type(rule))
-    variant = getattr(rule, "strict", False) or (isinstance(rule, rules.Klass) and not _as_printed(rule))
-    return None if make is None or variant else lambda: make(rule)
+    if make is None or getattr(rule, "strict", False):
+        return None
+    if isinstance(rule, rules.Klass) and not _as_printed(rule):
+        return None
+    return lambda: make(rule)
 
 
 def _as_printed(rule: rules.Klass) -> bool:
@@ -52,38 +61,64 @@ class Followed:
     """
 
     def __init__(self, network: OneRow, steps: dict[int, int], F: reference.Rule):
-        self.network, self.steps, self.F, self.step = network, steps, F, 0
-        self.other_picks = self.ties = 0
-        self.is_greedy, self.top_tokens_tie = True, False
+        self.network = network
+        self.steps = steps
+        self.F = F
+        self.step = 0
+        self.other_picks = 0
+        self.ties = 0
+        self.is_greedy = True
+        self.top_tokens_tie = False
 
     def __call__(self, log_P: torch.Tensor, M: list[int]) -> list[int]:
         picked = [ell for ell in M if self.steps[ell] == self.step]
         if {*self.F(log_P, M)} != {*picked}:
-            tied = self.network.relative_positions and bool((log_P[M] == log_P[M[0]]).all())  # the lowest is first
-            tie = not tied and any({*self.F(moved(log_P, M, picked, *by), M)} == {*picked} for by in TIES)
-            self.ties, self.other_picks = self.ties + tie, self.other_picks + (not tie)
+            # Where all positions are equal because the network has relative positions, the lowest is first: no tie.
+            decided = self.network.relative_positions and all_equal(log_P, M)
+            if not decided and in_a_tie(self.F, log_P, M, picked):
+                self.ties += 1
+            else:
+                self.other_picks += 1
         if isinstance(self.F, RunsRule):
             self.F.advance()
         for ell in picked:
-            first, second = log_P[ell].topk(min(2, len(log_P[ell]))).values.tolist()[:2]
-            behind = first - float(log_P[ell, self.network.x[ell]])
-            self.is_greedy &= behind < NEAR_TIE
-            self.top_tokens_tie |= behind < NEAR_TIE and first - second < NEAR_TIE
+            self._compare_with_top(log_P[ell], self.network.x[ell])
         self.step = 0 if len(picked) == len(M) else self.step + 1
         return picked
+
+    def _compare_with_top(self, log_p: torch.Tensor, token: int) -> None:
+        """Note it if a token is not the most probable one of its position, with log-probabilities log_p (V,)."""
+        first, *rest = log_p.topk(min(2, len(log_p))).values.tolist()
+        behind = first - float(log_p[token])
+        if behind >= NEAR_TIE:
+            self.is_greedy = False
+        elif rest and first - rest[0] < NEAR_TIE:  # either of two tokens may count as the top one
+            self.top_tokens_tie = True
 
 
 class Watched:
     """A rule of the reference that notes whether a pick was a tie, other than that of a row of masks."""
 
     def __init__(self, F: reference.Rule):
-        self.F, self.tied = F, False
+        self.F = F
+        self.tied = False
 
     def __call__(self, log_P: torch.Tensor, M: list[int]) -> list[int]:
         picked = self.F(log_P, M)
-        if not (log_P[M] == log_P[M[0]]).all():
-            self.tied |= any({*self.F(moved(log_P, M, picked, *by), M)} != {*picked} for by in TIES)
+        if not all_equal(log_P, M):
+            moves = (self.F(moved(log_P, M, picked, *by), M) for by in TIES)
+            self.tied |= any({*pick} != {*picked} for pick in moves)
         return picked
+
+
+def all_equal(log_P: torch.Tensor, M: list[int]) -> bool:
+    """True if all masked positions have one distribution."""
+    return bool((log_P[M] == log_P[M[0]]).all())
+
+
+def in_a_tie(F: reference.Rule, log_P: torch.Tensor, M: list[int], picked: list[int]) -> bool:
+    """True if some change of the logits within a tie makes F pick `picked`."""
+    return any({*F(moved(log_P, M, picked, *by), M)} == {*picked} for by in TIES)
 
 
 def moved(log_P: torch.Tensor, M: list[int], picked: list[int], by: float, others_by: float, top: bool) -> torch.Tensor:
@@ -104,10 +139,7 @@ def moved(log_P: torch.Tensor, M: list[int], picked: list[int], by: float, other
     return changed
 
 
-# ---------------------------------------------------------------- runs_rule
-# A rule that the reference does not have: the run's own, which is shown one lane in float64.
-#
-# Shapes: W block width, C masked positions, D features, V tokens.
+# ---------------------------------------------------------------- a rule that the reference does not have
 
 
 class OneLane(Predictions):
@@ -115,8 +147,8 @@ class OneLane(Predictions):
 
     def __init__(self, masked: torch.Tensor, log_P: torch.Tensor, inputs: torch.Tensor | None):
         every = torch.arange(len(log_P), device=log_P.device)  # (C,)
-        none = torch.zeros(log_P.shape[1], dtype=torch.bool, device=log_P.device)  # (V,)
-        all_mask = torch.zeros(1, dtype=torch.bool, device=log_P.device)
+        none = torch.zeros(log_P.shape[1], dtype=torch.bool, device=log_P.device)  # (V,) excluded columns
+        all_mask = torch.zeros(1, dtype=torch.bool, device=log_P.device)  # the reference has made its exact tie
         super().__init__(masked, all_mask, log_P, every, lambda logits: logits, none)
         self.inputs = inputs
 
@@ -133,7 +165,9 @@ class RunsRule:
     """
 
     def __init__(self, rule: rules.Rule, network: OneRow, chain: bool = False):
-        self.rule, self.network, self.chain = rule, network, chain
+        self.rule = rule
+        self.network = network
+        self.chain = chain
         self.lane: Lanes | None = None
         self.decided: rules.Decision | None = None
 
@@ -146,8 +180,9 @@ class RunsRule:
         masked[0, [ell - begin for ell in M]] = True
         tokens = torch.tensor([network.x[begin:end]], device=log_P.device).masked_fill(masked, -1)  # (1, W)
         self.lane = dataclasses.replace(self.lane, masked=masked, tokens=tokens)
-        inputs = None if network.inputs is None else network.inputs[M]
-        if inputs is not None and (log_P[M] == log_P[M[0]]).all():  # an exact tie
+
+        inputs = None if network.inputs is None else network.inputs[M]  # (C, D)
+        if inputs is not None and all_equal(log_P, M):  # an exact tie, for rules that read features, too
             inputs = inputs[:1].expand_as(inputs)
         decision = self.rule(OneLane(masked, log_P[M], inputs), self.lane)
         if isinstance(decision, torch.Tensor):
@@ -163,8 +198,18 @@ class RunsRule:
 
     def _fresh(self, begin: int, end: int, device: torch.device) -> Lanes:
         """The lane of a block at its start."""
-        row, start, origin, width = (
-            torch.tensor([n], device=device) for n in (0, begin, self.network.origin, end - begin)
+
+        def plane(number: int) -> torch.Tensor:
+            return torch.tensor([number], device=device)
+
+        width = end - begin
+        tokens = torch.zeros(1, width, dtype=torch.int64, device=device)  # (1, W)
+        return Lanes(
+            row=plane(0),
+            start=plane(begin),
+            origin=plane(self.network.origin),
+            width=plane(width),
+            tokens=tokens,
+            masked=tokens.bool(),
+            step=plane(0),
         )
-        tokens = torch.zeros(1, end - begin, dtype=torch.int64, device=device)  # (1, W)
-        return Lanes(row, start, origin, width, tokens, tokens.bool(), torch.zeros_like(row))
