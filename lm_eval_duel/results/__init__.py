@@ -1,1 +1,18 @@
-"""Results as records: read, matched, compared, and shown as reports, pages and figures."""
+"""Results as records: read, matched, compared, and shown as reports, pages and figures.
+
+A number on its way from a file to a table:
+
+    results_*.json     read.py       a file becomes a `Run` with its `Task`s (runs.py), checked entry by entry
+    samples, traces    read.py       (nats, units) of each document; traced.py: of the other values of a lattice run
+                       match.py      runs that may share a table, or the first field in which they differ
+                       rows.py       a `Row` for each value of a run's task: its `Value`, its errors, its name
+                       compare.py    a `ComparedRow` for each row: intervals by the bootstrap (stats.py), the best,
+                                     the gap that it closes and what its cache costs (gaps.py)
+                       standings.py  the rows of one method over tasks: means, ranks, times
+    tables             columns.py    which columns a table has; table.py: numbers as text, and the table's forms
+    report.md, ...     report.py     what a report consists of; files.py: report.json and report.csv
+                       figures.py, page.py
+
+Each step makes a record that is complete, and the next one only reads it. Nothing is computed in a view. trace.py writes
+and reads the files of orders, for runs too.
+"""
