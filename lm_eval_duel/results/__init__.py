@@ -13,6 +13,6 @@ A number on its way from a file to a table:
     report.md, ...     report.py     what a report consists of; files.py: report.json and report.csv
                        figures.py, page.py
 
-Each step makes a record that is complete, and the next one only reads it. Nothing is computed in a view. trace.py writes
-and reads the files of orders, for runs too.
+Each step makes a record that is complete, and the next one only reads it. Nothing is computed in a view. trace.py
+writes and reads the files of orders, for runs too.
 """

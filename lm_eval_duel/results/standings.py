@@ -49,8 +49,16 @@ class RankedMethod:
     @property
     def runs(self) -> list[Run]:
         """The runs of its results, each once."""
-        runs = [*(each.row.run for each in self.rows.values()), *self.scored.values()]
-        return list({run.name: run for run in runs}.values())
+        runs: dict[str, Run] = {}
+        for each in self.rows.values():
+            runs[each.row.run.name] = each.row.run
+        for run in self.scored.values():
+            runs.setdefault(run.name, run)
+        return list(runs.values())
+
+    @property
+    def times(self) -> list[Time]:
+        return list(map(Time, self.runs))
 
     @property
     def label(self) -> str:
@@ -92,7 +100,10 @@ class RankedMethod:
 
     @property
     def parameters(self) -> int | None:
-        return next(filter(None, (run.duel.get("parameters") for run in self.runs)), None)
+        for run in self.runs:
+            if run.duel.get("parameters"):
+                return run.duel["parameters"]
+        return None
 
     @property
     def versions(self) -> dict[str, str]:
@@ -119,7 +130,7 @@ class RankedMethod:
 
     @property
     def device(self) -> str:
-        places = sorted({Time(run).place for run in self.runs}, key=str)
+        places = sorted({time.place for time in self.times}, key=str)
         return ", ".join(f"{device or 'unknown device'} x {ranks or 1}" for device, ranks in places)
 
     @property
@@ -127,18 +138,21 @@ class RankedMethod:
         """Over all tasks; rows of one lattice run share its time."""
         if self.seconds_reason:
             return None
-        times = [Time(run) for run in self.runs]
-        return sum(time.seconds for time in times) / sum(time.tokens for time in times)
+        seconds = 0.0
+        tokens = 0
+        for time in self.times:
+            seconds += time.seconds
+            tokens += time.tokens
+        return seconds / tokens
 
     @property
     def seconds_reason(self) -> str:
         """The reason that its time is not known."""
-        times = [Time(run) for run in self.runs]
         if any(run.cached for run in self.runs):
             return CACHED
-        if not all(time.seconds_per_token for time in times):
+        if not all(time.seconds_per_token for time in self.times):
             return "the results hold no time of the scoring alone"
-        if len({time.place for time in times}) > 1:
+        if len({time.place for time in self.times}) > 1:
             return f"its tasks ran on {self.device}"
         return ""
 
@@ -233,11 +247,11 @@ class Standings:
 
     def groups(self) -> list[tuple[str, list[Standing]]]:
         """The rows from the lowest value, in groups with a title: the oracle is not a likelihood, and stands apart."""
-        ordered = sorted(self.rows, key=lambda row: math.inf if row.main is None else row.main)
-        oracles = [row for row in ordered if row.method.kind == ORACLE]
-        others = [row for row in ordered if row.method.kind != ORACLE]
-        groups = [("", others), (f"Oracle: {KINDS[ORACLE]}", oracles)]
-        return [(title, members) for title, members in groups if members]
+        groups: dict[str, list[Standing]] = {"": [], f"Oracle: {KINDS[ORACLE]}": []}
+        others, oracles = groups.values()
+        for row in sorted(self.rows, key=lambda row: math.inf if row.main is None else row.main):
+            (oracles if row.method.kind == ORACLE else others).append(row)
+        return [(title, members) for title, members in groups.items() if members]
 
 
 def standings(tasks: Mapping[str, Comparison], runs: Sequence[Run], baselines: Sequence[Run]) -> Standings:
@@ -251,14 +265,14 @@ def standings(tasks: Mapping[str, Comparison], runs: Sequence[Run], baselines: S
     metric, mean_of = _tasks_of_means(tasks, methods)
     largest = max(tasks, key=lambda name: len(tasks[name].rows), default="")
     means = {method: _mean(method, mean_of, metric) for method in methods}
-    main = means if mean_of else {method: method.value(largest) for method in methods}
+    main = means if mean_of else _values(methods, largest)
     ranks = _ranks(main)
-    ranks_of_tasks = [_ranks({method: method.value(name) for method in ranks}) for name in mean_of]
+    ranks_on_tasks = [_ranks(_values([*ranks], name)) for name in mean_of]
     rows = []
     for method in methods:
         mean_rank = None
         if method in ranks and mean_of:
-            mean_rank = statistics.fmean(of_task[method] for of_task in ranks_of_tasks)
+            mean_rank = statistics.fmean(on_task[method] for on_task in ranks_on_tasks)
         rows.append(Standing(method, main[method], means[method], mean_rank, ranks.get(method)))
     models = list(dict.fromkeys(method.named.model for method in methods))
     rows.sort(key=lambda row: (not row.method.named.ar, models.index(row.method.named.model)))
@@ -278,6 +292,10 @@ def _tasks_of_means(tasks: Mapping[str, Comparison], methods: Sequence[RankedMet
     return metric, common[metric] if len(common[metric]) > 1 else []
 
 
+def _values(methods: Sequence[RankedMethod], task: str) -> dict[RankedMethod, float | None]:
+    return {method: method.value(task) for method in methods}
+
+
 def _mean(method: RankedMethod, tasks: Sequence[str], metric: str) -> float | None:
     """The mean of a method's values over tasks; None if one of them is not known."""
     values = [method.value(name) for name in tasks]
@@ -288,11 +306,13 @@ def _mean(method: RankedMethod, tasks: Sequence[str], metric: str) -> float | No
 
 def _ranks(values: Mapping[RankedMethod, float | None]) -> dict[RankedMethod, int]:
     """The ranks of the methods that have one: one more than the number of methods with a lower value."""
-    ranked = {method: value for method, value in values.items() if method.kind in RANKED and value is not None}
-    ranks = dict.fromkeys(ranked, 1)
-    for method, value in ranked.items():
-        for other, other_value in ranked.items():
-            if other_value < value and method.competes_with(other):
+    ranks = {}
+    for method, value in values.items():
+        if method.kind in RANKED and value is not None:
+            ranks[method] = 1
+    for method in ranks:
+        for other in ranks:
+            if values[other] < values[method] and method.competes_with(other):
                 ranks[method] += 1
     return ranks
 
@@ -368,8 +388,10 @@ def costs(runs: Sequence[Run], baselines: Collection[Run], rows: Iterable[Compar
 
     The ELBO is the Monte Carlo one with the most draws that belongs to the report's `rows` of the run.
     """
-    with_perplexities = [run for run in runs if run.tasks]
-    timed = {run: Time(run) for run in sorted(with_perplexities, key=lambda run: run not in baselines)}
+    timed: dict[Run, Time] = {}
+    for run in sorted(runs, key=lambda run: run not in baselines):
+        if run.tasks:
+            timed[run] = Time(run)
     baseline_times = [time for run, time in timed.items() if run in baselines]
     elbos: dict[Run, Row] = {}
     for each in rows:
@@ -406,9 +428,11 @@ def _over_elbo(time: Time, elbo: Row | None, timed: Mapping[Run, Time]) -> Ratio
 
 def _ratio(time: Time, others: Sequence[Time], what: str, note: str = "") -> Ratio:
     """Seconds per token over another run's of the same tasks. `note`: about that run."""
+    if not others:
+        return Ratio(None, f"no {what} to compare with")
     same_tasks = [other for other in others if other.tasks == time.tasks]
     if not same_tasks:
-        return Ratio(None, f"the {what} is of other tasks" if others else f"no {what} to compare with")
+        return Ratio(None, f"the {what} is of other tasks")
     if any(other.run.cached for other in (time, *same_tasks)):
         return Ratio(None, CACHED)
 
