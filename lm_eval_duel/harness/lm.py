@@ -41,7 +41,7 @@ class DuelMDM(TemplateLM):
     def __init__(self, **arguments: Any):
         super().__init__()
         patches.in_lm_evals_command()
-        self.options = options = Options.parse(arguments)
+        options = Options.parse(arguments)
         patches.apply()
         self.ranks = Ranks.join(options.device)
         self._rank = self.ranks.rank
@@ -52,7 +52,11 @@ class DuelMDM(TemplateLM):
         if options.trace is not None:  # opened now: a file that cannot be written ends the run before it loads
             self.trace = trace.Writer(options.trace, self.rank, self.world_size)
         scorer = load_scorer(options, device=self.ranks.device)
-        self.options, self.tokenizer, self.denoiser, self.estimator, self.text = scorer
+        self.options = scorer.options  # with the ids that the rule takes from the tokenizer
+        self.tokenizer = scorer.tokenizer
+        self.denoiser = scorer.denoiser
+        self.estimator = scorer.estimator
+        self.text = scorer.text
         self._device = self.denoiser.device
         if self.trace is not None:
             tokenizer = options.tokenizer or options.pretrained or BUNDLED
