@@ -7,7 +7,6 @@ each value of each method and task, with unrounded numbers.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 import re
 import shlex
@@ -100,14 +99,21 @@ def stems(subjects: Iterable[tuple[str, str, str]]) -> Iterator[str]:
     counts = Counter((task, kind) for task, kind, _ in subjects)
     used = set[str]()
     for task, kind, title in subjects:
-        parts = [kind, task]
-        if counts[task, kind] > 1:
-            parts.append(re.sub(r"[\s,:=/]+", "_", title.partition(": ")[2]))
-        stem = "_".join(re.sub(r"[^\w.-]", "_", part)[:MAX_LENGTH] for part in parts if part)
-        numbered = itertools.chain([stem], (f"{stem}_{n}" for n in itertools.count(2)))
-        stem = next(name for name in numbered if name.casefold() not in used)
-        used.add(stem.casefold())
-        yield stem
+        stem = f"{kind}_{_as_file_name(task)}" if task else kind
+        if counts[task, kind] > 1:  # several of one task are named after what they are about, too
+            about = re.sub(r"[\s,:=/]+", "_", title.partition(": ")[2])
+            stem = f"{stem}_{_as_file_name(about)}" if about else stem
+        name = stem
+        number = 1
+        while name.casefold() in used:
+            number += 1
+            name = f"{stem}_{number}"
+        used.add(name.casefold())
+        yield name
+
+
+def _as_file_name(text: str) -> str:
+    return re.sub(r"[^\w.-]", "_", text)[:MAX_LENGTH]
 
 
 # ---------------------------------------------------------------- report.json
@@ -339,7 +345,7 @@ def _flags(run: Run) -> dict[str, Any]:
 
 def _joined(arguments: Mapping[str, Any]) -> str:
     """Model args as key=value,...; as JSON if a value would not survive that."""
-    kept = {str(key): value for key, value in arguments.items() if key not in LEFT_OUT}
+    kept = {key: value for key, value in arguments.items() if key not in LEFT_OUT}
     if all(_is_simple(key, value) for key, value in kept.items()):
         return ",".join(f"{key}={value}" for key, value in kept.items())
     return json.dumps(kept)
