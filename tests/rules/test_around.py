@@ -78,13 +78,15 @@ class Own(rules.Rule):
         *((0, ""), (1, ":sub_block=2"), (2, ":seed_first=true")),
     ],
 )
-def test_a_rule_inside_sees_the_predictions_at_its_own_cells(reader, around):
-    toy, target = Toy(length=12), (0, 1, 2, 0, 1, 2, 2, 1)
+def test_a_rule_inside_sees_the_predictions_at_its_own_positions(reader, around):
+    toy = Toy(length=12)
+    target = (0, 1, 2, 0, 1, 2, 2, 1)
     windows = [Window((1,), target), Window((), target[:5]), Window((2, 2), target[:7], (1,))]
-    text = f"test_around:Own:reader={reader}"
-    own, greedy = (DuelEstimator(toy, rule + around, 8, grid="row") for rule in (text, "greedy:k=1"))
-    expected = greedy.log_prob(windows)
-    for scores in (own.log_prob(windows), [own.log_prob([window])[0] for window in windows]):
+    own = DuelEstimator(toy, f"test_around:Own:reader={reader}{around}", 8, grid="row")
+    expected = DuelEstimator(toy, f"greedy:k=1{around}", 8, grid="row").log_prob(windows)
+    together = own.log_prob(windows)
+    alone = [own.log_prob([window])[0] for window in windows]
+    for scores in (together, alone):
         assert [score.reveal_steps for score in scores] == [score.reveal_steps for score in expected]
         assert [score.log_prob for score in scores] == pytest.approx([s.log_prob for s in expected], abs=1e-9)
 

@@ -47,24 +47,27 @@ def test_a_rule_in_a_file_sums_to_one(table):
 
 def test_sub_blocks_are_blocks_that_see_the_masks_after_them(table, subtests):
     """In a bidirectional network, sub-blocks are smaller blocks: a rule's steps and memory start again in each."""
-    toy, windows = Toy(length=9), [Window((1,), (2, 0, 1, 1, 2, 0, 0, 1)), Window((), (0, 0, 1, 2, 1))]
+    toy = Toy(length=9)
+    windows = [Window((1,), (2, 0, 1, 1, 2, 0, 0, 1)), Window((), (0, 0, 1, 2, 1))]
     for rule in every_rule(table):
         with subtests.test(rule):
-            small, inside = Duel(toy, rule, 3).log_prob(windows), Duel(toy, f"{rule}:sub_block=3", 6).log_prob(windows)
+            small = Duel(toy, rule, 3).log_prob(windows)
+            inside = Duel(toy, f"{rule}:sub_block=3", 6).log_prob(windows)
             assert [s.token_logprobs for s in inside] == [pytest.approx(s.token_logprobs, abs=1e-12) for s in small]
             assert [s.nfe for s in inside] == [s.nfe for s in small]
 
 
 def test_after_a_blocks_first_position_a_rule_starts_afresh(table, subtests):
     """The first position of a block alone, then the rule as in a block that begins behind it."""
-    toy, window = Toy(length=9), Window((1,), (2, 0, 1, 1, 2))
+    toy = Toy(length=9)
+    window = Window((1,), (2, 0, 1, 1, 2))
     rest = Window((1, 2), (0, 1, 1, 2))
     for rule in every_rule(table):
         if rules.parse(rule).name in ("dream", "random"):
             continue  # its schedule goes on, see `after_first`; its order is that of the whole block
         with subtests.test(rule):
-            seeded, after = Duel(toy, f"{rule}:seed_first=true", 5).log_prob([window])[0], Duel(toy, rule, 4)
-            followed = after.log_prob([rest])[0]
+            [seeded] = Duel(toy, f"{rule}:seed_first=true", 5).log_prob([window])
+            [followed] = Duel(toy, rule, 4).log_prob([rest])
             assert seeded.reveal_steps == (0, *(step + 1 for step in followed.reveal_steps))
             assert seeded.token_logprobs[1:] == pytest.approx(followed.token_logprobs, abs=1e-12)
 
@@ -98,13 +101,15 @@ class Patient(rules.Rule):
 
 def test_a_rule_that_may_wait():
     windows = [Window((1,), (2, 0, 1)), Window((), (0, 2))]
-    waits, plain = (Duel(Toy(), rule, None) for rule in (EverySecond(), "left_to_right"))
+    waits = Duel(Toy(), EverySecond(), None)
     scored = waits.log_prob(windows)
-    assert [s.reveal_steps for s in scored] == [(1, 3, 5), (1, 3)] and [s.nfe for s in scored] == [6, 4]
-    assert [s.log_prob for s in scored] == pytest.approx([s.log_prob for s in plain.log_prob(windows)], abs=1e-12)
-    assert [s.log_prob for s in waits.replay(windows, [s.reveal_steps for s in scored])] == pytest.approx(
-        [s.log_prob for s in scored], abs=1e-12
-    )
+    steps = [score.reveal_steps for score in scored]
+    assert steps == [(1, 3, 5), (1, 3)]
+    assert [score.nfe for score in scored] == [6, 4]
+    plain = Duel(Toy(), "left_to_right", None).log_prob(windows)
+    values = [score.log_prob for score in plain]
+    for scores in (scored, waits.replay(windows, steps)):
+        assert [score.log_prob for score in scores] == pytest.approx(values, abs=1e-12)
     assert Duel(Toy(), Patient(), 2).log_prob(windows)[0].reveal_steps == (2, 2, 2)
 
 

@@ -70,10 +70,10 @@ def test_a_rule_may_be_named_by_its_file(tmp_path):
         copy.write_text(known.read_text())
     rule = rules.parse(f"{file}:Stalls:mu=0.2")
     assert rules.parse(str(rule)) == rule
-    [named], [own] = (
-        Duel(Toy(length=6), text, 2).log_prob([Window((), (0, 1, 0, 1))]) for text in (rule, custom_rules.Stalls(0.2))
-    )
-    assert named.log_prob == pytest.approx(own.log_prob, abs=1e-9)
+    window = Window((), (0, 1, 0, 1))
+    [named] = Duel(Toy(length=6), rule, 2).log_prob([window])
+    [imported] = Duel(Toy(length=6), custom_rules.Stalls(0.2), 2).log_prob([window])
+    assert named.log_prob == pytest.approx(imported.log_prob, abs=1e-9)
     for text, message in ((f"{tmp_path}/no.py:Stalls", "No file"), (f"{tmp_path}/random.py:Stalls", "another name")):
         with pytest.raises(DuelError, match=message):
             rules.parse(text)
@@ -99,7 +99,8 @@ def test_float32_picks_like_float64_however_sure_the_network_is(rule, lift):
     logits = torch.randn(3000, 6, 9, generator=torch.Generator().manual_seed(lift))
     logits[..., 0] += lift
     masked = torch.ones(3000, 6, dtype=torch.bool)
-    coarse, fine = (decided(rule, logits.to(dtype), masked) for dtype in (torch.float32, torch.float64))
+    coarse = decided(rule, logits.to(torch.float32), masked)
+    fine = decided(rule, logits.to(torch.float64), masked)
     moved = (coarse.pick != fine.pick).any(1)  # (R,)
     counted = torch.minimum(coarse.decision_margin, fine.decision_margin) <= 1e-4
     assert not (moved & ~counted).any()  # a pick that moved and was not counted as close
@@ -107,17 +108,22 @@ def test_float32_picks_like_float64_however_sure_the_network_is(rule, lift):
 
 
 def test_random_is_independent_of_the_length():
+
+    def order(length):
+        """The positions in the order in which a larger k adds them."""
+        positions = []
+        for k in range(1, length + 1):
+            [added] = {*picked(f"random:k={k}:seed=3", flat[:length])} - {*positions}
+            positions.append(added)
+        return positions
+
     flat = [[0.5, 0.5]] * 8
-    long = [picked(f"random:k={k}:seed=3", flat) for k in range(1, 9)]
-    first_four = [next(i for i in set(b) - set(a)) for a, b in zip([[], *long], long, strict=False)]
-    short = [picked(f"random:k={k}:seed=3", flat[:4]) for k in range(1, 5)]
-    order_short = [next(i for i in set(b) - set(a)) for a, b in zip([[], *short], short, strict=False)]
-    assert [i for i in first_four if i < 4] == order_short
+    assert [position for position in order(8) if position < 4] == order(4)
     assert picked("random:k=8:seed=3", flat) == list(range(8))
-    assert len({tuple(picked(f"random:k=4:seed={s}", flat)) for s in range(20)}) > 5
+    assert len({tuple(picked(f"random:k=4:seed={seed}", flat)) for seed in range(20)}) > 5
 
 
-def test_revealed_cells_are_never_read():
+def test_revealed_positions_are_never_read():
     """NaN stands outside the masked positions, and no rule stumbles over it."""
     for text in ALL:
         assert {*picked(text, FOUR, [True, False, False, True])} in ({0}, {3}, {0, 3})
