@@ -355,7 +355,8 @@ def noised_elbo(
     values = []
     for s, t, weight, z in draws:
         P = log_softmax(logits_of(torch.tensor(z), float(t))).exp()
-        now, slope = torch.func.jvp(level, (t,), (torch.ones_like(t),))  # a_t and b_t, and their derivatives
+        # a_t and b_t, and their derivatives
+        now, slope = torch.func.jvp(level, (t,), (torch.ones_like(t),))  # type: ignore[misc]
         terms = []
         for ell in positions:
             r = plug_in(P[ell], z[ell], now) if denoiser else P[ell]

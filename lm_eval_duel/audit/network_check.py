@@ -21,7 +21,7 @@ import inspect
 import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
@@ -97,7 +97,8 @@ class Weights(NamedTuple):
         )
 
 
-Finding = Compared | Weights
+Finding: TypeAlias = Compared | Weights
+Forward: TypeAlias = Callable[[Sequence[int], torch.Tensor | None, float], torch.Tensor]  # ids, seen, noise level
 
 
 def compare(options: Options, denoiser: Denoiser, device: str | None) -> tuple[list[Finding], list[str]]:
@@ -136,14 +137,14 @@ def _plain(options: Options, denoiser: Denoiser, device: str | None) -> Compared
         w = plain.WithoutPrefix(files, "backbone.")
         heads = plain.first({**config, **config.get("model", {})}, "n_heads", "num_attention_heads")
 
-        def forward(ids: list[int], seen: torch.Tensor | None, level: float) -> torch.Tensor:
+        def forward(ids: Sequence[int], seen: torch.Tensor | None, level: float) -> torch.Tensor:
             return plain.dit(w, ids, heads, level, seen)
 
         name = "the DiT written out in float64"
     elif isinstance(denoiser, Decoder):
         net = plain.decoder_of(config, files, denoiser.block)
 
-        def forward(ids: list[int], seen: torch.Tensor | None, level: float) -> torch.Tensor:
+        def forward(ids: Sequence[int], seen: torch.Tensor | None, level: float) -> torch.Tensor:
             return plain.logits(net, files, ids, seen)
 
         name = "the decoder written out in float64"
@@ -164,10 +165,21 @@ def _weights(options: Options, denoiser: Denoiser, device: str | None) -> Weight
     module = getattr(denoiser, "model", None) or getattr(denoiser, "network", None)
     if not isinstance(module, torch.nn.Module):
         raise NotRun("the network has no module")
-    held = {digest for tensor in module.state_dict().values() for digest in _digests(tensor)}
-    tensors = (tensor for key in plain.weights_in(files) if (tensor := files[key]).is_floating_point())
-    sizes = [(tensor.numel(), next(_digests(tensor)) in held) for tensor in tensors]
-    return Weights(sum(size for size, known in sizes if known), sum(size for size, _ in sizes))
+    held: set[bytes] = set()
+    for tensor in module.state_dict().values():
+        held.update(_digests(tensor))
+
+    count = 0
+    count_held = 0
+    for key in plain.weights_in(files):
+        tensor = files[key]
+        if not tensor.is_floating_point():
+            continue
+        count += tensor.numel()
+        whole = next(_digests(tensor))
+        if whole in held:
+            count_held += tensor.numel()
+    return Weights(count_held, count)
 
 
 def _digests(tensor: torch.Tensor) -> Iterator[bytes]:
@@ -175,8 +187,9 @@ def _digests(tensor: torch.Tensor) -> Iterator[bytes]:
     if not tensor.is_floating_point():
         return
     parts = [tensor]
-    if tensor.dim() == 3:
-        parts += [part for each in tensor for part in (each, *each.chunk(2))]
+    if tensor.dim() == 3:  # of all experts; gate and up of each may be joined as well
+        for expert in tensor:
+            parts += [expert, *expert.chunk(2)]
     for part in parts:
         yield hashlib.sha256(part.detach().float().cpu().contiguous().numpy().tobytes()).digest()
 
@@ -213,42 +226,43 @@ def difference(
     """The largest difference at the masked positions of some rows with context, suffix and padding."""
     windows = rows_of(denoiser)
     together = [windows] if denoiser.honours_padding else [[window] for window in windows]
-    largest, count, kept = 0.0, 0, ~denoiser.excluded
+    largest = 0.0
+    count = 0
+    kept = ~denoiser.excluded  # (V,)
     grid = denoiser.anchor if denoiser.attention == "block_causal" else "target"
     block = 1 if denoiser.attention == "causal" else denoiser.block
     for part in together:
         rows = Rows.from_windows(part, denoiser.device)
-        spans = [
-            (row, *span)
-            for row, window in enumerate(part)
-            for span in blocks(len(window.context), len(window.target), block, grid)
-        ]
+        spans = []
+        for row, window in enumerate(part):
+            for span in blocks(len(window.context), len(window.target), block, grid):
+                spans.append((row, *span))
         lanes = Lanes.fresh(rows, *torch.tensor(spans, device=denoiser.device).unbind(1))
-        chosen = torch.rand(lanes.masked.shape, generator=torch.Generator().manual_seed(0)) < 0.5  # (R, W)
-        chosen = lanes.masked & chosen.to(denoiser.device)
-        masked = torch.where(chosen.any(1, keepdim=True), chosen, lanes.masked)
+        # about half of the positions of each block are masked, and all of a block where none would be
+        half = torch.rand(lanes.masked.shape, generator=torch.Generator().manual_seed(0)) < 0.5  # (R, W)
+        half = lanes.masked & half.to(denoiser.device)
+        masked = torch.where(half.any(1, keepdim=True), half, lanes.masked)
         lanes = lanes.show(rows.targets(lanes), masked)
         ours = denoiser.open(rows)(lanes).dense().split(masked.sum(1).tolist())  # (C, V) of each lane
         for lane, values in enumerate(ours):
-            row = open_row(denoiser, part[int(lanes.row[lane])], block, grid)
+            other = open_row(denoiser, part[int(lanes.row[lane])], block, grid)
             columns = lanes.columns[lane][masked[lane]]  # (C,)
-            state = row.state(columns.tolist(), int(lanes.start[lane] + lanes.width[lane]))
-            theirs = row(state)[columns].to(values.device)  # (C, V)
+            end = int(lanes.start[lane] + lanes.width[lane])
+            theirs = other(other.state(columns.tolist(), end))[columns].to(values.device)  # (C, V)
             deviation = values[:, kept].double() - theirs[:, kept].log_softmax(1)
             largest = max(largest, float(deviation.abs().nan_to_num(nan=torch.inf).max()))
             count += len(columns)
     return Compared(name, len(windows), count, largest, noise)
 
 
-def noised_difference(
-    denoiser: Denoiser, forward: Callable[[list[int], None, float], torch.Tensor], name: str, noise: float
-) -> Compared:
+def noised_difference(denoiser: Denoiser, forward: Forward, name: str, noise: float) -> Compared:
     """The same for a network that sees random tokens, at all positions of rows at some times."""
     rows = random_rows(denoiser, min(LENGTH, denoiser.max_length), rows=len(TIMES))  # (R, L)
     times = torch.tensor(TIMES, dtype=torch.float64, device=denoiser.device)  # (R,)
     features = denoiser.features(rows, None, **denoiser.noise_inputs(times))  # (R, L, D)
     ours = denoiser.head(features.flatten(0, 1)).unflatten(0, rows.shape).double()  # (R, L, V)
-    largest, kept = 0.0, ~denoiser.excluded
+    largest = 0.0
+    kept = ~denoiser.excluded  # (V,)
     for row, t, logits in zip(rows.tolist(), TIMES, ours, strict=True):
         theirs = forward(row, None, noise_level(denoiser, t)).to(logits.device)
         deviation = logits[:, kept].log_softmax(1) - theirs[:, kept].log_softmax(1)
@@ -345,7 +359,7 @@ class OwnRow(OtherProgram):
 class PlainRow(OtherProgram):
     """One window under a network written out in float64: `written(ids, seen, noise level)`, on the CPU."""
 
-    def __init__(self, written: Callable[[Sequence[int], torch.Tensor | None, float], torch.Tensor], *window: Any):
+    def __init__(self, written: Forward, *window: Any):
         super().__init__(*window)
         self.written = written
 

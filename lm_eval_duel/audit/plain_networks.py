@@ -118,7 +118,8 @@ def logits(net: Net, w: Tensors, ids: Sequence[int], seen: Tensor | None = None)
         return w[key].double() if key in w else None
 
     def tensor(name: str, n: int | None = None, e: int | None = None, end: str = ".weight") -> Tensor:
-        if (found := maybe(name, n, e, end)) is None:
+        found = maybe(name, n, e, end)
+        if found is None:
             raise KeyError(f"the checkpoint has no tensor {net.keys.get(name, name).format(n=n, e=e)}{end}")
         return found
 
@@ -132,7 +133,8 @@ def logits(net: Net, w: Tensors, ids: Sequence[int], seen: Tensor | None = None)
 
     def swiglu(x: Tensor, kind: str, n: int, e: int | None = None) -> Tensor:
         gate = linear(x, f"{kind}gate", n, e)
-        return linear(gate * gate.sigmoid() * linear(x, f"{kind}up", n, e), f"{kind}down", n, e)
+        up = linear(x, f"{kind}up", n, e)
+        return linear(gate * gate.sigmoid() * up, f"{kind}down", n, e)
 
     def turn(x: Tensor) -> Tensor:
         """Pairs (i, i + half) of a head's first features (L, H, h), each turned by the position."""
@@ -145,17 +147,19 @@ def logits(net: Net, w: Tensors, ids: Sequence[int], seen: Tensor | None = None)
 
     def project(x: Tensor, n: int) -> tuple[Tensor, Tensor, Tensor]:
         """Queries (L, H, h), and as many keys and values (L, H, h) each."""
-        of = net.heads // net.kept  # queries of a head of keys
+        shared_by = net.heads // net.kept  # queries of a head of keys
         if net.grouped:
-            parts = linear(x, "qkv", n).unflatten(1, (net.kept, of + 2, net.head)).split([of, 1, 1], 2)
+            parts = linear(x, "qkv", n).unflatten(1, (net.kept, shared_by + 2, net.head)).split([shared_by, 1, 1], 2)
         elif "qkv" in net.keys:
             parts = linear(x, "qkv", n).unflatten(1, (-1, net.head)).split([net.heads, net.kept, net.kept], 1)
         else:
             parts = tuple(linear(x, name, n) for name in "qkv")
         q, k, v = (part.reshape(len(x), -1, net.head) for part in parts)
-        if (weight := maybe("q norm", n)) is not None:
-            q, k = norm(q, weight), norm(k, tensor("k norm", n))
-        return turn(q), turn(k).repeat_interleave(of, 1), v.repeat_interleave(of, 1)
+        weight = maybe("q norm", n)
+        if weight is not None:
+            q = norm(q, weight)
+            k = norm(k, tensor("k norm", n))
+        return turn(q), turn(k).repeat_interleave(shared_by, 1), v.repeat_interleave(shared_by, 1)
 
     def mix(x: Tensor, n: int) -> Tensor:
         q, k, v = project(x, n)
@@ -172,7 +176,8 @@ def logits(net: Net, w: Tensors, ids: Sequence[int], seen: Tensor | None = None)
         elif net.groups:
             score = score.sigmoid()
             biased = (score + tensor("router bias", n, end="")).unflatten(1, (net.groups, -1))
-            best = biased.topk(2).values.sum(-1).topk(net.groups_kept).indices
+            of_groups = biased.topk(2).values.sum(-1)  # DeepSeek-V3: a group is as good as its two best experts
+            best = of_groups.topk(net.groups_kept).indices
             allowed = torch.zeros(biased.shape[:2], dtype=torch.bool).scatter(1, best, True)
             chosen = biased.masked_fill(~allowed[..., None], -math.inf).flatten(1).topk(net.chosen).indices
         else:
@@ -213,7 +218,7 @@ def logits(net: Net, w: Tensors, ids: Sequence[int], seen: Tensor | None = None)
 
 def _frequency(net: Net, i: int, size: int) -> float:
     """The turn per position of pair i of `size` // 2."""
-    frequency = net.theta ** (-2 * i / size)
+    frequency = float(net.theta ** (-2 * i / size))
     if net.stretch is None:
         return frequency
     if "type" in net.stretch:  # linear
@@ -224,11 +229,13 @@ def _frequency(net: Net, i: int, size: int) -> float:
         def pair(turns: float) -> float:  # the pair of features that turns this often over the first training's length
             return size * math.log(length / (turns * 2 * math.pi)) / (2 * math.log(net.theta))
 
-        low, high = max(math.floor(pair(net.stretch["beta_fast"])), 0), min(math.ceil(pair(1)), size - 1)
+        low = max(math.floor(pair(net.stretch["beta_fast"])), 0)
+        high = min(math.ceil(pair(1)), size - 1)
         slowed = min(max((i - low) / (high - low), 0.0), 1.0)
         return float(frequency * (1 - slowed) + frequency / net.stretch["factor"] * slowed)
     periods = net.stretch["original_max_position_embeddings"] * frequency / (2 * math.pi)  # in the first training
-    low, high = net.stretch["low_freq_factor"], net.stretch["high_freq_factor"]
+    low = net.stretch["low_freq_factor"]
+    high = net.stretch["high_freq_factor"]
     kept = min(max((periods - low) / (high - low), 0.0), 1.0)
     return float(kept * frequency + (1 - kept) * frequency / net.stretch["factor"])
 
@@ -278,14 +285,16 @@ def dit(w: Tensors, ids: Sequence[int], heads: int, sigma: float = 0.0, seen: Te
         """Shift, scale and gate, once or twice; the last layer has no gate."""
         if condition is None:
             return (0.0, 0.0, 1.0) * (parts // 3) or (0.0, 0.0)
-        return linear(condition, f"{name}.adaLN_modulation").split(width)
+        return tuple(linear(condition, f"{name}.adaLN_modulation").split(width))
 
     table = tensor("vocab_embed.embedding")
-    length, width = len(ids), table.shape[1]
+    length = len(ids)
+    width = table.shape[1]
     half = width // heads // 2
     condition = None
     if "sigma_map.mlp.0.weight" in w:
-        angles = torch.tensor([sigma * math.exp(-math.log(10_000) * i / 128) for i in range(128)], dtype=torch.float64)
+        frequencies = [math.exp(-math.log(10_000) * i / 128) for i in range(128)]
+        angles = sigma * torch.tensor(frequencies, dtype=torch.float64)
         condition = linear(torch.cat([angles.cos(), angles.sin()]), "sigma_map.mlp.0")
         condition = silu(linear(silu(condition), "sigma_map.mlp.2"))
     seen = torch.ones(length, length, dtype=torch.bool) if seen is None else seen
@@ -324,12 +333,13 @@ class Files(Mapping[str, Tensor]):
     def __init__(self, folder: str):
         self.files: dict[str, str] = {}
         self.pickled: dict[str, Tensor] = {}
-        names = [name for name in sorted(os.listdir(folder)) if not name.startswith("adapter_")]
-        for path in (os.path.join(folder, name) for name in names if name.endswith(".safetensors")):
-            with safe_open(path, "pt") as file:
-                self.files |= dict.fromkeys(file.keys(), path)
-        if not self.files:
-            for path in (os.path.join(folder, name) for name in names if name.endswith(".bin")):
+        paths = [os.path.join(folder, name) for name in sorted(os.listdir(folder)) if not name.startswith("adapter_")]
+        for path in paths:
+            if path.endswith(".safetensors"):
+                with safe_open(path, "pt") as file:
+                    self.files |= dict.fromkeys(file.keys(), path)
+        for path in paths:
+            if path.endswith(".bin") and not self.files:
                 self.pickled |= torch.load(path, "cpu", weights_only=True, mmap=True)
         if not self.files and not self.pickled:
             raise Unknown("its weights are neither in safetensors nor in .bin files")
@@ -340,7 +350,8 @@ class Files(Mapping[str, Tensor]):
         if key in self.pickled:
             return self.pickled[key]
         with safe_open(self.files[key], "pt") as file:
-            return file.get_tensor(key)
+            tensor: Tensor = file.get_tensor(key)
+        return tensor
 
     def __iter__(self) -> Iterator[str]:
         yield from self.files
@@ -389,9 +400,10 @@ def decoder_of(config: Mapping[str, Any], w: Tensors, block: int | None = None) 
 
     `block`: the block of the run, within which a network may share its experts.
     """
-    keys = next((keys for keys in LAYOUTS if all(f"{keys[part]}.weight" in w for part in ("table", "last"))), None)
-    if keys is None:
+    layouts = [keys for keys in LAYOUTS if f"{keys['table']}.weight" in w and f"{keys['last']}.weight" in w]
+    if not layouts:
         raise Unknown("its tensors have other names than those of the decoders written out here")
+    keys = layouts[0]
     kind = " ".join(config.get("architectures") or ())
     rotary = config.get("rope_parameters") or config
     stretch = config.get("rope_parameters") or config.get("rope_scaling") or {}
