@@ -49,7 +49,8 @@ def three(small: str = SMALL) -> str:
         bench = Bench(parse(f"{words} {small}".split()))
         bench.arms = {arm: bench.arms[arm] for arm in ("loop", "ours", "forwards")}
         measured = figures.measure(bench)
-        ratios, difference = measured["ratios"], measured["compared"]["max_abs_diff_nats"]
+        ratios = measured["ratios"]
+        difference = measured["compared"]["max_abs_diff_nats"]
         ours = f"{ratios['ours / forwards']:.2f}"
         lines.append((title, f"{ratios['loop / ours']:.1f}", ours, "" if difference is None else f"{difference:.0e}"))
     return f"{plain_table(header, lines)}\n\n{READING}"

@@ -156,7 +156,8 @@ class Bench:
     @cached_property
     def noised(self) -> NoisedElbo | None:
         """The bound under uniform noise, by the network's weights; None: this is not what is measured."""
-        model, plain = self.settings.model, self.plain
+        model = self.settings.model
+        plain = self.plain
         if model.estimator != NoisedElbo.name or not isinstance(plain, DiTDenoiser) or plain.family != "mdlm":
             return None
         every = set(range(plain.vocab_size))
@@ -261,7 +262,9 @@ def _block(settings: argparse.Namespace) -> int:
 
 
 def _load(settings: argparse.Namespace) -> Denoiser:
-    name, device, dtype = settings.model.pretrained, settings.model.device, settings.model.dtype
+    name = settings.model.pretrained
+    device = settings.model.device
+    dtype = settings.model.dtype
     if not _is_random(settings):
         denoiser = denoisers.load(name, device=device, dtype=dtype, compile=settings.model.compile)
         denoiser.special_tokens = None  # no warning: the tokens are random on purpose
@@ -269,7 +272,8 @@ def _load(settings: argparse.Namespace) -> Denoiser:
     sizes = {key: getattr(settings, key) for key in ("length", "layers", "vocab", "seed")}
     network = RandomNetwork(name, dtype, block=_block(settings), width=settings.hidden_size, **sizes)
     device = pick_device(device)
-    needed, available = network.least_bytes, _memory(device)
+    needed = network.least_bytes
+    available = _memory(device)
     if needed > available:
         raise DuelError(
             f"{name} of this size needs at least {needed / 2**30:,.0f} GiB and {device} has "

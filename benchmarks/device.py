@@ -63,7 +63,8 @@ def waits(duel: Duel, windows: list[Window]) -> dict[str, object]:
     duel.log_prob(windows)  # warms up, and finds how much a call holds
     if DEVICE == "sim":
         simulated_device.synchronisations.clear()
-    before, by_line = duel.counts.forwards, _waits_by_line(duel, windows)
+    before = duel.counts.forwards
+    by_line = _waits_by_line(duel, windows)
     calls = duel.counts.forwards - before
     plane = torch.ones(64, device=DEVICE)
     launch = timed(lambda: [plane.sum() for _ in range(READS)]) / READS

@@ -29,7 +29,8 @@ MATRIX = 8192  # rows of the matrix product that measures the chip's peak rate
 def measure(bench: Bench) -> dict[str, Any]:
     """All figures of the run, by name."""
     load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
-    repeats, arms = bench.settings.repeats, [*bench.arms]
+    repeats = bench.settings.repeats
+    arms = [*bench.arms]
     figures: dict[str, dict[str, Any]] = {}
     results: dict[str, Any] = {}
     with tqdm(total=len(arms) * (1 + repeats + (not bench.settings.no_memory)), unit="run") as bar:
@@ -73,7 +74,8 @@ def _compare(scores: Sequence[Score], loop: Revealed) -> dict[str, Any]:
     """The differences between our numbers and the loop's."""
     log_prob = torch.tensor([score.log_prob for score in scores], dtype=torch.float64)  # (N,)
     changed = (loop.reveal_steps != torch.tensor([score.reveal_steps for score in scores])).sum(1)  # (N,)
-    difference, same = (loop.token_logprobs.sum(1) - log_prob).abs(), changed == 0  # (N,)
+    difference = (loop.token_logprobs.sum(1) - log_prob).abs()  # (N,)
+    same = changed == 0  # (N,)
     near_ties = [score.near_ties for score in scores]
     return {
         "max_abs_diff_nats": float(difference[same].max()) if same.any() else None,
@@ -100,7 +102,8 @@ def _operations(bench: Bench, seconds: float) -> dict[str, Any]:
 
 def _environment(bench: Bench) -> dict[str, Any]:
     """The settings, and the network, device and versions of the run."""
-    device, denoiser = bench.denoiser.device, bench.denoiser
+    denoiser = bench.denoiser
+    device = denoiser.device
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"threads {torch.get_num_threads()}"
     network = getattr(denoiser, "model", None) or getattr(denoiser, "network", None)
     packages = ("lm-eval-duel", "torch", "transformers")
@@ -135,7 +138,8 @@ def table(figures: dict[str, Any]) -> str:
     header = ("arm", "seconds", "tokens/s", "forwards", "rows", "token-rows", "peak MiB")
     rows = []
     for arm, of_arm in figures["arms"].items():
-        seconds, peak = median(of_arm["seconds"]), of_arm["peak_bytes"]
+        seconds = median(of_arm["seconds"])
+        peak = of_arm["peak_bytes"]
         counts = ["" if of_arm[name] is None else f"{of_arm[name]:,}" for name in ("forwards", "rows", "token_rows")]
         memory = "" if peak is None else f"{peak / 2**20:,.0f}"
         rows.append((arm, f"{seconds:.3f}", f"{figures['tokens'] / seconds:,.0f}", *counts, memory))
@@ -143,7 +147,8 @@ def table(figures: dict[str, Any]) -> str:
 
 
 def _title(figures: dict[str, Any]) -> str:
-    settings, millions = figures["settings"], figures["parameters"] / 1e6
+    settings = figures["settings"]
+    millions = figures["parameters"] / 1e6
     cache = f", cache={settings['cache']}" if settings["cache"] else ""
     return (
         f"{settings['pretrained']}, {millions:,.1f} M parameters, {settings['dtype']} on {figures['device']}: "
@@ -159,13 +164,15 @@ def _below(figures: dict[str, Any]) -> list[str]:
     if figures["load_before"] > IDLE_LOAD:
         lines.insert(0, f"the load average before the start was {figures['load_before']:.1f}: times are unreliable")
     lines += figures["remarks"]
-    difference, ties = compared["max_abs_diff_nats"], compared["near_ties"]
+    difference = compared["max_abs_diff_nats"]
+    ties = compared["near_ties"]
     nats = "not known, every window has changed picks" if difference is None else f"{difference:.1e} nats"
     lines.append(
         f"ours and loop: largest difference of a window {nats}; {compared['changed_picks']} changed picks in "
         f"{compared['windows_with_changed_picks']} windows; near ties: {'not known' if ties is None else ties}"
     )
     if figures["flops_per_s"] is not None:
-        rate, peak = figures["flops_per_s"] / 1e12, figures["matrix_flops_per_s"] / 1e12
+        rate = figures["flops_per_s"] / 1e12
+        peak = figures["matrix_flops_per_s"] / 1e12
         lines.append(f"ours: {rate:.1f} TFLOP/s; a bfloat16 matrix product here: {peak:.0f} TFLOP/s")
     return lines

@@ -32,7 +32,9 @@ class Kept:
 
 def plain(duel: Duel, window: Window, order: tuple[int, ...]) -> torch.Tensor:
     """log p along the order, as one sum with one graph."""
-    network, ids, total = duel.denoiser, torch.tensor([window.target]), 0.0  # (1, T)
+    network = duel.denoiser
+    ids = torch.tensor([window.target])  # (1, T)
+    total = 0.0
     steps = torch.tensor([order])  # (1, T)
     for step in range(max(order) + 1):
         features = network.features(ids.masked_fill(steps >= step, network.mask_id), None)[steps == step]  # (P, D)
@@ -47,7 +49,8 @@ def replayed(duel: Duel, window: Window, order: tuple[int, ...]) -> torch.Tensor
 
 def measure(way: Callable[..., torch.Tensor], duel: Duel, tokens: int) -> tuple[float, float]:
     """(MiB, seconds) of one gradient."""
-    window, order = Window((), tuple(100 + n % 300 for n in range(tokens))), tuple(range(tokens))
+    window = Window((), tuple(100 + n % 300 for n in range(tokens)))
+    order = tuple(range(tokens))
     Kept.live = Kept.peak = 0
     start = time.process_time()
     with saved_tensors_hooks(Kept, lambda kept: kept.tensor):

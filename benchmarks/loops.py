@@ -57,7 +57,8 @@ class WholeRow:
         begin = int(lanes.start[0]) - self.denoiser.shift
         features = self.denoiser.features(self.ids[lanes.row], None)  # (R, L, D)
         if begin < 0:  # the first position is visible: its prediction is never read
-            features, begin = torch.cat([features[:, :1], features], dim=1), 0  # (R, 1 + L, D)
+            features = torch.cat([features[:, :1], features], dim=1)  # (R, 1 + L, D)
+            begin = 0
         return self.log_softmax(features)[:, begin : begin + lanes.masked.shape[1]]
 
     def log_softmax(self, features: torch.Tensor) -> torch.Tensor:
@@ -83,7 +84,8 @@ class KeptKeys(WholeRow):
     def __init__(self, denoiser: Denoiser, rows: Rows, block: int):
         super().__init__(denoiser, rows, block)
         self.causal = denoiser.attention == "causal_prefix"
-        origin, length = int(rows.origin[0]), rows.ids.shape[1]
+        origin = int(rows.origin[0])
+        length = rows.ids.shape[1]
         from_target = self.causal or denoiser.anchor == "target"
         if denoiser.last_block == "fill":
             length += -(length - origin * from_target) % block
@@ -98,7 +100,8 @@ class KeptKeys(WholeRow):
                 self.finish(start)
 
     def log_p(self, lanes: Lanes) -> torch.Tensor:
-        start, everywhere = int(lanes.start[0]), len(lanes) == len(self.ids)
+        start = int(lanes.start[0])
+        everywhere = len(lanes) == len(self.ids)
         row = slice(None) if everywhere else lanes.row
         features, _ = self._stream(row, start, start + self.block)  # (R, B, D)
         if self.denoiser.shift or self.denoiser.seeds_blocks:
@@ -148,8 +151,11 @@ class KeptRow(WholeRow):
         self.kept: list[KeysValues] = []
 
     def log_p(self, lanes: Lanes) -> torch.Tensor:
-        start, width = int(lanes.start[0]), lanes.masked.shape[1]
-        ids, every, shift = self.ids[lanes.row], self.positions[None], self.denoiser.shift  # (1, L), (1, L)
+        start = int(lanes.start[0])
+        width = lanes.masked.shape[1]
+        ids = self.ids[lanes.row]  # (1, L)
+        every = self.positions[None]  # (1, L)
+        shift = self.denoiser.shift
         if self.start != start:
             self.start = start
             features, self.kept = self.denoiser.begin(ids, None, every)  # (1, L, D)
@@ -193,8 +199,10 @@ def algorithm2(duel: DuelEstimator, windows: Sequence[Window]) -> Revealed:
 
 def _together(duel: DuelEstimator, windows: Sequence[Window]) -> Revealed:
     """All windows side by side, block after block."""
-    denoiser, rows = duel.denoiser, Rows.from_windows(windows, duel.denoiser.device)
-    origin, target = len(windows[0].context), len(windows[0].target)
+    denoiser = duel.denoiser
+    rows = Rows.from_windows(windows, denoiser.device)
+    origin = len(windows[0].context)
+    target = len(windows[0].target)
     row = torch.arange(len(windows), device=denoiser.device)  # (N,)
     network = loop_for(denoiser)(denoiser, rows, duel.block or target)
     token_logprobs = torch.full(rows.ids.shape, math.nan, dtype=torch.float64, device=denoiser.device)  # (N, L)
@@ -208,7 +216,8 @@ def _together(duel: DuelEstimator, windows: Sequence[Window]) -> Revealed:
             decision = duel.rule(predictions, lanes)
             if isinstance(decision, torch.Tensor):
                 decision = rules.Decision(decision)
-            tokens, pick = targets[lanes.row], decision.pick  # (R, W)
+            tokens = targets[lanes.row]  # (R, W)
+            pick = decision.pick  # (R, W)
             lane, position = pick.nonzero().unbind(1)  # (c,)
             at = lanes.row[lane], start + position
             token_logprobs[at] = predictions.log_prob(tokens)[pick]

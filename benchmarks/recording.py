@@ -60,7 +60,8 @@ class Recording:
                     self.forwards += 1
                     self.rows += len(ids)
                     self.tokens += ids.numel()
-            outer, self._inside = self._inside, True
+            outer = self._inside
+            self._inside = True
             try:
                 return method(*args, **kwargs)
             finally:

@@ -116,7 +116,8 @@ def compare(options: argparse.Namespace) -> Iterator[Quality]:
     decode = partial(first.tokenizer.batch_decode, clean_up_tokenization_spaces=False)
     references = decode(pieces)
 
-    before, after = windows[0].context, windows[0].suffix  # special tokens
+    before = windows[0].context  # special tokens
+    after = windows[0].suffix
     for rule in options.rules:
         duel = Duel(first.denoiser, rule=rule, block=options.block, tokenizer=first.tokenizer)
         drawn = duel.sample(

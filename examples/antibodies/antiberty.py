@@ -154,14 +154,16 @@ def with_interval(antibodies: int, statistic: Callable[[np.ndarray], float]) -> 
 def several_sites(network: Denoiser, sequence: str, loop: slice, variants: int = 40) -> None:
     """Compare the exact joint of m sites of a loop with the sum of their masked marginals, on random variants."""
     generator = np.random.default_rng(0)
-    wild, estimator = ids(sequence), Duel(network, "greedy", block=None)
+    wild = ids(sequence)
+    estimator = Duel(network, "greedy", block=None)
 
     def windows(variant: list[int], sets: list[list[int]]) -> list[Window]:
         """The sites of each set masked, in the variant and in the wild type; all others as in the wild type."""
         made = []
         for sites, source in itertools.product(sets, (variant, wild)):
             row = [source[n] if n in sites else residue for n, residue in enumerate(wild)]
-            start, end = min(sites), max(sites) + 1
+            start = min(sites)
+            end = max(sites) + 1
             known = [n - start for n in range(start, end) if n not in sites]
             made.append(Window((CLS, *row[:start]), row[start:end], (*row[end:], SEP), known=known))
         return made
@@ -172,7 +174,8 @@ def several_sites(network: Denoiser, sequence: str, loop: slice, variants: int =
 
     print(f"\n{variants} random variants of {sequence[loop]}: nats above the wild type, joint and sum of marginals")
     for m in (2, 3, 5, 8):
-        joint, marginal = [], []
+        joint = []
+        marginal = []
         for _ in range(variants):
             sites = sorted(loop.start + generator.choice(loop.stop - loop.start, m, replace=False))
             variant = list(wild)
@@ -209,7 +212,8 @@ def main(argv: list[str] | None = None) -> list[dict[str, float]]:
 
     names = ("pseudo", *RULES, "ELBO", "error")
     print(f"\n{'Nats of a chain':32}{'residues':>9}" + "".join(f"{name:>15}" for name in names))
-    chains, nats = [], []
+    chains = []
+    nats = []
     for row in antibodies:
         for chain, values in zip(("heavy", "light"), measure(antiberty, [row["heavy"], row["light"]]), strict=True):
             chains.append(row[chain])

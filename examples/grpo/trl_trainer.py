@@ -55,7 +55,8 @@ class DuelGRPOTrainer(GRPOTrainer):
             raise NotImplementedError("For beta above 0, make a second Duel of the reference network.")
         windows = []
         for ids, real in zip(input_ids, attention_mask.bool(), strict=True):  # (L,) each
-            prompt, completion = slice(None, -logits_to_keep), slice(-logits_to_keep, None)
+            prompt = slice(None, -logits_to_keep)
+            completion = slice(-logits_to_keep, None)
             windows.append(Window(ids[prompt][real[prompt]], ids[completion][real[completion]]))
         orders = [self.orders[window.context, window.target] for window in windows]
         log_probs = torch.zeros(len(windows), logits_to_keep)  # (N, T)

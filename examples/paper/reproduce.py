@@ -343,10 +343,7 @@ def known_figure(checkpoint: Checkpoint | Demo) -> tuple[str, float, str]:
 def measure(checkpoint: Checkpoint | Demo, job: paper.Job) -> dict[str, Any]:
     """The value of a checkpoint: run by lm_eval in a process of its own, unless it was run before."""
     if not job.finished:
-        file = Path(job.config["use_cache"]).with_name("config.yaml")
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(yaml.safe_dump(job.config), encoding="utf-8")
-        code = paper.execute([sys.executable, "-m", "lm_eval_duel", "run", "--config", str(file)])
+        code = paper.execute([sys.executable, "-m", "lm_eval_duel", "run", "--config", str(job.write_config())])
         if code:
             raise DuelError(f"The run of {checkpoint.name} ended with exit code {code}; the same command continues it.")
 

@@ -43,6 +43,13 @@ class Job(NamedTuple):
     def finished(self) -> bool:
         return any(Path(self.config["output_path"]).rglob("results_*.json"))
 
+    def write_config(self) -> Path:
+        """Write the config for lm_eval, next to the cache."""
+        file = Path(self.config["use_cache"]).with_name("config.yaml")
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(yaml.safe_dump(self.config), encoding="utf-8")
+        return file
+
 
 def rows(group: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
     """The rows of a group and their model args. An argument with several values stands for a row for each."""
@@ -56,25 +63,44 @@ def rows(group: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
 
 def jobs(options: argparse.Namespace) -> Iterator[Job]:
     """The jobs of the rows that match a pattern; raises DuelError in the end for a pattern that matches none."""
-    groups, names = yaml.safe_load(Path(options.recipes).read_text(encoding="utf-8"))["groups"], list[str]()
+    groups = yaml.safe_load(Path(options.recipes).read_text(encoding="utf-8"))["groups"]
+    names: list[str] = []
     for group in groups:
         for (row, arguments), task in itertools.product(rows(group), group["tasks"]):
-            names += [row, f"{row}/{task}"]
-            if not any(fnmatch.filter(names[-2:], pattern) for pattern in options.rows):
-                continue
-            if options.given and arguments.get("bos") in ("official", "scored"):
-                arguments["bos"] = "given"
-            config = {"model": group.get("model", "duel-mdm"), "model_args": arguments, "tasks": [task]}
-            config["metadata"] = group.get("metadata", {})
-            digest = hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()[:8]
-            folder = Path(options.out, row, f"{task}-{digest}")  # other settings have another folder
-            config |= {"batch_size": group.get("batch_size", "auto"), "device": options.device, "log_samples": True}
-            config |= {"limit": options.limit, "use_cache": str(folder / "cache")}
-            config |= {"output_path": str(folder / (f"limit{options.limit}" if options.limit else "all"))}
-            yield Job(row, task, {key: value for key, value in config.items() if value is not None})
+            job_names = [row, f"{row}/{task}"]
+            names += job_names
+            if any(fnmatch.filter(job_names, pattern) for pattern in options.rows):
+                yield job_of(group, row, arguments, task, options)
     for pattern in options.rows:
         if not fnmatch.filter(names, pattern):
             raise unknown("row", pattern, dict.fromkeys(names))
+
+
+def job_of(
+    group: Mapping[str, Any], row: str, arguments: Mapping[str, Any], task: str, options: argparse.Namespace
+) -> Job:
+    """A row of a group on one of its tasks."""
+    if options.given and arguments.get("bos") in ("official", "scored"):
+        arguments = {**arguments, "bos": "given"}
+    config = {
+        "model": group.get("model", "duel-mdm"),
+        "model_args": dict(arguments),
+        "tasks": [task],
+        "metadata": group.get("metadata", {}),
+    }
+    digest = hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()[:8]
+    folder = Path(options.out, row, f"{task}-{digest}")  # other settings have another folder
+    config |= {
+        "batch_size": group.get("batch_size", "auto"),
+        "log_samples": True,
+        "use_cache": str(folder / "cache"),
+        "output_path": str(folder / (f"limit{options.limit}" if options.limit else "all")),
+    }
+    if options.device is not None:
+        config["device"] = options.device
+    if options.limit is not None:
+        config["limit"] = options.limit
+    return Job(row, task, config)
 
 
 def execute(words: Sequence[str]) -> int:
@@ -91,16 +117,23 @@ def beside(job: Job) -> Iterator[tuple[str, ...]]:
     """The cells of HEADS for each published figure of a finished job."""
     runs = read.runs([job.config["output_path"]])
     counts = runs[-1].content["n-samples"][job.task]
-    lines = csv.DictReader(PAPER_FILE.read_text(encoding="utf-8").splitlines())
-    own = [line for line in lines if line["task"] == job.task and job.row in line["recipes"].split()]
-    for line in {(line["estimator"], line["rule"]): line for line in own}.values():  # two tables print some of them
-        name = line["estimator"], str(parse_rule(line["rule"])) if line["rule"] else None
-        published, found = float(line["value"]), compare.task(job.task, runs, metric=line["metric"]).rows
-        for row in (each.row for each in found if (each.row.estimator, each.row.rule) == name):
+    documents = f"{counts['effective']:,} of {counts['original']:,}"
+
+    figures = {}  # two tables print some of them
+    for line in csv.DictReader(PAPER_FILE.read_text(encoding="utf-8").splitlines()):
+        if line["task"] == job.task and job.row in line["recipes"].split():
+            figures[line["estimator"], line["rule"]] = line
+
+    for (estimator, rule), line in figures.items():
+        name = estimator, str(parse_rule(rule)) if rule else None
+        published = float(line["value"])
+        for compared in compare.task(job.task, runs, metric=line["metric"]).rows:
+            row = compared.row
+            if (row.estimator, row.rule) != name:
+                continue
+            printed = f"{'≤ ' if row.score.is_bound else ''}{published:.2f}"
             change = f"{row.value - published:+.2f} ({100 * (row.value / published - 1):+.1f} %)"
-            values = f"{'≤ ' if row.score.is_bound else ''}{published:.2f}", columns.value(row), change
-            documents = f"{counts['effective']:,} of {counts['original']:,}"
-            yield job.row, job.task, line["rule"] or row.estimator, *values, documents
+            yield job.row, job.task, rule or estimator, printed, columns.value(row), change, documents
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
@@ -118,19 +151,22 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 def main(arguments: Sequence[str]) -> int:
     """The number of jobs that failed."""
     options = parse(arguments)
-    chosen, failed = list(jobs(options)), 0
-    for n, job in enumerate(chosen, 1):
-        print(f"[{n}/{len(chosen)}] {job.row} {job.task}{': finished before' if job.finished else ''}", flush=True)
-        if not job.finished:
-            file = Path(job.config["use_cache"]).with_name("config.yaml")
-            file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_text(yaml.safe_dump(job.config), encoding="utf-8")
-            if code := execute([*shlex.split(options.launch), "-m", "lm_eval_duel", "run", "--config", str(file)]):
-                print(f"{job.row} {job.task}: FAILED with exit code {code}", flush=True)
-                failed += 1
+    chosen = list(jobs(options))
+    failed = 0
+    for number, job in enumerate(chosen, 1):
+        print(f"[{number}/{len(chosen)}] {job.row} {job.task}{': finished before' if job.finished else ''}", flush=True)
+        if job.finished:
+            continue
+        code = execute([*shlex.split(options.launch), "-m", "lm_eval_duel", "run", "--config", str(job.write_config())])
+        if code:
+            print(f"{job.row} {job.task}: FAILED with exit code {code}", flush=True)
+            failed += 1
+
     print(f"| {' | '.join(HEADS)} |\n{'|---' * len(HEADS)}|")
-    for cells in (cells for job in chosen if job.finished for cells in beside(job)):
-        print(f"| {' | '.join(cells)} |")
+    for job in chosen:
+        if job.finished:
+            for cells in beside(job):
+                print(f"| {' | '.join(cells)} |")
     return failed
 
 

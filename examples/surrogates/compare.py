@@ -114,7 +114,8 @@ def compare(name: str, block: int, texts: int, draws: int) -> Iterator[tuple[str
             along = rule.replay(windows, [sample.reveal_steps for sample in samples])
             yield truth, summary("along the order, no selection", exact, [[score.log_prob] for score in along], None)
         for title, (surrogate, random) in SURROGATES.items():
-            found, cosines = [], []
+            found = []
+            cosines = []
             for n, window in enumerate(windows):
                 first = log_prob(rule, window, surrogate, generator)
                 if duel is rule:
