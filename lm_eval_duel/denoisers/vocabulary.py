@@ -39,24 +39,30 @@ def load_tokenizer(path: str, trust_remote_code: bool, revision: str) -> PreTrai
     configs = logging.getLogger("transformers.configuration_utils")
     level = configs.level
     configs.setLevel(logging.ERROR)  # it warns about every unknown model_type
-    tokenizer_kwargs = {"trust_remote_code": trust_remote_code, "revision": revision}
     try:
         with explained(path, "read config and tokenizer of", TOKENIZER_REMEDY):
-            try:
-                tokenizer = AutoTokenizer.from_pretrained(path, **tokenizer_kwargs)
-            except AttributeError:  # transformers 5, if rotary positions are scaled and the model_type is unknown
-                tokenizer = AutoTokenizer.from_pretrained(path, config=PretrainedConfig(), **tokenizer_kwargs)
-            except Exception:
-                if os.path.isdir(path) and not has_tokenizer(path, revision):
-                    raise DuelError(f"There is no tokenizer in {path}. {TOKENIZER_REMEDY}") from None
-                if get_tokenizer_config(path, revision=revision).get("tokenizer_class") not in QWEN2_TOKENIZERS:
-                    raise
-                tokenizer = Qwen2TokenizerFast.from_pretrained(path, revision=revision)
+            tokenizer = _read_tokenizer(path, trust_remote_code, revision)
     finally:
         configs.setLevel(level)
-    if not set(tokenizer.get_vocab().values()) - set(tokenizer.all_special_ids):  # built by its class, without a file
+    # without a file, some classes build a tokenizer of special tokens alone
+    if not set(tokenizer.get_vocab().values()) - set(tokenizer.all_special_ids):
         raise DuelError(f"There is no tokenizer in {path}. {TOKENIZER_REMEDY}")
     return tokenizer
+
+
+def _read_tokenizer(path: str, trust_remote_code: bool, revision: str) -> PreTrainedTokenizerBase:
+    """The tokenizer that transformers reads; raises its errors, and DuelError if there is none in a folder."""
+    try:
+        return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code, revision=revision)
+    except AttributeError:  # transformers 5, if rotary positions are scaled and the model_type is unknown
+        empty = PretrainedConfig()
+        return AutoTokenizer.from_pretrained(path, config=empty, trust_remote_code=trust_remote_code, revision=revision)
+    except Exception:
+        if os.path.isdir(path) and not has_tokenizer(path, revision):
+            raise DuelError(f"There is no tokenizer in {path}. {TOKENIZER_REMEDY}") from None
+        if get_tokenizer_config(path, revision=revision).get("tokenizer_class") not in QWEN2_TOKENIZERS:
+            raise
+        return Qwen2TokenizerFast.from_pretrained(path, revision=revision)
 
 
 def find_mask_id(
@@ -108,7 +114,9 @@ def convention(tokenizer: Any, denoiser: Denoiser) -> tuple[str, list[int], list
     if bos == "none":
         return bos, [], []
     if not (prefix or suffix):
-        start = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else end_of_text(tokenizer)
+        start = tokenizer.bos_token_id
+        if start is None:  # GPT-2's tokens for the beginning and the end are one
+            start = end_of_text(tokenizer)
         if start is None:
             remedy = "pass tokenizer=<one that has it>" if denoiser.shift else "use bos=none"
             raise DuelError(f"bos={bos} needs a BOS (or EOS) token, and this tokenizer has none; {remedy}.")

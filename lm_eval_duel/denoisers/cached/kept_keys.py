@@ -66,6 +66,7 @@ class Slots:
         self.identity[free] = -1
         slot = old.masked_scatter(missing | far, free)
 
+        # The keys that are kept elsewhere move: a call then reads the first slots as views, and copies nothing.
         if far.any():
             for plane in self._planes():
                 plane[slot[far].to(plane.device)] = plane[old[far].to(plane.device)]
@@ -180,11 +181,13 @@ class Attentions:
         """Learn which positions each layer lets a position see, from a row of `length` without padding."""
         if length <= self._length:
             return
+        # twice as long as needed, so that rows that grow bit by bit ask for few forwards
         self._length = min(max(length, 2 * self._length), self.plain.max_length)
         row = torch.full((1, self._length), self.plain.mask_id, device=self.plain.device)  # (1, L)
         with _Listening() as heard:
             self._features(row, None, torch.arange(self._length, device=row.device)[None])
         self._require(bool(heard.new))
+        # transformers makes one mask for all layers of a kind, so the object tells which layers see the same
         patterns: dict[int, torch.Tensor | None] = {}
         for mask in heard.masks:
             patterns.setdefault(id(mask), _pattern(mask))
@@ -233,7 +236,7 @@ class _Splicing(TorchFunctionMode):
             raise NotSteered("its layers attend a different number of times from call to call")
         arguments = {**dict(zip(NAMES, args, strict=False)), **(kwargs or {})}
         keys, values = joined(self.past[self.layer], *_ungrouped(arguments))
-        for name in ("key", "value", "enable_gqa"):
+        for name in ("key", "value", "enable_gqa"):  # kept keys have a head for every query's
             arguments.pop(name, None)
         mask = self.masks[self.layer]
         arguments["attn_mask"] = None if mask is None else mask.to(keys.device)
@@ -259,7 +262,7 @@ def _pattern(mask: torch.Tensor | None) -> torch.Tensor | None:
     if mask is None:
         return None
     if mask.dtype != torch.bool:
-        out = mask <= torch.finfo(mask.dtype).min / 2
+        out = mask <= torch.finfo(mask.dtype).min / 2  # the lowest number, or -inf
         if not (out | (mask == 0)).all():
             raise NotSteered("its attention has a bias for the distance of two positions")
         mask = ~out

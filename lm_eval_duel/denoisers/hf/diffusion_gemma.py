@@ -102,7 +102,7 @@ class Canvases(Pretrained):
     """The decoder on canvases of noisy tokens: p(x_0 | x_t) given its own earlier output, but not the time."""
 
     reads_causally = True
-    honours_padding = True  # canvases of other rows are other calls
+    honours_padding = True  # canvases after other clean tokens are other calls, so there is no padding
 
     def __init__(self, model_config: Any, checkpoint: Checkpoint):
         super().__init__(dataclasses.replace(checkpoint, family=CANVAS, tokenizer=None), None)
@@ -157,7 +157,7 @@ class Canvases(Pretrained):
 
         `before`: the logits (R, W, V) of the pass before. Or `signal`: the embeddings (R, W, D) that they stand for.
         """
-        repeated = extended(past)
+        repeated = extended(past)  # the keys of one row, for every canvas after it
         repeated.batch_repeat_interleave(len(canvases))
         decoder = self.model.model.decoder
         with contextlib.ExitStack() as hooks:
@@ -183,6 +183,7 @@ class Canvases(Pretrained):
         for part, divisor in zip(flat.split(SIGNAL_ROWS), each.split(SIGNAL_ROWS), strict=True):
             logits = self.head(part)  # (c, V)
             logits = logits / divisor[:, None].to(logits.dtype)
+            # as in the class: probabilities in float32, and the product in the dtype of the table
             share = logits.softmax(1, dtype=torch.float32).to(embed.weight)  # (c, V)
             parts.append((share @ embed.weight * embed.embed_scale.to(embed.weight)).to(self.device))
         return torch.cat(parts).view_as(features)

@@ -28,16 +28,26 @@ class Family:
     name: str
     native: str  # the class of transformers: <native>ForCausalLM, <native>Config
     architectures: tuple[str, ...] = ()  # class names in config.json
+
+    # ------------------------------------------------------------ the network
+
     attention: str = "bidirectional"
-    shift: int = 0
-    block: int | None = None  # the trained block of a block-causal network
-    block_keys: tuple[str, ...] = ("block_size", "bd_size", "block_length")  # entries of config.json with this block
-    anchor: str = "row"  # where blocks count from; "target": the context is one block
-    published_block: int | None = None
+    shift: int = 0  # the logits for position i are read at position i - shift
     mask_id: int | None = None
+    bos: str = "none"  # the special tokens that texts have
     max_length: int | None = None  # if the network was trained on fewer positions than its config has
     unscaled: bool = False  # rows end where the config would scale queries by position, which the native class does not
-    bos: str = "none"
+
+    # ------------------------------------------------------------ its blocks
+
+    block: int | None = None  # the trained block of a block-causal network
+    block_keys: tuple[str, ...] = ("block_size", "bd_size", "block_length")  # entries of config.json with this block
+    published_block: int | None = None  # of its published results
+    anchor: str = "row"  # where blocks count from; "target": the context is one block
+    block_routes: bool = False  # the trained block chooses the experts of its tokens, so no other block may be given
+
+    # ------------------------------------------------------------ its config.json
+
     entries: Mapping[str, str] = field(default_factory=dict)  # native names of config entries that have other ones
     values: Mapping[str, Any] = field(default_factory=dict)  # of native entries that a config may lack
     needs: tuple[str, ...] = ()  # entries that config.json must have, besides the native class's
@@ -46,10 +56,12 @@ class Family:
     released: Mapping[str, Any] = field(default_factory=dict)
     harmless: Mapping[str, str] = field(default_factory=dict)  # entries that change no number, and the reason
     closed: bool = False  # other entries are refused, unless the user names the family: its class has changed before
-    block_routes: bool = False  # the trained block chooses the experts of its tokens, so no other block may be given
-    rename: tuple[tuple[str, str], ...] = ()  # tensor names to native ones: regular expressions, the first match counts
     adapt: Callable[[Config], dict[str, Any]] = lambda config: {}  # fields of this entry that a config decides
     translate_config: Callable[[Config], Config] = lambda config: {}  # native entries beyond renaming
+
+    # ------------------------------------------------------------ its tensors
+
+    rename: tuple[tuple[str, str], ...] = ()  # tensor names to native ones: regular expressions, the first match counts
     translate_tensors: Callable[[Tensors, Config], Tensors] = lambda tensors, config: tensors  # beyond renaming
     finish: Callable[[Any, Config], None] = lambda model, config: None  # what the loaded native class still lacks
 
