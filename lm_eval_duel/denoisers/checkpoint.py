@@ -169,6 +169,18 @@ class Checkpoint:
             tokenizer = vocabulary.load_tokenizer(self.name, options.trust_remote_code, options.revision)
         return dataclasses.replace(self, tokenizer=tokenizer)
 
+    def with_family_by_tensors(self) -> Checkpoint:
+        """The checkpoint with the family that the names of its tensors tell: by its config a DiffuGPT is a GPT-2.
+
+        A GPT-2 of the hub that is to be scored as one is not downloaded for that.
+        """
+        if self.family is not None or self.is_alone or self.config.get("model_type") != "gpt2":
+            return self
+        if self.options.attention == "causal" and not os.path.isdir(self.name):
+            return self
+        names = hub.tensor_names(self.local().name)
+        return dataclasses.replace(self, family=family_by_tensors(self.config, names))
+
     def text_tokenizer(self) -> PreTrainedTokenizerBase:
         """The tokenizer of its texts: that of `with_tokenizer`, else GPT-2's, which the published DiTs use."""
         tokenizer = self.with_tokenizer().tokenizer

@@ -1,5 +1,11 @@
 """The files of a checkpoint, in a folder or on the hub: its config, its code as text, and its tensors.
 
+    read_config, pin_revision      config.json, and the commit that all files of a hub name come from
+    local_folder, read_tensors     the files themselves, and every tensor in them
+    require_equal, require_none    no tensor may be missing, unknown or of another shape
+    explained                      an error of a library, as one that says what to do
+    pick_device, pick_dtype        where a network goes, and in which dtype
+
 Tensors come from `.safetensors` or `.bin`, whole or sharded, or a Lightning `.ckpt` (its EMA). Files are read as
 tensors only: code in a pickle is never run. Every error of a library becomes one that names the file and a remedy.
 """

@@ -2,7 +2,7 @@
 
     1  config.json and the options say what the checkpoint is         Checkpoint.open
     2  a network that nothing here reads is refused                   Checkpoint.require_known_network
-    3  its tokenizer is read                                          Checkpoint.with_tokenizer
+    3  its tokenizer is read, and its tensors' names if need be       Checkpoint.with_tokenizer, with_family_by_tensors
     4  its reader makes the network, without weights                  reader_of
     5  the network reads its weights, strictly, and is tested         fill
     6  a cache, guidance and filters are put around it                wrapped
@@ -18,7 +18,6 @@ The readers:
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -28,13 +27,7 @@ from lm_eval_duel.core.denoiser import Denoiser
 from lm_eval_duel.demo import BUNDLED, resolve
 from lm_eval_duel.denoisers import hub, vocabulary
 from lm_eval_duel.denoisers.cached.denoiser import Cached
-from lm_eval_duel.denoisers.checkpoint import (
-    DIT_TOKENIZER,
-    Checkpoint,
-    family_by_tensors,
-    is_diffusion_gemma,
-    is_dit,
-)
+from lm_eval_duel.denoisers.checkpoint import DIT_TOKENIZER, Checkpoint, is_diffusion_gemma, is_dit
 from lm_eval_duel.denoisers.dit import checkpoint as dit
 from lm_eval_duel.denoisers.dit.denoiser import DiTDenoiser
 from lm_eval_duel.denoisers.filters import excluding, warped
@@ -68,27 +61,18 @@ def load_network(checkpoint: Checkpoint, tokenizer: PreTrainedTokenizerBase | No
     options = checkpoint.options
     checkpoint.require_known_network()
     with hub.explained(checkpoint.name):
-        checkpoint = checkpoint.with_tokenizer(tokenizer)
-        if _may_be_diffugpt(checkpoint):
-            tensors = hub.tensor_names(checkpoint.local().name)
-            checkpoint = dataclasses.replace(checkpoint, family=family_by_tensors(checkpoint.config, tensors))
+        checkpoint = checkpoint.with_tokenizer(tokenizer).with_family_by_tensors()
         if checkpoint.runs_own_code:
             denoiser: Denoiser = own_code.load(checkpoint.local())
         else:
             reader = reader_of(checkpoint)
-            knows_hub = reader in (own_forward.masked_lm, own_forward.causal_lm)
-            denoiser = reader(checkpoint if knows_hub else checkpoint.local()).fill()
+            if reader not in (own_forward.masked_lm, own_forward.causal_lm):  # these leave the files to transformers
+                checkpoint = checkpoint.local()
+            denoiser = reader(checkpoint).fill()
     denoiser.special_tokens = vocabulary.expected(denoiser, checkpoint.tokenizer)
     if options.compile:
         denoiser.compile()
     return wrapped(denoiser, options)
-
-
-def _may_be_diffugpt(checkpoint: Checkpoint) -> bool:
-    """True for a GPT-2 by its config, whose tensors tell whether it became a diffusion model."""
-    if checkpoint.family is not None or checkpoint.is_alone or checkpoint.config.get("model_type") != "gpt2":
-        return False
-    return os.path.isdir(checkpoint.name) or checkpoint.options.attention != "causal"
 
 
 def reader_of(checkpoint: Checkpoint) -> Callable[[Checkpoint], DiTDenoiser | Pretrained]:
