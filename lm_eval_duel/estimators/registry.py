@@ -377,11 +377,6 @@ def kind_of(estimator: str, spec: Mapping[str, Any]) -> str:
     return Value(0.0, kind=kind, note=note).label
 
 
-def is_bound(kind: str) -> bool:
-    """True if values of this kind, as `kind_of` names it, are upper bounds of the perplexity."""
-    return kind.startswith(Kind.UPPER_BOUND.value)
-
-
 def make(denoiser: Denoiser, options: Options, **sizes: Any) -> Estimator:
     """The estimator that the options name; raises DuelError if there is none of its kind for this network.
 

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, cast
 
 from lm_eval_duel.core import scores as rates
-from lm_eval_duel.core.scores import Sample, Score
+from lm_eval_duel.core.scores import Sample, Score, Value
 from lm_eval_duel.core.windows import Ids, Window, as_ids
 from lm_eval_duel.errors import DuelError
-from lm_eval_duel.estimators.registry import Kind, is_bound, kind_of
+from lm_eval_duel.estimators.registry import Kind, kind_of, worth
 from lm_eval_duel.estimators.totals import Total, TwoPhaseBlocks
 from lm_eval_duel.library.display import Display, shown_text, shown_value
 from lm_eval_duel.text.annotated import Units, count_units, token_texts
@@ -96,13 +96,14 @@ class TextScore(Display):
         windows = encoded.windows
         total = Total.from_scores(windows, scores, estimator.name)
         spec = estimator.describe()
-        kind = kind_of(estimator.name, spec)
+        kind, note = worth(estimator.name, spec)
+        value = Value(total.log_prob, total.stderr, kind, note)
         return cls(
             text=text,
             log_prob=total.log_prob,
             stderr=total.stderr,
-            bound=is_bound(kind),
-            kind=kind,
+            bound=value.is_bound,
+            kind=value.label,
             perplexity=_perplexity(total.log_prob, encoded.tokens),
             bits_per_byte=_bits_per_byte(total.log_prob, count_units(encoded.scored).bytes),
             tokens=tuple(token_texts([token for window in windows for token in window.target], tokenizer)),
