@@ -116,11 +116,12 @@ class Arguments:
     """Base of dataclasses whose fields are arguments. Making one reads them, and raises DuelError for a wrong one."""
 
     def __post_init__(self) -> None:
-        own = {field.name: field.metadata[KEY] for field in dataclasses.fields(self) if KEY in field.metadata}
-        for name, arg in own.items():
-            if (value := getattr(self, name)) is not arg.default:
-                object.__setattr__(self, name, arg.read(name, value, self._owner))
-        for name, arg in own.items():
+        arguments = {field.name: field.metadata[KEY] for field in dataclasses.fields(self) if KEY in field.metadata}
+        for name, arg in arguments.items():
+            value = getattr(self, name)
+            if value is not arg.default:
+                object.__setattr__(self, name, arg.read(name, value, self._owner))  # the dataclass is frozen
+        for name, arg in arguments.items():
             if not arg.only_with or getattr(self, name) == arg.default:
                 continue
             other, *values = arg.only_with

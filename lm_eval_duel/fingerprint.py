@@ -39,8 +39,10 @@ class Described(Protocol):
 
 def spec_of(*parts: Described) -> dict[str, str]:
     """The spec: everything that defines a number, by name. Its `digest` is the fingerprint."""
-    described = [each for part in parts for each in (part, *getattr(part, "filters", ()))]
-    spec = {key: str(value) for each in described for key, value in each.describe().items()}
+    spec: dict[str, str] = {}
+    for part in parts:
+        for described in (part, *getattr(part, "filters", ())):  # a denoiser's temperature and the like
+            spec |= {key: str(value) for key, value in described.describe().items()}
     return {**spec, "version": str(SPEC_VERSION)}
 
 

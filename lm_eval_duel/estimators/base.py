@@ -224,7 +224,10 @@ class Estimator(abc.ABC):
 
     def block_spans(self, group: WindowGroup) -> list[BlockSpan]:
         """Every block of every window."""
-        return [(row, *span) for row, window in enumerate(group.windows) for span in self.blocks(window)]
+        spans: list[BlockSpan] = []
+        for row, window in enumerate(group.windows):
+            spans += [(row, *span) for span in self.blocks(window)]
+        return spans
 
     def batches(
         self, group: WindowGroup, spans: Sequence[BlockSpan], size: Callable[[int], int], rule: UnmaskingRule
@@ -233,9 +236,9 @@ class Estimator(abc.ABC):
         done = 0
         while done < len(spans):
             room = self.budget.room(group.view, rule, group.fresh(spans[done : done + 1]))
-            here = slice(done, done + max(1, size(room)))
-            yield group.fresh(spans[here]), room
-            done = here.stop
+            count = max(1, size(room))
+            yield group.fresh(spans[done : done + count]), room
+            done += count
 
     def block_numbers(self, lanes: Lanes) -> torch.Tensor:
         """The number of each lane's block in its window, (R,)."""

@@ -161,7 +161,7 @@ def reveals(rule: Rule, positions: int, first: int) -> list[int]:
         return reveals(rule.rule, positions, first) if first else [1, *reveals(rule.rule, positions - 1, 1)]
     if isinstance(rule, SubBlock):
         parts = Counter(position // rule.sub_block for position in range(first, first + positions))
-        return [count for part in parts.values() for count in reveals(rule.rule, part, 0)]
+        return list(itertools.chain.from_iterable(reveals(rule.rule, part, 0) for part in parts.values()))
     if isinstance(rule, Scheduled):
         return even_counts(positions, rule.steps)  # type: ignore[attr-defined]
     k = rule.k if isinstance(rule, Counted) else 1
@@ -198,6 +198,6 @@ def layouts(windows: Iterable[Window]) -> Counter[Layout]:
 
 def sum_over(layouts: Mapping[Layout, int], count: Count) -> Cost:
     """The cost of all windows, given how many there are of each layout; with whole counts, rounded up."""
-    found = total((count(layout), windows) for layout, windows in layouts.items())
-    nfe, rows, token_rows = (math.ceil(round(each, 6)) for each in found[:3])
-    return found._replace(nfe=nfe, rows=rows, token_rows=token_rows)
+    cost = total((count(layout), windows) for layout, windows in layouts.items())
+    nfe, rows, token_rows = (math.ceil(round(each, 6)) for each in cost[:3])
+    return cost._replace(nfe=nfe, rows=rows, token_rows=token_rows)

@@ -88,12 +88,12 @@ class DuelSeeds(DuelEstimator):
         several = self.open(windows, indices)
         seeds = torch.tensor(self.seeds, device=several.rows.ids.device).repeat(len(group.windows))  # (N S,)
         several = dataclasses.replace(several, rows=dataclasses.replace(several.rows, noise_seed=seeds))
-        found: dict[int, dict[int, Score]] = {}
+        unfinished: dict[int, dict[int, Score]] = {}  # of each window, by seed
         for n, score in super().score_group(several):
             row, place = divmod(n, count)
-            found.setdefault(row, {})[place] = score
-            if len(found[row]) == count:
-                scores = found.pop(row)
+            unfinished.setdefault(row, {})[place] = score
+            if len(unfinished[row]) == count:
+                scores = unfinished.pop(row)
                 yield row, self.combined(group.windows[row], [scores[place] for place in range(count)])
 
     def combined(self, window: Window, scores: list[Score]) -> Score:
@@ -131,7 +131,8 @@ class DuelSeeds(DuelEstimator):
         effective = count**2 / weight.square().sum(0)  # (B,)
         if count < EFFECTIVE:
             return Score(nats, kind=Kind.UPPER_BOUND, note=self.note)
-        known = math.isfinite(nats) and bool((effective >= EFFECTIVE).all())
-        seeds = tuple((nats + (weight - 1).sum(1)).tolist()) if known else (math.nan,) * count
+        seeds = (math.nan,) * count
+        if math.isfinite(nats) and bool((effective >= EFFECTIVE).all()):
+            seeds = tuple((nats + (weight - 1).sum(1)).tolist())
         error = Value.from_seeds(seeds).error
         return Score(nats, kind=Kind.UPPER_BOUND, note=self.note, stderr=error, seeds=seeds)

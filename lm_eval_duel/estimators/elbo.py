@@ -284,16 +284,16 @@ class Elbo(MonteCarloBound):
         """The draws of a window: of each span the masked columns, and t unless `form` is "count"."""
         group = self.open([window], [0])
         lanes = group.fresh(self.block_spans(group))
-        found = []
+        draws = []
         for number in range(self.samples):
             draw = torch.full_like(lanes.row, number)
             masked = self._masked(group, lanes, draw).masked
-            levels = self._levels(group, lanes, draw).tolist()
             columns = [lanes.columns[r][masked[r]].tolist() for r in range(len(lanes))]
-            found.append(
-                [*zip(columns, levels if self.arguments.elbo_form != "count" else [None] * len(lanes), strict=True)]
-            )
-        return found
+            levels: list[float | None] = [None] * len(lanes)
+            if self.arguments.elbo_form != "count":
+                levels = self._levels(group, lanes, draw).tolist()
+            draws.append(list(zip(columns, levels, strict=True)))
+        return draws
 
     def terms(self, step: Step) -> tuple[torch.Tensor, torch.Tensor]:
         lanes, predictions, _, _, log_prob = step

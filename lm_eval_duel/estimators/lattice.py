@@ -181,8 +181,10 @@ class LatticeAccumulator:
         span = slice(len(window.context), len(window.context) + len(window.target))
         totals = dict(zip(LATTICE, self.totals[row].tolist(), strict=True))
         rows = self.totals.new_tensor([row]).long()
-        (_, best), *found = (next(path.scores(rows)) for path in (self.best, *self.paths))
-        paths = {str(rule): score for rule, (_, score) in zip(self.lattice.rules, found, strict=True)}
+        _, best = next(self.best.scores(rows))
+        paths: dict[str, Score] = {}
+        for rule, path in zip(self.lattice.rules, self.paths, strict=True):
+            _, paths[str(rule)] = next(path.scores(rows))
         order: dict[str, Any] = {}
         if name == "oracle":
             order = {key: getattr(best, key) for key in ("reveal_steps", "token_logprobs", *STATISTICS)}

@@ -303,7 +303,10 @@ def find(name: str) -> Entry:
 
 def arguments() -> dict[str, Argument]:
     """The model args that only some estimators read, by name."""
-    return {name: argument for entry in ESTIMATORS.values() for name, argument in entry.arguments.items()}
+    declarations: dict[str, Argument] = {}
+    for entry in ESTIMATORS.values():
+        declarations |= entry.arguments
+    return declarations
 
 
 def check_arguments(given: Mapping[str, Any], estimator: str) -> None:

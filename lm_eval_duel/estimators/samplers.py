@@ -161,10 +161,11 @@ class SetAccumulator:
             chunk = self.chunks[n]
             count, wide = chunk.lanes.masked.shape
             for name, plane in read.items():
-                own = plane[(mine, *[slice(wide)] * (plane.dim() - 1))]
+                # a chunk may be narrower than the call, whose lanes come from several chunks
+                part = plane[(mine, *[slice(wide)] * (plane.dim() - 1))]
                 if name not in chunk.planes:
-                    chunk.planes[name] = own.new_zeros(count, 1 << wide, *own.shape[1:])
-                chunk.planes[name][block[mine], state[mine]] = own
+                    chunk.planes[name] = part.new_zeros(count, 1 << wide, *part.shape[1:])
+                chunk.planes[name][block[mine], state[mine]] = part
         for n, mine in parts.items():  # once everything is entered: a step that runs out of memory comes again
             self.chunks[n].missing -= int(mine.sum())
 

@@ -128,4 +128,8 @@ def in_blocks(order: Sequence[int], window: Window, duel: DuelEstimator, n: int)
             "the block before. Pass the sampler's own block.",
             n,
         )
-    return tuple(sorted(set(part)).index(step) for part in parts for step in part)
+    steps: list[int] = []
+    for part in parts:
+        ranks = {step: rank for rank, step in enumerate(sorted(set(part)))}
+        steps += [ranks[step] for step in part]
+    return tuple(steps)

@@ -124,11 +124,14 @@ class TwoPhase(Estimator):
         per_window = float((weights > 0).sum()) / len(weights)
         size = math.ceil(lanes / max(per_window, 1e-3))  # windows
         for first in range(0, len(weights), size):
-            here = slice(first, first + size)
-            part = self.open(group.windows[here], group.window_indices[here])
-            weight = weights[here]  # (n, B)
-            blocks = [[(row, *span) for span in self.blocks(window)] for row, window in enumerate(part.windows)]
-            sampled = [span for row, spans in enumerate(blocks) for n, span in enumerate(spans) if weight[row, n]]
+            members = slice(first, first + size)
+            part = self.open(group.windows[members], group.window_indices[members])
+            weight = weights[members]  # (n, B)
+            sampled: list[BlockSpan] = []
+            for row, window in enumerate(part.windows):
+                for n, span in enumerate(self.blocks(window)):
+                    if weight[row, n]:
+                        sampled.append((row, *span))
             uncached = dict(self._score_blocks("uncached", part, sampled))
             for row, cached in self._score_blocks("cached", part, self.block_spans(part)):
                 yield first + row, self._estimate(part, row, weight[row], cached, uncached.get(row))

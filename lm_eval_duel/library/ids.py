@@ -291,23 +291,23 @@ def text_windows(
     `around`: the context and the suffix of each; None: whole texts. Raises DuelError, naming the text, for one that
     cannot be scored.
     """
-    found = []
+    encoded = []
     cut_before = encoder.cut_contexts
     for n, text in enumerate(texts):
         with naming(f"Text {n}"):
             if around is None:
                 ids = encoder.encode(text)
-                found.append(EncodedText(len(ids), encoder.document(ids), text))
+                encoded.append(EncodedText(len(ids), encoder.document(ids), text))
             else:
                 before, after = around[n]
                 window = encoder.gap(before, text, after)
                 scored = text
                 if isinstance(before, str) and isinstance(after, str):
                     _, scored, _ = split_at_borders(before, text, after or None)
-                found.append(EncodedText(len(window.target), [window] if window.target else [], scored))
+                encoded.append(EncodedText(len(window.target), [window] if window.target else [], scored))
     if cut := encoder.cut_contexts - cut_before:
         log.warning("%d texts lost a part of their context or suffix: max_length=%d", cut, encoder.denoiser.max_length)
-    return found
+    return encoded
 
 
 def one_each(

@@ -85,12 +85,12 @@ def training_metrics(
     def score() -> list[list[tuple[int, float, int]]]:
         duels = _duels(model, tokenizer, rules, block, arguments)
         chosen = texts if token_budget is None else texts[: _fitting(duels, texts, sample, token_budget)]
-        own = range(rank, len(chosen), world)
-        mine = [chosen[n] for n in own]
+        numbers = range(rank, len(chosen), world)
+        mine = [chosen[n] for n in numbers]
         shares = []
         for duel in duels:
             scores: Sequence[Any] = duel.score(mine) if sample is None else duel.estimate(mine, sample=sample)
-            triples = zip(own, mine, scores, strict=True)
+            triples = zip(numbers, mine, scores, strict=True)
             shares.append([(n, scored.log_prob, len(text.encode())) for n, text, scored in triples])
         return shares
 

@@ -14,7 +14,8 @@ import dataclasses
 import math
 from typing import TYPE_CHECKING, Literal
 
-from lm_eval_duel.arguments import PROBABILITY, argument, choice, number, required, whole
+from lm_eval_duel.arguments import PROBABILITY, argument, choice, declared, number, required, whole
+from lm_eval_duel.errors import DuelError
 from lm_eval_duel.rules.base import (
     LOG_ODDS_SLOPE,
     Decision,
@@ -257,6 +258,14 @@ class ThresholdBound(Thresholded, name="threshold_bound", label="Conf. Thresh. o
 
     floor: float = argument(PROBABILITY, 0.45, "the least P1 at which the bound by rank can reveal a position")
     f: float = argument(FACTOR, 2.0, "the factor f of the bound by rank")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.floor > self.mu and self.floor != declared(self)["floor"].default:
+            raise DuelError(
+                f"'floor' of threshold_bound is at most its mu, above which every position is revealed anyway; got "
+                f"floor={self.floor:g} and mu={self.mu:g}. Lower floor, or leave it out."
+            )
 
     def __call__(self, predictions: Predictions, lanes: Lanes) -> Decision:
         ordered, ranked = descending(predictions, lanes)  # (R, W)
