@@ -131,6 +131,6 @@ def test_revealed_positions_are_never_read():
 
 def test_a_floor_above_the_threshold_is_refused():
     """It would change nothing; the default floor may be above a small mu."""
-    with pytest.raises(DuelError, match="'floor'.*mu=0.3"):
+    with pytest.raises(DuelError, match=r"'floor'.*mu=0.3"):
         rules.parse("threshold_bound:mu=0.3:floor=0.5")
     assert rules.parse("threshold_bound:mu=0.3").floor == 0.45
