@@ -7,8 +7,11 @@ import pytest
 from toys import Toy
 
 from lm_eval_duel.audit.checked import CheckedWindow
+from lm_eval_duel.audit.from_text import FromText
 from lm_eval_duel.audit.recompute import Recomputed, recompute
+from lm_eval_duel.cli.audited_run import totals_problems
 from lm_eval_duel.core.float_noise import nats_tolerance
+from lm_eval_duel.core.scores import Score
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.estimators.arguments import ElboArguments
 from lm_eval_duel.estimators.duel import DuelEstimator
@@ -38,6 +41,33 @@ def test_a_difference_of_twice_that_is_one(tokens, sign):
     assert CheckedWindow("here", window, value, Recomputed(value + sign * 2 * allowed(tokens))).differs
     assert CheckedWindow("here", window, value, Recomputed(math.nan)).differs
     assert CheckedWindow("here", window, -math.inf, Recomputed(value)).differs
+
+
+@pytest.mark.parametrize("tokens", (10, 1_000, 10_000))
+@pytest.mark.parametrize("size", (1, 10), ids=["windows of one token", "windows of ten"])
+def test_many_short_windows_do_not_add_up_their_tolerances(tokens, size):
+    """The sum of a task, in its results and as printed, is held to the tolerance of all its tokens together."""
+    window = Window((), (1,) * size)
+    count = tokens // size
+    value = -3.7 * size
+    score = Score(value, nfe=size)
+    windows = [CheckedWindow("task t, document 0", window, value, Recomputed(value), n, score) for n in range(count)]
+    total = count * value
+    texts = FromText("t", None, "none", 100)
+    texts.log_prob = total
+    texts.tokens = tokens
+    texts.ids[1] = tokens
+    estimator = DuelEstimator(Toy(), "greedy", 3)
+
+    def problems(moved):
+        values = {"duel": {"log_prob": total + moved, "stderr": None, "window_stderr": None}}
+        printed = {"token_perplexity": math.exp(-(total + moved) / tokens)}
+        return [*totals_problems(estimator, windows, values)], texts.differing(printed)
+
+    assert problems(0.0) == ([], [])
+    for sign in (1, -1):
+        in_results, as_printed = problems(sign * 2 * allowed(tokens))
+        assert in_results and as_printed
 
 
 WINDOW = Window((1,), (2, 0, 1, 1, 2))
