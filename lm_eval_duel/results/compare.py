@@ -112,13 +112,7 @@ def task(
     metric = shared_metric(name, metric, compared)
     differences = match.check(name, metric, compared, as_published)
 
-    made: list[Row] = []
-    remarks: list[str] = []
-    for run in compared:
-        of_run, left_out = rows.from_run(run, name, metric, baseline=run is base)
-        made += filter(lambda row: metric in row.metrics, of_run)
-        remarks += left_out
-    table = rows.in_order(made)
+    table, left_out = _table(name, metric, compared, base)
     ar = next((row for row in table.rows if row.ar), None)
     if base is not None and ar is None:
         raise DuelError(f"The autoregressive baseline {base.name} has no row; name one result of one model as --ar.")
@@ -156,7 +150,7 @@ def task(
         *(described[row] for row in table.rows if row in described),
         *_precision(compared),
         _windows(compared),
-        *dict.fromkeys([*remarks, *table.notes]),
+        *dict.fromkeys([*left_out, *table.notes]),
     ]
     if metric in OTHER_UNITS and any(each.closed.percent is not None for each in shown):
         computed = f"Gap closed is computed from {WORDS[metric]} here."
@@ -175,6 +169,17 @@ def task(
         draws=draws,
         same=table.same,
     )
+
+
+def _table(name: str, metric: str, compared: Sequence[Run], base: Run | None) -> tuple[rows.Ordered, list[str]]:
+    """The rows of all runs that have the metric, in order, and notes on values that are left out."""
+    found: list[Row] = []
+    notes: list[str] = []
+    for run in compared:
+        rows_of_run, left_out = rows.from_run(run, name, metric, baseline=run is base)
+        found += filter(lambda row: metric in row.metrics, rows_of_run)
+        notes += left_out
+    return rows.in_order(found), notes
 
 
 def shared_metric(name: str, requested: str | None, compared: Sequence[Run]) -> str:
