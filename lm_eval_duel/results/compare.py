@@ -173,13 +173,13 @@ def task(
 
 def _table(name: str, metric: str, compared: Sequence[Run], base: Run | None) -> tuple[rows.Ordered, list[str]]:
     """The rows of all runs that have the metric, in order, and notes on values that are left out."""
-    found: list[Row] = []
+    every_row: list[Row] = []
     notes: list[str] = []
     for run in compared:
         rows_of_run, left_out = rows.from_run(run, name, metric, baseline=run is base)
-        found += filter(lambda row: metric in row.metrics, rows_of_run)
+        every_row += filter(lambda row: metric in row.metrics, rows_of_run)
         notes += left_out
-    return rows.in_order(found), notes
+    return rows.in_order(every_row), notes
 
 
 def shared_metric(name: str, requested: str | None, compared: Sequence[Run]) -> str:
