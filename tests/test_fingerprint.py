@@ -118,10 +118,22 @@ def tried(owner):
         label = f"{owner} {name}".strip()
         if name in ELSEWHERE or label in ELSEWHERE:
             continue
+        values, beside, checkpoint = (), {}, "duo" if owner == "noised_elbo" else "bert"
         case = TRIES.get(label) or (TRIES.get(name) if not owner else None) or ()
-        values, beside, checkpoint = (*case, *((), {}, "duo" if owner == "noised_elbo" else "bert")[len(case) :])
-        values = values or (*two_values(argument), *([None] if argument.default is None else []))
-        yield checkpoint, name, argument, values, {**named, **(needed if owner in RULES else {}), **beside}
+        if len(case) > 0:
+            values = case[0]
+        if len(case) > 1:
+            beside = case[1]
+        if len(case) > 2:
+            checkpoint = case[2]
+        if not values:
+            values = two_values(argument)
+            if argument.default is None:
+                values.append(None)
+        others = {**named, **beside}
+        if owner in RULES:
+            others = {**named, **needed, **beside}
+        yield checkpoint, name, argument, values, others
 
 
 CHANGES = [  # checkpoint, an arg, two values that are two specs, and what goes with both
@@ -258,22 +270,28 @@ PADDED |= {"pad_id": 0, "pad_type_id": 0, "pad_token": "[PAD]"}
     ],
 )
 def test_settings_of_a_tokenizer(tmp_path, changes, same):
-    (tmp_path / "plain").mkdir(), (tmp_path / "changed").mkdir()
-    plain, changed = fast(tmp_path / "plain"), fast(tmp_path / "changed", **changes)
-    before = [fingerprint.of_tokenizer(one) for one in (plain, changed)]
-    ids = [[one(text)["input_ids"] for text in ("a b[SEP]c", "A the of and")] for one in (plain, changed)]
+    tokenizers, digests, ids = [], [], []
+    for name, settings in (("plain", {}), ("changed", changes)):
+        (tmp_path / name).mkdir()
+        tokenizer = fast(tmp_path / name, **settings)
+        tokenizers.append(tokenizer)
+        digests.append(fingerprint.of_tokenizer(tokenizer))
+        ids.append(tokenizer(["a b[SEP]c", "A the of and"])["input_ids"])
     assert (ids[0] == ids[1]) is same
-    assert (before[0] == before[1]) is same
-    assert [fingerprint.of_tokenizer(one) for one in (plain, changed)] == before  # a call changes nothing
+    assert (digests[0] == digests[1]) is same
+    assert [fingerprint.of_tokenizer(tokenizer) for tokenizer in tokenizers] == digests, "a call changes nothing"
 
 
 def test_flags_of_added_tokens():
-    found = set()
-    for flag in ("lstrip", "rstrip", "single_word", "normalized", "special", None):
+    digests = set()
+    for flag in (None, "lstrip", "rstrip", "single_word", "normalized", "special"):
+        flags = {"normalized": False}
+        if flag is not None:
+            flags[flag] = True
         words = tiny.tokenizer()
-        words.add_tokens(AddedToken("new", **{"normalized": False, **({flag: True} if flag else {})}))
-        found.add(fingerprint.of_tokenizer(words))
-    assert len(found) == 6
+        words.add_tokens(AddedToken("new", **flags))
+        digests.add(fingerprint.of_tokenizer(words))
+    assert len(digests) == 6
 
 
 # ---------------------------------------------------------------- files and commits
@@ -304,7 +322,9 @@ def test_a_hub_checkpoint_is_its_commit(kind, tmp_path, monkeypatch):
         for name in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "TRANSFORMERS_CACHE"):
             if hasattr(importlib.import_module(place), name):
                 monkeypatch.setattr(f"{place}.{name}", str(tmp_path))
-    repo, specs, options = tmp_path / "models--org--net", [], {"attention": "causal"} if kind == "gpt2" else {}
+    repo = tmp_path / "models--org--net"
+    options = {"attention": "causal"} if kind == "gpt2" else {}
+    specs = []
     (repo / "refs").mkdir(parents=True)
     for commit in COMMITS:
         (repo / "refs" / "main").write_text(commit)

@@ -27,7 +27,11 @@ BLOCKS = [2, None]
 
 def spread(*shapes):
     """(rule, shape): every rule in one of the shapes, which take turns; each round begins with the next one."""
-    return [(rule, shapes[(n + n // len(shapes)) % len(shapes)]) for n, rule in enumerate([*RULES, *AROUND])]
+    pairs = []
+    for n, rule in enumerate([*RULES, *AROUND]):
+        rounds = n // len(shapes)
+        pairs.append((rule, shapes[(n + rounds) % len(shapes)]))
+    return pairs
 
 
 def block_causal_toy(block=2, last_block="fill", **options):
@@ -65,7 +69,8 @@ SUMS = spread(
 def test_sums_to_one(rule, shape):
     toy, block, grid, length, more = shape
     duel = Duel(toy, rule, block, grid)
-    assert abs(total(duel, length, **more) - 1) < 1e-9 and rules.parse(str(duel.rule)) == duel.rule
+    assert abs(total(duel, length, **more) - 1) < 1e-9
+    assert rules.parse(str(duel.rule)) == duel.rule
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,14 +80,11 @@ class Peeks(rules.Rule):
     truth: tuple = ()
 
     def __call__(self, predictions, lanes):
-        row = torch.tensor(self.truth)[lanes.row]  # (R, W)
-        gain = predictions.log_prob(torch.where(lanes.masked, row, -1))
-        return (
-            torch.zeros_like(lanes.masked).scatter_(
-                1, torch.where(lanes.masked, gain, -math.inf).argmax(1)[:, None], True
-            )
-            & lanes.masked
-        )
+        truth = torch.tensor(self.truth)[lanes.row]  # (R, W)
+        log_probs = predictions.log_prob(torch.where(lanes.masked, truth, -1))  # (R, W)
+        likeliest = log_probs.masked_fill(~lanes.masked, -math.inf).argmax(1)[:, None]  # (R, 1)
+        pick = torch.zeros_like(lanes.masked).scatter_(1, likeliest, True)
+        return pick & lanes.masked  # a lane may have nothing left to reveal
 
 
 def test_control_a_rule_that_peeks_does_not_sum_to_one():
@@ -137,25 +139,35 @@ DRAWN = spread(
 @pytest.mark.parametrize(("rule", "shape"), [*DRAWN, (ACROSS, (TOY, 2, "target", {}))])
 def test_sample_then_log_prob_is_the_same_path(rule, shape):
     toy, block, grid, more = shape
-    contexts = [(), (0, 2)] * 4 if more and toy is FILL else [(), (1,), (0, 2)] * 3
+    contexts = [(), (1,), (0, 2)] * 3
+    if more and toy is FILL:  # with a tail, a target ends where a block does
+        contexts = [(), (0, 2)] * 4
     duel = Duel(toy, rule, block, grid)
+
     suffixes = [more.get("suffix", ())] * len(contexts)
-    drawn = duel.sample(contexts, 4, seed=3, suffixes=suffixes, tail=more.get("tail", 0))
-    scored = duel.log_prob([Window(c, d.tokens, **more) for c, d in zip(contexts, drawn, strict=True)])
-    for d, s in zip(drawn, scored, strict=True):
-        assert (d.reveal_steps, d.nfe, d.is_greedy) == (s.reveal_steps, s.nfe, s.is_greedy)
-        assert d.token_logprobs == pytest.approx(s.token_logprobs, abs=1e-9)
-        assert d.log_prob == pytest.approx(s.log_prob, abs=1e-9)
+    samples = duel.sample(contexts, 4, seed=3, suffixes=suffixes, tail=more.get("tail", 0))
+    windows = [Window(context, sample.tokens, **more) for context, sample in zip(contexts, samples, strict=True)]
+    scores = duel.log_prob(windows)
+
+    for sample, score in zip(samples, scores, strict=True):
+        assert sample.reveal_steps == score.reveal_steps
+        assert sample.nfe == score.nfe
+        assert sample.is_greedy == score.is_greedy
+        assert sample.token_logprobs == pytest.approx(score.token_logprobs, abs=1e-9)
+        assert sample.log_prob == pytest.approx(score.log_prob, abs=1e-9)
 
 
 @pytest.mark.parametrize("rule", ["greedy:k=1", "threshold:mu=0.45", "klass:mu=0.4:nu=0.3", "entropy_bound:gamma=0.7"])
 def test_samples_follow_the_law(rule):
     """Pearson's statistic of 2,000 samples; a right sampler fails for one seed in 10^4."""
-    duel, texts = Duel(Toy(length=3, scale=0.4), rule, 2), strings(3, 3)  # flat, so that draws may depend on each other
-    drawn = duel.sample([()] * 2000, 3, seed=1)
-    scored = duel.log_prob([Window((), text) for text in texts])
-    expected = {text: math.exp(score.log_prob) for text, score in zip(texts, scored, strict=True)}
-    assert p_value([sample.tokens for sample in drawn], expected) > 1e-4
+    flat = Toy(length=3, scale=0.4)  # no text is so likely that every draw gives it
+    duel = Duel(flat, rule, 2)
+    samples = duel.sample([()] * 2000, 3, seed=1)
+
+    texts = strings(3, 3)
+    scores = duel.log_prob([Window((), text) for text in texts])
+    expected = {text: math.exp(score.log_prob) for text, score in zip(texts, scores, strict=True)}
+    assert p_value([sample.tokens for sample in samples], expected) > 1e-4
 
 
 @pytest.mark.parametrize(("rule", "shape"), spread((TOY, 2), (TOY, None), (FILL, "auto"), (CUT, "auto")))
@@ -164,18 +176,25 @@ def test_is_greedy_iff_decode_would_write_it(rule, shape):
     duel = Duel(toy, rule, block)
     [decoded] = duel.sample([(1,)], 4, do_sample=False)
     assert decoded.is_greedy
-    scored = duel.log_prob([Window((1,), s) for s in strings(3, 4)])
-    assert [s.is_greedy for s in scored] == [s == decoded.tokens for s in strings(3, 4)]
+    texts = strings(3, 4)
+    scores = duel.log_prob([Window((1,), text) for text in texts])
+    for text, score in zip(texts, scores, strict=True):
+        assert score.is_greedy == (text == decoded.tokens), text
 
 
 def test_samples_depend_on_neither_company_nor_memory():
-    contexts, settings = [(0,), (1,), (2, 1)], {"length": 4, "seed": 5}
-    together = [drawn.tokens for drawn in Duel(Toy(), "greedy", 2).sample(contexts, **settings)]
-    assert [drawn.tokens for drawn in Duel(Small(most=2), "greedy", 2).sample(contexts, **settings)] == together
-    duel = Duel(Toy(), "greedy", 2, batch_size=1)
-    assert [duel.sample([c], **settings, keys=[i])[0].tokens for i, c in enumerate(contexts)] == together
+    contexts = [(0,), (1,), (2, 1)]
+
+    def tokens(duel, contexts=contexts, **keys):
+        return [sample.tokens for sample in duel.sample(contexts, 4, seed=5, **keys)]
+
+    together = tokens(Duel(Toy(), "greedy", 2))
+    assert tokens(Duel(Small(most=2), "greedy", 2)) == together
+    one_a_call = Duel(Toy(), "greedy", 2, batch_size=1)
+    for key, context in enumerate(contexts):
+        assert tokens(one_a_call, [context], keys=[key]) == [together[key]]
     with pytest.raises(torch.OutOfMemoryError):
-        Duel(Small(most=0), "greedy", 2).sample(contexts, **settings)
+        tokens(Duel(Small(most=0), "greedy", 2))
 
 
 # ---------------------------------------------------------------- law 4: special cases by hand
@@ -187,10 +206,15 @@ def distributions(toy, row):
 
 
 def test_left_to_right_is_the_chain_rule():
-    toy, string = Toy(), (2, 0, 1, 1)
-    by_hand = sum(float(distributions(toy, [*string[:i], *[toy.mask_id] * (4 - i)])[i, string[i]]) for i in range(4))
+    toy = Toy()
+    string = (2, 0, 1, 1)
+    by_hand = 0.0
+    for i, token in enumerate(string):
+        row = [*string[:i], *[toy.mask_id] * (4 - i)]
+        by_hand += float(distributions(toy, row)[i, token])
     for block in (1, 2, 4, None):
-        assert Duel(toy, "l2r", block).log_prob([Window((), string)])[0].log_prob == pytest.approx(by_hand, abs=1e-9)
+        [score] = Duel(toy, "l2r", block).log_prob([Window((), string)])
+        assert score.log_prob == pytest.approx(by_hand, abs=1e-9), block
 
 
 # ---------------------------------------------------------------- law 8; a batch is the textbook loop: test_fuzz.py
@@ -215,7 +239,8 @@ def test_no_step_is_lost_or_counted_twice_when_memory_runs_out_elsewhere(
     windows = [Window((), s) for s in strings(3, 4)[::9]] + [Window((1,), s) for s in strings(3, 6)[::40]]
     toy = Toy() if place is Lanes else BlockCausal(4, length=16)
     expected = numbers(Duel(toy, rule, block, batch_size=batch_size).log_prob(windows))
-    whole, calls = getattr(place, name), itertools.count()
+    whole = getattr(place, name)
+    calls = itertools.count()
 
     def short_of_memory(self, *arguments, **more):
         if next(calls) % 4 == 3 and (place is not Lanes or len(self) > 1):
@@ -230,12 +255,12 @@ def test_no_step_is_lost_or_counted_twice_when_memory_runs_out_elsewhere(
 def test_blank_starts_are_exact_ties_in_any_batch():
     toy = Rotary(length=12, tokens=4)
     windows = [Window((), (3, 1, 2, 0)), Window((), (1, 1)), Window((2,), (0, 1, 3)), Window((), (0, 2, 2, 1, 3, 0))]
-    alone = [Duel(toy, "greedy", 3, batch_size=1).log_prob([w])[0] for w in windows]
     together = Duel(toy, "greedy", 3).log_prob(windows)
-    assert [s.all_mask_starts for s in together] == [1, 1, 0, 1]
-    for a, b in zip(alone, together, strict=True):
-        assert a.reveal_steps == b.reveal_steps
-        assert a.token_logprobs == pytest.approx(b.token_logprobs, abs=1e-7)  # the planted noise
+    assert [score.all_mask_starts for score in together] == [1, 1, 0, 1]
+    for window, score in zip(windows, together, strict=True):
+        [alone] = Duel(toy, "greedy", 3, batch_size=1).log_prob([window])
+        assert alone.reveal_steps == score.reveal_steps
+        assert alone.token_logprobs == pytest.approx(score.token_logprobs, abs=1e-7)  # the planted noise
     assert together[0].reveal_steps[0] == 0  # the lowest position first
     assert together[0].near_ties == 0
 
@@ -246,15 +271,19 @@ def test_blank_starts_are_exact_ties_in_any_batch():
 @pytest.mark.parametrize("rule", ONE_AT_A_TIME)
 def test_exact_conditionals_give_the_joint_in_any_order(rule):
     joint = Joint()
+    windows = [Window((), tuple(string)) for string in joint.strings.tolist()]
+    log_joint = joint.joint.log().tolist()
     for block in BLOCKS:
-        scored = Duel(joint, rule, block).log_prob([Window((), tuple(s)) for s in joint.strings.tolist()])
-        assert [s.log_prob for s in scored] == pytest.approx(joint.joint.log().tolist(), abs=1e-9), block
+        scores = Duel(joint, rule, block).log_prob(windows)
+        assert [score.log_prob for score in scores] == pytest.approx(log_joint, abs=1e-9), block
 
 
 def test_an_inconsistent_denoiser_depends_on_the_order():
     duel = Duel(Toy(), "l2r", None)
     window = Window((), (2, 0, 1))
-    values = [duel.replay([window], [order])[0].log_prob for order in itertools.permutations(range(3))]
+    orders = list(itertools.permutations(range(3)))
+    scores = duel.replay([window] * len(orders), orders)
+    values = [score.log_prob for score in scores]
     assert max(values) - min(values) > 1e-3
 
 
@@ -262,9 +291,10 @@ def test_replay_of_a_recorded_order_is_the_score():
     windows = [Window((1,), (2, 0, 1, 1, 2)), Window((), (0, 0, 1))]
     for rule in RULES:
         duel = Duel(Toy(), rule, 3)
-        scored = duel.log_prob(windows)
-        again = duel.replay(windows, [s.reveal_steps for s in scored])
-        assert [s.token_logprobs for s in again] == [pytest.approx(s.token_logprobs, abs=1e-12) for s in scored]
+        scores = duel.log_prob(windows)
+        replayed = duel.replay(windows, [score.reveal_steps for score in scores])
+        for again, score in zip(replayed, scores, strict=True):
+            assert again.token_logprobs == pytest.approx(score.token_logprobs, abs=1e-12)
     with pytest.raises(ValueError, match="without gaps"):
         duel.replay(windows[1:], [(0, 2, 0)])
 
@@ -276,12 +306,13 @@ def test_the_truth_under_masked_positions_is_never_seen(rule):
     before = duel.log_prob([Window((1,), string)])[0]
     for block_start in (0, 3):
         positions = range(block_start, min(block_start + 3, 5))
-        for step in range(max(before.reveal_steps[i] for i in positions) + 1):
-            late = [i for i in positions if before.reveal_steps[i] >= step]
+        steps = max(before.reveal_steps[i] for i in positions) + 1
+        for step in range(steps):
             changed = list(string)
-            for i in late:
-                changed[i] = (changed[i] + 1) % 3
-            after = duel.log_prob([Window((1,), tuple(changed))])[0]
+            for i in positions:
+                if before.reveal_steps[i] >= step:  # still masked
+                    changed[i] = (changed[i] + 1) % 3
+            [after] = duel.log_prob([Window((1,), tuple(changed))])
             for i in positions:
                 if before.reveal_steps[i] <= step:
                     assert after.reveal_steps[i] == before.reveal_steps[i]
@@ -291,10 +322,13 @@ def test_the_truth_under_masked_positions_is_never_seen(rule):
 
 @pytest.mark.parametrize(("rule", "tail"), spread(1, 2))
 def test_a_tail_is_the_probability_of_the_beginning(rule, tail):
+    """p(beginning) is the sum of p over all texts that begin so."""
     duel = Duel(TOY, rule, 2)
-    longer: dict[tuple, float] = {}
-    whole = strings(3, 2 + tail)
-    for string, s in zip(whole, duel.log_prob([Window((1,), s) for s in whole]), strict=True):
-        longer[string[:2]] = longer.get(string[:2], 0.0) + math.exp(s.log_prob)
-    scored = duel.log_prob([Window((1,), start, (), tail) for start in longer])
-    assert [math.exp(s.log_prob) for s in scored] == pytest.approx(list(longer.values()), abs=1e-9)
+    texts = strings(3, 2 + tail)
+    sums: dict[tuple, float] = {}
+    for text, score in zip(texts, duel.log_prob([Window((1,), text) for text in texts]), strict=True):
+        beginning = text[:2]
+        sums[beginning] = sums.get(beginning, 0.0) + math.exp(score.log_prob)
+
+    scores = duel.log_prob([Window((1,), beginning, (), tail) for beginning in sums])
+    assert [math.exp(score.log_prob) for score in scores] == pytest.approx(list(sums.values()), abs=1e-9)

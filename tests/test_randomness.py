@@ -130,16 +130,20 @@ def test_shared_and_independent_errors_add_up_as_they_should():
 def test_an_elbo_masks_every_number_and_every_place_equally_often(block):
     """n uniform on 1..m, each set of n positions equally likely, also of a block that is shorter."""
     windows = texts(40, 8, seed=5)
-    counts, places = {}, {}
+    counts = {}  # by block: of each draw, how many positions it masks
+    places = {}  # by block: all masked positions of all draws
     for window in windows:
         for draw in Elbo(Toy(length=8), ElboArguments(16, elbo_block=block), draw_seed=7).draws(window):
             for n, (masked, _) in enumerate(draw):
                 counts.setdefault(n, []).append(len(masked))
                 places.setdefault(n, []).extend(masked)
+
     for n, numbers in counts.items():
         size = max(numbers)
         expected = len(numbers) / size
-        spread = math.fsum((numbers.count(k) - expected) ** 2 / expected for k in range(1, size + 1))
+        spread = 0.0  # Pearson's statistic, with size - 1 degrees of freedom
+        for k in range(1, size + 1):
+            spread += (numbers.count(k) - expected) ** 2 / expected
         assert spread < size - 1 + 4 * math.sqrt(2 * size), f"numbers of masked positions of block {n}"
         seen = [places[n].count(place) for place in sorted(set(places[n]))]
         assert len(seen) == size

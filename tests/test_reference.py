@@ -57,17 +57,18 @@ def test_it_is_a_distribution(rule, blocks):
 
 def test_samples_follow_it():
     """Pearson's statistic of 500 samples; a right sampler fails for one seed in 10^4."""
-    toy, generator = Toy(length=3), torch.Generator().manual_seed(0)
-    arguments = ([0, 0, 0], cut(range(3), 2), network(toy), RULES["threshold"], toy.mask_id)
-    texts = [sample(*arguments, generator) for _ in range(500)]
-    assert (
-        p_value(texts, {text: math.exp(log_likelihood(list(text), *arguments[1:]).ll) for text in strings(3, 3)}) > 1e-4
-    )
+    toy = Toy(length=3)
+    generator = torch.Generator().manual_seed(0)
+    arguments = (cut(range(3), 2), network(toy), RULES["threshold"], toy.mask_id)
+    drawn = [sample([0, 0, 0], *arguments, generator) for _ in range(500)]
+    expected = {text: math.exp(log_likelihood(list(text), *arguments).ll) for text in strings(3, 3)}
+    assert p_value(drawn, expected) > 1e-4
 
 
 @pytest.mark.parametrize("size", [2, None])
 def test_the_elbo_is_the_mean_over_orders(size):
-    toy, blocks = Toy(), cut(TARGET, size, 1)
+    toy = Toy()
+    blocks = cut(TARGET, size, 1)
     orders = itertools.product(*(itertools.permutations(block) for block in blocks))
 
     def ll(order):
@@ -94,24 +95,33 @@ def test_the_mean_and_error_of_replicates():
 
 def test_a_two_phase_estimate_is_unbiased_over_its_samples():
     """Over all samples of three blocks, with their probabilities; and its squared errors are its variance."""
-    g, f, share = [-3.0, -5.0, -2.0], [-2.5, -5.2, -2.9], 0.3
+    g = [-3.0, -5.0, -2.0]  # of each block in the first phase
+    f = [-2.5, -5.2, -2.9]  # in the second
+    share = 0.3
     mean = square = errors = 0.0
     for drawn in itertools.product([True, False], repeat=3):
         chance = math.prod(share if each else 1 - share for each in drawn)
         estimate, error = reference.two_phase(g, {b: f[b] for b in range(3) if drawn[b]}, share)
-        mean, square, errors = mean + chance * estimate, square + chance * estimate**2, errors + chance * error**2
-    assert mean == pytest.approx(sum(f)) and square - mean**2 == pytest.approx(errors)
+        mean += chance * estimate
+        square += chance * estimate**2
+        errors += chance * error**2
+    assert mean == pytest.approx(sum(f))
+    assert square - mean**2 == pytest.approx(errors)
 
 
 def test_a_row_of_masks_is_an_exact_tie():
     """What the network's float noise says of its positions does not count, in either algorithm."""
     toy = Rotary(length=6, tokens=4)
     toy.noise = -1e-9  # the other sign chooses the first position
-    noisy, F = network(toy), reference.greedy()
-    x, blocks = [3, 1, 2, 0], [range(4)]
+    noisy = network(toy)
+    F = reference.greedy()
+    x = [3, 1, 2, 0]
+    blocks = [range(4)]
     tied = log_likelihood(x, blocks, noisy, F, toy.mask_id, relative_positions=True)
     literal = log_likelihood(x, blocks, noisy, F, toy.mask_id)
-    assert tied.sigma[0] == [0] and literal.sigma[0] != [0] and abs(tied.ll - literal.ll) > 1e-3, (tied, literal)
+    assert tied.sigma[0] == [0]
+    assert literal.sigma[0] != [0]
+    assert abs(tied.ll - literal.ll) > 1e-3, (tied, literal)
     first = lambda log_P, M: [M[0]] if len(M) == 4 else F(log_P, M)  # noqa: E731
     assert log_likelihood(x, blocks, noisy, first, toy.mask_id).ll == pytest.approx(tied.ll, abs=1e-7)
     asked = []

@@ -34,16 +34,20 @@ def test_a_total_has_the_sum_of_every_size(folder):
 
 
 def test_ranks_keep_each_others_near_ties_and_documents():
-    one, other = TaskStats(), TaskStats()
-    one.near_ties, other.near_ties = {0, 2}, {1}
-    one.documents, other.documents = {0, 2}, {1, 3}
+    one = TaskStats()
+    one.near_ties = {0, 2}
+    one.documents = {0, 2}
+    other = TaskStats()
+    other.near_ties = {1}
+    other.documents = {1, 3}
     one.merge(other)
     assert one.near_ties == {0, 1, 2} and one.documents == {0, 1, 2, 3}
 
 
 def test_an_interval_of_the_final_value_shrinks_as_documents_are_finished():
     """Without replacement: sqrt(1 - n / N). With nearly all documents there is nearly nothing left to know."""
-    values, sizes = [-1.0, -2.0, -3.0, -4.0, -9.0], [1] * 5
+    values = [-1.0, -2.0, -3.0, -4.0, -9.0]
+    sizes = [1] * 5
 
     def width(documents):
         value, low, high = estimate(values, sizes, documents)
@@ -85,11 +89,14 @@ def test_calibration_is_of_bins_not_of_questions():
 @pytest.mark.parametrize("more", [{}, {"grid": "row"}, {"temperature": 0.7}])
 def test_rules_that_are_measured_together_have_the_values_of_each_alone(more):
     torch.manual_seed(0)
-    model, rules = tiny.network("bert"), ["greedy", "margin:k=2"]
-    together = training_metrics(model, tiny.tokenizer(), TEXTS, rules=rules, block=3, **more)
-    alone = [training_metrics(model, tiny.tokenizer(), TEXTS, rules=[rule], block=3, **more) for rule in rules]
-    for metrics in alone:
-        for name, value in metrics.items():
+    model = tiny.network("bert")
+
+    def metrics(*rules):
+        return training_metrics(model, tiny.tokenizer(), TEXTS, rules=rules, block=3, **more)
+
+    together = metrics("greedy", "margin:k=2")
+    for rule in ("greedy", "margin:k=2"):
+        for name, value in metrics(rule).items():
             if "per_byte" in name:
                 assert together[name] == pytest.approx(value, rel=1e-5), name
 

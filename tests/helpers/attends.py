@@ -25,7 +25,9 @@ class Layer(nn.Module):
         def weight(*shape):
             return nn.Parameter(torch.randn(shape, generator=generator, dtype=torch.float64) / math.sqrt(width))
 
-        self.qkv, self.out, self.map = weight(width, 3 * width), weight(width, width), weight(width, width)
+        self.qkv = weight(width, 3 * width)
+        self.out = weight(width, width)
+        self.map = weight(width, width)
 
     def forward(self, x, seen, past):
         q, k, v = (part.unflatten(2, (2, -1)).transpose(1, 2) for part in (3 * x @ self.qkv).chunk(3, 2))
@@ -43,8 +45,12 @@ class Attends(Denoiser):
     honours_padding = True
 
     def __init__(self, tokens=3, length=8, seed=0, layers=2, width=8, shift=0):
-        self.vocab_size, self.mask_id, self.max_length, self.tokens = tokens + 1, tokens, length, tokens
-        self.shift, self.device = shift, torch.device("cpu")
+        self.vocab_size = tokens + 1
+        self.mask_id = tokens
+        self.max_length = length
+        self.tokens = tokens
+        self.shift = shift
+        self.device = torch.device("cpu")
         generator = torch.Generator().manual_seed(seed)
         self.embed = torch.randn(self.vocab_size, width, generator=generator, dtype=torch.float64)
         self.place = torch.randn(length, width, generator=generator, dtype=torch.float64)

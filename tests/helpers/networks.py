@@ -50,7 +50,8 @@ def made(folder, name, entries=None, into=None):
     """A checkpoint of a family, its config changed (None: not there): its path, what a user says to load it, and the
     logits (L, V) of its plain network, for `ids, window, denoiser`.
     """
-    entries, options = entries or {}, {}
+    entries = entries or {}
+    options = {}
     if name in CASES:
         case = CASES[name]
         config = {key: value for key, value in {**case.config, **entries}.items() if value is not None}
@@ -139,7 +140,8 @@ def letters(folder, causal):
     config = {"model_type": "letters", "vocab_size": 40, "max_position_embeddings": 32, "auto_map": auto_map}
     (folder / "config.json").write_text(json.dumps({**config, "architectures": ["LetterModel"]}))
     torch.manual_seed(0)
-    table, head = torch.randn(40, 8), torch.randn(40, 8)
+    table = torch.randn(40, 8)
+    head = torch.randn(40, 8)
     tensors = {"embed.weight": table, "head.weight": head, "head.bias": torch.zeros(40)}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     tiny.tokenizer(mask=not causal).save_pretrained(folder)
@@ -172,7 +174,8 @@ def fitting(denoiser):
     known = (~denoiser.excluded).nonzero()[:, 0].tolist()
     replaced = lambda part: tuple(t if t in known else known[t % len(known)] for t in part)  # noqa: E731
     for window in WINDOWS:
-        begin, block = len(window.context), denoiser.block
+        begin = len(window.context)
+        block = denoiser.block
         if denoiser.attention == "causal" and (window.suffix or window.tail):
             continue
         zero = 0 if denoiser.anchor == "row" and denoiser.attention != "causal_prefix" else begin
@@ -185,7 +188,9 @@ def fitting(denoiser):
 
 def textbook(network, rule, window, logits_of=None):
     """One window by the textbook loop over the plain network, or over `logits_of`."""
-    denoiser, rule, causal = network.denoiser, rules.parse(rule), network.denoiser.attention == "causal"
+    denoiser = network.denoiser
+    rule = rules.parse(rule)
+    causal = denoiser.attention == "causal"
     shifted = lambda ids: network.logits(tuple(ids.tolist()), window).roll(denoiser.shift, 0)  # noqa: E731
     with torch.no_grad():
         return score(

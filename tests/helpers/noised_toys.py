@@ -42,12 +42,15 @@ class NoisyToy(Toy):
 
     def __init__(self, tokens=3, length=3, share=None, prediction="plugin", timed=True, scale=2.0):
         super().__init__(tokens=tokens, length=length, scale=scale)
-        self.masks, self.timed = share is not None, timed
+        self.masks = share is not None
+        self.timed = timed
         noise = Uniform(tokens) if share is None else Hybrid(tokens, share)
         self.noise_training = NoiseTraining(noise, prediction, 4, timed=timed)
         if not self.masks:
-            self.vocab_size, self.mask_id = tokens, None
-            self.embed, self.out = self.embed[:, :tokens], self.out[:, :, :tokens]
+            self.vocab_size = tokens
+            self.mask_id = None
+            self.embed = self.embed[:, :tokens]
+            self.out = self.out[:, :, :tokens]
 
     @property
     def excluded(self):
@@ -109,7 +112,8 @@ def row_term(x, z, P, t, s, denoiser):
 
 def bound(toy, x, steps, conditioning="none"):
     """The exact bound of -log p(x), summed over all noisy rows of each step, or over all paths (chain)."""
-    denoiser, every = toy.noise_training.prediction == "denoiser", range(len(x))
+    denoiser = toy.noise_training.prediction == "denoiser"
+    every = range(len(x))
     levels = [toy.level(i / steps) for i in range(steps + 1)]
 
     def chance(z, y, a, b):
@@ -129,9 +133,11 @@ def bound(toy, x, steps, conditioning="none"):
             for z in rows
             if chance(z, x, *levels[i])
         )
-    total, known = 0.0, {}  # logits by the part of the path that the network has seen
+    total = 0.0
+    known = {}  # logits by the part of the path that the network has seen
     for path in itertools.product(rows, repeat=steps):  # x_1 .. x_T
-        weight, previous = 1.0, torch.tensor(x)
+        weight = 1.0
+        previous = torch.tensor(x)
         for i, z in enumerate(path, 1):
             (a_s, b_s), (a_t, b_t) = levels[i - 1], levels[i]
             weight *= chance(z, previous, a_t / a_s, b_t - a_t / a_s * b_s)
@@ -165,7 +171,8 @@ def sampled(toy, length, steps, conditioning="none"):
 
     Equal rows of a step become one, but under chain, where every path is followed.
     """
-    denoiser, rows = toy.noise_training.prediction == "denoiser", states(toy, length)
+    denoiser = toy.noise_training.prediction == "denoiser"
+    rows = states(toy, length)
     prior = toy.level(1.0)[1]
     # the state is (row, logits of the step before) under chain
     mass = {tuple(z.tolist()): (float(prior[z].prod()), None) for z in rows}

@@ -20,9 +20,14 @@ class Config(PretrainedConfig):
     def __init__(self, vocab_size=40, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4,
                  num_key_value_heads=2, rope_theta=500.0, rope_scaling=None, **kwargs):
         super().__init__(**kwargs)
-        self.vocab_size, self.hidden_size, self.intermediate_size = vocab_size, hidden_size, intermediate_size
-        self.num_hidden_layers, self.num_attention_heads = num_hidden_layers, num_attention_heads
-        self.num_key_value_heads, self.rope_theta, self.rope_scaling = num_key_value_heads, rope_theta, rope_scaling
+        self.vocab_size = vocab_size
+        self.hidden_size = hidden_size
+        self.intermediate_size = intermediate_size
+        self.num_hidden_layers = num_hidden_layers
+        self.num_attention_heads = num_attention_heads
+        self.num_key_value_heads = num_key_value_heads
+        self.rope_theta = rope_theta
+        self.rope_scaling = rope_scaling
 
 class Plain(PretrainedConfig):
     model_type = "plain"
@@ -81,7 +86,8 @@ class Layer(nn.Module):
         sizes = {"gate_proj": (width, inner), "up_proj": (width, inner), "down_proj": (inner, width)}
         self.self_attn = Attention(config, bias, norms)
         self.mlp = nn.ModuleDict({name: nn.Linear(*size, bias=False) for name, size in sizes.items()})
-        self.input_layernorm, self.post_attention_layernorm = Norm(width), Norm(width)
+        self.input_layernorm = Norm(width)
+        self.post_attention_layernorm = Norm(width)
 
     def forward(self, x, angle, mask):
         x = x + self.self_attn(self.input_layernorm(x), angle, mask)
@@ -95,7 +101,8 @@ class Body(PreTrainedModel):
         super().__init__(config)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, config.pad_token_id)
         self.layers = nn.ModuleList([Layer(config, bias, norms) for _ in range(config.num_hidden_layers)])
-        self.norm, self.rotary_emb = Norm(config.hidden_size), Rotary(config)
+        self.norm = Norm(config.hidden_size)
+        self.rotary_emb = Rotary(config)
 
     def forward(self, input_ids, attention_mask=None, position_ids=None, **kwargs):
         if position_ids is None:
@@ -185,10 +192,12 @@ class Block(nn.Module):
         super().__init__()
         self.heads, self.theta = config.n_heads, config.rope_theta
         width, inner = config.d_model, config.mlp_hidden_size
-        self.attn_norm, self.ff_norm = Norm(width), Norm(width)
+        self.attn_norm = Norm(width)
+        self.ff_norm = Norm(width)
         for name in ("q_proj", "k_proj", "v_proj", "attn_out"):
             setattr(self, name, nn.Linear(width, width, bias=False))
-        self.ff_proj, self.up_proj = nn.Linear(width, inner, bias=False), nn.Linear(width, inner, bias=False)
+        self.ff_proj = nn.Linear(width, inner, bias=False)
+        self.up_proj = nn.Linear(width, inner, bias=False)
         self.ff_out = nn.Linear(inner, width, bias=False)
 
     def forward(self, x, bias):

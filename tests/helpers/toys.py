@@ -123,17 +123,22 @@ class BlockCausal(Toy):
         self.block = block
 
     def stream(self, ids, positions, seen, past):
-        own = (ids[:, None, :, None], positions[:, None, :, None])
-        before = past[0] if past else [plane[:, :, :0] for plane in own]
-        keys, places = (torch.cat(both, 2)[:, 0, :, 0] for both in zip(before, own, strict=True))  # (N, K)
-        x = self.embed[places % len(self.embed), keys]  # (N, K, 6)
-        mix = self.mix[positions % len(self.mix)][
-            torch.arange(len(ids))[:, None, None],
-            torch.arange(ids.shape[1])[:, None],
-            (places % len(self.mix))[:, None],
-        ]  # (N, Q, K, 6, 6)
+        new_keys = ids[:, None, :, None]  # (N, 1, Q, 1), as layers keep them: heads and widths of one
+        new_values = positions[:, None, :, None]
+        keys, values = new_keys, new_values
+        if past:
+            [(past_keys, past_values)] = past
+            keys = torch.cat([past_keys, new_keys], 2)
+            values = torch.cat([past_values, new_values], 2)
+        tokens = keys[:, 0, :, 0]  # (N, K)
+        places = values[:, 0, :, 0]  # (N, K)
+
+        x = self.embed[places % len(self.embed), tokens]  # (N, K, 6)
+        query = positions % len(self.mix)  # (N, Q)
+        mix = self.mix[query[:, :, None], (places % len(self.mix))[:, None, :]]  # (N, Q, K, 6, 6)
         x = torch.tanh(torch.einsum("nkd,nqkde,nqk->nqe", x, mix, seen.to(x.dtype)))  # (N, Q, 6)
-        return torch.einsum("nqd,nqdv->nqv", x, self.out[positions % len(self.out)]), [own]  # (N, Q, V)
+        logits = torch.einsum("nqd,nqdv->nqv", x, self.out[positions % len(self.out)])  # (N, Q, V)
+        return logits, [(new_keys, new_values)]
 
     def features(self, ids, real):
         """A whole row at once, for the textbook loop."""
@@ -157,10 +162,10 @@ class CausalPrefix(BlockCausal):
         """Logits (L, V) of one row of ids whose block in progress begins at column `begin`, for the textbook loop."""
         position = torch.arange(len(row))
         seen = (position[:, None] >= position) | (position[:, None] >= begin)
-        found = self.stream(torch.tensor([row]), position[None], seen[None], None)[0][0]
+        logits = self.stream(torch.tensor([row]), position[None], seen[None], None)[0][0]  # (L, V)
         if self.seeds_blocks:
-            found[begin] = found[begin - 1]
-        return found
+            logits[begin] = logits[begin - 1]
+        return logits
 
 
 class RotaryBlocks(BlockCausal):
@@ -174,6 +179,6 @@ class RotaryBlocks(BlockCausal):
         self.embed[:, self.mask_id] = 0
 
     def stream(self, ids, positions, seen, past):
-        features, own = super().stream(ids, positions, seen, past)  # (N, Q, V)
+        logits, kept = super().stream(ids, positions, seen, past)  # (N, Q, V)
         noise = self.noise * torch.cos(37.0 * torch.arange(ids.numel())).reshape(*ids.shape, 1)
-        return features + self.out[0, 0] + noise * torch.arange(self.vocab_size), own
+        return logits + self.out[0, 0] + noise * torch.arange(self.vocab_size), kept
