@@ -64,8 +64,7 @@ TAKEN = {  # what the networks of other families that are bundled take of the ar
 }
 
 
-@pytest.mark.usefixtures("one_load")
-@pytest.mark.parametrize("network", TAKEN)
+@pytest.mark.parametrize("network", [pytest.param("demo-mdm", marks=pytest.mark.slow), "demo-bd", "demo-duo"])
 def test_the_advice_for_another_family_is_not_refused(network):
     """The args that it names without a condition, and those whose condition the network meets."""
     plain = load(network, device="cpu")
