@@ -3,8 +3,8 @@
 lm-eval 0.4.13 does not discover plugins, so a `.pth` file of one line in site-packages calls `install()` when the
 interpreter starts. It imports nothing: it puts a finder on `sys.meta_path`, which waits for modules of lm-eval:
 
-    lm_eval.api.registry             an unknown name of a model that is nearly one of ours is told ours
-    lm_eval.config.evaluate_config   an unknown task that is one of ours is told its folder
+    lm_eval.api.registry             the error for an unknown model suggests ours if the name is close
+    lm_eval.config.evaluate_config   the error for an unknown task names our folder of tasks if the task is ours
     lm_eval.utils                    the table of results is followed by one with the kind and the error of each value
     lm_eval.models                   the name `duel-mdm` is registered (a string; neither torch nor transformers is
                                      imported)
@@ -164,7 +164,7 @@ class _Finder:
     def find_spec(self, name, path=None, target=None):
         if name not in self.awaited:
             return None
-        follow = self.awaited.pop(name)
+        follow = self.awaited.pop(name)  # first: `find_spec` below asks this finder, too
         if not self.awaited:
             sys.meta_path.remove(self)
         from importlib.util import find_spec
@@ -182,16 +182,18 @@ class _Loader:
         self.loader = loader
         self.follow = follow
 
-    def __getattr__(self, name):
+    def __getattr__(self, name):  # for `inspect`, `importlib.resources` and others that ask a loader for more
         return getattr(self.loader, name)
 
     def create_module(self, spec):
         return self.loader.create_module(spec)
 
     def exec_module(self, module):
-        module.__spec__.loader = module.__loader__ = self.loader
+        # The module shows its real loader, as if this one had never been there.
+        module.__spec__.loader = self.loader
+        module.__loader__ = self.loader
         self.loader.exec_module(module)
         try:
             self.follow()
-        except Exception as error:  # lm-eval may change: other models must still work
+        except Exception as error:  # whatever a later lm-eval changes, its other models must still work
             print(f"lm_eval_duel: {self.follow.__name__} failed: {error!r}", file=sys.stderr)

@@ -38,7 +38,7 @@ class Ranks(NamedTuple):
     def join(cls, device: str | None) -> Ranks:
         """Join the other processes, if there are any."""
         if int(os.environ.get("WORLD_SIZE", "1")) == 1:
-            if "ACCELERATE_USE_CPU" in os.environ and "MASTER_ADDR" in os.environ:  # what its launcher leaves behind
+            if "ACCELERATE_USE_CPU" in os.environ and "MASTER_ADDR" in os.environ:  # set by its launcher
                 log.warning(
                     "accelerate launch has started one process, not --num_processes: on CPUs it starts no others. Use "
                     "torchrun --nproc-per-node N -m lm_eval ..."
@@ -46,15 +46,15 @@ class Ranks(NamedTuple):
             return cls(device)
         from accelerate import Accelerator
 
+        others = int(os.environ["WORLD_SIZE"]) - 1
+        address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         on_cpu = not torch.cuda.is_available() or str(device).startswith("cpu")
         try:
             accelerator = Accelerator(cpu=on_cpu)
         except RuntimeError as error:
             raise DuelError(
-                f"This process (RANK={os.environ.get('RANK')}) could not join the other "
-                f"{int(os.environ['WORLD_SIZE']) - 1} at {os.environ.get('MASTER_ADDR')}:"
-                f"{os.environ.get('MASTER_PORT')}: are all machines up, and is that address the first one's? "
-                f"({str(error).splitlines()[0]})"
+                f"This process (RANK={os.environ.get('RANK')}) could not join the other {others} at {address}: are all "
+                f"machines up, and is that address the first one's? ({str(error).splitlines()[0]})"
             ) from error
         group = torch.distributed.new_group(backend="gloo", timeout=TIMEOUT)
         atexit.register(_leave, group)
@@ -118,4 +118,4 @@ def _leave(group: Any) -> None:
     """Close the connections. If Python's exit closes them, finished processes are sometimes aborted (torch 2.13)."""
     if torch.distributed.is_initialized():
         gloo = torch.distributed.get_backend() == "gloo"
-        torch.distributed.destroy_process_group(None if gloo else group)  # NCCL's own might wait for a lost process
+        torch.distributed.destroy_process_group(None if gloo else group)  # NCCL's groups might wait for a lost process

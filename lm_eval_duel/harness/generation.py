@@ -30,7 +30,7 @@ log = logging.getLogger("lm_eval.duel_mdm")  # lm-eval prints its own loggers on
 def key_of(task: str | None, document: int | None, request: int, repeat: int) -> int:
     """The 63-bit key of a sample: one repeat of one of a document's requests."""
     digest = hashlib.sha256(json.dumps([task, document, request, repeat]).encode()).digest()
-    return int.from_bytes(digest[:8], "big") >> 1
+    return int.from_bytes(digest[:8], "big") >> 1  # not negative as an int64
 
 
 class Prompt(NamedTuple):
@@ -40,7 +40,7 @@ class Prompt(NamedTuple):
     repeat: int
     window: Window  # the positions to generate, between ids with special tokens
     key: int  # with the draw seed, what a sample depends on
-    cache_key: str  # a sample's names its draw, since lm-eval's own key is the same for all repeats
+    cache_key: str  # of a sample it holds `key`: lm-eval's own is the same for all repeats
 
 
 def generate(evaluation: Evaluation, requests: Sequence[Instance]) -> list[str]:
@@ -48,11 +48,11 @@ def generate(evaluation: Evaluation, requests: Sequence[Instance]) -> list[str]:
     batch = Batch.from_requests(requests)
     prompts = _prompts(evaluation, batch)
     texts = _kept_texts(evaluation, prompts)
-    groups: dict[Generator, list[int]] = {}
-    for n, prompt in enumerate(prompts):
-        if n not in texts:
-            groups.setdefault(prompt.generator, []).append(n)
     remaining = [n for n in range(len(prompts)) if n not in texts]
+    groups: dict[Generator, list[int]] = {}
+    for n in remaining:
+        groups.setdefault(prompts[n].generator, []).append(n)
+
     tokens = [len(prompt.window.target) for prompt in prompts]
     progress = evaluation.begin("generate_until", tokens, remaining)
     steps = 0
@@ -61,8 +61,8 @@ def generate(evaluation: Evaluation, requests: Sequence[Instance]) -> list[str]:
         for generator, group in groups.items():
             windows = [prompts[n].window for n in group]
             keys = [prompts[n].key for n in group]
-            for i, text, window, sample in generator.stream(windows, keys):
-                n = group[i]
+            for index, text, window, sample in generator.stream(windows, keys):
+                n = group[index]
                 if evaluation.store is not None:
                     evaluation.store.keep(prompts[n].cache_key, text)  # first: whatever fails below, it is not lost
                 texts[n] = text
@@ -105,7 +105,7 @@ def _prompts(evaluation: Evaluation, batch: Batch) -> list[Prompt]:
             settings = Settings.from_arguments(request.args[1])
             if settings not in generators:
                 seed = evaluation.options.draw_seed
-                is_scored = evaluation.trace is not None
+                is_scored = evaluation.trace is not None  # log-probabilities go nowhere else
                 generators[settings] = Generator(evaluation.sampler, evaluation.text, settings, seed, is_scored)
             generator = generators[settings]
             window = generator.prompt(request.args[0])

@@ -32,7 +32,7 @@ log = logging.getLogger("lm_eval.duel_mdm")  # lm-eval prints its own loggers on
 
 
 class DuelMDM(TemplateLM):
-    """Exact likelihood of a masked diffusion model under a deterministic unmasking rule, and what it is compared with.
+    """Exact likelihood of a masked diffusion model under a deterministic unmasking rule, and its bounds and baselines.
 
     Takes the model args of `Options`; raises DuelError for a wrong one before the checkpoint is read.
     """
@@ -40,17 +40,20 @@ class DuelMDM(TemplateLM):
     @unchained()
     def __init__(self, **arguments: Any):
         super().__init__()
-        patches.in_lm_evals_command()
+        patches.in_lm_evals_command()  # first: it decides how an error of the next line is printed
         options = Options.parse(arguments)
         patches.apply()
+
         self.ranks = Ranks.join(options.device)
         self._rank = self.ranks.rank
         self._world_size = self.ranks.world_size
         self.all_gather = self.ranks.all_gather
         self.barrier = self.ranks.barrier
+
         self.trace: trace.Writer | None = None
         if options.trace is not None:  # opened now: a file that cannot be written ends the run before it loads
             self.trace = trace.Writer(options.trace, self.rank, self.world_size)
+
         scorer = load_scorer(options, device=self.ranks.device)
         self.options = scorer.options  # with the ids that the rule takes from the tokenizer
         self.tokenizer = scorer.tokenizer
@@ -58,6 +61,7 @@ class DuelMDM(TemplateLM):
         self.estimator = scorer.estimator
         self.text = scorer.text
         self._device = self.denoiser.device
+
         if self.trace is not None:
             tokenizer = options.tokenizer or options.pretrained or BUNDLED
             self.trace.begin(self._trace_header(tokenizer))
@@ -122,7 +126,7 @@ class DuelMDM(TemplateLM):
     # ------------------------------------------------------------ evaluations
 
     def _begin(self, requests: list[Instance], disable_tqdm: bool) -> Evaluation:
-        """The evaluation that these requests belong to."""
+        """The evaluation that these requests belong to, ready to answer them; a new one if they are not of the last."""
         if not self.evaluation.owns(requests):
             self.evaluation = self._new_evaluation()
         self.evaluation.ask(self.cache_hook.dbdict, show_progress=not disable_tqdm)
@@ -135,7 +139,7 @@ class DuelMDM(TemplateLM):
         rules = [str(rule) for rule in getattr(self.estimator, "rules", ())]
         header = {"fingerprint": self.fingerprint, "spec": self.spec, "tokenizer": tokenizer, "rules": rules}
         followed = followed_rules(self.estimator)
-        if RULE_CODE in followed:
+        if RULE_CODE in followed:  # not part of a lattice's spec
             header[RULE_CODE] = followed[RULE_CODE]
         return header
 
@@ -150,13 +154,13 @@ class DuelMDM(TemplateLM):
         """Take the harness's response cache; raises DuelError if it was written under another spec."""
         if cache_hook.dbdict is not None:
             path = cache_hook.dbdict.filename
-            cache_hook.dbdict.close()  # its file is opened in its place
+            cache_hook.dbdict.close()  # `ResponseCache` opens the same file
             store = ResponseCache(path, self.spec, followed_rules(self.estimator))
             cache_hook.dbdict = store
             if store.has_answers:
                 log.warning(
-                    "answers in the --use_cache file are not computed again. They are part of the results, but not of "
-                    "the cost, of verify and of the trace, which cover only what this run computes"
+                    "answers in the --use_cache file are not computed again. They count in the results, but cost, "
+                    "verify and the trace cover only what this run computes"
                 )
         super().set_cache_hook(cache_hook)
 
@@ -210,11 +214,14 @@ class DuelMDM(TemplateLM):
     # ------------------------------------------------------------ ranks
 
     def gather_object(self, obj: Any, dst: int = 0) -> list[Any] | None:
-        """The objects of all ranks, on rank `dst`; the statistics travel along."""
+        """The objects of all ranks, on rank `dst`; the statistics travel along.
+
+        lm-eval gathers samples and metrics only after all requests are answered, so every call brings the same ones.
+        """
         gathered = self.ranks.gather_object((obj, self.evaluation.summary()), dst)
         if gathered is None:
             return None
-        self.evaluation.gathered = [stats for _, stats in gathered]
+        self.evaluation.gathered = [summary for _, summary in gathered]
         return [obj for obj, _ in gathered]
 
     # ------------------------------------------------------------ text

@@ -29,7 +29,7 @@
 
     (in autoload.py, when the interpreter starts)
     get_model, EvaluatorConfig.process_tasks
-                                an unknown model or task that is nearly one of ours is told so
+                                the error for an unknown model or task names ours if it is close to one of them
     make_table                  the table of results is followed by our own, with the kind and the error of each value
 
 Written against lm-eval 0.4.13. Other models are affected only by the clearer errors and by infinite values.
@@ -75,7 +75,11 @@ def apply() -> None:
         _patch(kind, "apply_filters", _apply_filters)
     _patch(CachingLM, "__init__", _open_cache)
     _patch(metrics, "weighted_mean", _weighted_mean)
-    metrics.math = types.SimpleNamespace(**{**vars(math), "exp": perplexity})
+
+    # Only the module's name `math` is replaced: math.exp itself stays as it is for everybody else.
+    functions = {**vars(math), "exp": perplexity}
+    metrics.math = types.SimpleNamespace(**functions)
+
     loggers = sys.modules.get("lm_eval.loggers")
     if loggers is not None:  # in lm-eval's command, which alone prints the table
         _patch(loggers.EvaluationTracker, "save_results_aggregated", _save_results)
@@ -97,9 +101,9 @@ def in_lm_evals_command() -> None:
 
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--model_args", "-a", nargs="*", action="extend", default=[])
-    given, _ = parser.parse_known_args()
+    options, _ = parser.parse_known_args()
     pairs: list[tuple[str, Any]] = []
-    for text in given.model_args:
+    for text in options.model_args:
         pairs += key_values(text).items()
     unique_keys(pairs)
 
@@ -113,7 +117,7 @@ def _one_line(kind: type[BaseException], error: BaseException, trace: types.Trac
 
 @contextlib.contextmanager
 def without_default_tasks() -> Iterator[None]:
-    """A TaskManager that is made meanwhile does not read lm-eval's own task files."""
+    """Within this context, a new TaskManager does not read lm-eval's own task files."""
     original = TaskManager.__init__
     TaskManager.__init__ = functools.partialmethod(original, include_defaults=False)
     try:
@@ -212,7 +216,7 @@ def _open_cache(original: Callable[..., None], caching: CachingLM, lm: Any, cach
 
 
 def _forward(caching: CachingLM, kind: str, requests: list[Any], **options: Any) -> list[Any]:
-    """The model's own answers to all requests. It uses the cache only while it is called through it."""
+    """The model's own answers to all requests. The model uses the cache only in calls that come through `caching`."""
     caching.lm.cache_hook = caching.get_cache_hook()
     try:
         return getattr(caching.lm, kind)(requests, **options)

@@ -49,13 +49,13 @@ class SoFar:
     def __str__(self) -> str:
         texts = []
         for task in self.documents:
-            text = self._of_task(task)
+            text = self._text_of_task(task)
             if text:
                 texts.append(f"ppl {task} {text}" if len(self.documents) > 1 else f"ppl {text}")
         joined = ", ".join(texts)
         return f"{joined} (95 % interval of the final value)" if "[" in joined else joined
 
-    def _of_task(self, task: str) -> str:
+    def _text_of_task(self, task: str) -> str:
         """The estimate of one task; empty before its first document is finished."""
         documents = self.documents[task]
         log_probs = []
@@ -94,6 +94,7 @@ def estimate(
     if stderr is None or not FEWEST <= len(tokens) < documents:
         return perplexity(rate), None, None
     without_replacement = math.sqrt(1 - len(tokens) / documents)
+    # Student's t: the error is estimated from few documents.
     reach = stdtrit(len(tokens) - 1, 0.975) * stderr * without_replacement
     return perplexity(rate), perplexity(rate - reach), perplexity(rate + reach)
 
@@ -101,9 +102,9 @@ def estimate(
 class Progress:
     """The progress of the requests of one call: `finished` ones, and `windows` of others.
 
-    The bar counts target tokens, those of unfinished windows included: their steps so far, in steps a token of the
-    windows that are finished. So its estimate of the time left is that of the network's work, and does not wait for
-    whole windows.
+    The bar counts target tokens. Windows are scored side by side and finish late, so unfinished ones count in part: the
+    steps that they have taken, divided by the steps per token of the finished windows. So the bar moves, and estimates
+    the time left, with the work of the network.
 
     Args:
         kind: The kind of request.
@@ -132,11 +133,11 @@ class Progress:
         self.windows = 0
         self.finished = len(tokens) - len(remaining)
         self.tokens = 0  # of finished windows
-        self.computed_tokens = 0  # of those of them that were computed here
+        self.computed_tokens = 0  # of finished windows that this run computed
         self.computed_steps = 0
         self.steps_before = counts.lane_steps
-        self.shown = -math.inf  # when estimates were computed
-        more = {"disable": True} if hidden else {}  # else as TQDM_DISABLE says
+        self.last_shown = -math.inf  # when estimates were computed last
+        more = {"disable": True} if hidden else {}  # tqdm reads TQDM_DISABLE only if `disable` is not passed
         total = sum(tokens[n] for n in remaining)
         self.bar = tqdm(total=total, desc=kind + title, unit="tok", smoothing=0, **more)
 
@@ -171,9 +172,9 @@ class Progress:
         self.windows -= windows
         if self.so_far is None:
             return
-        is_due = time.monotonic() - self.shown > EVERY or self.finished == self.requests
+        is_due = time.monotonic() - self.last_shown > EVERY or self.finished == self.requests
         if is_due:
-            self.shown = time.monotonic()
+            self.last_shown = time.monotonic()
             self.bar.set_postfix_str(str(self.so_far), refresh=False)
 
     def __str__(self):

@@ -29,21 +29,25 @@ class Batch(NamedTuple):
     """The distinct requests of one call. The harness repeats some of them, so that all ranks have equally many."""
 
     requests: list[Instance]
-    repeats: list[int]  # of each distinct request: how often it came before
+    repeats: list[int]  # of each distinct request: how many repeats of it came before
     sources: list[int]  # of each request of the call: the index of the distinct one
 
     @classmethod
     def from_requests(cls, requests: Sequence[Instance]) -> Batch:
-        """Find the distinct requests. A task repeats a request `repeats` times, as one object; more are padding."""
+        """Find the distinct requests.
+
+        A task with `repeats` asks for the same object that many times, each with its own answer. Further copies pad a
+        rank's share to the size of the largest one: they get the answer of the last repeat.
+        """
         batch = cls([], [], [])
         indices_of: dict[Any, list[int]] = {}  # by identity: the distinct request of each repeat
         times_seen: Counter[int] = Counter()
         for request in requests:
             indices = indices_of.setdefault(_identity(request), [])
-            last = (request.repeats or 1) - 1
-            repeat = min(times_seen[id(request)], last)
+            last_repeat = (request.repeats or 1) - 1
+            repeat = min(times_seen[id(request)], last_repeat)
             times_seen[id(request)] += 1
-            if repeat == len(indices):
+            if repeat == len(indices):  # not seen yet
                 indices.append(len(batch.requests))
                 batch.requests.append(request)
                 batch.repeats.append(repeat)
@@ -57,7 +61,7 @@ class Batch(NamedTuple):
 
 def _identity(request: Instance) -> Any:
     """A value that is equal for requests with the same answer in the same task."""
-    if request.task_name is None or request.doc_id is None:
+    if request.task_name is None or request.doc_id is None:  # not made by a task: nothing says what it is
         return id(request)
     return request.task_name, request.doc_id, request.idx, repr(request.args)
 

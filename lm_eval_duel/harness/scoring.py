@@ -56,9 +56,9 @@ ROLLING = "loglikelihood_rolling"
 
 
 class Evaluation:
-    """One evaluation of a model: what all code that answers its requests shares, and the statistics.
+    """One evaluation of a model: the state that is shared by all code that answers its requests, and the statistics.
 
-    `store`: the response cache of the call under way; `progress`: of the same.
+    `store` and `progress` belong to the call under way: its response cache, and what of it is finished.
     """
 
     def __init__(self, options: Options, text: TextEncoder, estimator: Estimator, ranks: Ranks, trace: Writer | None):
@@ -74,12 +74,16 @@ class Evaluation:
         self.gathered: list[RunStats] | None = None  # the statistics of all ranks
         self.counts = Counts()
         estimator.count_into(self.counts)
+        # The encoder counts as long as the model lives; an evaluation reports what was added since it began.
         self.cut_before = text.cut_contexts
         self.merged_before = text.merged_borders
         self.started: int | None = None  # when its first request was asked, by time.monotonic_ns
 
     def owns(self, requests: Sequence[Instance]) -> bool:
-        """False for requests that the harness has built after this evaluation began: they belong to the next one."""
+        """False for requests that the harness has built after this evaluation began: they belong to the next one.
+
+        lm-eval does not tell a model that an evaluation has ended, and asks for each kind of request in its own call.
+        """
         if self.started is None:
             return True
         return all(getattr(request, BUILT, 0) <= self.started for request in requests)
@@ -111,13 +115,13 @@ class Evaluation:
     def sampler(self) -> DuelEstimator:
         """The distribution that texts are generated from: the estimator's, or if it cannot sample, that of `duel`.
 
-        Of `duel_seeds` it is that of its first seed, with its other arguments.
+        For `duel_seeds` it is `duel` given the noise of the first seed, with the other arguments unchanged.
         """
         if self.estimator.decodes:
             return self.estimator
         arguments = None
         given = self.options.estimator_args
-        if isinstance(given, CommitOnceArguments):  # of duel_seeds, which takes a number of seeds, too
+        if isinstance(given, CommitOnceArguments):  # `duel` takes all of them but the number of seeds
             names = [field.name for field in dataclasses.fields(CommitOnceArguments)]
             arguments = CommitOnceArguments(**{name: getattr(given, name) for name in names})
         options = dataclasses.replace(self.options, estimator="duel", estimator_args=arguments)
@@ -140,7 +144,7 @@ class Evaluation:
         """Count the answers from the response cache, and show the progress of the requests that remain."""
         hidden = not self.show_progress or self.ranks.rank != 0
         self.progress = Progress(kind, tokens, remaining, self.counts, title, so_far, hidden)
-        from_cache = self.progress.finished
+        from_cache = self.progress.finished  # nothing is computed yet
         if self.store is not None:
             log.info("Cached requests: %d, Requests remaining: %d", from_cache, len(remaining))  # as lm-eval
         if from_cache:
@@ -292,10 +296,11 @@ class Scoring:
         ties = evaluation.counts.all_mask_starts - ties_before
         if ties:
             log.info("blocks that started from masks alone, where all positions tie and the lowest is first: %d", ties)
-        return [self.finished.pop(n) for n in range(len(self.requests))]  # the bar, which stays, refers to them
+        # The evaluation keeps the progress, which refers to `finished`: emptied, it does not keep the texts.
+        return [self.finished.pop(n) for n in range(len(self.requests))]
 
     def begin(self, order: Sequence[int], remaining: Sequence[int]) -> Progress:
-        """Show the progress. `order`: of all requests."""
+        """Begin to show the progress. `order`: of all requests; `remaining`: those without an answer."""
         tokens = [sum(len(window.target) for window in parts) for parts in self.windows]
         so_far = None
         if self.shuffled:
@@ -326,7 +331,12 @@ class Scoring:
         """((request, place), score) of each window as it is scored; an error names its request."""
         windows = [self.windows[n][place] for n, place in missing]
         stream: IndexedScores = self.estimator.stream(windows, in_order=self.shuffled)
-        with naming(lambda index: name(self.requests[missing[index][0]])):
+
+        def request_name(index: int) -> str:
+            n, _ = missing[index]
+            return name(self.requests[n])
+
+        with naming(request_name):
             for index, score in stream:
                 yield missing[index], score
 

@@ -92,7 +92,7 @@ class RunStats:
     ranks: int = 1
     shares: list[Share] = dataclasses.field(default_factory=list)  # of each rank
     checked: list[CheckedWindow] = dataclasses.field(default_factory=list)  # windows that were scored twice
-    verify_failures: list[str] = dataclasses.field(default_factory=list)  # reasons why others were not
+    verify_failures: list[str] = dataclasses.field(default_factory=list)  # why other drawn windows were not
     phases: dict[str, dict[str, float]] = dataclasses.field(default_factory=dict)  # costs of a two-phase estimate
 
     def add_request(self, task: str, document: Any, total: Total, unknown: int = 0) -> None:
@@ -101,7 +101,7 @@ class RunStats:
         self.count("empty_requests", int(total.tokens == 0))
 
     def count(self, name: str, more: int | None) -> None:
-        """Add to a count. What is not known of one part is not known of the sum."""
+        """Add to a count. A sum with an unknown part (None) is unknown."""
         self.counts[name] = known_sum(self.counts.get(name, 0), more)
 
     def merge(self, other: RunStats) -> None:
@@ -153,7 +153,7 @@ class RunStats:
         return lines
 
     def warnings(self) -> list[str]:
-        """The warnings of the log: tasks with text that the tokenizer does not know, and checks with two answers."""
+        """The warnings of the log: rows or decisions that differed when they were repeated, and tasks with [UNK]."""
         lines = []
         for what, how in (("rows", "evaluated again alone"), ("decisions", "asked of the rule again")):
             differing = self.counts.get(f"{what}_differing")
@@ -217,8 +217,8 @@ def peak_memory(device: torch.device) -> int:
     """The peak memory of this process in bytes: summed over its GPUs, or of the CPU."""
     if device.type == "cuda":
         return sum(torch.cuda.max_memory_allocated(gpu) for gpu in range(torch.cuda.device_count()))
-    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return most if sys.platform == "darwin" else 1024 * most  # kilobytes, except on macOS
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else 1024 * peak  # kilobytes, except on macOS
 
 
 def parameters(denoiser: Denoiser) -> int | None:

@@ -105,7 +105,7 @@ def without_order(score: Score) -> Score:
     blocks = score.blocks
     if blocks is not None:
         empty = type(blocks)()
-        blocks = blocks + empty  # a sum has no values of single blocks
+        blocks = blocks + empty  # adding drops the values of single blocks, not their sums
     others = {name: without_order(other) for name, other in score.others.items()}
     no_order = dict.fromkeys(ORDER, ())
     return dataclasses.replace(score, **no_order, blocks=blocks, others=others)
@@ -149,7 +149,7 @@ class Answers:
         self.store = store
         self.windows = windows
         self.keys: list[str] = []
-        self.needed: Counter[Window] = Counter()  # how many unfinished requests of several windows have a window
+        self.needed: Counter[Window] = Counter()  # of a window: how many unfinished requests wait for its record
         if store is None:
             return
         self.keys = [request_key(kind, request.args) for request in requests]
@@ -204,12 +204,12 @@ class Answers:
         self.store.forget([self.key(window) for window in self._finish(n)])
 
     def _parts(self, n: int) -> set[Window]:
-        """The windows of a request that are kept one by one: those of several."""
+        """The windows of a request that are kept one by one. A single window needs no record beside its request's."""
         windows = self.windows[n]
         return {*windows} if len(windows) > 1 else set()
 
     def _finish(self, n: int) -> list[Window]:
-        """The windows of a request that is finished and that no unfinished one needs."""
+        """Note that a request is finished; returns its windows that no unfinished request needs."""
         windows = self._parts(n)
         self.needed.subtract(windows)
         return [window for window in windows if not self.needed[window]]
@@ -271,7 +271,9 @@ class ResponseCache:
             for key in _checked_keys(path, file, spec, follows):
                 self.holders[key] = path, file
         self.file = _open(self.path)
-        self.file.execute("PRAGMA synchronous = OFF")  # as the harness has it: a killed process loses nothing
+        self.file.execute(
+            "PRAGMA synchronous = OFF"
+        )  # as in the harness: a killed process loses nothing, a power cut may
         keys = _checked_keys(self.path, self.file, spec, follows)
         self.has_answers = bool(keys or self.holders)
         self.keep(SPEC, {**spec, **follows})
@@ -290,7 +292,7 @@ class ResponseCache:
             except sqlite3.Error as error:
                 if path == self.path:
                     raise unreadable(path, error) from error
-                row = ()  # another rank may be gone, and its disk with it
+                row = ()  # another rank may be gone, and its disk with it: dropped below, as a damaged record
             value = _read(row)
             if isinstance(value, kind):
                 return value
@@ -340,7 +342,8 @@ class ResponseCache:
     def flush(self) -> None:
         """Write the records that wait, or log how many answers are lost if the run ends now."""
         if self.waiting:
-            self.keep(*self.waiting.popitem())
+            key, value = self.waiting.popitem()
+            self.keep(key, value)  # and with it all others that wait
         if self.waiting:
             log.error("%d answers are not in %s: the next run scores them again", len(self.waiting), self.path)
 
@@ -428,6 +431,6 @@ def _checked_keys(
 
 
 def _stored(file: sqlite3.Connection, path: Path, key: str) -> Any:
-    """The value of a key that a whole file has one of; None if it is missing or damaged."""
+    """The value of one of this package's own keys, such as SPEC; None if it is missing or damaged."""
     rows = _select(file, path, READ, key)
     return _read(rows[0]) if rows else None
