@@ -38,7 +38,8 @@ Ids: TypeAlias = Sequence[int]
 Blocks: TypeAlias = Sequence[Sequence[int]]
 Network: TypeAlias = Callable[[Tensor], Tensor]
 Rule: TypeAlias = Callable[[Tensor, list[int]], list[int]]
-Draw: TypeAlias = Sequence[tuple[Sequence[int], float | None]]  # of each block: masked positions, and their t if any
+# the draw of an ELBO: for each block the positions that it masks, and t where they were masked with probability t
+Draw: TypeAlias = Sequence[tuple[Sequence[int], float | None]]
 States: TypeAlias = Callable[[frozenset[int]], Tensor]  # the masked positions of a block -> log_P
 
 
@@ -54,7 +55,10 @@ def log_likelihood(
     x: Ids, blocks: Blocks, logits_of: Network, F: Rule, m: int, relative_positions: bool = False
 ) -> Path:
     """Algorithm 2: exact likelihood."""
-    z, ll, sigma, log_p = masked(x, blocks, m), 0.0, [], {}
+    z = masked(x, blocks, m)
+    ll = 0.0
+    sigma = []
+    log_p = {}
     for block in blocks:
         while M := [ell for ell in block if z[ell] == m]:
             log_P = log_softmax(logits_of(torch.tensor(z)))  # token probabilities
@@ -103,14 +107,20 @@ def log_likelihood_given_noise(
 ) -> Path:
     """Algorithm 2 where the noise is random tokens: exact likelihood of a commit-once sampler, given its noise.
 
-    A masked position shows a noise token where z has m: `noise(z, block, step)` (L,), of which only those are read. It
-    knows the first position of the block, the step, and which positions are masked, but no token of x. Since a token
-    that is revealed stays, x has one path. `logits_of(z, y, before)`: the denoiser on the row y with its noise, and its
-    own logits of the step before, None at the first step of a block. A rule may pick nothing: the noise changes.
+    A masked position shows a noise token where z has m: `noise(z, block, step)` (L,), which is read at these positions
+    only. The noise may depend on the first position of the block, on the step, and on which positions are masked, but
+    on no token of x. Since a token that is revealed stays, x has one path.
+
+    `logits_of(z, y, before)`: the denoiser on y, the row with its noise; `before`: its own logits of the previous step,
+    None at the first step of a block. A rule may pick nothing, since the next step shows other noise.
     """
-    z, ll, sigma, log_p = torch.tensor(masked(x, blocks, m)), 0.0, [], {}
+    z = torch.tensor(masked(x, blocks, m))
+    ll = 0.0
+    sigma = []
+    log_p = {}
     for block in blocks:
-        before, step = None, 0
+        before = None
+        step = 0
         while M := [ell for ell in block if z[ell] == m]:
             y = torch.where(z == m, noise(z, block[0], step), z)  # the row as it is shown
             before = logits_of(z, y, before)
@@ -132,8 +142,8 @@ def sum_over_strings(tokens: Ids, x: Ids, blocks: Blocks, logits_of: Network, F:
     text = [ell for block in blocks for ell in block]
 
     def p(string: Ids) -> float:
-        here = dict(zip(text, string, strict=True))
-        row = [here.get(ell, token) for ell, token in enumerate(x)]
+        token_at = dict(zip(text, string, strict=True))
+        row = [token_at.get(ell, token) for ell, token in enumerate(x)]
         return math.exp(log_likelihood(row, blocks, logits_of, F, m).ll)
 
     return math.fsum(p(string) for string in itertools.product(tokens, repeat=len(text)))
@@ -147,7 +157,10 @@ def masked(x: Ids, blocks: Blocks, m: int) -> list[int]:
 
 def cut(positions: Ids, size: int | None, origin: int = 0) -> list[list[int]]:
     """Positions as blocks of L' = `size`, counted from `origin`; None: one block."""
-    return [list(block) for _, block in itertools.groupby(positions, lambda ell: size and (ell - origin) // size)]
+    if size is None:
+        return [list(positions)] if positions else []
+    blocks = itertools.groupby(positions, lambda ell: (ell - origin) // size)
+    return [list(block) for _, block in blocks]
 
 
 # ---------------------------------------------------------------- bounds, random orders, estimates
@@ -162,10 +175,12 @@ def elbo(x: Ids, blocks: Blocks, logits_of: Network, m: int, draws: Sequence[Dra
     values = []
     for draw in draws:
         value = 0.0
-        for (M, t), (block, log_P) in zip(draw, states(x, blocks, logits_of, m), strict=True):
-            if M:
-                weight, P = len(block) / len(M) if t is None else 1 / t, log_P(frozenset(M))
-                value += weight * math.fsum(float(P[ell, x[ell]]) for ell in M)
+        for (M, t), (block, log_P_at) in zip(draw, states(x, blocks, logits_of, m), strict=True):
+            if not M:  # with probability t, a draw may mask nothing
+                continue
+            weight = len(block) / len(M) if t is None else 1 / t
+            log_P = log_P_at(frozenset(M))
+            value += weight * math.fsum(float(log_P[ell, x[ell]]) for ell in M)
         values.append(value)
     return values
 
@@ -175,7 +190,8 @@ def random_draw(blocks: Blocks, generator: torch.Generator) -> Draw:
     draw = []
     for block in blocks:
         n = int(torch.randint(1, len(block) + 1, (), generator=generator))
-        draw.append(([block[i] for i in torch.randperm(len(block), generator=generator)[:n]], None))
+        chosen = torch.randperm(len(block), generator=generator)[:n]
+        draw.append(([block[i] for i in chosen], None))
     return draw
 
 
@@ -193,21 +209,24 @@ def over_orders(
     combine: Callable[[list[float]], float],
     relative_positions: bool = False,
 ) -> float:
-    """A value over all orders that unmask one position at a time, added up over blocks.
+    """All orders that unmask one position at a time, combined into one value and added up over blocks.
 
-    `combine`: `fmean`, the ELBO; `log_mean_exp`, the likelihood of a uniformly random order; `max`, that of the best
-    order, which is no likelihood.
+    `combine` makes the value of a state from those of its next steps: `fmean` gives the ELBO, `log_mean_exp` the
+    likelihood of a uniformly random order, and `max` that of the best order, which is no likelihood.
     """
 
-    def over(block: Sequence[int], log_P: States) -> float:
+    def value_of(block: Sequence[int], log_P_at: States) -> float:
         @functools.cache
         def value(M: frozenset[int]) -> float:
-            P = log_P(M) if M else None
-            return 0.0 if P is None else combine([float(P[ell, x[ell]]) + value(M - {ell}) for ell in sorted(M)])
+            if not M:
+                return 0.0
+            log_P = log_P_at(M)
+            return combine([float(log_P[ell, x[ell]]) + value(M - {ell}) for ell in sorted(M)])
 
         return value(frozenset(block))
 
-    return math.fsum(over(*each) for each in states(x, blocks, logits_of, m, relative_positions))
+    every_block = states(x, blocks, logits_of, m, relative_positions)
+    return math.fsum(value_of(block, log_P_at) for block, log_P_at in every_block)
 
 
 def two_phase(g: Sequence[float], f: dict[int, float], share: float) -> tuple[float, float]:
@@ -215,8 +234,9 @@ def two_phase(g: Sequence[float], f: dict[int, float], share: float) -> tuple[fl
 
     f is known of some blocks, each drawn with probability `share` (Horvitz and Thompson 1952).
     """
-    estimate = math.fsum(g) + math.fsum((f[b] - g[b]) / share for b in f)
-    return estimate, math.sqrt(math.fsum((1 - share) * ((f[b] - g[b]) / share) ** 2 for b in f))
+    weighted = [(f[b] - g[b]) / share for b in f]
+    variance = math.fsum((1 - share) * each**2 for each in weighted)
+    return math.fsum(g) + math.fsum(weighted), math.sqrt(variance)
 
 
 def states(
@@ -224,13 +244,15 @@ def states(
 ) -> Iterator[tuple[Sequence[int], States]]:
     """Each block, and log_P while M of its positions are masked. The blocks before are revealed, those after masked."""
 
-    def log_P(n: int, M: frozenset[int]) -> Tensor:
+    def log_P_at(n: int, M: frozenset[int]) -> Tensor:
         z = masked(x, [sorted(M), *blocks[n + 1 :]], m)
-        P = log_softmax(logits_of(torch.tensor(z)))
-        return P[min(M)].expand_as(P) if relative_positions and {*z} == {m} else P
+        log_P = log_softmax(logits_of(torch.tensor(z)))
+        if relative_positions and {*z} == {m}:  # nothing is visible: an exact tie
+            log_P = log_P[min(M)].expand_as(log_P)
+        return log_P
 
     for n, block in enumerate(blocks):
-        yield block, functools.partial(log_P, n)
+        yield block, functools.partial(log_P_at, n)
 
 
 def log_mean_exp(values: list[float]) -> float:
@@ -265,7 +287,8 @@ def threshold(mu: float) -> Rule:
     """All positions with P1 >= mu; if there are none, the one with the largest P1."""
 
     def F(log_P: Tensor, M: list[int]) -> list[int]:
-        score, bound = confidence(log_P[M]), torch.tensor(mu, dtype=torch.float64).logit()
+        score = confidence(log_P[M])
+        bound = torch.tensor(mu, dtype=torch.float64).logit()
         return [ell for ell, sure in zip(M, score >= bound, strict=True) if sure] or best(1, M, score)
 
     return F
@@ -275,19 +298,20 @@ def klass(mu: float, nu: float) -> Rule:
     """All positions with P1 >= mu and KL(P before || P) <= nu; if there are none, the one with the largest P1.
 
     P before: the distribution at the step before, within the block. At a block's first step there is none, and no
-    position is stable. Asked again at a step, the rule remembers what it was shown first.
+    position is stable. The rule remembers the steps of a block. If it is asked twice at one step, this counts as one.
     """
-    shown: list[tuple[list[int], Tensor]] = []  # M and log_P of the steps of this block
+    steps: list[tuple[list[int], Tensor]] = []  # M and log_P of each step of this block
 
     def F(log_P: Tensor, M: list[int]) -> list[int]:
-        if shown and not {*M} <= {*shown[-1][0]}:
-            shown.clear()  # another block
-        if not shown or shown[-1][0] != M:
-            shown.append((M, log_P))
-        score, bound = confidence(log_P[M]), torch.tensor(mu, dtype=torch.float64).logit()
-        if len(shown) == 1:
+        if steps and not {*M} <= {*steps[-1][0]}:  # inside a block M only shrinks, so this is another block
+            steps.clear()
+        if not steps or steps[-1][0] != M:
+            steps.append((M, log_P))
+        score = confidence(log_P[M])
+        bound = torch.tensor(mu, dtype=torch.float64).logit()
+        if len(steps) == 1:
             return best(1, M, score)
-        before = shown[-2][1]
+        _, before = steps[-2]
         divergence = torch.tensor([kl(before[ell].exp(), log_P[ell].exp()) for ell in M])
         sure = (score >= bound) & (divergence <= nu)
         return [ell for ell, yes in zip(M, sure, strict=True) if yes] or best(1, M, score)
@@ -321,13 +345,16 @@ def margin_log_odds(log_P: Tensor) -> Tensor:
 
 def others(log_P: Tensor) -> Tensor:
     """log(1 - P1), summed over all tokens but the top one."""
-    return log_P.scatter(-1, log_P.argmax(-1, keepdim=True), -math.inf).logsumexp(-1)
+    top = log_P.argmax(-1, keepdim=True)
+    return log_P.scatter(-1, top, -math.inf).logsumexp(-1)
 
 
 def entropy_nats(log_P: Tensor) -> Tensor:
     """The entropy, -log P1 + sum_v P_v log(P1 / P_v), in which no summand is negative, so that nothing cancels."""
-    ratio = log_P.amax(-1, keepdim=True) - log_P
-    return softplus(-confidence(log_P)) + (log_P.exp() * ratio).nan_to_num(nan=0.0).sum(-1)
+    minus_log_p1 = softplus(-confidence(log_P))
+    log_ratio = log_P.amax(-1, keepdim=True) - log_P
+    summands = (log_P.exp() * log_ratio).nan_to_num(nan=0.0)  # 0 times infinity where P_v = 0
+    return minus_log_p1 + summands.sum(-1)
 
 
 # ---------------------------------------------------------------- noise that is not masks
@@ -370,15 +397,19 @@ def noised_elbo(
 
 def noised_term(clean: int, noisy: int, r: Tensor, t: Noise, s: Noise) -> float:
     """KL(q(x_s | x_t = noisy, x_0 = clean) || k(x_s | x_t = noisy)) at one position; with s = 0, -log k(clean)."""
-    return kl(posterior(one_hot(clean, r), noisy, s, t), posterior(r, noisy, s, t))
+    of_token = posterior(one_hot(clean, r), noisy, s, t)
+    of_model = posterior(r, noisy, s, t)
+    return kl(of_token, of_model)
 
 
 def noised_rate(clean: int, noisy: int, r: Tensor, t: Noise, slope: Noise) -> float:
     """The limit of `noised_term` / (t - s) as s approaches t; `slope`: the derivatives of a_t and b_t."""
     a, b = t
     da, db = slope
-    q, k = a * one_hot(clean, r) + b, a * r + b  # q(x_t | x_0) of the token and of r, (V,)
-    y, rate = q[noisy] / k[noisy], (db - da / a * b)[noisy] / q[noisy]
+    q = a * one_hot(clean, r) + b  # q(x_t | x_0) of the token, (V,)
+    k = a * r + b  # the same of r, (V,)
+    y = q[noisy] / k[noisy]
+    rate = (db - da / a * b)[noisy] / q[noisy]  # at which the noise makes x_t, given x_0
     return float(rate * (kl(q, k) + y - 1 - y.log()))
 
 
