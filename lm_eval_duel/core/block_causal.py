@@ -64,10 +64,11 @@ class BlockCausalView(View):
         self._zero = rows.origin if denoiser.anchor == "target" else torch.zeros_like(rows.origin)  # (N,) groups count
         last = rows.origin + rows.target - 1 - self._zero  # (N,)
         self._needed = self._zero + last // self.group * self.group  # (N,) up to the last block
-        self._share = rows.length  # (N,) of network tokens; a row has one lane when generating
+        # the cost of a lane: its share of the window's clean columns, whose keys take memory
+        self._share = rows.length  # (N,) when generating, a window has one lane
         if not generating:
-            lanes = last // self.block - (rows.origin - self._zero) // self.block + 1  # (N,)
-            self._share = (-(-self._needed // lanes)).clamp(min=self.block)
+            lane_count = last // self.block - (rows.origin - self._zero) // self.block + 1  # (N,)
+            self._share = (-(-self._needed // lane_count)).clamp(min=self.block)  # rounded up
 
         # the clean columns whose keys are kept
         self._slot = torch.full_like(rows.origin, -1)  # (N,) where they are; -1: nowhere
@@ -166,6 +167,7 @@ class BlockCausalView(View):
         self._kept[~present] = 0
         self._slot[~present] = -1
         entering = (present & (self._slot < 0)).nonzero()[:, 0]  # (n,)
+        # no slot in use is beyond this many, and the windows that enter take the lowest free ones
         free = torch.ones(int(present.sum()) + len(self._slot), dtype=torch.bool, device=present.device)  # (S,)
         free[self._slot[self._slot >= 0]] = False
         self._slot[entering] = free.nonzero()[: len(entering), 0]
@@ -277,12 +279,15 @@ class BlockCausalView(View):
             lanes_of_calls.append(lane)
             features_of_calls.append(call.by_lane(part))  # (r, M, D)
         features = torch.cat(features_of_calls)  # (R, M, D)
-        place = torch.cat(lanes_of_calls).argsort()  # (R,) of each lane among them
+        index = torch.cat(lanes_of_calls).argsort()  # (R,) where the features of each lane are
 
         def at(lane: torch.Tensor, nth: torch.Tensor) -> torch.Tensor:
-            values = features[place[lane], nth]  # (C, D)
+            values = features[index[lane], nth]  # (C, D)
+            if not self.reads_edges:
+                return values
             # a block's first prediction is read from the clean stream, at the last position before the block
-            if self.reads_edges and (first := position[lane, nth] < 1).any():
+            first = position[lane, nth] < 1  # (C,)
+            if first.any():
                 values[first] = self._edge_features(lanes, lane[first])
             return values
 
@@ -297,7 +302,9 @@ def _none_of(plane: torch.Tensor, length: int) -> torch.Tensor:
 
 def _with_more(plane: torch.Tensor, more: int) -> torch.Tensor:
     """`plane` (S, ...) with `more` slots of zeros at its end."""
-    return F.pad(plane, (0,) * (2 * plane.dim() - 1) + (more,))
+    # F.pad takes (before, after) of every dimension from the last to the first, so the last entry is S
+    padding = (0,) * (2 * plane.dim() - 1) + (more,)
+    return F.pad(plane, padding)
 
 
 # ---------------------------------------------------------------- many blocks in one row of a call
@@ -382,8 +389,9 @@ def widest(window: torch.Tensor, most: int) -> int:
     counts = window.unique(return_counts=True)[1]  # (windows,)
     while most > 1:
         wide = min(most, int(counts.max()))
-        rows = int((-(-counts // wide)).sum())
-        if 5 * wide * rows <= 6 * len(window):
+        rows = int((-(-counts // wide)).sum())  # rounded up for each window
+        places = wide * rows
+        if 6 * len(window) >= 5 * places:
             return wide
         most = wide // 2
     return 1

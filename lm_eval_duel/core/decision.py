@@ -40,7 +40,7 @@ class Decision(NamedTuple):
         """The lanes in which float noise could change the pick, (R,) bool; none if the rule does not know."""
         if self.decision_margin is None:
             return self.pick.new_zeros(len(self.pick))
-        return ~(self.decision_margin >= NEAR_TIE)
+        return ~(self.decision_margin >= NEAR_TIE)  # not `<`: a margin of NaN counts as a near tie
 
     @classmethod
     def certain(cls, pick: torch.Tensor) -> Decision:

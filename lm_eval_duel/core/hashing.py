@@ -43,4 +43,5 @@ def uniform(*keys: torch.Tensor | int) -> torch.Tensor:
     """A uniform float64 in [0, 1) from integer keys, as in `hashed`."""
     import torch
 
-    return _shift_right(hashed(*keys), 10).to(torch.float64) * 2.0**-53
+    bits = _shift_right(hashed(*keys), 10)  # 53 of the 63, as many as a float64 holds exactly
+    return bits.to(torch.float64) * 2.0**-53

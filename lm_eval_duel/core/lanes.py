@@ -221,19 +221,19 @@ GROUP = 4096  # windows opened at once, which bounds the ids in memory, not the 
 
 
 def groups(windows: Sequence[Window], same_length: bool, buckets: Sequence[int] | None = None) -> list[list[int]]:
-    """Groups of windows to open together: longest first, and of one length only if the network sees padding.
+    """Groups of windows to open together, longest first. `same_length`: the windows of a group have one length.
 
-    `buckets`: a number for each window; a smaller one goes first, and only windows of one number are sorted by length.
+    `buckets`: a number for each window. Smaller numbers come first, and windows are sorted by length within a bucket.
     """
 
-    def place(n: int) -> tuple[int, int]:
+    def sort_key(n: int) -> tuple[int, int]:
         return (buckets[n] if buckets else 0, -windows[n].length)
 
     with_targets = [n for n, window in enumerate(windows) if window.target]
     result: list[list[int]] = []
-    for n in sorted(with_targets, key=place):
-        is_full = not result or len(result[-1]) >= GROUP
-        if is_full or (same_length and windows[result[-1][0]].length != windows[n].length):
+    for n in sorted(with_targets, key=sort_key):
+        begins_group = not result or len(result[-1]) >= GROUP
+        if begins_group or (same_length and windows[result[-1][0]].length != windows[n].length):
             result.append([])
         result[-1].append(n)
     return result
@@ -250,7 +250,7 @@ class Queue:
         self._coming = iter(lanes)
 
     def __bool__(self) -> bool:
-        if not self._ready:
+        if not self._ready:  # only making the next lanes tells whether there are any
             following = next(self._coming, None)
             if following is not None:
                 self._ready.append(following)

@@ -66,7 +66,9 @@ class Network:
     noise_training: NoiseTraining | None = None  # if its noise is random tokens; None: [MASK] alone
     commit_once: CommitOnce = CommitOnce()  # how it predicts at masked positions, if its noise is random tokens
     reads_causally: bool = False  # its noise is random tokens, and with attention=causal it is autoregressive
-    schedule = None  # t -> noise level, if rows may be opened with a level for each lane (SEDD); wrappers have none
+    # t -> noise level, if rows may be opened with a level for each lane (SEDD). Without an annotation, so that
+    # `resemble` does not copy it: wrappers have none.
+    schedule = None
 
     # ------------------------------------------------------------ what self-tests and loading find out
 

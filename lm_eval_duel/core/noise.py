@@ -79,8 +79,10 @@ class Noise(abc.ABC):
         t, rest = self.spread(w)
         t = torch.where(early, (-self.depth * w).exp(), t)
         rest = torch.where(early, -torch.expm1(-self.depth * w), rest)
+        # whichever half it came from, a time has the mean of the two densities
         logarithmic = torch.where(t > math.exp(-self.depth), 1 / (self.depth * t), 0.0)
-        return t, rest, 2 / (self.spread_density(t, rest) + logarithmic)
+        density = (self.spread_density(t, rest) + logarithmic) / 2
+        return t, rest, 1 / density
 
     def spread(self, w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """t and 1 - t of uniform numbers w (R, 1), denser near 0, where most of the bound is."""
@@ -198,11 +200,14 @@ def limit_rate(
     """The integrand of the bound with infinitely many steps at time t, in nats, float64 (R, W).
 
     g / q(x_t | x_0) [KL(q_t(. | x_0) || q_t(. | r)) + y - log y - 1],  y = q(x_t | x_0) / q(x_t | r)
+
+    g is the rate at which x_t enters, of `rates`: that of a token, or that of [MASK].
     """
     at_clean, clean, _ = _log_ratios(now, stats)
     divergence = -(now.a + now.u) * at_clean - now.u * (stats.total - clean)  # (R, W)
     log_y = _log_evidence(now, stats, observed)
-    rate = torch.where(observed.masked, rates[1], rates[0]) / _reached(now, observed)
+    of_token, of_mask = rates  # (R, 1) each
+    rate = torch.where(observed.masked, of_mask, of_token) / _reached(now, observed)
     return rate * (divergence + torch.expm1(log_y) - log_y)
 
 
@@ -292,6 +297,7 @@ def masked_tokens(
 def draw(noise: Noise, level: Level, clean: torch.Tensor, u: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     """Draw x_t (R, W) as token indices, -1 for [MASK], from x_0 `clean` (R, W) and uniform numbers u, v (R, W)."""
     replaced = (v * noise.tokens).long().clamp(max=noise.tokens - 1)  # (R, W)
+    # u below a: the token stays; from there to a + m: [MASK]; above: a random token
     noisy = torch.where(u < level.a + level.m, -1, replaced)  # (R, W)
     return torch.where(u < level.a, clean, noisy)
 

@@ -46,8 +46,9 @@ class Predictions:
     """The distributions at the masked positions of some lanes, as the statistics that rules and scoring need.
 
     Each statistic is (R, W), NaN (or -1 for ids) where nothing is masked. Nothing is computed before it is asked for.
-    The head runs in chunks under a memory bound; a single chunk is kept. With several, one pass gives the top tokens
-    and the probabilities of the `targets`, and entropies take another pass if they are not asked for first.
+    Positions that are known to have equal distributions share a row of features, so U <= C. The head runs in chunks
+    under a memory bound; a single chunk is kept. With several, one pass gives the top tokens and the probabilities of
+    the `targets`, and entropies take another pass if they are not asked for first.
 
     Args:
         masked: (R, W) bool.
@@ -94,8 +95,10 @@ class Predictions:
         self._targets = None if targets is None else targets[self._at]  # (C,)
         self._filters = tuple(filters)
         self._step = step
-        on_cpu = features.device.type == "cpu"
-        self._chunk = max(CPU_ROWS, CPU_VALUES // len(excluded)) if on_cpu else max(1, GPU_VALUES // len(excluded))
+        vocabulary = len(excluded)
+        self._chunk = max(1, GPU_VALUES // vocabulary)  # rows of logits at once
+        if features.device.type == "cpu":
+            self._chunk = max(CPU_ROWS, CPU_VALUES // vocabulary)
         self._logits_kept: torch.Tensor | None = None  # (U, V) all logits, if they are a single chunk
         self._computed: dict[str, torch.Tensor] = {}  # what passes over the logits have given, by name
         self._part_of: Predictions | None = None
@@ -124,7 +127,10 @@ class Predictions:
     def _part(
         self, masked: torch.Tensor, keep: torch.Tensor, at: tuple[torch.Tensor, ...], all_mask: torch.Tensor
     ) -> Predictions:
-        """Predictions at `masked`: my masked positions to `keep` (C,), which `masked` has `at` (lane, position)."""
+        """The predictions at the masked positions to `keep` (C,) bool. In the part they are `masked`.
+
+        `at` (C,) each: the lane and position in the part of every masked position of the whole.
+        """
         self._statistic("logit")  # one pass for all parts
         rows, row = self._row[keep].unique(return_inverse=True)  # (u,), (c,)
         part = Predictions(
@@ -167,7 +173,8 @@ class Predictions:
     def margin(self) -> torch.Tensor:
         """P1 - P2, without cancellation, float64 (R, W)."""
         p1 = self._top.confidence.double().sigmoid()  # (U,)
-        return self._plane(p1 * -torch.expm1(-self._top.log_margin.double()))
+        share = -torch.expm1(-self._top.log_margin.double())  # (U,) 1 - P2 / P1
+        return self._plane(p1 * share)
 
     @cached_property
     def argmax(self) -> torch.Tensor:
@@ -182,6 +189,7 @@ class Predictions:
     @cached_property
     def log_sum(self) -> torch.Tensor:
         """The log of the sum of exp(logit) over the vocabulary, float64 (R, W)."""
+        # log P1 = logit of the top token - log of the sum
         return self._plane(self._top.logit.double() - log_p1(self._top.confidence.double()))
 
     # ------------------------------------------------------------ features
@@ -293,8 +301,8 @@ class Predictions:
             return self._computed[name]
         first_pass = not self._computed
         targets = self._targets if first_pass else None
-        of_parts = self._positions_of_parts() if targets is not None else []
-        parts: dict[str, list[torch.Tensor]] = {}
+        positions_of_parts = self._positions_of_parts() if targets is not None else []
+        parts: dict[str, list[torch.Tensor]] = {}  # what has been read of each chunk, by name
         for n, part in enumerate(self._parts(len(self._features))):
             logits = self._logits(part)  # (u, V)
             read: dict[str, torch.Tensor] = {}
@@ -306,14 +314,16 @@ class Predictions:
             if name in READ:
                 read[name] = READ[name](logits, top)
             if targets is not None:
-                row = self._row[of_parts[n]] - part.start  # (c,)
-                read["target"] = logits[row, targets[of_parts[n]]]  # (c,)
-            for each, values in read.items():
-                parts.setdefault(each, []).append(values)
-        statistics = {each: torch.cat(values) for each, values in parts.items()}
+                positions = positions_of_parts[n]  # (c,)
+                row = self._row[positions] - part.start  # (c,) in the chunk
+                read["target"] = logits[row, targets[positions]]  # (c,)
+            for key, values in read.items():
+                parts.setdefault(key, []).append(values)
+        statistics = {key: torch.cat(values) for key, values in parts.items()}
         if targets is not None:  # back into the order of masked positions
             logit = statistics["target"]  # (C,)
-            statistics["target"] = torch.empty_like(logit).index_copy_(0, torch.cat(of_parts), logit)
+            order = torch.cat(positions_of_parts)  # (C,)
+            statistics["target"] = torch.empty_like(logit).index_copy_(0, order, logit)
         if first_pass:
             self._require_finite(statistics["logit"], statistics["confidence"])
         value = statistics[name] if kept else statistics.pop(name)
@@ -331,7 +341,7 @@ class Predictions:
             )
 
     def _parts(self, count: int) -> list[slice]:
-        """`count` rows of logits in chunks; at least one."""
+        """`count` rows of logits in chunks. There is always one, though it may be empty."""
         return [slice(begin, begin + self._chunk) for begin in range(0, max(1, count), self._chunk)]
 
     def _positions_of_parts(self) -> list[torch.Tensor]:
@@ -340,7 +350,8 @@ class Predictions:
             return [torch.arange(len(self._row), device=self._row.device)]
         ascending, order = self._row.sort()  # (C,)
         starts = torch.arange(self._chunk, len(self._features), self._chunk, device=order.device)
-        return list(order.tensor_split(torch.searchsorted(ascending, starts).cpu()))
+        borders = torch.searchsorted(ascending, starts).cpu()  # `tensor_split` takes them on the CPU only
+        return list(order.tensor_split(borders))
 
     @torch.inference_mode()
     def _logits(self, rows: slice | torch.Tensor) -> torch.Tensor:

@@ -285,7 +285,8 @@ def largest(denoiser: Denoiser, block: int | None, grid: str, least: int, most: 
 def _try(denoiser: Denoiser, block: int | None, grid: str, tokens: int) -> None:
     """One call of `tokens` network tokens, on different rows of max_length."""
     length = denoiser.max_length
-    count = -(-tokens // length)
+    count = -(-tokens // length)  # rounded up
+    # a network that predicts from the position before (shift, seeds_blocks) needs a context of at least one
     context = max(denoiser.shift, denoiser.seeds_blocks, length // 8)
     ids = random_rows(denoiser, length, count).tolist()
     rows = Rows.from_windows([Window(row[:context], row[context:]) for row in ids], denoiser.device)

@@ -52,7 +52,9 @@ REPEATED = 2  # at the start of each later `log_prob` of a network in memory
 # How far statistics may differ
 NOISE_FACTOR = 30  # times the float noise that is measured
 LOG_MARGIN, LOG_SUM, LOG_PROB = 1, 2, 3  # rows of `statistics`
-OFFSET = 0.01  # of what logits have in common, which cancels but for its float noise; in half precision all of it
+# Logits may be large all together. That cancels in a softmax, but its float noise does not, so differences are measured
+# in units of at least this share of the log of the sum; in half precision of all of it.
+OFFSET = 0.01
 KEPT = 64  # values of a position in memory: lanes that hold whole distributions are not kept
 
 # A drift
@@ -63,7 +65,9 @@ ERRORS = 6.0  # standard errors of the mean change from 0
 def checks_among(count: float, share: float = SHARE) -> float:
     """The number of checks due among the first `count` events of a run, besides the first `FIRST`."""
     rare = EARLY / share  # from here on a constant share
-    return EARLY * math.log(max(1.0, min(count, rare) / FIRST)) + share * max(0.0, count - rare)
+    early = EARLY * math.log(max(1.0, min(count, rare) / FIRST))
+    later = share * max(0.0, count - rare)
+    return early + later
 
 
 class LaneCheck(NamedTuple):
@@ -240,7 +244,9 @@ class RowChecks:
                 f"and those of the {total.count - 1} lanes before changed to one side: by {total.value:.2g} nats of a "
                 f"window's total, with a standard error of {total.stderr:.1g}"
             )
-        if is_coarse(check.network) or not (lane_differs or check.measured):
+        # a drift that float noise of this network may explain ends no run
+        unmeasured_drift = not lane_differs and not check.measured
+        if is_coarse(check.network) or unmeasured_drift:
             log.warning("%s. Such rows are counted (rows_differing in the results)", problem)
             return
         raise InconsistentOutput(

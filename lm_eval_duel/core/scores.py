@@ -150,9 +150,9 @@ class Value:
 
     @classmethod
     def read(cls, entries: Mapping[str, Any], kind: Kind = Kind.LIKELIHOOD, note: str = "") -> Value | None:
-        """The inverse of `describe`; None if there is no value: a null without a reason.
+        """The inverse of `describe`. None: there is no value, only a null without a reason.
 
-        `kind`, `note`: of files that do not say, which is what the estimator's spec says.
+        `kind`, `note`: those that the estimator's spec implies, for entries that do not have their own.
         """
         nats = entries.get("log_prob")
         if nats is None and entries.get("reason") is None:
@@ -162,21 +162,21 @@ class Value:
             note = entries.get("note", "")
         error = entries.get("stderr")
         return cls(
-            nats=_finite_or_not(nats),
+            nats=_nats_from_json(nats),
             error=None if error is None else float(error),
             kind=kind,
             note=note,
-            seeds=tuple(_finite_or_not(each) for each in entries.get("seeds") or ()),
+            seeds=tuple(_nats_from_json(each) for each in entries.get("seeds") or ()),
         )
 
 
-def _finite_or_not(nats: float | None) -> float:
+def _nats_from_json(nats: float | None) -> float:
     """A log-probability from JSON, where minus infinity is null."""
     return -math.inf if nats is None else float(nats)
 
 
 def weaker(one: Kind, other: Kind) -> Kind:
-    """The kind of a sum of two values."""
+    """The weaker of two kinds, which is that of the sum of such values."""
     return KINDS[max(KINDS.index(one), KINDS.index(other))]
 
 
@@ -187,7 +187,9 @@ class BlockSums(abc.ABC):
     name: ClassVar[str]  # in the results JSON
 
     def __add__(self: Sums, other: Sums) -> Sums:
-        return type(self)(*map(operator.add, vars(self).values(), vars(other).values()))
+        # field by field: numbers are added and tuples joined
+        sums = map(operator.add, vars(self).values(), vars(other).values())
+        return type(self)(*sums)
 
     @property
     @abc.abstractmethod

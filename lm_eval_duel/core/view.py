@@ -84,7 +84,8 @@ class View:
     def positions(self, lanes: Lanes) -> Positions:
         """The input of the LM head at the masked positions of `lanes`; lanes with equal rows are evaluated once."""
         ids, shown, real = self._input(lanes)  # (R, L) each
-        visible = self.rows.visible[lanes.row].sum(1)  # (R,) with `origin` and `real` it fixes context and suffix
+        # rows that look alike may differ in where the suffix begins, and guidance masks context and suffix
+        visible = self.rows.visible[lanes.row].sum(1)  # (R,)
         first, kind = distinct(ids, shown, real, visible, lanes.masked, lanes.start, lanes.origin)  # (r,), (R,)
         if len(first) == len(lanes):
             return self._evaluate(lanes, ids, shown, real)
@@ -205,7 +206,7 @@ class NoiseView(View):
     ) -> torch.Tensor:
         """The input of the LM head (R, W, D) at all columns of `lanes`, which show `noisy` (R, W) at times t (R,).
 
-        `before`: the logits (R, W, V) of the pass before, for a network with self-conditioning.
+        `before`: the logits (R, W, V) of the pass before. Only the views of networks with self-conditioning read them.
         """
         rows = self.rows
         row = lanes.row
@@ -265,7 +266,9 @@ class Positions(NamedTuple):
 def masked_positions(lanes: Lanes) -> torch.Tensor:
     """The masked positions of each lane, padded with other positions to the largest number in a lane, (R, M)."""
     largest = int(lanes.masked.sum(1).max())
-    return (~lanes.masked).byte().sort(dim=1, stable=True).indices[:, :largest]
+    # 0 where masked, 1 elsewhere: a stable sort brings the masked positions to the front, in order
+    order = (~lanes.masked).byte().sort(dim=1, stable=True).indices  # (R, W)
+    return order[:, :largest]
 
 
 def distinct(*planes: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

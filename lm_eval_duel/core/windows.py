@@ -30,7 +30,7 @@ def as_ids(ids: Ids) -> tuple[int, ...]:
         raise DuelError(f"Token ids are a list, or a tensor of one dimension; got one of the shape {tuple(shape)}.")
     try:
         values = ids.tolist() if shape is not None else list(ids)  # type: ignore[union-attr]  # a tensor or an array
-        if float in map(type, values):
+        if float in map(type, values):  # such as 5.0, which `operator.index` refuses
             values = [_whole(token) for token in values]
         return tuple(map(operator.index, values))  # raises TypeError for a text, and for a number that is not whole
     except (TypeError, ValueError):
@@ -75,7 +75,8 @@ class Window:
         for name, value in parts.items():
             object.__setattr__(self, name, value)  # the dataclass is frozen
         indices = tuple(sorted(set(as_ids(known))))
-        if indices and not 0 <= indices[0] <= indices[-1] < len(self.target) > len(indices):
+        inside = not indices or (indices[0] >= 0 and indices[-1] < len(self.target))
+        if not inside or (indices and len(indices) == len(self.target)):
             raise DuelError(
                 f"known takes indices of target positions, 0 to {len(self.target) - 1}, but not all of them; got "
                 f"{list(indices)}."
@@ -95,7 +96,10 @@ class Window:
     @property
     def key(self) -> int:
         """A 63-bit hash of the ids, on which the random numbers of this window depend, besides a seed."""
-        text = repr((self.context, self.target, self.suffix, self.tail, *([self.known] if self.known else [])))
+        parts: tuple[Any, ...] = (self.context, self.target, self.suffix, self.tail)
+        if self.known:  # left out if empty: bundled results were made with such keys
+            parts = (*parts, self.known)
+        text = repr(parts)
         # the first 8 bytes, without the sign bit of torch's int64
         return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
 
