@@ -42,12 +42,13 @@ def main(arguments: Sequence[str]) -> None:
 
     from lm_eval_duel.cli.audited_run import audit
 
-    found = audit(options)
-    print("\n".join([found.dtype, *map(str, found.network), "", table(found.checked), "", *found.lines, ""]))
-    print(found.verdict)
-    if found.failures:
-        raise DuelError(f"{'; '.join(found.failures)}.")
-    if found.unchecked:
+    findings = audit(options)
+    lines = [findings.dtype, *map(str, findings.network), "", table(findings.checked), "", *findings.lines, ""]
+    print("\n".join(lines))
+    print(findings.verdict)
+    if findings.failures:
+        raise DuelError(f"{'; '.join(findings.failures)}.")
+    if findings.unchecked:
         message = "Nothing was checked: no window could be compared with the reference."
         print(message, file=sys.stderr)
         raise Exit(UNCHECKED, message)
@@ -66,7 +67,8 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         no_own_code=Flag(TRUTH, False, "do not compare with the checkpoint's own code"),
     ).parse_args(arguments)
     model = model_of(options)
-    options.dtype = Options.parse(model).dtype
+    options.dtype = Options.parse(model).dtype  # of the run, for the record
+    # The comparison needs numbers that are nearly exact, so a coarser dtype is not used.
     options.model = {**model, "dtype": "float64" if model.get("dtype") == "float64" else "float32"}
     return options
 

@@ -19,7 +19,7 @@ from lm_eval_duel.errors import UsageError, usage
 from lm_eval_duel.options import model_of
 from lm_eval_duel.tasks import files
 
-WARPERS = ("temperature", "top_k", "top_p")  # flags of the draws, and model args of the network
+WARPERS = ("temperature", "top_k", "top_p")  # both flags, which change the draws, and model args of the network
 PRINTS = """\
 Writes one line of JSON for each text, in the order of the prompts, as soon as it and those before it are finished:
 prompt and sample (numbers from 0), text, log_prob (nats, of all tokens given prompt and suffix) and its kind, tokens
@@ -37,7 +37,7 @@ def main(arguments: Sequence[str]) -> None:
     name = model.pop("pretrained", None) or BUNDLED
     batch_size = model.pop("batch_size")
     duel = Duel.from_pretrained(name, batch_size=None if batch_size == "auto" else int(batch_size), **model)
-    temperature = 1.0 if options.temperature is None else options.temperature  # of the network's own distributions
+    temperature = 1.0 if options.temperature is None else options.temperature  # 1: the network's own distributions
     about = {
         "pretrained": name,
         "fingerprint": duel.fingerprint,
@@ -47,14 +47,19 @@ def main(arguments: Sequence[str]) -> None:
         "grid": duel.grid,
         "cache": duel.denoiser.cache,
         "seed": options.seed,
-        # a warper of the draws, or of the network
+        # those of the network if it has any, else those of the draws: `parse` refuses both together
         "temperature": model.get("temperature", temperature),
         "top_k": model.get("top_k", options.top_k),
         "top_p": model.get("top_p", options.top_p),
     }
     numbers = list(itertools.product(range(len(options.prompts)), range(options.num)))  # (prompt, sample)
+    prompts = []
+    keys = []
+    for prompt, sample in numbers:
+        prompts.append(options.prompts[prompt])
+        keys.append(prompt << 32 | sample)  # so that more samples or prompts change none of the others
     samples = duel.generate_stream(
-        [options.prompts[prompt] for prompt, _ in numbers],
+        prompts,
         suffixes=[options.suffix] * len(numbers),
         max_new_tokens=options.max_new_tokens,
         do_sample=temperature > 0,
@@ -63,15 +68,16 @@ def main(arguments: Sequence[str]) -> None:
         top_p=options.top_p,
         until=options.until,
         seed=options.seed,
-        keys=[prompt << 32 | sample for prompt, sample in numbers],
+        keys=keys,
     )
     with opened(options.out) as file:
         for n, generated in in_order(samples):
             line = dataclasses.asdict(generated)
             line["window"].pop("known")
             prompt, sample = numbers[n]
-            words = {"prompt": prompt, "sample": sample, "context": line.pop("prompt"), "suffix": options.suffix}
-            print(json.dumps(finite(words | line | about), ensure_ascii=False), file=file, flush=True)
+            origin = {"prompt": prompt, "sample": sample, "context": line.pop("prompt"), "suffix": options.suffix}
+            content = finite(origin | line | about)
+            print(json.dumps(content, ensure_ascii=False), file=file, flush=True)
 
 
 def in_order(numbered: Iterable[tuple[int, Any]]) -> Iterator[tuple[int, Any]]:
@@ -127,8 +133,10 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     ).parse_args(arguments)
     if options.prompt and options.prompts:
         raise UsageError("generate: name prompts by --prompt or by --prompts; leave one out.")
-    texts = files.texts(options.prompts, options.field, lines=True) if options.prompts else []
-    options.prompts = [text.text for text in texts] or options.prompt or [""]
+    if options.prompts:
+        texts = files.texts(options.prompts, options.field, lines=True)
+        options.prompts = [text.text for text in texts]
+    options.prompts = options.prompts or options.prompt or [""]
     options.model = model_of(options)
     for key in WARPERS:
         if key in options.model and getattr(options, key) is not None:

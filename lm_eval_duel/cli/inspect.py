@@ -34,6 +34,7 @@ def inspect(lm: DuelMDM, name: str) -> list[tuple[str, str]]:
     denoiser = lm.denoiser
     tokenizer = lm.tokenizer
     network = getattr(denoiser, "model", None) or getattr(denoiser, "network", None)
+    parameters = sum(parameter.numel() for parameter in network.parameters())
     unmasked = "an autoregressive network" if denoiser.attention == "causal" else "the noise is random tokens"
     mask = f"none: {unmasked}" if denoiser.mask_id is None else _token(tokenizer, denoiser.mask_id)
     block = f", trained on blocks of {denoiser.block}" if denoiser.block else ""
@@ -50,7 +51,7 @@ def inspect(lm: DuelMDM, name: str) -> list[tuple[str, str]]:
     described = [
         ("checkpoint", name),
         ("family", f"{denoiser.family} ({lm.spec['denoiser']})"),
-        ("parameters", f"{sum(parameter.numel() for parameter in network.parameters()):,}"),
+        ("parameters", f"{parameters:,}"),
         ("dtype", f"{lm.spec['dtype']} on {denoiser.device}"),
         ("vocabulary", f"{lm.spec['vocabulary']} columns are tokens"),
         ("mask", mask),
@@ -58,7 +59,7 @@ def inspect(lm: DuelMDM, name: str) -> list[tuple[str, str]]:
         ("block", f"{lm.estimator.block or 'none: the whole target'} (grid {lm.estimator.grid})"),
         ("logit shift", f"{denoiser.shift}" + (": a token is predicted from the one before" if denoiser.shift else "")),
         ("max length", f"{denoiser.max_length}"),
-        ("special tokens", " ".join(part for part in (f"bos={lm.text.bos}:", prefix, "text", suffix) if part)),
+        ("special tokens", " ".join(filter(None, [f"bos={lm.text.bos}:", prefix, "text", suffix]))),
         ("padding", padding),
     ]
     if denoiser.attention != "causal" and denoiser.mask_id is not None:  # a causal network always sees a token

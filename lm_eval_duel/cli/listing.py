@@ -36,7 +36,7 @@ def model_args() -> Rows:
 
 def estimator_args() -> Rows:
     """The model args of single estimators."""
-    return _shared({entry.name: entry.arguments for entry in registry.ENTRIES})
+    return _merged_rows({entry.name: entry.arguments for entry in registry.ENTRIES})
 
 
 def metadata_keys() -> Rows:
@@ -55,15 +55,16 @@ def _default(arg: Argument) -> str:
     return f"{default}; {', '.join(others)}" if others else default
 
 
-def _shared(owners: Mapping[str, Mapping[str, Argument]]) -> Rows:
-    """(name, owners, default, meaning) of each argument; owners that declare it alike share a row."""
+def _merged_rows(owners: Mapping[str, Mapping[str, Argument]]) -> Rows:
+    """(name, owners, default, meaning) of each argument. Owners with the same declaration of it share a row."""
     declarations: dict[tuple[str, str, str], list[str]] = {}
     for owner, arguments in owners.items():
         for name, arg in arguments.items():
-            declarations.setdefault((name, _default(arg), arg.meaning), []).append(_code(owner))
+            declaration = (name, _default(arg), arg.meaning)
+            declarations.setdefault(declaration, []).append(_code(owner))
     rows = []
-    for (name, default, meaning), of_owners in declarations.items():
-        rows.append((_code(name), ", ".join(of_owners), default, meaning))
+    for (name, default, meaning), sharing in declarations.items():
+        rows.append((_code(name), ", ".join(sharing), default, meaning))
     return rows
 
 
@@ -92,7 +93,7 @@ def rule_table() -> Rows:
 
 def parameters() -> Rows:
     """The parameters of rules, and those that go with every rule."""
-    rows = _shared({name: declared(rule) for name, rule in rules.RULES.items()})
+    rows = _merged_rows({name: declared(rule) for name, rule in rules.RULES.items()})
     for name, arg in rules.WRAPPER_ARGUMENTS.items():
         rows.append((_code(name), "every rule", _default(arg), arg.meaning))
     return rows
@@ -124,17 +125,20 @@ def preset_table() -> Rows:
 def task_list() -> Rows:
     """The tasks and groups of this package, and what their file says first."""
     rows = []
-    for file in sorted(Path(task_folder()).rglob("[!_]*.yaml")):
+    for file in sorted(Path(task_folder()).rglob("[!_]*.yaml")):  # files that others include begin with _
         lines = file.read_text(encoding="utf-8").splitlines()
-        comment = itertools.takewhile(lambda line: line.startswith("# "), lines)
-        words = " ".join(line.removeprefix("# ") for line in comment)
-        rows.append((_code(file.stem), file.parent.name, words))
+        first_comment = itertools.takewhile(lambda line: line.startswith("# "), lines)
+        description = " ".join(line.removeprefix("# ") for line in first_comment)
+        rows.append((_code(file.stem), file.parent.name, description))
     return rows
 
 
 def folders() -> dict[str, str]:
     """The parts that are installed, and the path of each."""
-    return {"tasks": task_folder(), "results": str(FOLDER / "results"), **{name: resolve(name) for name in NAMES}}
+    paths = {"tasks": task_folder(), "results": str(FOLDER / "results")}
+    for name in NAMES:  # the bundled networks
+        paths[name] = resolve(name)
+    return paths
 
 
 def folder_list() -> Rows:
@@ -183,8 +187,8 @@ With --markdown, the table of the documentation.
 def markdown(what: str) -> str:
     """The first table of a list, as docs/ have it."""
     header, rows = TABLES[what][0]
-    rule = ["---"] * len(header)
-    return "\n".join(f"| {' | '.join(row)} |" for row in (header, rule, *rows()))
+    line = ["---"] * len(header)
+    return "\n".join(f"| {' | '.join(row)} |" for row in (header, line, *rows()))
 
 
 def listing(what: str, names: Sequence[str] = ()) -> str:
@@ -192,11 +196,16 @@ def listing(what: str, names: Sequence[str] = ()) -> str:
 
     `names`: only these rows, and for a rule those of its parameters.
     """
-    tables = [[_without_markdown(row) for row in rows()] for _, rows in TABLES[what]]
+    tables: list[Rows] = []
+    for _, rows in TABLES[what]:
+        tables.append(list(map(_without_markdown, rows())))
     if names:
         tables = _named(what, names, tables)
+
     width = min(shutil.get_terminal_size().columns, 120)
-    parts = ["\n".join(_entry(row, width) for row in table) for table in tables if table]
+    parts = []
+    for table in filter(None, tables):
+        parts.append("\n".join(_entry(row, width) for row in table))
     if what == "tasks":
         parts.append(f"--include_path {task_folder()}")
     return "\n\n".join(parts)
@@ -210,7 +219,8 @@ def _named(what: str, names: Sequence[str], tables: Sequence[Rows]) -> list[Rows
     by_name: dict[str, tuple[str, ...]] = {}
     for table in reversed(tables):  # a rule comes before a parameter of its name
         for row in table:
-            by_name |= {word.strip("()"): row for word in row[0].split()}
+            for word in row[0].split():  # a name, and its aliases in brackets
+                by_name[word.strip("()")] = row
     require_known(what.removesuffix("s"), names, by_name)
     chosen = {by_name[name] for name in names}
     first, *others = tables
@@ -227,8 +237,10 @@ def _named(what: str, names: Sequence[str], tables: Sequence[Rows]) -> list[Rows
 
 def _entry(row: tuple[str, ...], width: int) -> str:
     name, *cells, meaning = row
-    first = "  ".join([name, *(f"[{cell}]" for cell in filter(None, cells))])
-    return f"{first}\n{textwrap.indent(textwrap.fill(meaning, width - 4), '    ')}"
+    in_brackets = [f"[{cell}]" for cell in cells if cell]
+    first = "  ".join([name, *in_brackets])
+    filled = textwrap.fill(meaning, width - 4)
+    return f"{first}\n{textwrap.indent(filled, '    ')}"
 
 
 def _without_markdown(row: tuple[str, ...]) -> tuple[str, ...]:

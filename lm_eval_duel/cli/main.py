@@ -26,7 +26,7 @@ COMMANDS = {  # name: (module below lm_eval_duel with its `main`, what it does)
     "audit": ("cli.audit", "compare the numbers of a few documents with the specification, reference.py, in float32"),
     "list": ("cli.listing", "list model args, rules, estimators, presets, tasks, or the folders of what is installed"),
 }
-SHARED = ("run", "score")  # all processes of a launch take part
+SHARED = ("run", "score")  # commands in which all processes of a launch take part
 PACKAGES = ("lm_eval", "torch", "transformers")
 
 
@@ -62,7 +62,8 @@ example:
 
 def main(arguments: list[str] | None = None) -> None:
     """Entry point of `lm-eval-duel`."""
-    arguments = sys.argv[1:] if arguments is None else arguments
+    if arguments is None:
+        arguments = sys.argv[1:]
     name = arguments[0] if arguments else "--help"
     rank, processes = process()
     print_on_any_console()
@@ -74,7 +75,8 @@ def main(arguments: list[str] | None = None) -> None:
         elif name == "--version":
             print(version())
         elif name in COMMANDS:
-            importlib.import_module(f"lm_eval_duel.{COMMANDS[name][0]}").main(arguments[1:])
+            module, _ = COMMANDS[name]
+            importlib.import_module(f"lm_eval_duel.{module}").main(arguments[1:])
         elif name.startswith("-"):
             raise UsageError(f"'{name}' comes after a command: {PROGRAM} run {name} ...")
         else:

@@ -1,4 +1,4 @@
-"""The models of `score --compare`, by one rule: what a model does not set is as in --model_args.
+"""The models of `score --compare`. One rule holds: a model inherits from --model_args what it does not set.
 
 A rule comes with its parameters, and a preset with its rule, block, grid and cache. Arguments of --model_args that do
 not apply to a model's estimator are ignored, and named. A conflict is an error that says what to set.
@@ -24,7 +24,7 @@ OF_CHECKPOINT = (  # model args that describe one checkpoint, and may be wrong f
 
 
 class OtherModel(NamedTuple):
-    """A model of --compare. `inherited`: the names of its args that are as in --model_args."""
+    """A model of --compare. `inherited`: the names of its args that --model_args set."""
 
     text: str  # as given
     args: dict[str, Any]
@@ -60,19 +60,23 @@ def other_model(text: str, first: Mapping[str, Any]) -> OtherModel:
     given = _given(text)
     shared = _written_out(first)
     replaced = _replaced(given)
-    before = _estimator_of(shared)
+    first_estimator = _estimator_of(shared)
     estimator = _estimator_of(shared | _written_out(given))
+
     inherited = {}
     ignored = []
     for key, value in shared.items():
         if key in replaced:
             continue
-        if _applies(key, estimator, before):
+        if _applies(key, estimator, first_estimator):
             inherited[key] = value
         else:
             ignored.append(key)
-    if given.get("pretrained", first.get("pretrained")) != first.get("pretrained"):
+
+    other_checkpoint = given.get("pretrained", first.get("pretrained")) != first.get("pretrained")
+    if other_checkpoint:
         _require_own(text, {key: value for key, value in inherited.items() if key in OF_CHECKPOINT})
+
     model = OtherModel(text, inherited | given, tuple(inherited), tuple(ignored))
     with model.naming_conflicts():
         Options.parse(model.args)
@@ -93,8 +97,10 @@ def _given(text: str) -> dict[str, Any]:
 def _written_out(model: Mapping[str, Any]) -> dict[str, Any]:
     """The model args, with those of a preset in place of its name."""
     name = model.get("preset")
-    settings = {} if name is None else dict(presets.find(str(name)).arguments)
-    return settings | {key: value for key, value in model.items() if key != "preset"}
+    written = {} if name is None else dict(presets.find(str(name)).arguments)
+    written.update(model)  # a preset lets some of its arguments be changed
+    written.pop("preset", None)
+    return written
 
 
 def _estimator_of(model: Mapping[str, Any]) -> Entry:
@@ -111,11 +117,11 @@ def _replaced(given: Mapping[str, Any]) -> set[str]:
     return replaced
 
 
-def _applies(key: str, estimator: Entry, before: Entry) -> bool:
-    """True if an estimator takes an arg of --model_args, which has the estimator `before`."""
+def _applies(key: str, estimator: Entry, first_estimator: Entry) -> bool:
+    """True if an estimator takes an arg of --model_args. `first_estimator`: the one that --model_args name."""
     if key in estimator.arguments:
         return True
-    if key in before.arguments:
+    if key in first_estimator.arguments:
         return False
     if key in ("rule", *PARAMETERS):
         no_unmasking = estimator.takes_noise == "only" and not estimator.follows_rule

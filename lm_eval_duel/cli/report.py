@@ -57,13 +57,20 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
             none="none",
         ),
     ).parse_args(arguments)
-    of_page = [f"--{name}" for name in ("title", "shown", "tokenizer") if getattr(options, name) is not None]
-    if of_page and not options.page:
-        raise DuelError(f"{', '.join(of_page)}: this is about the page; add --page to write it.")
+    about_page = []
+    for name in ("title", "shown", "tokenizer"):
+        if getattr(options, name) is not None:
+            about_page.append(f"--{name}")
+    if about_page and not options.page:
+        raise DuelError(f"{', '.join(about_page)}: this is about the page; add --page to write it.")
     if options.apart and options.as_published:
         raise DuelError("--apart and --as_published exclude each other; give one of them.")
-    options.shown = SHOWN if options.shown is None else options.shown
-    read.files([*options.results, *([] if options.ar is None else [options.ar])])
+    if options.shown is None:  # only now: above, None says that the flag was not given
+        options.shown = SHOWN
+    places = list(options.results)
+    if options.ar is not None:
+        places.append(options.ar)
+    read.files(places)  # raises DuelError for a place without results
     traces: list[str] = []
     for place in options.traces:
         traces += trace.files(place)

@@ -86,7 +86,11 @@ def _named(arguments: Sequence[str]) -> list[str]:
 
     lm-eval itself reads the model args after a second of imports.
     """
-    name, rest = (arguments[0], arguments[1:]) if not arguments[0].startswith("-") else (None, arguments)
+    name = None
+    rest = arguments
+    if not arguments[0].startswith("-"):
+        name = arguments[0]
+        rest = arguments[1:]
     parser = argparse.ArgumentParser("run", add_help=False, allow_abbrev=False)
     parser.add_argument("--quiet", action="store_true")
     parser.add_argument("-M", "--model")
@@ -97,12 +101,11 @@ def _named(arguments: Sequence[str]) -> list[str]:
     model = [] if ours.model is None else ["--model", ours.model]
     if not (name or ours.model_args):
         return [*model, *rest]
+    pairs: list[tuple[str, Any]] = []
     if name:
-        name = FLAGS["NAME"].read("NAME", name)
-    texts = [FLAGS["model_args"].read("--model_args", text) for text in ours.model_args]
-    pairs = [("pretrained", name)] if name else []
-    for text in texts:
-        pairs += text.items()
+        pairs.append(("pretrained", FLAGS["NAME"].read("NAME", name)))
+    for text in ours.model_args:
+        pairs += FLAGS["model_args"].read("--model_args", text).items()
     given = unique_keys(pairs)
     if ours.model in (None, *MODELS):
         Options.parse(given)
@@ -129,7 +132,8 @@ def _parsed(cli: HarnessCLI) -> argparse.Namespace:
         if not error.code:
             print(f"\ndocumentation: {documentation()}")
             raise
-        message = (stderr.getvalue().strip().splitlines() or ["error: "])[-1].partition("error: ")[2]
+        last_line = stderr.getvalue().strip().rpartition("\n")[2]  # argparse prints the usage before it
+        message = last_line.partition("error: ")[2]
         message = re.sub(r"invalid functools\.partial\(.*\) value", "invalid value", message)
     except ValueError as error:  # from JSON
         message = " ".join(str(error).split())
@@ -137,10 +141,11 @@ def _parsed(cli: HarnessCLI) -> argparse.Namespace:
 
 
 def _nearest_flag(cli: HarnessCLI, message: str) -> str:
-    """Suggest the argument of lm-eval that is nearest to an unknown one."""
+    """Suggest the argument of lm-eval that is nearest to an unknown one, or end the sentence of `message`."""
     wrong = message.removeprefix("unrecognized arguments: ").split(" ")[0].partition("=")[0]
     with contextlib.suppress(AttributeError, KeyError):  # lm-eval's parser is private
-        flags = [flag for flag in cli._subparsers.choices["run"]._option_string_actions if flag.startswith("--")]
+        options = cli._subparsers.choices["run"]._option_string_actions
+        flags = [option for option in options if option.startswith("--")]
         if near := nearest(wrong, flags):
             return f". Did you mean {near[0]}?"
     return "" if message.endswith(".") else "."
@@ -152,14 +157,16 @@ def _complete(args: argparse.Namespace) -> None:
     if args.model is None:
         args.model = config.get("model") or MODEL
     folders = args.include_path or config.get("include_path") or []
-    folders = [folders] if isinstance(folders, str) else folders
-    read = FLAGS["include_path"].read
-    args.include_path = [task_folder(), *(read("--include_path", folder) for folder in folders)]
+    if isinstance(folders, str):
+        folders = [folders]
+    args.include_path = [task_folder()]
+    for folder in folders:
+        args.include_path.append(FLAGS["include_path"].read("--include_path", folder))
     _take_texts(args)
 
 
 def _take_texts(args: argparse.Namespace) -> None:
-    """Read files of text among the tasks as `duel_text`."""
+    """Replace files of text among the tasks by the task `duel_text`, which reads them."""
     names = _split(args.tasks or "")
     texts = [name for name in names if named.is_text(name)]
     if not texts:
@@ -177,8 +184,10 @@ def _take_texts(args: argparse.Namespace) -> None:
 def _split(tasks: str | Sequence[str]) -> list[str]:
     """The names of tasks, in one text or in several."""
     names: list[str] = []
-    for part in [tasks] if isinstance(tasks, str) else tasks:
-        names += part.split(",")
+    if isinstance(tasks, str):
+        tasks = [tasks]
+    for text in tasks:
+        names += text.split(",")
     return names
 
 

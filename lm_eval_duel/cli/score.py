@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("lm_eval.duel_mdm")
 
+METHOD = ("rule", "block", "cache")  # entries of a spec that name a method, after its estimator
 RATES = ("token_perplexity", "word_perplexity", "bits_per_byte")  # columns of the output
 TASK = "score"  # what traces and results call these documents
 DIFFERENCE = (  # entries of a comparison in --json
@@ -80,12 +81,13 @@ def main(arguments: Sequence[str]) -> None:
         for model in options.models:
             with model.naming_conflicts():
                 lm = DuelMDM(**model.args)
-            if (of_model := score(lm, texts)) is None:
+            scored_model = score(lm, texts)
+            if scored_model is None:
                 continue  # another process prints and writes
-            scored.append(of_model)
+            scored.append(scored_model)
             if show_documents:
-                gap = "\n" if len(scored) > 1 else ""
-                print(f"{gap}{of_model.table()}", flush=True)
+                blank_line = "\n" if len(scored) > 1 else ""
+                print(f"{blank_line}{scored_model.table()}", flush=True)
     finally:  # models that are finished are kept if a later one fails
         if scored:
             write(options, scored)
@@ -165,8 +167,10 @@ class ScoredModel:
         """The lines of --csv: each begins with what names the model."""
         spec = self.info["spec"]
         names = {"model": self.pretrained, "estimator": self.estimator}
-        names |= {key: spec.get(key, "") for key in ("rule", "block", "cache")}
-        names |= {"fingerprint": self.info["fingerprint"], "kind": self.kind}
+        for key in METHOD:
+            names[key] = spec.get(key, "")
+        names["fingerprint"] = self.info["fingerprint"]
+        names["kind"] = self.kind
         for line in self.lines:
             yield names | line.figures()
 
@@ -191,7 +195,9 @@ class ScoredModel:
         spec = self.info["spec"]
         value = self.total.value
         method = [f"estimator={self.estimator}"]
-        method += [f"{key}={spec[key]}" for key in ("rule", "block", "cache") if key in spec]
+        for key in METHOD:
+            if key in spec:
+                method.append(f"{key}={spec[key]}")
         kind = "" if value.is_exact and not value.note else f" ({self.kind})"
         yield f"{self.pretrained}, {', '.join(method)}{kind}"
         drawn = registry.find(self.estimator).drawn
@@ -243,13 +249,14 @@ def score(lm: DuelMDM, texts: Sequence[files.OwnText]) -> ScoredModel | None:
         words, size = count_units(text)
         value = Value(float(answer), answer.stderr, kind, note)
         lines[n] = Line(name, stats.key_of(text), value, answer.tokens, words, size, unknown.get(name, 0))
-    if (shares := lm.gather_object(lines)) is None:
+    shares = lm.gather_object(lines)
+    if shares is None:
         return None
     every: dict[int, Line] = {}
     for share in shares:
         every |= share
     in_order = [every[n] for n in range(len(texts))]
-    error = lm.evaluation.total().tasks[TASK].total.stderr  # equal windows have one error
+    error = lm.evaluation.total().tasks[TASK].total.stderr  # not from the lines: equal windows share their draws
     total = _total(in_order, error)
     return ScoredModel(lm.get_model_info(), lm.estimator.name, in_order, total, total.value.label)
 
@@ -286,7 +293,7 @@ def write(options: argparse.Namespace, scored: Sequence[ScoredModel]) -> None:
             task, text = compared(scored)
             for other, pair in zip(others, task.pairs, strict=True):
                 other["difference"] = {key: getattr(pair, key) for key in DIFFERENCE}
-    finally:
+    finally:  # also if the comparison fails: the scores are finished work
         if options.json:
             write_json(options.json, content)
         if options.json != STDOUT and options.compare and not (text or options.documents):
@@ -317,7 +324,8 @@ def compared(scored: Sequence[ScoredModel]) -> tuple[compare.Comparison, str]:
 
     first, *others = runs
     task = dataclasses.replace(task, pairs=[task.pair(row_of(first), row_of(run)) for run in others])
-    listed = [*(f"differs: {line}" for line in task.differences), *task.notes, *map(str, notes)]
+    listed = [f"differs: {line}" for line in task.differences]
+    listed += [*task.notes, *map(str, notes)]
     if len({line.key for line in scored[0].lines}) < stats.FEW:
         listed.append(TO_A_VERDICT)
     return task, spaced([columns.values(task).text(), columns.differences(task).text(), "\n".join(listed)])
@@ -362,7 +370,8 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     ).parse_args(arguments)
     if options.csv and options.json and Path(options.csv).resolve() == Path(options.json).resolve():
         raise DuelError(f"--csv and --json name the same file, {options.csv}; name two.")
-    if "-" in options.file and process()[1] > 1:
+    _, processes = process()
+    if "-" in options.file and processes > 1:
         raise DuelError("Standard input (-) cannot be read by several processes; name a file.")
     first = model_of(options)
     if options.trace is not None:

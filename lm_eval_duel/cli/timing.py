@@ -1,4 +1,4 @@
-"""The time and memory that scoring texts takes here: a few windows are timed, and the counts of all scale it up.
+"""The time and memory that scoring texts takes on this machine: a few windows are timed, and scaled up to all.
 
 The counts of rows and positions are those of `estimators/cost.py`, of the timed windows and of all.
 """
@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from lm_eval_duel.harness.lm import DuelMDM
 
 TIMED = ("duel", "two_phase", "elbo")  # besides the run's own estimator
-WINDOWS = 4  # timed together, if one of them alone takes less than
-SECONDS = 10.0
+WINDOWS = 4  # are timed together
+SECONDS = 10.0  # unless the first of them takes longer than this
 HEADER = ("estimator", "NFE", "calls", "rows", "token-rows", "time", "peak MiB", "what it gives")
 
 
@@ -62,7 +62,8 @@ def read_documents(lm: DuelMDM, options: argparse.Namespace) -> list[list[Window
         parts = []
         for task in named.load(options.tasks, metadata, options.include_path, options.limit):
             for request in task.instances:
-                (whole if request.request_type == "loglikelihood_rolling" else parts).append(request)
+                is_whole_text = request.request_type == "loglikelihood_rolling"
+                (whole if is_whole_text else parts).append(request)
         documents += document_windows(lm.text, whole)
         documents += continuation_windows(lm.text, parts)
     if options.files:
@@ -111,24 +112,34 @@ def _options(options: Options, name: str) -> Options:
 def _timed(lm: DuelMDM, estimator: Estimator, windows: Sequence[Window]) -> TimedEstimator:
     """The time of a few windows, scaled to all of them."""
     ordered = sorted(windows, key=lambda window: window.length)
-    sample = [ordered[len(ordered) // 2]]
+    sample = [ordered[len(ordered) // 2]]  # the median length
     for gpu in range(torch.cuda.device_count()):
         torch.cuda.reset_peak_memory_stats(gpu)
     seconds = _seconds(estimator, sample)
     if seconds < SECONDS and len(ordered) > 1:
         count = min(WINDOWS, len(ordered))
+        # the middles of equal parts, so that short and long windows are both timed
         sample = [ordered[len(ordered) * (2 * n + 1) // (2 * count)] for n in range(count)]
         seconds = _seconds(estimator, sample)
-    share = sum(len(window.target) for window in sample) / sum(len(window.target) for window in windows)
+
     counts: dict[str, Any] = {}
-    gives = registry.kind_of(estimator.name, estimator.describe())
-    if (count := cost.count_of(estimator)) is not None:
-        every = cost.sum_over(cost.layouts(windows), count)
-        share = cost.sum_over(cost.layouts(sample), count).token_rows / every.token_rows
+    count_one = cost.count_of(estimator)
+    if count_one is None:  # scale by target tokens
+        share = _tokens(sample) / _tokens(windows)
+    else:
+        every = cost.sum_over(cost.layouts(windows), count_one)
+        share = cost.sum_over(cost.layouts(sample), count_one).token_rows / every.token_rows
         calls = max(int(every.longest), math.ceil(every.weight / estimator.budget.tokens))
         counts = {"nfe": every.nfe or None, "calls": calls, "rows": every.rows, "token_rows": every.token_rows}
+
+    gives = registry.kind_of(estimator.name, estimator.describe())
     memory = peak_memory(lm.denoiser.device)
     return TimedEstimator(estimator.name, gives, len(sample), seconds / share, memory, **counts)
+
+
+def _tokens(windows: Sequence[Window]) -> int:
+    """The target tokens of windows."""
+    return sum(len(window.target) for window in windows)
 
 
 def _seconds(estimator: Estimator, windows: Sequence[Window]) -> float:
@@ -149,7 +160,7 @@ def figures(
         "documents": len(documents),
         "windows": len(windows),
         "length": max(window.length for window in windows),
-        "tokens": sum(len(window.target) for window in windows),
+        "tokens": _tokens(windows),
         "estimators": {each.estimator: dataclasses.asdict(each) for each in timed},
         "left_out": list(notes),
     }
