@@ -239,7 +239,7 @@ def _imported(name: str, folder: str, module_name: str) -> ModuleType:
     try:
         return importlib.import_module(module_name)
     except ModuleNotFoundError as error:
-        # it may exist, and import something that does not
+        # the rule's module or a package around it is missing; else it exists, and imports something that does not
         is_missing = bool(error.name) and f"{module_name}.".startswith(f"{error.name}.")
         if not is_missing:
             raise
@@ -314,7 +314,8 @@ def sort_key(text: str | None) -> tuple[int, str, float]:
     """The sort key of a rule: in the order of `RULES`, then by family and speed."""
     name, speed = family(text or "")
     first = name.split(":")[0]
-    return ([*RULES, first].index(first), name, speed)
+    place = [*RULES, first].index(first)  # a user's rules come after all of `RULES`
+    return (place, name, speed)
 
 
 def label(text: str) -> str:

@@ -51,9 +51,10 @@ class Rule(Arguments):
     def __init_subclass__(cls, **attributes: Any) -> None:
         """Set class attributes, as in `class MyRule(Rule, name="my_rule", state_only=True)`."""
         super().__init_subclass__()
-        if "__call__" in vars(cls):
+        if "__call__" in vars(cls):  # what another `__call__` reads is not inherited
             attributes = {**dict.fromkeys(READS, False), **attributes}
         for attribute, value in attributes.items():
+            # one that the class body sets goes first, and a property (of `Around`) stays one
             if attribute not in vars(cls) and not isinstance(getattr(cls, attribute), property):
                 setattr(cls, attribute, value)
 
@@ -145,7 +146,7 @@ def _canonical(declared: Argument, value: Any) -> Any:
 def file_version(path: str) -> tuple[int, int] | None:
     """A value that changes when a file is written again; None if it cannot be read.
 
-    It is a key of what a rule keeps of the file.
+    A rule that keeps what it has read of a file keeps it under this key.
     """
     try:
         entry = os.stat(path)

@@ -67,7 +67,8 @@ class Checked(Around):
         DuelError: the rule raised an exception, returned something else than planes of the lanes' shape and device, or
             changed the lanes.
         InconsistentOutput: it decided differently when it was asked again.
-        RuleStalled: it picked nothing, unless it may wait and its step or memory moves on, or what is not masked.
+        RuleStalled: it picked a position that is not masked, or nothing. Nothing is allowed if `may_pick_none` is set
+            and its step or memory moves on.
     """
 
     counts: Counts = dataclasses.field(repr=False, compare=False)
@@ -95,7 +96,8 @@ class Checked(Around):
         """A lane with a real choice, drawn by a hash, that is asked about alone."""
         choice = (lanes.masked.sum(1) > 1).nonzero()[:, 0]  # (r,)
         if len(choice) > 1:
-            choice = choice[1:]  # what a rule draws for the first lane may be what it draws for one alone
+            # not the first: a rule that draws random numbers may draw the same for the first lane as for one alone
+            choice = choice[1:]
         return int(choice[drawn(1, choice, self.counts.decisions, lanes.step[choice])])
 
     def _repeated(self, predictions: Any, lanes: Any) -> Decision:
@@ -133,7 +135,8 @@ class Checked(Around):
             log.warning(
                 "Rule %s decided otherwise %s. Without a decision_margin this may be a near tie. Such decisions are "
                 "counted (decisions_differing in the results); with many of them, the rule depends on other lanes",
-                *(self, when),
+                self,
+                when,
             )
         elif not self.coarse:
             raise InconsistentOutput(
@@ -206,7 +209,7 @@ class Checked(Around):
 
         waits = torch.full_like(lanes.row, self.may_pick_none and self.reads_step, dtype=torch.bool)  # (R,)
         if not self.may_pick_none or self.reads_step or decision.pick.any(1).all():
-            return waits
+            return waits  # the step always moves on, so memory decides only for a rule that does not read it
         before = lanes.memory or tuple(torch.zeros_like(plane) for plane in decision.memory)
         for old, new in zip(before, decision.memory, strict=True):
             waits |= (old != new).flatten(1).any(1)

@@ -80,7 +80,8 @@ class Klass(Thresholded, name="klass", label="KLASS", reads_step=True, dense_mem
         ready = masked & sure & (stable >= self.history)  # (R, W)
 
         distance = near_probability(confidence, masked, self.mu)  # (R,)
-        # near KL = nu a divergence moves by at most about 2 sqrt(2 KL) for each unit of logits
+        # Near KL = nu a divergence moves by at most about 2 sqrt(2 KL) for each unit of logits. An infinite one, of a
+        # position without a previous step, cannot reach nu.
         slope = 2 * (2 * divergence.clamp(min=max(self.nu, EPS))).sqrt()
         near_nu = ((divergence - self.nu) / slope).nan_to_num(nan=math.inf, posinf=math.inf)
         distance = distance.minimum(nearest(near_nu, masked))

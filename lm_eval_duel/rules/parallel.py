@@ -81,18 +81,19 @@ class Factor(Rule, name="factor", label="Factor", adaptive=True, speed=("f",), s
         descending = confidence.sort(dim=1, descending=True).values[:, 1:]  # (R, W - 1) ranks 2, 3, ...
         bounds = [log_odds(1 - self.f / (r + 1)) for r in range(2, masked.shape[1] + 1)]
         bound = descending.new_tensor(bounds)  # (W - 1,)
-        some = masked.sum(1, keepdim=True)  # (R, 1) m
-        ranked = torch.arange(1, masked.shape[1], device=masked.device) < some  # (R, W - 1)
+        m = masked.sum(1, keepdim=True)  # (R, 1)
+        ranked = torch.arange(1, masked.shape[1], device=masked.device) < m  # (R, W - 1)
         enough = descending > bound if self.variant == "c" else descending >= bound  # (R, W - 1)
         k = 1 + (enough & ranked).sum(1, keepdim=True)  # (R, 1)
         if self.variant == "a":
-            k = torch.where(k == some - 1, some, k)
+            k = torch.where(k == m - 1, m, k)
         elif self.variant == "c":
-            k = torch.where((k == some) & (some >= 2), some - 1, k)
+            k = torch.where((k == m) & (m >= 2), m - 1, k)
         pick, gap = best(predictions, lanes, predictions.confidence, k)
-        if masked.shape[1] == 1:
+        if masked.shape[1] == 1:  # there is no rank 2
             return Decision(pick, gap)
-        return Decision(pick, gap.minimum(nearest(descending - bound, ranked) / LOG_ODDS_SLOPE))
+        distance = nearest(descending - bound, ranked) / LOG_ODDS_SLOPE  # (R,)
+        return Decision(pick, gap.minimum(distance))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -31,7 +31,7 @@ class Preset:
 
     @property
     def for_any_network(self) -> str:
-        """Those that do not depend on the kind of network."""
+        """The model args that every network takes."""
         return _written_out({key: value for key, value in self.arguments.items() if key not in ONLY_WITH})
 
 
@@ -49,7 +49,8 @@ ONLY_WITH = {  # args of presets that some networks refuse: which networks take 
 }
 
 LLADA = "ML-GSAI/LLaDA@b7e6c35"
-FAST_DLLM, FAST_DLLM_FORK = "NVlabs/Fast-dLLM@24cc59e", "mgustineli/Fast-dLLM@fb55582"
+FAST_DLLM = "NVlabs/Fast-dLLM@24cc59e"
+FAST_DLLM_FORK = "mgustineli/Fast-dLLM@fb55582"
 DINFER = "inclusionAI/dInfer@fce4e32 evaluations/eval_dinfer.py L40-66, python/dinfer/decoding/parallel_strategy.py"
 SDAR = "JetAstra/SDAR@c2041a8 generate.py L57-202, L217-234"
 MLX_VLM = "Blaizzy/mlx-vlm@v0.7.10 mlx_vlm"

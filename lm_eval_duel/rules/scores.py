@@ -97,8 +97,14 @@ class Margin(Scored, name="margin", label="Prob. Margin"):
         rest = predictions.confidence.double().neg().sigmoid()  # (R, W) 1 - P1
         p1 = 1 - rest  # (R, W)
         p2 = p1 * predictions.log_margin.double().neg().exp()  # (R, W)
-        below = rest + p2  # (R, W) in float64 it does not round to 0 where the margin rounds to 1
-        return -below, p1 * below + p2 * (1 - p2 + p1) + (1 - below) * (rest - p2).clamp(min=0)
+        # 1 - (P1 - P2), which orders like the margin, and does not round to 0 where the margin rounds to 1
+        below = rest + p2  # (R, W)
+
+        # the L1 norm of d(P1 - P2)/d(logits): the logits of the first, of the second, and of all other tokens
+        of_first = p1 * below
+        of_second = p2 * (1 - p2 + p1)
+        of_others = (1 - below) * (rest - p2).clamp(min=0)
+        return -below, of_first + of_second + of_others
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,7 +133,8 @@ class Threshold(Thresholded, name="threshold", label="Conf. Thresh.", state_only
     strict: bool = argument(TRUTH, False, "positions with P1 = mu are not revealed", optional=True)
 
     def __call__(self, predictions: Predictions, lanes: Lanes) -> Decision:
-        confidence, bound = predictions.confidence, log_odds(self.mu)  # (R, W)
+        confidence = predictions.confidence  # (R, W)
+        bound = log_odds(self.mu)
         sure = lanes.masked & (confidence > bound if self.strict else confidence >= bound)  # (R, W)
         distance = near_probability(confidence, lanes.masked, self.mu)  # (R,)
         return Decision(*sure_or_best(predictions, lanes, sure, distance))
@@ -166,11 +173,18 @@ class EntropyBound(Rule, name="entropy_bound", label="Entropy Bound", adaptive=T
         pick = torch.zeros_like(masked).scatter(1, order, inside)  # (R, W)
 
         count = inside.sum(1, keepdim=True)  # (R, 1)
-        last, following = count - 1, count.clamp(max=masked.shape[1] - 1)
+        last = count - 1  # (R, 1) the last position that is revealed, and the first that is not
+        following = count.clamp(max=masked.shape[1] - 1)
         more = count[:, 0] < masked.sum(1)  # (R,) some stay masked
-        below = (self.gamma - spent.gather(1, last)) / (2 * spent.gather(1, last))
-        above = (spent.gather(1, following) - self.gamma) / (2 * spent.gather(1, following))
-        gap = (ascending.gather(1, following) - ascending.gather(1, last)) / (2 * ascending.gather(1, following))
+
+        # The pick changes if the last position passes gamma, if the following one no longer does, or if the two change
+        # places. An entropy H moves by at most 2 H for each unit of logits.
+        spent_last = spent.gather(1, last)  # (R, 1)
+        spent_following = spent.gather(1, following)
+        entropy_following = ascending.gather(1, following)
+        below = (self.gamma - spent_last) / (2 * spent_last)
+        above = (spent_following - self.gamma) / (2 * spent_following)
+        gap = (entropy_following - ascending.gather(1, last)) / (2 * entropy_following)
         gap = torch.where(predictions.all_mask[:, None], math.inf, gap)
         below = torch.where(count > 1, below, math.inf)[:, 0]  # the first is always taken
         rest = torch.where(more, above.minimum(gap)[:, 0], math.inf)

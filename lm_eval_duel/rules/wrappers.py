@@ -60,6 +60,7 @@ class Around(Rule):
         return self.followed(predictions, dataclasses.replace(lanes, **planes))
 
 
+# Class attributes of other rules are properties here, since they depend on the rule inside.
 for attribute in ("name", "label", "adaptive", "speed", *READS, "spans_blocks", "dense_memory"):
     setattr(Around, attribute, property(operator.attrgetter(f"rule.{attribute}")))
 
@@ -77,8 +78,12 @@ def replaced(rule: Rule, **values: Any) -> Rule:
 
 
 def emptied(memory: tuple[Any, ...], lanes: Any) -> tuple[Any, ...]:
-    """The memory with zeros in `lanes` (R,)."""
-    return tuple(plane.masked_fill(lanes.view(-1, *[1] * (plane.dim() - 1)), 0) for plane in memory)
+    """The memory with zeros in `lanes` (R,) bool."""
+    planes = []
+    for plane in memory:
+        shape = (-1,) + (1,) * (plane.dim() - 1)
+        planes.append(plane.masked_fill(lanes.view(shape), 0))
+    return tuple(planes)
 
 
 # ---------------------------------------------------------------- the wrappers
