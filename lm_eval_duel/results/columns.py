@@ -70,12 +70,15 @@ def names_of_rows(rows: Sequence[Row]) -> Columns:
 
 def names_of_compared(compared: Sequence[ComparedRow]) -> Columns:
     """The columns that name rows of a table."""
-    return _of(lambda each: each.row, names_of_rows([each.row for each in compared]))
+    return _through(lambda each: each.row, names_of_rows([each.row for each in compared]))
 
 
-def _of(record: Callable[[Any], Any], columns: Columns) -> Columns:
-    """The columns of a record, for what has one."""
-    return {head: lambda each, cell=cell: cell(record(each)) for head, cell in columns.items()}
+def _through(record: Callable[[Any], Any], columns: Columns) -> Columns:
+    """Columns for objects that hold a record: `record(each)` is what `columns` show."""
+    shown: Columns = {}
+    for head, cell in columns.items():
+        shown[head] = lambda each, cell=cell: cell(record(each))  # bound now: `cell` changes with the loop
+    return shown
 
 
 def run_title(run: Run, baseline: bool) -> str:
@@ -154,10 +157,12 @@ COUNTED = "acc"  # in a loglikelihood task, the share of texts that greedy decod
 
 def of_task(task: Comparison) -> Iterator[tuple[str, Table]]:
     """The tables of a task, each with the stem of its file."""
-    if duels := [each for each in task.rows if each.row.is_duel]:
+    duels = [each for each in task.rows if each.row.is_duel]
+    if duels:
         yield "gap", gaps_of(duels)
     yield "methods", values(task)
-    if cached := [each for each in task.rows if each.cache_cost]:
+    cached = [each for each in task.rows if each.cache_cost]
+    if cached:
         yield "cache", cache_costs(cached)
     if task.pairs:
         yield "pairs", differences(task)
@@ -218,6 +223,7 @@ def differences(task: Comparison) -> Table:
     """The task's pairs: what both rows share, their names, the paired difference, and which is better."""
 
     def shared(cell: Callable[[Row], Cell]) -> Callable[[Pair], Cell]:
+        """The cell of both rows of a pair; empty if they differ."""
         return lambda pair: cell(pair.first) if cell(pair.first) == cell(pair.second) else ""
 
     unit = gaps.unit(task.metric)
@@ -260,7 +266,8 @@ def perplexities(standings: Standings, tasks: Mapping[str, Comparison]) -> Table
         shown[mean_title(standings)] = lambda row: mean(standings, row)
         shown["mean rank"] = mean_rank
     shown["rank"] = rank
-    return Table.from_records("Perplexities", [row for row in standings.rows if row.method.rows], shown)
+    with_perplexities = [row for row in standings.rows if row.method.rows]
+    return Table.from_records("Perplexities", with_perplexities, shown)
 
 
 def gaps_closed(standings: Standings, tasks: Mapping[str, Comparison]) -> Table:
@@ -365,7 +372,7 @@ def cost(costs: Sequence[RunCost]) -> Table:
         return cell
 
     shown: Columns = {
-        **_of(lambda cost: cost.run, names_of_runs([cost.run for cost in costs], ())),
+        **_through(lambda cost: cost.run, names_of_runs([cost.run for cost in costs], ())),
         "estimator": lambda cost: cost.name,
         "s per token": lambda cost: number(cost.time.seconds_per_token, ".3g"),
         "forwards": entry("forwards"),
@@ -383,7 +390,11 @@ def files(runs: Sequence[Run], baselines: Collection[Run]) -> Table:
     folder = os.path.commonpath([os.path.dirname(run.name) for run in runs])
 
     def spec(run: Run) -> str:
-        return ", ".join(f"{key}={run.spec[key]}" for key in SPEC if run.spec.get(key, "none") != "none")
+        entries = []
+        for key in SPEC:
+            if run.spec.get(key, "none") != "none":
+                entries.append(f"{key}={run.spec[key]}")
+        return ", ".join(entries)
 
     shown: Columns = {
         "file": lambda run: os.path.relpath(run.name, folder),
@@ -443,7 +454,10 @@ def published_sources(figures: Iterable[dict[str, Any]]) -> list[dict[str, Any]]
     sources: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for figure in figures:
         sources.setdefault((figure["source"], figure["metric"]), []).append(figure)
-    return [{"source": source, "metric": metric, "figures": of} for (source, metric), of in sources.items()]
+    listed = []
+    for (source, metric), of_source in sources.items():
+        listed.append({"source": source, "metric": metric, "figures": of_source})
+    return listed
 
 
 def published(source: Mapping[str, Any]) -> Table:
@@ -458,7 +472,7 @@ def published(source: Mapping[str, Any]) -> Table:
             names["block"] = WHOLE_TARGET
         row = rows.setdefault(tuple(names.values()), names)
         row[figure["task"]] = number(figure["value"], form, figure["stderr"], figure["bound"])
-    *names_before, note = NAMES
+    *names_before, note = NAMES  # the note stands behind the tasks
     columns: Columns = {}
     for head in (*names_before, *tasks, note):
         columns[head] = lambda row, head=head: row.get(head, "")

@@ -120,7 +120,7 @@ def task(
     draws = _draws(table.rows)
     best = _best(table.rows)
     shown = []
-    described: dict[Row, str] = {}  # the ELBOs that gaps are closed of
+    described: dict[Row, str] = {}  # each ELBO whose gap is closed, in words
     for row in table.rows:
         elbos: list[Row] = []
         closed = GapClosed()
@@ -189,7 +189,10 @@ def shared_metric(name: str, requested: str | None, compared: Sequence[Run]) -> 
         return requested
     if requested is None and shared:
         return min(shared, key=METRICS.index)
-    available = "; ".join(f"{run.name}: {', '.join(run.tasks[name].metrics)}" for run in compared)
+    of_runs = []
+    for run in compared:
+        of_runs.append(f"{run.name}: {', '.join(run.tasks[name].metrics)}")
+    available = "; ".join(of_runs)
     wanted = f"{requested} of {name}" if requested else f"a metric of {name} that all results have"
     raise DuelError(f"Wanted {wanted}, but there is: {available}. Name another with --metric, or leave the task out.")
 
@@ -204,7 +207,7 @@ def _draws(shown: Sequence[Row]) -> dict[Row, np.ndarray]:
         if len(row.documents) < 2 or math.isinf(row.value):
             continue
         if not drawable or row.documents.keys() == drawable[0].documents.keys():
-            drawable.append(row)
+            drawable.append(row)  # other documents cannot be resampled together
     if not drawable:
         return {}
     documents = sorted(drawable[0].documents)
@@ -259,7 +262,8 @@ def choose(choice: str, shown: Sequence[ComparedRow], draws: Draws) -> list[Pair
     if choice == ALL:
         pairs += itertools.combinations([each.row for each in likelihoods], 2)
     if choice in (BOTH, MODELS):
-        pairs += _pairs_of([main_row(of_model) for of_model in by_model(likelihoods).values()])
+        of_models = by_model(likelihoods).values()
+        pairs += _pairs_of(list(map(main_row, of_models)))
     if choice in (BOTH, RULES):
         groups: dict[tuple, list[Row]] = {}
         for each in likelihoods:
@@ -381,13 +385,16 @@ def _speeds(shown: Sequence[ComparedRow], ar: Row | None) -> list[Speeds]:
             groups.setdefault((row.model, row.block, row.run.cache, row.variant), []).append(each)
     speeds = []
     for members in groups.values():
-        if len({round(each.row.nfe_per_token, 3) for each in members}) > 1:
-            first = members[0].row
-            parts = first.parts
-            cache = parts["cache"] if first.run.has_cache else ""
-            title = [first.model, parts["block"], cache, first.variant]
-            elbo = next((each.closed.elbo for each in members if each.closed.elbo is not None), None)
-            speeds.append(Speeds(", ".join(filter(None, title)), elbo, ar, _oracle(first, shown), _families(members)))
+        different_nfes = {round(each.row.nfe_per_token, 3) for each in members}
+        if len(different_nfes) < 2:
+            continue
+        first = members[0].row
+        parts = first.parts
+        cache = parts["cache"] if first.run.has_cache else ""
+        title = ", ".join(filter(None, [first.model, parts["block"], cache, first.variant]))
+        elbos = [each.closed.elbo for each in members if each.closed.elbo is not None]
+        elbo = elbos[0] if elbos else None
+        speeds.append(Speeds(title, elbo, ar, _oracle(first, shown), _families(members)))
     return speeds
 
 
@@ -403,7 +410,10 @@ def _oracle(row: Row, shown: Sequence[ComparedRow]) -> Row | None:
 
 def _families(members: Sequence[ComparedRow]) -> dict[str, list[ComparedRow]]:
     """The rows of each rule family, fastest first; families in the order of the table."""
-    families: dict[str, list[ComparedRow]] = {family(each.row.rule)[0]: [] for each in members}
-    for each in sorted(members, key=lambda each: each.row.nfe_per_token):
-        families[family(each.row.rule)[0]].append(each)
+    families: dict[str, list[ComparedRow]] = {}
+    for each in members:  # in the order of the table
+        name, _ = family(each.row.rule)
+        families.setdefault(name, []).append(each)
+    for of_family in families.values():
+        of_family.sort(key=lambda each: each.row.nfe_per_token)
     return families

@@ -57,7 +57,10 @@ def pair(first: Row, second: Row, draws: Draws) -> Pair:
     sides = []
     for row, name in zip((first, second), names, strict=True):
         sides.append(Side(name, row.per_unit, row.stderr_reason, draws.get(row)))
-    texts = [key.rpartition(":")[0] for key in first.documents]  # without the number of each copy
+    texts = []  # by their digest: keys also number the copies of a text
+    for key in first.documents:
+        digest, _, _ = key.rpartition(":")
+        texts.append(digest)
     paired = stats.difference(*sides, unit(first.metric), texts)
     reason = Note()
     if paired.difference is None:
@@ -94,7 +97,8 @@ def nearest(
         if other.run.key == row.run.key and fits(other):
             fitting.append((other, _differing_entries(row.run.spec, other.run.spec, ignored)))
     least = min((differences for _, differences in fitting), key=len, default={})
-    return [other for other, differences in fitting if differences == least], least
+    nearest_rows = [other for other, differences in fitting if differences == least]
+    return nearest_rows, least
 
 
 def _differing_entries(this: Mapping[str, str], that: Mapping[str, str], ignored: Collection[str]) -> dict[str, str]:
@@ -169,7 +173,7 @@ def find_elbos(duel: Row, shown: Sequence[Row], as_published: bool) -> tuple[lis
 
 
 def _no_elbo_under_noise(duel: Row, shown: Sequence[Row]) -> str:
-    """The reason that a value given the noise of a seed has no ELBO: the network's bound is one of another sampler."""
+    """The reason that a value given the noise of a seed has no ELBO: the network's bound is that of another sampler."""
     for row in shown:
         if row.run.key == duel.run.key and row.entry.takes_noise == "only" and not row.entry.follows_rule:
             return "commit-once and ancestral sampling are two samplers, so neither value bounds the other"
@@ -181,11 +185,13 @@ def close_gap(row: Row, elbo: Row | None, ar: Row | None, draws: Draws, why: str
     if elbo is None:
         return GapClosed(reason=NOT_OF_PERPLEXITY if row.metric == "bits_per_byte" else Note(why))
     elbo_gap = None if ar is None else elbo.value - ar.value
-    if reason := _no_gap(row, elbo, ar):
+    reason = _no_gap(row, elbo, ar)
+    if reason:
         return GapClosed(elbo, elbo_gap, reason=reason)
 
     errors = [error for error in (elbo.stderr_bound, row.stderr_bound) if error is not None]
-    distinguishable = stats.is_distinguishable(elbo.value, row.value, math.hypot(*errors) if errors else None)
+    error = math.hypot(*errors) if errors else None  # of the difference: draws of the two are independent
+    distinguishable = stats.is_distinguishable(elbo.value, row.value, error)
     reasons = [Note(elbo.stderr_reason), Note(row.stderr_reason)]
     percent = None
     stderr = None

@@ -59,7 +59,8 @@ def _reason_apart(name: str, metric: str, members: Sequence[Run], run: Run) -> s
             continue
         found = documents(member.tasks[name], run.tasks[name], metric) + differences(member, run, name)
         for difference in found:
-            if metric == PER_TOKEN or not difference.field.startswith("tokenizer"):  # per word and byte they may differ
+            is_of_tokenizers = difference.field.startswith("tokenizer")
+            if metric == PER_TOKEN or not is_of_tokenizers:  # per word and byte tokenizers may differ
                 there = f"{difference.second} here, {difference.first} in the first table of {name}"
                 return f"{difference.field}: {there}"
     return ""
@@ -108,7 +109,10 @@ class Difference(NamedTuple):
 
 
 def documents(first: Task, second: Task, metric: str) -> list[Difference]:
-    """The first difference of two document sets, judged by the samples if both have them, else by the results files."""
+    """The first difference of two document sets, or none: by the results files, then by the samples if both have them.
+
+    One is enough for an error, and the others mostly follow from it.
+    """
     for difference in _identity_differences(first, second):
         return [difference]
     if first.documents is not None and second.documents is not None:
@@ -205,6 +209,7 @@ def same_tokens(first: Run, second: Run, name: str) -> bool | None:
         return counts[0] == counts[1]
     if None not in tokenizers:
         return False
+    # Words are the same in both, so equal ratios of words to tokens mean equally many tokens.
     words_per_token = [_words_per_token(run.tasks[name]) for run in both]
     if None in words_per_token:
         return None
@@ -212,7 +217,7 @@ def same_tokens(first: Run, second: Run, name: str) -> bool | None:
 
 
 def _words_per_token(task: Task) -> float | None:
-    """From two perplexities of the same log-likelihood; None if one of them does not say."""
+    """Words over tokens: the ratio of nats per token to nats per word. None if a perplexity is not above 1."""
     per_token = task.metrics.get(PER_TOKEN, 0.0)
     per_word = task.metrics.get("word_perplexity", 0.0)
     if min(per_token, per_word) <= 1:
@@ -250,7 +255,10 @@ def _same_windows(first: Run, second: Run, name: str, same_tokenizer: bool) -> b
     one = first.longest(name)
     other = second.longest(name)
     if same_tokenizer:  # what is known of one run holds for both
-        one = other = max((tokens for tokens in (one, other) if tokens is not None), default=None)
+        known = [tokens for tokens in (one, other) if tokens is not None]
+        longest = max(known, default=None)
+        one = longest
+        other = longest
     if one is None or other is None:
         return False
     return one <= first.capacity and other <= second.capacity

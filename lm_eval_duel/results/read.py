@@ -115,13 +115,17 @@ def distinguish(runs: Sequence[Run]) -> list[Run]:
     """The runs, where different models of one label have longer ones: with the folder, else the weights' digest."""
     longer: dict[str, str] = {}  # by the key of a model
     for label in dict.fromkeys(run.label for run in runs):
-        first = {run.key: run for run in reversed(runs) if run.label == label}
-        if len(first) < 2:
+        models: dict[str, Run] = {}
+        for run in runs:
+            if run.label == label:
+                models.setdefault(run.key, run)
+        if len(models) < 2:
             continue
-        for key, run in first.items():
+        for key, run in models.items():
             longer[key] = "/".join(Path(run.pretrained).parts[-2:])
-        if len({longer[key] for key in first}) < len(first):
-            longer |= {key: f"{label} ({key[:8]})" for key in first}
+        if len({longer[key] for key in models}) < len(models):
+            for key in models:
+                longer[key] = f"{label} ({key[:8]})"
     named = []
     for run in runs:
         named.append(dataclasses.replace(run, label=longer.get(run.key, run.label)))
@@ -138,8 +142,10 @@ def run_of(file: Path, content: Json, documents: Documents | None = None) -> Run
     header = Header(**_typed(content, HEADER))
     if config.estimator not in ESTIMATORS:
         raise DuelError(f"{file}: {unknown('estimator', config.estimator, ESTIMATORS)}")
-    groups = {name for name, parts in (content.get("group_subtasks") or {}).items() if parts}
-    groups |= set(content.get("groups") or {})
+    groups = set(content.get("groups") or {})
+    for name, parts in (content.get("group_subtasks") or {}).items():
+        if parts:  # lm-eval lists a task that is no group with no parts
+            groups.add(name)
     names = [name for name in content["results"] if name not in groups]
     tasks = [_task(file, content, config, name, documents) for name in names]
     tasks.sort(key=lambda task: "" if task.metrics else task.name)
@@ -233,8 +239,12 @@ def _check(run: Run) -> None:
 
 
 def _check_task(run: Run, task: Task) -> None:
+    """Raise an error if entries of a task disagree. A partial run's log-likelihoods are of other documents."""
     values = {} if task.partial else task.entry.get("values", {})
-    log_probs = {key: value["log_prob"] for key, value in values.items() if value["log_prob"] is not None}
+    log_probs = {}
+    for key, value in values.items():
+        if value["log_prob"] is not None:
+            log_probs[key] = value["log_prob"]
     log_prob = log_probs.get(run.estimator)
     known = task.metrics.get("token_perplexity")
     tokens = task.entry.get("tokens")
@@ -324,7 +334,9 @@ def samples_of_score(entries: Sequence[Mapping[str, Any]]) -> Documents:
 
 def _documents(records: Sequence[Mapping[str, Any]], rolling: bool) -> Documents:
     """The documents of samples, sorted by key; equal texts are counted in order."""
-    first = {int(record["doc_id"]): record for record in reversed(records)}  # one a filter, with equal values
+    first: dict[int, Mapping[str, Any]] = {}
+    for record in records:  # lm-eval writes a document once for each filter, with equal values
+        first.setdefault(int(record["doc_id"]), record)
     seen = Counter[str]()
     keyed = {}
     for n, record in sorted(first.items()):
@@ -381,7 +393,7 @@ def number(value: Any) -> float | None:
 
 def _count(value: Any) -> int:
     count = int(value)
-    float(count)  # raises OverflowError
+    float(count)  # an OverflowError here, not in a division later
     return count
 
 
@@ -395,7 +407,8 @@ def _strings(entries: Json | None) -> dict[str, str]:
 def _arguments(given: Json | str | None) -> dict[str, str]:
     """Model args: a mapping, or the text that lm_eval's Python API takes."""
     if isinstance(given, str):
-        return _strings(dict(part.split("=", 1) for part in given.split(",") if "=" in part))
+        pairs = [part.split("=", 1) for part in given.split(",") if "=" in part]
+        return _strings(dict(pairs))
     return _strings(given)
 
 

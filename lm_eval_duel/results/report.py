@@ -100,7 +100,10 @@ def collect(options: argparse.Namespace) -> Report:
     else:
         ar, note = baseline(runs)
         notes = [*filter(None, [note]), *notes]
-    shown = [run for run in runs if (run.ours or run.autoregressive) and run.has_results]
+    shown = []
+    for run in runs:
+        if (run.ours or run.autoregressive) and run.has_results:
+            shown.append(run)
     if not shown:
         raise DuelError(f"No perplexity ({', '.join(METRICS)}) to report: {'; '.join(map(str, notes))}")
     baseline_names = {run.name for run in ar}
@@ -205,7 +208,8 @@ def baseline(runs: Sequence[Run]) -> tuple[list[Run], Note]:
                 several = f"No gaps: there are several results of {run.label} on {name}."
                 return [], Note(several, "name one with --ar")
             newest[name] = run
-    return list({run.name: run for run in newest.values()}.values()), Note()
+    once = {run.name: run for run in newest.values()}  # a run may be the newest of several tasks
+    return list(once.values()), Note()
 
 
 def _no_baseline(causal: Sequence[Run]) -> Note:
@@ -275,7 +279,8 @@ def _rule(row: Row) -> str:
 
 def _value(row: Row) -> str:
     """A row's value, with its bound and its error."""
-    remarks = "; ".join(filter(None, [f"eps={row.eps:g}: no bound" if row.eps else "", row.stderr_reason]))
+    no_bound = f"eps={row.eps:g}: no bound" if row.eps else ""
+    remarks = "; ".join(filter(None, [no_bound, row.stderr_reason]))
     text = number(row.value, form_of(row.metric), row.stderr, row.score.is_bound)
     return f"{text} ({remarks})" if remarks else text
 
@@ -318,11 +323,12 @@ def markdown(report: Report, images: Sequence[Image] = ()) -> str:
         lines += [f"- {line}" for line in of_task]
     parts = ["# How far from autoregressive?", "\n".join(lines), bullets(map(str, report.notes))]
     for name, task in report.tasks.items():
-        tables = {}
+        tables: dict[str, list[Table]] = {}
         for about, kind, table in every:
             if about == name and kind != "accuracy":
                 tables.setdefault(kind, []).append(table)
-        parts += _markdown_of_task(name, task, tables, [image for image in images if image.task == name])
+        images_of_task = [image for image in images if image.task == name]
+        parts += _markdown_of_task(name, task, tables, images_of_task)
     for about, kind, table in every:
         if kind == "accuracy" or not about:
             parts += [f"## {escape(table.title)}", table.markdown()]
@@ -360,8 +366,10 @@ def _markdown_of_task(
         if image.kind == "rules":
             yield image.markdown(quote)
     yield "### Notes"
-    any_drawn = any(each.interval and each.row.is_drawn for each in task.rows)
-    yield bullets([*task.notes, *([DRAWN] if any_drawn else [])])
+    notes = list(task.notes)
+    if any(each.interval and each.row.is_drawn for each in task.rows):
+        notes.append(DRAWN)
+    yield bullets(notes)
 
 
 def console(report: Report) -> str:
@@ -369,7 +377,8 @@ def console(report: Report) -> str:
     parts = []
     for of_task in report.headlines.values():
         for line in of_task:
-            parts.append(re.sub(r"\\(?=[^\w\s])", "", line.replace("**", "")))  # without Markdown
+            without_bold = line.replace("**", "")
+            parts.append(re.sub(r"\\(?=[^\w\s])", "", without_bold))  # and without the escapes of Markdown
     for name, kind, table in report.tables():
         if kind in PRINTED:
             parts.append(table.title if kind == "accuracy" else f"{name}: {table.title}")
@@ -397,8 +406,8 @@ def write(
         "report.csv": files.csv_of(report.standings),
     }
     tables = [(name, kind, table) for name, kind, table in report.tables() if kind != "cost"]
-    stems = files.stems((name, kind, table.title) for name, kind, table in tables)
-    for stem, (_, _, table) in zip(stems, tables, strict=True):
+    titled = [(name, kind, table.title) for name, kind, table in tables]
+    for stem, (_, _, table) in zip(files.stems(titled), tables, strict=True):
         written[f"{stem}.tex"] = table.latex()
     for image in images:
         written |= image.files

@@ -237,7 +237,7 @@ def names(rows: Sequence[Row]) -> list[str]:
             label["estimator"] = ""
         if not any_cache:
             label["cache"] = ""
-    parts = [part for part in labels[0] if len({label[part] for label in labels}) > 1]
+    parts = [part for part in labels[0] if any(label[part] != labels[0][part] for label in labels)]
     specs = [row.run.spec for row in rows]
     keys = differing_keys(specs, {*NON_IDENTITY_KEYS, *ESTIMATOR_KEYS, *LABEL_KEYS, "version"})
     if len({row.run.key for row in rows}) > 1:  # checkpoints differ in much more
@@ -297,7 +297,8 @@ def from_run(run: Run, name: str, metric: str, baseline: bool) -> tuple[list[Row
             continue
         if key not in registry.ESTIMATORS and not is_rule(key):
             raise DuelError(f"{run.name}: {unknown('estimator or rule', key, [*registry.ESTIMATORS, *RULES])}")
-        if why := _left_out(harness_row, key, written):
+        why = _left_out(harness_row, key, written)
+        if why:
             notes.append(why)
         else:
             rows.append(_row_of_value(harness_row, key, written))
@@ -390,7 +391,7 @@ def _documents(task: Task, metric: str) -> tuple[Values, Note]:
     written = task.metrics.get(metric)
     if written is None or not values or len(values) < len(task.documents.numbers):
         return {}, Note()
-    nats, units = map(sum, zip(*values.values(), strict=True))
+    nats, units = map(sum, zip(*values.values(), strict=True))  # over documents
     sampled = stats.value(metric, nats, units)
     if not math.isclose(sampled, written, rel_tol=SAME):
         what = f"the samples of {task.name} give {metric} {sampled:.6g}, the results {written:.6g}"

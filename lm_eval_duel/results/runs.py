@@ -74,13 +74,16 @@ class Config:
     @property
     def estimator(self) -> str:
         """The estimator behind the harness's values; other models count as `ar`."""
-        return str(self.duel.get("estimator") or self.spec.get("estimator") or "duel") if self.ours else "ar"
+        if not self.ours:
+            return "ar"
+        return str(self.duel.get("estimator") or self.spec.get("estimator") or "duel")
 
     @property
     def rule(self) -> str | None:
         """The rule of a `duel` run, or of an estimate of its value."""
-        follows = ESTIMATORS[self.estimator].follows_rule
-        return self.duel.get("rule") or text_or_none(self.spec.get("rule")) if follows else None
+        if not ESTIMATORS[self.estimator].follows_rule:
+            return None
+        return self.duel.get("rule") or text_or_none(self.spec.get("rule"))
 
     @property
     def block(self) -> str | None:
@@ -140,7 +143,8 @@ class Task:
     @property
     def size(self) -> int | None:
         """The number of scored documents."""
-        if written := self.identity.get("documents"):
+        written = self.identity.get("documents")
+        if written:
             return int(written)
         return None if self.documents is None else len(self.documents.numbers)
 

@@ -163,7 +163,10 @@ def joined(texts: Iterable[str | None]) -> str:
 
 
 def _methods(tasks: Mapping[str, Comparison], runs: Sequence[Run], baselines: Sequence[Run]) -> list[RankedMethod]:
-    """Rows of one model and method belong together; two of one task never do."""
+    """The methods of rows and of runs with other averages: one for each model and method.
+
+    Two results of one task are always two methods.
+    """
     results: dict[tuple, dict[str, ComparedRow]] = {}
     for name, task in tasks.items():
         for each in task.rows:
@@ -249,8 +252,15 @@ class Standings:
         """The rows from the lowest value, in groups with a title: the oracle is not a likelihood, and stands apart."""
         groups: dict[str, list[Standing]] = {"": [], f"Oracle: {KINDS[ORACLE]}": []}
         others, oracles = groups.values()
-        for row in sorted(self.rows, key=lambda row: math.inf if row.main is None else row.main):
-            (oracles if row.method.kind == ORACLE else others).append(row)
+
+        def lowest_first(row: Standing) -> float:
+            return math.inf if row.main is None else row.main
+
+        for row in sorted(self.rows, key=lowest_first):
+            if row.method.kind == ORACLE:
+                oracles.append(row)
+            else:
+                others.append(row)
         return [(title, members) for title, members in groups.items() if members]
 
 
@@ -289,7 +299,9 @@ def _tasks_of_means(tasks: Mapping[str, Comparison], methods: Sequence[RankedMet
     if not common:
         return "", []
     metric = max(common, key=lambda metric: len(common[metric]))
-    return metric, common[metric] if len(common[metric]) > 1 else []
+    if len(common[metric]) < 2:
+        return metric, []
+    return metric, common[metric]
 
 
 def _values(methods: Sequence[RankedMethod], task: str) -> dict[RankedMethod, float | None]:

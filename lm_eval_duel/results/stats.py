@@ -132,7 +132,7 @@ def with_errors(draws: Sequence[np.ndarray], errors: Sequence[float | None]) -> 
     result = []
     for k, (drawn, error) in enumerate(zip(draws, errors, strict=True)):
         if error and math.isfinite(error):
-            others = [drawn - other for n, other in enumerate(draws) if n != k] or [drawn]
+            others = [drawn - other for n, other in enumerate(draws) if n != k] or [drawn]  # alone: against 0
             present = min(float(np.var(other[np.isfinite(other)])) for other in others)
             missing = math.sqrt(max(0.0, error**2 - present))
             drawn = drawn + missing * np.random.default_rng([SEED, k]).standard_normal(len(drawn))
@@ -234,7 +234,8 @@ def difference(first: Side, second: Side, unit: str, keys: Sequence[str]) -> Pai
 def _verdict(first: Side, second: Side, low: float, high: float, texts: int) -> str:
     """The better of two by the interval of their difference. Copies of a text say nothing about other `texts`."""
     better, worse = (first, second) if high < 0 else (second, first)
-    if doubt := first.doubt or second.doubt:
+    doubt = first.doubt or second.doubt
+    if doubt:
         return f"no verdict: {doubt}"
     if max(abs(low), abs(high)) < EQUAL:
         return "equal"
@@ -298,7 +299,7 @@ def compare(
     unit = _shared_unit(first, second, unit)
 
     # documents in the order of a report, so that the intervals are the same
-    order = sorted(range(len(a)), key=first.keys.__getitem__)
+    order = sorted(range(len(a)), key=lambda n: first.keys[n])
     table = np.empty((len(a), 2, 2))  # (documents, sides, nats and units)
     for side, texts in enumerate((first, second)):
         for place, n in enumerate(order):
@@ -364,11 +365,14 @@ def _tokens(score: Any) -> int:
 
 
 def _check_texts(texts: Texts) -> None:
-    """Raise DuelError for a log-probability that is none."""
+    """Raise DuelError for a log-probability above 0. An estimate of one text may be above; then the sum is checked."""
     tokens = texts.counts["token"]
-    sums = [(f"text {n}", *pair) for n, pair in enumerate(zip(texts.log_probs, tokens, strict=True))]
+    sums = []
     if texts.value.may_exceed_one:
-        sums = [("the sum", texts.value.nats, sum(tokens))]
+        sums.append(("the sum", texts.value.nats, sum(tokens)))
+    else:
+        for n, (log_prob, count) in enumerate(zip(texts.log_probs, tokens, strict=True)):
+            sums.append((f"text {n}", log_prob, count))
     for what, nats, count in sums:
         if not nats <= EQUAL * max(1, count):  # also for NaN
             raise DuelError(

@@ -209,15 +209,16 @@ class Table:
         for row in self.rows:
             shown = list(row)
             if "rule" in self.heads:
-                at = self.heads.index("rule")
-                shown[at] = paper_name(row[at])
+                column = self.heads.index("rule")
+                shown[column] = paper_name(row[column])
             cells.append([_latex_cell(text, self.remarks) for text in shown])
-        for n in range(len(self.rows) - 1, 0, -1):
+        for n in range(1, len(self.rows)):
             if self.rows[n][0] == self.rows[n - 1][0]:
                 cells[n][0] = ""
+        columns = "".join(side[0] for side in self.sides)  # l or r
         lines = [
             f"% {one_line(self.title)}",
-            f"\\begin{{tabular}}{{{''.join(side[0] for side in self.sides)}}}",
+            f"\\begin{{tabular}}{{{columns}}}",
             r"\toprule",
             *_latex_headings(self.heads, self.numeric),
             r"\midrule",

@@ -164,7 +164,11 @@ def record(window: Window, score: Score, estimator: Estimator) -> dict[str, Any]
         line["rules"] = rules
     blocks = score.blocks
     if isinstance(blocks, TwoPhaseBlocks) and blocks.count:
-        line["two_phase"] = {name: list(getattr(blocks, name)) for name in ("cached", "weights", "uncached")}
+        line["two_phase"] = {
+            "cached": list(blocks.cached),
+            "weights": list(blocks.weights),
+            "uncached": list(blocks.uncached),
+        }
     if not math.isfinite(score.log_prob):
         line["reason"] = IMPOSSIBLE
     if score.stderr is not None:
@@ -174,7 +178,9 @@ def record(window: Window, score: Score, estimator: Estimator) -> dict[str, Any]
 
 def _order(score: Score) -> dict[str, Any]:
     """One order and its statistics, in six digits."""
-    statistics = {name: [float(f"{value:.6g}") for value in getattr(score, name)] for name in STATISTICS}
+    statistics = {}
+    for name in STATISTICS:
+        statistics[name] = [float(f"{value:.6g}") for value in getattr(score, name)]
     return {
         "reveal_steps": list(score.reveal_steps),
         "token_logprobs": list(score.token_logprobs),
@@ -238,7 +244,8 @@ def _files(path: str | Path) -> list[Path]:
     """The files of a trace, all of one spec, the one that was written last at the end."""
     path = Path(path)
     of_a_rank = glob.escape(f"{path.stem}.rank") + "*" + glob.escape(path.suffix)
-    files = [file for file in (path, *sorted(path.parent.glob(of_a_rank))) if file.is_file()]
+    candidates = [path, *sorted(path.parent.glob(of_a_rank))]
+    files = [file for file in candidates if file.is_file()]
     files.sort(key=lambda file: file.stat().st_mtime_ns)
     if not files:
         raise DuelError(f"There is no trace {path}; write one with --model_args trace={path.name},...")

@@ -129,7 +129,8 @@ def _orders_of_documents(traces: Traces, runs: Sequence[Run], tokenizer: str | N
     """The orders of each document that a trace holds, its windows joined."""
     models = {run.trace: run.label for run in reversed(runs)}  # several runs may have written one trace
     orders: dict[DocumentKey, dict[tuple[Path, str], Order]] = {}
-    for path in dict.fromkeys([*(run.trace for run in runs if run.trace), *traces.named]):
+    written = [run.trace for run in runs if run.trace]
+    for path in dict.fromkeys([*written, *traces.named]):
         header = trace.spec(path)
         spec = header["spec"]
         name = tokenizer or str(header.get("tokenizer") or "")
