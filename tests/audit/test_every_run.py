@@ -6,6 +6,7 @@ Small checkpoints of random weights here; the bundled ones among the slow tests.
 import dit_reference
 import networks
 import pytest
+from laws import slow_but
 
 from lm_eval_duel.cli import audit
 
@@ -52,7 +53,15 @@ MASKED_LM = {  # what the verdict must name, by the model args of a network that
 }
 
 
-@pytest.mark.parametrize("arguments", MASKED_LM)
+PLAIN_RUNS = [  # a rule, two kinds of draws, sums over all orders
+    "rule=entropy,block=4",
+    "estimator=two_phase,rule=greedy,block=2,sample=0.5",
+    "estimator=elbo,elbo_block=4,mc_samples=16",
+    "estimator=mixture,block=4",
+]
+
+
+@pytest.mark.parametrize("arguments", slow_but(MASKED_LM, PLAIN_RUNS))
 def test_every_estimator_of_a_masked_lm(arguments, folder, text, capsys):
     line = verdict(capsys, folder, arguments, text)
     assert line.startswith("PASS: 1 windows, 10 tokens. Compared: ")
@@ -75,7 +84,10 @@ DITS = [
 ]
 
 
-@pytest.mark.parametrize(("name", "arguments"), DITS)
+PLAIN_DITS = [DITS[1], DITS[6], DITS[7], DITS[9]]  # kept keys, noise seeds, a bound, noise of masks and tokens
+
+
+@pytest.mark.parametrize(("name", "arguments"), slow_but(DITS, PLAIN_DITS))
 def test_every_kind_of_dit(name, arguments, tmp_path, text, capsys):
     path, _ = dit_reference.write(tmp_path, name)
     if not name.startswith("gidd"):
@@ -97,7 +109,10 @@ def test_errors_of_totals_over_windows(estimator, tmp_path, text, capsys):
     assert line.startswith("PASS: 2 windows, 30 tokens.") and TOTALS in line
 
 
-@pytest.mark.parametrize("name", ["own llada", "own dream", "own sdar", "llada2", "smdm", "nemotron-labs-diffusion"])
+DECODERS = ["own llada", "own dream", "own sdar", "llada2", "smdm", "nemotron-labs-diffusion"]
+
+
+@pytest.mark.parametrize("name", slow_but(DECODERS, ["own dream", "llada2"]))
 def test_every_kind_of_decoder(name, tmp_path, text, capsys):
     path, options, _ = networks.made(tmp_path, name)
     options = {key: value for key, value in options.items() if key != "backend"} | {"trust_remote_code": "true"}

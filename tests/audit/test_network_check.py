@@ -7,6 +7,7 @@ import networks
 import pytest
 import tiny
 import torch
+from laws import slow_but
 from own import DREAM, KINDS, MASK, SIZE, decoder, made, write
 
 from lm_eval_duel import denoisers
@@ -189,7 +190,9 @@ def folder_of(name, folder):
     return path, options
 
 
-@pytest.mark.parametrize("name", WRITTEN)
+@pytest.mark.parametrize(
+    "name", slow_but(WRITTEN, ["sedd", "bd3lm", "gidd-uniform", "llada2", "nemotron-labs-diffusion"])
+)
 def test_a_network_equals_the_one_written_out(name, tmp_path):
     path, options = folder_of(name, tmp_path)
     found = compared(path, trust_remote_code=False, **options)
@@ -197,7 +200,7 @@ def test_a_network_equals_the_one_written_out(name, tmp_path):
     assert not found.weights.differs
 
 
-@pytest.mark.parametrize("name", ["mdlm", "bd3lm", "sedd", "duo", "gidd"])
+@pytest.mark.parametrize("name", slow_but(["mdlm", "bd3lm", "sedd", "duo", "gidd"], ["bd3lm", "duo"]))
 @pytest.mark.parametrize("fault", ["rotary", "rounded", "level"])
 def test_a_fault_of_our_own_network_differs(name, fault, tmp_path, monkeypatch):
     """A rotary base of 9,000; weights in eight bits, under the digest of the files; another noise level."""
