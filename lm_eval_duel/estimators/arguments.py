@@ -27,7 +27,7 @@ ELBO_FORMS = ("count", "ratio", "score_entropy")
 LATTICE_BLOCK = 12  # the most positions of a block whose sets are all evaluated: 4,095 sets
 FOLLOWED = ("sampled_confidence", "sampled_order")  # samplers that draw their order
 SCORED_ORDERS = ("entropy", "topk_margin")
-SEED = dataclasses.replace(whole(0), nothing=())  # of draws; none is no seed
+SEED = dataclasses.replace(whole(0), nothing=())  # of draws; "none" is refused, since a seed is needed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,7 +72,8 @@ class ElboArguments(EstimatorArguments):
             raise DuelError("'elbo_eps' is the least ratio, of elbo_form=ratio; counts have none. Leave one out.")
 
     def describe(self) -> dict[str, object]:
-        return {**super().describe(), "elbo_block": self.elbo_block, "elbo_eps": self.elbo_eps}  # none and 0.0, too
+        # these two stand in the spec even as none and 0.0
+        return {**super().describe(), "elbo_block": self.elbo_block, "elbo_eps": self.elbo_eps}
 
 
 def _steps(value: Any) -> float:

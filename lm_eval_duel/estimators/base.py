@@ -170,13 +170,14 @@ class Estimator(abc.ABC):
         buckets = self._buckets(chosen) if in_order else [0] * len(chosen)
         stages = [list(range(len(chosen)))]
         if in_order and self._takes_small_calls(chosen):
-            in_first = buckets.count(0)  # they come first
+            # the first bucket is a group of its own, so that its calls are small
+            in_first = buckets.count(0)
             stages = [stages[0][:in_first], stages[0][in_first:]]
         same_length = not self.denoiser.honours_padding
-        for members in stages:
-            for part in groups([chosen[n] for n in members], same_length, [buckets[n] for n in members]):
-                of_group = [members[n] for n in part]
-                yield self.open([chosen[n] for n in of_group], [window_indices[n] for n in of_group], generating)
+        for stage in stages:
+            for part in groups([chosen[n] for n in stage], same_length, [buckets[n] for n in stage]):
+                members = [stage[n] for n in part]
+                yield self.open([chosen[n] for n in members], [window_indices[n] for n in members], generating)
 
     def open(self, windows: list[Window], window_indices: list[int], generating: bool = False) -> WindowGroup:
         """One group of windows; `window_indices`: of each among all that are scored."""
@@ -242,7 +243,10 @@ class Estimator(abc.ABC):
 
     def block_numbers(self, lanes: Lanes) -> torch.Tensor:
         """The number of each lane's block in its window, (R,)."""
-        return -((lanes.origin - lanes.start) // self.block) if self.block else torch.zeros_like(lanes.row)
+        if not self.block:
+            return torch.zeros_like(lanes.row)
+        # rounded up, so that a first block that begins inside the context has the number 0
+        return -((lanes.origin - lanes.start) // self.block)
 
     def lanes(self, window: Window) -> int:
         """The number of lanes of a window that can be evaluated together."""

@@ -165,7 +165,9 @@ def _warn_without_special_tokens(denoiser: Denoiser, windows: Sequence[Window]) 
         "Window %d has no context, but this network expects special tokens before a text. Without them, values differ "
         "from the harness's. Score Window(context=%s, target=ids%s), or load the network with bos='none'. (Warned once "
         "per denoiser.)",
-        *(n, before or "(bos,)", f", suffix={after}" if after else ""),
+        n,
+        before or "(bos,)",
+        f", suffix={after}" if after else "",
     )
 
 

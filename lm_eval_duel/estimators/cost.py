@@ -145,7 +145,8 @@ class Setting(NamedTuple):
         zero = window.context if self.denoiser.anchor == "target" else 0
         clean = zero + (window.context + window.target - 1 - zero) // group * group
         piece = max(group, CLEAN // group * group)
-        rows = len({0, *range(zero + piece, clean, piece), clean}) - 1
+        borders = {0, *range(zero + piece, clean, piece), clean}
+        rows = len(borders) - 1  # the pieces between them; none if nothing is clean
         abreast = max(1, STRETCH // width)
         for _, stretch in itertools.groupby(states, lambda block: block.start // max(width, STRETCH)):
             of_stretch = [states[block] for block in stretch]

@@ -41,10 +41,10 @@ class BestDrawn(rules.Rule):
     draw: Draw | None = None
 
     @classmethod
-    def from_arguments(cls, denoiser: Denoiser, own: ConfidenceArguments) -> BestDrawn:
-        """Without draws. Raises DuelError for truncated distributions, see `untempered`."""
-        scale = untempered(denoiser) if own.confidence == "untempered" else 1.0
-        return cls(StepCounts.from_arguments(own), own.tau, own.strict, scale)
+    def from_arguments(cls, denoiser: Denoiser, arguments: ConfidenceArguments) -> BestDrawn:
+        """The rule without its `draw`. Raises DuelError for truncated distributions, see `untempered`."""
+        scale = untempered(denoiser) if arguments.confidence == "untempered" else 1.0
+        return cls(StepCounts.from_arguments(arguments), arguments.tau, arguments.strict, scale)
 
     def __call__(self, predictions: Predictions, lanes: Lanes) -> rules.Decision:
         assert self.draw is not None
@@ -86,11 +86,13 @@ class BestDrawn(rules.Rule):
         last = (kept == kept.amin(1, keepdim=True)).int().cumsum(1).argmax(1)  # (R,)
         log_after = drawn.log_after[torch.arange(len(last), device=last.device), :, last]  # (R, W)
         all_above = (self.above(drawn.score) | ~pick).all(1) & (self.tau is not None)  # (R,)
+        # not `of_lanes`, whose table ends at the largest block of the lattice: here blocks have any size
         sizes = zip(lanes.in_target.sum(1).tolist(), lanes.masked.sum(1).tolist(), strict=True)
         wanted = torch.tensor([self.counts.of_state(*pair) for pair in sizes], device=pick.device)  # (R,)
         count = pick.sum(1)  # (R,)
         possible = torch.where(all_above, count >= wanted, count == wanted) & (wanted > 0)  # (R,)
-        others = torch.where(lanes.masked & ~pick, torch.where(all_above[:, None], drawn.log_quiet, log_after), 0.0)
+        log_not_kept = torch.where(all_above[:, None], drawn.log_quiet, log_after)  # (R, W)
+        others = torch.where(lanes.masked & ~pick, log_not_kept, 0.0)  # (R, W)
         return others.sum(1).where(possible, -math.inf)
 
 

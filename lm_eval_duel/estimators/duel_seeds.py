@@ -102,9 +102,9 @@ class DuelSeeds(DuelEstimator):
         tokens = torch.tensor([score.token_logprobs for score in scores], dtype=torch.float64)  # (S, T)
         parts = target_parts(window, self.blocks(window))
         of_blocks = torch.stack([tokens[:, part].sum(1) for part in parts], 1)  # (S, B)
-        near_ties = None
-        for n, score in enumerate(scores):
-            near_ties = score.near_ties if n == 0 else known_sum(near_ties, score.near_ties)
+        near_ties: int | None = 0
+        for score in scores:
+            near_ties = known_sum(near_ties, score.near_ties)
         return Score(
             log_prob=value.nats,
             token_logprobs=tuple(tokens.mean(0).tolist()),

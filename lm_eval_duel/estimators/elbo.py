@@ -67,7 +67,8 @@ class MonteCarloBound(Estimator):
             log.warning(
                 "mc_samples=%d is less than %d, too few for a Monte Carlo standard error: stderr is null, and only the "
                 "error over windows (window_stderr) is known",
-                *(samples, REPLICATES),
+                samples,
+                REPLICATES,
             )
         super().__init__(denoiser, block, **layout)
 
@@ -329,7 +330,9 @@ def resolve_form(denoiser: Denoiser, form: str, block: int | str | None) -> str:
     if form == "auto":
         return "score_entropy" if scheduled and block is None else "count"
     if form == "score_entropy" and not scheduled:
-        what = "this network is not SEDD" if denoiser.schedule is None else "takes its logits without temperature, ..."
+        what = "this network is not SEDD"
+        if denoiser.schedule is not None:
+            what = "it takes the network's logits unchanged, without a temperature, top_k or other filter"
         raise DuelError(f"elbo_form=score_entropy is SEDD's own loss, and {what}; use count or ratio.")
     if form == "score_entropy" and block is not None:
         raise DuelError("elbo_form=score_entropy masks positions of the whole target; use elbo_block=none with it.")

@@ -103,7 +103,8 @@ class LatticeAccumulator:
         like = torch.zeros(count, self.length, dtype=torch.float64, device=group.rows.ids.device)  # (N, L)
         self.totals = like.new_zeros(count, len(LATTICE))  # (N, 3)
         self.shares = like.new_zeros(count, self.length + 1)  # (N, L + 1) each column's share of elbo_exact
-        self.best, *self.paths = (Orders(group.rows, lattice.traced) for _ in ("oracle", *lattice.rules))
+        self.best = Orders(group.rows, lattice.traced)  # the oracle's
+        self.paths = [Orders(group.rows, lattice.traced) for _ in lattice.rules]
         self.chunks: dict[int, OrderChunk] = {}
         self.waiting = [len(lattice.blocks(window)) for window in group.windows]  # blocks that are missing
 
@@ -113,8 +114,11 @@ class LatticeAccumulator:
         spans = self.lattice.block_spans(group)
         wide = max(width for _, _, width in spans)
 
-        def size(room: int) -> int:  # a chunk fills several calls
-            return min(TABLE // (wide << wide), 4 * -(-room // (1 << wide)))
+        most = TABLE // (wide << wide)  # blocks whose tables (S, W) fit into memory
+
+        def size(room: int) -> int:
+            blocks_of_call = -(-room // (1 << wide))  # rounded up
+            return min(most, 4 * blocks_of_call)  # a chunk fills several calls
 
         for begun, (fresh, _) in enumerate(self.lattice.batches(group, spans, size, EVALUATE_ALL)):
             lanes = every_set(group, fresh, begun)
@@ -125,7 +129,8 @@ class LatticeAccumulator:
         """Empty tables of these fresh blocks, of which `states` states will be evaluated."""
         wide = lanes.masked.shape[1]
         log_probs = self.totals.new_full((len(lanes), 1 << wide, wide), math.nan)  # (B, S, W)
-        statistics = log_probs.new_full((*log_probs.shape, len(STATISTICS) * self.lattice.traced), math.nan)
+        kept = len(STATISTICS) if self.lattice.traced else 0  # T
+        statistics = log_probs.new_full((*log_probs.shape, kept), math.nan)  # (B, S, W, T)
         after = lanes.row.new_full((*log_probs.shape[:2], len(self.paths)), -1)  # (B, S, F)
         return OrderChunk(lanes, states, log_probs, statistics, after, torch.zeros_like(after, dtype=torch.bool))
 
@@ -157,7 +162,8 @@ class LatticeAccumulator:
 
     def take(self, finished: Lanes) -> IndexedScores:
         """(row, score) of the windows that have all their blocks. Complete chunks are folded."""
-        for n in [n for n, chunk in self.chunks.items() if not chunk.missing]:
+        complete = [n for n, chunk in self.chunks.items() if not chunk.missing]
+        for n in complete:
             chunk = self.chunks.pop(n)
             self._fold(chunk)
             for row in chunk.lanes.row.tolist():

@@ -76,7 +76,7 @@ def independent(state: torch.Tensor, log_in: torch.Tensor, log_out: torch.Tensor
         out = ((stays > -math.inf) & enough).nonzero()[:, 0]
         into = ((enters > -math.inf) & (members < most)).nonzero()[:, 0]
         log_p = torch.cat([log_p[out] + stays[out], log_p[into] + enters[into]])
-        chosen = torch.cat([chosen[out], chosen[into] | 1 << position])
+        chosen = torch.cat([chosen[out], chosen[into] | (1 << position)])
         members = torch.cat([members[out], members[into] + 1])
         product = torch.cat([product[out], product[into]])
     return Moves(state[product], chosen, log_p)
@@ -98,7 +98,7 @@ def in_turn(level: StateLevel, log_p: torch.Tensor, score: torch.Tensor, count: 
         before = moves.state[i]
         more = moves.log_p[i] + score[before, position] - total[i] + log_p[before, position]
         states = torch.cat([moves.state[~growing], before])
-        chosen = torch.cat([moves.chosen[~growing], moves.chosen[i] | 1 << position])
+        chosen = torch.cat([moves.chosen[~growing], moves.chosen[i] | (1 << position)])
         pairs, at = torch.stack([states, chosen], 1).unique(dim=0, return_inverse=True)
         merged = log_sums(torch.cat([moves.log_p[~growing], more]), at, len(pairs))
         moves = Moves(pairs[:, 0], pairs[:, 1], merged)
@@ -121,9 +121,9 @@ class StepCounts:
     or_more: bool = False
 
     @classmethod
-    def from_arguments(cls, own: ConfidenceArguments) -> StepCounts:
+    def from_arguments(cls, arguments: ConfidenceArguments) -> StepCounts:
         """The counts of `sampled_confidence`."""
-        return cls(own.n or 1, own.steps, own.schedule, or_more=own.tau is not None)
+        return cls(arguments.n or 1, arguments.steps, arguments.schedule, or_more=arguments.tau is not None)
 
     def of_block(self, m: int) -> list[int]:
         """The number of positions that each step reveals, of m in all."""
@@ -133,8 +133,9 @@ class StepCounts:
 
     def of_state(self, m: int, masked: int) -> int:
         """The number of positions that the next step reveals when `masked` of m are left; 0 if no step begins there."""
-        if self.or_more:
-            return min(self.n, masked) if masked == m or masked <= m - self.n else 0
+        if self.or_more:  # a block that has begun has at least one step behind it, of n positions or more
+            is_reached = masked == m or masked <= m - self.n
+            return min(self.n, masked) if is_reached else 0
         left = m
         for count in self.of_block(m):
             if left == masked and count:

@@ -116,7 +116,8 @@ class NoisedElbo(MonteCarloBound):
 
     def check(self, windows: Sequence[Window]) -> None:
         for n, window in enumerate(windows):
-            if getattr(window, "tail", 0):  # before it is asked where the block of its tail ends: there is none
+            # before the checks of every estimator, whose message on tails speaks of blocks: here there may be none
+            if getattr(window, "tail", 0):
                 raise DuelError(
                     f"Window {n} has a tail of [MASK], and the noise here is {self.noise.name}. Leave the tail out.", n
                 )
@@ -143,9 +144,8 @@ class NoisedElbo(MonteCarloBound):
     def terms(self, step: Step) -> tuple[torch.Tensor, torch.Tensor]:
         values = torch.where(step.lanes.masked, step.log_prob, 0.0)  # (R, W)
         replicate = step.lanes.memory[2][:, :1] % self.replicates  # (R, 1)
-        return values, values.new_zeros(len(values), self.replicates).scatter_(
-            1, replicate, values.sum(1, keepdim=True)
-        )
+        sums = values.new_zeros(len(values), self.replicates)  # (R, S)
+        return values, sums.scatter_(1, replicate, values.sum(1, keepdim=True))
 
     def draws(self, window: Window) -> list[tuple[torch.Tensor, torch.Tensor, float, list[int]]]:
         """The draws of a window without canvases: s, t, the weight, and its row with noisy targets."""
@@ -216,7 +216,8 @@ class NoisedView(View):
         try:
             value = self._chain(lanes, clean) if self.bound.conditioning == "chain" else self._step(lanes, clean)
         finally:
-            self.forwards, self.evaluated = self.network.forwards, self.network.evaluated
+            self.forwards = self.network.forwards
+            self.evaluated = self.network.evaluated
         return NoisedTerms(-value.masked_fill(~lanes.masked, math.nan))
 
     # ------------------------------------------------------------ draws

@@ -389,7 +389,9 @@ def make(denoiser: Denoiser, options: Options, **sizes: Any) -> Estimator:
     entry = find(options.estimator)
     module, name = entry.target.split(":")
     constructor = getattr(importlib.import_module(module), name)
-    taken = {key: options.estimator if key == "value" else getattr(options, key) for key in entry.takes}
+    taken = {key: getattr(options, key) for key in entry.takes if key != "value"}
+    if "value" in entry.takes:  # which of the lattice's values: the estimator's name says it
+        taken["value"] = options.estimator
     if entry.arguments:
         taken["arguments"] = options.estimator_args
     layout = {

@@ -171,7 +171,8 @@ class SetAccumulator:
 
     def take(self, finished: Lanes) -> IndexedScores:
         """(row, score) of the windows that have all their blocks. Complete chunks are summed up."""
-        for n in [n for n, chunk in self.chunks.items() if not chunk.missing]:
+        complete = [n for n, chunk in self.chunks.items() if not chunk.missing]
+        for n in complete:
             chunk = self.chunks.pop(n)
             values = swept(chunk, self.sampler).tolist()
             greedy = decoded(chunk).tolist()
@@ -446,9 +447,11 @@ class SampledOrder(SetSampler):
         least = torch.ones_like(size)  # (X,)
         most = size
         if self.counted is not None:
-            least = most = count = self.counted.of_sizes(level.first, size)  # (X,)
+            count = self.counted.of_sizes(level.first, size)  # (X,)
             if self.arguments.alg != "random":
                 return in_turn(level, log_p, planes["score"], count)
+            least = count
+            most = count
         moves = independent(every, log_in, torch.zeros_like(log_in), torch.stack([least, most]))
         if self.counted is not None:
             n = size.double()

@@ -308,7 +308,8 @@ class Unfinished:
 
     def complete(self) -> Iterator[tuple[int, list[Score]]]:
         """(index, scores) of each document that misses no window."""
-        for n in [n for n, scores in self.scores.items() if len(scores) == len(self.documents[n])]:
+        complete = [n for n, scores in self.scores.items() if len(scores) == len(self.documents[n])]
+        for n in complete:
             yield n, self._take(n)
 
     def add(self, n: int, place: int, score: Score) -> list[Score] | None:

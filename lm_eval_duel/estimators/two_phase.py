@@ -114,7 +114,8 @@ class TwoPhase(Estimator):
 
     def weights(self, windows: Sequence[Window]) -> torch.Tensor:
         """The weight of each block of each window, (N, B) float64; 0: not in the sample, or no block."""
-        keys, blocks = zip(*((window.key, len(self.blocks(window))) for window in windows), strict=True)
+        keys = [window.key for window in windows]
+        blocks = [len(self.blocks(window)) for window in windows]
         return block_sample_weights(keys, blocks, self.arguments.sample, self.draw_seed)
 
     def score_group(self, group: WindowGroup) -> IndexedScores:
@@ -207,4 +208,6 @@ def combine(g: torch.Tensor, f: torch.Tensor, weight: torch.Tensor) -> tuple[tor
     `f` is read where `weight` is not 0.
     """
     difference = torch.where(weight > 0, f - g, 0.0)  # (..., B)
-    return g.sum(-1) + (weight * difference).sum(-1), (weight * (weight - 1) * difference**2).sum(-1)
+    estimate = g.sum(-1) + (weight * difference).sum(-1)
+    variance = (weight * (weight - 1) * difference**2).sum(-1)
+    return estimate, variance
