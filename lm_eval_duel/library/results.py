@@ -61,6 +61,7 @@ class TextScore(Display):
     context: str | tuple[int, ...] = ""  # visible before the text, as given
     suffix: str | tuple[int, ...] = ""  # visible after it
     scored: str = ""  # what was scored: `text`, but for white space at its borders with context and suffix
+    text_tokens: int | None = None  # that perplexity divides by: without special tokens (bos=scored); None: `tokens`
 
     @property
     def errors(self) -> dict[str, float]:
@@ -68,10 +69,9 @@ class TextScore(Display):
         if self.stderr is None or not self.log_prob:
             return {}
         per_nat = self.stderr / abs(self.log_prob)
-        tokens = sum(len(window.target) for window in self.windows)
         return {
             "log_prob": self.stderr,
-            "perplexity": self.perplexity * self.stderr / tokens,
+            "perplexity": self.perplexity * self.stderr / (self.text_tokens or len(self.tokens)),
             "bits_per_byte": self.bits_per_byte * per_nat,
         }
 
@@ -119,6 +119,7 @@ class TextScore(Display):
             context=context if isinstance(context, str) else as_ids(context),
             suffix=suffix if isinstance(suffix, str) else as_ids(suffix),
             scored=encoded.scored,
+            text_tokens=encoded.tokens,
         )
 
 
