@@ -4,6 +4,7 @@ Also the detokenizers of the benchmarks, beside the authors' functions written o
 """
 
 import math
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -11,8 +12,11 @@ import tiny
 import torch
 
 from lm_eval_duel import Duel
+from lm_eval_duel.audit import verify
+from lm_eval_duel.audit.checked import ALONE, CheckedWindow, Recomputed
+from lm_eval_duel.core.windows import Window
 from lm_eval_duel.harness.progress import estimate
-from lm_eval_duel.harness.stats import TaskStats
+from lm_eval_duel.harness.stats import RunStats, TaskStats
 from lm_eval_duel.library.results import TextEstimate
 from lm_eval_duel.library.training import training_metrics
 from lm_eval_duel.results.stats import gap_interval, with_errors
@@ -42,6 +46,28 @@ def test_ranks_keep_each_others_near_ties_and_documents():
     other.documents = {1, 3}
     one.merge(other)
     assert one.near_ties == {0, 1, 2} and one.documents == {0, 1, 2, 3}
+
+
+def test_counts_and_costs_of_ranks_add_up():
+    """Also of one document, whose options two ranks have scored."""
+    one = RunStats({"t": TaskStats(unknown=Counter({0: 2}))}, phases={"cached": {"nfe": 3}})
+    other = RunStats(
+        {"t": TaskStats(unknown=Counter({0: 1, 1: 1}))}, phases={"cached": {"nfe": 4}, "uncached": {"nfe": 5}}
+    )
+    one.merge(other)
+    assert one.phases == {"cached": {"nfe": 7}, "uncached": {"nfe": 5}}
+    assert one.tasks["t"].unknown == {0: 3, 1: 1}
+
+
+def test_counts_of_verified_windows_add_up():
+    window = Window((), (1,))
+    checked = []
+    for n in (1, 2):
+        again = Recomputed(-1.0, other_picks=n, ties=n + 2, route=ALONE)
+        checked.append(CheckedWindow(str(n), window, -1.0, again))
+    found = verify.describe(checked)
+    counted = ("windows", "tokens", "changed_picks", "ties", "not_checked_independently", "differing_windows")
+    assert [found[name] for name in counted] == [2, 2, 3, 7, 2, 2]
 
 
 def test_an_interval_of_the_final_value_shrinks_as_documents_are_finished():
@@ -81,6 +107,12 @@ def test_calibration_is_of_bins_not_of_questions():
     """Two questions at 0.5, one of them right, are calibrated."""
     assert expected_calibration_error([(0.5, 1.0), (0.5, 0.0)]) == pytest.approx(0.0)
     assert expected_calibration_error([(0.95, 1.0), (0.15, 1.0)]) == pytest.approx((0.05 + 0.85) / 2)
+
+
+def test_bins_of_calibration_end_at_tenths():
+    """Two questions in one tenth share a bin, and two in neighbouring tenths do not."""
+    assert expected_calibration_error([(0.51, 1.0), (0.58, 0.0)]) == pytest.approx(abs(1 - 0.51 - 0.58) / 2)
+    assert expected_calibration_error([(0.58, 1.0), (0.62, 0.0)]) == pytest.approx((0.42 + 0.62) / 2)
 
 
 # ---------------------------------------------------------------- every rule of a call under the same arguments

@@ -29,6 +29,7 @@ def test_the_counts_are_those_of_a_run(texts, capsys):
     scores = duel.score(TEXTS)
     assert found["checkpoint"]["family"].startswith("masked-lm")
     assert found["tokens"] == sum(len(score.tokens) for score in scores)
+    assert found["length"] == max(window.length for score in scores for window in score.windows)
     assert found["estimators"].keys() == {"duel", "two_phase", "elbo"}
     of_duel = found["estimators"]["duel"]
     assert of_duel["nfe"] == sum(score.nfe for score in scores)
