@@ -165,7 +165,9 @@ NO_MEMORY = (  # in the RuntimeError that torch raises
 def process() -> tuple[int, int]:
     """(number of this process, how many there are) in a launch by torchrun or accelerate; (0, 1) without one."""
     processes = int(os.environ.get("WORLD_SIZE", "1"))
-    return (int(os.environ.get("RANK", "0")), processes) if processes > 1 else (0, 1)
+    if processes < 2:
+        return 0, 1
+    return int(os.environ.get("RANK", "0")), processes
 
 
 class Exit(SystemExit):
@@ -221,9 +223,11 @@ def errors_as_exit_codes(own: bool = True) -> Iterator[None]:
             raise
         _stop(FAILED, about_file(error))
     except (MemoryError, RuntimeError) as error:
-        if not own or not (isinstance(error, MemoryError) or any(words in str(error) for words in NO_MEMORY)):
+        is_of_memory = isinstance(error, MemoryError) or any(words in str(error) for words in NO_MEMORY)
+        if not own or not is_of_memory:
             raise
-        _stop(FAILED, f"Not enough memory. {str(error).strip().partition(chr(10))[0]}".strip())
+        first_line = str(error).strip().partition("\n")[0]
+        _stop(FAILED, f"Not enough memory. {first_line}".strip())
 
 
 def _stop(code: int, message: str) -> NoReturn:
@@ -276,9 +280,11 @@ def _value(text: str) -> Any:
         return text[1:-1]
     if text.lower() in ("true", "false", "none"):
         return {"true": True, "false": False}.get(text.lower())
-    for kind in (int, float):
-        with contextlib.suppress(ValueError):
-            return kind(text) if kind is float or "_" not in text else float(text)
+    with contextlib.suppress(ValueError):
+        if "_" not in text:  # lm_eval reads 1_000 as a float
+            return int(text)
+    with contextlib.suppress(ValueError):
+        return float(text)
     return text
 
 
@@ -289,7 +295,8 @@ def _names(text: str) -> list[str]:
 def _model_args(text: str) -> dict[str, Any]:
     """`pretrained=NAME,...` or `NAME,...`."""
     first = text.partition(",")[0]
-    return key_values(text if not text or "=" in first or first.lstrip().startswith("{") else f"pretrained={text}")
+    begins_with_name = bool(text) and "=" not in first and not first.lstrip().startswith("{")
+    return key_values(f"pretrained={text}" if begins_with_name else text)
 
 
 STDOUT = "-"
@@ -335,7 +342,10 @@ FLAGS: dict[str, Flag] = {  # of several commands: the same name, values and hel
 def documentation() -> str:
     """The path of the documentation: in the installed package, or next to the package in a checkout."""
     package = Path(__file__).resolve().parents[1]
-    return str(next((folder for folder in (package / "docs", package.parent / "docs") if folder.is_dir()), "docs/"))
+    for folder in (package / "docs", package.parent / "docs"):
+        if folder.is_dir():
+            return str(folder)
+    return "docs/"
 
 
 class Parser(argparse.ArgumentParser):
@@ -397,8 +407,10 @@ class Parser(argparse.ArgumentParser):
             for name, flag in self.flags.items():
                 value = getattr(parsed, name.lower())
                 shown = name if name.isupper() else f"--{name}"
-                if flag.many:
-                    value = [flag.kind(shown, each) for each in value] if value else [*(flag.default or ())]
+                if flag.many and value:
+                    value = [flag.kind(shown, each) for each in value]
+                elif flag.many:
+                    value = list(flag.default or ())
                 elif flag.kind is not TRUTH:
                     value = flag.default if value is None else flag.read(shown, value)
                 setattr(parsed, name.lower(), value)
@@ -413,13 +425,15 @@ class Parser(argparse.ArgumentParser):
             self.error(f"argument {name}: '--' is not a value")
         flags = [flag for flag in self._option_string_actions if flag.startswith("--")]
         by_spelling = {flag.replace("-", "_"): flag for flag in flags}
-        like = name.replace("-", "_")
-        if like in by_spelling:
-            return by_spelling[like] + equals + value
-        matches = [flag for plain, flag in by_spelling.items() if plain.startswith(like)]  # argparse accepts a prefix
+        underscored = name.replace("-", "_")
+        if underscored in by_spelling:
+            return by_spelling[underscored] + equals + value
+        # argparse accepts the beginning of a flag, and has its own error for that of several
+        matches = [flag for spelling, flag in by_spelling.items() if spelling.startswith(underscored)]
         if not matches:
             raise UsageError(f"{self.command}: {unknown('argument', name, by_spelling.values())}")
-        return (matches[0] if len(matches) == 1 else name) + equals + value
+        flag = matches[0] if len(matches) == 1 else name
+        return flag + equals + value
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"{self.command}: {message}. See {self.prog} --help.")

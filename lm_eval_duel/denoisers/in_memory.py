@@ -124,7 +124,7 @@ class InMemory(Denoiser):
         self, plain: Denoiser, module: torch.nn.Module | None, name: str, weights: str, autocast: torch.dtype | None
     ):
         self.resemble(plain)
-        for attribute in ("model", "steers_attention"):  # which a cache reads
+        for attribute in ("model", "steers_attention"):  # a cache reads them
             if hasattr(plain, attribute):
                 setattr(self, attribute, getattr(plain, attribute))
         self.plain = plain
@@ -151,7 +151,7 @@ class InMemory(Denoiser):
     def _evaluated(self, name: str, *call: Any, **extra: Any) -> Any:
         """A call of `plain`, on copies of integer tensors that do not come from inference mode."""
         with self.evaluating():
-            # a network that is trained cannot save a tensor of inference mode for its backward pass
+            # autograd cannot save a tensor made in inference mode, and a network in training may need to
             copies = [part.clone() if getattr(part, "dtype", None) == torch.long else part for part in call]
             return getattr(self.plain, name)(*copies, **extra)
 
@@ -212,8 +212,8 @@ class Function(Denoiser):
 
     def features(self, ids: torch.Tensor, real: torch.Tensor | None, **more: torch.Tensor) -> torch.Tensor:
         out = self.function(ids, real)
-        if isinstance(out, dict):
-            out = out["logits"]  # of transformers too
+        if isinstance(out, dict):  # transformers' outputs are, too
+            out = out["logits"]
         logits = out[0] if isinstance(out, tuple) else out
         if not isinstance(logits, torch.Tensor):
             raise DuelError(f"{self.path}(ids, real) must return logits, a tensor; got {type(logits).__name__}.")
@@ -262,8 +262,8 @@ def by_keyword(model: Callable[..., Any]) -> Callable[..., Any]:
     return function
 
 
-def _plain(model: Any, options: LoadOptions, tokenizer: Any, tested: bool, known: bool) -> Denoiser:
-    """The denoiser of a network, by its kind. `known`: the module that it runs is known, and so is in eval mode."""
+def _plain(model: Any, options: LoadOptions, tokenizer: Any, tested: bool, has_module: bool) -> Denoiser:
+    """The denoiser of a network, by its kind. `has_module`: its module is known, so it was put in eval mode."""
     plain: Denoiser
     if isinstance(model, Denoiser):
         if type(model).open is not Denoiser.open:
@@ -287,11 +287,11 @@ def _plain(model: Any, options: LoadOptions, tokenizer: Any, tested: bool, known
             )
         plain = Function(by_keyword(model), options, tokenizer)
     self_tests.run(plain, options.name, tested)
-    if (tested or not known) and plain.attention == "bidirectional":
+    if (tested or not has_module) and plain.attention == "bidirectional":
         try:
             self_tests.require_repeatable(plain, options.name, self_tests.LENGTH)
         except DuelError as error:
-            hint = "" if known else " If that is dropout, pass the module that it runs as module=."
+            hint = "" if has_module else " If that is dropout, pass the module that it runs as module=."
             raise DuelError(f"{error}{hint}") from None
     return plain
 

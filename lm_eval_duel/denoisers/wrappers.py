@@ -73,7 +73,8 @@ class Guided(Wrapper):
         conditional = self.plain.head(features[:, 0])  # (U, V)
         unconditional = self.plain.head(features[:, 1])  # (U, V)
         if conditional.dtype != torch.float64:
-            conditional, unconditional = conditional.float(), unconditional.float()
+            conditional = conditional.float()
+            unconditional = unconditional.float()
         return unconditional + (1 + self.scale) * (conditional - unconditional)
 
     def open(self, rows: Rows, generating: bool = False) -> View:

@@ -70,10 +70,10 @@ def calibration(log_probs: Sequence[float], label: int) -> dict[str, Any]:
     The probability of an option is the softmax of the summed log-probabilities over the options. The Brier score is
     multi-class, the sum over options of (probability - 1 if it is the right one)^2: 0 is best, 2 worst.
     """
-    most = max(log_probs)
-    if most == -math.inf:
+    highest = max(log_probs)
+    if highest == -math.inf:
         return {}
-    weights = [math.exp(log_prob - most) for log_prob in log_probs]
+    weights = [math.exp(log_prob - highest) for log_prob in log_probs]  # the highest is 1: no underflow of all
     total = math.fsum(weights)
     probabilities = [weight / total for weight in weights]
     brier = math.fsum((p - (n == label)) ** 2 for n, p in enumerate(probabilities))

@@ -142,7 +142,8 @@ class Settings:
 
         wants_samples = bool(given.temperature) if given.do_sample is None else given.do_sample
         if not wants_samples or given.temperature == 0:
-            if note := _ignored_sampling(given):
+            note = _ignored_sampling(given)
+            if note:
                 notes.append(note)
             return cls(given.until, length, notes=tuple(notes))
         return cls(

@@ -200,7 +200,7 @@ class TextEncoder:
         target = self.scorable(target)
         if not context and target and self.denoiser.attention == "causal":
             context, target = self._after_start(target)
-        if self.prefix and context[: len(self.prefix)] == self.prefix:  # written by a chat template
+        if self.prefix and context[: len(self.prefix)] == self.prefix:  # a chat template has added it already
             context = context[len(self.prefix) :]
         after = self.scorable(list(after))
         window, lost = infilled(context, target, after, self.denoiser.max_length, self.prefix, self.suffix)
@@ -254,7 +254,7 @@ class TextEncoder:
                 "positions besides special tokens). Generate fewer (max_new_tokens, or max_gen_toks in the harness's "
                 "gen_kwargs), or raise max_length if the network allows it."
             )
-        any_token = next(token for token in range(2) if token != self.denoiser.mask_id)
+        any_token = 1 if self.denoiser.mask_id == 0 else 0  # a placeholder; [MASK] would be refused
         return self.gap(before, [any_token] * length, after)
 
     def windows(self, text: str, counted: int | None = None) -> list[Window]:
@@ -269,11 +269,13 @@ class TextEncoder:
         else:
             ids = self.encode(text)
             windows = self.document(ids)
-            # the task counts the ids of the text: special tokens that are scored are none, an id that is context is one
+            # The task counts the ids of the text. By `bos`, a row may also score special tokens, or take its first id
+            # as context, so its target is longer or shorter than its text.
             before = len(self.prefix)
             after = len(self.suffix)
-            more = {"scored": before, "official": before + after - 1, "first": -1}.get(self.bos, 0)  # of each row
-            scored = sum(len(window.target) - more for window in windows)
+            longer = {"scored": before, "official": before + after - 1, "first": -1}
+            extra = longer.get(self.bos, 0)  # of each row
+            scored = sum(len(window.target) - extra for window in windows)
             remedy = "Name the tokenizer: --metadata tokenizer=<folder or hub name>"
         if counted not in (None, scored):
             raise DuelError(
@@ -303,7 +305,9 @@ class TextEncoder:
                 f"the row has {len(text.token_ids)} ids but the network holds {self.denoiser.max_length}, and rows of "
                 "a wrapped task are not cut again. Make them shorter: --metadata length=..."
             )
-        return self._without_unseen(of_row(self.scorable(list(text.token_ids)), *text.special_tokens, self.bos))
+        ids = self.scorable(list(text.token_ids))
+        window = of_row(ids, *text.special_tokens, self.bos)
+        return self._without_unseen(window)
 
     def document(self, ids: list[int]) -> list[Window]:
         """The windows of a text's ids, by the scheme."""
@@ -316,7 +320,7 @@ class TextEncoder:
         return rolling(ids, self.start, self.capacity, self.suffix)
 
     def _without_unseen(self, window: Window) -> Window:
-        """A window without its suffix if no block of the network sees it: it is after the last one."""
+        """A window without its suffix if that begins a block of its own, which no block with a target sees."""
         if not self.denoiser.by_blocks or window.context or len(window.target) % (self.block or 1):
             return window
         return dataclasses.replace(window, suffix=()) if window.suffix else window
