@@ -14,6 +14,7 @@ import torch
 from lm_eval_duel import Duel
 from lm_eval_duel.audit import verify
 from lm_eval_duel.audit.checked import ALONE, CheckedWindow, Recomputed
+from lm_eval_duel.core.scores import Counts, Score
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.harness.progress import estimate
 from lm_eval_duel.harness.stats import RunStats, TaskStats
@@ -68,6 +69,13 @@ def test_counts_of_verified_windows_add_up():
     found = verify.describe(checked)
     counted = ("windows", "tokens", "changed_picks", "ties", "not_checked_independently", "differing_windows")
     assert [found[name] for name in counted] == [2, 2, 3, 7, 2, 2]
+
+
+def test_a_window_with_several_near_ties_is_one_window_with_near_ties():
+    counts = Counts()
+    for near_ties in (0, 5, 2):
+        counts.add(Score(-1.0, near_ties=near_ties), 9)
+    assert (counts.windows, counts.near_ties, counts.near_tie_windows) == (3, 7, 2)
 
 
 def test_an_interval_of_the_final_value_shrinks_as_documents_are_finished():

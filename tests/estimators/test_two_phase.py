@@ -116,6 +116,18 @@ def test_only_the_sampled_blocks_are_evaluated_without_the_cache():
     assert estimator.counts.rows == counts.rows
 
 
+def test_what_both_phases_count_adds_up():
+    class Relative(Attends):
+        relative_positions = True
+
+    toy, windows = Relative(length=10), texts(10)
+    both = TwoPhase(toy, "greedy", 3, TwoPhaseArguments(1.0)).log_prob(windows)
+    phases = [DuelEstimator(network, "greedy", 3).log_prob(windows) for network in (toy, Cached(toy, "dual"))]
+    for score, *parts in zip(both, *phases, strict=True):
+        assert score.near_ties == sum(part.near_ties for part in parts)
+        assert score.all_mask_starts == sum(part.all_mask_starts for part in parts) == 2
+
+
 def test_too_few_drawn_blocks_have_no_standard_error():
     toy, windows = Attends(length=10), texts(10)
     _, phases = total(TwoPhase(toy, arguments=TwoPhaseArguments(0.02), block=3).log_prob(windows))

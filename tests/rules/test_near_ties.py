@@ -103,6 +103,34 @@ def test_near_ties_of_a_rule_without_margins_are_not_known():
     assert [path.near_ties is None for path in scored.others.values()][2:] == [True, False]
 
 
+@dataclasses.dataclass(frozen=True)
+class KnowsTheLast(rules.Rule):
+    """From left to right; it knows by how much a pick is decided only where there is no other."""
+
+    state_only = True
+
+    def __call__(self, predictions, lanes):
+        first = lanes.masked & (lanes.masked.cumsum(1) <= 1)
+        return rules.Decision.certain(first) if bool((lanes.masked == first).all()) else rules.Decision(first)
+
+
+def test_near_ties_are_not_known_if_those_of_one_step_are_not():
+    assert Duel(Toy(), KnowsTheLast(), 4).log_prob([Window((1,), (0, 2, 1, 1))])[0].near_ties is None
+
+
+class Flat(Toy):
+    """All positions tie."""
+
+    def features(self, ids, real):
+        return torch.zeros_like(super().features(ids, real))
+
+
+@pytest.mark.parametrize(("rule", "choices"), [("greedy", 3), ("greedy:seed_first=true", 2), ("greedy:k=2", 1)])
+def test_a_step_without_a_choice_is_no_near_tie(rule, choices):
+    """Where everything ties, near ties are the steps that choose: not the last, and not a first position alone."""
+    assert Duel(Flat(), rule, 4).log_prob([Window((1,), (0, 2, 1, 1))])[0].near_ties == choices
+
+
 EVEN, SURE = [0.0, 0.0, -math.inf, -math.inf, -math.inf], [0.0, *[-math.inf] * 4]  # P1 = 1/2, and P1 = 1
 AT_THE_BOUND = {  # the picks of positions that are all even, or all sure
     "threshold:mu=0.5": (EVEN, WIDTH),
