@@ -234,6 +234,15 @@ def test_sedds_noise_level_is_clamped(tmp_path):
         assert scored.log_prob == close_nats(float(logits.log_softmax(0)[3]), 1)
 
 
+@pytest.mark.parametrize("name", ["duo", "udlm", "gidd"])
+def test_noise_levels_are_those_of_training(name, tmp_path):
+    """At times outside of them a network is given the nearest one, on both sides."""
+    denoiser, _ = dit_reference.opened(tmp_path, name)
+    low, high = (0.05, 0.95) if name == "gidd" else (-math.log1p(-1e-3), -math.log(1e-3))
+    levels = denoiser.noise_level(torch.tensor([0.0, 1e-5, 1 - 1e-5, 1.0], dtype=torch.float64))
+    assert levels.tolist() == pytest.approx([low, low, high, high])
+
+
 # ---------------------------------------------------------------- compiled
 
 

@@ -4,6 +4,7 @@ import json
 import math
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import dit_reference
 import pytest
@@ -17,6 +18,8 @@ from lm_eval_duel import denoisers
 from lm_eval_duel.denoisers import refused as refusals
 from lm_eval_duel.denoisers import self_tests
 from lm_eval_duel.denoisers.checkpoint import family_by_tensors
+from lm_eval_duel.denoisers.load_options import LoadOptions
+from lm_eval_duel.denoisers.vocabulary import find_mask_id
 from lm_eval_duel.errors import DuelError
 
 # ---------------------------------------------------------------- what a checkpoint is taken for
@@ -84,6 +87,19 @@ def test_the_mask_of_diffugpt_is_that_of_its_size():
         config = {**CASES["diffugpt"].config, "vocab_size": rows}
         assert family_by_tensors(config, ["denoise_model.wpe.weight"]).mask_id == mask
         assert family_by_tensors(config, ["transformer.wpe.weight"]) is None
+
+
+def test_the_mask_is_that_of_the_options_else_the_config_else_the_tokenizer_else_the_family():
+    given = [5, 7, 3, 9]
+    for known in range(5):
+        option, entry, of_tokenizer, usual = [None] * known + given[known:]
+        options = LoadOptions("x", torch.device("cpu"), mask_token_id=option)
+        tokenizer = SimpleNamespace(mask_token_id=of_tokenizer)
+        if known < 4:
+            assert find_mask_id(options, {"mask_token_id": entry}, tokenizer, usual, 12) == given[known]
+        else:
+            with pytest.raises(DuelError, match="mask_token_id"):
+                find_mask_id(options, {"mask_token_id": entry}, tokenizer, usual, 12)
 
 
 @pytest.mark.parametrize("rows", [34, 40])

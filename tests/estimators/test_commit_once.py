@@ -335,6 +335,19 @@ def test_the_error_of_a_log_mean_takes_ten_effective_seeds():
     assert duel.estimator._log_mean(torch.linspace(0, 1, 31, dtype=torch.float64)[:, None]).stderr > 0
 
 
+def test_the_error_of_a_log_mean_is_known_if_it_is_in_every_block():
+    duel = Duel(NoisyToy(length=4), "greedy", 2, estimator="duel_seeds", noise_seeds=12)
+    sure, spread = torch.zeros(31, 1).double(), torch.tensor([[0.0]] * 30 + [[50.0]]).double()
+    for blocks in ([sure, spread], [spread, sure]):
+        assert duel.estimator._log_mean(torch.cat(blocks, 1)).stderr is None
+
+
+def test_a_temperature_stays_where_it_has_arrived():
+    """A block that takes more steps than the temperatures have is finished at the last one."""
+    temperature = noises.CommitOnce(temperatures=(0.8, 0.4, 4)).temperature(torch.arange(7))
+    assert temperature.tolist() == pytest.approx([0.8, 0.7, 0.6, 0.5, 0.4, 0.4, 0.4])
+
+
 def test_records_keep_every_seed():
     for seeds in (3, 12):
         duel = Duel(NoisyToy(length=4), "greedy", 2, estimator="duel_seeds", noise_seeds=seeds)
