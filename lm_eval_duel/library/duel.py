@@ -112,8 +112,9 @@ class Duel(OnIds):
     ):
         MODEL_ARGUMENTS["windows"].read("windows", windows)
         keywords = {"rule": rule, "block": block, "grid": grid}
-        given = [key for key, value in keywords.items() if not isinstance(value, Default)]
-        registry.check_rule([key for key in given if key == "rule"], estimator)
+        given = [key for key, value in keywords.items() if not isinstance(value, Default)]  # by the user
+        if "rule" in given:
+            registry.check_rule(["rule"], estimator)
         if isinstance(rule, str):
             rule = parse(rule) if tokenizer is None else parse(rule).with_tokenizer(tokenizer)
         options = estimator_options(estimator, arguments)
@@ -277,8 +278,11 @@ class Duel(OnIds):
             absent = encoder.unknown(documents[n].windows, texts[n])
             missing += absent
             tokens += documents[n].tokens
-            more = encoder.tokenizer, absent, *around[n]
-            yield n, TextScore.from_scores(texts[n], documents[n], scores, self.estimator, *more)
+            context, suffix = around[n]
+            score = TextScore.from_scores(
+                texts[n], documents[n], scores, self.estimator, encoder.tokenizer, absent, context, suffix
+            )
+            yield n, score
         if missing:
             log.warning("%s", unknown_share(missing, tokens))
 

@@ -57,7 +57,9 @@ class OnIds:
         The weights of a network in memory are "in memory", or the `weights` that `from_model` was given.
         """
         if self._spec is None or not self.denoiser.fixed_weights:
-            parts = (self.denoiser, self.estimator, *(() if self._encoder is None else (self._encoder,)))
+            parts: list[Any] = [self.denoiser, self.estimator]
+            if self._encoder is not None:
+                parts.append(self._encoder)
             self._spec = fingerprint.spec_of(*parts)
         return self._spec
 
@@ -268,7 +270,8 @@ HARNESS_ARGS = ("trace", "verify", "order", "parallelize")  # not args of a Duel
 
 def own_arguments(entry: registry.Entry) -> list[str]:
     """The arguments that this estimator has and not every other."""
-    return [*entry.arguments, "draw_seed", *(["cache"] if entry.own_cache else [])]
+    names = [*entry.arguments, "draw_seed"]
+    return [*names, "cache"] if entry.own_cache else names
 
 
 def estimator_options(estimator: str, arguments: Mapping[str, Any]) -> Options:

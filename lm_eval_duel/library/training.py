@@ -31,9 +31,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("lm_eval.duel_mdm")
 
-NOT_ARGUMENTS = {  # positional, or of a single Duel
-    *("model", "tokenizer", "texts", "rule", "traced", "estimator", "network", "arguments")
-}
+# positional, or of a single Duel
+NOT_ARGUMENTS = {"model", "tokenizer", "texts", "rule", "traced", "estimator", "network", "arguments"}
 # arguments on which no number depends, or that say what the network is
 UNLABELLED = (
     *("attention", "batch_size", "device", "family", "mask_token_id", "max_batch_size", "module", "self_tests"),
@@ -97,7 +96,8 @@ def training_metrics(
     of_ranks = _gathered(score, world)
     metrics = {}
     for place, rule in enumerate(rules):
-        scores = sorted(scored for own in of_ranks for scored in own[place])
+        # in the order of texts, so that the sums are the same for every number of ranks
+        scores = sorted(scored for of_rank in of_ranks for scored in of_rank[place])
         prefix = "/".join((name, ",".join([str(rule), *ways]), "bits_per_byte"))
         sizes = [size for _, _, size in scores]
         bits = [-log_prob / math.log(2) for _, log_prob, _ in scores]
@@ -141,9 +141,8 @@ def check_arguments(
         ways.append("two_phase")
     COUNT("token_budget", token_budget)
     in_memory.require_dtype(arguments.get("autocast"))
-    LoadOptions(
-        "model", torch.device("cpu"), **{key: arguments[key] for key in arguments if key in in_memory.ARGUMENTS}
-    )
+    of_network = {key: value for key, value in arguments.items() if key in in_memory.ARGUMENTS}
+    LoadOptions("model", torch.device("cpu"), **of_network)  # its checks alone are wanted
     for key, value in sorted(arguments.items()):
         argument = MODEL_ARGUMENTS.get(key, Argument(RAW))
         if key not in UNLABELLED and (read := argument.read(key, value)) != argument.default:
