@@ -49,8 +49,9 @@ def write(folder: str | Path, content: Mapping[str, Any], others: Mapping[str, s
     with _naming_folder(folder):
         Path(folder).mkdir(parents=True, exist_ok=True)
         for name, text in {LISTING: listing, **others}.items():
+            content_bytes = text if isinstance(text, bytes) else text.encode()
             part = Path(folder, f"{name}.part")
-            part.write_bytes(text if isinstance(text, bytes) else text.encode())
+            part.write_bytes(content_bytes)
             part.replace(Path(folder, name))  # a kill leaves no half file
         for name in before - set(names):
             Path(folder, name).unlink(missing_ok=True)
@@ -77,7 +78,11 @@ def earlier(folder: str | Path) -> set[str]:
             "unchanged. Name another folder, or move this file."
         )
     # a listing may be edited: nothing outside the folder is ever removed
-    return {name for name in names if Path(name).name == name and Path(name).suffix in SUFFIXES}
+    removable = set()
+    for name in names:
+        if Path(name).name == name and Path(name).suffix in SUFFIXES:
+            removable.add(name)
+    return removable
 
 
 @contextlib.contextmanager
@@ -157,7 +162,9 @@ def entries(record: Any, names: Iterable[str]) -> dict[str, Any]:
 
 def comparison(task: Comparison) -> dict[str, Any]:
     """A task of report.json; rows refer to each other by their numbers."""
-    numbers: dict[Row | None, int | None] = {each.row: n for n, each in enumerate(task.rows)} | {None: None}
+    numbers: dict[Row | None, int | None] = {None: None}  # a row may refer to none
+    for n, each in enumerate(task.rows):
+        numbers[each.row] = n
     rows = []
     for each in task.rows:
         cache_cost = None if each.cache_cost is None else _pair(each.cache_cost, numbers)
@@ -197,7 +204,9 @@ def accuracies(runs: Sequence[Run], name: str, baselines: Collection[Run]) -> li
     """The averages of a task other than perplexities, of each run that has any."""
     results = []
     for run in runs:
-        scores = {metric: {"value": value, "stderr": error} for metric, (value, error) in run.scores(name).items()}
+        scores = {}
+        for metric, (value, error) in run.scores(name).items():
+            scores[metric] = {"value": value, "stderr": error}
         if scores:
             identity = run.every_task[name].identity
             results.append(entries(run, RUN) | {"ar": run in baselines, "identity": identity, "scores": scores})
