@@ -36,6 +36,7 @@ from lm_eval_duel.arguments import (
     unique_keys,
 )
 from lm_eval_duel.core.scores import METRICS
+from lm_eval_duel.demo import model_hint
 from lm_eval_duel.errors import DuelError, UsageError, about_file, unknown, usage
 
 REASONS = {
@@ -436,7 +437,8 @@ class Parser(argparse.ArgumentParser):
         return flag + equals + value
 
     def error(self, message: str) -> NoReturn:
-        raise UsageError(f"{self.command}: {message}. See {self.prog} --help.")
+        hint = model_hint(message.split()) if "model_args" in self.flags else ""
+        raise UsageError(f"{self.command}: {message}.{hint} See {self.prog} --help.")
 
 
 def be_quiet() -> None:

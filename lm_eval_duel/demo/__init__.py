@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 
 BUNDLED = "demo-mdm"  # scored if no checkpoint is named
@@ -15,3 +16,8 @@ FOLDER = Path(__file__).resolve().parent
 def resolve(name: str) -> str:
     """The folder of a bundled checkpoint; any other name is returned unchanged."""
     return str(FOLDER / name) if name in NAMES else name
+
+
+def model_hint(words: Iterable[str]) -> str:
+    """A sentence for the error about `words`, if one of them is a bundled network where none is expected."""
+    return "" if set(NAMES).isdisjoint(words) else " A model is named by --model_args."

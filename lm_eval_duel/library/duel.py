@@ -269,8 +269,11 @@ class Duel(OnIds):
     ) -> Iterator[tuple[int, TextScore]]:
         """Like `score`, but yield (index, score) of each text as it is finished, in any order."""
         encoder = self._require_encoder("score", texts)
-        if empty := [str(n) for n, text in enumerate(texts) if not text]:
-            log.warning("no perplexity is defined for a text without tokens (nan): text %s", ", ".join(empty))
+        empty = [str(n) for n, text in enumerate(texts) if not text]
+        if len(empty) == 1:
+            log.warning("Text %s has no tokens, so its perplexity is nan.", empty[0])
+        elif empty:
+            log.warning("Texts %s have no tokens, so their perplexities are nan.", ", ".join(empty))
         around = [*zip(one_each(texts, contexts, "contexts"), one_each(texts, suffixes, "suffixes"), strict=True)]
         documents = text_windows(encoder, texts, None if contexts is None and suffixes is None else around)
         missing = tokens = 0

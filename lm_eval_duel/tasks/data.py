@@ -131,7 +131,7 @@ def own_rows(**model_args: Any) -> dict[str, datasets.Dataset]:
 
 def _own_texts(settings: dict[str, Any], task: str) -> list[str]:
     patterns = metadata.files_of(settings, task)
-    found = files.texts(patterns, settings.get("field", "text"), settings.get("lines", False))
+    found = files.texts(patterns, settings.get("field", "text"), settings.get("lines", False), "--metadata field=")
     return [document.text for document in found]
 
 

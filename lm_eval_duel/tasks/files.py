@@ -23,8 +23,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from lm_eval_duel.demo import NAMES
-from lm_eval_duel.errors import DuelError, unknown
+from lm_eval_duel.demo import model_hint
+from lm_eval_duel.errors import DuelError, nearest, unknown
 
 PLAIN = (".txt", ".md")
 SAVED = "dataset_info.json"  # `save_to_disk` writes it next to a data set
@@ -86,8 +86,7 @@ def _matches(pattern: str) -> list[Path]:
             files = [Path(name) for name in sorted(glob.glob(pattern, recursive=True))]
         wanted = "a file, a folder, or a pattern such as 'texts/*.jsonl'"
     if not files:
-        model = " A model is named by --model_args." if pattern in NAMES else ""
-        raise DuelError(f"{pattern} matches no file; name {wanted}.{model}")
+        raise DuelError(f"{pattern} matches no file; name {wanted}.{model_hint([pattern])}")
     return files
 
 
@@ -115,12 +114,14 @@ def left_out(pattern: str) -> str:
 # ---------------------------------------------------------------- files -> texts
 
 
-def texts(patterns: Sequence[str], field: str = "text", lines: bool = False) -> list[OwnText]:
+def texts(
+    patterns: Sequence[str], field: str = "text", lines: bool = False, setting: str = "--field "
+) -> list[OwnText]:
     """The documents of files; what a folder holds besides is named in a warning.
 
-    `field`: the column of a table; `lines`: each line of a plain file that is not blank. Each file is read once, also
-    if two patterns match it. Raises DuelError if a file cannot be read, has no such column, or there is no document at
-    all.
+    `field`: the column of a table; `lines`: each line of a plain file that is not blank; `setting`: what the user sets
+    to name the column, for the error. Each file is read once, also if two patterns match it. Raises DuelError if a file
+    cannot be read, has no such column, or there is no document at all.
     """
     sources: dict[Path | None, None] = {}  # None: standard input
     for pattern in patterns:
@@ -138,7 +139,7 @@ def texts(patterns: Sequence[str], field: str = "text", lines: bool = False) -> 
             documents += _documents(str(file), content, lines)
         else:
             for name, row in rows([str(file)]):
-                documents.append(OwnText(name, text_column(name, row, field)))
+                documents.append(OwnText(name, text_column(name, row, field, setting)))
     if not documents:
         raise DuelError(f"{', '.join(patterns)}: no text to score; the files are empty.")
     return documents
@@ -183,19 +184,24 @@ def records(path: Path) -> list[dict[str, Any]]:
     return found
 
 
-def column(name: str, row: dict[str, Any], key: str) -> Any:
-    """The entry of a row; raises DuelError, with the nearest column, if there is none."""
+def column(name: str, row: dict[str, Any], key: str, setting: str = "") -> Any:
+    """The entry of a row; raises DuelError, with the nearest column, if there is none.
+
+    `setting`: what the user sets to name the column; empty if its name is fixed.
+    """
     if key not in row:
         filled = [column for column in row if row[column] is not None]
-        raise DuelError(f"{name}: {unknown('column', key, filled)}")
+        near = nearest(key, filled) or filled
+        remedy = f" Name it by {setting}{near[0]}." if setting and near else ""
+        raise DuelError(f"{name}: {unknown('column', key, filled)}{remedy}")
     if row[key] is None:
         raise DuelError(f"{name}: column '{key}' is null; leave this row out.")
     return row[key]
 
 
-def text_column(name: str, row: dict[str, Any], key: str) -> str:
-    """The entry of a row, which must be a text."""
-    text = column(name, row, key)
+def text_column(name: str, row: dict[str, Any], key: str, setting: str = "") -> str:
+    """The entry of a row, which must be a text. `setting`: see `column`."""
+    text = column(name, row, key, setting)
     if not isinstance(text, str):
         raise DuelError(f"{name}: column '{key}' holds {type(text).__name__}, not text; name another one.")
     return text
@@ -341,7 +347,8 @@ def _values(text: str) -> Iterator[Any]:
 
 
 def _not_json(file: Path, line: int, column: int, error: json.JSONDecodeError) -> DuelError:
-    return DuelError(f"{file}:{line} is not JSON ({error.msg} at character {column}); repair this line.")
+    what = error.msg.removesuffix(" at")  # json ends some messages so, before the place that it adds
+    return DuelError(f"{file}:{line} is not JSON ({what} at character {column}); repair this line.")
 
 
 def _unwrapped(value: Any) -> list[Any]:

@@ -50,6 +50,7 @@ TYPOS = [
     (["run", "--tasks", "sotu", "--config", "nosuch.yaml"], "--config nosuch.yaml: Config file not found"),
     (["inspect", "demo-mdm", "--model_arg", "blok=4"], "Unknown model arg 'blok'"),  # a beginning that is clear
     (["inspect", "demo-mdm", "--limit", "long"], "'--limit' is a whole number, at least 1; got 'long'."),
+    (["score", "a.txt", "--lines", "demo-bd"], "unrecognized arguments: demo-bd. A model is named by --model_args."),
     (["inspect", "demo-mdm", "--files", "nosuch.txt"], "nosuch.txt matches no file"),
     (["report", "nosuch", "--out", "o"], "No file or folder nosuch"),
     (["list", "task"], "Unknown value of WHAT 'task'"),
