@@ -135,24 +135,28 @@ def nearest(name: object, known: Iterable[str]) -> list[str]:
     return [names[entry] for entry in (difflib.get_close_matches(typed, names, LISTED, NEAR) or begins[:LISTED])]
 
 
-def unknown(what: str, name: object, known: Iterable[str]) -> DuelError:
-    """The error for an unknown name, with the nearest known one, and the whole list if it is short."""
+def unknown(what: str, name: object, known: Iterable[str], where: str = "") -> DuelError:
+    """The error for an unknown name, with the nearest known one, and the whole list if it is short.
+
+    `where` follows the name, as in "Unknown parameter 'kk' of the rule greedy".
+    """
     known = sorted(known)
     near = nearest(name, known)
     hint = f" Did you mean {near[0]}?" if near else ""
+    place = f" {where}" if where else ""
     if len(known) > LONGEST_LIST and near:
         others = f" Others like it: {', '.join(near[1:])}." if near[1:] else ""
-        return DuelError(f"Unknown {what} '{name}'.{hint}{others}")
+        return DuelError(f"Unknown {what} '{name}'{place}.{hint}{others}")
     listed = f" Known: {', '.join(known)}." if known else " There are none."
-    return DuelError(f"Unknown {what} '{name}'.{hint}{listed}")
+    return DuelError(f"Unknown {what} '{name}'{place}.{hint}{listed}")
 
 
-def require_known(what: str, names: Iterable[object], known: Iterable[str]) -> None:
+def require_known(what: str, names: Iterable[object], known: Iterable[str], where: str = "") -> None:
     """Raise the error for the first of `names` that is not known."""
     known = [*known]
     for name in names:
         if name not in known:
-            raise unknown(what, name, known)
+            raise unknown(what, name, known, where)
 
 
 def random_tokens(name: str, estimator: str, causal: bool = False) -> DuelError:

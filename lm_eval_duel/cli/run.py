@@ -199,7 +199,8 @@ def _load_config(file: str) -> dict[str, Any]:
         config = EvaluatorConfig.load_yaml_config(file)
     except (OSError, ValueError, TypeError) as error:
         raise UsageError(f"--config {file}: {' '.join(str(error).split())}") from None
-    require_known(f"key of --config {file}", config, [field.name for field in dataclasses.fields(EvaluatorConfig)])
+    keys = [field.name for field in dataclasses.fields(EvaluatorConfig)]
+    require_known("key", config, keys, f"of --config {file}")
     for key, value in config.items():
         types = VALUE_TYPES.get(key)
         only_strings = not isinstance(value, list) or all(isinstance(item, str) for item in value)

@@ -62,7 +62,7 @@ def from_model(
     **network: Any,
 ) -> Denoiser:
     """The denoiser of a network in memory. Arguments and errors: see `Duel.from_model`."""
-    require_known("argument of from_model", network, ARGUMENTS)
+    require_known("argument", network, ARGUMENTS, "of from_model")
     require_dtype(autocast)
     bare = user_module.unwrapped(model)
     module = user_module.unwrapped(module) if module is not None else module_of(bare)

@@ -282,7 +282,7 @@ def estimator_options(estimator: str, arguments: Mapping[str, Any]) -> Options:
         if key in rules.PARAMETERS and key not in own_arguments(entry):
             raise DuelError(f"'{key}' is a parameter of the rule: name it there, as in rule=\"NAME:{key}={value}\".")
         if key not in own_arguments(entry):
-            raise unknown(f"argument of estimator={entry.name}", key, own_arguments(entry))
+            raise unknown("argument", key, own_arguments(entry), f"of estimator={entry.name}")
     return Options.parse({"estimator": entry.name, **arguments})
 
 

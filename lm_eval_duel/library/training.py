@@ -129,7 +129,7 @@ def check_arguments(
         parse(rule)
     takes = [inspect.signature(function).parameters for function in (training_metrics, Duel.from_model)]
     known = {*takes[0], *takes[1], *in_memory.ARGUMENTS} - NOT_ARGUMENTS
-    require_known("argument of training_metrics", arguments, known)
+    require_known("argument", arguments, known, "of training_metrics")
     ways = []
     if sample is not None:
         TwoPhaseArguments(sample)

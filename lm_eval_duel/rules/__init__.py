@@ -150,7 +150,7 @@ def build(name: str, arguments: dict[str, Any]) -> Rule:
             return _wrapped(build(name, others), parameter, arguments[parameter])
     rule = find(name)
     parameters = declared(rule)
-    require_known(f"parameter of rule {name}", arguments, parameters)
+    require_known("parameter", arguments, parameters, f"of the rule {name}")
     _require_complete(name, arguments, parameters)
     values = {}
     for key, value in arguments.items():
@@ -214,7 +214,7 @@ def _users_rule(name: str) -> type[Rule]:
     module = _imported(name, folder, module_name)
     rule = getattr(module, class_name, None)
     if rule is None:
-        raise unknown(f"rule in '{module_name}'", class_name, _rules_of(module))
+        raise unknown("rule", class_name, _rules_of(module), f"in '{module_name}'")
     if not _is_rule(rule):
         raise DuelError(f"'{name}' must be a subclass of lm_eval_duel.rules.Rule with @dataclass(frozen=True).")
     return rule

@@ -98,7 +98,7 @@ def read(metadata: dict[str, Any]) -> dict[str, Any]:
     """
     for key in metadata:
         if key not in KEYS and difflib.get_close_matches(key, KEYS, n=1, cutoff=0.8):
-            raise unknown("key of --metadata", key, KEYS)
+            raise unknown("key", key, KEYS, "of --metadata")
     settings = {}
     for key, arg in KEYS.items():
         value = metadata.get(key)
