@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import logging
 import math
 import sys
 from collections import Counter
@@ -29,6 +30,8 @@ from lm_eval_duel.harness.requests import Batch, make_request, name
 from lm_eval_duel.options import Options
 from lm_eval_duel.tasks import named
 from lm_eval_duel.text.loading import require_loadable
+
+log = logging.getLogger("lm_eval.duel_mdm")
 
 DOCUMENTS = 2  # that are scored together, at least; their texts without the last word come on top
 SAME = 1e-3  # relative: two standard errors of a total that are equal
@@ -107,7 +110,9 @@ def audit(options: argparse.Namespace) -> Audit:
     for task in tasks:
         for kind in sorted({request.request_type for request in task.instances}):
             requests = [request for request in task.instances if request.request_type == kind]
+            log.info("audit: scoring %s twice (%s)", task.config.task, kind)
             audit_requests(lm, task, requests, options.limit, findings)
+    log.info("audit: comparing values and totals with each other")
     findings.held = contradictions(lm.estimator, findings.checked)
     audit_totals(lm, findings)
     return findings
@@ -128,6 +133,7 @@ def audit_network(lm: DuelMDM, left_out: bool, findings: Audit) -> None:
     if left_out:
         findings.not_compared.append("the network (--no_own_code)")
         return
+    log.info("audit: comparing the network with other code")
     findings.network, reasons = network_check.compare(lm.options, lm.denoiser, lm.ranks.device)
     if not any(isinstance(each, network_check.Compared) for each in findings.network):
         findings.not_compared.append(f"the network ({'; '.join(reasons)})")

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar, cast
 from lm_eval_duel.core.denoiser import Denoiser
 from lm_eval_duel.core.reveal import GPU_TOKENS
 from lm_eval_duel.core.windows import Window
-from lm_eval_duel.errors import DuelError, naming
+from lm_eval_duel.errors import DuelError, naming, require_known
 from lm_eval_duel.estimators import registry
 from lm_eval_duel.estimators.arguments import SEED, TwoPhaseArguments
 from lm_eval_duel.estimators.totals import score_documents
@@ -339,6 +339,8 @@ class Duel(OnIds):
 
     def generate(self, prompts: Sequence[TextOrIds], **settings: Any) -> list[GeneratedText]:
         """Continue each prompt, in order. For the settings and errors, see `generate_stream`."""
+        names = inspect.signature(self.generate_stream).parameters
+        require_known("setting of generate()", settings, list(names)[1:])  # all but the prompts
         with self.estimator.one_run():
             texts = dict(self.generate_stream(prompts, **settings))
         return [texts[n] for n in range(len(prompts))]
@@ -348,7 +350,7 @@ class Duel(OnIds):
         prompts: Sequence[TextOrIds],
         *,
         suffixes: Sequence[TextOrIds] | None = None,
-        max_new_tokens: int = 256,
+        max_new_tokens: int | None = None,
         do_sample: bool | None = None,
         temperature: float | None = None,
         top_k: int | None = None,
@@ -365,7 +367,8 @@ class Duel(OnIds):
             prompts: Texts or ids. A prompt that leaves no room for `max_new_tokens` is cut from the left, with a
                 warning.
             suffixes: Visible text or ids after each generated text (infilling).
-            max_new_tokens: Positions of the generation window, filled block after block.
+            max_new_tokens: Positions of the generation window, filled block after block. None: 256, or what the longest
+                prompt with its suffix leaves of a shorter row, at least half of it.
             do_sample: Draw tokens. False: take the most probable token at every pick. None: draw if `temperature` is
                 above 0.
             temperature, top_k, top_p: Change the distribution that is drawn from, and with it `log_prob`.
@@ -383,14 +386,20 @@ class Duel(OnIds):
         )
         written = prompts if isinstance(prompts, str) else [prompt for prompt in prompts if isinstance(prompt, str)]
         encoder = self._require_encoder("generate", written)
+        after = one_each(prompts, suffixes, "suffixes")
+        if max_new_tokens is None:
+            length = settings.length
+            for n, prompt in enumerate(prompts):
+                with naming(f"Prompt {n}"):
+                    length = min(length, encoder.room(prompt, after[n]))
+            settings = dataclasses.replace(settings, length=length)
         generator = Generator(self._sampler("generate", *SAMPLERS), encoder, settings, seed)
-        return self._generated(generator, prompts, range(len(prompts)) if keys is None else keys, suffixes)
+        return self._generated(generator, prompts, range(len(prompts)) if keys is None else keys, after)
 
     def _generated(
-        self, generator: Generator, prompts: Sequence[TextOrIds], keys: Sequence[int], suffixes: Any
+        self, generator: Generator, prompts: Sequence[TextOrIds], keys: Sequence[int], after: Sequence[TextOrIds]
     ) -> Iterator[tuple[int, GeneratedText]]:
         encoder = generator.text
-        after = one_each(prompts, suffixes, "suffixes")
         changes = generator.duel.denoiser.filters[len(self.denoiser.filters) :]  # temperature, top_k, top_p
         windows = []
         for note in generator.notes:
@@ -400,7 +409,9 @@ class Duel(OnIds):
             with naming(f"Prompt {n}"):
                 windows.append(generator.prompt(prompt, after[n]))
         if cut := encoder.cut_contexts - cut_before:
-            log.warning("%d prompts were cut to leave room for max_new_tokens=%d", cut, generator.settings.length)
+            log.warning(
+                "%d of %d prompts cut to leave room for max_new_tokens=%d", cut, len(prompts), generator.settings.length
+            )
         with naming("Prompt {}".format):
             for n, text, window, sample in generator.stream(windows, keys):
                 yield (

@@ -257,6 +257,14 @@ class TextEncoder:
         any_token = 1 if self.denoiser.mask_id == 0 else 0  # a placeholder; [MASK] would be refused
         return self.gap(before, [any_token] * length, after)
 
+    def room(self, before: str | Ids, after: str | Ids = "") -> int:
+        """The positions that a prompt and its suffix leave of a row; at least half, since `prompt` truncates them."""
+        capacity = target_capacity(self.denoiser.max_length, self.prefix, self.suffix)
+        around = 0
+        for part in (before, after):
+            around += len(self.encode(part) if isinstance(part, str) else as_ids(part))
+        return max(capacity - around, capacity // 2)
+
     def windows(self, text: str, counted: int | None = None) -> list[Window]:
         """The windows of a whole text.
 

@@ -121,6 +121,21 @@ def test_generate_writes_what_the_harness_writes(duel, lm, settings):
             assert one.reveal_steps == scored.reveal_steps
 
 
+def test_generate_fills_what_the_prompts_leave_of_a_short_row():
+    duel = Duel.from_pretrained("demo-bd", device="cpu", max_length=24)
+    room = 24 - 1  # the special token before a text
+    for prompts, longest in ((["We"], 2), ([[5], [5, 6, 7]], 3), ([[5] * 20], room - room // 2)):
+        for generated in duel.generate(prompts):
+            assert len(generated.tokens) == room - longest
+    with pytest.raises(DuelError, match="max_new_tokens"):
+        duel.generate(["We"], max_new_tokens=room + 1)
+
+
+def test_generate_suggests_the_nearest_setting(duel):
+    with pytest.raises(DuelError, match=r"generate\(\) 'temprature'. Did you mean temperature"):
+        duel.generate(["We"], temprature=1)
+
+
 # ---------------------------------------------------------------- other estimators
 
 
