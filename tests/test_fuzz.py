@@ -111,6 +111,8 @@ def some_rule(chance, head):
         parameters["steps"] = chance.choice([1, 2, 3, 5, 40])
     if name == "falling_threshold":
         parameters["low"] = min(parameters["low"], parameters["mu"])
+    if name == "threshold_bound":
+        parameters["floor"] = min(parameters["floor"], parameters["mu"])
     return rules.build(name, parameters)
 
 
