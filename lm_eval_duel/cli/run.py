@@ -77,7 +77,7 @@ def main(arguments: Sequence[str]) -> None:
             cli.execute(args)
     except ValueError as error:
         if str(error).startswith("Tasks not found: "):  # raised once all tasks are indexed
-            raise UsageError(_tasks_not_found(str(error))) from None
+            raise UsageError(_tasks_not_found(str(error), args.include_path)) from None
         raise
 
 
@@ -249,11 +249,15 @@ def _as_lm_eval_reads(args: argparse.Namespace) -> EvaluatorConfig:
         logging.disable(before)
 
 
-def _tasks_not_found(message: str) -> str:
-    """lm-eval's message about unknown tasks, with the nearest of our tasks."""
+def _tasks_not_found(message: str, folders: list[str]) -> str:
+    """lm-eval's message about unknown tasks, with the nearest of our tasks.
+
+    The names end at the first period that a space follows: autoload.py has added the task files that cannot be read.
+    """
     names = {file.stem for file in Path(task_folder()).rglob("[!_]*.yaml")}
     near: list[str] = []
-    for task in message.removeprefix("Tasks not found: ").split(", "):
+    for task in message.removeprefix("Tasks not found: ").partition(". ")[0].split(", "):
         near += nearest(task, names)[:1]
     hint = f" Did you mean {', '.join(near)}?" if near else ""
-    return f"{message}.{hint} All: lm_eval ls tasks --include_path {task_folder()}"
+    commands = [f"lm_eval ls tasks --include_path {folder}" for folder in folders]  # it takes one folder
+    return f"{message.removesuffix('.')}.{hint} All: {'; '.join(commands)}"

@@ -83,18 +83,31 @@ def explain_tasks():
         try:
             return original(self, *arguments, **options)
         except ValueError as error:
+            if "Tasks not found: " not in str(error):
+                raise
             missing = str(error).partition("Tasks not found: ")[2].split(", ")
             known = _own_tasks()
             ours = [name for name in missing if name in known]
-            if not ours:
+            causes = _unreadable(self.include_path)
+            if not (ours or causes):
                 raise
-            verb = "are tasks" if len(ours) > 1 else "is a task"
-            raise ValueError(
-                f"{error}. {', '.join(ours)} {verb} of lm_eval_duel: add --include_path $(lm-eval-duel list folders "
-                "tasks)."
-            ) from error
+            advice = ""
+            if ours:
+                verb = "are tasks" if len(ours) > 1 else "is a task"
+                advice = (
+                    f" {', '.join(ours)} {verb} of lm_eval_duel: give their folder, --include_path $(lm-eval-duel list "
+                    "folders tasks)."
+                )
+            raise ValueError(f"{error}.{causes}{advice}") from error
 
     EvaluatorConfig.process_tasks = process_tasks
+
+
+def _unreadable(folders):
+    """The causes that `tasks.named.unreadable` finds in these folders, in sentences."""
+    from lm_eval_duel.tasks import named
+
+    return named.unreadable(folders)
 
 
 def _own_tasks():

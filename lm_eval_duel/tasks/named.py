@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lm_eval_duel.errors import DuelError, unknown
+from lm_eval_duel.errors import DuelError, about_file, unknown
 from lm_eval_duel.tasks import files
 from lm_eval_duel.tasks.data import task_folder
 
@@ -44,7 +44,8 @@ def load(
         for name in together:
             if not is_yaml(name) and name not in manager.all_tasks:
                 message = str(unknown("task", name, manager.all_tasks))
-                raise DuelError(message.split(" Known:")[0])  # there are thousands
+                message = message.split(" Known:")[0]  # there are thousands
+                raise DuelError(message + unreadable(include_path))
         tasks += manager.load(together)["tasks"].values()
     for task in tasks:
         if task.OUTPUT_TYPE == "generate_until":
@@ -88,6 +89,33 @@ def holds(manager: TaskManager, names: Iterable[str]) -> bool:
                 unread.append(str(member))
         read.add(name)
     return True
+
+
+def unreadable(folders: str | Path | Sequence[str | Path] | None) -> str:
+    """Sentences about the user's folders and task files that lm-eval passed over, each with a space before it.
+
+    lm-eval leaves out a folder that does not exist, and a task file whose `include` does not, and then finds no task.
+    """
+    from lm_eval.tasks._yaml_loader import load_yaml
+    from yaml import YAMLError
+
+    if folders is None:
+        folders = []
+    elif isinstance(folders, str | Path):
+        folders = [folders]
+
+    text = ""
+    for folder in folders:
+        if not Path(folder).is_dir():
+            text += f" There is no folder {folder} (--include_path)."
+        for file in sorted(Path(folder).rglob("*.yaml")):
+            try:
+                load_yaml(file, resolve_func=False)
+            except OSError as error:
+                text += f" {file} includes a file that cannot be read: {about_file(error)}"
+            except (ValueError, YAMLError) as error:
+                text += f" {file} cannot be read: {' '.join(str(error).split())}."
+    return text
 
 
 def check(name: str) -> None:

@@ -114,6 +114,12 @@ def test_where_lm_eval_reads_entry_points_the_hook_leaves_it_to_it(by_hand):
             "--include_path $(lm-eval-duel",
             marks=pytest.mark.slow,
         ),
+        ("EvaluatorConfig(tasks=['mine'], include_path='no-such-folder').process_tasks()", "no-such-folder"),
+        (
+            "open(folder + '/mine.yaml', 'w').write('include: no_such_file.yaml\\ntask: mine')\n"
+            "    EvaluatorConfig(tasks=['mine'], include_path=folder).process_tasks()",
+            "no_such_file.yaml",
+        ),
     ],
 )
 def test_lm_evals_own_errors_name_what_is_ours(call, told, tmp_path):
