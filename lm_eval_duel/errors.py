@@ -98,10 +98,15 @@ def unchained() -> Iterator[None]:
         raise error from None
 
 
+def counted(number: int, noun: str) -> str:
+    """A number with its noun, such as `1 window` or `1,200 windows`."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
 def too_few_documents(what: str, documents: int, processes: int) -> DuelError:
     """The error for a run in which a process would have no document."""
     return DuelError(
-        f"{what} has {documents} document{'s' * (documents != 1)} here and this run has {processes} processes: each "
+        f"{what} has {counted(documents, 'document')} here and this run has {processes} processes: each "
         f"needs at least one. Start at most {documents} (--num_processes {documents} of accelerate launch, "
         f"--nproc-per-node {documents} of torchrun), or raise --limit."
     )

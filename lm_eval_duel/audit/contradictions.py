@@ -23,6 +23,7 @@ from lm_eval_duel.audit.networks import one_row
 from lm_eval_duel.core.float_noise import PER_WINDOW, nats_tolerance
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.denoisers.dit.denoiser import NOISE_EPS
+from lm_eval_duel.errors import counted
 from lm_eval_duel.estimators.base import Estimator
 from lm_eval_duel.estimators.duel import DuelEstimator
 from lm_eval_duel.estimators.elbo import Elbo
@@ -57,9 +58,9 @@ def contradictions(estimator: Estimator, checked: Sequence[CheckedWindow]) -> He
     if isinstance(estimator, Lattice):
         held.hold("the order of the values over all orders", _lattice(estimator, windows))
     if isinstance(estimator, DuelEstimator) and exact:
-        held.hold(f"the best order of {len(exact)} windows", _below_oracle(windows, exact))
+        held.hold(f"the best order of {counted(len(exact), 'window')}", _below_oracle(windows, exact))
     if isinstance(estimator, Elbo) and exact and _is_bound(estimator):
-        held.hold(f"the mean over all orders of {len(exact)} windows", _elbo(estimator, windows, exact))
+        held.hold(f"the mean over all orders of {counted(len(exact), 'window')}", _elbo(estimator, windows, exact))
     if isinstance(estimator, TwoPhase) and sum(_blocks(each).drawn for each in windows) >= FEW:
         held.hold("the exact value", _two_phase(estimator, windows))
 
@@ -140,7 +141,7 @@ def _elbo(elbo: Elbo, windows: Sequence[CheckedWindow], exact: dict[int, float])
     too_low = above < -noise and elbo.arguments.elbo_form == "count"
     if above > noise or too_low:
         yield (
-            f"the ELBO of {len(errors)} windows is {above:+.4f} nats from its exact value, which is "
+            f"the ELBO of {counted(len(errors), 'window')} is {above:+.4f} nats from its exact value, which is "
             f"{abs(above) / max(error, 1e-12):.1f} of its standard errors"
         )
 
@@ -153,8 +154,8 @@ def _two_phase(estimator: TwoPhase, windows: Sequence[CheckedWindow]) -> Iterato
     error = math.hypot(*(_blocks(each).error for each in once))
     if abs(above) > ERRORS * error + nats_tolerance(sum(each.tokens for each in once)):
         yield (
-            f"the two-phase estimate of {len(once)} windows is {above:+.4f} nats from the exact value, which is "
-            f"{abs(above) / max(error, 1e-12):.1f} of its standard errors"
+            f"the two-phase estimate of {counted(len(once), 'window')} is {above:+.4f} nats from the exact value, "
+            f"which is {abs(above) / max(error, 1e-12):.1f} of its standard errors"
         )
 
 

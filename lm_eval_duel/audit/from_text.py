@@ -17,6 +17,7 @@ from lm_eval_duel.audit.checked import distance
 from lm_eval_duel.core.float_noise import nats_tolerance
 from lm_eval_duel.core.scores import perplexity
 from lm_eval_duel.core.windows import Window
+from lm_eval_duel.errors import counted
 from lm_eval_duel.text.annotated import TokenText
 
 COUNTED = "duel_tokens"  # a column of the tasks of this package, which count their documents' tokens
@@ -155,14 +156,15 @@ class FromText:
 
     def lines(self, printed: Mapping[str, float]) -> list[str]:
         """Lines for the terminal: the counts, and the sum and metrics if the reference computed every window."""
-        counts = f"{self.documents} documents, {self.bytes:,} bytes, {self.words:,} words, {self.tokens:,} tokens"
+        sizes = {"document": self.documents, "byte": self.bytes, "word": self.words, "token": self.tokens}
+        counts = ", ".join(counted(number, noun) for noun, number in sizes.items())
         if self.counted_before:
             counts += " (bytes and words are the task's: its documents do not hold the texts before detokenizing)"
         if self.alone:
             return [
                 f"From the text of {self.task}, by the tokenizer alone:",
                 f"  {counts}",
-                f"  log-probabilities and perplexities: not checked independently ({self.alone} windows)",
+                f"  log-probabilities and perplexities: not checked independently ({counted(self.alone, 'window')})",
             ]
         lines = [
             f"From the text of {self.task}, by the tokenizer and the reference alone:",

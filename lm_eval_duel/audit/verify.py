@@ -19,7 +19,7 @@ from lm_eval_duel.audit.recompute import recompute
 from lm_eval_duel.core.scores import Score
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.demo import BUNDLED
-from lm_eval_duel.errors import first_line
+from lm_eval_duel.errors import counted, first_line
 from lm_eval_duel.estimators import registry
 from lm_eval_duel.estimators.base import Estimator
 from lm_eval_duel.options import Options
@@ -79,7 +79,7 @@ class Verification:
             self._compare_each(requests, text, checked)
         except Exception as error:
             self.failure = first_line(error)
-            count = f"{len(checked)} of {len(self.scores)} windows"
+            count = f"{len(checked)} of {counted(len(self.scores), 'window')}"
             log.error("verify failed after %s; scores are unaffected: %s", count, self.failure)
         if not self.windows:
             log.warning("verify: all answers came from the response cache, so no window is verified")
@@ -147,10 +147,10 @@ def summary(checked: Sequence[CheckedWindow]) -> str:
     routes = ", ".join(f"{count} by {route}" for route, count in counts["routes"].items())
     alone = counts["not_checked_independently"]
     return (
-        f"verify: {counts['windows']} windows scored again in float32 ({routes}): largest difference "
+        f"verify: {counted(counts['windows'], 'window')} scored again in float32 ({routes}): largest difference "
         f"{by_order.order_difference:.3g} nats along the rule's order in float32 ({by_order.where}), "
         f"{largest:.3g} nats along the run's order ({counts['where']}); "
         f"{counts['changed_picks']} picks are not the rule's and {counts['ties']} are its ties; "
-        f"{counts['differing_windows']} windows differ by more than float32 noise"
+        f"{counts['differing_windows']} of them differ by more than float32 noise"
         + (f"; {alone} not checked independently" if alone else "")
     )

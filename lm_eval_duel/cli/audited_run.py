@@ -24,6 +24,7 @@ from lm_eval_duel.audit.from_text import FromText
 from lm_eval_duel.audit.verify import COMPANY
 from lm_eval_duel.core.float_noise import nats_tolerance
 from lm_eval_duel.core.scores import Score
+from lm_eval_duel.errors import counted
 from lm_eval_duel.estimators.base import Estimator
 from lm_eval_duel.harness.lm import DuelMDM
 from lm_eval_duel.harness.requests import Batch, make_request, name
@@ -56,7 +57,9 @@ class Audit:
         failures = []
         windows = [each.where for each in self.checked if each.differs]
         if windows:
-            failures.append(f"{len(windows)} of {len(self.checked)} windows differ: {'; '.join(windows[:3])}")
+            failures.append(
+                f"{len(windows)} of {counted(len(self.checked), 'window')} differ: {'; '.join(windows[:3])}"
+            )
         failures += [str(each) for each in self.network if each.differs]
         return [*failures, *self.held.problems, *self.problems]
 
@@ -77,7 +80,7 @@ class Audit:
         compared = []
         independent = sum(each.independent for each in self.checked)
         if independent:
-            compared.append(f"{independent} windows with the reference")
+            compared.append(f"{counted(independent, 'window')} with the reference")
         compared += [each.what for each in self.network]
         compared += dict.fromkeys(self.held.compared)
         if self.lines:
@@ -85,11 +88,12 @@ class Audit:
 
         missing = list(self.not_compared)
         reasons = Counter(each.again.why_alone for each in self.checked if not each.independent)
-        missing += [f"{count} windows ({reason})" for reason, count in reasons.items()]
+        missing += [f"{counted(count, 'window')} ({reason})" for reason, count in reasons.items()]
 
         tokens = sum(each.tokens for each in self.checked)
         line = (
-            f"{word}: {len(self.checked)} windows, {tokens} tokens. Compared: {', '.join(compared) or 'nothing'}. "
+            f"{word}: {counted(len(self.checked), 'window')}, {counted(tokens, 'token')}. "
+            f"Compared: {', '.join(compared) or 'nothing'}. "
             f"Not compared: {', '.join(missing) or 'nothing'}."
         )
         return f"{line} Note: {'; '.join(self.notes)}." if self.notes else line

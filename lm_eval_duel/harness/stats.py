@@ -15,6 +15,7 @@ import torch
 from lm_eval_duel.audit import verify
 from lm_eval_duel.audit.checked import CheckedWindow
 from lm_eval_duel.core.scores import known_sum
+from lm_eval_duel.errors import counted
 from lm_eval_duel.estimators.registry import ESTIMATORS
 from lm_eval_duel.estimators.totals import Total
 from lm_eval_duel.text.text import unknown_share
@@ -177,7 +178,7 @@ class RunStats:
         names = ", ".join(documents[:SHOWN])
         if len(documents) > SHOWN:
             names += f" and {len(documents) - SHOWN} more (config.duel.tasks)"
-        return f"{len(documents)} documents have near ties, whose order float noise could change: {names}"
+        return f"near ties, whose order float noise could change, in {counted(len(documents), 'document')}: {names}"
 
     def describe(self) -> dict[str, Any]:
         """The entries of the results JSON."""

@@ -13,7 +13,7 @@ from typing import Any
 from urllib.parse import quote
 
 from lm_eval_duel.core.scores import METRICS
-from lm_eval_duel.errors import DuelError, usage
+from lm_eval_duel.errors import DuelError, counted, usage
 from lm_eval_duel.results import columns, compare, figures, files, gaps, match, read, rows, standings, traced
 from lm_eval_duel.results.compare import ComparedRow, Comparison
 from lm_eval_duel.results.figures import Image
@@ -343,7 +343,7 @@ def _markdown_of_task(
     name: str, task: Comparison, tables: Mapping[str, Sequence[Table]], images: Sequence[Image]
 ) -> Iterator[str]:
     """The parts of a task: values and their figure, what differs, the other tables, figures of rules, notes."""
-    documents = "" if task.documents is None else f", {task.documents} documents"
+    documents = "" if task.documents is None else f", {counted(task.documents, 'document')}"
     yield f"## {escape(name)}: {WORDS[task.metric]}{documents}"
     for table in tables["methods"]:
         yield table.markdown()

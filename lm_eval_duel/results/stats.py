@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from lm_eval_duel.core.scores import Value, perplexity
-from lm_eval_duel.errors import DuelError
+from lm_eval_duel.errors import DuelError, counted
 from lm_eval_duel.estimators import registry
 from lm_eval_duel.results.table import number, span
 
@@ -211,7 +211,7 @@ class PairedDifference:
         if self.difference is not None:
             text += f"; difference {number(self.difference, '+.4f')} nats per {self.unit}"
         if self.interval is not None:
-            text += f" (95 % interval {span(self.interval, '+.4f')}, {self.documents} documents)"
+            text += f" (95 % interval {span(self.interval, '+.4f')}, {counted(self.documents, 'document')})"
         return f"{text}: {self.verdict}" if self.verdict else text
 
 
@@ -240,7 +240,7 @@ def _verdict(first: Side, second: Side, low: float, high: float, texts: int) -> 
     if max(abs(low), abs(high)) < EQUAL:
         return "equal"
     if texts < FEW:
-        return f"no verdict from {texts} distinct documents"
+        return f"no verdict from {counted(texts, 'distinct document')}"
     if low <= 0 <= high:
         return UNCLEAR
     if worse.value.is_bound:  # the value that it bounds may be the lower of the two

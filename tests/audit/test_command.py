@@ -60,7 +60,7 @@ def test_all_three_parts(folder, texts, capsys):
     for what in ("the weights with the files", "totals and their errors", "the best order", "printed numbers"):
         assert what in verdict
     assert verdict.endswith("Not compared: nothing.") or "Note: " in verdict
-    assert "1 documents, 35 bytes, 18 words, 18 tokens" in out
+    assert "1 document, 35 bytes, 18 words, 18 tokens" in out
     for metric in ("token_perplexity", "word_perplexity", "byte_perplexity", "bits_per_byte"):
         [line] = [line.split() for line in out.splitlines() if metric in line]
         assert float(line[1]) == pytest.approx(float(line[3]), rel=1e-5)
@@ -107,8 +107,8 @@ def test_what_the_run_alone_computed_twice_is_not_checked(folder, tmp_path, caps
         main(["audit", *command(folder, texts, args="estimator=mixture,block=7")])
     assert ended.value.code == 3
     out = capsys.readouterr().out
-    assert out.splitlines()[-1].startswith("NOTHING CHECKED: 1 windows, 7 tokens.") and out.count(" run alone\n") == 1
-    assert "1 windows (a block of more than 6 positions has too many orders to list)" in out
+    assert out.splitlines()[-1].startswith("NOTHING CHECKED: 1 window, 7 tokens.") and out.count(" run alone\n") == 1
+    assert "1 window (a block of more than 6 positions has too many orders to list)" in out
 
 
 def half_errors(monkeypatch):

@@ -13,7 +13,7 @@ from lm_eval_duel.cli import audit
 pytestmark = pytest.mark.usefixtures("one_load")
 
 LETTERS = "b c d e f g h i j k"
-REFERENCE = "1 windows with the reference"
+REFERENCE = "1 window with the reference"
 WRITTEN_OUT = "written out in float64"
 TOTALS = "totals and their errors"
 PRINTED = "printed numbers with the text"
@@ -34,8 +34,8 @@ def text(tmp_path):
 
 
 MASKED_LM = {  # what the verdict must name, by the model args of a network that is nothing but a masked LM
-    "rule=entropy,block=4": ["the best order of 1 windows"],
-    "rule=random,block=4": ["the best order of 1 windows"],
+    "rule=entropy,block=4": ["the best order of 1 window"],
+    "rule=random,block=4": ["the best order of 1 window"],
     "rule=greedy,block=4,bos=none": [],
     "rule=greedy,block=4,cache=dual": [],
     "rule=greedy,block=4,cache=prefix,cfg_scale=0.5": [],
@@ -43,7 +43,7 @@ MASKED_LM = {  # what the verdict must name, by the model args of a network that
     "rule=greedy,block=4,top_k=9": [],  # its log-probability is -infinity
     "rule=greedy,block=4,exclude_ids=30+31": [],
     "estimator=two_phase,rule=greedy,block=2,sample=0.5": ["draws"],
-    "estimator=elbo,elbo_block=4,mc_samples=16": ["draws", "the mean over all orders of 1 windows"],
+    "estimator=elbo,elbo_block=4,mc_samples=16": ["draws", "the mean over all orders of 1 window"],
     "estimator=elbo,elbo_form=ratio,mc_samples=16": ["draws"],
     "estimator=elbo_exact,block=4": ["the order of the values over all orders"],
     "estimator=mixture,block=4": ["the order of the values over all orders"],
@@ -64,7 +64,7 @@ PLAIN_RUNS = [  # a rule, two kinds of draws, sums over all orders
 @pytest.mark.parametrize("arguments", slow_but(MASKED_LM, PLAIN_RUNS))
 def test_every_estimator_of_a_masked_lm(arguments, folder, text, capsys):
     line = verdict(capsys, folder, arguments, text)
-    assert line.startswith("PASS: 1 windows, 10 tokens. Compared: ")
+    assert line.startswith("PASS: 1 window, 10 tokens. Compared: ")
     for what in (REFERENCE, "the network with BertForMaskedLM", TOTALS, PRINTED, *MASKED_LM[arguments]):
         assert what in line
     assert "Not compared: nothing." in line
@@ -93,7 +93,7 @@ def test_every_kind_of_dit(name, arguments, tmp_path, text, capsys):
     if not name.startswith("gidd"):
         dit_reference.words(dit_reference.TOKENS).save_pretrained(path)
     line = verdict(capsys, path, arguments, text)
-    assert line.startswith("PASS: 1 windows, 10 tokens. Compared: ")
+    assert line.startswith("PASS: 1 window, 10 tokens. Compared: ")
     for what in (REFERENCE, "the network with the DiT", WRITTEN_OUT, "the weights", TOTALS, PRINTED):
         assert what in line
     assert "Not compared: nothing." in line
@@ -118,7 +118,7 @@ def test_every_kind_of_decoder(name, tmp_path, text, capsys):
     options = {key: value for key, value in options.items() if key != "backend"} | {"trust_remote_code": "true"}
     arguments = ",".join(f"{key}={value}" for key, value in options.items())
     line = verdict(capsys, path, arguments, text)
-    assert line.startswith("PASS: 1 windows, ")
+    assert line.startswith("PASS: 1 window, ")
     for what in (REFERENCE, "the network with the decoder", WRITTEN_OUT, "the weights", TOTALS, PRINTED):
         assert what in line
 
@@ -144,4 +144,4 @@ def test_the_bundled_checkpoints(arguments, tmp_path, capsys):
     text.write_text("The people of America, and the people of the union, are one people and one nation this year.\n")
     name, _, more = arguments.removeprefix("pretrained=").partition(",")
     line = verdict(capsys, name, more, text)
-    assert line.startswith("PASS: 1 windows, ") and REFERENCE in line and "Not compared: nothing." in line
+    assert line.startswith("PASS: 1 window, ") and REFERENCE in line and "Not compared: nothing." in line

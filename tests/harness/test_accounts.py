@@ -197,7 +197,7 @@ def test_documents_with_near_ties_are_listed():
     assert "c 17 and 12 more" in stats.near_ties and "c 18" not in stats.near_ties
     few = RunStats()
     few.add_request("a", 1, Total(near_ties=3))
-    assert "1 documents" in few.near_ties and "more" not in few.near_ties
+    assert "1 document" in few.near_ties and "more" not in few.near_ties
 
 
 @pytest.mark.parametrize(("estimator", "labelled"), [("duel", False), ("mixture", False), ("oracle", True)])
