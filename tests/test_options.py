@@ -87,7 +87,7 @@ def test_rules_of_the_lattice():
 
 
 WRONG_RULES = (
-    ("greedy:q=2", "'q'. Known: k."),
+    ("greedy:q=2", "'q' of the rule greedy"),
     ("klass:mu=0.5", "nu"),
     ("eb", "gamma"),
     ("threshold:mu=1.5", "'mu'"),
@@ -121,8 +121,8 @@ WRONG = (  # model args, and what the error names: the argument, its value, the 
     ({"cfg_scale": -1}, "'cfg_scale'"),
     ({"temperature": 0}, "'temperature'"),
     ({"top_p": 1.5}, "'top_p'"),
-    ({"rule": "greedy", "mu": 0.9}, "'mu'. Known: k."),
-    ({"rule": "threshold", "mu": 0.9, "k": 2}, "'k'. Known: mu, strict."),
+    ({"rule": "greedy", "mu": 0.9}, "'mu' of the rule greedy"),
+    ({"rule": "threshold", "mu": 0.9, "k": 2}, "'k' of the rule threshold"),
     ({"rule": "greedy:k=2", "k": 3}, "'k' is given twice"),
     ({"rule": "threshold"}, "mu"),
     ({"block": 0}, "'block'"),
