@@ -74,8 +74,10 @@ def test_without_arguments_three_loops_are_compared():
     lines = three(tiny).splitlines()
     for title in THREE:
         [line] = [line for line in lines if title in line]
-        ratios = line.removeprefix(title).split()[:2]  # a difference in nats only where no pick differs
+        ratios = line.removeprefix(title).split()[:2]
+        difference = line.removeprefix(title).split()[2:]  # in nats; none where a pick differs
         assert all(float(ratio) > 0 for ratio in ratios)
+        assert all(float(nats) < 1e-3 for nats in difference)
 
 
 @pytest.mark.slow

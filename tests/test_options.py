@@ -87,7 +87,7 @@ def test_rules_of_the_lattice():
 
 
 WRONG_RULES = (
-    ("greedy:q=2", "'q' of the rule greedy"),
+    ("greedy:q=2", "'q' of the rule greedy. Known: k."),
     ("klass:mu=0.5", "nu"),
     ("eb", "gamma"),
     ("threshold:mu=1.5", "'mu'"),
@@ -121,8 +121,8 @@ WRONG = (  # model args, and what the error names: the argument, its value, the 
     ({"cfg_scale": -1}, "'cfg_scale'"),
     ({"temperature": 0}, "'temperature'"),
     ({"top_p": 1.5}, "'top_p'"),
-    ({"rule": "greedy", "mu": 0.9}, "'mu' of the rule greedy"),
-    ({"rule": "threshold", "mu": 0.9, "k": 2}, "'k' of the rule threshold"),
+    ({"rule": "greedy", "mu": 0.9}, "'mu' of the rule greedy. Known: k."),
+    ({"rule": "threshold", "mu": 0.9, "k": 2}, "'k' of the rule threshold. Known: mu, strict."),
     ({"rule": "greedy:k=2", "k": 3}, "'k' is given twice"),
     ({"rule": "threshold"}, "mu"),
     ({"block": 0}, "'block'"),
@@ -148,7 +148,7 @@ WRONG = (  # model args, and what the error names: the argument, its value, the 
     ({"estimator": "elbo", "mc_samples": 0}, "'mc_samples'"),
     ({"estimator": "sampled_confidence", "n": 0}, "'n'"),
     ({"estimator": "sampled_confidence", "tau": 2}, "'tau'"),
-    ({"estimator": "sampled_confidence", "block": 16}, "at most 12 positions"),
+    ({"estimator": "sampled_confidence", "block": 16}, "at most 12 positions (4,095 rows); the block in force is 16."),
     ({"estimator": "mixture", "block": "none"}, "at most 12 positions"),
     ({"estimator": "oracle", "lattice_rules": "gredy"}, "Did you mean greedy?"),
     ({"lattice_rules": "greedy"}, "'lattice_rules'"),

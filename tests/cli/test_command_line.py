@@ -264,17 +264,19 @@ def test_what_a_config_file_says_is_kept(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("config", "named"),
     [
-        ({"modle": "x"}, "'modle'"),
-        ({"tasks": 5}, "'tasks'"),
-        ({"tasks": "sotu", "model_args": {"rule": "gredy"}}, "Did you mean greedy?"),
-        ([1], "mapping"),
+        ({"modle": "x"}, ["'modle'", "Did you mean model?"]),
+        ({"tasks": 5}, ["'tasks'"]),
+        ({"tasks": "sotu", "model_args": {"rule": "gredy"}}, ["Did you mean greedy?"]),
+        ([1], ["mapping"]),
     ],
     ids=str,
 )
 def test_a_wrong_config_file_is_named(config, named, tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", [])
     (tmp_path / "c.yaml").write_text(json.dumps(config))
-    assert named in refused("run", "--config", str(tmp_path / "c.yaml"))
+    message = refused("run", "--config", str(tmp_path / "c.yaml"))
+    for words in named:
+        assert words in message
 
 
 def test_task_files_of_lm_eval_are_read_only_if_they_may_be_named(tmp_path):

@@ -153,14 +153,14 @@ def test_the_first_document_of_the_order_is_finished_early(folder):
     """After a few percent of the steps, whatever the lengths of the others; no step is taken twice."""
     model = DuelMDM(pretrained=folder, rule="greedy", block=4, device="cpu", max_batch_size=4)
     windows = []
-    for _ in range(40):
+    for _ in range(60):
         windows += model.text.windows(" ".join(DRAW.choices(LETTERS, k=28)))
     steps = {}  # that were taken when a window was finished
     for index, _ in model.estimator.stream(windows, in_order=True):
         steps[index] = model.estimator.counts.lane_steps
     total = model.estimator.counts.lane_steps
     assert total == sum(len(window.target) for window in windows)
-    assert steps[0] <= 0.05 * total
+    assert steps[0] <= 0.03 * total
     for n, taken in enumerate(steps.values(), 1):  # in the order in which they were finished
         assert abs(taken / total - n / len(steps)) < 0.15
 
