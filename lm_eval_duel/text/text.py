@@ -146,11 +146,12 @@ class TextEncoder:
         the text after that border is encoded alone.
         """
         context, inside, suffix = split_at_borders(context, str(gap), gap.suffix)
+        merged_before = self.merged_borders
         before, target = self.encode_pair(context, inside)
         joint = self.encode(context + inside + suffix)
         if joint[: len(before) + len(target)] == before + target:
             return before, target, joint[len(before) + len(target) :]
-        self.merged_borders += 1
+        self.merged_borders = merged_before + 1  # one continuation, even if a token spans each of its borders
         return before, target, self.encode(suffix)
 
     def encode_residues(self, residues: str) -> list[int]:

@@ -11,6 +11,7 @@ from lm_eval_duel import Duel
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.harness.lm import DuelMDM
+from lm_eval_duel.text.text import Gap
 
 
 @pytest.fixture(scope="module")
@@ -59,6 +60,23 @@ def test_the_scored_ids_always_spell_the_continuation(demo):
     assert demo.text.merged_borders - before >= 3
     value, _ = demo.loglikelihood(ask("loglikelihood", ("th", "e")))[0]
     assert value < 0
+
+
+def test_each_part_of_a_gap_is_spelled_by_its_own_ids(demo):
+    """No text is lost, doubled or moved where a token spans a border, and such a continuation counts once."""
+    for merged, *texts in [
+        (1, "The peo", "ple of the Uni", "ted States"),  # at both borders
+        (1, "the gov", "ernment", " of the people"),
+        (1, "the people", " of the Uni", "ted States"),
+        (0, "the people", " of", " the United States"),
+    ]:
+        context, inside, suffix = texts
+        before = demo.text.merged_borders
+        parts = demo.text.encode_gap(context, Gap(inside, suffix))
+        assert [demo.tokenizer.decode(ids) for ids in parts] == texts
+        assert demo.text.merged_borders - before == merged
+        if not merged:
+            assert sum(parts, []) == demo.text.encode(context + inside + suffix)
 
 
 def test_long_contexts_are_cut_from_the_left_and_counted(folder, caplog):
