@@ -115,6 +115,14 @@ def test_settings_of_a_task():
     assert Settings.from_arguments({"max_gen_toks": 5, "max_new_tokens": 9}).length == 5
 
 
+def test_the_description_of_settings_says_their_exact_values():
+    """Another temperature or top_p is another distribution, so no two share a label, also when the digits are many."""
+    for value in (0.05, 0.1, 0.7, 0.75, 1 / 3, 1 - 1e-9):
+        label = Settings.from_arguments({"temperature": value, "top_p": value}).description
+        parts = dict(part.split("=") for part in label.split(", ")[1:])
+        assert {name: float(number) for name, number in parts.items()} == {"temperature": value, "top_p": value}
+
+
 VALUES = (
     *(0, 1, 5, -1, 10**30, 0.5, -0.5, 2.7, 1e-45, 1e300, math.nan, math.inf, True, False, None, "", "none", "warm"),
     *("0.7", "5", [], ["a"], [5], [["a"]], [None], {}, {"a": 1}, (), b"a", {"a"}),

@@ -207,6 +207,14 @@ def test_copies_that_cannot_be_used(tmp_path):
     refused(r"ptb\.jsonl:2 is not JSON")
 
 
+def test_the_end_of_a_large_set_is_taken_from_its_end(tmp_path):
+    """`openwebtext_1k` is the last thousand texts, as the evaluations of the papers took them."""
+    rows = corpora.CORPORA["openwebtext_1k"].rows
+    records = [{"text": str(n)} for n in range(rows + 3)]
+    data_copies.as_lines(tmp_path / "openwebtext.jsonl", records)
+    assert corpora.texts("openwebtext_1k", str(tmp_path)) == [str(n) for n in range(3, rows + 3)]
+
+
 def test_wikitext_documents_are_those_of_the_harness(copies):
     """The text that is scored, and the words and bytes it is divided by, are those of the stock task `wikitext`."""
     from lm_eval.tasks.wikitext import preprocess_wikitext as stock
