@@ -17,7 +17,7 @@ import torch
 
 from lm_eval_duel.console.command_line import plain_table
 from lm_eval_duel.core.windows import Window
-from lm_eval_duel.errors import DuelError
+from lm_eval_duel.errors import DuelError, counted
 from lm_eval_duel.estimators import cost, registry
 from lm_eval_duel.estimators.base import Estimator
 from lm_eval_duel.estimators.checks import rule_for
@@ -187,10 +187,11 @@ def table(
                 each.gives,
             )
         )
+    most = max(each.windows for each in timed)
     lines = [
-        f"{about['documents']:,} documents, {about['tokens']:,} tokens in {about['windows']:,} windows of at most "
-        f"{about['length']:,} positions. Up to {max(each.windows for each in timed)} windows were timed for each "
-        f"estimator, on {lm.denoiser.device}:",
+        f"{counted(about['documents'], 'document')}, {counted(about['tokens'], 'token')} in "
+        f"{counted(about['windows'], 'window')} of at most {counted(about['length'], 'position')}. Up to "
+        f"{counted(most, 'window')} {'was' if most == 1 else 'were'} timed for each estimator, on {lm.denoiser.device}:",
         "",
         plain_table(HEADER, rows),
     ]

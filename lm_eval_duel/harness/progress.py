@@ -10,6 +10,7 @@ from scipy.special import stdtrit
 from tqdm import tqdm
 
 from lm_eval_duel.core.scores import Counts, perplexity, ratio
+from lm_eval_duel.errors import counted
 from lm_eval_duel.harness.stats import TaskStats
 
 FEWEST = 5  # documents for an interval
@@ -77,7 +78,7 @@ class SoFar:
         if low is not None:
             text += f" [{low:.4g}, {high:.4g}]"
         elif len(sizes) < len(documents):
-            text += f" over {len(sizes)} of {len(documents)} documents"
+            text += f" over {len(sizes)} of {counted(len(documents), 'document')}"
         return text
 
 
@@ -178,5 +179,5 @@ class Progress:
             self.bar.set_postfix_str(str(self.so_far), refresh=False)
 
     def __str__(self):
-        windows = f" and {self.windows} windows of unfinished ones" if self.windows else ""
-        return f"{self.finished} of {self.requests} {self.kind} requests{windows}"
+        windows = f" and {counted(self.windows, 'window')} of unfinished ones" if self.windows else ""
+        return f"{self.finished} of {counted(self.requests, f'{self.kind} request')}{windows}"
