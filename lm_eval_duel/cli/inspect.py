@@ -31,10 +31,11 @@ args change these lines, such as sample= and mc_samples=.
 
 def inspect(lm: DuelMDM, name: str) -> list[tuple[str, str]]:
     """Score one short text, and return how the checkpoint of this name is read, as (label, value) pairs."""
+    from lm_eval_duel.harness import stats
+
     denoiser = lm.denoiser
     tokenizer = lm.tokenizer
-    network = getattr(denoiser, "model", None) or getattr(denoiser, "network", None)
-    parameters = sum(parameter.numel() for parameter in network.parameters())
+    parameters = stats.parameters(denoiser)
     unmasked = "an autoregressive network" if denoiser.attention == "causal" else "the noise is random tokens"
     mask = f"none: {unmasked}" if denoiser.mask_id is None else _token(tokenizer, denoiser.mask_id)
     block = f", trained on blocks of {denoiser.block}" if denoiser.block else ""
@@ -51,7 +52,7 @@ def inspect(lm: DuelMDM, name: str) -> list[tuple[str, str]]:
     described = [
         ("checkpoint", name),
         ("family", f"{denoiser.family} ({lm.spec['denoiser']})"),
-        ("parameters", f"{parameters:,}"),
+        ("parameters", "not known: the weights are packed" if parameters is None else f"{parameters:,}"),
         ("dtype", f"{lm.spec['dtype']} on {denoiser.device}"),
         ("vocabulary", f"{lm.spec['vocabulary']} columns are tokens"),
         ("mask", mask),

@@ -50,6 +50,19 @@ def test_an_autoregressive_network_is_timed_as_one(texts, capsys):
     assert json.loads(capsys.readouterr().out)["estimators"].keys() == {"ar"}
 
 
+def test_parameters_are_those_of_the_results(monkeypatch):
+    """A tensor of packed weights holds several in one number, so it says nothing of how many there are."""
+    from lm_eval_duel.cli.inspect import inspect
+    from lm_eval_duel.harness.lm import DuelMDM
+
+    lm = DuelMDM(pretrained="demo-mdm", rule="greedy", block=8, device="cpu")
+    shown = dict(inspect(lm, "demo-mdm"))["parameters"]
+    assert int(shown.replace(",", "")) == lm.get_model_info()["duel"]["parameters"]
+    monkeypatch.setattr(lm.denoiser, "quantized", True)
+    packed = dict(inspect(lm, "demo-mdm"))["parameters"]
+    assert not any(letter.isdigit() for letter in packed)
+
+
 def test_the_time_of_all_is_that_of_the_timed_windows_times_their_share(texts, monkeypatch):
     from lm_eval_duel.harness.lm import DuelMDM
 
