@@ -1,5 +1,6 @@
 """The harness's model: every kind of request has a defined answer, in order, and every wrong one a clear error."""
 
+import itertools
 import json
 from types import SimpleNamespace
 
@@ -76,7 +77,7 @@ def test_each_part_of_a_gap_is_spelled_by_its_own_ids(demo):
         assert [demo.tokenizer.decode(ids) for ids in parts] == texts
         assert demo.text.merged_borders - before == merged
         if not merged:
-            assert sum(parts, []) == demo.text.encode(context + inside + suffix)
+            assert list(itertools.chain(*parts)) == demo.text.encode(context + inside + suffix)
 
 
 def test_long_contexts_are_cut_from_the_left_and_counted(folder, caplog):
