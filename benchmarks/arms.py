@@ -139,15 +139,21 @@ class Bench:
     """A network, a spec and windows, and the arms on them."""
 
     def __init__(self, settings: argparse.Namespace):
-        self.settings, model = settings, settings.model
+        self.settings = settings
+        model = settings.model
         self.plain = _load(settings)
         self.denoiser = Cached(self.plain, model.cache) if model.cache else self.plain
         self.title = loop_for(self.denoiser).title
         self.windows = _windows(self.denoiser, settings)
         self.rows = model.rows
-        self.layout = model.rule, _block(settings) if _is_random(settings) and model.block else model.block
+        block = _block(settings) if _is_random(settings) and model.block else model.block
+        self.layout = model.rule, block
         self.duel = DuelEstimator(self.denoiser, *self.layout, batch_size=self.rows)
-        self.arms = {name: arm for name, make in ARMS.items() if (arm := make(self)) is not None}
+        self.arms: dict[str, Arm] = {}
+        for name, make in ARMS.items():
+            arm = make(self)
+            if arm is not None:
+                self.arms[name] = arm
         if model.estimator not in ("duel", *self.arms):
             raise DuelError(f"There is no arm for estimator={model.estimator}.")
         if model.estimator != "duel" and model.cache:

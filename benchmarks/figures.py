@@ -48,12 +48,17 @@ def measure(bench: Bench) -> dict[str, Any]:
             bar.set_description(f"{arm}: memory")
             figures[arm]["peak_bytes"] = bench.peak_bytes(arm)
             bar.update()
+    remarks = []
+    for arm in arms:
+        line = bench.arms[arm].line(figures[arm])
+        if line:
+            remarks.append(f"{arm}: {line}")
     ratios = {f"{arm} / ours": _ratio(figures, arm, "ours") for arm in arms if arm not in ("ours", "forwards")}
     return {
         "arms": figures,
         "ratios": ratios | {"ours / forwards": _ratio(figures, "ours", "forwards")},
         "compared": _compare(results["ours"], results["loop"]),
-        "remarks": [f"{arm}: {line}" for arm in arms if (line := bench.arms[arm].line(figures[arm]))],
+        "remarks": remarks,
         "tokens": sum(len(window.target) for window in bench.windows),
         "load_before": load,
         **_operations(bench, median(figures["ours"]["seconds"])),

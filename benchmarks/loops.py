@@ -47,7 +47,9 @@ class WholeRow:
     title = "whole rows"
 
     def __init__(self, denoiser: Denoiser, rows: Rows, block: int):
-        self.denoiser, self.block, self.targets = denoiser, block, rows.ids
+        self.denoiser = denoiser
+        self.block = block
+        self.targets = rows.ids  # (N, L)
         self.excluded = denoiser.excluded.nonzero()[:, 0]
         self.ids = torch.where(rows.visible, rows.ids, denoiser.mask_id)  # (N, L)
         self.positions = torch.arange(rows.ids.shape[1], device=rows.ids.device)  # (L,)

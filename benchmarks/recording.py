@@ -18,7 +18,8 @@ class Recording:
     NAMES = ("features", "features_at", "stream", "stream_at", "head")
 
     def __init__(self, denoiser: Denoiser, keep: bool = True):
-        self.denoiser, self.keep = denoiser, keep  # keep=False: counts alone
+        self.denoiser = denoiser
+        self.keep = keep  # False: the calls are counted, and cannot be replayed
         self.names = {*getattr(denoiser, "calls", self.NAMES)}
         self.calls: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = []
         self.forwards = self.rows = self.tokens = 0
