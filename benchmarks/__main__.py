@@ -1,4 +1,4 @@
-"""`python -m benchmarks`: the three ratios of the README, or the arms of one network if arguments are given."""
+"""`python -m benchmarks`: the three ratios of docs/running.md, or the arms of one network if arguments are given."""
 
 import sys
 from collections.abc import Sequence
