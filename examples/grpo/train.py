@@ -35,7 +35,7 @@ class Step(NamedTuple):
 
     number: int
     reward: float  # mean over completions
-    kl: float  # to the reference, nats a completion
+    kl: float  # to the reference, nats per completion
 
 
 def rewards_of(completions: Sequence[Sequence[int]], good: Tensor) -> Tensor:
@@ -103,4 +103,5 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 if __name__ == "__main__":
     for step in train(parse(sys.argv[1:]).steps, Settings()):
-        print(f"step {step.number:>3}  reward {step.reward:.3f}  KL to the reference {step.kl:6.2f} nats", flush=True)
+        kl = f"KL to the reference {step.kl:6.2f} nats per completion"
+        print(f"step {step.number:>3}  reward {step.reward:.3f}  {kl}", flush=True)

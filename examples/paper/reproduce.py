@@ -16,7 +16,6 @@ the three published layouts, on the bundled text.
 """
 
 import argparse
-import csv
 import json
 import re
 import sys
@@ -29,7 +28,6 @@ import yaml
 
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.results import compare, read
-from lm_eval_duel.results.columns import PAPER_FILE
 
 ROOT = Path(__file__).resolve().parents[2]
 EVIDENCE = ROOT / "docs" / "evidence"
@@ -334,10 +332,9 @@ def known_figure(checkpoint: Checkpoint | Demo) -> tuple[str, float, str]:
     """The metric, the value and the source of the figure that is known of a checkpoint."""
     if isinstance(checkpoint, Demo):
         return "token_perplexity", checkpoint.figure, checkpoint.source
-    for line in csv.DictReader(PAPER_FILE.read_text(encoding="utf-8").splitlines()):
-        if line["task"] == checkpoint.task and checkpoint.row in line["recipes"].split():
-            return line["metric"], float(line["value"]), line["source"]
-    raise LookupError(f"{PAPER_FILE} has no figure of {checkpoint.row} on {checkpoint.task}")
+    for line in paper.published_figures(checkpoint.row, checkpoint.task):
+        return line["metric"], float(line["value"]), line["source"]
+    raise LookupError(f"The paper has no figure of {checkpoint.row} on {checkpoint.task}.")
 
 
 def measure(checkpoint: Checkpoint | Demo, job: paper.Job) -> dict[str, Any]:

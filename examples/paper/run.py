@@ -113,6 +113,13 @@ def execute(words: Sequence[str]) -> int:
         raise
 
 
+def published_figures(row: str, task: str) -> Iterator[dict[str, str]]:
+    """The lines of the paper's figures that a row of recipes.yaml measures on a task."""
+    for line in csv.DictReader(PAPER_FILE.read_text(encoding="utf-8").splitlines()):
+        if line["task"] == task and row in line["recipes"].split():
+            yield line
+
+
 def beside(job: Job) -> Iterator[tuple[str, ...]]:
     """The cells of HEADS for each published figure of a finished job."""
     runs = read.runs([job.config["output_path"]])
@@ -120,9 +127,8 @@ def beside(job: Job) -> Iterator[tuple[str, ...]]:
     documents = f"{counts['effective']:,} of {counts['original']:,}"
 
     figures = {}  # two tables print some of them
-    for line in csv.DictReader(PAPER_FILE.read_text(encoding="utf-8").splitlines()):
-        if line["task"] == job.task and job.row in line["recipes"].split():
-            figures[line["estimator"], line["rule"]] = line
+    for line in published_figures(job.row, job.task):
+        figures[line["estimator"], line["rule"]] = line
 
     for (estimator, rule), line in figures.items():
         name = estimator, str(parse_rule(rule)) if rule else None
