@@ -9,6 +9,7 @@ it counts waits by kind, on any machine, and its times mean nothing.
 
 import collections
 import json
+import re
 import subprocess
 import sys
 import time
@@ -45,12 +46,20 @@ def readme() -> dict[str, object]:
         [sys.executable, *command.split(), "--device", DEVICE, *WORDS], capture_output=True, text=True, check=False
     )
     line = next((line for line in done.stdout.splitlines() if "token_perplexity" in line), done.stderr[-2000:])
-    numbers = [float(cell) for cell in line.split("|") if cell.strip().replace(".", "", 1).isdigit() and "." in cell]
-    value = numbers[0] if numbers else None
-    found = {"line": line, "token_perplexity": value}
+    value = _first_decimal(line)
+    printed = {"line": line, "token_perplexity": value}
     if WORDS:  # --limit: of fewer documents than the README's number
-        return found
-    return found | {"wanted": README, "equal": value is not None and _is_readme(value)}
+        return printed
+    return printed | {"wanted": README, "equal": value is not None and _is_readme(value)}
+
+
+def _first_decimal(line: str) -> float | None:
+    """The first cell of a line of lm_eval's table that is a number with decimals."""
+    for cell in line.split("|"):
+        number = re.fullmatch(r"\d+\.\d+", cell.strip())
+        if number is not None:
+            return float(number[0])
+    return None
 
 
 def _is_readme(value: float) -> bool:
@@ -107,8 +116,8 @@ def memory(duel: Duel, windows: list[Window]) -> dict[str, object]:
     torch.cuda.empty_cache()
     torch.cuda.set_per_process_memory_fraction(enough / torch.cuda.get_device_properties(DEVICE).total_memory)
     before = duel.counts.forwards
-    found = [score.log_prob for score in duel.log_prob(windows)]
-    differences = [abs(a - b) for a, b in zip(found, wanted, strict=True)]
+    log_probs = [score.log_prob for score in duel.log_prob(windows)]
+    differences = [abs(a - b) for a, b in zip(log_probs, wanted, strict=True)]
     return {**figures, "calls_with_a_quarter": duel.counts.forwards - before, "max_abs_diff_nats": max(differences)}
 
 

@@ -114,7 +114,7 @@ def compare(name: str, block: int, texts: int, draws: int) -> Iterator[tuple[str
             along = rule.replay(windows, [sample.reveal_steps for sample in samples])
             yield truth, summary("along the order, no selection", exact, [[score.log_prob] for score in along], None)
         for title, (surrogate, random) in SURROGATES.items():
-            found = []
+            estimates = []
             cosines = []
             for n, window in enumerate(windows):
                 first = log_prob(rule, window, surrogate, generator)
@@ -122,8 +122,8 @@ def compare(name: str, block: int, texts: int, draws: int) -> Iterator[tuple[str
                     cosines.append(float(torch.cosine_similarity(gradient(network, first), gradients[n], dim=0)))
                 with torch.no_grad():
                     more = [float(log_prob(rule, window, surrogate, generator)) for _ in range((draws - 1) * random)]
-                found.append([float(first.detach()), *more])
-            yield truth, summary(title, exact, found, cosines)
+                estimates.append([float(first.detach()), *more])
+            yield truth, summary(title, exact, estimates, cosines)
 
 
 def gradient(network: object, value: Tensor) -> Tensor:
@@ -132,16 +132,16 @@ def gradient(network: object, value: Tensor) -> Tensor:
     return torch.cat([part.flatten() for part in parts])
 
 
-def summary(name: str, exact: list[float], found: list[list[float]], cosines: list[float] | None) -> Row:
-    """One row: values `found` of each text against the exact ones."""
-    errors = [statistics.mean(values) - truth for values, truth in zip(found, exact, strict=True)]
-    spread = math.sqrt(statistics.mean(statistics.variance(values) if values[1:] else 0.0 for values in found))
+def summary(name: str, exact: list[float], estimates: list[list[float]], cosines: list[float] | None) -> Row:
+    """One row: values `estimates` of each text against the exact ones."""
+    errors = [statistics.mean(values) - truth for values, truth in zip(estimates, exact, strict=True)]
+    spread = math.sqrt(statistics.mean(statistics.variance(values) if values[1:] else 0.0 for values in estimates))
     return Row(
         name,
         statistics.mean(errors),
         statistics.stdev(errors) / math.sqrt(len(errors)),
         spread,
-        statistics.correlation(ranks(exact), ranks([values[0] for values in found])),
+        statistics.correlation(ranks(exact), ranks([values[0] for values in estimates])),
         statistics.mean(cosines) if cosines else None,
     )
 
