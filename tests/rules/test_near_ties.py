@@ -149,19 +149,43 @@ def test_a_value_at_the_bound(rule):
 
 
 SCORES = ["greedy", "greedy:k=2", "margin", "log_margin", "entropy:k=2", "threshold:mu=0.5", "entropy_bound:gamma=0.5"]
+QUOTAS = ["quota:steps=3", "dream:alg=maskgit_plus:steps=3", "quota:steps=3:eos=conf:eos_id=2"]
 
 
 def test_near_ties_are_counted():
     """A pick that moves under noise of 1e-4 was counted as near."""
     logits, masked = random_case(7, 400)
     noise = torch.randn(logits.shape, generator=torch.Generator().manual_seed(8), dtype=torch.float64) * 2e-5
-    for text in [
-        *STATE_ONLY,
-        *SCORES,
-        "quota:steps=3",
-        "dream:alg=maskgit_plus:steps=3",
-        "quota:steps=3:eos=conf:eos_id=2",
-    ]:
+    for text in [*STATE_ONLY, *SCORES, *QUOTAS]:
         first, second = decided(text, logits, masked), decided(text, logits + noise, masked)
         moved = (first.pick != second.pick).any(1)  # (R,)
         assert not (moved & ~(torch.minimum(first.decision_margin, second.decision_margin) <= 1e-4)).any(), text
+
+
+CHANGE = 1e-3  # of each logit: far above rounding, and so small that scores change linearly
+
+
+def changes(logits, picked):
+    """The logits (R, W, V), each changed by at most `CHANGE`, in the directions that move a pick (R, W) most."""
+    log_p = logits.log_softmax(2)
+    top = torch.nn.functional.one_hot(logits.argmax(2), TOKENS)
+    mean = (log_p.exp() * log_p).sum(2, keepdim=True)  # (R, W, 1)
+    of_odds, of_entropy = 2 * top - 1, (log_p - mean).sign()
+    for direction in (top, of_odds, of_entropy):
+        for for_picked, for_others in itertools.product((1, -1), repeat=2):
+            yield logits + CHANGE * torch.where(picked, for_picked, for_others)[:, :, None] * direction
+
+
+def test_a_margin_is_no_larger_than_the_change_that_moves_the_pick(subtests):
+    """Than twice the change: a margin is a gap in units of one position's score, and two positions may move apart."""
+    logits, masked = random_case(11, 1500)
+    for text in [*STATE_ONLY, *SCORES, *QUOTAS, "cumulative_error:mu=0.1"]:
+        if text == "cumulative_error:mu=0.0":  # which reveals all, whatever the network says
+            continue
+        first = decided(text, logits, masked)
+        moved = torch.zeros(len(logits), dtype=torch.bool)  # (R,)
+        for changed in changes(logits, first.pick):
+            moved |= (decided(text, changed, masked).pick != first.pick).any(1)
+        with subtests.test(text):
+            assert moved.sum() > 10
+            assert float(first.decision_margin[moved].max()) < 2.01 * CHANGE
