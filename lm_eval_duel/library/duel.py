@@ -269,13 +269,13 @@ class Duel(OnIds):
     ) -> Iterator[tuple[int, TextScore]]:
         """Like `score`, but yield (index, score) of each text as it is finished, in any order."""
         encoder = self._require_encoder("score", texts)
-        empty = [str(n) for n, text in enumerate(texts) if not text]
+        around = [*zip(one_each(texts, contexts, "contexts"), one_each(texts, suffixes, "suffixes"), strict=True)]
+        documents = text_windows(encoder, texts, None if contexts is None and suffixes is None else around)
+        empty = [str(n) for n, each in enumerate(documents) if not each.tokens]
         if len(empty) == 1:
             log.warning("Text %s has no tokens, so its perplexity is nan.", empty[0])
         elif empty:
             log.warning("Texts %s have no tokens, so their perplexities are nan.", ", ".join(empty))
-        around = [*zip(one_each(texts, contexts, "contexts"), one_each(texts, suffixes, "suffixes"), strict=True)]
-        documents = text_windows(encoder, texts, None if contexts is None and suffixes is None else around)
         missing = tokens = 0
         for n, scores in score_documents([each.windows for each in documents], self.stream, "Text {}".format):
             absent = encoder.unknown(documents[n].windows, texts[n])

@@ -57,11 +57,11 @@ class TextScore(Display):
     window_scores: tuple[Score, ...] = dataclasses.field(repr=False)
     sums: Total = dataclasses.field(repr=False)  # over windows; equal windows of several texts share one error
     spec: dict[str, object] = dataclasses.field(repr=False)  # the estimator and its settings
+    text_tokens: int  # that perplexity divides by: fewer than `tokens` if special tokens are scored (bos=scored)
     unk_tokens: int = 0  # text that the tokenizer does not know; with any, bits_per_byte is no likelihood of the text
     context: str | tuple[int, ...] = ""  # visible before the text, as given
     suffix: str | tuple[int, ...] = ""  # visible after it
     scored: str = ""  # what was scored: `text`, but for white space at its borders with context and suffix
-    text_tokens: int | None = None  # that perplexity divides by: without special tokens (bos=scored); None: `tokens`
 
     @property
     def errors(self) -> dict[str, float]:
@@ -71,7 +71,7 @@ class TextScore(Display):
         per_nat = self.stderr / abs(self.log_prob)
         return {
             "log_prob": self.stderr,
-            "perplexity": self.perplexity * self.stderr / (self.text_tokens or len(self.tokens)),
+            "perplexity": _perplexity_error(self.perplexity, self.stderr, self.text_tokens),
             "bits_per_byte": self.bits_per_byte * per_nat,
         }
 
@@ -115,11 +115,11 @@ class TextScore(Display):
             window_scores=tuple(scores),
             sums=total,
             spec=spec,
+            text_tokens=encoded.tokens,
             unk_tokens=unknown,
             context=context if isinstance(context, str) else as_ids(context),
             suffix=suffix if isinstance(suffix, str) else as_ids(suffix),
             scored=encoded.scored,
-            text_tokens=encoded.tokens,
         )
 
 
@@ -171,7 +171,9 @@ class TextEstimate:
     @property
     def perplexity_stderr(self) -> float | None:
         """The standard error of `perplexity` (delta method)."""
-        return None if self.stderr is None or not self.tokens else self.perplexity * self.stderr / self.tokens
+        if self.stderr is None or not self.tokens:
+            return None
+        return _perplexity_error(self.perplexity, self.stderr, self.tokens)
 
     @property
     def bits_per_byte(self) -> float:
@@ -274,6 +276,11 @@ class GeneratedText(Display):
 
 def _perplexity(log_prob: float, tokens: int) -> float:
     return rates.perplexity(-log_prob / tokens) if tokens else math.nan
+
+
+def _perplexity_error(perplexity: float, stderr: float, tokens: int) -> float:
+    """The standard error of a perplexity from that of log_prob (delta method), NaN without tokens."""
+    return perplexity * stderr / tokens if tokens else math.nan
 
 
 def _bits_per_byte(log_prob: float, size: int) -> float:

@@ -361,9 +361,7 @@ def _texts(scores: Sequence[Any], name: str) -> Texts:
 
 def _tokens(score: Any) -> int:
     """The number of tokens of the text of a score, which lists the scored ones, or of an estimate."""
-    if isinstance(score.tokens, int):
-        return score.tokens
-    return len(score.tokens) if score.text_tokens is None else score.text_tokens
+    return score.tokens if isinstance(score.tokens, int) else score.text_tokens
 
 
 def _check_texts(texts: Texts) -> None:

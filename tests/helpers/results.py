@@ -200,7 +200,7 @@ def text_score(text, nats, tokens, estimator="duel", stderr=None, blocks=None, *
     bound, rest = kind == registry.Kind.UPPER_BOUND.value, ((-1.0,) * tokens, (0,) * tokens, None, None, (), ())
     values = math.exp(-nats / tokens), -nats / math.log(2) / len(text)
     tokens_of = ("x",) * tokens
-    return TextScore(text, nats, sums.stderr, bound, kind, *values, tokens_of, *rest, sums, spec, scored=text)
+    return TextScore(text, nats, sums.stderr, bound, kind, *values, tokens_of, *rest, sums, spec, tokens, scored=text)
 
 
 def trace(path, result, records):

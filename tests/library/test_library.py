@@ -76,8 +76,9 @@ def test_long_texts_are_cut_as_in_the_harness(arguments):
     assert score.perplexity == pytest.approx(math.exp(-score.log_prob / len(lm.tok_encode(text))))
 
 
-def test_texts_come_as_they_are_finished(duel):
+def test_texts_come_as_they_are_finished(duel, caplog):
     scores = duel.score([*SHORT, "", SHORT[0]])
+    assert "Text 2 " in caplog.text  # is named, since it has no perplexity
     assert dict(duel.score_stream([*SHORT, "", SHORT[0]])) == dict(enumerate(scores))
     assert scores[0] == scores[3]
     empty = scores[2]
