@@ -8,7 +8,6 @@ import re
 import shutil
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 
 from lm_eval_duel import rules
 from lm_eval_duel.arguments import MISSING, Argument, choice, declared
@@ -19,7 +18,7 @@ from lm_eval_duel.errors import require_known, usage
 from lm_eval_duel.estimators import registry
 from lm_eval_duel.options import MODEL_ARGUMENTS
 from lm_eval_duel.rules import presets
-from lm_eval_duel.tasks import task_folder
+from lm_eval_duel.tasks import task_files, task_folder
 from lm_eval_duel.tasks.metadata import KEYS
 
 Rows = list[tuple[str, ...]]  # cells in Markdown; the first is the name, the last a sentence
@@ -125,7 +124,7 @@ def preset_table() -> Rows:
 def task_list() -> Rows:
     """The tasks and groups of this package, and what their file says first."""
     rows = []
-    for file in sorted(Path(task_folder()).rglob("[!_]*.yaml")):  # files that others include begin with _
+    for file in task_files():
         lines = file.read_text(encoding="utf-8").splitlines()
         first_comment = itertools.takewhile(lambda line: line.startswith("# "), lines)
         description = " ".join(line.removeprefix("# ") for line in first_comment)

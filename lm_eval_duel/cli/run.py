@@ -15,7 +15,6 @@ import logging
 import re
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lm_eval_duel.arguments import unique_keys
@@ -23,7 +22,7 @@ from lm_eval_duel.console.command_line import FLAGS, be_quiet, documentation
 from lm_eval_duel.errors import UsageError, nearest, require_known, usage
 from lm_eval_duel.harness.autoload import MODELS, register
 from lm_eval_duel.options import Options, with_flags
-from lm_eval_duel.tasks import named, task_folder
+from lm_eval_duel.tasks import named, task_files, task_folder
 
 if TYPE_CHECKING:
     from lm_eval._cli import HarnessCLI
@@ -254,7 +253,7 @@ def _tasks_not_found(message: str, folders: list[str]) -> str:
 
     The names end at the first period that a space follows: autoload.py has added the task files that cannot be read.
     """
-    names = {file.stem for file in Path(task_folder()).rglob("[!_]*.yaml")}
+    names = {file.stem for file in task_files()}
     near: list[str] = []
     for task in message.removeprefix("Tasks not found: ").partition(". ")[0].split(", "):
         near += nearest(task, names)[:1]

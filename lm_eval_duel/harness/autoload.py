@@ -86,7 +86,7 @@ def explain_tasks():
             if "Tasks not found: " not in str(error):
                 raise
             missing = str(error).partition("Tasks not found: ")[2].split(", ")
-            known = _own_tasks()
+            known = _our_tasks()
             ours = [name for name in missing if name in known]
             causes = _unreadable(self.include_path)
             if not (ours or causes):
@@ -110,13 +110,11 @@ def _unreadable(folders):
     return named.unreadable(folders)
 
 
-def _own_tasks():
-    """The names of this package's tasks, which are those of their files."""
-    from pathlib import Path
+def _our_tasks():
+    """The names of this package's tasks."""
+    from lm_eval_duel.tasks.data import task_files
 
-    from lm_eval_duel.tasks.data import task_folder
-
-    return {file.stem for file in Path(task_folder()).rglob("*.yaml")}
+    return {file.stem for file in task_files()}
 
 
 # ---------------------------------------------------------------- the table of results

@@ -16,6 +16,7 @@ import json
 import logging
 import lzma
 from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lm_eval_duel.core.windows import of_row
@@ -49,6 +50,13 @@ def task_folder() -> str:
         if folder.is_dir():
             return str(folder)
     raise FileNotFoundError(f"No task_configs in {package} or next to it; install the package again.")
+
+
+def task_files() -> list[Path]:
+    """The YAML files of the tasks and groups, whose names are those of the files. Files that others include, `_*`, are
+    left out.
+    """
+    return sorted(Path(task_folder()).rglob("[!_]*.yaml"))
 
 
 def sotu(**metadata: Any) -> dict[str, datasets.Dataset]:
