@@ -23,7 +23,8 @@ from torch import Tensor
 from lm_eval_duel import Duel, Window, load
 from lm_eval_duel.estimators.gradients import log_probs_of
 
-CONTEXT, LENGTH = 8, 8
+CONTEXT = 8  # tokens before each text
+LENGTH = 8  # tokens of a text
 States = tuple[Tensor, Tensor]  # masked (S, W) bool, weights (S, W)
 Surrogate = Callable[[int, torch.Generator], States]  # of a block of W positions
 
