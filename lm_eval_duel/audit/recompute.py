@@ -143,9 +143,11 @@ def _over_seeds(estimator: DuelSeeds, window: Window, score: Score) -> Recompute
     for seed in estimator.seeds:
         network = given_noise(estimator.denoiser, window, estimator.block, estimator.grid, seed)
         assert network is not None  # it was not for the first seed
-        blocks = network.blocks  # before a rule that spans them joins them to one chain
         [run] = estimator.of_seed(seed).log_prob([window])
         path = _along_the_order(network, estimator.rule, run)
+        # A rule that spans blocks has joined them to one chain by now: its history carries the noise of one block into
+        # the next, so their probabilities are not independent, and the product of their means bounds nothing.
+        blocks = network.blocks
         problems += [f"noise_seed {seed}: {problem}" for problem in path.problems]
         runs.append(run)
         paths.append(path)

@@ -5,7 +5,8 @@
 All windows share the seeds, so their errors are not independent: sums over windows are made for each seed, and the
 spread of these sums is the error (core/scores.py, `Value`). Besides, log of the mean of p over seeds, made for each
 block and added up: the noise of blocks is independent, so this is a tighter bound in expectation, as in
-importance-weighted bounds (Burda et al. 2016).
+importance-weighted bounds (Burda et al. 2016). A rule that keeps a history over blocks carries the noise of one into
+the next, so that all blocks of a window count as one.
 
 Shapes: N windows, S seeds, B blocks of a window.
 """

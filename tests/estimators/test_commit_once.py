@@ -273,7 +273,12 @@ def test_over_seeds_the_mean_and_the_log_mean_are_bounds(name):
         assert not one.value.is_exact and one.value.is_bound
 
 
-@pytest.mark.parametrize(("rule", "route"), [("greedy", REFERENCE), ("quota:steps=3", RUNS_RULE)])
+SPANNING = "klass:mu=0.4:nu=0.3:kl=authors:across=true"  # its history outlives a block
+
+
+@pytest.mark.parametrize(
+    ("rule", "route"), [("greedy", REFERENCE), ("quota:steps=3", RUNS_RULE), (SPANNING, RUNS_RULE)]
+)
 @pytest.mark.parametrize("name", ["uniform", "hybrid"])
 def test_an_audit_follows_the_path_of_each_seed(name, rule, route):
     """Also in blocks of more than six positions; a value of one seed that is wrong is named."""
