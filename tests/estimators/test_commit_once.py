@@ -294,6 +294,8 @@ def test_an_audit_follows_the_path_of_each_seed(name, rule, route):
     tight = dataclasses.replace(score.others["log_mean_exp"], log_prob=score.log_prob)
     [problem] = recompute(duel.estimator, window, dataclasses.replace(score, others={"log_mean_exp": tight})).problems
     assert "log_mean_exp" in problem
+    [problem] = recompute(duel.estimator, window, dataclasses.replace(score, stderr=2 * score.stderr)).problems
+    assert "stderr" in problem
 
 
 class Fresh(DuelEstimator):
