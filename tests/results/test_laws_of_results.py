@@ -279,7 +279,7 @@ def case(first, second, verdict):
     return pytest.param(first, second, verdict, id=verdict)
 
 
-EMPTY = dataclasses.replace(scores()[0], text="", tokens=(), log_prob=0.0)
+EMPTY = dataclasses.replace(scores()[0], text="", tokens=(), text_tokens=0, log_prob=0.0)
 
 
 @pytest.mark.parametrize(
