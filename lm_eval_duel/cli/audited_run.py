@@ -148,8 +148,12 @@ def audit_network(lm: DuelMDM, left_out: bool, findings: Audit) -> None:
 
 def audit_requests(lm: DuelMDM, task: Any, requests: Sequence[Any], limit: int, findings: Audit) -> None:
     """Add the requests of one type of a task: those of the first `limit` documents, with the others as company."""
-    batch = Batch.from_requests([request for request in requests if request.doc_id < limit])
-    together = [*batch.requests, *company(requests, limit)]
+    audited_requests: list[Any] = []
+    others: list[Any] = []
+    for request in requests:
+        (audited_requests if request.doc_id < limit else others).append(request)
+    batch = Batch.from_requests(audited_requests)
+    together = [*batch.requests, *company(audited_requests, others)]
     kind = batch.requests[0].request_type
     before = len(lm.evaluation.stats.checked)
     answers = getattr(lm, kind)(together)[: len(batch.requests)]
@@ -191,7 +195,7 @@ def audit_text(
         lm.text.suffix,
         vocabulary=int((~lm.denoiser.excluded).sum()),
     )
-    items: dict[str, list[Any]] = {}  # by metric, of each document
+    items: dict[str, list[Any]] = {}  # by metric: what the task aggregates, of each document
     for n, (request, answer) in enumerate(zip(requests, answers, strict=True)):
         windows = by_request.get(n, [])
         texts.alone += sum(not each.independent for each in windows)
@@ -205,15 +209,20 @@ def audit_text(
     findings.notes.extend(texts.odd(printed))
 
 
-def company(requests: Sequence[Any], limit: int) -> list[Any]:
-    """Requests to be scored beside those of the first `limit` documents, under a task that is not audited."""
-    arguments = [request.args for request in requests if request.doc_id >= limit]
-    for request in requests:
+def company(audited_requests: Sequence[Any], others: Sequence[Any]) -> list[Any]:
+    """Requests to be scored beside those that are audited: others of the task, and the same texts, shortened.
+
+    They belong to a task that is not audited.
+    """
+    arguments = [request.args for request in others]
+    for request in audited_requests:
         *context, text = request.args
-        if request.doc_id < limit and type(text) is str and len(text.split()) > 1:
-            last_word = text.split()[-1]
-            arguments.append((*context, text[: text.rstrip().rindex(last_word)]))
-    kind = requests[0].request_type
+        words = text.split()
+        # A gap or a text with ids is a subclass of str, and without a word it would not be what it was.
+        if type(text) is str and len(words) > 1:
+            before_last_word = text[: text.rstrip().rindex(words[-1])]
+            arguments.append((*context, before_last_word))
+    kind = audited_requests[0].request_type
     return [make_request(kind, {}, each, COMPANY, n) for n, each in enumerate(arguments)]
 
 
@@ -264,13 +273,21 @@ def _error_over_draws(windows: Sequence[CheckedWindow], scores: Sequence[Score])
     Noise seeds are shared by all windows, so the sum is made for each seed. Other draws are shared by equal windows
     alone: the errors of these add up, and those of different windows are independent.
     """
-    if all(score.seeds for score in scores):
-        by_seed = [math.fsum(of_seed) for of_seed in zip(*(score.seeds for score in scores), strict=True)]
-        return reference.mean_and_error(by_seed, len(by_seed))[1] if len(by_seed) > 1 else None
+    seeds = [score.seeds for score in scores]
+    if all(seeds):
+        totals = [math.fsum(values) for values in zip(*seeds, strict=True)]  # of each seed
+        if len(totals) < 2:
+            return None
+        _, error = reference.mean_and_error(totals, len(totals))
+        return error
+
     copies = Counter(each.window for each in windows)
-    errors = {each.window: score.stderr for each, score in zip(windows, scores, strict=True)}
-    known = [copies[window] * error for window, error in errors.items() if error is not None]
-    return math.hypot(*known) if len(known) == len(errors) else None
+    errors = {}  # of different windows
+    for each, score in zip(windows, scores, strict=True):
+        if score.stderr is None:
+            return None
+        errors[each.window] = copies[each.window] * score.stderr
+    return math.hypot(*errors.values())
 
 
 def _differing(what: str, value: float, expected: float, noise: float) -> Iterator[str]:
