@@ -41,6 +41,22 @@ POSITIONS = whole(1, "a number of positions")
 Variant = Literal["a", "b", "c"]
 
 
+def descending(predictions: Predictions, lanes: Lanes) -> tuple[torch.Tensor, torch.Tensor]:
+    """The log-odds of c_0 >= c_1 >= ... (R, W) float64, -inf behind the masked positions, and where there are any."""
+    import torch
+
+    confidence = torch.where(lanes.masked, predictions.confidence.double(), -math.inf)  # (R, W)
+    ordered = confidence.sort(dim=1, descending=True).values  # (R, W)
+    ranks = torch.arange(ordered.shape[1], device=ordered.device)  # (W,)
+    return ordered, ranks < lanes.masked.sum(1, keepdim=True)
+
+
+def rank_bounds(factor: float, ordered: torch.Tensor) -> torch.Tensor:
+    """The log-odds of 1 - f / (r + 2) for the ranks r = 0, 1, ..., (W,)."""
+    bounds = [log_odds(1 - factor / (r + 2)) for r in range(ordered.shape[1])]
+    return ordered.new_tensor(bounds)
+
+
 @dataclasses.dataclass(frozen=True)
 class EntropyThreshold(
     Rule, name="entropy_threshold", label="Entropy Thresh.", adaptive=True, speed=("tau",), state_only=True
@@ -76,23 +92,22 @@ class Factor(Rule, name="factor", label="Factor", adaptive=True, speed=("f",), s
     def __call__(self, predictions: Predictions, lanes: Lanes) -> Decision:
         import torch
 
-        masked = lanes.masked
-        confidence = torch.where(masked, predictions.confidence.double(), -math.inf)  # (R, W)
-        descending = confidence.sort(dim=1, descending=True).values[:, 1:]  # (R, W - 1) ranks 2, 3, ...
-        bounds = [log_odds(1 - self.f / (r + 1)) for r in range(2, masked.shape[1] + 1)]
-        bound = descending.new_tensor(bounds)  # (W - 1,)
-        m = masked.sum(1, keepdim=True)  # (R, 1)
-        ranked = torch.arange(1, masked.shape[1], device=masked.device) < m  # (R, W - 1)
-        enough = descending > bound if self.variant == "c" else descending >= bound  # (R, W - 1)
+        ordered, ranked = descending(predictions, lanes)  # (R, W)
+        # the best position is always revealed, so the others decide
+        later = ordered[:, 1:]  # (R, W - 1) ranks 2, 3, ..., counted from 1 here
+        ranked = ranked[:, 1:]  # (R, W - 1)
+        bound = rank_bounds(self.f, ordered)[1:]  # (W - 1,)
+        m = lanes.masked.sum(1, keepdim=True)  # (R, 1)
+        enough = later > bound if self.variant == "c" else later >= bound  # (R, W - 1)
         k = 1 + (enough & ranked).sum(1, keepdim=True)  # (R, 1)
         if self.variant == "a":
             k = torch.where(k == m - 1, m, k)
         elif self.variant == "c":
             k = torch.where((k == m) & (m >= 2), m - 1, k)
         pick, gap = best(predictions, lanes, predictions.confidence, k)
-        if masked.shape[1] == 1:  # there is no rank 2
+        if ordered.shape[1] == 1:  # there is no rank 2
             return Decision(pick, gap)
-        distance = nearest(descending - bound, ranked) / LOG_ODDS_SLOPE  # (R,)
+        distance = nearest(later - bound, ranked) / LOG_ODDS_SLOPE  # (R,)
         return Decision(pick, gap.minimum(distance))
 
 
@@ -181,22 +196,6 @@ class Hierarchy(Rule, name="hierarchy", label="Hierarchy", adaptive=True, speed=
 
 
 FACTOR = number("a number of at least 0", lambda x: 0 <= x < math.inf)
-
-
-def descending(predictions: Predictions, lanes: Lanes) -> tuple[torch.Tensor, torch.Tensor]:
-    """The log-odds of c_0 >= c_1 >= ... (R, W) float64, -inf behind the masked positions, and where there are any."""
-    import torch
-
-    confidence = torch.where(lanes.masked, predictions.confidence.double(), -math.inf)  # (R, W)
-    ordered = confidence.sort(dim=1, descending=True).values  # (R, W)
-    ranks = torch.arange(ordered.shape[1], device=ordered.device)  # (W,)
-    return ordered, ranks < lanes.masked.sum(1, keepdim=True)
-
-
-def rank_bounds(factor: float, ordered: torch.Tensor) -> torch.Tensor:
-    """The log-odds of 1 - f / (r + 2) for the ranks r = 0, 1, ..., (W,)."""
-    bounds = [log_odds(1 - factor / (r + 2)) for r in range(ordered.shape[1])]
-    return ordered.new_tensor(bounds)
 
 
 def first_ranks(

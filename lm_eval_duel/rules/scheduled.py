@@ -305,7 +305,7 @@ class Dream(Rule, name="dream", label="Dream", speed=("steps",), reads_step=True
         candidates, gap = best(predictions, lanes, predictions.confidence, due - revealed)
         single, first_gap = best(predictions, lanes, predictions.confidence, 1)
         away = predictions.confidence.double() - log_odds(self.tau or 0.0)  # (R, W)
-        distance = away.abs().masked_fill(~candidates | single, math.inf).amin(1) / LOG_ODDS_SLOPE  # (R,)
+        distance = nearest(away, candidates & ~single) / LOG_ODDS_SLOPE  # (R,)
         return Decision(candidates & (single | (away >= 0)), gap.minimum(first_gap).minimum(distance), (m,))
 
 
