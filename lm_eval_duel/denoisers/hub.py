@@ -27,6 +27,7 @@ import torch
 from huggingface_hub import snapshot_download
 from huggingface_hub.constants import HF_HUB_OFFLINE
 from huggingface_hub.errors import HFValidationError
+from safetensors import safe_open
 from safetensors.torch import load_file
 from transformers import PretrainedConfig
 from transformers.utils import cached_file
@@ -93,43 +94,54 @@ def local_folder(path: str, revision: str, code_only: bool = False) -> str:
 
 def read_tensors(folder: str) -> dict[str, torch.Tensor]:
     """Every tensor of a folder's weights, on the CPU, by name; raises DuelError if a file is missing or broken."""
-    if (tensors := _whole_or_sharded(folder)) is not None:
+    if files := _weight_files(folder):
+        tensors: dict[str, torch.Tensor] = {}
+        for path in files:
+            tensors |= _file(path)
         return tensors
-    files = sorted(name for name in os.listdir(folder) if name.endswith(".ckpt"))
-    if len(files) == 1:
-        return _lightning(os.path.join(folder, files[0]))
-    if files:
-        raise DuelError(f"{folder} holds {len(files)} .ckpt files ({', '.join(files[:5])}); keep the one to score.")
+    checkpoints = sorted(name for name in os.listdir(folder) if name.endswith(".ckpt"))
+    if len(checkpoints) == 1:
+        return _lightning(os.path.join(folder, checkpoints[0]))
+    if checkpoints:
+        names = ", ".join(checkpoints[:5])
+        raise DuelError(f"{folder} holds {len(checkpoints)} .ckpt files ({names}); keep the one to score.")
     raise DuelError(f"No weights in {folder}: expected one of {', '.join(WEIGHT_FILES)} (or its shards), or a .ckpt.")
 
 
 def tensor_names(folder: str) -> set[str]:
     """The names of the tensors in a folder's weights (other than .ckpt); raises DuelError, naming a broken file."""
-    return set(_whole_or_sharded(folder) or ())
+    names: set[str] = set()
+    for path in _weight_files(folder):
+        names |= _names(path)
+    return names
 
 
-def _whole_or_sharded(folder: str) -> dict[str, torch.Tensor] | None:
+def _weight_files(folder: str) -> list[str]:
+    """The file with a folder's weights, or all of its shards; empty if there is none, or a .ckpt."""
     for name in WEIGHT_FILES:
         index = os.path.join(folder, f"{name}.index.json")
         if os.path.exists(index):
-            return _sharded(folder, index)
+            return _shards(folder, index)
         if os.path.exists(os.path.join(folder, name)):
-            return _file(os.path.join(folder, name))
-    return None
+            return [os.path.join(folder, name)]
+    return []
 
 
-def _sharded(folder: str, index: str) -> dict[str, torch.Tensor]:
+def _shards(folder: str, index: str) -> list[str]:
+    """The files that an index names; raises DuelError if one is missing."""
     with _reading(index), open(index, encoding="utf-8") as file:
         shards = dict(json.load(file)["weight_map"])
-    tensors: dict[str, torch.Tensor] = {}
+    paths = []
     for name in sorted(set(shards.values())):
-        if not os.path.exists(os.path.join(folder, name)):
+        path = os.path.join(folder, name)
+        if not os.path.exists(path):
             raise DuelError(f"{index} names {name}, which is missing: the download is incomplete.")
-        tensors |= _file(os.path.join(folder, name))
-    return tensors
+        paths.append(path)
+    return paths
 
 
 def _file(path: str) -> dict[str, torch.Tensor]:
+    """The tensors of one file."""
     if path.endswith(".safetensors"):
         with _reading(path):
             return load_file(path)
@@ -137,6 +149,14 @@ def _file(path: str) -> dict[str, torch.Tensor]:
     if not isinstance(tensors, dict) or not all(isinstance(value, torch.Tensor) for value in tensors.values()):
         raise DuelError(f"{path} holds more than tensors; save the network's state_dict alone.")
     return tensors
+
+
+def _names(path: str) -> set[str]:
+    """The names of the tensors of one file; those of a .safetensors stand in its header, so nothing else is read."""
+    if not path.endswith(".safetensors"):
+        return set(_file(path))
+    with _reading(path), safe_open(path, "pt") as file:
+        return set(file.keys())
 
 
 def _lightning(path: str) -> dict[str, torch.Tensor]:
