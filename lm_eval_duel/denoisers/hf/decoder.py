@@ -116,10 +116,7 @@ class Decoder(Pretrained):
         clean: CleanKeys | None,
     ) -> torch.Tensor:
         """The input of the LM head (N, Q, D); `seen` (N or 1, Q, K + Q), None: all of it."""
-        mask = None
-        if seen is not None:
-            lowest = torch.finfo(self.dtype).min  # with -inf, a query that sees nothing would give NaN
-            mask = torch.zeros(seen.shape, dtype=self.dtype, device=seen.device).masked_fill(~seen, lowest)[:, None]
+        mask = None if seen is None else self.additive_mask(seen)  # (N or 1, 1, Q, K + Q)
         call = {"input_ids": ids, "attention_mask": mask, "position_ids": positions, self.cache_name: clean}
         out = self.model.base_model(**call, use_cache=False)
         return out.last_hidden_state.to(self.device)

@@ -268,12 +268,10 @@ class MaskedLM(OwnForward):
         before = (places[:, None] // self.block >= places // self.block).expand(len(ids), -1, -1)  # (N, K, K)
         none = torch.zeros(len(ids), kept, ids.shape[1], dtype=torch.bool, device=ids.device)  # (N, K, Q)
         allowed = torch.cat([torch.cat([before, none], 2), seen], 1)  # (N, K + Q, K + Q)
-        lowest = torch.finfo(self.dtype).min  # with -inf, a row of padding that sees nothing would give NaN
-        mask = torch.zeros(allowed.shape, dtype=self.dtype, device=ids.device).masked_fill(~allowed, lowest)
 
         whole = torch.cat([clean, ids], 1)  # (N, K + Q)
         position_ids = torch.cat([places.expand_as(clean), positions.expand_as(ids)], 1)
-        logits = self._logits(whole, mask[:, None], position_ids=position_ids)  # (N, K + Q, V)
+        logits = self._logits(whole, self.additive_mask(allowed), position_ids=position_ids)  # (N, K + Q, V)
         as_keys = ids[:, None, :, None]  # (N, 1, Q, 1)
         return logits[:, kept:], [(as_keys, as_keys)]
 

@@ -3,7 +3,7 @@
     Checkpoint -> what kind of network it is, [MASK], which columns are tokens     Pretrained.__init__
     files      -> the network, by the `read` of its class                          Pretrained.take
 
-Shapes: V tokens.
+Shapes: N rows of a call, Q queries, K keys, V tokens.
 """
 
 from __future__ import annotations
@@ -96,6 +96,15 @@ class Pretrained(Denoiser):
         if self.quantized:  # some packages unpack weights only when the whole network is called
             with torch.no_grad():
                 model(input_ids=torch.zeros(1, 1, dtype=torch.long, device=self.device))
+
+    def additive_mask(self, seen: torch.Tensor) -> torch.Tensor:
+        """The mask (N, 1, Q, K) that is added to the scores of attention: 0 where a query sees a key.
+
+        `seen` (N, Q, K) bool.
+        """
+        lowest = torch.finfo(self.dtype).min  # with -inf, a query that sees nothing would give NaN
+        mask = torch.zeros(seen.shape, dtype=self.dtype, device=seen.device).masked_fill(~seen, lowest)
+        return mask[:, None]
 
     def set_columns(self, columns: int) -> None:
         """Set the number of columns of the logits; the columns of the tokenizer's ids, except [MASK], are tokens."""
