@@ -112,6 +112,20 @@ def test_with_coarse_numbers_they_are_counted(fault, batch_size, monkeypatch):
     assert 0 < estimator.counts.rows_differing <= estimator.counts.rows_checked
 
 
+@pytest.fixture
+def tf32_products():
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    yield
+    torch.set_float32_matmul_precision(before)
+
+
+def test_with_products_in_tf32_they_are_counted(tf32_products):
+    estimator = DuelEstimator(Crowd(), "greedy", 4)
+    assert len(estimator.log_prob(windows(40))) == 40
+    assert 0 < estimator.counts.rows_differing <= estimator.counts.rows_checked
+
+
 def filtered(**more):
     DuelEstimator(warped(Crowd(), **more), "left_to_right", 4).log_prob(windows(20))
 

@@ -10,10 +10,12 @@ from close import same_scores
 from harness_requests import ask
 from lm_eval.models.huggingface import HFLM
 from networks import load, refused, written
+from toys import Causal
 
 from lm_eval_duel import denoisers
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.demo import FOLDER, resolve
+from lm_eval_duel.denoisers import self_tests
 from lm_eval_duel.denoisers.hf import own_forward
 from lm_eval_duel.errors import DuelError, NotFinite
 from lm_eval_duel.estimators.duel import DuelEstimator
@@ -49,6 +51,27 @@ def test_a_head_that_cannot_be_split_off_runs_with_the_rest(family, monkeypatch)
 
 
 # ---------------------------------------------------------------- what is refused
+
+
+class LooksAhead(Causal):
+    """Another last token changes the predictions before it."""
+
+    def __init__(self, factor):
+        super().__init__()
+        self.factor = factor
+        self.last = self_tests.probe_rows(self)[:, -1]  # (R,)
+
+    def features(self, ids, real):
+        logits = super().features(ids, real)
+        logits[ids[:, -1] != self.last, :-1] *= self.factor
+        return logits
+
+
+@pytest.mark.parametrize("factor", [2.0, math.inf, math.nan])
+def test_a_network_that_looks_ahead_is_not_causal(factor):
+    self_tests.run(Causal(), "x")
+    with pytest.raises(DuelError, match="is not causal"):
+        self_tests.run(LooksAhead(factor), "x")
 
 
 def test_what_is_refused(tmp_path):

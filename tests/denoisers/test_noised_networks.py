@@ -12,7 +12,10 @@ from lm_eval_duel import Duel
 from lm_eval_duel.audit import plain_networks as plain
 from lm_eval_duel.core import noise as noises
 from lm_eval_duel.core.windows import Window
-from lm_eval_duel.denoisers import load
+from lm_eval_duel.denoisers import hub, load
+from lm_eval_duel.denoisers.checkpoint import Checkpoint
+from lm_eval_duel.denoisers.dit.checkpoint import unfilled
+from lm_eval_duel.denoisers.load_options import LoadOptions
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.estimators.arguments import NoisedElboArguments
 from lm_eval_duel.estimators.noised_elbo import NoisedElbo
@@ -122,6 +125,16 @@ def test_the_limit_is_the_published_integrand_of_duo_and_udlm():
 def test_a_distilled_duo_warns(tmp_path, caplog):
     (tmp_path / "duo-distilled").mkdir()
     load(dit_reference.write(tmp_path / "duo-distilled", "duo")[0], device="cpu", tokenizer=dit_reference.words(12))
+    assert "distilled" in caplog.text
+
+
+def test_a_downloaded_network_has_its_name_on_the_hub(tmp_path, monkeypatch, caplog):
+    path, _ = dit_reference.write(tmp_path, "duo")
+    monkeypatch.setattr(hub, "local_folder", lambda *_: path)
+    options = LoadOptions("someone/duo-distilled", torch.device("cpu"), dit_reference.words(12))
+    checkpoint = Checkpoint(options, hub.read_config(path, "main")).with_tokenizer().local()
+    assert checkpoint.name == path and checkpoint.published_name == "duo-distilled"
+    unfilled(checkpoint)
     assert "distilled" in caplog.text
 
 

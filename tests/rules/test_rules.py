@@ -134,3 +134,9 @@ def test_a_floor_above_the_threshold_is_refused():
     with pytest.raises(DuelError, match=r"'floor'.*mu=0.3"):
         rules.parse("threshold_bound:mu=0.3:floor=0.5")
     assert rules.parse("threshold_bound:mu=0.3").floor == 0.45
+
+
+def test_a_schedule_whose_steps_may_reveal_nothing_has_at_most_4096_of_them():
+    assert rules.parse("cumulative_quota:steps=4096:tau=0.9").steps == 4096
+    with pytest.raises(DuelError, match=r"'steps'.*4096"):
+        rules.parse("cumulative_quota:steps=4097:tau=0.9")
