@@ -38,6 +38,32 @@ def test_the_counts_are_those_of_a_run(texts, capsys):
     assert all(each["seconds"] > 0 and each["peak_memory"] > 0 for each in found["estimators"].values())
 
 
+WAITING = """
+import lm_eval_duel.rules as rules
+
+class EverySecond(rules.Rule):
+    may_pick_none = True
+    reads_step = True
+
+    def __call__(self, predictions, lanes):
+        return lanes.masked & (lanes.masked.cumsum(1) == 1) & (lanes.step % 2 == 1)[:, None]
+"""
+
+
+@pytest.mark.parametrize(
+    ("rule", "sign"), [("greedy:k=2", ""), ("threshold:mu=0.5", "≤"), ("{folder}/waiting.py:EverySecond", "~")]
+)
+def test_counts_that_depend_on_the_text_have_a_sign(texts, tmp_path, capsys, rule, sign):
+    """A rule's counts are known, or at most those shown, or have no bound; those of an ELBO are always known."""
+    (tmp_path / "waiting.py").write_text(WAITING)
+    rule = rule.format(folder=tmp_path)
+    main(["inspect", "demo-mdm", "--model_args", f"rule={rule},block=8", "--files", texts, "--device", "cpu"])
+    lines = capsys.readouterr().out.splitlines()
+    rows = {line.split()[0]: line for line in lines if line.startswith(("duel ", "elbo "))}
+    assert [mark for mark in "≤~" if mark in rows["duel"]] == list(sign)
+    assert not {"≤", "~"} & {*rows["elbo"]}
+
+
 def test_a_way_that_a_network_does_not_have_is_named(texts, capsys):
     main(["inspect", "demo-bd", "--files", texts, "--device", "cpu"])
     printed = capsys.readouterr().out
