@@ -77,6 +77,12 @@ def probe_rows(denoiser: Denoiser) -> torch.Tensor:
     return rows
 
 
+def two_blocks(denoiser: Denoiser, rows: int = 2) -> torch.Tensor:
+    """Rows of random tokens (rows, 2 B); those of a network that takes no two blocks are repeated."""
+    length = 2 * denoiser.block
+    return random_rows(denoiser, length, rows).repeat(1, length)[:, :length]
+
+
 def logits_of(
     denoiser: Denoiser, rows: torch.Tensor, real: torch.Tensor | None = None, wanted: slice = slice(None)
 ) -> torch.Tensor:
@@ -190,10 +196,7 @@ def require_separate_rows(denoiser: Denoiser, path: str, tokens: int = MANY) -> 
 
     They are many and equal, so that they fill an expert's capacity.
     """
-    length = 2 * denoiser.block if denoiser.by_blocks else LENGTH
-    row = random_rows(denoiser, length, rows=1)  # (1, L)
-    if denoiser.by_blocks:  # rows may be shorter than two blocks
-        row = row.repeat(1, length)[:, :length]
+    row = two_blocks(denoiser, rows=1) if denoiser.by_blocks else random_rows(denoiser, LENGTH, rows=1)  # (1, L)
     strangers = [row.flip(1), row[:, :1].expand_as(row)]
     if denoiser.mask_id is not None:
         row[:, 1::2] = denoiser.mask_id
@@ -252,7 +255,7 @@ def _by_blocks(denoiser: Denoiser, path: str) -> None:
             f"The rotary frequencies of {path} change with the longest row of a call, but not up to {unscaled} "
             f"positions: pass max_length={unscaled}."
         )
-    rows = random_rows(denoiser, 2 * block).repeat(1, 2 * block)[:, : 2 * block]  # (2, 2 B)
+    rows = two_blocks(denoiser)  # (2, 2 B)
     whole = logits_of(denoiser, rows)  # (2, 2 B, V)
     require_finite(whole, path)
     require_separate_rows(denoiser, path)

@@ -218,8 +218,8 @@ class CachedView(View):
         """The lanes (r,) of each network call.
 
         Under a prefix cache they begin at nearly the same column. Under a dual cache lanes that share a slot (R,) have
-        a call of their own, in which they stand side by side: the others then read the kept keys where they are. In one
-        call a slot would be read in several rows, and all keys would be copied.
+        a call of their own, in which they stand side by side. The others then read the kept keys where they are, if
+        their slots follow each other. In one call a slot would be read in several rows, and all keys would be copied.
         """
         order = begun.nonzero()[:, 0]  # (n,)
         if self.denoiser.cache == "dual":
