@@ -145,7 +145,10 @@ def test_an_interrupted_run_goes_on_with_the_same_numbers(model, spec, tmp_path)
     assert again.lm.estimator.counts.windows == len(windows) - 2
     ours, theirs = value_of(again.lm), value_of(whole)
     assert ours.pop("seeds", []) == near(theirs.pop("seeds", []))
-    assert ours == {name: pytest.approx(part, rel=1e-4) for name, part in theirs.items()}
+    assert ours.keys() == theirs.keys()
+    for name, part in theirs.items():
+        expected = pytest.approx(part, rel=1e-4) if isinstance(part, float) else part
+        assert ours[name] == expected, name
 
 
 @pytest.mark.parametrize("spec", [ONE, SEEDS], ids=["one seed", "seeds"])
@@ -160,7 +163,9 @@ def test_two_ranks_add_up_to_one(model, spec):
         parts.append([float(value) for value in lm.loglikelihood_rolling(requests)])
         total.merge(lm.evaluation.summary())
     assert [parts[n % 2][n // 2] for n in range(len(TEXTS))] == near(values)
-    assert total.tasks["toy"].total.stderr == near(whole.evaluation.summary().tasks["toy"].total.stderr)
+    stderr = whole.evaluation.summary().tasks["toy"].total.stderr
+    expected = None if spec is ONE else near(stderr)  # one seed has no error
+    assert total.tasks["toy"].total.stderr == expected
 
 
 # ---------------------------------------------------------------- the bundled network, as a command
@@ -189,4 +194,6 @@ def test_ranks_print_what_one_prints_and_three_go_on_from_two(spec, tmp_path):
     theirs = whole["config"]["duel"]["tasks"]["few"]["values"]
     for name, value in theirs.items():
         assert ours[name]["log_prob"] == near(value["log_prob"])
-        assert ours[name].get("stderr") == pytest.approx(value.get("stderr"), rel=1e-4)
+        assert ours[name].keys() == value.keys()
+        if "stderr" in value:
+            assert ours[name]["stderr"] == pytest.approx(value["stderr"], rel=1e-4)
