@@ -28,7 +28,7 @@ from lm_eval_duel.results.rows import Row, baseline_remark
 from lm_eval_duel.results.runs import Run
 from lm_eval_duel.results.standings import RunCost, Standing, Standings
 from lm_eval_duel.results.stats import UNCLEAR
-from lm_eval_duel.results.table import LEVEL, WORDS, Bold, Cell, Columns, Head, Table, form_of, number, span
+from lm_eval_duel.results.table import LEVEL, MINUS, WORDS, Bold, Cell, Columns, Head, Table, form_of, number, span
 from lm_eval_duel.rules import adaptive, without_defaults
 
 SHORT = {  # heads of values after the name of a task
@@ -212,15 +212,15 @@ def cache_costs(cached: Sequence[ComparedRow]) -> Table:
         **names_of_compared(cached),
         "cache=none": lambda each: value(each.cache_cost.second),
         "with the cache": lambda each: value(each.row),
+        "better": lambda each: _better(each.cache_cost),
         f"cost, nats per {unit}": lambda each: _difference(each.cache_cost),
         LEVEL: lambda each: span(each.cache_cost.interval, "+.4f"),
-        "verdict": lambda each: each.cache_cost.verdict,
     }
     return Table.from_records(f"Cost of the cache, nats per {unit}", cached, shown)
 
 
 def differences(task: Comparison) -> Table:
-    """The task's pairs: what both rows share, their names, the paired difference, and which is better."""
+    """The task's pairs: what both rows share, their names, which is better, and the paired difference."""
 
     def shared(cell: Callable[[Row], Cell]) -> Callable[[Pair], Cell]:
         """The cell of both rows of a pair; empty if they differ."""
@@ -230,12 +230,17 @@ def differences(task: Comparison) -> Table:
     names = names_of_rows([each.row for each in task.rows])
     shown: Columns = {
         **{head: shared(cell) for head, cell in names.items()},
-        "first - second": lambda pair: " - ".join(pair.names),
+        f"first {MINUS} second": lambda pair: f" {MINUS} ".join(pair.names),
+        "better": _better,
         f"difference, nats per {unit}": _difference,
         LEVEL: lambda pair: span(pair.interval, "+.4f"),
-        "verdict": lambda pair: pair.verdict,
     }
     return Table.from_records(f"Paired differences, nats per {unit}", task.pairs, shown)
+
+
+def _better(pair: Pair) -> str:
+    """The better of the two, or why there is no verdict."""
+    return pair.better or pair.verdict
 
 
 def _difference(pair: Pair) -> Cell:

@@ -272,7 +272,25 @@ def choose(choice: str, shown: Sequence[ComparedRow], draws: Draws) -> list[Pair
                 groups.setdefault((row.model, row.block, row.run.cache, row.qualifiers), []).append(row)
         for group in groups.values():
             pairs += _pairs_of(group)
-    return [gaps.pair(first, second, draws) for first, second in pairs]
+    return _in_groups([gaps.pair(first, second, draws) for first, second in pairs])
+
+
+def _in_groups(pairs: Sequence[Pair]) -> list[Pair]:
+    """Pairs of one model, block and cache together. In each group those with a better one come first, and by size."""
+    groups: dict[tuple, list[Pair]] = {}
+    for pair in pairs:
+        first = (pair.first.model, pair.first.block, pair.first.run.cache)
+        second = (pair.second.model, pair.second.block, pair.second.run.cache)
+        shared = tuple(one if one == other else None for one, other in zip(first, second, strict=True))
+        groups.setdefault(shared, []).append(pair)
+    ordered = []
+    for group in groups.values():
+        ordered += sorted(group, key=_by_verdict)
+    return ordered
+
+
+def _by_verdict(pair: Pair) -> tuple[bool, bool, float]:
+    return not pair.better, not pair.verdict, -abs(pair.difference or 0.0)
 
 
 def by_model(rows: Iterable[ComparedRow]) -> dict[str, list[ComparedRow]]:

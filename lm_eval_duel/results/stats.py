@@ -183,7 +183,8 @@ class PairedDifference:
     values: tuple[Value, ...] = ()  # log-likelihoods per unit
     difference: float | None = None  # None if a perplexity is infinite
     interval: tuple[float, float] | None = None  # 95 %, bootstrap over texts; None for fewer than two
-    verdict: str = ""
+    better: str = ""  # which of the two, or what it bounds; empty if the interval does not say
+    verdict: str = ""  # that it is better, or why the interval does not say which is
 
     @property
     def perplexities(self) -> tuple[float, ...]:
@@ -227,25 +228,33 @@ def difference(first: Side, second: Side, unit: str, keys: Sequence[str]) -> Pai
         return result
     draws = with_errors([first.draws, second.draws], [first.value.interval_error, second.value.interval_error])
     low, high = stats_interval(draws[0] - draws[1])
-    verdict = _verdict(first, second, low, high, len(set(keys)))
-    return dataclasses.replace(result, interval=(low, high), verdict=verdict)
+    result = dataclasses.replace(result, interval=(low, high))
+    lower = None  # the side with fewer nats per unit, if the interval says which
+    if low > 0 or high < 0:
+        lower = first if high < 0 else second
+    is_equal = max(abs(low), abs(high)) < EQUAL
+    texts = len(set(keys))  # copies of a text say nothing about other texts
+    if undecided := _undecided(first, second, lower, is_equal, texts):
+        return dataclasses.replace(result, verdict=undecided)
+    # A bound below the other value proves that what it bounds is better: that is lower still.
+    better = f"what {lower.name} bounds" if lower.value.is_bound else lower.name
+    return dataclasses.replace(result, better=better, verdict=f"{better} is better")
 
 
-def _verdict(first: Side, second: Side, low: float, high: float, texts: int) -> str:
-    """The better of two by the interval of their difference. Copies of a text say nothing about other `texts`."""
-    better, worse = (first, second) if high < 0 else (second, first)
+def _undecided(first: Side, second: Side, lower: Side | None, is_equal: bool, texts: int) -> str:
+    """The reason that neither of two values is called better; empty if `lower` is. `texts`: how many are different."""
     doubt = first.doubt or second.doubt
     if doubt:
         return f"no verdict: {doubt}"
-    if max(abs(low), abs(high)) < EQUAL:
+    # What an upper bound bounds may be anywhere below it, so a bound decides nothing unless it is the lower value.
+    for side in (first, second):
+        if side.value.is_bound and side is not lower:
+            return "no verdict: only a bound"
+    if is_equal:
         return "equal"
     if texts < FEW:
         return f"no verdict from {counted(texts, 'distinct document')}"
-    if low <= 0 <= high:
-        return UNCLEAR
-    if worse.value.is_bound:  # the value that it bounds may be the lower of the two
-        return f"no verdict: {worse.name} is an upper bound"
-    return f"{better.name} is better"
+    return UNCLEAR if lower is None else ""
 
 
 # ---------------------------------------------------------------- scores of the library

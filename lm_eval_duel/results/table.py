@@ -29,6 +29,7 @@ WORDS = {
     "bits_per_byte": "bits per byte",
 }
 LEVEL = "95 % interval"
+MINUS = "\u2212"  # between the names of a difference
 
 # ---------------------------------------------------------------- numbers
 
@@ -279,16 +280,17 @@ ESCAPED = {
     **{character: f"\\{character}" for character in "&%$#_{}"},
     **{"^": r"\^{}", "~": r"\textasciitilde{}", "\\": r"\textbackslash{}"},
     **{"<": r"\ensuremath{<}", ">": r"\ensuremath{>}", "≤": r"$\leq$", "±": r"$\pm$", "†": r"$^\dagger$"},
+    MINUS: "$-$",
     **{letter: rf"$\{name}$" for name, letter in GREEK.items()},
 }
 MARK = re.compile(r" ?\[(\d+)\]$")  # of a remark, at the end of a cell
-MINUS = re.compile(r"(?<![\w.-])-(?=\d)|(?<= )-(?= )")  # a sign, and a difference of two names
+SIGN = re.compile(r"(?<![\w.-])-(?=\d)")  # a minus before a number
 
 
 def latex_text(text: str) -> str:
     """A text with the characters escaped that LaTeX would interpret, and with minus signs."""
     pieces = []
-    for piece in re.split(f"({MINUS.pattern})", one_line(text)):
+    for piece in re.split(f"({SIGN.pattern})", one_line(text)):
         pieces.append("$-$" if piece == "-" else "".join(ESCAPED.get(character, character) for character in piece))
     shown = re.sub(r"\bDUEL\b", r"\\textsc{DUEL}", "".join(pieces))
     return re.sub(r"(?<=, )([a-z])=(?=[\d.])", r"$\1$=", shown)

@@ -143,7 +143,7 @@ def test_several_models_end_with_the_paired_differences(folder, texts, tmp_path,
     expected = (totals[1]["log_prob"] - totals[0]["log_prob"]) / totals[0]["tokens"]
     assert other["difference"]["difference"] == pytest.approx(expected)
     assert other["difference"]["names"] == ["greedy", "margin"]
-    assert "greedy - margin" in printed and "no verdict from 3 distinct documents" in printed
+    assert "greedy \u2212 margin" in printed and "no verdict from 3 distinct documents" in printed
     assert {line["model"] for line in csv.DictReader((tmp_path / "out.csv").open())} == {str(folder)}
 
 

@@ -8,7 +8,7 @@ import pytest
 from results import documents, hf, ours
 
 from lm_eval_duel.cli.report import main as report
-from lm_eval_duel.results.table import Bold, Head, Note, Table, latex_text
+from lm_eval_duel.results.table import MINUS, Bold, Head, Note, Table, latex_text
 
 NAMES = (r"\input{x} & % # $ ^ ~ { } \\ [2pt]", "[2pt] *", "a_b<c>", "-1", "x [9]")
 
@@ -45,7 +45,7 @@ def test_a_minus_is_one_and_remarks_are_text():
     text = table(["first", "second"]).latex()
     assert r"$-$0.25\textsuperscript{1}" in text and r"$-$0.5 to +0.5" in text
     assert r"\textsuperscript{2}~of second" in text and "again" not in text, "advice is not for readers"
-    assert latex_text("greedy - margin, log-odds of 1e-5") == "greedy $-$ margin, log-odds of 1e-5"
+    assert latex_text(f"a - b {MINUS} margin, log-odds of 1e-5") == "a - b $-$ margin, log-odds of 1e-5"
 
 
 @pytest.mark.slow
