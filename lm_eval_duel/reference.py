@@ -1,13 +1,13 @@
 """The specification: DUEL (Turok, De Sa and Kuleshov, 2026) as printed, for one row, one step at a time.
 
-Every probability comes from a softmax over all tokens, and sums are float64. Nothing here is fast. The rest of the
-package is, and the tests and `lm-eval-duel audit` hold it to this page. Names are the paper's:
+Every probability comes from a softmax over all tokens, and sums are float64. Nothing here is fast; the rest of the
+package is, and the tests and `lm-eval-duel audit` check it against this page. Names are the paper's:
 
     x            a row of L tokens, none of which is the mask
     z            the same row, partially masked
     m            the mask
     M            the masked positions of the block in progress, ascending
-    logits_of    the denoiser x_theta: z (L,) -> logits (L, V), with -inf where a column is no token
+    logits_of    the denoiser x_theta: z (L,) -> logits (L, V), with -inf in every column that is not a token
     log_P        log softmax(x_theta(z)), (L, V): the distribution of the token at each position
     F            the unmasking rule: F(log_P, M) -> I, the positions to unmask
     sigma        the ordered partition: the positions that each step unmasks
@@ -15,11 +15,11 @@ package is, and the tests and `lm-eval-duel audit` hold it to this page. Names a
 Where the noise is random tokens, a masked position shows one of them: `log_likelihood_given_noise`.
 
 `blocks` lists the positions to score or to sample; a block is finished before the next one begins. Every other position
-is as in x from the first step on: that is how a context or a suffix is given.
+shows its token of x from the first step on. This is how a context or a suffix is given.
 
-`relative_positions`: the denoiser distinguishes positions only by their distances, as rotary networks do. A row of
-nothing but masks then has one distribution at every position, and only float noise would choose among them, by the
-length of the row or the dtype. Here it is an exact tie, so the lowest position is first.
+`relative_positions`: the denoiser knows positions only by their distances, as rotary networks do. In a row of nothing
+but masks it then predicts the same distribution everywhere, and float noise alone would choose the first position; it
+changes with the dtype and the length of the row. Here the positions tie exactly, so the lowest one comes first.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ Ids: TypeAlias = Sequence[int]
 Blocks: TypeAlias = Sequence[Sequence[int]]
 Network: TypeAlias = Callable[[Tensor], Tensor]
 Rule: TypeAlias = Callable[[Tensor, list[int]], list[int]]
-# the draw of an ELBO: for each block the positions that it masks, and t where they were masked with probability t
+# a draw of the ELBO: for each block the positions that are masked, and t if each of them was masked with probability t
 Draw: TypeAlias = Sequence[tuple[Sequence[int], float | None]]
 States: TypeAlias = Callable[[frozenset[int]], Tensor]  # the masked positions of a block -> log_P
 
 
 class Path(NamedTuple):
-    """The only path on which F reveals x."""
+    """The path on which F reveals x. There is one only, since F is deterministic."""
 
     ll: float  # log p(x) under (x_theta, F), in nats
     sigma: list[list[int]]
@@ -107,25 +107,25 @@ def log_likelihood_given_noise(
 ) -> Path:
     """Algorithm 2 where the noise is random tokens: exact likelihood of a commit-once sampler, given its noise.
 
-    A masked position shows a noise token where z has m: `noise(z, block, step)` (L,), which is read at these positions
-    only. The noise may depend on the first position of the block, on the step, and on which positions are masked, but
-    on no token of x. Since a token that is revealed stays, x has one path.
+    Where z has m, the denoiser sees a token of `noise(z, start, step)` (L,), which is not read at other positions. The
+    noise may depend on the block's first position `start`, on the step and on which positions are masked, but not on
+    the tokens of x. A token that is revealed stays, so x has one path.
 
-    `logits_of(z, y, before)`: the denoiser on y, the row with its noise; `before`: its own logits of the previous step,
-    None at the first step of a block. A rule may pick nothing, since the next step shows other noise.
+    `logits_of(z, y, previous)`: the denoiser on y, the row with its noise. `previous`: its own logits at the step
+    before, None at the first step of a block. F may pick nothing, since the next step shows other noise.
     """
     z = torch.tensor(masked(x, blocks, m))
     ll = 0.0
     sigma = []
     log_p = {}
     for block in blocks:
-        before = None
+        logits = None
         step = 0
         while M := [ell for ell in block if z[ell] == m]:
-            y = torch.where(z == m, noise(z, block[0], step), z)  # the row as it is shown
-            before = logits_of(z, y, before)
-            log_P = log_softmax(before)  # token probabilities
-            if relative_positions and len({*y.tolist()}) == 1:  # one token is everywhere: an exact tie
+            y = torch.where(z == m, noise(z, block[0], step), z)  # the row that the denoiser sees
+            logits = logits_of(z, y, logits)
+            log_P = log_softmax(logits)  # token probabilities
+            if relative_positions and len({*y.tolist()}) == 1:  # the same token everywhere: an exact tie
                 log_P = log_P[M[0]].expand_as(log_P)
             I = F(log_P, M)  # positions to unmask
             for ell in I:
@@ -139,24 +139,24 @@ def log_likelihood_given_noise(
 
 def sum_over_strings(tokens: Ids, x: Ids, blocks: Blocks, logits_of: Network, F: Rule, m: int) -> float:
     """The sum of p over all strings of `tokens` in the blocks of x: 1, since p is a distribution."""
-    text = [ell for block in blocks for ell in block]
+    positions = [ell for block in blocks for ell in block]
 
     def p(string: Ids) -> float:
-        token_at = dict(zip(text, string, strict=True))
+        token_at = dict(zip(positions, string, strict=True))
         row = [token_at.get(ell, token) for ell, token in enumerate(x)]
         return math.exp(log_likelihood(row, blocks, logits_of, F, m).ll)
 
-    return math.fsum(p(string) for string in itertools.product(tokens, repeat=len(text)))
+    return math.fsum(p(string) for string in itertools.product(tokens, repeat=len(positions)))
 
 
 def masked(x: Ids, blocks: Blocks, m: int) -> list[int]:
     """The row at the start: the mask in every block, x elsewhere."""
-    text = {ell for block in blocks for ell in block}
-    return [m if ell in text else token for ell, token in enumerate(x)]
+    positions = {ell for block in blocks for ell in block}
+    return [m if ell in positions else token for ell, token in enumerate(x)]
 
 
 def cut(positions: Ids, size: int | None, origin: int = 0) -> list[list[int]]:
-    """Positions as blocks of L' = `size`, counted from `origin`; None: one block."""
+    """Ascending positions, cut into blocks of L' = `size` that are counted from `origin`. None: one block."""
     if size is None:
         return [list(positions)] if positions else []
     blocks = itertools.groupby(positions, lambda ell: (ell - origin) // size)
@@ -167,16 +167,17 @@ def cut(positions: Ids, size: int | None, origin: int = 0) -> list[list[int]]:
 
 
 def elbo(x: Ids, blocks: Blocks, logits_of: Network, m: int, draws: Sequence[Draw]) -> list[float]:
-    """The Monte Carlo ELBO of log p(x): the value of each draw, of which the mean is the estimate.
+    """The Monte Carlo ELBO of log p(x): one value per draw. Their mean is the estimate.
 
-    A draw masks n random positions of each block, n uniform on 1..L', and weights their log-probabilities by L' / n; or
-    each position with probability t, uniform on 0..1, and weights by 1 / t. The blocks before are revealed.
+    A draw masks n random positions of each block (n uniform on 1..L') and weights their log-probabilities by L' / n. Or
+    it masks each position with probability t (uniform on 0..1) and weights by 1 / t. Earlier blocks are revealed.
     """
+    every_block = list(states(x, blocks, logits_of, m))
     values = []
     for draw in draws:
         value = 0.0
-        for (M, t), (block, log_P_at) in zip(draw, states(x, blocks, logits_of, m), strict=True):
-            if not M:  # with probability t, a draw may mask nothing
+        for (M, t), (block, log_P_at) in zip(draw, every_block, strict=True):
+            if not M:  # where each position is masked with probability t, there may be none
                 continue
             weight = len(block) / len(M) if t is None else 1 / t
             log_P = log_P_at(frozenset(M))
@@ -196,7 +197,10 @@ def random_draw(blocks: Blocks, generator: torch.Generator) -> Draw:
 
 
 def mean_and_error(values: Sequence[float], S: int) -> tuple[float, float]:
-    """The mean of draws and its standard error, from S independent parts of equal size: draw i is in part i mod S."""
+    """The mean of the draws and its standard error, from S independent parts of equal size: draw i is in part i mod S.
+
+    Draws of the same part may depend on each other (they are stratified), so only the means of parts are compared.
+    """
     parts = torch.tensor(values, dtype=torch.float64).view(-1, S).mean(0)
     return float(parts.mean()), float(parts.std()) / math.sqrt(S)
 
@@ -209,10 +213,10 @@ def over_orders(
     combine: Callable[[list[float]], float],
     relative_positions: bool = False,
 ) -> float:
-    """All orders that unmask one position at a time, combined into one value and added up over blocks.
+    """All orders that unmask one position at a time, combined into one value per block and summed over blocks.
 
-    `combine` makes the value of a state from those of its next steps: `fmean` gives the ELBO, `log_mean_exp` the
-    likelihood of a uniformly random order, and `max` that of the best order, which is no likelihood.
+    `combine` makes the value of a state from the values of its next steps: `fmean` gives the ELBO, `log_mean_exp` the
+    log-likelihood of a uniformly random order, and `max` the best order, which is not a likelihood: it sees x.
     """
 
     def value_of(block: Sequence[int], log_P_at: States) -> float:
@@ -221,7 +225,8 @@ def over_orders(
             if not M:
                 return 0.0
             log_P = log_P_at(M)
-            return combine([float(log_P[ell, x[ell]]) + value(M - {ell}) for ell in sorted(M)])
+            next_steps = [float(log_P[ell, x[ell]]) + value(M - {ell}) for ell in sorted(M)]
+            return combine(next_steps)
 
         return value(frozenset(block))
 
@@ -230,19 +235,22 @@ def over_orders(
 
 
 def two_phase(g: Sequence[float], f: dict[int, float], share: float) -> tuple[float, float]:
-    """An estimate of the sum of f over blocks, and its standard error, from a cheap g of each block.
+    """An estimate of the sum of f over all blocks, and its standard error, from a cheap approximation g of f.
 
-    f is known of some blocks, each drawn with probability `share` (Horvitz and Thompson 1952).
+    g is known for every block, f for some, each drawn with probability `share` (Horvitz and Thompson 1952).
     """
-    weighted = [(f[b] - g[b]) / share for b in f]
-    variance = math.fsum((1 - share) * each**2 for each in weighted)
-    return math.fsum(g) + math.fsum(weighted), math.sqrt(variance)
+    corrections = [(f[b] - g[b]) / share for b in f]
+    variance = math.fsum((1 - share) * correction**2 for correction in corrections)
+    return math.fsum(g) + math.fsum(corrections), math.sqrt(variance)
 
 
 def states(
     x: Ids, blocks: Blocks, logits_of: Network, m: int, relative_positions: bool = False
 ) -> Iterator[tuple[Sequence[int], States]]:
-    """Each block, and log_P while M of its positions are masked. The blocks before are revealed, those after masked."""
+    """Each block, with a function from M, those of its positions that are masked, to log_P in that state.
+
+    Earlier blocks are revealed, later ones masked.
+    """
 
     def log_P_at(n: int, M: frozenset[int]) -> Tensor:
         z = masked(x, [sorted(M), *blocks[n + 1 :]], m)
@@ -256,11 +264,11 @@ def states(
 
 
 def log_mean_exp(values: list[float]) -> float:
-    """The log of the mean of exp."""
+    """log mean exp, the log of the mean of probabilities that are given as logs."""
     return float(torch.tensor(values, dtype=torch.float64).logsumexp(0)) - math.log(len(values))
 
 
-# ---------------------------------------------------------------- unmasking rules; of equals, the lowest position wins
+# ---------------------------------------------------------------- unmasking rules; ties go to the lowest position
 
 
 def left_to_right(k: int = 1) -> Rule:
@@ -269,17 +277,17 @@ def left_to_right(k: int = 1) -> Rule:
 
 
 def greedy(k: int = 1) -> Rule:
-    """The k largest P1, the probability of the top token."""
+    """The k positions with the largest P1, the probability of the top token."""
     return lambda log_P, M: best(k, M, confidence(log_P[M]))
 
 
 def margin(k: int = 1) -> Rule:
-    """The k largest P1 - P2, the margin between the two most probable tokens."""
+    """The k positions with the largest P1 - P2, the margin between the two most probable tokens."""
     return lambda log_P, M: best(k, M, margin_log_odds(log_P[M]))
 
 
 def entropy(k: int = 1) -> Rule:
-    """The k smallest entropies."""
+    """The k positions with the smallest entropy."""
     return lambda log_P, M: best(k, M, -entropy_nats(log_P[M]))
 
 
@@ -288,8 +296,7 @@ def threshold(mu: float) -> Rule:
 
     def F(log_P: Tensor, M: list[int]) -> list[int]:
         score = confidence(log_P[M])
-        bound = torch.tensor(mu, dtype=torch.float64).logit()
-        return [ell for ell, sure in zip(M, score >= bound, strict=True) if sure] or best(1, M, score)
+        return where(score >= log_odds(mu), M) or best(1, M, score)
 
     return F
 
@@ -297,8 +304,8 @@ def threshold(mu: float) -> Rule:
 def klass(mu: float, nu: float) -> Rule:
     """All positions with P1 >= mu and KL(P before || P) <= nu; if there are none, the one with the largest P1.
 
-    P before: the distribution at the step before, within the block. At a block's first step there is none, and no
-    position is stable. The rule remembers the steps of a block. If it is asked twice at one step, this counts as one.
+    P before: the distribution at the previous step of the block. At a block's first step there is none, so no position
+    is stable. The rule remembers the steps of a block; being asked twice at the same step counts as one step.
     """
     steps: list[tuple[list[int], Tensor]] = []  # M and log_P of each step of this block
 
@@ -308,13 +315,12 @@ def klass(mu: float, nu: float) -> Rule:
         if not steps or steps[-1][0] != M:
             steps.append((M, log_P))
         score = confidence(log_P[M])
-        bound = torch.tensor(mu, dtype=torch.float64).logit()
         if len(steps) == 1:
             return best(1, M, score)
         _, before = steps[-2]
         divergence = torch.tensor([kl(before[ell].exp(), log_P[ell].exp()) for ell in M])
-        sure = (score >= bound) & (divergence <= nu)
-        return [ell for ell, yes in zip(M, sure, strict=True) if yes] or best(1, M, score)
+        sure_and_stable = (score >= log_odds(mu)) & (divergence <= nu)
+        return where(sure_and_stable, M) or best(1, M, score)
 
     return F
 
@@ -324,7 +330,17 @@ def best(k: int, M: list[int], score: Tensor) -> list[int]:
     return [M[i] for i in score.argsort(descending=True, stable=True)[:k]]
 
 
+def where(chosen: Tensor, M: list[int]) -> list[int]:
+    """The positions of M at which `chosen` (|M|,) is true."""
+    return [ell for ell, yes in zip(M, chosen.tolist(), strict=True) if yes]
+
+
 # ---------------------------------------------------------------- scores, as log-odds: probabilities near 1 round to 1
+
+
+def log_odds(probability: float) -> Tensor:
+    """log p - log(1 - p), in float64."""
+    return torch.tensor(probability, dtype=torch.float64).logit()
 
 
 def log_softmax(logits: Tensor) -> Tensor:
@@ -350,7 +366,7 @@ def others(log_P: Tensor) -> Tensor:
 
 
 def entropy_nats(log_P: Tensor) -> Tensor:
-    """The entropy, -log P1 + sum_v P_v log(P1 / P_v), in which no summand is negative, so that nothing cancels."""
+    """The entropy as -log P1 + sum_v P_v log(P1 / P_v), where no summand is negative, so nothing cancels."""
     minus_log_p1 = softplus(-confidence(log_P))
     log_ratio = log_P.amax(-1, keepdim=True) - log_P
     summands = (log_P.exp() * log_ratio).nan_to_num(nan=0.0)  # 0 times infinity where P_v = 0
@@ -371,18 +387,18 @@ def noised_elbo(
     draws: Sequence[NoisyDraw],
     denoiser: bool,
 ) -> list[float]:
-    """The Monte Carlo bound of log p(x): the value of each draw, of which the mean is the estimate.
+    """The Monte Carlo bound of log p(x): one value per draw. Their mean is the estimate.
 
-    With T steps a draw has s = (i - 1) / T, t = i / T for a random i, and weight 1 / (probability of i). With
-    infinitely many it has s = t, and weight 1 / (density of t). The term of the prior is left out: a(1) = 0.
+    With T steps a draw has s = (i - 1) / T, t = i / T for a random i, and the weight 1 / (probability of i). With
+    infinitely many it has s = t and the weight 1 / (density of t). The term of the prior is 0, since a(1) = 0.
 
-    `logits_of(z, t)`: the network on x with noise at `positions`; `denoiser`: its softmax is p(x_0 | x_t), own token
-    included; else it stands for x_0 in the posterior.
+    `logits_of(z, t)`: the network on x with noise at `positions`. `denoiser`: True if its softmax is p(x_0 | x_t),
+    given the position's own x_t as well; False if it takes the place of x_0 in the posterior.
     """
     values = []
     for s, t, weight, z in draws:
         P = log_softmax(logits_of(torch.tensor(z), float(t))).exp()
-        # a_t and b_t, and their derivatives
+        # a_t and b_t, and their derivatives with respect to t
         now, slope = torch.func.jvp(level, (t,), (torch.ones_like(t),))  # type: ignore[misc]
         terms = []
         for ell in positions:
@@ -407,14 +423,14 @@ def noised_rate(clean: int, noisy: int, r: Tensor, t: Noise, slope: Noise) -> fl
     a, b = t
     da, db = slope
     q = a * one_hot(clean, r) + b  # q(x_t | x_0) of the token, (V,)
-    k = a * r + b  # the same of r, (V,)
+    k = a * r + b  # the same with r in place of x_0, (V,)
     y = q[noisy] / k[noisy]
-    rate = (db - da / a * b)[noisy] / q[noisy]  # at which the noise makes x_t, given x_0
+    rate = (db - da / a * b)[noisy] / q[noisy]  # the rate at which the noise makes x_t, given x_0
     return float(rate * (kl(q, k) + y - 1 - y.log()))
 
 
 def posterior(x_0: Tensor, noisy: int, s: Noise, t: Noise) -> Tensor:
-    """q(x_s | x_t = noisy, x_0) for a distribution x_0 (V,) in place of a token."""
+    """q(x_s | x_t = noisy, x_0) by Bayes' rule; x_0 (V,) is a distribution in place of a token."""
     a_s, b_s = s  # noise at times s < t
     a_t, b_t = t
     step = a_t / a_s * (one_hot(noisy, x_0) - b_s[noisy]) + b_t[noisy]  # q(x_t = noisy | x_s), (V,)
