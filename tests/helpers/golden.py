@@ -3,6 +3,8 @@
 LM_EVAL_DUEL_RECORD=1 writes the files anew.
 """
 
+import dataclasses
+import enum
 import json
 import math
 import os
@@ -12,20 +14,54 @@ import zlib
 import numpy as np
 
 NUMBER = re.compile(r"(?<![\w.])[+-]?\d+(?:\.\d+)?(?:e[+-]?\d+)?(?!\w)")
+NOISE = 1e-12  # what may stand for 0
 RECORD = "LM_EVAL_DUEL_RECORD" in os.environ
 NUDGE = 0.0 if RECORD else 1e-12  # relative: the last digits, which differ between CPUs and libraries
 
 
-def check(file, text):
-    """Assert that a text is that of a golden file, its numbers within 1e-8."""
+def check(file, text, within=1e-8):
+    """Assert that a text is that of a golden file, its numbers but for the share `within` of them."""
     if RECORD:
         file.parent.mkdir(exist_ok=True)
         file.write_text(text, encoding="utf-8")
     wanted = file.read_text(encoding="utf-8")
     assert NUMBER.sub("#", text) == NUMBER.sub("#", wanted), file.name
     pairs = zip(NUMBER.findall(text), NUMBER.findall(wanted), strict=True)
-    apart = [pair for pair in pairs if not math.isclose(*map(float, pair), rel_tol=1e-8, abs_tol=1e-12)]
+    apart = [pair for pair in pairs if not math.isclose(*map(float, pair), rel_tol=within, abs_tol=NOISE)]
     assert not apart, (file.name, apart)
+
+
+def listed(name, value):
+    """A value as lines of a golden file: `name: value`; parts of a record stand below it, but for those at their
+    defaults.
+    """
+    if dataclasses.is_dataclass(value):
+        value = {field.name: getattr(value, field.name) for field in dataclasses.fields(value) if _is_set(value, field)}
+    if not isinstance(value, dict):
+        return [f"{name}: {_shown(value)}"]
+    lines = [f"{name}:"]
+    for key, part in value.items():
+        lines += [f"    {line}" for line in listed(key, part)]
+    return lines
+
+
+def _is_set(record, field):
+    default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+    value = getattr(record, field.name)
+    if isinstance(value, float) and isinstance(default, float):
+        return abs(value - default) > NOISE
+    return value != default
+
+
+def _shown(value):
+    """A number in ten digits, numbers with spaces between them, and anything else as it is printed."""
+    if isinstance(value, list | tuple):
+        return " ".join(f"({_shown(each)})" if isinstance(each, list | tuple) else _shown(each) for each in value)
+    if isinstance(value, enum.Enum):
+        return value.name
+    if isinstance(value, float):
+        return f"{0.0 if abs(value) <= NOISE else value:.10g}"
+    return str(value)
 
 
 def nudged(value):
