@@ -65,7 +65,13 @@ class DuelSeeds(DuelEstimator):
         zeros = (0.0,) * len(self.seeds)
         of_mean = Score(0.0, kind=Kind.UPPER_BOUND, note=self.note, seeds=zeros if len(zeros) >= EFFECTIVE else ())
         self.empty_score = Score(
-            0.0, kind=Kind.UPPER_BOUND, note=self.note, stderr=0.0, seeds=zeros, others={LOG_MEAN: of_mean}
+            log_prob=0.0,
+            near_ties=0,
+            kind=Kind.UPPER_BOUND,
+            note=self.note,
+            stderr=0.0,
+            seeds=zeros,
+            others={LOG_MEAN: of_mean},
         )
 
     def describe(self) -> dict[str, object]:

@@ -1,4 +1,4 @@
-"""All that an estimator says of windows: each field of the scores and of their sum, the counts of the run, and the spec.
+"""All that an estimator says of windows: the fields of the scores and of their sum, the counts of the run, the spec.
 
 Values are proven by their definitions elsewhere. Here nothing changes unseen that stands beside them: labels, errors,
 steps, near ties, calls. Near ties are those below half a logit, so that there are many: a count that is always 0 would
