@@ -7,7 +7,7 @@ import html
 from typing import Any, ClassVar
 
 from lm_eval_duel.core.windows import Window
-from lm_eval_duel.errors import DuelError
+from lm_eval_duel.errors import DuelError, counted
 
 SURE_TO_SURPRISED = ("#ffffff", "#ffffd7", "#ffff87", "#ffd787", "#ffaf5f", "#ff8700", "#ff5f00", "#ff0000")
 MOST_NATS = 8.0  # -log p of a token in the last colour, or more
@@ -34,7 +34,7 @@ class Display:
     def __repr__(self) -> str:
         bound = getattr(self, "bound", False)
         values = [shown_value(name, getattr(self, name), self.errors.get(name), bound) for name in self.shown]
-        parts = [shown_text(self.text), *values, f"{len(self.tokens)} tokens", self.kind]
+        parts = [shown_text(self.text), *values, counted(len(self.tokens), "token"), self.kind]
         return f"{type(self).__name__}({', '.join(parts)})"
 
     def _repr_html_(self) -> str:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, cast
 from lm_eval_duel.core import scores as rates
 from lm_eval_duel.core.scores import Sample, Score, Value
 from lm_eval_duel.core.windows import Ids, Window, as_ids
-from lm_eval_duel.errors import DuelError
+from lm_eval_duel.errors import DuelError, counted
 from lm_eval_duel.estimators.registry import Kind, kind_of, worth
 from lm_eval_duel.estimators.totals import Total, TwoPhaseBlocks
 from lm_eval_duel.library.display import Display, shown_text, shown_value
@@ -149,7 +149,7 @@ class TextEstimate:
             "several texts" if self.text is None else shown_text(self.text),
             shown_value("log_prob", self.log_prob, self.stderr),
             shown_value("perplexity", self.perplexity, self.perplexity_stderr),
-            f"{self.tokens} tokens",
+            counted(self.tokens, "token"),
             f"{self.sampled_blocks} of {self.blocks} blocks sampled",
         ]
         if self.stderr is None:
@@ -284,4 +284,4 @@ def _perplexity_error(perplexity: float, stderr: float, tokens: int) -> float:
 
 
 def _bits_per_byte(log_prob: float, size: int) -> float:
-    return -log_prob / math.log(2) / size if size else math.nan
+    return (0.0 - log_prob) / math.log(2) / size if size else math.nan  # of no tokens 0.0, not -0.0

@@ -1,0 +1,203 @@
+"""Everything that a result of `Duel` says, for texts at the ends of ranges, held to a file.
+
+The files in golden/ were made by `LM_EVAL_DUEL_RECORD=1 pytest tests/library/test_whole_results.py` (torch 2.13 on a
+CPU), from a random network in float64, and read by eye. What follows from tokens and their log-probabilities is
+computed here a second time.
+"""
+
+import logging
+import math
+import re
+from pathlib import Path
+
+import golden
+import pytest
+import tiny
+from attends import Attends
+
+from lm_eval_duel import Duel, TextEstimate
+from lm_eval_duel.denoisers import vocabulary
+from lm_eval_duel.denoisers.filters import warped
+
+GOLDEN = Path(__file__).with_name("golden")
+ROW = 8  # positions, of which [CLS] and [SEP] are two
+TEXTS = {
+    "no tokens": "",
+    "blank": "  ",
+    "one token": "a",
+    "a full window": "a b c the of and",
+    "one token more": "a b c the of and z",
+    "three windows": "c " * 12 + "d",
+    "unknown words": "a \u03a9mega \u00e9 c",
+    "an unknown word that is spelt out": "a [UNK]",
+    "white space at its ends": "  a b ",
+    "the same again": "a b c the of and",
+    "characters of HTML": "<b> & c",
+    "forty characters": "and " * 9 + "andd",
+    "more than forty": "and " * 10 + "z",
+}
+LONG = " ".join("abcdefghijklmnopqrstuvwxyz")
+AROUND = {  # context, text, suffix
+    "nothing": ("", "a b", ""),
+    "a context": ("c d", "a b", ""),
+    "a suffix": ("", "a b", "e f"),
+    "both, with white space": ("c d ", "a b ", "e f"),
+    "white space before": ("c ", "a", ""),
+    "ids": ((7, 8), "a b", (9,)),
+    "a context that is cut": ("c d e f g h i j", "a b", ""),
+    "a suffix that is cut": ("c", "a b", "d e f g h i j"),
+    "no tokens": ("c", "", "d"),
+}
+ESTIMATORS = {
+    "duel": {"rule": "greedy:k=2", "block": 3},
+    "threshold": {"rule": "threshold:mu=0.2"},
+    "elbo": {"estimator": "elbo", "mc_samples": 32},
+    "elbo_eps": {"estimator": "elbo", "mc_samples": 32, "elbo_form": "ratio", "elbo_eps": 0.01},
+    "one_draw": {"estimator": "elbo", "mc_samples": 1},
+    "two_phase": {"estimator": "two_phase", "rule": "greedy", "block": 2, "sample": 0.5},
+    "mixture": {"estimator": "mixture", "block": 2},
+    "oracle": {"estimator": "oracle", "block": 2},
+    "sampled": {"estimator": "sampled_confidence", "n": 2, "block": 3},
+}
+
+
+class Words(Attends):
+    """A network over the words of `tiny.tokenizer`; position 4 of its columns is [MASK]."""
+
+    bos = "given"
+    appends_sep = True
+
+    def __init__(self):
+        super().__init__(tokens=39, length=ROW, seed=1)
+        self.out *= 0.1  # about 3 nats a token
+        self.mask_id = 4
+        tokens = set(tiny.tokenizer().get_vocab().values())
+        self.excluded = vocabulary.excluded_columns(tokens, self.mask_id, self.vocab_size, "words", self.device)
+        self.special_tokens = vocabulary.expected(self, tiny.tokenizer())
+
+    def describe(self):
+        return {"denoiser": "words", "mask_token_id": self.mask_id}
+
+
+def a_duel(denoiser=None, **arguments):
+    return Duel(denoiser or Words(), tokenizer=tiny.tokenizer(length=ROW), **arguments)
+
+
+def in_lines(result, *more):
+    """A result: its line, its values by name, and further properties."""
+    yield repr(result)
+    values = result.to_dict() if hasattr(result, "to_dict") else {}
+    values |= {name: getattr(result, name) for name in more}
+    for name, value in values.items():
+        yield f"    {name}: {value!r}"
+
+
+@pytest.fixture
+def held(caplog):
+    """Hold sections of text, and the log, to a file."""
+    caplog.set_level(logging.INFO)
+
+    def check(name, *sections):
+        logged = [f"{record.levelname}: {record.getMessage()}" for record in caplog.records]
+        text = "\n\n".join("\n".join(section) for section in (*sections, logged)) + "\n"
+        golden.check(GOLDEN / f"{name}.txt", re.sub("fingerprint=[0-9a-f]{12}", "fingerprint=...", text))
+
+    return check
+
+
+def follows_from_tokens(score):
+    """What a score says beside its log-probability, from its tokens and its texts."""
+    tokens = score.text_tokens
+    size = len(score.scored.encode())
+    bits = -score.log_prob / math.log(2)
+    assert score.perplexity == pytest.approx(math.exp(-score.log_prob / tokens) if tokens else math.nan, nan_ok=True)
+    assert score.bits_per_byte == pytest.approx(bits / size if size else math.nan, nan_ok=True)
+    assert len(score.tokens) == sum(len(window.target) for window in score.windows)
+    if score.token_logprobs:
+        assert math.fsum(score.token_logprobs) == pytest.approx(score.log_prob)
+    if score.stderr is not None and tokens:
+        # the delta method, by a small step
+        step = 1e-6
+        slopes = {
+            "log_prob": 1.0,
+            "perplexity": (math.exp((step - score.log_prob) / tokens) - score.perplexity) / step,
+            "bits_per_byte": 1 / math.log(2) / size,
+        }
+        assert score.errors == pytest.approx({name: score.stderr * slope for name, slope in slopes.items()}, rel=1e-4)
+
+
+@pytest.mark.parametrize("name", ESTIMATORS)
+def test_scores_of_texts(name, held):
+    duel = a_duel(**ESTIMATORS[name])
+    whole = name == "duel"
+    texts = TEXTS if whole else {case: TEXTS[case] for case in ("no tokens", "one token", "three windows")}
+    sections = [[repr(duel)]]
+    for case, score in zip(texts, duel.score(list(texts.values())), strict=True):
+        follows_from_tokens(score)
+        lines = [*in_lines(score, "errors", "units")]
+        if not whole:
+            lines = [
+                line for line in lines if not re.match("    (windows|scored|context|suffix|text|units|tokens):", line)
+            ]
+        sections.append([f"{case}:", *lines])
+    held(f"scores_{name}", *sections)
+
+
+def test_scores_between_contexts_and_suffixes(held):
+    contexts, texts, suffixes = zip(*AROUND.values(), strict=True)
+    sections = []
+    for case, score in zip(AROUND, a_duel(block=2).score(texts, contexts, suffixes), strict=True):
+        follows_from_tokens(score)
+        sections.append([f"{case}:", *in_lines(score, "units")])
+    held("around", *sections)
+
+
+def test_estimates_of_texts(held):
+    duel = a_duel(block=2)
+    cases = {**{case: text for case, text in TEXTS.items() if "unknown" not in case}, "many windows": LONG}
+    estimates = duel.estimate(list(cases.values()), sample=0.75, seed=1)
+    fields = ("tokens", "bytes", "log_prob", "stderr", "blocks", "sampled_blocks", "correlation", "bits_per_byte")
+    fields += ("perplexity", "perplexity_stderr", "kind")
+    sections = []
+    for case, estimate in zip(cases, estimates, strict=True):
+        assert estimate.bytes == len(cases[case].encode())
+        sections.append([f"{case}:", *in_lines(estimate, *fields)])
+    total = TextEstimate.total(estimates)
+    assert total.tokens == sum(estimate.tokens for estimate in estimates)
+    assert total.bytes == sum(estimate.bytes for estimate in estimates)
+    assert total.log_prob == pytest.approx(sum(estimate.log_prob for estimate in estimates))
+    held(
+        "estimates",
+        *sections,
+        ["all:", *in_lines(total, *fields)],
+        ["none:", *in_lines(TextEstimate.total([]), *fields)],
+    )
+
+
+SETTINGS = {
+    "argmax": {},
+    "drawn": {"do_sample": True, "seed": 3},
+    "tempered": {"temperature": 0.7, "top_k": 5, "top_p": 0.9, "max_new_tokens": 3},
+    "stopped": {"until": ["h", "of"], "max_new_tokens": 4},
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_generated_texts(name, held):
+    """The network has a filter of its own, which is no change of the generation."""
+    duel = a_duel(warped(Words(), 2.0), block=2)
+    prompts = ["a b", "", [5, 6, 7], "a b c d e f g h"][: 3 + ("max_new_tokens" in SETTINGS[name])]
+    suffixes = ["", "z", [9], ""][: len(prompts)]
+    sections = []
+    for prompt, text in zip(prompts, duel.generate(prompts, suffixes=suffixes, **SETTINGS[name]), strict=True):
+        assert math.fsum(text.token_logprobs) == pytest.approx(text.log_prob)
+        sections.append([f"{prompt!r}:", *in_lines(text)])
+    held(f"generated_{name}", *sections)
+
+
+def test_the_page_of_a_score(held):
+    """Colours from 0 to 8 nats, the step of a token, and positions that are given."""
+    duel = a_duel(block=3)
+    [text] = duel.generate(["a"], max_new_tokens=3)
+    pages = [each._repr_html_() for each in (*duel.score(["a b c the of and", ""]), text)]
+    held("page", *(page.replace("<span", "\n<span").split("\n") for page in pages))
