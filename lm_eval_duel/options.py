@@ -39,7 +39,7 @@ Order = Literal["random", "longest"]
 
 
 def _batch_size(value: Any) -> int | str:
-    """auto:N, the harness's way to try again, is auto here."""
+    """A number of rows, or auto. The harness's auto:N, which measures again N times, is auto here."""
     return "auto" if str(value).split(":")[0] == "auto" else COUNT.convert(value)
 
 
@@ -88,7 +88,7 @@ class Options(NetworkArguments):
         "duel",
         "[what is computed](estimators.md)",
     )
-    # those that only this estimator reads; None: their defaults
+    # the arguments that only this estimator reads; None: their defaults
     estimator_args: Arguments = dataclasses.field(default=None)  # type: ignore[assignment]
     draw_seed: int = argument(
         whole(0),
@@ -136,31 +136,36 @@ class Options(NetworkArguments):
             UsageError: one is wrong; the message names it, and the nearest known name.
         """
         if arguments.get("rule") == "":
-            MODEL_ARGUMENTS["rule"].read("rule", "")  # raises
+            MODEL_ARGUMENTS["rule"].read("rule", "")  # raises: an empty value is not the name of an unknown rule
+
         name = MODEL_ARGUMENTS["preset"].read("preset", arguments.get("preset"))
         preset = None if name is None else presets.find(name)
-        estimators = _estimator_arguments({**(preset.arguments if preset else {}), **arguments})
-        readable = {**MODEL_ARGUMENTS, **estimators}
+        preset_args = {} if preset is None else preset.arguments
+        estimator_arguments = _estimator_arguments({**preset_args, **arguments})
+        readable = {**MODEL_ARGUMENTS, **estimator_arguments}
         if preset is not None:
             arguments = _with_preset(preset, arguments, readable)
-        rule_class = rules.find(rules.split(arguments.get("rule", "greedy"))[0])
-        known = [*readable, *ALIASES, *declared(rule_class)]
-        for key in arguments:
-            if key not in known and key not in rules.PARAMETERS:
-                raise unknown("model arg", key, known)
+        _require_known(arguments, readable)
+
         readable.pop("rule")  # read together with its parameters
-        of_rule = {key: value for key, value in arguments.items() if key not in (*readable, *ALIASES)}
-        values = {key: readable[key].read(key, arguments[key]) for key in arguments if key in readable}
-        registry.check_rule([*of_rule] if preset is None else ["preset"], values.get("estimator", "duel"))
-        rule = _rule(of_rule)
+        values = {}
+        rule_args = {}
+        for key, value in arguments.items():
+            if key in readable:
+                values[key] = readable[key].read(key, value)
+            elif key not in ALIASES:
+                rule_args[key] = value
+        entry = registry.find(values.get("estimator", "duel"))
+        registry.check_rule([*rule_args] if preset is None else ["preset"], entry.name)
+        rule = _rule(rule_args)
+
         _read_aliases(arguments, values)
         if values.get("windows") == "harness" and values.get("bos") in WHOLE_ROW_BOS:
             raise DuelError(
                 f"bos={values['bos']} places the special tokens of each row itself, so it needs windows=independent."
             )
-        entry = registry.find(values.get("estimator", "duel"))
         registry.check_arguments(values, entry.name)
-        estimator_args = {key: values.pop(key) for key in estimators if key in values}
+        estimator_args = {key: values.pop(key) for key in estimator_arguments if key in values}
         options = cls(rule=rule, estimator_args=entry.record(**estimator_args), **values)
         entry.check(options)
         _check_cache(options, arguments.get("cache"))
@@ -174,27 +179,36 @@ class Options(NetworkArguments):
     @property
     def network(self) -> dict[str, Any]:
         """The network arguments, for `denoisers.load`."""
+        entry = registry.find(self.estimator)
         network = {name: getattr(self, name) for name in NETWORK_ARGUMENTS}
-        if registry.find(self.estimator).causal:
-            network |= {"attention": network["attention"] or "causal", "block": None}
-        if registry.find(self.estimator).own_cache:
-            network["cache"] = None
+        if entry.causal:
+            network["attention"] = network["attention"] or "causal"
+            network["block"] = None
+        if entry.own_cache:
+            network["cache"] = None  # a setting of the estimator; the network is loaded without
         return network
 
     @property
     def rows(self) -> int | None:
         """Rows of max_length in a network call; None: as many as the device takes.
 
-        The harness passes batch_size=1 if the user gave none, so 1 is auto too; max_batch_size=1 is one row.
+        The harness passes batch_size=1 if the user gave none, so 1 means auto, too; max_batch_size=1 asks for one row.
         """
         return None if self.batch_size in ("auto", 1) else self.batch_size
 
 
-MODEL_ARGUMENTS: dict[str, Argument] = {  # the fields of `Options` itself first
-    name: value
-    for name, value in sorted(declared(Options).items(), key=lambda item: item[0] in {*NETWORK_ARGUMENTS} - {"block"})
-    if name != "estimator_args"
-}
+def _model_arguments() -> dict[str, Argument]:
+    """Every model arg except those of single estimators. The network's come last, as tables show them."""
+    arguments = declared(Options)
+    del arguments["estimator_args"]
+    of_network = {}
+    for name in NETWORK_ARGUMENTS:
+        if name != "block":  # a network argument to which `Options` gives another meaning
+            of_network[name] = arguments.pop(name)
+    return {**arguments, **of_network}
+
+
+MODEL_ARGUMENTS: dict[str, Argument] = _model_arguments()
 
 
 @usage()
@@ -218,10 +232,11 @@ def with_flags(model_args: Mapping[str, Any], **flags: Any) -> dict[str, Any]:
 def _check_cache(options: Options, given: Any) -> None:
     """Raise DuelError for `cache`, as given, if it does not go with the estimator or the rule."""
     entry = registry.find(options.estimator)
-    if entry.own_cache and str(given).lower() == "none" and given is not None:
+    without = given is not None and str(given).lower() == "none"  # cache=none; None: not given
+    if entry.own_cache and without:
         raise DuelError(
-            f"estimator={entry.name} estimates the value without a cache; 'cache' is its first phase, dual or prefix. "
-            "Leave cache out, or use estimator=duel."
+            f"estimator={entry.name} estimates the value without a cache; 'cache' is that of its first phase, dual or "
+            "prefix. Leave cache out, or use estimator=duel."
         )
     if options.cache and not entry.own_cache and entry.follows_rule and options.rule.spans_blocks:
         raise DuelError(
@@ -232,10 +247,19 @@ def _check_cache(options: Options, given: Any) -> None:
 
 def _estimator_arguments(arguments: Mapping[str, Any]) -> dict[str, registry.Argument]:
     """The args that estimators read. A name that rules have, too, is the rule's unless the estimator given reads it."""
-    named = registry.ESTIMATORS.get(str(arguments.get("estimator", "duel")))
-    own = {} if named is None else named.arguments
-    readable = {**registry.arguments(), **own}  # estimators may share a name
-    return {key: value for key, value in readable.items() if key in own or key not in rules.PARAMETERS}
+    chosen = registry.ESTIMATORS.get(str(arguments.get("estimator", "duel")))  # a wrong name is refused when it is read
+    chosen_args = {} if chosen is None else chosen.arguments
+    readable = {**registry.arguments(), **chosen_args}  # where estimators share a name, the chosen one's declaration
+    return {key: value for key, value in readable.items() if key in chosen_args or key not in rules.PARAMETERS}
+
+
+def _require_known(arguments: Mapping[str, Any], readable: Mapping[str, Argument]) -> None:
+    """Raise UsageError for an arg that is neither readable nor a parameter of a rule; suggest the nearest name."""
+    rule_class = rules.find(rules.split(arguments.get("rule", "greedy"))[0])
+    known = [*readable, *ALIASES, *declared(rule_class)]
+    for key in arguments:
+        if key not in known and key not in rules.PARAMETERS:
+            raise unknown("model arg", key, known)
 
 
 def _with_preset(
@@ -244,16 +268,20 @@ def _with_preset(
     """The args of a preset and those given; raises DuelError for one that contradicts the preset."""
     settings = dict(preset.arguments)
     if "rule" in arguments and "rule" in settings:
-        given = _rule({key: value for key, value in arguments.items() if key == "rule" or key in rules.PARAMETERS})
-        of_rule = [key for key in preset.free if key in rules.PARAMETERS and key in settings]
-        own = _rule({key: settings.pop(key) for key in ("rule", *of_rule)})
-        free = {key: getattr(rules.inner(given), key, None) for key in of_rule}
-        if str(rules.inner(given).name) != own.name or rules.replaced(own, **free) != given:
+        # the preset's own rule may be written out, with other values of its free parameters
+        given_rule = _rule({key: value for key, value in arguments.items() if key == "rule" or key in rules.PARAMETERS})
+        free_keys = [key for key in preset.free if key in rules.PARAMETERS and key in settings]
+        preset_rule = _rule({key: settings.pop(key) for key in ("rule", *free_keys)})
+        inner = rules.inner(given_rule)
+        free = {key: getattr(inner, key, None) for key in free_keys}
+        if inner.name != preset_rule.name or rules.replaced(preset_rule, **free) != given_rule:
             raise presets.conflict(preset, "rule", arguments["rule"])
     elif "rule" in settings:
         for key in arguments:
             if key in rules.PARAMETERS and key not in preset.free:
                 raise presets.conflict(preset, key, arguments[key])
+
+    # every other setting must be the preset's, unless it is free
     for key, value in settings.items():
         if key in preset.free or key not in arguments or key not in readable:
             continue
@@ -275,5 +303,5 @@ def _read_aliases(arguments: Mapping[str, Any], values: dict[str, Any]) -> None:
 def _rule(arguments: Mapping[str, Any]) -> rules.Rule:
     """The rule of `rule=` and of the parameters given as separate model args."""
     name, inside = rules.read(str(arguments.get("rule", "greedy")))
-    outside = ((key, value) for key, value in arguments.items() if key != "rule")
-    return rules.build(name, unique_keys([*inside.items(), *outside]))
+    outside = [(key, value) for key, value in arguments.items() if key != "rule"]
+    return rules.build(name, unique_keys([*inside.items(), *outside]))  # raises for a parameter in both places
