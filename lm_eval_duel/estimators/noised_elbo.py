@@ -3,10 +3,10 @@
     -log p(x_0) <= KL(q(x_T | x_0) || p(x_T)) + sum_i E_{q(x_i | x_0)} KL(q(x_{i-1} | x_i, x_0) || k(x_{i-1} | x_i))
 
 The generative process starts from noise and draws all positions of x_{i-1} from k, given the network's output for x_i.
-Nothing of x_0 is left at t = 1, so the first term is 0. A draw is one step i, its noisy text x_i, and the exact KL of
-core/noise.py over the probability of i. Early steps are drawn more often: there few positions are noisy, but they
-carry most of the bound. Draws are stratified in i, see elbo.py. `steps=inf` is the integral over t. With
-self_conditioning=chain a draw is a whole path x_T, ..., x_1 and all T terms.
+Nothing of x_0 is left at t = 1, so the first term is 0. A draw is one step i and its noisy text x_i; its value is the
+exact KL (core/noise.py) divided by the probability of i. Small i are drawn more often: few positions are noisy there,
+but they carry most of the bound. Draws are stratified in i, see elbo.py. `steps=inf` is the integral over t. With
+self_conditioning=chain a draw is a whole path x_T, ..., x_1 with all T terms.
 
 Shapes: L row length, R lanes, W span width, S replicates, V tokens, C positions.
 """
@@ -35,12 +35,12 @@ from lm_eval_duel.errors import DuelError, NotFinite
 from lm_eval_duel.estimators.arguments import NoisedElboArguments
 from lm_eval_duel.estimators.elbo import MonteCarloBound
 
-KIND = 5  # key of the random numbers: whether a position becomes noise
-TOKEN = 6  # key of the random numbers: which token it becomes
+CHANGE = 5  # key of the random numbers: whether a position keeps its token, or shows [MASK] or a random one
+TOKEN = 6  # key of the random numbers: which random token it shows
 
 
 class KeepLogits(EvaluateAll):
-    """Evaluates draws whose logits are all kept, for the next pass."""
+    """Evaluates draws and keeps all of their logits, which the network reads in its next pass."""
 
     dense_memory: ClassVar[bool] = True
 
@@ -81,7 +81,7 @@ class NoisedElbo(MonteCarloBound):
         self.conditioning = self.arguments.self_conditioning
         if self.conditioning != "none" and trained.self_conditioning == "none":
             raise DuelError(
-                f"self_conditioning={self.conditioning}: this network's output is not among its inputs. Leave it out."
+                f"self_conditioning={self.conditioning}: this network does not read its own output. Leave it out."
             )
         if self.conditioning != "none" and denoiser.filters:
             raise DuelError(
@@ -89,7 +89,7 @@ class NoisedElbo(MonteCarloBound):
                 "top_p would change that, too. Leave them out, or pass self_conditioning=none."
             )
         if self.steps == math.inf and self.conditioning == "chain":
-            raise DuelError("self_conditioning=chain is a path of a number of steps: pass steps=<number>.")
+            raise DuelError("self_conditioning=chain follows a path of finitely many steps: pass steps=<number>.")
         if self.steps == math.inf and self.arguments.prediction == "denoiser" and not trained.timed:
             raise DuelError(
                 "A denoiser that is not given the time has no limit of infinitely many steps: its bound grows with the "
@@ -99,10 +99,11 @@ class NoisedElbo(MonteCarloBound):
         if self.steps != math.inf and self.conditioning != "chain":  # a chain takes all steps
             self.step_shares = step_shares(int(self.steps)).to(denoiser.device)  # (T,)
             self.step_below = self.step_shares.cumsum(0)  # (T,) the probability of a step up to i
+        # The noise knows a token by its index among the K ids that are tokens, and [MASK] by -1.
         tokens = (~denoiser.excluded).nonzero()[:, 0]  # (K,)
         self.tokens = tokens
-        self.number = torch.full_like(denoiser.excluded, -1, dtype=torch.int64)  # (V,) of each token, -1 for others
-        self.number[tokens] = torch.arange(len(tokens), device=tokens.device)
+        self.token_index = torch.full_like(denoiser.excluded, -1, dtype=torch.int64)  # (V,) -1 for ids that are none
+        self.token_index[tokens] = torch.arange(len(tokens), device=tokens.device)
 
     def describe(self) -> dict[str, object]:
         spec = {"estimator": self.name, "noise": self.noise.name, **self.arguments.describe()}
@@ -116,17 +117,19 @@ class NoisedElbo(MonteCarloBound):
 
     def check(self, windows: Sequence[Window]) -> None:
         for n, window in enumerate(windows):
-            # before the checks of every estimator, whose message on tails speaks of blocks: here there may be none
+            # before the checks that all estimators share, whose message on tails speaks of blocks: here may be none
             if getattr(window, "tail", 0):
                 raise DuelError(
-                    f"Window {n} has a tail of [MASK], and the noise here is {self.noise.name}. Leave the tail out.", n
+                    f"Window {n} has a tail of [MASK], but this network's noise is {self.noise.name}. Leave the tail "
+                    "out.",
+                    n,
                 )
         super().check(windows)
 
     def draw_step(self, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The step from 1 to T of each uniform number v, and its weight, 1 over its probability; shaped like v."""
-        last = len(self.step_shares) - 1
-        step = torch.searchsorted(self.step_below, v.contiguous(), right=True).clamp(max=last)  # from 0
+        """The step from 1 to T of each uniform number in v, and its weight, 1 / (its probability); shaped like v."""
+        last = len(self.step_shares) - 1  # v may exceed the last sum, which rounds to a little less than 1
+        step = torch.searchsorted(self.step_below, v.contiguous(), right=True).clamp(max=last)  # counted from 0
         return step.double() + 1, 1 / self.step_shares[step]
 
     @property
@@ -137,51 +140,59 @@ class NoisedElbo(MonteCarloBound):
         return super().score_group(dataclasses.replace(group, opened=partial(NoisedView, self)))
 
     def drawn(self, group: WindowGroup, lanes: Lanes, draw: torch.Tensor) -> Lanes:
-        """Each draw as a lane, with what its random numbers depend on: its stratum, the window's key, its number."""
-        what = self.strata(group, lanes, draw), group.keys[lanes.row], draw  # (R,) each
-        return dataclasses.replace(lanes, memory=tuple(plane[:, None].expand_as(lanes.masked) for plane in what))
+        """Each draw as a lane. Its memory is all that its random numbers depend on, the same at every position."""
+        stratum = self.strata(group, lanes, draw)  # (R,)
+        window_key = group.keys[lanes.row]  # (R,)
+        memory = tuple(plane[:, None].expand_as(lanes.masked) for plane in (stratum, window_key, draw))
+        return dataclasses.replace(lanes, memory=memory)
 
     def terms(self, step: Step) -> tuple[torch.Tensor, torch.Tensor]:
         values = torch.where(step.lanes.masked, step.log_prob, 0.0)  # (R, W)
-        replicate = step.lanes.memory[2][:, :1] % self.replicates  # (R, 1)
+        _, _, draw = step.lanes.memory  # (R, W)
+        replicate = draw[:, :1] % self.replicates  # (R, 1)
         sums = values.new_zeros(len(values), self.replicates)  # (R, S)
         return values, sums.scatter_(1, replicate, values.sum(1, keepdim=True))
 
     def draws(self, window: Window) -> list[tuple[torch.Tensor, torch.Tensor, float, list[int]]]:
-        """The draws of a window without canvases: s, t, the weight, and its row with noisy targets."""
+        """The draws of a window without canvases: s, t, the weight, and the row with noisy targets."""
         group = self.open([window], [0])
         number = torch.arange(self.samples, device=self.denoiser.device)  # (R,)
         fresh = group.fresh(self.block_spans(group))
         lanes = self.drawn(group, fresh.select(torch.zeros_like(number)), number)
         view = NoisedView(self, group.rows)
         s, t, rest, weight = view.times(lanes)
-        noisy = view.noisy(lanes, self.number[group.rows.targets(lanes)], self.noise.level(t, rest), 0)
+        clean = self.token_index[group.rows.targets(lanes)]  # (R, W)
+        noisy = view.noisy(lanes, clean, self.noise.level(t, rest), 0)
         row = group.rows.ids[0].repeat(len(number), 1).scatter(1, lanes.columns, view.ids(noisy))  # (R, L)
         return list(zip(s[:, 0], t[:, 0], weight[:, 0].tolist(), row.tolist(), strict=True))
 
 
 def as_trained(arguments: NoisedElboArguments, trained: noises.NoiseTraining) -> NoisedElboArguments:
-    """The arguments, with what the network was trained with in place of "auto" and None."""
-    steps = trained.steps if arguments.steps is None else arguments.steps
-    prediction = trained.prediction if arguments.prediction == "auto" else arguments.prediction
+    """The arguments, with the network's own training in place of "auto" and None."""
+    steps = arguments.steps
+    if steps is None:
+        steps = math.inf if trained.steps is None else trained.steps
+    prediction = arguments.prediction
+    if prediction == "auto":
+        prediction = trained.prediction
     conditioning = arguments.self_conditioning
     if conditioning == "auto":
         conditioning = trained.self_conditioning
-    return NoisedElboArguments(arguments.mc_samples, math.inf if steps is None else steps, prediction, conditioning)
+    return dataclasses.replace(arguments, steps=steps, prediction=prediction, self_conditioning=conditioning)
 
 
 def step_shares(steps: int) -> torch.Tensor:
     """The probability with which a draw takes step i, for i = 1, ..., T, (T,).
 
-    The average of a uniform step and of one in proportion to 1 / i. With a uniform step alone, errors are told too
-    small: most of the bound lies in the first few steps, which too few draws take.
+    Half of the probability is uniform, half in proportion to 1 / i. With uniform steps alone the standard error would
+    come out too small: most of the bound lies in the first few steps, which too few draws would take.
     """
     early = 1 / torch.arange(1, steps + 1, dtype=torch.float64)  # (T,)
     return (1 / steps + early / early.sum()) / 2
 
 
 class NoisedTerms(Predictions):
-    """The terms of draws (R, W) in place of the log-probs of their targets, and of all that row checks compare."""
+    """The terms of the bound (R, W), which stand for the targets' log-probs and for all that row checks compare."""
 
     def __init__(self, values: torch.Tensor):
         self.values = self.confidence = self.log_margin = self.log_sum = values
@@ -212,10 +223,11 @@ class NoisedView(View):
 
     def __call__(self, lanes: Lanes, targets: torch.Tensor | None = None) -> NoisedTerms:
         """The weighted terms of draws: each draw's sum is an unbiased estimate of the bound."""
-        clean = self.bound.number[self.rows.targets(lanes)]  # (R, W)
+        clean = self.bound.token_index[self.rows.targets(lanes)]  # (R, W)
+        terms_of = self._chain if self.bound.conditioning == "chain" else self._step
         try:
-            value = self._chain(lanes, clean) if self.bound.conditioning == "chain" else self._step(lanes, clean)
-        finally:
+            value = terms_of(lanes, clean)
+        finally:  # a pass that runs out of memory is counted, too
             self.forwards = self.network.forwards
             self.evaluated = self.network.evaluated
         return NoisedTerms(-value.masked_fill(~lanes.masked, math.nan))
@@ -224,7 +236,8 @@ class NoisedView(View):
 
     def times(self, lanes: Lanes) -> tuple[torch.Tensor, ...]:
         """s, t, 1 - t and the weight of draws, (R, 1) each; s = t for infinitely many steps."""
-        v = lanes.memory[0][:, :1]  # (R, 1)
+        stratum, _, _ = lanes.memory  # (R, W)
+        v = stratum[:, :1]  # (R, 1)
         if self.steps == math.inf:
             t, rest, weight = self.noise.time_from_uniform(v)
             return t, t, rest, weight
@@ -234,14 +247,15 @@ class NoisedView(View):
         return (step - 1) / self.steps, t, rest, weight
 
     def noisy(self, lanes: Lanes, clean: torch.Tensor, level: noises.Level, step: int) -> torch.Tensor:
-        """Noisy tokens (R, W) by number, from `clean` (R, W)."""
+        """The noisy token indices (R, W) of draws, from the clean ones (R, W). `step`: of a path; 0 without one."""
         _, key, draw = lanes.memory  # (R, W) each
-        at = draw, step, lanes.columns - lanes.origin[:, None]
-        u, v = (uniform(key, self.bound.draw_seed, kind, *at) for kind in (KIND, TOKEN))
+        position = lanes.columns - lanes.origin[:, None]  # (R, W)
+        u = uniform(key, self.bound.draw_seed, CHANGE, draw, step, position)  # (R, W)
+        v = uniform(key, self.bound.draw_seed, TOKEN, draw, step, position)  # (R, W)
         return noises.draw(self.noise, level, clean, u, v)
 
     def ids(self, noisy: torch.Tensor) -> torch.Tensor:
-        """The ids of noisy tokens (R, W) that are given by number."""
+        """The ids of noisy token indices (R, W)."""
         return torch.where(noisy < 0, self.denoiser.mask_id or 0, self.bound.tokens[noisy.clamp(min=0)])
 
     def _step(self, lanes: Lanes, clean: torch.Tensor) -> torch.Tensor:
@@ -250,7 +264,9 @@ class NoisedView(View):
         now = self.noise.level(t, rest)
         before = now if self.steps == math.inf else self.noise.level(s, 1 - s)
         noisy = self.noisy(lanes, clean, now, 0)
-        past = self._logits(lanes, noisy, t) if self.bound.conditioning == "twice" else None
+        past = None
+        if self.bound.conditioning == "twice":  # the network's own output for the same x_i
+            past = self._logits(lanes, noisy, t)
         stats, observed, _ = self._predict(lanes, clean, noisy, now, before, t, past)
         if self.steps == math.inf:
             return weight * noises.limit_rate(now, self.noise.rates(t, rest), stats, observed)
@@ -260,11 +276,16 @@ class NoisedView(View):
         """All T terms on one path of each draw, (R, W): the network reads its own output of the noisier step."""
         steps = torch.arange(int(self.steps) + 1, device=clean.device).double()[:, None, None]  # (T + 1, 1, 1)
         levels = [self.noise.level(step / self.steps, (self.steps - step) / self.steps) for step in steps]
+
+        # forwards: x_0, x_1, ..., x_T, each from the one before
         path = [clean]
         for i in range(1, len(levels)):
-            path.append(self.noisy(lanes, path[-1], noises.between(levels[i - 1], levels[i]), i))
+            level = noises.between(levels[i - 1], levels[i])
+            path.append(self.noisy(lanes, path[-1], level, i))
+
+        # backwards, as the process runs
         total = torch.zeros(clean.shape, dtype=torch.float64, device=clean.device)
-        past = None  # the network's output of the step before, which is the noisier one
+        past = None  # the network's output for x_{i+1}
         for i in range(len(path) - 1, 0, -1):
             t = (steps[i] / self.steps).expand(len(lanes), 1)  # (R, 1)
             stats, observed, past = self._predict(lanes, clean, path[i], levels[i], levels[i - 1], t, past)
@@ -285,30 +306,34 @@ class NoisedView(View):
     ) -> tuple[noises.Statistics, noises.Observed, torch.Tensor | None]:
         """The statistics of r at all positions, what the noise did there, and under chain the logits (R, W, V)."""
         observed = noises.Observed(noisy == clean, noisy < 0)
+        clean_column = self.bound.tokens[clean]  # (R, W)
+        # r(x_t) plays no part where x_t is [MASK]: any column will do
+        noisy_column = self.bound.tokens[torch.where(observed.masked, clean, noisy)]  # (R, W)
         shift = torch.zeros_like(clean, dtype=torch.float64)  # (R, W)
         if self.bound.arguments.prediction == "denoiser":
             shift = noises.as_plugin(now, observed.masked)
         ratio = torch.where(before.u > 0, before.a / before.u, 0.0).expand(clean.shape)  # (R, W)
-        columns = self.bound.tokens[clean], self.bound.tokens[torch.where(observed.masked, clean, noisy)]  # (R, W) each
-        kept = None
+
+        all_logits = None
         parts = []
         for part, row, logits in self.network.predictions(lanes, self.ids(noisy), t[:, 0], past).by_lanes():
             of_positions = logits[row]  # (c, V)
             masked = lanes.masked[part]  # (r, W)
             if self.bound.conditioning == "chain":
-                if kept is None:
-                    kept = of_positions.new_zeros(*clean.shape, of_positions.shape[1])
-                kept[part][masked] = of_positions
-            planes = [plane[part][masked] for plane in (*columns, shift, ratio)]  # (c,) each
+                if all_logits is None:
+                    all_logits = of_positions.new_zeros(*clean.shape, of_positions.shape[1])
+                all_logits[part][masked] = of_positions  # before `statistics` overwrites them
+            planes = [plane[part][masked] for plane in (clean_column, noisy_column, shift, ratio)]  # (c,) each
             parts.append(noises.statistics(of_positions, *planes))
+
         values = [torch.cat(column) for column in zip(*parts, strict=True)]  # (C,) each
         broken = torch.stack(values).isnan().any(0)  # (C,)
         if bool(broken.any()):
             message = "The weights are broken or the dtype is too narrow: the network returned NaN."
             raise NotFinite(message, lane=int(lanes.masked_at[0][broken][0]))
         blank = torch.zeros(clean.shape, dtype=torch.float64, device=clean.device)
-        full = (blank.masked_scatter(lanes.masked, value) for value in values)
-        return noises.Statistics(*full), observed, kept
+        planes = [blank.masked_scatter(lanes.masked, value) for value in values]  # (R, W) each
+        return noises.Statistics(*planes), observed, all_logits
 
     def _logits(self, lanes: Lanes, noisy: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
         """The log-probs of a pass (R, W, V), for self-conditioning."""
