@@ -61,7 +61,7 @@ def contradictions(estimator: Estimator, checked: Sequence[CheckedWindow]) -> He
         held.hold(f"the best order of {counted(len(exact), 'window')}", _below_oracle(windows, exact))
     if isinstance(estimator, Elbo) and exact and _is_bound(estimator):
         held.hold(f"the mean over all orders of {counted(len(exact), 'window')}", _elbo(estimator, windows, exact))
-    if isinstance(estimator, TwoPhase) and sum(_blocks(each).drawn for each in windows) >= FEW:
+    if isinstance(estimator, TwoPhase) and _has_error(windows):
         held.hold("the exact value", _two_phase(estimator, windows))
 
     distinct = list(dict.fromkeys(each.window for each in windows))[:DRAWN_WINDOWS]
@@ -157,6 +157,17 @@ def _two_phase(estimator: TwoPhase, windows: Sequence[CheckedWindow]) -> Iterato
             f"the two-phase estimate of {counted(len(once), 'window')} is {above:+.4f} nats from the exact value, "
             f"which is {abs(above) / max(error, 1e-12):.1f} of its standard errors"
         )
+
+
+def _has_error(windows: Sequence[CheckedWindow]) -> bool:
+    """True if the two-phase estimate of the windows has a standard error: not from a few drawn blocks.
+
+    If every block is in the sample it is the exact value, with an error of 0.
+    """
+    blocks = [_blocks(each) for each in windows]
+    if all(each.sampled == each.count for each in blocks):
+        return True
+    return sum(each.drawn for each in blocks) >= FEW
 
 
 def _blocks(each: CheckedWindow) -> TwoPhaseBlocks:

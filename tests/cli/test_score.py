@@ -19,6 +19,7 @@ from lm_eval_duel.cli.report import main as report
 from lm_eval_duel.console.command_line import FLAGS
 from lm_eval_duel.errors import DuelError, UsageError
 from lm_eval_duel.estimators import registry
+from lm_eval_duel.results import stats
 
 pytestmark = pytest.mark.usefixtures("one_load")
 TEXTS = ["a b c d e", "the of and a b c d e a b c d e the of and", "a"]
@@ -320,6 +321,15 @@ def test_a_conflict_says_what_to_set(texts, capsys):
 def test_one_document_says_how_to_come_to_a_verdict(folder, texts, capsys):
     printed = run(texts, "--model_args", f"pretrained={folder},block=4", "--compare", "rule=margin", capsys=capsys)
     assert "--lines" in printed and ".jsonl" in printed
+
+
+@pytest.mark.parametrize(("distinct", "is_told"), [(stats.FEW - 1, True), (stats.FEW, False)])
+def test_copies_of_a_text_are_one_document_of_a_verdict(distinct, is_told, folder, tmp_path, capsys):
+    texts = tmp_path / "texts.txt"
+    texts.write_text("\n".join("abcdefghijkl"[n % distinct] for n in range(2 * stats.FEW)))
+    model = f"pretrained={folder},block=4"
+    printed = run(str(texts), "--lines", "--model_args", model, "--compare", "rule=margin", capsys=capsys)
+    assert (score.TO_A_VERDICT in printed) == is_told
 
 
 @pytest.mark.slow

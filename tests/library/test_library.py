@@ -8,6 +8,7 @@ import sys
 from functools import partial
 
 import pytest
+import tiny
 import torch
 from close import close_nats
 from toys import Toy
@@ -134,6 +135,12 @@ def test_generate_fills_what_the_prompts_leave_of_a_short_row():
     assert generated.window.context[-1] == 5 and generated.window.suffix[:2] == (6, 7)  # nothing is cut
     with pytest.raises(DuelError, match="max_new_tokens"):
         duel.generate(["We"], max_new_tokens=room + 1)
+
+
+def test_generate_fills_256_positions_of_a_longer_row():
+    long = Duel.from_model(tiny.network("bert", 400), tiny.tokenizer(length=400), rule="left_to_right:k=32", block=32)
+    [generated] = long.generate(["a b c"])
+    assert len(generated.window.target) + generated.window.tail == 256
 
 
 def test_generate_suggests_the_nearest_setting(duel):

@@ -321,6 +321,27 @@ def test_a_command_takes_a_task_a_yaml_file_or_texts(tmp_path, folder, monkeypat
         named.load(["sotus"], metadata)
 
 
+def test_an_unknown_task_names_the_files_that_lm_eval_passed_over(tmp_path, monkeypatch):
+    monkeypatch.setattr(named, "task_manager", lambda *_: TaskManager(include_defaults=False))
+    missing = tmp_path / "missing"
+    (tmp_path / "nested").mkdir()
+    written = {
+        "nested/includes.yaml": "include: nowhere.yaml\ntask: mine",
+        "broken.yaml": "task: [mine",
+        "good.yaml": "task: other",
+    }
+    for name, text in written.items():
+        (tmp_path / name).write_text(text)
+    with pytest.raises(DuelError, match="mine") as raised:
+        named.load(["mine"], {}, str(tmp_path))
+    message = str(raised.value)
+    assert "nested/includes.yaml" in message and "nowhere.yaml" in message and "broken.yaml" in message
+    assert "good.yaml" not in message
+    for folders in (str(missing), missing, [tmp_path / "nested", missing]):
+        assert str(missing) in named.unreadable(folders)
+    assert named.unreadable(None) == named.unreadable([]) == ""
+
+
 def test_run_reads_files_of_text_as_a_task(tmp_path):
     texts = write(tmp_path, "notes.txt", "a b")
     args = SimpleNamespace(tasks=f"sotu,{texts}", metadata={"lines": True})
