@@ -4,10 +4,14 @@ import dataclasses
 import math
 
 import pytest
+import torch
 from toys import Toy
 
+from lm_eval_duel import denoisers
+from lm_eval_duel.audit import network_check
 from lm_eval_duel.audit.checked import CheckedWindow
 from lm_eval_duel.audit.from_text import FromText
+from lm_eval_duel.audit.network_check import Deviations
 from lm_eval_duel.audit.recompute import Recomputed, recompute
 from lm_eval_duel.cli.audited_run import totals_problems
 from lm_eval_duel.core.float_noise import nats_tolerance
@@ -17,6 +21,7 @@ from lm_eval_duel.estimators.arguments import ElboArguments
 from lm_eval_duel.estimators.duel import DuelEstimator
 from lm_eval_duel.estimators.elbo import Elbo
 from lm_eval_duel.estimators.lattice import Lattice
+from lm_eval_duel.options import Options
 
 SIZES = (1, 10, 100, 1_000, 10_000, 100_000)
 
@@ -100,3 +105,48 @@ def test_each_number_of_a_score_is_held_to_that(name):
     for other, value in score.others.items():
         others = {**score.others, other: dataclasses.replace(value, log_prob=value.log_prob + moved)}
         assert found(dataclasses.replace(score, others=others)), other
+
+
+# ---------------------------------------------------------------- the network
+
+
+def compared(positions, moved):
+    """The comparison of one row whose log-probabilities are moved by `moved` (positions, 3)."""
+    log_probs = torch.randn(positions, 3, dtype=torch.float64).log_softmax(1)
+    log_probs[:, 2] = -math.inf  # no token
+    deviations = Deviations()
+    deviations.add(0, log_probs + moved, log_probs, torch.zeros(positions, dtype=torch.int64))
+    return deviations.compared("another program", Toy())
+
+
+@pytest.mark.parametrize("positions", (1, 10, 100, 1_000, 10_000))
+@pytest.mark.parametrize("sign", (1, -1))
+def test_a_network_is_held_to_that(positions, sign):
+    """One log-probability, of the token of the text or of another one; and all of a row, a little each."""
+    moved = torch.zeros(positions, 3, dtype=torch.float64)
+    assert not compared(positions, moved).differs
+    for token in (0, 1):
+        one = moved.clone()
+        one[-1, token] = sign * 2 * allowed(1)
+        assert compared(positions, one).differs
+    assert compared(positions, moved + sign * 2 * allowed(positions) / positions).differs
+    for value in (math.nan, math.inf, -math.inf):
+        one[-1, 1] = value
+        assert compared(positions, one).differs
+
+
+@pytest.mark.parametrize("name", ["demo-bd", pytest.param("demo-duo", marks=pytest.mark.slow)])
+def test_a_logit_of_twice_that_is_a_difference_of_the_network(name, monkeypatch):
+    denoiser = denoisers.load(name, device="cpu")
+    options = Options.parse({"pretrained": name, "device": "cpu"})
+    head = denoiser.head
+    moved = torch.zeros(denoiser.vocab_size)
+    moved[17] = 2 * allowed(1) / 0.9  # at some position it has a probability below 0.1
+
+    def compared_network():
+        found, _ = network_check.compare(options, denoiser, "cpu")
+        return found[0]
+
+    assert not compared_network().differs
+    monkeypatch.setattr(denoiser, "head", lambda features: head(features) + moved)
+    assert compared_network().differs
