@@ -1,0 +1,231 @@
+"""What the small functions of the core return, at the ends of their ranges: none, one, exactly the limit, one above.
+
+They are proven where they are used, with a few values. Here none of their answers changes unseen.
+"""
+
+import itertools
+import math
+from pathlib import Path
+
+import golden
+import pytest
+import torch
+from attends import Attends
+from toys import Toy
+
+from lm_eval_duel.core import float_noise, row_checks, windows
+from lm_eval_duel.core.decision import Decision
+from lm_eval_duel.core.float_noise import difference, drawn, magnitude
+from lm_eval_duel.core.lanes import blocks, groups
+from lm_eval_duel.core.reveal import Budget, plan
+from lm_eval_duel.core.row_checks import Drift, Mean, RowChecks
+from lm_eval_duel.core.scores import Counts, Kind, Sample, Score, Value, perplexity, ratio, weaker
+from lm_eval_duel.core.windows import Window
+from lm_eval_duel.errors import DuelError
+
+GOLDEN = Path(__file__).parent / "golden"
+HEADER = "Made by `LM_EVAL_DUEL_RECORD=1 pytest tests/core/test_ends_of_ranges.py`.\n"
+BOS = ("given", "scored", "official", "first", "none")
+
+
+def check(name, lines):
+    golden.check(GOLDEN / f"{name}.txt", "\n".join([HEADER, *lines]) + "\n")
+
+
+def shown(window):
+    """A window as context | target | suffix, without commas."""
+    parts = (window.context, window.target, window.suffix)
+    return " | ".join("".join(map(str, part)) for part in parts)
+
+
+def or_error(call, *args):
+    """What a call returns, or the numbers in its error."""
+    try:
+        return call(*args)
+    except DuelError as error:
+        return f"error with {' '.join(golden.NUMBER.findall(str(error)))}"
+
+
+def test_how_texts_are_cut():
+    """Ids 1 to n in rows of 5; 8 and 9 are special tokens."""
+
+    def cut(bos, n, prefix, suffix):
+        found = or_error(windows.independent, range(1, n + 1), 5, prefix, suffix, bos)
+        return found if isinstance(found, str) else "; ".join(map(shown, found))
+
+    lines = []
+    for bos, (prefix, suffix) in itertools.product(BOS, [((), ()), ((8,), ()), ((8,), (9,))]):
+        for n in (0, 1, 2, 3, 4, 5, 6, 9):
+            lines.append(f"independent {bos} {prefix} {suffix}, {n} ids: {cut(bos, n, prefix, suffix)}")
+    for bos, row in itertools.product(BOS, [(8, 9), (8, 1, 9), (8, 1, 2, 9)]):
+        lines.append(f"of_row {bos} {row}: {shown(windows.of_row(row, 1, 1, bos))}")
+        lines.append(f"of_row {bos} {row}, no special tokens: {shown(windows.of_row(row, 0, 0, bos))}")
+    for n, capacity in itertools.product((0, 1, 2, 3, 4, 5), (1, 2, 3)):
+        cut_up = windows.rolling(range(1, n + 1), 8, capacity, (9,))
+        lines.append(f"rolling {n} ids by {capacity}: {'; '.join(map(shown, cut_up))}")
+    for before, after, room in itertools.product((0, 1, 2, 5), (0, 1, 2, 5), (3, 4, 5, 7)):
+        found = or_error(windows.infilled, range(1, before + 1), (7, 7), range(1, after + 1), room, (8,), (9,))
+        window, lost = (None, found) if isinstance(found, str) else found
+        lines.append(f"infilled {before} 77 {after} in {room}: {window and shown(window)}, {lost}")
+    for special in (3, 4, 5):
+        lines.append(f"target_capacity 4, {special}: {or_error(windows.target_capacity, 4, (1,) * special)}")
+    check("windows", lines)
+
+
+def test_how_targets_are_cut_into_blocks_and_windows_into_groups():
+    lines = []
+    for origin, target, block, grid in itertools.product((0, 1, 3), (0, 1, 3, 4), (None, 1, 3), ("target", "row")):
+        spans = blocks(origin, target, block, grid)
+        parts = windows.target_parts(Window((1,) * origin, (1,) * target), spans)
+        slices = [(part.start, part.stop) for part in parts]
+        lines.append(f"{target} from {origin} in {block} by {grid}: {spans} {slices}")
+    each = [Window((1,) * a, (2,) * b) for a, b in ((1, 3), (0, 2), (2, 0), (0, 4), (3, 1), (1, 1))]
+    for same, buckets in itertools.product((False, True), (None, [0, 0, 0, 1, 1, 1], [1, 0, 1, 0, 1, 0])):
+        lines.append(f"groups, {same=}, {buckets=}: {groups(each, same, buckets)}")
+    check("blocks", lines)
+
+
+@pytest.mark.parametrize("known", [(3,), (-1,), (0, 1, 2), (0, 5)])
+def test_known_positions_are_some_of_the_target(known):
+    assert Window((), (1, 1, 1), known=(0, 2)).scored_tokens == 1
+    with pytest.raises(DuelError, match="0 to 2"):
+        Window((), (1, 1, 1), known=known)
+
+
+def values():
+    """A value of each kind; with and without errors, seeds and notes; infinite."""
+    yield from (Value(-2.5, kind=kind) for kind in Kind)
+    yield Value(-2.5, 0.0, Kind.ESTIMATE, "of two")
+    yield Value(-math.inf, 0.5, Kind.UPPER_BOUND, seeds=(-1.0, -math.inf))
+    for count in (1, 2, 3, 8, 20):
+        yield Value.from_seeds([-1.0, -2.5, -2.0, -7.0, *[-3.0] * 16][:count], note="over seeds")
+    yield Value.from_seeds([-1.0, -math.inf])
+
+
+def test_what_a_value_is_called_and_its_errors():
+    lines = []
+    names = ("is_exact", "is_bound", "is_likelihood", "may_exceed_one", "word", "doubt", "label", "interval_error")
+    for n, value in enumerate(values()):
+        lines += golden.listed(f"value {n}", {**value.describe(), **{name: getattr(value, name) for name in names}})
+    for one, other in itertools.product(Kind, repeat=2):
+        lines.append(f"{one.name} + {other.name}: {weaker(one, other).name}")
+    for nll in (-1.0, 0.0, 709.0, 710.0):
+        lines.append(f"perplexity({nll}) = {perplexity(nll):.10g}")
+    sizes = ([1], [1, 0], [1, 2], [0, 2, 3], [0, 2, 0], [4, 5, 6])
+    for size in sizes:
+        lines += golden.listed(f"ratio of {size}", ratio([-1.0, -5.0, -3.5][: len(size)], size))
+    lines += golden.listed("an infinite ratio", ratio([-1.0, -math.inf], [1, 2]))
+    shown = (
+        Score(-1.23456789, True, (0, 1), (-1.0, -0.23456789), 2, 0),
+        Score(-1.23456789, stderr=0.0, kind=Kind.ESTIMATE),
+        Score(-1.23456789, stderr=0.123456, kind=Kind.UPPER_BOUND, note="over seeds", near_ties=3),
+        Sample(-1.23456789, token_logprobs=(-1.23456789,), nfe=1, tokens=(5,), tail=2),
+    )
+    lines += [repr(score) for score in shown]
+    check("values", lines)
+
+
+def test_what_a_run_counts():
+    """A window with some near ties is one window, and what is not known of one is not known of all."""
+    lines = []
+    counts = Counts()
+    known = [Score(-1.0, nfe=nfe, near_ties=ties, all_mask_starts=starts) for nfe, ties, starts in SEEN]
+    for score in [*known, Score(-1.0, nfe=2), Score(-1.0, near_ties=4)]:
+        counts.add(score, 7)
+        lines += golden.listed(f"after {counts.windows}", counts)
+    work = {name: n for n, name in enumerate(("windows", "forwards", "rows", "lane_steps", "rows_checked"), 1)}
+    checks = {"rows_differing": 6, "decisions": 7, "decisions_checked": 8, "decisions_differing": 9}
+    counts.add_work(Counts(**work, **checks))
+    counts.add_work(Counts(**work, **checks))
+    check("counts", [*lines, *golden.listed("with others", counts)])
+
+
+SEEN = ((3, 0, 0), (1, 1, 2), (2, 5, 1))
+
+
+def test_the_size_of_a_call():
+    lines = []
+    for tokens, values, cost, each in itertools.product((1, 10, 30), (5, 40), (0, 3, 10, 11), (0, 10, 41)):
+        lines.append(
+            f"{tokens} tokens, {values} values, {cost} and {each} a lane: {Budget(tokens, values).rows(cost, each)}"
+        )
+    for length, size, most in itertools.product((8, 4096), (None, 1, 3, 700), (None, 1, 2, 400)):
+        lines.append(
+            f"rows of {length}, {size}, at most {most}: {plan(Toy(length=length) if length < 9 else Long(), None, 'target', size, most).tokens}"
+        )
+    budget = Budget(5, 3)
+    for _ in range(3):
+        budget.halve(torch.device("cpu"))
+        lines.append(f"halved: {budget.tokens} {budget.values}")
+    check("budget", lines)
+
+
+class Long(Toy):
+    """A network of long rows, whose weights are not needed."""
+
+    def __init__(self):
+        self.max_length = 4096
+
+
+# ---------------------------------------------------------------- what is evaluated again, and what float noise is
+
+
+@pytest.mark.row_checks
+def test_how_many_lanes_are_due():
+    """In calls of several sizes, where each lane costs as much as a row, or a quarter of one."""
+    lines = []
+    for size, share in itertools.product((1, 3, 50, 4000), (1.0, 4.0)):
+        counts, checks, due = Counts(), RowChecks(), []
+        for _ in range(6):
+            due.append(checks.number_due(counts, size, share))
+            counts.lane_steps += size
+            counts.rows_checked += due[-1]
+        lines.append(f"calls of {size}, {share} lanes a row: {due}")
+    checks = RowChecks()
+    checks.first = []
+    lines.append(f"of a later run: {checks.number_due(Counts(lane_steps=9000, rows_checked=900), 5, 1.0)}")
+    checks.first = [None]
+    lines.append(f"and one is drawn: {checks.number_due(Counts(lane_steps=9000, rows_checked=900), 5, 1.0)}")
+    lines += [f"among {n}: {row_checks.checks_among(n):.10g}" for n in (0, 8, 9, 800, 801, 10_000)]
+    check("checks", lines)
+
+
+def test_what_is_float_noise():
+    lines = [f"of {n} tokens: {float_noise.nats_tolerance(n):.10g}" for n in (0, 1, 100, 101, 10_000)]
+    toy = Plain()
+    for quantized, coarse, routed in itertools.product((False, True), repeat=3):
+        toy.quantized = quantized
+        toy.coarse = coarse
+        toy.network = torch.nn.ModuleDict({"experts" if routed else "layers": torch.nn.Identity()})
+        found = [float_noise.tolerance(toy), float_noise.tolerance(toy, few_rows=True), float_noise.is_coarse(toy)]
+        lines.append(f"{quantized=} {coarse=} {routed=}: {found}")
+    one = torch.tensor([[1.0, -4.0, math.inf, math.nan]])
+    other = torch.tensor([[1.5, -4.0, math.inf, math.nan]])
+    lines.append(f"differences: {difference(one, other, 0.25)} {difference(one, other.flip(1), 1.0)}")
+    lines.append(f"of nothing: {difference(one[:0], other[:0], 1.0)}")
+    small = torch.tensor([[0.25, -0.5], [math.nan, math.inf], [1.0, -3.0]])
+    lines.append(f"sizes: {magnitude(small)[:, 0].tolist()} {magnitude(small, 0.1)[:, 0].tolist()}")
+    lines.append(f"drawn: {drawn(3, torch.arange(9), 5).tolist()} {drawn(20, torch.arange(4)).tolist()}")
+    margins = torch.tensor([0.0, 9.9e-5, 1e-4, 1.1e-4, math.inf, math.nan], dtype=torch.float64)
+    pick = torch.ones(len(margins), 1, dtype=torch.bool)
+    lines.append(f"near ties: {Decision(pick, margins).near_tie.tolist()} {Decision(pick).near_tie.tolist()}")
+    check("noise", lines)
+
+
+class Plain(Attends):
+    """A network whose numbers are as coarse as it says."""
+
+    coarse = False
+
+
+def test_a_drift_takes_sixteen_changes_to_one_side():
+    lines = []
+    for count, change in itertools.product((1, 2, 15, 16, 17), (1e-6, 1e-3)):
+        drift = Drift()
+        mean = Mean()
+        for n in range(count):
+            mean.add(change * (1 + n % 2))
+            before = torch.tensor([[1.0], [2.0], [3.0], [-1.0]], dtype=torch.float64)
+            drift.add(before, before + change * (1 + n % 2), 10)
+        lines.append(f"{count} of {change:g}: {drift.significant} {mean.beyond(6)} {mean.value:.8g} {mean.stderr:.8g}")
+    check("drift", lines)
