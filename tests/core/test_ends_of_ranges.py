@@ -151,7 +151,7 @@ def test_the_size_of_a_call():
         )
     for length, size, most in itertools.product((8, 4096), (None, 1, 3, 700), (None, 1, 2, 400)):
         lines.append(
-            f"rows of {length}, {size}, at most {most}: {plan(Toy(length=length) if length < 9 else Long(), None, 'target', size, most).tokens}"
+            f"rows of {length}, {size}, at most {most}: {plan(Rows(length), None, 'target', size, most).tokens}"
         )
     budget = Budget(5, 3)
     for _ in range(3):
@@ -160,11 +160,11 @@ def test_the_size_of_a_call():
     check("budget", lines)
 
 
-class Long(Toy):
-    """A network of long rows, whose weights are not needed."""
+class Rows(Toy):
+    """A network whose weights are not needed."""
 
-    def __init__(self):
-        self.max_length = 4096
+    def __init__(self, length):
+        self.max_length = length
 
 
 # ---------------------------------------------------------------- what is evaluated again, and what float noise is

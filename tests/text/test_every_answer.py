@@ -1,0 +1,250 @@
+"""What the encoder of texts and the settings of generation answer, at the ends of their ranges: ids, windows, counts.
+
+Words are letters, of which `x y z` are unknown and `ab` and `cd` are single tokens, so that tokens span borders.
+"""
+
+import copy
+import functools
+import itertools
+from pathlib import Path
+
+import golden
+import pytest
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+from toys import Causal, Toy
+from transformers import PreTrainedTokenizerFast
+
+from lm_eval_duel.core.scores import Sample
+from lm_eval_duel.core.windows import Window
+from lm_eval_duel.errors import DuelError
+from lm_eval_duel.estimators.duel import DuelEstimator
+from lm_eval_duel.text.annotated import Gap, Residues, TokenText, count_units, split_at_borders, token_texts
+from lm_eval_duel.text.generation import Generator, Settings
+from lm_eval_duel.text.text import TextEncoder, shorter_than_a_block, unknown_share
+
+GOLDEN = Path(__file__).parent / "golden"
+HEADER = "Made by `LM_EVAL_DUEL_RECORD=1 pytest tests/text/test_every_answer.py`.\n"
+PIECES = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *"abcdefg", "ab", "cd", " ", *"thous"]
+LENGTH = 8
+BOS = ("auto", "given", "scored", "official", "first", "none")
+
+
+@functools.cache
+def tokenizer(framed=True):
+    vocabulary = {piece: n for n, piece in enumerate(PIECES)}
+    merges = [("a", "b"), ("c", "d")]
+    pieces = Tokenizer(models.BPE(vocabulary, merges, unk_token="[UNK]"))
+    pieces.normalizer = normalizers.Sequence([normalizers.NFD(), normalizers.StripAccents(), normalizers.Lowercase()])
+    pieces.decoder = decoders.Fuse()
+    pieces.pre_tokenizer = pre_tokenizers.Split(" ", "isolated")
+    names = {"pad_token": "[PAD]", "unk_token": "[UNK]", "sep_token": "[SEP]", "mask_token": "[MASK]"}
+    if framed:
+        special = [("[CLS]", 2), ("[SEP]", 3)]
+        pieces.post_processor = processors.TemplateProcessing(single="[CLS] $A [SEP]", special_tokens=special)
+        names["cls_token"] = "[CLS]"
+    return PreTrainedTokenizerFast(tokenizer_object=pieces, clean_up_tokenization_spaces=False, **names)
+
+
+@functools.cache
+def network(kind=Toy):
+    made = kind(length=LENGTH, tokens=len(PIECES))
+    made.appends_sep = True
+    if kind is Toy:
+        made.mask_id = 4
+    return made
+
+
+def encoder(bos="auto", scheme="independent", kind=Toy, framed=True, block=None):
+    denoiser = copy.copy(network(kind))
+    denoiser.bos = bos
+    return TextEncoder(tokenizer(framed), denoiser, scheme, block)
+
+
+def check(name, lines):
+    golden.check(GOLDEN / f"{name}.txt", "\n".join([HEADER, *lines]) + "\n")
+
+
+def answer(call, *args):
+    """What a call returns, or its error's numbers."""
+    try:
+        return call(*args)
+    except DuelError as error:
+        return f"error with {' '.join(golden.NUMBER.findall(str(error)))}"
+
+
+def shown(found):
+    if isinstance(found, list):
+        return "; ".join(map(shown, found))
+    if isinstance(found, Window):
+        known = f" known {list(found.known)}" if found.known else ""
+        return f"{[*found.context]} | {[*found.target]} | {[*found.suffix]}{known}"
+    return str(found)
+
+
+CONTEXTS = ("", "c", "c ", "fa", "ffff")
+CONTINUATIONS = ("", "b", " b", "d e", " ")
+SUFFIXES = ("", "b", " g")
+
+
+def test_windows_of_texts_between_others():
+    """With the ids of each, what was cut, and how many borders a token spans."""
+    lines = []
+    for context, text in itertools.product(CONTEXTS, CONTINUATIONS):
+        each = encoder()
+        found = answer(each.encode_pair, context, text)
+        lines.append(f"{context!r} + {text!r}: {shown(found)}, {each.merged_borders} merged")
+        for suffix in SUFFIXES:
+            each = encoder()
+            found = answer(each.pair, context, Gap(text, suffix))
+            counts = f"{each.merged_borders} merged, {each.cut_contexts} cut"
+            lines.append(f"{context!r} + {text!r} + {suffix!r}: {shown(found)}, {counts}")
+    each = encoder()
+    lines.append(f"residues: {shown(each.pair('ab', Residues('aba', 'g', (1,))))}")
+    lines.append(f"unknown residues: {answer(each.pair, '', Residues('az', 'g'))}")
+    check("between", lines)
+
+
+def test_windows_at_the_length_of_a_row():
+    lines = []
+    cases = [("auto", Toy, True), ("none", Toy, True), ("given", Toy, False), ("auto", Causal, True)]
+    for bos, kind, framed in cases:
+        each = encoder(bos, kind=kind, framed=framed)
+        name = f"{bos} {kind.__name__} {'with' if framed else 'without'} special tokens"
+        lines.append(
+            f"{name}: {each.prefix} {each.suffix}, start {each.start}, end {each.end}, {each.capacity} positions"
+        )
+        for context, target in ((0, 0), (0, 1), (1, 2), (2, 4), (3, 4), (4, 4), (0, 6), (0, 7), (0, 8), (0, 9)):
+            before = encoder(bos, kind=kind, framed=framed)
+            found = answer(before.continuation, [5] * context, [6] * target, [7])
+            lines.append(f"    {context} and {target}: {shown(found)}, {before.cut_contexts} cut")
+        lines.append(f"    after a start: {shown(answer(each.continuation, [2, 5], [2, 6]))}")
+        lines.append(f"    at a start: {shown(answer(each.continuation, [], [2, 6]))}")
+        lines.append(f"    a start alone: {shown(answer(each.continuation, [], [3, 6]))}")
+        for length in (1, 5, 6, 7, 8, 9):
+            lines.append(f"    {length} to generate: {shown(answer(each.prompt, 'aff', length, 'g'))}")
+        for text in ("", "f", "fffff", "ffffff", "fffffff"):
+            lines.append(f"    room beside {text!r}: {each.room(text)} {each.room(text, [5, 6])}")
+    check("rows", lines)
+
+
+def test_windows_of_whole_texts():
+    """And which number of tokens a task may have counted."""
+    lines = []
+    cases = [("independent", bos) for bos in BOS] + [("harness", "auto"), ("harness", "none")]
+    for scheme, bos in cases:
+        each = encoder(bos, scheme)
+        for count in (0, 1, 5, 6, 7, 8, 9, 13):
+            found = answer(each.windows, "f" * count)
+            counted = [
+                n for n in range(count - 2, count + 3) if not isinstance(answer(each.windows, "f" * count, n), str)
+            ]
+            lines.append(f"{scheme} {bos}, {count} tokens: {shown(found)}, counted {counted}")
+    cases = [(bos, "", size) for bos in BOS for size in (2, 3, 8, 9)]
+    for bos, row_bos, size in [*cases, ("given", "given", 3), ("given", "scored", 3)]:
+        each = encoder(bos)
+        row = TokenText("f", [2, *[10] * (size - 2), 3], (1, 1), ("t", each.fingerprint), row_bos)
+        lines.append(f"row {bos} {row_bos!r}, {size} ids: {shown(answer(each.row, row))}")
+    for text in ("a[MASK]b", "[MASK][MASK]"):
+        lines.append(f"{text}: {answer(encoder().windows, text)}")
+    check("whole", lines)
+
+
+def test_a_suffix_that_begins_a_block_of_its_own_is_left_out():
+    each = encoder()
+    each.denoiser.attention = "block_causal"
+    for block, texts in ((3, ("f", "ff", "fff", "ffff", "ffffff")), (None, ("f", "ff"))):
+        each.block = block
+        for text in texts:
+            each.prefix = []
+            [window] = each.windows(text)
+            assert window.suffix == (() if len(text) % (block or 1) == 0 else (3,)), (block, text)
+
+
+def test_what_is_said_of_texts():
+    lines = []
+    each = encoder()
+    for text in ("abx", "x[UNK]", "[UNK][UNK]", "xyz ", "f"):
+        lines.append(f"unknown in {text!r}: {each.unknown(each.windows(text), text)}")
+    lines.append(f"does not distinguish: {each.normalises}")
+    for block, lengths in itertools.product((None, 1, 3), ([], [0], [1], [2, 1], [1, 3], [3, 2], [4])):
+        windows = [Window((), (5,) * length) for length in lengths]
+        lines.append(f"{lengths} in blocks of {block}: {shorter_than_a_block(windows, block)}")
+    for unknown, tokens in ((1, 1), (1, 3000), (1999, 2000)):
+        lines.append(unknown_share(unknown, tokens))
+    for text, between in itertools.product(("", " ", "a", " a", "a b\n", "\u00e9 \u00fc", "a  b"), (False, True)):
+        lines.append(f"units of {text!r}, {between}: {count_units(text, between)}")
+    for parts in itertools.product(("", "a", "a "), ("", " ", "b", " b ", "b "), (None, "", " c")):
+        lines.append(f"borders of {parts}: {split_at_borders(*parts)}")
+    ids = each.encode("ab cd" * 12 + "a")
+    pieces = token_texts(ids, each.tokenizer)
+    assert "".join(pieces) == each.tokenizer.decode(ids)
+    lines.append(f"pieces: {'/'.join(pieces)}")
+    check("said", lines)
+
+
+# ---------------------------------------------------------------- generation
+
+SETTINGS = (
+    *({}, {"do_sample": True}, {"do_sample": False, "temperature": 0.7, "top_k": 3}, {"temperature": 0.7}),
+    *({"temperature": 0}, {"temperature": 0, "do_sample": True}, {"do_sample": True, "temperature": 1, "top_p": 1}),
+    *({"do_sample": True, "top_k": 0}, {"do_sample": True, "top_k": 5, "top_p": 0.25}, {"top_k": 4, "top_p": 0.5}),
+    *({"max_gen_toks": 3}, {"max_tokens": 4, "max_gen_toks": 5}, {"max_new_tokens": 6, "max_completion_tokens": 6}),
+    *({"max_completion_tokens": 7, "max_tokens": 8, "max_new_tokens": 9}, {"until": "a"}, {"until": ["a", "", "b"]}),
+    *({"until": None, "num_beams": 1}, {"num_beams": 2}, {"n": 2}, {"temperature": 1e21}, {"temperature": 1e-21}),
+    *({"top_p": 0}, {"top_p": 1.5}, {"top_k": -1}, {"max_gen_toks": 0}, {"repetition_penalty": 1.2}, {"min_p": 0.0}),
+)
+
+
+def test_settings_of_generation():
+    lines = []
+    for given in SETTINGS:
+        found = answer(Settings.from_arguments, given)
+        lines.append(f"{given}:")
+        if isinstance(found, str):
+            lines.append(f"    {found}")
+            continue
+        lines += [f"    {line}" for line in golden.listed("read", found)]
+        lines.append(f"    {found.description}; {found.denoiser(Toy()).filters}")
+    check("settings", lines)
+
+
+@pytest.mark.parametrize(
+    ("until", "tokens", "text", "stops"),
+    [
+        ((), [5, 6, 5], "aba", False),
+        ((), [5, 3, 5], "a", True),
+        ((), [3, 5], "", True),
+        ((), [5, 1, 5], "a[UNK]a", False),
+        (("c",), [5, 12, 6], "aabb", False),
+        (("b",), [5, 6, 5], "a", True),
+        (("g", "b"), [5, 6, 11, 5], "a", True),
+        (("g", "b"), [5, 11, 5, 6], "a", True),
+        (("ba",), [5, 6, 5, 6], "a", True),
+        (("b",), [5, 3, 6], "a", True),
+    ],
+)
+def test_a_text_ends_at_its_first_stop_string_or_end(until, tokens, text, stops):
+    duel = DuelEstimator(network(), block=2)
+    generator = Generator(duel, TextEncoder(tokenizer(), duel.denoiser, "independent", 2), Settings(until), 0)
+    assert generator.cut(tokens) == text
+    assert generator._stops(0, tuple(tokens)) == stops
+
+
+def test_samples_stop_after_the_block_with_the_end():
+    """Tokens, steps, calls and what stays masked, with a stop after none, one, and each block."""
+    lines = []
+    duel = DuelEstimator(network(), "greedy:k=2", 3)
+    cases = [(0, 0, None), (0, 2, None), (1, 0, 1), (3, 2, 1), *((7, 0, stop) for stop in (None, 1, 3, 5))]
+    for length, tail, stop in cases:
+        asked = []
+
+        def stops(index, tokens, stop=stop, asked=asked):
+            asked.append((index, len(tokens)))
+            return stop is not None and len(tokens) >= stop
+
+        before = duel.counts.tokens
+        for n, sample in enumerate(duel.sample([(5,)] * 2, length, tail=tail, seed=1, stop=stops)):
+            assert isinstance(sample, Sample)
+            lines += golden.listed(f"{length} positions, tail {tail}, stop at {stop}, sample {n}", sample)
+        lines.append(f"asked about {sorted(asked)}, {duel.counts.tokens - before} tokens counted")
+    check("samples", lines)
