@@ -8,15 +8,28 @@ from __future__ import annotations
 
 import contextlib
 from functools import cached_property
+from typing import Protocol
 
 import torch
 
 from lm_eval_duel.core.noise import CommitOnce, NoiseTraining
-from lm_eval_duel.core.predictions import LogitFilter
 
 KeysValues = tuple[torch.Tensor, torch.Tensor]  # of one layer, (N, H, K, D / H) each
 
 BY_BLOCKS = ("block_causal", "causal_prefix")  # attention of networks with a trained block
+
+
+class LogitFilter(Protocol):
+    """A function of clean logits: [MASK] and padding columns are -inf."""
+
+    reads_step: bool  # it depends on the step that a lane is at
+    truncates: bool  # it gives some tokens probability 0, so that float noise may move one across the border
+
+    def __call__(self, logits: torch.Tensor, step: torch.Tensor | None) -> torch.Tensor:
+        """Logits (U, V) of logits (U, V) at steps (U,); `step` is None if no filter reads it."""
+
+    def describe(self) -> dict[str, object]:
+        """The entry of the spec."""
 
 
 class Network:

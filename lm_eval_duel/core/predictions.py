@@ -21,25 +21,13 @@ import torch.nn.functional as F
 
 from lm_eval_duel.core.hashing import uniform
 from lm_eval_duel.core.lanes import Lanes
+from lm_eval_duel.core.network import LogitFilter
 from lm_eval_duel.errors import DuelError, NotFinite
 
 # Logits at once
 CPU_VALUES = 1 << 20  # as many as fit a CPU's cache,
 CPU_ROWS = 64  # but enough rows for a fast matmul
 GPU_VALUES = 1 << 26  # 256 MiB of float32
-
-
-class LogitFilter(Protocol):
-    """A function of clean logits: [MASK] and padding columns are -inf."""
-
-    reads_step: bool  # it depends on the step that a lane is at
-    truncates: bool  # it gives some tokens probability 0, so that float noise may move one across the border
-
-    def __call__(self, logits: torch.Tensor, step: torch.Tensor | None) -> torch.Tensor:
-        """Logits (u, V) of logits (u, V) at steps (u,); `step` is None if no filter reads it."""
-
-    def describe(self) -> dict[str, object]:
-        """The entry of the spec."""
 
 
 class Predictions:
@@ -64,8 +52,6 @@ class Predictions:
         filters: Functions of clean logits, applied in order.
         step: (U,) the step of each row of features, for filters that read it.
     """
-
-    carried: tuple[torch.Tensor, ...] = ()  # for subclasses that are made otherwise
 
     def __init__(
         self,
@@ -123,6 +109,17 @@ class Predictions:
             return self
         inputs = (self.masked, self.all_mask, self._features, self._row, self._head, self._excluded)
         return Predictions(*inputs, columns=self._columns, masked_at=self._at)
+
+    def compared(self, lane: int, tokens: torch.Tensor) -> torch.Tensor:
+        """The statistics of one lane that rules and scores read, (S, W) float64.
+
+        They are the log-odds, the margin, the log of the sum, and the log-probs of `tokens` (1, W), without filters:
+        where distributions are truncated, by top-p say, float noise may move a token across the border, and every
+        statistic with it.
+        """
+        alone = self.of_lane(lane, tokens.shape[1]).unfiltered
+        planes = (alone.confidence, alone.log_margin, alone.log_sum, alone.log_prob(tokens))  # (1, W) each
+        return torch.stack([plane[0].double() for plane in planes])  # (S, W)
 
     def _part(
         self, masked: torch.Tensor, keep: torch.Tensor, at: tuple[torch.Tensor, ...], all_mask: torch.Tensor

@@ -26,7 +26,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property
 from types import FrameType
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, cast
 
 import torch
 
@@ -39,7 +39,7 @@ from lm_eval_duel.core.network import without_autocast
 from lm_eval_duel.core.predictions import Draw
 from lm_eval_duel.core.row_checks import RowChecks
 from lm_eval_duel.core.scores import STATISTICS, Counts, IndexedScores, Score
-from lm_eval_duel.core.view import View
+from lm_eval_duel.core.view import Evaluated, Evaluator
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.errors import LaneError
 
@@ -98,14 +98,24 @@ def check() -> None:
 # Accumulators of the steps of lanes, which yield the score of each finished window.
 
 
-class Step(NamedTuple):
-    """One step of some lanes."""
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """One step of some lanes. Accumulators ask for what they add up."""
 
     lanes: Lanes  # before it
-    predictions: Predictions
+    evaluated: Evaluated  # what the view returned
     decision: Decision
     tokens: torch.Tensor  # (R, W) revealed at the picks; -1 elsewhere
-    log_prob: torch.Tensor  # (R, W) of the tokens, float64
+
+    @property
+    def predictions(self) -> Predictions:
+        """What the view returned, if that are predictions: of every view but that of `noised_elbo`."""
+        return cast("Predictions", self.evaluated)
+
+    @cached_property
+    def log_prob(self) -> torch.Tensor:
+        """The log-probability of the tokens, float64 (R, W)."""
+        return self.predictions.log_prob(self.tokens)
 
 
 class Accumulator(Protocol):
@@ -147,9 +157,12 @@ class ScoreAccumulator:
 
     def add(self, step: Step) -> None:
         """Add one step: log-probs and steps at the picks; NFE, near ties, all-mask starts."""
-        lanes, predictions, decision, tokens, log_prob = step
+        lanes = step.lanes
+        predictions = step.predictions
+        decision = step.decision
         pick = decision.pick  # (R, W)
-        missed = ((tokens != predictions.argmax) & pick).any(1)  # (R,)
+        log_prob = step.log_prob  # (R, W)
+        missed = ((step.tokens != predictions.argmax) & pick).any(1)  # (R,)
         step_taken = torch.ones_like(missed)  # (R,)
         counted = [pick.sum(1), step_taken, missed, decision.near_tie, predictions.all_mask]
         sums = torch.stack(counted, 1).long()  # (R, 5)
@@ -222,7 +235,7 @@ class Budget:
             fits = min(fits, self.values // values)
         return max(1, fits)
 
-    def room(self, view: View, rule: UnmaskingRule, *lanes: Lanes) -> int:
+    def room(self, view: Evaluator, rule: UnmaskingRule, *lanes: Lanes) -> int:
         """The number of lanes in one network call, each as expensive as the most expensive of `lanes`."""
         denoiser = view.denoiser
         cost = int(torch.cat([view.cost(part) for part in lanes]).max())
@@ -317,10 +330,10 @@ class WindowGroup:
     windows: list[Window]
     window_indices: list[int]  # the index of each window among all that are scored
     rows: Rows
-    opened: Callable[[Rows], View]  # how windows are opened
+    opened: Callable[[Rows], Evaluator]  # how windows are opened
 
     @cached_property
-    def view(self) -> View:
+    def view(self) -> Evaluator:
         """The windows, opened."""
         return self.opened(self.rows)
 
@@ -418,21 +431,22 @@ class Reveal:
         """The lanes after one step, which is added to the scores; `due` of them are drawn to be evaluated again."""
         with naming_window(lanes, self.group.window_indices), without_autocast(self.view.denoiser):
             targets = self.group.rows.targets(lanes) if self.draw is None else None  # (R, W)
-            predictions = self.view(lanes, targets)
+            evaluated = self.view(lanes, targets)
+            predictions = cast("Predictions", evaluated)  # a rule on terms of a bound reads none: `EvaluateAll`
             decision = self.rule(predictions, lanes)
             require_pick(self.rule, decision)
             if self.draw is not None:
                 tokens = self.draw(predictions, lanes, decision.pick)  # (R, W)
             else:
                 tokens = torch.where(decision.pick, cast(torch.Tensor, targets), -1)
-            log_prob = predictions.log_prob(tokens)  # (R, W)
             # before the scores: it may run out of memory
-            after = lanes.reveal(decision.pick, tokens, decision.memory, predictions.carried)
+            after = lanes.reveal(decision.pick, tokens, decision.memory, evaluated.carried)
             drawn = []
             if due:
-                step = (lanes, predictions, tokens, self.group.window_indices)
-                drawn = row_checks.draw(due, self.group.opened, self.view, *step)
-            self.scores.add(Step(lanes, predictions, decision, tokens, log_prob))
+                drawn = row_checks.draw(
+                    due, self.group.opened, self.view, lanes, evaluated, tokens, self.group.window_indices
+                )
+            self.scores.add(Step(lanes, evaluated, decision, tokens))
             self.checks.add(drawn)
         return after
 

@@ -36,9 +36,8 @@ from lm_eval_duel.core.float_noise import (
 )
 from lm_eval_duel.core.lanes import Lanes, Rows
 from lm_eval_duel.core.network import Network, without_autocast
-from lm_eval_duel.core.predictions import Predictions
 from lm_eval_duel.core.scores import Counts
-from lm_eval_duel.core.view import View
+from lm_eval_duel.core.view import Evaluated, Evaluator
 from lm_eval_duel.errors import InconsistentOutput
 
 log = logging.getLogger("lm_eval.duel_mdm")
@@ -51,7 +50,7 @@ REPEATED = 2  # at the start of each later `log_prob` of a network in memory
 
 # How far statistics may differ
 NOISE_FACTOR = 30  # times the float noise that is measured
-LOG_MARGIN, LOG_SUM, LOG_PROB = 1, 2, 3  # rows of `statistics`
+LOG_MARGIN, LOG_SUM, LOG_PROB = 1, 2, 3  # rows of `Predictions.compared`
 # Logits may be large all together. That cancels in a softmax, but its float noise does not, so differences are measured
 # in units of at least this share of the log of the sum; in half precision of all of it.
 OFFSET = 0.01
@@ -265,14 +264,14 @@ def draw_lanes(lanes: Lanes, number: int, window_indices: Sequence[int]) -> list
 
 def draw(
     number: int,
-    opened: Callable[[Rows], View],
-    view: View,
+    opened: Callable[[Rows], Evaluator],
+    view: Evaluator,
     lanes: Lanes,
-    predictions: Predictions,
+    evaluated: Evaluated,
     tokens: torch.Tensor,
     window_indices: Sequence[int],
 ) -> list[LaneCheck]:
-    """`number` of the lanes, with their statistics, among them the log-probs of `tokens` (R, W)."""
+    """`number` of the lanes, with the statistics that were `evaluated`, among them the log-probs of `tokens` (R, W)."""
     network = view.denoiser
     most = tolerance(network)
     offset = 1.0 if is_coarse(network) else OFFSET
@@ -284,7 +283,7 @@ def draw(
         only = slice(lane, lane + 1)
         one_lane = lanes.select(only).in_row(0)
         lane_tokens = tokens[only].clone()  # (1, W)
-        values = statistics(predictions.of_lane(lane, tokens.shape[1]), lane_tokens)  # (S, W)
+        values = evaluated.compared(lane, lane_tokens)  # (S, W)
         size = magnitude(values)  # (S, 1)
         size = size.clamp(min=float(size[LOG_SUM]) * offset)
         position = int(lanes.start[lane] - lanes.origin[lane])
@@ -304,32 +303,14 @@ def draw(
     return checks
 
 
-def _again(opened: Callable[[Rows], View], rows: Rows, lanes: Lanes, number: int, tokens: torch.Tensor) -> torch.Tensor:
+def _again(
+    opened: Callable[[Rows], Evaluator], rows: Rows, lanes: Lanes, number: int, tokens: torch.Tensor
+) -> torch.Tensor:
     """The statistics (S, W) of lane `number`, evaluated together with the others of `lanes`.
 
     Lanes are turned by one place, so that a lane of several stands elsewhere in the call than the first time.
     """
     view = opened(rows)
-    if len(lanes) == 1:
-        return statistics(view(lanes), tokens)
     turned = torch.arange(len(lanes), device=lanes.row.device).roll(-1)  # (R,)
-    predictions = view(lanes.select(turned))
     place = (number - 1) % len(lanes)
-    return statistics(predictions.of_lane(place, tokens.shape[1]), tokens)
-
-
-def statistics(predictions: Predictions, tokens: torch.Tensor) -> torch.Tensor:
-    """The statistics of one lane that rules and scores read, (S, W) float64: log-odds, margin, log of the sum, and the
-    log-probs of `tokens` (1, W).
-
-    Where distributions are truncated, by top-p say, float noise may move a token across the border and every statistic
-    with it. So the statistics without filters are read.
-    """
-    predictions = predictions.unfiltered
-    planes = (
-        predictions.confidence,
-        predictions.log_margin,
-        predictions.log_sum,
-        predictions.log_prob(tokens),
-    )
-    return torch.stack([plane[0].double() for plane in planes])  # (S, W)
+    return view(lanes.select(turned)).compared(place, tokens)

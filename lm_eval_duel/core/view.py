@@ -10,9 +10,10 @@ that the LM head runs on, D features, M columns asked for, V tokens, K of them t
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Callable
 from functools import cached_property
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -23,12 +24,19 @@ from lm_eval_duel.core.noise import NoiseKeys, masked_tokens
 from lm_eval_duel.core.predictions import Predictions
 
 
-class View:
-    """A bidirectional (or causal) network opened on a group of rows: lanes in, predictions out.
+class Evaluated(Protocol):
+    """What one network call gives for some lanes, as far as the loop reads it: `Predictions`, or terms of a bound."""
 
-    A lane sees the context, the target left of its block, the block as revealed so far, [MASK] up to the end of target
-    and tail, and the suffix. The rows may hold the targets: from a lane's block start on, targets are not read.
-    """
+    @property
+    def carried(self) -> tuple[torch.Tensor, ...]:
+        """What the network reads at the next step, (R, W, ...) each."""
+
+    def compared(self, lane: int, tokens: torch.Tensor) -> torch.Tensor:
+        """The values of one lane, with `tokens` (1, W), that must be the same when it is evaluated alone, (S, W)."""
+
+
+class Evaluator(abc.ABC):
+    """A network opened on a group of rows, as the loop calls it: lanes in, what was evaluated of them out."""
 
     carries: int = 0  # values of a position that a lane carries to its next step
 
@@ -48,6 +56,18 @@ class View:
         inside = width < lanes.width[:, None]  # (R, W)
         rows = lanes.row[:, None].expand_as(inside)  # (R, W)
         self.rows.ids[rows[inside], lanes.columns[inside]] = lanes.tokens[inside]
+
+    @abc.abstractmethod
+    def __call__(self, lanes: Lanes, targets: torch.Tensor | None = None) -> Evaluated:
+        """Evaluate lanes; `targets` (R, W): the tokens that will be asked about."""
+
+
+class View(Evaluator):
+    """A bidirectional (or causal) network opened on a group of rows: lanes in, predictions out.
+
+    A lane sees the context, the target left of its block, the block as revealed so far, [MASK] up to the end of target
+    and tail, and the suffix. The rows may hold the targets: from a lane's block start on, targets are not read.
+    """
 
     def __call__(self, lanes: Lanes, targets: torch.Tensor | None = None) -> Predictions:
         """The predictions at the masked positions of `lanes`; `targets` (R, W): tokens whose log-probs are needed."""

@@ -297,10 +297,11 @@ class Elbo(MonteCarloBound):
         return draws
 
     def terms(self, step: Step) -> tuple[torch.Tensor, torch.Tensor]:
-        lanes, predictions, _, _, log_prob = step
+        lanes = step.lanes
+        log_prob = step.log_prob  # (R, W)
         weight, *level = lanes.memory  # (R, W, S), (R, W)
         if level:
-            log_prob = -score_entropy(level[0], log_prob, predictions.log_sum, self.denoiser.vocab_size - 1)
+            log_prob = -score_entropy(level[0], log_prob, step.predictions.log_sum, self.denoiser.vocab_size - 1)
         log_prob = torch.where(lanes.masked, log_prob, 0.0)  # (R, W)
         of_draw = log_prob.sum(1, keepdim=True)  # (R, 1)
         # a replicate that did not draw these positions has weight 0, and log-probs may be infinite

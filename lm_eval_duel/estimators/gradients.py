@@ -130,7 +130,7 @@ class RecordedOrders:
     def _call(self, group: WindowGroup, lanes: Lanes) -> tuple[torch.Tensor, Index]:
         """The log-probs (C,) of one network call, with its graph, and the tokens that they belong to."""
         window = torch.tensor(group.window_indices, device=group.rows.ids.device)  # (n,)
-        view = group.opened(group.rows)  # a new one: what it keeps belongs to this call's graph
+        view = self.duel.denoiser.open(group.rows)  # a new one: what it keeps belongs to this call's graph
         lane, position = lanes.masked_at  # (C,) each
         target = lanes.columns[lane, position] - lanes.origin[lane]  # (C,)
         values = log_probs_of(self.duel.denoiser, view, lanes, group.rows)  # (C,)

@@ -136,10 +136,11 @@ class LatticeAccumulator:
 
     def add(self, step: Step) -> None:
         """Enter the log-probs of these states, and what each rule would pick."""
-        lanes, predictions, _, _, log_prob = step
-        number, block = (plane[:, 0] for plane in lanes.memory)  # (R,) each: of the chunk, and of the block there
+        predictions = step.predictions
+        log_prob = step.log_prob  # (R, W)
+        number, block = (plane[:, 0] for plane in step.lanes.memory)  # (R,) each: of the chunk, and of the block there
+        lanes = dataclasses.replace(step.lanes, memory=())  # the rules have none
         state = to_bitmask(lanes.masked)  # (R,)
-        lanes = dataclasses.replace(lanes, memory=())
         statistics = [getattr(predictions, name).double() for name in STATISTICS] if self.lattice.traced else []
         decided = [rule(predictions, lanes) for rule in self.followed]
         for rule, choice in zip(self.lattice.rules, decided, strict=True):

@@ -26,10 +26,9 @@ from lm_eval_duel.core.decision import EvaluateAll, UnmaskingRule
 from lm_eval_duel.core.denoiser import Denoiser
 from lm_eval_duel.core.hashing import uniform
 from lm_eval_duel.core.lanes import Lanes, Rows
-from lm_eval_duel.core.predictions import Predictions
 from lm_eval_duel.core.reveal import Step, WindowGroup
 from lm_eval_duel.core.scores import IndexedScores
-from lm_eval_duel.core.view import View
+from lm_eval_duel.core.view import Evaluator
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.errors import DuelError, NotFinite
 from lm_eval_duel.estimators.arguments import NoisedElboArguments
@@ -37,6 +36,7 @@ from lm_eval_duel.estimators.elbo import MonteCarloBound
 
 CHANGE = 5  # key of the random numbers: whether a position keeps its token, or shows [MASK] or a random one
 TOKEN = 6  # key of the random numbers: which random token it shows
+COMPARED = 4  # statistics of predictions that row checks compare (`Predictions.compared`)
 
 
 class KeepLogits(EvaluateAll):
@@ -147,7 +147,8 @@ class NoisedElbo(MonteCarloBound):
         return dataclasses.replace(lanes, memory=memory)
 
     def terms(self, step: Step) -> tuple[torch.Tensor, torch.Tensor]:
-        values = torch.where(step.lanes.masked, step.log_prob, 0.0)  # (R, W)
+        nats = cast(NoisedTerms, step.evaluated).nats  # (R, W)
+        values = torch.where(step.lanes.masked, nats, 0.0)  # (R, W)
         _, _, draw = step.lanes.memory  # (R, W)
         replicate = draw[:, :1] % self.replicates  # (R, 1)
         sums = values.new_zeros(len(values), self.replicates)  # (R, S)
@@ -191,24 +192,19 @@ def step_shares(steps: int) -> torch.Tensor:
     return (1 / steps + early / early.sum()) / 2
 
 
-class NoisedTerms(Predictions):
-    """The terms of the bound (R, W), which stand for the targets' log-probs and for all that row checks compare."""
+@dataclasses.dataclass(frozen=True)
+class NoisedTerms:
+    """The terms of the bound at the positions of some draws; NaN where a position belongs to no draw."""
 
-    def __init__(self, values: torch.Tensor):
-        self.values = self.confidence = self.log_margin = self.log_sum = values
+    nats: torch.Tensor  # (R, W) weighted, with the sign of a log-probability
+    carried: ClassVar[tuple[torch.Tensor, ...]] = ()  # a draw has one step
 
-    def log_prob(self, tokens: torch.Tensor) -> torch.Tensor:
-        return self.values
-
-    def of_lane(self, lane: int, width: int) -> NoisedTerms:
-        return NoisedTerms(self.values[lane : lane + 1, :width])
-
-    @property
-    def unfiltered(self) -> NoisedTerms:
-        return self
+    def compared(self, lane: int, tokens: torch.Tensor) -> torch.Tensor:
+        """The terms of one lane, in place of each of the statistics that predictions have, (S, W)."""
+        return self.nats[lane].expand(COMPARED, -1)
 
 
-class NoisedView(View):
+class NoisedView(Evaluator):
     """A network opened on a group of rows, as a function from drawn lanes to the terms of the bound."""
 
     def __init__(self, bound: NoisedElbo, rows: Rows):

@@ -339,12 +339,16 @@ class SampledConfidence(SetSampler, DuelEstimator):
         return len(self.rule.counts.of_block(m)) if self.arguments.tau is None else None
 
     def planes(self, step: Step) -> Planes:
-        lanes, predictions, _, tokens, log_prob = step
-        drawn = self.rule.against(predictions, tokens)
-        pick = self.rule.pick(drawn.top, lanes)  # (R, W)
-        missed = pick & (predictions.argmax != tokens)  # (R, W)
-        read = {"log_after": drawn.log_after, "log_quiet": drawn.log_quiet, "pick": pick, "missed": missed}
-        return {"log_probs": log_prob, "score": drawn.score, **read}
+        drawn = self.rule.against(step.predictions, step.tokens)
+        pick = self.rule.pick(drawn.top, step.lanes)  # (R, W)
+        return {
+            "log_probs": step.log_prob,
+            "score": drawn.score,
+            "log_after": drawn.log_after,
+            "log_quiet": drawn.log_quiet,
+            "pick": pick,
+            "missed": pick & (step.predictions.argmax != step.tokens),
+        }
 
     def begins(self, lanes: Lanes) -> torch.Tensor:
         return self.rule.counts.of_lanes(lanes) > 0
@@ -425,13 +429,12 @@ class SampledOrder(SetSampler):
         return dream_shares(self.arguments.steps).double() if self.arguments.alg == "origin" else None
 
     def planes(self, step: Step) -> Planes:
-        _, predictions, _, _, log_prob = step
-        score = torch.zeros_like(log_prob)  # (R, W)
+        score = torch.zeros_like(step.log_prob)  # (R, W)
         if self.arguments.alg == "entropy":
-            score = -predictions.entropy.double()
+            score = -step.predictions.entropy.double()
         elif self.arguments.alg == "topk_margin":
-            score = predictions.margin.double()
-        return {"log_probs": log_prob, "score": score / (self.arguments.alg_temp or 1.0)}
+            score = step.predictions.margin.double()
+        return {"log_probs": step.log_prob, "score": score / (self.arguments.alg_temp or 1.0)}
 
     def begins(self, lanes: Lanes) -> torch.Tensor:
         masked = lanes.masked.sum(1)  # (R,)
