@@ -16,9 +16,10 @@ from __future__ import annotations
 
 import abc
 import contextlib
+import copy
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 
@@ -32,6 +33,8 @@ from lm_eval_duel.core.windows import Window
 from lm_eval_duel.denoisers import self_tests
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.estimators.checks import check_windows, require_masks, resolve_block, resolve_grid
+
+Self = TypeVar("Self", bound="Estimator")
 
 # If windows are taken in the order given, the first few are evaluated alone, in calls that are a quarter full, so that
 # a first document is finished early. A step of all lanes that fills n calls then takes up to n + 0.75. On a CPU a
@@ -85,7 +88,7 @@ class Estimator(abc.ABC):
         self.grid = resolve_grid(denoiser, grid)
         self.budget = plan(denoiser, self.block, self.grid, batch_size, max_batch_size)  # of a network call, at present
         self_tests.cover(denoiser, self.budget.tokens)
-        self.counts = Counts()  # of what has been computed; may be shared by estimators
+        self.counts = Counts()  # of what has been computed
         self.row_checks = RowChecks()
 
     def describe(self) -> dict[str, object]:
@@ -118,9 +121,15 @@ class Estimator(abc.ABC):
         """A run that returns when all is done, so that nobody may change the network before its end."""
         return self.row_checks.repeating(self.denoiser, self.counts)
 
-    def count_into(self, counts: Counts) -> None:
-        """Add what is computed from now on to `counts`, which several estimators may share."""
-        self.counts = counts
+    def with_counts(self: Self, counts: Counts, row_checks: RowChecks | None = None) -> Self:
+        """The same estimator for another run, whose work is added to `counts`; several may share them.
+
+        `row_checks`: of the run that it is part of. None: it is a run of its own.
+        """
+        twin = copy.copy(self)
+        twin.counts = counts
+        twin.row_checks = RowChecks() if row_checks is None else row_checks
+        return twin
 
     def stream(self, windows: Sequence[Window], in_order: bool = False) -> IndexedScores:
         """Yield (index, score) of each window as it is finished, in any order.

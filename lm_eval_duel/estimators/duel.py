@@ -26,7 +26,6 @@ from lm_eval_duel import rules
 from lm_eval_duel.arguments import declared, whole
 from lm_eval_duel.core.decision import EVALUATE_ALL, UnmaskingRule, require_pick
 from lm_eval_duel.core.denoiser import Denoiser
-from lm_eval_duel.core.float_noise import is_coarse
 from lm_eval_duel.core.lanes import Lanes
 from lm_eval_duel.core.noise import CommitOnce
 from lm_eval_duel.core.predictions import Argmax, Draw, Draws, Predictions
@@ -81,7 +80,7 @@ class DuelEstimator(Estimator):
     def followed(self) -> rules.Rule:
         """The rule that the loop calls: the given one with its checks."""
         rule = rules.blockwise(self.rule, self.block) if self.rule.spans_blocks else self.rule
-        return rules.with_checks(rule, self.counts, is_coarse(self.denoiser))
+        return rules.with_checks(rule, self.counts, self.denoiser)
 
     def blocks(self, window: Window) -> list[tuple[int, int]]:
         places = super().blocks(window)

@@ -30,7 +30,6 @@ import torch
 from lm_eval_duel import rules
 from lm_eval_duel.core.decision import EVALUATE_ALL, require_pick
 from lm_eval_duel.core.denoiser import Denoiser
-from lm_eval_duel.core.float_noise import is_coarse
 from lm_eval_duel.core.lanes import Lanes
 from lm_eval_duel.core.reveal import ScoreAccumulator, Step, WindowGroup
 from lm_eval_duel.core.scores import STATISTICS, IndexedScores, Score
@@ -52,7 +51,8 @@ class Lattice(Estimator):
         block: At most 12 positions.
         arguments: The state-only rules whose paths are scored as well, such as "greedy:k=2". None: `rule`, if it is
             one.
-        value: The `log_prob` of the scores: "elbo_exact", "mixture" or "oracle". Scores hold all three.
+        estimator: The value that is the `log_prob` of the scores: "elbo_exact", "mixture" or "oracle". Scores hold all
+            three.
         rule: The rule of the run.
         layout: The other arguments of `Estimator`.
 
@@ -66,18 +66,18 @@ class Lattice(Estimator):
         block: int | str | None = "auto",
         arguments: LatticeArguments | None = None,
         *,
-        value: str = "mixture",
+        estimator: str = "mixture",
         rule: rules.Rule | None = None,
         **layout: Any,
     ):
-        check_every_order(denoiser, value)
-        self.name = value
+        check_every_order(denoiser, estimator)
+        self.name = estimator
         followed = (arguments or LatticeArguments()).lattice_rules
         if followed is None:
             followed = (rule,) if rule is not None and rule.state_only else ()
         self.rules = list(followed)
         super().__init__(denoiser, block, **layout)
-        check_block(value, self.block, only=denoiser.block is not None)
+        check_block(estimator, self.block, only=denoiser.block is not None)
         paths = {str(rule): Score(0.0, nfe=0, near_ties=0) for rule in self.rules}
         self.empty_score = self.score(dict.fromkeys(LATTICE, 0.0), paths)
 
@@ -97,8 +97,7 @@ class LatticeAccumulator:
     def __init__(self, group: WindowGroup, lattice: Lattice):
         self.group = group
         self.lattice = lattice
-        coarse = is_coarse(lattice.denoiser)
-        self.followed = [rules.with_checks(rule, lattice.counts, coarse) for rule in lattice.rules]
+        self.followed = [rules.with_checks(rule, lattice.counts, lattice.denoiser) for rule in lattice.rules]
         count, self.length = group.rows.ids.shape
         like = torch.zeros(count, self.length, dtype=torch.float64, device=group.rows.ids.device)  # (N, L)
         self.totals = like.new_zeros(count, len(LATTICE))  # (N, 3)

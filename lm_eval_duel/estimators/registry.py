@@ -155,7 +155,7 @@ def _check_two_phase(options: Options) -> None:
 
 def _lattice(name: str, display: str, what: str, kind: Kind) -> Entry:
     target = "lm_eval_duel.estimators.lattice:Lattice"
-    takes = ("value", "rule", "block")
+    takes = ("estimator", "rule", "block")  # the class has three names
     return Entry(name, display, what, kind, target, takes, LatticeArguments, lattice=True, check=_check_sets)
 
 
@@ -389,9 +389,7 @@ def make(denoiser: Denoiser, options: Options, **sizes: Any) -> Estimator:
     entry = find(options.estimator)
     module, name = entry.target.split(":")
     constructor = getattr(importlib.import_module(module), name)
-    taken = {key: getattr(options, key) for key in entry.takes if key != "value"}
-    if "value" in entry.takes:  # which of the lattice's values: the estimator's name says it
-        taken["value"] = options.estimator
+    taken = {key: getattr(options, key) for key in entry.takes}
     if entry.arguments:
         taken["arguments"] = options.estimator_args
     layout = {

@@ -35,7 +35,6 @@ of a level, I moves, c products, T steps of a schedule of which a set must know 
 from __future__ import annotations
 
 import abc
-import copy
 import dataclasses
 import math
 from collections.abc import Iterator, Sequence
@@ -319,8 +318,7 @@ class SampledConfidence(SetSampler, DuelEstimator):
         self, contexts: Sequence[Ids], suffixes: Sequence[Ids], samples: list[tuple[int, Sample]]
     ) -> list[tuple[int, Sample]]:
         """The samples with the log-probabilities of their texts, counted as samples only."""
-        scorer = copy.copy(self)
-        scorer.counts = Counts()
+        scorer = self.with_counts(Counts(), self.row_checks)
         windows = [Window(contexts[n], sample.tokens, suffixes[n], sample.tail) for n, sample in samples]
         scores = scorer.log_prob(windows)
         self.counts.add_work(scorer.counts)

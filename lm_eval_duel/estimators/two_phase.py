@@ -141,9 +141,7 @@ class TwoPhase(Estimator):
         """The scores of these blocks in one phase; what they cost is added to the phase's counts."""
         if not spans:
             return
-        duel = self.phases[name]
-        duel.counts = self.counts
-        duel.row_checks = self.row_checks
+        duel = self.phases[name].with_counts(self.counts, self.row_checks)
         phase = self.counts.phases.setdefault(name, PhaseCounts())
         before = copy.copy(self.counts)
         group = dataclasses.replace(group, opened=duel.denoiser.open)

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from lm_eval.api.instance import Instance
     from lm_eval.api.model import CacheHook
 
+    from lm_eval_duel.estimators.base import Estimator
+
 log = logging.getLogger("lm_eval.duel_mdm")  # lm-eval prints its own loggers only
 
 
@@ -58,14 +60,13 @@ class DuelMDM(TemplateLM):
         self.options = scorer.options  # with the ids that the rule takes from the tokenizer
         self.tokenizer = scorer.tokenizer
         self.denoiser = scorer.denoiser
-        self.estimator = scorer.estimator
         self.text = scorer.text
         self._device = self.denoiser.device
 
+        self.evaluation = self._new_evaluation(scorer.estimator)
         if self.trace is not None:
             tokenizer = options.tokenizer or options.pretrained or BUNDLED
             self.trace.begin(self._trace_header(tokenizer))
-        self.evaluation = self._new_evaluation()
         if self.rank == 0:
             self._log_spec(arguments)
 
@@ -128,12 +129,17 @@ class DuelMDM(TemplateLM):
     def _begin(self, requests: list[Instance], disable_tqdm: bool) -> Evaluation:
         """The evaluation that these requests belong to, ready to answer them; a new one if they are not of the last."""
         if not self.evaluation.owns(requests):
-            self.evaluation = self._new_evaluation()
+            self.evaluation = self._new_evaluation(self.estimator)
         self.evaluation.ask(self.cache_hook.dbdict, show_progress=not disable_tqdm)
         return self.evaluation
 
-    def _new_evaluation(self) -> Evaluation:
-        return Evaluation(self.options, self.text, self.estimator, self.ranks, self.trace)
+    def _new_evaluation(self, estimator: Estimator) -> Evaluation:
+        return Evaluation(self.options, self.text, estimator, self.ranks, self.trace)
+
+    @property
+    def estimator(self) -> Estimator:
+        """The estimator of the evaluation under way, with its counts."""
+        return self.evaluation.estimator
 
     def _trace_header(self, tokenizer: str) -> dict[str, Any]:
         rules = [str(rule) for rule in getattr(self.estimator, "rules", ())]

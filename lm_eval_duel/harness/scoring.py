@@ -64,7 +64,8 @@ class Evaluation:
     def __init__(self, options: Options, text: TextEncoder, estimator: Estimator, ranks: Ranks, trace: Writer | None):
         self.options = options
         self.text = text
-        self.estimator = estimator
+        self.counts = Counts()
+        self.estimator = estimator.with_counts(self.counts)
         self.ranks = ranks
         self.trace = trace
         self.store: ResponseCache | None = None
@@ -72,8 +73,6 @@ class Evaluation:
         self.progress: Progress | None = None
         self.stats = RunStats()
         self.gathered: list[RunStats] | None = None  # the statistics of all ranks
-        self.counts = Counts()
-        estimator.count_into(self.counts)
         # The encoder counts as long as the model lives; an evaluation reports what was added since it began.
         self.cut_before = text.cut_contexts
         self.merged_before = text.merged_borders
@@ -125,9 +124,7 @@ class Evaluation:
             names = [field.name for field in dataclasses.fields(CommitOnceArguments)]
             arguments = CommitOnceArguments(**{name: getattr(given, name) for name in names})
         options = dataclasses.replace(self.options, estimator="duel", estimator_args=arguments)
-        sampler = registry.make(self.estimator.denoiser, options)
-        sampler.count_into(self.counts)
-        return sampler
+        return registry.make(self.estimator.denoiser, options).with_counts(self.counts)
 
     @property
     def method(self) -> str:

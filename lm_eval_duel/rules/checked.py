@@ -12,7 +12,7 @@ import traceback
 from typing import TYPE_CHECKING, Any
 
 from lm_eval_duel.core.decision import Decision
-from lm_eval_duel.core.float_noise import FLOOR, difference, drawn, magnitude
+from lm_eval_duel.core.float_noise import FLOOR, difference, drawn, is_coarse, magnitude
 from lm_eval_duel.errors import DuelError, InconsistentOutput, RuleStalled
 from lm_eval_duel.rules.base import Rule
 from lm_eval_duel.rules.wrappers import Around
@@ -20,6 +20,7 @@ from lm_eval_duel.rules.wrappers import Around
 if TYPE_CHECKING:
     import torch
 
+    from lm_eval_duel.core.network import Network
     from lm_eval_duel.core.scores import Counts
 
 log = logging.getLogger("lm_eval.duel_mdm")
@@ -33,16 +34,16 @@ FORMS = {
 OTHERS = ("memory", "carried")  # fields of lanes that are several planes
 
 
-def with_checks(rule: Rule, counts: Counts, coarse: bool) -> Rule:
+def with_checks(rule: Rule, counts: Counts, network: Network) -> Rule:
     """The rule, with the innermost one checked at every step if a user wrote it.
 
-    `counts`: of the run; its checks are added to it. `coarse`: the network's numbers are, so a different answer is
-    counted and does not end the run.
+    `counts`: of the run; its checks are added to it. `network`: if its numbers are coarser than float32, a different
+    answer is counted and does not end the run.
     """
     if not rule.built_in:
-        return Checked(rule, counts, coarse)
+        return Checked(rule, counts, network)
     if isinstance(rule, Around) and not isinstance(rule, Checked):
-        return dataclasses.replace(rule, rule=with_checks(rule.rule, counts, coarse))
+        return dataclasses.replace(rule, rule=with_checks(rule.rule, counts, network))
     return rule
 
 
@@ -72,7 +73,7 @@ class Checked(Around):
     """
 
     counts: Counts = dataclasses.field(repr=False, compare=False)
-    coarse: bool = dataclasses.field(repr=False, compare=False)
+    network: Network = dataclasses.field(repr=False, compare=False)
 
     last: list[tuple[Any, Any]] = dataclasses.field(default_factory=list, repr=False, compare=False)  # the last call
 
@@ -138,7 +139,7 @@ class Checked(Around):
                 self,
                 when,
             )
-        elif not self.coarse:
+        elif not is_coarse(self.network):
             raise InconsistentOutput(
                 f"Rule {self} is not deterministic: it decided otherwise {when}. A rule is a function of a lane's own "
                 "predictions, masked positions, step and memory; anything else gives no likelihood, so every value "

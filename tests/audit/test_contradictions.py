@@ -32,7 +32,7 @@ ESTIMATORS = {
     "elbo of the whole target": lambda: Elbo(Toy(), ElboArguments(16)),
     "elbo by ratio": lambda: Elbo(Toy(), ElboArguments(16, "ratio", 4)),
     "two phases": lambda: TwoPhase(Attends(), "greedy", 2, TwoPhaseArguments(0.4)),
-    "all orders": lambda: Lattice(Toy(), 4, LatticeArguments(["greedy"]), value="mixture"),
+    "all orders": lambda: Lattice(Toy(), 4, LatticeArguments(["greedy"]), estimator="mixture"),
     "random tokens": lambda: NoisedElbo(NoisyToy(), NoisedElboArguments(32)),
     "random tokens, no limit": lambda: NoisedElbo(NoisyToy(), NoisedElboArguments(32, float("inf"))),
 }

@@ -79,7 +79,7 @@ WINDOW = Window((1,), (2, 0, 1, 1, 2))
 ESTIMATORS = {
     "duel": lambda: DuelEstimator(Toy(), "greedy", 3),
     "elbo": lambda: Elbo(Toy(), ElboArguments(16)),
-    "all orders": lambda: Lattice(Toy(), 3, value="mixture"),
+    "all orders": lambda: Lattice(Toy(), 3, estimator="mixture"),
 }
 
 

@@ -150,14 +150,14 @@ def test_every_way_through_a_network_is_checked(call):
 @pytest.mark.parametrize("rule", ["greedy:k=4", "left_to_right:k=4", "greedy:k=1"])
 def test_something_was_compared_and_nothing_waits(rule):
     """At the end of each call, also of one that takes a single step."""
-    duel = DuelEstimator(Toy(), rule, 4)
+    estimator = DuelEstimator(Toy(), rule, 4)
     for call in (
-        lambda: duel.log_prob(windows(1, length=4)),
-        lambda: duel.replay(windows(1, length=4), [(0, 0, 0, 0)]),
-        lambda: duel.sample([(1,)], 4),
+        lambda duel: duel.log_prob(windows(1, length=4)),
+        lambda duel: duel.replay(windows(1, length=4), [(0, 0, 0, 0)]),
+        lambda duel: duel.sample([(1,)], 4),
     ):
-        duel.counts, duel.row_checks = Counts(), RowChecks()
-        call()
+        duel = estimator.with_counts(Counts())
+        call(duel)
         assert duel.counts.lane_steps and duel.counts.rows_checked >= 1
         assert not duel.row_checks.waiting
 

@@ -5,6 +5,7 @@ The laws: test_view_laws.py. What is found at load and refused: test_families.py
 
 import dataclasses
 import math
+from functools import partial
 
 import pytest
 import tiny
@@ -30,13 +31,15 @@ CASE = CASES["nemotron-labs-diffusion"]
 
 def test_every_state_of_a_block_needs_the_sampler_that_has_them():
     toy = CausalPrefix(length=12)
-    for make in (lambda: Elbo(toy), lambda: Lattice(toy, value="mixture"), lambda: Lattice(toy, value="oracle")):
+    for make in (Elbo, partial(Lattice, estimator="mixture"), partial(Lattice, estimator="oracle")):
         with pytest.raises(DuelError, match="first_token=block"):
-            make()
+            make(toy)
     toy = CausalPrefix("block", length=12)
     window = Window((1,), (2, 0, 1, 1))
-    found = {value: Lattice(toy, value=value).log_prob([window])[0] for value in ("elbo_exact", "mixture", "oracle")}
-    mean, mixture, best = (found[value].log_prob for value in ("elbo_exact", "mixture", "oracle"))
+    [score] = Lattice(toy, estimator="mixture").log_prob([window])
+    mixture = score.log_prob
+    mean = score.others["elbo_exact"].log_prob
+    best = score.others["oracle"].log_prob
     greedy = DuelEstimator(toy, "greedy").log_prob([window])[0].log_prob
     assert mean <= mixture <= best + 1e-12 and greedy <= best + 1e-12
     drawn = Elbo(toy, ElboArguments(512)).log_prob([window])[0]

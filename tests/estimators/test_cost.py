@@ -114,7 +114,7 @@ def test_lattice(networks, kind):
     """2^m - 1 states of a block of m, and the clean blocks of 8 once."""
     denoiser = networks[kind]
     block = 4 if kind == "bidirectional" else 8
-    lattice = Lattice(denoiser, block, LatticeArguments(["greedy"]), value="oracle")
+    lattice = Lattice(denoiser, block, LatticeArguments(["greedy"]), estimator="oracle")
     setting = cost.Setting(denoiser, parse("greedy"), block, lattice.grid)
     texts = [Window(window.context, window.target) for window in windows(24)[:1]]
     rows, tokens, _ = counted(denoiser, lattice, texts)

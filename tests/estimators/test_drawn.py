@@ -65,7 +65,7 @@ def test_a_truncated_network_is_sampled_by_its_tempered_confidence():
 
 def test_a_random_position_at_each_step_is_the_mixture():
     windows = [Window((1,), (0, 2, 1, 1, 2)), Window((2, 1), (1,), (0,))]
-    mixture = log_probs(Lattice(WARM, 3, value="mixture"), windows)
+    mixture = log_probs(Lattice(WARM, 3, estimator="mixture"), windows)
     assert log_probs(SampledOrder(WARM, 3, OrderArguments("random", 9)), windows) == pytest.approx(mixture, abs=1e-12)
     near = log_probs(SampledOrder(WARM, 3, OrderArguments("origin", 1000)), windows[:1])  # hardly ever two at a step
     assert near == pytest.approx(mixture[:1], abs=1e-2)

@@ -85,7 +85,7 @@ def test_the_mixture_is_a_likelihood_and_the_others_are_not(grid):
 def test_where_a_value_comes_from():
     toy, window = Toy(length=9, seed=1), WINDOWS[0]
     values = ("oracle", "elbo_exact", "mixture")
-    best, mean, mixture = (Lattice(toy, 4, value=value, traced=True).log_prob([window])[0] for value in values)
+    best, mean, mixture = (Lattice(toy, 4, estimator=value, traced=True).log_prob([window])[0] for value in values)
     replayed = DuelEstimator(toy, block=4, traced=True).replay([window], [best.reveal_steps])[0]
     assert replayed.log_prob == pytest.approx(best.log_prob, abs=1e-9)
     for name in ("token_logprobs", "confidence", "margin", "entropy"):
@@ -114,7 +114,7 @@ def test_states_are_evaluated_once_each(block):
 def test_elbo_lands_on_the_mean_over_orders(network, block, form):
     """Law 7."""
     toy, windows = NETWORKS[network](), [w for w in fitting(network) if w.target and not (block == 8 and w.tail)]
-    exact = Lattice(toy, block, value="elbo_exact").log_prob(windows)
+    exact = Lattice(toy, block, estimator="elbo_exact").log_prob(windows)
     bounds = Elbo(toy, ElboArguments(512, form, block if block == 4 else None)).log_prob(windows)
     for window, bound, mean in zip(windows, bounds, exact, strict=True):
         assert abs(bound.log_prob - mean.log_prob) < 4 * bound.stderr + close(network)
@@ -137,7 +137,7 @@ def test_intervals_of_the_elbo_cover():
     windows = [
         Window((1,), text, (2,)) for text in itertools.islice(itertools.product(range(3), repeat=8), 0, 6561, 800)
     ]
-    exact, held = Lattice(toy, 8, value="elbo_exact").log_prob(windows), []
+    exact, held = Lattice(toy, 8, estimator="elbo_exact").log_prob(windows), []
     for seed in range(10):
         scores = Elbo(toy, ElboArguments(16, "count"), draw_seed=seed).log_prob(windows)
         held += [abs(a.log_prob - b.log_prob) <= 1.96 * a.stderr for a, b in zip(scores, exact, strict=True)]

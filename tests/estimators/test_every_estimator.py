@@ -64,9 +64,9 @@ ESTIMATORS = {
     "elbo by ratio": partial(Elbo, TOY, ElboArguments(16, "ratio")),
     "elbo, few draws": partial(Elbo, TOY, ElboArguments(4)),
     "elbo, block-causal": partial(Elbo, BLOCKS, ElboArguments(16)),
-    "all orders": partial(Lattice, TOY, 4, LatticeArguments("greedy+threshold:mu=0.5"), value="mixture"),
-    "all orders, block-causal": partial(Lattice, BLOCKS, value="elbo_exact"),
-    "all orders, rotary": partial(Lattice, ROTARY, 3, value="oracle"),
+    "all orders": partial(Lattice, TOY, 4, LatticeArguments("greedy+threshold:mu=0.5"), estimator="mixture"),
+    "all orders, block-causal": partial(Lattice, BLOCKS, estimator="elbo_exact"),
+    "all orders, rotary": partial(Lattice, ROTARY, 3, estimator="oracle"),
     "confidence": partial(CONFIDENCE, WARM, 3),
     "confidence, no temperature": partial(CONFIDENCE, TOY, 4),
     "confidence, 2 at a time": partial(CONFIDENCE, WARM, 4, ConfidenceArguments(n=2, confidence="tempered")),
@@ -178,7 +178,7 @@ def test_neither_company_nor_order_nor_memory_changes_a_number(name, monkeypatch
 
 def test_the_value_that_is_asked_for_is_among_the_others():
     window = Window((1,), (0, 2, 1, 1, 2, 0, 1))
-    of = {value: Lattice(TOY, 4, value=value).log_prob([window])[0] for value in ("oracle", "elbo_exact", "mixture")}
+    of = {name: Lattice(TOY, 4, estimator=name).log_prob([window])[0] for name in ("oracle", "elbo_exact", "mixture")}
     for value, score in of.items():
         assert {name: other.log_prob for name, other in score.others.items()} == pytest.approx(
             {name: other.log_prob for name, other in of.items() if name != value}

@@ -121,7 +121,7 @@ def test_masks_alone_give_the_mean_over_all_orders(noise, within):
     """And so does GIDD whose share of uniform noise vanishes."""
     toy, masked = (NoisyToy(share=0.0, timed=False, scale=0.3) for _ in range(2))
     masked.noise_training = None
-    [wanted] = Lattice(masked, 2, value="elbo_exact").log_prob([Window((), TEXT)])
+    [wanted] = Lattice(masked, 2, estimator="elbo_exact").log_prob([Window((), TEXT)])
     toy.noise_training = toy.noise_training._replace(noise=noise or toy.noise_training.noise)
     [score] = NoisedElbo(toy, NoisedElboArguments(1 << 13, math.inf)).log_prob([Window((), TEXT)])
     assert abs(score.log_prob - wanted.log_prob) < 4 * score.stderr + within and score.stderr < 0.05
