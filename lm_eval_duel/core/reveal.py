@@ -109,7 +109,7 @@ class Step:
 
     @property
     def predictions(self) -> Predictions:
-        """What the view returned, if that are predictions: of every view but that of `noised_elbo`."""
+        """The predictions that the view returned, as every view does but that of `noised_elbo`."""
         return cast("Predictions", self.evaluated)
 
     @cached_property

@@ -25,11 +25,11 @@ from lm_eval_duel.core.predictions import Predictions
 
 
 class Evaluated(Protocol):
-    """What one network call gives for some lanes, as far as the loop reads it: `Predictions`, or terms of a bound."""
+    """The answer of a view for some lanes, as far as the loop reads it: `Predictions`, or terms of a bound."""
 
     @property
     def carried(self) -> tuple[torch.Tensor, ...]:
-        """What the network reads at the next step, (R, W, ...) each."""
+        """Planes that the network reads at the next step, (R, W, ...) each."""
 
     def compared(self, lane: int, tokens: torch.Tensor) -> torch.Tensor:
         """The values of one lane, with `tokens` (1, W), that must be the same when it is evaluated alone, (S, W)."""

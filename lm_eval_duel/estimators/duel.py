@@ -362,7 +362,7 @@ def commit_once(denoiser: Denoiser, own: CommitOnceArguments, name: str) -> Deno
                 )
     reads_itself = trained.self_conditioning != "none"
     if own.self_conditioning == "chain" and not reads_itself:
-        raise DuelError("self_conditioning=chain: this network's output is not among its inputs. Leave it out.")
+        raise DuelError("self_conditioning=chain: this network does not read its own output. Leave it out.")
     if not given and not reads_itself:
         return denoiser
     twin = copy.copy(denoiser)

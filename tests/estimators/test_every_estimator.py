@@ -242,7 +242,7 @@ REFUSED = (
         "Window 0 has a block of probability 0",
         lambda: TwoPhase(warped(Attends(length=10), top_k=1), "greedy", 3, TwoPhaseArguments(1.0)).log_prob([CERTAIN]),
     ),
-    ("not among its inputs", partial(NoisedElbo, NOISY, NoisedElboArguments(self_conditioning="twice"))),
+    ("self_conditioning=twice", partial(NoisedElbo, NOISY, NoisedElboArguments(self_conditioning="twice"))),
     ("steps", lambda: NoisedElboArguments(steps=0)),
     ("plugin", lambda: NoisedElboArguments(prediction="plug")),
     (
