@@ -43,6 +43,7 @@ AROUND = {  # context, text, suffix
     "a suffix": ("", "a b", "e f"),
     "both, with white space": ("c d ", "a b ", "e f"),
     "white space before": ("c ", "a", ""),
+    "white space before, and a suffix": ("", " a b", "e"),
     "ids": ((7, 8), "a b", (9,)),
     "a context that is cut": ("c d e f g h i j", "a b", ""),
     "a suffix that is cut": ("c", "a b", "d e f g h i j"),
@@ -57,6 +58,7 @@ ESTIMATORS = {
     "two_phase": {"estimator": "two_phase", "rule": "greedy", "block": 2, "sample": 0.5},
     "mixture": {"estimator": "mixture", "block": 2},
     "oracle": {"estimator": "oracle", "block": 2},
+    "special_tokens_scored": {"bos": "scored", "rule": "right_to_left", "block": None},
     "sampled": {"estimator": "sampled_confidence", "n": 2, "block": 3},
 }
 
@@ -64,12 +66,12 @@ ESTIMATORS = {
 class Words(Attends):
     """A network over the words of `tiny.tokenizer`; position 4 of its columns is [MASK]."""
 
-    bos = "given"
     appends_sep = True
 
-    def __init__(self):
+    def __init__(self, bos):
         super().__init__(tokens=39, length=ROW, seed=1)
         self.out *= 0.1  # about 3 nats a token
+        self.bos = bos
         self.mask_id = 4
         tokens = set(tiny.tokenizer().get_vocab().values())
         self.excluded = vocabulary.excluded_columns(tokens, self.mask_id, self.vocab_size, "words", self.device)
@@ -79,8 +81,11 @@ class Words(Attends):
         return {"denoiser": "words", "mask_token_id": self.mask_id}
 
 
-def a_duel(denoiser=None, **arguments):
-    return Duel(denoiser or Words(), tokenizer=tiny.tokenizer(length=ROW), **arguments)
+def a_duel(bos="given", temperature=None, **arguments):
+    network = Words(bos)
+    if temperature is not None:
+        network = warped(network, temperature)
+    return Duel(network, tokenizer=tiny.tokenizer(length=ROW), **arguments)
 
 
 def in_lines(result, *more):
@@ -154,7 +159,7 @@ def test_scores_between_contexts_and_suffixes(held):
 
 def test_estimates_of_texts(held):
     duel = a_duel(block=2)
-    cases = {**{case: text for case, text in TEXTS.items() if "unknown" not in case}, "many windows": LONG}
+    cases = {**TEXTS, "many windows": LONG}
     estimates = duel.estimate(list(cases.values()), sample=0.75, seed=1)
     fields = ("tokens", "bytes", "log_prob", "stderr", "blocks", "sampled_blocks", "correlation", "bits_per_byte")
     fields += ("perplexity", "perplexity_stderr", "kind")
@@ -185,7 +190,7 @@ SETTINGS = {
 @pytest.mark.parametrize("name", SETTINGS)
 def test_generated_texts(name, held):
     """The network has a filter of its own, which is no change of the generation."""
-    duel = a_duel(warped(Words(), 2.0), block=2)
+    duel = a_duel(temperature=2.0, block=2)
     prompts = ["a b", "", [5, 6, 7], "a b c d e f g h"][: 3 + ("max_new_tokens" in SETTINGS[name])]
     suffixes = ["", "z", [9], ""][: len(prompts)]
     sections = []

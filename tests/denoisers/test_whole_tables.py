@@ -1,0 +1,128 @@
+"""The tables of published facts, whole: each change of one is a change of a file that is read in review.
+
+The files in golden/ were made by `LM_EVAL_DUEL_RECORD=1 pytest tests/denoisers/test_whole_tables.py` from the tables
+whose sources docs/checkpoints.md names, and read by eye. `network_arguments.txt` has what each argument makes of values
+at the ends of its range.
+"""
+
+import dataclasses
+from pathlib import Path
+
+import golden
+import torch
+
+from lm_eval_duel.arguments import MAX_FACTOR
+from lm_eval_duel.denoisers import checkpoint, hub, refused
+from lm_eval_duel.denoisers.dit import checkpoint as dit_checkpoint
+from lm_eval_duel.denoisers.dit import denoiser as dit
+from lm_eval_duel.denoisers.hf import diffusion_gemma, families, layouts, pretrained
+from lm_eval_duel.denoisers.load_options import ALIASES, NETWORK_ARGUMENTS, tokenizer_source
+from lm_eval_duel.errors import DuelError
+
+GOLDEN = Path(__file__).with_name("golden")
+
+
+def shown(value):
+    """A value as text, in the same words on every machine: a function by its name, a mapping with an entry a line."""
+    if callable(value):
+        return "a condition" if value.__name__ == "<lambda>" else value.__name__
+    if isinstance(value, dict):
+        return "".join(f"\n        {key!r}: {shown(entry)}" for key, entry in value.items())
+    return repr(value)
+
+
+def fields_of(entry, default):
+    """The fields of a dataclass that differ from those of another one, a line each."""
+    for field in dataclasses.fields(entry):
+        value = getattr(entry, field.name)
+        if value != getattr(default, field.name):
+            yield f"    {field.name}: {shown(value)}"
+
+
+def test_families():
+    plain = families.Family("", "")
+    lines = []
+    for family in families.FAMILIES:
+        lines += ["", f"{family.name}:", *fields_of(family, plain)]
+    constants = {
+        "read for every family": families.READ,
+        "overridden": families.OVERRIDDEN,
+        "plain decoders": families.PLAIN,
+        "needed": layouts.NEEDED,
+        "DiffuGPT's masks": layouts.DIFFUGPT_MASKS,
+        "harmless": families.HARMLESS,
+        "lengths": pretrained.LENGTHS,
+        "DiffusionGemma": {name: getattr(diffusion_gemma, name) for name in ("STEPS", "REFUSED", "OF_DECODER")},
+    }
+    lines += [f"\n{name}: {shown(value)}" for name, value in constants.items()]
+    golden.check(GOLDEN / "families.txt", "\n".join(lines) + "\n")
+
+
+def test_our_own_dit():
+    names = ("DIT_NAMES", "UNIFORM", "GIDD", "DIT_LAYOUT", "DIT_SECTIONS", "DIT_TOKENIZER", "GEMMA", "MOVED")
+    names += ("MASKING", "REPLACING", "MIXED")
+    constants = {name: getattr(checkpoint, name) for name in names}
+    constants["DIT_NAMES"] = sorted(constants["DIT_NAMES"])
+    names = ("GIDD_SIZES", "GIDD_MASK", "READ", "HARMLESS", "READ_BY_GIDD", "READ_OF_SECTIONS", "OTHER_SECTIONS")
+    constants |= {f"read: {name}": getattr(dit_checkpoint, name) for name in (*names, "REFUSED")}
+    names = ("PUBLISHED_BLOCK", "CLAMP", "ATTENTION", "NOISED", "FAMILIES", "IGNORED", "NOISE_EPS")
+    constants |= {f"run: {name}": getattr(dit, name) for name in names}
+    golden.check(GOLDEN / "dit.txt", "\n".join(f"{name}: {shown(value)}" for name, value in constants.items()) + "\n")
+
+
+def test_refused_checkpoints():
+    lines = []
+    for entry in refused.ENTRIES:
+        lines += ["", *(f"{key}: {shown(value)}" for key, value in vars(entry).items())]
+        lines.append(str(entry.error("a/checkpoint", "Class")))
+    golden.check(GOLDEN / "refused.txt", "\n".join(lines) + "\n")
+
+
+MOST = MAX_FACTOR
+VALUES = (None, "none", "None", "", "auto", "x", True, "false", -1, 0, "0", 1, 1.0, 1.5, 2, "1e3", 2**63 - 1, 2**63)
+VALUES += (0.5, 1e-20, 0.99e-20, MOST, 1.01 * MOST, "5+7", [7, 5, 7], (3,), "nan", "inf", "fp16", "torch.bfloat16")
+
+
+def answer(function, *arguments):
+    """What a function returns, or that it refuses its arguments."""
+    try:
+        return shown(function(*arguments))
+    except DuelError:
+        return "refused"
+
+
+def test_network_arguments_at_the_ends_of_their_ranges():
+    lines = []
+    for name, argument in NETWORK_ARGUMENTS.items():
+        lines += ["", f"{name}: {argument.kind.words} (default {argument.shown}, {argument.meaning})"]
+        for value in (*VALUES, *argument.kind.choices):
+            result = answer(argument.read, name, value)
+            if result != "refused" and result != repr(str(value)):
+                lines.append(f"    {value!r} -> {result}")
+            elif result == "refused" and name in ("block", "max_length", "temperature", "cfg_scale", "top_p"):
+                lines.append(f"    {value!r} is refused")
+    for name, (meant, value_of) in ALIASES.items():
+        lines += ["", f"{name}, as {meant}:"]
+        lines += [f"    {value!r} -> {answer(value_of, name, value)}" for value in (True, "false")]
+    golden.check(GOLDEN / "network_arguments.txt", "\n".join(lines) + "\n")
+
+
+def test_a_tokenizer_comes_from_the_first_name_that_is_given():
+    names = ("tokenizer", "pretrained", "model")
+    given = {name: name.upper() for name in names}
+    for n, name in enumerate(names):
+        later = {key: given[key] for key in names[n:]}
+        revision = "main" if name == "tokenizer" else "abc"
+        assert tokenizer_source({**later, "revision": "abc"}) == (given[name], revision)
+    assert tokenizer_source({}) == ("demo-mdm", "main")
+
+
+def test_devices(monkeypatch):
+    """By name and by number, with no GPU and with two."""
+    lines = []
+    for count in (0, 2):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda count=count: count > 0)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda count=count: count)
+        for name in (None, "auto", "cpu", "cpu:0", "cuda", "cuda:0", "cuda:1", "cuda:2", "0", 1, "2", "mps"):
+            lines.append(f"{count} GPUs, {name!r}: {answer(hub.pick_device, name)}")
+    golden.check(GOLDEN / "devices.txt", "\n".join(lines) + "\n")
