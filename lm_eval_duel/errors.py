@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 
 LISTED = 4  # near names in an error
 NEAR = 0.7  # likeness of two names that may be one, mistyped
@@ -172,3 +173,12 @@ def random_tokens(name: str, estimator: str, causal: bool = False) -> DuelError:
         f"bound of ancestral sampling, or estimator=duel, exact for commit-once sampling"
         f"{', or estimator=ar, exact' if causal else ''}."
     )
+
+
+def documentation(page: str = "") -> str:
+    """The path of the documentation, or of a page: in the installed package, or next to the package in a checkout."""
+    package = Path(__file__).resolve().parent
+    for folder in (package / "docs", package.parent / "docs"):
+        if folder.is_dir():
+            return str(folder / page)
+    return f"docs/{page}"

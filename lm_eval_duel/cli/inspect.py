@@ -59,7 +59,7 @@ def inspect(lm: DuelMDM, name: str) -> list[tuple[str, str]]:
         ("attention", f"{denoiser.attention}{block}"),
         ("block", f"{lm.estimator.block or 'none: the whole target'} (grid {lm.estimator.grid})"),
         ("logit shift", f"{denoiser.shift}" + (": a token is predicted from the one before" if denoiser.shift else "")),
-        ("max length", f"{denoiser.max_length}"),
+        ("max length", _length(lm)),
         ("special tokens", " ".join(filter(None, [f"bos={lm.text.bos}:", prefix, "text", suffix]))),
         ("padding", padding),
     ]
@@ -70,6 +70,17 @@ def inspect(lm: DuelMDM, name: str) -> list[tuple[str, str]]:
     if "guidance" in lm.spec:
         described.append(("guidance", lm.spec["guidance"]))
     return [*described, ("one text", _score(lm))]
+
+
+def _length(lm: DuelMDM) -> str:
+    """The positions of a row, and how many of them are left for text."""
+    positions = lm.denoiser.max_length
+    length = f"{positions} positions"
+    if lm.text.capacity < positions:
+        length += f": special tokens and {lm.text.capacity} of text"
+    if lm.denoiser.attention == "causal":
+        length += "; the network reads all but the last, which it predicts"
+    return length
 
 
 def _score(lm: DuelMDM) -> str:

@@ -9,13 +9,12 @@ from importlib import metadata
 
 from lm_eval_duel.console.command_line import (
     PROGRAM,
-    documentation,
     errors_as_exit_codes,
     plain_table,
     print_on_any_console,
     process,
 )
-from lm_eval_duel.errors import UsageError, unknown
+from lm_eval_duel.errors import UsageError, documentation, unknown
 
 COMMANDS = {  # name: (module below lm_eval_duel with its `main`, what it does)
     "run": ("cli.run", "evaluate tasks: lm-eval's run, with this package's model as the default and its tasks known"),

@@ -37,7 +37,7 @@ from lm_eval_duel.arguments import (
 )
 from lm_eval_duel.core.scores import METRICS
 from lm_eval_duel.demo import model_hint
-from lm_eval_duel.errors import DuelError, UsageError, about_file, unknown, usage
+from lm_eval_duel.errors import DuelError, UsageError, about_file, documentation, unknown, usage
 
 REASONS = {
     math.inf: "infinite: a text has probability 0, or the number is too large",
@@ -338,15 +338,6 @@ FLAGS: dict[str, Flag] = {  # of several commands: the same name, values and hel
     ),
     "quiet": Flag(TRUTH, False, "print results, warnings and errors only"),
 }
-
-
-def documentation() -> str:
-    """The path of the documentation: in the installed package, or next to the package in a checkout."""
-    package = Path(__file__).resolve().parents[1]
-    for folder in (package / "docs", package.parent / "docs"):
-        if folder.is_dir():
-            return str(folder)
-    return "docs/"
 
 
 class Parser(argparse.ArgumentParser):

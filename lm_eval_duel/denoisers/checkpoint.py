@@ -27,7 +27,7 @@ from lm_eval_duel.denoisers import hub, refused, vocabulary
 from lm_eval_duel.denoisers.hf.families import BY_CLASS, HARMLESS, NAMED, PLAIN, Family
 from lm_eval_duel.denoisers.hf.layouts import DIFFUGPT_TRUNK, INSERTING, Config
 from lm_eval_duel.denoisers.load_options import NETWORK_ARGUMENTS, LoadOptions
-from lm_eval_duel.errors import DuelError, random_tokens, require_known
+from lm_eval_duel.errors import DuelError, documentation, random_tokens, require_known
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -228,7 +228,8 @@ class Checkpoint:
             ways.append(f"If you trust the code in the checkpoint, pass {remote}.")
         ways.append("If you can make the network yourself, pass it to Duel.from_model.")
         return DuelError(
-            f"By its config.json {self.name} is {what}, {reason}. {' '.join(ways)} Families: docs/checkpoints.md."
+            f"By its config.json {self.name} is {what}, {reason}. {' '.join(ways)} Families: "
+            f"{documentation('checkpoints.md')}."
         )
 
 
@@ -388,8 +389,8 @@ def autoregressive(name: str, classes: str) -> DuelError:
     """The error for a checkpoint that looks autoregressive."""
     return DuelError(
         f"By its config.json {name} is a {classes}, autoregressive: add estimator=ar. If it was trained as a masked "
-        "diffusion model, pass family=<its family> (docs/checkpoints.md), or attention=bidirectional with "
-        "mask_token_id=<id>."
+        "diffusion model, pass family=<its family>, or attention=bidirectional with mask_token_id=<id>. "
+        f"Families: {documentation('checkpoints.md')}."
     )
 
 

@@ -38,7 +38,7 @@ from lm_eval_duel.denoisers.hub import explained
 from lm_eval_duel.denoisers.load_options import LoadOptions
 from lm_eval_duel.denoisers.self_tests import buffers_kept, module_of
 from lm_eval_duel.denoisers.vocabulary import excluded_columns, find_mask_id, row_length
-from lm_eval_duel.errors import DuelError, require_known
+from lm_eval_duel.errors import DuelError, documentation, require_known
 
 log = logging.getLogger("lm_eval.duel_mdm")
 
@@ -283,7 +283,7 @@ def _plain(model: Any, options: LoadOptions, tokenizer: Any, tested: bool, has_m
         if options.attention not in (None, "bidirectional"):
             raise DuelError(
                 f"A function f(ids, real) is bidirectional; attention={options.attention} needs more: write a Denoiser "
-                "with `stream` (docs/python_api.md)."
+                f"with `stream`, as in {documentation('python_api.md')}."
             )
         plain = Function(by_keyword(model), options, tokenizer)
     self_tests.run(plain, options.name, tested)

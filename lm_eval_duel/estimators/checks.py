@@ -16,7 +16,7 @@ from lm_eval_duel import rules
 from lm_eval_duel.arguments import BLOCK, Argument, choice
 from lm_eval_duel.core.denoiser import Denoiser
 from lm_eval_duel.core.windows import Window
-from lm_eval_duel.errors import DuelError, another_block, first_position_unseen, random_tokens
+from lm_eval_duel.errors import DuelError, another_block, documentation, first_position_unseen, random_tokens
 
 log = logging.getLogger("lm_eval.duel_mdm")
 
@@ -90,7 +90,7 @@ def check_rule(denoiser: Denoiser, rule: rules.Rule) -> None:
     if in_memory := list(rules.in_memory(rule)):
         raise DuelError(
             f"'{in_memory[0]}' of rule {type(rule).__name__} is a module or tensor in memory, which the fingerprint "
-            "cannot describe. Save it to a file that the rule names, as examples/rules/learned.py does (docs/rules.md)."
+            f"cannot describe. Save it to a file that the rule names, as in {documentation('rules.md')}."
         )
     rule.check_network(denoiser)
 

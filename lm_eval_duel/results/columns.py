@@ -25,7 +25,7 @@ from lm_eval_duel.results.compare import ComparedRow, Comparison, Speeds
 from lm_eval_duel.results.gaps import Pair
 from lm_eval_duel.results.read import reading
 from lm_eval_duel.results.rows import Row, baseline_remark
-from lm_eval_duel.results.runs import Run
+from lm_eval_duel.results.runs import Run, documents_scored
 from lm_eval_duel.results.standings import RunCost, Standing, Standings
 from lm_eval_duel.results.stats import UNCLEAR
 from lm_eval_duel.results.table import LEVEL, MINUS, WORDS, Bold, Cell, Columns, Head, Table, form_of, number, span
@@ -342,7 +342,8 @@ def accuracies(name: str, runs: Sequence[Run], baselines: Collection[Run]) -> Ta
     shown = names_of_runs(runs, baselines)
     for metric in metrics:
         shown[metric] = lambda run, metric=metric: average(run, name, metric)
-    for key in ("documents", "version", "shots"):
+    shown["documents"] = lambda run: documents_scored(run.every_task[name].size, run.every_task[name].available)
+    for key in ("version", "shots"):
         shown[key] = lambda run, key=key: run.every_task[name].identity.get(key)
     return Table.from_records(f"{name}: {', '.join(metrics)}, ± standard error", runs, shown)
 

@@ -18,7 +18,7 @@ from lm_eval_duel.errors import DuelError
 from lm_eval_duel.results import gaps, match, rows, stats
 from lm_eval_duel.results.gaps import Draws, GapClosed, Interval, Pair
 from lm_eval_duel.results.rows import Row
-from lm_eval_duel.results.runs import Run
+from lm_eval_duel.results.runs import Run, documents_scored
 from lm_eval_duel.results.table import WORDS, Note, number, percent
 from lm_eval_duel.rules import family
 
@@ -69,11 +69,15 @@ class Speeds:
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """The results of one task side by side. `documents`: their number. `same`: rows that one stands for."""
+    """The results of one task side by side. `same`: rows that one stands for.
+
+    `documents`: their number; `available`: those of the task without --limit. None: not known, or not the same.
+    """
 
     name: str
     metric: str
     documents: int | None
+    available: int | None
     rows: list[ComparedRow]
     rules: list[Speeds]
     pairs: list[Pair]
@@ -82,6 +86,13 @@ class Comparison:
     notes: list[str]
     draws: Draws
     same: Mapping[Row, list[Row]]
+
+    @property
+    def size(self) -> str:
+        """The number of documents, as `36 documents` or `12 of 36 documents`; empty if it is not known."""
+        scored = documents_scored(self.documents, self.available)
+        noun = "document" if scored == "1" else "documents"
+        return f"{scored} {noun}" if scored else ""
 
     @property
     def closes_a_gap(self) -> bool:
@@ -155,11 +166,12 @@ def task(
     if metric in OTHER_UNITS and any(each.closed.percent is not None for each in shown):
         computed = f"Gap closed is computed from {WORDS[metric]} here."
         notes.append(f"{computed} The paper computes it per token, so the two cannot be compared.")
-    sizes = {run.tasks[name].size for run in compared} - {None}
+    of_runs = [run.tasks[name] for run in compared]
     return Comparison(
         name=name,
         metric=metric,
-        documents=sizes.pop() if len(sizes) == 1 else None,
+        documents=_shared([task.size for task in of_runs]),
+        available=_shared([task.available for task in of_runs]),
         rows=shown,
         rules=_speeds(shown, ar),
         pairs=choose(choice, shown, draws),
@@ -169,6 +181,12 @@ def task(
         draws=draws,
         same=table.same,
     )
+
+
+def _shared(counts: Iterable[int | None]) -> int | None:
+    """The count that all runs have that know it; None if they differ."""
+    known = set(counts) - {None}
+    return known.pop() if len(known) == 1 else None
 
 
 def _table(name: str, metric: str, compared: Sequence[Run], base: Run | None) -> tuple[rows.Ordered, list[str]]:

@@ -172,6 +172,7 @@ def comparison(task: Comparison) -> dict[str, Any]:
     return {
         "metric": task.metric,
         "documents": task.documents,
+        "available_documents": task.available,
         "rows": rows,
         "rules": [_speeds(speeds, numbers) for speeds in task.rules],
         "pairs": [_pair(pair, numbers) for pair in task.pairs],

@@ -23,7 +23,7 @@ from lm_eval_duel.console.command_line import one_line
 from lm_eval_duel.results import columns, files
 from lm_eval_duel.results.compare import ComparedRow, Comparison
 from lm_eval_duel.results.gaps import EXACT, MONTE_CARLO
-from lm_eval_duel.results.runs import Run
+from lm_eval_duel.results.runs import Run, is_limited
 from lm_eval_duel.results.standings import AR, KINDS, MEAN, RankedMethod, Standing, Standings
 from lm_eval_duel.results.stats import UNCLEAR
 from lm_eval_duel.results.table import WORDS, Cell, Note, number, split
@@ -172,6 +172,9 @@ def notes(report: Report) -> list[str]:
         for note in dict.fromkeys([*task.differences, *task.notes]):
             tasks.setdefault(note, []).append(name)
     texts = [note.fact for note in report.notes if note.fact]
+    for name, task in report.tasks.items():
+        if is_limited(task.documents, task.available):
+            texts.append(f"{name}: {task.size}")
     for note, names in tasks.items():
         texts.append(note if len(names) == len(report.tasks) else f"{', '.join(names)}: {note}")
     folder = _folder(report.runs)

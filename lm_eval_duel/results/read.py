@@ -174,8 +174,9 @@ def _check_schema(file: Path, duel: Json) -> None:
 
 def _task(file: Path, content: Json, config: Config, name: str, documents: Documents | None) -> Task:
     """A task of a results file's content."""
+    counts = content.get("n-samples", {}).get(name, {})
     identity = {
-        "documents": content.get("n-samples", {}).get(name, {}).get("effective"),
+        "documents": counts.get("effective"),
         "limit": content["config"].get("limit"),
         "version": content.get("versions", {}).get(name),
         "shots": content.get("n-shot", {}).get(name),
@@ -191,6 +192,7 @@ def _task(file: Path, content: Json, config: Config, name: str, documents: Docum
         output_type=output_type,
         identity={key: str(value) for key, value in identity.items() if value is not None},
         entry=config.duel["tasks"].get(name, {}),
+        available=None if counts.get("original") is None else _count(counts["original"]),
         metrics=metrics,
         scores=scores,
         documents=documents,

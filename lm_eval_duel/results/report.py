@@ -13,12 +13,12 @@ from typing import Any
 from urllib.parse import quote
 
 from lm_eval_duel.core.scores import METRICS
-from lm_eval_duel.errors import DuelError, counted, usage
+from lm_eval_duel.errors import DuelError, usage
 from lm_eval_duel.results import columns, compare, figures, files, gaps, match, read, rows, standings, traced
 from lm_eval_duel.results.compare import ComparedRow, Comparison
 from lm_eval_duel.results.figures import Image
 from lm_eval_duel.results.rows import Row
-from lm_eval_duel.results.runs import Documents, Run
+from lm_eval_duel.results.runs import Documents, Run, documents_scored, is_limited
 from lm_eval_duel.results.standings import RunCost, Standings
 from lm_eval_duel.results.table import WORDS, Note, Table, bullets, escape, form_of, number, plus_minus, spaced
 from lm_eval_duel.rules import without_defaults
@@ -343,8 +343,7 @@ def _markdown_of_task(
     name: str, task: Comparison, tables: Mapping[str, Sequence[Table]], images: Sequence[Image]
 ) -> Iterator[str]:
     """The parts of a task: values and their figure, what differs, the other tables, figures of rules, notes."""
-    documents = "" if task.documents is None else f", {counted(task.documents, 'document')}"
-    yield f"## {escape(name)}: {WORDS[task.metric]}{documents}"
+    yield f"## {escape(name)}: {', '.join(filter(None, [WORDS[task.metric], task.size]))}"
     for table in tables["methods"]:
         yield table.markdown()
     for image in images:
@@ -381,7 +380,10 @@ def console(report: Report) -> str:
             parts.append(re.sub(r"\\(?=[^\w\s])", "", without_bold))  # and without the escapes of Markdown
     for name, kind, table in report.tables():
         if kind in PRINTED:
-            parts.append(table.title if kind == "accuracy" else f"{name}: {table.title}")
+            title = table.title if kind == "accuracy" else f"{name}: {table.title}"
+            if kind == "methods" and report.tasks[name].size:
+                title += f", {report.tasks[name].size}"
+            parts.append(title)
             parts.append(table.text())
     for task in report.tasks.values():
         parts += [f"differs: {line}" for line in task.differences]
@@ -457,10 +459,14 @@ def summary(content: Mapping[str, Any]) -> str:
     with read.reading(file, read.RESULTS):
         run = read.run_of(file, content, Documents({}, {}))
     every_row = []
+    limited = []
     for name, task in run.tasks.items():
+        if is_limited(task.size, task.available):
+            limited.append(f"{documents_scored(task.size, task.available)} documents of {name} (--limit)")
         metric = next(metric for metric in METRICS if metric in task.metrics)
         of_task, _ = rows.from_run(run, name, metric, baseline=False)
         every_row += of_task
     if not every_row:
         return ""
-    return f"{columns.summary(every_row).markdown()}\n\nfingerprint {run.fingerprint}"
+    about = ", ".join([*limited, f"fingerprint {run.fingerprint}"])
+    return f"{columns.summary(every_row).markdown()}\n\n{about}"

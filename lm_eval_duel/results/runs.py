@@ -130,6 +130,7 @@ class Task:
     scores: dict[str, tuple[float, float | None]]  # other averages, with their standard errors
     documents: Documents | None
     missing: Note
+    available: int | None = None  # documents without --limit
 
     @property
     def rolling(self) -> bool:
@@ -345,6 +346,18 @@ class Run:
     @property
     def whole_run_seconds(self) -> float | None:
         return self.header.total_evaluation_time_seconds
+
+
+def is_limited(size: int | None, available: int | None) -> bool:
+    """True if --limit left out some of the available documents."""
+    return size is not None and available is not None and size < available
+
+
+def documents_scored(size: int | None, available: int | None) -> str:
+    """The number of scored documents, `36`, or `12 of 36` if --limit left some out; empty if it is not known."""
+    if is_limited(size, available):
+        return f"{size:,} of {available:,}"
+    return "" if size is None else f"{size:,}"
 
 
 def pretrained_of(config: Config, header: Header) -> str:

@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from lm_eval_duel.errors import DuelError, require_known
+from lm_eval_duel.errors import DuelError, documentation, require_known
 
 
 @dataclasses.dataclass(frozen=True)
@@ -323,7 +323,7 @@ MERGES = (
 )
 UNPUBLISHED = (
     "its filter reads the network's probabilities at revealed positions of the block too, which no rule sees, and its "
-    "weights are not in its repository. Your own filter can be a rule (docs/rules.md)"
+    f"weights are not in its repository. Your own filter can be a rule, as in {documentation('rules.md')}"
 )
 
 REFUSED = {  # name: (what it is, why)

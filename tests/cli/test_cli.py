@@ -55,7 +55,7 @@ def test_inspect_shows_every_guess(capsys):
     assert shown["mask"] == "2 '<|mask|>'"
     assert shown["attention"] == "bidirectional"
     assert shown["block"] == "32 (grid target)"
-    assert shown["max length"] == "128"
+    assert shown["max length"] == "128 positions"
     assert shown["special tokens"] == "bos=none: text"
     assert shown["one text"].endswith(" s") and "greedy:k=1, 11 steps" in shown["one text"]
 
