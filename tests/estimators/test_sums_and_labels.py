@@ -1,0 +1,345 @@
+"""What stands beside the values of estimators, at the ends of its ranges: sums, labels, costs, schedules, checks.
+
+None of it changes unseen. That it is right is proven elsewhere, case by case.
+"""
+
+import dataclasses
+import itertools
+import math
+from pathlib import Path
+
+import golden
+import pytest
+import torch
+from attends import Attends
+from noised_toys import NoisyToy
+from toys import BlockCausal, Causal, CausalPrefix, Toy
+
+from lm_eval_duel.core.scores import Kind, Score
+from lm_eval_duel.core.windows import Window
+from lm_eval_duel.denoisers.cached.denoiser import Cached
+from lm_eval_duel.denoisers.filters import excluding
+from lm_eval_duel.errors import DuelError
+from lm_eval_duel.estimators import cost, registry
+from lm_eval_duel.estimators.arguments import CommitOnceArguments, ElboArguments, check_block
+from lm_eval_duel.estimators.checks import check_windows, resolve_block, resolve_grid
+from lm_eval_duel.estimators.duel import Autoregressive, DuelEstimator, Replay
+from lm_eval_duel.estimators.elbo import Elbo, replicates
+from lm_eval_duel.estimators.moves import StepCounts
+from lm_eval_duel.estimators.noised_elbo import NoisedElbo, step_shares
+from lm_eval_duel.estimators.totals import Total, TwoPhaseBlocks, score_documents
+from lm_eval_duel.estimators.trajectories import Departure, follow
+from lm_eval_duel.estimators.two_phase import block_sample_weights, combine
+from lm_eval_duel.rules import parse
+from lm_eval_duel.rules.scheduled import dream_counts, dream_shares, even_counts
+
+GOLDEN = Path(__file__).parent / "golden"
+HEADER = "Made by `LM_EVAL_DUEL_RECORD=1 pytest tests/estimators/test_sums_and_labels.py`.\n"
+
+
+def check(name, lines):
+    golden.check(GOLDEN / f"{name}.txt", "\n".join([HEADER, *lines]) + "\n", within=1e-6)
+
+
+def answer(call, *args, **more):
+    """What a call returns, or its error's numbers."""
+    try:
+        return call(*args, **more)
+    except DuelError as error:
+        return f"error with {' '.join(golden.NUMBER.findall(str(error)))}"
+
+
+# ---------------------------------------------------------------- sums
+
+OF_SUMS = ("kind", "tokens", "is_greedy", "near_ties", "stderr", "perplexity", "perplexity_stderr")
+ONE = Window((), (1, 2, 0))
+OTHER = Window((), (1, 2))
+EMPTY = Window((), ())
+
+
+def drawn_blocks(count, sampled, drawn):
+    """Made sums over `count` blocks of a window."""
+    f = -1.0 - 0.5 * torch.arange(count, dtype=torch.float64) % 3
+    g = f + 0.1 * torch.arange(count, dtype=torch.float64) % 0.7
+    weight = torch.tensor([2.0] * drawn + [1.0] * (sampled - drawn) + [0.0] * (count - sampled), dtype=torch.float64)
+    _, variance = combine(g, f, weight)
+    return TwoPhaseBlocks.from_blocks(g, f, weight, float(variance))
+
+
+def estimate(*sizes):
+    blocks = drawn_blocks(*sizes)
+    return Score(-7.0, near_ties=1, kind=Kind.ESTIMATE, stderr=blocks.stderr, blocks=blocks)
+
+
+SUMS = {  # windows with their scores
+    "none": [],
+    "an empty one": [(EMPTY, Score(0.0, is_greedy=True, nfe=0, near_ties=0))],
+    "one": [(ONE, Score(-3.0, is_greedy=True, nfe=3, near_ties=0))],
+    "two": [(ONE, Score(-3.0, True, nfe=3, near_ties=2)), (OTHER, Score(-1.0, False, nfe=2, near_ties=1))],
+    "one of unknown ties": [(ONE, Score(-3.0, True, nfe=3)), (OTHER, Score(-1.0, True, near_ties=1))],
+    "an impossible one": [(ONE, Score(-3.0)), (OTHER, Score(-math.inf))],
+    "bounds": [
+        (ONE, Score(-3.0, kind=Kind.UPPER_BOUND, stderr=0.3)),
+        (OTHER, Score(-1.0, kind=Kind.UPPER_BOUND, stderr=0.4)),
+    ],
+    "one bound three times": [(ONE, Score(-3.0, kind=Kind.UPPER_BOUND, stderr=0.3, note="a"))] * 3,
+    "of two notes": [(ONE, Score(-3.0, note="a", stderr=0.3)), (OTHER, Score(-1.0, note="b", stderr=0.4))],
+    "a bound among likelihoods": [
+        (ONE, Score(-3.0)),
+        (OTHER, Score(-1.0, kind=Kind.NO_BOUND, stderr=0.1)),
+        (EMPTY, Score(0.0, kind=Kind.UPPER_BOUND, stderr=0.0)),
+    ],
+    "over seeds": [
+        (ONE, Score(-3.0, kind=Kind.UPPER_BOUND, stderr=0.5, seeds=(-2.0, -3.0, -4.0))),
+        (OTHER, Score(-1.0, kind=Kind.UPPER_BOUND, stderr=0.5, seeds=(-1.5, -1.0, -0.5))),
+    ],
+    "with others": [
+        (ONE, Score(-3.0, others={"greedy": Score(-4.0, nfe=3, near_ties=1), "oracle": Score(-2.0)})),
+        (OTHER, Score(-1.0, others={"greedy": Score(-5.0, nfe=2, near_ties=0), "oracle": Score(-0.5)})),
+    ],
+    **{
+        f"estimates of {sizes}": [(ONE, estimate(*sizes))]
+        for sizes in ((9, 7, 7), (9, 8, 8), (9, 9, 7), (40, 29, 29), (40, 30, 30), (3, 2, 2), (4, 3, 3), (2, 0, 0))
+    },
+    "one estimate twice": [(ONE, estimate(9, 6, 5)), (ONE, estimate(9, 6, 5)), (OTHER, estimate(9, 4, 3))],
+}
+
+
+def test_sums_and_what_is_said_of_them():
+    lines = []
+    drawn = registry.find("two_phase").drawn
+    for name, pairs in SUMS.items():
+        total = Total.from_scores([window for window, _ in pairs], [score for _, score in pairs], "value")
+        lines.append(f"{name}:")
+        for key, each in (total.named or {"nothing": total}).items():
+            found = each.describe() | {of: getattr(each, of) for of in OF_SUMS}
+            lines += [f"    {line}" for line in golden.listed(key, found)]
+        if pairs:
+            lines.append(f"    in the log: {total.summary()}")
+            lines.append(f"    if drawn: {total.summary(drawn)}")
+    check("sums", lines)
+
+
+def test_documents_are_complete_with_their_last_window():
+    """Each once, with its windows in order; a document without windows first."""
+    documents = [[ONE, OTHER], [], [OTHER], [ONE, ONE, EMPTY]]
+    asked = []
+
+    def stream(windows):
+        asked.extend(windows)
+        for n in (3, 1, 4, 0, 5, 2):
+            yield n, Score(-float(n))
+
+    found = [(n, [score.log_prob for score in scores]) for n, scores in score_documents(documents, stream)]
+    assert asked == [ONE, OTHER, OTHER, ONE, ONE, EMPTY]
+    assert found == [(1, []), (0, [0.0, -1.0]), (3, [-3.0, -4.0, -5.0]), (2, [-2.0])]
+
+
+# ---------------------------------------------------------------- labels
+
+SPECS = (
+    *({}, {"elbo_eps": "0.0"}, {"elbo_eps": "none"}, {"elbo_eps": "0.001"}, {"noise_seed": 3, "rule": "greedy"}),
+    *({"steps": "inf"}, {"steps": 12, "prediction": "plugin", "self_conditioning": "chain"}, {"noise_seeds": 8}),
+    *({"sample": "0.05", "cheap_cache": "dual"}, {"n": 2, "tau": 0.9, "strict": "true", "confidence": "tempered"}),
+)
+GIVEN = ("rule", "k", "block", "grid", "last_block", "draw_seed", "self_conditioning", "steps", "mc_samples", "device")
+
+
+def test_labels_of_estimators():
+    lines = []
+    for name, entry in registry.ESTIMATORS.items():
+        lines.append(f"{name}: {entry.title}, {'+'.join(entry.arguments)}")
+        told = ""
+        for spec in SPECS:
+            kind, note = registry.worth(name, spec)
+            labels = "; ".join(entry.qualifiers(spec))
+            before = told
+            told = f"{kind.name} {note!r}, {registry.kind_of(name, spec)!r}, labels {labels}"
+            lines.append(f"    {spec}: {told if told != before else 'the same'}")
+        if entry.drawn is not None:
+            for count in (entry.drawn.least - 1, entry.drawn.least, "none"):
+                lines.append(f"    {count}: {entry.drawn.unknown({entry.drawn.argument: count})}")
+    check("labels", lines)
+
+
+def test_arguments_that_change_nothing_are_named():
+    toy = Toy(length=12)
+    noisy = NoisyToy(length=12)
+    lines = []
+    for estimator in (
+        DuelEstimator(toy, block=4),
+        DuelEstimator(toy, block=None),
+        DuelEstimator(BlockCausal(length=12)),
+        DuelEstimator(noisy, "greedy", 3, CommitOnceArguments(noise_seed=1)),
+        Autoregressive(Causal(length=12)),
+        Elbo(toy),
+        Elbo(toy, ElboArguments(elbo_block=4)),
+        NoisedElbo(noisy),
+    ):
+        lines.append(f"{estimator.describe()}: {registry.ignored_args(GIVEN, estimator)}")
+    check("ignored", lines)
+
+
+# ---------------------------------------------------------------- costs
+
+RULES = ("greedy:k=1", "margin:k=3", "threshold:mu=0.9", "quota:steps=3", "left_to_right:k=2:seed_first=true")
+RULES += ("greedy:k=2:sub_block=3", "klass:mu=0.9:nu=0.1:kl=authors:across=true")
+LAYOUTS = (cost.Layout(2, 1, 3), cost.Layout(2, 8, 10), cost.Layout(5, 9, 16))
+
+
+def test_costs():
+    """Every field, for the ways to score; and of documents, equal ones once."""
+    lines = []
+    for kind, block, grid in ((Toy, 4, "target"), (Toy, 4, "row"), (Toy, None, "target"), (BlockCausal, 4, "row")):
+        denoiser = kind(length=20) if kind is Toy else kind(block, length=20)
+        for rule, layout in itertools.product(RULES, LAYOUTS):
+            setting = cost.Setting(denoiser, parse(rule), block, grid)
+            lines.append(
+                f"{kind.__name__} {block} {grid} {rule} {[*layout]}: {[*setting.exact(layout)]} {setting.is_exact}"
+            )
+        for layout in LAYOUTS:
+            setting = cost.Setting(denoiser, parse("greedy:k=2"), block, grid)
+            lines.append(f"    elbo {[*setting.elbo(layout, 3)]}, lattice {[*setting.lattice(layout)]}")
+            if kind is Toy:
+                lines.append(
+                    f"    prefix {[*setting.cached(layout, 'prefix')]}, dual {[*setting.cached(layout, 'dual')]}"
+                )
+                lines.append(f"    two phases {[*setting.two_phase(layout, 0.3)]}")
+    noised = cost.Setting(NoisyToy(length=20), parse("greedy"), None, "target")
+    lines += [f"noised {[*noised.noised(layout, 3, 2)]}" for layout in LAYOUTS]
+    texts = [ONE, OTHER, ONE, EMPTY, Window((1,), (1, 2))]
+    setting = cost.Setting(Toy(length=20), parse("greedy"), 2, "target")
+    lines.append(f"layouts {dict(cost.layouts(texts))}")
+    lines.append(f"together {cost.sum_over(cost.layouts(texts), lambda layout: setting.two_phase(layout, 0.07))}")
+    check("costs", lines)
+
+
+# ---------------------------------------------------------------- schedules, draws and levels
+
+
+def test_schedules():
+    lines = []
+    for m, steps in itertools.product((1, 2, 3, 4, 7, 12), (1, 2, 3, 5, 12, 20)):
+        lines.append(f"{m} in {steps}: even {even_counts(m, steps)}, dream {dream_counts(m, steps)}")
+    for counts in (
+        StepCounts(),
+        StepCounts(3),
+        StepCounts(2, or_more=True),
+        StepCounts(steps=3),
+        StepCounts(steps=3, schedule="dream"),
+    ):
+        for m in (1, 4, 7):
+            left = [counts.of_state(m, masked) for masked in range(1, m + 1)]
+            lines.append(f"{counts} of {m}: {counts.of_block(m)}, by what is left {left}")
+    for steps in (1, 2, 5):
+        lines += golden.listed(f"shares of {steps} steps", dream_shares(steps).tolist())
+        lines += golden.listed(f"draws of {steps} steps", step_shares(steps).tolist())
+    lines.append(f"replicates: {[replicates(count) for count in range(1, 41)]}")
+    for share in (0.01, 0.5, 1.0):
+        lines += golden.listed(f"sample {share}", block_sample_weights([3, 9], [7, 4], share, 1).flatten().tolist())
+    levels = torch.tensor([0.0, 0.1, 0.25, 0.5, 0.6, 0.75, 0.999], dtype=torch.float64)[:, None]
+    for noise in (NoisyToy().noise_training.noise, NoisyToy(share=0.2).noise_training.noise):
+        for name, planes in (
+            ("times", noise.time_from_uniform(levels)),
+            ("level", noise.level(levels, 1 - levels)),
+            ("rates", noise.rates(levels[1:], 1 - levels[1:])),
+        ):
+            for n, plane in enumerate(planes):
+                lines += golden.listed(f"{noise.name}, {name} {n}", plane.flatten().tolist())
+    check("schedules", lines)
+
+
+# ---------------------------------------------------------------- checks
+
+
+def kinds():
+    """A network of each kind that checks tell apart, with ids 0 to 3, of which 3 is [MASK], and rows of 8 positions."""
+    yield "bidirectional", Toy()
+    yield "shifted", Attends(shift=1)
+    yield "cached", Cached(Attends(), "dual")
+    yield "causal", Causal()
+    yield "in blocks of 3", BlockCausal(3)
+    yield "causal prefix, blocks of 2", CausalPrefix(block=2)
+    yield "random tokens", NoisyToy(length=8)
+    yield "without id 1", excluding(Toy(), [1])
+    padded = Toy(unused=2)
+    padded.image_ids = frozenset({2})
+    yield "with images and padding", padded
+    visible = Toy()
+    visible.needs_visible = True
+    yield "that divides by visible tokens", visible
+
+
+PARTS = {
+    "8 positions": Window((0,), (1,) * 7),
+    "9 positions": Window((0,), (1,) * 8),
+    "no context": Window((), (0, 1, 0)),
+    "no target": Window((0,), ()),
+    "nothing": Window((), ()),
+    "suffix up to the border": Window((0,), (1, 0), (2,) * 2),
+    "suffix over the border": Window((0,), (1, 0), (2,) * 4),
+    "tail at the border": Window((0, 0, 0), (1, 0, 0), (), 1),
+    "tail off the border": Window((0, 0, 0), (1, 0), (), 1),
+    "known": Window((0,), (1, 0, 0), known=(1,)),
+    "the last id": Window((0,), (2,)),
+    "mask": Window((0,), (0, 3)),
+    "mask in the context": Window((3,), (0,)),
+    "id 4": Window((0,), (4,)),
+    "id 6": Window((0,), (6,)),
+    "id -1": Window((-1,), (0,)),
+}
+
+
+def test_which_windows_are_refused():
+    """With the numbers that the error names."""
+    lines = []
+    for (kind, denoiser), (name, window) in itertools.product(kinds(), PARTS.items()):
+        block = denoiser.block or (1 if denoiser.attention == "causal" else 3)
+        grid = resolve_grid(denoiser, "auto")
+        found = [answer(check_windows, denoiser, block, grid, [EMPTY, window], each) for each in (False, True)]
+        lines.append(f"{kind}, {name}: {found[0]}; generated {'the same' if found[0] == found[1] else found[1]}")
+    check("refused", lines)
+
+
+def test_blocks_and_grids_of_networks():
+    lines = []
+    for kind, denoiser in kinds():
+        blocks = [answer(resolve_block, denoiser, block) for block in ("auto", None, 1, 2, 3, 0)]
+        grids = [answer(resolve_grid, denoiser, grid) for grid in ("auto", "target", "row")]
+        lines.append(f"{kind}: {blocks} {grids}")
+    published = Toy()
+    published.published_block = 5
+    lines.append(f"published: {resolve_block(published, 'auto')} {resolve_block(published, 4)}")
+    for block, only in itertools.product((1, 12, 13, None), (False, True)):
+        found = [answer(check_block, name, block, only) for name in ("oracle", "sampled_order")]
+        lines.append(f"every order in {block}: {found}")
+    check("blocks", lines)
+
+
+# ---------------------------------------------------------------- recorded orders
+
+
+def test_departures_from_a_rule():
+    """Along the other orders of a text: where the rule would have picked others, and by how much."""
+    duel = DuelEstimator(Toy(), "greedy", 3)
+    window = Window((1,), (2, 0, 1, 1))
+    steps = [(*order, 0) for order in itertools.permutations(range(3))] + [(0, 0, 1, 0), (4, 4, 9, 11)]
+    lines = []
+    for order, found in zip(steps, follow(duel, [window] * len(steps), steps, None), strict=True):
+        lines += golden.listed(f"order {order}", dataclasses.asdict(found) | {"differences": ()})
+        lines += [line for each in found.differences for line in golden.listed("    departs", each)]
+    sampler = {"n": 1, "confidence": "tempered"}
+    lines += golden.listed("sampled", dataclasses.asdict(follow(duel, [window], steps[:1], sampler)[0]))
+    check("departures", lines)
+    assert [Departure(0, 0, margin).near_tie for margin in (None, 0.0, 9.9e-5, 1.1e-4)] == [False, True, True, False]
+
+
+@pytest.mark.parametrize(
+    ("steps", "numbers"),
+    [([(0, 1, 2)], "0 4 3"), ([(0, 1, 2, 0)] * 2, "1 2"), ([(0, 2, 1, 1)], "0"), ([(0, 0, 2, 0)], "0")],
+)
+def test_orders_that_do_not_fit_are_refused(steps, numbers):
+    duel = DuelEstimator(Toy(), "greedy", 3)
+    found = answer(duel.replay, [Window((1,), (2, 0, 1, 1))], steps)
+    assert isinstance(found, str) and found.startswith(f"error with {numbers}"), found
+    assert Replay(((0, 1),)).may_pick_none
