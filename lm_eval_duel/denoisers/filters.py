@@ -115,7 +115,7 @@ def excluding(denoiser: Denoiser, ids: Sequence[int]) -> Denoiser:
     return twin
 
 
-def ties(denoiser: Denoiser, rule: Rule) -> str | None:
+def tie_warning(denoiser: Denoiser, rule: Rule) -> str | None:
     """The reason that all positions tie under `rule`, as a sentence, if only one token is left in each; else None.
 
     The most probable of V tokens has at least 1/V, so a top_p of at most that keeps it alone.

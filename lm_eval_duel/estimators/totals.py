@@ -289,20 +289,20 @@ class Unfinished:
 
     Args:
         documents: The windows of each document, by its index.
-        known: Scores of windows that need not be scored again.
+        saved: Scores of windows that need not be scored again.
     """
 
-    def __init__(self, documents: Mapping[int, Sequence[Window]], known: Mapping[Window, Score] = MappingProxyType({})):
+    def __init__(self, documents: Mapping[int, Sequence[Window]], saved: Mapping[Window, Score] = MappingProxyType({})):
         self.documents = documents
         self.scores: dict[int, dict[int, Score]] = {}  # of each document that is not complete, by place
-        self.known: list[Window] = []  # windows with a score
+        self.saved: list[Window] = []  # windows that have a score already
         self.missing: list[tuple[int, int]] = []  # (document, place) of each window without a score
         for n, windows in documents.items():
             self.scores[n] = {}
             for place, window in enumerate(windows):
-                if window in known:
-                    self.scores[n][place] = known[window]
-                    self.known.append(window)
+                if window in saved:
+                    self.scores[n][place] = saved[window]
+                    self.saved.append(window)
                 else:
                     self.missing.append((n, place))
 

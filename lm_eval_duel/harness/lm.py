@@ -11,7 +11,7 @@ from lm_eval.api.model import TemplateLM
 from lm_eval_duel import fingerprint
 from lm_eval_duel.console.command_line import key_values
 from lm_eval_duel.demo import BUNDLED
-from lm_eval_duel.denoisers.filters import ties
+from lm_eval_duel.denoisers.filters import tie_warning
 from lm_eval_duel.errors import DuelError, unchained
 from lm_eval_duel.estimators import registry
 from lm_eval_duel.harness import patches, stats
@@ -72,7 +72,7 @@ class DuelMDM(TemplateLM):
 
     def _log_spec(self, arguments: dict[str, Any]) -> None:
         """Log what the numbers depend on, and which of the given arguments they do not."""
-        note = ties(self.denoiser, self.options.rule) if self.estimator.decodes else None
+        note = tie_warning(self.denoiser, self.options.rule) if self.estimator.decodes else None
         if note:
             log.warning("%s", note)
         registry.name_ignored_args(arguments, self.estimator)

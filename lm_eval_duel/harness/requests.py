@@ -1,4 +1,4 @@
-"""The harness's requests: the distinct ones of a call, their names, the windows of their texts, and their answers."""
+"""The harness's requests: the distinct ones of a call, their names, and the windows of their texts."""
 
 from __future__ import annotations
 
@@ -9,13 +9,11 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from lm_eval_duel.core.scores import Kind
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.errors import naming
-from lm_eval_duel.estimators.totals import Total
 from lm_eval_duel.tasks.data import TOKENS
 from lm_eval_duel.text.annotated import Gap
-from lm_eval_duel.text.text import TextEncoder, shorter_than_a_block
+from lm_eval_duel.text.text import TextEncoder
 
 if TYPE_CHECKING:
     from lm_eval.api.instance import Instance
@@ -141,35 +139,7 @@ def document_windows(text: TextEncoder, requests: Sequence[Instance]) -> list[li
         with naming(name(request)):
             windows.append(text.windows(document, counted))
 
-    if not text.denoiser.by_blocks:
-        note = shorter_than_a_block(itertools.chain(*windows), text.block)
-        if note:
-            log.info("%s", note)
+    note = text.note_on_blocks(itertools.chain(*windows))
+    if note:
+        log.info("%s", note)
     return windows
-
-
-# ---------------------------------------------------------------- answers
-
-
-class TextLogLikelihood(float):
-    """The log-likelihood of a whole text or of a gap, with `text` and `tokens` for data that do not count tokens."""
-
-    __slots__ = ("is_exact", "is_greedy", "stderr", "text", "tokens")
-    text: str
-    tokens: int
-    stderr: float | None  # Monte Carlo
-    is_greedy: bool  # decoding would write the text
-    is_exact: bool  # a likelihood, not a bound or an estimate
-    sees_suffix = True  # the text after a gap was visible; answers of other models lack this
-
-    def __new__(cls, total: Total, text: str) -> TextLogLikelihood:
-        self = super().__new__(cls, total.log_prob)
-        self.text = text
-        self.tokens = total.tokens
-        self.stderr = total.stderr
-        self.is_greedy = total.is_greedy
-        self.is_exact = total.value.kind is Kind.LIKELIHOOD
-        return self
-
-    def __reduce__(self) -> tuple[Any, ...]:  # ranks exchange plain numbers
-        return float, (float(self),)

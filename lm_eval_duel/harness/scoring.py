@@ -28,17 +28,15 @@ from lm_eval_duel.estimators.duel import DuelEstimator
 from lm_eval_duel.estimators.totals import Total, Unfinished
 from lm_eval_duel.harness.distributed import Ranks
 from lm_eval_duel.harness.patches import BUILT
-from lm_eval_duel.harness.progress import Progress, SoFar
 from lm_eval_duel.harness.requests import (
     Batch,
-    TextLogLikelihood,
     continuation_windows,
     document_of,
     document_windows,
     name,
     random_order,
 )
-from lm_eval_duel.harness.stats import RunStats, Share, peak_memory
+from lm_eval_duel.harness.stats import Progress, RunningEstimate, RunStats, Share, peak_memory
 from lm_eval_duel.harness.store import Answers, ResponseCache
 from lm_eval_duel.options import Options
 from lm_eval_duel.results.trace import Writer, record
@@ -126,7 +124,7 @@ class Evaluation:
         options = dataclasses.replace(self.options, estimator="duel", estimator_args=arguments)
         return registry.make(self.estimator.denoiser, options).with_counts(self.counts)
 
-    @property
+    @cached_property
     def method(self) -> str:
         """The estimator and its rule, for the progress bar."""
         name = self.estimator.name
@@ -136,11 +134,16 @@ class Evaluation:
     # ------------------------------------------------------------ while requests are answered
 
     def begin(
-        self, kind: str, tokens: Sequence[int], remaining: Sequence[int], title: str = "", so_far: SoFar | None = None
+        self,
+        kind: str,
+        tokens: Sequence[int],
+        remaining: Sequence[int],
+        title: str = "",
+        running: RunningEstimate | None = None,
     ) -> Progress:
         """Count the answers from the response cache, and show the progress of the requests that remain."""
         hidden = not self.show_progress or self.ranks.rank != 0
-        self.progress = Progress(kind, tokens, remaining, self.counts, title, so_far, hidden)
+        self.progress = Progress(kind, tokens, remaining, self.counts, title, running, hidden)
         from_cache = self.progress.finished  # nothing is computed yet
         if self.store is not None:
             log.info("Cached requests: %d, Requests remaining: %d", from_cache, len(remaining))  # as lm-eval
@@ -175,7 +178,7 @@ class Evaluation:
         """Log what was finished, what of it is saved, and the estimates so far."""
         rank = self.ranks.rank
         log.warning("Interrupted by %s on rank %d after %s. %s", signal.name, rank, self.progress, self.saved)
-        estimates = str(self.progress.so_far or "")
+        estimates = str(self.progress.running or "")
         if estimates:
             name = self.estimator.name
             log.warning("Estimate so far (estimator=%s), from this rank's documents: %s", name, estimates)
@@ -241,6 +244,30 @@ class Evaluation:
         return total
 
 
+class TextLogLikelihood(float):
+    """The log-likelihood of a whole text or of a gap, with `text` and `tokens` for data that do not count tokens."""
+
+    __slots__ = ("is_exact", "is_greedy", "stderr", "text", "tokens")
+    text: str
+    tokens: int
+    stderr: float | None  # Monte Carlo
+    is_greedy: bool  # decoding would write the text
+    is_exact: bool  # a likelihood, not a bound or an estimate
+    sees_suffix = True  # the text after a gap was visible; answers of other models lack this
+
+    def __new__(cls, total: Total, text: str) -> TextLogLikelihood:
+        self = super().__new__(cls, total.log_prob)
+        self.text = text
+        self.tokens = total.tokens
+        self.stderr = total.stderr
+        self.is_greedy = total.is_greedy
+        self.is_exact = total.value.is_exact
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:  # ranks exchange plain numbers
+        return float, (float(self),)
+
+
 class Scoring:
     """The requests of one call while they are scored.
 
@@ -299,11 +326,11 @@ class Scoring:
     def begin(self, order: Sequence[int], remaining: Sequence[int]) -> Progress:
         """Begin to show the progress. `order`: of all requests; `remaining`: those without an answer."""
         tokens = [sum(len(window.target) for window in parts) for parts in self.windows]
-        so_far = None
+        running = None
         if self.shuffled:
             documents = [(n, str(self.requests[n].task_name), tokens[n]) for n in order]
-            so_far = SoFar(documents, self.finished, self.evaluation.stats.tasks)
-        return self.evaluation.begin(self.kind, tokens, remaining, f" {self.evaluation.method}", so_far)
+            running = RunningEstimate(documents, self.finished, self.evaluation.stats.tasks)
+        return self.evaluation.begin(self.kind, tokens, remaining, f" {self.evaluation.method}", running)
 
     def scored(self, remaining: Sequence[int], progress: Progress) -> Iterator[tuple[int, list[Score]]]:
         """(index, scores of its windows) of each remaining request, as its last window is scored.
@@ -312,8 +339,8 @@ class Scoring:
         """
         kept = self.store.kept(remaining)
         unfinished = Unfinished({n: self.windows[n] for n in remaining}, kept)
-        for window in unfinished.known:
-            progress.add_known(len(window.target))
+        for window in unfinished.saved:
+            progress.add_saved(len(window.target))
         yield from unfinished.complete()
 
         for (n, place), score in self.scored_windows(unfinished.missing):

@@ -26,7 +26,7 @@ from lm_eval_duel.arguments import (
 from lm_eval_duel.core.denoiser import Denoiser
 from lm_eval_duel.core.scores import Sample
 from lm_eval_duel.core.windows import Ids, Window
-from lm_eval_duel.denoisers.filters import ties, warped
+from lm_eval_duel.denoisers.filters import tie_warning, warped
 from lm_eval_duel.errors import DuelError, unknown
 from lm_eval_duel.estimators.checks import check_windows
 from lm_eval_duel.estimators.duel import DuelEstimator
@@ -216,7 +216,7 @@ class Generator:
         """Warnings: settings without effect, and that all positions tie, so that the rule has nothing to choose by."""
         notes = [*self.settings.notes]
         if self.settings.temperature:
-            tie = ties(self.duel.denoiser, self.duel.rule)
+            tie = tie_warning(self.duel.denoiser, self.duel.rule)
             if tie:
                 notes.append(tie)
         return notes

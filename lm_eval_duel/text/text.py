@@ -328,6 +328,12 @@ class TextEncoder:
             raise DuelError("windows=harness needs a BOS or EOS token, and this tokenizer has none. Use independent.")
         return rolling(ids, self.start, self.capacity, self.suffix)
 
+    def note_on_blocks(self, windows: Iterable[Window]) -> str:
+        """A sentence if no target fills a block, so that another `block` would give the same value; empty otherwise."""
+        if self.denoiser.by_blocks:  # it has no other block
+            return ""
+        return shorter_than_a_block(windows, self.block)
+
     def _without_unseen(self, window: Window) -> Window:
         """A window without its suffix if that begins a block of its own, which no block with a target sees."""
         if not self.denoiser.by_blocks or window.context or len(window.target) % (self.block or 1):

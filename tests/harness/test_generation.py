@@ -11,7 +11,7 @@ from toys import BlockCausal, Toy
 
 from lm_eval_duel import rules
 from lm_eval_duel.core.windows import Window
-from lm_eval_duel.denoisers.filters import ties, warped
+from lm_eval_duel.denoisers.filters import tie_warning, warped
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.estimators.duel import DuelEstimator
 from lm_eval_duel.harness.generation import key_of
@@ -171,10 +171,10 @@ def test_one_token_in_every_position_is_left_to_right():
     for rule in ("greedy", "margin", "log_margin", "entropy", *whole):
         (one,) = DuelEstimator(only, rule, 4).sample([(1,)], 4, do_sample=False)
         assert one.reveal_steps == ((0, 0, 0, 0) if rule in whole else (0, 1, 2, 3))
-        assert ties(only, rules.parse(rule)).startswith("top_k=1 leaves one token in every position")
-    assert ties(only, rules.parse("right_to_left")) is None  # an order of its own
+        assert tie_warning(only, rules.parse(rule)).startswith("top_k=1 leaves one token in every position")
+    assert tie_warning(only, rules.parse("right_to_left")) is None  # an order of its own
     greedy = rules.parse("greedy")
-    assert ties(warped(Toy(), 0.5, 2, 0.4), greedy) is None and ties(warped(Toy(), top_p=0.3), greedy)
+    assert tie_warning(warped(Toy(), 0.5, 2, 0.4), greedy) is None and tie_warning(warped(Toy(), top_p=0.3), greedy)
 
 
 @pytest.fixture(scope="module")

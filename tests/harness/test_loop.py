@@ -7,9 +7,8 @@ from harness_requests import ask, cached
 from lm_eval_duel.audit.verify import Verification
 from lm_eval_duel.estimators.totals import Unfinished
 from lm_eval_duel.harness.lm import DuelMDM
-from lm_eval_duel.harness.progress import Progress, SoFar
 from lm_eval_duel.harness.scoring import Evaluation
-from lm_eval_duel.harness.stats import RunStats
+from lm_eval_duel.harness.stats import Progress, RunningEstimate, RunStats
 from lm_eval_duel.harness.store import Answers, ResponseCache
 from lm_eval_duel.results.trace import Writer
 
@@ -29,7 +28,7 @@ STEPS = [  # kind, class, method, of which call it fails, windows that are lost
     (ROLLING, ResponseCache, "forget", 1, 0),
     (ROLLING, RunStats, "add_request", 2, 0),
     (ROLLING, Verification, "keep", 2, 0),
-    (ROLLING, SoFar, "__str__", 1, 0),
+    (ROLLING, RunningEstimate, "__str__", 1, 0),
     (ROLLING, Progress, "add_window", 2, 1),  # a request of one window
     (ROLLING, Progress, "finish_request", 2, 0),
     (ROLLING, Writer, "write", 3, 0),  # the first writes the header

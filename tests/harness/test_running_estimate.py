@@ -16,8 +16,8 @@ from lm_eval_duel.core.windows import Window
 from lm_eval_duel.estimators import base
 from lm_eval_duel.estimators.duel import DuelEstimator
 from lm_eval_duel.harness.lm import DuelMDM
-from lm_eval_duel.harness.progress import Progress, SoFar, estimate
 from lm_eval_duel.harness.requests import make_request, random_order
+from lm_eval_duel.harness.stats import Progress, RunningEstimate, estimate
 from lm_eval_duel.harness.store import Answers
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
@@ -63,9 +63,9 @@ def test_the_estimate_of_a_killed_run_is_that_by_hand(folder, tmp_path, monkeypa
         cached(model, tmp_path).loglikelihood_rolling(requests(TEXTS))
     order = [TEXTS[n] for n in random_order(requests(TEXTS), 0)]
     assert order != TEXTS and order != sorted(TEXTS, key=len, reverse=True)
-    so_far = model.evaluation.progress.so_far
+    running = model.evaluation.progress.running
     value, low, high = by_hand(order, finished)
-    assert str(so_far) == f"ppl {value:.4g} [{low:.4g}, {high:.4g}] (95 % interval of the final value)"
+    assert str(running) == f"ppl {value:.4g} [{low:.4g}, {high:.4g}] (95 % interval of the final value)"
     sample = [*itertools.takewhile(finished.__contains__, order)]
     log_probs = [finished[text] for text in sample]
     sizes = [len(text.split()) for text in sample]
@@ -115,11 +115,11 @@ def test_intervals_cover_the_final_value_and_long_documents_do_not_bias():
 def test_few_documents_have_no_interval_and_none_no_estimate():
     sizes = (4, 9, 2, 5, 7, 8)
     log_probs = {n: -3.0 * sizes[n] for n in (0, 1, 3, 4)}
-    so_far = SoFar([(n, "toy", size) for n, size in enumerate(sizes)], log_probs, {})
-    assert str(so_far) == "ppl 20.09 over 2 of 6 documents"
+    running = RunningEstimate([(n, "toy", size) for n, size in enumerate(sizes)], log_probs, {})
+    assert str(running) == "ppl 20.09 over 2 of 6 documents"
     assert estimate([-12.0, -27.0], [4, 9], 6) == (pytest.approx(math.e**3), None, None)
     log_probs.pop(0)
-    assert str(so_far) == ""
+    assert str(running) == ""
     assert estimate([], [], 6) is None
 
 
@@ -172,9 +172,9 @@ def test_the_bar_counts_the_work_on_unfinished_windows():
     counts.lane_steps = 10
     progress.add_window(12, 6)
     assert (progress.bar.n, progress.bar.total) == (20, 42)
-    progress.add_known(8)
+    progress.add_saved(8)
     assert (progress.bar.n, progress.bar.initial) == (28, 8)
     counts.lane_steps = 21
     progress.add_window(22, 15)
     assert progress.bar.n == 42
-    Progress("loglikelihood_rolling", [12], [0], counts, hidden=True).add_known(8)
+    Progress("loglikelihood_rolling", [12], [0], counts, hidden=True).add_saved(8)
