@@ -1,19 +1,18 @@
 """The lattice: every set of masked positions of a block, evaluated once. All orders of a block are paths through it.
 
-w(H, j) is the log-prob of the target token at position j while the positions H are masked and the targets show
-elsewhere: 2^m - 1 states of a block of m positions instead of m! orders of m steps. With V(empty set) = 0, smaller sets
-first:
+w(H, j) is the log-prob of the target token at position j while the positions in H are masked and the others show their
+targets. A block of m positions has 2^m - 1 such states, but m! orders. From V(empty set) = 0, in ascending size of H:
 
     elbo_exact  V(H) = mean over j in H of  w(H, j) + V(H - j)      what the ELBO with elbo_block = block estimates
     mixture     V(H) = log of the mean of   exp(w(H, j) + V(H - j)) the exact likelihood of a uniformly random order
     oracle      V(H) = max                  w(H, j) + V(H - j)      it sees the targets: NOT a likelihood
     a rule      the path that it picks, for every state-only rule, without further network calls
 
-Summed over blocks, elbo_exact <= mixture <= oracle, and oracle >= every one-at-a-time rule. Blocks are taken in chunks.
-A chunk's tables are filled call by call, and folded when all of its states are there.
+Summed over blocks, elbo_exact <= mixture <= oracle, and oracle >= every one-at-a-time rule. Blocks are taken in chunks:
+the tables of a chunk are filled call by call, and folded once all of its states are there.
 
-Shapes: N windows, L row length, R lanes, W block width, B blocks of a chunk, S = 2^W states (a set of masked positions,
-by number: the sum of 2^position), F rules.
+Shapes: N windows, L row length, R lanes, W block width, B blocks of a chunk, S = 2^W states (a set of masked positions
+is the number whose bits it sets: the sum of 2^position), F rules.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ from lm_eval_duel.estimators.checks import check_every_order
 from lm_eval_duel.estimators.moves import from_bitmask, to_bitmask
 from lm_eval_duel.estimators.registry import ESTIMATORS, LATTICE
 
-TABLE = 1 << 22  # the most values of a table of a chunk
+TABLE = 1 << 22  # the most values (blocks, states and positions) in a table of a chunk: 32 MiB
 KINDS = {name: ESTIMATORS[name].kind for name in LATTICE}
 
 
@@ -50,7 +49,7 @@ class Lattice(Estimator):
         denoiser: A network that is not autoregressive.
         block: At most 12 positions.
         arguments: The state-only rules whose paths are scored as well, such as "greedy:k=2". None: `rule`, if it is
-            one.
+            state-only.
         estimator: The value that is the `log_prob` of the scores: "elbo_exact", "mixture" or "oracle". Scores hold all
             three.
         rule: The rule of the run.
@@ -82,7 +81,7 @@ class Lattice(Estimator):
         self.empty_score = self.score(dict.fromkeys(LATTICE, 0.0), paths)
 
     def score(self, values: Mapping[str, float], paths: Mapping[str, Score], **order: Any) -> Score:
-        """The score of a window from its values over all orders, the scores of rules, and the value's own `order`."""
+        """The score of a window: its values over all orders, the scores of rules, and the order that has its value."""
         others = {name: Score(value, kind=KINDS[name]) for name, value in values.items() if name != self.name}
         return Score(values[self.name], **order, kind=KINDS[self.name], others={**others, **paths})
 
@@ -101,8 +100,9 @@ class LatticeAccumulator:
         count, self.length = group.rows.ids.shape
         like = torch.zeros(count, self.length, dtype=torch.float64, device=group.rows.ids.device)  # (N, L)
         self.totals = like.new_zeros(count, len(LATTICE))  # (N, 3)
-        self.shares = like.new_zeros(count, self.length + 1)  # (N, L + 1) each column's share of elbo_exact
-        self.best = Orders(group.rows, lattice.traced)  # the oracle's
+        # each column's share of elbo_exact; one column more than the rows takes what is not scored
+        self.shares = like.new_zeros(count, self.length + 1)  # (N, L + 1)
+        self.best = Orders(group.rows, lattice.traced)  # the oracle's orders
         self.paths = [Orders(group.rows, lattice.traced) for _ in lattice.rules]
         self.chunks: dict[int, OrderChunk] = {}
         self.waiting = [len(lattice.blocks(window)) for window in group.windows]  # blocks that are missing
@@ -112,19 +112,18 @@ class LatticeAccumulator:
         group = self.group
         spans = self.lattice.block_spans(group)
         wide = max(width for _, _, width in spans)
+        most_blocks = TABLE // (wide << wide)  # (S, W) values each
 
-        most = TABLE // (wide << wide)  # blocks whose tables (S, W) fit into memory
-
-        def size(room: int) -> int:
+        def blocks_of_chunk(room: int) -> int:
             blocks_of_call = -(-room // (1 << wide))  # rounded up
-            return min(most, 4 * blocks_of_call)  # a chunk fills several calls
+            return min(most_blocks, 4 * blocks_of_call)  # a chunk fills several calls, of which the last is not full
 
-        for begun, (fresh, _) in enumerate(self.lattice.batches(group, spans, size, EVALUATE_ALL)):
-            lanes = every_set(group, fresh, begun)
-            self.chunks[begun] = self._empty(fresh, len(lanes))
+        for n, (fresh, _) in enumerate(self.lattice.batches(group, spans, blocks_of_chunk, EVALUATE_ALL)):
+            lanes = every_set(group, fresh, n)
+            self.chunks[n] = self._empty_chunk(fresh, len(lanes))
             yield lanes
 
-    def _empty(self, lanes: Lanes, states: int) -> OrderChunk:
+    def _empty_chunk(self, lanes: Lanes, states: int) -> OrderChunk:
         """Empty tables of these fresh blocks, of which `states` states will be evaluated."""
         wide = lanes.masked.shape[1]
         log_probs = self.totals.new_full((len(lanes), 1 << wide, wide), math.nan)  # (B, S, W)
@@ -137,28 +136,31 @@ class LatticeAccumulator:
         """Enter the log-probs of these states, and what each rule would pick."""
         predictions = step.predictions
         log_prob = step.log_prob  # (R, W)
-        number, block = (plane[:, 0] for plane in step.lanes.memory)  # (R,) each: of the chunk, and of the block there
+        chunk_number, block = (plane[:, 0] for plane in step.lanes.memory)  # (R,) each; the block within its chunk
         lanes = dataclasses.replace(step.lanes, memory=())  # the rules have none
         state = to_bitmask(lanes.masked)  # (R,)
         statistics = [getattr(predictions, name).double() for name in STATISTICS] if self.lattice.traced else []
-        decided = [rule(predictions, lanes) for rule in self.followed]
-        for rule, choice in zip(self.lattice.rules, decided, strict=True):
-            require_pick(rule, choice)
-        parts = {n: number == n for n in number.unique().tolist()}
-        for n, mine in parts.items():
+        decisions = [rule(predictions, lanes) for rule in self.followed]
+        for rule, decision in zip(self.lattice.rules, decisions, strict=True):
+            require_pick(rule, decision)
+
+        lanes_of_chunk = {n: chunk_number == n for n in chunk_number.unique().tolist()}
+        for n, members in lanes_of_chunk.items():
             chunk = self.chunks[n]
-            at = block[mine], state[mine]
-            wide = slice(chunk.log_probs.shape[2])
-            chunk.log_probs[at] = log_prob[mine, wide]
+            at = block[members], state[members]
+            wide = slice(chunk.log_probs.shape[2])  # a call may hold wider blocks of another chunk
+            chunk.log_probs[at] = log_prob[members, wide]
             for t, plane in enumerate(statistics):
-                chunk.statistics[..., t][at] = plane[mine, wide]
-            for f, choice in enumerate(decided):
-                chunk.after[..., f][at] = to_bitmask(lanes.masked & ~choice.pick)[mine]
-                chunk.near_tie[..., f][at] = choice.near_tie[mine]
-        for n, mine in parts.items():  # once everything is entered: a step that runs out of memory comes again
-            self.chunks[n].missing -= int(mine.sum())
-        for path, choice in zip(self.paths, decided, strict=True):
-            path.has_margins &= choice.decision_margin is not None
+                chunk.statistics[..., t][at] = plane[members, wide]
+            for f, decision in enumerate(decisions):
+                chunk.after[..., f][at] = to_bitmask(lanes.masked & ~decision.pick)[members]
+                chunk.near_tie[..., f][at] = decision.near_tie[members]
+
+        # only now that everything is entered: a step that runs out of memory is taken again
+        for n, members in lanes_of_chunk.items():
+            self.chunks[n].missing -= int(members.sum())
+        for path, decision in zip(self.paths, decisions, strict=True):
+            path.has_margins &= decision.decision_margin is not None
 
     def take(self, finished: Lanes) -> IndexedScores:
         """(row, score) of the windows that have all their blocks. Complete chunks are folded."""
@@ -176,7 +178,8 @@ class LatticeAccumulator:
         lanes = chunk.lanes
         values, share, best = fold(chunk.log_probs, lanes.masked)  # (B, 3), (B, W), (B, S)
         self.totals.index_put_((lanes.row,), values, accumulate=True)
-        self.shares[lanes.row[:, None], torch.where(lanes.masked, lanes.columns, self.length)] = share
+        column = torch.where(lanes.masked, lanes.columns, self.length)  # (B, W)
+        self.shares[lanes.row[:, None], column] = share
         self.best.follow(chunk, best, torch.zeros_like(best, dtype=torch.bool))
         for after, near_tie, orders in zip(chunk.after.unbind(2), chunk.near_tie.unbind(2), self.paths, strict=True):
             orders.follow(chunk, after, near_tie)
@@ -217,7 +220,7 @@ class OrderChunk:
 
 
 class Orders(ScoreAccumulator):
-    """A path through the blocks of each window. Nothing is known of decoding, so no score of it is greedy."""
+    """A path through the blocks of each window. It says nothing about decoding, so none of its scores is greedy."""
 
     def follow(self, chunk: OrderChunk, after: torch.Tensor, near_tie: torch.Tensor) -> None:
         """Enter the path of each block, from the state in which all its positions are masked until none is.
@@ -230,42 +233,50 @@ class Orders(ScoreAccumulator):
         step = 0
         block = torch.arange(len(row), device=row.device)  # (B,)
         while (unfinished := state > 0).any():
-            following = after[block, state] * unfinished  # (B,)
+            following = after[block, state] * unfinished  # (B,) finished blocks stay at 0, the empty set
             picked = from_bitmask(state & ~following, columns.shape[1])  # (B, W)
             b, position = picked.nonzero().unbind(1)  # (c,)
-            where = row[b], columns[b, position]
+            cell = row[b], columns[b, position]
             at = b, state[b], position
-            self.reveal_steps[where] = step
-            self.log_probs[where] = chunk.log_probs[at]
+            self.reveal_steps[cell] = step
+            self.log_probs[cell] = chunk.log_probs[at]
             for t, plane in enumerate(self.statistics.values()):
-                plane[where] = chunk.statistics[..., t][at]
+                plane[cell] = chunk.statistics[..., t][at]
             tied = unfinished & near_tie[block, state]  # (B,)
-            never = torch.zeros_like(unfinished)  # (B,) starts from masks alone are not counted on a path
-            sums = torch.stack([picked.sum(1), unfinished, unfinished, tied, never], 1).long()  # (B, 5)
-            self.sums.index_add_(0, row, sums)
+            # As in `ScoreAccumulator.add`. Every step counts as one that argmax decoding would miss, and starts from
+            # masks alone are not counted on a path.
+            missed = unfinished
+            all_mask = torch.zeros_like(unfinished)  # (B,)
+            counted = [picked.sum(1), unfinished, missed, tied, all_mask]
+            self.sums.index_add_(0, row, torch.stack(counted, 1).long())  # (B, 5)
             state = following
             step += 1
 
 
-def every_set(group: WindowGroup, fresh: Lanes, begun: int) -> Lanes:
-    """Every set of masked positions of fresh blocks (B,), as a lane. Its memory says where it belongs: `begun`, the
-    number of the chunk, and the number of its block there."""
+def every_set(group: WindowGroup, fresh: Lanes, chunk_number: int) -> Lanes:
+    """Every set of masked positions of fresh blocks (B,), as a lane.
+
+    Its memory says where it belongs: the number of the chunk, and the number of its block there.
+    """
     states = (1 << fresh.masked.sum(1)) - 1  # (B,)
     block = torch.arange(len(fresh), device=states.device).repeat_interleave(states)  # (R,)
-    before = (states.cumsum(0) - states).repeat_interleave(states)  # (R,)
-    number = torch.arange(len(block), device=states.device) - before + 1  # (R,) 1..2^m - 1
+    before = (states.cumsum(0) - states).repeat_interleave(states)  # (R,) lanes of earlier blocks
+    subset = torch.arange(len(block), device=states.device) - before + 1  # (R,) 1..2^m - 1
     lanes = fresh.select(block)
-    nth = lanes.masked.cumsum(1) - lanes.masked.long()  # (R, W) of each masked position in its block
-    masked = lanes.masked & (number[:, None] >> nth & 1).bool()  # (R, W)
-    places = tuple(plane[:, None].expand_as(masked) for plane in (torch.full_like(block, begun), block))
-    return dataclasses.replace(lanes.show(group.rows.targets(lanes), masked), memory=places)
+    # Bit n of a subset is the n-th masked position of the block, not its n-th column: a context or known targets may
+    # take the first ones.
+    nth = lanes.masked.cumsum(1) - lanes.masked.long()  # (R, W)
+    masked = lanes.masked & (subset[:, None] >> nth & 1).bool()  # (R, W)
+    chunk = torch.full_like(block, chunk_number)  # (R,)
+    memory = tuple(plane[:, None].expand_as(masked) for plane in (chunk, block))
+    return dataclasses.replace(lanes.show(group.rows.targets(lanes), masked), memory=memory)
 
 
 def fold(table: torch.Tensor, masked: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """All orders of some blocks, whose `masked` (B, W) positions are to be revealed.
+    """Combine all orders of some blocks, whose `masked` (B, W) positions are to be revealed.
 
     `table` (B, S, W): w of each state and position. Returns elbo_exact, mixture and oracle (B, 3), each position's
-    share of elbo_exact (B, W), and the state that follows each one on its best order (B, S).
+    share of elbo_exact (B, W), and the state that follows each state on its best order (B, S).
     """
     blocks, states, wide = table.shape
     mean, mixture, oracle = (table.new_zeros(blocks, states) for _ in range(3))
@@ -274,12 +285,14 @@ def fold(table: torch.Tensor, masked: torch.Tensor) -> tuple[torch.Tensor, torch
     full = to_bitmask(masked)  # (B,)
     counts = masked.sum(1).tolist()  # (B,)
     for size in range(1, wide + 1):
+        # every set of this size, its positions, and the sets that revealing each of them leaves
         state, position, rest = (indices.to(table.device) for indices in sets(wide, size))  # (n,), (n, size), (n, size)
         w = table[:, state[:, None], position]  # (B, n, size) NaN for sets that are no state of the block
         mean[:, state] = (w + mean[:, rest]).mean(2)
         mixture[:, state] = (w + mixture[:, rest]).logsumexp(2) - math.log(size)
-        oracle[:, state], at = (w + oracle[:, rest]).max(2)
-        best[:, state] = rest.expand(blocks, -1, -1).gather(2, at[:, :, None])[:, :, 0]
+        oracle[:, state], choice = (w + oracle[:, rest]).max(2)
+        best[:, state] = rest.expand(blocks, -1, -1).gather(2, choice[:, :, None])[:, :, 0]
+
         # an order passes a given set of `size` of m masked positions with probability 1 / C(m, size)
         chance = table.new_tensor([1 / max(1, math.comb(m, size)) for m in counts])  # (B,)
         is_state = (state & ~full[:, None] == 0)[:, :, None]  # (B, n, 1)
@@ -291,7 +304,7 @@ def fold(table: torch.Tensor, masked: torch.Tensor) -> tuple[torch.Tensor, torch
 
 @lru_cache(maxsize=128)
 def sets(m: int, size: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The sets of `size` of m positions: their numbers (n,), their positions and the sets without each (n, size)."""
+    """The sets of `size` of m positions (n,), as bit masks; their positions, and the set without each (n, size)."""
     position = torch.tensor(list(combinations(range(m), size)))  # (n, size)
     state = (1 << position).sum(1)  # (n,)
     return state, position, state[:, None] - (1 << position)
