@@ -1,0 +1,123 @@
+"""What model args are read as, and what goes first: presets, aliases, parameters of rules; what kinds of values are taken.
+
+None of it changes unseen. Of errors the numbers count, not the words.
+"""
+
+import math
+from pathlib import Path
+
+import golden
+
+from lm_eval_duel import arguments, errors, fingerprint, rules
+from lm_eval_duel.denoisers.load_options import NETWORK_ARGUMENTS
+from lm_eval_duel.errors import DuelError
+from lm_eval_duel.estimators import registry
+from lm_eval_duel.options import Options
+from lm_eval_duel.rules import presets
+
+GOLDEN = Path(__file__).parent / "golden"
+HEADER = "Made by `LM_EVAL_DUEL_RECORD=1 pytest tests/test_every_option.py`.\n"
+
+
+def check(name, lines):
+    golden.check(GOLDEN / f"{name}.txt", "\n".join([HEADER, *lines]) + "\n")
+
+
+def answer(call, *args):
+    """What a call returns, or its error's numbers."""
+    try:
+        return call(*args)
+    except DuelError as error:
+        return f"error with {' '.join(golden.NUMBER.findall(str(error)))}"
+
+
+GIVEN = (
+    *({}, {"rule": "margin", "k": 3}, {"rule": "greedy:k=2:seed_first=true", "sub_block": 4}, {"sub_block": "none"}),
+    *({"seed_first": "false"}, {"batch_size": 1}, {"batch_size": 2}, {"batch_size": "auto:3"}, {"max_batch_size": 1}),
+    *({"estimator": "ar"}, {"estimator": "ar", "attention": "causal"}, {"estimator": "two_phase"}, {"cache": "dual"}),
+    *({"estimator": "two_phase", "cache": "prefix", "sample": 1}, {"estimator": "elbo", "elbo_eps": 0.25}),
+    *({"estimator": "noised_elbo", "steps": "inf"}, {"estimator": "noised_elbo", "steps": 1, "mc_samples": 15}),
+    *(
+        {"estimator": "duel_seeds", "noise_seed": 2},
+        {"noise_seed": 0, "temperatures": "0.8:0.4:48"},
+        {"temperature": 1},
+    ),
+    *({"estimator": "sampled_confidence", "block": 12}, {"estimator": "sampled_confidence", "block": 13}),
+    *({"estimator": "sampled_confidence", "block": 4, "steps": 2}, {"estimator": "sampled_order", "block": 4}),
+    *(
+        {"estimator": "sampled_order", "block": 4, "alg": "entropy", "alg_temp": 0.2},
+        {"estimator": "mixture", "block": 4},
+    ),
+    *({"estimator": "oracle", "block": 4, "lattice_rules": "none"}, {"add_bos_token": True}, {"add_bos_token": False}),
+    *({"draw_seed": -1}, {"block": 1}, {"block": "none"}, {"verify": 0}, {"verify": 3}, {"order": "longest"}),
+    *({"preset": "llada", "steps": 7}, {"preset": "llada", "steps": 128}, {"preset": "llada", "rule": "quota:steps=5"}),
+    *(
+        {"preset": "llada2", "block": 32},
+        {"preset": "llada2", "temperature": 0.5},
+        {"preset": "sdar-dynamic", "block": 8},
+    ),
+    *({"preset": "sdar-dynamic", "n": 1}, {"preset": "llada", "estimator": "oracle", "block": 8}),
+    *({"rule": "threshold", "mu": 0}, {"rule": "threshold", "mu": 1}, {"rule": "threshold", "mu": 1.01}, {"top_k": 0}),
+    *({"top_p": 1}, {"top_p": 0}, {"cfg_scale": 0}, {"cfg_scale": 1.5}, {"exclude_ids": "3+5"}, {"max_length": 1}),
+    *({"preset": name} for name in presets.PRESETS),
+)
+
+
+def test_what_is_read():
+    """All that is not at its default; the parts that the network and the estimator get are their own."""
+    lines = []
+    for given in GIVEN:
+        options = answer(Options.parse, given)
+        if isinstance(options, str):
+            lines.append(f"{given}: {options}")
+            continue
+        lines.append(f"{given}: {options.rule}, {options.rows} rows, {registry.find(options.estimator).display}")
+        lines += golden.listed("options", options)[1:]
+        defaults = {name: Options().network[name] for name in NETWORK_ARGUMENTS}
+        other = {name: value for name, value in options.network.items() if value != defaults[name]}
+        lines.append(f"    network: {other}")
+    check("options", lines)
+
+
+KINDS = {
+    "whole(2, most=5)": arguments.whole(2, "a number", 5),
+    **{name: getattr(arguments, name) for name in ("COUNT", "INTEGER", "NUMBER", "PROBABILITY", "SHARE", "POSITIVE")},
+    **{name: getattr(arguments, name) for name in ("NOT_NEGATIVE", "BLOCK", "TRUTH", "TEXT", "RAW")},
+}
+VALUES = (-1, -0.5, 0, 1, 1.5, 2, 5, 6, 0.0, 1.0, 1 + 1e-9, math.inf, math.nan, True, "1", "1e3", "2.5", "none", "auto")
+
+
+def test_what_each_kind_of_argument_takes():
+    lines = []
+    for name, kind in KINDS.items():
+        found = {str(value) + type(value).__name__[0]: answer(kind, "x", value) for value in VALUES}
+        lines += [f"{name}: {kind.words}", *(f"    {value}: {read!r}" for value, read in found.items())]
+    check("kinds", lines)
+
+
+def test_numbers_and_specs_as_text():
+    """The fewest digits that tell a number from every other, one digest for a spec in any order."""
+    lines = []
+    for value in (0, 0.1, 1 / 3, 1e-7, 123456.0, 1234567.0, 0.1 + 0.2, math.inf, 1e22):
+        text = fingerprint.number(value)
+        assert float(text) == value
+        lines.append(f"{value!r} is {text}")
+    spec = {"rule": "greedy:k=1", "block": 32, "eps": None}
+    assert fingerprint.digest(spec) == fingerprint.digest(dict(reversed(spec.items())))
+    lines.append(f"digest {fingerprint.digest(spec)}")
+    lines += fingerprint.differences(spec, {"rule": "greedy:k=2", "block": "32", "grid": "row"})
+    for names in (["block"], ["bloc", "block", "blocks", "blok", "bl", "black"], [str(n) for n in range(41)], []):
+        for typed in ("blk", "bloc", "7", "zzz"):
+            lines.append(
+                f"{typed} of {len(names)}: {errors.nearest(typed, names)}; {errors.unknown('name', typed, names)}"
+            )
+    lines += [errors.counted(n, "window") for n in (0, 1, 2, 1200)]
+    lines.append(str(errors.too_few_documents("task", 1, 2)))
+    shown = [f"{name}={arg.shown}" for name, arg in arguments.declared(Options).items() if name != "estimator_args"]
+    shown += [f"{name}={arg.shown}" for name, arg in registry.arguments().items()]
+    shown += [
+        f"{rule}:{name}={arg.shown}"
+        for rule, each in rules.RULES.items()
+        for name, arg in arguments.declared(each).items()
+    ]
+    check("numbers", [*lines, *shown])
