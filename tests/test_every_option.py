@@ -1,4 +1,4 @@
-"""What model args are read as, and what goes first: presets, aliases, parameters of rules; what kinds of values are taken.
+"""What model args are read as, and what goes first: presets, aliases, parameters of rules; which values are taken.
 
 None of it changes unseen. Of errors the numbers count, not the words.
 """
