@@ -10,7 +10,7 @@ from lm_eval_duel import fingerprint, rules
 from lm_eval_duel.core.denoiser import Denoiser
 from lm_eval_duel.core.scores import Counts, IndexedScores, Sample, Score
 from lm_eval_duel.core.windows import Ids, Window
-from lm_eval_duel.errors import DuelError, naming, unknown
+from lm_eval_duel.errors import DuelError, counted, naming, unknown
 from lm_eval_duel.estimators import gradients, registry, trajectories
 from lm_eval_duel.estimators.base import Estimator
 from lm_eval_duel.estimators.duel import DuelEstimator, Stop
@@ -309,7 +309,8 @@ def text_windows(
                     _, scored, _ = split_at_borders(before, text, after or None)
                 encoded.append(EncodedText(len(window.target), [window] if window.target else [], scored))
     if cut := encoder.cut_contexts - cut_before:
-        log.warning("%d texts lost a part of their context or suffix: max_length=%d", cut, encoder.denoiser.max_length)
+        length = encoder.denoiser.max_length
+        log.warning("The context or suffix of %s was cut to fit max_length=%d", counted(cut, "text"), length)
     return encoded
 
 

@@ -157,6 +157,19 @@ def test_scores_between_contexts_and_suffixes(held):
     held("around", *sections)
 
 
+def test_each_call_counts_its_own_cuts(caplog):
+    """Of contexts, of suffixes and of prompts; one is enough to be named."""
+    duel = a_duel(block=2)
+    for case, (context, text, suffix) in AROUND.items():
+        caplog.clear()
+        duel.score([text], [context], [suffix])
+        assert ("suffix of 1 text was cut to fit max_length=8" in caplog.text) == case.endswith("that is cut"), case
+    for cut in (1, 2, 0):
+        caplog.clear()
+        duel.generate(["a b c d e f g h"] * cut + ["a"], max_new_tokens=3)
+        assert (f"{cut} of {cut + 1} prompts cut" in caplog.text) == (cut > 0)
+
+
 def test_estimates_of_texts(held):
     duel = a_duel(block=2)
     cases = {**TEXTS, "many windows": LONG}

@@ -1,0 +1,183 @@
+"""Metrics during training, a second time by hand: names, sums and errors, texts of a budget, steps of a callback.
+
+No network: what a score, a plan or a log returns is given.
+"""
+
+import itertools
+import logging
+import math
+import statistics
+from types import SimpleNamespace
+
+import pytest
+import tiny
+import torch
+
+from lm_eval_duel import DuelCallback, DuelError, training_metrics
+from lm_eval_duel.library import training
+
+TEXTS = ["", "a", "\u00e9", "a b", "a b c", "d e f g"]
+NATS = {"": 0.0, "a": -1.0, "\u00e9": -2.5, "a b": -3.0, "a b c": -7.0, "d e f g": -math.inf}
+
+
+@pytest.fixture
+def no_network(monkeypatch):
+    """`NATS` of every text under the first rule, twice that under the second, one more under the others."""
+
+    def duels(model, tokenizer, rules, block, arguments):
+        def scores(n):
+            change = {0: lambda nats: nats, 1: lambda nats: 2 * nats}.get(n, lambda nats: nats - 1)
+            score = lambda texts, **_: [SimpleNamespace(log_prob=change(NATS[text])) for text in texts]  # noqa: E731
+            return SimpleNamespace(score=score, estimate=score)
+
+        return [scores(n) for n in range(len(rules))]
+
+    monkeypatch.setattr(training, "_duels", duels)
+
+
+def by_hand(texts, change):
+    """Bits per byte, and the error over texts: the deviations of each text from the common rate."""
+    bits = [-change(NATS[text]) / math.log(2) for text in texts]
+    sizes = [len(text.encode()) for text in texts]
+    if not sum(sizes):
+        return [math.nan]
+    rate = sum(bits) / sum(sizes)
+    if sum(size > 0 for size in sizes) < 2 or math.isinf(rate):
+        return [rate]
+    deviations = [bit - rate * size for bit, size in zip(bits, sizes, strict=True)]
+    return [rate, statistics.stdev(deviations) * math.sqrt(len(texts)) / sum(sizes)]
+
+
+@pytest.mark.parametrize("count", range(1, len(TEXTS) + 1))
+def test_sums_and_errors(count, no_network):
+    texts = TEXTS[:count]
+    found = training_metrics(None, None, texts, rules=["greedy", "margin:k=2"], name="held-out", sample=0.5, block=4)
+    expected = {}
+    for rule, factor in (("greedy", 1), ("margin:k=2", 2)):
+        values = by_hand(texts, lambda nats, factor=factor: factor * nats)
+        names = [f"held-out/{rule},two_phase,block=4/bits_per_byte{end}" for end in ("", "_stderr")]
+        expected |= dict(zip(names, values, strict=False))
+    assert found == pytest.approx(expected, nan_ok=True)
+    assert list(found) == list(expected)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 7])
+def test_every_number_of_ranks_has_the_same_metrics(world, no_network, monkeypatch):
+    """A rank scores every world-th text, from its own on."""
+    whole = training_metrics(None, None, TEXTS[:5], block=4)
+    shares = {}
+
+    def metrics(rank):
+        def gather(of_ranks, mine):
+            shares[rank] = mine
+            of_ranks[:] = [shares.get(n, mine) for n in range(world)]
+
+        for name, value in (("is_initialized", True), ("get_rank", rank), ("get_world_size", world)):
+            monkeypatch.setattr(torch.distributed, name, lambda value=value: value)
+        monkeypatch.setattr(torch.distributed, "all_gather_object", gather)
+        return training_metrics(None, None, TEXTS[:5], block=4)
+
+    found = [metrics(rank) for rank in range(world)]
+    assert found[-1] == pytest.approx(whole, rel=1e-12)
+    if world > 1:
+        for rank, ([scores], error) in shares.items():
+            assert error is None and [n for n, _, _ in scores] == list(range(rank, 5, world))
+
+
+TOKENS = [4, 1, 7, 2]  # of each text, and of each of two rules
+
+
+@pytest.mark.parametrize("budget", range(1, 2 * sum(TOKENS) + 2))
+def test_the_first_texts_that_fit_a_budget(budget, monkeypatch, caplog):
+    """All ranks and rules count; a text that just fits is scored."""
+    caplog.set_level(logging.INFO)
+    monkeypatch.setattr(training, "planned_tokens", lambda duel, texts, sample: sum(TOKENS[: len(texts)]))
+    texts = ["a"] * len(TOKENS)
+    totals = list(itertools.accumulate(2 * tokens for tokens in TOKENS))
+    fitting = sum(total <= budget for total in totals)
+    if not fitting:
+        with pytest.raises(DuelError, match=rf" 8 network tokens, .*token_budget={budget}\. "):
+            training._fitting([None, None], texts, None, budget)
+        return
+    assert training._fitting([None, None], texts, None, budget) == fitting
+    said = f"{fitting} of 4 texts fit token_budget={budget} ({totals[fitting - 1]} network tokens)"
+    assert (said in caplog.text) == (fitting < 4) and (fitting < 4 or not caplog.records)
+
+
+LABELS = {  # what the metrics' names say of arguments that differ from their defaults
+    "cache": ("dual", "cache=dual"),
+    "cfg_scale": (0.5, "cfg_scale=0.5"),
+    "temperature": ("0.7", "temperature=0.7"),
+    "top_k": (5, "top_k=5"),
+    "top_p": (0.9, "top_p=0.9"),
+    "exclude_ids": ([9, 7], "exclude_ids=7+9"),
+    "max_length": (16, "max_length=16"),
+    "bos": ("none", "bos=none"),
+    "last_block": ("cut", "last_block=cut"),
+    "grid": ("row", "grid=row"),
+    "windows": ("harness", "windows=harness"),
+    "autocast": (torch.bfloat16, "autocast=bfloat16"),
+    "attention": ("bidirectional", None),
+    "family": ("llada", None),
+    "mask_token_id": (4, None),
+    "shift_logits": (True, None),
+    "batch_size": (2, None),
+    "max_batch_size": (2, None),
+    "self_tests": (False, None),
+    "weights": ("digest", None),
+    "device": ("cpu", None),
+    "module": (None, None),
+}
+
+
+def test_names_say_what_changes_a_number():
+    for name, (value, label) in LABELS.items():
+        assert training.check_arguments(["a"], **{name: value}) == [label] * (label is not None), name
+    every = {name: value for name, (value, label) in LABELS.items() if label and name != "cache"}
+    labels = sorted(label for _, label in LABELS.values() if label and label != "cache=dual")
+    assert training.check_arguments(["a"], sample=0.5, block=8, **every) == ["two_phase", *sorted([*labels, "block=8"])]
+
+
+class Logs:
+    """What `DuelCallback` needs of a Trainer; its `log` resets `should_log`, as transformers' does."""
+
+    def __init__(self, due):
+        self.args = SimpleNamespace(eval_strategy="steps")
+        self.processing_class = tiny.tokenizer()
+        self.model = object()
+        self.control = SimpleNamespace(should_log=due)
+        self.logged = []
+
+    def log(self, metrics):
+        self.logged.append(metrics)
+        self.control.should_log = False
+
+
+@pytest.mark.parametrize("due", [False, True])
+@pytest.mark.parametrize("every", [None, 1, 3, 4])
+def test_the_steps_of_a_callback(every, due, monkeypatch):
+    """Each `every` steps and at each evaluation, once a step; a loss that is due stays due."""
+    trainer = Logs(due)
+    callback = DuelCallback(trainer, ["a"], every=every, rules=["margin"], block=4)
+    asked = []
+
+    def metrics(*given, **arguments):
+        asked.append((given, arguments))
+        return {"step": state.global_step}
+
+    monkeypatch.setattr(training, "training_metrics", metrics)
+    state = SimpleNamespace(global_step=0)
+    evaluated = (4, 5, 8)
+    for _ in range(2):  # a second training counts anew
+        callback.on_train_begin(trainer.args, state, trainer.control)
+        for step in range(1, 10):
+            state.global_step = step
+            callback.on_step_end(trainer.args, state, trainer.control)
+            if step in evaluated:
+                callback.on_evaluate(trainer.args, state, trainer.control)
+                assert trainer.control.should_log == due
+    expected = [step for step in range(1, 10) if step in evaluated or (every and step % every == 0)]
+    assert [logs["step"] for logs in trainer.logged] == 2 * expected
+    for given, arguments in asked:
+        assert given == (trainer.model, trainer.processing_class, ["a"])
+        assert arguments == {"rules": ["margin"], "block": 4}
