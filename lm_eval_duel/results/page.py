@@ -40,6 +40,7 @@ OF = {EXACT: "of the exact ELBO's gap", MONTE_CARLO: "an estimate, of a Monte Ca
 WIDTH = 140.0  # pixels of a plot
 MARGIN = 9.0
 MANTISSAS = ((1, 1.5, 2, 3, 4, 5, 7), (1, 2, 3, 5), (1, 3), (1,))  # of ticks: the most that fit
+STEPS = (1, 2, 5)  # of even ticks
 MOST_TICKS = 5
 
 
@@ -366,6 +367,13 @@ def _ticks(low: float, high: float) -> list[float]:
         if len(ticks) <= MOST_TICKS:
             break
     if len(ticks) > 1:
-        return ticks
-    step = 10.0 ** math.floor(math.log10(high - low))  # close together: even steps
-    return [n * step for n in range(math.ceil(low / step), math.floor(high / step) + 1)][:MOST_TICKS]
+        every = math.ceil(len(ticks) / MOST_TICKS)  # 1, unless the values span more powers of ten than ticks fit
+        return ticks[::every]
+
+    power = 10.0 ** math.floor(math.log10(high - low))  # close together: even steps
+    for mantissa in STEPS:
+        step = mantissa * power
+        ticks = [n * step for n in range(math.ceil(low / step), math.floor(high / step) + 1)]
+        if len(ticks) <= MOST_TICKS:
+            break
+    return ticks

@@ -1,0 +1,278 @@
+"""Both sides of every limit in results: where a verdict, a mark, an interval, a unit or a file name changes.
+
+Each line has the last case on one side and the first on the other.
+"""
+
+import json
+import math
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import results
+from results import documents, edit_samples, hf, ours, text_score
+
+from lm_eval_duel.errors import DuelError
+from lm_eval_duel.results import files, match, page, read, stats, trace, traced
+from lm_eval_duel.results.stats import compare
+from lm_eval_duel.results.table import Note, number, percent, plus_minus, span
+
+ERROR = 0.25  # a power of two, so that limits are hit exactly
+
+
+@pytest.mark.parametrize(
+    ("value", "form", "shown"),
+    [
+        (0.004999, ".2f", "0.00"),
+        (0.0050001, ".2f", "0.01"),
+        (-0.004, ".2f", "0.00"),  # no negative zero
+        (-0.004, "+.2f", "+0.00"),
+        (99.96, ".3g", "100"),
+        (100.0, ".3g", "100"),
+        (1234.4, ".2g", "1,234"),
+        (-100.4, ".3g", "-100"),
+        (9.996, ".3g", "10"),
+        (123456789, ",d", "123,456,789"),
+        (999_999_999_999.0, ".2f", "999999999999.00"),
+        (1e12, ".2f", "1.0000e+12"),
+        (-1e12, "+.2f", "-1.0000e+12"),
+        (math.inf, ".2f", "inf"),
+        (None, ".2f", ""),
+    ],
+)
+def test_numbers(value, form, shown):
+    assert number(value, form) == shown
+
+
+@pytest.mark.parametrize(
+    ("error", "form", "shown"),
+    [
+        (None, ".2f", ""),
+        (0.0, ".2f", " ± 0"),
+        (0.0049, ".2f", " ± 0.005"),  # smaller than the shown decimals: one digit
+        (0.0051, ".2f", " ± 0.01"),
+        (0.00004, "+.4f", " ± 4e-05"),
+        (0.00006, "+.4f", " ± 0.0001"),
+        (150.0, ".3g", " ± 150"),
+    ],
+)
+def test_errors(error, form, shown):
+    assert plus_minus(error, form) == shown
+
+
+def test_marks_of_a_number():
+    assert number(2.0, error=0.5, bound=True) == "≤ 2.00 ± 0.50"
+    assert number(2.0, unsure=True) == "2.00 ± ?"
+    assert number(2.0, error=0.5, unsure=True) == "2.00 ± 0.50"
+    assert number(None, error=0.5, bound=True, unsure=True) == ""
+    assert span((-0.001, 2.0), "+.2f") == "+0.00 to +2.00" and span(None, ".2f") == ""
+    assert [percent(share) for share in (0.0, 0.0004, 0.0006, 1.0)] == ["0.0%", "0.0%", "0.1%", "100.0%"]
+    assert [str(note) for note in (Note("a.", "b"), Note("a", "b"), Note("a"), Note("", "b"), Note())] == [
+        *("a (b).", "a (b)", "a", "b", "")
+    ]
+
+
+# ---------------------------------------------------------------- verdicts
+
+
+def test_two_values_are_distinguishable_beyond_two_errors():
+    assert not stats.is_distinguishable(1.0, 1.0 + 2 * ERROR, ERROR)
+    assert not stats.is_distinguishable(1.0 + 2 * ERROR, 1.0, ERROR)
+    assert stats.is_distinguishable(1.0, 1.0 + 2.01 * ERROR, ERROR)
+    assert stats.is_distinguishable(1.0, 1.0, None)
+    assert not stats.is_distinguishable(1.0, 1.0, 0.0) and not stats.is_distinguishable(1.0, 2.0, math.inf)
+
+
+@pytest.mark.parametrize(("without", "has_interval"), [(0, True), (1, True), (25, True), (26, False)])
+def test_at_most_a_fortieth_of_the_draws_may_have_no_gap(without, has_interval):
+    elbo = np.full(1000, 3.0)
+    elbo[:without] = 1.0  # a gap of 0 is not positive
+    interval, remark = stats.gap_interval(elbo, np.full(1000, 2.5), np.full(1000, 1.0))
+    assert (interval is not None) is has_interval
+    assert f"{without} of 1,000 draws" in remark if without else remark == ""
+    if has_interval:
+        assert interval == pytest.approx([25.0, 25.0])
+
+
+def test_the_ends_of_an_interval_are_its_percentiles():
+    """Of 0 to 1,000: 2.5 % lie below 25, and 2.5 % above 975. What is not finite is left out."""
+    values = np.concatenate([np.arange(1001.0), [math.nan, math.inf]])
+    assert stats.stats_interval(values) == pytest.approx([25.0, 975.0])
+
+
+def side(name, rate, spread):
+    """A side of a comparison whose draws lie evenly in `rate` ± `spread`."""
+    value = stats.Value(-rate)
+    return stats.Side(name, value, "", np.linspace(rate - spread, rate + spread, 2001))
+
+
+@pytest.mark.parametrize(
+    ("rate", "spread", "texts", "verdict"),
+    [
+        (0.9, 0.01, 10, "a is better"),
+        (0.9, 0.01, 9, "no verdict from 9 distinct documents"),
+        (0.9, 0.01, 1, "no verdict from 1 distinct document"),
+        (1.1, 0.01, 10, "b is better"),
+        (1 + 0.99e-6, 0.0, 10, "equal"),
+        (1 + 0.99e-6, 0.0, 2, "equal"),  # copies of one text, too
+        (1 + 1.01e-6, 0.0, 10, "b is better"),
+        (1 - 1.01e-6, 0.0, 10, "a is better"),
+        (1.94, 0.99, 10, "not distinguishable"),  # 0.95 of the spread is the 95 % interval
+        (1.95, 0.99, 10, "b is better"),
+    ],
+)
+def test_verdicts(rate, spread, texts, verdict):
+    flat = stats.Side("b", stats.Value(-1.0), "", np.ones(2001))
+    keys = [*map(str, range(texts)), "0"]  # a copy of the first
+    found = stats.difference(side("a", rate, spread), flat, "token", keys)
+    assert found.verdict == verdict
+    assert (found.documents, found.unit, found.difference) == (texts + 1, "token", pytest.approx(rate - 1, abs=1e-12))
+    low, high = found.interval
+    assert (low, high) == (pytest.approx(rate - 1 - 0.95 * spread), pytest.approx(rate - 1 + 0.95 * spread))
+
+
+@pytest.mark.parametrize(("above", "refused"), [(0.0, False), (9e-6, False), (1.1e-5, True)])
+def test_a_probability_above_one_is_float_noise_up_to_a_millionth_of_a_nat_for_each_token(above, refused):
+    scores = [text_score(f"text {n}", -30.0, 10) for n in range(3)]
+    scores[1] = text_score("text 1", above, 10)
+    if not refused:
+        compare(scores, scores)
+        return
+    with pytest.raises(DuelError, match="text 1 of first"):
+        compare(scores, scores)
+
+
+# ---------------------------------------------------------------- files of results and of reports
+
+
+@pytest.mark.parametrize(("off", "has_documents"), [(0.9e-4, True), (1.1e-4, False)])
+def test_samples_belong_to_a_result_if_they_give_its_value(tmp_path, off, has_documents):
+    docs = {"sotu": documents([-30.0, -40.0], [10, 12])}
+    hf(tmp_path / "ar", docs=docs)
+    file = ours(tmp_path / "results", docs=docs)
+
+    def change(record):
+        nats, tokens = record["token_perplexity"]
+        rate = -70.0 / 22
+        record["token_perplexity"] = [nats - off / rate * rate * tokens, tokens]
+
+    edit_samples(file, change)
+    [row] = results.rows(results.report(tmp_path), "sotu").values()
+    assert bool(row["interval"]) is has_documents
+
+
+@pytest.mark.parametrize(("off", "same"), [(0.9e-6, True), (1.1e-6, False)])
+def test_a_file_whose_value_is_not_that_of_its_log_likelihood_contradicts_itself(tmp_path, off, same):
+    value = 20.0
+    file = ours(tmp_path, {"sotu": {"token_perplexity": value}})
+    results.put(file, ("results", "sotu", "token_perplexity,none"), value * (1 + off))
+    if same:
+        read.runs([file])
+        return
+    with pytest.raises(DuelError, match="token_perplexity"):
+        read.runs([file])
+
+
+@pytest.mark.parametrize("longest", [1024, 1025])
+def test_windows_are_alike_if_every_document_fits_in_one(tmp_path, longest):
+    """The baseline has rolling windows of 1,024 tokens, and ours independent ones of 2,048."""
+    docs = {"sotu": documents([-3000.0, -40.0], [longest, 12])}
+    hf(tmp_path, docs=docs, max_length=1024)
+    ours(tmp_path, docs=docs, duel={"row_capacity": 2048}, spec={"windows": "independent", "max_length": "2049"})
+    first, second = read.runs([tmp_path])
+    differing = [each.field for each in match.differences(first, second, "sotu")]
+    assert differing == ([] if longest == 1024 else ["windows"])
+
+
+def test_names_of_files():
+    long = "t" * 120
+    subjects = [("a", "gap", "G"), ("A", "gap", "G"), (long, "methods", "V"), ("", "perplexity", "P")]
+    subjects += [("b/c", "rules", "Rules: M, block 4"), ("b/c", "rules", "Rules: M, block 8")]
+    assert list(files.stems(subjects)) == [
+        *("gap_a", "gap_A_2", f"methods_{'t' * files.MAX_LENGTH}", "perplexity"),
+        *("rules_b_c_M_block_4", "rules_b_c_M_block_8"),
+    ]
+    assert files.MAX_LENGTH == 100
+
+
+# ---------------------------------------------------------------- the page
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "ticks"),
+    [
+        (1.0, 1.00011, [1.0, 1.0001]),
+        (20.0, 20.41, [20.0, 20.1, 20.2, 20.3, 20.4]),
+        (20.0, 20.5, [20.0, 20.2, 20.4]),
+        (20.0, 20.9, [20.0, 20.2, 20.4, 20.6, 20.8]),
+        (20.0, 31.0, [20, 30]),
+        (19.0, 70.0, [20, 30, 40, 50, 70]),
+        (1.0, 10.0, [1, 2, 3, 5, 10]),
+        (1.0, 30.0, [1, 3, 10, 30]),
+        (0.5, 4.0, [0.5, 1, 2, 3]),
+        (1.0, 1e4, [1, 10, 100, 1000, 10000]),
+        (1.0, 1e5, [1, 100, 10000]),
+        (1.0, 1e6, [1, 100, 10000, 1000000]),
+    ],
+)
+def test_ticks(low, high, ticks):
+    found = page._ticks(low, high)
+    assert len(found) <= 5 and low <= min(found) and max(found) <= high
+    assert found == pytest.approx(ticks)
+
+
+def order(tokens, start=0):
+    """A document's order of `tokens` tokens, in blocks of 512."""
+    return traced.Order(
+        label="M",
+        tokenizer="t",
+        ids=[5] * tokens,
+        starts=list(range(start, tokens + 1, 512)),
+        steps=list(range(tokens)),
+        nats=[1.2345 + n for n in range(tokens)],
+    )
+
+
+@pytest.mark.parametrize("tokens", [1, 1023, 1024, 1025, 1536])
+def test_a_document_on_the_page_has_at_most_1024_tokens(tokens, monkeypatch):
+    monkeypatch.setattr(traced, "_load", lambda name: None)
+    monkeypatch.setattr(traced, "token_texts", lambda ids, tokenizer: ["x"] * len(ids))
+    document, notes = traced._document(traced.DocumentKey("sotu", 3), [order(tokens), order(tokens)])
+    shown = min(tokens, 1024)
+    assert [len(pieces) for pieces in document["pieces"]] == [shown], "orders of one text share it"
+    for each in document["orders"]:
+        assert each["text"] == 0 and each["steps"] == list(range(shown)) and len(each["nats"]) == shown
+        assert each["starts"] == [start for start in (0, 512) if start < max(shown, 1)][: 1 + (tokens >= 512)]
+        assert each["nats"][0] == 1.234 or each["nats"][0] == 1.235
+    assert len(notes) == 2 * (tokens > 1024) and all("1,024" in note.fact for note in notes)
+
+
+def test_the_page_has_at_most_a_hundred_thousand_values(tmp_path, monkeypatch):
+    """Documents in the most traces come first, then the lowest numbers; `most` of each task."""
+    orders = {}
+    for number in range(120):
+        count = 2 if number in (7, 9) else 1
+        orders[traced.DocumentKey("sotu", number)] = [order(1000)] * count
+    monkeypatch.setattr(traced, "_load", lambda name: None)
+    monkeypatch.setattr(traced, "token_texts", lambda ids, tokenizer: ["x"] * len(ids))
+    monkeypatch.setattr(traced, "_orders_of_documents", lambda *_: orders)
+    for most, expected in ((0, []), (1, [7]), (3, [7, 9, 0]), (98, [7, 9, *range(7), 8, *range(10, 98)])):
+        shown, notes = traced.documents(SimpleNamespace(), [], most)
+        assert [document["number"] for document in shown] == expected and notes == []
+    shown, [note] = traced.documents(SimpleNamespace(), [], 99)
+    assert len(shown) == 98 and "98 of 99" in note.fact
+
+
+def test_statistics_of_a_trace_have_six_digits():
+    score = SimpleNamespace(
+        reveal_steps=(0,),
+        token_logprobs=(-1.23456789,),
+        confidence=(1.23456789,),
+        margin=(0.000123456789,),
+        entropy=(123456.789,),
+        nfe=1,
+        near_ties=0,
+    )
+    line = json.loads(json.dumps(trace._order(score)))
+    assert (line["confidence"], line["margin"], line["entropy"]) == ([1.23457], [0.000123457], [123457.0])
+    assert line["token_logprobs"] == [-1.23456789]
