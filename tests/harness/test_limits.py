@@ -1,0 +1,293 @@
+"""Counts, divisors and limits of the harness side, each by a second, literal way. No network is loaded."""
+
+import math
+import resource
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+from scipy import stats as scipy_stats
+
+from lm_eval_duel.core.scores import Counts, Kind
+from lm_eval_duel.errors import DuelError
+from lm_eval_duel.estimators.totals import Total
+from lm_eval_duel.harness import generation, patches, progress, stats
+from lm_eval_duel.harness.distributed import Ranks
+from lm_eval_duel.harness.progress import Progress, SoFar, estimate
+from lm_eval_duel.harness.requests import Batch, make_request, random_order
+from lm_eval_duel.harness.stats import RunStats, Share, TaskStats
+
+COUNTS = {"windows": 4, "tokens": 40, "nfe": 20}
+
+
+def total(nats, tokens, near_ties=0, windows=1, **more):
+    squares = (nats**2, nats * tokens, float(tokens**2))
+    return Total("duel", nats, windows=windows, tokens=tokens, near_ties=near_ties, squares=squares, **more)
+
+
+# ---------------------------------------------------------------- statistics of a run
+
+
+REQUESTS = [  # (document, total, unknown tokens): two requests of one document, an empty one, near ties
+    (0, total(-30.0, 10, 2), 1),
+    (0, total(-12.0, 3), 2),
+    (1, total(0.0, 0, 0, 0), 0),
+    (3, total(-8.0, 4), 0),
+    (2, total(-7.0, 4, 1), 3),
+]
+
+
+def test_a_task_on_three_ranks_is_what_one_has():
+    whole = RunStats(counts=dict(COUNTS))
+    for request in REQUESTS:
+        whole.add_request("t", *request)
+    merged = RunStats(ranks=0)
+    for rank in range(3):
+        part = RunStats(counts=dict.fromkeys(COUNTS, 0))
+        for request in REQUESTS[rank::3]:
+            part.add_request("t", *request)
+        merged.merge(part)
+    expected = {
+        "documents": 4,
+        "near_tie_documents": [0, 2],
+        "requests": 5,
+        "windows": 4,
+        "tokens": 21,
+        "longest_document": 10,
+        "unk_tokens": 6,
+        "unk_documents": {"0": 3, "2": 3},
+    }
+    for found in (whole, merged):
+        entry = found.tasks["t"].describe()
+        value = entry.pop("values")["duel"]
+        assert entry == expected
+        assert (value["log_prob"], value["windows"]) == (-57.0, 4)
+        assert found.counts["empty_requests"] == 1
+    assert merged.ranks == 3
+
+
+def test_what_ranks_have_in_common_is_summed_or_the_largest():
+    one = RunStats(seconds=2.0, peak_memory=7, shares=[Share(6, 30, 2.0)], counts={"nfe": 5, "rows": 3})
+    other = RunStats(seconds=3.0, peak_memory=5, shares=[Share(2, 10, 3.0)], counts={"nfe": None, "rows": 4})
+    one.phases = {"cached": {"rows": 4, "seconds": 1.0}}
+    other.phases = {"cached": {"rows": 5, "seconds": 0.5}, "uncached": {"rows": 1, "seconds": 0.25}}
+    one.generated.add("b")
+    other.generated.add("a")
+    for first, second in ((one, other), (other, one)):
+        merged = RunStats(ranks=0)
+        merged.merge(first)
+        merged.merge(second)
+        assert (merged.seconds, merged.peak_memory, merged.ranks) == (3.0, 7, 2)  # ranks run at the same time
+        assert merged.counts == {"nfe": None, "rows": 7}
+        assert merged.phases == {"cached": {"rows": 9, "seconds": 1.5}, "uncached": {"rows": 1, "seconds": 0.25}}
+        assert merged.generated == {"a", "b"}
+
+
+def test_the_entries_of_a_run():
+    run = RunStats(counts=dict(COUNTS), seconds=8.0, peak_memory=100, shares=[Share(6, 30, 8.0), Share(3, 10, 4.0)])
+    run.tasks = {"a": TaskStats(longest=5), "b": TaskStats(longest=9), "c": TaskStats(longest=2)}
+    run.generated = {"b", "a"}
+    found = run.describe()
+    assert (found["mean_nfe"], found["tokens_per_second"], found["longest_document"]) == (5.0, 5.0, 9)
+    assert found["generated"] == ["a", "b"] and list(found["tasks"]) == ["a", "b", "c"]
+    assert found["balance"] == {
+        "rows": {"ranks": [6, 3], "max_over_mean": pytest.approx(6 / 4.5)},
+        "tokens": {"ranks": [30, 10], "max_over_mean": pytest.approx(1.5)},
+        "seconds": {"ranks": [8.0, 4.0], "max_over_mean": pytest.approx(8 / 6)},
+    }
+    assert not {"verify_failed", "phases"} & {*found} and found["verify"] is None
+    for changed in ({"windows": 0}, {"nfe": None}):
+        assert RunStats(counts=COUNTS | changed).describe()["mean_nfe"] is None
+    assert RunStats(counts=dict(COUNTS)).describe()["tokens_per_second"] is None
+    assert stats.balance([Share(0, 0, 0.0)])["rows"] == {"ranks": [0], "max_over_mean": None}
+
+
+@pytest.mark.parametrize(("count", "more"), [(1, ""), (20, ""), (21, " and 1 more"), (45, " and 25 more")])
+def test_twenty_documents_with_near_ties_are_listed(count, more):
+    run = RunStats()
+    for document in reversed(range(count)):
+        run.add_request("t", document, Total(near_ties=1))
+    documents = "1 document" if count == 1 else f"{count} documents"
+    names = ", ".join(f"t {document}" for document in range(min(count, 20)))
+    assert f"in {documents}: {names}{more}" in run.near_ties and ("more" in run.near_ties) is bool(more)
+
+
+def test_lines_of_the_log():
+    """Balance for several ranks alone; values that are no plain likelihood; what differed when it was repeated."""
+    one = RunStats(shares=[Share(6, 30, 2.0)], counts={"rows_differing": 0, "rows_checked": 9})
+    one.add_request("t", 0, total(-30.0, 10))
+    assert one.log_lines() == [] and one.warnings() == []
+
+    others = {
+        "oracle": total(-20.0, 10, kind=Kind.NOT_A_LIKELIHOOD),
+        "elbo_exact": total(-40.0, 10, kind=Kind.UPPER_BOUND),
+    }
+    own = total(-25.0, 10, others=others)
+    own.name = "mixture"
+    run = RunStats(ranks=2, shares=[Share(1600, 30, 2.0), Share(800, 10, 4.4)])
+    run.add_request("t", 0, own, unknown=3)
+    run.counts |= {"rows_differing": 2, "rows_checked": 9, "decisions_differing": 1, "decisions_checked": 8}
+    [balance] = run.log_lines()
+    for part in ("2 ranks", "rows 1,600 800 (max/mean 1.33)", "tokens 30 10 (max/mean 1.50)", "(max/mean 1.38)"):
+        assert part in balance, part
+    rows, decisions, unknown = run.warnings()
+    assert rows.startswith("2 of 9 rows") and decisions.startswith("1 of 8 decisions")
+    assert "3 of 10 tokens (30.0%)" in unknown
+    estimated = total(-25.0, 10, kind=Kind.ESTIMATE)
+    estimated.name = "oracle"  # the run's own value is told, another value of it only if it is drawn
+    alone = RunStats()
+    alone.add_request("t", 0, estimated)
+    assert len(alone.errors()) == 1 and run.errors() == []
+
+
+def test_peak_memory_is_in_bytes():
+    kilobytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    unit = 1 if sys.platform == "darwin" else 1024
+    assert stats.peak_memory(torch.device("cpu")) == pytest.approx(unit * kilobytes, rel=0.01)
+
+
+# ---------------------------------------------------------------- progress and estimates
+
+
+@pytest.mark.parametrize(
+    ("finished", "has_interval"), [(0, None), (1, False), (4, False), (5, True), (9, True), (10, False)]
+)
+def test_an_interval_takes_five_documents_and_ends_with_the_last(finished, has_interval):
+    sizes = [3, 9, 4, 7, 5, 8, 2, 6, 11, 4][:finished]
+    log_probs = [-2.0 * size - (n % 3) for n, size in enumerate(sizes)]
+    found = estimate(log_probs, sizes, 10)
+    if has_interval is None:
+        assert found is None
+        return
+    value, low, high = found
+    rate = -sum(log_probs) / sum(sizes)
+    assert value == pytest.approx(math.exp(rate))
+    if not has_interval:
+        assert (low, high) == (None, None)
+        return
+    squares = sum((nats + rate * size) ** 2 for nats, size in zip(log_probs, sizes, strict=True))
+    variance = (1 - finished / 10) * finished / (finished - 1) * squares / sum(sizes) ** 2
+    reach = scipy_stats.t(finished - 1).ppf(0.975) * math.sqrt(variance)
+    assert (low, high) == pytest.approx((math.exp(rate - reach), math.exp(rate + reach)))
+
+
+def test_the_text_of_a_bar():
+    """Of several tasks each has its name; a task before its first document has no text; all of one have no count."""
+    documents = [(0, "a", 10), (1, "b", 4), (2, "a", 5), (3, "b", 2), (4, "c", 3)]
+    log_probs = {0: -20.0, 1: -8.0, 3: -4.0}
+    assert str(SoFar(documents, log_probs, {})) == "ppl a 7.389 over 1 of 2 documents, ppl b 7.389"
+    one = [(0, "a", 10), (2, "a", 5)]
+    task = SimpleNamespace(total=SimpleNamespace(perplexity_stderr=0.0456))
+    assert str(SoFar(one, log_probs, {"a": task})) == "ppl 7.389 ± 0.046 over 1 of 2 documents"
+
+
+def test_requests_and_windows_that_are_finished():
+    bar = Progress("loglikelihood", [5, 7, 1], [1, 2], Counts(), hidden=True)
+    assert str(bar) == "1 of 3 loglikelihood requests"
+    bar.add_window(3, 2)
+    bar.add_window(4, None)
+    assert str(bar) == "1 of 3 loglikelihood requests and 2 windows of unfinished ones"
+    assert (bar.tokens, bar.computed_tokens, bar.computed_steps) == (7, 7, 2)
+    bar.finish_request(2)
+    bar.add_known(1)
+    assert str(bar) == "2 of 3 loglikelihood requests and 1 window of unfinished ones"
+    assert (bar.tokens, bar.computed_tokens) == (8, 7)
+    bar.finish_request(1)
+    assert str(bar) == "3 of 3 loglikelihood requests"
+    assert str(Progress("x", [5], [], Counts(), hidden=True)) == "1 of 1 x request"
+
+
+def test_the_estimate_of_a_bar_is_new_after_a_second_and_at_the_end(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    texts = iter("abcdefgh")
+    so_far = type("SoFar", (), {"__str__": lambda self: next(texts)})()
+    bar = Progress("x", [1] * 5, range(5), Counts(), so_far=so_far)
+    shown = []
+    for seconds in (0.0, 1.0, 0.1, 0.0, 0.0):  # since the last request
+        now[0] += seconds
+        bar.finish_request(0)
+        shown.append(bar.bar.postfix)
+    assert shown == ["a", "a", "b", "b", "c"]
+    bar.bar.close()
+
+
+# ---------------------------------------------------------------- requests
+
+
+@pytest.mark.parametrize("repeats", [1, 2, 3])
+def test_a_copy_beyond_the_repeats_has_the_answer_of_the_last(repeats):
+    request = make_request("x", {}, ("a",), "t", 0, repeats)
+    other = make_request("x", {}, ("b",), "t", 1)
+    batch = Batch.from_requests([request, other, *[request] * 3, other])
+    assert batch.repeats == [0, 0, *range(1, repeats)]
+    expected = [0, 1, *[min(n, repeats - 1) + (n > 0 and repeats > 1) for n in (1, 2, 3)], 1]
+    assert batch.sources == expected
+    assert batch.spread([f"{n}" for n in range(len(batch.requests))]) == list(map(str, expected))
+
+
+def test_a_random_order_depends_on_the_seed_and_on_each_request_alone():
+    requests = [make_request("x", {}, (letter,), "t", n) for n, letter in enumerate("abcdefghij")]
+    orders = {seed: random_order(requests, seed) for seed in (0, 1)}
+    assert orders[0] != orders[1] != sorted(orders[1])
+    for seed, order in orders.items():
+        assert sorted(order) == list(range(10))
+        few = random_order(requests[::2], seed)
+        assert [2 * n for n in few] == [n for n in order if n % 2 == 0]
+    other_task = [make_request("x", {}, request.args, "u", n) for n, request in enumerate(requests)]
+    assert random_order(other_task, 0) != orders[0]
+
+
+def test_keys_of_samples_differ_and_have_63_bits():
+    parts = [("t", 0, 0, 0), ("u", 0, 0, 0), ("t", 1, 0, 0), ("t", 0, 1, 0), ("t", 0, 0, 1), (None, None, 0, 0)]
+    keys = [generation.key_of(*part) for part in parts]
+    assert len({*keys}) == len(keys) and all(0 <= key < 2**63 for key in keys)
+    assert max(keys).bit_length() > 55 and len({key >> 32 for key in keys}) == len(keys)
+
+
+def test_work_is_dealt_to_the_rank_with_the_least_of_it():
+    """The most expensive first; of equal ranks the lowest takes it, and of equal items the first is dealt."""
+    costs = [1, 5, 5, 2, 4, 3]
+    work = [0.0, 0.0, 0.0]
+    dealt = [[], [], []]
+    for n in sorted(range(6), key=lambda n: (-costs[n], n)):
+        rank = work.index(min(work))
+        work[rank] += costs[n]
+        dealt[rank].append(n)
+    assert [Ranks(None, rank, 3).deal(costs) for rank in range(3)] == [sorted(items) for items in dealt]
+
+
+# ---------------------------------------------------------------- changes to lm-eval
+
+
+@pytest.mark.parametrize(
+    ("documents", "limit", "samples", "count"),
+    [(5, None, None, 5), (5, 2, None, 2), (1, 4, None, 1), (9, None, [1, 2], 2), (9, 1, [1, 2, 3], 3)],
+)
+def test_a_task_needs_a_document_for_each_rank(documents, limit, samples, count):
+    task = SimpleNamespace(eval_docs=range(documents), config=SimpleNamespace(task="t"), _instances=[])
+    built = []
+
+    def original(task, **options):
+        built.append(options["world_size"])
+
+    for ranks in (1, count, count + 1):
+        options = {"limit": limit, "samples": samples, "world_size": ranks}
+        if ranks > max(count, 1):
+            with pytest.raises(DuelError, match=f"{count}.*{ranks}"):
+                patches._build_all_requests(original, task, **options)
+        else:
+            patches._build_all_requests(original, task, **options)
+    assert built == [ranks for ranks in (1, count, count + 1) if ranks <= max(count, 1)]
+
+
+def test_large_numbers_of_a_table_and_means_over_nothing():
+    results = {"results": {"t": {"a": 999_999_999_999.0, "b": 1e12, "c": -1e12, "d": 5, "e": math.inf}}}
+    patches._save_results(lambda tracker, results: None, None, results)
+    assert [f"{value:.4f}" for value in results["results"]["t"].values()] == [
+        *("999999999999.0000", "1.0000e+12", "-1.0000e+12", "5.0000", "inf")
+    ]
+    mean = lambda items: sum(nats for nats, _ in items) / sum(size for _, size in items)  # noqa: E731
+    assert patches._weighted_mean(mean, [(-6.0, 2), (0.0, 0)]) == -3.0
+    assert math.isnan(patches._weighted_mean(mean, [(-6.0, 0), (0.0, 0)]))
