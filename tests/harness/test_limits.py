@@ -150,9 +150,10 @@ def test_peak_memory_is_in_bytes():
 # ---------------------------------------------------------------- progress and estimates
 
 
-@pytest.mark.parametrize(
-    ("finished", "has_interval"), [(0, None), (1, False), (4, False), (5, True), (9, True), (10, False)]
-)
+FINISHED = {0: None, 1: False, 4: False, 5: True, 9: True, 10: False}  # of ten documents
+
+
+@pytest.mark.parametrize(("finished", "has_interval"), FINISHED.items())
 def test_an_interval_takes_five_documents_and_ends_with_the_last(finished, has_interval):
     sizes = [3, 9, 4, 7, 5, 8, 2, 6, 11, 4][:finished]
     log_probs = [-2.0 * size - (n % 3) for n, size in enumerate(sizes)]
@@ -261,10 +262,16 @@ def test_work_is_dealt_to_the_rank_with_the_least_of_it():
 # ---------------------------------------------------------------- changes to lm-eval
 
 
-@pytest.mark.parametrize(
-    ("documents", "limit", "samples", "count"),
-    [(5, None, None, 5), (5, 2, None, 2), (1, 4, None, 1), (9, None, [1, 2], 2), (9, 1, [1, 2, 3], 3)],
-)
+SIZES = [  # documents of a task, --limit, --samples, and how many are scored
+    (5, None, None, 5),
+    (5, 2, None, 2),
+    (1, 4, None, 1),
+    (9, None, [1, 2], 2),
+    (9, 1, [1, 2, 3], 3),
+]
+
+
+@pytest.mark.parametrize(("documents", "limit", "samples", "count"), SIZES)
 def test_a_task_needs_a_document_for_each_rank(documents, limit, samples, count):
     task = SimpleNamespace(eval_docs=range(documents), config=SimpleNamespace(task="t"), _instances=[])
     built = []

@@ -250,9 +250,9 @@ def test_a_document_on_the_page_has_at_most_1024_tokens(tokens, monkeypatch):
 def test_the_page_has_at_most_a_hundred_thousand_values(tmp_path, monkeypatch):
     """Documents in the most traces come first, then the lowest numbers; `most` of each task."""
     orders = {}
-    for number in range(120):
-        count = 2 if number in (7, 9) else 1
-        orders[traced.DocumentKey("sotu", number)] = [order(1000)] * count
+    for n in range(120):
+        count = 2 if n in (7, 9) else 1
+        orders[traced.DocumentKey("sotu", n)] = [order(1000)] * count
     monkeypatch.setattr(traced, "_load", lambda name: None)
     monkeypatch.setattr(traced, "token_texts", lambda ids, tokenizer: ["x"] * len(ids))
     monkeypatch.setattr(traced, "_orders_of_documents", lambda *_: orders)
