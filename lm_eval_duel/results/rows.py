@@ -204,7 +204,11 @@ class Row:
     @property
     def no_interval(self) -> Note:
         """The reason that a row without bootstrap draws has no interval."""
-        return self.missing or Note("one document" if self.documents else "no values per document")
+        if self.missing:
+            return self.missing
+        if not self.documents:
+            return Note("no values per document")
+        return Note("an infinite value" if math.isinf(self.value) else "one document")
 
     @property
     def nfe_per_token(self) -> float | None:

@@ -53,21 +53,22 @@ def _metrics(found):
     return {**{metric: math.exp(rate) for metric, rate in rates.items()}, "bits_per_byte": bits}
 
 
-def _size(docs, size):
-    return size or max(map(len, (docs or {}).values()), default=3)
+def _sizes(tasks, docs, size):
+    """The number of documents of each task."""
+    return {task: size or len(docs.get(task, range(3))) for task in tasks}
 
 
 def _write(folder, model, config, tasks, docs, size=None, log=True, version=1.0, shots=0, **more):
     """Write a results file and, with `log`, the samples of its documents."""
     number, docs = next(COUNT), docs or {}
     tasks = tasks or {task: _metrics(found) for task, found in docs.items()}
-    size = _size(docs, size)
+    sizes = _sizes(tasks, docs, size)
     body = {
         "results": nudged({task: {f"{m},none": v for m, v in metrics.items()} for task, metrics in tasks.items()}),
         "configs": {task: {"task": task, "output_type": "loglikelihood_rolling"} for task in tasks},
         "versions": dict.fromkeys(tasks, version),
         "n-shot": dict.fromkeys(tasks, shots),
-        "n-samples": {task: {"original": 99, "effective": size} for task in tasks},
+        "n-samples": {task: {"original": 99, "effective": sizes[task]} for task in tasks},
         "config": {"model_args": {"pretrained": model}, **config},
         "lm_eval_version": "0.4.13",
         "model_name": model,
@@ -92,12 +93,12 @@ def hf(folder, tasks=None, model="ARM", docs=None, max_length=1024, dtype="torch
     return _write(folder, model, config, tasks, docs, max_length=max_length, **more)
 
 
-def _accounts(tasks, docs, values, estimator, nfe, size):
+def _accounts(tasks, docs, values, estimator, nfe, sizes):
     """The entries of config.duel.tasks."""
     accounts = {}
     for task, metrics in tasks.items():
         tokens = sum(n for _, _, n in docs[task]) if task in docs else TOKENS
-        counts = {"documents": size, "windows": size, "tokens": tokens}
+        counts = {"documents": sizes[task], "windows": sizes[task], "tokens": tokens}
         perplexities = {**values.get(task, {}), estimator: metrics["token_perplexity"]}
         accounts[task] = counts | {
             "values": {
@@ -133,8 +134,8 @@ def ours(
     `values`: {task: {NAME: perplexity per token}} of the other estimators of a lattice run.
     """
     docs, rule = docs or {}, rule if estimator in RULED else None
-    size, tasks = _size(docs, size), tasks or {task: _metrics(found) for task, found in docs.items()}
-    accounts = _accounts(tasks, docs, values or {}, estimator, nfe, size)
+    tasks = tasks or {task: _metrics(found) for task, found in docs.items()}
+    accounts = _accounts(tasks, docs, values or {}, estimator, nfe, _sizes(tasks, docs, size))
     tokens = sum(account["tokens"] for account in accounts.values())
     longest = max((n for found in docs.values() for _, _, n in found), default=5000)
     elbo = {"elbo_form": "count", "elbo_block": "None", "mc_samples": "1", "draw_seed": "0"}

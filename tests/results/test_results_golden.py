@@ -3,7 +3,9 @@
 LM_EVAL_DUEL_RECORD=1 writes the files anew.
 """
 
+import html
 import itertools
+import math
 import re
 import shutil
 from pathlib import Path
@@ -17,12 +19,14 @@ from results import documents, edit, hf, ours
 
 from lm_eval_duel import demo
 from lm_eval_duel.cli.main import main
+from lm_eval_duel.console import command_line
 
 GOLDEN = Path(__file__).parent / "golden"
 RESULTS = demo.FOLDER / "results"
 TRACES = [str(path) for path in sorted((RESULTS / "traces").glob("*.jsonl"))]
 MADE = "made"  # folders of made results
 FEW = "few"
+EDGES = "edges"
 RUNS = {
     "words": ["report", RESULTS / "demo-bd", RESULTS / "demo-ar", "--pairs", "all", "--metric", "word_perplexity"],
     "bits": ["report", RESULTS / "demo-bd", "--pairs", "none", "--metric", "bits_per_byte"],
@@ -30,10 +34,12 @@ RUNS = {
     "made": ["report", MADE, "--as_published", "--page"],
     "apart": ["report", MADE, "--apart", "--pairs", "none", "--page"],
     "few": ["report", FEW, "--as_published"],
+    "edges": ["report", EDGES, "--as_published", "--page", "--pairs", "both"],
     "few_page": ["report", FEW, "--metric", "bits_per_byte", "--page"],
 }
+WHOLE = ("edges",)  # of which the JSON, the page and what is printed are compared, too
 TEX = (("made", "methods_sotu.tex"), ("made", "gap_news.tex"))
-DATE = re.compile(r"\d{4}-\d\d-\d\dT\S+|[Bb]elow .*|wrote to .*|/\S*/(made|few|bundled)|\d{4}-\d\d-\d\d")
+DATE = re.compile(r"\d{4}-\d\d-\d\dT\S+|[Bb]elow .*|wrote to .*|/\S*/(made|few|edges|bundled)|\d{4}-\d\d-\d\d")
 
 
 def check(name, text):
@@ -99,6 +105,111 @@ def more(body):
 
 
 @pytest.fixture(scope="module")
+def edges(tmp_path_factory):
+    """Results at the ends of ranges: few documents, equal values, infinite ones, caches, coarse dtypes, costs."""
+    results.COUNT = itertools.count(5000)
+    folder = tmp_path_factory.mktemp("edges") / EDGES
+    chance = np.random.default_rng(8)
+    tokens = chance.integers(20, 90, 11)
+    hard = chance.normal(3.2, 0.3, 11)  # nats per token
+
+    def docs(shift, **counts):
+        """Documents of tasks, `counts` of each."""
+        found = {}
+        for task, count in counts.items():
+            rates = hard[:count] + shift + chance.normal(0, 0.02, count)
+            found[task] = documents(-tokens[:count] * rates, tokens[:count])
+        return found
+
+    sizes = {"nine": 9, "ten": 10, "one": 1, "two": 2}
+    hf(folder, model="org/AR", docs=docs(-0.2, **sizes), dtype="torch.bfloat16")
+    main_model = {"model": "org/M", "nfe": 1}
+    rules = ["greedy:k=1", "greedy:k=2", "margin:k=1", "entropy:k=1", "greedy:k=4", "threshold:mu=0.9"]
+    for n, rule in enumerate(rules):  # all on ten documents, one more than are compared with each other; five on nine
+        tasks = sizes if n < 2 else {"ten": 10} if n == 3 else {"nine": 9, "ten": 10}
+        cost = {"duel": {"seconds": 2.0 + n}, "total_evaluation_time_seconds": f"{30 + n}.5"}
+        ours(folder, rule=rule, docs=docs(0.03 * n, **tasks), **main_model | {"nfe": 1 - 0.1 * n}, **cost)
+    for draws, shift in (("16", 0.5), ("1024", 0.45), ("8", 0.4)):
+        ours(
+            folder,
+            model="org/M",
+            estimator="elbo",
+            docs=docs(shift, **sizes),
+            spec={"mc_samples": draws},
+            duel={"seconds": 40 * shift},
+        )
+    spec = {"elbo_eps": "0.001", "mc_samples": "1024", "elbo_form": "ratio"}
+    ours(folder, model="org/M", estimator="elbo", docs=docs(0.42, nine=9, ten=10), spec=spec)
+    ours(folder, docs=docs(0.02, ten=10), spec={"cache": "prefix"}, **main_model)
+    ours(folder, docs=docs(0.02, ten=10), spec={"cache": "dual", "warpers": "temperature=0.7"}, **main_model)
+
+    # the same result twice, once with another value; a coarse dtype on two GPUs; a part from a response cache
+    again = docs(0.1, ten=10)
+    for device, ranks, seconds in (("cuda", 2, 1.0), ("cuda", 2, 1.5)):
+        where = {
+            "device": device,
+            "ranks": ranks,
+            "seconds": seconds,
+            "forwards": 12345,
+            "peak_memory_bytes": 3 * 2**30,
+        }
+        ours(folder, model="Coarse", docs=again, spec={"dtype": "bfloat16"}, duel=where)
+    coarse = {"model": "Coarse", "spec": {"dtype": "bfloat16"}}
+    ours(
+        folder, estimator="elbo", docs=docs(0.5, ten=10), duel={"device": "cuda", "ranks": 2, "seconds": 4.0}, **coarse
+    )
+    ours(folder, rule="margin:k=1", docs=docs(0.2, ten=10), duel={"peak_memory_bytes": 2**20 + 2**19}, **coarse)
+    edit(ours(folder, model="Cached", docs=docs(0.2, ten=10)), partly_cached)
+    ours(folder, model="Cached", estimator="elbo", docs=docs(0.6, ten=10), duel={"answers_from_cache": 10})
+
+    # the noise of two seeds, and their mean; the same numbers under two names; an infinite value; a group
+    noise = {"noise": "uniform", "noise_seed": "0"}
+    ours(folder, model="Noise", docs=docs(0.1, ten=10, nine=9), spec=noise)
+    ours(folder, model="Noise", docs=docs(0.05, ten=10, nine=9), spec=noise | {"noise_seed": "1"})
+    equal = docs(0.15, ten=10, nine=9)
+    ours(folder, model="Equal", docs=equal)
+    ours(folder, model="Twin", docs=equal, block="8")
+    impossible = docs(0.1, ten=10)
+    text, _, count = impossible["ten"][3]
+    impossible["ten"][3] = text, -math.inf, count
+    edit(ours(folder, model="Never", docs=impossible), never)
+    edit(ours(folder, model="Grouped", docs=docs(0.1, two=2)), grouped)
+    return folder
+
+
+def partly_cached(body):
+    """Four of ten documents were computed by this run."""
+    task = body["config"]["duel"]["tasks"]["ten"]
+    task["documents"] = 4
+    body["config"]["duel"]["answers_from_cache"] = 6
+
+
+def never(body):
+    """A token has probability 0."""
+    value = body["config"]["duel"]["tasks"]["ten"]["values"]["duel"]
+    value |= {"log_prob": None, "reason": "a token has probability 0"}
+    body["nulls"] = {}
+    for entry in body["results"]["ten"]:
+        body["results"]["ten"][entry] = None
+        body["nulls"][f"results.ten.{entry}"] = command_line.REASONS[math.inf]
+
+
+def grouped(body):
+    """A group of tasks, a task without numbers, and accuracies: equal documents, two filters, no decoding."""
+    body["groups"] = {"all": {}}
+    body["group_subtasks"] = {"all": ["two", "empty"]}
+    body["results"]["all"] = {"acc,none": 0.5}
+    body["results"]["empty"] = {"alias": "empty"}
+    body["results"]["choice"] = {
+        **{"acc,none": 1.0, "acc_stderr,none": 0.0, "acc,strict": 0.25, "acc_stderr,strict": 0.125},
+        **{"brier,none": 0.125, "brier_stderr,none": "N/A", "word_count": 7, "acc_norm,none": 0.75},
+    }
+    body["configs"]["choice"] = {"output_type": "loglikelihood"}
+    body["versions"]["choice"] = 2.0
+    body["n-shot"]["choice"] = 3
+
+
+@pytest.fixture(scope="module")
 def bundled(tmp_path_factory):
     """The bundled results with other last digits."""
     copy = tmp_path_factory.mktemp("other") / "bundled"
@@ -108,19 +219,22 @@ def bundled(tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", slow_but(RUNS, {*RUNS} - {"page"}))
-def test_what_is_printed_and_written(name, folder, bundled, tmp_path, capsys):
+def test_what_is_printed_and_written(name, folder, edges, bundled, tmp_path, capsys):
     """Tables are the golden ones, and every number that a file shows is one of the JSON."""
     out = tmp_path / "out"
     words = []
     for word in RUNS[name]:
-        place = folder / word if word in (MADE, FEW) else word
+        place = {MADE: folder / MADE, FEW: folder / FEW, EDGES: edges}.get(word, word)
         words.append(str(place).replace(str(RESULTS), str(bundled)))
     main([*words, "--out", str(out)])
     printed = capsys.readouterr().out
     written = {file.name: file.read_text(encoding="utf-8") for file in sorted(out.iterdir()) if file.is_file()}
     for file, text in written.items():
-        if file.endswith((".md", ".csv")) or (name, file) in TEX:
+        if file.endswith((".md", ".csv")) or (name, file) in TEX or (name in WHOLE and file == "report.json"):
             check(f"{name}_{file}", text)
+    if name in WHOLE:
+        check(f"{name}_terminal.txt", printed)
+        check(f"{name}_page.txt", words_of(written["index.html"]))
     known = decimals(written["report.json"])
     for file, text in {**written, "the terminal": printed}.items():
         for number in decimals(text):
@@ -128,6 +242,14 @@ def test_what_is_printed_and_written(name, folder, bundled, tmp_path, capsys):
     if "index.html" in written:
         kinds, legend = (re.findall(f'class="{what} ([a-z-]+)', written["index.html"]) for what in ("row", "mark"))
         assert set(kinds) <= set(legend), "each mark is explained"
+
+
+def words_of(page):
+    """The texts of a page and its plot, a line each."""
+    shown = re.sub("<(style|script).*?</\\1>", " ", page, flags=re.DOTALL)
+    marks = re.findall(r"<(?:line|circle|rect|text)\b[^>]*>", shown)  # where the plot has its values
+    texts = [html.unescape(text.strip()) for text in re.split("<[^>]*>", shown)]
+    return "\n".join([*filter(None, texts), *marks]) + "\n"
 
 
 def decimals(text):
