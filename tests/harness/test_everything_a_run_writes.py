@@ -126,7 +126,7 @@ def test_everything_that_a_run_writes(folders, tmp_path, caplog, name):
         messages = [text for text in caplog.messages if "fingerprint" not in text and folder not in text]
         written = [json.loads(line) for line in path.read_text().splitlines()[1:]]
         parts += [["# log", *messages], ["# trace", *lines(written)]]
-    golden.check(GOLDEN / f"{name}.txt", "\n".join("\n".join(part) for part in parts) + "\n", tolerance)
+    golden.check(GOLDEN / f"{name}.txt", "\n".join("\n".join(part) for part in parts) + "\n", within=tolerance)
 
 
 def require_recounted(lm, traced):
