@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from lm_eval_duel.harness.progress import Progress, SoFar, estimate
 from scipy import stats as scipy_stats
 
 from lm_eval_duel.core.scores import Counts, Kind
@@ -14,7 +15,6 @@ from lm_eval_duel.errors import DuelError
 from lm_eval_duel.estimators.totals import Total
 from lm_eval_duel.harness import generation, patches, progress, stats
 from lm_eval_duel.harness.distributed import Ranks
-from lm_eval_duel.harness.progress import Progress, SoFar, estimate
 from lm_eval_duel.harness.requests import Batch, make_request, random_order
 from lm_eval_duel.harness.stats import RunStats, Share, TaskStats
 
