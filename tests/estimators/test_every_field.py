@@ -56,7 +56,7 @@ MORE = {  # besides those of `ESTIMATORS`
     "over 10 seeds": partial(DuelSeeds, NOISY, "greedy:k=2", 3, SeedsArguments(noise_seeds=10, noise_seed=4)),
     "elbo, 15 draws": partial(Elbo, TOY, ElboArguments(15, elbo_block=2), grid="row"),
     "elbo, 17 draws": partial(Elbo, TOY, ElboArguments(17, "ratio", elbo_eps=0.01)),
-    "oracle, traced": partial(Lattice, TOY, 3, LatticeArguments("greedy:k=2+margin"), value="oracle", traced=True),
+    "oracle, traced": partial(Lattice, TOY, 3, LatticeArguments("greedy:k=2+margin"), estimator="oracle", traced=True),
     "two phases, relative": partial(TwoPhase, RELATIVE, "greedy", 2, TwoPhaseArguments(0.5), draw_seed=3),
     "two phases, few drawn": partial(TwoPhase, RELATIVE, "threshold:mu=0.5", 4, TwoPhaseArguments(0.2)),
     "random tokens, 15 draws": partial(NoisedElbo, NOISY, NoisedElboArguments(15)),
