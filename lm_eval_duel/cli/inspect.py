@@ -99,7 +99,8 @@ def _score(lm: DuelMDM) -> str:
 
 
 def _token(tokenizer: Any, token: int) -> str:
-    return f"{token} {tokenizer.convert_ids_to_tokens(token)!r}"
+    name = tokenizer.convert_ids_to_tokens(token)
+    return f"{token}, which is no token of the tokenizer" if name is None else f"{token} {name!r}"
 
 
 @usage()
