@@ -4,22 +4,33 @@
     canvases (DiffusionGemma)   the class's own forward: clean tokens before the canvas, its own whole logits before
 
 The noise is made here once more, from the same hash of (seed, block, step, position). It shares no code with the views.
+A mean over seeds is recomputed seed by seed.
 
 Shapes: L row length, V tokens.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+
 import torch
 
 from lm_eval_duel import reference
-from lm_eval_duel.audit.networks import NO_ID, OtherRow
+from lm_eval_duel.audit.checked import Recomputed, unequal
+from lm_eval_duel.audit.networks import NO_ID
+from lm_eval_duel.audit.runs_rule import along_any_order
+from lm_eval_duel.audit.wrapped_networks import OtherRow
 from lm_eval_duel.core.denoiser import Denoiser
+from lm_eval_duel.core.float_noise import nats_tolerance
 from lm_eval_duel.core.hashing import uniform
+from lm_eval_duel.core.scores import Score
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.denoisers.dit.denoiser import Timed
 from lm_eval_duel.denoisers.hf.diffusion_gemma import Canvases
 from lm_eval_duel.denoisers.wrappers import Wrapper
+from lm_eval_duel.estimators.duel_seeds import DuelSeeds
+from lm_eval_duel.estimators.registry import LOG_MEAN
 
 KIND, TOKEN = 7, 8  # keys of the random numbers: whether a masked position shows [MASK], and which token
 
@@ -137,3 +148,53 @@ def without_wrappers(denoiser: Denoiser) -> Denoiser:
     while isinstance(denoiser, Wrapper):
         denoiser = denoiser.plain
     return denoiser
+
+
+# ---------------------------------------------------------------- a mean over noise seeds
+
+
+def over_seeds(estimator: DuelSeeds, window: Window, score: Score) -> Recomputed:
+    """The path of each seed. A mean over seeds records no orders, so `duel` is run once more for each of them."""
+    runs: list[Score] = []
+    paths: list[Recomputed] = []
+    problems: list[str] = []
+    blocks: Sequence[Sequence[int]] = []
+    for seed in estimator.seeds:
+        network = given_noise(estimator.denoiser, window, estimator.block, estimator.grid, seed)
+        assert network is not None  # it was not for the first seed
+        [run] = estimator.of_seed(seed).log_prob([window])
+        path = along_any_order(network, estimator.rule, run)
+        # A rule that spans blocks has joined them to one chain by now: its history carries the noise of one block into
+        # the next, so their probabilities are not independent, and the product of their means bounds nothing.
+        blocks = network.blocks
+        problems += [f"noise_seed {seed}: {problem}" for problem in path.problems]
+        runs.append(run)
+        paths.append(path)
+
+    values = [path.log_prob for path in paths]
+    mean, error = reference.mean_and_error(values, len(values))
+    pairs = {}
+    for seed, run_value, value in zip(estimator.seeds, score.seeds, values, strict=True):
+        pairs[f"noise_seed {seed}"] = (run_value, value)
+    origin = len(window.context)
+    log_mean = math.fsum(_log_mean([ell - origin for ell in block], runs) for block in blocks)
+    pairs[LOG_MEAN] = (score.others[LOG_MEAN].log_prob, log_mean)
+    if len(values) > 1 and math.isfinite(mean):
+        pairs["stderr"] = (math.nan if score.stderr is None else score.stderr, error)
+    problems += unequal(pairs, nats_tolerance(len(window.target)))
+
+    along_own_orders = [path.log_prob if path.own_order is None else path.own_order for path in paths]
+    return Recomputed(
+        mean,
+        paths[0].route,
+        sum(path.other_picks or 0 for path in paths),
+        sum(path.ties or 0 for path in paths),
+        math.fsum(along_own_orders) / len(paths),
+        tuple(problems),
+    )
+
+
+def _log_mean(places: Sequence[int], runs: Sequence[Score]) -> float:
+    """The log of the mean over seeds of the probability of one block, the target positions `places`."""
+    of_seeds = [math.fsum(run.token_logprobs[place] for place in places) for run in runs]  # (S,)
+    return reference.log_mean_exp(of_seeds)

@@ -19,7 +19,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from lm_eval_duel.audit.checked import CheckedWindow
 from lm_eval_duel.audit.estimates import SMALL, noise_of, over_orders
-from lm_eval_duel.audit.networks import one_row
+from lm_eval_duel.audit.wrapped_networks import one_row
 from lm_eval_duel.core.float_noise import PER_WINDOW, nats_tolerance
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.denoisers.dit.denoiser import NOISE_EPS

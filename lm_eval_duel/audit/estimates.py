@@ -20,9 +20,10 @@ from torch import Tensor
 
 from lm_eval_duel import reference
 from lm_eval_duel.audit.checked import Recomputed, unequal
-from lm_eval_duel.audit.networks import OneRow, one_row
-from lm_eval_duel.audit.replay import Watched, rule_of
+from lm_eval_duel.audit.networks import OneRow
+from lm_eval_duel.audit.replay import TIES, all_equal, moved, rule_of
 from lm_eval_duel.audit.samplers import Count, Select, best_drawn, drawn_positions, over_selections, scheduled
+from lm_eval_duel.audit.wrapped_networks import one_row
 from lm_eval_duel.core.float_noise import nats_tolerance
 from lm_eval_duel.core.scores import Score
 from lm_eval_duel.core.windows import Window
@@ -202,3 +203,18 @@ def _of_block(network: OneRow, F: reference.Rule, n: int) -> float:
     after: Sequence[int] = [ell for block in network.blocks[n + 1 :] for ell in block]
     x = reference.masked(network.x, [after], network.m)
     return reference.log_likelihood(x, [network.blocks[n]], network, F, network.m, network.relative_positions).ll
+
+
+class Watched:
+    """A rule of the reference that notes whether a pick was a tie, other than that of a row of masks."""
+
+    def __init__(self, F: reference.Rule):
+        self.F = F
+        self.tied = False
+
+    def __call__(self, log_P: torch.Tensor, M: list[int]) -> list[int]:
+        picked = self.F(log_P, M)
+        if not all_equal(log_P, M):
+            moves = (self.F(moved(log_P, M, picked, *by), M) for by in TIES)
+            self.tied |= any({*pick} != {*picked} for pick in moves)
+        return picked

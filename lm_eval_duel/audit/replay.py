@@ -4,24 +4,26 @@ The order is the run's; every number is the reference's. Where the rule of the r
 the pick is either wrong or within a tie: then some change of the reference's own logits by at most `NEAR_TIE` gives the
 run's pick. So a tie at one step excuses neither a value nor a later pick, and nothing that the run reports excuses it.
 
-A rule that the reference does not have is the run's own, which is shown one lane in float64 (`RunsRule`).
+A rule that the reference does not have is the run's own: runs_rule.py.
 
-Shapes: L row length, W block width, C masked positions, D features, V tokens.
+Shapes: L row length, V tokens.
 """
 
 from __future__ import annotations
 
-import dataclasses
+import abc
 import itertools
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 
 import torch
 
 from lm_eval_duel import reference, rules
+from lm_eval_duel.audit.checked import Recomputed, distance
 from lm_eval_duel.audit.networks import OneRow
 from lm_eval_duel.core.decision import NEAR_TIE
-from lm_eval_duel.core.lanes import Lanes
-from lm_eval_duel.core.predictions import Predictions
+from lm_eval_duel.core.float_noise import nats_tolerance
+from lm_eval_duel.core.scores import Score
 
 PAPER: dict[type[rules.Rule], Callable[..., reference.Rule]] = {
     rules.LeftToRight: lambda rule: reference.left_to_right(rule.k),
@@ -54,6 +56,66 @@ def _as_printed(rule: rules.Klass) -> bool:
     return rule.history == 1 and rule.kl == "paper" and not rule.across
 
 
+def along_the_order(
+    network: OneRow, make: Callable[[], reference.Rule], score: Score, may_pick_none: bool = False
+) -> Recomputed:
+    """The run's order through the reference: every value along it, and the pick at every state of the rule that `make`
+    makes. `may_pick_none`: at some steps the rule reveals nothing.
+    """
+    target = range(network.origin, network.end)
+    steps = dict(zip(target, score.reveal_steps, strict=True))
+    if any(steps[ell] < 0 for ell in network.scored):
+        return Recomputed(math.nan, problems=("the recorded order does not reveal every position",))
+    followed = Followed(network, steps, make())
+    path = network.path(followed)
+    # Where the rule picks otherwise, the reference's own order has another value. It is only told: what is compared
+    # are the values along the run's order.
+    own_order = None
+    if followed.other_picks or followed.ties:
+        own_order = network.path(make()).ll
+
+    nats = [path.log_p.get(ell, 0.0) for ell in target]  # 0: known positions, which are not scored
+    problems = _differing_tokens(nats, score)
+    if followed.is_greedy != score.is_greedy and not (followed.is_greedy and followed.top_tokens_tie):
+        problems.append(f"is_greedy is {score.is_greedy}")
+    if score.nfe is not None and score.nfe != len(path.sigma) and not may_pick_none:
+        problems.append(f"its order has {len(path.sigma)} steps, not {score.nfe}")
+    return Recomputed(
+        path.ll,
+        other_picks=followed.other_picks,
+        ties=followed.ties,
+        own_order=own_order,
+        problems=tuple(problems),
+    )
+
+
+def _differing_tokens(nats: Sequence[float], score: Score) -> list[str]:
+    """The token that differs most from the reference's nats, if it does; and the sum of the run's tokens."""
+    noise = nats_tolerance(len(nats))
+    problems = []
+    worst = max(range(len(nats)), key=lambda n: distance(nats[n], score.token_logprobs[n]))
+    if distance(nats[worst], score.token_logprobs[worst]) > noise:
+        problems.append(f"token {worst} has {score.token_logprobs[worst]:.4f} nats, not {nats[worst]:.4f}")
+    total = math.fsum(score.token_logprobs)
+    if distance(total, score.log_prob) > noise:
+        problems.append(f"its tokens add up to {total:.4f} nats")
+    return problems
+
+
+# ---------------------------------------------------------------- the rule at each state, and what is a tie
+
+
+class StepRule(abc.ABC):
+    """A rule that may be asked several times at a step, and remembers what it was asked first."""
+
+    @abc.abstractmethod
+    def __call__(self, log_P: torch.Tensor, M: list[int]) -> list[int]: ...
+
+    @abc.abstractmethod
+    def advance(self) -> None:
+        """Go on to the next step."""
+
+
 class Followed:
     """A recorded order as a rule of the reference: `steps` of the positions, counted from 0 in each block.
 
@@ -79,7 +141,7 @@ class Followed:
                 self.ties += 1
             else:
                 self.other_picks += 1
-        if isinstance(self.F, RunsRule):
+        if isinstance(self.F, StepRule):
             self.F.advance()
         for ell in picked:
             self._compare_with_top(log_P[ell], self.network.x[ell])
@@ -94,21 +156,6 @@ class Followed:
             self.is_greedy = False
         elif rest and first - rest[0] < NEAR_TIE:  # either of two tokens may count as the top one
             self.top_tokens_tie = True
-
-
-class Watched:
-    """A rule of the reference that notes whether a pick was a tie, other than that of a row of masks."""
-
-    def __init__(self, F: reference.Rule):
-        self.F = F
-        self.tied = False
-
-    def __call__(self, log_P: torch.Tensor, M: list[int]) -> list[int]:
-        picked = self.F(log_P, M)
-        if not all_equal(log_P, M):
-            moves = (self.F(moved(log_P, M, picked, *by), M) for by in TIES)
-            self.tied |= any({*pick} != {*picked} for pick in moves)
-        return picked
 
 
 def all_equal(log_P: torch.Tensor, M: list[int]) -> bool:
@@ -137,79 +184,3 @@ def moved(log_P: torch.Tensor, M: list[int], picked: list[int], by: float, other
     changed = log_P.clone()
     changed[at] = rows.log_softmax(1)
     return changed
-
-
-# ---------------------------------------------------------------- a rule that the reference does not have
-
-
-class OneLane(Predictions):
-    """The distributions of one lane, as the run's rules read them; `inputs` (C, D): of the LM head."""
-
-    def __init__(self, masked: torch.Tensor, log_P: torch.Tensor, inputs: torch.Tensor | None):
-        every = torch.arange(len(log_P), device=log_P.device)  # (C,)
-        none = torch.zeros(log_P.shape[1], dtype=torch.bool, device=log_P.device)  # (V,) excluded columns
-        all_mask = torch.zeros(1, dtype=torch.bool, device=log_P.device)  # the reference has made its exact tie
-        super().__init__(masked, all_mask, log_P, every, lambda logits: logits, none)
-        self.inputs = inputs
-
-    def _one_input(self) -> torch.Tensor:
-        assert self.inputs is not None  # under guidance there are two, and no run has a rule that reads them
-        return self.inputs
-
-
-class RunsRule:
-    """A rule of the run as a rule of the reference: it is shown one lane, in float64.
-
-    It may be asked several times at a state; `advance` goes on to the next one, with what it remembered when it was
-    asked first. `chain`: its lane is the whole target, for a rule that keeps a history over blocks.
-    """
-
-    def __init__(self, rule: rules.Rule, network: OneRow, chain: bool = False):
-        self.rule = rule
-        self.network = network
-        self.chain = chain
-        self.lane: Lanes | None = None
-        self.decided: rules.Decision | None = None
-
-    def __call__(self, log_P: torch.Tensor, M: list[int]) -> list[int]:
-        network = self.network
-        begin, end = (network.origin, network.end) if self.chain else network.span(M[0])
-        if self.lane is None or int(self.lane.start) != begin:
-            self.lane = self._fresh(begin, end, log_P.device)
-        masked = torch.zeros_like(self.lane.masked)  # (1, W)
-        masked[0, [ell - begin for ell in M]] = True
-        tokens = torch.tensor([network.x[begin:end]], device=log_P.device).masked_fill(masked, -1)  # (1, W)
-        self.lane = dataclasses.replace(self.lane, masked=masked, tokens=tokens)
-
-        inputs = None if network.inputs is None else network.inputs[M]  # (C, D)
-        if inputs is not None and all_equal(log_P, M):  # an exact tie, for rules that read features, too
-            inputs = inputs[:1].expand_as(inputs)
-        decision = self.rule(OneLane(masked, log_P[M], inputs), self.lane)
-        if isinstance(decision, torch.Tensor):
-            decision = rules.Decision(decision)
-        self.decided = self.decided or decision
-        return [begin + int(position) for position in decision.pick[0].nonzero()]
-
-    def advance(self) -> None:
-        """Go on to the next step."""
-        if self.lane is not None and self.decided is not None:
-            self.lane = dataclasses.replace(self.lane, step=self.lane.step + 1, memory=self.decided.memory)
-        self.decided = None
-
-    def _fresh(self, begin: int, end: int, device: torch.device) -> Lanes:
-        """The lane of a block at its start."""
-
-        def plane(number: int) -> torch.Tensor:
-            return torch.tensor([number], device=device)
-
-        width = end - begin
-        tokens = torch.zeros(1, width, dtype=torch.int64, device=device)  # (1, W)
-        return Lanes(
-            row=plane(0),
-            start=plane(begin),
-            origin=plane(self.network.origin),
-            width=plane(width),
-            tokens=tokens,
-            masked=tokens.bool(),
-            step=plane(0),
-        )

@@ -8,9 +8,8 @@ from attends import Attends
 from noised_toys import NoisyToy
 from toys import Toy
 
-from lm_eval_duel.audit.checked import CheckedWindow
+from lm_eval_duel.audit.checked import CheckedWindow, Recomputed
 from lm_eval_duel.audit.contradictions import contradictions
-from lm_eval_duel.audit.recompute import Recomputed
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.estimators import two_phase
 from lm_eval_duel.estimators.arguments import ElboArguments, LatticeArguments, NoisedElboArguments, TwoPhaseArguments

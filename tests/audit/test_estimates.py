@@ -11,8 +11,8 @@ from noised_toys import NoisyToy, of_position
 from toys import Toy
 
 from lm_eval_duel import reference
-from lm_eval_duel.audit.checked import CheckedWindow
-from lm_eval_duel.audit.recompute import ALONE, recompute
+from lm_eval_duel.audit.checked import ALONE, CheckedWindow
+from lm_eval_duel.audit.recompute import recompute
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.estimators.arguments import ElboArguments, TwoPhaseArguments
 from lm_eval_duel.estimators.elbo import Elbo

@@ -9,10 +9,10 @@ from toys import Toy
 
 from lm_eval_duel import denoisers
 from lm_eval_duel.audit import network_check
-from lm_eval_duel.audit.checked import CheckedWindow
+from lm_eval_duel.audit.checked import CheckedWindow, Recomputed
 from lm_eval_duel.audit.from_text import FromText
 from lm_eval_duel.audit.network_check import Deviations
-from lm_eval_duel.audit.recompute import Recomputed, recompute
+from lm_eval_duel.audit.recompute import recompute
 from lm_eval_duel.cli.audited_run import totals_problems
 from lm_eval_duel.core.float_noise import nats_tolerance
 from lm_eval_duel.core.scores import Score

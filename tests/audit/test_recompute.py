@@ -9,8 +9,8 @@ from laws import AROUND, RULES
 from toys import BlockCausal, Causal, CausalPrefix, Rotary, Toy
 
 from lm_eval_duel import rules
-from lm_eval_duel.audit.checked import CheckedWindow
-from lm_eval_duel.audit.recompute import ALONE, REFERENCE, RUNS_RULE, Recomputed, recompute
+from lm_eval_duel.audit.checked import ALONE, REFERENCE, RUNS_RULE, CheckedWindow, Recomputed
+from lm_eval_duel.audit.recompute import recompute
 from lm_eval_duel.core import predictions
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.denoisers.cached import denoiser as cached_view
