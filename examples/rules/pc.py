@@ -47,7 +47,6 @@ class PC(Scheduled):
     fingerprint, because `files` names it.
     """
 
-    label = "PC-Sampler"  # in tables
     reads_step = True
     decay: float
     alpha: float

@@ -297,7 +297,7 @@ def _averages(method: RankedMethod) -> Iterator[dict[str, Any]]:
 
 def _ends(name: str, interval: Interval | None) -> dict[str, float | None]:
     low, high = interval or (None, None)
-    return {f"{name} low": low, f"{name} high": high}
+    return {f"{name}_low": low, f"{name}_high": high}
 
 
 # ---------------------------------------------------------------- the command that makes a result again

@@ -1,8 +1,7 @@
 r"""Tables and their numbers: how a number is printed, and one table as text, Markdown, LaTeX or CSV.
 
 Numbers are formatted here and nowhere else. The LaTeX is a tabular for booktabs, with the remarks of its cells below
-it: columns that belong together stand below a common heading, and rules have the names of the paper. It takes
-`\usepackage{booktabs}` and nothing else.
+it; columns that belong together stand below a common heading. It takes `\usepackage{booktabs}` and nothing else.
 """
 
 from __future__ import annotations
@@ -19,7 +18,6 @@ from typing import Any
 from tabulate import tabulate
 
 from lm_eval_duel.console.command_line import LARGE, csv_cell, is_numeric, one_line, plain_table
-from lm_eval_duel.rules import adaptive, kind, label, without_defaults
 
 WORDS = {
     "token_perplexity": "perplexity per token",
@@ -208,11 +206,7 @@ class Table:
         """The file of the table in LaTeX. A model's name stands in its first row."""
         cells = []
         for row in self.rows:
-            shown = list(row)
-            if "rule" in self.heads:
-                column = self.heads.index("rule")
-                shown[column] = paper_name(row[column])
-            cells.append([_latex_cell(text, self.remarks) for text in shown])
+            cells.append([_latex_cell(text, self.remarks) for text in row])
         for n in range(1, len(self.rows)):
             if self.rows[n][0] == self.rows[n - 1][0]:
                 cells[n][0] = ""
@@ -275,13 +269,11 @@ def spaced(parts: Iterable[str]) -> str:
 
 # ---------------------------------------------------------------- LaTeX
 
-GREEK = {"mu": "\u03bc", "nu": "\u03bd", "gamma": "\u03b3"}
 ESCAPED = {
     **{character: f"\\{character}" for character in "&%$#_{}"},
     **{"^": r"\^{}", "~": r"\textasciitilde{}", "\\": r"\textbackslash{}"},
-    **{"<": r"\ensuremath{<}", ">": r"\ensuremath{>}", "≤": r"$\leq$", "±": r"$\pm$", "†": r"$^\dagger$"},
+    **{"<": r"\ensuremath{<}", ">": r"\ensuremath{>}", "≤": r"$\leq$", "±": r"$\pm$"},
     MINUS: "$-$",
-    **{letter: rf"$\{name}$" for name, letter in GREEK.items()},
 }
 MARK = re.compile(r" ?\[(\d+)\]$")  # of a remark, at the end of a cell
 SIGN = re.compile(r"(?<![\w.-])-(?=\d)")  # a minus before a number
@@ -292,20 +284,7 @@ def latex_text(text: str) -> str:
     pieces = []
     for piece in re.split(f"({SIGN.pattern})", one_line(text)):
         pieces.append("$-$" if piece == "-" else "".join(ESCAPED.get(character, character) for character in piece))
-    shown = re.sub(r"\bDUEL\b", r"\\textsc{DUEL}", "".join(pieces))
-    return re.sub(r"(?<=, )([a-z])=(?=[\d.])", r"$\1$=", shown)
-
-
-def paper_name(text: str) -> str:
-    """A rule as the paper prints it, with a dagger if its number of steps depends on the text."""
-    if not kind(text).label:  # module:Name
-        return text
-    _, *parameters = without_defaults(text).split(":")
-    shown = [label(text) + ("†" if adaptive(text) else "")]
-    for parameter in parameters:
-        key, _, value = parameter.partition("=")
-        shown.append(f"{GREEK.get(key, key)}={value}")
-    return ", ".join(shown)
+    return re.sub(r"\bDUEL\b", r"\\textsc{DUEL}", "".join(pieces))
 
 
 def _latex_cell(text: str, remarks: Container[str]) -> str:

@@ -318,11 +318,6 @@ def sort_key(text: str | None) -> tuple[int, str, float]:
     return (place, name, speed)
 
 
-def label(text: str) -> str:
-    """A rule's name in tables of a paper, or its name as typed."""
-    return kind(text).label or text.split(":")[0]
-
-
 def adaptive(text: str) -> bool:
     """True if the number of a rule's steps depends on the text."""
     return kind(text).adaptive

@@ -36,7 +36,6 @@ class Rule(Arguments):
     """
 
     name: ClassVar[str] = ""  # as typed
-    label: ClassVar[str] = ""  # in tables of a paper
     adaptive: ClassVar[bool] = False  # the number of steps depends on the text
     speed: ClassVar[tuple[str, ...]] = ("k", "mu", "gamma")  # parameters that set it; without them: the rule's family
 

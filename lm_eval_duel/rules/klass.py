@@ -21,7 +21,7 @@ EPS = 1e-12  # inside the authors' logarithms
 
 
 @dataclasses.dataclass(frozen=True)
-class Klass(Thresholded, name="klass", label="KLASS", reads_step=True, dense_memory=True):
+class Klass(Thresholded, name="klass", reads_step=True, dense_memory=True):
     """All positions with P1 >= mu and KL <= nu in each of the last `history` steps, or else the single most confident
     one (Kim et al. 2025).
 

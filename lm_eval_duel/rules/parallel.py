@@ -58,9 +58,7 @@ def rank_bounds(factor: float, ordered: torch.Tensor) -> torch.Tensor:
 
 
 @dataclasses.dataclass(frozen=True)
-class EntropyThreshold(
-    Rule, name="entropy_threshold", label="Entropy Thresh.", adaptive=True, speed=("tau",), state_only=True
-):
+class EntropyThreshold(Rule, name="entropy_threshold", adaptive=True, speed=("tau",), state_only=True):
     """All positions with entropy <= tau, and always the one with the least (dParallel, d3LLM)."""
 
     tau: float = required(
@@ -76,7 +74,7 @@ class EntropyThreshold(
 
 
 @dataclasses.dataclass(frozen=True)
-class Factor(Rule, name="factor", label="Factor", adaptive=True, speed=("f",), state_only=True):
+class Factor(Rule, name="factor", adaptive=True, speed=("f",), state_only=True):
     """The most confident positions, c_1 >= c_2 >= ..., as many as 1 + the number of ranks r >= 2 with
     c_r >= 1 - f / (r + 1) (Fast-dLLM's factor: Wu et al. 2025, section 3.3).
 
@@ -112,7 +110,7 @@ class Factor(Rule, name="factor", label="Factor", adaptive=True, speed=("f",), s
 
 
 @dataclasses.dataclass(frozen=True)
-class HighOrTopk(Rule, name="high_or_topk", label="High or Top-k", adaptive=True, speed=("tau",), state_only=True):
+class HighOrTopk(Rule, name="high_or_topk", adaptive=True, speed=("tau",), state_only=True):
     """All positions with P1 > tau if there are at least n of them, else the n most confident ones (LLaDA2)."""
 
     n: int = required(POSITIONS, "the least number of positions revealed at a step", 1)
@@ -130,7 +128,7 @@ class HighOrTopk(Rule, name="high_or_topk", label="High or Top-k", adaptive=True
 
 
 @dataclasses.dataclass(frozen=True)
-class DinferThreshold(Thresholded, name="dinfer_threshold", label="dInfer Thresh.", state_only=True):
+class DinferThreshold(Thresholded, name="dinfer_threshold", state_only=True):
     """All positions with P1 >= min(mu, the largest P1 - 1e-5), as in dInfer.
 
     Unlike `threshold`, it reveals every position that is as confident as the best one: a whole block at an all-mask
@@ -156,7 +154,7 @@ class DinferThreshold(Thresholded, name="dinfer_threshold", label="dInfer Thresh
 
 
 @dataclasses.dataclass(frozen=True)
-class Hierarchy(Rule, name="hierarchy", label="Hierarchy", adaptive=True, speed=("tau",), state_only=True):
+class Hierarchy(Rule, name="hierarchy", adaptive=True, speed=("tau",), state_only=True):
     """The best position of each run of neighbouring masked ones, if P1 > low; all with P1 > tau; and always the best.
 
     This is dInfer's HierarchyDecoder: equal best positions of a run are all revealed, not the lowest alone.
@@ -219,7 +217,7 @@ def first_ranks(
 
 
 @dataclasses.dataclass(frozen=True)
-class ThresholdFixed(Thresholded, name="threshold_fixed", label="Conf. Thresh. (at most n)", state_only=True):
+class ThresholdFixed(Thresholded, name="threshold_fixed", state_only=True):
     """Of the n most confident positions those with P1 >= mu, and always the best (mlx-vlm's `fixed`)."""
 
     n: int = argument(POSITIONS, 1, "the most positions that a step reveals")
@@ -236,7 +234,7 @@ class ThresholdFixed(Thresholded, name="threshold_fixed", label="Conf. Thresh. (
 
 
 @dataclasses.dataclass(frozen=True)
-class ThresholdRef(Thresholded, name="threshold_ref", label="Conf. Thresh. and Factor", state_only=True):
+class ThresholdRef(Thresholded, name="threshold_ref", state_only=True):
     """The longest prefix of c_0 >= c_1 >= ... with c_r >= mu and c_r >= 1 - f / (r + 2), and always the best
     (mlx-vlm's `confidence_threshold_ref`).
     """
@@ -251,7 +249,7 @@ class ThresholdRef(Thresholded, name="threshold_ref", label="Conf. Thresh. and F
 
 
 @dataclasses.dataclass(frozen=True)
-class ThresholdBound(Thresholded, name="threshold_bound", label="Conf. Thresh. or Factor", state_only=True):
+class ThresholdBound(Thresholded, name="threshold_bound", state_only=True):
     """All with c_r >= mu, or with c_r >= floor and c_r >= 1 - f / (r + 2), and always the best (mlx-vlm's
     `confidence_threshold_bound`).
     """
@@ -276,7 +274,7 @@ class ThresholdBound(Thresholded, name="threshold_bound", label="Conf. Thresh. o
 
 
 @dataclasses.dataclass(frozen=True)
-class CumulativeError(Thresholded, name="cumulative_error", label="Cumulative Error", state_only=True):
+class CumulativeError(Thresholded, name="cumulative_error", state_only=True):
     """The longest prefix of c_0 >= c_1 >= ... with c_0 c_1 ... c_r >= mu, and always the best (mlx-vlm's
     `cumulative_error`).
     """

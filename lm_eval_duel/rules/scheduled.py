@@ -83,7 +83,7 @@ class Scheduled(Rule, speed=("steps",)):
 
 
 @dataclasses.dataclass(frozen=True)
-class Quota(Scheduled, name="quota", label="Quota", reads_step=True):
+class Quota(Scheduled, name="quota", reads_step=True):
     """The most confident positions, m // S + (i < m mod S) of a block's m at step i of S (LLaDA, Fast-dLLM).
 
     `eos=conf` is LLaDA's `confidence_eos_eot_inf`, which changes the order only: a position whose most probable token
@@ -158,7 +158,6 @@ class Quota(Scheduled, name="quota", label="Quota", reads_step=True):
 class CumulativeQuota(
     Rule,
     name="cumulative_quota",
-    label="Cum. Quota",
     adaptive=True,
     speed=("steps", "tau"),
     reads_step=True,
@@ -230,7 +229,7 @@ def _algorithm(value: Any) -> Any:
 
 
 @dataclasses.dataclass(frozen=True)
-class Dream(Rule, name="dream", label="Dream", speed=("steps",), reads_step=True):
+class Dream(Rule, name="dream", speed=("steps",), reads_step=True):
     """Dream's diffusion_generate, whose number of positions follows its noise levels.
 
     With t_i from 1 to 0.001 in equal steps and m positions left, step i reveals int(m (1 - t_(i+1) / t_i)) of them, the
@@ -320,9 +319,7 @@ class SeededDream(Dream):
 
 
 @dataclasses.dataclass(frozen=True)
-class ThresholdUntil(
-    Thresholded, name="threshold_until", label="Thresh. until", speed=("mu", "steps"), reads_step=True
-):
+class ThresholdUntil(Thresholded, name="threshold_until", speed=("mu", "steps"), reads_step=True):
     """All positions with P1 >= mu, or else the most confident one; at the last of `steps` steps all that are left
     (mlx-vlm on DiffusionGemma)."""
 
@@ -338,9 +335,7 @@ class ThresholdUntil(
 
 
 @dataclasses.dataclass(frozen=True)
-class FallingThreshold(
-    Rule, name="falling_threshold", label="Falling Thresh.", adaptive=True, speed=("mu",), reads_step=True
-):
+class FallingThreshold(Rule, name="falling_threshold", adaptive=True, speed=("mu",), reads_step=True):
     """All positions with P1 > mu_i at step i of a block, or else the single most confident one, where
     mu_i = mu - (mu - low) i / (steps - 1) falls to `low` and stays there (mlx-vlm's LLaDA2 with `min_threshold`).
     """

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 @dataclasses.dataclass(frozen=True)
-class LeftToRight(Counted, name="left_to_right", label="Left-to-Right", state_only=True, fixed=True):
+class LeftToRight(Counted, name="left_to_right", state_only=True, fixed=True):
     """The first k masked positions."""
 
     def __call__(self, predictions: Predictions | None, lanes: Lanes) -> Decision:
@@ -42,7 +42,7 @@ class LeftToRight(Counted, name="left_to_right", label="Left-to-Right", state_on
 
 
 @dataclasses.dataclass(frozen=True)
-class RightToLeft(Counted, name="right_to_left", label="Right-to-Left", state_only=True, fixed=True):
+class RightToLeft(Counted, name="right_to_left", state_only=True, fixed=True):
     """The last k masked positions."""
 
     def __call__(self, predictions: Predictions | None, lanes: Lanes) -> Decision:
@@ -50,7 +50,7 @@ class RightToLeft(Counted, name="right_to_left", label="Right-to-Left", state_on
 
 
 @dataclasses.dataclass(frozen=True)
-class Random(Counted, name="random", label="Random", state_only=True, fixed=True):
+class Random(Counted, name="random", state_only=True, fixed=True):
     """The k masked positions with the smallest hash(seed, target index).
 
     The order looks random and is fixed by the seed, so the likelihood is exact.
@@ -80,7 +80,7 @@ class Scored(Counted, state_only=True):
 
 
 @dataclasses.dataclass(frozen=True)
-class Greedy(Scored, name="greedy", label="Greedy Conf."):
+class Greedy(Scored, name="greedy"):
     """The k largest P1 (the top token's probability), compared as log-odds, which do not saturate."""
 
     @staticmethod
@@ -89,7 +89,7 @@ class Greedy(Scored, name="greedy", label="Greedy Conf."):
 
 
 @dataclasses.dataclass(frozen=True)
-class Margin(Scored, name="margin", label="Prob. Margin"):
+class Margin(Scored, name="margin"):
     """The k largest P1 - P2, a difference of probabilities, as in the paper."""
 
     @staticmethod
@@ -108,7 +108,7 @@ class Margin(Scored, name="margin", label="Prob. Margin"):
 
 
 @dataclasses.dataclass(frozen=True)
-class LogMargin(Scored, name="log_margin", label="Log-Prob. Margin"):
+class LogMargin(Scored, name="log_margin"):
     """The k largest log P1 - log P2, which the authors' code for 8B models calls margin."""
 
     @staticmethod
@@ -117,7 +117,7 @@ class LogMargin(Scored, name="log_margin", label="Log-Prob. Margin"):
 
 
 @dataclasses.dataclass(frozen=True)
-class Entropy(Scored, name="entropy", label="Entropy"):
+class Entropy(Scored, name="entropy"):
     """The k smallest entropies."""
 
     @staticmethod
@@ -127,7 +127,7 @@ class Entropy(Scored, name="entropy", label="Entropy"):
 
 
 @dataclasses.dataclass(frozen=True)
-class Threshold(Thresholded, name="threshold", label="Conf. Thresh.", state_only=True):
+class Threshold(Thresholded, name="threshold", state_only=True):
     """All positions with P1 >= mu (`strict`: P1 > mu), or else the single most confident one (Wu et al. 2025)."""
 
     strict: bool = argument(TRUTH, False, "positions with P1 = mu are not revealed", optional=True)
@@ -141,7 +141,7 @@ class Threshold(Thresholded, name="threshold", label="Conf. Thresh.", state_only
 
 
 @dataclasses.dataclass(frozen=True)
-class EntropyBound(Rule, name="entropy_bound", label="Entropy Bound", adaptive=True, speed=("gamma",), state_only=True):
+class EntropyBound(Rule, name="entropy_bound", adaptive=True, speed=("gamma",), state_only=True):
     """Positions by ascending entropy, while the sum of the entropies before is at most gamma (Ben-Hamu et al. 2025).
 
     `inclusive`: while the sum with the position's own entropy is below gamma, and always the first, as in JetEngine.

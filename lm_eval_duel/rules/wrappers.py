@@ -61,7 +61,7 @@ class Around(Rule):
 
 
 # Class attributes of other rules are properties here, since they depend on the rule inside.
-for attribute in ("name", "label", "adaptive", "speed", *READS, "spans_blocks", "dense_memory"):
+for attribute in ("name", "adaptive", "speed", *READS, "spans_blocks", "dense_memory"):
     setattr(Around, attribute, property(operator.attrgetter(f"rule.{attribute}")))
 
 

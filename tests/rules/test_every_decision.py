@@ -83,7 +83,7 @@ def test_picks_and_margins_are_as_recorded():
     golden.check(GOLDEN / "decisions.txt", "\n".join(lines) + "\n", within=1e-6)
 
 
-NAMES = ("label", "family", "sort_key", "adaptive", "without_defaults", "is_rule")
+NAMES = ("family", "sort_key", "adaptive", "without_defaults", "is_rule")
 TEXTS = (
     *("greedy", "klass:mu=0.9:nu=0.1:history=1", "klass:mu=0.9:nu=0.1:history=2", "threshold:mu=0.9:sub_block=8"),
     *("my_module:Mine:k=3", "mine.py:Mine", "greedy:k=x", "", "random:k=2:seed=0", "greedy:k=1:seed_first=True"),
