@@ -2,8 +2,10 @@
 
 import itertools
 import math
+from pathlib import Path
 
 import dit_reference
+import golden
 import own
 import pytest
 import tiny
@@ -87,6 +89,16 @@ def test_what_is_found_at_load(family, name):
         assert type(denoiser.model).__module__.startswith("transformers.models.")
     if denoiser.family == "masked-lm":
         assert denoiser.special_tokens == (((0,), (2,)) if name in PROTEINS else ((2,), (3,)))
+    assert golden.entry(SPECS, name, spec_without_digests(denoiser)), denoiser.describe()
+
+
+SPECS = Path(__file__).with_name("golden") / "specs.json"  # LM_EVAL_DUEL_RECORD=1 pytest -n 0 records them
+
+
+def spec_without_digests(denoiser):
+    """The spec of a network, which must not depend on random weights or on where its files are."""
+    spec = {key: str(value) for key, value in denoiser.describe().items() if key not in ("weights", "code")}
+    return spec | {"unread entries": ", ".join(getattr(denoiser, "unread_entries", ()))}
 
 
 ENDS = [(name, {}) for name in NAMES]

@@ -64,6 +64,15 @@ def _shown(value):
     return str(value)
 
 
+def entry(file, name, value):
+    """True if JSON is the entry `name` of a golden file that holds several."""
+    entries = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+    if RECORD:
+        entries[name] = value
+        file.write_text(json.dumps(entries, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+    return entries[name] == value
+
+
 def nudged(value):
     """JSON with another CPU's floats: each is off by `NUDGE`, up or down. Equal floats stay equal."""
     if isinstance(value, dict):
