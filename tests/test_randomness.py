@@ -61,6 +61,29 @@ def test_a_number_depends_on_each_of_its_keys():
     assert len(hashed(keys, 0).unique()) == len(keys)
 
 
+def splitmix(state):
+    """The next output of SplitMix64 from a state, in plain integers; from 0 it is 0xE220A8397B1DCDAF."""
+    z = (state + 0x9E3779B97F4A7C15) % 2**64
+    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
+    z = (z ^ (z >> 27)) * 0x94D049BB133111EB % 2**64
+    return z ^ (z >> 31)
+
+
+@pytest.mark.parametrize("keys", [(0,), (3, 0), (-1, 2**62, 5), (-(2**63), 0, 7, 7)])
+def test_a_hash_is_that_of_plain_integers(keys):
+    """Whichever of the keys are tensors, of whatever shape."""
+    state = 0
+    for key in keys:
+        state = splitmix(state ^ splitmix(key % 2**64))
+    for shapes in itertools.product([None, (), (1, 2), (3, 1)], repeat=len(keys)):
+        if shapes.count(None) == len(keys):
+            continue
+        mixed = [key if shape is None else torch.full(shape, key) for key, shape in zip(keys, shapes, strict=True)]
+        found = hashed(*mixed)
+        assert found.shape == torch.broadcast_shapes(*(shape for shape in shapes if shape is not None))
+        assert (found == state >> 1).all()
+
+
 # ---------------------------------------------------------------- drawn blocks
 
 

@@ -11,6 +11,7 @@ that the LM head runs on, D features, M columns asked for, V tokens, K of them t
 from __future__ import annotations
 
 import abc
+import functools
 from collections.abc import Callable
 from functools import cached_property
 from typing import NamedTuple, Protocol
@@ -291,6 +292,12 @@ def masked_positions(lanes: Lanes) -> torch.Tensor:
     return order[:, :largest]
 
 
+@functools.lru_cache(maxsize=64)  # asked at every step
+def _factors(columns: int, device: torch.device) -> torch.Tensor:
+    """What each column of a row is multiplied by in the row's hash, (X,)."""
+    return hashed(torch.arange(columns, device=device), 1)
+
+
 def distinct(*planes: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Find the rows that are equal in all integer or boolean planes (R, ...).
 
@@ -298,8 +305,8 @@ def distinct(*planes: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     hash, then in full: if two rows with the same hash differ, all rows count as different.
     """
     rows = torch.cat([plane.reshape(len(plane), -1).long() for plane in planes], 1)  # (R, X)
-    weight = hashed(torch.arange(rows.shape[1], device=rows.device), 1)  # (X,)
-    values, kind = (rows * weight).sum(1).unique(return_inverse=True)  # (r,), (R,) the products wrap around
+    sums = (rows * _factors(rows.shape[1], rows.device)).sum(1)  # (R,) the products wrap around
+    values, kind = sums.unique(return_inverse=True)  # (r,), (R,)
     every = torch.arange(len(rows), device=rows.device)  # (R,)
     first = every.new_full(values.shape, len(rows)).scatter_reduce_(0, kind, every, "amin")  # (r,)
     if len(first) == len(rows) or not torch.equal(rows[first[kind]], rows):

@@ -19,6 +19,7 @@ from lm_eval_duel.estimators import registry
 from lm_eval_duel.results.table import number, span
 
 DRAWS = 10_000
+DRAWN_TOGETHER = 1_000_000  # documents, over the draws that are made at a time: 8 MB
 SEED = 0
 CLEAR = 2.0  # standard errors beyond which two values are distinguishable
 LEVEL = (2.5, 97.5)  # percentiles of a 95 % interval
@@ -107,11 +108,15 @@ def resample(columns: np.ndarray, seed: int = SEED) -> np.ndarray:
     """
     size = len(columns)
     random = np.random.default_rng(seed)
+    together = max(1, DRAWN_TOGETHER // size)  # draws
     sums = []
-    for _ in range(DRAWS):
-        times_drawn = np.bincount(random.integers(size, size=size), minlength=size)  # (documents,)
-        sums.append(times_drawn @ columns)
-    return np.array(sums)
+    for begin in range(0, DRAWS, together):
+        draws = min(together, DRAWS - begin)
+        documents = random.integers(size, size=(draws, size))
+        counted_apart = documents + size * np.arange(draws)[:, None]  # one count for all draws, each in its own range
+        times_drawn = np.bincount(counted_apart.ravel(), minlength=draws * size).reshape(draws, size)
+        sums.append(times_drawn @ columns)  # (draws, K)
+    return np.concatenate(sums)
 
 
 def stats_rates(table: np.ndarray) -> np.ndarray:

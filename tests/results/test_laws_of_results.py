@@ -84,6 +84,15 @@ def test_the_paired_bootstrap_against_the_analytic_error(tmp_path):
     assert unpaired is None or high - low < 0.3 * (unpaired[1] - unpaired[0])
 
 
+def test_draws_that_are_made_together_are_those_of_a_loop():
+    """At a number of documents for which not all draws are made at once."""
+    columns = np.random.default_rng(3).normal(size=(130, 2))
+    random = np.random.default_rng(7)
+    sums = [columns[random.integers(130, size=130)].sum(0) for _ in range(stats.DRAWS)]
+    assert stats.DRAWS * len(columns) > stats.DRAWN_TOGETHER
+    assert stats.resample(columns, seed=7) == pytest.approx(np.array(sums), abs=1e-9)
+
+
 def test_draws_without_a_positive_gap_are_counted_or_end_the_interval():
     generator = np.random.default_rng(0)
     ar = np.full(1000, 20.0)
