@@ -294,7 +294,7 @@ def masked_positions(lanes: Lanes) -> torch.Tensor:
 
 @functools.lru_cache(maxsize=64)  # asked at every step
 def _factors(columns: int, device: torch.device) -> torch.Tensor:
-    """What each column of a row is multiplied by in the row's hash, (X,)."""
+    """The factor of each column in the hash of a row, (X,)."""
     return hashed(torch.arange(columns, device=device), 1)
 
 
