@@ -13,7 +13,7 @@ from toys import Toy
 
 from lm_eval_duel import rules
 from lm_eval_duel.denoisers import checkpoint, hub, vocabulary
-from lm_eval_duel.denoisers.filters import Warp, excluding, ties, warped
+from lm_eval_duel.denoisers.filters import Warp, excluding, tie_warning, warped
 from lm_eval_duel.denoisers.hf import block_routing, own_forward, pretrained, weights
 from lm_eval_duel.denoisers.hf.families import NAMED, Family
 from lm_eval_duel.denoisers.load_options import LoadOptions
@@ -259,7 +259,7 @@ def test_a_network_ties_where_one_token_is_left(rule):
     toy = Toy(tokens=3)
     for arguments in itertools.product((None, 0.5), (None, 1, 2), (None, 1 / 3, 0.34, 1.0)):
         _, top_k, top_p = arguments
-        reason = ties(warped(toy, *arguments), rules.parse(rule))
+        reason = tie_warning(warped(toy, *arguments), rules.parse(rule))
         expected = rule == "greedy" and (top_k == 1 or (top_p or 1.0) <= 1 / 3)
         assert bool(reason) == expected
         if reason:
