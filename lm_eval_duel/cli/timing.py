@@ -132,7 +132,7 @@ def _timed(lm: DuelMDM, estimator: Estimator, windows: Sequence[Window]) -> Time
         calls = max(int(every.longest), math.ceil(every.weight / estimator.budget.tokens))
         counts = {"nfe": every.nfe or None, "calls": calls, "rows": every.rows, "token_rows": every.token_rows}
 
-    gives = registry.kind_of(estimator.name, estimator.describe())
+    gives = registry.worth(estimator.name, estimator.describe()).label
     memory = peak_memory(lm.denoiser.device)
     return TimedEstimator(estimator.name, gives, len(sample), seconds / share, memory, **counts)
 

@@ -39,6 +39,16 @@ class Kind(enum.Enum):
     NO_BOUND = "no bound: elbo_eps above 0 leaves out small noise levels"
     NOT_A_LIKELIHOOD = "not a likelihood: it sees the targets"
 
+    @property
+    def is_bound(self) -> bool:
+        """True if its perplexity is an upper bound, which tables write with a less-or-equal sign."""
+        return self is Kind.UPPER_BOUND
+
+    @property
+    def is_likelihood(self) -> bool:
+        """True for a likelihood, and for an estimate or a bound of one."""
+        return self is not Kind.NOT_A_LIKELIHOOD
+
 
 KINDS = tuple(Kind)
 KIND_WORDS = {
@@ -84,6 +94,19 @@ class Value:
             error = math.sqrt(variance / count)
         return cls(mean, error, kind, note, tuple(seeds))
 
+    def with_nats(self, nats: float, error: float | None = None) -> Value:
+        """A value of the same worth."""
+        return dataclasses.replace(self, nats=nats, error=error)
+
+    def __add__(self, other: Value) -> Value:
+        """The sum, which is worth what the weaker of the two is. Its error is not known here: they may share draws."""
+        return Value(
+            nats=self.nats + other.nats,
+            kind=weaker(self.kind, other.kind),
+            note=self.note if self.note == other.note else "",
+            seeds=tuple(a + b for a, b in zip(self.seeds, other.seeds, strict=True)),
+        )
+
     @property
     def interval_error(self) -> float | None:
         """The error for intervals, which reach 1.96 of it to each side for 95 %.
@@ -104,13 +127,13 @@ class Value:
 
     @property
     def is_bound(self) -> bool:
-        """True if its perplexity is an upper bound, which tables write with a less-or-equal sign."""
-        return self.kind is Kind.UPPER_BOUND
+        """As of its kind."""
+        return self.kind.is_bound
 
     @property
     def is_likelihood(self) -> bool:
-        """True for a likelihood, and for an estimate or a bound of one."""
-        return self.kind is not Kind.NOT_A_LIKELIHOOD
+        """As of its kind."""
+        return self.kind.is_likelihood
 
     @property
     def may_exceed_one(self) -> bool:
@@ -149,17 +172,22 @@ class Value:
         return entries
 
     @classmethod
-    def read(cls, entries: Mapping[str, Any], kind: Kind = Kind.LIKELIHOOD, note: str = "") -> Value | None:
+    def read(cls, entries: Mapping[str, Any], worth: Value | None = None) -> Value | None:
         """The inverse of `describe`. None: there is no value, only a null without a reason.
 
-        `kind`, `note`: those that the estimator's spec implies, for entries that do not have their own.
+        `worth`: has the kind and the note that the estimator's spec implies, for entries that do not have their own.
         """
         nats = entries.get("log_prob")
         if nats is None and entries.get("reason") is None:
             return None
+        kind = Kind.LIKELIHOOD
+        note = ""
         if entries.get("kind") is not None:
             kind = Kind[entries["kind"].upper()]
             note = entries.get("note", "")
+        elif worth is not None:
+            kind = worth.kind
+            note = worth.note
         error = entries.get("stderr")
         return cls(
             nats=_nats_from_json(nats),
@@ -195,11 +223,6 @@ class BlockSums(abc.ABC):
     @abc.abstractmethod
     def error(self) -> float:
         """The estimated standard error, nats, however few blocks were drawn."""
-
-    @property
-    @abc.abstractmethod
-    def kind(self) -> Kind:
-        """The kind of the sum of these blocks' values."""
 
     @property
     @abc.abstractmethod

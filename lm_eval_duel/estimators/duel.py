@@ -30,9 +30,10 @@ from lm_eval_duel.core.lanes import Lanes
 from lm_eval_duel.core.noise import CommitOnce
 from lm_eval_duel.core.predictions import Argmax, Draw, Draws, Predictions
 from lm_eval_duel.core.reveal import BlockSpan, ScoreAccumulator, WindowGroup, naming_window
-from lm_eval_duel.core.scores import IndexedScores, Sample, Score
+from lm_eval_duel.core.scores import IndexedScores, Sample, Score, Value
 from lm_eval_duel.core.windows import Ids, Window, as_ids, target_parts
 from lm_eval_duel.errors import DuelError
+from lm_eval_duel.estimators import registry
 from lm_eval_duel.estimators.arguments import CommitOnceArguments
 from lm_eval_duel.estimators.base import Estimator
 from lm_eval_duel.estimators.checks import check_rule, check_windows, rule_for
@@ -70,11 +71,18 @@ class DuelEstimator(Estimator):
         arguments = arguments or CommitOnceArguments()
         denoiser = commit_once(denoiser, arguments, self.name)
         self.noise_seed = arguments.noise_seed or 0
-        self.note = "" if denoiser.noise_training is None else f"given the noise of seed {self.noise_seed}"
-        self.empty_score = dataclasses.replace(self.empty_score, note=self.note)
         self.rule = rule_for(denoiser, rules.parse(rule) if isinstance(rule, str) else rule)
         check_rule(denoiser, self.rule)
         super().__init__(denoiser, block, **layout)
+
+    @cached_property
+    def worth(self) -> Value:
+        """The kind of its values and the note on them; their nats are not known."""
+        return registry.worth(self.name, self.describe())
+
+    @cached_property
+    def empty_score(self) -> Score:  # type: ignore[override]
+        return dataclasses.replace(Estimator.empty_score, note=self.worth.note)
 
     @property
     def followed(self) -> rules.Rule:
@@ -208,7 +216,7 @@ class DuelEstimator(Estimator):
         """
         fresh = group.fresh(spans)
         expected = torch.zeros_like(group.rows.target).index_add_(0, fresh.row, fresh.masked.sum(1))  # (N,)
-        scores = ScoreAccumulator(group.rows, self.traced, expected, self.note)
+        scores = ScoreAccumulator(group.rows, self.traced, expected, self.worth.note)
         # all states are known before any is evaluated, unless the network reads its own output of the step before
         if rule.fixed and self.denoiser.noise_training is None:
             return self.reveal(group, EVALUATE_ALL, fixed_states(self, group, rule, spans), scores)

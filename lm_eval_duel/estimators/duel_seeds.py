@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ import torch
 from lm_eval_duel import rules
 from lm_eval_duel.core.denoiser import Denoiser
 from lm_eval_duel.core.reveal import WindowGroup
-from lm_eval_duel.core.scores import IndexedScores, Kind, Score, Value, known_sum
+from lm_eval_duel.core.scores import IndexedScores, Score, Value, known_sum
 from lm_eval_duel.core.windows import Window, target_parts
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.estimators.arguments import CommitOnceArguments, SeedsArguments
@@ -61,18 +62,17 @@ class DuelSeeds(DuelEstimator):
         arguments = arguments or SeedsArguments()
         super().__init__(denoiser, rule, block, arguments, **layout)
         self.seeds = range(self.noise_seed, self.noise_seed + arguments.noise_seeds)
-        self.note = f"in expectation over noise, from {len(self.seeds)} seeds"
+
+    @cached_property
+    def empty_score(self) -> Score:  # type: ignore[override]
         zeros = (0.0,) * len(self.seeds)
-        of_mean = Score(0.0, kind=Kind.UPPER_BOUND, note=self.note, seeds=zeros if len(zeros) >= EFFECTIVE else ())
-        self.empty_score = Score(
-            log_prob=0.0,
-            near_ties=0,
-            kind=Kind.UPPER_BOUND,
-            note=self.note,
-            stderr=0.0,
-            seeds=zeros,
-            others={LOG_MEAN: of_mean},
-        )
+        has_error = len(self.seeds) >= EFFECTIVE
+        log_mean = self.bound(0.0, seeds=zeros if has_error else ())
+        return dataclasses.replace(self.bound(0.0, 0.0, zeros), near_ties=0, others={LOG_MEAN: log_mean})
+
+    def bound(self, nats: float, error: float | None = None, seeds: tuple[float, ...] = ()) -> Score:
+        """A value over seeds, as a score. `seeds`: what each of them gives, from which the error of sums comes."""
+        return Score(nats, kind=self.worth.kind, note=self.worth.note, stderr=error, seeds=seeds)
 
     def describe(self) -> dict[str, object]:
         spec = {**super().describe(), **noise_spec(self.denoiser, None)}
@@ -112,15 +112,11 @@ class DuelSeeds(DuelEstimator):
         near_ties: int | None = 0
         for score in scores:
             near_ties = known_sum(near_ties, score.near_ties)
-        return Score(
-            log_prob=value.nats,
+        return dataclasses.replace(
+            self.bound(value.nats, value.error, value.seeds),
             token_logprobs=tuple(tokens.mean(0).tolist()),
             near_ties=near_ties,
             all_mask_starts=sum(score.all_mask_starts for score in scores),
-            kind=Kind.UPPER_BOUND,
-            note=self.note,
-            stderr=value.error,
-            seeds=value.seeds,
             others={LOG_MEAN: self._log_mean(of_blocks)},
         )
 
@@ -137,9 +133,9 @@ class DuelSeeds(DuelEstimator):
         weight = (of_blocks - each).exp()  # (S, B) of mean 1
         effective = count**2 / weight.square().sum(0)  # (B,)
         if count < EFFECTIVE:
-            return Score(nats, kind=Kind.UPPER_BOUND, note=self.note)
+            return self.bound(nats)
         seeds = (math.nan,) * count
         if math.isfinite(nats) and bool((effective >= EFFECTIVE).all()):
             seeds = tuple((nats + (weight - 1).sum(1)).tolist())
         error = Value.from_seeds(seeds).error
-        return Score(nats, kind=Kind.UPPER_BOUND, note=self.note, stderr=error, seeds=seeds)
+        return self.bound(nats, error, seeds)

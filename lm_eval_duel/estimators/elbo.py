@@ -90,8 +90,8 @@ class MonteCarloBound(Estimator):
 
     @cached_property
     def empty_score(self) -> Score:  # type: ignore[override]
-        kind, note = registry.worth(self.name, self.describe())
-        return Score(0.0, kind=kind, note=note, stderr=0.0)
+        worth = registry.worth(self.name, self.describe())
+        return Score(0.0, kind=worth.kind, note=worth.note, stderr=0.0)
 
     def score_group(self, group: WindowGroup) -> IndexedScores:
         sums = BoundAccumulator(group, self)

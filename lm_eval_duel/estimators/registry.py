@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import logging
+import math
 from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -107,14 +108,14 @@ class Entry:
 
     def qualifiers(self, spec: Mapping[str, Any]) -> list[str]:
         """The remarks on a value with this spec that names of rows hold besides its rule, block and cache."""
-        eps = least_level(spec) if self.kind is Kind.UPPER_BOUND else 0.0
+        eps = least_level(spec) if self.kind.is_bound else 0.0
         labels = [self.named.format(f"{key}={spec[key]}") for key in self.label_args if key in spec]
         return [f"eps={eps:g}: no bound", *labels] if eps else labels
 
     @property
     def title(self) -> str:
         """The name in tables; one of no likelihood says so."""
-        return f"{self.display} ({self.kind.value})" if self.kind is Kind.NOT_A_LIKELIHOOD else self.display
+        return self.display if self.kind.is_likelihood else f"{self.display} ({self.kind.value})"
 
 
 # ---------------------------------------------------------------- notes and checks
@@ -366,18 +367,12 @@ def least_level(spec: Mapping[str, Any]) -> float:
     return 0.0 if eps == "none" else float(eps)
 
 
-def worth(estimator: str, spec: Mapping[str, Any]) -> tuple[Kind, str]:
-    """The kind of the values of an estimator with this spec, and the note on them, as `Value` has both."""
+def worth(estimator: str, spec: Mapping[str, Any]) -> Value:
+    """The kind of an estimator's values with this spec and the note on them, as a `Value` whose nats are not known."""
     entry = find(estimator)
-    if entry.kind is Kind.UPPER_BOUND and least_level(spec):
-        return Kind.NO_BOUND, ""
-    return entry.kind, entry.process(spec)
-
-
-def kind_of(estimator: str, spec: Mapping[str, Any]) -> str:
-    """The kind of the values of an estimator with this spec, in words."""
-    kind, note = worth(estimator, spec)
-    return Value(0.0, kind=kind, note=note).label
+    if entry.kind.is_bound and least_level(spec):
+        return Value(math.nan, kind=Kind.NO_BOUND)
+    return Value(math.nan, kind=entry.kind, note=entry.process(spec))
 
 
 def make(denoiser: Denoiser, options: Options, **sizes: Any) -> Estimator:

@@ -15,7 +15,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from lm_eval_duel.core import scores as rates
-from lm_eval_duel.core.scores import BlockSums, IndexedScores, Kind, Score, Value, known_sum, weaker
+from lm_eval_duel.core.scores import BlockSums, IndexedScores, Score, Value, known_sum
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.errors import naming
 from lm_eval_duel.estimators.registry import MonteCarlo
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 FEW = 8  # drawn blocks: with fewer there is no standard error
 FAIR = 30  # drawn blocks: with fewer the standard error is itself uncertain
+NOTHING = Value(0.0)  # the sum over no window
 
 
 @dataclasses.dataclass(slots=True)
@@ -37,10 +38,7 @@ class Total:
     """
 
     name: str = ""  # of the value, as in estimator= or a rule
-    log_prob: float = 0.0  # nats
-    kind: Kind = Kind.LIKELIHOOD
-    note: str = ""  # of all windows
-    seeds: tuple[float, ...] = ()  # nats, under each noise seed
+    summed: Value = NOTHING  # without its error, which `stderr` gives
     windows: int = 0
     tokens: int = 0  # that are scored
     is_greedy: bool = True  # of all windows
@@ -65,10 +63,7 @@ class Total:
         drawn = score.blocks.drawn if isinstance(score.blocks, TwoPhaseBlocks) else 0
         return cls(
             name=name,
-            log_prob=score.log_prob,
-            kind=score.kind,
-            note=score.note,
-            seeds=score.seeds,
+            summed=score.value,
             windows=1,
             tokens=tokens,
             is_greedy=score.is_greedy,
@@ -94,16 +89,12 @@ class Total:
             return
         if not self.windows:
             self.name = other.name
-            self.kind = other.kind
-            self.note = other.note
-            self.seeds = (0.0,) * len(other.seeds)
+            self.summed = other.summed
             self.blocks = None if other.blocks is None else type(other.blocks)()
             self.others = None if other.others is None else {name: Total() for name in other.others}
             self.errors = None if other.errors is None else {}
-        self.log_prob += other.log_prob
-        self.kind = weaker(self.kind, other.kind)
-        self.note = self.note if self.note == other.note else ""
-        self.seeds = tuple(a + b for a, b in zip(self.seeds, other.seeds, strict=True))
+        else:
+            self.summed += other.summed
         self.windows += other.windows
         self.tokens += other.tokens
         self.is_greedy &= other.is_greedy
@@ -134,8 +125,12 @@ class Total:
     @property
     def value(self) -> Value:
         """The sum and what it is worth."""
-        kind = self.kind if self.blocks is None else self.blocks.kind
-        return Value(self.log_prob, self.stderr, kind, self.note, self.seeds)
+        return dataclasses.replace(self.summed, error=self.stderr)
+
+    @property
+    def log_prob(self) -> float:
+        """The sum in nats."""
+        return self.summed.nats
 
     @property
     def stderr(self) -> float | None:
@@ -144,8 +139,8 @@ class Total:
         None: nothing is drawn, or the error is not known, for example because too few blocks of a two-phase estimate
         were drawn.
         """
-        if self.seeds:
-            return Value.from_seeds(self.seeds).error
+        if self.summed.seeds:
+            return Value.from_seeds(self.summed.seeds).error
         if self.errors is None or (self.blocks is not None and self.blocks.stderr is None):
             return None
         return math.hypot(*(count * error for count, error, _ in self.errors.values()))
@@ -249,10 +244,6 @@ class TwoPhaseBlocks(BlockSums):
     @property
     def error(self) -> float:
         return math.sqrt(self.variance)
-
-    @property
-    def kind(self) -> Kind:
-        return Kind.ESTIMATE
 
     @property
     def stderr(self) -> float | None:

@@ -183,7 +183,7 @@ class TwoPhase(Estimator):
             log_prob=float(estimate),
             near_ties=known_sum(cached.near_ties, uncached.near_ties if uncached else 0),
             all_mask_starts=cached.all_mask_starts + (uncached.all_mask_starts if uncached else 0),
-            kind=blocks.kind,
+            kind=Kind.ESTIMATE,
             stderr=blocks.stderr,
             blocks=blocks,
         )

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, cast
 
 from lm_eval_duel.core import scores as rates
-from lm_eval_duel.core.scores import Sample, Score, Value
+from lm_eval_duel.core.scores import Sample, Score
 from lm_eval_duel.core.windows import Ids, Window, as_ids
 from lm_eval_duel.errors import DuelError, counted
-from lm_eval_duel.estimators.registry import Kind, kind_of, worth
+from lm_eval_duel.estimators.registry import Kind, worth
 from lm_eval_duel.estimators.totals import Total, TwoPhaseBlocks
 from lm_eval_duel.library.display import Display, shown_text, shown_value
 from lm_eval_duel.text.annotated import Units, count_units, token_texts
@@ -96,8 +96,7 @@ class TextScore(Display):
         windows = encoded.windows
         total = Total.from_scores(windows, scores, estimator.name)
         spec = estimator.describe()
-        kind, note = worth(estimator.name, spec)
-        value = Value(total.log_prob, total.stderr, kind, note)
+        value = worth(estimator.name, spec).with_nats(total.log_prob, total.stderr)
         return cls(
             text=text,
             log_prob=total.log_prob,
@@ -256,7 +255,7 @@ class GeneratedText(Display):
         `changes`: what made another distribution of the network for this text alone, such as a temperature.
         """
         total = Total.from_score(window, sample, estimator.name)
-        kind = kind_of(estimator.name, estimator.describe())
+        kind = worth(estimator.name, estimator.describe()).label
         if changes:
             kind += f" under {', '.join(map(str, changes))}"
         return cls(

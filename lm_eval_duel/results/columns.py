@@ -17,7 +17,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from pathlib import Path
 from typing import Any
 
-from lm_eval_duel.core.scores import METRICS, Value
+from lm_eval_duel.core.scores import METRICS
 from lm_eval_duel.errors import DuelError, require_known
 from lm_eval_duel.estimators import registry
 from lm_eval_duel.results import gaps
@@ -449,7 +449,7 @@ def _figure(line: Mapping[str, str | None]) -> dict[str, Any]:
     entry = registry.find(figure["estimator"])
     figure["estimator"] = entry.name
     figure["display"] = entry.title
-    figure["bound"] = Value(0.0, kind=entry.kind).is_bound
+    figure["bound"] = entry.kind.is_bound
     figure["value"] = float(figure["value"])
     figure["stderr"] = float(figure["stderr"]) if figure["stderr"] else None
     return figure

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from lm_eval_duel.core.scores import Value
 from lm_eval_duel.errors import DuelError, unknown
 from lm_eval_duel.estimators import registry
-from lm_eval_duel.estimators.registry import Kind, OtherValue
+from lm_eval_duel.estimators.registry import OtherValue
 from lm_eval_duel.results import stats
 from lm_eval_duel.results.read import TASK_COUNTS
 from lm_eval_duel.results.runs import NO_CACHE, Run, Task, Values
@@ -71,7 +71,7 @@ class Row:
     @property
     def is_drawn_bound(self) -> bool:
         """True for a Monte Carlo ELBO, also one that `elbo_eps` keeps from being a bound, and for other such bounds."""
-        return self.is_drawn and self.entry.kind is Kind.UPPER_BOUND
+        return self.is_drawn and self.entry.kind.is_bound
 
     @property
     def is_duel(self) -> bool:
@@ -315,7 +315,6 @@ def plain_row(run: Run, name: str, baseline: bool, metric: str = "") -> Row:
     Of a task without a perplexity (and so without a `metric`) it has the names only.
     """
     task = run.every_task[name]
-    kind, note = registry.worth(run.estimator, run.spec)
     documents, missing = _documents(task, metric)
     counted = None if task.tokens is None else int(sum(task.tokens.values())) or None
     return Row(
@@ -325,7 +324,7 @@ def plain_row(run: Run, name: str, baseline: bool, metric: str = "") -> Row:
         estimator=run.estimator,
         rule=run.rule,
         metrics=task.metrics,
-        score=Value(math.nan, kind=kind, note=note),
+        score=registry.worth(run.estimator, run.spec),
         tokens=counted if task.partial else task.entry.get("tokens") or counted,
         documents=documents,
         missing=missing,
@@ -367,12 +366,12 @@ def _row_of_value(row: Row, key: str, written: Mapping[str, Any]) -> Row:
     else:
         estimator = key
         rule = run.rule if entry.follows_rule else None
-    kind, note = registry.worth(estimator, run.spec)
+    worth = registry.worth(estimator, run.spec)
     row = dataclasses.replace(
         row,
         estimator=estimator,
         rule=rule,
-        score=Value.read(written, kind, note) or Value(math.nan, kind=kind, note=note),
+        score=Value.read(written, worth) or worth,
         nats_window_stderr=written.get("window_stderr"),
         nfe=written.get("nfe"),
     )

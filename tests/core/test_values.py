@@ -30,8 +30,8 @@ def test_a_value_is_read_as_it_was_written(value):
 
 def test_a_file_without_kinds_has_those_of_its_spec():
     """As results are that were written before values had kinds."""
-    kind, note = registry.worth("noised_elbo", {"steps": "48"})
-    value = Value.read({"log_prob": -3.0, "stderr": 0.5}, kind, note)
+    worth = registry.worth("noised_elbo", {"steps": "48"})
+    value = Value.read({"log_prob": -3.0, "stderr": 0.5}, worth)
     assert value == Value(-3.0, 0.5, Kind.UPPER_BOUND, "of ancestral sampling in 48 steps")
     assert value.is_bound and not value.is_exact and value.is_likelihood
     assert Value.read({"log_prob": None}) is None
@@ -48,7 +48,7 @@ def test_a_file_without_kinds_has_those_of_its_spec():
     ],
 )
 def test_the_kind_of_an_estimator_with_a_spec(estimator, spec, kind):
-    assert registry.worth(estimator, spec)[0] is kind
+    assert registry.worth(estimator, spec).kind is kind
 
 
 def test_the_weaker_kind_is_that_of_the_sum():

@@ -330,7 +330,7 @@ def test_totals_are_made_for_each_seed():
     assert double.stderr == pytest.approx(2 * scores[0].stderr)
     other = total.named["log_mean_exp"]
     assert other.log_prob == pytest.approx(sum(score.others["log_mean_exp"].log_prob for score in scores))
-    assert len(other.seeds) == 12 and (other.stderr is None or other.stderr > 0)
+    assert len(other.value.seeds) == 12 and (other.stderr is None or other.stderr > 0)
 
 
 def test_the_error_of_a_log_mean_takes_ten_effective_seeds():

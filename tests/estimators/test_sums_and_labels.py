@@ -51,7 +51,7 @@ def answer(call, *args, **more):
 
 # ---------------------------------------------------------------- sums
 
-OF_SUMS = ("kind", "tokens", "is_greedy", "near_ties", "stderr", "perplexity", "perplexity_stderr")
+OF_SUMS = ("tokens", "is_greedy", "near_ties", "stderr", "perplexity", "perplexity_stderr")
 ONE = Window((), (1, 2, 0))
 OTHER = Window((), (1, 2))
 EMPTY = Window((), ())
@@ -112,7 +112,7 @@ def test_sums_and_what_is_said_of_them():
         total = Total.from_scores([window for window, _ in pairs], [score for _, score in pairs], "value")
         lines.append(f"{name}:")
         for key, each in (total.named or {"nothing": total}).items():
-            found = each.describe() | {of: getattr(each, of) for of in OF_SUMS}
+            found = each.describe() | {"kind": each.value.kind} | {of: getattr(each, of) for of in OF_SUMS}
             lines += [f"    {line}" for line in golden.listed(key, found)]
         if pairs:
             lines.append(f"    in the log: {total.summary()}")
@@ -151,10 +151,10 @@ def test_labels_of_estimators():
         lines.append(f"{name}: {entry.title}, {'+'.join(entry.arguments)}")
         told = ""
         for spec in SPECS:
-            kind, note = registry.worth(name, spec)
+            worth = registry.worth(name, spec)
             labels = "; ".join(entry.qualifiers(spec))
             before = told
-            told = f"{kind.name} {note!r}, {registry.kind_of(name, spec)!r}, labels {labels}"
+            told = f"{worth.kind.name} {worth.note!r}, {worth.label!r}, labels {labels}"
             lines.append(f"    {spec}: {told if told != before else 'the same'}")
         if entry.drawn is not None:
             for count in (entry.drawn.least - 1, entry.drawn.least, "none"):

@@ -194,11 +194,13 @@ def edit_samples(file, change, task="sotu"):
 def text_score(text, nats, tokens, estimator="duel", stderr=None, blocks=None, **spec):
     """A score as `Duel.score` returns it, of a text in one window. `stderr`: of draws; `blocks`: of an estimate."""
     window = Window((), tuple(text.encode()))
-    worth, note = registry.worth(estimator, spec)
-    sums = Total.from_score(window, Score(nats, stderr=stderr, blocks=blocks, kind=worth, note=note), estimator)
+    worth = registry.worth(estimator, spec)
+    score = Score(nats, stderr=stderr, blocks=blocks, kind=worth.kind, note=worth.note)
+    sums = Total.from_score(window, score, estimator)
     spec = {"estimator": estimator, **spec}
-    kind = registry.kind_of(estimator, spec)
-    bound, rest = kind == registry.Kind.UPPER_BOUND.value, ((-1.0,) * tokens, (0,) * tokens, None, None, (), ())
+    kind = worth.label
+    bound = worth.is_bound
+    rest = ((-1.0,) * tokens, (0,) * tokens, None, None, (), ())
     values = math.exp(-nats / tokens), -nats / math.log(2) / len(text)
     tokens_of = ("x",) * tokens
     return TextScore(text, nats, sums.stderr, bound, kind, *values, tokens_of, *rest, sums, spec, tokens, scored=text)

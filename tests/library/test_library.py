@@ -172,7 +172,7 @@ def test_every_estimator_scores_texts(name, arguments, bound, drawn):
     assert (score.log_prob, score.stderr or 0) == pytest.approx((answer, answer.stderr or 0), rel=1e-6)
     assert duel.spec == lm.spec
     assert (score.stderr is not None, score.bound) == (drawn, bound)
-    assert score.kind == registry.kind_of(duel.estimator.name, duel.spec)
+    assert score.kind == registry.worth(duel.estimator.name, duel.spec).label
     calls = {
         "generate": lambda: duel.generate([text], max_new_tokens=4),
         "sample": lambda: duel.sample([(5,)], 4),

@@ -13,7 +13,6 @@ from results import report as run
 
 from lm_eval_duel import DuelError, compare
 from lm_eval_duel.cli.report import main as report
-from lm_eval_duel.core.scores import Value
 from lm_eval_duel.estimators import registry
 from lm_eval_duel.estimators.registry import Kind
 from lm_eval_duel.estimators.totals import TwoPhaseBlocks
@@ -365,7 +364,7 @@ def entry(rule, value=20.0, estimator="duel", block="4", cache="none", stderr=0.
     )
     named = {"run": run, "task": "t", "metric": "token_perplexity", "estimator": estimator, "rule": rule, "ar": False}
     known = {"metrics": {"token_perplexity": value}}
-    score = Value(-30.0, stderr, *registry.worth(estimator, spec))
+    score = registry.worth(estimator, spec).with_nats(-30.0, stderr)
     return Row(**named, **known, score=score, documents={}, missing=Note())
 
 
