@@ -15,14 +15,25 @@ Later releases read the entry point `lm_eval.models`, in `load_plugins`; where i
 name that is already registered is left alone.
 """
 
+from __future__ import annotations
+
 import functools
 import sys
+
+TYPE_CHECKING = False  # `typing` is not imported: every interpreter that starts imports this file
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from importlib.abc import Loader
+    from importlib.machinery import ModuleSpec
+    from pathlib import Path
+    from types import ModuleType
+    from typing import Any
 
 MODELS = {"duel-mdm": "lm_eval_duel.harness.lm:DuelMDM"}
 REGISTERED = "lm_eval.models"  # once it is imported, the built-in models are registered
 
 
-def register():
+def register() -> None:
     """Register the models with lm-eval, now."""
     import lm_eval.models  # noqa: F401  first, so that the built-in models are registered too
     from lm_eval.api.registry import model_registry
@@ -32,7 +43,7 @@ def register():
             model_registry.register(name, target=target)
 
 
-def install():
+def install() -> None:
     """Register the models as soon as `lm_eval.models` is imported, unless lm-eval does."""
     if REGISTERED in sys.modules:
         register_without_loader()
@@ -40,7 +51,7 @@ def install():
         sys.meta_path.insert(0, _Finder())
 
 
-def register_without_loader():
+def register_without_loader() -> None:
     """Register the models if this release of lm-eval does not read entry points."""
     from lm_eval.api import registry
 
@@ -51,14 +62,14 @@ def register_without_loader():
 # ---------------------------------------------------------------- errors of lm-eval that can say more
 
 
-def explain_models():
+def explain_models() -> None:
     """Let lm-eval's error for an unknown model name ours, if it is nearly one."""
     from lm_eval.api import registry
 
     original = registry.get_model
 
     @functools.wraps(original)
-    def get_model(model_name):
+    def get_model(model_name: str) -> Any:
         try:
             return original(model_name)
         except ValueError as error:
@@ -72,14 +83,14 @@ def explain_models():
     registry.get_model = get_model
 
 
-def explain_tasks():
+def explain_tasks() -> None:
     """Let lm-eval's error for an unknown task say where ours are, if it is one of them."""
     from lm_eval.config.evaluate_config import EvaluatorConfig
 
     original = EvaluatorConfig.process_tasks
 
     @functools.wraps(original)
-    def process_tasks(self, *arguments, **options):
+    def process_tasks(self: Any, *arguments: Any, **options: Any) -> Any:
         try:
             return original(self, *arguments, **options)
         except ValueError as error:
@@ -103,14 +114,14 @@ def explain_tasks():
     EvaluatorConfig.process_tasks = process_tasks
 
 
-def _unreadable(folders):
+def _unreadable(folders: str | Path | Sequence[str | Path] | None) -> str:
     """The causes that `tasks.named.unreadable` finds in these folders, in sentences."""
     from lm_eval_duel.tasks import named
 
     return named.unreadable(folders)
 
 
-def _our_tasks():
+def _our_tasks() -> set[str]:
     """The names of this package's tasks."""
     from lm_eval_duel.tasks.data import task_files
 
@@ -120,7 +131,7 @@ def _our_tasks():
 # ---------------------------------------------------------------- the table of results
 
 
-def add_our_table():
+def add_our_table() -> None:
     """Let lm-eval's table of the results of our models be followed by ours: it has no place for kinds and errors.
 
     The command takes this function before it makes a model, so it cannot be changed with the others (patches.py).
@@ -130,8 +141,8 @@ def add_our_table():
     original = utils.make_table
 
     @functools.wraps(original)
-    def make_table(result_dict, column="results", *arguments, **options):
-        table = original(result_dict, column, *arguments, **options)
+    def make_table(result_dict: dict[str, Any], column: str = "results", *arguments: Any, **options: Any) -> str:
+        table: str = original(result_dict, column, *arguments, **options)
         is_last = column == "groups" or "groups" not in result_dict
         if not is_last or "duel" not in result_dict.get("config", {}):
             return table
@@ -141,7 +152,7 @@ def add_our_table():
     utils.make_table = make_table
 
 
-def _kinds_and_errors(results):
+def _kinds_and_errors(results: dict[str, Any]) -> str:
     """Our own table of a run; empty if the run has no perplexity, or if something goes wrong, which is logged."""
     import logging
 
@@ -169,10 +180,10 @@ AWAITED = {
 class _Finder:
     """Wraps the loaders of awaited modules; finds no module itself."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.awaited = dict(AWAITED)
 
-    def find_spec(self, name, path=None, target=None):
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         if name not in self.awaited:
             return None
         follow = self.awaited.pop(name)  # first: `find_spec` below asks this finder, too
@@ -182,25 +193,28 @@ class _Finder:
 
         spec = find_spec(name)
         if spec is not None and spec.loader is not None:
-            spec.loader = _Loader(spec.loader, follow)
+            spec.loader = _Loader(spec.loader, follow)  # type: ignore[assignment]  # in all but its class
         return spec
 
 
 class _Loader:
     """The real loader of a module, followed by a call."""
 
-    def __init__(self, loader, follow):
+    def __init__(self, loader: Loader, follow: Callable[[], None]):
         self.loader = loader
         self.follow = follow
 
-    def __getattr__(self, name):  # for `inspect`, `importlib.resources` and others that ask a loader for more
+    def __getattr__(
+        self, name: str
+    ) -> Any:  # for `inspect`, `importlib.resources` and others that ask a loader for more
         return getattr(self.loader, name)
 
-    def create_module(self, spec):
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
         return self.loader.create_module(spec)
 
-    def exec_module(self, module):
+    def exec_module(self, module: ModuleType) -> None:
         # The module shows its real loader, as if this one had never been there.
+        assert module.__spec__ is not None  # it has just been found
         module.__spec__.loader = self.loader
         module.__loader__ = self.loader
         self.loader.exec_module(module)

@@ -17,7 +17,7 @@ from lm_eval_duel.estimators import registry
 from lm_eval_duel.harness import patches, stats
 from lm_eval_duel.harness.distributed import Ranks
 from lm_eval_duel.harness.generation import generate, generation_spec
-from lm_eval_duel.harness.scoring import Evaluation
+from lm_eval_duel.harness.scoring import Evaluation, TextLogLikelihood
 from lm_eval_duel.harness.store import RULE_CODE, ResponseCache, followed_rules
 from lm_eval_duel.options import Options
 from lm_eval_duel.results import trace
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("lm_eval.duel_mdm")  # lm-eval prints its own loggers only
 
 
-class DuelMDM(TemplateLM):
+class DuelMDM(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
     """Exact likelihood of a masked diffusion model under a deterministic unmasking rule, and its bounds and baselines.
 
     Takes the model args of `Options`; raises DuelError for a wrong one before the checkpoint is read.
@@ -85,7 +85,8 @@ class DuelMDM(TemplateLM):
     def create_from_arg_string(cls, arg_string: str, additional_config: dict[str, Any] | None = None) -> DuelMDM:
         """The model of `key=value,...`; raises DuelError for a key with two values, of which lm-eval takes the last."""
         key_values(arg_string)
-        return super().create_from_arg_string(arg_string, additional_config)
+        model: DuelMDM = super().create_from_arg_string(arg_string, additional_config)
+        return model
 
     # ------------------------------------------------------------ requests
 
@@ -105,7 +106,7 @@ class DuelMDM(TemplateLM):
             )
         return self._begin(requests, disable_tqdm).loglikelihood(requests)
 
-    def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
+    def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[TextLogLikelihood]:
         """log p of whole texts, with each token in exactly one window; an empty text is 0.0."""
         return self._begin(requests, disable_tqdm).loglikelihood_rolling(requests)
 
@@ -260,12 +261,14 @@ class DuelMDM(TemplateLM):
                 "The tokenizer has no chat template: leave --apply_chat_template out, or pass tokenizer=<a folder or "
                 "hub name that has one>."
             )
-        return self.tokenizer.apply_chat_template(
+        text = self.tokenizer.apply_chat_template(
             chat_history,
             tokenize=False,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=not add_generation_prompt,
         )
+        assert isinstance(text, str)  # since it is not tokenized
+        return text
 
     def chat_template(self, chat_template: bool | str = False) -> str:
         """The chat template, for the results; `chat_template`: its name, if the tokenizer has several."""

@@ -65,6 +65,7 @@ from lm_eval_duel.harness.autoload import MODELS
 from lm_eval_duel.harness.store import ResponseCache, unreadable
 
 log = logging.getLogger("lm_eval.duel_mdm")  # lm-eval prints its own loggers only
+ORIGINAL = "lm_eval_duel_original"  # an attribute of methods that are replaced: lm-eval's own
 BUILT = "lm_eval_duel built"  # an attribute of requests: when the harness built them, by time.monotonic_ns
 
 
@@ -129,14 +130,14 @@ def without_default_tasks() -> Iterator[None]:
 def _patch(owner: Any, name: str, replacement: Callable[..., Any]) -> None:
     """Replace a method by `replacement(original, self, ...)`."""
     original = getattr(owner, name)
-    if hasattr(original, "lm_eval_duel_original"):
+    if hasattr(original, ORIGINAL):
         return
 
     @functools.wraps(original)
     def patched(*args: Any, **options: Any) -> Any:
         return replacement(original, *args, **options)
 
-    patched.lm_eval_duel_original = original
+    setattr(patched, ORIGINAL, original)
     setattr(owner, name, patched)
 
 
@@ -219,7 +220,8 @@ def _forward(caching: CachingLM, kind: str, requests: list[Any], **options: Any)
     """The model's own answers to all requests. The model uses the cache only in calls that come through `caching`."""
     caching.lm.cache_hook = caching.get_cache_hook()
     try:
-        return getattr(caching.lm, kind)(requests, **options)
+        answers: list[Any] = getattr(caching.lm, kind)(requests, **options)
+        return answers
     finally:
         caching.lm.cache_hook = CacheHook(None)
         caching.dbdict.flush()

@@ -115,14 +115,17 @@ class Evaluation:
         For `duel_seeds` it is `duel` given the noise of the first seed, with the other arguments unchanged.
         """
         if self.estimator.decodes:
+            assert isinstance(self.estimator, DuelEstimator)
             return self.estimator
-        arguments = None
+        arguments = CommitOnceArguments()
         given = self.options.estimator_args
         if isinstance(given, CommitOnceArguments):  # `duel` takes all of them but the number of seeds
             names = [field.name for field in dataclasses.fields(CommitOnceArguments)]
             arguments = CommitOnceArguments(**{name: getattr(given, name) for name in names})
         options = dataclasses.replace(self.options, estimator="duel", estimator_args=arguments)
-        return registry.make(self.estimator.denoiser, options).with_counts(self.counts)
+        sampler = registry.make(self.estimator.denoiser, options)
+        assert isinstance(sampler, DuelEstimator)
+        return sampler.with_counts(self.counts)
 
     @cached_property
     def method(self) -> str:
@@ -163,7 +166,8 @@ class Evaluation:
             with signals.deferred():
                 yield
         except signals.Interrupted as signal:
-            self._log_interruption(signal)
+            assert self.progress is not None  # `begin` came first
+            self._log_interruption(signal, self.progress)
             raise
         except InconsistentOutput as error:
             if self.store is not None:
@@ -174,11 +178,12 @@ class Evaluation:
             if self.trace is not None:
                 self.trace.flush()
 
-    def _log_interruption(self, signal: signals.Interrupted) -> None:
+    def _log_interruption(self, signal: signals.Interrupted, progress: Progress) -> None:
         """Log what was finished, what of it is saved, and the estimates so far."""
         rank = self.ranks.rank
-        log.warning("Interrupted by %s on rank %d after %s. %s", signal.name, rank, self.progress, self.saved)
-        estimates = str(self.progress.running or "")
+        saved = self._saved(progress)
+        log.warning("Interrupted by %s on rank %d after %s. %s", signal.name, rank, progress, saved)
+        estimates = str(progress.running or "")
         if estimates:
             name = self.estimator.name
             log.warning("Estimate so far (estimator=%s), from this rank's documents: %s", name, estimates)
@@ -192,12 +197,11 @@ class Evaluation:
         digest = fingerprint.digest(fingerprint.spec_of(self.estimator.denoiser, self.estimator, self.text))
         return f"InconsistentOutput: all answers with the fingerprint {digest} in {where}."
 
-    @property
-    def saved(self) -> str:
+    def _saved(self, progress: Progress) -> str:
         """A sentence on what an interrupted call has saved."""
         if self.store is None:
             return "Nothing is saved: only a run with --use_cache FILE can be resumed."
-        if not (self.progress.finished or self.progress.windows):
+        if not (progress.finished or progress.windows):
             return "None is finished, so there is nothing to save yet."
         if self.store.waiting:
             return f"{self.store.path} cannot be written, so not all of them are saved."
@@ -297,7 +301,7 @@ class Scoring:
         for n, scores in self.store.saved():
             self.count(n, scores)
 
-        order = range(len(self.requests))
+        order: Sequence[int] = range(len(self.requests))
         if self.shuffled:
             order = random_order(self.requests, evaluation.options.draw_seed)
         remaining = [n for n in order if n not in self.finished]

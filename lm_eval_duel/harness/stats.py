@@ -190,6 +190,7 @@ class RunStats:
     def describe(self) -> dict[str, Any]:
         """The entries of the results JSON."""
         windows = self.counts["windows"]
+        tokens = self.counts["tokens"]
         nfe = self.counts["nfe"]
         entries = {
             "ranks": self.ranks,
@@ -197,7 +198,7 @@ class RunStats:
             **self.counts,
             "mean_nfe": nfe / windows if nfe is not None and windows else None,
             "seconds": self.seconds,
-            "tokens_per_second": self.counts["tokens"] / self.seconds if self.seconds else None,
+            "tokens_per_second": tokens / self.seconds if tokens is not None and self.seconds else None,
             "peak_memory_bytes": self.peak_memory,
             "longest_document": max((stats.longest for stats in self.tasks.values()), default=0),
             "generated": sorted(self.generated),
@@ -416,6 +417,6 @@ class Progress:
             self.last_shown = time.monotonic()
             self.bar.set_postfix_str(str(self.running), refresh=False)
 
-    def __str__(self):
+    def __str__(self) -> str:
         windows = f" and {counted(self.windows, 'window')} of unfinished ones" if self.windows else ""
         return f"{self.finished} of {counted(self.requests, f'{self.kind} request')}{windows}"

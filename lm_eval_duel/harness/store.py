@@ -107,7 +107,7 @@ def without_order(score: Score) -> Score:
         empty = type(blocks)()
         blocks = blocks + empty  # adding drops the values of single blocks, not their sums
     others = {name: without_order(other) for name, other in score.others.items()}
-    no_order = dict.fromkeys(ORDER, ())
+    no_order: dict[str, Any] = dict.fromkeys(ORDER, ())
     return dataclasses.replace(score, **no_order, blocks=blocks, others=others)
 
 
@@ -163,6 +163,8 @@ class Answers:
 
     def saved(self) -> Iterator[tuple[int, list[Score]]]:
         """(index, scores of its windows) of each request that an earlier run has finished."""
+        if self.store is None:
+            return
         for n, key in enumerate(self.keys):
             record = self.store.find(key, tuple)
             if record is None:
@@ -228,7 +230,7 @@ def request_key(kind: str, arguments: Iterable[Any], *more: str) -> str:
     from lm_eval.api.model import hash_args
 
     arguments = list(arguments)
-    parts = [hash_args(kind, arguments)]
+    parts: list[str] = [hash_args(kind, arguments)]
     for argument in arguments:
         if isinstance(argument, TokenText | Gap):
             parts.append(argument.digest)
@@ -243,7 +245,7 @@ def followed_rules(estimator: Estimator) -> dict[str, str]:
     rules = getattr(estimator, "rules", None)
     if rules is None:
         return {}
-    specs = [rule.describe() for rule in rules]
+    specs: list[dict[str, str]] = [rule.describe() for rule in rules]
     followed = {RULES: "+".join(spec["rule"] for spec in specs)}
     codes = [spec["rule_code"] for spec in specs if "rule_code" in spec]
     if codes:
@@ -266,14 +268,13 @@ class ResponseCache:
         self.waiting: dict[str, Any] = {}  # records that the disk has not taken
         self.broken: set[Path] = set()  # files with records that cannot be read
         self.holders: dict[str, tuple[Path, sqlite3.Connection]] = {}  # another rank's file that holds a key
-        for path in self._other_files():
-            file = _open(path)
-            for key in _checked_keys(path, file, spec, follows):
-                self.holders[key] = path, file
+        for other in self._other_files():
+            file = _open(other)
+            for key in _checked_keys(other, file, spec, follows):
+                self.holders[key] = other, file
         self.file = _open(self.path)
-        self.file.execute(
-            "PRAGMA synchronous = OFF"
-        )  # as in the harness: a killed process loses nothing, a power cut may
+        # as in the harness: a killed process loses nothing, a power cut may
+        self.file.execute("PRAGMA synchronous = OFF")
         keys = _checked_keys(self.path, self.file, spec, follows)
         self.has_answers = bool(keys or self.holders)
         self.keep(SPEC, {**spec, **follows})
