@@ -7,16 +7,15 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from lm_eval_duel.harness.progress import Progress, SoFar, estimate
 from scipy import stats as scipy_stats
 
 from lm_eval_duel.core.scores import Counts, Kind
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.estimators.totals import Total
-from lm_eval_duel.harness import generation, patches, progress, stats
+from lm_eval_duel.harness import generation, patches, stats
 from lm_eval_duel.harness.distributed import Ranks
 from lm_eval_duel.harness.requests import Batch, make_request, random_order
-from lm_eval_duel.harness.stats import RunStats, Share, TaskStats
+from lm_eval_duel.harness.stats import Progress, RunningEstimate, RunStats, Share, TaskStats, estimate
 
 COUNTS = {"windows": 4, "tokens": 40, "nfe": 20}
 
@@ -177,10 +176,10 @@ def test_the_text_of_a_bar():
     """Of several tasks each has its name; a task before its first document has no text; all of one have no count."""
     documents = [(0, "a", 10), (1, "b", 4), (2, "a", 5), (3, "b", 2), (4, "c", 3)]
     log_probs = {0: -20.0, 1: -8.0, 3: -4.0}
-    assert str(SoFar(documents, log_probs, {})) == "ppl a 7.389 over 1 of 2 documents, ppl b 7.389"
+    assert str(RunningEstimate(documents, log_probs, {})) == "ppl a 7.389 over 1 of 2 documents, ppl b 7.389"
     one = [(0, "a", 10), (2, "a", 5)]
     task = SimpleNamespace(total=SimpleNamespace(perplexity_stderr=0.0456))
-    assert str(SoFar(one, log_probs, {"a": task})) == "ppl 7.389 ± 0.046 over 1 of 2 documents"
+    assert str(RunningEstimate(one, log_probs, {"a": task})) == "ppl 7.389 ± 0.046 over 1 of 2 documents"
 
 
 def test_requests_and_windows_that_are_finished():
@@ -191,7 +190,7 @@ def test_requests_and_windows_that_are_finished():
     assert str(bar) == "1 of 3 loglikelihood requests and 2 windows of unfinished ones"
     assert (bar.tokens, bar.computed_tokens, bar.computed_steps) == (7, 7, 2)
     bar.finish_request(2)
-    bar.add_known(1)
+    bar.add_saved(1)
     assert str(bar) == "2 of 3 loglikelihood requests and 1 window of unfinished ones"
     assert (bar.tokens, bar.computed_tokens) == (8, 7)
     bar.finish_request(1)
@@ -201,10 +200,10 @@ def test_requests_and_windows_that_are_finished():
 
 def test_the_estimate_of_a_bar_is_new_after_a_second_and_at_the_end(monkeypatch):
     now = [100.0]
-    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(stats.time, "monotonic", lambda: now[0])
     texts = iter("abcdefgh")
-    so_far = type("SoFar", (), {"__str__": lambda self: next(texts)})()
-    bar = Progress("x", [1] * 5, range(5), Counts(), so_far=so_far)
+    running = type("RunningEstimate", (), {"__str__": lambda self: next(texts)})()
+    bar = Progress("x", [1] * 5, range(5), Counts(), running=running)
     shown = []
     for seconds in (0.0, 1.0, 0.1, 0.0, 0.0):  # since the last request
         now[0] += seconds
