@@ -1,6 +1,20 @@
-"""`python -m lm_eval_duel`."""
+"""The command `lm-eval-duel`, and `python -m lm_eval_duel`.
 
-from lm_eval_duel.cli.main import main
+Ctrl-C ends a command with one line. What is imported before `cli.main` can say so is imported here, for the same end.
+"""
+
+import sys
+
+
+def main() -> None:
+    """Entry point of `lm-eval-duel`."""
+    try:
+        from lm_eval_duel.cli import main as program
+    except KeyboardInterrupt:
+        print("lm-eval-duel: stopped.", file=sys.stderr)
+        sys.exit(130)  # as a shell reports SIGINT
+    program.main()
+
 
 if __name__ == "__main__":
     main()

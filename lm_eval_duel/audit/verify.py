@@ -13,6 +13,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from tqdm import tqdm
+
 from lm_eval_duel import denoisers
 from lm_eval_duel.audit.checked import CheckedWindow
 from lm_eval_duel.audit.recompute import recompute
@@ -47,6 +49,7 @@ class Verification:
         self.options = options
         self.windows = windows  # by the index of their request
         self.device = device
+        self.rank = rank
         self.drawn = self._draw(rank, ranks)
         self.scores: dict[tuple[int, int], Score] = {}  # by request, and window of it
         self.failure = ""  # the reason why some windows are not verified
@@ -93,10 +96,14 @@ class Verification:
         if not self.scores:
             return
         estimator = float32_estimator(self.options, text, self.device)
-        for (index, part), score in sorted(self.scores.items(), key=lambda item: item[0]):
+        drawn = []
+        for index, part in sorted(self.scores):
+            if requests[index].task_name != COMPANY:
+                drawn.append((index, part))
+        shown = {"disable": True} if self.rank else {}  # tqdm reads TQDM_DISABLE only if `disable` is not passed
+        for index, part in tqdm(drawn, "Scoring windows again", unit="window", **shown):
+            score = self.scores[index, part]
             request = requests[index]
-            if request.task_name == COMPANY:
-                continue
             option = f", option {request.idx}" if request.idx else ""
             where = f"task {request.task_name}, document {request.doc_id}{option}, window {part}"
             window = self.windows[index][part]

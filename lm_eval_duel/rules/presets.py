@@ -34,6 +34,15 @@ class Preset:
         """The model args that every network takes."""
         return _written_out({key: value for key, value in self.arguments.items() if key not in ONLY_WITH})
 
+    @property
+    def for_demo(self) -> str:
+        """The model args that `demo-mdm` takes: it is bidirectional, has no trained block, and its noise is masks."""
+        taken = {}
+        for key, value in self.arguments.items():
+            if key not in ONLY_WITH or key in ("block", "grid", "cache"):
+                taken[key] = value
+        return _written_out(taken)
+
 
 def _written_out(arguments: Mapping[str, Any]) -> str:
     return ",".join(f"{key}={'none' if value is None else value}" for key, value in arguments.items())
@@ -295,7 +304,8 @@ def another_network(name: str, reason: str) -> DuelError:
             advice += f" Add {_written_out({key: value})} only if it {ONLY_WITH[key]}."
     return DuelError(
         f"preset={name} is the sampler of {' and '.join(preset.families)} checkpoints, and {reason}. To use the same "
-        f"rule with it, write it out: {preset.for_any_network}.{advice}"
+        f"rule with it, write it out: {preset.for_any_network}.{advice} On a bundled network: lm-eval-duel run "
+        f"demo-mdm --model_args {preset.for_demo} --tasks sotu"
     )
 
 

@@ -131,6 +131,21 @@ def test_ends(error, code, message, capsys):
     assert capsys.readouterr().err == f"lm-eval-duel: {message}\n"
 
 
+def test_an_interrupt_during_the_imports_of_a_command_ends_it_with_one_line():
+    code = (
+        "import signal, sys\n"
+        "class Interrupt:\n"
+        "    def find_spec(self, name, path, target=None):\n"
+        "        if name == 'lm_eval_duel.console.command_line':\n"
+        "            signal.raise_signal(signal.SIGINT)\n"
+        "sys.meta_path.insert(0, Interrupt())\n"
+        "from lm_eval_duel.__main__ import main\n"
+        "main()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (130, "lm-eval-duel: stopped.\n")
+
+
 @pytest.mark.parametrize(("error", "own"), [(ValueError("a bug"), True), (OSError("of lm_eval"), False)])
 def test_what_is_no_error_of_ours_keeps_its_traceback(error, own):
     with pytest.raises(type(error)), errors_as_exit_codes(own):

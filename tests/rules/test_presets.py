@@ -64,6 +64,10 @@ TAKEN = {  # what the networks of other families that are bundled take of the ar
 }
 
 
+def _pairs(written_out):
+    return dict(part.split("=", 1) for part in written_out.split(","))
+
+
 @pytest.mark.parametrize("network", [pytest.param("demo-mdm", marks=pytest.mark.slow), "demo-bd", "demo-duo"])
 def test_the_advice_for_another_family_is_not_refused(network):
     """The args that it names without a condition, and those whose condition the network meets."""
@@ -76,11 +80,14 @@ def test_the_advice_for_another_family_is_not_refused(network):
         with pytest.raises(DuelError, match=f"preset={preset.name} is the sampler of") as error:
             Library.from_pretrained(network, preset=preset.name, device="cpu")
         assert f"write it out: {preset.for_any_network}." in str(error.value)
-        arguments = dict(part.split("=", 1) for part in preset.for_any_network.split(","))
+        arguments = _pairs(preset.for_any_network)
         for key in preset.arguments.keys() & presets.ONLY_WITH:
             assert f"Add {key}=" in str(error.value)
             if key in TAKEN[network]:
                 arguments[key] = preset.arguments[key]
+        if network == "demo-mdm":
+            assert f"lm-eval-duel run demo-mdm --model_args {preset.for_demo} --tasks" in str(error.value)
+            assert Options.parse(_pairs(preset.for_demo)) == Options.parse(arguments)
         options = Options.parse(arguments)
         if not arguments.get("cache"):
             registry.make(plain, options)
