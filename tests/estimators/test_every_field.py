@@ -58,14 +58,13 @@ MORE = {  # besides those of `ESTIMATORS`
     "elbo, 17 draws": partial(Elbo, TOY, ElboArguments(17, "ratio", elbo_eps=0.01)),
     "oracle, traced": partial(Lattice, TOY, 3, LatticeArguments("greedy:k=2+margin"), estimator="oracle", traced=True),
     "two phases, relative": partial(TwoPhase, RELATIVE, "greedy", 2, TwoPhaseArguments(0.5), draw_seed=3),
-    "two phases, few drawn": partial(TwoPhase, RELATIVE, "threshold:mu=0.5", 4, TwoPhaseArguments(0.2)),
     "random tokens, 15 draws": partial(NoisedElbo, NOISY, NoisedElboArguments(15)),
 }
 NAMES = (
     *("duel", "duel, rows", "duel, block-causal", "duel, rotary", "duel, cache", "duel, memory"),
     *("elbo", "elbo, block-causal", "all orders", "all orders, block-causal"),
     *("confidence", "confidence, threshold", "confidence, even steps", "order, origin", "order, random"),
-    *("order, margin", "two phases, prefix", "random tokens, no limit", "random tokens, conditioned"),
+    *("order, margin", "random tokens, no limit", "random tokens, conditioned"),
 )
 WINDOWS = [
     Window((1,), (2, 0, 1, 1, 2)),
