@@ -6,6 +6,7 @@ None of it changes unseen. That it is right is proven elsewhere, case by case.
 import dataclasses
 import itertools
 import math
+from functools import partial
 from pathlib import Path
 
 import golden
@@ -21,7 +22,7 @@ from lm_eval_duel.denoisers.cached.denoiser import Cached
 from lm_eval_duel.denoisers.filters import excluding
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.estimators import cost, registry
-from lm_eval_duel.estimators.arguments import CommitOnceArguments, ElboArguments, check_block
+from lm_eval_duel.estimators.arguments import CommitOnceArguments, ElboArguments, NoisedElboArguments, check_block
 from lm_eval_duel.estimators.checks import check_windows, resolve_block, resolve_grid
 from lm_eval_duel.estimators.duel import Autoregressive, DuelEstimator, Replay
 from lm_eval_duel.estimators.elbo import Elbo, replicates
@@ -178,6 +179,54 @@ def test_arguments_that_change_nothing_are_named():
     ):
         lines.append(f"{estimator.describe()}: {registry.ignored_args(GIVEN, estimator)}")
     check("ignored", lines)
+
+
+# ---------------------------------------------------------------- what is logged, and the order of results
+
+
+def test_what_is_logged(caplog):
+    """Warnings at the ends of their ranges; those that come once come once."""
+    special = Toy()
+    special.special_tokens = ((2,), (1, 0))
+    only_first = Toy()
+    only_first.special_tokens = ((), ())
+    steps = {
+        "15 draws": lambda: Elbo(Toy(), ElboArguments(15)),
+        "16 draws": lambda: Elbo(Toy(), ElboArguments(16)),
+        "15 draws of noise": lambda: NoisedElbo(NoisyToy(), NoisedElboArguments(15)),
+        "nothing ignored": lambda: registry.name_ignored_args(["rule", "block"], DuelEstimator(Toy(), block=4)),
+        "one ignored": lambda: registry.name_ignored_args(["rule"], Elbo(Toy())),
+        "several ignored": lambda: registry.name_ignored_args(GIVEN, DuelEstimator(Toy(), block=None)),
+        "no context": lambda: check_windows(special, 3, "target", [EMPTY, Window((2,), (1,)), ONE]),
+        "no context, again": lambda: check_windows(special, 3, "target", [ONE]),
+        "no context, others": lambda: check_windows(only_first, 3, "target", [ONE]),
+        "a context": lambda: check_windows(Toy(), 3, "target", [ONE]),
+    }
+    lines = []
+    for name, step in steps.items():
+        caplog.clear()
+        step()
+        lines += [f"{name}:", *(f"    {record.levelname} {record.getMessage()}" for record in caplog.records)]
+    check("log", lines)
+
+
+def test_the_order_in_which_windows_are_finished():
+    """In the order given the first come early, a few calls at once; else the longest are first. Equal ones together."""
+    toy = Toy(length=12)
+    windows = [EMPTY, *(Window((n % 3,), (n % 2,) * length) for n, length in enumerate((3, 9, 1, 5, 2, 8, 4, 7)))]
+    windows.append(windows[1])
+    duel = partial(DuelEstimator, toy, block=3, batch_size=2)
+    cases = [(duel, True, True), (duel, True, False), (duel, False, True)]
+    cases += [(partial(Elbo, toy, ElboArguments(8), batch_size=6), True, in_order) for in_order in (True, False)]
+    lines = []
+    for make, padded, in_order in cases:
+        toy.honours_padding = padded
+        estimator = make()
+        buckets = estimator._buckets(windows)
+        order = [n for n, _ in estimator.stream(windows, in_order=in_order)]
+        calls = f"{estimator.counts.forwards} calls of {estimator.counts.rows} rows"
+        lines.append(f"{estimator.name}, {padded=}, {in_order=}: {order}, {calls}, buckets {buckets}")
+    check("order", lines)
 
 
 # ---------------------------------------------------------------- costs

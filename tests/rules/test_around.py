@@ -225,5 +225,5 @@ def test_a_rule_that_counts_its_calls_is_found_at_the_end_of_a_run():
 def test_a_rule_is_asked_again_at_the_first_calls_and_the_last():
     duel = DuelEstimator(Toy(length=12), Own(), 12)
     duel.log_prob([Window((), (0,) * 12), Window((), (1,) * 12)])
-    assert duel.counts.decisions == 11 and duel.counts.decisions_checked == FIRST_CALLS + 1
+    assert duel.counts.decisions == 11 and duel.counts.decisions_checked == 8 + 1
     assert abs(total(duel, 3) - 1) < 1e-9
