@@ -172,7 +172,7 @@ def over_seeds(estimator: DuelSeeds, window: Window, score: Score) -> Recomputed
         paths.append(path)
 
     values = [path.log_prob for path in paths]
-    mean, error = reference.mean_and_error(values, len(values))
+    mean = math.fsum(values) / len(values)
     pairs = {}
     for seed, run_value, value in zip(estimator.seeds, score.seeds, values, strict=True):
         pairs[f"noise_seed {seed}"] = (run_value, value)
@@ -180,6 +180,7 @@ def over_seeds(estimator: DuelSeeds, window: Window, score: Score) -> Recomputed
     log_mean = math.fsum(_log_mean([ell - origin for ell in block], runs) for block in blocks)
     pairs[LOG_MEAN] = (score.others[LOG_MEAN].log_prob, log_mean)
     if len(values) > 1 and math.isfinite(mean):
+        _, error = reference.mean_and_error(values, len(values))
         pairs["stderr"] = (math.nan if score.stderr is None else score.stderr, error)
     problems += unequal(pairs, nats_tolerance(len(window.target)))
 

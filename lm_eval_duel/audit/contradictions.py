@@ -106,8 +106,9 @@ def _lattice(estimator: Lattice, windows: Sequence[CheckedWindow]) -> Iterator[s
                 yield f"{each.where}: {low} is above {high}"
 
         best = values["oracle"].log_prob + noise
+        positions = each.tokens - len(each.window.known)
         for name, value in values.items():
-            one_at_a_time = value.nfe == each.tokens and bool(value.reveal_steps)
+            one_at_a_time = value.nfe == positions and bool(value.reveal_steps)
             if one_at_a_time and value.log_prob > best:
                 yield f"{each.where}: {name}, one position at a time, is above the oracle"
 
@@ -117,7 +118,7 @@ def _below_oracle(windows: Sequence[CheckedWindow], exact: dict[int, float]) -> 
     for n, oracle in exact.items():
         each = windows[n]
         assert each.score is not None
-        one_at_a_time = each.score.nfe == len(each.window.target) - len(each.window.known)
+        one_at_a_time = each.score.nfe == each.tokens - len(each.window.known)
         if one_at_a_time and each.log_prob > oracle + nats_tolerance(each.tokens):
             yield f"{each.where}: {each.log_prob:.4f} nats are above the best order's {oracle:.4f}"
 

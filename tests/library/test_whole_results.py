@@ -59,6 +59,7 @@ ESTIMATORS = {
     "mixture": {"estimator": "mixture", "block": 2},
     "oracle": {"estimator": "oracle", "block": 2},
     "special_tokens_scored": {"bos": "scored", "rule": "right_to_left", "block": None},
+    "bound_special_tokens_scored": {"bos": "scored", "estimator": "elbo", "mc_samples": 32},
     "sampled": {"estimator": "sampled_confidence", "n": 2, "block": 3},
 }
 
