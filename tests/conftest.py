@@ -73,7 +73,7 @@ def no_row_checks(request, monkeypatch):
         monkeypatch.setattr(self_tests, "cover", lambda *_: None)
 
 
-LOADED = {}  # networks by what they were loaded from and with
+LOADED = {}  # networks and tokenizers by what they were loaded from and with
 
 
 def files_of(folder):
@@ -86,22 +86,31 @@ def files_of(folder):
 
 @pytest.fixture(scope="module")
 def one_load():
-    """A scorer that is loaded again with the same args has a shallow copy of the network: what is set on it is its own.
+    """What is loaded again with the same args is a shallow copy of the first: what is set on it is its own.
 
     Loading a tiny network and testing it takes longer than most tests.
     """
     import copy
 
+    from lm_eval_duel.denoisers import vocabulary
     from lm_eval_duel.text import loading
 
-    load = loading.load_network
+    load_network = loading.load_network
+    load_tokenizer = vocabulary.load_tokenizer
 
-    def once(checkpoint, tokenizer):
+    def network(checkpoint, tokenizer):
         key = repr((checkpoint, tokenizer, files_of(checkpoint.name)))
         if key not in LOADED:
-            LOADED[key] = load(checkpoint, tokenizer)
+            LOADED[key] = load_network(checkpoint, tokenizer)
+        return copy.copy(LOADED[key])
+
+    def words(path, *options):
+        key = repr((path, options, files_of(path)))
+        if key not in LOADED:
+            LOADED[key] = load_tokenizer(path, *options)
         return copy.copy(LOADED[key])
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loading, "load_network", once)
+        patch.setattr(loading, "load_network", network)
+        patch.setattr(vocabulary, "load_tokenizer", words)
         yield

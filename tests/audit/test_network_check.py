@@ -151,7 +151,8 @@ def test_the_forward_of_a_dit_takes_timesteps(kind, tmp_path):
 
 
 def test_what_cannot_be_compared_says_why(tmp_path):
-    assert "it has no code" in compared("demo-bd").reasons
+    dit, _ = dit_reference.write(tmp_path, "bd3lm")
+    assert "it has no code" in compared(dit).reasons
     path, *_ = made(tmp_path, "own dream")
     assert "trust_remote_code=true" in compared(path, trust_remote_code=False).reasons
     (tmp_path / "modeling_own.py").write_text("import no_such_package\n" + DREAM)

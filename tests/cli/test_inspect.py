@@ -53,11 +53,11 @@ class EverySecond(rules.Rule):
 @pytest.mark.parametrize(
     ("rule", "sign"), [("greedy:k=2", ""), ("threshold:mu=0.5", "≤"), ("{folder}/waiting.py:EverySecond", "~")]
 )
-def test_counts_that_depend_on_the_text_have_a_sign(texts, tmp_path, capsys, rule, sign):
+def test_counts_that_depend_on_the_text_have_a_sign(folder, texts, tmp_path, capsys, rule, sign):
     """A rule's counts are known, or at most those shown, or have no bound; those of an ELBO are always known."""
     (tmp_path / "waiting.py").write_text(WAITING)
     rule = rule.format(folder=tmp_path)
-    main(["inspect", "demo-mdm", "--model_args", f"rule={rule},block=8", "--files", texts, "--device", "cpu"])
+    main(["inspect", folder, "--model_args", f"rule={rule},block=8", "--files", texts, "--device", "cpu"])
     lines = capsys.readouterr().out.splitlines()
     rows = {line.split()[0]: line for line in lines if line.startswith(("duel ", "elbo "))}
     assert [mark for mark in "≤~" if mark in rows["duel"]] == list(sign)

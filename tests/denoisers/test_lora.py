@@ -1,6 +1,7 @@
 """LoRA adapters: merged as by hand, under native names and a family's own; wrong ones are refused."""
 
 import sys
+from importlib.util import find_spec
 
 import pytest
 import tiny
@@ -17,8 +18,7 @@ from lm_eval_duel.denoisers.hf.weights import ADAPTER_PREFIX as PREFIX
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.estimators.duel import DuelEstimator
 
-peft = pytest.importorskip("peft")
-
+pytestmark = pytest.mark.skipif(find_spec("peft") is None, reason="peft is not installed")
 LLADA_MODULES = [f"model.transformer.blocks.{n}.{name}" for n in range(LAYERS) for name in ("attn_out", "ff_out")]
 OWN = {"backend": "remote", "trust_remote_code": True}
 LLADA_MODULES.append("model.transformer.ff_out")  # the head
@@ -163,6 +163,7 @@ def test_adapters_that_do_not_fit(tmp_path, qwen3, monkeypatch):
 
 
 def test_adapters_outside_of_the_layers_are_refused():
+    peft = pytest.importorskip("peft")
     config = peft.PromptTuningConfig(num_virtual_tokens=2, task_type="CAUSAL_LM")
     model = peft.get_peft_model(tiny.network("gpt2"), config)
     with pytest.raises(DuelError, match="PROMPT_TUNING"):
@@ -170,6 +171,7 @@ def test_adapters_outside_of_the_layers_are_refused():
 
 
 def test_a_digest_knows_the_scale_of_an_adapter():
+    peft = pytest.importorskip("peft")
     model = peft.get_peft_model(tiny.network("bert"), peft.LoraConfig(target_modules=["query"]))
     duel = TextDuel.from_model(model, mask_token_id=4, weights="digest")
     first = duel.fingerprint

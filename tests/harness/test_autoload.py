@@ -9,8 +9,9 @@ import pytest
 from lm_eval_duel.harness import autoload
 
 
-def python(code, *flags):
-    done = subprocess.run([sys.executable, *flags, "-c", code], capture_output=True, text=True, check=False)
+def python(code, *flags, arguments=()):
+    command = [sys.executable, *flags, "-c", code, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -105,42 +106,40 @@ def test_where_lm_eval_reads_entry_points_the_hook_leaves_it_to_it(by_hand):
 # ---------------------------------------------------------------- lm-eval's errors that can say more
 
 
-@pytest.mark.parametrize(
-    ("call", "told"),
-    [
-        ("lm_eval.api.registry.get_model('duel_mdm')", "Did you mean 'duel-mdm'?"),
-        pytest.param(
-            "EvaluatorConfig(tasks=['sotu'], include_path=folder).process_tasks()",
-            "--include_path $(lm-eval-duel",
-            marks=pytest.mark.slow,
-        ),
-        ("EvaluatorConfig(tasks=['mine'], include_path='no-such-folder').process_tasks()", "no-such-folder"),
-        (
-            "open(folder + '/mine.yaml', 'w').write('include: no_such_file.yaml\\ntask: mine')\n"
-            "    EvaluatorConfig(tasks=['mine'], include_path=folder).process_tasks()",
-            "no_such_file.yaml",
-        ),
-    ],
-)
-def test_lm_evals_own_errors_name_what_is_ours(call, told, tmp_path):
-    out = python(
-        "import lm_eval.api.registry\n"
-        "from lm_eval.config.evaluate_config import EvaluatorConfig\n"
-        "import lm_eval.tasks, functools\n"
-        "make = lm_eval.tasks.TaskManager.__init__\n"
-        "lm_eval.tasks.TaskManager.__init__ = functools.partialmethod(make, include_defaults=False)\n"
-        f"folder = {str(tmp_path)!r}\n"
-        f"try:\n    {call}\nexcept ValueError as error:\n    print(error)\n"
-    )
-    assert told in out
+CALLS = {  # by what the error says
+    "Did you mean 'duel-mdm'?": "get_model('duel_mdm')",
+    "Supported model names": "get_model('nothing-like-it')",
+    "--include_path $(lm-eval-duel": "EvaluatorConfig(tasks=['sotu'], include_path=folder).process_tasks()",
+    "no-such-folder": "EvaluatorConfig(tasks=['other'], include_path='no-such-folder').process_tasks()",
+    "no_such_file.yaml": "EvaluatorConfig(tasks=['mine'], include_path=folder).process_tasks()",
+}
+RAISE = """
+import functools
+import sys
+
+import lm_eval.tasks
+from lm_eval.api.registry import get_model
+from lm_eval.config.evaluate_config import EvaluatorConfig
+
+make = lm_eval.tasks.TaskManager.__init__
+lm_eval.tasks.TaskManager.__init__ = functools.partialmethod(make, include_defaults=False)
+folder, *calls = sys.argv[1:]
+for call in calls:
+    try:
+        eval(call)
+    except ValueError as error:
+        print(error)
+    print("=" * 20)
+"""
 
 
-def test_other_errors_of_lm_eval_are_what_they_were():
-    out = python(
-        "import lm_eval.api.registry\n"
-        "try:\n    lm_eval.api.registry.get_model('nothing-like-it')\nexcept ValueError as error:\n    print(error)\n"
-    )
-    assert "Did you mean" not in out and "Supported model names" in out
+def test_lm_evals_own_errors_name_what_is_ours(tmp_path, subtests):
+    (tmp_path / "mine.yaml").write_text("include: no_such_file.yaml\ntask: mine")
+    errors = python(RAISE, arguments=[str(tmp_path), *CALLS.values()]).split("=" * 20)
+    for told, error in zip(CALLS, errors, strict=False):
+        with subtests.test(told):
+            assert told in error
+            assert ("Did you mean" in error) == ("Did you mean" in told), "other errors are what they were"
 
 
 # ---------------------------------------------------------------- the table of results

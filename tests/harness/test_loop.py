@@ -47,8 +47,8 @@ class Broken(Exception):
 
 
 def make(folder, kept):
-    """One row a call, so that windows are finished one after the other."""
-    arguments = {"rule": "greedy", "block": 4, "device": "cpu", "max_batch_size": 1, "order": "random", "verify": 2}
+    """One row a call, so that windows are finished one after the other, each in a few steps."""
+    arguments = {"rule": "greedy:k=4", "block": 4, "device": "cpu", "max_batch_size": 1, "order": "random", "verify": 2}
     return cached(DuelMDM(pretrained=folder, **arguments, trace=str(kept / "t.jsonl")), kept)
 
 

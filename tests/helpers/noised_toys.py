@@ -93,9 +93,14 @@ class Conditioned(NoisyToy):
         return ConditionedView(self, rows)
 
 
-def noisy(token, a, b):
-    """q(x_t | x_0 = token), (V,)."""
-    return a * torch.eye(len(b), dtype=torch.float64)[token] + b
+def kernel(a, b):
+    """q(x_t | x_0), a list of a list for each token x_0."""
+    return (a * torch.eye(len(b), dtype=torch.float64) + b).tolist()
+
+
+def chance(q, x, z):
+    """The probability of the noisy row z given the row x, whose positions are independent."""
+    return math.prod(q[before][after] for before, after in zip(x, z, strict=True))
 
 
 def states(toy, length):
@@ -113,11 +118,7 @@ def row_term(x, z, P, t, s, denoiser):
 def bound(toy, x, steps, conditioning="none"):
     """The exact bound of -log p(x), summed over all noisy rows of each step, or over all paths (chain)."""
     denoiser = toy.noise_training.prediction == "denoiser"
-    every = range(len(x))
     levels = [toy.level(i / steps) for i in range(steps + 1)]
-
-    def chance(z, y, a, b):
-        return math.prod(float(noisy(int(y[i]), a, b)[z[i]]) for i in every)
 
     def term(z, i, logits):
         return row_term(x, z, reference.log_softmax(logits).exp(), levels[i], levels[i - 1], denoiser)
@@ -127,26 +128,30 @@ def bound(toy, x, steps, conditioning="none"):
 
     rows = states(toy, len(x))
     if conditioning != "chain":
-        return math.fsum(
-            chance(z, x, *levels[i]) * term(z, i, twice(z, i / steps))
-            for i in range(1, steps + 1)
-            for z in rows
-            if chance(z, x, *levels[i])
-        )
+        terms = []
+        for i in range(1, steps + 1):
+            q = kernel(*levels[i])
+            for z in rows:
+                weight = chance(q, x, z.tolist())
+                if weight:
+                    terms.append(weight * term(z, i, twice(z, i / steps)))
+        return math.fsum(terms)
+
+    one_step = []  # q(x_t | x_s) of each step
+    for (a_s, b_s), (a_t, b_t) in itertools.pairwise(levels):
+        one_step.append(kernel(a_t / a_s, b_t - a_t / a_s * b_s))
     total = 0.0
     known = {}  # logits by the part of the path that the network has seen
     for path in itertools.product(rows, repeat=steps):  # x_1 .. x_T
+        tokens = [tuple(z.tolist()) for z in path]
         weight = 1.0
-        previous = torch.tensor(x)
-        for i, z in enumerate(path, 1):
-            (a_s, b_s), (a_t, b_t) = levels[i - 1], levels[i]
-            weight *= chance(z, previous, a_t / a_s, b_t - a_t / a_s * b_s)
-            previous = z
+        for q, before, after in zip(one_step, [x, *tokens], tokens, strict=False):
+            weight *= chance(q, before, after)
         if not weight:
             continue
         before = None
         for i in range(steps, 0, -1):
-            seen = tuple(tuple(z.tolist()) for z in path[i - 1 :])
+            seen = tuple(tokens[i - 1 :])
             if seen not in known:
                 known[seen] = toy.logits(path[i - 1], i / steps, before)
             before = known[seen]
