@@ -1,0 +1,247 @@
+"""Counts, verdicts and limits of the commands, each by a literal way. No network is loaded."""
+
+import dataclasses
+import math
+from types import SimpleNamespace
+
+import pytest
+
+from lm_eval_duel.audit.checked import ALONE, CheckedWindow, Recomputed
+from lm_eval_duel.cli import audit, audited_run, generate, score, timing
+from lm_eval_duel.cli.audited_run import Audit
+from lm_eval_duel.core.float_noise import nats_tolerance
+from lm_eval_duel.core.scores import Kind, Score, Value
+from lm_eval_duel.core.windows import Window
+from lm_eval_duel.errors import UsageError
+from lm_eval_duel.estimators import cost
+
+# ---------------------------------------------------------------- times
+
+
+@pytest.mark.parametrize(
+    ("seconds", "shown"),
+    [(0.01234, "0.0123 s"), (59.94, "59.9 s"), (60, "1 min"), (3594, "59.9 min"), (3600, "1 h"), (360_000, "100 h")],
+)
+def test_durations(seconds, shown):
+    assert timing._duration(seconds) == shown
+
+
+def test_counts_of_times():
+    assert [timing._count(value, "≤ ") for value in (None, 0, 1, 12345.6)] == ["", "", "≤ 1", "≤ 12,346"]
+
+
+class Timed(SimpleNamespace):
+    """An estimator whose windows take a step for each target token, in rows of their length."""
+
+    name = "duel"
+
+    def describe(self):
+        return {}
+
+
+def timed_windows(monkeypatch, lengths, first_seconds, budget=16):
+    """What is timed of windows of these lengths, the first of which takes so long, and the windows that were."""
+    samples = []
+
+    def seconds(estimator, windows):
+        samples.append([len(window.target) for window in windows])
+        return first_seconds if len(samples) == 1 else 2.0
+
+    monkeypatch.setattr(timing, "_seconds", seconds)
+    monkeypatch.setattr(timing, "peak_memory", lambda device: 7)
+    monkeypatch.setattr(cost, "count_of", lambda estimator: len)
+    monkeypatch.setattr(cost, "layouts", list)
+
+    def sum_over(windows, count):
+        rows = [len(window.target) for window in windows]
+        counts = {"nfe": sum(rows), "rows": sum(rows), "token_rows": sum(n * n for n in rows)}
+        return SimpleNamespace(**counts, longest=max(rows), weight=counts["token_rows"])
+
+    monkeypatch.setattr(cost, "sum_over", sum_over)
+    lm = SimpleNamespace(denoiser=SimpleNamespace(device="cpu"))
+    estimator = Timed(budget=SimpleNamespace(tokens=budget))
+    windows = [Window((), (1,) * length) for length in lengths]
+    return timing._timed(lm, estimator, windows), samples
+
+
+def test_four_windows_are_timed_unless_the_first_takes_ten_seconds(monkeypatch):
+    """The first is of median length; the others are the middles of four equal parts of the sorted windows."""
+    lengths = [9, 1, 8, 2, 7, 3, 6, 4]  # sorted: 1 2 3 4 6 7 8 9
+    found, samples = timed_windows(monkeypatch, lengths, 9.99)
+    assert samples == [[6], [2, 4, 7, 9]] and found.windows == 4
+    every = sum(n * n for n in lengths)
+    assert found.seconds == pytest.approx(2.0 * every / (4 + 16 + 49 + 81))
+    assert (found.nfe, found.rows, found.token_rows) == (40, 40, every)
+    assert found.calls == math.ceil(every / 16) and found.peak_memory == 7
+    long, samples = timed_windows(monkeypatch, lengths, 10.0)
+    assert samples == [[6]] and long.windows == 1 and long.seconds == pytest.approx(10.0 * every / 36)
+    one, samples = timed_windows(monkeypatch, [5], 1.0, budget=1000)
+    assert samples == [[5]] and one.seconds == pytest.approx(1.0) and one.calls == 5  # as many as steps, at least
+    _, samples = timed_windows(monkeypatch, [5, 3], 1.0)
+    assert samples == [[5], [3, 5]]
+
+
+def test_windows_without_a_token_are_not_timed_and_count_as_windows():
+    documents = [[Window((1,), (2, 3)), Window((), ())], [], [Window((1, 1), (2,), (5,))]]
+    found = timing.figures(documents, [], ["note"])
+    assert (found["documents"], found["windows"], found["tokens"], found["length"]) == (3, 3, 3, 4)
+    assert [len(window.target) for window in timing._scored(documents)] == [2, 1] and found["left_out"] == ["note"]
+
+
+# ---------------------------------------------------------------- the audit
+
+
+def checked(n, tokens=3, run=-5.0, again=-5.0, **more):
+    window = Window((), (n,) * tokens)
+    return CheckedWindow(f"task t, document {n}", window, run, Recomputed(again, **more), n, Score(run))
+
+
+def test_the_verdict_counts_what_was_compared_and_what_was_not():
+    found = Audit("float32")
+    assert found.unchecked and found.verdict.startswith("NOTHING CHECKED: 0 windows, 0 tokens")
+    found.checked = [checked(0), checked(1, 4), checked(2, 2, route=ALONE, why_alone="its rule"), checked(3, 0)]
+    found.not_compared = ["the network (--no_own_code)"]
+    found.held.hold("draws", [])
+    found.held.hold("draws", [])
+    found.lines = ["a line"]
+    found.notes = ["odd", "odder"]
+    assert found.verdict == (
+        "PASS: 4 windows, 9 tokens. Compared: 3 windows with the reference, draws, printed numbers with the text. "
+        "Not compared: the network (--no_own_code), 1 window (its rule). Note: odd; odder."
+    )
+    assert found.failures == []
+    found.checked = [checked(n, again=-6.0) for n in range(5)]
+    found.held.hold("x", ["a contradiction"])
+    found.problems = ["a problem"]
+    found.network = [SimpleNamespace(differs=differs, what="w") for differs in (True, False)]
+    differing, network, *others = found.failures
+    assert differing.startswith("5 of 5 windows differ: ") and differing.count("document") == 3
+    assert "namespace" in network and others == ["a contradiction", "a problem"]
+    assert found.verdict.startswith(
+        "FAIL: 5 windows, 15 tokens. Compared: 5 windows with the reference, w, w, draws, x"
+    )
+    alone = Audit("float32", checked=[checked(0, route=ALONE)])
+    assert alone.unchecked and "FAIL" not in alone.verdict
+
+
+@pytest.mark.parametrize("tokens", [1, 10, 1000])
+def test_a_window_differs_beyond_the_tolerance(tokens):
+    noise = nats_tolerance(tokens)
+    assert not checked(0, tokens, -5.0, -5.0 + 0.99 * noise).differs
+    assert checked(0, tokens, -5.0, -5.0 + 1.01 * noise).differs and checked(0, tokens, -5.0, math.nan).differs
+    assert not checked(0, tokens, -math.inf, -math.inf).differs and checked(0, tokens, -5.0, -math.inf).differs
+    assert checked(0, tokens, other_picks=1).differs and not checked(0, tokens, other_picks=0, ties=2).differs
+
+
+def test_the_table_of_windows():
+    shown = audit.table([checked(0, other_picks=0, ties=2), checked(1, again=-5.5)])
+    first, second = [
+        line.split() for line in shown.splitlines() if line.startswith("task t, document") and ":" not in line
+    ]
+    assert first[-7:] == ["3", "-5.000000", "-5.000000", "0.0e+00", "0", "2", "reference"]
+    assert second[-8:] == ["3", "-5.000000", "-5.500000", "5.0e-01", "-", "-", "reference", "DIFFERS"]
+    assert shown.splitlines()[-1].startswith("task t, document 1: -5.000000 nats, not -5.500000")
+
+
+def totals(windows, **changed):
+    nats = [each.score.log_prob for each in windows]
+    rate = sum(nats) / sum(each.tokens for each in windows)
+    spread = sum((each.score.log_prob - rate * each.tokens) ** 2 for each in windows)
+    count = len(windows)
+    value = {"log_prob": sum(nats), "stderr": None, "window_stderr": math.sqrt(count / (count - 1) * spread)}
+    return list(audited_run.totals_problems(SimpleNamespace(name="duel"), windows, {"duel": value | changed}))
+
+
+def test_totals_are_recomputed():
+    windows = [checked(n, 3 + n, -4.0 * (n + 1), -4.0 * (n + 1)) for n in range(4)]
+    good = totals(windows)
+    assert good == []
+    tokens = sum(each.tokens for each in windows)
+    assert totals(windows, log_prob=-40.0 + 0.9 * nats_tolerance(tokens)) == []
+    for changed in ({"log_prob": -40.0 + 1.1 * nats_tolerance(tokens)}, {"log_prob": None}, {"window_stderr": 1.0}):
+        [problem] = totals(windows, **changed)
+        assert problem.startswith(f"a {next(iter(changed))} of")
+    drawn = [dataclasses.replace(each, score=Score(each.log_prob, stderr=0.3)) for each in windows]
+    assert totals(drawn, stderr=0.6) == []  # the root of four times the square
+    assert totals([*drawn[:3], dataclasses.replace(drawn[0], request=3)], stderr=math.hypot(0.6, 0.3, 0.3)) == []
+    for error in (0.6 * 1.002, 0.6 / 2):
+        assert len(totals(drawn, stderr=error)) == 1
+    seeds = [
+        dataclasses.replace(each, score=Score(each.log_prob, seeds=(-1.0, -2.0 - n))) for n, each in enumerate(windows)
+    ]
+    sums = (-4.0, -2.0 * 4 - 6)
+    mean = sum(sums) / 2
+    error = math.sqrt(sum((value - mean) ** 2 for value in sums) / 1 / 2)
+    assert totals(seeds, stderr=error) == [] and len(totals(seeds, stderr=error * 1.01)) == 1
+
+
+def test_the_company_of_audited_texts():
+    """Other documents of the task, and the same texts without their last word; nothing of a text of one word."""
+    requests = [SimpleNamespace(args=args, request_type="loglikelihood") for args in (("c", " a b  c "), ("", "x"))]
+    others = [SimpleNamespace(args=("d", "e"))]
+    found = audited_run.company(requests, others)
+    assert [request.args for request in found] == [("d", "e"), ("c", " a b  ")]
+    assert [request.doc_id for request in found] == [0, 1] and {request.task_name for request in found} != {"t"}
+
+
+# ---------------------------------------------------------------- score and generate
+
+
+def line(nats, tokens, words, size, **value):
+    return score.Line("d", "k", Value(nats, **value), tokens, words, size, 0)
+
+
+def test_figures_of_a_document():
+    found = line(-6.0, 3, 2, 8).figures()
+    assert found["token_perplexity"] == pytest.approx(math.exp(2.0))
+    assert found["word_perplexity"] == pytest.approx(math.exp(3.0))
+    assert found["bits_per_byte"] == pytest.approx(6.0 / math.log(2) / 8)
+    one = line(-6.0, 1, 1, 1).figures()
+    assert one["token_perplexity"] == one["word_perplexity"] == pytest.approx(math.exp(6.0))
+    assert one["bits_per_byte"] == pytest.approx(6.0 / math.log(2))
+    assert [line(0.0, 0, 0, 0).figures()[name] for name in score.RATES] == [None, None, None]
+
+
+def test_the_error_over_documents_is_that_of_a_ratio():
+    lines = [line(-6.0, 3, 2, 8), line(-10.0, 4, 3, 9), line(-3.0, 2, 1, 5)]
+    total = score._total(lines, 0.25)
+    assert (total.value.nats, total.value.error, total.tokens, total.words, total.bytes) == (-19.0, 0.25, 9, 6, 22)
+    model = score.ScoredModel({}, "duel", lines, total, "")
+    bits = [-each.value.nats / math.log(2) for each in lines]
+    rate = sum(bits) / 22
+    squares = sum((b - rate * each.bytes) ** 2 for b, each in zip(bits, lines, strict=True))
+    assert model.documents_stderr == pytest.approx(math.sqrt(3 / 2 * squares) / 22)
+    assert dataclasses.replace(model, lines=lines[:1]).documents_stderr is None
+    bound = Value(-2.5, 0.5, Kind.UPPER_BOUND)
+    assert score._log_prob(bound, True) == "≥ -2.50 ± 0.50" and score._log_prob(Value(-2.5), True) == "-2.50 ± ?"
+
+
+def test_prompts_and_samples_have_keys_of_their_own(monkeypatch):
+    """A sample depends on the seed, its prompt's number and its own number, not on how many others there are."""
+    asked = {}
+
+    class Duel:
+        fingerprint, rule, block, grid = "f", None, 4, "target"
+        estimator = SimpleNamespace(name="duel")
+        denoiser = SimpleNamespace(cache=None)
+
+        def generate_stream(self, prompts, keys, **options):
+            asked[len(prompts)] = (prompts, keys, options)
+            return iter(())
+
+    import lm_eval_duel
+
+    monkeypatch.setattr(lm_eval_duel, "Duel", SimpleNamespace(from_pretrained=lambda name, **options: Duel()))
+    for count in (1, 2, 300):
+        generate.main(["--prompt", "a", "b", "c", "--num", str(count)])
+    for count in (1, 2, 300):
+        prompts, keys, options = asked[3 * count]
+        assert prompts == ["a"] * count + ["b"] * count + ["c"] * count
+        expected = [(prompt << 32) + sample for prompt in range(3) for sample in range(count)]
+        assert keys == expected and len({*keys}) == 3 * count
+    assert (options["max_new_tokens"], options["seed"], options["temperature"]) == (64, 0, 1.0)
+    assert options["do_sample"] is True and options["top_k"] is options["top_p"] is None
+    generate.main(["--prompt", "a", "--temperature", "0"])
+    assert asked[1][2]["do_sample"] is False
+    with pytest.raises(UsageError, match="num"):
+        generate.main(["--prompt", "a", "--num", "0"])
