@@ -220,9 +220,9 @@ def articles(lines: list[str]) -> list[str]:
 
 
 def _check_whole(name: str, corpus: Corpus, place: Path) -> None:
-    """Raise DuelError if the hub's file has another SHA-256, or one of the files `...-00003-of-00080` is missing.
+    """Raise DuelError if the hub's file has another SHA-256, or a shard (`...-00003-of-00080`) is missing.
 
-    For the end of a data set the last file is enough.
+    For the end of a data set the last shard is enough.
     """
     if place.is_file():
         is_pinned = corpus.sha256 is not None and place.name == Path(corpus.file).name
@@ -230,7 +230,7 @@ def _check_whole(name: str, corpus: Corpus, place: Path) -> None:
             raise DuelError(f"{place} is not the pinned file of {name} (another SHA-256): delete it and load it again.")
         return
 
-    numbers: dict[int, set[int]] = {}  # by how many shards there are: those that are here
+    numbers: dict[int, set[int]] = {}  # the shards that are here, by how many there should be
     for file in copies.tables(place):
         shard = SHARD.search(file.stem)
         if shard:
@@ -250,8 +250,8 @@ def _local(name: str, corpus: Corpus, folder: Path) -> str:
     repo = corpus.repo.split("/")[-1]
     places = [folder / f"{name}{ending}" for ending in copies.TABLES]
     places += [folder / corpus.repo / corpus.file, folder / repo / corpus.file]
-    places += [folder / name / corpus.split, folder / name]  # a dict of splits is saved in folders of them
-    if name == "openwebtext_1k":  # the same file
+    places += [folder / name / corpus.split, folder / name]  # `save_to_disk` gives each split of a dict a folder
+    if name == "openwebtext_1k":  # the last rows of the same file
         places += [folder / f"openwebtext{ending}" for ending in copies.TABLES]
         places.append(folder / "openwebtext")
     for place in places:
@@ -280,7 +280,7 @@ Rule = tuple[str | re.Pattern[str], str]  # (pattern, replacement)
 
 
 def _one_space_inside(opening: str, closing: str) -> Rule:
-    """Remove a space at both ends inside a pair; of nested pairs, inside the inner one."""
+    """Remove the space after an opening and before a closing mark; of nested pairs, only of the inner one."""
     marks = "".join(re.escape(mark) for mark in dict.fromkeys(opening + closing))
     pair = re.compile(rf"{re.escape(opening)} ([^{marks}]+) {re.escape(closing)}")
     return pair, rf"{opening}\1{closing}"
@@ -292,7 +292,8 @@ PTB: tuple[Rule, ...] = (
     (" n't", "n't"),
     (" \n ", "\n"),
     (r"\/", "/"),
-    *[(" N ", " 1 ")] * 10,  # neighbours share a space, so one pass leaves every other N of a run; two are enough
+    # Ten passes, as in the authors' code. Neighbours share a space, so one pass leaves every other N of a run.
+    *[(" N ", " 1 ")] * 10,
     ("$ 1", "$1"),
     ("# 1", "#1"),
     ("<unk>", "?"),

@@ -53,9 +53,7 @@ def task_folder() -> str:
 
 
 def task_files() -> list[Path]:
-    """The YAML files of the tasks and groups, whose names are those of the files. Files that others include, `_*`, are
-    left out.
-    """
+    """The YAML files of tasks and groups, each with its name. Files that others include, `_*`, are left out."""
     return sorted(Path(task_folder()).rglob("[!_]*.yaml"))
 
 
@@ -133,8 +131,8 @@ def own_rows(**model_args: Any) -> dict[str, datasets.Dataset]:
     """The user's own texts as rows. `model_args`: as for `own_documents` and `wrapped`."""
     settings = metadata.read(model_args)
     texts = _own_texts(settings, "duel_text_wrapped")
-    rest = {key: value for key, value in settings.items() if key not in ("files", "field", "lines")}
-    return _rows(texts, rest, load_tokenizer(model_args), "duel_text_wrapped")
+    of_rows = {key: value for key, value in settings.items() if key not in ("files", "field", "lines")}
+    return _rows(texts, of_rows, load_tokenizer(model_args), "duel_text_wrapped")
 
 
 def _own_texts(settings: dict[str, Any], task: str) -> list[str]:
@@ -144,12 +142,12 @@ def _own_texts(settings: dict[str, Any], task: str) -> list[str]:
 
 
 def _documents(raw: list[str], texts: list[str], tokenizer: Any) -> dict[str, datasets.Dataset]:
-    """`texts` as documents; words and bytes are counted in `raw`, where the two differ."""
+    """`texts` as documents. Where they differ from the `raw` ones, words and bytes are counted in those."""
     records = []
-    for before, (text, ids) in zip(raw, encoded(texts, tokenizer), strict=True):
+    for raw_text, (text, ids) in zip(raw, encoded(texts, tokenizer), strict=True):
         record = {"text": text, TOKENS: len(ids)}
         if texts is not raw:
-            record |= count_units(before)._asdict()
+            record |= count_units(raw_text)._asdict()
         records.append(record)
     return test_split(records)
 
@@ -159,8 +157,9 @@ def _rows(texts: list[str], settings: dict[str, Any], tokenizer: Any, corpus: st
     import datasets
 
     bos = settings.pop("bos", "given")
-    wants_special = settings.get("framed", True) or settings.get("insert_eos")
-    start, end = _start_and_end(tokenizer) if wants_special else (0, 0)
+    start = end = 0  # not used without special tokens, which a tokenizer may lack
+    if settings.get("framed", True) or settings.get("insert_eos"):
+        start, end = _start_and_end(tokenizer)
     wrapping = Wrapping(**{"length": LENGTH, "bos": start, "eos": end, **settings})
     digest = of_tokenizer(tokenizer)
     _TOKENIZERS[digest] = tokenizer
@@ -187,26 +186,27 @@ def _rows(texts: list[str], settings: dict[str, Any], tokenizer: Any, corpus: st
 
 def _start_and_end(tokenizer: Any) -> tuple[int, int]:
     """The ids at the ends of a row: BOS and EOS, or if there is neither (BERT) [CLS] twice, as in the authors' code."""
-    end = tokenizer.eos_token_id
-    for start in (tokenizer.bos_token_id, tokenizer.cls_token_id, end):
-        if start is not None:
-            return start, start if end is None else end
-    raise DuelError("This tokenizer has no BOS, EOS or [CLS] for the ends of rows; use --metadata framed=false.")
+    eos = tokenizer.eos_token_id
+    starts = [token for token in (tokenizer.bos_token_id, tokenizer.cls_token_id, eos) if token is not None]
+    if not starts:
+        raise DuelError("This tokenizer has no BOS, EOS or [CLS] for the ends of rows; use --metadata framed=false.")
+    return starts[0], starts[0] if eos is None else eos
 
 
 def token_text(doc: dict[str, Any]) -> TokenText:
     """A wrapped row: its ids, and for other models a text of as many tokens as are scored.
 
-    That is the row without its first id, which a stock AR model adds itself, or by `bos`: the whole row (scored), the
-    row without special tokens (none), or that without its first id (first).
+    By `bos`, that text is the whole row (scored), the row without special tokens (none), the same without its first id
+    (first), or else the row without its first id, which a stock AR model adds itself.
     """
     name, digest = doc["tokenizer"]
     if digest not in _TOKENIZERS:
         _TOKENIZERS[digest] = load_tokenizer({"tokenizer": name})
     ids = [_integer(token) for token in doc["ids"].split()]
     before, after = doc["special_tokens"]
-    shown = {"scored": ids, "none": ids[before : len(ids) - after], "first": ids[before + 1 : len(ids) - after]}
-    text = _TOKENIZERS[digest].decode(shown.get(doc["bos"], ids[1:]), clean_up_tokenization_spaces=False)
+    inside = ids[before : len(ids) - after]
+    decoded_ids = {"scored": ids, "none": inside, "first": inside[1:]}.get(doc["bos"], ids[1:])
+    text = _TOKENIZERS[digest].decode(decoded_ids, clean_up_tokenization_spaces=False)
     return TokenText(text, ids, (before, after), (name, digest), doc["bos"])
 
 
@@ -242,7 +242,7 @@ class Wrapping:
 
     def rows(self, documents: Iterable[Sequence[int]]) -> Iterator[list[int]]:
         """The rows of the documents' ids."""
-        waiting: list[int] = []
+        waiting: list[int] = []  # ids that do not fill a row yet
         size = self.length - sum(self.special_tokens)
         for count, document in enumerate(documents, 1):
             waiting += document

@@ -32,7 +32,7 @@ SPLITS = "dataset_dict.json"  # and this next to several splits of one
 PACKED = ".gz"
 STDIN = "-"
 NOT_BLANK = re.compile(r"\S")
-LISTED = 5  # names of files that are left out
+LISTED = 5  # at most this many files that are not read are named
 log = logging.getLogger("lm_eval.duel_mdm")  # lm-eval prints its own loggers only
 
 
@@ -47,7 +47,7 @@ class OwnText(NamedTuple):
 
 
 def ending(file: str | Path) -> str:
-    """The format that the name of a file says: its ending in lower case, without .gz."""
+    """The format of a file by its name: the ending in lower case, without .gz."""
     return Path(Path(file).name.lower().removesuffix(PACKED)).suffix
 
 
@@ -119,9 +119,9 @@ def texts(
 ) -> list[OwnText]:
     """The documents of files; what a folder holds besides is named in a warning.
 
-    `field`: the column of a table; `lines`: each line of a plain file that is not blank; `setting`: what the user sets
-    to name the column, for the error. Each file is read once, also if two patterns match it. Raises DuelError if a file
-    cannot be read, has no such column, or there is no document at all.
+    `field`: the column of a table. `lines`: each line of a plain file that is not blank is a document. `setting`: what
+    the user sets to name the column, for the error. A file that two patterns match is read once. Raises DuelError if a
+    file cannot be read, has no such column, or there is no document at all.
     """
     sources: dict[Path | None, None] = {}  # None: standard input
     for pattern in patterns:
@@ -208,7 +208,7 @@ def text_column(name: str, row: dict[str, Any], key: str, setting: str = "") -> 
 
 
 def _numbered(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """(number, row) of each row of a file. Lines of .jsonl and .csv are counted from 1, and rows of other files."""
+    """(number, row) of each row of a file; its number is its line in .jsonl and .csv, else its place, both from 1."""
     read = _saved if (file / SAVED).exists() else TABLES[ending(file)]
     with _reading(file):
         numbered = list(read(file))
@@ -279,7 +279,7 @@ def _csv(file: Path) -> Rows:
             if repeated:
                 raise DuelError(f"{file} has several columns {', '.join(sorted(repeated))}; rename them.")
             numbered = []
-            start = reader.line_num + 1
+            start = reader.line_num + 1  # where a record begins: one with line breaks in its cells takes several lines
             for cells in reader:
                 if cells:  # not a blank line
                     if len(cells) != len(header):
@@ -292,12 +292,12 @@ def _csv(file: Path) -> Rows:
 
 
 def _json(file: Path) -> Rows:
-    """A record a line; or records of several lines; or one list of records, which may be an entry {"data": [...]}."""
+    """One record per line, records of several lines, or one list of records, also as the entry {"data": [...]}."""
     with _decoded(_open(file)) as content:
         lines = content.readlines()
     try:
         return iter(_json_lines(file, lines))
-    except DuelError as broken_line:  # a record may also take several lines
+    except DuelError as broken_line:  # not one record per line, or a broken one: read the text as a whole
         try:
             values = list(_values("".join(lines)))
         except json.JSONDecodeError as error:
@@ -326,7 +326,7 @@ def _json_lines(file: Path, lines: Sequence[str]) -> list[tuple[int, Any]]:
 
 
 def _has_record_a_line(lines: Sequence[str]) -> bool:
-    """True if a broken file is of one record a line, and not a list, or records, over several lines."""
+    """True if a broken file seems to have one record per line, rather than a list or records over several lines."""
     if "".join(lines).lstrip().startswith("["):
         return False
     for line in lines:
@@ -347,7 +347,7 @@ def _values(text: str) -> Iterator[Any]:
 
 
 def _not_json(file: Path, line: int, column: int, error: json.JSONDecodeError) -> DuelError:
-    what = error.msg.removesuffix(" at")  # json ends some messages so, before the place that it adds
+    what = error.msg.removesuffix(" at")  # json's own place would follow
     return DuelError(f"{file}:{line} is not JSON ({what} at character {column}); repair this line.")
 
 

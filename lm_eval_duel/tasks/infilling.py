@@ -7,8 +7,8 @@ the suffix visible from the first step. Autoregressive models cannot do this, so
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from lm_eval.api.metrics import mean
 
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from lm_eval.api.instance import Instance
 
 BINS = 10  # of the expected calibration error
+ReadRow: TypeAlias = Callable[[str, dict[str, Any]], dict[str, Any]]  # (name of the row, row) -> document
 
 
 class Gaps(GuardedTask):
@@ -31,8 +32,8 @@ class Gaps(GuardedTask):
     def construct_requests(self, doc: dict[str, Any], ctx: str, **kwargs: Any) -> list[Instance] | Instance:
         """The harness's requests, with the suffix attached to each continuation."""
         requests = super().construct_requests(doc, ctx, **kwargs)
-        every = requests if isinstance(requests, list) else [requests]  # one of a gap, several of a choice
-        for request in every:
+        one_per_option = requests if isinstance(requests, list) else [requests]  # a gap has a single request
+        for request in one_per_option:
             context, continuation = request.arguments
             request.arguments = (context, Gap(continuation, doc["suffix"]))
         return requests
@@ -46,14 +47,14 @@ class Gaps(GuardedTask):
         if doc["suffix"] and not all(getattr(log_prob, "sees_suffix", False) for log_prob in log_probs):
             raise DuelError(f"Task {self.config.task} {BLIND}")
         metrics = super().process_results(doc, results)
-        # Bounds and estimates of the options make no probabilities of a choice. Other models' values are exact.
+        # Bounds and estimates of the options give no probabilities of a choice. Plain floats of other models are exact.
         are_exact = all(getattr(log_prob, "is_exact", True) for log_prob in log_probs)
         if self.OUTPUT_TYPE == "multiple_choice" and are_exact:
             metrics |= calibration([float(log_prob) for log_prob in log_probs], doc["label"])
         return metrics
 
     def aggregation(self) -> dict[str, Any]:
-        """The function that makes each metric of a task of those of its documents."""
+        """The function that combines the items of documents into each metric of the task."""
         return {**super().aggregation(), "brier": mean, "ece": expected_calibration_error}
 
     def higher_is_better(self) -> dict[str, bool]:
@@ -73,7 +74,7 @@ def calibration(log_probs: Sequence[float], label: int) -> dict[str, Any]:
     highest = max(log_probs)
     if highest == -math.inf:
         return {}
-    weights = [math.exp(log_prob - highest) for log_prob in log_probs]  # the highest is 1: no underflow of all
+    weights = [math.exp(log_prob - highest) for log_prob in log_probs]  # at least one is 1, so not all underflow
     total = math.fsum(weights)
     probabilities = [weight / total for weight in weights]
     brier = math.fsum((p - (n == label)) ** 2 for n, p in enumerate(probabilities))
@@ -91,6 +92,7 @@ def expected_calibration_error(items: Sequence[tuple[float, float]]) -> float:
     for top, right in items:
         number = min(int(top * BINS), BINS - 1)  # a probability of 1 is in the last bin
         bins.setdefault(number, []).append((top, right))
+    # |accuracy - confidence| of a bin, times its questions
     gaps = [abs(math.fsum(right - top for top, right in members)) for members in bins.values()]
     return math.fsum(gaps) / len(items)
 
@@ -121,7 +123,8 @@ def target_perplexity(doc: dict[str, Any], results: list[Any]) -> dict[str, Any]
     return {**perplexity(document, [log_prob]), "acc": float(is_greedy)}
 
 
-def _dataset(task: str, model_args: dict[str, Any], read: Any) -> dict[str, datasets.Dataset]:
+def _dataset(task: str, model_args: dict[str, Any], read: ReadRow) -> dict[str, datasets.Dataset]:
+    """The rows of the files of a task, each as `read` makes a document of it."""
     patterns = metadata.files_of(metadata.read(model_args), task)
     records = [read(name, row) for name, row in files.rows(patterns)]
     if not records:

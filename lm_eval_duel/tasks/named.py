@@ -74,7 +74,7 @@ def task_manager(
 
 def holds(manager: TaskManager, names: Iterable[str]) -> bool:
     """True if all of these tasks, tags and groups are in the index, with all members of the groups."""
-    index = manager._index  # `task_index` in lm-eval 0.4 alone
+    index = manager._index  # its public name, `task_index`, is lm-eval 0.4's only
     unread = [*names]
     read = set()
     while unread:
