@@ -4,7 +4,7 @@ Nothing here is shared with `denoisers/`: neither the names of tensors, nor the 
 forward pass. `audit` compares the network of a run with these.
 
     decoder        x = table[ids]
-                   x = x + mix(norm(x))       attention over the positions that `seen` allows; q and k turned
+                   x = x + mix(norm(x))       attention over the positions that `seen` allows; rotary q and k
                    x = x + feed(norm(x))      SwiGLU, or a mixture of them
                    logits = head @ norm(x)
     DiT            the same with layer norms that a noise level shifts, scales and gates, and a GELU
@@ -86,42 +86,43 @@ NEMOTRON = {name: key.replace("model.", "encoder.", 1) for name, key in NATIVE.i
 
 @dataclasses.dataclass(frozen=True)
 class Net:
-    """A decoder's sizes and habits. Biases, norms of q and k, and a shared expert are there where the file has them."""
+    """A decoder's sizes and conventions. Biases, norms of q and k, and a shared expert count if the file has them."""
 
     head: int  # features of a head
     heads: int = 4
-    kept: int = 2  # heads of keys and values
+    kv_heads: int = 2  # heads of keys and values
     layers: int = 2
     keys: Mapping[str, str] = dataclasses.field(default_factory=lambda: NATIVE)
     grouped: bool = False  # qkv holds for each head of keys its queries, its keys and its values
     theta: float = 10_000.0
     eps: float = 1e-6
-    turned: float = 1.0  # the share of a head that is turned, from its start
-    stretch: Mapping[str, Any] | None = None  # of the rotary frequencies, as in Llama 3 or YaRN, or all of them
+    rotary_share: float = 1.0  # the share of a head's features that is rotated, from the first one on
+    rope_scaling: Mapping[str, Any] | None = None  # of the rotary frequencies: linear, as in Llama 3, or YaRN
     experts: int = 0
-    chosen: int = 0
+    chosen: int = 0  # experts of a position
     normalised: bool = True  # weights of the chosen experts sum to one
     groups: int = 0  # 0: softmax router; else sigmoid scores, and experts in this many groups
     groups_kept: int = 0
     capacity: int = 0  # experts that the positions of a block share, chosen by the best of them; the groups are ignored
-    routed: int = 0  # positions of such a block
+    routing_block: int = 0  # positions of such a block
     scale: float = 1.0  # of the experts' sum
     dense: int = 0  # first layers without experts
 
 
 def logits(net: Net, w: Tensors, ids: Sequence[int], seen: Tensor | None = None) -> Tensor:
-    """Logits (L, V) of ids; position i attends to position j where `seen[i, j]`, everywhere unless given."""
-    seen = torch.ones(len(ids), len(ids), dtype=torch.bool) if seen is None else seen
+    """Logits (L, V) of ids. Position i attends to position j where `seen[i, j]`; to all of them if `seen` is None."""
+    if seen is None:
+        seen = torch.ones(len(ids), len(ids), dtype=torch.bool)
 
     def maybe(name: str, n: int | None = None, e: int | None = None, end: str = ".weight") -> Tensor | None:
-        key = net.keys.get(name, "nowhere").format(n=n, e=e) + end
+        key = net.keys.get(name, "").format(n=n, e=e) + end  # a layout without this name: no tensor has the key
         return w[key].double() if key in w else None
 
     def tensor(name: str, n: int | None = None, e: int | None = None, end: str = ".weight") -> Tensor:
-        found = maybe(name, n, e, end)
-        if found is None:
+        value = maybe(name, n, e, end)
+        if value is None:
             raise KeyError(f"the checkpoint has no tensor {net.keys.get(name, name).format(n=n, e=e)}{end}")
-        return found
+        return value
 
     def linear(x: Tensor, name: str, n: int | None = None, e: int | None = None) -> Tensor:
         y = x @ tensor(name, n, e).T
@@ -136,22 +137,24 @@ def logits(net: Net, w: Tensors, ids: Sequence[int], seen: Tensor | None = None)
         up = linear(x, f"{kind}up", n, e)
         return linear(gate * gate.sigmoid() * up, f"{kind}down", n, e)
 
-    def turn(x: Tensor) -> Tensor:
-        """Pairs (i, i + half) of a head's first features (L, H, h), each turned by the position."""
-        size = int(net.head * net.turned)
+    def rotate(x: Tensor) -> Tensor:
+        """Rotary positions: pairs (i, i + half) of a head's first features (L, H, h), rotated by the position."""
+        size = int(net.head * net.rotary_share)
         half = size // 2
-        speed = torch.tensor([_frequency(net, i, size) for i in range(half)], dtype=torch.float64)
-        angle = torch.arange(len(x), dtype=torch.float64)[:, None, None] * speed  # (L, 1, half)
+        frequency = torch.tensor([_frequency(net, i, size) for i in range(half)], dtype=torch.float64)
+        angle = torch.arange(len(x), dtype=torch.float64)[:, None, None] * frequency  # (L, 1, half)
         a, b, rest = x.split([half, half, net.head - size], -1)
         return torch.cat([a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin(), rest], -1)
 
     def project(x: Tensor, n: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries (L, H, h), and as many keys and values (L, H, h) each."""
-        shared_by = net.heads // net.kept  # queries of a head of keys
+        """Queries, and as many keys and values, (L, H, h) each."""
+        shared_by = net.heads // net.kv_heads  # heads of queries that share a head of keys
         if net.grouped:
-            parts = linear(x, "qkv", n).unflatten(1, (net.kept, shared_by + 2, net.head)).split([shared_by, 1, 1], 2)
+            qkv = linear(x, "qkv", n).unflatten(1, (net.kv_heads, shared_by + 2, net.head))
+            parts = qkv.split([shared_by, 1, 1], 2)
         elif "qkv" in net.keys:
-            parts = linear(x, "qkv", n).unflatten(1, (-1, net.head)).split([net.heads, net.kept, net.kept], 1)
+            qkv = linear(x, "qkv", n).unflatten(1, (-1, net.head))
+            parts = qkv.split([net.heads, net.kv_heads, net.kv_heads], 1)
         else:
             parts = tuple(linear(x, name, n) for name in "qkv")
         q, k, v = (part.reshape(len(x), -1, net.head) for part in parts)
@@ -159,13 +162,14 @@ def logits(net: Net, w: Tensors, ids: Sequence[int], seen: Tensor | None = None)
         if weight is not None:
             q = norm(q, weight)
             k = norm(k, tensor("k norm", n))
-        return turn(q), turn(k).repeat_interleave(shared_by, 1), v.repeat_interleave(shared_by, 1)
+        return rotate(q), rotate(k).repeat_interleave(shared_by, 1), v.repeat_interleave(shared_by, 1)
 
     def mix(x: Tensor, n: int) -> Tensor:
         q, k, v = project(x, n)
-        match = torch.einsum("ihd,jhd->hij", q, k) / math.sqrt(net.head)
-        shares = match.masked_fill(~seen, -math.inf).softmax(-1)  # (H, L, L)
-        return linear(torch.einsum("hij,jhd->ihd", shares, v).flatten(1), "out", n)
+        scores = torch.einsum("ihd,jhd->hij", q, k) / math.sqrt(net.head)  # (H, L, L)
+        attention = scores.masked_fill(~seen, -math.inf).softmax(-1)
+        mixed = torch.einsum("hij,jhd->ihd", attention, v)  # (L, H, h)
+        return linear(mixed.flatten(1), "out", n)
 
     def route(x: Tensor, n: int) -> Tensor:
         """The weight of each expert for each position (L, E), 0 for those that are not chosen."""
@@ -189,8 +193,8 @@ def logits(net: Net, w: Tensors, ids: Sequence[int], seen: Tensor | None = None)
     def by_block(biased: Tensor) -> Tensor:
         """The experts of each position (L, chosen): a block allows the best by their maximum, ties from the lowest."""
         chosen = []
-        for begin in range(0, len(biased), net.routed):
-            block = biased[begin : begin + net.routed].tolist()
+        for begin in range(0, len(biased), net.routing_block):
+            block = biased[begin : begin + net.routing_block].tolist()
             peak = [max(position[e] for position in block) for e in range(net.experts)]
             allowed = sorted(range(net.experts), key=lambda e: (-peak[e], e))[: net.capacity]
             for position in block:
@@ -204,7 +208,8 @@ def logits(net: Net, w: Tensors, ids: Sequence[int], seen: Tensor | None = None)
         total = torch.zeros_like(x)
         for e in range(net.experts):
             total = total + shares[:, e, None] * swiglu(x, "expert ", n, e)
-        return total if maybe("shared gate", n) is None else total + swiglu(x, "shared ", n)
+        has_shared = maybe("shared gate", n) is not None
+        return total + swiglu(x, "shared ", n) if has_shared else total
 
     table = tensor("table")
     x = table[list(ids)]  # (L, D)
@@ -213,37 +218,41 @@ def logits(net: Net, w: Tensors, ids: Sequence[int], seen: Tensor | None = None)
         x = x + feed(norm(x, tensor("before feed", n)), n)
     head = table if maybe("head") is None else tensor("head")
     out = norm(x, tensor("last")) @ head.T
-    return torch.nn.functional.pad(out, (0, len(table) - len(head)))  # rows that the head does not have: [MASK]
+    return torch.nn.functional.pad(out, (0, len(table) - len(head)))  # SMDM's head has no row for [MASK]
 
 
 def _frequency(net: Net, i: int, size: int) -> float:
-    """The turn per position of pair i of `size` // 2."""
+    """The angle per position of pair i of `size` // 2, in radians."""
     frequency = float(net.theta ** (-2 * i / size))
-    if net.stretch is None:
+    scaling = net.rope_scaling
+    if scaling is None:
         return frequency
-    if "type" in net.stretch:  # linear
-        return float(frequency / net.stretch["factor"])
-    if net.stretch["rope_type"] == "yarn":
-        length = net.stretch["original_max_position_embeddings"]
+    if "type" in scaling:  # linear
+        return float(frequency / scaling["factor"])
 
-        def pair(turns: float) -> float:  # the pair of features that turns this often over the first training's length
-            return size * math.log(length / (turns * 2 * math.pi)) / (2 * math.log(net.theta))
+    # Pairs that rotate often over the length of the first training keep their frequency, slow ones are divided by the
+    # factor, and those between are interpolated: by the index of the pair in YaRN, by its periods in Llama 3.
+    length = scaling["original_max_position_embeddings"]
+    if scaling["rope_type"] == "yarn":
 
-        low = max(math.floor(pair(net.stretch["beta_fast"])), 0)
+        def pair(periods: float) -> float:  # the index of the pair that has so many periods over this length
+            return size * math.log(length / (periods * 2 * math.pi)) / (2 * math.log(net.theta))
+
+        low = max(math.floor(pair(scaling["beta_fast"])), 0)
         high = min(math.ceil(pair(1)), size - 1)
         slowed = min(max((i - low) / (high - low), 0.0), 1.0)
-        return float(frequency * (1 - slowed) + frequency / net.stretch["factor"] * slowed)
-    periods = net.stretch["original_max_position_embeddings"] * frequency / (2 * math.pi)  # in the first training
-    low = net.stretch["low_freq_factor"]
-    high = net.stretch["high_freq_factor"]
+        return float(frequency * (1 - slowed) + frequency / scaling["factor"] * slowed)
+    periods = length * frequency / (2 * math.pi)
+    low = scaling["low_freq_factor"]
+    high = scaling["high_freq_factor"]
     kept = min(max((periods - low) / (high - low), 0.0), 1.0)
-    return float(kept * frequency + (1 - kept) * frequency / net.stretch["factor"])
+    return float(kept * frequency + (1 - kept) * frequency / scaling["factor"])
 
 
 def block_causal(length: int, block: int, origin: int = 0) -> Tensor:
-    """A plane (L, L), true where a position sees another: its own block, and those before it.
+    """(L, L), true where a position (row) attends to another (column): in its own block, and in those before it.
 
-    What is before `origin` is one block.
+    Blocks count from `origin`; the positions before it are one block.
     """
     number = (torch.arange(length) - origin).div(block, rounding_mode="floor").clamp(min=-1)
     return number[:, None] >= number
@@ -258,10 +267,10 @@ def causal_prefix(length: int, begin: int) -> Tensor:
 
 
 def dit(w: Tensors, ids: Sequence[int], heads: int, sigma: float = 0.0, seen: Tensor | None = None) -> Tensor:
-    """Logits (L, V) of a DiT (MDLM, BD3-LM, SEDD, GIDD, Duo) at noise level `sigma`; rotations as complex numbers.
+    """Logits (L, V) of a DiT (MDLM, BD3-LM, SEDD, GIDD, Duo) at noise level `sigma`.
 
-    `seen` (L, L): which keys (columns) a query (row) attends to; all unless given. The tensors are of the authors'
-    names, without `backbone.`; their shapes give the sizes.
+    `seen` (L, L): which keys (columns) a query (row) attends to; all of them if None. Tensors have the authors' names
+    without `backbone.`; their shapes give the sizes. Rotary positions are products of complex numbers here.
     """
 
     def tensor(name: str) -> Tensor:
@@ -282,35 +291,40 @@ def dit(w: Tensors, ids: Sequence[int], heads: int, sigma: float = 0.0, seen: Te
         return x / (1 + torch.exp(-x))
 
     def modulation(name: str, parts: int) -> tuple[Tensor | float, ...]:
-        """Shift, scale and gate, once or twice; the last layer has no gate."""
-        if condition is None:
+        """Shift, scale and gate, twice (`parts` = 6); the last layer has shift and scale alone (`parts` = 2)."""
+        if condition is None:  # no noise level among the inputs: nothing is shifted, scaled or gated
             return (0.0, 0.0, 1.0) * (parts // 3) or (0.0, 0.0)
         return tuple(linear(condition, f"{name}.adaLN_modulation").split(width))
 
     table = tensor("vocab_embed.embedding")
     length = len(ids)
     width = table.shape[1]
-    half = width // heads // 2
+    half = width // heads // 2  # pairs of features of a head
+
     condition = None
     if "sigma_map.mlp.0.weight" in w:
         frequencies = [math.exp(-math.log(10_000) * i / 128) for i in range(128)]
         angles = sigma * torch.tensor(frequencies, dtype=torch.float64)
         condition = linear(torch.cat([angles.cos(), angles.sin()]), "sigma_map.mlp.0")
         condition = silu(linear(silu(condition), "sigma_map.mlp.2"))
-    seen = torch.ones(length, length, dtype=torch.bool) if seen is None else seen
+
+    if seen is None:
+        seen = torch.ones(length, length, dtype=torch.bool)
     positions = torch.arange(length, dtype=torch.float64)
     frequency = 10_000.0 ** (-torch.arange(half, dtype=torch.float64) / half)
-    turn = torch.exp(1j * positions[:, None] * frequency)[:, None]  # (L, 1, half)
+    rotation = torch.exp(1j * positions[:, None] * frequency)[:, None]  # (L, 1, half)
+
     x = table[torch.tensor(ids)]  # (L, D)
     for n in range(sum(key.endswith("attn_qkv.weight") for key in w)):
         p = f"blocks.{n}"
         shift, scale, gate, shift_mlp, scale_mlp, gate_mlp = modulation(p, 6)
         qkv = linear(norm(x, f"{p}.norm1") * (1 + scale) + shift, f"{p}.attn_qkv")
         q, k, v = qkv.reshape(length, 3, heads, 2 * half).unbind(1)  # (L, H, h)
-        q, k = (torch.complex(y[..., :half], y[..., half:]) * turn for y in (q, k))
-        agree = torch.einsum("ihc,jhc->hij", q, k.conj()).real / math.sqrt(2 * half)  # (H, L, L)
-        attention = agree.masked_fill(~seen, -math.inf).softmax(2)
-        x = x + gate * linear(torch.einsum("hij,jhc->ihc", attention, v).reshape(length, width), f"{p}.attn_out")
+        q, k = (torch.complex(y[..., :half], y[..., half:]) * rotation for y in (q, k))
+        scores = torch.einsum("ihc,jhc->hij", q, k.conj()).real / math.sqrt(2 * half)  # (H, L, L)
+        attention = scores.masked_fill(~seen, -math.inf).softmax(2)
+        mixed = torch.einsum("hij,jhc->ihc", attention, v).reshape(length, width)  # (L, D)
+        x = x + gate * linear(mixed, f"{p}.attn_out")
         y = norm(x, f"{p}.norm2") * (1 + scale_mlp) + shift_mlp
         x = x + gate_mlp * linear(gelu(linear(y, f"{p}.mlp.0")), f"{p}.mlp.2")
     shift, scale = modulation("output_layer", 2)
@@ -321,11 +335,11 @@ def dit(w: Tensors, ids: Sequence[int], heads: int, sigma: float = 0.0, seen: Te
 
 
 class Unknown(Exception):
-    """A checkpoint whose network is not written here; the text says why."""
+    """Raised for a checkpoint whose network is not written out here; the text says why."""
 
 
 class Files(Mapping[str, Tensor]):
-    """The tensors of the weight files of a folder, read when they are asked for, so that one fits at a time.
+    """The tensors in the weight files of a folder. Each is read when it is asked for: all at once may not fit.
 
     `used`: the names that were asked for.
     """
@@ -365,7 +379,7 @@ class Files(Mapping[str, Tensor]):
 
 
 class WithoutPrefix(Mapping[str, Tensor]):
-    """Tensors under the ends of their names."""
+    """Tensors by their names without a prefix."""
 
     def __init__(self, tensors: Tensors, prefix: str):
         self.tensors = tensors
@@ -391,7 +405,7 @@ def read_config(folder: str) -> dict[str, Any]:
 
 
 def first(config: Mapping[str, Any], *names: str, default: Any = None) -> Any:
-    """The first entry of a config that is there and not null."""
+    """The first of these entries that a config has and that is not null."""
     return next((config[name] for name in names if config.get(name) is not None), default)
 
 
@@ -404,32 +418,35 @@ def decoder_of(config: Mapping[str, Any], w: Tensors, block: int | None = None) 
     if not layouts:
         raise Unknown("its tensors have other names than those of the decoders written out here")
     keys = layouts[0]
-    kind = " ".join(config.get("architectures") or ())
+    architectures = " ".join(config.get("architectures") or ())
     rotary = config.get("rope_parameters") or config
-    stretch = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    stretched = stretch.get("rope_type", stretch.get("type", "default"))
-    if stretched not in ("default", "linear", "llama3", "yarn"):
-        raise Unknown(f"its rotary positions are stretched as in {stretched}")
+    scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    scaled_as = scaling.get("rope_type", scaling.get("type", "default"))
+    if scaled_as not in ("default", "linear", "llama3", "yarn"):
+        raise Unknown(f"its rotary positions are scaled as in {scaled_as}")
     if config.get("layer_types") and set(config["layer_types"]) != {"full_attention"}:
         raise Unknown("its layers are of several kinds")
+    share = first(rotary, "partial_rotary_factor")
+    if share is None:  # some configs with `rope_parameters` have it outside
+        share = first(config, "partial_rotary_factor", default=1.0)
     heads = first(config, "num_attention_heads", "n_heads", "n_head")
     width = w[f"{keys['table']}.weight"].shape[1]
     return Net(
         head=first(config, "head_dim", default=width // heads),
         heads=heads,
-        kept=first(config, "num_key_value_heads", "n_kv_heads", "n_query_groups", default=heads),
+        kv_heads=first(config, "num_key_value_heads", "n_kv_heads", "n_query_groups", default=heads),
         layers=first(config, "num_hidden_layers", "n_layers", "n_layer"),
         keys=keys,
         grouped=keys is SMDM,
         theta=first(rotary, "rope_theta", default=10_000.0),
         eps=first(config, "rms_norm_eps", "norm_eps", default=1e-5 if keys in (LLADA, SMDM) else 1e-6),
-        turned=first(rotary, "partial_rotary_factor", default=first(config, "partial_rotary_factor", default=1.0)),
-        stretch=None if stretched == "default" else dict(stretch),
+        rotary_share=share,
+        rope_scaling=None if scaled_as == "default" else dict(scaling),
         capacity=first(config, "expert_capacity", default=0),
-        routed=block or 0,
+        routing_block=block or 0,
         experts=first(config, "num_experts", "n_routed_experts", default=0),
         chosen=first(config, "num_experts_per_tok", default=0),
-        normalised=first(config, "norm_topk_prob", default=False) and "LLaDAMoE" not in kind,
+        normalised=first(config, "norm_topk_prob", default=False) and "LLaDAMoE" not in architectures,
         groups=first(config, "n_group", default=0),
         groups_kept=first(config, "topk_group", default=0),
         scale=first(config, "routed_scaling_factor", default=1.0),

@@ -1,8 +1,7 @@
-"""A run of the harness, audited: its network, each window, the values of a window beside each other, and its totals.
+"""A run of the harness, audited: its network, each window, the values of a window against each other, and its totals.
 
-The run scores the first documents of each task in company: with more documents, and with the same texts without their
-last word. So a fault by which one row changes another one shows in the windows that are audited. The reference scores
-these alone.
+The run scores the first documents of each task together with others: more documents, and the same texts without their
+last word. So if one row changes another, it shows in the windows that are audited. The reference scores these alone.
 """
 
 from __future__ import annotations
@@ -34,8 +33,8 @@ from lm_eval_duel.text.loading import require_loadable
 
 log = logging.getLogger("lm_eval.duel_mdm")
 
-DOCUMENTS = 2  # that are scored together, at least; their texts without the last word come on top
-SAME = 1e-3  # relative: two standard errors of a total that are equal
+DOCUMENTS = 2  # the fewest that are scored together; their texts without the last word are added
+SAME = 1e-3  # relative difference up to which two standard errors of a total count as equal
 
 
 @dataclasses.dataclass
@@ -46,7 +45,7 @@ class Audit:
     network: list[network_check.Finding] = dataclasses.field(default_factory=list)
     not_compared: list[str] = dataclasses.field(default_factory=list)  # in words, with the reason
     checked: list[CheckedWindow] = dataclasses.field(default_factory=list)
-    held: Held = dataclasses.field(default_factory=Held)  # values beside each other
+    held: Held = dataclasses.field(default_factory=Held)  # values against each other
     lines: list[str] = dataclasses.field(default_factory=list)  # from text to the printed numbers
     notes: list[str] = dataclasses.field(default_factory=list)  # no fault of the package, but odd
     problems: list[str] = dataclasses.field(default_factory=list)  # that concern no single window
@@ -151,13 +150,16 @@ def audit_requests(lm: DuelMDM, task: Any, requests: Sequence[Any], limit: int, 
     audited_requests: list[Any] = []
     others: list[Any] = []
     for request in requests:
-        (audited_requests if request.doc_id < limit else others).append(request)
+        if request.doc_id < limit:
+            audited_requests.append(request)
+        else:
+            others.append(request)
     batch = Batch.from_requests(audited_requests)
     together = [*batch.requests, *company(audited_requests, others)]
     kind = batch.requests[0].request_type
-    before = len(lm.evaluation.stats.checked)
+    checked_before = len(lm.evaluation.stats.checked)
     answers = getattr(lm, kind)(together)[: len(batch.requests)]
-    checked = lm.evaluation.stats.checked[before:]
+    checked = lm.evaluation.stats.checked[checked_before:]
     findings.checked.extend(checked)
     if failures := lm.evaluation.stats.verify_failures:
         findings.problems.extend(f"verification failed: {failure.rstrip('.')}" for failure in failures)
@@ -210,15 +212,15 @@ def audit_text(
 
 
 def company(audited_requests: Sequence[Any], others: Sequence[Any]) -> list[Any]:
-    """Requests to be scored beside those that are audited: others of the task, and the same texts, shortened.
+    """Requests to score together with those that are audited: others of the task, and the same texts, shortened.
 
-    They belong to a task that is not audited.
+    They belong to a task of their own, which is not audited.
     """
     arguments = [request.args for request in others]
     for request in audited_requests:
         *context, text = request.args
         words = text.split()
-        # A gap or a text with ids is a subclass of str, and without a word it would not be what it was.
+        # A gap, or a text with its ids, is a subclass of str; a slice of it is a plain text.
         if type(text) is str and len(words) > 1:
             before_last_word = text[: text.rstrip().rindex(words[-1])]
             arguments.append((*context, before_last_word))

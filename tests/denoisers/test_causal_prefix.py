@@ -133,7 +133,7 @@ def test_the_self_test_finds_a_network_that_is_bidirectional_throughout(checkpoi
 def test_rotary_positions_that_are_stretched(tmp_path):
     """As in the 8B: a factor above 1, with no scale of attention besides, since mscale equals mscale_all_dim."""
     yarn = {**YARN, "factor": 16.0, "original_max_position_embeddings": 32}
-    net = dataclasses.replace(CASE.net, stretch=yarn)
+    net = dataclasses.replace(CASE.net, rope_scaling=yarn)
     scaling = {"type" if key == "rope_type" else key: value for key, value in yarn.items() if key != "rope_theta"}
     entries = {"rope_scaling": scaling, "rope_theta": yarn["rope_theta"]}  # the older spelling
     config = {**without(CASE.config, "rope_parameters"), **entries, "max_position_embeddings": 512}

@@ -63,8 +63,8 @@ def net(config, keys=plain.NATIVE, **more):
         "layers": config.get("num_hidden_layers", 2),
         "theta": rotary.get("rope_theta", 10_000.0),
         "eps": config.get("rms_norm_eps", 1e-5),
-        "turned": config.get("partial_rotary_factor", 1.0),
-        "stretch": rotary if rotary.get("rope_type", "default") != "default" else None,
+        "rotary_share": config.get("partial_rotary_factor", 1.0),
+        "rope_scaling": rotary if rotary.get("rope_type", "default") != "default" else None,
         "experts": config.get("num_experts", 0),
         "chosen": config.get("num_experts_per_tok", 0),
         "groups": config.get("n_group", 0),
@@ -196,7 +196,7 @@ CASES = {
     "llada2.2": Case(
         {**LLADA2, "expert_capacity": 5, "routing_strategy": "block", "block_size": 4},
         *("norm", {}),
-        net(LLADA2, plain.LLADA2, eps=1e-6, capacity=5, routed=4),
+        net(LLADA2, plain.LLADA2, eps=1e-6, capacity=5, routing_block=4),
     ),
     "stable-diffcoder": Case(remote("StableDiffcoderForCausalLM", LLAMA), mask=5, block=4),
     "d2f-llada": Case(LLADA, "", {"family": "d2f-llada", "block": 4}, LLADA_NET, rows=48, anchor="target"),
@@ -243,7 +243,7 @@ def weights(case):
             draw = torch.randn(state[_native(key)].shape, generator=generator) * 0.4
             made[key] = draw + 1 if ".ln_" in key and key.endswith("weight") else draw
         return made
-    q, kept = net.heads * net.head, net.kept * net.head
+    q, kept = net.heads * net.head, net.kv_heads * net.head
     expert = 16
 
     def add(name, shape, n=None, e=None, end=".weight"):

@@ -290,7 +290,7 @@ def decoder(bias=False, norms=False, tied=False):
 
 def llada():
     """Those of LLaDA, whose heads of keys are as many as those of queries."""
-    return weights(Case({"model_type": "llada"}, net=net({}, plain.LLADA, kept=4)))
+    return weights(Case({"model_type": "llada"}, net=net({}, plain.LLADA, kv_heads=4)))
 
 
 BLOCKS = {"block_size": 4}
@@ -316,8 +316,8 @@ def made(folder, kind, **entries):
     code, name, make, own, options = KINDS[kind]
     tensors = make()
     path = write(folder, code, name, tensors, **{**own, **entries})
-    stretch = own.get("rope_scaling") or None
-    plainly = net(LLADA_SIZE, plain.LLADA, kept=4) if name == "LLaDAModelLM" else net(SIZE, stretch=stretch)
+    scaling = own.get("rope_scaling") or None
+    plainly = net(LLADA_SIZE, plain.LLADA, kv_heads=4) if name == "LLaDAModelLM" else net(SIZE, rope_scaling=scaling)
     block = own.get("block_size", options.get("block"))
     options = {"backend": "remote", "trust_remote_code": True, **options}
     return path, options, lambda ids: plain.logits(plainly, tensors, ids, block and plain.block_causal(len(ids), block))
