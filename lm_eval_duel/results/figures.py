@@ -34,29 +34,45 @@ DARK = "#222222"
 GRID = "#e5e5e5"
 # Okabe and Ito's colours, and Tol's for the others: both colour-blind safe
 COLOURS = {
-    **{"left_to_right": "#000000", "right_to_left": "#882255", "random": "#999933", "greedy": "#D55E00"},
-    **{"margin": "#009E73", "log_margin": "#44AA99", "entropy": "#0072B2", "threshold": "#CC79A7"},
-    **{"klass": "#E69F00", "entropy_bound": "#56B4E9", "entropy_threshold": "#332288", "factor": "#117733"},
-    **{"high_or_topk": "#AA4499", "hierarchy": "#661100", "dinfer_threshold": "#6699CC", "quota": "#DDCC77"},
-    **{"dream": "#888888", "cumulative_quota": "#CCBB44", "threshold_until": "#66CCEE"},
-    **{
-        "threshold_fixed": "#44BB99",
-        "threshold_ref": "#BB5566",
-        "threshold_bound": "#004488",
-        "cumulative_error": "#7F3C8D",
-        "falling_threshold": "#A5AA99",
-    },
+    "left_to_right": "#000000",
+    "right_to_left": "#882255",
+    "random": "#999933",
+    "greedy": "#D55E00",
+    "margin": "#009E73",
+    "log_margin": "#44AA99",
+    "entropy": "#0072B2",
+    "threshold": "#CC79A7",
+    "klass": "#E69F00",
+    "entropy_bound": "#56B4E9",
+    "entropy_threshold": "#332288",
+    "factor": "#117733",
+    "high_or_topk": "#AA4499",
+    "hierarchy": "#661100",
+    "dinfer_threshold": "#6699CC",
+    "quota": "#DDCC77",
+    "dream": "#888888",
+    "cumulative_quota": "#CCBB44",
+    "threshold_until": "#66CCEE",
+    "threshold_fixed": "#44BB99",
+    "threshold_ref": "#BB5566",
+    "threshold_bound": "#004488",
+    "cumulative_error": "#7F3C8D",
+    "falling_threshold": "#A5AA99",
 }
-OTHER_RULES = ("#33BBEE", "#EE3377", "#CC3311", "#225522", "#BBCC33")  # a user's rule: chosen by its name
+OTHER_RULES = ("#33BBEE", "#EE3377", "#CC3311", "#225522", "#BBCC33")  # a user's rule has one by the hash of its name
 MODELS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#882255", "#332288", "#117733", "#661100", "#0077BB", "#AA4499")
-LINE_MARKERS = ("o", "s", "^", "D", "v", "P", "X")  # of rules against NFE, in turn
+LINE_MARKERS = ("o", "s", "^", "D", "v", "P", "X")  # of the lines of rules, in turn
 MARKERS = {"ar": "D", "elbo": "<", "elbo_exact": "v", "mixture": "s", "duel": "o", "two_phase": "o"}
-WIDTH, LINE = 7.5, 0.25  # inches: the figure of values, and a row of it
-RULES_WIDTH, RULES_HEIGHT = 6.8, 4.6  # inches
-FONT, DIGIT = 8.5, 0.62  # points, and the width of a character in it
+WIDTH = 7.5  # inches: the figure of values
+LINE = 0.25  # inches: a row of it
+RULES_WIDTH = 6.8  # inches: the figure of rules
+RULES_HEIGHT = 4.6
+FONT = 8.5  # points
+DIGIT = 0.62  # the width of a digit, in font sizes
 CHARACTERS = 12  # of a title in an inch
 LOG_FROM = 2.5  # an axis is logarithmic if the largest value is more than this times the smallest
-DPI, PRINT_DPI = 110, 200  # of PNG files; the second at a stated width
+DPI = 110  # of PNG files
+PRINT_DPI = 200  # of PNG files with a stated width
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,18 +105,20 @@ def draw(tasks: Mapping[str, Comparison], formats: Sequence[str], width: float |
         for speeds in task.rules:
             title = f"rules against NFE on {name}: {speeds.title}"
             drawn.append((name, "rules", title, rules(name, task, speeds, width)))
+    file_stems = stems((name, kind, title) for name, kind, title, _ in drawn)
     images = []
-    for stem, (name, kind, title, figure) in zip(stems(about[:3] for about in drawn), drawn, strict=True):
+    for stem, (name, kind, title, figure) in zip(file_stems, drawn, strict=True):
         contents = {f"{stem}.{form}": _file(figure, form, width is not None) for form in formats}
         images.append(Image(name, kind, title, contents))
     return images
 
 
 def _file(figure: Figure, form: str, exact: bool) -> bytes:
-    """A figure in a format. `exact`: keep its width, else cut empty margins. The time of writing is not in the file."""
+    """A figure as a file. `exact`: keep its width, else cut empty margins. Equal figures give equal bytes."""
     import matplotlib
 
     size: dict[str, Any] = {"dpi": PRINT_DPI} if exact else {"dpi": DPI, "bbox_inches": "tight"}
+    # without the time of writing and with a fixed salt of ids; fonttype 42 embeds the font, so that text stays text
     undated = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}.get(form)
     out = io.BytesIO()
     with matplotlib.rc_context({"svg.hashsalt": "lm-eval-duel", "pdf.fonttype": 42}):
@@ -193,9 +211,9 @@ def perplexity(name: str, task: Comparison, width: float | None = None) -> Figur
     figure, axes = _new(width, 1.3 + LINE * (len(task.rows) + len(models)))
     edge = axes.get_yaxis_transform()  # x in shares of the width, y in rows
     longest = max(len(value(each.row)) for each in task.rows)
-    beside = {"xytext": (FONT * DIGIT * longest, 0), "textcoords": "offset points"}
+    beside = {"xytext": (FONT * DIGIT * longest, 0), "textcoords": "offset points"}  # right-aligned beside the axes
     height = 0.4
-    names = {}
+    names: dict[float, str] = {}  # by height
     for model, of_model in models.items():
         height -= 1.4
         axes.text(0.0, height, f"{_label(model)} ", weight="bold", transform=edge, ha="right", va="center")
@@ -218,12 +236,12 @@ def perplexity(name: str, task: Comparison, width: float | None = None) -> Figur
 
 def _bars(task: Comparison) -> str:
     """A description of the bars of rows, for a title."""
-    about = ""
+    text = ""
     if any(each.interval for each in task.rows):
-        about += ", with 95 % bootstrap intervals over documents"
+        text += ", with 95 % bootstrap intervals over documents"
     if any(each.row.drawn_interval for each in task.rows):
-        about += "; wide bars: 95 % intervals of the Monte Carlo error alone"
-    return about
+        text += "; wide bars: 95 % intervals of the Monte Carlo error alone"
+    return text
 
 
 def _name(row: Row) -> str:
@@ -235,7 +253,7 @@ def _name(row: Row) -> str:
 
 
 def _draw_row(axes: Axes, each: ComparedRow, height: float) -> None:
-    """A row's interval, Monte Carlo error and value; in the legend the first of each kind, in grey."""
+    """A row's interval, Monte Carlo error and value. The legend has each kind once, in grey: colours are of models."""
     row = each.row
     neutral = _neutral_colour(row)
     colour = neutral if row.ar or not row.score.is_likelihood else model_colour(row.model)

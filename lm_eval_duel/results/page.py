@@ -33,15 +33,16 @@ if TYPE_CHECKING:
 
 ASSETS = Path(__file__).resolve().parent / "assets"
 SCRIPTS = ("table.js", "documents.js")
-FIRST_HIDDEN = ("source", "bits", "gap", "closed")  # groups of columns: the first, with several tasks all of them
+HIDDEN = ("source",)  # groups of columns that are hidden until the reader shows them
+HIDDEN_OF_SEVERAL = (*HIDDEN, "bits", "gap", "closed")  # the same with several tasks, which have many columns
 PLAIN = ("model", "estimator", "rule", "cache", "device", "fingerprint", "versions", "date")  # columns of no numbers
 CLOSE = "the ELBO is within two standard errors of the value"  # for a gap closed that is not distinguishable
-OF = {EXACT: "of the exact ELBO's gap", MONTE_CARLO: "an estimate, of a Monte Carlo ELBO's gap"}
+WHOSE_GAP = {EXACT: "of the exact ELBO's gap", MONTE_CARLO: "an estimate, of a Monte Carlo ELBO's gap"}
 WIDTH = 140.0  # pixels of a plot
 MARGIN = 9.0
-MANTISSAS = ((1, 1.5, 2, 3, 4, 5, 7), (1, 2, 3, 5), (1, 3), (1,))  # of ticks: the most that fit
-STEPS = (1, 2, 5)  # of even ticks
 MOST_TICKS = 5
+MANTISSAS = ((1, 1.5, 2, 3, 4, 5, 7), (1, 2, 3, 5), (1, 3), (1,))  # of ticks: the first that give no more than these
+STEPS = (1, 2, 5)  # of even ticks
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,7 +91,7 @@ def html(report: Report, title: str | None) -> str:
         loader=FileSystemLoader(ASSETS),
         undefined=StrictUndefined,
         trim_blocks=True,
-        finalize=lambda value: one_line(value) if type(value) is str else value,
+        finalize=lambda value: one_line(value) if type(value) is str else value,  # Markup, a subclass, is ours
     )
     return environment.get_template("page.html").render(
         title=title or ("Perplexity leaderboard" if report.tasks else "Accuracies"),
@@ -100,7 +101,7 @@ def html(report: Report, title: str | None) -> str:
         policy=f"default-src 'none'; img-src data:; style-src {_hash(style)}; script-src {_hash(script)}",
         kinds=_legend(rows),
         switches=_switches(report),
-        hidden=FIRST_HIDDEN[:1] if len(report.tasks) < 2 else FIRST_HIDDEN,
+        hidden=HIDDEN if len(report.tasks) < 2 else HIDDEN_OF_SEVERAL,
         columns=shown,
         groups=groups,
         texts=texts,
@@ -258,7 +259,7 @@ def _closed(each: ComparedRow) -> Cell:
     text = columns.closed(each)
     if text == UNCLEAR:
         return text, CLOSE
-    whose_gap = OF.get(each.closed.of, "") if text else ""
+    whose_gap = WHOSE_GAP.get(each.closed.of, "") if text else ""
     return text, Note.joined([Note(whose_gap), each.closed.reason])
 
 
@@ -319,7 +320,7 @@ def _texts(rows: Iterable[Standing], columns: Sequence[Column]) -> tuple[dict[St
 
 
 def _plot(standings: Standings, tasks: Mapping[str, Comparison]) -> dict[str, Any] | None:
-    """The plot of the values that rows are ranked by: where ticks, rows and the baseline stand, in pixels.
+    """The plot of the values that rows are ranked by: ticks, rows and the baseline, in pixels from the left.
 
     A row has its value, and the ends of its interval if it has one. None if there is nothing to show.
     """
@@ -331,26 +332,26 @@ def _plot(standings: Standings, tasks: Mapping[str, Comparison]) -> dict[str, An
         interval = row.method.rows[standings.by].interval if standings.by in row.method.rows else None
         if interval and all(map(math.isfinite, interval)):
             rows[row] += interval
-    every = list(itertools.chain.from_iterable(rows.values()))
-    if not every or min(every) == max(every):
+    shown = list(itertools.chain.from_iterable(rows.values()))
+    if not shown or min(shown) == max(shown):
         return None
-    low = min(every)
-    high = max(every)
+    low = min(shown)
+    high = max(shown)
     metric = standings.metric if standings.by == MEAN else tasks[standings.by].metric
     scale = math.log if metric != "bits_per_byte" and low > 0 else float
 
-    def at(value: float) -> float:
+    def pixel(value: float) -> float:
         share = (scale(value) - scale(low)) / (scale(high) - scale(low))
         return round(MARGIN + share * (WIDTH - 2 * MARGIN), 1)
 
     base = None
     for row in rows:
         if any(each.row.ar for each in row.method.rows.values()):
-            base = at(row.main)
+            base = pixel(row.main)
     return {
         "width": WIDTH,
-        "ticks": [(at(tick), number(tick, "g")) for tick in _ticks(low, high)],
-        "rows": {row: list(map(at, values)) for row, values in rows.items()},
+        "ticks": [(pixel(tick), number(tick, "g")) for tick in _ticks(low, high)],
+        "rows": {row: list(map(pixel, values)) for row, values in rows.items()},
         "base": base,
     }
 
