@@ -85,12 +85,12 @@ ENTRIES = (
         "tohoku-nlp/sumi-7b",
         "it is a Llama-like network under uniform noise that gets the log signal-to-noise ratio as an input, which no "
         "supported network does",
-        "Duo, UDLM and GIDD are networks under uniform noise that are supported",
+        "Duo, UDLM and GIDD, which are other networks under uniform noise",
         ("SumiForMaskGeneration", "sumi"),
     ),
     Refusal(
         "z-lab DFlash drafters",
-        "it drafts from the hidden states of another network, which decides about every token",
+        "it drafts from the hidden states of another network, which decides on every token",
         "estimator=ar on that network, whose distribution its texts have",
         ("DFlashDraftModel",),
     ),
