@@ -73,7 +73,9 @@ def test_every_estimator_of_a_masked_lm(arguments, folder, text, capsys):
 DITS = [
     ("mdlm", "rule=greedy,block=4"),
     ("bd3lm", "rule=margin"),
+    ("mdlm", "rule=greedy,block=4,cache=dual,cfg_scale=0.7"),
     ("sedd", "rule=greedy,block=4"),
+    ("sedd", "rule=greedy,block=4,bos=official,cfg_scale=0.7"),
     ("gidd", "rule=greedy,block=4"),
     ("ar", "estimator=ar"),
     ("duo", "rule=greedy,block=4,noise_seed=1"),
@@ -84,7 +86,13 @@ DITS = [
 ]
 
 
-PLAIN_DITS = [DITS[1], DITS[6], DITS[7], DITS[9]]  # kept keys, noise seeds, a bound, noise of masks and tokens
+PLAIN_DITS = [  # kept keys, guidance beside a noise level, noise seeds, a bound, noise of masks and tokens
+    DITS[1],
+    DITS[4],
+    DITS[8],
+    DITS[9],
+    DITS[11],
+]
 
 
 @pytest.mark.parametrize(("name", "arguments"), slow_but(DITS, PLAIN_DITS))

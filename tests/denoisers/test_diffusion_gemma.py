@@ -187,7 +187,8 @@ def test_what_is_said_and_what_is_refused(path, decoder):
         Duel(decoder, "greedy").differentiable([Window((0,), (1,))], [(0,)])
     with pytest.raises(DuelError, match=r"noised_elbo.*estimator=ar"):
         Duel(decoder, estimator="elbo")
-    refused(path, "cache", cache="dual")
+    for name, value in (("cache", "dual"), ("cfg_scale", 0.5), ("exclude_ids", "1"), ("top_k", 2), ("top_p", 0.5)):
+        refused(path, f"'{name}': ", **{name: value})  # and a reason
     refused(path, "peft", peft="folder")
     for estimator in ("ar", "noised_elbo"):
         assert load_scorer(Options.parse({"pretrained": path, "estimator": estimator})).estimator.name == estimator

@@ -82,10 +82,11 @@ ARGUMENTS = [  # a family, arguments, and what the error names: the last argumen
     ("mdlm", {"max_length": 17}, None),
     ("mdlm", {"mask_token_id": 13}, None),
     *(("mdlm", {key: value}, f"no choice of '{key}'") for key, value in (
-        ("sigma", "clamped"), ("backend", "native"), ("shift_logits", True), ("cfg_scale", 1.5), ("peft", "folder"),
+        ("sigma", "clamped"), ("backend", "native"), ("shift_logits", True), ("peft", "folder"),
         ("device_map", "auto"), ("load_in_8bit", True), ("load_in_4bit", True), ("first_token", "block"))),
     ("sedd", {"sigma": "shedule"}, "Did you mean schedule"),
     ("bd3lm", {"block": 8}, None),
+    ("bd3lm", {"cfg_scale": 1.5}, "cfg_scale masks the whole context"),
     ("dream", {"family": "open-dlm"}, "Did you mean open-dllm"),
     ("dream", {"attention": "causal"}, "autoregressive"),
     ("llada-moe", {"mask_token_id": 40}, None),

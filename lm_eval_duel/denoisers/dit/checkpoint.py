@@ -55,7 +55,7 @@ READ_OF_SECTIONS = {  # SEDD's, by section
     "model": ("hidden_size", "n_blocks", "n_heads", "cond_dim", "length", "scale_by_sigma", "name", "type", "dropout"),
 }
 OTHER_SECTIONS = ("noise", "training", "sampling", "eval", "optim", "data", "ngpus", "work_dir", "wandb_name")
-REFUSED = ("shift_logits", "first_token", "backend", "cfg_scale", "peft", "device_map", "load_in_8bit", "load_in_4bit")
+REFUSED = ("shift_logits", "first_token", "backend", "peft", "device_map", "load_in_8bit", "load_in_4bit")
 
 
 def unfilled(checkpoint: Checkpoint) -> DiTDenoiser:

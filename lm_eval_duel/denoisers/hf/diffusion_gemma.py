@@ -39,7 +39,15 @@ STEPS = 48  # of its generation config
 SIGNAL_ROWS = 64  # positions whose distributions over all tokens are in memory at once
 REFUSED = ("shift_logits", "mask_token_id", "sigma", "first_token", "backend", "peft", "compile")
 IMAGE_IDS = ("image_token_id", "boi_token_id", "eoi_token_id")
-OF_DECODER = ("cache", "cfg_scale", "top_k", "top_p", "exclude_ids")  # refused with the decoder
+TRUNCATED = "with self-conditioning it reads the distributions of the step before, and its samplers truncate none"
+REFUSED_BY_DECODER = {  # and the reason
+    "cache": "each step shows other noise, so every key of a canvas changes",
+    "cfg_scale": "guidance masks the context, and this network has no [MASK]",
+    "exclude_ids": "its noise is drawn from its whole vocabulary",
+    "top_k": TRUNCATED,
+    "top_p": TRUNCATED,
+    "temperature": "its samplers change it by step, see temperatures= of estimator=duel",
+}
 
 
 def unfilled(checkpoint: Checkpoint) -> Pretrained:
@@ -61,8 +69,8 @@ def unfilled(checkpoint: Checkpoint) -> Pretrained:
     if options.attention == "causal":
         denoiser = Encoder(dataclasses.replace(checkpoint, family=ENCODER), text.vocab_size)
     else:
-        options.refuse(NAME, *OF_DECODER)
-        options.refuse(NAME, "temperature", why="its samplers change it by step, see temperatures= of estimator=duel")
+        for name, why in REFUSED_BY_DECODER.items():
+            options.refuse(NAME, name, why=why)
         denoiser = Canvases(model_config, checkpoint)
     denoiser.image_ids = frozenset(getattr(model_config, name) for name in IMAGE_IDS) - {None}
     # a row's last token is predicted by the encoder, but never its input
