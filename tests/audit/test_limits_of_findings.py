@@ -197,7 +197,7 @@ def test_a_comparison_of_drawn_windows(off, coarse, fails_at, monkeypatch, caplo
     """In the order of requests; one that differs is an error unless the run is coarse; company is left out."""
     caplog.set_level(logging.INFO)
     drawn = verification(30)
-    tasks = ["task", verify.COMPANY, "task", "other"]
+    tasks = ["task", "task", verify.COMPANY, "other"]
     requests = [SimpleNamespace(task_name=name, doc_id=10 + n, idx=n) for n, name in enumerate(tasks)]
     for request in (3, 1, 2, 0):
         drawn.keep(request, [Score(-1.0) for _ in range(3)])
@@ -212,7 +212,7 @@ def test_a_comparison_of_drawn_windows(off, coarse, fails_at, monkeypatch, caplo
     monkeypatch.setattr(verify, "float32_estimator", lambda *_: None)
     monkeypatch.setattr(verify, "recompute", recompute)
     found = drawn.compare(requests, SimpleNamespace(denoiser=SimpleNamespace(coarse=coarse)))
-    places = [(0, ""), (2, ", option 2"), (3, ", option 3")]
+    places = [(0, ""), (1, ", option 1"), (3, ", option 3")]
     expected = [f"task {tasks[n]}, document {10 + n}{option}, window {part}" for n, option in places for part in (1, 2)]
     assert [each.where for each in found] == expected[:fails_at]
     levels = {record.levelname for record in caplog.records if record.getMessage().startswith("verify: ")}

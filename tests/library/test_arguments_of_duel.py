@@ -1,0 +1,168 @@
+"""Every argument of `Duel` reaches what it is for, or is refused or named by its name."""
+
+import contextlib
+import logging
+
+import pytest
+import tiny
+from attends import Attends
+from toys import Toy
+
+from lm_eval_duel import Duel, DuelError, Window, planned_tokens
+from lm_eval_duel.core.scores import Sample, Score
+from lm_eval_duel.denoisers.cached.denoiser import Cached
+from lm_eval_duel.estimators import gradients, trajectories
+from lm_eval_duel.library import duel as library
+from lm_eval_duel.library import training
+from lm_eval_duel.library.ids import HARNESS_ARGS
+
+WINDOWS = [Window((), (0, 1, 2)), Window((1,), (2, 0))]
+ORDERS = [(0, 1, 2), (1, 0)]
+
+
+class Recorder:
+    """An estimator that notes what its methods are given."""
+
+    name = "duel"
+
+    def __init__(self):
+        self.calls = []
+
+    @contextlib.contextmanager
+    def one_run(self):
+        yield
+
+    def log_prob(self, *given):
+        self.calls.append(given)
+        return [Score(0.0)] * 2
+
+    stream = replay = log_prob
+
+    def stream_samples(self, *given, **named):
+        self.calls.append((given, named))
+        return iter([(1, Sample(-1.0)), (0, Sample(0.0))])
+
+
+@pytest.fixture
+def recorded():
+    duel = Duel(Toy())
+    duel.estimator = Recorder()
+    return duel, duel.estimator.calls
+
+
+def test_methods_on_ids_pass_every_argument_on(recorded, monkeypatch):
+    duel, calls = recorded
+    duel.log_prob(WINDOWS)
+    duel.stream(WINDOWS)
+    duel.replay(WINDOWS, ORDERS)
+    assert calls == [(WINDOWS,), (WINDOWS,), (WINDOWS, ORDERS)]
+    for module, name, given, passed in (
+        (gradients, "differentiable", (WINDOWS, ORDERS, 3), (WINDOWS, ORDERS, 3)),
+        (gradients, "differentiable", (WINDOWS, ORDERS), (WINDOWS, ORDERS, 1)),
+        (trajectories, "follow", (WINDOWS, ORDERS, {"n": 2}), (WINDOWS, ORDERS, {"n": 2})),
+        (trajectories, "follow", (WINDOWS, ORDERS), (WINDOWS, ORDERS, None)),
+    ):
+        monkeypatch.setattr(module, name, lambda *given: given)
+        assert getattr(duel, name)(*given) == (duel.estimator, *passed)
+
+
+DEFAULTS = {"suffixes": [(), ()], "tail": 0, "do_sample": True, "seed": 0, "keys": None, "stop": None}
+OTHERS = {"suffixes": [(2,), (1,)], "tail": 2, "do_sample": False, "seed": 5, "keys": [7, 3], "stop": lambda *_: True}
+
+
+@pytest.mark.parametrize("method", ["sample", "stream_samples"])
+@pytest.mark.parametrize("name", [None, *OTHERS])
+def test_samples_are_drawn_with_every_setting(method, name, recorded):
+    """And come back in the order of the contexts."""
+    duel, calls = recorded
+    given = {} if name is None else {name: OTHERS[name]}
+    found = getattr(duel, method)([(), (1,)], 4, **given)
+    if method == "sample":
+        assert [sample.log_prob for sample in found] == [0.0, -1.0]
+    assert calls == [(([(), (1,)], 4), {**DEFAULTS, **given})]
+
+
+def test_every_arg_of_the_harness_is_refused_by_its_name():
+    for name in HARNESS_ARGS:
+        with pytest.raises(DuelError, match=f"^'{name}'"):
+            Duel.from_pretrained("no such checkpoint", **{name: "x"})
+
+
+def test_what_an_estimator_does_not_read_is_named_if_it_was_given(caplog):
+    """The defaults of keywords are not given; the same values by the user are."""
+    for given in ({}, {"rule": "greedy"}, {"block": "auto"}, {"grid": "target"}):
+        caplog.clear()
+        with caplog.at_level(logging.WARNING):
+            Duel(Toy(), estimator="elbo", mc_samples=16, **given)
+        named = [name for name in ("rule", "block", "grid") if f" {name} " in caplog.text]
+        assert named == list(given)
+
+
+@pytest.mark.parametrize("fixed", [False, True])
+def test_a_spec_is_read_again_while_weights_may_change(fixed):
+    toy = Toy()
+    toy.fixed_weights = fixed
+    read = []
+    toy.describe = lambda: read.append(1) or {"denoiser": f"read {len(read)} times"}
+    duel = Duel(toy)
+    specs = [duel.spec["denoiser"] for _ in range(3)]
+    assert (len(set(specs)) == 1) == fixed and (duel.fingerprint == duel.fingerprint) == fixed
+
+
+@pytest.mark.parametrize("fixed", [False, True])
+@pytest.mark.parametrize("batch_size", [None, 1, 3])
+def test_an_estimate_keeps_the_size_of_calls_of_a_network_in_memory(fixed, batch_size, monkeypatch):
+    """Its device has no memory for trials; of another one the size is found anew."""
+    toy = Attends(tokens=33)
+    toy.fixed_weights = fixed
+    duel = Duel(toy, "margin", 2, "row", batch_size=batch_size, tokenizer=tiny.tokenizer(framed=False))
+    asked = {}
+
+    def two_phase(*given, **named):
+        asked.update(named, given=given)
+        raise RuntimeError
+
+    monkeypatch.setattr(library, "TwoPhase", two_phase)
+    with pytest.raises(RuntimeError):
+        duel.estimate(["a"], sample=0.3, cache="prefix", seed=9)
+    network, rule, block, arguments = asked.pop("given")
+    assert (network, str(rule), block, arguments.sample) == (toy, "margin:k=1", 2, 0.3)
+    rows = None if fixed else max(1, duel.estimator.budget.tokens // toy.max_length)
+    assert asked == {"cache": "prefix", "draw_seed": 9, "grid": "row", "batch_size": rows}
+    assert fixed or batch_size is None or rows == batch_size
+
+
+# ---------------------------------------------------------------- metrics during training
+
+
+def test_all_rules_of_a_score_share_network_and_sizes():
+    toy = Toy(tokens=39, length=8)
+    arguments = {"mask_token_id": 4, "grid": "row", "windows": "harness", "batch_size": 3, "bos": "given"}
+    duels = training._duels(toy.features, tiny.tokenizer(length=8), ["greedy", "margin:k=2"], 3, arguments)
+    first, second = duels
+    assert [str(duel.rule) for duel in duels] == ["greedy:k=1", "margin:k=2"]
+    assert first.denoiser is second.denoiser and first.estimator.budget is second.estimator.budget
+    assert first.estimator.budget.tokens == 3 * 8
+    for duel in duels:
+        assert (duel.block, duel.grid, duel.spec["windows"]) == (3, "row", "harness")
+
+
+@pytest.mark.parametrize("cache", [None, "prefix", "dual"])
+def test_planned_tokens_are_the_positions_of_a_run(cache, monkeypatch):
+    """Of texts without an equal row, one row a call."""
+    toy = Attends(tokens=33, length=16)
+    toy.bos = "none"
+    duel = Duel(Cached(toy, cache) if cache else toy, "greedy:k=2", 4, tokenizer=tiny.tokenizer(framed=False))
+    positions = []
+    stream = Attends.stream
+
+    def counting(denoiser, ids, *more):
+        positions.append(ids.numel())
+        return stream(denoiser, ids, *more)
+
+    monkeypatch.setattr(Attends, "stream", counting)
+    duel.estimator.use_single_rows()
+    texts = ["a b c d e f g h", "i j k l m n o p q r s t", "u v w x"]
+    duel.score(texts)
+    assert planned_tokens(duel, texts) == sum(positions)
+    assert planned_tokens(duel, []) == 0
