@@ -174,7 +174,7 @@ def audit_requests(lm: DuelMDM, task: Any, requests: Sequence[Any], limit: int, 
         nats = math.fsum(each.again.log_prob for each in windows)
         printed = float(answer[0] if isinstance(answer, tuple) else answer)
         if distance(nats, printed) > nats_tolerance(sum(each.tokens for each in windows)):
-            findings.problems.append(f"the answer to {name(request)} is {printed:.4f} nats, not {nats:.4f}")
+            findings.problems.append(f"{name(request)}: the answer is {printed:.4f} nats, not {nats:.4f}")
     if kind == "loglikelihood_rolling":
         audit_text(lm, task, batch.requests, answers, by_request, findings)
 
@@ -294,4 +294,4 @@ def _error_over_draws(windows: Sequence[CheckedWindow], scores: Sequence[Score])
 
 def _differing(what: str, value: float, expected: float, noise: float) -> Iterator[str]:
     if not distance(value, expected) <= noise:
-        yield f"a {what} of {value}, not {expected:.6g}"
+        yield f"a {what} of {value:.10g}, not {expected:.10g}"

@@ -71,11 +71,18 @@ def document_of(request: Instance) -> Any:
     return request.doc_id
 
 
+def noun(kind: str) -> str:
+    """The word for a request of a kind: a whole text is a document, as in results and reports."""
+    return "document" if kind == "loglikelihood_rolling" else f"{kind} request"
+
+
 def name(request: Instance) -> str:
     """The name of a request for users."""
     document = document_of(request)
     if document != request.doc_id:
         return str(document)
+    if request.request_type == "loglikelihood_rolling":
+        return f"Document {request.doc_id} of task {request.task_name}"
     return f"Request of task {request.task_name}, document {request.doc_id}"
 
 

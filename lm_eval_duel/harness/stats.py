@@ -25,6 +25,7 @@ from lm_eval_duel.core.scores import Counts, known_sum, perplexity, ratio
 from lm_eval_duel.errors import counted
 from lm_eval_duel.estimators.registry import ESTIMATORS
 from lm_eval_duel.estimators.totals import Total
+from lm_eval_duel.harness.requests import noun
 from lm_eval_duel.text.text import unknown_share
 
 if TYPE_CHECKING:
@@ -366,7 +367,7 @@ class Progress:
         running: RunningEstimate | None = None,
         hidden: bool = False,
     ):
-        self.kind = kind
+        self.noun = noun(kind)
         self.requests = len(tokens)
         self.counts = counts
         self.running = running
@@ -379,7 +380,7 @@ class Progress:
         self.last_shown = -math.inf  # when estimates were computed last
         more = {"disable": True} if hidden else {}  # tqdm reads TQDM_DISABLE only if `disable` is not passed
         total = sum(tokens[n] for n in remaining)
-        self.bar = tqdm(total=total, desc=kind + title, unit="tok", smoothing=0, **more)
+        self.bar = tqdm(total=total, desc=f"{self.noun}s{title}", unit="tok", smoothing=0, **more)
 
     def add_saved(self, tokens: int) -> None:
         """One more window has a score already, which took no time."""
@@ -419,4 +420,4 @@ class Progress:
 
     def __str__(self) -> str:
         windows = f" and {counted(self.windows, 'window')} of unfinished ones" if self.windows else ""
-        return f"{self.finished} of {counted(self.requests, f'{self.kind} request')}{windows}"
+        return f"{self.finished} of {counted(self.requests, self.noun)}{windows}"

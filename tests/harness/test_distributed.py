@@ -116,7 +116,7 @@ def test_a_rank_that_fails_ends_the_other_machine(tmp_path):
     arguments = ("lm_eval", "--model", "duel-mdm", "--tasks", file, "--device", "cpu")
     status, said = launch(TORCHRUN, 2, *arguments, machines=2)
     assert 0 not in status, said[-3000:]
-    assert "lm_eval: Request of task broken, document 1: the text holds the mask token" in said
+    assert "lm_eval: Document 1 of task broken: the text holds the mask token" in said
     assert "lm_eval: Rank 0 of 2 waited for the other ranks, and one of them has ended" in said
 
 

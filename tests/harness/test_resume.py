@@ -46,7 +46,7 @@ def test_a_signal_waits_for_the_network_call(model, caplog, number, status):
         model.loglikelihood_rolling(ask("loglikelihood_rolling", *TEXTS))
     assert raised.value.code == status and len(calls) == 14
     assert signal.getsignal(number) is before
-    said = f"Interrupted by {signal.Signals(number).name} on rank 0 after 1 of 4 loglikelihood_rolling requests. "
+    said = f"Interrupted by {signal.Signals(number).name} on rank 0 after 1 of 4 documents. "
     assert f"{said}Nothing is saved: only a run with --use_cache FILE can be resumed." in caplog.text
 
 
