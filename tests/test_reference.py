@@ -178,6 +178,15 @@ def test_equals_go_from_left_to_right():
     assert reference.threshold(1.0)(log_P, M) == [1]
 
 
+def test_a_value_at_the_bound_counts():
+    """P1 = mu, and KL = nu."""
+    log_P, M = log_softmax(torch.tensor([[0.0, 0.0, -math.inf]] * 4, dtype=torch.float64)), [0, 1, 3]
+    assert reference.threshold(0.5)(log_P, M) == M
+    klass = reference.klass(0.5, 0.0)
+    assert klass(log_P, M) == [0], "at a block's first step no position is stable"
+    assert klass(log_P, M[1:]) == M[1:]
+
+
 def test_the_order_near_one_is_that_of_the_log_odds():
     """Here every P1, and every P1 - P2, is 1.0 in float64, and every entropy below its last digit."""
     log_P = log_softmax(torch.tensor([[50.0, 0, 0], [60.0, 0, 0], [55.0, 0, 0]], dtype=torch.float64))

@@ -12,7 +12,7 @@ import golden
 from attends import Attends
 from noised_toys import Conditioned, NoisyToy
 from test_every_estimator import ESTIMATORS
-from toys import Causal, Toy
+from toys import Causal, RotaryBlocks, Toy
 
 from lm_eval_duel.core import decision
 from lm_eval_duel.core.windows import Window
@@ -46,9 +46,11 @@ class Relative(Attends):
 TOY = Toy(length=12)
 RELATIVE = Relative(length=12)
 NOISY = NoisyToy(length=12)
+NOISY.noise_training = NOISY.noise_training._replace(note="the share of noise")
 CONDITIONED = Conditioned(length=12)
 MORE = {  # besides those of `ESTIMATORS`
     "ar": partial(Autoregressive, Causal(length=12)),
+    "duel, rotary blocks": partial(DuelEstimator, RotaryBlocks(block=3, length=12), "greedy:k=2"),
     "duel, sub-blocks": partial(DuelEstimator, TOY, "entropy_bound:gamma=0.9:sub_block=2:seed_first=true", 4),
     "duel, no block": partial(DuelEstimator, TOY, "cumulative_quota:steps=3:tau=0.6", None, traced=True),
     "duel, given the noise": partial(DuelEstimator, NOISY, "greedy", 3, CommitOnceArguments(noise_seed=2)),
@@ -82,7 +84,9 @@ def all_of(estimator):
     """All that an estimator says of these windows, the first of which comes twice."""
     windows = WINDOWS
     if estimator.denoiser.attention != "bidirectional":
-        windows = [window for window in windows if not window.suffix and (window.context or not window.target)]
+        windows = [window for window in windows if not window.suffix]
+    if estimator.denoiser.attention == "causal":
+        windows = [window for window in windows if window.context or not window.target]
     scores = estimator.log_prob([*windows, windows[0]])
     assert scores[-1] == scores[0]
     for phase in estimator.counts.phases.values():

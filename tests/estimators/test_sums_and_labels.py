@@ -347,6 +347,9 @@ def test_which_windows_are_refused():
         grid = resolve_grid(denoiser, "auto")
         found = [answer(check_windows, denoiser, block, grid, [EMPTY, window], each) for each in (False, True)]
         lines.append(f"{kind}, {name}: {found[0]}; generated {'the same' if found[0] == found[1] else found[1]}")
+    known = [EMPTY, EMPTY, PARTS["known"]]
+    for estimator in (Elbo(Toy()), Autoregressive(Causal()), NoisedElbo(NoisyToy(length=8))):
+        lines.append(f"estimator={estimator.name}, known: {answer(estimator.check, known)}")
     check("refused", lines)
 
 

@@ -16,7 +16,15 @@ PAPER = {
     "margin": lambda rule: reference.margin(rule.k),
     "entropy": lambda rule: reference.entropy(rule.k),
     "threshold": lambda rule: reference.threshold(rule.mu),
+    "klass": lambda rule: reference.klass(rule.mu, rule.nu),
 }
+
+
+def of_paper(rule):
+    """True for a rule as the paper has it."""
+    if rule.name == "klass":
+        return rule.history == 1 and rule.kl == "paper"
+    return rule.name in PAPER and not getattr(rule, "strict", False)
 
 
 def odds(p):
@@ -93,8 +101,7 @@ def seeded(F, first):
 def rule_of(rule, window, blocks, starts):
     """A package rule, read for its name and parameters, as a rule of the reference. `starts`: of the whole blocks."""
     inside = rule.rule if isinstance(rule, rules.SeedFirst) else rule
-    paper = inside.name in PAPER and not getattr(inside, "strict", False)
-    F = PAPER[inside.name](inside) if paper else deployed(inside, len(window.context))
+    F = PAPER[inside.name](inside) if of_paper(inside) else deployed(inside, len(window.context))
     return F if inside is rule else seeded(F, {block[0] for block in blocks} & starts)
 
 

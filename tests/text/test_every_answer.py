@@ -18,6 +18,7 @@ from lm_eval_duel.core.scores import Sample
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.estimators.duel import DuelEstimator
+from lm_eval_duel.estimators.samplers import SampledConfidence
 from lm_eval_duel.text.annotated import Gap, Residues, TokenText, count_units, split_at_borders, token_texts
 from lm_eval_duel.text.generation import Generator, Settings
 from lm_eval_duel.text.text import TextEncoder, shorter_than_a_block, unknown_share
@@ -234,7 +235,7 @@ def test_samples_stop_after_the_block_with_the_end():
     """Tokens, steps, calls and what stays masked, with a stop after none, one, and each block."""
     lines = []
     duel = DuelEstimator(network(), "greedy:k=2", 3)
-    cases = [(0, 0, None), (0, 2, None), (1, 0, 1), (3, 2, 1), *((7, 0, stop) for stop in (None, 1, 3, 5))]
+    cases = [(0, 0, None), (0, 2, None), (1, 0, 1), (3, 2, 1), (6, 1, 3), *((7, 0, stop) for stop in (None, 1, 3, 5))]
     for length, tail, stop in cases:
         asked = []
 
@@ -247,4 +248,9 @@ def test_samples_stop_after_the_block_with_the_end():
             assert isinstance(sample, Sample)
             lines += golden.listed(f"{length} positions, tail {tail}, stop at {stop}, sample {n}", sample)
         lines.append(f"asked about {sorted(asked)}, {duel.counts.tokens - before} tokens counted")
+    sampler = SampledConfidence(network(), 3)
+    for scored in (True, False):
+        for n, sample in sorted(sampler.stream_samples([(5,), (6,)], 4, do_sample=scored, scored=scored)):
+            lines += golden.listed(f"select after sampling, {scored=}, sample {n}", sample)
+    lines += golden.listed("counts", sampler.counts)
     check("samples", lines)
