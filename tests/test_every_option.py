@@ -59,6 +59,7 @@ GIVEN = (
     *({"preset": "sdar-dynamic", "n": 1}, {"preset": "llada", "estimator": "oracle", "block": 8}),
     *({"rule": "threshold", "mu": 0}, {"rule": "threshold", "mu": 1}, {"rule": "threshold", "mu": 1.01}, {"top_k": 0}),
     *({"top_p": 1}, {"top_p": 0}, {"cfg_scale": 0}, {"cfg_scale": 1.5}, {"exclude_ids": "3+5"}, {"max_length": 1}),
+    *({"windows": "harness", "bos": bos} for bos in ("auto", "given", "scored", "official", "first", "none")),
     *({"preset": name} for name in presets.PRESETS),
 )
 
@@ -84,7 +85,28 @@ KINDS = {
     **{name: getattr(arguments, name) for name in ("COUNT", "INTEGER", "NUMBER", "PROBABILITY", "SHARE", "POSITIVE")},
     **{name: getattr(arguments, name) for name in ("NOT_NEGATIVE", "BLOCK", "TRUTH", "TEXT", "RAW")},
 }
-VALUES = (-1, -0.5, 0, 1, 1.5, 2, 5, 6, 0.0, 1.0, 1 + 1e-9, math.inf, math.nan, True, "1", "1e3", "2.5", "none", "auto")
+VALUES = (
+    -1,
+    -0.5,
+    0,
+    1,
+    1.5,
+    2,
+    5,
+    6,
+    0.0,
+    1.0,
+    1 + 1e-9,
+    math.inf,
+    math.nan,
+    True,
+    "1",
+    "1e3",
+    "2.5",
+    "none",
+    "auto",
+    "autos",
+)
 
 
 def test_what_each_kind_of_argument_takes():
@@ -93,6 +115,33 @@ def test_what_each_kind_of_argument_takes():
         found = {str(value) + type(value).__name__[0]: answer(kind, "x", value) for value in VALUES}
         lines += [f"{name}: {kind.words}", *(f"    {value}: {read!r}" for value, read in found.items())]
     check("kinds", lines)
+
+
+def test_files_are_known_by_their_names_and_contents(tmp_path):
+    """Not by their folders, nor by the order in which they are given."""
+    digests = {}
+    for folder, name, content in (("a", "x.bin", "1"), ("b", "x.bin", "1"), ("a", "y.bin", "1"), ("a", "z.bin", "2")):
+        file = tmp_path / folder / name
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(content)
+        digests[folder, name] = fingerprint.hash_files([file])
+    assert digests["a", "x.bin"] == digests["b", "x.bin"]
+    assert len({*digests.values()}) == 3
+    assert all(len(digest) == 12 for digest in digests.values())
+    files = [tmp_path / "a" / name for name in ("x.bin", "y.bin", "z.bin")]
+    assert fingerprint.hash_files(files) == fingerprint.hash_files(files[::-1])
+    assert fingerprint.hash_contents(files[:1]) == fingerprint.hash_contents(files[1:2])
+
+
+def test_which_checkpoints_a_preset_fits():
+    families = sorted({family for preset in presets.ENTRIES for family in preset.families})
+    lines = []
+    for preset in presets.ENTRIES:
+        fits = [family for family in families if answer(presets.require_fit, preset.name, family) is None]
+        assert answer(presets.require_fit, preset.name, None) is None
+        lines.append(f"{preset.name}: {' '.join(fits)}; free {' '.join(preset.free)}; {preset.for_any_network}")
+    lines += [f"{name}: {what}" for name, (what, _) in presets.REFUSED.items()]
+    check("presets", lines)
 
 
 def test_numbers_and_specs_as_text():
@@ -106,7 +155,13 @@ def test_numbers_and_specs_as_text():
     assert fingerprint.digest(spec) == fingerprint.digest(dict(reversed(spec.items())))
     lines.append(f"digest {fingerprint.digest(spec)}")
     lines += fingerprint.differences(spec, {"rule": "greedy:k=2", "block": "32", "grid": "row"})
-    for names in (["block"], ["bloc", "block", "blocks", "blok", "bl", "black"], [str(n) for n in range(41)], []):
+    for names in (
+        ["block"],
+        ["bloc", "block", "blocks", "blok", "bl", "black"],
+        [str(n) for n in range(40)],
+        [str(n) for n in range(41)],
+        [],
+    ):
         for typed in ("blk", "bloc", "7", "zzz"):
             lines.append(
                 f"{typed} of {len(names)}: {errors.nearest(typed, names)}; {errors.unknown('name', typed, names)}"

@@ -5,6 +5,7 @@ They are proven where they are used, with a few values. Here none of their answe
 
 import itertools
 import math
+import signal
 from pathlib import Path
 
 import golden
@@ -17,11 +18,12 @@ from lm_eval_duel.core import float_noise, row_checks, windows
 from lm_eval_duel.core.decision import Decision
 from lm_eval_duel.core.float_noise import difference, drawn, magnitude
 from lm_eval_duel.core.lanes import blocks, groups
-from lm_eval_duel.core.reveal import Budget, plan
+from lm_eval_duel.core.reveal import Budget, Interrupted, plan
 from lm_eval_duel.core.row_checks import Drift, Mean, RowChecks
 from lm_eval_duel.core.scores import Counts, Kind, Sample, Score, Value, perplexity, ratio, weaker
 from lm_eval_duel.core.windows import Window
-from lm_eval_duel.errors import DuelError
+from lm_eval_duel.errors import DuelError, NotFinite
+from lm_eval_duel.estimators.duel import DuelEstimator
 
 GOLDEN = Path(__file__).parent / "golden"
 HEADER = "Made by `LM_EVAL_DUEL_RECORD=1 pytest tests/core/test_ends_of_ranges.py`.\n"
@@ -165,6 +167,33 @@ class Rows(Toy):
 
     def __init__(self, length):
         self.max_length = length
+
+
+class Broken(Toy):
+    """Its output is NaN once token 2 shows in column 4."""
+
+    def features(self, ids, real):
+        found = super().features(ids, real)
+        return found.masked_fill((ids[:, 4] == 2)[:, None, None], math.nan)
+
+
+@pytest.mark.parametrize(
+    ("block", "grid", "place"),
+    [(2, "target", "1 4 0"), (None, "target", "1 0 4"), (2, "row", "1 3 1"), (8, "row", "1 0 4")],
+)
+def test_an_error_names_the_window_the_block_and_the_step(block, grid, place):
+    """The target position at which a block begins, 0 if it begins inside the context."""
+    windows = [Window((0,), (1, 1, 1, 1, 0)), Window((0,), (1, 1, 1, 2, 0))]
+    with pytest.raises(NotFinite) as raised:
+        DuelEstimator(Broken(), "left_to_right", block, grid=grid).log_prob(windows)
+    numbers = " ".join(golden.NUMBER.findall(str(raised.value).partition("(Window")[2]))
+    assert raised.value.window == 1
+    assert numbers == place
+
+
+def test_the_exit_code_of_a_signal_is_that_of_a_shell():
+    assert Interrupted(signal.SIGINT).code == 130 and Interrupted(signal.SIGTERM).code == 143
+    assert Interrupted(signal.SIGTERM).name == "SIGTERM"
 
 
 # ---------------------------------------------------------------- what is evaluated again, and what float noise is

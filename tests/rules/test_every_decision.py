@@ -18,7 +18,8 @@ GOLDEN = Path(__file__).parent / "golden"
 HEADER = "Made by `LM_EVAL_DUEL_RECORD=1 pytest tests/rules/test_every_decision.py`, on made logits in float64.\n"
 MORE = (
     *("left_to_right:k=2:seed_first=true", "greedy:k=2:sub_block=3", "entropy:k=9", "margin:k=2:seed_first=true"),
-    *("klass:mu=0.5:nu=0.05:kl=authors:across=true", "klass:mu=0.5:nu=0.02:history=2", "random:k=2:seed=3"),
+    *("klass:mu=0.5:nu=0.05:kl=authors:across=true", "klass:mu=0.4:nu=0.5:history=2:kl=authors:across=true"),
+    *("klass:mu=0.5:nu=0.02:history=2", "random:k=2:seed=3"),
     *("dream:alg=maskgit_plus:steps=4", "dream:alg=confidence_threshold:steps=1:tau=0.7", "quota:steps=4"),
     *("cumulative_quota:steps=5:tau=0.9", "threshold_until:mu=0.8:steps=2", "falling_threshold:mu=0.9:low=0.4:steps=2"),
     *("factor:f=0.7:variant=b", "dinfer_threshold:mu=1.0", "hierarchy:low=0.6", "threshold_ref:mu=0.0:f=0.6"),

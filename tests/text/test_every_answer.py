@@ -20,7 +20,7 @@ from lm_eval_duel.errors import DuelError
 from lm_eval_duel.estimators.duel import DuelEstimator
 from lm_eval_duel.estimators.samplers import SampledConfidence
 from lm_eval_duel.text.annotated import Gap, Residues, TokenText, count_units, split_at_borders, token_texts
-from lm_eval_duel.text.generation import Generator, Settings
+from lm_eval_duel.text.generation import OTHERS, Generator, Settings
 from lm_eval_duel.text.text import TextEncoder, shorter_than_a_block, unknown_share
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -206,7 +206,26 @@ def test_settings_of_generation():
             continue
         lines += [f"    {line}" for line in golden.listed("read", found)]
         lines.append(f"    {found.description}; {found.denoiser(Toy()).filters}")
+    for name in OTHERS:
+        accepted = [
+            value
+            for value in (None, 0, 1, 2, True, False)
+            if isinstance(answer(Settings.from_arguments, {name: value}), Settings)
+        ]
+        lines.append(f"{name} may be {accepted}")
     check("settings", lines)
+
+
+def test_texts_are_drawn_above_temperature_0_and_decoded_at_it():
+    duel = DuelEstimator(network(), "greedy", 3)
+    text = TextEncoder(tokenizer(), duel.denoiser, "independent", 3)
+    for temperature, do_sample in ((0.0, False), (1.0, True)):
+        generator = Generator(duel, text, Settings(length=4, temperature=temperature), seed=2)
+        prompts = [generator.prompt("a"), generator.prompt("b", "g")]
+        found = {n: (window, sample) for n, _, window, sample in generator.stream(prompts, [5, 6])}
+        samples = duel.sample([(2, 5), (2, 6)], 4, suffixes=[(3,), (11, 3)], do_sample=do_sample, seed=2, keys=[5, 6])
+        for n, (window, sample) in found.items():
+            assert sample.tokens == samples[n].tokens[: len(sample.tokens)] and window.target == sample.tokens
 
 
 @pytest.mark.parametrize(
