@@ -180,7 +180,8 @@ def test_lanes_equal_the_textbook_loop(family, name, options, monkeypatch):
             check(scored, textbook(network, rule, window, logits_of(window)))
     assert near_ties <= 1, "choose another seed"
     monkeypatch.setattr(block_causal, "CLEAN", 4)  # long contexts in pieces
-    same_scores(together, Duel(denoiser, rule, block, batch_size=1).log_prob(windows[::-1])[::-1])
+    few = slice(-3, None)  # with a long context, a suffix and a tail; the others are in the comparison above
+    same_scores(together[few], Duel(denoiser, rule, block, batch_size=1).log_prob(windows[few]))
     contexts = [window.context for window in windows[:3]]
     drawn = duel.sample(contexts, 7, seed=3)
     same_scores(drawn, duel.log_prob([Window(c, d.tokens) for c, d in zip(contexts, drawn, strict=True)]))
