@@ -7,19 +7,25 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from attends import Attends
+from noised_toys import NoisyToy
 from toys import Toy
 
-from lm_eval_duel.audit import commit_once, contradictions, replay, verify
+from lm_eval_duel.audit import commit_once, contradictions, estimates, replay, samplers, verify
 from lm_eval_duel.audit.checked import CheckedWindow, Recomputed
+from lm_eval_duel.audit.estimates import SMALL
+from lm_eval_duel.audit.from_text import scored_of_row
+from lm_eval_duel.audit.networks import OneRow
 from lm_eval_duel.core.float_noise import PER_WINDOW, nats_tolerance
 from lm_eval_duel.core.scores import Score
 from lm_eval_duel.core.windows import Window
-from lm_eval_duel.estimators.arguments import ElboArguments, TwoPhaseArguments
+from lm_eval_duel.estimators.arguments import ElboArguments, LatticeArguments, TwoPhaseArguments
 from lm_eval_duel.estimators.elbo import Elbo
 from lm_eval_duel.estimators.lattice import Lattice
 from lm_eval_duel.estimators.registry import LOG_MEAN
 from lm_eval_duel.estimators.totals import FEW, TwoPhaseBlocks
 from lm_eval_duel.estimators.two_phase import TwoPhase
+from lm_eval_duel.text.annotated import TokenText
 
 SIDES = (0.0, 0.99, 1.01, -0.99, -1.01)  # in units of the bound
 
@@ -222,3 +228,102 @@ def test_a_comparison_of_drawn_windows(off, coarse, fails_at, monkeypatch, caplo
     failed = f"verify failed after {len(found)} of 8 windows; scores are unaffected: KeyError: 'broken'"
     assert (failed in caplog.text) == (fails_at is not None)
     assert drawn.failure == ("KeyError: 'broken'" if fails_at is not None else "")
+
+
+# ---------------------------------------------------------------- what an audit recomputes with
+
+
+@pytest.mark.parametrize("size", range(1, 10))
+@pytest.mark.parametrize("steps", range(1, 10))
+def test_an_even_schedule_gives_its_first_steps_one_more(size, steps):
+    counts = [samplers.scheduled("even", steps)(size, size, t) for t in range(steps)]
+    assert sum(counts) == size and max(counts) - min(counts) <= 1
+    assert counts == sorted(counts, reverse=True)
+
+
+@pytest.mark.parametrize("steps", range(1, 10))
+def test_a_schedule_of_dream_keeps_the_share_of_its_times(steps):
+    times = torch.linspace(1, 1e-3, steps + 1)  # float32, as in their code
+    left = 20
+    for t in range(steps):
+        expected = left if t == steps - 1 else int(left * (1 - times[t + 1] / times[t]))
+        assert samplers.scheduled("dream", steps)(20, left, t) == expected
+        left -= expected
+    assert left == 0
+
+
+@pytest.mark.parametrize("grid", ["row", "target"])
+@pytest.mark.parametrize("block", [1, 3, 4, 9, None])
+@pytest.mark.parametrize(("context", "target"), [(0, 6), (2, 6), (3, 5), (1, 1)])
+def test_the_span_of_a_block_by_hand(grid, block, context, target):
+    window = Window((0,) * context, (1,) * target, (2,))
+    network = OneRow(Toy(length=12), window, block, grid)
+    size = block or target
+    zero = context if grid == "target" or block is None else 0
+    for position in range(context, context + target):
+        columns = [c for c in range(12) if (c - zero) // size == (position - zero) // size and c < context + target]
+        assert network.span(position) == (columns[0], columns[-1] + 1)
+
+
+@pytest.mark.parametrize("bos", ["given", "official"])
+@pytest.mark.parametrize("suffix", [(), (2, 1)])
+def test_the_masked_share_by_hand(bos, suffix):
+    """Of the row; in the authors' way, of the positions that are neither context, suffix nor known."""
+    window = Window((1, 0), (0, 1, 2, 0), suffix, known=(1,))
+    toy = NoisyToy(length=12)
+    toy.bos = bos
+    network = commit_once.GivenNoise(toy, window, None, "target", 0)
+    row = torch.tensor(network.x)
+    row[[2, 5]] = network.m
+    positions = 3 if bos == "official" else 6 + len(suffix)
+    assert float(network.share(row, 2)) == 2 / positions
+
+
+@pytest.mark.parametrize("bos", ["given", "official", "scored", "first", "auto"])
+@pytest.mark.parametrize(("before", "after"), [(0, 0), (1, 0), (1, 1), (2, 1)])
+def test_the_ids_that_are_scored_of_a_row_of_a_task(bos, before, after):
+    """All of a row; without its first or its last id; or without all special tokens, and the first id after them."""
+    ids = list(range(6))
+    row = TokenText("text", ids, (before, after))
+    expected = {
+        "scored": ids,
+        "given": ids[1:],
+        "official": ids[:-1],
+        "first": ids[before + 1 : 6 - after],
+        "auto": ids[before : 6 - after],
+    }
+    assert scored_of_row(row, bos) == expected[bos]
+
+
+@pytest.mark.parametrize(("size", "by_reference"), [(1, True), (SMALL, True), (SMALL + 1, False)])
+def test_sums_over_orders_reach_to_small_blocks(size, by_reference):
+    lattice = Lattice(Toy(tokens=2), size, LatticeArguments(), estimator="mixture")
+    window = Window((), (0, 1, 1, 0, 1, 0, 0, 1)[:size])
+    [score] = lattice.log_prob([window])
+    again = estimates.value(lattice, OneRow(lattice.denoiser, window, size, "target"), window, score)
+    if by_reference:
+        assert again.log_prob == pytest.approx(score.log_prob, abs=1e-9) and not again.problems
+    else:
+        assert f"more than {SMALL}" in again
+
+
+def test_weights_of_drawn_blocks_are_one_over_the_share():
+    estimator = TwoPhase(Attends(), "greedy", 2, TwoPhaseArguments(0.5))
+    window = Window((), (0, 1, 2, 0, 1, 1, 2, 2))
+    [score] = estimator.log_prob([window])
+    network = OneRow(estimator.denoiser, window, 2, "target")
+    assert estimates.value(estimator, network, window, score).problems == ()
+    drawn = next(n for n, weight in enumerate(score.blocks.weights) if weight)
+    weights = [2.5 if n == drawn else weight for n, weight in enumerate(score.blocks.weights)]
+    blocks = dataclasses.replace(score.blocks, weights=tuple(weights))
+    again = estimates.value(estimator, network, window, dataclasses.replace(score, blocks=blocks))
+    assert f"weight of block {drawn} is 2.5, not 2" in again.problems
+
+
+def test_draws_of_the_first_windows_are_looked_at_once_each(monkeypatch):
+    windows = [Window((), (n % 3, n // 3 % 3, n // 9 % 3, n // 27)) for n in range(contradictions.DRAWN_WINDOWS + 4)]
+    twice = [window for window in windows for _ in range(2)]
+    asked = []
+    monkeypatch.setattr(contradictions, "draw_statistics", lambda estimator, given: asked.extend(given) or {})
+    held = contradictions.contradictions(Elbo(Toy(), ElboArguments(16)), checked([Score(-1.0)] * len(twice), twice))
+    assert asked == windows[: contradictions.DRAWN_WINDOWS] and "draws" not in held.compared

@@ -19,6 +19,7 @@ WINDOWS = [
     Window((2,), (1,)),
     Window((1, 2), (2, 0, 1), (0,), tail=2),
 ]
+MANY = [Window((a, b), (c, a, b, 2, c)) for a in range(3) for b in range(3) for c in range(3)]  # several begin together
 MADE = {
     "plain": lambda: Attends(),
     "without stream": lambda: Toy(),
@@ -54,7 +55,7 @@ def test_calls_and_rows_are_those_of_the_network(name, batch_size, monkeypatch):
     for rule in ("greedy:k=2", "threshold:mu=0.4"):
         estimator = DuelEstimator(denoiser, rule, 3, batch_size=batch_size)
         recorded.calls.clear()
-        estimator.log_prob(WINDOWS)
+        estimator.log_prob(WINDOWS if batch_size else [*WINDOWS, *MANY])
         assert estimator.counts.forwards == len(recorded.calls), rule
         assert estimator.counts.rows == sum(rows for rows, _ in recorded.calls), rule
 
