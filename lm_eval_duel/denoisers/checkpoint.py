@@ -240,7 +240,8 @@ def class_names(config: Config) -> list[str]:
     """Class names in `architectures` and in `auto_map`, whose values are module.Class or lists of them."""
     names = list(config.get("architectures") or [])
     for entry in (config.get("auto_map") or {}).values():
-        for value in entry if isinstance(entry, list) else [entry]:
+        values = entry if isinstance(entry, list) else [entry]
+        for value in values:
             if value:
                 names.append(str(value).rsplit(".", 1)[-1])
     return names
@@ -459,7 +460,8 @@ def name_unread(config: Config, unread: Collection[str], name: str, family: str,
 def _short(config: Config, key: str) -> str:
     """The value of an entry, or of a.b inside a section a, in at most 40 characters."""
     value: Any = config
-    for part in [key] if key in config else key.split("."):
+    parts = [key] if key in config else key.split(".")
+    for part in parts:
         value = value[part]
     text = str(value)
     return text if len(text) <= 40 else f"{text[:37]}..."

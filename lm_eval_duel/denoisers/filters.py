@@ -84,10 +84,13 @@ class Exclude:
 def warped(
     denoiser: Denoiser, temperature: float | None = None, top_k: int | None = None, top_p: float | None = None
 ) -> Denoiser:
-    """The same network with its distributions warped; None: not."""
+    """The same network with its distributions warped; None leaves one of these out."""
+    if temperature is None:
+        temperature = 1.0
+    if top_p is None:
+        top_p = 1.0
     twin = copy.copy(denoiser)
-    filter = Warp(1.0 if temperature is None else temperature, top_k, 1.0 if top_p is None else top_p)
-    twin.filters = (*denoiser.filters, filter)
+    twin.filters = (*denoiser.filters, Warp(temperature, top_k, top_p))
     return twin
 
 

@@ -123,7 +123,11 @@ def require_whole(module: torch.nn.Module) -> None:
     deepspeed = any(hasattr(parameter, "ds_id") for parameter in module.parameters())
     tensors = {type(tensor).__name__ for parameter in module.parameters() for tensor in (parameter, parameter.data)}
     if sharded or deepspeed or "DTensor" in tensors:
-        how = "FSDP" if sharded else "DeepSpeed ZeRO-3" if deepspeed else "tensor parallelism"
+        how = "tensor parallelism"
+        if sharded:
+            how = "FSDP"
+        elif deepspeed:
+            how = "DeepSpeed ZeRO-3"
         raise DuelError(
             f"This process holds only a part of the weights ({how}), and each call would wait for the others. Save a "
             "checkpoint and score it with from_pretrained, or train with DistributedDataParallel."

@@ -36,7 +36,8 @@ from lm_eval_duel.denoisers.wrappers import Wrapper
 from lm_eval_duel.errors import DuelError, first_position_unseen, require_known
 
 # Kept numbers that weigh as much as a network token of a call. On a CPU, more blocks at a time are slower.
-CPU_KEPT, GPU_KEPT = 1 << 13, 1 << 17
+CPU_KEPT = 1 << 13
+GPU_KEPT = 1 << 17
 NEW = 8  # at most one block in NEW begins in one call, which returns its keys before they are kept
 ROW = 256  # positions of states that share a row
 WASTE = 8  # if lanes of several blocks share a call, at most one position in WASTE is wasted,

@@ -1,14 +1,14 @@
 """Networks with our own DiT as denoisers.
 
-    DiTDenoiser    MDLM, BD3-LM and the AR baseline, which are given no noise level
-    Timed          networks that are given one: that of the time, or under an unmasking rule of the masked share
+    DiTDenoiser    MDLM, BD3-LM and the AR baseline, which get no noise level
+    Timed          networks that get one: that of the time, or under an unmasking rule that of the masked share
         SEDD       sigma of the masked share
         GIDD       the time itself; its noise is masks, or masks and random tokens
         NoisedDiT  Duo and UDLM, whose noise is random tokens alone
 
 Where the noise is random tokens, `estimator=noised_elbo` is the bound of ancestral sampling, with the network's output
-in place of the clean token in the posterior (a plug-in). Under a rule, positions show such tokens until they are
-revealed, and the network is told the level of the share that is not.
+in place of the clean token in the posterior (a plug-in). Under a rule, positions show random tokens until they are
+revealed, and the network gets the level at which this share of the positions is noise.
 
 Shapes: N windows, R rows or lanes, L row length, M columns asked for, Q queries, K keys, D width, V tokens.
 """
@@ -168,7 +168,7 @@ class DiTDenoiser(Denoiser):
 
 
 class Timed(DiTDenoiser):
-    """A network that is given a noise level: that of the time, or under an unmasking rule of the masked share."""
+    """A network that gets a noise level: that of the time, or under an unmasking rule that of the masked share."""
 
     def open(self, rows: Rows, generating: bool = False, level: Callable[[Lanes], torch.Tensor] | None = None) -> View:
         """`level(lanes)` (R,): the noise level of each lane, in place of that of the masked share."""
@@ -183,7 +183,7 @@ class Timed(DiTDenoiser):
 
     @property
     def counted(self) -> str:
-        """The positions whose masked share it is given."""
+        """The positions whose masked share the noise level is of, in words for the spec."""
         return "scored positions" if self.bos == "official" else "row"
 
 
@@ -209,7 +209,7 @@ class SEDD(Timed):
 
 
 class TimedView(View):
-    """A network that is given its noise level, opened on a group of rows."""
+    """A network that gets its noise level, opened on a group of rows."""
 
     def __init__(self, denoiser: Timed, rows: Rows, level: Callable[[Lanes], torch.Tensor] | None):
         super().__init__(denoiser, rows)

@@ -114,7 +114,8 @@ class Canvases(Pretrained):
 
     def __init__(self, model_config: Any, checkpoint: Checkpoint):
         super().__init__(dataclasses.replace(checkpoint, family=CANVAS, tokenizer=None), None)
-        options, tokenizer = checkpoint.options, checkpoint.tokenizer
+        options = checkpoint.options
+        tokenizer = checkpoint.tokenizer
         columns = model_config.text_config.vocab_size
         if tokenizer is not None:
             require_fit(set(tokenizer.get_vocab().values()), None, columns, self.path)

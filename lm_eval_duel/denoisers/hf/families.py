@@ -23,7 +23,7 @@ from lm_eval_duel.denoisers.hf.layouts import Config, Tensors
 
 @dataclasses.dataclass(frozen=True)
 class Family:
-    """A kind of masked diffusion model and the layout of its checkpoints. Entries of a config override these values."""
+    """A kind of masked diffusion model and the layout of its checkpoints. A config's own entries override these."""
 
     name: str
     native: str  # the class of transformers: <native>ForCausalLM, <native>Config
@@ -36,7 +36,7 @@ class Family:
     mask_id: int | None = None
     bos: str = "none"  # the special tokens that texts have
     max_length: int | None = None  # if the network was trained on fewer positions than its config has
-    unscaled: bool = False  # rows end where the config would scale queries by position, which the native class does not
+    unscaled: bool = False  # the native class does not scale queries by position as the config says: rows end before
 
     # ------------------------------------------------------------ its blocks
 
@@ -49,7 +49,7 @@ class Family:
     # ------------------------------------------------------------ its config.json
 
     entries: Mapping[str, str] = field(default_factory=dict)  # native names of config entries that have other ones
-    values: Mapping[str, Any] = field(default_factory=dict)  # of native entries that a config may lack
+    values: Mapping[str, Any] = field(default_factory=dict)  # defaults of native entries that a config may lack
     needs: tuple[str, ...] = ()  # entries that config.json must have, besides the native class's
     reads: tuple[str, ...] = ()  # other entries that the functions below read
     # entries with which the native class is this network: a value, several, or a condition; null is always right
@@ -96,12 +96,14 @@ class Family:
         return key
 
 
-READ = (  # for every family, whether or not the native class declares them
+# In the tuples below, *(...) puts several names on a line.
+READ = (  # entries that are read for every family, whether or not the native class declares them
     *("mask_token_id", "right_shift_logits", "quantization_config", "head_dim"),
     *("rope_theta", "rope_scaling", "rope_parameters"),
 )
-OVERRIDDEN = ("use_sliding_window", "sliding_window", "max_window_layers", "layer_types")  # every layer sees all it may
-_REASONS: dict[str, tuple[str, ...]] = {  # for networks in evaluation mode that are run here, and the entries
+# Entries that are overridden: every layer gets full attention.
+OVERRIDDEN = ("use_sliding_window", "sliding_window", "max_window_layers", "layer_types")
+_REASONS: dict[str, tuple[str, ...]] = {  # entries that change no number of a network in evaluation mode, by reason
     "names, versions and where files are": (
         *("_name_or_path", "_commit_hash", "architectures", "auto_map", "model_type", "transformers_version"),
         *("transformers_weights", "custom_pipelines", "base_model_name_or_path", "pretrained_model_path"),
@@ -152,7 +154,9 @@ def _is_right(value: Any, right: Any) -> bool:
     """True if an entry has the released value, one of several, or meets the condition."""
     if callable(right):
         return bool(right(value))
-    return value in right if isinstance(right, tuple) else value == right
+    if isinstance(right, tuple):
+        return value in right
+    return value == right
 
 
 FAMILIES: tuple[Family, ...] = (
@@ -309,7 +313,7 @@ FAMILIES: tuple[Family, ...] = (
     Family("diffullama", "Llama", shift=1, mask_id=811, max_length=2048, bos="given"),
 )
 
-# D2F: a LoRA of LLaDA or Dream, which decodes blocks that see those before them
+# D2F: a LoRA of LLaDA or Dream, which makes the network block-causal
 FAMILIES += tuple(
     dataclasses.replace(
         family,

@@ -31,12 +31,16 @@ NEEDED = {
 def lookup(config: Config, key: str) -> Any:
     """An entry, which transformers 5 may have moved into `rope_parameters`; None if absent."""
     value = config.get(key)
-    return (config.get("rope_parameters") or {}).get(key) if value is None else value
+    if value is None:
+        value = (config.get("rope_parameters") or {}).get(key)
+    return value
 
 
 def unscaled_rotary(section: Any) -> bool:
-    """True if a config's rope_scaling or rope_parameters leaves the frequencies as they are."""
-    return not isinstance(section, dict) or (section.get("rope_type") or section.get("type") or "default") == "default"
+    """True if a config's rope_scaling or rope_parameters leaves the frequencies unchanged."""
+    if not isinstance(section, dict):
+        return True
+    return (section.get("rope_type") or section.get("type") or "default") == "default"
 
 
 def scale_embedding(model: Any, config: Config) -> None:
@@ -65,8 +69,13 @@ LLADA: dict[str, Any] = {
     "released": {
         **dict.fromkeys(("include_bias", "include_qkv_bias", "alibi", "scale_logits"), False),
         **dict.fromkeys(("attention_layer_norm", "bias_for_layer_norm", "multi_query_attention"), False),
-        **{"block_type": "llama", "layer_norm_type": "rms", "activation_type": "silu", "hidden_act": "silu"},
-        **{"rope": True, "layer_norm_with_affine": True, "block_group_size": 1},
+        "block_type": "llama",
+        "layer_norm_type": "rms",
+        "activation_type": "silu",
+        "hidden_act": "silu",
+        "rope": True,
+        "layer_norm_with_affine": True,
+        "block_group_size": 1,
         **dict.fromkeys(("rope_scaling", "rope_parameters"), unscaled_rotary),
     },
     "harmless": {
@@ -96,13 +105,14 @@ LLADA: dict[str, Any] = {
 
 
 def llada(config: Config) -> Config:
-    """The rows of LLaDA's embedding, some of which are padding."""
+    """The number of rows of LLaDA's embedding, some of which are padding."""
     return {"vocab_size": config.get("embedding_size") or config["vocab_size"]}
 
 
 def mmada(config: Config) -> Config:
-    """The rows of LLaDA's embedding, and the rows that MMaDA added for the codes of images."""
-    return {"vocab_size": max(config.get(key) or 0 for key in ("vocab_size", "embedding_size", "new_vocab_size"))}
+    """The number of rows of LLaDA's embedding, with those that MMaDA added for the codes of images."""
+    counts = [config.get(key) or 0 for key in ("vocab_size", "embedding_size", "new_vocab_size")]
+    return {"vocab_size": max(counts)}
 
 
 SMDM_ENTRIES = {  # of lit_gpt
@@ -114,9 +124,11 @@ SMDM_ENTRIES = {  # of lit_gpt
     "max_position_embeddings": "block_size",
 }
 SMDM_RELEASED = {
-    **{"rotary_percentage": 1.0, "condense_ratio": 1},
+    "rotary_percentage": 1.0,
+    "condense_ratio": 1,
     **dict.fromkeys(("parallel_residual", "bias", "shared_attention_norm"), False),
-    **{"_norm_class": ("RMSNorm", "FusedRMSNorm"), "_mlp_class": "LLaMAMLP"},
+    "_norm_class": ("RMSNorm", "FusedRMSNorm"),
+    "_mlp_class": "LLaMAMLP",
 }
 SMDM_HARMLESS = {
     **dict.fromkeys(("name", "org"), "names"),
@@ -163,7 +175,7 @@ def nemotron(config: Config) -> Config:
     """Nemotron-Labs-Diffusion's entries for Llama, whose rotary positions are YaRN's with the checkpoint's own factor.
 
     Its queries are scaled by 1 + b ln(1 + floor(position / original_max_position_embeddings)), which is 1 up to that
-    length; rows are no longer. A factor below 1 is meant as it stands. Raises DuelError for a config without them.
+    length, and rows are not longer. A factor below 1 is used as given. Raises DuelError for a config without these.
     """
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if (rope.get("rope_type") or rope.get("type")) != "yarn" or not all(rope.get(key) for key in YARN[:2]):
@@ -189,7 +201,7 @@ CODA_HARMLESS = {
 
 
 def nemotron_research_fields(config: Config) -> dict[str, Any]:
-    """True if logits are shifted: in Dream's way (dlm_type "dream"), or not, as LLaDA's."""
+    """The shifted logits and the BOS of Dream (dlm_type "dream"), or neither, as in LLaDA (dlm_type "llada")."""
     kind = config.get("dlm_type")
     if kind not in (None, "llada", "dream"):
         raise DuelError(f"The config.json is wrong: 'dlm_type' must be llada or dream; got {kind!r}.")
@@ -261,11 +273,15 @@ def llada2_fields(config: Config) -> dict[str, Any]:
     return {"block_routes": True, "finish": lambda model, config: block_routing.install(model, capacity)}
 
 
-INSERTING = ("delete_token_id", "split_token_id")  # LLaDA2: of networks that insert and delete tokens
+INSERTING = ("delete_token_id", "split_token_id")  # entries of a LLaDA2 that inserts and deletes tokens
 LLADA_MOE_RELEASED = {
     **dict.fromkeys(("clip_qkv", "shared_expert_intermediate_size", "router_num_group", "router_topk_group")),
-    **{"qk_layernorm": True, "moe_router_score_function": "softmax", "moe_router_enable_expert_bias": False},
-    **{"routed_scaling_factor": 1, "partial_rotary_factor": 1, "moe_layer_freq": lambda layers: set(layers) == {1}},
+    "qk_layernorm": True,
+    "moe_router_score_function": "softmax",
+    "moe_router_enable_expert_bias": False,
+    "routed_scaling_factor": 1,
+    "partial_rotary_factor": 1,
+    "moe_layer_freq": lambda layers: set(layers) == {1},
 }
 NEVER_DENSE = "no layer is dense"
 QWEN3_MOE_HARMLESS = {"intermediate_size": NEVER_DENSE}
@@ -277,7 +293,8 @@ LLADA_MOE_HARMLESS = {
 LLADA2_RELEASED = {
     **dict.fromkeys(("use_bias", "use_qkv_bias", "norm_head", "norm_softmax"), False),
     **dict.fromkeys(("use_qk_norm", "use_rmsnorm", "moe_router_enable_expert_bias"), True),
-    **{"score_function": "sigmoid", "router_dtype": ("fp32", "float32")},
+    "score_function": "sigmoid",
+    "router_dtype": ("fp32", "float32"),
     **dict.fromkeys(("rope_scaling", "rope_parameters"), unscaled_rotary),
     "quantization_config": None,  # its query_key_value could not be split
 }
@@ -305,8 +322,8 @@ def llada2_tensors(tensors: Tensors, config: Config) -> Tensors:
     Only the order of biased scores matters, and transformers 4 gives experts outside the chosen groups a score of 0.
     """
     heads = config["num_attention_heads"]
-    kept = config.get("num_key_value_heads") or heads  # heads of keys and of values
-    head = config.get("head_dim") or config["hidden_size"] // heads
+    kv_heads = config.get("num_key_value_heads") or heads
+    head = config.get("head_dim") or config["hidden_size"] // heads  # features of a head
     split = {}
     for key, value in tensors.items():
         if key.endswith(".expert_bias"):
@@ -314,9 +331,9 @@ def llada2_tensors(tensors: Tensors, config: Config) -> Tensors:
         if ".query_key_value." not in key:
             split[key] = value
             continue
-        keys = heads * head  # the rows before the keys
-        values = keys + kept * head
-        split[key.replace("query_key_value", "q_proj")] = value[:keys]
-        split[key.replace("query_key_value", "k_proj")] = value[keys:values]
-        split[key.replace("query_key_value", "v_proj")] = value[values:]  # shapes are checked later
+        first_key = heads * head  # rows
+        first_value = first_key + kv_heads * head
+        split[key.replace("query_key_value", "q_proj")] = value[:first_key]
+        split[key.replace("query_key_value", "k_proj")] = value[first_key:first_value]
+        split[key.replace("query_key_value", "v_proj")] = value[first_value:]  # shapes are checked later
     return split
