@@ -8,6 +8,7 @@ import collections
 import json
 import logging
 import math
+import re
 from pathlib import Path
 
 import exact
@@ -66,10 +67,11 @@ RUNS = {
     "estimate": {"estimator": "two_phase", "rule": "margin", "block": 2, "sample": 0.6, "cache": "prefix"},
     "warped": {"rule": "greedy", "block": 4, "top_k": 2, "temperature": 0.8},
     "ar": {"network": "gpt2", "estimator": "ar"},
+    "ties": {"network": "modernbert", "rule": "greedy", "block": 4, "bos": "none"},
     "seeds": {**DUO, "estimator": "duel_seeds", "noise_seeds": 4, "rule": "threshold:mu=0.2", "block": 4},
     "noised": {**DUO, "estimator": "noised_elbo", "mc_samples": 16},
 }
-PLAIN = {"greedy", "lattice", "elbo", "bound", "estimate", "seeds", "ar"}
+PLAIN = {"greedy", "lattice", "elbo", "bound", "estimate", "seeds", "ar", "ties"}
 VOLATILE = ("seconds", "tokens_per_second", "peak_memory_bytes", "versions", "weights", "pretrained", "trace")
 
 
@@ -77,16 +79,20 @@ VOLATILE = ("seconds", "tokens_per_second", "peak_memory_bytes", "versions", "we
 def folders(tmp_path_factory):
     return {
         "bert": exact.language_model(tmp_path_factory.mktemp("bert"), "bert", ROW + 2),
+        "modernbert": exact.language_model(tmp_path_factory.mktemp("modernbert"), "modernbert", ROW + 2),
         "gpt2": exact.language_model(tmp_path_factory.mktemp("gpt2"), "gpt2", ROW + 2),
         "duo": exact.dit(tmp_path_factory.mktemp("duo"), "duo"),
     }
 
 
-def rolling():
-    requests = []
-    for task, texts in TEXTS.items():
-        requests += ask("loglikelihood_rolling", *[(text,) for text in texts], task=task)
-    return requests
+def bars(printed):
+    """What the last state of each progress bar shows: its title, tokens, and the text behind the rate."""
+    shown = {}
+    for text in re.split("[\\r\\n]", printed):
+        parts = re.fullmatch(r"(\w.*): +\d+%\|.*\| (\d+/\d+) \[.*(?:tok/s|s/tok)(.*)\]", text)
+        if parts:
+            shown[parts[1]] = parts[2] + parts[3]
+    return [f"{title}: {state}" for title, state in shown.items()]
 
 
 def stable(value):
@@ -102,20 +108,25 @@ def lines(records):
 
 
 @pytest.mark.parametrize("name", slow_but(RUNS, PLAIN))
-def test_everything_that_a_run_writes(folders, tmp_path, caplog, name):
+def test_everything_that_a_run_writes(folders, tmp_path, caplog, capsys, name):
+    """Each call counts its own requests alone: texts and continuations come in two calls."""
     caplog.set_level(logging.INFO, "lm_eval.duel_mdm")
     path = tmp_path / "trace.jsonl"
     given = {"dtype": "float64", **RUNS[name]}
     folder = folders[given.pop("network", "bert")]
     lm = DuelMDM(pretrained=folder, device="cpu", trace=str(path), **given)
-    texts = lm.loglikelihood_rolling(rolling())
+    answers = []
+    for task, texts in TEXTS.items():
+        answers += lm.loglikelihood_rolling(ask("loglikelihood_rolling", *[(text,) for text in texts], task=task))
     traced = trace.read(path)
     require_recounted(lm, traced)
 
-    parts = [["# texts", *map(str, map(float, texts))]]
+    parts = [["# texts", *map(str, map(float, answers))]]
     if name not in ("random", "bound", "oracle", "estimate"):
         pairs = PAIRS[:-1] if name == "ar" else PAIRS  # it sees no text after a gap
-        parts.append(["# continuations", *map(str, lm.loglikelihood(ask("loglikelihood", *pairs, task="pairs")))])
+        requests = ask("loglikelihood", *pairs, task="pairs")
+        answers = lm.loglikelihood(requests[:4]) + lm.loglikelihood(requests[4:])
+        parts.append(["# continuations", *map(str, answers)])
     if name in ("greedy", "adaptive", "lattice"):
         parts.append(["# generated", *lm.generate_until(ask("generate_until", *PROMPTS, task="prompts"))])
     duel = lm.get_model_info()["duel"]
@@ -125,7 +136,7 @@ def test_everything_that_a_run_writes(folders, tmp_path, caplog, name):
         tolerance = 1e-6
         messages = [text for text in caplog.messages if "fingerprint" not in text and folder not in text]
         written = [json.loads(line) for line in path.read_text().splitlines()[1:]]
-        parts += [["# log", *messages], ["# trace", *lines(written)]]
+        parts += [["# bars", *bars(capsys.readouterr().err)], ["# log", *messages], ["# trace", *lines(written)]]
     golden.check(GOLDEN / f"{name}.txt", "\n".join("\n".join(part) for part in parts) + "\n", within=tolerance)
 
 

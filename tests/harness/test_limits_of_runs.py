@@ -1,7 +1,9 @@
 """Counts, divisors and limits of the harness side, each by a second, literal way. No network is loaded."""
 
+import logging
 import math
 import resource
+import sqlite3
 import sys
 from types import SimpleNamespace
 
@@ -9,20 +11,24 @@ import pytest
 import torch
 from scipy import stats as scipy_stats
 
-from lm_eval_duel.core.scores import Counts, Kind
+from lm_eval_duel.core.scores import Counts, Kind, Score
+from lm_eval_duel.core.windows import Window
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.estimators.totals import Total
 from lm_eval_duel.harness import generation, patches, stats
 from lm_eval_duel.harness.distributed import Ranks
 from lm_eval_duel.harness.requests import Batch, make_request, random_order
 from lm_eval_duel.harness.stats import Progress, RunningEstimate, RunStats, Share, TaskStats, estimate
+from lm_eval_duel.harness.store import ResponseCache
 
 COUNTS = {"windows": 4, "tokens": 40, "nfe": 20}
 
 
-def total(nats, tokens, near_ties=0, windows=1, **more):
-    squares = (nats**2, nats * tokens, float(tokens**2))
-    return Total("duel", nats, windows=windows, tokens=tokens, near_ties=near_ties, squares=squares, **more)
+def total(nats, tokens, near_ties=0, name="duel", **more):
+    """The total of one window, or of a request without any."""
+    if not tokens:
+        return Total()
+    return Total.from_score(Window((), (1,) * tokens), Score(nats, near_ties=near_ties, **more), name)
 
 
 # ---------------------------------------------------------------- statistics of a run
@@ -31,7 +37,7 @@ def total(nats, tokens, near_ties=0, windows=1, **more):
 REQUESTS = [  # (document, total, unknown tokens): two requests of one document, an empty one, near ties
     (0, total(-30.0, 10, 2), 1),
     (0, total(-12.0, 3), 2),
-    (1, total(0.0, 0, 0, 0), 0),
+    (1, total(0.0, 0), 0),
     (3, total(-8.0, 4), 0),
     (2, total(-7.0, 4, 1), 3),
 ]
@@ -119,11 +125,10 @@ def test_lines_of_the_log():
     assert one.log_lines() == [] and one.warnings() == []
 
     others = {
-        "oracle": total(-20.0, 10, kind=Kind.NOT_A_LIKELIHOOD),
-        "elbo_exact": total(-40.0, 10, kind=Kind.UPPER_BOUND),
+        "oracle": Score(-20.0, kind=Kind.NOT_A_LIKELIHOOD),
+        "elbo_exact": Score(-40.0, kind=Kind.UPPER_BOUND),
     }
-    own = total(-25.0, 10, others=others)
-    own.name = "mixture"
+    own = total(-25.0, 10, name="mixture", others=others)
     run = RunStats(ranks=2, shares=[Share(1600, 30, 2.0), Share(800, 10, 4.4)])
     run.add_request("t", 0, own, unknown=3)
     run.counts |= {"rows_differing": 2, "rows_checked": 9, "decisions_differing": 1, "decisions_checked": 8}
@@ -133,8 +138,8 @@ def test_lines_of_the_log():
     rows, decisions, unknown = run.warnings()
     assert rows.startswith("2 of 9 rows") and decisions.startswith("1 of 8 decisions")
     assert "3 of 10 tokens (30.0%)" in unknown
-    estimated = total(-25.0, 10, kind=Kind.ESTIMATE)
-    estimated.name = "oracle"  # the run's own value is told, another value of it only if it is drawn
+    estimated = total(-25.0, 10, name="oracle", kind=Kind.ESTIMATE)
+    # the run's own value is told, another value of it only if it is drawn
     alone = RunStats()
     alone.add_request("t", 0, estimated)
     assert len(alone.errors()) == 1 and run.errors() == []
@@ -297,3 +302,45 @@ def test_large_numbers_of_a_table_and_means_over_nothing():
     mean = lambda items: sum(nats for nats, _ in items) / sum(size for _, size in items)  # noqa: E731
     assert patches._weighted_mean(mean, [(-6.0, 2), (0.0, 0)]) == -3.0
     assert math.isnan(patches._weighted_mean(mean, [(-6.0, 0), (0.0, 0)]))
+
+
+# ---------------------------------------------------------------- numbers in messages
+
+
+def test_answers_that_a_full_disk_has_not_taken_are_counted(caplog):
+    class Full:
+        def __enter__(self):
+            raise sqlite3.OperationalError("full")
+
+        def __exit__(self, *error):
+            return False
+
+    cache = ResponseCache.__new__(ResponseCache)
+    cache.path = "c.db"
+    cache.waiting = {}
+    cache.file = Full()
+    for n in range(3):
+        cache.keep(f"key {n}", n)
+    assert caplog.text.count("cannot be written") == 1
+    cache.flush()
+    assert "3 answers are not in c.db" in caplog.text
+    cache.file = sqlite3.connect(":memory:")
+    cache.file.execute('CREATE TABLE "unnamed" (key TEXT PRIMARY KEY, value BLOB)')
+    caplog.set_level(logging.INFO)
+    cache.keep("key 3", 3)
+    assert "the 4 answers that waited" in caplog.text and not cache.waiting
+    assert cache.file.execute('SELECT count(*) FROM "unnamed"').fetchone() == (4,)
+
+
+def test_a_process_that_cannot_join_names_how_many_others_it_misses(monkeypatch):
+    import accelerate
+
+    def fails(**options):
+        raise RuntimeError("no route\nmore")
+
+    monkeypatch.setattr(accelerate, "Accelerator", fails)
+    for name, value in {"WORLD_SIZE": "4", "RANK": "2", "MASTER_ADDR": "host", "MASTER_PORT": "29"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(DuelError, match=r"RANK=2.* other 3 at host:29.*no route") as error:
+        Ranks.join("cpu")
+    assert "more" not in str(error.value).partition("no route")[2]
