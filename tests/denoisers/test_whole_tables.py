@@ -52,7 +52,7 @@ def test_families():
         "DiffuGPT's masks": layouts.DIFFUGPT_MASKS,
         "harmless": families.HARMLESS,
         "lengths": pretrained.LENGTHS,
-        "DiffusionGemma": {name: getattr(diffusion_gemma, name) for name in ("STEPS", "REFUSED", "OF_DECODER")},
+        "DiffusionGemma": {name: getattr(diffusion_gemma, name) for name in ("STEPS", "REFUSED", "REFUSED_BY_DECODER")},
     }
     lines += [f"\n{name}: {shown(value)}" for name, value in constants.items()]
     golden.check(GOLDEN / "families.txt", "\n".join(lines) + "\n")
