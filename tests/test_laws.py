@@ -16,7 +16,7 @@ from laws import AROUND, RULES, numbers, strings, total
 from toys import BlockCausal, Joint, Leaky, Rotary, Small, Toy
 
 from lm_eval_duel import Duel, rules
-from lm_eval_duel.core.block_causal import BlockCausalView
+from lm_eval_duel.core.block_causal import CleanStream
 from lm_eval_duel.core.lanes import Lanes
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.errors import DuelError, RuleStalled
@@ -226,9 +226,9 @@ def test_left_to_right_is_the_chain_rule():
         (Lanes, "reveal", KLASS, 2, 1),
         pytest.param(Lanes, "reveal", KLASS, None, 16, marks=pytest.mark.slow),
         pytest.param(Lanes, "concat", KLASS, 2, 1, marks=pytest.mark.slow),
-        (BlockCausalView, "_grow", "threshold:mu=0.97", "auto", None),
-        (BlockCausalView, "_extend", "left_to_right:k=3", "auto", None),
-        (BlockCausalView, "_past", KLASS, "auto", None),
+        (CleanStream, "_grow", "threshold:mu=0.97", "auto", None),
+        (CleanStream, "_extend", "left_to_right:k=3", "auto", None),
+        (CleanStream, "past", KLASS, "auto", None),
         (BlockCausal, "stream", "left_to_right:k=3", "auto", None),
     ],
 )

@@ -32,10 +32,8 @@ from functools import cached_property
 import torch
 import torch.nn.functional as F
 
-from lm_eval_duel.core.hashing import hashed
-from lm_eval_duel.core.lanes import Lanes, Rows
+from lm_eval_duel.core.lanes import Rows
 from lm_eval_duel.core.network import KeysValues, Network
-from lm_eval_duel.core.view import Positions, View, distinct, masked_positions
 
 STRETCH = 256  # columns of a window whose blocks are evaluated together
 CLEAN = 512  # columns of clean blocks that are evaluated together: a later piece reads the keys of an earlier one
@@ -46,117 +44,70 @@ def clean_group(denoiser: Network) -> int:
     return (denoiser.block or 1) if denoiser.attention == "block_causal" else 1
 
 
-class BlockCausalView(View):
-    """A block-causal denoiser opened on a group of rows.
+class CleanStream:
+    """The clean columns of a group of windows, evaluated once. What later blocks read of them is kept.
 
-    A short last block is filled up with [MASK] to its border, as these networks are trained (`last_block="fill"`), or
-    ends where the window ends (`"cut"`). A suffix is visible only to the last block of the target.
+    `slot` (N,): where the keys and values of each window are, -1 if nowhere. They go when the window has no lane left.
     """
 
     def __init__(self, denoiser: Network, rows: Rows, generating: bool):
-        super().__init__(denoiser, rows)
+        self.denoiser = denoiser
+        self.rows = rows
         self.generating = generating
-        self.block = denoiser.block or 1  # a causal network has blocks of one
         self.group = clean_group(denoiser)  # G
-        self.reads_edges = bool(denoiser.shift or denoiser.seeds_blocks)  # of the clean stream, for first positions
+        self.reads_edges = bool(denoiser.shift or denoiser.seeds_blocks)  # of groups, for first positions of blocks
 
         # the clean columns that each window needs
-        self._zero = rows.origin if denoiser.anchor == "target" else torch.zeros_like(rows.origin)  # (N,) groups count
-        last = rows.origin + rows.target - 1 - self._zero  # (N,)
-        self._needed = self._zero + last // self.group * self.group  # (N,) up to the last block
-        # the cost of a lane: its share of the window's clean columns, whose keys take memory
-        self._share = rows.length  # (N,) when generating, a window has one lane
-        if not generating:
-            lane_count = last // self.block - (rows.origin - self._zero) // self.block + 1  # (N,)
-            self._share = (-(-self._needed // lane_count)).clamp(min=self.block)  # rounded up
+        self.zero = rows.origin if denoiser.anchor == "target" else torch.zeros_like(rows.origin)  # (N,) groups count
+        last = rows.origin + rows.target - 1 - self.zero  # (N,)
+        self.end = self.zero + last // self.group * self.group  # (N,) up to the last block
 
         # the clean columns whose keys are kept
-        self._slot = torch.full_like(rows.origin, -1)  # (N,) where they are; -1: nowhere
+        self.slot = torch.full_like(rows.origin, -1)  # (N,)
         self._kept = torch.zeros_like(rows.origin)  # (N,) how many
         self._slots = 0  # S
         self._clean: list[KeysValues] = []  # of each layer, (S, H, L, D / H) each
         self._edge = torch.empty(0, 0, 0)  # (S, L / G, D) features of the last position before each group
 
-        self._calls: dict[int, PackedCall] = {}  # of the last step, by stretch
-        self._past_hash: torch.Tensor | None = None  # (N, L + 1) of the columns before each
+    def shares(self, block: int) -> torch.Tensor:
+        """The clean columns of each window for each of its blocks of `block` positions, but at least these, (N,)."""
+        last = self.rows.origin + self.rows.target - 1 - self.zero  # (N,)
+        lane_count = last // block - (self.rows.origin - self.zero) // block + 1  # (N,)
+        return (-(-self.end // lane_count)).clamp(min=block)  # rounded up
 
-    def cost(self, lanes: Lanes) -> torch.Tensor:
-        """A lane's own positions, or its share of the clean positions if that is larger: their keys take memory too."""
-        return self._share[lanes.row]
+    def extend(self, row: torch.Tensor, start: torch.Tensor, tokens: int) -> Iterator[int]:
+        """Evaluate the clean columns that blocks see and that are not kept yet; yield the rows of each network call.
 
-    def commit(self, lanes: Lanes) -> None:
-        super().commit(lanes)
-        self._past_hash = None
-
-    def positions(self, lanes: Lanes) -> Positions:
-        ids, shown, real = self._blocks(lanes)  # (R, B) each
-        zero = self._zero[lanes.row]  # (R,)
-        first, kind = distinct(self._prefix_hash(lanes), lanes.start, zero, ids, shown, real, lanes.masked)
-        unique = lanes if len(first) == len(lanes) else lanes.select(first)
-        for row, end in self._missing(unique, len(lanes) * self.block):
-            self._extend(row, end)
-        if self.denoiser.attention == "causal":
-            all_mask = torch.zeros_like(unique.row, dtype=torch.bool)  # (r,)
-            positions = Positions.from_lanes(unique, all_mask, lambda lane, _: self._edge_features(unique, lane))
-        else:
-            positions = self._evaluate(unique, ids[first], shown[first], real[first])
-        return positions if unique is lanes else positions.spread(lanes, unique, kind)
-
-    def _prefix_hash(self, lanes: Lanes) -> torch.Tensor:
-        """A hash of the ids before the block of each lane, (R,)."""
-        if self._past_hash is None:
-            columns = torch.arange(self.rows.ids.shape[1], device=self.rows.ids.device)  # (L,)
-            total = hashed(self.rows.ids, columns).cumsum(1)  # (N, L) wraps
-            self._past_hash = F.pad(total, (1, 0))  # (N, L + 1)
-        return self._past_hash[lanes.row, lanes.start]
-
-    # ------------------------------------------------------------ inputs of a block
-
-    def _blocks(self, lanes: Lanes) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Input ids of whole blocks, which positions show a token, and which positions exist; (R, B) each."""
-        rows = self.rows
-        row = lanes.row
-        column = lanes.start[:, None] + torch.arange(self.block, device=row.device)  # (R, B)
-        inside = column.clamp(max=rows.ids.shape[1] - 1)  # (R, B)
-        in_row = column < rows.length[row][:, None]  # (R, B)
-
-        # the suffix, which a block shows from the first step on
-        after_target = column >= (rows.origin + rows.target)[row][:, None]  # (R, B)
-        shown = rows.visible[row[:, None], inside] & after_target & in_row  # (R, B)
-        ids = torch.where(shown, rows.ids[row[:, None], inside], self.denoiser.mask_id or 0)  # (R, B)
-
-        # what is revealed of the block
-        revealed = (lanes.tokens >= 0) & ~lanes.masked  # (R, W)
-        width = revealed.shape[1]
-        ids[:, :width] = torch.where(revealed, lanes.tokens, ids[:, :width])
-        shown[:, :width] |= revealed
-        fills = self.denoiser.last_block == "fill"
-        return ids, shown, torch.ones_like(shown) if fills else in_row
-
-    # ------------------------------------------------------------ the clean stream
-
-    def _missing(self, lanes: Lanes, tokens: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """(windows (P,), end (P,)) of the next clean columns that these lanes see and that are not kept yet.
-
-        Each piece is of at most `tokens` positions, and is to be kept before the next one is asked for. Slots of
-        windows that have no lane here are given to others.
+        `row`, `start` (R,): the window and the first column of each block. A call is of at most `tokens` positions.
+        Slots of windows that have no block here are given to others.
         """
-        if bool((self._slot[lanes.row] >= 0).all() & (self._kept[lanes.row] >= lanes.start).all()):
+        for windows, end in self._missing(row, start, tokens):
+            self._extend(windows, end)
+            yield len(windows)
+
+    def _missing(
+        self, row: torch.Tensor, start: torch.Tensor, tokens: int
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """(windows (P,), end (P,)) of the next clean columns, which are to be kept before the next ones are asked for.
+
+        The arguments are those of `extend`.
+        """
+        if bool((self.slot[row] >= 0).all() & (self._kept[row] >= start).all()):
             return
-        present = torch.zeros_like(self._slot, dtype=torch.bool)  # (N,)
-        present[lanes.row] = True
+        present = torch.zeros_like(self.slot, dtype=torch.bool)  # (N,)
+        present[row] = True
         self._assign_slots(present)
 
         if self.generating:
-            needed = torch.zeros_like(self._kept).scatter_reduce_(0, lanes.row, lanes.start, "amax")  # (N,)
+            needed = torch.zeros_like(self._kept).scatter_reduce_(0, row, start, "amax")  # (N,)
         else:  # the targets of the whole window are known: one pass for all of its blocks
-            needed = self._needed * present  # (N,)
+            needed = self.end * present  # (N,)
         if self.denoiser.attention == "causal":
             piece = self.rows.ids.shape[1]
         else:
             piece = max(self.group, CLEAN // self.group * self.group)
         while len(lacking := (self._kept < needed).nonzero()[:, 0]):
-            until = needed.minimum(self._kept.maximum(self._zero) + piece)  # (N,) a context is not divided
+            until = needed.minimum(self._kept.maximum(self.zero) + piece)  # (N,) a context is not divided
             lacking = lacking[self._kept[lacking].argsort(stable=True)]  # windows at the same piece together
             most = max(1, tokens // int((until - self._kept).max()))
             for part in lacking.split(most):
@@ -165,22 +116,22 @@ class BlockCausalView(View):
     def _assign_slots(self, present: torch.Tensor) -> None:
         """Give a slot to each window that is `present` (N,) and has none, and take back those of the others."""
         self._kept[~present] = 0
-        self._slot[~present] = -1
-        entering = (present & (self._slot < 0)).nonzero()[:, 0]  # (n,)
+        self.slot[~present] = -1
+        entering = (present & (self.slot < 0)).nonzero()[:, 0]  # (n,)
         # no slot in use is beyond this many, and the windows that enter take the lowest free ones
-        free = torch.ones(int(present.sum()) + len(self._slot), dtype=torch.bool, device=present.device)  # (S,)
-        free[self._slot[self._slot >= 0]] = False
-        self._slot[entering] = free.nonzero()[: len(entering), 0]
+        free = torch.ones(int(present.sum()) + len(self.slot), dtype=torch.bool, device=present.device)  # (S,)
+        free[self.slot[self.slot >= 0]] = False
+        self.slot[entering] = free.nonzero()[: len(entering), 0]
 
     def _group_of(self, row: torch.Tensor, column: torch.Tensor) -> torch.Tensor:
         """The index of the clean group of `column` (P, Q) in windows `row` (P,); -1 in the context before the first."""
-        return ((column - self._zero[row][:, None]) // self.group).clamp(min=-1)  # (P, Q)
+        return ((column - self.zero[row][:, None]) // self.group).clamp(min=-1)  # (P, Q)
 
     def _extend(self, row: torch.Tensor, end: torch.Tensor) -> None:
         """Evaluate the clean columns of windows `row` (P,) that are not kept yet, up to `end` (P,)."""
         device = row.device
         known = self._kept[row]  # (P,)
-        slot = self._slot[row]  # (P,)
+        slot = self.slot[row]  # (P,)
         column = known[:, None] + torch.arange(int((end - known).max()), device=device)  # (P, Q)
         real = column < end[:, None]  # (P, Q)
         ids = self.rows.ids[row[:, None], column.clamp(max=self.rows.ids.shape[1] - 1)]  # (P, Q)
@@ -191,10 +142,7 @@ class BlockCausalView(View):
         own = number[:, :, None] >= number[:, None]  # (P, Q, Q)
         own &= real[:, None] | ~real[:, :, None]  # padding sees itself, so that its softmax is not empty
         seen = torch.cat([past[:, None].expand(-1, column.shape[1], -1), own], dim=2)  # (P, Q, K + Q)
-        features, new = self.denoiser.stream(ids, column, seen, self._past(slot, before))  # (P, Q, D)
-        self.forwards += 1
-        self.evaluated += len(row)
-
+        features, new = self.denoiser.stream(ids, column, seen, self.past(slot, before))  # (P, Q, D)
         if self.denoiser.attention == "causal" and not self.generating:
             new = []  # one pass scores a causal network
         self._grow(new, features)
@@ -207,7 +155,7 @@ class BlockCausalView(View):
 
     def _grow(self, like: list[KeysValues], features: torch.Tensor) -> None:
         """Make slots for every window in use, in the shapes that the network returns."""
-        more = int(self._slot.max()) + 1 - self._slots
+        more = int(self.slot.max()) + 1 - self._slots
         if more <= 0:
             return
         length = self.rows.ids.shape[1]
@@ -238,61 +186,14 @@ class BlockCausalView(View):
                     columns = column[p, q].to(device)  # (X,)
                     plane[at, :, columns] = positions[p.to(device), :, q.to(device)]
 
-    def _past(self, slot: torch.Tensor, columns: int) -> list[KeysValues] | None:
+    def past(self, slot: torch.Tensor, columns: int) -> list[KeysValues] | None:
         """Keys and values of the first clean `columns` of windows at `slot` (P,); arbitrary for a window without."""
         return rows_at(self._clean, slot.clamp(max=self._slots - 1), columns) if columns else None
 
-    def _edge_features(self, lanes: Lanes, lane: torch.Tensor) -> torch.Tensor:
-        """The clean stream's features at the last position before the block of `lane` (c,), (c, D)."""
-        row = lanes.row[lane]  # (c,)
-        return self._edge[self._slot[row], self._group_of(row, lanes.start[lane][:, None])[:, 0]]
-
-    # ------------------------------------------------------------ the noisy stream
-
-    def _evaluate(self, lanes: Lanes, ids: torch.Tensor, shown: torch.Tensor, real: torch.Tensor) -> Positions:
-        """The input of the LM head at the masked positions of the lanes' blocks, one call for each stretch of columns.
-
-        A call keeps the layout of the previous step if its lanes are the same.
-        """
-        position = masked_positions(lanes)  # (R, M)
-        read = (position - self.denoiser.shift).clamp(min=0)  # (R, M)
-        slot = self._slot[lanes.row]  # (R,)
-        stretch = lanes.start // max(self.block, STRETCH)  # (R,)
-        earlier_calls = self._calls
-        self._calls = {}
-        lanes_of_calls = []
-        features_of_calls = []
-        for n in stretch.unique().tolist():
-            lane = (stretch == n).nonzero()[:, 0]  # (r,)
-            call = earlier_calls.get(n)
-            if call is None or not call.holds(slot[lane], lanes.start[lane], real[lane]):
-                start = lanes.start[lane]  # (r,)
-                clean = torch.arange(int(start.max()), device=start.device) < start[:, None]  # (r, K)
-                call = PackedCall.from_slots(slot[lane], start, real[lane], clean, max(1, STRETCH // self.block))
-            self._calls[n] = call
-            past = self._past(slot[lane][call.lane[:, 0]], call.kept.shape[1])
-            queries = call.queries(read[lane])  # (P, A M)
-            inputs = ids[lane][call.lane].flatten(1)  # (P, Q)
-            part, _ = self.denoiser.stream_at(queries, inputs, call.columns, call.seen, past)  # (P, A M, D)
-            self.forwards += 1
-            self.evaluated += len(inputs)
-            lanes_of_calls.append(lane)
-            features_of_calls.append(call.by_lane(part))  # (r, M, D)
-        features = torch.cat(features_of_calls)  # (R, M, D)
-        index = torch.cat(lanes_of_calls).argsort()  # (R,) where the features of each lane are
-
-        def at(lane: torch.Tensor, nth: torch.Tensor) -> torch.Tensor:
-            values = features[index[lane], nth]  # (C, D)
-            if not self.reads_edges:
-                return values
-            # a block's first prediction is read from the clean stream, at the last position before the block
-            first = position[lane, nth] < 1  # (C,)
-            if first.any():
-                values[first] = self._edge_features(lanes, lane[first])
-            return values
-
-        all_mask = ~shown.any(1) & (lanes.start == 0) & self.denoiser.relative_positions  # (R,)
-        return Positions.from_lanes(lanes, all_mask, at)
+    def edges(self, row: torch.Tensor, start: torch.Tensor) -> torch.Tensor:
+        """The features at the last position before blocks that start at `start` (c,) of windows `row` (c,), (c, D)."""
+        group = self._group_of(row, start[:, None])[:, 0]  # (c,)
+        return self._edge[self.slot[row], group]
 
 
 def _none_of(plane: torch.Tensor, length: int) -> torch.Tensor:

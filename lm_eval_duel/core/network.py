@@ -1,7 +1,7 @@
 """A network as views call it: from rows of ids to features, from features to logits.
 
 Shapes: N windows, L row length, R rows, U rows of features that the LM head runs on, D features, V tokens, H heads, Q
-queries, K keys, M columns asked for.
+queries, K keys, M columns asked for, W block width, S values that are compared.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Protocol
 
 import torch
 
+from lm_eval_duel.core.lanes import Lanes, Rows
 from lm_eval_duel.core.noise import CommitOnce, NoiseTraining
 
 KeysValues = tuple[torch.Tensor, torch.Tensor]  # of one layer, (N, H, K, D / H) each
@@ -186,6 +187,44 @@ class Network:
     def describe(self) -> dict[str, object]:
         """The part of the spec that this network defines, for the fingerprint and the results."""
         return {"denoiser": type(self).__name__}
+
+
+class Evaluated(Protocol):
+    """The answer of a view for some lanes, as far as the loop reads it: `Predictions`, or terms of a bound."""
+
+    @property
+    def carried(self) -> tuple[torch.Tensor, ...]:
+        """Planes that the network reads at the next step, (R, W, ...) each."""
+
+    def compared(self, lane: int, tokens: torch.Tensor) -> torch.Tensor:
+        """The values of one lane, with `tokens` (1, W), that must be the same when it is evaluated alone, (S, W)."""
+
+
+class Evaluator:
+    """A network opened on a group of rows, as the loop calls it: lanes in, what was evaluated of them out."""
+
+    carries: int = 0  # values of a position that a lane carries to its next step
+
+    def __init__(self, denoiser: Network, rows: Rows):
+        self.denoiser = denoiser
+        self.rows = rows
+        self.forwards = 0  # network calls
+        self.evaluated = 0  # rows evaluated
+
+    def cost(self, lanes: Lanes) -> torch.Tensor:
+        """The cost of each lane in network tokens, (R,)."""
+        return self.rows.length[lanes.row]
+
+    def commit(self, lanes: Lanes) -> None:
+        """Write finished blocks into the rows, so that later blocks see them (sampling)."""
+        width = torch.arange(lanes.masked.shape[1], device=lanes.start.device)  # (W,)
+        inside = width < lanes.width[:, None]  # (R, W)
+        rows = lanes.row[:, None].expand_as(inside)  # (R, W)
+        self.rows.ids[rows[inside], lanes.columns[inside]] = lanes.tokens[inside]
+
+    def __call__(self, lanes: Lanes, targets: torch.Tensor | None = None) -> Evaluated:
+        """Evaluate lanes; `targets` (R, W): the tokens that will be asked about."""
+        raise NotImplementedError
 
 
 def without_autocast(network: Network) -> torch.autocast:

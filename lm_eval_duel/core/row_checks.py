@@ -35,9 +35,8 @@ from lm_eval_duel.core.float_noise import (
     tolerance,
 )
 from lm_eval_duel.core.lanes import Lanes, Rows
-from lm_eval_duel.core.network import Network, without_autocast
+from lm_eval_duel.core.network import Evaluated, Evaluator, Network, without_autocast
 from lm_eval_duel.core.scores import Counts
-from lm_eval_duel.core.view import Evaluated, Evaluator
 from lm_eval_duel.errors import InconsistentOutput
 
 log = logging.getLogger("lm_eval.duel_mdm")

@@ -12,10 +12,9 @@ import dataclasses
 
 import torch
 
-from lm_eval_duel.core.denoiser import Denoiser
+from lm_eval_duel.core.denoiser import Denoiser, Positions, View
 from lm_eval_duel.core.lanes import Lanes, Rows
 from lm_eval_duel.core.network import KeysValues
-from lm_eval_duel.core.view import Positions, View
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.fingerprint import number
 

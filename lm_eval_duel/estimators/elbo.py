@@ -34,12 +34,11 @@ from typing import Any, cast
 import torch
 
 from lm_eval_duel.core.decision import EVALUATE_ALL, UnmaskingRule
-from lm_eval_duel.core.denoiser import Denoiser
+from lm_eval_duel.core.denoiser import Denoiser, distinct
 from lm_eval_duel.core.hashing import hashed, uniform
 from lm_eval_duel.core.lanes import Lanes
 from lm_eval_duel.core.reveal import Step, WindowGroup
 from lm_eval_duel.core.scores import IndexedScores, Score
-from lm_eval_duel.core.view import distinct
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.estimators import registry

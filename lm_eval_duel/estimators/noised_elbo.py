@@ -26,9 +26,9 @@ from lm_eval_duel.core.decision import EvaluateAll, UnmaskingRule
 from lm_eval_duel.core.denoiser import Denoiser
 from lm_eval_duel.core.hashing import uniform
 from lm_eval_duel.core.lanes import Lanes, Rows
+from lm_eval_duel.core.network import Evaluator
 from lm_eval_duel.core.reveal import Step, WindowGroup
 from lm_eval_duel.core.scores import IndexedScores
-from lm_eval_duel.core.view import Evaluator
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.errors import DuelError, NotFinite
 from lm_eval_duel.estimators.arguments import NoisedElboArguments

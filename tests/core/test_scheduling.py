@@ -10,10 +10,9 @@ from laws import numbers
 from toys import BlockCausal, Small, Toy
 
 from lm_eval_duel.core import predictions
-from lm_eval_duel.core.block_causal import BlockCausalView
+from lm_eval_duel.core.denoiser import BlockCausalView, distinct
 from lm_eval_duel.core.predictions import top_of, two_largest
 from lm_eval_duel.core.reveal import Reveal, largest
-from lm_eval_duel.core.view import distinct
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.estimators.duel import DuelEstimator
 
@@ -59,9 +58,9 @@ def test_options_share_rows_until_they_differ(kind, rule):
 
 
 def test_a_hash_that_collides_merges_nothing(monkeypatch):
-    from lm_eval_duel.core import view
+    from lm_eval_duel.core import denoiser
 
-    monkeypatch.setattr(view, "hashed", lambda columns, seed: torch.zeros_like(columns))
+    monkeypatch.setattr(denoiser, "hashed", lambda columns, seed: torch.zeros_like(columns))
     first, kind = distinct(torch.tensor([[1, 2], [2, 1], [1, 2]]))
     assert first.tolist() == kind.tolist() == [0, 1, 2]
 

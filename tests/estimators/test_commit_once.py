@@ -17,7 +17,7 @@ from lm_eval_duel.audit.checked import REFERENCE, RUNS_RULE, CheckedWindow
 from lm_eval_duel.audit.contradictions import contradictions
 from lm_eval_duel.audit.recompute import recompute
 from lm_eval_duel.core import noise as noises
-from lm_eval_duel.core.view import View
+from lm_eval_duel.core.denoiser import View
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.denoisers.cached.denoiser import Cached
 from lm_eval_duel.denoisers.filters import warped

@@ -23,12 +23,11 @@ from collections.abc import Iterator
 import torch
 
 from lm_eval_duel.core.block_causal import PackedCall, rows_at
-from lm_eval_duel.core.denoiser import Denoiser
+from lm_eval_duel.core.denoiser import Denoiser, Positions, View, distinct, masked_positions
 from lm_eval_duel.core.float_noise import FLOAT32, random_rows
 from lm_eval_duel.core.hashing import hashed
 from lm_eval_duel.core.lanes import Lanes, Rows
 from lm_eval_duel.core.network import KeysValues
-from lm_eval_duel.core.view import Positions, View, distinct, masked_positions
 from lm_eval_duel.denoisers import self_tests
 from lm_eval_duel.denoisers.cached.kept_keys import Attentions, CachedStep, NotSteered, Slots, Streams
 from lm_eval_duel.denoisers.load_options import CACHES

@@ -21,11 +21,10 @@ from typing import Any
 import torch
 
 from lm_eval_duel import fingerprint
-from lm_eval_duel.core.denoiser import Denoiser
+from lm_eval_duel.core.denoiser import Denoiser, Positions, View
 from lm_eval_duel.core.lanes import Lanes, Rows
 from lm_eval_duel.core.network import KeysValues, take
 from lm_eval_duel.core.noise import Hybrid, NoiseTraining, Uniform
-from lm_eval_duel.core.view import Positions, View
 from lm_eval_duel.denoisers import hub
 from lm_eval_duel.denoisers.dit.network import DiT
 from lm_eval_duel.denoisers.vocabulary import excluded_columns
