@@ -74,7 +74,11 @@ def other_ids(monkeypatch):
 
 def smaller_totals(monkeypatch):
     from_scores = totals.Total.from_scores
-    smaller = lambda *a: dataclasses.replace(total := from_scores(*a), log_prob=0.99 * total.log_prob)  # noqa: E731
+
+    def smaller(*arguments):
+        total = from_scores(*arguments)
+        return dataclasses.replace(total, summed=total.summed.with_nats(0.99 * total.log_prob))
+
     monkeypatch.setattr(totals.Total, "from_scores", smaller)
 
 
