@@ -35,8 +35,11 @@ def fields_of(entry, default):
     """The fields of a dataclass that differ from those of another one, a line each."""
     for field in dataclasses.fields(entry):
         value = getattr(entry, field.name)
-        if value != getattr(default, field.name):
-            yield f"    {field.name}: {shown(value)}"
+        if value == getattr(default, field.name):
+            continue
+        if field.name == "harmless":  # entries with a reason each
+            value = sorted(value)
+        yield f"    {field.name}: {shown(value)}"
 
 
 def test_families():
@@ -50,9 +53,10 @@ def test_families():
         "plain decoders": families.PLAIN,
         "needed": layouts.NEEDED,
         "DiffuGPT's masks": layouts.DIFFUGPT_MASKS,
-        "harmless": families.HARMLESS,
+        "harmless": sorted(families.HARMLESS),
         "lengths": pretrained.LENGTHS,
-        "DiffusionGemma": {name: getattr(diffusion_gemma, name) for name in ("STEPS", "REFUSED", "REFUSED_BY_DECODER")},
+        "DiffusionGemma's steps": diffusion_gemma.STEPS,
+        "DiffusionGemma refuses": [*diffusion_gemma.REFUSED, *sorted(diffusion_gemma.REFUSED_BY_DECODER)],
     }
     lines += [f"\n{name}: {shown(value)}" for name, value in constants.items()]
     golden.check(GOLDEN / "families.txt", "\n".join(lines) + "\n")
@@ -73,8 +77,10 @@ def test_our_own_dit():
 def test_refused_checkpoints():
     lines = []
     for entry in refused.ENTRIES:
-        lines += ["", *(f"{key}: {shown(value)}" for key, value in vars(entry).items())]
-        lines.append(str(entry.error("a/checkpoint", "Class")))
+        lines.append(f"{entry.checkpoint}: {shown(entry.classes)} {entry.named!r}")
+        message = str(entry.error("a/checkpoint", "Class"))
+        assert message.startswith("a/checkpoint is a Class: ") and entry.why in message
+        assert ("What works: " in message) == (entry.instead != refused.NOTHING)
     golden.check(GOLDEN / "refused.txt", "\n".join(lines) + "\n")
 
 
@@ -94,7 +100,7 @@ def answer(function, *arguments):
 def test_network_arguments_at_the_ends_of_their_ranges():
     lines = []
     for name, argument in NETWORK_ARGUMENTS.items():
-        lines += ["", f"{name}: {argument.kind.words} (default {argument.shown}, {argument.meaning})"]
+        lines += ["", f"{name}: {argument.kind.words} (default {argument.shown}, identity {argument.identity})"]
         for value in (*VALUES, *argument.kind.choices):
             result = answer(argument.read, name, value)
             if result != "refused" and result != repr(str(value)):
