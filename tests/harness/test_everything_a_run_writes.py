@@ -89,7 +89,7 @@ def bars(printed):
     """What the last state of each progress bar shows: its title, tokens, and the text behind the rate."""
     shown = {}
     for text in re.split("[\\r\\n]", printed):
-        parts = re.fullmatch(r"(\w.*): +\d+%\|.*\| (\d+/\d+) \[.*(?:tok/s|s/tok)(.*)\]", text)
+        parts = re.fullmatch(r"(\w.*): +\d+%\|.*\| (\d+/\d+) \[.*(?:tok/s|s/tok)(.*)\]", text.rstrip())
         if parts:
             shown[parts[1]] = parts[2] + parts[3]
     return [f"{title}: {state}" for title, state in shown.items()]
