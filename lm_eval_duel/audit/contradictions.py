@@ -1,4 +1,4 @@
-"""Values that cannot all be right, whoever computed them; and draws that are not drawn as they are said to be.
+"""Values that contradict each other, whoever computed them, and draws that do not have their distribution.
 
 In log p, for one block and one network:
 
@@ -129,7 +129,7 @@ def _is_bound(elbo: Elbo) -> bool:
 
 
 def _elbo(elbo: Elbo, windows: Sequence[CheckedWindow], exact: dict[int, float]) -> Iterator[str]:
-    """The drawn bound of the windows together, beside the mean over all orders."""
+    """The drawn bound of all windows together, against the mean over all orders."""
     once = {windows[n].window: n for n in exact}.values()  # equal windows share their draws
     scores = [windows[n].score for n in once]
     errors = [score.stderr for score in scores if score is not None and score.stderr is not None]

@@ -1,7 +1,7 @@
 """From raw text to the printed number, without anything that a run computes but the network.
 
 text of the documents -> ids, by the tokenizer alone -> tokens, words and bytes, counted
-log-probabilities, by the reference -> their sum -> perplexities and bits per byte -> beside the printed ones
+log-probabilities, by the reference -> their sum -> perplexities and bits per byte, compared with the printed ones
 """
 
 from __future__ import annotations

@@ -81,7 +81,7 @@ class Scored(Counted, state_only=True):
 
 @dataclasses.dataclass(frozen=True)
 class Greedy(Scored, name="greedy"):
-    """The k largest P1 (the top token's probability), compared as log-odds, which do not saturate."""
+    """The k positions with the largest P1 (the top token's probability), as log-odds, which do not saturate."""
 
     @staticmethod
     def score(predictions: Predictions) -> Score:
@@ -90,7 +90,7 @@ class Greedy(Scored, name="greedy"):
 
 @dataclasses.dataclass(frozen=True)
 class Margin(Scored, name="margin"):
-    """The k largest P1 - P2, a difference of probabilities, as in the paper."""
+    """The k positions with the largest P1 - P2, a difference of probabilities, as in the paper."""
 
     @staticmethod
     def score(predictions: Predictions) -> Score:
@@ -109,7 +109,7 @@ class Margin(Scored, name="margin"):
 
 @dataclasses.dataclass(frozen=True)
 class LogMargin(Scored, name="log_margin"):
-    """The k largest log P1 - log P2, which the authors' code for 8B models calls margin."""
+    """The k positions with the largest log P1 - log P2, which the authors' code for 8B models calls margin."""
 
     @staticmethod
     def score(predictions: Predictions) -> Score:
@@ -118,7 +118,7 @@ class LogMargin(Scored, name="log_margin"):
 
 @dataclasses.dataclass(frozen=True)
 class Entropy(Scored, name="entropy"):
-    """The k smallest entropies."""
+    """The k positions with the smallest entropy."""
 
     @staticmethod
     def score(predictions: Predictions) -> Score:

@@ -1,4 +1,4 @@
-"""Values that cannot all be right, and draws that are not drawn as they are said to be, are failures of an audit."""
+"""Values that contradict each other, and draws that do not have their distribution, are failures of an audit."""
 
 import dataclasses
 import random

@@ -146,10 +146,14 @@ class CleanKeys:
 
 def unfilled(checkpoint: Checkpoint) -> StoredDecoder:
     """The network of a local folder. `fill` raises DuelError if the weights do not fit exactly."""
-    family, config, options = checkpoint.layout, checkpoint.config, checkpoint.options
+    family = checkpoint.layout
+    config = checkpoint.config
+    options = checkpoint.options
     model_config = make_config(family, config, options)
     denoiser = StoredDecoder(checkpoint, model_config.vocab_size)
-    options.refuse(family.name, "sigma", *(() if denoiser.attention == "causal_prefix" else ("first_token",)))
+    options.refuse(family.name, "sigma")
+    if denoiser.attention != "causal_prefix":
+        options.refuse(family.name, "first_token")
     denoiser.set_row_length(trained_positions(family, model_config.max_position_embeddings, config))
     denoiser.kind = getattr(transformers, CLASSES.get(family.native, f"{family.native}ForCausalLM"))
     denoiser.model_config = model_config
@@ -248,7 +252,8 @@ class StoredDecoder(Decoder):
         family = self.layout
         config = self.config
         model_config = self.model_config
-        options = self.options = weights.fetch_adapter(self.options)
+        options = weights.fetch_adapter(self.options)
+        self.options = options
         model_kwargs = special_kwargs(config, options)
         stored = {key: value for key, value in hub.read_tensors(options.name).items() if not key.endswith(IGNORED)}
         tensors, origin = native_tensors(family, stored, config)

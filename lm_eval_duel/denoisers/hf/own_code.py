@@ -39,7 +39,8 @@ READ = ("dtype", "revision", "trust_remote_code")  # network arguments that conc
 
 def load(checkpoint: Checkpoint) -> MaskedLM:
     """The denoiser of a checkpoint's own code; raises DuelError if it does not load strictly or fails a self-test."""
-    options, config = checkpoint.options, checkpoint.config
+    options = checkpoint.options
+    config = checkpoint.config
     _class_reference(config, options)
     family = checkpoint.family or OWN_CODE
     rows = [config[key] for key in ROWS if isinstance(config.get(key), int)]  # of the embedding
@@ -148,7 +149,8 @@ def plain_rope(model_config: Any, device: Any = None, **ignored: Any) -> tuple[t
     theta = parameters.get("rope_theta") or model_config.rope_theta
     head = getattr(model_config, "head_dim", None) or model_config.hidden_size // model_config.num_attention_heads
     width = int(head * (getattr(model_config, "partial_rotary_factor", None) or 1.0))
-    return 1.0 / theta ** (torch.arange(0, width, 2, device=device, dtype=torch.float32) / width), 1.0
+    exponent = torch.arange(0, width, 2, device=device, dtype=torch.float32) / width  # (d / 2,)
+    return 1.0 / theta**exponent, 1.0
 
 
 def load_own_class(name: str, device: str | None, network: Mapping[str, Any]) -> torch.nn.Module:
@@ -159,7 +161,8 @@ def load_own_class(name: str, device: str | None, network: Mapping[str, Any]) ->
     arguments = {key: network[key] for key in READ if key in network}
     options = hub.pin_revision(LoadOptions(resolve(name), hub.pick_device(device), **arguments))
     config = hub.read_config(options.name, options.revision)
-    if any(name in (config.get("auto_map") or {}) for name in HEADED):
+    auto_map = config.get("auto_map") or {}
+    if any(key in auto_map for key in HEADED):
         if not options.trust_remote_code:
             raise DuelError("its own code is run only where it is trusted; pass trust_remote_code=true.")
         folder = hub.local_folder(options.name, options.revision)

@@ -98,7 +98,11 @@ def quantization_kwargs(config: dict[str, Any], options: LoadOptions) -> dict[st
     Raises DuelError for options that do not go with quantized weights.
     """
     scheme = config.get(CONFIG_KEY)  # of the files
-    bits = 8 if options.load_in_8bit else 4 if options.load_in_4bit else None  # wanted by the user
+    bits = None  # wanted by the user
+    if options.load_in_8bit:
+        bits = 8
+    elif options.load_in_4bit:
+        bits = 4
     what = f"load_in_{bits}bit"
     if scheme is not None:
         method = method_of(scheme)
@@ -143,7 +147,7 @@ def quantization_entries(model: Any) -> dict[str, str]:
     config = model.config.quantization_config
     entries = config.to_diff_dict() if hasattr(config, "to_diff_dict") else config.to_dict()
     entries = {key: value for key, value in entries.items() if not key.startswith("_")}
-    # experts too, which some releases of transformers fuse and do not quantise
+    # experts too, which some releases of transformers fuse and do not quantize
     whole = sum(tensor.numel() for tensor in model.parameters() if tensor.is_floating_point() and tensor.itemsize > 1)
     method = getattr(model.quantization_method, "value", model.quantization_method)
     entries |= {"quant_method": str(method), "whole_parameters": whole}
@@ -205,7 +209,8 @@ def merge_adapter(model: Any, path: str | None, family: Family | None = None) ->
 
         report = set_peft_model_state_dict(adapted, native_tensors)
         missing = [key.replace(".default.", ".") for key in report.missing_keys if ".lora_" in key]
-        whole = [key for key in native_tensors if ".lora_" not in key]  # weights, which peft takes without a word
+        # whole weights, which peft would load without saying so
+        whole = [key for key in native_tensors if ".lora_" not in key]
         require_none(f"The adapter {path} does not fit this network", missing, {*report.unexpected_keys, *whole})
         return adapted.merge_and_unload()
 
