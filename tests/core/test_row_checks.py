@@ -277,9 +277,10 @@ def test_a_later_run_of_the_same_duel_is_repeated_at_its_end():
 
 def test_a_small_change_that_all_lanes_have_in_common_is_found():
     duel = Planted(by_rows).duel("greedy", block=24, batch_size=16)
-    with pytest.raises(InconsistentOutput):
+    with pytest.raises(InconsistentOutput, match=r"those of the \d+ lanes before") as raised:
         duel.log_prob([Window(window.target[:4], window.target[4:]) for window in windows(64, 24, 20)])
     assert duel.estimator.row_checks.drift.significant
+    assert f" {duel.counts.rows_checked - 1} lanes" in str(raised.value)
 
 
 def test_a_drift_of_coarse_numbers_is_counted(monkeypatch):

@@ -327,6 +327,7 @@ PARTS = {
     "nothing": Window((), ()),
     "suffix up to the border": Window((0,), (1, 0), (2,) * 2),
     "suffix over the border": Window((0,), (1, 0), (2,) * 4),
+    **{f"3 positions, suffix of {n}": Window((0,), (1, 0, 0), (2,) * n) for n in (1, 2, 3)},
     "tail at the border": Window((0, 0, 0), (1, 0, 0), (), 1),
     "tail off the border": Window((0, 0, 0), (1, 0), (), 1),
     "known": Window((0,), (1, 0, 0), known=(1,)),
