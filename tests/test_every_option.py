@@ -146,11 +146,17 @@ def test_which_checkpoints_a_preset_fits():
 
 def test_numbers_and_specs_as_text():
     """The fewest digits that tell a number from every other, one digest for a spec in any order."""
+    texts = {
+        0: "0",
+        0.1: "0.1",
+        1 / 3: "0.3333333333333333",
+        1e-7: "1e-07",
+        123456.0: "123456",
+        0.1 + 0.2: repr(0.1 + 0.2),
+    }
+    for value, text in {**texts, 1234567.0: "1234567.0", math.inf: "inf", 1e22: "1e+22"}.items():
+        assert fingerprint.number(value) == text
     lines = []
-    for value in (0, 0.1, 1 / 3, 1e-7, 123456.0, 1234567.0, 0.1 + 0.2, math.inf, 1e22):
-        text = fingerprint.number(value)
-        assert float(text) == value
-        lines.append(f"{value!r} is {text}")
     spec = {"rule": "greedy:k=1", "block": 32, "eps": None}
     assert fingerprint.digest(spec) == fingerprint.digest(dict(reversed(spec.items())))
     lines.append(f"digest {fingerprint.digest(spec)}")
