@@ -320,4 +320,7 @@ def sort_key(text: str | None) -> tuple[int, str, float]:
 
 def adaptive(text: str) -> bool:
     """True if the number of a rule's steps depends on the text."""
-    return kind(text).adaptive
+    rule = kind(text)
+    if rule.adaptive_with and rule.adaptive_with in text.split(":"):
+        return True
+    return rule.adaptive

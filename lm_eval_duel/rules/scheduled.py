@@ -229,7 +229,7 @@ def _algorithm(value: Any) -> Any:
 
 
 @dataclasses.dataclass(frozen=True)
-class Dream(Rule, name="dream", speed=("steps",), reads_step=True):
+class Dream(Rule, name="dream", speed=("steps",), reads_step=True, adaptive_with="alg=confidence_threshold"):
     """Dream's diffusion_generate, whose number of positions follows its noise levels.
 
     With t_i from 1 to 0.001 in equal steps and m positions left, step i reveals int(m (1 - t_(i+1) / t_i)) of them, the

@@ -90,6 +90,7 @@ def test_how_targets_are_cut_into_blocks_and_windows_into_groups():
 @pytest.mark.parametrize("known", [(3,), (-1,), (0, 1, 2), (0, 5)])
 def test_known_positions_are_some_of_the_target(known):
     assert Window((), (1, 1, 1), known=(0, 2)).scored_tokens == 1
+    assert len({Window((), (1, 1, 1), known=given).key for given in ((), (0,), (1,), (2,), (0, 2))}) == 5
     with pytest.raises(DuelError, match="0 to 2"):
         Window((), (1, 1, 1), known=known)
 
@@ -109,6 +110,9 @@ def test_what_a_value_is_called_and_its_errors():
     names = ("is_exact", "is_bound", "is_likelihood", "may_exceed_one", "word", "doubt", "label", "interval_error")
     for n, value in enumerate(values()):
         lines += golden.listed(f"value {n}", {**value.describe(), **{name: getattr(value, name) for name in names}})
+    worth = Value(0.0, kind=Kind.UPPER_BOUND, note="of the spec")
+    for entries in ({"log_prob": -1.0}, {"log_prob": -1.0, "kind": "estimate"}, {"log_prob": None}, {"reason": "x"}):
+        lines.append(f"{entries} read: {Value.read(entries, worth)}")
     for one, other in itertools.product(Kind, repeat=2):
         lines.append(f"{one.name} + {other.name}: {weaker(one, other).name}")
     for nll in (-1.0, 0.0, 709.0, 710.0):

@@ -48,12 +48,16 @@ RELATIVE = Relative(length=12)
 NOISY = NoisyToy(length=12)
 NOISY.noise_training = NOISY.noise_training._replace(note="the share of noise")
 CONDITIONED = Conditioned(length=12)
+OFFICIAL = NoisyToy(length=12, share=0.25)
+OFFICIAL.bos = "official"
+OFFICIAL.relative_positions = True
 MORE = {  # besides those of `ESTIMATORS`
     "ar": partial(Autoregressive, Causal(length=12)),
     "duel, rotary blocks": partial(DuelEstimator, RotaryBlocks(block=3, length=12), "greedy:k=2"),
     "duel, sub-blocks": partial(DuelEstimator, TOY, "entropy_bound:gamma=0.9:sub_block=2:seed_first=true", 4),
     "duel, no block": partial(DuelEstimator, TOY, "cumulative_quota:steps=3:tau=0.6", None, traced=True),
     "duel, given the noise": partial(DuelEstimator, NOISY, "greedy", 3, CommitOnceArguments(noise_seed=2)),
+    "duel, given masks and noise": partial(DuelEstimator, OFFICIAL, "margin", 3, CommitOnceArguments(noise_seed=0)),
     "over 3 seeds": partial(DuelSeeds, CONDITIONED, "threshold:mu=0.5", 3, SeedsArguments(noise_seeds=3)),
     "over 10 seeds": partial(DuelSeeds, NOISY, "greedy:k=2", 3, SeedsArguments(noise_seeds=10, noise_seed=4)),
     "elbo, 15 draws": partial(Elbo, TOY, ElboArguments(15, elbo_block=2), grid="row"),

@@ -22,15 +22,25 @@ from lm_eval_duel.denoisers.cached.denoiser import Cached
 from lm_eval_duel.denoisers.filters import excluding
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.estimators import cost, registry
-from lm_eval_duel.estimators.arguments import CommitOnceArguments, ElboArguments, NoisedElboArguments, check_block
+from lm_eval_duel.estimators.arguments import (
+    CommitOnceArguments,
+    ConfidenceArguments,
+    ElboArguments,
+    NoisedElboArguments,
+    OrderArguments,
+    TwoPhaseArguments,
+    check_block,
+)
 from lm_eval_duel.estimators.checks import check_windows, resolve_block, resolve_grid
 from lm_eval_duel.estimators.duel import Autoregressive, DuelEstimator, Replay
 from lm_eval_duel.estimators.elbo import Elbo, replicates
+from lm_eval_duel.estimators.lattice import Lattice
 from lm_eval_duel.estimators.moves import StepCounts
 from lm_eval_duel.estimators.noised_elbo import NoisedElbo, step_shares
+from lm_eval_duel.estimators.samplers import SampledConfidence, SampledOrder
 from lm_eval_duel.estimators.totals import Total, TwoPhaseBlocks, score_documents
 from lm_eval_duel.estimators.trajectories import Departure, follow
-from lm_eval_duel.estimators.two_phase import block_sample_weights, combine
+from lm_eval_duel.estimators.two_phase import TwoPhase, block_sample_weights, combine
 from lm_eval_duel.rules import parse
 from lm_eval_duel.rules.scheduled import dream_counts, dream_shares, even_counts
 
@@ -176,6 +186,12 @@ def test_arguments_that_change_nothing_are_named():
         Elbo(toy),
         Elbo(toy, ElboArguments(elbo_block=4)),
         NoisedElbo(noisy),
+        TwoPhase(Attends(), block=2, cache="prefix", draw_seed=3),
+        TwoPhase(Attends(), "threshold:mu=0.5", 2, TwoPhaseArguments(1)),
+        Lattice(toy, 4, estimator="oracle", rule=parse("greedy:k=2")),
+        SampledConfidence(toy, 4, ConfidenceArguments(tau=0.5, strict=False)),
+        SampledConfidence(toy, 4, ConfidenceArguments(steps=2, schedule="dream", confidence="tempered")),
+        SampledOrder(toy, 4, OrderArguments("topk_margin", 3, 0.25)),
     ):
         lines.append(f"{estimator.describe()}: {registry.ignored_args(GIVEN, estimator)}")
     check("ignored", lines)
@@ -287,7 +303,7 @@ def test_schedules():
     for share in (0.01, 0.5, 1.0):
         lines += golden.listed(f"sample {share}", block_sample_weights([3, 9], [7, 4], share, 1).flatten().tolist())
     levels = torch.tensor([0.0, 0.1, 0.25, 0.5, 0.6, 0.75, 0.999], dtype=torch.float64)[:, None]
-    for noise in (NoisyToy().noise_training.noise, NoisyToy(share=0.2).noise_training.noise):
+    for noise in (NoisyToy().noise_training.noise, NoisyToy(share=0.25).noise_training.noise):
         for name, planes in (
             ("times", noise.time_from_uniform(levels)),
             ("level", noise.level(levels, 1 - levels)),
@@ -384,6 +400,10 @@ def test_departures_from_a_rule():
     sampler = {"n": 1, "confidence": "tempered"}
     lines += golden.listed("sampled", dataclasses.asdict(follow(duel, [window], steps[:1], sampler)[0]))
     check("departures", lines)
+    assert isinstance(answer(follow, duel, [window], [(0, 1, 2, 2)], None), str), (
+        "a block begins before the last one ends"
+    )
+    assert not isinstance(answer(follow, duel, [window], [(0, 1, 2, 3)], None), str)
     assert [Departure(0, 0, margin).near_tie for margin in (None, 0.0, 9.9e-5, 1.1e-4)] == [False, True, True, False]
 
 

@@ -84,6 +84,29 @@ def test_picks_and_margins_are_as_recorded():
     golden.check(GOLDEN / "decisions.txt", "\n".join(lines) + "\n", within=1e-6)
 
 
+def test_the_number_of_steps_depends_on_the_text_only_if_the_rule_is_said_to_be_adaptive():
+    """Of rules with a schedule, on lanes of equal size."""
+    generator = torch.Generator().manual_seed(4)
+    count = 6
+    zero = torch.zeros(count, dtype=torch.int64)
+    masked = torch.ones(count, 6, dtype=torch.bool)
+    excluded = torch.zeros(TOKENS, dtype=torch.bool)
+    for text in ("quota:steps=4", "dream:alg=entropy:steps=3", "dream:alg=confidence_threshold:steps=3:tau=0.5"):
+        rule = rules.parse(text)
+        lanes = Lanes(zero, zero, zero, zero + 6, torch.where(masked, -1, 0), masked, zero)
+        steps = set()
+        while lanes.masked.any():
+            logits = 3 * torch.randn(int(lanes.masked.sum()), TOKENS, generator=generator, dtype=torch.float64)
+            every = torch.arange(len(logits))
+            tie = torch.zeros(len(lanes), dtype=torch.bool)
+            decision = rule(Predictions(lanes.masked, tie, logits, every, torch.clone, excluded), lanes)
+            lanes = lanes.reveal(decision.pick, lanes.tokens.clamp(min=0), decision.memory)
+            finished = ~lanes.masked.any(1)
+            steps |= {*lanes.step[finished].tolist()}
+            lanes = lanes.select(~finished)
+        assert (len(steps) > 1) == rules.adaptive(text), (text, steps)
+
+
 NAMES = ("family", "sort_key", "adaptive", "without_defaults", "is_rule")
 TEXTS = (
     *("greedy", "klass:mu=0.9:nu=0.1:history=1", "klass:mu=0.9:nu=0.1:history=2", "threshold:mu=0.9:sub_block=8"),
