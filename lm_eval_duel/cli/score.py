@@ -134,7 +134,11 @@ class ScoredModel:
     estimator: str
     lines: list[Line]
     total: Line
-    kind: str
+
+    @property
+    def kind(self) -> str:
+        """The kind of its values, with what limits them."""
+        return self.total.value.label
 
     @property
     def pretrained(self) -> str:
@@ -258,7 +262,7 @@ def score(lm: DuelMDM, texts: Sequence[files.OwnText]) -> ScoredModel | None:
     in_order = [every[n] for n in range(len(texts))]
     error = lm.evaluation.total().tasks[TASK].total.stderr  # not from the lines: equal windows share their draws
     total = _total(in_order, error)
-    return ScoredModel(lm.get_model_info(), lm.estimator.name, in_order, total, total.value.label)
+    return ScoredModel(lm.get_model_info(), lm.estimator.name, in_order, total)
 
 
 def _total(lines: Sequence[Line], error: float | None) -> Line:
@@ -333,7 +337,7 @@ def compared(scored: Sequence[ScoredModel]) -> tuple[compare.Comparison, str]:
 
 def _is_value(run: Run, *rows: Row) -> bool:
     """True if one of the rows is a run's own value."""
-    return any((row.run, row.estimator) == (run, run.estimator) for row in rows)
+    return any((row.run, row.estimator) == (run, run.config.estimator) for row in rows)
 
 
 def _place(number: int, model: ScoredModel) -> Path:

@@ -50,9 +50,9 @@ def names_of_runs(runs: Sequence[Run], baselines: Collection[Run]) -> Columns:
     return {
         "model": lambda run: run.label,
         "estimator": lambda run: run_title(run, run in baselines),
-        "rule": lambda run: without_defaults(run.rule or ""),
-        "block": lambda run: WHOLE_TARGET if run.block == "none" else run.block,
-        "cache": lambda run: run.cache if any_cache else "",
+        "rule": lambda run: without_defaults(run.config.rule or ""),
+        "block": lambda run: WHOLE_TARGET if run.config.block == "none" else run.config.block,
+        "cache": lambda run: run.config.cache if any_cache else "",
     }
 
 
@@ -64,7 +64,7 @@ def names_of_rows(rows: Sequence[Row]) -> Columns:
         "estimator": lambda row: row.title,
         "rule": lambda row: without_defaults(row.rule or ""),
         "block": lambda row: WHOLE_TARGET if row.block == "none" else row.block,
-        "cache": lambda row: row.run.cache if any_cache else "",
+        "cache": lambda row: row.cache if any_cache else "",
     }
 
 
@@ -83,7 +83,7 @@ def _through(record: Callable[[Any], Any], columns: Columns) -> Columns:
 
 def run_title(run: Run, baseline: bool) -> str:
     """The estimator of a run, or that it was a lattice run, and whether it is the baseline."""
-    entry = registry.find(run.estimator)
+    entry = registry.find(run.config.estimator)
     name = "Lattice" if entry.lattice else entry.title
     return f"{name} ({baseline_remark(entry)})" if baseline else name
 
@@ -362,7 +362,7 @@ def average(run: Run, name: str, metric: str) -> Cell:
         return ""
     score, error = run.scores(name)[metric]
     text = number(score, ".4f", error or None, unsure=True)  # 0 of equal documents: their spread is not known
-    decodes = run.every_task[name].output_type != "loglikelihood" or registry.find(run.estimator).decodes
+    decodes = run.every_task[name].output_type != "loglikelihood" or registry.find(run.config.estimator).decodes
     is_counted = metric.split(" (")[0] == COUNTED  # with the name of a filter in brackets
     return text, NOT_DECODED if is_counted and not decodes else ""
 
@@ -372,7 +372,7 @@ def cost(costs: Sequence[RunCost]) -> Table:
 
     def entry(key: str, scale: float = 1) -> Callable[[RunCost], Cell]:
         def cell(cost: RunCost) -> str:
-            count = cost.run.duel.get(key)
+            count = cost.run.config.duel.get(key)
             return "" if count is None else number(count / scale, ",.0f")
 
         return cell
@@ -386,7 +386,7 @@ def cost(costs: Sequence[RunCost]) -> Table:
         "peak MiB": entry("peak_memory_bytes", 2**20),
         "x ELBO": lambda cost: (number(cost.over_elbo.value, ".3g"), cost.over_elbo.reason),
         "x AR": lambda cost: (number(cost.over_ar.value, ".3g"), cost.over_ar.reason),
-        "whole run, s": lambda cost: number(cost.run.whole_run_seconds, ".1f"),
+        "whole run, s": lambda cost: number(cost.run.header.total_evaluation_time_seconds, ".1f"),
     }
     return Table.from_records("Cost", costs, shown)
 
@@ -405,7 +405,7 @@ def files(runs: Sequence[Run], baselines: Collection[Run]) -> Table:
     shown: Columns = {
         "file": lambda run: os.path.relpath(run.name, folder),
         "model": lambda run: f"{run.label} (AR baseline)" if run in baselines else run.label,
-        "fingerprint": lambda run: run.fingerprint,
+        "fingerprint": lambda run: run.config.fingerprint,
         "spec": spec,
     }
     return Table.from_records(f"Below {folder}:", runs, shown)

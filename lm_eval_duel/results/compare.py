@@ -287,7 +287,7 @@ def choose(choice: str, shown: Sequence[ComparedRow], draws: Draws) -> list[Pair
         for each in likelihoods:
             row = each.row
             if row.estimator == "duel" and not row.ar:
-                groups.setdefault((row.model, row.block, row.run.cache, row.qualifiers), []).append(row)
+                groups.setdefault((row.model, row.block, row.cache, row.qualifiers), []).append(row)
         for group in groups.values():
             pairs += _pairs_of(group)
     return _in_groups([gaps.pair(first, second, draws) for first, second in pairs])
@@ -297,8 +297,8 @@ def _in_groups(pairs: Sequence[Pair]) -> list[Pair]:
     """Pairs of one model, block and cache together. In each group those with a better one come first, and by size."""
     groups: dict[tuple, list[Pair]] = {}
     for pair in pairs:
-        first = (pair.first.model, pair.first.block, pair.first.run.cache)
-        second = (pair.second.model, pair.second.block, pair.second.run.cache)
+        first = (pair.first.model, pair.first.block, pair.first.cache)
+        second = (pair.second.model, pair.second.block, pair.second.cache)
         shared = tuple(one if one == other else None for one, other in zip(first, second, strict=True))
         groups.setdefault(shared, []).append(pair)
     ordered = []
@@ -394,9 +394,9 @@ def _precision(compared: Sequence[Run]) -> list[str]:
     """Notes on networks in low precision, whose orders and sums are coarser."""
     notes = []
     for run in compared:
-        if run.dtype not in ("float32", "float64"):
-            default = "" if run.ours else " (the default of --model hf; dtype=float32 changes it)"
-            notes.append(f"{run.label} ran in {run.dtype}{default}: {run.short_name}")
+        if run.config.dtype not in ("float32", "float64"):
+            default = "" if run.config.ours else " (the default of --model hf; dtype=float32 changes it)"
+            notes.append(f"{run.label} ran in {run.config.dtype}{default}: {run.short_name}")
     return notes
 
 
@@ -418,7 +418,7 @@ def _speeds(shown: Sequence[ComparedRow], ar: Row | None) -> list[Speeds]:
     for each in shown:
         row = each.row
         if row.estimator == "duel" and row.nfe_per_token:
-            groups.setdefault((row.model, row.block, row.run.cache, row.variant), []).append(each)
+            groups.setdefault((row.model, row.block, row.cache, row.variant), []).append(each)
     speeds = []
     for members in groups.values():
         different_nfes = {round(each.row.nfe_per_token, 3) for each in members}
@@ -438,7 +438,7 @@ def _oracle(row: Row, shown: Sequence[ComparedRow]) -> Row | None:
     """The oracle of a row's model, block and cache."""
     for each in shown:
         other = each.row
-        same_setting = (other.model, other.block, other.run.cache) == (row.model, row.block, row.run.cache)
+        same_setting = (other.model, other.block, other.cache) == (row.model, row.block, row.cache)
         if other.estimator == "oracle" and same_setting:
             return other
     return None

@@ -124,10 +124,10 @@ def _as_file_name(text: str) -> str:
 # ---------------------------------------------------------------- report.json
 
 ROW = (  # entries of a row alone
-    *("model", "name", "estimator", "rule", "block", "cache=run.cache", "qualifiers", "unknown", "eps"),
+    *("model", "name", "estimator", "rule", "block", "cache", "qualifiers", "unknown", "eps"),
     *("likelihood=score.is_likelihood", "bound=score.is_bound"),
     *("value", "stderr", "stderr_bound", "stderr_reason", "metrics", "nfe_per_token"),
-    *("dtype=run.dtype", "fingerprint=run.fingerprint", "ar", "nfe", "tokens", "file=run.name"),
+    *("dtype=run.config.dtype", "fingerprint=run.config.fingerprint", "ar", "nfe", "tokens", "file=run.name"),
 )
 COMPARED = (  # of a row among others
     *("interval", "window_stderr", "reason=no_interval", "best", "gap", "gap_interval"),
@@ -136,9 +136,11 @@ COMPARED = (  # of a row among others
 )
 PAIR = ("names", "difference", "interval", "reason", "verdict")
 COST = (
-    *("model=run.label", "estimator=run.estimator", "name", "rule=run.rule", "block=run.block", "cache=run.cache"),
+    *("model=run.label", "estimator=run.config.estimator", "name", "rule=run.config.rule"),
+    *("block=run.config.block", "cache=run.config.cache"),
     *("ar=baseline", "tasks=time.tasks", "cached=run.cached", "tokens=time.tokens"),
-    *("seconds_per_token=time.seconds_per_token", "whole_run_seconds=run.whole_run_seconds", "file=run.name"),
+    "seconds_per_token=time.seconds_per_token",
+    *("whole_run_seconds=run.header.total_evaluation_time_seconds", "file=run.name"),
     *("times_elbo=over_elbo.value", "times_elbo_reason=over_elbo.reason"),
     *("times_ar=over_ar.value", "times_ar_reason=over_ar.reason"),
 )
@@ -147,7 +149,10 @@ METHOD = (
     *("label", "kind", "remarks", "fingerprint", "parameters", "versions", "date", "device"),
     *("nfe_per_token", "seconds_per_token", "seconds_reason"),
 )
-RUN = ("model=label", "estimator", "rule", "block", "cache", "dtype", "file=name")
+RUN = (
+    *("model=label", "estimator=config.estimator", "rule=config.rule", "block=config.block", "cache=config.cache"),
+    *("dtype=config.dtype", "file=name"),
+)
 
 
 def entries(record: Any, names: Iterable[str]) -> dict[str, Any]:
@@ -215,7 +220,7 @@ def accuracies(runs: Sequence[Run], name: str, baselines: Collection[Run]) -> li
 
 
 def cost(cost: RunCost) -> dict[str, Any]:
-    return entries(cost, COST) | {key: cost.run.duel.get(key) for key in COUNTS}
+    return entries(cost, COST) | {key: cost.run.config.duel.get(key) for key in COUNTS}
 
 
 def ranking(standings: Standings, tasks: Mapping[str, Comparison]) -> dict[str, Any]:
@@ -227,7 +232,7 @@ def ranking(standings: Standings, tasks: Mapping[str, Comparison]) -> dict[str, 
     for standing in standings.rows:
         method = standing.method
         rows.append(
-            entries(method.named, ("model", "estimator", "rule", "block", "cache=run.cache"))
+            entries(method.named, ("model", "estimator", "rule", "block", "cache"))
             | entries(method, METHOD)
             | entries(standing, ("main", "mean", "mean_rank", "rank"))
             | {"rows": {name: numbers[name][each] for name, each in method.rows.items()}}
@@ -249,7 +254,7 @@ def csv_of(standings: Standings) -> str:
     for standing in standings.rows:
         method = standing.method
         start = _names(standing) | entries(standing, means)
-        end = {"dtype": method.named.run.dtype} | entries(method, SOURCE)
+        end = {"dtype": method.named.run.config.dtype} | entries(method, SOURCE)
         for line in [*_perplexities(method), *_averages(method)]:
             lines.append(start | line | end)
     return csv_text(lines)
@@ -262,7 +267,7 @@ def _names(standing: Standing) -> dict[str, Any]:
         **entries(standing, ("rank",)),
         **entries(named, ("model", "estimator")),
         **entries(standing.method, ("kind",)),
-        **entries(named, ("rule", "block", "cache=run.cache")),
+        **entries(named, ("rule", "block", "cache")),
         **entries(standing.method, ("remarks",)),
     }
 
@@ -322,9 +327,9 @@ def command(run: Run) -> str:
     """
     if run.content.get("format") == SCORE:
         return OWN_TEXTS
-    if run.ours and run.model != MODEL:
+    if run.config.ours and run.config.model != MODEL:
         return IN_PYTHON
-    words = ["lm-eval-duel", "run"] if run.ours else ["lm_eval", "--model", run.model]
+    words = ["lm-eval-duel", "run"] if run.config.ours else ["lm_eval", "--model", run.config.model]
     with reading(run.file, RESULTS):
         for flag, value in _flags(run).items():
             if value != "":
@@ -334,7 +339,7 @@ def command(run: Run) -> str:
         if instruction := run.content.get("system_instruction"):
             words += ["--system_instruction", str(instruction)]
     line = shlex.join(words)
-    return line if run.ours else f"{line} --include_path {TASK_FOLDER}"
+    return line if run.config.ours else f"{line} --include_path {TASK_FOLDER}"
 
 
 def _flags(run: Run) -> dict[str, Any]:

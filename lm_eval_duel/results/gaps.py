@@ -77,7 +77,7 @@ def cache_cost(row: Row, shown: Sequence[Row], draws: Draws) -> Pair | None:
     ignored = {"estimator"} if row.is_drawn else NON_IDENTITY_KEYS  # the draws are part of its value
 
     def fits(other: Row) -> bool:
-        return other.run.cache == NO_CACHE and (other.estimator, other.rule) == (row.estimator, row.rule)
+        return other.cache == NO_CACHE and (other.estimator, other.rule) == (row.estimator, row.rule)
 
     uncached, differences = nearest(row, shown, fits, ignored | {"cache"})
     if uncached and not differences:
@@ -150,8 +150,8 @@ def find_elbos(duel: Row, shown: Sequence[Row], as_published: bool) -> tuple[lis
     """
     if "noise_seed" in duel.run.spec:
         return [], _no_elbo_under_noise(duel, shown)
-    causal = duel.run.duel.get("attention") in ("block_causal", "causal_prefix")
-    wanted = duel.run.block if causal else "none"
+    causal = duel.run.config.duel.get("attention") in ("block_causal", "causal_prefix")
+    wanted = duel.run.config.block if causal else "none"
 
     def fits(row: Row) -> bool:
         return row.block == wanted and (row.is_drawn_bound or (causal and row.estimator == "elbo_exact"))

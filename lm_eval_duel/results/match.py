@@ -180,16 +180,16 @@ def differences(first: Run, second: Run, name: str) -> list[Difference]:
             remedy = "score both with windows=harness and a max_length that gives equal target positions, or with one "
             remedy = f"{twin}{remedy}that holds every document"
             result.append(Difference("windows", windows_of(first), windows_of(second), remedy))
-    elif first.duel.get("cut_contexts") or second.duel.get("cut_contexts"):
-        cuts = [f"{run.duel.get('cut_contexts', 0)} contexts cut at {run.max_length}" for run in (first, second)]
+    elif first.config.duel.get("cut_contexts") or second.config.duel.get("cut_contexts"):
+        cuts = [f"{run.config.duel.get('cut_contexts', 0)} contexts cut at {run.max_length}" for run in (first, second)]
         result.append(Difference("contexts", *cuts, "raise max_length"))
     return result
 
 
 def _twin(first: Run, second: Run) -> str:
     """The simplest remedy for a model of the harness beside one of ours: score it with this package, too."""
-    stock = [run for run in (first, second) if not run.ours]
-    if len(stock) != 1 or not stock[0].autoregressive:
+    stock = [run for run in (first, second) if not run.config.ours]
+    if len(stock) != 1 or not stock[0].config.autoregressive:
         return ""
     twin = TWIN.replace("it", stock[0].label, 1).replace("...", stock[0].pretrained)
     return f"{twin} (its windows and tokens are then the same as ours; max_length sets their length), or "
@@ -201,7 +201,7 @@ def _twin(first: Run, second: Run) -> str:
 def same_tokens(first: Run, second: Run, name: str) -> bool | None:
     """True if two runs count the same tokens in a task; None if that is not known."""
     both = (first, second)
-    tokenizers = [run.spec.get("tokenizer") if run.ours else None for run in both]
+    tokenizers = [run.spec.get("tokenizer") if run.config.ours else None for run in both]
     if None not in tokenizers and tokenizers[0] == tokenizers[1]:
         return True
     counts = [run.tasks[name].tokens for run in both]
@@ -228,28 +228,32 @@ def _words_per_token(task: Task) -> float | None:
 def _tokenizer(run: Run, name: str) -> str:
     """A description of a run's tokenizer, for messages."""
     counts = run.tasks[name].tokens
-    tokenizer = run.spec.get("tokenizer", "unknown") if run.ours else "unknown"
+    tokenizer = run.spec.get("tokenizer", "unknown") if run.config.ours else "unknown"
     return tokenizer if counts is None else f"{tokenizer} ({number(sum(counts.values()), '.0f')} tokens)"
 
 
 def positions(run: Run) -> str:
     """The scored positions of a row: `the text` only, unless a benchmark's convention says otherwise."""
-    bos = run.duel.get("bos") or run.spec.get("special_tokens", "").rpartition("bos=")[2] or "given"
+    bos = run.config.duel.get("bos") or run.spec.get("special_tokens", "").rpartition("bos=")[2] or "given"
     bos = str(bos).split(",")[0]
-    return "the text" if not run.ours or bos in ("given", "none") else f"bos={bos}"
+    return "the text" if not run.config.ours or bos in ("given", "none") else f"bos={bos}"
 
 
 def windows_of(run: Run) -> str:
     """The windows of a run as text; those of other models are derived."""
     size = "unknown length" if run.capacity is None else f"{run.capacity} target positions"
-    return f"{run.windows}, {size}{'' if run.ours else ' (derived)'}"
+    return f"{run.windows}, {size}{'' if run.config.ours else ' (derived)'}"
 
 
 def _same_windows(first: Run, second: Run, name: str, same_tokenizer: bool) -> bool:
     """True if documents are cut alike: the same windows, or every document is one window in both runs."""
     same = (first.windows, first.capacity) == (second.windows, second.capacity)
     if first.capacity is None or second.capacity is None:
-        return same and first.ours == second.ours and first.spec.get("max_length") == second.spec.get("max_length")
+        return (
+            same
+            and first.config.ours == second.config.ours
+            and first.spec.get("max_length") == second.spec.get("max_length")
+        )
     if same:
         return True
     one = first.longest(name)

@@ -162,7 +162,7 @@ def _baseline_names(report: Report) -> str:
 def _legend(rows: Sequence[Standing]) -> dict[str, str]:
     """The kinds of results that are on the page, and what each means."""
     kinds = {row.method.kind for row in rows if row.method.rows}
-    if any(row.method.named.run.autoregressive for row in rows):
+    if any(row.method.named.run.config.autoregressive for row in rows):
         kinds.add(AR)
     return {kind: meaning for kind, meaning in KINDS.items() if kind in kinds}
 

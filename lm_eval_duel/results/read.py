@@ -53,7 +53,7 @@ def runs(places: Iterable[str | Path]) -> list[Run]:
     every_run: list[Run] = []
     for file in files(places):
         every_run += from_file(file)
-    return distinguish(sorted(every_run, key=lambda run: (run.date, run.name)))
+    return distinguish(sorted(every_run, key=lambda run: (run.header.date, run.name)))
 
 
 def files(places: Iterable[str | Path]) -> list[Path]:
@@ -234,7 +234,7 @@ def _check(run: Run) -> None:
     for key in ("elbo_eps", "mc_samples", "noise_seed"):
         if run.spec.get(key, "none") != "none":
             number(run.spec[key])
-    if run.ours and "version" not in run.spec:
+    if run.config.ours and "version" not in run.spec:
         raise ValueError("its spec has no version")
     for task in run.tasks.values():
         _check_task(run, task)
@@ -247,7 +247,7 @@ def _check_task(run: Run, task: Task) -> None:
     for key, value in values.items():
         if value["log_prob"] is not None:
             log_probs[key] = value["log_prob"]
-    log_prob = log_probs.get(run.estimator)
+    log_prob = log_probs.get(run.config.estimator)
     known = task.metrics.get("token_perplexity")
     tokens = task.entry.get("tokens")
     if tokens and log_prob is not None and known is not None:

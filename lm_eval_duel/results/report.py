@@ -102,7 +102,7 @@ def collect(options: argparse.Namespace) -> Report:
         notes = [*filter(None, [note]), *notes]
     shown = []
     for run in runs:
-        if (run.ours or run.autoregressive) and run.has_results:
+        if (run.config.ours or run.config.autoregressive) and run.has_results:
             shown.append(run)
     if not shown:
         raise DuelError(f"No perplexity ({', '.join(METRICS)}) to report: {'; '.join(map(str, notes))}")
@@ -155,8 +155,8 @@ def read_runs(options: argparse.Namespace) -> tuple[list[Run], list[Run]]:
         ar_files = {str(file) for file in read.files(places)}
     ar = [run for run in runs if run.name in ar_files]
     for run in ar:
-        if not run.autoregressive:
-            what = f"estimator={run.estimator}" if run.ours else f"--model {run.model}"
+        if not run.config.autoregressive:
+            what = f"estimator={run.config.estimator}" if run.config.ours else f"--model {run.config.model}"
             raise DuelError(
                 f"--ar {run.name} is a result of {what}, not of an autoregressive model; name one of ours "
                 f"({match.TWIN}), or one of `--model hf` or of another autoregressive model of the harness."
@@ -196,7 +196,7 @@ def baseline(runs: Sequence[Run]) -> tuple[list[Run], Note]:
     Of several results of a task under one spec it is the newest.
     """
     runs = [run for run in runs if run.tasks]
-    causal = [run for run in runs if run.autoregressive]
+    causal = [run for run in runs if run.config.autoregressive]
     if len(causal) == len(runs):  # there is nothing to measure a gap of
         return [], Note()
     if note := _no_baseline(causal):
@@ -274,7 +274,7 @@ def _without_duel(of_model: Sequence[ComparedRow], against: str) -> str:
 def _rule(row: Row) -> str:
     """The rule of a DUEL row, or the estimator of another, with the cache."""
     method = escape(without_defaults(row.rule)) if row.is_duel else row.entry.display.lower()
-    return f"{method} with cache={escape(row.run.cache)}" if row.run.has_cache else method
+    return f"{method} with cache={escape(row.cache)}" if row.run.has_cache else method
 
 
 def _value(row: Row) -> str:
@@ -428,7 +428,7 @@ def content(report: Report) -> dict[str, Any]:
                 "file": run.name,
                 "model": run.label,
                 "ar": run in report.baselines,
-                "fingerprint": run.fingerprint,
+                "fingerprint": run.config.fingerprint,
                 "spec": run.spec,
             }
         )
@@ -468,5 +468,5 @@ def summary(content: Mapping[str, Any]) -> str:
         every_row += of_task
     if not every_row:
         return ""
-    about = ", ".join([*limited, f"fingerprint {run.fingerprint}"])
+    about = ", ".join([*limited, f"fingerprint {run.config.fingerprint}"])
     return f"{columns.summary(every_row).markdown()}\n\n{about}"

@@ -82,8 +82,12 @@ class Row:
     def block(self) -> str | None:
         """None for autoregressive and other models, `none` for the whole target."""
         if not self.is_drawn_bound:
-            return self.run.block
+            return self.run.config.block
         return self.run.spec.get("elbo_block", self.run.spec.get("canvas", "none"))
+
+    @property
+    def cache(self) -> str | None:
+        return self.run.config.cache
 
     @property
     def eps(self) -> float:
@@ -117,7 +121,7 @@ class Row:
         return {
             "model": self.model,
             "estimator": self.entry.title,
-            **setting(self.rule, self.block, self.run.cache),
+            **setting(self.rule, self.block, self.cache),
             "qualifiers": self.qualifiers,
         }
 
@@ -292,7 +296,7 @@ def from_run(run: Run, name: str, metric: str, baseline: bool) -> tuple[list[Row
             "response cache answered the others, or counted some of another run): only the harness's own value is shown"
         )
         return [harness_row], [note]
-    others = {other.name: other for other in registry.find(run.estimator).others}
+    others = {other.name: other for other in registry.find(run.config.estimator).others}
     rows = []
     notes = []
     for key, written in task.entry.get("values", {}).items():
@@ -321,10 +325,10 @@ def plain_row(run: Run, name: str, baseline: bool, metric: str = "") -> Row:
         run=run,
         task=name,
         metric=metric,
-        estimator=run.estimator,
-        rule=run.rule,
+        estimator=run.config.estimator,
+        rule=run.config.rule,
         metrics=task.metrics,
-        score=registry.worth(run.estimator, run.spec),
+        score=registry.worth(run.config.estimator, run.spec),
         tokens=counted if task.partial else task.entry.get("tokens") or counted,
         documents=documents,
         missing=missing,
@@ -347,9 +351,9 @@ def _left_out(row: Row, key: str, written: Mapping[str, Any]) -> str:
         if unit in written and unit in entry and written[unit] != entry[unit]:  # a cache continued it with other rules
             why = f"it is of {written[unit]} {unit}, the task of {entry[unit]}"
             return f"{key} of {row.task} in {run.name} is left out: {why}"
-    if key == run.estimator:
+    if key == run.config.estimator:
         return ""
-    harness_nats = entry["values"].get(run.estimator, {}).get("log_prob")
+    harness_nats = entry["values"].get(run.config.estimator, {}).get("log_prob")
     nats = written.get("log_prob")
     if not harness_nats or nats is None or not (math.isfinite(harness_nats) and nats < math.inf):
         return f"{run.name}: {key} of {row.task} has no finite log-likelihood, so it has no value"
@@ -365,7 +369,7 @@ def _row_of_value(row: Row, key: str, written: Mapping[str, Any]) -> Row:
         rule = key
     else:
         estimator = key
-        rule = run.rule if entry.follows_rule else None
+        rule = run.config.rule if entry.follows_rule else None
     worth = registry.worth(estimator, run.spec)
     row = dataclasses.replace(
         row,
@@ -375,9 +379,9 @@ def _row_of_value(row: Row, key: str, written: Mapping[str, Any]) -> Row:
         nats_window_stderr=written.get("window_stderr"),
         nfe=written.get("nfe"),
     )
-    if key == run.estimator:
+    if key == run.config.estimator:
         return row
-    harness_nats = run.tasks[row.task].entry["values"][run.estimator]["log_prob"]
+    harness_nats = run.tasks[row.task].entry["values"][run.config.estimator]["log_prob"]
     ratio = written["log_prob"] / harness_nats  # of two sums over the same units
     metrics = {}
     for metric, known in row.metrics.items():
@@ -442,7 +446,9 @@ def in_order(rows: Iterable[Row]) -> Ordered:
     """
     # of each method, the rows of each value; the row that is kept comes first
     methods: dict[tuple, dict[tuple, list[Row]]] = {}
-    for row in sorted(rows, key=lambda row: (not row.ar, row.estimator != row.run.estimator, -row.run.date)):
+    for row in sorted(
+        rows, key=lambda row: (not row.ar, row.estimator != row.run.config.estimator, -row.run.header.date)
+    ):
         values = methods.setdefault((row.run.key, row.estimator, row.rule, row.block), {})
         values.setdefault(identity(row), []).append(row)
 
@@ -454,7 +460,7 @@ def in_order(rows: Iterable[Row]) -> Ordered:
             same[row] = others
             notes += [_twice(row, other) for other in others]
 
-    models = list(dict.fromkeys(row.model for row in sorted(same, key=lambda row: row.run.date)))
+    models = list(dict.fromkeys(row.model for row in sorted(same, key=lambda row: row.run.header.date)))
     ordered = sorted(same, key=lambda row: (not row.ar, models.index(row.model), _sort_key(row)))
     return Ordered(ordered, same, notes)
 
@@ -496,6 +502,6 @@ def _sort_key(row: Row) -> tuple[Any, ...]:
     block = int(row.block) if (row.block or "").isdigit() else NO_BLOCK
     if row.is_drawn_bound:
         block = -block  # the whole target first
-    cache = CACHES.index(row.run.cache) if row.run.cache in CACHES else len(CACHES)
+    cache = CACHES.index(row.cache) if row.cache in CACHES else len(CACHES)
     seed = float(row.noise_seed or 0)
     return ([*registry.ESTIMATORS].index(row.estimator), block, *sort_key(row.rule), cache, seed, row.variant)

@@ -201,10 +201,10 @@ class Run:
     @functools.cached_property
     def spec(self) -> dict[str, str]:
         """The entries that define the numbers; of another model of the harness, what it was loaded with."""
-        if self.ours:
+        if self.config.ours:
             return self.config.spec
         loaded = {key: value for key, value in self.config.model_args.items() if key not in NOT_IN_SPEC}
-        loaded["dtype"] = self.dtype
+        loaded["dtype"] = self.config.dtype
         if self.config.model_sha:
             loaded["model_sha"] = self.config.model_sha
         return loaded
@@ -217,24 +217,24 @@ class Run:
     @property
     def key(self) -> str:
         """Equal for the same model: the digest of the weights, else the name that was loaded."""
-        if not self.ours:
+        if not self.config.ours:
             return self.pretrained
-        return str(self.duel.get("weights") or self.spec.get("weights"))
+        return str(self.config.duel.get("weights") or self.spec.get("weights"))
 
     @property
     def max_length(self) -> int | None:
-        length = str(self.spec.get("max_length")) if self.ours else self.header.max_length
+        length = str(self.spec.get("max_length")) if self.config.ours else self.header.max_length
         return int(length) if length.isdecimal() else None
 
     @property
     def windows(self) -> str:
         """The way it cuts documents; other models have the harness's rolling windows."""
-        return self.spec.get("windows", "independent") if self.ours else "harness"
+        return self.spec.get("windows", "independent") if self.config.ours else "harness"
 
     @property
     def capacity(self) -> int | None:
         """Target positions in a window."""
-        return self.duel.get("row_capacity") if self.ours else self.max_length
+        return self.config.duel.get("row_capacity") if self.config.ours else self.max_length
 
     def longest(self, name: str) -> int | None:
         """Tokens of the longest document of a task, from its samples.
@@ -244,15 +244,15 @@ class Run:
         task = self.tasks[name]
         if task.tokens is not None:
             return int(max(task.tokens.values(), default=0))
-        if self.ours and task.computed >= (task.size or 0):
-            return task.entry.get("longest_document", self.duel.get("longest_document"))
+        if self.config.ours and task.computed >= (task.size or 0):
+            return task.entry.get("longest_document", self.config.duel.get("longest_document"))
         return None
 
     @property
     def when(self) -> str:
         """ISO 8601."""
-        time = datetime.datetime.fromtimestamp(self.date, datetime.timezone.utc)
-        return time.isoformat(timespec="seconds") if self.date else ""
+        time = datetime.datetime.fromtimestamp(self.header.date, datetime.timezone.utc)
+        return time.isoformat(timespec="seconds") if self.header.date else ""
 
     @property
     def versions(self) -> dict[str, str]:
@@ -262,18 +262,18 @@ class Run:
             versions["lm_eval"] = self.header.lm_eval_version
         if self.header.transformers_version:
             versions["transformers"] = self.header.transformers_version
-        return versions | self.duel.get("versions", {})
+        return versions | self.config.duel.get("versions", {})
 
     @property
     def cached(self) -> bool:
         """True if answers may have come from a response cache, so that times cover only a part of the run."""
-        if not self.ours:
+        if not self.config.ours:
             return bool(self.config.use_cache)
-        return bool(self.duel.get("answers_from_cache")) or any(task.partial for task in self.tasks.values())
+        return bool(self.config.duel.get("answers_from_cache")) or any(task.partial for task in self.tasks.values())
 
     @property
     def has_cache(self) -> bool:
-        return self.cache not in (None, NO_CACHE)
+        return self.config.cache not in (None, NO_CACHE)
 
     def scores(self, name: str) -> dict[str, tuple[float, float | None]]:
         """The averages of a task other than perplexities, with their standard errors."""
@@ -287,8 +287,10 @@ class Run:
     def left_out(self) -> list[str]:
         """Notes on the parts of the file that tables leave out."""
         file = self.short_name
-        if not self.ours and not self.autoregressive:
-            return [f"{file} is a result of --model {self.model}, not known to be autoregressive, and is left out."]
+        if not self.config.ours and not self.config.autoregressive:
+            return [
+                f"{file} is a result of --model {self.config.model}, not known to be autoregressive, and is left out."
+            ]
         notes = [f"{name} in {file} is a group of tasks and is left out." for name in self.groups]
         for name, task in self.every_task.items():
             if not (task.metrics or task.scores):
@@ -296,56 +298,6 @@ class Run:
         if not self.every_task:
             notes.append(f"{file} holds no perplexity and is left out.")
         return notes
-
-    # ------------------------------------------------------------ of its config
-
-    @property
-    def model(self) -> str:
-        return self.config.model
-
-    @property
-    def ours(self) -> bool:
-        return self.config.ours
-
-    @property
-    def duel(self) -> dict[str, Any]:
-        return self.config.duel
-
-    @property
-    def dtype(self) -> str:
-        return self.config.dtype
-
-    @property
-    def fingerprint(self) -> str | None:
-        return self.config.fingerprint
-
-    @property
-    def estimator(self) -> str:
-        return self.config.estimator
-
-    @property
-    def rule(self) -> str | None:
-        return self.config.rule
-
-    @property
-    def block(self) -> str | None:
-        return self.config.block
-
-    @property
-    def cache(self) -> str | None:
-        return self.config.cache
-
-    @property
-    def autoregressive(self) -> bool:
-        return self.config.autoregressive
-
-    @property
-    def date(self) -> float:
-        return self.header.date
-
-    @property
-    def whole_run_seconds(self) -> float | None:
-        return self.header.total_evaluation_time_seconds
 
 
 def is_limited(size: int | None, available: int | None) -> bool:

@@ -25,7 +25,6 @@ KINDS = {  # of a result, as `Value.word` has them: its meaning
     "no bound": "a Monte Carlo ELBO that leaves out small noise levels (elbo_eps above 0), so it bounds nothing",
     ORACLE: "not a likelihood: it sees the targets",
 }
-RANKED = ("exact", "estimate")
 WHOLE_RUN = "times of whole runs, loading included: results of other models hold no other time, and no device"
 CACHED = "some answers came from a response cache, so the time covers only a part of the run"
 LATTICE = f"lattice: all estimators in one run (oracle is {KINDS[ORACLE]})"
@@ -96,13 +95,13 @@ class RankedMethod:
 
     @property
     def fingerprint(self) -> str:
-        return joined(run.fingerprint for run in self.runs)
+        return joined(run.config.fingerprint for run in self.runs)
 
     @property
     def parameters(self) -> int | None:
         for run in self.runs:
-            if run.duel.get("parameters"):
-                return run.duel["parameters"]
+            if run.config.duel.get("parameters"):
+                return run.config.duel["parameters"]
         return None
 
     @property
@@ -174,7 +173,7 @@ def _methods(tasks: Mapping[str, Comparison], runs: Sequence[Run], baselines: Se
             results.setdefault(key, {})[name] = each
     scored: dict[tuple, dict[str, Run]] = {}
     plain: dict[tuple, Row] = {}
-    for run in sorted(runs, key=lambda run: -run.date):  # the newest stands beside the perplexities
+    for run in sorted(runs, key=lambda run: -run.header.date):  # the newest stands beside the perplexities
         for name, task in run.every_task.items():
             if task.scores:
                 row = plain_row(run, name, baseline=run in baselines)
@@ -257,10 +256,10 @@ class Standings:
             return math.inf if row.main is None else row.main
 
         for row in sorted(self.rows, key=lowest_first):
-            if row.method.kind == ORACLE:
-                oracles.append(row)
-            else:
+            if row.method.named.score.is_likelihood:
                 others.append(row)
+            else:
+                oracles.append(row)
         return [(title, members) for title, members in groups.items() if members]
 
 
@@ -291,7 +290,7 @@ def standings(tasks: Mapping[str, Comparison], runs: Sequence[Run], baselines: S
 
 def _tasks_of_means(tasks: Mapping[str, Comparison], methods: Sequence[RankedMethod]) -> tuple[str, list[str]]:
     """The metric of means, and the tasks that they are over: none if there are fewer than two."""
-    needed = [method for method in methods if method.rows and method.kind != ORACLE]
+    needed = [method for method in methods if method.rows and method.named.score.is_likelihood]
     common: dict[str, list[str]] = {}  # by metric
     for name, task in tasks.items():
         if needed and all(method.value(name) is not None for method in needed):
@@ -320,7 +319,8 @@ def _ranks(values: Mapping[RankedMethod, float | None]) -> dict[RankedMethod, in
     """The ranks of the methods that have one: one more than the number of methods with a lower value."""
     ranks = {}
     for method, value in values.items():
-        if method.kind in RANKED and value is not None:
+        score = method.named.score
+        if (score.is_exact or score.may_exceed_one) and value is not None:  # bounds and the oracle have no rank
             ranks[method] = 1
     for method in ranks:
         for other in ranks:
@@ -345,13 +345,13 @@ class Time:
     @property
     def place(self) -> tuple[str | None, int | None]:
         """Device and number of processes."""
-        return self.run.duel.get("device"), self.run.duel.get("ranks")
+        return self.run.config.duel.get("device"), self.run.config.duel.get("ranks")
 
     @property
     def tokens(self) -> int | None:
         """Of a run of another model from its samples."""
-        if self.run.duel.get("tokens"):
-            return self.run.duel["tokens"]
+        if self.run.config.duel.get("tokens"):
+            return self.run.config.duel["tokens"]
         total = 0.0
         for task in self.run.tasks.values():
             if task.tokens is None:
@@ -362,7 +362,7 @@ class Time:
     @property
     def seconds(self) -> float | None:
         """Of scoring alone."""
-        return self.run.duel.get("seconds")
+        return self.run.config.duel.get("seconds")
 
     @property
     def seconds_per_token(self) -> float | None:
@@ -392,7 +392,7 @@ class RunCost:
     @property
     def name(self) -> str:
         """Its estimator, or that it has several."""
-        return LATTICE if registry.find(self.run.estimator).lattice else self.run.estimator
+        return LATTICE if registry.find(self.run.config.estimator).lattice else self.run.config.estimator
 
 
 def costs(runs: Sequence[Run], baselines: Collection[Run], rows: Iterable[ComparedRow]) -> list[RunCost]:
@@ -415,7 +415,7 @@ def costs(runs: Sequence[Run], baselines: Collection[Run], rows: Iterable[Compar
         over_ar = Ratio()
         if run not in baselines:
             over_ar = _ratio(time, baseline_times, "AR run")
-            if run.estimator != "elbo":
+            if run.config.estimator != "elbo":
                 over_elbo = _over_elbo(time, elbos.get(run), timed)
         costs_of_runs.append(RunCost(time, run in baselines, over_elbo, over_ar))
 
@@ -424,7 +424,12 @@ def costs(runs: Sequence[Run], baselines: Collection[Run], rows: Iterable[Compar
 
     def place(cost: RunCost) -> tuple:
         run = cost.run
-        return not cost.baseline, models.index(run.label), estimators.index(run.estimator), *sort_key(run.rule)
+        return (
+            not cost.baseline,
+            models.index(run.label),
+            estimators.index(run.config.estimator),
+            *sort_key(run.config.rule),
+        )
 
     return sorted(costs_of_runs, key=place)
 
@@ -456,7 +461,13 @@ def _ratio(time: Time, others: Sequence[Time], what: str, note: str = "") -> Rat
             return Ratio(None, f"the {what} ran on {device} x {ranks}")
         return Ratio(time.seconds_per_token / same_place[-1].seconds_per_token, note)
 
-    whole_runs = [other.run.whole_run_seconds for other in same_tasks if other.run.whole_run_seconds]
-    if whole_runs and time.run.whole_run_seconds:
-        return Ratio(time.run.whole_run_seconds / whole_runs[-1], "; ".join(filter(None, [note, WHOLE_RUN])))
+    whole_runs = [
+        other.run.header.total_evaluation_time_seconds
+        for other in same_tasks
+        if other.run.header.total_evaluation_time_seconds
+    ]
+    if whole_runs and time.run.header.total_evaluation_time_seconds:
+        return Ratio(
+            time.run.header.total_evaluation_time_seconds / whole_runs[-1], "; ".join(filter(None, [note, WHOLE_RUN]))
+        )
     return Ratio(None, f"no time of the {what}")

@@ -38,10 +38,10 @@ class Traces:
         notes = []
         for run in runs:
             places = list(self.named)
-            written = run.duel.get("trace")
+            written = run.config.duel.get("trace")
             if written:
                 places += [Path(written), run.file.parent / Path(written).name]
-            path = next((place for place in places if _fingerprint(place) == run.fingerprint), None)
+            path = next((place for place in places if _fingerprint(place) == run.config.fingerprint), None)
             if written and path is None:
                 gone = f"The trace of {run.name} is no longer at {written}; name it with --traces."
                 notes.append(Note(advice=gone))

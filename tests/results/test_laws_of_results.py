@@ -358,7 +358,8 @@ def entry(rule, value=20.0, estimator="duel", block="4", cache="none", stderr=0.
     """A row with such a perplexity per token, of 10 tokens."""
     spec = {"elbo_block": block, **spec}
     run = SimpleNamespace(
-        **{"label": "MDM", "ours": True, "block": block, "cache": cache, "has_cache": cache != "none", "key": "w"},
+        **{"label": "MDM", "has_cache": cache != "none", "key": "w"},
+        config=SimpleNamespace(ours=True, block=block, cache=cache),
         spec=spec,
         every_task={"t": SimpleNamespace(unknown=0)},
     )

@@ -176,7 +176,7 @@ def test_only_likelihoods_have_ranks_and_means_are_over_all_tasks(tmp_path):
     rows = {}
     for row in content.standings.rows:
         named = row.method.named
-        rows[named.model, named.estimator, (named.rule or "").partition(":")[0], named.run.cache or ""] = row
+        rows[named.model, named.estimator, (named.rule or "").partition(":")[0], named.cache or ""] = row
     values = {}  # of both tasks
     means = {}
     for name, (first, second) in SEVERAL.items():
