@@ -44,7 +44,7 @@ def folder(tmp_path_factory):
 def texts(tmp_path, monkeypatch):
     """Files in the folder where commands run: lines, one of them empty and two equal, and one text."""
     monkeypatch.chdir(tmp_path)
-    for name, lines in {"few": LINES, "many": [*LINES, *MORE]}.items():
+    for name, lines in {"few": LINES, "many": [*LINES, *MORE], "copies": [*MORE[:9], MORE[0]]}.items():
         (tmp_path / f"{name}.txt").write_text("\n".join(lines))
     (tmp_path / "alone.md").write_text("a b c\nd e\n")
 
@@ -71,6 +71,13 @@ def test_score(folder, tmp_path, capsys, name):
     for other in content.get("compared", []):
         del other["documents"]  # as in the CSV file
     check(f"score_{name}.txt", printed, (tmp_path / "out.csv").read_text(), json.dumps(content, indent=1))
+
+
+def test_copies_of_a_text_are_one_document_for_a_verdict(folder, capsys):
+    model = ["--model_args", f"pretrained={folder},dtype=float64,rule=greedy,block=4", "--compare", "block=2"]
+    main(["score", "copies.txt", "--lines", *model, "--device", "cpu"])
+    main(["score", "many.txt", "--lines", "--limit", "11", *model, "--device", "cpu"])
+    check("score_copies.txt", capsys.readouterr().out)
 
 
 def test_one_document_and_a_limit(folder, capsys):
@@ -109,7 +116,8 @@ def test_inspect(folder, capsys, monkeypatch):
     monkeypatch.setattr(timing, "_seconds", lambda estimator, windows: 1.0)
     monkeypatch.setattr(timing, "peak_memory", lambda device: 3 * 2**20 + 2**19)
     words = ["inspect", folder, "--files", "many.txt", "--lines", "--device", "cpu"]
-    for model in ("rule=greedy,block=4,max_batch_size=2", "rule=threshold:mu=0.5,block=none,bos=none"):
+    models = ["rule=greedy,block=4,max_batch_size=2", "rule=threshold:mu=0.5,block=none,bos=none"]
+    for model in [*models, "estimator=elbo,mc_samples=16"]:
         arguments = [*words, "--model_args", f"dtype=float64,{model}"]
         main(arguments)
         main([*arguments, "--limit", "2", "--json"])
