@@ -5,6 +5,7 @@ None of it changes unseen. Of errors the numbers count, not the words.
 
 import math
 from pathlib import Path
+from types import SimpleNamespace
 
 import golden
 
@@ -49,6 +50,7 @@ GIVEN = (
         {"estimator": "mixture", "block": 4},
     ),
     *({"estimator": "oracle", "block": 4, "lattice_rules": "none"}, {"add_bos_token": True}, {"add_bos_token": False}),
+    *({"bos": "none", "add_bos_token": True}, {"bos": "none", "add_bos_token": False}, {"parallelize": True}),
     *({"draw_seed": -1}, {"block": 1}, {"block": "none"}, {"verify": 0}, {"verify": 3}, {"order": "longest"}),
     *({"preset": "llada", "steps": 7}, {"preset": "llada", "steps": 128}, {"preset": "llada", "rule": "quota:steps=5"}),
     *(
@@ -158,12 +160,15 @@ def test_numbers_and_specs_as_text():
         assert fingerprint.number(value) == text
     lines = []
     spec = {"rule": "greedy:k=1", "block": 32, "eps": None}
+    parts = [SimpleNamespace(describe=lambda: {"a": 1}), SimpleNamespace(describe=lambda: {"b": None}, filters=())]
+    parts[0].filters = (SimpleNamespace(describe=lambda: {"top_k": 3}),)
+    assert fingerprint.spec_of(*parts) == {"a": "1", "top_k": "3", "b": "None", "version": "3"}
     assert fingerprint.digest(spec) == fingerprint.digest(dict(reversed(spec.items())))
     lines.append(f"digest {fingerprint.digest(spec)}")
     lines += fingerprint.differences(spec, {"rule": "greedy:k=2", "block": "32", "grid": "row"})
     for names in (
         ["block"],
-        ["bloc", "block", "blocks", "blok", "bl", "black"],
+        ["bloc", "block", "blocks", "blok", "bl", "black", "bloke", "blocked"],
         [str(n) for n in range(40)],
         [str(n) for n in range(41)],
         [],

@@ -23,6 +23,7 @@ MORE = (
     *("dream:alg=maskgit_plus:steps=4", "dream:alg=confidence_threshold:steps=1:tau=0.7", "quota:steps=4"),
     *("cumulative_quota:steps=5:tau=0.9", "threshold_until:mu=0.8:steps=2", "falling_threshold:mu=0.9:low=0.4:steps=2"),
     *("factor:f=0.7:variant=b", "dinfer_threshold:mu=1.0", "hierarchy:low=0.6", "threshold_ref:mu=0.0:f=0.6"),
+    *("cumulative_error:mu=0.0", "cumulative_error:mu=0.02"),
     *("high_or_topk:n=3:tau=0.7", "threshold_fixed:mu=0.3:n=3", "quota:steps=3:eos=conf:eos_id=1:eot_id=2"),
 )
 EVERY = [*RULES, *AROUND, *MORE]

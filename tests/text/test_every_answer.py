@@ -7,6 +7,7 @@ import copy
 import functools
 import itertools
 from pathlib import Path
+from types import SimpleNamespace
 
 import golden
 import pytest
@@ -128,6 +129,36 @@ def test_windows_at_the_length_of_a_row():
     check("rows", lines)
 
 
+def test_what_the_spec_says_of_texts():
+    lines = []
+    for scheme, bos, framed in itertools.product(("independent", "harness"), ("auto", "none"), (True, False)):
+        entries = encoder(bos, scheme, framed=framed).describe()
+        del entries["tokenizer"]  # its digest depends on the version of the library
+        lines.append(f"{scheme} {bos} {framed}: {entries}")
+    check("spec", lines)
+
+
+def test_answers_are_kept_under_all_that_defines_them():
+    """Each differs from the first in one part."""
+    rows = [((1, 2, 3), (1, 1), ("t", "f")), ((1, 2, 4), (1, 1), ("t", "f")), ((1, 2, 3), (1, 0), ("t", "f"))]
+    rows += [((1, 2, 3), (1, 1), ("u", "f")), ((1, 2, 3), (1, 1), ("t", "g"))]
+    assert len({TokenText("a", *row).digest for row in rows}) == len(rows)
+    gaps = [Gap("a"), Gap("a", "b"), Gap("a", "c"), Residues("a"), Residues("a", "b"), Residues("a", "b", (1,))]
+    gaps += [Residues("a", "b", (0,)), Residues("a", "b", (0, 1))]
+    digests = [gap.digest for gap in gaps]
+    assert len({*digests}) == len(gaps) and {len(digest) for digest in digests} == {16}
+
+
+def test_an_end_of_text_is_no_unknown_token():
+    """GPT-2's is both."""
+    each = encoder()
+    assert each.unk_id == 1
+    each.tokenizer = SimpleNamespace(unk_token_id=7, eos_token_id=7, bos_token_id=None)
+    assert each.unk_id is None
+    each.tokenizer = SimpleNamespace(unk_token_id=7, eos_token_id=8, bos_token_id=7)
+    assert each.unk_id is None
+
+
 def test_windows_of_whole_texts():
     """And which number of tokens a task may have counted."""
     lines = []
@@ -188,7 +219,12 @@ def test_what_is_said_of_texts():
 SETTINGS = (
     *({}, {"do_sample": True}, {"do_sample": False, "temperature": 0.7, "top_k": 3}, {"temperature": 0.7}),
     *({"temperature": 0}, {"temperature": 0, "do_sample": True}, {"do_sample": True, "temperature": 1, "top_p": 1}),
-    *({"do_sample": True, "top_k": 0}, {"do_sample": True, "top_k": 5, "top_p": 0.25}, {"top_k": 4, "top_p": 0.5}),
+    *(
+        {"do_sample": True, "top_p": 0.95, "temperature": 1.25},
+        {"do_sample": True, "top_k": 0},
+        {"do_sample": True, "top_k": 5, "top_p": 0.25},
+        {"top_k": 4, "top_p": 0.5},
+    ),
     *({"max_gen_toks": 3}, {"max_tokens": 4, "max_gen_toks": 5}, {"max_new_tokens": 6, "max_completion_tokens": 6}),
     *({"max_completion_tokens": 7, "max_tokens": 8, "max_new_tokens": 9}, {"until": "a"}, {"until": ["a", "", "b"]}),
     *({"until": None, "num_beams": 1}, {"num_beams": 2}, {"n": 2}, {"temperature": 1e21}, {"temperature": 1e-21}),
