@@ -89,12 +89,21 @@ def test_a_signal_at_the_very_end_counts(model, monkeypatch):
 
 
 @pytest.mark.slow
-def test_kills_change_no_number(tmp_path):
+@pytest.mark.parametrize("model", [kill.MODEL, kill.NOISED], ids=["masks", "random tokens"])
+def test_kills_change_no_number(model, tmp_path):
     whole = tmp_path / "whole"
-    assert kill.start(whole).wait() == 0, (whole / "log.txt").read_text()[-3000:]
-    found, twice = kill.killed(tmp_path / "killed", 2)
+    resumed = tmp_path / "killed"
+    assert kill.start(whole, model).wait() == 0, (whole / "log.txt").read_text()[-3000:]
+    found, twice = kill.killed(resumed, 2, model)
     assert found == pytest.approx(kill.documents(whole), abs=1e-4) and len(found) == kill.LIMIT
     assert twice == 0, "finished documents are kept"
+    values = kill.values(whole)
+    for name, value in kill.values(resumed).items():
+        for figure in ("log_prob", "stderr", "window_stderr", "tokens", "windows", "near_ties"):
+            expected = values[name].get(figure)
+            if isinstance(expected, float):
+                expected = pytest.approx(expected, abs=1e-3)
+            assert value.get(figure) == expected, (name, figure)
 
 
 @pytest.mark.slow

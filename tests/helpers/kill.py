@@ -15,20 +15,21 @@ from harness_requests import text_log_prob
 LIMIT = 6  # documents
 # one row a call: documents finish one after the other; most have two windows
 MODEL = "rule=greedy,block=32,max_batch_size=1,max_length=64"
+NOISED = f"pretrained=demo-duo,estimator=duel_seeds,noise_seeds=2,{MODEL}"  # the noise of each text is drawn by a hash
 
 
-def command(folder):
+def command(folder, model=MODEL):
     """A run that keeps what it has in `folder`."""
-    args = f"{MODEL},trace={folder / 't.jsonl'}"
+    args = f"{model},trace={folder / 't.jsonl'}"
     said = ["--model_args", args, "--tasks", "sotu", "--limit", str(LIMIT), "--device", "cpu", "--log_samples"]
     kept = ["--output_path", str(folder), "--use_cache", str(folder / "c")]
     return [sys.executable, "-m", "lm_eval_duel", "run", *said, *kept]
 
 
-def start(folder):
+def start(folder, model=MODEL):
     folder.mkdir(parents=True, exist_ok=True)
     log = (folder / "log.txt").open("ab")
-    return subprocess.Popen(command(folder), stdout=log, stderr=log, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    return subprocess.Popen(command(folder, model), stdout=log, stderr=log, env={**os.environ, "OMP_NUM_THREADS": "1"})
 
 
 def kept(folder, begins=""):
@@ -53,18 +54,27 @@ def documents(folder):
     return {line["doc_id"]: text_log_prob(line) for line in lines}
 
 
-def killed(folder, kills, seed=0):
+def values(folder):
+    """The figures of each value in the results of the run that ended: sums, errors, and those of single seeds."""
+    (path,) = folder.glob("**/results_*.json")
+    results = json.loads(path.read_text())
+    return results["config"]["duel"]["tasks"]["sotu"]["values"]
+
+
+def killed(folder, kills, model=MODEL, seed=0):
     """Nats by document of a run that is killed so many times, and how many documents came into its trace once more."""
     chance = random.Random(seed)
     for _ in range(kills):
-        run, found, more = start(folder), kept(folder), chance.randint(1, 2)
+        run = start(folder, model)
+        found = kept(folder)
+        more = chance.randint(1, 2)
         while kept(folder) < found + more:
             assert run.poll() is None, "it ended before it was killed: raise LIMIT"
             time.sleep(0.05)
         time.sleep(chance.uniform(0, 1))
         run.send_signal(signal.SIGKILL)
         run.wait()
-    assert start(folder).wait() == 0, (folder / "log.txt").read_text()[-3000:]
+    assert start(folder, model).wait() == 0, (folder / "log.txt").read_text()[-3000:]
     lines = [json.loads(line) for line in (folder / "t.jsonl").read_text().splitlines()[1:]]
     times = Counter(line["doc"] for line in lines if line["window"] == 0)
     return documents(folder), sum(count - 1 for count in times.values())
