@@ -177,25 +177,31 @@ def over_seeds(estimator: DuelSeeds, window: Window, score: Score) -> Recomputed
     for seed, run_value, value in zip(estimator.seeds, score.seeds, values, strict=True):
         pairs[f"noise_seed {seed}"] = (run_value, value)
     origin = len(window.context)
-    log_mean = math.fsum(_log_mean([ell - origin for ell in block], runs) for block in blocks)
-    pairs[LOG_MEAN] = (score.others[LOG_MEAN].log_prob, log_mean)
+    log_means = []  # of the probability of each block
+    for block in blocks:
+        places = [ell - origin for ell in block]
+        log_means.append(_log_mean(places, runs))
+    pairs[LOG_MEAN] = (score.others[LOG_MEAN].log_prob, math.fsum(log_means))
     if len(values) > 1 and math.isfinite(mean):
         _, error = reference.mean_and_error(values, len(values))
         pairs["stderr"] = (math.nan if score.stderr is None else score.stderr, error)
     problems += unequal(pairs, nats_tolerance(len(window.target)))
 
-    along_own_orders = [path.log_prob if path.own_order is None else path.own_order for path in paths]
-    return Recomputed(
-        mean,
-        paths[0].route,
-        sum(path.other_picks or 0 for path in paths),
-        sum(path.ties or 0 for path in paths),
-        math.fsum(along_own_orders) / len(paths),
-        tuple(problems),
-    )
+    other_picks = 0
+    ties = 0
+    along_own_orders = []
+    for path in paths:
+        other_picks += path.other_picks or 0
+        ties += path.ties or 0
+        along_own_orders.append(path.log_prob if path.own_order is None else path.own_order)
+    own_order = math.fsum(along_own_orders) / len(paths)
+    return Recomputed(mean, paths[0].route, other_picks, ties, own_order, tuple(problems))
 
 
 def _log_mean(places: Sequence[int], runs: Sequence[Score]) -> float:
     """The log of the mean over seeds of the probability of one block, the target positions `places`."""
-    of_seeds = [math.fsum(run.token_logprobs[place] for place in places) for run in runs]  # (S,)
+    of_seeds = []
+    for run in runs:
+        of_block = [run.token_logprobs[place] for place in places]
+        of_seeds.append(math.fsum(of_block))
     return reference.log_mean_exp(of_seeds)

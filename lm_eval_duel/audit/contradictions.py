@@ -130,13 +130,18 @@ def _is_bound(elbo: Elbo) -> bool:
 
 def _elbo(elbo: Elbo, windows: Sequence[CheckedWindow], exact: dict[int, float]) -> Iterator[str]:
     """The drawn bound of all windows together, against the mean over all orders."""
-    once = {windows[n].window: n for n in exact}.values()  # equal windows share their draws
-    scores = [windows[n].score for n in once]
-    errors = [score.stderr for score in scores if score is not None and score.stderr is not None]
-    if len(errors) < len(scores):
-        return
-    error = math.hypot(*errors)
-    above = math.fsum(windows[n].log_prob - exact[n] for n in once)
+    errors = {}  # of different windows: equal ones share their draws
+    deviations = {}
+    for n, mean in exact.items():
+        each = windows[n]
+        assert each.score is not None
+        if each.score.stderr is None:
+            return
+        errors[each.window] = each.score.stderr
+        deviations[each.window] = each.log_prob - mean
+
+    error = math.hypot(*errors.values())
+    above = math.fsum(deviations.values())
     noise = ERRORS * error + PER_WINDOW
     # Form "ratio" weights by 1 / t, so that a rare draw at a small t may lie far below.
     too_low = above < -noise and elbo.arguments.elbo_form == "count"
@@ -149,11 +154,19 @@ def _elbo(elbo: Elbo, windows: Sequence[CheckedWindow], exact: dict[int, float])
 
 def _two_phase(estimator: TwoPhase, windows: Sequence[CheckedWindow]) -> Iterator[str]:
     """The estimate of the windows together, beside the value that it estimates."""
-    once = list({each.window: each for each in windows}.values())
-    duel = estimator.phases["uncached"].log_prob([each.window for each in once])
-    above = math.fsum(each.log_prob - score.log_prob for each, score in zip(once, duel, strict=True))
-    error = math.hypot(*(_blocks(each).error for each in once))
-    if abs(above) > ERRORS * error + nats_tolerance(sum(each.tokens for each in once)):
+    once = {each.window: each for each in windows}
+    duel = estimator.phases["uncached"].log_prob([*once])
+    deviations = []
+    errors = []
+    tokens = 0
+    for each, score in zip(once.values(), duel, strict=True):
+        deviations.append(each.log_prob - score.log_prob)
+        errors.append(_blocks(each).error)
+        tokens += each.tokens
+
+    above = math.fsum(deviations)
+    error = math.hypot(*errors)
+    if abs(above) > ERRORS * error + nats_tolerance(tokens):
         yield (
             f"the two-phase estimate of {counted(len(once), 'window')} is {above:+.4f} nats from the exact value, "
             f"which is {abs(above) / max(error, 1e-12):.1f} of its standard errors"

@@ -11,7 +11,7 @@ That the run's own draws are drawn as they should be is looked at in contradicti
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from statistics import fmean
 from typing import cast
 
@@ -77,11 +77,13 @@ def over_orders(network: OneRow, name: str) -> float:
 
 def _lattice(estimator: Lattice, network: OneRow, score: Score) -> Recomputed:
     """All three sums over orders, since the score of one of them holds the others, too."""
-    again = {name: over_orders(network, name) for name in LATTICE}
     run = {estimator.name: score, **score.others}
-    pairs = {name: (run[name].log_prob, again[name]) for name in LATTICE}
+    pairs = {}
+    for name in LATTICE:
+        pairs[name] = run[name].log_prob, over_orders(network, name)
     problems = unequal(pairs, nats_tolerance(len(network.scored)))
-    return Recomputed(again[estimator.name], problems=tuple(problems))
+    _, again = pairs[estimator.name]
+    return Recomputed(again, problems=tuple(problems))
 
 
 def _sampled(network: OneRow, select: Select) -> Recomputed:
@@ -200,8 +202,7 @@ def _two_phase(estimator: TwoPhase, network: OneRow, window: Window, score: Scor
 
 def _of_block(network: OneRow, F: reference.Rule, n: int) -> float:
     """log p of block n, with the blocks before it revealed and those after it masked."""
-    after: Sequence[int] = [ell for block in network.blocks[n + 1 :] for ell in block]
-    x = reference.masked(network.x, [after], network.m)
+    x = reference.masked(network.x, network.blocks[n + 1 :], network.m)
     return reference.log_likelihood(x, [network.blocks[n]], network, F, network.m, network.relative_positions).ll
 
 
@@ -214,7 +215,10 @@ class Watched:
 
     def __call__(self, log_P: torch.Tensor, M: list[int]) -> list[int]:
         picked = self.F(log_P, M)
-        if not all_equal(log_P, M):
-            moves = (self.F(moved(log_P, M, picked, *by), M) for by in TIES)
-            self.tied |= any({*pick} != {*picked} for pick in moves)
+        if all_equal(log_P, M):
+            return picked
+        for by in TIES:
+            pick = self.F(moved(log_P, M, picked, *by), M)
+            if {*pick} != {*picked}:
+                self.tied = True
         return picked

@@ -58,7 +58,9 @@ class FromText:
             expected = self.scored_of_text(ids)
             self.tokens += len(ids)
 
-        scored = [token for window in windows for token in window.target]
+        scored: list[int] = []
+        for window in windows:
+            scored += window.target
         if scored != expected:
             self.problems.append(
                 f"{name}: of its text, {len(expected)} ids are to be scored, but not these {len(scored)}"
@@ -99,13 +101,15 @@ class FromText:
     @property
     def counts(self) -> dict[str, tuple[int, str]]:
         """The divisor of each metric that a task may print, and the divisor's name."""
-        counts = {
-            "token_perplexity": (self.tokens, "tokens"),
-            "word_perplexity": (self.words, "words"),
-            "byte_perplexity": (self.bytes, "bytes"),
-            "bits_per_byte": (self.bytes, "bytes"),
-        }
-        return {metric: (count, units) for metric, (count, units) in counts.items() if count}
+        counts = {}
+        if self.tokens:
+            counts["token_perplexity"] = self.tokens, "tokens"
+        if self.words:
+            counts["word_perplexity"] = self.words, "words"
+        if self.bytes:
+            counts["byte_perplexity"] = self.bytes, "bytes"
+            counts["bits_per_byte"] = self.bytes, "bytes"
+        return counts
 
     def value(self, metric: str) -> float:
         """A metric from the counts and the sum."""

@@ -246,8 +246,12 @@ class Deviations:
 
     def compared(self, name: str, denoiser: Denoiser, is_half: bool = False) -> Compared:
         """The comparison with the program `name`."""
-        sums = [abs(math.fsum(each)) for each in self.of_tokens.values()]
-        positions = [len(each) for each in self.of_tokens.values()]
+        sums = []
+        positions = []
+        for of_row in self.of_tokens.values():
+            sums.append(abs(math.fsum(of_row)))
+            positions.append(len(of_row))
+
         least = 0.0
         if is_half:
             least = HALF

@@ -347,7 +347,11 @@ class Files(Mapping[str, Tensor]):
     def __init__(self, folder: str):
         self.files: dict[str, str] = {}
         self.pickled: dict[str, Tensor] = {}
-        paths = [os.path.join(folder, name) for name in sorted(os.listdir(folder)) if not name.startswith("adapter_")]
+        paths = []
+        for name in sorted(os.listdir(folder)):
+            if not name.startswith("adapter_"):
+                paths.append(os.path.join(folder, name))
+
         for path in paths:
             if path.endswith(".safetensors"):
                 with safe_open(path, "pt") as file:
@@ -406,7 +410,10 @@ def read_config(folder: str) -> dict[str, Any]:
 
 def first(config: Mapping[str, Any], *names: str, default: Any = None) -> Any:
     """The first of these entries that a config has and that is not null."""
-    return next((config[name] for name in names if config.get(name) is not None), default)
+    for name in names:
+        if config.get(name) is not None:
+            return config[name]
+    return default
 
 
 def decoder_of(config: Mapping[str, Any], w: Tensors, block: int | None = None) -> Net:
@@ -414,10 +421,11 @@ def decoder_of(config: Mapping[str, Any], w: Tensors, block: int | None = None) 
 
     `block`: the block of the run, within which a network may share its experts.
     """
-    layouts = [keys for keys in LAYOUTS if f"{keys['table']}.weight" in w and f"{keys['last']}.weight" in w]
-    if not layouts:
+    for keys in LAYOUTS:
+        if f"{keys['table']}.weight" in w and f"{keys['last']}.weight" in w:
+            break
+    else:
         raise Unknown("its tensors have other names than those of the decoders written out here")
-    keys = layouts[0]
     architectures = " ".join(config.get("architectures") or ())
     rotary = config.get("rope_parameters") or config
     scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}

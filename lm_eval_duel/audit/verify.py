@@ -128,17 +128,31 @@ def describe(checked: Sequence[CheckedWindow]) -> dict[str, Any]:
     largest = max(checked, key=lambda each: each.difference)
     by_order = max(checked, key=lambda each: each.order_difference)
     values = f"{largest.log_prob:.6f} in the run, {largest.again.log_prob:.6f} by {largest.again.route}"
+
+    tokens = 0
+    routes: Counter[str] = Counter()
+    alone = 0
+    changed_picks = 0
+    ties = 0
+    differing = 0
+    for each in checked:
+        tokens += each.tokens
+        routes[each.again.route] += 1
+        alone += not each.independent
+        changed_picks += each.again.other_picks or 0
+        ties += each.again.ties or 0
+        differing += each.differs
     return {
         "windows": len(checked),
-        "tokens": sum(each.tokens for each in checked),
-        "routes": dict(Counter(each.again.route for each in checked)),
-        "not_checked_independently": sum(not each.independent for each in checked),
+        "tokens": tokens,
+        "routes": dict(routes),
+        "not_checked_independently": alone,
         "largest_difference": _finite(largest.difference),
         "largest_order_difference": _finite(by_order.order_difference),
         "where": f"{largest.where}: {values}",
-        "changed_picks": sum(each.again.other_picks or 0 for each in checked),
-        "ties": sum(each.again.ties or 0 for each in checked),
-        "differing_windows": sum(each.differs for each in checked),
+        "changed_picks": changed_picks,
+        "ties": ties,
+        "differing_windows": differing,
     }
 
 
