@@ -13,7 +13,7 @@ import results
 from results import documents, edit_samples, hf, ours, text_score
 
 from lm_eval_duel.errors import DuelError
-from lm_eval_duel.results import files, match, page, read, stats, trace, traced
+from lm_eval_duel.results import files, gaps, match, page, read, stats, trace, traced
 from lm_eval_duel.results.stats import compare
 from lm_eval_duel.results.table import Note, number, percent, plus_minus, span
 
@@ -81,6 +81,29 @@ def test_two_values_are_distinguishable_beyond_two_errors():
     assert stats.is_distinguishable(1.0, 1.0 + 2.01 * ERROR, ERROR)
     assert stats.is_distinguishable(1.0, 1.0, None)
     assert not stats.is_distinguishable(1.0, 1.0, 0.0) and not stats.is_distinguishable(1.0, 2.0, math.inf)
+
+
+@pytest.mark.parametrize(("distance", "clear"), [(2.82, False), (2.84, True)])
+def test_an_elbo_and_an_estimate_differ_beyond_two_errors_of_their_difference(distance, clear):
+    """Their draws are independent, so the error of the difference is sqrt(1 + 1): neither 1 nor 2."""
+
+    def row(value, error):
+        reason = {"stderr_reason": "", "no_interval": Note("no documents")}
+        return SimpleNamespace(
+            metric="token_perplexity",
+            task="t",
+            model="M",
+            name="",
+            value=value,
+            stderr=error,
+            stderr_bound=error,
+            **reason,
+        )
+
+    elbo = row(40.0, 1.0)
+    closed = gaps.close_gap(row(40.0 - distance, 1.0), elbo, row(20.0, None), [], "")
+    assert closed.distinguishable is clear
+    assert closed.percent == (pytest.approx(100 * distance / 20) if clear else None)
 
 
 @pytest.mark.parametrize(("without", "has_interval"), [(0, True), (1, True), (25, True), (26, False)])
