@@ -324,6 +324,7 @@ def test_draws_of_the_first_windows_are_looked_at_once_each(monkeypatch):
     windows = [Window((), (n % 3, n // 3 % 3, n // 9 % 3, n // 27)) for n in range(contradictions.DRAWN_WINDOWS + 4)]
     twice = [window for window in windows for _ in range(2)]
     asked = []
+    monkeypatch.setattr(contradictions, "STATES", 0)
     monkeypatch.setattr(contradictions, "draw_statistics", lambda estimator, given: asked.extend(given) or {})
     held = contradictions.contradictions(Elbo(Toy(), ElboArguments(16)), checked([Score(-1.0)] * len(twice), twice))
     assert asked == windows[: contradictions.DRAWN_WINDOWS] and "draws" not in held.compared
