@@ -271,7 +271,8 @@ def _with_preset(
         # the preset's own rule may be written out, with other values of its free parameters
         given_rule = _rule({key: value for key, value in arguments.items() if key == "rule" or key in rules.PARAMETERS})
         free_keys = [key for key in preset.free if key in rules.PARAMETERS and key in settings]
-        preset_rule = _rule({key: settings.pop(key) for key in ("rule", *free_keys)})
+        preset_rule_args = {key: settings.pop(key) for key in ("rule", *free_keys)}  # the given rule takes their place
+        preset_rule = _rule(preset_rule_args)
         inner = rules.inner(given_rule)
         free = {key: getattr(inner, key, None) for key in free_keys}
         if inner.name != preset_rule.name or rules.replaced(preset_rule, **free) != given_rule:
