@@ -38,7 +38,7 @@ DRAWN_WINDOWS = 50  # whose draws are looked at
 
 
 class Held:
-    """The comparisons that were made, and the contradictions found, in words."""
+    """The comparisons that were made, and the contradictions found, as text."""
 
     def __init__(self) -> None:
         self.compared: list[str] = []
@@ -153,7 +153,7 @@ def _elbo(elbo: Elbo, windows: Sequence[CheckedWindow], exact: dict[int, float])
 
 
 def _two_phase(estimator: TwoPhase, windows: Sequence[CheckedWindow]) -> Iterator[str]:
-    """The estimate of the windows together, beside the value that it estimates."""
+    """The estimate of all windows together, against the value that it estimates."""
     once = {each.window: each for each in windows}
     duel = estimator.phases["uncached"].log_prob([*once])
     deviations = []

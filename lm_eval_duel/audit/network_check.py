@@ -67,7 +67,7 @@ class Compared(NamedTuple):
 
     @property
     def what(self) -> str:
-        """The comparison, in words."""
+        """The comparison, as text."""
         return f"the network with {self.name}"
 
     @property

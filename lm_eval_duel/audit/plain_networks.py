@@ -235,7 +235,7 @@ def _frequency(net: Net, i: int, size: int) -> float:
     length = scaling["original_max_position_embeddings"]
     if scaling["rope_type"] == "yarn":
 
-        def pair(periods: float) -> float:  # the index of the pair that has so many periods over this length
+        def pair(periods: float) -> float:  # the index of the pair with this many periods over the length
             return size * math.log(length / (periods * 2 * math.pi)) / (2 * math.log(net.theta))
 
         low = max(math.floor(pair(scaling["beta_fast"])), 0)

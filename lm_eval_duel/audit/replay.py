@@ -68,8 +68,8 @@ def along_the_order(
         return Recomputed(math.nan, problems=("the recorded order does not reveal every position",))
     followed = Followed(network, steps, make())
     path = network.path(followed)
-    # Where the rule picks otherwise, the reference's own order has another value. It is only told: what is compared
-    # are the values along the run's order.
+    # Where the rule picks otherwise, the reference's own order has another value. It is reported, not compared: the
+    # values along the run's order are.
     own_order = None
     if followed.other_picks or followed.ties:
         own_order = network.path(make()).ll

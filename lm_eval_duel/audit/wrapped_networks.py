@@ -69,7 +69,7 @@ class OtherRow(OneRow):
         return super().features(denoiser, shown, begin)
 
     def _masked_share(self, denoiser: Denoiser, shown: torch.Tensor) -> torch.Tensor:
-        """The share of the row that is masked, float64 (): of this, the network is told its noise level."""
+        """The share of the row that is masked, float64 (), which decides the noise level that the network gets."""
         masked = shown == self.m  # (L,)
         counted = torch.ones_like(masked)
         if denoiser.bos == "official":  # context and suffix do not count, where they are visible

@@ -19,18 +19,18 @@ if TYPE_CHECKING:
 UNCHECKED = 3  # the exit code if nothing could be compared
 PRINTS = """\
 Prints, in float32:
-1. The network, beside the checkpoint's own code (or its class in transformers), and beside the same network written
-   out in float64 on the tensors of the files (DiT, and decoders in the layout of Llama, Qwen, LLaDA, ...):
-   log-probabilities at masked positions of a few rows. The weights, beside the files.
+1. The network, by its log-probabilities at masked positions of a few rows: compared with the checkpoint's own code (or
+   its class in transformers), and with the same network written out in float64 on the tensors of the files (DiT, and
+   decoders in the layout of Llama, Qwen, LLaDA, ...). The weights, compared with the files.
 2. The windows of a few documents, scored twice: by a run, together with other texts, and by
    lm_eval_duel/reference.py, one row and one step at a time, along the run's order. The values must agree to
    max(1e-4, 1e-6 x tokens) nats, and at each state the rule must pick what the run picked, up to ties in the
    reference's numbers. Nothing that the run reports excuses a difference. The routes:
      reference                       the algorithm and the rule (the bound, the sum over orders) of the reference
-     reference with the run's rule   the same with the rule of the run, which is not among the paper's
+     reference with the run's rule   the same with the run's own rule, which is not one of the paper's
      run alone                       the run's own code, one row in each call: not checked independently
-3. The perplexities that each task prints, and those from its raw text: ids by the tokenizer alone, counts, and the sums
-   of the reference; the errors of totals; values that would contradict each other; the distribution of random draws.
+3. The perplexities that each task prints, compared with those from its raw text (ids by the tokenizer alone, counts,
+   and the reference's sums); the errors of totals; values that contradict each other; the distribution of random draws.
 4. One line: PASS or FAIL, of how many windows and tokens, what was compared, and what was not.
 Exit codes: 0 for PASS, 1 for FAIL, 3 if no window could be checked.
 """

@@ -43,7 +43,7 @@ class Audit:
 
     dtype: str  # the dtype audited, and its fingerprint
     network: list[network_check.Finding] = dataclasses.field(default_factory=list)
-    not_compared: list[str] = dataclasses.field(default_factory=list)  # in words, with the reason
+    not_compared: list[str] = dataclasses.field(default_factory=list)  # as text, with the reason
     checked: list[CheckedWindow] = dataclasses.field(default_factory=list)
     held: Held = dataclasses.field(default_factory=Held)  # values against each other
     lines: list[str] = dataclasses.field(default_factory=list)  # from text to the printed numbers
@@ -52,7 +52,7 @@ class Audit:
 
     @property
     def failures(self) -> list[str]:
-        """Everything that differs, in words."""
+        """Everything that differs, as text."""
         failures = []
         windows = [each.where for each in self.checked if each.differs]
         if windows:

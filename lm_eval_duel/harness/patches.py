@@ -77,7 +77,7 @@ def apply() -> None:
     _patch(CachingLM, "__init__", _open_cache)
     _patch(metrics, "weighted_mean", _weighted_mean)
 
-    # Only the module's name `math` is replaced: math.exp itself stays as it is for everybody else.
+    # Only the name `math` in this module is replaced: math.exp itself is unchanged.
     functions = {**vars(math), "exp": perplexity}
     metrics.math = types.SimpleNamespace(**functions)
 
