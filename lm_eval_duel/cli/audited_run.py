@@ -56,10 +56,11 @@ class Audit:
         failures = []
         windows = [each.where for each in self.checked if each.differs]
         if windows:
-            failures.append(
-                f"{len(windows)} of {counted(len(self.checked), 'window')} differ: {'; '.join(windows[:3])}"
-            )
-        failures += [str(each) for each in self.network if each.differs]
+            every = counted(len(self.checked), "window")
+            failures.append(f"{len(windows)} of {every} differ: {'; '.join(windows[:3])}")
+        for finding in self.network:
+            if finding.differs:
+                failures.append(str(finding))
         return [*failures, *self.held.problems, *self.problems]
 
     @property
@@ -76,26 +77,37 @@ class Audit:
         elif self.unchecked:
             word = "NOTHING CHECKED"
 
+        windows = counted(len(self.checked), "window")
+        tokens = counted(sum(each.tokens for each in self.checked), "token")
+        line = (
+            f"{word}: {windows}, {tokens}. "
+            f"Compared: {', '.join(self._compared()) or 'nothing'}. "
+            f"Not compared: {', '.join(self._not_compared()) or 'nothing'}."
+        )
+        return f"{line} Note: {'; '.join(self.notes)}." if self.notes else line
+
+    def _compared(self) -> list[str]:
+        """The parts of the run that were compared with something independent."""
         compared = []
         independent = sum(each.independent for each in self.checked)
         if independent:
             compared.append(f"{counted(independent, 'window')} with the reference")
-        compared += [each.what for each in self.network]
+        compared += [finding.what for finding in self.network]
         compared += dict.fromkeys(self.held.compared)
         if self.lines:
             compared.append("printed numbers with the text")
+        return compared
 
+    def _not_compared(self) -> list[str]:
+        """The parts that were not, with the reasons."""
         missing = list(self.not_compared)
-        reasons = Counter(each.again.why_alone for each in self.checked if not each.independent)
-        missing += [f"{counted(count, 'window')} ({reason})" for reason, count in reasons.items()]
-
-        tokens = sum(each.tokens for each in self.checked)
-        line = (
-            f"{word}: {counted(len(self.checked), 'window')}, {counted(tokens, 'token')}. "
-            f"Compared: {', '.join(compared) or 'nothing'}. "
-            f"Not compared: {', '.join(missing) or 'nothing'}."
-        )
-        return f"{line} Note: {'; '.join(self.notes)}." if self.notes else line
+        reasons = Counter[str]()
+        for each in self.checked:
+            if not each.independent:
+                reasons[each.again.why_alone] += 1
+        for reason, count in reasons.items():
+            missing.append(f"{counted(count, 'window')} ({reason})")
+        return missing
 
 
 def audit(options: argparse.Namespace) -> Audit:
@@ -111,8 +123,10 @@ def audit(options: argparse.Namespace) -> Audit:
     findings = Audit(audited(lm, options.dtype))
     audit_network(lm, options.no_own_code, findings)
     for task in tasks:
-        for kind in sorted({request.request_type for request in task.instances}):
-            requests = [request for request in task.instances if request.request_type == kind]
+        by_kind: dict[str, list[Any]] = {}
+        for request in task.instances:
+            by_kind.setdefault(request.request_type, []).append(request)
+        for kind, requests in sorted(by_kind.items()):
             log.info("audit: scoring %s twice (%s)", task.config.task, kind)
             audit_requests(lm, task, requests, options.limit, findings)
     log.info("audit: comparing values and totals with each other")
@@ -138,7 +152,8 @@ def audit_network(lm: DuelMDM, left_out: bool, findings: Audit) -> None:
         return
     log.info("audit: comparing the network with other code")
     findings.network, reasons = network_check.compare(lm.options, lm.denoiser, lm.ranks.device)
-    if not any(isinstance(each, network_check.Compared) for each in findings.network):
+    compared = [finding for finding in findings.network if isinstance(finding, network_check.Compared)]
+    if not compared:  # the weights alone say nothing of what the network computes
         findings.not_compared.append(f"the network ({'; '.join(reasons)})")
 
 
@@ -162,7 +177,8 @@ def audit_requests(lm: DuelMDM, task: Any, requests: Sequence[Any], limit: int, 
     checked = lm.evaluation.stats.checked[checked_before:]
     findings.checked.extend(checked)
     if failures := lm.evaluation.stats.verify_failures:
-        findings.problems.extend(f"verification failed: {failure.rstrip('.')}" for failure in failures)
+        for failure in failures:
+            findings.problems.append(f"verification failed: {failure.rstrip('.')}")
         failures.clear()
         return  # some windows have no second score
 
@@ -172,8 +188,9 @@ def audit_requests(lm: DuelMDM, task: Any, requests: Sequence[Any], limit: int, 
     for n, (request, answer) in enumerate(zip(batch.requests, answers, strict=True)):
         windows = by_request.get(n, [])
         nats = math.fsum(each.again.log_prob for each in windows)
+        tokens = sum(each.tokens for each in windows)
         printed = float(answer[0] if isinstance(answer, tuple) else answer)
-        if distance(nats, printed) > nats_tolerance(sum(each.tokens for each in windows)):
+        if distance(nats, printed) > nats_tolerance(tokens):
             findings.problems.append(f"{name(request)}: the answer is {printed:.4f} nats, not {nats:.4f}")
     if kind == "loglikelihood_rolling":
         audit_text(lm, task, batch.requests, answers, by_request, findings)
@@ -205,7 +222,10 @@ def audit_text(
         texts.add(name(request), request.doc, request.args[0], [each.window for each in windows], nats)
         for metric, item in task.process_results(request.doc, [answer]).items():
             items.setdefault(metric, []).append(item)
-    printed = {metric: task.aggregation()[metric](of_documents) for metric, of_documents in items.items()}
+    aggregation = task.aggregation()
+    printed = {}
+    for metric, of_documents in items.items():
+        printed[metric] = aggregation[metric](of_documents)
     findings.lines.extend(texts.lines(printed))
     findings.problems.extend(texts.differing(printed))
     findings.notes.extend(texts.odd(printed))
@@ -242,7 +262,8 @@ def audit_totals(lm: DuelMDM, findings: Audit) -> None:
         if task not in tasks:
             continue
         problems = totals_problems(lm.estimator, windows, tasks[task]["values"])
-        findings.held.hold("totals and their errors", [f"the results of {task} have {each}" for each in problems])
+        named_problems = [f"the results of {task} have {problem}" for problem in problems]
+        findings.held.hold("totals and their errors", named_problems)
 
 
 def totals_problems(estimator: Estimator, windows: Sequence[CheckedWindow], values: dict[str, Any]) -> Iterator[str]:
@@ -264,7 +285,10 @@ def totals_problems(estimator: Estimator, windows: Sequence[CheckedWindow], valu
     # The error of a ratio of sums, log-probability to tokens, if windows are independent: core/scores.py, `ratio`.
     if value["window_stderr"] is not None and len(windows) > 1:
         rate = math.fsum(nats) / sum(tokens)
-        spread = math.fsum((each - rate * size) ** 2 for each, size in zip(nats, tokens, strict=True))
+        squares = []
+        for log_prob_of_window, size in zip(nats, tokens, strict=True):
+            squares.append((log_prob_of_window - rate * size) ** 2)
+        spread = math.fsum(squares)
         error = math.sqrt(len(windows) / (len(windows) - 1) * spread)
         yield from _differing("window_stderr", value["window_stderr"], error, SAME * error + 1e-4)
 

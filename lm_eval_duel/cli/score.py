@@ -149,8 +149,13 @@ class ScoredModel:
         """The standard error of the total's bits per byte over documents, as a ratio to bytes."""
         if not self.total.bytes:
             return None
-        bits = [-line.value.nats / math.log(2) for line in self.lines]
-        return ratio(bits, [line.bytes for line in self.lines])[1]
+        bits = []
+        sizes = []
+        for line in self.lines:
+            bits.append(-line.value.nats / math.log(2))
+            sizes.append(line.bytes)
+        _, error = ratio(bits, sizes)
+        return error
 
     def figures(self) -> dict[str, Any]:
         """The content of --json."""
@@ -322,22 +327,26 @@ def compared(scored: Sequence[ScoredModel]) -> tuple[compare.Comparison, str]:
     metric = match.PER_TOKEN if same_tokens else "bits_per_byte"
     task = compare.task(TASK, runs, baselines, metric, as_published=True)
 
-    def row_of(run: Run) -> Row:
-        """The row of a model's value, or the one that stands for it: the same model twice has one row."""
-        return next(row for row, copies in task.same.items() if _is_value(run, row, *copies))
+    rows_of_runs = [_row_of(run, task) for run in runs]
+    first, *others = rows_of_runs
+    task = dataclasses.replace(task, pairs=[task.pair(first, other) for other in others])
 
-    first, *others = runs
-    task = dataclasses.replace(task, pairs=[task.pair(row_of(first), row_of(run)) for run in others])
     listed = [f"differs: {line}" for line in task.differences]
-    listed += [*task.notes, *map(str, notes)]
-    if len({line.key for line in scored[0].lines}) < stats.FEW:
+    listed += task.notes
+    listed += map(str, notes)
+    distinct_texts = {line.key for line in scored[0].lines}
+    if len(distinct_texts) < stats.FEW:
         listed.append(TO_A_VERDICT)
     return task, spaced([columns.values(task).text(), columns.differences(task).text(), "\n".join(listed)])
 
 
-def _is_value(run: Run, *rows: Row) -> bool:
-    """True if one of the rows is a run's own value."""
-    return any((row.run, row.estimator) == (run, run.config.estimator) for row in rows)
+def _row_of(run: Run, task: compare.Comparison) -> Row:
+    """The row of a model's own value, or the one that stands for it: the same model twice has one row."""
+    own_value = (run, run.config.estimator)
+    for row, copies in task.same.items():
+        if own_value in [(each.run, each.estimator) for each in (row, *copies)]:
+            return row
+    raise LookupError(run.name)  # every run of one task has a row
 
 
 def _place(number: int, model: ScoredModel) -> Path:

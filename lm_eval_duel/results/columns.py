@@ -386,7 +386,7 @@ def cost(costs: Sequence[RunCost]) -> Table:
         "peak MiB": entry("peak_memory_bytes", 2**20),
         "x ELBO": lambda cost: (number(cost.over_elbo.value, ".3g"), cost.over_elbo.reason),
         "x AR": lambda cost: (number(cost.over_ar.value, ".3g"), cost.over_ar.reason),
-        "whole run, s": lambda cost: number(cost.run.header.total_evaluation_time_seconds, ".1f"),
+        "whole run, s": lambda cost: number(cost.time.whole_run, ".1f"),
     }
     return Table.from_records("Cost", costs, shown)
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from lm_eval_duel.core.scores import METRICS
 from lm_eval_duel.errors import DuelError
-from lm_eval_duel.results import gaps, match, rows, stats
+from lm_eval_duel.results import gaps, match, order, rows, stats
 from lm_eval_duel.results.gaps import Draws, GapClosed, Interval, Pair
 from lm_eval_duel.results.rows import Row
 from lm_eval_duel.results.runs import Run, documents_scored
@@ -156,14 +156,15 @@ def task(
             )
         )
 
-    notes = [
-        *_unknown_tokens(name, compared),
-        *(described[row] for row in table.rows if row in described),
-        *_precision(compared),
-        _windows(compared),
-        *dict.fromkeys([*left_out, *table.notes]),
-    ]
-    if metric in OTHER_UNITS and any(each.closed.percent is not None for each in shown):
+    notes = _unknown_tokens(name, compared)
+    for row in table.rows:  # in the order of the table
+        if row in described:
+            notes.append(described[row])
+    notes += _precision(compared)
+    notes.append(_windows(compared))
+    notes += dict.fromkeys([*left_out, *table.notes])
+    closes_a_gap = any(each.closed.percent is not None for each in shown)
+    if metric in OTHER_UNITS and closes_a_gap:
         computed = f"Gap closed is computed from {WORDS[metric]} here."
         notes.append(f"{computed} The paper computes it per token, so the two cannot be compared.")
     of_runs = [run.tasks[name] for run in compared]
@@ -189,7 +190,7 @@ def _shared(counts: Iterable[int | None]) -> int | None:
     return known.pop() if len(known) == 1 else None
 
 
-def _table(name: str, metric: str, compared: Sequence[Run], base: Run | None) -> tuple[rows.Ordered, list[str]]:
+def _table(name: str, metric: str, compared: Sequence[Run], base: Run | None) -> tuple[order.Ordered, list[str]]:
     """The rows of all runs that have the metric, in order, and notes on values that are left out."""
     every_row: list[Row] = []
     notes: list[str] = []
@@ -197,7 +198,7 @@ def _table(name: str, metric: str, compared: Sequence[Run], base: Run | None) ->
         rows_of_run, left_out = rows.from_run(run, name, metric, baseline=run is base)
         every_row += filter(lambda row: metric in row.metrics, rows_of_run)
         notes += left_out
-    return rows.in_order(every_row), notes
+    return order.in_order(every_row), notes
 
 
 def shared_metric(name: str, requested: str | None, compared: Sequence[Run]) -> str:
@@ -258,7 +259,10 @@ def _best(shown: Sequence[Row]) -> set[Row]:
             models.setdefault(row.model, []).append(row)
     best = set()
     for rows_of_model in models.values():
-        exact = [row for row in rows_of_model if row.score.is_exact and math.isfinite(row.value)]
+        exact = []
+        for row in rows_of_model:
+            if row.score.is_exact and math.isfinite(row.value):
+                exact.append(row)
         seeds = {row.noise_seed for row in exact}
         if len(rows_of_model) > 1 and len(seeds) == 1:
             best.add(min(exact, key=lambda row: row.value))
@@ -297,10 +301,12 @@ def _in_groups(pairs: Sequence[Pair]) -> list[Pair]:
     """Pairs of one model, block and cache together. In each group those with a better one come first, and by size."""
     groups: dict[tuple, list[Pair]] = {}
     for pair in pairs:
-        first = (pair.first.model, pair.first.block, pair.first.cache)
-        second = (pair.second.model, pair.second.block, pair.second.cache)
-        shared = tuple(one if one == other else None for one, other in zip(first, second, strict=True))
-        groups.setdefault(shared, []).append(pair)
+        shared = []
+        for setting in ("model", "block", "cache"):
+            one = getattr(pair.first, setting)
+            other = getattr(pair.second, setting)
+            shared.append(one if one == other else None)
+        groups.setdefault(tuple(shared), []).append(pair)
     ordered = []
     for group in groups.values():
         ordered += sorted(group, key=_by_verdict)
@@ -405,8 +411,10 @@ def _windows(compared: Sequence[Run]) -> str:
     windows: dict[str, dict[str, None]] = {}
     for run in compared:
         windows.setdefault(run.label, {})[match.windows_of(run)] = None
-    listed = "; ".join(f"{label}: {' and '.join(of_label)}" for label, of_label in windows.items())
-    return f"windows: {listed}"
+    listed = []
+    for label, of_label in windows.items():
+        listed.append(f"{label}: {' and '.join(of_label)}")
+    return f"windows: {'; '.join(listed)}"
 
 
 # ---------------------------------------------------------------- speeds
@@ -428,8 +436,7 @@ def _speeds(shown: Sequence[ComparedRow], ar: Row | None) -> list[Speeds]:
         parts = first.parts
         cache = parts["cache"] if first.run.has_cache else ""
         title = ", ".join(filter(None, [first.model, parts["block"], cache, first.variant]))
-        elbos = [each.closed.elbo for each in members if each.closed.elbo is not None]
-        elbo = elbos[0] if elbos else None
+        elbo = next(filter(None, (each.closed.elbo for each in members)), None)
         speeds.append(Speeds(title, elbo, ar, _oracle(first, shown), _families(members)))
     return speeds
 

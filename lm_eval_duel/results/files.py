@@ -140,7 +140,7 @@ COST = (
     *("block=run.config.block", "cache=run.config.cache"),
     *("ar=baseline", "tasks=time.tasks", "cached=run.cached", "tokens=time.tokens"),
     "seconds_per_token=time.seconds_per_token",
-    *("whole_run_seconds=run.header.total_evaluation_time_seconds", "file=run.name"),
+    *("whole_run_seconds=time.whole_run", "file=run.name"),
     *("times_elbo=over_elbo.value", "times_elbo_reason=over_elbo.reason"),
     *("times_ar=over_ar.value", "times_ar_reason=over_ar.reason"),
 )

@@ -173,12 +173,16 @@ def notes(report: Report) -> list[str]:
     for name, task in report.tasks.items():
         for note in dict.fromkeys([*task.differences, *task.notes]):
             tasks.setdefault(note, []).append(name)
-    texts = [note.fact for note in report.notes if note.fact]
+    texts = []
+    for note in report.notes:
+        if note.fact:
+            texts.append(note.fact)
     for name, task in report.tasks.items():
         if is_limited(task.documents, task.available):
             texts.append(f"{name}: {task.size}")
     for note, names in tasks.items():
-        texts.append(note if len(names) == len(report.tasks) else f"{', '.join(names)}: {note}")
+        holds_for_all = len(names) == len(report.tasks)
+        texts.append(note if holds_for_all else f"{', '.join(names)}: {note}")
     folder = _folder(report.runs)
     for run in report.runs:  # the page may be sent to others: relative names of files tell no home folder
         texts = [note.replace(run.name, os.path.relpath(run.name, folder)) for note in texts]
@@ -191,11 +195,9 @@ def _folder(runs: Sequence[Run]) -> str:
 
 def _details(method: RankedMethod, folder: str) -> dict[str, Any]:
     """The commands, the spec and the files that a row opens to."""
-    return {
-        "commands": files.commands(method),
-        "spec": ", ".join(f"{key}={value}" for key, value in method.named.run.spec.items()),
-        "files": ", ".join(os.path.relpath(run.name, folder) for run in method.runs),
-    }
+    spec = [f"{key}={value}" for key, value in method.named.run.spec.items()]
+    names = [os.path.relpath(run.name, folder) for run in method.runs]
+    return {"commands": files.commands(method), "spec": ", ".join(spec), "files": ", ".join(names)}
 
 
 # ---------------------------------------------------------------- columns
@@ -236,7 +238,8 @@ def _of_task(name: str, task: Comparison, group: str) -> Column:
         "closed": ("gap closed, %", _closed, columns.closed_interval),
     }
     head, cell, below = cells[group]
-    if group == "closed" and all(each.closed.distinguishable is None for each in task.rows):
+    closes_a_gap = any(each.closed.distinguishable is not None for each in task.rows)
+    if group == "closed" and not closes_a_gap:
         cell = _nothing  # there is no ELBO to close a gap of
     return Column(f"{name} {head}", columns.on_task(name, cell), group, columns.on_task(name, below))
 

@@ -121,7 +121,8 @@ def collect(options: argparse.Namespace) -> Report:
         raise DuelError("Nothing to compare: only the --ar result of RESULTS has perplexities.")
     tasks: dict[str, Comparison] = {}
     for name in names:
-        metric = compare.shared_metric(name, options.metric, [run for run in shown if name in run.tasks])
+        having = [run for run in shown if name in run.tasks]
+        metric = compare.shared_metric(name, options.metric, having)
         groups = _groups(name, metric, shown, baselines) if options.apart else [(shown, "")]
         for n, (members, difference) in enumerate(groups, 1):
             label = _label(name, members)
@@ -185,9 +186,15 @@ def _label(name: str, runs: Sequence[Run]) -> str:
 
 def _groups(name: str, metric: str, runs: Sequence[Run], baselines: Sequence[Run]) -> list[tuple[list[Run], str]]:
     """The runs of a task in groups that may be compared; the first has the baseline. Runs stay oldest first."""
-    having = [run for run in runs if name in run.tasks and metric in run.tasks[name].metrics]
-    groups = match.groups(name, metric, sorted(having, key=lambda run: run not in baselines))
-    return [(sorted(members, key=having.index), difference) for members, difference in groups]
+    having = []
+    for run in runs:
+        if name in run.tasks and metric in run.tasks[name].metrics:
+            having.append(run)
+    baselines_first = sorted(having, key=lambda run: run not in baselines)
+    groups = []
+    for members, difference in match.groups(name, metric, baselines_first):
+        groups.append((sorted(members, key=having.index), difference))
+    return groups
 
 
 def baseline(runs: Sequence[Run]) -> tuple[list[Run], Note]:
@@ -232,7 +239,8 @@ def headlines(name: str, rows: Sequence[ComparedRow]) -> list[str]:
     models = compare.by_model(each for each in rows if not each.row.ar)
     lines = []
     for of_model in models.values():
-        if any(each.row.estimator != "ar" for each in of_model):
+        estimators = {each.row.estimator for each in of_model}
+        if estimators != {"ar"}:
             lines.append(_headline(name, base, of_model))
     return lines
 
@@ -407,9 +415,13 @@ def write(
         "report.md": markdown(report, images),
         "report.csv": files.csv_of(report.standings),
     }
-    tables = [(name, kind, table) for name, kind, table in report.tables() if kind != "cost"]
-    titled = [(name, kind, table.title) for name, kind, table in tables]
-    for stem, (_, _, table) in zip(files.stems(titled), tables, strict=True):
+    tables = []
+    subjects = []
+    for name, kind, table in report.tables():
+        if kind != "cost":
+            tables.append(table)
+            subjects.append((name, kind, table.title))
+    for stem, table in zip(files.stems(subjects), tables, strict=True):
         written[f"{stem}.tex"] = table.latex()
     for image in images:
         written |= image.files

@@ -1,6 +1,6 @@
-"""The rows of a task's table: one for each value that a run computed, in order, each once, with its name.
+"""The rows of a task's table: one for each value that a run computed, with its name.
 
-What depends on the other rows of a table (intervals, gaps, the best) is `compare`'s.
+Their order is `order`'s, and what depends on the other rows of a table (intervals, gaps, the best) is `compare`'s.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import functools
 import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from lm_eval_duel.core.scores import Value
 from lm_eval_duel.errors import DuelError, unknown
@@ -18,9 +18,9 @@ from lm_eval_duel.estimators import registry
 from lm_eval_duel.estimators.registry import OtherValue
 from lm_eval_duel.results import stats
 from lm_eval_duel.results.read import TASK_COUNTS
-from lm_eval_duel.results.runs import NO_CACHE, Run, Task, Values
+from lm_eval_duel.results.runs import Run, Task, Values
 from lm_eval_duel.results.table import Note, number, percent
-from lm_eval_duel.rules import RULES, is_rule, sort_key, without_defaults
+from lm_eval_duel.rules import RULES, is_rule, without_defaults
 
 SAME = 1e-4  # relative difference up to which two ways to one value agree
 # entries of a spec that vary within one model
@@ -30,8 +30,6 @@ LABEL_KEYS = {"cache"}.union(*(entry.label_args for entry in registry.ENTRIES))
 # entries of a spec that belong to the estimator, as NON_IDENTITY_KEYS; the last two say what commit-once noise is
 ESTIMATOR_KEYS = {"block", "grid", "rule_code", "cheap_cache", "masked_share", "ties"}
 SAMPLING = ("dtype", "warpers")  # entries that change the law of any checkpoint
-CACHES = (None, NO_CACHE, "prefix", "dual")  # in the order of tables
-NO_BLOCK = 10**9  # sorts the whole target behind every block
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
@@ -245,15 +243,24 @@ def names(rows: Sequence[Row]) -> list[str]:
             label["estimator"] = ""
         if not any_cache:
             label["cache"] = ""
-    parts = [part for part in labels[0] if any(label[part] != labels[0][part] for label in labels)]
+    differing_parts = []
+    for part in labels[0]:
+        texts = {label[part] for label in labels}
+        if len(texts) > 1:
+            differing_parts.append(part)
+
     specs = [row.run.spec for row in rows]
     keys = differing_keys(specs, {*NON_IDENTITY_KEYS, *ESTIMATOR_KEYS, *LABEL_KEYS, "version"})
-    if len({row.run.key for row in rows}) > 1:  # checkpoints differ in much more
+    models = {row.run.key for row in rows}
+    if len(models) > 1:  # checkpoints differ in much more
         keys = [key for key in keys if key in SAMPLING]
 
     shortest = []
     for row, label in zip(rows, labels, strict=True):
-        name = [label[part] for part in parts if label[part]]
+        name = []
+        for part in differing_parts:
+            if label[part]:
+                name.append(label[part])
         for key in keys:
             text = argument(row.run.spec, key)
             if text not in row.variant:
@@ -266,8 +273,10 @@ def differing_keys(specs: Sequence[Mapping[str, str]], named: Iterable[str]) -> 
     """The entries in which specs differ, without those that names hold anyway."""
     named = set(named)
     differing = []
-    for key in dict.fromkeys(itertools.chain.from_iterable(specs)):
-        if key not in named and len({spec.get(key) for spec in specs}) > 1:
+    every_key = dict.fromkeys(itertools.chain.from_iterable(specs))
+    for key in every_key:
+        values = {spec.get(key) for spec in specs}
+        if key not in named and len(values) > 1:
             differing.append(key)
     return differing
 
@@ -425,83 +434,3 @@ def _traced(row: Row, key: str, log_prob: float) -> tuple[Values, Note]:
     for document, (_, units) in row.documents.items():
         values[document] = (nats.get(indices[document], 0.0), units)
     return values, Note()
-
-
-# ---------------------------------------------------------------- in order, each once
-
-
-class Ordered(NamedTuple):
-    """The rows of a table, in order, each once. `same`: the rows of the same value that one stands for."""
-
-    rows: list[Row]
-    same: dict[Row, list[Row]]
-    notes: list[str]
-
-
-def in_order(rows: Iterable[Row]) -> Ordered:
-    """The rows of a table, the baseline first.
-
-    A value that was scored alone and in a lattice run has one row, from the run that has its values of documents. Rows
-    of different specs that share a name get a variant. The baseline is always kept.
-    """
-    # of each method, the rows of each value; the row that is kept comes first
-    methods: dict[tuple, dict[tuple, list[Row]]] = {}
-    for row in sorted(
-        rows, key=lambda row: (not row.ar, row.estimator != row.run.config.estimator, -row.run.header.date)
-    ):
-        values = methods.setdefault((row.run.key, row.estimator, row.rule, row.block), {})
-        values.setdefault(identity(row), []).append(row)
-
-    same: dict[Row, list[Row]] = {}
-    notes = []
-    for values in methods.values():
-        kept = _disambiguated([copies[0] for copies in values.values()])
-        for row, (_, *others) in zip(kept, values.values(), strict=True):
-            same[row] = others
-            notes += [_twice(row, other) for other in others]
-
-    models = list(dict.fromkeys(row.model for row in sorted(same, key=lambda row: row.run.header.date)))
-    ordered = sorted(same, key=lambda row: (not row.ar, models.index(row.model), _sort_key(row)))
-    return Ordered(ordered, same, notes)
-
-
-def identity(row: Row) -> tuple:
-    """The entries of its spec that define its value: rows of one model, estimator and rule are the same if equal."""
-    spec = row.run.spec
-    if row.is_drawn:  # the draws are part of its value
-        return tuple(sorted(spec.items()))
-    ignored = NON_IDENTITY_KEYS
-    if not row.entry.lattice:
-        ignored = ignored - {*row.entry.arguments}
-    return tuple(sorted((key, spec[key]) for key in spec.keys() - ignored))
-
-
-def _twice(row: Row, other: Row) -> str:
-    """A note on a second result of the same value."""
-    shared = row.metrics.keys() & other.metrics.keys()
-    equal = all(math.isclose(row.metrics[metric], other.metrics[metric], rel_tol=SAME) for metric in shared)
-    twice = f"{row.run.short_name} is shown, {other.run.short_name} holds it too"
-    return f"{row.model}, {row.name}: {twice}{'' if equal else ', with ANOTHER value'}"
-
-
-def _disambiguated(rows: Sequence[Row]) -> list[Row]:
-    """Rows of one name, with what distinguishes their specs as their variant."""
-    keys = differing_keys([row.run.spec for row in rows], ("estimator", "rule"))
-    named = {"cache", *rows[0].entry.label_args}
-    if len(rows) < 2 or (keys and named.issuperset(keys)):
-        return list(rows)
-    keys = [key for key in keys if key not in named] or ["version"]
-    result = []
-    for row in rows:
-        variant = ", ".join(argument(row.run.spec, key) for key in keys)
-        result.append(dataclasses.replace(row, variant=variant))
-    return result
-
-
-def _sort_key(row: Row) -> tuple[Any, ...]:
-    block = int(row.block) if (row.block or "").isdigit() else NO_BLOCK
-    if row.is_drawn_bound:
-        block = -block  # the whole target first
-    cache = CACHES.index(row.cache) if row.cache in CACHES else len(CACHES)
-    seed = float(row.noise_seed or 0)
-    return ([*registry.ESTIMATORS].index(row.estimator), block, *sort_key(row.rule), cache, seed, row.variant)

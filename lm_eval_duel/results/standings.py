@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 
 from lm_eval_duel.estimators import registry
 from lm_eval_duel.results.compare import ComparedRow, Comparison
-from lm_eval_duel.results.rows import Row, argument, differing_keys, identity, plain_row
+from lm_eval_duel.results.order import identity
+from lm_eval_duel.results.rows import Row, argument, differing_keys, plain_row
 from lm_eval_duel.results.runs import Run
 from lm_eval_duel.rules import sort_key
 
@@ -151,7 +152,8 @@ class RankedMethod:
             return CACHED
         if not all(time.seconds_per_token for time in self.times):
             return "the results hold no time of the scoring alone"
-        if len({time.place for time in self.times}) > 1:
+        places = {time.place for time in self.times}
+        if len(places) > 1:
             return f"its tasks ran on {self.device}"
         return ""
 
@@ -211,7 +213,8 @@ def _disambiguated(methods: Sequence[RankedMethod]) -> list[RankedMethod]:
         keys = differing_keys([method.named.run.spec for method in group], ("estimator", "rule", "cache"))
         for method in group:
             row = method.named
-            variant = joined([row.variant, *(argument(row.run.spec, key) for key in keys)])
+            arguments = [argument(row.run.spec, key) for key in keys]
+            variant = joined([row.variant, *arguments])
             renamed[method] = dataclasses.replace(method, named=dataclasses.replace(row, variant=variant))
     return [renamed[method] for method in methods]
 
@@ -276,7 +279,11 @@ def standings(tasks: Mapping[str, Comparison], runs: Sequence[Run], baselines: S
     means = {method: _mean(method, mean_of, metric) for method in methods}
     main = means if mean_of else _values(methods, largest)
     ranks = _ranks(main)
-    ranks_on_tasks = [_ranks(_values([*ranks], name)) for name in mean_of]
+    ranks_on_tasks = []
+    for name in mean_of:
+        values = _values([*ranks], name)  # methods without a rank do not count in that of others
+        ranks_on_tasks.append(_ranks(values))
+
     rows = []
     for method in methods:
         mean_rank = None
@@ -290,7 +297,10 @@ def standings(tasks: Mapping[str, Comparison], runs: Sequence[Run], baselines: S
 
 def _tasks_of_means(tasks: Mapping[str, Comparison], methods: Sequence[RankedMethod]) -> tuple[str, list[str]]:
     """The metric of means, and the tasks that they are over: none if there are fewer than two."""
-    needed = [method for method in methods if method.rows and method.named.score.is_likelihood]
+    needed = []  # methods that a task must have a value of
+    for method in methods:
+        if method.rows and method.named.score.is_likelihood:
+            needed.append(method)
     common: dict[str, list[str]] = {}  # by metric
     for name, task in tasks.items():
         if needed and all(method.value(name) is not None for method in needed):
@@ -363,6 +373,11 @@ class Time:
     def seconds(self) -> float | None:
         """Of scoring alone."""
         return self.run.config.duel.get("seconds")
+
+    @property
+    def whole_run(self) -> float | None:
+        """Seconds, loading included."""
+        return self.run.header.total_evaluation_time_seconds
 
     @property
     def seconds_per_token(self) -> float | None:
@@ -461,13 +476,8 @@ def _ratio(time: Time, others: Sequence[Time], what: str, note: str = "") -> Rat
             return Ratio(None, f"the {what} ran on {device} x {ranks}")
         return Ratio(time.seconds_per_token / same_place[-1].seconds_per_token, note)
 
-    whole_runs = [
-        other.run.header.total_evaluation_time_seconds
-        for other in same_tasks
-        if other.run.header.total_evaluation_time_seconds
-    ]
-    if whole_runs and time.run.header.total_evaluation_time_seconds:
-        return Ratio(
-            time.run.header.total_evaluation_time_seconds / whole_runs[-1], "; ".join(filter(None, [note, WHOLE_RUN]))
-        )
+    whole_runs = [other.whole_run for other in same_tasks if other.whole_run]
+    if whole_runs and time.whole_run:
+        notes = "; ".join(filter(None, [note, WHOLE_RUN]))
+        return Ratio(time.whole_run / whole_runs[-1], notes)
     return Ratio(None, f"no time of the {what}")
