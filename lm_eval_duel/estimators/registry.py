@@ -266,6 +266,7 @@ ENTRIES = (  # in the order of tables
         "lm_eval_duel.estimators.samplers:SampledOrder",
         ("block",),
         OrderArguments,
+        label_args=("alg", "steps", "alg_temp"),
         ignored_args=("rule",),
         check=_check_sets,
     ),

@@ -152,6 +152,7 @@ SPECS = (
     *({}, {"elbo_eps": "0.0"}, {"elbo_eps": "none"}, {"elbo_eps": "0.001"}, {"noise_seed": 3, "rule": "greedy"}),
     *({"steps": "inf"}, {"steps": 12, "prediction": "plugin", "self_conditioning": "chain"}, {"noise_seeds": 8}),
     *({"sample": "0.05", "cheap_cache": "dual"}, {"n": 2, "tau": 0.9, "strict": "true", "confidence": "tempered"}),
+    {"alg": "entropy", "alg_temp": "0.2", "steps": "3"},
 )
 GIVEN = ("rule", "k", "block", "grid", "last_block", "draw_seed", "self_conditioning", "steps", "mc_samples", "device")
 
