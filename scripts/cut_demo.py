@@ -33,30 +33,39 @@ def read_held_out(path: str) -> list[dict[str, Any]]:
     """The addresses from `FIRST_YEAR` on, cleaned."""
     addresses = []
     with lzma.open(path, "rt", encoding="utf-8") as lines:
-        for record in map(json.loads, lines):
-            if record["year"] >= FIRST_YEAR:
-                text = MARKS.sub("", record["text"]).translate(PLAIN).strip()
-                addresses.append({"year": record["year"], "president": record["president"], "text": text})
+        for line in lines:
+            record = json.loads(line)
+            if record["year"] < FIRST_YEAR:  # the checkpoints are trained on these
+                continue
+            text = MARKS.sub("", record["text"])
+            text = text.translate(PLAIN).strip()
+            addresses.append({"year": record["year"], "president": record["president"], "text": text})
     return addresses
 
 
 def sentences(text: str) -> list[str]:
     """Whole sentences, in order; a border is not taken after an abbreviation or an initial."""
-    parts, start = [], 0
+    parts = []
+    start = 0
     for match in BORDER.finditer(text):
-        if not ABBREVIATION.search(text[start : match.start() + 1]):
-            parts.append(text[start : match.end() - 1])
-            start = match.end()
-    return [*parts, text[start:]]
+        with_period = text[start : match.start() + 1]
+        if ABBREVIATION.search(with_period):
+            continue
+        parts.append(text[start : match.end() - 1])  # without the space
+        start = match.end()
+    parts.append(text[start:])
+    return parts
 
 
 class Cutter:
     """Draws spans of consecutive sentences that fit a number of tokens; no sentence is used twice."""
 
     def __init__(self, addresses: list[dict[str, Any]], tokenizer: Tokenizer, seed: int):
-        self.addresses, self.tokenizer, self.rng = addresses, tokenizer, random.Random(seed)
+        self.addresses = addresses
+        self.tokenizer = tokenizer
+        self.rng = random.Random(seed)
         self.sentences = [sentences(address["text"]) for address in addresses]
-        self.used: set[tuple[int, int]] = set()
+        self.used: set[tuple[int, int]] = set()  # (address, sentence)
 
     def count(self, text: str) -> int:
         """Tokens of a text."""
@@ -67,15 +76,25 @@ class Cutter:
         lines = self.sentences[a]
         for _ in range(10_000):
             start = self.rng.randrange(len(lines) - 1 - extra)
-            end, text = start, ""
-            while end < len(lines) - extra and self.count(" ".join(lines[start : end + 1])) <= most:
-                end += 1
-                text = " ".join(lines[start:end])
+            text, end = self._longest(lines[: len(lines) - extra], start, most)
             places = {(a, i) for i in range(start, end + extra)}
-            if end > start and self.count(text) >= least and not places & self.used:
-                self.used |= places
-                return text, end
+            if not text or self.count(text) < least or places & self.used:
+                continue
+            self.used |= places
+            return text, end
         raise RuntimeError(f"no unused span of {least} to {most} tokens left in address {a}")
+
+    def _longest(self, lines: list[str], start: int, most: int) -> tuple[str, int]:
+        """The most sentences from `start` on that have at most `most` tokens, and the number of the next one."""
+        text = ""
+        end = start
+        while end < len(lines):
+            longer = " ".join(lines[start : end + 1])
+            if self.count(longer) > most:
+                break
+            text = longer
+            end += 1
+        return text, end
 
 
 def cut_passages(cutter: Cutter, count: int, most: int) -> list[dict[str, Any]]:
@@ -83,10 +102,9 @@ def cut_passages(cutter: Cutter, count: int, most: int) -> list[dict[str, Any]]:
     records = []
     for n in range(count):
         a = n % len(cutter.addresses)
+        address = cutter.addresses[a]
         text, _ = cutter.span(a, least=int(0.75 * most), most=most)
-        records.append(
-            {"year": cutter.addresses[a]["year"], "president": cutter.addresses[a]["president"], "text": text}
-        )
+        records.append({"year": address["year"], "president": address["president"], "text": text})
     return sorted(records, key=lambda record: record["year"])
 
 
@@ -100,17 +118,26 @@ def cut_choices(cutter: Cutter, count: int) -> list[dict[str, Any]]:
         length = cutter.count(answer)
         if not 8 <= length <= 40:
             continue
+
         others: list[str] = []
         while len(others) < 3:
             b = cutter.rng.randrange(len(cutter.addresses))
             i = cutter.rng.randrange(len(cutter.sentences[b]))
             other = cutter.sentences[b][i]
-            if b != a and other not in others and 0.7 <= cutter.count(other) / length <= 1.4:
+            if b == a or other in others:
+                continue
+            if 0.7 <= cutter.count(other) / length <= 1.4:
                 others.append(other)
+
         label = cutter.rng.randrange(4)
         options = [*others[:label], answer, *others[label:]]
         records.append({"year": cutter.addresses[a]["year"], "passage": passage, "options": options, "label": label})
     return sorted(records, key=lambda record: record["year"])
+
+
+def json_lines(records: list[dict[str, Any]]) -> str:
+    """The text of a JSONL file."""
+    return "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
 
 
 def main() -> None:
@@ -123,20 +150,24 @@ def main() -> None:
     p.add_argument("--questions", type=int, default=40)
     p.add_argument("--seed", type=int, default=0)
     args = p.parse_args()
+
     addresses = read_held_out(args.corpus)
     cutter = Cutter(addresses, Tokenizer.from_file(args.tokenizer), args.seed)
+    passages = cut_passages(cutter, args.passages, args.tokens)  # first: questions take what these leave
+    questions = cut_choices(cutter, args.questions)
+
     out = Path(args.out)
     out.mkdir(parents=True, exist_ok=True)
-    passages, questions = cut_passages(cutter, args.passages, args.tokens), cut_choices(cutter, args.questions)
-    for name, records in (("sotu", passages), ("sotu_choice", questions)):
-        lines = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
-        (out / f"{name}.jsonl").write_text(lines, encoding="utf-8")
+    (out / "sotu.jsonl").write_text(json_lines(passages), encoding="utf-8")
+    (out / "sotu_choice.jsonl").write_text(json_lines(questions), encoding="utf-8")
     with lzma.open(out / "sotu_full.jsonl.xz", "wt", preset=9, encoding="utf-8") as file:
-        file.writelines(json.dumps(record, ensure_ascii=False) + "\n" for record in addresses)
-    tokens = [cutter.count(record["text"]) for record in passages]
+        file.write(json_lines(addresses))
+
+    sizes = [cutter.count(record["text"]) for record in passages]
+    tokens = sum(cutter.count(address["text"]) for address in addresses)
     print(
-        f"{len(passages)} passages, {sum(tokens)} tokens (longest {max(tokens)}); {len(questions)} questions; "
-        f"{len(addresses)} addresses, {sum(cutter.count(a['text']) for a in addresses)} tokens"
+        f"{len(passages)} passages, {sum(sizes)} tokens (longest {max(sizes)}); {len(questions)} questions; "
+        f"{len(addresses)} addresses, {tokens} tokens"
     )
 
 

@@ -52,9 +52,14 @@ def table(files: Iterable[Path] = TABLES) -> Iterator[Fault]:
         for line in entry.strip().splitlines():
             parts[line[0]].append(line[2:]) if line[0] in parts else names.append(line)
         if names:
-            old, new = "\n".join(parts["-"]), "\n".join(parts["+"])
-            tests, audit = [f"tests/{test}" for test in parts["?"]], " ".join(parts["@"]).split()
-            yield Fault(" ".join(parts["#"]), names[0], old, new, tests, audit)
+            yield Fault(
+                what=" ".join(parts["#"]),
+                file=names[0],
+                old="\n".join(parts["-"]),
+                new="\n".join(parts["+"]),
+                tests=[f"tests/{test}" for test in parts["?"]],
+                audit=" ".join(parts["@"]).split(),
+            )
 
 
 def sources(package: Path) -> dict[Path, str]:

@@ -49,7 +49,9 @@ from lm_eval_duel.denoisers.dit.network import DiT, DiTConfig
 ROW = 128  # tokens in a full training row, and the longest row of the model
 BLOCK = 4  # block size of block diffusion; its longest row has one more block, for <|endoftext|>
 ROPE_THETA = 10_000.0
-PAD, END, MASK = "<|pad|>", "<|endoftext|>", "<|mask|>"
+PAD = "<|pad|>"
+END = "<|endoftext|>"
+MASK = "<|mask|>"
 SENTENCE_START = re.compile(r"(?<=[.!?] )(?=[A-Z])")
 STATE = "state.pt"
 
@@ -74,9 +76,10 @@ def read_corpus(path: str, last_year: int) -> list[Address]:
             if record["year"] > last_year:
                 continue
             text = record["text"].replace("\x02", "").strip()
-            sentences = np.array([0] + [match.start() for match in SENTENCE_START.finditer(text)])
-            words = np.array([match.start() for match in re.finditer(" ", text)])
-            addresses.append(Address(record["year"], text, sentences, words))
+            sentences = [0]
+            sentences += [match.start() for match in SENTENCE_START.finditer(text)]
+            words = [match.start() for match in re.finditer(" ", text)]
+            addresses.append(Address(record["year"], text, np.array(sentences), np.array(words)))
     return addresses
 
 
@@ -116,10 +119,16 @@ class TrainingRows:
     def __init__(
         self, addresses: list[Address], tokenizer: PreTrainedTokenizerFast, batch: int, half_life: float, seed: int
     ):
-        self.addresses, self.tokenizer, self.batch, self.seed = addresses, tokenizer, batch, seed
-        age = np.array([max(a.year for a in addresses) - a.year for a in addresses])
-        weight = np.array([len(a.text) for a in addresses]) * 0.5 ** (age / half_life)
-        self.share = weight / weight.sum()
+        self.addresses = addresses
+        self.tokenizer = tokenizer
+        self.batch = batch
+        self.seed = seed
+
+        year = np.array([address.year for address in addresses])
+        length = np.array([len(address.text) for address in addresses])
+        age = year.max() - year
+        weight = length * 0.5 ** (age / half_life)
+        self.share = weight / weight.sum()  # the probability of each address
 
     def step(self, step: int) -> torch.Tensor:
         """Token ids (B, L) of one step."""
@@ -178,7 +187,9 @@ def build_dit(config: DiTConfig) -> DiT:
     network = DiT(config)
     torch.nn.init.normal_(network.vocab_embed.embedding, std=0.02)
     output = network.output_layer
-    for layer in [*(block.adaLN_modulation for block in network.blocks), output.adaLN_modulation, output.linear]:
+    zero = [output.adaLN_modulation, output.linear]
+    zero += [block.adaLN_modulation for block in network.blocks]
+    for layer in zero:
         torch.nn.init.zeros_(layer.weight)
         torch.nn.init.zeros_(layer.bias)
     return network
@@ -195,13 +206,15 @@ def mdm_loss(
     logits = model(input_ids=ids.masked_fill(masked, mask_id)).logits[masked].float()  # (C, V)
     logits[:, mask_id] = -torch.inf
     weight = (1 / t)[:, None].expand_as(masked)[masked]  # (C,)
-    return (F.cross_entropy(logits, ids[masked], reduction="none") * weight).sum() / ids.numel()
+    nats = F.cross_entropy(logits, ids[masked], reduction="none")  # (C,)
+    return (nats * weight).sum() / ids.numel()
 
 
 def ar_loss(model: torch.nn.Module, ids: torch.Tensor, end_id: int) -> torch.Tensor:
     """Next-token cross entropy in nats per token; the first token is predicted from <|endoftext|>."""
     shifted = F.pad(ids[:, :-1], (1, 0), value=end_id)  # (B, L)
-    return F.cross_entropy(model(input_ids=shifted).logits.float().flatten(0, 1), ids.flatten())
+    logits = model(input_ids=shifted).logits.float()  # (B, L, V)
+    return F.cross_entropy(logits.flatten(0, 1), ids.flatten())
 
 
 def bd_loss(
@@ -228,9 +241,15 @@ def bd_loss(
     scored[:, length - short :] = False
     noisy = rows.masked_fill(masked & scored, mask_id)  # (B, L)
 
+    # keys:        noisy row    clean row
+    # noisy row    own block    blocks before
+    # clean row    none         own block and those before
     index = torch.arange(length) // block  # (L,)
-    same, before = index[:, None] == index, index[:, None] > index  # (L, L) query, key
-    mask = torch.cat([torch.cat([same, before], 1), torch.cat([torch.zeros_like(same), same | before], 1)])  # (2L, 2L)
+    same = index[:, None] == index  # (L, L) query, key
+    before = index[:, None] > index  # (L, L)
+    of_noisy = torch.cat([same, before], 1)  # (L, 2L)
+    of_clean = torch.cat([torch.zeros_like(same), same | before], 1)  # (L, 2L)
+    mask = torch.cat([of_noisy, of_clean])  # (2L, 2L)
     positions = torch.arange(length).repeat(2)[None]  # (1, 2L)
     both = torch.cat([noisy, rows], 1)  # (B, 2L)
     features, _ = model(both, torch.zeros(count), mask[None, None], positions=positions)  # (B, 2L, D)
@@ -238,13 +257,14 @@ def bd_loss(
     masked &= scored
     logits = model.output_layer.linear(features[:, :length][masked]).float()  # (C, V)
     logits[:, mask_id] = -torch.inf
-    return (F.cross_entropy(logits, rows[masked], reduction="none") * weight[masked]).sum() / scored.sum()
+    nats = F.cross_entropy(logits, rows[masked], reduction="none")  # (C,)
+    return (nats * weight[masked]).sum() / scored.sum()
 
 
 def duo_loss(model: DiT, ids: torch.Tensor, end_id: int, generator: torch.Generator) -> torch.Tensor:
     """The negative ELBO under uniform noise in nats per token, in continuous time, with one draw of t per row."""
-    count, vocab = len(ids), model.config.vocab_size
-    noise = noises.Uniform(vocab)
+    count = len(ids)
+    noise = noises.Uniform(model.config.vocab_size)
     shift = torch.rand(1, generator=generator, dtype=torch.float64)
     v = (torch.arange(count, dtype=torch.float64) + shift)[:, None] / count  # (B, 1)
     t = v**2  # denser near 0, where a position is noisy with probability t and weight 1 / t
@@ -258,11 +278,31 @@ def duo_loss(model: DiT, ids: torch.Tensor, end_id: int, generator: torch.Genera
     log_r = model.output_layer.linear(features[:, 1:]).float().log_softmax(2)  # (B, L, V)
     ratio = (level.a / level.u)[:, :, None].float()  # (B, 1, 1)
     total = torch.log1p(ratio * log_r.exp()).sum(2)  # (B, L)
-    clean, kept = (log_r.gather(2, tokens[:, :, None])[:, :, 0] for tokens in (ids, noisy))  # (B, L) each
+    clean = log_r.gather(2, ids[:, :, None])[:, :, 0]  # (B, L)
+    kept = log_r.gather(2, noisy[:, :, None])[:, :, 0]  # (B, L)
     stats = noises.Statistics(clean.double(), kept.double(), total.double())
     observed = noises.Observed(noisy == ids, torch.zeros_like(ids, dtype=torch.bool))
     rate = noises.limit_rate(level, noise.rates(t, rest), stats, observed)  # (B, L)
     return (2 * v * rate).sum() / ids.numel()  # dt = 2 v dv
+
+
+def loss_of(
+    objective: str,
+    model: torch.nn.Module,
+    ids: torch.Tensor,
+    tokenizer: PreTrainedTokenizerFast,
+    generator: torch.Generator,
+) -> torch.Tensor:
+    """The loss of rows (B, L), in nats per token."""
+    mask_id = tokenizer.mask_token_id
+    end_id = tokenizer.bos_token_id
+    if objective == "mdm":
+        return mdm_loss(model, ids, mask_id, generator)
+    if objective == "bd":
+        return bd_loss(model, ids, mask_id, end_id, generator)
+    if objective == "duo":
+        return duo_loss(model, ids, end_id, generator)
+    return ar_loss(model, ids, end_id)
 
 
 def learning_rate(step: int, steps: int, warmup: int = 200, decay: float = 0.3) -> float:
@@ -272,15 +312,16 @@ def learning_rate(step: int, steps: int, warmup: int = 200, decay: float = 0.3) 
 
 def optimizers(model: torch.nn.Module, lr: float) -> list[torch.optim.Optimizer]:
     """Muon for the matrices inside the layers, AdamW for embeddings, norms, biases."""
-    layers = [
-        p
-        for name, p in model.named_parameters()
-        if ("layers." in name or "blocks." in name) and p.ndim == 2 and "adaLN" not in name
-    ]
-    inside = {id(p) for p in layers}
-    rest = [p for p in model.parameters() if id(p) not in inside]
+    matrices = []
+    rest = []
+    for name, parameter in model.named_parameters():
+        is_inside = "layers." in name or "blocks." in name
+        if is_inside and parameter.ndim == 2 and "adaLN" not in name:
+            matrices.append(parameter)
+        else:
+            rest.append(parameter)
     return [
-        torch.optim.Muon(layers, lr=lr, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.Muon(matrices, lr=lr, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"),
         torch.optim.AdamW(rest, lr=lr, betas=(0.9, 0.98), weight_decay=0.0),
     ]
 
@@ -290,8 +331,10 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerFast, out: Path) -> None:
     tokenizer.save_pretrained(out)
     file = out / "tokenizer_config.json"
     known = {"bos_token", "eos_token", "mask_token", "pad_token", "model_max_length", "clean_up_tokenization_spaces"}
-    config = {key: value for key, value in json.loads(file.read_text()).items() if key in known}
-    config["tokenizer_class"] = "PreTrainedTokenizerFast"
+    config = {"tokenizer_class": "PreTrainedTokenizerFast"}
+    for key, value in json.loads(file.read_text()).items():
+        if key in known:
+            config[key] = value
     file.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
 
 
@@ -355,13 +398,17 @@ def train(args: argparse.Namespace) -> None:
 
     model = build(args.objective, tokenizer, args.hidden, args.layers, args.dropout)
     opts = optimizers(model, args.lr)
-    done, seconds, curve = 0, 0.0, []
+    done = 0  # steps
+    seconds = 0.0  # of all cores
+    curve = []  # (step, mean loss since the entry before)
     if (out / STATE).exists():
         state = torch.load(out / STATE, weights_only=True)
         model.load_state_dict(state["model"])
         for opt, saved in zip(opts, state["opts"], strict=True):
             opt.load_state_dict(saved)
-        done, seconds, curve = state["step"], state["seconds"], state["curve"]
+        done = state["step"]
+        seconds = state["seconds"]
+        curve = state["curve"]
 
     model.train()
     recent: list[float] = []
@@ -371,14 +418,7 @@ def train(args: argparse.Namespace) -> None:
         ids = rows.step(step)
         generator = torch.Generator().manual_seed(args.seed * 1_000_003 + step)
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=args.bf16):
-            if args.objective == "mdm":
-                loss = mdm_loss(model, ids, tokenizer.mask_token_id, generator)
-            elif args.objective == "bd":
-                loss = bd_loss(model, ids, tokenizer.mask_token_id, tokenizer.bos_token_id, generator)
-            elif args.objective == "duo":
-                loss = duo_loss(model, ids, tokenizer.bos_token_id, generator)
-            else:
-                loss = ar_loss(model, ids, tokenizer.bos_token_id)
+            loss = loss_of(args.objective, model, ids, tokenizer, generator)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for opt in opts:
@@ -390,23 +430,33 @@ def train(args: argparse.Namespace) -> None:
         seconds += time.process_time() - began
         if not math.isfinite(recent[-1]):
             raise RuntimeError(f"the loss is {recent[-1]} at step {step}; lower --lr, then continue from {out / STATE}")
-        if (step + 1) % args.log_every == 0 or step + 1 == args.steps:
-            curve.append([step + 1, sum(recent) / len(recent)])
-            bar.set_postfix(nats=f"{curve[-1][1]:.3f}")
+
+        done = step + 1
+        if done % args.log_every == 0 or done == args.steps:
+            mean = sum(recent) / len(recent)
+            curve.append([done, mean])
+            bar.set_postfix(nats=f"{mean:.3f}")
             recent = []
-        if (step + 1) % args.save_every == 0 or step + 1 == args.steps:
-            state = {"model": model.state_dict(), "opts": [opt.state_dict() for opt in opts]}
-            torch.save({**state, "step": step + 1, "seconds": seconds, "curve": curve}, out / (STATE + ".part"))
-            os.replace(out / (STATE + ".part"), out / STATE)
+        if done % args.save_every == 0 or done == args.steps:
+            state = {
+                "model": model.state_dict(),
+                "opts": [opt.state_dict() for opt in opts],
+                "step": done,
+                "seconds": seconds,
+                "curve": curve,
+            }
+            part = out / (STATE + ".part")
+            torch.save(state, part)
+            os.replace(part, out / STATE)  # at once: a killed training loses no state
 
     save_checkpoint(model, out, args.save_dtype)
-    record = {
-        **{key: value for key, value in vars(args).items() if key not in ("corpus", "out", "tokenizer")},
-        "parameters": sum(p.numel() for p in model.parameters()),
-        "tokens": args.steps * args.batch * ROW,
-        "core_hours": round(seconds / 3600, 2),
-        "loss_nats_per_token": [[step, round(value, 4)] for step, value in curve],
-    }
+    record = dict(vars(args))
+    for place in ("corpus", "out", "tokenizer"):
+        del record[place]
+    record["parameters"] = sum(parameter.numel() for parameter in model.parameters())
+    record["tokens"] = args.steps * args.batch * ROW
+    record["core_hours"] = round(seconds / 3600, 2)
+    record["loss_nats_per_token"] = [[step, round(value, 4)] for step, value in curve]
     (out / "training.json").write_text(json.dumps(record, indent=1) + "\n")
 
 
