@@ -16,6 +16,7 @@ from lm_eval_duel.audit.checked import CheckedWindow, Recomputed
 from lm_eval_duel.audit.estimates import SMALL
 from lm_eval_duel.audit.from_text import scored_of_row
 from lm_eval_duel.audit.networks import OneRow
+from lm_eval_duel.core.decision import NEAR_TIE
 from lm_eval_duel.core.float_noise import PER_WINDOW, nats_tolerance
 from lm_eval_duel.core.scores import Score
 from lm_eval_duel.core.windows import Window
@@ -328,3 +329,38 @@ def test_draws_of_the_first_windows_are_looked_at_once_each(monkeypatch):
     monkeypatch.setattr(contradictions, "draw_statistics", lambda estimator, given: asked.extend(given) or {})
     held = contradictions.contradictions(Elbo(Toy(), ElboArguments(16)), checked([Score(-1.0)] * len(twice), twice))
     assert asked == windows[: contradictions.DRAWN_WINDOWS] and "draws" not in held.compared
+
+
+@pytest.mark.parametrize("off", [0.0, 1.0])
+def test_a_block_with_a_tie_is_checked_if_its_values_agree(off, monkeypatch):
+    """Where they do not, the run may have taken the other way: then the window is not checked."""
+    estimator = TwoPhase(Attends(), "greedy", 4, TwoPhaseArguments(1.0))
+    window = Window((), (0, 1, 2, 0))
+    [score] = estimator.log_prob([window])
+    values = {"cached": score.blocks.cached[0], "uncached": score.blocks.uncached[0]}
+
+    def of_block(network, F, n):
+        F.tied = True
+        return values["cached" if network.denoiser is estimator.phases["cached"].denoiser else "uncached"] + off
+
+    monkeypatch.setattr(estimates, "_of_block", of_block)
+    again = estimates.value(estimator, OneRow(estimator.denoiser, window, 4, "target"), window, score)
+    if off:
+        assert "ties" in again
+    else:
+        assert again.problems == () and again.log_prob == pytest.approx(score.log_prob)
+
+
+@pytest.mark.parametrize("between", [1.5, 3.5, 4.5])
+@pytest.mark.parametrize("best", [max, min])
+@pytest.mark.parametrize("picked", [0, 1])
+def test_a_pick_is_a_tie_if_logits_within_it_give_the_pick(between, best, picked):
+    """Each of two tokens of each of two positions may move by a near tie, up or down: four of them lie between."""
+
+    def pick(log_P, M):
+        return [best(M, key=lambda ell: float(log_P[ell, 0] - log_P[ell, 1]))]
+
+    logits = torch.tensor([[1.0, 0.0, -9.0], [1.0 + between * NEAR_TIE, 0.0, -9.0]], dtype=torch.float64)
+    log_P = logits.log_softmax(1)
+    own = pick(log_P, [0, 1])
+    assert replay.in_a_tie(pick, log_P, [0, 1], [picked]) == (own == [picked] or between < 4)

@@ -5,6 +5,7 @@ CPU), from a random network in float64, and read by eye. What follows from token
 computed here a second time.
 """
 
+import dataclasses
 import logging
 import math
 import re
@@ -44,6 +45,7 @@ AROUND = {  # context, text, suffix
     "both, with white space": ("c d ", "a b ", "e f"),
     "white space before": ("c ", "a", ""),
     "white space before, and a suffix": ("", " a b", "e"),
+    "white space after, and no suffix": ("c", "a b ", ""),
     "ids": ((7, 8), "a b", (9,)),
     "a context that is cut": ("c d e f g h i j", "a b", ""),
     "a suffix that is cut": ("c", "a b", "d e f g h i j"),
@@ -156,6 +158,12 @@ def test_scores_between_contexts_and_suffixes(held):
         follows_from_tokens(score)
         sections.append([f"{case}:", *in_lines(score, "units")])
     held("around", *sections)
+
+
+def test_a_probability_of_one_has_no_relative_error():
+    [score] = a_duel(**ESTIMATORS["elbo"]).score(["a"])
+    certain = dataclasses.replace(score, log_prob=0.0, stderr=0.0, perplexity=1.0, bits_per_byte=0.0)
+    assert certain.errors == {} and "perplexity≤1.0000, " in repr(certain)
 
 
 def test_each_call_counts_its_own_cuts(caplog):
