@@ -256,10 +256,10 @@ def _estimator_arguments(arguments: Mapping[str, Any]) -> dict[str, registry.Arg
 def _require_known(arguments: Mapping[str, Any], readable: Mapping[str, Argument]) -> None:
     """Raise UsageError for an arg that is neither readable nor a parameter of a rule; suggest the nearest name."""
     rule_class = rules.find(rules.split(arguments.get("rule", "greedy"))[0])
-    known = [*readable, *ALIASES, *declared(rule_class)]
+    names = [*readable, *ALIASES, *declared(rule_class)]
     for key in arguments:
-        if key not in known and key not in rules.PARAMETERS:
-            raise unknown("model arg", key, known)
+        if key not in names and key not in rules.PARAMETERS:
+            raise unknown("model arg", key, names)
 
 
 def _with_preset(

@@ -44,6 +44,16 @@ def clean_group(denoiser: Network) -> int:
     return (denoiser.block or 1) if denoiser.attention == "block_causal" else 1
 
 
+def stretch_of(start: torch.Tensor, block: int) -> torch.Tensor:
+    """The number of the stretch of columns to which each block belongs, by its first column, (R,)."""
+    return start // max(block, STRETCH)
+
+
+def lanes_abreast(block: int) -> int:
+    """The most lanes in a row of a call: blocks of one stretch."""
+    return max(1, STRETCH // block)
+
+
 class CleanStream:
     """The clean columns of a group of windows, evaluated once. What later blocks read of them is kept.
 
@@ -130,18 +140,18 @@ class CleanStream:
     def _extend(self, row: torch.Tensor, end: torch.Tensor) -> None:
         """Evaluate the clean columns of windows `row` (P,) that are not kept yet, up to `end` (P,)."""
         device = row.device
-        known = self._kept[row]  # (P,)
+        begin = self._kept[row]  # (P,) the first column that is not kept
         slot = self.slot[row]  # (P,)
-        column = known[:, None] + torch.arange(int((end - known).max()), device=device)  # (P, Q)
+        column = begin[:, None] + torch.arange(int((end - begin).max()), device=device)  # (P, Q)
         real = column < end[:, None]  # (P, Q)
         ids = self.rows.ids[row[:, None], column.clamp(max=self.rows.ids.shape[1] - 1)]  # (P, Q)
 
-        before = int(known.max())
-        past = torch.arange(before, device=device) < known[:, None]  # (P, K)
+        before = int(begin.max())
+        past = torch.arange(before, device=device) < begin[:, None]  # (P, K)
         number = self._group_of(row, column)  # (P, Q)
-        own = number[:, :, None] >= number[:, None]  # (P, Q, Q)
-        own &= real[:, None] | ~real[:, :, None]  # padding sees itself, so that its softmax is not empty
-        seen = torch.cat([past[:, None].expand(-1, column.shape[1], -1), own], dim=2)  # (P, Q, K + Q)
+        sees = number[:, :, None] >= number[:, None]  # (P, Q, Q)
+        sees &= real[:, None] | ~real[:, :, None]  # padding sees itself, so that its softmax is not empty
+        seen = torch.cat([past[:, None].expand(-1, column.shape[1], -1), sees], dim=2)  # (P, Q, K + Q)
         features, new = self.denoiser.stream(ids, column, seen, self.past(slot, before))  # (P, Q, D)
         if self.denoiser.attention == "causal" and not self.generating:
             new = []  # one pass scores a causal network

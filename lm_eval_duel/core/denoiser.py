@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from lm_eval_duel.core.block_causal import STRETCH, CleanStream, PackedCall
+from lm_eval_duel.core.block_causal import CleanStream, PackedCall, lanes_abreast, stretch_of
 from lm_eval_duel.core.hashing import hashed
 from lm_eval_duel.core.lanes import Lanes, Rows
 from lm_eval_duel.core.network import Evaluator, Network
@@ -279,7 +279,7 @@ class BlockCausalView(View):
         position = masked_positions(lanes)  # (R, M)
         read = (position - self.denoiser.shift).clamp(min=0)  # (R, M)
         slot = self.clean.slot[lanes.row]  # (R,)
-        stretch = lanes.start // max(self.block, STRETCH)  # (R,)
+        stretch = stretch_of(lanes.start, self.block)  # (R,)
         earlier_calls = self._calls
         self._calls = {}
         lanes_of_calls = []
@@ -290,7 +290,7 @@ class BlockCausalView(View):
             if call is None or not call.holds(slot[lane], lanes.start[lane], real[lane]):
                 start = lanes.start[lane]  # (r,)
                 clean = torch.arange(int(start.max()), device=start.device) < start[:, None]  # (r, K)
-                call = PackedCall.from_slots(slot[lane], start, real[lane], clean, max(1, STRETCH // self.block))
+                call = PackedCall.from_slots(slot[lane], start, real[lane], clean, lanes_abreast(self.block))
             self._calls[n] = call
             past = self.clean.past(slot[lane][call.lane[:, 0]], call.kept.shape[1])
             queries = call.queries(read[lane])  # (P, A M)

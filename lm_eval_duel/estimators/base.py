@@ -154,17 +154,24 @@ class Estimator(abc.ABC):
 
     @torch.inference_mode()
     def _scored(self, windows: Sequence[Window], in_order: bool) -> IndexedScores:
-        equal: dict[Window, list[int]] = {}
+        equal: dict[Window, list[int]] = {}  # the indices of each different window
         for n, window in enumerate(windows):
             equal.setdefault(window, []).append(n)
+
+        first_indices = []  # of equal windows, only the first is scored
         for window, indices in equal.items():
-            if not window.target:
-                yield from ((n, self.empty_score) for n in indices)
-        for group in self.groups(windows, [indices[0] for indices in equal.values()], in_order=in_order):
+            if window.target:
+                first_indices.append(indices[0])
+                continue
+            for n in indices:
+                yield n, self.empty_score
+
+        for group in self.groups(windows, first_indices, in_order=in_order):
             for row, score in self.score_group(group):
                 window = group.windows[row]
                 self.counts.add(score, window.scored_tokens)
-                yield from ((n, score) for n in equal[window])
+                for n in equal[window]:
+                    yield n, score
         self.row_checks.compare(self.counts)  # the last ones that were drawn
 
     def groups(
@@ -177,16 +184,18 @@ class Estimator(abc.ABC):
         """The windows at these indices, opened in groups; those with an empty target are left out."""
         chosen = [windows[n] for n in window_indices]
         buckets = self._buckets(chosen) if in_order else [0] * len(chosen)
-        stages = [list(range(len(chosen)))]
+        stages = [slice(0, len(chosen))]
         if in_order and self._takes_small_calls(chosen):
             # the first bucket is a group of its own, so that its calls are small
             in_first = buckets.count(0)
-            stages = [stages[0][:in_first], stages[0][in_first:]]
+            stages = [slice(0, in_first), slice(in_first, len(chosen))]
+
         same_length = not self.denoiser.honours_padding
         for stage in stages:
-            for part in groups([chosen[n] for n in stage], same_length, [buckets[n] for n in stage]):
-                members = [stage[n] for n in part]
-                yield self.open([chosen[n] for n in members], [window_indices[n] for n in members], generating)
+            for part in groups(chosen[stage], same_length, buckets[stage]):
+                members = [stage.start + n for n in part]
+                indices = [window_indices[n] for n in members]
+                yield self.open([chosen[n] for n in members], indices, generating)
 
     def open(self, windows: list[Window], window_indices: list[int], generating: bool = False) -> WindowGroup:
         """One group of windows; `window_indices`: of each among all that are scored."""
@@ -219,8 +228,10 @@ class Estimator(abc.ABC):
 
     def _work(self, window: Window) -> int:
         """The network tokens of one step of all lanes of a window."""
-        whole_rows = self.denoiser.attention == "bidirectional"
-        return self.lanes(window) * (window.length if whole_rows else self.denoiser.block or 1)
+        positions = self.denoiser.block or 1
+        if self.denoiser.attention == "bidirectional":
+            positions = window.length
+        return self.lanes(window) * positions
 
     # ------------------------------------------------------------ for subclasses: blocks and lanes
 
@@ -229,8 +240,14 @@ class Estimator(abc.ABC):
         spans = blocks(len(window.context), len(window.target), self.block, self.grid)
         if not window.known:
             return spans
-        masked = {len(window.context) + index for index in set(range(len(window.target))) - set(window.known)}
-        return [(start, width) for start, width in spans if not masked.isdisjoint(range(start, start + width))]
+        first = len(window.context)
+        known = {first + index for index in window.known}  # columns
+        scored = []
+        for start, width in spans:
+            of_target = range(max(start, first), start + width)  # a first block may begin inside the context
+            if not known.issuperset(of_target):
+                scored.append((start, width))
+        return scored
 
     def block_spans(self, group: WindowGroup) -> list[BlockSpan]:
         """Every block of every window."""

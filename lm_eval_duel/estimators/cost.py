@@ -161,8 +161,11 @@ def reveals(rule: Rule, positions: int, first: int) -> list[int]:
     if isinstance(rule, SeedFirst):  # the first token of a block that begins inside the context is known
         return reveals(rule.rule, positions, first) if first else [1, *reveals(rule.rule, positions - 1, 1)]
     if isinstance(rule, SubBlock):
-        parts = Counter(position // rule.sub_block for position in range(first, first + positions))
-        return list(itertools.chain.from_iterable(reveals(rule.rule, part, 0) for part in parts.values()))
+        sizes = Counter(position // rule.sub_block for position in range(first, first + positions))
+        counts: list[int] = []
+        for size in sizes.values():
+            counts += reveals(rule.rule, size, 0)
+        return counts
     if isinstance(rule, Scheduled):
         return even_counts(positions, rule.steps)  # type: ignore[attr-defined]
     k = rule.k if isinstance(rule, Counted) else 1
@@ -193,12 +196,23 @@ def count_of(estimator: Estimator) -> Count | None:
 
 def layouts(windows: Iterable[Window]) -> Counter[Layout]:
     """The number of different windows of each layout."""
-    different = dict.fromkeys(window for window in windows if window.target)
-    return Counter(Layout(len(window.context), len(window.target), window.length) for window in different)
+    counts: Counter[Layout] = Counter()
+    for window in dict.fromkeys(windows):
+        if window.target:
+            counts[Layout(len(window.context), len(window.target), window.length)] += 1
+    return counts
 
 
 def sum_over(layouts: Mapping[Layout, int], count: Count) -> Cost:
     """The cost of all windows, given how many there are of each layout; with whole counts, rounded up."""
     cost = total((count(layout), windows) for layout, windows in layouts.items())
-    nfe, rows, token_rows = (math.ceil(round(each, 6)) for each in cost[:3])
-    return cost._replace(nfe=nfe, rows=rows, token_rows=token_rows)
+    return cost._replace(
+        nfe=_rounded_up(cost.nfe),
+        rows=_rounded_up(cost.rows),
+        token_rows=_rounded_up(cost.token_rows),
+    )
+
+
+def _rounded_up(count: float) -> int:
+    """The next whole number; sums of shares may be above one by float noise."""
+    return math.ceil(round(count, 6))

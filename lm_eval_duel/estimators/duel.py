@@ -190,7 +190,10 @@ class DuelEstimator(Estimator):
                 yield n, Sample(**vars(Estimator.empty_score), tail=prompt.tail)
         for group in self.groups(prompts, range(len(prompts)), generating=True):
             samples = SampleAccumulator(group, self, stop)
-            rule, draw = self.sampler(None if keys is None else [keys[n] for n in group.window_indices], seed)
+            keys_of_rows = None
+            if keys is not None:
+                keys_of_rows = [keys[n] for n in group.window_indices]
+            rule, draw = self.sampler(keys_of_rows, seed)
             first = group.fresh([samples.next_block(row) for row in range(len(group.windows))])
             sampled = self.reveal(group, rule, [first], samples, draw=draw, following=samples.following)
             for row, sample in cast(Iterator[tuple[int, Sample]], sampled):
@@ -338,7 +341,7 @@ def fixed_states(
 # stays. So given the seed a text has one path, and Algorithm 2 gives its exact likelihood (core/noise.py, `NoiseView`).
 
 
-def commit_once(denoiser: Denoiser, own: CommitOnceArguments, name: str) -> Denoiser:
+def commit_once(denoiser: Denoiser, arguments: CommitOnceArguments, name: str) -> Denoiser:
     """The network under a commit-once sampler with these arguments; one whose noise is masks, unchanged.
 
     Raises:
@@ -346,7 +349,7 @@ def commit_once(denoiser: Denoiser, own: CommitOnceArguments, name: str) -> Deno
     """
     trained = denoiser.noise_training
     default = CommitOnceArguments()
-    given = [key for key in declared(default) if getattr(own, key) != getattr(default, key)]
+    given = [key for key in declared(default) if getattr(arguments, key) != getattr(default, key)]
     if trained is None:
         if given:
             raise DuelError(
@@ -369,13 +372,15 @@ def commit_once(denoiser: Denoiser, own: CommitOnceArguments, name: str) -> Deno
                     f"it out{', or pass temperature' if key == 'temperatures' else ''}."
                 )
     reads_itself = trained.self_conditioning != "none"
-    if own.self_conditioning == "chain" and not reads_itself:
+    if arguments.self_conditioning == "chain" and not reads_itself:
         raise DuelError("self_conditioning=chain: this network does not read its own output. Leave it out.")
     if not given and not reads_itself:
         return denoiser
     twin = copy.copy(denoiser)
     twin.commit_once = CommitOnce(
-        own.prediction == "leave_one_out", reads_itself and own.self_conditioning != "none", own.temperatures
+        leave_one_out=arguments.prediction == "leave_one_out",
+        self_conditioning=reads_itself and arguments.self_conditioning != "none",
+        temperatures=arguments.temperatures,
     )
     return twin
 

@@ -46,7 +46,8 @@ class TokenLogProbs(torch.autograd.Function):
     def backward(ctx: Any, weights: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         ctx.saved_tensors  # noqa: B018 - raises RuntimeError if a parameter was modified since the forward pass
         gradients = ctx.orders.gradients(weights)
-        return None, *(gradients.get(n) for n in range(len(ctx.orders.parameters)))
+        of_orders = None  # no tensor
+        return of_orders, *map(gradients.get, range(len(ctx.orders.parameters)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,7 +95,7 @@ class RecordedOrders:
     def gradients(self, weights: torch.Tensor) -> dict[int, torch.Tensor]:
         """The gradient of (weights * log_probs).sum(), weights (N, T), for each parameter used, by index."""
         denoiser = self.duel.denoiser
-        known = {id(parameter) for parameter in self.parameters}
+        identities = set(map(id, self.parameters))
         sums: dict[int, torch.Tensor] = {}
         with (
             torch.inference_mode(False),
@@ -107,7 +108,7 @@ class RecordedOrders:
             for group, lanes in self._calls():
                 values, index = self._call(group, lanes)
                 _require_finite(values, index[0])
-                leaves = unknown_leaves(values, known)
+                leaves = unknown_leaves(values, identities)
                 parts = torch.autograd.grad(values, self.parameters, weights[index].to(values), allow_unused=True)
                 del values  # and the leaves that the call has made
                 _require_known(leaves)
@@ -170,26 +171,29 @@ def trainable(denoiser: Denoiser) -> dict[int, torch.Tensor]:
         if isinstance(value, Denoiser):
             parameters |= trainable(value)
         tensors = value.parameters() if isinstance(value, torch.nn.Module) else [value]
-        tensors = [tensor for tensor in tensors if isinstance(tensor, torch.Tensor) and tensor.requires_grad]
-        parameters |= {id(tensor): tensor for tensor in tensors}
+        for tensor in tensors:
+            if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
+                parameters[id(tensor)] = tensor
     return parameters
 
 
 @contextlib.contextmanager
 def without_hooks(parameters: Sequence[torch.Tensor]) -> Iterator[None]:
     """Hold back the hooks of parameters (`register_hook`), which `torch.autograd.grad` would run at every call."""
-    hooked = [(parameter, parameter._backward_hooks) for parameter in parameters if parameter._backward_hooks]
-    for parameter, _ in hooked:
-        parameter._backward_hooks = None
+    held_back = []
+    for parameter in parameters:
+        if parameter._backward_hooks:
+            held_back.append((parameter, parameter._backward_hooks))
+            parameter._backward_hooks = None
     try:
         yield
     finally:
-        for parameter, hooks in hooked:
+        for parameter, hooks in held_back:
             parameter._backward_hooks = hooks
 
 
-def unknown_leaves(values: torch.Tensor, known: set[int]) -> list[weakref.ref[torch.Tensor]]:
-    """The tensors in the graph of `values` that gather a gradient and are not among those `known`.
+def unknown_leaves(values: torch.Tensor, parameters: set[int]) -> list[weakref.ref[torch.Tensor]]:
+    """The tensors in the graph of `values` that gather a gradient and are not among `parameters`, given by id.
 
     Raises:
         DuelError: If `values` have no graph.
@@ -205,9 +209,10 @@ def unknown_leaves(values: torch.Tensor, known: set[int]) -> list[weakref.ref[to
             continue
         seen.add(node)
         leaf = getattr(node, "variable", None)
-        if leaf is not None and id(leaf) not in known:
+        if leaf is not None and id(leaf) not in parameters:
             leaves.append(weakref.ref(leaf))
-        nodes += [following for following, _ in node.next_functions]
+        for following, _ in node.next_functions:
+            nodes.append(following)
     return leaves
 
 

@@ -82,7 +82,8 @@ class Lattice(Estimator):
 
     def score(self, values: Mapping[str, float], paths: Mapping[str, Score], **order: Any) -> Score:
         """The score of a window: its values over all orders, the scores of rules, and the order that has its value."""
-        others = {name: Score(value, kind=KINDS[name]) for name, value in values.items() if name != self.name}
+        others = {name: Score(value, kind=KINDS[name]) for name, value in values.items()}
+        del others[self.name]  # it is the score itself
         return Score(values[self.name], **order, kind=KINDS[self.name], others={**others, **paths})
 
     def score_group(self, group: WindowGroup) -> IndexedScores:
@@ -136,10 +137,14 @@ class LatticeAccumulator:
         """Enter the log-probs of these states, and what each rule would pick."""
         predictions = step.predictions
         log_prob = step.log_prob  # (R, W)
-        chunk_number, block = (plane[:, 0] for plane in step.lanes.memory)  # (R,) each; the block within its chunk
+        of_chunk, of_block = step.lanes.memory  # (R, W) each
+        chunk_number = of_chunk[:, 0]  # (R,)
+        block = of_block[:, 0]  # (R,) within its chunk
         lanes = dataclasses.replace(step.lanes, memory=())  # the rules have none
         state = to_bitmask(lanes.masked)  # (R,)
-        statistics = [getattr(predictions, name).double() for name in STATISTICS] if self.lattice.traced else []
+        statistics = []
+        if self.lattice.traced:
+            statistics = [getattr(predictions, name).double() for name in STATISTICS]
         decisions = [rule(predictions, lanes) for rule in self.followed]
         for rule, decision in zip(self.lattice.rules, decisions, strict=True):
             require_pick(rule, decision)
@@ -279,7 +284,9 @@ def fold(table: torch.Tensor, masked: torch.Tensor) -> tuple[torch.Tensor, torch
     share of elbo_exact (B, W), and the state that follows each state on its best order (B, S).
     """
     blocks, states, wide = table.shape
-    mean, mixture, oracle = (table.new_zeros(blocks, states) for _ in range(3))
+    mean = table.new_zeros(blocks, states)
+    mixture = table.new_zeros(blocks, states)
+    oracle = table.new_zeros(blocks, states)
     best = torch.zeros(blocks, states, dtype=torch.int64, device=table.device)
     share = table.new_zeros(blocks, wide)
     full = to_bitmask(masked)  # (B,)
@@ -299,7 +306,8 @@ def fold(table: torch.Tensor, masked: torch.Tensor) -> tuple[torch.Tensor, torch
         part = torch.where(is_state, w, 0.0) * chance[:, None, None] / size  # (B, n, size)
         share.scatter_add_(1, position.flatten().expand(blocks, -1), part.flatten(1))
     block = torch.arange(blocks, device=table.device)
-    return torch.stack([values[block, full] for values in (mean, mixture, oracle)], 1), share, best
+    values = torch.stack([mean[block, full], mixture[block, full], oracle[block, full]], 1)  # (B, 3)
+    return values, share, best
 
 
 @lru_cache(maxsize=128)

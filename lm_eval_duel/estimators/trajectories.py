@@ -61,8 +61,9 @@ class _Followed(Replay):
     rows: Rows
     rule: rules.Rule
     sampler: BestDrawn | None
+    # by (row, target position of the block, step): the rule's margin where it differs
     differences: dict[tuple[int, int, int], float | None] = dataclasses.field(default_factory=dict)
-    log_selection: dict[tuple[int, int, int], float] = dataclasses.field(default_factory=dict)
+    log_selection: dict[tuple[int, int, int], float] = dataclasses.field(default_factory=dict)  # likewise
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -70,16 +71,30 @@ class _Followed(Replay):
 
     def __call__(self, predictions: Predictions, lanes: Lanes) -> rules.Decision:
         pick = super().__call__(predictions, lanes).pick
-        keys = [*zip(lanes.row.tolist(), (lanes.start - lanes.origin).tolist(), lanes.step.tolist(), strict=True)]
+        block = lanes.start - lanes.origin  # (R,) the target position at which it begins
+        keys = list(zip(lanes.row.tolist(), block.tolist(), lanes.step.tolist(), strict=True))
         if self.sampler is not None:
             values = self.sampler.log_selection(predictions, lanes, self.rows.targets(lanes), pick)  # (R,)
             self.log_selection.update(zip(keys, values.tolist(), strict=True))
             return rules.Decision.certain(pick)
         decision = self.rule(predictions, lanes)
-        margins = [None] * len(keys) if decision.decision_margin is None else decision.decision_margin.tolist()
-        for lane in (decision.pick != pick).any(1).nonzero()[:, 0].tolist():
-            self.differences[keys[lane]] = margins[lane]
-        return rules.Decision(pick, decision.decision_margin, decision.memory)
+        margin = decision.decision_margin  # (R,)
+        differs = (decision.pick != pick).any(1)  # (R,)
+        for lane in differs.nonzero()[:, 0].tolist():
+            self.differences[keys[lane]] = None if margin is None else float(margin[lane])
+        return rules.Decision(pick, margin, decision.memory)
+
+    def departures(self, row: int) -> tuple[Departure, ...]:
+        """The steps of a row at which the rule differs, in order."""
+        departures = []
+        for (of_row, block, step), margin in self.differences.items():
+            if of_row == row:
+                departures.append(Departure(block, step, margin))
+        return tuple(sorted(departures, key=lambda each: (each.block, each.step)))
+
+    def log_order(self, row: int) -> float:
+        """The log-probability with which the sampler selects the recorded positions of a row, given its tokens."""
+        return math.fsum(value for (of_row, _, _), value in self.log_selection.items() if of_row == row)
 
 
 @torch.inference_mode()
@@ -88,23 +103,27 @@ def follow(
 ) -> list[Trajectory]:
     """Follow recorded trajectories, and compare each with the rule of `duel` or with a sampler; see `Duel.follow`."""
     drawn = None if sampler is None else BestDrawn.from_arguments(duel.denoiser, ConfidenceArguments(**sampler))
-    orders = [in_blocks(order, windows[n], duel, n) for n, order in enumerate(duel.orders(windows, steps))]
-    followed = [Trajectory(0.0, (), 0)] * len(windows)
+    orders = []
+    for n, order in enumerate(duel.orders(windows, steps)):
+        orders.append(in_blocks(order, windows[n], duel, n))
+
+    trajectories = [Trajectory(0.0, (), 0)] * len(windows)
     for group in duel.groups(windows, range(len(windows))):
         of_group = tuple(orders[n] for n in group.window_indices)
         rule = _Followed(of_group, group.rows, duel.followed, drawn)
         for row, scored in duel.score_blocks(group, duel.block_spans(group), rule):
             window = group.windows[row]
-            differences = sorted((key[1:], margin) for key, margin in rule.differences.items() if key[0] == row)
-            factors = [value for key, value in rule.log_selection.items() if key[0] == row]
-            followed[group.window_indices[row]] = Trajectory(
+            step_count = 0
+            for part in target_parts(window, duel.blocks(window)):
+                step_count += len(set(of_group[row][part]))
+            trajectories[group.window_indices[row]] = Trajectory(
                 log_prob=scored.log_prob,
                 token_logprobs=scored.token_logprobs,
-                steps=sum(len(set(of_group[row][part])) for part in target_parts(window, duel.blocks(window))),
-                differences=tuple(Departure(*key, margin) for key, margin in differences),
-                log_joint=None if drawn is None else scored.log_prob + math.fsum(factors),
+                steps=step_count,
+                differences=rule.departures(row),
+                log_joint=None if drawn is None else scored.log_prob + rule.log_order(row),
             )
-    return followed
+    return trajectories
 
 
 def in_blocks(order: Sequence[int], window: Window, duel: DuelEstimator, n: int) -> tuple[int, ...]:
@@ -113,16 +132,16 @@ def in_blocks(order: Sequence[int], window: Window, duel: DuelEstimator, n: int)
     Raises:
         DuelError: If a block is not finished before the next one begins.
     """
-    inner = [order[part] for part in target_parts(window, Estimator.blocks(duel, window))]
-    if duel.rule.spans_blocks and len(inner) > 1 and all(min(part) == min(order) for part in inner):
+    inner = [order[part] for part in target_parts(window, Estimator.blocks(duel, window))]  # if `blocks` is one chain
+    if duel.rule.spans_blocks and len(inner) > 1 and _restart(inner):
         raise DuelError(
             f"Rule {duel.rule} keeps a history over blocks, so the steps of window {n} count over the whole text and "
             "do not restart in each block.",
             n,
         )
     parts = [order[part] for part in target_parts(window, duel.blocks(window))]
-    restarts = all(min(part) == min(order) for part in parts)
-    if not restarts and any(max(a) >= min(b) for a, b in itertools.pairwise(parts)):
+    in_turn = all(max(before) < min(after) for before, after in itertools.pairwise(parts))
+    if not in_turn and not _restart(parts):
         raise DuelError(
             f"Window {n} is not revealed in blocks of {duel.block}: a block's first step comes before the last one of "
             "the block before. Pass the sampler's own block.",
@@ -133,3 +152,8 @@ def in_blocks(order: Sequence[int], window: Window, duel: DuelEstimator, n: int)
         ranks = {step: rank for rank, step in enumerate(sorted(set(part)))}
         steps += [ranks[step] for step in part]
     return tuple(steps)
+
+
+def _restart(parts: Sequence[Sequence[int]]) -> bool:
+    """True if the steps of each block count from the same number."""
+    return len({min(part) for part in parts}) == 1

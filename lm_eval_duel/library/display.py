@@ -60,8 +60,11 @@ class Display:
 
     def to_dict(self) -> dict[str, Any]:
         """All values by name, as numbers, texts, lists and dicts. Infinite and undefined numbers stay floats."""
-        fields = (field.name for field in dataclasses.fields(self) if field.name not in self.internal)  # type: ignore[arg-type]
-        return {name: _plain(getattr(self, name)) for name in fields}
+        values = {}
+        for field in dataclasses.fields(self):  # type: ignore[arg-type]
+            if field.name not in self.internal:
+                values[field.name] = _plain(getattr(self, field.name))
+        return values
 
     def token_scores(self) -> list[tuple[str, float]]:
         """(token, log-probability in nats) of each token, in order.

@@ -147,10 +147,11 @@ class Duel(OnIds):
         Raises:
             DuelError: If an argument is wrong or the checkpoint cannot be read.
         """
-        if wrong := [key for key in HARNESS_ARGS if key in arguments]:
-            raise DuelError(
-                f"'{wrong[0]}' is a model arg of the harness's model; Duel.from_pretrained does not take it."
-            )
+        for key in HARNESS_ARGS:
+            if key in arguments:
+                raise DuelError(
+                    f"'{key}' is a model arg of the harness's model; Duel.from_pretrained does not take it."
+                )
         if isinstance(tokenizer, str):
             arguments["tokenizer"] = tokenizer
             tokenizer = None
@@ -269,8 +270,9 @@ class Duel(OnIds):
     ) -> Iterator[tuple[int, TextScore]]:
         """Like `score`, but yield (index, score) of each text as it is finished, in any order."""
         encoder = self._require_encoder("score", texts)
-        around = [*zip(one_each(texts, contexts, "contexts"), one_each(texts, suffixes, "suffixes"), strict=True)]
-        documents = text_windows(encoder, texts, None if contexts is None and suffixes is None else around)
+        around = list(zip(one_each(texts, contexts, "contexts"), one_each(texts, suffixes, "suffixes"), strict=True))
+        is_alone = contexts is None and suffixes is None
+        documents = text_windows(encoder, texts, None if is_alone else around)
         empty = [str(n) for n, each in enumerate(documents) if not each.tokens]
         if len(empty) == 1:
             log.warning("Text %s has no tokens, so its perplexity is nan.", empty[0])
@@ -380,9 +382,15 @@ class Duel(OnIds):
             DuelError: If this Duel has no tokenizer, or a setting or a prompt is wrong.
         """
         until = until if isinstance(until, str) else list(until)
-        warped = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
         settings = Settings.from_arguments(
-            {"max_new_tokens": max_new_tokens, "do_sample": do_sample, **warped, "until": until}
+            {
+                "max_new_tokens": max_new_tokens,
+                "do_sample": do_sample,
+                "temperature": temperature,
+                "top_k": top_k,
+                "top_p": top_p,
+                "until": until,
+            }
         )
         written = prompts if isinstance(prompts, str) else [prompt for prompt in prompts if isinstance(prompt, str)]
         encoder = self._require_encoder("generate", written)

@@ -100,7 +100,9 @@ class OnIds:
         parts = {"rule": self.rule, "block": self.block, "grid": self.grid, "network": network}
         if self.estimator.name != "duel":
             parts = {"estimator": self.estimator.name, **parts}
-        words = ", ".join(f"{key}={value}" for key, value in parts.items() if key != "rule" or value is not None)
+        if parts["rule"] is None:  # a block of None is shown: it means the whole target
+            del parts["rule"]
+        words = ", ".join(f"{key}={value}" for key, value in parts.items())
         return f"Duel({words}, fingerprint={self.fingerprint})"
 
     # ------------------------------------------------------------ ids in

@@ -192,9 +192,10 @@ class TextEstimate:
     def total(cls, estimates: Sequence[TextEstimate]) -> TextEstimate:
         """The estimate of several texts together. Equal texts have one sample, and the error takes it into account."""
         scores = tuple(score for estimate in estimates for score in estimate.window_scores)
-        sizes = sum(estimate.tokens for estimate in estimates), sum(estimate.bytes for estimate in estimates)
+        tokens = sum(estimate.tokens for estimate in estimates)
+        size = sum(estimate.bytes for estimate in estimates)
         sums = Total.from_parts(estimate.sums for estimate in estimates)
-        return cls._of(None, sizes, scores, sums, estimates[0].spec if estimates else {})
+        return cls._of(None, (tokens, size), scores, sums, estimates[0].spec if estimates else {})
 
     @classmethod
     def _of(

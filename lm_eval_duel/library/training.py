@@ -89,16 +89,21 @@ def training_metrics(
         shares = []
         for duel in duels:
             scores: Sequence[Any] = duel.score(mine) if sample is None else duel.estimate(mine, sample=sample)
-            triples = zip(numbers, mine, scores, strict=True)
-            shares.append([(n, scored.log_prob, len(text.encode())) for n, text, scored in triples])
+            share = []
+            for n, text, scored in zip(numbers, mine, scores, strict=True):
+                share.append((n, scored.log_prob, len(text.encode())))
+            shares.append(share)
         return shares
 
     of_ranks = _gathered(score, world)
     metrics = {}
     for place, rule in enumerate(rules):
-        # in the order of texts, so that the sums are the same for every number of ranks
-        scores = sorted(scored for of_rank in of_ranks for scored in of_rank[place])
-        prefix = "/".join((name, ",".join([str(rule), *ways]), "bits_per_byte"))
+        scores = []
+        for shares_of_rank in of_ranks:
+            scores += shares_of_rank[place]
+        scores.sort()  # in the order of texts, so that the sums are the same for every number of ranks
+        method = ",".join([str(rule), *ways])
+        prefix = f"{name}/{method}/bits_per_byte"
         sizes = [size for _, _, size in scores]
         bits = [-log_prob / math.log(2) for _, log_prob, _ in scores]
         metrics[prefix], stderr = ratio(bits, sizes) if any(sizes) else (math.nan, None)
@@ -127,9 +132,12 @@ def check_arguments(
             raise DuelError(f"training_metrics takes a list of {what}, with at least one; got {came}.")
     for rule in rules:
         parse(rule)
-    takes = [inspect.signature(function).parameters for function in (training_metrics, Duel.from_model)]
-    known = {*takes[0], *takes[1], *in_memory.ARGUMENTS} - NOT_ARGUMENTS
-    require_known("argument", arguments, known, "of training_metrics")
+    names = {
+        *inspect.signature(training_metrics).parameters,
+        *inspect.signature(Duel.from_model).parameters,
+        *in_memory.ARGUMENTS,
+    }
+    require_known("argument", arguments, names - NOT_ARGUMENTS, "of training_metrics")
     ways = []
     if sample is not None:
         TwoPhaseArguments(sample)
@@ -261,12 +269,12 @@ def _duels(
     """A Duel for each rule, on one denoiser, made for one score: what self-tests detect depends on the weights."""
     first = Duel.from_model(model, tokenizer, rule=rules[0], block=block, **arguments)
     shared = {key: arguments[key] for key in ("grid", "windows") if key in arguments}
-    others = [
-        Duel(first.denoiser, rule, first.block, batch_size=1, tokenizer=tokenizer, **shared) for rule in rules[1:]
-    ]
-    for duel in others:
+    duels = [first]
+    for rule in rules[1:]:
+        duel = Duel(first.denoiser, rule, first.block, batch_size=1, tokenizer=tokenizer, **shared)
         duel.estimator.budget = first.estimator.budget
-    return [first, *others]
+        duels.append(duel)
+    return duels
 
 
 def _fitting(duels: Sequence[Duel], texts: Sequence[str], sample: float | None, budget: int) -> int:
