@@ -206,7 +206,7 @@ def test_the_error_over_documents_is_that_of_a_ratio():
     lines = [line(-6.0, 3, 2, 8), line(-10.0, 4, 3, 9), line(-3.0, 2, 1, 5)]
     total = score._total(lines, 0.25)
     assert (total.value.nats, total.value.error, total.tokens, total.words, total.bytes) == (-19.0, 0.25, 9, 6, 22)
-    model = score.ScoredModel({}, "duel", lines, total, "")
+    model = score.ScoredModel({}, "duel", lines, total)
     bits = [-each.value.nats / math.log(2) for each in lines]
     rate = sum(bits) / 22
     squares = sum((b - rate * each.bytes) ** 2 for b, each in zip(bits, lines, strict=True))
