@@ -3,6 +3,7 @@
 import dataclasses
 import logging
 import math
+import statistics
 from types import SimpleNamespace
 
 import pytest
@@ -11,7 +12,7 @@ from attends import Attends
 from noised_toys import NoisyToy
 from toys import Toy
 
-from lm_eval_duel.audit import commit_once, contradictions, estimates, replay, samplers, verify
+from lm_eval_duel.audit import commit_once, contradictions, estimates, replay, samplers, verify, wrapped_networks
 from lm_eval_duel.audit.checked import CheckedWindow, Recomputed
 from lm_eval_duel.audit.estimates import SMALL
 from lm_eval_duel.audit.from_text import scored_of_row
@@ -20,6 +21,7 @@ from lm_eval_duel.core.decision import NEAR_TIE
 from lm_eval_duel.core.float_noise import PER_WINDOW, nats_tolerance
 from lm_eval_duel.core.scores import Score
 from lm_eval_duel.core.windows import Window
+from lm_eval_duel.denoisers.filters import Warp
 from lm_eval_duel.estimators.arguments import ElboArguments, LatticeArguments, TwoPhaseArguments
 from lm_eval_duel.estimators.elbo import Elbo
 from lm_eval_duel.estimators.lattice import Lattice
@@ -364,3 +366,30 @@ def test_a_pick_is_a_tie_if_logits_within_it_give_the_pick(between, best, picked
     log_P = logits.log_softmax(1)
     own = pick(log_P, [0, 1])
     assert replay.in_a_tie(pick, log_P, [0, 1], [picked]) == (own == [picked] or between < 4)
+
+
+@pytest.mark.parametrize("replicates", [1, 2, 4, 8])
+@pytest.mark.parametrize("side", [None, *SIDES])
+def test_the_error_of_draws_is_recomputed(replicates, side):
+    """From replicates of draws, if there are two or more; a run that has none differs."""
+    values = [-3.0, -5.0, -4.0, -4.5, -2.0, -6.0, -3.5, -4.25]
+    noise = nats_tolerance(4)
+    stderr = None
+    if replicates > 1:
+        of_replicates = [statistics.fmean(values[n::replicates]) for n in range(replicates)]
+        error = statistics.stdev(of_replicates) / math.sqrt(replicates)
+        stderr = None if side is None else error + side * noise
+    again = estimates._monte_carlo(values, replicates, Score(-4.0, stderr=stderr), noise)
+    assert again.log_prob == pytest.approx(statistics.fmean(values))
+    assert bool(again.problems) == (replicates > 1 and (side is None or abs(side) > 1))
+
+
+@pytest.mark.parametrize("top_k", [None, 1, 2, 3, 4, 9])
+@pytest.mark.parametrize("top_p", [1.0, 0.5, 0.75, 0.76, 1e-9])
+@pytest.mark.parametrize("temperature", [1.0, 0.5])
+def test_a_warp_of_the_audit_keeps_the_tokens_of_a_run(top_k, top_p, temperature):
+    """Where a share is reached exactly; those of a run are held by test_truncation_by_hand."""
+    p = torch.tensor([[0.125, 0.5, 0.125, 0.25], [0.25, 0.125, 0.5, 0.125]], dtype=torch.float64)
+    warp = Warp(temperature, top_k, top_p)
+    logits = temperature * p.log()
+    torch.testing.assert_close(wrapped_networks.warped(warp, logits), warp(logits, None))
