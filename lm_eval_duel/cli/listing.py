@@ -187,7 +187,10 @@ def markdown(what: str) -> str:
     """The first table of a list, as docs/ have it."""
     header, rows = TABLES[what][0]
     line = ["---"] * len(header)
-    return "\n".join(f"| {' | '.join(row)} |" for row in (header, line, *rows()))
+    lines = []
+    for row in (header, line, *rows()):
+        lines.append(f"| {' | '.join(row)} |")
+    return "\n".join(lines)
 
 
 def listing(what: str, names: Sequence[str] = ()) -> str:

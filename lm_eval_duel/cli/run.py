@@ -254,8 +254,9 @@ def _tasks_not_found(message: str, folders: list[str]) -> str:
     The names end at the first period that a space follows: autoload.py has added the task files that cannot be read.
     """
     names = {file.stem for file in task_files()}
+    listed, _, _ = message.removeprefix("Tasks not found: ").partition(". ")
     near: list[str] = []
-    for task in message.removeprefix("Tasks not found: ").partition(". ")[0].split(", "):
+    for task in listed.split(", "):
         near += nearest(task, names)[:1]
     hint = f" Did you mean {', '.join(near)}?" if near else ""
     commands = [f"lm_eval ls tasks --include_path {folder}" for folder in folders]  # it takes one folder

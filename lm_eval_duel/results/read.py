@@ -66,7 +66,10 @@ def files(places: Iterable[str | Path]) -> list[Path]:
         if place.is_file():
             paths.append(place)
             continue
-        inside = [file for file in sorted(place.rglob("*.json")) if _is_named_as_results(file)]
+        inside = []
+        for file in sorted(place.rglob("*.json")):
+            if _is_named_as_results(file):
+                inside.append(file)
         if not inside:
             below = f"No results_*.json (or *_DATE.json) in {place} or below"
             what = below if place.is_dir() else f"No file or folder {place}"
@@ -123,7 +126,8 @@ def distinguish(runs: Sequence[Run]) -> list[Run]:
             continue
         for key, run in models.items():
             longer[key] = "/".join(Path(run.pretrained).parts[-2:])
-        if len({longer[key] for key in models}) < len(models):
+        different_labels = {longer[key] for key in models}
+        if len(different_labels) < len(models):  # folders of one name: the digests tell the models apart
             for key in models:
                 longer[key] = f"{label} ({key[:8]})"
     named = []

@@ -169,13 +169,12 @@ class Table:
                 marked = one_line(f"{text} {mark}".strip())
                 row.append(type(text)(marked))  # bold stays bold
             rows.append(row)
-        filled = [any(texts) for texts in zip(*rows, strict=True)]
-        return cls(
-            title,
-            list(itertools.compress(columns, filled)),
-            [list(itertools.compress(row, filled)) for row in rows],
-            {mark: remark for remark, mark in marks.items()},
-        )
+
+        filled = [any(texts) for texts in zip(*rows, strict=True)]  # of each column
+        heads = list(itertools.compress(columns, filled))
+        shown_rows = [list(itertools.compress(row, filled)) for row in rows]
+        remarks = {mark: remark for remark, mark in marks.items()}
+        return cls(title, heads, shown_rows, remarks)
 
     @property
     def numeric(self) -> list[bool]:

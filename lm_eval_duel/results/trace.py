@@ -137,7 +137,9 @@ def _with_infinities(line: dict[str, Any]) -> dict[str, Any]:
             continue
         value = line[name]
         if isinstance(value, dict):
-            restored[name] = {key: number if part is None else part for key, part in value.items()}
+            restored[name] = {}
+            for key, part in value.items():
+                restored[name][key] = number if part is None else part
         elif isinstance(value, list):
             restored[name] = [number if part is None else part for part in value]
         elif value is None:
@@ -159,7 +161,10 @@ def record(window: Window, score: Score, estimator: Estimator) -> dict[str, Any]
         "log_prob": score.log_prob,
         "values": {name: value.log_prob for name, value in values.items()},
     }
-    rules = {name: _order(path) for name, path in score.others.items() if name not in LATTICE}
+    rules = {}
+    for name, path in score.others.items():
+        if name not in LATTICE:  # a rule's value has an order
+            rules[name] = _order(path)
     if rules:
         line["rules"] = rules
     blocks = score.blocks
@@ -249,9 +254,10 @@ def _files(path: str | Path) -> list[Path]:
     files.sort(key=lambda file: file.stat().st_mtime_ns)
     if not files:
         raise DuelError(f"There is no trace {path}; write one with --model_args trace={path.name},...")
-    fingerprints = {file: _header(file).get("fingerprint") for file in files}
-    if len(set(fingerprints.values())) > 1:
-        listed = ", ".join(f"{file.name}: {digest}" for file, digest in fingerprints.items())
+    fingerprints = {file.name: _header(file).get("fingerprint") for file in files}
+    different = set(fingerprints.values())
+    if len(different) > 1:
+        listed = ", ".join(f"{name}: {digest}" for name, digest in fingerprints.items())
         raise DuelError(f"The files of trace {path} have different specs ({listed}). Delete the old ones.")
     return files
 

@@ -81,10 +81,13 @@ class Order:
 
     def add(self, window: Mapping[str, Any], order: Mapping[str, Any]) -> None:
         """Add the next window of the document, revealed in this order."""
-        self.starts += [len(self.ids) + start for start in window.get("starts") or [0]]
+        before = len(self.ids)
+        for start in window.get("starts") or [0]:
+            self.starts.append(before + start)
         self.ids += window["ids"]
         self.steps += order["reveal_steps"]
-        self.nats += [-log_prob for log_prob in order["token_logprobs"]]
+        for log_prob in order["token_logprobs"]:
+            self.nats.append(-log_prob)
 
 
 class DocumentKey(NamedTuple):
@@ -108,7 +111,8 @@ def documents(
         keys.setdefault(key.task, []).append(key)
     chosen = []
     for of_task in keys.values():
-        chosen += sorted(of_task, key=lambda key: (-len(orders[key]), key.number))[:most]
+        most_orders_first = sorted(of_task, key=lambda key: (-len(orders[key]), key.number))
+        chosen += most_orders_first[:most]
 
     shown: list[dict[str, Any]] = []
     notes: list[Note] = []
