@@ -53,9 +53,11 @@ def toy(kind, block, last_block, head):
     found = KINDS[kind](tokens=TOKENS, length=LENGTH, seed=block, unused=UNUSED, **more)
     found.honours_padding = "padding seen" not in kind
     found.shift = int("shifted" in kind)
-    found.last_block, found.noise = last_block, 1e-12
+    found.last_block = last_block
+    found.noise = 1e-12
     if kind == "causal, shifted":
-        found.attention, found.mask_id = "causal", None
+        found.attention = "causal"
+        found.mask_id = None
     if head != "smooth":
         found.codes = torch.nn.functional.pad(torch.tensor(CODES[head], dtype=torch.float64), (0, 1 + UNUSED), value=9)
     return found
@@ -119,7 +121,8 @@ def some_rule(chance, head):
 def some_window(chance, toy, block, grid, texts):
     """A window of one of the texts that fits."""
     while True:
-        text, target = chance.choice(texts), chance.choice([0, LENGTH, *(chance.randint(1, LENGTH) for _ in range(8))])
+        text = chance.choice(texts)
+        target = chance.choice([0, LENGTH, *(chance.randint(1, LENGTH) for _ in range(8))])
         context = chance.choice([0, chance.randint(0, LENGTH - target)])
         room = LENGTH - target - context
         suffix, tail = (chance.choice([0, chance.randint(0, room)]) for _ in range(2))
@@ -140,9 +143,11 @@ def test_a_random_batch_is_the_textbook_loop_window_by_window(seed, monkeypatch)
         chance.choice([None, *range(1, LENGTH + 2)]),
     )
     if network.attention == "causal":
-        rule, block = rules.LeftToRight(getattr(rule, "k", 1)), 1
+        rule = rules.LeftToRight(getattr(rule, "k", 1))
+        block = 1
     elif network.attention == "block_causal":
-        block, grid = network.block, "row"
+        block = network.block
+        grid = "row"
     sizes = {  # whatever is cut into pieces, in other pieces
         (queue, "GROUP"): [4096, 1, 2],
         (block_causal, "STRETCH"): [256, 1, 3, 7],

@@ -103,7 +103,8 @@ def test_the_bundled_network_by_the_textbook_loop():
     """The README's number is that of all documents; here is the first, from the plain model, a position at a time."""
     [nats] = [nats for args, _, nats in map(recorded, RUNS) if args == PUBLISHED]
     assert f"{math.exp(-sum(nats.values()) / 4053):.2f}" in read("README.md")  # tokens of the corpus
-    folder, texts = FOLDER / "demo-mdm", (FOLDER / "text" / "sotu.jsonl").read_text().splitlines()
+    folder = FOLDER / "demo-mdm"
+    texts = (FOLDER / "text" / "sotu.jsonl").read_text().splitlines()
     model = AutoModelForMaskedLM.from_pretrained(folder, dtype=torch.float32).eval()
     words = load_tokenizer({"pretrained": folder})
     with torch.inference_mode():

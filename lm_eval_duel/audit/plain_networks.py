@@ -345,7 +345,7 @@ class Files(Mapping[str, Tensor]):
     """
 
     def __init__(self, folder: str):
-        self.files: dict[str, str] = {}
+        self.files: dict[str, Any] = {}  # the open file of each tensor: opening reads the names and places of all
         self.pickled: dict[str, Tensor] = {}
         paths = []
         for name in sorted(os.listdir(folder)):
@@ -354,8 +354,8 @@ class Files(Mapping[str, Tensor]):
 
         for path in paths:
             if path.endswith(".safetensors"):
-                with safe_open(path, "pt") as file:
-                    self.files |= dict.fromkeys(file.keys(), path)
+                file = safe_open(path, "pt")
+                self.files |= dict.fromkeys(file.keys(), file)
         for path in paths:
             if path.endswith(".bin") and not self.files:
                 self.pickled |= torch.load(path, "cpu", weights_only=True, mmap=True)
@@ -367,8 +367,7 @@ class Files(Mapping[str, Tensor]):
         self.used.add(key)
         if key in self.pickled:
             return self.pickled[key]
-        with safe_open(self.files[key], "pt") as file:
-            tensor: Tensor = file.get_tensor(key)
+        tensor: Tensor = self.files[key].get_tensor(key)
         return tensor
 
     def __iter__(self) -> Iterator[str]:

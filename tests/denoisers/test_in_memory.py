@@ -308,13 +308,15 @@ REFUSED = [
     (dropping(), FUNCTION, "module="),
     (dropping(), {**FUNCTION, "self_tests": False}, "module="),
     (Guided(Toy(length=4), 0.5), {}, "Guided"),
-    (tiny.network("gpt2"), {"mask_token_id": 39, "self_tests": False}, "is causal"),
-    (tiny.network("bert"), {"mask_token_id": 4, "attention": "causal"}, "estimator=ar"),
-    (tiny.network("bigbird"), {"mask_token_id": 4}, "set_attention_type"),
+    ("gpt2", {"mask_token_id": 39, "self_tests": False}, "is causal"),
+    ("bert", {"mask_token_id": 4, "attention": "causal"}, "estimator=ar"),
+    ("bigbird", {"mask_token_id": 4}, "set_attention_type"),
 ]
 
 
 @pytest.mark.parametrize(("model", "arguments", "message"), REFUSED)
 def test_what_is_refused(model, arguments, message):
+    if isinstance(model, str):  # of transformers
+        model = tiny.network(model)
     with pytest.raises(DuelError, match=message):
         Duel.from_model(model, **arguments)

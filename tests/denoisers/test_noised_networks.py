@@ -46,7 +46,9 @@ class Plain:
         return found.masked_fill(self.excluded, -math.inf)
 
     def level(self, t):
-        t, K, c = torch.as_tensor(t, dtype=torch.float64), len(self.tokens), 0.0
+        t = torch.as_tensor(t, dtype=torch.float64)
+        K = len(self.tokens)
+        c = 0.0
         if self.name == "gidd-uniform":
             c = 2 * 0.2 / (1 - 0.2) * (t * (1 - t)).sqrt()
         b = t.new_zeros(self.vocab_size)

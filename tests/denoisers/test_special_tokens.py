@@ -31,7 +31,7 @@ def warnings(caplog):
 
 def test_a_window_without_its_bos_is_warned_of_once(caplog):
     denoiser = denoisers.load("demo-bd", device="cpu")
-    (before, after) = denoiser.special_tokens
+    before, after = denoiser.special_tokens
     assert len(before) == 1 and not after
     duel = Duel(denoiser, "greedy")
     duel.log_prob([Window(before, (300, 517)), Window((), ()), Window((7,), (300,))])
@@ -47,7 +47,8 @@ def test_a_window_without_its_bos_is_warned_of_once(caplog):
 
 def test_what_the_advice_says_is_what_the_harness_scores(folder, caplog):
     lm = DuelMDM(pretrained=folder, device="cpu")
-    (before, after), ids = lm.denoiser.special_tokens, lm.tok_encode("a b c d")
+    before, after = lm.denoiser.special_tokens
+    ids = lm.tok_encode("a b c d")
     scored = Duel(lm.denoiser, "greedy").log_prob([Window(before, ids, after)])[0]
     answers = lm.loglikelihood_rolling(ask("loglikelihood_rolling", ("a b c d",), ("",), ("d " * 40,)))
     assert answers[0] == pytest.approx(scored.log_prob, abs=1e-4)

@@ -38,7 +38,8 @@ def averages(tensors):
 
 def lightning(path, **changes):
     """A Lightning checkpoint of one network, with another as its average; the two."""
-    last, average = trained(1), trained(0.7)
+    last = trained(1)
+    average = trained(0.7)
     ema = {"decay": 0.9999, "shadow_params": averages(average)}
     content = {"epoch": 3, "state_dict": last, "ema": ema, **changes}
     torch.save({key: value for key, value in content.items() if value is not None}, path)
@@ -125,7 +126,8 @@ def test_lightning_checkpoints_that_cannot_be_scored(tmp_path):
 
 
 def test_the_printed_command_makes_a_checkpoint_that_can_be_read(tmp_path, monkeypatch):
-    source, result = tmp_path / "the model", tmp_path / "made"
+    source = tmp_path / "the model"
+    result = tmp_path / "made"
     source.mkdir()
     result.mkdir()
     _, average = lightning(source / "last.ckpt", hyper_parameters=argparse.Namespace(lr=3e-4))

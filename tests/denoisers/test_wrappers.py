@@ -27,7 +27,8 @@ def guided(logits_of, mask_id, scale, window):
     def both(ids):
         bare = ids.clone()
         bare[:begin] = bare[end:] = mask_id
-        conditional, unconditional = logits_of(ids), logits_of(bare)
+        conditional = logits_of(ids)
+        unconditional = logits_of(bare)
         return unconditional + (1 + scale) * (conditional - unconditional)
 
     return both

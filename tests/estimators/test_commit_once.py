@@ -83,7 +83,8 @@ def test_contexts_suffixes_and_tails(window):
 
 def test_noise_that_depends_on_the_text_gives_no_distribution(monkeypatch):
     """The negative control: keyed by the window's key, which hashes the target."""
-    toy, duel = NoisyToy(), Duel(NoisyToy(), "greedy", 3)
+    toy = NoisyToy()
+    duel = Duel(NoisyToy(), "greedy", 3)
     texts = [Window((), text) for text in every_text(3)]
     keys = torch.tensor([window.key for window in texts])
     place = View.noise_keys
@@ -99,7 +100,8 @@ def test_noise_that_depends_on_the_text_gives_no_distribution(monkeypatch):
 
 @pytest.mark.parametrize("noise", [noises.Uniform(5), noises.Hybrid(5, 0.2)])
 def test_masked_positions_show_the_marginal_of_the_noise(noise):
-    count, share = 40_000, torch.tensor([0.6], dtype=torch.float64)
+    count = 40_000
+    share = torch.tensor([0.6], dtype=torch.float64)
     at = torch.tensor([[0]])
     place = noises.NoiseKeys(at, at, at, torch.arange(count)[None])
     mask_id = 5 if noise.name != "uniform" else None
@@ -179,7 +181,8 @@ def test_filters_leave_a_distribution_that_the_specification_has_too(checkpoints
 
 
 def test_an_audit_compares_it_with_no_order_of_masks(checkpoints):
-    duel, window = Duel(checkpoints["duo"][1], "greedy", 4), Window((3,), (5, 9, 1, 1))
+    duel = Duel(checkpoints["duo"][1], "greedy", 4)
+    window = Window((3,), (5, 9, 1, 1))
     [score] = duel.log_prob([window])
     found = recompute(duel.estimator, window, score)
     held = contradictions(duel.estimator, [CheckedWindow("here", window, score.log_prob, found, score=score)])
@@ -203,7 +206,8 @@ def test_gradients_are_those_of_the_noised_rows(checkpoints):
     weight = denoiser.network.output_layer.linear.weight
     weight.requires_grad_(True)
     try:
-        duel, window = Duel(denoiser, "greedy", 4), Window((3,), (5, 9, 1, 1, 4))
+        duel = Duel(denoiser, "greedy", 4)
+        window = Window((3,), (5, 9, 1, 1, 4))
         [score] = duel.log_prob([window])
         found = duel.differentiable([window], [score.reveal_steps])
         assert found.tolist()[0] == pytest.approx(score.token_logprobs, abs=1e-5)
@@ -311,7 +315,8 @@ class Fresh(DuelEstimator):
 
 def test_the_sampler_with_fresh_noise_has_these_probabilities():
     """The frequencies of samples, each under its own seed, against the mean of p over seeds."""
-    toy, count = NoisyToy(length=2), 1200
+    toy = NoisyToy(length=2)
+    count = 1200
     texts = [Window((), text) for text in every_text(2)]
     duel = Duel(toy, "greedy", 2, estimator="duel_seeds", noise_seeds=count)
     p = [math.exp(score.others["log_mean_exp"].log_prob) for score in duel.log_prob(texts)]
@@ -323,7 +328,8 @@ def test_the_sampler_with_fresh_noise_has_these_probabilities():
 
 def test_totals_are_made_for_each_seed():
     """Windows share the seeds: copies of one window have one error, times their number."""
-    toy, windows = NoisyToy(length=4), [Window((), (0, 1, 2)), Window((), (2, 2, 1))]
+    toy = NoisyToy(length=4)
+    windows = [Window((), (0, 1, 2)), Window((), (2, 2, 1))]
     duel = Duel(toy, "greedy", 2, estimator="duel_seeds", noise_seeds=12)
     scores = duel.log_prob(windows)
     total = Total.from_scores(windows, scores, "duel_seeds")
@@ -347,7 +353,8 @@ def test_the_error_of_a_log_mean_takes_ten_effective_seeds():
 
 def test_the_error_of_a_log_mean_is_known_if_it_is_in_every_block():
     duel = Duel(NoisyToy(length=4), "greedy", 2, estimator="duel_seeds", noise_seeds=12)
-    sure, spread = torch.zeros(31, 1).double(), torch.tensor([[0.0]] * 30 + [[50.0]]).double()
+    sure = torch.zeros(31, 1).double()
+    spread = torch.tensor([[0.0]] * 30 + [[50.0]]).double()
     for blocks in ([sure, spread], [spread, sure]):
         assert duel.estimator._log_mean(torch.cat(blocks, 1)).stderr is None
 

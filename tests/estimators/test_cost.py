@@ -139,9 +139,11 @@ def test_causal():
 
 
 def test_rules_that_read_the_text_take_at_most_as_many_steps(networks):
-    rule, denoiser = "threshold:mu=0.3", networks["bidirectional"]
+    rule = "threshold:mu=0.3"
+    denoiser = networks["bidirectional"]
     setting = cost.Setting(denoiser, parse(rule), 8, "target")
-    found, most = counted(denoiser, DuelEstimator(denoiser, rule, 8), windows()), planned(setting.exact, windows())
+    found = counted(denoiser, DuelEstimator(denoiser, rule, 8), windows())
+    most = planned(setting.exact, windows())
     assert not setting.is_exact and all(count <= bound for count, bound in zip(found, most, strict=True))
     everything = cost.Setting(denoiser, parse("threshold:mu=1"), 8, "target")
     assert planned(everything.exact, windows()) == most
@@ -150,7 +152,8 @@ def test_rules_that_read_the_text_take_at_most_as_many_steps(networks):
 @pytest.mark.parametrize("rule", ["quota:steps=3", "greedy:k=2:sub_block=3"])
 def test_schedules_and_sub_blocks_that_begin_inside_the_context(networks, rule):
     denoiser = networks["bidirectional"]
-    duel, setting = DuelEstimator(denoiser, rule, 8, grid="row"), cost.Setting(denoiser, parse(rule), 8, "row")
+    duel = DuelEstimator(denoiser, rule, 8, grid="row")
+    setting = cost.Setting(denoiser, parse(rule), 8, "row")
     duel.use_single_rows()
     assert setting.is_exact
     assert planned(setting.exact, windows()) == counted(denoiser, duel, windows())

@@ -48,7 +48,8 @@ def test_sums_to_one_with_grids_tails_and_caches(sampler):
 
 
 def test_a_draw_is_judged_without_the_temperature():
-    toy, x = Toy(length=8, tokens=6), [0, 2, 1, 5, 4]
+    toy = Toy(length=8, tokens=6)
+    x = [0, 2, 1, 5, 4]
     select = samplers.best_drawn(x, count=lambda *_: 1, scale=3)
     wanted = samplers.over_selections(x, [range(5)], lambda z: logits_of(toy, z[None])[0] / 3, toy.mask_id, select)
     assert log_probs(SampledConfidence(warped(toy, 3), 5), [Window((), x)]) == pytest.approx([wanted], abs=1e-9)
@@ -123,7 +124,8 @@ LOOPS = {  # the loop's own arguments, temperature, and those of the estimator
 def test_the_authors_loop_has_this_distribution(name):
     """And not another one that is near."""
     loop, loop_arguments, temperature, arguments = LOOPS[name]
-    toy, generator = OF_TWO if loop is sdar else SHARP, torch.Generator().manual_seed(1)
+    toy = OF_TWO if loop is sdar else SHARP
+    generator = torch.Generator().manual_seed(1)
     more = {"generator": generator, **({"remasking": "random"} if name == "llada, random" else {})}
     if loop is dream:
         more["alg_temp"] = getattr(arguments, "alg_temp", None)

@@ -56,7 +56,9 @@ def close(network):
 
 @pytest.mark.parametrize("network", NETWORKS)
 def test_lattice_reads_off_every_state_only_rule(network):
-    toy, block, windows = NETWORKS[network](), (4 if network == "block-causal" else 2), fitting(network)
+    toy = NETWORKS[network]()
+    block = 4 if network == "block-causal" else 2
+    windows = fitting(network)
     rules = STATE_ONLY[list(NETWORKS).index(network) % 2 :: 2]
     scored = Lattice(toy, block, LatticeArguments(rules), batch_size=1).log_prob(windows)
     if network == "nearly flat":  # some steps are near ties and others are not
@@ -83,7 +85,8 @@ def test_the_mixture_is_a_likelihood_and_the_others_are_not(grid):
 
 
 def test_where_a_value_comes_from():
-    toy, window = Toy(length=9, seed=1), WINDOWS[0]
+    toy = Toy(length=9, seed=1)
+    window = WINDOWS[0]
     values = ("oracle", "elbo_exact", "mixture")
     best, mean, mixture = (Lattice(toy, 4, estimator=value, traced=True).log_prob([window])[0] for value in values)
     replayed = DuelEstimator(toy, block=4, traced=True).replay([window], [best.reveal_steps])[0]
@@ -113,7 +116,8 @@ def test_states_are_evaluated_once_each(block):
 )
 def test_elbo_lands_on_the_mean_over_orders(network, block, form):
     """Law 7."""
-    toy, windows = NETWORKS[network](), [w for w in fitting(network) if w.target and not (block == 8 and w.tail)]
+    toy = NETWORKS[network]()
+    windows = [w for w in fitting(network) if w.target and not (block == 8 and w.tail)]
     exact = Lattice(toy, block, estimator="elbo_exact").log_prob(windows)
     bounds = Elbo(toy, ElboArguments(512, form, block if block == 4 else None)).log_prob(windows)
     for window, bound, mean in zip(windows, bounds, exact, strict=True):
@@ -123,7 +127,8 @@ def test_elbo_lands_on_the_mean_over_orders(network, block, form):
 
 
 def test_elbo_stderr_is_the_spread_over_seeds():
-    toy, window = Toy(length=9, seed=1), WINDOWS[0]
+    toy = Toy(length=9, seed=1)
+    window = WINDOWS[0]
     for form in ("count", "ratio"):
         runs = [Elbo(toy, ElboArguments(64, form), draw_seed=seed).log_prob([window])[0] for seed in range(30)]
         spread = torch.tensor([run.log_prob for run in runs], dtype=torch.float64).std()
@@ -137,7 +142,8 @@ def test_intervals_of_the_elbo_cover():
     windows = [
         Window((1,), text, (2,)) for text in itertools.islice(itertools.product(range(3), repeat=8), 0, 6561, 800)
     ]
-    exact, held = Lattice(toy, 8, estimator="elbo_exact").log_prob(windows), []
+    exact = Lattice(toy, 8, estimator="elbo_exact").log_prob(windows)
+    held = []
     for seed in range(10):
         scores = Elbo(toy, ElboArguments(16, "count"), draw_seed=seed).log_prob(windows)
         held += [abs(a.log_prob - b.log_prob) <= 1.96 * a.stderr for a, b in zip(scores, exact, strict=True)]
@@ -145,7 +151,8 @@ def test_intervals_of_the_elbo_cover():
 
 
 def test_elbo_counts_draws_and_says_when_its_error_is_not_known():
-    toy, window = Toy(length=9), WINDOWS[0]
+    toy = Toy(length=9)
+    window = WINDOWS[0]
     for samples, parts in ((1, 1), (8, 1), (15, 1), (16, 16), (17, 17), (24, 24), (64, 16), (100, 20), (128, 16)):
         assert replicates(samples) == parts and samples % parts == 0
         bound = Elbo(toy, ElboArguments(samples)).log_prob([window])[0]
@@ -157,14 +164,17 @@ def test_elbo_counts_draws_and_says_when_its_error_is_not_known():
 
 def score_entropy_by_hand(w, window, steps=40):
     """SEDD's loss over all masked sets and a fine grid of t, from the description of Lou et al. alone."""
-    start, m, tokens = len(window.context), len(window.target), dit_reference.TOKENS
+    start = len(window.context)
+    m = len(window.target)
+    tokens = dit_reference.TOKENS
     row = torch.tensor([*window.context, *window.target])
     total = 0.0
     for n in range(steps):
         t = (n + 0.5) / steps
         sigma = -math.log1p(-(1 - 1e-3) * t)
         rate = (1 - 1e-3) / (1 - (1 - 1e-3) * t)  # d sigma / dt
-        chance, r = 1 - math.exp(-sigma), 1 / math.expm1(sigma)
+        chance = 1 - math.exp(-sigma)
+        r = 1 / math.expm1(sigma)
         for size in range(1, m + 1):
             for masked in itertools.combinations(range(start, start + m), size):
                 ids = row.clone()

@@ -158,7 +158,8 @@ def test_neither_company_nor_order_nor_memory_changes_a_number(name, monkeypatch
     estimator, windows = made(name)
     together = estimator.log_prob([*windows, windows[0]])
     assert together[-1] == together[0]
-    rows, expected = estimator.counts.rows, pytest.approx(numbers(together[:-1]), abs=1e-7, nan_ok=True)
+    rows = estimator.counts.rows
+    expected = pytest.approx(numbers(together[:-1]), abs=1e-7, nan_ok=True)
     estimator, _ = made(name)
     estimator.log_prob(windows)
     assert estimator.counts.rows == rows

@@ -10,7 +10,6 @@ import tiny
 import torch
 from close import require_equal
 from decoder_reference import CASES, write
-from peft import LoraConfig, get_peft_model
 from toys import BlockCausal, Causal, Toy
 
 from lm_eval_duel import Duel, DuelError, Window, load, reference
@@ -52,11 +51,13 @@ def gradients(toy):
 def logits_of(denoiser, window):
     """The network on a row z of this window, with a graph: z (L,) -> (L, V)."""
     if denoiser.filters:
-        (warp,), plain = denoiser.filters, copy.copy(denoiser)
+        [warp] = denoiser.filters
+        plain = copy.copy(denoiser)
         plain.filters = ()
         return lambda z: logits_of(plain, window)(z) / warp.temperature
     if isinstance(denoiser, Guided):
-        plain, end = logits_of(denoiser.plain, window), len(window.context) + len(window.target)
+        plain = logits_of(denoiser.plain, window)
+        end = len(window.context) + len(window.target)
 
         def guided(z):
             bare = torch.full_like(z, denoiser.mask_id)
@@ -80,9 +81,11 @@ def logits_of(denoiser, window):
 
 def textbook(network, mask_id, excluded, window, steps, block, grid="target"):
     """log p of each target token along an order, with a graph, (T,)."""
-    x, origin = [*window.context, *window.target, *window.suffix], len(window.context)
+    x = [*window.context, *window.target, *window.suffix]
+    origin = len(window.context)
     blocks = reference.cut(range(origin, origin + len(steps)), block, origin if grid == "target" else 0)
-    z, values = torch.tensor(reference.masked(x, blocks, mask_id)), {}
+    z = torch.tensor(reference.masked(x, blocks, mask_id))
+    values = {}
     for positions in blocks:
         for step in sorted({steps[ell - origin] for ell in positions}):
             log_P = reference.log_softmax(network(z.clone()).masked_fill(excluded, -math.inf))
@@ -96,7 +99,8 @@ def textbook(network, mask_id, excluded, window, steps, block, grid="target"):
 
 
 def lora(folder):
-    model = get_peft_model(tiny.network("bert"), LoraConfig(r=2, target_modules=["query", "value"]))
+    peft = pytest.importorskip("peft")
+    model = peft.get_peft_model(tiny.network("bert"), peft.LoraConfig(r=2, target_modules=["query", "value"]))
     torch.manual_seed(3)
     for name, parameter in model.named_parameters():
         if "lora_B" in name:
@@ -166,7 +170,8 @@ def test_gradients_are_those_of_autograd_over_the_textbook(tmp_path, name, dtype
     log_probs = duel.differentiable(windows, orders, batch_size=2)
     ours = torch.autograd.grad(loss([log_probs[0], log_probs[1, :6]]), parameters, allow_unused=True)
     with contextlib.nullcontext() if name in NETWORKS else denoiser.evaluating():
-        size, of = 1 if denoiser.attention == "causal" else block, (denoiser.mask_id or 0, denoiser.excluded.clone())
+        size = 1 if denoiser.attention == "causal" else block
+        of = (denoiser.mask_id or 0, denoiser.excluded.clone())
         rows = [
             textbook(logits_of(denoiser, window), *of, window, order, size, "row")
             for window, order in zip(windows, orders, strict=True)
@@ -190,7 +195,8 @@ def test_gradients_are_those_of_autograd_over_the_textbook(tmp_path, name, dtype
 )
 def test_toys(kind, rule, block, order):
     """Weights go to their windows, whichever is the longest."""
-    toy, batch_size = trainable(kind, length=8), (1 if rule == "greedy" else 7)
+    toy = trainable(kind, length=8)
+    batch_size = 1 if rule == "greedy" else 7
     duel, windows, weights = Duel(toy, rule=rule, block=block), *([of[n] for n in order] for of in (WINDOWS, WEIGHTS))
     scores = duel.log_prob(windows)
     orders = [score.reveal_steps for score in scores]
@@ -233,7 +239,8 @@ def test_the_graph_obeys_autograd():
 def test_memory_is_that_of_one_step():
     """No graph of an earlier call is alive when the next one begins."""
     toy = trainable(Toy, length=8)
-    alive, refs = [], []
+    alive = []
+    refs = []
     features = toy.features
 
     def counted(ids, real):
@@ -243,7 +250,8 @@ def test_memory_is_that_of_one_step():
         return out
 
     toy.features = counted
-    duel, order = Duel(toy, rule="greedy", block=None), [(0, 1, 2, 3, 4)]
+    duel = Duel(toy, rule="greedy", block=None)
+    order = [(0, 1, 2, 3, 4)]
     backward(duel, WINDOWS[:1], [1.0], order)
     log_probs = duel.differentiable(WINDOWS[:1], order)
     log_probs.sum().backward()
@@ -252,7 +260,8 @@ def test_memory_is_that_of_one_step():
 
 def test_an_autocast_around_the_call_changes_nothing():
     denoiser = load("demo-bd", device="cpu")
-    duel, window = Duel(denoiser, "greedy"), Window((300,), tuple(range(100, 107)))
+    duel = Duel(denoiser, "greedy")
+    window = Window((300,), tuple(range(100, 107)))
     parameter = next(denoiser.layers.parameters())
     parameter.requires_grad_(True)
     found = []
@@ -276,8 +285,10 @@ class Own(torch.nn.Module):
     def __init__(self, checkpointing=None):
         super().__init__()
         torch.manual_seed(0)
-        self.embed, self.head = torch.nn.Embedding(6, 8), torch.nn.Linear(8, 6)
-        self.mix, self.dropout = torch.nn.Linear(8, 8), torch.nn.Dropout(0.5)
+        self.embed = torch.nn.Embedding(6, 8)
+        self.head = torch.nn.Linear(8, 6)
+        self.mix = torch.nn.Linear(8, 8)
+        self.dropout = torch.nn.Dropout(0.5)
         self.checkpointing = checkpointing
         self.double().train()
 
@@ -348,7 +359,8 @@ def test_gradients_are_those_of_plain_autograd_over_the_reference(prepare, check
 
 def test_a_tensor_that_would_get_no_gradient_is_refused():
     """A closure's bias that is no parameter of a module; a parameter of a module that the denoiser does not hold."""
-    network, bias = Own().eval(), torch.zeros(6, dtype=torch.float64, requires_grad=True)
+    network = Own().eval()
+    bias = torch.zeros(6, dtype=torch.float64, requires_grad=True)
     for function, module in (
         (lambda ids, real: network(ids, real) + bias, network),
         (lambda ids, real: network(ids, real), network.head),
@@ -362,7 +374,8 @@ def test_a_tensor_that_would_get_no_gradient_is_refused():
 
 
 def test_what_has_no_gradient():
-    duel, certain = Duel(Toy(length=8), rule="greedy", block=3), warped(trainable(Toy, length=8), top_k=1)
+    duel = Duel(Toy(length=8), rule="greedy", block=3)
+    certain = warped(trainable(Toy, length=8), top_k=1)
     for more, named in (
         ({}, "No parameter"),
         ({"orders": []}, "0 orders"),

@@ -70,7 +70,8 @@ def test_positions_known_at_an_end_are_context_and_blocks_of_known_positions_alo
     [short] = Duel(toy, block=None).log_prob([Window((*CONTEXT, TARGET[0]), TARGET[1:4], (*TARGET[4:], *SUFFIX))])
     assert long.log_prob == pytest.approx(short.log_prob, abs=1e-12)
     assert long.reveal_steps[1:4] == short.reveal_steps
-    duel, window = Duel(toy, rule="greedy", block=2), Window(CONTEXT, TARGET, SUFFIX, known=(2, 3))
+    duel = Duel(toy, rule="greedy", block=2)
+    window = Window(CONTEXT, TARGET, SUFFIX, known=(2, 3))
     [score] = duel.log_prob([window])
     [again] = duel.replay([window], [score.reveal_steps])
     assert score.nfe == 4 and again.log_prob == pytest.approx(score.log_prob, abs=1e-12)

@@ -42,7 +42,8 @@ def times(*values):
 
 @pytest.mark.parametrize(("name", "conditioning"), slow_but(PROCESSES, FAST))
 def test_the_process_is_a_distribution_and_the_bound_is_one(name, conditioning):
-    toy, steps = TOYS[name], 2
+    toy = TOYS[name]
+    steps = 2
     p = sampled(toy, 2, steps, conditioning)
     texts = list(itertools.product(range(3), repeat=2))
     assert math.fsum(p[text] for text in texts) == pytest.approx(1, abs=1e-12)
@@ -52,7 +53,8 @@ def test_the_process_is_a_distribution_and_the_bound_is_one(name, conditioning):
 @pytest.mark.parametrize(("name", "conditioning"), PROCESSES)
 def test_the_estimate_is_within_its_errors_and_they_cover(name, conditioning):
     """A right estimate is beyond 4 errors once in 1,000 (16 replicates)."""
-    toy, steps = TOYS[name], 3 if conditioning == "none" else 2
+    toy = TOYS[name]
+    steps = 3 if conditioning == "none" else 2
     exact = bound(toy, TEXT, steps, conditioning)
     distances = []
     for seed in range(5):
@@ -67,7 +69,8 @@ def test_the_estimate_is_within_its_errors_and_they_cover(name, conditioning):
 @pytest.mark.parametrize("steps", [16, math.inf])
 def test_the_told_error_is_that_of_the_estimate(steps):
     """Its variance over seeds; draws at different times differ by more than those at one time, in a long text."""
-    toy, window = NoisyToy(length=16), Window((), tuple(n * n % 3 for n in range(16)))
+    toy = NoisyToy(length=16)
+    window = Window((), tuple(n * n % 3 for n in range(16)))
     scores = [
         NoisedElbo(toy, NoisedElboArguments(16, steps), draw_seed=seed).log_prob([window])[0] for seed in range(60)
     ]
@@ -110,7 +113,8 @@ def test_the_draws_of_steps_and_times_have_the_density_that_weights_them():
 
 @pytest.mark.parametrize("name", ["uniform plugin", pytest.param("hybrid plugin", marks=pytest.mark.slow)])
 def test_many_steps_approach_the_limit(name):
-    toy, x = TOYS[name], (2, 1)
+    toy = TOYS[name]
+    x = (2, 1)
     [score] = NoisedElbo(toy, NoisedElboArguments(4096, math.inf)).log_prob([Window((), x)])
     distances = [abs(bound(toy, x, steps) + score.log_prob) for steps in (4, 64)]
     assert distances[1] < 4 * score.stderr + 0.1 * distances[0] and score.stderr < 0.1 * distances[0]
@@ -129,9 +133,11 @@ def test_masks_alone_give_the_mean_over_all_orders(noise, within):
 
 def test_float32_is_enough_for_a_large_vocabulary():
     tokens = 262_144
-    noise, generator = noises.Uniform(tokens), torch.Generator().manual_seed(1)
+    noise = noises.Uniform(tokens)
+    generator = torch.Generator().manual_seed(1)
     logits = 4 * torch.randn(3, tokens, generator=generator, dtype=torch.float64)
-    clean, noisy = torch.tensor([7, 8, 9]), torch.tensor([7, 5, logits[2].argmax()])
+    clean = torch.tensor([7, 8, 9])
+    noisy = torch.tensor([7, 5, logits[2].argmax()])
     observed = noises.Observed((noisy == clean)[None], torch.zeros(1, 3, dtype=torch.bool))
     for step in (1, 2, 24, 48):
         before, now = (noise.level(*times(n / 48, (48 - n) / 48)) for n in (step - 1, step))
@@ -167,7 +173,8 @@ def test_canvases_add_up():
 @pytest.mark.parametrize("conditioning", ["none", "chain"])
 def test_rows_that_others_change_end_a_run(conditioning):
     toy = Conditioned(length=6)
-    plain, windows = toy.features, [Window((), (1, 2, 0, n % 3)) for n in range(3)]
+    plain = toy.features
+    windows = [Window((), (1, 2, 0, n % 3)) for n in range(3)]
     arguments = NoisedElboArguments(32, 4, self_conditioning=conditioning)
     ordinary = NoisedElbo(toy, arguments)
     ordinary.log_prob(windows)

@@ -66,16 +66,20 @@ def test_with_every_block_in_the_sample_it_is_the_exact_value(rule, cache):
 
 def phases(count):
     """Values f and g of each block (N, B) of some texts, their keys and their numbers of blocks."""
-    toy, windows = Attends(length=12), list(dict.fromkeys(texts(150, lengths=(12, 10, 5), seed=1)))[:count]
-    exact, cached = DuelEstimator(toy, "greedy", 3), DuelEstimator(Cached(toy, "dual"), "greedy", 3)
-    keys, blocks = [window.key for window in windows], [len(exact.blocks(window)) for window in windows]
+    toy = Attends(length=12)
+    windows = list(dict.fromkeys(texts(150, lengths=(12, 10, 5), seed=1)))[:count]
+    exact = DuelEstimator(toy, "greedy", 3)
+    cached = DuelEstimator(Cached(toy, "dual"), "greedy", 3)
+    keys = [window.key for window in windows]
+    blocks = [len(exact.blocks(window)) for window in windows]
     return per_block(exact, windows), per_block(cached, windows), keys, blocks
 
 
 @pytest.mark.parametrize("share", slow_but([0.3, 0.8], [0.3]))
 def test_unbiased_and_covering_over_seeds(share):
     """Unbiased; its estimate of the variance, too; 95 % intervals cover 93 to 97 % of 1,000 seeds."""
-    seeds, (f, g, keys, blocks) = 1000, phases(150)
+    seeds = 1000
+    f, g, keys, blocks = phases(150)
     weights = (block_sample.block_sample_weights(keys, blocks, share, seed) for seed in range(seeds))
     sums = [[x.sum() for x in block_sample.combine(g, f, weight)] for weight in weights]
     means, variances = torch.tensor(sums, dtype=torch.float64).T
@@ -87,7 +91,8 @@ def test_unbiased_and_covering_over_seeds(share):
 
 def test_intervals_cover_from_the_fewest_drawn_blocks_on():
     """Law 20: of the samples that have a standard error at all, in which about 11 blocks are drawn."""
-    held, (f, g, keys, blocks) = [], phases(30)
+    held = []
+    f, g, keys, blocks = phases(30)
     for seed in range(400):
         weights = block_sample.block_sample_weights(keys, blocks, 0.1, seed)
         estimate, variance = (part.sum() for part in block_sample.combine(g, f, weights))
@@ -100,7 +105,8 @@ def test_intervals_cover_from_the_fewest_drawn_blocks_on():
 
 
 def test_only_the_sampled_blocks_are_evaluated_without_the_cache():
-    toy, windows = Attends(length=10), list(dict.fromkeys(texts(40)))
+    toy = Attends(length=10)
+    windows = list(dict.fromkeys(texts(40)))
     estimator = TwoPhase(toy, "left_to_right", 2, TwoPhaseArguments(0.25))
     scores = estimator.log_prob(windows)
     _, phases = total(scores)
@@ -108,7 +114,8 @@ def test_only_the_sampled_blocks_are_evaluated_without_the_cache():
     assert phases.count == sum(len(estimator.blocks(window)) for window in windows)
     assert 0 < estimator.counts.phases["uncached"].rows < tokens / 2
     assert estimator.counts.phases["cached"].rows <= tokens
-    counts, phases = estimator.counts, estimator.counts.phases.values()
+    counts = estimator.counts
+    phases = estimator.counts.phases.values()
     assert counts.rows == sum(phase.rows for phase in phases)
     assert counts.forwards == sum(phase.forwards for phase in phases)
     assert all(phase.seconds > 0 for phase in phases)
@@ -121,7 +128,8 @@ def test_what_both_phases_count_adds_up():
     class Relative(Attends):
         relative_positions = True
 
-    toy, windows = Relative(length=10), texts(10)
+    toy = Relative(length=10)
+    windows = texts(10)
     both = TwoPhase(toy, "greedy", 3, TwoPhaseArguments(1.0)).log_prob(windows)
     phases = [DuelEstimator(network, "greedy", 3).log_prob(windows) for network in (toy, Cached(toy, "dual"))]
     for score, *parts in zip(both, *phases, strict=True):
@@ -130,13 +138,15 @@ def test_what_both_phases_count_adds_up():
 
 
 def test_too_few_drawn_blocks_have_no_standard_error():
-    toy, windows = Attends(length=10), texts(10)
+    toy = Attends(length=10)
+    windows = texts(10)
     _, phases = total(TwoPhase(toy, arguments=TwoPhaseArguments(0.02), block=3).log_prob(windows))
     assert phases.drawn < 8 and phases.stderr is None
 
 
 def test_the_correlation_is_that_of_the_sampled_blocks():
-    toy, windows = Attends(length=10), texts(40)
+    toy = Attends(length=10)
+    windows = texts(40)
     scores = TwoPhase(toy, arguments=TwoPhaseArguments(0.5), block=3).log_prob(windows)
     pairs = []
     for of in (score.blocks for score in scores):

@@ -62,7 +62,8 @@ class Attends(Denoiser):
         return torch.arange(self.vocab_size) >= self.tokens
 
     def stream(self, ids, positions, seen, past):
-        x, own = self.embed[ids] + self.place[positions], []
+        x = self.embed[ids] + self.place[positions]
+        own = []
         for n, layer in enumerate(self.network):
             x, kept = layer(x, seen, past and past[n])
             own.append(kept)
@@ -104,7 +105,8 @@ def frozen_states(layers, states, frozen):
 def reference(denoiser, layers, cache, window, block, grid="target"):
     """`logits_of` for textbook.score: the logits (L, V) of a row of this window under a cache."""
     places = blocks(len(window.context), len(window.target), block, grid)
-    origin, mask = len(window.context), denoiser.mask_id
+    origin = len(window.context)
+    mask = denoiser.mask_id
 
     @torch.inference_mode()
     def logits_of(ids):

@@ -36,8 +36,11 @@ class Browser:
         )
         theirs.close()
         self.rest = b""
-        self.numbers, self.session = itertools.count(1), None
-        self.requests, self.problems, self.loaded = [], [], 0
+        self.numbers = itertools.count(1)
+        self.session = None
+        self.requests = []
+        self.problems = []
+        self.loaded = 0
         targets = self.call("Target.getTargets")["targetInfos"]
         page = next(target["targetId"] for target in targets if target["type"] == "page")
         self.session = self.call("Target.attachToTarget", targetId=page, flatten=True)["sessionId"]
@@ -68,7 +71,8 @@ class Browser:
             self.rest += piece
         line, _, self.rest = self.rest.partition(b"\0")
         message = json.loads(line)
-        method, parameters = message.get("method"), message.get("params")
+        method = message.get("method")
+        parameters = message.get("params")
         if method == "Network.requestWillBeSent":
             self.requests.append(parameters["request"]["url"])
         elif method == "Page.loadEventFired":

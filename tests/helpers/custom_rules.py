@@ -54,7 +54,8 @@ class Looks(LEARNED.ModuleRule):
         return module
 
     def __call__(self, predictions, lanes):
-        features, lane = predictions.features, lanes.masked.nonzero()[:, 0]  # (C, D), (C,)
+        features = predictions.features  # (C, D)
+        lane = lanes.masked.nonzero()[:, 0]  # (C,)
         count = lanes.masked.sum(1)[:, None]  # (R, 1)
         mean = features.new_zeros(len(lanes), features.shape[1]).index_add(0, lane, features) / count
         scores = self.module(features)(features, mean[lane])[:, 0]  # (C,)

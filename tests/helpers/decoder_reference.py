@@ -234,7 +234,9 @@ GPT2_KEYS = {"embed_tokens.": "transformer.wte.", "denoise_model.": "transformer
 
 def weights(case):
     """Random tensors under the names of the family's files."""
-    net, generator, made = case.net, torch.Generator().manual_seed(case.seed), {}
+    net = case.net
+    generator = torch.Generator().manual_seed(case.seed)
+    made = {}
     if net is None:
         state = transformers.GPT2LMHeadModel(transformers.GPT2Config(**GPT)).state_dict()
         for key in without(state, "lm_head.weight"):
@@ -243,7 +245,8 @@ def weights(case):
             draw = torch.randn(state[_native(key)].shape, generator=generator) * 0.4
             made[key] = draw + 1 if ".ln_" in key and key.endswith("weight") else draw
         return made
-    q, kept = net.heads * net.head, net.kv_heads * net.head
+    q = net.heads * net.head
+    kept = net.kv_heads * net.head
     expert = 16
 
     def add(name, shape, n=None, e=None, end=".weight"):

@@ -68,7 +68,8 @@ def dream(toy, count, length, steps, alg, temperature, alg_temp, generator):
     for i in range(steps):
         mask = x == toy.mask_id
         p = (logits_of(toy, x) / temperature).softmax(-1)  # (R, L, V)
-        t, s = timesteps[i], timesteps[i + 1]
+        t = timesteps[i]
+        s = timesteps[i + 1]
         x0 = torch.multinomial(p.flatten(0, 1), 1, generator=generator).view(count, length)
         if alg == "origin":
             p_transfer = 1 - s / t if i < steps - 1 else 1

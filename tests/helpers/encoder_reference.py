@@ -34,7 +34,8 @@ def protein_ids(sequence):
 def esm(folder, **entries):
     """A checkpoint as facebook/esm2_* has it, with the tensors that its class does not use; its path and logits."""
     config = {key: value for key, value in ESM.items() if key not in ("architectures", "model_type")}
-    generator, tensors = torch.Generator().manual_seed(3), {}
+    generator = torch.Generator().manual_seed(3)
+    tensors = {}
     for name, value in transformers.EsmForMaskedLM(transformers.EsmConfig(**config)).state_dict().items():
         if value.is_floating_point() and not name.endswith("inv_freq"):
             draw = torch.randn(value.shape, generator=generator)

@@ -51,7 +51,8 @@ class Plain:
     """A canvas after a context, for the enumeration in `noised_toys`: the class's own forward of the whole model."""
 
     def __init__(self, denoiser, context):
-        self.noise_training, self.vocab_size = denoiser.noise_training, denoiser.vocab_size
+        self.noise_training = denoiser.noise_training
+        self.vocab_size = denoiser.vocab_size
         self.context = torch.tensor([context])
         self.known = {}  # logits by canvas and conditioning: the network does not see the time
 

@@ -30,7 +30,8 @@ metric_list: [{{metric: word_perplexity}}]
 
 def write_task(folder, name, texts):
     """The YAML file of a task of these texts."""
-    data, file = folder / f"{name}.jsonl", folder / f"{name}.yaml"
+    data = folder / f"{name}.jsonl"
+    file = folder / f"{name}.yaml"
     data.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     file.write_text(TASK.format(name=name, data=data))
     return str(file)
@@ -81,7 +82,8 @@ def free_port():
 
 def launch(launcher, count, *arguments, machines=1):
     """The exit statuses of launchers, one a machine (all of them this one), and what all ranks printed in one line."""
-    port, runs = free_port(), []
+    port = free_port()
+    runs = []
     for machine in range(machines):
         parts = [part.format(ranks=count // machines, port=port) for part in launcher]
         if machines > 1:

@@ -86,7 +86,8 @@ def made(folder, name, entries=None, into=None):
         elif name in (*PROTEINS, "esm"):
             path, plainly = encoder_reference.esm(folder, **encoder_reference.PROTEIN_CASES.get(name, {}))
         else:
-            path, plainly = tiny.checkpoint(folder, name), tiny_logits(name)
+            path = tiny.checkpoint(folder, name)
+            plainly = tiny_logits(name)
             options = {"attention": "causal"} if name in tiny.CAUSAL_LMS else {}
             options |= GIVEN_WORDS if name == "qwen2" else {}
         logits = lambda ids, window, denoiser: plainly(ids)  # noqa: E731

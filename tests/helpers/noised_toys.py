@@ -162,7 +162,8 @@ def bound(toy, x, steps, conditioning="none"):
 
 def of_position(r, token, s, t, denoiser):
     """k(x_s | x_t = token) at one position, (V,), from the network's distribution r (V,), by Bayes' rule."""
-    (a_s, b_s), (a_t, b_t) = s, t
+    a_s, b_s = s
+    a_t, b_t = t
     one_hot = torch.eye(len(r), dtype=torch.float64)
     step = a_t / a_s * one_hot[token] + b_t[token] - a_t / a_s * b_s[token]
 

@@ -68,7 +68,8 @@ def factor(p, masked, f, variant):
 def hierarchy(p, masked, low, tau):
     """dInfer's HierarchyDecoder."""
     confidence = confidences(p, masked)
-    chosen, run = {int(confidence.argmax())}, []
+    chosen = {int(confidence.argmax())}
+    run = []
     for position in [*range(len(masked)), None]:
         if position is not None and masked[position]:
             run.append(position)
@@ -182,7 +183,8 @@ def pc(p, masked, m, steps, step, decay, alpha, total, counts):
 
 def dream_counts(m, steps):
     """How many each step of diffusion_generate reveals, zeros included."""
-    levels, counts = torch.linspace(1, 1e-3, steps + 1), []
+    levels = torch.linspace(1, 1e-3, steps + 1)
+    counts = []
     for i in range(steps):
         left = torch.tensor(m - sum(counts)) / 1  # a mean over the batch: float32
         counts.append(int(left * (1 - levels[i + 1] / levels[i])) if i < steps - 1 else int(left))
@@ -203,10 +205,13 @@ def dream(p, masked, alg, count):
 def dream_threshold_orders(p_of, m, steps, tau):
     """Fast-dLLM's alg=confidence_threshold as a loop; `p_of(masked)` (m, V). Yields the positions of each step."""
     masked = torch.ones(m, dtype=torch.bool)
-    per_step, left, i = m // steps, 0, 0
+    per_step = m // steps
+    left = 0
+    i = 0
     while i < steps:
         confidence = confidences(p_of(masked), masked)
-        candidates, left = topk(confidence, per_step + left), 0
+        candidates = topk(confidence, per_step + left)
+        left = 0
         chosen = set(candidates)
         for position in candidates[1:]:
             if confidence[position] < tau:
@@ -223,7 +228,8 @@ def dream_threshold_orders(p_of, m, steps, tau):
 def klass_orders(p_of, length, block, mu, nu, history):
     """KLASS as published, over all blocks of a row; `p_of(masked)` (length, V). Yields the positions of each step."""
     masked = torch.ones(length, dtype=torch.bool)
-    divergences, before = torch.zeros(length, history, dtype=torch.float64), None
+    divergences = torch.zeros(length, history, dtype=torch.float64)
+    before = None
     for begin in range(0, length, block):
         inside = torch.zeros_like(masked)
         inside[begin : begin + block] = True

@@ -30,7 +30,8 @@ def documents(nats, tokens, texts=None):
 
 
 def _units(text, tokens):
-    words, size = len(text) // 2, len(text)
+    words = len(text) // 2
+    size = len(text)
     return {"token_perplexity": tokens, "word_perplexity": words, "byte_perplexity": size, "bits_per_byte": size}
 
 
@@ -221,7 +222,8 @@ def per_token(names, values):
 
 def report(tmp_path, *arguments):
     """The JSON of a report on `results`, and on the baseline in `ar` if there is one."""
-    out, ar = tmp_path / "out", tmp_path / "ar"
+    out = tmp_path / "out"
+    ar = tmp_path / "ar"
     given = ["--ar", str(ar)] if ar.exists() else []
     main([str(tmp_path / "results"), *given, "--out", str(out), *map(str, arguments)])
     return json.loads((out / "report.json").read_text(), parse_constant=pytest.fail)

@@ -62,7 +62,8 @@ RULES = (
 
 def runs(denoiser, windows, more, cached):
     """The results of everything that a network supports, by name; with `more`, of all rules and estimators."""
-    settings, untailed = {"batch_size": 4}, [dataclasses.replace(window, tail=0) for window in windows]
+    settings = {"batch_size": 4}
+    untailed = [dataclasses.replace(window, tail=0) for window in windows]
     if denoiser.attention == "causal":
         yield "ar", Autoregressive(denoiser, traced=True, **settings).log_prob(windows)
         yield "sample", DuelEstimator(denoiser, "left_to_right", 1).sample([w.context for w in windows], 7, seed=3)
@@ -121,7 +122,8 @@ def compare(folder, case):
 def mixing(folder):
     """Which mixes of devices raise, as on CUDA, and which do not."""
     here, there = torch.ones(3, 3), torch.ones(3, 3, device=SIM)
-    at, refused = torch.tensor([0, 1]), []
+    at = torch.tensor([0, 1])
+    refused = []
     mixes = {
         "add": lambda: there + here,
         "cat": lambda: torch.cat([there, here]),
@@ -155,7 +157,8 @@ def waits(folder):
 
 def harness(folder):
     """The model as the harness calls it, what ranks exchange, and a network in memory while it is trained."""
-    path, looks = tiny.checkpoint(Path(folder), "bert", length=16), Path(folder) / "looks.safetensors"
+    path = tiny.checkpoint(Path(folder), "bert", length=16)
+    looks = Path(folder) / "looks.safetensors"
     torch.manual_seed(0)
     save_file({"weight": torch.randn(1, 16, 16)}, looks)
     windows = [Window((2,), (7, 9, 30, 12, 8), (3,)), Window((14, 20, 9), (10, 9, 31, 12), (13,))]
@@ -163,7 +166,8 @@ def harness(folder):
 
     def requests(device):
         model = DuelMDM(pretrained=path, device=device, dtype="float32", max_length=16, block=4, batch_size=4)
-        pairs, prompt = (("a b", " c d"), ("a b", " e")), ("a b", {"until": ["z"], "max_gen_toks": 5})
+        pairs = (("a b", " c d"), ("a b", " e"))
+        prompt = ("a b", {"until": ["z"], "max_gen_toks": 5})
         return [
             *model.loglikelihood_rolling(ask("loglikelihood_rolling", ("a b c d e f g h i j k l m n o p",))),
             *model.loglikelihood(ask("loglikelihood", *pairs)),
@@ -171,7 +175,8 @@ def harness(folder):
         ]
 
     def memory(device):
-        model, tokenizer = tiny.network("bert").train().to(device), tiny.tokenizer()
+        model = tiny.network("bert").train().to(device)
+        tokenizer = tiny.tokenizer()
         function = lambda ids, real: model(input_ids=ids, attention_mask=None if real is None else real.long()).logits  # noqa: E731
         for arguments, options in (
             ((model,), {**ids, "rule": f"custom_rules:Looks:file={looks}"}),

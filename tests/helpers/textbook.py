@@ -45,7 +45,9 @@ def deployed(rule, origin):
         return [ell for ell, yes in zip(M, sure, strict=True) if yes]
 
     def pick(log_P, M):
-        name, score, surprise = rule.name, confidence(log_P[M]), entropy_nats(log_P[M])
+        name = rule.name
+        score = confidence(log_P[M])
+        surprise = entropy_nats(log_P[M])
         single = best(1, M, score)
         if name == "right_to_left":
             return M[-rule.k :]
@@ -112,9 +114,11 @@ def score(logits_of, mask_id, excluded, rule, block, window, grid="target", tie_
     end of the current block, which is filled up with masks or ends with the window.
     """
     origin = len(window.context)
-    target, zero = range(origin, origin + len(window.target)), origin if grid == "target" or block is None else 0
+    target = range(origin, origin + len(window.target))
+    zero = origin if grid == "target" or block is None else 0
     x = [*window.context, *window.target, *[mask_id] * window.tail, *window.suffix]
-    blocks, greedy = reference.cut(target, block, zero), True
+    blocks = reference.cut(target, block, zero)
+    greedy = True
 
     def network(z):
         if sees is not None:
@@ -148,5 +152,6 @@ def step_of_each(sigma, blocks):
         left[n] -= len(I)
         t += 1
         if not left[n]:
-            n, t = n + 1, 0
+            n += 1
+            t = 0
     return steps

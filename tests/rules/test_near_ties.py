@@ -170,7 +170,8 @@ def changes(logits, picked):
     log_p = logits.log_softmax(2)
     top = torch.nn.functional.one_hot(logits.argmax(2), TOKENS)
     mean = (log_p.exp() * log_p).sum(2, keepdim=True)  # (R, W, 1)
-    of_odds, of_entropy = 2 * top - 1, (log_p - mean).sign()
+    of_odds = 2 * top - 1
+    of_entropy = (log_p - mean).sign()
     for direction in (top, of_odds, of_entropy):
         for for_picked, for_others in itertools.product((1, -1), repeat=2):
             yield logits + CHANGE * torch.where(picked, for_picked, for_others)[:, :, None] * direction

@@ -24,7 +24,8 @@ def test_frequencies_are_counted(tmp_path):
     tiny.tokenizer().save_pretrained(tmp_path)
     (tmp_path / "one.txt").write_text("a b a")
     (tmp_path / "two.jsonl").write_text('{"text": "c a"}\n')
-    out, example = tmp_path / "table.json", sys.modules[rules.find(PC).__module__]
+    out = tmp_path / "table.json"
+    example = sys.modules[rules.find(PC).__module__]
     texts = [str(tmp_path / name) for name in ("one.txt", "two.jsonl")]
     example.main(["--tokenizer", str(tmp_path), "--tasks", *texts, "--out", str(out)])
     a, b, c = tiny.tokenizer()("a b c", add_special_tokens=False)["input_ids"]
@@ -96,7 +97,8 @@ def test_quotas_are_those_of_the_authors(steps, step, lanes, table):
 
 def orders(toy, row, loop):
     """The reveal steps and the log-probability of a published loop, which yields the positions of each step."""
-    steps, log_prob = [None] * len(row), 0.0
+    steps = [None] * len(row)
+    log_prob = 0.0
 
     def p_of(masked):
         ids = torch.where(masked, toy.mask_id, row)
@@ -124,7 +126,8 @@ def dream_orders(p_of, length, alg, steps):
     [("entropy", 8, 8), ("topk_margin", 12, 5), ("maskgit_plus", 16, 8), ("entropy", 16, 24), ("topk_margin", 5, 1)],
 )
 def test_dream_follows_its_schedule_and_its_score(alg, length, steps):
-    toy, row = Toy(length=16, tokens=3), torch.arange(length) * 7 % 3
+    toy = Toy(length=16, tokens=3)
+    row = torch.arange(length) * 7 % 3
     wanted, log_prob = orders(toy, row, lambda p_of: dream_orders(p_of, length, alg, steps))
     [scored] = Duel(toy, f"dream:alg={alg}:steps={steps}", None).log_prob([Window((), row.tolist())])
     assert scored.reveal_steps == wanted and scored.log_prob == pytest.approx(log_prob, abs=1e-9)
@@ -132,7 +135,8 @@ def test_dream_follows_its_schedule_and_its_score(alg, length, steps):
 
 def fast_dllm_orders(p_of, length, block, steps):
     """Fast-dLLM's generation_utils_block.py: a block's first position alone, then the schedule from i = 1 on."""
-    masked, level = torch.ones(length, dtype=torch.bool), torch.linspace(1, 1e-3, steps + 1)
+    masked = torch.ones(length, dtype=torch.bool)
+    level = torch.linspace(1, 1e-3, steps + 1)
     for start in range(0, length, block):
         p_of(masked)
         yield {start}
@@ -149,7 +153,8 @@ def fast_dllm_orders(p_of, length, block, steps):
 
 @pytest.mark.parametrize(("block", "steps"), [(8, 8), (8, 5), (5, 3), (12, 24), (1, 2)])
 def test_dream_after_the_first_position_is_fast_dllms_block_sampler(block, steps):
-    toy, row = Toy(length=16, tokens=3), torch.arange(16 - 16 % block) * 5 % 3
+    toy = Toy(length=16, tokens=3)
+    row = torch.arange(16 - 16 % block) * 5 % 3
     wanted, log_prob = orders(toy, row, lambda p_of: fast_dllm_orders(p_of, len(row), block, steps))
     rule = f"dream:alg=entropy:steps={steps}:seed_first=true"
     [scored] = Duel(toy, rule, block).log_prob([Window((), row.tolist())])
@@ -190,9 +195,12 @@ def test_a_history_across_blocks_is_refused_where_there_is_none():
 
 def fast_dllm_v2(toy, context, target, block, sub_block, tau):
     """Fast_dLLM_v2's batch_sample without its block cache, for known tokens: reveal steps and log-probabilities."""
-    row, steps, log_probs = [*context, *[toy.mask_id] * len(target)], {}, {}
+    row = [*context, *[toy.mask_id] * len(target)]
+    steps = {}
+    log_probs = {}
     for start in range(len(context) // block * block, len(row), block):
-        end, step = min(start + block, len(row)), 0
+        end = min(start + block, len(row))
+        step = 0
 
         def reveal(positions, log_p, step):
             for position in positions:
@@ -220,7 +228,8 @@ def fast_dllm_v2(toy, context, target, block, sub_block, tau):
 
 def test_the_loop_of_fast_dllm_v2():
     """No first token of its own for a block in which the context ends."""
-    toy, rule = Toy(length=14), "threshold:mu=0.6:strict=true:sub_block=2:seed_first=true"
+    toy = Toy(length=14)
+    rule = "threshold:mu=0.6:strict=true:sub_block=2:seed_first=true"
     for known, seed in itertools.product(range(6), range(2)):
         row = torch.randint(3, (14,), generator=torch.Generator().manual_seed(seed)).tolist()
         window = Window(row[:known], row[known:])
@@ -233,7 +242,8 @@ def test_the_loop_of_fast_dllm_v2():
 def test_klass_over_a_whole_target(history):
     found = set()
     for seed in range(12):
-        toy, rule = Toy(length=10, seed=seed, scale=1.0), f"klass:mu=0.4:nu=0.05:history={history}"
+        toy = Toy(length=10, seed=seed, scale=1.0)
+        rule = f"klass:mu=0.4:nu=0.05:history={history}"
         window = Window((1,), (0, 2, 1, 1, 2, 0, 0, 1))
         network = lambda ids: toy.features(ids[None], None)[0]  # noqa: B023, E731
         _, steps, *_ = textbook.score(network, toy.mask_id, toy.excluded, rules.parse(rule), None, window)
