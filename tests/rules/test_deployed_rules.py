@@ -137,6 +137,7 @@ def test_the_ends_of_a_text_come_from_the_tokenizer_or_are_given():
     eot = {"<|eot_id|>": 5}
     assert str(rule.with_tokenizer(Words(3, **eot))) == "quota:steps=4:eos=conf:eos_id=3:eot_id=5"
     assert str(rule.with_tokenizer(Words(3))) == "quota:steps=4:eos=conf:eos_id=3"
+    assert str(rule.with_tokenizer(Words(5, **eot))) == "quota:steps=4:eos=conf:eos_id=5", "one token ends both"
     given = rules.parse("quota:steps=4:eos=conf:eos_id=1:eot_id=0:sub_block=2:seed_first=true")
     assert given.with_tokenizer(Words(3, **eot)) == given
     assert rules.parse("quota:steps=4").with_tokenizer(Words(3)) == rules.parse("quota:steps=4")
