@@ -19,7 +19,7 @@ from lm_eval_duel.core.decision import Decision
 from lm_eval_duel.core.float_noise import difference, drawn, magnitude
 from lm_eval_duel.core.lanes import blocks, groups
 from lm_eval_duel.core.reveal import Budget, Interrupted, plan
-from lm_eval_duel.core.row_checks import Drift, Mean, RowChecks
+from lm_eval_duel.core.row_checks import Drift, LaneCheck, Mean, RowChecks
 from lm_eval_duel.core.scores import Counts, Kind, Sample, Score, Value, perplexity, ratio, weaker
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.errors import DuelError, NotFinite
@@ -239,6 +239,11 @@ def test_what_is_float_noise():
     small = torch.tensor([[0.25, -0.5], [math.nan, math.inf], [1.0, -3.0]])
     lines.append(f"sizes: {magnitude(small)[:, 0].tolist()} {magnitude(small, 0.1)[:, 0].tolist()}")
     lines.append(f"drawn: {drawn(3, torch.arange(9), 5).tolist()} {drawn(20, torch.arange(4)).tolist()}")
+    again = torch.ones(4, 1, dtype=torch.float64)
+    for most, noise in itertools.product((1e-3, 0.05), (0.0, 1e-7, 1e-6, 1e-5, 1e-3)):
+        lane = LaneCheck(None, lambda noise=noise: again + noise, again, 1.0, toy, 0, 1, "", most)
+        lines.append(f"limit with {noise:g}, at most {most:g}: {lane.limit(again):.10g}")
+    lines.append(f"limit of a lane alone: {lane._replace(in_call=None, most=1e-3).limit(again):.10g}")
     margins = torch.tensor([0.0, 9.9e-5, 1e-4, 1.1e-4, math.inf, math.nan], dtype=torch.float64)
     pick = torch.ones(len(margins), 1, dtype=torch.bool)
     lines.append(f"near ties: {Decision(pick, margins).near_tie.tolist()} {Decision(pick).near_tie.tolist()}")

@@ -58,6 +58,10 @@ MORE = {  # besides those of `ESTIMATORS`
     "duel, no block": partial(DuelEstimator, TOY, "cumulative_quota:steps=3:tau=0.6", None, traced=True),
     "duel, given the noise": partial(DuelEstimator, NOISY, "greedy", 3, CommitOnceArguments(noise_seed=2)),
     "duel, given masks and noise": partial(DuelEstimator, OFFICIAL, "margin", 3, CommitOnceArguments(noise_seed=0)),
+    "over 2 seeds": partial(DuelSeeds, OFFICIAL, "greedy", 3, SeedsArguments(noise_seeds=2)),
+    "over 12 seeds": partial(
+        DuelSeeds, NoisyToy(length=12, scale=0.1), "greedy:k=3", 3, SeedsArguments(noise_seeds=12)
+    ),
     "over 3 seeds": partial(DuelSeeds, CONDITIONED, "threshold:mu=0.5", 3, SeedsArguments(noise_seeds=3)),
     "over 10 seeds": partial(DuelSeeds, NOISY, "greedy:k=2", 3, SeedsArguments(noise_seeds=10, noise_seed=4)),
     "elbo, 15 draws": partial(Elbo, TOY, ElboArguments(15, elbo_block=2), grid="row"),
