@@ -18,6 +18,7 @@ from harness_requests import ask
 from laws import slow_but
 
 from lm_eval_duel.harness.lm import DuelMDM
+from lm_eval_duel.harness.scoring import Evaluation
 from lm_eval_duel.results import trace
 from lm_eval_duel.text.annotated import Gap
 
@@ -129,7 +130,10 @@ def test_everything_that_a_run_writes(folders, tmp_path, caplog, capsys, name):
         parts.append(["# continuations", *map(str, answers)])
     if name in ("greedy", "adaptive", "lattice"):
         parts.append(["# generated", *lm.generate_until(ask("generate_until", *PROMPTS, task="prompts"))])
+    following = Evaluation(lm.options, lm.text, lm.estimator, lm.ranks, None).summary().counts
+    assert following["cut_contexts"] == following["merged_borders"] == 0, "they are of the evaluation before"
     duel = lm.get_model_info()["duel"]
+    assert duel["trace"] == str(path)
     parts.append(["# results", json.dumps(stable(duel), indent=1)])
     tolerance = 1e-4
     if given["dtype"] == "float64":  # in float32 the last of the printed digits differ between machines

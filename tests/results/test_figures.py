@@ -75,3 +75,21 @@ def test_files_in_three_formats_have_the_stated_width(tmp_path, monkeypatch):
 def test_without_matplotlib_there_are_none(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert not AVAILABLE()
+
+
+@pytest.mark.parametrize(
+    ("metric", "values", "logarithmic"),
+    [
+        ("token_perplexity", [10.0, 25.0], False),
+        ("token_perplexity", [10.0, 25.1], True),
+        ("bits_per_byte", [1.0, 9.0], False),
+        ("token_perplexity", [10.0, float("inf")], False),
+        ("token_perplexity", [0.0, 9.0], False),
+        ("token_perplexity", [], False),
+    ],
+)
+def test_an_axis_is_logarithmic_beyond_a_factor_of_two_and_a_half(metric, values, logarithmic):
+    figure = pytest.importorskip("matplotlib.figure").Figure()
+    axes = figure.subplots()
+    assert figures._set_scale(axes, "x", metric, values) is logarithmic
+    assert axes.get_xscale() == ("log" if logarithmic else "linear")

@@ -218,6 +218,29 @@ def test_names_of_files():
     assert files.MAX_LENGTH == 100
 
 
+@pytest.mark.parametrize(("limit", "flag"), [(None, ""), (40.0, "40"), (0.5, "0.5"), (1e6, "1e+06")])
+def test_the_limit_of_a_command(tmp_path, limit, flag):
+    """A share of the documents is no number of them; shots are named if they are not 0 and equal in all tasks."""
+    file = ours(tmp_path, {"a": {"token_perplexity": 20.0}, "b": {"token_perplexity": 20.0}})
+    results.put(file, "config.limit", limit)
+    for shots, shown in (({"a": 0, "b": 0}, ""), ({"a": 3, "b": 3}, 3), ({"a": 3, "b": 0}, ""), ({"a": 3}, 3)):
+        results.put(file, ["n-shot"], shots)
+        [run] = read.runs([file])
+        flags = files._flags(run)
+        assert (flags["--limit"], flags["--num_fewshot"], flags["--tasks"]) == (flag, shown, "a,b")
+
+
+def test_the_baseline_is_first_and_a_method_has_the_date_of_its_newest_result(tmp_path):
+    """Also if the first task has no result of the baseline."""
+    for n, task in enumerate(("first", "second")):
+        file = ours(tmp_path / "results", {task: {"token_perplexity": 20.0}}, model="M")
+        results.put(file, "date", 86400.0 * (3 - n))
+    hf(tmp_path / "ar", {"second": {"token_perplexity": 15.0}})
+    found = results.report(tmp_path, "--as_published")["standings"]["rows"]
+    assert [row["model"] for row in found] == ["ARM", "M"]
+    assert found[1]["date"].startswith("1970-01-04")
+
+
 # ---------------------------------------------------------------- the page
 
 
