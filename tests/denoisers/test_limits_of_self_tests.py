@@ -1,5 +1,6 @@
 """What a network must show when it is loaded: the sizes of calls that are tested, and tolerances on both sides."""
 
+import json
 import logging
 import math
 from types import SimpleNamespace
@@ -7,6 +8,7 @@ from types import SimpleNamespace
 import dit_reference
 import pytest
 import torch
+from safetensors.torch import save_file
 from toys import Toy
 
 from lm_eval_duel import Duel
@@ -292,6 +294,21 @@ def test_averaged_weights_are_named_if_they_are_missing(tmp_path, caplog):
         assert ("EMA" in caplog.text) == (ema is None)
     torch.save({"state_dict": state, "ema": {"shadow_params": [torch.ones(2), torch.ones(1)]}}, file)
     with pytest.raises(DuelError, match="2 tensors for 1 parameters"):
+        hub.read_tensors(str(tmp_path))
+
+
+def test_every_shard_is_read(tmp_path):
+    """Of many; one that is missing is named."""
+    tensors = {f"t{n}": torch.full((n,), float(n)) for n in range(1, 15)}
+    files = {name: f"model-{name}.safetensors" for name in tensors}
+    for name, tensor in tensors.items():
+        save_file({name: tensor}, tmp_path / files[name])
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
+    found = hub.read_tensors(str(tmp_path))
+    assert hub.tensor_names(str(tmp_path)) == set(tensors) == set(found)
+    assert all(found[name].equal(tensor) for name, tensor in tensors.items())
+    (tmp_path / files["t14"]).unlink()
+    with pytest.raises(DuelError, match="model-t14"):
         hub.read_tensors(str(tmp_path))
 
 
