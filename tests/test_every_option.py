@@ -51,6 +51,7 @@ GIVEN = (
     ),
     *({"estimator": "oracle", "block": 4, "lattice_rules": "none"}, {"add_bos_token": True}, {"add_bos_token": False}),
     *({"bos": "none", "add_bos_token": True}, {"bos": "none", "add_bos_token": False}, {"parallelize": True}),
+    *({"rule": "quota:steps=4:eos_id=0"}, {"rule": "quota:steps=4:eos=conf:eos_id=0"}),
     *({"draw_seed": -1}, {"block": 1}, {"block": "none"}, {"verify": 0}, {"verify": 3}, {"order": "longest"}),
     *({"preset": "llada", "steps": 7}, {"preset": "llada", "steps": 128}, {"preset": "llada", "rule": "quota:steps=5"}),
     *(

@@ -225,6 +225,7 @@ SETTINGS = (
         {"do_sample": True, "top_k": 5, "top_p": 0.25},
         {"top_k": 4, "top_p": 0.5},
     ),
+    *({"do_sample": False, "top_k": 0, "top_p": 1, "temperature": 1}, {"do_sample": False, "top_k": 1}),
     *({"max_gen_toks": 3}, {"max_tokens": 4, "max_gen_toks": 5}, {"max_new_tokens": 6, "max_completion_tokens": 6}),
     *({"max_completion_tokens": 7, "max_tokens": 8, "max_new_tokens": 9}, {"until": "a"}, {"until": ["a", "", "b"]}),
     *({"until": None, "num_beams": 1}, {"num_beams": 2}, {"n": 2}, {"temperature": 1e21}, {"temperature": 1e-21}),
@@ -242,6 +243,7 @@ def test_settings_of_generation():
             continue
         lines += [f"    {line}" for line in golden.listed("read", found)]
         lines.append(f"    {found.description}; {found.denoiser(Toy()).filters}")
+    assert Settings().length == 256
     for name in OTHERS:
         accepted = [
             value
