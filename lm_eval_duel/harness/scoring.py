@@ -120,8 +120,10 @@ class Evaluation:
         arguments = CommitOnceArguments()
         given = self.options.estimator_args
         if isinstance(given, CommitOnceArguments):  # `duel` takes all of them but the number of seeds
-            names = [field.name for field in dataclasses.fields(CommitOnceArguments)]
-            arguments = CommitOnceArguments(**{name: getattr(given, name) for name in names})
+            shared = {}
+            for field in dataclasses.fields(CommitOnceArguments):
+                shared[field.name] = getattr(given, field.name)
+            arguments = CommitOnceArguments(**shared)
         options = dataclasses.replace(self.options, estimator="duel", estimator_args=arguments)
         sampler = registry.make(self.estimator.denoiser, options)
         assert isinstance(sampler, DuelEstimator)
@@ -329,7 +331,10 @@ class Scoring:
 
     def begin(self, order: Sequence[int], remaining: Sequence[int]) -> Progress:
         """Begin to show the progress. `order`: of all requests; `remaining`: those without an answer."""
-        tokens = [sum(len(window.target) for window in parts) for parts in self.windows]
+        tokens = []  # of each request
+        for parts in self.windows:
+            tokens.append(sum(len(window.target) for window in parts))
+
         running = None
         if self.shuffled:
             documents = [(n, str(self.requests[n].task_name), tokens[n]) for n in order]

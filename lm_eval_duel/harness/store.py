@@ -411,7 +411,9 @@ def _checked_keys(
             "Name another file, or delete this one."
         )
     if stored != ours:
-        theirs = {key: value for key, value in stored.items() if key not in (RULES, RULE_CODE)}
+        theirs = dict(stored)
+        theirs.pop(RULES, None)
+        theirs.pop(RULE_CODE, None)
         changed = "; ".join(fingerprint.differences(ours, stored))
         raise DuelError(
             f"The --use_cache file {path} was written under another spec ({fingerprint.digest(theirs)}, this run is "

@@ -131,7 +131,9 @@ def own_rows(**model_args: Any) -> dict[str, datasets.Dataset]:
     """The user's own texts as rows. `model_args`: as for `own_documents` and `wrapped`."""
     settings = metadata.read(model_args)
     texts = _own_texts(settings, "duel_text_wrapped")
-    of_rows = {key: value for key, value in settings.items() if key not in ("files", "field", "lines")}
+    of_rows = dict(settings)
+    for of_files in ("files", "field", "lines"):
+        of_rows.pop(of_files, None)
     return _rows(texts, of_rows, load_tokenizer(model_args), "duel_text_wrapped")
 
 

@@ -17,7 +17,8 @@ class GuardedTask(ConfigurableTask):
     """
 
     def __init__(self, config: dict[str, Any]):
-        without_class = {key: value for key, value in config.items() if key != "class"}
+        without_class = dict(config)
+        without_class.pop("class", None)
         super().__init__(config=without_class)
 
     def build_all_requests(

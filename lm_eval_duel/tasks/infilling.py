@@ -93,7 +93,10 @@ def expected_calibration_error(items: Sequence[tuple[float, float]]) -> float:
         number = min(int(top * BINS), BINS - 1)  # a probability of 1 is in the last bin
         bins.setdefault(number, []).append((top, right))
     # |accuracy - confidence| of a bin, times its questions
-    gaps = [abs(math.fsum(right - top for top, right in members)) for members in bins.values()]
+    gaps = []
+    for members in bins.values():
+        gap = math.fsum(right - top for top, right in members)
+        gaps.append(abs(gap))
     return math.fsum(gaps) / len(items)
 
 
