@@ -118,7 +118,7 @@ def test_suspect_answers_are_kept_and_not_used_again(model, tmp_path, monkeypatc
 
     monkeypatch.setattr(network, "features", changing)
     asked = requests([(" ".join(words),) for words in itertools.product("abcdefgh", repeat=2)])
-    with pytest.raises(InconsistentOutput, match=rf"task toy, .*{first.lm.fingerprint} in .*c_rank0.db"):
+    with pytest.raises(InconsistentOutput, match=rf"task toy: .*{first.lm.fingerprint} in .*c_rank0.db"):
         first.loglikelihood_rolling(asked)
     assert 0 < len(keys(first)) == first.lm.evaluation.progress.finished < len(asked)
     with pytest.raises(DuelError, match="db are suspect"):
