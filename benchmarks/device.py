@@ -30,7 +30,7 @@ if DEVICE == "sim":
 sys.path.append(str(Path(__file__).parents[1]))
 from benchmarks.random_network import RandomNetwork  # noqa: E402
 from lm_eval_duel import Duel, Window  # noqa: E402
-from lm_eval_duel.core import reveal as budget  # noqa: E402
+from lm_eval_duel.core import batch_size as budget  # noqa: E402
 
 CUDA = DEVICE.startswith("cuda")
 DTYPE = "bfloat16" if CUDA else "float32"

@@ -54,7 +54,9 @@ def test_the_kind_of_an_estimator_with_a_spec(estimator, spec, kind):
 def test_the_weaker_kind_is_that_of_the_sum():
     for n, one in enumerate(Kind):
         for m, other in enumerate(Kind):
-            assert weaker(one, other) is list(Kind)[max(n, m)]
+            weakest = list(Kind)[max(n, m)]
+            assert weaker(one, other) is weakest
+            assert (Value(-1.0, kind=one) + Value(-2.0, kind=other)).kind is weakest
 
 
 def test_values_of_shared_seeds_are_summed_seed_by_seed():

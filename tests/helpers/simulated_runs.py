@@ -36,7 +36,7 @@ from laws import numbers  # noqa: E402
 from safetensors.torch import save_file  # noqa: E402
 
 from lm_eval_duel import Duel, denoisers, training_metrics  # noqa: E402
-from lm_eval_duel.core import reveal as budget  # noqa: E402
+from lm_eval_duel.core import batch_size as budget  # noqa: E402
 from lm_eval_duel.core.windows import Window  # noqa: E402
 from lm_eval_duel.denoisers.cached.denoiser import Cached  # noqa: E402
 from lm_eval_duel.estimators.duel import Autoregressive, DuelEstimator  # noqa: E402
