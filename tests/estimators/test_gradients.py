@@ -259,16 +259,16 @@ def test_memory_is_that_of_one_step():
 
 
 def test_rows_of_the_backward_pass_are_counted():
-    """The same as in the pass before, in calls of one row."""
+    """The same as in the pass before, in fewer calls."""
     duel = Duel(trainable(Toy, length=8), rule="greedy", block=3)
     orders = [score.reveal_steps for score in duel.log_prob(WINDOWS[:2])]
     rows = duel.counts.rows
-    log_probs = duel.differentiable(WINDOWS[:2], orders, batch_size=1)
+    log_probs = duel.differentiable(WINDOWS[:2], orders, batch_size=4)
     forward = duel.counts.rows - rows
     forwards = duel.counts.forwards
     log_probs.sum().backward()
     assert duel.counts.rows == rows + 2 * forward
-    assert duel.counts.forwards == forwards + forward
+    assert forwards < duel.counts.forwards < forwards + forward
 
 
 def test_an_autocast_around_the_call_changes_nothing():
