@@ -151,14 +151,14 @@ CASES = {  # what is named, what provokes it, on which kinds
     ),
     "no such device": ("'cuda:99'", lambda at: at.load(device="cuda:99"), ("causal",)),
     "too long": ("max_length=100000", lambda at: at.load(max_length=100_000), ("DiT",)),
-    "NaN logits": ("task toy, document 1: .* step", lambda at: poisoned(at, math.nan), ("masked LM", "DiT", "causal")),
+    "NaN logits": ("Document 1 of task toy: .* step", lambda at: poisoned(at, math.nan), ("masked LM", "DiT", "causal")),
     "infinite logits of a bound": (
-        "task toy, document 1: .* step",
+        "Document 1 of task toy: .* step",
         lambda at: poisoned(at, math.inf, estimator="elbo"),
         ("backbone",),
     ),
     "half a character": (
-        r"document 1: .* lone surrogate, '\\ud83d' at character 2",
+        r"Document 1 .* lone surrogate, '\\ud83d' at character 2",
         lambda at: rolling(at.load(), "a", HALF),
         ("causal", "own code"),
     ),
