@@ -151,9 +151,9 @@ CASES = {  # what is named, what provokes it, on which kinds
     ),
     "no such device": ("'cuda:99'", lambda at: at.load(device="cuda:99"), ("causal",)),
     "too long": ("max_length=100000", lambda at: at.load(max_length=100_000), ("DiT",)),
-    "NaN logits": ("Document 1 of task toy: .* step", lambda at: poisoned(at, math.nan), ("masked LM", "DiT", "causal")),
+    "NaN logits": ("Document 1 of task toy.* step", lambda at: poisoned(at, math.nan), ("masked LM", "DiT", "causal")),
     "infinite logits of a bound": (
-        "Document 1 of task toy: .* step",
+        "Document 1 of task toy.* step",
         lambda at: poisoned(at, math.inf, estimator="elbo"),
         ("backbone",),
     ),
