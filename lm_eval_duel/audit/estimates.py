@@ -174,26 +174,30 @@ def _two_phase(estimator: TwoPhase, network: OneRow, window: Window, score: Scor
     noise = nats_tolerance(len(window.target))
     blocks = cast(TwoPhaseBlocks, score.blocks)
     drawn = [n for n, weight in enumerate(blocks.weights) if weight]
-    g = dict(enumerate(blocks.cached))  # by block: the run's value first, then the reference's
+    g = dict(enumerate(blocks.cached))  # by block
     f = dict(zip(drawn, blocks.uncached, strict=True))
 
     pairs: dict[str, tuple[float, float]] = {}
     tied = False
     for name, rows, values in (("g", cheap, g), ("f", network, f)):
+        again: list[float] = []
         for n, run in values.items():
             F = Watched(make())
-            values[n] = _of_block(rows, F, n)
-            pair = {f"{name} of block {n}": (run, values[n])}
+            again.append(_of_block(rows, F, n))
+            pair = {f"{name} of block {n}": (run, again[-1])}
             if F.tied and unequal(pair, noise):
                 tied = True
             else:
                 pairs |= pair
+        if not tied:
+            pairs[f"the sum of {name}"] = (math.fsum(values.values()), math.fsum(again))
     sample = estimator.arguments.sample
     for n in drawn:
         pairs[f"weight of block {n}"] = (blocks.weights[n], 1 / sample)
     if tied and not unequal(pairs, noise):
         return "an estimate records no order, and blocks with ties have other values along the reference's"
 
+    # From the run's own g and f, which are held to the reference's above: weights would multiply their float noise.
     estimate, error = reference.two_phase([*g.values()], f, sample)
     if score.stderr is not None:
         pairs["stderr"] = (score.stderr, error)
