@@ -272,7 +272,7 @@ def test_filters_say_what_they_are():
 
 
 @pytest.mark.parametrize("top_k", [None, 1, 2, 3, 4, 9])
-@pytest.mark.parametrize("top_p", [1.0, 0.5, 0.75, 0.76, 1e-9])
+@pytest.mark.parametrize("top_p", [1.0, 0.49, 0.51, 0.74, 0.76, 1e-9])  # not on a border, where float noise decides
 def test_truncation_by_hand(top_k, top_p):
     """Probabilities 1/2, 1/4, 1/8, 1/8: the fewest that have top_p together, equal ones from the lowest id."""
     p = [0.125, 0.5, 0.125, 0.25]
