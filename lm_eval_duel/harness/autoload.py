@@ -204,9 +204,8 @@ class _Loader:
         self.loader = loader
         self.follow = follow
 
-    def __getattr__(
-        self, name: str
-    ) -> Any:  # for `inspect`, `importlib.resources` and others that ask a loader for more
+    def __getattr__(self, name: str) -> Any:
+        # for `inspect`, `importlib.resources` and others that ask a loader for more
         return getattr(self.loader, name)
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
