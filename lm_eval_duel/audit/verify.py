@@ -49,7 +49,6 @@ class Verification:
         self.options = options
         self.windows = windows  # by the index of their request
         self.device = device
-        self.rank = rank
         self.drawn = self._draw(rank, ranks)
         self.scores: dict[tuple[int, int], Score] = {}  # by request, and window of it
         self.failure = ""  # the reason why some windows are not verified
@@ -71,15 +70,15 @@ class Verification:
             if (request, part) in self.drawn:
                 self.scores[request, part] = score
 
-    def compare(self, requests: Sequence[Instance], text: TextEncoder) -> list[CheckedWindow]:
+    def compare(self, requests: Sequence[Instance], text: TextEncoder, hidden: bool = False) -> list[CheckedWindow]:
         """Score the drawn windows again; an error in the log if one differs, unless the run's dtype is coarse.
 
         If that fails (out of memory, say, or in a rule of the user), `failure` and the log say why: the run's scores
-        are kept, and the windows that were compared before are returned.
+        are kept, and the windows that were compared before are returned. `hidden`: show no progress bar.
         """
         checked: list[CheckedWindow] = []
         try:
-            self._compare_each(requests, text, checked)
+            self._compare_each(requests, text, checked, hidden)
         except Exception as error:
             self.failure = first_line(error)
             count = f"{len(checked)} of {counted(len(self.scores), 'window')}"
@@ -91,7 +90,9 @@ class Verification:
             log.log(logging.ERROR if wrong else logging.INFO, "%s", summary(checked))
         return checked
 
-    def _compare_each(self, requests: Sequence[Instance], text: TextEncoder, checked: list[CheckedWindow]) -> None:
+    def _compare_each(
+        self, requests: Sequence[Instance], text: TextEncoder, checked: list[CheckedWindow], hidden: bool
+    ) -> None:
         """Append the windows to `checked`, so that an error loses none of those before it."""
         if not self.scores:
             return
@@ -100,7 +101,7 @@ class Verification:
         for index, part in sorted(self.scores):
             if requests[index].task_name != COMPANY:
                 drawn.append((index, part))
-        shown = {"disable": True} if self.rank else {}  # tqdm reads TQDM_DISABLE only if `disable` is not passed
+        shown = {"disable": True} if hidden else {}  # tqdm reads TQDM_DISABLE only if `disable` is not passed
         for index, part in tqdm(drawn, "Scoring windows again", unit="window", **shown):
             score = self.scores[index, part]
             request = requests[index]

@@ -138,6 +138,11 @@ class Evaluation:
 
     # ------------------------------------------------------------ while requests are answered
 
+    @property
+    def hides_bars(self) -> bool:
+        """True if the caller wants no progress bars, and on all ranks but the first."""
+        return not self.show_progress or self.ranks.rank != 0
+
     def begin(
         self,
         kind: str,
@@ -147,8 +152,7 @@ class Evaluation:
         running: RunningEstimate | None = None,
     ) -> Progress:
         """Count the answers from the response cache, and show the progress of the requests that remain."""
-        hidden = not self.show_progress or self.ranks.rank != 0
-        self.progress = Progress(kind, tokens, remaining, self.counts, title, running, hidden)
+        self.progress = Progress(kind, tokens, remaining, self.counts, title, running, self.hides_bars)
         from_cache = self.progress.finished  # nothing is computed yet
         if self.store is not None:
             log.info("Cached requests: %d, Requests remaining: %d", from_cache, len(remaining))  # as lm-eval
@@ -393,7 +397,8 @@ class Scoring:
 
     def verify(self, verification: Verification) -> None:
         """Score the drawn windows again."""
-        stats = self.evaluation.stats
-        stats.checked += verification.compare(self.requests, self.evaluation.text)
+        evaluation = self.evaluation
+        stats = evaluation.stats
+        stats.checked += verification.compare(self.requests, evaluation.text, evaluation.hides_bars)
         if verification.failure:
             stats.verify_failures.append(verification.failure)

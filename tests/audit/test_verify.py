@@ -35,6 +35,14 @@ def test_float32_agrees_and_nothing_else_is_counted(folder, caplog):
     assert plain.get_model_info()["duel"]["verify"] is None
 
 
+@pytest.mark.parametrize("hidden", [False, True])
+def test_its_progress_bar_is_shown_if_those_of_the_run_are(hidden, folder, capsys):
+    model = DuelMDM(pretrained=folder, rule="greedy", block=4, device="cpu", verify=1)
+    model.loglikelihood_rolling(ask("loglikelihood_rolling", TEXTS[0]), disable_tqdm=hidden)
+    bars = capsys.readouterr().err
+    assert ("Scoring windows again" in bars) != hidden and ("documents greedy" in bars) != hidden
+
+
 def test_a_coarser_run_is_held_against_float32(folder, caplog):
     with caplog.at_level("INFO", logger="lm_eval.duel_mdm"):
         model, values = scored(folder, verify=99, dtype="bfloat16")
