@@ -144,7 +144,13 @@ class DuelMDM(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
 
     def _trace_header(self, tokenizer: str) -> dict[str, Any]:
         rules = [str(rule) for rule in getattr(self.estimator, "rules", ())]
-        header = {"fingerprint": self.fingerprint, "spec": self.spec, "tokenizer": tokenizer, "rules": rules}
+        header = {
+            "fingerprint": self.fingerprint,
+            "spec": self.spec,
+            "pretrained": self.options.pretrained or BUNDLED,
+            "tokenizer": tokenizer,
+            "rules": rules,
+        }
         followed = followed_rules(self.estimator)
         if RULE_CODE in followed:  # not part of a lattice's spec
             header[RULE_CODE] = followed[RULE_CODE]

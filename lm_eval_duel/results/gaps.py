@@ -138,6 +138,14 @@ class GapClosed:
             return ""
         return MONTE_CARLO if self.elbo.is_drawn_bound else EXACT
 
+    @property
+    def verdict(self) -> str:
+        """That the share is not distinguishable from 0; empty if its interval does not contain 0, or is not known."""
+        if self.interval is None:
+            return ""
+        low, high = self.interval
+        return f"{UNCLEAR} from 0" if low <= 0 <= high else ""
+
 
 def find_elbos(duel: Row, shown: Sequence[Row], as_published: bool) -> tuple[list[Row], str]:
     """The ELBOs of a DUEL row, the one to close a gap of first; or none of them, and the reason.

@@ -29,6 +29,7 @@ from lm_eval_duel.results.runs import (
     Json,
     Run,
     Task,
+    model_label,
     pretrained_of,
     text_or_none,
 )
@@ -161,7 +162,7 @@ def run_of(file: Path, content: Json, documents: Documents | None = None) -> Run
         header=header,
         every_task={task.name: task for task in tasks},
         groups=sorted(groups & content["results"].keys()),
-        label=pretrained.rstrip("/").split("/")[-1] or pretrained,
+        label=model_label(pretrained),
     )
     _check(run)
     return run

@@ -314,10 +314,12 @@ def _gap(chosen: ComparedRow, form: str) -> str:
     between = columns.closed_interval(chosen) or plus_minus(closed.stderr, ".1f").strip()
     if closed.percent < 0:
         percent = f"{percent} {between}".rstrip()
-        return f"{text}, lower than DUEL, which closes none of {gap} (gap closed {percent})."
+        share = ", ".join(filter(None, [percent, closed.verdict]))
+        return f"{text}, lower than DUEL, which closes none of {gap} (gap closed {share})."
     about = "an estimated " if closed.of == gaps.MONTE_CARLO else ""
     brackets = f" ({between})" if between else ""
-    return f"{text}. DUEL closes {about}{percent}{brackets} of {gap}."
+    verdict = f", {closed.verdict}," if closed.verdict else ""
+    return f"{text}. DUEL closes {about}{percent}{brackets}{verdict} of {gap}."
 
 
 # ---------------------------------------------------------------- what is written

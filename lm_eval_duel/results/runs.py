@@ -317,6 +317,11 @@ def pretrained_of(config: Config, header: Header) -> str:
     return config.duel.get("pretrained") or config.model_args.get("pretrained") or header.model_name or config.model
 
 
+def model_label(pretrained: str) -> str:
+    """The name of a model in tables: the last part of the folder or of the name that it was loaded by."""
+    return pretrained.rstrip("/").split("/")[-1] or pretrained
+
+
 def text_or_none(value: Any) -> str | None:
     """A text; None for null, for `None` and for an empty one."""
     return None if value is None or str(value).lower() in ("none", "") else str(value)

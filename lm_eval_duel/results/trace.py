@@ -1,6 +1,6 @@
 """Traces: a JSON line for each window, written as its request is finished, and read back as plain Python.
 
-    {"duel_trace": 1, "fingerprint": ..., "spec": {...}, "tokenizer": ...}           the first line
+    {"duel_trace": 1, "fingerprint": ..., "spec": {...}, "pretrained": ..., "tokenizer": ...}      the first line
     {"task": ..., "doc": 0, "request": 0, "window": 0, "context": 1, "ids": [...],
      "starts": [0, 4, ...], "reveal_steps": [...], "token_logprobs": [...],
      "confidence": [...], "margin": [...], "entropy": [...],
@@ -241,7 +241,7 @@ def files(place: str) -> list[str]:
 
 
 def spec(path: str | Path) -> dict[str, Any]:
-    """The first line of a trace: fingerprint, spec and tokenizer."""
+    """The first line of a trace: fingerprint, spec, and the names of the model and its tokenizer."""
     return _header(_files(path)[0])
 
 

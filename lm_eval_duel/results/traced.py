@@ -14,7 +14,7 @@ from lm_eval_duel.errors import DuelError
 from lm_eval_duel.estimators import registry
 from lm_eval_duel.results import trace
 from lm_eval_duel.results.rows import setting
-from lm_eval_duel.results.runs import Run
+from lm_eval_duel.results.runs import Run, model_label
 from lm_eval_duel.results.table import Note
 from lm_eval_duel.text.annotated import token_texts
 
@@ -30,7 +30,7 @@ class Traces:
         self.read = functools.cache(trace.read)  # the windows of a file
 
     def attach(self, runs: Iterable[Run]) -> tuple[list[Run], list[Note]]:
-        """The runs with the values of each document that their traces hold, and notes on traces that are gone.
+        """The runs with the values of each document that their traces hold, and notes on traces gone or foreign.
 
         The trace of a run is a named one with its spec, else the one that it wrote, also next to its results.
         """
@@ -47,6 +47,13 @@ class Traces:
                 notes.append(Note(advice=gone))
             values = {} if path is None else self._values(path)
             attached.append(dataclasses.replace(run, trace=path, traced=values))
+        of_runs = {run.config.fingerprint for run in attached}
+        for path in dict.fromkeys(self.named):
+            fingerprint = _fingerprint(path)
+            if fingerprint not in of_runs:
+                notes.append(
+                    Note(advice=f"The trace {path} (fingerprint {fingerprint}) belongs to none of the results.")
+                )
         return attached, notes
 
     def _values(self, path: Path) -> dict[tuple[str, str], Counter[int]]:
@@ -102,8 +109,8 @@ def documents(
 ) -> tuple[list[dict[str, Any]], list[Note]]:
     """The documents to show, `most` of each task, and notes. Those in the most traces come first, then the lowest.
 
-    `runs` name the models of their traces; a trace of none gets the name of its file. `tokenizer`: for all traces,
-    instead of their own.
+    `runs` name the models of their traces; a trace of none has the model that its first line names, else the name of
+    its file. `tokenizer`: for all traces, instead of their own.
     """
     orders = _orders_of_documents(traces, runs, tokenizer)
     keys: dict[str, list[DocumentKey]] = {}  # of each task
@@ -131,16 +138,17 @@ def documents(
 
 def _orders_of_documents(traces: Traces, runs: Sequence[Run], tokenizer: str | None) -> dict[DocumentKey, list[Order]]:
     """The orders of each document that a trace holds, its windows joined."""
-    models = {run.trace: run.label for run in reversed(runs)}  # several runs may have written one trace
+    models = {run.config.fingerprint: run.label for run in reversed(runs)}  # several runs may have one spec
     orders: dict[DocumentKey, dict[tuple[Path, str], Order]] = {}
     written = [run.trace for run in runs if run.trace]
     for path in dict.fromkeys([*written, *traces.named]):
         header = trace.spec(path)
         spec = header["spec"]
         name = tokenizer or str(header.get("tokenizer") or "")
+        model = models.get(header.get("fingerprint")) or model_label(str(header.get("pretrained") or path.stem))
         for window in traces.read(path):
             for rule, order in _orders(window, spec):
-                label = _label(models.get(path, path.stem), spec, rule)
+                label = _label(model, spec, rule)
                 of_document = orders.setdefault(DocumentKey(window["task"], window["doc"]), {})
                 of_document.setdefault((path, label), Order(label, name)).add(window, order)
     return {key: list(of_document.values()) for key, of_document in orders.items()}

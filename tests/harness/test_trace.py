@@ -54,6 +54,7 @@ def test_a_trace_holds_every_window_as_it_was_scored(folder, tmp_path):
             assert nats <= most + 1e-4, "the truth is never more probable than the top token"
     header = trace.spec(tmp_path / "t.jsonl")
     assert (header["fingerprint"], header["spec"]) == (lm.fingerprint, lm.spec)
+    assert header["pretrained"] == str(folder)
 
 
 def require_totals(lm, answers, records):

@@ -182,6 +182,27 @@ def test_models_of_one_name_are_told_apart(tmp_path):
 # ---------------------------------------------------------------- traces
 
 
+@pytest.mark.parametrize("header", [{"pretrained": "org/Other"}, {}])
+def test_a_trace_of_none_of_the_results_is_named(tmp_path, monkeypatch, header):
+    """In a note, and on the page by its own model, or else by its file."""
+    monkeypatch.setattr("lm_eval_duel.results.traced.token_texts", lambda ids, tokenizer: ["x"] * len(ids))
+    window = {"task": "sotu", "doc": 0, "window": 0, "ids": [5, 6], "reveal_steps": [0, 1]}
+    window |= {"token_logprobs": [-0.5, -1.0], "values": {"duel": -1.5}}
+    first = ours(tmp_path / "results", docs=DOCS, model="org/First")
+    other = ours(tmp_path / "other", docs=DOCS, model="org/Other", rule="margin:k=1")
+    paths = [trace(tmp_path / "first.jsonl", first, [window]), trace(tmp_path / "copy.jsonl", first, [window])]
+    foreign = trace(tmp_path / "foreign.jsonl", other, [window])
+    first_line, *lines = foreign.read_text().splitlines(keepends=True)
+    foreign.write_text("".join([json.dumps(json.loads(first_line) | header) + "\n", *lines]))
+
+    found = run(tmp_path, "--traces", *paths, foreign, "--page", "--tokenizer", "demo-mdm")
+    [note] = [note for note in found["notes"] if "none of the results" in note]
+    assert str(foreign) in note and json.loads(first_line)["fingerprint"] in note
+    [document] = found["documents"]
+    names = [order["label"].split(",")[0] for order in document["orders"]]
+    assert names == ["First", "First", "Other" if header else "foreign"]
+
+
 def test_intervals_of_a_lattice_need_its_trace(tmp_path):
     """Not one that is gone, or of another run."""
     nats = {"oracle": [-20.0, -12.0], "mixture": [-30.0, -14.0], "greedy:k=1": [-29.0, -13.5]}
