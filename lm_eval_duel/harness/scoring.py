@@ -201,7 +201,7 @@ class Evaluation:
         if self.store is not None:
             where = f"{self.store.path}, which are kept and not used any more, and those in results files"
         digest = fingerprint.digest(fingerprint.spec_of(self.estimator.denoiser, self.estimator, self.text))
-        return f"InconsistentOutput: all answers with the fingerprint {digest} in {where}."
+        return f"Discard all answers with the fingerprint {digest} in {where}."
 
     def _saved(self, progress: Progress) -> str:
         """A sentence on what an interrupted call has saved."""

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar, cast
 from lm_eval_duel.core.batch_size import GPU_TOKENS
 from lm_eval_duel.core.denoiser import Denoiser
 from lm_eval_duel.core.windows import Window
-from lm_eval_duel.errors import DuelError, naming, require_known
+from lm_eval_duel.errors import DuelError, documentation, naming, require_known
 from lm_eval_duel.estimators import registry
 from lm_eval_duel.estimators.arguments import SEED, TwoPhaseArguments
 from lm_eval_duel.estimators.totals import score_documents
@@ -115,6 +115,14 @@ class Duel(OnIds):
         given = [key for key, value in keywords.items() if not isinstance(value, Default)]  # by the user
         if "rule" in given:
             registry.check_rule(["rule"], estimator)
+        if isinstance(denoiser, str):
+            raise DuelError(
+                f"denoiser must be a loaded network; got {denoiser!r}. Use Duel.from_pretrained({denoiser!r})."
+            )
+        if not isinstance(rule, str) and not dataclasses.is_dataclass(rule):
+            raise DuelError(
+                f"rule must be a name, such as 'greedy', or a Rule ({documentation('adding.md')}); got {rule!r}."
+            )
         if isinstance(rule, str):
             rule = parse(rule) if tokenizer is None else parse(rule).with_tokenizer(tokenizer)
         options = estimator_options(estimator, arguments)

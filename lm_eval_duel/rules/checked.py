@@ -164,7 +164,10 @@ class Checked(Around):
         stalled = (~pick.any(1) & ~self._waits(decision, lanes)) | (pick & ~lanes.masked).any(1)  # (R,)
         if stalled.any():
             lane = int(stalled.nonzero()[0])
-            what = "picked a position that is not masked" if pick[lane].any() else "picked nothing"
+            if pick[lane].any():
+                what = "picked a position that is not masked: pick among lanes.masked only"
+            else:
+                what = "picked nothing: pick a masked position in each lane, or set may_pick_none"
             raise RuleStalled(f"Rule {self} {what}.", lane=lane)
         return decision
 
@@ -199,9 +202,11 @@ class Checked(Around):
             fits = fits and (name != "pick" or plane.dtype == torch.bool)
         if not fits:
             count, wide = masked.shape
+            elsewhere = isinstance(plane, torch.Tensor) and plane.device != masked.device
+            advice = " Make tensors with device=lanes.masked.device." if elsewhere else ""
             raise DuelError(
                 f"The {name} of rule {self} must be {FORMS[name]} with R, W = {count}, {wide} on {masked.device}; got "
-                f"{got}. Make tensors with device=lanes.masked.device."
+                f"{got}.{advice}"
             )
 
     def _waits(self, decision: Decision, lanes: Any) -> torch.Tensor:

@@ -88,6 +88,12 @@ def test_every_arg_of_the_harness_is_refused_by_its_name():
             Duel.from_pretrained("no such checkpoint", **{name: "x"})
 
 
+def test_a_name_is_no_network_and_a_function_is_no_rule():
+    for arguments, named in ((("demo-mdm",), "from_pretrained"), ((Toy(), lambda predictions, lanes: None), "^rule")):
+        with pytest.raises(DuelError, match=named):
+            Duel(*arguments)
+
+
 def test_what_an_estimator_does_not_read_is_named_if_it_was_given(caplog):
     """The defaults of keywords are not given; the same values by the user are."""
     for given in ({}, {"rule": "greedy"}, {"block": "auto"}, {"grid": "target"}):
