@@ -244,6 +244,7 @@ def ranking(standings: Standings, tasks: Mapping[str, Comparison]) -> dict[str, 
 # ---------------------------------------------------------------- report.csv
 
 SOURCE = ("nfe_per_token", "seconds_per_token", "device", "parameters", "fingerprint", "date")
+SIZES = ("documents=size", "available_documents=available")  # of a task
 BITS = "bits_per_byte"
 
 
@@ -287,7 +288,9 @@ def _perplexities(method: RankedMethod) -> Iterator[dict[str, Any]]:
             **_ends("gap_closed_interval", each.closed.interval),
             **entries(each, ("distinguishable=closed.distinguishable", "gap_closed_reason=closed.reason")),
             **entries(each, ("gap_closed_of=closed.of",)),
-            **entries(row, ("nfe", "tokens", "file=run.name")),
+            **entries(row, ("nfe", "tokens")),
+            **entries(row.run.tasks[row.task], SIZES),
+            **entries(row, ("file=run.name",)),
             BITS: row.metrics.get(BITS),
             f"{BITS}_monte_carlo_stderr": row.error(row.score.error, BITS),
         }
@@ -297,7 +300,11 @@ def _averages(method: RankedMethod) -> Iterator[dict[str, Any]]:
     """The other averages of a method. Their standard errors are over documents."""
     for task, run in method.scored.items():
         for metric, (value, error) in run.scores(task).items():
-            yield {"task": task, "metric": metric, "value": value, "documents_stderr": error, "file": run.name}
+            yield {
+                **{"task": task, "metric": metric, "value": value, "documents_stderr": error},
+                **entries(run.every_task[task], SIZES),
+                "file": run.name,
+            }
 
 
 def _ends(name: str, interval: Interval | None) -> dict[str, float | None]:

@@ -421,13 +421,26 @@ def write(
     subjects = []
     for name, kind, table in report.tables():
         if kind != "cost":
-            tables.append(table)
+            tables.append(_latex(report, name, kind, table))
             subjects.append((name, kind, table.title))
-    for stem, table in zip(files.stems(subjects), tables, strict=True):
-        written[f"{stem}.tex"] = table.latex()
+    for stem, text in zip(files.stems(subjects), tables, strict=True):
+        written[f"{stem}.tex"] = text
     for image in images:
         written |= image.files
     return files.write(folder, content(report), written | dict(others or {}))
+
+
+def _latex(report: Report, name: str, kind: str, table: Table) -> str:
+    """A table in LaTeX that says how many documents its tasks have, also below it where --limit left some out."""
+    sizes = []
+    limited = []
+    for of_task, task in report.tasks.items():
+        if name in (of_task, "") and kind != "accuracy":  # which has a column of them
+            size = ": ".join(filter(None, [of_task, task.size]))
+            sizes.append(size)
+            if is_limited(task.documents, task.available):
+                limited.append(size)
+    return table.latex("; ".join(sizes), "; ".join(limited))
 
 
 def content(report: Report) -> dict[str, Any]:

@@ -201,8 +201,11 @@ class Table:
         remarks = "  \n".join(f"{mark} {escape(str(remark))}" for mark, remark in self.remarks.items())
         return "\n\n".join(filter(None, [shown, remarks]))
 
-    def latex(self) -> str:
-        """The file of the table in LaTeX. A model's name stands in its first row."""
+    def latex(self, sizes: str = "", footnote: str = "") -> str:
+        """The file of the table in LaTeX. A model's name stands in its first row.
+
+        `sizes`: of what the table is about, for the comment at its start. `footnote`: a line below the table.
+        """
         cells = []
         for row in self.rows:
             cells.append([_latex_cell(text, self.remarks) for text in row])
@@ -211,7 +214,7 @@ class Table:
                 cells[n][0] = ""
         columns = "".join(side[0] for side in self.sides)  # l or r
         lines = [
-            f"% {one_line(self.title)}",
+            f"% {one_line('; '.join(filter(None, [self.title, sizes])))}",
             f"\\begin{{tabular}}{{{columns}}}",
             r"\toprule",
             *_latex_headings(self.heads, self.numeric),
@@ -219,7 +222,7 @@ class Table:
             *_latex_rows(cells, self.numeric),
             r"\bottomrule",
             r"\end{tabular}",
-            *_latex_remarks(self.remarks),
+            *_latex_footnotes(self.remarks, footnote),
         ]
         return "\n".join(lines) + "\n"
 
@@ -338,13 +341,15 @@ def _latex_line(cells: Sequence[str]) -> str:
     return re.sub(r"^( *)([\[*])", r"\1{\2}", text) + r" \\"
 
 
-def _latex_remarks(remarks: Mapping[str, Note]) -> list[str]:
-    """The remarks below a tabular: their facts, for readers."""
-    if not remarks:
-        return []
+def _latex_footnotes(remarks: Mapping[str, Note], footnote: str) -> list[str]:
+    """What stands below a tabular: the facts of its remarks, for readers, and a line about all of it."""
     texts = []
     for mark, note in remarks.items():
         texts.append(f"\\textsuperscript{{{mark.strip('[]')}}}~{latex_text(note.fact)}")
+    if footnote:
+        texts.append(latex_text(footnote))
+    if not texts:
+        return []
     return [
         r"\par\smallskip",
         r"\begin{minipage}{\linewidth}\footnotesize",

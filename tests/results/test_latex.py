@@ -1,9 +1,11 @@
 """LaTeX tables: every row has the columns of the heading, texts stay texts, and pdflatex takes them."""
 
+import csv
 import re
 import shutil
 import subprocess
 
+import numpy as np
 import pytest
 from results import documents, hf, ours
 
@@ -46,6 +48,30 @@ def test_a_minus_is_one_and_remarks_are_text():
     assert r"$-$0.25\textsuperscript{1}" in text and r"$-$0.5 to +0.5" in text
     assert r"\textsuperscript{2}~of second" in text and "again" not in text, "advice is not for readers"
     assert latex_text(f"a - b {MINUS} margin, log-odds of 1e-5") == "a - b $-$ margin, log-odds of 1e-5"
+
+
+@pytest.mark.parametrize("size", [12, 99])
+def test_documents_that_limit_left_out_are_told_below_every_table(tmp_path, size):
+    """Of 99 in each task. The comment and the CSV have the numbers in any case."""
+    for seed, make, more in ((0, hf, {}), (1, ours, {"estimator": "elbo"}), (2, ours, {})):
+        rates = np.random.default_rng(seed).normal(3, 0.1, size) + 0.2 * (seed > 0)
+        docs = documents(-10 * rates, [10] * size)
+        make(tmp_path / "results", docs={"a_b": docs, "news": docs}, **more)
+    out = tmp_path / "out"
+    report([str(tmp_path / "results"), "--out", str(out)])
+    shown = f"{size} of 99 documents" if size < 99 else "99 documents"
+    files = sorted(out.glob("*.tex"))
+    assert {"gap_a_b.tex", "methods_news.tex", "perplexity.tex"} <= {file.name for file in files}
+    for file in files:
+        comment, *lines = file.read_text().splitlines()
+        below = "\n".join(lines[lines.index(r"\end{tabular}") :])
+        for task in ("a_b", "news"):
+            is_about = file.stem.endswith(task) or file.stem in ("perplexity", "gap_closed")
+            assert (f"{task}: {shown}" in comment) == is_about, file.name
+            assert (f"{latex_text(task)}: {shown}" in below) == (is_about and size < 99), file.name
+    with (out / "report.csv").open() as lines:
+        rows = list(csv.DictReader(lines))
+    assert {(row["documents"], row["available_documents"]) for row in rows} == {(str(size), "99")}
 
 
 @pytest.mark.slow
