@@ -342,7 +342,7 @@ def _latex_line(cells: Sequence[str]) -> str:
 
 
 def _latex_footnotes(remarks: Mapping[str, Note], footnote: str) -> list[str]:
-    """What stands below a tabular: the facts of its remarks, for readers, and a line about all of it."""
+    """The lines below a tabular: the facts of its remarks, for readers, and a footnote on all of it."""
     texts = []
     for mark, note in remarks.items():
         texts.append(f"\\textsuperscript{{{mark.strip('[]')}}}~{latex_text(note.fact)}")
