@@ -291,6 +291,7 @@ def other(model, text):
         ("preset=sdar-static", "estimator=duel,rule=greedy", "estimator=duel,rule=greedy,block=4", "confidence"),
         ("rule=threshold,mu=0.8,block=4,cache=dual", "preset=llada", "preset=llada", ""),
         ("preset=llada-fast-dllm", "preset=llada", "preset=llada", ""),
+        ("rule=greedy,block=4,grid=row", "preset=llada", "preset=llada", ""),
         ("estimator=elbo,mc_samples=4", "preset=sdar-static", "preset=sdar-static", "mc_samples"),
     ],
 )

@@ -14,6 +14,7 @@ from results import documents, edit_samples, hf, ours, text_score
 
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.results import files, gaps, match, page, read, stats, trace, traced
+from lm_eval_duel.results.order import _first_kept
 from lm_eval_duel.results.stats import compare
 from lm_eval_duel.results.table import Note, number, percent, plus_minus, span
 
@@ -322,3 +323,19 @@ def test_statistics_of_a_trace_have_six_digits():
     line = json.loads(json.dumps(trace._order(score)))
     assert (line["confidence"], line["margin"], line["entropy"]) == ([1.23457], [0.000123457], [123457.0])
     assert line["token_logprobs"] == [-1.23456789]
+
+
+# ---------------------------------------------------------------- which of equal rows is kept
+
+
+def test_of_equal_values_the_baseline_is_kept_then_a_runs_own_then_the_newest():
+    """Each pair differs in all that follows as well, where the other one would win."""
+
+    def row(ar, own, date):
+        run = SimpleNamespace(config=SimpleNamespace(estimator="duel" if own else "oracle"))
+        run.header = SimpleNamespace(date=date)
+        return SimpleNamespace(ar=ar, estimator="duel", run=run)
+
+    ranked = [row(True, True, 1.0), row(True, False, 2.0), row(False, True, 3.0), row(False, False, 5.0)]
+    ranked.append(row(False, False, 4.0))
+    assert sorted(ranked[::-1], key=_first_kept) == ranked

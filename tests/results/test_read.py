@@ -43,6 +43,15 @@ def test_another_file_in_a_folder_of_traces_is_left_out(tmp_path, caplog):
     assert trace_files(str(tmp_path)) == [str(path)] and "samples.jsonl" in caplog.text
 
 
+def test_the_files_of_twelve_ranks_are_one_trace(tmp_path):
+    """Numbers of two digits, too: a file that counted as a trace of its own would be read twice."""
+    path = trace(tmp_path / "t.jsonl", ours(tmp_path / "results", docs=DOCS), [])
+    for rank in range(12):
+        (tmp_path / f"t.rank{rank}.jsonl").write_text(path.read_text())
+    path.unlink()
+    assert trace_files(str(tmp_path)) == [str(path)]
+
+
 @pytest.mark.parametrize("count", [15, pytest.param(200, marks=pytest.mark.slow)])
 def test_random_edits(tmp_path, count, monkeypatch):
     """Files with a random entry, however deep, replaced or removed: a report, or a DuelError."""

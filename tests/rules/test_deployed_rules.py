@@ -72,6 +72,20 @@ def test_after_a_blocks_first_position_a_rule_starts_afresh(table, subtests):
             assert seeded.token_logprobs[1:] == pytest.approx(followed.token_logprobs, abs=1e-12)
 
 
+def test_in_a_block_that_begins_inside_the_context_nothing_is_seeded(table, subtests):
+    """Its first position is known, so the rule goes on as in a block that begins behind it: order, steps and values."""
+    toy = Toy(length=9)
+    window = Window((1, 0), (2, 0, 1, 1, 2, 0))
+    for rule in every_rule(table):
+        if rules.parse(rule).name in ("dream", "random"):
+            continue  # its schedule goes on, see `after_first`
+        with subtests.test(rule):
+            [seeded] = Duel(toy, f"{rule}:seed_first=true", 8, grid="row").log_prob([window])
+            [plain] = Duel(toy, rule, 8, grid="row").log_prob([window])
+            assert (seeded.reveal_steps, seeded.nfe) == (plain.reveal_steps, plain.nfe)
+            assert seeded.token_logprobs == pytest.approx(plain.token_logprobs, abs=1e-12)
+
+
 # ---------------------------------------------------------------- rules that may wait
 
 

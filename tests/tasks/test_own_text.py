@@ -293,6 +293,9 @@ def test_calibration_by_hand():
     items = [(0.95, 1.0), (0.91, 0.0), (0.55, 1.0), (1.0, 1.0)]  # bins: three of the last, and one
     expected = (abs(2 - 0.95 - 0.91 - 1.0) + 0.45) / 4
     assert infilling.expected_calibration_error(items) == pytest.approx(expected)
+    for top in (0.91, 0.95, 0.99):  # deviations of opposite signs: in two bins they would not cancel
+        items = [(1.0, 0.0), (top, 1.0)]
+        assert infilling.expected_calibration_error(items) == pytest.approx(top / 2)
 
 
 def test_windows_shorter_than_a_block_are_named(lm):
