@@ -338,4 +338,4 @@ def test_of_equal_values_the_baseline_is_kept_then_a_runs_own_then_the_newest():
 
     ranked = [row(True, True, 1.0), row(True, False, 2.0), row(False, True, 3.0), row(False, False, 5.0)]
     ranked.append(row(False, False, 4.0))
-    assert sorted(ranked[::-1], key=_first_kept) == ranked
+    assert sorted([ranked[n] for n in (4, 2, 0, 3, 1)], key=_first_kept) == ranked
