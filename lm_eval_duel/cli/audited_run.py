@@ -82,7 +82,8 @@ class Audit:
         line = (
             f"{word}: {windows}, {tokens}. "
             f"Compared: {', '.join(self._compared()) or 'nothing'}. "
-            f"Not compared: {', '.join(self._not_compared()) or 'nothing'}."
+            f"Not compared: {', '.join(self._not_compared()) or 'nothing'}. "
+            "docs/audit.md lists what both sides share, and what no audit sees."
         )
         return f"{line} Note: {'; '.join(self.notes)}." if self.notes else line
 

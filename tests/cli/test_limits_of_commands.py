@@ -107,7 +107,8 @@ def test_the_verdict_counts_what_was_compared_and_what_was_not():
     found.notes = ["odd", "odder"]
     assert found.verdict == (
         "PASS: 4 windows, 9 tokens. Compared: 3 windows with the reference, draws, printed numbers with the text. "
-        "Not compared: the network (--no_own_code), 1 window (its rule). Note: odd; odder."
+        "Not compared: the network (--no_own_code), 1 window (its rule). "
+        "docs/audit.md lists what both sides share, and what no audit sees. Note: odd; odder."
     )
     assert found.failures == []
     found.checked = [checked(n, again=-6.0) for n in range(5)]
