@@ -134,6 +134,7 @@ def test_ends(error, code, message, capsys):
 def test_an_interrupt_during_the_imports_of_a_command_ends_it_with_one_line():
     code = (
         "import signal, sys\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a job in the background ignores it
         "class Interrupt:\n"
         "    def find_spec(self, name, path, target=None):\n"
         "        if name == 'lm_eval_duel.console.command_line':\n"
