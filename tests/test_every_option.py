@@ -3,33 +3,20 @@
 None of it changes unseen. Of errors the numbers count, not the words.
 """
 
+import functools
 import math
-from pathlib import Path
 from types import SimpleNamespace
 
 import golden
+from golden import answer
 
 from lm_eval_duel import arguments, errors, fingerprint, rules
 from lm_eval_duel.denoisers.load_options import NETWORK_ARGUMENTS
-from lm_eval_duel.errors import DuelError
 from lm_eval_duel.estimators import registry
 from lm_eval_duel.options import Options
 from lm_eval_duel.rules import presets
 
-GOLDEN = Path(__file__).parent / "golden"
-HEADER = "Made by `LM_EVAL_DUEL_RECORD=1 pytest tests/test_every_option.py`.\n"
-
-
-def check(name, lines):
-    golden.check(GOLDEN / f"{name}.txt", "\n".join([HEADER, *lines]) + "\n")
-
-
-def answer(call, *args):
-    """What a call returns, or its error's numbers."""
-    try:
-        return call(*args)
-    except DuelError as error:
-        return f"error with {' '.join(golden.NUMBER.findall(str(error)))}"
+check = functools.partial(golden.check_lines, __file__)
 
 
 GIVEN = (

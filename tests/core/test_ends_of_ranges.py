@@ -3,15 +3,16 @@
 They are proven where they are used, with a few values. Here none of their answers changes unseen.
 """
 
+import functools
 import itertools
 import math
 import signal
-from pathlib import Path
 
 import golden
 import pytest
 import torch
 from attends import Attends
+from golden import answer
 from toys import Toy
 
 from lm_eval_duel.core import float_noise, row_checks, windows
@@ -26,13 +27,8 @@ from lm_eval_duel.core.windows import Window
 from lm_eval_duel.errors import DuelError, NotFinite
 from lm_eval_duel.estimators.duel import DuelEstimator
 
-GOLDEN = Path(__file__).parent / "golden"
-HEADER = "Made by `LM_EVAL_DUEL_RECORD=1 pytest tests/core/test_ends_of_ranges.py`.\n"
+check = functools.partial(golden.check_lines, __file__)
 BOS = ("given", "scored", "official", "first", "none")
-
-
-def check(name, lines):
-    golden.check(GOLDEN / f"{name}.txt", "\n".join([HEADER, *lines]) + "\n")
 
 
 def shown(window):
@@ -41,19 +37,11 @@ def shown(window):
     return " | ".join("".join(map(str, part)) for part in parts)
 
 
-def or_error(call, *args):
-    """What a call returns, or the numbers in its error."""
-    try:
-        return call(*args)
-    except DuelError as error:
-        return f"error with {' '.join(golden.NUMBER.findall(str(error)))}"
-
-
 def test_how_texts_are_cut():
     """Ids 1 to n in rows of 5; 8 and 9 are special tokens."""
 
     def cut(bos, n, prefix, suffix):
-        found = or_error(windows.independent, range(1, n + 1), 5, prefix, suffix, bos)
+        found = answer(windows.independent, range(1, n + 1), 5, prefix, suffix, bos)
         return found if isinstance(found, str) else "; ".join(map(shown, found))
 
     lines = []
@@ -67,11 +55,11 @@ def test_how_texts_are_cut():
         cut_up = windows.rolling(range(1, n + 1), 8, capacity, (9,))
         lines.append(f"rolling {n} ids by {capacity}: {'; '.join(map(shown, cut_up))}")
     for before, after, room in itertools.product((0, 1, 2, 5), (0, 1, 2, 5), (3, 4, 5, 7)):
-        found = or_error(windows.infilled, range(1, before + 1), (7, 7), range(1, after + 1), room, (8,), (9,))
+        found = answer(windows.infilled, range(1, before + 1), (7, 7), range(1, after + 1), room, (8,), (9,))
         window, lost = (None, found) if isinstance(found, str) else found
         lines.append(f"infilled {before} 77 {after} in {room}: {window and shown(window)}, {lost}")
     for special in (3, 4, 5):
-        lines.append(f"target_capacity 4, {special}: {or_error(windows.target_capacity, 4, (1,) * special)}")
+        lines.append(f"target_capacity 4, {special}: {answer(windows.target_capacity, 4, (1,) * special)}")
     check("windows", lines)
 
 

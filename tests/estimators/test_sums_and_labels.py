@@ -7,12 +7,12 @@ import dataclasses
 import itertools
 import math
 from functools import partial
-from pathlib import Path
 
 import golden
 import pytest
 import torch
 from attends import Attends
+from golden import answer
 from noised_toys import NoisyToy
 from toys import BlockCausal, Causal, CausalPrefix, Toy
 
@@ -20,7 +20,6 @@ from lm_eval_duel.core.scores import Kind, Score
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.denoisers.cached.denoiser import Cached
 from lm_eval_duel.denoisers.filters import excluding
-from lm_eval_duel.errors import DuelError
 from lm_eval_duel.estimators import cost, registry
 from lm_eval_duel.estimators.arguments import (
     CommitOnceArguments,
@@ -44,20 +43,7 @@ from lm_eval_duel.estimators.two_phase import TwoPhase, block_sample_weights, co
 from lm_eval_duel.rules import parse
 from lm_eval_duel.rules.scheduled import dream_counts, dream_shares, even_counts
 
-GOLDEN = Path(__file__).parent / "golden"
-HEADER = "Made by `LM_EVAL_DUEL_RECORD=1 pytest tests/estimators/test_sums_and_labels.py`.\n"
-
-
-def check(name, lines):
-    golden.check(GOLDEN / f"{name}.txt", "\n".join([HEADER, *lines]) + "\n", within=1e-6)
-
-
-def answer(call, *args, **more):
-    """What a call returns, or its error's numbers."""
-    try:
-        return call(*args, **more)
-    except DuelError as error:
-        return f"error with {' '.join(golden.NUMBER.findall(str(error)))}"
+check = partial(golden.check_lines, __file__, within=1e-6)
 
 
 # ---------------------------------------------------------------- sums

@@ -10,9 +10,13 @@ import math
 import os
 import re
 import zlib
+from pathlib import Path
 
 import numpy as np
 
+from lm_eval_duel.errors import DuelError
+
+TESTS = Path(__file__).resolve().parents[1]
 NUMBER = re.compile(r"(?<![\w.])[+-]?\d+(?:\.\d+)?(?:e[+-]?\d+)?(?!\w)")
 NOISE = 1e-12  # what may stand for 0
 RECORD = "LM_EVAL_DUEL_RECORD" in os.environ
@@ -29,6 +33,21 @@ def check(file, text, within=1e-8):
     pairs = zip(NUMBER.findall(text), NUMBER.findall(wanted), strict=True)
     apart = [pair for pair in pairs if not math.isclose(*map(float, pair), rel_tol=within, abs_tol=NOISE)]
     assert not apart, (file.name, apart)
+
+
+def check_lines(test, name, lines, within=1e-8):
+    """Assert that lines are those of golden/NAME.txt beside a test file, whose first line says how it is made."""
+    file = Path(test).resolve()
+    made = f"Made by `LM_EVAL_DUEL_RECORD=1 pytest tests/{file.relative_to(TESTS).as_posix()}`.\n"
+    check(file.parent / "golden" / f"{name}.txt", "\n".join([made, *lines]) + "\n", within)
+
+
+def answer(call, *args, **more):
+    """What a call returns, or the numbers in its error."""
+    try:
+        return call(*args, **more)
+    except DuelError as error:
+        return f"error with {' '.join(NUMBER.findall(str(error)))}"
 
 
 def listed(name, value):

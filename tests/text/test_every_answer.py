@@ -6,26 +6,24 @@ Words are letters, of which `x y z` are unknown and `ab` and `cd` are single tok
 import copy
 import functools
 import itertools
-from pathlib import Path
 from types import SimpleNamespace
 
 import golden
 import pytest
+from golden import answer
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from toys import Causal, Toy
 from transformers import PreTrainedTokenizerFast
 
 from lm_eval_duel.core.scores import Sample
 from lm_eval_duel.core.windows import Window
-from lm_eval_duel.errors import DuelError
 from lm_eval_duel.estimators.duel import DuelEstimator
 from lm_eval_duel.estimators.samplers import SampledConfidence
 from lm_eval_duel.text.annotated import Gap, Residues, TokenText, count_units, split_at_borders, token_texts
 from lm_eval_duel.text.generation import OTHERS, Generator, Settings
 from lm_eval_duel.text.text import TextEncoder, shorter_than_a_block, unknown_share
 
-GOLDEN = Path(__file__).parent / "golden"
-HEADER = "Made by `LM_EVAL_DUEL_RECORD=1 pytest tests/text/test_every_answer.py`.\n"
+check = functools.partial(golden.check_lines, __file__)
 PIECES = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *"abcdefg", "ab", "cd", " ", *"thous"]
 LENGTH = 8
 BOS = ("auto", "given", "scored", "official", "first", "none")
@@ -60,18 +58,6 @@ def encoder(bos="auto", scheme="independent", kind=Toy, framed=True, block=None)
     denoiser = copy.copy(network(kind))
     denoiser.bos = bos
     return TextEncoder(tokenizer(framed), denoiser, scheme, block)
-
-
-def check(name, lines):
-    golden.check(GOLDEN / f"{name}.txt", "\n".join([HEADER, *lines]) + "\n")
-
-
-def answer(call, *args):
-    """What a call returns, or its error's numbers."""
-    try:
-        return call(*args)
-    except DuelError as error:
-        return f"error with {' '.join(golden.NUMBER.findall(str(error)))}"
 
 
 def shown(found):
