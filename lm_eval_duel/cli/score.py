@@ -342,10 +342,10 @@ def compared(scored: Sequence[ScoredModel]) -> tuple[compare.Comparison, str]:
 
 def _row_of(run: Run, task: compare.Comparison) -> Row:
     """The row of a model's own value, or the one that stands for it: the same model twice has one row."""
-    own_value = (run, run.config.estimator)
     for row, copies in task.same.items():
-        if own_value in [(each.run, each.estimator) for each in (row, *copies)]:
-            return row
+        for candidate in (row, *copies):
+            if candidate.run is run and candidate.estimator == run.config.estimator:
+                return row
     raise LookupError(run.name)  # every run of one task has a row
 
 
