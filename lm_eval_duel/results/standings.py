@@ -330,8 +330,9 @@ def _ranks(values: Mapping[RankedMethod, float | None]) -> dict[RankedMethod, in
     ranks = {}
     for method, value in values.items():
         score = method.named.score
-        if (score.is_exact or score.may_exceed_one) and value is not None:  # bounds and the oracle have no rank
-            ranks[method] = 1
+        if score.is_bound or score.doubt or value is None:
+            continue  # bounds, and what is neither a likelihood nor a bound, have no rank
+        ranks[method] = 1
     for method in ranks:
         for other in ranks:
             if values[other] < values[method] and method.competes_with(other):
