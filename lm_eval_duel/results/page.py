@@ -238,8 +238,8 @@ def _of_task(name: str, task: Comparison, group: str) -> Column:
         "closed": ("gap closed, %", _closed, columns.closed_interval),
     }
     head, cell, below = cells[group]
-    closes_a_gap = any(each.closed.distinguishable is not None for each in task.rows)
-    if group == "closed" and not closes_a_gap:
+    has_elbo_gap = any(each.closed.distinguishable is not None for each in task.rows)
+    if group == "closed" and not has_elbo_gap:
         cell = _nothing  # there is no ELBO to close a gap of
     return Column(f"{name} {head}", columns.on_task(name, cell), group, columns.on_task(name, below))
 
@@ -371,8 +371,8 @@ def _ticks(low: float, high: float) -> list[float]:
         if len(ticks) <= MOST_TICKS:
             break
     if len(ticks) > 1:
-        every = math.ceil(len(ticks) / MOST_TICKS)  # 1, unless the values span more powers of ten than ticks fit
-        return ticks[::every]
+        stride = math.ceil(len(ticks) / MOST_TICKS)  # 1, unless the values span more powers of ten than ticks fit
+        return ticks[::stride]
 
     power = 10.0 ** math.floor(math.log10(high - low))  # close together: even steps
     for mantissa in STEPS:
