@@ -97,7 +97,7 @@ class Comparison:
     @property
     def closes_a_gap(self) -> bool:
         """True if the share that a row closes of a gap is known."""
-        return any(row.closed.percent is not None for row in self.rows)
+        return _closes_a_gap(self.rows)
 
     def pair(self, first: Row, second: Row) -> Pair:
         """The difference of two of its rows."""
@@ -163,8 +163,7 @@ def task(
     notes += _precision(compared)
     notes.append(_windows(compared))
     notes += dict.fromkeys([*left_out, *table.notes])
-    closes_a_gap = any(each.closed.percent is not None for each in shown)
-    if metric in OTHER_UNITS and closes_a_gap:
+    if metric in OTHER_UNITS and _closes_a_gap(shown):
         computed = f"Gap closed is computed from {WORDS[metric]} here."
         notes.append(f"{computed} The paper computes it per token, so the two cannot be compared.")
     of_runs = [run.tasks[name] for run in compared]
@@ -182,6 +181,10 @@ def task(
         draws=draws,
         same=table.same,
     )
+
+
+def _closes_a_gap(shown: Iterable[ComparedRow]) -> bool:
+    return any(each.closed.percent is not None for each in shown)
 
 
 def _shared(counts: Iterable[int | None]) -> int | None:
@@ -298,14 +301,14 @@ def choose(choice: str, shown: Sequence[ComparedRow], draws: Draws) -> list[Pair
 
 
 def _in_groups(pairs: Sequence[Pair]) -> list[Pair]:
-    """Pairs of one model, block and cache together. In each group those with a better one come first, and by size."""
+    """Pairs whose rows share the same model, block and cache together, in each group as `_by_verdict` sorts them."""
     groups: dict[tuple, list[Pair]] = {}
     for pair in pairs:
         shared = []
         for setting in ("model", "block", "cache"):
-            one = getattr(pair.first, setting)
-            other = getattr(pair.second, setting)
-            shared.append(one if one == other else None)
+            of_first = getattr(pair.first, setting)
+            of_second = getattr(pair.second, setting)
+            shared.append(of_first if of_first == of_second else None)
         groups.setdefault(tuple(shared), []).append(pair)
     ordered = []
     for group in groups.values():
@@ -314,6 +317,7 @@ def _in_groups(pairs: Sequence[Pair]) -> list[Pair]:
 
 
 def _by_verdict(pair: Pair) -> tuple[bool, bool, float]:
+    """Sorts the pairs in which one is better first, then those with another verdict; the largest difference first."""
     return not pair.better, not pair.verdict, -abs(pair.difference or 0.0)
 
 

@@ -55,7 +55,7 @@ def in_order(rows: Iterable[Row]) -> Ordered:
 
 
 def _first_kept(row: Row) -> tuple[bool, bool, float]:
-    """Sorts the row of a value first that is kept of several: the baseline, a run's own value, the newest."""
+    """Of several rows of one value, sorts the one to keep first: the baseline, then a run's own value, the newest."""
     is_other_value = row.estimator != row.run.config.estimator
     return not row.ar, is_other_value, -row.run.header.date
 
