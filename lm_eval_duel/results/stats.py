@@ -19,7 +19,7 @@ from lm_eval_duel.estimators import registry
 from lm_eval_duel.results.table import number, span
 
 DRAWS = 10_000
-DRAWN_TOGETHER = 1_000_000  # documents, over the draws that are made at a time: 8 MB
+DRAWN_TOGETHER = 1_000_000  # documents drawn in one call, which makes as many draws as fit: 8 MB
 SEED = 0
 CLEAR = 2.0  # standard errors beyond which two values are distinguishable
 LEVEL = (2.5, 97.5)  # percentiles of a 95 % interval
@@ -235,8 +235,10 @@ def difference(first: Side, second: Side, unit: str, keys: Sequence[str]) -> Pai
     low, high = stats_interval(draws[0] - draws[1])
     result = dataclasses.replace(result, interval=(low, high))
     lower = None  # the side with fewer nats per unit, if the interval says which
-    if low > 0 or high < 0:
-        lower = first if high < 0 else second
+    if high < 0:
+        lower = first
+    elif low > 0:
+        lower = second
     is_equal = max(abs(low), abs(high)) < EQUAL
     texts = len(set(keys))  # copies of a text say nothing about other texts
     if undecided := _undecided(first, second, lower, is_equal, texts):
