@@ -28,6 +28,7 @@ class Traces:
     def __init__(self, named: Iterable[str | Path]):
         self.named = [Path(place).resolve() for place in named]
         self.read = functools.cache(trace.read)  # the windows of a file
+        self.fingerprint = functools.cache(_fingerprint)
 
     def attach(self, runs: Iterable[Run]) -> tuple[list[Run], list[Note]]:
         """The runs with the values of each document that their traces hold, and notes on traces gone or foreign.
@@ -41,19 +42,19 @@ class Traces:
             written = run.config.duel.get("trace")
             if written:
                 places += [Path(written), run.file.parent / Path(written).name]
-            path = next((place for place in places if _fingerprint(place) == run.config.fingerprint), None)
+            path = next((place for place in places if self.fingerprint(place) == run.config.fingerprint), None)
             if written and path is None:
                 gone = f"The trace of {run.name} is no longer at {written}; name it with --traces."
                 notes.append(Note(advice=gone))
             values = {} if path is None else self._values(path)
             attached.append(dataclasses.replace(run, trace=path, traced=values))
+
         of_runs = {run.config.fingerprint for run in attached}
         for path in dict.fromkeys(self.named):
-            fingerprint = _fingerprint(path)
+            fingerprint = self.fingerprint(path)
             if fingerprint not in of_runs:
-                notes.append(
-                    Note(advice=f"The trace {path} (fingerprint {fingerprint}) belongs to none of the results.")
-                )
+                foreign = f"The trace {path} (fingerprint {fingerprint}) belongs to none of the results."
+                notes.append(Note(advice=foreign))
         return attached, notes
 
     def _values(self, path: Path) -> dict[tuple[str, str], Counter[int]]:
