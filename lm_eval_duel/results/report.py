@@ -431,15 +431,20 @@ def write(
 
 
 def _latex(report: Report, name: str, kind: str, table: Table) -> str:
-    """A table in LaTeX that says how many documents its tasks have, also below it where --limit left some out."""
+    """A table in LaTeX that says how many documents its tasks have, also below it where --limit left some out.
+
+    `name`: of its task; empty for a table over all tasks.
+    """
+    if kind == "accuracy":  # which has a column of them
+        return table.latex()
+    tasks = {name: report.tasks[name]} if name else report.tasks
     sizes = []
     limited = []
-    for of_task, task in report.tasks.items():
-        if name in (of_task, "") and kind != "accuracy":  # which has a column of them
-            size = ": ".join(filter(None, [of_task, task.size]))
-            sizes.append(size)
-            if is_limited(task.documents, task.available):
-                limited.append(size)
+    for of_task, task in tasks.items():
+        size = ": ".join(filter(None, [of_task, task.size]))
+        sizes.append(size)
+        if is_limited(task.documents, task.available):
+            limited.append(size)
     return table.latex("; ".join(sizes), "; ".join(limited))
 
 
