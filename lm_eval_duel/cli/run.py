@@ -259,5 +259,5 @@ def _tasks_not_found(message: str, folders: list[str]) -> str:
     for task in listed.split(", "):
         near += nearest(task, names)[:1]
     hint = f" Did you mean {', '.join(near)}?" if near else ""
-    commands = [f"lm_eval ls tasks --include_path {folder}" for folder in folders]  # it takes one folder
+    commands = [f"lm_eval ls tasks --include_path {folder}" for folder in folders]  # a command takes one folder
     return f"{message.removesuffix('.')}.{hint} All: {'; '.join(commands)}"

@@ -188,11 +188,11 @@ def table(
             )
         )
     most = max(each.windows for each in timed)
-    were_timed = f"{counted(most, 'window')} {'was' if most == 1 else 'were'} timed"
+    verb = "was" if most == 1 else "were"
     lines = [
         f"{counted(about['documents'], 'document')}, {counted(about['tokens'], 'token')} in "
         f"{counted(about['windows'], 'window')} of at most {counted(about['length'], 'position')}. Up to "
-        f"{were_timed} for each estimator, on {lm.denoiser.device}:",
+        f"{counted(most, 'window')} {verb} timed for each estimator, on {lm.denoiser.device}:",
         "",
         plain_table(HEADER, rows),
     ]
