@@ -227,7 +227,7 @@ def _frequency(net: Net, i: int, size: int) -> float:
     scaling = net.rope_scaling
     if scaling is None:
         return frequency
-    if "type" in scaling:  # linear
+    if scaling["rope_type"] == "linear":
         return float(frequency / scaling["factor"])
 
     # Pairs that rotate often over the length of the first training keep their frequency, slow ones are divided by the
@@ -428,7 +428,7 @@ def decoder_of(config: Mapping[str, Any], w: Tensors, block: int | None = None) 
     architectures = " ".join(config.get("architectures") or ())
     rotary = config.get("rope_parameters") or config
     scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    scaled_as = scaling.get("rope_type", scaling.get("type", "default"))
+    scaled_as = first(scaling, "rope_type", "type", default="default")  # `type`: the older spelling
     if scaled_as not in ("default", "linear", "llama3", "yarn"):
         raise Unknown(f"its rotary positions are scaled as in {scaled_as}")
     if config.get("layer_types") and set(config["layer_types"]) != {"full_attention"}:
@@ -448,7 +448,7 @@ def decoder_of(config: Mapping[str, Any], w: Tensors, block: int | None = None) 
         theta=first(rotary, "rope_theta", default=10_000.0),
         eps=first(config, "rms_norm_eps", "norm_eps", default=1e-5 if keys in (LLADA, SMDM) else 1e-6),
         rotary_share=share,
-        rope_scaling=None if scaled_as == "default" else dict(scaling),
+        rope_scaling=None if scaled_as == "default" else {**scaling, "rope_type": scaled_as},
         capacity=first(config, "expert_capacity", default=0),
         routing_block=block or 0,
         experts=first(config, "num_experts", "n_routed_experts", default=0),

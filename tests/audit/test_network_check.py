@@ -181,6 +181,22 @@ def test_an_error_of_this_network_is_no_reason_to_skip_the_comparison(folders, m
 
 WRITTEN = ["mdlm", "bd3lm", "sedd", "gidd", "ar", "duo", "gidd-uniform", "llada2", "sdar-moe", "smdm"]
 WRITTEN += ["a2d-llama", "nemotron-labs-diffusion"]
+SCALED = {  # rotary positions: the entries of each kind
+    "linear": {"factor": 2.0},
+    "llama3": {
+        "factor": 8.0,
+        "high_freq_factor": 4.0,
+        "low_freq_factor": 1.0,
+        "original_max_position_embeddings": 16,
+    },
+    "yarn": {
+        "factor": 2.0,
+        "original_max_position_embeddings": 16,
+        "beta_fast": 32.0,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+    },
+}
 
 
 def folder_of(name, folder):
@@ -199,6 +215,16 @@ def test_a_network_equals_the_one_written_out(name, tmp_path):
     found = compared(path, trust_remote_code=False, **options)
     assert not found.written.differs and found.written.positions > 9 and found.written.difference < 1e-4, found
     assert not found.weights.differs
+
+
+@pytest.mark.parametrize("spelling", ["rope_type", "type"])
+@pytest.mark.parametrize("kind", SCALED)
+def test_scaled_rotary_positions_are_written_out_under_either_spelling(kind, spelling, tmp_path):
+    scaling = {spelling: kind, **SCALED[kind]}
+    config = {**SIZE, "architectures": ["LlamaForCausalLM"], "model_type": "llama", "rope_scaling": scaling}
+    found = compared(write(tmp_path, "", "", decoder(), config), attention="bidirectional", mask_token_id=MASK)
+    assert found.written is not None and not found.written.differs, found
+    assert not found.own.differs, found
 
 
 @pytest.mark.parametrize("name", slow_but(["mdlm", "bd3lm", "sedd", "duo", "gidd"], ["bd3lm", "duo"]))
