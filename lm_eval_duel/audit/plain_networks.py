@@ -238,8 +238,8 @@ def _frequency(net: Net, i: int, size: int) -> float:
         def pair(periods: float) -> float:  # the index of the pair with this many periods over the length
             return size * math.log(length / (periods * 2 * math.pi)) / (2 * math.log(net.theta))
 
-        low = max(math.floor(pair(scaling["beta_fast"])), 0)
-        high = min(math.ceil(pair(1)), size - 1)
+        low = max(math.floor(pair(first(scaling, "beta_fast", default=32))), 0)
+        high = min(math.ceil(pair(first(scaling, "beta_slow", default=1))), size - 1)
         slowed = min(max((i - low) / (high - low), 0.0), 1.0)
         return float(frequency * (1 - slowed) + frequency / scaling["factor"] * slowed)
     periods = length * frequency / (2 * math.pi)
@@ -431,6 +431,8 @@ def decoder_of(config: Mapping[str, Any], w: Tensors, block: int | None = None) 
     scaled_as = first(scaling, "rope_type", "type", default="default")  # `type`: the older spelling
     if scaled_as not in ("default", "linear", "llama3", "yarn"):
         raise Unknown(f"its rotary positions are scaled as in {scaled_as}")
+    if scaled_as == "yarn" and _scales_attention(scaling):
+        raise Unknown("its YaRN scales the scores of attention, too")
     if config.get("layer_types") and set(config["layer_types"]) != {"full_attention"}:
         raise Unknown("its layers are of several kinds")
     share = first(rotary, "partial_rotary_factor")
@@ -459,6 +461,15 @@ def decoder_of(config: Mapping[str, Any], w: Tensors, block: int | None = None) 
         scale=first(config, "routed_scaling_factor", default=1.0),
         dense=first(config, "first_k_dense_replace", default=0),
     )
+
+
+def _scales_attention(yarn: Mapping[str, Any]) -> bool:
+    """True unless YaRN's factor of attention is 1, as where its two mscales cancel."""
+    if first(yarn, "attention_factor") is not None:
+        return bool(yarn["attention_factor"] != 1)
+    if yarn.get("mscale") and yarn.get("mscale_all_dim"):
+        return bool(yarn["mscale"] != yarn["mscale_all_dim"])
+    return bool(yarn["factor"] > 1)
 
 
 LAYOUTS = (NATIVE, LLADA, LLADA2, SMDM, NEMOTRON)

@@ -217,13 +217,41 @@ def test_a_network_equals_the_one_written_out(name, tmp_path):
     assert not found.weights.differs
 
 
+def scaled(folder, scaling):
+    """The comparisons of a Llama whose rotary positions are scaled."""
+    config = {**SIZE, "architectures": ["LlamaForCausalLM"], "model_type": "llama", "rope_scaling": scaling}
+    return compared(write(folder, "", "", decoder(), config), attention="bidirectional", mask_token_id=MASK)
+
+
 @pytest.mark.parametrize("spelling", ["rope_type", "type"])
 @pytest.mark.parametrize("kind", SCALED)
 def test_scaled_rotary_positions_are_written_out_under_either_spelling(kind, spelling, tmp_path):
-    scaling = {spelling: kind, **SCALED[kind]}
-    config = {**SIZE, "architectures": ["LlamaForCausalLM"], "model_type": "llama", "rope_scaling": scaling}
-    found = compared(write(tmp_path, "", "", decoder(), config), attention="bidirectional", mask_token_id=MASK)
+    found = scaled(tmp_path, {spelling: kind, **SCALED[kind]})
     assert found.written is not None and not found.written.differs, found
+    assert not found.own.differs, found
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+
+
+@pytest.mark.parametrize(
+    "entries",
+    [
+        {"attention_factor": 1.0},
+        {"attention_factor": 1.0, "beta_slow": 16.0, "original_max_position_embeddings": 4096},
+        {"mscale": 0.7, "mscale_all_dim": 0.7},
+        {"factor": 0.5},
+    ],
+)
+def test_yarn_that_leaves_attention_unscaled_is_written_out(entries, tmp_path):
+    found = scaled(tmp_path, {**YARN, **entries})
+    assert found.written is not None and not found.written.differs, found
+
+
+@pytest.mark.parametrize("entries", [{}, {"attention_factor": 1.1}, {"mscale": 1.0, "mscale_all_dim": 0.7}])
+def test_yarn_that_scales_attention_is_not_written_out(entries, tmp_path):
+    found = scaled(tmp_path, {**YARN, **entries})
+    assert found.written is None and "scales the scores of attention" in found.reasons, found
     assert not found.own.differs, found
 
 
