@@ -45,8 +45,8 @@ class Sized(Toy):
 
 @pytest.mark.parametrize("length", [1, 2, 5, 8])
 @pytest.mark.parametrize("tokens", [1, 16, 128, 129])
-def test_a_row_is_tested_in_a_call_of_so_many_positions(length, tokens):
-    """Among at least three strangers."""
+def test_a_row_is_tested_in_calls_of_the_positions_that_are_given(length, tokens):
+    """Among at least three other rows."""
     toy = Sized(length=length)
     self_tests.require_separate_rows(toy, "x", tokens)
     row = min(length, self_tests.LENGTH)
@@ -57,9 +57,7 @@ def test_a_row_is_tested_in_a_call_of_so_many_positions(length, tokens):
     assert toy.separate_tokens == tokens, "the larger call stays"
 
 
-cover = self_tests.cover
-
-
+@pytest.mark.row_checks
 @pytest.mark.parametrize("splits", [False, True])
 @pytest.mark.parametrize(
     ("tested", "asked", "most"), [(0, 900, 10**9), (128, 128, 10**9), (128, 900, 10**9), (128, 900, 30)]
@@ -70,7 +68,7 @@ def test_larger_calls_are_tested_before_they_are_made(tested, asked, most, split
     toy = Sized(most)
     toy.splits_head = splits
     toy.separate_tokens = tested
-    cover(toy, asked)
+    self_tests.cover(toy, asked)
     wanted = asked if splits else min(asked, 500)  # of four columns
     while wanted // 8 > most:
         wanted //= 2
@@ -282,16 +280,16 @@ def test_averaged_weights_are_named_if_they_are_missing(tmp_path, caplog):
     caplog.set_level(logging.WARNING)
     file = str(tmp_path / "last.ckpt")
     state = {"backbone.a": torch.zeros(2), "backbone.rotary_emb.inv_freq": torch.ones(1), "noise.b": torch.ones(3)}
-    for ema, names in (
-        (None, ["backbone.a", "backbone.rotary_emb.inv_freq"]),
-        ({"shadow_params": [torch.ones(2)]}, None),
+    for averages, weights_of_a, warned in (
+        ({}, [0.0, 0.0], True),
+        ({"ema": {"shadow_params": [torch.ones(2)]}}, [1.0, 1.0], False),
     ):
         caplog.clear()
-        torch.save({"state_dict": state, **({} if ema is None else {"ema": ema})}, file)
+        torch.save({"state_dict": state, **averages}, file)
         tensors = hub.read_tensors(str(tmp_path))
-        assert sorted(tensors) == (names or ["backbone.a", "backbone.rotary_emb.inv_freq"])
-        assert tensors["backbone.a"].tolist() == ([0.0, 0.0] if ema is None else [1.0, 1.0])
-        assert ("EMA" in caplog.text) == (ema is None)
+        assert sorted(tensors) == ["backbone.a", "backbone.rotary_emb.inv_freq"]
+        assert tensors["backbone.a"].tolist() == weights_of_a
+        assert ("EMA" in caplog.text) == warned
     torch.save({"state_dict": state, "ema": {"shadow_params": [torch.ones(2), torch.ones(1)]}}, file)
     with pytest.raises(DuelError, match="2 tensors for 1 parameters"):
         hub.read_tensors(str(tmp_path))
