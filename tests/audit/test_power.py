@@ -131,6 +131,7 @@ def test_a_network_is_held_to_that(positions, sign):
         assert compared(positions, one).differs
     assert compared(positions, moved + sign * 2 * allowed(positions) / positions).differs
     for value in (math.nan, math.inf, -math.inf):
+        one = moved.clone()
         one[-1, 1] = value
         assert compared(positions, one).differs
 
