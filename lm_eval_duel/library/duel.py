@@ -119,9 +119,10 @@ class Duel(OnIds):
             raise DuelError(
                 f"denoiser must be a loaded network; got {denoiser!r}. Use Duel.from_pretrained({denoiser!r})."
             )
-        if not isinstance(rule, str) and not dataclasses.is_dataclass(rule):
+        if not isinstance(rule, (str, Rule)):
             raise DuelError(
-                f"rule must be a name, such as 'greedy', or a Rule ({documentation('adding.md')}); got {rule!r}."
+                f"rule must be a name, such as 'greedy', or an instance of Rule ({documentation('adding.md')}); got "
+                f"{rule!r}."
             )
         if isinstance(rule, str):
             rule = parse(rule) if tokenizer is None else parse(rule).with_tokenizer(tokenizer)

@@ -15,6 +15,7 @@ from lm_eval_duel.estimators import gradients, trajectories
 from lm_eval_duel.library import duel as library
 from lm_eval_duel.library import training
 from lm_eval_duel.library.ids import HARNESS_ARGS
+from lm_eval_duel.rules.scores import Greedy
 
 WINDOWS = [Window((), (0, 1, 2)), Window((1,), (2, 0))]
 ORDERS = [(0, 1, 2), (1, 0)]
@@ -88,8 +89,12 @@ def test_every_arg_of_the_harness_is_refused_by_its_name():
             Duel.from_pretrained("no such checkpoint", **{name: "x"})
 
 
-def test_a_name_is_no_network_and_a_function_is_no_rule():
-    for arguments, named in ((("demo-mdm",), "from_pretrained"), ((Toy(), lambda predictions, lanes: None), "^rule")):
+def test_a_name_is_no_network_and_neither_a_function_nor_a_class_is_a_rule():
+    for arguments, named in (
+        (("demo-mdm",), "from_pretrained"),
+        ((Toy(), lambda predictions, lanes: None), "^rule"),
+        ((Toy(), Greedy), "^rule"),
+    ):
         with pytest.raises(DuelError, match=named):
             Duel(*arguments)
 
