@@ -1,6 +1,6 @@
 """The command `lm-eval-duel`, and `python -m lm_eval_duel`.
 
-Ctrl-C ends a command with one line. What is imported before `cli.main` can say so is imported here, for the same end.
+Ctrl-C ends a command with one line. `cli.main` prints it once it is imported; during that import it is printed here.
 """
 
 import sys

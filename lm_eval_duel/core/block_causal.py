@@ -80,7 +80,7 @@ class CleanStream:
         self._edge = torch.empty(0, 0, 0)  # (S, L / G, D) features of the last position before each group
 
     def shares(self, block: int) -> torch.Tensor:
-        """The clean columns of each window for each of its blocks of `block` positions, but at least these, (N,)."""
+        """The clean columns of each window, divided by the number of its blocks; at least `block`, (N,)."""
         last = self.rows.origin + self.rows.target - 1 - self.zero  # (N,)
         lane_count = last // block - (self.rows.origin - self.zero) // block + 1  # (N,)
         return (-(-self.end // lane_count)).clamp(min=block)  # rounded up

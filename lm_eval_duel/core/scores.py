@@ -95,7 +95,7 @@ class Value:
         return cls(mean, error, kind, note, tuple(seeds))
 
     def with_nats(self, nats: float, error: float | None = None) -> Value:
-        """A value of the same worth."""
+        """Another value of the same kind and with the same note."""
         return dataclasses.replace(self, nats=nats, error=error)
 
     def __add__(self, other: Value) -> Value:
@@ -127,12 +127,12 @@ class Value:
 
     @property
     def is_bound(self) -> bool:
-        """As of its kind."""
+        """True if its kind is that of a bound."""
         return self.kind.is_bound
 
     @property
     def is_likelihood(self) -> bool:
-        """As of its kind."""
+        """True if its kind is that of a likelihood, or of an estimate or a bound of one."""
         return self.kind.is_likelihood
 
     @property
