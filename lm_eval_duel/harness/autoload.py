@@ -4,7 +4,8 @@ lm-eval 0.4.13 does not discover plugins, so a `.pth` file of one line in site-p
 interpreter starts. It imports nothing: it puts a finder on `sys.meta_path`, which waits for modules of lm-eval:
 
     lm_eval.api.registry             the error for an unknown model suggests ours if the name is close
-    lm_eval.config.evaluate_config   the error for an unknown task names our folder of tasks if the task is ours
+    lm_eval.config.evaluate_config   the error for an unknown task names our folder of tasks if the task is ours, and
+                                     the user's task files that cannot be read
     lm_eval.utils                    the table of results is followed by one with the kind and the error of each value
     lm_eval.models                   the name `duel-mdm` is registered (a string; neither torch nor transformers is
                                      imported)
@@ -84,7 +85,7 @@ def explain_models() -> None:
 
 
 def explain_tasks() -> None:
-    """Let lm-eval's error for an unknown task say where ours are, if it is one of them."""
+    """Let lm-eval's error for an unknown task say where ours are, if it is one of them, and what could not be read."""
     from lm_eval.config.evaluate_config import EvaluatorConfig
 
     original = EvaluatorConfig.process_tasks
