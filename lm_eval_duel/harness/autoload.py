@@ -95,38 +95,32 @@ def explain_tasks() -> None:
         try:
             return original(self, *arguments, **options)
         except ValueError as error:
-            if "Tasks not found: " not in str(error):
+            advice = _advice(str(error), self.include_path)
+            if not advice:
                 raise
-            missing = str(error).partition("Tasks not found: ")[2].split(", ")
-            known = _our_tasks()
-            ours = [name for name in missing if name in known]
-            causes = _unreadable(self.include_path)
-            if not (ours or causes):
-                raise
-            advice = ""
-            if ours:
-                verb = "are tasks" if len(ours) > 1 else "is a task"
-                advice = (
-                    f" {', '.join(ours)} {verb} of lm_eval_duel: give their folder, --include_path $(lm-eval-duel list "
-                    "folders tasks)."
-                )
-            raise ValueError(f"{error}.{causes}{advice}") from error
+            raise ValueError(f"{error}.{advice}") from error
 
     EvaluatorConfig.process_tasks = process_tasks
 
 
-def _unreadable(folders: str | Path | Sequence[str | Path] | None) -> str:
-    """The causes that `tasks.named.unreadable` finds in these folders, in sentences."""
-    from lm_eval_duel.tasks import named
-
-    return named.unreadable(folders)
-
-
-def _our_tasks() -> set[str]:
-    """The names of this package's tasks."""
+def _advice(message: str, folders: str | Path | Sequence[str | Path] | None) -> str:
+    """Sentences for lm-eval's message about unknown tasks, each with a space before it; empty for other messages."""
     from lm_eval_duel.tasks.data import task_files
+    from lm_eval_duel.tasks.named import unreadable
 
-    return {file.stem for file in task_files()}
+    _, is_about_tasks, missing = message.partition("Tasks not found: ")
+    if not is_about_tasks:
+        return ""
+    advice = unreadable(folders)
+    our_tasks = {file.stem for file in task_files()}
+    ours = [name for name in missing.split(", ") if name in our_tasks]
+    if ours:
+        verb = "are tasks" if len(ours) > 1 else "is a task"
+        advice += (
+            f" {', '.join(ours)} {verb} of lm_eval_duel: give their folder, --include_path $(lm-eval-duel list "
+            "folders tasks)."
+        )
+    return advice
 
 
 # ---------------------------------------------------------------- the table of results
