@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from lm_eval_duel.audit.checked import ALONE, CheckedWindow, Recomputed
-from lm_eval_duel.cli import audit, audited_run, generate, score, timing
+from lm_eval_duel.cli import audit, audited_run, generate, inspect, run, score, timing
 from lm_eval_duel.cli.audited_run import Audit
 from lm_eval_duel.core.float_noise import nats_tolerance
 from lm_eval_duel.core.scores import Kind, Score, Value
@@ -28,6 +28,14 @@ def test_durations(seconds, shown):
 
 def test_counts_of_times():
     assert [timing._count(value, "≤ ") for value in (None, 0, 1, 12345.6)] == ["", "", "≤ 1", "≤ 12,346"]
+
+
+@pytest.mark.parametrize(("counts", "shown"), [([1, 1], "1 window was"), ([2, 1], "2 windows were")])
+def test_the_most_windows_that_were_timed(monkeypatch, counts, shown):
+    monkeypatch.setattr(timing, "_steps", lambda lm: "")
+    timed = [timing.TimedEstimator(f"e{n}", "", count, 1.0, 0) for n, count in enumerate(counts)]
+    lm = SimpleNamespace(denoiser=SimpleNamespace(device="cpu"))
+    assert f"Up to {shown} timed" in timing.table(lm, [[Window((), (5, 6))]], timed, [])
 
 
 class Timed(SimpleNamespace):
@@ -246,3 +254,29 @@ def test_prompts_and_samples_have_keys_of_their_own(monkeypatch):
     assert asked[1][2]["do_sample"] is False
     with pytest.raises(UsageError, match="num"):
         generate.main(["--prompt", "a", "--num", "0"])
+
+
+# ---------------------------------------------------------------- what is named
+
+
+def test_a_length_says_what_is_left_for_text_and_what_a_causal_network_reads():
+    def length(capacity, attention):
+        denoiser = SimpleNamespace(max_length=12, attention=attention)
+        return inspect._length(SimpleNamespace(denoiser=denoiser, text=SimpleNamespace(capacity=capacity)))
+
+    assert length(12, "bidirectional") == "12 positions"
+    assert length(11, "bidirectional") == "12 positions: special tokens and 11 of text"
+    assert length(12, "causal").startswith("12 positions;") and "all but the last" in length(12, "causal")
+
+
+def test_an_id_beyond_the_tokenizer_has_no_name():
+    tokenizer = SimpleNamespace(convert_ids_to_tokens={3: "x", 9: None}.get)
+    assert inspect._token(tokenizer, 3) == "3 'x'"
+    assert "None" not in inspect._token(tokenizer, 9) and "9" in inspect._token(tokenizer, 9)
+
+
+def test_the_nearest_of_our_tasks_is_suggested_and_every_folder_of_tasks_is_named():
+    """Not the nearest to the words of what follows: the task files that cannot be read."""
+    message = run._tasks_not_found("Tasks not found: sotuu, nothing_like_it. Not read: f.yaml, duel_ptb.", ["a", "b c"])
+    assert "Did you mean sotu?" in message and ".." not in message
+    assert "--include_path a;" in message and message.endswith("--include_path b c")

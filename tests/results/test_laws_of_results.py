@@ -147,13 +147,14 @@ def test_an_interval_does_not_depend_on_other_rows(tmp_path):
     assert intervals(among) == pytest.approx(intervals(alone))
 
 
+@pytest.mark.parametrize("lift", [0.2, 0.4])
 @pytest.mark.parametrize("noise", [0.02, 0.8])
-def test_a_headline_says_that_its_gap_closed_may_be_zero(tmp_path, noise):
-    """DUEL is below its ELBO, in all documents alike or on average only."""
+def test_a_headline_says_that_its_gap_closed_may_be_zero(tmp_path, noise, lift):
+    """DUEL is below its ELBO, which is at 0.3, or above it: in all documents alike or on average only."""
     generator = np.random.default_rng(1)
     tokens = generator.integers(50, 150, SIZE)
     hard = generator.normal(3.4, 0.4, SIZE)  # nats per token
-    duel = hard + 0.2 + noise * np.resize([1, -1], SIZE)
+    duel = hard + lift + noise * np.resize([1, -1], SIZE)
     hf(tmp_path / "ar", docs={"sotu": documents(-tokens * hard, tokens)})
     ours(tmp_path / "results", docs={"sotu": documents(-tokens * (hard + 0.3), tokens)}, estimator="elbo")
     ours(tmp_path / "results", docs={"sotu": documents(-tokens * duel, tokens)})
@@ -161,6 +162,7 @@ def test_a_headline_says_that_its_gap_closed_may_be_zero(tmp_path, noise):
     row = rows(found, "sotu")["MDLM"]
     low, high = row["gap_closed_interval"]
     assert row["distinguishable"] and (low <= 0 <= high) == (noise == 0.8)
+    assert (row["gap_closed"] > 0) == (lift == 0.2)
     [headline] = found["tasks"]["sotu"]["headlines"]
     assert (f"{stats.UNCLEAR} from 0" in headline) == (low <= 0 <= high)
 

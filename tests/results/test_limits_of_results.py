@@ -13,8 +13,9 @@ import results
 from results import documents, edit_samples, hf, ours, text_score
 
 from lm_eval_duel.errors import DuelError
+from lm_eval_duel.results import compare as comparison
 from lm_eval_duel.results import files, gaps, match, page, read, stats, trace, traced
-from lm_eval_duel.results.order import _first_kept
+from lm_eval_duel.results.order import _first_kept, _twice
 from lm_eval_duel.results.stats import compare
 from lm_eval_duel.results.table import Note, number, percent, plus_minus, span
 
@@ -74,6 +75,21 @@ def test_marks_of_a_number():
 
 
 # ---------------------------------------------------------------- verdicts
+
+
+@pytest.mark.parametrize(
+    ("interval", "may_be_zero"),
+    [
+        ([0.1, 9.0], False),
+        ([0.0, 9.0], True),
+        ([-1.0, 9.0], True),
+        ([-9.0, 0.0], True),
+        ([-9.0, -0.1], False),
+        (None, False),
+    ],
+)
+def test_a_gap_closed_may_be_zero_if_its_interval_holds_zero(interval, may_be_zero):
+    assert bool(gaps.GapClosed(interval=interval).verdict) == may_be_zero
 
 
 def test_two_values_are_distinguishable_beyond_two_errors():
@@ -339,3 +355,39 @@ def test_of_equal_values_the_baseline_is_kept_then_a_runs_own_then_the_newest():
     ranked = [row(True, True, 1.0), row(True, False, 2.0), row(False, True, 3.0), row(False, False, 5.0)]
     ranked.append(row(False, False, 4.0))
     assert sorted([ranked[n] for n in (4, 2, 0, 3, 1)], key=_first_kept) == ranked
+
+
+@pytest.mark.parametrize(("second", "differs"), [(1 + 0.99e-4, False), (1 + 1.02e-4, True)])
+def test_two_results_of_a_value_are_the_same_up_to_a_ten_thousandth(second, differs):
+    """In each of the metrics that both have."""
+
+    def row(**metrics):
+        return SimpleNamespace(model="M", name="DUEL", run=SimpleNamespace(short_name="r"), metrics=metrics)
+
+    first = row(word_perplexity=1.0, byte_perplexity=1.0, bits_per_byte=5.0)
+    assert ("ANOTHER" in _twice(first, row(word_perplexity=1.0, byte_perplexity=second))) == differs
+    assert ("ANOTHER" in _twice(first, row(word_perplexity=second, byte_perplexity=1.0))) == differs
+
+
+# ---------------------------------------------------------------- numbers of documents
+
+
+@pytest.mark.parametrize(
+    ("documents", "available", "shown"),
+    [
+        (None, 36, ""),
+        (1, None, "1 document"),
+        (1, 1, "1 document"),
+        (1, 36, "1 of 36 documents"),
+        (36, 36, "36 documents"),
+        (1200, 3600, "1,200 of 3,600 documents"),
+    ],
+)
+def test_a_table_says_how_many_of_the_documents_it_is_about(documents, available, shown):
+    task = SimpleNamespace(documents=documents, available=available)
+    assert comparison.Comparison.size.fget(task) == shown
+
+
+def test_a_number_of_documents_is_that_of_all_results_that_know_it():
+    assert comparison._shared([36, None, 36]) == 36
+    assert comparison._shared([36, 40]) is None and comparison._shared([None]) is None

@@ -320,3 +320,7 @@ def test_a_run_ends_with_a_table_of_kinds_and_errors():
     ):
         assert any(f"{value} |" in line and kind in line for line in shown), (value, kind, text)
     assert any("± 0.17" in line and "Monte Carlo" in line for line in shown)
+    assert "--limit" not in text
+    content = json.loads(file.read_text())
+    content["n-samples"]["sotu"]["original"] = 99
+    assert "36 of 99 documents of sotu" in report.summary(content)
