@@ -23,7 +23,7 @@ from lm_eval_duel.audit.from_text import FromText
 from lm_eval_duel.audit.verify import COMPANY
 from lm_eval_duel.core.float_noise import nats_tolerance
 from lm_eval_duel.core.scores import Score
-from lm_eval_duel.errors import counted
+from lm_eval_duel.errors import counted, documentation
 from lm_eval_duel.estimators.base import Estimator
 from lm_eval_duel.harness.lm import DuelMDM
 from lm_eval_duel.harness.requests import Batch, make_request, name
@@ -70,7 +70,7 @@ class Audit:
 
     @property
     def verdict(self) -> str:
-        """One line: PASS or FAIL, of how much, what was compared and what was not."""
+        """One line: PASS, FAIL or NOTHING CHECKED, of how much, what was compared and what was not."""
         word = "PASS"
         if self.failures:
             word = "FAIL"
@@ -83,7 +83,7 @@ class Audit:
             f"{word}: {windows}, {tokens}. "
             f"Compared: {', '.join(self._compared()) or 'nothing'}. "
             f"Not compared: {', '.join(self._not_compared()) or 'nothing'}. "
-            "docs/audit.md lists what both sides share, and what no audit sees."
+            f"{documentation('audit.md')} lists what both sides share, and what no audit sees."
         )
         return f"{line} Note: {'; '.join(self.notes)}." if self.notes else line
 

@@ -9,7 +9,7 @@ from lm_eval_duel.audit import verify
 from lm_eval_duel.cli import audit
 from lm_eval_duel.cli.main import main
 from lm_eval_duel.core import predictions
-from lm_eval_duel.errors import DuelError
+from lm_eval_duel.errors import DuelError, documentation
 from lm_eval_duel.estimators import totals
 from lm_eval_duel.tasks import data
 from lm_eval_duel.text import text
@@ -59,7 +59,7 @@ def test_all_three_parts(folder, texts, capsys):
     )
     for what in ("the weights with the files", "totals and their errors", "the best order", "printed numbers"):
         assert what in verdict
-    assert "Not compared: nothing. docs/audit.md" in verdict
+    assert f"Not compared: nothing. {documentation('audit.md')} lists" in verdict
     assert "1 document, 35 bytes, 18 words, 18 tokens" in out
     for metric in ("token_perplexity", "word_perplexity", "byte_perplexity", "bits_per_byte"):
         [line] = [line.split() for line in out.splitlines() if metric in line]

@@ -12,7 +12,7 @@ from lm_eval_duel.cli.audited_run import Audit
 from lm_eval_duel.core.float_noise import nats_tolerance
 from lm_eval_duel.core.scores import Kind, Score, Value
 from lm_eval_duel.core.windows import Window
-from lm_eval_duel.errors import UsageError
+from lm_eval_duel.errors import UsageError, documentation
 from lm_eval_duel.estimators import cost
 
 # ---------------------------------------------------------------- times
@@ -116,7 +116,7 @@ def test_the_verdict_counts_what_was_compared_and_what_was_not():
     assert found.verdict == (
         "PASS: 4 windows, 9 tokens. Compared: 3 windows with the reference, draws, printed numbers with the text. "
         "Not compared: the network (--no_own_code), 1 window (its rule). "
-        "docs/audit.md lists what both sides share, and what no audit sees. Note: odd; odder."
+        f"{documentation('audit.md')} lists what both sides share, and what no audit sees. Note: odd; odder."
     )
     assert found.failures == []
     found.checked = [checked(n, again=-6.0) for n in range(5)]
