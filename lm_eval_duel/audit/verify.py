@@ -173,6 +173,6 @@ def summary(checked: Sequence[CheckedWindow]) -> str:
         f"{by_order.order_difference:.3g} nats along the rule's order in float32 ({by_order.where}), "
         f"{largest:.3g} nats along the run's order ({counts['where']}); "
         f"{counts['changed_picks']} picks are not the rule's and {counts['ties']} are its ties; "
-        f"{counts['differing_windows']} of them differ by more than float32 noise"
+        f"differences beyond float32 noise in {counted(counts['differing_windows'], 'window')}"
         + (f"; {alone} not checked independently" if alone else "")
     )

@@ -105,7 +105,7 @@ def test_a_summary_counts_every_window(count, last):
         f"{found['largest_difference']:.3g} nats along the run's order ({found['where']})",
         f"{found['changed_picks']} picks ",
         f"{found['ties']} are its ties",
-        f"{differing} of them differ",
+        f"noise in {differing} window{'s' if differing != 1 else ''}",
     ):
         assert part in text
     assert text.endswith(f"; {routes[ALONE]} not checked independently") == (routes[ALONE] > 0)
