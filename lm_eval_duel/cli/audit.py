@@ -31,7 +31,7 @@ Prints, in float32:
      run alone                       the run's own code, one row in each call: not checked independently
 3. The perplexities that each task prints, compared with those from its raw text (ids by the tokenizer alone, counts,
    and the reference's sums); the errors of totals; values that contradict each other; the distribution of random draws.
-4. One line: PASS or FAIL, of how many windows and tokens, what was compared, and what was not.
+4. One line: PASS, FAIL or NOTHING CHECKED, of how many windows and tokens, what was compared, and what was not.
 Exit codes: 0 for PASS, 1 for FAIL, 3 if no window could be checked.
 """
 
