@@ -154,7 +154,7 @@ def without_wrappers(denoiser: Denoiser) -> Denoiser:
 
 
 def over_seeds(estimator: DuelSeeds, window: Window, score: Score) -> Recomputed:
-    """The path of each seed. A mean over seeds records no orders, so `duel` is run once more for each of them."""
+    """The path of each seed. A mean over seeds records no orders, so `duel` is run once more for each seed."""
     runs: list[Score] = []
     paths: list[Recomputed] = []
     problems: list[str] = []

@@ -182,7 +182,7 @@ class Timed(DiTDenoiser):
 
     @property
     def counted(self) -> str:
-        """The positions whose masked share the noise level is of, in words for the spec."""
+        """The positions of which the masked share is taken, as the spec names them."""
         return "scored positions" if self.bos == "official" else "row"
 
 

@@ -36,7 +36,7 @@ class Family:
     mask_id: int | None = None
     bos: str = "none"  # the special tokens that texts have
     max_length: int | None = None  # if the network was trained on fewer positions than its config has
-    unscaled: bool = False  # the native class does not scale queries by position as the config says: rows end before
+    unscaled: bool = False  # rows end where the config scales queries by position, which the native class does not
 
     # ------------------------------------------------------------ its blocks
 
