@@ -1,12 +1,11 @@
 """The spec of a network in memory and under everything around it, and what is said as it is made, held to a file.
 
-golden/in_memory.txt was made by `LM_EVAL_DUEL_RECORD=1 pytest tests/denoisers/test_whole_specs.py`, and read by eye.
+golden/in_memory.txt was read by eye when it was made.
 """
 
 import itertools
 import logging
 import re
-from pathlib import Path
 from types import SimpleNamespace
 
 import golden
@@ -18,8 +17,6 @@ from toys import BlockCausal, Toy
 from lm_eval_duel import Duel
 from lm_eval_duel.denoisers.vocabulary import convention, expected
 from lm_eval_duel.errors import DuelError
-
-GOLDEN = Path(__file__).with_name("golden")
 
 
 def function(ids, real):
@@ -74,7 +71,7 @@ def test_specs_of_networks_in_memory(caplog):
         )
         lines.append(f"    special tokens {network.special_tokens}, separate among {network.separate_tokens} tokens")
         lines += [f"    {record.levelname}: {record.getMessage()}" for record in caplog.records]
-    golden.check(GOLDEN / "in_memory.txt", "\n".join(lines) + "\n")
+    golden.check_lines(__file__, "in_memory", lines)
 
 
 BOS = ("none", "first", "given", "scored", "official", "auto")

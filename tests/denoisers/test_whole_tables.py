@@ -1,12 +1,11 @@
 """The tables of published facts, whole: each change of one is a change of a file that is read in review.
 
-The files in golden/ were made by `LM_EVAL_DUEL_RECORD=1 pytest tests/denoisers/test_whole_tables.py` from the tables
-whose sources docs/checkpoints.md names, and read by eye. `network_arguments.txt` has what each argument makes of values
-at the ends of its range.
+The files in golden/ were made from the tables whose sources docs/checkpoints.md names, and read by eye.
+`network_arguments.txt` has what each argument makes of values at the ends of its range.
 """
 
 import dataclasses
-from pathlib import Path
+from functools import partial
 
 import golden
 import torch
@@ -19,7 +18,7 @@ from lm_eval_duel.denoisers.hf import diffusion_gemma, families, layouts, pretra
 from lm_eval_duel.denoisers.load_options import ALIASES, NETWORK_ARGUMENTS, tokenizer_source
 from lm_eval_duel.errors import DuelError
 
-GOLDEN = Path(__file__).with_name("golden")
+check = partial(golden.check_lines, __file__)
 
 
 def shown(value):
@@ -59,7 +58,7 @@ def test_families():
         "DiffusionGemma refuses": [*diffusion_gemma.REFUSED, *sorted(diffusion_gemma.REFUSED_BY_DECODER)],
     }
     lines += [f"\n{name}: {shown(value)}" for name, value in constants.items()]
-    golden.check(GOLDEN / "families.txt", "\n".join(lines) + "\n")
+    check("families", lines)
 
 
 def test_our_own_dit():
@@ -71,7 +70,7 @@ def test_our_own_dit():
     constants |= {f"read: {name}": getattr(dit_checkpoint, name) for name in (*names, "REFUSED")}
     names = ("PUBLISHED_BLOCK", "CLAMP", "ATTENTION", "NOISED", "FAMILIES", "IGNORED", "NOISE_EPS")
     constants |= {f"run: {name}": getattr(dit, name) for name in names}
-    golden.check(GOLDEN / "dit.txt", "\n".join(f"{name}: {shown(value)}" for name, value in constants.items()) + "\n")
+    check("dit", [f"{name}: {shown(value)}" for name, value in constants.items()])
 
 
 def test_refused_checkpoints():
@@ -81,7 +80,7 @@ def test_refused_checkpoints():
         message = str(entry.error("a/checkpoint", "Class"))
         assert message.startswith("a/checkpoint is a Class: ") and entry.why in message
         assert ("What works: " in message) == (entry.instead != refused.NOTHING)
-    golden.check(GOLDEN / "refused.txt", "\n".join(lines) + "\n")
+    check("refused", lines)
 
 
 MOST = MAX_FACTOR
@@ -110,7 +109,7 @@ def test_network_arguments_at_the_ends_of_their_ranges():
     for name, (meant, value_of) in ALIASES.items():
         lines += ["", f"{name}, as {meant}:"]
         lines += [f"    {value!r} -> {answer(value_of, name, value)}" for value in (True, "false")]
-    golden.check(GOLDEN / "network_arguments.txt", "\n".join(lines) + "\n")
+    check("network_arguments", lines)
 
 
 def test_a_tokenizer_comes_from_the_first_name_that_is_given():
@@ -131,4 +130,4 @@ def test_devices(monkeypatch):
         monkeypatch.setattr(torch.cuda, "device_count", lambda count=count: count)
         for name in (None, "auto", "cpu", "cpu:0", "cuda", "cuda:0", "cuda:1", "cuda:2", "0", 1, "2", "mps"):
             lines.append(f"{count} GPUs, {name!r}: {answer(hub.pick_device, name)}")
-    golden.check(GOLDEN / "devices.txt", "\n".join(lines) + "\n")
+    check("devices", lines)

@@ -1,12 +1,11 @@
 """All that an estimator says of windows: the fields of the scores and of their sum, the counts of the run, the spec.
 
-Values are proven by their definitions elsewhere. Here nothing changes unseen that stands beside them: labels, errors,
-steps, near ties, calls. Near ties are those below half a logit, so that there are many: a count that is always 0 would
-show nothing.
+The networks are toys in float64. Values are proven by their definitions elsewhere. Here nothing changes unseen that
+stands beside them: labels, errors, steps, near ties, calls. Near ties are those below half a logit, so that there are
+many: a count that is always 0 would show nothing.
 """
 
 from functools import partial
-from pathlib import Path
 
 import golden
 from attends import Attends
@@ -32,9 +31,6 @@ from lm_eval_duel.estimators.lattice import Lattice
 from lm_eval_duel.estimators.noised_elbo import NoisedElbo
 from lm_eval_duel.estimators.totals import Total
 from lm_eval_duel.estimators.two_phase import TwoPhase
-
-GOLDEN = Path(__file__).parent / "golden" / "every_field.txt"
-HEADER = "Made by `LM_EVAL_DUEL_RECORD=1 pytest tests/estimators/test_every_field.py`, on toys in float64.\n"
 
 
 class Relative(Attends):
@@ -111,7 +107,7 @@ def all_of(estimator):
 
 def test_it_is_as_recorded(monkeypatch):
     monkeypatch.setattr(decision, "NEAR_TIE", 0.5)
-    lines = [HEADER]
+    lines = []
     for name in [*NAMES, *MORE]:
         lines += golden.listed(name, all_of({**ESTIMATORS, **MORE}[name]()))
-    golden.check(GOLDEN, "\n".join(lines) + "\n", within=1e-6)
+    golden.check_lines(__file__, "every_field", lines, within=1e-6)

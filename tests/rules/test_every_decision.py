@@ -1,9 +1,7 @@
-"""All that the rules of the package decide on made predictions, step by step, and what tables call them.
+"""All that the rules of the package decide on made predictions in float64, step by step, and what tables call them.
 
 That picks and margins are right is proven elsewhere. Here none of them changes unseen, at any rank or border.
 """
-
-from pathlib import Path
 
 import golden
 import torch
@@ -14,8 +12,6 @@ from lm_eval_duel import rules
 from lm_eval_duel.core.lanes import Lanes
 from lm_eval_duel.core.predictions import Predictions
 
-GOLDEN = Path(__file__).parent / "golden"
-HEADER = "Made by `LM_EVAL_DUEL_RECORD=1 pytest tests/rules/test_every_decision.py`, on made logits in float64.\n"
 MORE = (
     *("left_to_right:k=2:seed_first=true", "greedy:k=2:sub_block=3", "entropy:k=9", "margin:k=2:seed_first=true"),
     *("klass:mu=0.5:nu=0.05:kl=authors:across=true", "klass:mu=0.4:nu=0.5:history=2:kl=authors:across=true"),
@@ -79,10 +75,10 @@ def decisions(text):
 
 
 def test_picks_and_margins_are_as_recorded():
-    lines = [HEADER]
+    lines = []
     for text in EVERY:
         lines += [text, *(f"    {line}" for line in decisions(text))]
-    golden.check(GOLDEN / "decisions.txt", "\n".join(lines) + "\n", within=1e-6)
+    golden.check_lines(__file__, "decisions", lines, within=1e-6)
 
 
 def test_the_number_of_steps_depends_on_the_text_only_if_the_rule_is_said_to_be_adaptive():
@@ -118,7 +114,7 @@ TEXTS = (
 def test_what_tables_call_a_rule_is_as_recorded():
     parsed = {rule.name: rule for rule in map(rules.parse, EVERY)}  # the last one of each name
     assert parsed.keys() == rules.RULES.keys()
-    lines = [HEADER]
+    lines = []
     for rule in [*parsed.values(), rules.parse(AROUND[1])]:
         flags = [name for name in (*rules.base.READS, "dense_memory", "spans_blocks") if getattr(rule, name)]
         lines.append(f"{rule}: speed {'+'.join(rule.speed)}, {' '.join(flags)}")
@@ -126,4 +122,4 @@ def test_what_tables_call_a_rule_is_as_recorded():
     for text in sorted(texts, key=rules.sort_key):
         lines.append(f"{text}:")
         lines += [f"    {name}: {getattr(rules, name)(text)}" for name in NAMES]
-    golden.check(GOLDEN / "names.txt", "\n".join(lines) + "\n")
+    golden.check_lines(__file__, "names", lines)
