@@ -13,13 +13,11 @@ from decoder_reference import CASES, VARIANTS
 from networks import DITS, NOISED, fitting, load, refused, textbook, written
 
 from lm_eval_duel import Duel
-from lm_eval_duel.core.windows import Window
 from lm_eval_duel.denoisers.dit import checkpoint
 from lm_eval_duel.denoisers.hf.families import HARMLESS, NAMED, OVERRIDDEN
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.harness.lm import DuelMDM
 
-WINDOW = Window((6, 7, 9, 30), (10, 9, 31, 12, 8, 15, 21, 11, 17, 18, 19, 20))
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
 LLADA2 = [  # entries with which GLM-4-MoE is another network than the class
     {"routing_strategy": "block"},

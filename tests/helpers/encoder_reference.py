@@ -27,10 +27,6 @@ DPLM = {"architectures": ["EsmForDPLM"], "dplm_type": "dplm_esm", "hidden_dropou
 PROTEIN_CASES = {"esm-2": {}, "dplm": DPLM}
 
 
-def protein_ids(sequence):
-    return tuple(VOCABULARY.index(letter) for letter in sequence)
-
-
 def esm(folder, **entries):
     """A checkpoint as facebook/esm2_* has it, with the tensors that its class does not use; its path and logits."""
     config = {key: value for key, value in ESM.items() if key not in ("architectures", "model_type")}
