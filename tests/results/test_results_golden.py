@@ -3,6 +3,7 @@
 LM_EVAL_DUEL_RECORD=1 writes the files anew.
 """
 
+import bisect
 import html
 import itertools
 import math
@@ -235,10 +236,11 @@ def test_what_is_printed_and_written(name, folder, edges, bundled, tmp_path, cap
     if name in WHOLE:
         check(f"{name}_terminal.txt", printed)
         check(f"{name}_page.txt", words_of(written["index.html"]))
-    known = decimals(written["report.json"])
+    known = [float(number) for number in decimals(written["report.json"])]
+    known = sorted([*known, *(100 * value for value in known)])  # shares are shown in per cent
     for file, text in {**written, "the terminal": printed}.items():
         for number in decimals(text):
-            assert any(is_rounded(number, value) for value in known), (file, number, "is not in the JSON")
+            assert is_rounded(number, known), (file, number, "is not in the JSON")
     if "index.html" in written:
         kinds, legend = (re.findall(f'class="{what} ([a-z-]+)', written["index.html"]) for what in ("row", "mark"))
         assert set(kinds) <= set(legend), "each mark is explained"
@@ -259,8 +261,10 @@ def decimals(text):
     return {number.lstrip("+-") for number in golden.NUMBER.findall(text) if "." in number}
 
 
-def is_rounded(shown, value):
-    """Whether a printed number may be this one, or this share in per cent."""
-    digits = len(shown.partition("e")[0].partition(".")[2])
-    unit = 10.0 ** (int(shown.partition("e")[2] or 0) - digits)
-    return any(abs(float(shown) - scale * float(value)) <= 0.500001 * unit for scale in (1, 100))
+def is_rounded(shown, values):
+    """Whether a printed number may be one of these values, which are sorted."""
+    mantissa, _, exponent = shown.partition("e")
+    decimal_places = len(mantissa.partition(".")[2])
+    reach = 0.500001 * 10.0 ** (int(exponent or 0) - decimal_places)
+    nearest = bisect.bisect_left(values, float(shown) - reach)
+    return nearest < len(values) and values[nearest] <= float(shown) + reach
