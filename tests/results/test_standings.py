@@ -93,6 +93,16 @@ def test_methods_of_one_name_in_different_tasks_have_different_labels(tmp_path):
     assert labels == {f"DUEL, greedy, block 4, max_length={length}" for length in (513, 1025)}
 
 
+def test_an_oracle_of_one_task_neither_prevents_means_nor_has_a_rank(tmp_path):
+    for model in "AB":
+        made(tmp_path, model, docs={"sotu": docs(NATS), "news": docs(NATS)})
+    made(tmp_path, estimator="oracle")
+    standings = board(tmp_path).standings
+    assert sorted(standings.mean_of) == ["news", "sotu"]
+    ranks = {(row.method.named.model, row.method.named.estimator): row.rank for row in standings.rows}
+    assert ranks == {("A", "duel"): 1, ("B", "duel"): 1, ("A", "oracle"): None}
+
+
 def test_each_task_keeps_its_unit(tmp_path):
     """One task without token perplexity changes no other one; there is no mean over two units."""
     made(tmp_path)
