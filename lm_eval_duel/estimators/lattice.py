@@ -137,9 +137,7 @@ class LatticeAccumulator:
         """Enter the log-probs of these states, and what each rule would pick."""
         predictions = step.predictions
         log_prob = step.log_prob  # (R, W)
-        of_chunk, of_block = step.lanes.memory  # (R, W) each
-        chunk_number = of_chunk[:, 0]  # (R,)
-        block = of_block[:, 0]  # (R,) within its chunk
+        lanes_of_chunk, block = belonging(step.lanes)  # (R,) each
         lanes = dataclasses.replace(step.lanes, memory=())  # the rules have none
         state = to_bitmask(lanes.masked)  # (R,)
         statistics = []
@@ -149,7 +147,6 @@ class LatticeAccumulator:
         for rule, decision in zip(self.lattice.rules, decisions, strict=True):
             require_pick(rule, decision)
 
-        lanes_of_chunk = {n: chunk_number == n for n in chunk_number.unique().tolist()}
         for n, members in lanes_of_chunk.items():
             chunk = self.chunks[n]
             at = block[members], state[members]
@@ -275,6 +272,15 @@ def every_set(group: WindowGroup, fresh: Lanes, chunk_number: int) -> Lanes:
     chunk = torch.full_like(block, chunk_number)  # (R,)
     memory = tuple(plane[:, None].expand_as(masked) for plane in (chunk, block))
     return dataclasses.replace(lanes.show(group.rows.targets(lanes), masked), memory=memory)
+
+
+def belonging(lanes: Lanes) -> tuple[dict[int, torch.Tensor], torch.Tensor]:
+    """The lanes of each chunk (R,) bool, by its number, and the number of each lane's block in its chunk (R,).
+
+    Read from the memory that `every_set` gives to lanes; a call may hold lanes of several chunks.
+    """
+    chunk, block = (plane[:, 0] for plane in lanes.memory)  # (R,) each: the same at every position
+    return {n: chunk == n for n in chunk.unique().tolist()}, block
 
 
 def fold(table: torch.Tensor, masked: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

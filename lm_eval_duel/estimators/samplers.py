@@ -56,7 +56,7 @@ from lm_eval_duel.estimators.base import Estimator
 from lm_eval_duel.estimators.checks import check_every_order
 from lm_eval_duel.estimators.drawn import BestDrawn, StepDraws
 from lm_eval_duel.estimators.duel import DuelEstimator
-from lm_eval_duel.estimators.lattice import every_set
+from lm_eval_duel.estimators.lattice import belonging, every_set
 from lm_eval_duel.estimators.moves import (
     Moves,
     Planes,
@@ -153,20 +153,22 @@ class SetAccumulator:
     def add(self, step: Step) -> None:
         """Enter what was read at some sets."""
         read = self.sampler.planes(step)
-        number, block = (plane[:, 0] for plane in step.lanes.memory)  # (R,) each
+        lanes_of_chunk, block = belonging(step.lanes)  # (R,) each
         state = to_bitmask(step.lanes.masked)  # (R,)
-        parts = {n: number == n for n in number.unique().tolist()}
-        for n, mine in parts.items():
+        for n, members in lanes_of_chunk.items():
             chunk = self.chunks[n]
             count, wide = chunk.lanes.masked.shape
             for name, plane in read.items():
                 # a chunk may be narrower than the call, whose lanes come from several chunks
-                part = plane[(mine, *[slice(wide)] * (plane.dim() - 1))]
+                index: tuple[torch.Tensor | slice, ...] = (members, *[slice(wide)] * (plane.dim() - 1))
+                part = plane[index]
                 if name not in chunk.planes:
                     chunk.planes[name] = part.new_zeros(count, 1 << wide, *part.shape[1:])
-                chunk.planes[name][block[mine], state[mine]] = part
-        for n, mine in parts.items():  # once everything is entered: a step that runs out of memory comes again
-            self.chunks[n].missing -= int(mine.sum())
+                chunk.planes[name][block[members], state[members]] = part
+
+        # only now that everything is entered: a step that runs out of memory is taken again
+        for n, members in lanes_of_chunk.items():
+            self.chunks[n].missing -= int(members.sum())
 
     def take(self, finished: Lanes) -> IndexedScores:
         """(row, score) of the windows that have all their blocks. Complete chunks are summed up."""
