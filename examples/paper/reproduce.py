@@ -332,9 +332,10 @@ def known_figure(checkpoint: Checkpoint | Demo) -> tuple[str, float, str]:
     """The metric, the value and the source of the figure that is known of a checkpoint."""
     if isinstance(checkpoint, Demo):
         return "token_perplexity", checkpoint.figure, checkpoint.source
-    for line in paper.published_figures(checkpoint.row, checkpoint.task):
-        return line["metric"], float(line["value"]), line["source"]
-    raise LookupError(f"The paper has no figure of {checkpoint.row} on {checkpoint.task}.")
+    line = next(paper.published_figures(checkpoint.row, checkpoint.task), None)
+    if line is None:
+        raise LookupError(f"The paper has no figure of {checkpoint.row} on {checkpoint.task}.")
+    return line["metric"], float(line["value"]), line["source"]
 
 
 def measure(checkpoint: Checkpoint | Demo, job: paper.Job) -> dict[str, Any]:
