@@ -50,7 +50,11 @@ def table(files: Iterable[Path] = TABLES) -> Iterator[Fault]:
         parts: dict[str, list[str]] = {mark: [] for mark in "#-+?@"}
         names = []
         for line in entry.strip().splitlines():
-            parts[line[0]].append(line[2:]) if line[0] in parts else names.append(line)
+            mark = line[0]
+            if mark in parts:
+                parts[mark].append(line[2:])
+            else:
+                names.append(line)
         if names:
             yield Fault(
                 what=" ".join(parts["#"]),
