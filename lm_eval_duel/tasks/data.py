@@ -131,16 +131,16 @@ def own_rows(**model_args: Any) -> dict[str, datasets.Dataset]:
     """The user's own texts as rows. `model_args`: as for `own_documents` and `wrapped`."""
     settings = metadata.read(model_args)
     texts = _own_texts(settings, "duel_text_wrapped")
-    of_rows = dict(settings)
-    for of_files in ("files", "field", "lines"):
-        of_rows.pop(of_files, None)
-    return _rows(texts, of_rows, load_tokenizer(model_args), "duel_text_wrapped")
+    row_settings = dict(settings)
+    for file_setting in ("files", "field", "lines"):
+        row_settings.pop(file_setting, None)
+    return _rows(texts, row_settings, load_tokenizer(model_args), "duel_text_wrapped")
 
 
 def _own_texts(settings: dict[str, Any], task: str) -> list[str]:
     patterns = metadata.files_of(settings, task)
-    found = files.texts(patterns, settings.get("field", "text"), settings.get("lines", False), "--metadata field=")
-    return [document.text for document in found]
+    documents = files.texts(patterns, settings.get("field", "text"), settings.get("lines", False), "--metadata field=")
+    return [document.text for document in documents]
 
 
 def _documents(raw: list[str], texts: list[str], tokenizer: Any) -> dict[str, datasets.Dataset]:
@@ -192,7 +192,9 @@ def _start_and_end(tokenizer: Any) -> tuple[int, int]:
     starts = [token for token in (tokenizer.bos_token_id, tokenizer.cls_token_id, eos) if token is not None]
     if not starts:
         raise DuelError("This tokenizer has no BOS, EOS or [CLS] for the ends of rows; use --metadata framed=false.")
-    return starts[0], starts[0] if eos is None else eos
+    start = starts[0]
+    end = start if eos is None else eos
+    return start, end
 
 
 def token_text(doc: dict[str, Any]) -> TokenText:
