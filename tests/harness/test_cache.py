@@ -58,6 +58,12 @@ def test_a_file_of_another_law_is_refused_in_words(model, tmp_path):
         cached(other, tmp_path, rank=3)
 
 
+def test_the_fingerprint_of_a_file_does_not_depend_on_the_rules_that_a_lattice_follows(model, tmp_path):
+    first = cached(model(estimator="mixture", lattice_rules="greedy"), tmp_path)
+    with pytest.raises(DuelError, match=re.escape(f"({first.lm.fingerprint}, this run is ")):
+        cached(model(block=2), tmp_path)
+
+
 def test_a_file_of_another_format_is_refused(model, tmp_path):
     first = cached(model(), tmp_path)
     cached(model(), tmp_path)  # it has no answers yet

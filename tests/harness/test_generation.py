@@ -254,6 +254,7 @@ def test_a_response_cache_keeps_generations_of_other_laws_apart(folder, tmp_path
     assert texts(**elbo) == decoded == model(folder).generate_until(ask("a b", "c", max_gen_toks=8))
     lm = model(folder, **{**elbo, "rule": "right_to_left"})
     other = CachingLM(lm, str(tmp_path / "greedy.db")).generate_until(ask("a b", "c", max_gen_toks=8))
+    assert lm.get_model_info()["duel"]["forwards"] > 0  # counted, although `elbo` cannot generate
     assert other == model(folder, rule="right_to_left").generate_until(ask("a b", "c", max_gen_toks=8)) != decoded
     sampled = [texts(3, {"temperature": 9.0}, **elbo) for _ in range(2)]
     assert sampled[0] == sampled[1] and len(set(sampled[0])) > 2  # repeats stay apart

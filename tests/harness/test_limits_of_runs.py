@@ -18,6 +18,7 @@ from lm_eval_duel.estimators.totals import Total
 from lm_eval_duel.harness import generation, patches, stats
 from lm_eval_duel.harness.distributed import Ranks
 from lm_eval_duel.harness.requests import Batch, make_request, random_order
+from lm_eval_duel.harness.scoring import Evaluation
 from lm_eval_duel.harness.stats import Progress, RunningEstimate, RunStats, Share, TaskStats, estimate
 from lm_eval_duel.harness.store import ResponseCache
 
@@ -201,6 +202,17 @@ def test_requests_and_windows_that_are_finished():
     bar.finish_request(1)
     assert str(bar) == "3 of 3 loglikelihood requests"
     assert str(Progress("x", [5], [], Counts(), hidden=True)) == "1 of 1 x request"
+    texts = Progress("loglikelihood_rolling", [5, 7], [1], Counts(), hidden=True)
+    assert str(texts) == "1 of 2 documents"
+
+
+def test_bars_are_hidden_on_all_ranks_but_the_first():
+    hidden = {}
+    for show_progress in (True, False):
+        for rank in (0, 1, 2):
+            evaluation = SimpleNamespace(show_progress=show_progress, ranks=SimpleNamespace(rank=rank))
+            hidden[show_progress, rank] = Evaluation.hides_bars.fget(evaluation)
+    assert [case for case, is_hidden in hidden.items() if not is_hidden] == [(True, 0)]
 
 
 def test_the_estimate_of_a_bar_is_new_after_a_second_and_at_the_end(monkeypatch):

@@ -151,7 +151,7 @@ def test_rows_are_those_made_by_hand(copies, subtests):
 # ---------------------------------------------------------------- which positions are scored
 
 
-@pytest.mark.parametrize(("bos", "scored"), [("official", 63), ("first", 61)])
+@pytest.mark.parametrize(("bos", "scored"), [("official", 63), ("first", 61), ("none", 62), ("scored", 64)])
 def test_the_conventions_count_what_is_scored(copies, bos, scored):
     run = evaluate(["duel_ptb_wrapped"], copies, f"rule=l2r:k=4,block=4,bos={bos}")
     assert run["config"]["duel"]["tokens"] == 2 * scored

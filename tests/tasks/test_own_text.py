@@ -25,7 +25,7 @@ from lm_eval_duel.estimators.duel import DuelEstimator
 from lm_eval_duel.harness.store import request_key
 from lm_eval_duel.tasks import files, infilling, named
 from lm_eval_duel.text.annotated import Gap
-from lm_eval_duel.text.text import shorter_than_a_block
+from lm_eval_duel.text.text import TextEncoder, shorter_than_a_block
 
 pytestmark = pytest.mark.usefixtures("one_load")
 
@@ -307,6 +307,13 @@ def test_windows_shorter_than_a_block_are_named(lm):
     assert not shorter_than_a_block([], 4)
 
 
+@pytest.mark.parametrize("by_blocks", [True, False])
+def test_a_network_with_one_block_size_gets_no_note_on_others(by_blocks):
+    encoder = SimpleNamespace(denoiser=SimpleNamespace(by_blocks=by_blocks), block=8)
+    note = TextEncoder.note_on_blocks(encoder, [Window((), (5, 6, 7))])
+    assert bool(note) != by_blocks
+
+
 def test_a_command_takes_a_task_a_yaml_file_or_texts(tmp_path, folder, monkeypatch):
     def without_defaults(include_defaults=True, **more):
         return TaskManager(include_defaults=False, **more)
@@ -340,6 +347,7 @@ def test_an_unknown_task_names_the_files_that_lm_eval_passed_over(tmp_path, monk
     message = str(raised.value)
     assert "nested/includes.yaml" in message and "nowhere.yaml" in message and "broken.yaml" in message
     assert "good.yaml" not in message
+    assert "line 1" in message  # where YAML's error stands
     for folders in (str(missing), missing, [tmp_path / "nested", missing]):
         assert str(missing) in named.unreadable(folders)
     assert named.unreadable(None) == named.unreadable([]) == ""

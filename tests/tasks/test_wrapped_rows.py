@@ -2,6 +2,7 @@
 
 import itertools
 import pickle
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from lm_eval_duel import Duel
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.harness.lm import DuelMDM
-from lm_eval_duel.tasks.data import Wrapping
+from lm_eval_duel.tasks.data import Wrapping, _start_and_end
 from lm_eval_duel.text.annotated import TokenText
 
 B = 90
@@ -22,6 +23,16 @@ DOCUMENTS = [[1, 2, 3], [4, 5], [], [6, 7, 8, 9, 10], [11]]
 
 def rows(documents=DOCUMENTS, **options):
     return list(Wrapping(**{"length": 6, "bos": B, "eos": E, **options}).rows(documents))
+
+
+def test_the_ends_of_a_row_are_those_that_the_tokenizer_has():
+    ends = {(B, None, E): (B, E), (B, 5, None): (B, B), (None, 5, E): (5, E), (None, 5, None): (5, 5)}
+    ends[None, None, E] = (E, E)
+    for (bos, cls, eos), wanted in ends.items():
+        tokenizer = SimpleNamespace(bos_token_id=bos, cls_token_id=cls, eos_token_id=eos)
+        assert _start_and_end(tokenizer) == wanted
+    with pytest.raises(DuelError, match="framed=false"):
+        _start_and_end(SimpleNamespace(bos_token_id=None, cls_token_id=None, eos_token_id=None))
 
 
 def test_rows_by_hand():
