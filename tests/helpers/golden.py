@@ -92,6 +92,15 @@ def entry(file, name, value):
     return entries[name] == value
 
 
+def without(value, names):
+    """JSON without the entries of these names, however deep."""
+    if isinstance(value, dict):
+        return {key: without(part, names) for key, part in value.items() if key not in names}
+    if isinstance(value, list):
+        return [without(part, names) for part in value]
+    return value
+
+
 def nudged(value):
     """JSON with another CPU's floats: each is off by `NUDGE`, up or down. Equal floats stay equal."""
     if isinstance(value, dict):
