@@ -180,7 +180,8 @@ def test_equals_go_from_left_to_right():
 
 def test_a_value_at_the_bound_counts():
     """P1 = mu, and KL = nu."""
-    log_P, M = log_softmax(torch.tensor([[0.0, 0.0, -math.inf]] * 4, dtype=torch.float64)), [0, 1, 3]
+    log_P = log_softmax(torch.tensor([[0.0, 0.0, -math.inf]] * 4, dtype=torch.float64))
+    M = [0, 1, 3]
     assert reference.threshold(0.5)(log_P, M) == M
     klass = reference.klass(0.5, 0.0)
     assert klass(log_P, M) == [0], "at a block's first step no position is stable"

@@ -239,7 +239,8 @@ def test_a_copy_beyond_the_repeats_has_the_answer_of_the_last(repeats):
     other = make_request("x", {}, ("b",), "t", 1)
     batch = Batch.from_requests([request, other, *[request] * 3, other])
     assert batch.repeats == [0, 0, *range(1, repeats)]
-    expected = [0, 1, *[min(n, repeats - 1) + (n > 0 and repeats > 1) for n in (1, 2, 3)], 1]
+    answers = [0, *range(2, repeats + 1)]  # the places of the request's own; `other` has place 1
+    expected = [0, 1, *[answers[min(copy, repeats - 1)] for copy in (1, 2, 3)], 1]
     assert batch.sources == expected
     assert batch.spread([f"{n}" for n in range(len(batch.requests))]) == list(map(str, expected))
 
