@@ -98,17 +98,18 @@ def one_load():
     load_network = loading.load_network
     load_tokenizer = vocabulary.load_tokenizer
 
+    def once(key, load, *arguments):
+        if key not in LOADED:
+            LOADED[key] = load(*arguments)
+        return copy.copy(LOADED[key])
+
     def network(checkpoint, tokenizer):
         key = repr((checkpoint, tokenizer, files_of(checkpoint.name)))
-        if key not in LOADED:
-            LOADED[key] = load_network(checkpoint, tokenizer)
-        return copy.copy(LOADED[key])
+        return once(key, load_network, checkpoint, tokenizer)
 
     def words(path, *options):
         key = repr((path, options, files_of(path)))
-        if key not in LOADED:
-            LOADED[key] = load_tokenizer(path, *options)
-        return copy.copy(LOADED[key])
+        return once(key, load_tokenizer, path, *options)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loading, "load_network", network)
