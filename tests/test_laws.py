@@ -119,6 +119,24 @@ def test_control_a_rule_that_picks_revealed_positions_raises():
         Duel(Toy(), Repeats(), 4, "row").log_prob([Window((0, 1), (0, 1, 2))])
 
 
+@dataclasses.dataclass(frozen=True)
+class PicksOf(rules.Rule):
+    """Negative control: what it picks is no boolean tensor on the device of the lanes."""
+
+    dtype: str = "float32"
+    device: str = "cpu"
+
+    def __call__(self, predictions, lanes):
+        return torch.ones(lanes.masked.shape, dtype=getattr(torch, self.dtype), device=self.device)
+
+
+@pytest.mark.parametrize(("rule", "is_elsewhere"), [(PicksOf(), False), (PicksOf("bool", "meta"), True)])
+def test_control_a_pick_of_another_form_is_named_and_the_device_only_if_it_is_another(rule, is_elsewhere):
+    with pytest.raises(DuelError, match="pick of rule") as error:
+        Duel(Toy(), rule, 4).log_prob([Window((), (0, 1, 2))])
+    assert ("device=lanes.masked.device" in str(error.value)) == is_elsewhere
+
+
 def test_control_mass_on_the_mask_does_not_sum_to_one():
     assert total(Duel(Leaky(), "greedy", 2), 4) < 0.99
 

@@ -226,6 +226,20 @@ def test_a_cache_and_a_history_that_outlives_blocks():
     assert Options.parse({**given, "estimator": "elbo"}).cache == "dual"  # which does not read the rule
 
 
+def test_a_rule_beside_a_preset_is_the_presets_but_for_its_free_parameters():
+    for given in ({"rule": "quota:steps=64"}, {"rule": "quota", "steps": 64}):
+        assert Options.parse({"preset": "llada", **given}).rule.steps == 64
+    assert str(Options.parse({"preset": "dinfer-hierarchy", "rule": "hierarchy:low=0.3:tau=0.9"}).rule)
+    for preset, other in (("dinfer-hierarchy", "hierarchy:low=0.3:tau=0.8"), ("llada-fast-dllm", "threshold:mu=0.8")):
+        with pytest.raises(UsageError, match=preset):
+            Options.parse({"preset": preset, "rule": other})
+
+
+def test_the_chain_rule_needs_a_causal_network_unless_another_is_named():
+    for given, expected in (({}, "causal"), ({"attention": "block_causal"}, "block_causal")):
+        assert Options.parse({"estimator": "ar", **given}).network["attention"] == expected
+
+
 def test_a_rule_does_not_apply_to_random_tokens():
     """Nor does a preset, nor a rule's parameter alone; `steps` is the estimator's own."""
     for given in ({"rule": "greedy"}, {"k": 2}, {"preset": "llada", "steps": 4}):

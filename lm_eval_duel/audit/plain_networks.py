@@ -97,7 +97,7 @@ class Net:
     theta: float = 10_000.0
     eps: float = 1e-6
     rotary_share: float = 1.0  # the share of a head's features that is rotated, from the first one on
-    rope_scaling: Mapping[str, Any] | None = None  # of the rotary frequencies: linear, as in Llama 3, or YaRN
+    rope_scaling: Mapping[str, Any] | None = None  # of the rotary frequencies; `rope_type` is linear, llama3 or yarn
     experts: int = 0
     chosen: int = 0  # experts of a position
     normalised: bool = True  # weights of the chosen experts sum to one

@@ -57,6 +57,14 @@ def test_the_joint_is_that_of_the_reference_alone_and_in_a_batch():
     assert duel.counts.tokens == Total.from_scores(windows, together, "duel").tokens == scored
 
 
+def test_a_block_with_nothing_to_score_is_left_out_though_it_begins_inside_the_context():
+    """Context, four targets in blocks of three by rows: 1 0 2 | 1 0. The first two targets are known."""
+    duel = Duel(Toy(), rule="greedy", block=3, grid="row")
+    window = Window((1,), (0, 2, 1, 0), known=(0, 1))
+    assert duel.estimator.blocks(window) == [(3, 2)]
+    assert duel.estimator.blocks(Window((1,), (0, 2, 1, 0), known=(0,))) == [(0, 3), (3, 2)]
+
+
 def test_perplexity_is_per_scored_token():
     """Two of three tokens are given: the value is that of the one that is scored."""
     window = Window(CONTEXT, TARGET[:3], SUFFIX, known=(0, 1))

@@ -85,5 +85,8 @@ def test_steps_that_restart_under_a_rule_over_blocks_are_refused():
     [score] = duel.log_prob([window])
     [each] = duel.follow([window], [score.reveal_steps])
     assert each.log_prob == pytest.approx(score.log_prob, abs=1e-9) and not each.differences
+    [in_one_block] = Duel(Toy(length=8), duel.rule, block=6).log_prob([window])
+    [each] = Duel(Toy(length=8), duel.rule, block=6).follow([window], [in_one_block.reveal_steps])
+    assert not each.differences, "one block has nothing to restart in"
     with pytest.raises(DuelError, match="do not restart"):
         duel.follow([window], [(0, 1, 2, 0, 1, 2)])

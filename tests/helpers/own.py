@@ -317,6 +317,8 @@ def made(folder, kind, **entries):
     tensors = make()
     path = write(folder, code, name, tensors, **{**own, **entries})
     scaling = own.get("rope_scaling") or None
+    if scaling:  # released code reads the older spelling `type`
+        scaling = {**scaling, "rope_type": scaling["type"]}
     plainly = net(LLADA_SIZE, plain.LLADA, kv_heads=4) if name == "LLaDAModelLM" else net(SIZE, rope_scaling=scaling)
     block = own.get("block_size", options.get("block"))
     options = {"backend": "remote", "trust_remote_code": True, **options}

@@ -19,6 +19,7 @@ from attends import Attends
 from lm_eval_duel import Duel, TextEstimate
 from lm_eval_duel.denoisers import vocabulary
 from lm_eval_duel.denoisers.filters import warped
+from lm_eval_duel.library.results import _bits_per_byte
 
 GOLDEN = Path(__file__).with_name("golden")
 ROW = 8  # positions, of which [CLS] and [SEP] are two
@@ -220,6 +221,11 @@ def test_generated_texts(name, held):
         assert math.fsum(text.token_logprobs) == pytest.approx(text.log_prob)
         sections.append([f"{prompt!r}:", *in_lines(text)])
     held(f"generated_{name}", *sections)
+
+
+def test_bits_of_no_tokens_have_no_sign():
+    """Files of answers compare numbers by value, and -0.0 is 0.0."""
+    assert math.copysign(1, _bits_per_byte(0.0, 3)) == 1 and math.isnan(_bits_per_byte(0.0, 0))
 
 
 def test_the_page_of_a_score(held):
