@@ -3,6 +3,7 @@
 A number on its way from a file to a table:
 
     results_*.json     read.py       a file becomes a `Run` with its `Task`s (runs.py), checked entry by entry
+                       schema.py     the entries that are read, and the type of each
     samples, traces    read.py       (nats, units) of each document; traced.py: of the other values of a lattice run
                        match.py      runs that may share a table, or the first field in which they differ
                        rows.py       a `Row` for each value of a run's task: its `Value`, its errors, its name

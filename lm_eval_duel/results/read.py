@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import datetime
 import hashlib
 import json
 import math
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from lm_eval_duel.console.command_line import NAN, REASONS
-from lm_eval_duel.core.scores import METRICS, Kind, perplexity
+from lm_eval_duel.core.scores import METRICS, perplexity
 from lm_eval_duel.errors import DuelError, unknown
 from lm_eval_duel.estimators.registry import ESTIMATORS
-from lm_eval_duel.results import stats
+from lm_eval_duel.results import schema, stats
 from lm_eval_duel.results.runs import (
     MODEL,
     SCHEMA,
@@ -31,7 +30,7 @@ from lm_eval_duel.results.runs import (
     Task,
     model_label,
     pretrained_of,
-    text_or_none,
+    sums,
 )
 from lm_eval_duel.results.table import Note
 from lm_eval_duel.tasks.data import TOKENS
@@ -72,9 +71,10 @@ def files(places: Iterable[str | Path]) -> list[Path]:
             if _is_named_as_results(file):
                 inside.append(file)
         if not inside:
-            below = f"No results_*.json (or *_DATE.json) in {place} or below"
-            what = below if place.is_dir() else f"No file or folder {place}"
-            raise DuelError(f"{what}; name results_*.json files of lm_eval, or folders that hold them.")
+            missing = f"No file or folder {place}"
+            if place.is_dir():
+                missing = f"No results_*.json (or *_DATE.json) in {place} or below"
+            raise DuelError(f"{missing}; name results_*.json files of lm_eval, or folders that hold them.")
         paths += inside
     return list(dict.fromkeys(path.resolve() for path in paths))
 
@@ -117,24 +117,29 @@ def reading(file: Path, what: str) -> Iterator[None]:
 
 def distinguish(runs: Sequence[Run]) -> list[Run]:
     """The runs, where different models of one label have longer ones: with the folder, else the weights' digest."""
-    longer: dict[str, str] = {}  # by the key of a model
-    for label in dict.fromkeys(run.label for run in runs):
-        models: dict[str, Run] = {}
-        for run in runs:
-            if run.label == label:
-                models.setdefault(run.key, run)
-        if len(models) < 2:
-            continue
-        for key, run in models.items():
-            longer[key] = "/".join(Path(run.pretrained).parts[-2:])
-        different_labels = {longer[key] for key in models}
-        if len(different_labels) < len(models):  # folders of one name: the digests tell the models apart
-            for key in models:
-                longer[key] = f"{label} ({key[:8]})"
+    models: dict[str, dict[str, Run]] = {}  # of each label, a run of each model
+    for run in runs:
+        models.setdefault(run.label, {}).setdefault(run.key, run)
+
+    labels: dict[str, str] = {}  # by the key of a model
+    for label, of_label in models.items():
+        if len(of_label) > 1:
+            labels |= _longer_labels(label, of_label)
+
     named = []
     for run in runs:
-        named.append(dataclasses.replace(run, label=longer.get(run.key, run.label)))
+        named.append(dataclasses.replace(run, label=labels.get(run.key, run.label)))
     return named
+
+
+def _longer_labels(label: str, models: Mapping[str, Run]) -> dict[str, str]:
+    """Different labels of models that share one, by the key of each."""
+    with_folder = {}
+    for key, run in models.items():
+        with_folder[key] = "/".join(Path(run.pretrained).parts[-2:])
+    if len(set(with_folder.values())) == len(models):
+        return with_folder
+    return {key: f"{label} ({key[:8]})" for key in models}  # folders of one name, too
 
 
 # ---------------------------------------------------------------- a run
@@ -143,18 +148,23 @@ def distinguish(runs: Sequence[Run]) -> list[Run]:
 def run_of(file: Path, content: Json, documents: Documents | None = None) -> Run:
     """The run of a results file's content. `documents`: of its tasks, instead of samples next to the file."""
     _check_schema(file, content["config"].get("duel") or {})
-    config = Config(**_typed(content["config"], CONFIG))
-    header = Header(**_typed(content, HEADER))
+    config = Config(**schema.typed(content["config"], schema.CONFIG))
+    header = Header(**schema.typed(content, schema.HEADER))
     if config.estimator not in ESTIMATORS:
         raise DuelError(f"{file}: {unknown('estimator', config.estimator, ESTIMATORS)}")
+
     groups = set(content.get("groups") or {})
     for name, parts in (content.get("group_subtasks") or {}).items():
         if parts:  # lm-eval lists a task that is no group with no parts
             groups.add(name)
-    names = [name for name in content["results"] if name not in groups]
-    tasks = [_task(file, content, config, name, documents) for name in names]
+
+    tasks = []
+    for name in content["results"]:
+        if name not in groups:
+            tasks.append(_task(file, content, config, name, documents))
+    # those with a perplexity first, as the file has them, then the others by name
     tasks.sort(key=lambda task: "" if task.metrics else task.name)
-    pretrained = pretrained_of(config, header)
+
     run = Run(
         file=file,
         content=content,
@@ -162,7 +172,7 @@ def run_of(file: Path, content: Json, documents: Documents | None = None) -> Run
         header=header,
         every_task={task.name: task for task in tasks},
         groups=sorted(groups & content["results"].keys()),
-        label=model_label(pretrained),
+        label=model_label(pretrained_of(config, header)),
     )
     _check(run)
     return run
@@ -180,65 +190,86 @@ def _check_schema(file: Path, duel: Json) -> None:
 def _task(file: Path, content: Json, config: Config, name: str, documents: Documents | None) -> Task:
     """A task of a results file's content."""
     counts = content.get("n-samples", {}).get(name, {})
-    identity = {
-        "documents": counts.get("effective"),
-        "limit": content["config"].get("limit"),
-        "version": content.get("versions", {}).get(name),
-        "shots": content.get("n-shot", {}).get(name),
-        "hash": content.get("task_hashes", {}).get(name),
-    }
+    available = counts.get("original")
     output_type = str(content.get("configs", {}).get(name, {}).get("output_type") or "loglikelihood_rolling")
-    metrics, scores = _averages(name, content["results"][name], content.get("nulls", {}))
+    entries = content["results"][name]
+    metrics = _perplexities(name, entries, content.get("nulls", {}))
     missing = Note()
     if metrics and documents is None:
         documents, missing = samples(file, name, rolling=output_type == "loglikelihood_rolling")
     return Task(
         name=name,
         output_type=output_type,
-        identity={key: str(value) for key, value in identity.items() if value is not None},
+        identity=_identity(name, content),
         entry=config.duel["tasks"].get(name, {}),
-        available=None if counts.get("original") is None else _count(counts["original"]),
+        available=None if available is None else schema.count(available),
         metrics=metrics,
-        scores=scores,
+        scores=_averages(entries),
         documents=documents,
         missing=missing,
     )
 
 
-def _averages(name: str, entries: Json, nulls: Json) -> tuple[dict[str, float], dict[str, tuple[float, float | None]]]:
-    """The perplexities of a task, and its other averages with their standard errors.
+def _identity(name: str, content: Json) -> dict[str, str]:
+    """The entries of a file that say which documents a task has."""
+    written = {
+        "documents": content.get("n-samples", {}).get(name, {}).get("effective"),
+        "limit": content["config"].get("limit"),
+        "version": content.get("versions", {}).get(name),
+        "shots": content.get("n-shot", {}).get(name),
+        "hash": content.get("task_hashes", {}).get(name),
+    }
+    identity = {}
+    for key, value in written.items():
+        if value is not None:
+            identity[key] = str(value)
+    return identity
 
-    `nulls`: why an entry of the file is null, by its path.
+
+def _perplexities(name: str, entries: Json, nulls: Json) -> dict[str, float]:
+    """The perplexities of a task. `nulls`: why an entry of the file is null, by its path.
+
+    An entry is called METRIC,FILTER.
     """
     metrics: dict[str, float] = {}
-    scores: dict[str, tuple[float, float | None]] = {}
+    for entry, value in entries.items():
+        metric, _, _ = entry.partition(",")
+        if metric not in METRICS:
+            continue
+        if value is None:
+            why = nulls.get(f"results.{name}.{entry}")
+            if why == NAN:
+                continue  # the texts have no such unit
+            if why != REASONS[math.inf]:
+                raise ValueError(f"{entry} of {name} is null")
+            value = math.inf
+        value = float(value)
+        if math.isnan(value):
+            raise ValueError(f"{entry} of {name} is NaN")
+        metrics.setdefault(metric, value)  # that of the first filter
+    return metrics
+
+
+def _averages(entries: Json) -> dict[str, tuple[float, float | None]]:
+    """The averages of a task other than perplexities, with their standard errors."""
+    averages = {}
     for entry, value in entries.items():
         metric, comma, filtered = entry.partition(",")
-        if metric in METRICS:
-            why = nulls.get(f"results.{name}.{entry}")
-            if value is None and why == NAN:
-                continue  # the texts have no such unit
-            if value is None and why == REASONS[math.inf]:
-                value = math.inf
-            if value is None or math.isnan(value := float(value)):
-                raise ValueError(f"{entry} of {name} is {'null' if value is None else 'NaN'}")
-            metrics.setdefault(metric, value)  # that of the first filter
-            continue
         is_average = comma and not metric.endswith("_stderr") and type(value) in (int, float)
-        if not is_average or metric in OTHER_NAMES or math.isnan(value):
+        if not is_average or metric in (*METRICS, *OTHER_NAMES) or math.isnan(value):
             continue
         error = entries.get(f"{metric}_stderr,{filtered}")
-        is_known = error != "N/A" and error == error  # not NaN
+        is_unknown = error == "N/A" or error != error  # NaN, for the mean of one document
         shown = metric if filtered == "none" else f"{metric} ({filtered})"
-        scores[shown] = float(value), number(error) if is_known else None
-    return metrics, scores
+        averages[shown] = float(value), None if is_unknown else schema.number(error)
+    return averages
 
 
 def _check(run: Run) -> None:
     """Raise an error if log_prob, tokens and perplexity of a task do not agree, or are no probability's."""
     for key in ("elbo_eps", "mc_samples", "noise_seed"):
         if run.spec.get(key, "none") != "none":
-            number(run.spec[key])
+            schema.number(run.spec[key])  # raises ValueError for what is none
     if run.config.ours and "version" not in run.spec:
         raise ValueError("its spec has no version")
     for task in run.tasks.values():
@@ -252,18 +283,21 @@ def _check_task(run: Run, task: Task) -> None:
     for key, value in values.items():
         if value["log_prob"] is not None:
             log_probs[key] = value["log_prob"]
+
     log_prob = log_probs.get(run.config.estimator)
-    known = task.metrics.get("token_perplexity")
+    printed = task.metrics.get("token_perplexity")
     tokens = task.entry.get("tokens")
-    if tokens and log_prob is not None and known is not None:
+    if tokens and log_prob is not None and printed is not None:
         implied = perplexity(-log_prob / tokens)
-        if not math.isclose(known, implied, rel_tol=SAME):
+        if not math.isclose(printed, implied, rel_tol=SAME):
             raise DuelError(
-                f"{run.name} contradicts itself: token_perplexity of {task.name} is {known:.10g}, but its log_prob and "
-                f"tokens make it {implied:.10g}. {AGAIN}"
+                f"{run.name} contradicts itself: token_perplexity of {task.name} is {printed:.10g}, but its log_prob "
+                f"and tokens make it {implied:.10g}. {AGAIN}"
             )
-    for metric, known in task.metrics.items():
-        if known < 0 or (known == 0 and metric != "bits_per_byte"):
+
+    # exp is never 0, not even of an estimate above probability 1; the bits of a text of probability 1 are
+    for metric, value in task.metrics.items():
+        if value < 0 or (value == 0 and metric != "bits_per_byte"):
             raise _impossible(run, metric, task)
     for key, nats in log_probs.items():
         if nats > 0:
@@ -285,26 +319,33 @@ def read_of_score(file: Path, content: Json) -> Run:
     documents = samples_of_score(content["documents"])
     results = {}
     for metric, of_documents in documents.values.items():
-        nats, units = map(sum, zip(*of_documents.values(), strict=True))
-        results[metric] = stats.value(metric, nats, units)
-    duel = {**content["duel"], "pretrained": content["pretrained"]}
-    harness = {
+        results[metric] = stats.value(metric, *sums(of_documents))
+    config = {
+        "model": MODEL,
+        "fingerprint": content["fingerprint"],
+        "spec": content["spec"],
+        "duel": {**content["duel"], "pretrained": content["pretrained"]},
+    }
+    as_of_lm_eval = {
         "format": SCORE,
-        "scored": _scored([str(entry["document"]) for entry in content["documents"]]),
-        "config": {"model": MODEL, "fingerprint": content["fingerprint"], "spec": content["spec"], "duel": duel},
+        "scored": _scored(content["documents"]),
+        "config": config,
         "results": {"score": results},
         "n-samples": {"score": {"effective": len(documents.numbers)}},
     }
-    return run_of(file, harness, documents)
+    return run_of(file, as_of_lm_eval, documents)
 
 
-def _scored(documents: Sequence[str]) -> str:
+def _scored(documents: Iterable[Mapping[str, Any]]) -> str:
     """The name of the file whose texts were scored, or of the first and the number of the others."""
-    without_lines = [re.sub(r":\d+$", "", name) for name in documents]
-    files = list(dict.fromkeys(Path(name).name for name in without_lines))
-    if len(files) < 2:
-        return "".join(files)
-    return f"{files[0]} and {len(files) - 1} more"
+    names: dict[str, None] = {}
+    for entry in documents:
+        file = re.sub(r":\d+$", "", str(entry["document"]))  # without the number of a line
+        names[Path(file).name] = None
+    if not names:
+        return ""
+    first, *others = names
+    return f"{first} and {len(others)} more" if others else first
 
 
 # ---------------------------------------------------------------- samples
@@ -325,15 +366,18 @@ def samples(results: Path, task: str, rolling: bool) -> tuple[Documents | None, 
 
 def samples_of_score(entries: Sequence[Mapping[str, Any]]) -> Documents:
     """The documents of a file of `score --json`. A log_prob of null is minus infinity."""
-    totals = Counter[str]()
+    counted_units = set()
     for entry in entries:
-        totals.update({unit: entry[unit] for unit in UNITS.values()})
+        for unit in UNITS.values():
+            if entry[unit]:
+                counted_units.add(unit)
+
     records = []
     for n, entry in enumerate(entries):
         nats = -math.inf if entry["log_prob"] is None else entry["log_prob"]
         record: dict[str, Any] = {"doc_id": n, "doc_hash": str(entry["sha256"])}
         for metric, unit in UNITS.items():
-            if totals[unit]:  # texts without a single word have no perplexity per word
+            if unit in counted_units:  # texts without a single word have no perplexity per word
                 record[metric] = nats, entry[unit]
         records.append(record)
     return _documents(records, rolling=True)
@@ -344,24 +388,29 @@ def _documents(records: Sequence[Mapping[str, Any]], rolling: bool) -> Documents
     first: dict[int, Mapping[str, Any]] = {}
     for record in records:  # lm-eval writes a document once for each filter, with equal values
         first.setdefault(int(record["doc_id"]), record)
+
+    # A key is DIGEST:1, and DIGEST:2 for the second copy of a text, so that two runs have their copies in pairs.
     seen = Counter[str]()
     keyed = {}
     for n, record in sorted(first.items()):
         digest = _digest(record, rolling)
         seen[digest] += 1
         keyed[f"{digest}:{seen[digest]}"] = n, record
-    result = Documents({}, {})
+
+    documents = Documents({}, {})
     for key, (n, record) in sorted(keyed.items()):
-        result.numbers[key] = n
+        documents.numbers[key] = n
         for metric in METRICS:
             if record.get(metric) is not None:
-                result.values.setdefault(metric, {})[key] = _nats_and_units(record[metric], metric, n)
-    return result
+                documents.values.setdefault(metric, {})[key] = _nats_and_units(record[metric], metric, n)
+    return documents
 
 
 def _nats_and_units(value: Any, metric: str, n: int) -> tuple[float, float]:
     """The value of a document in a metric. A plain number of nats counts as one unit."""
-    nats, units = map(float, value if isinstance(value, list | tuple) else (value, 1.0))
+    nats, units = value if isinstance(value, list | tuple) else (value, 1.0)
+    nats = float(nats)
+    units = float(units)
     if math.isnan(nats) or not 0 <= units < math.inf:
         raise ValueError(f"{metric} of document {n} is {value}")
     return nats, units
@@ -383,99 +432,3 @@ def _digest(record: Mapping[str, Any], rolling: bool) -> str:
     if not rolling:
         parts.append(record.get("prompt_hash"))
     return " ".join(str(part) for part in parts if part)
-
-
-# ---------------------------------------------------------------- entries, and the type of each
-
-
-def number(value: Any) -> float | None:
-    """A number, which lm_eval may have written as text, or None for null; raises ValueError for NaN."""
-    if value is None:
-        return None
-    value = float(value)
-    if math.isnan(value):
-        raise ValueError("a number is NaN")
-    return value
-
-
-def _count(value: Any) -> int:
-    count = int(value)
-    float(count)  # an OverflowError here, not in a division later
-    return count
-
-
-def _strings(entries: Json | None) -> dict[str, str]:
-    strings = {}
-    for key, value in (entries or {}).items():
-        strings[key] = "none" if value in (None, "None") else str(value)
-    return strings
-
-
-def _arguments(given: Json | str | None) -> dict[str, str]:
-    """Model args: a mapping, or the text that lm_eval's Python API takes."""
-    if isinstance(given, str):
-        pairs = [part.split("=", 1) for part in given.split(",") if "=" in part]
-        return _strings(dict(pairs))
-    return _strings(given)
-
-
-def _date(value: Any) -> float:
-    """Seconds since 1970 of a date that exists; raises an ArithmeticError or ValueError for others."""
-    seconds = number(value) or 0.0
-    datetime.datetime.fromtimestamp(seconds, datetime.timezone.utc)
-    return seconds
-
-
-def _duel(duel: Json) -> dict[str, Any]:
-    """The entries of config.duel that are read. A log-likelihood of null with a reason is minus infinity."""
-    tasks = {}
-    for name, scored in (duel.get("tasks") or {}).items():
-        values = {}
-        for key, value in scored["values"].items():
-            unknown_value = None if value.get("reason") is None else -math.inf
-            values[key] = {"log_prob": unknown_value, **_typed(value, VALUE)}
-        tasks[name] = {**_typed(scored, COUNTS), "values": values}
-    return {**_typed(duel, DUEL), "tasks": tasks}
-
-
-Types = dict[str, Callable[[Any], Any]]  # of entries, by name
-
-
-def _typed(entries: Json, types: Types) -> dict[str, Any]:
-    """The entries that are known and not null, each as its type."""
-    typed = {}
-    for name, read_as in types.items():
-        if entries.get(name) is not None:
-            typed[name] = read_as(entries[name])
-    return typed
-
-
-TASK_COUNTS = ("documents", "windows", "tokens", "longest_document", "unk_tokens")
-COUNTS: Types = dict.fromkeys(TASK_COUNTS, _count)  # entries of config.duel.tasks.NAME
-VALUE: Types = COUNTS | {  # of each of its values; `Value.read` takes them
-    "nfe": _count,
-    **dict.fromkeys(("log_prob", "stderr", "window_stderr"), number),
-    **dict.fromkeys(("note", "reason"), str),
-    "kind": lambda name: Kind[name.upper()].name.lower(),
-    "seeds": lambda values: [number(value) for value in values],
-}
-DUEL: Types = {  # entries of config.duel
-    **dict.fromkeys(("estimator", "rule", "block", "dtype", "attention", "weights", "bos", "device"), text_or_none),
-    **dict.fromkeys(("pretrained", "trace"), text_or_none),
-    **dict.fromkeys(("tokens", "forwards", "rows", "nfe", "longest_document", "row_capacity", "cut_contexts"), _count),
-    **dict.fromkeys(("answers_from_cache", "ranks", "peak_memory_bytes", "parameters"), _count),
-    "seconds": number,
-    "versions": lambda entries: {name: str(version or "unknown") for name, version in entries.items()},
-}
-CONFIG: Types = {  # entries of config
-    **dict.fromkeys(("model", "model_dtype", "model_sha", "use_cache"), str),
-    "fingerprint": text_or_none,
-    "model_args": _arguments,
-    "spec": _strings,
-    "duel": _duel,
-}
-HEADER: Types = {  # entries of the file
-    **dict.fromkeys(("model_name", "max_length", "lm_eval_version", "transformers_version"), str),
-    "date": _date,
-    "total_evaluation_time_seconds": number,
-}

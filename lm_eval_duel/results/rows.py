@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from lm_eval_duel.core.scores import Value
@@ -17,17 +17,18 @@ from lm_eval_duel.errors import DuelError, unknown
 from lm_eval_duel.estimators import registry
 from lm_eval_duel.estimators.registry import OtherValue
 from lm_eval_duel.results import stats
-from lm_eval_duel.results.read import TASK_COUNTS
-from lm_eval_duel.results.runs import Run, Task, Values
+from lm_eval_duel.results.runs import Run, Task, Values, sums
+from lm_eval_duel.results.schema import TASK_COUNTS
 from lm_eval_duel.results.table import Note, number, percent
 from lm_eval_duel.rules import RULES, is_rule, without_defaults
 
 SAME = 1e-4  # relative difference up to which two ways to one value agree
-# entries of a spec that vary within one model
+# Entries of a spec:
+# those that vary within one model
 NON_IDENTITY_KEYS = {"estimator", "rule", "draw_seed", *registry.arguments()}
-# entries of a spec that every row names if it has them
+# those that every row names if it has them
 LABEL_KEYS = {"cache"}.union(*(entry.label_args for entry in registry.ENTRIES))
-# entries of a spec that belong to the estimator, as NON_IDENTITY_KEYS; the last two say what commit-once noise is
+# those that belong to the estimator, as NON_IDENTITY_KEYS do; the last two say what commit-once noise is
 ESTIMATOR_KEYS = {"block", "grid", "rule_code", "cheap_cache", "masked_share", "ties"}
 SAMPLING = ("dtype", "warpers")  # entries that change the law of any checkpoint
 
@@ -162,7 +163,7 @@ class Row:
         """Its log-likelihood per unit, and the error of that. Its seeds are those of the score."""
         error = self.score.error
         if error and self.score.nats:
-            error *= self.rate / -self.score.nats
+            error *= self.rate / -self.score.nats  # over the units
         return dataclasses.replace(self.score, nats=-self.rate, error=error)
 
     def error(self, nats_stderr: float | None, metric: str | None = None) -> float | None:
@@ -181,7 +182,9 @@ class Row:
     def stderr_reason(self) -> str:
         """The reason that a drawn value has no error."""
         drawn = self.entry.drawn
-        return "" if drawn is None or self.stderr is not None else drawn.unknown(self.run.spec)
+        if drawn is None or self.stderr is not None:
+            return ""
+        return drawn.unknown(self.run.spec)
 
     @property
     def stderr_bound(self) -> float | None:
@@ -237,17 +240,15 @@ def setting(rule: str | None, block: str | None, cache: str | None) -> dict[str,
 def names(rows: Sequence[Row]) -> list[str]:
     """The shortest names that distinguish rows: the arguments that differ."""
     any_cache = any(row.run.has_cache for row in rows)
-    labels = [row.parts for row in rows]
-    for label in labels:
+    labels = []
+    for row in rows:
+        label = row.parts
         if label["rule"]:
             label["estimator"] = ""
         if not any_cache:
             label["cache"] = ""
-    differing_parts = []
-    for part in labels[0]:
-        texts = {label[part] for label in labels}
-        if len(texts) > 1:
-            differing_parts.append(part)
+        labels.append(label)
+    parts = differing_keys(labels, ())
 
     specs = [row.run.spec for row in rows]
     keys = differing_keys(specs, {*NON_IDENTITY_KEYS, *ESTIMATOR_KEYS, *LABEL_KEYS, "version"})
@@ -258,25 +259,24 @@ def names(rows: Sequence[Row]) -> list[str]:
     shortest = []
     for row, label in zip(rows, labels, strict=True):
         name = []
-        for part in differing_parts:
+        for part in parts:
             if label[part]:
                 name.append(label[part])
         for key in keys:
             text = argument(row.run.spec, key)
-            if text not in row.variant:
+            if text not in row.variant:  # which is a part of the name already
                 name.append(text)
         shortest.append(", ".join(name) or row.name)
     return shortest
 
 
-def differing_keys(specs: Sequence[Mapping[str, str]], named: Iterable[str]) -> list[str]:
+def differing_keys(specs: Sequence[Mapping[str, str]], named: Collection[str]) -> list[str]:
     """The entries in which specs differ, without those that names hold anyway."""
-    named = set(named)
     differing = []
     every_key = dict.fromkeys(itertools.chain.from_iterable(specs))
     for key in every_key:
         values = {spec.get(key) for spec in specs}
-        if key not in named and len(values) > 1:
+        if len(values) > 1 and key not in named:
             differing.append(key)
     return differing
 
@@ -305,12 +305,13 @@ def from_run(run: Run, name: str, metric: str, baseline: bool) -> tuple[list[Row
             "response cache answered the others, or counted some of another run): only the harness's own value is shown"
         )
         return [harness_row], [note]
-    others = {other.name: other for other in registry.find(run.config.estimator).others}
+
+    without_row = {other.name: other for other in registry.find(run.config.estimator).others}
     rows = []
     notes = []
     for key, written in task.entry.get("values", {}).items():
-        if key in others:
-            notes.append(_other_value(harness_row, others[key], written))
+        if key in without_row:
+            notes.append(_other_value(harness_row, without_row[key], written))
             continue
         if key not in registry.ESTIMATORS and not is_rule(key):
             raise DuelError(f"{run.name}: {unknown('estimator or rule', key, [*registry.ESTIMATORS, *RULES])}")
@@ -329,7 +330,11 @@ def plain_row(run: Run, name: str, baseline: bool, metric: str = "") -> Row:
     """
     task = run.every_task[name]
     documents, missing = _documents(task, metric)
-    counted = None if task.tokens is None else int(sum(task.tokens.values())) or None
+    tokens = None
+    if task.tokens is not None:
+        tokens = int(sum(task.tokens.values())) or None
+    if not task.partial:  # the run's own count, which needs no samples; a partial run's is of other documents
+        tokens = task.entry.get("tokens") or tokens
     return Row(
         run=run,
         task=name,
@@ -338,7 +343,7 @@ def plain_row(run: Run, name: str, baseline: bool, metric: str = "") -> Row:
         rule=run.config.rule,
         metrics=task.metrics,
         score=registry.worth(run.config.estimator, run.spec),
-        tokens=counted if task.partial else task.entry.get("tokens") or counted,
+        tokens=tokens,
         documents=documents,
         missing=missing,
         ar=baseline,
@@ -348,7 +353,9 @@ def plain_row(run: Run, name: str, baseline: bool, metric: str = "") -> Row:
 def _other_value(row: Row, other: OtherValue, written: Mapping[str, Any]) -> str:
     """A note on a value that is in the results file and has no row."""
     nats = written.get("log_prob")
-    amount = "not finite" if nats is None else f"{number(nats, error=written.get('stderr'))} nats"
+    amount = "not finite"
+    if nats is not None:
+        amount = f"{number(nats, error=written.get('stderr'))} nats"
     return f"{other.title} of {row.task} in {row.run.name} is {amount}, {other.what}"
 
 
@@ -362,9 +369,12 @@ def _left_out(row: Row, key: str, written: Mapping[str, Any]) -> str:
             return f"{key} of {row.task} in {run.name} is left out: {why}"
     if key == run.config.estimator:
         return ""
+
+    # Its perplexities follow from the ratio of its log-likelihood to the harness's, see `_row_of_value`.
     harness_nats = entry["values"].get(run.config.estimator, {}).get("log_prob")
     nats = written.get("log_prob")
-    if not harness_nats or nats is None or not (math.isfinite(harness_nats) and nats < math.inf):
+    has_ratio = bool(harness_nats) and math.isfinite(harness_nats) and nats is not None and nats < math.inf
+    if not has_ratio:
         return f"{run.name}: {key} of {row.task} has no finite log-likelihood, so it has no value"
     return ""
 
@@ -379,6 +389,7 @@ def _row_of_value(row: Row, key: str, written: Mapping[str, Any]) -> Row:
     else:
         estimator = key
         rule = run.config.rule if entry.follows_rule else None
+
     worth = registry.worth(estimator, run.spec)
     row = dataclasses.replace(
         row,
@@ -390,11 +401,14 @@ def _row_of_value(row: Row, key: str, written: Mapping[str, Any]) -> Row:
     )
     if key == run.config.estimator:
         return row
+
+    # The harness wrote perplexities of its own value alone. Those of another follow: both are sums over the same units.
     harness_nats = run.tasks[row.task].entry["values"][run.config.estimator]["log_prob"]
-    ratio = written["log_prob"] / harness_nats  # of two sums over the same units
+    ratio = written["log_prob"] / harness_nats
     metrics = {}
-    for metric, known in row.metrics.items():
-        metrics[metric] = float(stats.value(metric, -stats.rate(metric, known) * ratio, 1.0))
+    for metric, harness_value in row.metrics.items():
+        rate = stats.rate(metric, harness_value) * ratio
+        metrics[metric] = float(stats.value(metric, -rate, 1.0))
     documents, missing = _traced(row, key, written["log_prob"])
     return dataclasses.replace(row, metrics=metrics, documents=documents, missing=missing, ar=False)
 
@@ -407,11 +421,10 @@ def _documents(task: Task, metric: str) -> tuple[Values, Note]:
     written = task.metrics.get(metric)
     if written is None or not values or len(values) < len(task.documents.numbers):
         return {}, Note()
-    nats, units = map(sum, zip(*values.values(), strict=True))  # over documents
-    sampled = stats.value(metric, nats, units)
+    sampled = stats.value(metric, *sums(values))
     if not math.isclose(sampled, written, rel_tol=SAME):
-        what = f"the samples of {task.name} give {metric} {sampled:.6g}, the results {written:.6g}"
-        return {}, Note(f"{what}: another run's")
+        both = f"the samples of {task.name} give {metric} {sampled:.6g}, the results {written:.6g}"
+        return {}, Note(f"{both}: another run's")
     return values, Note()
 
 
@@ -426,11 +439,12 @@ def _traced(row: Row, key: str, log_prob: float) -> tuple[Values, Note]:
     if nats is None:
         return {}, Note(f"no trace of {key} per document", "run with trace=FILE, or name it with --traces")
     indices = row.run.tasks[row.task].documents.numbers
-    total = sum(nats.get(n, 0.0) for n in indices.values())
-    if not math.isclose(total, log_prob, rel_tol=1e-6):
-        what = f"the trace adds up to {total:.3f} nats of {key}, the result to {log_prob}"
-        return {}, Note(f"{what}: another run's trace")
     values = {}
     for document, (_, units) in row.documents.items():
-        values[document] = (nats.get(indices[document], 0.0), units)
+        of_document = nats.get(indices[document], 0.0)  # a text without a token has no window
+        values[document] = (of_document, units)
+    total, _ = sums(values)
+    if not math.isclose(total, log_prob, rel_tol=1e-6):
+        both = f"the trace adds up to {total:.3f} nats of {key}, the result to {log_prob}"
+        return {}, Note(f"{both}: another run's trace")
     return values, Note()

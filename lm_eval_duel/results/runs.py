@@ -30,6 +30,12 @@ Values = dict[str, tuple[float, float]]  # document -> (nats, units)
 Json = Mapping[str, Any]
 
 
+def sums(values: Values) -> tuple[float, float]:
+    """The nats and the units of all documents together."""
+    nats, units = zip(*values.values(), strict=True)
+    return sum(nats), sum(units)
+
+
 @dataclasses.dataclass
 class Documents:
     """The documents of a task by key, which is equal for equal texts. A plain number of nats counts as one unit."""
@@ -97,7 +103,8 @@ class Config:
         """The sampler's cache: `none`, `prefix` or `dual`; None for networks that have no such choice."""
         if self.estimator == "ar":
             return None
-        return self.spec.get("cache", NO_CACHE if self.duel.get("attention") == "bidirectional" else None)
+        has_choice = self.duel.get("attention") == "bidirectional"
+        return self.spec.get("cache", NO_CACHE if has_choice else None)
 
     @property
     def autoregressive(self) -> bool:
@@ -203,7 +210,10 @@ class Run:
         """The entries that define the numbers; of another model of the harness, what it was loaded with."""
         if self.config.ours:
             return self.config.spec
-        loaded = {key: value for key, value in self.config.model_args.items() if key not in NOT_IN_SPEC}
+        loaded = {}
+        for key, value in self.config.model_args.items():
+            if key not in NOT_IN_SPEC:
+                loaded[key] = value
         loaded["dtype"] = self.config.dtype
         if self.config.model_sha:
             loaded["model_sha"] = self.config.model_sha
@@ -223,6 +233,7 @@ class Run:
 
     @property
     def max_length(self) -> int | None:
+        """Positions of a row; None if the file does not say."""
         length = str(self.spec.get("max_length")) if self.config.ours else self.header.max_length
         return int(length) if length.isdecimal() else None
 
@@ -250,9 +261,11 @@ class Run:
 
     @property
     def when(self) -> str:
-        """ISO 8601."""
+        """The date of the run as ISO 8601; empty if it is not known."""
+        if not self.header.date:
+            return ""
         time = datetime.datetime.fromtimestamp(self.header.date, datetime.timezone.utc)
-        return time.isoformat(timespec="seconds") if self.header.date else ""
+        return time.isoformat(timespec="seconds")
 
     @property
     def versions(self) -> dict[str, str]:
@@ -269,7 +282,9 @@ class Run:
         """True if answers may have come from a response cache, so that times cover only a part of the run."""
         if not self.config.ours:
             return bool(self.config.use_cache)
-        return bool(self.config.duel.get("answers_from_cache")) or any(task.partial for task in self.tasks.values())
+        if self.config.duel.get("answers_from_cache"):
+            return True
+        return any(task.partial for task in self.tasks.values())
 
     @property
     def has_cache(self) -> bool:
@@ -288,9 +303,8 @@ class Run:
         """Notes on the parts of the file that tables leave out."""
         file = self.short_name
         if not self.config.ours and not self.config.autoregressive:
-            return [
-                f"{file} is a result of --model {self.config.model}, not known to be autoregressive, and is left out."
-            ]
+            model = f"a result of --model {self.config.model}"
+            return [f"{file} is {model}, not known to be autoregressive, and is left out."]
         notes = [f"{name} in {file} is a group of tasks and is left out." for name in self.groups]
         for name, task in self.every_task.items():
             if not (task.metrics or task.scores):
