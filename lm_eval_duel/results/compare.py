@@ -278,9 +278,9 @@ def _best(shown: Sequence[Row]) -> set[Row]:
 def choose(choice: str, shown: Sequence[ComparedRow], draws: Draws) -> list[Pair]:
     """The pairs of `--pairs`.
 
-    `rules`: the DUEL rows of a network with one block and one cache against each other; of more than five, each against
-    the lowest. `models`: the row of each model that its headline is about, in the same way; `both`: these two. `all`:
-    every two rows. The oracle, which is not a likelihood, is in no pair.
+    `rules`: the DUEL rows of one setting (`by_setting`) against each other; of more than five, each against the lowest.
+    `models`: the row of each model that its headline is about, in the same way; `both`: these two. `all`: every two
+    rows. The oracle, which is not a likelihood, is in no pair.
     """
     likelihoods = [each for each in shown if each.row.score.is_likelihood]
     pairs: list[tuple[Row, Row]] = []
@@ -290,13 +290,8 @@ def choose(choice: str, shown: Sequence[ComparedRow], draws: Draws) -> list[Pair
         of_models = by_model(likelihoods).values()
         pairs += _pairs_of(list(map(main_row, of_models)))
     if choice in (BOTH, RULES):
-        groups: dict[tuple, list[Row]] = {}
-        for each in likelihoods:
-            row = each.row
-            if row.estimator == "duel" and not row.ar:
-                groups.setdefault((row.model, row.block, row.cache, row.qualifiers), []).append(row)
-        for group in groups.values():
-            pairs += _pairs_of(group)
+        for group in by_setting(shown):
+            pairs += _pairs_of([each.row for each in group])
     return _in_groups([gaps.pair(first, second, draws) for first, second in pairs])
 
 
@@ -319,6 +314,24 @@ def _in_groups(pairs: Sequence[Pair]) -> list[Pair]:
 def _by_verdict(pair: Pair) -> tuple[bool, bool, float]:
     """Sorts the pairs in which one is better first, then those with another verdict; the largest difference first."""
     return not pair.better, not pair.verdict, -abs(pair.difference or 0.0)
+
+
+def by_setting(shown: Sequence[ComparedRow]) -> list[list[ComparedRow]]:
+    """The DUEL rows of each network, block and cache: one distribution over unmasked tokens under several rules.
+
+    A model has several such networks if rows of one name differ in their specs, as with two temperatures. Then its
+    other rows belong to one of these, too.
+    """
+    keys: dict[str, set[str]] = {}  # the entries in which rows of one name differ, of each model
+    for each in shown:
+        keys.setdefault(each.row.model, set()).update(each.row.variant_keys)
+    groups: dict[tuple, list[ComparedRow]] = {}
+    for each in shown:
+        row = each.row
+        if row.estimator == "duel" and not row.ar:
+            entries = tuple(row.run.spec.get(key) for key in sorted(keys[row.model]))
+            groups.setdefault((row.model, row.block, row.cache, row.noise_seed, entries), []).append(each)
+    return list(groups.values())
 
 
 def by_model(rows: Iterable[ComparedRow]) -> dict[str, list[ComparedRow]]:
@@ -425,21 +438,18 @@ def _windows(compared: Sequence[Run]) -> str:
 
 
 def _speeds(shown: Sequence[ComparedRow], ar: Row | None) -> list[Speeds]:
-    """Rule families against NFE, for each model, block and cache with two or more different NFEs."""
-    groups: dict[tuple, list[ComparedRow]] = {}
-    for each in shown:
-        row = each.row
-        if row.estimator == "duel" and row.nfe_per_token:
-            groups.setdefault((row.model, row.block, row.cache, row.variant), []).append(each)
+    """Rule families against NFE, for each setting (`by_setting`) with two or more different NFEs."""
     speeds = []
-    for members in groups.values():
+    for group in by_setting(shown):
+        members = [each for each in group if each.row.nfe_per_token]
         different_nfes = {round(each.row.nfe_per_token, 3) for each in members}
         if len(different_nfes) < 2:
             continue
         first = members[0].row
         parts = first.parts
         cache = parts["cache"] if first.run.has_cache else ""
-        title = ", ".join(filter(None, [first.model, parts["block"], cache, first.variant]))
+        qualifiers = max((each.row.qualifiers for each in members), key=len)  # not all rows need a variant
+        title = ", ".join(filter(None, [first.model, parts["block"], cache, qualifiers]))
         elbo = next(filter(None, (each.closed.elbo for each in members)), None)
         speeds.append(Speeds(title, elbo, ar, _oracle(first, shown), _families(members)))
     return speeds

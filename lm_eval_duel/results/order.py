@@ -90,7 +90,7 @@ def _disambiguated(rows: Sequence[Row]) -> list[Row]:
     result = []
     for row in rows:
         variant = ", ".join(argument(row.run.spec, key) for key in keys)
-        result.append(dataclasses.replace(row, variant=variant))
+        result.append(dataclasses.replace(row, variant=variant, variant_keys=tuple(keys)))
     return result
 
 

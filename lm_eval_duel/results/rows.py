@@ -55,6 +55,7 @@ class Row:
     missing: Note  # why there are no documents
     ar: bool  # True for the autoregressive baseline
     variant: str = ""
+    variant_keys: tuple[str, ...] = ()  # the entries of the spec that `variant` tells
 
     # ------------------------------------------------------------ how it was computed
 

@@ -289,17 +289,22 @@ def without_defaults(text: str, keep: str = "") -> str:
 
 
 def family(text: str) -> tuple[str, float]:
-    """A rule without the parameter that sets its speed, and that parameter's value (1 if there is none)."""
+    """A rule without the parameter that sets its speed, and that parameter's value (1 if there is none).
+
+    Of a rule that has several such parameters, it is the first of `Rule.speed`: rules that differ in another are of
+    different families.
+    """
     name, *parameters = text.split(":")
-    speed = 1.0
-    kept = [name]
+    values = {}
     for parameter in parameters:
         key, _, value = parameter.partition("=")
-        if key in kind(text).speed and _is_number(value):
-            speed = float(value)
-        else:
-            kept.append(parameter)
-    return ":".join(kept), speed
+        values[key] = value
+    for key in kind(text).speed:
+        value = values.get(key, "")
+        if _is_number(value):
+            others = [parameter for parameter in parameters if parameter != f"{key}={value}"]
+            return ":".join([name, *others]), float(value)
+    return text, 1.0
 
 
 def _is_number(text: str) -> bool:

@@ -38,7 +38,7 @@ class Rule(Arguments):
     name: ClassVar[str] = ""  # as typed
     adaptive: ClassVar[bool] = False  # the number of steps depends on the text
     adaptive_with: ClassVar[str] = ""  # a parameter with which it does, as `key=value`
-    speed: ClassVar[tuple[str, ...]] = ("k", "mu", "gamma")  # parameters that set it; without them: the rule's family
+    speed: ClassVar[tuple[str, ...]] = ("k", "mu", "gamma")  # parameters that may set it; without it: the rule's family
 
     # what the rule reads; a subclass that overrides `__call__` declares these again
     fixed: ClassVar[bool] = False  # no predictions: `predictions` is None if all steps are evaluated at once

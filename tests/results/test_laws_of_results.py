@@ -444,6 +444,23 @@ def test_rows_that_are_compared():
     assert chosen("none") == []
 
 
+def test_a_row_beside_another_temperature_stays_among_the_rules_of_its_own(tmp_path):
+    """Its name tells the two apart; that of a rule with one temperature does not, and both are of one distribution."""
+    folder = tmp_path / "results"
+    warm = {"warpers": "temperature=0.7"}
+    ours(folder, per_token(["ten"], [20.0]), nfe=1.0)
+    ours(folder, per_token(["ten"], [21.0]), rule="greedy:k=2", nfe=0.5)
+    ours(folder, per_token(["ten"], [19.0]), nfe=1.0, spec=warm)
+    ours(folder, per_token(["ten"], [23.0]), rule="greedy:k=4", nfe=0.25, spec=warm)
+    task = run(tmp_path, "--pairs", "rules")["tasks"]["ten"]
+    values = [row["value"] for row in task["rows"]]
+    pairs = [{round(values[pair[end]]) for end in ("first", "second")} for pair in task["pairs"]]
+    assert sorted(map(sorted, pairs)) == [[19, 23], [20, 21]]
+    speeds = [[round(values[n]) for n in each["families"]["greedy"]] for each in task["rules"]]
+    assert sorted(speeds) == [[21, 20], [23, 19]]
+    assert len({each["title"] for each in task["rules"]}) == 2
+
+
 def test_two_digits_of_a_large_error_have_no_exponent():
     assert [number(value, ".2g") for value in (0.034, 4.5, 136.4, 1364.2)] == ["0.034", "4.5", "136", "1,364"]
 

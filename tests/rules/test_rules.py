@@ -46,6 +46,15 @@ def test_text_form_is_reversible():
         assert rules.parse(alias + arguments) == rules.parse(name + arguments)
 
 
+def test_rules_of_one_family_differ_in_one_number():
+    speeds = {"cumulative_quota:steps=8:tau=0.9": ("cumulative_quota:tau=0.9", 8.0)}
+    speeds["threshold_until:mu=0.9:steps=8"] = ("threshold_until:steps=8", 0.9)
+    speeds["module:Rule:k=half:mu=0.5"] = ("module:Rule:k=half", 0.5)
+    speeds["left_to_right"] = ("left_to_right", 1.0)
+    assert {text: rules.family(text) for text in speeds} == speeds
+    assert len({rules.family(text) for text in ALL}) == len(ALL)
+
+
 @dataclasses.dataclass(frozen=True)
 class Wide(rules.RULES["greedy"]):
     """A rule of one's own that stands on a built-in one, with fields of several types."""
