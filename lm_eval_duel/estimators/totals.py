@@ -63,7 +63,7 @@ class Total:
         drawn = score.blocks.drawn if isinstance(score.blocks, TwoPhaseBlocks) else 0
         return cls(
             name=name,
-            summed=score.value,
+            summed=score.value.with_nats(score.log_prob),
             windows=1,
             tokens=tokens,
             is_greedy=score.is_greedy,

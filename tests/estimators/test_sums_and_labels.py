@@ -111,6 +111,7 @@ def test_sums_and_what_is_said_of_them():
         for key, each in (total.named or {"nothing": total}).items():
             found = each.describe() | {"kind": each.value.kind} | {of: getattr(each, of) for of in OF_SUMS}
             lines += [f"    {line}" for line in golden.listed(key, found)]
+            assert each.summed.error is None  # `stderr` alone knows it, of one window as of several
         if pairs:
             lines.append(f"    in the log: {total.summary()}")
             lines.append(f"    if drawn: {total.summary(drawn)}")

@@ -64,6 +64,16 @@ def test_with_every_block_in_the_sample_it_is_the_exact_value(rule, cache):
         assert one.log_prob == pytest.approx(other.log_prob, abs=1e-9) and one.stderr == 0
 
 
+@pytest.mark.parametrize(("rule", "block"), [("greedy:k=1", 1), ("greedy:k=3", 3), ("threshold:mu=0.0", 4)])
+def test_blocks_that_take_one_step_have_no_sampling_error(rule, block):
+    """The first step of a block reads no kept keys, and what float noise makes of the two phases is no error."""
+    toy = Attends(length=10)
+    for sample in (0.3, 1.0):
+        estimator = TwoPhase(toy, rule, block, TwoPhaseArguments(sample))
+        _, phases = total(estimator.log_prob(texts(8)))
+        assert phases.sampled and phases.error == 0.0
+
+
 def phases(count):
     """Values f and g of each block (N, B) of some texts, their keys and their numbers of blocks."""
     toy = Attends(length=12)
