@@ -238,8 +238,15 @@ def _frequency(net: Net, i: int, size: int) -> float:
         def pair(periods: float) -> float:  # the index of the pair with this many periods over the length
             return size * math.log(length / (periods * 2 * math.pi)) / (2 * math.log(net.theta))
 
-        low = max(math.floor(pair(first(scaling, "beta_fast", default=32))), 0)
-        high = min(math.ceil(pair(first(scaling, "beta_slow", default=1))), size - 1)
+        low = pair(first(scaling, "beta_fast", default=32))
+        high = pair(first(scaling, "beta_slow", default=1))
+        if first(scaling, "truncate", default=True):
+            low = math.floor(low)
+            high = math.ceil(high)
+        low = max(low, 0)
+        high = min(high, size - 1)
+        if low == high:
+            high += 0.001  # as in transformers: no pair is between them
         slowed = min(max((i - low) / (high - low), 0.0), 1.0)
         return float(frequency * (1 - slowed) + frequency / scaling["factor"] * slowed)
     periods = length * frequency / (2 * math.pi)

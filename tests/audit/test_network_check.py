@@ -241,6 +241,8 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
         {"attention_factor": 1.0, "beta_slow": 16.0, "original_max_position_embeddings": 4096},
         {"mscale": 0.7, "mscale_all_dim": 0.7},
         {"factor": 0.5},
+        {"attention_factor": 1.0, "beta_slow": 3.0},  # the pairs between which it interpolates are one
+        {"attention_factor": 1.0, "original_max_position_embeddings": 4096, "truncate": False},
     ],
 )
 def test_yarn_that_leaves_attention_unscaled_is_written_out(entries, tmp_path):
