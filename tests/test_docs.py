@@ -17,7 +17,9 @@ from benchmarks.__main__ import main as measure
 from lm_eval_duel.cli import listing
 from lm_eval_duel.cli.main import COMMANDS, main
 from lm_eval_duel.demo import FOLDER as BUNDLED
+from lm_eval_duel.denoisers import checkpoint
 from lm_eval_duel.denoisers.hf import families
+from lm_eval_duel.denoisers.load_options import LoadOptions
 from lm_eval_duel.rules import RULES
 
 GENERATED = [("docs/model_args.md", "args"), ("docs/rules.md", "rules"), ("docs/estimators.md", "estimators")]
@@ -191,15 +193,40 @@ def test_generated_tables_are_those_of_the_declarations(page, command):
 ATTENTION = {"bidirectional": "bidirectional", "block_causal": "block-causal", "causal_prefix": "causal prefix"}
 
 
+def family_rows():
+    """The names, the words on config.json, and the attention with the block in each line of the table of families."""
+    for line in read("docs/checkpoints.md").splitlines():
+        if line.startswith("| `"):
+            names, config, _, attention = line.split("|")[1:5]
+            yield re.findall(r"`([\w-]+)`", names), config, attention
+
+
 def test_every_family_has_a_line_with_its_attention_and_its_block():
-    rows = [line.split("|")[1:4] for line in read("docs/checkpoints.md").splitlines() if line.startswith("| `")]
-    said = {name: attention for names, _, attention in rows for name in re.findall(r"`([\w-]+)`", names)}
+    said = {name: attention for names, _, attention in family_rows() for name in names}
     for name, family in families.NAMED.items():
         block = family.published_block or family.block
         assert ATTENTION[family.attention] in said[name], name
         assert re.findall(r"\d+", said[name].partition("](")[0] + said[name].partition(")")[2]) == (
             [] if block is None else [str(block)]
         ), name
+
+
+def test_every_family_has_a_line_with_its_classes():
+    said = {name: config for names, config, _ in family_rows() for name in names}
+    for name, family in families.NAMED.items():
+        assert {*family.architectures} <= {*re.findall(r"`(\w+)`", said[name])}, name
+
+
+def test_a_config_with_the_class_of_a_line_is_of_its_family():
+    for names, config, _ in family_rows():
+        for kind in re.findall(r"`([A-Z]\w+)`", config):
+            named = {"architectures": [kind]}
+            if kind in families.PLAIN:  # an autoregressive class, which names no family
+                continue
+            if names[0] in families.NAMED:
+                assert checkpoint.find_family(named, LoadOptions("a", "cpu"), None).name in names, kind
+            else:
+                assert checkpoint.is_dit(named, "a") or checkpoint.is_diffusion_gemma(named), kind
 
 
 def test_concepts_name_the_rules_that_are_not_state_only():
