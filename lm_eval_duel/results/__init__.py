@@ -10,6 +10,7 @@ A number on its way from a file to a table:
                        compare.py    a `ComparedRow` for each row: intervals by the bootstrap (stats.py), the best,
                                      the gap that it closes and what its cache costs (gaps.py)
                        standings.py  the rows of one method over tasks: means, ranks, times
+                       costs.py      the time of each run, over the times of others
     tables             columns.py    which columns a table has; table.py: numbers as text, and the table's forms
     report.md, ...     report.py     what a report consists of; files.py: report.json and report.csv
                        figures.py, page.py

@@ -22,11 +22,12 @@ from lm_eval_duel.errors import DuelError, require_known
 from lm_eval_duel.estimators import registry
 from lm_eval_duel.results import gaps
 from lm_eval_duel.results.compare import ComparedRow, Comparison, Speeds
+from lm_eval_duel.results.costs import RunCost
 from lm_eval_duel.results.gaps import Pair
 from lm_eval_duel.results.read import reading
 from lm_eval_duel.results.rows import Row, baseline_remark
 from lm_eval_duel.results.runs import Run, documents_scored
-from lm_eval_duel.results.standings import RunCost, Standing, Standings
+from lm_eval_duel.results.standings import Standing, Standings
 from lm_eval_duel.results.stats import UNCLEAR
 from lm_eval_duel.results.table import LEVEL, MINUS, WORDS, Bold, Cell, Columns, Head, Table, form_of, number, span
 from lm_eval_duel.rules import adaptive, without_defaults

@@ -236,11 +236,11 @@ def _draws(shown: Sequence[Row]) -> dict[Row, np.ndarray]:
     table = np.empty((len(documents), len(drawable), 2))  # of each document and row: nats, units
     for n, row in enumerate(drawable):
         table[:, n] = [row.documents[key] for key in documents]
-    return dict(zip(drawable, stats.stats_rates(table), strict=True))
+    return dict(zip(drawable, stats.bootstrap_rates(table), strict=True))
 
 
 def _interval(row: Row, draws: Draws) -> Interval | None:
-    return stats.stats_interval(*gaps.values([row], draws)) if row in draws else None
+    return stats.percentile_interval(*gaps.values([row], draws)) if row in draws else None
 
 
 def _gap_interval(row: Row, ar: Row | None, draws: Draws) -> Interval | None:
@@ -248,7 +248,7 @@ def _gap_interval(row: Row, ar: Row | None, draws: Draws) -> Interval | None:
     if ar is None or row is ar or row not in draws or ar not in draws:
         return None
     value, baseline = gaps.values([row, ar], draws)
-    return stats.stats_interval(value - baseline)
+    return stats.percentile_interval(value - baseline)
 
 
 def _best(shown: Sequence[Row]) -> set[Row]:

@@ -19,11 +19,12 @@ from typing import Any
 from lm_eval_duel.console import command_line
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.results.compare import ComparedRow, Comparison, Speeds
+from lm_eval_duel.results.costs import RunCost
 from lm_eval_duel.results.gaps import Interval, Pair
 from lm_eval_duel.results.read import RESULTS, SCORE, reading
 from lm_eval_duel.results.rows import Row
 from lm_eval_duel.results.runs import MODEL, Run
-from lm_eval_duel.results.standings import RankedMethod, RunCost, Standing, Standings
+from lm_eval_duel.results.standings import RankedMethod, Standing, Standings
 from lm_eval_duel.results.table import Note, csv_text
 
 LISTING = "report.json"  # names the files of a report

@@ -26,12 +26,20 @@ Interval = list[float]  # low, high
 
 def values(compared: Sequence[Row], draws: Draws) -> list[np.ndarray]:
     """The values of rows that are compared in each draw of the bootstrap, with their Monte Carlo errors."""
-    drawn = stats.with_errors([draws[row] for row in compared], [row.per_unit.interval_error for row in compared])
-    return [stats.value(row.metric, -rates, 1.0) for row, rates in zip(compared, drawn, strict=True)]
+    rates = []
+    errors = []
+    for row in compared:
+        rates.append(draws[row])
+        errors.append(row.per_unit.interval_error)
+    result = []
+    for row, with_error in zip(compared, stats.with_errors(rates, errors), strict=True):
+        result.append(stats.value(row.metric, -with_error, 1.0))
+    return result
 
 
-def no_interval(lacking: Row) -> Note:
-    return lacking.no_interval.after(f"no interval: {lacking.model}, {lacking.name}: ")
+def no_interval(row: Row) -> Note:
+    """The reason that nothing with this row has an interval: it has no draws."""
+    return row.no_interval.after(f"no interval: {row.model}, {row.name}: ")
 
 
 # ---------------------------------------------------------------- paired differences
@@ -84,7 +92,8 @@ def cache_cost(row: Row, shown: Sequence[Row], draws: Draws) -> Pair | None:
         return pair(row, uncached[0], draws)
     reason = "no result of this network and rule has cache=none"
     if differences:
-        reason = f"no result with cache=none has the same spec; the nearest differs: {'; '.join(differences.values())}"
+        listed = "; ".join(differences.values())
+        reason = f"no result with cache=none has the same spec; the nearest differs: {listed}"
     return Pair(first=row, second=None, reason=Note(reason))
 
 
@@ -92,12 +101,17 @@ def nearest(
     row: Row, shown: Sequence[Row], fits: Callable[[Row], bool], ignored: Collection[str]
 ) -> tuple[list[Row], dict[str, str]]:
     """The fitting rows of the same model whose specs are nearest to a row's, and how they differ."""
-    fitting: list[tuple[Row, dict[str, str]]] = []
+    nearest_rows: list[Row] = []
+    least: dict[str, str] = {}
     for other in shown:
-        if other.run.key == row.run.key and fits(other):
-            fitting.append((other, _differing_entries(row.run.spec, other.run.spec, ignored)))
-    least = min((differences for _, differences in fitting), key=len, default={})
-    nearest_rows = [other for other, differences in fitting if differences == least]
+        if other.run.key != row.run.key or not fits(other):
+            continue
+        differences = _differing_entries(row.run.spec, other.run.spec, ignored)
+        if not nearest_rows or len(differences) < len(least):
+            nearest_rows = [other]
+            least = differences
+        elif differences == least:  # rows that are equally near in other entries are left out
+            nearest_rows.append(other)
     return nearest_rows, least
 
 
@@ -159,21 +173,23 @@ def find_elbos(duel: Row, shown: Sequence[Row], as_published: bool) -> tuple[lis
     if "noise_seed" in duel.run.spec:
         return [], _no_elbo_under_noise(duel, shown)
     causal = duel.run.config.duel.get("attention") in ("block_causal", "causal_prefix")
-    wanted = duel.run.config.block if causal else "none"
+    block = duel.run.config.block if causal else "none"
 
     def fits(row: Row) -> bool:
-        return row.block == wanted and (row.is_drawn_bound or (causal and row.estimator == "elbo_exact"))
+        if row.block != block:
+            return False
+        return row.is_drawn_bound or (causal and row.estimator == "elbo_exact")
 
     elbos, differences = nearest(duel, shown, fits, NON_IDENTITY_KEYS | ESTIMATOR_KEYS)
     if not elbos:
-        return [], f"no ELBO (estimator=elbo, elbo_block={wanted})"
+        return [], f"no ELBO (estimator=elbo, elbo_block={block})"
     listed = "; ".join(differences.values())
     if differences and not (as_published and differences.keys() <= CONVENTIONS):
         return [], f"no ELBO of the same spec; the nearest differs: {listed}"
 
     def preference(row: Row) -> tuple:
-        draws = row.run.spec.get("mc_samples", "")
-        count = float(draws) if draws not in ("", "none") else 1.0
+        draws = row.run.spec.get("mc_samples", "none")
+        count = 1.0 if draws == "none" else float(draws)
         return not row.eps, not row.is_drawn_bound, count
 
     why = f"as published, under another convention: {listed}" if differences else ""
@@ -200,24 +216,36 @@ def close_gap(row: Row, elbo: Row | None, ar: Row | None, draws: Draws, why: str
     errors = [error for error in (elbo.stderr_bound, row.stderr_bound) if error is not None]
     error = math.hypot(*errors) if errors else None  # of the difference: draws of the two are independent
     distinguishable = stats.is_distinguishable(elbo.value, row.value, error)
-    reasons = [Note(elbo.stderr_reason), Note(row.stderr_reason)]
     percent = None
     stderr = None
+    unclear = Note()
     if distinguishable:
         percent = 100 * (elbo.value - row.value) / elbo_gap
         row_stderr = 0.0 if row.stderr_bound is None else row.stderr  # an exact value has no error
         stderr = stats.gap_closed_stderr(elbo.value, row.value, ar.value, elbo.stderr, row_stderr)
     else:
-        reasons.insert(0, Note(f"{UNCLEAR}: ELBO {with_error(elbo)} and DUEL {with_error(row)}"))
+        unclear = Note(f"{UNCLEAR}: ELBO {with_error(elbo)} and DUEL {with_error(row)}")
 
-    interval = None
-    lacking = next((each for each in (elbo, row, ar) if each not in draws), None)
-    if lacking is None:
-        interval, remark = stats.gap_interval(*values([elbo, row, ar], draws))
-        reasons.append(Note(remark))
-    else:
-        reasons.append(no_interval(lacking))
-    return GapClosed(elbo, elbo_gap, distinguishable, percent, stderr, interval, Note.joined(reasons))
+    interval, no_draws = _gap_closed_interval(elbo, row, ar, draws)
+    return GapClosed(
+        elbo=elbo,
+        elbo_gap=elbo_gap,
+        distinguishable=distinguishable,
+        percent=percent,
+        stderr=stderr,
+        interval=interval,
+        reason=Note.joined([unclear, Note(elbo.stderr_reason), Note(row.stderr_reason), no_draws]),
+    )
+
+
+def _gap_closed_interval(elbo: Row, row: Row, ar: Row, draws: Draws) -> tuple[Interval | None, Note]:
+    """The interval of a gap closed, or None, and a remark on draws that it leaves out or lacks."""
+    compared = [elbo, row, ar]
+    for each in compared:
+        if each not in draws:
+            return None, no_interval(each)
+    interval, remark = stats.gap_interval(*values(compared, draws))
+    return interval, Note(remark)
 
 
 def _no_gap(row: Row, elbo: Row, ar: Row | None) -> Note:
@@ -234,4 +262,5 @@ def _no_gap(row: Row, elbo: Row, ar: Row | None) -> Note:
 
 
 def with_error(row: Row) -> str:
+    """A row's value with its Monte Carlo error, which is `± ?` if it is not known."""
     return number(row.value, error=row.stderr, unsure=row.stderr_bound is not None)

@@ -12,6 +12,11 @@ from lm_eval_duel.results.table import number
 
 TWIN = "score it with --model duel-mdm --model_args pretrained=...,estimator=ar"  # windows and tokens as ours
 PER_TOKEN = "token_perplexity"  # not comparable across tokenizers
+SAME_DOCUMENTS = "run both on the same documents (task version, --limit, --num_fewshot)"
+SAME_WINDOWS = (
+    "score both with windows=harness and a max_length that gives equal target positions, or with one that holds every "
+    "document"
+)
 
 
 def check(name: str, metric: str, compared: Sequence[Run], as_published: bool) -> list[str]:
@@ -40,12 +45,15 @@ def groups(name: str, metric: str, runs: Sequence[Run]) -> list[tuple[list[Run],
     """The runs of a task in groups that may be compared, each with its difference from the first one."""
     apart: list[tuple[list[Run], str]] = []
     for run in runs:
-        reasons = [_reason_apart(name, metric, members, run) for members, _ in apart]
-        if "" in reasons:
-            members, _ = apart[reasons.index("")]
-            members.append(run)
-        else:
-            apart.append(([run], reasons[0] if reasons else ""))
+        from_first = ""  # the difference from the first group
+        for members, _ in apart:
+            reason = _reason_apart(name, metric, members, run)
+            if not reason:
+                members.append(run)
+                break
+            from_first = from_first or reason
+        else:  # no group takes it
+            apart.append(([run], from_first))
     return apart
 
 
@@ -57,12 +65,12 @@ def _reason_apart(name: str, metric: str, members: Sequence[Run], run: Run) -> s
     for member in (members[0], _first_with_samples(members, name)):
         if member is None:
             continue
-        found = documents(member.tasks[name], run.tasks[name], metric) + differences(member, run, name)
-        for difference in found:
-            is_of_tokenizers = difference.field.startswith("tokenizer")
-            if metric == PER_TOKEN or not is_of_tokenizers:  # per word and byte tokenizers may differ
-                there = f"{difference.second} here, {difference.first} in the first table of {name}"
-                return f"{difference.field}: {there}"
+        of_documents = documents(member.tasks[name], run.tasks[name], metric)
+        for difference in [*of_documents, *differences(member, run, name)]:
+            if metric != PER_TOKEN and difference.is_of_tokenizers:
+                continue  # words and bytes are the same for every tokenizer
+            there = f"{difference.second} here, {difference.first} in the first table of {name}"
+            return f"{difference.field}: {there}"
     return ""
 
 
@@ -100,9 +108,13 @@ class Difference(NamedTuple):
     def is_of_documents(self) -> bool:
         return self.field.startswith(("documents", "units"))
 
+    @property
+    def is_of_tokenizers(self) -> bool:
+        return self.field.startswith("tokenizer")
+
     def is_allowed(self, metric: str) -> bool:
         """True if values of this metric may be compared in spite of it."""
-        return metric != PER_TOKEN and self.field.startswith(("tokenizer", "windows"))
+        return metric != PER_TOKEN and (self.is_of_tokenizers or self.field == "windows")
 
     def between(self, first: Run, second: Run) -> str:
         return f"{self.field}: {self.first} in {first.name}, but {self.second} in {second.name}"
@@ -113,12 +125,10 @@ def documents(first: Task, second: Task, metric: str) -> list[Difference]:
 
     One is enough for an error, and the others mostly follow from it.
     """
-    for difference in _identity_differences(first, second):
-        return [difference]
-    if first.documents is not None and second.documents is not None:
-        for difference in _sample_differences(first, second, metric):
-            return [difference]
-    return []
+    difference = next(_identity_differences(first, second), None)
+    if difference is None and first.documents is not None and second.documents is not None:
+        difference = next(_sample_differences(first, second, metric), None)
+    return [] if difference is None else [difference]
 
 
 def _identity_differences(first: Task, second: Task) -> Iterator[Difference]:
@@ -127,19 +137,18 @@ def _identity_differences(first: Task, second: Task) -> Iterator[Difference]:
     Their hash covers our token counts too, which differ between tokenizers; with counts of documents the limit is not
     needed. Samples say more than the counts, the limit and the hash.
     """
-    remedy = "run both on the same documents (task version, --limit, --num_fewshot)"
-    one = {"limit": "none", **first.identity}
-    other = {"limit": "none", **second.identity}
+    of_first = {"limit": "none", **first.identity}
+    of_second = {"limit": "none", **second.identity}
     fields = ["shots", "version"]
     if first.documents is None or second.documents is None:
-        counted = "documents" in one and "documents" in other
-        fields.insert(1, "documents" if counted else "limit")
+        are_counted = "documents" in of_first and "documents" in of_second
+        fields = ["shots", "documents" if are_counted else "limit", "version"]
         if PER_TOKEN not in first.metrics and PER_TOKEN not in second.metrics:
             fields.append("hash")
     for field in fields:
-        if field in one and field in other and one[field] != other[field]:
+        if field in of_first and field in of_second and of_first[field] != of_second[field]:
             shown = field if field == "documents" else f"documents ({field})"
-            yield Difference(shown, one[field], other[field], remedy)
+            yield Difference(shown, of_first[field], of_second[field], SAME_DOCUMENTS)
 
 
 def _sample_differences(first: Task, second: Task, metric: str) -> Iterator[Difference]:
@@ -148,16 +157,24 @@ def _sample_differences(first: Task, second: Task, metric: str) -> Iterator[Diff
     other_keys = second.documents.numbers.keys()
     if keys != other_keys:
         shared = f"({len(keys & other_keys)} of them in both)"
-        remedy = "run both on the same documents (task version, --limit, --num_fewshot)"
-        yield Difference("documents", f"{len(keys)} {shared}", f"{len(other_keys)} {shared}", remedy)
+        yield Difference("documents", f"{len(keys)} {shared}", f"{len(other_keys)} {shared}", SAME_DOCUMENTS)
         return
     for name in sorted({metric, "bits_per_byte"} - {PER_TOKEN}):
-        others = second.documents.values.get(name, {})
-        for key, (_, units) in first.documents.values.get(name, {}).items():
-            if key in others and others[key][1] != units:
-                place = f"in document {key[:12]}"
-                sizes = [f"{number(size, 'g')} {place}" for size in (units, others[key][1])]
-                yield Difference(f"units of {name}", *sizes, "run both with the same version of the task")
+        values = first.documents.values.get(name, {})
+        other_values = second.documents.values.get(name, {})
+        for key, (_, units) in values.items():
+            if key not in other_values:
+                continue
+            _, other_units = other_values[key]
+            if units == other_units:
+                continue
+            document = f"in document {key[:12]}"
+            yield Difference(
+                field=f"units of {name}",
+                first=f"{number(units, 'g')} {document}",
+                second=f"{number(other_units, 'g')} {document}",
+                remedy="run both with the same version of the task",
+            )
 
 
 def differences(first: Run, second: Run, name: str) -> list[Difference]:
@@ -171,19 +188,23 @@ def differences(first: Run, second: Run, name: str) -> list[Difference]:
         if tokens is None:
             field = "tokenizer (unknown)"
             remedy = f"{twin}run both with --log_samples, so that their token counts can be compared, or {remedy}"
-        result.append(Difference(field, _tokenizer(first, name), _tokenizer(second, name), remedy))
+        described = _described_tokenizer(first, name)
+        other_described = _described_tokenizer(second, name)
+        result.append(Difference(field, described, other_described, remedy))
     if positions(first) != positions(second):
         remedy = "run with bos=given (or none) on our side"
         result.append(Difference("scored positions", positions(first), positions(second), remedy))
     if first.tasks[name].rolling:
         if not _same_windows(first, second, name, bool(tokens)):
-            remedy = "score both with windows=harness and a max_length that gives equal target positions, or with one "
-            remedy = f"{twin}{remedy}that holds every document"
+            remedy = f"{twin}{SAME_WINDOWS}"
             result.append(Difference("windows", windows_of(first), windows_of(second), remedy))
     elif first.config.duel.get("cut_contexts") or second.config.duel.get("cut_contexts"):
-        cuts = [f"{run.config.duel.get('cut_contexts', 0)} contexts cut at {run.max_length}" for run in (first, second)]
-        result.append(Difference("contexts", *cuts, "raise max_length"))
+        result.append(Difference("contexts", _cut_contexts(first), _cut_contexts(second), "raise max_length"))
     return result
+
+
+def _cut_contexts(run: Run) -> str:
+    return f"{run.config.duel.get('cut_contexts', 0)} contexts cut at {run.max_length}"
 
 
 def _twin(first: Run, second: Run) -> str:
@@ -200,20 +221,30 @@ def _twin(first: Run, second: Run) -> str:
 
 def same_tokens(first: Run, second: Run, name: str) -> bool | None:
     """True if two runs count the same tokens in a task; None if that is not known."""
-    both = (first, second)
-    tokenizers = [run.spec.get("tokenizer") if run.config.ours else None for run in both]
-    if None not in tokenizers and tokenizers[0] == tokenizers[1]:
+    tokenizer = _tokenizer(first)
+    other_tokenizer = _tokenizer(second)
+    are_named = tokenizer is not None and other_tokenizer is not None
+    if are_named and tokenizer == other_tokenizer:
         return True
-    counts = [run.tasks[name].tokens for run in both]
-    if None not in counts:
-        return counts[0] == counts[1]
-    if None not in tokenizers:
+
+    counts = first.tasks[name].tokens
+    other_counts = second.tasks[name].tokens
+    if counts is not None and other_counts is not None:
+        return counts == other_counts
+    if are_named:
         return False
+
     # Words are the same in both, so equal ratios of words to tokens mean equally many tokens.
-    words_per_token = [_words_per_token(run.tasks[name]) for run in both]
-    if None in words_per_token:
+    ratio = _words_per_token(first.tasks[name])
+    other_ratio = _words_per_token(second.tasks[name])
+    if ratio is None or other_ratio is None:
         return None
-    return math.isclose(*words_per_token, rel_tol=1e-6)
+    return math.isclose(ratio, other_ratio, rel_tol=1e-6)
+
+
+def _tokenizer(run: Run) -> str | None:
+    """The tokenizer of a run by its digest in the spec; None for other models of the harness, which name none."""
+    return run.spec.get("tokenizer") if run.config.ours else None
 
 
 def _words_per_token(task: Task) -> float | None:
@@ -225,44 +256,47 @@ def _words_per_token(task: Task) -> float | None:
     return math.log(per_token) / math.log(per_word)
 
 
-def _tokenizer(run: Run, name: str) -> str:
+def _described_tokenizer(run: Run, name: str) -> str:
     """A description of a run's tokenizer, for messages."""
+    tokenizer = _tokenizer(run) or "unknown"
     counts = run.tasks[name].tokens
-    tokenizer = run.spec.get("tokenizer", "unknown") if run.config.ours else "unknown"
-    return tokenizer if counts is None else f"{tokenizer} ({number(sum(counts.values()), '.0f')} tokens)"
+    if counts is None:
+        return tokenizer
+    return f"{tokenizer} ({number(sum(counts.values()), '.0f')} tokens)"
 
 
 def positions(run: Run) -> str:
     """The scored positions of a row: `the text` only, unless a benchmark's convention says otherwise."""
-    bos = run.config.duel.get("bos") or run.spec.get("special_tokens", "").rpartition("bos=")[2] or "given"
-    bos = str(bos).split(",")[0]
-    return "the text" if not run.config.ours or bos in ("given", "none") else f"bos={bos}"
+    if not run.config.ours:
+        return "the text"
+    _, _, in_spec = run.spec.get("special_tokens", "").rpartition("bos=")
+    written = run.config.duel.get("bos") or in_spec or "given"
+    bos = str(written).split(",")[0]
+    return "the text" if bos in ("given", "none") else f"bos={bos}"
 
 
 def windows_of(run: Run) -> str:
     """The windows of a run as text; those of other models are derived."""
     size = "unknown length" if run.capacity is None else f"{run.capacity} target positions"
-    return f"{run.windows}, {size}{'' if run.config.ours else ' (derived)'}"
+    derived = "" if run.config.ours else " (derived)"
+    return f"{run.windows}, {size}{derived}"
 
 
 def _same_windows(first: Run, second: Run, name: str, same_tokenizer: bool) -> bool:
     """True if documents are cut alike: the same windows, or every document is one window in both runs."""
-    same = (first.windows, first.capacity) == (second.windows, second.capacity)
+    equal = first.windows == second.windows and first.capacity == second.capacity
     if first.capacity is None or second.capacity is None:
-        return (
-            same
-            and first.config.ours == second.config.ours
-            and first.spec.get("max_length") == second.spec.get("max_length")
-        )
-    if same:
+        equal_lengths = first.spec.get("max_length") == second.spec.get("max_length")
+        return equal and equal_lengths and first.config.ours == second.config.ours
+    if equal:
         return True
-    one = first.longest(name)
-    other = second.longest(name)
-    if same_tokenizer:  # what is known of one run holds for both
-        known = [tokens for tokens in (one, other) if tokens is not None]
+
+    longest = first.longest(name)
+    other_longest = second.longest(name)
+    if same_tokenizer:  # what is known of one run holds for both: their documents are the same
+        known = [tokens for tokens in (longest, other_longest) if tokens is not None]
         longest = max(known, default=None)
-        one = longest
-        other = longest
-    if one is None or other is None:
+        other_longest = longest
+    if longest is None or other_longest is None:
         return False
-    return one <= first.capacity and other <= second.capacity
+    return longest <= first.capacity and other_longest <= second.capacity

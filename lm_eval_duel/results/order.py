@@ -42,10 +42,11 @@ def in_order(rows: Iterable[Row]) -> Ordered:
     same: dict[Row, list[Row]] = {}
     notes = []
     for values in methods.values():
-        kept = _disambiguated([copies[0] for copies in values.values()])
-        for row, (_, *others) in zip(kept, values.values(), strict=True):
-            same[row] = others
-            for other in others:
+        first_rows = [rows_of_value[0] for rows_of_value in values.values()]
+        shown = _disambiguated(first_rows)
+        for row, rows_of_value in zip(shown, values.values(), strict=True):
+            same[row] = rows_of_value[1:]
+            for other in same[row]:
                 notes.append(_twice(row, other))
 
     oldest_first = sorted(same, key=lambda row: row.run.header.date)
@@ -66,9 +67,12 @@ def identity(row: Row) -> tuple:
     if row.is_drawn:  # the draws are part of its value
         return tuple(sorted(spec.items()))
     ignored = NON_IDENTITY_KEYS
-    if not row.entry.lattice:
+    if not row.entry.lattice:  # the arguments of other estimators say nothing about it; its own do
         ignored = ignored - {*row.entry.arguments}
-    return tuple(sorted((key, spec[key]) for key in spec.keys() - ignored))
+    entries = []
+    for key in sorted(spec.keys() - ignored):
+        entries.append((key, spec[key]))
+    return tuple(entries)
 
 
 def _twice(row: Row, other: Row) -> str:
@@ -82,23 +86,29 @@ def _twice(row: Row, other: Row) -> str:
 
 def _disambiguated(rows: Sequence[Row]) -> list[Row]:
     """Rows of one name, with what distinguishes their specs as their variant."""
+    if len(rows) < 2:
+        return list(rows)
     keys = differing_keys([row.run.spec for row in rows], ("estimator", "rule"))
     named = {"cache", *rows[0].entry.label_args}
-    if len(rows) < 2 or (keys and named.issuperset(keys)):
+    unnamed = [key for key in keys if key not in named]
+    if keys and not unnamed:  # their names differ already
         return list(rows)
-    keys = [key for key in keys if key not in named] or ["version"]
+    variant_keys = tuple(unnamed) or ("version",)
     result = []
     for row in rows:
-        variant = ", ".join(argument(row.run.spec, key) for key in keys)
-        result.append(dataclasses.replace(row, variant=variant, variant_keys=tuple(keys)))
+        variant = ", ".join(argument(row.run.spec, key) for key in variant_keys)
+        result.append(dataclasses.replace(row, variant=variant, variant_keys=variant_keys))
     return result
 
 
 def _sort_key(row: Row) -> tuple[Any, ...]:
+    """Sorts the rows of a model: by estimator, block, rule, cache and noise seed."""
     estimators = [*registry.ESTIMATORS]
     block = int(row.block) if (row.block or "").isdigit() else NO_BLOCK
     if row.is_drawn_bound:
         block = -block  # the whole target first
-    cache = CACHES.index(row.cache) if row.cache in CACHES else len(CACHES)
+    cache = len(CACHES)  # that of a later version comes last
+    if row.cache in CACHES:
+        cache = CACHES.index(row.cache)
     seed = float(row.noise_seed or 0)
     return estimators.index(row.estimator), block, *sort_key(row.rule), cache, seed, row.variant

@@ -14,12 +14,13 @@ from urllib.parse import quote
 
 from lm_eval_duel.core.scores import METRICS
 from lm_eval_duel.errors import DuelError, usage
-from lm_eval_duel.results import columns, compare, figures, files, gaps, match, read, rows, standings, traced
+from lm_eval_duel.results import columns, compare, costs, figures, files, gaps, match, read, rows, standings, traced
 from lm_eval_duel.results.compare import ComparedRow, Comparison
+from lm_eval_duel.results.costs import RunCost
 from lm_eval_duel.results.figures import Image
 from lm_eval_duel.results.rows import Row
 from lm_eval_duel.results.runs import Documents, Run, documents_scored, is_limited
-from lm_eval_duel.results.standings import RunCost, Standings
+from lm_eval_duel.results.standings import Standings
 from lm_eval_duel.results.table import WORDS, Note, Table, bullets, escape, form_of, number, plus_minus, spaced
 from lm_eval_duel.rules import without_defaults
 
@@ -55,7 +56,7 @@ class Report:
     @functools.cached_property
     def costs(self) -> list[RunCost]:
         rows = itertools.chain.from_iterable(task.rows for task in self.tasks.values())
-        return standings.costs(self.runs, self.baselines, rows)
+        return costs.of_runs(self.runs, self.baselines, rows)
 
     @property
     def scored(self) -> list[str]:

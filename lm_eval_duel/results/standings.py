@@ -1,19 +1,18 @@
-"""Results over tasks: the rows of one model under one method, with means and a rank, and what runs cost."""
+"""Results over tasks: the rows of one model under one method, with means and a rank."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
 import statistics
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
-from lm_eval_duel.estimators import registry
 from lm_eval_duel.results.compare import ComparedRow, Comparison
+from lm_eval_duel.results.costs import CACHED, SEES_TARGETS, Time
 from lm_eval_duel.results.order import identity
 from lm_eval_duel.results.rows import Row, argument, differing_keys, plain_row
 from lm_eval_duel.results.runs import Run
-from lm_eval_duel.rules import sort_key
 
 MEAN = "mean"  # what rows are ranked by, if not by a task
 AR = "AR"
@@ -24,11 +23,8 @@ KINDS = {  # of a result, as `Value.word` has them: its meaning
     "estimate": "an estimate of a likelihood; ± is its own standard error",
     "bound": "an upper bound of the perplexity: the true value is at or below it",
     "no bound": "a Monte Carlo ELBO that leaves out small noise levels (elbo_eps above 0), so it bounds nothing",
-    ORACLE: "not a likelihood: it sees the targets",
+    ORACLE: SEES_TARGETS,
 }
-WHOLE_RUN = "times of whole runs, loading included: results of other models hold no other time, and no device"
-CACHED = "some answers came from a response cache, so the time covers only a part of the run"
-LATTICE = f"lattice: all estimators in one run (oracle is {KINDS[ORACLE]})"
 
 
 # ---------------------------------------------------------------- methods
@@ -74,7 +70,9 @@ class RankedMethod:
     def kind(self) -> str:
         """A key of KINDS. A likelihood with a drawn error is an estimate, whatever wrote it."""
         word = self.named.score.word
-        return "estimate" if word == "exact" and self.named.stderr is not None else word
+        if word == "exact" and self.named.stderr is not None:
+            return "estimate"
+        return word
 
     @property
     def is_duel(self) -> bool:
@@ -100,6 +98,7 @@ class RankedMethod:
 
     @property
     def parameters(self) -> int | None:
+        """Of the network; None if no result has their number."""
         for run in self.runs:
             if run.config.duel.get("parameters"):
                 return run.config.duel["parameters"]
@@ -107,6 +106,7 @@ class RankedMethod:
 
     @property
     def versions(self) -> dict[str, str]:
+        """The versions of each package, all that were used."""
         versions: dict[str, list[str]] = {}
         for run in self.runs:
             for name, version in run.versions.items():
@@ -120,6 +120,7 @@ class RankedMethod:
 
     @property
     def nfe_per_token(self) -> float | None:
+        """Rule steps over tokens, of the tasks that have both."""
         nfe = 0
         tokens = 0
         for each in self.rows.values():
@@ -130,8 +131,12 @@ class RankedMethod:
 
     @property
     def device(self) -> str:
-        places = sorted({time.place for time in self.times}, key=str)
-        return ", ".join(f"{device or 'unknown device'} x {ranks or 1}" for device, ranks in places)
+        """The devices of its runs, each with the number of processes, such as `NVIDIA H100 x 2`."""
+        places = {time.place for time in self.times}
+        names = []
+        for device, ranks in sorted(places, key=str):
+            names.append(f"{device or 'unknown device'} x {ranks or 1}")
+        return ", ".join(names)
 
     @property
     def seconds_per_token(self) -> float | None:
@@ -159,7 +164,7 @@ class RankedMethod:
 
 
 def joined(texts: Iterable[str | None]) -> str:
-    """Different texts, each once."""
+    """The texts that are not empty, each once."""
     return ", ".join(dict.fromkeys(filter(None, texts)))
 
 
@@ -168,30 +173,36 @@ def _methods(tasks: Mapping[str, Comparison], runs: Sequence[Run], baselines: Se
 
     Two results of one task are always two methods.
     """
-    results: dict[tuple, dict[str, ComparedRow]] = {}
+    compared: dict[tuple, dict[str, ComparedRow]] = {}  # of each method, by task
     for name, task in tasks.items():
         for each in task.rows:
-            key = _free_key(results, _key(each.row), name)
-            results.setdefault(key, {})[name] = each
+            key = _free_key(compared, _key(each.row), name)
+            compared.setdefault(key, {})[name] = each
+
     scored: dict[tuple, dict[str, Run]] = {}
-    plain: dict[tuple, Row] = {}
-    for run in sorted(runs, key=lambda run: -run.header.date):  # the newest stands beside the perplexities
+    plain: dict[tuple, Row] = {}  # names a method that has no perplexity
+    newest_first = sorted(runs, key=lambda run: -run.header.date)  # the newest stands beside the perplexities
+    for run in newest_first:
         for name, task in run.every_task.items():
             if task.scores:
                 row = plain_row(run, name, baseline=run in baselines)
                 key = _free_key(scored, _key(row), name)
                 scored.setdefault(key, {})[name] = run
                 plain[key] = row
+
     methods = []
-    for key in dict.fromkeys([*results, *reversed(scored)]):
-        rows = results.get(key, {})
-        names = [each.row for each in rows.values()] or [plain[key]]
-        named = max(names, key=lambda row: len(row.title))  # the one with the most remarks
-        methods.append(RankedMethod(named, rows, scored.get(key, {})))
+    for key in dict.fromkeys([*compared, *reversed(scored)]):  # those without a perplexity oldest first
+        rows_of_tasks = compared.get(key, {})
+        named = plain.get(key)
+        if rows_of_tasks:
+            rows = [each.row for each in rows_of_tasks.values()]
+            named = max(rows, key=lambda row: len(row.title))  # the one with the most remarks
+        methods.append(RankedMethod(named, rows_of_tasks, scored.get(key, {})))
     return _disambiguated(methods)
 
 
 def _key(row: Row) -> tuple:
+    """Equal for the results of one method, on whichever task."""
     return row.run.key, row.estimator, row.rule, row.block, identity(row)
 
 
@@ -210,12 +221,13 @@ def _disambiguated(methods: Sequence[RankedMethod]) -> list[RankedMethod]:
         groups.setdefault((method.named.model, method.label), []).append(method)
     renamed: dict[RankedMethod, RankedMethod] = {}
     for group in groups.values():
-        keys = differing_keys([method.named.run.spec for method in group], ("estimator", "rule", "cache"))
+        specs = [method.named.run.spec for method in group]
+        keys = differing_keys(specs, ("estimator", "rule", "cache"))
         for method in group:
             row = method.named
             arguments = [argument(row.run.spec, key) for key in keys]
-            variant = joined([row.variant, *arguments])
-            renamed[method] = dataclasses.replace(method, named=dataclasses.replace(row, variant=variant))
+            with_variant = dataclasses.replace(row, variant=joined([row.variant, *arguments]))
+            renamed[method] = dataclasses.replace(method, named=with_variant)
     return [renamed[method] for method in methods]
 
 
@@ -224,7 +236,7 @@ def _disambiguated(methods: Sequence[RankedMethod]) -> list[RankedMethod]:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Standing:
-    """A method among the others. `main`: the value that they are ranked by."""
+    """A method among the others. `main`: the value that they are ranked by. None: the method has none of it."""
 
     method: RankedMethod
     main: float | None
@@ -252,18 +264,24 @@ class Standings:
 
     def groups(self) -> list[tuple[str, list[Standing]]]:
         """The rows from the lowest value, in groups with a title: the oracle is not a likelihood, and stands apart."""
-        groups: dict[str, list[Standing]] = {"": [], f"Oracle: {KINDS[ORACLE]}": []}
-        others, oracles = groups.values()
 
         def lowest_first(row: Standing) -> float:
             return math.inf if row.main is None else row.main
 
+        likelihoods = []
+        oracles = []
         for row in sorted(self.rows, key=lowest_first):
             if row.method.named.score.is_likelihood:
-                others.append(row)
+                likelihoods.append(row)
             else:
                 oracles.append(row)
-        return [(title, members) for title, members in groups.items() if members]
+
+        groups = []
+        if likelihoods:
+            groups.append(("", likelihoods))
+        if oracles:
+            groups.append((f"Oracle: {KINDS[ORACLE]}", oracles))
+        return groups
 
 
 def standings(tasks: Mapping[str, Comparison], runs: Sequence[Run], baselines: Sequence[Run]) -> Standings:
@@ -290,6 +308,8 @@ def standings(tasks: Mapping[str, Comparison], runs: Sequence[Run], baselines: S
         if method in ranks and mean_of:
             mean_rank = statistics.fmean(on_task[method] for on_task in ranks_on_tasks)
         rows.append(Standing(method, main[method], means[method], mean_rank, ranks.get(method)))
+
+    # the baseline first; the models as their first rows come, and the rows of one as they are
     models = list(dict.fromkeys(method.named.model for method in methods))
     rows.sort(key=lambda row: (not row.method.named.ar, models.index(row.method.named.model)))
     return Standings(rows, mean_of, metric, MEAN if mean_of else largest)
@@ -322,7 +342,9 @@ def _mean(method: RankedMethod, tasks: Sequence[str], metric: str) -> float | No
     values = [method.value(name) for name in tasks]
     if not values or None in values:
         return None
-    return statistics.fmean(values) if metric == "bits_per_byte" else statistics.geometric_mean(values)
+    if metric == "bits_per_byte":
+        return statistics.fmean(values)
+    return statistics.geometric_mean(values)  # so that the mean of rates decides, as for bits per byte
 
 
 def _ranks(values: Mapping[RankedMethod, float | None]) -> dict[RankedMethod, int]:
@@ -338,147 +360,3 @@ def _ranks(values: Mapping[RankedMethod, float | None]) -> dict[RankedMethod, in
             if values[other] < values[method] and method.competes_with(other):
                 ranks[method] += 1
     return ranks
-
-
-# ---------------------------------------------------------------- what runs cost
-
-
-@dataclasses.dataclass(frozen=True)
-class Time:
-    """The time of a run, and where it was measured."""
-
-    run: Run
-
-    @property
-    def tasks(self) -> list[str]:
-        return sorted(self.run.every_task)
-
-    @property
-    def place(self) -> tuple[str | None, int | None]:
-        """Device and number of processes."""
-        return self.run.config.duel.get("device"), self.run.config.duel.get("ranks")
-
-    @property
-    def tokens(self) -> int | None:
-        """Of a run of another model from its samples."""
-        if self.run.config.duel.get("tokens"):
-            return self.run.config.duel["tokens"]
-        total = 0.0
-        for task in self.run.tasks.values():
-            if task.tokens is None:
-                return None
-            total += sum(task.tokens.values())
-        return int(total) or None
-
-    @property
-    def seconds(self) -> float | None:
-        """Of scoring alone."""
-        return self.run.config.duel.get("seconds")
-
-    @property
-    def whole_run(self) -> float | None:
-        """Seconds, loading included."""
-        return self.run.header.total_evaluation_time_seconds
-
-    @property
-    def seconds_per_token(self) -> float | None:
-        return self.seconds / self.tokens if self.seconds and self.tokens else None
-
-
-class Ratio(NamedTuple):
-    """Seconds per token over another run's, and the reason: which run that is, or why there is none."""
-
-    value: float | None = None
-    reason: str = ""
-
-
-@dataclasses.dataclass(frozen=True)
-class RunCost:
-    """The cost of a run, beside the Monte Carlo ELBO of its model and the autoregressive baseline."""
-
-    time: Time
-    baseline: bool
-    over_elbo: Ratio
-    over_ar: Ratio
-
-    @property
-    def run(self) -> Run:
-        return self.time.run
-
-    @property
-    def name(self) -> str:
-        """Its estimator, or that it has several."""
-        return LATTICE if registry.find(self.run.config.estimator).lattice else self.run.config.estimator
-
-
-def costs(runs: Sequence[Run], baselines: Collection[Run], rows: Iterable[ComparedRow]) -> list[RunCost]:
-    """One entry per run. Ratios are of seconds per token; they are left out if two runs cannot be compared.
-
-    The ELBO is the Monte Carlo one with the most draws that belongs to the report's `rows` of the run.
-    """
-    timed: dict[Run, Time] = {}
-    for run in sorted(runs, key=lambda run: run not in baselines):
-        if run.tasks:
-            timed[run] = Time(run)
-    baseline_times = [time for run, time in timed.items() if run in baselines]
-    elbos: dict[Run, Row] = {}
-    for each in rows:
-        if each.drawn_elbo is not None:
-            elbos.setdefault(each.row.run, each.drawn_elbo)
-    costs_of_runs = []
-    for run, time in timed.items():
-        over_elbo = Ratio()
-        over_ar = Ratio()
-        if run not in baselines:
-            over_ar = _ratio(time, baseline_times, "AR run")
-            if run.config.estimator != "elbo":
-                over_elbo = _over_elbo(time, elbos.get(run), timed)
-        costs_of_runs.append(RunCost(time, run in baselines, over_elbo, over_ar))
-
-    models = [run.label for run in timed]
-    estimators = [*registry.ESTIMATORS]
-
-    def place(cost: RunCost) -> tuple:
-        run = cost.run
-        return (
-            not cost.baseline,
-            models.index(run.label),
-            estimators.index(run.config.estimator),
-            *sort_key(run.config.rule),
-        )
-
-    return sorted(costs_of_runs, key=place)
-
-
-def _over_elbo(time: Time, elbo: Row | None, timed: Mapping[Run, Time]) -> Ratio:
-    """Seconds per token over those of the ELBO of a run."""
-    what = "Monte Carlo ELBO"
-    if elbo is None:
-        return _ratio(time, [], what)
-    note = f"the ELBO of {time.run.label}: {elbo.name}, mc_samples={elbo.run.spec.get('mc_samples')}"
-    return _ratio(time, [timed[elbo.run]], what, note)
-
-
-def _ratio(time: Time, others: Sequence[Time], what: str, note: str = "") -> Ratio:
-    """Seconds per token over another run's of the same tasks. `note`: about that run."""
-    if not others:
-        return Ratio(None, f"no {what} to compare with")
-    same_tasks = [other for other in others if other.tasks == time.tasks]
-    if not same_tasks:
-        return Ratio(None, f"the {what} is of other tasks")
-    if any(other.run.cached for other in (time, *same_tasks)):
-        return Ratio(None, CACHED)
-
-    timed = [other for other in same_tasks if other.seconds_per_token]
-    if timed and time.seconds_per_token:
-        same_place = [other for other in timed if other.place == time.place]
-        if not same_place:
-            device, ranks = timed[0].place
-            return Ratio(None, f"the {what} ran on {device} x {ranks}")
-        return Ratio(time.seconds_per_token / same_place[-1].seconds_per_token, note)
-
-    whole_runs = [other.whole_run for other in same_tasks if other.whole_run]
-    if whole_runs and time.whole_run:
-        notes = "; ".join(filter(None, [note, WHOLE_RUN]))
-        return Ratio(time.whole_run / whole_runs[-1], notes)
-    return Ratio(None, f"no time of the {what}")

@@ -47,10 +47,14 @@ def rate(metric: str, metric_value: float) -> float:
 
 def stderr(metric: str, metric_value: float, nats: float, error: float | None) -> float | None:
     """Standard error of a metric's value from its log-likelihood's (delta method); None if not finite."""
-    if error is None or not nats or not all(map(math.isfinite, (metric_value, nats, error))):
+    if error is None or not nats:
         return None
-    relative = abs(error / nats)  # the rate is proportional to the nats
-    return metric_value * relative * (1.0 if metric == "bits_per_byte" else abs(math.log(metric_value)))
+    if not (math.isfinite(metric_value) and math.isfinite(nats) and math.isfinite(error)):
+        return None
+    relative = abs(error / nats)  # of the rate, too: it is proportional to the nats
+    if metric == "bits_per_byte":
+        return metric_value * relative
+    return metric_value * relative * abs(math.log(metric_value))  # d exp(rate) = exp(rate) d rate
 
 
 def drawn_interval(metric: str, rate: float, error: float) -> list[float]:
@@ -58,15 +62,17 @@ def drawn_interval(metric: str, rate: float, error: float) -> list[float]:
 
     It is exp(rate ± 1.96 error), so it is symmetric on a logarithmic axis, and its low end is above 0.
     """
-    return [float(value(metric, -(rate + side * WHISKER * error), 1.0)) for side in (-1, 1)]
+    low = value(metric, -(rate - WHISKER * error), 1.0)
+    high = value(metric, -(rate + WHISKER * error), 1.0)
+    return [float(low), float(high)]
 
 
-def is_distinguishable(here: float, there: float, error: float | None) -> bool:
+def is_distinguishable(first: float, second: float, error: float | None) -> bool:
     """True if two values differ by more than two standard errors of their difference (always, without an error)."""
-    return error is None or abs(here - there) > CLEAR * error
+    return error is None or abs(first - second) > CLEAR * error
 
 
-def stats_interval(values: np.ndarray) -> list[float]:
+def percentile_interval(values: np.ndarray) -> list[float]:
     """The 95 % percentile interval of draws. A draw of empty documents only has no rate and is left out."""
     low, high = np.percentile(values[np.isfinite(values)], LEVEL)
     return [float(low), float(high)]
@@ -90,12 +96,17 @@ def gap_closed_stderr(
 def gap_interval(elbo: np.ndarray, duel: np.ndarray, ar: np.ndarray) -> tuple[list[float] | None, str]:
     """The interval of gap closed from paired draws, and a remark if the ELBO's gap is not positive in some of them."""
     gap = elbo - ar
-    count = len(elbo)
-    undefined = int((~(gap > 0)).sum())
+    is_positive = gap > 0  # False for a draw of empty documents only, whose rate is NaN
+    count = len(gap)
+    undefined = count - int(is_positive.sum())
     if undefined > MAX_UNDEFINED * count:
         return None, f"no interval: {undefined:,} of {count:,} draws have no positive ELBO gap"
-    remark = f"{undefined:,} of {count:,} draws without a positive ELBO gap are left out" if undefined else ""
-    return stats_interval(100 * (elbo - duel)[gap > 0] / gap[gap > 0]), remark
+    closed = (elbo - duel)[is_positive]
+    share = closed / gap[is_positive]  # in each draw: a ratio of means is not a mean of ratios
+    remark = ""
+    if undefined:
+        remark = f"{undefined:,} of {count:,} draws without a positive ELBO gap are left out"
+    return percentile_interval(100 * share), remark
 
 
 # ---------------------------------------------------------------- the bootstrap
@@ -113,18 +124,21 @@ def resample(columns: np.ndarray, seed: int = SEED) -> np.ndarray:
     for begin in range(0, DRAWS, together):
         draws = min(together, DRAWS - begin)
         documents = random.integers(size, size=(draws, size))
-        counted_apart = documents + size * np.arange(draws)[:, None]  # one count for all draws, each in its own range
-        times_drawn = np.bincount(counted_apart.ravel(), minlength=draws * size).reshape(draws, size)
+        # One call counts all draws: the documents of draw d are numbered from d * size on.
+        numbered = documents + size * np.arange(draws)[:, None]  # (draws, documents)
+        times_drawn = np.bincount(numbered.ravel(), minlength=draws * size).reshape(draws, size)
         sums.append(times_drawn @ columns)  # (draws, K)
     return np.concatenate(sums)
 
 
-def stats_rates(table: np.ndarray) -> np.ndarray:
+def bootstrap_rates(table: np.ndarray) -> np.ndarray:
     """Bootstrap draws of nats per unit: (documents, K, 2) nats and units -> (K, draws)."""
     documents, count, _ = table.shape
-    sums = resample(table.reshape(documents, -1)).reshape(-1, count, 2)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        return -(sums[..., 0] / sums[..., 1]).T
+    sums = resample(table.reshape(documents, -1)).reshape(-1, count, 2)  # (draws, K, 2)
+    nats = sums[..., 0]
+    units = sums[..., 1]
+    with np.errstate(divide="ignore", invalid="ignore"):  # a draw of empty documents only has no units
+        return -(nats / units).T
 
 
 def with_errors(draws: Sequence[np.ndarray], errors: Sequence[float | None]) -> list[np.ndarray]:
@@ -137,12 +151,19 @@ def with_errors(draws: Sequence[np.ndarray], errors: Sequence[float | None]) -> 
     result = []
     for k, (drawn, error) in enumerate(zip(draws, errors, strict=True)):
         if error and math.isfinite(error):
-            others = [drawn - other for n, other in enumerate(draws) if n != k] or [drawn]  # alone: against 0
-            present = min(float(np.var(other[np.isfinite(other)])) for other in others)
+            others = [*draws[:k], *draws[k + 1 :]]
+            spreads = [_variance(drawn - other) for other in others] or [_variance(drawn)]
+            present = min(spreads)
             missing = math.sqrt(max(0.0, error**2 - present))
-            drawn = drawn + missing * np.random.default_rng([SEED, k]).standard_normal(len(drawn))
+            noise = np.random.default_rng([SEED, k]).standard_normal(len(drawn))  # of row k: errors are independent
+            drawn = drawn + missing * noise
         result.append(drawn)
     return result
+
+
+def _variance(draws: np.ndarray) -> float:
+    """The variance of the draws that have a rate."""
+    return float(np.var(draws[np.isfinite(draws)]))
 
 
 # ---------------------------------------------------------------- paired differences
@@ -201,7 +222,8 @@ class PairedDifference:
         """The Monte Carlo errors of the perplexities. None: nothing is drawn, or the error is not known."""
         errors: list[float | None] = []
         for value, shown in zip(self.values, self.perplexities, strict=True):
-            errors.append(None if value.error is None or math.isinf(shown) else shown * value.error)
+            is_known = value.error is not None and math.isfinite(shown)
+            errors.append(shown * value.error if is_known else None)
         return tuple(errors)
 
     @property
@@ -231,9 +253,12 @@ def difference(first: Side, second: Side, unit: str, keys: Sequence[str]) -> Pai
     result = dataclasses.replace(result, difference=first.rate - second.rate)
     if first.draws is None or second.draws is None:
         return result
-    draws = with_errors([first.draws, second.draws], [first.value.interval_error, second.value.interval_error])
-    low, high = stats_interval(draws[0] - draws[1])
+
+    errors = [first.value.interval_error, second.value.interval_error]
+    draws_of_first, draws_of_second = with_errors([first.draws, second.draws], errors)
+    low, high = percentile_interval(draws_of_first - draws_of_second)
     result = dataclasses.replace(result, interval=(low, high))
+
     lower = None  # the side with fewer nats per unit, if the interval says which
     if high < 0:
         lower = first
@@ -320,11 +345,13 @@ def compare(
     for side, texts in enumerate((first, second)):
         for place, n in enumerate(order):
             table[place, side] = texts.log_probs[n], texts.counts[unit][n]
-    if not table[:, :, 1].sum(0).all():
+    sums = table.sum(0)  # (sides, nats and units)
+    if not sums[:, 1].all():
         raise DuelError(f"The texts have no {unit}s, so there is no rate to compare.")
+
     draws: Any = (None, None)
-    if len(a) > 1 and np.isfinite(table.sum(0)).all():
-        draws = stats_rates(table)
+    if len(a) > 1 and np.isfinite(sums).all():
+        draws = bootstrap_rates(table)
     return difference(first.side(unit, draws[0]), second.side(unit, draws[1]), unit, first.keys)
 
 
@@ -346,16 +373,7 @@ def _texts(scores: Sequence[Any], name: str) -> Texts:
     """The scores of `Duel.score`, or the estimates of `Duel.estimate`, as they are compared."""
     from lm_eval_duel.estimators.totals import Total
 
-    for n, score in enumerate(scores):
-        if not isinstance(getattr(score, "sums", None), Total):
-            got = type(score).__name__
-            raise DuelError(
-                f"compare() takes scores, as Duel.score returns; number {n} of {name} is of the class {got}."
-            )
-        if score.text is None:
-            raise DuelError(f"compare() takes one score for each text; number {n} of {name} is a total of several.")
-        if score.spec != scores[0].spec:
-            raise DuelError(f"compare() takes the scores of one model in a list; {name} has 0 and {n} of several.")
+    _check_scores(scores, name)
     spec = scores[0].spec
     total = Total.from_parts(score.sums for score in scores).value
     drawn = registry.find(str(spec["estimator"])).drawn
@@ -375,6 +393,22 @@ def _texts(scores: Sequence[Any], name: str) -> Texts:
     return texts
 
 
+def _check_scores(scores: Sequence[Any], name: str) -> None:
+    """Raise DuelError for objects that are no scores of single texts under one model."""
+    from lm_eval_duel.estimators.totals import Total
+
+    for n, score in enumerate(scores):
+        if not isinstance(getattr(score, "sums", None), Total):
+            got = type(score).__name__
+            raise DuelError(
+                f"compare() takes scores, as Duel.score returns; number {n} of {name} is of the class {got}."
+            )
+        if score.text is None:
+            raise DuelError(f"compare() takes one score for each text; number {n} of {name} is a total of several.")
+        if score.spec != scores[0].spec:
+            raise DuelError(f"compare() takes the scores of one model in a list; {name} has 0 and {n} of several.")
+
+
 def _tokens(score: Any) -> int:
     """The number of tokens of the text of a score, which lists the scored ones, or of an estimate."""
     return score.tokens if isinstance(score.tokens, int) else score.text_tokens
@@ -383,13 +417,12 @@ def _tokens(score: Any) -> int:
 def _check_texts(texts: Texts) -> None:
     """Raise DuelError for a log-probability above 0. An estimate of one text may be above; then the sum is checked."""
     tokens = texts.counts["token"]
-    sums = []
-    if texts.value.may_exceed_one:
-        sums.append(("the sum", texts.value.nats, sum(tokens)))
-    else:
+    checked = [("the sum", texts.value.nats, sum(tokens))]
+    if not texts.value.may_exceed_one:
+        checked = []
         for n, (log_prob, count) in enumerate(zip(texts.log_probs, tokens, strict=True)):
-            sums.append((f"text {n}", log_prob, count))
-    for what, nats, count in sums:
+            checked.append((f"text {n}", log_prob, count))
+    for what, nats, count in checked:
         if not nats <= EQUAL * max(1, count):  # also for NaN
             raise DuelError(
                 f"The log-probability of {what} of {texts.name} is {nats:g}, and a probability is at most 1. Score the "

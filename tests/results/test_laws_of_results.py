@@ -112,7 +112,7 @@ def test_a_bootstrap_that_holds_the_monte_carlo_error_gets_no_more_of_it():
 
     def draws(*nats):
         table = np.stack([np.stack([column, units], 1) for column in nats], 1)  # (documents, models, 2)
-        return stats.with_errors(stats.stats_rates(table), [error / 500, None])
+        return stats.with_errors(stats.bootstrap_rates(table), [error / 500, None])
 
     first, second = draws(hard + noise, hard)
     assert np.std(first) == pytest.approx(np.std(hard + noise) / math.sqrt(500), rel=0.05)  # and so its interval

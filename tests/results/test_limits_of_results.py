@@ -137,7 +137,7 @@ def test_at_most_a_fortieth_of_the_draws_may_have_no_gap(without, has_interval):
 def test_the_ends_of_an_interval_are_its_percentiles():
     """Of 0 to 1,000: 2.5 % lie below 25, and 2.5 % above 975. What is not finite is left out."""
     values = np.concatenate([np.arange(1001.0), [math.nan, math.inf]])
-    assert stats.stats_interval(values) == pytest.approx([25.0, 975.0])
+    assert stats.percentile_interval(values) == pytest.approx([25.0, 975.0])
 
 
 def side(name, rate, spread):
