@@ -41,18 +41,18 @@ class OtherModel(NamedTuple):
 
     @contextlib.contextmanager
     def naming_conflicts(self) -> Iterator[None]:
-        """Add to an error which of the args that it names are inherited, and so have to be set."""
+        """Name the model in an error, and which of the args that the error names are inherited, so have to be set."""
         try:
             yield
         except DuelError as error:
-            named = [key for key in self.inherited if re.search(rf"\b{key}\b", str(error))]
-            if not named:
+            if not self.text:  # the model of --model_args
                 raise
-            values = ", ".join(f"{key}={self.args[key]}" for key in named)
-            raise type(error)(
-                f"--compare {self.text}: {error} This model has {values} from --model_args: set {' and '.join(named)} "
-                "here, too."
-            ) from None
+            message = f"--compare {self.text}: {error}"
+            named = [key for key in self.inherited if re.search(rf"\b{key}\b", str(error))]
+            if named:
+                values = ", ".join(f"{key}={self.args[key]}" for key in named)
+                message += f" This model has {values} from --model_args: set {' and '.join(named)} here, too."
+            raise type(error)(message) from None
 
 
 def other_model(text: str, first: Mapping[str, Any]) -> OtherModel:

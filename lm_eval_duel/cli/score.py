@@ -70,7 +70,7 @@ def main(arguments: Sequence[str]) -> None:
     from lm_eval_duel.text.loading import require_loadable
 
     setup_logging()
-    for model in options.models:  # all of them before the first is scored
+    for model in options.models[1:]:  # before the first, which is checked as it is loaded
         if model.note and rank == 0:
             log.info("%s", model.note)
         with model.naming_conflicts():

@@ -65,14 +65,19 @@ def load_network(checkpoint: Checkpoint, tokenizer: PreTrainedTokenizerBase | No
         if checkpoint.runs_own_code:
             denoiser: Denoiser = own_code.load(checkpoint.local())
         else:
-            reader = reader_of(checkpoint)
-            if reader not in (own_forward.masked_lm, own_forward.causal_lm):  # these leave the files to transformers
-                checkpoint = checkpoint.local()
-            denoiser = reader(checkpoint).fill()
+            denoiser = without_weights(checkpoint).fill()
     denoiser.special_tokens = vocabulary.expected(denoiser, checkpoint.tokenizer)
     if options.compile:
         denoiser.compile()
     return wrapped(denoiser, options)
+
+
+def without_weights(checkpoint: Checkpoint) -> DiTDenoiser | Pretrained:
+    """The network that a checkpoint describes, before any weight is read; its files on the hub are downloaded."""
+    reader = reader_of(checkpoint)
+    if reader not in (own_forward.masked_lm, own_forward.causal_lm):  # these leave the files to transformers
+        checkpoint = checkpoint.local()
+    return reader(checkpoint)
 
 
 def reader_of(checkpoint: Checkpoint) -> Callable[[Checkpoint], DiTDenoiser | Pretrained]:

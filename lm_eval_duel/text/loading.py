@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lm_eval_duel.core.denoiser import Denoiser
 from lm_eval_duel.demo import BUNDLED
+from lm_eval_duel.denoisers import hub
 from lm_eval_duel.denoisers.checkpoint import Checkpoint
-from lm_eval_duel.denoisers.loading import load_network
+from lm_eval_duel.denoisers.loading import load_network, without_weights
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.estimators import registry
 from lm_eval_duel.estimators.base import Estimator
+from lm_eval_duel.estimators.checks import resolve_block, resolve_grid
 from lm_eval_duel.options import Options
 from lm_eval_duel.rules import presets
 from lm_eval_duel.text.text import TextEncoder
@@ -57,26 +61,55 @@ def load_scorer(
     checkpoint = _described(options, device or options.device)
     tokenizer = checkpoint.text_tokenizer() if tokenizer is None else tokenizer
     options = options.with_tokenizer(tokenizer)  # a rule may name tokens
-
-    if options.preset is not None:
-        presets.require_fit(options.preset, checkpoint.decoder_family)
-    try:
+    with _naming_preset(options, checkpoint):
         network = load_network(checkpoint, tokenizer)
-    except DuelError as error:
-        if options.preset is None or checkpoint.decoder_family is not None:
-            raise
-        # a network of another kind, which refuses an arg that the preset has set and the user has not seen
-        raise presets.another_network(
-            options.preset, f"this network is refused with it: {error}".rstrip(".")
-        ) from error
     estimator = registry.make(network, options, **sizes)
     text = TextEncoder(tokenizer, network, options.windows, estimator.block)
     return Scorer(options, tokenizer, network, estimator, text)
 
 
-def require_loadable(options: Options) -> None:
-    """Raise DuelError for what config.json shows to be wrong, without reading any weight."""
-    _described(options, "cpu")
+def require_loadable(options: Options) -> Options:
+    """The options with the ids that the rule takes from the tokenizer, once all is checked that needs no weight.
+
+    The network is made without its weights, from config.json and the tokenizer; weights on the hub are downloaded. The
+    checkpoint's own code does not run. Nothing is logged: loading the network logs the same lines.
+
+    Raises:
+        DuelError: as `load_scorer`, for what config.json, the tokenizer and the options show to be wrong.
+    """
+    was_disabled = log.disabled
+    log.disabled = True
+    try:
+        checkpoint = _described(options, options.device)
+        with hub.explained(checkpoint.name):
+            checkpoint = checkpoint.with_tokenizer().with_family_by_tensors()
+            if not checkpoint.runs_own_code:
+                _require_layout(options, checkpoint)
+            return options.with_tokenizer(checkpoint.text_tokenizer())
+    finally:
+        log.disabled = was_disabled
+
+
+def _require_layout(options: Options, checkpoint: Checkpoint) -> None:
+    """Raise DuelError if a network, made without its weights, does not take the options, their block or their grid."""
+    with _naming_preset(options, checkpoint):
+        network = without_weights(checkpoint)
+        if "block" in registry.find(options.estimator).takes:
+            resolve_block(network, options.block)
+        resolve_grid(network, options.grid)
+
+
+@contextlib.contextmanager
+def _naming_preset(options: Options, checkpoint: Checkpoint) -> Iterator[None]:
+    """Add the preset to the error of a network of another kind: it refuses an arg that the user has not typed."""
+    try:
+        yield
+    except DuelError as error:
+        if options.preset is None or checkpoint.decoder_family is not None:
+            raise
+        raise presets.another_network(
+            options.preset, f"this network is refused with it: {error}".rstrip(".")
+        ) from error
 
 
 def _described(options: Options, device: str | None) -> Checkpoint:
@@ -86,4 +119,6 @@ def _described(options: Options, device: str | None) -> Checkpoint:
     entry = registry.find(options.estimator)
     checkpoint.require_estimator(entry.name, entry.takes_noise)
     checkpoint.require_known_network()
+    if options.preset is not None:
+        presets.require_fit(options.preset, checkpoint.decoder_family)
     return checkpoint

@@ -256,6 +256,24 @@ def test_a_model_without_a_config_is_found_before_the_first_is_loaded(folder, te
 
 
 @pytest.mark.parametrize(
+    ("other", "named"),
+    [
+        ("demo-ar", "estimator=ar"),  # autoregressive by its config.json
+        ("demo-mdm,estimator=ar", "estimator=ar"),
+        ("demo-bd", "block=4"),  # trained on other blocks
+        ("demo-mdm,first_token=block", "first_token"),
+        ("demo-bd,block=4,grid=target", "grid=row"),
+        ("demo-mdm,mask_token_id=100000", "mask_token_id"),
+    ],
+)
+def test_what_config_and_tokenizer_show_is_found_before_the_first_is_loaded(other, named, texts, monkeypatch):
+    monkeypatch.setattr("lm_eval_duel.harness.lm.DuelMDM", None)
+    with pytest.raises(DuelError, match=named) as raised:
+        score.main([texts, "--model_args", "demo-mdm,block=32", "--compare", other])
+    assert f"--compare {other}" in str(raised.value)
+
+
+@pytest.mark.parametrize(
     ("other", "named"), [("rule=margin,", "comma"), ("margin", "rule=margin"), ("rule=gredy", "greedy")]
 )
 def test_a_wrong_model_is_named_before_anything_is_scored(folder, texts, other, named):
