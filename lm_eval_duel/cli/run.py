@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING, Any
 from lm_eval_duel.arguments import unique_keys
 from lm_eval_duel.console.command_line import FLAGS, be_quiet
 from lm_eval_duel.errors import UsageError, documentation, nearest, require_known, usage
-from lm_eval_duel.harness.autoload import MODELS, register
+from lm_eval_duel.harness import MODELS
+from lm_eval_duel.harness.autoload import register
 from lm_eval_duel.options import Options, with_flags
 from lm_eval_duel.tasks import named, task_files, task_folder
 

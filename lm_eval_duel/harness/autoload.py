@@ -5,7 +5,8 @@ interpreter starts. It imports nothing: it puts a finder on `sys.meta_path`, whi
 
     lm_eval.api.registry             the error for an unknown model suggests ours if the name is close
     lm_eval.config.evaluate_config   the error for an unknown task names our folder of tasks if the task is ours, and
-                                     the user's task files that cannot be read
+                                     the user's task files that cannot be read; the tasks of our models are loaded
+                                     before the model (preparation.py)
     lm_eval.utils                    the table of results is followed by one with the kind and the error of each value
     lm_eval.models                   the name `duel-mdm` is registered (a string; neither torch nor transformers is
                                      imported)
@@ -21,6 +22,8 @@ from __future__ import annotations
 import functools
 import sys
 
+from lm_eval_duel.harness import MODELS
+
 TYPE_CHECKING = False  # `typing` is not imported: every interpreter that starts imports this file
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -30,7 +33,6 @@ if TYPE_CHECKING:
     from types import ModuleType
     from typing import Any
 
-MODELS = {"duel-mdm": "lm_eval_duel.harness.lm:DuelMDM"}
 REGISTERED = "lm_eval.models"  # once it is imported, the built-in models are registered
 
 
@@ -84,8 +86,11 @@ def explain_models() -> None:
     registry.get_model = get_model
 
 
-def explain_tasks() -> None:
-    """Let lm-eval's error for an unknown task say where ours are, if it is one of them, and what could not be read."""
+def prepare_tasks() -> None:
+    """Load the tasks of our models before the model.
+
+    lm-eval's error for an unknown task says where ours are, if it is one of them, and what could not be read.
+    """
     from lm_eval.config.evaluate_config import EvaluatorConfig
 
     original = EvaluatorConfig.process_tasks
@@ -93,12 +98,17 @@ def explain_tasks() -> None:
     @functools.wraps(original)
     def process_tasks(self: Any, *arguments: Any, **options: Any) -> Any:
         try:
-            return original(self, *arguments, **options)
+            manager = original(self, *arguments, **options)
         except ValueError as error:
             advice = _advice(str(error), self.include_path)
             if not advice:
                 raise
             raise ValueError(f"{error}.{advice}") from error
+        if self.model in MODELS:
+            from lm_eval_duel.harness.preparation import prepare
+
+            prepare(self, manager)
+        return manager
 
     EvaluatorConfig.process_tasks = process_tasks
 
@@ -166,7 +176,7 @@ def _kinds_and_errors(results: dict[str, Any]) -> str:
 
 AWAITED = {
     "lm_eval.api.registry": explain_models,
-    "lm_eval.config.evaluate_config": explain_tasks,
+    "lm_eval.config.evaluate_config": prepare_tasks,
     "lm_eval.utils": add_our_table,
     REGISTERED: register_without_loader,
 }

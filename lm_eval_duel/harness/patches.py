@@ -30,6 +30,9 @@
     (in autoload.py, when the interpreter starts)
     get_model, EvaluatorConfig.process_tasks
                                 the error for an unknown model or task names ours if it is close to one of them
+    EvaluatorConfig.process_tasks
+                                loads the tasks of our models before the model (preparation.py): what is wrong with them
+                                is known before minutes have gone into weights
     make_table                  the table of results is followed by our own, with the kind and the error of each value
 
 Written against lm-eval 0.4.13. Other models are affected only by the clearer errors and by infinite values.
@@ -61,7 +64,7 @@ from lm_eval_duel.console.command_line import LARGE, key_values, with_nulls
 from lm_eval_duel.core.scores import perplexity
 from lm_eval_duel.demo import BUNDLED
 from lm_eval_duel.errors import DuelError, too_few_documents
-from lm_eval_duel.harness.autoload import MODELS
+from lm_eval_duel.harness import MODELS
 from lm_eval_duel.harness.store import ResponseCache, unreadable
 
 log = logging.getLogger("lm_eval.duel_mdm")  # lm-eval prints its own loggers only

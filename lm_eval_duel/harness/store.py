@@ -33,8 +33,11 @@ from lm_eval_duel import fingerprint
 from lm_eval_duel.core.scores import STATISTICS, Kind, Score
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.errors import DuelError
+from lm_eval_duel.estimators import registry
 from lm_eval_duel.estimators.base import Estimator
 from lm_eval_duel.estimators.totals import TwoPhaseBlocks
+from lm_eval_duel.options import Options
+from lm_eval_duel.rules import SeedFirst
 from lm_eval_duel.text.annotated import Gap, TokenText
 
 if TYPE_CHECKING:
@@ -394,6 +397,32 @@ def _select(file: sqlite3.Connection, path: Path, query: str, *values: str) -> l
 def unreadable(path: str | Path, error: Exception) -> DuelError:
     """Make the error for a file that cannot be read."""
     return DuelError(f"The --use_cache file {path} cannot be read ({error}). Delete it: its answers are scored again.")
+
+
+def require_same_args(path: Path, options: Options) -> None:
+    """Raise DuelError for a file of answers under another estimator, rule, block or other windows than the options'.
+
+    This is known before the network is loaded; the whole spec is compared when the file is opened (`_checked_keys`).
+    """
+    file = _open(path)
+    try:
+        stored = _stored(file, path, SPEC)
+    finally:
+        file.close()
+    if not isinstance(stored, dict):
+        return  # it is empty, or refused when it is opened
+    ours = {"estimator": options.estimator, "windows": options.windows}
+    if registry.find(options.estimator).follows_rule and stored.get("rule") != str(SeedFirst(options.rule)):
+        ours["rule"] = str(options.rule)  # some networks are scored with `SeedFirst` around it
+    if isinstance(options.block, int) and "block" in stored:
+        ours["block"] = str(options.block)
+    theirs = {key: stored.get(key) for key in ours}
+    if theirs != ours:
+        changed = "; ".join(fingerprint.differences(ours, theirs))
+        raise DuelError(
+            f"The --use_cache file {path} was written under another spec: {changed}. Name another file, or delete this "
+            "one."
+        )
 
 
 def _checked_keys(

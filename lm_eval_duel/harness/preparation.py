@@ -1,0 +1,86 @@
+"""Everything that an evaluation needs besides its weights, looked at before they are read, which may take minutes.
+
+lm-eval's command loads the model, opens the response cache and loads the tasks, in this order. For our models the tasks
+are loaded first, as soon as lm-eval has found their names:
+
+    config.json, tokenizer    text/loading.py: nothing contradicts the model args
+    --use_cache               no file was written under other model args
+    tasks                     loaded once, for lm-eval to take; the estimator answers their kind of request
+"""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from lm_eval_duel.console.command_line import key_values
+from lm_eval_duel.errors import DuelError, first_line
+from lm_eval_duel.estimators import registry
+from lm_eval_duel.harness import patches
+from lm_eval_duel.harness.store import require_same_args
+from lm_eval_duel.options import Options
+from lm_eval_duel.text.loading import require_loadable
+
+if TYPE_CHECKING:
+    from lm_eval.api.task import Task
+    from lm_eval.config.evaluate_config import EvaluatorConfig
+    from lm_eval.tasks import TaskManager
+
+CONTINUATIONS = ("loglikelihood", "multiple_choice")  # tasks that ask for the likelihood of a text after another one
+
+
+def prepare(config: EvaluatorConfig, manager: TaskManager) -> None:
+    """Load the tasks, which `manager` then hands to lm-eval; raises DuelError for what would end the run later."""
+    patches.in_lm_evals_command()
+    model_args = config.model_args or {}
+    if isinstance(model_args, str):
+        model_args = key_values(model_args)
+    options = Options.parse({**model_args, "device": config.device})
+    options = require_loadable(options)
+    if config.use_cache is not None:
+        cache = Path(config.use_cache)
+        for file in sorted(cache.parent.glob(f"{cache.name}_rank*.db")):
+            require_same_args(file, options)
+
+    _seed(config.seed or ())
+    try:
+        loaded = manager.load(config.tasks)
+    except DuelError:
+        raise
+    except Exception as error:  # of a data set, its script or a task's own code
+        raise DuelError(f"The tasks cannot be loaded: {first_line(error)}") from error
+    for task in loaded["tasks"].values():
+        _require_answers(task, options.estimator)
+    _hand_over(manager, loaded)
+
+
+def _seed(seeds: Any) -> None:
+    """Seed random numbers as lm-eval does before it loads tasks: some of them shuffle their documents."""
+    for set_seed, seed in zip((random.seed, np.random.seed, torch.manual_seed), seeds, strict=False):
+        if seed is not None:
+            set_seed(seed)
+
+
+def _require_answers(task: Task, estimator: str) -> None:
+    """Raise DuelError if an estimator has no answer to the requests of a task."""
+    reason = registry.find(estimator).whole_texts
+    if reason and task.OUTPUT_TYPE in CONTINUATIONS:
+        raise DuelError(f"Task {task.config.task} compares or scores continuations. {reason}")
+
+
+def _hand_over(manager: TaskManager, loaded: Any) -> None:
+    """Let the next `load` of a manager return these tasks, with random numbers where loading them has left these."""
+    of_python = random.getstate()
+    of_numpy = np.random.get_state()
+
+    def load(_: Any) -> Any:
+        del manager.load  # the next call is that of the class again
+        random.setstate(of_python)
+        np.random.set_state(of_numpy)
+        return loaded
+
+    manager.load = load

@@ -1,0 +1,126 @@
+"""What an evaluation needs besides its model is checked before the model is loaded."""
+
+import random
+from functools import partialmethod
+
+import numpy as np
+import pytest
+from harness_requests import ask, cached
+from lm_eval.config.evaluate_config import EvaluatorConfig
+from lm_eval.tasks import TaskManager
+
+from lm_eval_duel.errors import DuelError
+from lm_eval_duel.tasks import task_folder
+
+SEEDS = [1, 2, 3, 4]
+SHUFFLED = """
+task: shuffled
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {data}}}}}
+test_split: test
+output_type: loglikelihood_rolling
+process_docs: !function code.shuffle
+doc_to_text: ""
+doc_to_target: text
+metric_list: [{{metric: word_perplexity}}]
+"""
+CODE = """
+import random
+import numpy
+
+def shuffle(documents):
+    order = list(range(len(documents)))
+    random.shuffle(order)
+    numpy.random.shuffle(order)
+    return documents.select(order)
+"""
+
+
+@pytest.fixture(autouse=True)
+def our_tasks_only(monkeypatch):
+    """lm-eval's own 14,000 task files take seconds to read."""
+    monkeypatch.setattr(TaskManager, "__init__", partialmethod(TaskManager.__init__, include_defaults=False))
+
+
+@pytest.fixture(autouse=True)
+def no_network(monkeypatch):
+    """A network that is loaded ends the test."""
+    monkeypatch.setattr("lm_eval_duel.denoisers.loading.load_network", None)
+
+
+def settings(tasks, folder=None, **others):
+    folders = [task_folder()] if folder is None else [task_folder(), str(folder)]
+    model_args = {"pretrained": "demo-mdm", **others.pop("model_args", {})}
+    return EvaluatorConfig(
+        model="duel-mdm", model_args=model_args, tasks=tasks, include_path=folders, device="cpu", seed=SEEDS, **others
+    )
+
+
+@pytest.mark.parametrize(
+    ("tasks", "others", "named"),
+    [
+        (["sotu_choice"], {"model_args": {"estimator": "two_phase"}}, "estimator=duel"),
+        (["duel_text"], {"metadata": {"files": "missing.txt"}}, "missing.txt"),
+        (["duel_text"], {}, "metadata"),
+        (["sotu"], {"model_args": {"preset": "llada", "family": "dream"}}, "family dream"),
+        (["sotu"], {"model_args": {"pretrained": "demo-ar"}}, "estimator=ar"),
+        (["sotu"], {"model_args": {"rule": "gredy"}}, "greedy"),
+    ],
+)
+def test_what_is_wrong_is_told_before_the_network_is_loaded(tasks, others, named):
+    config = settings(tasks, **others)
+    with pytest.raises(DuelError, match=named):
+        config.process_tasks(config.metadata)
+
+
+def test_a_data_set_that_is_missing_is_named(tmp_path):
+    (tmp_path / "code.py").write_text(CODE)
+    (tmp_path / "shuffled.yaml").write_text(SHUFFLED.format(data=tmp_path / "missing.jsonl"))
+    with pytest.raises(DuelError, match=r"missing\.jsonl"):
+        settings(["shuffled"], tmp_path).process_tasks()
+
+
+def test_tasks_are_loaded_once_with_the_random_numbers_of_lm_eval(tmp_path):
+    data = tmp_path / "data.jsonl"
+    data.write_text("".join(f'{{"text": "{n}"}}\n' for n in range(20)))
+    (tmp_path / "code.py").write_text(CODE)
+    (tmp_path / "shuffled.yaml").write_text(SHUFFLED.format(data=data))
+
+    TaskManager(include_path=[str(tmp_path)]).load(["shuffled"])  # the first time, `datasets` draws numbers, too
+    random.seed(SEEDS[0])
+    np.random.seed(SEEDS[1])
+    expected = TaskManager(include_path=[str(tmp_path)]).load(["shuffled"])["tasks"]["shuffled"]
+    documents = list(expected.eval_docs)  # shuffled once more
+
+    config = settings(["shuffled"], tmp_path)
+    manager = config.process_tasks()
+    random.seed(9)  # as much as a model may draw while it is loaded
+    np.random.seed(9)
+    task = manager.load(config.tasks)["tasks"]["shuffled"]
+    assert list(task.eval_docs) == documents
+    assert manager.load(config.tasks)["tasks"]["shuffled"] is not task, "another call loads again"
+
+
+@pytest.mark.parametrize(
+    ("model_args", "named"),
+    [
+        ({}, ""),
+        ({"k": 2}, "rule: this run greedy:k=2"),
+        ({"estimator": "elbo", "block": "auto"}, "estimator: this run elbo"),
+        ({"block": 8}, "block: this run 8"),
+        ({"windows": "harness"}, "windows: this run harness"),
+    ],
+)
+def test_answers_under_other_model_args_are_refused(model_args, named, tmp_path, monkeypatch):
+    monkeypatch.undo()  # the first run loads its network
+    from lm_eval_duel.harness.lm import DuelMDM
+
+    first = cached(DuelMDM(pretrained="demo-mdm", block=4, device="cpu"), tmp_path)
+    first.loglikelihood_rolling(ask("loglikelihood_rolling", ("We the people",)))
+    monkeypatch.setattr(TaskManager, "__init__", partialmethod(TaskManager.__init__, include_defaults=False))
+    config = settings(["sotu"], model_args={"block": 4, **model_args}, use_cache=str(tmp_path / "c"))
+    if not named:
+        assert config.process_tasks().load(config.tasks)["tasks"].keys() == {"sotu"}
+        return
+    with pytest.raises(DuelError, match=named):
+        config.process_tasks()
