@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from lm_eval_duel.console.command_line import one_line
 from lm_eval_duel.results.columns import value
-from lm_eval_duel.results.compare import ComparedRow, Comparison, Speeds
+from lm_eval_duel.results.compare import ComparedRow, Comparison, Speeds, by_model
 from lm_eval_duel.results.files import stems
 from lm_eval_duel.results.rows import Row
 from lm_eval_duel.results.table import WORDS, escape
@@ -99,17 +99,21 @@ def available() -> bool:
 
 def draw(tasks: Mapping[str, Comparison], formats: Sequence[str], width: float | None) -> list[Image]:
     """Every figure of a report, `width` inches wide."""
+    subjects = []
     drawn = []
     for name, task in tasks.items():
-        drawn.append((name, "perplexity", f"perplexities on {name}", perplexity(name, task, width)))
+        subjects.append((name, "perplexity", f"perplexities on {name}"))
+        drawn.append(perplexity(name, task, width))
         for speeds in task.rules:
-            title = f"rules against NFE on {name}: {speeds.title}"
-            drawn.append((name, "rules", title, rules(name, task, speeds, width)))
-    file_stems = stems((name, kind, title) for name, kind, title, _ in drawn)
+            subjects.append((name, "rules", f"rules against NFE on {name}: {speeds.title}"))
+            drawn.append(rules(name, task, speeds, width))
+
     images = []
-    for stem, (name, kind, title, figure) in zip(file_stems, drawn, strict=True):
-        contents = {f"{stem}.{form}": _file(figure, form, width is not None) for form in formats}
-        images.append(Image(name, kind, title, contents))
+    for stem, subject, figure in zip(stems(subjects), subjects, drawn, strict=True):
+        contents = {}
+        for form in formats:
+            contents[f"{stem}.{form}"] = _file(figure, form, exact=width is not None)
+        images.append(Image(*subject, contents))
     return images
 
 
@@ -130,12 +134,17 @@ def _file(figure: Figure, form: str, exact: bool) -> bytes:
 
 
 def model_colour(model: str) -> str:
-    return MODELS[zlib.crc32(model.encode()) % len(MODELS)]
+    return _by_name(model, MODELS)
 
 
 def rule_colour(rule: str) -> str:
     name = rule.split(":")[0]
-    return COLOURS.get(name) or OTHER_RULES[zlib.crc32(name.encode()) % len(OTHER_RULES)]
+    return COLOURS.get(name) or _by_name(name, OTHER_RULES)
+
+
+def _by_name(name: str, colours: Sequence[str]) -> str:
+    """The colour of a name: the same in every figure and report, whatever else is in it."""
+    return colours[zlib.crc32(name.encode()) % len(colours)]
 
 
 def _new(width: float, height: float) -> tuple[Figure, Axes]:
@@ -205,13 +214,13 @@ def _neutral_colour(row: Row) -> str:
 def perplexity(name: str, task: Comparison, width: float | None = None) -> Figure:
     """One line per row, with its value and interval; the AR baseline as a dotted line. `width`: in inches."""
     width = width or WIDTH
-    models: dict[str, list[ComparedRow]] = {}
-    for each in task.rows:
-        models.setdefault(each.row.model, []).append(each)
+    models = by_model(task.rows)
     figure, axes = _new(width, 1.3 + LINE * (len(task.rows) + len(models)))
+
     edge = axes.get_yaxis_transform()  # x in shares of the width, y in rows
-    longest = max(len(value(each.row)) for each in task.rows)
-    beside = {"xytext": (FONT * DIGIT * longest, 0), "textcoords": "offset points"}  # right-aligned beside the axes
+    values = [value(each.row) for each in task.rows]
+    column = FONT * DIGIT * max(map(len, values))  # points: the width of the column of values beside the axes
+    at_the_end = {"xytext": (column, 0), "textcoords": "offset points", "ha": "right", "va": "center"}
     height = 0.4
     names: dict[float, str] = {}  # by height
     for model, of_model in models.items():
@@ -221,15 +230,19 @@ def perplexity(name: str, task: Comparison, width: float | None = None) -> Figur
             height -= 1
             names[height] = _name(each.row)
             _draw_row(axes, each, height)
-            look = {"weight": "bold" if each.best else "normal", "ha": "right", "va": "center", "fontsize": FONT}
-            axes.annotate(value(each.row), (1, height), xycoords=edge, **look, **beside)
+            weight = "bold" if each.best else "normal"
+            place = (1, height)
+            axes.annotate(value(each.row), place, xycoords=edge, weight=weight, fontsize=FONT, **at_the_end)
+
     axes.set_yticks([*names], [*names.values()], fontsize=FONT)
     axes.tick_params(axis="y", length=0)
     axes.set_ylim(height - 0.7, -0.4)
     logarithmic = _set_scale(axes, "x", task.metric, [each.row.value for each in task.rows])
-    axes.set_xlabel(f"{WORDS[task.metric]} ({'log scale; ' if logarithmic else ''}lower is better)")
+    scale = "log scale; " if logarithmic else ""
+    axes.set_xlabel(f"{WORDS[task.metric]} ({scale}lower is better)")
     axes.grid(axis="x", color=GRID, linewidth=0.8)
-    figure.suptitle(_title(f"{name}: {WORDS[task.metric]}{_bars(task)}", width), x=0.01, ha="left", fontsize=10.5)
+    title = f"{name}: {WORDS[task.metric]}{_bars(task)}"
+    figure.suptitle(_title(title, width), x=0.01, ha="left", fontsize=10.5)
     _add_legend(figure, 2 if width >= WIDTH else 1)
     return figure
 
@@ -263,13 +276,14 @@ def _draw_row(axes: Axes, each: ComparedRow, height: float) -> None:
     if row.drawn_interval is not None:
         axes.plot(row.drawn_interval, line, "-", color=colour, linewidth=4, alpha=0.35, zorder=2)
     shape = {"marker": _marker(row), "markersize": 5, "markeredgewidth": 1.4, "linestyle": "none"}
-    filled = row.score.is_exact
+    filled = row.score.is_exact  # estimates and bounds are hollow
     axes.plot(row.value, height, color=colour, markerfacecolor=colour if filled else "white", zorder=3, **shape)
     label = _in_legend(row)
     if row.ar:
         label += " (dotted line: the autoregressive baseline)"
         axes.axvline(row.value, color=GREY, linestyle=":", linewidth=1.2, zorder=1)
-    if label not in axes.get_legend_handles_labels()[1]:
+    _, labels = axes.get_legend_handles_labels()
+    if label not in labels:
         axes.plot([], [], color=neutral, markerfacecolor=neutral if filled else "white", label=label, **shape)
 
 
@@ -279,13 +293,15 @@ def _draw_row(axes: Axes, each: ComparedRow, height: float) -> None:
 def rules(name: str, task: Comparison, speeds: Speeds, width: float | None = None) -> Figure:
     """Perplexity against NFE per token (log2), one line per rule family; ELBO and AR as grey lines."""
     width = width or RULES_WIDTH
-    figure, axes = _new(width, max(0.6 * RULES_HEIGHT, RULES_HEIGHT * width / RULES_WIDTH))
+    height = RULES_HEIGHT * width / RULES_WIDTH
+    figure, axes = _new(width, max(0.6 * RULES_HEIGHT, height))
     axes.set_xscale("log", base=2, subs=[])
     axes.xaxis.set_major_formatter("{x:g}")
     logarithmic = _set_scale(axes, "y", task.metric, [each.row.value for each in speeds.rows])
     for (family, members), marker in zip(speeds.families.items(), itertools.cycle(LINE_MARKERS), strict=False):
         _draw_family(axes, family, members, marker)
-    axes.set_xlim(min([1.0, *(each.row.nfe_per_token for each in speeds.rows)]) * 0.9, 1.12)
+    fewest = min(each.row.nfe_per_token for each in speeds.rows)
+    axes.set_xlim(0.9 * min(1.0, fewest), 1.12)  # one step for each token is the most
     axes.grid(axis="both", color=GRID, linewidth=0.8)
     if speeds.elbo is not None:
         _draw_level(axes, speeds.elbo, _in_legend(speeds.elbo), (0, (5, 3)))
@@ -295,7 +311,8 @@ def rules(name: str, task: Comparison, speeds: Speeds, width: float | None = Non
         text = f"oracle, {value(speeds.oracle)} ({speeds.oracle.score.label})"
         axes.plot([1.0], [speeds.oracle.value], "x", color=LIGHT, markeredgewidth=2, label=text)
     axes.set_xlabel("NFE per token (network evaluations of the rule; log2)")
-    axes.set_ylabel(f"DUEL, {WORDS[task.metric]}{' (log)' if logarithmic else ''}")
+    scale = " (log)" if logarithmic else ""
+    axes.set_ylabel(f"DUEL, {WORDS[task.metric]}{scale}")
     axes.set_title(_title(f"{name}: {speeds.title}", width), loc="left", fontsize=11)
     _add_legend(figure, 2 if width >= RULES_WIDTH else 1)
     return figure

@@ -40,7 +40,10 @@ def write(folder: str | Path, content: Mapping[str, Any], others: Mapping[str, s
     """
     names = [LISTING, *others]
     before = earlier(folder)
-    foreign = [name for name in others if name not in before and Path(folder, name).exists()]
+    foreign = []
+    for name in others:
+        if name not in before and Path(folder, name).exists():
+            foreign.append(name)
     if foreign:
         raise DuelError(
             f"--out {folder} holds {', '.join(foreign)}, which no report there lists as its own: nothing was written. "
@@ -191,7 +194,9 @@ def comparison(task: Comparison) -> dict[str, Any]:
 def _row(each: ComparedRow) -> dict[str, Any]:
     """A row of report.json, but for its references to other rows."""
     row = each.row
-    stderrs = {metric: row.error(row.score.error, metric) for metric in row.metrics}
+    stderrs = {}
+    for metric in row.metrics:
+        stderrs[metric] = row.error(row.score.error, metric)
     return entries(row, ROW) | entries(each, COMPARED) | {"stderrs": stderrs}
 
 
@@ -203,8 +208,13 @@ def _speeds(speeds: Speeds, numbers: Mapping[Row | None, int | None]) -> dict[st
     families = {}
     for name, points in speeds.families.items():
         families[name] = [numbers[each.row] for each in points]
-    lines = {key: numbers[getattr(speeds, key)] for key in ("elbo", "ar", "oracle")}
-    return {"title": speeds.title, **lines, "families": families}
+    return {
+        "title": speeds.title,
+        "elbo": numbers[speeds.elbo],
+        "ar": numbers[speeds.ar],
+        "oracle": numbers[speeds.oracle],
+        "families": families,
+    }
 
 
 def accuracies(runs: Sequence[Run], name: str, baselines: Collection[Run]) -> list[dict[str, Any]]:
@@ -226,18 +236,17 @@ def cost(cost: RunCost) -> dict[str, Any]:
 
 def ranking(standings: Standings, tasks: Mapping[str, Comparison]) -> dict[str, Any]:
     """The methods over tasks. `rows`: the number of the row that a task has of a method."""
-    numbers = {}
-    for name, task in tasks.items():
-        numbers[name] = {each: n for n, each in enumerate(task.rows)}
     rows = []
     for standing in standings.rows:
         method = standing.method
+        numbers = {}
+        for name, each in method.rows.items():
+            numbers[name] = tasks[name].rows.index(each)
         rows.append(
             entries(method.named, ("model", "estimator", "rule", "block", "cache"))
             | entries(method, METHOD)
             | entries(standing, ("main", "mean", "mean_rank", "rank"))
-            | {"rows": {name: numbers[name][each] for name, each in method.rows.items()}}
-            | {"commands": commands(method)}
+            | {"rows": numbers, "commands": commands(method)}
         )
     return entries(standings, ("mean_of", "metric", "by")) | {"rows": rows}
 
@@ -309,6 +318,7 @@ def _averages(method: RankedMethod) -> Iterator[dict[str, Any]]:
 
 
 def _ends(name: str, interval: Interval | None) -> dict[str, float | None]:
+    """Two columns for an interval, empty without one."""
     low, high = interval or (None, None)
     return {f"{name}_low": low, f"{name}_high": high}
 
@@ -318,6 +328,7 @@ def _ends(name: str, interval: Interval | None) -> dict[str, float | None]:
 SEEDS = {"random_seed": 0, "numpy_seed": 1234, "torch_seed": 1234, "fewshot_seed": 1234}  # of --seed
 TASK_FOLDER = '"$(lm-eval-duel list folders tasks)"'
 LEFT_OUT = ("trace",)  # model args that change no number, and may name a private folder
+SEPARATORS = ",=\"'{}[] "  # characters that key=value,... cannot have in a key or value
 IN_PYTHON = "no command: the model was made in Python"
 OWN_TEXTS = "no command: these are your own texts, scored by lm-eval-duel score"
 
@@ -354,26 +365,45 @@ def _flags(run: Run) -> dict[str, Any]:
     """The flags of a run; those at their defaults are empty."""
     config = run.content["config"]
     arguments = config.get("model_args") or {}
-    shots = set(run.content.get("n-shot", {}).values()) - {None}
     limit = config.get("limit")
-    seeds = [config.get(key, default) for key, default in SEEDS.items()]
     return {
         "--model_args": arguments if isinstance(arguments, str) else _joined(arguments),
         "--tasks": ",".join(sorted(run.every_task)),
-        "--num_fewshot": shots.pop() if len(shots) == 1 and shots != {0} else "",
+        "--num_fewshot": _num_fewshot(run),
         "--limit": "" if limit is None else f"{float(limit):g}",
-        "--seed": "" if seeds == [*SEEDS.values()] else ",".join(map(str, seeds)),
+        "--seed": _seed(config),
     }
+
+
+def _num_fewshot(run: Run) -> Any:
+    """The value that all tasks share; empty for 0, and for several, which are those of the tasks' own files."""
+    shots = set(run.content.get("n-shot", {}).values()) - {None}
+    if len(shots) != 1 or 0 in shots:
+        return ""
+    return shots.pop()
+
+
+def _seed(config: Mapping[str, Any]) -> str:
+    """The seeds of a run, unless they are the harness's."""
+    seeds = {key: config.get(key, default) for key, default in SEEDS.items()}
+    return "" if seeds == SEEDS else ",".join(map(str, seeds.values()))
 
 
 def _joined(arguments: Mapping[str, Any]) -> str:
     """Model args as key=value,...; as JSON if a value would not survive that."""
-    kept = {key: value for key, value in arguments.items() if key not in LEFT_OUT}
+    kept = {}
+    pairs = []
+    for key, value in arguments.items():
+        if key not in LEFT_OUT:
+            kept[key] = value
+            pairs.append(f"{key}={value}")
     if all(_is_simple(key, value) for key, value in kept.items()):
-        return ",".join(f"{key}={value}" for key, value in kept.items())
+        return ",".join(pairs)
     return json.dumps(kept)
 
 
 def _is_simple(key: str, value: Any) -> bool:
     """True if key=value is read back as it is."""
-    return isinstance(value, str | int | float | bool | None) and not set(f"{key}{value}") & set(",=\"'{}[] ")
+    if not isinstance(value, str | int | float | bool | None):
+        return False
+    return set(f"{key}{value}").isdisjoint(SEPARATORS)

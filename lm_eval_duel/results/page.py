@@ -59,7 +59,10 @@ class Column:
 
     @property
     def classes(self) -> str:
-        key = f"k-{self.head.replace('#', 'rank')}" if self.group == "name" else f"g-{self.group}"
+        """Its classes in style.css and table.js: the group, or for a name the head, and whether it holds numbers."""
+        key = f"g-{self.group}"
+        if self.group == "name":
+            key = f"k-{self.head.replace('#', 'rank')}"
         return key if self.head in PLAIN else f"{key} number"
 
 
@@ -86,6 +89,9 @@ def html(report: Report, title: str | None) -> str:
     shown = [column for column in columns_of(report) if _is_filled(column, rows)]
     texts, remarks = _texts(rows, shown)
     folder = _folder(report.runs)
+    published = []
+    for source in report.published:
+        published.append((source, columns.published(source)))
     environment = Environment(
         autoescape=True,
         loader=FileSystemLoader(ASSETS),
@@ -108,7 +114,7 @@ def html(report: Report, title: str | None) -> str:
         remarks=remarks,
         plot=_plot(standings, report.tasks),
         details={row: _details(row.method, folder) for row in rows},
-        published=[(source, columns.published(source)) for source in report.published],
+        published=published,
         unchecked=columns.UNCHECKED,
         documents=command_line.finite(report.documents),
         notes=notes(report),
@@ -117,8 +123,9 @@ def html(report: Report, title: str | None) -> str:
 
 
 def _hash(content: str) -> str:
-    digest = base64.b64encode(hashlib.sha256(content.encode("utf-8")).digest()).decode()
-    return f"'sha256-{digest}'"
+    """The hash of a style or script, as a content security policy names it."""
+    digest = hashlib.sha256(content.encode("utf-8")).digest()
+    return f"'sha256-{base64.b64encode(digest).decode()}'"
 
 
 # ---------------------------------------------------------------- sentences for readers
@@ -169,10 +176,11 @@ def _legend(rows: Sequence[Standing]) -> dict[str, str]:
 
 def notes(report: Report) -> list[str]:
     """The notes for readers, each once; one that does not hold for all tasks says for which it does."""
-    tasks: dict[str, list[str]] = {}
+    tasks_of_notes: dict[str, list[str]] = {}
     for name, task in report.tasks.items():
-        for note in dict.fromkeys([*task.differences, *task.notes]):
-            tasks.setdefault(note, []).append(name)
+        for text in dict.fromkeys([*task.differences, *task.notes]):
+            tasks_of_notes.setdefault(text, []).append(name)
+
     texts = []
     for note in report.notes:
         if note.fact:
@@ -180,16 +188,19 @@ def notes(report: Report) -> list[str]:
     for name, task in report.tasks.items():
         if is_limited(task.documents, task.available):
             texts.append(f"{name}: {task.size}")
-    for note, names in tasks.items():
+    for text, names in tasks_of_notes.items():
         holds_for_all = len(names) == len(report.tasks)
-        texts.append(note if holds_for_all else f"{', '.join(names)}: {note}")
+        texts.append(text if holds_for_all else f"{', '.join(names)}: {text}")
+
     folder = _folder(report.runs)
     for run in report.runs:  # the page may be sent to others: relative names of files tell no home folder
-        texts = [note.replace(run.name, os.path.relpath(run.name, folder)) for note in texts]
+        relative = os.path.relpath(run.name, folder)
+        texts = [text.replace(run.name, relative) for text in texts]
     return texts
 
 
 def _folder(runs: Sequence[Run]) -> str:
+    """The folder that all results files are in or below."""
     return os.path.commonpath([run.file.parent for run in runs])
 
 
@@ -209,14 +220,16 @@ def columns_of(report: Report) -> list[Column]:
     names = columns.names_of_rows([row.method.named for row in standings.rows])
     shown = [Column("#", columns.rank)]
     for head, cell in names.items():
-        shown.append(Column(head, lambda row, cell=cell: cell(row.method.named)))
+        shown.append(Column(head, lambda row, cell=cell: cell(row.method.named)))  # bound now: `cell` changes
     if standings.mean_of:
         shown.append(Column(columns.mean_title(standings), lambda row: columns.mean(standings, row), "mean"))
         shown.append(Column("mean rank", columns.mean_rank, "mean"))
-    for group in ("value", "bits", "gap", "closed"):
-        shown += [_of_task(name, task, group) for name, task in report.tasks.items()]
+    for of_task in (_value_column, _bits_column, _gap_column, _closed_column):
+        for name, task in report.tasks.items():
+            shown.append(of_task(name, task))
     for name in report.scored:
-        shown += [_of_average(name, metric) for metric in columns.metrics_of(name, report.runs)]
+        for metric in columns.metrics_of(name, report.runs):
+            shown.append(_average_column(name, metric))
     return [
         *shown,
         Column("NFE per token", lambda row: number(row.method.nfe_per_token, ".3f"), "cost"),
@@ -229,33 +242,41 @@ def columns_of(report: Report) -> list[Column]:
     ]
 
 
-def _of_task(name: str, task: Comparison, group: str) -> Column:
-    """A column of a task: its values, its bits per byte, its gaps, or its gaps closed."""
-    cells: dict[str, tuple[str, Callable[[ComparedRow], Cell], Callable[[ComparedRow], str]]] = {
-        "value": (columns.SHORT[task.metric], _value, columns.interval),
-        "bits": ("bits/byte", _bits, _nothing),
-        "gap": ("gap", lambda each: columns.gap(each.row, each.gap), columns.gap_interval),
-        "closed": ("gap closed, %", _closed, columns.closed_interval),
-    }
-    head, cell, below = cells[group]
-    has_elbo_gap = any(each.closed.distinguishable is not None for each in task.rows)
-    if group == "closed" and not has_elbo_gap:
-        cell = _nothing  # there is no ELBO to close a gap of
-    return Column(f"{name} {head}", columns.on_task(name, cell), group, columns.on_task(name, below))
+def _value_column(name: str, task: Comparison) -> Column:
+    head = f"{name} {columns.SHORT[task.metric]}"
+    return Column(head, columns.on_task(name, _value), "value", columns.on_task(name, columns.interval))
 
 
-def _nothing(each: ComparedRow) -> str:
-    return ""
+def _bits_column(name: str, task: Comparison) -> Column:
+    return Column(f"{name} bits/byte", columns.on_task(name, _bits), "bits")
+
+
+def _gap_column(name: str, task: Comparison) -> Column:
+    return Column(f"{name} gap", columns.on_task(name, _gap), "gap", columns.on_task(name, columns.gap_interval))
+
+
+def _closed_column(name: str, task: Comparison) -> Column:
+    """Gaps closed; empty, and so left out, if there is no ELBO to close a gap of."""
+    head = f"{name} gap closed, %"
+    if not any(each.closed.distinguishable is not None for each in task.rows):
+        return Column(head, lambda row: "", "closed")
+    return Column(head, columns.on_task(name, _closed), "closed", columns.on_task(name, columns.closed_interval))
 
 
 def _value(each: ComparedRow) -> Cell:
     """A value. Its remark says why it has no error or interval."""
-    return columns.value(each.row), Note.joined([Note(each.row.stderr_reason), each.no_interval.after("no interval: ")])
+    no_error = Note(each.row.stderr_reason)
+    no_interval = each.no_interval.after("no interval: ")
+    return columns.value(each.row), Note.joined([no_error, no_interval])
 
 
 def _bits(each: ComparedRow) -> str:
     """Bits per byte, unless they are the value."""
     return "" if each.row.metric == "bits_per_byte" else columns.value(each.row, "bits_per_byte")
+
+
+def _gap(each: ComparedRow) -> str:
+    return columns.gap(each.row, each.gap)
 
 
 def _closed(each: ComparedRow) -> Cell:
@@ -266,7 +287,9 @@ def _closed(each: ComparedRow) -> Cell:
     return text, Note.joined([Note(whose_gap), each.closed.reason])
 
 
-def _of_average(name: str, metric: str) -> Column:
+def _average_column(name: str, metric: str) -> Column:
+    """An average other than a perplexity."""
+
     def cell(row: Standing) -> Cell:
         run = row.method.scored.get(name)
         return "" if run is None else columns.average(run, name, metric)
@@ -311,7 +334,9 @@ def _texts(rows: Iterable[Standing], columns: Sequence[Column]) -> tuple[dict[St
         for column in columns:
             text, note = split(column.cell(row))
             if note.fact:
-                remark = remarks.setdefault(note.fact, Remark(f"[{len(remarks) + 1}]", note.fact, []))
+                if note.fact not in remarks:
+                    remarks[note.fact] = Remark(f"[{len(remarks) + 1}]", note.fact, [])
+                remark = remarks[note.fact]
                 if column.group not in remark.groups:
                     remark.groups.append(column.group)
                 text = f"{text}\u00a0{remark.mark}".strip()
@@ -332,16 +357,18 @@ def _plot(standings: Standings, tasks: Mapping[str, Comparison]) -> dict[str, An
         if row.main is None:
             continue
         rows[row] = [row.main]
-        interval = row.method.rows[standings.by].interval if standings.by in row.method.rows else None
-        if interval and all(map(math.isfinite, interval)):
-            rows[row] += interval
+        if standings.by in row.method.rows:  # a mean over tasks has no interval
+            interval = row.method.rows[standings.by].interval
+            if interval and all(map(math.isfinite, interval)):
+                rows[row] += interval
     shown = list(itertools.chain.from_iterable(rows.values()))
     if not shown or min(shown) == max(shown):
         return None
     low = min(shown)
     high = max(shown)
     metric = standings.metric if standings.by == MEAN else tasks[standings.by].metric
-    scale = math.log if metric != "bits_per_byte" and low > 0 else float
+    is_logarithmic = metric != "bits_per_byte" and low > 0
+    scale = math.log if is_logarithmic else float
 
     def pixel(value: float) -> float:
         share = (scale(value) - scale(low)) / (scale(high) - scale(low))
@@ -361,13 +388,8 @@ def _plot(standings: Standings, tasks: Mapping[str, Comparison]) -> dict[str, An
 
 def _ticks(low: float, high: float) -> list[float]:
     """Round numbers between two values, five at most, and two at least if they are far enough apart."""
-    first = math.floor(math.log10(low)) if low > 0 else -6
-    powers = range(first, math.ceil(math.log10(high)) + 1)
     for mantissas in MANTISSAS:
-        ticks = []
-        for power in powers:
-            multiples = [mantissa * 10.0**power for mantissa in mantissas]
-            ticks += [tick for tick in multiples if low <= tick <= high]
+        ticks = _mantissas_between(low, high, mantissas)
         if len(ticks) <= MOST_TICKS:
             break
     if len(ticks) > 1:
@@ -377,7 +399,26 @@ def _ticks(low: float, high: float) -> list[float]:
     power = 10.0 ** math.floor(math.log10(high - low))  # close together: even steps
     for mantissa in STEPS:
         step = mantissa * power
-        ticks = [n * step for n in range(math.ceil(low / step), math.floor(high / step) + 1)]
+        ticks = _multiples_between(low, high, step)
         if len(ticks) <= MOST_TICKS:
             break
     return ticks
+
+
+def _mantissas_between(low: float, high: float, mantissas: Sequence[float]) -> list[float]:
+    """The numbers between two that are one of `mantissas` times a power of ten."""
+    first = math.floor(math.log10(low)) if low > 0 else -6
+    last = math.ceil(math.log10(high))
+    numbers = []
+    for power in range(first, last + 1):
+        for mantissa in mantissas:
+            candidate = mantissa * 10.0**power
+            if low <= candidate <= high:
+                numbers.append(candidate)
+    return numbers
+
+
+def _multiples_between(low: float, high: float, step: float) -> list[float]:
+    first = math.ceil(low / step)
+    last = math.floor(high / step)
+    return [n * step for n in range(first, last + 1)]

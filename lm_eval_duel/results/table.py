@@ -67,7 +67,9 @@ def plus_minus(error: float | None, form: str = ".2f") -> str:
         return ""
     text = number(error, form.lstrip("+"))
     only_zeros = not text.strip("0.")
-    return f" ± {format(error, '.1g') if only_zeros else text}"
+    if only_zeros:
+        text = f"{error:.1g}"
+    return f" ± {text}"
 
 
 def span(interval: Sequence[float] | None, form: str) -> str:
@@ -140,7 +142,9 @@ Columns = dict[str, Callable[[Any], Cell]]  # the cells of a table by their head
 
 def split(cell: Cell) -> tuple[str, Note]:
     """The text and the remark of a cell."""
-    text, remark = cell if isinstance(cell, tuple) else (cell or "", "")
+    if not isinstance(cell, tuple):
+        return cell or "", Note()
+    text, remark = cell
     return text, remark if isinstance(remark, Note) else Note(remark)
 
 
@@ -165,7 +169,9 @@ class Table:
             row = []
             for column in columns.values():
                 text, remark = split(column(record))
-                mark = marks.setdefault(remark, f"[{len(marks) + 1}]") if remark else ""
+                mark = ""
+                if remark:  # equal remarks have one mark
+                    mark = marks.setdefault(remark, f"[{len(marks) + 1}]")
                 marked = one_line(f"{text} {mark}".strip())
                 row.append(type(text)(marked))  # bold stays bold
             rows.append(row)
@@ -189,17 +195,21 @@ class Table:
     def text(self) -> str:
         """The table for the terminal."""
         remarks = "\n".join(f"{mark} {remark}" for mark, remark in self.remarks.items())
-        return "\n\n".join(filter(None, [plain_table(self.heads, self.rows), remarks]))
+        table = plain_table(self.heads, self.rows)
+        return "\n\n".join(filter(None, [table, remarks]))
 
     def markdown(self) -> str:
         """The table in Markdown. Names are text, never markup."""
-        shown = ""
+        table = ""
         if self.rows:
-            rows = [[_markdown_cell(text) for text in row] for row in self.rows]
-            heads = [_markdown_cell(head) for head in self.heads]
-            shown = tabulate(rows, heads, "pipe", disable_numparse=True, colalign=self.sides)
-        remarks = "  \n".join(f"{mark} {escape(str(remark))}" for mark, remark in self.remarks.items())
-        return "\n\n".join(filter(None, [shown, remarks]))
+            rows = [list(map(_markdown_cell, row)) for row in self.rows]
+            heads = list(map(_markdown_cell, self.heads))
+            table = tabulate(rows, heads, "pipe", disable_numparse=True, colalign=self.sides)
+        remarks = []
+        for mark, remark in self.remarks.items():
+            remarks.append(f"{mark} {escape(str(remark))}")
+        with_breaks = "  \n".join(remarks)  # two spaces before a line end are a line break
+        return "\n\n".join(filter(None, [table, with_breaks]))
 
     def latex(self, sizes: str = "", footnote: str = "") -> str:
         """The file of the table in LaTeX. A model's name stands in its first row.
@@ -207,14 +217,17 @@ class Table:
         `sizes`: of what the table is about, for the comment at its start. `footnote`: a line below the table.
         """
         cells = []
+        model = None
         for row in self.rows:
-            cells.append([_latex_cell(text, self.remarks) for text in row])
-        for n in range(1, len(self.rows)):
-            if self.rows[n][0] == self.rows[n - 1][0]:
-                cells[n][0] = ""
+            cells_of_row = [_latex_cell(text, self.remarks) for text in row]
+            if row[0] == model:
+                cells_of_row[0] = ""
+            model = row[0]
+            cells.append(cells_of_row)
         columns = "".join(side[0] for side in self.sides)  # l or r
+        comment = "; ".join(filter(None, [self.title, sizes]))
         lines = [
-            f"% {one_line('; '.join(filter(None, [self.title, sizes])))}",
+            f"% {one_line(comment)}",
             f"\\begin{{tabular}}{{{columns}}}",
             r"\toprule",
             *_latex_headings(self.heads, self.numeric),
@@ -240,8 +253,17 @@ def csv_text(lines: Sequence[Mapping[str, Any]]) -> str:
 
 # ---------------------------------------------------------------- Markdown
 
-MARKUP = re.compile(  # emphasis, code, formulas, tags, entities, links; the start of a list or heading, or its end
-    r"[`*~\\$]|(?<![^\W_])_|_(?![^\W_])|<(?=[A-Za-z/!?])|&(?=#?\w+;)|(?<=\])[(\[:]|^(?=[#>+-])|(?<!^)#(?=#*\s*$)"
+MARKUP = re.compile(
+    r"""
+    [`*~\\$]                        # code, emphasis, escapes, formulas
+    | (?<![^\W_])_ | _(?![^\W_])    # an underscore, unless there are letters on both sides
+    | <(?=[A-Za-z/!?])              # a tag
+    | &(?=\#?\w+;)                  # an entity
+    | (?<=\])[(\[:]                 # a link
+    | ^(?=[\#>+-])                  # the start of a heading, a quotation or a list
+    | (?<!^)\#(?=\#*\s*$)           # the end of a heading
+    """,
+    re.VERBOSE,
 )
 NUMBERED = re.compile(r"^(\d+)(?=[.)](\s|$))")  # the start of a numbered list
 ENTITIES = {"<": "&lt;", "&": "&amp;"}
@@ -249,8 +271,13 @@ ENTITIES = {"<": "&lt;", "&": "&amp;"}
 
 def escape(text: str) -> str:
     """Text with the characters escaped that Markdown would interpret."""
-    text = MARKUP.sub(lambda match: ENTITIES.get(match[0], f"\\{match[0]}"), one_line(text))
+    text = MARKUP.sub(_escaped, one_line(text))
     return NUMBERED.sub(r"\1\\", text)
+
+
+def _escaped(match: re.Match[str]) -> str:
+    """The escape of a character; of an empty match, at the start of a line, a backslash before what follows."""
+    return ENTITIES.get(match[0], f"\\{match[0]}")
 
 
 def _markdown_cell(text: str) -> str:
@@ -278,15 +305,19 @@ ESCAPED = {
     MINUS: "$-$",
 }
 MARK = re.compile(r" ?\[(\d+)\]$")  # of a remark, at the end of a cell
-SIGN = re.compile(r"(?<![\w.-])-(?=\d)")  # a minus before a number
+SIGN = re.compile(r"(?<![\w.-])(-)(?=\d)")  # a minus before a number
 
 
 def latex_text(text: str) -> str:
     """A text with the characters escaped that LaTeX would interpret, and with minus signs."""
-    pieces = []
-    for piece in re.split(f"({SIGN.pattern})", one_line(text)):
-        pieces.append("$-$" if piece == "-" else "".join(ESCAPED.get(character, character) for character in piece))
-    return re.sub(r"\bDUEL\b", r"\\textsc{DUEL}", "".join(pieces))
+    shown = []
+    for piece in SIGN.split(one_line(text)):
+        if piece == "-":
+            shown.append("$-$")
+            continue
+        for character in piece:
+            shown.append(ESCAPED.get(character, character))
+    return re.sub(r"\bDUEL\b", r"\\textsc{DUEL}", "".join(shown))
 
 
 def _latex_cell(text: str, remarks: Container[str]) -> str:
@@ -309,17 +340,19 @@ def _latex_headings(heads: Sequence[str], numeric: Sequence[bool]) -> list[str]:
         lower.append(f"\\multicolumn{{1}}{{c}}{{{shown}}}" if right else shown)  # centred above numbers
     if not any(groups):
         return [_latex_line(lower)]
+
     upper = []
     rules = []
-    first = 1
+    first = 1  # the number of a column, as \cmidrule counts them
     for group, members in itertools.groupby(groups):
         count = len(list(members))
+        last = first + count - 1
         if group:
             upper.append(f"\\multicolumn{{{count}}}{{c}}{{{latex_text(group)}}}")
-            rules.append(f"\\cmidrule(lr){{{first}-{first + count - 1}}}")
+            rules.append(f"\\cmidrule(lr){{{first}-{last}}}")
         else:
             upper += [""] * count
-        first += count
+        first = last + 1
     return [_latex_line(upper), " ".join(rules), _latex_line(lower)]
 
 
@@ -345,7 +378,8 @@ def _latex_footnotes(remarks: Mapping[str, Note], footnote: str) -> list[str]:
     """The lines below a tabular: the facts of its remarks, for readers, and a footnote on all of it."""
     texts = []
     for mark, note in remarks.items():
-        texts.append(f"\\textsuperscript{{{mark.strip('[]')}}}~{latex_text(note.fact)}")
+        mark_number = mark.strip("[]")
+        texts.append(f"\\textsuperscript{{{mark_number}}}~{latex_text(note.fact)}")
     if footnote:
         texts.append(latex_text(footnote))
     if not texts:

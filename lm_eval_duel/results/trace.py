@@ -132,39 +132,40 @@ INFINITE = {  # what null stands for
 def _with_infinities(line: dict[str, Any]) -> dict[str, Any]:
     """A line of a trace with the infinities that were written as null."""
     restored = dict(line)
-    for name, number in INFINITE.items():
-        if name not in line:
-            continue
-        value = line[name]
-        if isinstance(value, dict):
-            restored[name] = {}
-            for key, part in value.items():
-                restored[name][key] = number if part is None else part
-        elif isinstance(value, list):
-            restored[name] = [number if part is None else part for part in value]
-        elif value is None:
-            restored[name] = number
+    for name, infinity in INFINITE.items():
+        if name in line:
+            restored[name] = _replace_null(line[name], infinity)
     if "rules" in line:
-        restored["rules"] = {name: _with_infinities(order) for name, order in line["rules"].items()}
+        restored["rules"] = {rule: _with_infinities(order) for rule, order in line["rules"].items()}
     return restored
+
+
+def _replace_null(value: Any, infinity: float) -> Any:
+    """A value, or the values of a list or dict, with an infinity in place of null."""
+    if isinstance(value, dict):
+        return {key: infinity if part is None else part for key, part in value.items()}
+    if isinstance(value, list):
+        return [infinity if part is None else part for part in value]
+    return infinity if value is None else value
 
 
 def record(window: Window, score: Score, estimator: Estimator) -> dict[str, Any]:
     """The line of a window."""
-    start = len(window.context)
-    values = {estimator.name: score, **score.others}
+    parts = target_parts(window, estimator.blocks(window))
+    values = {estimator.name: score.log_prob}
+    rules = {}
+    for name, other in score.others.items():
+        values[name] = other.log_prob
+        if name not in LATTICE:  # a rule's value has an order
+            rules[name] = _order(other)
     line = {
-        "context": start,
+        "context": len(window.context),
         "ids": list(window.target),
-        "starts": [part.start for part in target_parts(window, estimator.blocks(window))],
+        "starts": [part.start for part in parts],
         **_order(score),
         "log_prob": score.log_prob,
-        "values": {name: value.log_prob for name, value in values.items()},
+        "values": values,
     }
-    rules = {}
-    for name, path in score.others.items():
-        if name not in LATTICE:  # a rule's value has an order
-            rules[name] = _order(path)
     if rules:
         line["rules"] = rules
     blocks = score.blocks
@@ -215,7 +216,8 @@ def read(path: str | Path) -> list[dict[str, Any]]:
     windows = []
     for request in sorted(requests, key=none_last):
         lines = requests[request]
-        windows += [lines[number] for number in sorted(lines)]
+        for number in sorted(lines):
+            windows.append(lines[number])
     return windows
 
 
@@ -254,11 +256,15 @@ def _files(path: str | Path) -> list[Path]:
     files.sort(key=lambda file: file.stat().st_mtime_ns)
     if not files:
         raise DuelError(f"There is no trace {path}; write one with --model_args trace={path.name},...")
-    fingerprints = {file.name: _header(file).get("fingerprint") for file in files}
-    different = set(fingerprints.values())
-    if len(different) > 1:
-        listed = ", ".join(f"{name}: {digest}" for name, digest in fingerprints.items())
-        raise DuelError(f"The files of trace {path} have different specs ({listed}). Delete the old ones.")
+
+    fingerprints = set()
+    listed = []
+    for file in files:
+        fingerprint = _header(file).get("fingerprint")
+        fingerprints.add(fingerprint)
+        listed.append(f"{file.name}: {fingerprint}")
+    if len(fingerprints) > 1:
+        raise DuelError(f"The files of trace {path} have different specs ({', '.join(listed)}). Delete the old ones.")
     return files
 
 
@@ -302,13 +308,14 @@ def _window(line: dict[str, Any]) -> dict[str, Any]:
         if not isinstance(line.get(name), kind):
             raise ValueError(f"{name} is {line.get(name)!r}")
 
-    of_tokens = {name: line.get(name, []) for name in ("reveal_steps", "token_logprobs", *STATISTICS)}
     ids = line.get("ids", [])
-    values = line.get("values", {})
-    for number in itertools.chain(ids, line.get("starts", []), *of_tokens.values(), values.values()):
-        if not isinstance(number, int | float):
-            raise ValueError("its lists and values hold numbers")
-    for entries in of_tokens.values():
+    of_tokens = [line.get(name, []) for name in ("reveal_steps", "token_logprobs", *STATISTICS)]
+    for entries in of_tokens:
         if len(entries) not in (0, len(ids)):  # empty: the estimator has no such values
             raise ValueError("its lists differ in length")
+    starts = line.get("starts", [])
+    values = line.get("values", {}).values()
+    for number in itertools.chain(ids, starts, *of_tokens, values):
+        if not isinstance(number, int | float):
+            raise ValueError("its lists and values hold numbers")
     return line

@@ -38,24 +38,33 @@ class Traces:
         attached = []
         notes = []
         for run in runs:
-            places = list(self.named)
-            written = run.config.duel.get("trace")
-            if written:
-                places += [Path(written), run.file.parent / Path(written).name]
-            path = next((place for place in places if self.fingerprint(place) == run.config.fingerprint), None)
-            if written and path is None:
-                gone = f"The trace of {run.name} is no longer at {written}; name it with --traces."
+            path = self._path(run)
+            if path is not None:
+                run = dataclasses.replace(run, trace=path, traced=self._values(path))
+            elif run.config.duel.get("trace"):
+                gone = f"The trace of {run.name} is no longer at {run.config.duel['trace']}; name it with --traces."
                 notes.append(Note(advice=gone))
-            values = {} if path is None else self._values(path)
-            attached.append(dataclasses.replace(run, trace=path, traced=values))
+            attached.append(run)
 
-        of_runs = {run.config.fingerprint for run in attached}
+        fingerprints = {run.config.fingerprint for run in attached}
         for path in dict.fromkeys(self.named):
             fingerprint = self.fingerprint(path)
-            if fingerprint not in of_runs:
+            if fingerprint not in fingerprints:
                 foreign = f"The trace {path} (fingerprint {fingerprint}) belongs to none of the results."
                 notes.append(Note(advice=foreign))
         return attached, notes
+
+    def _path(self, run: Run) -> Path | None:
+        """The trace of a run; None if there is none."""
+        places = list(self.named)
+        written = run.config.duel.get("trace")
+        if written:
+            places.append(Path(written))
+            places.append(run.file.parent / Path(written).name)
+        for place in places:
+            if self.fingerprint(place) == run.config.fingerprint:
+                return place
+        return None
 
     def _values(self, path: Path) -> dict[tuple[str, str], Counter[int]]:
         """The nats of each document of a trace, by (task, value)."""
@@ -124,7 +133,7 @@ def documents(
 
     shown: list[dict[str, Any]] = []
     notes: list[Note] = []
-    values = 0
+    values = 0  # tokens of all orders together
     for key in chosen:
         document, remarks = _document(key, orders[key])
         values += sum(len(order["steps"]) for order in document["orders"])
@@ -139,19 +148,26 @@ def documents(
 
 def _orders_of_documents(traces: Traces, runs: Sequence[Run], tokenizer: str | None) -> dict[DocumentKey, list[Order]]:
     """The orders of each document that a trace holds, its windows joined."""
-    models = {run.config.fingerprint: run.label for run in reversed(runs)}  # several runs may have one spec
+    models: dict[str | None, str] = {}  # by fingerprint
+    paths: dict[Path, None] = {}
+    for run in runs:
+        models.setdefault(run.config.fingerprint, run.label)  # several runs may have one spec
+        if run.trace is not None:
+            paths[run.trace] = None
+    paths |= dict.fromkeys(traces.named)
+
     orders: dict[DocumentKey, dict[tuple[Path, str], Order]] = {}
-    written = [run.trace for run in runs if run.trace]
-    for path in dict.fromkeys([*written, *traces.named]):
+    for path in paths:
         header = trace.spec(path)
         spec = header["spec"]
-        name = tokenizer or str(header.get("tokenizer") or "")
+        tokenizer_of_trace = tokenizer or str(header.get("tokenizer") or "")
         model = models.get(header.get("fingerprint")) or model_label(str(header.get("pretrained") or path.stem))
         for window in traces.read(path):
             for rule, order in _orders(window, spec):
                 label = _label(model, spec, rule)
                 of_document = orders.setdefault(DocumentKey(window["task"], window["doc"]), {})
-                of_document.setdefault((path, label), Order(label, name)).add(window, order)
+                joined = of_document.setdefault((path, label), Order(label, tokenizer_of_trace))
+                joined.add(window, order)
     return {key: list(of_document.values()) for key, of_document in orders.items()}
 
 
@@ -161,6 +177,7 @@ def _orders(window: Mapping[str, Any], spec: Mapping[str, Any]) -> Iterator[tupl
         return
     if window.get("request") or window.get("repeat"):  # of several answers the first
         return
+    # The line of a window holds the order of the run's own rule, under the same names as the orders in "rules".
     orders = {str(spec.get("rule", "")): window, **(window.get("rules") or {})}
     for rule, order in orders.items():
         if order.get("reveal_steps"):
@@ -182,30 +199,31 @@ def _label(model: str, spec: Mapping[str, Any], rule: str) -> str:
 def _document(key: DocumentKey, orders: Iterable[Order]) -> tuple[dict[str, Any], list[Note]]:
     """A document for the page. Orders share the pieces of their text if their ids and tokenizers are the same."""
     name = f"{key.task} {key.number}"
-    pieces: dict[tuple[str, tuple[int, ...]], list[str]] = {}
+    pieces: dict[tuple[str, tuple[int, ...]], list[str]] = {}  # of each text, by its tokenizer and ids
     shown = []
     notes = []
     for order in orders:
         ids = tuple(order.ids[:MAX_TOKENS])
         text = order.tokenizer, ids
         try:
-            pieces[text] = pieces.get(text) or token_texts(ids, _load(order.tokenizer))
+            if text not in pieces:
+                pieces[text] = token_texts(ids, _load(order.tokenizer))
         except DuelError as error:
             notes.append(Note(advice=f"{order.label}, {name} is not shown: {error}"))
             continue
         if len(order.ids) > MAX_TOKENS:
             notes.append(Note(f"The document view shows the first {MAX_TOKENS:,} tokens of {name}."))
-        starts = dict.fromkeys([0, *sorted(order.starts)])
+        starts = {0, *order.starts}
         shown.append(
             {
                 "label": order.label,
                 "text": list(pieces).index(text),
-                "starts": [start for start in starts if start < MAX_TOKENS],
+                "starts": [start for start in sorted(starts) if start < MAX_TOKENS],
                 "steps": order.steps[:MAX_TOKENS],
                 "nats": [round(nats, 3) for nats in order.nats[:MAX_TOKENS]],
             }
         )
-    return {"task": key.task, "number": key.number, "pieces": [*pieces.values()], "orders": shown}, notes
+    return {"task": key.task, "number": key.number, "pieces": list(pieces.values()), "orders": shown}, notes
 
 
 @functools.cache
