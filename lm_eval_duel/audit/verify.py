@@ -22,7 +22,6 @@ from lm_eval_duel.core.scores import Score
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.demo import BUNDLED
 from lm_eval_duel.errors import counted, first_line
-from lm_eval_duel.estimators import registry
 from lm_eval_duel.estimators.base import Estimator
 from lm_eval_duel.options import Options
 from lm_eval_duel.text.text import TextEncoder
@@ -118,7 +117,8 @@ def float32_estimator(options: Options, text: TextEncoder, device: str | None) -
     if network.coarse:
         arguments = {**options.network, "dtype": "float32", "compile": False}
         network = denoisers.load(options.pretrained or BUNDLED, device=device, tokenizer=text.tokenizer, **arguments)
-    return registry.make(network, dataclasses.replace(options, batch_size=2))  # any size: skips the search for one
+    options = dataclasses.replace(options, batch_size=2)  # any size: skips the search for one
+    return Estimator.from_options(network, options)
 
 
 # ---------------------------------------------------------------- a summary

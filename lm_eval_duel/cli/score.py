@@ -251,12 +251,11 @@ def score(lm: DuelMDM, texts: Sequence[files.OwnText]) -> ScoredModel | None:
         requests.append(make_request("loglikelihood_rolling", {"text": text, FILE: name}, (text,), TASK, n))
     answers = lm.loglikelihood_rolling(requests)
     unknown = lm.evaluation.stats.tasks[TASK].unknown if mine else {}  # by the names of documents
-    worth = registry.worth(lm.estimator.name, lm.spec)
     lines = {}
     for n, answer in zip(mine, answers, strict=True):
         name, text = texts[n]
         words, size = count_units(text)
-        value = worth.with_nats(float(answer), answer.stderr)
+        value = lm.estimator.worth.with_nats(float(answer), answer.stderr)
         lines[n] = Line(name, stats.key_of(text), value, answer.tokens, words, size, unknown.get(name, 0))
     shares = lm.gather_object(lines)
     if shares is None:

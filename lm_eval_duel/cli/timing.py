@@ -18,7 +18,7 @@ import torch
 from lm_eval_duel.console.command_line import plain_table
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.errors import DuelError, counted
-from lm_eval_duel.estimators import cost, registry
+from lm_eval_duel.estimators import cost
 from lm_eval_duel.estimators.base import Estimator
 from lm_eval_duel.estimators.checks import rule_for
 from lm_eval_duel.harness.stats import peak_memory
@@ -86,7 +86,7 @@ def measure(lm: DuelMDM, documents: Sequence[Sequence[Window]]) -> tuple[list[Ti
     notes = []
     for name in _estimators(lm):
         try:
-            estimator = registry.make(lm.denoiser, _options(lm.options, name))
+            estimator = Estimator.from_options(lm.denoiser, _options(lm.options, name))
         except DuelError as error:
             notes.append(f"{name}: {error}")
             continue
@@ -132,7 +132,7 @@ def _timed(lm: DuelMDM, estimator: Estimator, windows: Sequence[Window]) -> Time
         calls = max(int(every.longest), math.ceil(every.weight / estimator.budget.tokens))
         counts = {"nfe": every.nfe or None, "calls": calls, "rows": every.rows, "token_rows": every.token_rows}
 
-    gives = registry.worth(estimator.name, estimator.describe()).label
+    gives = estimator.worth.label
     memory = peak_memory(lm.denoiser.device)
     return TimedEstimator(estimator.name, gives, len(sample), seconds / share, memory, **counts)
 

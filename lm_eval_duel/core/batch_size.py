@@ -26,12 +26,15 @@ _largest: weakref.WeakKeyDictionary[Denoiser, dict[tuple[int | None, str], int]]
 
 
 def plan(
-    denoiser: Denoiser, block: int | None, grid: str, batch_size: int | None, max_batch_size: int | None
+    denoiser: Denoiser, block: int | None, grid: str, batch_size: int | Budget | None, max_batch_size: int | None
 ) -> Budget:
     """The budget of `batch_size` rows of max_length; None: 2048 tokens on a CPU, as many as fit on a GPU, by trial.
 
-    At most `max_batch_size` rows of max_length, and at least one. Raises DuelError for a number below 1.
+    At most `max_batch_size` rows of max_length, and at least one. A budget stays as it is: estimators that share one
+    halve it together. Raises DuelError for a number below 1.
     """
+    if isinstance(batch_size, Budget):
+        return batch_size
     COUNT("batch_size", batch_size)
     COUNT("max_batch_size", max_batch_size)
     if batch_size:

@@ -17,8 +17,10 @@ from __future__ import annotations
 import abc
 import contextlib
 import copy
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
+import importlib
+import logging
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from functools import cached_property, partial
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -29,11 +31,15 @@ from lm_eval_duel.core.denoiser import Denoiser
 from lm_eval_duel.core.lanes import Lanes, Rows, blocks, groups
 from lm_eval_duel.core.reveal import Accumulator, BlockSpan, Budget, Reveal, WindowGroup
 from lm_eval_duel.core.row_checks import RowChecks
-from lm_eval_duel.core.scores import Counts, IndexedScores, Score
+from lm_eval_duel.core.scores import Counts, IndexedScores, Score, Value
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.denoisers import self_tests
 from lm_eval_duel.errors import DuelError
+from lm_eval_duel.estimators import registry
 from lm_eval_duel.estimators.checks import check_windows, require_masks, resolve_block, resolve_grid
+from lm_eval_duel.rules import PARAMETERS, presets
+
+log = logging.getLogger("lm_eval.duel_mdm")
 
 Self = TypeVar("Self", bound="Estimator")
 
@@ -56,8 +62,8 @@ class Estimator(abc.ABC):
             trained or published block, else 32.
         grid: Where blocks start counting: "target", "row", or "auto" ("row" for block-causal networks).
         batch_size: Rows of max_length in one network call, more if rows are shorter. None: 2048 tokens or one row on a
-            CPU; on a GPU as many as fit, found by trial. On out-of-memory the batch is halved. Changes no number beyond
-            float noise.
+            CPU; on a GPU as many as fit, found by trial. On out-of-memory the batch is halved. A `Budget`: that of
+            another estimator, which the two then share. Changes no number beyond float noise.
         max_batch_size: The most rows of max_length that the trial takes.
         traced: Add the confidence, margin and entropy of each token to the scores.
 
@@ -77,7 +83,7 @@ class Estimator(abc.ABC):
         denoiser: Denoiser,
         block: int | str | None = "auto",
         grid: str = "auto",
-        batch_size: int | None = None,
+        batch_size: int | Budget | None = None,
         max_batch_size: int | None = None,
         traced: bool = False,
     ):
@@ -92,9 +98,66 @@ class Estimator(abc.ABC):
         self.counts = Counts()  # of what has been computed
         self.row_checks = RowChecks()
 
+    @staticmethod
+    def from_options(denoiser: Denoiser, options: registry.Options, **sizes: Any) -> Estimator:
+        """The estimator that the options name. Raises DuelError if there is none of its kind for this network.
+
+        `sizes`: batch_size, max_batch_size and traced, to override the options.
+        """
+        presets.require_fit(options.preset, denoiser.family)
+        entry = registry.find(options.estimator)
+        module, name = entry.target.split(":")
+        constructor = getattr(importlib.import_module(module), name)
+        taken = {key: getattr(options, key) for key in entry.takes}
+        if entry.arguments:
+            taken["arguments"] = options.estimator_args
+        layout = {
+            "grid": options.grid,
+            "batch_size": options.rows,
+            "max_batch_size": options.max_batch_size,
+            "traced": options.trace is not None,
+        }
+        estimator: Estimator = constructor(denoiser, **taken, **layout | sizes)
+        return estimator
+
     def describe(self) -> dict[str, object]:
         """The entries of the spec that define this estimator's numbers."""
         return {"estimator": self.name, "block": self.block, "grid": self.grid}
+
+    @cached_property
+    def worth(self) -> Value:
+        """The kind of its values and the note on them; their nats are not known."""
+        return registry.worth(self.name, self.describe())
+
+    def ignored_args(self, given: Collection[str]) -> list[str]:
+        """The model args given that change nothing under this estimator and network, so that they are to be named."""
+        entry = registry.find(self.name)
+        ignored = {*entry.ignored_args}
+        if "rule" in ignored:
+            ignored |= PARAMETERS - {*entry.arguments}
+        if self.denoiser.attention != "block_causal":
+            ignored.add("last_block")
+        if self.block is None:
+            ignored.add("grid")  # it says where blocks begin to count, and there is one
+        if "draw_seed" not in self.describe():
+            ignored.add("draw_seed")
+        noise = self.denoiser.noise_training
+        if noise is not None and noise.self_conditioning == "none":  # other values than "none" and "auto" are refused
+            ignored.add("self_conditioning")
+        return [key for key in given if key in ignored]
+
+    def name_ignored_args(self, given: Collection[str]) -> None:
+        """Log the arguments that change nothing, so that no one takes them for a part of the result."""
+        ignored = self.ignored_args(given)
+        if not ignored:
+            return
+        other = "; draw_seed only seeds texts that tasks generate, verify=N and order=random"
+        log.warning(
+            "estimator=%s does not read %s here: the value is the same without%s",
+            self.name,
+            " and ".join(ignored),
+            other if "draw_seed" in ignored else "",
+        )
 
     @abc.abstractmethod
     def score_group(self, group: WindowGroup) -> IndexedScores:

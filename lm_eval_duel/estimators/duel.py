@@ -30,10 +30,9 @@ from lm_eval_duel.core.lanes import Lanes
 from lm_eval_duel.core.noise import CommitOnce
 from lm_eval_duel.core.predictions import Argmax, Draw, Draws, Predictions
 from lm_eval_duel.core.reveal import BlockSpan, ScoreAccumulator, WindowGroup, naming_window
-from lm_eval_duel.core.scores import IndexedScores, Sample, Score, Value
+from lm_eval_duel.core.scores import IndexedScores, Sample, Score
 from lm_eval_duel.core.windows import Ids, Window, as_ids, target_parts
 from lm_eval_duel.errors import DuelError
-from lm_eval_duel.estimators import registry
 from lm_eval_duel.estimators.arguments import CommitOnceArguments
 from lm_eval_duel.estimators.base import Estimator
 from lm_eval_duel.estimators.checks import check_rule, check_windows, rule_for
@@ -74,11 +73,6 @@ class DuelEstimator(Estimator):
         self.rule = rule_for(denoiser, rules.parse(rule) if isinstance(rule, str) else rule)
         check_rule(denoiser, self.rule)
         super().__init__(denoiser, block, **layout)
-
-    @cached_property
-    def worth(self) -> Value:
-        """The kind of its values and the note on them; their nats are not known."""
-        return registry.worth(self.name, self.describe())
 
     @cached_property
     def empty_score(self) -> Score:  # type: ignore[override]

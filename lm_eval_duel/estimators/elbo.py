@@ -41,7 +41,6 @@ from lm_eval_duel.core.reveal import Step, WindowGroup
 from lm_eval_duel.core.scores import IndexedScores, Score
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.errors import DuelError
-from lm_eval_duel.estimators import registry
 from lm_eval_duel.estimators.arguments import SEED, ElboArguments
 from lm_eval_duel.estimators.base import Estimator
 from lm_eval_duel.estimators.checks import check_every_order
@@ -89,8 +88,7 @@ class MonteCarloBound(Estimator):
 
     @cached_property
     def empty_score(self) -> Score:  # type: ignore[override]
-        worth = registry.worth(self.name, self.describe())
-        return Score(0.0, kind=worth.kind, note=worth.note, stderr=0.0)
+        return Score(0.0, kind=self.worth.kind, note=self.worth.note, stderr=0.0)
 
     def score_group(self, group: WindowGroup) -> IndexedScores:
         sums = BoundAccumulator(group, self)

@@ -1,17 +1,15 @@
 """The estimators, one entry each: what `estimator=` takes, and all that options, runs and reports know about them.
 
 To add one, write its class (`base.Estimator`) and add its entry to `ENTRIES`. Nothing here imports torch: the class is
-imported when an estimator is made.
+imported when an estimator is made (`Estimator.from_options`).
 """
 
 from __future__ import annotations
 
 import dataclasses
-import importlib
-import logging
 import math
 from collections.abc import Callable, Collection, Mapping
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 from lm_eval_duel.arguments import Argument, Arguments, declared
 from lm_eval_duel.core.scores import Kind, Value
@@ -27,13 +25,6 @@ from lm_eval_duel.estimators.arguments import (
     TwoPhaseArguments,
     check_block,
 )
-from lm_eval_duel.rules import PARAMETERS, presets
-
-if TYPE_CHECKING:
-    from lm_eval_duel.core.denoiser import Denoiser
-    from lm_eval_duel.estimators.base import Estimator
-
-log = logging.getLogger("lm_eval.duel_mdm")
 
 LOG_MEAN = "log_mean_exp"  # the other value of a mean over noise seeds
 Options: TypeAlias = Any  # lm_eval_duel.options.Options, which imports this file
@@ -331,37 +322,6 @@ def check_rule(given: Collection[str], estimator: str) -> None:
         )
 
 
-def ignored_args(given: Collection[str], estimator: Estimator) -> list[str]:
-    """The model args given that change nothing under this estimator and network, so that they are to be named."""
-    entry = find(estimator.name)
-    ignored = {*entry.ignored_args}
-    if "rule" in ignored:
-        ignored |= PARAMETERS - {*entry.arguments}
-    if estimator.denoiser.attention != "block_causal":
-        ignored.add("last_block")
-    if estimator.block is None:
-        ignored.add("grid")  # it says where blocks begin to count, and there is one
-    if "draw_seed" not in estimator.describe():
-        ignored.add("draw_seed")
-    noise = estimator.denoiser.noise_training
-    if noise is not None and noise.self_conditioning == "none":  # other values than "none" and "auto" are refused
-        ignored.add("self_conditioning")
-    return [key for key in given if key in ignored]
-
-
-def name_ignored_args(given: Collection[str], estimator: Estimator) -> None:
-    """Log the arguments that change nothing, so that no one takes them for a part of the result."""
-    if ignored := ignored_args(given, estimator):
-        names = " and ".join(ignored)
-        other = "; draw_seed only seeds texts that tasks generate, verify=N and order=random"
-        log.warning(
-            "estimator=%s does not read %s here: the value is the same without%s",
-            estimator.name,
-            names,
-            other if "draw_seed" in ignored else "",
-        )
-
-
 def least_level(spec: Mapping[str, Any]) -> float:
     """The noise level below which the bound with this spec leaves out terms; above 0 it is no bound."""
     eps = spec.get("elbo_eps", "none")
@@ -374,25 +334,3 @@ def worth(estimator: str, spec: Mapping[str, Any]) -> Value:
     if entry.kind.is_bound and least_level(spec):
         return Value(math.nan, kind=Kind.NO_BOUND)
     return Value(math.nan, kind=entry.kind, note=entry.process(spec))
-
-
-def make(denoiser: Denoiser, options: Options, **sizes: Any) -> Estimator:
-    """The estimator that the options name; raises DuelError if there is none of its kind for this network.
-
-    `sizes`: batch_size, max_batch_size and traced, to override the options.
-    """
-    presets.require_fit(options.preset, denoiser.family)
-    entry = find(options.estimator)
-    module, name = entry.target.split(":")
-    constructor = getattr(importlib.import_module(module), name)
-    taken = {key: getattr(options, key) for key in entry.takes}
-    if entry.arguments:
-        taken["arguments"] = options.estimator_args
-    layout = {
-        "grid": options.grid,
-        "batch_size": options.rows,
-        "max_batch_size": options.max_batch_size,
-        "traced": options.trace is not None,
-    }
-    estimator: Estimator = constructor(denoiser, **taken, **layout | sizes)
-    return estimator

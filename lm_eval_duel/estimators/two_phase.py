@@ -35,7 +35,7 @@ import torch
 from lm_eval_duel import rules
 from lm_eval_duel.core.denoiser import Denoiser
 from lm_eval_duel.core.hashing import uniform
-from lm_eval_duel.core.reveal import BlockSpan, WindowGroup
+from lm_eval_duel.core.reveal import BlockSpan, Budget, WindowGroup
 from lm_eval_duel.core.scores import IndexedScores, Kind, PhaseCounts, Score, known_sum
 from lm_eval_duel.core.windows import Window, target_parts
 from lm_eval_duel.denoisers.cached.denoiser import under_cache
@@ -85,14 +85,18 @@ class TwoPhase(Estimator):
         rule = rules.parse(rule) if isinstance(rule, str) else rule
         check_two_phase(denoiser, rule, cache)
         super().__init__(denoiser, block, **layout)
-        layout["traced"] = False
         try:
             cached = under_cache(denoiser, cache)
         except DuelError as error:
             raise DuelError(f"estimator=two_phase needs a cached first phase: {error} Use estimator=duel.") from error
+        layout["traced"] = False
+        uncached_layout = {**layout, "batch_size": self.budget}
+        if isinstance(layout.get("batch_size"), Budget):
+            # calls under the cache have another size; a network in memory leaves no memory for trials
+            layout["batch_size"] = None if denoiser.fixed_weights else self.budget.rows(denoiser.max_length)
         self.phases = {
             "cached": DuelEstimator(cached, rule, block, **layout),
-            "uncached": DuelEstimator(denoiser, rule, block, **layout),
+            "uncached": DuelEstimator(denoiser, rule, block, **uncached_layout),
         }
         self.arguments = arguments or TwoPhaseArguments()
         self.cache = cache

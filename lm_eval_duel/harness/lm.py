@@ -75,7 +75,7 @@ class DuelMDM(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
         note = tie_warning(self.denoiser, self.options.rule) if self.estimator.decodes else None
         if note:
             log.warning("%s", note)
-        registry.name_ignored_args(arguments, self.estimator)
+        self.estimator.name_ignored_args(arguments)
         log.info("fingerprint %s", self.fingerprint)
         lines = [f"  {key}={value}" for key, value in self.spec.items()]
         log.debug("its spec:\n%s", "\n".join(lines))

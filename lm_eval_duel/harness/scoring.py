@@ -21,7 +21,6 @@ from lm_eval_duel.core import reveal as signals
 from lm_eval_duel.core.scores import Counts, IndexedScores, Score
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.errors import InconsistentOutput, naming
-from lm_eval_duel.estimators import registry
 from lm_eval_duel.estimators.arguments import CommitOnceArguments
 from lm_eval_duel.estimators.base import Estimator
 from lm_eval_duel.estimators.duel import DuelEstimator
@@ -125,7 +124,7 @@ class Evaluation:
                 shared[field.name] = getattr(given, field.name)
             arguments = CommitOnceArguments(**shared)
         options = dataclasses.replace(self.options, estimator="duel", estimator_args=arguments)
-        sampler = registry.make(self.estimator.denoiser, options)
+        sampler = Estimator.from_options(self.estimator.denoiser, options)
         assert isinstance(sampler, DuelEstimator)
         return sampler.with_counts(self.counts)
 

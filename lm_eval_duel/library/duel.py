@@ -17,10 +17,12 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar, cast
 
 from lm_eval_duel.core.batch_size import GPU_TOKENS
 from lm_eval_duel.core.denoiser import Denoiser
+from lm_eval_duel.core.reveal import Budget
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.errors import DuelError, documentation, naming, require_known
 from lm_eval_duel.estimators import registry
 from lm_eval_duel.estimators.arguments import SEED, TwoPhaseArguments
+from lm_eval_duel.estimators.base import Estimator
 from lm_eval_duel.estimators.totals import score_documents
 from lm_eval_duel.estimators.two_phase import TwoPhase
 from lm_eval_duel.library.ids import (
@@ -84,7 +86,7 @@ class Duel(OnIds):
         grid: Where blocks start counting: at the first position of the "target" or of the "row". "auto": "row" for
             block-causal networks except D2F, else "target".
         batch_size: Rows of max_length in one network call. None: as many as the device takes, at most `max_batch_size`.
-            Changes no number.
+            The `estimator.budget` of another Duel on the same network: both use it. Changes no number.
         traced: Add the confidence, margin and entropy of each token to the scores.
         estimator: The value to compute, as in docs/estimators.md.
         tokenizer: The tokenizer of texts. None: this Duel takes ids only.
@@ -101,7 +103,7 @@ class Duel(OnIds):
         rule: str | Rule = GREEDY,
         block: Block = AUTO,
         grid: Grid = AUTO,
-        batch_size: int | None = None,
+        batch_size: int | Budget | None = None,
         max_batch_size: int | None = None,
         traced: bool = False,
         *,
@@ -128,8 +130,9 @@ class Duel(OnIds):
             rule = parse(rule) if tokenizer is None else parse(rule).with_tokenizer(tokenizer)
         options = estimator_options(estimator, arguments)
         options = dataclasses.replace(options, rule=rule, block=block, grid=grid, windows=windows)
-        made = registry.make(denoiser, options, batch_size=batch_size, max_batch_size=max_batch_size, traced=traced)
-        registry.name_ignored_args([*given, *arguments], made)
+        sizes = {"batch_size": batch_size, "max_batch_size": max_batch_size, "traced": traced}
+        made = Estimator.from_options(denoiser, options, **sizes)
+        made.name_ignored_args([*given, *arguments])
         text = None if tokenizer is None else TextEncoder(tokenizer, denoiser, options.windows, made.block)
         self._take(denoiser, made, text)
 
@@ -172,7 +175,7 @@ class Duel(OnIds):
         if isinstance(rule, Rule):
             options = dataclasses.replace(options, rule=rule)
         scorer = load_scorer(options, tokenizer=tokenizer, device=device, **sizes)
-        registry.name_ignored_args(list(arguments), scorer.estimator)
+        scorer.estimator.name_ignored_args(list(arguments))
         duel = cls.__new__(cls)
         duel._take(scorer.denoiser, scorer.estimator, scorer.text)
         return duel
@@ -238,7 +241,7 @@ class Duel(OnIds):
             # no trial of sizes: the training needs the memory
             keywords["batch_size"] = max(1, GPU_TOKENS[0] // denoiser.max_length)
         duel = cls(denoiser, tokenizer=tokenizer, **keywords)
-        registry.name_ignored_args(given, duel.estimator)
+        duel.estimator.name_ignored_args(given)
         return duel
 
     # ------------------------------------------------------------ text in
@@ -324,8 +327,6 @@ class Duel(OnIds):
         """
         self._sampler("estimate", "duel")
         rule = cast(Rule, self.rule)
-        budget = self.estimator.budget
-        rows = None if self.denoiser.fixed_weights else max(1, budget.tokens // self.denoiser.max_length)
         estimator = TwoPhase(
             self.denoiser,
             rule,
@@ -334,9 +335,8 @@ class Duel(OnIds):
             cache=cache,
             draw_seed=SEED("seed", seed),
             grid=self.grid,
-            batch_size=rows,
+            batch_size=self.estimator.budget,
         )
-        estimator.phases["uncached"].budget = budget
         documents = text_windows(self._require_encoder("estimate", texts), texts)
         windows = [each.windows for each in documents]
         with estimator.one_run():

@@ -8,10 +8,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, cast
 
 from lm_eval_duel.core import scores as rates
-from lm_eval_duel.core.scores import Sample, Score
+from lm_eval_duel.core.scores import Kind, Sample, Score
 from lm_eval_duel.core.windows import Ids, Window, as_ids
 from lm_eval_duel.errors import DuelError, counted
-from lm_eval_duel.estimators.registry import Kind, worth
 from lm_eval_duel.estimators.totals import Total, TwoPhaseBlocks
 from lm_eval_duel.library.display import Display, shown_text, shown_value
 from lm_eval_duel.text.annotated import Units, count_units, token_texts
@@ -95,8 +94,7 @@ class TextScore(Display):
         """The score of a text from the scores of its windows."""
         windows = encoded.windows
         total = Total.from_scores(windows, scores, estimator.name)
-        spec = estimator.describe()
-        value = worth(estimator.name, spec).with_nats(total.log_prob, total.stderr)
+        value = estimator.worth.with_nats(total.log_prob, total.stderr)
         return cls(
             text=text,
             log_prob=total.log_prob,
@@ -113,7 +111,7 @@ class TextScore(Display):
             windows=tuple(windows),
             window_scores=tuple(scores),
             sums=total,
-            spec=spec,
+            spec=estimator.describe(),
             text_tokens=encoded.tokens,
             unk_tokens=unknown,
             context=context if isinstance(context, str) else as_ids(context),
@@ -256,7 +254,7 @@ class GeneratedText(Display):
         `changes`: what made another distribution of the network for this text alone, such as a temperature.
         """
         total = Total.from_score(window, sample, estimator.name)
-        kind = worth(estimator.name, estimator.describe()).label
+        kind = estimator.worth.label
         if changes:
             kind += f" under {', '.join(map(str, changes))}"
         return cls(

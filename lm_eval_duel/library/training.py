@@ -268,13 +268,9 @@ def _duels(
 ) -> list[Duel]:
     """A Duel for each rule, on one denoiser, made for one score: what self-tests detect depends on the weights."""
     first = Duel.from_model(model, tokenizer, rule=rules[0], block=block, **arguments)
-    shared = {key: arguments[key] for key in ("grid", "windows") if key in arguments}
-    duels = [first]
-    for rule in rules[1:]:
-        duel = Duel(first.denoiser, rule, first.block, batch_size=1, tokenizer=tokenizer, **shared)
-        duel.estimator.budget = first.estimator.budget
-        duels.append(duel)
-    return duels
+    shared: dict[str, Any] = {"tokenizer": tokenizer, "batch_size": first.estimator.budget}
+    shared |= {key: arguments[key] for key in ("grid", "windows") if key in arguments}
+    return [first, *(Duel(first.denoiser, rule, first.block, **shared) for rule in rules[1:])]
 
 
 def _fitting(duels: Sequence[Duel], texts: Sequence[str], sample: float | None, budget: int) -> int:

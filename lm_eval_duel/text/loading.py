@@ -47,7 +47,7 @@ def load_scorer(
 ) -> Scorer:
     """The tokenizer, the network, the estimator and the `TextEncoder` of the options, read in this order.
 
-    `tokenizer` and `device` override the options; `sizes`: see `registry.make`.
+    `tokenizer` and `device` override the options; `sizes`: see `Estimator.from_options`.
 
     Raises:
         DuelError: the checkpoint cannot be read, or the options define no distribution of this network.
@@ -63,7 +63,7 @@ def load_scorer(
     options = options.with_tokenizer(tokenizer)  # a rule may name tokens
     with _naming_preset(options, checkpoint):
         network = load_network(checkpoint, tokenizer)
-    estimator = registry.make(network, options, **sizes)
+    estimator = Estimator.from_options(network, options, **sizes)
     text = TextEncoder(tokenizer, network, options.windows, estimator.block)
     return Scorer(options, tokenizer, network, estimator, text)
 

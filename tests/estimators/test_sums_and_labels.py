@@ -181,7 +181,7 @@ def test_arguments_that_change_nothing_are_named():
         SampledConfidence(toy, 4, ConfidenceArguments(steps=2, schedule="dream", confidence="tempered")),
         SampledOrder(toy, 4, OrderArguments("topk_margin", 3, 0.25)),
     ):
-        lines.append(f"{estimator.describe()}: {registry.ignored_args(GIVEN, estimator)}")
+        lines.append(f"{estimator.describe()}: {estimator.ignored_args(GIVEN)}")
     check("ignored", lines)
 
 
@@ -198,9 +198,9 @@ def test_what_is_logged(caplog):
         "15 draws": lambda: Elbo(Toy(), ElboArguments(15)),
         "16 draws": lambda: Elbo(Toy(), ElboArguments(16)),
         "15 draws of noise": lambda: NoisedElbo(NoisyToy(), NoisedElboArguments(15)),
-        "nothing ignored": lambda: registry.name_ignored_args(["rule", "block"], DuelEstimator(Toy(), block=4)),
-        "one ignored": lambda: registry.name_ignored_args(["rule"], Elbo(Toy())),
-        "several ignored": lambda: registry.name_ignored_args(GIVEN, DuelEstimator(Toy(), block=None)),
+        "nothing ignored": lambda: DuelEstimator(Toy(), block=4).name_ignored_args(["rule", "block"]),
+        "one ignored": lambda: Elbo(Toy()).name_ignored_args(["rule"]),
+        "several ignored": lambda: DuelEstimator(Toy(), block=None).name_ignored_args(GIVEN),
         "no context": lambda: check_windows(special, 3, "target", [EMPTY, Window((2,), (1,)), ONE]),
         "no context, again": lambda: check_windows(special, 3, "target", [ONE]),
         "no context, others": lambda: check_windows(only_first, 3, "target", [ONE]),

@@ -9,9 +9,11 @@ from attends import Attends
 from toys import Toy
 
 from lm_eval_duel import Duel, DuelError, Window, planned_tokens
+from lm_eval_duel.core.batch_size import plan
 from lm_eval_duel.core.scores import Sample, Score
 from lm_eval_duel.denoisers.cached.denoiser import Cached
 from lm_eval_duel.estimators import gradients, trajectories
+from lm_eval_duel.estimators.two_phase import TwoPhase
 from lm_eval_duel.library import duel as library
 from lm_eval_duel.library import training
 from lm_eval_duel.library.ids import HARNESS_ARGS
@@ -123,24 +125,27 @@ def test_a_spec_is_read_again_while_weights_may_change(fixed):
 @pytest.mark.parametrize("fixed", [False, True])
 @pytest.mark.parametrize("batch_size", [None, 1, 3])
 def test_an_estimate_keeps_the_size_of_calls_of_a_network_in_memory(fixed, batch_size, monkeypatch):
-    """Its device has no memory for trials; of another one the size is found anew."""
-    toy = Attends(tokens=33)
+    """Its device has no memory for trials; of another one the size of calls under the cache is found anew."""
+    toy = Attends(tokens=39)
     toy.fixed_weights = fixed
     duel = Duel(toy, "margin", 2, "row", batch_size=batch_size, tokenizer=tiny.tokenizer(framed=False))
-    asked = {}
+    made = []
 
-    def two_phase(*given, **named):
-        asked.update(named, given=given)
-        raise RuntimeError
+    class Recorded(TwoPhase):
+        def __init__(self, *given, **named):
+            super().__init__(*given, **named)
+            made.append(self)
 
-    monkeypatch.setattr(library, "TwoPhase", two_phase)
-    with pytest.raises(RuntimeError):
-        duel.estimate(["a"], sample=0.3, cache="prefix", seed=9)
-    network, rule, block, arguments = asked.pop("given")
-    assert (network, str(rule), block, arguments.sample) == (toy, "margin:k=1", 2, 0.3)
-    rows = None if fixed else max(1, duel.estimator.budget.tokens // toy.max_length)
-    assert asked == {"cache": "prefix", "draw_seed": 9, "grid": "row", "batch_size": rows}
-    assert fixed or batch_size is None or rows == batch_size
+    monkeypatch.setattr(library, "TwoPhase", Recorded)
+    duel.estimate(["a"], sample=0.3, cache="prefix", seed=9)
+    [estimator] = made
+    assert (estimator.denoiser, str(estimator.rule), estimator.block, estimator.grid) == (toy, "margin:k=1", 2, "row")
+    assert (estimator.arguments.sample, estimator.cache, estimator.draw_seed) == (0.3, "prefix", 9)
+    budget = duel.estimator.budget
+    assert estimator.budget is budget and estimator.phases["uncached"].budget is budget
+    found_anew = plan(toy, 2, "row", None, None).tokens
+    rows = max(1, budget.tokens // toy.max_length)
+    assert estimator.phases["cached"].budget.tokens == (found_anew if fixed else rows * toy.max_length)
 
 
 # ---------------------------------------------------------------- metrics during training

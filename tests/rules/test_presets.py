@@ -8,7 +8,7 @@ import pytest
 from lm_eval_duel import Duel as Library
 from lm_eval_duel import load, rules
 from lm_eval_duel.errors import DuelError
-from lm_eval_duel.estimators import registry
+from lm_eval_duel.estimators.base import Estimator
 from lm_eval_duel.harness.lm import DuelMDM
 from lm_eval_duel.options import Options
 from lm_eval_duel.rules import presets
@@ -90,7 +90,7 @@ def test_the_advice_for_another_family_is_not_refused(network):
             assert Options.parse(_pairs(preset.for_demo)) == Options.parse(arguments)
         options = Options.parse(arguments)
         if not arguments.get("cache"):
-            registry.make(plain, options)
+            Estimator.from_options(plain, options)
         else:
             Library.from_pretrained(network, device="cpu", **arguments)
 
