@@ -31,7 +31,7 @@ HUB = r"(GSAI-ML|airkingbd|facebook|s-sahoo)/|examples/paper"  # what needs the 
 SMALLER = {  # more arguments, for a short run
     "lm-eval-duel run": ["--limit", "1", "--device", "cpu"],
     "lm-eval-duel inspect": ["--limit", "1", "--device", "cpu"],
-    "lm-eval-duel audit": ["--limit", "1", "--device", "cpu"],
+    "lm-eval-duel audit": ["--device", "cpu"],
     "python examples/generation_quality.py": ["--samples", "2", "--length", "16"],
 }
 
