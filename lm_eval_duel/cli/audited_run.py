@@ -79,13 +79,15 @@ class Audit:
 
         windows = counted(len(self.checked), "window")
         tokens = counted(sum(each.tokens for each in self.checked), "token")
+        compared = ", ".join(self._compared()) or "nothing"
+        not_compared = ", ".join(self._not_compared()) or "nothing"
         line = (
-            f"{word}: {windows}, {tokens}. "
-            f"Compared: {', '.join(self._compared()) or 'nothing'}. "
-            f"Not compared: {', '.join(self._not_compared()) or 'nothing'}. "
+            f"{word}: {windows}, {tokens}. Compared: {compared}. Not compared: {not_compared}. "
             f"{documentation('audit.md')} lists what both sides share, and what no audit sees."
         )
-        return f"{line} Note: {'; '.join(self.notes)}." if self.notes else line
+        if self.notes:
+            line += f" Note: {'; '.join(self.notes)}."
+        return line
 
     def _compared(self) -> list[str]:
         """The parts of the run that were compared with something independent."""
@@ -121,7 +123,7 @@ def audit(options: argparse.Namespace) -> Audit:
     tasks = named.load(options.tasks, metadata, options.include_path, max(options.limit, DOCUMENTS))
     lm = DuelMDM(**{**options.model, "verify": sys.maxsize})
 
-    findings = Audit(audited(lm, options.dtype))
+    findings = Audit(described_dtype(lm, options.dtype))
     audit_network(lm, options.no_own_code, findings)
     for task in tasks:
         by_kind: dict[str, list[Any]] = {}
@@ -136,7 +138,7 @@ def audit(options: argparse.Namespace) -> Audit:
     return findings
 
 
-def audited(lm: DuelMDM, dtype: str) -> str:
+def described_dtype(lm: DuelMDM, dtype: str) -> str:
     """The dtype that is audited and its fingerprint; `dtype`: that of the run's model args."""
     used = str(lm.options.dtype)
     others = "another dtype" if dtype in ("auto", used) else dtype
@@ -170,17 +172,20 @@ def audit_requests(lm: DuelMDM, task: Any, requests: Sequence[Any], limit: int, 
             audited_requests.append(request)
         else:
             others.append(request)
+
+    # The audited requests come first, so their answers and checks do, too.
     batch = Batch.from_requests(audited_requests)
     together = [*batch.requests, *company(audited_requests, others)]
     kind = batch.requests[0].request_type
     checked_before = len(lm.evaluation.stats.checked)
     answers = getattr(lm, kind)(together)[: len(batch.requests)]
-    checked = lm.evaluation.stats.checked[checked_before:]
+    stats = lm.evaluation.stats
+    checked = stats.checked[checked_before:]
     findings.checked.extend(checked)
-    if failures := lm.evaluation.stats.verify_failures:
-        for failure in failures:
+    if stats.verify_failures:
+        for failure in stats.verify_failures:
             findings.problems.append(f"verification failed: {failure.rstrip('.')}")
-        failures.clear()
+        stats.verify_failures.clear()
         return  # some windows have no second score
 
     by_request: dict[int, list[CheckedWindow]] = {}
@@ -190,7 +195,7 @@ def audit_requests(lm: DuelMDM, task: Any, requests: Sequence[Any], limit: int, 
         windows = by_request.get(n, [])
         nats = math.fsum(each.again.log_prob for each in windows)
         tokens = sum(each.tokens for each in windows)
-        printed = float(answer[0] if isinstance(answer, tuple) else answer)
+        printed = float(answer[0] if isinstance(answer, tuple) else answer)  # with is_greedy, or alone
         if distance(nats, printed) > nats_tolerance(tokens):
             findings.problems.append(f"{name(request)}: the answer is {printed:.4f} nats, not {nats:.4f}")
     if kind == "loglikelihood_rolling":
@@ -217,12 +222,14 @@ def audit_text(
     )
     items: dict[str, list[Any]] = {}  # by metric: what the task aggregates, of each document
     for n, (request, answer) in enumerate(zip(requests, answers, strict=True)):
-        windows = by_request.get(n, [])
-        texts.alone += sum(not each.independent for each in windows)
-        nats = math.fsum(each.again.log_prob for each in windows)
-        texts.add(name(request), request.doc, request.args[0], [each.window for each in windows], nats)
+        checked = by_request.get(n, [])
+        texts.alone += sum(not each.independent for each in checked)
+        windows = [each.window for each in checked]
+        nats = math.fsum(each.again.log_prob for each in checked)
+        texts.add(name(request), request.doc, request.args[0], windows, nats)
         for metric, item in task.process_results(request.doc, [answer]).items():
             items.setdefault(metric, []).append(item)
+
     aggregation = task.aggregation()
     printed = {}
     for metric, of_documents in items.items():
@@ -246,7 +253,10 @@ def company(audited_requests: Sequence[Any], others: Sequence[Any]) -> list[Any]
             before_last_word = text[: text.rstrip().rindex(words[-1])]
             arguments.append((*context, before_last_word))
     kind = audited_requests[0].request_type
-    return [make_request(kind, {}, each, COMPANY, n) for n, each in enumerate(arguments)]
+    requests = []
+    for n, each in enumerate(arguments):
+        requests.append(make_request(kind, {}, each, COMPANY, n))
+    return requests
 
 
 # ---------------------------------------------------------------- totals
@@ -283,15 +293,23 @@ def totals_problems(estimator: Estimator, windows: Sequence[CheckedWindow], valu
     if error is not None and value["stderr"] is not None:
         yield from _differing("stderr", value["stderr"], error, SAME * error)
 
-    # The error of a ratio of sums, log-probability to tokens, if windows are independent: core/scores.py, `ratio`.
     if value["window_stderr"] is not None and len(windows) > 1:
-        rate = math.fsum(nats) / sum(tokens)
-        squares = []
-        for log_prob_of_window, size in zip(nats, tokens, strict=True):
-            squares.append((log_prob_of_window - rate * size) ** 2)
-        spread = math.fsum(squares)
-        error = math.sqrt(len(windows) / (len(windows) - 1) * spread)
+        error = _error_over_windows(nats, tokens)
         yield from _differing("window_stderr", value["window_stderr"], error, SAME * error + 1e-4)
+
+
+def _error_over_windows(nats: Sequence[float], tokens: Sequence[int]) -> float:
+    """The standard error of a sum of log-probabilities, as that of the ratio to tokens, if windows are independent.
+
+    With n windows and the rate r = sum(nats) / sum(tokens): sqrt(n / (n - 1) * sum((nats_i - r * tokens_i)^2)). Written
+    apart from `core.scores.ratio`, which the run uses.
+    """
+    count = len(nats)
+    rate = math.fsum(nats) / sum(tokens)
+    squares = []
+    for log_prob, size in zip(nats, tokens, strict=True):
+        squares.append((log_prob - rate * size) ** 2)
+    return math.sqrt(count / (count - 1) * math.fsum(squares))
 
 
 def _error_over_draws(windows: Sequence[CheckedWindow], scores: Sequence[Score]) -> float | None:

@@ -38,7 +38,7 @@ def main(arguments: Sequence[str]) -> None:
     batch_size = model.pop("batch_size")
     duel = Duel.from_pretrained(name, batch_size=None if batch_size == "auto" else int(batch_size), **model)
     temperature = 1.0 if options.temperature is None else options.temperature  # 1: the network's own distributions
-    about = {
+    method = {
         "pretrained": name,
         "fingerprint": duel.fingerprint,
         "estimator": duel.estimator.name,
@@ -52,6 +52,7 @@ def main(arguments: Sequence[str]) -> None:
         "top_k": model.get("top_k", options.top_k),
         "top_p": model.get("top_p", options.top_p),
     }
+
     numbers = list(itertools.product(range(len(options.prompts)), range(options.num)))  # (prompt, sample)
     prompts = []
     keys = []
@@ -72,11 +73,12 @@ def main(arguments: Sequence[str]) -> None:
     )
     with opened(options.out) as file:
         for n, generated in in_order(samples):
-            line = dataclasses.asdict(generated)
-            line["window"].pop("known")
+            record = dataclasses.asdict(generated)
+            del record["window"]["known"]
+            context = record.pop("prompt")  # the text; "prompt" is its number
             prompt, sample = numbers[n]
-            origin = {"prompt": prompt, "sample": sample, "context": line.pop("prompt"), "suffix": options.suffix}
-            content = finite(origin | line | about)
+            origin = {"prompt": prompt, "sample": sample, "context": context, "suffix": options.suffix}
+            content = finite(origin | record | method)
             print(json.dumps(content, ensure_ascii=False), file=file, flush=True)
 
 

@@ -20,6 +20,12 @@ if TYPE_CHECKING:
 
 
 SENTENCE = "The state of the union is strong."
+PADDING = {  # by attention
+    "block_causal": "invisible: it lies in later blocks",
+    "causal_prefix": "invisible: it lies in later blocks",
+    "causal": "invisible: it comes after the text",
+    "bidirectional": "invisible (the attention mask is honoured): rows of any length share a batch",
+}
 PRINTS = """\
 Prints a table: family, mask token, attention, block, special tokens, padding, and the score of one text.
 With --tasks or --files, it times a few windows of these texts on this machine, and prints what scoring all of them
@@ -34,34 +40,26 @@ def inspect(lm: DuelMDM, name: str) -> list[tuple[str, str]]:
     from lm_eval_duel.harness import stats
 
     denoiser = lm.denoiser
-    tokenizer = lm.tokenizer
     parameters = stats.parameters(denoiser)
-    unmasked = "an autoregressive network" if denoiser.attention == "causal" else "the noise is random tokens"
-    mask = f"none: {unmasked}" if denoiser.mask_id is None else _token(tokenizer, denoiser.mask_id)
-    block = f", trained on blocks of {denoiser.block}" if denoiser.block else ""
-    padding = {
-        "block_causal": "invisible: it lies in later blocks",
-        "causal_prefix": "invisible: it lies in later blocks",
-        "causal": "invisible: it comes after the text",
-        "bidirectional": "invisible (the attention mask is honoured): rows of any length share a batch",
-    }[denoiser.attention]
-    if not denoiser.honours_padding:
-        padding = "visible (the attention mask is ignored): only rows of equal length share a batch"
-    prefix = " ".join(_token(tokenizer, token) for token in lm.text.prefix)
-    suffix = " ".join(_token(tokenizer, token) for token in lm.text.suffix)
+    attention = denoiser.attention
+    if denoiser.block:
+        attention += f", trained on blocks of {denoiser.block}"
+    shift = str(denoiser.shift)
+    if denoiser.shift:
+        shift += ": a token is predicted from the one before"
     described = [
         ("checkpoint", name),
         ("family", f"{denoiser.family} ({lm.spec['denoiser']})"),
         ("parameters", "not known: the weights are packed" if parameters is None else f"{parameters:,}"),
         ("dtype", f"{lm.spec['dtype']} on {denoiser.device}"),
         ("vocabulary", f"{lm.spec['vocabulary']} columns are tokens"),
-        ("mask", mask),
-        ("attention", f"{denoiser.attention}{block}"),
+        ("mask", _mask(lm)),
+        ("attention", attention),
         ("block", f"{lm.estimator.block or 'none: the whole target'} (grid {lm.estimator.grid})"),
-        ("logit shift", f"{denoiser.shift}" + (": a token is predicted from the one before" if denoiser.shift else "")),
+        ("logit shift", shift),
         ("max length", _length(lm)),
-        ("special tokens", " ".join(filter(None, [f"bos={lm.text.bos}:", prefix, "text", suffix]))),
-        ("padding", padding),
+        ("special tokens", _special_tokens(lm)),
+        ("padding", _padding(lm)),
     ]
     if denoiser.attention != "causal" and denoiser.mask_id is not None:  # a causal network always sees a token
         ties = "every position ties: the lowest goes first" if denoiser.relative_positions else "positions differ"
@@ -70,6 +68,34 @@ def inspect(lm: DuelMDM, name: str) -> list[tuple[str, str]]:
     if "guidance" in lm.spec:
         described.append(("guidance", lm.spec["guidance"]))
     return [*described, ("one text", _score(lm))]
+
+
+def _mask(lm: DuelMDM) -> str:
+    """The mask token, or why there is none."""
+    denoiser = lm.denoiser
+    if denoiser.mask_id is not None:
+        return _token(lm.tokenizer, denoiser.mask_id)
+    if denoiser.attention == "causal":
+        return "none: an autoregressive network"
+    return "none: the noise is random tokens"
+
+
+def _special_tokens(lm: DuelMDM) -> str:
+    """The ids around a text."""
+    parts = [f"bos={lm.text.bos}:"]
+    for token in lm.text.prefix:
+        parts.append(_token(lm.tokenizer, token))
+    parts.append("text")
+    for token in lm.text.suffix:
+        parts.append(_token(lm.tokenizer, token))
+    return " ".join(parts)
+
+
+def _padding(lm: DuelMDM) -> str:
+    """The effect of padding in a batch."""
+    if not lm.denoiser.honours_padding:
+        return "visible (the attention mask is ignored): only rows of equal length share a batch"
+    return PADDING[lm.denoiser.attention]
 
 
 def _length(lm: DuelMDM) -> str:

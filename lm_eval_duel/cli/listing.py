@@ -23,6 +23,7 @@ from lm_eval_duel.tasks.metadata import KEYS
 
 Rows = list[tuple[str, ...]]  # cells in Markdown; the first is the name, the last a sentence
 LINK = re.compile(r"\[([^]]*)\]\([^)]*\)")
+INDENT = "    "
 
 
 # ---------------------------------------------------------------- arguments
@@ -30,7 +31,7 @@ LINK = re.compile(r"\[([^]]*)\]\([^)]*\)")
 
 def model_args() -> Rows:
     """The model args that do not belong to one estimator or rule."""
-    return [_argument(name, arg) for name, arg in MODEL_ARGUMENTS.items()]
+    return _arguments(MODEL_ARGUMENTS)
 
 
 def estimator_args() -> Rows:
@@ -40,18 +41,27 @@ def estimator_args() -> Rows:
 
 def metadata_keys() -> Rows:
     """The keys of --metadata that the tasks of this package read."""
-    return [_argument(name, arg) for name, arg in KEYS.items()]
+    return _arguments(KEYS)
 
 
-def _argument(name: str, arg: Argument) -> tuple[str, ...]:
-    return _code(name), _default(arg), arg.meaning
+def _arguments(declarations: Mapping[str, Argument]) -> Rows:
+    rows = []
+    for name, arg in declarations.items():
+        rows.append((_code(name), _default(arg), arg.meaning))
+    return rows
 
 
 def _default(arg: Argument) -> str:
     """The default of an argument, and the other names that it takes."""
-    default = arg.shown if arg.unset or arg.default is MISSING else _code(arg.shown)
-    others = [_code(name) for name in arg.kind.choices if name != arg.shown]
-    return f"{default}; {', '.join(others)}" if others else default
+    is_described = bool(arg.unset) or arg.default is MISSING
+    parts = [arg.shown if is_described else _code(arg.shown)]
+    others = []
+    for name in arg.kind.choices:
+        if name != arg.shown:
+            others.append(_code(name))
+    if others:
+        parts.append(", ".join(others))
+    return "; ".join(parts)
 
 
 def _merged_rows(owners: Mapping[str, Mapping[str, Argument]]) -> Rows:
@@ -84,9 +94,11 @@ def rule_table() -> Rows:
                 names.append(f"({_code(alias)})")
         parameters = []
         for key, arg in declared(rule).items():
-            parameters.append(_code(key) if arg.default is MISSING else _code(f"{key}={arg.shown}"))
-        first_paragraph = inspect.getdoc(rule).partition("\n\n")[0]
-        rows.append((" ".join(names), ", ".join(parameters), " ".join(first_paragraph.split())))
+            with_default = key if arg.default is MISSING else f"{key}={arg.shown}"
+            parameters.append(_code(with_default))
+        first_paragraph, _, _ = inspect.getdoc(rule).partition("\n\n")
+        in_one_line = " ".join(first_paragraph.split())
+        rows.append((" ".join(names), ", ".join(parameters), in_one_line))
     return rows
 
 
@@ -206,8 +218,9 @@ def listing(what: str, names: Sequence[str] = ()) -> str:
 
     width = min(shutil.get_terminal_size().columns, 120)
     parts = []
-    for table in filter(None, tables):
-        parts.append("\n".join(_entry(row, width) for row in table))
+    for table in tables:
+        if table:
+            parts.append("\n".join(_entry(row, width) for row in table))
     if what == "tasks":
         parts.append(f"--include_path {task_folder()}")
     return "\n\n".join(parts)
@@ -224,29 +237,39 @@ def _named(what: str, names: Sequence[str], tables: Sequence[Rows]) -> list[Rows
             for word in row[0].split():  # a name, and its aliases in brackets
                 by_name[word.strip("()")] = row
     require_known(what.removesuffix("s"), names, by_name)
+
     chosen = {by_name[name] for name in names}
     first, *others = tables
     kept_tables = [[row for row in first if row in chosen]]
     for table in others:
         kept = []
         for row in table:
-            owners = row[1].split(", ")
-            if row in chosen or not {row[0], *owners}.isdisjoint(names):
+            name, owners, *_ = row
+            labels = {name, *owners.split(", ")}
+            if row in chosen or not labels.isdisjoint(names):
                 kept.append(row)
         kept_tables.append(kept)
     return kept_tables
 
 
 def _entry(row: tuple[str, ...], width: int) -> str:
+    """A row for the terminal: its cells in a line, and the last, a sentence, indented below them."""
     name, *cells, meaning = row
-    in_brackets = [f"[{cell}]" for cell in cells if cell]
-    first = "  ".join([name, *in_brackets])
-    filled = textwrap.fill(meaning, width - 4)
-    return f"{first}\n{textwrap.indent(filled, '    ')}"
+    parts = [name]
+    for cell in cells:
+        if cell:
+            parts.append(f"[{cell}]")
+    first_line = "  ".join(parts)
+    filled = textwrap.fill(meaning, width - len(INDENT))
+    return f"{first_line}\n{textwrap.indent(filled, INDENT)}"
 
 
 def _without_markdown(row: tuple[str, ...]) -> tuple[str, ...]:
-    return tuple(LINK.sub(r"\1", cell).replace("`", "") for cell in row)
+    cells = []
+    for cell in row:
+        without_links = LINK.sub(r"\1", cell)
+        cells.append(without_links.replace("`", ""))
+    return tuple(cells)
 
 
 @usage()

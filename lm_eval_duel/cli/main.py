@@ -31,19 +31,22 @@ PACKAGES = ("lm_eval", "torch", "transformers")
 
 def version() -> str:
     """The versions of this package and of those that the numbers depend on, without importing them."""
-    versions = {}
-    for name in ("lm_eval_duel", *PACKAGES):
-        try:
-            versions[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            versions[name] = "not installed"
-    others = ", ".join(f"{name} {versions[name]}" for name in PACKAGES)
-    return f"{PROGRAM} {versions['lm_eval_duel']} ({others}, Python {sys.version.split()[0]})"
+    others = [f"{name} {_version_of(name)}" for name in PACKAGES]
+    python, *_ = sys.version.split()
+    return f"{PROGRAM} {_version_of('lm_eval_duel')} ({', '.join(others)}, Python {python})"
+
+
+def _version_of(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "not installed"
 
 
 def overview() -> str:
     """The commands, one line each."""
-    listed = plain_table([], [(name, text) for name, (_, text) in COMMANDS.items()])
+    rows = [(name, text) for name, (_, text) in COMMANDS.items()]
+    listed = plain_table([], rows)
     return f"""\
 Exact likelihood of masked diffusion language models, through lm-evaluation-harness.
 

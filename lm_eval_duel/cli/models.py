@@ -73,9 +73,9 @@ def other_model(text: str, first: Mapping[str, Any]) -> OtherModel:
         else:
             ignored.append(key)
 
-    other_checkpoint = given.get("pretrained", first.get("pretrained")) != first.get("pretrained")
-    if other_checkpoint:
-        _require_own(text, {key: value for key, value in inherited.items() if key in OF_CHECKPOINT})
+    checkpoint = first.get("pretrained")
+    if given.get("pretrained", checkpoint) != checkpoint:
+        _require_own(text, inherited)
 
     model = OtherModel(text, inherited | given, tuple(inherited), tuple(ignored))
     with model.naming_conflicts():
@@ -124,8 +124,8 @@ def _applies(key: str, estimator: Entry, first_estimator: Entry) -> bool:
     if key in first_estimator.arguments:
         return False
     if key in ("rule", *PARAMETERS):
-        no_unmasking = estimator.takes_noise == "only" and not estimator.follows_rule
-        return not no_unmasking and "rule" not in estimator.ignored_args
+        unmasks = estimator.takes_noise != "only" or estimator.follows_rule
+        return unmasks and "rule" not in estimator.ignored_args
     if estimator.causal and key == "cache":
         return False
     return key not in estimator.ignored_args
@@ -133,10 +133,15 @@ def _applies(key: str, estimator: Entry, first_estimator: Entry) -> bool:
 
 def _require_own(text: str, inherited: Mapping[str, Any]) -> None:
     """Raise DuelError if another checkpoint would inherit args that describe the first one."""
-    if inherited:
-        values = " and ".join(f"{name}={value}" for name, value in inherited.items())
-        ways = ",".join(f"{name}=none" for name in inherited)
+    values = []
+    ways = []
+    for name, value in inherited.items():
+        if name in OF_CHECKPOINT:
+            values.append(f"{name}={value}")
+            ways.append(f"{name}=none")
+    if values:
+        verb = "describe" if len(values) > 1 else "describes"
         raise DuelError(
-            f"--compare {text}: {values} of --model_args {'describe' if len(inherited) > 1 else 'describes'} its own "
-            f"checkpoint. Say what this one has, such as {ways} for the default."
+            f"--compare {text}: {' and '.join(values)} of --model_args {verb} its own checkpoint. Say what this one "
+            f"has, such as {','.join(ways)} for the default."
         )

@@ -119,7 +119,9 @@ def _task_files(names: list[str], folders: list[str]) -> contextlib.AbstractCont
     from lm_eval_duel.harness import patches
 
     manager = TaskManager(include_path=folders, include_defaults=False)
-    return patches.without_default_tasks() if named.holds(manager, names) else contextlib.nullcontext()
+    if named.holds(manager, names):
+        return patches.without_default_tasks()
+    return contextlib.nullcontext()
 
 
 def _parsed(cli: HarnessCLI) -> argparse.Namespace:
@@ -132,8 +134,8 @@ def _parsed(cli: HarnessCLI) -> argparse.Namespace:
         if not error.code:
             print(f"\ndocumentation: {documentation()}")
             raise
-        last_line = stderr.getvalue().strip().rpartition("\n")[2]  # argparse prints the usage before it
-        message = last_line.partition("error: ")[2]
+        _, _, last_line = stderr.getvalue().strip().rpartition("\n")  # argparse prints the usage before it
+        _, _, message = last_line.partition("error: ")
         message = re.sub(r"invalid functools\.partial\(.*\) value", "invalid value", message)
     except ValueError as error:  # from JSON
         message = " ".join(str(error).split())
@@ -142,11 +144,13 @@ def _parsed(cli: HarnessCLI) -> argparse.Namespace:
 
 def _nearest_flag(cli: HarnessCLI, message: str) -> str:
     """Suggest the argument of lm-eval that is nearest to an unknown one, or end the sentence of `message`."""
-    wrong = message.removeprefix("unrecognized arguments: ").split(" ")[0].partition("=")[0]
+    first_word, *_ = message.removeprefix("unrecognized arguments: ").split(" ")
+    wrong, _, _ = first_word.partition("=")
     with contextlib.suppress(AttributeError, KeyError):  # lm-eval's parser is private
         options = cli._subparsers.choices["run"]._option_string_actions
         flags = [option for option in options if option.startswith("--")]
-        if near := nearest(wrong, flags):
+        near = nearest(wrong, flags)
+        if near:
             return f". Did you mean {near[0]}?"
     return "" if message.endswith(".") else "."
 
@@ -167,16 +171,19 @@ def _complete(args: argparse.Namespace) -> None:
 
 def _take_texts(args: argparse.Namespace) -> None:
     """Replace files of text among the tasks by the task `duel_text`, which reads them."""
-    names = _split(args.tasks or "")
-    texts = [name for name in names if named.is_text(name)]
+    texts = []
+    others = []
+    for name in _split(args.tasks or ""):
+        if named.is_text(name):
+            named.check(name)
+            texts.append(name)
+        else:
+            others.append(name)
     if not texts:
         return
-    for name in texts:
-        named.check(name)
     metadata = getattr(args, "metadata", None) or {}
     if "files" in metadata:
         raise UsageError(f"--metadata names files, and --tasks {texts[0]} does too; name them in one place.")
-    others = [name for name in names if name not in texts]
     args.tasks = ",".join([*others, "duel_text"])
     args.metadata = {**metadata, "files": texts}
 
@@ -201,12 +208,18 @@ def _load_config(file: str) -> dict[str, Any]:
         raise UsageError(f"--config {file}: {' '.join(str(error).split())}") from None
     keys = [field.name for field in dataclasses.fields(EvaluatorConfig)]
     require_known("key", config, keys, f"of --config {file}")
-    for key, value in config.items():
-        types = VALUE_TYPES.get(key)
-        only_strings = not isinstance(value, list) or all(isinstance(item, str) for item in value)
-        if types and value is not None and not (isinstance(value, types) and only_strings):
+    for key, types in VALUE_TYPES.items():
+        value = config.get(key)
+        if value is not None and not _has_type(value, types):
             raise UsageError(f"--config {file}: '{key}' must be {TYPE_NAMES[types]}; got {value!r}.")
     return config
+
+
+def _has_type(value: Any, types: tuple[type, ...]) -> bool:
+    """True for a value of one of the types; a list has strings only."""
+    if isinstance(value, list) and not all(isinstance(item, str) for item in value):
+        return False
+    return isinstance(value, types)
 
 
 def _check(args: argparse.Namespace) -> list[str]:
@@ -258,7 +271,8 @@ def _tasks_not_found(message: str, folders: list[str]) -> str:
     listed, _, _ = message.removeprefix("Tasks not found: ").partition(". ")
     near: list[str] = []
     for task in listed.split(", "):
-        near += nearest(task, names)[:1]
+        nearest_first = nearest(task, names)
+        near += nearest_first[:1]
     hint = f" Did you mean {', '.join(near)}?" if near else ""
     commands = [f"lm_eval ls tasks --include_path {folder}" for folder in folders]  # a command takes one folder
     return f"{message.removesuffix('.')}.{hint} All: {'; '.join(commands)}"

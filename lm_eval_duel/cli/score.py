@@ -244,29 +244,38 @@ def score(lm: DuelMDM, texts: Sequence[files.OwnText]) -> ScoredModel | None:
     """The scores of texts under a model of the harness; None on ranks other than the first."""
     from lm_eval_duel.harness.requests import FILE, make_request
 
-    mine = lm.ranks.deal([1 + len(text) for _, text in texts])
+    lengths = [1 + len(text) for _, text in texts]
+    mine = lm.ranks.deal(lengths)  # the indices of this rank's texts
     requests = []
     for n in mine:
         name, text = texts[n]
         requests.append(make_request("loglikelihood_rolling", {"text": text, FILE: name}, (text,), TASK, n))
     answers = lm.loglikelihood_rolling(requests)
+
     unknown = lm.evaluation.stats.tasks[TASK].unknown if mine else {}  # by the names of documents
-    lines = {}
+    lines_of_rank = {}
     for n, answer in zip(mine, answers, strict=True):
         name, text = texts[n]
         words, size = count_units(text)
-        value = lm.estimator.worth.with_nats(float(answer), answer.stderr)
-        lines[n] = Line(name, stats.key_of(text), value, answer.tokens, words, size, unknown.get(name, 0))
-    shares = lm.gather_object(lines)
-    if shares is None:
+        lines_of_rank[n] = Line(
+            name=name,
+            key=stats.key_of(text),
+            value=lm.estimator.worth.with_nats(float(answer), answer.stderr),
+            tokens=answer.tokens,
+            words=words,
+            bytes=size,
+            unknown=unknown.get(name, 0),
+        )
+
+    lines_of_ranks = lm.gather_object(lines_of_rank)
+    if lines_of_ranks is None:
         return None
-    every: dict[int, Line] = {}
-    for share in shares:
-        every |= share
-    in_order = [every[n] for n in range(len(texts))]
+    by_index: dict[int, Line] = {}
+    for lines in lines_of_ranks:
+        by_index |= lines
+    in_order = [by_index[n] for n in range(len(texts))]
     error = lm.evaluation.total().tasks[TASK].total.stderr  # not from the lines: equal windows share their draws
-    total = _total(in_order, error)
-    return ScoredModel(lm.get_model_info(), lm.estimator.name, in_order, total)
+    return ScoredModel(lm.get_model_info(), lm.estimator.name, in_order, _total(in_order, error))
 
 
 def _total(lines: Sequence[Line], error: float | None) -> Line:
@@ -326,17 +335,18 @@ def compared(scored: Sequence[ScoredModel]) -> tuple[compare.Comparison, str]:
     metric = match.PER_TOKEN if same_tokens else "bits_per_byte"
     task = compare.task(TASK, runs, baselines, metric, as_published=True)
 
-    rows_of_runs = [_row_of(run, task) for run in runs]
-    first, *others = rows_of_runs
+    first, *others = [_row_of(run, task) for run in runs]
     task = dataclasses.replace(task, pairs=[task.pair(first, other) for other in others])
 
-    listed = [f"differs: {line}" for line in task.differences]
-    listed += task.notes
-    listed += map(str, notes)
+    remarks = [f"differs: {line}" for line in task.differences]
+    remarks += task.notes
+    remarks += map(str, notes)
     distinct_texts = {line.key for line in scored[0].lines}
     if len(distinct_texts) < stats.FEW:
-        listed.append(TO_A_VERDICT)
-    return task, spaced([columns.values(task).text(), columns.differences(task).text(), "\n".join(listed)])
+        remarks.append(TO_A_VERDICT)
+    values = columns.values(task).text()
+    differences = columns.differences(task).text()
+    return task, spaced([values, differences, "\n".join(remarks)])
 
 
 def _row_of(run: Run, task: compare.Comparison) -> Row:
@@ -388,5 +398,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     first = model_of(options)
     if options.trace is not None:
         first["trace"] = options.trace
-    options.models = [OtherModel("", first), *(other_model(text, first) for text in options.compare)]
+    options.models = [OtherModel("", first)]
+    for text in options.compare:
+        options.models.append(other_model(text, first))
     return options

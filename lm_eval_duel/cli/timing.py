@@ -58,17 +58,20 @@ def read_documents(lm: DuelMDM, options: argparse.Namespace) -> list[list[Window
     documents = []
     if options.tasks:
         metadata = {**options.model_args, **options.metadata}
-        whole = []
-        parts = []
+        whole_texts = []
+        continuations = []
         for task in named.load(options.tasks, metadata, options.include_path, options.limit):
             for request in task.instances:
-                is_whole_text = request.request_type == "loglikelihood_rolling"
-                (whole if is_whole_text else parts).append(request)
-        documents += document_windows(lm.text, whole)
-        documents += continuation_windows(lm.text, parts)
+                if request.request_type == "loglikelihood_rolling":
+                    whole_texts.append(request)
+                else:
+                    continuations.append(request)
+        documents += document_windows(lm.text, whole_texts)
+        documents += continuation_windows(lm.text, continuations)
     if options.files:
-        texts = files.texts(options.files, options.field, options.lines)[: options.limit]
-        documents += [lm.text.windows(text.text) for text in texts]
+        texts = files.texts(options.files, options.field, options.lines)
+        for text in texts[: options.limit]:
+            documents.append(lm.text.windows(text.text))
     if not _scored(documents):
         raise DuelError("These texts have no token to score.")
     return documents
@@ -76,7 +79,12 @@ def read_documents(lm: DuelMDM, options: argparse.Namespace) -> list[list[Window
 
 def _scored(documents: Sequence[Sequence[Window]]) -> list[Window]:
     """The windows with a token to score."""
-    return [window for window in itertools.chain.from_iterable(documents) if window.target]
+    scored = []
+    for windows in documents:
+        for window in windows:
+            if window.target:
+                scored.append(window)
+    return scored
 
 
 def measure(lm: DuelMDM, documents: Sequence[Sequence[Window]]) -> tuple[list[TimedEstimator], list[str]]:
@@ -118,8 +126,10 @@ def _timed(lm: DuelMDM, estimator: Estimator, windows: Sequence[Window]) -> Time
     seconds = _seconds(estimator, sample)
     if seconds < SECONDS and len(ordered) > 1:
         count = min(WINDOWS, len(ordered))
-        # the middles of equal parts, so that short and long windows are both timed
-        sample = [ordered[len(ordered) * (2 * n + 1) // (2 * count)] for n in range(count)]
+        sample = []
+        for n in range(count):  # the middles of equal parts, so that short and long windows are both timed
+            middle = len(ordered) * (2 * n + 1) // (2 * count)
+            sample.append(ordered[middle])
         seconds = _seconds(estimator, sample)
 
     counts: dict[str, Any] = {}
@@ -127,10 +137,12 @@ def _timed(lm: DuelMDM, estimator: Estimator, windows: Sequence[Window]) -> Time
     if count_one is None:  # scale by target tokens
         share = _tokens(sample) / _tokens(windows)
     else:
-        every = cost.sum_over(cost.layouts(windows), count_one)
-        share = cost.sum_over(cost.layouts(sample), count_one).token_rows / every.token_rows
-        calls = max(int(every.longest), math.ceil(every.weight / estimator.budget.tokens))
-        counts = {"nfe": every.nfe or None, "calls": calls, "rows": every.rows, "token_rows": every.token_rows}
+        of_all = cost.sum_over(cost.layouts(windows), count_one)
+        of_sample = cost.sum_over(cost.layouts(sample), count_one)
+        share = of_sample.token_rows / of_all.token_rows
+        # at least the calls that must follow each other, and as many as the rows fill
+        calls = max(int(of_all.longest), math.ceil(of_all.weight / estimator.budget.tokens))
+        counts = {"nfe": of_all.nfe or None, "calls": calls, "rows": of_all.rows, "token_rows": of_all.token_rows}
 
     gives = estimator.worth.label
     memory = peak_memory(lm.denoiser.device)
@@ -204,8 +216,9 @@ def table(
 
 def _steps(lm: DuelMDM) -> str:
     """A sign before counts of a rule whose steps depend on the text: an upper bound, or a count without one."""
-    rule = rule_for(lm.denoiser, lm.options.rule) if lm.denoiser.attention != "causal" else LeftToRight()
-    if cost.Setting(lm.denoiser, rule, lm.estimator.block, lm.estimator.grid).is_exact:
+    rule = LeftToRight() if lm.denoiser.attention == "causal" else rule_for(lm.denoiser, lm.options.rule)
+    setting = cost.Setting(lm.denoiser, rule, lm.estimator.block, lm.estimator.grid)
+    if setting.is_exact:
         return ""
     return "~ " if rule.may_pick_none else "≤ "
 

@@ -115,8 +115,9 @@ def plain_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Columns separated by spaces. `header` may be empty."""
     columns = []
     for head, *cells in zip(header or [""] * len(rows[0]), *rows, strict=True):
-        if any(cells):
-            columns.append(_aligned(list(map(one_line, [head, *cells]))))
+        if any(cells):  # an empty column is left out
+            column = list(map(one_line, [head, *cells]))
+            columns.append(_aligned(column))
     lines = ["  ".join(line).rstrip() for line in zip(*columns, strict=True)]
     return "\n".join(lines if header else lines[1:])
 
@@ -227,7 +228,7 @@ def errors_as_exit_codes(own: bool = True) -> Iterator[None]:
         is_of_memory = isinstance(error, MemoryError) or any(words in str(error) for words in NO_MEMORY)
         if not own or not is_of_memory:
             raise
-        first_line = str(error).strip().partition("\n")[0]
+        first_line, _, _ = str(error).strip().partition("\n")
         _stop(FAILED, f"Not enough memory. {first_line}".strip())
 
 
@@ -249,20 +250,30 @@ class Flag(Argument):
 
 
 def _is_writable_folder(name: str) -> bool:
+    """True for a folder, or one that can be made: below the nearest folder that exists."""
+    if not name:
+        return False
     path = Path(name).absolute()
-    existing = next(folder for folder in (path, *path.parents) if os.path.lexists(folder))
-    return bool(name) and existing.is_dir() and os.access(existing, os.W_OK | os.X_OK)
+    while not os.path.lexists(path):
+        path = path.parent
+    return path.is_dir() and os.access(path, os.W_OK | os.X_OK)
 
 
 def _is_writable_file(name: str) -> bool:
+    if name == STDOUT:
+        return True
     file = Path(name)
-    is_place_for_file = bool(name) and file.parent.is_dir() and not file.is_dir()
-    return name == STDOUT or (is_place_for_file and os.access(file if file.exists() else file.parent, os.W_OK))
+    if not name or file.is_dir() or not file.parent.is_dir():
+        return False
+    return os.access(file if file.exists() else file.parent, os.W_OK)
 
 
 def _is_name_alone(text: str) -> bool:
     """False for a name with model args behind it, as --model_args takes them."""
     return bool(text) and (re.search(r",\w+=", text) is None or os.path.lexists(text))
+
+
+CONSTANTS = {"true": True, "false": False, "none": None}
 
 
 def key_values(text: str) -> dict[str, Any]:
@@ -277,10 +288,12 @@ def key_values(text: str) -> dict[str, Any]:
 
 
 def _value(text: str) -> Any:
-    if len(text) > 1 and text[0] == text[-1] and text[0] in "'\"":
+    """A value as lm_eval reads it: without quotation marks, True, False or None, a number, or the text."""
+    is_quoted = len(text) > 1 and text[0] == text[-1] and text[0] in "'\""
+    if is_quoted:
         return text[1:-1]
-    if text.lower() in ("true", "false", "none"):
-        return {"true": True, "false": False}.get(text.lower())
+    if text.lower() in CONSTANTS:
+        return CONSTANTS[text.lower()]
     with contextlib.suppress(ValueError):
         if "_" not in text:  # lm_eval reads 1_000 as a float
             return int(text)
@@ -295,7 +308,7 @@ def _names(text: str) -> list[str]:
 
 def _model_args(text: str) -> dict[str, Any]:
     """`pretrained=NAME,...` or `NAME,...`."""
-    first = text.partition(",")[0]
+    first, _, _ = text.partition(",")
     begins_with_name = bool(text) and "=" not in first and not first.lstrip().startswith("{")
     return key_values(f"pretrained={text}" if begins_with_name else text)
 
@@ -362,20 +375,17 @@ class Parser(argparse.ArgumentParser):
     def _add(self, name: str, flag: Flag) -> None:
         positional = name.isupper()
         must = flag.default is MISSING
-        choices = flag.kind.choices
-        no_default = flag.default in (MISSING, None, "", (), {}) or flag.default is False
-        default = flag.unset or ("" if no_default else flag.shown)
-        help = flag.help if flag.help == argparse.SUPPRESS else flag.help.replace("%", "%%")
-        words: dict[str, Any] = {"help": f"{help} ({default})" if default else help}
+        words: dict[str, Any] = {"help": _help(flag)}  # of argparse's add_argument
         if flag.kind is TRUTH:
             words["action"] = "store_true"
         else:
-            one_of = f"{{{','.join(choices)}}}" if choices else ""
+            one_of = f"{{{','.join(flag.kind.choices)}}}" if flag.kind.choices else ""
             words["metavar"] = flag.shows or one_of or name.upper()
             if flag.many:
                 words["nargs"] = "*" if positional and not must else "+"
             elif flag.alone or (positional and not must):
-                words |= {"nargs": "?", "const": flag.alone}
+                words["nargs"] = "?"
+                words["const"] = flag.alone
             if not positional:
                 words["required"] = must
         self.add_argument(name.lower() if positional else f"--{name}", **words)
@@ -383,32 +393,30 @@ class Parser(argparse.ArgumentParser):
     def parse_known_args(
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> tuple[argparse.Namespace, list[str]]:
-        spelled = [*(sys.argv[1:] if args is None else args)]
+        words = sys.argv[1:] if args is None else args
+        parsed, rest = super().parse_known_args(self._all_spelled(words), namespace)
+        with usage():
+            for name, flag in self.flags.items():
+                written = getattr(parsed, name.lower())
+                setattr(parsed, name.lower(), _read(name, flag, written))
+        if vars(parsed).pop("quiet"):
+            be_quiet()
+        return parsed, rest
+
+    def _all_spelled(self, words: Sequence[str]) -> list[str]:
+        """The command line with flags as they were declared; raises UsageError for an unknown or repeated one."""
+        spelled = list(words)
         given = set()
-        for n, word in enumerate(spelled):
+        for n, word in enumerate(words):
             if word == "--":
                 break
             if word.startswith("--"):
                 spelled[n] = self._spelled(word)
-                flag = spelled[n].partition("=")[0]
+                flag, _, _ = spelled[n].partition("=")
                 if flag in given:
                     self.error(f"{flag} is given twice")
                 given.add(flag)
-        parsed, rest = super().parse_known_args(spelled, namespace)
-        with usage():
-            for name, flag in self.flags.items():
-                value = getattr(parsed, name.lower())
-                shown = name if name.isupper() else f"--{name}"
-                if flag.many and value:
-                    value = [flag.kind(shown, each) for each in value]
-                elif flag.many:
-                    value = list(flag.default or ())
-                elif flag.kind is not TRUTH:
-                    value = flag.default if value is None else flag.read(shown, value)
-                setattr(parsed, name.lower(), value)
-        if vars(parsed).pop("quiet"):
-            be_quiet()
-        return parsed, rest
+        return spelled
 
     def _spelled(self, word: str) -> str:
         """A flag as it was declared; raises UsageError for an unknown one."""
@@ -416,20 +424,43 @@ class Parser(argparse.ArgumentParser):
         if value == "--":  # argparse takes it for the end of the flags and hands over an empty list
             self.error(f"argument {name}: '--' is not a value")
         flags = [flag for flag in self._option_string_actions if flag.startswith("--")]
-        by_spelling = {flag.replace("-", "_"): flag for flag in flags}
         underscored = name.replace("-", "_")
-        if underscored in by_spelling:
-            return by_spelling[underscored] + equals + value
-        # argparse accepts the beginning of a flag, and has its own error for that of several
-        matches = [flag for spelling, flag in by_spelling.items() if spelling.startswith(underscored)]
+        matches = []  # the flags that begin so
+        for flag in flags:
+            spelling = flag.replace("-", "_")
+            if spelling == underscored:
+                return flag + equals + value
+            if spelling.startswith(underscored):
+                matches.append(flag)
         if not matches:
-            raise UsageError(f"{self.command}: {unknown('argument', name, by_spelling.values())}")
+            raise UsageError(f"{self.command}: {unknown('argument', name, flags)}")
+        # argparse accepts the beginning of a flag, and has its own error for that of several
         flag = matches[0] if len(matches) == 1 else name
         return flag + equals + value
 
     def error(self, message: str) -> NoReturn:
         hint = model_hint(message.split()) if "model_args" in self.flags else ""
         raise UsageError(f"{self.command}: {message}.{hint} See {self.prog} --help.")
+
+
+def _help(flag: Flag) -> str:
+    """The help of a flag with its default, as argparse takes it."""
+    text = flag.help.replace("%", "%%")  # argparse would fill in a name after a single one
+    has_default = flag.default is not False and flag.default not in (MISSING, None, "", (), {})
+    default = flag.unset or (flag.shown if has_default else "")
+    return f"{text} ({default})" if default else text
+
+
+def _read(name: str, flag: Flag, written: Any) -> Any:
+    """The value of a flag as its type, or its default. `written`: what argparse found."""
+    shown = name if name.isupper() else f"--{name}"
+    if flag.many:
+        if written:
+            return [flag.kind(shown, each) for each in written]
+        return list(flag.default or ())
+    if flag.kind is TRUTH:
+        return written
+    return flag.default if written is None else flag.read(shown, written)
 
 
 def be_quiet() -> None:

@@ -118,7 +118,10 @@ def task(
     that all results have. `choice`: of pairs, as in `--pairs`.
     """
     compared = [run for run in runs if name in run.tasks]
-    base = next((run for run in reversed(compared) if run in baselines), None)
+    base = None
+    for run in compared:  # the newest of the baselines
+        if run in baselines:
+            base = run
     compared.sort(key=lambda run: run is not base)
     metric = shared_metric(name, metric, compared)
     differences = match.check(name, metric, compared, as_published)
@@ -133,12 +136,13 @@ def task(
     shown = []
     described: dict[Row, str] = {}  # each ELBO whose gap is closed, in words
     for row in table.rows:
-        elbos: list[Row] = []
         closed = GapClosed()
+        drawn_elbo = None
         if row.is_duel:
             elbos, why = gaps.find_elbos(row, table.rows, as_published)
             elbo = elbos[0] if elbos else None
             closed = gaps.close_gap(row, elbo, ar, draws, why)
+            drawn_elbo = next((other for other in elbos if other.is_drawn_bound), None)
             if elbo is not None:
                 described[elbo] = _describe(elbo, why)
         shown.append(
@@ -151,7 +155,7 @@ def task(
                 gap=None if ar is None or row is ar else row.value - ar.value,
                 gap_interval=_gap_interval(row, ar, draws),
                 closed=closed,
-                drawn_elbo=next((elbo for elbo in elbos if elbo.is_drawn_bound), None),
+                drawn_elbo=drawn_elbo,
                 cache_cost=gaps.cache_cost(row, table.rows, draws),
             )
         )
@@ -166,12 +170,12 @@ def task(
     if metric in OTHER_UNITS and _closes_a_gap(shown):
         computed = f"Gap closed is computed from {WORDS[metric]} here."
         notes.append(f"{computed} The paper computes it per token, so the two cannot be compared.")
-    of_runs = [run.tasks[name] for run in compared]
+
     return Comparison(
         name=name,
         metric=metric,
-        documents=_shared([task.size for task in of_runs]),
-        available=_shared([task.available for task in of_runs]),
+        documents=_shared(run.tasks[name].size for run in compared),
+        available=_shared(run.tasks[name].available for run in compared),
         rows=shown,
         rules=_speeds(shown, ar),
         pairs=choose(choice, shown, draws),
@@ -199,7 +203,7 @@ def _table(name: str, metric: str, compared: Sequence[Run], base: Run | None) ->
     notes: list[str] = []
     for run in compared:
         rows_of_run, left_out = rows.from_run(run, name, metric, baseline=run is base)
-        every_row += filter(lambda row: metric in row.metrics, rows_of_run)
+        every_row += [row for row in rows_of_run if metric in row.metrics]
         notes += left_out
     return order.in_order(every_row), notes
 
@@ -211,12 +215,13 @@ def shared_metric(name: str, requested: str | None, compared: Sequence[Run]) -> 
         return requested
     if requested is None and shared:
         return min(shared, key=METRICS.index)
-    of_runs = []
+    available = []
     for run in compared:
-        of_runs.append(f"{run.name}: {', '.join(run.tasks[name].metrics)}")
-    available = "; ".join(of_runs)
+        available.append(f"{run.name}: {', '.join(run.tasks[name].metrics)}")
     wanted = f"{requested} of {name}" if requested else f"a metric of {name} that all results have"
-    raise DuelError(f"Wanted {wanted}, but there is: {available}. Name another with --metric, or leave the task out.")
+    raise DuelError(
+        f"Wanted {wanted}, but there is: {'; '.join(available)}. Name another with --metric, or leave the task out."
+    )
 
 
 # ---------------------------------------------------------------- draws and intervals
@@ -229,7 +234,7 @@ def _draws(shown: Sequence[Row]) -> dict[Row, np.ndarray]:
         if len(row.documents) < 2 or math.isinf(row.value):
             continue
         if not drawable or row.documents.keys() == drawable[0].documents.keys():
-            drawable.append(row)  # other documents cannot be resampled together
+            drawable.append(row)  # rows of other documents cannot be resampled together with these
     if not drawable:
         return {}
     documents = sorted(drawable[0].documents)
@@ -240,7 +245,10 @@ def _draws(shown: Sequence[Row]) -> dict[Row, np.ndarray]:
 
 
 def _interval(row: Row, draws: Draws) -> Interval | None:
-    return stats.percentile_interval(*gaps.values([row], draws)) if row in draws else None
+    if row not in draws:
+        return None
+    [values] = gaps.values([row], draws)
+    return stats.percentile_interval(values)
 
 
 def _gap_interval(row: Row, ar: Row | None, draws: Draws) -> Interval | None:
@@ -262,12 +270,14 @@ def _best(shown: Sequence[Row]) -> set[Row]:
             models.setdefault(row.model, []).append(row)
     best = set()
     for rows_of_model in models.values():
+        if len(rows_of_model) < 2:
+            continue
         exact = []
         for row in rows_of_model:
             if row.score.is_exact and math.isfinite(row.value):
                 exact.append(row)
-        seeds = {row.noise_seed for row in exact}
-        if len(rows_of_model) > 1 and len(seeds) == 1:
+        seeds = {row.noise_seed for row in exact}  # None for values without noise
+        if len(seeds) == 1:
             best.add(min(exact, key=lambda row: row.value))
     return best
 
@@ -402,14 +412,15 @@ def _describe(elbo: Row, why: str) -> str:
 
 def _unknown_tokens(name: str, compared: Sequence[Run]) -> list[str]:
     """Notes on unknown tokens."""
-    shares = dict.fromkeys((run.label, run.tasks[name].unknown) for run in compared)
-    notes = []
-    for label, share in shares:
-        if share:
-            notes.append(
-                f"{percent(share)} of the tokens of {label} are [UNK]: its bits per byte, byte and word perplexity are "
-                "not a likelihood of the text"
-            )
+    notes: list[str] = []
+    for run in compared:
+        share = run.tasks[name].unknown
+        note = (
+            f"{percent(share)} of the tokens of {run.label} are [UNK]: its bits per byte, byte and word perplexity are "
+            "not a likelihood of the text"
+        )
+        if share and note not in notes:
+            notes.append(note)
     return notes
 
 
@@ -418,8 +429,8 @@ def _precision(compared: Sequence[Run]) -> list[str]:
     notes = []
     for run in compared:
         if run.config.dtype not in ("float32", "float64"):
-            default = "" if run.config.ours else " (the default of --model hf; dtype=float32 changes it)"
-            notes.append(f"{run.label} ran in {run.config.dtype}{default}: {run.short_name}")
+            remedy = "" if run.config.ours else " (the default of --model hf; dtype=float32 changes it)"
+            notes.append(f"{run.label} ran in {run.config.dtype}{remedy}: {run.short_name}")
     return notes
 
 
@@ -446,21 +457,35 @@ def _speeds(shown: Sequence[ComparedRow], ar: Row | None) -> list[Speeds]:
         if len(different_nfes) < 2:
             continue
         first = members[0].row
-        parts = first.parts
-        cache = parts["cache"] if first.run.has_cache else ""
-        qualifiers = max((each.row.qualifiers for each in members), key=len)  # not all rows need a variant
-        title = ", ".join(filter(None, [first.model, parts["block"], cache, qualifiers]))
-        elbo = next(filter(None, (each.closed.elbo for each in members)), None)
-        speeds.append(Speeds(title, elbo, ar, _oracle(first, shown), _families(members)))
+        elbos = [each.closed.elbo for each in members if each.closed.elbo is not None]
+        speeds.append(
+            Speeds(
+                title=_title_of(members),
+                elbo=elbos[0] if elbos else None,
+                ar=ar,
+                oracle=_oracle(first, shown),
+                families=_families(members),
+            )
+        )
     return speeds
+
+
+def _title_of(members: Sequence[ComparedRow]) -> str:
+    """The model, block and cache of rows that share these, and what else distinguishes them."""
+    first = members[0].row
+    parts = first.parts
+    cache = parts["cache"] if first.run.has_cache else ""
+    qualifiers = max((each.row.qualifiers for each in members), key=len)  # not all rows need a variant
+    return ", ".join(filter(None, [first.model, parts["block"], cache, qualifiers]))
 
 
 def _oracle(row: Row, shown: Sequence[ComparedRow]) -> Row | None:
     """The oracle of a row's model, block and cache."""
     for each in shown:
         other = each.row
-        same_setting = (other.model, other.block, other.cache) == (row.model, row.block, row.cache)
-        if other.estimator == "oracle" and same_setting:
+        if other.estimator != "oracle":
+            continue
+        if (other.model, other.block, other.cache) == (row.model, row.block, row.cache):
             return other
     return None
 
