@@ -7,9 +7,9 @@ A number on its way from a file to a table:
     samples, traces    read.py       (nats, units) of each document; traced.py: of the other values of a lattice run
                        match.py      runs that may share a table, or the first field in which they differ
                        rows.py       a `Row` for each value of a run's task: its `Value`, its errors, its name
-                       compare.py    a `ComparedRow` for each row: intervals by the bootstrap (stats.py), the best,
-                                     the gap that it closes and what its cache costs (gaps.py)
-                       standings.py  the rows of one method over tasks: means, ranks, times
+                       compare.py    a `ComparedRow` for each row: whether it is the best, and by gaps.py its interval
+                                     (stats.py), the gap that it closes and what its cache costs
+                       standings.py  the rows of one method over tasks: means and ranks
                        costs.py      the time of each run, over the times of others
     tables             columns.py    which columns a table has; table.py: numbers as text, and the table's forms
     report.md, ...     report.py     what a report consists of; files.py: report.json and report.csv

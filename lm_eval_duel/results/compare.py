@@ -11,11 +11,9 @@ import itertools
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
-import numpy as np
-
 from lm_eval_duel.core.scores import METRICS
 from lm_eval_duel.errors import DuelError
-from lm_eval_duel.results import gaps, match, order, rows, stats
+from lm_eval_duel.results import gaps, match, order, rows
 from lm_eval_duel.results.gaps import Draws, GapClosed, Interval, Pair
 from lm_eval_duel.results.rows import Row
 from lm_eval_duel.results.runs import Run, documents_scored
@@ -131,7 +129,7 @@ def task(
     if base is not None and ar is None:
         raise DuelError(f"The autoregressive baseline {base.name} has no row; name one result of one model as --ar.")
 
-    draws = _draws(table.rows)
+    draws = gaps.draw(table.rows)
     best = _best(table.rows)
     shown = []
     described: dict[Row, str] = {}  # each ELBO whose gap is closed, in words
@@ -148,12 +146,12 @@ def task(
         shown.append(
             ComparedRow(
                 row=row,
-                interval=_interval(row, draws),
+                interval=gaps.interval(row, draws),
                 window_stderr=None if row in draws else row.error(row.nats_window_stderr),
                 no_interval=Note() if row in draws else row.no_interval,
                 best=row in best,
                 gap=None if ar is None or row is ar else row.value - ar.value,
-                gap_interval=_gap_interval(row, ar, draws),
+                gap_interval=gaps.gap_interval(row, ar, draws),
                 closed=closed,
                 drawn_elbo=drawn_elbo,
                 cache_cost=gaps.cache_cost(row, table.rows, draws),
@@ -222,41 +220,6 @@ def shared_metric(name: str, requested: str | None, compared: Sequence[Run]) -> 
     raise DuelError(
         f"Wanted {wanted}, but there is: {'; '.join(available)}. Name another with --metric, or leave the task out."
     )
-
-
-# ---------------------------------------------------------------- draws and intervals
-
-
-def _draws(shown: Sequence[Row]) -> dict[Row, np.ndarray]:
-    """Bootstrap draws of the rows that have the documents of the first that has any. All use the same resampling."""
-    drawable: list[Row] = []
-    for row in shown:
-        if len(row.documents) < 2 or math.isinf(row.value):
-            continue
-        if not drawable or row.documents.keys() == drawable[0].documents.keys():
-            drawable.append(row)  # rows of other documents cannot be resampled together with these
-    if not drawable:
-        return {}
-    documents = sorted(drawable[0].documents)
-    table = np.empty((len(documents), len(drawable), 2))  # of each document and row: nats, units
-    for n, row in enumerate(drawable):
-        table[:, n] = [row.documents[key] for key in documents]
-    return dict(zip(drawable, stats.bootstrap_rates(table), strict=True))
-
-
-def _interval(row: Row, draws: Draws) -> Interval | None:
-    if row not in draws:
-        return None
-    [values] = gaps.values([row], draws)
-    return stats.percentile_interval(values)
-
-
-def _gap_interval(row: Row, ar: Row | None, draws: Draws) -> Interval | None:
-    """The interval of a row's gap to the baseline."""
-    if ar is None or row is ar or row not in draws or ar not in draws:
-        return None
-    value, baseline = gaps.values([row, ar], draws)
-    return stats.percentile_interval(value - baseline)
 
 
 def _best(shown: Sequence[Row]) -> set[Row]:

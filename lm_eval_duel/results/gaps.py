@@ -1,4 +1,4 @@
-"""One row against another: paired differences, the cost of a cache, and the gap to the baseline that DUEL closes."""
+"""One row against another: intervals, paired differences, the cost of a cache, the gap that DUEL closes."""
 
 from __future__ import annotations
 
@@ -24,6 +24,26 @@ Draws = Mapping[Row, np.ndarray]  # of nats per unit, by the bootstrap over docu
 Interval = list[float]  # low, high
 
 
+# ---------------------------------------------------------------- draws and intervals
+
+
+def draw(shown: Sequence[Row]) -> Draws:
+    """Bootstrap draws of the rows that have the documents of the first that has any. All use the same resampling."""
+    drawable: list[Row] = []
+    for row in shown:
+        if len(row.documents) < 2 or math.isinf(row.value):
+            continue
+        if not drawable or row.documents.keys() == drawable[0].documents.keys():
+            drawable.append(row)  # rows of other documents cannot be resampled together with these
+    if not drawable:
+        return {}
+    documents = sorted(drawable[0].documents)
+    table = np.empty((len(documents), len(drawable), 2))  # (documents, rows, nats and units)
+    for n, row in enumerate(drawable):
+        table[:, n] = [row.documents[key] for key in documents]
+    return dict(zip(drawable, stats.bootstrap_rates(table), strict=True))
+
+
 def values(compared: Sequence[Row], draws: Draws) -> list[np.ndarray]:
     """The values of rows that are compared in each draw of the bootstrap, with their Monte Carlo errors."""
     rates = []
@@ -35,6 +55,22 @@ def values(compared: Sequence[Row], draws: Draws) -> list[np.ndarray]:
     for row, with_error in zip(compared, stats.with_errors(rates, errors), strict=True):
         result.append(stats.value(row.metric, -with_error, 1.0))
     return result
+
+
+def interval(row: Row, draws: Draws) -> Interval | None:
+    """The interval of a row's value over documents."""
+    if row not in draws:
+        return None
+    [of_row] = values([row], draws)
+    return stats.percentile_interval(of_row)
+
+
+def gap_interval(row: Row, ar: Row | None, draws: Draws) -> Interval | None:
+    """The interval of a row's gap to the baseline."""
+    if ar is None or row is ar or row not in draws or ar not in draws:
+        return None
+    of_row, of_baseline = values([row, ar], draws)
+    return stats.percentile_interval(of_row - of_baseline)
 
 
 def no_interval(row: Row) -> Note:
@@ -226,14 +262,14 @@ def close_gap(row: Row, elbo: Row | None, ar: Row | None, draws: Draws, why: str
     else:
         unclear = Note(f"{UNCLEAR}: ELBO {with_error(elbo)} and DUEL {with_error(row)}")
 
-    interval, no_draws = _gap_closed_interval(elbo, row, ar, draws)
+    interval_of_percent, no_draws = _gap_closed_interval(elbo, row, ar, draws)
     return GapClosed(
         elbo=elbo,
         elbo_gap=elbo_gap,
         distinguishable=distinguishable,
         percent=percent,
         stderr=stderr,
-        interval=interval,
+        interval=interval_of_percent,
         reason=Note.joined([unclear, Note(elbo.stderr_reason), Note(row.stderr_reason), no_draws]),
     )
 
@@ -244,8 +280,8 @@ def _gap_closed_interval(elbo: Row, row: Row, ar: Row, draws: Draws) -> tuple[In
     for each in compared:
         if each not in draws:
             return None, no_interval(each)
-    interval, remark = stats.gap_interval(*values(compared, draws))
-    return interval, Note(remark)
+    low_and_high, remark = stats.gap_interval(*values(compared, draws))
+    return low_and_high, Note(remark)
 
 
 def _no_gap(row: Row, elbo: Row, ar: Row | None) -> Note:
