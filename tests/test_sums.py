@@ -16,7 +16,8 @@ from lm_eval_duel.audit import verify
 from lm_eval_duel.audit.checked import ALONE, CheckedWindow, Recomputed
 from lm_eval_duel.core.scores import Counts, Score
 from lm_eval_duel.core.windows import Window
-from lm_eval_duel.harness.stats import RunStats, TaskStats, estimate
+from lm_eval_duel.harness.progress import estimate
+from lm_eval_duel.harness.stats import RunStats, TaskStats
 from lm_eval_duel.library.results import TextEstimate
 from lm_eval_duel.library.training import training_metrics
 from lm_eval_duel.results.stats import gap_interval, with_errors

@@ -27,6 +27,7 @@ from lm_eval_duel.estimators.duel import DuelEstimator
 from lm_eval_duel.estimators.totals import Total, Unfinished
 from lm_eval_duel.harness.distributed import Ranks
 from lm_eval_duel.harness.patches import BUILT
+from lm_eval_duel.harness.progress import Progress, RunningEstimate
 from lm_eval_duel.harness.requests import (
     Batch,
     continuation_windows,
@@ -35,7 +36,7 @@ from lm_eval_duel.harness.requests import (
     name,
     random_order,
 )
-from lm_eval_duel.harness.stats import Progress, RunningEstimate, RunStats, Share, peak_memory
+from lm_eval_duel.harness.stats import RunStats, Share, peak_memory
 from lm_eval_duel.harness.store import Answers, ResponseCache
 from lm_eval_duel.options import Options
 from lm_eval_duel.results.trace import Writer, record

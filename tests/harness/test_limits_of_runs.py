@@ -15,11 +15,12 @@ from lm_eval_duel.core.scores import Counts, Kind, Score
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.estimators.totals import Total
-from lm_eval_duel.harness import generation, patches, stats
+from lm_eval_duel.harness import generation, patches, progress, stats
 from lm_eval_duel.harness.distributed import Ranks
+from lm_eval_duel.harness.progress import Progress, RunningEstimate, estimate
 from lm_eval_duel.harness.requests import Batch, make_request, random_order
 from lm_eval_duel.harness.scoring import Evaluation
-from lm_eval_duel.harness.stats import Progress, RunningEstimate, RunStats, Share, TaskStats, estimate
+from lm_eval_duel.harness.stats import RunStats, Share, TaskStats
 from lm_eval_duel.harness.store import ResponseCache
 
 COUNTS = {"windows": 4, "tokens": 40, "nfe": 20}
@@ -217,7 +218,7 @@ def test_bars_are_hidden_on_all_ranks_but_the_first():
 
 def test_the_estimate_of_a_bar_is_new_after_a_second_and_at_the_end(monkeypatch):
     now = [100.0]
-    monkeypatch.setattr(stats.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
     texts = iter("abcdefgh")
     running = type("RunningEstimate", (), {"__str__": lambda self: next(texts)})()
     bar = Progress("x", [1] * 5, range(5), Counts(), running=running)

@@ -7,8 +7,9 @@ from harness_requests import ask, cached
 from lm_eval_duel.audit.verify import Verification
 from lm_eval_duel.estimators.totals import Unfinished
 from lm_eval_duel.harness.lm import DuelMDM
+from lm_eval_duel.harness.progress import Progress, RunningEstimate
 from lm_eval_duel.harness.scoring import Evaluation
-from lm_eval_duel.harness.stats import Progress, RunningEstimate, RunStats
+from lm_eval_duel.harness.stats import RunStats
 from lm_eval_duel.harness.store import Answers, ResponseCache
 from lm_eval_duel.results.trace import Writer
 

@@ -16,8 +16,8 @@ from lm_eval_duel.core.windows import Window
 from lm_eval_duel.estimators import base
 from lm_eval_duel.estimators.duel import DuelEstimator
 from lm_eval_duel.harness.lm import DuelMDM
+from lm_eval_duel.harness.progress import Progress, RunningEstimate, estimate
 from lm_eval_duel.harness.requests import make_request, random_order
-from lm_eval_duel.harness.stats import Progress, RunningEstimate, estimate
 from lm_eval_duel.harness.store import Answers
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
