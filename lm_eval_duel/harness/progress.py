@@ -1,4 +1,4 @@
-"""What is shown while documents are scored: how far the requests are, and an estimate of the final values."""
+"""The progress of requests while documents are scored, and estimates of the final values."""
 
 from __future__ import annotations
 
