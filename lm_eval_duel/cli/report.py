@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from lm_eval_duel.arguments import CHECKPOINT, TEXT, TRUTH, choice, whole
 from lm_eval_duel.console.command_line import PATH, Flag, Parser
 from lm_eval_duel.errors import DuelError, usage
-from lm_eval_duel.results import columns, compare, files, page, read, trace
+from lm_eval_duel.results import compare, files, page, published, read, trace
 from lm_eval_duel.results.report import collect, console, write
 
 SHOWN = 3  # documents of a task on the page
@@ -77,5 +77,5 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     for path in traces:
         trace.spec(path)  # raises DuelError for a file that is none
     options.traces = traces
-    options.published = columns.read_published(options.published)
+    options.published = published.read(options.published)
     return options

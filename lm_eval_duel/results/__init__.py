@@ -12,7 +12,8 @@ A number on its way from a file to a table:
                        standings.py  the rows of one method over tasks: means and ranks
                        costs.py      the time of each run, over the times of others
     tables             columns.py    which columns a table has; table.py: numbers as text, and the table's forms
-    report.md, ...     report.py     what a report consists of; files.py: report.json and report.csv
+    report.md, ...     report.py     what a report consists of; headlines.py: its sentences; published.py: figures of
+                                     others; files.py: report.json and report.csv
                        figures.py, page.py
 
 Each step makes a record that is complete, and the next one only reads it. Nothing is computed in a view. trace.py

@@ -1,30 +1,16 @@
-"""The tables of a report: what their rows are, and which columns they have. Also the tables of published figures.
-
-Figures of others come from a CSV file. They are shown in separate tables, never ranked, averaged or subtracted.
-
-    model,estimator,rule,block,cache,task,metric,value,stderr,source,note
-    MDLM,duel,greedy,4,,duel_ptb_wrapped,token_perplexity,87.57,,"Turok et al. (2026), zero-shot",
-
-The columns model, estimator, task, metric, value and source are needed. An estimator is one of `estimator=`; it says
-whether a figure is a bound. `recipes`, separated by spaces, are rows of examples/paper.
-"""
+"""The tables of a report: what their rows are, and which columns they have."""
 
 from __future__ import annotations
 
-import csv
 import os
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
-from lm_eval_duel.core.scores import METRICS
-from lm_eval_duel.errors import DuelError, require_known
 from lm_eval_duel.estimators import registry
 from lm_eval_duel.results import gaps
 from lm_eval_duel.results.compare import ComparedRow, Comparison, Speeds
 from lm_eval_duel.results.costs import RunCost
 from lm_eval_duel.results.gaps import Pair
-from lm_eval_duel.results.read import reading
 from lm_eval_duel.results.rows import Row, baseline_remark
 from lm_eval_duel.results.runs import Run, documents_scored
 from lm_eval_duel.results.standings import Standing, Standings
@@ -410,77 +396,3 @@ def files(runs: Sequence[Run], baselines: Collection[Run]) -> Table:
         "spec": spec,
     }
     return Table.from_records(f"Below {folder}:", runs, shown)
-
-
-# ---------------------------------------------------------------- published figures
-
-PAPER = "paper"  # on the command line: the paper's tables, which come with the package
-PAPER_FILE = Path(__file__).resolve().with_name("published.csv")
-NEEDED = ("model", "estimator", "task", "metric", "value", "source")
-NAMES = ("model", "estimator", "rule", "block", "cache", "note")  # what a row is
-UNCHECKED = (
-    "Published figures, as their sources print them. They were not measured here, and their documents and windows were "
-    "not checked against the table above."
-)
-
-
-def read_published(names: Iterable[str]) -> list[dict[str, Any]]:
-    """The figures of CSV files; raises DuelError that names the file and line of a wrong one."""
-    figures = []
-    for name in names:
-        file = PAPER_FILE if name == PAPER else Path(name)
-        with reading(file, f"what --published takes, a CSV file of figures or {PAPER!r}"):
-            reader = csv.DictReader(file.read_text(encoding="utf-8-sig").splitlines())
-            missing = [column for column in NEEDED if column not in (reader.fieldnames or ())]
-            if missing:
-                raise DuelError(f"{name} has no column {', '.join(missing)}; needed are {', '.join(NEEDED)}.")
-            for line in reader:
-                try:
-                    figures.append(_figure(line))
-                except (DuelError, ValueError) as error:
-                    raise DuelError(f"{name}, line {reader.line_num}: {error}") from None
-    return figures
-
-
-def _figure(line: Mapping[str, str | None]) -> dict[str, Any]:
-    figure: dict[str, Any] = {}
-    for key in (*NAMES, *NEEDED, "stderr"):
-        figure[key] = (line.get(key) or "").strip()
-    require_known("metric", [figure["metric"]], METRICS)
-    entry = registry.find(figure["estimator"])
-    figure["estimator"] = entry.name
-    figure["display"] = entry.title
-    figure["bound"] = entry.kind.is_bound
-    figure["value"] = float(figure["value"])
-    figure["stderr"] = float(figure["stderr"]) if figure["stderr"] else None
-    return figure
-
-
-def published_sources(figures: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The figures of each source and metric."""
-    sources: dict[tuple[str, str], list[dict[str, Any]]] = {}
-    for figure in figures:
-        sources.setdefault((figure["source"], figure["metric"]), []).append(figure)
-    listed = []
-    for (source, metric), of_source in sources.items():
-        listed.append({"source": source, "metric": metric, "figures": of_source})
-    return listed
-
-
-def published(source: Mapping[str, Any]) -> Table:
-    """A source's figures: a column for each task, a row for each model, estimator, rule, block and cache."""
-    form = form_of(source["metric"])
-    tasks = dict.fromkeys(figure["task"] for figure in source["figures"])
-    rows: dict[tuple, dict[str, str]] = {}
-    for figure in source["figures"]:
-        names = {key: figure[key] for key in NAMES}
-        names["estimator"] = figure["display"]
-        if names["block"] == "none":
-            names["block"] = WHOLE_TARGET
-        row = rows.setdefault(tuple(names.values()), names)
-        row[figure["task"]] = number(figure["value"], form, figure["stderr"], figure["bound"])
-    *names_before, note = NAMES  # the note stands behind the tasks
-    columns: Columns = {}
-    for head in (*names_before, *tasks, note):
-        columns[head] = lambda row, head=head: row.get(head, "")
-    return Table.from_records(f"{source['source']}: {WORDS[source['metric']]}", rows.values(), columns)

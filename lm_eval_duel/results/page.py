@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from lm_eval_duel.console import command_line
 from lm_eval_duel.console.command_line import one_line
-from lm_eval_duel.results import columns, files
+from lm_eval_duel.results import columns, files, published
 from lm_eval_duel.results.compare import ComparedRow, Comparison
 from lm_eval_duel.results.gaps import EXACT, MONTE_CARLO
 from lm_eval_duel.results.runs import Run, is_limited
@@ -89,9 +89,9 @@ def html(report: Report, title: str | None) -> str:
     shown = [column for column in columns_of(report) if _is_filled(column, rows)]
     texts, remarks = _texts(rows, shown)
     folder = _folder(report.runs)
-    published = []
+    tables_of_others = []
     for source in report.published:
-        published.append((source, columns.published(source)))
+        tables_of_others.append((source, published.table(source)))
     environment = Environment(
         autoescape=True,
         loader=FileSystemLoader(ASSETS),
@@ -114,8 +114,8 @@ def html(report: Report, title: str | None) -> str:
         remarks=remarks,
         plot=_plot(standings, report.tasks),
         details={row: _details(row.method, folder) for row in rows},
-        published=published,
-        unchecked=columns.UNCHECKED,
+        published=tables_of_others,
+        unchecked=published.UNCHECKED,
         documents=command_line.finite(report.documents),
         notes=notes(report),
         date=datetime.datetime.now(datetime.timezone.utc).date().isoformat(),

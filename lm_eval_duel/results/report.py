@@ -14,15 +14,26 @@ from urllib.parse import quote
 
 from lm_eval_duel.core.scores import METRICS
 from lm_eval_duel.errors import DuelError, usage
-from lm_eval_duel.results import columns, compare, costs, figures, files, gaps, match, read, rows, standings, traced
-from lm_eval_duel.results.compare import ComparedRow, Comparison
+from lm_eval_duel.results import (
+    columns,
+    compare,
+    costs,
+    figures,
+    files,
+    headlines,
+    match,
+    published,
+    read,
+    rows,
+    standings,
+    traced,
+)
+from lm_eval_duel.results.compare import Comparison
 from lm_eval_duel.results.costs import RunCost
 from lm_eval_duel.results.figures import Image
-from lm_eval_duel.results.rows import Row
 from lm_eval_duel.results.runs import Documents, Run, documents_scored, is_limited
 from lm_eval_duel.results.standings import Standings
-from lm_eval_duel.results.table import WORDS, Note, Table, bullets, escape, form_of, number, plus_minus, spaced
-from lm_eval_duel.rules import without_defaults
+from lm_eval_duel.results.table import WORDS, Note, Table, bullets, escape, spaced
 
 SINGLE = (
     "Each 95 % interval holds for its pair alone. Among twenty pairs that do not differ, about one is still called "
@@ -70,7 +81,8 @@ class Report:
 
     @functools.cached_property
     def headlines(self) -> dict[str, list[str]]:
-        return {name: headlines(name, task.rows) for name, task in self.tasks.items()}
+        """The sentences of each task."""
+        return {name: headlines.of_task(name, task.rows) for name, task in self.tasks.items()}
 
     def tables(self) -> Iterator[tuple[str, str, Table]]:
         """Every table: the task that it is about, or "" for one over tasks; its kind; and itself."""
@@ -94,44 +106,28 @@ def collect(options: argparse.Namespace) -> Report:
     """The content of the report."""
     ar, runs = read_runs(options)
     notes: list[Note] = []
-    for run in runs:
-        notes += map(Note, run.left_out())
     if options.ar:
         _check_single(ar)
     else:
         ar, note = baseline(runs)
-        notes = [*filter(None, [note]), *notes]
+        if note:
+            notes.append(note)
+    for run in runs:
+        notes += map(Note, run.left_out())
     shown = []
     for run in runs:
         if (run.config.ours or run.config.autoregressive) and run.has_results:
             shown.append(run)
     if not shown:
         raise DuelError(f"No perplexity ({', '.join(METRICS)}) to report: {'; '.join(map(str, notes))}")
-    baseline_names = {run.name for run in ar}
-    traces = traced.Traces(options.traces)
-    shown, gone = traces.attach(shown)
-    notes += gone
-    baselines = [run for run in shown if run.name in baseline_names]
 
-    names: dict[str, None] = {}
-    for run in shown:
-        if run not in baselines:
-            names |= dict.fromkeys(run.tasks)
-    only_perplexities = all(run.tasks and run.tasks == run.every_task for run in shown)
-    if not names and only_perplexities:
-        raise DuelError("Nothing to compare: only the --ar result of RESULTS has perplexities.")
-    tasks: dict[str, Comparison] = {}
-    for name in names:
-        having = [run for run in shown if name in run.tasks]
-        metric = compare.shared_metric(name, options.metric, having)
-        groups = _groups(name, metric, shown, baselines) if options.apart else [(shown, "")]
-        for n, (members, difference) in enumerate(groups, 1):
-            label = _label(name, members)
-            if len(groups) > 1:
-                label = f"{label} ({n})"
-            if difference:
-                notes.append(Note(f"{label}: {difference}"))
-            tasks[label] = compare.task(name, members, baselines, metric, options.as_published, options.pairs)
+    traces = traced.Traces(options.traces)
+    shown, gone = traces.attach(shown)  # new records, so the baselines are found by their names
+    notes += gone
+    baseline_names = {run.name for run in ar}
+    baselines = [run for run in shown if run.name in baseline_names]
+    tasks, apart = _compare_tasks(options, shown, baselines)
+    notes += apart
 
     if not figures.available():
         notes.append(Note(advice=figures.MISSING))
@@ -144,9 +140,37 @@ def collect(options: argparse.Namespace) -> Report:
         baselines=baselines,
         tasks=tasks,
         notes=notes,
-        published=columns.published_sources(options.published),
+        published=published.by_source(options.published),
         documents=documents,
     )
+
+
+def _compare_tasks(
+    options: argparse.Namespace, shown: Sequence[Run], baselines: Sequence[Run]
+) -> tuple[dict[str, Comparison], list[Note]]:
+    """The comparison of each task that is not the baselines' alone; with --apart several, and notes on why."""
+    names: dict[str, None] = {}
+    for run in shown:
+        if run not in baselines:
+            names |= dict.fromkeys(run.tasks)
+    only_perplexities = all(run.tasks and run.tasks == run.every_task for run in shown)
+    if not names and only_perplexities:
+        raise DuelError("Nothing to compare: only the --ar result of RESULTS has perplexities.")
+
+    tasks: dict[str, Comparison] = {}
+    notes = []
+    for name in names:
+        having = [run for run in shown if name in run.tasks]
+        metric = compare.shared_metric(name, options.metric, having)
+        groups = _groups(name, metric, having, baselines) if options.apart else [(having, "")]
+        for n, (members, difference) in enumerate(groups, 1):
+            label = _label(name, members)
+            if len(groups) > 1:
+                label = f"{label} ({n})"
+            if difference:
+                notes.append(Note(f"{label}: {difference}"))
+            tasks[label] = compare.task(name, members, baselines, metric, options.as_published, options.pairs)
+    return tasks, notes
 
 
 def read_runs(options: argparse.Namespace) -> tuple[list[Run], list[Run]]:
@@ -157,12 +181,13 @@ def read_runs(options: argparse.Namespace) -> tuple[list[Run], list[Run]]:
         ar_files = {str(file) for file in read.files(places)}
     ar = [run for run in runs if run.name in ar_files]
     for run in ar:
-        if not run.config.autoregressive:
-            what = f"estimator={run.config.estimator}" if run.config.ours else f"--model {run.config.model}"
-            raise DuelError(
-                f"--ar {run.name} is a result of {what}, not of an autoregressive model; name one of ours "
-                f"({match.TWIN}), or one of `--model hf` or of another autoregressive model of the harness."
-            )
+        if run.config.autoregressive:
+            continue
+        model = f"estimator={run.config.estimator}" if run.config.ours else f"--model {run.config.model}"
+        raise DuelError(
+            f"--ar {run.name} is a result of {model}, not of an autoregressive model; name one of ours "
+            f"({match.TWIN}), or one of `--model hf` or of another autoregressive model of the harness."
+        )
     return ar, runs
 
 
@@ -180,21 +205,18 @@ def _check_single(ar: Sequence[Run]) -> None:
 
 def _label(name: str, runs: Sequence[Run]) -> str:
     """The name of a task in tables. Texts that `score` scored have the name of their file."""
-    having = [run for run in runs if name in run.tasks]
-    scored = {run.content.get("scored") for run in having}
+    scored = {run.content.get("scored") for run in runs}
     return str(scored.pop() or name) if len(scored) == 1 else name
 
 
 def _groups(name: str, metric: str, runs: Sequence[Run], baselines: Sequence[Run]) -> list[tuple[list[Run], str]]:
     """The runs of a task in groups that may be compared; the first has the baseline. Runs stay oldest first."""
-    having = []
-    for run in runs:
-        if name in run.tasks and metric in run.tasks[name].metrics:
-            having.append(run)
+    having = [run for run in runs if metric in run.tasks[name].metrics]
     baselines_first = sorted(having, key=lambda run: run not in baselines)
     groups = []
     for members, difference in match.groups(name, metric, baselines_first):
-        groups.append((sorted(members, key=having.index), difference))
+        oldest_first = sorted(members, key=having.index)
+        groups.append((oldest_first, difference))
     return groups
 
 
@@ -207,7 +229,8 @@ def baseline(runs: Sequence[Run]) -> tuple[list[Run], Note]:
     causal = [run for run in runs if run.config.autoregressive]
     if len(causal) == len(runs):  # there is nothing to measure a gap of
         return [], Note()
-    if note := _no_baseline(causal):
+    note = _no_baseline(causal)
+    if note:
         return [], note
     newest: dict[str, Run] = {}
     for run in causal:  # oldest first
@@ -231,121 +254,31 @@ def _no_baseline(causal: Sequence[Run]) -> Note:
     return Note(several, "name one with --ar")
 
 
-# ---------------------------------------------------------------- headlines
-
-
-def headlines(name: str, rows: Sequence[ComparedRow]) -> list[str]:
-    """One sentence per model of a task except the baseline, in Markdown: its perplexity, its ELBO and gap closed."""
-    base = next((each.row for each in rows if each.row.ar), None)
-    models = compare.by_model(each for each in rows if not each.row.ar)
-    lines = []
-    for of_model in models.values():
-        estimators = {each.row.estimator for each in of_model}
-        if estimators != {"ar"}:
-            lines.append(_headline(name, base, of_model))
-    return lines
-
-
-def _headline(name: str, base: Row | None, of_model: Sequence[ComparedRow]) -> str:
-    row = of_model[0].row
-    form = form_of(row.metric)
-    unit = "" if row.metric in ("token_perplexity", "perplexity") else f", {WORDS[row.metric]}"
-    start = f"**{escape(row.model)}** on {escape(name)}{unit}"
-    against = "" if base is None else f" against {number(base.value, form)} for {escape(base.model)}"
-    chosen = compare.headline(of_model)
-    if chosen is None:
-        return f"{start}: {_without_duel(of_model, against)}; no DUEL result (estimator=duel)."
-    seed = "" if chosen.row.noise_seed is None else f", noise seed {chosen.row.noise_seed}"
-    method = f"{chosen.row.entry.display}{seed}"
-    text = f"{start}: {_value(chosen.row)} under {_rule(chosen.row)} ({method}){against}"
-    text += "." if chosen.closed.elbo is None and base is None else _gap(chosen, form)
-    lowest = chosen.row
-    for each in of_model:
-        competes = each.row.score.is_exact and each.row.noise_seed == chosen.row.noise_seed
-        if competes and each.row.value < lowest.value:
-            lowest = each.row
-    if lowest is not chosen.row:
-        text += f" Lowest of its likelihoods: {_rule(lowest)}, {number(lowest.value, form)}."
-    return text
-
-
-def _without_duel(of_model: Sequence[ComparedRow], against: str) -> str:
-    """The sentence about a model without a DUEL row: its lowest likelihood or bound. `against`: the baseline."""
-    lowest = compare.lowest([each for each in of_model if each.row.score.is_likelihood])
-    if lowest is None:
-        return "the oracle only"
-    if lowest.gap is not None:
-        at_most = "at most " if lowest.row.score.is_bound else ""
-        against += f", a gap of {at_most}{number(lowest.gap, form_of(lowest.row.metric))}"
-    return f"{_value(lowest.row)} ({escape(lowest.row.name)}){against}"
-
-
-def _rule(row: Row) -> str:
-    """The rule of a DUEL row, or the estimator of another, with the cache."""
-    method = escape(without_defaults(row.rule)) if row.is_duel else row.entry.display.lower()
-    return f"{method} with cache={escape(row.cache)}" if row.run.has_cache else method
-
-
-def _value(row: Row) -> str:
-    """A row's value, with its bound and its error."""
-    no_bound = f"eps={row.eps:g}: no bound" if row.eps else ""
-    remarks = "; ".join(filter(None, [no_bound, row.stderr_reason]))
-    text = number(row.value, form_of(row.metric), row.stderr, row.score.is_bound)
-    return f"{text} ({remarks})" if remarks else text
-
-
-def _gap(chosen: ComparedRow, form: str) -> str:
-    """The ELBO, and the share of its gap to the autoregressive model that DUEL closes."""
-    closed = chosen.closed
-    reason = escape(str(closed.reason))
-    if closed.elbo is None:
-        return f", a gap of {number(chosen.gap, form)}; {reason}."
-    text = f"; the {closed.of} ELBO gives {_value(closed.elbo)}"
-    if closed.elbo_gap is None:
-        return f"{text} ({reason})."
-    gap = f"the ELBO's gap of {number(closed.elbo_gap, form)}"
-    if closed.distinguishable is False:
-        return (
-            f"{text}, not distinguishable from DUEL (within two standard errors). To learn how much of {gap} DUEL "
-            "closes, raise mc_samples."
-        )
-    if closed.percent is None:
-        return f"{text} ({reason}); the gap is {number(chosen.gap, form)}."
-    percent = f"{number(closed.percent, '.1f')} %"
-    between = columns.closed_interval(chosen) or plus_minus(closed.stderr, ".1f").strip()
-    if closed.percent < 0:
-        percent = f"{percent} {between}".rstrip()
-        share = ", ".join(filter(None, [percent, closed.verdict]))
-        return f"{text}, lower than DUEL, which closes none of {gap} (gap closed {share})."
-    about = "an estimated " if closed.of == gaps.MONTE_CARLO else ""
-    brackets = f" ({between})" if between else ""
-    verdict = f", {closed.verdict}," if closed.verdict else ""
-    return f"{text}. DUEL closes {about}{percent}{brackets}{verdict} of {gap}."
-
-
 # ---------------------------------------------------------------- what is written
 
 
 def markdown(report: Report, images: Sequence[Image] = ()) -> str:
     """report.md."""
-    every = list(report.tables())
+    of_tasks: dict[str, dict[str, list[Table]]] = {name: {} for name in report.tasks}  # by task and kind
+    over_tasks = []
+    for name, kind, table in report.tables():
+        if name and kind != "accuracy":
+            of_tasks[name].setdefault(kind, []).append(table)
+        else:
+            over_tasks.append(table)
+
     lines = []
     for of_task in report.headlines.values():
         lines += [f"- {line}" for line in of_task]
     parts = ["# How far from autoregressive?", "\n".join(lines), bullets(map(str, report.notes))]
     for name, task in report.tasks.items():
-        tables: dict[str, list[Table]] = {}
-        for about, kind, table in every:
-            if about == name and kind != "accuracy":
-                tables.setdefault(kind, []).append(table)
         images_of_task = [image for image in images if image.task == name]
-        parts += _markdown_of_task(name, task, tables, images_of_task)
-    for about, kind, table in every:
-        if kind == "accuracy" or not about:
-            parts += [f"## {escape(table.title)}", table.markdown()]
+        parts += _markdown_of_task(name, task, of_tasks[name], images_of_task)
+    for table in over_tasks:
+        parts += [f"## {escape(table.title)}", table.markdown()]
     for source in report.published:
         parts.append(f"## Published: {escape(source['source'])}")
-        parts += [columns.UNCHECKED, columns.published(source).markdown()]
+        parts += [published.UNCHECKED, published.table(source).markdown()]
     listed = columns.files(report.runs, report.baselines)
     return spaced([*parts, "## Files", escape(listed.title), listed.markdown()])
 
@@ -354,7 +287,8 @@ def _markdown_of_task(
     name: str, task: Comparison, tables: Mapping[str, Sequence[Table]], images: Sequence[Image]
 ) -> Iterator[str]:
     """The parts of a task: values and their figure, what differs, the other tables, figures of rules, notes."""
-    yield f"## {escape(name)}: {', '.join(filter(None, [WORDS[task.metric], task.size]))}"
+    about = ", ".join(filter(None, [WORDS[task.metric], task.size]))
+    yield f"## {escape(name)}: {about}"
     for table in tables["methods"]:
         yield table.markdown()
     for image in images:
@@ -390,12 +324,13 @@ def console(report: Report) -> str:
             without_bold = line.replace("**", "")
             parts.append(re.sub(r"\\(?=[^\w\s])", "", without_bold))  # and without the escapes of Markdown
     for name, kind, table in report.tables():
-        if kind in PRINTED:
-            title = table.title if kind == "accuracy" else f"{name}: {table.title}"
-            if kind == "methods" and report.tasks[name].size:
-                title += f", {report.tasks[name].size}"
-            parts.append(title)
-            parts.append(table.text())
+        if kind not in PRINTED:
+            continue
+        title = table.title if kind == "accuracy" else f"{name}: {table.title}"
+        if kind == "methods" and report.tasks[name].size:
+            title += f", {report.tasks[name].size}"
+        parts.append(title)
+        parts.append(table.text())
     for task in report.tasks.values():
         parts += [f"differs: {line}" for line in task.differences]
     return spaced([*parts, "\n".join(map(str, report.notes))])

@@ -17,7 +17,7 @@ from lm_eval_duel.cli.report import parse
 from lm_eval_duel.console.command_line import one_line
 from lm_eval_duel.errors import UsageError
 from lm_eval_duel.options import Options
-from lm_eval_duel.results import columns, files, page, traced
+from lm_eval_duel.results import files, page, published, traced
 from lm_eval_duel.results.report import collect, markdown
 
 TEXTS = [f"text {n}" for n in range(3)]
@@ -284,7 +284,7 @@ def test_names_are_text_in_every_output(tmp_path):
         named(tmp_path, name)
     figure = ("MDLM", "duel", NAMES[0], "token_perplexity", "3", NAMES[2])
     with (tmp_path / "published.csv").open("w", encoding="utf-8", newline="") as file:
-        csv.writer(file).writerows([columns.NEEDED, figure])
+        csv.writer(file).writerows([published.NEEDED, figure])
     content = board(tmp_path, "--published", tmp_path / "published.csv")
     shown = page.html(content, NAMES[0])
     text = markdown(content)

@@ -1,0 +1,96 @@
+"""Figures of others, from a CSV file. They have tables of their own, and are never ranked, averaged or subtracted.
+
+    model,estimator,rule,block,cache,task,metric,value,stderr,source,note
+    MDLM,duel,greedy,4,,duel_ptb_wrapped,token_perplexity,87.57,,"Turok et al. (2026), zero-shot",
+
+The columns model, estimator, task, metric, value and source are needed. An estimator is one of `estimator=`; it says
+whether a figure is a bound. `recipes`, separated by spaces, are rows of examples/paper.
+"""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from lm_eval_duel.core.scores import METRICS
+from lm_eval_duel.errors import DuelError, require_known
+from lm_eval_duel.estimators import registry
+from lm_eval_duel.results.columns import WHOLE_TARGET
+from lm_eval_duel.results.read import reading
+from lm_eval_duel.results.table import WORDS, Columns, Table, form_of, number
+
+PAPER = "paper"  # on the command line: the paper's tables, which come with the package
+PAPER_FILE = Path(__file__).resolve().with_name("published.csv")
+NEEDED = ("model", "estimator", "task", "metric", "value", "source")
+NAMES = ("model", "estimator", "rule", "block", "cache", "note")  # what a row is
+UNCHECKED = (
+    "Published figures, as their sources print them. They were not measured here, and their documents and windows were "
+    "not checked against the table above."
+)
+
+
+def read(names: Iterable[str]) -> list[dict[str, Any]]:
+    """The figures of CSV files; raises DuelError that names the file and line of a wrong one."""
+    figures = []
+    for name in names:
+        file = PAPER_FILE if name == PAPER else Path(name)
+        with reading(file, f"what --published takes, a CSV file of figures or {PAPER!r}"):
+            reader = csv.DictReader(file.read_text(encoding="utf-8-sig").splitlines())
+            missing = [column for column in NEEDED if column not in (reader.fieldnames or ())]
+            if missing:
+                raise DuelError(f"{name} has no column {', '.join(missing)}; needed are {', '.join(NEEDED)}.")
+            for line in reader:
+                try:
+                    figures.append(_figure(line))
+                except (DuelError, ValueError) as error:
+                    raise DuelError(f"{name}, line {reader.line_num}: {error}") from None
+    return figures
+
+
+def _figure(line: Mapping[str, str | None]) -> dict[str, Any]:
+    """A figure of a line, with the title of its estimator and whether it is a bound."""
+    figure: dict[str, Any] = {}
+    for key in (*NAMES, *NEEDED, "stderr"):
+        figure[key] = (line.get(key) or "").strip()
+    require_known("metric", [figure["metric"]], METRICS)
+    entry = registry.find(figure["estimator"])
+    figure["estimator"] = entry.name
+    figure["display"] = entry.title
+    figure["bound"] = entry.kind.is_bound
+    figure["value"] = float(figure["value"])
+    figure["stderr"] = float(figure["stderr"]) if figure["stderr"] else None
+    return figure
+
+
+def by_source(figures: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The figures of each source and metric."""
+    sources: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for figure in figures:
+        sources.setdefault((figure["source"], figure["metric"]), []).append(figure)
+    listed = []
+    for (source, metric), of_source in sources.items():
+        listed.append({"source": source, "metric": metric, "figures": of_source})
+    return listed
+
+
+def table(source: Mapping[str, Any]) -> Table:
+    """A source's figures: a column for each task, a row for each model, estimator, rule, block and cache."""
+    form = form_of(source["metric"])
+    tasks: dict[str, None] = {}
+    rows: dict[tuple, dict[str, str]] = {}
+    for figure in source["figures"]:
+        names = {key: figure[key] for key in NAMES}
+        names["estimator"] = figure["display"]
+        if names["block"] == "none":
+            names["block"] = WHOLE_TARGET
+        row = rows.setdefault(tuple(names.values()), names)
+        row[figure["task"]] = number(figure["value"], form, figure["stderr"], figure["bound"])
+        tasks[figure["task"]] = None
+
+    *names_before, note = NAMES  # the note stands behind the tasks
+    columns: Columns = {}
+    for head in (*names_before, *tasks, note):
+        columns[head] = lambda row, head=head: row.get(head, "")  # bound now: `head` changes with the loop
+    return Table.from_records(f"{source['source']}: {WORDS[source['metric']]}", rows.values(), columns)
