@@ -11,6 +11,7 @@ import pytest
 import torch
 from close import close_nats
 from harness_runs import evaluate
+from laws import slow_but
 from pages import read
 from textbook import score
 from transformers import AutoModelForMaskedLM
@@ -90,7 +91,7 @@ RANDOM_TOKENS = {  # of the first document; the weights were dcacf17b430d, torch
 }
 
 
-@pytest.mark.parametrize("estimator", RANDOM_TOKENS)
+@pytest.mark.parametrize("estimator", slow_but(RANDOM_TOKENS, ["noised_elbo,mc_samples=16"]))
 def test_the_network_under_random_tokens_gives_what_it_gave(estimator):
     """Made by `lm-eval-duel run --model_args pretrained=demo-duo,estimator=... --tasks sotu --limit 1`."""
     spec, found = again({"pretrained": "demo-duo", "estimator": estimator}, 1)

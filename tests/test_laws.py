@@ -321,21 +321,25 @@ def test_replay_of_a_recorded_order_is_the_score():
 def test_the_truth_under_masked_positions_is_never_seen(rule):
     duel = Duel(Toy(), rule, 3)
     string = (2, 0, 1, 1, 0)
-    before = duel.log_prob([Window((1,), string)])[0]
-    for block_start in (0, 3):
-        positions = range(block_start, min(block_start + 3, 5))
-        steps = max(before.reveal_steps[i] for i in positions) + 1
+    [before] = duel.log_prob([Window((1,), string)])
+    moments = []  # a block and a step, at which the truth is another one wherever it is still masked
+    windows = []
+    for block in (range(3), range(3, 5)):
+        steps = max(before.reveal_steps[i] for i in block) + 1
         for step in range(steps):
             changed = list(string)
-            for i in positions:
-                if before.reveal_steps[i] >= step:  # still masked
+            for i in block:
+                if before.reveal_steps[i] >= step:
                     changed[i] = (changed[i] + 1) % 3
-            [after] = duel.log_prob([Window((1,), tuple(changed))])
-            for i in positions:
-                if before.reveal_steps[i] <= step:
-                    assert after.reveal_steps[i] == before.reveal_steps[i]
-                else:
-                    assert after.reveal_steps[i] > step
+            moments.append((block, step))
+            windows.append(Window((1,), tuple(changed)))
+
+    for (block, step), after in zip(moments, duel.log_prob(windows), strict=True):
+        for i in block:
+            if before.reveal_steps[i] <= step:
+                assert after.reveal_steps[i] == before.reveal_steps[i]
+            else:
+                assert after.reveal_steps[i] > step
 
 
 @pytest.mark.parametrize(("rule", "tail"), spread(1, 2))

@@ -153,7 +153,7 @@ def test_shared_and_independent_errors_add_up_as_they_should():
 @pytest.mark.parametrize("block", [pytest.param(None, marks=pytest.mark.slow), 3])
 def test_an_elbo_masks_every_number_and_every_place_equally_often(block):
     """n uniform on 1..m, each set of n positions equally likely, also of a block that is shorter."""
-    windows = texts(40, 8, seed=5)
+    windows = texts(24, 8, seed=5)
     counts = {}  # by block: of each draw, how many positions it masks
     places = {}  # by block: all masked positions of all draws
     for window in windows:

@@ -6,7 +6,7 @@ import random
 import pytest
 import torch
 from attends import Attends
-from laws import total
+from laws import slow_but, total
 from toys import Toy
 
 from lm_eval_duel.audit.checked import CheckedWindow
@@ -57,7 +57,7 @@ def agree(estimator, windows):
         assert not found.problems and found.difference < 1e-8 and found.again.ties == 0, found.problems
 
 
-@pytest.mark.parametrize("rule", ["greedy:k=1", "threshold:mu=0.02"])
+@pytest.mark.parametrize("rule", slow_but(["greedy:k=1", "threshold:mu=0.02"], ["threshold:mu=0.02"]))
 def test_sums_to_one_over_many_tokens(rule):
     assert abs(total(Duel(Toy(TOKENS - 60, length=2), rule, 2), 2, tokens=TOKENS - 60) - 1) < 1e-9
 
@@ -72,7 +72,7 @@ def test_every_rule_over_many_tokens(rule):
     [
         (Attends(TOKENS, LENGTH, layers=1), "greedy:k=24", 48),
         (Cached(Attends(TOKENS, LENGTH, layers=1), "dual"), "margin:k=24", 48),
-        (ByBlocks(TOKENS, LENGTH, layers=1), "entropy:k=4", "auto"),
+        pytest.param(ByBlocks(TOKENS, LENGTH, layers=1), "entropy:k=4", "auto", marks=pytest.mark.slow),
         (Prefix(TOKENS, LENGTH, layers=1), "greedy:k=4", "auto"),
     ],
     ids=["bidirectional", "cached", "block-causal", "causal prefix"],

@@ -73,7 +73,7 @@ def test_values_of_shared_seeds_are_summed_seed_by_seed():
     assert Total.from_parts(parts).value == total
 
 
-@pytest.mark.parametrize("count", [2, 3, 8, 40])
+@pytest.mark.parametrize("count", [2, 3, 8, pytest.param(40, marks=pytest.mark.slow)])
 def test_intervals_from_few_seeds_cover(count):
     """Of 20,000 means of normal log-probabilities 95 % lie within 1.96 errors for intervals, 0.6 % at most off."""
     drawn = np.random.default_rng(count).normal(-3.0, 2.0, (20_000, count))

@@ -118,7 +118,7 @@ def test_the_numbers_are_those_of_the_harness_own_model():
         for more in ({"windows": "harness"}, {"bos": "none"})
     )
     passages = [json.loads(line)["text"] for line in (FOLDER / "text" / "sotu.jsonl").open(encoding="utf-8")]
-    texts = [*passages[:3], " ".join(passages[7:11])]
+    texts = [passages[0], " ".join(passages[7:11])]
     assert ours.spec["special_tokens"].startswith(f"[{stock.prefix_token_id}] text [], bos=given")
     assert ours.max_length == stock.max_length + 1 < len(ours.tok_encode(texts[-1])) + 1
 
@@ -129,7 +129,7 @@ def test_the_numbers_are_those_of_the_harness_own_model():
         assert abs(mine - right) <= 1e-3
     words = texts[0].split()
     pairs = [(" ".join(words[:n]), " " + " ".join(words[n : n + m])) for n, m in ((1, 2), (20, 8), (30, 3))]
-    for lm, asked in ((ours, [("", text) for text in texts[:2]]), (bare, pairs)):
+    for lm, asked in ((ours, [("", text) for text in texts[:1]]), (bare, pairs)):
         for (mine, is_greedy), (right, greedy) in zip(*both(lm, "loglikelihood", asked), strict=True):
             assert is_greedy == greedy and mine == pytest.approx(right, abs=1e-4)
 

@@ -104,20 +104,19 @@ HOW = [{}, {"self_conditioning": "none"}, {"prediction": "leave_one_out"}, {"tem
 
 @pytest.mark.parametrize("how", slow_but(HOW, (HOW[0], HOW[3])))
 def test_given_the_noise_it_has_a_likelihood(decoder, how):
-    """Two canvases, each with its own output of the step before; window by window as the class's own forward has it."""
-    texts = [Window(CONTEXT, text) for text in itertools.product(range(gemma_reference.TOKENS), repeat=4)]
+    """A canvas and a short one, each with its own output of the step before.
+
+    Window by window as the class's own forward has it.
+    """
+    texts = [Window(CONTEXT, text) for text in itertools.product(range(gemma_reference.TOKENS), repeat=3)]
     for seed, rule in enumerate(("greedy", "left_to_right")):
         duel = Duel(decoder, rule, noise_seed=seed, **how)
         scores = duel.log_prob(texts)
         assert math.fsum(math.exp(score.log_prob) for score in scores) == pytest.approx(1, abs=1e-6)
-        for n in (0, 40, 80):
+        for n in (0, 13, 26):
             found = recompute(duel.estimator, texts[n], scores[n])
             assert found.route == REFERENCE and not found.problems and not found.other_picks
             assert found.log_prob == pytest.approx(scores[n].log_prob, abs=1e-5)
-        [short] = duel.log_prob([Window(CONTEXT, texts[7].target[:3])])
-        assert recompute(duel.estimator, Window(CONTEXT, texts[7].target[:3]), short).log_prob == pytest.approx(
-            short.log_prob, abs=1e-5
-        )
         [drawn] = duel.sample([CONTEXT], 4, seed=seed)
         [again] = duel.log_prob([Window(CONTEXT, drawn.tokens)])
         assert drawn.log_prob == pytest.approx(again.log_prob, abs=1e-9)

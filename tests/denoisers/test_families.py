@@ -70,7 +70,7 @@ REACT.remove("own llada")
 REACT += PROTEINS if transformers.__version__.startswith("4.") else []
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", slow_but(NAMES, [name for name in NAMES if name not in ALIKE]))
 def test_what_is_found_at_load(family, name):
     denoiser = family(name).denoiser
     found = [denoiser.family, denoiser.attention, denoiser.shift, denoiser.bos, denoiser.block]
@@ -115,13 +115,15 @@ PARTLY_LIKE = {  # others here: one window of each is compared in a plain run, a
     *("smdm", "llada-moe", "coda", "a2d-qwen2", "a2d-llama", "a2d-qwen3-bd3lm", "open-dllm", "sdar-moe", "llada2.2"),
     *("plain bidirectional", "plain block_causal", "sedd-retrained", "convbert", "bigbird", "fnet"),
     *("own llada", "own sdar", "own rnd1", "qwen2", "gemma2", "mixtral", "mamba"),
+    *("rnd1", "a2d-qwen3", "bidirectional", "eurobert", "gpt2"),
 }
 FEW = [end for end in ENDS if end[0] in PARTLY_LIKE and "cache" not in end[1]]
-SLOW = [
-    end
-    for end in ENDS
-    if end[0] in ALIKE | PARTLY_LIKE or ("cache" in end[1] and (end[0], end[1]["cache"]) not in QUICK)
-]
+CUT_LIKE = ("fast-dllm-v2", "bd3lm")  # a cut last block is compared under other block-causal networks
+SLOW = []
+for name, options in ENDS:
+    is_like = name in ALIKE | PARTLY_LIKE or ("last_block" in options and name in CUT_LIKE)
+    if is_like or ("cache" in options and (name, options["cache"]) not in QUICK):
+        SLOW.append((name, options))
 
 
 def under_a_cache(denoiser):

@@ -11,6 +11,7 @@ import pytest
 import tiny
 import torch
 import transformers
+from laws import slow_but
 from lora_adapters import NATIVE_MODULES, adapter
 from own import WIDE_QWEN3, WIDTH
 from safetensors.torch import load_file, save_file
@@ -80,7 +81,7 @@ def by_hand(bits):
     return lambda tensors: {key: of(value) if LINEAR.search(key) else value for key, value in tensors.items()}
 
 
-@pytest.mark.parametrize(("kind", "bits"), [("qwen3", 4), ("llada", 8)])
+@pytest.mark.parametrize(("kind", "bits"), slow_but([("qwen3", 4), ("llada", 8)], [("llada", 8)]))
 def test_equals_the_network_of_weights_rounded_by_hand(base, kind, bits):
     pytest.importorskip("bitsandbytes")
     whole = load(base(kind))
@@ -133,7 +134,7 @@ def packed(base, tmp_path):
     return of
 
 
-@pytest.mark.parametrize(("kind", "bits"), [("qwen3", 4), ("bert", 8)])
+@pytest.mark.parametrize(("kind", "bits"), slow_but([("qwen3", 4), ("bert", 8)], [("qwen3", 4)]))
 def test_a_file_of_a_quantized_network_is_that_network_and_every_tensor_has_its_place(base, packed, kind, bits):
     made, path, tensors, save = packed(kind, bits)
     save(tensors)

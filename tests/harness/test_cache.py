@@ -233,7 +233,7 @@ def test_a_window_is_kept_while_an_unfinished_document_has_it(model, tmp_path):
     [
         ({"rule": "klass", "mu": 0.5, "nu": 0.1}, True),
         ({"estimator": "elbo", "mc_samples": 8}, False),
-        ({"estimator": "sampled_confidence", "block": 8}, True),
+        ({"estimator": "sampled_confidence", "block": 4}, True),
     ],
     ids=str,
 )

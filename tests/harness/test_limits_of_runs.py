@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from scipy import stats as scipy_stats
+from scipy.special import stdtrit
 
 from lm_eval_duel.core.scores import Counts, Kind, Score
 from lm_eval_duel.core.windows import Window
@@ -175,7 +175,7 @@ def test_an_interval_takes_five_documents_and_ends_with_the_last(finished, has_i
         return
     squares = sum((nats + rate * size) ** 2 for nats, size in zip(log_probs, sizes, strict=True))
     variance = (1 - finished / 10) * finished / (finished - 1) * squares / sum(sizes) ** 2
-    reach = scipy_stats.t(finished - 1).ppf(0.975) * math.sqrt(variance)
+    reach = stdtrit(finished - 1, 0.975) * math.sqrt(variance)
     assert (low, high) == pytest.approx((math.exp(rate - reach), math.exp(rate + reach)))
 
 

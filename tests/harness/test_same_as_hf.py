@@ -37,7 +37,7 @@ PAIRS = [
     (PASSAGE[:200], PASSAGE[200:260]),
 ]
 TEXTS = ["We the people of the United States", "", BOS + "We the people", "We", " We", PASSAGE, 2 * PASSAGE]
-SHORT = ("plain", "adds one")  # settings of the plain run
+SHORT = ("adds one",)  # settings of the plain run
 NO_CONTEXT = (" ", "people")
 SPANNED = ("We the peop", "le of")  # the first token of the continuation begins in the context
 

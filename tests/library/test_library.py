@@ -11,6 +11,7 @@ import pytest
 import tiny
 import torch
 from close import close_nats
+from laws import slow_but
 from toys import Toy
 
 from lm_eval_duel import Duel, DuelError, TextEstimate, Window, compare, load
@@ -151,17 +152,20 @@ def test_generate_suggests_the_nearest_setting(duel):
 # ---------------------------------------------------------------- other estimators
 
 
+ESTIMATES = [  # a network, its model args, and whether the value is a bound and is drawn
+    ("demo-ar", {"estimator": "ar"}, False, False),
+    ("demo-bd", {"estimator": "elbo", "mc_samples": 16}, True, True),
+    ("demo-mdm", {"estimator": "elbo", "mc_samples": 16, "elbo_form": "ratio", "elbo_eps": 0.01}, False, True),
+    ("demo-bd", {"estimator": "mixture"}, False, False),
+    ("demo-bd", {"estimator": "sampled_confidence", "n": 2}, False, False),
+    ("demo-mdm", {"estimator": "two_phase", "block": 1, "sample": 1.0, "draw_seed": 3}, False, True),
+]
+
+
 @pytest.mark.parametrize(
     ("name", "arguments", "bound", "drawn"),
-    [
-        ("demo-ar", {"estimator": "ar"}, False, False),
-        ("demo-bd", {"estimator": "elbo", "mc_samples": 16}, True, True),
-        ("demo-mdm", {"estimator": "elbo", "mc_samples": 16, "elbo_form": "ratio", "elbo_eps": 0.01}, False, True),
-        ("demo-bd", {"estimator": "mixture"}, False, False),
-        ("demo-bd", {"estimator": "sampled_confidence", "n": 2}, False, False),
-        ("demo-mdm", {"estimator": "two_phase", "block": 1, "sample": 1.0, "draw_seed": 3}, False, True),
-    ],
-    ids=lambda value: str(value),
+    slow_but(ESTIMATES, [ESTIMATES[n] for n in (0, 1, 4)]),
+    ids=str,
 )
 def test_every_estimator_scores_texts(name, arguments, bound, drawn):
     """The value, its error and its spec are those of the harness; what an estimator lacks is one clear error."""

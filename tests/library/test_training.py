@@ -9,7 +9,6 @@ import pytest
 import tiny
 import torch
 from pages import ROOT
-from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from lm_eval_duel import Duel, DuelCallback, DuelError, planned_tokens, training_metrics
 from lm_eval_duel.library import training
@@ -130,35 +129,35 @@ def test_ranks_share_the_texts_and_their_errors(model, monkeypatch):
 # ---------------------------------------------------------------- the Trainer
 
 
-class Reporter(TrainerCallback):
-    """What wandb and others are: a callback that gets the logs."""
-
-    def __init__(self):
-        self.logs = []
-
-    def on_log(self, args, state, control, logs=None, **more):
-        self.logs.append((state.global_step, dict(logs)))
-
-
 def trainer(model, folder, **arguments):
+    from transformers import Trainer, TrainingArguments  # with peft and bitsandbytes: not while tests are collected
+
     rows = [{"input_ids": [2, 5 + n, 6, 7, 3], "labels": [-100, 6, 7, 8, -100]} for n in range(8)]
     settings = {"max_steps": 4, "per_device_train_batch_size": 2, "use_cpu": True, "save_strategy": "no"}
     options = TrainingArguments(str(folder), **settings, report_to="none", disable_tqdm=True, **arguments)
-    reporter = Reporter()
-    made = Trainer(model, options, train_dataset=rows, eval_dataset=rows, processing_class=tiny.tokenizer())
-    made.add_callback(reporter)
-    return made, reporter
+    return Trainer(model, options, train_dataset=rows, eval_dataset=rows, processing_class=tiny.tokenizer())
 
 
 @pytest.mark.slow
 def test_the_trainer_logs_the_numbers(model, tmp_path):
-    training_run, reporter = trainer(model, tmp_path, eval_strategy="steps", eval_steps=4, logging_steps=1)
+    from transformers import TrainerCallback
+
+    reported = []
+
+    class Reporter(TrainerCallback):
+        """What wandb and others are: a callback that gets the logs."""
+
+        def on_log(self, args, state, control, logs=None, **more):
+            reported.append((state.global_step, dict(logs)))
+
+    training_run = trainer(model, tmp_path, eval_strategy="steps", eval_steps=4, logging_steps=1)
+    training_run.add_callback(Reporter())
     before = training_metrics(model, tiny.tokenizer(), TEXTS, block=3)
     training_run.add_callback(DuelCallback(training_run, TEXTS, every=2, block=3))
     training_run.train()
-    scored = [(step, logs) for step, logs in reporter.logs if VALUE in logs]
+    scored = [(step, logs) for step, logs in reported if VALUE in logs]
     assert [step for step, _ in scored] == [2, 4], "once where a step is due and evaluated"
-    assert [step for step, logs in reporter.logs if "loss" in logs] == [1, 2, 3, 4], "no loss is left out"
+    assert [step for step, logs in reported if "loss" in logs] == [1, 2, 3, 4], "no loss is left out"
     assert scored == [
         (log["step"], {key: value for key, value in log.items() if key != "step"})
         for log in training_run.state.log_history
@@ -170,7 +169,7 @@ def test_the_trainer_logs_the_numbers(model, tmp_path):
 
 
 def test_what_the_callback_refuses(model, tmp_path):
-    run, _ = trainer(model, tmp_path)
+    run = trainer(model, tmp_path)
     for wrong, named in (
         ({"every": None}, "every="),
         ({"every": 0}, "'every' .*got .0"),

@@ -13,15 +13,26 @@ from lm_eval_duel.core import noise as noises
 from lm_eval_duel.core.windows import Window
 from lm_eval_duel.options import Options
 
-diffusers = pytest.importorskip("diffusers", minversion="0.42", reason="diffusers is not installed")
-
 BLOCK = 4
+
+
+@pytest.fixture(scope="module", autouse=True)
+def diffusers():
+    """The library; imported for these tests alone, not by whoever collects them."""
+    return pytest.importorskip("diffusers", minversion="0.42", reason="diffusers is not installed")
+
+
+def scheduler_of(width, steps):
+    from diffusers import BlockRefinementScheduler
+
+    scheduler = BlockRefinementScheduler(block_length=width, num_inference_steps=steps)
+    scheduler.set_timesteps(steps, block_length=width)
+    return scheduler
 
 
 def refine(toy, context, steps, threshold):
     """Blocks of masked tokens filled by the scheduler as LLaDA2Pipeline calls it: ids (1, 4), reveal steps (1, 4)."""
-    scheduler = diffusers.BlockRefinementScheduler(block_length=BLOCK, num_inference_steps=steps)
-    scheduler.set_timesteps(steps, block_length=BLOCK)
+    scheduler = scheduler_of(BLOCK, steps)
     head, block, when = torch.tensor([context]), torch.full((1, BLOCK), toy.mask_id), torch.full((1, BLOCK), -1)
     settings = {"mask_token_id": toy.mask_id, "editing_threshold": None, "temperature": 0.0, "threshold": threshold}
     for step in range(steps):
@@ -51,7 +62,7 @@ def test_without_temperature_it_is_high_or_topk(steps, threshold):
 
 
 @pytest.mark.slow  # importing the pipeline takes seconds
-def test_the_preset_has_the_pipelines_defaults():
+def test_the_preset_has_the_pipelines_defaults(diffusers):
     """But for editing, which replaces revealed tokens and has no likelihood under an unmasking rule."""
     defaults = {
         name: entry.default for name, entry in inspect.signature(diffusers.LLaDA2Pipeline.__call__).parameters.items()
@@ -68,8 +79,7 @@ def renoise(toy, context, width, steps, threshold, noise):
     `noise(step)` (W,): the tokens that positions show at a step while they are not committed. The scheduler draws its
     own, which are replaced.
     """
-    scheduler = diffusers.BlockRefinementScheduler(block_length=width, num_inference_steps=steps)
-    scheduler.set_timesteps(steps, block_length=width)
+    scheduler = scheduler_of(width, steps)
     committed, when = torch.full((1, width), -1), torch.full((1, width), -1)
     settings = {"mask_token_id": None, "editing_threshold": None, "temperature": 0.0, "threshold": threshold}
     canvas = noise(0)[None]

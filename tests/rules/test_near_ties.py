@@ -46,21 +46,26 @@ def test_a_parameter_a_hair_from_another_pick_is_a_near_tie(subtests):
     for text, (low, high) in BOUNDS.items():
         found = 0
         for seed in range(6):
+            if found > 1:
+                break
             logits, masked = random_case(100 + seed, 1)
             grid = torch.linspace(low, high, 6, dtype=torch.float64).tolist()
             picks = [decision(text, value, logits, masked).pick for value in grid]
             for n, (one, other) in enumerate(itertools.pairwise(picks)):
                 if found > 1 or torch.equal(one, other):
                     continue
-                below, above = grid[n], grid[n + 1]
+                below = grid[n]
+                above = grid[n + 1]
                 while above - below > 1e-9:
                     middle = (below + above) / 2
-                    same = torch.equal(decision(text, middle, logits, masked).pick, one)
-                    below, above = (middle, above) if same else (below, middle)
+                    if torch.equal(decision(text, middle, logits, masked).pick, one):
+                        below = middle
+                    else:
+                        above = middle
                 found += 1
                 with subtests.test(text, seed=seed, value=above):
-                    near = [bool(decision(text, value, logits, masked).near_tie) for value in (below, above)]
-                    assert near == [True, True]
+                    assert bool(decision(text, below, logits, masked).near_tie)
+                    assert bool(decision(text, above, logits, masked).near_tie)
         assert found, text
 
 
@@ -179,7 +184,7 @@ def changes(logits, picked):
 
 def test_a_margin_is_no_larger_than_the_change_that_moves_the_pick(subtests):
     """Than twice the change: a margin is a gap in units of one position's score, and two positions may move apart."""
-    logits, masked = random_case(11, 1500)
+    logits, masked = random_case(11, 500)
     for text in [*STATE_ONLY, *SCORES, *QUOTAS, "cumulative_error:mu=0.1"]:
         if text == "cumulative_error:mu=0.0":  # which reveals all, whatever the network says
             continue
@@ -188,5 +193,5 @@ def test_a_margin_is_no_larger_than_the_change_that_moves_the_pick(subtests):
         for changed in changes(logits, first.pick):
             moved |= (decided(text, changed, masked).pick != first.pick).any(1)
         with subtests.test(text):
-            assert moved.sum() > 10
+            assert moved.sum() > 4
             assert float(first.decision_margin[moved].max()) < 2.01 * CHANGE

@@ -153,7 +153,7 @@ def test_rows_are_those_made_by_hand(copies, subtests):
 
 @pytest.mark.parametrize(("bos", "scored"), [("official", 63), ("first", 61), ("none", 62), ("scored", 64)])
 def test_the_conventions_count_what_is_scored(copies, bos, scored):
-    run = evaluate(["duel_ptb_wrapped"], copies, f"rule=l2r:k=4,block=4,bos={bos}")
+    run = evaluate(["duel_ptb_wrapped"], copies, f"rule=l2r:k=32,block=32,bos={bos}")
     assert run["config"]["duel"]["tokens"] == 2 * scored
     assert [sample["doc"]["duel_tokens"] for sample in run["samples"]["duel_ptb_wrapped"]] == [scored] * 2
     tokenizer = load_tokenizer({})

@@ -9,6 +9,7 @@ from lm_eval_duel.tasks.data import perplexity
 from lm_eval_duel.tasks.infilling import target_perplexity
 from lm_eval_duel.text.annotated import count_units, split_at_borders
 
+pytestmark = pytest.mark.usefixtures("one_load")
 BORDERS = [  # context, text, suffix; what is scored of it; bits per byte by hand
     ("", "x\n", "We the people", "x", 13.3914),
     ("", "act \n\n\n", " now", "act", 3.2621),
