@@ -7,10 +7,10 @@ import sys
 from importlib.metadata import entry_points
 
 import lm_eval.tasks
+import lm_eval.utils
 import pytest
-from lm_eval.api.registry import get_model
+from lm_eval.api import registry
 from lm_eval.config.evaluate_config import EvaluatorConfig
-from lm_eval.utils import make_table
 
 from lm_eval_duel import demo
 from lm_eval_duel.harness import autoload
@@ -54,13 +54,15 @@ def test_without_the_site_hook_it_can_be_installed_by_hand(before):
         f"import sys; sys.path[:0] = {paths!r}; {before}"
         "import lm_eval_duel.harness.autoload as a; a.install(); a.install()\n"
         "import lm_eval.models\n"
-        "from lm_eval.api.registry import model_registry\n"
-        "import lm_eval.utils, lm_eval.config.evaluate_config\n"
+        "from lm_eval.api.registry import get_model, model_registry\n"
+        "from lm_eval.utils import make_table\n"
+        "from lm_eval.config.evaluate_config import EvaluatorConfig\n"
         "left = any(type(finder).__module__ == a.__name__ for finder in sys.meta_path)\n"
-        "print('duel-mdm' in model_registry, 'hf' in model_registry, left)\n",
+        "ours = [function.__wrapped__ for function in (get_model, make_table, EvaluatorConfig.process_tasks)]\n"
+        "print('duel-mdm' in model_registry, 'hf' in model_registry, left, len(ours))\n",
         "-S",
     )
-    assert out.split() == ["True", "True", "False"]
+    assert out.split() == ["True", "True", "False", "3"]
 
 
 # ---------------------------------------------------------------- releases that read entry points
@@ -113,20 +115,33 @@ def test_where_lm_eval_reads_entry_points_the_hook_leaves_it_to_it(by_hand):
 # ---------------------------------------------------------------- lm-eval's errors that can say more
 
 
+WRAPPED = [(registry, "get_model"), (EvaluatorConfig, "process_tasks"), (lm_eval.utils, "make_table")]
+
+
+@pytest.fixture
+def wrapped_anew(monkeypatch):
+    """lm-eval's functions, wrapped by those of this module, as the start of this interpreter has done once."""
+    for owner, name in WRAPPED:
+        monkeypatch.setattr(owner, name, getattr(owner, name).__wrapped__)
+    autoload.explain_models()
+    autoload.prepare_tasks()
+    autoload.add_our_table()
+
+
 def tasks_of(name, folder):
     return EvaluatorConfig(tasks=[name], include_path=folder).process_tasks()
 
 
 CALLS = {  # by what the error says
-    "Did you mean 'duel-mdm'?": lambda folder: get_model("duel_mdm"),
-    "Supported model names": lambda folder: get_model("nothing-like-it"),
+    "Did you mean 'duel-mdm'?": lambda folder: registry.get_model("duel_mdm"),
+    "Supported model names": lambda folder: registry.get_model("nothing-like-it"),
     "--include_path $(lm-eval-duel": lambda folder: tasks_of("sotu", folder),
     "no-such-folder": lambda folder: tasks_of("other", "no-such-folder"),
     "no_such_file.yaml": lambda folder: tasks_of("mine", folder),
 }
 
 
-def test_lm_evals_own_errors_name_what_is_ours(tmp_path, monkeypatch, subtests):
+def test_lm_evals_own_errors_name_what_is_ours(wrapped_anew, tmp_path, monkeypatch, subtests):
     (tmp_path / "mine.yaml").write_text("include: no_such_file.yaml\ntask: mine")
     manager = functools.partialmethod(lm_eval.tasks.TaskManager.__init__, include_defaults=False)
     monkeypatch.setattr(lm_eval.tasks.TaskManager, "__init__", manager)  # its own 14,000 tasks take seconds to index
@@ -141,7 +156,7 @@ def test_lm_evals_own_errors_name_what_is_ours(tmp_path, monkeypatch, subtests):
 # ---------------------------------------------------------------- the table of results
 
 
-def test_lm_evals_table_is_followed_by_one_of_kinds_and_errors():
+def test_lm_evals_table_is_followed_by_one_of_kinds_and_errors(wrapped_anew):
     """For results of our models, below the last table that lm-eval prints."""
     path = sorted((demo.FOLDER / "results").glob("demo-bd/results_*.json"))[0]
     mine = json.loads(path.read_text())
@@ -150,6 +165,7 @@ def test_lm_evals_table_is_followed_by_one_of_kinds_and_errors():
     broken = {**mine, "config": {**config, "duel": {**config["duel"], "tasks": 3}}}
     grouped = {**mine, "groups": {"all": mine["results"]["sotu"]}}
 
+    make_table = lm_eval.utils.make_table
     plain = make_table(stranger)
     assert "fingerprint" not in plain
     assert make_table(broken) == plain
