@@ -1,6 +1,5 @@
 """No test reaches a hub, and every test sees the same numbers whatever ran before."""
 
-import functools
 import gc
 import logging
 import os
@@ -32,12 +31,12 @@ def pytest_collection_finish():
 
 
 @pytest.fixture(scope="session", autouse=True)
-def the_machine_is_described_once():
-    """The harness writes the machine's description into every results file: a `pip list` of half a second each."""
+def the_machine_is_not_described():
+    """The harness writes the machine's description into every results file: a `pip list` of half a second."""
     if "torch" in sys.modules:
         from torch.utils import collect_env
 
-        collect_env.get_pretty_env_info = functools.cache(collect_env.get_pretty_env_info)
+        collect_env.get_pretty_env_info = lambda: "a machine"
 
 
 @pytest.fixture(autouse=True)

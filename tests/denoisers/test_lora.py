@@ -7,6 +7,7 @@ import pytest
 import tiny
 import torch
 from close import close_nats
+from laws import slow_but
 from lora_adapters import NATIVE_MODULES, adapter
 from own import DREAM, LAYERS, LLADA, LLADA_SIZE, QWEN3, SIZE, decoder, llada, write
 from safetensors.torch import load_file, save_file
@@ -71,7 +72,7 @@ KINDS = {  # tensors, options, modules, and what the adapter's config says
 }
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", slow_but(KINDS, ["a2d-qwen3", "llada"]))
 def test_equals_weights_merged_by_hand(tmp_path, kind):
     """Patterns of names in the adapter's config hold for the names in its file; the adapter is part of the spec."""
     make, options, modules, (entries, ranks, scale) = KINDS[kind]

@@ -6,6 +6,7 @@ import dit_reference
 import networks
 import pytest
 import torch
+from laws import slow_but
 from noised_toys import bound
 
 from lm_eval_duel import Duel
@@ -58,7 +59,7 @@ class Plain:
         return (1 - t) / (1 + c), b
 
 
-@pytest.mark.parametrize("name", networks.NOISED)
+@pytest.mark.parametrize("name", slow_but(networks.NOISED, ["duo", "gidd-uniform"]))
 def test_the_bound_is_that_of_the_plain_network(name, tmp_path):
     """By enumeration of all noisy rows, with a context, and of the context's and the suffix's tokens as they are;
     padding and batches change nothing.

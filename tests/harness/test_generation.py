@@ -35,7 +35,7 @@ def same(drawn, scored, tolerance=1e-9):
 @pytest.mark.parametrize(("toy", "rule"), NETWORKS)
 def test_a_sample_that_stopped_is_scored_with_what_is_left_as_tail(toy, rule):
     duel = DuelEstimator(toy, rule, 2)
-    contexts = [(1,), (0, 2), ()] * 5
+    contexts = [(1,), (0, 2), ()] * 3
     lengths = []
 
     def stop(index, tokens):

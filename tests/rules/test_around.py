@@ -156,15 +156,16 @@ class Sometimes(Own):
 
 def test_a_rule_that_is_random_now_and_then_is_found():
     torch.manual_seed(0)
-    found, toy = 0, Toy(length=12)
+    found = 0
+    toy = Toy(length=12)
     windows = [Window((), tuple(torch.randint(3, (12,)).tolist())) for _ in range(30)]
-    for seed in range(10):
+    for seed in range(6):
         Sometimes.chance.seed(seed)
         try:
             DuelEstimator(toy, Sometimes(), 12, batch_size=1).log_prob(windows)
         except InconsistentOutput as error:
             found += "Window" in str(error)
-    assert found >= 9
+    assert found >= 5
 
 
 def test_what_a_rule_decides_differently_is_counted_where_numbers_are_coarse():
