@@ -184,7 +184,7 @@ def changes(logits, picked):
 
 def test_a_margin_is_no_larger_than_the_change_that_moves_the_pick(subtests):
     """Than twice the change: a margin is a gap in units of one position's score, and two positions may move apart."""
-    logits, masked = random_case(11, 500)
+    logits, masked = random_case(11, 1500)
     for text in [*STATE_ONLY, *SCORES, *QUOTAS, "cumulative_error:mu=0.1"]:
         if text == "cumulative_error:mu=0.0":  # which reveals all, whatever the network says
             continue
@@ -193,5 +193,5 @@ def test_a_margin_is_no_larger_than_the_change_that_moves_the_pick(subtests):
         for changed in changes(logits, first.pick):
             moved |= (decided(text, changed, masked).pick != first.pick).any(1)
         with subtests.test(text):
-            assert moved.sum() > 4
+            assert moved.sum() > 10
             assert float(first.decision_margin[moved].max()) < 2.01 * CHANGE
