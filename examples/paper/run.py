@@ -25,7 +25,7 @@ import yaml
 
 from lm_eval_duel.errors import DuelError, unknown
 from lm_eval_duel.results import columns, compare, read
-from lm_eval_duel.results.columns import PAPER_FILE
+from lm_eval_duel.results.published import PAPER_FILE
 from lm_eval_duel.rules import parse as parse_rule
 
 RECIPES = Path(__file__).with_name("recipes.yaml")

@@ -18,7 +18,7 @@ from lm_eval_duel import Duel, Window
 from lm_eval_duel.cli.main import main
 from lm_eval_duel.errors import DuelError
 from lm_eval_duel.options import Options
-from lm_eval_duel.results.columns import PAPER_FILE
+from lm_eval_duel.results.published import PAPER_FILE
 from lm_eval_duel.rules import parse
 from lm_eval_duel.tasks import task_folder
 
